@@ -1,0 +1,3 @@
+//! `cargo xtask`: everything a developer or CI runs, as one program.
+
+fn main() {}
