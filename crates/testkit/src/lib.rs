@@ -1,1 +1,10 @@
-//! testkit
+//! What the tests and the bench drive a disk with: a vhost-user front-end and a virtio-blk driver of our own, written
+//! from the specifications and not from the server, so that a mistake in one is not shared by the other.
+
+pub mod chain;
+pub mod driver;
+pub mod frontend;
+pub mod memory;
+pub mod ring;
+pub mod server;
+pub mod vm;

@@ -1,0 +1,591 @@
+//! A minimal virtio-blk driver (virtio 1.3 §5.2) over a vhost-user front-end, for tests and for the bench.
+//!
+//! The bench fills every slot once with [`Queue::prepare`] and from then on only changes sectors: submitting and polling
+//! neither allocate nor rebuild descriptors.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use virtio_bindings::virtio_blk::*;
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+
+use crate::frontend::{F_PROTOCOL_FEATURES, Frontend, RingAddresses, protocol};
+use crate::memory::Memory;
+use crate::ring::{Desc, Ring};
+
+/// What a device is asked for.
+#[derive(Clone, Debug)]
+pub struct DeviceConfig {
+    /// Number of queues to set up.
+    pub queues: u16,
+    /// Descriptors per queue, a power of two.
+    pub queue_size: u16,
+    /// Requests that a queue may have in flight: at most `queue_size` with `indirect`, a third of it without.
+    pub slots: u16,
+    /// Bytes of data buffer per slot.
+    pub buffer_len: u32,
+    /// Accept INDIRECT_DESC and use it for every request.
+    pub indirect: bool,
+    /// Accept EVENT_IDX.
+    pub event_idx: bool,
+    /// Virtio features to accept where they are offered.
+    pub features: u64,
+    /// Protocol features to accept where they are offered.
+    pub protocol: u64,
+}
+
+impl Default for DeviceConfig {
+    fn default() -> Self {
+        Self {
+            queues: 1,
+            queue_size: 256,
+            slots: 16,
+            buffer_len: 128 << 10,
+            indirect: true,
+            event_idx: true,
+            features: !0,
+            protocol: protocol::ALL,
+        }
+    }
+}
+
+/// A virtio-blk device at the other end of a vhost-user socket.
+pub struct Device {
+    /// The connection, for messages of one's own.
+    pub frontend: Frontend,
+    /// The guest's memory: [`Device::RINGS`], [`Device::LOW`] and [`Device::HIGH`] are announced, [`Device::SPARE`] is not.
+    pub memory: Arc<Memory>,
+    /// The queues; take them out to drive each from a thread of its own.
+    pub queues: Vec<Queue>,
+    /// The negotiated virtio features.
+    pub features: u64,
+    /// The negotiated protocol features.
+    pub protocol: u64,
+}
+
+/// Free room in LOW and in HIGH for a test's own buffers, besides those of the slots.
+const SCRATCH: u64 = 4 << 20;
+
+impl Device {
+    /// The region that holds the rings and the request headers.
+    pub const RINGS: usize = 0;
+    /// A region of data buffers, those of the even queues. It is adjacent to `HIGH` in guest-physical addresses only.
+    pub const LOW: usize = 1;
+    /// A region of data buffers, those of the odd queues.
+    pub const HIGH: usize = 2;
+    /// A region behind a hole that the device is not told of.
+    pub const SPARE: usize = 3;
+
+    /// Connects, negotiates and starts the queues.
+    pub fn connect(socket: impl AsRef<Path>, config: &DeviceConfig) -> io::Result<Self> {
+        let mut frontend = Frontend::connect(socket)?;
+        let (features, protocol) = negotiate(&mut frontend, config)?;
+        let memory = Arc::new(guest_memory(config)?);
+        let event_idx = features & 1 << VIRTIO_RING_F_EVENT_IDX != 0;
+        let indirect = features & 1 << VIRTIO_RING_F_INDIRECT_DESC != 0;
+        let regions = memory.regions();
+        if protocol & protocol::CONFIGURE_MEM_SLOTS != 0 {
+            regions[..Self::SPARE]
+                .iter()
+                .try_for_each(|r| frontend.add_mem_reg(r))?;
+        } else {
+            frontend.set_mem_table(&regions[..Self::SPARE].iter().collect::<Vec<_>>())?;
+        }
+        let mut device = Self {
+            frontend,
+            memory: memory.clone(),
+            queues: Vec::new(),
+            features,
+            protocol,
+        };
+        for index in 0..config.queues {
+            let ring = Ring::new(&memory, &regions[Self::RINGS], config.queue_size, event_idx)?;
+            let data = if index % 2 == 0 {
+                Self::LOW
+            } else {
+                Self::HIGH
+            };
+            device
+                .queues
+                .push(Queue::new(index, ring, &memory, indirect, config, data));
+            device.start_queue(usize::from(index), 0)?;
+        }
+        if protocol & protocol::STATUS != 0 {
+            // ACKNOWLEDGE, DRIVER, FEATURES_OK, DRIVER_OK
+            device.frontend.set_status(0x0f)?;
+        }
+        Ok(device)
+    }
+
+    /// Sets a queue up from scratch at index `base` and enables it. Nothing may be in flight on it.
+    pub fn start_queue(&mut self, index: usize, base: u16) -> io::Result<()> {
+        let Self {
+            frontend,
+            memory,
+            queues,
+            ..
+        } = self;
+        let queue = &mut queues[index];
+        queue.restart(base);
+        let (ring, index) = (&queue.ring, queue.index);
+        let guest = ring.guest_addresses();
+        let user = RingAddresses {
+            desc: memory.user(guest.desc),
+            used: memory.user(guest.used),
+            avail: memory.user(guest.avail),
+        };
+        frontend.set_vring_num(index, ring.size)?;
+        frontend.set_vring_base(index, base)?;
+        frontend.set_vring_addr(index, user)?;
+        frontend.set_vring_err(index, ring.err.as_fd())?;
+        frontend.set_vring_call(index, ring.call.as_fd())?;
+        frontend.set_vring_kick(index, ring.kick.as_fd())?;
+        frontend.set_vring_enable(index, true)
+    }
+
+    /// Stops a queue; gives the index at which the device would go on.
+    pub fn stop_queue(&mut self, index: usize) -> io::Result<u16> {
+        self.frontend.vring_base(self.queues[index].index)
+    }
+
+    /// The device's config space.
+    pub fn config(&mut self) -> io::Result<DiskConfig> {
+        self.frontend
+            .config(0, DiskConfig::LEN as u32)
+            .map(|bytes| DiskConfig::parse(&bytes))
+    }
+}
+
+/// The config space (virtio 1.3 §5.2.4, `struct virtio_blk_config`), without the geometry and what no host here offers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the names are the specification's")]
+pub struct DiskConfig {
+    pub capacity: u64,
+    pub size_max: u32,
+    pub seg_max: u32,
+    pub blk_size: u32,
+    pub physical_block_exp: u8,
+    pub alignment_offset: u8,
+    pub min_io_size: u16,
+    pub opt_io_size: u32,
+    pub wce: u8,
+    pub num_queues: u16,
+    pub max_discard_sectors: u32,
+    pub max_discard_seg: u32,
+    pub discard_sector_alignment: u32,
+    pub max_write_zeroes_sectors: u32,
+    pub max_write_zeroes_seg: u32,
+    pub write_zeroes_may_unmap: u8,
+}
+
+impl DiskConfig {
+    /// Bytes up to and with `write_zeroes_may_unmap` and its padding.
+    pub const LEN: usize = 60;
+    /// Where `writeback` lies.
+    pub const WCE_AT: u32 = 32;
+
+    fn parse(bytes: &[u8]) -> Self {
+        let word = |at: usize, len: usize| {
+            bytes[at..at + len]
+                .iter()
+                .rev()
+                .fold(0, |n, &b| n << 8 | u64::from(b))
+        };
+        let (byte, short, long) = (
+            |at| bytes[at],
+            |at| word(at, 2) as u16,
+            |at| word(at, 4) as u32,
+        );
+        Self {
+            capacity: word(0, 8),
+            size_max: long(8),
+            seg_max: long(12),
+            blk_size: long(20),
+            physical_block_exp: byte(24),
+            alignment_offset: byte(25),
+            min_io_size: short(26),
+            opt_io_size: long(28),
+            wce: byte(32),
+            num_queues: short(34),
+            max_discard_sectors: long(36),
+            max_discard_seg: long(40),
+            discard_sector_alignment: long(44),
+            max_write_zeroes_sectors: long(48),
+            max_write_zeroes_seg: long(52),
+            write_zeroes_may_unmap: byte(56),
+        }
+    }
+}
+
+fn negotiate(frontend: &mut Frontend, config: &DeviceConfig) -> io::Result<(u64, u64)> {
+    frontend.set_owner()?;
+    let offered = frontend.features()?;
+    let mut wanted = config.features;
+    for (on, bit) in [
+        (config.indirect, VIRTIO_RING_F_INDIRECT_DESC),
+        (config.event_idx, VIRTIO_RING_F_EVENT_IDX),
+    ] {
+        wanted = if on { wanted } else { wanted & !(1 << bit) };
+    }
+    let known = DISK_FEATURES
+        | F_PROTOCOL_FEATURES
+        | 1 << VIRTIO_F_VERSION_1
+        | 1 << VIRTIO_RING_F_INDIRECT_DESC
+        | 1 << VIRTIO_RING_F_EVENT_IDX;
+    let features = offered & known & (wanted | 1 << VIRTIO_F_VERSION_1 | F_PROTOCOL_FEATURES);
+    let mut accepted = 0;
+    if features & F_PROTOCOL_FEATURES != 0 {
+        accepted = frontend.protocol_features()? & config.protocol & protocol::ALL;
+        frontend.set_protocol_features(accepted)?;
+    }
+    frontend.set_features(features)?;
+    Ok((features, accepted))
+}
+
+/// The feature bits of virtio-blk that this driver knows (virtio 1.3 §5.2.3).
+pub const DISK_FEATURES: u64 = 1 << VIRTIO_BLK_F_SIZE_MAX
+    | 1 << VIRTIO_BLK_F_SEG_MAX
+    | 1 << VIRTIO_BLK_F_RO
+    | 1 << VIRTIO_BLK_F_BLK_SIZE
+    | 1 << VIRTIO_BLK_F_FLUSH
+    | 1 << VIRTIO_BLK_F_TOPOLOGY
+    | 1 << VIRTIO_BLK_F_CONFIG_WCE
+    | 1 << VIRTIO_BLK_F_MQ
+    | 1 << VIRTIO_BLK_F_DISCARD
+    | 1 << VIRTIO_BLK_F_WRITE_ZEROES;
+
+fn guest_memory(config: &DeviceConfig) -> io::Result<Memory> {
+    let (size, slots) = (u64::from(config.queue_size), u64::from(config.slots));
+    let page = |bytes: u64| bytes.next_multiple_of(4096);
+    let rings = page(u64::from(config.queues) * (26 * size + 256 + slots * CONTROL + 64)) + SCRATCH;
+    // Data buffers are page-aligned, so that an O_DIRECT disk can use them in place.
+    let per_queue = slots * page(u64::from(config.buffer_len));
+    let low = u64::from(config.queues.div_ceil(2)) * per_queue + SCRATCH;
+    let high = u64::from(config.queues / 2) * per_queue + SCRATCH;
+    let base = 0x10_0000;
+    let spare = (base + rings + low + high).next_multiple_of(1 << 30) + (4 << 30);
+    Memory::new(&[
+        (base, rings),
+        (base + rings, low),
+        (base + rings + low, high),
+        (spare, SCRATCH),
+    ])
+}
+
+/// A request, without its place on the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    /// Read into the slot's buffer.
+    Read,
+    /// Write from the slot's buffer.
+    Write,
+    /// Make completed writes stable.
+    Flush,
+    /// Get the serial number.
+    GetId,
+    /// Forget a range.
+    Discard,
+    /// Make a range read as zeroes.
+    WriteZeroes {
+        /// The range may be deallocated.
+        unmap: bool,
+    },
+    /// A request type of no meaning, with data to the device.
+    Unknown(u32),
+}
+
+/// A virtqueue with a fixed set of request slots.
+pub struct Queue {
+    /// Number of the queue.
+    pub index: u16,
+    /// The ring beneath.
+    pub ring: Ring,
+    memory: Arc<Memory>,
+    indirect: bool,
+    slots: Box<[Slot]>,
+}
+
+struct Slot {
+    /// Guest-physical address of the control block: header at 0, status at 16, indirect table at 64.
+    control: u64,
+    data: u64,
+    header: *mut Header,
+    status: *mut u8,
+    in_flight: bool,
+}
+
+// SAFETY: the slots' pointers lead into guest memory, which `memory` keeps mapped and which is Sync.
+unsafe impl Send for Queue {}
+
+/// Bytes of a slot's control block. Header and status share a cache line, as they do in a guest.
+const CONTROL: u64 = 128;
+const STATUS_AT: u64 = 16;
+const TABLE_AT: u64 = 64;
+/// Descriptors of a request: header, data, status.
+const CHAIN: u16 = 3;
+
+/// The request header (virtio 1.3 §5.2.6).
+#[repr(C)]
+struct Header {
+    kind: u32,
+    reserved: u32,
+    sector: u64,
+}
+
+impl Queue {
+    fn new(
+        index: u16,
+        ring: Ring,
+        memory: &Arc<Memory>,
+        indirect: bool,
+        config: &DeviceConfig,
+        region: usize,
+    ) -> Self {
+        let per_slot = if indirect { 1 } else { CHAIN };
+        assert!(
+            config.slots * per_slot <= ring.size,
+            "{} slots do not fit the ring",
+            config.slots
+        );
+        let slot = |_| {
+            let control = memory.regions()[Device::RINGS].alloc(CONTROL, 64);
+            let data = memory.regions()[region].alloc(u64::from(config.buffer_len), 4096);
+            let header = memory.ptr(control, 16).cast();
+            let status = memory.ptr(control + STATUS_AT, 1);
+            Slot {
+                control,
+                data,
+                header,
+                status,
+                in_flight: false,
+            }
+        };
+        let slots = (0..config.slots).map(slot).collect();
+        Self {
+            index,
+            ring,
+            memory: memory.clone(),
+            indirect,
+            slots,
+        }
+    }
+
+    /// The number of slots.
+    pub fn slots(&self) -> u16 {
+        self.slots.len() as u16
+    }
+
+    /// Forgets what is in flight and puts the ring to index `base`.
+    fn restart(&mut self, base: u16) {
+        self.ring.restart(base);
+        self.slots.iter_mut().for_each(|s| s.in_flight = false);
+    }
+
+    /// The first descriptor that no slot uses: a test's own chains go there and behind.
+    pub fn first_free_desc(&self) -> u16 {
+        self.slots.len() as u16 * if self.indirect { 1 } else { CHAIN }
+    }
+
+    /// Builds the descriptor chain of a request in a free slot. `len` is in bytes; a discard or write-zeroes request puts
+    /// its one segment into the slot's buffer.
+    pub fn prepare(&mut self, slot: u16, op: Op, sector: u64, len: u32) {
+        let (kind, data_len, device_writes) = match op {
+            Op::Read => (VIRTIO_BLK_T_IN, len, true),
+            Op::Write => (VIRTIO_BLK_T_OUT, len, false),
+            Op::Flush => (VIRTIO_BLK_T_FLUSH, 0, false),
+            Op::GetId => (VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_ID_BYTES, true),
+            Op::Discard => (VIRTIO_BLK_T_DISCARD, 16, false),
+            Op::WriteZeroes { .. } => (VIRTIO_BLK_T_WRITE_ZEROES, 16, false),
+            Op::Unknown(kind) => (kind, len, false),
+        };
+        if let Op::Discard | Op::WriteZeroes { .. } = op {
+            let flags = u32::from(op == Op::WriteZeroes { unmap: true });
+            self.write_buffer(slot, &segment(sector, len / 512, flags));
+        }
+        let Slot {
+            control,
+            data,
+            header,
+            in_flight,
+            ..
+        } = self.slots[usize::from(slot)];
+        assert!(!in_flight, "slot {slot} is in flight");
+        let sector = if matches!(op, Op::Read | Op::Write) {
+            sector
+        } else {
+            0
+        };
+        // SAFETY: the slot is not in flight, so its header is the driver's; it is mapped and aligned.
+        unsafe {
+            header.write_volatile(Header {
+                kind,
+                reserved: 0,
+                sector,
+            })
+        };
+
+        let write = if device_writes { Desc::WRITE } else { 0 };
+        let mut chain = [
+            Desc {
+                addr: control,
+                len: 16,
+                flags: Desc::NEXT,
+                next: 1,
+            },
+            Desc {
+                addr: data,
+                len: data_len,
+                flags: Desc::NEXT | write,
+                next: 2,
+            },
+            Desc {
+                addr: control + STATUS_AT,
+                len: 1,
+                flags: Desc::WRITE,
+                next: 0,
+            },
+        ];
+        let mut used = 3;
+        if data_len == 0 {
+            chain[1] = chain[2];
+            used = 2;
+        }
+        if self.indirect {
+            let table = control + TABLE_AT;
+            (0..)
+                .zip(&chain[..used])
+                .for_each(|(i, d)| self.memory.write(table + 16 * i, &d.bytes()));
+            let desc = Desc {
+                addr: table,
+                len: 16 * used as u32,
+                flags: Desc::INDIRECT,
+                next: 0,
+            };
+            self.ring.set_desc(slot, desc);
+        } else {
+            let first = slot * CHAIN;
+            for (i, desc) in (0..).zip(&chain[..used]) {
+                self.ring.set_desc(
+                    first + i,
+                    Desc {
+                        next: first + desc.next,
+                        ..*desc
+                    },
+                );
+            }
+        }
+    }
+
+    /// Changes where a prepared read or write goes.
+    #[inline]
+    pub fn set_sector(&mut self, slot: u16, sector: u64) {
+        let slot = &self.slots[usize::from(slot)];
+        debug_assert!(!slot.in_flight);
+        // SAFETY: the slot is not in flight, so its header is the driver's; it is mapped and aligned.
+        unsafe { (&raw mut (*slot.header).sector).write_volatile(sector) }
+    }
+
+    /// Hands prepared slots to the device, with one publication and at most one kick.
+    #[inline]
+    pub fn submit(&mut self, slots: &[u16]) {
+        for &slot in slots {
+            let slot = &mut self.slots[usize::from(slot)];
+            assert!(!slot.in_flight);
+            slot.in_flight = true;
+            // SAFETY: the slot was not in flight, so its status byte is the driver's; no device writes 0xff there.
+            unsafe { slot.status.write_volatile(0xff) };
+        }
+        let per_slot = if self.indirect { 1 } else { CHAIN };
+        self.ring.publish(slots.iter().map(|s| s * per_slot));
+    }
+
+    /// Takes what the device has completed, as `(slot, status)`. Gives the number.
+    #[inline]
+    pub fn poll(&mut self, mut done: impl FnMut(u16, u8)) -> usize {
+        let per_slot = if self.indirect { 1 } else { CHAIN };
+        let slots = &mut self.slots;
+        self.ring.take_used(|used| {
+            let index = used.id as u16 / per_slot;
+            let slot = &mut slots[usize::from(index)];
+            assert!(
+                slot.in_flight && used.id == u32::from(index * per_slot),
+                "{used:?} was not in flight"
+            );
+            slot.in_flight = false;
+            // SAFETY: mapped; the device is done with it.
+            done(index, unsafe { slot.status.read_volatile() });
+        })
+    }
+
+    /// Sleeps until the device has completed something.
+    pub fn wait(&mut self) {
+        self.ring.wait();
+    }
+
+    /// Copies into a slot's buffer.
+    pub fn write_buffer(&mut self, slot: u16, bytes: &[u8]) {
+        self.memory.write(self.buffer(slot), bytes);
+    }
+
+    /// Copies out of a slot's buffer.
+    pub fn read_buffer(&self, slot: u16, len: usize) -> Vec<u8> {
+        self.memory.read(self.buffer(slot), len)
+    }
+
+    /// Guest-physical address of a slot's buffer.
+    pub fn buffer(&self, slot: u16) -> u64 {
+        self.slots[usize::from(slot)].data
+    }
+
+    /// Runs one request in slot 0, sleeping until it is done. Gives its status.
+    pub fn run(&mut self, op: Op, sector: u64, len: u32) -> u8 {
+        self.prepare(0, op, sector, len);
+        self.submit(&[0]);
+        self.finish(1)[0].1
+    }
+
+    /// Sleeps until `count` requests are done; gives them as `(slot, status)`.
+    ///
+    /// # Panics
+    /// When nothing completes for 30 seconds.
+    pub fn finish(&mut self, count: usize) -> Vec<(u16, u8)> {
+        let mut done = Vec::new();
+        while done.len() < count {
+            assert!(
+                self.ring.wait_timeout(HANG),
+                "queue {} hangs with {} of {count} done",
+                self.index,
+                done.len()
+            );
+            self.poll(|slot, status| done.push((slot, status)));
+        }
+        done
+    }
+
+    /// Writes `bytes`, at most a buffer's length, at a sector. Gives the status.
+    pub fn write(&mut self, sector: u64, bytes: &[u8]) -> u8 {
+        self.write_buffer(0, bytes);
+        self.run(Op::Write, sector, bytes.len() as u32)
+    }
+
+    /// Reads `len` bytes, at most a buffer's length, at a sector; or gives the status.
+    pub fn read(&mut self, sector: u64, len: usize) -> Result<Vec<u8>, u8> {
+        self.write_buffer(0, &vec![0xa5; len]);
+        match self.run(Op::Read, sector, len as u32) {
+            0 => Ok(self.read_buffer(0, len)),
+            status => Err(status),
+        }
+    }
+}
+
+/// How long a request may take before a test calls it lost.
+pub const HANG: Duration = Duration::from_secs(30);
+
+/// A discard or write-zeroes segment (virtio 1.3 §5.2.6, `struct virtio_blk_discard_write_zeroes`).
+pub fn segment(sector: u64, sectors: u32, flags: u32) -> [u8; 16] {
+    (u128::from(sector) | u128::from(sectors) << 64 | u128::from(flags) << 96).to_le_bytes()
+}

@@ -1,0 +1,448 @@
+//! A vhost-user front-end: the client side of the socket, written from the specification
+//! (<https://qemu.readthedocs.io/en/latest/interop/vhost-user.html>) and sharing nothing with the server.
+
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recvmsg,
+    sendmsg,
+};
+
+use crate::memory::Region;
+
+/// The connection to a vhost-user back-end.
+pub struct Frontend {
+    socket: UnixStream,
+    reply_ack: bool,
+}
+
+/// Message numbers, "Front-end message types".
+#[expect(missing_docs, reason = "the names are the specification's")]
+pub mod message {
+    pub const GET_FEATURES: u32 = 1;
+    pub const SET_FEATURES: u32 = 2;
+    pub const SET_OWNER: u32 = 3;
+    pub const SET_MEM_TABLE: u32 = 5;
+    pub const SET_VRING_NUM: u32 = 8;
+    pub const SET_VRING_ADDR: u32 = 9;
+    pub const SET_VRING_BASE: u32 = 10;
+    pub const GET_VRING_BASE: u32 = 11;
+    pub const SET_VRING_KICK: u32 = 12;
+    pub const SET_VRING_CALL: u32 = 13;
+    pub const SET_VRING_ERR: u32 = 14;
+    pub const GET_PROTOCOL_FEATURES: u32 = 15;
+    pub const SET_PROTOCOL_FEATURES: u32 = 16;
+    pub const GET_QUEUE_NUM: u32 = 17;
+    pub const SET_VRING_ENABLE: u32 = 18;
+    pub const SET_BACKEND_REQ_FD: u32 = 21;
+    pub const GET_CONFIG: u32 = 24;
+    pub const SET_CONFIG: u32 = 25;
+    pub const RESET_DEVICE: u32 = 34;
+    pub const GET_MAX_MEM_SLOTS: u32 = 36;
+    pub const ADD_MEM_REG: u32 = 37;
+    pub const REM_MEM_REG: u32 = 38;
+    pub const SET_STATUS: u32 = 39;
+    pub const GET_STATUS: u32 = 40;
+    /// From the back-end.
+    pub const BACKEND_CONFIG_CHANGE: u32 = 2;
+}
+
+/// Protocol feature bits, "Protocol features".
+#[expect(missing_docs, reason = "the names are the specification's")]
+pub mod protocol {
+    pub const MQ: u64 = 1 << 0;
+    pub const REPLY_ACK: u64 = 1 << 3;
+    pub const BACKEND_REQ: u64 = 1 << 5;
+    pub const CONFIG: u64 = 1 << 9;
+    pub const RESET_DEVICE: u64 = 1 << 13;
+    pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
+    pub const STATUS: u64 = 1 << 16;
+    /// All that this front-end can speak.
+    pub const ALL: u64 =
+        MQ | REPLY_ACK | BACKEND_REQ | CONFIG | RESET_DEVICE | CONFIGURE_MEM_SLOTS | STATUS;
+}
+
+/// `VHOST_USER_F_PROTOCOL_FEATURES`, a bit of the virtio features.
+pub const F_PROTOCOL_FEATURES: u64 = 1 << 30;
+
+/// Header flags: version 1.
+pub const VERSION: u32 = 1;
+/// Header flag: this is a reply.
+pub const REPLY: u32 = 1 << 2;
+/// Header flag: the sender wants a reply even where the message has none.
+pub const NEED_REPLY: u32 = 1 << 3;
+
+/// Where the three parts of a split ring lie, as front-end user addresses.
+#[derive(Clone, Copy, Debug)]
+pub struct RingAddresses {
+    /// Descriptor table.
+    pub desc: u64,
+    /// Used ring.
+    pub used: u64,
+    /// Available ring.
+    pub avail: u64,
+}
+
+impl Frontend {
+    /// Connects to a back-end's socket. Every later wait for an answer is bounded to turn hangs into errors.
+    pub fn connect(path: impl AsRef<Path>) -> io::Result<Self> {
+        let socket = UnixStream::connect(path)?;
+        socket.set_read_timeout(Some(Duration::from_secs(30)))?;
+        Ok(Self {
+            socket,
+            reply_ack: false,
+        })
+    }
+
+    /// Virtio features that the device offers.
+    pub fn features(&mut self) -> io::Result<u64> {
+        self.query_u64(message::GET_FEATURES)
+    }
+
+    /// Accepts virtio features.
+    pub fn set_features(&mut self, features: u64) -> io::Result<()> {
+        self.command(message::SET_FEATURES, &features.to_ne_bytes(), &[])
+    }
+
+    /// Protocol features that the back-end offers.
+    pub fn protocol_features(&mut self) -> io::Result<u64> {
+        self.query_u64(message::GET_PROTOCOL_FEATURES)
+    }
+
+    /// Accepts protocol features; with REPLY_ACK among them, every later command waits for its acknowledgement.
+    pub fn set_protocol_features(&mut self, features: u64) -> io::Result<()> {
+        self.command(message::SET_PROTOCOL_FEATURES, &features.to_ne_bytes(), &[])?;
+        self.reply_ack = features & protocol::REPLY_ACK != 0;
+        Ok(())
+    }
+
+    /// Takes ownership of the session.
+    pub fn set_owner(&mut self) -> io::Result<()> {
+        self.command(message::SET_OWNER, &[], &[])
+    }
+
+    /// Number of queues that the device supports.
+    pub fn queue_num(&mut self) -> io::Result<u64> {
+        self.query_u64(message::GET_QUEUE_NUM)
+    }
+
+    /// Replaces the memory map.
+    pub fn set_mem_table(&mut self, regions: &[&Region]) -> io::Result<()> {
+        let mut payload = u64::to_ne_bytes(regions.len() as u64).to_vec();
+        regions.iter().for_each(|r| payload.extend(region_bytes(r)));
+        let fds: Vec<_> = regions.iter().map(|r| r.file.as_fd()).collect();
+        self.command(message::SET_MEM_TABLE, &payload, &fds)
+    }
+
+    /// How many regions the back-end can hold.
+    pub fn max_mem_slots(&mut self) -> io::Result<u64> {
+        self.query_u64(message::GET_MAX_MEM_SLOTS)
+    }
+
+    /// Adds one region to the memory map.
+    pub fn add_mem_reg(&mut self, region: &Region) -> io::Result<()> {
+        let payload = [vec![0; 8], region_bytes(region)].concat();
+        self.command(message::ADD_MEM_REG, &payload, &[region.file.as_fd()])
+    }
+
+    /// Removes one region from the memory map.
+    pub fn rem_mem_reg(&mut self, region: &Region) -> io::Result<()> {
+        let payload = [vec![0; 8], region_bytes(region)].concat();
+        self.command(message::REM_MEM_REG, &payload, &[])
+    }
+
+    /// Sets the size of a ring.
+    pub fn set_vring_num(&mut self, queue: u16, size: u16) -> io::Result<()> {
+        self.command(
+            message::SET_VRING_NUM,
+            &vring_state(queue, u32::from(size)),
+            &[],
+        )
+    }
+
+    /// Sets where a ring lies.
+    pub fn set_vring_addr(&mut self, queue: u16, ring: RingAddresses) -> io::Result<()> {
+        let mut payload = vring_state(queue, 0);
+        [ring.desc, ring.used, ring.avail, 0]
+            .iter()
+            .for_each(|a| payload.extend(a.to_ne_bytes()));
+        self.command(message::SET_VRING_ADDR, &payload, &[])
+    }
+
+    /// Sets the next available index that the device takes.
+    pub fn set_vring_base(&mut self, queue: u16, base: u16) -> io::Result<()> {
+        self.command(
+            message::SET_VRING_BASE,
+            &vring_state(queue, u32::from(base)),
+            &[],
+        )
+    }
+
+    /// Stops a ring; gives the next available index that the device would have taken.
+    pub fn vring_base(&mut self, queue: u16) -> io::Result<u16> {
+        let reply = self.query(message::GET_VRING_BASE, &vring_state(queue, 0))?;
+        let word = |at: usize| {
+            reply
+                .get(at..at + 4)
+                .map(|b| u32::from_ne_bytes(b.try_into().expect("4 bytes")))
+        };
+        match (reply.len(), word(0), word(4)) {
+            (8, Some(index), Some(base)) if index == u32::from(queue) && base <= 0xffff => {
+                Ok(base as u16)
+            }
+            _ => Err(invalid(format!(
+                "GET_VRING_BASE of queue {queue} answered {reply:x?}"
+            ))),
+        }
+    }
+
+    /// Hands over the eventfd that tells the device of new buffers.
+    pub fn set_vring_kick(&mut self, queue: u16, fd: BorrowedFd) -> io::Result<()> {
+        self.command(
+            message::SET_VRING_KICK,
+            &u64::from(queue).to_ne_bytes(),
+            &[fd],
+        )
+    }
+
+    /// Hands over the eventfd that tells the driver of used buffers.
+    pub fn set_vring_call(&mut self, queue: u16, fd: BorrowedFd) -> io::Result<()> {
+        self.command(
+            message::SET_VRING_CALL,
+            &u64::from(queue).to_ne_bytes(),
+            &[fd],
+        )
+    }
+
+    /// Hands over the eventfd that tells of a broken ring.
+    pub fn set_vring_err(&mut self, queue: u16, fd: BorrowedFd) -> io::Result<()> {
+        self.command(
+            message::SET_VRING_ERR,
+            &u64::from(queue).to_ne_bytes(),
+            &[fd],
+        )
+    }
+
+    /// Enables or disables a ring.
+    pub fn set_vring_enable(&mut self, queue: u16, on: bool) -> io::Result<()> {
+        self.command(
+            message::SET_VRING_ENABLE,
+            &vring_state(queue, u32::from(on)),
+            &[],
+        )
+    }
+
+    /// Reads `len` bytes of the device's config space.
+    pub fn config(&mut self, offset: u32, len: u32) -> io::Result<Vec<u8>> {
+        let mut payload = config_header(offset, len, 0);
+        payload.resize(12 + len as usize, 0);
+        let reply = self.query(message::GET_CONFIG, &payload)?;
+        let header = reply.get(..12).map(<[u8]>::to_vec);
+        // The specification has a back-end answer an error with an empty payload.
+        if header != Some(payload[..12].to_vec()) || reply.len() != payload.len() {
+            return Err(invalid(format!(
+                "GET_CONFIG of {len} bytes at {offset} answered {reply:x?}"
+            )));
+        }
+        Ok(reply[12..].to_vec())
+    }
+
+    /// Writes to the device's config space.
+    pub fn set_config(&mut self, offset: u32, bytes: &[u8]) -> io::Result<()> {
+        let payload = [config_header(offset, bytes.len() as u32, 0), bytes.to_vec()].concat();
+        self.command(message::SET_CONFIG, &payload, &[])
+    }
+
+    /// The device status as the back-end knows it.
+    pub fn status(&mut self) -> io::Result<u64> {
+        self.query_u64(message::GET_STATUS)
+    }
+
+    /// Tells the back-end of the device status.
+    pub fn set_status(&mut self, status: u64) -> io::Result<()> {
+        self.command(message::SET_STATUS, &status.to_ne_bytes(), &[])
+    }
+
+    /// Resets the device; all rings are disabled.
+    pub fn reset_device(&mut self) -> io::Result<()> {
+        self.command(message::RESET_DEVICE, &[], &[])
+    }
+
+    /// Gives the back-end a channel for its own requests.
+    pub fn open_backend_channel(&mut self) -> io::Result<BackendChannel> {
+        let (ours, theirs) = UnixStream::pair()?;
+        self.command(message::SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()])?;
+        Ok(BackendChannel { socket: ours })
+    }
+
+    /// Sends a message without an answer of its own, and waits for its acknowledgement if that was negotiated.
+    pub fn command(&mut self, request: u32, payload: &[u8], fds: &[BorrowedFd]) -> io::Result<()> {
+        let flags = VERSION | if self.reply_ack { NEED_REPLY } else { 0 };
+        self.send_raw(request, flags, payload.len() as u32, payload, fds)?;
+        if !self.reply_ack {
+            return Ok(());
+        }
+        let reply = self.receive(request)?;
+        match reply.as_slice() {
+            [0, 0, 0, 0, 0, 0, 0, 0] => Ok(()),
+            other => Err(io::Error::other(format!(
+                "message {request} was refused: {other:x?}"
+            ))),
+        }
+    }
+
+    /// Sends a message and gives the payload of its answer.
+    pub fn query(&mut self, request: u32, payload: &[u8]) -> io::Result<Vec<u8>> {
+        self.send_raw(request, VERSION, payload.len() as u32, payload, &[])?;
+        self.receive(request)
+    }
+
+    /// Sends a header and bytes just as they are given, right or wrong.
+    pub fn send_raw(
+        &self,
+        request: u32,
+        flags: u32,
+        size: u32,
+        bytes: &[u8],
+        fds: &[BorrowedFd],
+    ) -> io::Result<()> {
+        let header = header(request, flags, size);
+        let parts = [IoSlice::new(&header), IoSlice::new(bytes)];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() {
+            assert!(
+                ancillary.push(SendAncillaryMessage::ScmRights(fds)),
+                "at most 64 file descriptors"
+            );
+        }
+        let sent = sendmsg(&self.socket, &parts, &mut ancillary, SendFlags::NOSIGNAL)?;
+        (&self.socket).write_all(&bytes[sent - header.len()..])
+    }
+
+    /// Whether the back-end has hung up (true), or is still there after `timeout` (false).
+    pub fn hung_up(&self, timeout: Duration) -> io::Result<bool> {
+        self.socket.set_read_timeout(Some(timeout))?;
+        loop {
+            match (&self.socket).read(&mut [0; 4096]) {
+                Ok(0) => return Ok(true),
+                Ok(_) => {} // an error reply before the end
+                Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Ok(true),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    fn query_u64(&mut self, request: u32) -> io::Result<u64> {
+        let reply = self.query(request, &[])?;
+        let bytes = reply.as_slice().try_into();
+        Ok(u64::from_ne_bytes(bytes.map_err(|_| {
+            invalid(format!("message {request} answered {reply:x?}"))
+        })?))
+    }
+
+    fn receive(&self, request: u32) -> io::Result<Vec<u8>> {
+        let (got, flags, payload) = receive(&self.socket)?;
+        if got != request || flags & (REPLY | 3) != REPLY | VERSION {
+            return Err(invalid(format!(
+                "message {request} was answered by message {got} with flags {flags:#x}"
+            )));
+        }
+        Ok(payload)
+    }
+}
+
+/// The channel on which the back-end sends requests of its own.
+pub struct BackendChannel {
+    socket: UnixStream,
+}
+
+impl BackendChannel {
+    /// Waits for the next request, acknowledges it if asked, and gives its number and payload.
+    pub fn next(&mut self, timeout: Duration) -> io::Result<(u32, Vec<u8>)> {
+        self.socket.set_read_timeout(Some(timeout))?;
+        let (request, flags, payload) = receive(&self.socket)?;
+        if flags & NEED_REPLY != 0 {
+            let ack = [header(request, VERSION | REPLY, 8).to_vec(), vec![0; 8]].concat();
+            self.socket.write_all(&ack)?;
+        }
+        Ok((request, payload))
+    }
+}
+
+fn receive(socket: &UnixStream) -> io::Result<(u32, u32, Vec<u8>)> {
+    let mut header = [0; 12];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let got = recvmsg(
+        socket,
+        &mut [IoSliceMut::new(&mut header)],
+        &mut ancillary,
+        RecvFlags::CMSG_CLOEXEC,
+    )?
+    .bytes;
+    ancillary.drain().for_each(drop);
+    if got == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    let mut stream = socket;
+    stream.read_exact(&mut header[got..])?;
+    let word = |at: usize| u32::from_ne_bytes(header[at..at + 4].try_into().expect("4 bytes"));
+    let mut payload = vec![0; word(8).min(1 << 20) as usize];
+    stream.read_exact(&mut payload)?;
+    Ok((word(0), word(4), payload))
+}
+
+fn header(request: u32, flags: u32, size: u32) -> [u8; 12] {
+    let mut bytes = [0; 12];
+    for (chunk, word) in bytes.chunks_exact_mut(4).zip([request, flags, size]) {
+        chunk.copy_from_slice(&word.to_ne_bytes());
+    }
+    bytes
+}
+
+fn vring_state(queue: u16, value: u32) -> Vec<u8> {
+    [u32::from(queue).to_ne_bytes(), value.to_ne_bytes()].concat()
+}
+
+fn config_header(offset: u32, len: u32, flags: u32) -> Vec<u8> {
+    [offset.to_ne_bytes(), len.to_ne_bytes(), flags.to_ne_bytes()].concat()
+}
+
+fn region_bytes(region: &Region) -> Vec<u8> {
+    let fields = [region.gpa, region.size, region.user, region.mmap_offset];
+    fields.iter().flat_map(|f| f.to_ne_bytes()).collect()
+}
+
+fn invalid(what: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
+/// An eventfd as QEMU makes them: it starts at 0 and does not block.
+pub fn eventfd() -> io::Result<OwnedFd> {
+    use rustix::event::EventfdFlags;
+    Ok(rustix::event::eventfd(
+        0,
+        EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC,
+    )?)
+}
+
+/// Waits until an eventfd is signalled and takes the signal, or gives up (false) after `timeout`.
+pub fn eventfd_wait(fd: &OwnedFd, timeout: Option<Duration>) -> io::Result<bool> {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let timeout = timeout.map(|t| Timespec {
+        tv_sec: t.as_secs() as i64,
+        tv_nsec: i64::from(t.subsec_nanos()),
+    });
+    if poll(&mut [PollFd::new(fd, PollFlags::IN)], timeout.as_ref())? == 0 {
+        return Ok(false);
+    }
+    rustix::io::read(fd, &mut [0; 8])?;
+    Ok(true)
+}
