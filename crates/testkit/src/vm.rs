@@ -1,0 +1,526 @@
+//! Real Linux guests in QEMU, for tests and the demo.
+//!
+//! A guest is Debian's cloud kernel and an initramfs built on the spot. It runs one shell script and powers off; what
+//! the script prints comes back line by line over a second serial port. A guest always has a time limit, and is
+//! killed when the limit passes, when its [`Vm::run`] unwinds, and when the process that started it dies.
+
+mod initramfs;
+mod kernel;
+
+pub use kernel::{Kernel, cache_dir, kernel_cache};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// A guest to be: memory, processors, disks, and the folder for its logs.
+#[derive(Clone, Debug)]
+pub struct Vm {
+    folder: PathBuf,
+    memory_mib: u32,
+    cpus: u32,
+    disks: Vec<Disk>,
+    fio: bool,
+    may_reboot: bool,
+}
+
+/// A virtio-blk disk of a guest.
+#[derive(Clone, Debug)]
+pub enum Disk {
+    /// Served by another process over vhost-user.
+    VhostUser {
+        /// Where that process listens.
+        socket: PathBuf,
+        /// Virtqueues, at least 1.
+        queues: u16,
+        /// Entries of each virtqueue.
+        queue_size: u16,
+    },
+    /// The `-chardev` and `-device` arguments that `ringdisk serve` printed to be pasted.
+    Pasted(Vec<String>),
+    /// QEMU's own virtio-blk on a raw file, with an iothread named `iothread`.
+    Qemu {
+        /// The raw file.
+        file: PathBuf,
+        /// QEMU's `cache=`.
+        cache: &'static str,
+        /// QEMU's `aio=`.
+        aio: &'static str,
+        /// Virtqueues, at least 1.
+        queues: u16,
+        /// What the guest reads as the disk's serial, at most 20 bytes.
+        serial: String,
+    },
+}
+
+/// What a guest did.
+#[derive(Debug)]
+pub struct Output {
+    /// What the script printed.
+    pub lines: Vec<String>,
+    /// How the script ended; 0 is success.
+    pub status: i32,
+    /// The guest's kernel messages.
+    pub console: PathBuf,
+    /// From QEMU's start to its end.
+    pub elapsed: Duration,
+}
+
+impl Vm {
+    /// A guest of 512 MiB and one processor, which writes its logs into `folder` (made if need be).
+    pub fn new(folder: impl Into<PathBuf>) -> Vm {
+        Vm {
+            folder: folder.into(),
+            memory_mib: 512,
+            cpus: 1,
+            disks: Vec::new(),
+            fio: false,
+            may_reboot: false,
+        }
+    }
+
+    /// Sets the memory, in MiB.
+    #[must_use]
+    pub fn memory_mib(self, memory_mib: u32) -> Vm {
+        Vm { memory_mib, ..self }
+    }
+
+    /// Sets the number of processors.
+    #[must_use]
+    pub fn cpus(self, cpus: u32) -> Vm {
+        Vm { cpus, ..self }
+    }
+
+    /// Adds a disk; they appear as vda, vdb, … in this order.
+    #[must_use]
+    pub fn disk(mut self, disk: Disk) -> Vm {
+        self.disks.push(disk);
+        self
+    }
+
+    /// Puts `fio` into the guest. Its libraries weigh 80 MB, so it's there only on demand.
+    #[must_use]
+    pub fn fio(self) -> Vm {
+        Vm { fio: true, ..self }
+    }
+
+    /// Lets the script `reboot -f`: the script is run again, in the same QEMU. Otherwise QEMU ends at the reboot.
+    #[must_use]
+    pub fn may_reboot(self) -> Vm {
+        Vm {
+            may_reboot: true,
+            ..self
+        }
+    }
+
+    /// Boots the guest, runs `script` in it with `sh -eu`, and waits for it to power off.
+    ///
+    /// A script may call `disk SERIAL`, which prints the device that has this serial.
+    ///
+    /// # Errors
+    /// If QEMU fails, or the guest has not powered off after `limit` or did so without running the script to its end.
+    /// The last console lines are part of the error. A script that ends with a status other than 0 is no error here.
+    pub fn run(&self, script: &str, limit: Duration) -> Result<Output> {
+        self.run_watched(script, limit, &mut |_, _| {})
+    }
+
+    /// [`Vm::run`] that calls `on_line(line, QEMU's process id)` as soon as the script prints a line.
+    ///
+    /// # Errors
+    /// As [`Vm::run`].
+    pub fn run_watched(
+        &self,
+        script: &str,
+        limit: Duration,
+        on_line: &mut dyn FnMut(&str, u32),
+    ) -> Result<Output> {
+        self.run_with(accel()?, script, limit, on_line)
+    }
+
+    fn run_with(
+        &self,
+        accel: Accel,
+        script: &str,
+        limit: Duration,
+        on_line: &mut dyn FnMut(&str, u32),
+    ) -> Result<Output> {
+        fs::create_dir_all(&self.folder)
+            .with_context(|| format!("making {}", self.folder.display()))?;
+        let kernel = Kernel::newest()?;
+        let initrd = self.folder.join("initramfs.cpio");
+        initramfs::write(&initrd, &kernel, self.fio, script)?;
+
+        let started = Instant::now();
+        let mut lines = Lines::of(self.folder.join("results.log"))?;
+        let mut guest = self.start(accel, &kernel, &initrd)?;
+        let ended = loop {
+            let ended = guest.0.try_wait().context("waiting for QEMU")?;
+            lines.read(&mut |line| on_line(line, guest.0.id()))?;
+            if ended.is_some() || started.elapsed() > limit {
+                break ended;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        };
+        drop(guest);
+        fs::remove_file(&initrd).ok(); // 5 to 90 MB that nobody reads again
+
+        let Some(ended) = ended else {
+            bail!(
+                "the guest was not done after {} s ({accel:?}); QEMU was killed{}",
+                limit.as_secs(),
+                self.last_words()
+            );
+        };
+        ensure!(
+            ended.success(),
+            "QEMU failed ({ended}){}",
+            self.last_words()
+        );
+        let status = lines
+            .all
+            .pop()
+            .and_then(|last| last.strip_prefix("vm-exit: ")?.parse().ok())
+            .ok_or_else(|| {
+                anyhow!(
+                    "the guest stopped before its script ended{}",
+                    self.last_words()
+                )
+            })?;
+        Ok(Output {
+            lines: lines.all,
+            status,
+            console: self.console(),
+            elapsed: started.elapsed(),
+        })
+    }
+
+    fn start(&self, accel: Accel, kernel: &Kernel, initrd: &Path) -> Result<Guest> {
+        let memory = self.memory_mib;
+        // setpriv: a guest must not outlive a test run that is killed.
+        let mut qemu = Command::new("setpriv");
+        qemu.args([
+            "--pdeathsig",
+            "KILL",
+            "qemu-system-x86_64",
+            "-name",
+            "ringdisk-guest,debug-threads=on",
+        ])
+        .args([
+            "-nodefaults",
+            "-no-user-config",
+            "-display",
+            "none",
+            "-monitor",
+            "none",
+        ])
+        .args([
+            "-machine",
+            "q35,memory-backend=mem",
+            "-m",
+            &format!("{memory}M"),
+        ])
+        .args([
+            "-object",
+            &format!("memory-backend-memfd,id=mem,size={memory}M,share=on"),
+        ])
+        .args(["-smp", &self.cpus.to_string()])
+        .args(accel.arguments())
+        .arg("-kernel")
+        .arg(&kernel.image)
+        .arg("-initrd")
+        .arg(initrd)
+        .args([
+            "-append",
+            "console=ttyS0 panic=-1 mitigations=off nokaslr quiet loglevel=5",
+        ])
+        .args(["-serial", &format!("file:{}", self.console().display())])
+        .args([
+            "-serial",
+            &format!("file:{}", self.folder.join("results.log").display()),
+        ]);
+        if !self.may_reboot {
+            qemu.arg("-no-reboot");
+        }
+        for (index, disk) in self.disks.iter().enumerate() {
+            qemu.args(disk.arguments(index));
+        }
+        let log = File::create(self.folder.join("qemu.log")).context("making qemu.log")?;
+        qemu.stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log);
+        Ok(Guest(qemu.spawn().context(
+            "starting qemu-system-x86_64; `cargo xtask install` installs it",
+        )?))
+    }
+
+    fn console(&self) -> PathBuf {
+        self.folder.join("console.log")
+    }
+
+    /// What QEMU and the guest's kernel said last, for an error.
+    fn last_words(&self) -> String {
+        let read = |name: &str| {
+            let bytes = fs::read(self.folder.join(name)).unwrap_or_default();
+            tail(&String::from_utf8_lossy(&bytes), 20)
+        };
+        format!(
+            "\n--- QEMU said:\n{}\n--- the script said last:\n{}\n--- the console's last lines, of {}:\n{}",
+            read("qemu.log"),
+            read("results.log"),
+            self.console().display(),
+            read("console.log"),
+        )
+    }
+}
+
+impl Output {
+    /// Takes a script that failed for an error.
+    ///
+    /// # Errors
+    /// If the script ended with a status other than 0; with its last lines.
+    pub fn checked(self) -> Result<Output> {
+        ensure!(
+            self.status == 0,
+            "the script in the guest ended with status {}; its last lines (the console is in {}):\n{}",
+            self.status,
+            self.console.display(),
+            tail(&self.lines.join("\n"), 20),
+        );
+        Ok(self)
+    }
+}
+
+impl Disk {
+    fn arguments(&self, index: usize) -> Vec<String> {
+        match self {
+            Disk::VhostUser {
+                socket,
+                queues,
+                queue_size,
+            } => vec![
+                "-chardev".into(),
+                format!("socket,id=disk{index},path={}", socket.display()),
+                "-device".into(),
+                format!(
+                    "vhost-user-blk-pci,chardev=disk{index},num-queues={queues},queue-size={queue_size}"
+                ),
+            ],
+            // The guest's memory and machine are this module's matter, the rest is taken as printed.
+            Disk::Pasted(arguments) => arguments
+                .chunks(2)
+                .filter(|pair| ["-chardev", "-device"].contains(&pair[0].as_str()))
+                .flatten()
+                .cloned()
+                .collect(),
+            Disk::Qemu {
+                file,
+                cache,
+                aio,
+                queues,
+                serial,
+            } => vec![
+                "-object".into(),
+                format!("iothread,id=iothread{index}"),
+                "-drive".into(),
+                format!(
+                    "if=none,id=disk{index},format=raw,file={},cache={cache},aio={aio},discard=unmap",
+                    file.display()
+                ),
+                "-device".into(),
+                format!(
+                    "virtio-blk-pci,drive=disk{index},iothread=iothread{index},num-queues={queues},serial={serial}"
+                ),
+            ],
+        }
+    }
+}
+
+/// A script that leads the disk with this serial through a life: it's partitioned, formatted, filled, trimmed, and what
+/// was copied to it is verified after a remount. It prints `ok STEP` after each step. The file system stays on the first
+/// partition, at 1 MiB.
+pub fn disk_life(serial: &str) -> String {
+    format!("device=$(disk {serial})\n{}", include_str!("vm/life.sh"))
+}
+
+/// Says what is missing for guests to run here, and what to do about it.
+pub fn missing(fio: bool) -> Option<String> {
+    if !cfg!(target_arch = "x86_64") {
+        return Some("guests are x86-64 only".into());
+    }
+    let mut programs = vec![
+        "setpriv",
+        "ldd",
+        "qemu-system-x86_64",
+        "busybox",
+        "mkfs.ext4",
+        "e2fsck",
+        "sfdisk",
+    ];
+    programs.extend(fio.then_some("fio"));
+    let mut missing: Vec<String> = Vec::new();
+    missing.extend(
+        programs
+            .into_iter()
+            .filter(|name| find_program(name).is_none())
+            .map(String::from),
+    );
+    missing.extend(Kernel::newest().err().map(|_| "a guest kernel".into()));
+    (!missing.is_empty()).then(|| {
+        format!(
+            "{} missing; `cargo xtask install` installs it",
+            missing.join(", ")
+        )
+    })
+}
+
+/// Finds a program in `PATH` and in the administrator's folders, which a user's `PATH` on Debian lacks.
+pub fn find_program(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path)
+        .chain(["/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(PathBuf::from))
+        .map(|folder| folder.join(name))
+        .find(|program| program.is_file())
+}
+
+/// How QEMU runs the guest's instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accel {
+    /// On the processor.
+    Kvm,
+    /// Translated: everything works, 10 to 50 times slower, so that absolute speeds mean nothing.
+    Tcg,
+}
+
+impl Accel {
+    fn arguments(self) -> [&'static str; 4] {
+        match self {
+            Accel::Kvm => ["-accel", "kvm", "-cpu", "host"],
+            Accel::Tcg => ["-accel", "tcg,thread=multi", "-cpu", "max"],
+        }
+    }
+}
+
+/// The best accelerator that really boots a guest here.
+///
+/// A `/dev/kvm` that opens proves little: some nested hypervisors offer one on which a stock kernel never boots. So it
+/// is tried once, with a short limit, and the answer is kept until the host boots again.
+///
+/// # Errors
+/// If the answer can't be kept.
+pub fn accel() -> Result<Accel> {
+    static ACCEL: OnceLock<Result<Accel, String>> = OnceLock::new();
+    ACCEL
+        .get_or_init(|| find_accel().map_err(|error| format!("{error:#}")))
+        .clone()
+        .map_err(|error| anyhow!(error))
+}
+
+fn find_accel() -> Result<Accel> {
+    if File::options()
+        .read(true)
+        .write(true)
+        .open("/dev/kvm")
+        .is_err()
+    {
+        return Ok(Accel::Tcg);
+    }
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id")
+        .context("reading the host's boot id")?;
+    let answer = cache_dir().join(format!("kvm-{}", boot.trim()));
+    if let Ok(answer) = fs::read_to_string(&answer) {
+        return Ok(if answer.starts_with("works") {
+            Accel::Kvm
+        } else {
+            Accel::Tcg
+        });
+    }
+    Kernel::newest()?; // without a kernel the trial would say no for the wrong reason
+    fs::create_dir_all(cache_dir()).with_context(|| format!("making {}", cache_dir().display()))?;
+    let folder = tempfile::tempdir().context("making a folder for the KVM trial")?;
+    let trial = Vm::new(folder.path()).run_with(Accel::Kvm, "true", KVM_TRIAL, &mut |_, _| {});
+    let (accel, text) = match trial {
+        Ok(_) => (Accel::Kvm, "works\n".into()),
+        Err(error) => (Accel::Tcg, format!("does not work: {error:#}\n")),
+    };
+    fs::write(&answer, text).with_context(|| format!("writing {}", answer.display()))?;
+    Ok(accel)
+}
+
+/// A guest boots in 2 s under a KVM that works; a host may be busy, and the one-time cost must stay bearable.
+const KVM_TRIAL: Duration = Duration::from_secs(20);
+
+/// The CPU time, user and system, of the threads of process `pid` whose names start with `threads`.
+///
+/// # Errors
+/// If the process is gone.
+pub fn cpu_time(pid: u32, threads: &str) -> Result<Duration> {
+    let tasks = PathBuf::from(format!("/proc/{pid}/task"));
+    let mut total_ns = 0;
+    for task in fs::read_dir(&tasks)
+        .with_context(|| format!("listing {}", tasks.display()))?
+        .flatten()
+    {
+        let name = fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+        if name.starts_with(threads) {
+            // schedstat counts in ns, stat in ticks of 10 ms
+            let stat = fs::read_to_string(task.path().join("schedstat")).unwrap_or_default();
+            total_ns += stat
+                .split_whitespace()
+                .next()
+                .and_then(|ns| ns.parse::<u64>().ok())
+                .unwrap_or(0);
+        }
+    }
+    Ok(Duration::from_nanos(total_ns))
+}
+
+/// A running QEMU that never outlives its owner.
+struct Guest(Child);
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.0.kill().ok(); // fails only if it has ended by itself
+        self.0.wait().ok();
+    }
+}
+
+/// The lines of a file that another process writes.
+struct Lines {
+    file: File,
+    partial: Vec<u8>,
+    all: Vec<String>,
+}
+
+impl Lines {
+    fn of(path: PathBuf) -> Result<Lines> {
+        File::create(&path).with_context(|| format!("making {}", path.display()))?;
+        let file = File::open(&path).with_context(|| format!("opening {}", path.display()))?;
+        Ok(Lines {
+            file,
+            partial: Vec::new(),
+            all: Vec::new(),
+        })
+    }
+
+    fn read(&mut self, on_line: &mut dyn FnMut(&str)) -> Result<()> {
+        self.file
+            .read_to_end(&mut self.partial)
+            .context("reading the guest's results")?;
+        while let Some(end) = self.partial.iter().position(|&byte| byte == b'\n') {
+            let line: Vec<u8> = self.partial.drain(..=end).collect();
+            let line = String::from_utf8_lossy(&line).trim_end().to_owned();
+            on_line(&line);
+            self.all.push(line);
+        }
+        Ok(())
+    }
+}
+
+fn tail(text: &str, count: usize) -> String {
+    let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
+    lines[lines.len().saturating_sub(count)..].join("\n")
+}
