@@ -1,0 +1,528 @@
+//! `cargo xtask bench`: ringdisk beside qemu-storage-daemon and fio on the host, in one interleaved run.
+//!
+//! One sample is one start of a server, one connection of a client, a warm-up and a window. Within a cell (a backing and a
+//! workload) the contestants take turns in random order, round after round, so that a busy minute hits all of them;
+//! what is reported are medians, and medians of the ratios within a round.
+
+mod backing;
+mod client;
+mod picture;
+mod plan;
+mod process;
+mod report;
+mod server;
+mod stats;
+
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use anyhow::{Context, bail};
+
+use backing::Prepared;
+use client::{Job, Sample};
+use plan::{Backing, Cell, Client, Rw, Server, Workload};
+use report::{CellResult, Idle, Record, Report};
+use server::{CLIENT_CPU, Programs, Running, SERVER_CPU};
+
+/// Measure ringdisk beside qemu-storage-daemon and fio on the host
+#[derive(clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub struct Args {
+    #[command(subcommand)]
+    internal: Option<Internal>,
+
+    /// Backings to measure [default: all]
+    #[arg(long, value_delimiter = ',', value_name = "BACKING")]
+    only: Vec<Backing>,
+
+    /// Workloads to measure: 4k randread, randwrite; 128k read, write [default: all]
+    #[arg(long, value_delimiter = ',')]
+    rw: Vec<Rw>,
+
+    /// Queue depths to measure [default: 1,8,32,128; sequential: 32]
+    #[arg(long, value_delimiter = ',')]
+    depth: Vec<usize>,
+
+    /// Clients [default: a sleeping ring driver and blkio; on the null disk a polling ring driver and blkio]
+    #[arg(long, value_delimiter = ',')]
+    client: Vec<Client>,
+
+    /// Contestants; the baseline takes part when --baseline is given
+    #[arg(long, value_delimiter = ',', default_value = "ringdisk,qsd,host")]
+    servers: Vec<Server>,
+
+    /// Another ringdisk binary, measured in the same rounds
+    #[arg(long, value_name = "PATH")]
+    baseline: Option<PathBuf>,
+
+    /// Use this ringdisk binary instead of building one
+    #[arg(long, value_name = "PATH")]
+    ringdisk: Option<PathBuf>,
+
+    /// One more argument for `ringdisk serve`, such as --ringdisk-arg=--poll-max-us=0; repeatable
+    #[arg(long, value_name = "ARG", allow_hyphen_values = true)]
+    ringdisk_arg: Vec<String>,
+
+    /// Only the cells that decide a target
+    #[arg(long)]
+    targets: bool,
+
+    /// A first look: the cells that decide a target, 3 rounds of 1 s
+    #[arg(long)]
+    quick: bool,
+
+    /// Samples per contestant and cell [default: 5]
+    #[arg(long)]
+    rounds: Option<usize>,
+
+    /// Seconds per sample, after the warm-up [default: 2]
+    #[arg(long, value_name = "SECONDS")]
+    runtime: Option<f64>,
+
+    /// Seconds of I/O before each sample
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.5)]
+    warmup: f64,
+
+    /// Measure the CPU use of a connected disk without I/O, over 30 s per server, instead of the workloads
+    #[arg(long)]
+    idle: bool,
+
+    /// GiB of the file on the real disk
+    #[arg(long, value_name = "GIB", default_value_t = 4)]
+    size: u64,
+
+    /// Where the measured files and the sockets live [default: target/bench]
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+
+    /// Where the raw samples go [default: DIR/bench.json]
+    #[arg(long, value_name = "PATH")]
+    json: Option<PathBuf>,
+
+    /// Where the picture goes [default: DIR/bench.svg]
+    #[arg(long, value_name = "PATH")]
+    svg: Option<PathBuf>,
+
+    /// Seed of the offsets and of the order of the contestants
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+#[derive(clap::Subcommand)]
+enum Internal {
+    /// One client of one sample; the bench starts it as a process of its own
+    #[command(hide = true)]
+    Client {
+        /// A [`Job`] as JSON
+        job: String,
+    },
+    /// Print the table of an earlier run again, and draw its picture
+    Show {
+        /// The JSON of that run
+        json: PathBuf,
+        /// Where the picture goes
+        #[arg(long)]
+        svg: Option<PathBuf>,
+    },
+}
+
+const IDLE_SECONDS: f64 = 30.0;
+
+/// Runs the bench as `args` say.
+pub fn run(args: Args) -> anyhow::Result<()> {
+    match &args.internal {
+        Some(Internal::Client { job }) => return client::run(job),
+        Some(Internal::Show { json, svg }) => return report::show(json, svg.as_deref()),
+        None => {}
+    }
+    let bench = Bench::prepare(args)?;
+    let report = if bench.args.idle {
+        bench.idle()?
+    } else {
+        bench.measure()?
+    };
+    print!("{}", report.table());
+    bench.save(&report)?;
+    eprintln!(
+        "raw samples: {}\npicture:     {}",
+        bench.json().display(),
+        bench.svg().display()
+    );
+    Ok(())
+}
+
+struct Bench {
+    args: Args,
+    programs: Programs,
+    dir: PathBuf,
+    interrupted: Arc<AtomicBool>,
+}
+
+impl Bench {
+    fn prepare(args: Args) -> anyhow::Result<Bench> {
+        if std::thread::available_parallelism()?.get() < 2 {
+            bail!("the bench needs two cores: one for the server, one for the client");
+        }
+        let target = target_dir();
+        let dir = args.dir.clone().unwrap_or_else(|| target.join("bench"));
+        std::fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
+        let build_ringdisk = args.ringdisk.is_none() && args.servers.contains(&Server::Ringdisk);
+        build(build_ringdisk)?;
+        let programs = Programs {
+            ringdisk: args
+                .ringdisk
+                .clone()
+                .unwrap_or_else(|| target.join("release/ringdisk")),
+            baseline: args.baseline.clone(),
+            xtask: if cfg!(debug_assertions) {
+                target.join("release/xtask")
+            } else {
+                std::env::current_exe()?
+            },
+            ringdisk_args: args.ringdisk_arg.clone(),
+        };
+        // Between samples the bench looks at this; servers and zram devices are then given back as usual.
+        let interrupted = Arc::new(AtomicBool::new(false));
+        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+            signal_hook::flag::register_conditional_shutdown(
+                signal,
+                130,
+                Arc::clone(&interrupted),
+            )?;
+            signal_hook::flag::register(signal, Arc::clone(&interrupted))?;
+        }
+        Ok(Bench {
+            args,
+            programs,
+            dir,
+            interrupted,
+        })
+    }
+
+    /// The contestants of `cell` in the order of one round: those that are compared stand next to each other.
+    fn order(&self, cell: &Cell, random: &mut Random) -> Vec<(Server, Option<Client>)> {
+        let mut groups: Vec<Vec<_>> = cell
+            .clients
+            .iter()
+            .map(|client| {
+                let servers = self
+                    .servers()
+                    .filter(|server| differs_on(*server, cell.backing));
+                let mut group: Vec<_> = servers.map(|server| (server, Some(*client))).collect();
+                random.shuffle(&mut group);
+                group
+            })
+            .collect();
+        if self.args.servers.contains(&Server::Host) && cell.backing != Backing::Null {
+            groups.push(vec![(Server::Host, None)]);
+        }
+        random.shuffle(&mut groups);
+        groups.concat()
+    }
+
+    fn servers(&self) -> impl Iterator<Item = Server> {
+        let baseline = self.args.baseline.as_ref().map(|_| Server::Baseline);
+        let named = self.args.servers.iter().copied();
+        named
+            .filter(|server| !matches!(server, Server::Host | Server::Baseline))
+            .chain(baseline)
+    }
+
+    fn measure(&self) -> anyhow::Result<Report> {
+        let cells = plan::cells(&plan::Filter {
+            backings: self.args.only.clone(),
+            rw: self.args.rw.clone(),
+            depths: self.args.depth.clone(),
+            clients: self.args.client.clone(),
+            targets_only: self.args.targets || self.args.quick,
+        });
+        if cells.is_empty() {
+            bail!("no cell is left by these filters");
+        }
+        let mut random = Random(self.args.seed);
+        let mut report = self.new_report();
+        let turns = |cell: &Cell| self.order(cell, &mut Random(0)).len() * self.rounds();
+        let mut progress = Progress::new(cells.iter().map(turns).sum());
+        for cells in cells.chunk_by(|a, b| a.backing == b.backing) {
+            let backing = match Prepared::new(cells[0].backing, &self.dir, self.args.size << 30) {
+                Ok(backing) => backing,
+                Err(reason) => {
+                    report
+                        .skipped
+                        .push(format!("{}: {reason:#}", cells[0].backing));
+                    progress.total -= cells.iter().map(turns).sum::<usize>();
+                    continue;
+                }
+            };
+            for cell in cells {
+                let mut result = CellResult {
+                    cell: cell.clone(),
+                    records: Vec::new(),
+                };
+                for round in 0..self.rounds() {
+                    for (server, client) in self.order(cell, &mut random) {
+                        if self.interrupted.load(Ordering::Relaxed) {
+                            report.skipped.push("the rest: interrupted".into());
+                            report.cells.push(result);
+                            return Ok(report);
+                        }
+                        progress.show(cell, server, round);
+                        match self.sample(cell, server, client, &backing, random.next()) {
+                            Ok(sample) => result.records.push(Record {
+                                round,
+                                server,
+                                client,
+                                sample,
+                            }),
+                            Err(error) => {
+                                let who = client
+                                    .map(|client| format!(" with {client}"))
+                                    .unwrap_or_default();
+                                let text = format!(
+                                    "{} {}, {server}{who}: {error:#}",
+                                    cell.backing, cell.workload
+                                );
+                                progress.complain(&text);
+                                report.failures.push(text);
+                            }
+                        }
+                    }
+                }
+                report.cells.push(result);
+                self.save(&report)?;
+            }
+        }
+        progress.clear();
+        Ok(report)
+    }
+
+    fn sample(
+        &self,
+        cell: &Cell,
+        server: Server,
+        client: Option<Client>,
+        backing: &Prepared,
+        seed: u64,
+    ) -> anyhow::Result<Sample> {
+        backing.settle()?;
+        match client {
+            None => server::host(
+                backing,
+                &cell.workload,
+                self.args.warmup,
+                self.runtime(),
+                seed,
+            ),
+            Some(client) => {
+                let running = Running::start(server, backing, &self.programs, &self.dir)?;
+                running.measure(
+                    &self.job(&running, client, cell.workload, None, seed),
+                    &self.programs,
+                )
+            }
+        }
+    }
+
+    /// A disk that had I/O a second ago and has none now.
+    fn idle(&self) -> anyhow::Result<Report> {
+        let mut report = self.new_report();
+        let workload = Workload {
+            write: false,
+            sequential: false,
+            block: 4 << 10,
+            depth: 1,
+        };
+        let client = self.args.client.first().copied().unwrap_or(Client::Ring);
+        let kind = self.args.only.first().copied().unwrap_or(Backing::Disk);
+        let backing = Prepared::new(kind, &self.dir, self.args.size << 30)?;
+        for server in self.servers() {
+            eprintln!("{server}: connected and idle for {IDLE_SECONDS} s ...");
+            let running = Running::start(server, &backing, &self.programs, &self.dir)?;
+            let job = self.job(
+                &running,
+                client,
+                workload,
+                Some(IDLE_SECONDS),
+                self.args.seed,
+            );
+            let sample = running.measure(&job, &self.programs)?;
+            report.idle.push(Idle {
+                server,
+                client,
+                backing: kind,
+                seconds: IDLE_SECONDS,
+                core: sample.server_core,
+            });
+        }
+        Ok(report)
+    }
+
+    fn job(
+        &self,
+        running: &Running,
+        client: Client,
+        workload: Workload,
+        idle_s: Option<f64>,
+        seed: u64,
+    ) -> Job {
+        Job {
+            socket: running.socket.clone(),
+            client,
+            workload,
+            warmup_s: self.args.warmup,
+            runtime_s: self.runtime(),
+            idle_s,
+            server_pid: running.pid(),
+            server_cpu: SERVER_CPU,
+            seed,
+        }
+    }
+
+    fn new_report(&self) -> Report {
+        Report::new(self.args.seed, self.rounds(), self.runtime())
+    }
+
+    fn save(&self, report: &Report) -> anyhow::Result<()> {
+        report.write_json(&self.json())?;
+        if !report.cells.is_empty() {
+            picture::write(report, &self.svg())?;
+        }
+        Ok(())
+    }
+
+    fn rounds(&self) -> usize {
+        self.args
+            .rounds
+            .unwrap_or(if self.args.quick { 3 } else { 5 })
+    }
+
+    fn runtime(&self) -> f64 {
+        self.args
+            .runtime
+            .unwrap_or(if self.args.quick { 1.0 } else { 2.0 })
+    }
+
+    fn json(&self) -> PathBuf {
+        self.args
+            .json
+            .clone()
+            .unwrap_or_else(|| self.dir.join("bench.json"))
+    }
+
+    fn svg(&self) -> PathBuf {
+        self.args
+            .svg
+            .clone()
+            .unwrap_or_else(|| self.dir.join("bench.svg"))
+    }
+}
+
+/// Native AIO is a choice only where there is a file and `O_DIRECT`.
+fn differs_on(server: Server, backing: Backing) -> bool {
+    server != Server::QsdNative || matches!(backing, Backing::Zram | Backing::Disk)
+}
+
+fn target_dir() -> PathBuf {
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace.join("target"), PathBuf::from)
+}
+
+/// `cargo xtask` itself is a debug build: as a client it would measure itself.
+fn build(ringdisk: bool) -> anyhow::Result<()> {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
+    command
+        .args(["build", "--release", "--quiet"])
+        .current_dir(env!("CARGO_MANIFEST_DIR"));
+    if cfg!(debug_assertions) {
+        command.args(["--bin", "xtask"]);
+    } else if !ringdisk {
+        return Ok(());
+    }
+    if ringdisk {
+        command.args(["--bin", "ringdisk"]);
+    }
+    if cfg!(debug_assertions) || ringdisk {
+        // Both live in the workspace, not in this package alone.
+        command.arg("--workspace");
+    }
+    let status = command.status().context("starting cargo")?;
+    if !status.success() {
+        bail!("the release build failed: {status}");
+    }
+    Ok(())
+}
+
+/// The bench's own randomness: the order of the contestants and the clients' seeds.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        client::mix(self.0)
+    }
+
+    fn shuffle<T>(&mut self, items: &mut [T]) {
+        for i in (1..items.len()).rev() {
+            items.swap(i, (self.next() % (i as u64 + 1)) as usize);
+        }
+    }
+}
+
+/// One line on the terminal that says where the run is and how long it takes.
+struct Progress {
+    begun: Instant,
+    done: usize,
+    total: usize,
+    on_terminal: bool,
+}
+
+impl Progress {
+    fn new(total: usize) -> Progress {
+        Progress {
+            begun: Instant::now(),
+            done: 0,
+            total,
+            on_terminal: std::io::stderr().is_terminal(),
+        }
+    }
+
+    /// To be called before each sample.
+    fn show(&mut self, cell: &Cell, server: Server, round: usize) {
+        let left = match self.done {
+            0 => String::new(),
+            done => {
+                let seconds =
+                    self.begun.elapsed().as_secs() * (self.total - done) as u64 / done as u64;
+                format!(", {}:{:02} left", seconds / 60, seconds % 60)
+            }
+        };
+        let line = format!(
+            "[{}/{}{left}] {} {}",
+            self.done + 1,
+            self.total,
+            cell.backing,
+            cell.workload
+        );
+        if self.on_terminal {
+            eprint!("\r\x1b[K{line}, round {}: {server}", round + 1);
+        } else if round == 0 && self.done.is_multiple_of(8) {
+            eprintln!("{line}");
+        }
+        self.done += 1;
+    }
+
+    fn complain(&self, text: &str) {
+        self.clear();
+        eprintln!("{text}");
+    }
+
+    fn clear(&self) {
+        if self.on_terminal {
+            eprint!("\r\x1b[K");
+        }
+    }
+}

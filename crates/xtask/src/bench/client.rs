@@ -1,0 +1,492 @@
+//! The client of a measurement: a closed loop of I/O against one vhost-user socket, in a process of its own.
+//!
+//! It takes the server's CPU counters itself, right at the edges of its window, so that I/Os and CPU time belong together.
+
+use std::fs::File;
+use std::mem::MaybeUninit;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use hdrhistogram::Histogram;
+use serde::{Deserialize, Serialize};
+use testkit::driver::{Device, DeviceConfig, Op, Queue};
+
+use super::plan::{Client, Workload};
+use super::process::{self, Cores, Usage};
+
+/// What one client process is asked to do; travels as JSON on its command line.
+#[derive(Serialize, Deserialize)]
+pub struct Job {
+    pub socket: PathBuf,
+    pub client: Client,
+    pub workload: Workload,
+    pub warmup_s: f64,
+    pub runtime_s: f64,
+    /// Stay connected without I/O for this long instead of measuring the workload.
+    pub idle_s: Option<f64>,
+    pub server_pid: u32,
+    pub server_cpu: usize,
+    pub seed: u64,
+}
+
+/// What one measurement yielded: the raw sample that goes into the JSON report.
+#[derive(Clone, Serialize, Deserialize)]
+pub struct Sample {
+    pub iops: f64,
+    pub mean_us: f64,
+    pub p50_us: f64,
+    pub p99_us: f64,
+    pub max_us: f64,
+    /// CPU time of the whole server process, kernel workers included.
+    pub cpu_us_per_io: f64,
+    pub cpu_user_us_per_io: f64,
+    pub cpu_system_us_per_io: f64,
+    pub switches_per_io: f64,
+    /// Share of one core, 0 to 1.
+    pub server_core: f64,
+    pub client_core: f64,
+    /// Time that the server's threads were runnable but not running, summed, over the window's length. Threads that share
+    /// the server's core also wait for each other.
+    pub server_starved: f64,
+    /// Cores used by processes that are not part of the measurement.
+    pub others_cores: f64,
+    pub stolen_cores: f64,
+}
+
+/// Runs `job` and prints its [`Sample`] as one line of JSON.
+pub fn run(job: &str) -> anyhow::Result<()> {
+    let job: Job = serde_json::from_str(job).context("parsing the client's job")?;
+    watchdog(&job);
+    let sample = match job.client {
+        Client::Blkio => measure(&job, BlkioDriver::connect(&job)?)?,
+        Client::Ring => measure(&job, RingDriver::connect(&job, true)?)?,
+        Client::RingPoll => measure(&job, RingDriver::connect(&job, false)?)?,
+    };
+    println!("{}", serde_json::to_string(&sample)?);
+    Ok(())
+}
+
+/// A server that loses a request must not hang the bench: with nothing completing, a sleeping client never wakes.
+fn watchdog(job: &Job) {
+    let limit =
+        Duration::from_secs_f64(job.warmup_s + job.runtime_s + job.idle_s.unwrap_or(0.0) + 20.0);
+    std::thread::spawn(move || {
+        std::thread::sleep(limit);
+        eprintln!("client: not done after {limit:?}; the server stopped completing requests");
+        std::process::exit(3);
+    });
+}
+
+/// A virtio-blk driver with a fixed set of request slots, each with its own buffer.
+trait Driver {
+    fn capacity(&self) -> u64;
+    fn prepare(&mut self, slot: usize, write: bool, offset: u64, len: usize) -> anyhow::Result<()>;
+    /// Publishes all that was prepared, and kicks if the device wants it.
+    fn submit(&mut self) -> anyhow::Result<()>;
+    /// Appends the slots that have completed; a sleeping client blocks until there is one, a polling one may add none.
+    fn reap(&mut self, done: &mut Vec<usize>) -> anyhow::Result<()>;
+}
+
+fn measure(job: &Job, mut driver: impl Driver) -> anyhow::Result<Sample> {
+    let mut lap = Loop::new(job, driver.capacity());
+    lap.start(&mut driver)?;
+    lap.run(&mut driver, Duration::from_secs_f64(job.warmup_s))?;
+    process::pin(job.server_pid, job.server_cpu)?;
+    if job.idle_s.is_some() {
+        lap.drain(&mut driver)?;
+        std::thread::sleep(Duration::from_secs(1));
+    }
+
+    lap.forget();
+    let before = Counters::read(job)?;
+    match job.idle_s {
+        None => lap.run(&mut driver, Duration::from_secs_f64(job.runtime_s))?,
+        Some(idle) => std::thread::sleep(Duration::from_secs_f64(idle)),
+    }
+    let used = Counters::read(job)?.since(&before);
+
+    if job.idle_s.is_none() {
+        lap.drain(&mut driver)?;
+    }
+    Ok(used.sample(&lap.latencies_ns))
+}
+
+/// The closed loop: every completed request is replaced at once.
+struct Loop {
+    workload: Workload,
+    blocks: u64,
+    next_block: u64,
+    random: u64,
+    in_flight: usize,
+    submitted_at: Vec<Instant>,
+    done: Vec<usize>,
+    latencies_ns: Histogram<u64>,
+}
+
+impl Loop {
+    fn new(job: &Job, capacity: u64) -> Loop {
+        let depth = job.workload.depth;
+        Loop {
+            workload: job.workload,
+            blocks: capacity / job.workload.block as u64,
+            next_block: 0,
+            random: job.seed,
+            in_flight: 0,
+            submitted_at: vec![Instant::now(); depth],
+            done: Vec::with_capacity(depth),
+            latencies_ns: new_histogram(),
+        }
+    }
+
+    fn start(&mut self, driver: &mut impl Driver) -> anyhow::Result<()> {
+        for slot in 0..self.workload.depth {
+            self.prepare(driver, slot)?;
+        }
+        self.in_flight = self.workload.depth;
+        self.submitted_at.fill(Instant::now());
+        driver.submit()
+    }
+
+    /// One clock read per batch of completions: it is the end of their latency and the start of their successors'.
+    fn run(&mut self, driver: &mut impl Driver, length: Duration) -> anyhow::Result<()> {
+        let end = Instant::now() + length;
+        let mut empty_polls = 0_u32;
+        loop {
+            self.done.clear();
+            driver.reap(&mut self.done)?;
+            if self.done.is_empty() {
+                empty_polls = empty_polls.wrapping_add(1);
+                if empty_polls.is_multiple_of(1 << 16) && Instant::now() >= end {
+                    return Ok(());
+                }
+                continue;
+            }
+            let now = Instant::now();
+            self.record(now);
+            for i in 0..self.done.len() {
+                let slot = self.done[i];
+                self.prepare(driver, slot)?;
+                self.submitted_at[slot] = now;
+            }
+            driver.submit()?;
+            if now >= end {
+                return Ok(());
+            }
+        }
+    }
+
+    fn drain(&mut self, driver: &mut impl Driver) -> anyhow::Result<()> {
+        while self.in_flight > 0 {
+            self.done.clear();
+            driver.reap(&mut self.done)?;
+            self.in_flight -= self.done.len();
+        }
+        Ok(())
+    }
+
+    fn forget(&mut self) {
+        self.latencies_ns = new_histogram();
+    }
+
+    /// Requests that were submitted together and are seen together have one latency: recorded as one run.
+    fn record(&mut self, now: Instant) {
+        let submitted_at = &self.submitted_at;
+        for run in self
+            .done
+            .chunk_by(|a, b| submitted_at[*a] == submitted_at[*b])
+        {
+            let latency = now.duration_since(submitted_at[run[0]]).as_nanos() as u64;
+            self.latencies_ns
+                .saturating_record_n(latency, run.len() as u64);
+        }
+    }
+
+    fn prepare(&mut self, driver: &mut impl Driver, slot: usize) -> anyhow::Result<()> {
+        let block = if self.workload.sequential {
+            let block = self.next_block;
+            self.next_block = (block + 1) % self.blocks;
+            block
+        } else {
+            self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            ((u128::from(mix(self.random)) * u128::from(self.blocks)) >> 64) as u64
+        };
+        let len = self.workload.block;
+        driver.prepare(slot, self.workload.write, block * len as u64, len)
+    }
+}
+
+/// The output function of `SplitMix64`: a counter in, uniform bits out.
+pub fn mix(x: u64) -> u64 {
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// 3 digits, 1 ns to 60 s.
+fn new_histogram() -> Histogram<u64> {
+    Histogram::new_with_bounds(1, 60_000_000_000, 3).expect("the bounds are constants")
+}
+
+/// All that is read at both edges of the window.
+struct Counters {
+    at: Instant,
+    server: Usage,
+    client: Usage,
+    cores: Cores,
+}
+
+impl Counters {
+    fn read(job: &Job) -> anyhow::Result<Counters> {
+        Ok(Counters {
+            server: Usage::of(job.server_pid).context("reading the server's CPU time")?,
+            client: Usage::of(std::process::id())?,
+            cores: Cores::read()?,
+            at: Instant::now(),
+        })
+    }
+
+    fn since(&self, before: &Counters) -> Window {
+        Window {
+            seconds: self.at.duration_since(before.at).as_secs_f64(),
+            server: self.server.since(&before.server),
+            client: self.client.since(&before.client),
+            cores: self.cores.since(&before.cores),
+        }
+    }
+}
+
+struct Window {
+    seconds: f64,
+    server: Usage,
+    client: Usage,
+    cores: Cores,
+}
+
+impl Window {
+    fn sample(&self, latencies_ns: &Histogram<u64>) -> Sample {
+        let us = |q: f64| latencies_ns.value_at_quantile(q) as f64 / 1e3;
+        let ios = latencies_ns.len() as f64;
+        let per_io = |total: f64| if ios > 0.0 { total / ios } else { 0.0 };
+        let (server_s, client_s) = (self.server.ran_s(), self.client.ran_s());
+        Sample {
+            iops: ios / self.seconds,
+            mean_us: latencies_ns.mean() / 1e3,
+            p50_us: us(0.50),
+            p99_us: us(0.99),
+            max_us: latencies_ns.max() as f64 / 1e3,
+            cpu_us_per_io: per_io(server_s * 1e6),
+            cpu_user_us_per_io: per_io(server_s * 1e6 * self.server.user_share()),
+            cpu_system_us_per_io: per_io(server_s * 1e6 * (1.0 - self.server.user_share())),
+            switches_per_io: per_io(self.server.switches as f64),
+            server_core: server_s / self.seconds,
+            client_core: client_s / self.seconds,
+            server_starved: self.server.waited_s() / self.seconds,
+            others_cores: (self.cores.tasks_s() - server_s - client_s).max(0.0) / self.seconds,
+            stolen_cores: self.cores.stolen_s() / self.seconds,
+        }
+    }
+}
+
+/// Fills request buffers with pages that compress about 2:1 (half noise, half zeros): a zram device stores a page of zeros for free.
+pub fn compressible(len: usize, seed: u64) -> Vec<u8> {
+    let mut data = vec![0; len];
+    let mut random = seed;
+    for page in data.chunks_mut(4096) {
+        let half = page.len() / 2;
+        for word in page[..half].chunks_exact_mut(8) {
+            random = random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            word.copy_from_slice(&mix(random).to_le_bytes());
+        }
+    }
+    data
+}
+
+/// testkit's ring driver: as little client as possible. Chains are built once, then only sectors change.
+struct RingDriver {
+    queue: Queue,
+    /// The device behind the queue; dropping it would end the connection.
+    _device: Device,
+    capacity: u64,
+    sleeps: bool,
+    built: Vec<bool>,
+    prepared: Vec<u16>,
+}
+
+impl RingDriver {
+    fn connect(job: &Job, sleeps: bool) -> anyhow::Result<RingDriver> {
+        wait_for_socket(&job.socket)?;
+        let Workload { depth, block, .. } = job.workload;
+        let config = DeviceConfig {
+            queue_size: QUEUE_SIZE,
+            slots: depth as u16,
+            buffer_len: block as u32,
+            ..DeviceConfig::default()
+        };
+        let mut device = Device::connect(&job.socket, &config).context("testkit: connecting")?;
+        let capacity = device.config()?.capacity * 512;
+        let mut queue = device.queues.pop().context("testkit: no queue")?;
+        let data = compressible(depth * block, job.seed);
+        for (slot, buffer) in data.chunks(block).enumerate() {
+            queue.write_buffer(slot as u16, buffer);
+        }
+        Ok(RingDriver {
+            queue,
+            _device: device,
+            capacity,
+            sleeps,
+            built: vec![false; depth],
+            prepared: Vec::with_capacity(depth),
+        })
+    }
+}
+
+impl Driver for RingDriver {
+    fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    #[inline]
+    fn prepare(&mut self, slot: usize, write: bool, offset: u64, len: usize) -> anyhow::Result<()> {
+        let sector = offset / 512;
+        if self.built[slot] {
+            self.queue.set_sector(slot as u16, sector);
+        } else {
+            let op = if write { Op::Write } else { Op::Read };
+            self.queue.prepare(slot as u16, op, sector, len as u32);
+            self.built[slot] = true;
+        }
+        self.prepared.push(slot as u16);
+        Ok(())
+    }
+
+    #[inline]
+    fn submit(&mut self) -> anyhow::Result<()> {
+        self.queue.submit(&self.prepared);
+        self.prepared.clear();
+        Ok(())
+    }
+
+    #[inline]
+    fn reap(&mut self, done: &mut Vec<usize>) -> anyhow::Result<()> {
+        loop {
+            let mut failed = 0;
+            self.queue.poll(|slot, status| {
+                failed |= status;
+                done.push(slot as usize);
+            });
+            if failed != 0 {
+                bail!("a request failed with status {failed}");
+            }
+            if !self.sleeps || !done.is_empty() {
+                return Ok(());
+            }
+            self.queue.wait();
+        }
+    }
+}
+
+/// Descriptors of a queue: blkio uses three per request and no indirect ones, so 128 requests need 384.
+const QUEUE_SIZE: u16 = 512;
+
+/// The `blkio` crate's virtio-blk over vhost-user: a driver that ringdisk's authors did not write.
+struct BlkioDriver {
+    queue: blkio::Blkioq,
+    device: blkio::Blkio,
+    buffers: usize,
+    block: usize,
+    completions: Vec<MaybeUninit<blkio::Completion>>,
+}
+
+impl BlkioDriver {
+    fn connect(job: &Job) -> anyhow::Result<BlkioDriver> {
+        wait_for_socket(&job.socket)?;
+        let mut device = blkio::Blkio::new("virtio-blk-vhost-user")?;
+        device.set_str(
+            "path",
+            job.socket
+                .to_str()
+                .context("the socket's path is not UTF-8")?,
+        )?;
+        device.connect().context("blkio: connecting")?;
+        device.set_i32("num-queues", 1)?;
+        device.set_i32("queue-size", i32::from(QUEUE_SIZE))?;
+        let mut queues = device.start().context("blkio: starting")?.queues;
+        let queue = queues.pop().context("blkio: no queue")?;
+
+        let Workload { depth, block, .. } = job.workload;
+        let region = device.alloc_mem_region(depth * block)?;
+        File::options()
+            .write(true)
+            .open(format!("/proc/self/fd/{}", region.fd))?
+            .write_all_at(&compressible(depth * block, job.seed), 0)?;
+        device
+            .map_mem_region(&region)
+            .context("blkio: mapping memory")?;
+
+        let mut completions = Vec::new();
+        completions.resize_with(depth, MaybeUninit::uninit);
+        Ok(BlkioDriver {
+            queue,
+            device,
+            buffers: region.addr,
+            block,
+            completions,
+        })
+    }
+}
+
+impl Driver for BlkioDriver {
+    fn capacity(&self) -> u64 {
+        self.device
+            .get_u64("capacity")
+            .expect("a connected device has a capacity")
+    }
+
+    fn prepare(&mut self, slot: usize, write: bool, offset: u64, len: usize) -> anyhow::Result<()> {
+        let buffer = std::ptr::with_exposed_provenance_mut(self.buffers + slot * self.block);
+        let flags = blkio::ReqFlags::empty();
+        if write {
+            self.queue.write(offset, buffer, len, slot, flags);
+        } else {
+            self.queue.read(offset, buffer, len, slot, flags);
+        }
+        Ok(())
+    }
+
+    /// `do_io` in [`Driver::reap`] kicks before it waits.
+    fn submit(&mut self) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    fn reap(&mut self, done: &mut Vec<usize>) -> anyhow::Result<()> {
+        let count = self.queue.do_io(&mut self.completions, 1, None, None)?;
+        for completion in &self.completions[..count] {
+            #[expect(
+                unsafe_code,
+                reason = "blkio hands completions back in uninitialised memory"
+            )]
+            // SAFETY: `do_io` has written the first `count` elements.
+            let completion = unsafe { completion.assume_init_ref() };
+            if completion.ret != 0 {
+                bail!("a request failed with {}", completion.ret);
+            }
+            done.push(completion.user_data);
+        }
+        Ok(())
+    }
+}
+
+/// A server makes its socket before it listens on it.
+fn wait_for_socket(path: &Path) -> anyhow::Result<()> {
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while !path.exists() {
+        if Instant::now() > deadline {
+            bail!("no socket at {} after 5 s", path.display());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    std::thread::sleep(Duration::from_millis(20));
+    Ok(())
+}

@@ -1,0 +1,323 @@
+//! What is measured: the words of the bench, and the cells that a command line selects.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// What lies beneath the served disk.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, clap::ValueEnum,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum Backing {
+    /// Completes at once: the ceiling of the path itself.
+    Null,
+    /// A file in the page cache.
+    Cache,
+    /// A compressed RAM block device.
+    Zram,
+    /// A fully written file on the real disk, `O_DIRECT`.
+    Disk,
+}
+
+/// Who does the I/O of a sample.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, clap::ValueEnum,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum Server {
+    Ringdisk,
+    /// An earlier ringdisk binary, named by `--baseline`.
+    Baseline,
+    /// qemu-storage-daemon with `aio=io_uring`.
+    Qsd,
+    /// qemu-storage-daemon with `aio=native`.
+    QsdNative,
+    /// fio on the host, without a virtual disk in between: the limit.
+    Host,
+}
+
+/// The driver in front of a server.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, clap::ValueEnum,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum Client {
+    /// testkit's ring driver, asleep on the call eventfd while it has nothing to do, as a guest is.
+    Ring,
+    /// testkit's ring driver, polling the used ring.
+    RingPoll,
+    /// The `blkio` crate, asleep on its completion fd.
+    Blkio,
+}
+
+/// One closed loop of I/O.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Workload {
+    pub write: bool,
+    pub sequential: bool,
+    /// Bytes per request.
+    pub block: usize,
+    pub depth: usize,
+}
+
+/// The fio name of a workload's direction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Rw {
+    Randread,
+    Randwrite,
+    /// 128k sequential read.
+    Read,
+    /// 128k sequential write.
+    Write,
+}
+
+/// One line of the table: everything in it is measured in the same minute.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Cell {
+    pub backing: Backing,
+    #[serde(flatten)]
+    pub workload: Workload,
+    pub clients: Vec<Client>,
+}
+
+/// Empty lists mean "all".
+pub struct Filter {
+    pub backings: Vec<Backing>,
+    pub rw: Vec<Rw>,
+    pub depths: Vec<usize>,
+    pub clients: Vec<Client>,
+    /// Only the cells that decide one of the targets.
+    pub targets_only: bool,
+}
+
+const DEPTHS: [usize; 4] = [1, 8, 32, 128];
+const SEQUENTIAL_DEPTH: usize = 32;
+
+/// The cells that pass `filter`, null first: a broken set-up shows before the slow cells start.
+pub fn cells(filter: &Filter) -> Vec<Cell> {
+    let backings = [Backing::Null, Backing::Cache, Backing::Zram, Backing::Disk];
+    let mut cells = Vec::new();
+    for backing in backings
+        .into_iter()
+        .filter(|it| selected(*it, &filter.backings))
+    {
+        for rw in [Rw::Randread, Rw::Randwrite, Rw::Read, Rw::Write] {
+            let depths = if rw.sequential() {
+                vec![SEQUENTIAL_DEPTH]
+            } else {
+                depths(&filter.depths)
+            };
+            let unwanted = rw.sequential() && !selected(SEQUENTIAL_DEPTH, &filter.depths);
+            if unwanted || !selected(rw, &filter.rw) {
+                continue;
+            }
+            for depth in depths {
+                let workload = Workload {
+                    write: matches!(rw, Rw::Randwrite | Rw::Write),
+                    sequential: rw.sequential(),
+                    block: if rw.sequential() { 128 << 10 } else { 4 << 10 },
+                    depth,
+                };
+                let clients = if filter.clients.is_empty() {
+                    clients(backing)
+                } else {
+                    filter.clients.clone()
+                };
+                let cell = Cell {
+                    backing,
+                    workload,
+                    clients,
+                };
+                if !filter.targets_only || TARGETS.iter().any(|target| target.is_about(&cell)) {
+                    cells.push(cell);
+                }
+            }
+        }
+    }
+    cells
+}
+
+/// A depth that is not in the list is still measured when asked for by name.
+fn depths(wanted: &[usize]) -> Vec<usize> {
+    if wanted.is_empty() {
+        DEPTHS.to_vec()
+    } else {
+        wanted.to_vec()
+    }
+}
+
+/// A sleeping client is what a guest is; on the null disk only a polling one shows the server and not the client's wake-ups.
+fn clients(backing: Backing) -> Vec<Client> {
+    match backing {
+        Backing::Null => vec![Client::RingPoll, Client::Blkio],
+        Backing::Cache | Backing::Zram | Backing::Disk => vec![Client::Ring, Client::Blkio],
+    }
+}
+
+fn selected<T: PartialEq>(item: T, wanted: &[T]) -> bool {
+    wanted.is_empty() || wanted.contains(&item)
+}
+
+/// A figure that ringdisk promises.
+pub struct Target {
+    pub backing: Backing,
+    pub depth: usize,
+    pub metric: Metric,
+    pub limit: Limit,
+    /// The client that the promise is about; any sleeping one if none.
+    pub client: Option<Client>,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+pub enum Metric {
+    /// ringdisk's IOPS over the other's.
+    Iops(Server),
+    /// ringdisk's CPU time per I/O over the other's.
+    Cpu(Server),
+    /// ringdisk's server CPU per I/O in µs.
+    CpuUs,
+    /// ringdisk's mean latency less the other's, µs.
+    LatencyOver(Server),
+}
+
+#[derive(Clone, Copy)]
+pub enum Limit {
+    AtLeast(f64),
+    AtMost(f64),
+}
+
+/// Reads and writes alike.
+pub const TARGETS: [Target; 14] = {
+    use Backing::{Cache, Disk, Null, Zram};
+    use Limit::{AtLeast, AtMost};
+    use Metric::{Cpu, CpuUs, Iops, LatencyOver};
+    use Server::{Host, Qsd};
+    const fn target(backing: Backing, depth: usize, metric: Metric, limit: Limit) -> Target {
+        Target {
+            backing,
+            depth,
+            metric,
+            limit,
+            client: None,
+        }
+    }
+    const fn polling(depth: usize, metric: Metric, limit: Limit) -> Target {
+        Target {
+            backing: Null,
+            depth,
+            metric,
+            limit,
+            client: Some(Client::RingPoll),
+        }
+    }
+    [
+        target(Disk, 32, Cpu(Qsd), AtMost(0.40)),
+        target(Disk, 128, Cpu(Qsd), AtMost(0.40)),
+        target(Disk, 32, Iops(Host), AtLeast(0.95)),
+        target(Disk, 128, Iops(Host), AtLeast(0.97)),
+        target(Disk, 1, Iops(Qsd), AtLeast(1.0)),
+        target(Disk, 8, Iops(Qsd), AtLeast(1.0)),
+        target(Disk, 32, Iops(Qsd), AtLeast(1.0)),
+        target(Disk, 128, Iops(Qsd), AtLeast(1.0)),
+        target(Disk, 1, LatencyOver(Host), AtMost(8.0)),
+        target(Zram, 128, Iops(Qsd), AtLeast(2.0)),
+        target(Cache, 32, Iops(Qsd), AtLeast(2.5)),
+        polling(32, CpuUs, AtMost(0.10)),
+        polling(32, Cpu(Qsd), AtMost(0.125)),
+        target(Null, 32, Cpu(Qsd), AtMost(0.125)),
+    ]
+};
+
+impl Target {
+    pub fn is_about(&self, cell: &Cell) -> bool {
+        self.backing == cell.backing
+            && self.depth == cell.workload.depth
+            && !cell.workload.sequential
+    }
+
+    pub fn is_for(&self, client: Client) -> bool {
+        match self.client {
+            Some(wanted) => wanted == client,
+            None => client != Client::RingPoll,
+        }
+    }
+}
+
+impl Limit {
+    pub fn holds(self, value: f64) -> bool {
+        match self {
+            Limit::AtLeast(limit) => value >= limit,
+            Limit::AtMost(limit) => value <= limit,
+        }
+    }
+}
+
+impl Rw {
+    fn sequential(self) -> bool {
+        matches!(self, Rw::Read | Rw::Write)
+    }
+}
+
+impl Client {
+    pub fn sleeps(self) -> bool {
+        self != Client::RingPoll
+    }
+}
+
+impl Workload {
+    /// fio's `rw=`.
+    pub fn rw(&self) -> &'static str {
+        match (self.sequential, self.write) {
+            (false, false) => "randread",
+            (false, true) => "randwrite",
+            (true, false) => "read",
+            (true, true) => "write",
+        }
+    }
+}
+
+impl fmt::Display for Workload {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(
+            f,
+            "{}k {} depth {}",
+            self.block >> 10,
+            self.rw(),
+            self.depth
+        )
+    }
+}
+
+impl fmt::Display for Backing {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.pad(match self {
+            Backing::Null => "null",
+            Backing::Cache => "page cache",
+            Backing::Zram => "zram",
+            Backing::Disk => "disk",
+        })
+    }
+}
+
+impl fmt::Display for Server {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.pad(match self {
+            Server::Ringdisk => "ringdisk",
+            Server::Baseline => "baseline",
+            Server::Qsd => "qsd",
+            Server::QsdNative => "qsd-native",
+            Server::Host => "host",
+        })
+    }
+}
+
+impl fmt::Display for Client {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.pad(match self {
+            Client::Ring => "ring",
+            Client::RingPoll => "ring-poll",
+            Client::Blkio => "blkio",
+        })
+    }
+}

@@ -1,0 +1,480 @@
+//! What a run yields: the raw samples as JSON, and the table that one reads.
+
+use std::fmt::Write;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+
+use super::client::Sample;
+use super::picture;
+use super::plan::{Backing, Cell, Client, Limit, Metric, Server, TARGETS, Target};
+use super::server::{CLIENT_CPU, SERVER_CPU};
+use super::stats::Spread;
+
+/// A whole run.
+#[derive(Serialize, Deserialize)]
+pub struct Report {
+    pub machine: Machine,
+    pub seed: u64,
+    pub rounds: usize,
+    pub runtime_s: f64,
+    pub cells: Vec<CellResult>,
+    pub idle: Vec<Idle>,
+    /// Backings that could not be measured here, with the reason.
+    pub skipped: Vec<String>,
+    pub failures: Vec<String>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub struct Machine {
+    pub kernel: String,
+    pub cpu: String,
+    pub cores: usize,
+    pub commit: String,
+    pub qemu_storage_daemon: String,
+    pub fio: String,
+    pub command: String,
+    pub server_cpu: usize,
+    pub client_cpu: usize,
+    pub unix_time: u64,
+}
+
+/// All samples of a cell.
+#[derive(Serialize, Deserialize)]
+pub struct CellResult {
+    #[serde(flatten)]
+    pub cell: Cell,
+    pub records: Vec<Record>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub struct Record {
+    pub round: usize,
+    pub server: Server,
+    /// None for the host.
+    pub client: Option<Client>,
+    #[serde(flatten)]
+    pub sample: Sample,
+}
+
+/// A connected disk without I/O.
+#[derive(Serialize, Deserialize)]
+pub struct Idle {
+    pub server: Server,
+    pub client: Client,
+    pub backing: Backing,
+    pub seconds: f64,
+    /// Share of one core, 0 to 1.
+    pub core: f64,
+}
+
+/// Reads an earlier run and prints it again.
+pub fn show(json: &Path, svg: Option<&Path>) -> anyhow::Result<()> {
+    let text = fs::read_to_string(json).with_context(|| format!("reading {}", json.display()))?;
+    let report: Report =
+        serde_json::from_str(&text).with_context(|| format!("parsing {}", json.display()))?;
+    print!("{}", report.table());
+    svg.map_or(Ok(()), |svg| picture::write(&report, svg))
+}
+
+impl Report {
+    pub fn new(seed: u64, rounds: usize, runtime_s: f64) -> Report {
+        Report {
+            machine: Machine::here(),
+            seed,
+            rounds,
+            runtime_s,
+            cells: Vec::new(),
+            idle: Vec::new(),
+            skipped: Vec::new(),
+            failures: Vec::new(),
+        }
+    }
+
+    pub fn write_json(&self, path: &Path) -> anyhow::Result<()> {
+        fs::write(path, serde_json::to_string_pretty(self)?)
+            .with_context(|| format!("writing {}", path.display()))
+    }
+
+    /// The run as text: figures first, then the targets.
+    pub fn table(&self) -> String {
+        let mut out = String::new();
+        self.write_table(&mut out)
+            .expect("writing to a String does not fail");
+        out
+    }
+
+    fn write_table(&self, out: &mut String) -> std::fmt::Result {
+        let Machine {
+            kernel,
+            cpu,
+            cores,
+            commit,
+            qemu_storage_daemon,
+            fio,
+            ..
+        } = &self.machine;
+        writeln!(
+            out,
+            "{cpu}, {cores} cores, Linux {kernel}; ringdisk {commit}; {qemu_storage_daemon}; {fio}"
+        )?;
+        writeln!(
+            out,
+            "medians of {} interleaved rounds of {} s; server and host fio on core {}, client on core {}; [min..max]",
+            self.rounds, self.runtime_s, self.machine.server_cpu, self.machine.client_cpu
+        )?;
+        for cells in self.cells.chunk_by(|a, b| a.cell.backing == b.cell.backing) {
+            self.write_backing(out, cells)?;
+        }
+        for idle in &self.idle {
+            let percent = idle.core * 100.0;
+            writeln!(
+                out,
+                "\n{:10} connected and idle for {} s: {percent:.3} % of a core",
+                idle.server, idle.seconds
+            )?;
+        }
+        self.write_targets(out)?;
+        for reason in &self.skipped {
+            writeln!(out, "skipped  {reason}")?;
+        }
+        for failure in &self.failures {
+            writeln!(out, "failed   {failure}")?;
+        }
+        Ok(())
+    }
+
+    fn write_backing(&self, out: &mut String, cells: &[CellResult]) -> std::fmt::Result {
+        let servers = servers_of(cells);
+        let others = servers.iter().filter(|server| **server != Server::Ringdisk);
+        let others: Vec<Server> = others
+            .copied()
+            .filter(|_| servers.contains(&Server::Ringdisk))
+            .collect();
+
+        writeln!(out, "\n{}", cells[0].cell.backing)?;
+        write!(out, "{:28}", "")?;
+        for group in ["kIOPS", "p50/p99 us", "server CPU us/IO"] {
+            let width = group_width(group, servers.len());
+            write!(out, " | {group:^width$}")?;
+        }
+        for other in &others {
+            write!(out, " | {:^31}", format!("ringdisk / {other}"))?;
+        }
+        write!(out, "\n{:18} {:9}", "workload", "client")?;
+        for group in ["kIOPS", "p50/p99 us", "server CPU us/IO"] {
+            write!(out, " |")?;
+            for server in &servers {
+                let width = column_width(group);
+                write!(out, " {:>width$.width$}", server.to_string())?;
+            }
+        }
+        for _ in &others {
+            write!(out, " | {:15} {:15}", "IOPS", "CPU per IO")?;
+        }
+        writeln!(out)?;
+
+        for result in cells {
+            for client in &result.cell.clients {
+                self.write_row(out, result, *client, &servers, &others)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn write_row(
+        &self,
+        out: &mut String,
+        result: &CellResult,
+        client: Client,
+        servers: &[Server],
+        others: &[Server],
+    ) -> std::fmt::Result {
+        let workload = &result.cell.workload;
+        let name = format!(
+            "{}k {} {}",
+            workload.block >> 10,
+            workload.rw(),
+            workload.depth
+        );
+        write!(out, "{name:18} {client:9}")?;
+        let cell = |server, width: usize, text: &dyn Fn(Side) -> Option<String>| {
+            let text = text(result.side(server, client)).unwrap_or("-".into());
+            format!(" {text:>width$}")
+        };
+        write!(out, " |")?;
+        for server in servers {
+            let text = cell(*server, 10, &|side| {
+                Some(short(side.spread(|s| s.iops)?.median / 1e3))
+            });
+            out.push_str(&text);
+        }
+        write!(out, " |")?;
+        for server in servers {
+            let text = cell(*server, 11, &|side| {
+                let (p50, p99) = (side.spread(|s| s.p50_us)?, side.spread(|s| s.p99_us)?);
+                Some(format!("{}/{}", short(p50.median), short(p99.median)))
+            });
+            out.push_str(&text);
+        }
+        write!(out, " |")?;
+        for server in servers {
+            let text = cell(*server, 10, &|side| {
+                Some(short(side.spread(|s| s.cpu_us_per_io)?.median))
+            });
+            out.push_str(&text);
+        }
+        for other in others {
+            let ratio = |metric: fn(&Sample) -> f64| {
+                let ratio =
+                    result.compare(*other, client, |ours, theirs| metric(ours) / metric(theirs));
+                ratio.map_or("-".into(), |r| {
+                    format!("{:.2} [{:.2}..{:.2}]", r.median, r.min, r.max)
+                })
+            };
+            write!(
+                out,
+                " | {:15} {:15}",
+                ratio(|s| s.iops),
+                ratio(|s| s.cpu_us_per_io)
+            )?;
+        }
+        let notes = result.notes(client).join(", ");
+        if !notes.is_empty() {
+            write!(out, " | {notes}")?;
+        }
+        writeln!(out)
+    }
+
+    fn write_targets(&self, out: &mut String) -> std::fmt::Result {
+        let verdicts: Vec<Verdict> = self.cells.iter().flat_map(CellResult::verdicts).collect();
+        if verdicts.is_empty() {
+            return Ok(());
+        }
+        let reached = verdicts.iter().filter(|verdict| verdict.reached).count();
+        writeln!(out, "\ntargets: {reached} of {} reached", verdicts.len())?;
+        for verdict in &verdicts {
+            let word = match (verdict.reached, verdict.in_every_round) {
+                (true, true) => "reached",
+                (true, false) => "reached?",
+                (false, _) => "MISSED",
+            };
+            writeln!(out, "{word:8} {}", verdict.text)?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether a target holds in a cell.
+struct Verdict {
+    reached: bool,
+    in_every_round: bool,
+    text: String,
+}
+
+impl CellResult {
+    fn verdicts(&self) -> Vec<Verdict> {
+        let targets = TARGETS.iter().filter(|target| target.is_about(&self.cell));
+        let pairs = targets.flat_map(|target| {
+            self.cell
+                .clients
+                .iter()
+                .map(move |client| (target, *client))
+        });
+        pairs
+            .filter_map(|(target, client)| self.verdict(target, client))
+            .collect()
+    }
+
+    /// None if the target is not about this client or a contestant is missing.
+    fn verdict(&self, target: &Target, client: Client) -> Option<Verdict> {
+        if !target.is_for(client) {
+            return None;
+        }
+        let (value, what) = match target.metric {
+            Metric::Iops(other) => (
+                self.compare(other, client, |a, b| a.iops / b.iops),
+                format!("IOPS / {other}'s"),
+            ),
+            Metric::Cpu(other) => {
+                let ratio = self.compare(other, client, |a, b| a.cpu_us_per_io / b.cpu_us_per_io);
+                (ratio, format!("CPU per I/O / {other}'s"))
+            }
+            Metric::CpuUs => (
+                self.side(Server::Ringdisk, client)
+                    .spread(|s| s.cpu_us_per_io),
+                "CPU per I/O, us".to_string(),
+            ),
+            Metric::LatencyOver(other) => (
+                self.compare(other, client, |a, b| a.mean_us - b.mean_us),
+                format!("mean latency over {other}'s, us"),
+            ),
+        };
+        let value = value?;
+        let limit = match target.limit {
+            Limit::AtLeast(limit) => format!("at least {limit}"),
+            Limit::AtMost(limit) => format!("at most {limit}"),
+        };
+        Some(Verdict {
+            reached: target.limit.holds(value.median),
+            in_every_round: target.limit.holds(value.min) && target.limit.holds(value.max),
+            text: format!(
+                "{:10} {:24} {client:9} {what:32} {:>7} [{}..{}], wanted {limit}",
+                self.cell.backing,
+                self.cell.workload.to_string(),
+                short(value.median),
+                short(value.min),
+                short(value.max),
+            ),
+        })
+    }
+
+    /// The samples of one contestant. The host has no client, and stands beside each of them.
+    pub fn side(&self, server: Server, client: Client) -> Side<'_> {
+        let client = (server != Server::Host).then_some(client);
+        let records = self
+            .records
+            .iter()
+            .filter(|record| record.server == server && record.client == client);
+        Side {
+            records: records.collect(),
+        }
+    }
+
+    /// ringdisk against another, round by round.
+    pub fn compare(
+        &self,
+        other: Server,
+        client: Client,
+        f: impl Fn(&Sample, &Sample) -> f64,
+    ) -> Option<Spread> {
+        let theirs = self.side(other, client);
+        let ours = self.side(Server::Ringdisk, client);
+        let pair = |ours: &&Record| {
+            let theirs = theirs
+                .records
+                .iter()
+                .find(|record| record.round == ours.round)?;
+            Some(f(&ours.sample, &theirs.sample))
+        };
+        Spread::of(ours.records.iter().filter_map(pair))
+    }
+
+    /// What makes a row less than trustworthy.
+    fn notes(&self, client: Client) -> Vec<String> {
+        let mut notes = Vec::new();
+        let records = || {
+            self.records
+                .iter()
+                .filter(|record| record.client.is_none_or(|it| it == client))
+        };
+        let mut note = |limit: f64, what: &str, metric: fn(&Sample) -> f64| {
+            // The worst contestant's median: one bad round does not move a median.
+            let medians = servers_in(records()).into_iter().filter_map(|server| {
+                let spread = Spread::of(
+                    records()
+                        .filter(|r| r.server == server)
+                        .map(|r| metric(&r.sample)),
+                )?;
+                Some((spread.median, server))
+            });
+            if let Some((value, server)) = medians.max_by(|a, b| a.0.total_cmp(&b.0))
+                && value > limit
+            {
+                notes.push(format!("{what} {:.0} % ({server})", value * 100.0));
+            }
+        };
+        if client.sleeps() {
+            note(0.95, "client's core full", |s| s.client_core);
+        }
+        note(0.10, "other work on the machine", |s| s.others_cores);
+        note(0.02, "time stolen", |s| s.stolen_cores);
+        notes
+    }
+}
+
+/// The samples of one contestant in one cell.
+pub struct Side<'a> {
+    records: Vec<&'a Record>,
+}
+
+impl Side<'_> {
+    pub fn spread(&self, metric: impl Fn(&Sample) -> f64) -> Option<Spread> {
+        Spread::of(self.records.iter().map(|record| metric(&record.sample)))
+    }
+}
+
+/// Those that have samples, in the order of the enum.
+pub fn servers_of(cells: &[CellResult]) -> Vec<Server> {
+    servers_in(cells.iter().flat_map(|cell| &cell.records))
+}
+
+fn servers_in<'a>(records: impl Iterator<Item = &'a Record>) -> Vec<Server> {
+    let mut servers: Vec<Server> = records.map(|record| record.server).collect();
+    servers.sort();
+    servers.dedup();
+    servers
+}
+
+fn column_width(group: &str) -> usize {
+    if group.starts_with("p50") { 11 } else { 10 }
+}
+
+fn group_width(group: &str, servers: usize) -> usize {
+    (column_width(group) + 1) * servers - 1
+}
+
+/// Three significant digits.
+pub fn short(value: f64) -> String {
+    match value.abs() {
+        v if v >= 99.95 => format!("{value:.0}"),
+        v if v >= 9.995 => format!("{value:.1}"),
+        v if v >= 0.9995 => format!("{value:.2}"),
+        _ => format!("{value:.3}"),
+    }
+}
+
+impl Machine {
+    fn here() -> Machine {
+        let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let cpu = cpuinfo
+            .lines()
+            .find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+        Machine {
+            kernel: fs::read_to_string("/proc/sys/kernel/osrelease")
+                .unwrap_or_default()
+                .trim()
+                .into(),
+            cpu: cpu.map_or("unknown CPU".into(), |(_, name)| name.into()),
+            cores: std::thread::available_parallelism().map_or(0, usize::from),
+            commit: first_line("git", &["describe", "--always", "--dirty", "--abbrev=10"]),
+            qemu_storage_daemon: first_line("qemu-storage-daemon", &["--version"])
+                .split(" (")
+                .next()
+                .unwrap_or_default()
+                .replace("version ", ""),
+            fio: first_line("fio", &["--version"]),
+            command: std::env::args().skip(1).collect::<Vec<_>>().join(" "),
+            server_cpu: SERVER_CPU,
+            client_cpu: CLIENT_CPU,
+            unix_time: std::time::SystemTime::UNIX_EPOCH
+                .elapsed()
+                .map_or(0, |time| time.as_secs()),
+        }
+    }
+}
+
+/// What a program prints first, or that it is not there.
+fn first_line(program: &str, args: &[&str]) -> String {
+    match Command::new(program).args(args).output() {
+        Ok(output) => String::from_utf8_lossy(&output.stdout)
+            .lines()
+            .next()
+            .unwrap_or_default()
+            .to_string(),
+        Err(_) => format!("no {program}"),
+    }
+}

@@ -1,0 +1,299 @@
+//! The contestants: how each is started, pinned and stopped.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use rustix::process::{Pid, Signal, kill_process};
+use serde::Deserialize;
+
+use super::backing::{NULL_BYTES, Prepared};
+use super::client::{Job, Sample};
+use super::plan::{Server, Workload};
+use super::process::{self, Cores, Usage};
+
+/// Which core each side has to itself.
+pub const SERVER_CPU: usize = 0;
+pub const CLIENT_CPU: usize = 1;
+
+/// The programs that take part.
+pub struct Programs {
+    pub ringdisk: PathBuf,
+    pub baseline: Option<PathBuf>,
+    /// The release build of this program, as the client.
+    pub xtask: PathBuf,
+    /// More arguments for `ringdisk serve` and the baseline.
+    pub ringdisk_args: Vec<String>,
+}
+
+/// A server that is up, or about to be; killed when dropped.
+pub struct Running {
+    child: Child,
+    pub socket: PathBuf,
+    log: PathBuf,
+}
+
+impl Running {
+    /// Starts `server` on `backing`, pinned to its core from birth.
+    pub fn start(
+        server: Server,
+        backing: &Prepared,
+        programs: &Programs,
+        dir: &Path,
+    ) -> anyhow::Result<Running> {
+        let socket = dir.join(format!("{server}.sock"));
+        let log = dir.join(format!("{server}.log"));
+        let _ = fs::remove_file(&socket);
+        let mut command = match server {
+            Server::Ringdisk => ringdisk(
+                &programs.ringdisk,
+                &programs.ringdisk_args,
+                backing,
+                &socket,
+            ),
+            Server::Baseline => {
+                let binary = programs
+                    .baseline
+                    .as_ref()
+                    .context("no --baseline was given")?;
+                ringdisk(binary, &programs.ringdisk_args, backing, &socket)
+            }
+            Server::Qsd => qsd("io_uring", backing, &socket),
+            Server::QsdNative => qsd("native", backing, &socket),
+            Server::Host => bail!("the host is no server"),
+        };
+        let log_file = fs::File::create(&log)?;
+        command
+            .stdin(Stdio::null())
+            .stdout(log_file.try_clone()?)
+            .stderr(log_file);
+        let child = process::born_on(SERVER_CPU, || command.spawn())?
+            .with_context(|| format!("starting {}", command.get_program().display()))?;
+        Ok(Running { child, socket, log })
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Runs the client against this server and waits for its sample.
+    pub fn measure(&self, job: &Job, programs: &Programs) -> anyhow::Result<Sample> {
+        let mut command = Command::new(&programs.xtask);
+        command
+            .args(["bench", "client"])
+            .arg(serde_json::to_string(job)?);
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let client =
+            process::born_on(CLIENT_CPU, || command.spawn())?.context("starting the client")?;
+        let output = client.wait_with_output()?;
+        if !output.status.success() {
+            let log = fs::read_to_string(&self.log).unwrap_or_default();
+            bail!(
+                "the client failed: {}\nthe server said: {}",
+                String::from_utf8_lossy(&output.stderr),
+                log.trim()
+            );
+        }
+        serde_json::from_slice(&output.stdout).context("reading the client's sample")
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let pid = Pid::from_child(&self.child);
+        // Fails only if it has ended already.
+        let _ = kill_process(pid, Signal::TERM);
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while let Ok(None) = self.child.try_wait() {
+            if Instant::now() > deadline {
+                eprintln!("server {} ignores SIGTERM; killed", self.child.id());
+                let _ = self.child.kill();
+                let _ = self.child.wait();
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        let _ = fs::remove_file(&self.socket);
+    }
+}
+
+fn ringdisk(binary: &Path, args: &[String], backing: &Prepared, socket: &Path) -> Command {
+    let file = match backing.path() {
+        Some(path) => doubled_commas(path),
+        None => format!("null:{}G", NULL_BYTES >> 30),
+    };
+    let cache = if backing.direct() {
+        "none"
+    } else {
+        "writeback"
+    };
+    let mut command = Command::new(binary);
+    command.arg("serve").args(args).arg(format!(
+        "file={file},format=raw,cache={cache},queues=1,queue-size=1024,socket={}",
+        doubled_commas(socket)
+    ));
+    command
+}
+
+fn qsd(aio: &str, backing: &Prepared, socket: &Path) -> Command {
+    let direct = if backing.direct() { "on" } else { "off" };
+    // QEMU refuses native AIO through the page cache.
+    let aio = if backing.direct() { aio } else { "io_uring" };
+    let node = match backing {
+        Prepared::Null => format!("driver=null-co,size={NULL_BYTES}"),
+        Prepared::Cache(path) | Prepared::Disk(path) => {
+            format!(
+                "driver=file,filename={},cache.direct={direct},aio={aio}",
+                doubled_commas(path)
+            )
+        }
+        Prepared::Zram(_) => {
+            let path = doubled_commas(backing.path().unwrap_or(Path::new("")));
+            format!("driver=host_device,filename={path},cache.direct={direct},aio={aio}")
+        }
+    };
+    let mut command = Command::new("qemu-storage-daemon");
+    command
+        .args(["--object", "iothread,id=t0", "--blockdev"])
+        .arg(format!("{node},node-name=n"));
+    command.arg("--export").arg(format!(
+        "vhost-user-blk,id=e,node-name=n,addr.type=unix,addr.path={},iothread=t0,num-queues=1,writable=on",
+        doubled_commas(socket)
+    ));
+    command
+}
+
+/// QEMU's option syntax, and ringdisk's: a comma in a value is doubled.
+fn doubled_commas(path: &Path) -> String {
+    path.display().to_string().replace(',', ",,")
+}
+
+/// fio with io_uring on the host, on the server's core: what the storage gives without a virtual disk.
+pub fn host(
+    backing: &Prepared,
+    workload: &Workload,
+    warmup_s: f64,
+    runtime_s: f64,
+    seed: u64,
+) -> anyhow::Result<Sample> {
+    let path = backing
+        .path()
+        .context("there is no null disk on the host")?;
+    let mut command = Command::new("fio");
+    command.args([
+        "--name=host",
+        "--ioengine=io_uring",
+        "--thread",
+        "--time_based",
+        "--eta=never",
+    ]);
+    // fio would otherwise empty the page cache first.
+    command.args([
+        "--norandommap",
+        "--invalidate=0",
+        "--lat_percentiles=1",
+        "--buffer_compress_percentage=50",
+        "--output-format=json",
+    ]);
+    let mut filename = OsString::from("--filename=");
+    // fio splits names at colons.
+    filename.push(path.display().to_string().replace(':', "\\:"));
+    command.arg(filename);
+    command.arg(format!("--direct={}", u8::from(backing.direct())));
+    command.arg(format!("--rw={}", workload.rw()));
+    command.arg(format!("--bs={}", workload.block));
+    command.arg(format!("--iodepth={}", workload.depth));
+    command.arg(format!("--ramp_time={}ms", (warmup_s * 1e3) as u64));
+    command.arg(format!("--runtime={}ms", (runtime_s * 1e3) as u64));
+    command.arg(format!("--randseed={}", seed >> 1));
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let fio = process::born_on(SERVER_CPU, || command.spawn())?
+        .context("starting fio; is it installed?")?;
+
+    // fio's own figure leaves out io-wq threads. The load is steady, so CPU over a window inside fio's own is as good.
+    let pid = fio.id();
+    std::thread::sleep(Duration::from_secs_f64(warmup_s + 0.25 * runtime_s));
+    let _ = process::pin(pid, SERVER_CPU);
+    let (before, cores, begin) = (Usage::of(pid)?, Cores::read()?, Instant::now());
+    std::thread::sleep(Duration::from_secs_f64(0.6 * runtime_s));
+    let (used, cores) = (Usage::of(pid)?.since(&before), Cores::read()?.since(&cores));
+    let window_s = begin.elapsed().as_secs_f64();
+
+    let output = fio.wait_with_output()?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    // Notes of fio may stand before the JSON.
+    let json = text.find('{').map(|at| &text[at..]).unwrap_or_default();
+    let report: FioReport = serde_json::from_str(json).with_context(|| {
+        format!(
+            "fio said: {}{}",
+            text,
+            String::from_utf8_lossy(&output.stderr)
+        )
+    })?;
+    let job = report.jobs.first().context("fio reported no job")?;
+    let side = if workload.write {
+        &job.write
+    } else {
+        &job.read
+    };
+    let ios = side.iops * window_s;
+    let us = |percentile: &str| {
+        side.lat_ns
+            .percentile
+            .get(percentile)
+            .copied()
+            .unwrap_or(f64::NAN)
+            / 1e3
+    };
+    let cpu_us_per_io = used.ran_s() * 1e6 / ios;
+    Ok(Sample {
+        iops: side.iops,
+        mean_us: side.lat_ns.mean / 1e3,
+        p50_us: us("50.000000"),
+        p99_us: us("99.000000"),
+        max_us: side.lat_ns.max / 1e3,
+        cpu_us_per_io,
+        cpu_user_us_per_io: cpu_us_per_io * used.user_share(),
+        cpu_system_us_per_io: cpu_us_per_io * (1.0 - used.user_share()),
+        switches_per_io: used.switches as f64 / ios,
+        server_core: used.ran_s() / window_s,
+        client_core: 0.0,
+        server_starved: used.waited_s() / window_s,
+        others_cores: (cores.tasks_s() - used.ran_s()).max(0.0) / window_s,
+        stolen_cores: cores.stolen_s() / window_s,
+    })
+}
+
+#[derive(Deserialize)]
+struct FioReport {
+    jobs: Vec<FioJob>,
+}
+
+#[derive(Deserialize)]
+struct FioJob {
+    read: FioSide,
+    write: FioSide,
+}
+
+#[derive(Deserialize)]
+struct FioSide {
+    iops: f64,
+    lat_ns: FioTimes,
+}
+
+#[derive(Deserialize)]
+struct FioTimes {
+    mean: f64,
+    max: f64,
+    #[serde(default)]
+    percentile: std::collections::HashMap<String, f64>,
+}
