@@ -287,7 +287,7 @@ impl Frontend {
         if !self.reply_ack {
             return Ok(());
         }
-        let reply = self.receive(request)?;
+        let reply = self.reply(request)?;
         match reply.as_slice() {
             [0, 0, 0, 0, 0, 0, 0, 0] => Ok(()),
             other => Err(io::Error::other(format!(
@@ -299,7 +299,7 @@ impl Frontend {
     /// Sends a message and gives the payload of its answer.
     pub fn query(&mut self, request: u32, payload: &[u8]) -> io::Result<Vec<u8>> {
         self.send_raw(request, VERSION, payload.len() as u32, payload, &[])?;
-        self.receive(request)
+        self.reply(request)
     }
 
     /// Sends a header and bytes just as they are given, right or wrong.
@@ -325,18 +325,9 @@ impl Frontend {
         (&self.socket).write_all(&bytes[sent - header.len()..])
     }
 
-    /// Whether the back-end has hung up (true), or is still there after `timeout` (false).
-    pub fn hung_up(&self, timeout: Duration) -> io::Result<bool> {
-        self.socket.set_read_timeout(Some(timeout))?;
-        loop {
-            match (&self.socket).read(&mut [0; 4096]) {
-                Ok(0) => return Ok(true),
-                Ok(_) => {} // an error reply before the end
-                Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Ok(true),
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(false),
-                Err(e) => return Err(e),
-            }
-        }
+    /// Waits for a message of any kind from the back-end; gives its payload.
+    pub fn any_reply(&self) -> io::Result<Vec<u8>> {
+        receive(&self.socket).map(|(_, _, payload)| payload)
     }
 
     fn query_u64(&mut self, request: u32) -> io::Result<u64> {
@@ -347,7 +338,7 @@ impl Frontend {
         })?))
     }
 
-    fn receive(&self, request: u32) -> io::Result<Vec<u8>> {
+    fn reply(&self, request: u32) -> io::Result<Vec<u8>> {
         let (got, flags, payload) = receive(&self.socket)?;
         if got != request || flags & (REPLY | 3) != REPLY | VERSION {
             return Err(invalid(format!(

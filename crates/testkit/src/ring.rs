@@ -117,12 +117,17 @@ impl Ring {
         self.avail_idx
     }
 
-    /// Puts both indices to 0 (or where the device goes on after `GET_VRING_BASE`) and clears the ring in memory.
+    /// Puts both indices to 0, or where the device goes on after `GET_VRING_BASE`, and makes the ring in memory as if
+    /// nothing had been in flight when they got there: the first publication kicks.
     pub fn restart(&mut self, base: u16) {
         (self.avail_idx, self.used_idx) = (base, base);
         self.avail_word(0).store(0, Ordering::Relaxed);
         self.used_word(0).store(0, Ordering::Relaxed);
         self.used_word(1).store(base, Ordering::Relaxed);
+        self.used_word(2 + 4 * usize::from(self.size))
+            .store(base, Ordering::Relaxed);
+        self.avail_word(2 + usize::from(self.size))
+            .store(base, Ordering::Relaxed);
         self.avail_word(1).store(base, Ordering::Release);
         let _ = eventfd_wait(&self.call, Some(Duration::ZERO));
         let _ = eventfd_wait(&self.err, Some(Duration::ZERO));

@@ -1,0 +1,77 @@
+//! Disks to test with, and ringdisk serving them.
+
+use std::path::PathBuf;
+
+use tempfile::TempDir;
+use testkit::server::Server;
+
+/// A raw file in a directory of its own, filled with [`content`].
+pub struct Disk {
+    pub file: PathBuf,
+    pub socket: PathBuf,
+    _dir: TempDir,
+}
+
+/// Length of the disk's file.
+pub const DISK_BYTES: u64 = 16 << 20;
+
+impl Disk {
+    pub fn new() -> Self {
+        // Not in /tmp, which may be a tmpfs: O_DIRECT and holes are to be those of a real file system.
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let (file, socket) = (dir.path().join("disk.raw"), dir.path().join("disk.sock"));
+        std::fs::write(&file, content(0, DISK_BYTES as usize)).unwrap();
+        Self {
+            file,
+            socket,
+            _dir: dir,
+        }
+    }
+
+    /// The disk as an argument of `ringdisk serve`; `options` are further `key=value` pairs.
+    pub fn argument(&self, options: &str) -> String {
+        let comma = if options.is_empty() { "" } else { "," };
+        format!(
+            "file={},socket={}{comma}{options}",
+            self.file.display(),
+            self.socket.display()
+        )
+    }
+
+    /// A range of the file, as the host sees it.
+    pub fn bytes(&self, sector: u64, len: usize) -> Vec<u8> {
+        use std::os::unix::fs::FileExt;
+        let mut bytes = vec![0; len];
+        std::fs::File::open(&self.file)
+            .unwrap()
+            .read_exact_at(&mut bytes, sector * 512)
+            .unwrap();
+        bytes
+    }
+}
+
+/// Serves one fresh disk.
+pub fn serve(options: &str) -> (Server, Disk) {
+    let disk = Disk::new();
+    (serve_all(&[disk.argument(options)]), disk)
+}
+
+/// Serves disks, given as arguments.
+pub fn serve_all(disks: &[String]) -> Server {
+    Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), disks).unwrap()
+}
+
+/// Bytes that differ from sector to sector and within one.
+pub fn content(sector: u64, len: usize) -> Vec<u8> {
+    let words =
+        (0..len as u64 / 8).map(|i| (sector * 64 + i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    words.flat_map(u64::to_le_bytes).collect()
+}
+
+/// A seed for random tests, printed so that a failure can be repeated.
+pub fn seed() -> u64 {
+    let given = std::env::var("RINGDISK_TEST_SEED").ok();
+    let seed = given.map_or_else(|| u64::from(std::process::id()), |s| s.parse().unwrap());
+    println!("seed {seed}: repeat with RINGDISK_TEST_SEED={seed}");
+    seed
+}
