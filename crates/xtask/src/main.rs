@@ -1,3 +1,56 @@
 //! `cargo xtask`: everything a developer or CI runs, as one program.
 
-fn main() {}
+mod bench;
+mod ci;
+mod demo;
+mod packages;
+mod test;
+
+use clap::Parser;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+/// What a developer of ringdisk or CI runs
+#[derive(Parser)]
+#[command(bin_name = "cargo xtask")]
+enum Xtask {
+    /// Serve a disk to a real guest, and the same guest on QEMU's own virtio-blk, side by side
+    Demo,
+    /// Run all tests, those in real guests too
+    Test,
+    /// Measure ringdisk beside qemu-storage-daemon and fio on the host
+    Bench(Box<bench::Args>),
+    /// Run what CI runs: format, clippy, crate borders, unsafe policy, licences, documents, and the tests
+    Ci(ci::Args),
+    /// Install what the other commands need, on Debian
+    Install,
+}
+
+fn main() -> ExitCode {
+    let result = match Xtask::parse() {
+        Xtask::Demo => demo::run(),
+        Xtask::Test => test::run(),
+        Xtask::Bench(args) => bench::run(*args),
+        Xtask::Ci(args) => ci::run(&args),
+        Xtask::Install => packages::ensure(),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The root of the work tree.
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// The cargo that runs this program, in the root of the work tree.
+fn cargo() -> Command {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
+    cargo.current_dir(root());
+    cargo
+}

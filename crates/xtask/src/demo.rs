@@ -1,0 +1,297 @@
+//! `cargo xtask demo`: a disk of ringdisk in a real guest, next to the same guest on QEMU's own virtio-blk.
+
+use crate::{cargo, packages, root};
+use anyhow::{Context, Result, ensure};
+use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+use testkit::server::Server;
+use testkit::vm::{self, Accel, Disk, Vm};
+
+const DISK_BYTES: u64 = 256 << 20;
+const SERIAL: &str = "demo";
+
+/// A guest takes under a minute; this is for a machine that has much else to do.
+const GUEST_LIMIT: Duration = Duration::from_secs(300);
+
+/// Installs, builds, runs the two guests and prints a table.
+pub fn run() -> Result<()> {
+    let progress = Progress(Instant::now());
+    progress.say("installing what is missing");
+    packages::ensure()?;
+    progress.say("building ringdisk");
+    let ringdisk = build()?;
+    let folder = make_folder()?;
+
+    progress.say("finding out whether KVM boots a guest");
+    let accel = vm::accel()?;
+    progress.say(&format!("guests run under {accel:?}"));
+
+    let started = Instant::now();
+    let ours = on_ringdisk(&progress, &ringdisk, &folder)?;
+    let theirs = on_qemu(&progress, &folder)?;
+    print_table(&ours, &theirs);
+    if accel == Accel::Tcg {
+        println!(
+            "\nNOTE: there is no KVM here, so QEMU translated every instruction of the guests. The guest is the \
+             bottleneck:\nabsolute numbers mean nothing, and IOPS mostly show the emulated driver. `cargo xtask bench` \
+             measures ringdisk."
+        );
+    }
+    println!(
+        "\nBoth guests took {} s. Logs are in {}.",
+        started.elapsed().as_secs(),
+        folder.display()
+    );
+    Ok(())
+}
+
+/// Builds the program as users run it.
+fn build() -> Result<PathBuf> {
+    let built = cargo()
+        .args(["build", "--release", "--locked", "--package", "ringdisk"])
+        .status();
+    ensure!(
+        built.context("starting cargo")?.success(),
+        "ringdisk does not build"
+    );
+    Ok(target()?.join("release/ringdisk"))
+}
+
+/// Cargo's target folder: the one in which this very program lies.
+fn target() -> Result<PathBuf> {
+    let program = std::env::current_exe().context("finding this program")?;
+    let target = program
+        .ancestors()
+        .nth(2)
+        .context("this program lies in no target folder")?;
+    Ok(target.to_owned())
+}
+
+/// A folder for disks and logs, under the target folder: on a real disk more often than /tmp.
+fn make_folder() -> Result<PathBuf> {
+    let folder = target()?.join("demo");
+    fs::create_dir_all(&folder).with_context(|| format!("making {}", folder.display()))?;
+    Ok(folder)
+}
+
+/// What one guest showed.
+struct Shown {
+    name: &'static str,
+    steps: Vec<String>,
+    elapsed: Duration,
+    /// Allocated bytes of the disk's file when the guest had filled it, and after it trimmed it.
+    filled: u64,
+    trimmed: u64,
+    fio: Vec<Fio>,
+}
+
+/// One fio job in the guest.
+struct Fio {
+    name: String,
+    iops: f64,
+    /// Of the threads on the host that move this disk's data.
+    cpu_us_per_io: f64,
+}
+
+fn on_ringdisk(progress: &Progress, ringdisk: &Path, folder: &Path) -> Result<Shown> {
+    let file = make_disk(&folder.join("ringdisk.raw"))?;
+    let sockets = tempfile::tempdir().context("making a folder for the socket")?; // its path must be short
+    let socket = sockets.path().join("demo.sock");
+    let disk = format!(
+        "file={},socket={},serial={SERIAL},queues=1",
+        comma(&file),
+        comma(&socket)
+    );
+    progress.say(&format!(
+        "ringdisk serve {}",
+        disk.replace(&*root().to_string_lossy(), "")
+    ));
+    let mut server = Server::ringdisk(ringdisk, &[disk]).context("starting ringdisk")?;
+
+    let disk = Disk::VhostUser {
+        socket: socket.clone(),
+        queues: 1,
+        queue_size: 256,
+    };
+    let cpu = |_| Ok(server.cpu_time()?.total);
+    let shown = show(progress, "ringdisk", disk, &file, folder, &cpu)?;
+
+    let ended = server.terminate().context("stopping ringdisk")?;
+    fs::write(folder.join("ringdisk.log"), server.log()).context("writing ringdisk.log")?;
+    ensure!(
+        ended.success(),
+        "ringdisk ended with {ended} after SIGTERM:\n{}",
+        server.log()
+    );
+    ensure!(
+        !socket.exists(),
+        "ringdisk left its socket {} behind",
+        socket.display()
+    );
+    progress.say("ringdisk has ended on SIGTERM and left no socket behind");
+    Ok(shown)
+}
+
+fn on_qemu(progress: &Progress, folder: &Path) -> Result<Shown> {
+    let file = make_disk(&folder.join("qemu.raw"))?;
+    let disk = Disk::Qemu {
+        file: file.clone(),
+        cache: "none",
+        aio: "io_uring",
+        queues: 1,
+        serial: SERIAL.to_owned(),
+    };
+    show(progress, "QEMU", disk, &file, folder, &|qemu| {
+        vm::cpu_time(qemu, "IO ")
+    })
+}
+
+/// Boots a guest on this disk and leads it through its life, and then fio.
+fn show(
+    progress: &Progress,
+    name: &'static str,
+    disk: Disk,
+    file: &Path,
+    folder: &Path,
+    cpu_time: &dyn Fn(u32) -> Result<Duration>,
+) -> Result<Shown> {
+    progress.say(&format!("{name}: booting a guest"));
+    let mut shown = Shown {
+        name,
+        steps: Vec::new(),
+        elapsed: Duration::ZERO,
+        filled: 0,
+        trimmed: 0,
+        fio: Vec::new(),
+    };
+    let mut cpu_before = Duration::ZERO;
+    let mut on_line = |line: &str, qemu: u32| {
+        let cpu = cpu_time(qemu).unwrap_or_default();
+        if let Some(step) = line.strip_prefix("ok ") {
+            progress.say(&format!("{name}: {step}"));
+            shown.steps.push(step.to_owned());
+            match step {
+                "fill" => shown.filled = allocated(file),
+                "discard" => shown.trimmed = allocated(file),
+                _ => {}
+            }
+        } else if line.starts_with("fio-start ") {
+            cpu_before = cpu;
+        } else if let Some(result) = line.strip_prefix("fio-end ") {
+            shown
+                .fio
+                .extend(Fio::parse(result, cpu.saturating_sub(cpu_before)));
+        }
+    };
+    let script = format!("{}{}", vm::disk_life(SERIAL), include_str!("demo.sh"));
+    let guest = Vm::new(folder.join(name.to_lowercase())).fio().disk(disk);
+    let output = guest
+        .run_watched(&script, GUEST_LIMIT, &mut on_line)?
+        .checked()?;
+    shown.elapsed = output.elapsed;
+    ensure!(
+        shown.trimmed < shown.filled / 2,
+        "{name}: the guest trimmed its disk, but {} of {} allocated bytes are left in {}",
+        shown.trimmed,
+        shown.filled,
+        file.display()
+    );
+    check_file_system(file)?;
+    progress.say(&format!(
+        "{name}: the file has holes where the guest trimmed; e2fsck on the host finds no error"
+    ));
+    Ok(shown)
+}
+
+impl Fio {
+    /// From fio's terse output, version 3: field 8 is the reads' IOPS, 9 their runtime in ms; 49 and 50 the writes'.
+    fn parse(result: &str, cpu: Duration) -> Option<Fio> {
+        let (name, terse) = result.split_once(' ')?;
+        let fields: Vec<&str> = terse.split(';').collect();
+        let number = |field: usize| fields.get(field - 1)?.parse::<f64>().ok();
+        let (reads, writes) = ((number(8)?, number(9)?), (number(49)?, number(50)?));
+        let (iops, runtime_ms) = if reads.0 > 0.0 { reads } else { writes };
+        let cpu_us_per_io = cpu.as_secs_f64() * 1e6 / (iops * runtime_ms / 1e3);
+        Some(Fio {
+            name: name.to_owned(),
+            iops,
+            cpu_us_per_io,
+        })
+    }
+}
+
+fn print_table(ours: &Shown, theirs: &Shown) {
+    let row = |what: &str, of: &dyn Fn(&Shown) -> String| {
+        println!("{what:<34}{:>16}{:>16}", of(ours), of(theirs))
+    };
+    println!();
+    row("", &|shown| shown.name.to_owned());
+    row("steps that passed", &|shown| shown.steps.len().to_string());
+    row("allocated when full, MiB", &|shown| {
+        (shown.filled >> 20).to_string()
+    });
+    row("allocated after fstrim, MiB", &|shown| {
+        (shown.trimmed >> 20).to_string()
+    });
+    for (index, fio) in ours.fio.iter().enumerate() {
+        let value = |shown: &Shown, of: &dyn Fn(&Fio) -> String| {
+            shown.fio.get(index).map_or("-".into(), of)
+        };
+        row(&format!("{}: IOPS in the guest", fio.name), &|shown| {
+            value(shown, &|fio| format!("{:.0}", fio.iops))
+        });
+        row("    host CPU per I/O, µs", &|shown| {
+            value(shown, &|fio| format!("{:.1}", fio.cpu_us_per_io))
+        });
+    }
+    row("guest's whole run, s", &|shown| {
+        format!("{:.1}", shown.elapsed.as_secs_f64())
+    });
+    println!(
+        "\nHost CPU: of the ringdisk process; of QEMU's iothread. QEMU: cache=none, aio=io_uring, one iothread."
+    );
+}
+
+fn make_disk(path: &Path) -> Result<PathBuf> {
+    let file = File::create(path).with_context(|| format!("making {}", path.display()))?;
+    file.set_len(DISK_BYTES)
+        .with_context(|| format!("setting the length of {}", path.display()))?;
+    Ok(path.to_owned())
+}
+
+fn allocated(file: &Path) -> u64 {
+    fs::metadata(file).map_or(0, |metadata| metadata.blocks() * 512)
+}
+
+/// The file system on the first partition has no error.
+fn check_file_system(file: &Path) -> Result<()> {
+    let e2fsck = vm::find_program("e2fsck").context("e2fsck is missing")?;
+    let output = Command::new(e2fsck)
+        .arg("-fn")
+        .arg(format!("{}?offset={}", file.display(), 1 << 20))
+        .output()?;
+    ensure!(
+        output.status.success(),
+        "e2fsck: {}\n{}",
+        output.status,
+        String::from_utf8_lossy(&output.stdout)
+    );
+    Ok(())
+}
+
+/// A comma in a value is doubled, as in QEMU.
+fn comma(path: &Path) -> String {
+    path.to_string_lossy().replace(',', ",,")
+}
+
+/// Lines with the time since the start.
+struct Progress(Instant);
+
+impl Progress {
+    fn say(&self, what: &str) {
+        println!("[{:6.1} s] {what}", self.0.elapsed().as_secs_f64());
+    }
+}

@@ -1,0 +1,282 @@
+//! Installs what the tests, the demo and the bench need on a fresh Debian machine.
+//!
+//! Nothing is asked of the network when everything is there. Without network the error names what is missing:
+//! `cargo xtask test` then goes on and skips the guests, the demo can't.
+
+use anyhow::{Context, Result, bail, ensure};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use testkit::vm::{Kernel, find_program, kernel_cache};
+
+/// Programs that are called, and the Debian packages that hold them.
+const PROGRAMS: &[(&str, &str)] = &[
+    ("qemu-system-x86_64", "qemu-system-x86"),
+    ("qemu-img", "qemu-utils"),
+    ("qemu-storage-daemon", "qemu-utils"),
+    ("fio", "fio"),
+    ("busybox", "busybox-static"),
+    ("mkfs.ext4", "e2fsprogs"),
+    ("e2fsck", "e2fsprogs"),
+    ("sfdisk", "fdisk"),
+    ("modprobe", "kmod"),
+];
+
+/// A meta package: it depends on the newest kernel of the release.
+const KERNEL: &str = "linux-image-cloud-amd64";
+
+/// Debian 12's own QEMU is 7.2, too old to be a fair rival. Its backports have 10.x.
+const QEMU_MAJOR_MIN: u32 = 8;
+
+/// Installs what is missing; quick, and without apt, when nothing is.
+pub fn ensure() -> Result<()> {
+    let mut packages: Vec<&str> = PROGRAMS
+        .iter()
+        .filter(|(program, _)| find_program(program).is_none())
+        .map(|(_, package)| *package)
+        .collect();
+    if qemu_is_old() {
+        packages.extend(["qemu-system-x86", "qemu-utils"]);
+    }
+    packages.sort();
+    packages.dedup();
+    if packages.is_empty() && Kernel::newest().is_ok() {
+        return Ok(());
+    }
+    ensure!(
+        cfg!(target_arch = "x86_64") && find_program("apt-get").is_some(),
+        "missing: {} and a guest kernel ({KERNEL}, unpacked in {}); they can be installed by themselves only on \
+         Debian or Ubuntu on x86-64",
+        packages.join(" "),
+        kernel_cache().display()
+    );
+    if !packages.is_empty() {
+        install(&packages)?;
+    }
+    if Kernel::newest().is_err() {
+        fetch_kernel()?;
+    }
+    Ok(())
+}
+
+fn qemu_is_old() -> bool {
+    let Ok(output) = Command::new("qemu-system-x86_64").arg("--version").output() else {
+        return false;
+    };
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let major = text
+        .split_once("version ")
+        .and_then(|(_, rest)| rest.split_once('.'));
+    major
+        .and_then(|(major, _)| major.parse::<u32>().ok())
+        .is_some_and(|major| major < QEMU_MAJOR_MIN)
+}
+
+fn install(packages: &[&str]) -> Result<()> {
+    println!("installing {}", packages.join(" "));
+    let (qemu, others): (Vec<&str>, Vec<&str>) = packages
+        .iter()
+        .partition(|package| package.starts_with("qemu"));
+    let backports = if qemu.is_empty() { None } else { backports()? };
+    if let Some(Backports {
+        source: Some(text), ..
+    }) = &backports
+    {
+        add_source(text)?;
+    }
+    apt(&["update"])?;
+    if !others.is_empty() {
+        apt(&[
+            &["install", "--yes", "--no-install-recommends"],
+            &others[..],
+        ]
+        .concat())?;
+    }
+    if !qemu.is_empty() {
+        let release = backports.map(|backports| format!("--target-release={}", backports.release));
+        let options: Vec<&str> = ["install", "--yes", "--no-install-recommends"]
+            .into_iter()
+            .chain(release.as_deref())
+            .collect();
+        apt(&[&options[..], &qemu].concat())?;
+    }
+    let missing: Vec<&str> = PROGRAMS
+        .iter()
+        .filter(|(program, _)| find_program(program).is_none())
+        .map(|(program, _)| *program)
+        .collect();
+    ensure!(
+        missing.is_empty(),
+        "apt has installed {}, but {} can't be found",
+        packages.join(" "),
+        missing.join(", ")
+    );
+    Ok(())
+}
+
+struct Backports {
+    release: String,
+    /// The sources file to add, if apt does not know this release's backports yet.
+    source: Option<String>,
+}
+
+const SOURCE_FILE: &str = "/etc/apt/sources.list.d/ringdisk-backports.sources";
+
+/// Where a recent QEMU comes from: the backports of Debian 12, from the same mirror as the release itself.
+fn backports() -> Result<Option<Backports>> {
+    let os = fs::read_to_string("/etc/os-release").context("reading /etc/os-release")?;
+    if !os.lines().any(|line| line == "VERSION_CODENAME=bookworm") {
+        return Ok(None); // later releases have a QEMU that is new enough
+    }
+    let release = "bookworm-backports".to_owned();
+    let indexes = output(
+        "apt-get",
+        &[
+            "indextargets",
+            "--format",
+            "$(CREATED_BY) $(CODENAME) $(REPO_URI)",
+        ],
+    )?;
+    let uri = |codename: &str| {
+        indexes.lines().find_map(
+            |line| match line.split_whitespace().collect::<Vec<_>>()[..] {
+                ["Packages", name, uri] if name == codename => Some(uri.to_owned()),
+                _ => None,
+            },
+        )
+    };
+    if uri(&release).is_some() || Path::new(SOURCE_FILE).exists() {
+        return Ok(Some(Backports {
+            release,
+            source: None,
+        }));
+    }
+    let uri = uri("bookworm").context(
+        "apt has no index of Debian 12 yet, so its mirror is unknown; run `apt-get update` as root, then this again",
+    )?;
+    let source = format!(
+        "Types: deb\nURIs: {uri}\nSuites: {release}\nComponents: main\n\
+         Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg\n"
+    );
+    Ok(Some(Backports {
+        release,
+        source: Some(source),
+    }))
+}
+
+fn add_source(text: &str) -> Result<()> {
+    println!("adding {SOURCE_FILE}");
+    let file = tempfile::NamedTempFile::new().context("making a temporary file")?;
+    fs::write(file.path(), text).context("writing the sources file")?;
+    let path = file.path().to_string_lossy();
+    as_root("install", &["--mode=644", &path, SOURCE_FILE])
+}
+
+/// Fetches the kernel package that `linux-image-cloud-amd64` depends on and unpacks it in the cache. It's not
+/// installed: the host's /boot is none of our business, and no root is needed.
+fn fetch_kernel() -> Result<()> {
+    let depends = || output("apt-cache", &["depends", KERNEL]);
+    let package_in = |text: &str| {
+        text.split_once("Depends: ")
+            .map(|(_, rest)| rest.lines().next().unwrap_or("").to_owned())
+    };
+    let package = match package_in(&depends().unwrap_or_default()) {
+        Some(package) => package,
+        None => {
+            apt(&["update"])?;
+            package_in(&depends()?).with_context(|| format!("apt knows no {KERNEL}"))?
+        }
+    };
+    println!(
+        "fetching {package} for the guests into {}",
+        kernel_cache().display()
+    );
+    fs::create_dir_all(kernel_cache())
+        .with_context(|| format!("making {}", kernel_cache().display()))?;
+    let folder = tempfile::tempdir_in(kernel_cache()).context("making a folder for the kernel")?;
+    let download = || {
+        run(Command::new("apt-get")
+            .args(["download", &package])
+            .current_dir(folder.path()))
+    };
+    if download().is_err() {
+        apt(&["update"])?; // the list may name a version that the mirror has replaced
+        download()?;
+    }
+    let deb = fs::read_dir(folder.path())?
+        .flatten()
+        .map(|entry| entry.path())
+        .find(|path| path.extension().is_some_and(|extension| extension == "deb"))
+        .with_context(|| format!("`apt-get download {package}` left no .deb"))?;
+    let unpacked = folder.path().join("unpacked");
+    run(Command::new("dpkg-deb")
+        .arg("--extract")
+        .args([&deb, &unpacked]))?;
+    // Renamed in one go: a kernel in the cache is whole.
+    let target = kernel_cache().join(deb.file_stem().context("a .deb without a name")?);
+    if let Err(error) = fs::rename(&unpacked, &target) {
+        ensure!(
+            target.exists(),
+            "renaming {} to {}: {error}",
+            unpacked.display(),
+            target.display()
+        );
+    }
+    Kernel::newest().map(drop)
+}
+
+fn apt(arguments: &[&str]) -> Result<()> {
+    let options = [
+        "-o",
+        "DPkg::Lock::Timeout=300",
+        "-o",
+        "Dpkg::Use-Pty=0",
+        "--quiet=2",
+    ];
+    as_root("apt-get", &[&options[..], arguments].concat())
+        .context("apt needs root and a network with a Debian mirror")
+}
+
+fn as_root(program: &str, arguments: &[&str]) -> Result<()> {
+    let is_root = output("id", &["-u"])?.trim() == "0";
+    let prefix: &[&str] = if is_root {
+        &["env", "DEBIAN_FRONTEND=noninteractive"]
+    } else if Command::new("sudo")
+        .args(["-n", "true"])
+        .output()
+        .is_ok_and(|output| output.status.success())
+    {
+        &["sudo", "-n", "env", "DEBIAN_FRONTEND=noninteractive"]
+    } else {
+        bail!(
+            "root is needed; run this by hand, then the same again:\n    sudo {program} {}",
+            arguments.join(" ")
+        );
+    };
+    run(Command::new(prefix[0])
+        .args(&prefix[1..])
+        .arg(program)
+        .args(arguments))
+}
+
+fn run(command: &mut Command) -> Result<()> {
+    let status = command
+        .status()
+        .with_context(|| format!("starting {command:?}"))?;
+    ensure!(status.success(), "{command:?} failed ({status})");
+    Ok(())
+}
+
+fn output(program: &str, arguments: &[&str]) -> Result<String> {
+    let output = Command::new(program)
+        .args(arguments)
+        .output()
+        .with_context(|| format!("starting {program}"))?;
+    ensure!(
+        output.status.success(),
+        "{program} {}: {}",
+        arguments.join(" "),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
