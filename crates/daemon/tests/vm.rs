@@ -1,0 +1,373 @@
+//! Real Linux guests on ringdisk's disks: what a user does with a disk, seen from the guest and from the host.
+
+use anyhow::{Context, Result, ensure};
+use rustix::process::{Pid, Signal, kill_process};
+use std::fs::{self, File};
+use std::io::Write;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::mpsc;
+use std::time::Duration;
+use tempfile::TempDir;
+use testkit::server::Server;
+use testkit::vm::{self, Disk, Vm};
+
+/// A guest of these tests is done within 20 s even where its instructions are translated; the machine may be busy.
+const LIMIT: Duration = Duration::from_secs(240);
+
+#[test]
+fn a_disk_lives_with_one_queue() -> Result<()> {
+    a_disk_lives("a_disk_lives_with_one_queue", 1)
+}
+
+#[test]
+fn a_disk_lives_with_four_queues() -> Result<()> {
+    a_disk_lives("a_disk_lives_with_four_queues", 4)
+}
+
+/// Partitioned, formatted, filled, trimmed and verified by the guest; sound and with holes on the host.
+fn a_disk_lives(test: &str, queues: u16) -> Result<()> {
+    let Some(bench) = Bench::new(test)? else {
+        return Ok(());
+    };
+    let size = 192 << 20;
+    let file = bench.disk("life.raw", size)?;
+    let server = bench.serve(&[format!(
+        "{},serial=life,queues={queues}",
+        bench.options(&file)
+    )])?;
+
+    let mut filled = 0;
+    let script = format!(
+        "[ $(ls /sys/block/vda/mq | wc -l) = {queues} ] || {{ echo 'not {queues} queues'; exit 1; }}
+         [ \"$(cat /sys/block/vda/queue/write_cache)\" = 'write back' ] || {{ echo 'no write cache'; exit 1; }}
+         {}",
+        vm::disk_life("life")
+    );
+    let output =
+        bench
+            .guest(&server)
+            .cpus(queues.into())
+            .run_watched(&script, LIMIT, &mut |line, _| {
+                if line == "ok fill" {
+                    filled = allocated(&file);
+                }
+            })?;
+    output.checked()?;
+    stop(server)?;
+
+    ensure!(
+        filled > size * 8 / 10,
+        "the guest filled its disk, but only {filled} of {size} bytes are allocated"
+    );
+    let trimmed = allocated(&file);
+    ensure!(
+        trimmed < size / 2,
+        "the guest trimmed its disk, but {trimmed} of {size} bytes are still allocated"
+    );
+    check_file_system(&file)
+}
+
+/// A guest that reboots resets its disk and finds on it what it wrote; so does one that rebinds its driver.
+#[test]
+fn a_disk_survives_resets() -> Result<()> {
+    let Some(bench) = Bench::new("a_disk_survives_resets")? else {
+        return Ok(());
+    };
+    let file = bench.disk("reset.raw", 64 << 20)?;
+    let server = bench.serve(&[format!("{},serial=reset", bench.options(&file))])?;
+
+    let output = bench.guest(&server).may_reboot().run(
+        "mount /dev/vda /mnt 2>/tmp/mount && { cat /mnt/mark; umount /mnt; exit 0; }
+         mkfs.ext4 -q /dev/vda
+         device=$(basename $(readlink /sys/block/vda/device))
+         for i in 1 2 3; do
+             echo $device >/sys/bus/virtio/drivers/virtio_blk/unbind
+             [ ! -b /dev/vda ]
+             echo $device >/sys/bus/virtio/drivers/virtio_blk/bind
+         done
+         mount /dev/vda /mnt
+         echo 'written before the reboot' >/mnt/mark
+         umount /mnt
+         reboot -f
+         sleep 60",
+        LIMIT,
+    )?;
+    let lines = output.checked()?.lines;
+    ensure!(
+        lines == ["written before the reboot"],
+        "the guest printed {lines:?}"
+    );
+    stop(server)
+}
+
+/// Every disk of one process has its own serial, size and content, and none is mixed up with another.
+#[test]
+fn several_disks_in_one_process() -> Result<()> {
+    let Some(bench) = Bench::new("several_disks_in_one_process")? else {
+        return Ok(());
+    };
+    let sizes: Vec<(String, u64)> = (1..=4)
+        .map(|n| (format!("disk-{n}"), (16 + n) << 20))
+        .collect();
+    let mut options = Vec::new();
+    for (serial, size) in &sizes {
+        let file = bench.disk(&format!("{serial}.raw"), *size)?;
+        File::options()
+            .write(true)
+            .open(&file)?
+            .write_all(format!("content of {serial}\n").as_bytes())?;
+        options.push(format!("{},serial={serial},queues=2", bench.options(&file)));
+    }
+    let server = bench.serve(&options)?;
+
+    let output = bench.guest(&server).cpus(2).run(
+        "for n in 1 2 3 4; do
+             device=$(disk disk-$n)
+             echo $(blockdev --getsize64 $device) $(head -n 1 $device)
+             dd if=/dev/urandom of=/tmp/$n bs=1M count=4 2>/dev/null
+         done
+         for n in 1 2 3 4; do dd if=/tmp/$n of=$(disk disk-$n) bs=64k seek=16 conv=fsync 2>/dev/null & done
+         wait
+         echo 3 >/proc/sys/vm/drop_caches
+         for n in 1 2 3 4; do dd if=$(disk disk-$n) bs=64k skip=16 count=64 2>/dev/null | cmp - /tmp/$n; done",
+        LIMIT,
+    )?;
+    let lines = output.checked()?.lines;
+    let expected: Vec<String> = sizes
+        .iter()
+        .map(|(serial, size)| format!("{size} content of {serial}"))
+        .collect();
+    ensure!(
+        lines == expected,
+        "the guest printed {lines:?} and not {expected:?}"
+    );
+    stop(server)
+}
+
+/// A guest can read a read-only disk, and knows that it can't write.
+#[test]
+fn a_readonly_disk() -> Result<()> {
+    let Some(bench) = Bench::new("a_readonly_disk")? else {
+        return Ok(());
+    };
+    let file = bench.disk("readonly.raw", 16 << 20)?;
+    File::options()
+        .write(true)
+        .open(&file)?
+        .write_all(b"only to be read\n")?;
+    let before = fs::read(&file)?;
+    let server = bench.serve(&[format!("{},serial=ro,readonly=on", bench.options(&file))])?;
+
+    let output = bench.guest(&server).run(
+        "head -n 1 /dev/vda
+         blockdev --getro /dev/vda
+         ! dd if=/dev/zero of=/dev/vda bs=4k count=1 conv=fsync 2>/dev/null
+         ! blkdiscard /dev/vda 2>/dev/null",
+        LIMIT,
+    )?;
+    let lines = output.checked()?.lines;
+    ensure!(
+        lines == ["only to be read", "1"],
+        "the guest printed {lines:?}"
+    );
+    stop(server)?;
+    ensure!(fs::read(&file)? == before, "a read-only file has changed");
+    Ok(())
+}
+
+/// Each fsync of a guest is a barrier on what the disk lies on. It is lost where the config space denies the write
+/// cache, as that of qemu-storage-daemon 10 does. Counted by the block layer, on a loop device.
+#[test]
+fn guest_fsyncs_are_barriers() -> Result<()> {
+    let test = "guest_fsyncs_are_barriers";
+    let Some(bench) = Bench::new(test)? else {
+        return Ok(());
+    };
+    let file = bench.disk("fsync.raw", 64 << 20)?;
+    let loop_device = match LoopDevice::on(&file) {
+        Ok(device) => device,
+        Err(error) => {
+            println!("skipped: {test}: a loop device is needed: {error:#}");
+            return Ok(());
+        }
+    };
+    let server = bench.serve(&[format!(
+        "{},serial=fsync,format=raw",
+        bench.options(&loop_device.0)
+    )])?;
+
+    let before = loop_device.flushes()?;
+    let output = bench.guest(&server).run(
+        "for i in $(seq 50); do dd if=/dev/zero of=/dev/vda bs=4k count=1 seek=$i conv=fsync,notrunc 2>/dev/null; done",
+        LIMIT,
+    )?;
+    output.checked()?;
+    let flushes = loop_device.flushes()? - before;
+    stop(server)?;
+    ensure!(
+        flushes >= 50,
+        "the guest called fsync 50 times, the device saw {flushes} flushes"
+    );
+    Ok(())
+}
+
+/// Where a test has its files.
+struct Bench {
+    /// Disks and sockets; short, as a socket's path is limited to 108 bytes.
+    files: TempDir,
+    /// What remains to be read when the test fails.
+    logs: PathBuf,
+}
+
+impl Bench {
+    /// None, with a line that says why, where no guest can run.
+    fn new(test: &str) -> Result<Option<Bench>> {
+        if let Some(missing) = vm::missing(false) {
+            println!("skipped: {test}: {missing}");
+            return Ok(None);
+        }
+        let logs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm").join(test);
+        Ok(Some(Bench {
+            files: tempfile::tempdir().context("making a folder for disks")?,
+            logs,
+        }))
+    }
+
+    fn disk(&self, name: &str, size: u64) -> Result<PathBuf> {
+        let path = self.files.path().join(name);
+        File::create(&path)?
+            .set_len(size)
+            .with_context(|| format!("making {}", path.display()))?;
+        Ok(path)
+    }
+
+    fn options(&self, file: &Path) -> String {
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        format!(
+            "file={},socket={}/{name}.sock",
+            file.display(),
+            self.files.path().display()
+        )
+    }
+
+    fn serve(&self, disks: &[String]) -> Result<Server> {
+        // setpriv: a server must not outlive a test run that is killed.
+        let mut command = Command::new("setpriv");
+        command
+            .args([
+                "--pdeathsig",
+                "KILL",
+                env!("CARGO_BIN_EXE_ringdisk"),
+                "serve",
+                "--json",
+            ])
+            .args(disks);
+        Server::ringdisk_command(command).context("starting ringdisk")
+    }
+
+    /// A guest that has every disk of the server, by the very arguments that ringdisk prints for its users.
+    fn guest(&self, server: &Server) -> Vm {
+        let disks = server.ready["disks"].as_array().into_iter().flatten();
+        let arguments = disks.map(|disk| {
+            let arguments = disk["qemu"].as_array().into_iter().flatten();
+            arguments
+                .filter_map(|argument| argument.as_str().map(String::from))
+                .collect()
+        });
+        arguments.fold(Vm::new(&self.logs), |vm, arguments| {
+            vm.disk(Disk::Pasted(arguments))
+        })
+    }
+}
+
+/// SIGTERM ends ringdisk in time and without an error, and leaves no socket behind.
+fn stop(mut server: Server) -> Result<()> {
+    let pid = server.pid();
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || sender.send((server.terminate(), server)));
+    let Ok((status, server)) = receiver.recv_timeout(Duration::from_secs(10)) else {
+        kill_process(
+            Pid::from_raw(pid as i32).context("no process")?,
+            Signal::KILL,
+        )?;
+        anyhow::bail!("ringdisk still runs 10 s after SIGTERM");
+    };
+    let status = status?;
+    ensure!(
+        status.success(),
+        "ringdisk ended with {status}; its log:\n{}",
+        server.log()
+    );
+    for socket in &server.sockets {
+        ensure!(
+            !socket.exists(),
+            "ringdisk left {} behind",
+            socket.display()
+        );
+    }
+    Ok(())
+}
+
+fn allocated(file: &Path) -> u64 {
+    fs::metadata(file).map_or(0, |metadata| metadata.blocks() * 512)
+}
+
+/// The file system on the first partition has no error.
+fn check_file_system(file: &Path) -> Result<()> {
+    let e2fsck = vm::find_program("e2fsck").context("e2fsck is missing")?;
+    let output = Command::new(e2fsck)
+        .arg("-fn")
+        .arg(format!("{}?offset={}", file.display(), 1 << 20))
+        .output()?;
+    ensure!(
+        output.status.success(),
+        "e2fsck: {}\n{}",
+        output.status,
+        String::from_utf8_lossy(&output.stdout)
+    );
+    Ok(())
+}
+
+/// A block device on a file, until dropped.
+struct LoopDevice(PathBuf);
+
+impl LoopDevice {
+    fn on(file: &Path) -> Result<LoopDevice> {
+        let losetup = vm::find_program("losetup").context("losetup is missing")?;
+        let output = Command::new(losetup)
+            .args(["--find", "--show", "--direct-io=on"])
+            .arg(file)
+            .output()?;
+        ensure!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr).trim()
+        );
+        Ok(LoopDevice(PathBuf::from(
+            String::from_utf8_lossy(&output.stdout).trim(),
+        )))
+    }
+
+    /// Flush requests that the device has completed (kernel, Documentation/block/stat.rst).
+    fn flushes(&self) -> Result<u64> {
+        let name = self.0.file_name().unwrap_or_default().to_string_lossy();
+        let stat = fs::read_to_string(format!("/sys/block/{name}/stat"))?;
+        stat.split_whitespace()
+            .nth(15)
+            .and_then(|count| count.parse().ok())
+            .context("no flushes in the device's stat")
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let losetup = vm::find_program("losetup").unwrap_or("losetup".into());
+        Command::new(losetup)
+            .arg("--detach")
+            .arg(&self.0)
+            .status()
+            .ok(); // what else could be done
+    }
+}
