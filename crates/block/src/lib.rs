@@ -1,1 +1,13 @@
-//! block
+//! The vocabulary of ringdisk: units, requests, facts of a disk, and the border to engines.
+//!
+//! Nothing here does I/O. Every other crate speaks these words.
+
+mod engine;
+mod facts;
+mod request;
+mod units;
+
+pub use engine::{Completion, Engine, FileId, Op, Segment, Token};
+pub use facts::{Backing, CacheMode, DiskFacts};
+pub use request::Request;
+pub use units::{DiskOffset, FileOffset, SECTOR_BYTES, Sector, format_size, parse_size};

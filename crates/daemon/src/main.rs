@@ -1,1 +1,51 @@
-fn main() {}
+//! `ringdisk`: virtual disks for QEMU/KVM at the speed of the hardware beneath them.
+
+mod device;
+mod paste;
+mod serve;
+mod socket;
+mod spec;
+
+use std::io::{self, IsTerminal};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+
+#[derive(Parser)]
+#[command(name = "ringdisk", version, about, arg_required_else_help = true)]
+#[command(
+    after_help = "Exit codes: 0 done, 1 failed (the last line says why and what to do), \
+    2 wrong usage.\nRINGDISK_LOG=debug shows what front-ends ask for."
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Serve disks to virtual machines over vhost-user
+    Serve(serve::Args),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let filter = EnvFilter::try_from_env("RINGDISK_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
+        .with_target(false)
+        .init();
+    let result = match cli.command {
+        Command::Serve(args) => serve::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("ringdisk: {e}");
+            ExitCode::from(e.exit_code())
+        }
+    }
+}

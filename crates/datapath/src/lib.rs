@@ -1,1 +1,26 @@
-//! datapath
+//! The path of one I/O. The modules stand in the order in which a request visits them; the function
+//! that leads it through is [`Worker::turn`](worker::Worker), and all that each stage knows of a
+//! request under way is its [slot](slot).
+
+mod wait;
+
+mod fetch;
+
+mod plan;
+
+mod submit;
+
+mod complete;
+
+mod notify;
+
+mod bounce;
+mod disk;
+mod queue;
+mod report;
+mod slot;
+mod thread;
+mod worker;
+
+pub use disk::Disk;
+pub use thread::{IoThread, QueueId};

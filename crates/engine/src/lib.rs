@@ -1,1 +1,10 @@
-//! engine
+//! Moves bytes between memory and files: opening and locking a file, and the engines that do the
+//! operations of [`block::Engine`].
+
+mod blocking;
+mod file;
+mod lock;
+mod uring;
+
+pub use file::{DiskFile, OpenError};
+pub use uring::{Uring, UringError};

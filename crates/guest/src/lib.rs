@@ -1,1 +1,18 @@
-//! guest
+//! All that reads bytes which a guest or its front-end wrote: the memory map, the vhost-user
+//! session, virtqueues and virtio-blk requests.
+//!
+//! Such bytes are hostile. They are copied once, checked, and turned into types; behind this border
+//! nobody looks at them again.
+
+pub mod blk;
+mod memory;
+mod message;
+mod session;
+mod socket;
+mod virtqueue;
+
+pub use memory::{GuestMemory, MemoryError, RegionLayout};
+pub use message::{MAX_MEM_SLOTS, MessageError};
+pub use session::{Device, End, NewQueue, serve};
+pub use socket::FrontendChannel;
+pub use virtqueue::{Chain, RingError, RingLayout, Ticket, Virtqueue};

@@ -1,0 +1,101 @@
+use std::fmt;
+
+/// Bytes in a virtio-blk sector, whatever the block size of the disk (virtio 1.3 §5.2.4).
+pub const SECTOR_BYTES: u64 = 512;
+
+/// A position on the guest's disk in 512-byte sectors, as a guest sent it: any value is possible.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Sector(pub u64);
+
+impl Sector {
+    /// The same position in bytes, or `None` where that exceeds 64 bits.
+    #[inline]
+    pub fn offset(self) -> Option<DiskOffset> {
+        self.0.checked_mul(SECTOR_BYTES).map(DiskOffset)
+    }
+}
+
+/// A position on the guest's disk, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct DiskOffset(pub u64);
+
+/// A position in a host file or block device, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct FileOffset(pub u64);
+
+impl fmt::Display for Sector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sector {}", self.0)
+    }
+}
+
+impl fmt::Display for FileOffset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "byte {}", self.0)
+    }
+}
+
+/// Parses a size as QEMU writes it: a number of bytes, or one with a suffix `k`, `M`, `G`, `T` or
+/// `P` (powers of 1024, either case).
+///
+/// # Errors
+/// A sentence that says what was wrong with the text.
+pub fn parse_size(text: &str) -> Result<u64, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match &text[digits.len()..] {
+        "" | "B" | "b" => 0,
+        "k" | "K" => 10,
+        "m" | "M" => 20,
+        "g" | "G" => 30,
+        "t" | "T" => 40,
+        "p" | "P" => 50,
+        other => {
+            return Err(format!(
+                "'{other}' is no unit of size; use k, M, G, T or P, as in 64G"
+            ));
+        }
+    };
+    let number: u64 = digits
+        .parse()
+        .map_err(|_| format!("'{text}' is no size; write a whole number and a unit, as in 64G"))?;
+    number
+        .checked_mul(1 << shift)
+        .ok_or_else(|| format!("'{text}' is more than 64 bits of bytes"))
+}
+
+/// Writes a size in the largest unit that keeps it whole: `65536` is `64k`.
+pub fn format_size(bytes: u64) -> String {
+    let units = [(50, 'P'), (40, 'T'), (30, 'G'), (20, 'M'), (10, 'k')];
+    for (shift, unit) in units {
+        if bytes != 0 && bytes.is_multiple_of(1 << shift) {
+            return format!("{}{unit}", bytes >> shift);
+        }
+    }
+    bytes.to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_read_back_as_written() {
+        for text in ["0", "512", "64k", "10G", "3T", "1025M"] {
+            assert_eq!(format_size(parse_size(text).unwrap()), text);
+        }
+        assert_eq!(parse_size("1K"), Ok(1024));
+    }
+
+    #[test]
+    fn sizes_that_are_none_are_refused() {
+        for text in ["", "G", "-1", "1.5G", "12Q", "99999999P", "1 G"] {
+            assert!(parse_size(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_sector_beyond_64_bits_of_bytes_has_no_offset() {
+        assert_eq!(Sector(3).offset(), Some(DiskOffset(1536)));
+        assert_eq!(Sector(u64::MAX / 512 + 1).offset(), None);
+    }
+}

@@ -1,0 +1,152 @@
+//! A disk as a front-end's device: the border between a session and the I/O threads.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+
+use datapath::{Disk, IoThread, QueueId};
+use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
+use guest::{Device, FrontendChannel, NewQueue};
+use tracing::{error, warn};
+
+/// A served disk: what front-ends see of it, and where its queues go.
+pub struct ServedDisk {
+    pub disk: Arc<Disk>,
+    pub queues: u16,
+    pub queue_size: u16,
+    /// The thread of queue 0; the others follow in turn.
+    pub first_thread: usize,
+    /// The front-end that is connected, if it wants to be told of changes.
+    frontend: Mutex<Option<FrontendChannel>>,
+}
+
+impl ServedDisk {
+    pub fn new(disk: Arc<Disk>, queues: u16, queue_size: u16, first_thread: usize) -> Self {
+        Self {
+            disk,
+            queues,
+            queue_size,
+            first_thread,
+            frontend: Mutex::default(),
+        }
+    }
+
+    /// Most data segments in a request: the ring less a header and a status.
+    fn seg_max(&self) -> u16 {
+        self.queue_size - 2
+    }
+
+    /// The disk has become longer; the guest is told at once if its front-end listens.
+    pub fn grow(&self, size: u64) {
+        self.disk.grow(size);
+        let frontend = self.frontend.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(Err(e)) = frontend.as_ref().map(FrontendChannel::config_changed) {
+            warn!(
+                "disk {}: the front-end could not be told of its new size: {e}",
+                self.disk.name
+            );
+        }
+    }
+}
+
+/// What a session drives.
+pub struct BlockDevice<'a> {
+    served: &'a ServedDisk,
+    threads: &'a [IoThread],
+    running: Vec<Option<QueueId>>,
+    /// Whether the driver can flush, once it has said so.
+    flushes: Option<bool>,
+}
+
+impl<'a> BlockDevice<'a> {
+    pub fn new(served: &'a ServedDisk, threads: &'a [IoThread]) -> Self {
+        let running = vec![None; usize::from(served.queues)];
+        let mut device = Self {
+            served,
+            threads,
+            running,
+            flushes: None,
+        };
+        device.set_features(0);
+        device
+    }
+
+    fn thread(&self, ring: u16) -> &'a IoThread {
+        &self.threads[(self.served.first_thread + usize::from(ring)) % self.threads.len()]
+    }
+}
+
+impl Device for BlockDevice<'_> {
+    fn features(&self) -> u64 {
+        blk::features(&self.served.disk.facts)
+    }
+
+    fn queues(&self) -> u16 {
+        self.served.queues
+    }
+
+    fn seg_max(&self) -> u16 {
+        self.served.seg_max()
+    }
+
+    fn config(&self) -> [u8; CONFIG_BYTES] {
+        let disk = &self.served.disk;
+        ConfigSpace {
+            size: disk.size(),
+            write_cache: disk.write_cache(),
+            queues: self.served.queues,
+            seg_max: self.served.seg_max(),
+        }
+        .bytes(&disk.facts)
+    }
+
+    fn set_write_cache(&mut self, on: bool) {
+        // A driver that cannot flush cannot have a cache.
+        self.served
+            .disk
+            .set_write_cache(on && self.flushes != Some(false));
+    }
+
+    fn set_features(&mut self, accepted: u64) {
+        let flushes = (accepted != 0).then_some(accepted & blk::F_FLUSH != 0);
+        // Only when this changes: features come again while the driver runs, with what it set.
+        if accepted == 0 || flushes != self.flushes {
+            // virtio 1.3 §5.2.5: on, unless the driver has no way to flush.
+            self.served.disk.set_write_cache(flushes != Some(false));
+        }
+        self.flushes = flushes;
+    }
+
+    fn set_frontend(&mut self, channel: Option<FrontendChannel>) {
+        *self
+            .served
+            .frontend
+            .lock()
+            .unwrap_or_else(|e| e.into_inner()) = channel;
+    }
+
+    fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()> {
+        let id = self.thread(ring).start(self.served.disk.clone(), queue)?;
+        self.running[usize::from(ring)] = Some(id);
+        Ok(())
+    }
+
+    fn stop(&mut self, ring: u16) -> u16 {
+        let Some(id) = self.running[usize::from(ring)].take() else {
+            return 0;
+        };
+        self.thread(ring).stop(id).unwrap_or_else(|e| {
+            error!(
+                "disk {}: queue {ring} cannot be stopped: {e}",
+                self.served.disk.name
+            );
+            0
+        })
+    }
+
+    fn set_signals(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>) {
+        if let Some(id) = self.running[usize::from(ring)] {
+            self.thread(ring).set_signals(id, call, error);
+        }
+    }
+}

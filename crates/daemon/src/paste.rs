@@ -1,0 +1,110 @@
+//! What to paste: the arguments for QEMU and the XML for libvirt that connect a VM to a disk.
+
+use std::path::PathBuf;
+
+use block::format_size;
+use serde::Serialize;
+
+/// A disk as it is ready to be used.
+#[derive(Debug, Serialize)]
+pub struct Ready {
+    pub name: String,
+    pub file: String,
+    pub format: String,
+    /// Bytes.
+    pub size: u64,
+    pub socket: PathBuf,
+    pub queues: u16,
+    pub queue_size: u16,
+    pub readonly: bool,
+    /// Arguments for QEMU; the memory's size is the VM's.
+    pub qemu: Vec<String>,
+    pub libvirt: Libvirt,
+}
+
+/// Two elements of a domain: one for the domain itself, one for `<devices>`.
+#[derive(Debug, Serialize)]
+pub struct Libvirt {
+    #[serde(rename = "memoryBacking")]
+    pub memory_backing: String,
+    pub disk: String,
+}
+
+/// Arguments for QEMU. Guest memory must be shared, or the disk cannot reach it.
+pub fn qemu(name: &str, socket: &str, queues: u16, queue_size: u16) -> Vec<String> {
+    // A comma in an option's value is doubled.
+    let socket = socket.replace(',', ",,");
+    [
+        "-object",
+        "memory-backend-memfd,id=mem,size=4G,share=on",
+        "-m",
+        "4G",
+        "-machine",
+        "q35,memory-backend=mem",
+        "-chardev",
+        &format!("socket,id={name},path={socket}"),
+        "-device",
+        &format!("vhost-user-blk-pci,chardev={name},num-queues={queues},queue-size={queue_size}"),
+    ]
+    .map(str::to_owned)
+    .to_vec()
+}
+
+/// XML for libvirt.
+pub fn libvirt(socket: &str, queues: u16, queue_size: u16) -> Libvirt {
+    let socket = escape(socket);
+    Libvirt {
+        memory_backing: "<memoryBacking>\n  <source type='memfd'/>\n  <access mode='shared'/>\n\
+            </memoryBacking>"
+            .into(),
+        disk: format!(
+            "<disk type='vhostuser' device='disk'>\n  \
+             <driver name='qemu' type='raw' queues='{queues}' queue_size='{queue_size}'/>\n  \
+             <source type='unix' path='{socket}'>\n    \
+             <reconnect enabled='yes' timeout='1'/>\n  </source>\n  \
+             <target dev='vda' bus='virtio'/>\n</disk>"
+        ),
+    }
+}
+
+fn escape(text: &str) -> String {
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('\'', "&apos;")
+}
+
+/// All of it for a person.
+pub fn text(disks: &[Ready]) -> String {
+    let mut text = String::new();
+    for disk in disks {
+        let access = if disk.readonly { ", read-only" } else { "" };
+        text += &format!(
+            "disk {}: {} ({}, {}{access}) at {}\n\n  QEMU (size= and -m are the VM's memory):\n",
+            disk.name,
+            disk.file,
+            disk.format,
+            format_size(disk.size),
+            disk.socket.display(),
+        );
+        for pair in disk.qemu.chunks(2) {
+            text += &format!("    {} {} \\\n", pair[0], quote(&pair[1]));
+        }
+        text += "\n  libvirt (memoryBacking in the domain, disk in its devices):\n";
+        for element in [&disk.libvirt.memory_backing, &disk.libvirt.disk] {
+            element
+                .lines()
+                .for_each(|line| text += &format!("    {line}\n"));
+        }
+        text.push('\n');
+    }
+    text
+}
+
+/// Quotes an argument for a shell if it needs that.
+fn quote(argument: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_=,./:".contains(c);
+    match argument.chars().all(plain) {
+        true => argument.to_owned(),
+        false => format!("'{}'", argument.replace('\'', r"'\''")),
+    }
+}

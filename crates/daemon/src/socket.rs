@@ -1,0 +1,79 @@
+//! The sockets on which front-ends connect.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+
+#[derive(Debug, Error)]
+pub enum SocketError {
+    #[error("{0}: a live server has this socket; stop it, or choose another with socket=PATH")]
+    InUse(PathBuf),
+    #[error("{0}: is there and not a socket; remove it, or choose another with socket=PATH")]
+    NotASocket(PathBuf),
+    #[error(
+        "{0}: cannot make the socket: {1}; choose a directory that this user may write to \
+        with socket=PATH"
+    )]
+    Bind(PathBuf, io::Error),
+}
+
+/// A listening socket that goes away with this value.
+pub struct Socket {
+    pub listener: UnixListener,
+    path: PathBuf,
+}
+
+impl Socket {
+    /// Listens at `path`. A socket that a dead server left there is replaced.
+    pub fn bind(path: &Path) -> Result<Self, SocketError> {
+        let fail = |e| SocketError::Bind(path.into(), e);
+        match fs::symlink_metadata(path) {
+            Ok(there) if !there.file_type().is_socket() => {
+                return Err(SocketError::NotASocket(path.into()));
+            }
+            Ok(_) => match UnixStream::connect(path) {
+                Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
+                    fs::remove_file(path).map_err(fail)?;
+                }
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                Err(e) if e.kind() == io::ErrorKind::PermissionDenied => return Err(fail(e)),
+                _ => return Err(SocketError::InUse(path.into())),
+            },
+            Err(_) => {
+                if let Some(directory) = path.parent() {
+                    fs::create_dir_all(directory).map_err(fail)?;
+                }
+            }
+        }
+        let listener = UnixListener::bind(path).map_err(fail)?;
+        Ok(Self {
+            listener,
+            path: path.into(),
+        })
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Where a disk's socket is if the operator does not say.
+pub fn default_path(name: &str) -> PathBuf {
+    let directory = match (
+        rustix::process::geteuid().is_root(),
+        std::env::var_os("XDG_RUNTIME_DIR"),
+    ) {
+        (false, Some(directory)) => PathBuf::from(directory).join("ringdisk"),
+        (false, None) => {
+            std::env::temp_dir().join(format!("ringdisk-{}", rustix::process::geteuid().as_raw()))
+        }
+        (true, _) => "/run/ringdisk".into(),
+    };
+    directory.join(format!("{name}.sock"))
+}

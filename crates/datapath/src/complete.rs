@@ -1,0 +1,130 @@
+//! Stage 5: from completions of the engine to the status of requests. A short transfer goes on
+//! where it ended.
+
+use block::{Engine, Request};
+use guest::blk::Status;
+use tracing::error;
+
+use crate::queue::About;
+use crate::worker::Worker;
+
+/// Times that an operation is tried again which the kernel had no means for at the moment.
+const RETRIES_MAX: u8 = 100;
+
+const EINTR: i32 = -4;
+const EAGAIN: i32 = -11;
+const EOPNOTSUPP: i32 = -95;
+
+/// What becomes of a request after a completion.
+enum Next {
+    Finish(Status),
+    Again,
+}
+
+impl<E: Engine> Worker<E> {
+    /// Handles what [`wait`](Self::wait) reaped.
+    pub fn complete(&mut self) {
+        for i in 0..self.completions.len() {
+            let completion = self.completions[i];
+            match About::from(completion.token) {
+                About::Operation { queue, slot } => {
+                    self.complete_one(queue, slot, completion.result);
+                }
+                About::Kick { queue } => {
+                    if queue < self.queues.len() {
+                        self.heat(queue);
+                    }
+                }
+                // `run` looks at the commands.
+                About::Wake => {}
+            }
+        }
+    }
+
+    #[inline]
+    fn complete_one(&mut self, number: usize, slot: u16, result: i32) {
+        let Some(queue) = &mut self.queues[number] else {
+            debug_assert!(false, "a queue was dropped with operations in flight");
+            return;
+        };
+        let s = queue.slots.get(slot);
+        let next = match (result, s.request) {
+            (EINTR | EAGAIN, _) if s.retries < RETRIES_MAX => {
+                s.retries += 1;
+                Next::Again
+            }
+            (EOPNOTSUPP, Request::Discard { .. } | Request::WriteZeroes { .. }) => {
+                Next::Finish(Status::Unsupported)
+            }
+            (..0, _) => Next::Finish(Status::IoError),
+            // The file ends before the disk does.
+            (0, Request::Read { .. } | Request::Write { .. }) => Next::Finish(Status::IoError),
+            (moved, Request::Read { .. } | Request::Write { .. }) => {
+                let moved = (moved as u64).min(s.left) as usize;
+                if let Some(mut bounce) = s.bounce.take() {
+                    if let Request::Read { .. } = s.request {
+                        queue.ring.copy_to(s.segments(), &bounce.bytes()[..moved]);
+                    }
+                    s.bounce = Some(bounce);
+                }
+                s.left -= moved as u64;
+                match s.left {
+                    0 => Next::Finish(Status::Ok),
+                    _ => {
+                        s.at.0 += moved as u64;
+                        s.advance(moved);
+                        Next::Again
+                    }
+                }
+            }
+            _ => Next::Finish(Status::Ok),
+        };
+        match next {
+            Next::Again => self.submit(number, slot),
+            Next::Finish(status) => self.finish(number, slot, status, result),
+        }
+    }
+
+    #[inline]
+    fn finish(&mut self, number: usize, slot: u16, status: Status, result: i32) {
+        let Some(queue) = &mut self.queues[number] else {
+            return;
+        };
+        let s = queue.slots.get(slot);
+        let written = match status {
+            Status::Ok => s.written + 1,
+            _ => 1,
+        };
+        if status != Status::Ok {
+            let (disk, s) = (&queue.disk, &*s);
+            disk.errors.log(|left_out| {
+                let cause = match result {
+                    0 => "the file ends here, it was cut short while it was served".to_owned(),
+                    e => std::io::Error::from_raw_os_error(-e).to_string(),
+                };
+                error!(
+                    "disk {}: {:?} failed at {} of its file, with {} bytes to go: {cause} \
+                     ({left_out} more of these left out)",
+                    disk.name, s.request, s.at, s.left
+                );
+            });
+        }
+        let bounce = s.bounce.take();
+        let ticket = s.ticket;
+        queue.slots.give_back(slot);
+        if !matches!(queue.state, crate::queue::State::Retired) {
+            queue.ring.complete(&ticket, status as u8, written);
+        }
+        match queue.running() {
+            // The guest is likely to follow up at once.
+            true => self.heat(number),
+            false => self.finish_stop(number),
+        }
+        if let Some(bounce) = bounce {
+            self.bounce.give_back(bounce);
+            if let Some((number, slot)) = self.starved.pop() {
+                self.submit(number, slot);
+            }
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! Stage 2: what a request needs. The image says where its range is.
+
+use block::{FileOffset, Request};
+use guest::blk::Status;
+use image::Extent;
+
+use crate::disk::Disk;
+
+pub(crate) enum Plan {
+    /// Nothing: answered with this status, and this many bytes written to the guest.
+    Done(Status, u32),
+    /// The disk's serial.
+    Id,
+    /// An operation on the file, from this offset on.
+    Operation(Request, FileOffset),
+}
+
+#[inline]
+pub(crate) fn plan(disk: &Disk, request: Request) -> Plan {
+    let at = match request {
+        Request::GetId => return Plan::Id,
+        Request::Flush if disk.file.is_none() => return Plan::Done(Status::Ok, 0),
+        Request::Flush => return Plan::Operation(request, FileOffset(0)),
+        Request::Read { at, .. }
+        | Request::Write { at, .. }
+        | Request::Discard { at, .. }
+        | Request::WriteZeroes { at, .. } => at,
+    };
+    match (disk.image.map(at), request) {
+        (Extent::File(at), request) => Plan::Operation(request, at),
+        (Extent::Nowhere, Request::Read { len, .. }) => Plan::Done(Status::Ok, len as u32),
+        (Extent::Nowhere, _) => Plan::Done(Status::Ok, 0),
+    }
+}

@@ -1,0 +1,93 @@
+//! A virtqueue in service: the ring, its disk, and the requests under way.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+
+use block::{FileId, Token};
+use guest::{NewQueue, Virtqueue};
+
+use crate::disk::Disk;
+use crate::slot::Slots;
+
+pub(crate) struct Queue {
+    pub disk: Arc<Disk>,
+    pub ring: Virtqueue,
+    pub slots: Slots,
+    /// The disk's file, as this thread's engine knows it.
+    pub file: Option<FileId>,
+    pub state: State,
+    /// The queue is looked at every turn, and the guest need not kick.
+    pub hot: bool,
+    /// Watched by the engine, and open as long as it is.
+    _kick: Arc<OwnedFd>,
+    pub call: Option<Arc<OwnedFd>>,
+    pub error: Option<Arc<OwnedFd>>,
+}
+
+pub(crate) enum State {
+    Running,
+    /// The guest broke the protocol: nothing is fetched or given back any more.
+    Retired,
+    /// Nothing is fetched any more; whoever asked is told when nothing is under way.
+    Stopping(Sender<u16>),
+}
+
+impl Queue {
+    pub fn new(disk: Arc<Disk>, new: NewQueue, file: Option<FileId>) -> Self {
+        let slots = Slots::new(new.virtqueue.size());
+        Self {
+            disk,
+            ring: new.virtqueue,
+            slots,
+            file,
+            state: State::Running,
+            hot: false,
+            _kick: new.kick,
+            call: new.call,
+            error: new.error,
+        }
+    }
+
+    pub fn running(&self) -> bool {
+        matches!(self.state, State::Running)
+    }
+}
+
+/// The token of an operation: which queue of the thread, which slot of the queue.
+#[inline]
+pub(crate) fn token(queue: usize, slot: u16) -> Token {
+    Token((queue as u64) << 16 | u64::from(slot))
+}
+
+/// The token of a queue's kick.
+pub(crate) fn kick_token(queue: usize) -> Token {
+    Token(KICK | (queue as u64) << 16)
+}
+
+/// The token of the thread's own wake-up.
+pub(crate) const WAKE: Token = Token(1 << 61);
+
+const KICK: u64 = 1 << 60;
+
+/// What a completion is about.
+pub(crate) enum About {
+    Operation { queue: usize, slot: u16 },
+    Kick { queue: usize },
+    Wake,
+}
+
+impl From<Token> for About {
+    #[inline]
+    fn from(token: Token) -> Self {
+        let queue = (token.0 as u32 >> 16) as usize;
+        match token {
+            WAKE => Self::Wake,
+            Token(n) if n & KICK != 0 => Self::Kick { queue },
+            Token(n) => Self::Operation {
+                queue,
+                slot: n as u16,
+            },
+        }
+    }
+}

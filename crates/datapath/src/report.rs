@@ -1,0 +1,31 @@
+//! Log lines about things that a guest can cause as often as it likes: at most one a second for
+//! each disk, with a count of those left out.
+
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+const PAUSE: Duration = Duration::from_secs(1);
+
+#[derive(Default)]
+pub(crate) struct Limiter(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    last: Option<Instant>,
+    left_out: u64,
+}
+
+impl Limiter {
+    /// Calls `log` with the number of lines left out since the last one, unless that was just now.
+    pub(crate) fn log(&self, log: impl FnOnce(u64)) {
+        let mut state = self.0.lock().unwrap_or_else(|e| e.into_inner());
+        if state.last.is_some_and(|last| last.elapsed() < PAUSE) {
+            state.left_out += 1;
+            return;
+        }
+        state.last = Some(Instant::now());
+        let left_out = std::mem::take(&mut state.left_out);
+        drop(state);
+        log(left_out);
+    }
+}

@@ -1,0 +1,123 @@
+//! The slot table of a queue: all that is known of the requests under way.
+//!
+//! It is sized when the queue starts. A slot owns the list of segments that the kernel works on
+//! until its completion has been reaped.
+
+use block::{FileOffset, Request, Segment};
+use guest::Ticket;
+
+use crate::bounce::Bounce;
+
+/// Segments that a slot holds itself; longer lists live in a vector that the slot keeps for next
+/// time. Four keep a slot within two cache lines, and 4k requests have one.
+const INLINE: usize = 4;
+
+pub(crate) struct Slot {
+    pub ticket: Ticket,
+    pub request: Request,
+    /// Where the operation under way starts, and how many bytes are left from there.
+    pub at: FileOffset,
+    pub left: u64,
+    /// Bytes to report as written to the guest, if all goes well.
+    pub written: u32,
+    /// Times that this operation was to be tried again.
+    pub retries: u8,
+    pub bounce: Option<Bounce>,
+    few: [Segment; INLINE],
+    many: Vec<Segment>,
+    first: usize,
+    len: usize,
+}
+
+const NO_SEGMENT: Segment = Segment { addr: 0, len: 0 };
+
+impl Slot {
+    fn empty() -> Self {
+        Self {
+            ticket: Ticket::default(),
+            request: Request::Flush,
+            at: FileOffset(0),
+            left: 0,
+            written: 0,
+            retries: 0,
+            bounce: None,
+            few: [NO_SEGMENT; INLINE],
+            many: Vec::new(),
+            first: 0,
+            len: 0,
+        }
+    }
+
+    /// Keeps a list of segments.
+    #[inline]
+    pub fn set_segments(&mut self, segments: &[Segment]) {
+        self.first = 0;
+        self.len = segments.len();
+        if self.len <= INLINE {
+            self.few[..self.len].copy_from_slice(segments);
+        } else {
+            self.many.clear();
+            self.many.extend_from_slice(segments);
+        }
+    }
+
+    /// The segments that are left.
+    #[inline]
+    pub fn segments(&self) -> &[Segment] {
+        match self.len <= INLINE {
+            true => &self.few[self.first..self.len],
+            false => &self.many[self.first..self.len],
+        }
+    }
+
+    /// Takes `bytes` off the front of the segments.
+    pub fn advance(&mut self, mut bytes: usize) {
+        let all = match self.len <= INLINE {
+            true => &mut self.few[..self.len],
+            false => &mut self.many[..self.len],
+        };
+        while let Some(segment) = all.get_mut(self.first) {
+            if bytes < segment.len {
+                segment.addr += bytes;
+                segment.len -= bytes;
+                return;
+            }
+            bytes -= segment.len;
+            self.first += 1;
+        }
+    }
+}
+
+/// A fixed number of slots, taken and given back in constant time.
+pub(crate) struct Slots {
+    slots: Box<[Slot]>,
+    free: Vec<u16>,
+}
+
+impl Slots {
+    pub fn new(n: u16) -> Self {
+        Self {
+            slots: (0..n).map(|_| Slot::empty()).collect(),
+            free: (0..n).rev().collect(),
+        }
+    }
+
+    pub fn take(&mut self) -> Option<u16> {
+        self.free.pop()
+    }
+
+    pub fn give_back(&mut self, slot: u16) {
+        debug_assert!(self.free.len() < self.slots.len());
+        self.free.push(slot);
+    }
+
+    /// Requests under way.
+    pub fn taken(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    #[inline]
+    pub fn get(&mut self, slot: u16) -> &mut Slot {
+        &mut self.slots[usize::from(slot)]
+    }
+}

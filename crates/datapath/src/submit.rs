@@ -1,0 +1,95 @@
+//! Stage 3: engine operations on the guest's own memory, or on a bounce buffer where that is not
+//! aligned as the backing needs it.
+
+use block::{Engine, Op, Request, Segment};
+
+use crate::bounce::{self, PIECE};
+use crate::queue::{Queue, token};
+use crate::worker::Worker;
+
+impl<E: Engine> Worker<E> {
+    /// Submits what is left of a request.
+    #[inline]
+    pub fn submit(&mut self, number: usize, slot: u16) {
+        let Some(queue) = &mut self.queues[number] else {
+            return;
+        };
+        let (disk, file) = (
+            &queue.disk,
+            queue.file.expect("a disk with operations has a file"),
+        );
+        let stable = !disk.write_cache();
+        let s = queue.slots.get(slot);
+        let (at, len) = (s.at, s.left);
+        let mut piece = [Segment { addr: 0, len: 0 }];
+
+        if let Request::Read { .. } | Request::Write { .. } = s.request {
+            let facts = &disk.facts;
+            let bounced = s.bounce.is_some()
+                || !bounce::aligned(
+                    s.segments(),
+                    facts.address_alignment,
+                    facts.length_alignment,
+                );
+            if bounced {
+                match self.prepare_bounce(number, slot) {
+                    Some(segment) => piece = [segment],
+                    None => return self.starved.push((number, slot)),
+                }
+            }
+        }
+        let Some(Queue { slots, .. }) = &mut self.queues[number] else {
+            return;
+        };
+        let s = slots.get(slot);
+        let segments = match piece[0].len {
+            0 => s.segments(),
+            _ => &piece,
+        };
+        let op = match s.request {
+            Request::Read { .. } => Op::Read { at, to: segments },
+            Request::Write { .. } => Op::Write {
+                at,
+                from: segments,
+                stable,
+            },
+            Request::Flush | Request::GetId => Op::Flush,
+            Request::Discard { .. } => Op::Discard { at, len, stable },
+            Request::WriteZeroes { unmap, .. } => Op::WriteZeroes {
+                at,
+                len,
+                unmap,
+                stable,
+            },
+        };
+        // SAFETY: the segments lie in guest memory, which the queue's ring keeps mapped, or in a
+        // bounce buffer that the slot owns; the list itself is in the slot, or in `piece`, of which
+        // an engine copies a single segment. Queue and slot stay where they are until the
+        // completion has been reaped: a queue is dropped only when no slot is taken.
+        #[expect(unsafe_code, reason = "the kernel works on the guest's memory")]
+        unsafe {
+            self.engine.submit(file, op, token(number, slot));
+        }
+    }
+
+    /// A bounce buffer for the next piece of a request, filled if it is a write; `None` if there is
+    /// none free.
+    #[cold]
+    fn prepare_bounce(&mut self, number: usize, slot: u16) -> Option<Segment> {
+        let queue = self.queues[number].as_mut()?;
+        let s = queue.slots.get(slot);
+        if s.bounce.is_none() {
+            s.bounce = Some(self.bounce.take()?);
+        }
+        let mut bounce = s.bounce.take()?;
+        let len = (s.left).min(PIECE as u64) as usize;
+        if let Request::Write { .. } = s.request {
+            queue
+                .ring
+                .copy_from(s.segments(), &mut bounce.bytes()[..len]);
+        }
+        let segment = bounce.segment(len);
+        s.bounce = Some(bounce);
+        Some(segment)
+    }
+}

@@ -1,0 +1,176 @@
+//! I/O threads, as the rest of the program sees them.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, mpsc::Receiver};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use block::Engine;
+use guest::NewQueue;
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::disk::Disk;
+use crate::notify::signal;
+use crate::wait::Polling;
+use crate::worker::Worker;
+
+/// A thread that serves queues of any number of disks with one engine. Dropping it ends the thread,
+/// which must not be serving any queue by then.
+pub struct IoThread {
+    commands: Sender<Command>,
+    wake: Arc<Wake>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// A queue in service, by the number that its thread gave it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueId(pub(crate) usize);
+
+pub(crate) enum Command {
+    Start {
+        disk: Arc<Disk>,
+        queue: NewQueue,
+        reply: Sender<io::Result<QueueId>>,
+    },
+    Stop {
+        queue: QueueId,
+        reply: Sender<u16>,
+    },
+    Signals {
+        queue: QueueId,
+        call: Option<Arc<OwnedFd>>,
+        error: Option<Arc<OwnedFd>>,
+    },
+    Quit,
+}
+
+impl IoThread {
+    /// Starts a thread whose engine `make` builds, in the thread itself. Before it sleeps, it looks
+    /// out for its guests for `poll_max` at most.
+    ///
+    /// # Errors
+    /// The thread or its engine could not be made.
+    pub fn spawn<E: Engine, X: From<io::Error> + Send + 'static>(
+        name: String,
+        poll_max: Duration,
+        make: impl FnOnce() -> Result<E, X> + Send + 'static,
+    ) -> Result<Self, X> {
+        let (commands, queue) = mpsc::channel();
+        let wake = Arc::new(Wake::new()?);
+        let (made, result) = mpsc::channel();
+        let its_wake = wake.clone();
+        let thread = thread::Builder::new().name(name).spawn(move || {
+            let worker = make().and_then(|engine| {
+                Worker::new(engine, Polling::new(poll_max), queue, its_wake).map_err(X::from)
+            });
+            match worker {
+                Ok(worker) => {
+                    let _ = made.send(Ok(()));
+                    worker.run();
+                }
+                Err(e) => {
+                    let _ = made.send(Err(e));
+                }
+            }
+        })?;
+        result.recv().map_err(|_| gone())??;
+        Ok(Self {
+            commands,
+            wake,
+            thread: Some(thread),
+        })
+    }
+
+    /// Starts to serve a queue of a disk.
+    ///
+    /// # Errors
+    /// The engine has no room for it, or the thread has ended.
+    pub fn start(&self, disk: Arc<Disk>, queue: NewQueue) -> io::Result<QueueId> {
+        let (reply, result) = mpsc::channel();
+        self.send(Command::Start { disk, queue, reply });
+        answer(&result)?
+    }
+
+    /// Stops serving a queue, once nothing of it is under way. Returns the index in the available
+    /// ring at which a successor goes on.
+    ///
+    /// # Errors
+    /// The thread has ended, with a line in the log that says why.
+    pub fn stop(&self, queue: QueueId) -> io::Result<u16> {
+        let (reply, result) = mpsc::channel();
+        self.send(Command::Stop { queue, reply });
+        answer(&result)
+    }
+
+    /// Changes where a queue signals to.
+    pub fn set_signals(
+        &self,
+        queue: QueueId,
+        call: Option<Arc<OwnedFd>>,
+        error: Option<Arc<OwnedFd>>,
+    ) {
+        self.send(Command::Signals { queue, call, error });
+    }
+
+    fn send(&self, command: Command) {
+        // Fails only if the thread has ended; then the reply never comes, which says the same.
+        let _ = self.commands.send(command);
+        self.wake.up();
+    }
+}
+
+fn answer<T>(result: &Receiver<T>) -> io::Result<T> {
+    result.recv().map_err(|_| gone())
+}
+
+fn gone() -> io::Error {
+    io::Error::other("the I/O thread has ended")
+}
+
+impl Drop for IoThread {
+    fn drop(&mut self) {
+        self.send(Command::Quit);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Interrupts a thread's sleep, or its looking out.
+pub(crate) struct Wake {
+    event: OwnedFd,
+    pending: AtomicBool,
+}
+
+impl Wake {
+    fn new() -> io::Result<Self> {
+        Ok(Self {
+            event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            pending: AtomicBool::new(false),
+        })
+    }
+
+    fn up(&self) {
+        self.pending.store(true, Ordering::Release);
+        signal(&self.event);
+    }
+
+    #[inline]
+    pub fn pending(&self) -> bool {
+        self.pending.load(Ordering::Relaxed)
+    }
+
+    /// Whether there are commands to look at. What is sent after this returns brings a wake-up of
+    /// its own.
+    #[inline]
+    pub fn take(&self) -> bool {
+        self.pending() && self.pending.swap(false, Ordering::Acquire)
+    }
+
+    pub fn event(&self) -> BorrowedFd<'_> {
+        self.event.as_fd()
+    }
+}

@@ -1,0 +1,189 @@
+//! One I/O thread: its engine, the queues that it serves, and the path of their requests.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender};
+
+use block::{Completion, Engine, Segment};
+use guest::{NewQueue, Virtqueue};
+use tracing::error;
+
+use crate::bounce::Pool;
+use crate::disk::Disk;
+use crate::queue::{Queue, State, WAKE, kick_token};
+use crate::thread::{Command, QueueId, Wake};
+use crate::wait::Polling;
+
+/// Completions handled before the guest is told of them. Small, so that the guest works on the first
+/// while we are at the last; large enough to share the cost of telling.
+const COMPLETIONS: usize = 32;
+
+/// Segments that the longest chain of the largest ring needs, and those of a seg_max above it.
+const SCRATCH_SEGMENTS: usize = Virtqueue::MAX_SIZE as usize + 2;
+
+pub(crate) struct Worker<E> {
+    pub engine: E,
+    /// By number; a number is used again once its queue has stopped.
+    pub queues: Vec<Option<Queue>>,
+    /// Queues that are looked at every turn.
+    pub hot: Vec<usize>,
+    pub completions: Vec<Completion>,
+    /// Where the chain being fetched is written to.
+    pub scratch: Box<[Segment]>,
+    pub bounce: Pool,
+    /// Requests that wait for a bounce buffer: queue and slot.
+    pub starved: Vec<(usize, u16)>,
+    pub polling: Polling,
+    commands: Receiver<Command>,
+    wake: Arc<Wake>,
+    quit: bool,
+}
+
+impl<E: Engine> Worker<E> {
+    pub fn new(
+        engine: E,
+        polling: Polling,
+        commands: Receiver<Command>,
+        wake: Arc<Wake>,
+    ) -> io::Result<Self> {
+        let mut worker = Self {
+            engine,
+            queues: Vec::new(),
+            hot: Vec::new(),
+            completions: Vec::with_capacity(COMPLETIONS),
+            scratch: vec![Segment { addr: 0, len: 0 }; SCRATCH_SEGMENTS].into(),
+            bounce: Pool::default(),
+            starved: Vec::new(),
+            polling,
+            commands,
+            wake,
+            quit: false,
+        };
+        worker.engine.watch(worker.wake.event(), WAKE)?;
+        Ok(worker)
+    }
+
+    pub fn run(mut self) {
+        while !self.quit {
+            if self.wake.take() {
+                self.obey();
+            }
+            if let Err(e) = self.turn() {
+                // The ring itself fails, not an operation on it: nothing in this thread can go on.
+                error!("I/O thread: the kernel refuses to work on the ring: {e}");
+                return;
+            }
+        }
+    }
+
+    /// The path of one I/O, for as many as are there at each stage.
+    fn turn(&mut self) -> io::Result<()> {
+        let fetched = self.fetch();
+        self.notify();
+        self.wait(fetched)?;
+        self.complete();
+        Ok(())
+    }
+
+    /// Whether there are commands to look at.
+    #[inline]
+    pub fn commanded(&self) -> bool {
+        self.wake.pending()
+    }
+
+    fn obey(&mut self) {
+        while let Ok(command) = self.commands.try_recv() {
+            match command {
+                Command::Start { disk, queue, reply } => {
+                    let _ = reply.send(self.start(disk, queue));
+                }
+                Command::Stop { queue, reply } => self.stop(queue, reply),
+                Command::Signals { queue, call, error } => {
+                    if let Some(queue) = &mut self.queues[queue.0] {
+                        queue.call = call;
+                        queue.error = error;
+                    }
+                }
+                Command::Quit => self.quit = true,
+            }
+        }
+    }
+
+    fn start(&mut self, disk: Arc<Disk>, new: NewQueue) -> io::Result<QueueId> {
+        let file = match disk.descriptor() {
+            Some((fd, backing)) => Some(self.engine.attach(fd, backing)?),
+            None => None,
+        };
+        let free = self.queues.iter().position(Option::is_none);
+        let number = free.unwrap_or(self.queues.len());
+        let kick = new.kick.clone();
+        let queue = Some(Queue::new(disk, new, file));
+        match free {
+            Some(free) => self.queues[free] = queue,
+            None => self.queues.push(queue),
+        }
+        if let Err(e) = self.engine.watch(kick.as_fd(), kick_token(number)) {
+            self.forget(number);
+            return Err(e);
+        }
+        // Requests may have been made available before anybody watched.
+        self.heat(number);
+        Ok(QueueId(number))
+    }
+
+    fn stop(&mut self, id: QueueId, reply: Sender<u16>) {
+        let Some(queue) = &mut self.queues[id.0] else {
+            return;
+        };
+        queue.state = State::Stopping(reply);
+        self.cool(id.0);
+        self.finish_stop(id.0);
+    }
+
+    /// Lets a queue go that was asked to stop and has nothing under way.
+    pub fn finish_stop(&mut self, number: usize) {
+        let Some(queue) = &mut self.queues[number] else {
+            return;
+        };
+        if queue.slots.taken() > 0 {
+            return;
+        }
+        if let State::Stopping(reply) = &queue.state {
+            let (reply, next) = (reply.clone(), queue.ring.next_available());
+            self.notify_queue(number);
+            let _ = self.engine.unwatch(kick_token(number));
+            self.forget(number);
+            let _ = reply.send(next);
+        }
+    }
+
+    fn forget(&mut self, number: usize) {
+        if let Some(queue) = self.queues[number].take()
+            && let Some(file) = queue.file
+        {
+            self.engine.detach(file);
+        }
+    }
+
+    /// From now on, the queue is looked at every turn.
+    #[inline]
+    pub fn heat(&mut self, number: usize) {
+        if let Some(queue) = &mut self.queues[number]
+            && !queue.hot
+            && queue.running()
+        {
+            queue.hot = true;
+            queue.ring.disable_kicks();
+            self.hot.push(number);
+        }
+    }
+
+    /// From now on, the queue is left alone until it is heated again.
+    pub fn cool(&mut self, number: usize) {
+        self.hot.retain(|&n| n != number);
+        if let Some(queue) = &mut self.queues[number] {
+            queue.hot = false;
+        }
+    }
+}

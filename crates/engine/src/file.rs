@@ -1,0 +1,297 @@
+//! Opening the file or block device that holds a disk, and finding out what is true of it.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use block::{Backing, CacheMode, DiskFacts};
+use rustix::fs::{AtFlags, FallocateFlags, StatxFlags};
+use thiserror::Error;
+use tracing::warn;
+
+use crate::lock;
+
+/// The largest unit of address that a disk may ask of a guest, and the buffer alignment that any
+/// backing accepts.
+const BLOCK_MAX: u32 = 4096;
+
+/// A disk's file or block device, open and locked.
+pub struct DiskFile {
+    file: File,
+    backing: Backing,
+    facts: DiskFacts,
+}
+
+/// Why a file cannot be served. Each says what to do next.
+#[derive(Debug, Error)]
+pub enum OpenError {
+    /// It is not there.
+    #[error(
+        "{0}: no such file; create it with 'qemu-img create -f raw {0} 10G', or check the path"
+    )]
+    Missing(String),
+    /// We may not open it.
+    #[error("{path}: permission denied{}; let this user read{} it, or run as one who may",
+        if *.write { " for writing" } else { "" }, if *.write { " and write" } else { "" })]
+    Permission {
+        /// The file.
+        path: String,
+        /// It was to be written.
+        write: bool,
+    },
+    /// It is something else than a disk can be.
+    #[error("{0}: is {1}; a disk is a regular file or a block device")]
+    Kind(String, &'static str),
+    /// The block device is in use by the host.
+    #[error(
+        "{0}: the block device is in use on this host (mounted, or part of an LVM or RAID volume); \
+        'lsblk {0}' shows by what, and it must be released first"
+    )]
+    InUse(String),
+    /// Somebody else has locked it.
+    #[error(
+        "{0}: in use by another process (another ringdisk, or QEMU); stop that one first, \
+        or serve it with readonly=on if the other only reads"
+    )]
+    Locked(String),
+    /// The size does not fit.
+    #[error(
+        "{path}: size {size} is not a multiple of {unit} bytes; \
+        'truncate -s %{unit} {path}' makes it longer{hint}"
+    )]
+    Size {
+        /// The file.
+        path: String,
+        /// Its size in bytes.
+        size: u64,
+        /// What it must be a multiple of.
+        unit: u32,
+        /// Another way out, if there is one.
+        hint: &'static str,
+    },
+    /// It is empty.
+    #[error("{0}: is empty; give it a size with 'truncate -s 10G {0}'")]
+    Empty(String),
+    /// The file system has no O_DIRECT.
+    #[error(
+        "{0}: the file system does not support O_DIRECT, which cache=none needs; \
+        use cache=writeback, or move the file to one that does (ext4, XFS)"
+    )]
+    Direct(String),
+    /// Anything else that the kernel said.
+    #[error("{0}: cannot {1}: {2}")]
+    Io(String, &'static str, io::Error),
+}
+
+impl DiskFile {
+    /// Opens and locks a file or block device.
+    ///
+    /// # Errors
+    /// It cannot be served as asked; the error says why and what to do.
+    pub fn open(path: &Path, cache: CacheMode, read_only: bool) -> Result<Self, OpenError> {
+        let name = path.display().to_string();
+        let fail = |what, e| OpenError::Io(name.clone(), what, e);
+        // Looked at before it is opened: opening a FIFO or a tape has effects.
+        let kind = fs::metadata(path)
+            .map_err(|e| open_failed(&name, e, cache, read_only))?
+            .file_type();
+        let backing = match kind {
+            k if k.is_file() => Backing::File,
+            k if k.is_block_device() => Backing::BlockDevice,
+            k if k.is_dir() => return Err(OpenError::Kind(name, "a directory")),
+            k if k.is_char_device() => return Err(OpenError::Kind(name, "a character device")),
+            _ => return Err(OpenError::Kind(name, "a socket or a FIFO")),
+        };
+        let mut flags = libc::O_CLOEXEC | libc::O_NOCTTY;
+        if cache.direct() {
+            flags |= libc::O_DIRECT;
+        }
+        if backing == Backing::BlockDevice && !read_only {
+            // The kernel refuses this while the device is mounted or part of another one.
+            flags |= libc::O_EXCL;
+        }
+        let file = OpenOptions::new()
+            .read(true)
+            .write(!read_only)
+            .custom_flags(flags)
+            .open(path)
+            .map_err(|e| open_failed(&name, e, cache, read_only))?;
+
+        match lock::acquire(file.as_fd(), !read_only) {
+            Ok(true) => {}
+            Ok(false) => return Err(OpenError::Locked(name)),
+            // QEMU goes on without locks where a file system has none (some NFS mounts).
+            Err(e) => warn!("{name}: cannot be locked ({e}); nothing keeps a second writer away"),
+        }
+
+        let facts = match backing {
+            Backing::File => regular_facts(&file, cache, read_only),
+            Backing::BlockDevice => device_facts(&file, cache, read_only),
+        }
+        .map_err(|e| fail("find out its block size", e))?;
+        let disk = Self {
+            file,
+            backing,
+            facts,
+        };
+        let size = disk.size().map_err(|e| fail("find out its size", e))?;
+        if size == 0 {
+            return Err(OpenError::Empty(name));
+        }
+        if !size.is_multiple_of(u64::from(facts.logical_block)) {
+            let hint = match facts.logical_block > 512 {
+                true => ", or use cache=writeback, which needs only 512",
+                false => "",
+            };
+            return Err(OpenError::Size {
+                path: name,
+                size,
+                unit: facts.logical_block,
+                hint,
+            });
+        }
+        Ok(disk)
+    }
+
+    /// What never changes about it.
+    pub fn facts(&self) -> DiskFacts {
+        self.facts
+    }
+
+    /// File or block device.
+    pub fn backing(&self) -> Backing {
+        self.backing
+    }
+
+    /// Its size in bytes, now.
+    ///
+    /// # Errors
+    /// The kernel cannot say.
+    pub fn size(&self) -> io::Result<u64> {
+        Ok(rustix::fs::seek(&self.file, rustix::fs::SeekFrom::End(0))?)
+    }
+
+    /// Makes every completed write durable, waiting for it.
+    ///
+    /// # Errors
+    /// It could not be made durable.
+    pub fn sync(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+}
+
+impl AsFd for DiskFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+fn open_failed(name: &str, e: io::Error, cache: CacheMode, read_only: bool) -> OpenError {
+    let path = name.to_owned();
+    match e.raw_os_error() {
+        Some(libc::ENOENT) => OpenError::Missing(path),
+        Some(libc::EACCES | libc::EPERM | libc::EROFS) => OpenError::Permission {
+            path,
+            write: !read_only,
+        },
+        Some(libc::EBUSY) => OpenError::InUse(path),
+        Some(libc::EINVAL) if cache.direct() => OpenError::Direct(path),
+        _ => OpenError::Io(path, "open it", e),
+    }
+}
+
+fn regular_facts(file: &File, cache: CacheMode, read_only: bool) -> io::Result<DiskFacts> {
+    let stat = file.metadata()?;
+    let (logical_block, address_alignment) = match cache.direct() {
+        true => direct_alignment(file)?,
+        false => (512, 1),
+    };
+    let fs_block = (stat.blksize() as u32)
+        .next_power_of_two()
+        .clamp(512, BLOCK_MAX);
+    // The device below, where the file system stands on one that sysfs names.
+    let device = PathBuf::from(queue_directory(stat.dev()));
+    let number = |name| read_number(&device.join(name));
+    let physical_block = number("physical_block_size").unwrap_or(512).max(fs_block);
+    let discard = !read_only && can_punch(file, stat.size());
+    Ok(DiskFacts {
+        logical_block,
+        physical_block: physical_block.max(logical_block),
+        optimal_io: number("optimal_io_size").unwrap_or(0),
+        address_alignment,
+        length_alignment: if cache.direct() { logical_block } else { 1 },
+        discard_granularity: if discard {
+            fs_block.max(logical_block)
+        } else {
+            0
+        },
+        read_only,
+    })
+}
+
+fn device_facts(file: &File, cache: CacheMode, read_only: bool) -> io::Result<DiskFacts> {
+    let logical = rustix::fs::ioctl_blksszget(file)?;
+    let physical = rustix::fs::ioctl_blkpbszget(file)?;
+    let device = PathBuf::from(queue_directory(file.metadata()?.rdev()));
+    let number = |name| read_number(&device.join(name));
+    let (logical_block, address_alignment) = match cache.direct() {
+        true => (logical, direct_alignment(file)?.1),
+        false => (512, 1),
+    };
+    let can_discard = !read_only && number("discard_max_bytes").unwrap_or(0) > 0;
+    let granularity = number("discard_granularity").unwrap_or(0).max(logical);
+    Ok(DiskFacts {
+        logical_block,
+        physical_block: physical.max(logical_block),
+        optimal_io: number("optimal_io_size").unwrap_or(0),
+        address_alignment,
+        length_alignment: if cache.direct() { logical_block } else { 1 },
+        discard_granularity: if can_discard { granularity } else { 0 },
+        read_only,
+    })
+}
+
+/// What O_DIRECT asks of offsets and of buffers, in bytes.
+fn direct_alignment(file: &File) -> io::Result<(u32, u32)> {
+    let stat = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
+    if let Ok(s) = stat
+        && s.stx_dio_offset_align != 0
+    {
+        let offset = s.stx_dio_offset_align.max(512);
+        return Ok((offset, s.stx_dio_mem_align.max(1)));
+    }
+    // Before Linux 6.1: what reads at all. A buffer aligned like an offset is always good.
+    let unit = [512u32, 1024, 2048, BLOCK_MAX].into_iter().find(|&unit| {
+        let mut buffer = vec![0u8; 2 * BLOCK_MAX as usize];
+        let skip = buffer.as_ptr().align_offset(BLOCK_MAX as usize);
+        let part = &mut buffer[skip..skip + unit as usize];
+        rustix::io::pread(file, part, 0).is_ok()
+    });
+    unit.map(|unit| (unit, unit))
+        .ok_or_else(|| io::Error::other("no read with O_DIRECT succeeds"))
+}
+
+/// Whether the file system can punch holes: tried beyond the end, where there is nothing to lose.
+fn can_punch(file: &File, size: u64) -> bool {
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    let beyond = size.next_multiple_of(u64::from(BLOCK_MAX));
+    rustix::fs::fallocate(file, flags, beyond, u64::from(BLOCK_MAX)).is_ok()
+}
+
+/// Where sysfs describes the request queue of a device; a partition has its disk's.
+fn queue_directory(device: u64) -> String {
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    let node = format!("/sys/dev/block/{major}:{minor}");
+    match Path::new(&node).join("partition").exists() {
+        true => format!("{node}/../queue"),
+        false => format!("{node}/queue"),
+    }
+}
+
+fn read_number(path: &Path) -> Option<u32> {
+    let text = fs::read_to_string(path).ok()?;
+    let number: u64 = text.trim().parse().ok()?;
+    Some(u32::try_from(number).unwrap_or(u32::MAX))
+}

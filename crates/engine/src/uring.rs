@@ -1,0 +1,354 @@
+//! The io_uring engine: one ring, owned by one thread.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::sync::Arc;
+
+use block::{Backing, Completion, Engine, FileId, Op, Segment, Token};
+use io_uring::types::{Fd, Fixed, FsyncFlags};
+use io_uring::{EnterFlags, IoUring, cqueue, opcode, squeue};
+use thiserror::Error;
+
+use crate::blocking::{Action, Blocking, Job};
+
+/// Submissions that can wait for one entry into the kernel. When there are more, it is entered
+/// sooner.
+const SUBMISSIONS: u32 = 256;
+
+/// Operations in flight on one ring, and completions that the kernel keeps without allocating: four
+/// of the largest queues. Beyond it requests wait in their virtqueues.
+const IN_FLIGHT_MAX: usize = 4096;
+
+/// Files that one thread can serve: one per queue of every disk.
+const FILES_MAX: u32 = 16384;
+
+/// Bytes in one operation on one segment; longer ones come back short and go on.
+const LEN_MAX: usize = 1 << 30;
+
+/// Marks, in what the kernel hands back, what is not an operation of the submitter.
+const WATCH: u64 = 1 << 63;
+const INTERNAL: u64 = 3 << 62;
+const IGNORED: u64 = INTERNAL;
+const BLOCKING_DONE: u64 = INTERNAL | 1;
+
+/// Why there is no ring.
+#[derive(Debug, Error)]
+pub enum UringError {
+    /// The administrator switched io_uring off.
+    #[error(
+        "io_uring is switched off (kernel.io_uring_disabled = {0}); \
+        'sysctl -w kernel.io_uring_disabled=0' switches it on"
+    )]
+    Disabled(String),
+    /// A seccomp filter or a container runtime forbids it.
+    #[error(
+        "io_uring is forbidden here ({0}); a container or service manager filters the system \
+        call io_uring_setup, and must be told to let it pass"
+    )]
+    Forbidden(io::Error),
+    /// The kernel is older than 5.1 or built without it.
+    #[error("this kernel has no io_uring; Linux 5.13 or newer has what is needed")]
+    Absent,
+    /// Anything else.
+    #[error("io_uring cannot be set up: {0}")]
+    Other(io::Error),
+}
+
+/// An engine over one io_uring.
+pub struct Uring {
+    ring: IoUring,
+    files: Vec<Option<Target>>,
+    /// What is watched, by user data, with descriptors that their owner keeps open.
+    watches: Vec<(u64, RawFd)>,
+    blocking: Blocking,
+    in_flight: usize,
+}
+
+struct Target {
+    file: Arc<File>,
+    backing: Backing,
+}
+
+impl Uring {
+    /// Sets up a ring for the calling thread, which must be the one that uses it.
+    ///
+    /// # Errors
+    /// There is no io_uring here; the error says why and what to do.
+    pub fn new() -> Result<Self, UringError> {
+        let ring = set_up().map_err(explain)?;
+        ring.submitter()
+            .register_files_sparse(FILES_MAX)
+            .map_err(UringError::Other)?;
+        let blocking = Blocking::new().map_err(UringError::Other)?;
+        let mut engine = Self {
+            ring,
+            files: Vec::new(),
+            watches: Vec::new(),
+            blocking,
+            in_flight: 0,
+        };
+        let event = engine.blocking.event().as_raw_fd();
+        engine.arm(event, BLOCKING_DONE);
+        engine.push().map_err(UringError::Other)?;
+        Ok(engine)
+    }
+
+    fn arm(&mut self, fd: RawFd, user_data: u64) {
+        // A multishot poll reports each wake-up and needs no reading of the event counter.
+        let poll = opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).multi(true);
+        self.queue(poll.build().user_data(user_data));
+    }
+
+    fn queue(&mut self, entry: squeue::Entry) {
+        // SAFETY: what an entry names is either ours (descriptors) or, for `submit`, kept valid by
+        // the caller until completion.
+        #[expect(unsafe_code, reason = "submission queue entries name memory")]
+        while unsafe { self.ring.submission().push(&entry) }.is_err() {
+            // Full: hand over what is there. The kernel takes at least one entry, or tells in
+            // `push` and `wait`, which are called next, why it does not.
+            let _ = self.ring.submit();
+        }
+    }
+
+    fn enter(&mut self, want: u32) -> io::Result<()> {
+        let submitter = self.ring.submitter();
+        // SAFETY: no argument structure is passed.
+        #[expect(unsafe_code, reason = "the safe calls cannot reap without waiting")]
+        let result = unsafe {
+            let queued = self.ring.submission_shared().len() as u32;
+            submitter.enter::<libc::sigset_t>(queued, want, EnterFlags::GETEVENTS.bits(), None)
+        };
+        match result {
+            Ok(_) => Ok(()),
+            // A signal; or completions must be reaped first, which is what happens next.
+            Err(e)
+                if matches!(
+                    e.raw_os_error(),
+                    Some(libc::EINTR | libc::EBUSY | libc::EAGAIN)
+                ) =>
+            {
+                Ok(())
+            }
+            Err(e) => Err(e),
+        }
+    }
+}
+
+fn set_up() -> io::Result<IoUring> {
+    let mut builder = IoUring::builder();
+    builder.setup_cqsize(IN_FLIGHT_MAX as u32).setup_clamp();
+    // Linux 6.1: completions are worked off when this thread asks for them, and not before.
+    let modern = builder
+        .clone()
+        .setup_single_issuer()
+        .setup_defer_taskrun()
+        .build(SUBMISSIONS);
+    match modern {
+        Err(e) if e.raw_os_error() == Some(libc::EINVAL) => builder.build(SUBMISSIONS),
+        result => result,
+    }
+}
+
+fn explain(e: io::Error) -> UringError {
+    match e.raw_os_error() {
+        Some(libc::EPERM) => match std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled") {
+            Ok(text) if text.trim() != "0" => UringError::Disabled(text.trim().to_owned()),
+            _ => UringError::Forbidden(e),
+        },
+        Some(libc::EACCES) => UringError::Forbidden(e),
+        Some(libc::ENOSYS) => UringError::Absent,
+        _ => UringError::Other(e),
+    }
+}
+
+impl Engine for Uring {
+    fn attach(&mut self, file: BorrowedFd<'_>, backing: Backing) -> io::Result<FileId> {
+        let free = self.files.iter().position(Option::is_none);
+        let id = free.unwrap_or(self.files.len()) as u32;
+        if id == FILES_MAX {
+            return Err(io::Error::other(format!(
+                "one I/O thread serves at most {FILES_MAX} queues; use more --iothreads"
+            )));
+        }
+        let submitter = self.ring.submitter();
+        submitter.register_files_update(id, &[file.as_raw_fd()])?;
+        let target = Target {
+            file: Arc::new(File::from(file.try_clone_to_owned()?)),
+            backing,
+        };
+        match free {
+            Some(free) => self.files[free] = Some(target),
+            None => self.files.push(Some(target)),
+        }
+        Ok(FileId(id))
+    }
+
+    fn detach(&mut self, file: FileId) {
+        self.files[file.0 as usize] = None;
+        let result = self.ring.submitter().register_files_update(file.0, &[-1]);
+        debug_assert!(result.is_ok());
+    }
+
+    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token) -> io::Result<()> {
+        debug_assert_eq!(token.0 & INTERNAL, 0);
+        let user_data = token.0 | WATCH;
+        self.watches.push((user_data, fd.as_raw_fd()));
+        self.arm(fd.as_raw_fd(), user_data);
+        self.push()
+    }
+
+    fn unwatch(&mut self, token: Token) -> io::Result<()> {
+        let user_data = token.0 | WATCH;
+        self.watches.retain(|w| w.0 != user_data);
+        self.queue(
+            opcode::PollRemove::new(user_data)
+                .build()
+                .user_data(IGNORED),
+        );
+        self.push()
+    }
+
+    #[inline]
+    fn room(&self) -> usize {
+        IN_FLIGHT_MAX - self.in_flight
+    }
+
+    #[inline]
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    #[inline]
+    #[expect(unsafe_code, reason = "the trait's contract")]
+    unsafe fn submit(&mut self, file: FileId, op: Op<'_>, token: Token) {
+        debug_assert!(self.in_flight < IN_FLIGHT_MAX);
+        self.in_flight += 1;
+        let fixed = Fixed(file.0);
+        let entry = match op {
+            Op::Read { at, to: [s] } => {
+                opcode::Read::new(fixed, s.addr as *mut u8, s.len.min(LEN_MAX) as u32)
+                    .offset(at.0)
+                    .build()
+            }
+            Op::Read { at, to } => opcode::Readv::new(fixed, iovec(to), to.len() as u32)
+                .offset(at.0)
+                .build(),
+            Op::Write { at, from, stable } => {
+                let flags = if stable { libc::RWF_DSYNC } else { 0 };
+                match from {
+                    [s] => {
+                        let len = s.len.min(LEN_MAX) as u32;
+                        opcode::Write::new(fixed, s.addr as *const u8, len)
+                            .offset(at.0)
+                            .rw_flags(flags)
+                            .build()
+                    }
+                    _ => opcode::Writev::new(fixed, iovec(from), from.len() as u32)
+                        .offset(at.0)
+                        .rw_flags(flags)
+                        .build(),
+                }
+            }
+            Op::Flush => opcode::Fsync::new(fixed)
+                .flags(FsyncFlags::DATASYNC)
+                .build(),
+            Op::Discard { at, len, stable } => {
+                return self.block(file, Action::Discard, (at, len, stable), token);
+            }
+            Op::WriteZeroes {
+                at,
+                len,
+                unmap,
+                stable,
+            } => {
+                let action = Action::WriteZeroes { unmap };
+                return self.block(file, action, (at, len, stable), token);
+            }
+        };
+        self.queue(entry.user_data(token.0));
+    }
+
+    fn push(&mut self) -> io::Result<()> {
+        self.enter(0)
+    }
+
+    fn wait(&mut self) -> io::Result<()> {
+        self.enter(1)
+    }
+
+    #[inline]
+    fn reap(&mut self, out: &mut Vec<Completion>) {
+        let before = out.len();
+        let mut watched = 0;
+        let mut rearm = None;
+        for entry in self.ring.completion() {
+            let user_data = entry.user_data();
+            if user_data & WATCH == 0 {
+                let token = Token(user_data);
+                let result = entry.result();
+                out.push(Completion { token, result });
+            } else if entry.result() >= 0 && user_data != IGNORED {
+                if user_data != BLOCKING_DONE {
+                    let token = Token(user_data & !WATCH);
+                    out.push(Completion { token, result: 0 });
+                    watched += 1;
+                }
+                if !cqueue::more(entry.flags()) {
+                    rearm = Some(user_data);
+                }
+            }
+            if out.len() == out.capacity() || rearm.is_some() {
+                break;
+            }
+        }
+        // After the ring, which tells that there is something: what a thread adds later brings an
+        // event of its own.
+        self.blocking.collect(out);
+        self.in_flight -= out.len() - before - watched;
+        if let Some(user_data) = rearm {
+            self.rearm(user_data);
+        }
+    }
+}
+
+impl Uring {
+    fn block(
+        &mut self,
+        file: FileId,
+        action: Action,
+        (at, len, stable): (block::FileOffset, u64, bool),
+        token: Token,
+    ) {
+        let target = self.files[file.0 as usize].as_ref();
+        let target = target.expect("the file is attached while it is used");
+        self.blocking.start(Job {
+            file: target.file.clone(),
+            backing: target.backing,
+            action,
+            at,
+            len,
+            stable,
+            token,
+        });
+    }
+
+    /// The kernel ends a multishot poll when its completion queue overflows.
+    fn rearm(&mut self, user_data: u64) {
+        if user_data == BLOCKING_DONE {
+            let event = self.blocking.event().as_raw_fd();
+            self.arm(event, BLOCKING_DONE);
+        } else if let Some(&(_, fd)) = self.watches.iter().find(|w| w.0 == user_data) {
+            self.arm(fd, user_data);
+        }
+    }
+}
+
+/// A [`Segment`] is laid out like an iovec.
+fn iovec(segments: &[Segment]) -> *const libc::iovec {
+    const {
+        assert!(size_of::<Segment>() == size_of::<libc::iovec>());
+        assert!(align_of::<Segment>() == align_of::<libc::iovec>());
+    }
+    segments.as_ptr().cast()
+}

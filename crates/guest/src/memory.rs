@@ -1,0 +1,292 @@
+//! The guest's memory: regions that the front-end shares with us, mapped into this process.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::ptr;
+use std::sync::Arc;
+
+use block::Segment;
+use rustix::mm::{MapFlags, ProtFlags};
+use thiserror::Error;
+
+/// Where a region lies: in the guest, in the front-end, and in the file that holds it. Bytes
+/// (vhost-user: "Memory region description").
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RegionLayout {
+    /// Guest physical address of the first byte.
+    pub guest: u64,
+    /// Length.
+    pub len: u64,
+    /// Address of the first byte in the front-end, which is how it names rings.
+    pub user: u64,
+    /// Offset of the first byte in the file.
+    pub file_offset: u64,
+}
+
+/// Why a memory region was refused.
+#[derive(Debug, Error)]
+pub enum MemoryError {
+    /// Length zero, or a range that wraps around.
+    #[error("memory region {0:x?} is empty or wraps around 64 bits")]
+    Malformed(RegionLayout),
+    /// Two regions share addresses.
+    #[error("memory region {0:x?} overlaps another one in the guest or in the front-end")]
+    Overlap(RegionLayout),
+    /// The file ends before the region does; touching it would be a SIGBUS.
+    #[error("memory region {0:x?} reaches beyond its file of {1} bytes")]
+    BeyondFile(RegionLayout, u64),
+    /// No region lies there.
+    #[error("no memory region is at guest address {0:#x}")]
+    Unknown(u64),
+    /// The kernel refused to map it.
+    #[error("cannot map memory region {0:x?}: {1}")]
+    Map(RegionLayout, io::Error),
+}
+
+/// The map of a guest's memory. A changed map is a new value; rings keep the one they started with
+/// alive until they have stopped.
+#[derive(Clone, Default)]
+pub struct GuestMemory {
+    /// By guest address, without overlap.
+    regions: Vec<Region>,
+}
+
+#[derive(Clone)]
+struct Region {
+    layout: RegionLayout,
+    mapping: Arc<Mapping>,
+}
+
+/// Part of a region's address arithmetic, small enough to keep beside a ring.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Window {
+    guest: u64,
+    len: u64,
+    host: usize,
+}
+
+impl GuestMemory {
+    /// This map and one more region, mapped from `file`.
+    ///
+    /// # Errors
+    /// The region is malformed, overlaps, is longer than its file, or cannot be mapped.
+    pub fn with_region(&self, layout: RegionLayout, file: &OwnedFd) -> Result<Self, MemoryError> {
+        let fits = |start: u64| layout.len > 0 && start.checked_add(layout.len).is_some();
+        if !fits(layout.guest) || !fits(layout.user) || !fits(layout.file_offset) {
+            return Err(MemoryError::Malformed(layout));
+        }
+        let meet = |a: u64, b: u64, b_len: u64| a < b + b_len && b < a + layout.len;
+        if self.regions.iter().any(|r| {
+            meet(layout.guest, r.layout.guest, r.layout.len)
+                || meet(layout.user, r.layout.user, r.layout.len)
+        }) {
+            return Err(MemoryError::Overlap(layout));
+        }
+        let mapping = Arc::new(Mapping::new(layout, file)?);
+        let mut regions = self.regions.clone();
+        let place = regions.partition_point(|r| r.layout.guest < layout.guest);
+        regions.insert(place, Region { layout, mapping });
+        Ok(Self { regions })
+    }
+
+    /// This map less the region at `layout`'s guest and front-end address with its length.
+    ///
+    /// # Errors
+    /// There is no such region.
+    pub fn without_region(&self, layout: RegionLayout) -> Result<Self, MemoryError> {
+        let mut regions = self.regions.clone();
+        let place = regions
+            .iter()
+            .position(|r| {
+                (r.layout.guest, r.layout.user, r.layout.len)
+                    == (layout.guest, layout.user, layout.len)
+            })
+            .ok_or(MemoryError::Unknown(layout.guest))?;
+        regions.remove(place);
+        Ok(Self { regions })
+    }
+
+    /// Number of regions.
+    pub fn len(&self) -> usize {
+        self.regions.len()
+    }
+
+    /// Whether there is no memory at all.
+    pub fn is_empty(&self) -> bool {
+        self.regions.is_empty()
+    }
+
+    /// The mappings of all regions in this process, for an engine that can register them.
+    pub fn mappings(&self) -> impl Iterator<Item = Segment> + '_ {
+        self.regions.iter().map(|r| Segment {
+            addr: r.host(),
+            len: r.layout.len as usize,
+        })
+    }
+
+    /// Our address of a range that the front-end names by its own address; the range must lie in
+    /// one region.
+    pub(crate) fn at_user(&self, user: u64, len: u64) -> Option<usize> {
+        self.regions.iter().find_map(|r| {
+            let offset = user.checked_sub(r.layout.user)?;
+            (offset < r.layout.len && len <= r.layout.len - offset)
+                .then(|| r.host() + offset as usize)
+        })
+    }
+
+    /// The window of the region that holds `guest`.
+    pub(crate) fn window(&self, guest: u64) -> Option<Window> {
+        let after = self.regions.partition_point(|r| r.layout.guest <= guest);
+        let region = &self.regions[after.checked_sub(1)?];
+        (guest - region.layout.guest < region.layout.len).then(|| Window {
+            guest: region.layout.guest,
+            len: region.layout.len,
+            host: region.host(),
+        })
+    }
+}
+
+impl Window {
+    /// Our address of a guest range that lies wholly in this window.
+    #[inline]
+    pub(crate) fn at(&self, guest: u64, len: u64) -> Option<usize> {
+        let offset = guest.wrapping_sub(self.guest);
+        (offset < self.len && len <= self.len - offset).then(|| self.host + offset as usize)
+    }
+
+    /// As much of a guest range as lies in this window from its start; `None` if nothing does.
+    pub(crate) fn head(&self, guest: u64, len: u64) -> Option<Segment> {
+        let offset = guest.wrapping_sub(self.guest);
+        (offset < self.len).then(|| Segment {
+            addr: self.host + offset as usize,
+            len: len.min(self.len - offset) as usize,
+        })
+    }
+}
+
+impl Region {
+    fn host(&self) -> usize {
+        // `Mapping::new` maps from offset 0 of the file: the pages of a hugetlbfs file could not be
+        // mapped from an offset inside a huge page.
+        self.mapping.base + self.layout.file_offset as usize
+    }
+}
+
+struct Mapping {
+    base: usize,
+    len: usize,
+}
+
+impl Mapping {
+    #[expect(unsafe_code, reason = "mmap")]
+    fn new(layout: RegionLayout, file: &OwnedFd) -> Result<Self, MemoryError> {
+        let fail = |e: rustix::io::Errno| MemoryError::Map(layout, e.into());
+        let end = layout.file_offset + layout.len;
+        let stat = rustix::fs::fstat(file).map_err(fail)?;
+        if (stat.st_size as u64) < end {
+            return Err(MemoryError::BeyondFile(layout, stat.st_size as u64));
+        }
+        let len = usize::try_from(end).map_err(|_| MemoryError::Malformed(layout))?;
+        // SAFETY: a new mapping at an address of the kernel's choice replaces nothing.
+        let base = unsafe {
+            rustix::mm::mmap(
+                ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                file,
+                0,
+            )
+        }
+        .map_err(fail)?;
+        Ok(Self {
+            base: base as usize,
+            len,
+        })
+    }
+}
+
+impl Drop for Mapping {
+    #[expect(unsafe_code, reason = "munmap")]
+    fn drop(&mut self) {
+        // SAFETY: this mapping is ours, and every address in it was handed out with a
+        // `GuestMemory` that keeps this value alive until the last ring over it has stopped.
+        let result = unsafe { rustix::mm::munmap(self.base as *mut _, self.len) };
+        debug_assert!(result.is_ok());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+    fn file(len: u64) -> OwnedFd {
+        let fd = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&fd, len).unwrap();
+        fd
+    }
+
+    fn layout(guest: u64, len: u64) -> RegionLayout {
+        RegionLayout {
+            guest,
+            len,
+            user: guest + 0x7000_0000_0000,
+            file_offset: 0,
+        }
+    }
+
+    #[test]
+    fn ranges_are_found_only_where_memory_is() {
+        let file = file(0x4000);
+        let memory = GuestMemory::default()
+            .with_region(layout(0x1000, 0x2000), &file)
+            .unwrap()
+            .with_region(layout(0x10000, 0x4000), &file)
+            .unwrap();
+        let at = |guest, len| memory.window(guest).and_then(|w| w.at(guest, len));
+        assert!(at(0x1000, 0x2000).is_some());
+        assert!(at(0x1000, 0x2001).is_none());
+        assert!(at(0x0fff, 1).is_none());
+        assert!(at(0x3000, 1).is_none());
+        assert!(at(0x13fff, 1).is_some());
+        assert!(at(0x13fff, u64::MAX).is_none());
+        assert!(at(u64::MAX, 2).is_none());
+        assert!(memory.at_user(0x7000_0000_1000, 0x2000).is_some());
+        assert!(memory.at_user(0x7000_0000_1000, 0x2001).is_none());
+    }
+
+    #[test]
+    fn regions_that_cannot_be_are_refused() {
+        let file = file(0x4000);
+        let memory = GuestMemory::default()
+            .with_region(layout(0x1000, 0x2000), &file)
+            .unwrap();
+        let refused = |l| memory.with_region(l, &file).err().unwrap();
+        assert!(matches!(
+            refused(layout(0x2fff, 0x1000)),
+            MemoryError::Overlap(_)
+        ));
+        assert!(matches!(
+            refused(layout(0x8000, 0)),
+            MemoryError::Malformed(_)
+        ));
+        assert!(matches!(
+            refused(layout(0x8000, 0x4001)),
+            MemoryError::BeyondFile(..)
+        ));
+        let mut wraps = layout(0x8000, 0x1000);
+        wraps.guest = u64::MAX - 5;
+        assert!(matches!(refused(wraps), MemoryError::Malformed(_)));
+        wraps = layout(0x8000, 0x1000);
+        wraps.file_offset = u64::MAX - 5;
+        assert!(matches!(refused(wraps), MemoryError::Malformed(_)));
+        assert!(memory.without_region(layout(0x1000, 0x1000)).is_err());
+        assert!(
+            memory
+                .without_region(layout(0x1000, 0x2000))
+                .unwrap()
+                .is_empty()
+        );
+    }
+}

@@ -1,0 +1,396 @@
+//! vhost-user messages: bytes and file descriptors to types (QEMU's `docs/interop/vhost-user.rst`).
+
+use std::os::fd::OwnedFd;
+
+use thiserror::Error;
+
+use crate::memory::RegionLayout;
+
+/// Memory regions that a front-end may have at a time: what QEMU uses at most (512 slots of RAM),
+/// each with one descriptor and one mapping of ours.
+pub const MAX_MEM_SLOTS: usize = 512;
+
+/// Regions in one SET_MEM_TABLE message, and descriptors in any message
+/// (VHOST_MEMORY_BASELINE_NREGIONS).
+pub(crate) const MAX_FDS: usize = 8;
+
+/// Largest payload: SET_MEM_TABLE has 8 + 8 × 32 bytes, GET_CONFIG 12 + 256.
+pub(crate) const MAX_PAYLOAD: usize = 12 + MAX_CONFIG;
+
+/// Largest part of a configuration space in one message.
+const MAX_CONFIG: usize = 256;
+
+pub(crate) const HEADER_BYTES: usize = 12;
+
+const VERSION: u32 = 1;
+const VERSION_MASK: u32 = 3;
+const FLAG_REPLY: u32 = 4;
+const FLAG_NEED_REPLY: u32 = 8;
+
+/// What is wrong with a message; the front-end that sent it loses its connection.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum MessageError {
+    /// Not version 1, or a reply where a request is due.
+    #[error("message {0} has flags {1:#x}, not those of a request of protocol version 1")]
+    Flags(u32, u32),
+    /// Too long.
+    #[error("message {0} has {1} bytes of payload, more than {MAX_PAYLOAD}")]
+    TooLong(u32, u32),
+    /// The wrong number of bytes.
+    #[error("message {0} has {1} bytes of payload, which is not what it needs")]
+    Length(u32, usize),
+    /// The wrong number of descriptors.
+    #[error("message {0} came with {1} file descriptors, which is not what it needs")]
+    Descriptors(u32, usize),
+    /// A field has a value that is not allowed.
+    #[error("message {0}: {1}")]
+    Value(u32, &'static str),
+    /// A message that this back-end did not offer to understand.
+    #[error("message {0} is not one that was negotiated")]
+    Unknown(u32),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub request: u32,
+    pub payload_len: usize,
+    pub need_reply: bool,
+}
+
+impl Header {
+    pub(crate) fn parse(bytes: [u8; HEADER_BYTES]) -> Result<Self, MessageError> {
+        let mut fields = Fields(&bytes);
+        let (request, flags, len) = (fields.u32(), fields.u32(), fields.u32());
+        if flags & VERSION_MASK != VERSION || flags & FLAG_REPLY != 0 {
+            return Err(MessageError::Flags(request, flags));
+        }
+        if len as usize > MAX_PAYLOAD {
+            return Err(MessageError::TooLong(request, len));
+        }
+        Ok(Self {
+            request,
+            payload_len: len as usize,
+            need_reply: flags & FLAG_NEED_REPLY != 0,
+        })
+    }
+}
+
+/// A reply to `request`, ready to send.
+pub(crate) fn reply(request: u32, payload: &[u8]) -> Vec<u8> {
+    let len = payload.len() as u32;
+    let mut bytes = Vec::with_capacity(HEADER_BYTES + payload.len());
+    for word in [request, VERSION | FLAG_REPLY, len] {
+        bytes.extend_from_slice(&word.to_ne_bytes());
+    }
+    bytes.extend_from_slice(payload);
+    bytes
+}
+
+/// The message "the configuration changed" from back-end to front-end
+/// (VHOST_USER_BACKEND_CONFIG_CHANGE_MSG).
+pub(crate) fn config_change() -> [u8; HEADER_BYTES] {
+    let mut bytes = [0; HEADER_BYTES];
+    bytes[0..4].copy_from_slice(&2u32.to_ne_bytes());
+    bytes[4..8].copy_from_slice(&VERSION.to_ne_bytes());
+    bytes
+}
+
+/// A window of the configuration space.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Config {
+    pub offset: u32,
+    pub flags: u32,
+    pub bytes: Vec<u8>,
+}
+
+impl Config {
+    pub(crate) fn payload(&self) -> Vec<u8> {
+        let mut payload = Vec::with_capacity(12 + self.bytes.len());
+        for word in [self.offset, self.bytes.len() as u32, self.flags] {
+            payload.extend_from_slice(&word.to_ne_bytes());
+        }
+        payload.extend_from_slice(&self.bytes);
+        payload
+    }
+}
+
+/// A request of the front-end. Ring indices are as sent: the session checks them against its number
+/// of queues.
+#[derive(Debug)]
+pub(crate) enum Message {
+    GetFeatures,
+    SetFeatures(u64),
+    SetOwner,
+    ResetOwner,
+    SetMemTable(Vec<(RegionLayout, OwnedFd)>),
+    SetVringNum { ring: u32, size: u32 },
+    SetVringAddr(VringAddr),
+    SetVringBase { ring: u32, next: u32 },
+    GetVringBase { ring: u32 },
+    SetVringKick { ring: u32, fd: Option<OwnedFd> },
+    SetVringCall { ring: u32, fd: Option<OwnedFd> },
+    SetVringErr { ring: u32, fd: Option<OwnedFd> },
+    GetProtocolFeatures,
+    SetProtocolFeatures(u64),
+    GetQueueNum,
+    SetVringEnable { ring: u32, on: bool },
+    SetBackendReqFd(OwnedFd),
+    GetConfig(Config),
+    SetConfig(Config),
+    ResetDevice,
+    GetMaxMemSlots,
+    AddMemReg(RegionLayout, OwnedFd),
+    RemMemReg(RegionLayout),
+    SetStatus(u64),
+    GetStatus,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct VringAddr {
+    pub ring: u32,
+    pub descriptors: u64,
+    pub used: u64,
+    pub available: u64,
+}
+
+impl Message {
+    /// Parses a payload of the length that the header promised, and the descriptors that came with
+    /// it. Descriptors that a message has no use for are refused, except where QEMU sends one.
+    pub(crate) fn parse(
+        request: u32,
+        payload: &[u8],
+        fds: Vec<OwnedFd>,
+    ) -> Result<Self, MessageError> {
+        let n_fds = fds.len();
+        let mut fds = fds.into_iter();
+        let need = |len: usize, n: usize| {
+            if payload.len() != len {
+                Err(MessageError::Length(request, payload.len()))
+            } else if n_fds != n {
+                Err(MessageError::Descriptors(request, n_fds))
+            } else {
+                Ok(Fields(payload))
+            }
+        };
+        let mut one_fd = || fds.next().ok_or(MessageError::Descriptors(request, 0));
+        let message = match request {
+            1 => need(0, 0).map(|_| Self::GetFeatures)?,
+            2 => Self::SetFeatures(need(8, 0)?.u64()),
+            3 => need(0, 0).map(|_| Self::SetOwner)?,
+            4 => need(0, 0).map(|_| Self::ResetOwner)?,
+            5 => return mem_table(request, payload, fds.collect()),
+            8 => {
+                let (ring, size) = need(8, 0)?.u32_pair();
+                Self::SetVringNum { ring, size }
+            }
+            9 => {
+                let mut fields = need(40, 0)?;
+                let ring = fields.u32();
+                let _flags = fields.u32();
+                Self::SetVringAddr(VringAddr {
+                    ring,
+                    descriptors: fields.u64(),
+                    used: fields.u64(),
+                    available: fields.u64(),
+                })
+            }
+            10 => {
+                let (ring, next) = need(8, 0)?.u32_pair();
+                Self::SetVringBase { ring, next }
+            }
+            11 => {
+                let (ring, _) = need(8, 0)?.u32_pair();
+                Self::GetVringBase { ring }
+            }
+            12..=14 => {
+                // The lowest byte is the ring; bit 8 says that no descriptor comes along.
+                const NO_FD: u64 = 1 << 8;
+                let word = Fields(payload)
+                    .checked_u64()
+                    .filter(|_| payload.len() == 8)
+                    .ok_or(MessageError::Length(request, payload.len()))?;
+                let fd = match word & NO_FD != 0 {
+                    true => need(8, 0).map(|_| None)?,
+                    false => need(8, 1).and_then(|_| one_fd().map(Some))?,
+                };
+                let ring = (word & 0xff) as u32;
+                match request {
+                    12 => Self::SetVringKick { ring, fd },
+                    13 => Self::SetVringCall { ring, fd },
+                    _ => Self::SetVringErr { ring, fd },
+                }
+            }
+            15 => need(0, 0).map(|_| Self::GetProtocolFeatures)?,
+            16 => Self::SetProtocolFeatures(need(8, 0)?.u64()),
+            17 => need(0, 0).map(|_| Self::GetQueueNum)?,
+            18 => {
+                let (ring, on) = need(8, 0)?.u32_pair();
+                match on {
+                    0 | 1 => Self::SetVringEnable { ring, on: on == 1 },
+                    _ => return Err(MessageError::Value(request, "neither 0 nor 1")),
+                }
+            }
+            21 => need(0, 1).and_then(|_| one_fd().map(Self::SetBackendReqFd))?,
+            24 => Self::GetConfig(config(request, payload, n_fds)?),
+            25 => Self::SetConfig(config(request, payload, n_fds)?),
+            34 => need(0, 0).map(|_| Self::ResetDevice)?,
+            36 => need(0, 0).map(|_| Self::GetMaxMemSlots)?,
+            37 => Self::AddMemReg(single_region(need(40, 1)?), one_fd()?),
+            // QEMU sends a descriptor here too, which nobody needs.
+            38 => Self::RemMemReg(single_region(need(40, n_fds.min(1))?)),
+            39 => Self::SetStatus(need(8, 0)?.u64()),
+            40 => need(0, 0).map(|_| Self::GetStatus)?,
+            _ => return Err(MessageError::Unknown(request)),
+        };
+        Ok(message)
+    }
+}
+
+fn mem_table(request: u32, payload: &[u8], fds: Vec<OwnedFd>) -> Result<Message, MessageError> {
+    let length = MessageError::Length(request, payload.len());
+    let (head, mut regions) = match payload.split_at_checked(8) {
+        Some((head, rest)) => (Fields(head).u32() as usize, Fields(rest)),
+        None => return Err(length),
+    };
+    if head > MAX_FDS || regions.0.len() != head * 32 {
+        return Err(length);
+    }
+    if fds.len() != head {
+        return Err(MessageError::Descriptors(request, fds.len()));
+    }
+    let table = fds.into_iter().map(|fd| (region(&mut regions), fd));
+    Ok(Message::SetMemTable(table.collect()))
+}
+
+fn single_region(mut fields: Fields<'_>) -> RegionLayout {
+    let _padding = fields.u64();
+    region(&mut fields)
+}
+
+fn region(fields: &mut Fields<'_>) -> RegionLayout {
+    RegionLayout {
+        guest: fields.u64(),
+        len: fields.u64(),
+        user: fields.u64(),
+        file_offset: fields.u64(),
+    }
+}
+
+fn config(request: u32, payload: &[u8], n_fds: usize) -> Result<Config, MessageError> {
+    let length = MessageError::Length(request, payload.len());
+    let Some((head, bytes)) = payload.split_at_checked(12) else {
+        return Err(length);
+    };
+    let mut head = Fields(head);
+    let (offset, len, flags) = (head.u32(), head.u32(), head.u32());
+    if len as usize != bytes.len() {
+        return Err(length);
+    }
+    if n_fds != 0 {
+        return Err(MessageError::Descriptors(request, n_fds));
+    }
+    if offset as usize + bytes.len() > MAX_CONFIG {
+        return Err(MessageError::Value(
+            request,
+            "beyond the configuration space",
+        ));
+    }
+    Ok(Config {
+        offset,
+        flags,
+        bytes: bytes.to_vec(),
+    })
+}
+
+/// Reads fields off the front; the caller has checked the length.
+struct Fields<'a>(&'a [u8]);
+
+impl Fields<'_> {
+    fn u32(&mut self) -> u32 {
+        let (head, rest) = self.0.split_first_chunk().expect("length was checked");
+        self.0 = rest;
+        u32::from_ne_bytes(*head)
+    }
+
+    fn u64(&mut self) -> u64 {
+        let (head, rest) = self.0.split_first_chunk().expect("length was checked");
+        self.0 = rest;
+        u64::from_ne_bytes(*head)
+    }
+
+    fn checked_u64(&self) -> Option<u64> {
+        self.0.first_chunk().map(|head| u64::from_ne_bytes(*head))
+    }
+
+    fn u32_pair(&mut self) -> (u32, u32) {
+        (self.u32(), self.u32())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{MemfdFlags, memfd_create};
+
+    fn fd() -> OwnedFd {
+        memfd_create("x", MemfdFlags::CLOEXEC).unwrap()
+    }
+
+    #[test]
+    fn headers_that_are_no_requests_are_refused() {
+        let header = |flags: u32, len: u32| {
+            let mut bytes = [0; 12];
+            bytes[0] = 1;
+            bytes[4..8].copy_from_slice(&flags.to_ne_bytes());
+            bytes[8..].copy_from_slice(&len.to_ne_bytes());
+            Header::parse(bytes)
+        };
+        assert!(header(1, 0).is_ok());
+        assert!(header(9, 8).unwrap().need_reply);
+        assert!(matches!(header(0, 0), Err(MessageError::Flags(1, 0))));
+        assert!(matches!(header(5, 0), Err(MessageError::Flags(1, 5))));
+        assert!(matches!(
+            header(1, 4096),
+            Err(MessageError::TooLong(1, 4096))
+        ));
+    }
+
+    /// Every request with every payload length and up to nine descriptors: an answer, no panic.
+    #[test]
+    fn any_length_and_number_of_descriptors_is_answered() {
+        for request in 0..=64 {
+            for len in 0..=MAX_PAYLOAD {
+                for byte in [0u8, 1, 0xff] {
+                    let _ = Message::parse(request, &vec![byte; len], Vec::new());
+                }
+            }
+            for n in 1..=9 {
+                for len in [0, 8, 40, 8 + 32 * n] {
+                    let mut payload = vec![0u8; len];
+                    if len > 0 {
+                        payload[0] = n as u8;
+                    }
+                    let _ = Message::parse(request, &payload, (0..n).map(|_| fd()).collect());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_kick_without_a_descriptor_must_say_so() {
+        let parse = |word: u64, fds| Message::parse(12, &word.to_ne_bytes(), fds);
+        assert!(matches!(
+            parse(0x102, vec![]),
+            Ok(Message::SetVringKick { ring: 2, fd: None })
+        ));
+        assert!(parse(2, vec![]).is_err());
+        assert!(parse(0x102, vec![fd()]).is_err());
+        assert!(matches!(
+            parse(3, vec![fd()]),
+            Ok(Message::SetVringKick {
+                ring: 3,
+                fd: Some(_)
+            })
+        ));
+    }
+}

@@ -1,0 +1,434 @@
+//! A vhost-user session, back-end side: one connected front-end, from the first message to the end
+//! of the connection (QEMU's `docs/interop/vhost-user.rst`).
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use thiserror::Error;
+use tracing::debug;
+
+use crate::blk::{self, CONFIG_BYTES};
+use crate::memory::{GuestMemory, MemoryError};
+use crate::message::{Config, MAX_MEM_SLOTS, Message, MessageError, VringAddr};
+use crate::socket::{self, FrontendChannel, NoMessage};
+use crate::virtqueue::{RingError, RingLayout, Virtqueue};
+
+/// Bit of the feature set that says "there are protocol features".
+const F_PROTOCOL_FEATURES: u64 = 1 << 30;
+
+const P_MQ: u64 = 1 << 0;
+const P_REPLY_ACK: u64 = 1 << 3;
+const P_BACKEND_REQ: u64 = 1 << 5;
+const P_CONFIG: u64 = 1 << 9;
+const P_RESET_DEVICE: u64 = 1 << 13;
+const P_CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
+const P_STATUS: u64 = 1 << 16;
+const PROTOCOL_FEATURES: u64 = P_MQ
+    | P_REPLY_ACK
+    | P_BACKEND_REQ
+    | P_CONFIG
+    | P_RESET_DEVICE
+    | P_CONFIGURE_MEM_SLOTS
+    | P_STATUS;
+
+/// A ring that the front-end has set up and enabled.
+pub struct NewQueue {
+    /// The ring itself.
+    pub virtqueue: Virtqueue,
+    /// Becomes readable when the guest has made requests available.
+    pub kick: Arc<OwnedFd>,
+    /// Written to when requests have been completed; without it the guest polls.
+    pub call: Option<Arc<OwnedFd>>,
+    /// Written to when the ring had to be given up.
+    pub error: Option<Arc<OwnedFd>>,
+}
+
+/// What a session drives: a virtio-blk device with its queues.
+pub trait Device {
+    /// Feature bits of the virtio device.
+    fn features(&self) -> u64;
+    /// Number of queues.
+    fn queues(&self) -> u16;
+    /// Most data segments in a request.
+    fn seg_max(&self) -> u16;
+    /// The configuration space.
+    fn config(&self) -> [u8; CONFIG_BYTES];
+    /// The driver switches the write cache on or off.
+    fn set_write_cache(&mut self, on: bool);
+    /// The driver has accepted these features.
+    fn set_features(&mut self, accepted: u64);
+    /// The front-end can be told of changes from now on, or no longer.
+    fn set_frontend(&mut self, channel: Option<FrontendChannel>);
+    /// Starts to serve a ring that is not being served.
+    ///
+    /// # Errors
+    /// There are no means to serve it.
+    fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()>;
+    /// Stops serving a ring; returns once nothing of it is in flight, with the index at which a
+    /// successor goes on.
+    fn stop(&mut self, ring: u16) -> u16;
+    /// Changes where a ring that is being served signals to.
+    fn set_signals(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>);
+}
+
+/// How a session ended.
+#[derive(Debug)]
+pub enum End {
+    /// The front-end closed the connection.
+    Disconnected,
+    /// We were asked to stop.
+    Stopped,
+    /// The front-end broke the protocol, or the socket failed.
+    Failed(SessionError),
+}
+
+/// Why a session was cut off.
+#[derive(Debug, Error)]
+pub enum SessionError {
+    /// A message that makes no sense.
+    #[error(transparent)]
+    Message(#[from] MessageError),
+    /// Memory that cannot be mapped.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// A ring that cannot be.
+    #[error("ring {0}: {1}")]
+    Ring(u32, RingError),
+    /// A ring index beyond the number of queues.
+    #[error("ring {0} does not exist, the disk has {1} queues")]
+    NoRing(u32, u16),
+    /// Features that were not offered.
+    #[error("features {0:#x} were accepted that were not offered")]
+    Features(u64),
+    /// More memory regions than we take.
+    #[error("more than {MAX_MEM_SLOTS} memory regions")]
+    MemorySlots,
+    /// Something that this back-end does not do.
+    #[error("{0}")]
+    Refused(&'static str),
+    /// The socket or an event descriptor failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// Serves a front-end until it disconnects, breaks the protocol, or `stop` becomes readable. No
+/// ring is being served when this returns.
+pub fn serve(socket: &UnixStream, device: &mut dyn Device, stop: BorrowedFd<'_>) -> End {
+    let rings = (0..device.queues()).map(|_| Ring::default()).collect();
+    let mut session = Session {
+        socket,
+        device,
+        rings,
+        memory: Arc::default(),
+        features: 0,
+        protocol: 0,
+        status: 0,
+    };
+    let end = loop {
+        match session.step(stop) {
+            Ok(()) => {}
+            Err(end) => break end,
+        }
+    };
+    session.stop_all();
+    session.device.set_frontend(None);
+    end
+}
+
+struct Session<'a> {
+    socket: &'a UnixStream,
+    device: &'a mut dyn Device,
+    rings: Vec<Ring>,
+    memory: Arc<GuestMemory>,
+    features: u64,
+    protocol: u64,
+    status: u8,
+}
+
+/// What the front-end has said of a ring so far.
+#[derive(Default)]
+struct Ring {
+    size: u16,
+    addr: Option<VringAddr>,
+    next: u16,
+    kick: Option<Arc<OwnedFd>>,
+    call: Option<Arc<OwnedFd>>,
+    error: Option<Arc<OwnedFd>>,
+    enabled: bool,
+    running: bool,
+}
+
+/// What a message is answered with, if with anything but an acknowledgement.
+enum Reply {
+    None,
+    Word(u64),
+    Bytes(Vec<u8>),
+}
+
+impl Session<'_> {
+    fn step(&mut self, stop: BorrowedFd<'_>) -> Result<(), End> {
+        let incoming = socket::receive(self.socket, stop).map_err(|none| match none {
+            NoMessage::Closed => End::Disconnected,
+            NoMessage::Stopped => End::Stopped,
+            NoMessage::Socket(e) => End::Failed(e.into()),
+            NoMessage::Malformed(e) => End::Failed(e.into()),
+        })?;
+        let header = incoming.header;
+        let acknowledge = header.need_reply && self.protocol & P_REPLY_ACK != 0;
+        let result = Message::parse(header.request, &incoming.payload, incoming.fds)
+            .map_err(SessionError::from)
+            .and_then(|message| {
+                debug!(?message, "front-end");
+                self.handle(message)
+            });
+        let sent = match result {
+            Ok(Reply::Word(word)) => {
+                socket::send_reply(self.socket, header.request, &word.to_ne_bytes())
+            }
+            Ok(Reply::Bytes(bytes)) => socket::send_reply(self.socket, header.request, &bytes),
+            Ok(Reply::None) if acknowledge => {
+                socket::send_reply(self.socket, header.request, &0u64.to_ne_bytes())
+            }
+            Ok(Reply::None) => Ok(()),
+            Err(e) => {
+                // The front-end learns that it failed if it asked; what state it assumes after
+                // that is its own guess, so that the connection ends either way.
+                if acknowledge {
+                    let _ = socket::send_reply(self.socket, header.request, &1u64.to_ne_bytes());
+                }
+                return Err(End::Failed(e));
+            }
+        };
+        sent.map_err(|e| End::Failed(e.into()))
+    }
+
+    fn handle(&mut self, message: Message) -> Result<Reply, SessionError> {
+        match message {
+            Message::GetFeatures => {
+                return Ok(Reply::Word(self.device.features() | F_PROTOCOL_FEATURES));
+            }
+            Message::SetFeatures(bits) => self.set_features(bits)?,
+            Message::GetProtocolFeatures => return Ok(Reply::Word(PROTOCOL_FEATURES)),
+            Message::SetProtocolFeatures(bits) => {
+                if bits & !PROTOCOL_FEATURES != 0 {
+                    return Err(SessionError::Features(bits));
+                }
+                self.protocol = bits;
+            }
+            Message::SetOwner => {}
+            Message::ResetOwner | Message::ResetDevice => self.reset(),
+            Message::GetQueueNum => return Ok(Reply::Word(u64::from(self.device.queues()))),
+
+            Message::SetMemTable(table) => {
+                let mut memory = GuestMemory::default();
+                for (layout, file) in table {
+                    memory = memory.with_region(layout, &file)?;
+                }
+                self.change_memory(memory)?;
+            }
+            Message::GetMaxMemSlots => return Ok(Reply::Word(MAX_MEM_SLOTS as u64)),
+            Message::AddMemReg(layout, file) => {
+                if self.memory.len() == MAX_MEM_SLOTS {
+                    return Err(SessionError::MemorySlots);
+                }
+                self.change_memory(self.memory.with_region(layout, &file)?)?;
+            }
+            Message::RemMemReg(layout) => {
+                self.change_memory(self.memory.without_region(layout)?)?;
+            }
+
+            Message::SetVringNum { ring, size } => {
+                let fits = u16::try_from(size)
+                    .ok()
+                    .filter(|n| n.is_power_of_two() && *n <= Virtqueue::MAX_SIZE);
+                let size = fits.ok_or(SessionError::Ring(ring, RingError::Size(size as u16)))?;
+                self.idle_ring(ring)?.size = size;
+            }
+            Message::SetVringAddr(addr) => self.idle_ring(addr.ring)?.addr = Some(addr),
+            Message::SetVringBase { ring, next } => {
+                let next = u16::try_from(next)
+                    .map_err(|_| SessionError::Refused("ring base is more than 16 bits"))?;
+                self.idle_ring(ring)?.next = next;
+            }
+            Message::GetVringBase { ring } => {
+                self.ring(ring)?;
+                self.stop(ring as u16);
+                let state = &mut self.rings[ring as usize];
+                state.kick = None;
+                let next = u32::from(state.next);
+                return Ok(Reply::Bytes(
+                    [ring.to_ne_bytes(), next.to_ne_bytes()].concat(),
+                ));
+            }
+            Message::SetVringKick { ring, fd } => {
+                let fd = fd.ok_or(SessionError::Refused(
+                    "a ring without a kick descriptor would have to be polled for ever",
+                ))?;
+                self.ring(ring)?;
+                self.stop(ring as u16);
+                self.rings[ring as usize].kick = Some(Arc::new(fd));
+                self.start_if_ready(ring as u16)?;
+            }
+            Message::SetVringCall { ring, fd } => {
+                self.ring(ring)?.call = fd.map(Arc::new);
+                self.signals_changed(ring as u16);
+            }
+            Message::SetVringErr { ring, fd } => {
+                self.ring(ring)?.error = fd.map(Arc::new);
+                self.signals_changed(ring as u16);
+            }
+            Message::SetVringEnable { ring, on } => {
+                self.ring(ring)?.enabled = on;
+                match on {
+                    true => self.start_if_ready(ring as u16)?,
+                    false => self.stop(ring as u16),
+                }
+            }
+
+            Message::SetBackendReqFd(fd) => {
+                self.device.set_frontend(Some(FrontendChannel::new(fd)));
+            }
+            Message::GetConfig(window) => return Ok(Reply::Bytes(self.read_config(window))),
+            Message::SetConfig(window) => self.write_config(&window)?,
+            Message::SetStatus(status) => {
+                self.status = status as u8;
+                if self.status == 0 {
+                    self.reset();
+                }
+            }
+            Message::GetStatus => return Ok(Reply::Word(u64::from(self.status))),
+        }
+        Ok(Reply::None)
+    }
+
+    fn set_features(&mut self, bits: u64) -> Result<(), SessionError> {
+        if bits & !(self.device.features() | F_PROTOCOL_FEATURES) != 0 {
+            return Err(SessionError::Features(bits));
+        }
+        self.features = bits;
+        self.device.set_features(bits);
+        // Without protocol features there is no SET_VRING_ENABLE: rings start enabled.
+        if bits & F_PROTOCOL_FEATURES == 0 {
+            self.rings.iter_mut().for_each(|r| r.enabled = true);
+        }
+        Ok(())
+    }
+
+    fn read_config(&self, mut window: Config) -> Vec<u8> {
+        let space = self.device.config();
+        for (i, byte) in window.bytes.iter_mut().enumerate() {
+            *byte = space.get(window.offset as usize + i).copied().unwrap_or(0);
+        }
+        window.payload()
+    }
+
+    /// The only field that a driver may write is the write cache.
+    fn write_config(&mut self, window: &Config) -> Result<(), SessionError> {
+        let space = self.device.config();
+        for (i, &byte) in window.bytes.iter().enumerate() {
+            let at = window.offset as usize + i;
+            if at == blk::CONFIG_WRITEBACK && byte <= 1 {
+                self.device.set_write_cache(byte == 1);
+            } else if space.get(at).copied().unwrap_or(0) != byte {
+                return Err(SessionError::Refused(
+                    "the driver wrote to a field of the configuration space that is read-only",
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn ring(&mut self, ring: u32) -> Result<&mut Ring, SessionError> {
+        let n = self.device.queues();
+        self.rings
+            .get_mut(ring as usize)
+            .ok_or(SessionError::NoRing(ring, n))
+    }
+
+    /// A ring about to be changed; it is stopped if the front-end left it running.
+    fn idle_ring(&mut self, ring: u32) -> Result<&mut Ring, SessionError> {
+        if self.ring(ring)?.running {
+            self.stop(ring as u16);
+        }
+        self.ring(ring)
+    }
+
+    fn start_if_ready(&mut self, ring: u16) -> Result<(), SessionError> {
+        let state = &mut self.rings[usize::from(ring)];
+        let (false, true, Some(kick), Some(addr)) =
+            (state.running, state.enabled, &state.kick, state.addr)
+        else {
+            return Ok(());
+        };
+        let layout = RingLayout {
+            size: state.size,
+            descriptors: addr.descriptors,
+            available: addr.available,
+            used: addr.used,
+            next_available: state.next,
+            event_idx: self.features & blk::F_EVENT_IDX != 0,
+            max_segments: self.device.seg_max(),
+        };
+        let virtqueue = Virtqueue::new(self.memory.clone(), layout)
+            .map_err(|e| SessionError::Ring(u32::from(ring), e))?;
+        let queue = NewQueue {
+            virtqueue,
+            kick: kick.clone(),
+            call: state.call.clone(),
+            error: state.error.clone(),
+        };
+        self.device.start(ring, queue)?;
+        state.running = true;
+        Ok(())
+    }
+
+    fn stop(&mut self, ring: u16) {
+        let state = &mut self.rings[usize::from(ring)];
+        if std::mem::take(&mut state.running) {
+            state.next = self.device.stop(ring);
+        }
+    }
+
+    fn stop_all(&mut self) -> Vec<u16> {
+        let running = |(i, r): (usize, &Ring)| r.running.then_some(i as u16);
+        let stopped: Vec<u16> = self.rings.iter().enumerate().filter_map(running).collect();
+        stopped.iter().for_each(|&ring| self.stop(ring));
+        stopped
+    }
+
+    fn reset(&mut self) {
+        self.stop_all();
+        for ring in &mut self.rings {
+            // The signals stay: QEMU sends them once, when it connects.
+            *ring = Ring {
+                call: ring.call.take(),
+                error: ring.error.take(),
+                ..Ring::default()
+            };
+        }
+        self.status = 0;
+        self.features = 0;
+        self.device.set_features(0);
+    }
+
+    /// Puts a new map in place. Rings hold on to the map with which they started, so that those
+    /// which run are stopped and taken up anew.
+    fn change_memory(&mut self, memory: GuestMemory) -> Result<(), SessionError> {
+        let stopped = self.stop_all();
+        self.memory = Arc::new(memory);
+        for ring in stopped {
+            self.start_if_ready(ring)?;
+        }
+        Ok(())
+    }
+
+    fn signals_changed(&mut self, ring: u16) {
+        let state = &self.rings[usize::from(ring)];
+        if state.running {
+            let (call, error) = (state.call.clone(), state.error.clone());
+            self.device.set_signals(ring, call, error);
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! The socket between front-end and back-end: whole messages with their file descriptors.
+
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, recvmsg, send,
+};
+
+use crate::message::{self, HEADER_BYTES, Header, MAX_FDS, MessageError};
+
+/// A message as it came from the socket.
+pub(crate) struct Incoming {
+    pub header: Header,
+    pub payload: Vec<u8>,
+    pub fds: Vec<OwnedFd>,
+}
+
+/// How the wait for a message ended without one.
+pub(crate) enum NoMessage {
+    /// The front-end closed the connection between two messages.
+    Closed,
+    /// `stop` became readable.
+    Stopped,
+    Socket(io::Error),
+    Malformed(MessageError),
+}
+
+impl From<io::Error> for NoMessage {
+    fn from(e: io::Error) -> Self {
+        Self::Socket(e)
+    }
+}
+
+impl From<MessageError> for NoMessage {
+    fn from(e: MessageError) -> Self {
+        Self::Malformed(e)
+    }
+}
+
+/// Waits for a whole message, or for `stop` to become readable, also in the middle of a message: a
+/// front-end that sends half of one holds up nothing but itself.
+pub(crate) fn receive(socket: &UnixStream, stop: BorrowedFd<'_>) -> Result<Incoming, NoMessage> {
+    let mut fds = Vec::new();
+    let mut header = [0; HEADER_BYTES];
+    fill(socket, stop, &mut header, &mut fds)?;
+    let header = Header::parse(header)?;
+    let mut payload = vec![0; header.payload_len];
+    fill(socket, stop, &mut payload, &mut fds).map_err(|end| match end {
+        NoMessage::Closed => NoMessage::Socket(io::ErrorKind::UnexpectedEof.into()),
+        end => end,
+    })?;
+    Ok(Incoming {
+        header,
+        payload,
+        fds,
+    })
+}
+
+fn fill(
+    socket: &UnixStream,
+    stop: BorrowedFd<'_>,
+    bytes: &mut [u8],
+    fds: &mut Vec<OwnedFd>,
+) -> Result<(), NoMessage> {
+    let mut done = 0;
+    while done < bytes.len() {
+        let mut ready = [
+            PollFd::new(&stop, PollFlags::IN),
+            PollFd::new(socket, PollFlags::IN),
+        ];
+        match poll(&mut ready, None) {
+            Err(rustix::io::Errno::INTR) => continue,
+            result => result.map_err(io::Error::from)?,
+        };
+        if !ready[0].revents().is_empty() {
+            return Err(NoMessage::Stopped);
+        }
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let result = recvmsg(
+            socket,
+            &mut [IoSliceMut::new(&mut bytes[done..])],
+            &mut control,
+            RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT,
+        );
+        let received = match result {
+            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => continue,
+            result => result.map_err(io::Error::from)?,
+        };
+        for part in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(list) = part {
+                fds.extend(list);
+            }
+        }
+        if received.flags.contains(ReturnFlags::CTRUNC) || fds.len() > MAX_FDS {
+            return Err(MessageError::Descriptors(u32::MAX, MAX_FDS + 1).into());
+        }
+        match received.bytes {
+            0 if done == 0 => return Err(NoMessage::Closed),
+            0 => return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
+            n => done += n,
+        }
+    }
+    Ok(())
+}
+
+/// Sends a whole reply. A front-end that does not read its replies is cut off: replies are far
+/// smaller than a socket buffer, and only one is ever due.
+pub(crate) fn send_reply(socket: &UnixStream, request: u32, payload: &[u8]) -> io::Result<()> {
+    send_whole(socket.as_fd(), &message::reply(request, payload))
+}
+
+fn send_whole(socket: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()> {
+    match send(socket, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)? {
+        n if n == bytes.len() => Ok(()),
+        _ => Err(io::ErrorKind::WouldBlock.into()),
+    }
+}
+
+/// The channel on which the back-end tells the front-end something
+/// (vhost-user: "Back-end communication").
+pub struct FrontendChannel(OwnedFd);
+
+impl FrontendChannel {
+    pub(crate) fn new(socket: OwnedFd) -> Self {
+        Self(socket)
+    }
+
+    /// Tells the front-end to read the configuration space again.
+    ///
+    /// # Errors
+    /// The front-end does not read, or is gone.
+    pub fn config_changed(&self) -> io::Result<()> {
+        send_whole(self.0.as_fd(), &message::config_change())
+    }
+}
