@@ -73,18 +73,26 @@ fn qemu_is_old() -> bool {
 }
 
 fn install(packages: &[&str]) -> Result<()> {
+    ensure!(
+        is_root()? || sudo_works(),
+        "root is needed, and sudo is missing or asks for a password; run this by hand, then the same again:\n    \
+         sudo apt-get update && sudo apt-get install --no-install-recommends {}\nOn Debian 12, take QEMU from \
+         bookworm-backports; its own is too old to compare with.",
+        packages.join(" ")
+    );
     println!("installing {}", packages.join(" "));
     let (qemu, others): (Vec<&str>, Vec<&str>) = packages
         .iter()
         .partition(|package| package.starts_with("qemu"));
+    apt(&["update"])?;
     let backports = if qemu.is_empty() { None } else { backports()? };
     if let Some(Backports {
         source: Some(text), ..
     }) = &backports
     {
         add_source(text)?;
+        apt(&["update"])?;
     }
-    apt(&["update"])?;
     if !others.is_empty() {
         apt(&[
             &["install", "--yes", "--no-install-recommends"],
@@ -151,9 +159,7 @@ fn backports() -> Result<Option<Backports>> {
             source: None,
         }));
     }
-    let uri = uri("bookworm").context(
-        "apt has no index of Debian 12 yet, so its mirror is unknown; run `apt-get update` as root, then this again",
-    )?;
+    let uri = uri("bookworm").context("apt has no mirror of Debian 12 in its sources")?;
     let source = format!(
         "Types: deb\nURIs: {uri}\nSuites: {release}\nComponents: main\n\
          Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg\n"
@@ -196,7 +202,7 @@ fn fetch_kernel() -> Result<()> {
     let folder = tempfile::tempdir_in(kernel_cache()).context("making a folder for the kernel")?;
     let download = || {
         run(Command::new("apt-get")
-            .args(["download", &package])
+            .args(["-o", "APT::Sandbox::User=root", "download", &package])
             .current_dir(folder.path()))
     };
     if download().is_err() {
@@ -234,29 +240,30 @@ fn apt(arguments: &[&str]) -> Result<()> {
         "--quiet=2",
     ];
     as_root("apt-get", &[&options[..], arguments].concat())
-        .context("apt needs root and a network with a Debian mirror")
+        .context("apt-get failed; it needs a network with a Debian mirror")
 }
 
 fn as_root(program: &str, arguments: &[&str]) -> Result<()> {
-    let is_root = output("id", &["-u"])?.trim() == "0";
-    let prefix: &[&str] = if is_root {
-        &["env", "DEBIAN_FRONTEND=noninteractive"]
-    } else if Command::new("sudo")
+    let environment = ["env", "DEBIAN_FRONTEND=noninteractive"];
+    let mut command = if is_root()? {
+        Command::new(environment[0])
+    } else {
+        let mut sudo = Command::new("sudo");
+        sudo.args(["-n", environment[0]]);
+        sudo
+    };
+    run(command.arg(environment[1]).arg(program).args(arguments))
+}
+
+fn is_root() -> Result<bool> {
+    Ok(output("id", &["-u"])?.trim() == "0")
+}
+
+fn sudo_works() -> bool {
+    Command::new("sudo")
         .args(["-n", "true"])
         .output()
         .is_ok_and(|output| output.status.success())
-    {
-        &["sudo", "-n", "env", "DEBIAN_FRONTEND=noninteractive"]
-    } else {
-        bail!(
-            "root is needed; run this by hand, then the same again:\n    sudo {program} {}",
-            arguments.join(" ")
-        );
-    };
-    run(Command::new(prefix[0])
-        .args(&prefix[1..])
-        .arg(program)
-        .args(arguments))
 }
 
 fn run(command: &mut Command) -> Result<()> {
