@@ -3,7 +3,7 @@
 //! Nothing is asked of the network when everything is there. Without network the error names what is missing:
 //! `cargo xtask test` then goes on and skips the guests, the demo can't.
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
