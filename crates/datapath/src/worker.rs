@@ -65,9 +65,12 @@ impl<E: Engine> Worker<E> {
     }
 
     pub fn run(mut self) {
-        while !self.quit {
+        loop {
             if self.wake.take() {
                 self.obey();
+            }
+            if self.quit {
+                return;
             }
             if let Err(e) = self.turn() {
                 // The ring itself fails, not an operation on it: nothing in this thread can go on.

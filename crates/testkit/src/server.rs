@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
+use crate::driver::HANG;
+
 /// A running vhost-user-blk server. Killed on drop.
 pub struct Server {
     child: Child,
@@ -148,10 +150,17 @@ impl Server {
             .expect("the server is our child and not waited for");
     }
 
-    /// Asks the server to end (SIGTERM), and waits until it has.
+    /// Asks the server to end (SIGTERM), and waits until it has, but not for ever.
     pub fn terminate(&mut self) -> io::Result<ExitStatus> {
         self.signal(Signal::TERM);
-        self.child.wait()
+        let deadline = Instant::now() + HANG;
+        while Instant::now() < deadline {
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(status);
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Err(io::Error::new(io::ErrorKind::TimedOut, "the server ignores SIGTERM"))
     }
 
     /// Whether the process still runs.

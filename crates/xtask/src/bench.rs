@@ -6,6 +6,7 @@
 
 mod backing;
 mod client;
+mod instructions;
 mod picture;
 mod plan;
 mod process;
@@ -18,15 +19,16 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 
 use backing::Prepared;
 use client::{Job, Sample};
+use instructions::{Counter, Instructions};
 use plan::{Backing, Cell, Client, Rw, Server, Workload};
 use report::{CellResult, Idle, Record, Report};
-use server::{CLIENT_CPU, Programs, Running, SERVER_CPU};
+use server::{Programs, Running, SERVER_CPU};
 
 /// Measure ringdisk beside qemu-storage-daemon and fio on the host
 #[derive(clap::Args)]
@@ -91,6 +93,14 @@ pub struct Args {
     #[arg(long)]
     idle: bool,
 
+    /// Count the server's instructions per I/O at depth 32 instead of measuring the workloads
+    #[arg(long)]
+    instructions: bool,
+
+    /// Wait up to this long before each sample until nothing else runs on the machine
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
+    patience: f64,
+
     /// GiB of the file on the real disk
     #[arg(long, value_name = "GIB", default_value_t = 4)]
     size: u64,
@@ -140,10 +150,10 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         None => {}
     }
     let bench = Bench::prepare(args)?;
-    let report = if bench.args.idle {
-        bench.idle()?
-    } else {
-        bench.measure()?
+    let report = match (bench.args.idle, bench.args.instructions) {
+        (true, _) => bench.idle()?,
+        (false, true) => bench.instructions()?,
+        (false, false) => bench.measure()?,
     };
     print!("{}", report.table());
     bench.save(&report)?;
@@ -309,6 +319,7 @@ impl Bench {
         seed: u64,
     ) -> anyhow::Result<Sample> {
         backing.settle()?;
+        process::wait_for_quiet(Duration::from_secs_f64(self.args.patience))?;
         match client {
             None => server::host(
                 backing,
@@ -356,6 +367,37 @@ impl Bench {
                 backing: kind,
                 seconds: IDLE_SECONDS,
                 core: sample.server_core,
+            });
+        }
+        Ok(report)
+    }
+
+    fn instructions(&self) -> anyhow::Result<Report> {
+        let mut report = self.new_report();
+        let counter = Counter::here()?;
+        let kind = match counter {
+            Counter::Perf => self.args.only.first().copied().unwrap_or(Backing::Null),
+            Counter::Callgrind => Backing::Null,
+        };
+        let workload = Workload {
+            write: false,
+            sequential: false,
+            block: 4 << 10,
+            depth: 32,
+        };
+        let client = self.args.client.first().copied().unwrap_or(Client::RingPoll);
+        let backing = Prepared::new(kind, &self.dir, self.args.size << 30)?;
+        for server in self.servers() {
+            eprintln!("{server}: counting instructions ...");
+            let job = |running: &Running| self.job(running, client, workload, None, self.args.seed);
+            let per_io =
+                instructions::per_io(counter, server, &backing, &self.programs, &self.dir, job)?;
+            report.instructions.push(Instructions {
+                server,
+                backing: kind,
+                depth: workload.depth,
+                per_io,
+                counter,
             });
         }
         Ok(report)

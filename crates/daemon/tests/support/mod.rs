@@ -1,6 +1,7 @@
 //! Disks to test with, and ringdisk serving them.
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use tempfile::TempDir;
 use testkit::server::Server;
@@ -19,7 +20,11 @@ impl Disk {
     pub fn new() -> Self {
         // Not in /tmp, which may be a tmpfs: O_DIRECT and holes are to be those of a real file system.
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let (file, socket) = (dir.path().join("disk.raw"), dir.path().join("disk.sock"));
+        // A disk is named for its file, and two of one name are not served together.
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let file = dir.path().join(format!("disk-{number}.raw"));
+        let socket = dir.path().join("disk.sock");
         std::fs::write(&file, content(0, DISK_BYTES as usize)).unwrap();
         Self {
             file,

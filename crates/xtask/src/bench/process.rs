@@ -1,6 +1,7 @@
 //! CPU time as the kernel accounts for it, from `/proc`.
 
 use std::fs;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use rustix::process::Pid;
@@ -146,6 +147,19 @@ impl Cores {
     pub fn stolen_s(&self) -> f64 {
         self.stolen_ticks as f64 / TICKS_PER_SECOND
     }
+}
+
+/// Waits until the machine has been idle for a moment, or for `patience`: what is decided here does not know the sample.
+pub fn wait_for_quiet(patience: Duration) -> anyhow::Result<()> {
+    let begun = Instant::now();
+    while begun.elapsed() < patience {
+        let before = Cores::read()?;
+        std::thread::sleep(Duration::from_millis(200));
+        if Cores::read()?.since(&before).tasks_s() < 0.02 {
+            break;
+        }
+    }
+    Ok(())
 }
 
 /// Pins all threads that `pid` has now, io-wq workers included: those do not inherit the pin of the thread that made them.

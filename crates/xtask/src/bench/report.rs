@@ -9,6 +9,7 @@ use anyhow::Context;
 use serde::{Deserialize, Serialize};
 
 use super::client::Sample;
+use super::instructions::{Counter, Instructions};
 use super::picture;
 use super::plan::{Backing, Cell, Client, Limit, Metric, Server, TARGETS, Target};
 use super::server::{CLIENT_CPU, SERVER_CPU};
@@ -23,6 +24,7 @@ pub struct Report {
     pub runtime_s: f64,
     pub cells: Vec<CellResult>,
     pub idle: Vec<Idle>,
+    pub instructions: Vec<Instructions>,
     /// Backings that could not be measured here, with the reason.
     pub skipped: Vec<String>,
     pub failures: Vec<String>,
@@ -89,6 +91,7 @@ impl Report {
             runtime_s,
             cells: Vec::new(),
             idle: Vec::new(),
+            instructions: Vec::new(),
             skipped: Vec::new(),
             failures: Vec::new(),
         }
@@ -135,6 +138,25 @@ impl Report {
                 out,
                 "\n{:10} connected and idle for {} s: {percent:.3} % of a core",
                 idle.server, idle.seconds
+            )?;
+        }
+        for counted in &self.instructions {
+            let Instructions {
+                server,
+                backing,
+                depth,
+                per_io,
+                counter,
+            } = counted;
+            let what = match counter {
+                Counter::Perf => "user and kernel, perf",
+                Counter::Callgrind => {
+                    "user mode only, callgrind; perf events are not readable here"
+                }
+            };
+            writeln!(
+                out,
+                "\n{server:10} {per_io:.0} instructions per I/O, {backing}, depth {depth} ({what})"
             )?;
         }
         self.write_targets(out)?;

@@ -44,6 +44,17 @@ impl Running {
         programs: &Programs,
         dir: &Path,
     ) -> anyhow::Result<Running> {
+        Self::start_under(&[], server, backing, programs, dir)
+    }
+
+    /// The same with another program's command line before the server's.
+    pub fn start_under(
+        wrapper: &[OsString],
+        server: Server,
+        backing: &Prepared,
+        programs: &Programs,
+        dir: &Path,
+    ) -> anyhow::Result<Running> {
         let socket = dir.join(format!("{server}.sock"));
         let log = dir.join(format!("{server}.log"));
         let _ = fs::remove_file(&socket);
@@ -65,6 +76,14 @@ impl Running {
             Server::QsdNative => qsd("native", backing, &socket),
             Server::Host => bail!("the host is no server"),
         };
+        if let [program, args @ ..] = wrapper {
+            let mut wrapped = Command::new(program);
+            wrapped
+                .args(args)
+                .arg(command.get_program())
+                .args(command.get_args());
+            command = wrapped;
+        }
         let log_file = fs::File::create(&log)?;
         command
             .stdin(Stdio::null())
@@ -73,6 +92,13 @@ impl Running {
         let child = process::born_on(SERVER_CPU, || command.spawn())?
             .with_context(|| format!("starting {}", command.get_program().display()))?;
         Ok(Running { child, socket, log })
+    }
+
+    /// Stops the server. Gives what it has written to stdout and stderr.
+    pub fn stop(self) -> anyhow::Result<String> {
+        let log = self.log.clone();
+        drop(self);
+        Ok(fs::read_to_string(log)?)
     }
 
     pub fn pid(&self) -> u32 {
