@@ -662,7 +662,7 @@ fn guest_flushes_reach_the_device_beneath() {
             backing.device.display(),
             socket.display()
         );
-        let server = serve_all(&[format!("{arg},format=raw,cache={cache}")]);
+        let mut server = serve_all(&[format!("{arg},format=raw,cache={cache}")]);
         let mut device = connect(&server, DeviceConfig::default());
         assert_eq!(
             device.config().unwrap().wce,
@@ -707,6 +707,7 @@ fn guest_flushes_reach_the_device_beneath() {
             flushes >= 50,
             "block device, cache={cache}, FLUSH not negotiated: 50 writes, {flushes} flushes"
         );
+        assert!(server.terminate().unwrap().success());
     }
 }
 
@@ -1075,6 +1076,26 @@ fn guests_hear_of_a_grown_disk() {
         device.queues[0].read(DISK_BYTES / 512, 4096).unwrap(),
         content(3, 4096)
     );
+}
+
+/// The kernel may hold what a killed process had in its ring, and with it the lock on the file, a little longer than the
+/// process itself.
+#[test]
+fn a_killed_server_can_be_replaced_at_once() {
+    let disk = Disk::new();
+    for round in 0..10 {
+        let server = serve_all(&[disk.argument("")]);
+        let mut device = connect(&server, DeviceConfig::default());
+        let queue = &mut device.queues[0];
+        assert_eq!(queue.write(0, &content(round, 4096)), OK);
+        let slots: Vec<u16> = (0..queue.slots()).collect();
+        slots
+            .iter()
+            .for_each(|&slot| queue.prepare(slot, Op::Read, 0, 128 << 10));
+        queue.submit(&slots);
+        drop(server);
+        assert_eq!(disk.bytes(0, 4096), content(round, 4096));
+    }
 }
 
 #[test]

@@ -160,7 +160,10 @@ impl Server {
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        Err(io::Error::new(io::ErrorKind::TimedOut, "the server ignores SIGTERM"))
+        Err(io::Error::new(
+            io::ErrorKind::TimedOut,
+            "the server ignores SIGTERM",
+        ))
     }
 
     /// Whether the process still runs.
