@@ -18,16 +18,16 @@ const LIMIT: Duration = Duration::from_secs(240);
 
 #[test]
 fn a_disk_lives_with_one_queue() -> Result<()> {
-    a_disk_lives("a_disk_lives_with_one_queue", 1)
+    a_disk_lives("a_disk_lives_with_one_queue", 1, 1024)
 }
 
 #[test]
 fn a_disk_lives_with_four_queues() -> Result<()> {
-    a_disk_lives("a_disk_lives_with_four_queues", 4)
+    a_disk_lives("a_disk_lives_with_four_queues", 4, 4096)
 }
 
 /// Partitioned, formatted, filled, trimmed and verified by the guest; sound and with holes on the host.
-fn a_disk_lives(test: &str, queues: u16) -> Result<()> {
+fn a_disk_lives(test: &str, queues: u16, block_size: u32) -> Result<()> {
     let Some(bench) = Bench::new(test)? else {
         return Ok(());
     };
@@ -43,7 +43,7 @@ fn a_disk_lives(test: &str, queues: u16) -> Result<()> {
         "[ $(ls /sys/block/vda/mq | wc -l) = {queues} ] || {{ echo 'not {queues} queues'; exit 1; }}
          [ \"$(cat /sys/block/vda/queue/write_cache)\" = 'write back' ] || {{ echo 'no write cache'; exit 1; }}
          {}",
-        vm::disk_life("life")
+        vm::disk_life("life", block_size)
     );
     let output =
         bench

@@ -1,4 +1,4 @@
-# $device is the disk. Each step ends with a line that the host waits for.
+# $device is the disk, $block_size the file system's. Each step ends with a line that the host waits for.
 ok() { echo "ok $1"; }
 remount() { umount /mnt; echo 3 >/proc/sys/vm/drop_caches; mount "$@" ${device}1 /mnt; }
 
@@ -6,7 +6,7 @@ printf 'label: gpt\nstart=2048\n' | sfdisk --quiet $device
 [ -b ${device}1 ]
 ok partition
 
-mkfs.ext4 -q ${device}1
+mkfs.ext4 -q -b $block_size ${device}1
 mount ${device}1 /mnt
 ok format
 
