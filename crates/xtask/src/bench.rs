@@ -15,8 +15,7 @@ mod server;
 mod stats;
 
 use std::io::IsTerminal;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -288,6 +287,8 @@ impl Bench {
                                 client,
                                 sample,
                             }),
+                            // Ctrl-C ends the server and the client as well.
+                            Err(_) if self.interrupted.load(Ordering::Relaxed) => {}
                             Err(error) => {
                                 let who = client
                                     .map(|client| format!(" with {client}"))
@@ -385,7 +386,12 @@ impl Bench {
             block: 4 << 10,
             depth: 32,
         };
-        let client = self.args.client.first().copied().unwrap_or(Client::RingPoll);
+        let client = self
+            .args
+            .client
+            .first()
+            .copied()
+            .unwrap_or(Client::RingPoll);
         let backing = Prepared::new(kind, &self.dir, self.args.size << 30)?;
         for server in self.servers() {
             eprintln!("{server}: counting instructions ...");
@@ -469,28 +475,19 @@ fn differs_on(server: Server, backing: Backing) -> bool {
 }
 
 fn target_dir() -> PathBuf {
-    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace.join("target"), PathBuf::from)
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| crate::root().join("target"), PathBuf::from)
 }
 
 /// `cargo xtask` itself is a debug build: as a client it would measure itself.
 fn build(ringdisk: bool) -> anyhow::Result<()> {
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
-    command
-        .args(["build", "--release", "--quiet"])
-        .current_dir(env!("CARGO_MANIFEST_DIR"));
-    if cfg!(debug_assertions) {
-        command.args(["--bin", "xtask"]);
-    } else if !ringdisk {
-        return Ok(());
-    }
-    if ringdisk {
-        command.args(["--bin", "ringdisk"]);
-    }
-    if cfg!(debug_assertions) || ringdisk {
-        // Both live in the workspace, not in this package alone.
-        command.arg("--workspace");
-    }
+    let mut command = crate::cargo();
+    command.args(["build", "--release", "--quiet", "--workspace"]);
+    match (cfg!(debug_assertions), ringdisk) {
+        (true, true) => command.args(["--bin", "xtask", "--bin", "ringdisk"]),
+        (true, false) => command.args(["--bin", "xtask"]),
+        (false, true) => command.args(["--bin", "ringdisk"]),
+        (false, false) => return Ok(()),
+    };
     let status = command.status().context("starting cargo")?;
     if !status.success() {
         bail!("the release build failed: {status}");

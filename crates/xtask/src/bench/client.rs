@@ -32,7 +32,7 @@ pub struct Job {
 }
 
 /// What one measurement yielded: the raw sample that goes into the JSON report.
-#[derive(Clone, Serialize, Deserialize)]
+#[derive(Clone, Default, Serialize, Deserialize)]
 pub struct Sample {
     pub iops: f64,
     pub mean_us: f64,

@@ -103,15 +103,25 @@ pub fn cells(filter: &Filter) -> Vec<Cell> {
         .filter(|it| selected(*it, &filter.backings))
     {
         for rw in [Rw::Randread, Rw::Randwrite, Rw::Read, Rw::Write] {
-            let depths = if rw.sequential() {
-                vec![SEQUENTIAL_DEPTH]
-            } else {
-                depths(&filter.depths)
-            };
-            let unwanted = rw.sequential() && !selected(SEQUENTIAL_DEPTH, &filter.depths);
-            if unwanted || !selected(rw, &filter.rw) {
+            if !selected(rw, &filter.rw) {
                 continue;
             }
+            // A depth outside the plan is measured where the command line leaves no doubt that it is wanted.
+            let (planned, named) = if rw.sequential() {
+                (vec![SEQUENTIAL_DEPTH], filter.rw.contains(&rw))
+            } else {
+                (DEPTHS.to_vec(), true)
+            };
+            let depths = match filter.depths.is_empty() {
+                true => planned,
+                false if named => filter.depths.clone(),
+                false => filter
+                    .depths
+                    .iter()
+                    .copied()
+                    .filter(|it| planned.contains(it))
+                    .collect(),
+            };
             for depth in depths {
                 let workload = Workload {
                     write: matches!(rw, Rw::Randwrite | Rw::Write),
@@ -136,15 +146,6 @@ pub fn cells(filter: &Filter) -> Vec<Cell> {
         }
     }
     cells
-}
-
-/// A depth that is not in the list is still measured when asked for by name.
-fn depths(wanted: &[usize]) -> Vec<usize> {
-    if wanted.is_empty() {
-        DEPTHS.to_vec()
-    } else {
-        wanted.to_vec()
-    }
 }
 
 /// A sleeping client is what a guest is; on the null disk only a polling one shows the server and not the client's wake-ups.
@@ -319,5 +320,67 @@ impl fmt::Display for Client {
             Client::RingPoll => "ring-poll",
             Client::Blkio => "blkio",
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(filter: &Filter) -> Vec<String> {
+        cells(filter)
+            .iter()
+            .map(|cell| cell.workload.to_string())
+            .collect()
+    }
+
+    fn disk(rw: Vec<Rw>, depths: Vec<usize>) -> Filter {
+        Filter {
+            backings: vec![Backing::Disk],
+            rw,
+            depths,
+            clients: Vec::new(),
+            targets_only: false,
+        }
+    }
+
+    #[test]
+    fn the_whole_plan_has_ten_workloads_for_each_of_four_backings() {
+        let all = Filter {
+            backings: Vec::new(),
+            ..disk(Vec::new(), Vec::new())
+        };
+        assert_eq!(cells(&all).len(), 40);
+    }
+
+    #[test]
+    fn filters_narrow_the_plan() {
+        assert_eq!(
+            names(&disk(vec![Rw::Randread], vec![1])),
+            ["4k randread depth 1"]
+        );
+        assert_eq!(
+            names(&disk(vec![], vec![128])),
+            ["4k randread depth 128", "4k randwrite depth 128"]
+        );
+        assert_eq!(names(&disk(vec![Rw::Read], vec![4])), ["128k read depth 4"]);
+    }
+
+    #[test]
+    fn every_target_has_its_cells() {
+        let targets = Filter {
+            backings: Vec::new(),
+            targets_only: true,
+            ..disk(Vec::new(), Vec::new())
+        };
+        let cells = cells(&targets);
+        for target in &TARGETS {
+            let its: Vec<_> = cells.iter().filter(|cell| target.is_about(cell)).collect();
+            assert_eq!(its.len(), 2, "a read and a write");
+            assert!(
+                its.iter()
+                    .all(|cell| cell.clients.iter().any(|client| target.is_for(*client)))
+            );
+        }
     }
 }

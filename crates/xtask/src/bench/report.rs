@@ -15,6 +15,9 @@ use super::plan::{Backing, Cell, Client, Limit, Metric, Server, TARGETS, Target}
 use super::server::{CLIENT_CPU, SERVER_CPU};
 use super::stats::Spread;
 
+/// What is shown as 0.0 %.
+const IDLE_PERCENT_MAX: f64 = 0.05;
+
 /// A whole run.
 #[derive(Serialize, Deserialize)]
 pub struct Report {
@@ -133,11 +136,22 @@ impl Report {
             self.write_backing(out, cells)?;
         }
         for idle in &self.idle {
-            let percent = idle.core * 100.0;
+            let Idle {
+                server,
+                seconds,
+                core,
+                ..
+            } = idle;
+            let verdict = match (server, core * 100.0 < IDLE_PERCENT_MAX) {
+                (Server::Ringdisk, true) => "reached: ",
+                (Server::Ringdisk, false) => "MISSED: ",
+                _ => "",
+            };
             writeln!(
                 out,
-                "\n{:10} connected and idle for {} s: {percent:.3} % of a core",
-                idle.server, idle.seconds
+                "
+{verdict}{server} connected and idle for {seconds} s: {:.3} % of a core",
+                core * 100.0
             )?;
         }
         for counted in &self.instructions {
@@ -491,12 +505,97 @@ impl Machine {
 
 /// What a program prints first, or that it is not there.
 fn first_line(program: &str, args: &[&str]) -> String {
-    match Command::new(program).args(args).output() {
+    match Command::new(program)
+        .args(args)
+        .current_dir(crate::root())
+        .output()
+    {
         Ok(output) => String::from_utf8_lossy(&output.stdout)
             .lines()
             .next()
             .unwrap_or_default()
             .to_string(),
         Err(_) => format!("no {program}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::plan::Workload;
+
+    fn record(round: usize, server: Server, iops: f64) -> Record {
+        let sample = Sample {
+            iops,
+            ..Sample::default()
+        };
+        let client = (server != Server::Host).then_some(Client::Blkio);
+        Record {
+            round,
+            server,
+            client,
+            sample,
+        }
+    }
+
+    fn disk_at_32(records: Vec<Record>) -> CellResult {
+        let workload = Workload {
+            write: false,
+            sequential: false,
+            block: 4096,
+            depth: 32,
+        };
+        let cell = Cell {
+            backing: Backing::Disk,
+            workload,
+            clients: vec![Client::Blkio],
+        };
+        CellResult { cell, records }
+    }
+
+    #[test]
+    fn ratios_pair_the_samples_of_one_round() {
+        let result = disk_at_32(vec![
+            record(0, Server::Ringdisk, 100.0),
+            record(1, Server::Qsd, 10.0),
+            record(1, Server::Ringdisk, 30.0),
+            record(0, Server::Qsd, 50.0),
+            // Its partner failed.
+            record(2, Server::Ringdisk, 1.0),
+        ]);
+        let ratio = result.compare(Server::Qsd, Client::Blkio, |a, b| a.iops / b.iops);
+        assert_eq!(
+            ratio,
+            Some(Spread {
+                median: 2.5,
+                min: 2.0,
+                max: 3.0
+            })
+        );
+    }
+
+    #[test]
+    fn a_target_is_judged_by_the_median_and_says_when_a_round_differs() {
+        let result = disk_at_32(vec![
+            record(0, Server::Ringdisk, 96.0),
+            record(0, Server::Host, 100.0),
+            record(1, Server::Ringdisk, 97.0),
+            record(1, Server::Host, 100.0),
+            record(2, Server::Ringdisk, 80.0),
+            record(2, Server::Host, 100.0),
+        ]);
+        let verdicts = result.verdicts();
+        assert_eq!(verdicts.len(), 1, "only the host takes part");
+        assert!(
+            verdicts[0].reached && !verdicts[0].in_every_round,
+            "{}",
+            verdicts[0].text
+        );
+    }
+
+    #[test]
+    fn three_digits() {
+        let texts = [0.0731, 1.704, 24.52, 153.4, 20875.0].map(short);
+        assert_eq!(texts, ["0.073", "1.70", "24.5", "153", "20875"]);
     }
 }

@@ -120,11 +120,9 @@ impl Running {
         let output = client.wait_with_output()?;
         if !output.status.success() {
             let log = fs::read_to_string(&self.log).unwrap_or_default();
-            bail!(
-                "the client failed: {}\nthe server said: {}",
-                String::from_utf8_lossy(&output.stderr),
-                log.trim()
-            );
+            let last = log.trim_end().rsplit('\n').next().unwrap_or_default();
+            let client = String::from_utf8_lossy(&output.stderr);
+            bail!("{}; the server's last line: {last:?}", client.trim());
         }
         serde_json::from_slice(&output.stdout).context("reading the client's sample")
     }
