@@ -11,7 +11,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 use rustix::process::Signal;
-use testkit::chain::{Chain, Layout, header, legal_layouts};
+use testkit::chain::{Chain, Layout, Table, header, legal_layouts};
 use testkit::driver::{Device, DeviceConfig, DiskConfig, HANG, Op, Queue, segment};
 use testkit::frontend::{F_PROTOCOL_FEATURES, Frontend, message, protocol};
 use testkit::server::Server;
@@ -327,11 +327,9 @@ fn run_chain(
     let chain = Chain::request(
         memory, layout, readable.0, readable.1, writable.0, writable.1,
     );
-    let (first, table) = (
-        queue.first_free_desc(),
-        memory.regions()[Device::RINGS].end() - 4096,
-    );
-    let head = chain.place(layout.table, &mut queue.ring, first, memory, table);
+    // Over the descriptors of the slots, which are built anew before they are used again.
+    let table = memory.regions()[Device::RINGS].end() - 4096;
+    let head = chain.place(layout.table, &mut queue.ring, 0, memory, table);
     queue.ring.publish([head]);
     let used = queue.ring.next_used(HANG).expect("the request completes");
     assert_eq!(used.id, u32::from(head));
@@ -341,6 +339,197 @@ fn run_chain(
         writable.1
     );
     chain.written(memory)
+}
+
+#[test]
+fn requests_as_large_and_as_scattered_as_allowed() {
+    for cache in ["none", "writeback"] {
+        let (server, disk) = serve(&format!("cache={cache},queue-size=128"));
+        let config = DeviceConfig {
+            queue_size: 128,
+            buffer_len: 1 << 20,
+            ..DeviceConfig::default()
+        };
+        let mut device = connect(&server, config);
+        let segments = device.config().unwrap().seg_max as usize;
+        let len = segments * 512;
+        let low = device.memory.regions()[Device::LOW].alloc(1 << 20, 4096);
+        // Aligned and misaligned, in the ring and in a table, which may be longer than the ring.
+        for (shift, table) in [
+            (0, Table::Direct),
+            (0, Table::Indirect),
+            (3, Table::Indirect),
+        ] {
+            let cuts: Vec<u32> = [16].into_iter().chain((1..segments).map(|_| 512)).collect();
+            let layout = Layout {
+                readable: cuts.clone(),
+                writable: cuts[1..].to_vec(),
+                gap: 32 * shift,
+                table,
+            };
+            let bytes = content(shift + 5, len);
+            let write = [header(VIRTIO_BLK_T_OUT, 64), bytes.clone()].concat();
+            let got = run_chain(
+                &mut device,
+                &layout,
+                (low + shift, &write),
+                (low + 0x8_0000, 1),
+            );
+            assert_eq!(got, [OK], "{table:?}, cache={cache}");
+            assert!(disk.bytes(64, len) == bytes, "{table:?}, cache={cache}");
+            let read = header(VIRTIO_BLK_T_IN, 64);
+            let layout = Layout {
+                writable: [&cuts[1..], &[512]].concat(),
+                ..layout
+            };
+            let got = run_chain(
+                &mut device,
+                &layout,
+                (low, &read),
+                (low + 4096 + shift, len as u32 + 1),
+            );
+            assert!(
+                got == [bytes, vec![OK]].concat(),
+                "{table:?}, cache={cache}"
+            );
+        }
+        // More data at once than any pool of bounce buffers holds, from buffers that need one.
+        let queue = &mut device.queues[0];
+        let slots: Vec<u16> = (0..queue.slots()).collect();
+        let (memory, free) = (&device.memory, queue.first_free_desc());
+        let mut chains = Vec::new();
+        for &slot in &slots {
+            let (sector, data) = (1024 * u64::from(slot), queue.buffer(slot) + 1);
+            let (request, table) = (
+                low + 0x1000 * u64::from(slot),
+                low + 0x1000 * u64::from(slot) + 0x800,
+            );
+            let layout = Layout {
+                writable: vec![512 << 10],
+                table: Table::Indirect,
+                ..Layout::default()
+            };
+            let chain = Chain::request(
+                memory,
+                &layout,
+                request,
+                &header(VIRTIO_BLK_T_IN, sector),
+                data,
+                (512 << 10) + 1,
+            );
+            chains.push((
+                sector,
+                chain.place(layout.table, &mut queue.ring, free + slot, memory, table),
+                chain,
+            ));
+        }
+        queue.ring.publish(chains.iter().map(|(_, head, _)| *head));
+        for _ in &chains {
+            let used = queue.ring.next_used(HANG).expect("the request completes");
+            let (sector, _, chain) = chains
+                .iter()
+                .find(|(_, head, _)| u32::from(*head) == used.id)
+                .unwrap();
+            assert!(
+                chain.written(memory) == [disk.bytes(*sector, 512 << 10), vec![OK]].concat(),
+                "cache={cache}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_full_file_system_is_an_error_and_no_end() {
+    let Some(backing) = LoopDevice::new() else {
+        return;
+    };
+    let Some(mount) = backing.mount() else { return };
+    let file = mount.join("disk.raw");
+    std::fs::File::create(&file)
+        .unwrap()
+        .set_len(1 << 30)
+        .unwrap();
+    for cache in ["none", "writeback"] {
+        let socket = backing.dir.path().join("disk.sock");
+        let mut server = serve_all(&[format!(
+            "file={},socket={},cache={cache}",
+            file.display(),
+            socket.display()
+        )]);
+        let mut device = connect(&server, DeviceConfig::default());
+        let queue = &mut device.queues[0];
+        let writes = (0..).map(|at| (at, queue.write(at * 256, &content(at, 128 << 10))));
+        let (full, status) = writes
+            .take(8192)
+            .find(|(_, status)| *status != OK)
+            .expect("64 MiB hold no GiB");
+        assert_eq!(status, IOERR);
+        assert_eq!(
+            queue.read(0, 4096).unwrap(),
+            content(0, 4096),
+            "cache={cache}, after {full} writes"
+        );
+        assert_eq!(queue.run(Op::Discard, 0, 32 << 20), OK);
+        assert_eq!(queue.run(Op::Flush, 0, 0), OK);
+        assert_eq!(queue.write(0, &content(3, 4096)), OK, "there is room again");
+        assert_eq!(queue.run(Op::Discard, 0, 1 << 30), OK);
+        assert!(server.terminate().unwrap().success());
+    }
+}
+
+#[test]
+fn block_devices_of_four_kilobyte_sectors() {
+    let Some(backing) = LoopDevice::with_sectors(4096) else {
+        return;
+    };
+    for cache in ["none", "writeback"] {
+        let socket = backing.dir.path().join("disk.sock");
+        let arg = format!(
+            "file={},socket={},cache={cache}",
+            backing.device.display(),
+            socket.display()
+        );
+        let mut server = serve_all(&[arg]);
+        let mut device = connect(&server, DeviceConfig::default());
+        let config = device.config().unwrap();
+        assert_eq!(
+            config.capacity,
+            (64 << 20) / 512,
+            "in sectors of 512 bytes, whatever the device has"
+        );
+        let queue = &mut device.queues[0];
+        if config.blk_size == 4096 {
+            assert_eq!(queue.read(0, 512), Err(IOERR));
+            assert_eq!(queue.write(1, &content(0, 4096)), IOERR);
+        }
+        assert_eq!(queue.write(8, &content(8, 8192)), OK);
+        assert_eq!(queue.read(8, 8192).unwrap(), content(8, 8192));
+        assert_eq!(queue.run(Op::WriteZeroes { unmap: false }, 8, 4096), OK);
+        assert_eq!(
+            queue.read(8, 8192).unwrap(),
+            [vec![0; 4096], content(16, 4096)].concat()
+        );
+        assert_eq!(queue.run(Op::WriteZeroes { unmap: true }, 16, 4096), OK);
+        assert_eq!(queue.read(8, 8192).unwrap(), vec![0; 8192]);
+        assert_eq!(queue.run(Op::Flush, 0, 0), OK);
+        if device.features & 1 << VIRTIO_BLK_F_DISCARD != 0 {
+            let blocks = || {
+                std::fs::metadata(backing.dir.path().join("backing"))
+                    .unwrap()
+                    .blocks()
+            };
+            assert_eq!(device.queues[0].write(0, &content(0, 128 << 10)), OK);
+            assert_eq!(device.queues[0].run(Op::Flush, 0, 0), OK);
+            let before = blocks();
+            assert_eq!(device.queues[0].run(Op::Discard, 0, 128 << 10), OK);
+            assert!(
+                blocks() <= before - 256,
+                "cache={cache}: {} of {before} blocks",
+                blocks()
+            );
+        }
+        assert!(server.terminate().unwrap().success());
+    }
 }
 
 #[test]
@@ -757,13 +946,19 @@ struct LoopDevice {
 
 impl LoopDevice {
     fn new() -> Option<Self> {
+        Self::with_sectors(512)
+    }
+
+    fn with_sectors(bytes: u32) -> Option<Self> {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let file = dir.path().join("backing");
         std::fs::File::create(&file)
             .unwrap()
             .set_len(64 << 20)
             .unwrap();
-        match run("losetup", &["-f".as_ref(), "--show".as_ref(), &file]) {
+        let sectors = bytes.to_string();
+        let args = ["-f", "--show", "-b", &sectors].map(Path::new);
+        match run("losetup", &[&args[..], &[&file]].concat()) {
             Ok(device) => Some(Self {
                 device: device.trim().into(),
                 dir,
