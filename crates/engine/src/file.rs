@@ -5,11 +5,13 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
 use block::{Backing, CacheMode, DiskFacts};
 use rustix::fs::{AtFlags, FallocateFlags, StatxFlags};
 use thiserror::Error;
-use tracing::warn;
+use tracing::{info, warn};
 
 use crate::lock;
 
@@ -119,7 +121,7 @@ impl DiskFile {
             .open(path)
             .map_err(|e| open_failed(&name, e, cache, read_only))?;
 
-        match lock::acquire(file.as_fd(), !read_only) {
+        match lock_patiently(&file, &name, !read_only) {
             Ok(true) => {}
             Ok(false) => return Err(OpenError::Locked(name)),
             // QEMU goes on without locks where a file system has none (some NFS mounts).
@@ -186,6 +188,26 @@ impl AsFd for DiskFile {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
+}
+
+/// Takes the lock, or gives up after a few seconds. A process that was killed holds its lock until the
+/// kernel has finished its I/O and taken down its ring, and only then is it safe to go on.
+fn lock_patiently(file: &File, name: &str, writable: bool) -> io::Result<bool> {
+    const PAUSE: Duration = Duration::from_millis(50);
+    const PAUSES: u32 = 60;
+    for pause in 0..PAUSES {
+        if lock::acquire(file.as_fd(), writable)? {
+            return Ok(true);
+        }
+        if pause == 0 {
+            info!(
+                "{name}: is locked; waiting {:?} for whoever holds it to go",
+                PAUSE * PAUSES
+            );
+        }
+        thread::sleep(PAUSE);
+    }
+    Ok(false)
 }
 
 fn open_failed(name: &str, e: io::Error, cache: CacheMode, read_only: bool) -> OpenError {

@@ -22,34 +22,35 @@ const RESIZE: i64 = 3;
 /// # Errors
 /// The file system does not know such locks.
 pub(crate) fn acquire(file: BorrowedFd<'_>, writable: bool) -> io::Result<bool> {
-    let used: &[i64] = match writable {
-        true => &[CONSISTENT_READ, WRITE],
+    let used = match writable {
+        true => &[CONSISTENT_READ, WRITE][..],
         false => &[CONSISTENT_READ],
     };
     let not_shared = [WRITE, RESIZE];
+    let ours = || {
+        let used = used.iter().map(|p| USED + p);
+        used.chain(not_shared.iter().map(|p| NOT_SHARED + p))
+    };
+    let conflicting = || {
+        let used = used.iter().map(|p| NOT_SHARED + p);
+        used.chain(not_shared.iter().map(|p| USED + p))
+    };
     // Take first and test then: of two that start at once, at least one sees the other.
-    for p in used {
-        set(file, USED + p)?;
+    for byte in ours() {
+        set(file, byte, libc::F_RDLCK)?;
     }
-    for p in not_shared {
-        set(file, NOT_SHARED + p)?;
-    }
-    for p in used {
-        if held_by_other(file, NOT_SHARED + p)? {
-            return Ok(false);
-        }
-    }
-    for p in not_shared {
-        if held_by_other(file, USED + p)? {
+    for byte in conflicting() {
+        if held_by_other(file, byte)? {
+            // What we hold must not keep the rightful owner's next one away.
+            ours().try_for_each(|byte| set(file, byte, libc::F_UNLCK))?;
             return Ok(false);
         }
     }
     Ok(true)
 }
 
-fn set(file: BorrowedFd<'_>, byte: i64) -> io::Result<()> {
-    let mut lock = one_byte(byte, libc::F_RDLCK);
-    fcntl(file, libc::F_OFD_SETLK, &mut lock)
+fn set(file: BorrowedFd<'_>, byte: i64, kind: i32) -> io::Result<()> {
+    fcntl(file, libc::F_OFD_SETLK, &mut one_byte(byte, kind))
 }
 
 /// Whether somebody else has any lock on this byte: an exclusive one would not be granted.

@@ -297,10 +297,6 @@ impl Virtqueue {
             if u32::from(index) >= table_len {
                 return Err(RingError::DescriptorIndex(index, table_len));
             }
-            steps += 1;
-            if steps > limit {
-                return Err(RingError::ChainLength { head, limit });
-            }
             let d = self.descriptor(table, index)?;
             let flags = u32::from(d.flags);
 
@@ -325,6 +321,11 @@ impl Virtqueue {
                 table_len = d.len / DESCRIPTOR_BYTES as u32;
                 index = 0;
                 continue;
+            }
+
+            steps += 1;
+            if steps > limit {
+                return Err(RingError::ChainLength { head, limit });
             }
 
             if flags & VRING_DESC_F_WRITE != 0 {
