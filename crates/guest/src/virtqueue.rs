@@ -393,9 +393,9 @@ impl Virtqueue {
         match table {
             // SAFETY: `index` is below the ring's size, and the table is mapped and aligned.
             Table::Ring => Ok(unsafe { ptr::read_volatile(self.descriptors.add(index)) }),
-            // SAFETY: `index` is below the number of descriptors that `locate` found mapped; the
-            // guest may place an indirect table at any address, so the read is unaligned.
             Table::Indirect(start) => {
+                // SAFETY: `index` is below the number of descriptors that `locate` found mapped;
+                // the guest may place the table at any address, so that the read is unaligned.
                 Ok(unsafe { ptr::read_unaligned(start.cast::<Descriptor>().add(index)) })
             }
             Table::Scattered(start) => {
