@@ -265,7 +265,7 @@ impl Vm {
     fn last_words(&self) -> String {
         let read = |name: &str| {
             let bytes = fs::read(self.folder.join(name)).unwrap_or_default();
-            tail(&String::from_utf8_lossy(&bytes), 20)
+            tail(&String::from_utf8_lossy(&bytes), 50) // a kernel's panic takes 40
         };
         format!(
             "\n--- QEMU said:\n{}\n--- the script said last:\n{}\n--- the console's last lines, of {}:\n{}",
@@ -525,4 +525,49 @@ impl Lines {
 fn tail(text: &str, count: usize) -> String {
     let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
     lines[lines.len().saturating_sub(count)..].join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_fails_says_so() {
+        if let Some(missing) = missing(false) {
+            println!("skipped: a_guest_that_fails_says_so: {missing}");
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let vm = Vm::new(folder.path());
+        let run = |script, limit_s| vm.run(script, Duration::from_secs(limit_s));
+
+        let failed = run("echo before; false; echo after", 60).unwrap();
+        assert_eq!(
+            (failed.lines.join(" ").as_str(), failed.status),
+            ("before", 1)
+        );
+
+        let panicked = run("echo c >/proc/sysrq-trigger", 60)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            panicked.contains("stopped before its script ended"),
+            "{panicked}"
+        );
+        assert!(panicked.contains("Kernel panic"), "{panicked}");
+
+        let mut qemu = 0;
+        let mut on_line = |_: &str, pid| qemu = pid;
+        let hung = vm.run_watched(
+            "echo waiting; sleep 1000",
+            Duration::from_secs(10),
+            &mut on_line,
+        );
+        let hung = hung.unwrap_err().to_string();
+        assert!(
+            hung.contains("was killed") && hung.contains("waiting"),
+            "{hung}"
+        );
+        assert!(qemu > 0 && !Path::new(&format!("/proc/{qemu}")).exists());
+    }
 }
