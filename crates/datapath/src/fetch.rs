@@ -1,12 +1,13 @@
 //! Stage 1: from the available rings to slots and operations, a bounded batch at a time.
 
 use block::{Engine, Request};
-use guest::RingError;
 use guest::blk::{self, Status};
+use guest::{Chain, RingError};
 use tracing::warn;
 
+use crate::disk::Disk;
 use crate::plan::{self, Plan};
-use crate::queue::State;
+use crate::queue::{Queue, State};
 use crate::worker::Worker;
 
 /// Operations submitted in one turn for one queue. All at once would let the storage idle while the
@@ -16,6 +17,10 @@ const CHUNK: usize = 8;
 /// Requests fetched in one turn from one queue, with those that need no operation: the other queues
 /// wait meanwhile.
 const BATCH: usize = 64;
+
+/// Requests that need no operation, after which the guest is told of them: it works on these while
+/// we are at the next.
+const PUBLISH: usize = 8;
 
 /// What fetching left behind.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -59,82 +64,49 @@ impl<E: Engine> Worker<E> {
         if waiting == 0 {
             return Ok(Fetched::Nothing);
         }
-        let disk = queue.disk.clone();
-        let size = disk.size();
         let mut submitted = 0;
         let mut fetched = 0;
-        while fetched < waiting.min(BATCH) && submitted < CHUNK && self.engine.room() > 0 {
+        while fetched < waiting.min(BATCH) && submitted < CHUNK {
             let Some(queue) = &mut self.queues[number] else {
                 break;
             };
-            // All slots are taken only if the guest made descriptors available twice.
-            let Some(slot) = queue.slots.take() else {
+            // There is always a slot, unless the guest made a descriptor available twice.
+            if queue.slots.none_free() || self.engine.room() == 0 {
                 break;
-            };
+            }
+            let Queue {
+                disk, ring, slots, ..
+            } = queue;
             fetched += 1;
-            let chain = match queue
-                .ring
-                .fetch(&mut self.scratch[..queue.ring.max_segments()])
-            {
-                Ok(chain) => chain,
-                Err(e) => {
-                    queue.slots.give_back(slot);
-                    return Err(e);
-                }
-            };
-            let readable = usize::from(chain.readable);
-            let segments = &self.scratch[..readable + usize::from(chain.writable)];
-            let (readable, writable) = segments.split_at(readable);
-            let payload = |to: &mut [u8; 16]| queue.ring.copy_from(readable, to);
-            let plan = match blk::parse(&chain, size, &disk.facts, payload) {
-                Ok(request) => plan::plan(&disk, request),
-                Err(status) => {
-                    disk.errors.log(|left_out| {
-                        warn!(
-                            "disk {}: refused request {:02x?} with {} bytes out and {} in: \
-                             not what a disk of {size} bytes allows ({left_out} more of these \
-                             left out)",
-                            disk.name, chain.header, chain.readable_len, chain.writable_len,
-                        );
-                    });
-                    Plan::Done(status, 0)
-                }
+            let chain = ring.fetch(&mut self.scratch[..ring.max_segments()])?;
+            let (readable, rest) = self.scratch.split_at(usize::from(chain.readable));
+            let writable = &rest[..usize::from(chain.writable)];
+            let payload = |to: &mut [u8; 16]| ring.copy_from(readable, to);
+            let plan = match blk::parse(&chain, disk.size(), &disk.facts, payload) {
+                Ok(request) => plan::plan(disk, request),
+                Err(status) => refuse(disk, &chain, status),
             };
             match plan {
                 Plan::Done(status, written) => {
-                    queue.slots.give_back(slot);
-                    queue
-                        .ring
-                        .complete(&chain.ticket(), status as u8, written + 1);
+                    ring.complete(&chain.ticket(), status as u8, written + 1);
                 }
                 Plan::Id => {
-                    queue.slots.give_back(slot);
-                    let written = queue.ring.copy_to(writable, &disk.id) as u32;
-                    queue
-                        .ring
-                        .complete(&chain.ticket(), Status::Ok as u8, written + 1);
+                    let written = ring.copy_to(writable, &disk.id) as u32;
+                    ring.complete(&chain.ticket(), Status::Ok as u8, written + 1);
                 }
                 Plan::Operation(request, at) => {
-                    let s = queue.slots.get(slot);
-                    s.ticket = chain.ticket();
-                    s.request = request;
-                    s.at = at;
-                    s.retries = 0;
-                    (s.left, s.written) = match request {
-                        Request::Read { len, .. } => {
-                            s.set_segments(writable);
-                            (len, u32::try_from(len).unwrap_or(u32::MAX - 1))
-                        }
-                        Request::Write { len, .. } => {
-                            s.set_segments(readable);
-                            (len, 0)
-                        }
-                        Request::Discard { len, .. } | Request::WriteZeroes { len, .. } => (len, 0),
-                        Request::Flush | Request::GetId => (0, 0),
+                    let segments = match request {
+                        Request::Read { .. } => writable,
+                        _ => readable,
                     };
+                    let slot = slots.take(chain.ticket(), request, at, segments);
                     self.submit(number, slot);
                     submitted += 1;
+                    continue;
                 }
+            }
+            if fetched % PUBLISH == 0 {
+                self.notify_queue(number);
             }
         }
         Ok(match fetched {
@@ -165,4 +137,20 @@ impl<E: Engine> Worker<E> {
             crate::notify::signal(error);
         }
     }
+}
+
+#[cold]
+fn refuse(disk: &Disk, chain: &Chain, status: Status) -> Plan {
+    disk.errors.log(|left_out| {
+        warn!(
+            "disk {}: refused request {:02x?} with {} bytes out and {} in: not what a disk of {} \
+             bytes allows ({left_out} more of these left out)",
+            disk.name,
+            chain.header,
+            chain.readable_len,
+            chain.writable_len,
+            disk.size(),
+        );
+    });
+    Plan::Done(status, 0)
 }

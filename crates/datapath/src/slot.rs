@@ -48,12 +48,13 @@ impl Slot {
         }
     }
 
-    /// Keeps a list of segments.
     #[inline]
-    pub fn set_segments(&mut self, segments: &[Segment]) {
+    fn set_segments(&mut self, segments: &[Segment]) {
         self.first = 0;
         self.len = segments.len();
-        if self.len <= INLINE {
+        if let [only] = segments {
+            self.few[0] = *only;
+        } else if self.len <= INLINE {
             self.few[..self.len].copy_from_slice(segments);
         } else {
             self.many.clear();
@@ -102,8 +103,36 @@ impl Slots {
         }
     }
 
-    pub fn take(&mut self) -> Option<u16> {
-        self.free.pop()
+    #[inline]
+    pub fn none_free(&self) -> bool {
+        self.free.is_empty()
+    }
+
+    /// Takes a slot for a request that needs an operation from `at` on. One must be free.
+    #[inline]
+    pub fn take(
+        &mut self,
+        ticket: Ticket,
+        request: Request,
+        at: FileOffset,
+        segments: &[Segment],
+    ) -> u16 {
+        let number = self.free.pop().expect("the caller saw a free slot");
+        let slot = self.get(number);
+        slot.ticket = ticket;
+        slot.request = request;
+        slot.at = at;
+        slot.retries = 0;
+        slot.set_segments(segments);
+        (slot.left, slot.written) = match request {
+            // The used ring counts in 32 bits.
+            Request::Read { len, .. } => (len, u32::try_from(len).unwrap_or(u32::MAX - 1)),
+            Request::Write { len, .. }
+            | Request::Discard { len, .. }
+            | Request::WriteZeroes { len, .. } => (len, 0),
+            Request::Flush | Request::GetId => (0, 0),
+        };
+        number
     }
 
     pub fn give_back(&mut self, slot: u16) {

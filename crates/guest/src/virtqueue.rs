@@ -143,7 +143,9 @@ pub struct Virtqueue {
     published: u16,
     /// Nothing was published yet: the driver's event index says nothing about us.
     first: bool,
-    window: Window,
+    /// The regions last looked at. A guest has its buffers in two as often as in one: below and
+    /// above the hole for PCI.
+    windows: [Window; 2],
     /// Keeps every address above mapped.
     memory: Arc<GuestMemory>,
 }
@@ -221,7 +223,7 @@ impl Virtqueue {
             next_used,
             published: next_used,
             first: true,
-            window: Window::default(),
+            windows: [Window::default(); 2],
             memory,
         })
     }
@@ -339,7 +341,12 @@ impl Virtqueue {
                     return Err(RingError::Order(head));
                 }
                 let (mut addr, mut len) = (d.addr, d.len);
-                if header_len < HEADER_BYTES {
+                if header_len == 0 && len as usize == HEADER_BYTES {
+                    // As every driver does it: a descriptor for the header alone.
+                    self.read(addr, &mut header)?;
+                    header_len = HEADER_BYTES;
+                    len = 0;
+                } else if header_len < HEADER_BYTES {
                     let take = (HEADER_BYTES - header_len).min(len as usize);
                     self.read(addr, &mut header[header_len..header_len + take])?;
                     header_len += take;
@@ -413,13 +420,17 @@ impl Virtqueue {
     /// Our address of a guest range, if one region holds it all.
     #[inline]
     fn locate(&mut self, guest: u64, len: u64) -> Option<usize> {
-        match self.window.at(guest, len) {
-            Some(addr) => Some(addr),
-            None => {
-                self.window = self.memory.window(guest)?;
-                self.window.at(guest, len)
-            }
-        }
+        self.windows[0]
+            .at(guest, len)
+            .or_else(|| self.windows[1].at(guest, len))
+            .or_else(|| self.locate_anew(guest, len))
+    }
+
+    #[cold]
+    fn locate_anew(&mut self, guest: u64, len: u64) -> Option<usize> {
+        let window = self.memory.window(guest)?;
+        self.windows = [window, self.windows[0]];
+        window.at(guest, len)
     }
 
     /// Adds a buffer to the list, joined to the last segment where both touch and that one is not
@@ -433,7 +444,18 @@ impl Virtqueue {
             list.push(addr, len as usize, from);
             return Some(());
         }
-        let (mut guest, mut rest) = (guest, u64::from(len));
+        self.append_scattered(guest, len, list, from)
+    }
+
+    #[cold]
+    fn append_scattered(
+        &self,
+        mut guest: u64,
+        len: u32,
+        list: &mut List<'_>,
+        from: usize,
+    ) -> Option<()> {
+        let mut rest = u64::from(len);
         while rest > 0 {
             let part = self.memory.window(guest)?.head(guest, rest)?;
             list.push(part.addr, part.len, from);
@@ -443,7 +465,7 @@ impl Virtqueue {
         Some(())
     }
 
-    #[inline]
+    #[inline(always)]
     fn read(&mut self, guest: u64, to: &mut [u8]) -> Result<(), RingError> {
         let outside = RingError::Buffer(guest, to.len() as u32);
         if let Some(addr) = self.locate(guest, to.len() as u64) {
@@ -451,16 +473,16 @@ impl Virtqueue {
             unsafe { ptr::copy_nonoverlapping(addr as *const u8, to.as_mut_ptr(), to.len()) };
             return Ok(());
         }
+        self.read_scattered(guest, to).ok_or(outside)
+    }
+
+    #[cold]
+    fn read_scattered(&self, guest: u64, to: &mut [u8]) -> Option<()> {
         let mut done = 0;
         while done < to.len() {
             let at = guest.wrapping_add(done as u64);
-            let Some(part) = self
-                .memory
-                .window(at)
-                .and_then(|w| w.head(at, (to.len() - done) as u64))
-            else {
-                return Err(outside);
-            };
+            let rest = (to.len() - done) as u64;
+            let part = self.memory.window(at)?.head(at, rest)?;
             // SAFETY: `head` found this part mapped, and it fits into the rest of `to`.
             unsafe {
                 ptr::copy_nonoverlapping(
@@ -471,7 +493,7 @@ impl Virtqueue {
             }
             done += part.len;
         }
-        Ok(())
+        Some(())
     }
 
     /// Gives a request back to the guest: its status, and how many bytes were written to its
