@@ -88,6 +88,21 @@ pub trait Engine {
     /// Forgets a file that has nothing in flight.
     fn detach(&mut self, file: FileId);
 
+    /// Prepares for operations on this memory, by pinning its pages, so that each of them costs
+    /// less. An engine that cannot gain by it does nothing.
+    ///
+    /// # Errors
+    /// The pages cannot be pinned; operations work as before.
+    ///
+    /// # Safety
+    /// Until [`unregister`](Self::unregister) with the same memory, it must stay mapped, and no page
+    /// of it may be replaced by another one: the engine would go on with the old one.
+    #[expect(unsafe_code, reason = "a promise about memory that this call names")]
+    unsafe fn register(&mut self, memory: &[Segment]) -> io::Result<()>;
+
+    /// Undoes a [`register`](Self::register) that succeeded. Nothing in this memory is in flight.
+    fn unregister(&mut self, memory: &[Segment]);
+
     /// Reports `token` whenever `fd` becomes readable, until [`unwatch`](Self::unwatch). The
     /// descriptor is never read from.
     ///

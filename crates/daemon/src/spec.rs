@@ -19,7 +19,8 @@ const QUEUES_DEFAULT_MAX: usize = 16;
 const QUEUE_SIZE_DEFAULT: u16 = 256;
 const QUEUE_SIZE_MIN: u16 = 16;
 
-const KEYS: &str = "name, file, format, socket, cache, aio, queues, queue-size, readonly, serial";
+const KEYS: &str = "name, file, format, socket, cache, aio, queues, queue-size, readonly, serial, \
+    fixed-buffers";
 
 /// A disk to be served.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,6 +36,7 @@ pub struct DiskSpec {
     pub queue_size: u16,
     pub read_only: bool,
     pub serial: String,
+    pub fixed_buffers: bool,
 }
 
 /// What holds the disk.
@@ -107,6 +109,7 @@ impl FromStr for DiskSpec {
                 .unwrap_or(QUEUE_SIZE_DEFAULT),
             read_only: given.take("readonly", on_off)?.unwrap_or(false),
             serial: given.take("serial", serial)?.unwrap_or_default(),
+            fixed_buffers: given.take("fixed-buffers", on_off)?.unwrap_or(false),
         })
     }
 }

@@ -19,6 +19,9 @@ pub struct Disk {
     pub id: [u8; blk::ID_BYTES],
     pub(crate) image: Image,
     pub(crate) file: Option<(OwnedFd, Backing)>,
+    /// Guest memory may be registered with the engine: the operator says that no page of it is ever
+    /// replaced.
+    pub(crate) fixed_buffers: bool,
     pub(crate) errors: Limiter,
     size: AtomicU64,
     write_cache: AtomicBool,
@@ -26,7 +29,8 @@ pub struct Disk {
 
 impl Disk {
     /// A disk of `size` bytes, whose image is in `file` unless it needs none. A serial longer than
-    /// GET_ID can carry is cut.
+    /// GET_ID can carry is cut. With `fixed_buffers`, guest memory is registered with the engine,
+    /// which is right only if no page of it is ever replaced (no balloon, no free page reporting).
     pub fn new(
         name: String,
         image: Image,
@@ -34,6 +38,7 @@ impl Disk {
         facts: DiskFacts,
         size: u64,
         serial: &str,
+        fixed_buffers: bool,
     ) -> Self {
         let mut id = [0; blk::ID_BYTES];
         let len = serial.len().min(id.len());
@@ -44,6 +49,7 @@ impl Disk {
             id,
             image,
             file,
+            fixed_buffers,
             errors: Limiter::default(),
             size: AtomicU64::new(size),
             write_cache: AtomicBool::new(true),

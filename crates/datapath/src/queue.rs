@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
-use block::{FileId, Token};
+use block::{FileId, Segment, Token};
 use guest::{NewQueue, Virtqueue};
 
 use crate::disk::Disk;
@@ -16,6 +16,8 @@ pub(crate) struct Queue {
     pub slots: Slots,
     /// The disk's file, as this thread's engine knows it.
     pub file: Option<FileId>,
+    /// Guest memory that is registered with this thread's engine for this queue.
+    pub registered: Vec<Segment>,
     pub state: State,
     /// The queue is looked at every turn, and the guest need not kick.
     pub hot: bool,
@@ -41,6 +43,7 @@ impl Queue {
             ring: new.virtqueue,
             slots,
             file,
+            registered: Vec::new(),
             state: State::Running,
             hot: false,
             _kick: new.kick,

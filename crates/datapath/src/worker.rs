@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, Sender};
 
 use block::{Completion, Engine, Segment};
 use guest::{NewQueue, Virtqueue};
-use tracing::error;
+use tracing::{error, warn};
 
 use crate::bounce::Pool;
 use crate::disk::Disk;
@@ -130,6 +130,7 @@ impl<E: Engine> Worker<E> {
             self.forget(number);
             return Err(e);
         }
+        self.register_memory(number);
         // Requests may have been made available before anybody watched.
         self.heat(number);
         Ok(QueueId(number))
@@ -162,10 +163,32 @@ impl<E: Engine> Worker<E> {
     }
 
     fn forget(&mut self, number: usize) {
-        if let Some(queue) = self.queues[number].take()
-            && let Some(file) = queue.file
-        {
-            self.engine.detach(file);
+        if let Some(queue) = self.queues[number].take() {
+            self.engine.unregister(&queue.registered);
+            if let Some(file) = queue.file {
+                self.engine.detach(file);
+            }
+        }
+    }
+
+    fn register_memory(&mut self, number: usize) {
+        let Some(queue) = &mut self.queues[number] else {
+            return;
+        };
+        if queue.file.is_none() || !queue.disk.fixed_buffers {
+            return;
+        }
+        let memory: Vec<Segment> = queue.ring.memory().mappings().collect();
+        // SAFETY: the queue's ring keeps the memory mapped, and it is unregistered before the queue
+        // is dropped. That no page is replaced is what the operator said with `fixed_buffers`.
+        #[expect(unsafe_code, reason = "the kernel pins the guest's memory")]
+        match unsafe { self.engine.register(&memory) } {
+            Ok(()) => queue.registered = memory,
+            Err(e) => warn!(
+                "disk {}: guest memory cannot be pinned ({e}), which fixed-buffers=on asks for; \
+                 going on without (is the limit of locked memory too low?)",
+                queue.disk.name
+            ),
         }
     }
 

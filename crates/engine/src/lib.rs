@@ -2,6 +2,7 @@
 //! operations of [`block::Engine`].
 
 mod blocking;
+mod buffers;
 mod file;
 mod lock;
 mod uring;

@@ -11,6 +11,7 @@ use io_uring::{EnterFlags, IoUring, cqueue, opcode, squeue};
 use thiserror::Error;
 
 use crate::blocking::{Action, Blocking, Job};
+use crate::buffers::Buffers;
 
 /// Submissions that can wait for one entry into the kernel. When there are more, it is entered
 /// sooner.
@@ -61,6 +62,7 @@ pub struct Uring {
     files: Vec<Option<Target>>,
     /// What is watched, by user data, with descriptors that their owner keeps open.
     watches: Vec<(u64, RawFd)>,
+    buffers: Buffers,
     blocking: Blocking,
     in_flight: usize,
 }
@@ -85,6 +87,7 @@ impl Uring {
             ring,
             files: Vec::new(),
             watches: Vec::new(),
+            buffers: Buffers::default(),
             blocking,
             in_flight: 0,
         };
@@ -190,6 +193,16 @@ impl Engine for Uring {
         debug_assert!(result.is_ok());
     }
 
+    #[expect(unsafe_code, reason = "the trait's contract")]
+    unsafe fn register(&mut self, memory: &[Segment]) -> io::Result<()> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.buffers.add(&self.ring.submitter(), memory) }
+    }
+
+    fn unregister(&mut self, memory: &[Segment]) {
+        self.buffers.remove(&self.ring.submitter(), memory);
+    }
+
     fn watch(&mut self, fd: BorrowedFd<'_>, token: Token) -> io::Result<()> {
         debug_assert_eq!(token.0 & INTERNAL, 0);
         let user_data = token.0 | WATCH;
@@ -226,29 +239,40 @@ impl Engine for Uring {
         self.in_flight += 1;
         let fixed = Fixed(file.0);
         let entry = match op {
-            Op::Read { at, to: [s] } => {
-                opcode::Read::new(fixed, s.addr as *mut u8, s.len.min(LEN_MAX) as u32)
-                    .offset(at.0)
-                    .build()
+            Op::Read { at, to: &[s] } => {
+                let (start, len) = (s.addr as *mut u8, s.len.min(LEN_MAX) as u32);
+                match self.buffers.find(s) {
+                    Some(buffer) => opcode::ReadFixed::new(fixed, start, len, buffer)
+                        .offset(at.0)
+                        .build(),
+                    None => opcode::Read::new(fixed, start, len).offset(at.0).build(),
+                }
             }
             Op::Read { at, to } => opcode::Readv::new(fixed, iovec(to), to.len() as u32)
                 .offset(at.0)
                 .build(),
-            Op::Write { at, from, stable } => {
-                let flags = if stable { libc::RWF_DSYNC } else { 0 };
-                match from {
-                    [s] => {
-                        let len = s.len.min(LEN_MAX) as u32;
-                        opcode::Write::new(fixed, s.addr as *const u8, len)
-                            .offset(at.0)
-                            .rw_flags(flags)
-                            .build()
-                    }
-                    _ => opcode::Writev::new(fixed, iovec(from), from.len() as u32)
+            Op::Write {
+                at,
+                from: &[s],
+                stable,
+            } => {
+                let (start, len) = (s.addr as *const u8, s.len.min(LEN_MAX) as u32);
+                match self.buffers.find(s) {
+                    Some(buffer) => opcode::WriteFixed::new(fixed, start, len, buffer)
                         .offset(at.0)
-                        .rw_flags(flags)
+                        .rw_flags(write_flags(stable))
+                        .build(),
+                    None => opcode::Write::new(fixed, start, len)
+                        .offset(at.0)
+                        .rw_flags(write_flags(stable))
                         .build(),
                 }
+            }
+            Op::Write { at, from, stable } => {
+                opcode::Writev::new(fixed, iovec(from), from.len() as u32)
+                    .offset(at.0)
+                    .rw_flags(write_flags(stable))
+                    .build()
             }
             Op::Flush => opcode::Fsync::new(fixed)
                 .flags(FsyncFlags::DATASYNC)
@@ -342,6 +366,10 @@ impl Uring {
             self.arm(fd, user_data);
         }
     }
+}
+
+fn write_flags(stable: bool) -> i32 {
+    if stable { libc::RWF_DSYNC } else { 0 }
 }
 
 /// A [`Segment`] is laid out like an iovec.

@@ -238,6 +238,11 @@ impl Virtqueue {
         self.next_available
     }
 
+    /// The guest's memory as it is mapped here.
+    pub fn memory(&self) -> &GuestMemory {
+        &self.memory
+    }
+
     /// Most segments that one chain can need; longer ones are refused.
     pub fn max_segments(&self) -> usize {
         usize::from(self.chain_limit)
