@@ -24,7 +24,7 @@ use anyhow::{Context, bail};
 
 use backing::Prepared;
 use client::{Job, Sample};
-use instructions::{Counter, Instructions};
+use instructions::Instructions;
 use plan::{Backing, Cell, Client, Rw, Server, Workload};
 use report::{CellResult, Idle, Record, Report};
 use server::{Programs, Running, SERVER_CPU};
@@ -92,7 +92,7 @@ pub struct Args {
     #[arg(long)]
     idle: bool,
 
-    /// Count the server's instructions per I/O at depth 32 instead of measuring the workloads
+    /// Count the server's instructions per I/O on the null disk at depth 32 instead of measuring the workloads
     #[arg(long)]
     instructions: bool,
 
@@ -373,37 +373,31 @@ impl Bench {
         Ok(report)
     }
 
+    /// What one I/O costs before time comes into it.
     fn instructions(&self) -> anyhow::Result<Report> {
         let mut report = self.new_report();
-        let counter = Counter::here()?;
-        let kind = match counter {
-            Counter::Perf => self.args.only.first().copied().unwrap_or(Backing::Null),
-            Counter::Callgrind => Backing::Null,
-        };
         let workload = Workload {
             write: false,
             sequential: false,
             block: 4 << 10,
             depth: 32,
         };
-        let client = self
-            .args
-            .client
-            .first()
-            .copied()
-            .unwrap_or(Client::RingPoll);
-        let backing = Prepared::new(kind, &self.dir, self.args.size << 30)?;
         for server in self.servers() {
             eprintln!("{server}: counting instructions ...");
-            let job = |running: &Running| self.job(running, client, workload, None, self.args.seed);
+            let running = Running::start(server, &Prepared::Null, &self.programs, &self.dir)?;
+            let job = Job {
+                warmup_s: instructions::WARMUP.as_secs_f64(),
+                runtime_s: instructions::WINDOW.as_secs_f64(),
+                cooldown_s: instructions::COOLDOWN.as_secs_f64(),
+                ..self.job(&running, Client::RingPoll, workload, None, self.args.seed)
+            };
+            let client = running.start_client(&job, &self.programs)?;
             let per_io =
-                instructions::per_io(counter, server, &backing, &self.programs, &self.dir, job)?;
+                instructions::per_io(running.pid(), client, |client| running.finish(client))?;
             report.instructions.push(Instructions {
                 server,
-                backing: kind,
                 depth: workload.depth,
                 per_io,
-                counter,
             });
         }
         Ok(report)
@@ -423,6 +417,7 @@ impl Bench {
             workload,
             warmup_s: self.args.warmup,
             runtime_s: self.runtime(),
+            cooldown_s: 0.0,
             idle_s,
             server_pid: running.pid(),
             server_cpu: SERVER_CPU,

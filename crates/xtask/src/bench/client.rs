@@ -24,6 +24,8 @@ pub struct Job {
     pub workload: Workload,
     pub warmup_s: f64,
     pub runtime_s: f64,
+    /// I/O that goes on after the window.
+    pub cooldown_s: f64,
     /// Stay connected without I/O for this long instead of measuring the workload.
     pub idle_s: Option<f64>,
     pub server_pid: u32,
@@ -70,8 +72,9 @@ pub fn run(job: &str) -> anyhow::Result<()> {
 
 /// A server that loses a request must not hang the bench: with nothing completing, a sleeping client never wakes.
 fn watchdog(job: &Job) {
-    let limit =
-        Duration::from_secs_f64(job.warmup_s + job.runtime_s + job.idle_s.unwrap_or(0.0) + 20.0);
+    let limit = Duration::from_secs_f64(
+        job.warmup_s + job.runtime_s + job.cooldown_s + job.idle_s.unwrap_or(0.0) + 20.0,
+    );
     std::thread::spawn(move || {
         std::thread::sleep(limit);
         eprintln!("client: not done after {limit:?}; the server stopped completing requests");
@@ -106,11 +109,13 @@ fn measure(job: &Job, mut driver: impl Driver) -> anyhow::Result<Sample> {
         Some(idle) => std::thread::sleep(Duration::from_secs_f64(idle)),
     }
     let used = Counters::read(job)?.since(&before);
+    let sample = used.sample(&lap.latencies_ns);
 
     if job.idle_s.is_none() {
+        lap.run(&mut driver, Duration::from_secs_f64(job.cooldown_s))?;
         lap.drain(&mut driver)?;
     }
-    Ok(used.sample(&lap.latencies_ns))
+    Ok(sample)
 }
 
 /// The closed loop: every completed request is replaced at once.

@@ -1,121 +1,85 @@
-//! Instructions per I/O of a server: steadier than time, where they can be counted.
+//! Instructions per I/O of a server, in user mode: steadier than time.
+//!
+//! Counted by single-stepping the I/O thread (`ptrace(2)`): virtual machines often have no hardware counters, and
+//! valgrind 3.19 lets no other thread run while one waits in `io_uring_enter`. A stepped server is a thousand times
+//! slower than its client, so what is counted is the path of a server that always has work, on the null disk. A string
+//! instruction (`rep stos`) counts once per repetition, which makes a server that clears large structures look worse here
+//! than its time does.
 
-use std::ffi::OsString;
-use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::fs;
+use std::process::Child;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use rustix::process::{Pid, Signal, kill_process};
+use nix::sys::ptrace;
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 
-use super::backing::Prepared;
-use super::client::Job;
-use super::plan::{Backing, Server};
-use super::server::{Programs, Running};
+use super::client::Sample;
+use super::plan::Server;
 
 /// Instructions per I/O of one server.
 #[derive(Serialize, Deserialize)]
 pub struct Instructions {
     pub server: Server,
-    pub backing: Backing,
     pub depth: usize,
     pub per_io: f64,
-    pub counter: Counter,
 }
 
-/// What counts.
-#[derive(Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Counter {
-    /// The processor, user and kernel.
-    Perf,
-    /// valgrind's simulation, user mode only. It slows the server so much that only the null disk makes sense.
-    Callgrind,
+/// The client's phases. Stepping starts and ends well outside the window, yet while I/O goes on: at full speed, a moment
+/// would count for minutes, and a thread that sleeps cannot be stepped.
+pub const WARMUP: Duration = Duration::from_secs(2);
+pub const WINDOW: Duration = Duration::from_secs(4);
+pub const COOLDOWN: Duration = Duration::from_secs(2);
+
+/// Steps the busiest thread of `server` from the middle of `client`'s warm-up to the middle of its cool-down. Gives the
+/// steps per I/O: steps per second over I/Os per second.
+pub fn per_io(
+    server: u32,
+    client: Child,
+    read: impl FnOnce(Child) -> anyhow::Result<Sample>,
+) -> anyhow::Result<f64> {
+    sleep(WARMUP / 4);
+    let thread = busiest(server)?;
+    sleep(WARMUP / 4);
+    ptrace::attach(thread).context("attaching to the I/O thread")?;
+    stopped(thread)?;
+    let begun = Instant::now();
+    let mut steps = 0_u64;
+    while begun.elapsed() < WARMUP / 2 + WINDOW + COOLDOWN / 2 {
+        for _ in 0..1000 {
+            ptrace::step(thread, None)?;
+            stopped(thread)?;
+        }
+        steps += 1000;
+    }
+    let per_second = steps as f64 / begun.elapsed().as_secs_f64();
+    ptrace::detach(thread, None)?;
+    Ok(per_second / read(client)?.iops)
 }
 
-impl Counter {
-    /// The best one that works here.
-    pub fn here() -> anyhow::Result<Counter> {
-        let perf = perf("instructions").arg("true").output();
-        let counted = |text: &str| text.contains(",instructions") && !text.contains("<not");
-        if perf.is_ok_and(|output| counted(&String::from_utf8_lossy(&output.stderr))) {
-            return Ok(Counter::Perf);
-        }
-        match Command::new("valgrind").arg("--version").output() {
-            Ok(_) => Ok(Counter::Callgrind),
-            Err(_) => bail!("perf events are not readable here, and valgrind is not installed"),
-        }
+fn stopped(thread: Pid) -> anyhow::Result<()> {
+    match waitpid(thread, Some(WaitPidFlag::__WALL))? {
+        WaitStatus::Stopped(..) => Ok(()),
+        other => bail!("the I/O thread did not stop after a step: {other:?}"),
     }
 }
 
-/// Counts over a short and a long run: the difference is free of what starting and connecting cost.
-pub fn per_io(
-    counter: Counter,
-    server: Server,
-    backing: &Prepared,
-    programs: &Programs,
-    dir: &Path,
-    job: impl Fn(&Running) -> Job,
-) -> anyhow::Result<f64> {
-    let count = |seconds: f64| -> anyhow::Result<(f64, f64)> {
-        let wrapper: &[OsString] = match counter {
-            Counter::Perf => &[],
-            Counter::Callgrind => &[
-                "valgrind".into(),
-                "--tool=callgrind".into(),
-                "--callgrind-out-file=/dev/null".into(),
-            ],
-        };
-        let running = Running::start_under(wrapper, server, backing, programs, dir)?;
-        let perf = match counter {
-            Counter::Perf => Some(attach(running.pid())?),
-            Counter::Callgrind => None,
-        };
-        let job = Job {
-            warmup_s: 0.0,
-            runtime_s: seconds,
-            ..job(&running)
-        };
-        let ios = running.measure(&job, programs)?.iops * seconds;
-        let instructions = match perf {
-            Some(perf) => detach(perf)?,
-            None => collected(&running.stop()?)?,
-        };
-        Ok((instructions, ios))
+/// The thread that has run longest: the one that does the I/O.
+fn busiest(pid: u32) -> anyhow::Result<Pid> {
+    let ran = |thread: &i32| -> u64 {
+        let schedstat = fs::read_to_string(format!("/proc/{pid}/task/{thread}/schedstat"));
+        let first = schedstat
+            .ok()
+            .and_then(|it| it.split(' ').next()?.parse().ok());
+        first.unwrap_or(0)
     };
-    let (short, long) = (count(1.0)?, count(4.0)?);
-    Ok((long.0 - short.0) / (long.1 - short.1))
-}
-
-fn perf(events: &str) -> Command {
-    let mut perf = Command::new("perf");
-    perf.args(["stat", "--field-separator=,", "--event", events]);
-    perf.stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped());
-    perf
-}
-
-fn attach(pid: u32) -> anyhow::Result<Child> {
-    perf("instructions")
-        .arg("--pid")
-        .arg(pid.to_string())
-        .spawn()
-        .context("starting perf")
-}
-
-fn detach(perf: Child) -> anyhow::Result<f64> {
-    kill_process(Pid::from_child(&perf), Signal::INT)?;
-    let output = perf.wait_with_output()?;
-    let text = String::from_utf8_lossy(&output.stderr);
-    let line = text.lines().find(|line| line.contains(",instructions"));
-    let count = line.and_then(|line| line.split(',').next()?.parse().ok());
-    count.with_context(|| format!("perf said: {text}"))
-}
-
-/// `==PID== Collected : N`.
-fn collected(log: &str) -> anyhow::Result<f64> {
-    let line = log.lines().find_map(|line| line.split_once("Collected :"));
-    let count = line.and_then(|(_, count)| count.trim().parse().ok());
-    count.with_context(|| format!("callgrind said: {log}"))
+    let threads = super::process::threads(pid)?;
+    let thread = threads
+        .into_iter()
+        .max_by_key(ran)
+        .context("a process has a thread")?;
+    Ok(Pid::from_raw(thread))
 }

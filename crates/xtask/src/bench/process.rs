@@ -186,7 +186,8 @@ fn only(cpu: usize) -> CpuSet {
     set
 }
 
-fn threads(pid: u32) -> anyhow::Result<Vec<i32>> {
+/// Ids of the threads that `pid` has now.
+pub fn threads(pid: u32) -> anyhow::Result<Vec<i32>> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task"))
         .with_context(|| format!("process {pid} has gone"))?;
     Ok(tasks

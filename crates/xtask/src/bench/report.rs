@@ -9,7 +9,7 @@ use anyhow::Context;
 use serde::{Deserialize, Serialize};
 
 use super::client::Sample;
-use super::instructions::{Counter, Instructions};
+use super::instructions::Instructions;
 use super::picture;
 use super::plan::{Backing, Cell, Client, Limit, Metric, Server, TARGETS, Target};
 use super::server::{CLIENT_CPU, SERVER_CPU};
@@ -154,23 +154,16 @@ impl Report {
                 core * 100.0
             )?;
         }
-        for counted in &self.instructions {
-            let Instructions {
-                server,
-                backing,
-                depth,
-                per_io,
-                counter,
-            } = counted;
-            let what = match counter {
-                Counter::Perf => "user and kernel, perf",
-                Counter::Callgrind => {
-                    "user mode only, callgrind; perf events are not readable here"
-                }
-            };
+        for Instructions {
+            server,
+            depth,
+            per_io,
+        } in &self.instructions
+        {
             writeln!(
                 out,
-                "\n{server:10} {per_io:.0} instructions per I/O, {backing}, depth {depth} ({what})"
+                "
+{server}: {per_io:.0} instructions per I/O in user mode, null disk, depth {depth}, repetitions of string instructions counted"
             )?;
         }
         self.write_targets(out)?;

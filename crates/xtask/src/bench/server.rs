@@ -44,17 +44,6 @@ impl Running {
         programs: &Programs,
         dir: &Path,
     ) -> anyhow::Result<Running> {
-        Self::start_under(&[], server, backing, programs, dir)
-    }
-
-    /// The same with another program's command line before the server's.
-    pub fn start_under(
-        wrapper: &[OsString],
-        server: Server,
-        backing: &Prepared,
-        programs: &Programs,
-        dir: &Path,
-    ) -> anyhow::Result<Running> {
         let socket = dir.join(format!("{server}.sock"));
         let log = dir.join(format!("{server}.log"));
         let _ = fs::remove_file(&socket);
@@ -76,14 +65,6 @@ impl Running {
             Server::QsdNative => qsd("native", backing, &socket),
             Server::Host => bail!("the host is no server"),
         };
-        if let [program, args @ ..] = wrapper {
-            let mut wrapped = Command::new(program);
-            wrapped
-                .args(args)
-                .arg(command.get_program())
-                .args(command.get_args());
-            command = wrapped;
-        }
         let log_file = fs::File::create(&log)?;
         command
             .stdin(Stdio::null())
@@ -94,19 +75,17 @@ impl Running {
         Ok(Running { child, socket, log })
     }
 
-    /// Stops the server. Gives what it has written to stdout and stderr.
-    pub fn stop(self) -> anyhow::Result<String> {
-        let log = self.log.clone();
-        drop(self);
-        Ok(fs::read_to_string(log)?)
-    }
-
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
     /// Runs the client against this server and waits for its sample.
     pub fn measure(&self, job: &Job, programs: &Programs) -> anyhow::Result<Sample> {
+        self.finish(self.start_client(job, programs)?)
+    }
+
+    /// Starts the client, pinned to its core.
+    pub fn start_client(&self, job: &Job, programs: &Programs) -> anyhow::Result<Child> {
         let mut command = Command::new(&programs.xtask);
         command
             .args(["bench", "client"])
@@ -115,8 +94,11 @@ impl Running {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        let client =
-            process::born_on(CLIENT_CPU, || command.spawn())?.context("starting the client")?;
+        process::born_on(CLIENT_CPU, || command.spawn())?.context("starting the client")
+    }
+
+    /// Waits for the client's sample.
+    pub fn finish(&self, client: Child) -> anyhow::Result<Sample> {
         let output = client.wait_with_output()?;
         if !output.status.success() {
             let log = fs::read_to_string(&self.log).unwrap_or_default();
