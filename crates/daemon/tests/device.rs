@@ -13,7 +13,7 @@ use proptest::test_runner::{Config, RngSeed, TestRunner};
 use rustix::process::Signal;
 use testkit::chain::{Chain, Layout, Table, header, legal_layouts};
 use testkit::driver::{Device, DeviceConfig, DiskConfig, HANG, Op, Queue, segment};
-use testkit::frontend::{F_PROTOCOL_FEATURES, Frontend, message, protocol};
+use testkit::frontend::{F_PROTOCOL_FEATURES, Frontend, RingAddresses, message, protocol};
 use testkit::server::Server;
 use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
@@ -1098,6 +1098,23 @@ fn queues_stop_and_go_on() {
             }
         }
     }
+}
+
+/// QEMU does this to running rings when it switches the dirty log on or off, and says nothing else.
+#[test]
+fn addresses_set_again_do_not_stop_a_ring() {
+    let (server, _disk) = serve("");
+    let mut device = connect(&server, DeviceConfig::default());
+    assert_eq!(device.queues[0].read(8, 4096).unwrap(), content(8, 4096));
+    let (features, ring) = (device.features, device.queues[0].ring.guest_addresses());
+    let user = RingAddresses {
+        desc: device.memory.user(ring.desc),
+        used: device.memory.user(ring.used),
+        avail: device.memory.user(ring.avail),
+    };
+    device.frontend.set_features(features).unwrap();
+    device.frontend.set_vring_addr(0, user).unwrap();
+    assert_eq!(device.queues[0].read(8, 4096).unwrap(), content(8, 4096));
 }
 
 #[test]
