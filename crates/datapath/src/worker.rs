@@ -19,9 +19,6 @@ use crate::wait::Polling;
 /// while we are at the last; large enough to share the cost of telling.
 const COMPLETIONS: usize = 32;
 
-/// Segments that the longest chain of the largest ring needs, and those of a seg_max above it.
-const SCRATCH_SEGMENTS: usize = Virtqueue::MAX_SIZE as usize + 2;
-
 pub(crate) struct Worker<E> {
     pub engine: E,
     /// By number; a number is used again once its queue has stopped.
@@ -52,7 +49,7 @@ impl<E: Engine> Worker<E> {
             queues: Vec::new(),
             hot: Vec::new(),
             completions: Vec::with_capacity(COMPLETIONS),
-            scratch: vec![Segment { addr: 0, len: 0 }; SCRATCH_SEGMENTS].into(),
+            scratch: vec![Segment { addr: 0, len: 0 }; Virtqueue::MAX_SEGMENTS].into(),
             bounce: Pool::default(),
             starved: Vec::new(),
             polling,

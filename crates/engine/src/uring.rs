@@ -27,6 +27,9 @@ const FILES_MAX: u32 = 16384;
 /// Bytes in one operation on one segment; longer ones come back short and go on.
 const LEN_MAX: usize = 1 << 30;
 
+/// Segments in one operation (UIO_MAXIOV).
+const SEGMENTS_MAX: usize = 1024;
+
 /// Marks, in what the kernel hands back, what is not an operation of the submitter.
 const WATCH: u64 = 1 << 63;
 const INTERNAL: u64 = 3 << 62;
@@ -248,9 +251,10 @@ impl Engine for Uring {
                     None => opcode::Read::new(fixed, start, len).offset(at.0).build(),
                 }
             }
-            Op::Read { at, to } => opcode::Readv::new(fixed, iovec(to), to.len() as u32)
-                .offset(at.0)
-                .build(),
+            Op::Read { at, to } => {
+                let (list, n) = iovec(to);
+                opcode::Readv::new(fixed, list, n).offset(at.0).build()
+            }
             Op::Write {
                 at,
                 from: &[s],
@@ -269,7 +273,8 @@ impl Engine for Uring {
                 }
             }
             Op::Write { at, from, stable } => {
-                opcode::Writev::new(fixed, iovec(from), from.len() as u32)
+                let (list, n) = iovec(from);
+                opcode::Writev::new(fixed, list, n)
                     .offset(at.0)
                     .rw_flags(write_flags(stable))
                     .build()
@@ -372,11 +377,15 @@ fn write_flags(stable: bool) -> i32 {
     if stable { libc::RWF_DSYNC } else { 0 }
 }
 
-/// A [`Segment`] is laid out like an iovec.
-fn iovec(segments: &[Segment]) -> *const libc::iovec {
+/// A list of segments for the kernel, which takes no more than [`SEGMENTS_MAX`] of them: a longer
+/// list comes back short. A [`Segment`] is laid out like an iovec.
+fn iovec(segments: &[Segment]) -> (*const libc::iovec, u32) {
     const {
         assert!(size_of::<Segment>() == size_of::<libc::iovec>());
         assert!(align_of::<Segment>() == align_of::<libc::iovec>());
     }
-    segments.as_ptr().cast()
+    (
+        segments.as_ptr().cast(),
+        segments.len().min(SEGMENTS_MAX) as u32,
+    )
 }

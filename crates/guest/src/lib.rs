@@ -12,6 +12,8 @@ mod socket;
 mod virtqueue;
 
 pub use memory::{GuestMemory, MemoryError, RegionLayout};
+#[doc(hidden)]
+pub use message::accepts_message;
 pub use message::{MAX_MEM_SLOTS, MessageError};
 pub use session::{Device, End, NewQueue, serve};
 pub use socket::FrontendChannel;

@@ -246,6 +246,12 @@ impl Message {
     }
 }
 
+/// Whether a message is one that a session understands: for tests and fuzzing, which reach the parser only from here.
+#[doc(hidden)]
+pub fn accepts_message(header: [u8; HEADER_BYTES], payload: &[u8], fds: Vec<OwnedFd>) -> bool {
+    Header::parse(header).is_ok_and(|h| Message::parse(h.request, payload, fds).is_ok())
+}
+
 fn mem_table(request: u32, payload: &[u8], fds: Vec<OwnedFd>) -> Result<Message, MessageError> {
     let length = MessageError::Length(request, payload.len());
     let (head, mut regions) = match payload.split_at_checked(8) {

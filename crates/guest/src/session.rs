@@ -244,13 +244,15 @@ impl Session<'_> {
                     .ok()
                     .filter(|n| n.is_power_of_two() && *n <= Virtqueue::MAX_SIZE);
                 let size = fits.ok_or(SessionError::Ring(ring, RingError::Size(size as u16)))?;
-                self.idle_ring(ring)?.size = size;
+                self.change_ring(ring, |state| state.size = size)?;
             }
-            Message::SetVringAddr(addr) => self.idle_ring(addr.ring)?.addr = Some(addr),
+            Message::SetVringAddr(addr) => {
+                self.change_ring(addr.ring, |state| state.addr = Some(addr))?;
+            }
             Message::SetVringBase { ring, next } => {
                 let next = u16::try_from(next)
                     .map_err(|_| SessionError::Refused("ring base is more than 16 bits"))?;
-                self.idle_ring(ring)?.next = next;
+                self.change_ring(ring, |state| state.next = next)?;
             }
             Message::GetVringBase { ring } => {
                 self.ring(ring)?;
@@ -347,12 +349,20 @@ impl Session<'_> {
             .ok_or(SessionError::NoRing(ring, n))
     }
 
-    /// A ring about to be changed; it is stopped if the front-end left it running.
-    fn idle_ring(&mut self, ring: u32) -> Result<&mut Ring, SessionError> {
-        if self.ring(ring)?.running {
-            self.stop(ring as u16);
+    /// Changes what is known of a ring. One that runs goes on with it at once: QEMU sends addresses
+    /// again while the guest runs, when it switches the dirty log.
+    fn change_ring(
+        &mut self,
+        ring: u32,
+        change: impl FnOnce(&mut Ring),
+    ) -> Result<(), SessionError> {
+        let was_running = self.ring(ring)?.running;
+        self.stop(ring as u16);
+        change(&mut self.rings[ring as usize]);
+        match was_running {
+            true => self.start_if_ready(ring as u16),
+            false => Ok(()),
         }
-        self.ring(ring)
     }
 
     fn start_if_ready(&mut self, ring: u16) -> Result<(), SessionError> {

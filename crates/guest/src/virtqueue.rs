@@ -243,10 +243,14 @@ impl Virtqueue {
         &self.memory
     }
 
-    /// Most segments that one chain can need; longer ones are refused.
+    /// Most segments that one chain can need: one for each descriptor, and one more for each border
+    /// between regions that a buffer can lie across. Longer ones are refused.
     pub fn max_segments(&self) -> usize {
-        usize::from(self.chain_limit)
+        usize::from(self.chain_limit) + self.memory.len()
     }
+
+    /// What [`max_segments`](Self::max_segments) is at most.
+    pub const MAX_SEGMENTS: usize = Self::MAX_SIZE as usize + 2 + crate::MAX_MEM_SLOTS;
 
     /// Number of requests that wait to be fetched.
     ///
