@@ -3,6 +3,7 @@
 mod bench;
 mod ci;
 mod demo;
+mod fuzz;
 mod packages;
 mod test;
 
@@ -20,6 +21,8 @@ enum Xtask {
     Test,
     /// Measure ringdisk beside qemu-storage-daemon and fio on the host
     Bench(Box<bench::Args>),
+    /// Feed every parser of hostile bytes with such bytes; needs a nightly toolchain
+    Fuzz(fuzz::Args),
     /// Run what CI runs: format, clippy, crate borders, unsafe policy, licences, documents, and the tests
     Ci(ci::Args),
     /// Install what the other commands need, on Debian
@@ -31,6 +34,7 @@ fn main() -> ExitCode {
         Xtask::Demo => demo::run(),
         Xtask::Test => test::run(),
         Xtask::Bench(args) => bench::run(*args),
+        Xtask::Fuzz(args) => fuzz::run(&args),
         Xtask::Ci(args) => ci::run(&args),
         Xtask::Install => packages::ensure(),
     };
