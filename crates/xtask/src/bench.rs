@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use signal_hook::consts::{SIGINT, SIGTERM};
 
 use backing::Prepared;
 use client::{Job, Sample};
@@ -196,12 +197,9 @@ impl Bench {
         };
         // Between samples the bench looks at this; servers and zram devices are then given back as usual.
         let interrupted = Arc::new(AtomicBool::new(false));
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-            signal_hook::flag::register_conditional_shutdown(
-                signal,
-                130,
-                Arc::clone(&interrupted),
-            )?;
+        // A second Ctrl-C ends it at once. Not a second SIGTERM: timeout(1) always sends two.
+        signal_hook::flag::register_conditional_shutdown(SIGINT, 130, Arc::clone(&interrupted))?;
+        for signal in [SIGINT, SIGTERM] {
             signal_hook::flag::register(signal, Arc::clone(&interrupted))?;
         }
         Ok(Bench {
