@@ -3,6 +3,7 @@
 
 pub mod chain;
 pub mod driver;
+pub mod faulty;
 pub mod frontend;
 pub mod memory;
 pub mod ring;

@@ -85,7 +85,7 @@ const BORDERS: &[(&str, &[&str])] = &[
         "ringdisk",
         &["block", "guest", "image", "engine", "datapath"],
     ),
-    ("testkit", &[]),
+    ("testkit", &["block"]),
     ("xtask", &["testkit"]),
 ];
 

@@ -1,0 +1,129 @@
+//! A disk served in this process: a real vhost-user session on one thread, an I/O thread of any engine on another.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+
+use block::DiskFacts;
+use datapath::{Disk, IoThread, QueueId};
+use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
+use guest::{Device, FrontendChannel, NewQueue};
+use tempfile::TempDir;
+use testkit::frontend::eventfd;
+
+pub struct Served {
+    directory: TempDir,
+    stop: OwnedFd,
+    session: Option<JoinHandle<()>>,
+}
+
+impl Served {
+    /// Serves one front-end after the other, with one queue, until this is dropped.
+    pub fn new(disk: Arc<Disk>, thread: IoThread, queue_size: u16) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(directory.path().join("socket")).unwrap();
+        let stop = eventfd().unwrap();
+        let its_stop = stop.try_clone().unwrap();
+        let session = thread::spawn(move || {
+            let (socket, _) = listener.accept().unwrap();
+            let mut device = OneQueue {
+                disk,
+                thread,
+                queue_size,
+                running: None,
+            };
+            match guest::serve(&socket, &mut device, its_stop.as_fd()) {
+                guest::End::Failed(e) => panic!("{e}"),
+                _ => assert!(device.running.is_none()),
+            }
+        });
+        Self {
+            directory,
+            stop,
+            session: Some(session),
+        }
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.directory.path().join("socket")
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        rustix::io::write(&self.stop, &1u64.to_ne_bytes()).unwrap();
+        let result = self.session.take().unwrap().join();
+        if !thread::panicking() {
+            result.expect("the session ended well");
+        }
+    }
+}
+
+struct OneQueue {
+    disk: Arc<Disk>,
+    thread: IoThread,
+    queue_size: u16,
+    running: Option<QueueId>,
+}
+
+impl Device for OneQueue {
+    fn features(&self) -> u64 {
+        blk::features(&self.disk.facts)
+    }
+
+    fn queues(&self) -> u16 {
+        1
+    }
+
+    fn seg_max(&self) -> u16 {
+        self.queue_size - 2
+    }
+
+    fn config(&self) -> [u8; CONFIG_BYTES] {
+        ConfigSpace {
+            size: self.disk.size(),
+            write_cache: self.disk.write_cache(),
+            queues: 1,
+            seg_max: self.seg_max(),
+        }
+        .bytes(&self.disk.facts)
+    }
+
+    fn set_write_cache(&mut self, on: bool) {
+        self.disk.set_write_cache(on);
+    }
+
+    fn set_features(&mut self, _accepted: u64) {}
+
+    fn set_frontend(&mut self, _channel: Option<FrontendChannel>) {}
+
+    fn start(&mut self, _ring: u16, queue: NewQueue) -> io::Result<()> {
+        self.running = Some(self.thread.start(self.disk.clone(), queue)?);
+        Ok(())
+    }
+
+    fn stop(&mut self, _ring: u16) -> u16 {
+        let id = self.running.take().expect("a session stops what runs");
+        self.thread.stop(id).unwrap()
+    }
+
+    fn set_signals(&mut self, _: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>) {
+        if let Some(id) = self.running {
+            self.thread.set_signals(id, call, error);
+        }
+    }
+}
+
+/// A disk of 512-byte sectors on which anything goes.
+pub const FACTS: DiskFacts = DiskFacts {
+    logical_block: 512,
+    physical_block: 4096,
+    optimal_io: 0,
+    address_alignment: 1,
+    length_alignment: 1,
+    discard_granularity: 4096,
+    read_only: false,
+};

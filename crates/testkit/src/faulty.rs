@@ -1,0 +1,421 @@
+//! An engine that does to its submitter all that storage may do: short transfers, errors, delays, another order. Its
+//! disk is memory, and remembers what is stable. The same seed does the same to the same operations.
+//!
+//! Operations are done late, just before their completion is reaped: until then, memory and lists of segments must stay.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use block::{Backing, Completion, Engine, FileId, FileOffset, Op, Segment, Token};
+use rustix::event::{Timespec, epoll};
+
+const SECTOR: u64 = 512;
+
+/// How often which fault strikes, of 1000 operations, and what the backing asks of buffers.
+#[derive(Clone, Copy, Debug)]
+pub struct Faults {
+    /// Fewer bytes are moved than asked for.
+    pub short: u32,
+    /// Nothing is moved, and the operation is to be tried again: EAGAIN or EINTR.
+    pub again: u32,
+    /// The operation fails, perhaps after it moved something: EIO; ENOSPC for what writes, EOPNOTSUPP for what zeroes.
+    pub fail: u32,
+    /// Most rounds that an operation is late, during which others overtake it.
+    pub late: u64,
+    /// Most operations in flight.
+    pub room: usize,
+    /// What a buffer's address must be a multiple of.
+    pub address_alignment: u32,
+    /// What offsets and a buffer's length must be multiples of.
+    pub length_alignment: u32,
+}
+
+/// The bytes of a disk, and what became of them. Shared between the engine and the test.
+pub struct MemoryDisk {
+    /// What a read finds.
+    pub bytes: Vec<u8>,
+    /// Operations that failed for good, as the range that they were for and their errno.
+    pub failures: Vec<(u64, u64, i32)>,
+    /// What a kernel would have refused: the submitter's mistakes.
+    pub mistakes: Vec<String>,
+    /// How many of each fault there were: short, again, failed.
+    pub struck: [u64; 3],
+    /// By sector: the number of the last write that is not stable yet, or 0.
+    unstable: Vec<u64>,
+    writes: u64,
+}
+
+impl MemoryDisk {
+    /// A disk of zeroes.
+    pub fn new(len: usize) -> Arc<Mutex<Self>> {
+        Arc::new(Mutex::new(Self {
+            bytes: vec![0; len],
+            failures: Vec::new(),
+            mistakes: Vec::new(),
+            struck: [0; 3],
+            unstable: vec![0; len / SECTOR as usize],
+            writes: 0,
+        }))
+    }
+
+    /// Whether a power cut would leave this range as it is.
+    pub fn is_stable(&self, at: u64, len: u64) -> bool {
+        self.unstable[(at / SECTOR) as usize..(at + len).div_ceil(SECTOR) as usize]
+            .iter()
+            .all(|&write| write == 0)
+    }
+
+    /// Takes the first failure in a range, or the first of a flush, whose range is empty.
+    pub fn take_failure(&mut self, at: u64, len: u64) -> Option<i32> {
+        let is_here = |f: &(u64, u64, i32)| match len {
+            0 => f.1 == 0,
+            _ => f.0 >= at && f.0 < at + len && f.1 > 0,
+        };
+        let place = self.failures.iter().position(is_here)?;
+        Some(self.failures.remove(place).2)
+    }
+
+    fn wrote(&mut self, at: u64, len: u64, stable: bool) {
+        self.writes += 1;
+        let mark = if stable { 0 } else { self.writes };
+        if len > 0 {
+            self.unstable[(at / SECTOR) as usize..(at + len).div_ceil(SECTOR) as usize].fill(mark);
+        }
+    }
+}
+
+/// The engine. One file is as good as another: all are the same disk.
+pub struct Faulty {
+    disk: Arc<Mutex<MemoryDisk>>,
+    faults: Faults,
+    random: Random,
+    pending: Vec<Pending>,
+    round: u64,
+    files: u32,
+    epoll: OwnedFd,
+    watches: Vec<(Token, OwnedFd)>,
+    woken: Vec<Token>,
+}
+
+struct Pending {
+    token: Token,
+    due: u64,
+    what: What,
+}
+
+/// An [`Op`] without its lifetime, which is the submitter's promise.
+enum What {
+    Read(u64, List),
+    Write(u64, List, bool),
+    /// With the number of the last write that it makes stable.
+    Flush(u64),
+    Discard(u64, u64, bool),
+    WriteZeroes(u64, u64, bool),
+}
+
+/// Segments as io_uring takes them: a single one by value, a longer list by its address.
+enum List {
+    One(Segment),
+    Many(*const Segment, usize),
+}
+
+// SAFETY: an operation moves with its engine to the thread that uses it, before any is submitted.
+unsafe impl Send for List {}
+
+const EINTR: i32 = 4;
+const EIO: i32 = 5;
+const EAGAIN: i32 = 11;
+const EINVAL: i32 = 22;
+const ENOSPC: i32 = 28;
+const EOPNOTSUPP: i32 = 95;
+
+impl Faulty {
+    /// An engine over `disk`.
+    ///
+    /// # Errors
+    /// There is no epoll instance to be had.
+    pub fn new(disk: Arc<Mutex<MemoryDisk>>, faults: Faults, seed: u64) -> io::Result<Self> {
+        Ok(Self {
+            disk,
+            faults,
+            random: Random(seed),
+            pending: Vec::new(),
+            round: 0,
+            files: 0,
+            epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
+            watches: Vec::new(),
+            woken: Vec::new(),
+        })
+    }
+
+    fn disk(&self) -> MutexGuard<'_, MemoryDisk> {
+        self.disk.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Takes what woke up, waiting for it for ever, or not at all.
+    fn poll(&mut self, wait: bool) -> io::Result<()> {
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 8];
+        let now = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        let timeout = if wait { None } else { Some(&now) };
+        let n = match epoll::wait(&self.epoll, &mut events[..], timeout) {
+            Err(rustix::io::Errno::INTR) => 0,
+            n => n?,
+        };
+        let tokens = events[..n].iter().map(|e| Token(e.data.u64()));
+        self.woken.extend(tokens);
+        Ok(())
+    }
+
+    fn execute(&mut self, what: &What) -> i32 {
+        if self.random.strikes(self.faults.again) {
+            self.disk().struck[1] += 1;
+            return -[EAGAIN, EINTR][self.random.below(2) as usize];
+        }
+        match what {
+            What::Read(at, list) | What::Write(at, list, _) => {
+                let is_write = matches!(what, What::Write(..));
+                let stable = matches!(what, What::Write(_, _, true));
+                self.transfer(*at, &list.segments(), is_write, stable)
+            }
+            What::Flush(up_to) => {
+                if self.fails(0, 0, &[EIO]).is_none() {
+                    let settled = |write: &&mut u64| **write <= *up_to;
+                    self.disk()
+                        .unstable
+                        .iter_mut()
+                        .filter(settled)
+                        .for_each(|write| *write = 0);
+                    return 0;
+                }
+                -EIO
+            }
+            What::Discard(at, len, stable) => match self.fails(*at, *len, &[EIO, EOPNOTSUPP]) {
+                Some(errno) => -errno,
+                // Whether space is given back is the backing's business.
+                None if self.random.below(2) == 0 => 0,
+                None => self.zero(*at, *len, *stable),
+            },
+            What::WriteZeroes(at, len, stable) => {
+                match self.fails(*at, *len, &[EIO, ENOSPC, EOPNOTSUPP]) {
+                    Some(errno) => {
+                        let part = self.random.below(len / SECTOR + 1) * SECTOR;
+                        self.zero(*at, part, false);
+                        -errno
+                    }
+                    None => self.zero(*at, *len, *stable),
+                }
+            }
+        }
+    }
+
+    fn transfer(&mut self, at: u64, segments: &[Segment], is_write: bool, stable: bool) -> i32 {
+        let len: u64 = segments.iter().map(|s| s.len as u64).sum();
+        let unit = u64::from(self.faults.length_alignment);
+        let address = self.faults.address_alignment as usize;
+        let bad = |s: &Segment| {
+            !s.addr.is_multiple_of(address) || !(s.len as u64).is_multiple_of(unit) || s.len == 0
+        };
+        if !at.is_multiple_of(unit) || len == 0 || segments.iter().any(bad) {
+            let mistake = format!("byte {at}, {segments:x?}");
+            self.disk().mistakes.push(mistake);
+            return -EINVAL;
+        }
+        let errnos: &[i32] = if is_write { &[EIO, ENOSPC] } else { &[EIO] };
+        let failed = self.fails(at, len, errnos);
+        let moved = match failed {
+            Some(_) => self.random.below(len / unit + 1) * unit,
+            None if len > unit && self.random.strikes(self.faults.short) => {
+                self.disk().struck[0] += 1;
+                (1 + self.random.below(len / unit - 1)) * unit
+            }
+            None => len,
+        };
+        let mut disk = self.disk();
+        let (mut place, mut left) = (at as usize, moved as usize);
+        for s in segments {
+            let n = s.len.min(left);
+            let bytes = &mut disk.bytes[place..place + n];
+            // SAFETY: the submitter promises that the segment stays valid until the completion is reaped, and `n` bytes
+            // of it are used; the disk's bytes are nobody else's memory.
+            unsafe {
+                match is_write {
+                    true => ptr::copy_nonoverlapping(s.addr as *const u8, bytes.as_mut_ptr(), n),
+                    false => ptr::copy_nonoverlapping(bytes.as_ptr(), s.addr as *mut u8, n),
+                }
+            }
+            (place, left) = (place + n, left - n);
+        }
+        if is_write {
+            disk.wrote(at, moved, stable && failed.is_none());
+        }
+        failed.map_or(moved as i32, |errno| -errno)
+    }
+
+    fn zero(&self, at: u64, len: u64, stable: bool) -> i32 {
+        let mut disk = self.disk();
+        disk.bytes[at as usize..(at + len) as usize].fill(0);
+        disk.wrote(at, len, stable);
+        0
+    }
+
+    fn fails(&mut self, at: u64, len: u64, errnos: &[i32]) -> Option<i32> {
+        if !self.random.strikes(self.faults.fail) {
+            return None;
+        }
+        let errno = errnos[self.random.below(errnos.len() as u64) as usize];
+        let mut disk = self.disk();
+        disk.struck[2] += 1;
+        disk.failures.push((at, len, errno));
+        Some(errno)
+    }
+}
+
+impl Engine for Faulty {
+    fn attach(&mut self, _file: BorrowedFd<'_>, _backing: Backing) -> io::Result<FileId> {
+        self.files += 1;
+        Ok(FileId(self.files - 1))
+    }
+
+    fn detach(&mut self, _file: FileId) {}
+
+    unsafe fn register(&mut self, _memory: &[Segment]) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn unregister(&mut self, _memory: &[Segment]) {}
+
+    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token) -> io::Result<()> {
+        let fd = fd.try_clone_to_owned()?;
+        // Each write to the descriptor is an edge, read or not.
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&self.epoll, &fd, epoll::EventData::new_u64(token.0), flags)?;
+        self.watches.push((token, fd));
+        Ok(())
+    }
+
+    fn unwatch(&mut self, token: Token) -> io::Result<()> {
+        if let Some(place) = self.watches.iter().position(|w| w.0 == token) {
+            let (_, fd) = self.watches.swap_remove(place);
+            epoll::delete(&self.epoll, fd.as_fd())?;
+        }
+        Ok(())
+    }
+
+    fn room(&self) -> usize {
+        self.faults.room - self.pending.len()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.pending.len()
+    }
+
+    unsafe fn submit(&mut self, _file: FileId, op: Op<'_>, token: Token) {
+        assert!(self.room() > 0, "more is submitted than there is room for");
+        let what = match op {
+            Op::Read { at, to } => What::Read(at.0, List::new(to)),
+            Op::Write { at, from, stable } => What::Write(at.0, List::new(from), stable),
+            Op::Flush => What::Flush(self.disk().writes),
+            Op::Discard { at, len, stable } => What::Discard(at.0, len, stable),
+            Op::WriteZeroes {
+                at: FileOffset(at),
+                len,
+                stable,
+                ..
+            } => What::WriteZeroes(at, len, stable),
+        };
+        let due = self.round + self.random.below(self.faults.late + 1);
+        self.pending.push(Pending { token, due, what });
+    }
+
+    fn push(&mut self) -> io::Result<()> {
+        self.round += 1;
+        self.poll(false)
+    }
+
+    fn wait(&mut self) -> io::Result<()> {
+        self.poll(self.pending.is_empty())?;
+        if self.woken.is_empty()
+            && let Some(next) = self.pending.iter().map(|p| p.due).min()
+        {
+            self.round = self.round.max(next);
+            // Time in which the guest goes on.
+            if self.random.below(64) == 0 {
+                std::thread::sleep(Duration::from_micros(100));
+            }
+        }
+        Ok(())
+    }
+
+    fn reap(&mut self, out: &mut Vec<Completion>) {
+        while out.len() < out.capacity()
+            && let Some(token) = self.woken.pop()
+        {
+            out.push(Completion { token, result: 0 });
+        }
+        while out.len() < out.capacity() {
+            let due = |p: &(usize, &Pending)| p.1.due <= self.round;
+            let due: Vec<usize> = self
+                .pending
+                .iter()
+                .enumerate()
+                .filter(due)
+                .map(|(i, _)| i)
+                .collect();
+            let Some(&any) = due.get(self.random.below(due.len().max(1) as u64) as usize) else {
+                return;
+            };
+            let Pending { token, what, .. } = self.pending.swap_remove(any);
+            let result = self.execute(&what);
+            out.push(Completion { token, result });
+        }
+    }
+}
+
+impl List {
+    fn new(segments: &[Segment]) -> Self {
+        match segments {
+            [one] => Self::One(*one),
+            many => Self::Many(many.as_ptr(), many.len()),
+        }
+    }
+
+    fn segments(&self) -> Vec<Segment> {
+        match *self {
+            Self::One(segment) => vec![segment],
+            // SAFETY: the submitter promises that a list stays where it is until the completion is reaped.
+            Self::Many(list, len) => unsafe { std::slice::from_raw_parts(list, len) }.to_vec(),
+        }
+    }
+}
+
+/// Numbers that depend on nothing but the seed (SplitMix64).
+pub struct Random(pub u64);
+
+impl Random {
+    /// Any number.
+    pub fn any(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ z >> 31
+    }
+
+    /// A number below `end`, which is not 0.
+    pub fn below(&mut self, end: u64) -> u64 {
+        self.any() % end
+    }
+
+    /// Whether something happens that happens `often` in 1000 times.
+    pub fn strikes(&mut self, often: u32) -> bool {
+        self.below(1000) < u64::from(often)
+    }
+}
