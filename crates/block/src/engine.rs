@@ -122,6 +122,10 @@ pub trait Engine {
     /// Operations submitted whose completion has not been reaped.
     fn in_flight(&self) -> usize;
 
+    /// Whether a [`push`](Self::push) is likely to bring something to reap. Cheap, and never enters
+    /// the kernel: it is asked again and again while the submitter looks out for a completion.
+    fn ready(&mut self) -> bool;
+
     /// Queues an operation; [`push`](Self::push) or [`wait`](Self::wait) hands it to the kernel.
     ///
     /// # Safety
@@ -146,6 +150,7 @@ pub trait Engine {
     /// The kernel refused; nothing that was queued is lost.
     fn wait(&mut self) -> io::Result<()>;
 
-    /// Moves completions to `out`, at most up to its capacity, without entering the kernel.
+    /// Moves completions to `out`, at most up to its capacity, without entering the kernel. Some may
+    /// be there before anything was pushed: an engine may do an operation where it is submitted.
     fn reap(&mut self, out: &mut Vec<Completion>);
 }

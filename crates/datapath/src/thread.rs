@@ -14,7 +14,6 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::disk::Disk;
 use crate::notify::signal;
-use crate::wait::Polling;
 use crate::worker::Worker;
 
 /// A thread that serves queues of any number of disks with one engine. Dropping it ends the thread,
@@ -63,9 +62,8 @@ impl IoThread {
         let (made, result) = mpsc::channel();
         let its_wake = wake.clone();
         let thread = thread::Builder::new().name(name).spawn(move || {
-            let worker = make().and_then(|engine| {
-                Worker::new(engine, Polling::new(poll_max), queue, its_wake).map_err(X::from)
-            });
+            let worker = make()
+                .and_then(|engine| Worker::new(engine, poll_max, queue, its_wake).map_err(X::from));
             match worker {
                 Ok(worker) => {
                     let _ = made.send(Ok(()));

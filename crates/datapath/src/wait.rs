@@ -18,52 +18,62 @@ impl<E: Engine> Worker<E> {
     pub fn wait(&mut self, fetched: Fetched) -> io::Result<()> {
         let more_to_reap = self.completions.len() == self.completions.capacity();
         self.completions.clear();
-        let before = self.engine.in_flight();
+        let under_way = self.engine.in_flight();
         match fetched {
             Fetched::Full => self.engine.wait()?,
             Fetched::More => self.engine.push()?,
             _ if more_to_reap => self.engine.push()?,
+            Fetched::All if under_way == 0 => return Ok(()),
             // What is done in the kernel's first breath needs no waiting.
-            Fetched::All if before > 0 && self.polling.instant => self.engine.push()?,
-            Fetched::Nothing if before == 0 => return self.idle(),
-            Fetched::All if before == 0 => return Ok(()),
-            Fetched::Nothing | Fetched::All => {
-                if self.enable_kicks() {
-                    self.engine.push()?;
-                } else {
-                    self.engine.wait()?;
-                }
-            }
+            Fetched::All if self.instant => self.engine.push()?,
+            _ => self.look_out_or_sleep(under_way)?,
         }
         self.engine.reap(&mut self.completions);
         if fetched != Fetched::Nothing {
-            self.polling.instant = self.engine.in_flight() == 0;
+            self.instant = self.engine.in_flight() == 0;
         }
         Ok(())
     }
 
-    /// Nothing is under way: looks out for the guest, then sleeps until it kicks.
-    fn idle(&mut self) -> io::Result<()> {
+    /// Waits for the guest if nothing is under way, else for what is under way and for the guest.
+    fn look_out_or_sleep(&mut self, under_way: usize) -> io::Result<()> {
         let start = Instant::now();
-        if !self.hot.is_empty() && self.look_out(start) {
-            self.polling.came_after(start.elapsed());
-            return Ok(());
+        let window = match under_way {
+            0 => self.guests.window(),
+            1..=FEW => self.operations.window(),
+            _ => Duration::ZERO,
+        };
+        if !window.is_zero() && !self.hot.is_empty() {
+            self.engine.push()?;
+            match self.look_out(start, window) {
+                Seen::Request if under_way == 0 => {
+                    self.guests.came_after(start.elapsed());
+                    return Ok(());
+                }
+                Seen::Request => return Ok(()),
+                Seen::Completion => {
+                    if under_way > 0 {
+                        self.operations.came_after(start.elapsed());
+                    }
+                    return self.engine.push();
+                }
+                Seen::Nothing => {}
+            }
         }
         if self.enable_kicks() {
-            return Ok(());
+            return self.engine.push();
         }
         self.engine.wait()?;
-        self.polling.came_after(start.elapsed());
-        self.engine.reap(&mut self.completions);
+        match under_way {
+            0 => self.guests.came_after(start.elapsed()),
+            1..=FEW => self.operations.came_after(start.elapsed()),
+            _ => {}
+        }
         Ok(())
     }
 
-    /// Polls the hot queues; tells whether there is something to do.
-    fn look_out(&mut self, start: Instant) -> bool {
-        let window = self.polling.window();
-        if window.is_zero() {
-            return false;
-        }
+    /// Polls the hot queues, and the engine.
+    fn look_out(&mut self, start: Instant, window: Duration) -> Seen {
         loop {
             // The clock costs more than a look at a ring.
             for _ in 0..LOOKS {
@@ -71,16 +81,19 @@ impl<E: Engine> Worker<E> {
                     if let Some(queue) = &mut self.queues[number]
                         && queue.ring.waiting() != Ok(0)
                     {
-                        return true;
+                        return Seen::Request;
                     }
                 }
+                if self.engine.ready() {
+                    return Seen::Completion;
+                }
                 if self.commanded() {
-                    return true;
+                    return Seen::Request;
                 }
                 std::hint::spin_loop();
             }
             if start.elapsed() >= window {
-                return false;
+                return Seen::Nothing;
             }
         }
     }
@@ -112,41 +125,49 @@ impl<E: Engine> Worker<E> {
 /// Looks at the rings between two looks at the clock.
 const LOOKS: usize = 16;
 
-/// What a thread has learned about when its guests come back.
-pub(crate) struct Polling {
-    max: Duration,
-    /// Moving average of the time from nothing to do to something to do.
-    gap: Duration,
-    /// The last operations were done by the time that they were handed over.
-    instant: bool,
+/// Operations under way up to which a look-out for the first to end pays. With more, sleep costs each
+/// of them less than it costs one.
+const FEW: usize = 2;
+
+/// What a look-out brought.
+enum Seen {
+    Request,
+    Completion,
+    Nothing,
 }
 
-impl Polling {
+/// What a thread has learned about how long something takes to come.
+pub(crate) struct Learned {
+    max: Duration,
+    /// Moving average of the time from nothing to do to something to do.
+    average: Duration,
+}
+
+impl Learned {
     /// Looks out for `max` at most; zero for never.
     pub fn new(max: Duration) -> Self {
         Self {
             max,
-            gap: max * 4,
-            instant: false,
+            average: max * 4,
         }
     }
 
     /// How long to look out now.
     #[inline]
     fn window(&self) -> Duration {
-        match self.gap <= self.max {
+        match self.average <= self.max {
             // Twice the average catches nearly all.
-            true => (self.gap * 2).clamp(self.max / 8, self.max),
+            true => (self.average * 2).clamp(self.max / 8, self.max),
             false => Duration::ZERO,
         }
     }
 
-    /// The guest came back after this long.
+    /// It came after this long.
     #[inline]
-    fn came_after(&mut self, gap: Duration) {
+    fn came_after(&mut self, time: Duration) {
         // Bounded, so that an hour of silence is forgotten as fast as a millisecond of it.
-        let gap = gap.min(self.max * 4);
-        self.gap = (self.gap * 7 + gap) / 8;
+        let time = time.min(self.max * 4);
+        self.average = (self.average * 7 + time) / 8;
     }
 }
 
@@ -158,29 +179,29 @@ mod tests {
 
     #[test]
     fn a_guest_that_comes_back_soon_is_waited_for_and_one_that_stays_away_is_not() {
-        let mut polling = Polling::new(MAX);
-        assert_eq!(polling.window(), Duration::ZERO);
+        let mut guests = Learned::new(MAX);
+        assert_eq!(guests.window(), Duration::ZERO);
         for _ in 0..32 {
-            polling.came_after(Duration::from_micros(10));
+            guests.came_after(Duration::from_micros(10));
         }
-        let window = polling.window();
+        let window = guests.window();
         assert!(
             window >= Duration::from_micros(10) && window <= MAX,
             "{window:?}"
         );
-        polling.came_after(Duration::from_secs(3600));
+        guests.came_after(Duration::from_secs(3600));
         for _ in 0..8 {
-            polling.came_after(Duration::from_millis(1));
+            guests.came_after(Duration::from_millis(1));
         }
-        assert_eq!(polling.window(), Duration::ZERO);
+        assert_eq!(guests.window(), Duration::ZERO);
     }
 
     #[test]
     fn zero_means_never() {
-        let mut polling = Polling::new(Duration::ZERO);
+        let mut guests = Learned::new(Duration::ZERO);
         for _ in 0..100 {
-            polling.came_after(Duration::ZERO);
+            guests.came_after(Duration::ZERO);
         }
-        assert_eq!(polling.window(), Duration::ZERO);
+        assert_eq!(guests.window(), Duration::ZERO);
     }
 }

@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
+use std::time::Duration;
 
 use block::{Completion, Engine, Segment};
 use guest::{NewQueue, Virtqueue};
@@ -13,7 +14,7 @@ use crate::bounce::Pool;
 use crate::disk::Disk;
 use crate::queue::{Queue, State, WAKE, kick_token};
 use crate::thread::{Command, QueueId, Wake};
-use crate::wait::Polling;
+use crate::wait::Learned;
 
 /// Completions handled before the guest is told of them. Small, so that the guest works on the first
 /// while we are at the last; large enough to share the cost of telling.
@@ -31,7 +32,12 @@ pub(crate) struct Worker<E> {
     pub bounce: Pool,
     /// Requests that wait for a bounce buffer: queue and slot.
     pub starved: Vec<(usize, u16)>,
-    pub polling: Polling,
+    /// When guests come back, while nothing is under way.
+    pub guests: Learned,
+    /// When operations end, while few are under way.
+    pub operations: Learned,
+    /// The last operations were done by the time that they were handed over.
+    pub instant: bool,
     commands: Receiver<Command>,
     wake: Arc<Wake>,
     quit: bool,
@@ -40,7 +46,7 @@ pub(crate) struct Worker<E> {
 impl<E: Engine> Worker<E> {
     pub fn new(
         engine: E,
-        polling: Polling,
+        poll_max: Duration,
         commands: Receiver<Command>,
         wake: Arc<Wake>,
     ) -> io::Result<Self> {
@@ -52,7 +58,9 @@ impl<E: Engine> Worker<E> {
             scratch: vec![Segment { addr: 0, len: 0 }; Virtqueue::MAX_SEGMENTS].into(),
             bounce: Pool::default(),
             starved: Vec::new(),
-            polling,
+            guests: Learned::new(poll_max),
+            operations: Learned::new(poll_max),
+            instant: false,
             commands,
             wake,
             quit: false,

@@ -4,6 +4,7 @@
 mod blocking;
 mod buffers;
 mod file;
+mod inline;
 mod lock;
 mod uring;
 

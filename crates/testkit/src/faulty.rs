@@ -310,6 +310,10 @@ impl Engine for Faulty {
         Ok(())
     }
 
+    fn ready(&mut self) -> bool {
+        !self.pending.is_empty()
+    }
+
     fn room(&self) -> usize {
         self.faults.room - self.pending.len()
     }
