@@ -129,9 +129,9 @@ pub trait Engine {
     /// Queues an operation; [`push`](Self::push) or [`wait`](Self::wait) hands it to the kernel.
     ///
     /// # Safety
-    /// The memory that `op`'s segments name, and the slice of segments itself, must stay valid and
-    /// must not move until the completion with `token` has been reaped, and the memory must be
-    /// writable if `op` is a read.
+    /// The memory that `op`'s segments name must stay valid until the completion with `token` has been
+    /// reaped, and must be writable if `op` is a read. The slice of segments itself must stay valid
+    /// and not move until then too, unless it has only one, which the engine copies.
     #[expect(
         unsafe_code,
         reason = "the kernel writes to memory that this call names"

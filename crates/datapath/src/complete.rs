@@ -61,6 +61,7 @@ impl<E: Engine> Worker<E> {
             (0, Request::Read { .. } | Request::Write { .. }) => Next::Finish(Status::IoError),
             (moved, Request::Read { .. } | Request::Write { .. }) => {
                 let moved = (moved as u64).min(s.left) as usize;
+                s.retries = 0;
                 if let Some(mut bounce) = s.bounce.take() {
                     if let Request::Read { .. } = s.request {
                         queue.ring.copy_to(s.segments(), &bounce.bytes()[..moved]);

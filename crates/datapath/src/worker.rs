@@ -1,6 +1,7 @@
 //! One I/O thread: its engine, the queues that it serves, and the path of their requests.
 
 use std::io;
+use std::mem;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
@@ -80,9 +81,18 @@ impl<E: Engine> Worker<E> {
             if let Err(e) = self.turn() {
                 // The ring itself fails, not an operation on it: nothing in this thread can go on.
                 error!("I/O thread: the kernel refuses to work on the ring: {e}");
-                return;
+                return self.abandon();
             }
         }
+    }
+
+    /// Ends with operations in flight: the memory that the kernel works on is never freed. Whoever
+    /// waits for a queue to stop learns that the thread is gone.
+    fn abandon(mut self) {
+        for queue in self.queues.iter_mut().flatten() {
+            queue.state = State::Retired;
+        }
+        mem::forget(mem::take(&mut self.queues));
     }
 
     /// The path of one I/O, for as many as are there at each stage.

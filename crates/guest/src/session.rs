@@ -6,6 +6,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
+use rustix::fs::{FileType, OFlags};
 use thiserror::Error;
 use tracing::debug;
 
@@ -265,20 +266,20 @@ impl Session<'_> {
                 ));
             }
             Message::SetVringKick { ring, fd } => {
-                let fd = fd.ok_or(SessionError::Refused(
+                let fd = event(fd)?.ok_or(SessionError::Refused(
                     "a ring without a kick descriptor would have to be polled for ever",
                 ))?;
                 self.ring(ring)?;
                 self.stop(ring as u16);
-                self.rings[ring as usize].kick = Some(Arc::new(fd));
+                self.rings[ring as usize].kick = Some(fd);
                 self.start_if_ready(ring as u16)?;
             }
             Message::SetVringCall { ring, fd } => {
-                self.ring(ring)?.call = fd.map(Arc::new);
+                self.ring(ring)?.call = event(fd)?;
                 self.signals_changed(ring as u16);
             }
             Message::SetVringErr { ring, fd } => {
-                self.ring(ring)?.error = fd.map(Arc::new);
+                self.ring(ring)?.error = event(fd)?;
                 self.signals_changed(ring as u16);
             }
             Message::SetVringEnable { ring, on } => {
@@ -441,4 +442,25 @@ impl Session<'_> {
             self.device.set_signals(ring, call, error);
         }
     }
+}
+
+/// A descriptor that is good for signals: an event counter or a pipe. It is made not to block, since
+/// I/O threads write to it, and a front-end could have filled it.
+fn event(fd: Option<OwnedFd>) -> Result<Option<Arc<OwnedFd>>, SessionError> {
+    let Some(fd) = fd else {
+        return Ok(None);
+    };
+    let mode = rustix::fs::fstat(&fd).map_err(io::Error::from)?.st_mode;
+    match FileType::from_raw_mode(mode) {
+        // What the kernel makes for eventfd has no type.
+        FileType::Unknown | FileType::Fifo => {}
+        _ => {
+            return Err(SessionError::Refused(
+                "a descriptor for kicks or calls is neither an eventfd nor a pipe",
+            ));
+        }
+    }
+    let flags = rustix::fs::fcntl_getfl(&fd).map_err(io::Error::from)?;
+    rustix::fs::fcntl_setfl(&fd, flags | OFlags::NONBLOCK).map_err(io::Error::from)?;
+    Ok(Some(Arc::new(fd)))
 }

@@ -311,7 +311,9 @@ impl Engine for Faulty {
     }
 
     fn ready(&mut self) -> bool {
-        !self.pending.is_empty()
+        // Time passes between two looks.
+        self.round += 1;
+        !self.woken.is_empty() || self.pending.iter().any(|p| p.due <= self.round)
     }
 
     fn room(&self) -> usize {
