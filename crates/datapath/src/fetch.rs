@@ -14,9 +14,11 @@ use crate::worker::Worker;
 /// batch is built, and keep the guest waiting while it is reaped.
 const CHUNK: usize = 8;
 
-/// The same where operations are done as soon as they are handed over: no storage idles, and fewer
-/// interrupts are worth more.
-const CHUNK_INSTANT: usize = 16;
+/// The same where operations are done as soon as they are handed over, so that no storage idles: half
+/// of what waits, within these bounds. The guest works on one half while we are at the other, and is
+/// interrupted less often the more there is.
+const CHUNK_INSTANT_MIN: usize = 2;
+const CHUNK_INSTANT_MAX: usize = 32;
 
 /// Requests fetched in one turn from one queue, with those that need no operation: the other queues
 /// wait meanwhile.
@@ -68,7 +70,10 @@ impl<E: Engine> Worker<E> {
         if waiting == 0 {
             return Ok(Fetched::Nothing);
         }
-        let chunk = if self.instant { CHUNK_INSTANT } else { CHUNK };
+        let chunk = match self.instant {
+            true => (waiting / 2).clamp(CHUNK_INSTANT_MIN, CHUNK_INSTANT_MAX),
+            false => CHUNK,
+        };
         let mut submitted = 0;
         let mut fetched = 0;
         while fetched < waiting.min(BATCH) && submitted < chunk {

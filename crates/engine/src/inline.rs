@@ -17,9 +17,11 @@ use rustix::io::{Errno, ReadWriteFlags, preadv2};
 const BASE: Duration = Duration::from_micros(10);
 const EACH_PAGE: Duration = Duration::from_micros(2);
 
-/// One operation counts for at most this many times what it may take, so that a thread that lost its
-/// core once does not judge a file by it.
-const WORST: f32 = 6.0;
+/// One operation counts for at most this many times what it may take, and moves the average by one
+/// part in so many: a thread that loses its core now and then does not judge a file by it, while a
+/// file that takes ten times too long is given up after seven operations.
+const WORST: f32 = 16.0;
+const PARTS: f32 = 64.0;
 
 /// Operations that go to the kernel's threads before the file is given another chance.
 const PENANCE: u32 = 65_536;
@@ -69,7 +71,7 @@ impl Inline {
         if let Self::Measured { load, penance } = self {
             let may = BASE + EACH_PAGE * (bytes / 4096) as u32;
             let this = (time.as_secs_f32() / may.as_secs_f32()).min(WORST);
-            *load += (this - *load) / 8.0;
+            *load += (this - *load) / PARTS;
             if *load > 1.0 {
                 *load = 0.0;
                 *penance = PENANCE;
@@ -134,7 +136,7 @@ mod tests {
         inline.took(Duration::from_secs(1), 4096);
         assert!(inline.wanted());
         for _ in 0..8 {
-            inline.took(Duration::from_micros(100), 4096);
+            inline.took(Duration::from_millis(1), 4096);
         }
         let punished = (0..2 * PENANCE).take_while(|_| !inline.wanted()).count();
         assert_eq!(punished, PENANCE as usize);

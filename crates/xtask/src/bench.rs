@@ -54,7 +54,11 @@ pub struct Args {
     client: Vec<Client>,
 
     /// Contestants; the baseline takes part when --baseline is given
-    #[arg(long, value_delimiter = ',', default_value = "ringdisk,qsd,host")]
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "ringdisk,ringdisk-fixed,qsd,host"
+    )]
     servers: Vec<Server>,
 
     /// Another ringdisk binary, measured in the same rounds
@@ -464,7 +468,11 @@ impl Bench {
 
 /// Native AIO is a choice only where there is a file and `O_DIRECT`.
 fn differs_on(server: Server, backing: Backing) -> bool {
-    server != Server::QsdNative || matches!(backing, Backing::Zram | Backing::Disk)
+    match server {
+        Server::QsdNative => matches!(backing, Backing::Zram | Backing::Disk),
+        Server::RingdiskFixed => backing == Backing::Disk,
+        _ => true,
+    }
 }
 
 fn target_dir() -> PathBuf {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail};
 use rustix::fs::{Advice, fadvise};
 
-use super::client::{compressible, mix};
+use super::client::noise;
 use super::plan::Backing;
 
 /// Size of the null disk, the page-cache file and the zram device.
@@ -85,14 +85,8 @@ fn written_file(dir: &Path, name: &str, bytes: u64) -> anyhow::Result<PathBuf> {
             .with_context(|| format!("creating {}", unfinished.display()))?;
         rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, bytes)
             .with_context(|| format!("allocating {} MiB for {}", bytes >> 20, path.display()))?;
-        let mut random = 0;
-        let mut chunk = vec![0; CHUNK];
-        for _ in 0..bytes / CHUNK as u64 {
-            for word in chunk.chunks_exact_mut(8) {
-                random += 1;
-                word.copy_from_slice(&mix(random).to_le_bytes());
-            }
-            file.write_all(&chunk)
+        for chunk in 0..bytes / CHUNK as u64 {
+            file.write_all(&noise(CHUNK, chunk * CHUNK as u64))
                 .with_context(|| format!("writing {}", path.display()))?;
         }
         file.sync_all()?;
@@ -101,7 +95,7 @@ fn written_file(dir: &Path, name: &str, bytes: u64) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-/// A zram device of our own, filled with data that compresses about 2:1.
+/// A zram device of our own, filled with data that does not compress.
 pub struct Zram {
     number: u32,
     device: PathBuf,
@@ -137,7 +131,7 @@ impl Zram {
         }
         let mut file = File::options().write(true).open(&zram.device)?;
         for chunk in 0..ZRAM_BYTES / CHUNK as u64 {
-            file.write_all(&compressible(CHUNK, mix(chunk)))?;
+            file.write_all(&noise(CHUNK, chunk * CHUNK as u64))?;
         }
         file.sync_all().context("filling the zram device")?;
         Ok(zram)

@@ -294,17 +294,11 @@ impl Window {
     }
 }
 
-/// Fills request buffers with pages that compress about 2:1 (half noise, half zeros): a zram device stores a page of zeros for free.
-pub fn compressible(len: usize, seed: u64) -> Vec<u8> {
-    let mut data = vec![0; len];
-    let mut random = seed;
-    for page in data.chunks_mut(4096) {
-        let half = page.len() / 2;
-        for word in page[..half].chunks_exact_mut(8) {
-            random = random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            word.copy_from_slice(&mix(random).to_le_bytes());
-        }
-    }
+/// Bytes that do not compress: of a zram device, the path to it is to be measured and not its compressor.
+pub fn noise(len: usize, seed: u64) -> Vec<u8> {
+    let words = (0..len.div_ceil(8) as u64).map(|word| mix(seed.wrapping_add(word)));
+    let mut data: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+    data.truncate(len);
     data
 }
 
@@ -332,7 +326,7 @@ impl RingDriver {
         let mut device = Device::connect(&job.socket, &config).context("testkit: connecting")?;
         let capacity = device.config()?.capacity * 512;
         let mut queue = device.queues.pop().context("testkit: no queue")?;
-        let data = compressible(depth * block, job.seed);
+        let data = noise(depth * block, job.seed);
         for (slot, buffer) in data.chunks(block).enumerate() {
             queue.write_buffer(slot as u16, buffer);
         }
@@ -425,7 +419,7 @@ impl BlkioDriver {
         File::options()
             .write(true)
             .open(format!("/proc/self/fd/{}", region.fd))?
-            .write_all_at(&compressible(depth * block, job.seed), 0)?;
+            .write_all_at(&noise(depth * block, job.seed), 0)?;
         device
             .map_mem_region(&region)
             .context("blkio: mapping memory")?;

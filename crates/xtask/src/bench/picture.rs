@@ -18,8 +18,9 @@ const PLOT: usize = 112;
 const PANEL: usize = (WIDTH - 3 * MARGIN) / 2;
 const BAR: usize = 30;
 
-const SERVERS: [(Server, &str, &str); 3] = [
+const SERVERS: [(Server, &str, &str); 4] = [
     (Server::Ringdisk, "#0b7285", "ringdisk"),
+    (Server::RingdiskFixed, "#66b2c1", "fixed-buffers=on"),
     (Server::Qsd, "#f08c00", "qemu-storage-daemon, io_uring"),
     (Server::Host, "#adb5bd", "fio on the host, no virtual disk"),
 ];

@@ -27,6 +27,8 @@ pub enum Backing {
 #[serde(rename_all = "kebab-case")]
 pub enum Server {
     Ringdisk,
+    /// ringdisk with `fixed-buffers=on`, for guests whose memory is never taken away.
+    RingdiskFixed,
     /// An earlier ringdisk binary, named by `--baseline`.
     Baseline,
     /// qemu-storage-daemon with `aio=io_uring`.
@@ -305,6 +307,7 @@ impl fmt::Display for Server {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.pad(match self {
             Server::Ringdisk => "ringdisk",
+            Server::RingdiskFixed => "fixed",
             Server::Baseline => "baseline",
             Server::Qsd => "qsd",
             Server::QsdNative => "qsd-native",

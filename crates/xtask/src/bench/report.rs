@@ -258,8 +258,9 @@ impl Report {
         }
         for other in others {
             let ratio = |metric: fn(&Sample) -> f64| {
-                let ratio =
-                    result.compare(*other, client, |ours, theirs| metric(ours) / metric(theirs));
+                let ratio = result.compare(Server::Ringdisk, *other, client, |ours, theirs| {
+                    metric(ours) / metric(theirs)
+                });
                 ratio.map_or("-".into(), |r| {
                     format!("{:.2} [{:.2}..{:.2}]", r.median, r.min, r.max)
                 })
@@ -307,38 +308,37 @@ struct Verdict {
 impl CellResult {
     fn verdicts(&self) -> Vec<Verdict> {
         let targets = TARGETS.iter().filter(|target| target.is_about(&self.cell));
-        let pairs = targets.flat_map(|target| {
-            self.cell
-                .clients
-                .iter()
-                .map(move |client| (target, *client))
-        });
-        pairs
-            .filter_map(|(target, client)| self.verdict(target, client))
+        let ours = [Server::Ringdisk, Server::RingdiskFixed];
+        targets
+            .flat_map(|target| ours.map(|ours| (target, ours)))
+            .flat_map(|(target, ours)| {
+                let clients = self.cell.clients.iter();
+                clients.filter_map(move |client| self.verdict(target, ours, *client))
+            })
             .collect()
     }
 
     /// None if the target is not about this client or a contestant is missing.
-    fn verdict(&self, target: &Target, client: Client) -> Option<Verdict> {
+    fn verdict(&self, target: &Target, ours: Server, client: Client) -> Option<Verdict> {
         if !target.is_for(client) {
             return None;
         }
         let (value, what) = match target.metric {
             Metric::Iops(other) => (
-                self.compare(other, client, |a, b| a.iops / b.iops),
+                self.compare(ours, other, client, |a, b| a.iops / b.iops),
                 format!("IOPS / {other}'s"),
             ),
             Metric::Cpu(other) => {
-                let ratio = self.compare(other, client, |a, b| a.cpu_us_per_io / b.cpu_us_per_io);
+                let ratio = |a: &Sample, b: &Sample| a.cpu_us_per_io / b.cpu_us_per_io;
+                let ratio = self.compare(ours, other, client, ratio);
                 (ratio, format!("CPU per I/O / {other}'s"))
             }
             Metric::CpuUs => (
-                self.side(Server::Ringdisk, client)
-                    .spread(|s| s.cpu_us_per_io),
+                self.side(ours, client).spread(|s| s.cpu_us_per_io),
                 "CPU per I/O, us".to_string(),
             ),
             Metric::LatencyOver(other) => (
-                self.compare(other, client, |a, b| a.mean_us - b.mean_us),
+                self.compare(ours, other, client, |a, b| a.mean_us - b.mean_us),
                 format!("mean latency over {other}'s, us"),
             ),
         };
@@ -351,8 +351,9 @@ impl CellResult {
             reached: target.limit.holds(value.median),
             in_every_round: target.limit.holds(value.min) && target.limit.holds(value.max),
             text: format!(
-                "{:10} {:24} {client:9} {what:32} {:>7} [{}..{}], wanted {limit}",
-                self.cell.backing,
+                "{:8} {:10} {:24} {client:9} {what:32} {:>7} [{}..{}], wanted {limit}",
+                ours.to_string(),
+                self.cell.backing.to_string(),
                 self.cell.workload.to_string(),
                 short(value.median),
                 short(value.min),
@@ -373,15 +374,16 @@ impl CellResult {
         }
     }
 
-    /// ringdisk against another, round by round.
+    /// One contestant against another, round by round.
     pub fn compare(
         &self,
+        ours: Server,
         other: Server,
         client: Client,
         f: impl Fn(&Sample, &Sample) -> f64,
     ) -> Option<Spread> {
         let theirs = self.side(other, client);
-        let ours = self.side(Server::Ringdisk, client);
+        let ours = self.side(ours, client);
         let pair = |ours: &&Record| {
             let theirs = theirs
                 .records
@@ -556,7 +558,9 @@ mod tests {
             // Its partner failed.
             record(2, Server::Ringdisk, 1.0),
         ]);
-        let ratio = result.compare(Server::Qsd, Client::Blkio, |a, b| a.iops / b.iops);
+        let ratio = result.compare(Server::Ringdisk, Server::Qsd, Client::Blkio, |a, b| {
+            a.iops / b.iops
+        });
         assert_eq!(
             ratio,
             Some(Spread {

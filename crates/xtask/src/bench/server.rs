@@ -47,19 +47,19 @@ impl Running {
         let socket = dir.join(format!("{server}.sock"));
         let log = dir.join(format!("{server}.log"));
         let _ = fs::remove_file(&socket);
+        let args = &programs.ringdisk_args;
         let mut command = match server {
-            Server::Ringdisk => ringdisk(
-                &programs.ringdisk,
-                &programs.ringdisk_args,
-                backing,
-                &socket,
-            ),
+            Server::Ringdisk => ringdisk(&programs.ringdisk, args, backing, &socket, ""),
+            Server::RingdiskFixed => {
+                let option = ",fixed-buffers=on";
+                ringdisk(&programs.ringdisk, args, backing, &socket, option)
+            }
             Server::Baseline => {
                 let binary = programs
                     .baseline
                     .as_ref()
                     .context("no --baseline was given")?;
-                ringdisk(binary, &programs.ringdisk_args, backing, &socket)
+                ringdisk(binary, args, backing, &socket, "")
             }
             Server::Qsd => qsd("io_uring", backing, &socket),
             Server::QsdNative => qsd("native", backing, &socket),
@@ -129,7 +129,13 @@ impl Drop for Running {
     }
 }
 
-fn ringdisk(binary: &Path, args: &[String], backing: &Prepared, socket: &Path) -> Command {
+fn ringdisk(
+    binary: &Path,
+    args: &[String],
+    backing: &Prepared,
+    socket: &Path,
+    option: &str,
+) -> Command {
     let file = match backing.path() {
         Some(path) => doubled_commas(path),
         None => format!("null:{}G", NULL_BYTES >> 30),
@@ -141,7 +147,7 @@ fn ringdisk(binary: &Path, args: &[String], backing: &Prepared, socket: &Path) -
     };
     let mut command = Command::new(binary);
     command.arg("serve").args(args).arg(format!(
-        "file={file},format=raw,cache={cache},queues=1,queue-size=1024,socket={}",
+        "file={file},format=raw,cache={cache},queues=1,queue-size=1024,socket={}{option}",
         doubled_commas(socket)
     ));
     command
