@@ -57,9 +57,9 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     iothreads: Option<u16>,
 
-    /// How long a thread with nothing to do looks out for its guests before it sleeps, at most, in
-    /// microseconds; it adapts to what pays; 0 is never
-    #[arg(long, value_name = "US", default_value_t = 50, value_parser = clap::value_parser!(u64).range(0..=10_000))]
+    /// How long a thread with little to do looks out for its guests, or for a lone operation, before it
+    /// sleeps, at most, in microseconds; it adapts to what pays; 0 is never
+    #[arg(long, value_name = "US", default_value_t = 100, value_parser = clap::value_parser!(u64).range(0..=10_000))]
     poll_max_us: u64,
 
     /// Print what to paste, and that all is ready, as one line of JSON
