@@ -22,11 +22,14 @@ pub struct Ready {
     pub libvirt: Libvirt,
 }
 
-/// Two elements of a domain: one for the domain itself, one for `<devices>`.
+/// Elements of a domain: one for the domain itself, the others for `<devices>`.
 #[derive(Debug, Serialize)]
 pub struct Libvirt {
     #[serde(rename = "memoryBacking")]
     pub memory_backing: String,
+    /// With fixed buffers, the guest must not have a balloon, which libvirt would give it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memballoon: Option<String>,
     pub disk: String,
 }
 
@@ -51,12 +54,13 @@ pub fn qemu(name: &str, socket: &str, queues: u16, queue_size: u16) -> Vec<Strin
 }
 
 /// XML for libvirt.
-pub fn libvirt(socket: &str, queues: u16, queue_size: u16) -> Libvirt {
+pub fn libvirt(socket: &str, queues: u16, queue_size: u16, fixed_buffers: bool) -> Libvirt {
     let socket = escape(socket);
     Libvirt {
         memory_backing: "<memoryBacking>\n  <source type='memfd'/>\n  <access mode='shared'/>\n\
             </memoryBacking>"
             .into(),
+        memballoon: fixed_buffers.then(|| "<memballoon model='none'/>".into()),
         disk: format!(
             "<disk type='vhostuser' device='disk'>\n  \
              <driver name='qemu' type='raw' queues='{queues}' queue_size='{queue_size}'/>\n  \
@@ -89,8 +93,14 @@ pub fn text(disks: &[Ready]) -> String {
         for pair in disk.qemu.chunks(2) {
             text += &format!("    {} {} \\\n", pair[0], quote(&pair[1]));
         }
-        text += "\n  libvirt (memoryBacking in the domain, disk in its devices):\n";
-        for element in [&disk.libvirt.memory_backing, &disk.libvirt.disk] {
+        text += "\n  libvirt (memoryBacking in the domain, the rest in its devices):\n";
+        let libvirt = &disk.libvirt;
+        let elements = [
+            Some(&libvirt.memory_backing),
+            libvirt.memballoon.as_ref(),
+            Some(&libvirt.disk),
+        ];
+        for element in elements.into_iter().flatten() {
             element
                 .lines()
                 .for_each(|line| text += &format!("    {line}\n"));

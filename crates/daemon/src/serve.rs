@@ -272,7 +272,7 @@ fn open(spec: DiskSpec, first_thread: usize) -> Result<Served, ServeError> {
         format: Format::Raw.to_string(),
         size,
         qemu: paste::qemu(&spec.name, &text, spec.queues, spec.queue_size),
-        libvirt: paste::libvirt(&text, spec.queues, spec.queue_size),
+        libvirt: paste::libvirt(&text, spec.queues, spec.queue_size, spec.fixed_buffers),
         socket: socket_path,
         queues: spec.queues,
         queue_size: spec.queue_size,
