@@ -3,7 +3,7 @@
 
 use std::cell::RefCell;
 use std::io::{ErrorKind, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
+use rustix::event::EventfdFlags;
+use rustix::fs::OFlags;
 use testkit::chain::{Chain, header};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::frontend::message::*;
@@ -885,6 +887,15 @@ const BAD_MESSAGES: &[Message] = &[
     ("SET_VRING_ERR without a descriptor", |d| {
         raw(d, SET_VRING_ERR, &0u64.to_ne_bytes())
     }),
+    ("SET_VRING_KICK with a regular file", |d| {
+        raw_with_file(d, SET_VRING_KICK)
+    }),
+    ("SET_VRING_CALL with a regular file", |d| {
+        raw_with_file(d, SET_VRING_CALL)
+    }),
+    ("SET_VRING_ERR with a regular file", |d| {
+        raw_with_file(d, SET_VRING_ERR)
+    }),
     ("SET_BACKEND_REQ_FD without a descriptor", |d| {
         raw(d, SET_BACKEND_REQ_FD, &[])
     }),
@@ -979,6 +990,14 @@ fn raw_with_fd(device: &mut Device, request: u32, payload: &[u8]) -> std::io::Re
         payload,
         &[fd.as_fd()],
     )
+}
+
+/// Hands over a regular file for the signals of queue 0.
+fn raw_with_file(device: &mut Device, request: u32) -> std::io::Result<()> {
+    let file = tempfile::tempfile()?;
+    device
+        .frontend
+        .send_raw(request, VERSION | NEED_REPLY, 8, &[0; 8], &[file.as_fd()])
 }
 
 /// Adds the spare region, spoilt by `change`.
@@ -1108,6 +1127,85 @@ fn a_front_end_that_stalls_holds_nobody_up() {
         server.terminate().unwrap().success(),
         "the server ends even so"
     );
+}
+
+/// An event counter that blocks whoever adds to it.
+fn full_counter() -> OwnedFd {
+    let fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    rustix::io::write(&fd, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    fd
+}
+
+/// A pipe that blocks whoever writes to it.
+fn full_pipe() -> (OwnedFd, OwnedFd) {
+    let (reader, writer) = rustix::pipe::pipe().unwrap();
+    let flags = rustix::fs::fcntl_getfl(&writer).unwrap();
+    rustix::fs::fcntl_setfl(&writer, flags | OFlags::NONBLOCK).unwrap();
+    while rustix::io::write(&writer, &[0; 4096]).is_ok() {}
+    rustix::fs::fcntl_setfl(&writer, flags).unwrap();
+    (reader, writer)
+}
+
+#[test]
+fn signals_that_nobody_takes_hold_nobody_up() {
+    let (reader, pipe) = full_pipe();
+    for signal in [full_counter(), pipe] {
+        never_taken(&signal, || {});
+    }
+    drop(reader);
+}
+
+/// Whether a descriptor blocks belongs to what is open, which the front-end has open as well.
+#[test]
+#[ignore = "the I/O thread blocks for good when a front-end makes its signal block again"]
+fn signals_made_to_block_again_hold_nobody_up() {
+    let signal = full_counter();
+    never_taken(&signal, || {
+        let flags = rustix::fs::fcntl_getfl(&signal).unwrap();
+        rustix::fs::fcntl_setfl(&signal, flags & !OFlags::NONBLOCK).unwrap();
+    });
+}
+
+/// Lets a disk send its signals to a descriptor that can take no more. `then` is done once the disk has it.
+fn never_taken(signal: &OwnedFd, then: impl FnOnce()) {
+    let (victim, other) = (Disk::new(), Disk::new());
+    let mut server = serve_all(&[
+        "--iothreads=1".to_owned(),
+        victim.argument("queues=2"),
+        other.argument("queues=2"),
+    ]);
+    let config = DeviceConfig {
+        queues: 2,
+        ..DeviceConfig::default()
+    };
+    let mut bystander = Device::connect(&other.socket, &config).unwrap();
+    let mut device = Device::connect(&victim.socket, &config).unwrap();
+    device.frontend.set_vring_call(0, signal.as_fd()).unwrap();
+    device.frontend.set_vring_err(0, signal.as_fd()).unwrap();
+    then();
+    let queue = &mut device.queues[0];
+    for round in 0..20 {
+        queue.prepare(0, Op::Read, 8, 4096);
+        queue.submit(&[0]);
+        let start = Instant::now();
+        // Its call never comes.
+        while queue.poll(|_, status| assert_eq!(status, OK)) == 0 {
+            assert!(start.elapsed() < HANG, "round {round}: the queue hangs");
+            thread::sleep(Duration::from_micros(100));
+        }
+        assert!(queue.read_buffer(0, 4096) == content(8, 4096));
+    }
+    assert_reads(&mut device, 1);
+    assert_reads(&mut bystander, 0);
+    assert_reads(&mut bystander, 1);
+    // A broken ring is reported, or rather is not.
+    device.queues[0].ring.publish([u16::MAX]);
+    assert_reads(&mut device, 1);
+    assert_reads(&mut bystander, 0);
+    let base = device.stop_queue(0).unwrap();
+    device.start_queue(0, base).unwrap();
+    assert_reads(&mut device, 0);
+    assert!(server.terminate().unwrap().success());
 }
 
 #[test]
