@@ -2,11 +2,12 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use datapath::{Disk, IoThread, QueueId};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
-use guest::{Device, FrontendChannel, NewQueue};
+use guest::{Device, FrontendChannel, NewQueue, RingError};
 use tracing::{error, warn};
 
 /// A served disk: what front-ends see of it, and where its queues go.
@@ -16,6 +17,9 @@ pub struct ServedDisk {
     pub queue_size: u16,
     /// The thread of queue 0; the others follow in turn.
     pub first_thread: usize,
+    /// The guest's choice: it outlives resets and connections, because front-ends read the
+    /// configuration space only once.
+    write_cache: AtomicBool,
     /// The front-end that is connected, if it wants to be told of changes.
     frontend: Mutex<Option<FrontendChannel>>,
 }
@@ -27,6 +31,7 @@ impl ServedDisk {
             queues,
             queue_size,
             first_thread,
+            write_cache: AtomicBool::new(true),
             frontend: Mutex::default(),
         }
     }
@@ -36,9 +41,8 @@ impl ServedDisk {
         self.queue_size - 2
     }
 
-    /// The disk has become longer; the guest is told at once if its front-end listens.
-    pub fn grow(&self, size: u64) {
-        self.disk.grow(size);
+    /// Tells the guest to look at the size of its disk again, if its front-end listens.
+    pub fn tell_size(&self) {
         let frontend = self.frontend.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(Err(e)) = frontend.as_ref().map(FrontendChannel::config_changed) {
             warn!(
@@ -71,6 +75,25 @@ impl<'a> BlockDevice<'a> {
         device
     }
 
+    /// The cache is on if the guest wants it, unless the driver has no way to flush
+    /// (virtio 1.3 §5.2.5).
+    fn apply_write_cache(&self) {
+        let disk = &self.served.disk;
+        let on = self.served.write_cache.load(Ordering::Relaxed) && self.flushes != Some(false);
+        let was_on = disk.write_cache();
+        disk.set_write_cache(on);
+        if was_on
+            && !on
+            && !disk.facts.read_only
+            && let Err(e) = disk.sync()
+        {
+            error!(
+                "disk {}: writes before the cache was switched off are not durable: {e}",
+                disk.name
+            );
+        }
+    }
+
     fn thread(&self, ring: u16) -> &'a IoThread {
         &self.threads[(self.served.first_thread + usize::from(ring)) % self.threads.len()]
     }
@@ -101,20 +124,14 @@ impl Device for BlockDevice<'_> {
     }
 
     fn set_write_cache(&mut self, on: bool) {
-        // A driver that cannot flush cannot have a cache.
-        self.served
-            .disk
-            .set_write_cache(on && self.flushes != Some(false));
+        self.served.write_cache.store(on, Ordering::Relaxed);
+        self.apply_write_cache();
     }
 
     fn set_features(&mut self, accepted: u64) {
-        let flushes = (accepted != 0).then_some(accepted & blk::F_FLUSH != 0);
-        // Only when this changes: features come again while the driver runs, with what it set.
-        if accepted == 0 || flushes != self.flushes {
-            // virtio 1.3 §5.2.5: on, unless the driver has no way to flush.
-            self.served.disk.set_write_cache(flushes != Some(false));
-        }
-        self.flushes = flushes;
+        // Zero is a reset.
+        self.flushes = (accepted != 0).then_some(accepted & blk::F_FLUSH != 0);
+        self.apply_write_cache();
     }
 
     fn set_frontend(&mut self, channel: Option<FrontendChannel>) {
@@ -123,6 +140,10 @@ impl Device for BlockDevice<'_> {
             .frontend
             .lock()
             .unwrap_or_else(|e| e.into_inner()) = channel;
+    }
+
+    fn ring_failed(&self, ring: u16, error: &RingError) {
+        self.served.disk.ring_failed(ring, error);
     }
 
     fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()> {

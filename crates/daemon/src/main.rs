@@ -10,6 +10,7 @@ use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use rustix::process::{Resource, getrlimit, setrlimit};
 use tracing_subscriber::EnvFilter;
 
 #[derive(Parser)]
@@ -38,6 +39,7 @@ fn main() -> ExitCode {
         .with_ansi(io::stderr().is_terminal())
         .with_target(false)
         .init();
+    raise_file_limit();
     let result = match cli.command {
         Command::Serve(args) => serve::run(&args),
     };
@@ -48,4 +50,12 @@ fn main() -> ExitCode {
             ExitCode::from(e.exit_code())
         }
     }
+}
+
+/// Each queue takes a few descriptors, and shells and services start with a limit of 1024 that any
+/// process may raise to the hard one.
+fn raise_file_limit() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    let _ = setrlimit(Resource::Nofile, limit);
 }

@@ -368,7 +368,7 @@ fn look_for_growth(disk: &Served) {
     let old = disk.device.disk.size();
     match file.size().map(|size| size - size % block) {
         Ok(size) if size > old => {
-            disk.device.grow(size);
+            disk.device.disk.grow(size);
             info!(
                 "disk {name}: grown from {} to {}",
                 format_size(old),
@@ -383,4 +383,6 @@ fn look_for_growth(disk: &Served) {
         Ok(_) => {}
         Err(e) => warn!("disk {name}: cannot find out its size: {e}"),
     }
+    // Also if it grew earlier: the front-end may have been away then.
+    disk.device.tell_size();
 }

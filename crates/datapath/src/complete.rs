@@ -123,7 +123,7 @@ impl<E: Engine> Worker<E> {
         }
         if let Some(bounce) = bounce {
             self.bounce.give_back(bounce);
-            if let Some((number, slot)) = self.starved.pop() {
+            if let Some((number, slot)) = self.starved.pop_front() {
                 self.submit(number, slot);
             }
         }

@@ -1,11 +1,13 @@
 //! A disk, as all threads that serve it share it.
 
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use block::{Backing, DiskFacts};
-use guest::blk;
+use guest::{RingError, blk};
 use image::Image;
+use tracing::warn;
 
 use crate::report::Limiter;
 
@@ -72,9 +74,32 @@ impl Disk {
         self.write_cache.load(Ordering::Relaxed)
     }
 
-    /// Changes that for requests that have not been fetched yet.
+    /// Makes every write that has completed durable, waiting for it.
+    ///
+    /// # Errors
+    /// It could not be made durable.
+    pub fn sync(&self) -> io::Result<()> {
+        match &self.file {
+            Some((file, _)) => Ok(rustix::fs::fdatasync(file)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Changes that for operations that are submitted from now on. To switch the cache off, stop the
+    /// queues, switch, and [`sync`](Self::sync).
     pub fn set_write_cache(&self, on: bool) {
         self.write_cache.store(on, Ordering::Relaxed);
+    }
+
+    /// Logs that a queue cannot be served where or as large as the guest says.
+    pub fn ring_failed(&self, ring: u16, error: &RingError) {
+        self.errors.log(|left_out| {
+            warn!(
+                "disk {}: queue {ring} cannot be served as the guest set it up: {error} \
+                 ({left_out} more of these left out)",
+                self.name
+            );
+        });
     }
 
     pub(crate) fn descriptor(&self) -> Option<(BorrowedFd<'_>, Backing)> {

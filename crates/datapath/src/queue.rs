@@ -8,6 +8,7 @@ use block::{FileId, Segment, Token};
 use guest::{NewQueue, Virtqueue};
 
 use crate::disk::Disk;
+use crate::notify::signal;
 use crate::slot::Slots;
 
 pub(crate) struct Queue {
@@ -49,6 +50,14 @@ impl Queue {
             _kick: new.kick,
             call: new.call,
             error: new.error,
+        }
+    }
+
+    /// Interrupts the guest once for a new call descriptor: what was signalled on the old one, or by
+    /// a server that is gone, may never have been seen. One too many does no harm.
+    pub fn signal_anew(&self) {
+        if let Some(call) = &self.call {
+            signal(call);
         }
     }
 

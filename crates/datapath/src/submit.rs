@@ -34,7 +34,7 @@ impl<E: Engine> Worker<E> {
             if bounced {
                 match self.prepare_bounce(number, slot) {
                     Some(segment) => piece = [segment],
-                    None => return self.starved.push((number, slot)),
+                    None => return self.starved.push_back((number, slot)),
                 }
             }
         }

@@ -20,12 +20,12 @@ impl<E: Engine> Worker<E> {
         self.completions.clear();
         let under_way = self.engine.in_flight();
         match fetched {
-            Fetched::Full => self.engine.wait()?,
-            Fetched::More => self.engine.push()?,
             _ if more_to_reap => self.engine.push()?,
-            Fetched::All if under_way == 0 => return Ok(()),
-            // What is done in the kernel's first breath needs no waiting.
-            Fetched::All if self.instant => self.engine.push()?,
+            Fetched::More => self.engine.push()?,
+            Fetched::Full => self.wait_for_room()?,
+            // Nothing needed an operation; or what did is done in the kernel's first breath, and
+            // needs no waiting. Other queues' kicks are looked for all the same.
+            Fetched::All if under_way == 0 || self.instant => self.engine.push()?,
             _ => self.look_out_or_sleep(under_way)?,
         }
         self.engine.reap(&mut self.completions);
@@ -96,6 +96,26 @@ impl<E: Engine> Worker<E> {
                 return Seen::Nothing;
             }
         }
+    }
+
+    /// Some queue has requests for which there is no room: sleeps until an operation completes. The
+    /// hot queues that are empty can be kicked meanwhile.
+    fn wait_for_room(&mut self) -> io::Result<()> {
+        for i in (0..self.hot.len()).rev() {
+            let Some(queue) = &mut self.queues[self.hot[i]] else {
+                continue;
+            };
+            if queue.ring.waiting() != Ok(0) {
+                continue;
+            }
+            if queue.ring.enable_kicks() {
+                queue.ring.disable_kicks();
+                return self.engine.push();
+            }
+            queue.hot = false;
+            self.hot.swap_remove(i);
+        }
+        self.engine.wait()
     }
 
     /// Asks the guest to kick, on every hot queue. If something has come meanwhile, says so, and

@@ -1,5 +1,6 @@
 //! One I/O thread: its engine, the queues that it serves, and the path of their requests.
 
+use std::collections::VecDeque;
 use std::io;
 use std::mem;
 use std::os::fd::AsFd;
@@ -32,7 +33,7 @@ pub(crate) struct Worker<E> {
     pub scratch: Box<[Segment]>,
     pub bounce: Pool,
     /// Requests that wait for a bounce buffer: queue and slot.
-    pub starved: Vec<(usize, u16)>,
+    pub starved: VecDeque<(usize, u16)>,
     /// When guests come back, while nothing is under way.
     pub guests: Learned,
     /// When operations end, while few are under way.
@@ -58,7 +59,7 @@ impl<E: Engine> Worker<E> {
             completions: Vec::with_capacity(COMPLETIONS),
             scratch: vec![Segment { addr: 0, len: 0 }; Virtqueue::MAX_SEGMENTS].into(),
             bounce: Pool::default(),
-            starved: Vec::new(),
+            starved: VecDeque::new(),
             guests: Learned::new(poll_max),
             operations: Learned::new(poll_max),
             instant: false,
@@ -121,6 +122,7 @@ impl<E: Engine> Worker<E> {
                     if let Some(queue) = &mut self.queues[queue.0] {
                         queue.call = call;
                         queue.error = error;
+                        queue.signal_anew();
                     }
                 }
                 Command::Quit => self.quit = true,
@@ -146,6 +148,9 @@ impl<E: Engine> Worker<E> {
             return Err(e);
         }
         self.register_memory(number);
+        if let Some(queue) = &self.queues[number] {
+            queue.signal_anew();
+        }
         // Requests may have been made available before anybody watched.
         self.heat(number);
         Ok(QueueId(number))

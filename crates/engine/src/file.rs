@@ -260,7 +260,7 @@ fn device_facts(file: &File, cache: CacheMode, read_only: bool) -> io::Result<Di
     let number = |name| read_number(&device.join(name));
     let (logical_block, address_alignment) = match cache.direct() {
         true => (logical, direct_alignment(file)?.1),
-        false => (512, 1),
+        false => (logical, 1),
     };
     let can_discard = !read_only && number("discard_max_bytes").unwrap_or(0) > 0;
     let granularity = number("discard_granularity").unwrap_or(0).max(logical);

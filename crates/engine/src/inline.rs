@@ -1,16 +1,18 @@
 //! Operations done where they are submitted, by a plain system call.
 //!
-//! On files that do not know RWF_NOWAIT (zram and other RAM disks, tmpfs), io_uring hands every
-//! operation to a kernel thread, which costs more than the operation itself and takes CPU time on
-//! other cores. Where operations are as quick as memory, it is better to wait for them. Whether they
-//! are is measured, all the time, and a file that turns slow is given back to the kernel's threads.
+//! On RAM disks and tmpfs, which do not know RWF_NOWAIT, io_uring hands every operation to a kernel
+//! thread, which costs more than the operation itself and takes CPU time on other cores. There it is
+//! better to wait for it. Nothing else is tried this way (a dead NFS server would stop the thread and
+//! all its disks), and a RAM disk that turns slow is given back to the kernel's threads.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, IoSliceMut};
 use std::os::fd::AsRawFd;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
-use block::{FileOffset, Segment};
+use block::{Backing, FileOffset, Segment};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
 /// What an operation may take on average: this, and so much more for each page of 4 KiB.
@@ -39,8 +41,12 @@ pub(crate) enum Inline {
 }
 
 impl Inline {
-    /// Finds out whether io_uring would need a kernel thread for this file.
-    pub fn probe(file: &File) -> Self {
+    /// Finds out whether this file is in memory and io_uring would need a kernel thread for it.
+    /// Does not block.
+    pub fn probe(file: &File, backing: Backing) -> Self {
+        if !in_memory(file, backing) {
+            return Self::NoNeed;
+        }
         let mut buffer = vec![0; 8192];
         // O_DIRECT wants an aligned buffer.
         let skip = buffer.as_ptr().align_offset(4096);
@@ -110,6 +116,35 @@ impl Inline {
             _ => -io::Error::last_os_error()
                 .raw_os_error()
                 .unwrap_or(libc::EIO),
+        }
+    }
+}
+
+/// Whether a file lies in this machine's memory and nowhere else.
+fn in_memory(file: &File, backing: Backing) -> bool {
+    const TMPFS_MAGIC: u64 = 0x0102_1994;
+    match backing {
+        Backing::File => {
+            rustix::fs::fstatfs(file).is_ok_and(|stat| stat.f_type as u64 == TMPFS_MAGIC)
+        }
+        Backing::BlockDevice => {
+            let Ok(stat) = rustix::fs::fstat(file) else {
+                return false;
+            };
+            let (major, minor) = (
+                rustix::fs::major(stat.st_rdev),
+                rustix::fs::minor(stat.st_rdev),
+            );
+            let link = std::fs::read_link(format!("/sys/dev/block/{major}:{minor}"));
+            link.ok()
+                .as_deref()
+                .and_then(Path::file_name)
+                .and_then(OsStr::to_str)
+                .is_some_and(|name| {
+                    ["zram", "ram", "pmem"]
+                        .iter()
+                        .any(|ram| name.starts_with(ram))
+                })
         }
     }
 }

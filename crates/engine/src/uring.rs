@@ -8,6 +8,7 @@ use std::sync::Arc;
 use block::{Backing, Completion, Engine, FileId, Op, Segment, Token};
 use io_uring::types::{Fd, Fixed, FsyncFlags};
 use io_uring::{EnterFlags, IoUring, cqueue, opcode, squeue};
+use rustix::process::Resource;
 use thiserror::Error;
 
 use crate::blocking::{Action, Blocking, Job};
@@ -18,8 +19,8 @@ use crate::inline::Inline;
 /// sooner.
 const SUBMISSIONS: u32 = 256;
 
-/// Operations in flight on one ring, and completions that the kernel keeps without allocating: four
-/// of the largest queues. Beyond it requests wait in their virtqueues.
+/// Operations in flight on one ring: four of the largest queues. Beyond it requests wait in their
+/// virtqueues. The completion queue has twice the room, for kicks and wake-ups too.
 const IN_FLIGHT_MAX: usize = 4096;
 
 /// Files that one thread can serve: one per queue of every disk.
@@ -53,8 +54,14 @@ pub enum UringError {
     )]
     Forbidden(io::Error),
     /// The kernel is older than 5.1 or built without it.
-    #[error("this kernel has no io_uring; Linux 5.13 or newer has what is needed")]
+    #[error("this kernel has no io_uring; Linux 5.19 or newer has what is needed")]
     Absent,
+    /// The process may not have more descriptors.
+    #[error(
+        "io_uring cannot be set up: too many open files; raise the limit with 'ulimit -n 65536' \
+        (systemd: LimitNOFILE=65536)"
+    )]
+    OpenFiles,
     /// Anything else.
     #[error("io_uring cannot be set up: {0}")]
     Other(io::Error),
@@ -63,6 +70,7 @@ pub enum UringError {
 /// An engine over one io_uring.
 pub struct Uring {
     ring: IoUring,
+    files_max: u32,
     files: Vec<Option<Target>>,
     /// What is watched, by user data, with descriptors that their owner keeps open.
     watches: Vec<(u64, RawFd)>,
@@ -86,12 +94,16 @@ impl Uring {
     /// There is no io_uring here; the error says why and what to do.
     pub fn new() -> Result<Self, UringError> {
         let ring = set_up().map_err(explain)?;
+        // The kernel takes no table with more entries than the process may have descriptors.
+        let limit = rustix::process::getrlimit(Resource::Nofile).current;
+        let files_max = limit.map_or(FILES_MAX, |n| n.min(FILES_MAX.into()) as u32);
         ring.submitter()
-            .register_files_sparse(FILES_MAX)
-            .map_err(UringError::Other)?;
+            .register_files_sparse(files_max)
+            .map_err(explain)?;
         let blocking = Blocking::new().map_err(UringError::Other)?;
         let mut engine = Self {
             ring,
+            files_max,
             files: Vec::new(),
             watches: Vec::new(),
             buffers: Buffers::default(),
@@ -148,7 +160,7 @@ impl Uring {
 
 fn set_up() -> io::Result<IoUring> {
     let mut builder = IoUring::builder();
-    builder.setup_cqsize(IN_FLIGHT_MAX as u32).setup_clamp();
+    builder.setup_cqsize(2 * IN_FLIGHT_MAX as u32).setup_clamp();
     // Linux 6.1: completions are worked off when this thread asks for them, and not before.
     let modern = builder
         .clone()
@@ -170,6 +182,7 @@ fn explain(e: io::Error) -> UringError {
         },
         Some(libc::EACCES) => UringError::Forbidden(e),
         Some(libc::ENOSYS) => UringError::Absent,
+        Some(libc::EMFILE | libc::ENFILE) => UringError::OpenFiles,
         _ => UringError::Other(e),
     }
 }
@@ -178,16 +191,17 @@ impl Engine for Uring {
     fn attach(&mut self, file: BorrowedFd<'_>, backing: Backing) -> io::Result<FileId> {
         let free = self.files.iter().position(Option::is_none);
         let id = free.unwrap_or(self.files.len()) as u32;
-        if id == FILES_MAX {
+        if id == self.files_max {
             return Err(io::Error::other(format!(
-                "one I/O thread serves at most {FILES_MAX} queues; use more --iothreads"
+                "one I/O thread serves at most {id} queues; use more --iothreads, or raise the limit \
+                 of open files (ulimit -n)"
             )));
         }
         let submitter = self.ring.submitter();
         submitter.register_files_update(id, &[file.as_raw_fd()])?;
         let file = File::from(file.try_clone_to_owned()?);
         let target = Target {
-            inline: Inline::probe(&file),
+            inline: Inline::probe(&file, backing),
             file: Arc::new(file),
             backing,
         };
@@ -332,7 +346,11 @@ impl Engine for Uring {
 
     fn push(&mut self) -> io::Result<()> {
         let all_done = self.inline.len() == self.in_flight;
-        match all_done && self.ring.submission().is_empty() {
+        let queue = self.ring.submission();
+        // Kicks and wake-ups too wait for an entry, which the flag tells.
+        let nothing_to_do = all_done && queue.is_empty() && !queue.taskrun();
+        drop(queue);
+        match nothing_to_do {
             true => Ok(()),
             false => self.enter(0),
         }
@@ -362,7 +380,8 @@ impl Engine for Uring {
                 let token = Token(user_data);
                 let result = entry.result();
                 out.push(Completion { token, result });
-            } else if entry.result() >= 0 && user_data != IGNORED {
+            } else if entry.result() != -libc::ECANCELED && user_data != IGNORED {
+                // A poll that failed for want of memory is as good as an event: it is set up anew.
                 if user_data != BLOCKING_DONE {
                     let token = Token(user_data & !WATCH);
                     out.push(Completion { token, result: 0 });

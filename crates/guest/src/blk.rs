@@ -31,9 +31,13 @@ pub const F_FLUSH: u64 = 1 << b::VIRTIO_BLK_F_FLUSH;
 /// VIRTIO_RING_F_EVENT_IDX.
 pub const F_EVENT_IDX: u64 = 1 << r::VIRTIO_RING_F_EVENT_IDX;
 
-/// Most bytes that one discard or write-zeroes request may cover: it bounds how long one takes, and
-/// keeps sector counts within the 32 bits of the configuration space. 2 GiB.
-const ZEROES_BYTES_MAX: u64 = 2 << 30;
+/// Most bytes that one discard or write-zeroes request may cover: it bounds how long one takes where
+/// zeroes must be written, and so how long a queue takes to stop.
+const ZEROES_BYTES_MAX: u64 = 256 << 20;
+
+/// Most bytes in one read or write, as in QEMU (BDRV_REQUEST_MAX_BYTES): a chain can name the same
+/// memory a thousand times.
+const REQUEST_BYTES_MAX: u64 = 1 << 31;
 
 /// The features that a disk offers.
 pub fn features(facts: &DiskFacts) -> u64 {
@@ -179,7 +183,7 @@ fn zeroes(kind: u32, bytes: &[u8; 16], size: u64, facts: &DiskFacts) -> Result<R
 fn range(sector: Sector, len: u64, size: u64, facts: &DiskFacts) -> Result<DiskOffset, Status> {
     let at = sector.offset().ok_or(Status::IoError)?;
     let block_mask = u64::from(facts.logical_block) - 1;
-    let fits = at.0 <= size && len <= size - at.0;
+    let fits = at.0 <= size && len <= (size - at.0).min(REQUEST_BYTES_MAX);
     if len == 0 || (at.0 | len) & block_mask != 0 || !fits {
         return Err(Status::IoError);
     }

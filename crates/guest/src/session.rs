@@ -62,6 +62,8 @@ pub trait Device {
     fn set_features(&mut self, accepted: u64);
     /// The front-end can be told of changes from now on, or no longer.
     fn set_frontend(&mut self, channel: Option<FrontendChannel>);
+    /// A ring cannot be served where or as large as the guest says.
+    fn ring_failed(&self, ring: u16, error: &RingError);
     /// Starts to serve a ring that is not being served.
     ///
     /// # Errors
@@ -94,9 +96,6 @@ pub enum SessionError {
     /// Memory that cannot be mapped.
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    /// A ring that cannot be.
-    #[error("ring {0}: {1}")]
-    Ring(u32, RingError),
     /// A ring index beyond the number of queues.
     #[error("ring {0} does not exist, the disk has {1} queues")]
     NoRing(u32, u16),
@@ -241,10 +240,8 @@ impl Session<'_> {
             }
 
             Message::SetVringNum { ring, size } => {
-                let fits = u16::try_from(size)
-                    .ok()
-                    .filter(|n| n.is_power_of_two() && *n <= Virtqueue::MAX_SIZE);
-                let size = fits.ok_or(SessionError::Ring(ring, RingError::Size(size as u16)))?;
+                let size = u16::try_from(size)
+                    .map_err(|_| SessionError::Refused("ring size is more than 16 bits"))?;
                 self.change_ring(ring, |state| state.size = size)?;
             }
             Message::SetVringAddr(addr) => {
@@ -266,9 +263,11 @@ impl Session<'_> {
                 ));
             }
             Message::SetVringKick { ring, fd } => {
-                let fd = event(fd)?.ok_or(SessionError::Refused(
-                    "a ring without a kick descriptor would have to be polled for ever",
-                ))?;
+                let fd = event(fd)?
+                    .filter(|fd| !is_pipe(fd))
+                    .ok_or(SessionError::Refused(
+                        "a ring without an eventfd for kicks would have to be polled for ever",
+                    ))?;
                 self.ring(ring)?;
                 self.stop(ring as u16);
                 self.rings[ring as usize].kick = Some(fd);
@@ -332,8 +331,11 @@ impl Session<'_> {
         let space = self.device.config();
         for (i, &byte) in window.bytes.iter().enumerate() {
             let at = window.offset as usize + i;
-            if at == blk::CONFIG_WRITEBACK && byte <= 1 {
-                self.device.set_write_cache(byte == 1);
+            if at == blk::CONFIG_WRITEBACK {
+                // What completes from now on is durable only if nothing older is under way.
+                let stopped = self.stop_all();
+                self.device.set_write_cache(byte != 0);
+                self.start_again(stopped)?;
             } else if space.get(at).copied().unwrap_or(0) != byte {
                 return Err(SessionError::Refused(
                     "the driver wrote to a field of the configuration space that is read-only",
@@ -382,8 +384,17 @@ impl Session<'_> {
             event_idx: self.features & blk::F_EVENT_IDX != 0,
             max_segments: self.device.seg_max(),
         };
-        let virtqueue = Virtqueue::new(self.memory.clone(), layout)
-            .map_err(|e| SessionError::Ring(u32::from(ring), e))?;
+        // Where a ring lies and how large it is, is the guest's choice: a bad one costs it that ring.
+        let virtqueue = match Virtqueue::new(self.memory.clone(), layout) {
+            Ok(virtqueue) => virtqueue,
+            Err(e) => {
+                self.device.ring_failed(ring, &e);
+                if let Some(error) = &state.error {
+                    let _ = rustix::io::write(error, &1u64.to_ne_bytes());
+                }
+                return Ok(());
+            }
+        };
         let queue = NewQueue {
             virtqueue,
             kick: kick.clone(),
@@ -427,12 +438,17 @@ impl Session<'_> {
     /// Puts a new map in place. Rings hold on to the map with which they started, so that those
     /// which run are stopped and taken up anew.
     fn change_memory(&mut self, memory: GuestMemory) -> Result<(), SessionError> {
-        let stopped = self.stop_all();
+        self.stop_all();
         self.memory = Arc::new(memory);
-        for ring in stopped {
-            self.start_if_ready(ring)?;
-        }
-        Ok(())
+        // All of them: one that had to stop when its memory went may have it again.
+        let rings = (0..self.device.queues()).collect();
+        self.start_again(rings)
+    }
+
+    fn start_again(&mut self, rings: Vec<u16>) -> Result<(), SessionError> {
+        rings
+            .into_iter()
+            .try_for_each(|ring| self.start_if_ready(ring))
     }
 
     fn signals_changed(&mut self, ring: u16) {
@@ -442,6 +458,11 @@ impl Session<'_> {
             self.device.set_signals(ring, call, error);
         }
     }
+}
+
+/// Kicks are watched for and never read: a pipe would fill up.
+fn is_pipe(fd: &OwnedFd) -> bool {
+    rustix::fs::fstat(fd).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Fifo)
 }
 
 /// A descriptor that is good for signals: an event counter or a pipe. It is made not to block, since

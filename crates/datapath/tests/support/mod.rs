@@ -71,6 +71,8 @@ struct OneQueue {
 }
 
 impl Device for OneQueue {
+    fn ring_failed(&self, _: u16, _: &guest::RingError) {}
+
     fn features(&self) -> u64 {
         blk::features(&self.disk.facts)
     }

@@ -72,7 +72,7 @@ fn expected(c: &Chain, size: u64, facts: &DiskFacts, payload: &[u8; 16]) -> Opti
                 11 => flags == 0 && facts.discard_granularity != 0,
                 _ => flags <= 1,
             };
-            if !allowed || zeroes.1 > 2 << 30 {
+            if !allowed || zeroes.1 > 256 << 20 {
                 return None;
             }
             (zeroes.0 * 512, zeroes.1)
@@ -80,7 +80,10 @@ fn expected(c: &Chain, size: u64, facts: &DiskFacts, payload: &[u8; 16]) -> Opti
         _ => return None,
     };
     let block = u128::from(facts.logical_block);
-    let good = len > 0 && at % block == 0 && len % block == 0 && at + len <= u128::from(size);
+    let good = (1..=1 << 31).contains(&len)
+        && at % block == 0
+        && len % block == 0
+        && at + len <= u128::from(size);
     good.then_some((at as u64, len as u64))
 }
 

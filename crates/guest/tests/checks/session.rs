@@ -228,6 +228,8 @@ struct FakeDevice {
 }
 
 impl Device for FakeDevice {
+    fn ring_failed(&self, _: u16, _: &guest::RingError) {}
+
     fn features(&self) -> u64 {
         blk::features(&FACTS)
     }
