@@ -831,12 +831,6 @@ const BAD_MESSAGES: &[Message] = &[
     ("SET_VRING_NUM of queue 99", |d| {
         raw(d, SET_VRING_NUM, &words(&[99, 128]))
     }),
-    ("SET_VRING_NUM of 0", |d| {
-        raw(d, SET_VRING_NUM, &words(&[0, 0]))
-    }),
-    ("SET_VRING_NUM of 3", |d| {
-        raw(d, SET_VRING_NUM, &words(&[0, 3]))
-    }),
     ("SET_VRING_NUM of 65536", |d| {
         raw(d, SET_VRING_NUM, &words(&[0, 65536]))
     }),
@@ -857,23 +851,6 @@ const BAD_MESSAGES: &[Message] = &[
     }),
     ("SET_VRING_ADDR of queue 99", |d| {
         raw(d, SET_VRING_ADDR, &ring_addresses(d, 99, 0, 0))
-    }),
-    ("SET_VRING_ADDR at guest-physical addresses", |d| {
-        let offset = d.memory.regions()[0]
-            .gpa
-            .wrapping_sub(d.memory.regions()[0].user);
-        restart_at(d, &ring_addresses(d, 0, offset, 0))
-    }),
-    ("SET_VRING_ADDR outside memory", |d| {
-        restart_at(d, &ring_addresses(d, 0, 1 << 60, 0))
-    }),
-    ("SET_VRING_ADDR at odd addresses", |d| {
-        restart_at(d, &ring_addresses(d, 0, 1, 0))
-    }),
-    ("SET_VRING_ADDR at the end of memory", |d| {
-        let region = &d.memory.regions()[Device::HIGH];
-        let payload = ring_addresses(d, 0, 0, region.user + region.size - 16);
-        restart_at(d, &payload)
     }),
     ("SET_VRING_KICK of queue 200", |d| {
         raw_with_fd(d, SET_VRING_KICK, &200u64.to_ne_bytes())
@@ -974,10 +951,68 @@ fn raw(device: &mut Device, request: u32, payload: &[u8]) -> std::io::Result<()>
     )
 }
 
-/// Sets the addresses of queue 0 and enables it: they may be checked as late as then.
-fn restart_at(device: &mut Device, addresses: &[u8]) -> std::io::Result<()> {
-    device.frontend.command(SET_VRING_ADDR, addresses, &[])?;
-    raw(device, SET_VRING_ENABLE, &words(&[0, 1]))
+/// Rings as a guest can set them up wrongly; the front-end only passes them on.
+const BAD_RINGS: &[Message] = &[
+    ("SET_VRING_NUM of 0", |d| {
+        restart_with(d, SET_VRING_NUM, &words(&[0, 0]))
+    }),
+    ("SET_VRING_NUM of 3", |d| {
+        restart_with(d, SET_VRING_NUM, &words(&[0, 3]))
+    }),
+    ("SET_VRING_NUM of 2048", |d| {
+        restart_with(d, SET_VRING_NUM, &words(&[0, 2048]))
+    }),
+    ("SET_VRING_ADDR at guest-physical addresses", |d| {
+        let offset = d.memory.regions()[0]
+            .gpa
+            .wrapping_sub(d.memory.regions()[0].user);
+        restart_with(d, SET_VRING_ADDR, &ring_addresses(d, 0, offset, 0))
+    }),
+    ("SET_VRING_ADDR outside memory", |d| {
+        restart_with(d, SET_VRING_ADDR, &ring_addresses(d, 0, 1 << 60, 0))
+    }),
+    ("SET_VRING_ADDR at odd addresses", |d| {
+        restart_with(d, SET_VRING_ADDR, &ring_addresses(d, 0, 1, 0))
+    }),
+    ("SET_VRING_ADDR at the end of memory", |d| {
+        let region = &d.memory.regions()[Device::HIGH];
+        let payload = ring_addresses(d, 0, 0, region.user + region.size - 16);
+        restart_with(d, SET_VRING_ADDR, &payload)
+    }),
+];
+
+#[test]
+fn bad_rings_cost_the_guest_that_ring_only() {
+    let disk = Disk::new();
+    let server = serve_all(&[disk.argument("queues=2")]);
+    let config = DeviceConfig {
+        queues: 2,
+        ..DeviceConfig::default()
+    };
+    for (name, send) in BAD_RINGS {
+        println!("{name}");
+        let mut device = Device::connect(&disk.socket, &config).unwrap();
+        assert_reads(&mut device, 1);
+        send(&mut device).unwrap();
+        assert!(device.queues[0].ring.broken(HANG), "no error: {name}");
+        // The other ring goes on, and this one can be set up anew.
+        assert_reads(&mut device, 1);
+        let base = device.stop_queue(0).unwrap();
+        device.start_queue(0, base).unwrap();
+        assert_reads(&mut device, 0);
+    }
+    drop(server);
+}
+
+/// Changes queue 0 and enables it: what is wrong with a ring shows when it starts.
+fn restart_with(device: &mut Device, request: u32, payload: &[u8]) -> std::io::Result<()> {
+    device
+        .frontend
+        .command(SET_VRING_ENABLE, &words(&[0, 0]), &[])?;
+    device.frontend.command(request, payload, &[])?;
+    device
+        .frontend
+        .command(SET_VRING_ENABLE, &words(&[0, 1]), &[])
 }
 
 /// The same with an eventfd.

@@ -149,6 +149,19 @@ fn directory() -> TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
+/// The line of a server's log that has `text`; the log may come a little late.
+fn logged(server: &Server, text: &str) -> String {
+    let start = Instant::now();
+    loop {
+        let log = server.log();
+        if let Some(line) = log.lines().find(|l| l.contains(text)) {
+            return line.to_owned();
+        }
+        assert!(start.elapsed() < HANG, "no '{text}' in {log}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
 /// Asserts that a disk is served and works.
 fn assert_serves(socket: &Path) {
     let mut device = Device::connect(socket, &DeviceConfig::default()).unwrap();
@@ -369,7 +382,7 @@ fn qemu_takes_the_printed_arguments() {
     out.read_to_string(&mut answers).unwrap();
     assert!(answers.contains("virtio-blk"), "{answers}");
     assert_eq!(wait(&mut qemu), Some(0));
-    assert!(server.log().contains("front-end connected"));
+    logged(&server, "front-end connected");
 }
 
 #[test]
@@ -400,9 +413,8 @@ fn a_disk_that_stores_nothing_says_so_loudly() {
     let dir = directory();
     let socket = dir.path().join("null.sock");
     let server = serve_all(&[format!("file=null:1G,socket={}", socket.display())]);
-    let log = server.log();
-    let warning = log.lines().find(|l| l.contains("STORES NOTHING"));
-    assert!(warning.is_some_and(|l| l.contains("WARN")), "{log}");
+    let warning = logged(&server, "STORES NOTHING");
+    assert!(warning.contains("WARN"), "{warning}");
     assert_eq!(server.ready["disks"][0]["file"], "null:1G");
     let mut device = Device::connect(&socket, &DeviceConfig::default()).unwrap();
     assert_eq!(device.config().unwrap().capacity, (1 << 30) / 512);
@@ -674,7 +686,7 @@ fn qemus_tools_respect_the_lock() {
     {
         return;
     }
-    let (server, disk) = serve("");
+    let (mut server, disk) = serve("");
     let file = disk.file.to_str().unwrap();
     let copy = disk.file.with_extension("copy");
     let copy = copy.to_str().unwrap();
@@ -700,10 +712,11 @@ fn qemus_tools_respect_the_lock() {
         disk.bytes(0, DISK_BYTES as usize),
         content(0, DISK_BYTES as usize)
     );
-    drop(server);
+    // In order: a killed one keeps its lock until the kernel is done with it, and QEMU does not wait.
+    assert!(server.terminate().unwrap().success());
 
     // Served read-only, others may read but not write.
-    let server = serve_all(&[disk.argument("readonly=on")]);
+    let mut server = serve_all(&[disk.argument("readonly=on")]);
     works("qemu-img", &["info", "-f", "raw", file]);
     works(
         "qemu-img",
@@ -711,7 +724,7 @@ fn qemus_tools_respect_the_lock() {
     );
     refuses("qemu-io", &["-f", "raw", "-c", "write 0 4k", file]);
     assert_serves(&disk.socket);
-    drop(server);
+    assert!(server.terminate().unwrap().success());
     works("qemu-io", &["-f", "raw", "-c", "write 0 4k", file]);
 }
 
@@ -772,9 +785,10 @@ fn a_file_that_qemu_uses_is_refused() {
     // One that only reads, and says that it does not mind writers.
     let other = QemuIo::open(&["-r"], &disk.file);
     drop(serve_all(std::slice::from_ref(&writable)));
-    let server = serve_all(std::slice::from_ref(&readonly));
+    let mut server = serve_all(std::slice::from_ref(&readonly));
     assert_serves(&disk.socket);
-    drop((server, other));
+    assert!(server.terminate().unwrap().success());
+    drop(other);
 
     let socket = disk.socket.with_extension("qsd");
     let other = Server::qemu(&format!("driver=file,filename={file}"), &socket, 1).unwrap();
@@ -802,7 +816,7 @@ fn a_lock_that_is_let_go_is_taken() {
             disk.file.display(),
             socket.display()
         )]);
-        assert!(second.log().contains("is locked; waiting"));
+        logged(&second, "is locked; waiting");
         assert_serves(&socket);
     });
 }
