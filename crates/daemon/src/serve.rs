@@ -36,7 +36,7 @@ Options of a disk (a comma in a value is doubled):
   file=PATH            file or block device; null:SIZE stores nothing
   name=NAME            default: from the file
   format=raw           default: from .raw or .img, raw for a block device; never from the content
-  socket=PATH          default: NAME.sock in /run/ringdisk (root) or $XDG_RUNTIME_DIR/ringdisk
+  socket=PATH          default: NAME.sock in /run/ringdisk (root), $XDG_RUNTIME_DIR/ringdisk, or here
   cache=none|writeback default: none (O_DIRECT); writeback goes through the host's page cache
   aio=io_uring
   queues=N             default: the number of CPUs, up to 16

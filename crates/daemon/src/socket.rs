@@ -63,17 +63,14 @@ impl Drop for Socket {
     }
 }
 
-/// Where a disk's socket is if the operator does not say.
+/// Where a disk's socket is if the operator does not say. Never in a directory that others may write
+/// to: whoever swaps the socket is handed the guest's memory.
 pub fn default_path(name: &str) -> PathBuf {
-    let directory = match (
-        rustix::process::geteuid().is_root(),
-        std::env::var_os("XDG_RUNTIME_DIR"),
-    ) {
-        (false, Some(directory)) => PathBuf::from(directory).join("ringdisk"),
-        (false, None) => {
-            std::env::temp_dir().join(format!("ringdisk-{}", rustix::process::geteuid().as_raw()))
-        }
-        (true, _) => "/run/ringdisk".into(),
+    let root = rustix::process::geteuid().is_root();
+    let directory = match std::env::var_os("XDG_RUNTIME_DIR") {
+        _ if root => "/run/ringdisk".into(),
+        Some(directory) => PathBuf::from(directory).join("ringdisk"),
+        None => std::env::current_dir().unwrap_or_default(),
     };
     directory.join(format!("{name}.sock"))
 }

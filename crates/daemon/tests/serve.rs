@@ -1340,3 +1340,17 @@ fn a_page_that_was_replaced_is_written_as_the_guest_sees_it() {
         }
     }
 }
+
+/// Shells and services start with a limit of 1024 descriptors, or less.
+#[test]
+fn few_descriptors_are_enough() {
+    let disk = Disk::new();
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", "ulimit -n 256 && exec \"$@\"", "sh"])
+        .args([env!("CARGO_BIN_EXE_ringdisk"), "serve"])
+        .arg(disk.argument("queues=4"));
+    let served = Text::start(command);
+    let (code, _) = served.end(Signal::TERM);
+    assert_eq!(code, Some(0));
+}

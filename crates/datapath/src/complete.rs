@@ -113,7 +113,7 @@ impl<E: Engine> Worker<E> {
         let bounce = s.bounce.take();
         let ticket = s.ticket;
         queue.slots.give_back(slot);
-        if !matches!(queue.state, crate::queue::State::Retired) {
+        if !queue.retired() {
             queue.ring.complete(&ticket, status as u8, written);
         }
         match queue.running() {

@@ -33,7 +33,10 @@ pub(crate) enum State {
     /// The guest broke the protocol: nothing is fetched or given back any more.
     Retired,
     /// Nothing is fetched any more; whoever asked is told when nothing is under way.
-    Stopping(Sender<u16>),
+    Stopping {
+        reply: Sender<u16>,
+        retired: bool,
+    },
 }
 
 impl Queue {
@@ -59,6 +62,14 @@ impl Queue {
         if let Some(call) = &self.call {
             signal(call);
         }
+    }
+
+    /// Whether nothing is given back any more.
+    pub fn retired(&self) -> bool {
+        matches!(
+            self.state,
+            State::Retired | State::Stopping { retired: true, .. }
+        )
     }
 
     pub fn running(&self) -> bool {

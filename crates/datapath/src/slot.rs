@@ -9,7 +9,7 @@ use guest::Ticket;
 use crate::bounce::Bounce;
 
 /// Segments that a slot holds itself; longer lists live in a vector that the slot keeps for next
-/// time. Four keep a slot within two cache lines, and 4k requests have one.
+/// time. 4k requests have one, or two where they meet the end of a page.
 const INLINE: usize = 4;
 
 pub(crate) struct Slot {

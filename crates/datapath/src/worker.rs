@@ -160,7 +160,8 @@ impl<E: Engine> Worker<E> {
         let Some(queue) = &mut self.queues[id.0] else {
             return;
         };
-        queue.state = State::Stopping(reply);
+        let retired = queue.retired();
+        queue.state = State::Stopping { reply, retired };
         self.cool(id.0);
         self.finish_stop(id.0);
     }
@@ -173,7 +174,7 @@ impl<E: Engine> Worker<E> {
         if queue.slots.taken() > 0 {
             return;
         }
-        if let State::Stopping(reply) = &queue.state {
+        if let State::Stopping { reply, .. } = &queue.state {
             let (reply, next) = (reply.clone(), queue.ring.next_available());
             self.notify_queue(number);
             let _ = self.engine.unwatch(kick_token(number));

@@ -131,8 +131,9 @@ pub struct Virtqueue {
     used_ring: *mut UsedElement,
     size: u16,
     event_idx: bool,
-    /// Most descriptors in a chain, and most segments that `fetch` may need.
+    /// Most descriptors in a chain.
     chain_limit: u16,
+    segments_max: usize,
     /// Index up to which available entries have been fetched.
     next_available: u16,
     /// The guest's index, as last read.
@@ -201,6 +202,8 @@ impl Virtqueue {
                 .filter(|addr| addr.is_multiple_of(align))
                 .ok_or(RingError::Address(name, user))
         };
+        // Data, header and status.
+        let chain_limit = size.max(layout.max_segments.saturating_add(2));
         // Each ring ends with a 16-bit event index (virtio 1.3 §2.7.6, §2.7.8).
         let descriptors = place("descriptor table", layout.descriptors, n * 16, 16)?;
         let available = place("available ring", layout.available, 6 + 2 * n, 2)?;
@@ -216,8 +219,8 @@ impl Virtqueue {
             used_ring: (used + 4) as *mut UsedElement,
             size,
             event_idx: layout.event_idx,
-            // Data, header and status.
-            chain_limit: size.max(layout.max_segments.saturating_add(2)),
+            chain_limit,
+            segments_max: usize::from(chain_limit) + memory.len(),
             next_available: layout.next_available,
             seen_available: layout.next_available,
             next_used,
@@ -246,7 +249,7 @@ impl Virtqueue {
     /// Most segments that one chain can need: one for each descriptor, and one more for each border
     /// between regions that a buffer can lie across. Longer ones are refused.
     pub fn max_segments(&self) -> usize {
-        usize::from(self.chain_limit) + self.memory.len()
+        self.segments_max
     }
 
     /// What [`max_segments`](Self::max_segments) is at most.
