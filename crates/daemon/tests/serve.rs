@@ -534,15 +534,17 @@ fn the_default_socket_is_where_this_user_may_write() {
     command.env("XDG_RUNTIME_DIR", home.path());
     assert_eq!(serve(command), home.path().join("ringdisk").join(&file));
     let (mut command, home) = as_nobody("").unwrap();
+    // Without one of its own, where it is started, and never in a directory that others write to.
+    let (shared, home) = (home.path().join("tmp"), home.path().join("here"));
+    for directory in [&shared, &home] {
+        fs::create_dir(directory).unwrap();
+        fs::set_permissions(directory, PermissionsExt::from_mode(0o777)).unwrap();
+    }
     command
         .env_remove("XDG_RUNTIME_DIR")
-        .env("TMPDIR", home.path());
-    let socket = serve(command);
-    assert!(
-        socket.starts_with(home.path()) && socket.ends_with(&file),
-        "{}",
-        socket.display()
-    );
+        .env("TMPDIR", &shared)
+        .current_dir(&home);
+    assert_eq!(serve(command), home.join(&file));
 }
 
 /// ringdisk as a user without privileges, and a directory that this user may write to.
