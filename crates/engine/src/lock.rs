@@ -13,8 +13,8 @@ const CONSISTENT_READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
 
-/// Locks an open file as a running VM does: others may not write to it, and if we do, others may
-/// not read it either without asking for it (`qemu-img -U`). The lock ends with the last duplicate
+/// Locks an open file as a running VM does: others may not write to it, and those that want it to stay
+/// unchanged while they read (`qemu-img convert`) are refused unless they say otherwise (`-U`). The lock ends with the last duplicate
 /// of the descriptor, also when the process dies.
 ///
 /// Returns whether the lock was granted; `false` if somebody holds one that conflicts.
