@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
@@ -25,6 +25,8 @@ pub enum SocketError {
 pub struct Socket {
     pub listener: UnixListener,
     path: PathBuf,
+    /// Device and inode of what was made.
+    made: Option<(u64, u64)>,
 }
 
 impl Socket {
@@ -50,17 +52,27 @@ impl Socket {
             }
         }
         let listener = UnixListener::bind(path).map_err(fail)?;
+        let made = identity(path);
         Ok(Self {
             listener,
             path: path.into(),
+            made,
         })
     }
 }
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.path);
+        // Not if somebody has put another one there.
+        if identity(&self.path) == self.made {
+            let _ = fs::remove_file(&self.path);
+        }
     }
+}
+
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    let there = fs::symlink_metadata(path).ok()?;
+    Some((there.dev(), there.ino()))
 }
 
 /// Where a disk's socket is if the operator does not say. Never in a directory that others may write

@@ -43,6 +43,9 @@ pub enum OpenError {
         /// It was to be written.
         write: bool,
     },
+    /// It lies where nothing can be written.
+    #[error("{0}: its file system or device is read-only; serve it with readonly=on")]
+    ReadOnly(String),
     /// It is something else than a disk can be.
     #[error("{0}: is {1}; a disk is a regular file or a block device")]
     Kind(String, &'static str),
@@ -214,7 +217,8 @@ fn open_failed(name: &str, e: io::Error, cache: CacheMode, read_only: bool) -> O
     let path = name.to_owned();
     match e.raw_os_error() {
         Some(libc::ENOENT) => OpenError::Missing(path),
-        Some(libc::EACCES | libc::EPERM | libc::EROFS) => OpenError::Permission {
+        Some(libc::EROFS) => OpenError::ReadOnly(path),
+        Some(libc::EACCES | libc::EPERM) => OpenError::Permission {
             path,
             write: !read_only,
         },
