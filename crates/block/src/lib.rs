@@ -5,9 +5,13 @@
 mod engine;
 mod facts;
 mod request;
+mod throttle;
 mod units;
+mod words;
 
 pub use engine::{Completion, Engine, FileId, Op, Segment, Token};
-pub use facts::{Backing, CacheMode, DiskFacts};
+pub use facts::{Backing, DiskFacts};
 pub use request::Request;
+pub use throttle::{Rate, ThrottleError, ThrottleLimits};
 pub use units::{DiskOffset, FileOffset, SECTOR_BYTES, Sector, format_size, parse_size};
+pub use words::{Aio, CacheMode, DetectZeroes, Discard};
