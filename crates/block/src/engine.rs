@@ -1,7 +1,7 @@
 use std::io;
 use std::os::fd::BorrowedFd;
 
-use crate::{Backing, FileOffset};
+use crate::{Aio, Backing, FileOffset};
 
 /// A stretch of memory that the kernel reads from or writes to, with the layout of `struct iovec`.
 #[repr(C)]
@@ -79,11 +79,12 @@ pub struct Completion {
 /// The submitter checks `room` before it submits, validates offsets and lengths against the disk,
 /// and splits nothing: an engine does one operation per call and reports what the kernel said.
 pub trait Engine {
-    /// Makes a file known; the id is valid until [`detach`](Self::detach).
+    /// Makes a file known; the id is valid until [`detach`](Self::detach). Its bytes are moved as `aio`
+    /// says, by an engine that knows several ways.
     ///
     /// # Errors
-    /// The table of files is full, or the kernel refused.
-    fn attach(&mut self, file: BorrowedFd<'_>, backing: Backing) -> io::Result<FileId>;
+    /// The table of files is full, the kernel refused, or the file cannot be served that way.
+    fn attach(&mut self, file: BorrowedFd<'_>, backing: Backing, aio: Aio) -> io::Result<FileId>;
 
     /// Forgets a file that has nothing in flight.
     fn detach(&mut self, file: FileId);

@@ -124,6 +124,9 @@ mod tests {
             assert_eq!(mode.to_string().parse(), Ok(mode));
         }
         let error = "fast".parse::<Aio>().unwrap_err();
-        assert_eq!(error, "'fast' is not one of auto, io_uring, native, threads");
+        assert_eq!(
+            error,
+            "'fast' is not one of auto, io_uring, native, threads"
+        );
     }
 }

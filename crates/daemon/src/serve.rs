@@ -38,7 +38,7 @@ Options of a disk (a comma in a value is doubled):
   format=raw           default: from .raw or .img, raw for a block device; never from the content
   socket=PATH          default: NAME.sock in /run/ringdisk (root), $XDG_RUNTIME_DIR/ringdisk, or here
   cache=none|writeback default: none (O_DIRECT); writeback goes through the host's page cache
-  aio=io_uring
+  aio=auto|io_uring    default: auto
   queues=N             default: the number of CPUs, up to 16
   queue-size=N         a power of two from 16 to 1024, default 256
   readonly=on|off      default: off
@@ -252,7 +252,7 @@ fn open(spec: DiskSpec, first_thread: usize) -> Result<Served, ServeError> {
         }
     };
     let descriptor = match &file {
-        Some(file) => Some((duplicate(file)?, file.backing())),
+        Some(file) => Some((duplicate(file)?, file.backing(), spec.aio)),
         None => None,
     };
     let socket = Socket::bind(&socket_path)?;

@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use block::{CacheMode, parse_size};
+use block::{Aio, CacheMode, parse_size};
 use guest::{Virtqueue, blk};
 use image::Format;
 use thiserror::Error;
@@ -32,6 +32,7 @@ pub struct DiskSpec {
     /// As given; otherwise it follows from the name.
     pub socket: Option<PathBuf>,
     pub cache: CacheMode,
+    pub aio: Aio,
     pub queues: u16,
     pub queue_size: u16,
     pub read_only: bool,
@@ -91,10 +92,6 @@ impl FromStr for DiskSpec {
             Some(name) => name,
             None => default_name(&file),
         };
-        given.take("aio", |text| match text {
-            "io_uring" => Ok(()),
-            _ => Err(format!("'{text}' is not served; io_uring is")),
-        })?;
         Ok(Self {
             name,
             file,
@@ -103,6 +100,7 @@ impl FromStr for DiskSpec {
             cache: given
                 .take("cache", CacheMode::from_str)?
                 .unwrap_or(CacheMode::None),
+            aio: given.take("aio", aio)?.unwrap_or(Aio::Auto),
             queues: given.take("queues", queues)?.unwrap_or_else(default_queues),
             queue_size: given
                 .take("queue-size", queue_size)?
@@ -250,6 +248,13 @@ fn socket(text: &str) -> Result<PathBuf, String> {
         n => Err(format!(
             "has {n} bytes, and the path of a socket has at most 107"
         )),
+    }
+}
+
+fn aio(text: &str) -> Result<Aio, String> {
+    match text.parse()? {
+        aio @ (Aio::Auto | Aio::IoUring) => Ok(aio),
+        _ => Err(format!("'{text}' is not served; io_uring is")),
     }
 }
 

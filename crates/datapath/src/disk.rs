@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use block::{Backing, DiskFacts};
+use block::{Aio, Backing, DiskFacts};
 use guest::{RingError, blk};
 use image::Image;
 use tracing::warn;
@@ -20,7 +20,7 @@ pub struct Disk {
     /// The answer to GET_ID: the serial, padded with zeroes.
     pub id: [u8; blk::ID_BYTES],
     pub(crate) image: Image,
-    pub(crate) file: Option<(OwnedFd, Backing)>,
+    pub(crate) file: Option<(OwnedFd, Backing, Aio)>,
     /// Guest memory may be registered with the engine: the operator says that no page of it is ever
     /// replaced.
     pub(crate) fixed_buffers: bool,
@@ -36,7 +36,7 @@ impl Disk {
     pub fn new(
         name: String,
         image: Image,
-        file: Option<(OwnedFd, Backing)>,
+        file: Option<(OwnedFd, Backing, Aio)>,
         facts: DiskFacts,
         size: u64,
         serial: &str,
@@ -80,7 +80,7 @@ impl Disk {
     /// It could not be made durable.
     pub fn sync(&self) -> io::Result<()> {
         match &self.file {
-            Some((file, _)) => Ok(rustix::fs::fdatasync(file)?),
+            Some((file, ..)) => Ok(rustix::fs::fdatasync(file)?),
             None => Ok(()),
         }
     }
@@ -102,9 +102,9 @@ impl Disk {
         });
     }
 
-    pub(crate) fn descriptor(&self) -> Option<(BorrowedFd<'_>, Backing)> {
+    pub(crate) fn descriptor(&self) -> Option<(BorrowedFd<'_>, Backing, Aio)> {
         self.file
             .as_ref()
-            .map(|(fd, backing)| (fd.as_fd(), *backing))
+            .map(|(fd, backing, aio)| (fd.as_fd(), *backing, *aio))
     }
 }

@@ -132,7 +132,7 @@ impl<E: Engine> Worker<E> {
 
     fn start(&mut self, disk: Arc<Disk>, new: NewQueue) -> io::Result<QueueId> {
         let file = match disk.descriptor() {
-            Some((fd, backing)) => Some(self.engine.attach(fd, backing)?),
+            Some((fd, backing, aio)) => Some(self.engine.attach(fd, backing, aio)?),
             None => None,
         };
         let free = self.queues.iter().position(Option::is_none);

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use block::{CacheMode, DiskFacts};
+use block::{Aio, CacheMode, DiskFacts};
 use datapath::{Disk, IoThread};
 use engine::{DiskFile, OpenError, Uring, UringError};
 use image::Image;
@@ -185,7 +185,7 @@ fn open(
     // The lock is not what is tested here.
     let fd = rustix::io::dup(&file).unwrap();
     let name = "file".to_owned();
-    let backing = Some((fd, file.backing()));
+    let backing = Some((fd, file.backing(), Aio::Auto));
     Ok(Disk::new(
         name,
         Image::Raw,

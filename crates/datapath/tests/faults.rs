@@ -6,7 +6,7 @@ mod support;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use block::{Backing, DiskFacts};
+use block::{Aio, Backing, DiskFacts};
 use datapath::{Disk, IoThread};
 use image::Image;
 use support::{FACTS, Served};
@@ -97,7 +97,7 @@ impl Guest {
             Arc::new(Disk::new(
                 "faulty".into(),
                 Image::Raw,
-                Some((file, Backing::File)),
+                Some((file, Backing::File, Aio::Auto)),
                 facts,
                 DISK_BYTES,
                 SERIAL,

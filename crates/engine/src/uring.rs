@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 
-use block::{Backing, Completion, Engine, FileId, Op, Segment, Token};
+use block::{Aio, Backing, Completion, Engine, FileId, Op, Segment, Token};
 use io_uring::types::{Fd, Fixed, FsyncFlags};
 use io_uring::{EnterFlags, IoUring, cqueue, opcode, squeue};
 use rustix::process::Resource;
@@ -188,7 +188,7 @@ fn explain(e: io::Error) -> UringError {
 }
 
 impl Engine for Uring {
-    fn attach(&mut self, file: BorrowedFd<'_>, backing: Backing) -> io::Result<FileId> {
+    fn attach(&mut self, file: BorrowedFd<'_>, backing: Backing, _: Aio) -> io::Result<FileId> {
         let free = self.files.iter().position(Option::is_none);
         let id = free.unwrap_or(self.files.len()) as u32;
         if id == self.files_max {

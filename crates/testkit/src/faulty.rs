@@ -9,7 +9,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use block::{Backing, Completion, Engine, FileId, FileOffset, Op, Segment, Token};
+use block::{Aio, Backing, Completion, Engine, FileId, FileOffset, Op, Segment, Token};
 use rustix::event::{Timespec, epoll};
 
 const SECTOR: u64 = 512;
@@ -280,7 +280,7 @@ impl Faulty {
 }
 
 impl Engine for Faulty {
-    fn attach(&mut self, _file: BorrowedFd<'_>, _backing: Backing) -> io::Result<FileId> {
+    fn attach(&mut self, _: BorrowedFd<'_>, _: Backing, _: Aio) -> io::Result<FileId> {
         self.files += 1;
         Ok(FileId(self.files - 1))
     }
