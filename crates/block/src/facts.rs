@@ -1,3 +1,7 @@
+use thiserror::Error;
+
+use crate::CacheMode;
+
 /// What kind of thing holds the bytes; it decides how space is zeroed and given back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
@@ -25,4 +29,127 @@ pub struct DiskFacts {
     pub discard_granularity: u32,
     /// Writes are refused.
     pub read_only: bool,
+}
+
+/// Sizes of blocks that a disk cannot have. Each says what to do next.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+pub enum BlockSizeError {
+    /// The guest would write what the backing cannot.
+    #[error(
+        "logical-block-size={asked} is less than the {backing} bytes that its file is written in; \
+        leave it out or give {backing}, or, if cache={direct} is what asks for {backing}, use \
+        cache={cached}", direct = CacheMode::None, cached = CacheMode::Writeback
+    )]
+    Logical {
+        /// What was asked for, in bytes.
+        asked: u32,
+        /// What the backing needs, in bytes.
+        backing: u32,
+    },
+    /// A physical block holds whole logical ones.
+    #[error(
+        "physical-block-size={asked} is less than the logical block size of {logical}; \
+        leave it out or give {logical} or more"
+    )]
+    Physical {
+        /// What was asked for, in bytes.
+        asked: u32,
+        /// The logical block size, in bytes.
+        logical: u32,
+    },
+    /// The disk would end within a block.
+    #[error(
+        "the size, {size} bytes, is not a multiple of logical-block-size={logical}; make the file \
+        longer ('truncate -s %{logical} FILE'), or leave logical-block-size out"
+    )]
+    Size {
+        /// The disk's size in bytes.
+        size: u64,
+        /// The logical block size, in bytes.
+        logical: u32,
+    },
+}
+
+impl DiskFacts {
+    /// The same disk with block sizes of the operator's choice, as the guest sees them; `size` is the
+    /// disk's. What the backing needs of buffers stays as it is.
+    ///
+    /// # Errors
+    /// The backing or the size does not allow it.
+    pub fn with_blocks(
+        self,
+        logical: Option<u32>,
+        physical: Option<u32>,
+        size: u64,
+    ) -> Result<Self, BlockSizeError> {
+        let backing = self.logical_block;
+        let logical = logical.unwrap_or(backing);
+        let asked = physical.unwrap_or(self.physical_block.max(logical));
+        if logical < backing {
+            let asked = logical;
+            return Err(BlockSizeError::Logical { asked, backing });
+        }
+        if asked < logical {
+            return Err(BlockSizeError::Physical { asked, logical });
+        }
+        if !size.is_multiple_of(u64::from(logical)) {
+            return Err(BlockSizeError::Size { size, logical });
+        }
+        let discard_granularity = match self.discard_granularity {
+            0 => 0,
+            n => n.max(logical),
+        };
+        Ok(Self {
+            logical_block: logical,
+            physical_block: asked,
+            discard_granularity,
+            ..self
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FACTS: DiskFacts = DiskFacts {
+        logical_block: 512,
+        physical_block: 512,
+        optimal_io: 0,
+        address_alignment: 4,
+        length_alignment: 512,
+        discard_granularity: 512,
+        read_only: false,
+    };
+
+    #[test]
+    fn a_guest_may_be_shown_larger_blocks() {
+        let facts = FACTS.with_blocks(Some(4096), None, 8192).unwrap();
+        assert_eq!((facts.logical_block, facts.physical_block), (4096, 4096));
+        assert_eq!(
+            (facts.discard_granularity, facts.length_alignment),
+            (4096, 512)
+        );
+        let facts = FACTS.with_blocks(None, Some(4096), 512).unwrap();
+        assert_eq!((facts.logical_block, facts.physical_block), (512, 4096));
+        assert_eq!(FACTS.with_blocks(None, None, 512), Ok(FACTS));
+    }
+
+    #[test]
+    fn blocks_that_cannot_be_are_refused() {
+        let native = DiskFacts {
+            logical_block: 4096,
+            physical_block: 4096,
+            ..FACTS
+        };
+        let says = |facts: DiskFacts, logical, physical, size| {
+            facts
+                .with_blocks(logical, physical, size)
+                .unwrap_err()
+                .to_string()
+        };
+        assert!(says(native, Some(512), None, 4096).contains("give 4096"));
+        assert!(says(FACTS, Some(4096), Some(512), 4096).contains("give 4096 or more"));
+        assert!(says(FACTS, Some(4096), None, 4608).contains("truncate -s %4096"));
+    }
 }

@@ -10,7 +10,7 @@ mod units;
 mod words;
 
 pub use engine::{Completion, Engine, FileId, Op, Segment, Token};
-pub use facts::{Backing, DiskFacts};
+pub use facts::{Backing, BlockSizeError, DiskFacts};
 pub use request::Request;
 pub use throttle::{Rate, ThrottleError, ThrottleLimits};
 pub use units::{DiskOffset, FileOffset, SECTOR_BYTES, Sector, format_size, parse_size};

@@ -17,7 +17,7 @@ pub struct ServedDisk {
     pub queue_size: u16,
     /// The thread of queue 0; the others follow in turn.
     pub first_thread: usize,
-    /// The guest's choice: it outlives resets and connections, because front-ends read the
+    /// The guest's choice, at first the cache mode's: it outlives resets and connections, because front-ends read the
     /// configuration space only once.
     write_cache: AtomicBool,
     /// The front-end that is connected, if it wants to be told of changes.
@@ -26,12 +26,13 @@ pub struct ServedDisk {
 
 impl ServedDisk {
     pub fn new(disk: Arc<Disk>, queues: u16, queue_size: u16, first_thread: usize) -> Self {
+        let write_cache = AtomicBool::new(disk.write_cache());
         Self {
             disk,
             queues,
             queue_size,
             first_thread,
-            write_cache: AtomicBool::new(true),
+            write_cache,
             frontend: Mutex::default(),
         }
     }

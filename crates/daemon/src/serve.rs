@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use block::{DiskFacts, format_size};
-use datapath::{Disk, IoThread};
+use block::{BlockSizeError, DiskFacts, format_size};
+use datapath::{Disk, IoThread, Options};
 use engine::{DiskFile, OpenError, Uring, UringError};
 use guest::End;
 use image::{Format, Image, UnknownFormat};
@@ -37,12 +37,19 @@ Options of a disk (a comma in a value is doubled):
   name=NAME            default: from the file
   format=raw           default: from .raw or .img, raw for a block device; never from the content
   socket=PATH          default: NAME.sock in /run/ringdisk (root), $XDG_RUNTIME_DIR/ringdisk, or here
-  cache=none|writeback default: none (O_DIRECT); writeback goes through the host's page cache
+  cache=MODE           as in QEMU. none (default): O_DIRECT; writeback: through the host's page cache;
+                       directsync, writethrough: the same, and each write is durable when it is done;
+                       unsafe: as writeback, and flushes are IGNORED
   aio=auto|io_uring    default: auto
   queues=N             default: the number of CPUs, up to 16
   queue-size=N         a power of two from 16 to 1024, default 256
   readonly=on|off      default: off
   serial=TEXT          up to 20 characters, seen in the guest
+  discard=unmap|ignore default: unmap; ignore keeps the space that the guest gives back
+  detect-zeroes=off|on|unmap
+                       default: off; on zeroes ranges instead of writing zeroes, unmap gives them back
+  logical-block-size=512|4096, physical-block-size=512|4096
+                       what the guest sees; default: the backing's
   fixed-buffers=on|off default: off; on pins all guest memory, which costs less CPU per I/O. NEVER
                        with a balloon, free page reporting or virtio-mem: data would be corrupted
 
@@ -77,6 +84,8 @@ pub enum ServeError {
     SameSocket(String, String, PathBuf),
     #[error("{0}: {1}")]
     Format(PathBuf, UnknownFormat),
+    #[error("{0}: {1}")]
+    Blocks(String, BlockSizeError),
     #[error(transparent)]
     Open(#[from] OpenError),
     #[error(transparent)]
@@ -153,6 +162,7 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
     for disk in &disks {
         if let Some(file) = &disk.file
             && !disk.spec.read_only
+            && disk.spec.cache.flushes()
             && let Err(e) = file.sync()
         {
             let failed = ServeError::Sync(disk.spec.name.clone(), e);
@@ -251,6 +261,16 @@ fn open(spec: DiskSpec, first_thread: usize) -> Result<Served, ServeError> {
             (image, Some(file), facts, size, path.display().to_string())
         }
     };
+    let facts = facts
+        .with_blocks(spec.logical_block, spec.physical_block, size)
+        .map_err(|e| ServeError::Blocks(shown.clone(), e))?;
+    if file.is_some() && !spec.cache.flushes() {
+        warn!(
+            "disk {}: cache=unsafe IGNORES FLUSHES: a crash or power cut of this host loses data that \
+             the guest made durable, and may ruin its file systems; for disks that can be thrown away",
+            spec.name
+        );
+    }
     let descriptor = match &file {
         Some(file) => Some((duplicate(file)?, file.backing(), spec.aio)),
         None => None,
@@ -263,7 +283,12 @@ fn open(spec: DiskSpec, first_thread: usize) -> Result<Served, ServeError> {
         facts,
         size,
         &spec.serial,
-        spec.fixed_buffers,
+        Options {
+            cache: spec.cache,
+            discard: spec.discard,
+            detect_zeroes: spec.detect_zeroes,
+            fixed_buffers: spec.fixed_buffers,
+        },
     );
     let text = socket_path.display().to_string();
     let ready = Ready {

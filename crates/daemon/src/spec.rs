@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use block::{Aio, CacheMode, parse_size};
+use block::{Aio, CacheMode, DetectZeroes, Discard, parse_size};
 use guest::{Virtqueue, blk};
 use image::Format;
 use thiserror::Error;
@@ -20,7 +20,7 @@ const QUEUE_SIZE_DEFAULT: u16 = 256;
 const QUEUE_SIZE_MIN: u16 = 16;
 
 const KEYS: &str = "name, file, format, socket, cache, aio, queues, queue-size, readonly, serial, \
-    fixed-buffers";
+    discard, detect-zeroes, logical-block-size, physical-block-size, fixed-buffers";
 
 /// A disk to be served.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,6 +37,12 @@ pub struct DiskSpec {
     pub queue_size: u16,
     pub read_only: bool,
     pub serial: String,
+    pub discard: Discard,
+    pub detect_zeroes: DetectZeroes,
+    /// In bytes, as given; otherwise it is the backing's.
+    pub logical_block: Option<u32>,
+    /// In bytes, as given; otherwise it is the backing's.
+    pub physical_block: Option<u32>,
     pub fixed_buffers: bool,
 }
 
@@ -107,6 +113,14 @@ impl FromStr for DiskSpec {
                 .unwrap_or(QUEUE_SIZE_DEFAULT),
             read_only: given.take("readonly", on_off)?.unwrap_or(false),
             serial: given.take("serial", serial)?.unwrap_or_default(),
+            discard: given
+                .take("discard", Discard::from_str)?
+                .unwrap_or(Discard::Unmap),
+            detect_zeroes: given
+                .take("detect-zeroes", DetectZeroes::from_str)?
+                .unwrap_or(DetectZeroes::Off),
+            logical_block: given.take("logical-block-size", block_size)?,
+            physical_block: given.take("physical-block-size", block_size)?,
             fixed_buffers: given.take("fixed-buffers", on_off)?.unwrap_or(false),
         })
     }
@@ -124,6 +138,9 @@ impl DiskSpec {
         match &self.file {
             FileSpec::Path(path) => assert!(!path.as_os_str().is_empty()),
             FileSpec::Null(size) => assert!(*size > 0 && size.is_multiple_of(512)),
+        }
+        for block in [self.logical_block, self.physical_block] {
+            assert!([None, Some(512), Some(4096)].contains(&block), "{self:?}");
         }
         if let Some(socket) = &self.socket {
             assert!((1..108).contains(&socket.as_os_str().len()));
@@ -281,6 +298,14 @@ fn queue_size(text: &str) -> Result<u16, String> {
     }
 }
 
+fn block_size(text: &str) -> Result<u32, String> {
+    match text {
+        "512" => Ok(512),
+        "4096" | "4k" | "4K" => Ok(4096),
+        _ => Err(format!("'{text}' is neither 512 nor 4096")),
+    }
+}
+
 fn on_off(text: &str) -> Result<bool, String> {
     match text {
         "on" => Ok(true),
@@ -331,6 +356,16 @@ mod tests {
         assert_eq!((disk.queues, disk.queue_size), (3, 1024));
         assert_eq!((disk.read_only, disk.serial.as_str()), (true, "S 1"));
         assert_eq!(disk.socket, Some("/run/x.sock".into()));
+        let disk = parse(
+            "a.raw,cache=unsafe,discard=ignore,detect-zeroes=unmap,logical-block-size=4096,\
+             physical-block-size=4k",
+        )
+        .unwrap();
+        assert_eq!(disk.cache, CacheMode::Unsafe);
+        assert_eq!(disk.discard, Discard::Ignore);
+        assert_eq!(disk.detect_zeroes, DetectZeroes::Unmap);
+        let blocks = (disk.logical_block, disk.physical_block);
+        assert_eq!(blocks, (Some(4096), Some(4096)));
         assert_eq!(parse("null:64G").unwrap().file, FileSpec::Null(64 << 30));
         assert_eq!(parse("vm1.raw,queues=2").unwrap().queues, 2);
         assert_eq!(
@@ -351,6 +386,9 @@ mod tests {
             ("file=a,queue-size=2048", "power of two"),
             ("file=a,file=b", "given twice"),
             ("file=a,cache=fast", "none, writeback"),
+            ("file=a,discard=on", "unmap, ignore"),
+            ("file=a,detect-zeroes=yes", "off, on, unmap"),
+            ("file=a,logical-block-size=1024", "neither 512 nor 4096"),
             ("file=a,readonly=yes", "neither on nor off"),
             ("file=a,name=9", "not a letter"),
             ("file=a,serial=123456789012345678901", "20 ASCII"),

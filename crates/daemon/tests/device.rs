@@ -110,6 +110,76 @@ fn config_space_tells_the_facts_of_the_disk() {
 }
 
 #[test]
+fn the_cache_mode_says_whether_there_is_a_write_cache_at_first() {
+    for (cache, wce) in [
+        ("none", 1),
+        ("writeback", 1),
+        ("writethrough", 0),
+        ("directsync", 0),
+        ("unsafe", 1),
+    ] {
+        let (server, _disk) = serve(&format!("cache={cache}"));
+        let mut device = connect(&server, DeviceConfig::default());
+        assert_eq!(device.config().unwrap().wce, wce, "cache={cache}");
+        // The guest may change it, and its choice outlives its connection.
+        let other = 1 - wce;
+        let frontend = &mut device.frontend;
+        frontend.set_config(DiskConfig::WCE_AT, &[other]).unwrap();
+        drop(device);
+        let mut device = connect(&server, DeviceConfig::default());
+        assert_eq!(device.config().unwrap().wce, other, "cache={cache}");
+        let queue = &mut device.queues[0];
+        assert_eq!(queue.write(8, &content(9, 4096)), OK);
+        assert_eq!(queue.run(Op::Flush, 0, 0), OK);
+        assert_eq!(queue.read(8, 4096).unwrap(), content(9, 4096));
+    }
+}
+
+#[test]
+fn the_guest_sees_the_blocks_that_the_operator_chose() {
+    let (server, _disk) = serve("cache=writeback,logical-block-size=4096");
+    let mut device = connect(&server, DeviceConfig::default());
+    let config = device.config().unwrap();
+    assert_eq!((config.blk_size, config.physical_block_exp), (4096, 0));
+    let queue = &mut device.queues[0];
+    assert_eq!(queue.write(8, &content(9, 4096)), OK);
+    assert_eq!(queue.write(9, &content(9, 4096)), IOERR);
+    assert_eq!(queue.read(0, 512), Err(IOERR));
+    assert_eq!(queue.read(8, 4096).unwrap(), content(9, 4096));
+
+    let (server, _disk) = serve("cache=writeback,physical-block-size=512");
+    let config = connect(&server, DeviceConfig::default()).config().unwrap();
+    assert_eq!((config.blk_size, config.physical_block_exp), (512, 0));
+}
+
+#[test]
+fn discard_can_be_left_out() {
+    let (server, disk) = serve("discard=ignore");
+    let mut device = connect(&server, DeviceConfig::default());
+    assert_eq!(device.features & 1 << VIRTIO_BLK_F_DISCARD, 0);
+    assert_ne!(device.features & 1 << VIRTIO_BLK_F_WRITE_ZEROES, 0);
+    let config = device.config().unwrap();
+    assert_eq!(
+        (config.write_zeroes_may_unmap, config.max_discard_sectors),
+        (0, 0)
+    );
+    let queue = &mut device.queues[0];
+    assert_eq!(queue.run(Op::Discard, 0, 1 << 20), UNSUPP);
+    // A driver that asks to give space back all the same gets its zeroes, and keeps the space.
+    let allocated = || disk.file.metadata().unwrap().blocks();
+    let before = allocated();
+    let zeroes = Op::WriteZeroes { unmap: true };
+    assert_eq!(queue.run(zeroes, 0, 1 << 20), OK);
+    assert_eq!(queue.run(Op::Flush, 0, 0), OK);
+    assert_eq!(queue.read(0, 4096).unwrap(), [0; 4096]);
+    assert!(
+        allocated() >= before,
+        "{} of {before} blocks are left",
+        allocated()
+    );
+}
+
+#[test]
 fn read_only_disks_are_only_read() {
     let (server, disk) = serve("readonly=on");
     let mut device = connect(&server, DeviceConfig::default());

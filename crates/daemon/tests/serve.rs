@@ -895,6 +895,7 @@ fn files_that_are_no_disks() {
     let _listener = UnixListener::bind(path("socket.raw")).unwrap();
     sized("empty.raw", 0);
     sized("odd.raw", 1_000_000);
+    sized("sectors.raw", 4608);
     sized("unsaid", 1 << 20);
     sized("strange.vmdk", 1 << 20);
     sized("new.qcow2", 1 << 20);
@@ -910,6 +911,14 @@ fn files_that_are_no_disks() {
         ("empty.raw", &["is empty", "truncate -s"]),
         ("odd.raw", &["1000000", "multiple of", "truncate -s %"]),
         ("odd.raw,cache=writeback", &["1000000", "multiple of 512"]),
+        (
+            "odd.raw,cache=writeback,logical-block-size=4096",
+            &["1000000", "multiple of"],
+        ),
+        (
+            "sectors.raw,cache=writeback,logical-block-size=4096",
+            &["4608 bytes", "logical-block-size=4096", "truncate -s %4096"],
+        ),
         ("odd.raw/below.raw", &["Not a directory"]),
         ("unsaid", &["format=raw"]),
         ("strange.vmdk", &["format=raw"]),

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use block::{Aio, Backing, DiskFacts};
+use block::{Aio, Backing, CacheMode, DetectZeroes, Discard, DiskFacts};
 use guest::{RingError, blk};
 use image::Image;
 use tracing::warn;
@@ -21,40 +21,66 @@ pub struct Disk {
     pub id: [u8; blk::ID_BYTES],
     pub(crate) image: Image,
     pub(crate) file: Option<(OwnedFd, Backing, Aio)>,
-    /// Guest memory may be registered with the engine: the operator says that no page of it is ever
-    /// replaced.
-    pub(crate) fixed_buffers: bool,
+    pub(crate) options: Options,
     pub(crate) errors: Limiter,
     size: AtomicU64,
     write_cache: AtomicBool,
 }
 
+/// What the operator chose for a disk.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// What is durable when. The file was opened for it: here, it says whether flushes are obeyed, and
+    /// whether the guest is told of a write cache at first.
+    pub cache: CacheMode,
+    /// Whether the guest is offered to give space back, and whether its write-zeroes may do so.
+    pub discard: Discard,
+    /// What becomes of writes of nothing but zeroes.
+    pub detect_zeroes: DetectZeroes,
+    /// Guest memory may be registered with the engine, which is right only if no page of it is ever
+    /// replaced (no balloon, no free page reporting).
+    pub fixed_buffers: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            cache: CacheMode::None,
+            discard: Discard::Unmap,
+            detect_zeroes: DetectZeroes::Off,
+            fixed_buffers: false,
+        }
+    }
+}
+
 impl Disk {
     /// A disk of `size` bytes, whose image is in `file` unless it needs none. A serial longer than
-    /// GET_ID can carry is cut. With `fixed_buffers`, guest memory is registered with the engine,
-    /// which is right only if no page of it is ever replaced (no balloon, no free page reporting).
+    /// GET_ID can carry is cut.
     pub fn new(
         name: String,
         image: Image,
         file: Option<(OwnedFd, Backing, Aio)>,
-        facts: DiskFacts,
+        mut facts: DiskFacts,
         size: u64,
         serial: &str,
-        fixed_buffers: bool,
+        options: Options,
     ) -> Self {
         let mut id = [0; blk::ID_BYTES];
         let len = serial.len().min(id.len());
         id[..len].copy_from_slice(&serial.as_bytes()[..len]);
+        if options.discard == Discard::Ignore {
+            facts.discard_granularity = 0;
+        }
         Self {
             name,
             facts,
             id,
             image,
             file,
-            fixed_buffers,
+            options,
             errors: Limiter::default(),
             size: AtomicU64::new(size),
-            write_cache: AtomicBool::new(true),
+            write_cache: AtomicBool::new(options.cache.write_cache()),
         }
     }
 
@@ -74,15 +100,21 @@ impl Disk {
         self.write_cache.load(Ordering::Relaxed)
     }
 
-    /// Makes every write that has completed durable, waiting for it.
+    /// Makes every write that has completed durable, waiting for it; with `cache=unsafe` it does
+    /// nothing, as a guest's flush.
     ///
     /// # Errors
     /// It could not be made durable.
     pub fn sync(&self) -> io::Result<()> {
         match &self.file {
-            Some((file, ..)) => Ok(rustix::fs::fdatasync(file)?),
-            None => Ok(()),
+            Some((file, ..)) if self.flushes() => Ok(rustix::fs::fdatasync(file)?),
+            _ => Ok(()),
         }
+    }
+
+    /// Whether there is anything that a flush must make durable.
+    pub(crate) fn flushes(&self) -> bool {
+        self.file.is_some() && self.options.cache.flushes() && !self.facts.read_only
     }
 
     /// Changes that for operations that are submitted from now on. To switch the cache off, stop the

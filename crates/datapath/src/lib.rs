@@ -22,5 +22,5 @@ mod slot;
 mod thread;
 mod worker;
 
-pub use disk::Disk;
+pub use disk::{Disk, Options};
 pub use thread::{IoThread, QueueId};

@@ -1,6 +1,6 @@
 //! Stage 2: what a request needs. The image says where its range is.
 
-use block::{FileOffset, Request};
+use block::{Discard, FileOffset, Request};
 use guest::blk::Status;
 use image::Extent;
 
@@ -19,12 +19,20 @@ pub(crate) enum Plan {
 pub(crate) fn plan(disk: &Disk, request: Request) -> Plan {
     let at = match request {
         Request::GetId => return Plan::Id,
-        Request::Flush if disk.file.is_none() => return Plan::Done(Status::Ok, 0),
+        Request::Flush if !disk.flushes() => return Plan::Done(Status::Ok, 0),
         Request::Flush => return Plan::Operation(request, FileOffset(0)),
         Request::Read { at, .. }
         | Request::Write { at, .. }
         | Request::Discard { at, .. }
         | Request::WriteZeroes { at, .. } => at,
+    };
+    let request = match request {
+        Request::WriteZeroes { at, len, unmap } => Request::WriteZeroes {
+            at,
+            len,
+            unmap: unmap && disk.options.discard == Discard::Unmap,
+        },
+        request => request,
     };
     match (disk.image.map(at), request) {
         (Extent::File(at), request) => Plan::Operation(request, at),

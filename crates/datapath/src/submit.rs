@@ -18,7 +18,7 @@ impl<E: Engine> Worker<E> {
             &queue.disk,
             queue.file.expect("a disk with operations has a file"),
         );
-        let stable = !disk.write_cache();
+        let stable = !disk.write_cache() && disk.flushes();
         let s = queue.slots.get(slot);
         let (at, len) = (s.at, s.left);
         let mut piece = [Segment { addr: 0, len: 0 }];

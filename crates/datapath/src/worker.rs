@@ -196,7 +196,7 @@ impl<E: Engine> Worker<E> {
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
-        if queue.file.is_none() || !queue.disk.fixed_buffers {
+        if queue.file.is_none() || !queue.disk.options.fixed_buffers {
             return;
         }
         let memory: Vec<Segment> = queue.ring.memory().mappings().collect();

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use block::{Aio, CacheMode, DiskFacts};
-use datapath::{Disk, IoThread};
+use datapath::{Disk, IoThread, Options};
 use engine::{DiskFile, OpenError, Uring, UringError};
 use image::Image;
 use support::{FACTS, Served};
@@ -145,7 +145,7 @@ fn null() {
         FACTS,
         DISK_BYTES,
         "",
-        false,
+        Options::default(),
     ));
 }
 
@@ -193,7 +193,7 @@ fn open(
         facts,
         DISK_BYTES,
         "",
-        false,
+        Options::default(),
     ))
 }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use block::{Aio, Backing, DiskFacts};
-use datapath::{Disk, IoThread};
+use datapath::{Disk, IoThread, Options};
 use image::Image;
 use support::{FACTS, Served};
 use testkit::chain::{Chain, Layout, Table, header};
@@ -101,7 +101,7 @@ impl Guest {
                 facts,
                 DISK_BYTES,
                 SERIAL,
-                false,
+                Options::default(),
             )),
             thread.unwrap(),
             QUEUE_SIZE,
