@@ -10,13 +10,14 @@ use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
 use guest::{Device, FrontendChannel, NewQueue, RingError};
 use tracing::{error, warn};
 
+use crate::iothreads::NamedThread;
+
 /// A served disk: what front-ends see of it, and where its queues go.
 pub struct ServedDisk {
     pub disk: Arc<Disk>,
-    pub queues: u16,
     pub queue_size: u16,
-    /// The thread of queue 0; the others follow in turn.
-    pub first_thread: usize,
+    /// The thread of each queue.
+    pub threads: Vec<NamedThread>,
     /// The guest's choice, at first the cache mode's: it outlives resets and connections, because front-ends read the
     /// configuration space only once.
     write_cache: AtomicBool,
@@ -25,16 +26,20 @@ pub struct ServedDisk {
 }
 
 impl ServedDisk {
-    pub fn new(disk: Arc<Disk>, queues: u16, queue_size: u16, first_thread: usize) -> Self {
+    /// A disk with one queue for each of `threads`.
+    pub fn new(disk: Arc<Disk>, queue_size: u16, threads: Vec<NamedThread>) -> Self {
         let write_cache = AtomicBool::new(disk.write_cache());
         Self {
             disk,
-            queues,
             queue_size,
-            first_thread,
+            threads,
             write_cache,
             frontend: Mutex::default(),
         }
+    }
+
+    pub fn queues(&self) -> u16 {
+        self.threads.len() as u16
     }
 
     /// Most data segments in a request: the ring less a header and a status.
@@ -57,18 +62,16 @@ impl ServedDisk {
 /// What a session drives.
 pub struct BlockDevice<'a> {
     served: &'a ServedDisk,
-    threads: &'a [IoThread],
     running: Vec<Option<QueueId>>,
     /// Whether the driver can flush, once it has said so.
     flushes: Option<bool>,
 }
 
 impl<'a> BlockDevice<'a> {
-    pub fn new(served: &'a ServedDisk, threads: &'a [IoThread]) -> Self {
-        let running = vec![None; usize::from(served.queues)];
+    pub fn new(served: &'a ServedDisk) -> Self {
+        let running = vec![None; served.threads.len()];
         let mut device = Self {
             served,
-            threads,
             running,
             flushes: None,
         };
@@ -96,7 +99,7 @@ impl<'a> BlockDevice<'a> {
     }
 
     fn thread(&self, ring: u16) -> &'a IoThread {
-        &self.threads[(self.served.first_thread + usize::from(ring)) % self.threads.len()]
+        &self.served.threads[usize::from(ring)].thread
     }
 }
 
@@ -106,7 +109,7 @@ impl Device for BlockDevice<'_> {
     }
 
     fn queues(&self) -> u16 {
-        self.served.queues
+        self.served.queues()
     }
 
     fn seg_max(&self) -> u16 {
@@ -118,7 +121,7 @@ impl Device for BlockDevice<'_> {
         ConfigSpace {
             size: disk.size(),
             write_cache: disk.write_cache(),
-            queues: self.served.queues,
+            queues: self.served.queues(),
             seg_max: self.served.seg_max(),
         }
         .bytes(&disk.facts)

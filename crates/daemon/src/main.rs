@@ -1,6 +1,13 @@
 //! `ringdisk`: virtual disks for QEMU/KVM at the speed of the hardware beneath them.
 
+#![expect(dead_code, reason = "what the control socket will call")]
+
+mod cpus;
 mod device;
+mod export;
+mod host;
+mod iothreads;
+mod node;
 mod paste;
 mod serve;
 mod socket;

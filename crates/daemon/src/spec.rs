@@ -9,6 +9,8 @@ use guest::{Virtqueue, blk};
 use image::Format;
 use thiserror::Error;
 
+use crate::socket;
+
 /// Most queues of a disk: what a PCI device has interrupt vectors for in QEMU, less one for
 /// configuration changes, and far more than a guest has use for.
 const QUEUES_MAX: u16 = 256;
@@ -20,7 +22,7 @@ const QUEUE_SIZE_DEFAULT: u16 = 256;
 const QUEUE_SIZE_MIN: u16 = 16;
 
 const KEYS: &str = "name, file, format, socket, cache, aio, queues, queue-size, readonly, serial, \
-    discard, detect-zeroes, logical-block-size, physical-block-size, fixed-buffers";
+    discard, detect-zeroes, logical-block-size, physical-block-size, fixed-buffers, iothreads";
 
 /// A disk to be served.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,6 +46,16 @@ pub struct DiskSpec {
     /// In bytes, as given; otherwise it is the backing's.
     pub physical_block: Option<u32>,
     pub fixed_buffers: bool,
+    /// I/O threads by id or number, to which the queues go in turn; none for the next ones of the pool.
+    pub iothreads: Vec<String>,
+}
+
+impl DiskSpec {
+    /// Where its socket is.
+    pub fn socket_path(&self) -> PathBuf {
+        let default = || socket::default_path(&self.name);
+        self.socket.clone().unwrap_or_else(default)
+    }
 }
 
 /// What holds the disk.
@@ -86,7 +98,11 @@ impl FromStr for DiskSpec {
             pairs: Vec::new(),
         };
         for (i, part) in split(spec).into_iter().enumerate() {
-            given.add(i == 0, part)?;
+            // As in iothreads=0,2: no key is a number.
+            match given.pairs.last_mut() {
+                Some(("iothreads", list)) if is_number(&part) => *list += &format!(",{part}"),
+                _ => given.add(i == 0, part)?,
+            }
         }
         let file = given.take("file", |text| match text.strip_prefix("null:") {
             Some(size) => null(size),
@@ -122,6 +138,7 @@ impl FromStr for DiskSpec {
             logical_block: given.take("logical-block-size", block_size)?,
             physical_block: given.take("physical-block-size", block_size)?,
             fixed_buffers: given.take("fixed-buffers", on_off)?.unwrap_or(false),
+            iothreads: given.take("iothreads", iothreads)?.unwrap_or_default(),
         })
     }
 }
@@ -211,6 +228,10 @@ fn is_word(text: &str) -> bool {
         && text
             .chars()
             .all(|c| c.is_ascii_lowercase() || c == '-' || c == '_')
+}
+
+fn is_number(text: &str) -> bool {
+    !text.is_empty() && text.chars().all(|c| c.is_ascii_digit())
 }
 
 fn null(size: &str) -> Result<FileSpec, String> {
@@ -303,6 +324,18 @@ fn block_size(text: &str) -> Result<u32, String> {
         "512" => Ok(512),
         "4096" | "4k" | "4K" => Ok(4096),
         _ => Err(format!("'{text}' is neither 512 nor 4096")),
+    }
+}
+
+fn iothreads(text: &str) -> Result<Vec<String>, String> {
+    let each = text.split(',').map(|id| match is_number(id) {
+        true => Ok(id.to_owned()),
+        false => name(id),
+    });
+    let ids: Vec<_> = each.collect::<Result<_, _>>()?;
+    match ids.len() <= usize::from(QUEUES_MAX) {
+        true => Ok(ids),
+        false => Err(format!("more than {QUEUES_MAX} threads")),
     }
 }
 

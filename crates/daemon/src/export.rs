@@ -1,0 +1,170 @@
+//! A node in service: its socket, and the thread that serves the front-ends which connect there.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+use std::{io, mem};
+
+use guest::End;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use thiserror::Error;
+use tracing::{error, info, warn};
+
+use crate::device::{BlockDevice, ServedDisk};
+use crate::iothreads::NamedThread;
+use crate::node::Node;
+use crate::paste::{self, Ready};
+use crate::socket::{Socket, SocketError};
+
+/// A node in service. Dropping it stops that: what is under way is finished, the front-end is disconnected,
+/// and the socket goes away.
+pub struct Export {
+    pub id: String,
+    pub node: Arc<Node>,
+    pub socket: PathBuf,
+    pub device: Arc<ServedDisk>,
+    connected: Arc<AtomicBool>,
+    stop: Arc<OwnedFd>,
+    listener: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug, Error)]
+pub enum ExportError {
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    #[error("disk {0}: cannot {1}: {2}")]
+    System(String, &'static str, io::Error),
+}
+
+impl Export {
+    /// Listens at `socket` for front-ends of a node; queue i is served by thread i of `threads`.
+    ///
+    /// # Errors
+    /// The socket cannot be made.
+    pub fn start(
+        id: String,
+        node: Arc<Node>,
+        socket: &Path,
+        queue_size: u16,
+        threads: Vec<NamedThread>,
+    ) -> Result<Self, ExportError> {
+        let system = |what| {
+            let id = id.clone();
+            move |e| ExportError::System(id, what, e)
+        };
+        let bound = Socket::bind(socket)?;
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| system("make an event descriptor")(e.into()))?;
+        let stop = Arc::new(stop);
+        let connected = Arc::new(AtomicBool::new(false));
+        let device = Arc::new(ServedDisk::new(node.disk.clone(), queue_size, threads));
+        let front = Frontends {
+            name: id.clone(),
+            socket: bound,
+            device: device.clone(),
+            connected: connected.clone(),
+        };
+        let its_stop = stop.clone();
+        let listener = thread::Builder::new()
+            .name(format!("vhost-{id}"))
+            .spawn(move || front.serve(its_stop.as_fd()))
+            .map_err(system("start a thread"))?;
+        Ok(Self {
+            id,
+            node,
+            socket: socket.into(),
+            device,
+            connected,
+            stop,
+            listener: Some(listener),
+        })
+    }
+
+    /// Whether a front-end is connected.
+    pub fn connected(&self) -> bool {
+        self.connected.load(Ordering::Relaxed)
+    }
+
+    /// Tells the listening thread to end, without waiting for it.
+    pub fn tell_to_stop(&self) {
+        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+    }
+
+    /// What to paste to connect a VM.
+    pub fn ready(&self) -> Ready {
+        let (node, device) = (&self.node, &self.device);
+        let socket = self.socket.display().to_string();
+        let (queues, queue_size) = (device.queues(), device.queue_size);
+        let fixed_buffers = node.spec.fixed_buffers;
+        Ready {
+            name: self.id.clone(),
+            file: node.filename.clone(),
+            format: node.format.to_string(),
+            size: node.disk.size(),
+            qemu: paste::qemu(&self.id, &socket, queues, queue_size),
+            libvirt: paste::libvirt(&socket, queues, queue_size, fixed_buffers),
+            socket: self.socket.clone(),
+            queues,
+            queue_size,
+            readonly: node.disk.facts.read_only,
+        }
+    }
+}
+
+impl Drop for Export {
+    fn drop(&mut self) {
+        self.tell_to_stop();
+        if let Some(listener) = mem::take(&mut self.listener) {
+            let _ = listener.join();
+        }
+    }
+}
+
+struct Frontends {
+    name: String,
+    socket: Socket,
+    device: Arc<ServedDisk>,
+    connected: Arc<AtomicBool>,
+}
+
+impl Frontends {
+    /// Accepts front-ends, one at a time, until `stop` becomes readable. A second one waits until the
+    /// first has gone.
+    fn serve(self, stop: BorrowedFd<'_>) {
+        let name = &self.name;
+        loop {
+            let mut ready = [
+                PollFd::new(&stop, PollFlags::IN),
+                PollFd::new(&self.socket.listener, PollFlags::IN),
+            ];
+            match poll(&mut ready, None) {
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(e) => return error!("disk {name}: cannot wait for front-ends: {e}"),
+                Ok(_) if !ready[0].revents().is_empty() => return,
+                Ok(_) => {}
+            }
+            let socket = match self.socket.listener.accept() {
+                Ok((socket, _)) => socket,
+                Err(e) => {
+                    // Out of descriptors, most likely: those in service go on, this one waits.
+                    warn!("disk {name}: cannot accept a front-end: {e}; trying again in a second");
+                    thread::sleep(Duration::from_secs(1));
+                    continue;
+                }
+            };
+            info!("disk {name}: front-end connected");
+            self.connected.store(true, Ordering::Relaxed);
+            let mut device = BlockDevice::new(&self.device);
+            let end = guest::serve(&socket, &mut device, stop);
+            self.connected.store(false, Ordering::Relaxed);
+            match end {
+                End::Disconnected => info!("disk {name}: front-end disconnected"),
+                End::Stopped => return,
+                End::Failed(e) => warn!("disk {name}: front-end cut off: {e}"),
+            }
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! The I/O threads of this process, by id, each started when a queue first needs it.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use datapath::IoThread;
+use engine::{Uring, UringError};
+use rustix::thread::{CpuSet, sched_setaffinity};
+use thiserror::Error;
+
+use crate::cpus::Cpus;
+
+/// Threads by default: one per CPU, up to this.
+const DEFAULT_MAX: usize = 16;
+
+/// Most threads of the pool, and of those added by name.
+pub const THREADS_MAX: usize = 256;
+
+/// How a thread works.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ThreadSpec {
+    /// CPUs that it may run on; all if none are named.
+    pub cpus: Cpus,
+    /// Longest look-out for guests before it sleeps.
+    pub poll_max: Duration,
+}
+
+/// The pool, `iothread0` and on, which queues go to in turn; and threads with names of their own, which
+/// serve only the disks that ask for them.
+pub struct IoThreads {
+    pool: Vec<ThreadSpec>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// The thread of the pool that the next queue goes to.
+    next: usize,
+    running: BTreeMap<String, Running>,
+}
+
+struct Running {
+    spec: ThreadSpec,
+    /// Threads added by name stay when nothing uses them.
+    thread: Arc<IoThread>,
+}
+
+/// A running thread, as queues see it.
+#[derive(Clone)]
+pub struct NamedThread {
+    pub id: String,
+    pub thread: Arc<IoThread>,
+}
+
+#[derive(Debug, Error)]
+pub enum IoThreadError {
+    #[error(
+        "there is no I/O thread '{0}'; there are {1} (--iothreads, [[iothread]] in the configuration, \
+        or object-add make more)"
+    )]
+    Unknown(String, String),
+    #[error("there is an I/O thread '{0}' already; choose another id")]
+    Exists(String),
+    #[error("I/O thread '{0}' serves disks; detach these first")]
+    InUse(String),
+    #[error("there are {THREADS_MAX} I/O threads already; remove one first")]
+    TooMany,
+    #[error("I/O thread '{0}' may run on CPUs {1}, none of which this process can use: {2}")]
+    Affinity(String, Cpus, io::Error),
+    #[error(transparent)]
+    Uring(#[from] UringError),
+    #[error("cannot start an I/O thread: {0}")]
+    Thread(#[from] io::Error),
+}
+
+impl IoThreads {
+    /// A pool of `n` threads, by default one per CPU, all with the same look-out, the i-th on the i-th of
+    /// `cpus` in turn.
+    pub fn new(n: Option<usize>, cpus: &Cpus, poll_max: Duration) -> Self {
+        let n = n.unwrap_or_else(|| {
+            thread::available_parallelism().map_or(1, |n| n.get().min(DEFAULT_MAX))
+        });
+        let pool = (0..n)
+            .map(|i| ThreadSpec {
+                cpus: cpus.turn(i),
+                poll_max,
+            })
+            .collect();
+        Self {
+            pool,
+            state: Mutex::default(),
+        }
+    }
+
+    /// Threads for `queues` queues of a disk: those that `wanted` names, in turn, or else the next ones
+    /// of the pool.
+    ///
+    /// # Errors
+    /// There is no such thread, or it cannot be started.
+    pub fn assign(
+        &self,
+        queues: u16,
+        wanted: &[String],
+    ) -> Result<Vec<NamedThread>, IoThreadError> {
+        let mut state = self.state();
+        (0..usize::from(queues))
+            .map(|queue| match wanted {
+                [] => {
+                    let i = state.next;
+                    state.next = (i + 1) % self.pool.len();
+                    self.of_pool(&mut state, i)
+                }
+                _ => self.named(&mut state, &wanted[queue % wanted.len()]),
+            })
+            .collect()
+    }
+
+    /// Adds a thread by name.
+    ///
+    /// # Errors
+    /// The name is taken, or the thread cannot be started.
+    pub fn add(&self, id: &str, spec: ThreadSpec) -> Result<(), IoThreadError> {
+        let mut state = self.state();
+        if state.running.contains_key(id) || self.place(id).is_some() {
+            return Err(IoThreadError::Exists(id.into()));
+        }
+        if state.running.len() >= THREADS_MAX {
+            return Err(IoThreadError::TooMany);
+        }
+        start(&mut state, id, spec).map(drop)
+    }
+
+    /// Ends a thread that was added by name and serves nothing.
+    ///
+    /// # Errors
+    /// There is none of this name, or it serves disks.
+    pub fn remove(&self, id: &str) -> Result<(), IoThreadError> {
+        let mut state = self.state();
+        let Some(running) = state.running.get(id) else {
+            return Err(self.unknown(&state, id));
+        };
+        if Arc::strong_count(&running.thread) > 1 {
+            return Err(IoThreadError::InUse(id.into()));
+        }
+        state.running.remove(id);
+        Ok(())
+    }
+
+    /// The threads that run, in the order of their ids.
+    pub fn running(&self) -> Vec<(NamedThread, ThreadSpec)> {
+        let state = self.state();
+        let each = state.running.iter();
+        each.map(|(id, running)| {
+            let thread = NamedThread {
+                id: id.clone(),
+                thread: running.thread.clone(),
+            };
+            (thread, running.spec.clone())
+        })
+        .collect()
+    }
+
+    fn named(&self, state: &mut State, id: &str) -> Result<NamedThread, IoThreadError> {
+        // A number is short for a thread of the pool.
+        let id = match id.parse::<usize>() {
+            Ok(i) => pool_id(i),
+            Err(_) => id.to_owned(),
+        };
+        if let Some(running) = state.running.get(&id) {
+            let thread = running.thread.clone();
+            return Ok(NamedThread { id, thread });
+        }
+        match self.place(&id) {
+            Some(i) => self.of_pool(state, i),
+            None => Err(self.unknown(state, &id)),
+        }
+    }
+
+    fn of_pool(&self, state: &mut State, i: usize) -> Result<NamedThread, IoThreadError> {
+        let id = pool_id(i);
+        if let Some(running) = state.running.get(&id) {
+            let thread = running.thread.clone();
+            return Ok(NamedThread { id, thread });
+        }
+        start(state, &id, self.pool[i].clone())
+    }
+
+    /// Where in the pool the thread of this id is.
+    fn place(&self, id: &str) -> Option<usize> {
+        (0..self.pool.len()).find(|&i| pool_id(i) == id)
+    }
+
+    fn unknown(&self, state: &State, id: &str) -> IoThreadError {
+        let pool = match self.pool.len() {
+            1 => pool_id(0),
+            n => format!("{} to {}", pool_id(0), pool_id(n - 1)),
+        };
+        let named = state.running.keys().filter(|id| self.place(id).is_none());
+        let all: Vec<_> = [pool].into_iter().chain(named.cloned()).collect();
+        IoThreadError::Unknown(id.into(), all.join(", "))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn pool_id(i: usize) -> String {
+    format!("iothread{i}")
+}
+
+fn start(state: &mut State, id: &str, spec: ThreadSpec) -> Result<NamedThread, IoThreadError> {
+    let (poll_max, cpus, its_id) = (spec.poll_max, spec.cpus.clone(), id.to_owned());
+    let thread = IoThread::spawn(id.to_owned(), poll_max, move || {
+        // Before the ring is made, whose kernel workers inherit it.
+        if !cpus.is_empty() {
+            let mut set = CpuSet::new();
+            cpus.iter().for_each(|cpu| set.set(cpu));
+            sched_setaffinity(None, &set)
+                .map_err(|e| IoThreadError::Affinity(its_id, cpus, e.into()))?;
+        }
+        Uring::new().map_err(IoThreadError::from)
+    })?;
+    let thread = Arc::new(thread);
+    let running = Running {
+        spec,
+        thread: thread.clone(),
+    };
+    state.running.insert(id.to_owned(), running);
+    Ok(NamedThread {
+        id: id.to_owned(),
+        thread,
+    })
+}
