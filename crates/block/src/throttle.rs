@@ -5,7 +5,7 @@ use thiserror::Error;
 pub struct Rate {
     /// Per second, on average; 0 for no limit.
     pub average: u64,
-    /// Per second, in a burst; 0 for none beyond a tenth of a second's worth of `average`.
+    /// Per second, in a burst; 0 for none beyond what makes up for a late timer.
     pub max: u64,
     /// Seconds that a burst at `max` may last.
     pub max_length: u64,
@@ -27,8 +27,8 @@ pub struct ThrottleLimits {
     pub iops_read: Rate,
     /// `iops_wr`, `iops-write`.
     pub iops_write: Rate,
-    /// A request counts as one for each started stretch of this many bytes; 0: as one whatever its
-    /// size.
+    /// A request that is larger than this many bytes counts in proportion, as one and a half if it is
+    /// half as large again; 0: as one whatever its size.
     pub iops_size: u64,
 }
 

@@ -35,8 +35,8 @@ impl<E: Engine> Worker<E> {
                         self.heat(queue);
                     }
                 }
-                // `run` looks at the commands.
-                About::Wake => {}
+                // `run` looks at the commands, `admit` at what is held.
+                About::Wake | About::Timer => {}
             }
         }
     }

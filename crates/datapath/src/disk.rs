@@ -2,14 +2,19 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use block::{Aio, Backing, CacheMode, DetectZeroes, Discard, DiskFacts};
+use block::{
+    Aio, Backing, CacheMode, DetectZeroes, Discard, DiskFacts, ThrottleError, ThrottleLimits,
+};
 use guest::{RingError, blk};
 use image::Image;
 use tracing::warn;
 
+use crate::admit::Admission;
 use crate::report::Limiter;
+use crate::throttle::ThrottleGroup;
 
 /// What is served: an image, the file it is in, and what the guest is told of it.
 pub struct Disk {
@@ -23,6 +28,7 @@ pub struct Disk {
     pub(crate) file: Option<(OwnedFd, Backing, Aio)>,
     pub(crate) options: Options,
     pub(crate) errors: Limiter,
+    pub(crate) admission: Admission,
     size: AtomicU64,
     write_cache: AtomicBool,
 }
@@ -79,6 +85,7 @@ impl Disk {
             file,
             options,
             errors: Limiter::default(),
+            admission: Admission::default(),
             size: AtomicU64::new(size),
             write_cache: AtomicBool::new(options.cache.write_cache()),
         }
@@ -121,6 +128,29 @@ impl Disk {
     /// queues, switch, and [`sync`](Self::sync).
     pub fn set_write_cache(&self, on: bool) {
         self.write_cache.store(on, Ordering::Relaxed);
+    }
+
+    /// The disk's own limits.
+    pub fn limits(&self) -> ThrottleLimits {
+        self.admission.limits()
+    }
+
+    /// Changes them, for requests that come or wait from now on.
+    ///
+    /// # Errors
+    /// The limits contradict each other; the old ones stay.
+    pub fn set_limits(&self, limits: &ThrottleLimits) -> Result<(), ThrottleError> {
+        self.admission.set_limits(limits)
+    }
+
+    /// The group whose limits apply too.
+    pub fn throttle_group(&self) -> Option<Arc<ThrottleGroup>> {
+        self.admission.group()
+    }
+
+    /// Moves the disk to a group, or out of the one it is in.
+    pub fn set_throttle_group(&self, group: Option<Arc<ThrottleGroup>>) {
+        self.admission.set_group(group);
     }
 
     /// Logs that a queue cannot be served where or as large as the guest says.

@@ -5,6 +5,7 @@ use guest::blk::{self, Status};
 use guest::{Chain, RingError};
 use tracing::warn;
 
+use crate::admit::Held;
 use crate::disk::Disk;
 use crate::plan::{self, Plan};
 use crate::queue::{Queue, State};
@@ -74,6 +75,7 @@ impl<E: Engine> Worker<E> {
             true => (waiting / 2).clamp(CHUNK_INSTANT_MIN, CHUNK_INSTANT_MAX),
             false => CHUNK,
         };
+        let limited = queue.disk.admission.limits_any();
         let mut submitted = 0;
         let mut fetched = 0;
         while fetched < waiting.min(BATCH) && submitted < chunk {
@@ -85,7 +87,11 @@ impl<E: Engine> Worker<E> {
                 break;
             }
             let Queue {
-                disk, ring, slots, ..
+                disk,
+                ring,
+                slots,
+                held,
+                ..
             } = queue;
             fetched += 1;
             let chain = ring.fetch(&mut self.scratch[..ring.max_segments()])?;
@@ -93,6 +99,17 @@ impl<E: Engine> Worker<E> {
             let writable = &rest[..usize::from(chain.writable)];
             let payload = |to: &mut [u8; 16]| ring.copy_from(readable, to);
             let plan = match blk::parse(&chain, disk.size(), &disk.facts, payload) {
+                Ok(request) if limited && Held::concerns(&request) => {
+                    let segments = match request {
+                        Request::Read { .. } => writable,
+                        _ => readable,
+                    };
+                    if held.is_empty() {
+                        self.holding.push(number);
+                    }
+                    held.hold(slots, chain.ticket(), request, segments);
+                    continue;
+                }
                 Ok(request) => plan::plan(disk, request),
                 Err(status) => refuse(disk, &chain, status),
             };

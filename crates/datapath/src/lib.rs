@@ -6,6 +6,8 @@ mod wait;
 
 mod fetch;
 
+mod admit;
+
 mod plan;
 
 mod submit;
@@ -15,12 +17,16 @@ mod complete;
 mod notify;
 
 mod bounce;
+mod clock;
 mod disk;
 mod queue;
 mod report;
 mod slot;
 mod thread;
+mod throttle;
+mod timer;
 mod worker;
 
 pub use disk::{Disk, Options};
 pub use thread::{IoThread, QueueId};
+pub use throttle::ThrottleGroup;

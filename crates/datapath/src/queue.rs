@@ -7,6 +7,7 @@ use std::sync::mpsc::Sender;
 use block::{FileId, Segment, Token};
 use guest::{NewQueue, Virtqueue};
 
+use crate::admit::Held;
 use crate::disk::Disk;
 use crate::notify::signal;
 use crate::slot::Slots;
@@ -15,6 +16,8 @@ pub(crate) struct Queue {
     pub disk: Arc<Disk>,
     pub ring: Virtqueue,
     pub slots: Slots,
+    /// Requests that a limit holds back.
+    pub held: Held,
     /// The disk's file, as this thread's engine knows it.
     pub file: Option<FileId>,
     /// Guest memory that is registered with this thread's engine for this queue.
@@ -43,9 +46,9 @@ impl Queue {
     pub fn new(disk: Arc<Disk>, new: NewQueue, file: Option<FileId>) -> Self {
         let slots = Slots::new(new.virtqueue.size());
         Self {
-            disk,
             ring: new.virtqueue,
             slots,
+            held: Held::new(disk.clone()),
             file,
             registered: Vec::new(),
             state: State::Running,
@@ -53,6 +56,7 @@ impl Queue {
             _kick: new.kick,
             call: new.call,
             error: new.error,
+            disk,
         }
     }
 
@@ -91,6 +95,9 @@ pub(crate) fn kick_token(queue: usize) -> Token {
 /// The token of the thread's own wake-up.
 pub(crate) const WAKE: Token = Token(1 << 61);
 
+/// The token of the thread's timer.
+pub(crate) const TIMER: Token = Token(1 << 59);
+
 const KICK: u64 = 1 << 60;
 
 /// What a completion is about.
@@ -98,6 +105,7 @@ pub(crate) enum About {
     Operation { queue: usize, slot: u16 },
     Kick { queue: usize },
     Wake,
+    Timer,
 }
 
 impl From<Token> for About {
@@ -106,6 +114,7 @@ impl From<Token> for About {
         let queue = (token.0 as u32 >> 16) as usize;
         match token {
             WAKE => Self::Wake,
+            TIMER => Self::Timer,
             Token(n) if n & KICK != 0 => Self::Kick { queue },
             Token(n) => Self::Operation {
                 queue,

@@ -140,6 +140,11 @@ impl Slots {
         self.free.push(slot);
     }
 
+    /// Slots, taken or not.
+    pub fn len(&self) -> usize {
+        self.slots.len()
+    }
+
     /// Requests under way.
     pub fn taken(&self) -> usize {
         self.slots.len() - self.free.len()

@@ -12,10 +12,12 @@ use block::{Completion, Engine, Segment};
 use guest::{NewQueue, Virtqueue};
 use tracing::{error, warn};
 
+use crate::admit::RELEASE;
 use crate::bounce::Pool;
 use crate::disk::Disk;
-use crate::queue::{Queue, State, WAKE, kick_token};
+use crate::queue::{Queue, State, TIMER, WAKE, kick_token};
 use crate::thread::{Command, QueueId, Wake};
+use crate::timer::Timer;
 use crate::wait::Learned;
 
 /// Completions handled before the guest is told of them. Small, so that the guest works on the first
@@ -34,6 +36,12 @@ pub(crate) struct Worker<E> {
     pub bounce: Pool,
     /// Requests that wait for a bounce buffer: queue and slot.
     pub starved: VecDeque<(usize, u16)>,
+    /// Queues with requests that a limit holds back.
+    pub holding: Vec<usize>,
+    /// Where those are put that it lets go.
+    pub released: Vec<u16>,
+    /// Goes off when it lets the next ones go.
+    pub timer: Timer,
     /// When guests come back, while nothing is under way.
     pub guests: Learned,
     /// When operations end, while few are under way.
@@ -60,6 +68,9 @@ impl<E: Engine> Worker<E> {
             scratch: vec![Segment { addr: 0, len: 0 }; Virtqueue::MAX_SEGMENTS].into(),
             bounce: Pool::default(),
             starved: VecDeque::new(),
+            holding: Vec::new(),
+            released: Vec::with_capacity(RELEASE),
+            timer: Timer::new()?,
             guests: Learned::new(poll_max),
             operations: Learned::new(poll_max),
             instant: false,
@@ -68,6 +79,7 @@ impl<E: Engine> Worker<E> {
             quit: false,
         };
         worker.engine.watch(worker.wake.event(), WAKE)?;
+        worker.engine.watch(worker.timer.event(), TIMER)?;
         Ok(worker)
     }
 
@@ -98,7 +110,7 @@ impl<E: Engine> Worker<E> {
 
     /// The path of one I/O, for as many as are there at each stage.
     fn turn(&mut self) -> io::Result<()> {
-        let fetched = self.fetch();
+        let fetched = self.fetch().max(self.admit());
         self.notify();
         self.wait(fetched)?;
         self.complete();
