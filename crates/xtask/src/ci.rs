@@ -80,10 +80,11 @@ const BORDERS: &[(&str, &[&str])] = &[
     ("guest", &["block"]),
     ("image", &["block"]),
     ("engine", &["block"]),
+    ("control", &["block"]),
     ("datapath", &["guest", "image", "block"]),
     (
         "ringdisk",
-        &["block", "guest", "image", "engine", "datapath"],
+        &["block", "guest", "image", "engine", "datapath", "control"],
     ),
     ("testkit", &["block"]),
     ("xtask", &["testkit"]),

@@ -1,0 +1,305 @@
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use serde_json::{Value, json};
+use thiserror::Error;
+
+use crate::framing::Framer;
+use crate::session::line;
+use crate::{Command, CommandError, ErrorClass, json};
+
+/// Longest message of a server, in bytes: statistics of 1,000 disks with histograms have a few MB.
+const REPLY_BYTES_MAX: usize = 64 << 20;
+
+/// Most events that wait to be fetched; the oldest give way.
+const EVENTS_MAX: usize = 1024;
+
+/// A client of ringdisk's control socket, or of any QMP server.
+pub struct Client {
+    path: PathBuf,
+    stream: UnixStream,
+    framer: Framer,
+    buffer: Box<[u8]>,
+    /// What of the buffer has been received and not been looked at.
+    unread: std::ops::Range<usize>,
+    events: VecDeque<Value>,
+    greeting: Value,
+    next_id: u64,
+    timeout: Duration,
+}
+
+/// Why a command has no reply.
+#[derive(Debug, Error)]
+pub enum ClientError {
+    /// There is no socket.
+    #[error("there is no socket {path}; is `ringdisk serve` running, with --control {path}?", path = .0.display())]
+    NoSocket(PathBuf),
+    /// Nobody listens there.
+    #[error(
+        "nobody listens on {path}: whoever made it has gone; start `ringdisk serve` with --control {path}",
+        path = .0.display()
+    )]
+    NobodyListens(PathBuf),
+    /// The socket is somebody else's.
+    #[error("{path} may not be used by this user; become the one that runs ringdisk, or ask for access", path = .0.display())]
+    Denied(PathBuf),
+    /// Anything else of the system.
+    #[error("{path}: {what}: {source}", path = .path.display())]
+    Io {
+        /// The socket.
+        path: PathBuf,
+        /// What was being done.
+        what: &'static str,
+        /// Why it failed.
+        source: io::Error,
+    },
+    /// No answer.
+    #[error(
+        "{path}: no answer within {seconds} s; the server is busy or stuck, its log may tell",
+        path = .path.display(), seconds = .timeout.as_secs_f32()
+    )]
+    Timeout {
+        /// The socket.
+        path: PathBuf,
+        /// How long was waited.
+        timeout: Duration,
+    },
+    /// The server has hung up.
+    #[error(
+        "{path}: the server has hung up; it has ended, or has as many clients as it takes",
+        path = .0.display()
+    )]
+    HungUp(PathBuf),
+    /// What came is not QMP.
+    #[error("{path} is no QMP server: {problem}", path = .path.display())]
+    Protocol {
+        /// The socket.
+        path: PathBuf,
+        /// What came in place of it.
+        problem: String,
+    },
+    /// The server has refused the command.
+    #[error("{command}: {error}")]
+    Refused {
+        /// Which.
+        command: String,
+        /// Why.
+        error: CommandError,
+    },
+}
+
+impl Client {
+    /// Connects and negotiates. `timeout` also bounds each `call`.
+    ///
+    /// # Errors
+    /// Nobody answers there, or it is no QMP server.
+    pub fn connect(path: impl AsRef<Path>, timeout: Duration) -> Result<Self, ClientError> {
+        let path = path.as_ref();
+        let deadline = Instant::now() + timeout;
+        let mut client = Self {
+            path: path.into(),
+            stream: connect_by(path, deadline, timeout)?,
+            framer: Framer::new(REPLY_BYTES_MAX),
+            buffer: vec![0; 64 << 10].into(),
+            unread: 0..0,
+            events: VecDeque::new(),
+            greeting: Value::Null,
+            next_id: 0,
+            timeout,
+        };
+        let mut greeting = client.receive(deadline)?;
+        client.greeting = greeting["QMP"].take();
+        if !client.greeting.is_object() {
+            return Err(client.protocol(format!("it greets with {}", excerpt(&greeting))));
+        }
+        client.call_by("qmp_capabilities", json!({}), deadline)?;
+        Ok(client)
+    }
+
+    /// What the server said of itself: `version` and `capabilities`.
+    pub fn greeting(&self) -> &Value {
+        &self.greeting
+    }
+
+    /// Has a command executed, and returns what it returns.
+    ///
+    /// # Errors
+    /// The server refuses it, or there is no reply. After any error but `Refused` the connection is of no more use.
+    pub fn call(&mut self, command: &str, arguments: Value) -> Result<Value, ClientError> {
+        self.call_by(command, arguments, Instant::now() + self.timeout)
+    }
+
+    /// As `call`, with a command that has been checked here.
+    ///
+    /// # Errors
+    /// As `call`.
+    pub fn execute(&mut self, command: &Command) -> Result<Value, ClientError> {
+        self.call(command.name(), command.arguments())
+    }
+
+    /// The next event; `None` if there is none within `timeout`.
+    ///
+    /// # Errors
+    /// The server has hung up, or talks nonsense.
+    pub fn event(&mut self, timeout: Duration) -> Result<Option<Value>, ClientError> {
+        if let Some(event) = self.events.pop_front() {
+            return Ok(Some(event));
+        }
+        match self.receive(Instant::now() + timeout) {
+            Ok(message) if message.get("event").is_some() => Ok(Some(message)),
+            Ok(message) => Err(self.protocol(format!("unasked, it says {}", excerpt(&message)))),
+            Err(ClientError::Timeout { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn call_by(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        deadline: Instant,
+    ) -> Result<Value, ClientError> {
+        let id = self.next_id;
+        self.next_id += 1;
+        let message = json!({ "execute": command, "arguments": arguments, "id": id });
+        self.send(&line(&message), deadline)?;
+        loop {
+            let mut message = self.receive(deadline)?;
+            if message.get("event").is_some() {
+                if self.events.len() == EVENTS_MAX {
+                    self.events.pop_front();
+                }
+                self.events.push_back(message);
+                continue;
+            }
+            // An error in a message that the server could not read has no id. There is only one command under way.
+            let is_answer = message.get("id").is_none_or(|got| *got == id);
+            if let Some(value) = message.get_mut("return").filter(|_| is_answer) {
+                return Ok(value.take());
+            }
+            let error = message.get("error").filter(|_| is_answer);
+            let text = |name| error.and_then(|error| error[name].as_str());
+            if let (Some(class), Some(desc)) = (text("class"), text("desc")) {
+                let error = CommandError::new(ErrorClass::of_word(class), desc);
+                let command = command.into();
+                return Err(ClientError::Refused { command, error });
+            }
+            return Err(self.protocol(format!("{command} is answered {}", excerpt(&message))));
+        }
+    }
+
+    fn send(&mut self, bytes: &[u8], deadline: Instant) -> Result<(), ClientError> {
+        let sent = self
+            .left(deadline)
+            .and_then(|left| self.stream.set_write_timeout(Some(left)))
+            .and_then(|()| self.stream.write_all(bytes));
+        sent.map_err(|error| self.failed("sending", error))
+    }
+
+    /// The next message, whatever it is.
+    fn receive(&mut self, deadline: Instant) -> Result<Value, ClientError> {
+        loop {
+            let mut input = &self.buffer[self.unread.clone()];
+            let message = self.framer.next(&mut input);
+            self.unread.start = self.unread.end - input.len();
+            if let Some(message) = message {
+                let text = message.map_err(|error| self.protocol(error.to_string()))?;
+                return json::parse(&text).map_err(|problem| self.protocol(problem));
+            }
+            let received = self
+                .left(deadline)
+                .and_then(|left| self.stream.set_read_timeout(Some(left)))
+                .and_then(|()| self.stream.read(&mut self.buffer));
+            match received {
+                Ok(0) => return Err(ClientError::HungUp(self.path.clone())),
+                Ok(n) => self.unread = 0..n,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(self.failed("receiving", error)),
+            }
+        }
+    }
+
+    /// Until the deadline; an error behind it, as of a socket's own timeout.
+    fn left(&self, deadline: Instant) -> io::Result<Duration> {
+        match deadline.saturating_duration_since(Instant::now()) {
+            Duration::ZERO => Err(io::ErrorKind::WouldBlock.into()),
+            left => Ok(left),
+        }
+    }
+
+    fn failed(&self, what: &'static str, source: io::Error) -> ClientError {
+        let path = self.path.clone();
+        match source.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => ClientError::Timeout {
+                path,
+                timeout: self.timeout,
+            },
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => ClientError::HungUp(path),
+            _ => ClientError::Io { path, what, source },
+        }
+    }
+
+    fn protocol(&self, problem: String) -> ClientError {
+        let path = self.path.clone();
+        ClientError::Protocol { path, problem }
+    }
+}
+
+/// Connects. A server that has no room in its queue at the moment is asked again until the deadline: the system has no
+/// timeout for this.
+fn connect_by(
+    path: &Path,
+    deadline: Instant,
+    timeout: Duration,
+) -> Result<UnixStream, ClientError> {
+    let failed = |errno: Errno| ClientError::Io {
+        path: path.into(),
+        what: "connecting",
+        source: errno.into(),
+    };
+    let address = SocketAddrUnix::new(path).map_err(failed)?;
+    loop {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+        let socket = socket.map_err(failed)?;
+        match connect(&socket, &address) {
+            Ok(()) => {
+                let stream = UnixStream::from(socket);
+                stream
+                    .set_nonblocking(false)
+                    .map_err(|source| ClientError::Io {
+                        path: path.into(),
+                        what: "connecting",
+                        source,
+                    })?;
+                return Ok(stream);
+            }
+            Err(Errno::AGAIN | Errno::INTR) if Instant::now() < deadline => {
+                sleep(Duration::from_millis(10));
+            }
+            Err(Errno::AGAIN) => {
+                let path = path.into();
+                return Err(ClientError::Timeout { path, timeout });
+            }
+            Err(Errno::NOENT) => return Err(ClientError::NoSocket(path.into())),
+            Err(Errno::CONNREFUSED) => return Err(ClientError::NobodyListens(path.into())),
+            Err(Errno::ACCESS | Errno::PERM) => return Err(ClientError::Denied(path.into())),
+            Err(errno) => return Err(failed(errno)),
+        }
+    }
+}
+
+/// The beginning of what a server said, for an error message.
+fn excerpt(message: &Value) -> String {
+    let text = message.to_string();
+    match text.char_indices().nth(200) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    }
+}

@@ -1,0 +1,29 @@
+//! What QEMU has no command for. The prefix keeps these names out of the way of QEMU's (QAPI: "x-", and a vendor's name).
+
+use super::FilePath;
+
+record! {
+    /// Arguments of `x-ringdisk-attach`.
+    RingdiskAttach {
+        /// The disk, as `ringdisk serve` takes it: `file=vm2.raw,name=vm2`.
+        disk: String = "disk",
+    }
+}
+
+record! {
+    /// Arguments of `x-ringdisk-detach`.
+    RingdiskDetach {
+        /// The name of the disk.
+        id: String = "id",
+    }
+}
+
+record! {
+    /// Arguments of `x-ringdisk-replace`.
+    RingdiskReplace {
+        /// The name of the disk.
+        id: String = "id",
+        /// The file that is to hold it from now on.
+        file: FilePath = "file",
+    }
+}

@@ -1,0 +1,261 @@
+//! `block::ThrottleLimits` in the two spellings of QMP: `bps_rd_max_length` of commands and replies, and
+//! `bps-read-max-length` of objects.
+
+use block::{Rate, ThrottleLimits};
+use serde_json::{Map, Value};
+
+use crate::CommandError;
+use crate::qapi::{Fields, Member, Object, Qapi, Record, Schema};
+
+/// Arguments of `block_set_io_throttle` (`BlockIOThrottle`). All six rates are always given; what is not given of the
+/// rest is as with no limit.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BlockSetIoThrottle {
+    /// The disk, by the name of its node or its export. This or `id` is there.
+    pub device: Option<String>,
+    /// The disk, by the id of its export.
+    pub id: Option<String>,
+    /// The new limits, which do not contradict each other.
+    pub limits: ThrottleLimits,
+    /// The throttle group to be in; one of its own if absent.
+    pub group: Option<String>,
+}
+
+impl Record for BlockSetIoThrottle {
+    const NAME: &'static str = "BlockIOThrottle";
+
+    fn object(schema: &mut Schema) -> Object {
+        let mut members = vec![
+            schema.member::<Option<String>>("device"),
+            schema.member::<Option<String>>("id"),
+        ];
+        members.extend(limit_members(schema, COMMAND, true));
+        members.push(schema.member::<Option<String>>("group"));
+        Object {
+            members,
+            variants: None,
+        }
+    }
+
+    fn take_members(fields: &mut Fields<'_>) -> Result<Self, CommandError> {
+        let limits = take_limits(fields, COMMAND, true)?.0;
+        limits.check()?;
+        let throttle = Self {
+            device: fields.take_optional("device")?,
+            id: fields.take_optional("id")?,
+            limits,
+            group: fields.take_optional("group")?,
+        };
+        if throttle.device.is_some() == throttle.id.is_some() {
+            return Err(CommandError::generic(
+                "Need exactly one of 'device' and 'id'",
+            ));
+        }
+        Ok(throttle)
+    }
+
+    fn put_members(&self, map: &mut Map<String, Value>) {
+        Member::put(&self.device, "device", map);
+        Member::put(&self.id, "id", map);
+        put_limits(&self.limits, COMMAND, map);
+        Member::put(&self.group, "group", map);
+    }
+}
+
+/// `ThrottleGroupProperties`: `limits`, or the same as flat properties, `x-iops-total` and so on.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ThrottleGroupProperties {
+    /// The limits of the group, which do not contradict each other.
+    pub limits: ThrottleLimits,
+}
+
+impl Record for ThrottleGroupProperties {
+    const NAME: &'static str = "ThrottleGroupProperties";
+
+    fn object(schema: &mut Schema) -> Object {
+        let mut members = vec![schema.member::<Option<LimitsProperty>>("limits")];
+        for mut member in limit_members(schema, FLAT_PROPERTY, false) {
+            member["features"] = vec!["unstable"].into();
+            members.push(member);
+        }
+        Object {
+            members,
+            variants: None,
+        }
+    }
+
+    fn take_members(fields: &mut Fields<'_>) -> Result<Self, CommandError> {
+        let whole: Option<LimitsProperty> = fields.take_optional("limits")?;
+        let (flat, any) = take_limits(fields, FLAT_PROPERTY, false)?;
+        let limits = match whole {
+            Some(_) if any => {
+                let problem = "'limits' and x- properties exclude each other; leave the latter out";
+                return Err(CommandError::generic(problem));
+            }
+            Some(LimitsProperty(limits)) => limits,
+            None => flat,
+        };
+        limits.check()?;
+        Ok(Self { limits })
+    }
+
+    fn put_members(&self, map: &mut Map<String, Value>) {
+        map.insert("limits".into(), LimitsProperty(self.limits).to_json());
+    }
+}
+
+/// `ThrottleLimits`
+struct LimitsProperty(ThrottleLimits);
+
+impl Record for LimitsProperty {
+    const NAME: &'static str = "ThrottleLimits";
+
+    fn object(schema: &mut Schema) -> Object {
+        Object {
+            members: limit_members(schema, PROPERTY, false),
+            variants: None,
+        }
+    }
+
+    fn take_members(fields: &mut Fields<'_>) -> Result<Self, CommandError> {
+        Ok(Self(take_limits(fields, PROPERTY, false)?.0))
+    }
+
+    fn put_members(&self, map: &mut Map<String, Value>) {
+        put_limits(&self.0, PROPERTY, map);
+    }
+}
+
+/// How the members are spelt that hold limits.
+#[derive(Clone, Copy)]
+pub(crate) struct Spelling {
+    prefix: &'static str,
+    /// In the order of `rates`.
+    rates: [&'static str; 6],
+    separator: char,
+}
+
+/// Of commands and replies.
+pub(crate) const COMMAND: Spelling = Spelling {
+    prefix: "",
+    rates: ["bps", "bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr"],
+    separator: '_',
+};
+
+const PROPERTY: Spelling = Spelling {
+    prefix: "",
+    rates: [
+        "bps-total",
+        "bps-read",
+        "bps-write",
+        "iops-total",
+        "iops-read",
+        "iops-write",
+    ],
+    separator: '-',
+};
+
+const FLAT_PROPERTY: Spelling = Spelling {
+    prefix: "x-",
+    ..PROPERTY
+};
+
+impl Spelling {
+    fn average(self, rate: usize) -> String {
+        format!("{}{}", self.prefix, self.rates[rate])
+    }
+
+    fn max(self, rate: usize) -> String {
+        format!("{}{}max", self.average(rate), self.separator)
+    }
+
+    fn max_length(self, rate: usize) -> String {
+        let separator = self.separator;
+        format!("{}{separator}length", self.max(rate))
+    }
+
+    fn iops_size(self) -> String {
+        format!("{}iops{}size", self.prefix, self.separator)
+    }
+}
+
+/// The members that hold limits; those of the averages may be `required`.
+pub(crate) fn limit_members(schema: &mut Schema, spelling: Spelling, required: bool) -> Vec<Value> {
+    let mut members = Vec::new();
+    for rate in 0..spelling.rates.len() {
+        let name = spelling.average(rate);
+        members.push(match required {
+            true => schema.member::<u64>(&name),
+            false => schema.member::<Option<u64>>(&name),
+        });
+        members.push(schema.member::<Option<u64>>(&spelling.max(rate)));
+        members.push(schema.member::<Option<u64>>(&spelling.max_length(rate)));
+    }
+    members.push(schema.member::<Option<u64>>(&spelling.iops_size()));
+    members
+}
+
+/// Takes limits, none in place of what is absent, and tells whether anything was there.
+pub(crate) fn take_limits(
+    fields: &mut Fields<'_>,
+    spelling: Spelling,
+    required: bool,
+) -> Result<(ThrottleLimits, bool), CommandError> {
+    let mut limits = ThrottleLimits::NONE;
+    let mut any = false;
+    for (index, rate) in rates_mut(&mut limits).into_iter().enumerate() {
+        let name = spelling.average(index);
+        let average = match required {
+            true => Some(fields.take_required(&name)?),
+            false => fields.take_optional(&name)?,
+        };
+        let max = fields.take_optional(&spelling.max(index))?;
+        let name = spelling.max_length(index);
+        let max_length = fields.take_optional(&name)?;
+        if max_length == Some(0) {
+            let problem = format!("Parameter '{name}': a burst lasts at least a second");
+            return Err(CommandError::generic(problem));
+        }
+        any |= average.or(max).or(max_length).is_some();
+        *rate = Rate {
+            average: average.unwrap_or(rate.average),
+            max: max.unwrap_or(rate.max),
+            max_length: max_length.unwrap_or(rate.max_length),
+        };
+    }
+    let iops_size = fields.take_optional(&spelling.iops_size())?;
+    any |= iops_size.is_some();
+    limits.iops_size = iops_size.unwrap_or(limits.iops_size);
+    Ok((limits, any))
+}
+
+/// Writes limits. Of bursts only what there is, as QEMU's replies do.
+pub(crate) fn put_limits(
+    limits: &ThrottleLimits,
+    spelling: Spelling,
+    map: &mut Map<String, Value>,
+) {
+    let mut copy = *limits;
+    for (index, rate) in rates_mut(&mut copy).into_iter().enumerate() {
+        map.insert(spelling.average(index), rate.average.into());
+        if rate.max > 0 {
+            map.insert(spelling.max(index), rate.max.into());
+            map.insert(spelling.max_length(index), rate.max_length.max(1).into());
+        }
+    }
+    if limits.iops_size > 0 {
+        map.insert(spelling.iops_size(), limits.iops_size.into());
+    }
+}
+
+/// In the order of `Spelling::rates`.
+fn rates_mut(limits: &mut ThrottleLimits) -> [&mut Rate; 6] {
+    [
+        &mut limits.bps_total,
+        &mut limits.bps_read,
+        &mut limits.bps_write,
+        &mut limits.iops_total,
+        &mut limits.iops_read,
+        &mut limits.iops_write,
+    ]
+}

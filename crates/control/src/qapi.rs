@@ -1,0 +1,259 @@
+//! Types of QEMU's interface language (QAPI). One definition of a type reads it from JSON, writes it as JSON and
+//! describes it in `query-qmp-schema`.
+
+#[macro_use]
+mod macros;
+mod basic;
+mod schema;
+
+pub use basic::Id;
+pub use schema::{Object, Schema};
+
+use std::fmt;
+
+use serde_json::{Map, Value};
+
+use crate::CommandError;
+
+/// A value of an argument, a reply or an event.
+pub trait Qapi: Sized {
+    /// Adds this type to the schema, and returns its name there.
+    fn describe(schema: &mut Schema) -> String;
+
+    /// Reads a value that stands `at` some place of the arguments.
+    ///
+    /// # Errors
+    /// It is of another type, lacks a member, has one too many, or is out of range.
+    fn from_json(value: Value, at: &At<'_>) -> Result<Self, CommandError>;
+
+    /// Writes the value as it is sent.
+    fn to_json(&self) -> Value;
+}
+
+/// A JSON object with the members of a Rust struct.
+pub trait Record: Sized {
+    /// Its name in the schema.
+    const NAME: &'static str;
+
+    /// Its members, for the schema.
+    fn object(schema: &mut Schema) -> Object;
+
+    /// Takes its members out of an object that may have others.
+    ///
+    /// # Errors
+    /// As `Qapi::from_json`.
+    fn take_members(fields: &mut Fields<'_>) -> Result<Self, CommandError>;
+
+    /// Adds its members to an object.
+    fn put_members(&self, map: &mut Map<String, Value>);
+}
+
+/// A member of an object; an optional one is an `Option`.
+pub trait Member: Sized {
+    /// Whether it may be absent.
+    const OPTIONAL: bool;
+
+    /// As `Qapi::describe`.
+    fn describe(schema: &mut Schema) -> String;
+
+    /// Takes the member out of the object.
+    ///
+    /// # Errors
+    /// As `Qapi::from_json`.
+    fn take(fields: &mut Fields<'_>, name: &str) -> Result<Self, CommandError>;
+
+    /// Adds the member to an object.
+    fn put(&self, name: &str, map: &mut Map<String, Value>);
+}
+
+/// Where a value stands in the arguments of a command: `file.cache.direct`, `iothread[1]`.
+pub struct At<'a> {
+    parent: Option<&'a At<'a>>,
+    place: Place<'a>,
+}
+
+enum Place<'a> {
+    Arguments,
+    Member(&'a str),
+    Element(usize),
+}
+
+impl At<'_> {
+    /// The arguments themselves.
+    pub const ARGUMENTS: At<'static> = At {
+        parent: None,
+        place: Place::Arguments,
+    };
+
+    /// The value has another type.
+    pub fn expected(&self, what: &str) -> CommandError {
+        CommandError::generic(format!(
+            "Invalid parameter type for '{self}', expected: {what}"
+        ))
+    }
+
+    /// The value has the right type, and is none of those that are allowed.
+    pub fn refused(&self, problem: impl fmt::Display) -> CommandError {
+        CommandError::generic(format!("Parameter '{self}': {problem}"))
+    }
+}
+
+impl fmt::Display for At<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let parent = self
+            .parent
+            .filter(|at| !matches!(at.place, Place::Arguments));
+        if let Some(parent) = parent {
+            parent.fmt(f)?;
+        }
+        match self.place {
+            Place::Arguments => f.write_str("arguments"),
+            Place::Member(name) if parent.is_some() => write!(f, ".{name}"),
+            Place::Member(name) => f.write_str(name),
+            Place::Element(index) => write!(f, "[{index}]"),
+        }
+    }
+}
+
+/// The members of an object that have not been taken yet.
+pub struct Fields<'a> {
+    left: Map<String, Value>,
+    at: &'a At<'a>,
+}
+
+impl<'a> Fields<'a> {
+    /// The members of `value`.
+    ///
+    /// # Errors
+    /// It is no object.
+    pub fn open(value: Value, at: &'a At<'a>) -> Result<Self, CommandError> {
+        match value {
+            Value::Object(left) => Ok(Self { left, at }),
+            _ => Err(at.expected("object")),
+        }
+    }
+
+    /// Where the object stands.
+    pub fn at(&self) -> &At<'a> {
+        self.at
+    }
+
+    /// Takes a member that may be absent.
+    ///
+    /// # Errors
+    /// As `Qapi::from_json`.
+    pub fn take_optional<T: Qapi>(&mut self, name: &str) -> Result<Option<T>, CommandError> {
+        let at = member(self.at, name);
+        let value = self.left.remove(name);
+        value.map(|value| T::from_json(value, &at)).transpose()
+    }
+
+    /// Takes a member that must be there.
+    ///
+    /// # Errors
+    /// It is missing, or as `Qapi::from_json`.
+    pub fn take_required<T: Qapi>(&mut self, name: &str) -> Result<T, CommandError> {
+        self.take_optional(name)?.ok_or_else(|| {
+            let at = member(self.at, name);
+            CommandError::generic(format!("Parameter '{at}' is missing"))
+        })
+    }
+
+    /// Takes the member that says which variant the object is: its place in `cases`.
+    ///
+    /// # Errors
+    /// It is missing or none of the cases.
+    pub fn take_case(&mut self, name: &str, cases: &[&'static str]) -> Result<usize, CommandError> {
+        let word: String = self.take_required(name)?;
+        word_index(&word, cases, &member(self.at, name))
+    }
+
+    /// Ends reading.
+    ///
+    /// # Errors
+    /// A member is left that nobody has asked for.
+    pub fn close(self) -> Result<(), CommandError> {
+        match self.left.keys().next() {
+            None => Ok(()),
+            Some(name) => {
+                let at = member(self.at, name);
+                Err(CommandError::generic(format!(
+                    "Parameter '{at}' is unexpected"
+                )))
+            }
+        }
+    }
+}
+
+fn member<'a>(parent: &'a At<'a>, name: &'a str) -> At<'a> {
+    At {
+        parent: Some(parent),
+        place: Place::Member(name),
+    }
+}
+
+/// The place of `word` among `words`.
+pub fn word_index(word: &str, words: &[&'static str], at: &At<'_>) -> Result<usize, CommandError> {
+    words
+        .iter()
+        .position(|known| *known == word)
+        .ok_or_else(|| {
+            CommandError::generic(format!(
+                "Parameter '{at}' does not accept value '{word}'; it is one of {}",
+                words.join(", ")
+            ))
+        })
+}
+
+impl<T: Record> Qapi for T {
+    fn describe(schema: &mut Schema) -> String {
+        schema.define_record::<T>()
+    }
+
+    fn from_json(value: Value, at: &At<'_>) -> Result<Self, CommandError> {
+        let mut fields = Fields::open(value, at)?;
+        let record = T::take_members(&mut fields)?;
+        fields.close()?;
+        Ok(record)
+    }
+
+    fn to_json(&self) -> Value {
+        let mut map = Map::new();
+        self.put_members(&mut map);
+        Value::Object(map)
+    }
+}
+
+impl<T: Qapi> Member for T {
+    const OPTIONAL: bool = false;
+
+    fn describe(schema: &mut Schema) -> String {
+        T::describe(schema)
+    }
+
+    fn take(fields: &mut Fields<'_>, name: &str) -> Result<Self, CommandError> {
+        fields.take_required(name)
+    }
+
+    fn put(&self, name: &str, map: &mut Map<String, Value>) {
+        map.insert(name.into(), self.to_json());
+    }
+}
+
+impl<T: Qapi> Member for Option<T> {
+    const OPTIONAL: bool = true;
+
+    fn describe(schema: &mut Schema) -> String {
+        T::describe(schema)
+    }
+
+    fn take(fields: &mut Fields<'_>, name: &str) -> Result<Self, CommandError> {
+        fields.take_optional(name)
+    }
+
+    fn put(&self, name: &str, map: &mut Map<String, Value>) {
+        if let Some(value) = self {
+            map.insert(name.into(), value.to_json());
+        }
+    }
+}

@@ -1,0 +1,110 @@
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+use crate::events::{Pending, Subscription};
+use crate::session::{Handler, Session};
+
+/// How long a client may leave a reply or an event unread.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Serves one client until it hangs up or the hub is closed. Returns when the conversation is over.
+///
+/// Commands are executed on this thread, one after the other; events go out between them.
+///
+/// # Errors
+/// The client has not read what was sent to it for 10 seconds or has left too many events waiting, or the socket has
+/// failed.
+pub fn serve_socket(
+    socket: &UnixStream,
+    events: &Subscription,
+    handler: &dyn Handler,
+) -> io::Result<()> {
+    socket.set_write_timeout(Some(WRITE_TIMEOUT))?;
+    serve(&mut &*socket, events, handler)
+}
+
+/// As [`serve_socket`], over anything that can be waited for. Whether a client that does not read is given up is up to
+/// the stream.
+///
+/// # Errors
+/// As [`serve_socket`].
+pub fn serve<S: Read + Write + AsFd>(
+    stream: &mut S,
+    events: &Subscription,
+    handler: &dyn Handler,
+) -> io::Result<()> {
+    let mut session = Session::new();
+    let mut buffer = vec![0; 64 << 10];
+    stream.write_all(&session.greeting())?;
+    loop {
+        if !send_events(stream, &session, events)? {
+            return Ok(());
+        }
+        if !wait(stream, events)? {
+            continue;
+        }
+        let n = match stream.read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(n) => n,
+            Err(error) if is_passing(&error) => continue,
+            Err(error) => return Err(error),
+        };
+        let mut input = &buffer[..n];
+        while let Some(reply) = session.receive(&mut input, handler) {
+            stream.write_all(&reply)?;
+            if !send_events(stream, &session, events)? {
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// Sends the events that wait; false if the session is to end.
+fn send_events<S: Write>(
+    stream: &mut S,
+    session: &Session,
+    events: &Subscription,
+) -> io::Result<bool> {
+    match events.pending() {
+        Pending::Events(messages) => {
+            for message in messages.iter().filter_map(|message| session.event(message)) {
+                stream.write_all(&message)?;
+            }
+            Ok(true)
+        }
+        Pending::Closed => Ok(false),
+        Pending::Overflow => Err(io::Error::other(
+            "the client has left too many events unread; it is cut off, so that it asks anew how things stand",
+        )),
+    }
+}
+
+/// Waits for bytes of the client or for events; true for the former.
+fn wait<S: AsFd>(stream: &S, events: &Subscription) -> io::Result<bool> {
+    let wake = events.wake_fd();
+    let mut fds = [
+        PollFd::new(stream, PollFlags::IN),
+        PollFd::new(&wake, PollFlags::IN),
+    ];
+    let timeout = events.timeout().map(|timeout| Timespec {
+        tv_sec: timeout.as_secs() as i64,
+        tv_nsec: timeout.subsec_nanos().into(),
+    });
+    match poll(&mut fds, timeout.as_ref()) {
+        Ok(_) => Ok(!fds[0].revents().is_empty()),
+        Err(Errno::INTR) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+fn is_passing(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock
+    )
+}

@@ -1,0 +1,189 @@
+use serde_json::{Map, Value, json};
+
+use crate::commands::{self, Command, CommandInfo, QmpCapabilities, QmpCapability, rows};
+use crate::events;
+use crate::framing::{Framer, MESSAGE_BYTES_MAX};
+use crate::json;
+use crate::qapi::{At, Qapi, Schema};
+use crate::replies::{VersionInfo, VersionTriple};
+use crate::{CommandError, ErrorClass};
+
+/// Who executes commands.
+pub trait Handler {
+    /// Executes a command, and returns what the schema says of it.
+    ///
+    /// # Errors
+    /// What the client is told.
+    fn execute(&self, command: Command) -> Result<Value, CommandError>;
+}
+
+/// One client's conversation: bytes in, bytes out (QMP specification, "Protocol Specification").
+pub struct Session {
+    framer: Framer,
+    negotiated: bool,
+}
+
+impl Default for Session {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Session {
+    /// A session that has just been opened. The client is to get `greeting` first.
+    pub fn new() -> Self {
+        Self {
+            framer: Framer::new(MESSAGE_BYTES_MAX),
+            negotiated: false,
+        }
+    }
+
+    /// The first message to the client.
+    pub fn greeting(&self) -> Vec<u8> {
+        let version = version().to_json();
+        line(&json!({ "QMP": { "version": version, "capabilities": [] } }))
+    }
+
+    /// Takes bytes off the front of `input` until a message is whole, executes it, and returns the reply to be sent;
+    /// `None` when the input is used up. What has no sense gets an error for a reply.
+    pub fn receive(&mut self, input: &mut &[u8], handler: &dyn Handler) -> Option<Vec<u8>> {
+        let message = self.framer.next(input)?;
+        let parsed = match &message {
+            Ok(text) => json::parse(text),
+            Err(error) => Err(error.to_string()),
+        };
+        let reply = match parsed {
+            Ok(message) => self.reply(message, handler),
+            Err(problem) => {
+                let error = CommandError::generic(format!("JSON parse error: {problem}"));
+                json!({ "error": error.to_json() })
+            }
+        };
+        Some(line(&reply))
+    }
+
+    /// An event, as [`Pending`](crate::Pending) has it, in the form in which this client gets it: not at all before it has
+    /// negotiated.
+    pub fn event(&self, message: &Value) -> Option<Vec<u8>> {
+        self.negotiated.then(|| line(message))
+    }
+
+    fn reply(&mut self, message: Value, handler: &dyn Handler) -> Value {
+        let Value::Object(mut message) = message else {
+            let error = CommandError::generic("QMP input must be a JSON object");
+            return json!({ "error": error.to_json() });
+        };
+        let id = message.remove("id");
+        let mut reply = match self.execute(message, handler) {
+            Ok(value) => json!({ "return": value }),
+            Err(error) => json!({ "error": error.to_json() }),
+        };
+        if let Some(id) = id {
+            reply["id"] = id;
+        }
+        reply
+    }
+
+    fn execute(
+        &mut self,
+        mut message: Map<String, Value>,
+        handler: &dyn Handler,
+    ) -> Result<Value, CommandError> {
+        let name = message.remove("execute");
+        let arguments = message.remove("arguments");
+        if let Some(member) = message.keys().next() {
+            let member: String = member.chars().take(64).collect();
+            return Err(CommandError::generic(format!(
+                "QMP input member '{member}' is unexpected"
+            )));
+        }
+        let name = match name {
+            Some(Value::String(name)) => name,
+            Some(_) => return Err(wrong("execute", "a string")),
+            None => return Err(CommandError::generic("QMP input lacks member 'execute'")),
+        };
+        let arguments = match arguments {
+            Some(Value::Object(arguments)) => arguments,
+            None => Map::new(),
+            Some(_) => return Err(wrong("arguments", "an object")),
+        };
+        self.check_mode(&name)?;
+        match name.as_str() {
+            "qmp_capabilities" => self.negotiate(arguments),
+            "query-commands" => without_arguments(arguments).map(|()| names()),
+            "query-qmp-schema" => without_arguments(arguments).map(|()| schema()),
+            "query-version" => without_arguments(arguments).map(|()| version().to_json()),
+            _ => {
+                let command = Command::parse(&name, arguments)?;
+                let reply = handler.execute(command)?;
+                debug_assert_eq!(commands::check_reply(&name, &reply), Ok(()), "{name}");
+                Ok(reply)
+            }
+        }
+    }
+
+    /// Whether the command may come now: `qmp_capabilities` first, and once.
+    fn check_mode(&self, name: &str) -> Result<(), CommandError> {
+        let problem = match (self.negotiated, name == "qmp_capabilities") {
+            (false, false) => {
+                "Capabilities have to be negotiated with 'qmp_capabilities' before any other command"
+            }
+            (true, true) => "Capabilities have been negotiated already, the command is ignored",
+            _ => return Ok(()),
+        };
+        Err(CommandError::new(ErrorClass::CommandNotFound, problem))
+    }
+
+    fn negotiate(&mut self, arguments: Map<String, Value>) -> Result<Value, CommandError> {
+        let wanted = QmpCapabilities::from_json(arguments.into(), &At::ARGUMENTS)?.enable;
+        if let Some(QmpCapability::Oob) = wanted.unwrap_or_default().first() {
+            let problem = "Capability 'oob' is not offered; the greeting lists those that are";
+            return Err(CommandError::generic(problem));
+        }
+        self.negotiated = true;
+        Ok(json!({}))
+    }
+}
+
+fn wrong(member: &str, expected: &str) -> CommandError {
+    CommandError::generic(format!("QMP input member '{member}' must be {expected}"))
+}
+
+fn without_arguments(arguments: Map<String, Value>) -> Result<(), CommandError> {
+    commands::Empty::from_json(arguments.into(), &At::ARGUMENTS).map(drop)
+}
+
+/// The reply to `query-commands`.
+fn names() -> Value {
+    let name = |row: &&commands::Row| CommandInfo {
+        name: row.name.into(),
+    };
+    rows().iter().map(name).collect::<Vec<_>>().to_json()
+}
+
+/// The reply to `query-qmp-schema`.
+fn schema() -> Value {
+    let mut schema = Schema::default();
+    commands::describe(&mut schema);
+    events::describe(&mut schema);
+    schema.into_entries().into()
+}
+
+/// Clients look at the version to learn what they may ask: the QEMU whose commands and members these are.
+fn version() -> VersionInfo {
+    VersionInfo {
+        qemu: VersionTriple {
+            major: 10,
+            minor: 0,
+            micro: 0,
+        },
+        package: concat!("ringdisk ", env!("CARGO_PKG_VERSION")).into(),
+    }
+}
+
+/// A message as it is sent: on a line of its own, for people and for clients that read lines.
+pub(crate) fn line(message: &Value) -> Vec<u8> {
+    let mut bytes = message.to_string().into_bytes();
+    bytes.extend(b"\r\n");
+    bytes
+}

@@ -1,0 +1,124 @@
+//! A server without disks: it answers as a real one would, from what it is told.
+
+use std::sync::Mutex;
+
+use block::{DetectZeroes, ThrottleLimits};
+use control::*;
+use serde_json::{Value, json};
+
+/// Knows nodes and exports by their names only.
+#[derive(Default)]
+pub struct FakeDisks {
+    nodes: Mutex<Vec<(String, String)>>,
+    exports: Mutex<Vec<(String, String)>>,
+    limits: Mutex<ThrottleLimits>,
+}
+
+impl Handler for FakeDisks {
+    fn execute(&self, command: Command) -> Result<Value, CommandError> {
+        let mut nodes = self.nodes.lock().unwrap();
+        let mut exports = self.exports.lock().unwrap();
+        match command {
+            Command::BlockdevAdd(options) => {
+                let name = options.root_node_name()?.to_string();
+                nodes.push((name, options.driver.word().to_owned()));
+            }
+            Command::BlockdevDel(BlockdevDel { node_name }) => {
+                let missing = || CommandError::generic(format!("there is no node '{node_name}'"));
+                let place = nodes.iter().position(|node| node.0 == node_name);
+                nodes.remove(place.ok_or_else(missing)?);
+            }
+            Command::BlockExportAdd(options) => {
+                exports.push((options.id.to_string(), options.node_name));
+            }
+            Command::BlockExportDel(BlockExportDel { id, .. }) => {
+                exports.retain(|export| export.0 != id)
+            }
+            Command::BlockSetIoThrottle(throttle) => {
+                *self.limits.lock().unwrap() = throttle.limits;
+            }
+            Command::QueryBlockExports(_) => {
+                let info = |(id, node_name): &(String, String)| BlockExportInfo {
+                    id: id.clone(),
+                    kind: ExportKind::VhostUserBlk,
+                    node_name: node_name.clone(),
+                    shutting_down: false,
+                };
+                return Ok(exports.iter().map(info).collect::<Vec<_>>().to_json());
+            }
+            Command::QueryNamedBlockNodes(_) => {
+                let limits = *self.limits.lock().unwrap();
+                let info = |(name, drv): &(String, String)| node_info(name, drv, limits);
+                return Ok(nodes.iter().map(info).collect::<Vec<_>>().to_json());
+            }
+            Command::QueryBlockstats(_) => {
+                let info = |(name, _): &(String, String)| BlockStats {
+                    device: None,
+                    node_name: Some(name.clone()),
+                    stats: BlockDeviceStats::default(),
+                };
+                return Ok(nodes.iter().map(info).collect::<Vec<_>>().to_json());
+            }
+            Command::QueryIothreads(_) => {
+                let info = IoThreadInfo {
+                    id: "iothread0".into(),
+                    thread_id: 4711,
+                    poll_max_ns: 100_000,
+                    poll_grow: 0,
+                    poll_shrink: 0,
+                    aio_max_batch: 0,
+                };
+                return Ok(vec![info].to_json());
+            }
+            Command::RingdiskAttach(RingdiskAttach { disk }) => {
+                let info = RingdiskAttached {
+                    id: disk.clone(),
+                    node_name: disk.clone(),
+                    socket: format!("/run/{disk}.sock"),
+                };
+                return Ok(info.to_json());
+            }
+            Command::RingdiskStats(_) => return Ok(json!({ "anything": [1, 2] })),
+            Command::RingdiskDetach(RingdiskDetach { id }) => {
+                let desc = format!("there is no disk '{id}'");
+                return Err(CommandError::device_not_found(desc));
+            }
+            Command::BlockResize(_)
+            | Command::ObjectAdd(_)
+            | Command::ObjectDel(_)
+            | Command::Quit(_)
+            | Command::RingdiskReload(_)
+            | Command::RingdiskReplace(_) => {}
+        }
+        Ok(json!({}))
+    }
+}
+
+fn node_info(name: &str, drv: &str, limits: ThrottleLimits) -> BlockDeviceInfo {
+    BlockDeviceInfo {
+        node: BlockNodeInfo {
+            file: "/disk".into(),
+            node_name: Some(name.into()),
+            ro: false,
+            drv: drv.into(),
+            backing_file_depth: 0,
+            active: true,
+            encrypted: false,
+            detect_zeroes: DetectZeroes::Off,
+            image: ImageInfo {
+                filename: "/disk".into(),
+                format: drv.into(),
+                virtual_size: 1 << 30,
+                actual_size: Some(4096),
+            },
+            cache: BlockdevCacheInfo {
+                writeback: true,
+                direct: true,
+                no_flush: false,
+            },
+            write_threshold: 0,
+        },
+        limits,
+        group: None,
+    }
+}
