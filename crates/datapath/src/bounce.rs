@@ -1,12 +1,16 @@
 //! Buffers for requests whose own are not aligned as the backing needs them (O_DIRECT).
 //!
-//! A thread has a bounded number of them; a request that finds none waits until one comes free. One
+//! A thread has a bounded number of them: one for each disk, which nobody else can take, and more
+//! that all share. A request that finds none waits until one comes free; then the disks whose requests
+//! wait take turns. So one disk with many such requests slows another down, but never stops it. One
 //! buffer serves a request of any length, piece by piece.
 
-use block::Segment;
+use block::{Engine, Segment};
 
-/// Buffers of one thread. With 256 KiB each, they are at most 16 MiB.
-const BUFFERS_MAX: usize = 64;
+use crate::worker::Worker;
+
+/// Buffers of one thread beyond the first of each disk. With 256 KiB each, they are at most 16 MiB.
+const SHARED_MAX: usize = 64;
 
 /// Bytes that move in one piece.
 pub(crate) const PIECE: usize = 256 << 10;
@@ -41,25 +45,73 @@ impl Bounce {
     }
 }
 
+/// The buffers of a thread. Who takes one has a count of those that the disk holds.
 #[derive(Default)]
 pub(crate) struct Pool {
     free: Vec<Bounce>,
-    made: usize,
+    /// Of those held, all but the first of each disk.
+    shared: usize,
 }
 
 impl Pool {
-    pub fn take(&mut self) -> Option<Bounce> {
-        if let Some(bounce) = self.free.pop() {
-            return Some(bounce);
-        }
-        (self.made < BUFFERS_MAX).then(|| {
-            self.made += 1;
-            Bounce::new()
-        })
+    pub fn has_one(&self, held: usize) -> bool {
+        held == 0 || self.shared < SHARED_MAX
     }
 
-    pub fn give_back(&mut self, bounce: Bounce) {
+    pub fn take(&mut self, held: &mut usize) -> Option<Bounce> {
+        if !self.has_one(*held) {
+            return None;
+        }
+        self.shared += usize::from(*held > 0);
+        *held += 1;
+        Some(self.free.pop().unwrap_or_else(Bounce::new))
+    }
+
+    pub fn give_back(&mut self, bounce: Bounce, held: &mut usize) {
+        *held -= 1;
+        self.shared -= usize::from(*held > 0);
         self.free.push(bounce);
+    }
+}
+
+impl<E: Engine> Worker<E> {
+    /// Submits a request once there is a buffer for it.
+    pub fn starve(&mut self, number: usize, slot: u16) {
+        if let Some(queue) = &self.queues[number]
+            && let Some(local) = &mut self.locals[queue.local]
+        {
+            local.starved.push_back((number, slot));
+            self.starved += 1;
+        }
+    }
+
+    /// Submits requests for which there are buffers now, from each disk in turn.
+    pub fn feed_starved(&mut self) {
+        let mut refused = 0;
+        while self.starved > 0 && self.engine.room() > 0 && refused < self.locals.len() {
+            self.fed = (self.fed + 1) % self.locals.len();
+            if let Some(local) = &mut self.locals[self.fed]
+                && self.bounce.has_one(local.bounces)
+                && let Some((number, slot)) = local.starved.pop_front()
+            {
+                self.starved -= 1;
+                self.submit(number, slot);
+                refused = 0;
+            } else {
+                refused += 1;
+            }
+        }
+    }
+
+    /// Gives back the buffer that a request has, if any.
+    #[inline]
+    pub fn release_bounce(&mut self, number: usize, slot: u16) {
+        if let Some(queue) = &mut self.queues[number]
+            && let Some(bounce) = queue.slots.get(slot).bounce.take()
+            && let Some(local) = &mut self.locals[queue.local]
+        {
+            self.bounce.give_back(bounce, &mut local.bounces);
+        }
     }
 }
 

@@ -1,11 +1,14 @@
 //! Stage 5: from completions of the engine to the status of requests. A short transfer goes on
 //! where it ended.
 
+use std::mem;
+
 use block::{Engine, Request};
 use guest::blk::Status;
 use tracing::error;
 
 use crate::queue::About;
+use crate::syncs::lost;
 use crate::worker::Worker;
 
 /// Times that an operation is tried again which the kernel had no means for at the moment.
@@ -19,6 +22,8 @@ const EOPNOTSUPP: i32 = -95;
 enum Next {
     Finish(Status),
     Again,
+    /// It changed the disk, and completes once that is durable.
+    Settle,
 }
 
 impl<E: Engine> Worker<E> {
@@ -39,6 +44,12 @@ impl<E: Engine> Worker<E> {
                 About::Wake | About::Timer => {}
             }
         }
+        if self.starved > 0 {
+            self.feed_starved();
+        }
+        if mem::take(&mut self.syncs_postponed) {
+            self.look_at_syncs();
+        }
     }
 
     #[inline]
@@ -52,6 +63,10 @@ impl<E: Engine> Worker<E> {
             (EINTR | EAGAIN, _) if s.retries < RETRIES_MAX => {
                 s.retries += 1;
                 Next::Again
+            }
+            _ if s.settling => {
+                let place = queue.local;
+                return self.synced(place, result);
             }
             (EOPNOTSUPP, Request::Discard { .. } | Request::WriteZeroes { .. }) => {
                 Next::Finish(Status::Unsupported)
@@ -80,14 +95,23 @@ impl<E: Engine> Worker<E> {
             }
             _ => Next::Finish(Status::Ok),
         };
+        let next = match (next, s.request) {
+            (
+                Next::Finish(Status::Ok),
+                Request::Write { .. } | Request::Discard { .. } | Request::WriteZeroes { .. },
+            ) if queue.disk.completes_when_durable() && s.unstable => Next::Settle,
+            (next, _) => next,
+        };
         match next {
+            Next::Settle => self.settle(number, slot),
             Next::Again => self.submit(number, slot),
             Next::Finish(status) => self.finish(number, slot, status, result),
         }
     }
 
     #[inline]
-    fn finish(&mut self, number: usize, slot: u16, status: Status, result: i32) {
+    pub fn finish(&mut self, number: usize, slot: u16, status: Status, result: i32) {
+        self.release_bounce(number, slot);
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
@@ -100,6 +124,9 @@ impl<E: Engine> Worker<E> {
             let (disk, s) = (&queue.disk, &*s);
             disk.errors.log(|left_out| {
                 let cause = match result {
+                    _ if s.settling && disk.syncs.lost().is_some_and(|e| e == -result) => {
+                        lost(-result).to_string()
+                    }
                     0 => "the file ends here, it was cut short while it was served".to_owned(),
                     e => std::io::Error::from_raw_os_error(-e).to_string(),
                 };
@@ -110,7 +137,6 @@ impl<E: Engine> Worker<E> {
                 );
             });
         }
-        let bounce = s.bounce.take();
         let ticket = s.ticket;
         queue.slots.give_back(slot);
         if !queue.retired() {
@@ -120,12 +146,6 @@ impl<E: Engine> Worker<E> {
             // The guest is likely to follow up at once.
             true => self.heat(number),
             false => self.finish_stop(number),
-        }
-        if let Some(bounce) = bounce {
-            self.bounce.give_back(bounce);
-            if let Some((number, slot)) = self.starved.pop_front() {
-                self.submit(number, slot);
-            }
         }
     }
 }

@@ -14,6 +14,7 @@ use tracing::warn;
 
 use crate::admit::Admission;
 use crate::report::Limiter;
+use crate::syncs::Syncs;
 use crate::throttle::ThrottleGroup;
 
 /// What is served: an image, the file it is in, and what the guest is told of it.
@@ -29,6 +30,7 @@ pub struct Disk {
     pub(crate) options: Options,
     pub(crate) errors: Limiter,
     pub(crate) admission: Admission,
+    pub(crate) syncs: Syncs,
     size: AtomicU64,
     write_cache: AtomicBool,
 }
@@ -86,6 +88,7 @@ impl Disk {
             options,
             errors: Limiter::default(),
             admission: Admission::default(),
+            syncs: Syncs::new(!options.cache.direct()),
             size: AtomicU64::new(size),
             write_cache: AtomicBool::new(options.cache.write_cache()),
         }
@@ -111,12 +114,25 @@ impl Disk {
     /// nothing, as a guest's flush.
     ///
     /// # Errors
-    /// It could not be made durable.
+    /// It could not be made durable, or what the page cache held was lost earlier.
     pub fn sync(&self) -> io::Result<()> {
         match &self.file {
-            Some((file, ..)) if self.flushes() => Ok(rustix::fs::fdatasync(file)?),
+            Some((file, ..)) if self.flushes() => self.syncs.sync(file),
             _ => Ok(()),
         }
+    }
+
+    /// Whether what changes the disk completes only once it is durable.
+    #[inline]
+    pub(crate) fn completes_when_durable(&self) -> bool {
+        !self.write_cache() && self.flushes()
+    }
+
+    /// Whether writes are made durable one by one, as they are written.
+    #[inline]
+    pub(crate) fn writes_are_stable(&self) -> bool {
+        // The page cache would report an error of one to another.
+        self.completes_when_durable() && self.options.cache.direct()
     }
 
     /// Whether there is anything that a flush must make durable.

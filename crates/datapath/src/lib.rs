@@ -14,14 +14,18 @@ mod submit;
 
 mod complete;
 
+mod settle;
+
 mod notify;
 
 mod bounce;
 mod clock;
 mod disk;
+mod local;
 mod queue;
 mod report;
 mod slot;
+mod syncs;
 mod thread;
 mod throttle;
 mod timer;

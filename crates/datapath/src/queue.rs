@@ -20,6 +20,8 @@ pub(crate) struct Queue {
     pub held: Held,
     /// The disk's file, as this thread's engine knows it.
     pub file: Option<FileId>,
+    /// Place of what the thread keeps for the disk.
+    pub local: usize,
     /// Guest memory that is registered with this thread's engine for this queue.
     pub registered: Vec<Segment>,
     pub state: State,
@@ -43,13 +45,14 @@ pub(crate) enum State {
 }
 
 impl Queue {
-    pub fn new(disk: Arc<Disk>, new: NewQueue, file: Option<FileId>) -> Self {
+    pub fn new(disk: Arc<Disk>, new: NewQueue, local: usize, file: Option<FileId>) -> Self {
         let slots = Slots::new(new.virtqueue.size());
         Self {
             ring: new.virtqueue,
             slots,
             held: Held::new(disk.clone()),
             file,
+            local,
             registered: Vec::new(),
             state: State::Running,
             hot: false,

@@ -22,6 +22,10 @@ pub(crate) struct Slot {
     pub written: u32,
     /// Times that this operation was to be tried again.
     pub retries: u8,
+    /// Part of it was written without being made durable.
+    pub unstable: bool,
+    /// Moved; it completes with the end of an fdatasync.
+    pub settling: bool,
     pub bounce: Option<Bounce>,
     few: [Segment; INLINE],
     many: Vec<Segment>,
@@ -40,6 +44,8 @@ impl Slot {
             left: 0,
             written: 0,
             retries: 0,
+            unstable: false,
+            settling: false,
             bounce: None,
             few: [NO_SEGMENT; INLINE],
             many: Vec::new(),
@@ -123,6 +129,8 @@ impl Slots {
         slot.request = request;
         slot.at = at;
         slot.retries = 0;
+        slot.unstable = false;
+        slot.settling = false;
         slot.set_segments(segments);
         (slot.left, slot.written) = match request {
             // The used ring counts in 32 bits.

@@ -18,12 +18,18 @@ impl<E: Engine> Worker<E> {
             &queue.disk,
             queue.file.expect("a disk with operations has a file"),
         );
-        let stable = !disk.write_cache() && disk.flushes();
+        let stable = disk.writes_are_stable();
         let s = queue.slots.get(slot);
-        let (at, len) = (s.at, s.left);
+        if s.request == Request::Flush && !s.settling {
+            return self.settle(number, slot);
+        }
+        s.unstable |= !stable || !matches!(s.request, Request::Write { .. });
+        let (at, len, settling) = (s.at, s.left, s.settling);
         let mut piece = [Segment { addr: 0, len: 0 }];
 
-        if let Request::Read { .. } | Request::Write { .. } = s.request {
+        if let Request::Read { .. } | Request::Write { .. } = s.request
+            && !settling
+        {
             let facts = &disk.facts;
             let bounced = s.bounce.is_some()
                 || !bounce::aligned(
@@ -34,7 +40,7 @@ impl<E: Engine> Worker<E> {
             if bounced {
                 match self.prepare_bounce(number, slot) {
                     Some(segment) => piece = [segment],
-                    None => return self.starved.push_back((number, slot)),
+                    None => return self.starve(number, slot),
                 }
             }
         }
@@ -47,6 +53,7 @@ impl<E: Engine> Worker<E> {
             _ => &piece,
         };
         let op = match s.request {
+            _ if settling => Op::Flush,
             Request::Read { .. } => Op::Read { at, to: segments },
             Request::Write { .. } => Op::Write {
                 at,
@@ -54,12 +61,16 @@ impl<E: Engine> Worker<E> {
                 stable,
             },
             Request::Flush | Request::GetId => Op::Flush,
-            Request::Discard { .. } => Op::Discard { at, len, stable },
+            Request::Discard { .. } => Op::Discard {
+                at,
+                len,
+                stable: false,
+            },
             Request::WriteZeroes { unmap, .. } => Op::WriteZeroes {
                 at,
                 len,
                 unmap,
-                stable,
+                stable: false,
             },
         };
         // SAFETY: the segments lie in guest memory, which the queue's ring keeps mapped, or in a
@@ -79,7 +90,8 @@ impl<E: Engine> Worker<E> {
         let queue = self.queues[number].as_mut()?;
         let s = queue.slots.get(slot);
         if s.bounce.is_none() {
-            s.bounce = Some(self.bounce.take()?);
+            let local = self.locals[queue.local].as_mut()?;
+            s.bounce = Some(self.bounce.take(&mut local.bounces)?);
         }
         let mut bounce = s.bounce.take()?;
         let len = (s.left).min(PIECE as u64) as usize;

@@ -144,14 +144,14 @@ pub(crate) struct Wake {
 }
 
 impl Wake {
-    fn new() -> io::Result<Self> {
+    pub fn new() -> io::Result<Self> {
         Ok(Self {
             event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             pending: AtomicBool::new(false),
         })
     }
 
-    fn up(&self) {
+    pub fn up(&self) {
         self.pending.store(true, Ordering::Release);
         signal(&self.event);
     }

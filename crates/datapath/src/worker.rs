@@ -1,6 +1,5 @@
 //! One I/O thread: its engine, the queues that it serves, and the path of their requests.
 
-use std::collections::VecDeque;
 use std::io;
 use std::mem;
 use std::os::fd::AsFd;
@@ -10,11 +9,13 @@ use std::time::Duration;
 
 use block::{Completion, Engine, Segment};
 use guest::{NewQueue, Virtqueue};
+use rustix::io::Errno;
 use tracing::{error, warn};
 
 use crate::admit::RELEASE;
 use crate::bounce::Pool;
 use crate::disk::Disk;
+use crate::local::Local;
 use crate::queue::{Queue, State, TIMER, WAKE, kick_token};
 use crate::thread::{Command, QueueId, Wake};
 use crate::timer::Timer;
@@ -34,14 +35,19 @@ pub(crate) struct Worker<E> {
     /// Where the chain being fetched is written to.
     pub scratch: Box<[Segment]>,
     pub bounce: Pool,
-    /// Requests that wait for a bounce buffer: queue and slot.
-    pub starved: VecDeque<(usize, u16)>,
     /// Queues with requests that a limit holds back.
     pub holding: Vec<usize>,
     /// Where those are put that it lets go.
     pub released: Vec<u16>,
     /// Goes off when it lets the next ones go.
     pub timer: Timer,
+    /// What is kept for each disk; a place is used again once its last queue has stopped.
+    pub locals: Vec<Option<Local>>,
+    /// Requests of all disks that wait for a bounce buffer, and the disk whose turn it is.
+    pub starved: usize,
+    pub fed: usize,
+    /// Some fdatasync could not begin for want of room.
+    pub syncs_postponed: bool,
     /// When guests come back, while nothing is under way.
     pub guests: Learned,
     /// When operations end, while few are under way.
@@ -49,7 +55,7 @@ pub(crate) struct Worker<E> {
     /// The last operations were done by the time that they were handed over.
     pub instant: bool,
     commands: Receiver<Command>,
-    wake: Arc<Wake>,
+    pub wake: Arc<Wake>,
     quit: bool,
 }
 
@@ -67,10 +73,13 @@ impl<E: Engine> Worker<E> {
             completions: Vec::with_capacity(COMPLETIONS),
             scratch: vec![Segment { addr: 0, len: 0 }; Virtqueue::MAX_SEGMENTS].into(),
             bounce: Pool::default(),
-            starved: VecDeque::new(),
             holding: Vec::new(),
             released: Vec::with_capacity(RELEASE),
             timer: Timer::new()?,
+            locals: Vec::new(),
+            starved: 0,
+            fed: 0,
+            syncs_postponed: false,
             guests: Learned::new(poll_max),
             operations: Learned::new(poll_max),
             instant: false,
@@ -87,6 +96,7 @@ impl<E: Engine> Worker<E> {
         loop {
             if self.wake.take() {
                 self.obey();
+                self.look_at_syncs();
             }
             if self.quit {
                 return;
@@ -104,6 +114,9 @@ impl<E: Engine> Worker<E> {
     fn abandon(mut self) {
         for queue in self.queues.iter_mut().flatten() {
             queue.state = State::Retired;
+        }
+        for local in self.locals.iter().flatten().filter(|l| l.syncing) {
+            local.disk.syncs.end(Errno::IO.raw_os_error());
         }
         mem::forget(mem::take(&mut self.queues));
     }
@@ -143,14 +156,12 @@ impl<E: Engine> Worker<E> {
     }
 
     fn start(&mut self, disk: Arc<Disk>, new: NewQueue) -> io::Result<QueueId> {
-        let file = match disk.descriptor() {
-            Some((fd, backing, aio)) => Some(self.engine.attach(fd, backing, aio)?),
-            None => None,
-        };
+        let local = self.join_local(&disk, usize::from(new.virtqueue.size()))?;
+        let file = self.locals[local].as_ref().and_then(|l| l.file);
         let free = self.queues.iter().position(Option::is_none);
         let number = free.unwrap_or(self.queues.len());
         let kick = new.kick.clone();
-        let queue = Some(Queue::new(disk, new, file));
+        let queue = Some(Queue::new(disk, new, local, file));
         match free {
             Some(free) => self.queues[free] = queue,
             None => self.queues.push(queue),
@@ -198,9 +209,7 @@ impl<E: Engine> Worker<E> {
     fn forget(&mut self, number: usize) {
         if let Some(queue) = self.queues[number].take() {
             self.engine.unregister(&queue.registered);
-            if let Some(file) = queue.file {
-                self.engine.detach(file);
-            }
+            self.leave_local(queue.local, usize::from(queue.ring.size()));
         }
     }
 

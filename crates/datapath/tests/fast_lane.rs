@@ -86,7 +86,10 @@ fn serve(disk: Disk) -> Option<(Served, &'static AtomicU64)> {
         assert!(missing, "{e}");
         println!("skipped: {e}");
     });
-    Some((Served::new(Arc::new(disk), thread.ok()?, 256), counter))
+    Some((
+        Served::new(Arc::new(disk), Arc::new(vec![thread.ok()?]), 1, 256),
+        counter,
+    ))
 }
 
 /// Random reads and writes of 4k and flushes at full depth.

@@ -57,6 +57,8 @@ struct Request {
     head: u16,
     /// Of a flush: sectors that it must make stable.
     must: Vec<u64>,
+    /// Flushes that had failed when it was made.
+    flushes_failed: u64,
 }
 
 /// A guest with a model of its disk. No two of its requests that are under way touch the same sector.
@@ -103,7 +105,8 @@ impl Guest {
                 SERIAL,
                 Options::default(),
             )),
-            thread.unwrap(),
+            Arc::new(vec![thread.unwrap()]),
+            1,
             QUEUE_SIZE,
         );
         let config = DeviceConfig {
@@ -198,8 +201,7 @@ impl Guest {
             0 => Kind::GetId,
             1..=3 => Kind::Discard,
             4..=6 => Kind::WriteZeroes,
-            // One at a time: a failure does not say which flush it was.
-            7 if !self.slots.iter().flatten().any(|r| r.kind == Kind::Flush) => Kind::Flush,
+            7 => Kind::Flush,
             n if n % 2 == 0 => Kind::Read,
             _ => Kind::Write,
         };
@@ -264,6 +266,7 @@ impl Guest {
             chain,
             head,
             must,
+            flushes_failed: self.disk.lock().unwrap().flushes[1],
         });
         Some(head)
     }
@@ -312,17 +315,22 @@ impl Guest {
         self.busy[range.start / 512..range.end / 512].fill(false);
 
         let mut disk = self.disk.lock().unwrap();
-        let failure = match kind {
-            Kind::GetId => None,
-            _ => disk.take_failure(at, if kind == Kind::Flush { 0 } else { len }),
+        let mut failure = match kind {
+            Kind::GetId | Kind::Flush => None,
+            _ => disk.take_failure(at, len),
         };
+        // What completes with a flush may have failed with it. That it did, if it had to, is shown by what is stable.
+        let settles = kind == Kind::Flush || !self.write_cache && kind != Kind::Read;
+        let mut written = request.chain.written(&self.device.memory);
+        let status = written.pop().expect("a status");
+        if status == IO_ERROR && settles && disk.flushes[1] > request.flushes_failed {
+            failure = failure.or(Some(5));
+        }
         let expected = match (kind, failure) {
             (_, None) => OK,
             (Kind::Discard | Kind::WriteZeroes, Some(95)) => UNSUPPORTED,
             _ => IO_ERROR,
         };
-        let mut written = request.chain.written(&self.device.memory);
-        let status = written.pop().expect("a status");
         assert_eq!(status, expected, "{kind:?} {at}+{len}: {failure:?}");
         if status == OK {
             let bytes = match kind {

@@ -66,7 +66,7 @@ fn serve(null: bool) -> (Arc<Disk>, Served, Device) {
         "",
         Options::default(),
     ));
-    let served = Served::new(disk.clone(), thread.unwrap(), 256);
+    let served = Served::new(disk.clone(), Arc::new(vec![thread.unwrap()]), 1, 256);
     let config = DeviceConfig {
         slots: DEPTH,
         buffer_len: 4096,

@@ -43,6 +43,14 @@ pub struct MemoryDisk {
     pub mistakes: Vec<String>,
     /// How many of each fault there were: short, again, failed.
     pub struck: [u64; 3],
+    /// Flushes that were carried out, and those of them that failed.
+    pub flushes: [u64; 2],
+    /// Writes that were asked to be stable by themselves.
+    pub stable_writes: u64,
+    /// Ranges to be zeroed, and those of them whose space might be given back.
+    pub zeroed: [u64; 2],
+    /// What a flush that fails had to make stable never becomes so, as in Linux' page cache.
+    pub forgets: bool,
     /// By sector: the number of the last write that is not stable yet, or 0.
     unstable: Vec<u64>,
     writes: u64,
@@ -56,6 +64,10 @@ impl MemoryDisk {
             failures: Vec::new(),
             mistakes: Vec::new(),
             struck: [0; 3],
+            flushes: [0; 2],
+            stable_writes: 0,
+            zeroed: [0; 2],
+            forgets: false,
             unstable: vec![0; len / SECTOR as usize],
             writes: 0,
         }))
@@ -68,24 +80,40 @@ impl MemoryDisk {
             .all(|&write| write == 0)
     }
 
-    /// Takes the first failure in a range, or the first of a flush, whose range is empty.
+    /// Takes the first failure in a range.
     pub fn take_failure(&mut self, at: u64, len: u64) -> Option<i32> {
-        let is_here = |f: &(u64, u64, i32)| match len {
-            0 => f.1 == 0,
-            _ => f.0 >= at && f.0 < at + len && f.1 > 0,
-        };
+        let is_here = |f: &(u64, u64, i32)| f.0 >= at && f.0 < at + len;
         let place = self.failures.iter().position(is_here)?;
         Some(self.failures.remove(place).2)
+    }
+
+    /// What became of the writes up to this number, unless they were written over since.
+    fn flushed(&mut self, up_to: u64, failed: bool) {
+        self.flushes[0] += 1;
+        self.flushes[1] += u64::from(failed);
+        let mark = match (failed, self.forgets) {
+            (false, _) => 0,
+            (true, true) => FORGOTTEN,
+            (true, false) => return,
+        };
+        let unstable = self.unstable.iter_mut();
+        unstable
+            .filter(|write| (1..=up_to).contains(*write))
+            .for_each(|write| *write = mark);
     }
 
     fn wrote(&mut self, at: u64, len: u64, stable: bool) {
         self.writes += 1;
         let mark = if stable { 0 } else { self.writes };
+        self.stable_writes += u64::from(stable);
         if len > 0 {
             self.unstable[(at / SECTOR) as usize..(at + len).div_ceil(SECTOR) as usize].fill(mark);
         }
     }
 }
+
+/// The number of a write that no flush makes stable any more.
+const FORGOTTEN: u64 = u64::MAX;
 
 /// The engine. One file is as good as another: all are the same disk.
 pub struct Faulty {
@@ -187,16 +215,9 @@ impl Faulty {
                 self.transfer(*at, &list.segments(), is_write, stable)
             }
             What::Flush(up_to) => {
-                if self.fails(0, 0, &[EIO]).is_none() {
-                    let settled = |write: &&mut u64| **write <= *up_to;
-                    self.disk()
-                        .unstable
-                        .iter_mut()
-                        .filter(settled)
-                        .for_each(|write| *write = 0);
-                    return 0;
-                }
-                -EIO
+                let failed = self.fails(0, 0, &[EIO]);
+                self.disk().flushed(*up_to, failed.is_some());
+                failed.map_or(0, |errno| -errno)
             }
             What::Discard(at, len, stable) => match self.fails(*at, *len, &[EIO, EOPNOTSUPP]) {
                 Some(errno) => -errno,
@@ -274,7 +295,10 @@ impl Faulty {
         let errno = errnos[self.random.below(errnos.len() as u64) as usize];
         let mut disk = self.disk();
         disk.struck[2] += 1;
-        disk.failures.push((at, len, errno));
+        // Whom the failure of a flush concerns is the submitter's business.
+        if len > 0 {
+            disk.failures.push((at, len, errno));
+        }
         Some(errno)
     }
 }
@@ -334,9 +358,14 @@ impl Engine for Faulty {
             Op::WriteZeroes {
                 at: FileOffset(at),
                 len,
+                unmap,
                 stable,
-                ..
-            } => What::WriteZeroes(at, len, stable),
+            } => {
+                let zeroed = &mut self.disk().zeroed;
+                zeroed[0] += 1;
+                zeroed[1] += u64::from(unmap);
+                What::WriteZeroes(at, len, stable)
+            }
         };
         let due = self.round + self.random.below(self.faults.late + 1);
         self.pending.push(Pending { token, due, what });

@@ -21,23 +21,23 @@ pub struct Served {
 }
 
 impl Served {
-    /// Serves one front-end after the other, with one queue, until this is dropped.
-    pub fn new(disk: Arc<Disk>, thread: IoThread, queue_size: u16) -> Self {
+    /// Serves one front-end until this is dropped. The queues go to the threads in turn.
+    pub fn new(disk: Arc<Disk>, threads: Arc<Vec<IoThread>>, queues: u16, queue_size: u16) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(directory.path().join("socket")).unwrap();
         let stop = eventfd().unwrap();
         let its_stop = stop.try_clone().unwrap();
         let session = thread::spawn(move || {
             let (socket, _) = listener.accept().unwrap();
-            let mut device = OneQueue {
+            let mut device = Queues {
                 disk,
-                thread,
+                threads,
                 queue_size,
-                running: None,
+                running: vec![None; usize::from(queues)],
             };
             match guest::serve(&socket, &mut device, its_stop.as_fd()) {
                 guest::End::Failed(e) => panic!("{e}"),
-                _ => assert!(device.running.is_none()),
+                _ => assert!(device.running.iter().all(Option::is_none)),
             }
         });
         Self {
@@ -63,14 +63,20 @@ impl Drop for Served {
     }
 }
 
-struct OneQueue {
+struct Queues {
     disk: Arc<Disk>,
-    thread: IoThread,
+    threads: Arc<Vec<IoThread>>,
     queue_size: u16,
-    running: Option<QueueId>,
+    running: Vec<Option<QueueId>>,
 }
 
-impl Device for OneQueue {
+impl Queues {
+    fn thread(&self, ring: u16) -> &IoThread {
+        &self.threads[usize::from(ring) % self.threads.len()]
+    }
+}
+
+impl Device for Queues {
     fn ring_failed(&self, _: u16, _: &guest::RingError) {}
 
     fn features(&self) -> u64 {
@@ -78,7 +84,7 @@ impl Device for OneQueue {
     }
 
     fn queues(&self) -> u16 {
-        1
+        self.running.len() as u16
     }
 
     fn seg_max(&self) -> u16 {
@@ -89,7 +95,7 @@ impl Device for OneQueue {
         ConfigSpace {
             size: self.disk.size(),
             write_cache: self.disk.write_cache(),
-            queues: 1,
+            queues: self.queues(),
             seg_max: self.seg_max(),
         }
         .bytes(&self.disk.facts)
@@ -103,19 +109,21 @@ impl Device for OneQueue {
 
     fn set_frontend(&mut self, _channel: Option<FrontendChannel>) {}
 
-    fn start(&mut self, _ring: u16, queue: NewQueue) -> io::Result<()> {
-        self.running = Some(self.thread.start(self.disk.clone(), queue)?);
+    fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()> {
+        let id = self.thread(ring).start(self.disk.clone(), queue)?;
+        self.running[usize::from(ring)] = Some(id);
         Ok(())
     }
 
-    fn stop(&mut self, _ring: u16) -> u16 {
-        let id = self.running.take().expect("a session stops what runs");
-        self.thread.stop(id).unwrap()
+    fn stop(&mut self, ring: u16) -> u16 {
+        let id = self.running[usize::from(ring)].take();
+        let id = id.expect("a session stops what runs");
+        self.thread(ring).stop(id).unwrap()
     }
 
-    fn set_signals(&mut self, _: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>) {
-        if let Some(id) = self.running {
-            self.thread.set_signals(id, call, error);
+    fn set_signals(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>) {
+        if let Some(id) = self.running[usize::from(ring)] {
+            self.thread(ring).set_signals(id, call, error);
         }
     }
 }

@@ -1,0 +1,97 @@
+//! What one thread keeps for each disk of which it serves a queue.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+
+use block::{Engine, FileId};
+
+use crate::disk::Disk;
+use crate::worker::Worker;
+
+pub(crate) struct Local {
+    pub disk: Arc<Disk>,
+    /// The disk's file, as this thread's engine knows it.
+    pub file: Option<FileId>,
+    /// Queues of the disk that this thread serves.
+    queues: usize,
+    /// Requests that these can have under way.
+    requests: usize,
+    /// Requests that complete once an fdatasync has ended, by the number that serves them; the first
+    /// of them leads it while it is this thread's.
+    pub unsettled: VecDeque<Unsettled>,
+    /// The fdatasync under way is this thread's.
+    pub syncing: bool,
+    /// Requests that wait for a bounce buffer: queue and slot.
+    pub starved: VecDeque<(usize, u16)>,
+    /// Bounce buffers that its requests have.
+    pub bounces: usize,
+}
+
+pub(crate) struct Unsettled {
+    pub number: u64,
+    pub queue: usize,
+    pub slot: u16,
+}
+
+impl<E: Engine> Worker<E> {
+    /// The place of what is kept for this disk, for one more queue of it with so many requests.
+    pub fn join_local(&mut self, disk: &Arc<Disk>, requests: usize) -> io::Result<usize> {
+        let place = self.find_or_make_local(disk)?;
+        if let Some(local) = &mut self.locals[place] {
+            local.queues += 1;
+            local.requests += requests;
+            // Not while they are served.
+            local
+                .unsettled
+                .reserve(local.requests - local.unsettled.len());
+            local.starved.reserve(local.requests - local.starved.len());
+        }
+        Ok(place)
+    }
+
+    fn find_or_make_local(&mut self, disk: &Arc<Disk>) -> io::Result<usize> {
+        let same = |l: &Option<Local>| l.as_ref().is_some_and(|l| Arc::ptr_eq(&l.disk, disk));
+        if let Some(place) = self.locals.iter().position(same) {
+            return Ok(place);
+        }
+        let file = match disk.descriptor() {
+            Some((fd, backing, aio)) => Some(self.engine.attach(fd, backing, aio)?),
+            None => None,
+        };
+        let local = Some(Local {
+            disk: disk.clone(),
+            file,
+            queues: 0,
+            requests: 0,
+            unsettled: VecDeque::new(),
+            syncing: false,
+            starved: VecDeque::new(),
+            bounces: 0,
+        });
+        let free = self.locals.iter().position(Option::is_none);
+        let place = free.unwrap_or(self.locals.len());
+        match free {
+            Some(free) => self.locals[free] = local,
+            None => self.locals.push(local),
+        }
+        Ok(place)
+    }
+
+    /// One queue less. Nothing of it is under way.
+    pub fn leave_local(&mut self, place: usize, requests: usize) {
+        let Some(local) = &mut self.locals[place] else {
+            return;
+        };
+        local.queues -= 1;
+        local.requests -= requests;
+        if local.queues > 0 {
+            return;
+        }
+        debug_assert!(local.unsettled.is_empty() && local.starved.is_empty());
+        if let Some(file) = local.file {
+            self.engine.detach(file);
+        }
+        self.locals[place] = None;
+    }
+}
