@@ -114,9 +114,9 @@ impl Client {
             timeout,
         };
         let mut greeting = client.receive(deadline)?;
-        client.greeting = greeting["QMP"].take();
-        if !client.greeting.is_object() {
-            return Err(client.protocol(format!("it greets with {}", excerpt(&greeting))));
+        match greeting.get_mut("QMP").filter(|value| value.is_object()) {
+            Some(value) => client.greeting = value.take(),
+            None => return Err(client.protocol(format!("it greets with {}", excerpt(&greeting)))),
         }
         client.call_by("qmp_capabilities", json!({}), deadline)?;
         Ok(client)

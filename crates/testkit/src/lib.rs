@@ -6,6 +6,7 @@ pub mod driver;
 pub mod faulty;
 pub mod frontend;
 pub mod memory;
+pub mod qmp;
 pub mod ring;
 pub mod server;
 pub mod vm;

@@ -36,7 +36,7 @@ fn main() -> ExitCode {
         Xtask::Bench(args) => bench::run(*args),
         Xtask::Fuzz(args) => fuzz::run(&args),
         Xtask::Ci(args) => ci::run(&args),
-        Xtask::Install => packages::ensure(),
+        Xtask::Install => packages::ensure().and_then(|()| packages::qmp::ensure()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -3,10 +3,12 @@
 //! Nothing is asked of the network when everything is there. Without network the error names what is missing:
 //! `cargo xtask test` then goes on and skips the guests, the demo can't.
 
+pub mod qmp;
+
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use testkit::vm::{Kernel, find_program, kernel_cache};
 
 /// Programs that are called, and the Debian packages that hold them.
@@ -52,6 +54,17 @@ pub fn ensure() -> Result<()> {
     );
     if !packages.is_empty() {
         install(&packages)?;
+        let missing: Vec<&str> = PROGRAMS
+            .iter()
+            .filter(|(program, _)| find_program(program).is_none())
+            .map(|(program, _)| *program)
+            .collect();
+        ensure!(
+            missing.is_empty(),
+            "apt has installed {}, but {} can't be found",
+            packages.join(" "),
+            missing.join(", ")
+        );
     }
     if Kernel::newest().is_err() {
         fetch_kernel()?;
@@ -108,17 +121,6 @@ fn install(packages: &[&str]) -> Result<()> {
             .collect();
         apt(&[&options[..], &qemu].concat())?;
     }
-    let missing: Vec<&str> = PROGRAMS
-        .iter()
-        .filter(|(program, _)| find_program(program).is_none())
-        .map(|(program, _)| *program)
-        .collect();
-    ensure!(
-        missing.is_empty(),
-        "apt has installed {}, but {} can't be found",
-        packages.join(" "),
-        missing.join(", ")
-    );
     Ok(())
 }
 
@@ -272,6 +274,11 @@ fn run(command: &mut Command) -> Result<()> {
         .with_context(|| format!("starting {command:?}"))?;
     ensure!(status.success(), "{command:?} failed ({status})");
     Ok(())
+}
+
+fn succeeds(command: &mut Command) -> bool {
+    let quiet = command.stdout(Stdio::null()).stderr(Stdio::null());
+    quiet.status().is_ok_and(|status| status.success())
 }
 
 fn output(program: &str, arguments: &[&str]) -> Result<String> {

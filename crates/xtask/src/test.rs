@@ -10,6 +10,9 @@ pub fn run() -> Result<()> {
     if let Err(error) = packages::ensure() {
         println!("warning: tests that need a guest are skipped: {error:#}");
     }
+    if let Err(error) = packages::qmp::ensure() {
+        println!("warning: tests with QEMU's QMP client are skipped: {error:#}");
+    }
     // --show-output: a test that can't run here says so and passes, and cargo hides what a passed test says.
     let mut tests = cargo()
         .args(["test", "--workspace", "--locked", "--no-fail-fast"])

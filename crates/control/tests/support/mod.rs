@@ -1,10 +1,82 @@
 //! A server without disks: it answers as a real one would, from what it is told.
 
-use std::sync::Mutex;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
 
 use block::{DetectZeroes, ThrottleLimits};
 use control::*;
 use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// `FakeDisks` behind a socket, a thread for each client.
+pub struct Server {
+    directory: TempDir,
+    hub: Arc<EventHub>,
+    accepting: JoinHandle<Vec<JoinHandle<()>>>,
+}
+
+impl Server {
+    pub fn start() -> Self {
+        let directory = TempDir::new().unwrap();
+        let listener = UnixListener::bind(directory.path().join("control.sock")).unwrap();
+        let hub = EventHub::new();
+        let disks = Arc::new(FakeDisks {
+            hub: Arc::clone(&hub),
+            ..FakeDisks::default()
+        });
+        let accepting_hub = Arc::clone(&hub);
+        let accepting = thread::spawn(move || {
+            let mut sessions = Vec::new();
+            for stream in listener.incoming() {
+                let stream = stream.unwrap();
+                let Ok(events) = accepting_hub.subscribe() else {
+                    break; // the hub is closed, or too many: the client sees it hang up
+                };
+                let disks = Arc::clone(&disks);
+                sessions.push(thread::spawn(move || {
+                    serve_socket(&stream, &events, &*disks).unwrap();
+                }));
+            }
+            sessions
+        });
+        Self {
+            directory,
+            hub,
+            accepting,
+        }
+    }
+
+    pub fn path(&self) -> PathBuf {
+        self.directory.path().join("control.sock")
+    }
+
+    pub fn hub(&self) -> &EventHub {
+        &self.hub
+    }
+
+    /// Waits until every session has ended, as they do when the hub is closed.
+    pub fn join(self) {
+        // One that comes too late lets the thread that accepts end.
+        let _ = std::os::unix::net::UnixStream::connect(self.path());
+        for session in self.accepting.join().unwrap() {
+            session.join().unwrap();
+        }
+    }
+}
+
+pub fn io_error(reason: &str) -> Event {
+    Event::BlockIoError(BlockIoError {
+        qom_path: None,
+        device: "e1".into(),
+        node_name: Some("vm1".into()),
+        operation: IoOperationType::Write,
+        action: BlockErrorAction::Report,
+        nospace: Some(true),
+        reason: reason.into(),
+    })
+}
 
 /// Knows nodes and exports by their names only.
 #[derive(Default)]
@@ -12,6 +84,7 @@ pub struct FakeDisks {
     nodes: Mutex<Vec<(String, String)>>,
     exports: Mutex<Vec<(String, String)>>,
     limits: Mutex<ThrottleLimits>,
+    hub: Arc<EventHub>,
 }
 
 impl Handler for FakeDisks {
@@ -32,7 +105,9 @@ impl Handler for FakeDisks {
                 exports.push((options.id.to_string(), options.node_name));
             }
             Command::BlockExportDel(BlockExportDel { id, .. }) => {
-                exports.retain(|export| export.0 != id)
+                exports.retain(|export| export.0 != id);
+                let deleted = BlockExportDeleted { id };
+                self.hub.emit(&Event::BlockExportDeleted(deleted));
             }
             Command::BlockSetIoThrottle(throttle) => {
                 *self.limits.lock().unwrap() = throttle.limits;

@@ -1,0 +1,46 @@
+//! QEMU's own QMP client for the tests of the control socket: a package of Python, in a virtual environment in the
+//! cache, so that neither the system's Python nor the user's is touched.
+
+use anyhow::{Context, Result, ensure};
+use std::fs;
+use std::process::Command;
+use testkit::qmp::{PACKAGE, environment, python};
+
+use super::{install, run, succeeds};
+
+/// Makes the environment if it is missing; quick, and without network, when it is there.
+pub fn ensure() -> Result<()> {
+    if python().is_ok() {
+        return Ok(());
+    }
+    // Debian packs the part of venv that puts pip into the environment by itself.
+    if !succeeds(Command::new("python3").args(["-c", "import venv, ensurepip"])) {
+        install(&["python3", "python3-venv"])?;
+    }
+    let environment = environment();
+    println!("making {} with {PACKAGE}", environment.display());
+    if let Some(parent) = environment.parent() {
+        fs::create_dir_all(parent).with_context(|| format!("making {}", parent.display()))?;
+    }
+    // One that was left half made is made anew.
+    run(Command::new("python3")
+        .args(["-m", "venv", "--clear"])
+        .arg(&environment))?;
+    let mut pip = Command::new(environment.join("bin/python3"));
+    pip.args([
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]);
+    run(pip.arg(PACKAGE)).with_context(|| {
+        format!("pip can't install {PACKAGE}; it needs a network with a Python package index")
+    })?;
+    let made = python();
+    ensure!(
+        made.is_ok(),
+        "pip has installed {PACKAGE}, but it can't be imported"
+    );
+    Ok(())
+}
