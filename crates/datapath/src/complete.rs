@@ -10,6 +10,7 @@ use tracing::error;
 use crate::queue::About;
 use crate::syncs::lost;
 use crate::worker::Worker;
+use crate::zeroes;
 
 /// Times that an operation is tried again which the kernel had no means for at the moment.
 const RETRIES_MAX: u8 = 100;
@@ -67,6 +68,10 @@ impl<E: Engine> Worker<E> {
             _ if s.settling => {
                 let place = queue.local;
                 return self.synced(place, result);
+            }
+            (EOPNOTSUPP, Request::WriteZeroes { .. }) if s.detected => {
+                zeroes::undo(&queue.disk, s);
+                Next::Again
             }
             (EOPNOTSUPP, Request::Discard { .. } | Request::WriteZeroes { .. }) => {
                 Next::Finish(Status::Unsupported)

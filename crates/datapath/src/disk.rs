@@ -33,6 +33,8 @@ pub struct Disk {
     pub(crate) syncs: Syncs,
     size: AtomicU64,
     write_cache: AtomicBool,
+    /// Writes of zeroes are looked for.
+    detect_zeroes: AtomicBool,
 }
 
 /// What the operator chose for a disk.
@@ -76,6 +78,11 @@ impl Disk {
         let mut id = [0; blk::ID_BYTES];
         let len = serial.len().min(id.len());
         id[..len].copy_from_slice(&serial.as_bytes()[..len]);
+        // What cannot give space back would write the zeroes all the same, and slower.
+        let detect_zeroes = options.detect_zeroes != DetectZeroes::Off
+            && file.is_some()
+            && !facts.read_only
+            && facts.discard_granularity != 0;
         if options.discard == Discard::Ignore {
             facts.discard_granularity = 0;
         }
@@ -91,6 +98,7 @@ impl Disk {
             syncs: Syncs::new(!options.cache.direct()),
             size: AtomicU64::new(size),
             write_cache: AtomicBool::new(options.cache.write_cache()),
+            detect_zeroes: AtomicBool::new(detect_zeroes),
         }
     }
 
@@ -167,6 +175,20 @@ impl Disk {
     /// Moves the disk to a group, or out of the one it is in.
     pub fn set_throttle_group(&self, group: Option<Arc<ThrottleGroup>>) {
         self.admission.set_group(group);
+    }
+
+    #[inline]
+    pub(crate) fn detects_zeroes(&self) -> bool {
+        self.detect_zeroes.load(Ordering::Relaxed)
+    }
+
+    /// Whether the space of what was found to be zeroes is given back.
+    pub(crate) fn detected_unmap(&self) -> bool {
+        self.options.detect_zeroes == DetectZeroes::Unmap && self.options.discard == Discard::Unmap
+    }
+
+    pub(crate) fn stop_detecting_zeroes(&self) {
+        self.detect_zeroes.store(false, Ordering::Relaxed);
     }
 
     /// Logs that a queue cannot be served where or as large as the guest says.

@@ -30,6 +30,7 @@ mod thread;
 mod throttle;
 mod timer;
 mod worker;
+mod zeroes;
 
 pub use disk::{Disk, Options};
 pub use thread::{IoThread, QueueId};

@@ -26,6 +26,8 @@ pub(crate) struct Slot {
     pub unstable: bool,
     /// Moved; it completes with the end of an fdatasync.
     pub settling: bool,
+    /// A write of zeroes that became a write-zeroes.
+    pub detected: bool,
     pub bounce: Option<Bounce>,
     few: [Segment; INLINE],
     many: Vec<Segment>,
@@ -46,6 +48,7 @@ impl Slot {
             retries: 0,
             unstable: false,
             settling: false,
+            detected: false,
             bounce: None,
             few: [NO_SEGMENT; INLINE],
             many: Vec::new(),
@@ -131,6 +134,7 @@ impl Slots {
         slot.retries = 0;
         slot.unstable = false;
         slot.settling = false;
+        slot.detected = false;
         slot.set_segments(segments);
         (slot.left, slot.written) = match request {
             // The used ring counts in 32 bits.

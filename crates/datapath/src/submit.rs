@@ -6,6 +6,7 @@ use block::{Engine, Op, Request, Segment};
 use crate::bounce::{self, PIECE};
 use crate::queue::{Queue, token};
 use crate::worker::Worker;
+use crate::zeroes;
 
 impl<E: Engine> Worker<E> {
     /// Submits what is left of a request.
@@ -20,6 +21,7 @@ impl<E: Engine> Worker<E> {
         );
         let stable = disk.writes_are_stable();
         let s = queue.slots.get(slot);
+        zeroes::detect(disk, &queue.ring, s);
         if s.request == Request::Flush && !s.settling {
             return self.settle(number, slot);
         }

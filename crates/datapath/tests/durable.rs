@@ -6,7 +6,7 @@ mod support;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use block::{Aio, Backing, CacheMode};
+use block::{Aio, Backing, CacheMode, DetectZeroes, Discard, DiskFacts};
 use datapath::{Disk, IoThread, Options};
 use image::Image;
 use support::{FACTS, Served};
@@ -21,6 +21,7 @@ const SLOTS: u16 = 16;
 
 const OK: u8 = 0;
 const IO_ERROR: u8 = 1;
+const UNSUPPORTED: u8 = 2;
 
 const NO_FAULTS: Faults = Faults {
     short: 0,
@@ -47,15 +48,19 @@ struct Storage {
 }
 
 fn serve(cache: CacheMode, faults: Faults, threads: u64, queues: u16) -> Storage {
-    serve_with(cache, faults, threads, queues, false)
+    let options = Options {
+        cache,
+        ..Options::default()
+    };
+    serve_with(options, faults, threads, queues, FACTS)
 }
 
 fn serve_with(
-    cache: CacheMode,
+    options: Options,
     faults: Faults,
     threads: u64,
     queues: u16,
-    read_only: bool,
+    facts: DiskFacts,
 ) -> Storage {
     let bytes = MemoryDisk::new(DISK_BYTES as usize);
     let seed = seed();
@@ -69,13 +74,10 @@ fn serve_with(
         "durable".into(),
         Image::Raw,
         Some((file, Backing::File, Aio::Auto)),
-        block::DiskFacts { read_only, ..FACTS },
+        facts,
         DISK_BYTES,
         "",
-        Options {
-            cache,
-            ..Options::default()
-        },
+        options,
     ));
     let threads = Arc::new((0..threads).map(thread).collect());
     let served = Served::new(disk.clone(), threads, queues, 256);
@@ -319,7 +321,11 @@ fn each_mode_asks_for_what_it_promises() {
             }
         }
     }
-    let storage = serve_with(None, NO_FAULTS, 1, 1, true);
+    let facts = DiskFacts {
+        read_only: true,
+        ..FACTS
+    };
+    let storage = serve_with(Options::default(), NO_FAULTS, 1, 1, facts);
     let mut device = storage.connect(1);
     assert_eq!(device.queues[0].run(Op::Flush, 0, 0), OK);
     assert_eq!(
@@ -349,4 +355,66 @@ fn writes_through_the_page_cache_share_flushes() {
     let (flushes, stable) = storage.asked();
     println!("800 writes in {flushes} flushes");
     assert!(flushes < 600 && stable == 0);
+}
+
+/// Writes of zeroes become write-zeroes where the operator wants that, with what he wants of their space, and are plain
+/// writes where the backing cannot.
+#[test]
+fn writes_of_zeroes_are_found() {
+    use DetectZeroes::{Off, On, Unmap};
+    // What is found of two writes, and how often space is given back for it.
+    for (detect_zeroes, discard, granularity, zeroed) in [
+        (Off, Discard::Unmap, 4096, [0, 0]),
+        (On, Discard::Unmap, 4096, [2, 0]),
+        (Unmap, Discard::Unmap, 4096, [2, 2]),
+        (Unmap, Discard::Ignore, 4096, [2, 0]),
+        (Unmap, Discard::Unmap, 0, [0, 0]),
+    ] {
+        let options = Options {
+            detect_zeroes,
+            discard,
+            ..Options::default()
+        };
+        let facts = DiskFacts {
+            discard_granularity: granularity,
+            ..FACTS
+        };
+        let storage = serve_with(options, NO_FAULTS, 1, 1, facts);
+        let queue = &mut storage.connect(1).queues[0];
+        let mut data = vec![7; 4096];
+        assert_eq!(queue.write(0, &data), OK);
+        assert_eq!(queue.write(0, &[0; 512]), OK);
+        assert_eq!(queue.write(1, &[0; 4096 - 512]), OK);
+        assert_eq!(queue.read(0, 4096).unwrap(), [0; 4096]);
+        assert_eq!(storage.bytes.lock().unwrap().zeroed, zeroed, "{options:?}");
+        // One byte is enough, wherever it is.
+        for at in [0, 63, 64, 1000, 4095] {
+            data.fill(0);
+            data[at] = 1;
+            assert_eq!(queue.write(8, &data), OK);
+            assert_eq!(queue.read(8, 4096).unwrap(), data, "{at}");
+        }
+        assert_eq!(storage.bytes.lock().unwrap().zeroed, zeroed, "{options:?}");
+    }
+}
+
+/// A backing that turns out not to zero ranges gets the plain write, and is not asked again.
+#[test]
+fn zeroes_that_cannot_be_zeroed_are_written() {
+    let options = Options {
+        detect_zeroes: DetectZeroes::On,
+        ..Options::default()
+    };
+    let storage = serve_with(options, NO_FAULTS, 1, 1, FACTS);
+    storage.bytes.lock().unwrap().cannot_zero = true;
+    let queue = &mut storage.connect(1).queues[0];
+    for at in 0..3 {
+        assert_eq!(queue.write(at * 8, &[7; 4096]), OK);
+        assert_eq!(queue.write(at * 8, &[0; 4096]), OK);
+        assert_eq!(queue.read(at * 8, 4096).unwrap(), [0; 4096]);
+    }
+    assert_eq!(storage.bytes.lock().unwrap().zeroed, [1, 0]);
+    // The guest's own are its own business.
+    let zeroes = Op::WriteZeroes { unmap: false };
+    assert_eq!(queue.run(zeroes, 0, 4096), UNSUPPORTED);
 }

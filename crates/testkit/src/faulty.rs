@@ -51,6 +51,8 @@ pub struct MemoryDisk {
     pub zeroed: [u64; 2],
     /// What a flush that fails had to make stable never becomes so, as in Linux' page cache.
     pub forgets: bool,
+    /// Ranges cannot be zeroed: EOPNOTSUPP.
+    pub cannot_zero: bool,
     /// By sector: the number of the last write that is not stable yet, or 0.
     unstable: Vec<u64>,
     writes: u64,
@@ -68,6 +70,7 @@ impl MemoryDisk {
             stable_writes: 0,
             zeroed: [0; 2],
             forgets: false,
+            cannot_zero: false,
             unstable: vec![0; len / SECTOR as usize],
             writes: 0,
         }))
@@ -225,6 +228,7 @@ impl Faulty {
                 None if self.random.below(2) == 0 => 0,
                 None => self.zero(*at, *len, *stable),
             },
+            What::WriteZeroes(..) if self.disk().cannot_zero => -EOPNOTSUPP,
             What::WriteZeroes(at, len, stable) => {
                 match self.fails(*at, *len, &[EIO, ENOSPC, EOPNOTSUPP]) {
                     Some(errno) => {
