@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use datapath::{Disk, IoThread, QueueId};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
-use guest::{Device, FrontendChannel, NewQueue, RingError};
+use guest::{Device, FrontendChannel, NewQueue, RingBase, RingError};
 use tracing::{error, warn};
 
 use crate::iothreads::NamedThread;
@@ -156,16 +156,16 @@ impl Device for BlockDevice<'_> {
         Ok(())
     }
 
-    fn stop(&mut self, ring: u16) -> u16 {
+    fn stop(&mut self, ring: u16) -> RingBase {
         let Some(id) = self.running[usize::from(ring)].take() else {
-            return 0;
+            return RingBase(0);
         };
         self.thread(ring).stop(id).unwrap_or_else(|e| {
             error!(
                 "disk {}: queue {ring} cannot be stopped: {e}",
                 self.served.disk.name
             );
-            0
+            RingBase(0)
         })
     }
 

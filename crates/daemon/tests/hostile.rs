@@ -104,9 +104,10 @@ impl Attack<'_> {
     /// Submits an indirect table whose descriptors are linked as they are.
     fn indirect(&mut self, table: &[Desc]) {
         let at = self.at + TABLE;
-        (0..)
-            .zip(table)
-            .for_each(|(i, d)| self.device.memory.write(at + 16 * i, &d.bytes()));
+        (0..).zip(table).for_each(|(i, d)| {
+            let bytes = self.device.queues[0].ring.table_bytes(d);
+            self.device.memory.write(at + 16 * i, &bytes);
+        });
         self.chain(&[desc(at, 16 * table.len() as u32, Desc::INDIRECT)]);
     }
 
@@ -233,28 +234,6 @@ const BAD_REQUESTS: &[Case] = &[
 
 /// Chains that no driver may build.
 const BAD_CHAINS: &[Case] = &[
-    ("next beyond the ring", Retired, |a| {
-        let head = a.header(VIRTIO_BLK_T_IN, 0);
-        a.raw(
-            &[Desc {
-                flags: Desc::NEXT,
-                next: a.device.queues[0].ring.size,
-                ..head
-            }],
-            a.first,
-        );
-    }),
-    ("next far beyond the ring", Retired, |a| {
-        let head = a.header(VIRTIO_BLK_T_IN, 0);
-        a.raw(
-            &[Desc {
-                flags: Desc::NEXT,
-                next: u16::MAX,
-                ..head
-            }],
-            a.first,
-        );
-    }),
     ("loop of one", Retired, |a| {
         let head = a.header(VIRTIO_BLK_T_IN, 0);
         a.raw(
@@ -299,28 +278,6 @@ const BAD_CHAINS: &[Case] = &[
             ],
             a.first,
         );
-    }),
-    ("loop in an indirect table", Retired, |a| {
-        let mut table = a.good_table();
-        table[2] = Desc {
-            flags: W | Desc::NEXT,
-            next: 1,
-            ..table[2]
-        };
-        a.indirect(&table);
-    }),
-    ("head beyond the ring", Retired, |a| {
-        a.raw(&[], a.device.queues[0].ring.size)
-    }),
-    ("head far beyond the ring", Retired, |a| {
-        a.raw(&[], u16::MAX)
-    }),
-    ("more available than the ring holds", Retired, |a| {
-        let ring = &mut a.device.queues[0].ring;
-        ring.publish_jump(ring.size + 1);
-    }),
-    ("available index gone backwards", Retired, |a| {
-        a.device.queues[0].ring.publish_jump(u16::MAX)
     }),
     ("header outside memory", Retired, |a| {
         a.chain(&[desc(0x10, 16, 0), a.data(512, W), a.status()])
@@ -482,11 +439,6 @@ const BAD_CHAINS: &[Case] = &[
         }
         a.chain(&[desc(a.at + TABLE, 1024 * 16, Desc::INDIRECT)]);
     }),
-    ("next beyond the indirect table", Retired, |a| {
-        let mut table = a.good_table();
-        table[1].next = 3;
-        a.indirect(&table);
-    }),
     ("indirect in indirect", Retired, |a| {
         let inner = a.good_table();
         let at = a.at + TABLE + 0x1000;
@@ -504,35 +456,106 @@ const BAD_CHAINS: &[Case] = &[
     }),
 ];
 
+/// Links and heads that no driver may write into a split ring. A packed one has neither.
+const BAD_LINKS: &[Case] = &[
+    ("next beyond the ring", Retired, |a| {
+        let head = a.header(VIRTIO_BLK_T_IN, 0);
+        a.raw(
+            &[Desc {
+                flags: Desc::NEXT,
+                next: a.device.queues[0].ring.size,
+                ..head
+            }],
+            a.first,
+        );
+    }),
+    ("next far beyond the ring", Retired, |a| {
+        let head = a.header(VIRTIO_BLK_T_IN, 0);
+        a.raw(
+            &[Desc {
+                flags: Desc::NEXT,
+                next: u16::MAX,
+                ..head
+            }],
+            a.first,
+        );
+    }),
+    ("loop in an indirect table", Retired, |a| {
+        let mut table = a.good_table();
+        table[2] = Desc {
+            flags: W | Desc::NEXT,
+            next: 1,
+            ..table[2]
+        };
+        a.indirect(&table);
+    }),
+    ("head beyond the ring", Retired, |a| {
+        a.raw(&[], a.device.queues[0].ring.size)
+    }),
+    ("head far beyond the ring", Retired, |a| {
+        a.raw(&[], u16::MAX)
+    }),
+    ("more available than the ring holds", Retired, |a| {
+        let ring = &mut a.device.queues[0].ring;
+        ring.publish_jump(ring.size + 1);
+    }),
+    ("available index gone backwards", Retired, |a| {
+        a.device.queues[0].ring.publish_jump(u16::MAX)
+    }),
+    ("next beyond the indirect table", Retired, |a| {
+        let mut table = a.good_table();
+        table[1].next = 3;
+        a.indirect(&table);
+    }),
+];
+
 #[test]
 fn bad_requests_get_their_status() {
-    attack_with_all(BAD_REQUESTS, true);
+    attack_with_all(BAD_REQUESTS, DeviceConfig::default());
 }
 
 #[test]
 fn bad_chains_retire_their_queue_only() {
-    attack_with_all(BAD_CHAINS, true);
+    attack_with_all(BAD_CHAINS, DeviceConfig::default());
+    attack_with_all(BAD_LINKS, DeviceConfig::default());
+}
+
+#[test]
+fn bad_requests_and_chains_in_packed_rings() {
+    let packed = || DeviceConfig {
+        packed: true,
+        ..DeviceConfig::default()
+    };
+    attack_with_all(BAD_REQUESTS, packed());
+    attack_with_all(BAD_CHAINS, packed());
 }
 
 #[test]
 fn indirect_tables_that_were_not_negotiated_do_no_harm() {
     attack_with_all(
         &[("indirect", Anything, |a| a.indirect(&a.good_table()))],
-        false,
+        DeviceConfig {
+            indirect: false,
+            ..DeviceConfig::default()
+        },
     );
 }
 
-fn attack_with_all(cases: &[Case], indirect: bool) {
-    for cache in ["none", "writeback"] {
+fn attack_with_all(cases: &[Case], config: DeviceConfig) {
+    let config = DeviceConfig {
+        queues: 2,
+        slots: 1,
+        ..config
+    };
+    let caches: &[_] = match config.packed {
+        // What a chain leads to does not depend on the kind of ring.
+        true => &["none"],
+        false => &["none", "writeback"],
+    };
+    for cache in caches {
         let (victim, other) = (Disk::new(), Disk::new());
         let options = format!("queues=2,cache={cache}");
         let server = serve_all(&[victim.argument(&options), other.argument(&options)]);
-        let config = DeviceConfig {
-            queues: 2,
-            slots: 1,
-            indirect,
-            ..DeviceConfig::default()
-        };
         let mut bystander = Device::connect(&other.socket, &config).unwrap();
         for &(name, expect, post) in cases {
             println!("{name}, cache={cache}");

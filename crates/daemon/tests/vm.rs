@@ -18,16 +18,21 @@ const LIMIT: Duration = Duration::from_secs(240);
 
 #[test]
 fn a_disk_lives_with_one_queue() -> Result<()> {
-    a_disk_lives("a_disk_lives_with_one_queue", 1, 1024)
+    a_disk_lives("a_disk_lives_with_one_queue", 1, 1024, false)
 }
 
 #[test]
 fn a_disk_lives_with_four_queues() -> Result<()> {
-    a_disk_lives("a_disk_lives_with_four_queues", 4, 4096)
+    a_disk_lives("a_disk_lives_with_four_queues", 4, 4096, false)
+}
+
+#[test]
+fn a_disk_lives_with_packed_queues() -> Result<()> {
+    a_disk_lives("a_disk_lives_with_packed_queues", 2, 4096, true)
 }
 
 /// Partitioned, formatted, filled, trimmed and verified by the guest; sound and with holes on the host.
-fn a_disk_lives(test: &str, queues: u16, block_size: u32) -> Result<()> {
+fn a_disk_lives(test: &str, queues: u16, block_size: u32, packed: bool) -> Result<()> {
     let Some(bench) = Bench::new(test)? else {
         return Ok(());
     };
@@ -41,19 +46,23 @@ fn a_disk_lives(test: &str, queues: u16, block_size: u32) -> Result<()> {
     let mut filled = 0;
     let script = format!(
         "[ $(ls /sys/block/vda/mq | wc -l) = {queues} ] || {{ echo 'not {queues} queues'; exit 1; }}
+         [ $(cut -c35 /sys/block/vda/device/features) = {} ] || {{ echo 'the wrong kind of queues'; exit 1; }}
          [ \"$(cat /sys/block/vda/queue/write_cache)\" = 'write back' ] || {{ echo 'no write cache'; exit 1; }}
          {}",
+        u8::from(packed),
         vm::disk_life("life", block_size)
     );
-    let output =
-        bench
-            .guest(&server)
-            .cpus(queues.into())
-            .run_watched(&script, LIMIT, &mut |line, _| {
-                if line == "ok fill" {
-                    filled = allocated(&file);
-                }
-            })?;
+    let guest = match packed {
+        true => bench.guest(&server).packed(),
+        false => bench.guest(&server),
+    };
+    let output = guest
+        .cpus(queues.into())
+        .run_watched(&script, LIMIT, &mut |line, _| {
+            if line == "ok fill" {
+                filled = allocated(&file);
+            }
+        })?;
     output.checked()?;
     stop(server)?;
 

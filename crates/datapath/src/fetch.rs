@@ -155,9 +155,11 @@ impl<E: Engine> Worker<E> {
         let disk = &queue.disk;
         disk.errors.log(|left_out| {
             warn!(
-                "disk {}: a queue is given up until the guest resets the device: {reason} \
+                "disk {}: queue {} is given up at {:?} until the guest resets the device: {reason} \
                  ({left_out} more of these left out)",
-                disk.name
+                disk.name,
+                queue.ring.number(),
+                queue.ring.base(),
             );
         });
         if let Some(error) = &queue.error {

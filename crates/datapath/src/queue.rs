@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
 use block::{FileId, Segment, Token};
-use guest::{NewQueue, Virtqueue};
+use guest::{NewQueue, RingBase, Virtqueue};
 
 use crate::admit::Held;
 use crate::disk::Disk;
@@ -39,7 +39,7 @@ pub(crate) enum State {
     Retired,
     /// Nothing is fetched any more; whoever asked is told when nothing is under way.
     Stopping {
-        reply: Sender<u16>,
+        reply: Sender<RingBase>,
         retired: bool,
     },
 }

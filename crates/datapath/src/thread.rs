@@ -9,7 +9,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use block::Engine;
-use guest::NewQueue;
+use guest::{NewQueue, RingBase};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::disk::Disk;
@@ -36,7 +36,7 @@ pub(crate) enum Command {
     },
     Stop {
         queue: QueueId,
-        reply: Sender<u16>,
+        reply: Sender<RingBase>,
     },
     Signals {
         queue: QueueId,
@@ -92,12 +92,12 @@ impl IoThread {
         answer(&result)?
     }
 
-    /// Stops serving a queue, once nothing of it is under way. Returns the index in the available
-    /// ring at which a successor goes on.
+    /// Stops serving a queue, once nothing of it is under way. Returns where in the ring a successor
+    /// goes on.
     ///
     /// # Errors
     /// The thread has ended, with a line in the log that says why.
-    pub fn stop(&self, queue: QueueId) -> io::Result<u16> {
+    pub fn stop(&self, queue: QueueId) -> io::Result<RingBase> {
         let (reply, result) = mpsc::channel();
         self.send(Command::Stop { queue, reply });
         answer(&result)

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, Sender};
 use std::time::Duration;
 
 use block::{Completion, Engine, Segment};
-use guest::{NewQueue, Virtqueue};
+use guest::{NewQueue, RingBase, Virtqueue};
 use rustix::io::Errno;
 use tracing::{error, warn};
 
@@ -179,7 +179,7 @@ impl<E: Engine> Worker<E> {
         Ok(QueueId(number))
     }
 
-    fn stop(&mut self, id: QueueId, reply: Sender<u16>) {
+    fn stop(&mut self, id: QueueId, reply: Sender<RingBase>) {
         let Some(queue) = &mut self.queues[id.0] else {
             return;
         };
@@ -198,7 +198,7 @@ impl<E: Engine> Worker<E> {
             return;
         }
         if let State::Stopping { reply, .. } = &queue.state {
-            let (reply, next) = (reply.clone(), queue.ring.next_available());
+            let (reply, next) = (reply.clone(), queue.ring.base());
             self.notify_queue(number);
             let _ = self.engine.unwatch(kick_token(number));
             self.forget(number);

@@ -30,6 +30,8 @@ pub const CONFIG_WRITEBACK: usize = 32;
 pub const F_FLUSH: u64 = 1 << b::VIRTIO_BLK_F_FLUSH;
 /// VIRTIO_RING_F_EVENT_IDX.
 pub const F_EVENT_IDX: u64 = 1 << r::VIRTIO_RING_F_EVENT_IDX;
+/// VIRTIO_F_RING_PACKED.
+pub const F_RING_PACKED: u64 = 1 << c::VIRTIO_F_RING_PACKED;
 
 /// Most bytes that one discard or write-zeroes request may cover: it bounds how long one takes where
 /// zeroes must be written, and so how long a queue takes to stop.
@@ -44,6 +46,7 @@ pub fn features(facts: &DiskFacts) -> u64 {
     let mut bits = 1 << c::VIRTIO_F_VERSION_1
         | 1 << r::VIRTIO_RING_F_INDIRECT_DESC
         | F_EVENT_IDX
+        | F_RING_PACKED
         | 1 << b::VIRTIO_BLK_F_SEG_MAX
         | 1 << b::VIRTIO_BLK_F_BLK_SIZE
         | 1 << b::VIRTIO_BLK_F_TOPOLOGY

@@ -17,4 +17,4 @@ pub use message::accepts_message;
 pub use message::{MAX_MEM_SLOTS, MessageError};
 pub use session::{Device, End, NewQueue, serve};
 pub use socket::FrontendChannel;
-pub use virtqueue::{Chain, RingError, RingLayout, Ticket, Virtqueue};
+pub use virtqueue::{Chain, RingBase, RingError, RingLayout, Ticket, Virtqueue};

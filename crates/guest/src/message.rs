@@ -125,7 +125,7 @@ pub(crate) enum Message {
     SetMemTable(Vec<(RegionLayout, OwnedFd)>),
     SetVringNum { ring: u32, size: u32 },
     SetVringAddr(VringAddr),
-    SetVringBase { ring: u32, next: u32 },
+    SetVringBase { ring: u32, base: u32 },
     GetVringBase { ring: u32 },
     SetVringKick { ring: u32, fd: Option<OwnedFd> },
     SetVringCall { ring: u32, fd: Option<OwnedFd> },
@@ -195,8 +195,8 @@ impl Message {
                 })
             }
             10 => {
-                let (ring, next) = need(8, 0)?.u32_pair();
-                Self::SetVringBase { ring, next }
+                let (ring, base) = need(8, 0)?.u32_pair();
+                Self::SetVringBase { ring, base }
             }
             11 => {
                 let (ring, _) = need(8, 0)?.u32_pair();

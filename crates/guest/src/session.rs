@@ -14,7 +14,7 @@ use crate::blk::{self, CONFIG_BYTES};
 use crate::memory::{GuestMemory, MemoryError};
 use crate::message::{Config, MAX_MEM_SLOTS, Message, MessageError, VringAddr};
 use crate::socket::{self, FrontendChannel, NoMessage};
-use crate::virtqueue::{RingError, RingLayout, Virtqueue};
+use crate::virtqueue::{RingBase, RingError, RingLayout, Virtqueue};
 
 /// Bit of the feature set that says "there are protocol features".
 const F_PROTOCOL_FEATURES: u64 = 1 << 30;
@@ -69,9 +69,8 @@ pub trait Device {
     /// # Errors
     /// There are no means to serve it.
     fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()>;
-    /// Stops serving a ring; returns once nothing of it is in flight, with the index at which a
-    /// successor goes on.
-    fn stop(&mut self, ring: u16) -> u16;
+    /// Stops serving a ring; returns once nothing of it is in flight, with where a successor goes on.
+    fn stop(&mut self, ring: u16) -> RingBase;
     /// Changes where a ring that is being served signals to.
     fn set_signals(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>);
 }
@@ -152,7 +151,8 @@ struct Session<'a> {
 struct Ring {
     size: u16,
     addr: Option<VringAddr>,
-    next: u16,
+    /// Where the device goes on; where it begins, unless that was said.
+    base: Option<RingBase>,
     kick: Option<Arc<OwnedFd>>,
     call: Option<Arc<OwnedFd>>,
     error: Option<Arc<OwnedFd>>,
@@ -247,19 +247,21 @@ impl Session<'_> {
             Message::SetVringAddr(addr) => {
                 self.change_ring(addr.ring, |state| state.addr = Some(addr))?;
             }
-            Message::SetVringBase { ring, next } => {
-                let next = u16::try_from(next)
-                    .map_err(|_| SessionError::Refused("ring base is more than 16 bits"))?;
-                self.change_ring(ring, |state| state.next = next)?;
+            Message::SetVringBase { ring, base } => {
+                if !self.packed() && base > u32::from(u16::MAX) {
+                    return Err(SessionError::Refused("ring base is more than 16 bits"));
+                }
+                self.change_ring(ring, |state| state.base = Some(RingBase(base)))?;
             }
             Message::GetVringBase { ring } => {
                 self.ring(ring)?;
                 self.stop(ring as u16);
+                let first = RingBase::first(self.packed());
                 let state = &mut self.rings[ring as usize];
                 state.kick = None;
-                let next = u32::from(state.next);
+                let base = state.base.unwrap_or(first);
                 return Ok(Reply::Bytes(
-                    [ring.to_ne_bytes(), next.to_ne_bytes()].concat(),
+                    [ring.to_ne_bytes(), base.0.to_ne_bytes()].concat(),
                 ));
             }
             Message::SetVringKick { ring, fd } => {
@@ -368,7 +370,13 @@ impl Session<'_> {
         }
     }
 
+    /// Whether rings are packed.
+    fn packed(&self) -> bool {
+        self.features & blk::F_RING_PACKED != 0
+    }
+
     fn start_if_ready(&mut self, ring: u16) -> Result<(), SessionError> {
+        let packed = self.packed();
         let state = &mut self.rings[usize::from(ring)];
         let (false, true, Some(kick), Some(addr)) =
             (state.running, state.enabled, &state.kick, state.addr)
@@ -376,11 +384,13 @@ impl Session<'_> {
             return Ok(());
         };
         let layout = RingLayout {
+            number: ring,
+            packed,
             size: state.size,
             descriptors: addr.descriptors,
             available: addr.available,
             used: addr.used,
-            next_available: state.next,
+            base: state.base.unwrap_or(RingBase::first(packed)),
             event_idx: self.features & blk::F_EVENT_IDX != 0,
             max_segments: self.device.seg_max(),
         };
@@ -409,7 +419,7 @@ impl Session<'_> {
     fn stop(&mut self, ring: u16) {
         let state = &mut self.rings[usize::from(ring)];
         if std::mem::take(&mut state.running) {
-            state.next = self.device.stop(ring);
+            state.base = Some(self.device.stop(ring));
         }
     }
 

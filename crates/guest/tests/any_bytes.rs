@@ -6,7 +6,7 @@ mod checks;
 use std::fs;
 use std::path::PathBuf;
 
-use checks::{Seeds, blk_request, session, split_ring, vhost_user_message};
+use checks::{Seeds, blk_request, packed_ring, session, split_ring, vhost_user_message};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
@@ -21,6 +21,7 @@ const ALL: &[Target] = &[
     ),
     ("session", session::check, session::seeds),
     ("split_ring", split_ring::check, split_ring::seeds),
+    ("packed_ring", packed_ring::check, packed_ring::seeds),
     ("blk_request", blk_request::check, blk_request::seeds),
 ];
 
@@ -113,6 +114,11 @@ fn any_session() {
 #[test]
 fn any_ring() {
     random("split_ring", 20_000);
+}
+
+#[test]
+fn any_packed_ring() {
+    random("packed_ring", 20_000);
 }
 
 #[test]

@@ -13,12 +13,12 @@ use std::time::Duration;
 
 use block::Segment;
 use checks::memory::{RefRing, TestMemory, joined, need_event};
-use guest::{GuestMemory, RegionLayout, RingLayout, Ticket, Virtqueue};
+use guest::{GuestMemory, RegionLayout, RingBase, RingLayout, Ticket, Virtqueue};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use testkit::faulty::Random;
 use testkit::frontend::eventfd_wait;
-use testkit::memory::Memory;
+use testkit::memory::{Memory, Region};
 use testkit::ring::{Desc, Ring};
 
 const RING: RefRing = RefRing {
@@ -209,7 +209,7 @@ proptest! {
         event_idx in any::<bool>(),
     ) {
         let (memory, mut queue, _) = ring_in_use(next.wrapping_sub(1), 0, event_idx);
-        prop_assert_eq!(queue.next_available(), next);
+        prop_assert_eq!(queue.base(), RingBase::split(next));
         queue.disable_kicks();
         let flags = || memory.read_u16(BIG.used).unwrap();
         prop_assert_eq!(flags() & 1, u16::from(!event_idx));
@@ -269,21 +269,33 @@ const LOST: Duration = Duration::from_secs(30);
 
 #[test]
 fn no_wakeup_is_lost_with_event_indices() {
-    stress(true);
+    stress(Ring::new, true);
 }
 
 #[test]
 fn no_wakeup_is_lost_with_flags() {
-    stress(false);
+    stress(Ring::new, false);
 }
+
+#[test]
+fn no_wakeup_is_lost_in_a_packed_ring_with_event_indices() {
+    stress(Ring::packed, true);
+}
+
+#[test]
+fn no_wakeup_is_lost_in_a_packed_ring_with_flags() {
+    stress(Ring::packed, false);
+}
+
+type MakeRing = fn(&Arc<Memory>, &Region, u16, bool) -> std::io::Result<Ring>;
 
 /// A driver and a device, each of which now polls and now sleeps until it is told: a wake-up that one owes the other and
 /// does not give is a hang.
-fn stress(event_idx: bool) {
+fn stress(make: MakeRing, event_idx: bool) {
     const SIZE: u16 = 64;
     let memory = Arc::new(Memory::new(&[(0x10_0000, 0x1_0000)]).unwrap());
     let region = &memory.regions()[0];
-    let mut ring = Ring::new(&memory, region, SIZE, event_idx).unwrap();
+    let mut ring = make(&memory, region, SIZE, event_idx).unwrap();
     let buffers = region.alloc(64 * u64::from(SIZE), 64);
     for head in (0..SIZE).step_by(2) {
         let addr = buffers + 64 * u64::from(head);
@@ -302,7 +314,8 @@ fn stress(event_idx: bool) {
         ring.set_desc(head, header);
         ring.set_desc(head + 1, status);
     }
-    ring.restart(0);
+    let base = ring.first_base();
+    ring.restart(base);
 
     let layout = RegionLayout {
         guest: region.gpa,
@@ -314,11 +327,13 @@ fn stress(event_idx: bool) {
     let guest = guest.with_region(layout, &region.file).unwrap();
     let at = ring.guest_addresses();
     let layout = RingLayout {
+        number: 0,
+        packed: base != 0,
         size: SIZE,
         descriptors: memory.user(at.desc),
         available: memory.user(at.avail),
         used: memory.user(at.used),
-        next_available: 0,
+        base: RingBase(ring.base_word(base)),
         event_idx,
         max_segments: 0,
     };

@@ -97,16 +97,17 @@ impl Chain {
                     .for_each(|(i, d)| ring.set_desc(i, d));
                 return last;
             }
-            Table::Indirect => ring.set_desc(first, self.indirect(memory, table_at)),
+            Table::Indirect => {
+                let desc = self.table(memory, table_at, |d| ring.table_bytes(d));
+                ring.set_desc(first, desc);
+            }
             Table::Mixed(direct) => {
                 let (head, tail) = self.buffers.split_at(direct.min(count - 1));
                 let mut buffers = head.to_vec();
-                buffers.push(
-                    Chain {
-                        buffers: tail.to_vec(),
-                    }
-                    .indirect(memory, table_at),
-                );
+                let tail = Chain {
+                    buffers: tail.to_vec(),
+                };
+                buffers.push(tail.table(memory, table_at, |d| ring.table_bytes(d)));
                 Chain { buffers }
                     .link(|i| first + i)
                     .for_each(|(i, d)| ring.set_desc(i, d));
@@ -115,10 +116,14 @@ impl Chain {
         first
     }
 
-    /// Writes the chain as an indirect table into guest memory. Gives the descriptor that refers to it.
+    /// Writes the chain as an indirect table of a split ring into guest memory. Gives the descriptor that refers to it.
     pub fn indirect(&self, memory: &Memory, table_at: u64) -> Desc {
+        self.table(memory, table_at, Desc::bytes)
+    }
+
+    fn table(&self, memory: &Memory, table_at: u64, bytes: impl Fn(&Desc) -> [u8; 16]) -> Desc {
         self.link(|i| i)
-            .for_each(|(i, desc)| memory.write(table_at + 16 * u64::from(i), &desc.bytes()));
+            .for_each(|(i, desc)| memory.write(table_at + 16 * u64::from(i), &bytes(&desc)));
         Desc {
             addr: table_at,
             len: 16 * self.buffers.len() as u32,

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use virtio_bindings::virtio_blk::*;
-use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_config::{VIRTIO_F_RING_PACKED, VIRTIO_F_VERSION_1};
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
 use crate::frontend::{F_PROTOCOL_FEATURES, Frontend, RingAddresses, protocol};
@@ -22,7 +22,7 @@ use crate::ring::{Desc, Ring};
 pub struct DeviceConfig {
     /// Number of queues to set up.
     pub queues: u16,
-    /// Descriptors per queue, a power of two.
+    /// Descriptors per queue; of split ones, a power of two.
     pub queue_size: u16,
     /// Requests that a queue may have in flight: at most `queue_size` with `indirect`, a third of it without.
     pub slots: u16,
@@ -32,6 +32,8 @@ pub struct DeviceConfig {
     pub indirect: bool,
     /// Accept EVENT_IDX.
     pub event_idx: bool,
+    /// Accept RING_PACKED.
+    pub packed: bool,
     /// Virtio features to accept where they are offered.
     pub features: u64,
     /// Protocol features to accept where they are offered.
@@ -47,6 +49,7 @@ impl Default for DeviceConfig {
             buffer_len: 128 << 10,
             indirect: true,
             event_idx: true,
+            packed: false,
             features: !0,
             protocol: protocol::ALL,
         }
@@ -103,7 +106,12 @@ impl Device {
             protocol,
         };
         for index in 0..config.queues {
-            let ring = Ring::new(&memory, &regions[Self::RINGS], config.queue_size, event_idx)?;
+            let make = match features & 1 << VIRTIO_F_RING_PACKED {
+                0 => Ring::new,
+                _ => Ring::packed,
+            };
+            let ring = make(&memory, &regions[Self::RINGS], config.queue_size, event_idx)?;
+            let base = ring.first_base();
             let data = if index % 2 == 0 {
                 Self::LOW
             } else {
@@ -112,7 +120,7 @@ impl Device {
             device
                 .queues
                 .push(Queue::new(index, ring, &memory, indirect, config, data));
-            device.start_queue(usize::from(index), 0)?;
+            device.start_queue(usize::from(index), base)?;
         }
         if protocol & protocol::STATUS != 0 {
             // ACKNOWLEDGE, DRIVER, FEATURES_OK, DRIVER_OK
@@ -139,7 +147,7 @@ impl Device {
             avail: memory.user(guest.avail),
         };
         frontend.set_vring_num(index, ring.size)?;
-        frontend.set_vring_base(index, base)?;
+        frontend.set_vring_base(index, ring.base_word(base))?;
         frontend.set_vring_addr(index, user)?;
         frontend.set_vring_err(index, ring.err.as_fd())?;
         frontend.set_vring_call(index, ring.call.as_fd())?;
@@ -149,7 +157,9 @@ impl Device {
 
     /// Stops a queue; gives the index at which the device would go on.
     pub fn stop_queue(&mut self, index: usize) -> io::Result<u16> {
-        self.frontend.vring_base(self.queues[index].index)
+        // Of a packed ring, where it goes on to fetch. Nothing is in flight: the other half is the same.
+        let base = self.frontend.vring_base(self.queues[index].index)?;
+        Ok(base as u16)
     }
 
     /// The device's config space.
@@ -228,12 +238,14 @@ fn negotiate(frontend: &mut Frontend, config: &DeviceConfig) -> io::Result<(u64,
     for (on, bit) in [
         (config.indirect, VIRTIO_RING_F_INDIRECT_DESC),
         (config.event_idx, VIRTIO_RING_F_EVENT_IDX),
+        (config.packed, VIRTIO_F_RING_PACKED),
     ] {
         wanted = if on { wanted } else { wanted & !(1 << bit) };
     }
     let known = DISK_FEATURES
         | F_PROTOCOL_FEATURES
         | 1 << VIRTIO_F_VERSION_1
+        | 1 << VIRTIO_F_RING_PACKED
         | 1 << VIRTIO_RING_F_INDIRECT_DESC
         | 1 << VIRTIO_RING_F_EVENT_IDX;
     let features = offered & known & (wanted | 1 << VIRTIO_F_VERSION_1 | F_PROTOCOL_FEATURES);
@@ -458,7 +470,7 @@ impl Queue {
             let table = control + TABLE_AT;
             (0..)
                 .zip(&chain[..used])
-                .for_each(|(i, d)| self.memory.write(table + 16 * i, &d.bytes()));
+                .for_each(|(i, d)| self.memory.write(table + 16 * i, &self.ring.table_bytes(d)));
             let desc = Desc {
                 addr: table,
                 len: 16 * used as u32,

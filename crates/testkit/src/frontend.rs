@@ -174,17 +174,13 @@ impl Frontend {
         self.command(message::SET_VRING_ADDR, &payload, &[])
     }
 
-    /// Sets the next available index that the device takes.
-    pub fn set_vring_base(&mut self, queue: u16, base: u16) -> io::Result<()> {
-        self.command(
-            message::SET_VRING_BASE,
-            &vring_state(queue, u32::from(base)),
-            &[],
-        )
+    /// Sets where the device goes on: the next available index, or both positions of a packed ring.
+    pub fn set_vring_base(&mut self, queue: u16, base: u32) -> io::Result<()> {
+        self.command(message::SET_VRING_BASE, &vring_state(queue, base), &[])
     }
 
-    /// Stops a ring; gives the next available index that the device would have taken.
-    pub fn vring_base(&mut self, queue: u16) -> io::Result<u16> {
+    /// Stops a ring; gives where the device would have gone on.
+    pub fn vring_base(&mut self, queue: u16) -> io::Result<u32> {
         let reply = self.query(message::GET_VRING_BASE, &vring_state(queue, 0))?;
         let word = |at: usize| {
             reply
@@ -192,9 +188,7 @@ impl Frontend {
                 .map(|b| u32::from_ne_bytes(b.try_into().expect("4 bytes")))
         };
         match (reply.len(), word(0), word(4)) {
-            (8, Some(index), Some(base)) if index == u32::from(queue) && base <= 0xffff => {
-                Ok(base as u16)
-            }
+            (8, Some(index), Some(base)) if index == u32::from(queue) => Ok(base),
             _ => Err(invalid(format!(
                 "GET_VRING_BASE of queue {queue} answered {reply:x?}"
             ))),

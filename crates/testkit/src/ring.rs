@@ -1,16 +1,21 @@
-//! The driver's side of a split virtqueue (virtio 1.3 §2.7), with no opinion on what is put into it: hostile tests write
-//! nonsense through the same calls that the driver uses.
+//! The driver's side of a virtqueue, split or packed, with no opinion on what is put into it: hostile tests write nonsense
+//! through the same calls that the driver uses.
+//!
+//! Descriptors are those of a split ring, linked by index, whatever the kind: what drives the one drives the other.
+
+mod packed;
+mod split;
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU16, Ordering, fence};
 use std::time::Duration;
-
-use virtio_bindings::virtio_ring::{VRING_AVAIL_F_NO_INTERRUPT, VRING_USED_F_NO_NOTIFY};
 
 use crate::frontend::{RingAddresses, eventfd, eventfd_wait};
 use crate::memory::{Memory, Region};
+
+pub use packed::{PackedDesc, PackedRing};
+pub use split::SplitRing;
 
 /// A descriptor (virtio 1.3 §2.7.5), as it lies in memory.
 #[repr(C)]
@@ -44,17 +49,17 @@ impl Desc {
     }
 }
 
-/// An entry of the used ring.
+/// What the device says of a chain that it is done with.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Used {
-    /// Head of the chain that the device is done with.
+    /// Head of the chain.
     pub id: u32,
     /// How many bytes the device says it wrote.
     pub len: u32,
 }
 
-/// A split ring in guest memory, and its three eventfds.
+/// A ring in guest memory, and its three eventfds.
 pub struct Ring {
     /// Number of descriptors.
     pub size: u16,
@@ -66,43 +71,57 @@ pub struct Ring {
     pub call: OwnedFd,
     /// Tells the driver that the ring is broken.
     pub err: OwnedFd,
-    desc: *mut Desc,
-    avail: *mut u16,
-    used: *mut u16,
-    avail_idx: u16,
-    used_idx: u16,
+    kind: Kind,
     guest_addresses: RingAddresses,
     _memory: Arc<Memory>,
+}
+
+enum Kind {
+    Split(SplitRing),
+    Packed(PackedRing),
 }
 
 // SAFETY: the pointers lead into guest memory, which `_memory` keeps mapped and which is Sync.
 unsafe impl Send for Ring {}
 
 impl Ring {
-    /// Lays a ring out in `region`, which must be one of `memory`'s.
+    /// Lays a split ring out in `region`, which must be one of `memory`'s.
     pub fn new(
         memory: &Arc<Memory>,
         region: &Region,
         size: u16,
         event_idx: bool,
     ) -> io::Result<Self> {
-        let n = u64::from(size);
-        // Each part on cache lines of its own, as a guest has it.
-        let desc = region.alloc(16 * n, 64);
-        let avail = region.alloc(6 + 2 * n, 64);
-        let used = region.alloc(6 + 8 * n, 64);
+        let (ring, addresses) = SplitRing::new(memory, region, size, event_idx);
+        Self::of(Kind::Split(ring), addresses, memory, size, event_idx)
+    }
+
+    /// Lays a packed ring out in `region`, which must be one of `memory`'s.
+    pub fn packed(
+        memory: &Arc<Memory>,
+        region: &Region,
+        size: u16,
+        event_idx: bool,
+    ) -> io::Result<Self> {
+        let (ring, addresses) = PackedRing::new(memory, region, size, event_idx);
+        Self::of(Kind::Packed(ring), addresses, memory, size, event_idx)
+    }
+
+    fn of(
+        kind: Kind,
+        guest_addresses: RingAddresses,
+        memory: &Arc<Memory>,
+        size: u16,
+        event_idx: bool,
+    ) -> io::Result<Self> {
         Ok(Self {
             size,
             event_idx,
             kick: eventfd()?,
             call: eventfd()?,
             err: eventfd()?,
-            desc: memory.ptr(desc, 16 * usize::from(size)).cast(),
-            avail: memory.ptr(avail, 6 + 2 * usize::from(size)).cast(),
-            used: memory.ptr(used, 6 + 8 * usize::from(size)).cast(),
-            avail_idx: 0,
-            used_idx: 0,
-            guest_addresses: RingAddresses { desc, used, avail },
+            kind,
+            guest_addresses,
             _memory: memory.clone(),
         })
     }
@@ -112,23 +131,78 @@ impl Ring {
         self.guest_addresses
     }
 
-    /// The next available index, as counted by the driver.
-    pub fn avail_idx(&self) -> u16 {
-        self.avail_idx
+    /// Whether it is packed.
+    pub fn is_packed(&self) -> bool {
+        matches!(self.kind, Kind::Packed(_))
     }
 
-    /// Puts both indices to 0, or where the device goes on after `GET_VRING_BASE`, and makes the ring in memory as if
-    /// nothing had been in flight when they got there: the first publication kicks.
+    /// The bytes of a descriptor in an indirect table. In one of a packed ring, they follow one another unlinked.
+    pub fn table_bytes(&self, desc: &Desc) -> [u8; 16] {
+        match self.kind {
+            Kind::Split(_) => desc.bytes(),
+            Kind::Packed(_) => PackedDesc {
+                addr: desc.addr,
+                len: desc.len,
+                id: 0,
+                flags: desc.flags & !Desc::NEXT,
+            }
+            .bytes(),
+        }
+    }
+
+    /// Where a driver begins.
+    pub fn first_base(&self) -> u16 {
+        match self.kind {
+            Kind::Split(_) => 0,
+            Kind::Packed(_) => 1 << 15,
+        }
+    }
+
+    /// What SET_VRING_BASE says for a ring on which nothing is in flight.
+    pub fn base_word(&self, base: u16) -> u32 {
+        match self.kind {
+            Kind::Split(_) => u32::from(base),
+            Kind::Packed(_) => u32::from(base) | u32::from(base) << 16,
+        }
+    }
+
+    /// Where the driver makes the next chain available: an index, or a position with the wrap counter on top.
+    pub fn avail_idx(&self) -> u16 {
+        match &self.kind {
+            Kind::Split(ring) => ring.avail_idx(),
+            Kind::Packed(ring) => ring.avail(),
+        }
+    }
+
+    /// The split ring itself.
+    ///
+    /// # Panics
+    /// If it is packed.
+    pub fn as_split(&mut self) -> &mut SplitRing {
+        match &mut self.kind {
+            Kind::Split(ring) => ring,
+            Kind::Packed(_) => panic!("the ring is packed"),
+        }
+    }
+
+    /// The packed ring itself.
+    ///
+    /// # Panics
+    /// If it is split.
+    pub fn as_packed(&mut self) -> &mut PackedRing {
+        match &mut self.kind {
+            Kind::Split(_) => panic!("the ring is split"),
+            Kind::Packed(ring) => ring,
+        }
+    }
+
+    /// Begins at `base`, or goes on there after `GET_VRING_BASE`, and makes the ring in memory as if nothing had been in
+    /// flight when it got there: the first publication kicks.
     pub fn restart(&mut self, base: u16) {
-        (self.avail_idx, self.used_idx) = (base, base);
-        self.avail_word(0).store(0, Ordering::Relaxed);
-        self.used_word(0).store(0, Ordering::Relaxed);
-        self.used_word(1).store(base, Ordering::Relaxed);
-        self.used_word(2 + 4 * usize::from(self.size))
-            .store(base, Ordering::Relaxed);
-        self.avail_word(2 + usize::from(self.size))
-            .store(base, Ordering::Relaxed);
-        self.avail_word(1).store(base, Ordering::Release);
+        match &mut self.kind {
+            Kind::Split(ring) => ring.restart(base),
+            Kind::Packed(ring) => ring.restart(base),
+        }
         let _ = eventfd_wait(&self.call, Some(Duration::ZERO));
         let _ = eventfd_wait(&self.err, Some(Duration::ZERO));
     }
@@ -136,50 +210,28 @@ impl Ring {
     /// Writes a descriptor.
     #[inline]
     pub fn set_desc(&mut self, index: u16, desc: Desc) {
-        assert!(index < self.size);
-        // SAFETY: the table has `size` entries, and the driver owns those that are not in flight.
-        unsafe { self.desc.add(usize::from(index)).write_volatile(desc) }
+        match &mut self.kind {
+            Kind::Split(ring) => ring.set_desc(index, desc),
+            Kind::Packed(ring) => ring.set_desc(index, desc),
+        }
     }
 
-    /// Appends heads to the available ring, publishes them together, and kicks the device if it asks for it.
+    /// Makes the chains with these heads available, and kicks the device if it asks for it.
     #[inline]
     pub fn publish(&mut self, heads: impl IntoIterator<Item = u16>) {
-        let before = self.avail_idx;
-        for head in heads {
-            let position = usize::from(self.avail_idx & (self.size - 1));
-            self.avail_word(2 + position).store(head, Ordering::Relaxed);
-            self.avail_idx = self.avail_idx.wrapping_add(1);
-        }
-        self.publish_index(before);
-    }
-
-    /// Moves the available index on by `count` without writing heads, and kicks if asked to.
-    pub fn publish_jump(&mut self, count: u16) {
-        let before = self.avail_idx;
-        self.avail_idx = before.wrapping_add(count);
-        self.publish_index(before);
-    }
-
-    #[inline]
-    fn publish_index(&mut self, before: u16) {
-        self.avail_word(1).store(self.avail_idx, Ordering::Release);
-        // The index must be visible before the device's wish is read: the device writes its wish, then re-reads the index.
-        fence(Ordering::SeqCst);
-        if self.wants_kick(before) {
+        let wants_kick = match &mut self.kind {
+            Kind::Split(ring) => ring.publish(heads),
+            Kind::Packed(ring) => ring.publish(heads),
+        };
+        if wants_kick {
             self.kick();
         }
     }
 
-    #[inline]
-    fn wants_kick(&self, before: u16) -> bool {
-        if self.event_idx {
-            // §2.7.7.2: avail_event follows the used ring; kick when the index moves past it.
-            let event = self
-                .used_word(2 + 4 * usize::from(self.size))
-                .load(Ordering::Relaxed);
-            self.avail_idx.wrapping_sub(event).wrapping_sub(1) < self.avail_idx.wrapping_sub(before)
-        } else {
-            self.used_word(0).load(Ordering::Relaxed) & VRING_USED_F_NO_NOTIFY as u16 == 0
+    /// Moves the available index of a split ring on by `count` without writing heads, and kicks if asked to.
+    pub fn publish_jump(&mut self, count: u16) {
+        if self.as_split().publish_jump(count) {
+            self.kick();
         }
     }
 
@@ -191,34 +243,27 @@ impl Ring {
     /// Whether the device has used buffers that `next_used` has not taken yet.
     #[inline]
     pub fn has_used(&self) -> bool {
-        self.used_word(1).load(Ordering::Acquire) != self.used_idx
+        match &self.kind {
+            Kind::Split(ring) => ring.has_used(),
+            Kind::Packed(ring) => ring.has_used(),
+        }
     }
 
-    /// Takes all entries that the device has added to the used ring. Gives their number.
+    /// Takes all that the device has used. Gives the number.
     #[inline]
-    pub fn take_used(&mut self, mut taken: impl FnMut(Used)) -> usize {
-        let end = self.used_word(1).load(Ordering::Acquire);
-        let count = end.wrapping_sub(self.used_idx);
-        assert!(
-            count <= self.size,
-            "the device used {count} buffers at once in a ring of {}",
-            self.size
-        );
-        while self.used_idx != end {
-            taken(self.used_entry(self.used_idx));
-            self.used_idx = self.used_idx.wrapping_add(1);
+    pub fn take_used(&mut self, taken: impl FnMut(Used)) -> usize {
+        match &mut self.kind {
+            Kind::Split(ring) => ring.take_used(taken),
+            Kind::Packed(ring) => ring.take_used(taken),
         }
-        usize::from(count)
     }
 
-    /// Takes one entry of the used ring, waiting for it until `timeout`.
+    /// Takes one chain that the device has used, waiting for it until `timeout`.
     pub fn next_used(&mut self, timeout: Duration) -> Option<Used> {
-        if !self.wait_timeout(timeout) {
-            return None;
-        }
-        let used = self.used_entry(self.used_idx);
-        self.used_idx = self.used_idx.wrapping_add(1);
-        Some(used)
+        self.wait_timeout(timeout).then(|| match &mut self.kind {
+            Kind::Split(ring) => ring.take_one(),
+            Kind::Packed(ring) => ring.take_one(),
+        })
     }
 
     /// Sleeps on the call eventfd until the device has used a buffer.
@@ -245,51 +290,14 @@ impl Ring {
 
     /// Asks for a call at the next used buffer, or for none.
     fn want_calls(&mut self, wanted: bool) {
-        if !self.event_idx {
-            let flags = if wanted {
-                0
-            } else {
-                VRING_AVAIL_F_NO_INTERRUPT as u16
-            };
-            self.avail_word(0).store(flags, Ordering::Relaxed);
-        } else if wanted {
-            // §2.7.7.1: used_event follows the available ring. There is nothing to write for "none": a stale event
-            // is not passed again for 65536 buffers.
-            self.avail_word(2 + usize::from(self.size))
-                .store(self.used_idx, Ordering::Relaxed);
+        match &mut self.kind {
+            Kind::Split(ring) => ring.want_calls(wanted),
+            Kind::Packed(ring) => ring.want_calls(wanted),
         }
-        // The wish must be visible before the used index is read again.
-        fence(Ordering::SeqCst);
     }
 
     /// Whether the device has signalled the error eventfd, waiting for it until `timeout`.
     pub fn broken(&self, timeout: Duration) -> bool {
         eventfd_wait(&self.err, Some(timeout)).expect("the err eventfd is readable")
-    }
-
-    #[inline]
-    fn used_entry(&self, index: u16) -> Used {
-        let position = usize::from(index & (self.size - 1));
-        // SAFETY: the position is below `size`; the entry is behind the index that was loaded with Acquire.
-        unsafe {
-            self.used
-                .add(2 + 4 * position)
-                .cast::<Used>()
-                .read_volatile()
-        }
-    }
-
-    #[inline]
-    fn avail_word(&self, index: usize) -> &AtomicU16 {
-        debug_assert!(index < 3 + usize::from(self.size));
-        // SAFETY: the available ring has `3 + size` aligned words, mapped as long as `self` lives.
-        unsafe { AtomicU16::from_ptr(self.avail.add(index)) }
-    }
-
-    #[inline]
-    fn used_word(&self, index: usize) -> &AtomicU16 {
-        debug_assert!(index < 3 + 4 * usize::from(self.size));
-        // SAFETY: the used ring has `3 + 4 * size` aligned words, mapped as long as `self` lives.
-        unsafe { AtomicU16::from_ptr(self.used.add(index)) }
     }
 }

@@ -26,6 +26,7 @@ pub struct Vm {
     disks: Vec<Disk>,
     fio: bool,
     may_reboot: bool,
+    packed: bool,
 }
 
 /// A virtio-blk disk of a guest.
@@ -80,6 +81,7 @@ impl Vm {
             disks: Vec::new(),
             fio: false,
             may_reboot: false,
+            packed: false,
         }
     }
 
@@ -113,6 +115,15 @@ impl Vm {
     pub fn may_reboot(self) -> Vm {
         Vm {
             may_reboot: true,
+            ..self
+        }
+    }
+
+    /// Gives disks that are served over vhost-user packed virtqueues (QEMU's `packed=on`).
+    #[must_use]
+    pub fn packed(self) -> Vm {
+        Vm {
+            packed: true,
             ..self
         }
     }
@@ -246,7 +257,13 @@ impl Vm {
             qemu.arg("-no-reboot");
         }
         for (index, disk) in self.disks.iter().enumerate() {
-            qemu.args(disk.arguments(index));
+            let arguments = disk.arguments(index).into_iter();
+            qemu.args(arguments.map(|argument| {
+                match self.packed && argument.starts_with("vhost-user-blk-pci,") {
+                    true => argument + ",packed=on",
+                    false => argument,
+                }
+            }));
         }
         let log = File::create(self.folder.join("qemu.log")).context("making qemu.log")?;
         qemu.stdin(Stdio::null())

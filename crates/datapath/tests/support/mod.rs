@@ -10,7 +10,7 @@ use std::thread::{self, JoinHandle};
 use block::DiskFacts;
 use datapath::{Disk, IoThread, QueueId};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
-use guest::{Device, FrontendChannel, NewQueue};
+use guest::{Device, FrontendChannel, NewQueue, RingBase};
 use tempfile::TempDir;
 use testkit::frontend::eventfd;
 
@@ -115,7 +115,7 @@ impl Device for Queues {
         Ok(())
     }
 
-    fn stop(&mut self, ring: u16) -> u16 {
+    fn stop(&mut self, ring: u16) -> RingBase {
         let id = self.running[usize::from(ring)].take();
         let id = id.expect("a session stops what runs");
         self.thread(ring).stop(id).unwrap()

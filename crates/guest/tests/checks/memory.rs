@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use block::Segment;
-use guest::{GuestMemory, RegionLayout, RingLayout};
+use guest::{GuestMemory, RegionLayout, RingBase, RingLayout};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::io::{pread, pwrite};
 
@@ -64,7 +64,7 @@ impl TestMemory {
     }
 
     /// The parts of a guest range, as index of the region, offset in it, and length; `None` unless all of it is memory.
-    fn parts(mut at: u64, mut len: u64) -> Option<Vec<(usize, u64, u64)>> {
+    pub fn parts(mut at: u64, mut len: u64) -> Option<Vec<(usize, u64, u64)>> {
         let mut parts = Vec::new();
         while len > 0 {
             let region = REGIONS
@@ -76,6 +76,12 @@ impl TestMemory {
             (at, len) = (at + n, len - n);
         }
         Some(parts)
+    }
+
+    /// Whether a range is aligned and in one region.
+    pub fn fits(at: u64, len: u64, align: u64) -> bool {
+        let parts = Self::parts(at, len);
+        at.is_multiple_of(align) && parts.is_some_and(|p| p.len() == 1)
     }
 
     /// Reads a guest range.
@@ -169,11 +175,13 @@ impl RefRing {
     /// The ring as the code under test is told of it.
     pub fn layout(&self) -> RingLayout {
         RingLayout {
+            number: 0,
+            packed: false,
             size: self.size,
             descriptors: TestMemory::user(self.descriptors),
             available: TestMemory::user(self.available),
             used: TestMemory::user(self.used),
-            next_available: self.next_available,
+            base: RingBase::split(self.next_available),
             event_idx: self.event_idx,
             max_segments: self.max_segments,
         }
@@ -182,10 +190,7 @@ impl RefRing {
     /// Whether there can be such a ring: each part aligned and in one region.
     pub fn is_legal(&self) -> bool {
         let n = u64::from(self.size);
-        let fits = |at: u64, len, align| {
-            let parts = TestMemory::parts(at, len);
-            at.is_multiple_of(align) && parts.is_some_and(|p| p.len() == 1)
-        };
+        let fits = TestMemory::fits;
         self.size.is_power_of_two()
             && self.size <= 1024
             && fits(self.descriptors, 16 * n, 16)
@@ -233,20 +238,29 @@ impl RefRing {
             }
             index = next;
         }
-        let (header, readable) = split(&readable, 16)?;
-        let writable_len: u64 = writable.iter().map(|r| r.1).sum();
-        let (writable, status) = split(&writable, writable_len.checked_sub(1)?)?;
-        let mut bytes = Vec::new();
-        for (at, len) in header {
-            bytes.extend(memory.read(at, len)?);
-        }
-        Some(RefChain {
-            header: bytes,
-            readable,
-            writable,
-            status: status[0].0,
-        })
+        request(memory, &readable, &writable)
     }
+}
+
+/// The request in a chain: a header of 16 bytes first, a status of one last.
+pub fn request(
+    memory: &TestMemory,
+    readable: &[(u64, u64)],
+    writable: &[(u64, u64)],
+) -> Option<RefChain> {
+    let (header, readable) = split(readable, 16)?;
+    let writable_len: u64 = writable.iter().map(|r| r.1).sum();
+    let (writable, status) = split(writable, writable_len.checked_sub(1)?)?;
+    let mut bytes = Vec::new();
+    for (at, len) in header {
+        bytes.extend(memory.read(at, len)?);
+    }
+    Some(RefChain {
+        header: bytes,
+        readable,
+        writable,
+        status: status[0].0,
+    })
 }
 
 type Ranges = Vec<(u64, u64)>;

@@ -3,6 +3,7 @@
 
 pub mod blk_request;
 pub mod memory;
+pub mod packed_ring;
 pub mod session;
 pub mod split_ring;
 pub mod vhost_user_message;

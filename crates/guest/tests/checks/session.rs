@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use block::{DiskFacts, Segment};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
-use guest::{Device, FrontendChannel, NewQueue};
+use guest::{Device, FrontendChannel, NewQueue, RingBase};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -135,8 +135,9 @@ fn payload(request: u32, input: &mut Input<'_>) -> (Vec<u8>, usize) {
         2 => (
             match input.u8() {
                 0 => u64::MAX,
-                1 => features(),
-                2 => features() & !(1 << 30),
+                1 => features() & !blk::F_RING_PACKED,
+                2 => features() & !(1 << 30 | blk::F_RING_PACKED),
+                3 => features(),
                 _ => input.u64(),
             }
             .to_ne_bytes()
@@ -167,7 +168,17 @@ fn payload(request: u32, input: &mut Input<'_>) -> (Vec<u8>, usize) {
             bytes.extend([0; 8]);
             (bytes, 0)
         }
-        10 | 11 => (pair(ring(input), u32::from(input.u16())), 0),
+        10 | 11 => {
+            let n = input.u8();
+            let base = u32::from(input.u16());
+            // Of a packed ring, nothing is in flight at the same place for both sides.
+            let base = if n & 0x80 != 0 {
+                base << 16 | base
+            } else {
+                base
+            };
+            (pair(u32::from(n % 4), base), 0)
+        }
         12..=14 => {
             let word = ring(input) | u32::from(input.u8() & 1) << 8;
             (pair(word, 0), usize::from(word & 0x100 == 0))
@@ -276,9 +287,9 @@ impl Device for FakeDevice {
         Ok(())
     }
 
-    fn stop(&mut self, ring: u16) -> u16 {
+    fn stop(&mut self, ring: u16) -> RingBase {
         assert!(self.running.remove(&ring));
-        7
+        RingBase(7)
     }
 
     fn set_signals(&mut self, ring: u16, _: Option<Arc<OwnedFd>>, _: Option<Arc<OwnedFd>>) {
@@ -313,6 +324,7 @@ pub fn seeds() -> Seeds {
     };
     let input = |parts: &[Vec<u8>]| [vec![0, 0], parts.concat()].concat();
     let connect = connect.concat();
+    let connect_packed = [&connect[..], &[2, 1, 3]].concat();
     let start = [
         connect.clone(),
         table.to_vec(),
@@ -330,6 +342,18 @@ pub fn seeds() -> Seeds {
                 vec![36, 0, 37, 1, 0, 8, 0, 0, 37, 1, 8, 4, 8, 8],
                 ring(0).concat(),
                 vec![38, 1, 8, 4, 8, 8, 37, 1, 9, 4, 8, 8, 39, 1, 0],
+            ]),
+        ),
+        (
+            "packed",
+            input(&[
+                connect_packed,
+                table.to_vec(),
+                vec![8, 1, 0, 3],
+                word(10, 0x80, 0x8003),
+                addresses(0),
+                vec![13, 1, 0, 0, 12, 1, 0, 0, 18, 1, 0, 1],
+                word(11, 0, 0),
             ]),
         ),
         (
