@@ -129,9 +129,7 @@ impl<E: Engine> Worker<E> {
             let (disk, s) = (&queue.disk, &*s);
             disk.errors.log(|left_out| {
                 let cause = match result {
-                    _ if s.settling && disk.syncs.lost().is_some_and(|e| e == -result) => {
-                        lost(-result).to_string()
-                    }
+                    _ if s.settling && disk.has_lost(-result) => lost(-result).to_string(),
                     0 => "the file ends here, it was cut short while it was served".to_owned(),
                     e => std::io::Error::from_raw_os_error(-e).to_string(),
                 };
@@ -150,7 +148,10 @@ impl<E: Engine> Worker<E> {
         match queue.running() {
             // The guest is likely to follow up at once.
             true => self.heat(number),
-            false => self.finish_stop(number),
+            false => {
+                self.notify_queue(number);
+                self.finish_stop(number);
+            }
         }
     }
 }

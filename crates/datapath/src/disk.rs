@@ -1,9 +1,9 @@
 //! A disk, as all threads that serve it share it.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use block::{
     Aio, Backing, CacheMode, DetectZeroes, Discard, DiskFacts, ThrottleError, ThrottleLimits,
@@ -14,7 +14,7 @@ use tracing::warn;
 
 use crate::admit::Admission;
 use crate::report::Limiter;
-use crate::syncs::Syncs;
+use crate::source::Source;
 use crate::throttle::ThrottleGroup;
 
 /// What is served: an image, the file it is in, and what the guest is told of it.
@@ -26,11 +26,12 @@ pub struct Disk {
     /// The answer to GET_ID: the serial, padded with zeroes.
     pub id: [u8; blk::ID_BYTES],
     pub(crate) image: Image,
-    pub(crate) file: Option<(OwnedFd, Backing, Aio)>,
+    pub(crate) source: Option<Mutex<Arc<Source>>>,
+    /// Held while the file is replaced.
+    pub(crate) replacing: Mutex<()>,
     pub(crate) options: Options,
     pub(crate) errors: Limiter,
     pub(crate) admission: Admission,
-    pub(crate) syncs: Syncs,
     size: AtomicU64,
     write_cache: AtomicBool,
     /// Writes of zeroes are looked for.
@@ -78,9 +79,13 @@ impl Disk {
         let mut id = [0; blk::ID_BYTES];
         let len = serial.len().min(id.len());
         id[..len].copy_from_slice(&serial.as_bytes()[..len]);
+        let source = file.map(|(fd, backing, aio)| {
+            let cached = !options.cache.direct();
+            Mutex::new(Arc::new(Source::new(fd, backing, aio, &facts, cached)))
+        });
         // What cannot give space back would write the zeroes all the same, and slower.
         let detect_zeroes = options.detect_zeroes != DetectZeroes::Off
-            && file.is_some()
+            && source.is_some()
             && !facts.read_only
             && facts.discard_granularity != 0;
         if options.discard == Discard::Ignore {
@@ -91,11 +96,11 @@ impl Disk {
             facts,
             id,
             image,
-            file,
+            source,
+            replacing: Mutex::default(),
             options,
             errors: Limiter::default(),
             admission: Admission::default(),
-            syncs: Syncs::new(!options.cache.direct()),
             size: AtomicU64::new(size),
             write_cache: AtomicBool::new(options.cache.write_cache()),
             detect_zeroes: AtomicBool::new(detect_zeroes),
@@ -124,8 +129,8 @@ impl Disk {
     /// # Errors
     /// It could not be made durable, or what the page cache held was lost earlier.
     pub fn sync(&self) -> io::Result<()> {
-        match &self.file {
-            Some((file, ..)) if self.flushes() => self.syncs.sync(file),
+        match self.source() {
+            Some(source) if self.flushes() => source.syncs.sync(&source.fd),
             _ => Ok(()),
         }
     }
@@ -145,7 +150,7 @@ impl Disk {
 
     /// Whether there is anything that a flush must make durable.
     pub(crate) fn flushes(&self) -> bool {
-        self.file.is_some() && self.options.cache.flushes() && !self.facts.read_only
+        self.source.is_some() && self.options.cache.flushes() && !self.facts.read_only
     }
 
     /// Changes that for operations that are submitted from now on. To switch the cache off, stop the
@@ -200,11 +205,5 @@ impl Disk {
                 self.name
             );
         });
-    }
-
-    pub(crate) fn descriptor(&self) -> Option<(BorrowedFd<'_>, Backing, Aio)> {
-        self.file
-            .as_ref()
-            .map(|(fd, backing, aio)| (fd.as_fd(), *backing, *aio))
     }
 }

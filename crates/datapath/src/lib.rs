@@ -23,8 +23,10 @@ mod clock;
 mod disk;
 mod local;
 mod queue;
+mod replace;
 mod report;
 mod slot;
+mod source;
 mod syncs;
 mod thread;
 mod throttle;
@@ -33,5 +35,6 @@ mod worker;
 mod zeroes;
 
 pub use disk::{Disk, Options};
+pub use replace::Replacement;
 pub use thread::{IoThread, QueueId};
 pub use throttle::ThrottleGroup;

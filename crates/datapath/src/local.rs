@@ -2,15 +2,19 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use block::{Engine, FileId};
 
 use crate::disk::Disk;
+use crate::source::Source;
+use crate::syncs::Syncs;
 use crate::worker::Worker;
 
 pub(crate) struct Local {
     pub disk: Arc<Disk>,
+    pub source: Option<Arc<Source>>,
     /// The disk's file, as this thread's engine knows it.
     pub file: Option<FileId>,
     /// Queues of the disk that this thread serves.
@@ -26,6 +30,13 @@ pub(crate) struct Local {
     pub starved: VecDeque<(usize, u16)>,
     /// Bounce buffers that its requests have.
     pub bounces: usize,
+}
+
+impl Local {
+    /// Of the disk's file; only disks in files have anything to make durable.
+    pub fn syncs(&self) -> &Syncs {
+        &self.source.as_ref().expect("a file").syncs
+    }
 }
 
 pub(crate) struct Unsettled {
@@ -55,12 +66,14 @@ impl<E: Engine> Worker<E> {
         if let Some(place) = self.locals.iter().position(same) {
             return Ok(place);
         }
-        let file = match disk.descriptor() {
-            Some((fd, backing, aio)) => Some(self.engine.attach(fd, backing, aio)?),
+        let source = disk.source();
+        let file = match &source {
+            Some(s) => Some(self.engine.attach(s.fd.as_fd(), s.backing, s.aio)?),
             None => None,
         };
         let local = Some(Local {
             disk: disk.clone(),
+            source,
             file,
             queues: 0,
             requests: 0,

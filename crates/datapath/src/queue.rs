@@ -9,8 +9,10 @@ use guest::{NewQueue, RingBase, Virtqueue};
 
 use crate::admit::Held;
 use crate::disk::Disk;
+use crate::local::Local;
 use crate::notify::signal;
 use crate::slot::Slots;
+use crate::source::Alignment;
 
 pub(crate) struct Queue {
     pub disk: Arc<Disk>,
@@ -20,6 +22,7 @@ pub(crate) struct Queue {
     pub held: Held,
     /// The disk's file, as this thread's engine knows it.
     pub file: Option<FileId>,
+    pub alignment: Alignment,
     /// Place of what the thread keeps for the disk.
     pub local: usize,
     /// Guest memory that is registered with this thread's engine for this queue.
@@ -35,6 +38,8 @@ pub(crate) struct Queue {
 
 pub(crate) enum State {
     Running,
+    /// Nothing is fetched for now: the disk's file is being replaced.
+    Held,
     /// The guest broke the protocol: nothing is fetched or given back any more.
     Retired,
     /// Nothing is fetched any more; whoever asked is told when nothing is under way.
@@ -45,14 +50,16 @@ pub(crate) enum State {
 }
 
 impl Queue {
-    pub fn new(disk: Arc<Disk>, new: NewQueue, local: usize, file: Option<FileId>) -> Self {
+    pub fn new(disk: Arc<Disk>, new: NewQueue, place: usize, local: Option<&Local>) -> Self {
         let slots = Slots::new(new.virtqueue.size());
+        let source = local.and_then(|l| l.source.as_ref());
         Self {
             ring: new.virtqueue,
             slots,
             held: Held::new(disk.clone()),
-            file,
-            local,
+            file: local.and_then(|l| l.file),
+            alignment: source.map_or(Alignment { address: 1, len: 1 }, |s| s.alignment),
+            local: place,
             registered: Vec::new(),
             state: State::Running,
             hot: false,

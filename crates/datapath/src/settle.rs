@@ -25,7 +25,7 @@ impl<E: Engine> Worker<E> {
             return;
         };
         local.unsettled.push_back(Unsettled {
-            number: local.disk.syncs.ask(),
+            number: local.syncs().ask(),
             queue: number,
             slot,
         });
@@ -41,7 +41,7 @@ impl<E: Engine> Worker<E> {
             return;
         };
         local.syncing = false;
-        let ended = local.disk.syncs.end(-result);
+        let ended = local.syncs().end(-result);
         self.serve_up_to(place, ended);
         self.sync(place);
     }
@@ -53,7 +53,7 @@ impl<E: Engine> Worker<E> {
                 && !local.unsettled.is_empty()
                 && !local.syncing
             {
-                let ended = local.disk.syncs.ended();
+                let ended = local.syncs().ended();
                 self.serve_up_to(place, ended);
                 self.sync(place);
             }
@@ -73,7 +73,7 @@ impl<E: Engine> Worker<E> {
             self.syncs_postponed = true;
             return;
         }
-        match local.disk.syncs.take_turn(&self.wake) {
+        match local.syncs().take_turn(&self.wake) {
             Turn::Begin => {
                 local.syncing = true;
                 self.submit(queue, slot);

@@ -32,13 +32,8 @@ impl<E: Engine> Worker<E> {
         if let Request::Read { .. } | Request::Write { .. } = s.request
             && !settling
         {
-            let facts = &disk.facts;
             let bounced = s.bounce.is_some()
-                || !bounce::aligned(
-                    s.segments(),
-                    facts.address_alignment,
-                    facts.length_alignment,
-                );
+                || !bounce::aligned(s.segments(), queue.alignment.address, queue.alignment.len);
             if bounced {
                 match self.prepare_bounce(number, slot) {
                     Some(segment) => piece = [segment],

@@ -14,6 +14,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::disk::Disk;
 use crate::notify::signal;
+use crate::source::Source;
 use crate::worker::Worker;
 
 /// A thread that serves queues of any number of disks with one engine. Dropping it ends the thread,
@@ -42,6 +43,23 @@ pub(crate) enum Command {
         queue: QueueId,
         call: Option<Arc<OwnedFd>>,
         error: Option<Arc<OwnedFd>>,
+    },
+    /// Serve nothing of a disk for now; the reply comes when nothing of it is under way.
+    Hold {
+        disk: Arc<Disk>,
+        reply: Sender<io::Result<()>>,
+    },
+    /// Make its next file known to the engine.
+    Adopt {
+        disk: Arc<Disk>,
+        source: Arc<Source>,
+        reply: Sender<io::Result<()>>,
+    },
+    /// Serve it again.
+    GoOn {
+        disk: Arc<Disk>,
+        replaced: bool,
+        reply: Sender<io::Result<()>>,
     },
     Quit,
 }
@@ -113,14 +131,14 @@ impl IoThread {
         self.send(Command::Signals { queue, call, error });
     }
 
-    fn send(&self, command: Command) {
+    pub(crate) fn send(&self, command: Command) {
         // Fails only if the thread has ended; then the reply never comes, which says the same.
         let _ = self.commands.send(command);
         self.wake.up();
     }
 }
 
-fn answer<T>(result: &Receiver<T>) -> io::Result<T> {
+pub(crate) fn answer<T>(result: &Receiver<T>) -> io::Result<T> {
     result.recv().map_err(|_| gone())
 }
 

@@ -17,6 +17,7 @@ use crate::bounce::Pool;
 use crate::disk::Disk;
 use crate::local::Local;
 use crate::queue::{Queue, State, TIMER, WAKE, kick_token};
+use crate::replace::Hold;
 use crate::thread::{Command, QueueId, Wake};
 use crate::timer::Timer;
 use crate::wait::Learned;
@@ -43,6 +44,8 @@ pub(crate) struct Worker<E> {
     pub timer: Timer,
     /// What is kept for each disk; a place is used again once its last queue has stopped.
     pub locals: Vec<Option<Local>>,
+    /// Disks whose files are being replaced.
+    pub holds: Vec<Hold>,
     /// Requests of all disks that wait for a bounce buffer, and the disk whose turn it is.
     pub starved: usize,
     pub fed: usize,
@@ -77,6 +80,7 @@ impl<E: Engine> Worker<E> {
             released: Vec::with_capacity(RELEASE),
             timer: Timer::new()?,
             locals: Vec::new(),
+            holds: Vec::new(),
             starved: 0,
             fed: 0,
             syncs_postponed: false,
@@ -116,7 +120,7 @@ impl<E: Engine> Worker<E> {
             queue.state = State::Retired;
         }
         for local in self.locals.iter().flatten().filter(|l| l.syncing) {
-            local.disk.syncs.end(Errno::IO.raw_os_error());
+            local.syncs().end(Errno::IO.raw_os_error());
         }
         mem::forget(mem::take(&mut self.queues));
     }
@@ -140,7 +144,27 @@ impl<E: Engine> Worker<E> {
         while let Ok(command) = self.commands.try_recv() {
             match command {
                 Command::Start { disk, queue, reply } => {
-                    let _ = reply.send(self.start(disk, queue));
+                    let mut holds = self.holds.iter_mut();
+                    match holds.find(|h| Arc::ptr_eq(&h.disk, &disk)) {
+                        Some(hold) => hold.waiting.push((disk, queue, reply)),
+                        None => drop(reply.send(self.start(disk, queue))),
+                    }
+                }
+                Command::Hold { disk, reply } => self.hold(disk, reply),
+                Command::Adopt {
+                    disk,
+                    source,
+                    reply,
+                } => drop(reply.send(self.adopt(&disk, source))),
+                Command::GoOn {
+                    disk,
+                    replaced,
+                    reply,
+                } => {
+                    for (disk, queue, reply) in self.go_on(&disk, replaced) {
+                        let _ = reply.send(self.start(disk, queue));
+                    }
+                    let _ = reply.send(Ok(()));
                 }
                 Command::Stop { queue, reply } => self.stop(queue, reply),
                 Command::Signals { queue, call, error } => {
@@ -157,11 +181,10 @@ impl<E: Engine> Worker<E> {
 
     fn start(&mut self, disk: Arc<Disk>, new: NewQueue) -> io::Result<QueueId> {
         let local = self.join_local(&disk, usize::from(new.virtqueue.size()))?;
-        let file = self.locals[local].as_ref().and_then(|l| l.file);
         let free = self.queues.iter().position(Option::is_none);
         let number = free.unwrap_or(self.queues.len());
         let kick = new.kick.clone();
-        let queue = Some(Queue::new(disk, new, local, file));
+        let queue = Some(Queue::new(disk, new, local, self.locals[local].as_ref()));
         match free {
             Some(free) => self.queues[free] = queue,
             None => self.queues.push(queue),
@@ -197,6 +220,12 @@ impl<E: Engine> Worker<E> {
         if queue.slots.taken() > 0 {
             return;
         }
+        if !self.holds.is_empty() {
+            self.look_at_holds();
+        }
+        let Some(queue) = &mut self.queues[number] else {
+            return;
+        };
         if let State::Stopping { reply, .. } = &queue.state {
             let (reply, next) = (reply.clone(), queue.ring.base());
             self.notify_queue(number);

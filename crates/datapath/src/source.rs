@@ -1,0 +1,64 @@
+//! The file that holds a disk. It may be replaced by another while the disk is served.
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, MutexGuard};
+
+use block::{Aio, Backing, DiskFacts};
+
+use crate::disk::Disk;
+use crate::syncs::Syncs;
+
+pub(crate) struct Source {
+    pub fd: OwnedFd,
+    pub backing: Backing,
+    pub aio: Aio,
+    pub alignment: Alignment,
+    pub syncs: Syncs,
+}
+
+/// What a buffer must be a multiple of to reach a file without a copy, in bytes.
+#[derive(Clone, Copy)]
+pub(crate) struct Alignment {
+    pub address: u32,
+    pub len: u32,
+}
+
+impl Source {
+    /// `cached` if it is read and written through the page cache.
+    pub fn new(fd: OwnedFd, backing: Backing, aio: Aio, facts: &DiskFacts, cached: bool) -> Self {
+        let alignment = Alignment {
+            address: facts.address_alignment,
+            len: facts.length_alignment,
+        };
+        Self {
+            fd,
+            backing,
+            aio,
+            alignment,
+            syncs: Syncs::new(cached),
+        }
+    }
+}
+
+impl Disk {
+    /// The file that the disk is in now, if it needs one.
+    pub(crate) fn source(&self) -> Option<Arc<Source>> {
+        Some(self.lock_source()?.clone())
+    }
+
+    /// Whether its page cache has lost something with this errno.
+    pub(crate) fn has_lost(&self, errno: i32) -> bool {
+        self.source().and_then(|s| s.syncs.lost()) == Some(errno)
+    }
+
+    pub(crate) fn set_source(&self, new: Arc<Source>) {
+        if let Some(mut source) = self.lock_source() {
+            *source = new;
+        }
+    }
+
+    fn lock_source(&self) -> Option<MutexGuard<'_, Arc<Source>>> {
+        let source = self.source.as_ref()?;
+        Some(source.lock().unwrap_or_else(|e| e.into_inner()))
+    }
+}

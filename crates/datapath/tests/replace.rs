@@ -1,0 +1,264 @@
+//! Another file for a disk while guests use it: they notice nothing, whatever fails, and whatever starts and stops
+//! meanwhile. And a disk that grows while it is used.
+
+mod support;
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use block::{Aio, Backing, CacheMode, DiskFacts};
+use datapath::{Disk, IoThread, Options, Replacement};
+use engine::{Uring, UringError};
+use image::Image;
+use support::{FACTS, Served};
+use testkit::driver::{Device, DeviceConfig, Op};
+use testkit::faulty::Random;
+
+const DISK_BYTES: u64 = 1 << 20;
+const QUEUES: u16 = 4;
+const SLOTS: u16 = 8;
+/// Sectors of a request.
+const LEN: u64 = 8;
+/// Requests of one slot go to its own range.
+const RANGE: u64 = (DISK_BYTES / 512) / (QUEUES * SLOTS) as u64;
+
+const OK: u8 = 0;
+const IO_ERROR: u8 = 1;
+
+struct Setup {
+    disk: Arc<Disk>,
+    threads: Arc<Vec<IoThread>>,
+    served: Served,
+    file: File,
+}
+
+/// A disk with several queues on several threads, or `None` where there is no io_uring.
+fn setup(threads: usize) -> Option<Setup> {
+    let file = new_file(DISK_BYTES);
+    let source = (file.try_clone().unwrap().into(), Backing::File, Aio::Auto);
+    let options = Options {
+        cache: CacheMode::Writeback,
+        ..Options::default()
+    };
+    let disk = Disk::new(
+        "moving".into(),
+        Image::Raw,
+        Some(source),
+        FACTS,
+        DISK_BYTES,
+        "",
+        options,
+    );
+    let disk = Arc::new(disk);
+    let thread = |i| {
+        let make = || Ok(Uring::new()?);
+        let thread = IoThread::spawn(format!("io-{i}"), Duration::from_micros(50), make);
+        thread.map_err(|e: Box<dyn std::error::Error + Send + Sync>| {
+            let known = e.downcast_ref::<UringError>();
+            assert!(!matches!(known, None | Some(UringError::Other(_))), "{e}");
+            println!("skipped: {e}");
+        })
+    };
+    let threads: Result<Vec<_>, ()> = (0..threads).map(thread).collect();
+    let threads = Arc::new(threads.ok()?);
+    let served = Served::new(disk.clone(), threads.clone(), QUEUES, 256);
+    Some(Setup {
+        disk,
+        threads,
+        served,
+        file,
+    })
+}
+
+fn new_file(len: u64) -> File {
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(len).unwrap();
+    file
+}
+
+fn replacement(file: &File, size: u64, facts: DiskFacts) -> Replacement {
+    Replacement {
+        file: file.try_clone().unwrap().into(),
+        backing: Backing::File,
+        aio: Aio::Auto,
+        facts,
+        size,
+    }
+}
+
+fn connect(served: &Served) -> Device {
+    let config = DeviceConfig {
+        queues: QUEUES,
+        slots: SLOTS,
+        buffer_len: (LEN * 512) as u32,
+        ..DeviceConfig::default()
+    };
+    Device::connect(served.socket(), &config).unwrap()
+}
+
+/// Writes and reads on all queues at once, each read checked; stops and starts queues. Until it is told to stop.
+fn use_it(device: &mut Device, stop: &AtomicBool, done: &AtomicU64) -> Vec<u8> {
+    let mut model = vec![0; DISK_BYTES as usize];
+    let mut random = Random(std::process::id().into());
+    let len = (LEN * 512) as usize;
+    while !stop.load(Ordering::Relaxed) {
+        // What each slot does: a write of these bytes, or a read, from here on.
+        let mut doing = Vec::new();
+        for queue in &mut device.queues {
+            for slot in 0..SLOTS {
+                let first = (u64::from(queue.index * SLOTS + slot)) * RANGE;
+                let at = first + random.below(RANGE / LEN) * LEN;
+                let data = match random.below(2) {
+                    0 => None,
+                    _ => Some(random.any().to_le_bytes().repeat(len / 8)),
+                };
+                match &data {
+                    Some(data) => queue.write_buffer(slot, data),
+                    None => queue.write_buffer(slot, &vec![0xa5; len]),
+                }
+                let op = if data.is_some() { Op::Write } else { Op::Read };
+                queue.prepare(slot, op, at, len as u32);
+                doing.push((at as usize * 512, data));
+            }
+            queue.submit(&(0..SLOTS).collect::<Vec<_>>());
+        }
+        for queue in &mut device.queues {
+            for (slot, status) in queue.finish(usize::from(SLOTS)) {
+                assert_eq!(status, OK);
+                let (at, data) = &doing[usize::from(queue.index * SLOTS + slot)];
+                match data {
+                    Some(data) => model[*at..at + len].copy_from_slice(data),
+                    None => assert!(queue.read_buffer(slot, len) == model[*at..at + len], "{at}"),
+                }
+                done.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        if random.below(20) == 0 {
+            let ring = random.below(QUEUES.into()) as usize;
+            let base = device.stop_queue(ring).unwrap();
+            device.start_queue(ring, base).unwrap();
+        }
+        assert_eq!(device.queues[0].run(Op::Flush, 0, 0), OK);
+    }
+    model
+}
+
+fn content(file: &File) -> Vec<u8> {
+    let mut bytes = vec![0; DISK_BYTES as usize];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    bytes
+}
+
+/// Swaps the file again and again under load, every third time in vain. What the guest wrote is in the last one.
+#[test]
+fn the_guest_does_not_notice() {
+    for threads in [1, 3] {
+        let Some(mut setup) = setup(threads) else {
+            return;
+        };
+        let mut device = connect(&setup.served);
+        let (stop, done) = (AtomicBool::new(false), AtomicU64::new(0));
+        let model = thread::scope(|scope| {
+            let guest = scope.spawn(|| use_it(&mut device, &stop, &done));
+            for swap in 0..60 {
+                let before = done.load(Ordering::Relaxed);
+                let new = new_file(DISK_BYTES);
+                let fails = swap % 3 == 2;
+                let facts = DiskFacts {
+                    address_alignment: [1, 512][swap % 2],
+                    length_alignment: [1, 512][swap % 2],
+                    ..FACTS
+                };
+                let new_facts = replacement(&new, DISK_BYTES, facts);
+                let result = setup.disk.replace(&setup.threads, new_facts, || {
+                    let bytes = content(&setup.file);
+                    thread::sleep(Duration::from_millis(1));
+                    assert!(content(&setup.file) == bytes, "something is under way");
+                    new.write_all_at(&bytes, 0)?;
+                    match fails {
+                        true => Err(io::Error::other("not recorded")),
+                        false => Ok(()),
+                    }
+                });
+                assert_eq!(result.is_err(), fails, "{result:?}");
+                if !fails {
+                    // Nothing goes to the old file any more.
+                    setup
+                        .file
+                        .write_all_at(&vec![0xee; DISK_BYTES as usize], 0)
+                        .unwrap();
+                    setup.file = new;
+                }
+                while done.load(Ordering::Relaxed) < before + 200 && !guest.is_finished() {
+                    thread::yield_now();
+                }
+            }
+            stop.store(true, Ordering::Relaxed);
+            guest.join().unwrap()
+        });
+        assert!(content(&setup.file) == model);
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused_before_anything_stops() {
+    let Some(setup) = setup(1) else { return };
+    let mut device = connect(&setup.served);
+    let new = new_file(DISK_BYTES);
+    let large_blocks = DiskFacts {
+        logical_block: 4096,
+        ..FACTS
+    };
+    let read_only = DiskFacts {
+        read_only: true,
+        ..FACTS
+    };
+    for (size, facts, says) in [
+        (DISK_BYTES - 512, FACTS, "bytes, and the disk"),
+        (DISK_BYTES, large_blocks, "blocks of 4096"),
+        (DISK_BYTES, read_only, "is read-only"),
+    ] {
+        let new = replacement(&new, size, facts);
+        let never = || panic!("it was recorded");
+        let error = setup.disk.replace(&setup.threads, new, never).unwrap_err();
+        assert!(error.to_string().contains(says), "{error}");
+    }
+    assert_eq!(device.queues[0].write(0, &[7; 512]), OK);
+    assert_eq!(content(&setup.file)[..512], [7; 512]);
+}
+
+/// A larger file, or the same one grown: every queue can go there at once, and none before.
+#[test]
+fn growth_reaches_all_queues() {
+    let Some(setup) = setup(3) else { return };
+    let mut device = connect(&setup.served);
+    let end = DISK_BYTES / 512;
+    for queue in &mut device.queues {
+        assert_eq!(queue.read(end, 512), Err(IO_ERROR));
+    }
+    setup.file.set_len(2 * DISK_BYTES).unwrap();
+    setup.disk.grow(2 * DISK_BYTES);
+    for queue in &mut device.queues {
+        let at = end + u64::from(queue.index);
+        assert_eq!(queue.write(at, &[7; 512]), OK);
+        assert_eq!(queue.read(at, 512).unwrap(), [7; 512]);
+    }
+    assert_eq!(device.config().unwrap().capacity, 2 * end);
+
+    let new = new_file(3 * DISK_BYTES);
+    let larger = replacement(&new, 3 * DISK_BYTES, FACTS);
+    setup
+        .disk
+        .replace(&setup.threads, larger, || Ok(()))
+        .unwrap();
+    assert_eq!(device.config().unwrap().capacity, 3 * end);
+    for queue in &mut device.queues {
+        assert_eq!(queue.write(3 * end - 1, &[9; 512]), OK);
+        assert_eq!(queue.read(3 * end, 512), Err(IO_ERROR));
+    }
+}
