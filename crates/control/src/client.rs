@@ -10,12 +10,10 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 use serde_json::{Value, json};
 use thiserror::Error;
 
-use crate::framing::Framer;
+use crate::error::excerpt;
+use crate::framing::{Framer, Limits};
 use crate::session::line;
 use crate::{Command, CommandError, ErrorClass, json};
-
-/// Longest message of a server, in bytes: statistics of 1,000 disks with histograms have a few MB.
-const REPLY_BYTES_MAX: usize = 64 << 20;
 
 /// Most events that wait to be fetched; the oldest give way.
 const EVENTS_MAX: usize = 1024;
@@ -105,7 +103,7 @@ impl Client {
         let mut client = Self {
             path: path.into(),
             stream: connect_by(path, deadline, timeout)?,
-            framer: Framer::new(REPLY_BYTES_MAX),
+            framer: Framer::new(Limits::REPLY),
             buffer: vec![0; 64 << 10].into(),
             unread: 0..0,
             events: VecDeque::new(),
@@ -116,7 +114,11 @@ impl Client {
         let mut greeting = client.receive(deadline)?;
         match greeting.get_mut("QMP").filter(|value| value.is_object()) {
             Some(value) => client.greeting = value.take(),
-            None => return Err(client.protocol(format!("it greets with {}", excerpt(&greeting)))),
+            None => {
+                return Err(
+                    client.protocol(format!("it greets with {}", excerpt(&greeting.to_string())))
+                );
+            }
         }
         client.call_by("qmp_capabilities", json!({}), deadline)?;
         Ok(client)
@@ -153,7 +155,10 @@ impl Client {
         }
         match self.receive(Instant::now() + timeout) {
             Ok(message) if message.get("event").is_some() => Ok(Some(message)),
-            Ok(message) => Err(self.protocol(format!("unasked, it says {}", excerpt(&message)))),
+            Ok(message) => Err(self.protocol(format!(
+                "unasked, it says {}",
+                excerpt(&message.to_string())
+            ))),
             Err(ClientError::Timeout { .. }) => Ok(None),
             Err(error) => Err(error),
         }
@@ -190,7 +195,10 @@ impl Client {
                 let command = command.into();
                 return Err(ClientError::Refused { command, error });
             }
-            return Err(self.protocol(format!("{command} is answered {}", excerpt(&message))));
+            return Err(self.protocol(format!(
+                "{command} is answered {}",
+                excerpt(&message.to_string())
+            )));
         }
     }
 
@@ -292,14 +300,5 @@ fn connect_by(
             Err(Errno::ACCESS | Errno::PERM) => return Err(ClientError::Denied(path.into())),
             Err(errno) => return Err(failed(errno)),
         }
-    }
-}
-
-/// The beginning of what a server said, for an error message.
-fn excerpt(message: &Value) -> String {
-    let text = message.to_string();
-    match text.char_indices().nth(200) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text,
     }
 }

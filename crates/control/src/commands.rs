@@ -14,6 +14,7 @@ pub use throttle::*;
 
 use serde_json::{Map, Value, json};
 
+use crate::error::excerpt;
 use crate::qapi::{At, Qapi, Schema};
 use crate::replies::{
     BlockDeviceInfo, BlockExportInfo, BlockStats, IoThreadInfo, RingdiskAttached, VersionInfo,
@@ -169,10 +170,12 @@ pub(crate) fn check_reply(name: &str, reply: &Value) -> Result<(), CommandError>
 }
 
 pub(crate) fn unknown(name: &str) -> CommandError {
-    let name: String = name.chars().take(64).collect();
     CommandError::new(
         ErrorClass::CommandNotFound,
-        format!("The command {name} has not been found; query-commands lists those that there are"),
+        format!(
+            "The command {} has not been found; query-commands lists those that there are",
+            excerpt(name)
+        ),
     )
 }
 

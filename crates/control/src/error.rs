@@ -1,3 +1,5 @@
+use std::borrow::Cow;
+
 use block::ThrottleError;
 use serde_json::{Value, json};
 use thiserror::Error;
@@ -77,5 +79,13 @@ impl ErrorClass {
 impl From<ThrottleError> for CommandError {
     fn from(error: ThrottleError) -> Self {
         Self::generic(error.to_string())
+    }
+}
+
+/// The beginning of what the other side sent, for an error message.
+pub(crate) fn excerpt(text: &str) -> Cow<'_, str> {
+    match text.char_indices().nth(100) {
+        Some((end, _)) => format!("{}…", &text[..end]).into(),
+        None => text.into(),
     }
 }

@@ -2,14 +2,33 @@
 
 use thiserror::Error;
 
-/// Longest command, in bytes. The longest sensible one, a `blockdev-add` with a path of 4 kB, has a hundredth of it.
-pub const MESSAGE_BYTES_MAX: usize = 1 << 20;
+/// How much a message may be.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Bytes.
+    pub bytes: usize,
+    /// Values and names. One costs up to 350 bytes once parsed: an object with one member, which is two tokens, is a
+    /// tree node for eleven.
+    pub tokens: usize,
+}
+
+impl Limits {
+    /// Of what a client sends. The longest sensible command, a `blockdev-add` with a path of 4 kB, has 50 tokens.
+    /// Text, strings and the rest of a parsed command are 2 * 1 MiB + 10,000 * 350 bytes at most: less than 6 MB.
+    pub const COMMAND: Self = Self {
+        bytes: 1 << 20,
+        tokens: 10_000,
+    };
+
+    /// Of what a server sends, whom the client has chosen: histograms of a thousand disks.
+    pub const REPLY: Self = Self {
+        bytes: 64 << 20,
+        tokens: 4_000_000,
+    };
+}
 
 /// Deepest nesting of objects and arrays. `blockdev-add` needs 3; less than what `serde_json` takes (128).
 const DEPTH_MAX: usize = 64;
-
-/// Most values and names in a message. Each may cost some 100 bytes once parsed: 16 MiB at most.
-const TOKENS_MAX: usize = (16 << 20) / 100;
 
 /// Cuts a stream of bytes into messages.
 ///
@@ -17,7 +36,7 @@ const TOKENS_MAX: usize = (16 << 20) / 100;
 /// limit, behind the next control character (say, a newline) or 0xFF, whichever comes first. As in QEMU, a client
 /// that has lost its place sends 0xFF, gets an error, and is in step again.
 pub struct Framer {
-    limit: usize,
+    limits: Limits,
     message: Vec<u8>,
     /// The brackets that are open, the innermost last.
     open: Vec<u8>,
@@ -57,15 +76,15 @@ pub enum FramingError {
     #[error("more than {DEPTH_MAX} objects and arrays in each other")]
     TooDeep,
     /// Too much.
-    #[error("more than {TOKENS_MAX} values")]
-    TooMany,
+    #[error("more than {0} values and names")]
+    TooMany(usize),
 }
 
 impl Framer {
-    /// A framer for messages of up to `limit` bytes.
-    pub fn new(limit: usize) -> Self {
+    /// A framer for messages within `limits`.
+    pub fn new(limits: Limits) -> Self {
         Self {
-            limit,
+            limits,
             message: Vec::new(),
             open: Vec::new(),
             tokens: 0,
@@ -91,7 +110,7 @@ impl Framer {
                     self.finish();
                     let is_limit = matches!(
                         error,
-                        FramingError::TooLong(_) | FramingError::TooDeep | FramingError::TooMany
+                        FramingError::TooLong(_) | FramingError::TooDeep | FramingError::TooMany(_)
                     );
                     if is_limit {
                         self.state = State::Skipping;
@@ -123,7 +142,9 @@ impl Framer {
             State::Between if byte.is_ascii_whitespace() && self.message.is_empty() => {
                 return Ok(false);
             }
-            _ if self.message.len() == self.limit => return Err(FramingError::TooLong(self.limit)),
+            _ if self.message.len() == self.limits.bytes => {
+                return Err(FramingError::TooLong(self.limits.bytes));
+            }
             _ => self.message.push(byte),
         }
         match (self.state, byte) {
@@ -160,8 +181,8 @@ impl Framer {
 
     fn count(&mut self) -> Result<(), FramingError> {
         self.tokens += 1;
-        match self.tokens > TOKENS_MAX {
-            true => Err(FramingError::TooMany),
+        match self.tokens > self.limits.tokens {
+            true => Err(FramingError::TooMany(self.limits.tokens)),
             false => Ok(()),
         }
     }

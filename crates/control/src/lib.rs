@@ -27,7 +27,7 @@ pub use events::{
     BlockErrorAction, BlockExportDeleted, BlockIoError, Event, EventHub, IoOperationType, Pending,
     Subscription, TooManySessions,
 };
-pub use framing::{Framer, FramingError, MESSAGE_BYTES_MAX};
+pub use framing::{Framer, FramingError, Limits};
 pub use qapi::{At, Id, Qapi, Schema};
 pub use replies::*;
 pub use serve::{serve, serve_socket};

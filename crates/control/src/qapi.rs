@@ -14,6 +14,7 @@ use std::fmt;
 use serde_json::{Map, Value};
 
 use crate::CommandError;
+use crate::error::excerpt;
 
 /// A value of an argument, a reply or an event.
 pub trait Qapi: Sized {
@@ -176,7 +177,8 @@ impl<'a> Fields<'a> {
         match self.left.keys().next() {
             None => Ok(()),
             Some(name) => {
-                let at = member(self.at, name);
+                let name = excerpt(name);
+                let at = member(self.at, &name);
                 Err(CommandError::generic(format!(
                     "Parameter '{at}' is unexpected"
                 )))
@@ -199,7 +201,8 @@ pub fn word_index(word: &str, words: &[&'static str], at: &At<'_>) -> Result<usi
         .position(|known| *known == word)
         .ok_or_else(|| {
             CommandError::generic(format!(
-                "Parameter '{at}' does not accept value '{word}'; it is one of {}",
+                "Parameter '{at}' does not accept value '{}'; it is one of {}",
+                excerpt(word),
                 words.join(", ")
             ))
         })

@@ -1,8 +1,9 @@
 use serde_json::{Map, Value, json};
 
 use crate::commands::{self, Command, CommandInfo, QmpCapabilities, QmpCapability, rows};
+use crate::error::excerpt;
 use crate::events;
-use crate::framing::{Framer, MESSAGE_BYTES_MAX};
+use crate::framing::{Framer, Limits};
 use crate::json;
 use crate::qapi::{At, Qapi, Schema};
 use crate::replies::{VersionInfo, VersionTriple};
@@ -10,7 +11,7 @@ use crate::{CommandError, ErrorClass};
 
 /// Who executes commands.
 pub trait Handler {
-    /// Executes a command, and returns what the schema says of it.
+    /// Executes a command, and returns what the schema says of it. Debug builds panic if it is something else.
     ///
     /// # Errors
     /// What the client is told.
@@ -33,7 +34,7 @@ impl Session {
     /// A session that has just been opened. The client is to get `greeting` first.
     pub fn new() -> Self {
         Self {
-            framer: Framer::new(MESSAGE_BYTES_MAX),
+            framer: Framer::new(Limits::COMMAND),
             negotiated: false,
         }
     }
@@ -92,9 +93,9 @@ impl Session {
         let name = message.remove("execute");
         let arguments = message.remove("arguments");
         if let Some(member) = message.keys().next() {
-            let member: String = member.chars().take(64).collect();
             return Err(CommandError::generic(format!(
-                "QMP input member '{member}' is unexpected"
+                "QMP input member '{}' is unexpected",
+                excerpt(member)
             )));
         }
         let name = match name {

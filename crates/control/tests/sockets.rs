@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
-use control::{Client, ClientError, Command, ErrorClass, MESSAGE_BYTES_MAX, RingdiskAttach};
+use control::{Client, ClientError, Command, ErrorClass, Limits, RingdiskAttach};
 use serde_json::{Value, json};
 use support::Server;
 use tempfile::TempDir;
@@ -53,7 +53,6 @@ fn every_client_gets_every_event() {
     let mut clients: Vec<_> = (0..3)
         .map(|_| Client::connect(server.path(), PLENTY).unwrap())
         .collect();
-    // The event comes before the reply or after it; here it comes before.
     clients[0]
         .call("block-export-del", json!({ "id": "e1" }))
         .unwrap();
@@ -115,7 +114,7 @@ fn a_client_without_newlines_or_sense_gets_an_answer_to_everything() {
     // More answers than a socket holds: they are sent as they arise, and read meanwhile.
     let sender = thread::spawn(move || {
         stream.write_all(&b"}".repeat(20_000)).unwrap();
-        let long = [&b"\""[..], &b"x".repeat(MESSAGE_BYTES_MAX), b"\n"].concat();
+        let long = [&b"\""[..], &b"x".repeat(Limits::COMMAND.bytes), b"\n"].concat();
         stream.write_all(&long).unwrap();
         stream
             .write_all(b"{\"execute\":\"qmp_capabilities\",\"id\":7}")

@@ -15,6 +15,8 @@ record! {
     RingdiskDetach {
         /// The name of the disk.
         id: String = "id",
+        /// Whether a front-end that is connected is cut off; if not, the disk stays. False if absent.
+        force: Option<bool> = "force",
     }
 }
 

@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use super::{At, Place, Qapi, Schema};
 use crate::CommandError;
+use crate::error::excerpt;
 
 impl<T: Qapi> Qapi for Vec<T> {
     fn describe(schema: &mut Schema) -> String {
@@ -133,7 +134,7 @@ impl Id {
             true => Ok(Self(text)),
             false => Err(format!(
                 "'{}' is no letter followed by letters, digits, '-', '.' or '_', {} at most",
-                text.escape_debug(),
+                excerpt(&text),
                 Self::BYTES_MAX
             )),
         }

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use control::{Command, CommandError, Framer, FramingError, Handler, MESSAGE_BYTES_MAX, Session};
+use control::{Command, CommandError, Framer, FramingError, Handler, Limits, Session};
 use serde_json::{Value, json};
 
 /// Input: what a client sends after the greeting.
@@ -15,7 +15,7 @@ pub fn check(data: &[u8]) {
 
 /// Cuts `data` into messages, of which `step` bytes come at a time.
 fn messages(data: &[u8], step: usize) -> Vec<Result<Vec<u8>, FramingError>> {
-    let mut framer = Framer::new(MESSAGE_BYTES_MAX);
+    let mut framer = Framer::new(Limits::COMMAND);
     let mut messages = Vec::new();
     for mut input in data.chunks(step) {
         while let Some(message) = framer.next(&mut input) {
@@ -68,11 +68,14 @@ fn check_session(data: &[u8]) {
 
 /// Nothing longer than the limit comes out, and less than that is kept.
 fn check_small_limit(data: &[u8]) {
-    const LIMIT: usize = 16;
-    let mut framer = Framer::new(LIMIT);
+    let limits = Limits {
+        bytes: 16,
+        tokens: 5,
+    };
+    let mut framer = Framer::new(limits);
     let mut input = data;
     while let Some(message) = framer.next(&mut input) {
-        assert!(message.is_ok_and(|message| message.len() <= LIMIT) || !framer.is_midway());
+        assert!(message.is_ok_and(|message| message.len() <= limits.bytes) || !framer.is_midway());
     }
 }
 

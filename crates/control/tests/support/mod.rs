@@ -154,7 +154,7 @@ impl Handler for FakeDisks {
                 return Ok(info.to_json());
             }
             Command::RingdiskStats(_) => return Ok(json!({ "anything": [1, 2] })),
-            Command::RingdiskDetach(RingdiskDetach { id }) => {
+            Command::RingdiskDetach(RingdiskDetach { id, .. }) => {
                 let desc = format!("there is no disk '{id}'");
                 return Err(CommandError::device_not_found(desc));
             }
