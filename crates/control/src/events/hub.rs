@@ -215,7 +215,10 @@ impl Subscription {
         let Some(mailbox) = state.sessions.get_mut(&self.session) else {
             return Pending::Closed;
         };
-        let _ = rustix::io::read(&mailbox.wake, &mut [0; 8]);
+        if !closed {
+            // Otherwise it stays readable: what comes after the last events is `Closed`, without another wake-up.
+            let _ = rustix::io::read(&mailbox.wake, &mut [0; 8]);
+        }
         match (mailbox.overflown, mailbox.waiting.is_empty()) {
             (true, _) => Pending::Overflow,
             (false, true) if closed => Pending::Closed,

@@ -1,5 +1,6 @@
 use super::super::{BlockErrorAction, BlockExportDeleted, BlockIoError, IoOperationType};
 use super::*;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 fn deleted(id: &str) -> Event {
     Event::BlockExportDeleted(BlockExportDeleted { id: id.into() })
@@ -28,6 +29,36 @@ fn taken(session: &Subscription, now: Instant) -> Vec<String> {
         text.unwrap().to_owned()
     };
     messages.iter().map(text).collect()
+}
+
+fn is_awake(session: &Subscription) -> bool {
+    let wake = session.wake_fd();
+    let mut fds = [PollFd::new(&wake, PollFlags::IN)];
+    let at_once = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    poll(&mut fds, Some(&at_once)).unwrap() == 1
+}
+
+#[test]
+fn a_session_is_woken_for_what_waits_and_sleeps_otherwise() {
+    let hub = EventHub::new();
+    let session = hub.subscribe().unwrap();
+    assert!(!is_awake(&session));
+    hub.emit(&deleted("a"));
+    hub.emit(&deleted("b"));
+    assert!(is_awake(&session));
+    assert_eq!(taken(&session, Instant::now()), ["a", "b"]);
+    assert!(!is_awake(&session));
+    // What is held back changes how long it may sleep.
+    for reason in ["1", "2"] {
+        hub.emit(&failed("vm1", reason));
+        assert!(is_awake(&session));
+        session.pending();
+    }
+    hub.close();
+    assert!(is_awake(&session));
 }
 
 #[test]
@@ -118,5 +149,6 @@ fn sessions_are_bounded_and_give_their_place_back() {
     hub.close();
     assert!(matches!(hub.subscribe(), Err(TooManySessions::Closed)));
     assert_eq!(taken(&session, Instant::now()), ["last"]);
+    assert!(is_awake(&session), "nobody would ask for what comes next");
     assert_eq!(session.pending(), Pending::Closed);
 }
