@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use block::{Backing, CacheMode, DiskFacts};
-use rustix::fs::{AtFlags, FallocateFlags, StatxFlags};
+use rustix::fs::{AtFlags, FallocateFlags, OFlags, StatxFlags};
 use thiserror::Error;
 use tracing::{info, warn};
 
@@ -123,6 +123,12 @@ impl DiskFile {
             .custom_flags(flags)
             .open(path)
             .map_err(|e| open_failed(&name, e, cache, read_only))?;
+
+        // The time of the last read would be looked at for every read. Only the owner may switch that
+        // off, so that it is tried, and not asked for when opening.
+        if let Ok(flags) = rustix::fs::fcntl_getfl(&file) {
+            let _ = rustix::fs::fcntl_setfl(&file, flags | OFlags::NOATIME);
+        }
 
         match lock_patiently(&file, &name, !read_only) {
             Ok(true) => {}
@@ -320,4 +326,31 @@ fn read_number(path: &Path) -> Option<u32> {
     let text = fs::read_to_string(path).ok()?;
     let number: u64 = text.trim().parse().ok()?;
     Some(u32::try_from(number).unwrap_or(u32::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// We own the file, so that the kernel must have agreed, and O_DIRECT must have outlived it.
+    #[test]
+    fn reads_of_our_own_file_leave_no_time_behind_and_stay_direct() {
+        // Where the test was built: the file system for temporary files may have no O_DIRECT.
+        let built = std::env::current_exe().unwrap();
+        let directory = tempfile::tempdir_in(built.parent().unwrap()).unwrap();
+        let path = directory.path().join("disk.raw");
+        fs::write(&path, [0; 4096]).unwrap();
+        for cache in [CacheMode::None, CacheMode::Writeback] {
+            let disk = match DiskFile::open(&path, cache, false) {
+                Err(e @ OpenError::Direct(_)) => {
+                    println!("skipped: {e}");
+                    continue;
+                }
+                disk => disk.unwrap(),
+            };
+            let flags = rustix::fs::fcntl_getfl(&disk).unwrap();
+            assert!(flags.contains(OFlags::NOATIME));
+            assert_eq!(flags.contains(OFlags::DIRECT), cache.direct());
+        }
+    }
 }
