@@ -11,9 +11,22 @@ use crate::plan::{self, Plan};
 use crate::queue::{Queue, State};
 use crate::worker::Worker;
 
-/// Operations submitted in one turn for one queue. All at once would let the storage idle while the
-/// batch is built, and keep the guest waiting while it is reaped.
-const CHUNK: usize = 8;
+/// Operations submitted in one turn for one queue that has nothing under way. Storage that idles is
+/// given something to do soon, rather than much of it later.
+const CHUNK_FIRST: usize = 4;
+
+/// While the storage works on one operation, this many more can be built.
+const CHUNK_GROWTH: usize = 4;
+
+/// Most operations submitted in one turn for one queue, so that completions are looked at meanwhile.
+const CHUNK_MAX: usize = 32;
+
+/// Operations to submit in one turn for a queue with `under_way`. Each turn costs a doorbell, so there
+/// are as few as keep the storage busy: a burst of 32 goes as 4, 16 and 12.
+#[inline]
+fn chunk(under_way: usize) -> usize {
+    (under_way * CHUNK_GROWTH).clamp(CHUNK_FIRST, CHUNK_MAX)
+}
 
 /// The same where operations are done as soon as they are handed over, so that no storage idles: half
 /// of what waits, within these bounds. The guest works on one half while we are at the other, and is
@@ -73,7 +86,7 @@ impl<E: Engine> Worker<E> {
         }
         let chunk = match self.instant {
             true => (waiting / 2).clamp(CHUNK_INSTANT_MIN, CHUNK_INSTANT_MAX),
-            false => CHUNK,
+            false => chunk(queue.slots.taken()),
         };
         let limited = queue.disk.admission.limits_any();
         let mut submitted = 0;
@@ -182,4 +195,29 @@ fn refuse(disk: &Disk, chain: &Chain, status: Status) -> Plan {
         );
     });
     Plan::Done(status, 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use guest::Virtqueue;
+
+    use super::*;
+
+    #[test]
+    fn idle_storage_gets_little_at_once_and_busy_storage_much_at_a_time() {
+        let chunks = |burst: usize| {
+            let mut chunks = Vec::new();
+            let mut under_way = 0;
+            while under_way < burst {
+                let next = chunk(under_way).min(burst - under_way);
+                chunks.push(next);
+                under_way += next;
+            }
+            chunks
+        };
+        assert_eq!(chunks(1), [1]);
+        assert_eq!(chunks(32), [4, 16, 12]);
+        assert_eq!(chunks(128), [4, 16, 32, 32, 32, 12]);
+        assert_eq!(chunk(usize::from(Virtqueue::MAX_SIZE)), CHUNK_MAX);
+    }
 }
