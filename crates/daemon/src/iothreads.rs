@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use datapath::IoThread;
-use engine::{Uring, UringError};
+use engine::{Engines, Support, UringError};
 use rustix::thread::{CpuSet, sched_setaffinity};
 use thiserror::Error;
 
@@ -222,7 +222,7 @@ fn start(state: &mut State, id: &str, spec: ThreadSpec) -> Result<NamedThread, I
             sched_setaffinity(None, &set)
                 .map_err(|e| IoThreadError::Affinity(its_id, cpus, e.into()))?;
         }
-        Uring::new().map_err(IoThreadError::from)
+        Engines::new(Support::here()).map_err(IoThreadError::from)
     })?;
     let thread = Arc::new(thread);
     let running = Running {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use block::{Backing, BlockSizeError, DiskFacts, format_size};
 use datapath::{Disk, Options};
-use engine::{DiskFile, OpenError};
+use engine::{ChoiceError, DiskFile, OpenError, Support, choose};
 use image::{Format, Image, UnknownFormat};
 use thiserror::Error;
 use tracing::{info, warn};
@@ -30,6 +30,8 @@ pub enum NodeError {
     Format(String, UnknownFormat),
     #[error("{0}: {1}")]
     Blocks(String, BlockSizeError),
+    #[error("{0}: {1}")]
+    Aio(String, ChoiceError),
     #[error(transparent)]
     Open(#[from] OpenError),
     #[error("{0}: cannot {1}: {2}")]
@@ -84,7 +86,12 @@ impl Node {
             );
         }
         let descriptor = match &file {
-            Some(file) => Some((duplicate(file, &filename)?, file.backing(), spec.aio)),
+            Some(file) => {
+                let choice = choose(file.as_fd(), file.backing(), spec.aio, &Support::here())
+                    .map_err(|e| NodeError::Aio(filename.clone(), e))?;
+                info!("disk {}: aio={choice}", spec.name);
+                Some((duplicate(file, &filename)?, file.backing(), spec.aio))
+            }
             None => None,
         };
         let disk = Disk::new(

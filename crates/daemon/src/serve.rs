@@ -29,7 +29,8 @@ Options of a disk (a comma in a value is doubled):
   cache=MODE           as in QEMU. none (default): O_DIRECT; writeback: through the host's page cache;
                        directsync, writethrough: the same, and each write is durable when it is done;
                        unsafe: as writeback, and flushes are IGNORED
-  aio=auto|io_uring    default: auto
+  aio=auto|io_uring|native|threads
+                       default: auto, which suits the file and works here; the log says which and why
   queues=N             default: the number of CPUs, up to 16
   queue-size=N         a power of two from 16 to 1024, default 256
   readonly=on|off      default: off

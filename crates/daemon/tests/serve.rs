@@ -818,7 +818,7 @@ fn a_lock_that_is_let_go_is_taken() {
             disk.file.display(),
             socket.display()
         )]);
-        logged(&second, "is locked; waiting");
+        logged(&second, "is in use; waiting");
         assert_serves(&socket);
     });
 }
@@ -1031,7 +1031,7 @@ fn wrong_words_are_wrong_usage() {
         ("cach=none", &["no option 'cach'", "cache"][..]),
         ("cache", &["'cache' is not key=value"]),
         ("cache=fast", &["none, writeback"]),
-        ("aio=native", &["io_uring"]),
+        ("aio=epoll", &["io_uring", "native"]),
         ("queues=0", &["1 to 256"]),
         ("queues=257", &["1 to 256"]),
         ("queue-size=100", &["power of two", "1024"]),
@@ -1141,9 +1141,18 @@ fn io_uring_that_is_forbidden_or_absent_is_named() {
         }
         let mut command = ringdisk();
         without_io_uring(&mut command, errno);
-        command.args(["serve", &disk.argument("")]);
-        assert_fails(command, 1, words);
+        command.args(["serve", &disk.argument("aio=io_uring")]);
+        assert_fails(command, 1, &[words, &["aio=auto"]].concat());
         assert!(!disk.socket.exists());
+        // Unless it was asked for, all goes on without.
+        let mut command = ringdisk();
+        without_io_uring(&mut command, errno);
+        command.args(["serve", "--json", &disk.argument("cache=none")]);
+        let server = Server::ringdisk_command(command).unwrap();
+        let chosen = logged(&server, "aio=");
+        assert!(!chosen.contains("aio=io_uring"), "{chosen}");
+        assert!(chosen.contains(words[0]), "{chosen}");
+        assert_serves(&disk.socket);
     }
 }
 
@@ -1168,7 +1177,7 @@ fn io_uring_that_is_switched_off_is_named() {
             Ok(output) if output.status.success() => {}
             result => return println!("skipped: {TEST}: no namespace of its own: {result:?}"),
         }
-        let mut command = unshare(&[binary, "serve", &disk.argument("")]);
+        let mut command = unshare(&[binary, "serve", &disk.argument("aio=io_uring")]);
         without_io_uring(&mut command, 1);
         let words = [
             "switched off",

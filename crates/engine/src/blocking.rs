@@ -1,228 +1,354 @@
-//! Discards and write-zeroes: operations for which the kernel has no asynchronous form on every
-//! version and backing, done by a few threads that may block.
+//! Plain system calls on a few threads: for `aio=threads`, and for the operations that an engine cannot
+//! do without blocking.
+//!
+//! The lock between the I/O thread and the pool is taken once for all that is handed over, once for all
+//! that is collected, and once per operation by the thread that does it, where it leaves what it has
+//! done and takes the next. Nothing is allocated once the lists have grown to what is in flight, which
+//! `Engine::room` bounds.
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
+use std::time::Duration;
 
-use block::{Backing, Completion, FileOffset, Token};
+use block::{Backing, Completion, FileOffset, Op, Segment, Token};
 use rustix::event::{EventfdFlags, eventfd};
-use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
-/// Threads per engine, started as they are needed: enough that one slow device does not hold up
-/// the others for long, few enough not to matter.
-const THREADS_MAX: usize = 4;
+use crate::ranges::{self, Range};
 
-/// Zeroes are written in pieces of this size where the file system can do no better.
-const ZEROES: usize = 1 << 20;
+/// Threads per engine, started as they are needed: what keeps a disk array or a file server busy, and
+/// little enough memory.
+const THREADS_MAX: usize = 16;
 
-/// What is to be done to a range of a file.
-pub(crate) enum Action {
-    Discard,
-    WriteZeroes { unmap: bool },
+/// A thread that has had nothing to do for this long ends.
+const IDLE: Duration = Duration::from_secs(10);
+
+/// What an operation works on.
+pub(crate) struct Target {
+    pub file: File,
+    pub backing: Backing,
 }
 
+/// An operation, on its way to a thread.
 pub(crate) struct Job {
-    pub file: Arc<File>,
-    pub backing: Backing,
-    pub action: Action,
-    pub at: FileOffset,
-    pub len: u64,
-    pub stable: bool,
-    pub token: Token,
+    target: Arc<Target>,
+    work: Work,
+    token: Token,
 }
 
 /// A pool of threads that block in the engine's place.
 pub(crate) struct Blocking {
-    jobs: Sender<Job>,
-    queue: Arc<Mutex<Receiver<Job>>>,
-    done: Arc<Done>,
-    threads: usize,
+    shared: Arc<Shared>,
+    /// What [`push`](Self::push) hands over.
+    queued: Vec<Job>,
+    /// Started, and not collected.
     pending: usize,
 }
 
-struct Done {
-    list: Mutex<Vec<Completion>>,
-    event: OwnedFd,
-}
-
 impl Blocking {
-    pub(crate) fn new() -> io::Result<Self> {
-        let (jobs, queue) = mpsc::channel();
-        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+    pub fn new() -> io::Result<Self> {
         Ok(Self {
-            jobs,
-            queue: Arc::new(Mutex::new(queue)),
-            done: Arc::new(Done {
-                list: Mutex::default(),
-                event,
+            shared: Arc::new(Shared {
+                state: Mutex::default(),
+                work: Condvar::new(),
+                done: AtomicUsize::new(0),
+                event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             }),
-            threads: 0,
+            queued: Vec::new(),
             pending: 0,
         })
     }
 
-    /// Is written to whenever a job has ended, and never read from.
-    pub(crate) fn event(&self) -> BorrowedFd<'_> {
-        self.done.event.as_fd()
+    /// Is written to when there is something to collect after there was nothing, and never read from.
+    pub fn event(&self) -> BorrowedFd<'_> {
+        self.shared.event.as_fd()
     }
 
-    pub(crate) fn start(&mut self, job: Job) {
+    /// Takes an operation, to be handed over with the next [`push`](Self::push).
+    pub fn start(&mut self, job: Job) {
         self.pending += 1;
-        if self.pending > self.threads && self.threads < THREADS_MAX {
-            let (queue, done) = (self.queue.clone(), self.done.clone());
-            let thread = thread::Builder::new().name("discard".into());
-            match thread.spawn(move || work(&queue, &done)) {
-                Ok(_) => self.threads += 1,
-                // With no thread at all, the job is done here: late, but done.
-                Err(_) if self.threads == 0 => return self.done.push(run(&job)),
-                Err(_) => {}
-            }
+        self.queued.push(job);
+    }
+
+    /// Hands over what was started.
+    #[inline]
+    pub fn push(&mut self) {
+        if !self.queued.is_empty() {
+            self.hand_over();
         }
-        if let Err(mpsc::SendError(job)) = self.jobs.send(job) {
-            // The receiver lives in `self`: this cannot be.
-            self.done.push(run(&job));
-        }
+    }
+
+    /// Whether [`collect`](Self::collect) will find something.
+    #[inline]
+    pub fn ready(&self) -> bool {
+        self.shared.done.load(Ordering::Acquire) > 0
+    }
+
+    /// Started, and not collected.
+    #[inline]
+    pub fn pending(&self) -> usize {
+        self.pending
     }
 
     /// Takes what has ended, as long as `out` has room.
-    pub(crate) fn collect(&mut self, out: &mut Vec<Completion>) {
-        if self.pending == 0 || out.len() == out.capacity() {
+    #[inline]
+    pub fn collect(&mut self, out: &mut Vec<Completion>) {
+        if self.pending == 0 || !self.ready() {
             return;
         }
-        let mut list = self.done.lock();
-        let n = list.len().min(out.capacity() - out.len());
-        out.extend(list.drain(..n));
+        let mut state = self.shared.lock();
+        let n = state.done.len().min(out.capacity() - out.len());
+        out.extend(state.done.drain(..n));
+        self.shared.done.store(state.done.len(), Ordering::Release);
         self.pending -= n;
     }
-}
 
-impl Done {
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Completion>> {
-        self.list.lock().unwrap_or_else(|e| e.into_inner())
+    fn hand_over(&mut self) {
+        let mut state = self.shared.lock();
+        state.jobs.extend(self.queued.drain(..));
+        let jobs = state.jobs.len();
+        let wake = state.idle.min(jobs);
+        let start = (jobs - wake).min(THREADS_MAX - state.threads);
+        state.threads += start;
+        drop(state);
+        (0..wake).for_each(|_| self.shared.work.notify_one());
+        for _ in 0..start {
+            let shared = self.shared.clone();
+            let thread = thread::Builder::new().name("blocking".into());
+            if thread.spawn(move || shared.work()).is_err() {
+                self.do_without(start);
+                break;
+            }
+        }
     }
 
-    fn push(&self, completion: Completion) {
-        self.lock().push(completion);
+    /// No thread can be started. With none at all, the jobs are done here: late, but done.
+    #[cold]
+    fn do_without(&self, start: usize) {
+        let mut state = self.shared.lock();
+        state.threads -= start;
+        if state.threads == 0 {
+            let jobs = std::mem::take(&mut state.jobs);
+            drop(state);
+            for job in jobs {
+                let mut state = self.shared.lock();
+                self.shared.leave(&mut state, job.run());
+            }
+            self.shared.signal();
+        }
+    }
+}
+
+impl Drop for Blocking {
+    /// The threads end when they have done what was handed over.
+    fn drop(&mut self) {
+        self.shared.lock().closed = true;
+        self.shared.work.notify_all();
+    }
+}
+
+struct Shared {
+    state: Mutex<State>,
+    /// There are jobs.
+    work: Condvar,
+    /// Length of `state.done`, for looking without the lock.
+    done: AtomicUsize,
+    event: OwnedFd,
+}
+
+#[derive(Default)]
+struct State {
+    jobs: VecDeque<Job>,
+    done: Vec<Completion>,
+    threads: usize,
+    idle: usize,
+    closed: bool,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn signal(&self) {
+        // Never full: it would take 2⁶⁴ − 2 signals.
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
     }
-}
 
-fn work(queue: &Mutex<Receiver<Job>>, done: &Done) {
-    loop {
-        let next = queue.lock().unwrap_or_else(|e| e.into_inner()).recv();
-        match next {
-            Ok(job) => done.push(run(&job)),
-            // The engine is gone.
-            Err(mpsc::RecvError) => return,
-        }
-    }
-}
-
-fn run(job: &Job) -> Completion {
-    let result = match job.action {
-        Action::Discard => discard(job),
-        Action::WriteZeroes { unmap } => write_zeroes(job, unmap),
-    }
-    .and_then(|()| match job.stable {
-        true => rustix::fs::fdatasync(&job.file),
-        false => Ok(()),
-    });
-    Completion {
-        token: job.token,
-        result: match result {
-            Ok(()) => 0,
-            Err(e) => -e.raw_os_error(),
-        },
-    }
-}
-
-/// Gives space back. Not being able to is no error: the guest only said that it needs it no more.
-fn discard(job: &Job) -> Result<(), Errno> {
-    let result = match job.backing {
-        Backing::File => fallocate(job, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE),
-        Backing::BlockDevice => ioctl_range(job, BLKDISCARD),
-    };
-    ignore_unsupported(result)
-}
-
-/// Makes a range zero by the first way that the backing knows, best one first.
-fn write_zeroes(job: &Job, unmap: bool) -> Result<(), Errno> {
-    const PUNCH: FallocateFlags = FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE);
-    const ZERO: FallocateFlags = FallocateFlags::ZERO_RANGE.union(FallocateFlags::KEEP_SIZE);
-    let done = match (job.backing, unmap) {
-        // On a device, to punch is to zero and unmap, or to fail; BLKZEROOUT zeroes in any case.
-        (_, true) => fallocate(job, PUNCH),
-        (Backing::BlockDevice, false) => ioctl_range(job, BLKZEROOUT),
-        (Backing::File, false) => match fallocate(job, ZERO) {
-            // A hole reads as zeroes, and allocated again it still does (tmpfs has no other way).
-            Err(Errno::OPNOTSUPP) => {
-                fallocate(job, PUNCH).and_then(|()| fallocate(job, FallocateFlags::KEEP_SIZE))
+    /// What a thread does.
+    fn work(&self) {
+        let mut done = None;
+        loop {
+            let (job, signal) = self.exchange(done.take());
+            if signal {
+                self.signal();
             }
-            result => result,
-        },
-    };
-    match done {
-        Err(Errno::OPNOTSUPP | Errno::NOTTY) => match job.backing {
-            Backing::BlockDevice => ioctl_range(job, BLKZEROOUT),
-            Backing::File => fallocate(job, ZERO),
-        },
-        result => return result,
-    }
-    .or_else(|e| match e {
-        Errno::OPNOTSUPP | Errno::NOTTY => pwrite_zeroes(job),
-        e => Err(e),
-    })
-}
-
-fn pwrite_zeroes(job: &Job) -> Result<(), Errno> {
-    // O_DIRECT wants an aligned buffer.
-    let storage = vec![0u8; ZEROES + 4096];
-    let skip = storage.as_ptr().align_offset(4096);
-    let zeroes = &storage[skip..skip + ZEROES];
-    let (mut at, end) = (job.at.0, job.at.0 + job.len);
-    while at < end {
-        let n = (end - at).min(ZEROES as u64) as usize;
-        match rustix::io::pwrite(&job.file, &zeroes[..n], at) {
-            Ok(0) => return Err(Errno::NOSPC),
-            Ok(n) => at += n as u64,
-            Err(Errno::INTR) => {}
-            Err(e) => return Err(e),
+            match job {
+                Some(job) => done = Some(job.run()),
+                None if self.sleep() => {}
+                None => return,
+            }
         }
     }
-    Ok(())
-}
 
-fn ignore_unsupported(result: Result<(), Errno>) -> Result<(), Errno> {
-    match result {
-        Err(Errno::OPNOTSUPP | Errno::NOTTY) => Ok(()),
-        result => result,
+    /// Leaves what is done and takes the next job. The engine is to be told if nothing was there yet;
+    /// otherwise it has been told, and has not come to collect.
+    fn exchange(&self, done: Option<Completion>) -> (Option<Job>, bool) {
+        let mut state = self.lock();
+        let signal = match done {
+            Some(done) => self.leave(&mut state, done),
+            None => false,
+        };
+        (state.jobs.pop_front(), signal)
+    }
+
+    fn leave(&self, state: &mut State, done: Completion) -> bool {
+        state.done.push(done);
+        self.done.store(state.done.len(), Ordering::Release);
+        state.done.len() == 1
+    }
+
+    /// Waits for a job. False means that the thread has to end.
+    fn sleep(&self) -> bool {
+        let mut state = self.lock();
+        while state.jobs.is_empty() {
+            if state.closed {
+                state.threads -= 1;
+                return false;
+            }
+            state.idle += 1;
+            let (woken, timeout) = match self.work.wait_timeout(state, IDLE) {
+                Ok(result) => result,
+                Err(e) => e.into_inner(),
+            };
+            state = woken;
+            state.idle -= 1;
+            if timeout.timed_out() && state.jobs.is_empty() {
+                state.threads -= 1;
+                return false;
+            }
+        }
+        true
     }
 }
 
-fn fallocate(job: &Job, flags: FallocateFlags) -> Result<(), Errno> {
-    loop {
-        match rustix::fs::fallocate(&job.file, flags, job.at.0, job.len) {
-            Err(Errno::INTR) => {}
-            result => return result,
+/// An [`Op`] without its lifetime, which is the submitter's promise.
+enum Work {
+    Read(FileOffset, List),
+    Write(FileOffset, List, bool),
+    Flush,
+    Discard(FileOffset, u64, bool),
+    WriteZeroes(FileOffset, u64, bool, bool),
+}
+
+/// Segments: a single one by value, a longer list by its address.
+enum List {
+    One(Segment),
+    Many(*const Segment, usize),
+}
+
+// SAFETY: whoever makes a job promises that the list and what it names stay valid until the job's
+// completion has been reaped, on whichever thread it is done.
+#[expect(unsafe_code, reason = "a raw pointer goes to another thread")]
+unsafe impl Send for List {}
+
+impl Job {
+    /// An operation on a file.
+    ///
+    /// # Safety
+    /// As for `block::Engine::submit`, from now on.
+    #[expect(
+        unsafe_code,
+        reason = "the caller promises that the memory stays valid"
+    )]
+    pub unsafe fn new(target: Arc<Target>, op: Op<'_>, token: Token) -> Self {
+        let work = match op {
+            Op::Read { at, to } => Work::Read(at, List::new(to)),
+            Op::Write { at, from, stable } => Work::Write(at, List::new(from), stable),
+            Op::Flush => Work::Flush,
+            Op::Discard { at, len, stable } => Work::Discard(at, len, stable),
+            Op::WriteZeroes {
+                at,
+                len,
+                unmap,
+                stable,
+            } => Work::WriteZeroes(at, len, unmap, stable),
+        };
+        Self {
+            target,
+            work,
+            token,
+        }
+    }
+
+    fn run(&self) -> Completion {
+        let target = &*self.target;
+        let sync = |stable| match stable {
+            true => rustix::fs::fdatasync(&target.file),
+            false => Ok(()),
+        };
+        let range = |at, len| Range { target, at, len };
+        let result = match self.work {
+            Work::Read(at, ref list) => list.transfer(target.file.as_raw_fd(), at, None),
+            Work::Write(at, ref list, stable) => {
+                list.transfer(target.file.as_raw_fd(), at, Some(stable))
+            }
+            Work::Flush => sync(true).map(|()| 0),
+            Work::Discard(at, len, stable) => ranges::discard(&range(at, len))
+                .and_then(|()| sync(stable))
+                .map(|()| 0),
+            Work::WriteZeroes(at, len, unmap, stable) => {
+                ranges::write_zeroes(&range(at, len), unmap)
+                    .and_then(|()| sync(stable))
+                    .map(|()| 0)
+            }
+        };
+        Completion {
+            token: self.token,
+            result: result.unwrap_or_else(|e| -e.raw_os_error()),
         }
     }
 }
 
-/// `_IO(0x12, 119)` and `_IO(0x12, 127)` of `linux/fs.h`.
-const BLKDISCARD: libc::Ioctl = 0x1277;
-const BLKZEROOUT: libc::Ioctl = 0x127f;
+impl List {
+    fn new(segments: &[Segment]) -> Self {
+        match segments {
+            [one] => Self::One(*one),
+            many => Self::Many(many.as_ptr(), many.len()),
+        }
+    }
 
-#[expect(unsafe_code, reason = "rustix has no BLKDISCARD and BLKZEROOUT")]
-fn ioctl_range(job: &Job, request: libc::Ioctl) -> Result<(), Errno> {
-    let range = [job.at.0, job.len];
-    // SAFETY: both requests read two 64-bit numbers, start and length in bytes.
-    match unsafe { libc::ioctl(job.file.as_raw_fd(), request, range.as_ptr()) } {
-        0 => Ok(()),
-        _ => Err(Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)),
+    /// Reads, or writes and perhaps makes it stable.
+    fn transfer(&self, fd: RawFd, at: FileOffset, write: Option<bool>) -> Result<i32, Errno> {
+        let (list, n) = match self {
+            Self::One(segment) => crate::uring::iovec(std::slice::from_ref(segment)),
+            Self::Many(list, n) => (list.cast(), (*n).min(crate::uring::SEGMENTS_MAX) as u32),
+        };
+        let (n, at) = (n as libc::c_int, at.0 as libc::off_t);
+        loop {
+            // SAFETY: whoever made the job promised that the list and the memory that it names are valid
+            // until its completion has been reaped, which is later; a segment is laid out like an iovec.
+            #[expect(unsafe_code, reason = "the kernel works on memory that segments name")]
+            let moved = unsafe {
+                match write {
+                    None => libc::preadv(fd, list, n, at),
+                    Some(false) => libc::pwritev(fd, list, n, at),
+                    Some(true) => libc::pwritev2(fd, list, n, at, libc::RWF_DSYNC),
+                }
+            };
+            match i32::try_from(moved) {
+                Ok(moved @ 0..) => return Ok(moved),
+                // More than 2 GiB never moves at once.
+                _ => match Errno::from_io_error(&io::Error::last_os_error()) {
+                    Some(Errno::INTR) => {}
+                    e => return Err(e.unwrap_or(Errno::IO)),
+                },
+            }
+        }
     }
 }

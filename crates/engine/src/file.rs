@@ -117,11 +117,9 @@ impl DiskFile {
             // The kernel refuses this while the device is mounted or part of another one.
             flags |= libc::O_EXCL;
         }
-        let file = OpenOptions::new()
-            .read(true)
-            .write(!read_only)
-            .custom_flags(flags)
-            .open(path)
+        let mut options = OpenOptions::new();
+        options.read(true).write(!read_only).custom_flags(flags);
+        let file = open_patiently(&options, path, &name)
             .map_err(|e| open_failed(&name, e, cache, read_only))?;
 
         // The time of the last read would be looked at for every read. Only the owner may switch that
@@ -199,24 +197,40 @@ impl AsFd for DiskFile {
     }
 }
 
-/// Takes the lock, or gives up after a few seconds. A process that was killed holds its lock until the
-/// kernel has finished its I/O and taken down its ring, and only then is it safe to go on.
+/// How long a file may still be held by a process that was killed: until the kernel has finished its I/O
+/// and taken down its ring, and only then is it safe to go on.
+const PAUSE: Duration = Duration::from_millis(50);
+const PAUSES: u32 = 60;
+
+/// Opens it, or gives up after a few seconds if it is a block device that somebody else holds.
+fn open_patiently(options: &OpenOptions, path: &Path, name: &str) -> io::Result<File> {
+    for pause in 0..PAUSES {
+        match options.open(path) {
+            Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {}
+            result => return result,
+        }
+        wait_for_release(name, pause);
+    }
+    options.open(path)
+}
+
+/// Takes the lock, or gives up after a few seconds.
 fn lock_patiently(file: &File, name: &str, writable: bool) -> io::Result<bool> {
-    const PAUSE: Duration = Duration::from_millis(50);
-    const PAUSES: u32 = 60;
     for pause in 0..PAUSES {
         if lock::acquire(file.as_fd(), writable)? {
             return Ok(true);
         }
-        if pause == 0 {
-            info!(
-                "{name}: is locked; waiting {:?} for whoever holds it to go",
-                PAUSE * PAUSES
-            );
-        }
-        thread::sleep(PAUSE);
+        wait_for_release(name, pause);
     }
     Ok(false)
+}
+
+fn wait_for_release(name: &str, pause: u32) {
+    if pause == 0 {
+        let all = PAUSE * PAUSES;
+        info!("{name}: is in use; waiting {all:?} for whoever holds it to go");
+    }
+    thread::sleep(PAUSE);
 }
 
 fn open_failed(name: &str, e: io::Error, cache: CacheMode, read_only: bool) -> OpenError {

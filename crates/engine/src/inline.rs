@@ -12,7 +12,7 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use block::{Backing, FileOffset, Segment};
+use block::{Backing, FileOffset, Op, Segment};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
 /// What an operation may take on average: this, and so much more for each page of 4 KiB.
@@ -57,6 +57,20 @@ impl Inline {
                 penance: 0,
             },
             _ => Self::NoNeed,
+        }
+    }
+
+    /// What may be done at once: a read, or (true) a write that need not be made stable.
+    #[inline]
+    pub fn suits(op: Op<'_>) -> Option<(bool, FileOffset, &[Segment])> {
+        match op {
+            Op::Read { at, to } => Some((false, at, to)),
+            Op::Write {
+                at,
+                from,
+                stable: false,
+            } => Some((true, at, from)),
+            _ => None,
         }
     }
 

@@ -3,10 +3,18 @@
 
 mod blocking;
 mod buffers;
+mod choice;
+mod engines;
 mod file;
 mod inline;
 mod lock;
+mod native;
+mod poller;
+mod ranges;
 mod uring;
 
+pub use choice::{Choice, ChoiceError, Support, choose};
+pub use engines::Engines;
 pub use file::{DiskFile, OpenError};
+pub use native::NativeError;
 pub use uring::{Uring, UringError};

@@ -11,7 +11,7 @@ use io_uring::{EnterFlags, IoUring, cqueue, opcode, squeue};
 use rustix::process::Resource;
 use thiserror::Error;
 
-use crate::blocking::{Action, Blocking, Job};
+use crate::blocking::{Blocking, Job, Target as BlockingTarget};
 use crate::buffers::Buffers;
 use crate::inline::Inline;
 
@@ -21,7 +21,7 @@ const SUBMISSIONS: u32 = 256;
 
 /// Operations in flight on one ring: four of the largest queues. Beyond it requests wait in their
 /// virtqueues. The completion queue has twice the room, for kicks and wake-ups too.
-const IN_FLIGHT_MAX: usize = 4096;
+pub(crate) const IN_FLIGHT_MAX: usize = 4096;
 
 /// Files that one thread can serve: one per queue of every disk.
 const FILES_MAX: u32 = 16384;
@@ -30,13 +30,14 @@ const FILES_MAX: u32 = 16384;
 const LEN_MAX: usize = 1 << 30;
 
 /// Segments in one operation (UIO_MAXIOV).
-const SEGMENTS_MAX: usize = 1024;
+pub(crate) const SEGMENTS_MAX: usize = 1024;
 
 /// Marks, in what the kernel hands back, what is not an operation of the submitter.
 const WATCH: u64 = 1 << 63;
 const INTERNAL: u64 = 3 << 62;
 const IGNORED: u64 = INTERNAL;
 const BLOCKING_DONE: u64 = INTERNAL | 1;
+const BESIDE_DONE: u64 = INTERNAL | 2;
 
 /// Why there is no ring.
 #[derive(Debug, Error)]
@@ -67,6 +68,20 @@ pub enum UringError {
     Other(io::Error),
 }
 
+impl UringError {
+    /// The cause alone, without the next step: for saying why something else is used.
+    pub(crate) fn cause(&self) -> String {
+        match self {
+            Self::Disabled(value) => {
+                format!("io_uring is switched off (kernel.io_uring_disabled = {value})")
+            }
+            Self::Forbidden(_) => "io_uring is forbidden here by a seccomp filter".into(),
+            Self::Absent => "this kernel has no io_uring".into(),
+            Self::OpenFiles | Self::Other(_) => self.to_string(),
+        }
+    }
+}
+
 /// An engine over one io_uring.
 pub struct Uring {
     ring: IoUring,
@@ -82,8 +97,7 @@ pub struct Uring {
 }
 
 struct Target {
-    file: Arc<File>,
-    backing: Backing,
+    file: Arc<BlockingTarget>,
     inline: Inline,
 }
 
@@ -188,7 +202,7 @@ fn explain(e: io::Error) -> UringError {
 }
 
 impl Engine for Uring {
-    fn attach(&mut self, file: BorrowedFd<'_>, backing: Backing, _: Aio) -> io::Result<FileId> {
+    fn attach(&mut self, file: BorrowedFd<'_>, backing: Backing, aio: Aio) -> io::Result<FileId> {
         let free = self.files.iter().position(Option::is_none);
         let id = free.unwrap_or(self.files.len()) as u32;
         if id == self.files_max {
@@ -201,9 +215,11 @@ impl Engine for Uring {
         submitter.register_files_update(id, &[file.as_raw_fd()])?;
         let file = File::from(file.try_clone_to_owned()?);
         let target = Target {
-            inline: Inline::probe(&file, backing),
-            file: Arc::new(file),
-            backing,
+            inline: match aio {
+                Aio::Auto => Inline::probe(&file, backing),
+                _ => Inline::NoNeed,
+            },
+            file: Arc::new(BlockingTarget { file, backing }),
         };
         match free {
             Some(free) => self.files[free] = Some(target),
@@ -250,6 +266,7 @@ impl Engine for Uring {
     #[inline]
     fn ready(&mut self) -> bool {
         !self.inline.is_empty()
+            || self.blocking.ready()
             || self.ring.submission().taskrun()
             || !self.ring.completion().is_empty()
     }
@@ -269,21 +286,12 @@ impl Engine for Uring {
     unsafe fn submit(&mut self, file: FileId, op: Op<'_>, token: Token) {
         debug_assert!(self.in_flight < IN_FLIGHT_MAX);
         self.in_flight += 1;
-        let at_once = match op {
-            Op::Read { at, to } => Some((false, at, to)),
-            Op::Write {
-                at,
-                from,
-                stable: false,
-            } => Some((true, at, from)),
-            _ => None,
-        };
-        if let Some((write, at, segments)) = at_once
+        if let Some((write, at, segments)) = Inline::suits(op)
             && let Some(target) = &mut self.files[file.0 as usize]
             && target.inline.wanted()
         {
             // SAFETY: the caller's promise.
-            let result = unsafe { target.inline.run(&target.file, write, at, segments) };
+            let result = unsafe { target.inline.run(&target.file.file, write, at, segments) };
             return self.inline.push(Completion { token, result });
         }
         let fixed = Fixed(file.0);
@@ -328,23 +336,19 @@ impl Engine for Uring {
             Op::Flush => opcode::Fsync::new(fixed)
                 .flags(FsyncFlags::DATASYNC)
                 .build(),
-            Op::Discard { at, len, stable } => {
-                return self.block(file, Action::Discard, (at, len, stable), token);
-            }
-            Op::WriteZeroes {
-                at,
-                len,
-                unmap,
-                stable,
-            } => {
-                let action = Action::WriteZeroes { unmap };
-                return self.block(file, action, (at, len, stable), token);
+            Op::Discard { .. } | Op::WriteZeroes { .. } => {
+                let target = self.files[file.0 as usize].as_ref();
+                let target = target.expect("the file is attached while it is used");
+                // SAFETY: the caller's promise.
+                let job = unsafe { Job::new(target.file.clone(), op, token) };
+                return self.blocking.start(job);
             }
         };
         self.queue(entry.user_data(token.0));
     }
 
     fn push(&mut self) -> io::Result<()> {
+        self.blocking.push();
         let all_done = self.inline.len() == self.in_flight;
         let queue = self.ring.submission();
         // Kicks and wake-ups too wait for an entry, which the flag tells.
@@ -357,8 +361,12 @@ impl Engine for Uring {
     }
 
     fn wait(&mut self) -> io::Result<()> {
-        match self.inline.is_empty() {
-            true => self.enter(1),
+        // What was left when there was no room for it brings no event.
+        match self.inline.is_empty() && !self.blocking.ready() {
+            true => {
+                self.blocking.push();
+                self.enter(1)
+            }
             false => self.push(),
         }
     }
@@ -382,7 +390,7 @@ impl Engine for Uring {
                 out.push(Completion { token, result });
             } else if entry.result() != -libc::ECANCELED && user_data != IGNORED {
                 // A poll that failed for want of memory is as good as an event: it is set up anew.
-                if user_data != BLOCKING_DONE {
+                if user_data & INTERNAL != INTERNAL {
                     let token = Token(user_data & !WATCH);
                     out.push(Completion { token, result: 0 });
                     watched += 1;
@@ -406,24 +414,17 @@ impl Engine for Uring {
 }
 
 impl Uring {
-    fn block(
-        &mut self,
-        file: FileId,
-        action: Action,
-        (at, len, stable): (block::FileOffset, u64, bool),
-        token: Token,
-    ) {
-        let target = self.files[file.0 as usize].as_ref();
-        let target = target.expect("the file is attached while it is used");
-        self.blocking.start(Job {
-            file: target.file.clone(),
-            backing: target.backing,
-            action,
-            at,
-            len,
-            stable,
-            token,
-        });
+    /// Does an operation on a file that is not attached here, on a thread.
+    pub(crate) fn start(&mut self, job: Job) {
+        self.in_flight += 1;
+        self.blocking.start(job);
+    }
+
+    /// Ends a wait when `fd`, which its owner keeps open as long as this ring is there, is written to.
+    pub(crate) fn watch_quietly(&mut self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        self.watches.push((BESIDE_DONE, fd.as_raw_fd()));
+        self.arm(fd.as_raw_fd(), BESIDE_DONE);
+        self.push()
     }
 
     /// The kernel ends a multishot poll when its completion queue overflows.

@@ -2,6 +2,7 @@
 //! from the specifications and not from the server, so that a mistake in one is not shared by the other.
 
 pub mod chain;
+pub mod conformance;
 pub mod driver;
 pub mod faulty;
 pub mod frontend;

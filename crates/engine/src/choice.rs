@@ -1,0 +1,174 @@
+//! Which way of moving bytes suits a file, and why.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::{Arc, LazyLock};
+
+use block::{Aio, Backing};
+use rustix::fs::{OFlags, fcntl_getfl, fstat, fstatfs, major, minor};
+use thiserror::Error;
+
+use crate::inline::Inline;
+use crate::native::{Native, NativeError};
+use crate::uring::{Uring, UringError};
+
+/// What works in this process.
+#[derive(Debug)]
+pub struct Support {
+    /// io_uring, or why not.
+    pub io_uring: Result<(), UringError>,
+    /// Linux AIO, or why not.
+    pub native: Result<(), NativeError>,
+}
+
+impl Support {
+    /// What works in this process, tried once.
+    pub fn here() -> Arc<Self> {
+        static HERE: LazyLock<Arc<Support>> = LazyLock::new(|| Arc::new(Support::probe()));
+        HERE.clone()
+    }
+
+    /// Tries what there is.
+    pub fn probe() -> Self {
+        Self {
+            io_uring: Uring::new().map(drop),
+            native: Native::new().map(drop),
+        }
+    }
+}
+
+/// How a file is served.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Choice {
+    /// Never `Auto`.
+    pub aio: Aio,
+    /// Why, to be read after the word for `aio`: "O_DIRECT file on ext4".
+    pub reason: String,
+}
+
+/// A file cannot be served as the operator asked for. Each says what to do next.
+#[derive(Debug, Error)]
+pub enum ChoiceError {
+    /// There is no io_uring here.
+    #[error("aio=io_uring: {0}; or use aio=auto, which does without")]
+    IoUring(String),
+    /// There is no Linux AIO here.
+    #[error("aio=native: {0}; or use aio=auto, which does without")]
+    Native(String),
+    /// Linux AIO is not asynchronous on the page cache.
+    #[error(
+        "aio=native needs cache=none or cache=directsync: through the page cache, io_submit blocks \
+        until the data is there, and with it every disk of the I/O thread; use one of these, or \
+        aio=io_uring or aio=threads"
+    )]
+    Buffered,
+    /// The kernel does not say what the file is.
+    #[error("cannot find out how the file was opened: {0}")]
+    File(#[from] io::Error),
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.aio, self.reason)
+    }
+}
+
+/// Says how a file is to be served, the way that the operator `wanted` or the one that suits it best.
+///
+/// # Errors
+/// What is wanted does not work.
+pub fn choose(
+    file: BorrowedFd<'_>,
+    backing: Backing,
+    wanted: Aio,
+    support: &Support,
+) -> Result<Choice, ChoiceError> {
+    let direct = fcntl_getfl(file)
+        .map_err(io::Error::from)?
+        .contains(OFlags::DIRECT);
+    let what = || describe(file, backing, direct);
+    let choice = |aio, reason| Ok(Choice { aio, reason });
+    match wanted {
+        Aio::IoUring => match &support.io_uring {
+            Ok(()) => choice(wanted, format!("asked for; {}", what())),
+            Err(e) => Err(ChoiceError::IoUring(e.to_string())),
+        },
+        Aio::Native if !direct => Err(ChoiceError::Buffered),
+        Aio::Native => match &support.native {
+            Ok(()) => choice(wanted, format!("asked for; {}", what())),
+            Err(e) => Err(ChoiceError::Native(e.to_string())),
+        },
+        Aio::Threads => choice(wanted, format!("asked for; {}", what())),
+        Aio::Auto => {
+            let in_memory = in_memory(file, backing)?;
+            let plain = match in_memory {
+                true => ", read and written by plain calls while they are quick",
+                false => "",
+            };
+            let Err(no_ring) = &support.io_uring else {
+                return choice(Aio::IoUring, what() + plain);
+            };
+            let no_ring = no_ring.cause();
+            match &support.native {
+                _ if in_memory => choice(Aio::Threads, format!("{}{plain}; {no_ring}", what())),
+                Ok(()) if direct => choice(Aio::Native, format!("{}; {no_ring}", what())),
+                Err(e) if direct => choice(Aio::Threads, format!("{}; {no_ring}, and {e}", what())),
+                _ => choice(Aio::Threads, format!("{}; {no_ring}", what())),
+            }
+        }
+    }
+}
+
+/// Whether the file is one for plain calls on the I/O thread itself.
+fn in_memory(file: BorrowedFd<'_>, backing: Backing) -> io::Result<bool> {
+    let file = File::from(file.try_clone_to_owned()?);
+    Ok(!matches!(Inline::probe(&file, backing), Inline::NoNeed))
+}
+
+/// Such as "O_DIRECT file on ext4".
+fn describe(file: BorrowedFd<'_>, backing: Backing, direct: bool) -> String {
+    let how = if direct { "O_DIRECT" } else { "buffered" };
+    match backing {
+        Backing::File => format!("{how} file on {}", file_system(file)),
+        Backing::BlockDevice => format!("{how} block device {}", device(file)),
+    }
+}
+
+/// The kernel's name of a block device, as in /sys/block.
+fn device(file: BorrowedFd<'_>) -> String {
+    let Ok(stat) = fstat(file) else {
+        return format!("(descriptor {})", file.as_raw_fd());
+    };
+    let number = format!("{}:{}", major(stat.st_rdev), minor(stat.st_rdev));
+    let link = std::fs::read_link(format!("/sys/dev/block/{number}"));
+    match link.as_deref().map(|path| path.file_name()) {
+        Ok(Some(name)) => name.to_string_lossy().into_owned(),
+        _ => number,
+    }
+}
+
+/// The name of the file system that holds a file, by its number in `linux/magic.h`.
+fn file_system(file: BorrowedFd<'_>) -> String {
+    let Ok(stat) = fstatfs(file.as_fd()) else {
+        return "an unknown file system".into();
+    };
+    let name = match stat.f_type as u32 {
+        0xef53 => "ext4",
+        0x5846_5342 => "XFS",
+        0x9123_683e => "Btrfs",
+        0x0102_1994 => "tmpfs",
+        0x6969 => "NFS",
+        0xf2f5_2010 => "F2FS",
+        0x2fc1_2fc1 => "ZFS",
+        0xca45_1a4e => "bcachefs",
+        0x00c3_6400 => "CephFS",
+        0x794c_7630 => "overlayfs",
+        0x6573_5546 => "FUSE",
+        0xfe53_4d42 => "SMB",
+        0x0116_1970 => "GFS2",
+        other => return format!("file system {other:#x}"),
+    };
+    name.into()
+}

@@ -1,0 +1,314 @@
+//! All ways of moving bytes, behind one [`Engine`]: each file is served in the way that suits it, and
+//! a thread waits for all of them in one place.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::Arc;
+
+use block::{Aio, Backing, Completion, Engine, FileId, Op, Segment, Token};
+
+use crate::blocking::{Blocking, Job, Target};
+use crate::choice::{Support, choose};
+use crate::inline::Inline;
+use crate::native::Native;
+use crate::poller::Poller;
+use crate::uring::{IN_FLIGHT_MAX, Uring, UringError};
+
+/// Marks the number of a file that is not the ring's.
+const BESIDE: u32 = 1 << 31;
+
+/// Files that are not the ring's, one per queue of every disk.
+const FILES_MAX: usize = 16384;
+
+/// io_uring, Linux AIO and a pool of threads for the files of one thread, which must be the one that
+/// makes it.
+///
+/// Where io_uring works, its ring is what the thread waits on, and files served by it cost no more than
+/// they do without the others. Where it does not, the thread waits on an epoll instance. Linux AIO and
+/// the pool are set up when the first file wants them.
+pub struct Engines {
+    main: Main,
+    native: Option<Native>,
+    /// Files that are not the ring's.
+    files: Vec<Option<Beside>>,
+    support: Arc<Support>,
+}
+
+/// What the thread waits on.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "there is one per thread, and the large one is the fast one"
+)]
+enum Main {
+    Ring(Uring),
+    Poller {
+        poller: Poller,
+        pool: Blocking,
+        /// Operations that were done where they were submitted.
+        inline: Vec<Completion>,
+    },
+}
+
+/// A file that is not the ring's.
+struct Beside {
+    target: Arc<Target>,
+    native: bool,
+    inline: Inline,
+}
+
+impl Engines {
+    /// Sets up what `support` says there is, for the calling thread.
+    ///
+    /// # Errors
+    /// The kernel refuses after all.
+    pub fn new(support: Arc<Support>) -> Result<Self, UringError> {
+        let main = match &support.io_uring {
+            Ok(()) => Main::Ring(Uring::new()?),
+            Err(_) => Main::poller().map_err(UringError::Other)?,
+        };
+        Ok(Self {
+            main,
+            native: None,
+            files: Vec::new(),
+            support,
+        })
+    }
+
+    fn attach_beside(
+        &mut self,
+        file: BorrowedFd<'_>,
+        backing: Backing,
+        native: bool,
+        inline: bool,
+    ) -> io::Result<FileId> {
+        if native && self.native.is_none() {
+            self.native = Some(self.main.make_native()?);
+        }
+        let free = self.files.iter().position(Option::is_none);
+        let number = free.unwrap_or(self.files.len());
+        if number == FILES_MAX {
+            return Err(io::Error::other(format!(
+                "one I/O thread serves at most {FILES_MAX} queues; use more --iothreads"
+            )));
+        }
+        let file = File::from(file.try_clone_to_owned()?);
+        let beside = Some(Beside {
+            inline: match inline {
+                true => Inline::probe(&file, backing),
+                false => Inline::NoNeed,
+            },
+            target: Arc::new(Target { file, backing }),
+            native,
+        });
+        match free {
+            Some(free) => self.files[free] = beside,
+            None => self.files.push(beside),
+        }
+        Ok(FileId(BESIDE | number as u32))
+    }
+
+    /// Submits an operation on a file that is not the ring's.
+    ///
+    /// # Safety
+    /// As for [`Engine::submit`].
+    #[expect(unsafe_code, reason = "the trait's contract")]
+    unsafe fn submit_beside(&mut self, file: FileId, op: Op<'_>, token: Token) {
+        let file = self.files[(file.0 & !BESIDE) as usize].as_mut();
+        let file = file.expect("the file is attached while it is used");
+        let ranged = matches!(op, Op::Discard { .. } | Op::WriteZeroes { .. });
+        if let Some(native) = &mut self.native
+            && file.native
+            && !ranged
+            && (native.flushes || !matches!(op, Op::Flush))
+        {
+            // SAFETY: the caller's promise; the file is open as long as it is attached.
+            return unsafe { native.submit(file.target.file.as_raw_fd(), op, token) };
+        }
+        if let Main::Poller { inline, .. } = &mut self.main
+            && let Some((write, at, segments)) = Inline::suits(op)
+            && file.inline.wanted()
+        {
+            // SAFETY: the caller's promise.
+            let result = unsafe { file.inline.run(&file.target.file, write, at, segments) };
+            return inline.push(Completion { token, result });
+        }
+        // SAFETY: the caller's promise.
+        let job = unsafe { Job::new(file.target.clone(), op, token) };
+        match &mut self.main {
+            Main::Ring(ring) => ring.start(job),
+            Main::Poller { pool, .. } => pool.start(job),
+        }
+    }
+}
+
+impl Main {
+    fn poller() -> io::Result<Self> {
+        let (poller, pool) = (Poller::new()?, Blocking::new()?);
+        poller.watch_quietly(pool.event())?;
+        Ok(Self::Poller {
+            poller,
+            pool,
+            inline: Vec::with_capacity(IN_FLIGHT_MAX),
+        })
+    }
+
+    fn make_native(&mut self) -> io::Result<Native> {
+        let native = Native::new().map_err(io::Error::other)?;
+        match self {
+            Self::Ring(ring) => ring.watch_quietly(native.event())?,
+            Self::Poller { poller, .. } => poller.watch_quietly(native.event())?,
+        }
+        Ok(native)
+    }
+}
+
+impl Engine for Engines {
+    fn attach(&mut self, file: BorrowedFd<'_>, backing: Backing, aio: Aio) -> io::Result<FileId> {
+        let choice = choose(file, backing, aio, &self.support).map_err(io::Error::other)?;
+        match (choice.aio, &mut self.main) {
+            (Aio::IoUring | Aio::Auto, Main::Ring(ring)) => ring.attach(file, backing, aio),
+            (chosen, _) => {
+                self.attach_beside(file, backing, chosen == Aio::Native, aio == Aio::Auto)
+            }
+        }
+    }
+
+    fn detach(&mut self, file: FileId) {
+        match (&mut self.main, file.0 & BESIDE) {
+            (Main::Ring(ring), 0) => ring.detach(file),
+            _ => self.files[(file.0 & !BESIDE) as usize] = None,
+        }
+    }
+
+    #[expect(unsafe_code, reason = "the trait's contract")]
+    unsafe fn register(&mut self, memory: &[Segment]) -> io::Result<()> {
+        match &mut self.main {
+            // SAFETY: the caller's promise is the same.
+            Main::Ring(ring) => unsafe { ring.register(memory) },
+            Main::Poller { .. } => Ok(()),
+        }
+    }
+
+    fn unregister(&mut self, memory: &[Segment]) {
+        if let Main::Ring(ring) = &mut self.main {
+            ring.unregister(memory);
+        }
+    }
+
+    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token) -> io::Result<()> {
+        match &mut self.main {
+            Main::Ring(ring) => ring.watch(fd, token),
+            Main::Poller { poller, .. } => poller.watch(fd, token),
+        }
+    }
+
+    fn unwatch(&mut self, token: Token) -> io::Result<()> {
+        match &mut self.main {
+            Main::Ring(ring) => ring.unwatch(token),
+            Main::Poller { poller, .. } => poller.unwatch(token),
+        }
+    }
+
+    #[inline]
+    fn room(&self) -> usize {
+        let native = self.native.as_ref().map_or(0, Native::in_flight);
+        match &self.main {
+            Main::Ring(ring) => ring.room().saturating_sub(native),
+            Main::Poller { pool, inline, .. } => {
+                IN_FLIGHT_MAX - (native + pool.pending() + inline.len())
+            }
+        }
+    }
+
+    #[inline]
+    fn in_flight(&self) -> usize {
+        let native = self.native.as_ref().map_or(0, Native::in_flight);
+        match &self.main {
+            Main::Ring(ring) => ring.in_flight() + native,
+            Main::Poller { pool, inline, .. } => native + pool.pending() + inline.len(),
+        }
+    }
+
+    #[inline]
+    fn ready(&mut self) -> bool {
+        let main = match &mut self.main {
+            Main::Ring(ring) => ring.ready(),
+            Main::Poller {
+                poller,
+                pool,
+                inline,
+            } => poller.ready() || pool.ready() || !inline.is_empty(),
+        };
+        main || self.native.as_ref().is_some_and(Native::ready)
+    }
+
+    #[inline]
+    #[expect(unsafe_code, reason = "the trait's contract")]
+    unsafe fn submit(&mut self, file: FileId, op: Op<'_>, token: Token) {
+        match &mut self.main {
+            // SAFETY: the caller's promise.
+            Main::Ring(ring) if file.0 & BESIDE == 0 => unsafe { ring.submit(file, op, token) },
+            // SAFETY: the caller's promise.
+            _ => unsafe { self.submit_beside(file, op, token) },
+        }
+    }
+
+    #[inline]
+    fn push(&mut self) -> io::Result<()> {
+        if let Some(native) = &mut self.native {
+            native.push()?;
+        }
+        match &mut self.main {
+            Main::Ring(ring) => ring.push(),
+            Main::Poller { poller, pool, .. } => {
+                pool.push();
+                poller.glance()
+            }
+        }
+    }
+
+    #[inline]
+    fn wait(&mut self) -> io::Result<()> {
+        let mut ready = false;
+        if let Some(native) = &mut self.native {
+            native.push()?;
+            ready = native.ready();
+        }
+        match &mut self.main {
+            Main::Ring(ring) if ready => ring.push(),
+            Main::Ring(ring) => ring.wait(),
+            Main::Poller {
+                poller,
+                pool,
+                inline,
+            } => {
+                pool.push();
+                match ready || pool.ready() || !inline.is_empty() {
+                    true => poller.glance(),
+                    false => poller.look(true),
+                }
+            }
+        }
+    }
+
+    #[inline]
+    fn reap(&mut self, out: &mut Vec<Completion>) {
+        match &mut self.main {
+            Main::Ring(ring) => ring.reap(out),
+            Main::Poller {
+                poller,
+                pool,
+                inline,
+            } => {
+                poller.reap(out);
+                let n = inline.len().min(out.capacity() - out.len());
+                out.extend(inline.drain(..n));
+                pool.collect(out);
+            }
+        }
+        if let Some(native) = &mut self.native {
+            native.reap(out);
+        }
+    }
+}

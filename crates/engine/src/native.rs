@@ -1,0 +1,450 @@
+//! Linux AIO: `io_submit`, with completions read from the ring that the kernel maps into the process.
+//!
+//! `io_submit` does not block on O_DIRECT files whose space is allocated, as long as the device's queue
+//! has room. Where it does block, all that its thread serves waits with it, so its time is taken.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::ptr;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use block::{Completion, Op, Segment, Token};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{MemfdFlags, memfd_create};
+use thiserror::Error;
+use tracing::warn;
+
+/// Operations that the kernel takes at a time; the rest waits here. The limit for the whole machine is
+/// 65536 (fs.aio-max-nr), of which each I/O thread takes this much, or less if so much is not left.
+const EVENTS_MAX: u32 = 1024;
+const EVENTS_MIN: u32 = 64;
+
+/// Operations handed over by one call.
+const BATCH: usize = 64;
+
+/// Bytes in one operation on one segment; longer ones come back short and go on.
+const LEN_MAX: usize = 1 << 30;
+
+/// An `io_submit` that takes this long has blocked, whatever else the processor had to do meanwhile.
+const BLOCKED: Duration = Duration::from_millis(10);
+
+/// Warnings about it are at least this far apart.
+const WARN_EACH: Duration = Duration::from_secs(60);
+
+/// Why there is no Linux AIO.
+#[derive(Debug, Error)]
+pub enum NativeError {
+    /// Others have taken what the machine allows.
+    #[error(
+        "Linux AIO has no room left (fs.aio-nr has reached fs.aio-max-nr); \
+        'sysctl -w fs.aio-max-nr=1048576' makes more"
+    )]
+    Exhausted,
+    /// A seccomp filter or a container runtime forbids it.
+    #[error(
+        "Linux AIO is forbidden here ({0}); a container or service manager filters the system \
+        call io_setup, and must be told to let it pass"
+    )]
+    Forbidden(io::Error),
+    /// The kernel is built without it.
+    #[error("this kernel has no Linux AIO (CONFIG_AIO)")]
+    Absent,
+    /// Anything else.
+    #[error("Linux AIO cannot be set up: {0}")]
+    Other(io::Error),
+}
+
+/// A context of Linux AIO, and what waits to be handed to it.
+pub(crate) struct Native {
+    context: Context,
+    /// IOCB_CMD_FDSYNC is there (Linux 4.18); else somebody else must flush.
+    pub flushes: bool,
+    event: OwnedFd,
+    queued: VecDeque<Iocb>,
+    /// Refused as they were handed over.
+    failed: Vec<Completion>,
+    /// In the kernel, or completed and not reaped.
+    submitted: usize,
+    warned: Option<Instant>,
+    left_out: u32,
+}
+
+impl Native {
+    pub fn new() -> Result<Self, NativeError> {
+        let context = Context::new()?;
+        Ok(Self {
+            flushes: context.flushes(),
+            context,
+            event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+                .map_err(|e| NativeError::Other(e.into()))?,
+            queued: VecDeque::new(),
+            failed: Vec::new(),
+            submitted: 0,
+            warned: None,
+            left_out: 0,
+        })
+    }
+
+    /// Is written to with each completion, and never read from.
+    pub fn event(&self) -> BorrowedFd<'_> {
+        self.event.as_fd()
+    }
+
+    /// Operations submitted whose completion has not been reaped.
+    #[inline]
+    pub fn in_flight(&self) -> usize {
+        self.queued.len() + self.failed.len() + self.submitted
+    }
+
+    #[inline]
+    pub fn ready(&self) -> bool {
+        !self.failed.is_empty() || (self.submitted > 0 && self.context.ready())
+    }
+
+    /// Queues a read, a write or a flush.
+    ///
+    /// # Safety
+    /// As for `block::Engine::submit`.
+    #[expect(
+        unsafe_code,
+        reason = "the caller promises that the memory stays valid"
+    )]
+    pub unsafe fn submit(&mut self, fd: RawFd, op: Op<'_>, token: Token) {
+        let mut iocb = Iocb {
+            data: token.0,
+            fd: fd as u32,
+            flags: IOCB_FLAG_RESFD,
+            event: self.event.as_raw_fd() as u32,
+            ..Iocb::default()
+        };
+        match op {
+            Op::Read { at, to } => {
+                iocb.offset = at.0 as i64;
+                iocb.transfer([IOCB_CMD_PREAD, IOCB_CMD_PREADV], to);
+            }
+            Op::Write { at, from, stable } => {
+                iocb.offset = at.0 as i64;
+                iocb.rw_flags = if stable { libc::RWF_DSYNC } else { 0 };
+                iocb.transfer([IOCB_CMD_PWRITE, IOCB_CMD_PWRITEV], from);
+            }
+            Op::Flush => iocb.opcode = IOCB_CMD_FDSYNC,
+            Op::Discard { .. } | Op::WriteZeroes { .. } => {
+                unreachable!("Linux AIO has no such operations: threads do them")
+            }
+        }
+        self.queued.push_back(iocb);
+    }
+
+    /// Hands over as much as the kernel takes.
+    #[inline]
+    pub fn push(&mut self) -> io::Result<()> {
+        while !self.queued.is_empty() {
+            if !self.push_batch()? {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Hands over some; whether the kernel may take more.
+    fn push_batch(&mut self) -> io::Result<bool> {
+        let mut batch = [ptr::null_mut(); BATCH];
+        let n = self.queued.len().min(BATCH);
+        for (place, iocb) in batch.iter_mut().zip(self.queued.iter_mut()) {
+            *place = iocb;
+        }
+        let start = Instant::now();
+        // SAFETY: the pointers name control blocks that stay where they are during the call, which is as
+        // long as the kernel looks at them; whoever submitted them promised that the memory that they
+        // name is valid until their completions have been reaped.
+        #[expect(unsafe_code, reason = "control blocks name memory")]
+        let result = unsafe { self.context.submit(&mut batch[..n]) };
+        let took = start.elapsed();
+        if took >= BLOCKED {
+            self.blocked(took);
+        }
+        match result {
+            Ok(taken) => {
+                self.queued.drain(..taken);
+                self.submitted += taken;
+                // A shorter count is told the reason for when the rest is tried.
+                Ok(true)
+            }
+            // No room: the rest is kept until something has completed.
+            Err(e) if e.raw_os_error() == Some(libc::EAGAIN) && self.submitted > 0 => Ok(false),
+            Err(e) if e.raw_os_error() == Some(libc::EINTR) => Ok(false),
+            Err(e) => self.refused(e),
+        }
+    }
+
+    /// The kernel does not take the first one.
+    #[cold]
+    fn refused(&mut self, e: io::Error) -> io::Result<bool> {
+        let errno = e.raw_os_error().ok_or(e)?;
+        if let Some(iocb) = self.queued.pop_front() {
+            self.failed.push(Completion {
+                token: Token(iocb.data),
+                result: -errno,
+            });
+        }
+        Ok(true)
+    }
+
+    #[cold]
+    fn blocked(&mut self, took: Duration) {
+        if self.warned.is_some_and(|at| at.elapsed() < WARN_EACH) {
+            self.left_out = self.left_out.saturating_add(1);
+            return;
+        }
+        let Some(first) = self.queued.front() else {
+            return;
+        };
+        warn!(
+            "{}: io_submit blocked for {} ms, and with it every disk of this I/O thread; aio=native does \
+             so where space is not allocated yet or the device's queue is full: allocate the file \
+             ('fallocate -l SIZE FILE'), or use aio=io_uring or aio=threads ({} more of these left out)",
+            path_of(first.fd),
+            took.as_millis(),
+            self.left_out
+        );
+        (self.warned, self.left_out) = (Some(Instant::now()), 0);
+    }
+
+    #[inline]
+    pub fn reap(&mut self, out: &mut Vec<Completion>) {
+        let n = self.failed.len().min(out.capacity() - out.len());
+        out.extend(self.failed.drain(..n));
+        if self.submitted > 0 {
+            let before = out.len();
+            self.context.reap(out);
+            self.submitted -= out.len() - before;
+        }
+    }
+}
+
+fn path_of(fd: u32) -> String {
+    match std::fs::read_link(format!("/proc/self/fd/{fd}")) {
+        Ok(path) => path.display().to_string(),
+        Err(_) => format!("file descriptor {fd}"),
+    }
+}
+
+/// `aio_context_t`, which is the address at which the kernel mapped the ring of completions.
+struct Context(libc::c_ulong);
+
+/// How the ring begins (`struct aio_ring` of the kernel, which libaio, fio and QEMU rely on).
+#[repr(C)]
+struct RingHead {
+    id: u32,
+    /// Events in the ring.
+    count: u32,
+    head: AtomicU32,
+    tail: AtomicU32,
+    magic: u32,
+    compatible: u32,
+    incompatible: u32,
+    header_bytes: u32,
+}
+
+const RING_MAGIC: u32 = 0xa10a_10a1;
+
+/// `struct io_event`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Event {
+    data: u64,
+    iocb: u64,
+    result: i64,
+    result_2: i64,
+}
+
+impl Context {
+    #[expect(unsafe_code, reason = "libc has no wrapper for io_setup")]
+    fn new() -> Result<Self, NativeError> {
+        let mut events = EVENTS_MAX;
+        loop {
+            let mut id: libc::c_ulong = 0;
+            // SAFETY: the kernel writes one number to `id`.
+            if unsafe { libc::syscall(libc::SYS_io_setup, events, &raw mut id) } == 0 {
+                return Ok(Self(id));
+            }
+            let e = io::Error::last_os_error();
+            match e.raw_os_error() {
+                Some(libc::EAGAIN) if events > EVENTS_MIN => events /= 2,
+                Some(libc::EAGAIN) => return Err(NativeError::Exhausted),
+                Some(libc::EPERM | libc::EACCES) => return Err(NativeError::Forbidden(e)),
+                Some(libc::ENOSYS) => return Err(NativeError::Absent),
+                _ => return Err(NativeError::Other(e)),
+            }
+        }
+    }
+
+    /// Whether the kernel can flush by itself: tried on a file in memory.
+    fn flushes(&self) -> bool {
+        let Ok(file) = memfd_create("ringdisk", MemfdFlags::CLOEXEC) else {
+            return false;
+        };
+        let mut iocb = Iocb {
+            opcode: IOCB_CMD_FDSYNC,
+            fd: file.as_raw_fd() as u32,
+            ..Iocb::default()
+        };
+        // SAFETY: the control block outlives the call and names no memory.
+        #[expect(unsafe_code, reason = "control blocks name memory")]
+        let submitted = unsafe { self.submit(&mut [&raw mut iocb]) };
+        let mut done = Vec::with_capacity(1);
+        while submitted.is_ok() && done.is_empty() {
+            self.get_events(1, &mut done);
+        }
+        done.first().is_some_and(|c| c.result == 0)
+    }
+
+    /// The mapped ring, if it is of the kind that we know.
+    #[inline]
+    #[expect(unsafe_code, reason = "the ring is memory that the kernel mapped")]
+    fn ring(&self) -> Option<&RingHead> {
+        // SAFETY: a context's number is the address of its ring, at least one page, mapped until
+        // `io_destroy`, which only `drop` calls. The kernel changes nothing but `head` and `tail`.
+        let ring = unsafe { &*(self.0 as *const RingHead) };
+        let known = ring.magic == RING_MAGIC
+            && ring.incompatible == 0
+            && ring.header_bytes as usize == size_of::<RingHead>();
+        known.then_some(ring)
+    }
+
+    /// Whether there is a completion; also when only the kernel can tell.
+    #[inline]
+    fn ready(&self) -> bool {
+        self.ring().is_none_or(|ring| {
+            ring.head.load(Ordering::Relaxed) != ring.tail.load(Ordering::Acquire)
+        })
+    }
+
+    #[expect(unsafe_code, reason = "libc has no wrapper for io_submit")]
+    unsafe fn submit(&self, batch: &mut [*mut Iocb]) -> io::Result<usize> {
+        // SAFETY: the caller's promise; the kernel reads as many pointers as there are.
+        let taken = unsafe {
+            libc::syscall(
+                libc::SYS_io_submit,
+                self.0,
+                batch.len() as libc::c_long,
+                batch.as_mut_ptr(),
+            )
+        };
+        usize::try_from(taken).map_err(|_| io::Error::last_os_error())
+    }
+
+    #[inline]
+    fn reap(&self, out: &mut Vec<Completion>) {
+        let Some(ring) = self.ring() else {
+            return self.get_events(0, out);
+        };
+        let tail = ring.tail.load(Ordering::Acquire);
+        let mut head = ring.head.load(Ordering::Relaxed);
+        let events = ptr::from_ref(ring).wrapping_add(1).cast::<Event>();
+        while head != tail && out.len() < out.capacity() {
+            // SAFETY: the events follow the head of the ring, `count` of them; `head` is below it, and
+            // the kernel has finished those before `tail`.
+            #[expect(unsafe_code, reason = "the ring is memory that the kernel mapped")]
+            let event = unsafe { events.add((head % ring.count) as usize).read() };
+            out.push(event.into());
+            head = (head + 1) % ring.count;
+        }
+        // The kernel may use again what lies before.
+        ring.head.store(head, Ordering::Release);
+    }
+
+    /// Reaps by a system call, waiting until there are at least so many.
+    #[cold]
+    #[expect(unsafe_code, reason = "libc has no wrapper for io_getevents")]
+    fn get_events(&self, least: usize, out: &mut Vec<Completion>) {
+        let mut events = [Event::default(); BATCH];
+        let most = events.len().min(out.capacity() - out.len());
+        // SAFETY: the kernel writes at most `most` events.
+        let n = unsafe {
+            libc::syscall(
+                libc::SYS_io_getevents,
+                self.0,
+                least as libc::c_long,
+                most as libc::c_long,
+                events.as_mut_ptr(),
+                // No limit of time, which is of no matter where nothing is waited for.
+                ptr::null::<libc::timespec>(),
+            )
+        };
+        // Nothing is lost by an error: the events stay where they are.
+        let n = usize::try_from(n).unwrap_or(0);
+        out.extend(events[..n].iter().map(|&event| Completion::from(event)));
+    }
+}
+
+impl Drop for Context {
+    /// The kernel waits for what is in flight.
+    #[expect(unsafe_code, reason = "libc has no wrapper for io_destroy")]
+    fn drop(&mut self) {
+        // SAFETY: the context is ours, and nobody uses it or its ring after this.
+        unsafe { libc::syscall(libc::SYS_io_destroy, self.0) };
+    }
+}
+
+impl From<Event> for Completion {
+    #[inline]
+    fn from(event: Event) -> Self {
+        Self {
+            token: Token(event.data),
+            // Less than 2 GiB moves at once, and an errno is small.
+            result: event.result as i32,
+        }
+    }
+}
+
+/// `struct iocb` of `linux/aio_abi.h`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Iocb {
+    data: u64,
+    #[cfg(target_endian = "little")]
+    key: u32,
+    rw_flags: i32,
+    #[cfg(target_endian = "big")]
+    key: u32,
+    opcode: u16,
+    priority: i16,
+    fd: u32,
+    address: u64,
+    /// Bytes, or segments.
+    length: u64,
+    offset: i64,
+    reserved: u64,
+    flags: u32,
+    /// What is signalled on completion.
+    event: u32,
+}
+
+const IOCB_CMD_PREAD: u16 = 0;
+const IOCB_CMD_PWRITE: u16 = 1;
+const IOCB_CMD_FDSYNC: u16 = 3;
+const IOCB_CMD_PREADV: u16 = 7;
+const IOCB_CMD_PWRITEV: u16 = 8;
+const IOCB_FLAG_RESFD: u32 = 1;
+
+impl Iocb {
+    fn transfer(&mut self, [plain, vectored]: [u16; 2], segments: &[Segment]) {
+        const { assert!(size_of::<Self>() == 64) };
+        match segments {
+            [one] => {
+                self.opcode = plain;
+                self.address = one.addr as u64;
+                self.length = one.len.min(LEN_MAX) as u64;
+            }
+            many => {
+                let (list, n) = crate::uring::iovec(many);
+                self.opcode = vectored;
+                self.address = list as u64;
+                self.length = n.into();
+            }
+        }
+    }
+}
