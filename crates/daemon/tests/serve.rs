@@ -1148,11 +1148,12 @@ fn io_uring_that_is_forbidden_or_absent_is_named() {
         let mut command = ringdisk();
         without_io_uring(&mut command, errno);
         command.args(["serve", "--json", &disk.argument("cache=none")]);
-        let server = Server::ringdisk_command(command).unwrap();
+        let mut server = Server::ringdisk_command(command).unwrap();
         let chosen = logged(&server, "aio=");
         assert!(!chosen.contains("aio=io_uring"), "{chosen}");
         assert!(chosen.contains(words[0]), "{chosen}");
         assert_serves(&disk.socket);
+        assert!(server.terminate().unwrap().success());
     }
 }
 
