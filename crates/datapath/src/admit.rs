@@ -17,6 +17,7 @@ use crate::disk::Disk;
 use crate::fetch::Fetched;
 use crate::plan::{self, Plan};
 use crate::slot::{Slot, Slots};
+use crate::stats::Stamps;
 use crate::throttle::{
     Direction, Gate, PAUSE_MIN_NS, Sharer, Shares, ThrottleGroup, Work, try_lock,
 };
@@ -68,7 +69,7 @@ impl<E: Engine> Worker<E> {
                 self.heat(number);
             }
             for slot in released.drain(..) {
-                self.start_admitted(number, slot);
+                self.start_admitted(number, slot, now);
                 result = Fetched::All;
             }
             match verdict {
@@ -92,11 +93,12 @@ impl<E: Engine> Worker<E> {
         result
     }
 
-    fn start_admitted(&mut self, number: usize, slot: u16) {
+    fn start_admitted(&mut self, number: usize, slot: u16, now: u64) {
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
         let s = queue.slots.get(slot);
+        s.stamps.submitted = now;
         match plan::plan(&queue.disk, s.request) {
             Plan::Operation(request, at) => {
                 (s.request, s.at) = (request, at);
@@ -104,7 +106,9 @@ impl<E: Engine> Worker<E> {
             }
             Plan::Done(status, written) => {
                 let ticket = s.ticket;
+                queue.tally.answered(&s.request, status, s.stamps);
                 queue.slots.give_back(slot);
+                queue.tally.set_under_way(queue.slots.taken());
                 if !queue.retired() {
                     queue.ring.complete(&ticket, status as u8, written + 1);
                 }
@@ -166,8 +170,13 @@ impl Held {
         ticket: Ticket,
         request: Request,
         segments: &[Segment],
+        fetched: u64,
     ) {
-        let slot = slots.take(ticket, request, FileOffset(0), segments);
+        let stamps = Stamps {
+            fetched,
+            submitted: 0,
+        };
+        let slot = slots.take(ticket, request, FileOffset(0), segments, stamps);
         let Some(Work { direction, .. }) = work(&request) else {
             unreachable!("the caller asked");
         };

@@ -7,6 +7,7 @@ use block::{Engine, Request};
 use guest::blk::Status;
 use tracing::error;
 
+use crate::clock::now_ns;
 use crate::queue::About;
 use crate::syncs::lost;
 use crate::worker::Worker;
@@ -30,6 +31,7 @@ enum Next {
 impl<E: Engine> Worker<E> {
     /// Handles what [`wait`](Self::wait) reaped.
     pub fn complete(&mut self) {
+        self.reaped_ns = 0;
         for i in 0..self.completions.len() {
             let completion = self.completions[i];
             match About::from(completion.token) {
@@ -51,6 +53,7 @@ impl<E: Engine> Worker<E> {
         if mem::take(&mut self.syncs_postponed) {
             self.look_at_syncs();
         }
+        self.reaped_ns = 0;
     }
 
     #[inline]
@@ -127,6 +130,7 @@ impl<E: Engine> Worker<E> {
         };
         if status != Status::Ok {
             let (disk, s) = (&queue.disk, &*s);
+            disk.failed(zeroes::asked(s), status, -result);
             disk.errors.log(|left_out| {
                 let cause = match result {
                     _ if s.settling && disk.has_lost(-result) => lost(-result).to_string(),
@@ -141,7 +145,16 @@ impl<E: Engine> Worker<E> {
             });
         }
         let ticket = s.ticket;
+        let request = zeroes::asked(s);
+        queue.tally.finished(&request, status);
+        if s.stamps.fetched > 0 {
+            if self.reaped_ns == 0 {
+                self.reaped_ns = now_ns();
+            }
+            queue.tally.measured(&request, s.stamps, self.reaped_ns);
+        }
         queue.slots.give_back(slot);
+        queue.tally.set_under_way(queue.slots.taken());
         if !queue.retired() {
             queue.ring.complete(&ticket, status as u8, written);
         }

@@ -3,18 +3,21 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use block::{
-    Aio, Backing, CacheMode, DetectZeroes, Discard, DiskFacts, ThrottleError, ThrottleLimits,
+    Aio, Backing, CacheMode, DetectZeroes, Discard, DiskFacts, Request, ThrottleError,
+    ThrottleLimits,
 };
+use guest::blk::Status;
 use guest::{RingError, blk};
 use image::Image;
 use tracing::warn;
 
 use crate::admit::Admission;
-use crate::report::Limiter;
+use crate::report::{IoFailure, Limiter};
 use crate::source::Source;
+use crate::stats::Statistics;
 use crate::throttle::ThrottleGroup;
 
 /// What is served: an image, the file it is in, and what the guest is told of it.
@@ -32,11 +35,16 @@ pub struct Disk {
     pub(crate) options: Options,
     pub(crate) errors: Limiter,
     pub(crate) admission: Admission,
+    pub(crate) statistics: Statistics,
+    failures: Limiter,
+    on_error: OnceLock<OnError>,
     size: AtomicU64,
     write_cache: AtomicBool,
     /// Writes of zeroes are looked for.
     detect_zeroes: AtomicBool,
 }
+
+type OnError = Box<dyn Fn(&IoFailure) + Send + Sync>;
 
 /// What the operator chose for a disk.
 #[derive(Clone, Copy, Debug)]
@@ -101,6 +109,9 @@ impl Disk {
             options,
             errors: Limiter::default(),
             admission: Admission::default(),
+            statistics: Statistics::default(),
+            failures: Limiter::default(),
+            on_error: OnceLock::new(),
             size: AtomicU64::new(size),
             write_cache: AtomicBool::new(options.cache.write_cache()),
             detect_zeroes: AtomicBool::new(detect_zeroes),
@@ -157,6 +168,29 @@ impl Disk {
     /// queues, switch, and [`sync`](Self::sync).
     pub fn set_write_cache(&self, on: bool) {
         self.write_cache.store(on, Ordering::Relaxed);
+    }
+
+    /// Has `tell` called when a request fails for want of working storage (not for what the guest did
+    /// wrong), once a second at most. I/O threads call it: it must not block. It can be set once;
+    /// returns whether it was.
+    pub fn on_error(&self, tell: impl Fn(&IoFailure) + Send + Sync + 'static) -> bool {
+        self.on_error.set(Box::new(tell)).is_ok()
+    }
+
+    /// A request failed, with this errno; 0 if the file ended too early.
+    #[cold]
+    pub(crate) fn failed(&self, request: Request, status: Status, errno: i32) {
+        if status == Status::IoError
+            && let Some(tell) = self.on_error.get()
+        {
+            self.failures.log(|left_out| {
+                tell(&IoFailure {
+                    request,
+                    errno,
+                    left_out,
+                });
+            });
+        }
     }
 
     /// The disk's own limits.

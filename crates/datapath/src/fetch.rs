@@ -9,6 +9,7 @@ use crate::admit::Held;
 use crate::disk::Disk;
 use crate::plan::{self, Plan};
 use crate::queue::{Queue, State};
+use crate::stats::Stamps;
 use crate::worker::Worker;
 
 /// Operations submitted in one turn for one queue that has nothing under way. Storage that idles is
@@ -89,6 +90,11 @@ impl<E: Engine> Worker<E> {
             false => chunk(queue.slots.taken()),
         };
         let limited = queue.disk.admission.limits_any();
+        let stamp = queue.disk.statistics.stamp();
+        let stamps = Stamps {
+            fetched: stamp,
+            submitted: stamp,
+        };
         let mut submitted = 0;
         let mut fetched = 0;
         while fetched < waiting.min(BATCH) && submitted < chunk {
@@ -104,6 +110,7 @@ impl<E: Engine> Worker<E> {
                 ring,
                 slots,
                 held,
+                tally,
                 ..
             } = queue;
             fetched += 1;
@@ -120,11 +127,20 @@ impl<E: Engine> Worker<E> {
                     if held.is_empty() {
                         self.holding.push(number);
                     }
-                    held.hold(slots, chain.ticket(), request, segments);
+                    held.hold(slots, chain.ticket(), request, segments, stamp);
                     continue;
                 }
-                Ok(request) => plan::plan(disk, request),
-                Err(status) => refuse(disk, &chain, status),
+                Ok(request) => {
+                    let plan = plan::plan(disk, request);
+                    if let Plan::Done(status, _) = plan {
+                        tally.answered(&request, status, stamps);
+                    }
+                    plan
+                }
+                Err(status) => {
+                    tally.refused();
+                    refuse(disk, &chain, status)
+                }
             };
             match plan {
                 Plan::Done(status, written) => {
@@ -139,7 +155,7 @@ impl<E: Engine> Worker<E> {
                         Request::Read { .. } => writable,
                         _ => readable,
                     };
-                    let slot = slots.take(chain.ticket(), request, at, segments);
+                    let slot = slots.take(chain.ticket(), request, at, segments, stamps);
                     self.submit(number, slot);
                     submitted += 1;
                     continue;
@@ -148,6 +164,11 @@ impl<E: Engine> Worker<E> {
             if fetched % PUBLISH == 0 {
                 self.notify_queue(number);
             }
+        }
+        if (submitted > 0 || limited)
+            && let Some(queue) = &self.queues[number]
+        {
+            queue.tally.set_under_way(queue.slots.taken());
         }
         Ok(match fetched {
             0 => Fetched::Full,

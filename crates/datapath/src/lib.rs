@@ -18,15 +18,18 @@ mod settle;
 
 mod notify;
 
+mod activity;
 mod bounce;
 mod clock;
 mod disk;
+mod histogram;
 mod local;
 mod queue;
 mod replace;
 mod report;
 mod slot;
 mod source;
+mod stats;
 mod syncs;
 mod thread;
 mod throttle;
@@ -34,7 +37,11 @@ mod timer;
 mod worker;
 mod zeroes;
 
+pub use activity::ThreadStats;
 pub use disk::{Disk, Options};
+pub use histogram::Histogram;
 pub use replace::Replacement;
+pub use report::IoFailure;
+pub use stats::{DiskStats, Latency, Measuring, RequestStats};
 pub use thread::{IoThread, QueueId};
 pub use throttle::ThrottleGroup;

@@ -17,12 +17,15 @@ impl<E: Engine> Worker<E> {
 
     #[inline]
     pub fn notify_queue(&mut self, number: usize) {
-        if let Some(queue) = &mut self.queues[number]
-            && queue.ring.publish()
+        let Some(queue) = &mut self.queues[number] else {
+            return;
+        };
+        if queue.ring.publish()
             && let Some(call) = &queue.call
         {
             signal(call);
         }
+        queue.tally.publish();
     }
 }
 

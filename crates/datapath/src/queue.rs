@@ -13,11 +13,14 @@ use crate::local::Local;
 use crate::notify::signal;
 use crate::slot::Slots;
 use crate::source::Alignment;
+use crate::stats::Tally;
 
 pub(crate) struct Queue {
     pub disk: Arc<Disk>,
     pub ring: Virtqueue,
     pub slots: Slots,
+    /// What is done and not published yet.
+    pub tally: Tally,
     /// Requests that a limit holds back.
     pub held: Held,
     /// The disk's file, as this thread's engine knows it.
@@ -51,11 +54,13 @@ pub(crate) enum State {
 
 impl Queue {
     pub fn new(disk: Arc<Disk>, new: NewQueue, place: usize, local: Option<&Local>) -> Self {
+        let size = usize::from(new.virtqueue.size());
         let slots = Slots::new(new.virtqueue.size());
         let source = local.and_then(|l| l.source.as_ref());
         Self {
             ring: new.virtqueue,
             slots,
+            tally: Tally::new(&disk, size),
             held: Held::new(disk.clone()),
             file: local.and_then(|l| l.file),
             alignment: source.map_or(Alignment { address: 1, len: 1 }, |s| s.alignment),

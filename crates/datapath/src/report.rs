@@ -4,7 +4,20 @@
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use block::Request;
+
 const PAUSE: Duration = Duration::from_secs(1);
+
+/// A request that storage failed to serve.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IoFailure {
+    /// What was asked for.
+    pub request: Request,
+    /// Why; 0 if the file ended before the disk does.
+    pub errno: i32,
+    /// Failures since the last one that was told of.
+    pub left_out: u64,
+}
 
 #[derive(Default)]
 pub(crate) struct Limiter(Mutex<State>);

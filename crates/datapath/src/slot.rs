@@ -7,6 +7,7 @@ use block::{FileOffset, Request, Segment};
 use guest::Ticket;
 
 use crate::bounce::Bounce;
+use crate::stats::Stamps;
 
 /// Segments that a slot holds itself; longer lists live in a vector that the slot keeps for next
 /// time. 4k requests have one, or two where they meet the end of a page.
@@ -15,6 +16,7 @@ const INLINE: usize = 4;
 pub(crate) struct Slot {
     pub ticket: Ticket,
     pub request: Request,
+    pub stamps: Stamps,
     /// Where the operation under way starts, and how many bytes are left from there.
     pub at: FileOffset,
     pub left: u64,
@@ -42,6 +44,7 @@ impl Slot {
         Self {
             ticket: Ticket::default(),
             request: Request::Flush,
+            stamps: Stamps::default(),
             at: FileOffset(0),
             left: 0,
             written: 0,
@@ -125,12 +128,14 @@ impl Slots {
         request: Request,
         at: FileOffset,
         segments: &[Segment],
+        stamps: Stamps,
     ) -> u16 {
         let number = self.free.pop().expect("the caller saw a free slot");
         let slot = self.get(number);
         slot.ticket = ticket;
         slot.request = request;
         slot.at = at;
+        slot.stamps = stamps;
         slot.retries = 0;
         slot.unstable = false;
         slot.settling = false;

@@ -12,6 +12,7 @@ use block::Engine;
 use guest::{NewQueue, RingBase};
 use rustix::event::{EventfdFlags, eventfd};
 
+use crate::activity::{Activity, ThreadStats};
 use crate::disk::Disk;
 use crate::notify::signal;
 use crate::source::Source;
@@ -22,6 +23,7 @@ use crate::worker::Worker;
 pub struct IoThread {
     commands: Sender<Command>,
     wake: Arc<Wake>,
+    activity: Arc<Activity>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -78,10 +80,12 @@ impl IoThread {
         let (commands, queue) = mpsc::channel();
         let wake = Arc::new(Wake::new()?);
         let (made, result) = mpsc::channel();
-        let its_wake = wake.clone();
+        let activity = Arc::new(Activity::default());
+        let (its_wake, its_activity) = (wake.clone(), activity.clone());
         let thread = thread::Builder::new().name(name).spawn(move || {
-            let worker = make()
-                .and_then(|engine| Worker::new(engine, poll_max, queue, its_wake).map_err(X::from));
+            let worker = make().and_then(|engine| {
+                Worker::new(engine, poll_max, queue, its_wake, its_activity).map_err(X::from)
+            });
             match worker {
                 Ok(worker) => {
                     let _ = made.send(Ok(()));
@@ -96,6 +100,7 @@ impl IoThread {
         Ok(Self {
             commands,
             wake,
+            activity,
             thread: Some(thread),
         })
     }
@@ -129,6 +134,11 @@ impl IoThread {
         error: Option<Arc<OwnedFd>>,
     ) {
         self.send(Command::Signals { queue, call, error });
+    }
+
+    /// What the thread has done so far. It is not disturbed.
+    pub fn stats(&self) -> ThreadStats {
+        self.activity.stats()
     }
 
     pub(crate) fn send(&self, command: Command) {

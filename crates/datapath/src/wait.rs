@@ -45,7 +45,10 @@ impl<E: Engine> Worker<E> {
         };
         if !window.is_zero() && !self.hot.is_empty() {
             self.engine.push()?;
-            match self.look_out(start, window) {
+            let seen = self.look_out(start, window);
+            let hit = !matches!(seen, Seen::Nothing);
+            self.activity.polled(hit, start.elapsed());
+            match seen {
                 Seen::Request if under_way == 0 => {
                     self.guests.came_after(start.elapsed());
                     return Ok(());
@@ -63,6 +66,7 @@ impl<E: Engine> Worker<E> {
         if self.enable_kicks() {
             return self.engine.push();
         }
+        self.activity.slept();
         self.engine.wait()?;
         match under_way {
             0 => self.guests.came_after(start.elapsed()),

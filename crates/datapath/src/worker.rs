@@ -12,6 +12,7 @@ use guest::{NewQueue, RingBase, Virtqueue};
 use rustix::io::Errno;
 use tracing::{error, warn};
 
+use crate::activity::Activity;
 use crate::admit::RELEASE;
 use crate::bounce::Pool;
 use crate::disk::Disk;
@@ -57,6 +58,10 @@ pub(crate) struct Worker<E> {
     pub operations: Learned,
     /// The last operations were done by the time that they were handed over.
     pub instant: bool,
+    /// When the completions at hand were reaped, once somebody asked; else 0.
+    pub reaped_ns: u64,
+    /// What the thread does with its time.
+    pub activity: Arc<Activity>,
     commands: Receiver<Command>,
     pub wake: Arc<Wake>,
     quit: bool,
@@ -68,7 +73,9 @@ impl<E: Engine> Worker<E> {
         poll_max: Duration,
         commands: Receiver<Command>,
         wake: Arc<Wake>,
+        activity: Arc<Activity>,
     ) -> io::Result<Self> {
+        activity.begin();
         let mut worker = Self {
             engine,
             queues: Vec::new(),
@@ -87,6 +94,8 @@ impl<E: Engine> Worker<E> {
             guests: Learned::new(poll_max),
             operations: Learned::new(poll_max),
             instant: false,
+            reaped_ns: 0,
+            activity,
             commands,
             wake,
             quit: false,

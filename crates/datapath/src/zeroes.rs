@@ -37,6 +37,15 @@ pub(crate) fn undo(disk: &Disk, slot: &mut Slot) {
     }
 }
 
+/// What the guest asked for.
+#[inline]
+pub(crate) fn asked(slot: &Slot) -> Request {
+    match slot.request {
+        Request::WriteZeroes { at, len, .. } if slot.detected => Request::Write { at, len },
+        request => request,
+    }
+}
+
 fn all_zero(ring: &Virtqueue, segments: &[Segment]) -> bool {
     let mut copy = [0; CHUNK];
     let mut is_zero = |addr, len| {

@@ -117,7 +117,7 @@ impl Sim {
             let request = self.requests[self.issued % self.requests.len()];
             self.issued += 1;
             self.held
-                .hold(&mut self.slots, Ticket::default(), request, &[]);
+                .hold(&mut self.slots, Ticket::default(), request, &[], 0);
         }
         let (held, slots) = (&mut self.held, &mut self.slots);
         let admission = &self.disk.admission;

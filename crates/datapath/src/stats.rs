@@ -1,0 +1,383 @@
+//! What is counted of a disk. Its queues' threads count for themselves, and whoever wants to know adds
+//! up, at any time, without stopping them.
+//!
+//! Operations and bytes are always counted. Latencies are measured while somebody [asks for
+//! them](Disk::measure): a look at the clock per batch, and a place in a list per request.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+
+use block::Request;
+use guest::blk::Status;
+
+use crate::clock::now_ns;
+use crate::disk::Disk;
+use crate::histogram::{Filling, Histogram, add};
+
+/// The kinds of requests that are counted apart.
+const KINDS: usize = 5;
+
+/// The stages of a request whose time is measured.
+const STAGES: usize = 4;
+
+/// A disk's statistics at one moment, summed over its queues, those included that are gone.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DiskStats {
+    /// When, in nanoseconds of the monotonic clock; in a [difference](Self::since), how long.
+    pub at_ns: u64,
+    /// Reads.
+    pub read: RequestStats,
+    /// Writes.
+    pub write: RequestStats,
+    /// Flushes; they have no bytes.
+    pub flush: RequestStats,
+    /// Discards; their bytes are the ranges'.
+    pub discard: RequestStats,
+    /// Writes of zeroes; their bytes are the ranges'.
+    pub write_zeroes: RequestStats,
+    /// Requests that the disk does not allow.
+    pub refused: u64,
+    /// Requests under way now, those included that a limit holds back.
+    pub under_way: u64,
+    /// Queues in service now.
+    pub queues: u64,
+}
+
+/// What is counted of one kind of requests.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RequestStats {
+    /// Completed with success.
+    pub operations: u64,
+    /// Bytes of these.
+    pub bytes: u64,
+    /// Completed with an error.
+    pub errors: u64,
+    /// How long they took, with those that failed, while that was measured.
+    pub latency: Latency,
+}
+
+/// How long requests took, in total and in parts. A part's time is taken per batch: the first request
+/// of one waits for the last in the part where the batch is worked on.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Latency {
+    /// From the available ring to the used ring.
+    pub total: Histogram,
+    /// From the available ring to the engine: held back by a limit.
+    pub waiting: Histogram,
+    /// From the engine's queue to its completion, with all that a request needs to be durable.
+    pub engine: Histogram,
+    /// From completion to the used ring.
+    pub publishing: Histogram,
+}
+
+impl DiskStats {
+    /// What was counted since `earlier`, an older state of the same disk. What is counted as of now
+    /// stays as it is.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> Self {
+        Self {
+            at_ns: self.at_ns.saturating_sub(earlier.at_ns),
+            read: self.read.since(&earlier.read),
+            write: self.write.since(&earlier.write),
+            flush: self.flush.since(&earlier.flush),
+            discard: self.discard.since(&earlier.discard),
+            write_zeroes: self.write_zeroes.since(&earlier.write_zeroes),
+            refused: self.refused.saturating_sub(earlier.refused),
+            under_way: self.under_way,
+            queues: self.queues,
+        }
+    }
+
+    fn kinds(&mut self) -> [&mut RequestStats; KINDS] {
+        // In the order of `kind`.
+        [
+            &mut self.read,
+            &mut self.write,
+            &mut self.flush,
+            &mut self.discard,
+            &mut self.write_zeroes,
+        ]
+    }
+}
+
+impl RequestStats {
+    fn since(&self, earlier: &Self) -> Self {
+        let (new, old) = (&self.latency, &earlier.latency);
+        Self {
+            operations: self.operations.saturating_sub(earlier.operations),
+            bytes: self.bytes.wrapping_sub(earlier.bytes),
+            errors: self.errors.saturating_sub(earlier.errors),
+            latency: Latency {
+                total: new.total.since(&old.total),
+                waiting: new.waiting.since(&old.waiting),
+                engine: new.engine.since(&old.engine),
+                publishing: new.publishing.since(&old.publishing),
+            },
+        }
+    }
+}
+
+/// Which kind a request is of, and how many bytes it counts for; `None` if it is not counted.
+fn kind(request: &Request) -> Option<(usize, u64)> {
+    match *request {
+        Request::Read { len, .. } => Some((0, len)),
+        Request::Write { len, .. } => Some((1, len)),
+        Request::Flush => Some((2, 0)),
+        Request::Discard { len, .. } => Some((3, len)),
+        Request::WriteZeroes { len, .. } => Some((4, len)),
+        Request::GetId => None,
+    }
+}
+
+/// When a request passed the stages, in nanoseconds; all 0 if it is not measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Stamps {
+    pub fetched: u64,
+    pub submitted: u64,
+}
+
+/// What a queue's thread counts.
+pub(crate) struct Tally {
+    counters: Arc<Counters>,
+    /// Those that are measured, and that the guest has not been told of. Requests of a batch share
+    /// their times, and then they share an entry.
+    measured: Vec<Done>,
+}
+
+struct Done {
+    kind: usize,
+    stamps: Stamps,
+    reaped: u64,
+    n: u64,
+}
+
+impl Tally {
+    /// For a queue of the disk with so many requests under way at most.
+    pub fn new(disk: &Disk, requests: usize) -> Self {
+        Self {
+            counters: disk.statistics.join(),
+            measured: Vec::with_capacity(requests),
+        }
+    }
+
+    /// A request is answered as soon as it is planned.
+    #[inline]
+    pub fn answered(&mut self, request: &Request, status: Status, stamps: Stamps) {
+        self.finished(request, status);
+        if stamps.fetched > 0 {
+            self.measured(request, stamps, stamps.submitted);
+        }
+    }
+
+    /// A request is completed with this status.
+    #[inline]
+    pub fn finished(&mut self, request: &Request, status: Status) {
+        match (status, *request) {
+            // Nearly all of them.
+            (Status::Ok, Request::Read { len, .. }) => self.counters.count(0, len),
+            (Status::Ok, Request::Write { len, .. }) => self.counters.count(1, len),
+            _ => self.finished_other(request, status),
+        }
+    }
+
+    #[cold]
+    fn finished_other(&mut self, request: &Request, status: Status) {
+        match (kind(request), status) {
+            (None, _) => {}
+            (Some((kind, bytes)), Status::Ok) => self.counters.count(kind, bytes),
+            (Some((kind, _)), _) => add(&self.counters.errors[kind], 1),
+        }
+    }
+
+    #[cold]
+    pub fn refused(&mut self) {
+        add(&self.counters.refused, 1);
+    }
+
+    /// A request that is measured is done.
+    #[cold]
+    pub fn measured(&mut self, request: &Request, stamps: Stamps, reaped: u64) {
+        let Some((kind, _)) = kind(request) else {
+            return;
+        };
+        if let Some(last) = self.measured.last_mut()
+            && (last.kind, last.stamps, last.reaped) == (kind, stamps, reaped)
+        {
+            last.n += 1;
+            return;
+        }
+        // It has room for all that can be under way; a guest that makes a request available twice
+        // gets one measurement less.
+        if self.measured.len() < self.measured.capacity() {
+            self.measured.push(Done {
+                kind,
+                stamps,
+                reaped,
+                n: 1,
+            });
+        }
+    }
+
+    /// The guest is told of what is done.
+    #[inline]
+    pub fn publish(&mut self) {
+        if !self.measured.is_empty() {
+            self.publish_times();
+        }
+    }
+
+    #[cold]
+    fn publish_times(&mut self) {
+        let now = now_ns();
+        if let Some(times) = self.counters.times.get() {
+            for done in &self.measured {
+                let Stamps { fetched, submitted } = done.stamps;
+                let [total, waiting, engine, publishing] = &times[done.kind];
+                total.add(now.saturating_sub(fetched), done.n);
+                waiting.add(submitted.saturating_sub(fetched), done.n);
+                engine.add(done.reaped.saturating_sub(submitted), done.n);
+                publishing.add(now.saturating_sub(done.reaped), done.n);
+            }
+        }
+        self.measured.clear();
+    }
+
+    /// How many requests are under way has changed.
+    #[inline]
+    pub fn set_under_way(&self, n: usize) {
+        self.counters.under_way.store(n as u64, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Tally {
+    fn drop(&mut self) {
+        self.publish();
+        self.set_under_way(0);
+        self.counters.in_use.store(false, Ordering::Release);
+    }
+}
+
+/// The counters of one queue, written by its thread alone. They outlive it, for a later queue.
+#[derive(Default)]
+struct Counters {
+    in_use: AtomicBool,
+    operations: [AtomicU64; KINDS],
+    bytes: [AtomicU64; KINDS],
+    errors: [AtomicU64; KINDS],
+    refused: AtomicU64,
+    under_way: AtomicU64,
+    /// 85 KiB, made when times are first asked for.
+    times: OnceLock<Box<Times>>,
+}
+
+type Times = [[Filling; STAGES]; KINDS];
+
+impl Counters {
+    #[inline]
+    fn count(&self, kind: usize, bytes: u64) {
+        add(&self.operations[kind], 1);
+        add(&self.bytes[kind], bytes);
+    }
+
+    fn make_times(&self) {
+        self.times.get_or_init(|| {
+            Box::new(std::array::from_fn(|_| {
+                std::array::from_fn(|_| Filling::new())
+            }))
+        });
+    }
+}
+
+/// The counters of all queues of a disk.
+#[derive(Default)]
+pub(crate) struct Statistics {
+    /// How many want latencies measured.
+    measured_for: AtomicUsize,
+    /// As many as there were queues at a time.
+    queues: Mutex<Vec<Arc<Counters>>>,
+}
+
+impl Statistics {
+    fn queues(&self) -> MutexGuard<'_, Vec<Arc<Counters>>> {
+        self.queues.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn join(&self) -> Arc<Counters> {
+        let mut queues = self.queues();
+        let free = |c: &&Arc<Counters>| !c.in_use.load(Ordering::Acquire);
+        let counters = match queues.iter().find(free) {
+            Some(counters) => counters.clone(),
+            None => {
+                queues.push(Arc::default());
+                queues[queues.len() - 1].clone()
+            }
+        };
+        counters.in_use.store(true, Ordering::Relaxed);
+        if self.measuring() {
+            counters.make_times();
+        }
+        counters
+    }
+
+    /// Whether latencies are wanted.
+    #[inline]
+    pub fn measuring(&self) -> bool {
+        self.measured_for.load(Ordering::Relaxed) > 0
+    }
+
+    /// The time of a batch, or 0 if its requests are not measured.
+    #[inline]
+    pub fn stamp(&self) -> u64 {
+        match self.measuring() {
+            true => now_ns(),
+            false => 0,
+        }
+    }
+}
+
+/// As long as this lives, the latencies of a disk are measured.
+pub struct Measuring(Arc<Disk>);
+
+impl Drop for Measuring {
+    fn drop(&mut self) {
+        let statistics = &self.0.statistics;
+        statistics.measured_for.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Disk {
+    /// What has been counted so far.
+    pub fn stats(&self) -> DiskStats {
+        let mut stats = DiskStats {
+            at_ns: now_ns(),
+            ..DiskStats::default()
+        };
+        let load = |n: &AtomicU64| n.load(Ordering::Relaxed);
+        for counters in &*self.statistics.queues() {
+            for (kind, sum) in stats.kinds().into_iter().enumerate() {
+                sum.operations += load(&counters.operations[kind]);
+                sum.bytes = sum.bytes.wrapping_add(load(&counters.bytes[kind]));
+                sum.errors += load(&counters.errors[kind]);
+                if let Some(times) = counters.times.get() {
+                    let [total, waiting, engine, publishing] = &times[kind];
+                    total.add_to(&mut sum.latency.total);
+                    waiting.add_to(&mut sum.latency.waiting);
+                    engine.add_to(&mut sum.latency.engine);
+                    publishing.add_to(&mut sum.latency.publishing);
+                }
+            }
+            stats.refused += load(&counters.refused);
+            stats.under_way += load(&counters.under_way);
+            stats.queues += u64::from(counters.in_use.load(Ordering::Relaxed));
+        }
+        stats
+    }
+
+    /// Measures latencies from now on, for as long as the returned value lives.
+    pub fn measure(self: &Arc<Self>) -> Measuring {
+        let queues = self.statistics.queues();
+        self.statistics.measured_for.fetch_add(1, Ordering::Relaxed);
+        queues.iter().for_each(|counters| counters.make_times());
+        Measuring(self.clone())
+    }
+}
