@@ -60,6 +60,10 @@ impl<E: Engine> Worker<E> {
     /// Takes requests from every hot queue and submits their operations.
     pub fn fetch(&mut self) -> Fetched {
         let mut result = Fetched::Nothing;
+        // Where there may not be room for all, the first must not always be the same.
+        if self.hot.len() > 1 && self.engine.room() < self.hot.len() * CHUNK_INSTANT_MAX {
+            self.hot.rotate_left(1);
+        }
         // By index: a queue that is retired leaves the list.
         let mut i = 0;
         while i < self.hot.len() {

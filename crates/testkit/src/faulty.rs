@@ -51,6 +51,8 @@ pub struct MemoryDisk {
     pub zeroed: [u64; 2],
     /// What a flush that fails had to make stable never becomes so, as in Linux' page cache.
     pub forgets: bool,
+    /// The files of the operations that were submitted, in their order, by the engine's number.
+    pub submitted: Vec<u32>,
     /// Ranges cannot be zeroed: EOPNOTSUPP.
     pub cannot_zero: bool,
     /// By sector: the number of the last write that is not stable yet, or 0.
@@ -70,6 +72,7 @@ impl MemoryDisk {
             stable_writes: 0,
             zeroed: [0; 2],
             forgets: false,
+            submitted: Vec::new(),
             cannot_zero: false,
             unstable: vec![0; len / SECTOR as usize],
             writes: 0,
@@ -352,8 +355,9 @@ impl Engine for Faulty {
         self.pending.len()
     }
 
-    unsafe fn submit(&mut self, _file: FileId, op: Op<'_>, token: Token) {
+    unsafe fn submit(&mut self, file: FileId, op: Op<'_>, token: Token) {
         assert!(self.room() > 0, "more is submitted than there is room for");
+        self.disk().submitted.push(file.0);
         let what = match op {
             Op::Read { at, to } => What::Read(at.0, List::new(to)),
             Op::Write { at, from, stable } => What::Write(at.0, List::new(from), stable),
