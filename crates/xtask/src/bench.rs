@@ -7,6 +7,7 @@
 mod backing;
 mod client;
 mod instructions;
+mod neighbours;
 mod picture;
 mod plan;
 mod process;
@@ -97,6 +98,15 @@ pub struct Args {
     #[arg(long)]
     idle: bool,
 
+    /// With --idle: so many null disks of ringdisk on one I/O thread instead
+    #[arg(long, requires = "idle", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    disks: Option<u16>,
+
+    /// Measure what a disk at depth 128 does to the latency of one at depth 1 on the same I/O thread, on the first backing
+    /// of --only [default: null], instead of the workloads
+    #[arg(long)]
+    fairness: bool,
+
     /// Count the server's instructions per I/O on the null disk at depth 32 instead of measuring the workloads
     #[arg(long)]
     instructions: bool,
@@ -154,6 +164,12 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         None => {}
     }
     let bench = Bench::prepare(args)?;
+    if let Some(disks) = bench.args.disks {
+        return neighbours::idle(&bench.programs, &bench.dir, disks.into(), IDLE_SECONDS);
+    }
+    if bench.args.fairness {
+        return bench.fairness();
+    }
     let report = match (bench.args.idle, bench.args.instructions) {
         (true, _) => bench.idle()?,
         (false, true) => bench.instructions()?,
@@ -373,6 +389,21 @@ impl Bench {
             });
         }
         Ok(report)
+    }
+
+    /// Two disks on one thread.
+    fn fairness(&self) -> anyhow::Result<()> {
+        let kind = self.args.only.first().copied().unwrap_or(Backing::Null);
+        let size = self.args.size << 30;
+        let prepare = |name| {
+            let dir = self.dir.join(name);
+            std::fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
+            Prepared::new(kind, &dir, size)
+        };
+        let (quiet, busy) = (prepare("quiet")?, prepare("busy")?);
+        let files = [&quiet, &busy].map(server::file);
+        let rounds = self.args.rounds.unwrap_or(3);
+        neighbours::fairness(&self.programs, &self.dir, &files, rounds, self.runtime())
     }
 
     /// What one I/O costs before time comes into it.

@@ -136,21 +136,26 @@ fn ringdisk(
     socket: &Path,
     option: &str,
 ) -> Command {
+    let mut command = Command::new(binary);
+    command.arg("serve").args(args).arg(format!(
+        "{},queues=1,queue-size=1024,socket={}{option}",
+        file(backing),
+        doubled_commas(socket)
+    ));
+    command
+}
+
+/// A backing as `ringdisk serve` takes it.
+pub fn file(backing: &Prepared) -> String {
     let file = match backing.path() {
         Some(path) => doubled_commas(path),
         None => format!("null:{}G", NULL_BYTES >> 30),
     };
-    let cache = if backing.direct() {
-        "none"
-    } else {
-        "writeback"
+    let cache = match backing.direct() {
+        true => "none",
+        false => "writeback",
     };
-    let mut command = Command::new(binary);
-    command.arg("serve").args(args).arg(format!(
-        "file={file},format=raw,cache={cache},queues=1,queue-size=1024,socket={}{option}",
-        doubled_commas(socket)
-    ));
-    command
+    format!("file={file},format=raw,cache={cache}")
 }
 
 fn qsd(aio: &str, backing: &Prepared, socket: &Path) -> Command {

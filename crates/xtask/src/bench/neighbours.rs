@@ -1,0 +1,152 @@
+//! What disks on one I/O thread cost each other: `--fairness`, and `--idle --disks N`.
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use testkit::driver::{Device, DeviceConfig};
+use testkit::server::Server;
+
+use super::client::{Job, Sample};
+use super::plan::{Client, Workload};
+use super::process::{self, Usage};
+use super::server::{CLIENT_CPU, Programs, SERVER_CPU};
+
+/// Depth of the disk that has much to do.
+const BUSY_DEPTH: usize = 128;
+
+/// What the quiet disk's p99 may be with a busy neighbour, times its p99 alone.
+const RATIO_MAX: f64 = 3.0;
+
+/// CPU use of idle disks, in percent of a core.
+const IDLE_PERCENT_MAX: f64 = 0.5;
+
+/// The latency at depth 1 of a disk, alone and beside one at depth 128, on one I/O thread. `files` are two disks, as
+/// `ringdisk serve` takes them.
+pub fn fairness(
+    programs: &Programs,
+    dir: &Path,
+    files: &[String; 2],
+    rounds: usize,
+    runtime_s: f64,
+) -> anyhow::Result<()> {
+    let mut ratios = Vec::new();
+    for round in 0..rounds {
+        let server = serve(programs, dir, files)?;
+        let [quiet, busy] = &server.sockets[..] else {
+            bail!("two disks are served on {} sockets", server.sockets.len());
+        };
+        let job = |socket: &Path, depth, extra_s: f64| Job {
+            socket: socket.into(),
+            client: Client::Ring,
+            workload: Workload {
+                write: false,
+                sequential: false,
+                block: 4 << 10,
+                depth,
+            },
+            warmup_s: 0.5,
+            runtime_s: runtime_s + extra_s,
+            cooldown_s: 0.0,
+            idle_s: None,
+            server_pid: server.pid(),
+            server_cpu: SERVER_CPU,
+            seed: round as u64 + 1,
+        };
+        let alone = finish(start(programs, &job(quiet, 1, 0.0))?)?;
+        // Longer than the one that is measured, and begun before it.
+        let neighbour = start(programs, &job(busy, BUSY_DEPTH, 2.0))?;
+        std::thread::sleep(Duration::from_millis(500));
+        let beside = finish(start(programs, &job(quiet, 1, 0.0))?)?;
+        let neighbour = finish(neighbour)?;
+        ratios.push(beside.p99_us / alone.p99_us);
+        println!(
+            "depth 1: p50 {:.0} p99 {:.0} us alone; p50 {:.0} p99 {:.0} us beside depth {BUSY_DEPTH} at {:.0} kIOPS",
+            alone.p50_us,
+            alone.p99_us,
+            beside.p50_us,
+            beside.p99_us,
+            neighbour.iops / 1e3
+        );
+    }
+    ratios.sort_by(f64::total_cmp);
+    let median = ratios[ratios.len() / 2];
+    println!(
+        "{}p99 ratio, median: {median:.2}",
+        verdict(median <= RATIO_MAX)
+    );
+    Ok(())
+}
+
+/// The CPU time that so many connected disks without I/O take.
+pub fn idle(programs: &Programs, dir: &Path, disks: usize, seconds: f64) -> anyhow::Result<()> {
+    let files = vec!["null:1G".to_owned(); disks];
+    let server = serve(programs, dir, &files)?;
+    let config = DeviceConfig {
+        slots: 1,
+        buffer_len: 4096,
+        ..DeviceConfig::default()
+    };
+    let connect = |socket| -> anyhow::Result<Device> {
+        let mut device = Device::connect(socket, &config)?;
+        // Each has had something to do.
+        let read = device.queues[0].read(0, 4096);
+        read.map_err(|status| anyhow::anyhow!("a read failed with status {status}"))?;
+        Ok(device)
+    };
+    let _devices: Vec<Device> = server
+        .sockets
+        .iter()
+        .map(connect)
+        .collect::<Result<_, _>>()?;
+    std::thread::sleep(Duration::from_secs(1));
+    let (start, before) = (Instant::now(), Usage::of(server.pid())?);
+    std::thread::sleep(Duration::from_secs_f64(seconds));
+    let used = Usage::of(server.pid())?.since(&before);
+    let percent = used.ran_s() / start.elapsed().as_secs_f64() * 100.0;
+    println!(
+        "{}{disks} disks on one I/O thread, connected and idle for {seconds} s: {percent:.3} % of a core",
+        verdict(percent < IDLE_PERCENT_MAX)
+    );
+    Ok(())
+}
+
+fn verdict(reached: bool) -> &'static str {
+    if reached { "reached: " } else { "MISSED: " }
+}
+
+/// ringdisk with these disks, on one I/O thread on the server's core.
+fn serve(programs: &Programs, dir: &Path, files: &[String]) -> anyhow::Result<Server> {
+    let mut command = Command::new("taskset");
+    command.args(["-c", &SERVER_CPU.to_string()]);
+    command.arg(&programs.ringdisk);
+    command.args(["serve", "--json", "--iothreads=1"]);
+    command.args(&programs.ringdisk_args);
+    for (i, file) in files.iter().enumerate() {
+        let socket = dir.join(format!("neighbour-{i}.sock"));
+        let socket = socket
+            .to_str()
+            .context("the bench's directory is not UTF-8")?;
+        let socket = socket.replace(',', ",,");
+        command.arg(format!("{file},name=n{i},queues=1,socket={socket}"));
+    }
+    Server::ringdisk_command(command).context("starting ringdisk")
+}
+
+fn start(programs: &Programs, job: &Job) -> anyhow::Result<Child> {
+    let mut command = Command::new(&programs.xtask);
+    command
+        .args(["bench", "client"])
+        .arg(serde_json::to_string(job)?);
+    command.stdin(Stdio::null()).stdout(Stdio::piped());
+    process::born_on(CLIENT_CPU, || command.spawn())?.context("starting a client")
+}
+
+fn finish(client: Child) -> anyhow::Result<Sample> {
+    let output = client.wait_with_output()?;
+    if !output.status.success() {
+        bail!("a client failed: {}", output.status);
+    }
+    serde_json::from_slice(&output.stdout).context("reading a client's sample")
+}
