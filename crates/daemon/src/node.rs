@@ -183,10 +183,8 @@ impl Node {
     /// # Errors
     /// It could not be made durable.
     pub fn sync(&self) -> io::Result<()> {
-        match &self.file {
-            Some(file) if !self.spec.read_only && self.spec.cache.flushes() => file.sync(),
-            _ => Ok(()),
-        }
+        // Not on the file itself: what the page cache lost is known to the disk.
+        self.disk.sync()
     }
 }
 
