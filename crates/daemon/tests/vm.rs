@@ -10,8 +10,9 @@ use std::process::Command;
 use std::sync::mpsc;
 use std::time::Duration;
 use tempfile::TempDir;
+use testkit::memory::HugePages;
 use testkit::server::Server;
-use testkit::vm::{self, Disk, Vm};
+use testkit::vm::{self, Disk, Qmp, Vm};
 
 /// A guest of these tests is done within 20 s even where its instructions are translated; the machine may be busy.
 const LIMIT: Duration = Duration::from_secs(240);
@@ -76,6 +77,140 @@ fn a_disk_lives(test: &str, queues: u16, block_size: u32, packed: bool) -> Resul
         "the guest trimmed its disk, but {trimmed} of {size} bytes are still allocated"
     );
     check_file_system(&file)
+}
+
+/// Memory in huge pages is mapped and let go in whole ones.
+#[test]
+fn a_guest_in_huge_pages() -> Result<()> {
+    let test = "a_guest_in_huge_pages";
+    let Some(bench) = Bench::new(test)? else {
+        return Ok(());
+    };
+    let memory = match HugePages::reserve(512 << 20) {
+        Ok(pages) => pages,
+        Err(why) => {
+            println!("skipped: {test}: {why}");
+            return Ok(());
+        }
+    };
+    let file = bench.disk("huge.raw", 192 << 20)?;
+    let server = bench.serve(&[format!("{},serial=huge", bench.options(&file))])?;
+    let mut mapped = false;
+    let output = bench.guest(&server).hugepages().run_watched(
+        &vm::disk_life("huge", 4096),
+        LIMIT,
+        &mut |line, _| {
+            if line == "ok copy" {
+                mapped = huge_kib(&server) > 0;
+            }
+        },
+    )?;
+    output.checked()?;
+    ensure!(mapped, "the guest's memory was not in huge pages");
+    let left = huge_kib(&server);
+    ensure!(left == 0, "{left} KiB of huge pages are still mapped");
+    stop(server)?;
+    drop(memory);
+    check_file_system(&file)
+}
+
+/// Huge pages that the server has touched.
+fn huge_kib(server: &Server) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{}/status", server.pid())).unwrap_or_default();
+    let line = status.lines().find_map(|l| l.strip_prefix("HugetlbPages:"));
+    let count = line.and_then(|l| l.split_whitespace().next()?.parse().ok());
+    count.unwrap_or(0)
+}
+
+/// How much the server has touched of the guest's memory modules of this size.
+fn touched_kib(server: &Server, size_kib: u64) -> u64 {
+    let maps = fs::read_to_string(format!("/proc/{}/smaps", server.pid())).unwrap_or_default();
+    let field = |line: &str, name| {
+        let value = line.strip_prefix::<&str>(name)?;
+        value.split_whitespace().next()?.parse::<u64>().ok()
+    };
+    let (mut is_it, mut touched) = (false, 0);
+    for line in maps.lines() {
+        if let Some(size) = field(line, "Size:") {
+            is_it = size == size_kib;
+        } else if let Some(resident) = field(line, "Rss:").filter(|_| is_it) {
+            touched += resident;
+        }
+    }
+    touched
+}
+
+/// Memory that is plugged in while the guest reads and writes: its queues go on, and use it as soon as the guest does.
+#[test]
+fn memory_is_plugged_in() -> Result<()> {
+    let Some(bench) = Bench::new("memory_is_plugged_in")? else {
+        return Ok(());
+    };
+    let file = bench.disk("plug.raw", 192 << 20)?;
+    let server = bench.serve(&[format!("{},serial=plug,queues=2", bench.options(&file))])?;
+    let monitor = bench.files.path().join("qmp");
+    let (mut plugged, mut touched) = (Vec::new(), Vec::new());
+    let mut on_line = |line: &str, _| {
+        if let Some(name) = line.strip_prefix("plug ") {
+            plugged.push(Qmp::connect(&monitor).and_then(|mut qmp| qmp.plug_memory(name, 256)));
+        } else if line.ends_with("is in use") {
+            touched.push(touched_kib(&server, 256 << 10));
+        }
+    };
+    let output = bench
+        .guest(&server)
+        .cpus(2)
+        .packed()
+        .more_memory_by(&monitor)
+        .run_watched(
+            "memory() { sed -n 's/^MemTotal: *\\([0-9]*\\).*/\\1/p' /proc/meminfo; }
+             echo online_kernel >/sys/devices/system/memory/auto_online_blocks
+             head -c 8000000 /dev/urandom >/tmp/data
+             dd if=/tmp/data of=/dev/vda bs=64k seek=1024 conv=fsync,notrunc 2>/dev/null
+             # The queues are never idle.
+             (until [ -e /tmp/enough ]; do
+                 dd if=/dev/vda bs=64k skip=1024 count=32 iflag=direct 2>/dev/null | cmp -n 2097152 - /tmp/data || exit 1
+              done) &
+             reader=$!
+             for module in one two; do
+                 before=$(memory)
+                 echo plug $module
+                 tries=0
+                 until [ $(memory) -gt $((before + 200000)) ]; do
+                     tries=$((tries + 1))
+                     [ $tries -lt 600 ] || { echo \"$module did not come\"; exit 1; }
+                     sleep 0.1
+                 done
+                 # The kernel prefers memory beyond 4 GiB, which is the new one.
+                 for part in 1 2; do
+                     dd if=/tmp/data of=/dev/vda bs=64k seek=$((256 * part - 256)) conv=notrunc 2>/dev/null
+                 done
+                 sync
+                 echo 3 >/proc/sys/vm/drop_caches
+                 for part in 1 2; do
+                     dd if=/dev/vda bs=64k skip=$((256 * part - 256)) count=256 2>/dev/null | head -c 8000000 | cmp - /tmp/data
+                 done
+                 echo \"$module is in use\"
+             done
+             touch /tmp/enough
+             wait $reader",
+            LIMIT,
+            &mut on_line,
+        )?;
+    plugged.into_iter().collect::<Result<Vec<_>>>()?;
+    let lines = output.checked()?.lines;
+    let expected = ["plug one", "one is in use", "plug two", "two is in use"];
+    ensure!(lines == expected, "the guest printed {lines:?}");
+    ensure!(
+        touched[0] > 4 << 10,
+        "of the new memory, the disk has seen {touched:?} KiB"
+    );
+    ensure!(
+        !server.log().contains("given up"),
+        "a queue was retired:\n{}",
+        server.log()
+    );
+    stop(server)
 }
 
 /// A guest that reboots resets its disk and finds on it what it wrote; so does one that rebinds its driver.

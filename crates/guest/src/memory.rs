@@ -9,6 +9,13 @@ use block::Segment;
 use rustix::mm::{MapFlags, ProtFlags};
 use thiserror::Error;
 
+/// Bytes that one front-end may have mapped here: an eighth of the 128 TiB of addresses that a process
+/// has on x86-64 (47 bits), so that eight sessions with the largest guests fit, and none takes the
+/// addresses from all others. Each of the regions, of which there are
+/// [`MAX_MEM_SLOTS`](crate::MAX_MEM_SLOTS), is one mapping; the kernel's limit of 65530 of these
+/// (vm.max_map_count) is enough for 127 sessions that use all their slots.
+pub const MAX_MAPPED_BYTES: usize = 1 << 44;
+
 /// Where a region lies: in the guest, in the front-end, and in the file that holds it. Bytes
 /// (vhost-user: "Memory region description").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +42,9 @@ pub enum MemoryError {
     /// The file ends before the region does; touching it would be a SIGBUS.
     #[error("memory region {0:x?} reaches beyond its file of {1} bytes")]
     BeyondFile(RegionLayout, u64),
+    /// All regions together are more than a front-end may have mapped.
+    #[error("with memory region {0:x?} more than {MAX_MAPPED_BYTES} bytes would be mapped")]
+    TooMuch(RegionLayout),
     /// No region lies there.
     #[error("no memory region is at guest address {0:#x}")]
     Unknown(u64),
@@ -82,7 +92,8 @@ impl GuestMemory {
         }) {
             return Err(MemoryError::Overlap(layout));
         }
-        let mapping = Arc::new(Mapping::new(layout, file)?);
+        let mapped = self.regions.iter().map(|r| r.mapping.len).sum::<usize>();
+        let mapping = Arc::new(Mapping::new(layout, file, MAX_MAPPED_BYTES - mapped)?);
         let mut regions = self.regions.clone();
         let place = regions.partition_point(|r| r.layout.guest < layout.guest);
         regions.insert(place, Region { layout, mapping });
@@ -166,27 +177,36 @@ impl Window {
 
 impl Region {
     fn host(&self) -> usize {
-        // `Mapping::new` maps from offset 0 of the file: the pages of a hugetlbfs file could not be
-        // mapped from an offset inside a huge page.
-        self.mapping.base + self.layout.file_offset as usize
+        self.mapping.base + (self.layout.file_offset - self.mapping.file_offset) as usize
     }
 }
 
+/// Whole pages of a file that hold a region.
 struct Mapping {
     base: usize,
     len: usize,
+    file_offset: u64,
 }
 
 impl Mapping {
     #[expect(unsafe_code, reason = "mmap")]
-    fn new(layout: RegionLayout, file: &OwnedFd) -> Result<Self, MemoryError> {
+    fn new(layout: RegionLayout, file: &OwnedFd, len_max: usize) -> Result<Self, MemoryError> {
         let fail = |e: rustix::io::Errno| MemoryError::Map(layout, e.into());
         let end = layout.file_offset + layout.len;
         let stat = rustix::fs::fstat(file).map_err(fail)?;
         if (stat.st_size as u64) < end {
             return Err(MemoryError::BeyondFile(layout, stat.st_size as u64));
         }
-        let len = usize::try_from(end).map_err(|_| MemoryError::Malformed(layout))?;
+        // Mappings start and end with pages; munmap of huge ones insists on it, where mmap rounds up.
+        let page = page_bytes(file).map_err(fail)?;
+        let file_offset = layout.file_offset / page * page;
+        let len = (end - file_offset)
+            .checked_next_multiple_of(page)
+            .and_then(|len| usize::try_from(len).ok())
+            .ok_or(MemoryError::Malformed(layout))?;
+        if len > len_max {
+            return Err(MemoryError::TooMuch(layout));
+        }
         // SAFETY: a new mapping at an address of the kernel's choice replaces nothing.
         let base = unsafe {
             rustix::mm::mmap(
@@ -195,15 +215,28 @@ impl Mapping {
                 ProtFlags::READ | ProtFlags::WRITE,
                 MapFlags::SHARED | MapFlags::NORESERVE,
                 file,
-                0,
+                file_offset,
             )
         }
         .map_err(fail)?;
         Ok(Self {
             base: base as usize,
             len,
+            file_offset,
         })
     }
+}
+
+/// The size of the pages in which a file is mapped.
+fn page_bytes(file: &OwnedFd) -> rustix::io::Result<u64> {
+    /// HUGETLBFS_MAGIC of `linux/magic.h`; memfd with MFD_HUGETLB are files there, too.
+    const HUGETLBFS: u32 = 0x9584_58f6;
+    let stat = rustix::fs::fstatfs(file)?;
+    Ok(match stat.f_type as u32 {
+        // At least a page, and a power of two.
+        HUGETLBFS => (stat.f_bsize as u64).next_power_of_two(),
+        _ => rustix::param::page_size() as u64,
+    })
 }
 
 impl Drop for Mapping {
@@ -254,6 +287,51 @@ mod tests {
         assert!(at(u64::MAX, 2).is_none());
         assert!(memory.at_user(0x7000_0000_1000, 0x2000).is_some());
         assert!(memory.at_user(0x7000_0000_1000, 0x2001).is_none());
+    }
+
+    #[test]
+    fn a_session_cannot_map_without_end() {
+        const TIB: u64 = 1 << 40;
+        // Nothing of it is touched, so that it takes no memory.
+        let file = file(9 * TIB);
+        let memory = GuestMemory::default()
+            .with_region(layout(0, 8 * TIB), &file)
+            .unwrap();
+        let second = layout(100 * TIB, 8 * TIB);
+        let over = RegionLayout {
+            file_offset: 1,
+            ..second
+        };
+        let refused = |l| memory.with_region(l, &file).err().unwrap();
+        assert!(matches!(refused(over), MemoryError::TooMuch(_)));
+        let full = memory.with_region(second, &file).unwrap();
+        let more = full.with_region(layout(200 * TIB, 1), &file);
+        assert!(matches!(more, Err(MemoryError::TooMuch(_))));
+        // What is given back can be had again.
+        let less = full.without_region(second).unwrap();
+        assert!(less.with_region(layout(200 * TIB, 1), &file).is_ok());
+    }
+
+    /// Only the pages that hold a region are mapped, and it may start anywhere in them.
+    #[test]
+    fn regions_start_anywhere_in_a_file() {
+        let file = file(0x5000);
+        rustix::io::pwrite(&file, b"here", 0x3ffe).unwrap();
+        let memory = GuestMemory::default()
+            .with_region(
+                RegionLayout {
+                    file_offset: 0x3ffe,
+                    ..layout(0x1000, 4)
+                },
+                &file,
+            )
+            .unwrap();
+        assert_eq!(memory.regions[0].mapping.len, 0x2000);
+        let at = memory.window(0x1000).and_then(|w| w.at(0x1000, 4)).unwrap();
+        // SAFETY: the window holds four bytes there.
+        #[expect(unsafe_code, reason = "to look at mapped memory")]
+        let found = unsafe { *(at as *const [u8; 4]) };
+        assert_eq!(&found, b"here");
     }
 
     #[test]

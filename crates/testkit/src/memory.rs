@@ -1,8 +1,10 @@
 //! Guest memory: memfd regions whose guest-physical, front-end user and local mapped addresses all differ, so that a
 //! device which mixes them up reads nonsense or faults instead of working by luck.
 
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -162,5 +164,66 @@ impl Drop for Region {
     fn drop(&mut self) {
         // SAFETY: mapped by `new` with this size; nobody outlives the region with a pointer into it.
         let _ = unsafe { munmap(self.mapped.cast(), self.size as usize) };
+    }
+}
+
+/// Huge pages of the default size, reserved for a test until dropped.
+pub struct HugePages {
+    /// Locked, so that no other test reserves meanwhile.
+    count: File,
+    before: u64,
+    /// Bytes of one.
+    pub page: u64,
+}
+
+impl HugePages {
+    const COUNT: &str = "/proc/sys/vm/nr_hugepages";
+
+    /// Reserves huge pages for at least `bytes`, or says why it cannot be done here.
+    ///
+    /// # Errors
+    /// This user may not, or memory has no such pages left.
+    pub fn reserve(bytes: u64) -> Result<Self, String> {
+        let info = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        let field = |name: &str| {
+            let line = info.lines().find_map(|l| l.strip_prefix(name))?;
+            line.split_whitespace().next()?.parse::<u64>().ok()
+        };
+        let page = field("Hugepagesize:").ok_or("the kernel has no huge pages")? << 10;
+        let count = File::options().read(true).write(true).open(Self::COUNT);
+        let count = count.map_err(|e| format!("{}: {e}", Self::COUNT))?;
+        count.lock().map_err(|e| format!("{}: {e}", Self::COUNT))?;
+        let mut pages = Self {
+            before: 0,
+            count,
+            page,
+        };
+        pages.before = pages.now()?;
+        let wanted = pages.before + bytes.div_ceil(page);
+        pages.set(wanted)?;
+        match pages.now()? {
+            got if got < wanted => Err(format!("only {got} of {wanted} huge pages are to be had")),
+            _ => Ok(pages),
+        }
+    }
+
+    fn now(&self) -> Result<u64, String> {
+        let text = fs::read_to_string(Self::COUNT).map_err(|e| e.to_string())?;
+        text.trim()
+            .parse()
+            .map_err(|_| format!("{text:?} is no number"))
+    }
+
+    fn set(&self, pages: u64) -> Result<(), String> {
+        // Only what is written to the beginning counts.
+        self.count
+            .write_all_at(pages.to_string().as_bytes(), 0)
+            .map_err(|e| format!("{}: {e}", Self::COUNT))
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        let _ = self.set(self.before);
     }
 }

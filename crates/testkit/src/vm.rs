@@ -6,8 +6,10 @@
 
 mod initramfs;
 mod kernel;
+mod qmp;
 
 pub use kernel::{Kernel, cache_dir, kernel_cache};
+pub use qmp::Qmp;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::fs::{self, File};
@@ -27,6 +29,8 @@ pub struct Vm {
     fio: bool,
     may_reboot: bool,
     packed: bool,
+    hugepages: bool,
+    qmp: Option<PathBuf>,
 }
 
 /// A virtio-blk disk of a guest.
@@ -82,6 +86,8 @@ impl Vm {
             fio: false,
             may_reboot: false,
             packed: false,
+            hugepages: false,
+            qmp: None,
         }
     }
 
@@ -124,6 +130,24 @@ impl Vm {
     pub fn packed(self) -> Vm {
         Vm {
             packed: true,
+            ..self
+        }
+    }
+
+    /// Puts the guest's memory into huge pages, which must be reserved.
+    #[must_use]
+    pub fn hugepages(self) -> Vm {
+        Vm {
+            hugepages: true,
+            ..self
+        }
+    }
+
+    /// Lets [`Qmp`] plug memory in while the guest runs, up to 2 GiB in all; QEMU listens at `socket`.
+    #[must_use]
+    pub fn more_memory_by(self, socket: impl Into<PathBuf>) -> Vm {
+        Vm {
+            qmp: Some(socket.into()),
             ..self
         }
     }
@@ -211,6 +235,8 @@ impl Vm {
 
     fn start(&self, accel: Accel, kernel: &Kernel, initrd: &Path) -> Result<Guest> {
         let memory = self.memory_mib;
+        let slots = self.qmp.as_ref().map_or("", |_| ",slots=4,maxmem=2G");
+        let huge = if self.hugepages { ",hugetlb=on" } else { "" };
         // setpriv: a guest must not outlive a test run that is killed.
         let mut qemu = Command::new("setpriv");
         qemu.args([
@@ -232,11 +258,11 @@ impl Vm {
             "-machine",
             "q35,memory-backend=mem",
             "-m",
-            &format!("{memory}M"),
+            &format!("{memory}M{slots}"),
         ])
         .args([
             "-object",
-            &format!("memory-backend-memfd,id=mem,size={memory}M,share=on"),
+            &format!("memory-backend-memfd,id=mem,size={memory}M,share=on{huge}"),
         ])
         .args(["-smp", &self.cpus.to_string()])
         .args(accel.arguments())
@@ -255,6 +281,10 @@ impl Vm {
         ]);
         if !self.may_reboot {
             qemu.arg("-no-reboot");
+        }
+        if let Some(socket) = &self.qmp {
+            let listen = format!("unix:{},server=on,wait=off", socket.display());
+            qemu.args(["-qmp", &listen]);
         }
         for (index, disk) in self.disks.iter().enumerate() {
             let arguments = disk.arguments(index).into_iter();

@@ -1,0 +1,76 @@
+//! What tests tell QEMU while a guest runs (QEMU's QMP specification).
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+/// A connection to QEMU's monitor.
+pub struct Qmp(BufReader<UnixStream>);
+
+impl Qmp {
+    /// Connects and negotiates.
+    ///
+    /// # Errors
+    /// Nobody listens, or it isn't QEMU.
+    pub fn connect(socket: &Path) -> Result<Qmp> {
+        let stream = UnixStream::connect(socket)
+            .with_context(|| format!("connecting to {}", socket.display()))?;
+        stream.set_read_timeout(Some(Duration::from_secs(60)))?;
+        let mut qmp = Qmp(BufReader::new(stream));
+        let greeting = qmp.read()?;
+        if greeting.get("QMP").is_none() {
+            bail!("QEMU greeted with {greeting}");
+        }
+        qmp.execute("qmp_capabilities", json!({}))?;
+        Ok(qmp)
+    }
+
+    /// Executes a command; events that come meanwhile are skipped.
+    ///
+    /// # Errors
+    /// QEMU refuses.
+    pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
+        let message = json!({ "execute": command, "arguments": arguments });
+        writeln!(self.0.get_ref(), "{message}")?;
+        loop {
+            let mut answer = self.read()?;
+            if let Some(error) = answer.get("error") {
+                bail!("{command}: {error}");
+            }
+            if let Some(result) = answer.get_mut("return") {
+                return Ok(result.take());
+            }
+        }
+    }
+
+    /// Plugs in a module of memory that is shared with whoever serves the guest's disks.
+    ///
+    /// # Errors
+    /// QEMU refuses.
+    pub fn plug_memory(&mut self, name: &str, mib: u32) -> Result<()> {
+        let backend = format!("{name}-memory");
+        self.execute(
+            "object-add",
+            json!({
+                "qom-type": "memory-backend-memfd",
+                "id": backend,
+                "size": u64::from(mib) << 20,
+                "share": true,
+            }),
+        )?;
+        self.execute(
+            "device_add",
+            json!({ "driver": "pc-dimm", "id": name, "memdev": backend }),
+        )?;
+        Ok(())
+    }
+
+    fn read(&mut self) -> Result<Value> {
+        let mut line = String::new();
+        self.0.read_line(&mut line).context("reading from QEMU")?;
+        serde_json::from_str(&line).with_context(|| format!("QEMU said {line:?}"))
+    }
+}
