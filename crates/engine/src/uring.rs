@@ -6,6 +6,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 
 use block::{Aio, Backing, Completion, Engine, FileId, Op, Segment, Token};
+use io_uring::register::Restriction;
 use io_uring::types::{Fd, Fixed, FsyncFlags};
 use io_uring::{EnterFlags, IoUring, cqueue, opcode, squeue};
 use rustix::process::Resource;
@@ -113,6 +114,7 @@ impl Uring {
         let files_max = limit.map_or(FILES_MAX, |n| n.min(FILES_MAX.into()) as u32);
         ring.submitter()
             .register_files_sparse(files_max)
+            .and_then(|()| restrict(&ring))
             .map_err(explain)?;
         let blocking = Blocking::new().map_err(UringError::Other)?;
         let mut engine = Self {
@@ -174,7 +176,10 @@ impl Uring {
 
 fn set_up() -> io::Result<IoUring> {
     let mut builder = IoUring::builder();
-    builder.setup_cqsize(2 * IN_FLIGHT_MAX as u32).setup_clamp();
+    builder
+        .setup_cqsize(2 * IN_FLIGHT_MAX as u32)
+        .setup_clamp()
+        .setup_r_disabled();
     // Linux 6.1: completions are worked off when this thread asks for them, and not before.
     let modern = builder
         .clone()
@@ -186,6 +191,31 @@ fn set_up() -> io::Result<IoUring> {
         Err(e) if e.raw_os_error() == Some(libc::EINVAL) => builder.build(SUBMISSIONS),
         result => result,
     }
+}
+
+/// Lets nothing be done through the ring from now on but what this file does: who takes over the process
+/// finds no other system calls in it. Enables the ring, for the calling thread.
+fn restrict(ring: &IoUring) -> io::Result<()> {
+    /// `IORING_REGISTER_FILES_UPDATE`, `_BUFFERS2` and `_BUFFERS_UPDATE` of `linux/io_uring.h`.
+    const REGISTRATIONS: [u8; 3] = [6, 15, 16];
+    const OPERATIONS: [u8; 9] = [
+        opcode::Read::CODE,
+        opcode::Readv::CODE,
+        opcode::ReadFixed::CODE,
+        opcode::Write::CODE,
+        opcode::Writev::CODE,
+        opcode::WriteFixed::CODE,
+        opcode::Fsync::CODE,
+        opcode::PollAdd::CODE,
+        opcode::PollRemove::CODE,
+    ];
+    let operations = OPERATIONS.map(Restriction::sqe_op);
+    let registrations = REGISTRATIONS.map(Restriction::register_op);
+    let flags = Restriction::sqe_flags_allowed(squeue::Flags::FIXED_FILE.bits());
+    let mut all: Vec<_> = operations.into_iter().chain(registrations).collect();
+    all.push(flags);
+    ring.submitter().register_restrictions(&mut all)?;
+    ring.submitter().register_enable_rings()
 }
 
 fn explain(e: io::Error) -> UringError {
@@ -453,4 +483,34 @@ pub(crate) fn iovec(segments: &[Segment]) -> (*const libc::iovec, u32) {
         segments.as_ptr().cast(),
         segments.len().min(SEGMENTS_MAX) as u32,
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_used_is_refused() {
+        let mut engine = Uring::new().unwrap();
+        let mut done = Vec::with_capacity(4);
+        let unused = [
+            opcode::Nop::new().build(),
+            opcode::Close::new(Fd(1)).build(),
+            // A flag that is not used, on an operation that is.
+            opcode::PollRemove::new(9)
+                .build()
+                .flags(squeue::Flags::ASYNC),
+        ];
+        for (i, entry) in unused.into_iter().enumerate() {
+            engine.queue(entry.user_data(i as u64));
+            engine.in_flight += 1;
+            engine.wait().unwrap();
+            engine.reap(&mut done);
+            let Completion { token, result } = done.pop().unwrap();
+            assert_eq!((token, result), (Token(i as u64), -libc::EACCES));
+        }
+        let event = engine.blocking.event().as_raw_fd();
+        let refused = engine.ring.submitter().register_eventfd(event).unwrap_err();
+        assert_eq!(refused.raw_os_error(), Some(libc::EACCES));
+    }
 }
