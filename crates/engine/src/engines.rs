@@ -30,6 +30,8 @@ const FILES_MAX: usize = 16384;
 pub struct Engines {
     main: Main,
     native: Option<Native>,
+    /// Operations that Linux AIO has in flight; a number of its own, because the ring's path looks at it.
+    native_in_flight: usize,
     /// Files that are not the ring's.
     files: Vec<Option<Beside>>,
     support: Arc<Support>,
@@ -70,6 +72,7 @@ impl Engines {
         Ok(Self {
             main,
             native: None,
+            native_in_flight: 0,
             files: Vec::new(),
             support,
         })
@@ -108,6 +111,19 @@ impl Engines {
         Ok(FileId(BESIDE | number as u32))
     }
 
+    #[inline]
+    fn push_native(&mut self) -> io::Result<()> {
+        match &mut self.native {
+            Some(native) if self.native_in_flight > 0 => native.push(),
+            _ => Ok(()),
+        }
+    }
+
+    #[inline]
+    fn native_ready(&self) -> bool {
+        self.native_in_flight > 0 && self.native.as_ref().is_some_and(Native::ready)
+    }
+
     /// Submits an operation on a file that is not the ring's.
     ///
     /// # Safety
@@ -122,6 +138,7 @@ impl Engines {
             && !ranged
             && (native.flushes || !matches!(op, Op::Flush))
         {
+            self.native_in_flight += 1;
             // SAFETY: the caller's promise; the file is open as long as it is attached.
             return unsafe { native.submit(file.target.file.as_raw_fd(), op, token) };
         }
@@ -212,7 +229,7 @@ impl Engine for Engines {
 
     #[inline]
     fn room(&self) -> usize {
-        let native = self.native.as_ref().map_or(0, Native::in_flight);
+        let native = self.native_in_flight;
         match &self.main {
             Main::Ring(ring) => ring.room().saturating_sub(native),
             Main::Poller { pool, inline, .. } => {
@@ -223,7 +240,7 @@ impl Engine for Engines {
 
     #[inline]
     fn in_flight(&self) -> usize {
-        let native = self.native.as_ref().map_or(0, Native::in_flight);
+        let native = self.native_in_flight;
         match &self.main {
             Main::Ring(ring) => ring.in_flight() + native,
             Main::Poller { pool, inline, .. } => native + pool.pending() + inline.len(),
@@ -240,7 +257,7 @@ impl Engine for Engines {
                 inline,
             } => poller.ready() || pool.ready() || !inline.is_empty(),
         };
-        main || self.native.as_ref().is_some_and(Native::ready)
+        main || self.native_ready()
     }
 
     #[inline]
@@ -256,9 +273,7 @@ impl Engine for Engines {
 
     #[inline]
     fn push(&mut self) -> io::Result<()> {
-        if let Some(native) = &mut self.native {
-            native.push()?;
-        }
+        self.push_native()?;
         match &mut self.main {
             Main::Ring(ring) => ring.push(),
             Main::Poller { poller, pool, .. } => {
@@ -270,11 +285,8 @@ impl Engine for Engines {
 
     #[inline]
     fn wait(&mut self) -> io::Result<()> {
-        let mut ready = false;
-        if let Some(native) = &mut self.native {
-            native.push()?;
-            ready = native.ready();
-        }
+        self.push_native()?;
+        let ready = self.native_ready();
         match &mut self.main {
             Main::Ring(ring) if ready => ring.push(),
             Main::Ring(ring) => ring.wait(),
@@ -307,8 +319,11 @@ impl Engine for Engines {
                 pool.collect(out);
             }
         }
-        if let Some(native) = &mut self.native {
+        if self.native_in_flight > 0
+            && let Some(native) = &mut self.native
+        {
             native.reap(out);
+            self.native_in_flight = native.in_flight();
         }
     }
 }
