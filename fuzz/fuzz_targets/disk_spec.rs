@@ -1,6 +1,9 @@
 #![no_main]
 
-// The daemon is a program and not a library, but this file of it needs nothing else of it.
+// The daemon is a program and not a library, but these files of it need nothing else of it.
+#[path = "../../crates/daemon/src/limits.rs"]
+#[expect(dead_code, reason = "what is parsed is only looked at")]
+mod limits;
 #[path = "../../crates/daemon/src/spec.rs"]
 #[expect(dead_code, reason = "what is parsed is only looked at")]
 mod spec;

@@ -16,9 +16,7 @@ use serde_json::{Map, Value, json};
 
 use crate::error::excerpt;
 use crate::qapi::{At, Qapi, Schema};
-use crate::replies::{
-    BlockDeviceInfo, BlockExportInfo, BlockStats, IoThreadInfo, RingdiskAttached, VersionInfo,
-};
+use crate::replies::{BlockDeviceInfo, BlockExportInfo, BlockStats, IoThreadInfo, VersionInfo};
 use crate::{CommandError, ErrorClass};
 
 record! {
@@ -98,15 +96,17 @@ commands! {
     QueryNamedBlockNodes(QueryNamedBlockNodes) -> Vec<BlockDeviceInfo> = "query-named-block-nodes",
     /// Ends the program as SIGTERM does.
     Quit(Empty) -> Empty = "quit",
-    /// Opens and serves a disk, written as for `ringdisk serve`.
-    RingdiskAttach(RingdiskAttach) -> RingdiskAttached = "x-ringdisk-attach",
+    /// Opens and serves a disk, written as for `ringdisk serve`. The reply says what to paste.
+    RingdiskAttach(RingdiskAttach) -> Value = "x-ringdisk-attach",
     /// Ends serving a disk and closes it.
     RingdiskDetach(RingdiskDetach) -> Empty = "x-ringdisk-detach",
     /// Rereads the configuration.
     RingdiskReload(Empty) -> Empty = "x-ringdisk-reload",
     /// Puts another file under a disk while the guest runs.
     RingdiskReplace(RingdiskReplace) -> Empty = "x-ringdisk-replace",
-    /// Statistics with histograms.
+    /// Makes a disk longer, or tells its guest that it has become longer.
+    RingdiskResize(RingdiskResize) -> RingdiskResized = "x-ringdisk-resize",
+    /// Every disk, with histograms.
     RingdiskStats(Empty) -> Value = "x-ringdisk-stats",
 }
 

@@ -266,15 +266,3 @@ record! {
         aio_max_batch: u64 = "aio-max-batch",
     }
 }
-
-record! {
-    /// Reply to `x-ringdisk-attach`.
-    RingdiskAttached {
-        /// The name of the disk: the id of its export.
-        id: String = "id",
-        /// The name of its node.
-        node_name: String = "node-name",
-        /// Where it is served.
-        socket: String = "socket",
-    }
-}

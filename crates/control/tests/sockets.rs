@@ -25,7 +25,10 @@ fn a_client_asks_and_is_told() {
     let package = &client.greeting()["version"]["package"];
     assert!(package.as_str().unwrap().starts_with("ringdisk "));
 
-    let attach = RingdiskAttach { disk: "vm1".into() };
+    let attach = RingdiskAttach {
+        disk: "vm1".into(),
+        directory: None,
+    };
     let reply = client.execute(&Command::RingdiskAttach(attach)).unwrap();
     assert_eq!(reply["socket"], "/run/vm1.sock");
 

@@ -1,13 +1,15 @@
 //! A node in service: its socket, and the thread that serves the front-ends which connect there.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 use std::{io, mem};
 
+use block::CacheMode;
+use datapath::Disk;
 use guest::End;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use thiserror::Error;
@@ -17,18 +19,50 @@ use crate::device::{BlockDevice, ServedDisk};
 use crate::iothreads::NamedThread;
 use crate::node::Node;
 use crate::paste::{self, Ready};
-use crate::socket::{Socket, SocketError};
+use crate::socket::{self, Socket, SocketError};
+use crate::spec::DiskSpec;
 
 /// A node in service. Dropping it stops that: what is under way is finished, the front-end is disconnected,
 /// and the socket goes away.
 pub struct Export {
     pub id: String,
     pub node: Arc<Node>,
+    pub disk: Arc<Disk>,
     pub socket: PathBuf,
     pub device: Arc<ServedDisk>,
     connected: Arc<AtomicBool>,
     stop: Arc<OwnedFd>,
     listener: Option<JoinHandle<()>>,
+}
+
+/// How a disk is served, apart from what it is.
+#[derive(Clone, Debug)]
+pub struct ExportSpec {
+    pub id: String,
+    pub socket: PathBuf,
+    pub queues: u16,
+    pub queue_size: u16,
+    /// I/O threads by id or number; none for the next ones of the pool.
+    pub iothreads: Vec<String>,
+    pub read_only: bool,
+    pub cache: CacheMode,
+    /// In bytes; the node's if absent.
+    pub logical_block: Option<u32>,
+}
+
+impl From<&DiskSpec> for ExportSpec {
+    fn from(disk: &DiskSpec) -> Self {
+        Self {
+            id: disk.name.clone(),
+            socket: socket::path(disk),
+            queues: disk.queues,
+            queue_size: disk.queue_size,
+            iothreads: disk.iothreads.clone(),
+            read_only: disk.read_only,
+            cache: disk.cache,
+            logical_block: None,
+        }
+    }
 }
 
 #[derive(Debug, Error)]
@@ -40,27 +74,29 @@ pub enum ExportError {
 }
 
 impl Export {
-    /// Listens at `socket` for front-ends of a node; queue i is served by thread i of `threads`.
+    /// Listens at the socket for front-ends of a disk, which lies on a node; queue i is served by thread i
+    /// of `threads`.
     ///
     /// # Errors
     /// The socket cannot be made.
     pub fn start(
-        id: String,
         node: Arc<Node>,
-        socket: &Path,
-        queue_size: u16,
+        disk: Disk,
+        spec: &ExportSpec,
         threads: Vec<NamedThread>,
     ) -> Result<Self, ExportError> {
+        let id = spec.id.clone();
         let system = |what| {
             let id = id.clone();
             move |e| ExportError::System(id, what, e)
         };
-        let bound = Socket::bind(socket)?;
+        let bound = Socket::bind(&spec.socket)?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| system("make an event descriptor")(e.into()))?;
         let stop = Arc::new(stop);
         let connected = Arc::new(AtomicBool::new(false));
-        let device = Arc::new(ServedDisk::new(node.disk.clone(), queue_size, threads));
+        let disk = Arc::new(disk);
+        let device = Arc::new(ServedDisk::new(disk.clone(), spec.queue_size, threads));
         let front = Frontends {
             name: id.clone(),
             socket: bound,
@@ -75,7 +111,8 @@ impl Export {
         Ok(Self {
             id,
             node,
-            socket: socket.into(),
+            disk,
+            socket: spec.socket.clone(),
             device,
             connected,
             stop,
@@ -103,13 +140,13 @@ impl Export {
             name: self.id.clone(),
             file: node.filename.clone(),
             format: node.format.to_string(),
-            size: node.disk.size(),
+            size: self.disk.size(),
             qemu: paste::qemu(&self.id, &socket, queues, queue_size),
             libvirt: paste::libvirt(&socket, queues, queue_size, fixed_buffers),
             socket: self.socket.clone(),
             queues,
             queue_size,
-            readonly: node.disk.facts.read_only,
+            readonly: self.disk.facts.read_only,
         }
     }
 }

@@ -6,38 +6,45 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use block::{CacheMode, ThrottleError, ThrottleLimits};
+use control::{BlockExportDeleted, Event, EventHub};
+use datapath::ThrottleGroup;
 use thiserror::Error;
 use tracing::{error, info};
 
-use crate::export::{Export, ExportError};
+use crate::export::{Export, ExportError, ExportSpec};
 use crate::iothreads::{IoThreadError, IoThreads};
-use crate::node::{Node, NodeError};
+use crate::node::{DiskWanted, Node, NodeError};
 use crate::paste::Ready;
+use crate::socket;
 use crate::spec::DiskSpec;
 
 /// Disks that one process serves at most: each takes a thread and a few descriptors.
 const DISKS_MAX: usize = 4096;
 
+/// Groups of disks with common limits.
+const GROUPS_MAX: usize = 4096;
+
 pub struct Host {
     pub threads: IoThreads,
+    pub events: Arc<EventHub>,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
-    nodes: BTreeMap<String, Arc<Node>>,
+    nodes: BTreeMap<String, NodeEntry>,
     exports: BTreeMap<String, Export>,
+    groups: BTreeMap<String, Arc<ThrottleGroup>>,
 }
 
-/// How a disk is served, apart from what it is.
-#[derive(Clone, Debug)]
-pub struct ExportSpec {
-    pub id: String,
-    pub socket: PathBuf,
-    pub queues: u16,
-    pub queue_size: u16,
-    /// I/O threads by id or number; none for the next ones of the pool.
-    pub iothreads: Vec<String>,
+/// A node, and what it keeps while it is not served.
+struct NodeEntry {
+    node: Arc<Node>,
+    limits: ThrottleLimits,
+    group: Option<String>,
+    /// The node that it lies on.
+    child: Option<String>,
 }
 
 /// What is to become of a front-end that is connected when its disk is to be removed.
@@ -59,12 +66,22 @@ pub enum HostError {
     NoNode(String),
     #[error("there is no export '{0}'")]
     NoExport(String),
-    #[error("disk '{0}' is in use by export '{1}'; remove that first")]
+    #[error("disk '{0}' is in use by '{1}'; remove that first")]
     NodeInUse(String, String),
     #[error("a VM is connected to disk '{0}'; shut it down first, or force the removal")]
     Connected(String),
-    #[error("{DISKS_MAX} disks are served already; use another process for more")]
-    TooMany,
+    #[error("disk '{0}' is read-only; it can only be exported with writable=false")]
+    ReadOnly(String),
+    #[error("there are {0} already, which is the limit")]
+    TooMany(String),
+    #[error("there is no throttle group '{0}'; object-add or [[throttle-group]] makes one")]
+    NoGroup(String),
+    #[error("there is a throttle group '{0}' already")]
+    SameGroup(String),
+    #[error("throttle group '{0}' is in use by disk '{1}'; take that out of it first")]
+    GroupInUse(String, String),
+    #[error(transparent)]
+    Throttle(#[from] ThrottleError),
     #[error(transparent)]
     Node(#[from] NodeError),
     #[error(transparent)]
@@ -81,6 +98,7 @@ impl Host {
     pub fn new(threads: IoThreads) -> Self {
         Self {
             threads,
+            events: EventHub::new(),
             state: Mutex::default(),
         }
     }
@@ -90,16 +108,10 @@ impl Host {
     /// # Errors
     /// Nothing is left of it then.
     pub fn attach(&self, spec: DiskSpec) -> Result<Ready, HostError> {
-        let export = ExportSpec {
-            id: spec.name.clone(),
-            socket: spec.socket_path(),
-            queues: spec.queues,
-            queue_size: spec.queue_size,
-            iothreads: spec.iothreads.clone(),
-        };
         let name = spec.name.clone();
+        let export = ExportSpec::from(&spec);
         self.add_node(spec)?;
-        self.add_export(&name, export).inspect_err(|_| {
+        self.add_export(&name, &export).inspect_err(|_| {
             let _ = self.remove_node(&name);
         })
     }
@@ -110,8 +122,14 @@ impl Host {
     /// There is none of this name; or a VM is connected, and it is to be removed safely; or what the VM
     /// wrote could not be made durable, in which case the disk is gone all the same.
     pub fn detach(&self, name: &str, removal: Removal) -> Result<(), HostError> {
-        if self.state().exports.contains_key(name) {
-            self.remove_export(name, removal)?;
+        let export = {
+            let state = self.state();
+            let mut exports = state.exports.values();
+            let export = exports.find(|e| e.node.name() == name);
+            export.map(|e| e.id.clone())
+        };
+        if let Some(export) = export {
+            self.remove_export(&export, removal)?;
         }
         self.remove_node(name)
     }
@@ -119,17 +137,38 @@ impl Host {
     /// Opens a disk without serving it.
     pub fn add_node(&self, spec: DiskSpec) -> Result<(), HostError> {
         let name = spec.name.clone();
-        let check = |state: &State| match () {
-            () if state.nodes.contains_key(&name) => Err(HostError::SameName(name.clone())),
-            () if state.nodes.len() >= DISKS_MAX => Err(HostError::TooMany),
-            () => Ok(()),
-        };
-        check(&self.state())?;
+        self.state().check_new_node(&spec)?;
+        let (limits, group) = (spec.limits, spec.throttle_group.clone());
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
-        let node = Arc::new(Node::open(spec)?);
+        let node = Node::open(spec)?;
         let mut state = self.state();
-        check(&state)?;
-        state.nodes.insert(name.clone(), node);
+        state.check_new_node(&node.spec)?;
+        let entry = NodeEntry {
+            node: Arc::new(node),
+            limits,
+            group,
+            child: None,
+        };
+        state.nodes.insert(name, entry);
+        Ok(())
+    }
+
+    /// Makes a node that lies on another one, which nothing else may use from now on.
+    pub fn add_node_over(&self, child: &str, spec: DiskSpec) -> Result<(), HostError> {
+        let mut state = self.state();
+        state.check_new_node(&spec)?;
+        let below = state.entry(child)?.node.clone();
+        if let Some(user) = state.user_of(child) {
+            return Err(HostError::NodeInUse(child.into(), user));
+        }
+        let name = spec.name.clone();
+        let entry = NodeEntry {
+            node: Arc::new(below.renamed(spec)),
+            limits: ThrottleLimits::NONE,
+            group: None,
+            child: Some(child.into()),
+        };
+        state.nodes.insert(name, entry);
         Ok(())
     }
 
@@ -140,40 +179,48 @@ impl Host {
     /// which case it is closed all the same.
     pub fn remove_node(&self, name: &str) -> Result<(), HostError> {
         let mut state = self.state();
-        if !state.nodes.contains_key(name) {
-            return Err(HostError::NoNode(name.into()));
+        state.entry(name)?;
+        if let Some(user) = state.user_of(name) {
+            return Err(HostError::NodeInUse(name.into(), user));
         }
-        if let Some(export) = state.exports.values().find(|e| e.node.name() == name) {
-            return Err(HostError::NodeInUse(name.into(), export.id.clone()));
-        }
-        let node = state.nodes.remove(name);
+        let entry = state.nodes.remove(name);
         drop(state);
-        node.map_or(Ok(()), |node| sync(&node))
+        entry.map_or(Ok(()), |entry| sync(&entry.node))
     }
 
     /// Serves an opened disk. Returns what to paste.
-    pub fn add_export(&self, node: &str, spec: ExportSpec) -> Result<Ready, HostError> {
+    pub fn add_export(&self, name: &str, spec: &ExportSpec) -> Result<Ready, HostError> {
         let mut state = self.state();
-        let Some(node) = state.nodes.get(node).cloned() else {
-            return Err(HostError::NoNode(node.into()));
-        };
-        for other in state.exports.values() {
-            if other.id == spec.id {
-                return Err(HostError::SameName(spec.id));
+        let entry = state.entry(name)?;
+        let node = entry.node.clone();
+        let (limits, group) = (entry.limits, entry.group.clone());
+        let same = |other: &&Export| other.id == spec.id || other.socket == spec.socket;
+        match state.exports.values().find(same) {
+            Some(other) if other.id == spec.id => return Err(HostError::SameName(spec.id.clone())),
+            Some(other) => {
+                let (other, id) = (other.id.clone(), spec.id.clone());
+                return Err(HostError::SameSocket(other, id, spec.socket.clone()));
             }
-            if other.node.name() == node.name() {
-                return Err(HostError::NodeInUse(node.name().into(), other.id.clone()));
-            }
-            if other.socket == spec.socket {
-                let (other, socket) = (other.id.clone(), spec.socket);
-                return Err(HostError::SameSocket(other, spec.id, socket));
-            }
+            None => {}
+        }
+        if let Some(user) = state.user_of(name) {
+            return Err(HostError::NodeInUse(name.into(), user));
+        }
+        if node.spec.read_only && !spec.read_only {
+            return Err(HostError::ReadOnly(name.into()));
         }
         let threads = self.threads.assign(spec.queues, &spec.iothreads)?;
-        let (id, socket) = (spec.id.clone(), &spec.socket);
-        let export = Export::start(id, node, socket, spec.queue_size, threads)?;
+        let disk = node.disk(&DiskWanted {
+            name: spec.id.clone(),
+            read_only: spec.read_only,
+            cache: spec.cache,
+            logical_block: spec.logical_block,
+        })?;
+        disk.set_limits(&limits)?;
+        disk.set_throttle_group(state.group(group.as_deref())?);
+        let export = Export::start(node, disk, spec, threads)?;
         let ready = export.ready();
-        state.exports.insert(spec.id, export);
+        state.exports.insert(spec.id.clone(), export);
         Ok(ready)
     }
 
@@ -191,46 +238,123 @@ impl Host {
         // Waits until what is under way is finished.
         drop(export);
         info!("disk {id}: no longer served");
+        let id = id.to_owned();
+        let event = Event::BlockExportDeleted(BlockExportDeleted { id });
+        self.events.emit(&event);
         Ok(())
     }
 
     /// Makes a disk longer, or finds out that it has become longer, and tells its guest. Without a size it
-    /// becomes as long as its file.
+    /// becomes as long as its file. Returns its size in bytes.
     pub fn resize(&self, name: &str, size: Option<u64>) -> Result<u64, HostError> {
-        let node = self.node(name)?;
+        let state = self.state();
+        let node = &state.entry(name)?.node;
         if let Some(size) = size {
             node.grow_file(size)
                 .map_err(|e| HostError::Resize(name.into(), e))?;
         }
-        node.look_for_growth();
-        self.tell_size(&node);
-        Ok(node.disk.size())
+        let export = state.exports.values().find(|e| Arc::ptr_eq(&e.node, node));
+        match export {
+            Some(export) => {
+                node.look_for_growth(&export.disk);
+                export.device.tell_size();
+                Ok(export.disk.size())
+            }
+            None => node
+                .file_size()
+                .map_err(|e| HostError::Resize(name.into(), e.to_string())),
+        }
     }
 
     /// Looks at all disks for growth.
     pub fn look_for_growth(&self) {
-        let nodes: Vec<_> = self.state().nodes.values().cloned().collect();
-        for node in nodes {
-            node.look_for_growth();
+        for export in self.state().exports.values() {
+            export.node.look_for_growth(&export.disk);
             // Also if it grew earlier: the front-end may have been away then.
-            self.tell_size(&node);
+            export.device.tell_size();
         }
     }
 
-    /// What to paste for every disk that is served, in the order of their names.
-    pub fn ready(&self) -> Vec<Ready> {
-        self.state().exports.values().map(Export::ready).collect()
+    /// Sets a disk's own limits, and the group whose limits it shares.
+    pub fn throttle(
+        &self,
+        name: &str,
+        limits: &ThrottleLimits,
+        group: Option<&str>,
+    ) -> Result<(), HostError> {
+        limits.check()?;
+        let mut state = self.state();
+        let shared = state.group(group)?;
+        let Some(entry) = state.nodes.get_mut(name) else {
+            return Err(HostError::NoNode(name.into()));
+        };
+        (entry.limits, entry.group) = (*limits, group.map(str::to_owned));
+        let node = entry.node.clone();
+        let mut exports = state.exports.values();
+        if let Some(export) = exports.find(|e| Arc::ptr_eq(&e.node, &node)) {
+            export.disk.set_limits(limits)?;
+            export.disk.set_throttle_group(shared);
+        }
+        Ok(())
     }
 
-    /// Calls `look` for every disk, with its export if it is served.
-    pub fn each(&self, mut look: impl FnMut(&Node, Option<&Export>)) {
+    /// Adds a group of disks with common limits.
+    pub fn add_group(&self, name: &str, limits: &ThrottleLimits) -> Result<(), HostError> {
+        let mut state = self.state();
+        if state.groups.contains_key(name) {
+            return Err(HostError::SameGroup(name.into()));
+        }
+        if state.groups.len() >= GROUPS_MAX {
+            return Err(HostError::TooMany(format!("{GROUPS_MAX} throttle groups")));
+        }
+        let group = ThrottleGroup::new(name.into(), limits)?;
+        state.groups.insert(name.into(), Arc::new(group));
+        Ok(())
+    }
+
+    /// Changes the limits of a group.
+    pub fn change_group(&self, name: &str, limits: &ThrottleLimits) -> Result<(), HostError> {
+        match self.state().group(Some(name))? {
+            Some(group) => Ok(group.set_limits(limits)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Removes a group that no disk is in.
+    pub fn remove_group(&self, name: &str) -> Result<(), HostError> {
+        let mut state = self.state();
+        let mut nodes = state.nodes.values();
+        if let Some(user) = nodes.find(|entry| entry.group.as_deref() == Some(name)) {
+            let user = user.node.name().to_owned();
+            return Err(HostError::GroupInUse(name.into(), user));
+        }
+        match state.groups.remove(name) {
+            Some(_) => Ok(()),
+            None => Err(HostError::NoGroup(name.into())),
+        }
+    }
+
+    /// The node of an export, or the node of this name.
+    pub fn node_of(&self, name: &str) -> Option<String> {
         let state = self.state();
-        for node in state.nodes.values() {
-            let export = state.exports.values();
-            look(
-                node,
-                export.into_iter().find(|e| Arc::ptr_eq(&e.node, node)),
-            );
+        match (state.exports.get(name), state.nodes.contains_key(name)) {
+            (Some(export), _) => Some(export.node.name().to_owned()),
+            (None, true) => Some(name.into()),
+            (None, false) => None,
+        }
+    }
+
+    /// Calls `look` for every disk, in the order of their names.
+    pub fn each(&self, mut look: impl FnMut(Look<'_>)) {
+        let state = self.state();
+        for entry in state.nodes.values() {
+            let mut exports = state.exports.values();
+            look(Look {
+                node: &entry.node,
+                export: exports.find(|e| Arc::ptr_eq(&e.node, &entry.node)),
+                limits: &entry.limits,
+                group: entry.group.as_deref(),
+            });
         }
     }
 
@@ -239,13 +363,13 @@ impl Host {
     /// # Errors
     /// The last disk that could not be made durable.
     pub fn shut_down(&self) -> Result<(), HostError> {
-        let State { nodes, exports } = std::mem::take(&mut *self.state());
+        let State { nodes, exports, .. } = std::mem::take(&mut *self.state());
         // All at once, rather than each after the other.
         exports.values().for_each(Export::tell_to_stop);
         drop(exports);
         let mut result = Ok(());
-        for node in nodes.values() {
-            if let Err(e) = sync(node) {
+        for entry in nodes.values() {
+            if let Err(e) = sync(&entry.node) {
                 error!("{e}");
                 result = Err(e);
             }
@@ -253,21 +377,69 @@ impl Host {
         result
     }
 
-    fn node(&self, name: &str) -> Result<Arc<Node>, HostError> {
-        let node = self.state().nodes.get(name).cloned();
-        node.ok_or_else(|| HostError::NoNode(name.into()))
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
 
-    fn tell_size(&self, node: &Arc<Node>) {
-        let state = self.state();
-        let exports = state.exports.values();
-        for export in exports.filter(|e| Arc::ptr_eq(&e.node, node)) {
-            export.device.tell_size();
+/// A disk, as `each` shows it.
+pub struct Look<'a> {
+    pub node: &'a Node,
+    /// How it is served, if it is.
+    pub export: Option<&'a Export>,
+    pub limits: &'a ThrottleLimits,
+    pub group: Option<&'a str>,
+}
+
+impl Look<'_> {
+    /// Bytes that the guest can address.
+    pub fn size(&self) -> u64 {
+        match self.export {
+            Some(export) => export.disk.size(),
+            None => self.node.file_size().unwrap_or(0),
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    pub fn cache(&self) -> CacheMode {
+        self.node.spec.cache
+    }
+}
+
+impl State {
+    fn entry(&self, name: &str) -> Result<&NodeEntry, HostError> {
+        let entry = self.nodes.get(name);
+        entry.ok_or_else(|| HostError::NoNode(name.into()))
+    }
+
+    fn check_new_node(&self, spec: &DiskSpec) -> Result<(), HostError> {
+        if self.nodes.contains_key(&spec.name) {
+            return Err(HostError::SameName(spec.name.clone()));
+        }
+        if self.nodes.len() >= DISKS_MAX {
+            return Err(HostError::TooMany(format!("{DISKS_MAX} disks")));
+        }
+        self.group(spec.throttle_group.as_deref()).map(drop)
+    }
+
+    fn group(&self, name: Option<&str>) -> Result<Option<Arc<ThrottleGroup>>, HostError> {
+        let Some(name) = name else {
+            return Ok(None);
+        };
+        let group = self.groups.get(name).cloned();
+        group
+            .map(Some)
+            .ok_or_else(|| HostError::NoGroup(name.into()))
+    }
+
+    /// The export or node that uses a node.
+    fn user_of(&self, name: &str) -> Option<String> {
+        let mut nodes = self.nodes.values();
+        let above = nodes.find(|entry| entry.child.as_deref() == Some(name));
+        let mut exports = self.exports.values();
+        let export = exports.find(|e| e.node.name() == name);
+        export
+            .map(|e| e.id.clone())
+            .or(above.map(|entry| entry.node.name().to_owned()))
     }
 }
 
@@ -276,17 +448,17 @@ fn sync(node: &Node) -> Result<(), HostError> {
     node.sync().map_err(|e| HostError::Sync(name.to_owned(), e))
 }
 
-/// Whether two disks of a list cannot be served together.
+/// Whether the disks of a list can be served together.
 ///
 /// # Errors
-/// Which two, and why.
+/// Two of them cannot, and why.
 pub fn check_together(specs: &[DiskSpec]) -> Result<(), HostError> {
     let mut sockets: BTreeMap<PathBuf, &str> = BTreeMap::new();
     for (i, spec) in specs.iter().enumerate() {
         if specs[..i].iter().any(|other| other.name == spec.name) {
             return Err(HostError::SameName(spec.name.clone()));
         }
-        let path = spec.socket_path();
+        let path = socket::path(spec);
         if let Some(other) = sockets.insert(path.clone(), &spec.name) {
             let (other, name) = (other.to_owned(), spec.name.clone());
             return Err(HostError::SameSocket(other, name, path));

@@ -95,6 +95,11 @@ impl IoThreads {
         }
     }
 
+    /// Longest look-out of a thread that is not told otherwise.
+    pub fn poll_max(&self) -> Duration {
+        self.pool[0].poll_max
+    }
+
     /// Threads for `queues` queues of a disk: those that `wanted` names, in turn, or else the next ones
     /// of the pool.
     ///

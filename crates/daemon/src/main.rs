@@ -1,14 +1,18 @@
 //! `ringdisk`: virtual disks for QEMU/KVM at the speed of the hardware beneath them.
 
-#![expect(dead_code, reason = "what the control socket will call")]
-
+mod client;
+mod config;
 mod cpus;
 mod device;
 mod export;
 mod host;
 mod iothreads;
+mod limits;
 mod node;
 mod paste;
+mod qmp;
+mod reload;
+mod report;
 mod serve;
 mod socket;
 mod spec;
@@ -35,6 +39,20 @@ struct Cli {
 enum Command {
     /// Serve disks to virtual machines over vhost-user
     Serve(serve::Args),
+    /// Show the disks that are served
+    List(client::ListArgs),
+    /// Serve one more disk
+    Attach(client::AttachArgs),
+    /// Serve a disk no longer
+    Detach(client::DetachArgs),
+    /// Make a disk longer
+    Resize(client::ResizeArgs),
+    /// Limit what a disk may do
+    Throttle(client::ThrottleArgs),
+    /// Put another file under a disk while its VM runs
+    Replace(client::ReplaceArgs),
+    /// Read the configuration anew
+    Reload(client::ReloadArgs),
 }
 
 fn main() -> ExitCode {
@@ -47,15 +65,46 @@ fn main() -> ExitCode {
         .with_target(false)
         .init();
     raise_file_limit();
-    let result = match cli.command {
-        Command::Serve(args) => serve::run(&args),
-    };
-    match result {
+    match run(&cli.command) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(e) => {
-            eprintln!("ringdisk: {e}");
-            ExitCode::from(e.exit_code())
+        Err(Failure { code, problem }) => {
+            eprintln!("ringdisk: {problem}");
+            ExitCode::from(code)
         }
+    }
+}
+
+fn run(command: &Command) -> Result<(), Failure> {
+    match command {
+        Command::Serve(args) => return Ok(serve::run(args)?),
+        Command::List(args) => client::list(args),
+        Command::Attach(args) => client::attach(args),
+        Command::Detach(args) => client::detach(args),
+        Command::Resize(args) => client::resize(args),
+        Command::Throttle(args) => client::throttle(args),
+        Command::Replace(args) => client::replace(args),
+        Command::Reload(args) => client::reload(args),
+    }?;
+    Ok(())
+}
+
+/// What the user is told, and the shell.
+struct Failure {
+    code: u8,
+    problem: String,
+}
+
+impl From<serve::ServeError> for Failure {
+    fn from(e: serve::ServeError) -> Self {
+        let (code, problem) = (e.exit_code(), e.to_string());
+        Self { code, problem }
+    }
+}
+
+impl From<client::CommandLineError> for Failure {
+    fn from(e: client::CommandLineError) -> Self {
+        let (code, problem) = (e.exit_code(), e.to_string());
+        Self { code, problem }
     }
 }
 

@@ -5,9 +5,9 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use block::{Backing, BlockSizeError, DiskFacts, format_size};
+use block::{Backing, BlockSizeError, CacheMode, DiskFacts, format_size};
 use datapath::{Disk, Options};
-use engine::{ChoiceError, DiskFile, OpenError, Support, choose};
+use engine::{Choice, ChoiceError, DiskFile, OpenError, Support, choose};
 use image::{Format, Image, UnknownFormat};
 use thiserror::Error;
 use tracing::{info, warn};
@@ -17,8 +17,13 @@ use crate::spec::{DiskSpec, FileSpec};
 /// An opened disk. Its file stays locked as long as this lives.
 pub struct Node {
     pub spec: DiskSpec,
-    pub disk: Arc<Disk>,
-    file: Option<DiskFile>,
+    image: Image,
+    file: Option<Arc<DiskFile>>,
+    /// How bytes are moved, and why so.
+    pub choice: Option<Choice>,
+    facts: DiskFacts,
+    /// Bytes, when it was opened.
+    size: u64,
     /// What to call the file when speaking of it.
     pub filename: String,
     pub format: Format,
@@ -71,7 +76,7 @@ impl Node {
                     .size()
                     .map_err(|e| NodeError::Io(filename.clone(), "find out its size", e))?;
                 let facts = file.facts();
-                (image, Some(file), facts, size, filename)
+                (image, Some(Arc::new(file)), facts, size, filename)
             }
         };
         let facts = facts
@@ -85,53 +90,94 @@ impl Node {
                 spec.name
             );
         }
-        let descriptor = match &file {
+        let choice = match &file {
             Some(file) => {
                 let choice = choose(file.as_fd(), file.backing(), spec.aio, &Support::here())
                     .map_err(|e| NodeError::Aio(filename.clone(), e))?;
                 info!("disk {}: aio={choice}", spec.name);
-                Some((duplicate(file, &filename)?, file.backing(), spec.aio))
+                Some(choice)
             }
             None => None,
         };
-        let disk = Disk::new(
-            spec.name.clone(),
+        Ok(Self {
             image,
-            descriptor,
+            file,
+            choice,
             facts,
             size,
-            &spec.serial,
-            Options {
-                cache: spec.cache,
-                discard: spec.discard,
-                detect_zeroes: spec.detect_zeroes,
-                fixed_buffers: spec.fixed_buffers,
-            },
-        );
-        Ok(Self {
-            disk: Arc::new(disk),
-            file,
             filename,
             format: Format::Raw,
             spec,
         })
     }
 
+    /// The same file under another name, for a node that lies on this one.
+    pub fn renamed(&self, spec: DiskSpec) -> Self {
+        Self {
+            spec,
+            image: self.image.clone(),
+            file: self.file.clone(),
+            choice: self.choice.clone(),
+            facts: self.facts,
+            size: self.size,
+            filename: self.filename.clone(),
+            format: self.format,
+        }
+    }
+
     pub fn name(&self) -> &str {
         &self.spec.name
     }
 
+    /// What holds it.
+    pub fn backing(&self) -> Option<Backing> {
+        self.file.as_ref().map(|file| file.backing())
+    }
+
+    /// A disk of this node for the data path, which may be less than the node: read-only, or with larger
+    /// blocks.
+    ///
+    /// # Errors
+    /// It cannot have such blocks.
+    pub fn disk(&self, wanted: &DiskWanted) -> Result<Disk, NodeError> {
+        let mut facts = self
+            .facts
+            .with_blocks(wanted.logical_block, None, self.size)
+            .map_err(|e| NodeError::Blocks(self.filename.clone(), e))?;
+        facts.read_only |= wanted.read_only;
+        let descriptor = match &self.file {
+            Some(file) => {
+                let file_descriptor = duplicate(file, &self.filename)?;
+                Some((file_descriptor, file.backing(), self.spec.aio))
+            }
+            None => None,
+        };
+        Ok(Disk::new(
+            wanted.name.clone(),
+            self.image.clone(),
+            descriptor,
+            facts,
+            self.file_size().unwrap_or(self.size),
+            &self.spec.serial,
+            Options {
+                cache: wanted.cache,
+                discard: self.spec.discard,
+                detect_zeroes: self.spec.detect_zeroes,
+                fixed_buffers: self.spec.fixed_buffers,
+            },
+        ))
+    }
+
     /// Looks whether the file has become longer, and if so, lets the disk grow. The guest is to be told by
     /// whoever knows it.
-    pub fn look_for_growth(&self) {
-        let (Some(file), name) = (&self.file, self.name()) else {
+    pub fn look_for_growth(&self, disk: &Disk) {
+        if self.file.is_none() {
             return;
-        };
-        let block = u64::from(self.disk.facts.logical_block);
-        let old = self.disk.size();
-        match file.size().map(|size| size - size % block) {
+        }
+        let (name, old) = (&disk.name, disk.size());
+        match self.file_size() {
             Ok(size) if size > old => {
-                self.disk.grow(size);
+                disk.grow(size);
                 let (old, size) = (format_size(old), format_size(size));
                 info!("disk {name}: grown from {old} to {size}");
             }
@@ -145,33 +191,50 @@ impl Node {
         }
     }
 
-    /// Makes the file `size` bytes long, if it is a regular one. Never shorter.
+    /// The file's size now, in whole blocks.
+    ///
+    /// # Errors
+    /// The kernel cannot say.
+    pub fn file_size(&self) -> io::Result<u64> {
+        let Some(file) = &self.file else {
+            return Ok(self.size);
+        };
+        let block = u64::from(self.facts.logical_block);
+        file.size().map(|size| size - size % block)
+    }
+
+    /// Bytes that the file occupies.
+    pub fn allocated(&self) -> Option<u64> {
+        let stat = rustix::fs::fstat(self.file.as_ref()?).ok()?;
+        (self.backing() == Some(Backing::File)).then_some(stat.st_blocks as u64 * 512)
+    }
+
+    /// Makes the file `size` bytes long, if it is a regular one. Never shorter than the disk on it is.
     ///
     /// # Errors
     /// Why not, and what to do.
     pub fn grow_file(&self, size: u64) -> Result<(), String> {
-        let block = u64::from(self.disk.facts.logical_block);
+        let block = u64::from(self.facts.logical_block);
         if !size.is_multiple_of(block) {
             return Err(format!("{size} is not a multiple of {block} bytes"));
         }
         let Some(file) = &self.file else {
-            self.disk.grow(size);
-            return Ok(());
+            return Err("it stores nothing; serve another null:SIZE".into());
         };
         let now = file.size().map_err(|e| format!("finding its size: {e}"))?;
         match size.cmp(&now) {
-            Ordering::Less if size < self.disk.size() => Err(format!(
+            Ordering::Less => Err(format!(
                 "it has {} and cannot become shorter, which would cut off what the guest has stored",
-                format_size(self.disk.size())
+                format_size(now)
             )),
-            Ordering::Less | Ordering::Equal => Ok(()),
+            Ordering::Equal => Ok(()),
             Ordering::Greater if file.backing() == Backing::BlockDevice => Err(format!(
                 "the device has only {}; make it longer first (lvextend -L {} {})",
                 format_size(now),
                 format_size(size),
                 self.filename
             )),
-            Ordering::Greater if self.spec.read_only => Err("it is read-only".into()),
+            Ordering::Greater if self.facts.read_only => Err("it is read-only".into()),
             Ordering::Greater => rustix::fs::ftruncate(file, size)
                 .map_err(|e| format!("making its file longer: {e}")),
         }
@@ -183,9 +246,21 @@ impl Node {
     /// # Errors
     /// It could not be made durable.
     pub fn sync(&self) -> io::Result<()> {
-        // Not on the file itself: what the page cache lost is known to the disk.
-        self.disk.sync()
+        match &self.file {
+            Some(file) if !self.facts.read_only && self.spec.cache.flushes() => file.sync(),
+            _ => Ok(()),
+        }
     }
+}
+
+/// How a node is shown to a guest.
+#[derive(Clone, Debug)]
+pub struct DiskWanted {
+    pub name: String,
+    pub read_only: bool,
+    pub cache: CacheMode,
+    /// In bytes; the node's if absent.
+    pub logical_block: Option<u32>,
 }
 
 fn duplicate(file: &DiskFile, filename: &str) -> Result<OwnedFd, NodeError> {

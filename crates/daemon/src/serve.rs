@@ -1,18 +1,24 @@
 //! `ringdisk serve`: serves disks until it is told to stop.
 
 use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use thiserror::Error;
-use tracing::info;
+use tracing::{error, info, warn};
 
+use crate::config::{Config, ConfigError, POLL_MAX_DEFAULT, POLL_MAX_US_MAX};
 use crate::cpus::Cpus;
 use crate::host::{Host, HostError, check_together};
 use crate::iothreads::IoThreads;
 use crate::paste::{self, Ready};
+use crate::qmp::{self, ControlSocket, Qmp};
+use crate::reload::Reloader;
+use crate::socket::{Socket, SocketError};
 use crate::spec::{DiskSpec, SpecError};
 
 #[derive(clap::Args)]
@@ -44,14 +50,23 @@ Options of a disk (a comma in a value is doubled):
   fixed-buffers=on|off default: off; on pins all guest memory, which costs less CPU per I/O. NEVER
                        with a balloon, free page reporting or virtio-mem: data would be corrupted
 
-SIGHUP looks for disks that have grown and tells their guests. SIGTERM finishes what is under way,
+SIGHUP reads the configuration anew, looks for disks that have grown and tells their guests. SIGTERM finishes what is under way,
 makes it durable and ends. SIGKILL loses nothing that a guest has flushed.")]
 pub struct Args {
     /// Disks: paths, or key=value pairs separated by commas
-    #[arg(required = true, value_name = "DISK")]
+    #[arg(required_unless_present_any = ["config", "control"], value_name = "DISK")]
     disks: Vec<String>,
 
-    /// I/O threads, which all disks share; queue i of a disk goes to thread i in turn
+    /// Disks, groups and I/O threads, as docs/operations.md describes; SIGHUP reads it anew
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+
+    /// Where QMP is spoken, and the other subcommands connect; default: control.qmp beside the disks'
+    /// default sockets
+    #[arg(long, value_name = "PATH")]
+    control: Option<PathBuf>,
+
+    /// I/O threads, which the queues of all disks go to in turn; default: one per CPU, up to 16
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     iothreads: Option<u16>,
 
@@ -60,9 +75,9 @@ pub struct Args {
     cpus: Option<Cpus>,
 
     /// How long a thread with little to do looks out for its guests, or for a lone operation, before it
-    /// sleeps, at most, in microseconds; it adapts to what pays; 0 is never
-    #[arg(long, value_name = "US", default_value_t = 100, value_parser = clap::value_parser!(u64).range(0..=10_000))]
-    poll_max_us: u64,
+    /// sleeps, at most, in microseconds; it adapts to what pays; 0 is never; default: 100
+    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u64).range(0..=POLL_MAX_US_MAX))]
+    poll_max_us: Option<u64>,
 
     /// Print what to paste, and that all is ready, as one line of JSON
     #[arg(long)]
@@ -74,7 +89,11 @@ pub enum ServeError {
     #[error(transparent)]
     Spec(#[from] SpecError),
     #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error(transparent)]
     Host(#[from] HostError),
+    #[error(transparent)]
+    Socket(#[from] SocketError),
     #[error("{0}: {1}")]
     System(&'static str, io::Error),
 }
@@ -82,48 +101,104 @@ pub enum ServeError {
 impl ServeError {
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Spec(_) | Self::Host(HostError::SameName(_) | HostError::SameSocket(..)) => 2,
+            Self::Spec(_)
+            | Self::Config(ConfigError::Line { .. })
+            | Self::Host(HostError::SameName(_) | HostError::SameSocket(..)) => 2,
             _ => 1,
         }
     }
 }
 
 pub fn run(args: &Args) -> Result<(), ServeError> {
-    let specs: Vec<DiskSpec> = args
+    let mut specs: Vec<DiskSpec> = args
         .disks
         .iter()
         .map(|text| text.parse())
         .collect::<Result<_, _>>()?;
+    let config = match &args.config {
+        Some(path) => Config::read(path)?,
+        None => Config::default(),
+    };
+    specs.extend(config.disks.iter().cloned());
     check_together(&specs)?;
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
         .map_err(|e| ServeError::System("cannot handle signals", e))?;
-    let threads = args.iothreads.map(usize::from);
-    let poll_max = Duration::from_micros(args.poll_max_us);
-    let host = Host::new(IoThreads::new(
-        threads,
-        &args.cpus.clone().unwrap_or_default(),
-        poll_max,
-    ));
 
-    let attached = specs.into_iter().map(|spec| host.attach(spec));
-    let ready: Result<Vec<Ready>, HostError> = attached.collect();
-    let ready = match ready {
-        Ok(ready) => ready,
+    // What is said on the command line goes before what the file says.
+    let iothreads = args.iothreads.map(usize::from).or(config.iothreads);
+    let cpus = args.cpus.clone().or(config.cpus.clone());
+    let poll_max = args.poll_max_us.map(Duration::from_micros);
+    let poll_max = poll_max.or(config.poll_max).unwrap_or(POLL_MAX_DEFAULT);
+    let control = args.control.clone().or(config.control.clone());
+    let threads = IoThreads::new(iothreads, &cpus.unwrap_or_default(), poll_max);
+    let host = Arc::new(Host::new(threads));
+
+    let result = start(&host, &config, specs);
+    let config = args
+        .config
+        .as_deref()
+        .map(|path| Reloader::new(path, config));
+    let config = config.map(Arc::new);
+    let started = result.and_then(|ready| {
+        let qmp = Qmp {
+            host: host.clone(),
+            config: config.clone(),
+        };
+        Ok((ready, open_control(control.as_deref(), qmp)?))
+    });
+    let (ready, control) = match started {
+        Ok(started) => started,
         Err(e) => {
             let _ = host.shut_down();
-            return Err(e.into());
+            return Err(e);
         }
     };
     announce(&ready, args.json);
     for signal in signals.forever() {
-        match signal {
-            SIGHUP => host.look_for_growth(),
-            _ => break,
+        if signal != SIGHUP {
+            break;
         }
+        if let Some(config) = &config
+            && let Err(e) = config.reload(&host)
+        {
+            error!("{e}");
+        }
+        host.look_for_growth();
     }
     info!("stopping: finishing what is under way");
     let _ = sd_notify::notify(&[NotifyState::Stopping]);
+    drop(control);
     Ok(host.shut_down()?)
+}
+
+fn start(host: &Host, config: &Config, specs: Vec<DiskSpec>) -> Result<Vec<Ready>, ServeError> {
+    for (id, spec) in &config.threads {
+        host.threads
+            .add(id, spec.clone())
+            .map_err(HostError::from)?;
+    }
+    for (name, limits) in &config.groups {
+        host.add_group(name, limits)?;
+    }
+    let attached = specs.into_iter().map(|spec| host.attach(spec));
+    Ok(attached.collect::<Result<_, _>>()?)
+}
+
+/// Without a path of the operator's choice, there is no control socket where another ringdisk has it.
+fn open_control(path: Option<&Path>, qmp: Qmp) -> Result<Option<ControlSocket>, ServeError> {
+    let socket = match path {
+        Some(path) => Socket::bind_private(path)?,
+        None => match Socket::bind_private(&qmp::default_path()) {
+            Ok(socket) => socket,
+            Err(e) => {
+                warn!("no control socket: {e}; --control PATH puts one elsewhere");
+                return Ok(None);
+            }
+        },
+    };
+    ControlSocket::start(socket, qmp)
+        .map(Some)
+        .map_err(|e| ServeError::System("cannot serve the control socket", e))
 }
 
 fn announce(ready: &[Ready], json: bool) {

@@ -2,21 +2,25 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
+use crate::spec::DiskSpec;
+
 #[derive(Debug, Error)]
 pub enum SocketError {
-    #[error("{0}: a live server has this socket; stop it, or choose another with socket=PATH")]
+    #[error(
+        "{0}: a live server has this socket; stop it, or choose another with socket=PATH (--control PATH)"
+    )]
     InUse(PathBuf),
     #[error("{0}: is there and not a socket; remove it, or choose another with socket=PATH")]
     NotASocket(PathBuf),
     #[error(
         "{0}: cannot make the socket: {1}; choose a directory that this user may write to \
-        with socket=PATH"
+        with socket=PATH (--control PATH)"
     )]
     Bind(PathBuf, io::Error),
 }
@@ -61,6 +65,16 @@ impl Socket {
     }
 }
 
+impl Socket {
+    /// The same, for a socket on which only this user may connect.
+    pub fn bind_private(path: &Path) -> Result<Self, SocketError> {
+        let socket = Self::bind(path)?;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o600))
+            .map_err(|e| SocketError::Bind(path.into(), e))?;
+        Ok(socket)
+    }
+}
+
 impl Drop for Socket {
     fn drop(&mut self) {
         // Not if somebody has put another one there.
@@ -75,14 +89,19 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
     Some((there.dev(), there.ino()))
 }
 
-/// Where a disk's socket is if the operator does not say. Never in a directory that others may write
+/// Where a disk's socket is.
+pub fn path(spec: &DiskSpec) -> PathBuf {
+    let default = || directory().join(format!("{}.sock", spec.name));
+    spec.socket.clone().unwrap_or_else(default)
+}
+
+/// Where sockets are if the operator does not say. Never in a directory that others may write
 /// to: whoever swaps the socket is handed the guest's memory.
-pub fn default_path(name: &str) -> PathBuf {
+pub fn directory() -> PathBuf {
     let root = rustix::process::geteuid().is_root();
-    let directory = match std::env::var_os("XDG_RUNTIME_DIR") {
+    match std::env::var_os("XDG_RUNTIME_DIR") {
         _ if root => "/run/ringdisk".into(),
         Some(directory) => PathBuf::from(directory).join("ringdisk"),
         None => std::env::current_dir().unwrap_or_default(),
-    };
-    directory.join(format!("{name}.sock"))
+    }
 }

@@ -4,16 +4,16 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use block::{Aio, CacheMode, DetectZeroes, Discard, parse_size};
+use block::{Aio, CacheMode, DetectZeroes, Discard, ThrottleLimits, parse_size};
 use guest::{Virtqueue, blk};
 use image::Format;
 use thiserror::Error;
 
-use crate::socket;
+use crate::limits;
 
 /// Most queues of a disk: what a PCI device has interrupt vectors for in QEMU, less one for
 /// configuration changes, and far more than a guest has use for.
-const QUEUES_MAX: u16 = 256;
+pub const QUEUES_MAX: u16 = 256;
 
 /// Queues by default: one per CPU, up to this.
 const QUEUES_DEFAULT_MAX: usize = 16;
@@ -22,7 +22,8 @@ const QUEUE_SIZE_DEFAULT: u16 = 256;
 const QUEUE_SIZE_MIN: u16 = 16;
 
 const KEYS: &str = "name, file, format, socket, cache, aio, queues, queue-size, readonly, serial, \
-    discard, detect-zeroes, logical-block-size, physical-block-size, fixed-buffers, iothreads";
+    discard, detect-zeroes, logical-block-size, physical-block-size, fixed-buffers, iothreads, \
+    throttle-group";
 
 /// A disk to be served.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,14 +49,9 @@ pub struct DiskSpec {
     pub fixed_buffers: bool,
     /// I/O threads by id or number, to which the queues go in turn; none for the next ones of the pool.
     pub iothreads: Vec<String>,
-}
-
-impl DiskSpec {
-    /// Where its socket is.
-    pub fn socket_path(&self) -> PathBuf {
-        let default = || socket::default_path(&self.name);
-        self.socket.clone().unwrap_or_else(default)
-    }
+    pub limits: ThrottleLimits,
+    /// The group of disks whose limits it shares.
+    pub throttle_group: Option<String>,
 }
 
 /// What holds the disk.
@@ -66,80 +62,123 @@ pub enum FileSpec {
     Null(u64),
 }
 
+/// A mistake in a disk.
 #[derive(Debug, Error, PartialEq, Eq)]
-pub enum SpecError {
-    #[error(
-        "disk '{spec}': '{part}' is not key=value; a comma inside a value is doubled, as in a,,b.raw"
-    )]
-    NoValue { spec: String, part: String },
-    #[error(
-        "disk '{spec}': there is no option '{key}'; there are {KEYS} \
-        (a path with '=' in it is written file=PATH)"
-    )]
-    UnknownKey { spec: String, key: String },
-    #[error("disk '{spec}': {key} is given twice")]
-    Twice { spec: String, key: &'static str },
-    #[error("disk '{spec}': {key}: {problem}")]
-    Value {
-        spec: String,
-        key: &'static str,
-        problem: String,
-    },
-    #[error("disk '{spec}': no file; write its path, as in 'vm1.raw' or 'file=/dev/vg0/vm1'")]
-    NoFile { spec: String },
+#[error("disk '{disk}': {problem}")]
+pub struct SpecError {
+    /// The disk as it was written.
+    pub disk: String,
+    pub problem: Problem,
+}
+
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum Problem {
+    #[error("'{0}' is not key=value; a comma inside a value is doubled, as in a,,b.raw")]
+    NoValue(String),
+    #[error("there is no option '{0}'; there are {all}", all = all_keys())]
+    UnknownKey(String),
+    #[error("{0} is given twice")]
+    Twice(&'static str),
+    #[error("{0}: {1}")]
+    Value(&'static str, String),
+    #[error("no file; write its path, as in 'vm1.raw' or 'file=/dev/vg0/vm1'")]
+    NoFile,
+}
+
+impl Problem {
+    /// The key that it is about.
+    pub fn key(&self) -> Option<&str> {
+        match self {
+            Self::UnknownKey(key) => Some(key),
+            Self::Twice(key) | Self::Value(key, _) => Some(key),
+            Self::NoValue(_) | Self::NoFile => None,
+        }
+    }
 }
 
 impl FromStr for DiskSpec {
     type Err = SpecError;
 
-    fn from_str(spec: &str) -> Result<Self, SpecError> {
-        let mut given = Given {
-            spec,
-            pairs: Vec::new(),
-        };
-        for (i, part) in split(spec).into_iter().enumerate() {
-            // As in iothreads=0,2: no key is a number.
-            match given.pairs.last_mut() {
-                Some(("iothreads", list)) if is_number(&part) => *list += &format!(",{part}"),
-                _ => given.add(i == 0, part)?,
-            }
+    fn from_str(text: &str) -> Result<Self, SpecError> {
+        pairs(text)
+            .and_then(Self::from_pairs)
+            .map_err(|problem| SpecError {
+                disk: text.into(),
+                problem,
+            })
+    }
+}
+
+impl DiskSpec {
+    /// A disk from its options.
+    ///
+    /// # Errors
+    /// An option is not known, given twice, or its value is none.
+    pub fn from_pairs<K: AsRef<str>>(
+        pairs: impl IntoIterator<Item = (K, String)>,
+    ) -> Result<Self, Problem> {
+        let mut given = Given::default();
+        for (key, value) in pairs {
+            given.add(key.as_ref(), value)?;
         }
         let file = given.take("file", |text| match text.strip_prefix("null:") {
             Some(size) => null(size),
             None if text.is_empty() => Err("is empty".into()),
             None => Ok(FileSpec::Path(text.into())),
         })?;
-        let file = file.ok_or_else(|| SpecError::NoFile { spec: spec.into() })?;
+        let file = file.ok_or(Problem::NoFile)?;
         let name = match given.take("name", name)? {
             Some(name) => name,
             None => default_name(&file),
         };
-        Ok(Self {
+        let mut disk = Self::new(name, file);
+        disk.format = given.take("format", Format::from_str)?;
+        disk.socket = given.take("socket", socket)?;
+        given.set(&mut disk.cache, "cache", CacheMode::from_str)?;
+        given.set(&mut disk.aio, "aio", Aio::from_str)?;
+        given.set(&mut disk.queues, "queues", queues)?;
+        given.set(&mut disk.queue_size, "queue-size", queue_size)?;
+        given.set(&mut disk.read_only, "readonly", on_off)?;
+        given.set(&mut disk.serial, "serial", serial)?;
+        given.set(&mut disk.discard, "discard", Discard::from_str)?;
+        let detect_zeroes = DetectZeroes::from_str;
+        given.set(&mut disk.detect_zeroes, "detect-zeroes", detect_zeroes)?;
+        disk.logical_block = given.take("logical-block-size", block_size)?;
+        disk.physical_block = given.take("physical-block-size", block_size)?;
+        given.set(&mut disk.fixed_buffers, "fixed-buffers", on_off)?;
+        given.set(&mut disk.iothreads, "iothreads", iothreads)?;
+        limits::change(&mut disk.limits, |key| {
+            given.take(key, |text| limits::parse(key, text))
+        })?;
+        disk.limits
+            .check()
+            .map_err(|e| Problem::Value(limits::key_of(&e), e.to_string()))?;
+        disk.throttle_group = given.take("throttle-group", self::name)?;
+        Ok(disk)
+    }
+
+    /// A disk on this file, all else as it is by default.
+    pub fn new(name: String, file: FileSpec) -> Self {
+        Self {
             name,
             file,
-            format: given.take("format", Format::from_str)?,
-            socket: given.take("socket", socket)?,
-            cache: given
-                .take("cache", CacheMode::from_str)?
-                .unwrap_or(CacheMode::None),
-            aio: given.take("aio", Aio::from_str)?.unwrap_or(Aio::Auto),
-            queues: given.take("queues", queues)?.unwrap_or_else(default_queues),
-            queue_size: given
-                .take("queue-size", queue_size)?
-                .unwrap_or(QUEUE_SIZE_DEFAULT),
-            read_only: given.take("readonly", on_off)?.unwrap_or(false),
-            serial: given.take("serial", serial)?.unwrap_or_default(),
-            discard: given
-                .take("discard", Discard::from_str)?
-                .unwrap_or(Discard::Unmap),
-            detect_zeroes: given
-                .take("detect-zeroes", DetectZeroes::from_str)?
-                .unwrap_or(DetectZeroes::Off),
-            logical_block: given.take("logical-block-size", block_size)?,
-            physical_block: given.take("physical-block-size", block_size)?,
-            fixed_buffers: given.take("fixed-buffers", on_off)?.unwrap_or(false),
-            iothreads: given.take("iothreads", iothreads)?.unwrap_or_default(),
-        })
+            format: None,
+            socket: None,
+            cache: CacheMode::None,
+            aio: Aio::Auto,
+            queues: default_queues(),
+            queue_size: QUEUE_SIZE_DEFAULT,
+            read_only: false,
+            serial: String::new(),
+            discard: Discard::Unmap,
+            detect_zeroes: DetectZeroes::Off,
+            logical_block: None,
+            physical_block: None,
+            fixed_buffers: false,
+            iothreads: Vec::new(),
+            limits: ThrottleLimits::NONE,
+            throttle_group: None,
+        }
     }
 }
 
@@ -165,31 +204,53 @@ impl DiskSpec {
     }
 }
 
-/// The pairs of a disk, each taken once.
-struct Given<'a> {
-    spec: &'a str,
-    pairs: Vec<(&'static str, String)>,
+/// The pairs of a disk as it is written on a command line.
+fn pairs(text: &str) -> Result<Vec<(String, String)>, Problem> {
+    let mut pairs: Vec<(String, String)> = Vec::new();
+    for (i, part) in split(text).into_iter().enumerate() {
+        match (part.split_once('='), pairs.last_mut()) {
+            (Some((key, value)), _) if i > 0 || is_word(key) => {
+                pairs.push((key.into(), value.into()));
+            }
+            // As in QEMU, the first part may leave out its key.
+            _ if i == 0 => pairs.push(("file".into(), part)),
+            // As in iothreads=0,2.
+            (None, Some((key, list))) if key == "iothreads" && is_number(&part) => {
+                *list += &format!(",{part}");
+            }
+            _ => return Err(Problem::NoValue(part)),
+        }
+    }
+    Ok(pairs)
 }
 
-impl Given<'_> {
-    fn add(&mut self, first: bool, part: String) -> Result<(), SpecError> {
-        let spec = || self.spec.to_owned();
-        let (key, value) = match part.split_once('=') {
-            Some((key, value)) if !first || is_word(key) => (key, value.to_owned()),
-            // As in QEMU, the first part may leave out its key.
-            _ if first => ("file", part.clone()),
-            _ => return Err(SpecError::NoValue { spec: spec(), part }),
+/// The pairs of a disk, each taken once.
+#[derive(Default)]
+struct Given(Vec<(&'static str, String)>);
+
+impl Given {
+    fn add(&mut self, key: &str, value: String) -> Result<(), Problem> {
+        let known = KEYS.split(", ").find(|&k| k == key);
+        let Some(key) = known.or_else(|| limits::key(key)) else {
+            return Err(Problem::UnknownKey(key.into()));
         };
-        let Some(key) = KEYS.split(", ").find(|&k| k == key) else {
-            return Err(SpecError::UnknownKey {
-                spec: spec(),
-                key: key.into(),
-            });
-        };
-        if self.pairs.iter().any(|(k, _)| *k == key) {
-            return Err(SpecError::Twice { spec: spec(), key });
+        if self.0.iter().any(|(k, _)| *k == key) {
+            return Err(Problem::Twice(key));
         }
-        self.pairs.push((key, value));
+        self.0.push((key, value));
+        Ok(())
+    }
+
+    /// Replaces a default if there is something to replace it with.
+    fn set<T, E: Display>(
+        &mut self,
+        field: &mut T,
+        key: &'static str,
+        parse: impl FnOnce(&str) -> Result<T, E>,
+    ) -> Result<(), Problem> {
+        if let Some(value) = self.take(key, parse)? {
+            *field = value;
+        }
         Ok(())
     }
 
@@ -197,17 +258,20 @@ impl Given<'_> {
         &mut self,
         key: &'static str,
         parse: impl FnOnce(&str) -> Result<T, E>,
-    ) -> Result<Option<T>, SpecError> {
-        let Some(place) = self.pairs.iter().position(|(k, _)| *k == key) else {
+    ) -> Result<Option<T>, Problem> {
+        let Some(place) = self.0.iter().position(|(k, _)| *k == key) else {
             return Ok(None);
         };
-        let (_, value) = self.pairs.swap_remove(place);
-        parse(&value).map(Some).map_err(|problem| SpecError::Value {
-            spec: self.spec.into(),
-            key,
-            problem: problem.to_string(),
-        })
+        let (_, value) = self.0.swap_remove(place);
+        parse(&value)
+            .map(Some)
+            .map_err(|problem| Problem::Value(key, problem.to_string()))
     }
+}
+
+fn all_keys() -> String {
+    let all: Vec<_> = KEYS.split(", ").chain(limits::keys()).collect();
+    all.join(", ")
 }
 
 /// Splits at single commas; a doubled one is a comma in a value.
@@ -242,7 +306,7 @@ fn null(size: &str) -> Result<FileSpec, String> {
 }
 
 /// QEMU's rule for ids, so that a name can be used as one.
-fn name(text: &str) -> Result<String, String> {
+pub fn name(text: &str) -> Result<String, String> {
     let good = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
     match text.starts_with(|c: char| c.is_ascii_alphabetic())
         && text.chars().all(good)
@@ -392,6 +456,10 @@ mod tests {
         assert_eq!(disk.detect_zeroes, DetectZeroes::Unmap);
         let blocks = (disk.logical_block, disk.physical_block);
         assert_eq!(blocks, (Some(4096), Some(4096)));
+        let disk = parse("a,iothreads=0,2,iops=100,iops-max=200,throttle-group=bronze").unwrap();
+        assert_eq!(disk.iothreads, ["0", "2"]);
+        assert_eq!(disk.limits.iops_total.max, 200);
+        assert_eq!(disk.throttle_group.as_deref(), Some("bronze"));
         assert_eq!(parse("null:64G").unwrap().file, FileSpec::Null(64 << 30));
         assert_eq!(parse("vm1.raw,queues=2").unwrap().queues, 2);
         assert_eq!(
@@ -420,6 +488,9 @@ mod tests {
             ("file=a,serial=123456789012345678901", "20 ASCII"),
             ("null:1000", "no whole sectors"),
             ("null:", "no size"),
+            ("a,iops=1,iops_rd=1", "exclude each other"),
+            ("a,iops-max=5", "needs a limit"),
+            ("a,queues=2,3", "'3' is not key=value"),
             ("file=a,aio=epoll", "auto, io_uring, native, threads"),
             ("file=a,format=vmdk", "not a format"),
         ] {

@@ -25,6 +25,7 @@ pub struct IoThread {
     wake: Arc<Wake>,
     activity: Arc<Activity>,
     thread: Option<JoinHandle<()>>,
+    thread_id: u32,
 }
 
 /// A queue in service, by the number that its thread gave it.
@@ -88,7 +89,7 @@ impl IoThread {
             });
             match worker {
                 Ok(worker) => {
-                    let _ = made.send(Ok(()));
+                    let _ = made.send(Ok(rustix::thread::gettid()));
                     worker.run();
                 }
                 Err(e) => {
@@ -96,13 +97,19 @@ impl IoThread {
                 }
             }
         })?;
-        result.recv().map_err(|_| gone())??;
+        let thread_id = result.recv().map_err(|_| gone())??;
         Ok(Self {
             commands,
             wake,
             activity,
             thread: Some(thread),
+            thread_id: thread_id.as_raw_nonzero().get() as u32,
         })
+    }
+
+    /// What the kernel calls it (gettid(2)).
+    pub fn thread_id(&self) -> u32 {
+        self.thread_id
     }
 
     /// Starts to serve a queue of a disk.

@@ -9,7 +9,7 @@ pub use format::{Format, UnknownFormat};
 use block::{DiskOffset, FileOffset};
 
 /// A disk image. Formats are a closed set: what a disk needs of them is this enum's methods.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub enum Image {
     /// The file is the disk, byte for byte.
     Raw,

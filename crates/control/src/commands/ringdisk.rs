@@ -7,6 +7,26 @@ record! {
     RingdiskAttach {
         /// The disk, as `ringdisk serve` takes it: `file=vm2.raw,name=vm2`.
         disk: String = "disk",
+        /// What relative paths in it are relative to; the server's working directory if absent.
+        directory: Option<FilePath> = "directory",
+    }
+}
+
+record! {
+    /// Arguments of `x-ringdisk-resize`.
+    RingdiskResize {
+        /// The name of the disk.
+        id: String = "id",
+        /// Bytes, never less than now; what its file has if absent.
+        size: Option<u64> = "size",
+    }
+}
+
+record! {
+    /// Reply to `x-ringdisk-resize`.
+    RingdiskResized {
+        /// Bytes that the guest can address from now on.
+        size: u64 = "size",
     }
 }
 

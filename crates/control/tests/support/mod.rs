@@ -145,13 +145,12 @@ impl Handler for FakeDisks {
                 };
                 return Ok(vec![info].to_json());
             }
-            Command::RingdiskAttach(RingdiskAttach { disk }) => {
-                let info = RingdiskAttached {
-                    id: disk.clone(),
-                    node_name: disk.clone(),
-                    socket: format!("/run/{disk}.sock"),
-                };
-                return Ok(info.to_json());
+            Command::RingdiskAttach(RingdiskAttach { disk, .. }) => {
+                return Ok(json!({ "name": disk, "socket": format!("/run/{disk}.sock") }));
+            }
+            Command::RingdiskResize(RingdiskResize { size, .. }) => {
+                let size = size.unwrap_or(1 << 30);
+                return Ok(RingdiskResized { size }.to_json());
             }
             Command::RingdiskStats(_) => return Ok(json!({ "anything": [1, 2] })),
             Command::RingdiskDetach(RingdiskDetach { id, .. }) => {

@@ -1,0 +1,362 @@
+//! The subcommands that talk to a running ringdisk over its control socket.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use block::{ThrottleLimits, format_size, parse_size};
+use control::{Client, ClientError};
+use serde_json::{Value, json};
+use thiserror::Error;
+
+use crate::limits;
+use crate::qmp;
+use crate::spec::{DiskSpec, SpecError};
+
+/// How long a command may take. To attach a disk may mean to wait for a lock, and to detach one to wait
+/// for its I/O.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Where to connect, and how to answer.
+#[derive(clap::Args)]
+pub struct Connection {
+    /// The control socket; default: control.qmp in /run/ringdisk (root), $XDG_RUNTIME_DIR/ringdisk, or here
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<PathBuf>,
+
+    /// Answer in JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "Example:
+  ringdisk list
+  ringdisk list --json | jq -r '.[].socket'")]
+pub struct ListArgs {
+    #[command(flatten)]
+    connection: Connection,
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "Example:
+  ringdisk attach file=/dev/vg0/vm2,queues=4,iops=20000
+
+The options of a disk are those of 'ringdisk serve', see 'ringdisk serve --help'. Relative paths are relative
+to where you are.")]
+pub struct AttachArgs {
+    /// A path, or key=value pairs separated by commas
+    disk: String,
+    #[command(flatten)]
+    connection: Connection,
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "Example:
+  ringdisk detach vm2
+
+What is under way is finished, and what the VM wrote is made durable.")]
+pub struct DetachArgs {
+    /// Name of the disk
+    name: String,
+    /// Even if a VM is connected to it
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    connection: Connection,
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "Examples:
+  ringdisk resize vm2 40G     makes the file longer, and tells the VM
+  ringdisk resize vm2         after lvextend: tells the VM of the new size")]
+pub struct ResizeArgs {
+    /// Name of the disk
+    name: String,
+    /// New size, as in 40G, never less than now; default: what its file or device has
+    size: Option<String>,
+    #[command(flatten)]
+    connection: Connection,
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "Examples:
+  ringdisk throttle vm2 iops=5000 iops-max=20000 iops-max-length=30
+  ringdisk throttle vm2 bps-wr=100M group=bronze
+  ringdisk throttle vm2                             lifts all limits
+
+Limits: bps, bps-rd, bps-wr, iops, iops-rd, iops-wr; each with -max, a burst, and -max-length, how many
+seconds it may last; iops-size, the bytes that count as one operation. Those not given are none.")]
+pub struct ThrottleArgs {
+    /// Name of the disk
+    name: String,
+    /// Limits, and group=NAME to share those of a group as well
+    #[arg(value_name = "KEY=VALUE")]
+    limits: Vec<String>,
+    #[command(flatten)]
+    connection: Connection,
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "Example:
+  ringdisk replace vm2 /fast/vm2.raw
+
+The other file must hold the same bytes, and be as long or longer; the VM notices a pause.")]
+pub struct ReplaceArgs {
+    /// Name of the disk
+    name: String,
+    /// File that holds it from now on
+    file: PathBuf,
+    #[command(flatten)]
+    connection: Connection,
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "Example:
+  ringdisk reload
+
+Reads the configuration anew, as SIGHUP does, and says what is wrong with it.")]
+pub struct ReloadArgs {
+    #[command(flatten)]
+    connection: Connection,
+}
+
+#[derive(Debug, Error)]
+pub enum CommandLineError {
+    #[error(transparent)]
+    Client(ClientError),
+    /// What the server says; which command of its own it was asked means nothing to the user.
+    #[error("{0}")]
+    Refused(String),
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    #[error("'{0}' is not key=value; as in iops=5000, bps-wr=100M or group=bronze")]
+    Limit(String),
+    #[error("{0}: {1}")]
+    Value(String, String),
+    #[error("{0}: {1}")]
+    Here(&'static str, io::Error),
+}
+
+impl From<ClientError> for CommandLineError {
+    fn from(error: ClientError) -> Self {
+        match error {
+            ClientError::Refused { error, .. } => Self::Refused(error.to_string()),
+            error => Self::Client(error),
+        }
+    }
+}
+
+impl CommandLineError {
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Spec(_) | Self::Limit(_) | Self::Value(..) => 2,
+            _ => 1,
+        }
+    }
+}
+
+type Done = Result<(), CommandLineError>;
+
+impl Connection {
+    pub fn open(&self) -> Result<Client, CommandLineError> {
+        let path = self.control.clone().unwrap_or_else(qmp::default_path);
+        Ok(Client::connect(path, TIMEOUT)?)
+    }
+
+    /// Sends a command that only says that it is done.
+    fn order(&self, command: &str, arguments: Value, done: &str) -> Done {
+        let reply = self.open()?.call(command, arguments)?;
+        self.say(&reply, done);
+        Ok(())
+    }
+
+    fn say(&self, reply: &Value, text: &str) {
+        match self.json {
+            true => println!("{reply}"),
+            false => println!("{}", text.trim_end()),
+        }
+    }
+}
+
+pub fn list(args: &ListArgs) -> Done {
+    let mut disks = disks(&mut args.connection.open()?)?;
+    for disk in &mut disks {
+        if let Value::Object(members) = disk {
+            members.remove("stats");
+        }
+    }
+    let mut rows = vec![row([
+        "NAME", "SIZE", "VM", "CACHE", "LIMITS", "FILE", "SOCKET",
+    ])];
+    for disk in &disks {
+        let text = |key: &str| disk[key].as_str().unwrap_or("-").to_owned();
+        rows.push(vec![
+            text("name"),
+            format_size(disk["size"].as_u64().unwrap_or(0)),
+            match disk["connected"].as_bool() {
+                Some(true) => "connected".into(),
+                Some(false) => "-".into(),
+                None => "not served".into(),
+            },
+            text("cache"),
+            limits_text(disk),
+            text("file"),
+            text("socket"),
+        ]);
+    }
+    let nothing = "no disk is served; 'ringdisk attach FILE' serves one";
+    let text = match disks.is_empty() {
+        true => nothing.to_owned(),
+        false => table(&rows),
+    };
+    args.connection.say(&disks.into(), &text);
+    Ok(())
+}
+
+pub fn attach(args: &AttachArgs) -> Done {
+    // Parsed here too, so that a mistake is found before anything else.
+    let _: DiskSpec = args.disk.parse()?;
+    let here = std::env::current_dir()
+        .map_err(|e| CommandLineError::Here("cannot say where we are", e))?;
+    let arguments = json!({ "disk": args.disk, "directory": here.to_string_lossy() });
+    let reply = args
+        .connection
+        .open()?
+        .call("x-ringdisk-attach", arguments)?;
+    let text = reply["paste"].as_str().unwrap_or_default();
+    args.connection.say(&reply, text);
+    Ok(())
+}
+
+pub fn detach(args: &DetachArgs) -> Done {
+    let arguments = json!({ "id": args.name, "force": args.force });
+    let done = format!("disk {} is no longer served", args.name);
+    args.connection.order("x-ringdisk-detach", arguments, &done)
+}
+
+pub fn resize(args: &ResizeArgs) -> Done {
+    let mut client = args.connection.open()?;
+    let size = match &args.size {
+        None => None,
+        Some(text) => {
+            Some(parse_size(text).map_err(|e| CommandLineError::Value("size".into(), e))?)
+        }
+    };
+    let arguments = match size {
+        Some(size) => json!({ "id": args.name, "size": size }),
+        None => json!({ "id": args.name }),
+    };
+    let reply = client.call("x-ringdisk-resize", arguments)?;
+    let size = format_size(reply["size"].as_u64().unwrap_or(0));
+    let text = format!("disk {} has {size} now", args.name);
+    args.connection.say(&reply, &text);
+    Ok(())
+}
+
+pub fn throttle(args: &ThrottleArgs) -> Done {
+    let (mut given, mut group) = (Vec::new(), None);
+    for pair in &args.limits {
+        let Some((key, value)) = pair.split_once('=') else {
+            return Err(CommandLineError::Limit(pair.clone()));
+        };
+        match limits::key(key) {
+            _ if key == "group" => group = Some(value),
+            Some(known) => {
+                let value = limits::parse(known, value);
+                let problem = |e| CommandLineError::Value(key.into(), e);
+                given.push((known, value.map_err(problem)?));
+            }
+            None => {
+                let all: Vec<_> = limits::keys().collect();
+                let problem = format!("is no limit; there are group, {}", all.join(", "));
+                return Err(CommandLineError::Value(key.into(), problem));
+            }
+        }
+    }
+    let mut limits = ThrottleLimits::NONE;
+    let value = |key| Ok(given.iter().find(|(k, _)| *k == key).map(|(_, n)| *n));
+    limits::change::<CommandLineError>(&mut limits, value)?;
+    limits
+        .check()
+        .map_err(|e| CommandLineError::Value("limits".into(), e.to_string()))?;
+    let command = control::Command::BlockSetIoThrottle(control::BlockSetIoThrottle {
+        device: None,
+        id: Some(args.name.clone()),
+        limits,
+        group: group.map(str::to_owned),
+    });
+    let reply = args.connection.open()?.execute(&command)?;
+    let text = match (limits.any(), group) {
+        (false, None) => format!("disk {} has no limits", args.name),
+        (_, None) => format!("disk {} is limited", args.name),
+        (_, Some(group)) => format!("disk {} is in group {group}", args.name),
+    };
+    args.connection.say(&reply, &text);
+    Ok(())
+}
+
+pub fn replace(args: &ReplaceArgs) -> Done {
+    let file = std::path::absolute(&args.file);
+    let file = file.map_err(|e| CommandLineError::Here("cannot say where we are", e))?;
+    let arguments = json!({ "id": args.name, "file": file.to_string_lossy() });
+    let done = format!("disk {} is on {} now", args.name, file.display());
+    args.connection
+        .order("x-ringdisk-replace", arguments, &done)
+}
+
+pub fn reload(args: &ReloadArgs) -> Done {
+    let done = "the configuration was read anew, and is in force";
+    args.connection.order("x-ringdisk-reload", json!({}), done)
+}
+
+/// All disks with their statistics, as `x-ringdisk-stats` gives them.
+pub fn disks(client: &mut Client) -> Result<Vec<Value>, ClientError> {
+    match client.call("x-ringdisk-stats", json!({}))? {
+        Value::Array(disks) => Ok(disks),
+        _ => Ok(Vec::new()),
+    }
+}
+
+fn limits_text(disk: &Value) -> String {
+    let mut words = Vec::new();
+    if let Some(limits) = disk["limits"].as_object() {
+        words.extend(limits.iter().map(|(key, value)| match value.as_u64() {
+            Some(n) if key.starts_with("bps") && !key.ends_with("length") => {
+                format!("{key}={}", format_size(n))
+            }
+            _ => format!("{key}={value}"),
+        }));
+    }
+    if let Some(group) = disk["throttle-group"].as_str() {
+        words.push(format!("group={group}"));
+    }
+    match words.is_empty() {
+        true => "-".into(),
+        false => words.join(","),
+    }
+}
+
+pub fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
+    cells.map(str::to_owned).to_vec()
+}
+
+/// Rows with their columns aligned.
+pub fn table(rows: &[Vec<String>]) -> String {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let width = |column: usize| {
+        let cells = rows.iter().filter_map(|row| row.get(column));
+        cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
+    };
+    let widths: Vec<_> = (0..columns).map(width).collect();
+    let mut text = String::new();
+    for row in rows {
+        let cells = row.iter().zip(&widths);
+        let line: String = cells
+            .map(|(cell, width)| format!("{cell:<width$}  "))
+            .collect();
+        text += line.trim_end();
+        text.push('\n');
+    }
+    text
+}

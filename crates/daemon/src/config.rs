@@ -1,0 +1,414 @@
+//! The configuration file: many disks, groups of them, and I/O threads. What it says is checked as a
+//! whole before anything of it takes effect.
+
+use std::collections::HashSet;
+use std::fmt::Display;
+use std::fs;
+use std::io::{self, Read};
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::Duration;
+
+use block::ThrottleLimits;
+use thiserror::Error;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use crate::cpus::Cpus;
+use crate::host::check_together;
+use crate::iothreads::{THREADS_MAX, ThreadSpec};
+use crate::limits;
+use crate::spec::{self, DiskSpec};
+
+/// Largest file that is read.
+const BYTES_MAX: u64 = 4 << 20;
+
+/// Longest look-out of an I/O thread, in microseconds.
+pub const POLL_MAX_US_MAX: u64 = 10_000;
+
+/// The same by default.
+pub const POLL_MAX_DEFAULT: Duration = Duration::from_micros(100);
+
+/// What a file says. What it leaves out is as on the command line.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Config {
+    pub iothreads: Option<usize>,
+    pub cpus: Option<Cpus>,
+    pub poll_max: Option<Duration>,
+    pub control: Option<PathBuf>,
+    pub metrics: Option<SocketAddr>,
+    /// Threads with names of their own.
+    pub threads: Vec<(String, ThreadSpec)>,
+    /// Limits that groups of disks share.
+    pub groups: Vec<(String, ThrottleLimits)>,
+    pub disks: Vec<DiskSpec>,
+}
+
+#[derive(Debug, Error)]
+pub enum ConfigError {
+    #[error("{0}: cannot be read: {1}")]
+    Read(PathBuf, io::Error),
+    #[error("{0}: is larger than {BYTES_MAX} bytes; is it the right file?")]
+    TooLarge(PathBuf),
+    /// The line counts from 1.
+    #[error("{file}, line {line}: {problem}")]
+    Line {
+        file: PathBuf,
+        line: usize,
+        problem: String,
+    },
+}
+
+impl Config {
+    /// Reads and checks a file.
+    ///
+    /// # Errors
+    /// The first mistake in it: its line, its key, and what is allowed there.
+    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+        let fail = |e| ConfigError::Read(path.into(), e);
+        let mut text = String::new();
+        let file = fs::File::open(path).map_err(fail)?;
+        file.take(BYTES_MAX + 1)
+            .read_to_string(&mut text)
+            .map_err(fail)?;
+        if text.len() as u64 > BYTES_MAX {
+            return Err(ConfigError::TooLarge(path.into()));
+        }
+        Self::parse(&text).map_err(|Mistake { at, problem }| ConfigError::Line {
+            file: path.into(),
+            line: 1 + text[..at.min(text.len())].matches('\n').count(),
+            problem,
+        })
+    }
+
+    fn parse(text: &str) -> Result<Self, Mistake> {
+        let table = DeTable::parse(text).map_err(|e| {
+            let at = e.span().map_or(0, |span| span.start);
+            Mistake::new(at..at, e.message().trim())
+        })?;
+        let mut config = Self::default();
+        let mut tables = Tables::default();
+        for (key, value) in table.get_ref() {
+            let (name, whole) = (key.get_ref().as_ref(), key.span());
+            let scalar = || scalar(name, value);
+            match name {
+                "iothreads" => {
+                    config.iothreads = Some(number(name, value, 1..=THREADS_MAX as u64)? as usize);
+                }
+                "cpus" => config.cpus = Some(parsed(name, value, &scalar()?)?),
+                "poll-max-us" => {
+                    let us = number(name, value, 0..=POLL_MAX_US_MAX)?;
+                    config.poll_max = Some(Duration::from_micros(us));
+                }
+                "control" => config.control = Some(scalar()?.into()),
+                "metrics" => config.metrics = Some(parsed(name, value, &scalar()?)?),
+                "iothread" => tables.threads = each(name, value)?,
+                "throttle-group" => tables.groups = each(name, value)?,
+                "disk" => tables.disks = each(name, value)?,
+                _ => {
+                    return Err(Mistake::new(
+                        whole,
+                        format!(
+                            "there is no key '{name}'; there are iothreads, cpus, poll-max-us, control, \
+                             metrics, and the tables [[disk]], [[iothread]] and [[throttle-group]]"
+                        ),
+                    ));
+                }
+            }
+        }
+        let poll_max = config.poll_max.unwrap_or(POLL_MAX_DEFAULT);
+        for table in &tables.threads {
+            config.threads.push(thread(table, poll_max)?);
+        }
+        for table in &tables.groups {
+            config.groups.push(group(table)?);
+        }
+        unique("[[iothread]]", &config.threads, &tables.threads)?;
+        unique("[[throttle-group]]", &config.groups, &tables.groups)?;
+        for table in &tables.disks {
+            let disk = disk(table)?;
+            let mut groups = config.groups.iter().map(|(name, _)| name);
+            if let Some(wanted) = &disk.throttle_group
+                && !groups.any(|name| name == wanted)
+            {
+                let problem = format!("there is no [[throttle-group]] with name = \"{wanted}\"");
+                return Err(Mistake::new(table.span_of("throttle-group"), problem));
+            }
+            config.disks.push(disk);
+            check_together(&config.disks).map_err(|e| Mistake::new(table.span(), e.to_string()))?;
+        }
+        Ok(config)
+    }
+}
+
+/// What is wrong, and where in the text.
+struct Mistake {
+    at: usize,
+    problem: String,
+}
+
+impl Mistake {
+    fn new(span: Range<usize>, problem: impl Into<String>) -> Self {
+        Self {
+            at: span.start,
+            problem: problem.into(),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Tables<'a> {
+    threads: Vec<Table<'a>>,
+    groups: Vec<Table<'a>>,
+    disks: Vec<Table<'a>>,
+}
+
+/// One `[[table]]`.
+#[derive(Clone, Copy)]
+struct Table<'a>(&'a Spanned<DeValue<'a>>, &'a DeTable<'a>);
+
+impl Table<'_> {
+    fn span(&self) -> Range<usize> {
+        self.0.span()
+    }
+
+    /// Where a key of it is, or where it starts itself.
+    fn span_of(&self, wanted: &str) -> Range<usize> {
+        let found = self.1.iter().find(|(key, _)| key.get_ref() == wanted);
+        found.map_or(self.span(), |(key, _)| key.span())
+    }
+}
+
+fn each<'a>(name: &str, value: &'a Spanned<DeValue<'a>>) -> Result<Vec<Table<'a>>, Mistake> {
+    let wrong = || {
+        Mistake::new(
+            value.span(),
+            format!("{name} is written [[{name}]], once for each"),
+        )
+    };
+    let DeValue::Array(array) = value.get_ref() else {
+        return Err(wrong());
+    };
+    let table = |value: &'a Spanned<DeValue<'a>>| match value.get_ref() {
+        DeValue::Table(table) => Ok(Table(value, table)),
+        _ => Err(wrong()),
+    };
+    array.iter().map(table).collect()
+}
+
+/// A value as it would be written on the command line.
+fn scalar(key: &str, value: &Spanned<DeValue<'_>>) -> Result<String, Mistake> {
+    Ok(match value.get_ref() {
+        DeValue::String(text) => text.to_string(),
+        DeValue::Integer(n) if n.radix() == 10 => n.as_str().replace('_', ""),
+        DeValue::Boolean(true) => "on".into(),
+        DeValue::Boolean(false) => "off".into(),
+        DeValue::Array(array) => {
+            let each: Vec<_> = array
+                .iter()
+                .map(|value| match value.get_ref() {
+                    DeValue::Array(_) => Err(Mistake::new(
+                        value.span(),
+                        format!("{key}: a list within a list has no meaning here"),
+                    )),
+                    _ => scalar(key, value),
+                })
+                .collect::<Result<_, _>>()?;
+            each.join(",")
+        }
+        _ => {
+            return Err(Mistake::new(
+                value.span(),
+                format!("{key}: is neither a text, nor a whole number, nor true or false"),
+            ));
+        }
+    })
+}
+
+fn parsed<T: FromStr<Err: Display>>(
+    key: &str,
+    value: &Spanned<DeValue<'_>>,
+    text: &str,
+) -> Result<T, Mistake> {
+    text.parse()
+        .map_err(|e| Mistake::new(value.span(), format!("{key}: '{text}': {e}")))
+}
+
+fn number(
+    key: &str,
+    value: &Spanned<DeValue<'_>>,
+    allowed: std::ops::RangeInclusive<u64>,
+) -> Result<u64, Mistake> {
+    let text = scalar(key, value)?;
+    match text.parse() {
+        Ok(n) if allowed.contains(&n) => Ok(n),
+        _ => {
+            let (first, last) = allowed.into_inner();
+            let problem = format!("{key}: '{text}' is not a number from {first} to {last}");
+            Err(Mistake::new(value.span(), problem))
+        }
+    }
+}
+
+fn thread(table: &Table<'_>, poll_max: Duration) -> Result<(String, ThreadSpec), Mistake> {
+    let mut id = None;
+    let mut spec = ThreadSpec {
+        poll_max,
+        ..ThreadSpec::default()
+    };
+    for (key, value) in table.1 {
+        let name = key.get_ref().as_ref();
+        match name {
+            "id" => id = Some(named(name, value)?),
+            "cpus" => spec.cpus = parsed(name, value, &scalar(name, value)?)?,
+            "poll-max-us" => {
+                spec.poll_max = Duration::from_micros(number(name, value, 0..=POLL_MAX_US_MAX)?);
+            }
+            _ => {
+                let problem = format!("there is no key '{name}'; there are id, cpus, poll-max-us");
+                return Err(Mistake::new(key.span(), problem));
+            }
+        }
+    }
+    match id {
+        Some(id) if id.starts_with("iothread") && id[8..].parse::<usize>().is_ok() => {
+            let problem = format!("id: '{id}' is the name of a thread of the pool; choose another");
+            Err(Mistake::new(table.span_of("id"), problem))
+        }
+        Some(id) => Ok((id, spec)),
+        None => Err(Mistake::new(table.span(), "an [[iothread]] needs an id")),
+    }
+}
+
+fn group(table: &Table<'_>) -> Result<(String, ThrottleLimits), Mistake> {
+    let mut name = None;
+    let mut given = Vec::new();
+    for (key, value) in table.1 {
+        let text = key.get_ref().as_ref();
+        match limits::key(text) {
+            _ if text == "name" => name = Some(named(text, value)?),
+            Some(key) => {
+                let number = limits::parse(key, &scalar(text, value)?)
+                    .map_err(|e| Mistake::new(value.span(), format!("{text}: {e}")))?;
+                given.push((key, number));
+            }
+            None => {
+                let all: Vec<_> = limits::keys().collect();
+                let all = all.join(", ");
+                let problem = format!("there is no key '{text}'; there are name, {all}");
+                return Err(Mistake::new(key.span(), problem));
+            }
+        }
+    }
+    let mut limits = ThrottleLimits::NONE;
+    let value = |key| Ok(given.iter().find(|(k, _)| *k == key).map(|(_, n)| *n));
+    limits::change(&mut limits, value)?;
+    limits
+        .check()
+        .map_err(|e| Mistake::new(table.span(), e.to_string()))?;
+    let name =
+        name.ok_or_else(|| Mistake::new(table.span(), "a [[throttle-group]] needs a name"))?;
+    Ok((name, limits))
+}
+
+fn disk(table: &Table<'_>) -> Result<DiskSpec, Mistake> {
+    let mut pairs = Vec::new();
+    for (key, value) in table.1 {
+        let name = key.get_ref().as_ref();
+        if name == MAPPING {
+            continue;
+        }
+        pairs.push((name, scalar(name, value)?));
+    }
+    let mut disk = DiskSpec::from_pairs(pairs).map_err(|problem| {
+        let span = problem.key().map_or(table.span(), |key| {
+            let dashed = key.replace('_', "-");
+            let keys = table.1.iter().map(|(key, _)| key);
+            let found = keys.into_iter().find(|k| {
+                let text = k.get_ref().as_ref();
+                text == key || text == dashed
+            });
+            found.map_or(table.span(), Spanned::span)
+        });
+        Mistake::new(span, problem.to_string())
+    })?;
+    if let Some((key, value)) = table.1.iter().find(|(key, _)| key.get_ref() == MAPPING) {
+        if !disk.iothreads.is_empty() {
+            let problem = format!("iothreads and {MAPPING} exclude each other");
+            return Err(Mistake::new(key.span(), problem));
+        }
+        disk.iothreads = mapping(value, disk.queues)?;
+    }
+    Ok(disk)
+}
+
+const MAPPING: &str = "iothread-vq-mapping";
+
+/// QEMU's map of queues to I/O threads: either none of the threads names its queues, and they take turns;
+/// or all do, and each queue is named once. Returns the thread of each queue.
+fn mapping(value: &Spanned<DeValue<'_>>, queues: u16) -> Result<Vec<String>, Mistake> {
+    let mut threads: Vec<(String, Option<Vec<u16>>)> = Vec::new();
+    for table in each(MAPPING, value)? {
+        let (mut id, mut vqs) = (None, None);
+        for (key, value) in table.1 {
+            let name = key.get_ref().as_ref();
+            match (name, value.get_ref()) {
+                ("iothread", _) => id = Some(scalar(name, value)?),
+                ("vqs", DeValue::Array(array)) => {
+                    let number = |value| number(name, value, 0..=u64::from(queues) - 1);
+                    let each = array.iter().map(|value| number(value).map(|n| n as u16));
+                    vqs = Some(each.collect::<Result<Vec<_>, _>>()?);
+                }
+                _ => {
+                    let problem = format!("{MAPPING} has iothread = ID and vqs = [QUEUE, ...]");
+                    return Err(Mistake::new(key.span(), problem));
+                }
+            }
+        }
+        let id = id.ok_or_else(|| Mistake::new(table.span(), "names no iothread"))?;
+        threads.push((id, vqs));
+    }
+    let wrong = |problem| Err(Mistake::new(value.span(), format!("{MAPPING}: {problem}")));
+    if threads.iter().all(|(_, vqs)| vqs.is_none()) {
+        return match threads.is_empty() {
+            true => wrong("is empty".to_owned()),
+            false => Ok(threads.into_iter().map(|(id, _)| id).collect()),
+        };
+    }
+    let mut map = vec![None; usize::from(queues)];
+    for (id, vqs) in &threads {
+        let Some(vqs) = vqs else {
+            return wrong("either all threads name their vqs, or none does".into());
+        };
+        for &vq in vqs {
+            if map[usize::from(vq)].replace(id.clone()).is_some() {
+                return wrong(format!("queue {vq} is given to two threads"));
+            }
+        }
+    }
+    match map.iter().position(Option::is_none) {
+        Some(queue) => wrong(format!("queue {queue} has no thread")),
+        None => Ok(map.into_iter().flatten().collect()),
+    }
+}
+
+fn named(key: &str, value: &Spanned<DeValue<'_>>) -> Result<String, Mistake> {
+    spec::name(&scalar(key, value)?)
+        .map_err(|problem| Mistake::new(value.span(), format!("{key}: {problem}")))
+}
+
+fn unique<T>(what: &str, named: &[(String, T)], tables: &[Table<'_>]) -> Result<(), Mistake> {
+    let mut seen = HashSet::new();
+    for ((name, _), table) in named.iter().zip(tables) {
+        if !seen.insert(name) {
+            let problem = format!("there are two {what} named '{name}'");
+            return Err(Mistake::new(table.span(), problem));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,155 @@
+use super::*;
+
+fn parse(text: &str) -> Config {
+    match Config::parse(text) {
+        Ok(config) => config,
+        Err(mistake) => panic!("{}", mistake.problem),
+    }
+}
+
+#[test]
+fn a_whole_file() {
+    let config = parse(
+        r#"
+        iothreads = 4
+        cpus = "0-3"
+        poll-max-us = 50
+        control = "/run/ringdisk/control.qmp"
+        metrics = "127.0.0.1:9747"
+
+        [[iothread]]
+        id = "fast"
+        cpus = "2"
+
+        [[throttle-group]]
+        name = "bronze"
+        iops = 10_000
+        bps-max = "100M"
+        bps = "50M"
+
+        [[disk]]
+        file = "/dev/vg0/vm1"
+        queues = 4
+        readonly = true
+        iothreads = [0, 2, "fast"]
+        throttle-group = "bronze"
+
+        [[disk]]
+        name = "other"
+        file = "/vms/a,b.raw"
+        queues = 3
+        iothread-vq-mapping = [
+            { iothread = "fast", vqs = [2, 0] },
+            { iothread = "0", vqs = [1] },
+        ]
+        "#,
+    );
+    assert_eq!(config.iothreads, Some(4));
+    assert_eq!(config.threads[0].0, "fast");
+    assert_eq!(config.threads[0].1.poll_max, Duration::from_micros(50));
+    assert_eq!(config.groups[0].1.iops_total.average, 10_000);
+    assert_eq!(config.groups[0].1.bps_total.max, 100 << 20);
+    let [first, second] = &config.disks[..] else {
+        panic!("{config:?}")
+    };
+    assert_eq!((first.name.as_str(), first.read_only), ("vm1", true));
+    assert_eq!(first.iothreads, ["0", "2", "fast"]);
+    assert_eq!(second.file, spec::FileSpec::Path("/vms/a,b.raw".into()));
+    assert_eq!(second.iothreads, ["fast", "0", "fast"]);
+    assert_eq!(parse(""), Config::default());
+}
+
+#[test]
+fn a_mistake_is_named_with_its_line_and_key() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("ringdisk.toml");
+    for (text, line, says) in [
+        ("iothreads = 1\n\nthreads = 2\n", 3, "no key 'threads'"),
+        ("iothreads = 0", 1, "1 to 256"),
+        ("iothreads =", 1, ""),
+        ("poll-max-us = 1.5", 1, "whole number"),
+        ("cpus = \"a\"", 1, "0,2,4-7"),
+        ("metrics = \"here\"", 1, "metrics"),
+        ("[disk]\nfile = \"a.raw\"", 1, "[[disk]]"),
+        ("[[disk]]\nname = \"a\"", 1, "no file"),
+        ("[[disk]]\nfile = \"a.raw\"\ncach = \"none\"", 3, "'cach'"),
+        (
+            "[[disk]]\nfile = \"a.raw\"\nqueues = \"two\"",
+            3,
+            "1 to 256",
+        ),
+        (
+            "[[disk]]\nfile = \"a.raw\"\nqueues = [[1]]",
+            3,
+            "within a list",
+        ),
+        (
+            "[[disk]]\nfile = \"a.raw\"\niops-max = 5",
+            1,
+            "needs a limit",
+        ),
+        (
+            "[[disk]]\nfile = \"a.raw\"\niops-rd = \"x\"",
+            3,
+            "operations",
+        ),
+        (
+            "[[disk]]\nfile = \"a.raw\"\nthrottle-group = \"b\"",
+            3,
+            "no [[throttle-group]]",
+        ),
+        (
+            "[[disk]]\nfile = \"a.raw\"\n[[disk]]\nfile = \"b/a.raw\"",
+            3,
+            "already",
+        ),
+        ("[[iothread]]\ncpus = \"1\"", 1, "needs an id"),
+        ("[[iothread]]\nid = \"iothread1\"", 2, "of the pool"),
+        (
+            "[[iothread]]\nid = \"a\"\n[[iothread]]\nid = \"a\"",
+            3,
+            "two [[iothread]]",
+        ),
+        ("[[throttle-group]]\niops = 1", 1, "needs a name"),
+        (
+            "[[throttle-group]]\nname = \"a\"\nburst = 1",
+            3,
+            "iops_size",
+        ),
+        (
+            "[[disk]]\nfile = \"a.raw\"\nqueues = 2\n[[disk.iothread-vq-mapping]]\niothread = \"0\"\nvqs = [0]",
+            4,
+            "queue 1 has no thread",
+        ),
+    ] {
+        fs::write(&path, text).unwrap();
+        let error = Config::read(&path).unwrap_err().to_string();
+        let at = format!("ringdisk.toml, line {line}: ");
+        assert!(
+            error.contains(&at) && error.contains(says),
+            "{text}: {error}"
+        );
+    }
+}
+
+#[test]
+fn files_that_are_none() {
+    let directory = tempfile::tempdir().unwrap();
+    let error = |path: &str| {
+        let path = directory.path().join(path);
+        Config::read(&path).unwrap_err().to_string()
+    };
+    assert!(error("absent.toml").contains("absent.toml: cannot be read"));
+    let path = directory.path().join("large.toml");
+    fs::write(path, " ".repeat(BYTES_MAX as usize + 1)).unwrap();
+    assert!(error("large.toml").contains("larger than"));
+    fs::write(directory.path().join("bytes.toml"), [0xff, 0xfe]).unwrap();
+    assert!(error("bytes.toml").contains("cannot be read"));
+}
+
+proptest::proptest! {
+    #[test]
+    fn no_text_panics(text in "(\\[\\[(disk|iothread|throttle-group)\\]\\]\n)?([a-z-]{1,10} ?= ?[^\n]{0,20}\n){0,4}") {
+        let _ = Config::parse(&text);
+    }
+}

@@ -1,0 +1,169 @@
+//! Limits of disks and of groups of disks, as `key=value` pairs in QEMU's words.
+
+use block::{Rate, ThrottleError, ThrottleLimits, parse_size};
+
+/// The keys of a kind of traffic: its average, its burst, how long that may last.
+struct Keys {
+    average: &'static str,
+    max: &'static str,
+    max_length: &'static str,
+    rate: fn(&mut ThrottleLimits) -> &mut Rate,
+}
+
+const KINDS: [Keys; 6] = [
+    Keys {
+        average: "bps",
+        max: "bps_max",
+        max_length: "bps_max_length",
+        rate: |limits| &mut limits.bps_total,
+    },
+    Keys {
+        average: "bps_rd",
+        max: "bps_rd_max",
+        max_length: "bps_rd_max_length",
+        rate: |limits| &mut limits.bps_read,
+    },
+    Keys {
+        average: "bps_wr",
+        max: "bps_wr_max",
+        max_length: "bps_wr_max_length",
+        rate: |limits| &mut limits.bps_write,
+    },
+    Keys {
+        average: "iops",
+        max: "iops_max",
+        max_length: "iops_max_length",
+        rate: |limits| &mut limits.iops_total,
+    },
+    Keys {
+        average: "iops_rd",
+        max: "iops_rd_max",
+        max_length: "iops_rd_max_length",
+        rate: |limits| &mut limits.iops_read,
+    },
+    Keys {
+        average: "iops_wr",
+        max: "iops_wr_max",
+        max_length: "iops_wr_max_length",
+        rate: |limits| &mut limits.iops_write,
+    },
+];
+
+const SIZE: &str = "iops_size";
+
+/// All keys.
+pub fn keys() -> impl Iterator<Item = &'static str> {
+    let each = KINDS.iter();
+    each.flat_map(|keys| [keys.average, keys.max, keys.max_length])
+        .chain([SIZE])
+}
+
+/// The key that is meant by `text`, in which `-` is as good as `_`.
+pub fn key(text: &str) -> Option<&'static str> {
+    keys().find(|key| text.len() == key.len() && text.replace('-', "_") == *key)
+}
+
+/// Replaces those of `limits` for which `value` has something.
+///
+/// # Errors
+/// What `value` says.
+pub fn change<E>(
+    limits: &mut ThrottleLimits,
+    mut value: impl FnMut(&'static str) -> Result<Option<u64>, E>,
+) -> Result<(), E> {
+    for keys in &KINDS {
+        let rate = (keys.rate)(limits);
+        for (key, field) in [
+            (keys.average, &mut rate.average),
+            (keys.max, &mut rate.max),
+            (keys.max_length, &mut rate.max_length),
+        ] {
+            if let Some(value) = value(key)? {
+                *field = value;
+            }
+        }
+    }
+    if let Some(value) = value(SIZE)? {
+        limits.iops_size = value;
+    }
+    Ok(())
+}
+
+/// A limit as it is written: bytes may have a unit, as in `100M`; seconds and operations have none.
+pub fn parse(key: &str, text: &str) -> Result<u64, String> {
+    match text.parse() {
+        _ if key.ends_with("_length") => match text.parse() {
+            Ok(seconds) if seconds > 0 => Ok(seconds),
+            _ => Err(format!("'{text}' is no number of seconds from 1 on")),
+        },
+        _ if key.starts_with("bps") || key == SIZE => parse_size(text),
+        Ok(operations) => Ok(operations),
+        Err(_) => Err(format!("'{text}' is no number of operations a second")),
+    }
+}
+
+/// The limits as pairs, those that are set.
+pub fn pairs(limits: &ThrottleLimits) -> Vec<(&'static str, u64)> {
+    let mut limits = *limits;
+    let mut pairs = Vec::new();
+    for keys in &KINDS {
+        let rate = *(keys.rate)(&mut limits);
+        if rate.average > 0 {
+            pairs.push((keys.average, rate.average));
+        }
+        if rate.max > 0 {
+            pairs.extend([(keys.max, rate.max), (keys.max_length, rate.max_length)]);
+        }
+    }
+    if limits.iops_size > 0 {
+        pairs.push((SIZE, limits.iops_size));
+    }
+    pairs
+}
+
+/// Which key an error is about.
+pub fn key_of(error: &ThrottleError) -> &'static str {
+    match error {
+        ThrottleError::TotalAndPart(kind)
+        | ThrottleError::BurstWithoutLimit(kind)
+        | ThrottleError::BurstBelowLimit(kind)
+        | ThrottleError::LengthWithoutBurst(kind)
+        | ThrottleError::TooLarge(kind, _) => kind,
+        ThrottleError::SizeWithoutIops => SIZE,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_read_back_as_written() {
+        let mut limits = ThrottleLimits::NONE;
+        let wanted = [("bps_wr", 7), ("iops", 1000), ("iops_max", 2000)];
+        let value = |key| Ok::<_, ()>(wanted.iter().find(|(k, _)| *k == key).map(|(_, n)| *n));
+        change(&mut limits, value).unwrap();
+        assert_eq!(
+            pairs(&limits),
+            [
+                ("bps_wr", 7),
+                ("iops", 1000),
+                ("iops_max", 2000),
+                ("iops_max_length", 1)
+            ]
+        );
+        assert_eq!(limits.check(), Ok(()));
+    }
+
+    #[test]
+    fn keys_are_found_in_both_spellings() {
+        assert_eq!(key("iops-rd-max-length"), Some("iops_rd_max_length"));
+        assert_eq!(key("iops_size"), Some("iops_size"));
+        assert_eq!(key("iops-total"), None);
+        assert_eq!(keys().count(), 19);
+        assert!(parse("bps_max_length", "0").is_err());
+        assert_eq!(parse("bps", "100M"), Ok(100 << 20));
+        assert_eq!(parse("iops", "5000"), Ok(5000));
+        assert!(parse("iops", "5k").is_err(), "1000 or 1024?");
+    }
+}

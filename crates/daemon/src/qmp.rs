@@ -1,0 +1,417 @@
+//! The control socket: QMP commands as changes of the [`Host`].
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use block::{Aio, Backing, CacheMode};
+use control::{
+    BlockDeviceInfo, BlockExportInfo, BlockExportOptions, BlockExportRemoveMode, BlockExportType,
+    BlockNodeInfo, BlockdevCacheInfo, BlockdevDriver, BlockdevOptions, BlockdevRef, Command,
+    CommandError, EventHub, ExportKind, FilePath, Handler, ImageInfo, IoThreadInfo,
+    NULL_BYTES_DEFAULT, ObjectOptions, ObjectType, Qapi, RingdiskResized,
+};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::process::{Signal, getpid, kill_process};
+use serde_json::Value;
+use tracing::{debug, error, warn};
+
+use crate::cpus::Cpus;
+use crate::export::ExportSpec;
+use crate::host::{Host, HostError, Look, Removal};
+use crate::iothreads::{IoThreadError, ThreadSpec};
+use crate::paste;
+use crate::reload::Reloader;
+use crate::report;
+use crate::socket::{self, Socket};
+use crate::spec::{DiskSpec, FileSpec};
+
+/// Executes commands on a host.
+pub struct Qmp {
+    pub host: Arc<Host>,
+    pub config: Option<Arc<Reloader>>,
+}
+
+type Answer = Result<Value, CommandError>;
+
+impl Handler for Qmp {
+    fn execute(&self, command: Command) -> Answer {
+        debug!("control socket: {}", command.name());
+        let host = &self.host;
+        let done = |()| Value::Object(serde_json::Map::new());
+        match command {
+            Command::BlockdevAdd(options) => add_node(host, &options).map(done),
+            Command::BlockdevDel(which) => Ok(host.remove_node(&which.node_name).map(done)?),
+            Command::BlockExportAdd(options) => add_export(host, &options).map(done),
+            Command::BlockExportDel(which) => {
+                let removal = match which.mode {
+                    Some(BlockExportRemoveMode::Hard) => Removal::Hard,
+                    _ => Removal::Safe,
+                };
+                Ok(host.remove_export(&which.id, removal).map(done)?)
+            }
+            Command::BlockResize(wanted) => {
+                let name = wanted.device.or(wanted.node_name).unwrap_or_default();
+                Ok(host
+                    .resize(&node_of(host, &name)?, Some(wanted.size))
+                    .map(|_| done(()))?)
+            }
+            Command::BlockSetIoThrottle(wanted) => {
+                let name = wanted.id.or(wanted.device).unwrap_or_default();
+                let (node, group) = (node_of(host, &name)?, wanted.group.as_deref());
+                Ok(host.throttle(&node, &wanted.limits, group).map(done)?)
+            }
+            Command::ObjectAdd(options) => add_object(host, &options).map(done),
+            Command::ObjectDel(which) => remove_object(host, &which.id).map(done),
+            Command::QueryBlockExports(_) => Ok(exports(host).to_json()),
+            Command::QueryBlockstats(_) => Ok(Vec::<control::BlockStats>::new().to_json()),
+            Command::QueryIothreads(_) => Ok(iothreads(host).to_json()),
+            Command::QueryNamedBlockNodes(_) => {
+                let mut nodes = Vec::new();
+                host.each(|disk| nodes.push(node_info(&disk)));
+                Ok(nodes.to_json())
+            }
+            Command::Quit(_) => {
+                // As if the service manager had asked.
+                kill_process(getpid(), Signal::TERM)
+                    .map_err(|e| CommandError::generic(format!("cannot end: {e}")))?;
+                Ok(done(()))
+            }
+            Command::RingdiskAttach(wanted) => {
+                let spec: DiskSpec = wanted
+                    .disk
+                    .parse()
+                    .map_err(|e| CommandError::generic(format!("{e}")))?;
+                let ready = host.attach(relative_to(spec, wanted.directory))?;
+                let mut reply = serde_json::to_value(&ready).unwrap_or_default();
+                reply["paste"] = paste::text(&[ready]).into();
+                Ok(reply)
+            }
+            Command::RingdiskDetach(which) => {
+                let removal = match which.force {
+                    Some(true) => Removal::Hard,
+                    _ => Removal::Safe,
+                };
+                Ok(host.detach(&node_of(host, &which.id)?, removal).map(done)?)
+            }
+            Command::RingdiskReload(_) => match &self.config {
+                Some(config) => config
+                    .reload(host)
+                    .map(done)
+                    .map_err(|e| CommandError::generic(e.to_string())),
+                None => Err(CommandError::generic(
+                    "there is no configuration to be read anew; start ringdisk with --config FILE",
+                )),
+            },
+            Command::RingdiskResize(wanted) => {
+                let size = host.resize(&node_of(host, &wanted.id)?, wanted.size)?;
+                Ok(RingdiskResized { size }.to_json())
+            }
+            Command::RingdiskReplace(_) => Err(CommandError::generic("not yet")),
+            Command::RingdiskStats(_) => {
+                let mut disks = Vec::new();
+                host.each(|disk| disks.push(report::disk(&disk)));
+                Ok(disks.into())
+            }
+        }
+    }
+}
+
+impl From<HostError> for CommandError {
+    fn from(error: HostError) -> Self {
+        match &error {
+            HostError::NoNode(_) => Self::device_not_found(error.to_string()),
+            _ => Self::generic(error.to_string()),
+        }
+    }
+}
+
+impl From<IoThreadError> for CommandError {
+    fn from(error: IoThreadError) -> Self {
+        Self::generic(error.to_string())
+    }
+}
+
+fn relative_to(mut disk: DiskSpec, directory: Option<FilePath>) -> DiskSpec {
+    if let Some(FilePath(directory)) = directory {
+        if let FileSpec::Path(path) = &mut disk.file {
+            *path = directory.join(&*path);
+        }
+        disk.socket = disk.socket.map(|path| directory.join(path));
+    }
+    disk
+}
+
+fn node_of(host: &Host, name: &str) -> Result<String, CommandError> {
+    let node = host.node_of(name);
+    node.ok_or_else(|| HostError::NoNode(name.into()).into())
+}
+
+fn add_node(host: &Host, options: &BlockdevOptions) -> Result<(), CommandError> {
+    let name = options.root_node_name()?.to_string();
+    let mut outer = options;
+    // A raw format over a protocol adds nothing but a name.
+    while let BlockdevDriver::Raw(raw) = &outer.driver {
+        match &raw.file {
+            BlockdevRef::Definition(inner) => outer = inner,
+            BlockdevRef::Reference(child) => {
+                let below = spec_of(host, child)?;
+                let spec = DiskSpec {
+                    name,
+                    discard: options.discard.unwrap_or(block::Discard::Ignore),
+                    detect_zeroes: options.detect_zeroes.unwrap_or(below.detect_zeroes),
+                    read_only: options.read_only.unwrap_or(below.read_only) || below.read_only,
+                    ..below
+                };
+                return Ok(host.add_node_over(child, spec)?);
+            }
+        }
+    }
+    let file = match &outer.driver {
+        BlockdevDriver::File(file) | BlockdevDriver::HostDevice(file) => {
+            FileSpec::Path(file.filename.0.clone())
+        }
+        BlockdevDriver::NullCo(null) => FileSpec::Null(null.size.unwrap_or(NULL_BYTES_DEFAULT)),
+        BlockdevDriver::Raw(_) => unreachable!("unwrapped above"),
+    };
+    let aio = match &outer.driver {
+        BlockdevDriver::File(file) | BlockdevDriver::HostDevice(file) => {
+            file.aio.map_or(Aio::Auto, Aio::from)
+        }
+        _ => Aio::Auto,
+    };
+    // What the outer node says goes; what it leaves out is the inner one's.
+    let cache = options.cache.as_ref().map_or(outer, |_| options);
+    let mut spec = DiskSpec::new(name, file);
+    spec.format = Some(image::Format::Raw);
+    spec.cache = cache.cache_mode(false)?;
+    spec.aio = aio;
+    spec.read_only = options.read_only.or(outer.read_only).unwrap_or(false);
+    spec.discard = options
+        .discard
+        .or(outer.discard)
+        .unwrap_or(block::Discard::Ignore);
+    let detect_zeroes = options.detect_zeroes.or(outer.detect_zeroes);
+    spec.detect_zeroes = detect_zeroes.unwrap_or(block::DetectZeroes::Off);
+    Ok(host.add_node(spec)?)
+}
+
+fn spec_of(host: &Host, node: &str) -> Result<DiskSpec, CommandError> {
+    let mut found = None;
+    host.each(|disk| {
+        if disk.node.name() == node {
+            found = Some(disk.node.spec.clone());
+        }
+    });
+    found.ok_or_else(|| HostError::NoNode(node.into()).into())
+}
+
+fn add_export(host: &Host, options: &BlockExportOptions) -> Result<(), CommandError> {
+    let BlockExportType::VhostUserBlk(device) = &options.kind;
+    let node = spec_of(host, &options.node_name)?;
+    let cache = match (options.writethrough, node.cache) {
+        (Some(true), CacheMode::Writeback) => CacheMode::Writethrough,
+        (Some(true), CacheMode::None) => CacheMode::Directsync,
+        (Some(true), CacheMode::Unsafe) => {
+            return Err(CommandError::generic(
+                "cache.no-flush of the node contradicts writethrough of the export; leave one out",
+            ));
+        }
+        (_, cache) => cache,
+    };
+    let logical_block = match device.logical_block_size {
+        None => None,
+        Some(512) => Some(512),
+        Some(4096) => Some(4096),
+        Some(n) => {
+            return Err(CommandError::generic(format!(
+                "logical-block-size: {n} is neither 512 nor 4096"
+            )));
+        }
+    };
+    let spec = ExportSpec {
+        id: options.id.to_string(),
+        socket: device.addr.path().clone(),
+        queues: device.num_queues.unwrap_or(1),
+        queue_size: node.queue_size,
+        iothreads: options
+            .iothread
+            .as_ref()
+            .map_or(Vec::new(), |threads| threads.ids().to_vec()),
+        read_only: !options.writable.unwrap_or(false),
+        cache,
+        logical_block,
+    };
+    if !(1..=crate::spec::QUEUES_MAX).contains(&spec.queues) {
+        let problem = format!("num-queues: is not from 1 to {}", crate::spec::QUEUES_MAX);
+        return Err(CommandError::generic(problem));
+    }
+    Ok(host.add_export(&options.node_name, &spec).map(drop)?)
+}
+
+fn add_object(host: &Host, options: &ObjectOptions) -> Result<(), CommandError> {
+    let id = options.id.to_string();
+    match &options.kind {
+        ObjectType::ThrottleGroup(group) => Ok(host.add_group(&id, &group.limits)?),
+        ObjectType::Iothread(thread) => {
+            let spec = ThreadSpec {
+                cpus: Cpus::default(),
+                poll_max: match thread.poll_max_ns {
+                    Some(ns) => Duration::from_nanos(ns).min(Duration::from_millis(10)),
+                    None => host.threads.poll_max(),
+                },
+            };
+            Ok(host.threads.add(&id, spec)?)
+        }
+    }
+}
+
+fn remove_object(host: &Host, id: &str) -> Result<(), CommandError> {
+    match host.remove_group(id) {
+        Err(HostError::NoGroup(_)) => Ok(host.threads.remove(id)?),
+        result => Ok(result?),
+    }
+}
+
+fn exports(host: &Host) -> Vec<BlockExportInfo> {
+    let mut exports = Vec::new();
+    host.each(|disk| {
+        exports.extend(disk.export.map(|export| BlockExportInfo {
+            id: export.id.clone(),
+            kind: ExportKind::VhostUserBlk,
+            node_name: disk.node.name().to_owned(),
+            shutting_down: false,
+        }));
+    });
+    exports
+}
+
+fn iothreads(host: &Host) -> Vec<IoThreadInfo> {
+    let info = |(thread, spec): (crate::iothreads::NamedThread, ThreadSpec)| IoThreadInfo {
+        id: thread.id,
+        thread_id: thread.thread.thread_id(),
+        poll_max_ns: spec.poll_max.as_nanos() as u64,
+        // The look-out follows an average, and is not grown and shrunk in steps.
+        poll_grow: 0,
+        poll_shrink: 0,
+        aio_max_batch: 0,
+    };
+    host.threads.running().into_iter().map(info).collect()
+}
+
+fn node_info(disk: &Look<'_>) -> BlockDeviceInfo {
+    let node = disk.node;
+    let cache = disk.cache();
+    BlockDeviceInfo {
+        node: BlockNodeInfo {
+            file: node.filename.clone(),
+            node_name: Some(node.name().to_owned()),
+            ro: node.spec.read_only,
+            drv: match node.backing() {
+                None => "null-co",
+                Some(Backing::File) => "file",
+                Some(Backing::BlockDevice) => "host_device",
+            }
+            .into(),
+            backing_file_depth: 0,
+            active: true,
+            encrypted: false,
+            detect_zeroes: node.spec.detect_zeroes,
+            image: ImageInfo {
+                filename: node.filename.clone(),
+                format: node.format.to_string(),
+                virtual_size: disk.size(),
+                actual_size: node.allocated(),
+            },
+            cache: BlockdevCacheInfo {
+                writeback: match disk.export {
+                    Some(export) => export.disk.write_cache(),
+                    None => cache.write_cache(),
+                },
+                direct: cache.direct(),
+                no_flush: !cache.flushes(),
+            },
+            write_threshold: 0,
+        },
+        limits: *disk.limits,
+        group: disk.group.map(str::to_owned),
+    }
+}
+
+/// The control socket. Dropping it ends all conversations.
+pub struct ControlSocket {
+    hub: Arc<EventHub>,
+    stop: Arc<OwnedFd>,
+    listener: Option<JoinHandle<()>>,
+}
+
+impl ControlSocket {
+    /// Serves a control socket, from threads of its own.
+    ///
+    /// # Errors
+    /// There is no thread or event descriptor to be had.
+    pub fn start(socket: Socket, qmp: Qmp) -> io::Result<Self> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let stop = Arc::new(eventfd(0, flags)?);
+        let hub = qmp.host.events.clone();
+        let its_stop = stop.clone();
+        let listener = thread::Builder::new()
+            .name("control".into())
+            .spawn(move || listen(&socket, &Arc::new(qmp), its_stop.as_fd()))?;
+        Ok(Self {
+            hub,
+            stop,
+            listener: Some(listener),
+        })
+    }
+}
+
+impl Drop for ControlSocket {
+    fn drop(&mut self) {
+        self.hub.close();
+        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+        if let Some(listener) = self.listener.take() {
+            let _ = listener.join();
+        }
+    }
+}
+
+fn listen(socket: &Socket, qmp: &Arc<Qmp>, stop: BorrowedFd<'_>) {
+    loop {
+        let mut ready = [
+            PollFd::new(&stop, PollFlags::IN),
+            PollFd::new(&socket.listener, PollFlags::IN),
+        ];
+        match poll(&mut ready, None) {
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(e) => return error!("control socket: cannot wait for clients: {e}"),
+            Ok(_) if !ready[0].revents().is_empty() => return,
+            Ok(_) => {}
+        }
+        let accepted = socket.listener.accept().and_then(|(stream, _)| {
+            let qmp = qmp.clone();
+            // Over the limit of clients it is dropped here, which hangs up.
+            let events = qmp.host.events.subscribe().map_err(io::Error::other)?;
+            thread::Builder::new()
+                .name("control-client".into())
+                .spawn(move || {
+                    if let Err(e) = control::serve_socket(&stream, &events, &*qmp) {
+                        debug!("control socket: a client was cut off: {e}");
+                    }
+                })
+        });
+        if let Err(e) = accepted {
+            warn!("control socket: cannot serve a client: {e}");
+            thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+/// Where the control socket is if the operator does not say. Disks' sockets end in `.sock`, so that none
+/// is named like this.
+pub fn default_path() -> PathBuf {
+    socket::directory().join("control.qmp")
+}
