@@ -8,6 +8,7 @@ use std::fs;
 use std::path::Path;
 
 use control::Session;
+use serde_json::Value;
 use support::FakeDisks;
 
 #[test]
@@ -33,6 +34,27 @@ fn life_of_a_disk() {
 #[test]
 fn schema() {
     compare("schema");
+}
+
+#[test]
+fn every_command_and_event_is_in_the_documents() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let document = fs::read_to_string(root.join("docs/operations.md")).unwrap();
+    let (mut session, disks) = (Session::new(), FakeDisks::default());
+    let asked = r#"{"execute": "qmp_capabilities"}{"execute": "query-qmp-schema"}"#;
+    let mut input = asked.as_bytes();
+    session.receive(&mut input, &disks).unwrap();
+    let reply: Value =
+        serde_json::from_slice(&session.receive(&mut input, &disks).unwrap()).unwrap();
+    let mut named = 0;
+    for entity in reply["return"].as_array().unwrap() {
+        if entity["meta-type"] == "command" || entity["meta-type"] == "event" {
+            let name = entity["name"].as_str().unwrap();
+            assert!(document.contains(&format!("`{name}`")), "{name}");
+            named += 1;
+        }
+    }
+    assert!(named > 20);
 }
 
 fn compare(name: &str) {
