@@ -9,7 +9,7 @@ use std::time::Duration;
 use std::{io, mem};
 
 use block::CacheMode;
-use datapath::Disk;
+use datapath::{Disk, IoThread};
 use guest::End;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use thiserror::Error;
@@ -123,6 +123,25 @@ impl Export {
     /// Whether a front-end is connected.
     pub fn connected(&self) -> bool {
         self.connected.load(Ordering::Relaxed)
+    }
+
+    /// Puts another node under the disk while its guest runs, which notices a pause.
+    ///
+    /// # Errors
+    /// The disk goes on with the node that it had.
+    pub fn replace(&mut self, node: Arc<Node>) -> Result<(), ExportError> {
+        let fail = |e| ExportError::System(self.id.clone(), "be put on another file", e);
+        let mut threads: Vec<_> = self.device.threads.iter().map(|t| &t.thread).collect();
+        threads.sort_by_key(|thread| thread.thread_id());
+        threads.dedup_by_key(|thread| thread.thread_id());
+        let threads: Vec<Arc<IoThread>> = threads.into_iter().cloned().collect();
+        let new = node.replacement().map_err(|e| fail(io::Error::other(e)))?;
+        // Which file holds the disk is what the operator has written down, in the configuration or in
+        // the VM's own; there is no record of ours.
+        self.disk.replace(&threads, new, || Ok(())).map_err(fail)?;
+        self.node = node;
+        self.device.tell_size();
+        Ok(())
     }
 
     /// Tells the listening thread to end, without waiting for it.

@@ -17,7 +17,7 @@ use crate::iothreads::{IoThreadError, IoThreads};
 use crate::node::{DiskWanted, Node, NodeError};
 use crate::paste::Ready;
 use crate::socket;
-use crate::spec::DiskSpec;
+use crate::spec::{DiskSpec, FileSpec};
 
 /// Disks that one process serves at most: each takes a thread and a few descriptors.
 const DISKS_MAX: usize = 4096;
@@ -264,6 +264,32 @@ impl Host {
                 .file_size()
                 .map_err(|e| HostError::Resize(name.into(), e.to_string())),
         }
+    }
+
+    /// Puts a disk on another file while its guest runs. The new one must hold the same bytes, and be as
+    /// long or longer.
+    ///
+    /// # Errors
+    /// The disk goes on with the file that it had.
+    pub fn replace(&self, name: &str, file: FileSpec) -> Result<(), HostError> {
+        let mut spec = self.state().entry(name)?.node.spec.clone();
+        spec.file = file;
+        // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
+        let new = Arc::new(Node::open(spec)?);
+        let mut state = self.state();
+        let old = state.entry(name)?.node.clone();
+        let mut exports = state.exports.values_mut();
+        if let Some(export) = exports.find(|e| Arc::ptr_eq(&e.node, &old)) {
+            export.replace(new.clone())?;
+        }
+        if let Some(entry) = state.nodes.get_mut(name) {
+            info!(
+                "disk {name}: was on {}, is on {}",
+                old.filename, new.filename
+            );
+            entry.node = new;
+        }
+        Ok(())
     }
 
     /// Looks at all disks for growth.

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use block::{Backing, BlockSizeError, CacheMode, DiskFacts, format_size};
-use datapath::{Disk, Options};
+use datapath::{Disk, Options, Replacement};
 use engine::{Choice, ChoiceError, DiskFile, OpenError, Support, choose};
 use image::{Format, Image, UnknownFormat};
 use thiserror::Error;
@@ -166,6 +166,25 @@ impl Node {
                 fixed_buffers: self.spec.fixed_buffers,
             },
         ))
+    }
+
+    /// What the data path needs to put this node's file in the place of another's.
+    ///
+    /// # Errors
+    /// It is in no file.
+    pub fn replacement(&self) -> Result<Replacement, NodeError> {
+        let fail = |what, e| NodeError::Io(self.filename.clone(), what, e);
+        let Some(file) = &self.file else {
+            let e = io::Error::other("it stores nothing");
+            return Err(fail("take the place of a file", e));
+        };
+        Ok(Replacement {
+            file: duplicate(file, &self.filename)?,
+            backing: file.backing(),
+            aio: self.spec.aio,
+            facts: self.facts,
+            size: self.file_size().map_err(|e| fail("find out its size", e))?,
+        })
     }
 
     /// Looks whether the file has become longer, and if so, lets the disk grow. The guest is to be told by

@@ -7,13 +7,15 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use block::{Aio, Backing, CacheMode};
+use block::{Aio, Backing, CacheMode, DetectZeroes, Discard};
+
 use control::{
     BlockDeviceInfo, BlockExportInfo, BlockExportOptions, BlockExportRemoveMode, BlockExportType,
     BlockNodeInfo, BlockdevCacheInfo, BlockdevDriver, BlockdevOptions, BlockdevRef, Command,
     CommandError, EventHub, ExportKind, FilePath, Handler, ImageInfo, IoThreadInfo,
     NULL_BYTES_DEFAULT, ObjectOptions, ObjectType, Qapi, RingdiskResized,
 };
+use image::Format;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::process::{Signal, getpid, kill_process};
 use serde_json::Value;
@@ -54,7 +56,13 @@ impl Handler for Qmp {
                 Ok(host.remove_export(&which.id, removal).map(done)?)
             }
             Command::BlockResize(wanted) => {
-                let name = wanted.device.or(wanted.node_name).unwrap_or_default();
+                let name = match (wanted.device, wanted.node_name) {
+                    (Some(name), None) | (None, Some(name)) => name,
+                    _ => {
+                        let problem = "Need exactly one of 'device' and 'node-name'";
+                        return Err(CommandError::generic(problem));
+                    }
+                };
                 Ok(host
                     .resize(&node_of(host, &name)?, Some(wanted.size))
                     .map(|_| done(()))?)
@@ -110,7 +118,10 @@ impl Handler for Qmp {
                 let size = host.resize(&node_of(host, &wanted.id)?, wanted.size)?;
                 Ok(RingdiskResized { size }.to_json())
             }
-            Command::RingdiskReplace(_) => Err(CommandError::generic("not yet")),
+            Command::RingdiskReplace(wanted) => {
+                let file = FileSpec::Path(wanted.file.0);
+                Ok(host.replace(&node_of(host, &wanted.id)?, file).map(done)?)
+            }
             Command::RingdiskStats(_) => {
                 let mut disks = Vec::new();
                 host.each(|disk| disks.push(report::disk(&disk)));
@@ -152,51 +163,67 @@ fn node_of(host: &Host, name: &str) -> Result<String, CommandError> {
 
 fn add_node(host: &Host, options: &BlockdevOptions) -> Result<(), CommandError> {
     let name = options.root_node_name()?.to_string();
-    let mut outer = options;
-    // A raw format over a protocol adds nothing but a name.
-    while let BlockdevDriver::Raw(raw) = &outer.driver {
-        match &raw.file {
-            BlockdevRef::Definition(inner) => outer = inner,
+    // A raw format over a protocol adds nothing but a name. As in QEMU, what is discarded must be allowed
+    // at every level, and what is read-only below is so above.
+    let mut inner = options;
+    let mut discard = Discard::Unmap;
+    let mut read_only = false;
+    let (file, aio) = loop {
+        discard = match inner.discard {
+            Some(Discard::Unmap) => discard,
+            _ => Discard::Ignore,
+        };
+        read_only |= inner.read_only.unwrap_or(false);
+        let below = match &inner.driver {
+            BlockdevDriver::File(file) | BlockdevDriver::HostDevice(file) => {
+                let aio = file.aio.map_or(Aio::Auto, Aio::from);
+                break (FileSpec::Path(file.filename.0.clone()), aio);
+            }
+            BlockdevDriver::NullCo(null) => match null.size.unwrap_or(NULL_BYTES_DEFAULT) {
+                n if n > 0 && n.is_multiple_of(512) => break (FileSpec::Null(n), Aio::Auto),
+                n => {
+                    let problem = format!("size: {n} bytes are no whole sectors");
+                    return Err(CommandError::generic(problem));
+                }
+            },
+            BlockdevDriver::Raw(raw) => &raw.file,
+        };
+        match below {
+            BlockdevRef::Definition(file) if file.node_name.is_some() => {
+                return Err(CommandError::generic(
+                    "'node-name' of a nested node is not kept; leave it out, or add that node first and \
+                     name it here",
+                ));
+            }
+            BlockdevRef::Definition(file) => inner = file,
             BlockdevRef::Reference(child) => {
                 let below = spec_of(host, child)?;
                 let spec = DiskSpec {
                     name,
-                    discard: options.discard.unwrap_or(block::Discard::Ignore),
+                    discard: match below.discard {
+                        Discard::Unmap => discard,
+                        Discard::Ignore => Discard::Ignore,
+                    },
                     detect_zeroes: options.detect_zeroes.unwrap_or(below.detect_zeroes),
-                    read_only: options.read_only.unwrap_or(below.read_only) || below.read_only,
+                    read_only: read_only || below.read_only,
                     ..below
                 };
                 return Ok(host.add_node_over(child, spec)?);
             }
         }
-    }
-    let file = match &outer.driver {
-        BlockdevDriver::File(file) | BlockdevDriver::HostDevice(file) => {
-            FileSpec::Path(file.filename.0.clone())
-        }
-        BlockdevDriver::NullCo(null) => FileSpec::Null(null.size.unwrap_or(NULL_BYTES_DEFAULT)),
-        BlockdevDriver::Raw(_) => unreachable!("unwrapped above"),
     };
-    let aio = match &outer.driver {
-        BlockdevDriver::File(file) | BlockdevDriver::HostDevice(file) => {
-            file.aio.map_or(Aio::Auto, Aio::from)
-        }
-        _ => Aio::Auto,
-    };
-    // What the outer node says goes; what it leaves out is the inner one's.
-    let cache = options.cache.as_ref().map_or(outer, |_| options);
-    let mut spec = DiskSpec::new(name, file);
-    spec.format = Some(image::Format::Raw);
-    spec.cache = cache.cache_mode(false)?;
-    spec.aio = aio;
-    spec.read_only = options.read_only.or(outer.read_only).unwrap_or(false);
-    spec.discard = options
-        .discard
-        .or(outer.discard)
-        .unwrap_or(block::Discard::Ignore);
-    let detect_zeroes = options.detect_zeroes.or(outer.detect_zeroes);
-    spec.detect_zeroes = detect_zeroes.unwrap_or(block::DetectZeroes::Off);
-    Ok(host.add_node(spec)?)
+    // What the outer node says of caches goes; what it leaves out is the inner one's.
+    let cache = options.cache.as_ref().map_or(inner, |_| options);
+    let detect_zeroes = options.detect_zeroes.or(inner.detect_zeroes);
+    Ok(host.add_node(DiskSpec {
+        format: Some(Format::Raw),
+        cache: cache.cache_mode(false)?,
+        aio,
+        read_only,
+        discard,
+        detect_zeroes: detect_zeroes.unwrap_or(DetectZeroes::Off),
+        ..DiskSpec::new(name, file)
+    })?)
 }
 
 fn spec_of(host: &Host, node: &str) -> Result<DiskSpec, CommandError> {

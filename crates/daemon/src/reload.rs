@@ -9,7 +9,7 @@ use tracing::{error, info, warn};
 use crate::config::{Config, ConfigError};
 use crate::host::{Host, HostError, Removal};
 use crate::iothreads::IoThreadError;
-use crate::spec::DiskSpec;
+use crate::spec::{DiskSpec, FileSpec};
 
 /// A configuration file, and what of it is in force.
 pub struct Reloader {
@@ -69,6 +69,8 @@ struct Change<'a> {
     removed: Vec<&'a DiskSpec>,
     /// As they are to be: as before but for their limits.
     throttled: Vec<&'a DiskSpec>,
+    /// As they are to be: as before but for the file, and for their limits.
+    moved: Vec<&'a DiskSpec>,
     /// As they were, and as they are to be.
     changed: Vec<(&'a DiskSpec, &'a DiskSpec)>,
 }
@@ -81,6 +83,7 @@ impl<'a> Change<'a> {
             added: Vec::new(),
             removed: Vec::new(),
             throttled: Vec::new(),
+            moved: Vec::new(),
             changed: Vec::new(),
         };
         for disk in &new.disks {
@@ -88,6 +91,7 @@ impl<'a> Change<'a> {
                 None => change.added.push(disk),
                 Some(before) if before == disk => {}
                 Some(before) if same_but_for_limits(before, disk) => change.throttled.push(disk),
+                Some(before) if same_but_for_file(before, disk) => change.moved.push(disk),
                 Some(before) => change.changed.push((before, disk)),
             }
         }
@@ -159,7 +163,11 @@ impl<'a> Change<'a> {
             }
             attempt("serving disk", &disk.name, served.map(drop));
         }
-        for disk in &self.throttled {
+        for disk in &self.moved {
+            let result = host.replace(&disk.name, disk.file.clone());
+            attempt("moving disk", &disk.name, result);
+        }
+        for disk in self.throttled.iter().chain(&self.moved) {
             let result = host.throttle(&disk.name, &disk.limits, disk.throttle_group.as_deref());
             attempt("limiting disk", &disk.name, result);
         }
@@ -209,7 +217,7 @@ impl<'a> Change<'a> {
     }
 
     fn summary(&self) -> String {
-        let changed = self.changed.len() + self.throttled.len();
+        let changed = self.changed.len() + self.throttled.len() + self.moved.len();
         format!(
             "{} disks added, {} removed, {changed} changed",
             self.added.len(),
@@ -244,6 +252,16 @@ fn same_but_for_limits(a: &DiskSpec, b: &DiskSpec) -> bool {
         ..a.clone()
     };
     as_b == *b
+}
+
+/// Both on files, that is, and not on nothing.
+fn same_but_for_file(a: &DiskSpec, b: &DiskSpec) -> bool {
+    let as_b = DiskSpec {
+        file: b.file.clone(),
+        ..a.clone()
+    };
+    let is_path = |disk: &DiskSpec| matches!(disk.file, FileSpec::Path(_));
+    is_path(a) && is_path(b) && same_but_for_limits(&as_b, b)
 }
 
 fn has<T>(named: &[(String, T)], name: &str) -> bool {

@@ -13,6 +13,7 @@
 //! right. It must not return before its record is durable: what the guest writes next goes to the new
 //! file alone.
 
+use std::borrow::Borrow;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -52,7 +53,7 @@ impl Disk {
     /// durable, a thread's engine has no room for it, or `record` failed.
     pub fn replace(
         self: &Arc<Self>,
-        threads: &[IoThread],
+        threads: &[impl Borrow<IoThread>],
         new: Replacement,
         record: impl FnOnce() -> io::Result<()>,
     ) -> io::Result<()> {
@@ -114,16 +115,16 @@ impl Disk {
 
 /// Sends a command to every thread, and waits for all of them.
 fn ask_all(
-    threads: &[IoThread],
+    threads: &[impl Borrow<IoThread>],
     command: impl Fn(Sender<io::Result<()>>) -> Command,
 ) -> io::Result<()> {
-    let ask = |thread: &IoThread| {
+    let ask = |thread| {
         let (reply, result) = mpsc::channel();
-        thread.send(command(reply));
+        IoThread::send(thread, command(reply));
         result
     };
     // All at once: each waits for its own requests.
-    let results: Vec<Receiver<_>> = threads.iter().map(ask).collect();
+    let results: Vec<Receiver<_>> = threads.iter().map(Borrow::borrow).map(ask).collect();
     let wait = |result: &Receiver<io::Result<()>>| crate::thread::answer(result)?;
     let results: Vec<_> = results.iter().map(wait).collect();
     results.into_iter().collect()
