@@ -225,6 +225,10 @@ impl Host {
     }
 
     /// Ends the service of a disk, which stays open.
+    ///
+    /// # Errors
+    /// There is none of this name; or a VM is connected, and it is to be removed safely; or what the VM
+    /// wrote could not be made durable, in which case it is served no longer all the same.
     pub fn remove_export(&self, id: &str, removal: Removal) -> Result<(), HostError> {
         let mut state = self.state();
         let Some(export) = state.exports.get(id) else {
@@ -235,13 +239,12 @@ impl Host {
         }
         let export = state.exports.remove(id);
         drop(state);
-        // Waits until what is under way is finished.
-        drop(export);
+        let result = export.map_or(Ok(()), stop);
         info!("disk {id}: no longer served");
         let id = id.to_owned();
         let event = Event::BlockExportDeleted(BlockExportDeleted { id });
         self.events.emit(&event);
-        Ok(())
+        result
     }
 
     /// Makes a disk longer, or finds out that it has become longer, and tells its guest. Without a size it
@@ -392,13 +395,12 @@ impl Host {
         let State { nodes, exports, .. } = std::mem::take(&mut *self.state());
         // All at once, rather than each after the other.
         exports.values().for_each(Export::tell_to_stop);
-        drop(exports);
+        let stopped = exports.into_values().map(stop);
+        let closed = nodes.values().map(|entry| sync(&entry.node));
         let mut result = Ok(());
-        for entry in nodes.values() {
-            if let Err(e) = sync(&entry.node) {
-                error!("{e}");
-                result = Err(e);
-            }
+        for error in stopped.chain(closed).filter_map(Result::err) {
+            error!("{error}");
+            result = Err(error);
         }
         result
     }
@@ -467,6 +469,15 @@ impl State {
             .map(|e| e.id.clone())
             .or(above.map(|entry| entry.node.name().to_owned()))
     }
+}
+
+/// Waits until what is under way is finished, and makes it durable. The disk knows what its page cache has
+/// lost, which its file does not tell twice.
+fn stop(export: Export) -> Result<(), HostError> {
+    let disk = export.disk.clone();
+    drop(export);
+    disk.sync()
+        .map_err(|e| HostError::Sync(disk.name.clone(), e))
 }
 
 fn sync(node: &Node) -> Result<(), HostError> {
