@@ -58,6 +58,10 @@ impl<E: Engine> Worker<E> {
                     Verdict::Empty
                 }
                 Some(queue) if queue.running() && queue.disk.admission.limits_any() => {
+                    if now < queue.held.until {
+                        again = again.min(queue.held.until);
+                        continue;
+                    }
                     let disk = &queue.disk.admission;
                     disk.pass(&mut queue.held, &mut queue.slots, now, room, &mut released)
                 }
@@ -79,7 +83,12 @@ impl<E: Engine> Worker<E> {
                 Verdict::NoRoom if room > 0 => result = Fetched::More,
                 // A completion makes room, and wakes.
                 Verdict::NoRoom => {}
-                Verdict::Until(at) => again = again.min(at),
+                Verdict::Until(at) => {
+                    again = again.min(at);
+                    if let Some(queue) = &mut self.queues[number] {
+                        queue.held.until = at;
+                    }
+                }
             }
             if self.queues[number].as_ref().is_some_and(|q| !q.running()) {
                 self.notify_queue(number);
@@ -135,6 +144,8 @@ pub(crate) struct Held {
     /// By direction, each in the order in which they came.
     lanes: [VecDeque<Waiting>; 2],
     next: u32,
+    /// Until then, nothing of what is held may go.
+    until: u64,
     /// The lane that goes first when they go apart; then the other one.
     first: usize,
 }
@@ -154,6 +165,7 @@ impl Held {
             sharer,
             lanes: Default::default(),
             next: 0,
+            until: 0,
             first: 0,
         }
     }
@@ -183,6 +195,10 @@ impl Held {
         let lane = &mut self.lanes[direction as usize];
         if lane.capacity() == 0 {
             lane.reserve_exact(slots.len());
+        }
+        if lane.is_empty() {
+            // It may be that nothing holds it back.
+            self.until = 0;
         }
         lane.push_back(Waiting {
             slot,

@@ -220,7 +220,7 @@ const SPREAD_NS: u64 = 1_000_000;
 const LATE_NS: u64 = 2_000_000;
 
 /// What can be made up for.
-const ARREARS_NS: u64 = 20_000_000;
+const ARREARS_NS: u64 = 50_000_000;
 
 /// Who has had how much.
 #[derive(Default)]
@@ -427,8 +427,9 @@ impl Limited {
     }
 }
 
-/// Seconds' worth of a rate that may flow at once, so that a thread that comes late makes up for it.
-const SLACK_S: f64 = 0.02;
+/// Seconds' worth of a rate that may flow at once, so that a thread that comes late makes up for it: on
+/// a busy host, tens of milliseconds. Over ten seconds, it is half a percent.
+const SLACK_S: f64 = 0.05;
 
 /// A limit with its burst.
 struct Bucket {

@@ -17,7 +17,7 @@ const DISK_BYTES: u64 = 4 << 20;
 const DEPTH: u16 = 32;
 
 /// Time's worth of a limit that may pass at once, and one request.
-const SLACK: Duration = Duration::from_millis(20);
+const SLACK: Duration = Duration::from_millis(50);
 
 fn iops(average: u64) -> ThrottleLimits {
     ThrottleLimits {

@@ -178,6 +178,14 @@ fn seconds(rate: u64) -> f64 {
     }
 }
 
+/// What flows at once at first counts in ten seconds, as it does for a guest, and not in less.
+fn warm_up(sims: &mut [Sim], seconds: f64) -> u64 {
+    match seconds < 10.0 {
+        true => run(sims, now_ns(), 0.2),
+        false => now_ns(),
+    }
+}
+
 #[test]
 fn a_rate_is_kept_to_two_percent_and_flows_evenly() {
     for average in [100, 316, 1_000, 10_000, 50_000, 100_000, 200_000] {
@@ -186,14 +194,17 @@ fn a_rate_is_kept_to_two_percent_and_flows_evenly() {
             disk.set_limits(&iops(average)).unwrap();
             let mut sims = [Sim::new(&disk, depth, &[read(4096), write(4096)])];
             let seconds = seconds(average);
-            run(&mut sims, now_ns(), seconds);
+            let now = warm_up(&mut sims, seconds);
+            let before = sims[0].all();
+            run(&mut sims, now, seconds);
             let [sim] = &sims;
-            let error = (sim.all() as f64 / seconds / average as f64 - 1.0) * 100.0;
+            let done = sim.all() - before;
+            let error = (done as f64 / seconds / average as f64 - 1.0) * 100.0;
             println!(
                 "{average:6} IOPS, depth {depth:3}: {error:+.3} %, longest gap {} us",
                 sim.gap_max / 1000
             );
-            within("IOPS", sim.all() as f64 / seconds, average as f64, 2.0);
+            within("IOPS", done as f64 / seconds, average as f64, 2.0);
             // A gap is what the rate says, a pause of the thread, and its coming late.
             let gap = SECOND / average + PAUSE_MIN_NS + 60_000;
             assert!(sim.gap_max <= gap, "{} ns, {gap} at most", sim.gap_max);
@@ -226,7 +237,7 @@ fn a_burst_lasts_until_the_bucket_is_full() {
     let mut sims = [Sim::new(&disk, 32, &[read(4096)])];
     let now = run(&mut sims, now_ns(), 1.0);
     // No more than `max` in any second, even the first.
-    within("first second", sims[0].all() as f64, 2000.0, 3.0);
+    within("first second", sims[0].all() as f64, 2100.0, 1.0);
     // It leaks at 100 while it is filled at 2000: full after 6000 / 1900 s.
     let full = 6000.0 / 1900.0;
     let now = run(&mut sims, now, full - 1.0);
@@ -237,7 +248,7 @@ fn a_burst_lasts_until_the_bucket_is_full() {
     // Ten seconds of rest make room for 1000.
     let before = sims[0].all();
     run(&mut sims, now + 10 * SECOND, 0.25);
-    within("again", (sims[0].all() - before) as f64, 500.0, 10.0);
+    within("again", (sims[0].all() - before) as f64, 600.0, 5.0);
 }
 
 #[test]
@@ -289,7 +300,7 @@ fn bytes_are_limited_and_discards_count_as_writes() {
 fn writes_do_not_wait_for_reads_that_are_limited() {
     let disk = disk();
     let limits = ThrottleLimits {
-        iops_read: rate(1000),
+        iops_read: rate(400),
         ..ThrottleLimits::NONE
     };
     disk.set_limits(&limits).unwrap();
@@ -297,7 +308,7 @@ fn writes_do_not_wait_for_reads_that_are_limited() {
     let mut released = Vec::new();
     let now = now_ns();
     sims[0].turn(now, &mut Random(1), &mut released);
-    // The slack lets 21 reads go at once; all the writes go.
+    // 50 ms' worth of reads goes at once, and one; all the writes go.
     assert_eq!(sims[0].done, [21, 32]);
     // What reads may flow does, beside whatever else.
     let mut writer = Sim::new(&disk, 1, &[write(4096)]);
@@ -305,7 +316,7 @@ fn writes_do_not_wait_for_reads_that_are_limited() {
     let reader = Sim::new(&disk, 8, &[read(4096)]);
     let mut sims = [reader, writer];
     run(&mut sims, now + 10 * SECOND, 10.0);
-    within("reads", sims[0].all() as f64 / 10.0, 1000.0, 2.0);
+    within("reads", sims[0].all() as f64 / 10.0, 400.0, 2.0);
     within("writes", sims[1].all() as f64 / 10.0, 10_000.0, 2.0);
 }
 
@@ -326,8 +337,11 @@ fn disks_of_a_group_share_alike_whatever_their_depth() {
     for average in [100, 1000, 10_000, 50_000, 200_000] {
         let (_group, mut sims) = group(&iops(average), &[32, 128, 64]);
         let seconds = seconds(average);
-        run(&mut sims, now_ns(), seconds);
-        let shares: Vec<u64> = sims.iter().map(Sim::all).collect();
+        let now = warm_up(&mut sims, seconds);
+        let before: Vec<u64> = sims.iter().map(Sim::all).collect();
+        run(&mut sims, now, seconds);
+        let shares = sims.iter().zip(before).map(|(sim, old)| sim.all() - old);
+        let shares: Vec<u64> = shares.collect();
         println!("{average:6} IOPS: {shares:?} in {seconds} s");
         let all: u64 = shares.iter().sum();
         within("all", all as f64 / seconds, average as f64, 2.0);
