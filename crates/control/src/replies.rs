@@ -156,7 +156,8 @@ record! {
 }
 
 record! {
-    /// `BlockDeviceStats`: since the disk was opened. Times are sums over requests.
+    /// `BlockDeviceStats`: since the disk was first served. Times are sums over requests, while they are measured:
+    /// for two minutes after each question, or always where metrics are served.
     #[derive(Default)]
     BlockDeviceStats {
         /// Bytes read.
@@ -187,17 +188,17 @@ record! {
         flush_total_time_ns: u64 = "flush_total_time_ns",
         /// Time in discards, in nanoseconds.
         unmap_total_time_ns: u64 = "unmap_total_time_ns",
-        /// The end of the write that went furthest, in bytes.
+        /// Always 0: not known.
         wr_highest_offset: u64 = "wr_highest_offset",
-        /// Reads that were merged into others.
+        /// Always 0: none are merged.
         rd_merged: u64 = "rd_merged",
-        /// Writes that were merged into others.
+        /// Always 0.
         wr_merged: u64 = "wr_merged",
         /// Always 0.
         zone_append_merged: u64 = "zone_append_merged",
-        /// Discards that were merged into others.
+        /// Always 0.
         unmap_merged: u64 = "unmap_merged",
-        /// Since the last request, in nanoseconds; absent before the first.
+        /// Always absent: not known.
         idle_time_ns: Option<u64> = "idle_time_ns",
         /// Reads that failed.
         failed_rd_operations: u64 = "failed_rd_operations",
@@ -209,15 +210,15 @@ record! {
         failed_flush_operations: u64 = "failed_flush_operations",
         /// Discards that failed.
         failed_unmap_operations: u64 = "failed_unmap_operations",
-        /// Reads that were none: beyond the end, not aligned.
+        /// Always 0: what was no request is counted in `x-ringdisk-stats`, for all kinds together.
         invalid_rd_operations: u64 = "invalid_rd_operations",
-        /// Writes that were none.
+        /// Always 0.
         invalid_wr_operations: u64 = "invalid_wr_operations",
         /// Always 0.
         invalid_zone_append_operations: u64 = "invalid_zone_append_operations",
-        /// Flushes that were none.
+        /// Always 0.
         invalid_flush_operations: u64 = "invalid_flush_operations",
-        /// Discards that were none.
+        /// Always 0.
         invalid_unmap_operations: u64 = "invalid_unmap_operations",
         /// Whether the idle time counts from invalid requests too.
         account_invalid: bool = "account_invalid",
@@ -225,11 +226,11 @@ record! {
         account_failed: bool = "account_failed",
         /// Always empty: `x-ringdisk-stats` has histograms.
         timed_stats: Vec<BlockDeviceTimedStats> = "timed_stats",
-        /// How long reads took.
+        /// Always absent, as the next two: `x-ringdisk-stats` has them.
         rd_latency_histogram: Option<BlockLatencyHistogramInfo> = "rd_latency_histogram",
-        /// How long writes took.
+        /// How long writes took; absent.
         wr_latency_histogram: Option<BlockLatencyHistogramInfo> = "wr_latency_histogram",
-        /// How long flushes took.
+        /// How long flushes took; absent.
         flush_latency_histogram: Option<BlockLatencyHistogramInfo> = "flush_latency_histogram",
     }
 }

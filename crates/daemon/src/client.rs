@@ -1,5 +1,12 @@
 //! The subcommands that talk to a running ringdisk over its control socket.
 
+mod rates;
+mod stats;
+mod top;
+
+pub use stats::{StatsArgs, stats};
+pub use top::{TopArgs, top};
+
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -134,6 +141,10 @@ pub enum CommandLineError {
     Limit(String),
     #[error("{0}: {1}")]
     Value(String, String),
+    #[error("there is no disk '{0}'; served are: {1}")]
+    NoDisk(String, String),
+    #[error("the terminal: {0}; 'ringdisk stats' works without one")]
+    Terminal(io::Error),
     #[error("{0}: {1}")]
     Here(&'static str, io::Error),
 }
@@ -159,7 +170,7 @@ impl CommandLineError {
 type Done = Result<(), CommandLineError>;
 
 impl Connection {
-    pub fn open(&self) -> Result<Client, CommandLineError> {
+    fn open(&self) -> Result<Client, CommandLineError> {
         let path = self.control.clone().unwrap_or_else(qmp::default_path);
         Ok(Client::connect(path, TIMEOUT)?)
     }
@@ -180,7 +191,10 @@ impl Connection {
 }
 
 pub fn list(args: &ListArgs) -> Done {
-    let mut disks = disks(&mut args.connection.open()?)?;
+    let mut disks = match answer(&mut args.connection.open()?)?["disks"].take() {
+        Value::Array(disks) => disks,
+        _ => Vec::new(),
+    };
     for disk in &mut disks {
         if let Value::Object(members) = disk {
             members.remove("stats");
@@ -310,12 +324,9 @@ pub fn reload(args: &ReloadArgs) -> Done {
     args.connection.order("x-ringdisk-reload", json!({}), done)
 }
 
-/// All disks with their statistics, as `x-ringdisk-stats` gives them.
-pub fn disks(client: &mut Client) -> Result<Vec<Value>, ClientError> {
-    match client.call("x-ringdisk-stats", json!({}))? {
-        Value::Array(disks) => Ok(disks),
-        _ => Ok(Vec::new()),
-    }
+/// All disks and I/O threads with their statistics.
+fn answer(client: &mut Client) -> Result<Value, ClientError> {
+    client.call("x-ringdisk-stats", json!({}))
 }
 
 fn limits_text(disk: &Value) -> String {
@@ -337,12 +348,12 @@ fn limits_text(disk: &Value) -> String {
     }
 }
 
-pub fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
+fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
     cells.map(str::to_owned).to_vec()
 }
 
 /// Rows with their columns aligned.
-pub fn table(rows: &[Vec<String>]) -> String {
+fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
         let cells = rows.iter().filter_map(|row| row.get(column));

@@ -8,8 +8,9 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 use std::{io, mem};
 
-use block::CacheMode;
-use datapath::{Disk, IoThread};
+use block::{CacheMode, Request};
+use control::{BlockErrorAction, BlockIoError, Event, EventHub, IoOperationType};
+use datapath::{Disk, IoFailure, IoThread, Measuring};
 use guest::End;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use thiserror::Error;
@@ -30,6 +31,8 @@ pub struct Export {
     pub disk: Arc<Disk>,
     pub socket: PathBuf,
     pub device: Arc<ServedDisk>,
+    /// Latencies are measured as long as this is there.
+    measuring: Option<Measuring>,
     connected: Arc<AtomicBool>,
     stop: Arc<OwnedFd>,
     listener: Option<JoinHandle<()>>,
@@ -75,7 +78,7 @@ pub enum ExportError {
 
 impl Export {
     /// Listens at the socket for front-ends of a disk, which lies on a node; queue i is served by thread i
-    /// of `threads`.
+    /// of `threads`. What goes wrong with it is told to `events`.
     ///
     /// # Errors
     /// The socket cannot be made.
@@ -84,6 +87,7 @@ impl Export {
         disk: Disk,
         spec: &ExportSpec,
         threads: Vec<NamedThread>,
+        events: Arc<EventHub>,
     ) -> Result<Self, ExportError> {
         let id = spec.id.clone();
         let system = |what| {
@@ -95,6 +99,8 @@ impl Export {
             .map_err(|e| system("make an event descriptor")(e.into()))?;
         let stop = Arc::new(stop);
         let connected = Arc::new(AtomicBool::new(false));
+        let (its_id, its_node) = (id.clone(), node.name().to_owned());
+        disk.on_error(move |failure| events.emit(&io_error(&its_id, &its_node, failure)));
         let disk = Arc::new(disk);
         let device = Arc::new(ServedDisk::new(disk.clone(), spec.queue_size, threads));
         let front = Frontends {
@@ -114,10 +120,16 @@ impl Export {
             disk,
             socket: spec.socket.clone(),
             device,
+            measuring: None,
             connected,
             stop,
             listener: Some(listener),
         })
+    }
+
+    /// Measures latencies, or no longer.
+    pub fn measure(&mut self, on: bool) {
+        self.measuring = on.then(|| self.disk.measure());
     }
 
     /// Whether a front-end is connected.
@@ -177,6 +189,25 @@ impl Drop for Export {
             let _ = listener.join();
         }
     }
+}
+
+fn io_error(export: &str, node: &str, failure: &IoFailure) -> Event {
+    let reason = match failure.errno {
+        0 => "the file ends before the disk does".into(),
+        errno => io::Error::from_raw_os_error(errno).to_string(),
+    };
+    Event::BlockIoError(BlockIoError {
+        qom_path: None,
+        device: export.into(),
+        node_name: Some(node.into()),
+        operation: match failure.request {
+            Request::Read { .. } => IoOperationType::Read,
+            _ => IoOperationType::Write,
+        },
+        action: BlockErrorAction::Report,
+        nospace: Some(failure.errno == rustix::io::Errno::NOSPC.raw_os_error()),
+        reason,
+    })
 }
 
 struct Frontends {

@@ -5,12 +5,14 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use block::{CacheMode, ThrottleError, ThrottleLimits};
 use control::{BlockExportDeleted, Event, EventHub};
 use datapath::ThrottleGroup;
 use thiserror::Error;
-use tracing::{error, info};
+use tracing::{error, info, warn};
 
 use crate::export::{Export, ExportError, ExportSpec};
 use crate::iothreads::{IoThreadError, IoThreads};
@@ -25,6 +27,9 @@ const DISKS_MAX: usize = 4096;
 /// Groups of disks with common limits.
 const GROUPS_MAX: usize = 4096;
 
+/// How long latencies are measured after somebody has asked for statistics.
+const WATCH: Duration = Duration::from_secs(120);
+
 pub struct Host {
     pub threads: IoThreads,
     pub events: Arc<EventHub>,
@@ -36,6 +41,16 @@ struct State {
     nodes: BTreeMap<String, NodeEntry>,
     exports: BTreeMap<String, Export>,
     groups: BTreeMap<String, Arc<ThrottleGroup>>,
+    watch: Watch,
+}
+
+/// Whether latencies are measured, which costs a little.
+#[derive(Clone, Copy, Default)]
+enum Watch {
+    #[default]
+    No,
+    Until(Instant),
+    Always,
 }
 
 /// A node, and what it keeps while it is not served.
@@ -218,7 +233,8 @@ impl Host {
         })?;
         disk.set_limits(&limits)?;
         disk.set_throttle_group(state.group(group.as_deref())?);
-        let export = Export::start(node, disk, spec, threads)?;
+        let mut export = Export::start(node, disk, spec, threads, self.events.clone())?;
+        export.measure(!matches!(state.watch, Watch::No));
         let ready = export.ready();
         state.exports.insert(spec.id.clone(), export);
         Ok(ready)
@@ -387,6 +403,53 @@ impl Host {
         }
     }
 
+    /// Measures the latencies of all disks from now on.
+    pub fn watch_always(&self) {
+        self.state().set_watch(Watch::Always);
+    }
+
+    /// Measures the latencies of all disks for as long as somebody asks for statistics now and then.
+    pub fn watch(self: &Arc<Self>) {
+        let mut state = self.state();
+        let until = Watch::Until(Instant::now() + WATCH);
+        match state.watch {
+            Watch::Always => {}
+            Watch::Until(_) => state.watch = until,
+            Watch::No => {
+                let host = Arc::downgrade(self);
+                let stop_later = move || {
+                    let mut wait = WATCH;
+                    loop {
+                        thread::sleep(wait);
+                        match host.upgrade().and_then(|host| host.end_watch()) {
+                            Some(more) => wait = more,
+                            None => return,
+                        }
+                    }
+                };
+                let thread = thread::Builder::new().name("watch".into());
+                match thread.spawn(stop_later) {
+                    Ok(_) => state.set_watch(until),
+                    Err(e) => warn!("latencies are not measured, for want of a thread: {e}"),
+                }
+            }
+        }
+    }
+
+    /// Measures no longer if nobody has asked lately; or how long to wait.
+    fn end_watch(&self) -> Option<Duration> {
+        let mut state = self.state();
+        let Watch::Until(until) = state.watch else {
+            return None;
+        };
+        let more = until.saturating_duration_since(Instant::now());
+        if more.is_zero() {
+            state.set_watch(Watch::No);
+            return None;
+        }
+        Some(more)
+    }
+
     /// Finishes what is under way, disconnects everybody, and makes everything durable.
     ///
     /// # Errors
@@ -434,6 +497,12 @@ impl Look<'_> {
 }
 
 impl State {
+    fn set_watch(&mut self, watch: Watch) {
+        let on = !matches!(watch, Watch::No);
+        self.exports.values_mut().for_each(|e| e.measure(on));
+        self.watch = watch;
+    }
+
     fn entry(&self, name: &str) -> Result<&NodeEntry, HostError> {
         let entry = self.nodes.get(name);
         entry.ok_or_else(|| HostError::NoNode(name.into()))

@@ -8,14 +8,15 @@ mod export;
 mod host;
 mod iothreads;
 mod limits;
+mod metrics;
 mod node;
 mod paste;
 mod qmp;
 mod reload;
-mod report;
 mod serve;
 mod socket;
 mod spec;
+mod stats;
 
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
@@ -47,6 +48,10 @@ enum Command {
     Detach(client::DetachArgs),
     /// Make a disk longer
     Resize(client::ResizeArgs),
+    /// Show what the disks do, over a second
+    Stats(client::StatsArgs),
+    /// Watch the disks, live
+    Top(client::TopArgs),
     /// Limit what a disk may do
     Throttle(client::ThrottleArgs),
     /// Put another file under a disk while its VM runs
@@ -81,6 +86,8 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Attach(args) => client::attach(args),
         Command::Detach(args) => client::detach(args),
         Command::Resize(args) => client::resize(args),
+        Command::Stats(args) => client::stats(args),
+        Command::Top(args) => client::top(args),
         Command::Throttle(args) => client::throttle(args),
         Command::Replace(args) => client::replace(args),
         Command::Reload(args) => client::reload(args),

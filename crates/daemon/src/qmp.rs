@@ -10,15 +10,16 @@ use std::time::Duration;
 use block::{Aio, Backing, CacheMode, DetectZeroes, Discard};
 
 use control::{
-    BlockDeviceInfo, BlockExportInfo, BlockExportOptions, BlockExportRemoveMode, BlockExportType,
-    BlockNodeInfo, BlockdevCacheInfo, BlockdevDriver, BlockdevOptions, BlockdevRef, Command,
-    CommandError, EventHub, ExportKind, FilePath, Handler, ImageInfo, IoThreadInfo,
-    NULL_BYTES_DEFAULT, ObjectOptions, ObjectType, Qapi, RingdiskResized,
+    BlockDeviceInfo, BlockDeviceStats, BlockExportInfo, BlockExportOptions, BlockExportRemoveMode,
+    BlockExportType, BlockNodeInfo, BlockStats, BlockdevCacheInfo, BlockdevDriver, BlockdevOptions,
+    BlockdevRef, Command, CommandError, EventHub, ExportKind, FilePath, Handler, ImageInfo,
+    IoThreadInfo, NULL_BYTES_DEFAULT, ObjectOptions, ObjectType, Qapi, RingdiskResized,
 };
+use datapath::DiskStats;
 use image::Format;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::process::{Signal, getpid, kill_process};
-use serde_json::Value;
+use serde_json::{Value, json};
 use tracing::{debug, error, warn};
 
 use crate::cpus::Cpus;
@@ -27,9 +28,9 @@ use crate::host::{Host, HostError, Look, Removal};
 use crate::iothreads::{IoThreadError, ThreadSpec};
 use crate::paste;
 use crate::reload::Reloader;
-use crate::report;
 use crate::socket::{self, Socket};
 use crate::spec::{DiskSpec, FileSpec};
+use crate::stats;
 
 /// Executes commands on a host.
 pub struct Qmp {
@@ -75,7 +76,10 @@ impl Handler for Qmp {
             Command::ObjectAdd(options) => add_object(host, &options).map(done),
             Command::ObjectDel(which) => remove_object(host, &which.id).map(done),
             Command::QueryBlockExports(_) => Ok(exports(host).to_json()),
-            Command::QueryBlockstats(_) => Ok(Vec::<control::BlockStats>::new().to_json()),
+            Command::QueryBlockstats(wanted) => {
+                let nodes = wanted.query_nodes.unwrap_or(false);
+                Ok(block_stats(host, nodes).to_json())
+            }
             Command::QueryIothreads(_) => Ok(iothreads(host).to_json()),
             Command::QueryNamedBlockNodes(_) => {
                 let mut nodes = Vec::new();
@@ -123,9 +127,12 @@ impl Handler for Qmp {
                 Ok(host.replace(&node_of(host, &wanted.id)?, file).map(done)?)
             }
             Command::RingdiskStats(_) => {
+                host.watch();
                 let mut disks = Vec::new();
-                host.each(|disk| disks.push(report::disk(&disk)));
-                Ok(disks.into())
+                host.each(|disk| disks.push(stats::disk(&disk)));
+                let threads = host.threads.running();
+                let threads: Vec<_> = threads.iter().map(|(t, _)| stats::thread(t)).collect();
+                Ok(json!({ "disks": disks, "iothreads": threads }))
             }
         }
     }
@@ -314,6 +321,55 @@ fn exports(host: &Host) -> Vec<BlockExportInfo> {
         }));
     });
     exports
+}
+
+fn block_stats(host: &Arc<Host>, nodes: bool) -> Vec<BlockStats> {
+    host.watch();
+    let mut all = Vec::new();
+    host.each(|disk| {
+        let export = disk.export;
+        if export.is_some() || nodes {
+            all.push(BlockStats {
+                device: export.filter(|_| !nodes).map(|export| export.id.clone()),
+                node_name: Some(disk.node.name().to_owned()),
+                stats: export.map_or_else(Default::default, |export| {
+                    block_device_stats(&export.disk.stats())
+                }),
+            });
+        }
+    });
+    all
+}
+
+fn block_device_stats(stats: &DiskStats) -> BlockDeviceStats {
+    let DiskStats {
+        read,
+        write,
+        flush,
+        discard,
+        write_zeroes,
+        ..
+    } = stats;
+    // As in QEMU, where a write of zeroes is a write.
+    BlockDeviceStats {
+        rd_bytes: read.bytes,
+        wr_bytes: write.bytes + write_zeroes.bytes,
+        unmap_bytes: discard.bytes,
+        rd_operations: read.operations,
+        wr_operations: write.operations + write_zeroes.operations,
+        flush_operations: flush.operations,
+        unmap_operations: discard.operations,
+        rd_total_time_ns: read.latency.total.sum_ns(),
+        wr_total_time_ns: write.latency.total.sum_ns() + write_zeroes.latency.total.sum_ns(),
+        flush_total_time_ns: flush.latency.total.sum_ns(),
+        unmap_total_time_ns: discard.latency.total.sum_ns(),
+        failed_rd_operations: read.errors,
+        failed_wr_operations: write.errors + write_zeroes.errors,
+        failed_flush_operations: flush.errors,
+        failed_unmap_operations: discard.errors,
+        account_failed: true,
+        ..BlockDeviceStats::default()
+    }
 }
 
 fn iothreads(host: &Host) -> Vec<IoThreadInfo> {

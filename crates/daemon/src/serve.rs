@@ -1,6 +1,7 @@
 //! `ringdisk serve`: serves disks until it is told to stop.
 
 use std::io::{self, Write};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,6 +16,7 @@ use crate::config::{Config, ConfigError, POLL_MAX_DEFAULT, POLL_MAX_US_MAX};
 use crate::cpus::Cpus;
 use crate::host::{Host, HostError, check_together};
 use crate::iothreads::IoThreads;
+use crate::metrics;
 use crate::paste::{self, Ready};
 use crate::qmp::{self, ControlSocket, Qmp};
 use crate::reload::Reloader;
@@ -66,6 +68,10 @@ pub struct Args {
     #[arg(long, value_name = "PATH")]
     control: Option<PathBuf>,
 
+    /// Where Prometheus finds metrics, as in 127.0.0.1:9747; they are not protected, and name your disks
+    #[arg(long, value_name = "ADDR")]
+    metrics: Option<SocketAddr>,
+
     /// I/O threads, which the queues of all disks go to in turn; default: one per CPU, up to 16
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     iothreads: Option<u16>,
@@ -94,6 +100,10 @@ pub enum ServeError {
     Host(#[from] HostError),
     #[error(transparent)]
     Socket(#[from] SocketError),
+    #[error(
+        "metrics cannot be served at {0}: {1}; --metrics takes an address of this machine and a free port"
+    )]
+    Metrics(SocketAddr, io::Error),
     #[error("{0}: {1}")]
     System(&'static str, io::Error),
 }
@@ -130,6 +140,7 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
     let poll_max = args.poll_max_us.map(Duration::from_micros);
     let poll_max = poll_max.or(config.poll_max).unwrap_or(POLL_MAX_DEFAULT);
     let control = args.control.clone().or(config.control.clone());
+    let metrics = args.metrics.or(config.metrics);
     let threads = IoThreads::new(iothreads, &cpus.unwrap_or_default(), poll_max);
     let host = Arc::new(Host::new(threads));
 
@@ -144,6 +155,9 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
             host: host.clone(),
             config: config.clone(),
         };
+        if let Some(address) = metrics {
+            metrics::start(address, host.clone()).map_err(|e| ServeError::Metrics(address, e))?;
+        }
         Ok((ready, open_control(control.as_deref(), qmp)?))
     });
     let (ready, control) = match started {

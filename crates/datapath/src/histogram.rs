@@ -135,6 +135,19 @@ impl Histogram {
         all.filter(|(_, n)| **n > 0).map(|(i, n)| (bounds(i).1, *n))
     }
 
+    /// A histogram of what [`buckets`](Self::buckets) and [`sum_ns`](Self::sum_ns) gave.
+    pub fn from_buckets(buckets: impl IntoIterator<Item = (u64, u64)>, sum_ns: u64) -> Self {
+        let mut histogram = Self {
+            sum_ns,
+            ..Self::default()
+        };
+        for (end, n) in buckets {
+            let sum = &mut histogram.buckets[bucket(end.saturating_sub(1))];
+            *sum = sum.saturating_add(n);
+        }
+        histogram
+    }
+
     /// Adds the values of another one.
     pub fn add(&mut self, other: &Self) {
         for (n, more) in self.buckets.iter_mut().zip(&other.buckets) {
@@ -206,5 +219,7 @@ mod tests {
         assert_eq!(Histogram::default().mean_ns(), None);
         histogram.add(&new);
         assert_eq!(histogram, later);
+        let copy = Histogram::from_buckets(later.buckets(), later.sum_ns());
+        assert_eq!(copy, later);
     }
 }

@@ -88,14 +88,48 @@ impl DiskStats {
         }
     }
 
-    fn kinds(&mut self) -> [&mut RequestStats; KINDS] {
-        // In the order of `kind`.
+    /// What is counted of each kind of requests, by name.
+    pub fn kinds(&self) -> [(&'static str, &RequestStats); KINDS] {
         [
-            &mut self.read,
-            &mut self.write,
-            &mut self.flush,
-            &mut self.discard,
-            &mut self.write_zeroes,
+            ("read", &self.read),
+            ("write", &self.write),
+            ("flush", &self.flush),
+            ("discard", &self.discard),
+            ("write-zeroes", &self.write_zeroes),
+        ]
+    }
+
+    /// The same, to change it.
+    pub fn kinds_mut(&mut self) -> [(&'static str, &mut RequestStats); KINDS] {
+        // In the order of `kind`, as above.
+        [
+            ("read", &mut self.read),
+            ("write", &mut self.write),
+            ("flush", &mut self.flush),
+            ("discard", &mut self.discard),
+            ("write-zeroes", &mut self.write_zeroes),
+        ]
+    }
+}
+
+impl Latency {
+    /// The whole and its parts, by name.
+    pub fn stages(&self) -> [(&'static str, &Histogram); STAGES] {
+        [
+            ("total", &self.total),
+            ("waiting", &self.waiting),
+            ("engine", &self.engine),
+            ("publishing", &self.publishing),
+        ]
+    }
+
+    /// The same, to change it.
+    pub fn stages_mut(&mut self) -> [(&'static str, &mut Histogram); STAGES] {
+        [
+            ("total", &mut self.total),
+            ("waiting", &mut self.waiting),
+            ("engine", &mut self.engine),
+            ("publishing", &mut self.publishing),
         ]
     }
 }
@@ -354,16 +388,14 @@ impl Disk {
         };
         let load = |n: &AtomicU64| n.load(Ordering::Relaxed);
         for counters in &*self.statistics.queues() {
-            for (kind, sum) in stats.kinds().into_iter().enumerate() {
+            for (kind, (_, sum)) in stats.kinds_mut().into_iter().enumerate() {
                 sum.operations += load(&counters.operations[kind]);
                 sum.bytes = sum.bytes.wrapping_add(load(&counters.bytes[kind]));
                 sum.errors += load(&counters.errors[kind]);
                 if let Some(times) = counters.times.get() {
-                    let [total, waiting, engine, publishing] = &times[kind];
-                    total.add_to(&mut sum.latency.total);
-                    waiting.add_to(&mut sum.latency.waiting);
-                    engine.add_to(&mut sum.latency.engine);
-                    publishing.add_to(&mut sum.latency.publishing);
+                    for (filling, (_, sum)) in times[kind].iter().zip(sum.latency.stages_mut()) {
+                        filling.add_to(sum);
+                    }
                 }
             }
             stats.refused += load(&counters.refused);
