@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -31,11 +31,12 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Answers scrapers at this address until the process ends, and measures latencies from now on.
+/// Answers scrapers at this address until the process ends, and measures latencies from now on. Returns the address
+/// with the port that the kernel chose, if none was given.
 ///
 /// # Errors
 /// The address cannot be listened at, or there is no thread to be had.
-pub fn start(address: SocketAddr, host: Arc<Host>) -> io::Result<()> {
+pub fn start(address: SocketAddr, host: Arc<Host>) -> io::Result<SocketAddr> {
     let listener = TcpListener::bind(address)?;
     let address = listener.local_addr()?;
     host.watch_always();
@@ -43,7 +44,7 @@ pub fn start(address: SocketAddr, host: Arc<Host>) -> io::Result<()> {
         .name("metrics".into())
         .spawn(move || listen(&listener, &host))?;
     info!("metrics: http://{address}/metrics");
-    Ok(())
+    Ok(address)
 }
 
 fn listen(listener: &TcpListener, host: &Arc<Host>) {
@@ -117,7 +118,12 @@ fn answer(mut stream: &TcpStream, metrics: impl Fn() -> String) -> io::Result<()
         body.len()
     );
     stream.write_all(head.as_bytes())?;
-    stream.write_all(body.as_bytes())
+    stream.write_all(body.as_bytes())?;
+    // Closed with something unread, the connection would be reset, and the answer with it.
+    stream.shutdown(Shutdown::Write)?;
+    stream.set_read_timeout(Some(Duration::from_millis(100)))?;
+    let rest = io::copy(&mut stream.take(REQUEST_BYTES_MAX as u64), &mut io::sink());
+    rest.map(drop)
 }
 
 #[derive(Debug, PartialEq)]

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sd_notify::NotifyState;
+use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use thiserror::Error;
@@ -155,19 +156,21 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
             host: host.clone(),
             config: config.clone(),
         };
-        if let Some(address) = metrics {
-            metrics::start(address, host.clone()).map_err(|e| ServeError::Metrics(address, e))?;
-        }
-        Ok((ready, open_control(control.as_deref(), qmp)?))
+        let start = |address| {
+            let started = metrics::start(address, host.clone());
+            started.map_err(|e| ServeError::Metrics(address, e))
+        };
+        let metrics = metrics.map(start).transpose()?;
+        Ok((ready, metrics, open_control(control.as_deref(), qmp)?))
     });
-    let (ready, control) = match started {
+    let (ready, metrics, control) = match started {
         Ok(started) => started,
         Err(e) => {
             let _ = host.shut_down();
             return Err(e);
         }
     };
-    announce(&ready, args.json);
+    announce(&ready, metrics, args.json);
     for signal in signals.forever() {
         if signal != SIGHUP {
             break;
@@ -215,9 +218,12 @@ fn open_control(path: Option<&Path>, qmp: Qmp) -> Result<Option<ControlSocket>, 
         .map_err(|e| ServeError::System("cannot serve the control socket", e))
 }
 
-fn announce(ready: &[Ready], json: bool) {
+fn announce(ready: &[Ready], metrics: Option<SocketAddr>, json: bool) {
     let text = match json {
-        true => serde_json::json!({ "ready": true, "disks": ready }).to_string(),
+        true => {
+            let metrics = metrics.map(|address| format!("http://{address}/metrics"));
+            json!({ "ready": true, "disks": ready, "metrics": metrics }).to_string()
+        }
         false => paste::text(ready) + "ready",
     };
     let mut out = io::stdout().lock();

@@ -1,0 +1,353 @@
+//! What ringdisk counts and measures, through every window that there is on it.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use control::Client;
+use serde_json::{Value, json};
+use testkit::driver::{Device, DeviceConfig, HANG, Op};
+use testkit::server::Server;
+use virtio_bindings::virtio_blk::*;
+
+#[expect(dead_code, reason = "nothing here is random")]
+mod support;
+use support::{Disk, serve_all};
+
+const OK: u8 = VIRTIO_BLK_S_OK as u8;
+const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
+
+/// Where the ringdisk that serves a disk may have its control socket.
+fn control(disk: &Disk) -> PathBuf {
+    disk.socket.with_file_name("control.qmp")
+}
+
+/// A disk in service, with its control socket, and metrics at a port of the kernel's choice.
+struct Served {
+    server: Server,
+    disk: Disk,
+}
+
+impl Served {
+    fn new(options: &str) -> Self {
+        let disk = Disk::new();
+        let args = [
+            disk.argument(options),
+            format!("--control={}", control(&disk).display()),
+            "--metrics=127.0.0.1:0".into(),
+        ];
+        let server = serve_all(&args);
+        Self { server, disk }
+    }
+
+    fn connect(&self) -> Device {
+        Device::connect(&self.disk.socket, &DeviceConfig::default()).unwrap()
+    }
+
+    fn client(&self) -> Client {
+        Client::connect(control(&self.disk), HANG).unwrap()
+    }
+
+    fn stats(&self) -> Value {
+        let answer = self.client().call("x-ringdisk-stats", json!({})).unwrap();
+        answer["disks"][0]["stats"].clone()
+    }
+
+    fn ringdisk(&self, args: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+        command.stdin(Stdio::null()).args(args);
+        let output = command.arg("--control").arg(control(&self.disk)).output();
+        output.unwrap()
+    }
+
+    /// What a scraper gets, head and body.
+    fn http(&self, request: &str) -> (String, String) {
+        let url = self.server.ready["metrics"].as_str().unwrap().to_owned();
+        let address = url
+            .strip_prefix("http://")
+            .and_then(|u| u.strip_suffix("/metrics"));
+        let mut stream = TcpStream::connect(address.unwrap()).unwrap();
+        stream.set_read_timeout(Some(HANG)).unwrap();
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        let (head, body) = text.split_once("\r\n\r\n").unwrap();
+        (head.to_owned(), body.to_owned())
+    }
+
+    /// The value of a metric.
+    fn metric(&self, name: &str, labels: &str) -> f64 {
+        let (_, body) = self.http("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
+        let labels = labels.replace("DISK", &self.name());
+        let start = format!("{name}{{{labels}}} ");
+        let mut lines = body.lines().filter_map(|line| line.strip_prefix(&start));
+        let value = lines
+            .next()
+            .unwrap_or_else(|| panic!("no {start} in\n{body}"));
+        value.parse().unwrap()
+    }
+
+    fn name(&self) -> String {
+        let stem = self.disk.file.file_stem().unwrap();
+        stem.to_str().unwrap().to_owned()
+    }
+}
+
+/// 30 reads of 4 KiB, 20 writes of 8 KiB, 3 flushes, a discard and a write of zeroes, and a read too far.
+fn work(device: &mut Device) {
+    let queue = &mut device.queues[0];
+    for i in 0..30 {
+        assert_eq!(queue.run(Op::Read, i * 8, 4096), OK);
+    }
+    for i in 0..20 {
+        assert_eq!(queue.run(Op::Write, i * 16, 8192), OK);
+    }
+    for _ in 0..3 {
+        assert_eq!(queue.run(Op::Flush, 0, 0), OK);
+    }
+    assert_eq!(queue.run(Op::Discard, 0, 1 << 20), OK);
+    assert_eq!(
+        queue.run(Op::WriteZeroes { unmap: true }, 4096, 1 << 16),
+        OK
+    );
+    assert_eq!(queue.run(Op::Read, 1 << 40, 4096), IOERR);
+}
+
+#[test]
+fn every_window_shows_the_same_work() {
+    let served = Served::new("queues=2");
+    let mut device = served.connect();
+    work(&mut device);
+
+    let stats = served.stats();
+    let expected = [
+        ("read", 30, 30 * 4096),
+        ("write", 20, 20 * 8192),
+        ("flush", 3, 0),
+        ("discard", 1, 1 << 20),
+        ("write-zeroes", 1, 1 << 16),
+    ];
+    for (kind, operations, bytes) in expected {
+        let counted = &stats[kind];
+        assert_eq!(counted["operations"], operations, "{kind}");
+        assert_eq!(counted["bytes"], bytes, "{kind}");
+        assert_eq!(counted["errors"], 0, "{kind}");
+        let latency = &counted["latency"];
+        let sum = |stage: &str| latency[stage]["sum-ns"].as_u64().unwrap();
+        for stage in ["total", "waiting", "engine", "publishing"] {
+            assert_eq!(latency[stage]["count"], operations, "{kind} {stage}");
+        }
+        assert!(sum("total") > 0);
+        let parts = sum("waiting") + sum("engine") + sum("publishing");
+        assert_eq!(sum("total"), parts, "{kind}: the parts make the whole");
+        let labels = format!("disk=\"DISK\",operation=\"{kind}\"");
+        let metric = |name: &str, more: &str| served.metric(name, &format!("{labels}{more}"));
+        assert_eq!(
+            metric("ringdisk_disk_operations_total", ""),
+            f64::from(operations)
+        );
+        assert_eq!(metric("ringdisk_disk_bytes_total", ""), f64::from(bytes));
+        let count = metric("ringdisk_disk_request_seconds_count", ",stage=\"engine\"");
+        assert_eq!(count, f64::from(operations));
+        let seconds = metric("ringdisk_disk_request_seconds_sum", ",stage=\"total\"");
+        assert!((seconds * 1e9 / sum("total") as f64 - 1.0).abs() < 1e-6);
+    }
+    assert_eq!(stats["refused"], 1);
+    assert_eq!(stats["under-way"], 0);
+    assert_eq!(
+        served.metric("ringdisk_disk_refused_total", "disk=\"DISK\""),
+        1.0
+    );
+    assert_eq!(
+        served.metric("ringdisk_disk_connected", "disk=\"DISK\""),
+        1.0
+    );
+
+    let reply = served.client().call("query-blockstats", json!({})).unwrap();
+    assert_eq!(reply[0]["device"], served.name());
+    let counted = &reply[0]["stats"];
+    assert_eq!(counted["rd_operations"], 30);
+    assert_eq!(counted["wr_operations"], 20 + 1);
+    assert_eq!(counted["wr_bytes"], 20 * 8192 + (1 << 16));
+    assert_eq!(counted["flush_operations"], 3);
+    assert_eq!(counted["unmap_operations"], 1);
+    assert_eq!(
+        counted["rd_total_time_ns"],
+        stats["read"]["latency"]["total"]["sum-ns"]
+    );
+    let nodes = json!({ "query-nodes": true });
+    let reply = served.client().call("query-blockstats", nodes).unwrap();
+    assert_eq!(reply[0]["node-name"], served.name());
+    assert_eq!(reply[0]["device"], Value::Null);
+
+    // A disk that its VM leaves keeps what it has counted.
+    drop(device);
+    let mut device = served.connect();
+    assert_eq!(device.queues[0].run(Op::Read, 0, 512), OK);
+    assert_eq!(served.stats()["read"]["operations"], 31);
+}
+
+#[test]
+fn latencies_are_measured_once_somebody_asks() {
+    let disk = Disk::new();
+    let args = [
+        disk.argument(""),
+        format!("--control={}", control(&disk).display()),
+    ];
+    let server = serve_all(&args);
+    let served = Served { server, disk };
+    let mut device = served.connect();
+    let queue = &mut device.queues[0];
+    assert_eq!(queue.run(Op::Read, 0, 4096), OK);
+    let stats = served.stats();
+    assert_eq!(stats["read"]["operations"], 1);
+    assert_eq!(
+        stats["read"]["latency"]["total"]["count"], 0,
+        "nobody had asked"
+    );
+    for _ in 0..5 {
+        assert_eq!(queue.run(Op::Read, 0, 4096), OK);
+    }
+    let stats = served.stats();
+    assert_eq!(stats["read"]["operations"], 6);
+    assert_eq!(stats["read"]["latency"]["total"]["count"], 5);
+}
+
+#[test]
+fn a_limit_shows_as_waiting() {
+    let served = Served::new("iops=20");
+    let mut device = served.connect();
+    let queue = &mut device.queues[0];
+    for i in 0..20 {
+        assert_eq!(queue.run(Op::Read, i * 8, 4096), OK);
+    }
+    let latency = &served.stats()["read"]["latency"];
+    let sum = |stage: &str| latency[stage]["sum-ns"].as_u64().unwrap();
+    assert!(
+        sum("waiting") > sum("total") / 2,
+        "waited {} of {} ns",
+        sum("waiting"),
+        sum("total")
+    );
+}
+
+#[test]
+fn people_see_rates() {
+    let served = Served::new("");
+    let name = served.name();
+    let output = std::thread::scope(|scope| {
+        let running = scope.spawn(|| served.ringdisk(&["stats", "--json", "--seconds", "2"]));
+        let mut device = served.connect();
+        while !running.is_finished() {
+            assert_eq!(device.queues[0].run(Op::Read, 0, 4096), OK);
+        }
+        running.join().unwrap()
+    });
+    assert!(output.status.success(), "{output:?}");
+    let disks: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let disk = &disks[0];
+    assert_eq!(disk["name"], name);
+    let number = |value: &Value| value.as_f64().unwrap();
+    let iops = number(&disk["read"]["iops"]);
+    assert!(iops > 0.0);
+    assert!((number(&disk["read"]["bps"]) / iops - 4096.0).abs() < 1e-6);
+    let p = |name: &str| number(&disk["read"]["total-latency"][name]);
+    assert!(p("p50-ns") > 0.0 && p("p50-ns") <= p("p99-ns") && p("p99-ns") <= p("p99.9-ns"));
+    let depth = number(&disk["queue-depth"]);
+    assert!(
+        depth > 0.0 && depth <= 1.1,
+        "one at a time, and not {depth}"
+    );
+    assert!(number(&disk["cpu-ns-per-operation"]) > 0.0);
+    assert!(disk["total"]["read"]["operations"].as_u64().unwrap() > 0);
+
+    let output = served.ringdisk(&["stats", &name]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    let lines: Vec<_> = text.lines().collect();
+    assert!(
+        lines[0].starts_with("NAME") && lines[0].contains("P99.9"),
+        "{text}"
+    );
+    assert!(lines[1].starts_with(&name), "{text}");
+
+    let output = served.ringdisk(&["stats", "nobody"]);
+    assert_eq!(output.status.code(), Some(1));
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        text.contains(&format!("no disk 'nobody'; served are: {name}")),
+        "{text}"
+    );
+
+    let output = served.ringdisk(&["top"]);
+    assert_eq!(output.status.code(), Some(1));
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        text.contains("'ringdisk stats' works without one"),
+        "{text}"
+    );
+}
+
+#[test]
+fn storage_that_fails_is_told_of() {
+    let served = Served::new("");
+    let mut control = served.client();
+    let mut device = served.connect();
+    let queue = &mut device.queues[0];
+    assert_eq!(queue.run(Op::Read, 8192, 4096), OK);
+    // As when somebody takes the file away under it.
+    let file = File::options().write(true).open(&served.disk.file).unwrap();
+    file.set_len(1 << 20).unwrap();
+    assert_eq!(queue.run(Op::Read, 8192, 4096), IOERR);
+    let event = control.event(HANG).unwrap().expect("no event came");
+    assert_eq!(event["event"], "BLOCK_IO_ERROR");
+    let data = &event["data"];
+    assert_eq!(data["device"], served.name());
+    assert_eq!(data["node-name"], served.name());
+    assert_eq!(data["operation"], "read");
+    assert_eq!(data["action"], "report");
+    assert_eq!(data["nospace"], false);
+    assert_eq!(data["reason"], "the file ends before the disk does");
+    assert_eq!(served.stats()["read"]["errors"], 1);
+    // What the guest did wrong is no error of the storage.
+    assert_eq!(queue.run(Op::Read, 1 << 40, 4096), IOERR);
+    assert_eq!(control.event(Duration::from_secs(2)).unwrap(), None);
+}
+
+#[test]
+fn scrapers_and_others_get_an_answer() {
+    let served = Served::new("");
+    let status = |request: &str| {
+        let (head, _) = served.http(request);
+        head.split(' ').nth(1).unwrap().to_owned()
+    };
+    let (head, body) = served.http("GET /metrics HTTP/1.0\r\n\r\n");
+    assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
+    assert!(head.contains("text/plain; version=0.0.4"), "{head}");
+    assert!(
+        head.contains(&format!("Content-Length: {}", body.len())),
+        "{head}"
+    );
+    assert_eq!(status("GET / HTTP/1.1\r\n\r\n"), "404");
+    assert_eq!(status("DELETE /metrics HTTP/1.1\r\n\r\n"), "405");
+    assert_eq!(status("nonsense\r\n\r\n"), "400");
+    let endless = format!("GET /metrics HTTP/1.1\r\nA: {}", "a".repeat(7 << 10));
+    assert_eq!(status(&(endless + &"b".repeat(2 << 10))), "400");
+
+    // An address that cannot be had is an error with a way out.
+    let taken = served.server.ready["metrics"].as_str().unwrap();
+    let taken = taken
+        .strip_prefix("http://")
+        .and_then(|u| u.strip_suffix("/metrics"));
+    let other = Disk::new();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+    command.args(["serve", &other.argument(""), "--metrics", taken.unwrap()]);
+    command.arg("--control").arg(control(&other));
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(text.contains("--metrics takes an address"), "{text}");
+    assert!(!other.socket.exists(), "nothing is left behind");
+}
