@@ -8,6 +8,7 @@ mod export;
 mod host;
 mod iothreads;
 mod limits;
+mod manual;
 mod metrics;
 mod node;
 mod paste;
@@ -21,7 +22,7 @@ mod stats;
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tracing_subscriber::EnvFilter;
 
@@ -58,6 +59,8 @@ enum Command {
     Replace(client::ReplaceArgs),
     /// Read the configuration anew
     Reload(client::ReloadArgs),
+    /// Write manual pages and shell completions into a directory
+    Manual(manual::Args),
 }
 
 fn main() -> ExitCode {
@@ -82,6 +85,7 @@ fn main() -> ExitCode {
 fn run(command: &Command) -> Result<(), Failure> {
     match command {
         Command::Serve(args) => return Ok(serve::run(args)?),
+        Command::Manual(args) => return Ok(manual::run(args, Cli::command())?),
         Command::List(args) => client::list(args),
         Command::Attach(args) => client::attach(args),
         Command::Detach(args) => client::detach(args),
@@ -111,6 +115,13 @@ impl From<serve::ServeError> for Failure {
 impl From<client::CommandLineError> for Failure {
     fn from(e: client::CommandLineError) -> Self {
         let (code, problem) = (e.exit_code(), e.to_string());
+        Self { code, problem }
+    }
+}
+
+impl From<manual::ManualError> for Failure {
+    fn from(e: manual::ManualError) -> Self {
+        let (code, problem) = (1, e.to_string());
         Self { code, problem }
     }
 }

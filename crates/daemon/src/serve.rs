@@ -34,7 +34,8 @@ Options of a disk (a comma in a value is doubled):
   file=PATH            file or block device; null:SIZE stores nothing
   name=NAME            default: from the file
   format=raw           default: from .raw or .img, raw for a block device; never from the content
-  socket=PATH          default: NAME.sock in /run/ringdisk (root), $XDG_RUNTIME_DIR/ringdisk, or here
+  socket=PATH          default: NAME.sock in $RUNTIME_DIRECTORY (systemd), /run/ringdisk (root),
+                       $XDG_RUNTIME_DIR/ringdisk, or here
   cache=MODE           as in QEMU. none (default): O_DIRECT; writeback: through the host's page cache;
                        directsync, writethrough: the same, and each write is durable when it is done;
                        unsafe: as writeback, and flushes are IGNORED
@@ -175,17 +176,26 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
         if signal != SIGHUP {
             break;
         }
+        tell_manager_of_reload();
         if let Some(config) = &config
             && let Err(e) = config.reload(&host)
         {
             error!("{e}");
         }
         host.look_for_growth();
+        let _ = sd_notify::notify(&[NotifyState::Ready]);
     }
     info!("stopping: finishing what is under way");
     let _ = sd_notify::notify(&[NotifyState::Stopping]);
     drop(control);
     Ok(host.shut_down()?)
+}
+
+/// sd_notify(3): the time tells systemd from version 253 on which of several reloads this is.
+fn tell_manager_of_reload() {
+    if let Ok(now) = NotifyState::monotonic_usec_now() {
+        let _ = sd_notify::notify(&[NotifyState::Reloading, now]);
+    }
 }
 
 fn start(host: &Host, config: &Config, specs: Vec<DiskSpec>) -> Result<Vec<Ready>, ServeError> {

@@ -95,10 +95,17 @@ pub fn path(spec: &DiskSpec) -> PathBuf {
     spec.socket.clone().unwrap_or_else(default)
 }
 
-/// Where sockets are if the operator does not say. Never in a directory that others may write
-/// to: whoever swaps the socket is handed the guest's memory.
+/// Where sockets are if the operator does not say: where a service manager has made a directory for them
+/// (systemd.exec(5), `RuntimeDirectory`), or else where this user has one. Never in a directory that others
+/// may write to: whoever swaps the socket is handed the guest's memory.
 pub fn directory() -> PathBuf {
     let root = rustix::process::geteuid().is_root();
+    if let Some(first) = std::env::var_os("RUNTIME_DIRECTORY")
+        .and_then(|all| std::env::split_paths(&all).next())
+        .filter(|first| first.is_absolute())
+    {
+        return first;
+    }
     match std::env::var_os("XDG_RUNTIME_DIR") {
         _ if root => "/run/ringdisk".into(),
         Some(directory) => PathBuf::from(directory).join("ringdisk"),

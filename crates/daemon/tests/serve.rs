@@ -463,6 +463,22 @@ fn is_told(address: &str, manager: &UnixDatagram) {
     };
     assert_eq!(told().trim_end(), "READY=1");
     assert_serves(&disk.socket);
+    // Type=notify-reload asks for the time, and takes the reload for done at the next READY=1.
+    let mut last_us = 0;
+    for _ in 0..2 {
+        server.signal(Signal::HUP);
+        let reloading = told();
+        let (first, second) = reloading.trim_end().split_once('\n').unwrap();
+        assert_eq!(first, "RELOADING=1");
+        let now_us: u64 = second
+            .strip_prefix("MONOTONIC_USEC=")
+            .unwrap()
+            .parse()
+            .unwrap();
+        assert!(now_us > last_us, "{now_us} {last_us}");
+        last_us = now_us;
+        assert_eq!(told().trim_end(), "READY=1");
+    }
     assert!(server.terminate().unwrap().success());
     assert_eq!(told().trim_end(), "STOPPING=1");
 }
@@ -527,6 +543,11 @@ fn the_default_socket_is_where_this_user_may_write() {
         command.env("XDG_RUNTIME_DIR", dir.path());
         assert_eq!(serve(command), Path::new("/run/ringdisk").join(&file));
     }
+    // A service manager may have made more than one, of which the first is meant.
+    let mut command = ringdisk();
+    let made = format!("{}:/run/other", dir.path().join("service").display());
+    command.env("RUNTIME_DIRECTORY", made);
+    assert_eq!(serve(command), dir.path().join("service").join(&file));
     let Some((mut command, home)) = as_nobody("the_default_socket_is_where_this_user_may_write")
     else {
         return;

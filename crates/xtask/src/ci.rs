@@ -290,7 +290,8 @@ fn read(file: &Path) -> Result<String> {
     fs::read_to_string(root().join(file)).with_context(|| format!("reading {}", file.display()))
 }
 
-fn metadata() -> Result<Value> {
+/// What cargo knows of the workspace.
+pub fn metadata() -> Result<Value> {
     let output = cargo()
         .args(["metadata", "--format-version=1", "--locked"])
         .output()
@@ -314,7 +315,8 @@ fn list(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
-fn text(value: &Value) -> &str {
+/// A text in it; empty if there is none.
+pub fn text(value: &Value) -> &str {
     value.as_str().unwrap_or_default()
 }
 

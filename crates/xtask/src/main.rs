@@ -2,6 +2,7 @@
 
 mod bench;
 mod ci;
+mod deb;
 mod demo;
 mod fuzz;
 mod packages;
@@ -23,6 +24,8 @@ enum Xtask {
     Bench(Box<bench::Args>),
     /// Feed every parser of hostile bytes with such bytes; needs a nightly toolchain
     Fuzz(fuzz::Args),
+    /// Make a Debian package of the program, its service and its manual
+    Deb,
     /// Run what CI runs: format, clippy, crate borders, unsafe policy, licences, documents, and the tests
     Ci(ci::Args),
     /// Install what the other commands need, on Debian
@@ -35,8 +38,11 @@ fn main() -> ExitCode {
         Xtask::Test => test::run(),
         Xtask::Bench(args) => bench::run(*args),
         Xtask::Fuzz(args) => fuzz::run(&args),
+        Xtask::Deb => deb::run(),
         Xtask::Ci(args) => ci::run(&args),
-        Xtask::Install => packages::ensure().and_then(|()| packages::qmp::ensure()),
+        Xtask::Install => packages::ensure()
+            .and_then(|()| packages::qmp::ensure())
+            .and_then(|()| packages::deb::ensure()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -59,6 +59,23 @@ fn a_whole_file() {
     assert_eq!(parse(""), Config::default());
 }
 
+/// What the package installs says nothing as it is, and all that it shows by way of example is right.
+#[test]
+fn the_example_says_nothing_until_it_is_uncommented() {
+    let example = include_str!("../../../../packaging/ringdisk.toml");
+    assert_eq!(parse(example), Config::default());
+    let uncommented: String = example
+        .lines()
+        .filter_map(|line| match line.strip_prefix('#') {
+            Some(prose) if prose.is_empty() || prose.starts_with(' ') => None,
+            line => Some(format!("{}\n", line.unwrap_or_default())),
+        })
+        .collect();
+    let config = parse(&uncommented);
+    assert_eq!((config.disks.len(), config.groups.len()), (2, 1));
+    assert_eq!((config.threads.len(), config.iothreads), (1, Some(2)));
+}
+
 #[test]
 fn a_mistake_is_named_with_its_line_and_key() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,0 +1,70 @@
+//! `cargo xtask deb`: a Debian package of the program, its service and its manual.
+
+use crate::{cargo, ci, packages, root};
+use anyhow::{Context, Result, ensure};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Builds the program and packs it.
+pub fn run() -> Result<()> {
+    packages::deb::ensure()?;
+    let mut build = cargo();
+    build.args(["build", "--release", "--package=ringdisk", "--locked"]);
+    succeeds(&mut build)?;
+    let metadata = ci::metadata()?;
+    let target = Path::new(ci::text(&metadata["target_directory"]));
+    let output = target.join("debian");
+    // The symbols go into a package of their own, for who wants to profile.
+    let package = pack(&target.join("release"), "release", &output, &["--dbgsym"])?;
+    println!("{}", package.display());
+    Ok(())
+}
+
+/// Packs the program that has been built in `built`, which is where cargo puts what it builds with
+/// `profile`. Returns the package's path, in `output`.
+fn pack(built: &Path, profile: &str, output: &Path, options: &[&str]) -> Result<PathBuf> {
+    let manual = built.join("package");
+    fs::create_dir_all(&manual).with_context(|| format!("making {}", manual.display()))?;
+    succeeds(
+        Command::new(built.join("ringdisk"))
+            .arg("manual")
+            .arg(&manual),
+    )?;
+    // Debian's manual pages are compressed; its gzip leaves out the time, so that the same gives the same.
+    let pages = fs::read_dir(&manual).with_context(|| format!("reading {}", manual.display()))?;
+    let pages = pages.flatten().map(|page| page.path());
+    let pages = pages.filter(|path| path.extension().is_some_and(|extension| extension == "1"));
+    succeeds(Command::new("gzip").arg("-9nf").args(pages))?;
+    let mut pack = Command::new(packages::deb::program()?);
+    pack.current_dir(root())
+        .args(["--package=ringdisk", "--no-build", "--locked", "--quiet"])
+        .arg(format!("--profile={profile}"))
+        .arg("--output")
+        .arg(output)
+        .args(options);
+    let result = pack.output().context("starting cargo-deb")?;
+    ensure!(
+        result.status.success(),
+        "cargo-deb failed ({}): {}",
+        result.status,
+        String::from_utf8_lossy(&result.stderr).trim()
+    );
+    // It prints the path of each package that it has made.
+    let printed = String::from_utf8_lossy(&result.stdout).into_owned();
+    let package = printed.lines().find(|line| line.ends_with(".deb"));
+    Ok(PathBuf::from(package.with_context(|| {
+        format!("cargo-deb names no package: {printed}")
+    })?))
+}
+
+fn succeeds(command: &mut Command) -> Result<()> {
+    let status = command
+        .status()
+        .with_context(|| format!("starting {command:?}"))?;
+    ensure!(status.success(), "{command:?} failed ({status})");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

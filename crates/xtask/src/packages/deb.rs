@@ -1,0 +1,44 @@
+//! cargo-deb, which makes the Debian package: in the cache, so that the user's own stays as it is.
+
+use anyhow::{Context, Result, ensure};
+use std::path::PathBuf;
+use testkit::vm::cache_dir;
+
+use super::run;
+use crate::cargo;
+
+/// The version that makes the package as it was looked at.
+const VERSION: &str = "3.8.0";
+
+fn folder() -> PathBuf {
+    cache_dir().join(format!("cargo-deb-{VERSION}"))
+}
+
+/// The program.
+///
+/// # Errors
+/// It is not there; [`ensure`] builds it.
+pub fn program() -> Result<PathBuf> {
+    let program = folder().join("bin/cargo-deb");
+    ensure!(
+        program.is_file(),
+        "{} is missing; `cargo xtask install` builds it",
+        program.display()
+    );
+    Ok(program)
+}
+
+/// Builds it if it is missing; quick, and without network, when it is there.
+pub fn ensure() -> Result<()> {
+    if program().is_ok() {
+        return Ok(());
+    }
+    println!("building cargo-deb {VERSION} into {}", folder().display());
+    let mut install = cargo();
+    install
+        .args(["install", "cargo-deb", "--locked", "--quiet"])
+        .arg(format!("--version={VERSION}"))
+        .arg("--root")
+        .arg(folder());
+    run(&mut install).context("cargo can't build cargo-deb; it needs a network with crates.io")
+}
