@@ -538,6 +538,11 @@ impl Queue {
         self.ring.wait();
     }
 
+    /// Sleeps until the device has completed something on one of `queues`.
+    pub fn wait_any<'a>(queues: impl Iterator<Item = &'a mut Self>) {
+        Ring::wait_any(queues.map(|queue| &mut queue.ring));
+    }
+
     /// Copies into a slot's buffer.
     pub fn write_buffer(&mut self, slot: u16, bytes: &[u8]) {
         self.memory.write(self.buffer(slot), bytes);

@@ -431,3 +431,19 @@ pub fn eventfd_wait(fd: &OwnedFd, timeout: Option<Duration>) -> io::Result<bool>
     rustix::io::read(fd, &mut [0; 8])?;
     Ok(true)
 }
+
+/// Waits for one of several eventfds, and resets those that were written to.
+pub fn eventfd_wait_any(fds: &[&OwnedFd]) -> io::Result<()> {
+    use rustix::event::{PollFd, PollFlags, poll};
+    let mut polled: Vec<_> = fds
+        .iter()
+        .map(|fd| PollFd::new(*fd, PollFlags::IN))
+        .collect();
+    poll(&mut polled, None)?;
+    for (fd, polled) in fds.iter().zip(&polled) {
+        if polled.revents().contains(PollFlags::IN) {
+            rustix::io::read(fd, &mut [0; 8])?;
+        }
+    }
+    Ok(())
+}

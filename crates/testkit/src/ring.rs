@@ -11,7 +11,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::frontend::{RingAddresses, eventfd, eventfd_wait};
+use crate::frontend::{RingAddresses, eventfd, eventfd_wait, eventfd_wait_any};
 use crate::memory::{Memory, Region};
 
 pub use packed::{PackedDesc, PackedRing};
@@ -273,6 +273,17 @@ impl Ring {
             eventfd_wait(&self.call, None).expect("the call eventfd is readable");
         }
         self.want_calls(false);
+    }
+
+    /// Sleeps on the call eventfds of all `rings` until the device has used a buffer of one.
+    pub fn wait_any<'a>(rings: impl Iterator<Item = &'a mut Self>) {
+        let mut rings: Vec<_> = rings.collect();
+        rings.iter_mut().for_each(|ring| ring.want_calls(true));
+        while !rings.iter().any(|ring| ring.has_used()) {
+            let calls: Vec<_> = rings.iter().map(|ring| &ring.call).collect();
+            eventfd_wait_any(&calls).expect("the call eventfds are readable");
+        }
+        rings.iter_mut().for_each(|ring| ring.want_calls(false));
     }
 
     /// Like `wait`, but gives up (false) when no call has come for `timeout`.

@@ -12,7 +12,9 @@ mod picture;
 mod plan;
 mod process;
 mod report;
+mod scaling;
 mod server;
+mod setting;
 mod stats;
 
 use std::io::IsTerminal;
@@ -29,7 +31,8 @@ use client::{Job, Sample};
 use instructions::Instructions;
 use plan::{Backing, Cell, Client, Rw, Server, Workload};
 use report::{CellResult, Idle, Record, Report};
-use server::{Programs, Running, SERVER_CPU};
+use server::{CLIENT_CPU, Programs, Running, SERVER_CPU};
+use setting::{Aio, Cache, Lists, Poll, Ring, Setting};
 
 /// Measure ringdisk beside qemu-storage-daemon and fio on the host
 #[derive(clap::Args)]
@@ -53,6 +56,26 @@ pub struct Args {
     /// Clients [default: a sleeping ring driver and blkio; on the null disk a polling ring driver and blkio]
     #[arg(long, value_delimiter = ',')]
     client: Vec<Client>,
+
+    /// Engines of every server; the lists from here to --ring multiply [default: each server's choice]
+    #[arg(long, value_delimiter = ',')]
+    aio: Vec<Aio>,
+
+    /// Cache modes of every server [default: none, on the page cache writeback]
+    #[arg(long, value_delimiter = ',')]
+    cache: Vec<Cache>,
+
+    /// Queues in use, each at the row's depth; one I/O thread serves them all [default: 1]
+    #[arg(long, value_delimiter = ',', value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    queues: Vec<u16>,
+
+    /// Whether servers may poll, adaptively for up to 100 us, before they sleep [default: each server's own limit]
+    #[arg(long, value_delimiter = ',')]
+    poll: Vec<Poll>,
+
+    /// Kinds of virtqueues; qemu-storage-daemon and blkio have no packed ones [default: split]
+    #[arg(long, value_delimiter = ',')]
+    ring: Vec<Ring>,
 
     /// Contestants; the baseline takes part when --baseline is given
     #[arg(
@@ -107,7 +130,13 @@ pub struct Args {
     #[arg(long)]
     fairness: bool,
 
-    /// Count the server's instructions per I/O on the null disk at depth 32 instead of measuring the workloads
+    /// Measure what a second core with a second queue brings on the null disk, and what 32 disks of 4 queues cost per
+    /// I/O on two I/O threads, instead of the workloads
+    #[arg(long)]
+    scaling: bool,
+
+    /// Count the server's instructions per I/O on the null disk at depth 32, in each setting, instead of measuring the
+    /// workloads
     #[arg(long)]
     instructions: bool,
 
@@ -170,10 +199,14 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     if bench.args.fairness {
         return bench.fairness();
     }
-    let report = match (bench.args.idle, bench.args.instructions) {
-        (true, _) => bench.idle()?,
-        (false, true) => bench.instructions()?,
-        (false, false) => bench.measure()?,
+    let report = if bench.args.idle {
+        bench.idle()?
+    } else if bench.args.instructions {
+        bench.instructions()?
+    } else if bench.args.scaling {
+        bench.scaling()?
+    } else {
+        bench.measure()?
     };
     print!("{}", report.table());
     bench.save(&report)?;
@@ -238,7 +271,7 @@ impl Bench {
             .map(|client| {
                 let servers = self
                     .servers()
-                    .filter(|server| differs_on(*server, cell.backing));
+                    .filter(|server| cell.setting.concerns(*server, cell.backing));
                 let mut group: Vec<_> = servers.map(|server| (server, Some(*client))).collect();
                 random.shuffle(&mut group);
                 group
@@ -260,18 +293,21 @@ impl Bench {
     }
 
     fn measure(&self) -> anyhow::Result<Report> {
-        let cells = plan::cells(&plan::Filter {
+        let filter = plan::Filter {
             backings: self.args.only.clone(),
             rw: self.args.rw.clone(),
             depths: self.args.depth.clone(),
             clients: self.args.client.clone(),
+            settings: self.settings(),
             targets_only: self.args.targets || self.args.quick,
-        });
+        };
+        let cells = plan::cells(&filter);
         if cells.is_empty() {
             bail!("no cell is left by these filters");
         }
         let mut random = Random(self.args.seed);
         let mut report = self.new_report();
+        report.skipped = plan::left_out(&filter);
         let turns = |cell: &Cell| self.order(cell, &mut Random(0)).len() * self.rounds();
         let mut progress = Progress::new(cells.iter().map(turns).sum());
         for cells in cells.chunk_by(|a, b| a.backing == b.backing) {
@@ -285,43 +321,39 @@ impl Bench {
                     continue;
                 }
             };
-            for cell in cells {
-                let mut result = CellResult {
-                    cell: cell.clone(),
-                    records: Vec::new(),
-                };
+            // Settings of one workload are compared with each other too: they take turns.
+            for cells in cells.chunk_by(|a, b| a.workload == b.workload) {
+                let first = report.cells.len();
+                report.cells.extend(cells.iter().map(CellResult::new));
                 for round in 0..self.rounds() {
-                    for (server, client) in self.order(cell, &mut random) {
-                        if self.interrupted.load(Ordering::Relaxed) {
-                            report.skipped.push("the rest: interrupted".into());
-                            report.cells.push(result);
-                            return Ok(report);
-                        }
-                        progress.show(cell, server, round);
-                        match self.sample(cell, server, client, &backing, random.next()) {
-                            Ok(sample) => result.records.push(Record {
-                                round,
-                                server,
-                                client,
-                                sample,
-                            }),
-                            // Ctrl-C ends the server and the client as well.
-                            Err(_) if self.interrupted.load(Ordering::Relaxed) => {}
-                            Err(error) => {
-                                let who = client
-                                    .map(|client| format!(" with {client}"))
-                                    .unwrap_or_default();
-                                let text = format!(
-                                    "{} {}, {server}{who}: {error:#}",
-                                    cell.backing, cell.workload
-                                );
-                                progress.complain(&text);
-                                report.failures.push(text);
+                    let mut order: Vec<usize> = (0..cells.len()).collect();
+                    random.shuffle(&mut order);
+                    for cell in order {
+                        for (server, client) in self.order(&cells[cell], &mut random) {
+                            if self.interrupted.load(Ordering::Relaxed) {
+                                report.skipped.push("the rest: interrupted".into());
+                                return Ok(report);
+                            }
+                            let (place, cell) = (first + cell, &cells[cell]);
+                            progress.show(cell, server, round);
+                            match self.sample(cell, server, client, &backing, random.next()) {
+                                Ok(sample) => report.cells[place].records.push(Record {
+                                    round,
+                                    server,
+                                    client,
+                                    sample,
+                                }),
+                                // Ctrl-C ends the server and the client as well.
+                                Err(_) if self.interrupted.load(Ordering::Relaxed) => {}
+                                Err(error) => {
+                                    let text = failure(cell, server, client, &error);
+                                    progress.complain(&text);
+                                    report.failures.push(text);
+                                }
                             }
                         }
                     }
                 }
-                report.cells.push(result);
                 self.save(&report)?;
             }
         }
@@ -337,22 +369,15 @@ impl Bench {
         backing: &Prepared,
         seed: u64,
     ) -> anyhow::Result<Sample> {
-        backing.settle()?;
+        backing.settle(cell.setting.cache_on(cell.backing))?;
         process::wait_for_quiet(Duration::from_secs_f64(self.args.patience))?;
         match client {
-            None => server::host(
-                backing,
-                &cell.workload,
-                self.args.warmup,
-                self.runtime(),
-                seed,
-            ),
+            None => server::host(backing, cell, self.args.warmup, self.runtime(), seed),
             Some(client) => {
-                let running = Running::start(server, backing, &self.programs, &self.dir)?;
-                running.measure(
-                    &self.job(&running, client, cell.workload, None, seed),
-                    &self.programs,
-                )
+                let setting = cell.setting;
+                let running = Running::start(server, backing, setting, &self.programs, &self.dir)?;
+                let job = self.job(&running, client, cell.workload, setting, seed);
+                running.measure(&job, &self.programs)
             }
         }
     }
@@ -371,14 +396,12 @@ impl Bench {
         let backing = Prepared::new(kind, &self.dir, self.args.size << 30)?;
         for server in self.servers() {
             eprintln!("{server}: connected and idle for {IDLE_SECONDS} s ...");
-            let running = Running::start(server, &backing, &self.programs, &self.dir)?;
-            let job = self.job(
-                &running,
-                client,
-                workload,
-                Some(IDLE_SECONDS),
-                self.args.seed,
-            );
+            let setting = Setting::default();
+            let running = Running::start(server, &backing, setting, &self.programs, &self.dir)?;
+            let job = Job {
+                idle_s: Some(IDLE_SECONDS),
+                ..self.job(&running, client, workload, setting, self.args.seed)
+            };
             let sample = running.measure(&job, &self.programs)?;
             report.idle.push(Idle {
                 server,
@@ -401,7 +424,7 @@ impl Bench {
             Prepared::new(kind, &dir, size)
         };
         let (quiet, busy) = (prepare("quiet")?, prepare("busy")?);
-        let files = [&quiet, &busy].map(server::file);
+        let files = [&quiet, &busy].map(|disk| server::file(disk, Setting::default()));
         let rounds = self.args.rounds.unwrap_or(3);
         neighbours::fairness(&self.programs, &self.dir, &files, rounds, self.runtime())
     }
@@ -415,25 +438,65 @@ impl Bench {
             block: 4 << 10,
             depth: 32,
         };
-        for server in self.servers() {
-            eprintln!("{server}: counting instructions ...");
-            let running = Running::start(server, &Prepared::Null, &self.programs, &self.dir)?;
-            let job = Job {
-                warmup_s: instructions::WARMUP.as_secs_f64(),
-                runtime_s: instructions::WINDOW.as_secs_f64(),
-                cooldown_s: instructions::COOLDOWN.as_secs_f64(),
-                ..self.job(&running, Client::RingPoll, workload, None, self.args.seed)
-            };
-            let client = running.start_client(&job, &self.programs)?;
-            let per_io =
-                instructions::per_io(running.pid(), client, |client| running.finish(client))?;
-            report.instructions.push(Instructions {
-                server,
-                depth: workload.depth,
-                per_io,
-            });
+        let settings = plan::settings(&self.settings(), Backing::Null);
+        for setting in settings {
+            let servers = self.servers();
+            for server in servers.filter(|it| setting.concerns(*it, Backing::Null)) {
+                eprintln!("{server} {setting}: counting instructions ...");
+                let backing = Prepared::Null;
+                let running = Running::start(server, &backing, setting, &self.programs, &self.dir)?;
+                let seed = self.args.seed;
+                let job = instructions::job(self.job(
+                    &running,
+                    Client::RingPoll,
+                    workload,
+                    setting,
+                    seed,
+                ));
+                let client = running.start_client(&job, &self.programs)?;
+                let per_io =
+                    instructions::per_io(running.pid(), client, |client| running.finish(client))?;
+                report.instructions.push(Instructions {
+                    server,
+                    setting,
+                    disks: 1,
+                    depth: workload.depth,
+                    per_io,
+                });
+            }
         }
         Ok(report)
+    }
+
+    /// What more queues, threads and disks cost.
+    fn scaling(&self) -> anyhow::Result<Report> {
+        let mut report = self.new_report();
+        let plan = scaling::Plan {
+            programs: &self.programs,
+            dir: &self.dir,
+            rounds: self.rounds(),
+            warmup_s: self.args.warmup,
+            runtime_s: self.runtime(),
+            patience_s: self.args.patience,
+            depth: self.args.depth.first().copied().unwrap_or(32),
+            clients: match &self.args.client[..] {
+                [] => vec![Client::Ring, Client::RingPoll],
+                named => named.to_vec(),
+            },
+        };
+        scaling::measure(&plan, &self.interrupted, &mut report)?;
+        Ok(report)
+    }
+
+    fn settings(&self) -> Vec<Setting> {
+        let lists = Lists {
+            aio: self.args.aio.clone(),
+            cache: self.args.cache.clone(),
+            queues: self.args.queues.clone(),
+            poll: self.args.poll.clone(),
+            ring: self.args.ring.clone(),
+        };
+        lists.settings()
     }
 
     fn job(
@@ -441,19 +504,23 @@ impl Bench {
         running: &Running,
         client: Client,
         workload: Workload,
-        idle_s: Option<f64>,
+        setting: Setting,
         seed: u64,
     ) -> Job {
         Job {
-            socket: running.socket.clone(),
+            sockets: vec![running.socket.clone()],
+            driven: 1,
+            queues: setting.queues,
+            packed: setting.ring == Ring::Packed,
             client,
             workload,
             warmup_s: self.args.warmup,
             runtime_s: self.runtime(),
             cooldown_s: 0.0,
-            idle_s,
+            idle_s: None,
             server_pid: running.pid(),
-            server_cpu: SERVER_CPU,
+            server_cpu: Some(SERVER_CPU),
+            cpus: vec![CLIENT_CPU],
             seed,
         }
     }
@@ -497,13 +564,16 @@ impl Bench {
     }
 }
 
-/// Native AIO is a choice only where there is a file and `O_DIRECT`.
-fn differs_on(server: Server, backing: Backing) -> bool {
-    match server {
-        Server::QsdNative => matches!(backing, Backing::Zram | Backing::Disk),
-        Server::RingdiskFixed => backing == Backing::Disk,
-        _ => true,
-    }
+fn failure(cell: &Cell, server: Server, client: Option<Client>, error: &anyhow::Error) -> String {
+    let Cell {
+        backing,
+        workload,
+        setting,
+        ..
+    } = cell;
+    let who = client.map(|client| format!(" with {client}"));
+    let who = who.unwrap_or_default();
+    format!("{backing} {workload} {setting}, {server}{who}: {error:#}")
 }
 
 fn target_dir() -> PathBuf {
@@ -572,11 +642,12 @@ impl Progress {
             }
         };
         let line = format!(
-            "[{}/{}{left}] {} {}",
+            "[{}/{}{left}] {} {} {}",
             self.done + 1,
             self.total,
             cell.backing,
-            cell.workload
+            cell.workload,
+            cell.setting
         );
         if self.on_terminal {
             eprint!("\r\x1b[K{line}, round {}: {server}", round + 1);

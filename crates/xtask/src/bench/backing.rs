@@ -9,6 +9,7 @@ use rustix::fs::{Advice, fadvise};
 
 use super::client::noise;
 use super::plan::Backing;
+use super::setting::Cache;
 
 /// Size of the null disk, the page-cache file and the zram device.
 pub const NULL_BYTES: u64 = 64 << 30;
@@ -40,21 +41,28 @@ impl Prepared {
         match self {
             Prepared::Null => None,
             Prepared::Cache(path) | Prepared::Disk(path) => Some(path),
-            Prepared::Zram(zram) => Some(&zram.device),
+            Prepared::Zram(zram) => Some(zram.device()),
         }
     }
 
-    /// Whether the page cache is bypassed.
-    pub fn direct(&self) -> bool {
-        !matches!(self, Prepared::Cache(_))
+    pub fn kind(&self) -> Backing {
+        match self {
+            Prepared::Null => Backing::Null,
+            Prepared::Cache(_) => Backing::Cache,
+            Prepared::Zram(_) => Backing::Zram,
+            Prepared::Disk(_) => Backing::Disk,
+        }
     }
 
-    /// Brings it into the state in which every sample starts.
-    pub fn settle(&self) -> anyhow::Result<()> {
+    /// Brings it into the state in which every sample of a cache mode starts.
+    pub fn settle(&self, cache: Cache) -> anyhow::Result<()> {
         match self {
-            Prepared::Null | Prepared::Zram(_) => {}
+            Prepared::Null => {}
+            Prepared::Zram(_) if cache.direct() => {}
+            // As large as the disk's file is, it may not fit.
+            Prepared::Disk(path) if !cache.direct() => File::open(path)?.sync_data()?,
             // Clean and resident: no sample pays for the writeback of the one before, none reads from the disk.
-            Prepared::Cache(path) => {
+            Prepared::Cache(path) | Prepared::Zram(Zram { device: path, .. }) => {
                 let mut file = File::open(path)?;
                 file.sync_data()?;
                 io::copy(&mut file, &mut io::sink())?;
@@ -135,6 +143,10 @@ impl Zram {
         }
         file.sync_all().context("filling the zram device")?;
         Ok(zram)
+    }
+
+    pub fn device(&self) -> &Path {
+        &self.device
     }
 
     fn attribute(&self, name: &str) -> String {

@@ -3,12 +3,14 @@
 //! It takes the server's CPU counters itself, right at the edges of its window, so that I/Os and CPU time belong together.
 
 use std::fs::File;
-use std::mem::MaybeUninit;
+use std::mem::{self, MaybeUninit};
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+use std::sync::Barrier;
+use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 use testkit::driver::{Device, DeviceConfig, Op, Queue};
@@ -17,10 +19,17 @@ use super::plan::{Client, Workload};
 use super::process::{self, Cores, Usage};
 
 /// What one client process is asked to do; travels as JSON on its command line.
-#[derive(Serialize, Deserialize)]
+#[derive(Clone, Serialize, Deserialize)]
 pub struct Job {
-    pub socket: PathBuf,
+    /// One per disk.
+    pub sockets: Vec<PathBuf>,
+    /// So many of the disks have I/O, the others are connected.
+    pub driven: usize,
+    /// Queues of each disk.
+    pub queues: u16,
+    pub packed: bool,
     pub client: Client,
+    /// Of each queue.
     pub workload: Workload,
     pub warmup_s: f64,
     pub runtime_s: f64,
@@ -29,7 +38,11 @@ pub struct Job {
     /// Stay connected without I/O for this long instead of measuring the workload.
     pub idle_s: Option<f64>,
     pub server_pid: u32,
-    pub server_cpu: usize,
+    /// Where all threads of the server are held once it is warm, those of the kernel included.
+    pub server_cpu: Option<usize>,
+    /// A thread on each of these, which share the queues in turn; one thread, wherever it is, if there are none. blkio
+    /// has a thread per queue.
+    pub cpus: Vec<usize>,
     pub seed: u64,
 }
 
@@ -61,10 +74,16 @@ pub struct Sample {
 pub fn run(job: &str) -> anyhow::Result<()> {
     let job: Job = serde_json::from_str(job).context("parsing the client's job")?;
     watchdog(&job);
+    wait_for(&job.sockets)?;
     let sample = match job.client {
-        Client::Blkio => measure(&job, BlkioDriver::connect(&job)?)?,
-        Client::Ring => measure(&job, RingDriver::connect(&job, true)?)?,
-        Client::RingPoll => measure(&job, RingDriver::connect(&job, false)?)?,
+        Client::Blkio => {
+            let (drivers, _devices) = BlkioDriver::connect(&job)?;
+            measure(&job, drivers)?
+        }
+        Client::Ring | Client::RingPoll => {
+            let (drivers, _devices) = RingDriver::connect(&job)?;
+            measure(&job, drivers)?
+        }
     };
     println!("{}", serde_json::to_string(&sample)?);
     Ok(())
@@ -75,16 +94,18 @@ fn watchdog(job: &Job) {
     let limit = Duration::from_secs_f64(
         job.warmup_s + job.runtime_s + job.cooldown_s + job.idle_s.unwrap_or(0.0) + 20.0,
     );
-    std::thread::spawn(move || {
-        std::thread::sleep(limit);
+    thread::spawn(move || {
+        thread::sleep(limit);
         eprintln!("client: not done after {limit:?}; the server stopped completing requests");
         std::process::exit(3);
     });
 }
 
 /// A virtio-blk driver with a fixed set of request slots, each with its own buffer.
-trait Driver {
+trait Driver: Send {
     fn capacity(&self) -> u64;
+    /// The numbers of its slots.
+    fn slots(&self) -> Vec<usize>;
     fn prepare(&mut self, slot: usize, write: bool, offset: u64, len: usize) -> anyhow::Result<()>;
     /// Publishes all that was prepared, and kicks if the device wants it.
     fn submit(&mut self) -> anyhow::Result<()>;
@@ -92,30 +113,84 @@ trait Driver {
     fn reap(&mut self, done: &mut Vec<usize>) -> anyhow::Result<()>;
 }
 
-fn measure(job: &Job, mut driver: impl Driver) -> anyhow::Result<Sample> {
-    let mut lap = Loop::new(job, driver.capacity());
+/// A thread per driver. All stand still while the counters are read.
+fn measure(job: &Job, drivers: Vec<impl Driver>) -> anyhow::Result<Sample> {
+    let edge = Barrier::new(drivers.len() + 1);
+    thread::scope(|scope| {
+        let drive = |(number, driver)| {
+            let edge = &edge;
+            // The others would wait for it at the next edge.
+            scope.spawn(move || drive(job, number, driver, edge).unwrap_or_else(|e| give_up(&e)))
+        };
+        let laps: Vec<_> = drivers.into_iter().enumerate().map(drive).collect();
+        let used = window(job, &edge).unwrap_or_else(|e| give_up(&e));
+        let mut latencies_ns = new_histogram();
+        for lap in laps {
+            let its = lap
+                .join()
+                .map_err(|_| anyhow!("a client thread panicked"))?;
+            latencies_ns.add(its)?;
+        }
+        Ok(used.sample(&latencies_ns))
+    })
+}
+
+/// This process is nothing but the client.
+fn give_up(error: &anyhow::Error) -> ! {
+    eprintln!("{error:#}");
+    std::process::exit(1)
+}
+
+/// The I/O of one thread, with the edges of the window where all threads meet; gives the latencies within it.
+fn drive(
+    job: &Job,
+    number: usize,
+    mut driver: impl Driver,
+    edge: &Barrier,
+) -> anyhow::Result<Histogram<u64>> {
+    if let Some(cpu) = job.cpus.get(number) {
+        process::pin_thread(*cpu)?;
+    }
+    let mut lap = Loop::new(job, number, &driver);
     lap.start(&mut driver)?;
     lap.run(&mut driver, Duration::from_secs_f64(job.warmup_s))?;
-    process::pin(job.server_pid, job.server_cpu)?;
     if job.idle_s.is_some() {
         lap.drain(&mut driver)?;
-        std::thread::sleep(Duration::from_secs(1));
     }
-
+    edge.wait();
+    edge.wait();
     lap.forget();
-    let before = Counters::read(job)?;
-    match job.idle_s {
-        None => lap.run(&mut driver, Duration::from_secs_f64(job.runtime_s))?,
-        Some(idle) => std::thread::sleep(Duration::from_secs_f64(idle)),
+    if job.idle_s.is_none() {
+        lap.run(&mut driver, Duration::from_secs_f64(job.runtime_s))?;
     }
-    let used = Counters::read(job)?.since(&before);
-    let sample = used.sample(&lap.latencies_ns);
-
+    edge.wait();
+    edge.wait();
+    let latencies_ns = lap.forget();
     if job.idle_s.is_none() {
         lap.run(&mut driver, Duration::from_secs_f64(job.cooldown_s))?;
         lap.drain(&mut driver)?;
     }
-    Ok(sample)
+    Ok(latencies_ns)
+}
+
+/// What was used between the edges.
+fn window(job: &Job, edge: &Barrier) -> anyhow::Result<Window> {
+    edge.wait();
+    if let Some(cpu) = job.server_cpu {
+        process::pin(job.server_pid, cpu)?;
+    }
+    if job.idle_s.is_some() {
+        thread::sleep(Duration::from_secs(1));
+    }
+    let before = Counters::read(job)?;
+    edge.wait();
+    if let Some(idle) = job.idle_s {
+        thread::sleep(Duration::from_secs_f64(idle));
+    }
+    edge.wait();
+    let used = Counters::read(job)?.since(&before);
+    edge.wait();
+    Ok(used)
 }
 
 /// The closed loop: every completed request is replaced at once.
@@ -125,31 +200,36 @@ struct Loop {
     next_block: u64,
     random: u64,
     in_flight: usize,
+    slots: Vec<usize>,
     submitted_at: Vec<Instant>,
     done: Vec<usize>,
     latencies_ns: Histogram<u64>,
 }
 
 impl Loop {
-    fn new(job: &Job, capacity: u64) -> Loop {
-        let depth = job.workload.depth;
+    fn new(job: &Job, number: usize, driver: &impl Driver) -> Loop {
+        let slots = driver.slots();
+        let end = slots.iter().max().map_or(0, |last| last + 1);
+        let blocks = driver.capacity() / job.workload.block as u64;
         Loop {
             workload: job.workload,
-            blocks: capacity / job.workload.block as u64,
-            next_block: 0,
-            random: job.seed,
+            blocks,
+            // Threads that read in sequence do not read the same.
+            next_block: blocks / 16 * (number as u64 % 16),
+            random: mix(job.seed.wrapping_add((number as u64) << 32)),
             in_flight: 0,
-            submitted_at: vec![Instant::now(); depth],
-            done: Vec::with_capacity(depth),
+            submitted_at: vec![Instant::now(); end],
+            done: Vec::with_capacity(slots.len()),
+            slots,
             latencies_ns: new_histogram(),
         }
     }
 
     fn start(&mut self, driver: &mut impl Driver) -> anyhow::Result<()> {
-        for slot in 0..self.workload.depth {
-            self.prepare(driver, slot)?;
+        for i in 0..self.slots.len() {
+            self.prepare(driver, self.slots[i])?;
         }
-        self.in_flight = self.workload.depth;
+        self.in_flight = self.slots.len();
         self.submitted_at.fill(Instant::now());
         driver.submit()
     }
@@ -191,8 +271,9 @@ impl Loop {
         Ok(())
     }
 
-    fn forget(&mut self) {
-        self.latencies_ns = new_histogram();
+    /// Gives what was recorded, and begins anew.
+    fn forget(&mut self) -> Histogram<u64> {
+        mem::replace(&mut self.latencies_ns, new_histogram())
     }
 
     /// Requests that were submitted together and are seen together have one latency: recorded as one run.
@@ -304,40 +385,72 @@ pub fn noise(len: usize, seed: u64) -> Vec<u8> {
 
 /// testkit's ring driver: as little client as possible. Chains are built once, then only sectors change.
 struct RingDriver {
-    queue: Queue,
-    /// The device behind the queue; dropping it would end the connection.
-    _device: Device,
+    lanes: Vec<Lane>,
+    /// A slot's number is that of its lane above that within the lane.
+    lane_shift: u32,
     capacity: u64,
     sleeps: bool,
+}
+
+/// A queue of a driver.
+struct Lane {
+    queue: Queue,
     built: Vec<bool>,
     prepared: Vec<u16>,
 }
 
 impl RingDriver {
-    fn connect(job: &Job, sleeps: bool) -> anyhow::Result<RingDriver> {
-        wait_for_socket(&job.socket)?;
+    /// The devices behind the drivers come with them: dropping one would end its connection.
+    fn connect(job: &Job) -> anyhow::Result<(Vec<RingDriver>, Vec<Device>)> {
         let Workload { depth, block, .. } = job.workload;
         let config = DeviceConfig {
+            queues: job.queues,
             queue_size: QUEUE_SIZE,
             slots: depth as u16,
             buffer_len: block as u32,
+            packed: job.packed,
             ..DeviceConfig::default()
         };
-        let mut device = Device::connect(&job.socket, &config).context("testkit: connecting")?;
-        let capacity = device.config()?.capacity * 512;
-        let mut queue = device.queues.pop().context("testkit: no queue")?;
+        let driver = || RingDriver {
+            lanes: Vec::new(),
+            lane_shift: depth.next_power_of_two().trailing_zeros(),
+            capacity: 0,
+            sleeps: job.client.sleeps(),
+        };
+        let mut drivers: Vec<_> = (0..job.cpus.len().max(1)).map(|_| driver()).collect();
+        let mut devices = Vec::new();
         let data = noise(depth * block, job.seed);
-        for (slot, buffer) in data.chunks(block).enumerate() {
-            queue.write_buffer(slot as u16, buffer);
+        for (disk, socket) in job.sockets.iter().enumerate() {
+            let mut device = Device::connect(socket, &config).context("testkit: connecting")?;
+            if job.packed && !device.queues.iter().all(|queue| queue.ring.is_packed()) {
+                bail!("the server does not offer packed rings");
+            }
+            let capacity = device.config()?.capacity * 512;
+            for (number, mut queue) in device.queues.drain(..).enumerate() {
+                if disk >= job.driven {
+                    // It has had something to do.
+                    let read = queue.read(0, 512);
+                    read.map_err(|status| anyhow!("a read failed with status {status}"))?;
+                    continue;
+                }
+                for (slot, buffer) in data.chunks(block).enumerate() {
+                    queue.write_buffer(slot as u16, buffer);
+                }
+                let threads = drivers.len();
+                let driver = &mut drivers[number % threads];
+                driver.capacity = capacity;
+                driver.lanes.push(Lane {
+                    queue,
+                    built: vec![false; depth],
+                    prepared: Vec::with_capacity(depth),
+                });
+            }
+            devices.push(device);
         }
-        Ok(RingDriver {
-            queue,
-            _device: device,
-            capacity,
-            sleeps,
-            built: vec![false; depth],
-            prepared: Vec::with_capacity(depth),
-        })
+        if drivers.iter().any(|driver| driver.lanes.is_empty()) {
+            bail!("a client thread has no queue to drive");
+        }
+        Ok((drivers, devices))
     }
 }
 
@@ -346,24 +459,39 @@ impl Driver for RingDriver {
         self.capacity
     }
 
+    fn slots(&self) -> Vec<usize> {
+        let lanes = self.lanes.iter().enumerate();
+        lanes
+            .flat_map(|(i, lane)| {
+                (0..lane.built.len()).map(move |slot| i << self.lane_shift | slot)
+            })
+            .collect()
+    }
+
     #[inline]
     fn prepare(&mut self, slot: usize, write: bool, offset: u64, len: usize) -> anyhow::Result<()> {
         let sector = offset / 512;
-        if self.built[slot] {
-            self.queue.set_sector(slot as u16, sector);
+        let lane = &mut self.lanes[slot >> self.lane_shift];
+        let slot = slot & ((1 << self.lane_shift) - 1);
+        if lane.built[slot] {
+            lane.queue.set_sector(slot as u16, sector);
         } else {
             let op = if write { Op::Write } else { Op::Read };
-            self.queue.prepare(slot as u16, op, sector, len as u32);
-            self.built[slot] = true;
+            lane.queue.prepare(slot as u16, op, sector, len as u32);
+            lane.built[slot] = true;
         }
-        self.prepared.push(slot as u16);
+        lane.prepared.push(slot as u16);
         Ok(())
     }
 
     #[inline]
     fn submit(&mut self) -> anyhow::Result<()> {
-        self.queue.submit(&self.prepared);
-        self.prepared.clear();
+        for lane in &mut self.lanes {
+            if !lane.prepared.is_empty() {
+                lane.queue.submit(&lane.prepared);
+                lane.prepared.clear();
+            }
+        }
         Ok(())
     }
 
@@ -371,17 +499,23 @@ impl Driver for RingDriver {
     fn reap(&mut self, done: &mut Vec<usize>) -> anyhow::Result<()> {
         loop {
             let mut failed = 0;
-            self.queue.poll(|slot, status| {
-                failed |= status;
-                done.push(slot as usize);
-            });
+            for (i, lane) in self.lanes.iter_mut().enumerate() {
+                let first = i << self.lane_shift;
+                lane.queue.poll(|slot, status| {
+                    failed |= status;
+                    done.push(first | slot as usize);
+                });
+            }
             if failed != 0 {
                 bail!("a request failed with status {failed}");
             }
             if !self.sleeps || !done.is_empty() {
                 return Ok(());
             }
-            self.queue.wait();
+            match &mut self.lanes[..] {
+                [only] => only.queue.wait(),
+                lanes => Queue::wait_any(lanes.iter_mut().map(|lane| &mut lane.queue)),
+            }
         }
     }
 }
@@ -392,55 +526,62 @@ const QUEUE_SIZE: u16 = 512;
 /// The `blkio` crate's virtio-blk over vhost-user: a driver that ringdisk's authors did not write.
 struct BlkioDriver {
     queue: blkio::Blkioq,
-    device: blkio::Blkio,
+    capacity: u64,
     buffers: usize,
+    depth: usize,
     block: usize,
     completions: Vec<MaybeUninit<blkio::Completion>>,
 }
 
 impl BlkioDriver {
-    fn connect(job: &Job) -> anyhow::Result<BlkioDriver> {
-        wait_for_socket(&job.socket)?;
+    /// A driver per queue: it sleeps on one queue only.
+    fn connect(job: &Job) -> anyhow::Result<(Vec<BlkioDriver>, blkio::Blkio)> {
+        let [socket] = &job.sockets[..] else {
+            bail!("this client drives one disk");
+        };
         let mut device = blkio::Blkio::new("virtio-blk-vhost-user")?;
-        device.set_str(
-            "path",
-            job.socket
-                .to_str()
-                .context("the socket's path is not UTF-8")?,
-        )?;
+        let path = socket.to_str().context("the socket's path is not UTF-8")?;
+        device.set_str("path", path)?;
         device.connect().context("blkio: connecting")?;
-        device.set_i32("num-queues", 1)?;
+        device.set_i32("num-queues", i32::from(job.queues))?;
         device.set_i32("queue-size", i32::from(QUEUE_SIZE))?;
-        let mut queues = device.start().context("blkio: starting")?.queues;
-        let queue = queues.pop().context("blkio: no queue")?;
+        let queues = device.start().context("blkio: starting")?.queues;
+        let capacity = device.get_u64("capacity")?;
 
         let Workload { depth, block, .. } = job.workload;
-        let region = device.alloc_mem_region(depth * block)?;
+        let region = device.alloc_mem_region(queues.len() * depth * block)?;
         File::options()
             .write(true)
             .open(format!("/proc/self/fd/{}", region.fd))?
-            .write_all_at(&noise(depth * block, job.seed), 0)?;
+            .write_all_at(&noise(queues.len() * depth * block, job.seed), 0)?;
         device
             .map_mem_region(&region)
             .context("blkio: mapping memory")?;
 
-        let mut completions = Vec::new();
-        completions.resize_with(depth, MaybeUninit::uninit);
-        Ok(BlkioDriver {
-            queue,
-            device,
-            buffers: region.addr,
-            block,
-            completions,
-        })
+        let driver = |(i, queue)| {
+            let mut completions = Vec::new();
+            completions.resize_with(depth, MaybeUninit::uninit);
+            BlkioDriver {
+                queue,
+                capacity,
+                buffers: region.addr + i * depth * block,
+                depth,
+                block,
+                completions,
+            }
+        };
+        let drivers = queues.into_iter().enumerate().map(driver).collect();
+        Ok((drivers, device))
     }
 }
 
 impl Driver for BlkioDriver {
     fn capacity(&self) -> u64 {
-        self.device
-            .get_u64("capacity")
-            .expect("a connected device has a capacity")
+        self.capacity
+    }
+
+    fn slots(&self) -> Vec<usize> {
+        (0..self.depth).collect()
     }
 
     fn prepare(&mut self, slot: usize, write: bool, offset: u64, len: usize) -> anyhow::Result<()> {
@@ -477,15 +618,17 @@ impl Driver for BlkioDriver {
     }
 }
 
-/// A server makes its socket before it listens on it.
-fn wait_for_socket(path: &Path) -> anyhow::Result<()> {
+/// A server makes its sockets before it listens on them.
+fn wait_for(sockets: &[PathBuf]) -> anyhow::Result<()> {
     let deadline = Instant::now() + Duration::from_secs(5);
-    while !path.exists() {
-        if Instant::now() > deadline {
-            bail!("no socket at {} after 5 s", path.display());
+    for path in sockets {
+        while !path.exists() {
+            if Instant::now() > deadline {
+                bail!("no socket at {} after 5 s", path.display());
+            }
+            thread::sleep(Duration::from_millis(5));
         }
-        std::thread::sleep(Duration::from_millis(5));
     }
-    std::thread::sleep(Duration::from_millis(20));
+    thread::sleep(Duration::from_millis(20));
     Ok(())
 }

@@ -6,6 +6,7 @@
 //! instruction (`rep stos`) counts once per repetition, which makes a server that clears large structures look worse here
 //! than its time does.
 
+use std::fmt::{self, Write};
 use std::fs;
 use std::process::Child;
 use std::thread::sleep;
@@ -17,22 +18,65 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 
-use super::client::Sample;
+use super::client::{Job, Sample};
 use super::plan::Server;
+use super::setting::Setting;
 
 /// Instructions per I/O of one server.
 #[derive(Serialize, Deserialize)]
 pub struct Instructions {
     pub server: Server,
+    #[serde(default)]
+    pub setting: Setting,
+    /// On the one I/O thread.
+    #[serde(default = "one")]
+    pub disks: usize,
+    /// Of each queue.
     pub depth: usize,
     pub per_io: f64,
 }
 
+fn one() -> usize {
+    1
+}
+
+/// `job` as long as the counting takes.
+pub fn job(job: Job) -> Job {
+    Job {
+        warmup_s: WARMUP.as_secs_f64(),
+        runtime_s: WINDOW.as_secs_f64(),
+        cooldown_s: COOLDOWN.as_secs_f64(),
+        ..job
+    }
+}
+
+/// The counts as text, each over the first of its server.
+pub fn write(out: &mut String, counts: &[Instructions]) -> fmt::Result {
+    if counts.is_empty() {
+        return Ok(());
+    }
+    writeln!(
+        out,
+        "\ninstructions per I/O in user mode, null disk, one I/O thread, repetitions of string instructions counted"
+    )?;
+    for it in counts {
+        let first = counts.iter().find(|first| first.server == it.server);
+        let ratio = it.per_io / first.map_or(it.per_io, |first| first.per_io);
+        let (server, disks, depth) = (it.server, it.disks, it.depth);
+        let (setting, per_io) = (it.setting.to_string(), it.per_io);
+        writeln!(
+            out,
+            "{server:10} {disks:>3} disks, depth {depth} {setting:28} {per_io:8.1}  x {ratio:.3}"
+        )?;
+    }
+    Ok(())
+}
+
 /// The client's phases. Stepping starts and ends well outside the window, yet while I/O goes on: at full speed, a moment
 /// would count for minutes, and a thread that sleeps cannot be stepped.
-pub const WARMUP: Duration = Duration::from_secs(2);
-pub const WINDOW: Duration = Duration::from_secs(4);
-pub const COOLDOWN: Duration = Duration::from_secs(2);
+const WARMUP: Duration = Duration::from_secs(2);
+const WINDOW: Duration = Duration::from_secs(4);
+const COOLDOWN: Duration = Duration::from_secs(2);
 
 /// Steps the busiest thread of `server` from the middle of `client`'s warm-up to the middle of its cool-down. Gives the
 /// steps per I/O: steps per second over I/Os per second.

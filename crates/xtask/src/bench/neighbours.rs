@@ -33,12 +33,15 @@ pub fn fairness(
 ) -> anyhow::Result<()> {
     let mut ratios = Vec::new();
     for round in 0..rounds {
-        let server = serve(programs, dir, files)?;
+        let server = Serving::ONE.start(&programs.ringdisk, programs, dir, files)?;
         let [quiet, busy] = &server.sockets[..] else {
             bail!("two disks are served on {} sockets", server.sockets.len());
         };
         let job = |socket: &Path, depth, extra_s: f64| Job {
-            socket: socket.into(),
+            sockets: vec![socket.into()],
+            driven: 1,
+            queues: 1,
+            packed: false,
             client: Client::Ring,
             workload: Workload {
                 write: false,
@@ -51,7 +54,8 @@ pub fn fairness(
             cooldown_s: 0.0,
             idle_s: None,
             server_pid: server.pid(),
-            server_cpu: SERVER_CPU,
+            server_cpu: Some(SERVER_CPU),
+            cpus: vec![CLIENT_CPU],
             seed: round as u64 + 1,
         };
         let alone = finish(start(programs, &job(quiet, 1, 0.0))?)?;
@@ -82,7 +86,7 @@ pub fn fairness(
 /// The CPU time that so many connected disks without I/O take.
 pub fn idle(programs: &Programs, dir: &Path, disks: usize, seconds: f64) -> anyhow::Result<()> {
     let files = vec!["null:1G".to_owned(); disks];
-    let server = serve(programs, dir, &files)?;
+    let server = Serving::ONE.start(&programs.ringdisk, programs, dir, &files)?;
     let config = DeviceConfig {
         slots: 1,
         buffer_len: 4096,
@@ -112,29 +116,69 @@ pub fn idle(programs: &Programs, dir: &Path, disks: usize, seconds: f64) -> anyh
     Ok(())
 }
 
-fn verdict(reached: bool) -> &'static str {
+pub fn verdict(reached: bool) -> &'static str {
     if reached { "reached: " } else { "MISSED: " }
 }
 
-/// ringdisk with these disks, on one I/O thread on the server's core.
-fn serve(programs: &Programs, dir: &Path, files: &[String]) -> anyhow::Result<Server> {
-    let mut command = Command::new("taskset");
-    command.args(["-c", &SERVER_CPU.to_string()]);
-    command.arg(&programs.ringdisk);
-    command.args(["serve", "--json", "--iothreads=1"]);
-    command.args(&programs.ringdisk_args);
-    for (i, file) in files.iter().enumerate() {
-        let socket = dir.join(format!("neighbour-{i}.sock"));
-        let socket = socket
-            .to_str()
-            .context("the bench's directory is not UTF-8")?;
-        let socket = socket.replace(',', ",,");
-        command.arg(format!("{file},name=n{i},queues=1,socket={socket}"));
-    }
-    Server::ringdisk_command(command).context("starting ringdisk")
+/// How ringdisk serves several disks.
+pub struct Serving<'a> {
+    /// What its sockets are called.
+    pub name: &'a str,
+    /// Queues of each disk.
+    pub queues: u16,
+    pub iothreads: usize,
+    /// For the I/O threads in turn, and for all that it does besides.
+    pub cpus: &'a [usize],
 }
 
-fn start(programs: &Programs, job: &Job) -> anyhow::Result<Child> {
+impl Serving<'_> {
+    /// One queue each, on one I/O thread on the server's core.
+    const ONE: Serving<'static> = Serving {
+        name: "neighbour",
+        queues: 1,
+        iothreads: 1,
+        cpus: &[SERVER_CPU],
+    };
+
+    /// Starts `binary` with `files` as disks.
+    pub fn start(
+        &self,
+        binary: &Path,
+        programs: &Programs,
+        dir: &Path,
+        files: &[String],
+    ) -> anyhow::Result<Server> {
+        let cpus: Vec<String> = self.cpus.iter().map(usize::to_string).collect();
+        let cpus = cpus.join(",");
+        let mut command = Command::new("taskset");
+        command.args(["-c", &cpus]).arg(binary);
+        // The lines of many disks would hide the table.
+        command.env("RINGDISK_LOG", "error");
+        command.args([
+            "serve",
+            "--json",
+            &format!("--iothreads={}", self.iothreads),
+        ]);
+        command.arg(format!("--cpus={cpus}"));
+        command.args(&programs.ringdisk_args);
+        for (i, file) in files.iter().enumerate() {
+            let name = format!("{}-{i}", self.name);
+            let socket = dir.join(format!("{name}.sock"));
+            let socket = socket
+                .to_str()
+                .context("the bench's directory is not UTF-8")?;
+            let socket = socket.replace(',', ",,");
+            let queues = self.queues;
+            command.arg(format!(
+                "{file},name={name},queues={queues},socket={socket}"
+            ));
+        }
+        Server::ringdisk_command(command).context("starting ringdisk")
+    }
+}
+
+/// Starts a client, on its own core unless the job names others.
+pub fn start(programs: &Programs, job: &Job) -> anyhow::Result<Child> {
     let mut command = Command::new(&programs.xtask);
     command
         .args(["bench", "client"])
@@ -143,7 +187,8 @@ fn start(programs: &Programs, job: &Job) -> anyhow::Result<Child> {
     process::born_on(CLIENT_CPU, || command.spawn())?.context("starting a client")
 }
 
-fn finish(client: Child) -> anyhow::Result<Sample> {
+/// Waits for a client's sample.
+pub fn finish(client: Child) -> anyhow::Result<Sample> {
     let output = client.wait_with_output()?;
     if !output.status.success() {
         bail!("a client failed: {}", output.status);

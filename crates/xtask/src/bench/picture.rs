@@ -59,9 +59,16 @@ fn draw(out: &mut String, report: &Report) -> std::fmt::Result {
             .iter()
             .filter(|it| !it.cell.workload.write && !it.cell.workload.sequential)
     };
+    // Of several settings, the first.
+    let setting_of = |backing| Some(cells().find(|it| it.cell.backing == backing)?.cell.setting);
     let rows: Vec<Vec<&CellResult>> = [Backing::Null, Backing::Cache, Backing::Zram, Backing::Disk]
         .into_iter()
-        .map(|backing| cells().filter(|it| it.cell.backing == backing).collect())
+        .map(|backing| {
+            let setting = setting_of(backing);
+            cells()
+                .filter(|it| it.cell.backing == backing && Some(it.cell.setting) == setting)
+                .collect()
+        })
         .filter(|row: &Vec<_>| !row.is_empty())
         .collect();
     let height = HEADER + rows.len() * ROW + MARGIN / 2;
@@ -134,7 +141,11 @@ fn panel(
         .filter_map(|(_, spread)| spread.map(|s| s.max))
         .fold(0.0, f64::max);
     let base = top + 28 + PLOT;
-    let title = format!("{}: {}", label(row[0].cell.backing, client), figure.title);
+    let mut what = label(row[0].cell.backing, client);
+    if !row[0].cell.setting.is_default() {
+        what = format!("{what}, {}", row[0].cell.setting);
+    }
+    let title = format!("{what}: {}", figure.title);
     text(out, left, top + 10, 13, "bold", "start", &title)?;
 
     let group_width = PANEL / bars.len().max(1);

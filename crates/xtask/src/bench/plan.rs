@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use super::setting::{Aio, Setting};
+
 /// What lies beneath the served disk.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, clap::ValueEnum,
@@ -80,6 +82,8 @@ pub struct Cell {
     pub backing: Backing,
     #[serde(flatten)]
     pub workload: Workload,
+    #[serde(default, skip_serializing_if = "Setting::is_default")]
+    pub setting: Setting,
     pub clients: Vec<Client>,
 }
 
@@ -89,18 +93,20 @@ pub struct Filter {
     pub rw: Vec<Rw>,
     pub depths: Vec<usize>,
     pub clients: Vec<Client>,
+    /// At least one.
+    pub settings: Vec<Setting>,
     /// Only the cells that decide one of the targets.
     pub targets_only: bool,
 }
 
+const BACKINGS: [Backing; 4] = [Backing::Null, Backing::Cache, Backing::Zram, Backing::Disk];
 const DEPTHS: [usize; 4] = [1, 8, 32, 128];
 const SEQUENTIAL_DEPTH: usize = 32;
 
 /// The cells that pass `filter`, null first: a broken set-up shows before the slow cells start.
 pub fn cells(filter: &Filter) -> Vec<Cell> {
-    let backings = [Backing::Null, Backing::Cache, Backing::Zram, Backing::Disk];
     let mut cells = Vec::new();
-    for backing in backings
+    for backing in BACKINGS
         .into_iter()
         .filter(|it| selected(*it, &filter.backings))
     {
@@ -136,18 +142,53 @@ pub fn cells(filter: &Filter) -> Vec<Cell> {
                 } else {
                     filter.clients.clone()
                 };
-                let cell = Cell {
-                    backing,
-                    workload,
-                    clients,
-                };
-                if !filter.targets_only || TARGETS.iter().any(|target| target.is_about(&cell)) {
-                    cells.push(cell);
+                for setting in settings(&filter.settings, backing) {
+                    let mut clients = clients.clone();
+                    clients.retain(|client| setting.suits(*client));
+                    let cell = Cell {
+                        backing,
+                        workload,
+                        setting,
+                        clients,
+                    };
+                    let wanted =
+                        !filter.targets_only || TARGETS.iter().any(|target| target.is_about(&cell));
+                    if wanted && !cell.clients.is_empty() {
+                        cells.push(cell);
+                    }
                 }
             }
         }
     }
     cells
+}
+
+/// The settings that make a difference on `backing`.
+pub fn settings(wanted: &[Setting], backing: Backing) -> Vec<Setting> {
+    let mut settings = Vec::new();
+    for setting in wanted {
+        if let Ok(setting) = setting.on(backing)
+            && !settings.contains(&setting)
+        {
+            settings.push(setting);
+        }
+    }
+    settings
+}
+
+/// Why some of `filter`'s settings are not measured on some of its backings.
+pub fn left_out(filter: &Filter) -> Vec<String> {
+    let backings = BACKINGS
+        .into_iter()
+        .filter(|it| selected(*it, &filter.backings));
+    let reasons = backings.flat_map(|backing| {
+        let settings = filter.settings.iter();
+        settings.filter_map(move |setting| {
+            let reason = setting.on(backing).err()?;
+            Some(format!("{backing}, {setting}: {reason}"))
+        })
+    });
+    reasons.collect()
 }
 
 /// A sleeping client is what a guest is; on the null disk only a polling one shows the server and not the client's wake-ups.
@@ -170,6 +211,8 @@ pub struct Target {
     pub limit: Limit,
     /// The client that the promise is about; any sleeping one if none.
     pub client: Option<Client>,
+    /// What `--aio` must have said.
+    pub aio: Option<Aio>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -191,7 +234,7 @@ pub enum Limit {
 }
 
 /// Reads and writes alike.
-pub const TARGETS: [Target; 14] = {
+pub const TARGETS: [Target; 16] = {
     use Backing::{Cache, Disk, Null, Zram};
     use Limit::{AtLeast, AtMost};
     use Metric::{Cpu, CpuUs, Iops, LatencyOver};
@@ -203,6 +246,7 @@ pub const TARGETS: [Target; 14] = {
             metric,
             limit,
             client: None,
+            aio: None,
         }
     }
     const fn polling(depth: usize, metric: Metric, limit: Limit) -> Target {
@@ -212,6 +256,13 @@ pub const TARGETS: [Target; 14] = {
             metric,
             limit,
             client: Some(Client::RingPoll),
+            aio: None,
+        }
+    }
+    const fn native(backing: Backing, metric: Metric, limit: Limit) -> Target {
+        Target {
+            aio: Some(Aio::Native),
+            ..target(backing, 32, metric, limit)
         }
     }
     [
@@ -229,6 +280,8 @@ pub const TARGETS: [Target; 14] = {
         polling(32, CpuUs, AtMost(0.10)),
         polling(32, Cpu(Qsd), AtMost(0.125)),
         target(Null, 32, Cpu(Qsd), AtMost(0.125)),
+        native(Disk, Cpu(Qsd), AtMost(0.55)),
+        native(Zram, Cpu(Qsd), AtMost(0.55)),
     ]
 };
 
@@ -237,6 +290,11 @@ impl Target {
         self.backing == cell.backing
             && self.depth == cell.workload.depth
             && !cell.workload.sequential
+            && cell.setting
+                == Setting {
+                    aio: self.aio,
+                    ..Setting::default()
+                }
     }
 
     pub fn is_for(&self, client: Client) -> bool {
@@ -343,6 +401,7 @@ mod tests {
             rw,
             depths,
             clients: Vec::new(),
+            settings: vec![Setting::default()],
             targets_only: false,
         }
     }
@@ -370,9 +429,33 @@ mod tests {
     }
 
     #[test]
+    fn settings_multiply_the_plan_where_they_make_a_difference() {
+        let native = Setting {
+            aio: Some(Aio::Native),
+            ..Setting::default()
+        };
+        let filter = Filter {
+            backings: Vec::new(),
+            settings: vec![Setting::default(), native],
+            ..disk(vec![Rw::Randread], vec![32])
+        };
+        let settings = |backing| {
+            let cells = cells(&filter);
+            cells.iter().filter(|it| it.backing == backing).count()
+        };
+        assert_eq!(BACKINGS.map(settings), [1, 1, 2, 2]);
+        assert_eq!(left_out(&filter).len(), 1, "native AIO on the page cache");
+    }
+
+    #[test]
     fn every_target_has_its_cells() {
+        let native = Setting {
+            aio: Some(Aio::Native),
+            ..Setting::default()
+        };
         let targets = Filter {
             backings: Vec::new(),
+            settings: vec![Setting::default(), native],
             targets_only: true,
             ..disk(Vec::new(), Vec::new())
         };

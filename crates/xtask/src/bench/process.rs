@@ -171,10 +171,15 @@ pub fn pin(pid: u32, cpu: usize) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Pins the calling thread.
+pub fn pin_thread(cpu: usize) -> anyhow::Result<()> {
+    sched_setaffinity(None, &only(cpu)).with_context(|| format!("pinning to core {cpu}"))
+}
+
 /// Runs `action`, which starts a process, so that the process is born pinned to `cpu`.
 pub fn born_on<T>(cpu: usize, action: impl FnOnce() -> T) -> anyhow::Result<T> {
     let before = sched_getaffinity(None)?;
-    sched_setaffinity(None, &only(cpu)).with_context(|| format!("pinning to core {cpu}"))?;
+    pin_thread(cpu)?;
     let outcome = action();
     sched_setaffinity(None, &before)?;
     Ok(outcome)

@@ -9,9 +9,10 @@ use anyhow::Context;
 use serde::{Deserialize, Serialize};
 
 use super::client::Sample;
-use super::instructions::Instructions;
+use super::instructions::{self, Instructions};
 use super::picture;
 use super::plan::{Backing, Cell, Client, Limit, Metric, Server, TARGETS, Target};
+use super::scaling::{self, Scaled};
 use super::server::{CLIENT_CPU, SERVER_CPU};
 use super::stats::Spread;
 
@@ -28,7 +29,9 @@ pub struct Report {
     pub cells: Vec<CellResult>,
     pub idle: Vec<Idle>,
     pub instructions: Vec<Instructions>,
-    /// Backings that could not be measured here, with the reason.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub scaling: Vec<Scaled>,
+    /// Backings and settings that could not be measured here, with the reason.
     pub skipped: Vec<String>,
     pub failures: Vec<String>,
 }
@@ -95,6 +98,7 @@ impl Report {
             cells: Vec::new(),
             idle: Vec::new(),
             instructions: Vec::new(),
+            scaling: Vec::new(),
             skipped: Vec::new(),
             failures: Vec::new(),
         }
@@ -132,8 +136,16 @@ impl Report {
             "medians of {} interleaved rounds of {} s; server and host fio on core {}, client on core {}; [min..max]",
             self.rounds, self.runtime_s, self.machine.server_cpu, self.machine.client_cpu
         )?;
+        if self.cells.iter().any(|it| !it.cell.setting.is_default()) {
+            writeln!(
+                out,
+                "all servers of a row have the same setting; each has one I/O thread on its core, which serves all queues: \
+                 qemu-storage-daemon 10 maps no queues of an export to threads"
+            )?;
+        }
         for cells in self.cells.chunk_by(|a, b| a.cell.backing == b.cell.backing) {
             self.write_backing(out, cells)?;
+            self.write_settings(out, cells)?;
         }
         for idle in &self.idle {
             let Idle {
@@ -154,18 +166,8 @@ impl Report {
                 core * 100.0
             )?;
         }
-        for Instructions {
-            server,
-            depth,
-            per_io,
-        } in &self.instructions
-        {
-            writeln!(
-                out,
-                "
-{server}: {per_io:.0} instructions per I/O in user mode, null disk, depth {depth}, repetitions of string instructions counted"
-            )?;
-        }
+        scaling::write(out, &self.scaling)?;
+        instructions::write(out, &self.instructions)?;
         self.write_targets(out)?;
         for reason in &self.skipped {
             writeln!(out, "skipped  {reason}")?;
@@ -184,8 +186,9 @@ impl Report {
             .filter(|_| servers.contains(&Server::Ringdisk))
             .collect();
 
+        let setting_width = setting_width(cells);
         writeln!(out, "\n{}", cells[0].cell.backing)?;
-        write!(out, "{:28}", "")?;
+        write!(out, "{:28}{:setting_width$}", "", "")?;
         for group in ["kIOPS", "p50/p99 us", "server CPU us/IO"] {
             let width = group_width(group, servers.len());
             write!(out, " | {group:^width$}")?;
@@ -193,7 +196,13 @@ impl Report {
         for other in &others {
             write!(out, " | {:^31}", format!("ringdisk / {other}"))?;
         }
-        write!(out, "\n{:18} {:9}", "workload", "client")?;
+        write!(
+            out,
+            "\n{:18} {:setting_width$}{:9}",
+            "workload",
+            if setting_width > 0 { "setting" } else { "" },
+            "client"
+        )?;
         for group in ["kIOPS", "p50/p99 us", "server CPU us/IO"] {
             write!(out, " |")?;
             for server in &servers {
@@ -208,7 +217,7 @@ impl Report {
 
         for result in cells {
             for client in &result.cell.clients {
-                self.write_row(out, result, *client, &servers, &others)?;
+                self.write_row(out, result, *client, setting_width, &servers, &others)?;
             }
         }
         Ok(())
@@ -219,6 +228,7 @@ impl Report {
         out: &mut String,
         result: &CellResult,
         client: Client,
+        setting_width: usize,
         servers: &[Server],
         others: &[Server],
     ) -> std::fmt::Result {
@@ -229,7 +239,8 @@ impl Report {
             workload.rw(),
             workload.depth
         );
-        write!(out, "{name:18} {client:9}")?;
+        let setting = result.cell.setting.to_string();
+        write!(out, "{name:18} {setting:setting_width$}{client:9}")?;
         let cell = |server, width: usize, text: &dyn Fn(Side) -> Option<String>| {
             let text = text(result.side(server, client)).unwrap_or("-".into());
             format!(" {text:>width$}")
@@ -279,6 +290,44 @@ impl Report {
         writeln!(out)
     }
 
+    /// Each server against itself in the first setting of its workload.
+    fn write_settings(&self, out: &mut String, cells: &[CellResult]) -> std::fmt::Result {
+        let width = setting_width(cells);
+        let mut title = "IOPS and CPU per I/O of a setting over those of the first";
+        for group in cells.chunk_by(|a, b| a.cell.workload == b.cell.workload) {
+            let [first, rest @ ..] = group else { continue };
+            for result in rest {
+                for (client, server) in result.contestants() {
+                    let ratio = |metric: fn(&Sample) -> f64| {
+                        let (ours, theirs) = ((result, server), (first, server));
+                        let ratio = ratio(ours, theirs, client, |a, b| metric(a) / metric(b))?;
+                        Some(format!(
+                            "{:.2} [{:.2}..{:.2}]",
+                            ratio.median, ratio.min, ratio.max
+                        ))
+                    };
+                    let (Some(iops), Some(cpu)) = (ratio(|s| s.iops), ratio(|s| s.cpu_us_per_io))
+                    else {
+                        continue;
+                    };
+                    if !title.is_empty() {
+                        writeln!(out, "{title}")?;
+                        title = "";
+                    }
+                    let Cell {
+                        workload, setting, ..
+                    } = &result.cell;
+                    let (workload, setting) = (workload.to_string(), setting.to_string());
+                    writeln!(
+                        out,
+                        "{workload:24} {setting:width$}{client:9} {server:10} | {iops:18} {cpu:18}"
+                    )?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn write_targets(&self, out: &mut String) -> std::fmt::Result {
         let verdicts: Vec<Verdict> = self.cells.iter().flat_map(CellResult::verdicts).collect();
         if verdicts.is_empty() {
@@ -306,6 +355,13 @@ struct Verdict {
 }
 
 impl CellResult {
+    pub fn new(cell: &Cell) -> CellResult {
+        CellResult {
+            cell: cell.clone(),
+            records: Vec::new(),
+        }
+    }
+
     fn verdicts(&self) -> Vec<Verdict> {
         let targets = TARGETS.iter().filter(|target| target.is_about(&self.cell));
         let ours = [Server::Ringdisk, Server::RingdiskFixed];
@@ -382,16 +438,17 @@ impl CellResult {
         client: Client,
         f: impl Fn(&Sample, &Sample) -> f64,
     ) -> Option<Spread> {
-        let theirs = self.side(other, client);
-        let ours = self.side(ours, client);
-        let pair = |ours: &&Record| {
-            let theirs = theirs
-                .records
-                .iter()
-                .find(|record| record.round == ours.round)?;
-            Some(f(&ours.sample, &theirs.sample))
-        };
-        Spread::of(ours.records.iter().filter_map(pair))
+        ratio((self, ours), (self, other), client, f)
+    }
+
+    /// Who took part, the host aside.
+    fn contestants(&self) -> Vec<(Client, Server)> {
+        let clients = self.cell.clients.iter();
+        let servers = servers_in(self.records.iter());
+        clients
+            .flat_map(|client| servers.iter().map(|server| (*client, *server)))
+            .filter(|(_, server)| *server != Server::Host)
+            .collect()
     }
 
     /// What makes a row less than trustworthy.
@@ -427,6 +484,25 @@ impl CellResult {
     }
 }
 
+/// One contestant of a cell against one of the same or another cell, round by round.
+fn ratio(
+    (ours, our_server): (&CellResult, Server),
+    (theirs, their_server): (&CellResult, Server),
+    client: Client,
+    f: impl Fn(&Sample, &Sample) -> f64,
+) -> Option<Spread> {
+    let theirs = theirs.side(their_server, client);
+    let ours = ours.side(our_server, client);
+    let pair = |ours: &&Record| {
+        let theirs = theirs
+            .records
+            .iter()
+            .find(|record| record.round == ours.round)?;
+        Some(f(&ours.sample, &theirs.sample))
+    };
+    Spread::of(ours.records.iter().filter_map(pair))
+}
+
 /// The samples of one contestant in one cell.
 pub struct Side<'a> {
     records: Vec<&'a Record>,
@@ -448,6 +524,12 @@ fn servers_in<'a>(records: impl Iterator<Item = &'a Record>) -> Vec<Server> {
     servers.sort();
     servers.dedup();
     servers
+}
+
+/// With a space behind; 0 if there is but the default.
+fn setting_width(cells: &[CellResult]) -> usize {
+    let widths = cells.iter().map(|it| it.cell.setting.to_string().len());
+    widths.max().filter(|&w| w > 0).map_or(0, |w| w + 1)
 }
 
 fn column_width(group: &str) -> usize {
@@ -518,6 +600,7 @@ fn first_line(program: &str, args: &[&str]) -> String {
 mod tests {
     use super::*;
     use crate::bench::plan::Workload;
+    use crate::bench::setting::Setting;
 
     fn record(round: usize, server: Server, iops: f64) -> Record {
         let sample = Sample {
@@ -543,6 +626,7 @@ mod tests {
         let cell = Cell {
             backing: Backing::Disk,
             workload,
+            setting: Setting::default(),
             clients: vec![Client::Blkio],
         };
         CellResult { cell, records }

@@ -12,8 +12,9 @@ use serde::Deserialize;
 
 use super::backing::{NULL_BYTES, Prepared};
 use super::client::{Job, Sample};
-use super::plan::{Server, Workload};
+use super::plan::{Cell, Server};
 use super::process::{self, Cores, Usage};
+use super::setting::{Cache, Setting};
 
 /// Which core each side has to itself.
 pub const SERVER_CPU: usize = 0;
@@ -37,32 +38,28 @@ pub struct Running {
 }
 
 impl Running {
-    /// Starts `server` on `backing`, pinned to its core from birth.
+    /// Starts `server` on `backing`, pinned to its core from birth: with one core, ringdisk has one I/O thread.
     pub fn start(
         server: Server,
         backing: &Prepared,
+        setting: Setting,
         programs: &Programs,
         dir: &Path,
     ) -> anyhow::Result<Running> {
         let socket = dir.join(format!("{server}.sock"));
         let log = dir.join(format!("{server}.log"));
         let _ = fs::remove_file(&socket);
-        let args = &programs.ringdisk_args;
+        let ours =
+            |binary: &Path, more| ringdisk(binary, programs, backing, setting, &socket, more);
         let mut command = match server {
-            Server::Ringdisk => ringdisk(&programs.ringdisk, args, backing, &socket, ""),
-            Server::RingdiskFixed => {
-                let option = ",fixed-buffers=on";
-                ringdisk(&programs.ringdisk, args, backing, &socket, option)
-            }
+            Server::Ringdisk => ours(&programs.ringdisk, ""),
+            Server::RingdiskFixed => ours(&programs.ringdisk, ",fixed-buffers=on"),
             Server::Baseline => {
-                let binary = programs
-                    .baseline
-                    .as_ref()
-                    .context("no --baseline was given")?;
-                ringdisk(binary, args, backing, &socket, "")
+                let binary = programs.baseline.as_ref();
+                ours(binary.context("no --baseline was given")?, "")
             }
-            Server::Qsd => qsd("io_uring", backing, &socket),
-            Server::QsdNative => qsd("native", backing, &socket),
+            Server::Qsd => qsd("io_uring", backing, setting, &socket),
+            Server::QsdNative => qsd("native", backing, setting, &socket),
             Server::Host => bail!("the host is no server"),
         };
         let log_file = fs::File::create(&log)?;
@@ -131,57 +128,78 @@ impl Drop for Running {
 
 fn ringdisk(
     binary: &Path,
-    args: &[String],
+    programs: &Programs,
     backing: &Prepared,
+    setting: Setting,
     socket: &Path,
-    option: &str,
+    more: &str,
 ) -> Command {
     let mut command = Command::new(binary);
-    command.arg("serve").args(args).arg(format!(
-        "{},queues=1,queue-size=1024,socket={}{option}",
-        file(backing),
+    command.arg("serve").args(&programs.ringdisk_args);
+    if let Some(poll) = setting.poll {
+        command.arg(format!("--poll-max-us={}", poll.max_us()));
+    }
+    command.arg(format!(
+        "{},queues={},queue-size=1024,socket={}{more}",
+        file(backing, setting),
+        setting.queues,
         doubled_commas(socket)
     ));
     command
 }
 
 /// A backing as `ringdisk serve` takes it.
-pub fn file(backing: &Prepared) -> String {
+pub fn file(backing: &Prepared, setting: Setting) -> String {
     let file = match backing.path() {
         Some(path) => doubled_commas(path),
         None => format!("null:{}G", NULL_BYTES >> 30),
     };
-    let cache = match backing.direct() {
-        true => "none",
-        false => "writeback",
-    };
-    format!("file={file},format=raw,cache={cache}")
+    let cache = setting.cache_on(backing.kind());
+    let aio = setting.aio.map(|aio| format!(",aio={aio}"));
+    format!(
+        "file={file},format=raw,cache={cache}{}",
+        aio.unwrap_or_default()
+    )
 }
 
-fn qsd(aio: &str, backing: &Prepared, socket: &Path) -> Command {
-    let direct = if backing.direct() { "on" } else { "off" };
-    // QEMU refuses native AIO through the page cache.
-    let aio = if backing.direct() { aio } else { "io_uring" };
+/// All queues of an export have one I/O thread: qemu-storage-daemon 10 takes no list of them for vhost-user-blk.
+fn qsd(aio: &str, backing: &Prepared, setting: Setting, socket: &Path) -> Command {
+    let cache = setting.cache_on(backing.kind());
+    let on_off = |on| if on { "on" } else { "off" };
+    let direct = on_off(cache.direct());
+    let no_flush = on_off(cache == Cache::Unsafe);
+    let aio = match setting.aio {
+        Some(aio) => aio.to_string(),
+        // QEMU refuses native AIO through the page cache.
+        None if cache.direct() => aio.into(),
+        None => "io_uring".into(),
+    };
+    let options = format!("cache.direct={direct},cache.no-flush={no_flush},aio={aio}");
     let node = match backing {
         Prepared::Null => format!("driver=null-co,size={NULL_BYTES}"),
         Prepared::Cache(path) | Prepared::Disk(path) => {
-            format!(
-                "driver=file,filename={},cache.direct={direct},aio={aio}",
-                doubled_commas(path)
-            )
+            format!("driver=file,filename={},{options}", doubled_commas(path))
         }
-        Prepared::Zram(_) => {
-            let path = doubled_commas(backing.path().unwrap_or(Path::new("")));
-            format!("driver=host_device,filename={path},cache.direct={direct},aio={aio}")
+        Prepared::Zram(zram) => {
+            let path = doubled_commas(zram.device());
+            format!("driver=host_device,filename={path},{options}")
         }
     };
+    let poll = setting.poll.map(|poll| {
+        let max_ns = poll.max_us() * 1000;
+        format!(",poll-max-ns={max_ns}")
+    });
     let mut command = Command::new("qemu-storage-daemon");
     command
-        .args(["--object", "iothread,id=t0", "--blockdev"])
+        .arg("--object")
+        .arg(format!("iothread,id=t0{}", poll.unwrap_or_default()))
+        .arg("--blockdev")
         .arg(format!("{node},node-name=n"));
     command.arg("--export").arg(format!(
-        "vhost-user-blk,id=e,node-name=n,addr.type=unix,addr.path={},iothread=t0,num-queues=1,writable=on",
-        doubled_commas(socket)
+        "vhost-user-blk,id=e,node-name=n,addr.type=unix,addr.path={},iothread=t0,num-queues={},writable=on,writethrough={}",
+        doubled_commas(socket),
+        setting.queues,
+        on_off(cache.through())
     ));
     command
 }
@@ -194,11 +212,15 @@ fn doubled_commas(path: &Path) -> String {
 /// fio with io_uring on the host, on the server's core: what the storage gives without a virtual disk.
 pub fn host(
     backing: &Prepared,
-    workload: &Workload,
+    cell: &Cell,
     warmup_s: f64,
     runtime_s: f64,
     seed: u64,
 ) -> anyhow::Result<Sample> {
+    let Cell {
+        workload, setting, ..
+    } = cell;
+    let cache = setting.cache_on(cell.backing);
     let path = backing
         .path()
         .context("there is no null disk on the host")?;
@@ -222,10 +244,16 @@ pub fn host(
     // fio splits names at colons.
     filename.push(path.display().to_string().replace(':', "\\:"));
     command.arg(filename);
-    command.arg(format!("--direct={}", u8::from(backing.direct())));
+    command.arg(format!("--direct={}", u8::from(cache.direct())));
+    if cache.through() {
+        command.arg("--sync=dsync");
+    }
     command.arg(format!("--rw={}", workload.rw()));
     command.arg(format!("--bs={}", workload.block));
-    command.arg(format!("--iodepth={}", workload.depth));
+    command.arg(format!(
+        "--iodepth={}",
+        workload.depth * usize::from(setting.queues)
+    ));
     command.arg(format!("--ramp_time={}ms", (warmup_s * 1e3) as u64));
     command.arg(format!("--runtime={}ms", (runtime_s * 1e3) as u64));
     command.arg(format!("--randseed={}", seed >> 1));
