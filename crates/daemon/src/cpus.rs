@@ -27,6 +27,15 @@ impl Cpus {
     }
 }
 
+impl FromIterator<usize> for Cpus {
+    fn from_iter<T: IntoIterator<Item = usize>>(cpus: T) -> Self {
+        let mut cpus: Vec<_> = cpus.into_iter().collect();
+        cpus.sort_unstable();
+        cpus.dedup();
+        Self(cpus)
+    }
+}
+
 impl FromStr for Cpus {
     type Err = String;
 
@@ -50,9 +59,7 @@ impl FromStr for Cpus {
             }
             cpus.extend(first..=last);
         }
-        cpus.sort_unstable();
-        cpus.dedup();
-        Ok(Self(cpus))
+        Ok(cpus.into_iter().collect())
     }
 }
 

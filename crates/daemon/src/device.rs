@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use datapath::{Disk, IoThread, QueueId};
+use datapath::{Disk, QueueId};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
 use guest::{Device, FrontendChannel, NewQueue, RingBase, RingError};
 use tracing::{error, warn};
@@ -62,9 +62,17 @@ impl ServedDisk {
 /// What a session drives.
 pub struct BlockDevice<'a> {
     served: &'a ServedDisk,
-    running: Vec<Option<QueueId>>,
+    running: Vec<Option<Running>>,
     /// Whether the driver can flush, once it has said so.
     flushes: Option<bool>,
+}
+
+/// A ring that is being served.
+#[derive(Clone, Copy)]
+struct Running {
+    queue: QueueId,
+    /// What its thread wants back when the queue leaves it.
+    arrived: Option<u32>,
 }
 
 impl<'a> BlockDevice<'a> {
@@ -98,8 +106,8 @@ impl<'a> BlockDevice<'a> {
         }
     }
 
-    fn thread(&self, ring: u16) -> &'a IoThread {
-        &self.served.threads[usize::from(ring)].thread
+    fn thread(&self, ring: u16) -> &'a NamedThread {
+        &self.served.threads[usize::from(ring)]
     }
 }
 
@@ -151,16 +159,22 @@ impl Device for BlockDevice<'_> {
     }
 
     fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()> {
-        let id = self.thread(ring).start(self.served.disk.clone(), queue)?;
-        self.running[usize::from(ring)] = Some(id);
+        let thread = self.thread(ring);
+        let arrived = thread.arrive(&queue.virtqueue);
+        let queue = thread.thread.start(self.served.disk.clone(), queue);
+        let queue = queue.inspect_err(|_| thread.leave(arrived))?;
+        self.running[usize::from(ring)] = Some(Running { queue, arrived });
         Ok(())
     }
 
     fn stop(&mut self, ring: u16) -> RingBase {
-        let Some(id) = self.running[usize::from(ring)].take() else {
+        let Some(running) = self.running[usize::from(ring)].take() else {
             return RingBase(0);
         };
-        self.thread(ring).stop(id).unwrap_or_else(|e| {
+        let thread = self.thread(ring);
+        let base = thread.thread.stop(running.queue);
+        thread.leave(running.arrived);
+        base.unwrap_or_else(|e| {
             error!(
                 "disk {}: queue {ring} cannot be stopped: {e}",
                 self.served.disk.name
@@ -170,8 +184,9 @@ impl Device for BlockDevice<'_> {
     }
 
     fn set_signals(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>) {
-        if let Some(id) = self.running[usize::from(ring)] {
-            self.thread(ring).set_signals(id, call, error);
+        if let Some(running) = self.running[usize::from(ring)] {
+            let thread = &self.thread(ring).thread;
+            thread.set_signals(running.queue, call, error);
         }
     }
 }

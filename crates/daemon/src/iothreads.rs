@@ -8,10 +8,12 @@ use std::time::Duration;
 
 use datapath::IoThread;
 use engine::{Engines, Support, UringError};
+use guest::Virtqueue;
 use rustix::thread::{CpuSet, sched_setaffinity};
 use thiserror::Error;
 
 use crate::cpus::Cpus;
+use crate::numa::{Home, Nodes};
 
 /// Threads by default: one per CPU, up to this.
 const DEFAULT_MAX: usize = 16;
@@ -22,7 +24,8 @@ pub const THREADS_MAX: usize = 256;
 /// How a thread works.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ThreadSpec {
-    /// CPUs that it may run on; all if none are named.
+    /// CPUs that it may run on; if none are named, all, or on a host with several NUMA nodes those of the
+    /// node where the rings lie that it serves.
     pub cpus: Cpus,
     /// Longest look-out for guests before it sleeps.
     pub poll_max: Duration,
@@ -32,6 +35,8 @@ pub struct ThreadSpec {
 /// serve only the disks that ask for them.
 pub struct IoThreads {
     pool: Vec<ThreadSpec>,
+    /// To choose from, for threads whose CPUs the operator has not named.
+    nodes: Option<Arc<Nodes>>,
     state: Mutex<State>,
 }
 
@@ -45,7 +50,7 @@ struct State {
 struct Running {
     spec: ThreadSpec,
     /// Threads added by name stay when nothing uses them.
-    thread: Arc<IoThread>,
+    thread: NamedThread,
 }
 
 /// A running thread, as queues see it.
@@ -53,6 +58,24 @@ struct Running {
 pub struct NamedThread {
     pub id: String,
     pub thread: Arc<IoThread>,
+    /// Keeps it near its queues, where there is a choice.
+    home: Option<Arc<Home>>,
+}
+
+impl NamedThread {
+    /// Moves the thread near a queue that it is going to serve, if it is to be moved at all. Returns what
+    /// `leave` wants back.
+    pub fn arrive(&self, queue: &Virtqueue) -> Option<u32> {
+        let home = self.home.as_ref()?;
+        home.arrive(&self.id, &self.thread, queue.address())
+    }
+
+    /// It serves the queue no longer.
+    pub fn leave(&self, arrived: Option<u32>) {
+        if let (Some(home), Some(node)) = (&self.home, arrived) {
+            home.leave(node);
+        }
+    }
 }
 
 #[derive(Debug, Error)]
@@ -91,6 +114,7 @@ impl IoThreads {
             .collect();
         Self {
             pool,
+            nodes: Nodes::here(),
             state: Mutex::default(),
         }
     }
@@ -135,7 +159,7 @@ impl IoThreads {
         if state.running.len() >= THREADS_MAX {
             return Err(IoThreadError::TooMany);
         }
-        start(&mut state, id, spec).map(drop)
+        self.start(&mut state, id, spec).map(drop)
     }
 
     /// Ends a thread that was added by name and serves nothing.
@@ -147,7 +171,7 @@ impl IoThreads {
         let Some(running) = state.running.get(id) else {
             return Err(self.unknown(&state, id));
         };
-        if Arc::strong_count(&running.thread) > 1 {
+        if Arc::strong_count(&running.thread.thread) > 1 {
             return Err(IoThreadError::InUse(id.into()));
         }
         state.running.remove(id);
@@ -158,14 +182,8 @@ impl IoThreads {
     pub fn running(&self) -> Vec<(NamedThread, ThreadSpec)> {
         let state = self.state();
         let each = state.running.iter();
-        each.map(|(id, running)| {
-            let thread = NamedThread {
-                id: id.clone(),
-                thread: running.thread.clone(),
-            };
-            (thread, running.spec.clone())
-        })
-        .collect()
+        each.map(|(_, running)| (running.thread.clone(), running.spec.clone()))
+            .collect()
     }
 
     fn named(&self, state: &mut State, id: &str) -> Result<NamedThread, IoThreadError> {
@@ -175,8 +193,7 @@ impl IoThreads {
             Err(_) => id.to_owned(),
         };
         if let Some(running) = state.running.get(&id) {
-            let thread = running.thread.clone();
-            return Ok(NamedThread { id, thread });
+            return Ok(running.thread.clone());
         }
         match self.place(&id) {
             Some(i) => self.of_pool(state, i),
@@ -187,10 +204,40 @@ impl IoThreads {
     fn of_pool(&self, state: &mut State, i: usize) -> Result<NamedThread, IoThreadError> {
         let id = pool_id(i);
         if let Some(running) = state.running.get(&id) {
-            let thread = running.thread.clone();
-            return Ok(NamedThread { id, thread });
+            return Ok(running.thread.clone());
         }
-        start(state, &id, self.pool[i].clone())
+        self.start(state, &id, self.pool[i].clone())
+    }
+
+    fn start(
+        &self,
+        state: &mut State,
+        id: &str,
+        spec: ThreadSpec,
+    ) -> Result<NamedThread, IoThreadError> {
+        let (poll_max, cpus, its_id) = (spec.poll_max, spec.cpus.clone(), id.to_owned());
+        let thread = IoThread::spawn(id.to_owned(), poll_max, move || {
+            // Before the ring is made, whose kernel workers inherit it.
+            if !cpus.is_empty() {
+                let mut set = CpuSet::new();
+                cpus.iter().for_each(|cpu| set.set(cpu));
+                sched_setaffinity(None, &set)
+                    .map_err(|e| IoThreadError::Affinity(its_id, cpus, e.into()))?;
+            }
+            Engines::new(Support::here()).map_err(IoThreadError::from)
+        })?;
+        let nodes = self.nodes.clone().filter(|_| spec.cpus.is_empty());
+        let thread = NamedThread {
+            id: id.to_owned(),
+            thread: Arc::new(thread),
+            home: nodes.map(Home::new).map(Arc::new),
+        };
+        let running = Running {
+            spec,
+            thread: thread.clone(),
+        };
+        state.running.insert(id.to_owned(), running);
+        Ok(thread)
     }
 
     /// Where in the pool the thread of this id is.
@@ -215,28 +262,4 @@ impl IoThreads {
 
 fn pool_id(i: usize) -> String {
     format!("iothread{i}")
-}
-
-fn start(state: &mut State, id: &str, spec: ThreadSpec) -> Result<NamedThread, IoThreadError> {
-    let (poll_max, cpus, its_id) = (spec.poll_max, spec.cpus.clone(), id.to_owned());
-    let thread = IoThread::spawn(id.to_owned(), poll_max, move || {
-        // Before the ring is made, whose kernel workers inherit it.
-        if !cpus.is_empty() {
-            let mut set = CpuSet::new();
-            cpus.iter().for_each(|cpu| set.set(cpu));
-            sched_setaffinity(None, &set)
-                .map_err(|e| IoThreadError::Affinity(its_id, cpus, e.into()))?;
-        }
-        Engines::new(Support::here()).map_err(IoThreadError::from)
-    })?;
-    let thread = Arc::new(thread);
-    let running = Running {
-        spec,
-        thread: thread.clone(),
-    };
-    state.running.insert(id.to_owned(), running);
-    Ok(NamedThread {
-        id: id.to_owned(),
-        thread,
-    })
 }

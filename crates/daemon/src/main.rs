@@ -11,6 +11,7 @@ mod limits;
 mod manual;
 mod metrics;
 mod node;
+mod numa;
 mod paste;
 mod qmp;
 mod reload;

@@ -23,7 +23,7 @@ use crate::ranges::{self, Range};
 
 /// Threads per engine, started as they are needed: what keeps a disk array or a file server busy, and
 /// little enough memory.
-const THREADS_MAX: usize = 16;
+pub(crate) const THREADS_MAX: usize = 16;
 
 /// A thread that has had nothing to do for this long ends.
 const IDLE: Duration = Duration::from_secs(10);

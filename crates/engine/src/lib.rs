@@ -9,12 +9,15 @@ mod file;
 mod inline;
 mod lock;
 mod native;
+mod numa;
 mod poller;
 mod ranges;
 mod uring;
+mod workers;
 
 pub use choice::{Choice, ChoiceError, Support, choose};
 pub use engines::Engines;
 pub use file::{DiskFile, OpenError};
 pub use native::NativeError;
+pub use numa::node_of;
 pub use uring::{Uring, UringError};

@@ -15,6 +15,7 @@ use thiserror::Error;
 use crate::blocking::{Blocking, Job, Target as BlockingTarget};
 use crate::buffers::Buffers;
 use crate::inline::Inline;
+use crate::workers::Workers;
 
 /// Submissions that can wait for one entry into the kernel. When there are more, it is entered
 /// sooner.
@@ -86,6 +87,7 @@ impl UringError {
 /// An engine over one io_uring.
 pub struct Uring {
     ring: IoUring,
+    workers: Workers,
     files_max: u32,
     files: Vec<Option<Target>>,
     /// What is watched, by user data, with descriptors that their owner keeps open.
@@ -109,6 +111,7 @@ impl Uring {
     /// There is no io_uring here; the error says why and what to do.
     pub fn new() -> Result<Self, UringError> {
         let ring = set_up().map_err(explain)?;
+        let workers = Workers::of(&ring);
         // The kernel takes no table with more entries than the process may have descriptors.
         let limit = rustix::process::getrlimit(Resource::Nofile).current;
         let files_max = limit.map_or(FILES_MAX, |n| n.min(FILES_MAX.into()) as u32);
@@ -119,6 +122,7 @@ impl Uring {
         let blocking = Blocking::new().map_err(UringError::Other)?;
         let mut engine = Self {
             ring,
+            workers,
             files_max,
             files: Vec::new(),
             watches: Vec::new(),
@@ -196,8 +200,9 @@ fn set_up() -> io::Result<IoUring> {
 /// Lets nothing be done through the ring from now on but what this file does: who takes over the process
 /// finds no other system calls in it. Enables the ring, for the calling thread.
 fn restrict(ring: &IoUring) -> io::Result<()> {
-    /// `IORING_REGISTER_FILES_UPDATE`, `_BUFFERS2` and `_BUFFERS_UPDATE` of `linux/io_uring.h`.
-    const REGISTRATIONS: [u8; 3] = [6, 15, 16];
+    /// `IORING_REGISTER_FILES_UPDATE`, `_BUFFERS2`, `_BUFFERS_UPDATE` and `_IOWQ_AFF` of
+    /// `linux/io_uring.h`.
+    const REGISTRATIONS: [u8; 4] = [6, 15, 16, 17];
     const OPERATIONS: [u8; 9] = [
         opcode::Read::CODE,
         opcode::Readv::CODE,
@@ -241,6 +246,7 @@ impl Engine for Uring {
                  of open files (ulimit -n)"
             )));
         }
+        self.workers.follow(&self.ring);
         let submitter = self.ring.submitter();
         submitter.register_files_update(id, &[file.as_raw_fd()])?;
         let file = File::from(file.try_clone_to_owned()?);
@@ -488,6 +494,80 @@ pub(crate) fn iovec(segments: &[Segment]) -> (*const libc::iovec, u32) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+    use std::os::fd::AsFd;
+
+    /// An fdatasync is done by a worker; this one is kept to one CPU, where its thread is not.
+    #[test]
+    #[expect(unsafe_code, reason = "the contract of submit")]
+    fn workers_run_where_they_are_told_to() {
+        let flush = |cpu: usize| {
+            let mut engine = Uring::new().unwrap();
+            let file = tempfile::tempfile().unwrap();
+            let id = engine.attach(file.as_fd(), Backing::File, Aio::IoUring);
+            engine.workers.run_on(&engine.ring, only(cpu));
+            // SAFETY: a flush names no memory.
+            unsafe { engine.submit(id.unwrap(), Op::Flush, Token(1)) };
+            let mut done = Vec::with_capacity(4);
+            while done.is_empty() {
+                engine.wait().unwrap();
+                engine.reap(&mut done);
+            }
+            workers_cpus()
+        };
+        for cpu in usable_cpus() {
+            let found = std::thread::spawn(move || flush(cpu)).join().unwrap();
+            assert_eq!(found, [cpu.to_string()]);
+        }
+    }
+
+    /// When its next file is attached, that is, for which it may have been moved.
+    #[test]
+    fn workers_follow_their_thread() {
+        let mut engine = Uring::new().unwrap();
+        let file = tempfile::tempfile().unwrap();
+        for cpu in usable_cpus() {
+            let mut set = CpuSet::new();
+            set.set(cpu);
+            sched_setaffinity(None, &set).unwrap();
+            let id = engine.attach(file.as_fd(), Backing::File, Aio::IoUring);
+            engine.detach(id.unwrap());
+            let cpus = engine.workers.cpus();
+            assert_eq!(cpus, [cpu]);
+        }
+    }
+
+    fn usable_cpus() -> Vec<usize> {
+        let allowed = sched_getaffinity(None).unwrap();
+        let cpus = (0..CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu));
+        cpus.take(4).collect()
+    }
+
+    #[expect(unsafe_code, reason = "libc's sets of CPUs")]
+    fn only(cpu: usize) -> libc::cpu_set_t {
+        // SAFETY: all zeroes is an empty set, and this CPU was found in one.
+        unsafe {
+            let mut set = std::mem::zeroed();
+            libc::CPU_SET(cpu, &mut set);
+            set
+        }
+    }
+
+    /// The CPUs of the calling thread's workers, each list once.
+    fn workers_cpus() -> Vec<String> {
+        let name = format!("iou-wrk-{}", rustix::thread::gettid());
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+        let status = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("status"));
+        let mut lists: Vec<_> = tasks
+            .filter_map(|task| status(task.ok()?).ok())
+            .filter(|status| status.starts_with(&format!("Name:\t{name}\n")))
+            .filter_map(|status| Some(status.split_once("Cpus_allowed_list:\t")?.1.to_owned()))
+            .map(|rest| rest.lines().next().unwrap_or_default().to_owned())
+            .collect();
+        lists.sort();
+        lists.dedup();
+        lists
+    }
 
     #[test]
     fn what_is_not_used_is_refused() {

@@ -236,6 +236,14 @@ impl Virtqueue {
         self.size
     }
 
+    /// Our address of its descriptors.
+    pub fn address(&self) -> usize {
+        match &self.ring {
+            Ring::Split(ring) => ring.address(),
+            Ring::Packed(ring) => ring.address(),
+        }
+    }
+
     /// Where a successor would go on.
     pub fn base(&self) -> RingBase {
         match &self.ring {

@@ -121,6 +121,10 @@ impl Packed {
         })
     }
 
+    pub fn address(&self) -> usize {
+        self.ring as usize
+    }
+
     pub fn base(&self) -> RingBase {
         let (available, used) = (self.available.encode(), self.used.encode());
         RingBase(u32::from(available) | u32::from(used) << 16)

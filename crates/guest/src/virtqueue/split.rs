@@ -92,6 +92,10 @@ impl Split {
         })
     }
 
+    pub fn address(&self) -> usize {
+        self.descriptors as usize
+    }
+
     pub fn base(&self) -> RingBase {
         RingBase::split(self.next_available)
     }
