@@ -32,7 +32,7 @@ pub const POLL_MAX_US_MAX: u64 = 10_000;
 pub const POLL_MAX_DEFAULT: Duration = Duration::from_micros(100);
 
 /// What a file says. What it leaves out is as on the command line.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Config {
     pub iothreads: Option<usize>,
     pub cpus: Option<Cpus>,
@@ -136,6 +136,13 @@ impl Config {
                 let problem = format!("there is no [[throttle-group]] with name = \"{wanted}\"");
                 return Err(Mistake::new(table.span_of("throttle-group"), problem));
             }
+            if let Some(id) = unknown_thread(&disk, &config.threads) {
+                let problem = format!("there is no [[iothread]] with id = \"{id}\"");
+                return Err(Mistake::new(
+                    table.span_of_any(&["iothreads", MAPPING]),
+                    problem,
+                ));
+            }
             config.disks.push(disk);
             check_together(&config.disks).map_err(|e| Mistake::new(table.span(), e.to_string()))?;
         }
@@ -176,7 +183,13 @@ impl Table<'_> {
 
     /// Where a key of it is, or where it starts itself.
     fn span_of(&self, wanted: &str) -> Range<usize> {
-        let found = self.1.iter().find(|(key, _)| key.get_ref() == wanted);
+        self.span_of_any(&[wanted])
+    }
+
+    /// The same for one of several keys.
+    fn span_of_any(&self, wanted: &[&str]) -> Range<usize> {
+        let mut keys = self.1.iter();
+        let found = keys.find(|(key, _)| wanted.contains(&key.get_ref().as_ref()));
         found.map_or(self.span(), |(key, _)| key.span())
     }
 }
@@ -342,6 +355,17 @@ fn disk(table: &Table<'_>) -> Result<DiskSpec, Mistake> {
         disk.iothreads = mapping(value, disk.queues)?;
     }
     Ok(disk)
+}
+
+/// A thread that a disk asks for, and that is neither one of the pool, whose size the command line may
+/// change, nor in the file.
+fn unknown_thread<'a>(disk: &'a DiskSpec, threads: &[(String, ThreadSpec)]) -> Option<&'a str> {
+    let known = |id: &str| {
+        let number = id.strip_prefix("iothread").unwrap_or(id);
+        number.parse::<usize>().is_ok() || threads.iter().any(|(other, _)| other == id)
+    };
+    let mut ids = disk.iothreads.iter();
+    ids.find(|id| !known(id)).map(String::as_str)
 }
 
 const MAPPING: &str = "iothread-vq-mapping";

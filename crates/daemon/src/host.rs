@@ -42,6 +42,8 @@ struct State {
     exports: BTreeMap<String, Export>,
     groups: BTreeMap<String, Arc<ThrottleGroup>>,
     watch: Watch,
+    /// Exports by id that finish what is under way, with the nodes to which that goes.
+    stopping: Vec<(String, Arc<Node>)>,
 }
 
 /// Whether latencies are measured, which costs a little.
@@ -83,6 +85,10 @@ pub enum HostError {
     NoExport(String),
     #[error("disk '{0}' is in use by '{1}'; remove that first")]
     NodeInUse(String, String),
+    #[error("{0}: in use by disk '{1}'; detach that first, or serve both with readonly=on")]
+    FileInUse(PathBuf, String),
+    #[error("disk '{0}' was changed by somebody else meanwhile; look at it again")]
+    Changed(String),
     #[error("a VM is connected to disk '{0}'; shut it down first, or force the removal")]
     Connected(String),
     #[error("disk '{0}' is read-only; it can only be exported with writable=false")]
@@ -152,7 +158,11 @@ impl Host {
     /// Opens a disk without serving it.
     pub fn add_node(&self, spec: DiskSpec) -> Result<(), HostError> {
         let name = spec.name.clone();
-        self.state().check_new_node(&spec)?;
+        {
+            let state = self.state();
+            state.check_new_node(&spec)?;
+            state.check_file(&spec)?;
+        }
         let (limits, group) = (spec.limits, spec.throttle_group.clone());
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
         let node = Node::open(spec)?;
@@ -216,6 +226,9 @@ impl Host {
                 let (other, id) = (other.id.clone(), spec.id.clone());
                 return Err(HostError::SameSocket(other, id, spec.socket.clone()));
             }
+            None if state.stopping.iter().any(|(id, _)| *id == spec.id) => {
+                return Err(HostError::SameName(spec.id.clone()));
+            }
             None => {}
         }
         if let Some(user) = state.user_of(name) {
@@ -253,9 +266,12 @@ impl Host {
         if removal == Removal::Safe && export.connected() {
             return Err(HostError::Connected(id.into()));
         }
+        let stopping = (id.to_owned(), export.node.clone());
+        state.stopping.push(stopping);
         let export = state.exports.remove(id);
         drop(state);
         let result = export.map_or(Ok(()), stop);
+        self.state().stopping.retain(|(other, _)| other != id);
         info!("disk {id}: no longer served");
         let id = id.to_owned();
         let event = Event::BlockExportDeleted(BlockExportDeleted { id });
@@ -267,7 +283,7 @@ impl Host {
     /// becomes as long as its file. Returns its size in bytes.
     pub fn resize(&self, name: &str, size: Option<u64>) -> Result<u64, HostError> {
         let state = self.state();
-        let node = &state.entry(name)?.node;
+        let node = &state.top(name)?.node;
         if let Some(size) = size {
             node.grow_file(size)
                 .map_err(|e| HostError::Resize(name.into(), e))?;
@@ -291,23 +307,40 @@ impl Host {
     /// # Errors
     /// The disk goes on with the file that it had.
     pub fn replace(&self, name: &str, file: FileSpec) -> Result<(), HostError> {
-        let mut spec = self.state().entry(name)?.node.spec.clone();
-        spec.file = file;
+        let (before, spec) = {
+            let state = self.state();
+            let before = state.top(name)?.node.clone();
+            if let FileSpec::Path(path) = &file
+                && before.is_on(path)
+            {
+                info!("disk {name}: is on {} already", path.display());
+                return Ok(());
+            }
+            let spec = DiskSpec {
+                file,
+                ..before.spec.clone()
+            };
+            state.check_file(&spec)?;
+            (before, spec)
+        };
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
         let new = Arc::new(Node::open(spec)?);
         let mut state = self.state();
-        let old = state.entry(name)?.node.clone();
+        if !Arc::ptr_eq(&state.top(name)?.node, &before) {
+            return Err(HostError::Changed(name.into()));
+        }
+        if let Some(id) = state.stops(before.name()) {
+            return Err(HostError::NodeInUse(name.into(), id));
+        }
         let mut exports = state.exports.values_mut();
-        if let Some(export) = exports.find(|e| Arc::ptr_eq(&e.node, &old)) {
+        if let Some(export) = exports.find(|e| Arc::ptr_eq(&e.node, &before)) {
             export.replace(new.clone())?;
         }
-        if let Some(entry) = state.nodes.get_mut(name) {
-            info!(
-                "disk {name}: was on {}, is on {}",
-                old.filename, new.filename
-            );
-            entry.node = new;
-        }
+        info!(
+            "disk {name}: was on {}, is on {}",
+            before.filename, new.filename
+        );
+        state.put_on(new);
         Ok(())
     }
 
@@ -330,8 +363,9 @@ impl Host {
         limits.check()?;
         let mut state = self.state();
         let shared = state.group(group)?;
-        let Some(entry) = state.nodes.get_mut(name) else {
-            return Err(HostError::NoNode(name.into()));
+        let name = state.top(name)?.node.name().to_owned();
+        let Some(entry) = state.nodes.get_mut(&name) else {
+            return Err(HostError::NoNode(name));
         };
         (entry.limits, entry.group) = (*limits, group.map(str::to_owned));
         let node = entry.node.clone();
@@ -387,6 +421,18 @@ impl Host {
             (None, true) => Some(name.into()),
             (None, false) => None,
         }
+    }
+
+    /// A disk that is served, as it would have to be written to be served as it is now.
+    pub fn spec_of(&self, name: &str) -> Option<DiskSpec> {
+        let state = self.state();
+        let entry = state.nodes.get(name)?;
+        let served = state.exports.get(name)?;
+        Arc::ptr_eq(&served.node, &entry.node).then(|| DiskSpec {
+            limits: entry.limits,
+            throttle_group: entry.group.clone(),
+            ..entry.node.spec.clone()
+        })
     }
 
     /// Calls `look` for every disk, in the order of their names.
@@ -518,6 +564,51 @@ impl State {
         self.group(spec.throttle_group.as_deref()).map(drop)
     }
 
+    /// Whether a disk may be put on its file, so far as the others here are concerned. The locks would tell
+    /// too, but neither at once nor by whom it is used.
+    fn check_file(&self, spec: &DiskSpec) -> Result<(), HostError> {
+        let FileSpec::Path(path) = &spec.file else {
+            return Ok(());
+        };
+        let excludes = |node: &Node| !(node.spec.read_only && spec.read_only) && node.is_on(path);
+        match self.nodes.values().find(|entry| excludes(&entry.node)) {
+            Some(entry) => {
+                let name = entry.node.name().to_owned();
+                Err(HostError::FileInUse(path.clone(), name))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The disk that a node is part of: the node that lies on it, or itself.
+    fn top(&self, name: &str) -> Result<&NodeEntry, HostError> {
+        let mut entry = self.entry(name)?;
+        let above = |name: &str| {
+            let mut nodes = self.nodes.values();
+            nodes.find(|entry| entry.child.as_deref() == Some(name))
+        };
+        while let Some(next) = above(entry.node.name()) {
+            entry = next;
+        }
+        Ok(entry)
+    }
+
+    /// Takes a node in place of that of the same name, and of those below it.
+    fn put_on(&mut self, new: Arc<Node>) {
+        let mut name = Some(new.name().to_owned());
+        while let Some(entry) = name.and_then(|name| self.nodes.get_mut(&name)) {
+            let spec = DiskSpec {
+                file: new.spec.file.clone(),
+                ..entry.node.spec.clone()
+            };
+            entry.node = match entry.node.name() == new.name() {
+                true => new.clone(),
+                false => Arc::new(new.renamed(spec)),
+            };
+            name = entry.child.clone();
+        }
+    }
+
     fn group(&self, name: Option<&str>) -> Result<Option<Arc<ThrottleGroup>>, HostError> {
         let Some(name) = name else {
             return Ok(None);
@@ -537,6 +628,14 @@ impl State {
         export
             .map(|e| e.id.clone())
             .or(above.map(|entry| entry.node.name().to_owned()))
+            .or_else(|| self.stops(name))
+    }
+
+    /// The export of a node that still finishes what is under way.
+    fn stops(&self, name: &str) -> Option<String> {
+        let mut stopping = self.stopping.iter();
+        let found = stopping.find(|(_, node)| node.name() == name);
+        found.map(|(id, _)| id.clone())
     }
 }
 

@@ -89,6 +89,8 @@ pub enum IoThreadError {
     Exists(String),
     #[error("I/O thread '{0}' serves disks; detach these first")]
     InUse(String),
+    #[error("I/O thread '{0}' is one of the pool, which stays as it was started (--iothreads)")]
+    OfPool(String),
     #[error("there are {THREADS_MAX} I/O threads already; remove one first")]
     TooMany,
     #[error("I/O thread '{0}' may run on CPUs {1}, none of which this process can use: {2}")]
@@ -147,6 +149,19 @@ impl IoThreads {
             .collect()
     }
 
+    /// Whether all threads of these names can be had, without starting one.
+    ///
+    /// # Errors
+    /// One of them is not there.
+    pub fn check(&self, wanted: &[String]) -> Result<(), IoThreadError> {
+        let state = self.state();
+        let missing = |id: &String| !state.running.contains_key(id) && self.place(id).is_none();
+        match wanted.iter().map(|id| full_id(id)).find(missing) {
+            Some(id) => Err(self.unknown(&state, &id)),
+            None => Ok(()),
+        }
+    }
+
     /// Adds a thread by name.
     ///
     /// # Errors
@@ -167,6 +182,9 @@ impl IoThreads {
     /// # Errors
     /// There is none of this name, or it serves disks.
     pub fn remove(&self, id: &str) -> Result<(), IoThreadError> {
+        if self.place(id).is_some() {
+            return Err(IoThreadError::OfPool(id.into()));
+        }
         let mut state = self.state();
         let Some(running) = state.running.get(id) else {
             return Err(self.unknown(&state, id));
@@ -187,11 +205,7 @@ impl IoThreads {
     }
 
     fn named(&self, state: &mut State, id: &str) -> Result<NamedThread, IoThreadError> {
-        // A number is short for a thread of the pool.
-        let id = match id.parse::<usize>() {
-            Ok(i) => pool_id(i),
-            Err(_) => id.to_owned(),
-        };
+        let id = full_id(id);
         if let Some(running) = state.running.get(&id) {
             return Ok(running.thread.clone());
         }
@@ -262,4 +276,12 @@ impl IoThreads {
 
 fn pool_id(i: usize) -> String {
     format!("iothread{i}")
+}
+
+/// A number is short for a thread of the pool.
+fn full_id(id: &str) -> String {
+    match id.parse::<usize>() {
+        Ok(i) => pool_id(i),
+        Err(_) => id.to_owned(),
+    }
 }

@@ -1,9 +1,11 @@
 //! An opened disk: its file, and what the data path needs of it. QEMU's word for it is a block node.
 
 use std::cmp::Ordering;
-use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
 use std::sync::Arc;
+use std::{fs, io};
 
 use block::{Backing, BlockSizeError, CacheMode, DiskFacts, format_size};
 use datapath::{Disk, Options, Replacement};
@@ -108,6 +110,19 @@ impl Node {
             filename,
             format: Format::Raw,
             spec,
+        })
+    }
+
+    /// Whether it is on what lies at `path`, under whatever name.
+    pub fn is_on(&self, path: &Path) -> bool {
+        let (Some(file), Ok(there)) = (&self.file, fs::metadata(path)) else {
+            return false;
+        };
+        rustix::fs::fstat(file).is_ok_and(|ours| match file.backing() {
+            Backing::File => (ours.st_dev, ours.st_ino) == (there.dev(), there.ino()),
+            Backing::BlockDevice => {
+                there.file_type().is_block_device() && ours.st_rdev == there.rdev()
+            }
         })
     }
 

@@ -424,7 +424,8 @@ fn node_info(disk: &Look<'_>) -> BlockDeviceInfo {
     }
 }
 
-/// The control socket. Dropping it ends all conversations.
+/// The control socket. Dropping it ends all conversations, once the commands under way are done and answered:
+/// a disk that one of them removes is not to be left half removed.
 pub struct ControlSocket {
     hub: Arc<EventHub>,
     stop: Arc<OwnedFd>,
@@ -463,6 +464,19 @@ impl Drop for ControlSocket {
 }
 
 fn listen(socket: &Socket, qmp: &Arc<Qmp>, stop: BorrowedFd<'_>) {
+    let mut clients = Vec::new();
+    accept_clients(socket, qmp, stop, &mut clients);
+    for client in clients {
+        let _ = client.join();
+    }
+}
+
+fn accept_clients(
+    socket: &Socket,
+    qmp: &Arc<Qmp>,
+    stop: BorrowedFd<'_>,
+    clients: &mut Vec<JoinHandle<()>>,
+) {
     loop {
         let mut ready = [
             PollFd::new(&stop, PollFlags::IN),
@@ -486,9 +500,13 @@ fn listen(socket: &Socket, qmp: &Arc<Qmp>, stop: BorrowedFd<'_>) {
                     }
                 })
         });
-        if let Err(e) = accepted {
-            warn!("control socket: cannot serve a client: {e}");
-            thread::sleep(Duration::from_millis(100));
+        clients.retain(|client| !client.is_finished());
+        match accepted {
+            Ok(client) => clients.push(client),
+            Err(e) => {
+                warn!("control socket: cannot serve a client: {e}");
+                thread::sleep(Duration::from_millis(100));
+            }
         }
     }
 }

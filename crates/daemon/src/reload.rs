@@ -3,12 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
+use block::ThrottleLimits;
 use thiserror::Error;
 use tracing::{error, info, warn};
 
 use crate::config::{Config, ConfigError};
 use crate::host::{Host, HostError, Removal};
-use crate::iothreads::IoThreadError;
+use crate::iothreads::{IoThreadError, ThreadSpec};
 use crate::spec::{DiskSpec, FileSpec};
 
 /// A configuration file, and what of it is in force.
@@ -47,15 +48,15 @@ impl Reloader {
     pub fn reload(&self, host: &Host) -> Result<(), ReloadError> {
         let mut old = self.in_force.lock().unwrap_or_else(PoisonError::into_inner);
         let new = Config::read(&self.path)?;
-        let change = Change::between(&old, &new);
+        let change = Change::between(&old, &new, host);
         change.prepare(host)?;
         let failed = change.carry_out(host);
         change.tell_what_needs_a_restart(&old, &new);
         let path = self.path.display();
         info!("{path}: read anew: {}", change.summary());
-        drop(change);
-        *old = new;
-        match failed {
+        let (in_force, count) = (failed.in_force(&new), failed.count);
+        *old = in_force;
+        match count {
             0 => Ok(()),
             n => Err(ReloadError::Partly(n)),
         }
@@ -76,7 +77,7 @@ struct Change<'a> {
 }
 
 impl<'a> Change<'a> {
-    fn between(old: &'a Config, new: &'a Config) -> Self {
+    fn between(old: &'a Config, new: &'a Config, host: &Host) -> Self {
         let mut change = Self {
             old,
             new,
@@ -88,6 +89,9 @@ impl<'a> Change<'a> {
         };
         for disk in &new.disks {
             match old.disks.iter().find(|other| other.name == disk.name) {
+                // Whoever attaches a disk, and then writes it down to have it the next time too, means
+                // the one that there is.
+                None if host.spec_of(&disk.name).as_ref() == Some(disk) => {}
                 None => change.added.push(disk),
                 Some(before) if before == disk => {}
                 Some(before) if same_but_for_limits(before, disk) => change.throttled.push(disk),
@@ -95,7 +99,11 @@ impl<'a> Change<'a> {
                 Some(before) => change.changed.push((before, disk)),
             }
         }
-        let gone = |disk: &&DiskSpec| !new.disks.iter().any(|other| other.name == disk.name);
+        // One that was detached by command needs no removal.
+        let gone = |disk: &&DiskSpec| {
+            let mut disks = new.disks.iter();
+            !disks.any(|other| other.name == disk.name) && host.node_of(&disk.name).is_some()
+        };
         change.removed.extend(old.disks.iter().filter(gone));
         change
     }
@@ -133,66 +141,75 @@ impl<'a> Change<'a> {
             host.add_group(name, limits)?;
             undo.push(Box::new(|| drop(host.remove_group(name))));
         }
+        // Before a front-end is disconnected for a disk that cannot be served as it is to be.
+        let changed = self.changed.iter().map(|(_, disk)| disk);
+        for disk in self.added.iter().chain(changed) {
+            host.threads.check(&disk.iothreads)?;
+        }
         for disk in &self.added {
-            host.add_node((*disk).clone())?;
+            match host.add_node((*disk).clone()) {
+                // A disk that gets another name is opened when the old one is gone.
+                Err(HostError::FileInUse(_, user)) if self.removes(&user) => continue,
+                result => result?,
+            }
             undo.push(Box::new(|| drop(host.remove_node(&disk.name))));
         }
         Ok(())
     }
 
-    /// Does the rest, of which some may fail. Returns how many have.
-    fn carry_out(&self, host: &Host) -> usize {
-        let mut failed = 0;
-        let mut attempt = |what: &str, name: &str, result: Result<(), HostError>| {
-            if let Err(e) = result {
-                error!("{what} '{name}': {e}");
-                failed += 1;
-            }
-        };
-        for disk in &self.removed {
+    fn removes(&self, name: &str) -> bool {
+        self.removed.iter().any(|disk| disk.name == name)
+    }
+
+    /// Does the rest, of which some may fail.
+    fn carry_out(&self, host: &Host) -> Failed<'a> {
+        let mut failed = Failed::default();
+        for &disk in &self.removed {
             let result = host.detach(&disk.name, Removal::Hard);
-            attempt("removing disk", &disk.name, result);
+            let remains = host.node_of(&disk.name).map(|_| disk);
+            failed.disk("removing disk", disk, result, remains);
         }
-        for (before, disk) in &self.changed {
-            attempt("changing disk", &disk.name, exchange(host, before, disk));
+        for &(before, disk) in &self.changed {
+            let result = exchange(host, before, disk);
+            let remains = host.spec_of(&disk.name).map(|_| before);
+            failed.disk("changing disk", disk, result, remains);
         }
-        for disk in &self.added {
-            let served = host.add_export(&disk.name, &(*disk).into());
-            if served.is_err() {
-                let _ = host.remove_node(&disk.name);
-            }
-            attempt("serving disk", &disk.name, served.map(drop));
+        for &disk in &self.added {
+            let served = match host.node_of(&disk.name) {
+                Some(_) => host.add_export(&disk.name, &disk.into()).inspect_err(|_| {
+                    let _ = host.remove_node(&disk.name);
+                }),
+                None => host.attach(disk.clone()),
+            };
+            failed.disk("serving disk", disk, served.map(drop), None);
         }
-        for disk in &self.moved {
+        let before = |disk: &DiskSpec| self.old.disks.iter().find(|d| d.name == disk.name);
+        for &disk in &self.moved {
             let result = host.replace(&disk.name, disk.file.clone());
-            attempt("moving disk", &disk.name, result);
+            failed.disk("moving disk", disk, result, before(disk));
         }
-        for disk in self.throttled.iter().chain(&self.moved) {
+        for &disk in self.throttled.iter().chain(&self.moved) {
             let result = host.throttle(&disk.name, &disk.limits, disk.throttle_group.as_deref());
-            attempt("limiting disk", &disk.name, result);
+            failed.disk("limiting disk", disk, result, before(disk));
         }
         for (name, limits) in &self.new.groups {
             let before = self.old.groups.iter().find(|(other, _)| other == name);
             if before.is_some_and(|(_, before)| before != limits) {
-                attempt("changing group", name, host.change_group(name, limits));
+                failed.note("changing group", name, host.change_group(name, limits));
             }
         }
-        for (name, _) in self
-            .old
-            .groups
-            .iter()
-            .filter(|(name, _)| !has(&self.new.groups, name))
-        {
-            attempt("removing group", name, host.remove_group(name));
+        let gone = |(name, _): &&(String, _)| !has(&self.new.groups, name);
+        for group in self.old.groups.iter().filter(gone) {
+            if failed.note("removing group", &group.0, host.remove_group(&group.0)) {
+                failed.groups.push(group);
+            }
         }
-        for (id, _) in self
-            .old
-            .threads
-            .iter()
-            .filter(|(id, _)| !has(&self.new.threads, id))
-        {
-            let result = host.threads.remove(id).map_err(HostError::from);
-            attempt("removing I/O thread", id, result);
+        let gone = |(id, _): &&(String, _)| !has(&self.new.threads, id);
+        for thread in self.old.threads.iter().filter(gone) {
+            let result = host.threads.remove(&thread.0).map_err(HostError::from);
+            if failed.note("removing I/O thread", &thread.0, result) {
+                failed.threads.push(thread);
+            }
         }
         failed
     }
@@ -226,6 +243,52 @@ impl<'a> Change<'a> {
     }
 }
 
+/// Changes that could not be made. The next reload is to try them again.
+#[derive(Default)]
+struct Failed<'a> {
+    count: usize,
+    /// Names of disks that are not as they should be, and what they are instead.
+    disks: Vec<(&'a str, Option<&'a DiskSpec>)>,
+    groups: Vec<&'a (String, ThrottleLimits)>,
+    threads: Vec<&'a (String, ThreadSpec)>,
+}
+
+impl<'a> Failed<'a> {
+    /// Counts and logs what failed; says whether it did.
+    fn note(&mut self, what: &str, name: &str, result: Result<(), HostError>) -> bool {
+        let Err(e) = result else {
+            return false;
+        };
+        error!("{what} '{name}': {e}");
+        self.count += 1;
+        true
+    }
+
+    fn disk(
+        &mut self,
+        what: &str,
+        disk: &'a DiskSpec,
+        result: Result<(), HostError>,
+        remains: Option<&'a DiskSpec>,
+    ) {
+        if self.note(what, &disk.name, result) {
+            self.disks.push((&disk.name, remains));
+        }
+    }
+
+    /// What is in force if `new` is so far as it could be.
+    fn in_force(&self, new: &Config) -> Config {
+        let mut config = new.clone();
+        for &(name, remains) in &self.disks {
+            config.disks.retain(|disk| disk.name != name);
+            config.disks.extend(remains.cloned());
+        }
+        config.groups.extend(self.groups.iter().copied().cloned());
+        config.threads.extend(self.threads.iter().copied().cloned());
+        config
+    }
+}
+
 /// Serves a disk otherwise than before, which its front-end sees as a lost connection; if that cannot be,
 /// goes on as before.
 fn exchange(host: &Host, before: &DiskSpec, disk: &DiskSpec) -> Result<(), HostError> {
@@ -233,7 +296,13 @@ fn exchange(host: &Host, before: &DiskSpec, disk: &DiskSpec) -> Result<(), HostE
         "disk {}: its front-end is disconnected, and may connect again, for what has changed",
         disk.name
     );
-    host.detach(&disk.name, Removal::Hard)?;
+    match host.detach(&disk.name, Removal::Hard) {
+        // It is gone all the same, and its VM must not be left without it.
+        Err(e @ HostError::Sync(..)) => error!("{e}"),
+        // Somebody has detached it, and the configuration says that it is to be served.
+        Err(HostError::NoNode(_)) => {}
+        result => result?,
+    }
     match host.attach(disk.clone()) {
         Ok(_) => Ok(()),
         Err(e) => {

@@ -2,10 +2,14 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{Mode, fchmod};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+use rustix::net::{bind, connect, listen};
 use thiserror::Error;
 
 use crate::spec::DiskSpec;
@@ -25,6 +29,9 @@ pub enum SocketError {
     Bind(PathBuf, io::Error),
 }
 
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 128;
+
 /// A listening socket that goes away with this value.
 pub struct Socket {
     pub listener: UnixListener,
@@ -36,18 +43,25 @@ pub struct Socket {
 impl Socket {
     /// Listens at `path`. A socket that a dead server left there is replaced.
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
+        Self::bind_for(path, None)
+    }
+
+    /// The same, for a socket on which only this user may connect.
+    pub fn bind_private(path: &Path) -> Result<Self, SocketError> {
+        Self::bind_for(path, Some(Mode::RUSR | Mode::WUSR))
+    }
+
+    fn bind_for(path: &Path, mode: Option<Mode>) -> Result<Self, SocketError> {
         let fail = |e| SocketError::Bind(path.into(), e);
         match fs::symlink_metadata(path) {
             Ok(there) if !there.file_type().is_socket() => {
                 return Err(SocketError::NotASocket(path.into()));
             }
-            Ok(_) => match UnixStream::connect(path) {
-                Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
-                    fs::remove_file(path).map_err(fail)?;
-                }
-                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                Err(e) if e.kind() == io::ErrorKind::PermissionDenied => return Err(fail(e)),
-                _ => return Err(SocketError::InUse(path.into())),
+            Ok(_) => match is_served(path) {
+                Ok(false) => fs::remove_file(path).map_err(fail)?,
+                Ok(true) => return Err(SocketError::InUse(path.into())),
+                Err(Errno::NOENT) => {}
+                Err(e) => return Err(fail(e.into())),
             },
             Err(_) => {
                 if let Some(directory) = path.parent() {
@@ -55,7 +69,7 @@ impl Socket {
                 }
             }
         }
-        let listener = UnixListener::bind(path).map_err(fail)?;
+        let listener = make(path, mode).map_err(|e| fail(e.into()))?;
         let made = identity(path);
         Ok(Self {
             listener,
@@ -65,14 +79,28 @@ impl Socket {
     }
 }
 
-impl Socket {
-    /// The same, for a socket on which only this user may connect.
-    pub fn bind_private(path: &Path) -> Result<Self, SocketError> {
-        let socket = Self::bind(path)?;
-        fs::set_permissions(path, fs::Permissions::from_mode(0o600))
-            .map_err(|e| SocketError::Bind(path.into(), e))?;
-        Ok(socket)
+/// Whether somebody listens at a socket. A server that is too busy to accept is one that does, and is not
+/// waited for.
+fn is_served(path: &Path) -> Result<bool, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let probe = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    match connect(&probe, &SocketAddrUnix::new(path)?) {
+        Ok(()) | Err(Errno::AGAIN | Errno::PROTOTYPE) => Ok(true),
+        Err(Errno::CONNREFUSED) => Ok(false),
+        Err(e) => Err(e),
     }
+}
+
+fn make(path: &Path, mode: Option<Mode>) -> Result<UnixListener, Errno> {
+    let flags = SocketFlags::CLOEXEC;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    if let Some(mode) = mode {
+        // The file gets the mode that its socket has: there is no moment at which others may connect.
+        fchmod(&socket, mode)?;
+    }
+    bind(&socket, &SocketAddrUnix::new(path)?)?;
+    listen(&socket, BACKLOG)?;
+    Ok(socket.into())
 }
 
 impl Drop for Socket {

@@ -689,7 +689,9 @@ fn a_second_ringdisk_is_kept_away_from_a_file() {
     // Twice on one command line.
     let twice = format!("{},name=second", argument(""));
     assert!(server.terminate().unwrap().success());
-    assert_refused(&[&disk.argument(""), &twice], 1, &words);
+    let name = disk.file.file_stem().unwrap().to_str().unwrap();
+    let ours = [words[0], &format!("in use by disk '{name}'"), "detach"];
+    assert_refused(&[&disk.argument(""), &twice], 1, &ours);
 
     let first = serve_all(&[disk.argument("readonly=on")]);
     let second = serve_all(&[argument(",readonly=on")]);

@@ -153,6 +153,11 @@ impl Server {
     /// Asks the server to end (SIGTERM), and waits until it has, but not for ever.
     pub fn terminate(&mut self) -> io::Result<ExitStatus> {
         self.signal(Signal::TERM);
+        self.ended()
+    }
+
+    /// Waits until a server that was asked to end has done so, but not for ever.
+    pub fn ended(&mut self) -> io::Result<ExitStatus> {
         let deadline = Instant::now() + HANG;
         while Instant::now() < deadline {
             if let Some(status) = self.child.try_wait()? {
@@ -162,7 +167,7 @@ impl Server {
         }
         Err(io::Error::new(
             io::ErrorKind::TimedOut,
-            "the server ignores SIGTERM",
+            "the server does not end",
         ))
     }
 

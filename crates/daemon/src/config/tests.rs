@@ -120,6 +120,16 @@ fn a_mistake_is_named_with_its_line_and_key() {
             3,
             "already",
         ),
+        (
+            "[[disk]]\nfile = \"a.raw\"\niothreads = [\"0\", \"fast\"]",
+            3,
+            "no [[iothread]] with id = \"fast\"",
+        ),
+        (
+            "[[disk]]\nfile = \"a.raw\"\niothread-vq-mapping = [{ iothread = \"fast\" }]",
+            3,
+            "no [[iothread]] with id = \"fast\"",
+        ),
         ("[[iothread]]\ncpus = \"1\"", 1, "needs an id"),
         ("[[iothread]]\nid = \"iothread1\"", 2, "of the pool"),
         (

@@ -1,0 +1,417 @@
+//! A configuration file that is reread while guests use the disks.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use testkit::driver::{Device, DeviceConfig, HANG, Op};
+
+use crate::running::{Controlled, Ran, Stop, rewrite, until, verify};
+use crate::support::content;
+
+const MIB: u64 = 1 << 20;
+
+/// A ringdisk with a configuration file.
+struct Configured {
+    ringdisk: Controlled,
+    file: PathBuf,
+}
+
+impl Configured {
+    fn start(text: &str) -> Self {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        for name in ["a.raw", "b.raw", "c.raw"] {
+            fs::write(dir.path().join(name), content(0, (16 * MIB) as usize)).unwrap();
+        }
+        let file = write(&dir, text);
+        let config = format!("--config={}", file.display());
+        let ringdisk = Controlled::start_in(dir, &[config]);
+        Self { ringdisk, file }
+    }
+
+    fn write(&self, text: &str) {
+        write(&self.ringdisk.dir, text);
+    }
+
+    /// Has the file reread, which must succeed.
+    fn reload(&self, text: &str) {
+        self.write(text);
+        self.ringdisk.json(&["reload"]);
+    }
+
+    fn device(&self, name: &str) -> Device {
+        Device::connect(self.socket(name), &DeviceConfig::default()).unwrap()
+    }
+
+    fn socket(&self, name: &str) -> PathBuf {
+        self.ringdisk.path(&format!("{name}.sock"))
+    }
+
+    fn names(&self) -> Vec<String> {
+        let disks = self.ringdisk.json(&["list"]);
+        let disks = disks.as_array().unwrap().iter();
+        disks
+            .map(|disk| disk["name"].as_str().unwrap().to_owned())
+            .collect()
+    }
+}
+
+/// Writes a configuration; `DIR` in it is the directory.
+fn write(dir: &TempDir, text: &str) -> PathBuf {
+    let file = dir.path().join("ringdisk.toml");
+    fs::write(&file, text.replace("DIR", dir.path().to_str().unwrap())).unwrap();
+    file
+}
+
+/// A disk on a file of its own; `options` are further lines.
+fn disk(name: &str, options: &str) -> String {
+    format!("[[disk]]\nfile = \"DIR/{name}.raw\"\nsocket = \"DIR/{name}.sock\"\n{options}\n")
+}
+
+/// Disks come, go and change, while the guest of another one notices nothing.
+#[test]
+fn a_disk_that_stays_is_not_disturbed() {
+    let stays = disk("a", "queues = 2\niops = 1_000_000");
+    let config = Configured::start(&stays);
+    let two = DeviceConfig {
+        queues: 2,
+        ..DeviceConfig::default()
+    };
+    let mut device = Device::connect(config.socket("a"), &two).unwrap();
+    let (stop, rounds) = (AtomicBool::new(false), AtomicU64::new(0));
+    thread::scope(|scope| {
+        for queue in &mut device.queues {
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    rewrite(queue);
+                    rounds.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
+        let _stop = Stop(&stop);
+        let hang_up = |text: &str| {
+            config.write(text);
+            config.ringdisk.server.signal(Signal::HUP);
+        };
+        for _ in 0..3 {
+            let before = rounds.load(Ordering::Relaxed);
+            // By signal, as a service manager does it.
+            hang_up(&(stays.clone() + &disk("b", "") + &disk("c", "cache = \"writeback\"")));
+            until("c", || config.names() == ["a", "b", "c"]);
+            until("c's socket", || config.socket("c").exists());
+            verify(&mut config.device("b").queues[0]);
+            assert_eq!(config.ringdisk.disk("c")["cache"], "writeback");
+
+            // What is changed while it runs, its guest may notice.
+            let mut device = config.device("b");
+            let group = "[[throttle-group]]\nname = \"bronze\"\niops = 5000\n";
+            let limited = disk("b", "throttle-group = \"bronze\"\nbps = \"100M\"");
+            hang_up(&(stays.clone() + &limited + group));
+            until("b's group", || {
+                config.ringdisk.disk("b")["throttle-group"] == "bronze"
+            });
+            assert_eq!(
+                config.ringdisk.disk("b")["limits"],
+                json!({ "bps": 100 * MIB })
+            );
+            until("c's end", || config.names() == ["a", "b"]);
+            verify(&mut device.queues[0]);
+            assert!(!config.socket("c").exists());
+
+            // What cannot be changed while it runs costs the connection.
+            hang_up(&(stays.clone() + &disk("b", "readonly = true")));
+            until("readonly", || config.ringdisk.disk("b")["readonly"] == true);
+            assert!(device.config().is_err(), "its front-end is still connected");
+            let mut device = config.device("b");
+            assert_eq!(device.queues[0].write(8, &content(9, 4096)), 1);
+            verify(&mut device.queues[0]);
+
+            hang_up(&stays);
+            until("b's end", || config.names() == ["a"]);
+            assert!(device.config().is_err());
+            let after = rounds.load(Ordering::Relaxed);
+            until("another round", || rounds.load(Ordering::Relaxed) > after);
+            assert!(after > before);
+        }
+    });
+    let connected = config
+        .ringdisk
+        .server
+        .log()
+        .matches("disk a: front-end")
+        .count();
+    assert_eq!(connected, 1, "{}", config.ringdisk.server.log());
+    assert_eq!(
+        config.ringdisk.disk("a")["limits"],
+        json!({ "iops": 1_000_000 })
+    );
+}
+
+#[test]
+fn a_mistake_changes_nothing() {
+    let text = disk("a", "") + &disk("b", "");
+    let config = Configured::start(&text);
+    let mut device = config.device("a");
+    for (mistake, line, words) in [
+        (
+            disk("a", "cach = \"none\""),
+            4,
+            &["'cach'", "cache", "queue-size"][..],
+        ),
+        (
+            disk("a", "cache = \"fast\""),
+            4,
+            &["cache", "fast", "writeback"],
+        ),
+        (disk("a", "queues = 0"), 4, &["queues", "1 to 256"]),
+        (
+            disk("a", "readonly = \"yes\""),
+            4,
+            &["readonly", "yes", "on nor off"],
+        ),
+        (
+            disk("a", "iothreads = \"fast\""),
+            4,
+            &["[[iothread]]", "fast"],
+        ),
+        (
+            disk("a", "throttle-group = \"g\""),
+            4,
+            &["[[throttle-group]]", "\"g\""],
+        ),
+        (
+            "iothreads = 0\n".to_owned() + &disk("a", ""),
+            1,
+            &["iothreads", "1 to 256"],
+        ),
+        (
+            "nodes = 3\n".to_owned() + &disk("a", ""),
+            1,
+            &["'nodes'", "poll-max-us", "[[disk]]"],
+        ),
+        (disk("a", "") + &disk("a", ""), 5, &["'a'", "already"]),
+        (disk("a", "") + "[[disk]]\n", 5, &["no file"]),
+        ("iothreads = \n".to_owned() + &disk("a", ""), 1, &[]),
+    ] {
+        // With a change that would be made if there were no mistake.
+        config.write(&mistake);
+        let line = format!("ringdisk.toml, line {line}: ");
+        let words = [&[line.as_str(), "nothing has been changed"], words].concat();
+        config
+            .ringdisk
+            .ringdisk(&["reload"])
+            .assert_fails(1, &words);
+        assert_eq!(config.names(), ["a", "b"]);
+        verify(&mut device.queues[0]);
+        // A file that does not do for a start is wrong usage.
+        let control = config.ringdisk.path("other.qmp");
+        let mut serve = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+        serve
+            .args(["serve", "--config"])
+            .arg(&config.file)
+            .arg("--control")
+            .arg(control);
+        let ran = Ran::of(&mut serve);
+        assert_eq!(ran.code, Some(2), "{ran:?}");
+        assert!(ran.err.contains(&line), "{ran:?}");
+    }
+    // What cannot be opened is found before anything is changed, too.
+    for (added, words) in [
+        (disk("absent", ""), &["absent.raw", "no such file"][..]),
+        (disk("c", "iothreads = 99"), &["iothread99", "iothread0"]),
+        (
+            disk("c", "") + "[[disk]]\nname = \"d\"\nfile = \"DIR/a.raw\"\nsocket = \"DIR/d.sock\"",
+            &["a.raw", "disk 'a'"],
+        ),
+    ] {
+        config.write(&(disk("a", "") + &added));
+        let words = [&["nothing has been changed"], words].concat();
+        config
+            .ringdisk
+            .ringdisk(&["reload"])
+            .assert_fails(1, &words);
+        assert_eq!(config.names(), ["a", "b"]);
+        verify(&mut device.queues[0]);
+    }
+    config.write(&disk("a", "iothreads = 99"));
+    config
+        .ringdisk
+        .ringdisk(&["reload"])
+        .assert_fails(1, &["iothread99", "nothing has been changed"]);
+    verify(&mut device.queues[0]);
+    fs::remove_file(&config.file).unwrap();
+    let words = [
+        "ringdisk.toml",
+        "cannot be read",
+        "nothing has been changed",
+    ];
+    config
+        .ringdisk
+        .ringdisk(&["reload"])
+        .assert_fails(1, &words);
+    config.reload(&text);
+    verify(&mut device.queues[0]);
+}
+
+/// What could not be done is tried again by the next reload, though the file is the same.
+#[test]
+fn what_failed_is_tried_again() {
+    let config = Configured::start(&disk("a", ""));
+    let mut device = config.device("a");
+    fs::create_dir(config.socket("b")).unwrap();
+    let text = disk("a", "") + &disk("b", "") + &disk("c", "");
+    config.write(&text);
+    let failed = config.ringdisk.ringdisk(&["reload"]);
+    failed.assert_fails(1, &["1 of the changes", "log"]);
+    let log = || config.ringdisk.server.log();
+    until("the log", || log().contains("serving disk 'b'"));
+    assert_eq!(config.names(), ["a", "c"]);
+    fs::remove_dir(config.socket("b")).unwrap();
+    config.ringdisk.json(&["reload"]);
+    assert_eq!(config.names(), ["a", "b", "c"]);
+
+    // A change that fails leaves the disk as it was; the next one does it.
+    fs::create_dir(config.ringdisk.path("elsewhere.sock")).unwrap();
+    let moved = disk("a", "") + &disk("b", "").replace("b.sock", "elsewhere.sock") + &disk("c", "");
+    config.write(&moved);
+    config
+        .ringdisk
+        .ringdisk(&["reload"])
+        .assert_fails(1, &["1 of the changes"]);
+    verify(&mut config.device("b").queues[0]);
+    fs::remove_dir(config.ringdisk.path("elsewhere.sock")).unwrap();
+    config.ringdisk.json(&["reload"]);
+    assert!(!config.socket("b").exists());
+    verify(&mut config.device("elsewhere").queues[0]);
+    verify(&mut device.queues[0]);
+}
+
+/// The file and commands may both change what is served; neither is surprised by the other.
+#[test]
+fn commands_and_the_file_agree() {
+    let config = Configured::start(&disk("a", ""));
+    let ringdisk = &config.ringdisk;
+    let mut device = config.device("a");
+
+    // Attached now, and written down for the next start.
+    let path = |name: &str| ringdisk.path(name).display().to_string();
+    let argument = format!(
+        "{},socket={},queues=2,iops=5000",
+        path("b.raw"),
+        path("b.sock")
+    );
+    ringdisk.json(&["attach", &argument]);
+    let mut other = config.device("b");
+    let both = disk("a", "") + &disk("b", "queues = 2\niops = 5000");
+    config.reload(&both);
+    verify(&mut other.queues[0]);
+
+    // Put on another file now, and written down.
+    ringdisk.json(&["replace", "b", "c.raw"]);
+    config.reload(&both.replace("b.raw\"", "c.raw\"\nname = \"b\""));
+    verify(&mut other.queues[0]);
+    assert_eq!(ringdisk.disk("b")["file"], path("c.raw"));
+    // And back, by the file alone.
+    config.reload(&both);
+    verify(&mut other.queues[0]);
+    assert_eq!(ringdisk.disk("b")["file"], path("b.raw"));
+
+    // Detached now, and taken out.
+    ringdisk.json(&["detach", "b", "--force"]);
+    config.reload(&disk("a", ""));
+    assert_eq!(config.names(), ["a"]);
+
+    // A name that a command has given to another disk.
+    ringdisk.json(&["attach", &format!("c.raw,name=b,socket={}", path("c.sock"))]);
+    config.write(&both);
+    let words = ["disk 'b' already", "nothing has been changed"];
+    ringdisk.ringdisk(&["reload"]).assert_fails(1, &words);
+    verify(&mut device.queues[0]);
+}
+
+/// A disk that gets another name is the same file.
+#[test]
+fn a_disk_gets_another_name() {
+    let config = Configured::start(&disk("a", ""));
+    config.reload("[[disk]]\nname = \"other\"\nfile = \"DIR/a.raw\"\nsocket = \"DIR/a.sock\"");
+    assert_eq!(config.names(), ["other"]);
+    verify(&mut config.device("a").queues[0]);
+}
+
+/// Each queue is served by the thread that the file says, which is seen in what the threads have run.
+#[test]
+fn queues_are_served_by_their_threads() {
+    let text = "[[iothread]]\nid = \"even\"\n[[iothread]]\nid = \"odd\"\npoll-max-us = 0\n"
+        .to_owned()
+        + &disk(
+            "a",
+            "queues = 4\niothread-vq-mapping = [\n\
+             { iothread = \"even\", vqs = [0, 2] },\n\
+             { iothread = \"odd\", vqs = [3, 1] },\n]",
+        );
+    let config = Configured::start(&text);
+    let ringdisk = &config.ringdisk;
+    let threads = ringdisk.disk("a")["iothreads"].take();
+    assert_eq!(threads, json!(["even", "odd", "even", "odd"]));
+    let mut client = control::Client::connect(&ringdisk.control, HANG).unwrap();
+    let info = client.call("query-iothreads", json!({})).unwrap();
+    let info = |id: &str| {
+        let mut threads = info.as_array().unwrap().iter();
+        threads.find(|thread| thread["id"] == id).unwrap().clone()
+    };
+    assert_eq!(info("odd")["poll-max-ns"], 0);
+    let thread_id = |id: &str| info(id)["thread-id"].as_u64().unwrap() as u32;
+    let ids = ["even", "odd"].map(thread_id);
+    for (id, name) in ids.iter().zip(["even", "odd"]) {
+        assert!(ringdisk.threads().contains(&(*id, name.into())));
+    }
+    let config_of_four = DeviceConfig {
+        queues: 4,
+        ..DeviceConfig::default()
+    };
+    let mut device = Device::connect(config.socket("a"), &config_of_four).unwrap();
+    let run = |id: u32| {
+        let path = format!("/proc/{}/task/{id}/schedstat", ringdisk.server.pid());
+        let text = fs::read_to_string(path).unwrap();
+        text.split_whitespace()
+            .next()
+            .unwrap()
+            .parse::<u64>()
+            .unwrap()
+    };
+    for queue in &mut device.queues {
+        let before = ids.map(run);
+        for _ in 0..500 {
+            assert_eq!(queue.run(Op::Read, 8, 4096), 0);
+        }
+        let ran = [run(ids[0]) - before[0], run(ids[1]) - before[1]];
+        let (its, other) = match queue.index % 2 {
+            0 => (ran[0], ran[1]),
+            _ => (ran[1], ran[0]),
+        };
+        assert!(
+            its > 10 * other,
+            "queue {}: threads ran for {ran:?} ns",
+            queue.index
+        );
+    }
+    // A thread that is used is not taken away, and one that is not is.
+    config.write(&text.replace(
+        "[[iothread]]\nid = \"even\"\n",
+        "[[iothread]]\nid = \"extra\"\n",
+    ));
+    let words = ["\"even\"", "nothing has been changed"];
+    ringdisk.ringdisk(&["reload"]).assert_fails(1, &words);
+    config.reload(&(text.clone() + "[[iothread]]\nid = \"extra\"\n"));
+    let has_extra = || ringdisk.threads().iter().any(|(_, name)| name == "extra");
+    assert!(has_extra());
+    config.reload(&text);
+    assert!(!has_extra());
+    verify(&mut device.queues[3]);
+    assert_eq!(ringdisk.disk("a")["connected"], Value::Bool(true));
+}

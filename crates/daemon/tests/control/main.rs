@@ -1,0 +1,13 @@
+//! A ringdisk that is led while it serves: over its control socket, by the subcommands that use it, and by a configuration
+//! that is reread.
+
+mod churn;
+mod cli;
+mod config;
+mod limits;
+mod qemu;
+mod replace;
+mod running;
+#[path = "../support/mod.rs"]
+#[expect(dead_code, reason = "disks are made and served by command here")]
+mod support;
