@@ -17,19 +17,28 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use crate::cpus::Cpus;
-use crate::host::check_together;
-use crate::iothreads::{THREADS_MAX, ThreadSpec};
 use crate::limits;
 use crate::spec::{self, DiskSpec};
+use crate::together::check_together;
 
 /// Largest file that is read.
 const BYTES_MAX: u64 = 4 << 20;
+
+/// The keys of the file itself, and its tables.
+const KEYS: [&str; 5] = ["iothreads", "cpus", "poll-max-us", "control", "metrics"];
+const TABLES: &str = "[[disk]], [[iothread]], [[throttle-group]]";
+
+/// The keys of an `[[iothread]]`.
+const THREAD_KEYS: [&str; 3] = ["id", "cpus", "poll-max-us"];
 
 /// Longest look-out of an I/O thread, in microseconds.
 pub const POLL_MAX_US_MAX: u64 = 10_000;
 
 /// The same by default.
 pub const POLL_MAX_DEFAULT: Duration = Duration::from_micros(100);
+
+/// Most threads of the pool, and of those added by name.
+pub const THREADS_MAX: usize = 256;
 
 /// What a file says. What it leaves out is as on the command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -44,6 +53,16 @@ pub struct Config {
     /// Limits that groups of disks share.
     pub groups: Vec<(String, ThrottleLimits)>,
     pub disks: Vec<DiskSpec>,
+}
+
+/// How a thread works.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ThreadSpec {
+    /// CPUs that it may run on; if none are named, all, or on a host with several NUMA nodes those of the
+    /// node where the rings lie that it serves.
+    pub cpus: Cpus,
+    /// Longest look-out for guests before it sleeps.
+    pub poll_max: Duration,
 }
 
 #[derive(Debug, Error)]
@@ -91,9 +110,18 @@ impl Config {
         let mut config = Self::default();
         let mut tables = Tables::default();
         for (key, value) in table.get_ref() {
-            let (name, whole) = (key.get_ref().as_ref(), key.span());
+            let name = key.get_ref().as_ref();
             let scalar = || scalar(name, value);
+            let unknown = || {
+                let all = KEYS.join(", ");
+                let problem = format!("there is no key '{name}'; there are {all}, and {TABLES}");
+                Err(Mistake::new(key.span(), problem))
+            };
             match name {
+                // So that there are no others than those that are named.
+                _ if !KEYS.contains(&name) && !TABLES.contains(&format!("[[{name}]]")) => {
+                    return unknown();
+                }
                 "iothreads" => {
                     config.iothreads = Some(number(name, value, 1..=THREADS_MAX as u64)? as usize);
                 }
@@ -107,15 +135,7 @@ impl Config {
                 "iothread" => tables.threads = each(name, value)?,
                 "throttle-group" => tables.groups = each(name, value)?,
                 "disk" => tables.disks = each(name, value)?,
-                _ => {
-                    return Err(Mistake::new(
-                        whole,
-                        format!(
-                            "there is no key '{name}'; there are iothreads, cpus, poll-max-us, control, \
-                             metrics, and the tables [[disk]], [[iothread]] and [[throttle-group]]"
-                        ),
-                    ));
-                }
+                _ => return unknown(),
             }
         }
         let poll_max = config.poll_max.unwrap_or(POLL_MAX_DEFAULT);
@@ -147,6 +167,45 @@ impl Config {
             check_together(&config.disks).map_err(|e| Mistake::new(table.span(), e.to_string()))?;
         }
         Ok(config)
+    }
+}
+
+#[cfg(any(test, fuzzing))]
+impl Config {
+    /// Panics unless `text` is a configuration that the rest of the program can take, or a mistake at a
+    /// place in it: for tests and fuzzing.
+    pub fn check(text: &str) {
+        let config = match Self::parse(text) {
+            Ok(config) => config,
+            Err(Mistake { at, problem }) => {
+                assert!(at <= text.len() && !problem.is_empty(), "{at}: {problem}");
+                return;
+            }
+        };
+        config.disks.iter().for_each(DiskSpec::assert_sound);
+        assert!(check_together(&config.disks).is_ok(), "{config:?}");
+        for disk in &config.disks {
+            let group = disk.throttle_group.as_ref();
+            let known = |name| config.groups.iter().any(|(group, _)| group == name);
+            assert!(group.is_none_or(known), "{disk:?}");
+        }
+        assert!(
+            config
+                .iothreads
+                .is_none_or(|n| (1..=THREADS_MAX).contains(&n))
+        );
+        let polls = config.threads.iter().map(|(_, spec)| spec.poll_max);
+        for poll in polls.chain(config.poll_max) {
+            assert!(poll <= Duration::from_micros(POLL_MAX_US_MAX), "{config:?}");
+        }
+        for (i, (name, limits)) in config.groups.iter().enumerate() {
+            assert!(limits.check().is_ok(), "{config:?}");
+            let before = &config.groups[..i];
+            assert!(!before.iter().any(|(other, _)| other == name), "{name}");
+        }
+        // What nobody reads changes nothing.
+        let more = format!("{text}\n# and so on\n");
+        assert_eq!(Self::parse(&more).ok(), Some(config));
     }
 }
 
@@ -273,16 +332,19 @@ fn thread(table: &Table<'_>, poll_max: Duration) -> Result<(String, ThreadSpec),
     };
     for (key, value) in table.1 {
         let name = key.get_ref().as_ref();
+        let unknown = || {
+            let all = THREAD_KEYS.join(", ");
+            let problem = format!("there is no key '{name}'; there are {all}");
+            Err(Mistake::new(key.span(), problem))
+        };
         match name {
+            _ if !THREAD_KEYS.contains(&name) => return unknown(),
             "id" => id = Some(named(name, value)?),
             "cpus" => spec.cpus = parsed(name, value, &scalar(name, value)?)?,
             "poll-max-us" => {
                 spec.poll_max = Duration::from_micros(number(name, value, 0..=POLL_MAX_US_MAX)?);
             }
-            _ => {
-                let problem = format!("there is no key '{name}'; there are id, cpus, poll-max-us");
-                return Err(Mistake::new(key.span(), problem));
-            }
+            _ => return unknown(),
         }
     }
     match id {

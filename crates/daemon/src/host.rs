@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -18,8 +17,8 @@ use crate::export::{Export, ExportError, ExportSpec};
 use crate::iothreads::{IoThreadError, IoThreads};
 use crate::node::{DiskWanted, Node, NodeError};
 use crate::paste::Ready;
-use crate::socket;
 use crate::spec::{DiskSpec, FileSpec};
+use crate::together::TogetherError;
 
 /// Disks that one process serves at most: each takes a thread and a few descriptors.
 const DISKS_MAX: usize = 4096;
@@ -75,10 +74,8 @@ pub enum Removal {
 
 #[derive(Debug, Error)]
 pub enum HostError {
-    #[error("there is a disk '{0}' already; choose another name with name=")]
-    SameName(String),
-    #[error("disks '{0}' and '{1}' have the same socket, {2}")]
-    SameSocket(String, String, PathBuf),
+    #[error(transparent)]
+    Together(#[from] TogetherError),
     #[error("there is no disk '{0}'; 'ringdisk list' shows those that are served")]
     NoNode(String),
     #[error("there is no export '{0}'")]
@@ -221,10 +218,12 @@ impl Host {
         let (limits, group) = (entry.limits, entry.group.clone());
         let same = |other: &&Export| other.id == spec.id || other.socket == spec.socket;
         match state.exports.values().find(same) {
-            Some(other) if other.id == spec.id => return Err(HostError::SameName(spec.id.clone())),
+            Some(other) if other.id == spec.id => {
+                return Err(TogetherError::SameName(spec.id.clone()).into());
+            }
             Some(other) => {
                 let (other, id) = (other.id.clone(), spec.id.clone());
-                return Err(HostError::SameSocket(other, id, spec.socket.clone()));
+                return Err(TogetherError::SameSocket(other, id, spec.socket.clone()).into());
             }
             None if state.stopping.iter().any(|(id, _)| *id == spec.id) => {
                 return Err(HostError::SameName(spec.id.clone()));
@@ -556,7 +555,7 @@ impl State {
 
     fn check_new_node(&self, spec: &DiskSpec) -> Result<(), HostError> {
         if self.nodes.contains_key(&spec.name) {
-            return Err(HostError::SameName(spec.name.clone()));
+            return Err(TogetherError::SameName(spec.name.clone()).into());
         }
         if self.nodes.len() >= DISKS_MAX {
             return Err(HostError::TooMany(format!("{DISKS_MAX} disks")));
@@ -651,23 +650,4 @@ fn stop(export: Export) -> Result<(), HostError> {
 fn sync(node: &Node) -> Result<(), HostError> {
     let name = node.name();
     node.sync().map_err(|e| HostError::Sync(name.to_owned(), e))
-}
-
-/// Whether the disks of a list can be served together.
-///
-/// # Errors
-/// Two of them cannot, and why.
-pub fn check_together(specs: &[DiskSpec]) -> Result<(), HostError> {
-    let mut sockets: BTreeMap<PathBuf, &str> = BTreeMap::new();
-    for (i, spec) in specs.iter().enumerate() {
-        if specs[..i].iter().any(|other| other.name == spec.name) {
-            return Err(HostError::SameName(spec.name.clone()));
-        }
-        let path = socket::path(spec);
-        if let Some(other) = sockets.insert(path.clone(), &spec.name) {
-            let (other, name) = (other.to_owned(), spec.name.clone());
-            return Err(HostError::SameSocket(other, name, path));
-        }
-    }
-    Ok(())
 }

@@ -12,24 +12,12 @@ use guest::Virtqueue;
 use rustix::thread::{CpuSet, sched_setaffinity};
 use thiserror::Error;
 
+use crate::config::{THREADS_MAX, ThreadSpec};
 use crate::cpus::Cpus;
 use crate::numa::{Home, Nodes};
 
 /// Threads by default: one per CPU, up to this.
 const DEFAULT_MAX: usize = 16;
-
-/// Most threads of the pool, and of those added by name.
-pub const THREADS_MAX: usize = 256;
-
-/// How a thread works.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ThreadSpec {
-    /// CPUs that it may run on; if none are named, all, or on a host with several NUMA nodes those of the
-    /// node where the rings lie that it serves.
-    pub cpus: Cpus,
-    /// Longest look-out for guests before it sleeps.
-    pub poll_max: Duration,
-}
 
 /// The pool, `iothread0` and on, which queues go to in turn; and threads with names of their own, which
 /// serve only the disks that ask for them.

@@ -19,6 +19,7 @@ mod serve;
 mod socket;
 mod spec;
 mod stats;
+mod together;
 
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;

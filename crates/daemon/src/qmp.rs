@@ -22,10 +22,11 @@ use rustix::process::{Signal, getpid, kill_process};
 use serde_json::{Value, json};
 use tracing::{debug, error, warn};
 
+use crate::config::ThreadSpec;
 use crate::cpus::Cpus;
 use crate::export::ExportSpec;
 use crate::host::{Host, HostError, Look, Removal};
-use crate::iothreads::{IoThreadError, ThreadSpec};
+use crate::iothreads::IoThreadError;
 use crate::paste;
 use crate::reload::Reloader;
 use crate::socket::{self, Socket};

@@ -15,7 +15,7 @@ use tracing::{error, info, warn};
 
 use crate::config::{Config, ConfigError, POLL_MAX_DEFAULT, POLL_MAX_US_MAX};
 use crate::cpus::Cpus;
-use crate::host::{Host, HostError, check_together};
+use crate::host::{Host, HostError};
 use crate::iothreads::IoThreads;
 use crate::metrics;
 use crate::paste::{self, Ready};
@@ -23,6 +23,7 @@ use crate::qmp::{self, ControlSocket, Qmp};
 use crate::reload::Reloader;
 use crate::socket::{Socket, SocketError};
 use crate::spec::{DiskSpec, SpecError};
+use crate::together::{TogetherError, check_together};
 
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
@@ -61,7 +62,8 @@ pub struct Args {
     #[arg(required_unless_present_any = ["config", "control"], value_name = "DISK")]
     disks: Vec<String>,
 
-    /// Disks, groups and I/O threads, as docs/operations.md describes; SIGHUP reads it anew
+    /// Disks, groups and I/O threads, in TOML; docs/operations.md (/usr/share/doc/ringdisk) describes each
+    /// key, and what SIGHUP, which reads it anew, does with a change
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 
@@ -99,6 +101,8 @@ pub enum ServeError {
     #[error(transparent)]
     Config(#[from] ConfigError),
     #[error(transparent)]
+    Together(#[from] TogetherError),
+    #[error(transparent)]
     Host(#[from] HostError),
     #[error(transparent)]
     Socket(#[from] SocketError),
@@ -113,9 +117,7 @@ pub enum ServeError {
 impl ServeError {
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Spec(_)
-            | Self::Config(ConfigError::Line { .. })
-            | Self::Host(HostError::SameName(_) | HostError::SameSocket(..)) => 2,
+            Self::Spec(_) | Self::Config(ConfigError::Line { .. }) | Self::Together(_) => 2,
             _ => 1,
         }
     }

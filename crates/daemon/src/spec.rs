@@ -75,7 +75,7 @@ pub struct SpecError {
 pub enum Problem {
     #[error("'{0}' is not key=value; a comma inside a value is doubled, as in a,,b.raw")]
     NoValue(String),
-    #[error("there is no option '{0}'; there are {all}", all = all_keys())]
+    #[error("there is no option '{0}'; there are {all}", all = keys().collect::<Vec<_>>().join(", "))]
     UnknownKey(String),
     #[error("{0} is given twice")]
     Twice(&'static str),
@@ -269,9 +269,9 @@ impl Given {
     }
 }
 
-fn all_keys() -> String {
-    let all: Vec<_> = KEYS.split(", ").chain(limits::keys()).collect();
-    all.join(", ")
+/// The keys of all that can be said of a disk. In those of limits, `-` is as good as `_`.
+pub fn keys() -> impl Iterator<Item = &'static str> {
+    KEYS.split(", ").chain(limits::keys())
 }
 
 /// Splits at single commas; a doubled one is a comma in a value.

@@ -76,6 +76,44 @@ fn the_example_says_nothing_until_it_is_uncommented() {
     assert_eq!((config.threads.len(), config.iothreads), (1, Some(2)));
 }
 
+/// docs/operations.md has a table of keys for each table of the file, and one for limits.
+#[test]
+fn every_key_is_in_the_documents_and_no_other() {
+    let document = include_str!("../../../../docs/operations.md");
+    let (_, section) = document
+        .split_once("\n## The configuration file\n")
+        .unwrap();
+    let (section, _) = section.split_once("\n## ").unwrap();
+    let documented = |heading: &str| {
+        let (_, part) = section.split_once(&format!("\n### {heading}\n")).unwrap();
+        let part = part.split("\n### ").next().unwrap_or_default();
+        // `key`, `key` | meaning
+        let rows = part.lines().filter_map(|line| line.strip_prefix("| `"));
+        let names = rows.filter_map(|row| row.split(" | ").next());
+        let names = names.flat_map(|names| names.split(", "));
+        let mut keys: Vec<_> = names.map(|key| key.trim_matches('`').to_owned()).collect();
+        keys.sort();
+        keys
+    };
+    let sorted = |keys: &mut dyn Iterator<Item = &str>| {
+        let mut keys: Vec<_> = keys.map(str::to_owned).collect();
+        keys.sort();
+        keys
+    };
+    assert_eq!(documented("At the top"), sorted(&mut KEYS.into_iter()));
+    let thread = sorted(&mut THREAD_KEYS.into_iter());
+    assert_eq!(documented("`[[iothread]]`"), thread);
+    let limits: Vec<_> = limits::keys().map(|key| key.replace('_', "-")).collect();
+    let limits = sorted(&mut limits.iter().map(String::as_str));
+    assert_eq!(documented("Limits"), limits);
+    assert_eq!(documented("`[[throttle-group]]`"), ["name"]);
+    let disk = spec::keys().filter(|key| !limits::keys().any(|limit| limit == *key));
+    assert_eq!(documented("`[[disk]]`"), sorted(&mut disk.chain([MAPPING])));
+    for table in TABLES.split(", ") {
+        assert!(section.contains(&format!("\n### `{table}`\n")), "{table}");
+    }
+}
+
 #[test]
 fn a_mistake_is_named_with_its_line_and_key() {
     let directory = tempfile::tempdir().unwrap();
@@ -174,9 +212,23 @@ fn files_that_are_none() {
     assert!(error("bytes.toml").contains("cannot be read"));
 }
 
+/// What fuzzing starts from, and what it has found.
+#[test]
+fn fuzzing_seeds_are_sound() {
+    let seeds = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/config");
+    let mut sound = 0;
+    for file in fs::read_dir(seeds).unwrap() {
+        let text = fs::read(file.unwrap().path()).unwrap();
+        let text = String::from_utf8_lossy(&text);
+        Config::check(&text);
+        sound += usize::from(Config::parse(&text).is_ok());
+    }
+    assert!(sound >= 3);
+}
+
 proptest::proptest! {
     #[test]
     fn no_text_panics(text in "(\\[\\[(disk|iothread|throttle-group)\\]\\]\n)?([a-z-]{1,10} ?= ?[^\n]{0,20}\n){0,4}") {
-        let _ = Config::parse(&text);
+        Config::check(&text);
     }
 }
