@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -226,7 +227,7 @@ impl Host {
                 return Err(TogetherError::SameSocket(other, id, spec.socket.clone()).into());
             }
             None if state.stopping.iter().any(|(id, _)| *id == spec.id) => {
-                return Err(HostError::SameName(spec.id.clone()));
+                return Err(TogetherError::SameName(spec.id.clone()).into());
             }
             None => {}
         }

@@ -7,9 +7,9 @@ use block::ThrottleLimits;
 use thiserror::Error;
 use tracing::{error, info, warn};
 
-use crate::config::{Config, ConfigError};
+use crate::config::{Config, ConfigError, ThreadSpec};
 use crate::host::{Host, HostError, Removal};
-use crate::iothreads::{IoThreadError, ThreadSpec};
+use crate::iothreads::IoThreadError;
 use crate::spec::{DiskSpec, FileSpec};
 
 /// A configuration file, and what of it is in force.
