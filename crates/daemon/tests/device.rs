@@ -3,8 +3,6 @@
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
@@ -19,7 +17,10 @@ use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_config::{VIRTIO_F_RING_PACKED, VIRTIO_F_VERSION_1};
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
+#[path = "support/loop_device.rs"]
+mod loop_device;
 mod support;
+use loop_device::LoopDevice;
 use support::{DISK_BYTES, Disk, content, seed, serve, serve_all};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
@@ -1021,94 +1022,6 @@ fn flush_after_each_write(queue: &mut Queue) {
 fn write_only(queue: &mut Queue) {
     for round in 0..50 {
         assert_eq!(queue.write(round * 8, &content(round + 9, 4096)), OK);
-    }
-}
-
-/// A loop device over a file: the kernel counts the flushes that reach it.
-struct LoopDevice {
-    device: PathBuf,
-    dir: tempfile::TempDir,
-}
-
-impl LoopDevice {
-    fn new() -> Option<Self> {
-        Self::with_sectors(512)
-    }
-
-    fn with_sectors(bytes: u32) -> Option<Self> {
-        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let file = dir.path().join("backing");
-        std::fs::File::create(&file)
-            .unwrap()
-            .set_len(64 << 20)
-            .unwrap();
-        let sectors = bytes.to_string();
-        let args = ["-f", "--show", "-b", &sectors].map(Path::new);
-        match run("losetup", &[&args[..], &[&file]].concat()) {
-            Ok(device) => Some(Self {
-                device: device.trim().into(),
-                dir,
-            }),
-            Err(why) => {
-                println!("skipped: no loop device to count flushes on: {why}");
-                None
-            }
-        }
-    }
-
-    /// Makes a file system on it. It is unmounted with the device.
-    fn mount(&self) -> Option<PathBuf> {
-        let mount = self.dir.path().join("mnt");
-        std::fs::create_dir(&mount).unwrap();
-        let made = run("mkfs.ext4", &["-q".as_ref(), &self.device]);
-        match made.and_then(|_| run("mount", &[&self.device, &mount])) {
-            Ok(_) => Some(mount),
-            Err(why) => {
-                println!("skipped: no file system to count flushes under: {why}");
-                None
-            }
-        }
-    }
-
-    /// The flushes that reach the device while `work` runs.
-    fn count(&self, work: impl FnOnce()) -> u64 {
-        let flushes = || {
-            let stat = Path::new("/sys/block")
-                .join(self.device.file_name().unwrap())
-                .join("stat");
-            // Field 16 of Documentation/block/stat.rst, "flush I/Os".
-            std::fs::read_to_string(stat)
-                .unwrap()
-                .split_whitespace()
-                .nth(15)
-                .unwrap()
-                .parse::<u64>()
-                .unwrap()
-        };
-        let before = flushes();
-        work();
-        flushes() - before
-    }
-}
-
-impl Drop for LoopDevice {
-    fn drop(&mut self) {
-        let _ = run("umount", &["-q".as_ref(), &self.device]);
-        let _ = run("losetup", &["-d".as_ref(), &self.device]);
-    }
-}
-
-fn run(program: &str, args: &[&Path]) -> Result<String, String> {
-    let output = Command::new(program)
-        .args(args)
-        .output()
-        .map_err(|e| format!("{program}: {e}"))?;
-    match output.status.success() {
-        true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
-        false => Err(format!(
-            "{program}: {}",
-            String::from_utf8_lossy(&output.stderr).trim()
-        )),
     }
 }
 
