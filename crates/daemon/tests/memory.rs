@@ -1,0 +1,133 @@
+//! Guest memory that comes and goes while requests are under way elsewhere in it: none is lost, none is done twice, and
+//! each finds its own bytes. QEMU sends such changes when memory is plugged in and out.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use testkit::driver::{Device, DeviceConfig, HANG, Op, Queue};
+
+#[expect(dead_code, reason = "one disk is served")]
+mod support;
+use support::{content, serve};
+
+/// Bytes of a request.
+const LEN: usize = 16 << 10;
+
+/// Changes of memory for each kind of disk.
+const CHANGES: usize = 150;
+
+#[test]
+fn requests_under_way_outlive_changes_of_memory() {
+    for (options, packed) in [
+        ("cache=none", false),
+        ("cache=none", true),
+        ("cache=writeback", false),
+        ("cache=none,aio=native", false),
+        ("cache=writeback,aio=threads", true),
+        ("cache=none,fixed-buffers=on", false),
+        // Most of them wait for their turn when the queue is stopped.
+        ("cache=none,iops=2000", false),
+    ] {
+        let (server, _disk) = serve(&format!("queues=3,{options}"));
+        let config = DeviceConfig {
+            queues: 3,
+            packed,
+            ..DeviceConfig::default()
+        };
+        let mut device = Device::connect(server.socket(), &config).unwrap();
+        let mut queues = std::mem::take(&mut device.queues);
+        let memory = device.memory.clone();
+        let (stop, frontend) = (AtomicBool::new(false), &mut device.frontend);
+        let done: u64 = thread::scope(|scope| {
+            let busy = queues
+                .iter_mut()
+                .map(|queue| scope.spawn(|| keep_busy(queue, &stop)));
+            let busy: Vec<_> = busy.collect();
+            let regions = memory.regions();
+            let all: Vec<_> = regions[..Device::SPARE].iter().collect();
+            for n in 0..CHANGES {
+                match n % 10 {
+                    // As a front-end that cannot change one region at a time.
+                    9 => frontend.set_mem_table(&all).unwrap(),
+                    _ => {
+                        frontend.add_mem_reg(&regions[Device::SPARE]).unwrap();
+                        frontend.rem_mem_reg(&regions[Device::SPARE]).unwrap();
+                    }
+                }
+                if busy.iter().any(|thread| thread.is_finished()) {
+                    break;
+                }
+            }
+            stop.store(true, Ordering::Relaxed);
+            busy.into_iter().map(|thread| thread.join().unwrap()).sum()
+        });
+        assert!(
+            done > CHANGES as u64,
+            "{options}: only {done} requests were under way"
+        );
+        let log = server.log();
+        assert!(
+            !log.contains("given up") && !log.contains("cut off"),
+            "{log}"
+        );
+    }
+}
+
+/// Writes and reads back in every slot, each as soon as it is free; gives the number of requests.
+fn keep_busy(queue: &mut Queue, stop: &AtomicBool) -> u64 {
+    // For each slot, what was written last, and whether it is being read back.
+    let mut slots: Vec<(u64, bool)> = (0..queue.slots())
+        .map(|slot| (u64::from(slot), false))
+        .collect();
+    let (mut under_way, mut done) = (0, 0);
+    for slot in 0..queue.slots() {
+        start(queue, slot, slots[usize::from(slot)]);
+        under_way += 1;
+    }
+    while under_way > 0 {
+        assert!(
+            queue.ring.wait_timeout(HANG),
+            "queue {}: {under_way} requests are lost",
+            queue.index
+        );
+        let mut completed = Vec::new();
+        queue.poll(|slot, status| completed.push((slot, status)));
+        for (slot, status) in completed {
+            let (seed, reading) = slots[usize::from(slot)];
+            assert_eq!(status, 0, "queue {}, slot {slot}", queue.index);
+            if reading {
+                let found = queue.read_buffer(slot, LEN);
+                assert!(
+                    found == content(seed, LEN),
+                    "queue {}, slot {slot}",
+                    queue.index
+                );
+            }
+            (under_way, done) = (under_way - 1, done + 1);
+            // What has been written is read back before the end.
+            if reading && stop.load(Ordering::Relaxed) {
+                continue;
+            }
+            let next = if reading {
+                (seed + 977, false)
+            } else {
+                (seed, true)
+            };
+            slots[usize::from(slot)] = next;
+            start(queue, slot, next);
+            under_way += 1;
+        }
+    }
+    done
+}
+
+fn start(queue: &mut Queue, slot: u16, (seed, reading): (u64, bool)) {
+    let at = u64::from(queue.index) * 8192 + u64::from(slot) * (LEN as u64 / 512);
+    let (op, bytes) = match reading {
+        true => (Op::Read, vec![0xa5; LEN]),
+        false => (Op::Write, content(seed, LEN)),
+    };
+    queue.write_buffer(slot, &bytes);
+    queue.prepare(slot, op, at, LEN as u32);
+    queue.submit(&[slot]);
+}
