@@ -213,6 +213,98 @@ fn memory_is_plugged_in() -> Result<()> {
     stop(server)
 }
 
+/// Memory that is plugged in, used for I/O and taken away again, twice, while the guest reads and writes: its queues go
+/// on, and nothing of the module stays mapped.
+#[test]
+fn memory_is_unplugged() -> Result<()> {
+    let Some(bench) = Bench::new("memory_is_unplugged")? else {
+        return Ok(());
+    };
+    let file = bench.disk("unplug.raw", 192 << 20)?;
+    let server = bench.serve(&[format!("{},serial=unplug,queues=2", bench.options(&file))])?;
+    let monitor = bench.files.path().join("qmp");
+    let (mut changed, mut touched) = (Vec::new(), Vec::new());
+    let mut on_line = |line: &str, _| {
+        let monitor = || Qmp::connect(&monitor);
+        if let Some(name) = line.strip_prefix("plug ") {
+            changed.push(monitor().and_then(|mut qmp| qmp.plug_memory(name, 256)));
+        } else if let Some(name) = line.strip_prefix("unplug ") {
+            touched.push(touched_kib(&server, 256 << 10));
+            changed.push(monitor().and_then(|mut qmp| qmp.unplug_memory(name)));
+            touched.push(touched_kib(&server, 256 << 10));
+        }
+    };
+    let output = bench
+        .guest(&server)
+        .cpus(2)
+        .more_memory_by(&monitor)
+        .run_watched(
+            "memory() { sed -n 's/^MemTotal: *\\([0-9]*\\).*/\\1/p' /proc/meminfo; }
+             until_memory() {
+                 tries=0
+                 until [ $(memory) $1 $2 ]; do
+                     tries=$((tries + 1))
+                     [ $tries -lt 600 ] || { echo \"memory is $(memory) and not $1 $2\"; exit 1; }
+                     sleep 0.1
+                 done
+             }
+             # Only what can be moved elsewhere goes into such memory, so that it can be given back.
+             echo online_movable >/sys/devices/system/memory/auto_online_blocks
+             head -c 8000000 /dev/urandom >/tmp/data
+             dd if=/tmp/data of=/dev/vda bs=64k seek=1024 conv=fsync,notrunc 2>/dev/null
+             # The queues are never idle.
+             (until [ -e /tmp/enough ]; do
+                 dd if=/dev/vda bs=64k skip=1024 count=32 iflag=direct 2>/dev/null | cmp -n 2097152 - /tmp/data || exit 1
+              done) &
+             reader=$!
+             before=$(memory)
+             for module in one two; do
+                 echo plug $module
+                 until_memory -gt $((before + 200000))
+                 for part in 1 2; do
+                     dd if=/tmp/data of=/dev/vda bs=64k seek=$((256 * part - 256)) conv=notrunc 2>/dev/null
+                 done
+                 sync
+                 # A program's own memory may be moved, so it goes there first.
+                 for part in 1 2; do
+                     dd if=/dev/vda bs=16M skip=$((part - 1)) count=1 iflag=direct 2>/dev/null | cmp -n 8000000 - /tmp/data
+                 done
+                 echo unplug $module
+                 until_memory -lt $((before + 100000))
+                 echo 3 >/proc/sys/vm/drop_caches
+                 for part in 1 2; do
+                     dd if=/dev/vda bs=64k skip=$((256 * part - 256)) count=256 2>/dev/null | head -c 8000000 | cmp - /tmp/data
+                 done
+                 echo \"$module is gone\"
+             done
+             touch /tmp/enough
+             wait $reader",
+            2 * LIMIT,
+            &mut on_line,
+        )?;
+    changed.into_iter().collect::<Result<Vec<_>>>()?;
+    let lines = output.checked()?.lines;
+    let expected = [
+        "plug one",
+        "unplug one",
+        "one is gone",
+        "plug two",
+        "unplug two",
+        "two is gone",
+    ];
+    ensure!(lines == expected, "the guest printed {lines:?}");
+    ensure!(
+        touched[0] > 4 << 10 && touched[1] == 0 && touched[3] == 0,
+        "of the memory, before and after it was taken away, the disk has {touched:?} KiB"
+    );
+    ensure!(
+        !server.log().contains("given up"),
+        "a queue was retired:\n{}",
+        server.log()
+    );
+    stop(server)
+}
+
 /// A guest that reboots resets its disk and finds on it what it wrote; so does one that rebinds its driver.
 #[test]
 fn a_disk_survives_resets() -> Result<()> {

@@ -68,6 +68,27 @@ impl Qmp {
         Ok(())
     }
 
+    /// Asks the guest to give a module of memory back, waits until it has, and frees it.
+    ///
+    /// # Errors
+    /// QEMU refuses, or the guest does.
+    pub fn unplug_memory(&mut self, name: &str) -> Result<()> {
+        // Not `execute`, which would skip what the guest says before QEMU answers.
+        let message = json!({ "execute": "device_del", "arguments": { "id": name } });
+        writeln!(self.0.get_ref(), "{message}")?;
+        loop {
+            let message = self.read()?;
+            if message.get("error").is_some() || message["event"] == "MEM_UNPLUG_ERROR" {
+                bail!("unplugging {name}: {message}");
+            }
+            if message["event"] == "DEVICE_DELETED" && message["data"]["device"] == name {
+                break;
+            }
+        }
+        self.execute("object-del", json!({ "id": format!("{name}-memory") }))?;
+        Ok(())
+    }
+
     fn read(&mut self) -> Result<Value> {
         let mut line = String::new();
         self.0.read_line(&mut line).context("reading from QEMU")?;
