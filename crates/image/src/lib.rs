@@ -2,9 +2,25 @@
 //!
 //! An image never moves payload; it says where a range is, and an engine goes there.
 
+mod bytes;
+mod chain;
 mod format;
+mod gate;
+mod qcow2;
+mod storage;
 
+pub use chain::{
+    Chain, ChainError, ChainOptions, Compressed, FileIndex, LayerFormat, Missing, OpenFiles, Place,
+    Role, Top, WritePlace,
+};
 pub use format::{Format, UnknownFormat};
+pub use gate::{Gate, GateError};
+pub use qcow2::check::check;
+pub use qcow2::{
+    Allocation, CheckReport, Compression, Damage, Fill, HeaderError, ImageError, OpenOptions, Pin,
+    Pins, Prepared, Progress, Qcow2, Qcow2Error, Waiting, ZeroStep, Zeroing,
+};
+pub use storage::Storage;
 
 use block::{DiskOffset, FileOffset};
 

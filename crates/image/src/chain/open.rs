@@ -1,0 +1,296 @@
+use std::collections::HashSet;
+use std::io;
+use std::ops::ControlFlow;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use thiserror::Error;
+
+use super::{Chain, FileIndex, Layer, LayerImage};
+use crate::gate::{Gate, GateError, Identity, Passed};
+use crate::qcow2::header::Header;
+use crate::qcow2::{OpenOptions, Pins, Progress, Qcow2, Qcow2Error, read_header};
+use crate::storage::Storage;
+
+/// Most layers, as in QEMU's tests; deeper ones are mistakes.
+const DEPTH_MAX: usize = 200;
+
+/// Memory for the L1 tables of all layers, in bytes: eight of the largest, or 200 of those of a disk of
+/// 80 TiB with 64 KiB clusters.
+const L1_BYTES_MAX: u64 = 256 << 20;
+
+/// L2 tables of all backing files kept in memory, in bytes, and at least those of one file.
+const BACKING_CACHE_BYTES: u64 = 1 << 30;
+const BACKING_CACHE_BYTES_MIN: u64 = 1 << 20;
+
+/// The format of a layer, with QEMU's names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LayerFormat {
+    /// The file is the disk.
+    Raw,
+    /// qcow2, of version 2 or 3.
+    Qcow2,
+}
+
+impl FromStr for LayerFormat {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            // How QEMU calls raw files and devices in images made by older versions.
+            "raw" | "file" | "host_device" => Ok(Self::Raw),
+            "qcow2" => Ok(Self::Qcow2),
+            _ => Err(format!(
+                "'{text}' is not a format that is known here; raw and qcow2 are"
+            )),
+        }
+    }
+}
+
+/// What a file is to a chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// Only read.
+    Backing,
+    /// Holds the guest's data for an image.
+    Data {
+        /// It is written.
+        write: bool,
+    },
+}
+
+/// Makes files that a [`Gate`] let through into [`Storage`]: with locks, and the cache mode of the disk.
+pub trait OpenFiles {
+    /// The file, open as its role needs it; the descriptor does not block. `path` is for messages.
+    ///
+    /// # Errors
+    /// It can't be used.
+    fn open(&mut self, file: OwnedFd, path: &Path, role: Role) -> io::Result<Arc<dyn Storage>>;
+}
+
+/// The file that the operator named.
+pub struct Top<'a> {
+    /// The open file.
+    pub storage: Arc<dyn Storage>,
+    /// Names in it are relative to the directory of this path.
+    pub path: &'a Path,
+    /// Said by the operator, never guessed.
+    pub format: LayerFormat,
+}
+
+/// How a chain is opened.
+pub struct ChainOptions<'a> {
+    /// Nothing is written.
+    pub read_only: bool,
+    /// As in [`OpenOptions`].
+    pub allow_corrupt: bool,
+    /// L2 tables of the first image kept in memory, in bytes; as in [`OpenOptions`].
+    pub l2_cache_bytes: Option<u64>,
+    /// As in [`OpenOptions`].
+    pub punch: bool,
+    /// As in [`OpenOptions`].
+    pub progress: &'a mut dyn FnMut(Progress) -> ControlFlow<()>,
+}
+
+/// Why a chain is not opened, and which of its files is the reason.
+#[derive(Debug, Error)]
+#[error("{}: {source}", path.display())]
+pub struct ChainError {
+    path: PathBuf,
+    source: LayerError,
+}
+
+#[derive(Debug, Error)]
+enum LayerError {
+    #[error(transparent)]
+    Image(#[from] Qcow2Error),
+    #[error(transparent)]
+    Gate(#[from] GateError),
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    #[error(
+        "it does not say which format its backing file '{0}' has, and the content is not to be \
+        trusted; 'qemu-img rebase -u -F FORMAT -b {0}' writes it down, with raw or qcow2 for FORMAT"
+    )]
+    FormatUnsaid(String),
+    #[error("its backing file '{0}': {1}; 'qemu-img convert' makes one of the other")]
+    Format(String, String),
+    #[error("it is its own backing file, by way of others; 'qemu-img rebase' changes that")]
+    Loop,
+    #[error(
+        "it is the {DEPTH_MAX}th backing file in a row and has another; 'qemu-img rebase' \
+        or 'qemu-img commit' makes the chain shorter"
+    )]
+    Depth,
+    #[error(
+        "its data is in another file that it does not name; 'qemu-img amend -o data_file=NAME' \
+        writes it down"
+    )]
+    DataFileUnnamed,
+    #[error("the tables of the chain need more than {} MiB", L1_BYTES_MAX >> 20)]
+    TooLarge,
+}
+
+impl Chain {
+    /// Opens a disk: the file that the operator named, and all that its images name, as far as the gate
+    /// lets them. Memory and time are bounded whatever the files say, unless an image must be
+    /// repaired, which `progress` can stop.
+    ///
+    /// # Errors
+    /// One of the files can't be used; the message says which, why, and what to do.
+    pub fn open<'a>(
+        top: Top<'_>,
+        gate: &'a Gate,
+        files: &'a mut dyn OpenFiles,
+        options: ChainOptions<'a>,
+    ) -> Result<Self, ChainError> {
+        let directory = std::path::absolute(top.path);
+        let path = directory.unwrap_or_else(|_| top.path.to_owned());
+        let seen = rustix::fs::stat(&path).ok();
+        let seen = seen.map(|stat| (stat.st_dev, stat.st_ino));
+        let mut opening = Opening {
+            gate,
+            files,
+            options,
+            layers: Vec::new(),
+            opened: Vec::new(),
+            seen: seen.into_iter().collect(),
+            l1_bytes: 0,
+            cache_bytes: BACKING_CACHE_BYTES,
+        };
+        let mut next = Some((top.storage, path, top.format));
+        while let Some((storage, path, format)) = next {
+            let layer = opening.layer(storage, &path, format);
+            next = layer.map_err(|source| ChainError { path, source })?;
+        }
+        let Opening { layers, opened, .. } = opening;
+        let chain = Self {
+            layers,
+            files: opened,
+            pins: Pins::new(),
+        };
+        for pair in chain.layers.windows(2) {
+            if let LayerImage::Qcow2(image) = &pair[0].image {
+                image.set_backing_size(pair[1].size());
+            }
+        }
+        Ok(chain)
+    }
+}
+
+struct Opening<'a> {
+    gate: &'a Gate,
+    files: &'a mut dyn OpenFiles,
+    options: ChainOptions<'a>,
+    layers: Vec<Layer>,
+    opened: Vec<Arc<dyn Storage>>,
+    seen: HashSet<Identity>,
+    l1_bytes: u64,
+    cache_bytes: u64,
+}
+
+type Next = Option<(Arc<dyn Storage>, PathBuf, LayerFormat)>;
+
+impl Opening<'_> {
+    /// Opens one layer, and the file of the next one.
+    fn layer(
+        &mut self,
+        storage: Arc<dyn Storage>,
+        path: &Path,
+        format: LayerFormat,
+    ) -> Result<Next, LayerError> {
+        if format == LayerFormat::Raw {
+            let size = AtomicU64::new(storage.size()?);
+            let file = self.add(storage);
+            let image = LayerImage::Raw(size);
+            self.layers.push(Layer { image, file });
+            return Ok(None);
+        }
+        let (header, first) = read_header(&*storage)?;
+        self.l1_bytes += u64::from(header.l1_entries) * 8;
+        if self.l1_bytes > L1_BYTES_MAX {
+            return Err(LayerError::TooLarge);
+        }
+        // What is above it is not opened for writing before all is known to be there.
+        let next = self.backing(path, &header)?;
+        let is_top = self.layers.is_empty();
+        let read_only = self.options.read_only || !is_top;
+        let data = self.data_file(path, &header, !read_only)?;
+        let mut file = self.add(storage.clone());
+        if let Some(data) = &data {
+            file = self.add(data.clone());
+        }
+        let l2_cache_bytes = match is_top {
+            true => self.options.l2_cache_bytes,
+            false => Some(self.cache_bytes.max(BACKING_CACHE_BYTES_MIN)),
+        };
+        let options = OpenOptions {
+            read_only,
+            allow_corrupt: self.options.allow_corrupt,
+            l2_cache_bytes,
+            punch: self.options.punch,
+            progress: self.options.progress,
+        };
+        let image = Qcow2::open(storage, data, (header, first), options)?;
+        if !is_top {
+            let used = image.cache_bytes();
+            self.cache_bytes = self.cache_bytes.saturating_sub(used);
+        }
+        let image = LayerImage::Qcow2(Box::new(image));
+        self.layers.push(Layer { image, file });
+        Ok(next)
+    }
+
+    fn add(&mut self, storage: Arc<dyn Storage>) -> FileIndex {
+        // A layer has two at most.
+        let index = FileIndex(self.opened.len() as u16);
+        self.opened.push(storage);
+        index
+    }
+
+    fn pass(&mut self, path: &Path, name: &str, write: bool) -> Result<Passed, LayerError> {
+        let passed = self.gate.pass(path.parent().unwrap_or(path), name, write)?;
+        if !self.seen.insert(passed.identity) {
+            return Err(LayerError::Loop);
+        }
+        Ok(passed)
+    }
+
+    fn backing(&mut self, path: &Path, header: &Header) -> Result<Next, LayerError> {
+        let Some((name, format)) = &header.backing else {
+            return Ok(None);
+        };
+        if self.layers.len() + 1 >= DEPTH_MAX {
+            return Err(LayerError::Depth);
+        }
+        let Some(format) = format else {
+            return Err(LayerError::FormatUnsaid(name.clone()));
+        };
+        let format = format
+            .parse()
+            .map_err(|why| LayerError::Format(name.clone(), why))?;
+        let passed = self.pass(path, name, false)?;
+        let storage = self.files.open(passed.fd, &passed.path, Role::Backing)?;
+        Ok(Some((storage, passed.path, format)))
+    }
+
+    fn data_file(
+        &mut self,
+        path: &Path,
+        header: &Header,
+        write: bool,
+    ) -> Result<Option<Arc<dyn Storage>>, LayerError> {
+        if !header.external_data() {
+            return Ok(None);
+        }
+        let Some(name) = &header.data_file else {
+            return Err(LayerError::DataFileUnnamed);
+        };
+        let passed = self.pass(path, name, write)?;
+        let role = Role::Data { write };
+        Ok(Some(self.files.open(passed.fd, &passed.path, role)?))
+    }
+}

@@ -1,0 +1,108 @@
+use std::fs;
+use std::os::unix::fs::symlink;
+
+use super::*;
+
+struct Place {
+    root: tempfile::TempDir,
+}
+
+impl Place {
+    /// `images/vm` with `a`, `images/base` with `b`, and `secret` beside them.
+    fn new() -> Self {
+        let root = tempfile::tempdir().unwrap();
+        for directory in ["images/vm", "images/base"] {
+            fs::create_dir_all(root.path().join(directory)).unwrap();
+        }
+        for file in ["images/vm/a", "images/base/b", "secret"] {
+            fs::write(root.path().join(file), file).unwrap();
+        }
+        Self { root }
+    }
+
+    fn path(&self, path: &str) -> PathBuf {
+        self.root.path().canonicalize().unwrap().join(path)
+    }
+
+    /// Which file an image in `images/vm` gets for a name.
+    fn pass(&self, allowed: &[&str], name: &str) -> Result<String, String> {
+        let gate = Gate::new(allowed.iter().map(|path| self.path(path))).unwrap();
+        let passed = gate.pass(&self.path("images/vm"), name, false);
+        let passed = passed.map_err(|error| error.to_string())?;
+        let mut text = String::new();
+        io::Read::read_to_string(&mut fs::File::from(passed.fd), &mut text).unwrap();
+        Ok(text)
+    }
+}
+
+#[test]
+fn names_lead_to_files_below_the_directories() {
+    let place = Place::new();
+    let own = ["images/vm"];
+    assert_eq!(place.pass(&own, "a").unwrap(), "images/vm/a");
+    assert_eq!(place.pass(&own, "file:./a").unwrap(), "images/vm/a");
+    let absolute = place.path("images/vm/a");
+    assert_eq!(
+        place.pass(&own, absolute.to_str().unwrap()).unwrap(),
+        "images/vm/a"
+    );
+    for allowed in [
+        &["images"][..],
+        &["images/base"],
+        &["images/vm", "images/base"],
+    ] {
+        assert_eq!(place.pass(allowed, "../base/b").unwrap(), "images/base/b");
+    }
+    symlink("../base/b", place.path("images/vm/link")).unwrap();
+    assert_eq!(place.pass(&["images"], "link").unwrap(), "images/base/b");
+}
+
+#[test]
+fn nothing_leads_out() {
+    let place = Place::new();
+    symlink("../../secret", place.path("images/vm/relative")).unwrap();
+    symlink(place.path("secret"), place.path("images/vm/absolute")).unwrap();
+    symlink("..", place.path("images/vm/up")).unwrap();
+    let secret = place.path("secret");
+    for name in [
+        "../../secret",
+        "relative",
+        "absolute",
+        "up/../secret",
+        "../base/b",
+        "/etc/passwd",
+        secret.to_str().unwrap(),
+        "../vm/../../secret",
+    ] {
+        let error = place.pass(&["images/vm"], name).unwrap_err();
+        assert!(error.contains("none of the directories"), "{name}: {error}");
+    }
+}
+
+#[test]
+fn only_files_are_opened() {
+    let place = Place::new();
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        place.path("images/vm/pipe"),
+        FileType::Fifo,
+        Mode::RUSR,
+        0,
+    )
+    .unwrap();
+    for (name, says) in [
+        ("nbd://host/disk", "not a file"),
+        ("json:{\"driver\":\"file\"}", "not a file"),
+        ("rbd:pool/disk", "not a file"),
+        ("", "not a file"),
+        ("pipe", "neither a file"),
+        (".", "none of the directories"),
+        ("missing", "cannot be opened"),
+    ] {
+        let error = place.pass(&["images/vm"], name).unwrap_err();
+        assert!(error.contains(says), "{name}: {error}");
+    }
+    // A colon behind a slash is part of a name.
+    fs::write(place.path("images/vm/a:b"), "colon").unwrap();
+    assert_eq!(place.pass(&["images/vm"], "./a:b").unwrap(), "colon");
+}

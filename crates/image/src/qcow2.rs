@@ -1,0 +1,214 @@
+//! qcow2, versions 2 and 3 (docs/interop/qcow2): where the parts of a disk are in a file, and how they
+//! come to be there. Guest data is moved by whoever asks.
+//!
+//! - [`map`] answers where a range is, from memory, without locks; or that a table must be loaded.
+//! - [`write`] takes clusters for a write and, when the data is there, makes them the disk's;
+//!   [`zero`] gives them up.
+//! - [`flush`] writes what these changed, and says in which order and why.
+//! - [`open`], [`begin`], [`grow`] and [`close`](Qcow2::close) are the events in an image's life.
+//! - [`check`](mod@check) compares refcounts with references, and repairs them.
+//!
+//! Locks, in the order in which they are taken: that of the flush, then that of the state. Tables are
+//! loaded without either.
+
+mod begin;
+mod cache;
+pub(crate) mod check;
+mod compressed;
+mod entry;
+mod error;
+mod file;
+mod flush;
+mod geometry;
+mod grow;
+pub(crate) mod header;
+mod l1;
+mod load;
+mod map;
+mod metadata;
+mod open;
+mod pins;
+mod refcount;
+mod repair;
+mod scan;
+mod write;
+mod zero;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::task::Waker;
+
+pub use check::CheckReport;
+pub use compressed::Compression;
+pub use error::{Damage, ImageError};
+pub use header::HeaderError;
+pub use open::{OpenOptions, Progress, Qcow2Error};
+pub use pins::{Pin, Pins};
+pub use write::{Allocation, Fill, Prepared, Waiting};
+pub use zero::{ZeroStep, Zeroing};
+
+pub(crate) use map::{Load, Where, WhereToWrite};
+pub(crate) use open::read_header;
+
+use cache::Cache;
+use file::FileEnd;
+use geometry::Geometry;
+use header::Header;
+use l1::L1;
+use metadata::Metadata;
+use pins::Mark;
+use refcount::{Refcounts, Run};
+
+/// An image that is open. Any number of threads use it at once.
+pub struct Qcow2 {
+    g: Geometry,
+    file: FileEnd,
+    /// Guest data, if that has a file of its own.
+    data: Option<FileEnd>,
+    size: AtomicU64,
+    /// Bytes of disk, from the start, for which there is something in a backing file.
+    backing_size: AtomicU64,
+    l1: L1,
+    cache: Cache,
+    pins: Pins,
+    state: Mutex<State>,
+    /// A slice was loaded, or not.
+    loaded: Condvar,
+    flushing: Mutex<flush::Flushed>,
+    /// Flushes asked for.
+    asked: AtomicU64,
+    /// Changes to the tables in memory, and how many of them are durable.
+    changes: AtomicU64,
+    durable: AtomicU64,
+    compression: Compression,
+    read_only: bool,
+    /// The data file is the disk at any time.
+    raw_external: bool,
+    /// Space that is no longer used is given back to the file system.
+    punch: AtomicBool,
+    /// What must be done before the first write was done.
+    begun: AtomicBool,
+    /// Why nothing is written any more.
+    damage: OnceLock<Damage>,
+    on_damage: OnceLock<OnDamage>,
+}
+
+type OnDamage = Box<dyn Fn(&Damage) + Send + Sync>;
+
+/// All that changes, except what readers look at.
+struct State {
+    header: Header,
+    /// The first bytes of the file.
+    header_block: Vec<u8>,
+    refcounts: Refcounts,
+    metadata: Metadata,
+    /// Slices being loaded, and the frames they are loaded into.
+    loading: HashMap<u64, usize>,
+    /// Frames with changes, and in which pieces.
+    dirty_l2: BTreeMap<usize, u32>,
+    /// Frames on their way to the file.
+    writing_l2: HashSet<usize>,
+    /// Pieces of the L1 table with changes.
+    dirty_l1: BTreeSet<u64>,
+    /// Clusters of the disk for which data is on its way: the first, and the last with the token.
+    pending: BTreeMap<u64, (u64, u64)>,
+    tokens: u64,
+    /// Who waits for a token.
+    waiters: HashMap<u64, Vec<Waker>>,
+    /// Clusters that the tables in memory no longer lead to; those in the file still may.
+    unlinked: Vec<Run>,
+    unlinked_clusters: u64,
+    /// Clusters that no table leads to, but requests may that began before.
+    limbo: Vec<(Mark, Vec<Run>)>,
+}
+
+impl Qcow2 {
+    /// Bytes of the disk.
+    #[inline]
+    pub fn size(&self) -> u64 {
+        self.size.load(SeqCst)
+    }
+
+    /// Bytes of a cluster.
+    pub fn cluster_bytes(&self) -> u64 {
+        self.g.cluster()
+    }
+
+    /// Unit, in bytes, in which a write that allocates needs nothing copied: a cluster or subcluster.
+    pub fn allocation_bytes(&self) -> u64 {
+        1 << self.g.subcluster_bits()
+    }
+
+    /// How its compressed clusters are compressed.
+    pub fn compression(&self) -> Compression {
+        self.compression
+    }
+
+    /// Who looks things up, so that nothing is reused under them.
+    #[inline]
+    pub fn pins(&self) -> &Pins {
+        &self.pins
+    }
+
+    /// Why nothing is written any more, if that is so.
+    pub fn damage(&self) -> Option<&Damage> {
+        self.damage.get()
+    }
+
+    /// Has `tell` called once, when the image is found to contradict itself. It can be set once;
+    /// returns whether it was.
+    pub fn on_damage(&self, tell: impl Fn(&Damage) + Send + Sync + 'static) -> bool {
+        self.on_damage.set(Box::new(tell)).is_ok()
+    }
+
+    /// Whether space that is no longer used is given back to the file system (`discard=unmap`).
+    pub fn set_punch(&self, punch: bool) {
+        self.punch.store(punch, SeqCst);
+    }
+
+    pub(crate) fn set_backing_size(&self, size: u64) {
+        self.backing_size.store(size, SeqCst);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn check_writable(&self) -> Result<(), ImageError> {
+        match self.damage.get() {
+            _ if self.read_only => Err(ImageError::ReadOnly),
+            Some(damage) => Err(ImageError::Damaged(damage.clone())),
+            None => Ok(()),
+        }
+    }
+
+    /// Stops all writing, if this error says that the image contradicts itself, and has the file say
+    /// so as well. The flag is best effort: nothing is written either way.
+    fn report(&self, state: &mut State, error: ImageError) -> ImageError {
+        if let ImageError::Damaged(damage) = &error
+            && !self.read_only
+            && self.damage.set(damage.clone()).is_ok()
+        {
+            if state.header.set_corrupt() {
+                let _ = self.write_header(state).and_then(|()| self.file.flush());
+            }
+            if let Some(tell) = self.on_damage.get() {
+                tell(damage);
+            }
+        }
+        error
+    }
+
+    /// Writes the header as it is in memory.
+    fn write_header(&self, state: &mut State) -> Result<(), ImageError> {
+        state.header.put(&mut state.header_block);
+        self.file
+            .write_at("writing the header", 0, &state.header_block)
+    }
+
+    /// Something in the tables has changed; the next flush has work to do.
+    fn changed(&self) {
+        self.changes.fetch_add(1, SeqCst);
+    }
+}

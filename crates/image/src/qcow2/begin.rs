@@ -1,0 +1,123 @@
+//! What must be done before the first write to an image (docs/interop/qcow2 "autoclear_features",
+//! "Bitmap directory"): whoever finds it afterwards must not rely on what is not kept up here.
+
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering::SeqCst;
+
+use block::FileOffset;
+
+use super::error::{Doing, ImageError};
+use super::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_EXTERNAL};
+use super::{Qcow2, State};
+use crate::bytes::{be16, be32, be64, put32};
+use crate::storage::read_padded;
+
+/// Most bytes of a bitmap directory: 65535 bitmaps, as in QEMU, of 1024 bytes.
+pub(crate) const BITMAP_DIRECTORY_BYTES_MAX: u64 = 65535 * 1024;
+
+const IN_USE: u32 = 1;
+const AUTO: u32 = 2;
+const FLAGS_KNOWN: u32 = 7;
+
+/// An entry of a bitmap directory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BitmapEntry {
+    /// Where in the directory it begins, in bytes.
+    pub at: usize,
+    /// The table that says where the bitmap's bits are.
+    pub table_at: u64,
+    pub table_entries: u32,
+    flags: u32,
+}
+
+/// Reads a bitmap directory; `None` if there is anything in it that is not known.
+pub(crate) fn bitmap_directory(directory: &[u8], bitmaps: u32) -> Option<Vec<BitmapEntry>> {
+    let mut entries = Vec::new();
+    let mut at = 0;
+    while at < directory.len() {
+        let entry = directory.get(at..).filter(|rest| rest.len() >= 24)?;
+        let flags = be32(entry, 12);
+        let (kind, extra) = (entry[16], be32(entry, 20));
+        if kind != 1 || flags & !FLAGS_KNOWN != 0 || extra != 0 {
+            return None;
+        }
+        entries.push(BitmapEntry {
+            at,
+            table_at: be64(entry, 0),
+            table_entries: be32(entry, 8),
+            flags,
+        });
+        at += (24 + usize::from(be16(entry, 18))).next_multiple_of(8);
+    }
+    (entries.len() == bitmaps as usize && at == directory.len()).then_some(entries)
+}
+
+impl Qcow2 {
+    /// Prepares the image for being written. Done once; blocks.
+    pub(super) fn begin(&self) -> Result<(), ImageError> {
+        if self.begun.load(SeqCst) {
+            return Ok(());
+        }
+        self.check_writable()?;
+        let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.lock();
+        if self.begun.load(SeqCst) {
+            return Ok(());
+        }
+        self.outdate_bitmaps(&mut state, false)?;
+        self.begun.store(true, SeqCst);
+        Ok(())
+    }
+
+    /// Has the image say that its bitmaps don't follow: those that should (or all of them, if the disk
+    /// changes its size) are marked as in use, which is what their owner finds and acts on. Features
+    /// that are not known are cleared, as the format wants it.
+    pub(super) fn outdate_bitmaps(&self, state: &mut State, all: bool) -> Result<(), ImageError> {
+        let mut known = AUTOCLEAR_RAW_EXTERNAL;
+        if self.mark_bitmaps(state, all)? {
+            known |= AUTOCLEAR_BITMAPS;
+        }
+        let autoclear = state.header.autoclear & known;
+        if autoclear != state.header.autoclear {
+            state.header.autoclear = autoclear;
+            self.write_header(state)?;
+            self.file.flush()?;
+        }
+        Ok(())
+    }
+
+    /// Marks bitmaps; false if they are such that the whole extension must count as outdated.
+    fn mark_bitmaps(&self, state: &mut State, all: bool) -> Result<bool, ImageError> {
+        let Some(extension) = state.header.bitmaps else {
+            return Ok(false);
+        };
+        let (at, len) = (extension.directory_at, extension.directory_bytes);
+        let sound = len <= BITMAP_DIRECTORY_BYTES_MAX
+            && at.is_multiple_of(self.g.cluster())
+            && at >> 56 == 0;
+        if state.header.autoclear & AUTOCLEAR_BITMAPS == 0 || !sound {
+            return Ok(false);
+        }
+        // Whole pieces are written; the rest of a cluster of the directory is the directory's.
+        let piece = self.g.piece();
+        let mut bytes = vec![0; len.next_multiple_of(piece) as usize];
+        read_padded(self.file.storage(), FileOffset(at), &mut bytes)
+            .doing("reading the bitmap directory", at)?;
+        let Some(entries) = bitmap_directory(&bytes[..len as usize], extension.bitmaps) else {
+            return Ok(false);
+        };
+        let mut changed = false;
+        for entry in entries {
+            if entry.flags & IN_USE == 0 && (all || entry.flags & AUTO != 0) {
+                put32(&mut bytes, entry.at + 12, entry.flags | IN_USE);
+                changed = true;
+            }
+        }
+        if changed {
+            self.file
+                .write_at("marking bitmaps as in use", at, &bytes)?;
+            self.file.flush()?;
+        }
+        Ok(true)
+    }
+}

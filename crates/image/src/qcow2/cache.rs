@@ -1,0 +1,178 @@
+//! L2 tables in memory, in slices, read without locks.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
+
+use super::geometry::Geometry;
+
+/// Places where a slice may be. They stand beside each other, in half a cache line.
+const WAYS: usize = 4;
+
+/// Bits of a tag that count how often its frame was filled anew: a reader would have to be asleep
+/// between two instructions while that happens a million times, to be misled.
+const COUNT_BITS: u32 = 20;
+
+/// A set-associative cache of slices.
+///
+/// A reader compares tags, reads entries, and looks at the tag again: if it is still the same, the
+/// entries were the slice's. Whoever fills a frame takes the tag away first. All changes are made
+/// under the lock of the image's state. The order of all this is SeqCst, for the sake of
+/// [`Pins`](super::Pins): on x86, that costs readers nothing.
+pub(crate) struct Cache {
+    tags: Box<[AtomicU64]>,
+    used: Box<[AtomicBool]>,
+    /// Memory comes when a frame is first filled.
+    frames: Box<[OnceLock<Box<[AtomicU64]>>]>,
+    words: usize,
+    sets: u64,
+    hand: AtomicUsize,
+}
+
+/// A slice that was found. What is read from it counts only if it is [`valid`](Self::valid) after.
+#[derive(Clone, Copy)]
+pub(crate) struct Found<'a> {
+    tag: &'a AtomicU64,
+    expected: u64,
+    words: &'a [AtomicU64],
+    pub frame: usize,
+}
+
+impl Cache {
+    /// A cache of about so many slices.
+    pub fn new(geometry: &Geometry, slices: u64) -> Self {
+        let sets = slices.div_ceil(WAYS as u64).next_power_of_two();
+        let frames = sets as usize * WAYS;
+        Self {
+            tags: (0..frames).map(|_| AtomicU64::new(0)).collect(),
+            used: (0..frames).map(|_| AtomicBool::new(false)).collect(),
+            frames: (0..frames).map(|_| OnceLock::new()).collect(),
+            words: (geometry.slice_bytes() / 8) as usize,
+            sets,
+            hand: AtomicUsize::new(0),
+        }
+    }
+
+    /// Slices that there is room for.
+    pub fn slices(&self) -> u64 {
+        self.sets * WAYS as u64
+    }
+
+    #[inline]
+    fn first_way(&self, slice: u64) -> usize {
+        (slice & (self.sets - 1)) as usize * WAYS
+    }
+
+    /// Finds a slice.
+    #[inline]
+    pub fn find(&self, slice: u64) -> Option<Found<'_>> {
+        let first = self.first_way(slice);
+        for frame in first..first + WAYS {
+            let tag = &self.tags[frame];
+            let expected = tag.load(SeqCst);
+            if expected >> COUNT_BITS == slice + 1 {
+                if !self.used[frame].load(SeqCst) {
+                    self.used[frame].store(true, SeqCst);
+                }
+                return Some(Found {
+                    tag,
+                    expected,
+                    words: self.frames[frame].get()?,
+                    frame,
+                });
+            }
+        }
+        None
+    }
+
+    /// The slice in a frame.
+    pub fn slice_in(&self, frame: usize) -> Option<u64> {
+        (self.tags[frame].load(SeqCst) >> COUNT_BITS).checked_sub(1)
+    }
+
+    /// Empties a frame where `slice` may go, unless all of them are `kept`. Whoever holds the lock of
+    /// the state may call this.
+    pub fn evict_for(&self, slice: u64, kept: impl Fn(usize) -> bool) -> Option<usize> {
+        let first = self.first_way(slice);
+        let candidates = || (first..first + WAYS).filter(|&frame| !kept(frame));
+        let empty = candidates().find(|&frame| self.slice_in(frame).is_none());
+        let victim = empty.or_else(|| {
+            // Each that was used since is spared once.
+            let hand = self.hand.fetch_add(1, SeqCst) % WAYS;
+            let in_turn = || {
+                let ways = (0..WAYS).map(move |way| first + (hand + way) % WAYS);
+                ways.filter(|&frame| !kept(frame))
+            };
+            let idle = in_turn().find(|&frame| !self.used[frame].swap(false, SeqCst));
+            idle.or_else(|| in_turn().next())
+        })?;
+        self.take_tag(victim);
+        Some(victim)
+    }
+
+    /// Takes the tag away; what remains of it is the count, one more than before.
+    fn take_tag(&self, frame: usize) {
+        let count = self.tags[frame].load(SeqCst).wrapping_add(1) & ((1 << COUNT_BITS) - 1);
+        self.tags[frame].store(count, SeqCst);
+    }
+
+    fn give_tag(&self, frame: usize, slice: u64) {
+        let count = self.tags[frame].load(SeqCst) & ((1 << COUNT_BITS) - 1);
+        self.used[frame].store(true, SeqCst);
+        self.tags[frame].store((slice + 1) << COUNT_BITS | count, SeqCst);
+    }
+
+    /// Fills a frame that was emptied.
+    pub fn fill(&self, frame: usize, slice: u64, words: impl Iterator<Item = u64>) {
+        let places =
+            self.frames[frame].get_or_init(|| (0..self.words).map(|_| AtomicU64::new(0)).collect());
+        let mut words = words;
+        for place in places {
+            place.store(words.next().unwrap_or(0), SeqCst);
+        }
+        self.give_tag(frame, slice);
+    }
+
+    /// Changes one entry of the slice in this frame.
+    pub fn set(&self, frame: usize, entry: usize, entry_words: &[u64]) {
+        let Some(words) = self.frames[frame].get() else {
+            return;
+        };
+        if let [word] = entry_words {
+            // One word changes at once, for a reader.
+            words[entry].store(*word, SeqCst);
+        } else if let [word, bitmap] = entry_words
+            && let Some(slice) = self.slice_in(frame)
+        {
+            // Readers of two must not see one old and one new.
+            self.take_tag(frame);
+            words[2 * entry].store(*word, SeqCst);
+            words[2 * entry + 1].store(*bitmap, SeqCst);
+            self.give_tag(frame, slice);
+        }
+    }
+
+    /// A copy of some words of a frame.
+    pub fn copy(&self, frame: usize, words: std::ops::Range<usize>) -> Vec<u64> {
+        let from = self.frames[frame].get();
+        let from = from.and_then(|from| from.get(words)).unwrap_or(&[]);
+        from.iter().map(|word| word.load(SeqCst)).collect()
+    }
+}
+
+impl Found<'_> {
+    #[inline]
+    pub fn words(&self, g: &Geometry, entry: usize) -> (u64, u64) {
+        if g.extended {
+            let word = self.words[2 * entry].load(SeqCst);
+            (word, self.words[2 * entry + 1].load(SeqCst))
+        } else {
+            (self.words[entry].load(SeqCst), 0)
+        }
+    }
+
+    /// Whether what was read before this call was the slice's.
+    #[inline]
+    pub fn valid(&self) -> bool {
+        self.tag.load(SeqCst) == self.expected
+    }
+}

@@ -1,0 +1,183 @@
+//! L1 and L2 entries (docs/interop/qcow2 "Cluster mapping", "Extended L2 Entries").
+
+use super::geometry::Geometry;
+
+/// Of an L1 or L2 entry: what it points to belongs to nobody else.
+pub(crate) const COPIED: u64 = 1 << 63;
+const COMPRESSED: u64 = 1 << 62;
+const ZERO: u64 = 1;
+/// Bits 9 to 55 of an entry.
+const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+/// Bits of a standard L2 entry that must be 0.
+const RESERVED: u64 = 0x3f00_0000_0000_01fe;
+/// Only in memory: this entry leads to metadata. It is one of the reserved bits.
+pub(crate) const BAD: u64 = 1 << 61;
+
+/// Where an L1 entry leads: no table, or a table at this offset.
+///
+/// # Errors
+/// The entry is not one that the format knows.
+#[inline]
+pub(crate) fn table_at(geometry: &Geometry, entry: u64) -> Result<Option<u64>, BadEntry> {
+    let at = entry & OFFSET;
+    if entry & !(OFFSET | COPIED) != 0 || !at.is_multiple_of(geometry.cluster()) {
+        return Err(BadEntry);
+    }
+    if at == 0 {
+        // The header is no table.
+        return if entry == 0 { Ok(None) } else { Err(BadEntry) };
+    }
+    Ok(Some(at))
+}
+
+/// The entry cannot be: reserved bits are set, or an offset is not that of a cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BadEntry;
+
+/// What an L2 entry says of a cluster. Images without subclusters are those with one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Entry {
+    Standard(Standard),
+    Compressed(Compressed),
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Standard {
+    /// Offset of the host cluster.
+    pub host: Option<u64>,
+    /// Nobody else has that host cluster.
+    pub own: bool,
+    /// Subclusters whose data is there.
+    pub data: u32,
+    /// Subclusters that read as zeroes. Those in neither mask are read from the backing file.
+    pub zero: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Compressed {
+    /// Where the compressed bytes begin.
+    pub at: u64,
+    /// How many there are at most.
+    pub len: u64,
+    word: u64,
+}
+
+/// What a run of bytes within a cluster is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// In the file, from here on.
+    Data(u64),
+    Zero,
+    Compressed(Compressed),
+    /// In the backing file, if there is one.
+    Hole,
+}
+
+impl Entry {
+    pub const NONE: Self = Self::Standard(Standard {
+        host: None,
+        own: false,
+        data: 0,
+        zero: 0,
+    });
+
+    /// # Errors
+    /// The entry cannot be.
+    #[inline]
+    pub fn decode(g: &Geometry, word: u64, bitmap: u64) -> Result<Self, BadEntry> {
+        if word & COMPRESSED != 0 {
+            return Compressed::decode(g, word).map(Self::Compressed);
+        }
+        let at = word & OFFSET;
+        // In an external file, every cluster has its own place.
+        let own = word & COPIED != 0 || g.external && at != 0;
+        let bad = word & RESERVED != 0 || !at.is_multiple_of(g.cluster());
+        // Offset 0 is that of the header, or of the first cluster of an external file.
+        let host = (at != 0 || g.external && own).then_some(at);
+        let (data, zero) = if g.extended {
+            (bitmap as u32, (bitmap >> 32) as u32)
+        } else {
+            let zero = word & ZERO != 0;
+            (u32::from(host.is_some() && !zero), u32::from(zero))
+        };
+        let flag = word & ZERO != 0 && (g.extended || g.version < 3);
+        let without = host.is_none() && (data != 0 || own);
+        if bad || flag || without || data & zero != 0 {
+            return Err(BadEntry);
+        }
+        Ok(Self::Standard(Standard {
+            host,
+            own,
+            data,
+            zero,
+        }))
+    }
+
+    /// The words of the entry; the second is for extended entries.
+    pub fn encode(self, g: &Geometry) -> [u64; 2] {
+        match self {
+            Self::Compressed(c) => [c.word, 0],
+            Self::Standard(s) => {
+                let own = if s.own { COPIED } else { 0 };
+                let word = s.host.unwrap_or(0) | own;
+                if g.extended {
+                    [word, u64::from(s.zero) << 32 | u64::from(s.data)]
+                } else {
+                    [word | u64::from(s.zero & 1), 0]
+                }
+            }
+        }
+    }
+
+    /// What is at an offset within the cluster, and for how many bytes that holds.
+    #[inline]
+    pub fn at(&self, g: &Geometry, offset: u64) -> (Kind, u64) {
+        let s = match self {
+            Self::Compressed(c) => return (Kind::Compressed(*c), g.cluster() - offset),
+            Self::Standard(s) => s,
+        };
+        let sub = (offset >> g.subcluster_bits()) as u32;
+        let (mask, kind) = if s.data >> sub & 1 != 0 {
+            (s.data, Kind::Data(s.host.unwrap_or(0) + offset))
+        } else if s.zero >> sub & 1 != 0 {
+            (s.zero, Kind::Zero)
+        } else {
+            (!(s.data | s.zero) & g.all(), Kind::Hole)
+        };
+        let subclusters = u64::from((mask >> sub).trailing_ones());
+        let end = (u64::from(sub) + subclusters) << g.subcluster_bits();
+        (kind, end - offset)
+    }
+
+    /// Whether these subclusters can be written where they are.
+    #[inline]
+    pub fn in_place(&self, touched: u32) -> bool {
+        matches!(self, Self::Standard(s) if s.own && s.data & touched == touched)
+    }
+}
+
+impl Compressed {
+    fn decode(g: &Geometry, word: u64) -> Result<Self, BadEntry> {
+        if g.external || word & COPIED != 0 {
+            return Err(BadEntry);
+        }
+        let x = 62 - (g.cluster_bits - 8);
+        let at = word & ((1 << x) - 1);
+        if at >> 56 != 0 {
+            return Err(BadEntry);
+        }
+        let more_sectors = (word & (COMPRESSED - 1)) >> x;
+        let len = (more_sectors + 1) * 512 - at % 512;
+        Ok(Self { at, len, word })
+    }
+
+    /// The host clusters that it lies in: the first, and how many.
+    pub fn clusters(&self, g: &Geometry) -> (u64, u64) {
+        let first = self.at >> g.cluster_bits;
+        let last = (self.at + self.len - 1) >> g.cluster_bits;
+        (first, last - first + 1)
+    }
+}
+
+#[cfg(test)]
+mod tests;

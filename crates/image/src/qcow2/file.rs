@@ -1,0 +1,113 @@
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+
+use block::FileOffset;
+
+use super::error::{Doing, ImageError};
+use super::refcount::Piece;
+use crate::storage::Storage;
+
+/// The file grows by a sixteenth of what it has, within these bounds in bytes, so that it seldom
+/// does. What is too much costs no space, and is cut off when the image is closed.
+const GROWTH: (u64, u64) = (16 << 20, 1 << 30);
+
+/// An image's file, and where it ends.
+pub(crate) struct FileEnd {
+    storage: Arc<dyn Storage>,
+    end: AtomicU64,
+    /// Its length when it was opened.
+    first: u64,
+}
+
+impl FileEnd {
+    pub fn new(storage: Arc<dyn Storage>, end: u64) -> Self {
+        Self {
+            storage,
+            end: AtomicU64::new(end),
+            first: end,
+        }
+    }
+
+    pub fn storage(&self) -> &dyn Storage {
+        &*self.storage
+    }
+
+    /// Bytes of the file. What lies behind reads as zeroes.
+    #[inline]
+    pub fn get(&self) -> u64 {
+        self.end.load(SeqCst)
+    }
+
+    /// Makes the file at least so long. One thread at a time may do that.
+    pub fn grow(&self, to: u64) -> Result<(), ImageError> {
+        let end = self.get();
+        if to <= end {
+            return Ok(());
+        }
+        let more = (end / 16).clamp(GROWTH.0, GROWTH.1);
+        let ample = end.saturating_add(more).max(to).min(i64::MAX as u64);
+        let mut reached = ample;
+        let mut result = self.storage.set_size(ample);
+        if result.is_err() && ample > to {
+            reached = to;
+            result = self.storage.set_size(to);
+        }
+        match result {
+            Ok(()) => {
+                self.end.store(reached, SeqCst);
+                Ok(())
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::Unsupported => Err(ImageError::Full(
+                "the block device that it is on has no room left; extend it",
+            )),
+            Err(error) => Err(error).doing("making the file longer", to),
+        }
+    }
+
+    /// Cuts off what is behind, as far as the file was made longer here.
+    pub fn trim(&self, to: u64) -> Result<(), ImageError> {
+        let to = to.max(self.first);
+        if to < self.get() {
+            self.storage
+                .set_size(to)
+                .doing("cutting the file's end off", to)?;
+            self.end.store(to, SeqCst);
+        }
+        Ok(())
+    }
+
+    /// Makes the file exactly so long; for one that has the length of the disk.
+    pub fn set(&self, to: u64) -> Result<(), ImageError> {
+        self.storage
+            .set_size(to)
+            .doing("making the file longer", to)?;
+        self.end.store(to, SeqCst);
+        Ok(())
+    }
+
+    pub fn write(&self, doing: &'static str, pieces: &[Piece]) -> Result<(), ImageError> {
+        // Neighbours go together.
+        let mut at = 0;
+        while let Some(first) = pieces.get(at) {
+            let mut bytes = std::borrow::Cow::Borrowed(&first.bytes);
+            let mut next = at + 1;
+            while let Some(piece) = pieces.get(next)
+                && piece.at.0 == first.at.0 + bytes.len() as u64
+            {
+                bytes.to_mut().extend_from_slice(&piece.bytes);
+                next += 1;
+            }
+            self.write_at(doing, first.at.0, &bytes)?;
+            at = next;
+        }
+        Ok(())
+    }
+
+    pub fn write_at(&self, doing: &'static str, at: u64, from: &[u8]) -> Result<(), ImageError> {
+        self.storage.write_at(FileOffset(at), from).doing(doing, at)
+    }
+
+    pub fn flush(&self) -> Result<(), ImageError> {
+        self.storage.flush().doing("making metadata durable", 0)
+    }
+}

@@ -1,0 +1,350 @@
+//! What the tables in memory say comes into the file, and in which order.
+//!
+//! A crash may leave any part of what was written since the last fdatasync, in units of 512 bytes. So:
+//!
+//! 1. Refcount blocks. A block counts only what it is led to by; if the refcount table leads to new
+//!    ones, they are made durable before it does.
+//! 2. The refcount table. fdatasync: it also covers the data of all allocations committed so far, and
+//!    the first content (empty, or a copy) of new L2 tables, which was written when they were made.
+//! 3. L2 entries and L1 entries, in any order. An L1 entry leads to a table whose first content is
+//!    durable, and that says the same as what it replaces; an L2 entry leads to data that is durable,
+//!    in clusters whose refcounts are. fdatasync.
+//! 4. What no durable table leads to any more is free, once those have gone who found it before: its
+//!    refcount goes down in memory, and in the file with a later flush. Only then can it be used again.
+//!
+//! A crash before the end of 2 leaves {the old state}, with clusters counted that nothing leads to:
+//! leaks. One before the end of 3 leaves, for every entry by itself, {old} or {new}; both lead to
+//! clusters that are counted. One after leaves {the new state}, with what 4 frees still counted. At
+//! no time does the file lead to a cluster that is not counted, or to one that has been given to
+//! another part of the disk.
+//!
+//! The header changes where a larger refcount or L1 table takes the place of the old one: what it
+//! will lead to is durable before, and its fields share one sector.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering::SeqCst;
+
+use block::FileOffset;
+
+use super::entry::table_at;
+use super::error::ImageError;
+use super::refcount::{Dirty, Piece, Run};
+use super::{Qcow2, State};
+use crate::bytes::put64;
+
+/// Held by whoever writes tables.
+#[derive(Default)]
+pub(super) struct Flushed {
+    /// The last flush asked for that has been done.
+    asked: u64,
+}
+
+/// What is taken out of the state to be written.
+struct Batch {
+    changes: u64,
+    refcounts: Dirty,
+    blocks: Vec<Piece>,
+    table: Vec<Piece>,
+    l2: BTreeMap<usize, u32>,
+    l1: BTreeSet<u64>,
+    entries: Vec<Piece>,
+    unlinked: Vec<Run>,
+    unlinked_clusters: u64,
+}
+
+impl Qcow2 {
+    /// Makes all that was written and committed before this call durable, guest data and tables. Blocks.
+    ///
+    /// # Errors
+    /// Something may not be durable. Tables are written again by the next flush; data that the kernel
+    /// has lost stays lost.
+    pub fn flush(&self) -> Result<(), ImageError> {
+        if self.read_only {
+            return Ok(());
+        }
+        let number = self.asked.fetch_add(1, SeqCst) + 1;
+        let mut flushed = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
+        if flushed.asked >= number {
+            // It began after this one was asked for.
+            return Ok(());
+        }
+        let asked = self.asked.load(SeqCst);
+        self.write_back()?;
+        flushed.asked = asked;
+        Ok(())
+    }
+
+    /// Whether there are changes to tables that only [`flush`](Self::flush) makes durable; otherwise, an
+    /// fdatasync of the file that holds the data does all that a flush must.
+    #[inline]
+    pub fn needs_flush(&self) -> bool {
+        self.changes.load(SeqCst) != self.durable.load(SeqCst)
+    }
+
+    /// Closes the image, when nobody uses it any more: what was given up is freed, and the file ends
+    /// where it is used. An image that is not closed is just as sound, and may have lost some space.
+    ///
+    /// # Errors
+    /// Something may not be durable.
+    pub fn close(&self) -> Result<(), ImageError> {
+        self.flush()?;
+        if self.read_only || self.damage.get().is_some() {
+            return Ok(());
+        }
+        // What the flush has freed.
+        self.flush()?;
+        let mut state = self.lock();
+        let end = state.refcounts.used_end(&self.file)?;
+        self.file.trim(end << self.g.cluster_bits)
+    }
+
+    /// Writes all changes, in the order above. The lock of the flush is held.
+    fn write_back(&self) -> Result<(), ImageError> {
+        self.check_writable()?;
+        let batch = self.take_batch();
+        if let Err(error) = self.write_batch(&batch) {
+            self.put_back(batch);
+            return Err(error);
+        }
+        let mut state = self.lock();
+        state.refcounts.written(&batch.refcounts);
+        for frame in batch.l2.keys() {
+            state.writing_l2.remove(frame);
+        }
+        if !batch.unlinked.is_empty() {
+            state.limbo.push((self.pins.mark(), batch.unlinked));
+        }
+        self.durable.store(batch.changes, SeqCst);
+        // A slice may wait for a frame.
+        self.loaded.notify_all();
+        drop(state);
+        self.free_unused()
+    }
+
+    fn take_batch(&self) -> Batch {
+        let mut state = self.lock();
+        let state = &mut *state;
+        let changes = self.changes.load(SeqCst);
+        let (refcounts, blocks) = state.refcounts.take_dirty_blocks();
+        let table = state.refcounts.table_pieces(&refcounts);
+        let l2 = std::mem::take(&mut state.dirty_l2);
+        let l1 = std::mem::take(&mut state.dirty_l1);
+        state.writing_l2.extend(l2.keys());
+        let mut entries = Vec::new();
+        for (&frame, &pieces) in &l2 {
+            self.l2_pieces(frame, pieces, &mut entries);
+        }
+        entries.extend(l1.iter().map(|&piece| self.l1_piece(state, piece)));
+        Batch {
+            changes,
+            refcounts,
+            blocks,
+            table,
+            l2,
+            l1,
+            entries,
+            unlinked: std::mem::take(&mut state.unlinked),
+            unlinked_clusters: std::mem::take(&mut state.unlinked_clusters),
+        }
+    }
+
+    fn l2_pieces(&self, frame: usize, pieces: u32, entries: &mut Vec<Piece>) {
+        let Some(slice) = self.cache.slice_in(frame) else {
+            return;
+        };
+        let (table, offset) = self.g.table_of(slice);
+        let Ok(Some(at)) = table_at(&self.g, self.l1.get(table)) else {
+            return;
+        };
+        let piece = self.g.piece();
+        let words = (piece / 8) as usize;
+        for number in (0..32).filter(|number| pieces >> number & 1 != 0) {
+            let from = number as usize * words;
+            let copy = self.cache.copy(frame, from..from + words);
+            entries.push(Piece {
+                at: FileOffset(at + offset + number * piece),
+                bytes: copy.iter().flat_map(|word| word.to_be_bytes()).collect(),
+            });
+        }
+    }
+
+    fn l1_piece(&self, state: &State, number: u64) -> Piece {
+        let piece = self.g.piece();
+        Piece {
+            at: FileOffset(state.header.l1_at + number * piece),
+            bytes: self.l1_bytes(number * piece / 8, piece / 8),
+        }
+    }
+
+    /// Entries of the L1 table as they are written; those behind its end are 0.
+    pub(super) fn l1_bytes(&self, first: u64, entries: u64) -> Vec<u8> {
+        let mut bytes = vec![0; entries as usize * 8];
+        for place in 0..entries {
+            put64(&mut bytes, place as usize * 8, self.l1.get(first + place));
+        }
+        bytes
+    }
+
+    fn write_batch(&self, batch: &Batch) -> Result<(), ImageError> {
+        self.file.write("writing refcounts", &batch.blocks)?;
+        if !batch.table.is_empty() {
+            self.file.flush()?;
+            self.file
+                .write("writing the refcount table", &batch.table)?;
+        }
+        if let Some(data) = &self.data {
+            data.flush()?;
+        }
+        self.file.flush()?;
+        if !batch.entries.is_empty() {
+            self.file
+                .write("writing L1 and L2 tables", &batch.entries)?;
+            self.file.flush()?;
+        }
+        Ok(())
+    }
+
+    fn put_back(&self, batch: Batch) {
+        let mut state = self.lock();
+        state.refcounts.not_written(batch.refcounts);
+        for (frame, pieces) in batch.l2 {
+            state.writing_l2.remove(&frame);
+            *state.dirty_l2.entry(frame).or_default() |= pieces;
+        }
+        state.dirty_l1.extend(batch.l1);
+        state.unlinked.extend(batch.unlinked);
+        state.unlinked_clusters += batch.unlinked_clusters;
+        self.loaded.notify_all();
+    }
+
+    /// Frees what nobody uses any more. The lock of the flush is held.
+    fn free_unused(&self) -> Result<(), ImageError> {
+        let mut state = self.lock();
+        let limbo = std::mem::take(&mut state.limbo);
+        let (gone, used): (Vec<_>, Vec<_>) = limbo
+            .into_iter()
+            .partition(|(mark, _)| self.pins.passed(*mark));
+        state.limbo = used;
+        let mut last_users = BTreeSet::new();
+        for run in gone.iter().flat_map(|(_, runs)| runs) {
+            for cluster in run.first..run.first + run.clusters {
+                // The last user goes when the space has been given back: from then on, the cluster
+                // can be somebody else's. Of a compressed cluster's, there may be several.
+                let freed = match state.refcounts.get(&self.file, cluster) {
+                    Ok(1) if last_users.insert(cluster) => continue,
+                    Ok(1) => Err(ImageError::damaged(
+                        "a cluster is used more often than its refcount says",
+                        cluster << self.g.cluster_bits,
+                    )),
+                    Ok(_) => state.refcounts.release(&self.file, cluster),
+                    Err(error) => Err(error),
+                };
+                if let Err(error) = freed {
+                    return Err(self.report(&mut state, error));
+                }
+                self.changed();
+            }
+        }
+        drop(state);
+        if last_users.is_empty() {
+            return Ok(());
+        }
+        self.punch(&last_users);
+        let mut state = self.lock();
+        for &cluster in &last_users {
+            state.refcounts.release(&self.file, cluster)?;
+            state.metadata.remove_table(cluster);
+        }
+        self.changed();
+        Ok(())
+    }
+
+    /// Gives space back to the file system. Nothing relies on it: the clusters are free either way.
+    fn punch(&self, clusters: &BTreeSet<u64>) {
+        let mut clusters = clusters.iter().copied().peekable();
+        while self.punch.load(SeqCst)
+            && let Some(first) = clusters.next()
+        {
+            let mut end = first + 1;
+            while clusters.next_if_eq(&end).is_some() {
+                end += 1;
+            }
+            let (at, len) = (
+                first << self.g.cluster_bits,
+                (end - first) << self.g.cluster_bits,
+            );
+            if self.file.storage().punch(FileOffset(at), len).is_err() {
+                self.punch.store(false, SeqCst);
+            }
+        }
+    }
+
+    /// Makes the refcount table larger. Blocks.
+    pub(super) fn grow_refcount_table(&self) -> Result<(), ImageError> {
+        let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.lock();
+        let state = &mut *state;
+        let end = &self.file;
+        let larger = match state.refcounts.larger_table(end, &mut state.metadata) {
+            Ok(larger) => larger,
+            Err(error) => return Err(self.report(state, error)),
+        };
+        let at = larger.run.first << self.g.cluster_bits;
+        let table = state.refcounts.whole_table();
+        let written = self
+            .write_refcount_blocks(state)
+            .and_then(|()| end.write_at("writing the refcount table", at, &table))
+            .and_then(|()| end.flush());
+        if let Err(error) = written {
+            state.refcounts.revoke(end, &mut state.metadata, &larger);
+            return Err(error);
+        }
+        let clusters = larger.run.clusters;
+        state.header.refcount_table_at = at;
+        state.header.refcount_table_clusters = clusters as u32;
+        self.switch_header(state)?;
+        let old = state.refcounts.adopt(&larger);
+        state.metadata.remove_run(old.first);
+        let (first, name) = (larger.run.first, "the refcount table");
+        state.metadata.add_run(first, clusters, name);
+        for cluster in old.first..old.first + old.clusters {
+            state.refcounts.release(end, cluster)?;
+        }
+        self.changed();
+        Ok(())
+    }
+
+    /// Writes the refcounts that have changed; the table stays as it is. They stay marked as changed,
+    /// so that the next flush makes sure of them.
+    fn write_refcount_blocks(&self, state: &mut State) -> Result<(), ImageError> {
+        let (dirty, blocks) = state.refcounts.take_dirty_blocks();
+        let written = self.file.write("writing refcounts", &blocks);
+        state.refcounts.not_written(dirty);
+        written
+    }
+
+    /// The same, and what the table in force must say of them; all of it durable.
+    pub(super) fn write_refcounts(&self, state: &mut State) -> Result<(), ImageError> {
+        let (dirty, blocks) = state.refcounts.take_dirty_blocks();
+        let table = state.refcounts.table_pieces(&dirty);
+        let written = self
+            .file
+            .write("writing refcounts", &blocks)
+            .and_then(|()| self.file.flush())
+            .and_then(|()| self.file.write("writing the refcount table", &table))
+            .and_then(|()| self.file.flush());
+        state.refcounts.not_written(dirty);
+        written
+    }
+
+    /// Writes a header that leads elsewhere than the last one. If that fails, nobody knows which of
+    /// the two is in the file, and they will soon not mean the same: nothing is written any more.
+    pub(super) fn switch_header(&self, state: &mut State) -> Result<(), ImageError> {
+        let written = self.write_header(state).and_then(|()| self.file.flush());
+        written.map_err(|_| {
+            let what = "its header could not be written, and may be the old or the new one";
+            self.report(state, ImageError::damaged(what, 0))
+        })
+    }
+}

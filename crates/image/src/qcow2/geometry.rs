@@ -1,0 +1,176 @@
+use super::header::Header;
+
+/// Largest slice of an L2 table that is read and kept at a time, in bytes: 8192 clusters, 512 MiB of
+/// disk at 64 KiB a cluster.
+const SLICE_BITS_MAX: u32 = 16;
+
+/// Unit in which changed metadata is written, in bytes, where clusters are not smaller.
+const PIECE: u64 = 4096;
+
+/// How an image divides disk and file. All sizes are powers of two.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Geometry {
+    pub cluster_bits: u32,
+    pub refcount_order: u32,
+    /// L2 entries have a second word, with bits for 32 subclusters.
+    pub extended: bool,
+    /// Zero clusters exist.
+    pub version: u32,
+    /// Guest data is in a file of its own, at the same offset as on the disk.
+    pub external: bool,
+}
+
+impl Geometry {
+    pub fn new(header: &Header) -> Self {
+        Self {
+            cluster_bits: header.cluster_bits,
+            refcount_order: header.refcount_order,
+            extended: header.extended_l2(),
+            version: header.version,
+            external: header.external_data(),
+        }
+    }
+
+    /// Bytes.
+    #[inline]
+    pub fn cluster(&self) -> u64 {
+        1 << self.cluster_bits
+    }
+
+    /// 64-bit words of an L2 entry.
+    #[inline]
+    pub fn words(&self) -> usize {
+        1 + usize::from(self.extended)
+    }
+
+    #[inline]
+    fn entry_bits(&self) -> u32 {
+        3 + u32::from(self.extended)
+    }
+
+    /// Clusters that an L2 table maps.
+    #[inline]
+    pub fn table_entries(&self) -> u64 {
+        1 << (self.cluster_bits - self.entry_bits())
+    }
+
+    /// Bytes of disk that an L2 table maps.
+    #[inline]
+    pub fn table_reach(&self) -> u64 {
+        self.table_entries() << self.cluster_bits
+    }
+
+    #[inline]
+    fn slice_bits(&self) -> u32 {
+        self.cluster_bits.min(SLICE_BITS_MAX)
+    }
+
+    /// Bytes of a slice of an L2 table.
+    #[inline]
+    pub fn slice_bytes(&self) -> u64 {
+        1 << self.slice_bits()
+    }
+
+    /// Clusters that a slice maps.
+    #[inline]
+    pub fn slice_entries(&self) -> u64 {
+        1 << (self.slice_bits() - self.entry_bits())
+    }
+
+    /// The slice that maps a cluster, counted over the whole disk, and the entry in it.
+    #[inline]
+    pub fn slice_of(&self, cluster: u64) -> (u64, usize) {
+        let entries = self.slice_entries();
+        (cluster / entries, (cluster % entries) as usize)
+    }
+
+    /// The L2 table that a slice belongs to, and where in it, in bytes.
+    #[inline]
+    pub fn table_of(&self, slice: u64) -> (u64, u64) {
+        let slices = self.cluster() / self.slice_bytes();
+        (slice / slices, slice % slices * self.slice_bytes())
+    }
+
+    #[inline]
+    pub fn subcluster_bits(&self) -> u32 {
+        self.cluster_bits - if self.extended { 5 } else { 0 }
+    }
+
+    /// One bit for each subcluster.
+    #[inline]
+    pub fn all(&self) -> u32 {
+        if self.extended { u32::MAX } else { 1 }
+    }
+
+    /// The subclusters that a range within a cluster touches; not empty.
+    #[inline]
+    pub fn touched(&self, from: u64, to: u64) -> u32 {
+        let first = from >> self.subcluster_bits();
+        let last = (to - 1) >> self.subcluster_bits();
+        let upto = u32::MAX >> (31 - last);
+        upto & !((1 << first) - 1) & self.all()
+    }
+
+    /// Refcounts in a block.
+    #[inline]
+    pub fn block_entries(&self) -> u64 {
+        (self.cluster() * 8) >> self.refcount_order
+    }
+
+    /// Unit in which changed metadata is written, in bytes.
+    #[inline]
+    pub fn piece(&self) -> u64 {
+        PIECE.min(self.cluster())
+    }
+
+    /// L1 entries that a disk needs.
+    pub fn l1_entries(&self, size: u64) -> u64 {
+        size.div_ceil(self.table_reach())
+    }
+
+    /// Clusters that so many bytes fill.
+    pub fn clusters(&self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.cluster())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn geometry(cluster_bits: u32, extended: bool) -> Geometry {
+        Geometry {
+            cluster_bits,
+            refcount_order: 4,
+            extended,
+            version: 3,
+            external: false,
+        }
+    }
+
+    #[test]
+    fn slices_cover_tables_without_gaps() {
+        for (bits, extended) in [(9, false), (16, false), (21, false), (14, true), (21, true)] {
+            let g = geometry(bits, extended);
+            let entry_bytes = 8 * g.words() as u64;
+            for cluster in [0, 1, g.slice_entries(), g.table_entries() * 3 + 17] {
+                let (slice, entry) = g.slice_of(cluster);
+                let (table, at) = g.table_of(slice);
+                assert_eq!(table, cluster / g.table_entries());
+                let want = cluster % g.table_entries() * entry_bytes;
+                assert_eq!(at + entry as u64 * entry_bytes, want, "{bits} {extended}");
+            }
+        }
+    }
+
+    #[test]
+    fn subclusters_touched() {
+        let g = geometry(16, true);
+        assert_eq!(g.touched(0, 1), 1);
+        assert_eq!(g.touched(2047, 2049), 3);
+        assert_eq!(g.touched(2048, 4096), 2);
+        assert_eq!(g.touched(0, 65536), u32::MAX);
+        assert_eq!(g.touched(65535, 65536), 1 << 31);
+        assert_eq!(geometry(16, false).touched(5, 65536), 1);
+    }
+}

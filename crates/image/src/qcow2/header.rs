@@ -1,0 +1,429 @@
+//! The header and its extensions (docs/interop/qcow2 "Header", "Header extensions").
+
+use thiserror::Error;
+
+use super::compressed::Compression;
+use crate::bytes::{be16, be32, be64, put32, put64};
+
+/// Largest cluster, as in QEMU.
+pub(crate) const CLUSTER_BITS_MAX: u32 = 21;
+/// Most bytes of an L1 table, as in QEMU.
+pub(crate) const L1_BYTES_MAX: u64 = 32 << 20;
+/// Most bytes of the refcount table, as in QEMU.
+pub(crate) const REFCOUNT_TABLE_BYTES_MAX: u64 = 8 << 20;
+/// Most internal snapshots, as in QEMU.
+const SNAPSHOTS_MAX: u32 = 65536;
+/// Longest name of a backing file, as the format says.
+const BACKING_NAME_MAX: u64 = 1023;
+/// Bytes of the header that this module changes; they lie in the first sector.
+pub(crate) const HEADER_BYTES: usize = 112;
+
+const MAGIC: u32 = 0x5146_49fb;
+const DIRTY: u64 = 1;
+const CORRUPT: u64 = 1 << 1;
+const EXTERNAL_DATA: u64 = 1 << 2;
+const COMPRESSION: u64 = 1 << 3;
+const EXTENDED_L2: u64 = 1 << 4;
+const INCOMPATIBLE_KNOWN: u64 = DIRTY | CORRUPT | EXTERNAL_DATA | COMPRESSION | EXTENDED_L2;
+/// The bitmaps are consistent.
+pub(crate) const AUTOCLEAR_BITMAPS: u64 = 1;
+/// The external data file is the disk, byte for byte.
+pub(crate) const AUTOCLEAR_RAW_EXTERNAL: u64 = 1 << 1;
+
+/// What the header says, checked as far as it can be without reading anything else.
+#[derive(Clone, Debug)]
+pub(crate) struct Header {
+    pub version: u32,
+    pub cluster_bits: u32,
+    pub refcount_order: u32,
+    /// Bytes of the disk.
+    pub size: u64,
+    pub l1_entries: u32,
+    pub l1_at: u64,
+    pub refcount_table_at: u64,
+    pub refcount_table_clusters: u32,
+    pub snapshots: u32,
+    pub snapshots_at: u64,
+    incompatible: u64,
+    pub autoclear: u64,
+    pub compression: Compression,
+    /// Name of the backing file, and its format if the image says it.
+    pub backing: Option<(String, Option<String>)>,
+    pub data_file: Option<String>,
+    pub bitmaps: Option<BitmapsExtension>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BitmapsExtension {
+    pub bitmaps: u32,
+    pub directory_bytes: u64,
+    pub directory_at: u64,
+}
+
+/// Why a header is refused.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum HeaderError {
+    /// The first bytes are not those of the format.
+    #[error("it is not a qcow2 image; if it is a raw disk, say format=raw")]
+    Magic,
+    /// Neither 2 nor 3.
+    #[error("version {0} of qcow2 is not known; 'qemu-img convert -O qcow2' makes one that is")]
+    Version(u32),
+    /// The guest's data cannot be read without a key.
+    #[error(
+        "it is encrypted ({0}), which is not supported; decrypt it with 'qemu-img convert', \
+        and encrypt the disk in the guest or below the file"
+    )]
+    Encrypted(&'static str),
+    /// It needs something that is not there.
+    #[error(
+        "it uses what is not known here: {0}; 'qemu-img convert -O qcow2' makes an image \
+        without it"
+    )]
+    Feature(String),
+    /// A field has a value that it cannot have.
+    #[error("its header is damaged: {field} is {value}, {why}; try 'qemu-img check'")]
+    Field {
+        /// Name in the specification.
+        field: &'static str,
+        /// What stands there.
+        value: u64,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+}
+
+impl Header {
+    /// The size of the first cluster in bytes, which [`parse`](Self::parse) needs.
+    ///
+    /// # Errors
+    /// This is no header.
+    pub fn cluster_bytes(first: &[u8]) -> Result<usize, HeaderError> {
+        if be32(first, 0) != MAGIC {
+            return Err(HeaderError::Magic);
+        }
+        let version = be32(first, 4);
+        if version != 2 && version != 3 {
+            return Err(HeaderError::Version(version));
+        }
+        let bits = be32(first, 20);
+        if !(9..=CLUSTER_BITS_MAX).contains(&bits) {
+            return Err(field("cluster_bits", bits, "not 9 to 21"));
+        }
+        Ok(1 << bits)
+    }
+
+    /// Parses the first cluster; what is missing of it counts as zeroes.
+    ///
+    /// # Errors
+    /// The image cannot be used.
+    pub fn parse(first: &[u8]) -> Result<Self, HeaderError> {
+        let cluster = Self::cluster_bytes(first)? as u64;
+        let version = be32(first, 4);
+        let v3 = version >= 3;
+        let of_v3 = |at| if v3 { be64(first, at) } else { 0 };
+        let length = if v3 { u64::from(be32(first, 100)) } else { 72 };
+        if v3 && (length < 104 || length > cluster || !length.is_multiple_of(8)) {
+            let why = "not a multiple of 8 from 104 to the size of a cluster";
+            return Err(field("header_length", length, why));
+        }
+        let extensions = Extensions::parse(first, length as usize)?;
+        let incompatible = of_v3(72);
+        let unknown = incompatible & !INCOMPATIBLE_KNOWN;
+        if unknown != 0 {
+            return Err(HeaderError::Feature(extensions.feature_names(unknown)));
+        }
+        let refcount_order = if v3 { be32(first, 96) } else { 4 };
+        let compression = match (incompatible & COMPRESSION, length > 104, first.get(104)) {
+            (0, false, _) | (0, true, Some(0)) => Compression::Deflate,
+            (1.., true, Some(1)) => Compression::Zstd,
+            (_, _, kind) => {
+                let kind = kind.copied().unwrap_or(0);
+                let why = "which is not known, or not what the features say";
+                return Err(field("compression_type", kind, why));
+            }
+        };
+        let header = Self {
+            version,
+            cluster_bits: be32(first, 20),
+            refcount_order,
+            size: be64(first, 24),
+            l1_entries: be32(first, 36),
+            l1_at: be64(first, 40),
+            refcount_table_at: be64(first, 48),
+            refcount_table_clusters: be32(first, 56),
+            snapshots: be32(first, 60),
+            snapshots_at: be64(first, 64),
+            incompatible,
+            autoclear: of_v3(88),
+            compression,
+            backing: backing(first, cluster, extensions.backing_format)?,
+            data_file: extensions.data_file,
+            bitmaps: extensions.bitmaps,
+        };
+        match be32(first, 32) {
+            0 => {}
+            1 => return Err(HeaderError::Encrypted("AES")),
+            2 => return Err(HeaderError::Encrypted("LUKS")),
+            other => return Err(field("crypt_method", other, "which is not known")),
+        }
+        header.check()?;
+        Ok(header)
+    }
+
+    fn check(&self) -> Result<(), HeaderError> {
+        let cluster = 1_u64 << self.cluster_bits;
+        let ends_in_reach = |at: u64, len: u64| at.checked_add(len).is_some_and(|e| e < 1 << 56);
+        if self.refcount_order > 6 {
+            return Err(field("refcount_order", self.refcount_order, "more than 6"));
+        }
+        if self.extended_l2() && self.cluster_bits < 14 {
+            let why = "less than the 14 that extended L2 entries need";
+            return Err(field("cluster_bits", self.cluster_bits, why));
+        }
+        let aligned = [
+            ("l1_table_offset", self.l1_at),
+            ("refcount_table_offset", self.refcount_table_at),
+            (
+                "snapshots_offset",
+                if self.snapshots > 0 {
+                    self.snapshots_at
+                } else {
+                    0
+                },
+            ),
+        ];
+        for (name, at) in aligned {
+            if !at.is_multiple_of(cluster) || at >> 56 != 0 {
+                return Err(field(name, at, "not the offset of a cluster"));
+            }
+        }
+        let l1_bytes = u64::from(self.l1_entries) * 8;
+        if l1_bytes > L1_BYTES_MAX || !ends_in_reach(self.l1_at, l1_bytes) {
+            return Err(field(
+                "l1_size",
+                self.l1_entries,
+                "more than 32 MiB of entries",
+            ));
+        }
+        let entry_bits = if self.extended_l2() { 4 } else { 3 };
+        let reach = 1_u64 << (2 * self.cluster_bits - entry_bits);
+        if self.size.div_ceil(reach) > u64::from(self.l1_entries) {
+            let why = "too few for the size of the disk";
+            return Err(field("l1_size", self.l1_entries, why));
+        }
+        if self.size > i64::MAX as u64 {
+            return Err(field("size", self.size, "more than 63 bits"));
+        }
+        if self.l1_entries > 0 && self.l1_at == 0 {
+            return Err(field("l1_table_offset", 0_u32, "the offset of the header"));
+        }
+        let clusters = self.refcount_table_clusters;
+        if u64::from(clusters) << self.cluster_bits > REFCOUNT_TABLE_BYTES_MAX.max(cluster) {
+            let why = "more than 8 MiB";
+            return Err(field("refcount_table_clusters", clusters, why));
+        }
+        if self.snapshots > SNAPSHOTS_MAX {
+            return Err(field("nb_snapshots", self.snapshots, "more than 65536"));
+        }
+        if self.external_data() && self.snapshots > 0 {
+            let why = "though the data is in another file";
+            return Err(field("nb_snapshots", self.snapshots, why));
+        }
+        let raw = self.autoclear & AUTOCLEAR_RAW_EXTERNAL != 0;
+        if raw && (!self.external_data() || self.backing.is_some()) {
+            let why = "with a raw data file, but without any, or with a backing file";
+            return Err(field("autoclear_features", self.autoclear, why));
+        }
+        Ok(())
+    }
+
+    /// Refcounts may be wrong.
+    pub fn dirty(&self) -> bool {
+        self.incompatible & DIRTY != 0
+    }
+
+    /// Anything may be wrong; the image must not be written.
+    pub fn corrupt(&self) -> bool {
+        self.incompatible & CORRUPT != 0
+    }
+
+    pub fn external_data(&self) -> bool {
+        self.incompatible & EXTERNAL_DATA != 0
+    }
+
+    /// The data file must be the disk at any time.
+    pub fn raw_external(&self) -> bool {
+        self.external_data() && self.autoclear & AUTOCLEAR_RAW_EXTERNAL != 0
+    }
+
+    pub fn extended_l2(&self) -> bool {
+        self.incompatible & EXTENDED_L2 != 0
+    }
+
+    /// Whether there is a place for the bit that [`set_corrupt`](Self::set_corrupt) sets.
+    pub fn set_corrupt(&mut self) -> bool {
+        self.incompatible |= if self.version >= 3 { CORRUPT } else { 0 };
+        self.version >= 3
+    }
+
+    pub fn clear_dirty(&mut self) {
+        self.incompatible &= !DIRTY;
+    }
+
+    /// Writes the fields that change in the life of an image over those in `first`, the first bytes
+    /// of the file, and leaves all else as it is. They lie in one sector, so that a crash leaves
+    /// either all of them old or all of them new.
+    pub fn put(&self, first: &mut [u8]) {
+        put64(first, 24, self.size);
+        put32(first, 36, self.l1_entries);
+        put64(first, 40, self.l1_at);
+        put64(first, 48, self.refcount_table_at);
+        put32(first, 56, self.refcount_table_clusters);
+        if self.version >= 3 {
+            put64(first, 72, self.incompatible);
+            put64(first, 88, self.autoclear);
+        }
+    }
+}
+
+fn field(field: &'static str, value: impl Into<u64>, why: &'static str) -> HeaderError {
+    HeaderError::Field {
+        field,
+        value: value.into(),
+        why,
+    }
+}
+
+fn backing(
+    first: &[u8],
+    cluster: u64,
+    format: Option<String>,
+) -> Result<Option<(String, Option<String>)>, HeaderError> {
+    let at = be64(first, 8);
+    if at == 0 {
+        return Ok(None);
+    }
+    let len = u64::from(be32(first, 16));
+    if len == 0 || len > BACKING_NAME_MAX {
+        return Err(field("backing_file_size", len, "not 1 to 1023"));
+    }
+    let end = at.checked_add(len).filter(|&end| end <= cluster);
+    let name = end.and_then(|end| first.get(at as usize..end as usize));
+    let Some(name) = name else {
+        let why = "so that the name is not in the first cluster";
+        return Err(field("backing_file_offset", at, why));
+    };
+    Ok(Some((text("backing_file", name)?, format)))
+}
+
+/// A name in an image. Names that are not UTF-8 are possible on the host, and rarer than damage.
+fn text(name: &'static str, bytes: &[u8]) -> Result<String, HeaderError> {
+    match std::str::from_utf8(bytes) {
+        Ok(text) if !text.contains('\0') => Ok(text.to_owned()),
+        _ => Err(field(name, bytes.len() as u64, "bytes that are not UTF-8")),
+    }
+}
+
+#[derive(Default)]
+struct Extensions<'a> {
+    backing_format: Option<String>,
+    data_file: Option<String>,
+    bitmaps: Option<BitmapsExtension>,
+    feature_names: &'a [u8],
+}
+
+impl<'a> Extensions<'a> {
+    fn parse(first: &'a [u8], mut at: usize) -> Result<Self, HeaderError> {
+        let mut found = Self::default();
+        // The names of backing files stand behind the extensions.
+        let end = match be64(first, 8) {
+            0 => first.len(),
+            backing => first
+                .len()
+                .min(usize::try_from(backing).unwrap_or(usize::MAX)),
+        };
+        while at + 8 <= end {
+            let (kind, len) = (be32(first, at), be32(first, at + 4) as usize);
+            if kind == 0 {
+                break;
+            }
+            let Some(data) = first[..end].get(at + 8..).and_then(|rest| rest.get(..len)) else {
+                return Err(field("header extension", kind, "longer than its cluster"));
+            };
+            match kind {
+                0xe279_2aca => found.backing_format = Some(text("backing format", data)?),
+                0x4441_5441 => found.data_file = Some(text("data file", data)?),
+                0x6803_f857 => found.feature_names = data,
+                0x2385_2875 if len == 24 => {
+                    found.bitmaps = Some(BitmapsExtension {
+                        bitmaps: be32(data, 0),
+                        directory_bytes: be64(data, 8),
+                        directory_at: be64(data, 16),
+                    });
+                }
+                0x2385_2875 => return Err(field("bitmaps extension", len as u64, "not 24 bytes")),
+                _ => {}
+            }
+            at += 8 + len.next_multiple_of(8);
+        }
+        Ok(found)
+    }
+
+    /// What the image calls these incompatible features.
+    fn feature_names(&self, features: u64) -> String {
+        let name = |bit: u8| {
+            let named = |entry: &&[u8]| entry[0] == 0 && entry[1] == bit;
+            let entry = self.feature_names.chunks_exact(48).find(named)?;
+            let text = String::from_utf8_lossy(&entry[2..]);
+            let printable: String = text.chars().take_while(|c| !c.is_control()).collect();
+            Some(format!("'{printable}'"))
+        };
+        let bits = (0..64).filter(|bit| features >> bit & 1 != 0);
+        let names = bits.map(|bit| name(bit).unwrap_or_else(|| format!("feature bit {bit}")));
+        names.collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// What a snapshot table says: the L1 table of each snapshot (docs/interop/qcow2 "Snapshots").
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Snapshot {
+    pub l1_at: u64,
+    pub l1_entries: u32,
+}
+
+/// The first 40 bytes of an entry of the snapshot table, and how long the whole entry is.
+///
+/// # Errors
+/// The L1 table cannot be where the entry says.
+pub(crate) fn snapshot(cluster: u64, entry: &[u8]) -> Result<(Snapshot, u64), HeaderError> {
+    let (l1_at, l1_entries) = (be64(entry, 0), be32(entry, 8));
+    if !l1_at.is_multiple_of(cluster) || l1_at >> 56 != 0 {
+        return Err(field(
+            "l1_table_offset of a snapshot",
+            l1_at,
+            "not that of a cluster",
+        ));
+    }
+    if u64::from(l1_entries) * 8 > L1_BYTES_MAX {
+        return Err(field(
+            "l1_size of a snapshot",
+            l1_entries,
+            "more than 32 MiB",
+        ));
+    }
+    let names = u64::from(be16(entry, 12)) + u64::from(be16(entry, 14));
+    let extra = be32(entry, 36);
+    if extra > 1024 {
+        return Err(field(
+            "extra data of a snapshot",
+            extra,
+            "more than 1024 bytes",
+        ));
+    }
+    let len = (40 + u64::from(extra) + names).next_multiple_of(8);
+    Ok((Snapshot { l1_at, l1_entries }, len))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,79 @@
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+
+/// Entries of the first segment; each further one has twice as many.
+const FIRST: u64 = 1024;
+/// 1024 * (2^13 - 1) entries are more than the 4 Mi of the largest table.
+const SEGMENTS: usize = 13;
+
+/// The active L1 table. It is read without a lock while it grows: what is there never moves.
+#[derive(Default)]
+pub(crate) struct L1 {
+    segments: [OnceLock<Box<[AtomicU64]>>; SEGMENTS],
+    entries: AtomicU64,
+}
+
+impl L1 {
+    pub fn entries(&self) -> u64 {
+        self.entries.load(SeqCst)
+    }
+
+    /// Adds entries at the end. One thread at a time may do that.
+    pub fn extend(&self, entries: impl Iterator<Item = u64>) {
+        let mut at = self.entries();
+        for entry in entries {
+            let (segment, place) = place(at);
+            let segment = self.segments[segment].get_or_init(|| {
+                let len = FIRST << segment;
+                (0..len).map(|_| AtomicU64::new(0)).collect()
+            });
+            segment[place].store(entry, SeqCst);
+            at += 1;
+        }
+        self.entries.store(at, SeqCst);
+    }
+
+    /// An entry; 0 behind the end.
+    #[inline]
+    pub fn get(&self, index: u64) -> u64 {
+        if index >= self.entries() {
+            return 0;
+        }
+        let (segment, place) = place(index);
+        let segment = self.segments[segment].get();
+        segment.map_or(0, |segment| segment[place].load(SeqCst))
+    }
+
+    /// Changes an entry that is there.
+    pub fn set(&self, index: u64, entry: u64) {
+        let (segment, place) = place(index);
+        if let Some(segment) = self.segments[segment].get() {
+            segment[place].store(entry, SeqCst);
+        }
+    }
+}
+
+#[inline]
+fn place(index: u64) -> (usize, usize) {
+    let segment = (index / FIRST + 1).ilog2();
+    let before = FIRST * ((1 << segment) - 1);
+    (segment as usize, (index - before) as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_stay_where_they_are() {
+        let l1 = L1::default();
+        l1.extend(0..5000);
+        l1.extend(5000..20_000);
+        assert!((0..20_000).all(|i| l1.get(i) == i));
+        assert_eq!((l1.get(20_000), l1.entries()), (0, 20_000));
+        l1.set(1024, 7);
+        assert_eq!((l1.get(1023), l1.get(1024)), (1023, 7));
+        let (last, _) = place(4 << 20);
+        assert!(last < SEGMENTS);
+    }
+}

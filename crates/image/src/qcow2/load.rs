@@ -1,0 +1,118 @@
+use std::sync::PoisonError;
+
+use block::FileOffset;
+
+use super::entry::{BAD, Entry, table_at};
+use super::error::{Doing, ImageError};
+use super::refcount::Stop;
+use super::{Load, Qcow2, State};
+use crate::bytes::be64;
+use crate::storage::read_padded;
+
+impl Qcow2 {
+    /// Does what a look-up found missing. Blocks.
+    pub(crate) fn load(&self, what: Load) -> Result<(), ImageError> {
+        match what {
+            Load::Slice(slice) => self.load_slice(slice),
+            Load::Begin => self.begin(),
+        }
+    }
+
+    /// Brings a slice of an L2 table into memory, unless another thread is just doing that: then it
+    /// waits.
+    fn load_slice(&self, slice: u64) -> Result<(), ImageError> {
+        let (table, offset) = self.g.table_of(slice);
+        let mut state = self.lock();
+        let (frame, at) = loop {
+            if self.cache.find(slice).is_some() {
+                return Ok(());
+            }
+            let l1_entry = self.l1.get(table);
+            let Ok(at) = table_at(&self.g, l1_entry) else {
+                let error = ImageError::damaged("an L1 entry leads nowhere", l1_entry);
+                return Err(self.report(&mut state, error));
+            };
+            let Some(at) = at else {
+                return Ok(());
+            };
+            if !state.loading.contains_key(&slice) {
+                match self.evict_for(&state, slice) {
+                    Some(frame) => break (frame, at + offset),
+                    None if state.dirty_l2.is_empty() && state.writing_l2.is_empty() => {}
+                    None => {
+                        drop(state);
+                        self.flush()?;
+                        state = self.lock();
+                        continue;
+                    }
+                }
+            }
+            let waited = self.loaded.wait(state);
+            state = waited.unwrap_or_else(PoisonError::into_inner);
+        };
+        state.loading.insert(slice, frame);
+        drop(state);
+        let mut bytes = vec![0; self.g.slice_bytes() as usize];
+        let read = read_padded(self.file.storage(), FileOffset(at), &mut bytes);
+        let mut state = self.lock();
+        state.loading.remove(&slice);
+        self.loaded.notify_all();
+        match read.doing("reading an L2 table", at) {
+            Ok(read) if read == bytes.len() => {
+                let words = self.checked(&state, &bytes);
+                self.cache.fill(frame, slice, words.into_iter());
+                Ok(())
+            }
+            Ok(_) => {
+                let error = ImageError::damaged("the file ends before an L2 table", at);
+                Err(self.report(&mut state, error))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// A frame where a slice may be put.
+    fn evict_for(&self, state: &State, slice: u64) -> Option<usize> {
+        self.cache.evict_for(slice, |frame| {
+            state.dirty_l2.contains_key(&frame)
+                || state.writing_l2.contains(&frame)
+                || state.loading.values().any(|&loading| loading == frame)
+        })
+    }
+
+    /// Puts a slice of a new table into memory: nothing but zeroes.
+    pub(super) fn insert_empty(&self, state: &State, slice: u64) -> Result<(), Stop> {
+        if self.cache.find(slice).is_none() {
+            let frame = self.evict_for(state, slice).ok_or(Stop::CacheFull)?;
+            self.cache.fill(frame, slice, std::iter::empty());
+        }
+        Ok(())
+    }
+
+    /// The words of a slice. Entries that lead to metadata are marked: where refcounts are kept up,
+    /// guest data must never get there.
+    fn checked(&self, state: &State, bytes: &[u8]) -> Vec<u64> {
+        let words: Vec<u64> = (0..bytes.len())
+            .step_by(8)
+            .map(|at| be64(bytes, at))
+            .collect();
+        if self.read_only || self.g.external {
+            return words;
+        }
+        let each = self.g.words();
+        let mut checked = words;
+        for entry in checked.chunks_exact_mut(each) {
+            let bitmap = entry.get(1).copied().unwrap_or(0);
+            if let Ok(Entry::Standard(standard)) = Entry::decode(&self.g, entry[0], bitmap)
+                && let Some(host) = standard.host
+                && state
+                    .metadata
+                    .within(host >> self.g.cluster_bits, 1)
+                    .is_some()
+            {
+                entry[0] |= BAD;
+            }
+        }
+        checked
+    }
+}

@@ -1,0 +1,225 @@
+use std::sync::atomic::Ordering::SeqCst;
+
+use super::cache::Found;
+use super::entry::{Compressed, Entry, Kind, table_at};
+use super::{Pin, Qcow2};
+
+/// Where a range begins that is to be read, and for how many bytes that holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Where {
+    /// In the file, or the data file if there is one.
+    Data {
+        at: u64,
+        len: u64,
+    },
+    Zero {
+        len: u64,
+    },
+    Compressed {
+        from: Compressed,
+        skip: u64,
+        len: u64,
+    },
+    /// In the backing file.
+    Hole {
+        len: u64,
+    },
+    /// Not known before this is done.
+    Load(Load),
+    /// In no place that could be.
+    Damaged {
+        len: u64,
+    },
+}
+
+/// Where a range begins that is to be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum WhereToWrite {
+    /// In the file, or the data file if there is one.
+    InPlace {
+        at: u64,
+        len: u64,
+    },
+    /// In clusters that are to be taken for it.
+    Allocate {
+        len: u64,
+    },
+    Load(Load),
+    Damaged {
+        len: u64,
+    },
+}
+
+/// What must be done, by a thread that may block, before a range can be mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Load {
+    Slice(u64),
+    /// The image is not prepared for writes yet.
+    Begin,
+}
+
+/// One step of a look-up.
+enum Step {
+    Run { kind: Kind, own: bool, len: u64 },
+    Load(u64),
+    Damaged,
+}
+
+/// Steps on, and keeps the slice at hand.
+struct Walk<'a> {
+    image: &'a Qcow2,
+    slice: Option<(u64, Found<'a>)>,
+}
+
+impl Qcow2 {
+    /// Where the range is that starts at `at`, inside the disk: the longest piece that is in one
+    /// place. `_pin` keeps it there.
+    #[inline]
+    pub(crate) fn map(&self, _pin: &Pin, at: u64, len: u64) -> Where {
+        let mut walk = Walk {
+            image: self,
+            slice: None,
+        };
+        let (first, len) = match walk.runs(at, len, false) {
+            Ok(first) => first,
+            Err(Step::Load(slice)) => return Where::Load(Load::Slice(slice)),
+            Err(_) => {
+                return Where::Damaged {
+                    len: self.one_cluster(at, len),
+                };
+            }
+        };
+        match first {
+            // What was never written may lie behind the end of the file.
+            Kind::Data(host) => match self.data_end().checked_sub(host) {
+                None | Some(0) => Where::Zero { len },
+                Some(there) => Where::Data {
+                    at: host,
+                    len: len.min(there),
+                },
+            },
+            Kind::Zero => Where::Zero { len },
+            Kind::Hole => Where::Hole { len },
+            Kind::Compressed(from) => Where::Compressed {
+                from,
+                skip: at & (self.g.cluster() - 1),
+                len,
+            },
+        }
+    }
+
+    /// Where a write goes that starts at `at`, inside the disk. `_pin` keeps that free for it.
+    #[inline]
+    pub(crate) fn map_write(&self, _pin: &Pin, at: u64, len: u64) -> WhereToWrite {
+        if !self.begun.load(SeqCst) {
+            return WhereToWrite::Load(Load::Begin);
+        }
+        let mut walk = Walk {
+            image: self,
+            slice: None,
+        };
+        match walk.runs(at, len, true) {
+            Ok((Kind::Data(host), len)) if host + len <= self.data_end() => {
+                WhereToWrite::InPlace { at: host, len }
+            }
+            Ok((_, len)) => WhereToWrite::Allocate { len },
+            Err(Step::Load(slice)) => WhereToWrite::Load(Load::Slice(slice)),
+            Err(_) => WhereToWrite::Damaged {
+                len: self.one_cluster(at, len),
+            },
+        }
+    }
+
+    #[inline]
+    fn data_end(&self) -> u64 {
+        self.data.as_ref().unwrap_or(&self.file).get()
+    }
+
+    /// What is left of a cluster from `at` on, at most `len`.
+    pub(super) fn one_cluster(&self, at: u64, len: u64) -> u64 {
+        len.min(self.g.cluster() - (at & (self.g.cluster() - 1)))
+    }
+}
+
+impl<'a> Walk<'a> {
+    /// The kind of what is at `at`, and how far it goes on like that in one piece. For a write, all that
+    /// can't be written in place is one kind, a hole.
+    #[inline]
+    fn runs(&mut self, at: u64, len: u64, write: bool) -> Result<(Kind, u64), Step> {
+        let mut found: Option<(Kind, u64)> = None;
+        let mut done = 0;
+        while done < len {
+            let (kind, run) = match self.step(at + done) {
+                Step::Run {
+                    kind,
+                    own,
+                    len: run,
+                } => {
+                    let in_place = own && matches!(kind, Kind::Data(_));
+                    let kind = if write && !in_place { Kind::Hole } else { kind };
+                    (kind, run.min(len - done))
+                }
+                stop => match found {
+                    Some(found) => return Ok(found),
+                    None => return Err(stop),
+                },
+            };
+            let goes_on = match (found, kind) {
+                (None, _) => true,
+                (Some((Kind::Data(first), len)), Kind::Data(next)) => next == first + len,
+                (Some((first, _)), next) => {
+                    first == next && matches!(next, Kind::Zero | Kind::Hole)
+                }
+            };
+            if !goes_on {
+                break;
+            }
+            done += run;
+            found = Some((found.map_or(kind, |(first, _)| first), done));
+        }
+        Ok(found.unwrap_or((Kind::Zero, 0)))
+    }
+
+    #[inline]
+    fn step(&mut self, at: u64) -> Step {
+        let image = self.image;
+        let g = &image.g;
+        let (slice, entry) = g.slice_of(at >> g.cluster_bits);
+        let found = match self.slice {
+            Some((number, found)) if number == slice => found,
+            _ => match image.cache.find(slice) {
+                Some(found) => found,
+                None => return self.without_slice(at, slice),
+            },
+        };
+        let (word, bitmap) = found.words(g, entry);
+        if !found.valid() {
+            return Step::Load(slice);
+        }
+        self.slice = Some((slice, found));
+        let offset = at & (g.cluster() - 1);
+        match Entry::decode(g, word, bitmap) {
+            Ok(entry) => {
+                let own = matches!(entry, Entry::Standard(s) if s.own);
+                let (kind, len) = entry.at(g, offset);
+                Step::Run { kind, own, len }
+            }
+            Err(_) => Step::Damaged,
+        }
+    }
+
+    #[inline]
+    fn without_slice(&self, at: u64, slice: u64) -> Step {
+        let g = &self.image.g;
+        let (table, _) = g.table_of(slice);
+        match table_at(g, self.image.l1.get(table)) {
+            Ok(None) => Step::Run {
+                kind: Kind::Hole,
+                own: false,
+                len: (table + 1) * g.table_reach() - at,
+            },
+            Ok(Some(_)) => Step::Load(slice),
+            Err(_) => Step::Damaged,
+        }
+    }
+}

@@ -1,0 +1,306 @@
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
+
+use block::FileOffset;
+use thiserror::Error;
+
+use super::cache::Cache;
+use super::entry::table_at;
+use super::error::{Doing, ImageError};
+use super::file::FileEnd;
+use super::flush::Flushed;
+use super::geometry::Geometry;
+use super::header::{HEADER_BYTES, Header, HeaderError};
+use super::l1::L1;
+use super::metadata::Metadata;
+use super::pins::Pins;
+use super::refcount::Refcounts;
+use super::repair::repair;
+use super::scan::snapshots;
+use super::{Qcow2, State};
+use crate::bytes::be64;
+use crate::storage::{Storage, read_padded};
+
+/// L2 tables kept in memory unless the operator says otherwise, in bytes: those of 8 TiB with 64 KiB
+/// clusters. Memory is taken as tables are read, and never for more than the disk has.
+const L2_CACHE_BYTES: u64 = 1 << 30;
+
+/// Slices kept in memory: 25 bytes of tags and pointers for each, 6.5 MB.
+const SLICES_MAX: u64 = 1 << 18;
+
+/// How an image is opened.
+pub struct OpenOptions<'a> {
+    /// Nothing is written to it.
+    pub read_only: bool,
+    /// An image that says of itself that it is corrupt may be read. Read-only only.
+    pub allow_corrupt: bool,
+    /// L2 tables kept in memory, in bytes (`l2-cache-size`); by default those of the whole disk, up to
+    /// 1 GiB.
+    pub l2_cache_bytes: Option<u64>,
+    /// Space that is no longer used is given back to the file system (`discard=unmap`).
+    pub punch: bool,
+    /// Told how far a repair is; it may stop it, and the image is not opened.
+    pub progress: &'a mut dyn FnMut(Progress) -> ControlFlow<()>,
+}
+
+/// How far a repair is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Tables read.
+    pub done: u64,
+    /// Tables to be read.
+    pub total: u64,
+}
+
+/// Why an image is not opened. Each says what to do next.
+#[derive(Debug, Error)]
+pub enum Qcow2Error {
+    /// The header can't be used.
+    #[error(transparent)]
+    Header(#[from] HeaderError),
+    /// A table is damaged or could not be read.
+    #[error(transparent)]
+    Image(ImageError),
+    /// It says of itself that it is corrupt.
+    #[error(
+        "it is marked as corrupt; repair a copy of it with 'qemu-img check -r all', or open it \
+        read-only if what can still be read is wanted"
+    )]
+    Corrupt,
+    /// Its clusters are smaller than what the file can be written in.
+    #[error(
+        "its clusters of {cluster} bytes are smaller than the {block} that its file is written \
+        in; 'qemu-img convert -o cluster_size=64k' makes an image with larger ones"
+    )]
+    Block {
+        /// Bytes.
+        cluster: u64,
+        /// Bytes.
+        block: u32,
+    },
+    /// A repair would take too long for a start.
+    #[error(
+        "it was not closed cleanly, and is too large to be repaired here; run \
+        'qemu-img check -r all' on it"
+    )]
+    TooMuchToRepair,
+    /// Whoever was told of the progress did not want any more.
+    #[error("its repair was stopped")]
+    Stopped,
+    /// Its data is in another file, which was not given.
+    #[error("its data is in another file")]
+    DataFile,
+}
+
+/// The header, and the bytes of the first cluster.
+pub(crate) fn read_header(storage: &dyn Storage) -> Result<(Header, Vec<u8>), Qcow2Error> {
+    let mut first = vec![0; 512];
+    let read = |bytes: &mut Vec<u8>| {
+        let read = read_padded(storage, FileOffset(0), bytes);
+        read.doing("reading the header", 0)
+            .map_err(Qcow2Error::Image)
+    };
+    read(&mut first)?;
+    first.resize(Header::cluster_bytes(&first)?, 0);
+    read(&mut first)?;
+    Ok((Header::parse(&first)?, first))
+}
+
+impl Qcow2 {
+    /// Opens an image, whose header was [read](read_header), and whose data is in `data` if the header
+    /// says that it is in another file.
+    pub(crate) fn open(
+        storage: Arc<dyn Storage>,
+        data: Option<Arc<dyn Storage>>,
+        (mut header, first): (Header, Vec<u8>),
+        options: OpenOptions<'_>,
+    ) -> Result<Self, Qcow2Error> {
+        let g = Geometry::new(&header);
+        if header.corrupt() && !(options.read_only && options.allow_corrupt) {
+            return Err(Qcow2Error::Corrupt);
+        }
+        if g.external != data.is_some() {
+            return Err(Qcow2Error::DataFile);
+        }
+        let block = storage.block();
+        if !options.read_only && u64::from(block) > g.cluster() {
+            let cluster = g.cluster();
+            return Err(Qcow2Error::Block { cluster, block });
+        }
+        let unit = (block as usize).max(512).max(HEADER_BYTES);
+        let mut header_block = first[..unit.min(first.len())].to_vec();
+        if header.dirty() && !options.read_only {
+            repair(&*storage, &mut header, &mut header_block, options.progress)?;
+        }
+        Self::assemble(storage, data, header, header_block, &options).map_err(Qcow2Error::Image)
+    }
+
+    /// Bytes of L2 tables that it keeps in memory at most.
+    pub(crate) fn cache_bytes(&self) -> u64 {
+        self.cache.slices() * self.g.slice_bytes()
+    }
+
+    fn assemble(
+        storage: Arc<dyn Storage>,
+        data: Option<Arc<dyn Storage>>,
+        header: Header,
+        header_block: Vec<u8>,
+        options: &OpenOptions<'_>,
+    ) -> Result<Self, ImageError> {
+        let g = Geometry::new(&header);
+        let size = storage.size().doing("asking for the file's size", 0)?;
+        let file = FileEnd::new(storage, size);
+        let data = match data {
+            Some(data) => {
+                let size = data.size().doing("asking for the data file's size", 0)?;
+                let data = FileEnd::new(data, size);
+                if !options.read_only && size < header.size {
+                    data.set(header.size)?;
+                }
+                Some(data)
+            }
+            None => None,
+        };
+        let l1 = read_l1(&file, &header)?;
+        let (refcounts, metadata) = if options.read_only {
+            (Refcounts::new(g, &[], 0, &file), Metadata::default())
+        } else {
+            let refcounts = read_refcounts(&file, g, &header)?;
+            let metadata = find_metadata(&file, g, &header, &refcounts, &l1)?;
+            (refcounts, metadata)
+        };
+        let bytes = options.l2_cache_bytes.unwrap_or(L2_CACHE_BYTES);
+        let reach = g.slice_entries() << g.cluster_bits;
+        let slices = (bytes / g.slice_bytes())
+            .min(header.size.div_ceil(reach))
+            .clamp(1, SLICES_MAX);
+        Ok(Self {
+            g,
+            file,
+            data,
+            size: AtomicU64::new(header.size),
+            backing_size: AtomicU64::new(0),
+            l1,
+            cache: Cache::new(&g, slices),
+            pins: Pins::new(),
+            loaded: Condvar::new(),
+            flushing: Mutex::new(Flushed::default()),
+            asked: AtomicU64::new(0),
+            changes: AtomicU64::new(0),
+            durable: AtomicU64::new(0),
+            compression: header.compression,
+            read_only: options.read_only,
+            raw_external: header.raw_external(),
+            punch: AtomicBool::new(options.punch),
+            begun: AtomicBool::new(false),
+            damage: OnceLock::new(),
+            on_damage: OnceLock::new(),
+            state: Mutex::new(State {
+                header,
+                header_block,
+                refcounts,
+                metadata,
+                loading: HashMap::new(),
+                dirty_l2: BTreeMap::new(),
+                writing_l2: HashSet::new(),
+                dirty_l1: BTreeSet::new(),
+                pending: BTreeMap::new(),
+                tokens: 0,
+                waiters: HashMap::new(),
+                unlinked: Vec::new(),
+                unlinked_clusters: 0,
+                limbo: Vec::new(),
+            }),
+        })
+    }
+}
+
+fn read_l1(file: &FileEnd, header: &Header) -> Result<L1, ImageError> {
+    let bytes = read_all(
+        file,
+        header.l1_at,
+        u64::from(header.l1_entries) * 8,
+        "the L1 table",
+    )?;
+    let l1 = L1::default();
+    l1.extend((0..bytes.len()).step_by(8).map(|at| be64(&bytes, at)));
+    Ok(l1)
+}
+
+fn read_refcounts(file: &FileEnd, g: Geometry, header: &Header) -> Result<Refcounts, ImageError> {
+    let at = header.refcount_table_at;
+    let bytes = u64::from(header.refcount_table_clusters) << g.cluster_bits;
+    if at == 0 || bytes == 0 {
+        return Err(ImageError::damaged("it has no refcount table", at));
+    }
+    let table = read_all(file, at, bytes, "the refcount table")?;
+    Ok(Refcounts::new(g, &table, at, file))
+}
+
+/// All of a table that the header leads to.
+fn read_all(
+    file: &FileEnd,
+    at: u64,
+    bytes: u64,
+    name: &'static str,
+) -> Result<Vec<u8>, ImageError> {
+    // Only what the file has takes memory.
+    if at.saturating_add(bytes) > file.get().next_multiple_of(512) {
+        return Err(ImageError::damaged(
+            "the file ends before a table; was it cut off?",
+            at,
+        ));
+    }
+    let mut buffer = vec![0; bytes as usize];
+    read_padded(file.storage(), FileOffset(at), &mut buffer).doing(name, at)?;
+    Ok(buffer)
+}
+
+/// Where an image's own tables are, as far as that is known without reading L2 tables.
+fn find_metadata(
+    file: &FileEnd,
+    g: Geometry,
+    header: &Header,
+    refcounts: &Refcounts,
+    l1: &L1,
+) -> Result<Metadata, ImageError> {
+    let mut metadata = Metadata::default();
+    let mut add = |at: u64, bytes: u64, name| {
+        metadata.add_run(at >> g.cluster_bits, g.clusters(bytes), name);
+    };
+    add(0, 1, "the header");
+    add(
+        header.l1_at,
+        u64::from(header.l1_entries) * 8,
+        "the L1 table",
+    );
+    let table = refcounts.table_run();
+    add(
+        header.refcount_table_at,
+        table.clusters << g.cluster_bits,
+        "the refcount table",
+    );
+    let (snapshots, bytes) = snapshots(file.storage(), header)?;
+    add(header.snapshots_at, bytes, "the snapshot table");
+    for snapshot in snapshots {
+        add(
+            snapshot.l1_at,
+            u64::from(snapshot.l1_entries) * 8,
+            "a snapshot's L1 table",
+        );
+    }
+    if let Some(bitmaps) = header.bitmaps {
+        add(
+            bitmaps.directory_at,
+            bitmaps.directory_bytes,
+            "the bitmap directory",
+        );
+    }
+    let entries = (0..l1.entries()).map(|index| l1.get(index));
+    let tables = entries.filter_map(|entry| table_at(&g, entry).ok().flatten());
+    let all = refcounts.block_offsets().chain(tables);
+    metadata.set_tables(all.map(|at| at >> g.cluster_bits).collect());
+    Ok(metadata)
+}

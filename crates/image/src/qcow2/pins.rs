@@ -1,0 +1,122 @@
+//! Who still uses what was looked up, so that a freed cluster is not given to another part of the
+//! disk while a read or write of the old one is on its way.
+
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+
+/// Counters are spread over so many places, so that threads don't share cache lines.
+const LANES: usize = 64;
+
+/// Keeps what was looked up under it from being reused. It belongs to one request, from before the
+/// first look-up to after the last operation, and is given back by [`Pins::unpin`]: one that is lost
+/// keeps freed space from ever being used again.
+#[derive(Debug)]
+#[must_use = "a pin that is not given back keeps freed space from being reused"]
+pub struct Pin {
+    lane: u8,
+    parity: u8,
+}
+
+/// Requests under way, counted by the epoch in which they began.
+///
+/// The epoch goes from e to e + 1 only when no request that began in e - 1 is left. So two steps
+/// after something was unlinked, everybody who can have found it has gone: each of the two counters
+/// has been seen at zero since. (Who reads the epoch and counts itself late counts where it may hold
+/// up a step, never where it is overlooked: it counts before it looks anything up.)
+///
+/// Counting before looking up, and unlinking before looking at the counters, only exclude each
+/// other if all four are seen in one order by all: everything here, and the look-up itself, is SeqCst.
+/// On x86 that makes only the counting an atomic instruction, on a line that no other thread uses.
+pub struct Pins {
+    epoch: AtomicU64,
+    lanes: Box<[Lane]>,
+}
+
+#[derive(Default)]
+#[repr(align(128))]
+struct Lane([AtomicU64; 2]);
+
+/// When something was unlinked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Mark(u64);
+
+impl Pins {
+    pub(crate) fn new() -> Self {
+        Self {
+            epoch: AtomicU64::new(0),
+            lanes: (0..LANES).map(|_| Lane::default()).collect(),
+        }
+    }
+
+    /// Begins a request. Threads that pass different numbers for `lane` don't disturb each other.
+    #[inline]
+    pub fn pin(&self, lane: usize) -> Pin {
+        let lane = lane % LANES;
+        let parity = (self.epoch.load(SeqCst) & 1) as u8;
+        self.lanes[lane].0[usize::from(parity)].fetch_add(1, SeqCst);
+        Pin {
+            lane: lane as u8,
+            parity,
+        }
+    }
+
+    /// Ends a request. Any thread may do it.
+    #[inline]
+    #[expect(clippy::needless_pass_by_value, reason = "a pin is given back once")]
+    pub fn unpin(&self, pin: Pin) {
+        let counter = &self.lanes[usize::from(pin.lane)].0[usize::from(pin.parity)];
+        let before = counter.fetch_sub(1, SeqCst);
+        debug_assert!(before > 0);
+    }
+
+    /// To be taken after something was unlinked.
+    pub(crate) fn mark(&self) -> Mark {
+        Mark(self.epoch.load(SeqCst))
+    }
+
+    /// Whether all who were there before the mark have gone.
+    pub(crate) fn passed(&self, mark: Mark) -> bool {
+        for _ in 0..2 {
+            let epoch = self.epoch.load(SeqCst);
+            if epoch >= mark.0 + 2 {
+                return true;
+            }
+            let next = ((epoch + 1) & 1) as usize;
+            if self.lanes.iter().any(|lane| lane.0[next].load(SeqCst) != 0) {
+                return false;
+            }
+            // Somebody else may have taken the step.
+            let _ = self
+                .epoch
+                .compare_exchange(epoch, epoch + 1, SeqCst, SeqCst);
+        }
+        self.epoch.load(SeqCst) >= mark.0 + 2
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mark_passes_when_those_before_it_have_gone() {
+        let pins = Pins::new();
+        assert!(pins.passed(pins.mark()));
+        let first = pins.pin(0);
+        let mark = pins.mark();
+        assert!(!pins.passed(mark));
+        let second = pins.pin(1);
+        assert!(!pins.passed(mark));
+        pins.unpin(first);
+        // Others that come later don't hold it up for ever.
+        let mut held = second;
+        for lane in 0..4 {
+            let next = pins.pin(lane);
+            pins.unpin(std::mem::replace(&mut held, next));
+            if pins.passed(mark) {
+                pins.unpin(held);
+                return;
+            }
+        }
+        panic!("the mark never passed");
+    }
+}

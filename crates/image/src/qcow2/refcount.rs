@@ -1,0 +1,586 @@
+//! Refcounts, and the search for clusters whose refcount is 0 (docs/interop/qcow2 "Host cluster
+//! management"). All of it is under the lock of the image's state.
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::ops::Range;
+
+use block::FileOffset;
+
+use super::error::{Doing, ImageError};
+use super::file::FileEnd;
+use super::geometry::Geometry;
+use super::header::REFCOUNT_TABLE_BYTES_MAX;
+use super::metadata::Metadata;
+use crate::bytes::{be64, put64};
+use crate::storage::read_padded;
+
+/// Refcount blocks kept in memory, in bytes, beside those with changes: 32 MiB are those of 1 TiB
+/// with 64 KiB clusters and 16 bits.
+const CACHE_BYTES: u64 = 32 << 20;
+
+/// Clusters beside each other in the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Run {
+    pub first: u64,
+    pub clusters: u64,
+}
+
+/// Metadata to be written, or written.
+#[derive(Debug)]
+pub(crate) struct Piece {
+    pub at: FileOffset,
+    pub bytes: Vec<u8>,
+}
+
+/// Why a change under the lock of the state stops: something must be done first, without that lock.
+#[derive(Debug)]
+pub(crate) enum Stop {
+    /// The refcount table must grow.
+    TableFull,
+    /// A slice must be loaded.
+    Load(u64),
+    /// All places for a slice have changes that must be written.
+    CacheFull,
+    Error(ImageError),
+}
+
+impl From<ImageError> for Stop {
+    fn from(error: ImageError) -> Self {
+        Self::Error(error)
+    }
+}
+
+pub(crate) struct Refcounts {
+    g: Geometry,
+    /// Offsets of the blocks; 0 where there is none.
+    table: Vec<u64>,
+    table_at: u64,
+    blocks: HashMap<u64, Block>,
+    dirty_blocks: BTreeSet<(u64, u64)>,
+    dirty_table: BTreeSet<u64>,
+    /// Blocks whose pieces are on their way to the file: what is there is old.
+    writing: HashSet<u64>,
+    /// No cluster before this one is free.
+    cursor: u64,
+    /// From this cluster on, nothing was ever used: the file grew for it, and it reads as zeroes.
+    fresh: u64,
+    clock: u64,
+}
+
+struct Block {
+    bytes: Box<[u8]>,
+    used: u64,
+}
+
+impl Refcounts {
+    /// With a table as it is in the file.
+    pub fn new(g: Geometry, table: &[u8], table_at: u64, end: &FileEnd) -> Self {
+        Self {
+            g,
+            table: (0..table.len())
+                .step_by(8)
+                .map(|at| be64(table, at))
+                .collect(),
+            table_at,
+            blocks: HashMap::new(),
+            dirty_blocks: BTreeSet::new(),
+            dirty_table: BTreeSet::new(),
+            writing: HashSet::new(),
+            cursor: 0,
+            fresh: g.clusters(end.get()),
+            clock: 0,
+        }
+    }
+
+    /// Offsets of the blocks that there are.
+    pub fn block_offsets(&self) -> impl Iterator<Item = u64> {
+        self.table.iter().copied().filter(|&at| at != 0)
+    }
+
+    pub fn table_run(&self) -> Run {
+        Run {
+            first: self.table_at >> self.g.cluster_bits,
+            clusters: self.g.clusters(self.table.len() as u64 * 8),
+        }
+    }
+
+    /// How often a cluster is used.
+    pub fn get(&mut self, end: &FileEnd, cluster: u64) -> Result<u64, ImageError> {
+        let (block, entry) = self.place(cluster);
+        if self.table.get(block as usize).is_none_or(|&at| at == 0) {
+            return Ok(0);
+        }
+        let order = self.g.refcount_order;
+        Ok(get(&self.load(end, block)?.bytes, order, entry))
+    }
+
+    /// Changes a refcount whose block exists.
+    fn set(&mut self, end: &FileEnd, cluster: u64, refcount: u64) -> Result<(), ImageError> {
+        let (block, entry) = self.place(cluster);
+        let order = self.g.refcount_order;
+        put(&mut self.load(end, block)?.bytes, order, entry, refcount);
+        let byte = (entry << order) / 8;
+        self.dirty_blocks.insert((block, byte / self.g.piece()));
+        Ok(())
+    }
+
+    /// One user less of a cluster that has one.
+    pub fn release(&mut self, end: &FileEnd, cluster: u64) -> Result<(), ImageError> {
+        let refcount = self.get(end, cluster)?;
+        let Some(less) = refcount.checked_sub(1) else {
+            let at = cluster << self.g.cluster_bits;
+            return Err(ImageError::damaged(
+                "a cluster in use has the refcount 0",
+                at,
+            ));
+        };
+        self.set(end, cluster, less)?;
+        if less == 0 {
+            self.cursor = self.cursor.min(cluster);
+        }
+        Ok(())
+    }
+
+    /// Whether a run reads as zeroes because nothing was ever written there; asked before it is
+    /// allocated.
+    pub fn is_fresh(&self, cluster: u64) -> bool {
+        cluster >= self.fresh
+    }
+
+    /// Nothing before this cluster may be taken for fresh any more.
+    pub fn used_up_to(&mut self, cluster: u64) {
+        self.fresh = self.fresh.max(cluster);
+    }
+
+    /// Takes from 1 to `want` clusters beside each other, and says whether they read as zeroes. The
+    /// refcounts are 1 in memory from then on, in the file some time later.
+    pub fn allocate(
+        &mut self,
+        end: &FileEnd,
+        metadata: &mut Metadata,
+        want: u64,
+    ) -> Result<(Run, bool), Stop> {
+        let per_block = self.g.block_entries();
+        let mut at = self.cursor;
+        loop {
+            let block = at / per_block;
+            self.check_reach(block)?;
+            if self.table[block as usize] == 0 {
+                self.make_block(end, metadata, block, at)?;
+                at += 1;
+                self.cursor = at;
+                continue;
+            }
+            let order = self.g.refcount_order;
+            let bytes = &self.load(end, block)?.bytes;
+            let entries = at % per_block..per_block;
+            let Some(run) = free_run(bytes, order, entries, want) else {
+                at = (block + 1) * per_block;
+                continue;
+            };
+            let run = Run {
+                first: block * per_block + run.start,
+                clusters: run.end - run.start,
+            };
+            self.take(end, metadata, run)?;
+            let fresh = self.is_fresh(run.first);
+            self.cursor = run.first + run.clusters;
+            self.used_up_to(self.cursor);
+            return Ok((run, fresh));
+        }
+    }
+
+    /// Takes just so many clusters, beside each other.
+    pub fn allocate_contiguous(
+        &mut self,
+        end: &FileEnd,
+        metadata: &mut Metadata,
+        clusters: u64,
+    ) -> Result<Run, Stop> {
+        let per_block = self.g.block_entries();
+        // Room for the blocks that may be missing, two at the edges, and those for these.
+        let need = clusters + clusters / per_block + 3;
+        let mut start = self.cursor;
+        let mut at = start;
+        while at < start + need {
+            self.check_reach(at / per_block)?;
+            if self.get(end, at)? != 0 {
+                start = at + 1;
+            }
+            at += 1;
+        }
+        let mut first = start;
+        for block in start / per_block..=(start + need - 1) / per_block {
+            if self.table[block as usize] == 0 {
+                self.make_block_in(end, metadata, block, first, start + need)?;
+                first += 1;
+            }
+        }
+        let run = Run { first, clusters };
+        self.take(end, metadata, run)?;
+        self.used_up_to(first + clusters);
+        Ok(run)
+    }
+
+    fn check_reach(&self, block: u64) -> Result<(), Stop> {
+        if block * self.g.block_entries() >= 1 << (56 - self.g.cluster_bits) {
+            return Err(ImageError::Full("qcow2 addresses 64 PiB of a file").into());
+        }
+        if block >= self.table.len() as u64 {
+            return Err(Stop::TableFull);
+        }
+        Ok(())
+    }
+
+    /// Sets refcounts of 0 to 1, and makes the file long enough.
+    fn take(&mut self, end: &FileEnd, metadata: &Metadata, run: Run) -> Result<(), ImageError> {
+        if let Some(_what) = metadata.within(run.first, run.clusters) {
+            let what = "metadata is in a cluster that has the refcount 0";
+            return Err(ImageError::damaged(what, run.first << self.g.cluster_bits));
+        }
+        end.grow((run.first + run.clusters) << self.g.cluster_bits)?;
+        for cluster in run.first..run.first + run.clusters {
+            self.set(end, cluster, 1)?;
+        }
+        Ok(())
+    }
+
+    /// Makes a block for refcounts that have none yet, in the free cluster `at`, which is one of
+    /// those that it counts.
+    fn make_block(
+        &mut self,
+        end: &FileEnd,
+        metadata: &mut Metadata,
+        block: u64,
+        at: u64,
+    ) -> Result<(), ImageError> {
+        self.make_block_in(end, metadata, block, at, at + 1)
+    }
+
+    /// The same, where `at` may be counted by another block, but by one that is there or is made
+    /// already. All up to `clear` is free.
+    fn make_block_in(
+        &mut self,
+        end: &FileEnd,
+        metadata: &mut Metadata,
+        block: u64,
+        at: u64,
+        clear: u64,
+    ) -> Result<(), ImageError> {
+        debug_assert!(at < clear);
+        let offset = at << self.g.cluster_bits;
+        if metadata.within(at, 1).is_some() {
+            let what = "metadata is in a cluster that has the refcount 0";
+            return Err(ImageError::damaged(what, offset));
+        }
+        end.grow(offset + self.g.cluster())?;
+        let bytes = vec![0; self.g.cluster() as usize].into_boxed_slice();
+        self.table[block as usize] = offset;
+        let used = self.clock;
+        self.blocks.insert(block, Block { bytes, used });
+        // All of it: whatever was in that cluster is not zeroes.
+        let pieces = self.g.cluster() / self.g.piece();
+        self.dirty_blocks
+            .extend((0..pieces).map(|piece| (block, piece)));
+        self.dirty_table.insert(block * 8 / self.g.piece());
+        metadata.add_table(at);
+        self.set(end, at, 1)?;
+        self.used_up_to(at + 1);
+        Ok(())
+    }
+
+    fn place(&self, cluster: u64) -> (u64, u64) {
+        let per_block = self.g.block_entries();
+        (cluster / per_block, cluster % per_block)
+    }
+
+    fn load(&mut self, end: &FileEnd, block: u64) -> Result<&mut Block, ImageError> {
+        self.clock += 1;
+        if !self.blocks.contains_key(&block) {
+            let at = self.table[block as usize];
+            if !at.is_multiple_of(self.g.cluster()) || at >> 56 != 0 {
+                return Err(ImageError::damaged(
+                    "a refcount block cannot be where it should",
+                    at,
+                ));
+            }
+            self.make_room();
+            let mut bytes = vec![0; self.g.cluster() as usize].into_boxed_slice();
+            let read = read_padded(end.storage(), FileOffset(at), &mut bytes);
+            if read.doing("reading refcounts", at)? < bytes.len() {
+                return Err(ImageError::damaged(
+                    "the file ends before its refcounts",
+                    at,
+                ));
+            }
+            self.blocks.insert(block, Block { bytes, used: 0 });
+        }
+        let clock = self.clock;
+        let block = self.blocks.get_mut(&block).expect("it was just put there");
+        block.used = clock;
+        Ok(block)
+    }
+
+    fn make_room(&mut self) {
+        let most = (CACHE_BYTES >> self.g.cluster_bits).max(4) as usize;
+        if self.blocks.len() < most {
+            return;
+        }
+        let pieces = |block| (block, 0)..(block + 1, 0);
+        let clean = self.blocks.iter().filter(|&(&block, _)| {
+            !self.writing.contains(&block)
+                && self.dirty_blocks.range(pieces(block)).next().is_none()
+        });
+        let oldest = clean.min_by_key(|(_, b)| b.used).map(|(&block, _)| block);
+        if let Some(oldest) = oldest {
+            self.blocks.remove(&oldest);
+        }
+    }
+
+    /// Bytes of changes that are only in memory.
+    pub fn dirty_bytes(&self) -> u64 {
+        (self.dirty_blocks.len() + self.dirty_table.len()) as u64 * self.g.piece()
+    }
+
+    /// Copies of the blocks' changes, which are on their way to the file from then on: until
+    /// [`written`](Self::written) or [`not_written`](Self::not_written).
+    pub fn take_dirty_blocks(&mut self) -> (Dirty, Vec<Piece>) {
+        let dirty = std::mem::take(&mut self.dirty_blocks);
+        self.writing.extend(dirty.iter().map(|&(block, _)| block));
+        let piece = self.g.piece() as usize;
+        let copies = dirty.iter().map(|&(block, number)| {
+            let from = number as usize * piece;
+            Piece {
+                at: FileOffset(self.table[block as usize] + from as u64),
+                bytes: self.blocks[&block].bytes[from..from + piece].to_vec(),
+            }
+        });
+        let copies = copies.collect();
+        let table = std::mem::take(&mut self.dirty_table);
+        (
+            Dirty {
+                blocks: dirty,
+                table,
+            },
+            copies,
+        )
+    }
+
+    /// Copies of the table's changes among these.
+    pub fn table_pieces(&self, dirty: &Dirty) -> Vec<Piece> {
+        let piece = self.g.piece();
+        let copies = dirty.table.iter().map(|&number| Piece {
+            at: FileOffset(self.table_at + number * piece),
+            bytes: self.table_bytes(number * piece / 8..(number + 1) * piece / 8),
+        });
+        copies.collect()
+    }
+
+    fn table_bytes(&self, entries: Range<u64>) -> Vec<u8> {
+        let mut bytes = vec![0; (entries.end - entries.start) as usize * 8];
+        for (place, entry) in entries.enumerate() {
+            let at = self.table.get(entry as usize).copied().unwrap_or(0);
+            put64(&mut bytes, place * 8, at);
+        }
+        bytes
+    }
+
+    /// These are in the file.
+    pub fn written(&mut self, dirty: &Dirty) {
+        for (block, _) in &dirty.blocks {
+            self.writing.remove(block);
+        }
+    }
+
+    /// These may not be in the file.
+    pub fn not_written(&mut self, dirty: Dirty) {
+        self.written(&dirty);
+        self.dirty_blocks.extend(dirty.blocks);
+        self.dirty_table.extend(dirty.table);
+    }
+
+    /// A larger table, in memory only, and the clusters for it. It is in force when it is
+    /// [`adopt`](Self::adopt)ed.
+    pub fn larger_table(
+        &mut self,
+        end: &FileEnd,
+        metadata: &mut Metadata,
+    ) -> Result<LargerTable, ImageError> {
+        let (len, cursor) = (self.table.len(), self.cursor);
+        let per_cluster = self.g.cluster() as usize / 8;
+        let entries = (len * 3 / 2 + 1).next_multiple_of(per_cluster);
+        let most = (REFCOUNT_TABLE_BYTES_MAX / 8) as usize;
+        let entries = entries.min(most);
+        if entries <= len {
+            return Err(ImageError::Full(
+                "its refcount table has 8 MiB, which is the most",
+            ));
+        }
+        self.table.resize(entries, 0);
+        let clusters = self.g.clusters(entries as u64 * 8);
+        match self.allocate_contiguous(end, metadata, clusters) {
+            Ok(run) => Ok(LargerTable { len, cursor, run }),
+            Err(stop) => {
+                self.forget_table(metadata, len);
+                self.cursor = cursor;
+                Err(match stop {
+                    Stop::Error(error) => error,
+                    _ => ImageError::Full("its refcount table cannot grow"),
+                })
+            }
+        }
+    }
+
+    /// All of the table's bytes.
+    pub fn whole_table(&self) -> Vec<u8> {
+        self.table_bytes(0..self.table.len() as u64)
+    }
+
+    /// Takes the larger table for the one in force; returns where the old one was.
+    pub fn adopt(&mut self, larger: &LargerTable) -> Run {
+        let old = Run {
+            first: self.table_at >> self.g.cluster_bits,
+            clusters: self.g.clusters(larger.len as u64 * 8),
+        };
+        self.table_at = larger.run.first << self.g.cluster_bits;
+        self.dirty_table.clear();
+        old
+    }
+
+    /// Takes the larger table back.
+    pub fn revoke(&mut self, end: &FileEnd, metadata: &mut Metadata, larger: &LargerTable) {
+        let covered = larger.len as u64 * self.g.block_entries();
+        for cluster in larger.run.first..larger.run.first + larger.run.clusters {
+            if cluster < covered {
+                // What is not given back is leaked, no more.
+                let _ = self.release(end, cluster);
+            }
+        }
+        self.forget_table(metadata, larger.len);
+        self.cursor = larger.cursor;
+    }
+
+    fn forget_table(&mut self, metadata: &mut Metadata, len: usize) {
+        for &at in self.table[len..].iter().filter(|&&at| at != 0) {
+            metadata.remove_table(at >> self.g.cluster_bits);
+        }
+        self.table.truncate(len);
+        let len = len as u64;
+        self.blocks.retain(|&block, _| block < len);
+        self.dirty_blocks.retain(|&(block, _)| block < len);
+        self.writing.retain(|&block| block < len);
+        let pieces = (len * 8).div_ceil(self.g.piece());
+        self.dirty_table.retain(|&piece| piece < pieces);
+    }
+
+    /// The cluster behind the last one that is in use.
+    pub fn used_end(&mut self, end: &FileEnd) -> Result<u64, ImageError> {
+        let per_block = self.g.block_entries();
+        for block in (0..self.table.len() as u64).rev() {
+            if self.table[block as usize] == 0 {
+                continue;
+            }
+            let order = self.g.refcount_order;
+            let bytes = &self.load(end, block)?.bytes;
+            let last = (0..per_block)
+                .rev()
+                .find(|&entry| get(bytes, order, entry) != 0);
+            if let Some(last) = last {
+                return Ok(block * per_block + last + 1);
+            }
+        }
+        Ok(0)
+    }
+}
+
+/// Changes that were taken to be written: blocks with their pieces, and pieces of the table.
+pub(crate) struct Dirty {
+    blocks: BTreeSet<(u64, u64)>,
+    table: BTreeSet<u64>,
+}
+
+/// A larger table that is not in force yet.
+pub(crate) struct LargerTable {
+    len: usize,
+    cursor: u64,
+    pub run: Run,
+}
+
+/// The first free entries, up to `want` beside each other.
+fn free_run(bytes: &[u8], order: u32, within: Range<u64>, want: u64) -> Option<Range<u64>> {
+    let mut entries = within.clone();
+    let first = entries.find(|&entry| get(bytes, order, entry) == 0)?;
+    let most = within.end.min(first.saturating_add(want));
+    let end = (first..most).find(|&entry| get(bytes, order, entry) != 0);
+    Some(first..end.unwrap_or(most))
+}
+
+/// A refcount of `1 << order` bits. Those of less than a byte begin with the lowest bits.
+#[inline]
+pub(crate) fn get(bytes: &[u8], order: u32, entry: u64) -> u64 {
+    let width = 1_usize << order;
+    if width < 8 {
+        let bit = entry as usize * width;
+        let mask = (1_u8 << width) - 1;
+        return u64::from(bytes[bit / 8] >> (bit % 8) & mask);
+    }
+    let len = width / 8;
+    let from = entry as usize * len;
+    let value = bytes[from..from + len].iter();
+    value.fold(0, |value, &byte| value << 8 | u64::from(byte))
+}
+
+/// Writes a refcount; what does not fit is the most that fits.
+pub(crate) fn put(bytes: &mut [u8], order: u32, entry: u64, refcount: u64) {
+    let width = 1_usize << order;
+    let refcount = refcount.min(refcount_max(order));
+    if width < 8 {
+        let bit = entry as usize * width;
+        let mask = ((1_u16 << width) - 1) as u8;
+        let byte = &mut bytes[bit / 8];
+        *byte = *byte & !(mask << (bit % 8)) | (refcount as u8) << (bit % 8);
+        return;
+    }
+    let len = width / 8;
+    let from = entry as usize * len;
+    bytes[from..from + len].copy_from_slice(&refcount.to_be_bytes()[8 - len..]);
+}
+
+/// The highest refcount of this width.
+pub(crate) fn refcount_max(order: u32) -> u64 {
+    u64::MAX >> (64 - (1_u32 << order))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refcounts_of_all_widths_read_back() {
+        for order in 0..=6 {
+            let mut bytes = vec![0; 512];
+            let entries = (512 * 8) >> order;
+            let value = |entry: u64| (entry * 0x9e37_79b9) & refcount_max(order);
+            for entry in (0..entries).rev() {
+                put(&mut bytes, order, entry, value(entry));
+            }
+            for entry in 0..entries {
+                assert_eq!(get(&bytes, order, entry), value(entry), "{order} {entry}");
+            }
+        }
+        // As QEMU writes them: big-endian, and the lowest bits first.
+        let mut bytes = vec![0; 8];
+        put(&mut bytes, 4, 1, 0x102);
+        put(&mut bytes, 0, 0, 1);
+        assert_eq!(bytes[..4], [1, 0, 1, 2]);
+    }
+
+    #[test]
+    fn free_runs() {
+        let bytes = [0b0110_0001];
+        assert_eq!(free_run(&bytes, 0, 0..8, 2), Some(1..3));
+        assert_eq!(free_run(&bytes, 0, 0..8, 9), Some(1..5));
+        assert_eq!(free_run(&bytes, 0, 5..8, 9), Some(7..8));
+        assert_eq!(free_run(&bytes, 0, 5..7, 9), None);
+    }
+}

@@ -1,0 +1,165 @@
+//! Refcounts made anew, for an image that says that its own may be wrong (lazy refcounts).
+//!
+//! They are written behind everything else; the header then leads to them, and says that the image is
+//! clean, in one sector. A crash before leaves the image as it was. What held the old ones is free.
+
+use std::ops::ControlFlow;
+
+use block::FileOffset;
+
+use super::error::{Doing, ImageError};
+use super::geometry::Geometry;
+use super::header::{Header, REFCOUNT_TABLE_BYTES_MAX};
+use super::open::{Progress, Qcow2Error};
+use super::refcount::{put, refcount_max};
+use super::scan::Scan;
+use crate::bytes::put64;
+use crate::storage::{Storage, read_padded};
+
+/// Writes right refcounts, and a header that leads to them.
+pub(super) fn repair(
+    storage: &dyn Storage,
+    header: &mut Header,
+    header_block: &mut [u8],
+    progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
+) -> Result<(), Qcow2Error> {
+    let before = header.clone();
+    let mut scan = Scan::new(storage, &before, false).map_err(Qcow2Error::from_scan)?;
+    let mut blocks = Blocks {
+        storage,
+        g: scan.g,
+        next: scan.clusters,
+        table: Vec::new(),
+        block: vec![0; scan.g.cluster() as usize],
+        number: 0,
+        used: false,
+    };
+    for window in 0..scan.windows() {
+        let counted = scan.count(window, progress);
+        let (range, counts) = counted.map_err(Qcow2Error::from_scan)?;
+        if let Some(&(what, at)) = scan.findings.first() {
+            return Err(Qcow2Error::Image(ImageError::damaged(what, at)));
+        }
+        for (cluster, &count) in range.clone().zip(&counts) {
+            if u64::from(count) > refcount_max(scan.g.refcount_order) {
+                let at = cluster << scan.g.cluster_bits;
+                let what = "a cluster is used more often than refcounts can say";
+                return Err(Qcow2Error::Image(ImageError::damaged(what, at)));
+            }
+            blocks.set(cluster, count).map_err(Qcow2Error::Image)?;
+        }
+        let piece = scan.g.piece();
+        let fixed = scan.wrong_copied(&range, &counts, |at, entry| {
+            let mut bytes = vec![0; piece as usize];
+            let start = at / piece * piece;
+            read_padded(storage, FileOffset(start), &mut bytes).doing("reading a table", at)?;
+            bytes[(at - start) as usize..][..8].copy_from_slice(&entry);
+            storage
+                .write_at(FileOffset(start), &bytes)
+                .doing("writing a table", at)
+        });
+        fixed.map_err(Qcow2Error::from_scan)?;
+    }
+    let (table_at, table_clusters) = blocks.finish(scan.clusters).map_err(Qcow2Error::Image)?;
+    header.refcount_table_at = table_at;
+    header.refcount_table_clusters = table_clusters as u32;
+    header.clear_dirty();
+    header.put(header_block);
+    let written = storage
+        .flush()
+        .and_then(|()| storage.write_at(FileOffset(0), header_block))
+        .and_then(|()| storage.flush());
+    written
+        .doing("writing the header", 0)
+        .map_err(Qcow2Error::Image)
+}
+
+/// Refcounts on their way to the file, in ascending order.
+struct Blocks<'a> {
+    storage: &'a dyn Storage,
+    g: Geometry,
+    /// The next cluster behind all that is used.
+    next: u64,
+    table: Vec<u64>,
+    block: Vec<u8>,
+    number: u64,
+    /// The block counts something.
+    used: bool,
+}
+
+impl Blocks<'_> {
+    fn set(&mut self, cluster: u64, count: u32) -> Result<(), ImageError> {
+        let per_block = self.g.block_entries();
+        while cluster / per_block > self.number {
+            self.end_block()?;
+        }
+        if count > 0 {
+            let entry = cluster % per_block;
+            put(
+                &mut self.block,
+                self.g.refcount_order,
+                entry,
+                u64::from(count),
+            );
+            self.used = true;
+        }
+        Ok(())
+    }
+
+    /// Writes the block at hand, if it counts anything.
+    fn end_block(&mut self) -> Result<(), ImageError> {
+        let mut at = 0;
+        if self.used {
+            at = self.next << self.g.cluster_bits;
+            self.next += 1;
+            let written = self.storage.write_at(FileOffset(at), &self.block);
+            written.doing("writing refcounts", at)?;
+            self.block.fill(0);
+            self.used = false;
+        }
+        self.table.push(at);
+        self.number += 1;
+        Ok(())
+    }
+
+    /// Counts the new refcounts themselves, which lie from `first` on, and writes the table.
+    fn finish(mut self, first: u64) -> Result<(u64, u64), ImageError> {
+        let per_block = self.g.block_entries();
+        // The blocks not yet written, of which the first is at hand, count what is behind `first`:
+        // those that are written, themselves, and the table.
+        let written = self.next - first;
+        let (mut more, mut table) = (1, 1);
+        loop {
+            let end = first + written + more + table;
+            let blocks = end.div_ceil(per_block);
+            let need = (blocks - self.number, self.g.clusters(blocks * 8));
+            if need.0 <= more && need.1 <= table {
+                break;
+            }
+            (more, table) = (more.max(need.0), table.max(need.1));
+        }
+        if table << self.g.cluster_bits > REFCOUNT_TABLE_BYTES_MAX.max(self.g.cluster()) {
+            return Err(ImageError::Full(
+                "its refcount table would have more than 8 MiB",
+            ));
+        }
+        let end = first + written + more + table;
+        let last_block = self.number + more;
+        for cluster in first..end {
+            self.set(cluster, 1)?;
+        }
+        while self.number < last_block {
+            // All of them, so that they are as many as were counted.
+            self.used = true;
+            self.end_block()?;
+        }
+        let at = self.next << self.g.cluster_bits;
+        let mut bytes = vec![0; (table << self.g.cluster_bits) as usize];
+        for (place, &block) in self.table.iter().enumerate() {
+            put64(&mut bytes, place * 8, block);
+        }
+        let wrote = self.storage.write_at(FileOffset(at), &bytes);
+        wrote.doing("writing the refcount table", at)?;
+        Ok((at, table))
+    }
+}

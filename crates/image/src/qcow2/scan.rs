@@ -1,0 +1,350 @@
+//! All references of an image to its clusters: for checks and repairs, which see the file as it is.
+
+use std::collections::BTreeMap;
+use std::ops::{ControlFlow, Range};
+
+use block::FileOffset;
+
+use super::begin::{BITMAP_DIRECTORY_BYTES_MAX, bitmap_directory};
+use super::entry::{COPIED, Entry, table_at};
+use super::error::{Doing, ImageError};
+use super::geometry::Geometry;
+use super::header::{AUTOCLEAR_BITMAPS, Header, Snapshot, snapshot};
+use super::open::Progress;
+use crate::bytes::{be64, put64};
+use crate::storage::{Storage, read_padded};
+
+/// Clusters counted at a time: 64 MiB of memory, 1 TiB of file at 64 KiB a cluster.
+pub(crate) const WINDOW: u64 = 1 << 24;
+/// Times that all L2 tables are read, at most: 64 TiB of file at 64 KiB a cluster.
+const WINDOWS_MAX: u64 = 64;
+/// L1 tables of an image and its snapshots, in bytes.
+const L1_BYTES_MAX: u64 = 256 << 20;
+/// Different L2 tables: 2 PiB of disk at 64 KiB a cluster.
+const TABLES_MAX: usize = 4 << 20;
+/// Bytes of all L2 tables: what a disk reads in some minutes.
+const TABLE_BYTES_MAX: u64 = 64 << 30;
+/// Bytes of all bitmaps' tables and directories.
+const BITMAP_BYTES_MAX: u64 = 128 << 20;
+
+/// What is wrong with an image's structure, beside refcounts.
+pub(crate) type Finding = (&'static str, u64);
+
+/// An image's references, except those of L2 tables, which are read again and again.
+pub(crate) struct Scan<'a> {
+    storage: &'a dyn Storage,
+    header: &'a Header,
+    pub g: Geometry,
+    /// Runs of clusters, each used once.
+    runs: Vec<(u64, u64)>,
+    /// Offsets of L2 tables, how often each is used, and whether by the active L1 table.
+    tables: BTreeMap<u64, (u32, bool)>,
+    /// Entries of the active L1 table.
+    l1: Vec<u64>,
+    /// The refcount table.
+    pub refcount_table: Vec<u64>,
+    pub clusters: u64,
+    pub findings: Vec<Finding>,
+}
+
+/// Why there is no answer.
+#[derive(Debug)]
+pub(crate) enum ScanError {
+    /// A table could not be read.
+    Image(ImageError),
+    /// There is more than would be done in a sensible time.
+    TooMuch,
+    /// The caller does not want it any more.
+    Stopped,
+}
+
+impl From<ImageError> for ScanError {
+    fn from(error: ImageError) -> Self {
+        Self::Image(error)
+    }
+}
+
+impl<'a> Scan<'a> {
+    /// Reads all but the L2 tables. With `refcounts`, what refcounts are stored in counts too.
+    pub fn new(
+        storage: &'a dyn Storage,
+        header: &'a Header,
+        refcounts: bool,
+    ) -> Result<Self, ScanError> {
+        let g = Geometry::new(header);
+        let size = storage.size().doing("asking for the file's size", 0)?;
+        let mut scan = Self {
+            storage,
+            header,
+            g,
+            runs: vec![(0, 1)],
+            tables: BTreeMap::new(),
+            l1: Vec::new(),
+            refcount_table: Vec::new(),
+            clusters: g.clusters(size),
+            findings: Vec::new(),
+        };
+        if scan.clusters > WINDOW * WINDOWS_MAX {
+            return Err(ScanError::TooMuch);
+        }
+        if refcounts {
+            scan.refcounts()?;
+        }
+        scan.l1_tables()?;
+        scan.bitmaps()?;
+        if scan.tables.len() as u64 > TABLE_BYTES_MAX >> g.cluster_bits {
+            return Err(ScanError::TooMuch);
+        }
+        Ok(scan)
+    }
+
+    fn read(&self, at: u64, bytes: u64) -> Result<Vec<u8>, ImageError> {
+        let mut buffer = vec![0; bytes as usize];
+        read_padded(self.storage, FileOffset(at), &mut buffer).doing("reading a table", at)?;
+        Ok(buffer)
+    }
+
+    fn words(&self, at: u64, entries: u64) -> Result<Vec<u64>, ImageError> {
+        let bytes = self.read(at, entries * 8)?;
+        Ok((0..bytes.len())
+            .step_by(8)
+            .map(|at| be64(&bytes, at))
+            .collect())
+    }
+
+    /// Something in one piece.
+    fn run(&mut self, at: u64, bytes: u64) {
+        self.runs
+            .push((at >> self.g.cluster_bits, self.g.clusters(bytes)));
+    }
+
+    fn refcounts(&mut self) -> Result<(), ScanError> {
+        let bytes = u64::from(self.header.refcount_table_clusters) << self.g.cluster_bits;
+        self.run(self.header.refcount_table_at, bytes);
+        self.refcount_table = self.words(self.header.refcount_table_at, bytes / 8)?;
+        let mut blocks = std::mem::take(&mut self.refcount_table);
+        for at in blocks.iter_mut().filter(|at| **at != 0) {
+            if at.is_multiple_of(self.g.cluster()) && *at >> 56 == 0 {
+                self.run(*at, self.g.cluster());
+            } else {
+                self.findings
+                    .push(("a refcount block cannot be where it should", *at));
+                *at = 0;
+            }
+        }
+        self.refcount_table = blocks;
+        Ok(())
+    }
+
+    fn l1_tables(&mut self) -> Result<(), ScanError> {
+        let active = Snapshot {
+            l1_at: self.header.l1_at,
+            l1_entries: self.header.l1_entries,
+        };
+        let (snapshots, bytes) = snapshots(self.storage, self.header)?;
+        self.run(self.header.snapshots_at, bytes);
+        let all = || std::iter::once(&active).chain(&snapshots);
+        let l1_bytes: u64 = all().map(|table| u64::from(table.l1_entries) * 8).sum();
+        if l1_bytes > L1_BYTES_MAX {
+            return Err(ScanError::TooMuch);
+        }
+        for (number, table) in all().enumerate() {
+            let entries = u64::from(table.l1_entries);
+            self.run(table.l1_at, entries * 8);
+            let words = self.words(table.l1_at, entries)?;
+            for &word in &words {
+                match table_at(&self.g, word) {
+                    Ok(None) => {}
+                    Ok(Some(at)) => {
+                        let (uses, active) = self.tables.entry(at).or_default();
+                        *uses += 1;
+                        *active |= number == 0;
+                    }
+                    Err(_) => self.findings.push(("an L1 entry leads nowhere", word)),
+                }
+            }
+            if self.tables.len() > TABLES_MAX {
+                return Err(ScanError::TooMuch);
+            }
+            if number == 0 {
+                self.l1 = words;
+            }
+        }
+        Ok(())
+    }
+
+    fn bitmaps(&mut self) -> Result<(), ScanError> {
+        let Some(extension) = self.header.bitmaps else {
+            return Ok(());
+        };
+        let (at, len) = (extension.directory_at, extension.directory_bytes);
+        let sound = at.is_multiple_of(self.g.cluster()) && at >> 56 == 0;
+        if self.header.autoclear & AUTOCLEAR_BITMAPS == 0 {
+            return Ok(());
+        }
+        let entries = match sound && len <= BITMAP_DIRECTORY_BYTES_MAX {
+            true => bitmap_directory(&self.read(at, len)?, extension.bitmaps),
+            false => None,
+        };
+        let Some(entries) = entries else {
+            self.findings
+                .push(("the bitmap directory is not understood", at));
+            return Ok(());
+        };
+        self.run(at, len);
+        let bytes: u64 = entries
+            .iter()
+            .map(|entry| u64::from(entry.table_entries) * 8)
+            .sum();
+        if bytes > BITMAP_BYTES_MAX {
+            return Err(ScanError::TooMuch);
+        }
+        for bitmap in entries {
+            let entries = u64::from(bitmap.table_entries);
+            self.run(bitmap.table_at, entries * 8);
+            for word in self.words(bitmap.table_at, entries)? {
+                let at = word & 0x00ff_ffff_ffff_fe00;
+                if at != 0 {
+                    self.run(at, self.g.cluster());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// How many windows there are.
+    pub fn windows(&self) -> u64 {
+        self.clusters.div_ceil(WINDOW).max(1)
+    }
+
+    /// How often each cluster of a window is used.
+    pub fn count(
+        &mut self,
+        window: u64,
+        progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
+    ) -> Result<(Range<u64>, Vec<u32>), ScanError> {
+        let range = window * WINDOW..((window + 1) * WINDOW).min(self.clusters);
+        let mut counts = vec![0_u32; (range.end - range.start) as usize];
+        let mut beyond = Vec::new();
+        let mut add = |first: u64, clusters: u64, uses: u32| {
+            let from = first.max(range.start);
+            let to = first.saturating_add(clusters).min(range.end);
+            for cluster in from..to.max(from) {
+                let count = &mut counts[(cluster - range.start) as usize];
+                *count = count.saturating_add(uses);
+            }
+            if window == 0 && first.saturating_add(clusters) > self.clusters {
+                beyond.push(("a reference leads behind the end of the file", first));
+            }
+        };
+        for &(first, clusters) in &self.runs {
+            add(first, clusters, 1);
+        }
+        let total = self.windows() * self.tables.len() as u64;
+        let done = window * self.tables.len() as u64;
+        let mut bad = Vec::new();
+        for (number, (&at, &(uses, _))) in (done..).zip(&self.tables) {
+            add(at >> self.g.cluster_bits, 1, uses);
+            let words = self.words(at, self.g.cluster() / 8)?;
+            for entry in words.chunks_exact(self.g.words()) {
+                let bitmap = entry.get(1).copied().unwrap_or(0);
+                match Entry::decode(&self.g, entry[0], bitmap) {
+                    Ok(Entry::Compressed(compressed)) => {
+                        let (first, clusters) = compressed.clusters(&self.g);
+                        // The last sectors may be of a cluster that the file ends in or before.
+                        let there = self.clusters.saturating_sub(first).clamp(1, clusters);
+                        add(first, there, uses);
+                    }
+                    Ok(Entry::Standard(standard)) if !self.g.external => {
+                        if let Some(host) = standard.host {
+                            add(host >> self.g.cluster_bits, 1, uses);
+                        }
+                    }
+                    Ok(Entry::Standard(_)) => {}
+                    Err(_) => bad.push(("an L2 entry leads nowhere", entry[0])),
+                }
+            }
+            let progress_now = Progress {
+                done: number + 1,
+                total,
+            };
+            if progress(progress_now).is_break() {
+                return Err(ScanError::Stopped);
+            }
+        }
+        if window == 0 {
+            self.findings.extend(bad);
+            self.findings.extend(beyond);
+        }
+        Ok((range, counts))
+    }
+
+    /// Calls `wrong` for every entry of the active tables that leads into a window and says wrongly
+    /// whether what it leads to is its own: with where the entry is in the file, and what it should be.
+    pub fn wrong_copied(
+        &self,
+        range: &Range<u64>,
+        counts: &[u32],
+        mut wrong: impl FnMut(u64, [u8; 8]) -> Result<(), ImageError>,
+    ) -> Result<(), ScanError> {
+        let mut check = |at: u64, word: u64, host: u64| {
+            let cluster = host >> self.g.cluster_bits;
+            if !range.contains(&cluster) {
+                return Ok(());
+            }
+            let own = counts[(cluster - range.start) as usize] == 1;
+            if own == (word & COPIED != 0) {
+                return Ok(());
+            }
+            let mut bytes = [0; 8];
+            put64(&mut bytes, 0, word ^ COPIED);
+            wrong(at, bytes)
+        };
+        for (place, &word) in self.l1.iter().enumerate() {
+            if let Ok(Some(host)) = table_at(&self.g, word) {
+                check(self.header.l1_at + place as u64 * 8, word, host)?;
+            }
+        }
+        if self.g.external {
+            return Ok(());
+        }
+        let each = self.g.words();
+        for (&at, _) in self.tables.iter().filter(|(_, (_, active))| *active) {
+            let words = self.words(at, self.g.cluster() / 8)?;
+            for (place, entry) in words.chunks_exact(each).enumerate() {
+                let bitmap = entry.get(1).copied().unwrap_or(0);
+                if let Ok(Entry::Standard(standard)) = Entry::decode(&self.g, entry[0], bitmap)
+                    && let Some(host) = standard.host
+                {
+                    check(at + (place * each * 8) as u64, entry[0], host)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The snapshot table: what it says, and how long it is in bytes.
+pub(crate) fn snapshots(
+    storage: &dyn Storage,
+    header: &Header,
+) -> Result<(Vec<Snapshot>, u64), ImageError> {
+    let mut snapshots = Vec::new();
+    let start = header.snapshots_at;
+    let mut at = start;
+    for _ in 0..header.snapshots {
+        let mut entry = [0; 40];
+        let read = read_padded(storage, FileOffset(at), &mut entry);
+        if read.doing("reading the snapshot table", at)? < entry.len() {
+            return Err(ImageError::damaged(
+                "the file ends before its snapshot table",
+                at,
+            ));
+        }
+        let (found, len) = snapshot(1 << header.cluster_bits, &entry)
+            .map_err(|_| ImageError::damaged("an entry of the snapshot table cannot be", at))?;
+        snapshots.push(found);
+        at += len;
+    }
+    Ok((snapshots, at - start))
+}

@@ -1,0 +1,555 @@
+//! Writes that need clusters. Nothing here writes anything but new, empty L2 tables: the clusters are
+//! taken in memory, the caller moves the data, and then the tables in memory change. What comes into
+//! the file, and when, is decided in [`flush`](super::flush).
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+
+use block::FileOffset;
+
+use super::entry::{COPIED, Entry, Kind, Standard, table_at};
+use super::error::{Doing, ImageError};
+use super::refcount::{Run, Stop};
+use super::{Qcow2, State};
+use crate::storage::read_padded;
+
+/// Changed metadata that is held back for the next flush, in bytes: 8192 pieces of 4 KiB, which is
+/// what 4 Mi allocated clusters change, if they are beside each other.
+const DIRTY_BYTES_MAX: u64 = 32 << 20;
+
+/// Clusters that are given up, but may be reused only after a flush: 1 GiB at 64 KiB a cluster.
+const UNLINKED_MAX: u64 = 16384;
+
+/// What is to be done for a write that needs clusters.
+#[derive(Debug)]
+#[must_use]
+pub enum Prepared {
+    /// Clusters were taken for the first bytes of the range.
+    Allocated(Allocation),
+    /// Somebody else has taken clusters for this range, and their data is on its way: try again
+    /// after that.
+    Wait(Waiting),
+    /// Nothing: look up again where the range is.
+    Mapped,
+}
+
+/// Clusters taken for a write. The caller does [`fills`](Self::fills), writes `len` bytes of the
+/// guest's to `to`, and then [`commit`](Qcow2::commit)s, or [`abort`](Qcow2::abort)s if any of that
+/// failed. Until then the range reads as before.
+#[derive(Debug)]
+#[must_use = "others wait until it is committed or aborted"]
+pub struct Allocation {
+    /// First byte on the disk.
+    pub at: u64,
+    /// Bytes; may be less than was asked for.
+    pub len: u64,
+    /// Where they go, in the file that holds the guest's data.
+    pub to: FileOffset,
+    /// What stands beside them in the same clusters, to be put there by the caller.
+    pub fills: Vec<Fill>,
+    token: u64,
+    first: u64,
+    last: u64,
+    /// Where the first cluster is.
+    host: u64,
+    /// The clusters were free before.
+    new: bool,
+    /// They read as zeroes.
+    fresh: bool,
+}
+
+/// Bytes that are not written by the guest, but come into a cluster with what is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fill {
+    /// Where they go, in the same file.
+    pub to: FileOffset,
+    /// Bytes.
+    pub len: u64,
+    /// From where on the disk they are read, by the same look-up as any other read; `None` if they
+    /// are zeroes.
+    pub from: Option<u64>,
+}
+
+/// A write of somebody else that must end first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Waiting {
+    token: u64,
+}
+
+impl Allocation {
+    /// Leaves out reading what `is_zero` knows to be zeroes.
+    pub(crate) fn find_zeroes(&mut self, is_zero: impl Fn(u64, u64) -> bool) {
+        let fresh = self.fresh;
+        self.fills.retain_mut(|fill| {
+            let zero = |from| is_zero(from, from + fill.len);
+            fill.from = fill.from.filter(|&from| !zero(from));
+            fill.from.is_some() || !fresh
+        });
+    }
+}
+
+impl Qcow2 {
+    /// Takes clusters for a write to a range inside the disk, or for its beginning. Blocks, mostly for
+    /// a short lock; now and then to read refcounts or to write an empty L2 table.
+    ///
+    /// # Errors
+    /// The write cannot be done.
+    pub fn prepare_write(&self, at: u64, len: u64) -> Result<Prepared, ImageError> {
+        self.change(|state| self.try_prepare(state, at, len))
+    }
+
+    /// The data is there: makes it the disk's. It is found from now on, and durable after the next
+    /// [`flush`](Self::flush) that begins from now on.
+    ///
+    /// # Errors
+    /// The range is as it was before; the clusters were given back.
+    pub fn commit(&self, allocation: Allocation) -> Result<(), ImageError> {
+        let committed = self.change(|state| self.try_commit(state, &allocation));
+        if committed.is_err() {
+            self.abort(allocation);
+        }
+        committed
+    }
+
+    /// The data is not there: gives the clusters back, and the range is as it was before.
+    #[expect(clippy::needless_pass_by_value, reason = "an allocation ends once")]
+    pub fn abort(&self, allocation: Allocation) {
+        let mut state = self.lock();
+        if allocation.new {
+            for cluster in self.host_clusters(&allocation) {
+                // What can't be given back is lost space, which `qemu-img check` finds.
+                let _ = state.refcounts.release(&self.file, cluster);
+            }
+            self.changed();
+        }
+        end_of(&mut state, &allocation);
+    }
+
+    fn host_clusters(&self, allocation: &Allocation) -> std::ops::Range<u64> {
+        let first = allocation.host >> self.g.cluster_bits;
+        first..first + (allocation.last - allocation.first + 1)
+    }
+
+    /// Ready when what was waited for has ended; else `waker` is woken then.
+    pub fn poll_wait(&self, waiting: &Waiting, waker: &Waker) -> Poll<()> {
+        let mut state = self.lock();
+        if state
+            .pending
+            .values()
+            .all(|&(_, token)| token != waiting.token)
+        {
+            return Poll::Ready(());
+        }
+        let waiters = state.waiters.entry(waiting.token).or_default();
+        if !waiters.iter().any(|known| known.will_wake(waker)) {
+            waiters.push(waker.clone());
+        }
+        Poll::Pending
+    }
+
+    /// The same for a thread that has nothing else to do.
+    pub fn wait(&self, waiting: &Waiting) {
+        struct Unpark(Thread);
+        impl Wake for Unpark {
+            fn wake(self: Arc<Self>) {
+                self.0.unpark();
+            }
+        }
+        let waker = Waker::from(Arc::new(Unpark(thread::current())));
+        let ended = std::future::poll_fn(|context| self.poll_wait(waiting, context.waker()));
+        let mut ended = pin!(ended);
+        while ended
+            .as_mut()
+            .poll(&mut Context::from_waker(&waker))
+            .is_pending()
+        {
+            thread::park();
+        }
+    }
+
+    /// Does a change under the lock of the state, and whatever it needs done first without it.
+    pub(super) fn change<T>(
+        &self,
+        mut change: impl FnMut(&mut State) -> Result<T, Stop>,
+    ) -> Result<T, ImageError> {
+        self.check_writable()?;
+        self.begin()?;
+        loop {
+            let mut state = self.lock();
+            let held_back = (state.dirty_l2.len() + state.dirty_l1.len()) as u64 * self.g.piece()
+                + state.refcounts.dirty_bytes();
+            let stop = if held_back > DIRTY_BYTES_MAX || state.unlinked_clusters > UNLINKED_MAX {
+                Stop::CacheFull
+            } else {
+                match change(&mut state) {
+                    Ok(done) => return Ok(done),
+                    Err(Stop::Error(error)) => return Err(self.report(&mut state, error)),
+                    Err(stop) => stop,
+                }
+            };
+            drop(state);
+            match stop {
+                Stop::Load(slice) => self.load(super::Load::Slice(slice))?,
+                Stop::TableFull => self.grow_refcount_table()?,
+                Stop::CacheFull => self.flush()?,
+                Stop::Error(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Whoever has data on its way to a cluster among these, and the first such cluster.
+    pub(super) fn pending_in(state: &State, first: u64, last: u64) -> Option<(u64, Waiting)> {
+        let before = state.pending.range(..=first).next_back();
+        let over = before.filter(|(_, (end, _))| *end >= first);
+        let next = || state.pending.range(first..=last).next();
+        let (&at, &(_, token)) = over.or_else(next)?;
+        Some((at.max(first), Waiting { token }))
+    }
+
+    fn try_prepare(&self, state: &mut State, at: u64, len: u64) -> Result<Prepared, Stop> {
+        let g = &self.g;
+        let first = at >> g.cluster_bits;
+        // Within one slice, so that all of it is at hand at the end.
+        let (slice, entry_in_slice) = g.slice_of(first);
+        let slice_end = first + (g.slice_entries() - entry_in_slice as u64);
+        let end = (at + len).min(slice_end << g.cluster_bits);
+        let mut last = (end - 1) >> g.cluster_bits;
+        if let Some((cluster, waiting)) = Self::pending_in(state, first, last) {
+            if cluster == first {
+                return Ok(Prepared::Wait(waiting));
+            }
+            last = cluster - 1;
+        }
+        self.own_table(state, slice)?;
+        let part = |cluster: u64| {
+            let start = cluster << g.cluster_bits;
+            (at.max(start) - start, end.min(start + g.cluster()) - start)
+        };
+        let (from, to) = part(first);
+        let place = match self.place_of(first, from, to)? {
+            Place::There(host) => {
+                // A cluster that the file does not reach yet; so the look-up sent us here.
+                self.reach(state, host)?;
+                return Ok(Prepared::Mapped);
+            }
+            place => place,
+        };
+        let mut clusters = 1;
+        while first + clusters <= last {
+            let (from, to) = part(first + clusters);
+            let goes_on = match (place, self.place_of(first + clusters, from, to)?) {
+                (Place::New, Place::New) => true,
+                (Place::At(host), Place::At(next)) => next == host + (clusters << g.cluster_bits),
+                _ => false,
+            };
+            if !goes_on {
+                break;
+            }
+            clusters += 1;
+        }
+        let (host, new, fresh) = match place {
+            Place::At(host) => (host, false, false),
+            _ => {
+                let refcounts = &mut state.refcounts;
+                let (run, fresh) = refcounts.allocate(&self.file, &mut state.metadata, clusters)?;
+                clusters = run.clusters;
+                (run.first << g.cluster_bits, true, fresh)
+            }
+        };
+        if !new {
+            self.reach(state, host + ((clusters - 1) << g.cluster_bits))?;
+        }
+        let last = first + clusters - 1;
+        let end = end.min((last + 1) << g.cluster_bits);
+        let fills = self.fills(at, end, host, fresh)?;
+        state.tokens += 1;
+        let token = state.tokens;
+        state.pending.insert(first, (last, token));
+        self.changed();
+        Ok(Prepared::Allocated(Allocation {
+            at,
+            len: end - at,
+            to: FileOffset(host + from),
+            fills,
+            token,
+            first,
+            last,
+            host,
+            new,
+            fresh,
+        }))
+    }
+
+    /// Where a part of a cluster, which its slice is loaded for, can be written.
+    fn place_of(&self, cluster: u64, from: u64, to: u64) -> Result<Place, Stop> {
+        let g = &self.g;
+        let entry = self.entry(cluster)?;
+        let external = cluster << g.cluster_bits;
+        Ok(match entry {
+            Entry::Standard(s) if g.external && s.host.is_some_and(|host| host != external) => {
+                let what = "data is not where it should be in the data file; offset of the disk";
+                return Err(ImageError::damaged(what, external).into());
+            }
+            Entry::Standard(Standard {
+                host: Some(host),
+                own: true,
+                ..
+            }) => {
+                if entry.in_place(g.touched(from, to)) {
+                    Place::There(host)
+                } else {
+                    Place::At(host)
+                }
+            }
+            _ if g.external => Place::At(external),
+            _ => Place::New,
+        })
+    }
+
+    /// The entry of a cluster.
+    pub(super) fn entry(&self, cluster: u64) -> Result<Entry, Stop> {
+        let (slice, entry) = self.g.slice_of(cluster);
+        let found = self.cache.find(slice).ok_or(Stop::Load(slice))?;
+        let (word, bitmap) = found.words(&self.g, entry);
+        Entry::decode(&self.g, word, bitmap).map_err(|_| {
+            let what = "an L2 entry leads nowhere, or to metadata; offset of the disk";
+            ImageError::damaged(what, cluster << self.g.cluster_bits).into()
+        })
+    }
+
+    /// Changes the entry of a cluster.
+    pub(super) fn set_entry(
+        &self,
+        state: &mut State,
+        cluster: u64,
+        entry: Entry,
+    ) -> Result<(), Stop> {
+        let (slice, place) = self.g.slice_of(cluster);
+        let frame = self.cache.find(slice).ok_or(Stop::Load(slice))?.frame;
+        let words = self.g.words();
+        self.cache
+            .set(frame, place, &entry.encode(&self.g)[..words]);
+        let piece = (place * words * 8) as u64 / self.g.piece();
+        *state.dirty_l2.entry(frame).or_default() |= 1 << piece;
+        Ok(())
+    }
+
+    /// Makes the file reach to the end of a cluster that it should have.
+    fn reach(&self, state: &mut State, host: u64) -> Result<(), Stop> {
+        let end = host + self.g.cluster();
+        match &self.data {
+            // A raw disk ends where it ends.
+            Some(data) if self.raw_external => Ok(data.grow(end.min(self.size()))?),
+            Some(data) => Ok(data.grow(end)?),
+            None => {
+                let cluster = host >> self.g.cluster_bits;
+                if state.refcounts.get(&self.file, cluster)? == 0 {
+                    let what = "a cluster in use has the refcount 0";
+                    return Err(ImageError::damaged(what, host).into());
+                }
+                self.file.grow(end)?;
+                state.refcounts.used_up_to(cluster + 1);
+                Ok(())
+            }
+        }
+    }
+
+    /// What comes into the clusters beside the range from `at` to `end`; the first is at `host`.
+    fn fills(&self, at: u64, end: u64, host: u64, fresh: bool) -> Result<Vec<Fill>, Stop> {
+        let g = &self.g;
+        let mask = g.cluster() - 1;
+        let (first, last) = (at & !mask, (end - 1) & !mask);
+        let begin = match self.copied_whole(first >> g.cluster_bits)? {
+            true => first,
+            false => at & !(self.allocation_bytes() - 1),
+        };
+        let stop = match self.copied_whole(last >> g.cluster_bits)? {
+            true => last + g.cluster(),
+            false => end.next_multiple_of(self.allocation_bytes()),
+        };
+        let mut fills = Vec::new();
+        // What lies behind the end of the disk is nobody's: zeroes, where there is room for it.
+        let size = self.size().max(end);
+        let room = if self.raw_external { size } else { stop };
+        for (from, to, on_disk) in [
+            (begin, at, true),
+            (end, stop.min(size), true),
+            (stop.min(size), stop.min(room), false),
+        ] {
+            if from >= to {
+                continue;
+            }
+            let zero = !on_disk || self.reads_zero(from, to)?;
+            if !(zero && fresh) {
+                fills.push(Fill {
+                    to: FileOffset(host + (from - first)),
+                    len: to - from,
+                    from: (!zero).then_some(from),
+                });
+            }
+        }
+        Ok(fills)
+    }
+
+    /// Whether a cluster, when it gets a new place, takes all of its data there.
+    fn copied_whole(&self, cluster: u64) -> Result<bool, Stop> {
+        Ok(is_copied_whole(&self.entry(cluster)?))
+    }
+
+    /// Whether a part of one cluster is known to read as zeroes.
+    fn reads_zero(&self, from: u64, to: u64) -> Result<bool, Stop> {
+        let entry = self.entry(from >> self.g.cluster_bits)?;
+        let backing = self.backing_size.load(SeqCst);
+        let mut at = from;
+        while at < to {
+            let (kind, len) = entry.at(&self.g, at & (self.g.cluster() - 1));
+            match kind {
+                Kind::Zero => {}
+                Kind::Hole if at >= backing => {}
+                _ => return Ok(false),
+            }
+            at += len;
+        }
+        Ok(true)
+    }
+
+    fn try_commit(&self, state: &mut State, allocation: &Allocation) -> Result<(), Stop> {
+        let g = &self.g;
+        // All that can fail comes first.
+        for cluster in allocation.first..=allocation.last {
+            self.entry(cluster)?;
+        }
+        let end = allocation.at + allocation.len;
+        for (cluster, host) in (allocation.first..).zip(self.host_clusters(allocation)) {
+            let (start, host) = (cluster << g.cluster_bits, host << g.cluster_bits);
+            let from = allocation.at.max(start) - start;
+            let touched = g.touched(from, end.min(start + g.cluster()) - start);
+            let old = self.entry(cluster)?;
+            let new = match old {
+                Entry::Standard(s) if !is_copied_whole(&old) => Standard {
+                    host: Some(host),
+                    own: true,
+                    data: s.data | touched,
+                    zero: s.zero & !touched,
+                },
+                _ => Standard {
+                    host: Some(host),
+                    own: true,
+                    data: g.all(),
+                    zero: 0,
+                },
+            };
+            self.set_entry(state, cluster, Entry::Standard(new))?;
+            self.unlink(state, old, Some(host));
+        }
+        self.changed();
+        end_of(state, allocation);
+        Ok(())
+    }
+
+    /// Nothing leads to what this entry led to any more, if that is not `kept`.
+    pub(super) fn unlink(&self, state: &mut State, entry: Entry, kept: Option<u64>) {
+        let run = match entry {
+            Entry::Compressed(compressed) => {
+                let (first, clusters) = compressed.clusters(&self.g);
+                Run { first, clusters }
+            }
+            Entry::Standard(Standard {
+                host: Some(host), ..
+            }) if Some(host) != kept && !self.g.external => Run {
+                first: host >> self.g.cluster_bits,
+                clusters: 1,
+            },
+            Entry::Standard(_) => return,
+        };
+        state.unlinked_clusters += run.clusters;
+        match state.unlinked.last_mut() {
+            Some(last) if last.first + last.clusters == run.first => last.clusters += run.clusters,
+            _ => state.unlinked.push(run),
+        }
+    }
+
+    /// Sees to it that a slice is in memory, and its table nobody else's.
+    ///
+    /// A new table is written here, as it is at first: empty, or a copy. The L1 table in the file does
+    /// not lead to it before that is durable, see [`flush`](super::flush).
+    pub(super) fn own_table(&self, state: &mut State, slice: u64) -> Result<(), Stop> {
+        let g = &self.g;
+        let (table, _) = g.table_of(slice);
+        let l1_entry = self.l1.get(table);
+        let Ok(old) = table_at(g, l1_entry) else {
+            return Err(ImageError::damaged("an L1 entry leads nowhere", l1_entry).into());
+        };
+        if old.is_some() && self.cache.find(slice).is_none() {
+            return Err(Stop::Load(slice));
+        }
+        if l1_entry & COPIED != 0 {
+            return Ok(());
+        }
+        if old.is_none() {
+            self.insert_empty(state, slice)?;
+        }
+        let refcounts = &mut state.refcounts;
+        let (run, fresh) = refcounts.allocate(&self.file, &mut state.metadata, 1)?;
+        let at = run.first << g.cluster_bits;
+        if let Err(error) = self.write_table(old, at, fresh) {
+            let _ = state.refcounts.release(&self.file, run.first);
+            return Err(error.into());
+        }
+        state.metadata.add_table(run.first);
+        if let Some(old) = old {
+            state.unlinked_clusters += 1;
+            state.unlinked.push(Run {
+                first: old >> g.cluster_bits,
+                clusters: 1,
+            });
+        }
+        self.l1.set(table, at | COPIED);
+        state.dirty_l1.insert(table * 8 / g.piece());
+        self.changed();
+        Ok(())
+    }
+
+    fn write_table(&self, old: Option<u64>, at: u64, fresh: bool) -> Result<(), ImageError> {
+        let mut bytes = vec![0; self.g.cluster() as usize];
+        if let Some(old) = old {
+            let read = read_padded(self.file.storage(), FileOffset(old), &mut bytes);
+            read.doing("reading an L2 table", old)?;
+        }
+        if fresh && old.is_none() {
+            return Ok(());
+        }
+        self.file.write_at("writing a new L2 table", at, &bytes)
+    }
+}
+
+/// Where a part of a cluster is written.
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    /// Where it is.
+    There(u64),
+    /// In a cluster that is the disk's already, but what stands in it does not count.
+    At(u64),
+    /// In a cluster that is to be taken.
+    New,
+}
+
+/// Compressed clusters, and those that somebody else has too. Of subclusters, all become data: what is
+/// zero or in the backing file is copied with the rest.
+fn is_copied_whole(entry: &Entry) -> bool {
+    match entry {
+        Entry::Compressed(_) => true,
+        Entry::Standard(s) => s.host.is_some() && !s.own && s.data != 0,
+    }
+}
+
+/// The clusters are nobody's to wait for any more.
+fn end_of(state: &mut State, allocation: &Allocation) {
+    state.pending.remove(&allocation.first);
+    for waiter in state.waiters.remove(&allocation.token).unwrap_or_default() {
+        waiter.wake();
+    }
+}

@@ -1,0 +1,184 @@
+//! Ranges that are to read as zeroes, or are not needed any more.
+
+use std::sync::atomic::Ordering::SeqCst;
+
+use super::entry::{Entry, Standard, table_at};
+use super::error::ImageError;
+use super::refcount::Stop;
+use super::write::Waiting;
+use super::{Qcow2, State};
+
+/// Why a range is given up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Zeroing {
+    /// It must read as zeroes. With `unmap`, its space may be given back.
+    Zeroes {
+        /// Whether its space may be given back.
+        unmap: bool,
+    },
+    /// It may read as anything: as before, or as zeroes, but never as something from below.
+    Discard,
+}
+
+/// What to do with the first bytes of a range that is given up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum ZeroStep {
+    /// Nothing more; so many bytes are done.
+    Done(u64),
+    /// So many bytes must be written as zeroes, like any other write (if they don't read as zeroes).
+    Write(u64),
+    /// So many bytes must be zeroed in the data file, where they have the same offset.
+    File(u64),
+    /// Somebody else's write must end first.
+    Wait(Waiting),
+}
+
+impl Qcow2 {
+    /// Gives up the beginning of a range inside the disk; the caller goes on with the rest. Blocks,
+    /// mostly for a short lock. What is done is durable after the next flush.
+    ///
+    /// # Errors
+    /// It cannot be done; the rest of the range is as it was.
+    pub fn zero_step(&self, at: u64, len: u64, why: Zeroing) -> Result<ZeroStep, ImageError> {
+        self.change(|state| self.try_zero(state, at, len, why))
+    }
+
+    fn try_zero(
+        &self,
+        state: &mut State,
+        at: u64,
+        len: u64,
+        why: Zeroing,
+    ) -> Result<ZeroStep, Stop> {
+        let g = &self.g;
+        let first = at >> g.cluster_bits;
+        let (slice, entry_in_slice) = g.slice_of(first);
+        let slice_end = (first + (g.slice_entries() - entry_in_slice as u64)) << g.cluster_bits;
+        let mut end = (at + len).min(slice_end);
+        if let Some((cluster, waiting)) =
+            Self::pending_in(state, first, (end - 1) >> g.cluster_bits)
+        {
+            if cluster == first {
+                return Ok(ZeroStep::Wait(waiting));
+            }
+            end = cluster << g.cluster_bits;
+        }
+        if self.raw_external {
+            return Ok(ZeroStep::File(end - at));
+        }
+        let (table, _) = g.table_of(slice);
+        let empty = matches!(table_at(g, self.l1.get(table)), Ok(None));
+        if empty && at >= self.backing_size.load(SeqCst) {
+            return Ok(ZeroStep::Done(end - at));
+        }
+        if empty && g.version < 3 {
+            return Ok(self.left(why, end - at));
+        }
+        // A part of a cluster that reaches to the end of the disk is all of it.
+        let disk_end = self.size();
+        let whole = |cluster: u64| {
+            let start = cluster << g.cluster_bits;
+            start >= at && (start + g.cluster()).min(disk_end) <= end
+        };
+        if !whole(first) {
+            return self.zero_part(state, at, end, why);
+        }
+        self.own_table(state, slice)?;
+        let mut cluster = first;
+        while cluster << g.cluster_bits < end && whole(cluster) {
+            if !self.zero_cluster(state, cluster, why)? {
+                break;
+            }
+            cluster += 1;
+        }
+        let done = (cluster << g.cluster_bits).min(end) - at.min(cluster << g.cluster_bits);
+        Ok(match done {
+            0 => self.left(why, self.one_cluster(at, end - at)),
+            done => ZeroStep::Done(done),
+        })
+    }
+
+    /// What can't be done by changing tables.
+    fn left(&self, why: Zeroing, len: u64) -> ZeroStep {
+        match why {
+            Zeroing::Zeroes { .. } => ZeroStep::Write(len),
+            Zeroing::Discard => ZeroStep::Done(len),
+        }
+    }
+
+    /// Gives up a part of a cluster: whole subclusters of it.
+    fn zero_part(
+        &self,
+        state: &mut State,
+        at: u64,
+        end: u64,
+        why: Zeroing,
+    ) -> Result<ZeroStep, Stop> {
+        let g = &self.g;
+        let len = self.one_cluster(at, end - at);
+        let sub = 1 << g.subcluster_bits();
+        if !g.extended || len < sub {
+            return Ok(self.left(why, len));
+        }
+        let before = at.next_multiple_of(sub) - at;
+        if before > 0 {
+            return Ok(self.left(why, before.min(len)));
+        }
+        let len = len - len % sub;
+        let cluster = at >> g.cluster_bits;
+        self.own_table(state, g.slice_of(cluster).0)?;
+        let Entry::Standard(old) = self.entry(cluster)? else {
+            return Ok(self.left(why, len));
+        };
+        let from = at & (g.cluster() - 1);
+        let touched = g.touched(from, from + len);
+        let new = Standard {
+            data: old.data & !touched,
+            zero: old.zero | touched,
+            ..old
+        };
+        if new != old {
+            self.set_entry(state, cluster, Entry::Standard(new))?;
+            self.changed();
+        }
+        Ok(ZeroStep::Done(len))
+    }
+
+    /// Gives up a cluster; false if it must be written instead.
+    fn zero_cluster(&self, state: &mut State, cluster: u64, why: Zeroing) -> Result<bool, Stop> {
+        let g = &self.g;
+        let old = self.entry(cluster)?;
+        let backed = cluster << g.cluster_bits < self.backing_size.load(SeqCst);
+        let unmap = why != Zeroing::Zeroes { unmap: false };
+        if !backed && old == Entry::NONE {
+            return Ok(true);
+        }
+        let zero = Standard {
+            zero: g.all(),
+            ..Standard::default()
+        };
+        let new = match old {
+            _ if g.version < 3 && (backed || !unmap) => return Ok(why == Zeroing::Discard),
+            _ if g.version < 3 => Entry::NONE,
+            Entry::Standard(s) if s.host.is_some() && (g.external || s.own && !unmap) => {
+                Entry::Standard(Standard {
+                    host: s.host,
+                    own: true,
+                    ..zero
+                })
+            }
+            _ => Entry::Standard(zero),
+        };
+        if new != old {
+            let kept = match new {
+                Entry::Standard(s) => s.host,
+                Entry::Compressed(_) => None,
+            };
+            self.set_entry(state, cluster, new)?;
+            self.unlink(state, old, kept);
+            self.changed();
+        }
+        Ok(true)
+    }
+}

@@ -1,0 +1,262 @@
+//! Power cuts: every write and every flush is recorded, and a file is put together as a cut at any
+//! moment may leave it. It must be sound but for leaks, hold what was flushed, and nothing foreign.
+
+mod support;
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+
+use image::{Gate, LayerFormat, Zeroing, check};
+use support::memory::{Event, Memory, Replay};
+use support::random::Random;
+use support::{Disk, READ, WRITE, qemu, variants};
+
+/// Cuts per kind of image and seed.
+const CUTS: usize = 250;
+/// Small, so that operations meet.
+const DISK_BYTES: u64 = 192 << 10;
+/// One in so many is shown to qemu-img as well.
+const SAMPLE: u64 = 100;
+
+/// What each sector may hold: a sector is filled with the number of the operation that wrote it.
+#[derive(Clone)]
+struct Sectors(Vec<BTreeSet<u16>>);
+
+const ZERO: u16 = 0;
+/// What the image had there before.
+const OLD: u16 = 1;
+
+impl Sectors {
+    fn new(size: u64) -> Self {
+        Self(vec![BTreeSet::from([OLD]); (size / 512) as usize])
+    }
+
+    fn change(&mut self, at: u64, len: u64, to: u16) {
+        for sector in &mut self.0[(at / 512) as usize..((at + len) / 512) as usize] {
+            sector.insert(to);
+        }
+    }
+
+    /// Only the newest is left.
+    fn settle(&mut self, newest: &[Option<u16>]) {
+        for (may, newest) in self.0.iter_mut().zip(newest) {
+            if let Some(newest) = newest {
+                *may = BTreeSet::from([*newest]);
+            }
+        }
+    }
+}
+
+fn pattern(number: u16, len: u64) -> Vec<u8> {
+    (0..len)
+        .map(|i| number.to_be_bytes()[(i % 2) as usize])
+        .collect()
+}
+
+/// What happened, by mark: the operation's range and what it leaves, or a flush that has ended.
+enum Step {
+    Begin {
+        at: u64,
+        len: u64,
+        to: u16,
+        discard: bool,
+    },
+    Flushed,
+}
+
+struct Story {
+    variant: &'static str,
+    seed: u64,
+    start: Vec<u8>,
+    old: Vec<u8>,
+    events: Vec<Event>,
+    steps: Vec<Step>,
+}
+
+fn open(memory: &Memory, directory: &Path, how: support::How) -> Disk {
+    let gate = Gate::beside(&directory.join("x")).unwrap();
+    let path = directory.join("disk.qcow2");
+    let storage = Arc::new(memory.clone());
+    Disk::with(storage, &path, LayerFormat::Qcow2, &gate, how).unwrap()
+}
+
+fn story(variant: &variants::Variant, seed: u64, directory: &Path) -> Story {
+    let start = std::fs::read(directory.join("disk.qcow2")).unwrap();
+    let memory = Memory::new(start.clone());
+    let disk = open(&memory, directory, WRITE);
+    let old = disk.content().unwrap();
+    memory.record();
+    let mut random = Random::new(seed);
+    let mut steps = Vec::new();
+    let size = disk.chain.size();
+    let cluster = disk.chain.image().unwrap().cluster_bytes();
+    for number in 0..120 {
+        if random.one_in(6) {
+            disk.flush().unwrap();
+            memory.mark(steps.len() as u64);
+            steps.push(Step::Flushed);
+            continue;
+        }
+        let (at, len) = random.range(size, cluster);
+        let kind = random.below(6);
+        let to = if kind < 2 { ZERO } else { 2 + number };
+        let discard = kind == 1;
+        memory.mark(steps.len() as u64);
+        steps.push(Step::Begin {
+            at,
+            len,
+            to,
+            discard,
+        });
+        match kind {
+            0 => {
+                let unmap = random.one_in(2);
+                disk.zero(at, len, Zeroing::Zeroes { unmap }).unwrap();
+            }
+            1 => disk.zero(at, len, Zeroing::Discard).unwrap(),
+            _ => disk.write(at, &pattern(to, len)).unwrap(),
+        }
+    }
+    disk.chain.close().unwrap();
+    Story {
+        variant: variant.name,
+        seed,
+        start,
+        old,
+        events: memory.take_events(),
+        steps,
+    }
+}
+
+impl Story {
+    /// Cuts the power at random moments; returns how often.
+    fn cut(&self, directory: &Path) -> usize {
+        let mut random = Random::new(self.seed ^ 0xc0ffee);
+        let moments: BTreeSet<usize> = (0..CUTS)
+            .map(|_| random.below(self.events.len() as u64 + 1) as usize)
+            .collect();
+        let mut replay = Replay::new(self.start.clone());
+        let mut may = Sectors::new(self.old.len() as u64);
+        let mut newest: Vec<Option<u16>> = vec![None; may.0.len()];
+        let mut discarded: Vec<bool> = vec![false; may.0.len()];
+        let mut cuts = 0;
+        for (moment, event) in self.events.iter().enumerate() {
+            if moments.contains(&moment) {
+                for _ in 0..2 {
+                    self.look(
+                        &replay.crash(&mut random),
+                        &may,
+                        moment,
+                        directory,
+                        &mut random,
+                    );
+                    cuts += 1;
+                }
+            }
+            replay.event(event);
+            let Event::Mark(step) = event else { continue };
+            match &self.steps[*step as usize] {
+                Step::Flushed => {
+                    may.settle(&newest);
+                    for (sector, may) in may.0.iter_mut().enumerate() {
+                        // A discard that was flushed left zeroes, or what was there.
+                        if discarded[sector] && newest[sector].is_none() {
+                            may.insert(ZERO);
+                        }
+                    }
+                }
+                &Step::Begin {
+                    at,
+                    len,
+                    to,
+                    discard,
+                } => {
+                    may.change(at, len, to);
+                    for sector in (at / 512) as usize..((at + len) / 512) as usize {
+                        // Which of the two a discard leaves is not said.
+                        newest[sector] = (!discard).then_some(to);
+                        discarded[sector] = discard;
+                    }
+                }
+            }
+        }
+        cuts
+    }
+
+    fn look(
+        &self,
+        bytes: &[u8],
+        may: &Sectors,
+        moment: usize,
+        directory: &Path,
+        random: &mut Random,
+    ) {
+        let place = format!("{}, seed {}, event {moment}", self.variant, self.seed);
+        let memory = Memory::new(bytes.to_vec());
+        let report = check(&memory).unwrap();
+        let fail = |what: String| -> ! {
+            let kept = std::env::temp_dir().join("ringdisk-crash.qcow2");
+            std::fs::write(&kept, bytes).unwrap();
+            panic!("{place}: {what}; the file is {}", kept.display());
+        };
+        if report.errors > 0 {
+            fail(format!("{report:?}"));
+        }
+        let disk = open(&memory, directory, READ);
+        let content = disk.content().unwrap();
+        for (sector, found) in content.chunks(512).enumerate() {
+            let old = &self.old[sector * 512..][..found.len()];
+            let fits = |&to: &u16| match to {
+                OLD => found == old,
+                ZERO => found.iter().all(|&byte| byte == 0),
+                to => found == pattern(to, found.len() as u64),
+            };
+            if !may.0[sector].iter().any(fits) {
+                let found = &found[..4];
+                fail(format!(
+                    "sector {sector} has {found:?}, not one of {:?}",
+                    may.0[sector]
+                ));
+            }
+        }
+        if random.one_in(SAMPLE) {
+            let file = directory.join("cut.qcow2");
+            std::fs::write(&file, bytes).unwrap();
+            let code = qemu::check_code(directory, "cut.qcow2");
+            let leaks = if report.leaks > 0 { 3 } else { 0 };
+            if code != Some(leaks) {
+                fail(format!(
+                    "qemu-img check ends with {code:?}, and we say {report:?}"
+                ));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_power_cut_leaves_a_sound_image_with_all_that_was_flushed() {
+    let test = "a_power_cut_leaves_a_sound_image_with_all_that_was_flushed";
+    if !qemu::is_there(test) {
+        return;
+    }
+    let mut cuts = 0;
+    for variant in variants::ALL
+        .iter()
+        .filter(|v| v.is_one_file() && v.is_small())
+    {
+        for seed in Random::seeds(100, 2) {
+            let directory = tempfile::tempdir().unwrap();
+            variant.make_sized(directory.path(), seed, DISK_BYTES);
+            let story = story(variant, seed, directory.path());
+            cuts += story.cut(directory.path());
+        }
+    }
+    println!("{cuts} power cuts");
+    let least = if std::env::var_os("RINGDISK_SEED").is_some() {
+        1
+    } else {
+        10_000
+    };
+    assert!(cuts >= least, "only {cuts}");
+}

@@ -1,0 +1,254 @@
+//! A file in memory that remembers every write, and what a crash may leave of them.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Mutex};
+
+use block::FileOffset;
+use image::Storage;
+
+use super::random::Random;
+
+/// What a crash leaves whole.
+const SECTOR: usize = 512;
+
+#[derive(Clone, Debug)]
+pub enum Event {
+    Write {
+        at: u64,
+        bytes: Vec<u8>,
+    },
+    SetSize(u64),
+    Punch {
+        at: u64,
+        len: u64,
+    },
+    /// All before it is on stable storage.
+    Flushed,
+    /// A test's own mark.
+    Mark(u64),
+}
+
+#[derive(Default)]
+struct State {
+    bytes: Vec<u8>,
+    events: Vec<Event>,
+    record: bool,
+    /// Operations until all fail; 0 for never.
+    fail_in: u64,
+}
+
+/// A file in memory. Clones are the same file.
+#[derive(Clone, Default)]
+pub struct Memory(Arc<Mutex<State>>);
+
+impl Memory {
+    pub fn new(bytes: Vec<u8>) -> Self {
+        Self(Arc::new(Mutex::new(State {
+            bytes,
+            ..State::default()
+        })))
+    }
+
+    pub fn bytes(&self) -> Vec<u8> {
+        self.0.lock().unwrap().bytes.clone()
+    }
+
+    /// From now on, every change is remembered.
+    pub fn record(&self) {
+        self.0.lock().unwrap().record = true;
+    }
+
+    pub fn take_events(&self) -> Vec<Event> {
+        std::mem::take(&mut self.0.lock().unwrap().events)
+    }
+
+    pub fn mark(&self, number: u64) {
+        self.0.lock().unwrap().event(Event::Mark(number));
+    }
+
+    /// So many more writes and flushes succeed, and the next one fails; 0 lets all succeed.
+    pub fn fail_in(&self, operations: u64) {
+        self.0.lock().unwrap().fail_in = operations;
+    }
+}
+
+impl State {
+    fn event(&mut self, event: Event) {
+        if self.record {
+            self.events.push(event);
+        }
+    }
+
+    fn may_fail(&mut self) -> io::Result<()> {
+        match self.fail_in {
+            0 => Ok(()),
+            1 => {
+                self.fail_in = 0;
+                Err(io::Error::from_raw_os_error(5))
+            }
+            _ => {
+                self.fail_in -= 1;
+                Ok(())
+            }
+        }
+    }
+}
+
+impl Storage for Memory {
+    fn read_at(&self, at: FileOffset, to: &mut [u8]) -> io::Result<usize> {
+        let state = self.0.lock().unwrap();
+        let from = usize::try_from(at.0)
+            .unwrap_or(usize::MAX)
+            .min(state.bytes.len());
+        let n = to.len().min(state.bytes.len() - from);
+        to[..n].copy_from_slice(&state.bytes[from..from + n]);
+        Ok(n)
+    }
+
+    fn write_at(&self, at: FileOffset, from: &[u8]) -> io::Result<()> {
+        let mut state = self.0.lock().unwrap();
+        state.may_fail()?;
+        write(&mut state.bytes, at.0, from);
+        state.event(Event::Write {
+            at: at.0,
+            bytes: from.to_vec(),
+        });
+        Ok(())
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        let mut state = self.0.lock().unwrap();
+        state.may_fail()?;
+        state.event(Event::Flushed);
+        Ok(())
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        Ok(self.0.lock().unwrap().bytes.len() as u64)
+    }
+
+    fn set_size(&self, size: u64) -> io::Result<()> {
+        let mut state = self.0.lock().unwrap();
+        // As a file system with little room: files grow by no more than they need.
+        if size > 8 << 20 {
+            return Err(io::Error::from_raw_os_error(27));
+        }
+        state.bytes.resize(size as usize, 0);
+        state.event(Event::SetSize(size));
+        Ok(())
+    }
+
+    fn punch(&self, at: FileOffset, len: u64) -> io::Result<()> {
+        let mut state = self.0.lock().unwrap();
+        punch(&mut state.bytes, at.0, len);
+        state.event(Event::Punch { at: at.0, len });
+        Ok(())
+    }
+
+    fn block(&self) -> u32 {
+        512
+    }
+}
+
+fn write(bytes: &mut Vec<u8>, at: u64, from: &[u8]) {
+    let at = at as usize;
+    if bytes.len() < at + from.len() {
+        bytes.resize(at + from.len(), 0);
+    }
+    bytes[at..at + from.len()].copy_from_slice(from);
+}
+
+fn punch(bytes: &mut [u8], at: u64, len: u64) {
+    let end = bytes.len().min((at + len) as usize);
+    bytes[(at as usize).min(end)..end].fill(0);
+}
+
+/// What was written, event by event, and what crashes leave.
+pub struct Replay {
+    /// All that is durable.
+    durable: Vec<u8>,
+    /// What came since, in order.
+    loose: Vec<Event>,
+}
+
+impl Replay {
+    pub fn new(start: Vec<u8>) -> Self {
+        Self {
+            durable: start,
+            loose: Vec::new(),
+        }
+    }
+
+    pub fn event(&mut self, event: &Event) {
+        match event {
+            Event::Mark(_) => {}
+            Event::Flushed => {
+                for event in self.loose.drain(..) {
+                    apply(&mut self.durable, &event, |_| true);
+                }
+            }
+            event => self.loose.push(event.clone()),
+        }
+    }
+
+    /// A file as a crash now may leave it: of each sector, any state that it has had since the last
+    /// flush. (A sector may be older than one that was written before it.)
+    pub fn crash(&self, random: &mut Random) -> Vec<u8> {
+        let mut bytes = self.durable.clone();
+        // Which of its states each sector stays at: that of all, none, or the n-th write.
+        let style = random.below(4);
+        let whole = random.below(self.loose.len() as u64 + 1);
+        let mut last: BTreeMap<u64, u64> = BTreeMap::new();
+        for (number, event) in (0_u64..).zip(&self.loose) {
+            let mut keeps = |sector: u64| match style {
+                // A prefix of all writes.
+                0 => number < whole,
+                // Each write as a whole, or not at all.
+                1 => last.entry(number).or_insert_with(|| random.below(2)) == &0,
+                // All but one in eight sectors.
+                2 => !random.one_in(8),
+                // Each sector stops at some time.
+                _ => {
+                    let events = self.loose.len() as u64;
+                    let stop = last
+                        .entry(sector)
+                        .or_insert_with(|| random.below(events + 1));
+                    number < *stop
+                }
+            };
+            apply(&mut bytes, event, &mut keeps);
+        }
+        bytes
+    }
+}
+
+fn apply(bytes: &mut Vec<u8>, event: &Event, mut keeps: impl FnMut(u64) -> bool) {
+    match event {
+        Event::Write { at, bytes: from } => {
+            let mut done = 0;
+            while done < from.len() {
+                let at = at + done as u64;
+                let n = (SECTOR - at as usize % SECTOR).min(from.len() - done);
+                if keeps(at / SECTOR as u64) {
+                    write(bytes, at, &from[done..done + n]);
+                }
+                done += n;
+            }
+        }
+        Event::SetSize(size) => {
+            // The size goes with what was written behind it, or by itself.
+            if keeps(u64::MAX) {
+                bytes.resize(*size as usize, 0);
+            }
+        }
+        Event::Punch { at, len } => {
+            for sector in (*at..at + len).step_by(SECTOR) {
+                if keeps(sector / SECTOR as u64) {
+                    punch(bytes, sector, SECTOR as u64);
+                }
+            }
+        }
+        Event::Flushed | Event::Mark(_) => {}
+    }
+}

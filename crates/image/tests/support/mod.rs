@@ -1,0 +1,325 @@
+//! What the tests of images share: files, a mover of bytes as simple as can be, and qemu-img.
+
+#![allow(dead_code, clippy::allow_attributes, reason = "each test uses a part")]
+
+pub mod memory;
+pub mod qemu;
+pub mod random;
+pub mod variants;
+
+use std::fs::File;
+use std::io;
+use std::ops::ControlFlow;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use block::FileOffset;
+use image::{
+    Chain, ChainError, ChainOptions, FileIndex, Gate, ImageError, LayerFormat, OpenFiles, Pin,
+    Place, Prepared, Role, Storage, Top, WritePlace, ZeroStep, Zeroing,
+};
+
+/// A file of the host.
+pub struct HostFile(pub File);
+
+impl Storage for HostFile {
+    fn read_at(&self, at: FileOffset, to: &mut [u8]) -> io::Result<usize> {
+        let mut done = 0;
+        while done < to.len() {
+            match self.0.read_at(&mut to[done..], at.0 + done as u64)? {
+                0 => break,
+                n => done += n,
+            }
+        }
+        Ok(done)
+    }
+
+    fn write_at(&self, at: FileOffset, from: &[u8]) -> io::Result<()> {
+        self.0.write_all_at(from, at.0)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        Ok(self.0.metadata()?.len())
+    }
+
+    fn set_size(&self, size: u64) -> io::Result<()> {
+        self.0.set_len(size)
+    }
+
+    fn punch(&self, at: FileOffset, len: u64) -> io::Result<()> {
+        use rustix::fs::{FallocateFlags, fallocate};
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(fallocate(&self.0, flags, at.0, len)?)
+    }
+
+    fn block(&self) -> u32 {
+        512
+    }
+}
+
+/// Opens what a gate let through as it is.
+pub struct HostFiles;
+
+impl OpenFiles for HostFiles {
+    fn open(&mut self, file: OwnedFd, _: &Path, _: Role) -> io::Result<Arc<dyn Storage>> {
+        Ok(Arc::new(HostFile(file.into())))
+    }
+}
+
+/// How a test opens a disk.
+#[derive(Clone, Copy)]
+pub struct How {
+    pub read_only: bool,
+    pub allow_corrupt: bool,
+    pub l2_cache_bytes: Option<u64>,
+}
+
+pub const READ: How = How {
+    read_only: true,
+    allow_corrupt: false,
+    l2_cache_bytes: None,
+};
+
+pub const WRITE: How = How {
+    read_only: false,
+    ..READ
+};
+
+/// A disk whose bytes are moved by plain calls.
+pub struct Disk {
+    pub chain: Chain,
+}
+
+impl Disk {
+    pub fn open(path: &Path, how: How) -> Result<Self, ChainError> {
+        let file = File::options()
+            .read(true)
+            .write(!how.read_only)
+            .open(path)
+            .unwrap();
+        let gate = Gate::beside(path).unwrap();
+        let format = match path.extension().is_some_and(|e| e == "raw") {
+            true => LayerFormat::Raw,
+            false => LayerFormat::Qcow2,
+        };
+        Self::with(Arc::new(HostFile(file)), path, format, &gate, how)
+    }
+
+    pub fn with(
+        storage: Arc<dyn Storage>,
+        path: &Path,
+        format: LayerFormat,
+        gate: &Gate,
+        how: How,
+    ) -> Result<Self, ChainError> {
+        let top = Top {
+            storage,
+            path,
+            format,
+        };
+        let options = ChainOptions {
+            read_only: how.read_only,
+            allow_corrupt: how.allow_corrupt,
+            l2_cache_bytes: how.l2_cache_bytes,
+            punch: true,
+            progress: &mut |_| ControlFlow::Continue(()),
+        };
+        let chain = Chain::open(top, gate, &mut HostFiles, options)?;
+        Ok(Self { chain })
+    }
+
+    fn file(&self, index: FileIndex) -> &dyn Storage {
+        &*self.chain.files()[usize::from(index.0)]
+    }
+
+    fn pinned<T>(&self, f: impl FnOnce(&Pin) -> T) -> T {
+        let pins = self.chain.pins();
+        let pin = pins.pin(lane());
+        let result = f(&pin);
+        pins.unpin(pin);
+        result
+    }
+
+    pub fn read(&self, at: u64, to: &mut [u8]) -> Result<(), ImageError> {
+        self.pinned(|pin| self.read_pinned(pin, at, to))
+    }
+
+    fn read_pinned(&self, pin: &Pin, at: u64, to: &mut [u8]) -> Result<(), ImageError> {
+        let mut done = 0;
+        while done < to.len() {
+            let rest = &mut to[done..];
+            let piece = |len: u64| usize::try_from(len).unwrap();
+            match self.chain.map(pin, at + done as u64, rest.len() as u64) {
+                Place::Load(missing) => self.chain.load(missing)?,
+                Place::Data { file, at, len } => {
+                    assert!(len > 0);
+                    let to = &mut rest[..piece(len)];
+                    let n = self.file(file).read_at(at, to).map_err(io_error)?;
+                    to[n..].fill(0);
+                    done += piece(len);
+                }
+                Place::Zero { len } => {
+                    assert!(len > 0);
+                    rest[..piece(len)].fill(0);
+                    done += piece(len);
+                }
+                Place::Compressed(c) => {
+                    let mut bytes = vec![0; piece(c.bytes)];
+                    let n = self
+                        .file(c.file)
+                        .read_at(c.at, &mut bytes)
+                        .map_err(io_error)?;
+                    let mut cluster = vec![0; piece(c.cluster_bytes)];
+                    let inflated = c.compression.inflate(&bytes[..n], &mut cluster);
+                    inflated.map_err(io_error)?;
+                    let from = piece(c.skip);
+                    rest[..piece(c.len)].copy_from_slice(&cluster[from..from + piece(c.len)]);
+                    done += piece(c.len);
+                }
+                Place::Damaged { len } => {
+                    assert!(len > 0);
+                    return Err(io_error(io::Error::other("damaged")));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub fn write(&self, at: u64, from: &[u8]) -> Result<(), ImageError> {
+        self.pinned(|pin| self.write_pinned(pin, at, from))
+    }
+
+    fn write_pinned(&self, pin: &Pin, at: u64, from: &[u8]) -> Result<(), ImageError> {
+        let chain = &self.chain;
+        let mut done = 0;
+        while done < from.len() {
+            let (at, rest) = (at + done as u64, &from[done..]);
+            match chain.map_write(pin, at, rest.len() as u64) {
+                WritePlace::Load(missing) => chain.load(missing)?,
+                WritePlace::InPlace { file, at, len } => {
+                    assert!(len > 0);
+                    let len = len as usize;
+                    self.file(file)
+                        .write_at(at, &rest[..len])
+                        .map_err(io_error)?;
+                    done += len;
+                }
+                WritePlace::Allocate { len } => match chain.prepare_write(at, len)? {
+                    Prepared::Mapped => {}
+                    Prepared::Wait(waiting) => chain.image().unwrap().wait(&waiting),
+                    Prepared::Allocated(allocation) => {
+                        assert_eq!(allocation.at, at);
+                        let len = allocation.len as usize;
+                        assert!(len > 0 && len <= rest.len());
+                        match self.move_data(pin, &allocation, &rest[..len]) {
+                            Ok(()) => chain.commit(allocation)?,
+                            Err(error) => {
+                                chain.abort(allocation);
+                                return Err(error);
+                            }
+                        }
+                        done += len;
+                    }
+                },
+                WritePlace::Damaged { .. } => {
+                    // It says what is wrong.
+                    let error = chain.prepare_write(at, 1).unwrap_err();
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn move_data(
+        &self,
+        pin: &Pin,
+        allocation: &image::Allocation,
+        data: &[u8],
+    ) -> Result<(), ImageError> {
+        let file = self.file(self.chain.written_file());
+        for fill in &allocation.fills {
+            let mut bytes = vec![0; fill.len as usize];
+            if let Some(from) = fill.from {
+                self.read_pinned(pin, from, &mut bytes)?;
+            }
+            file.write_at(fill.to, &bytes).map_err(io_error)?;
+        }
+        file.write_at(allocation.to, data).map_err(io_error)
+    }
+
+    pub fn zero(&self, at: u64, len: u64, why: Zeroing) -> Result<(), ImageError> {
+        let mut done = 0;
+        while done < len {
+            let (at, left) = (at + done, len - done);
+            match self.chain.zero_step(at, left, why)? {
+                ZeroStep::Done(n) => {
+                    assert!(n > 0 && n <= left, "{n} of {left}");
+                    done += n;
+                }
+                ZeroStep::Write(n) => {
+                    assert!(n > 0 && n <= left, "{n} of {left}");
+                    self.write(at, &vec![0; n as usize])?;
+                    done += n;
+                }
+                ZeroStep::File(n) => {
+                    assert!(n > 0 && n <= left, "{n} of {left}");
+                    let file = self.file(self.chain.written_file());
+                    let zeroes = vec![0; n as usize];
+                    file.write_at(FileOffset(at), &zeroes).map_err(io_error)?;
+                    done += n;
+                }
+                ZeroStep::Wait(waiting) => self.chain.image().unwrap().wait(&waiting),
+            }
+        }
+        Ok(())
+    }
+
+    /// A flush as a data path does it: the tables only if they have changes.
+    pub fn flush(&self) -> Result<(), ImageError> {
+        if self.chain.needs_flush() {
+            return self.chain.flush();
+        }
+        let file = self.file(self.chain.written_file());
+        file.flush().map_err(io_error)
+    }
+
+    pub fn grow(&self, size: u64) -> Result<(), ImageError> {
+        let zero = self.chain.grow(size)?;
+        self.zero(
+            zero.start,
+            zero.end - zero.start,
+            Zeroing::Zeroes { unmap: true },
+        )
+    }
+
+    pub fn content(&self) -> Result<Vec<u8>, ImageError> {
+        let mut content = vec![0; usize::try_from(self.chain.size()).unwrap()];
+        for (number, piece) in content.chunks_mut(1 << 20).enumerate() {
+            self.read((number as u64) << 20, piece)?;
+        }
+        Ok(content)
+    }
+}
+
+pub fn io_error(source: io::Error) -> ImageError {
+    ImageError::Io {
+        doing: "moving data",
+        at: 0,
+        source,
+    }
+}
+
+/// A number for each thread.
+fn lane() -> usize {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local!(static LANE: usize = NEXT.fetch_add(1, Ordering::Relaxed));
+    LANE.with(|lane| *lane)
+}

@@ -1,0 +1,66 @@
+//! qemu-img, which says what is right.
+
+use std::path::Path;
+use std::process::Command;
+
+/// Whether qemu-img is there; says so for the test if not.
+pub fn is_there(test: &str) -> bool {
+    let found = Command::new("qemu-img").arg("--version").output();
+    let found = found.is_ok_and(|output| output.status.success());
+    if !found {
+        println!("skipped: {test}: there is no qemu-img");
+    }
+    found
+}
+
+fn command(program: &str, args: &[&str], directory: &Path) -> (Option<i32>, String) {
+    let output = Command::new(program)
+        .args(args)
+        .current_dir(directory)
+        .output()
+        .unwrap_or_else(|error| panic!("{program}: {error}"));
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    (output.status.code(), text.into_owned())
+}
+
+/// `qemu-img` with these words, in this directory.
+pub fn img(directory: &Path, args: &str) {
+    let args: Vec<&str> = args.split_whitespace().collect();
+    let (code, text) = command("qemu-img", &args, directory);
+    assert_eq!(code, Some(0), "qemu-img {args:?}: {text}");
+}
+
+/// `qemu-io` on a file, one command each.
+pub fn io(directory: &Path, file: &str, options: &[&str], commands: &[String]) {
+    let mut args = options.to_vec();
+    args.push(file);
+    for command in commands {
+        args.extend(["-c", command.as_str()]);
+    }
+    let (code, text) = command("qemu-io", &args, directory);
+    assert_eq!(code, Some(0), "qemu-io {args:?}: {text}");
+}
+
+/// Checks an image: no errors, and no leaks unless they are allowed.
+pub fn check(directory: &Path, file: &str, leaks: bool) {
+    let (code, text) = command("qemu-img", &["check", "-f", "qcow2", file], directory);
+    let fine = code == Some(0) || leaks && code == Some(3);
+    assert!(fine, "qemu-img check {file}: {code:?} {text}");
+}
+
+/// The code that `qemu-img check` ends with.
+pub fn check_code(directory: &Path, file: &str) -> Option<i32> {
+    command("qemu-img", &["check", "-f", "qcow2", file], directory).0
+}
+
+/// The content of a disk, as qemu-img sees it.
+pub fn content(directory: &Path, file: &str, format: &str) -> Vec<u8> {
+    img(
+        directory,
+        &format!("convert -f {format} -O raw {file} content.out"),
+    );
+    let out = directory.join("content.out");
+    let content = std::fs::read(&out).unwrap();
+    std::fs::remove_file(out).unwrap();
+    content
+}
