@@ -12,8 +12,8 @@ use support::memory::{Event, Memory, Replay};
 use support::random::Random;
 use support::{Disk, READ, WRITE, qemu, variants};
 
-/// Cuts per kind of image and seed.
-const CUTS: usize = 250;
+/// Moments for each kind of image and seed; at each, three things that may be left.
+const CUTS: usize = 100;
 /// Small, so that operations meet.
 const DISK_BYTES: u64 = 192 << 10;
 /// One in so many is shown to qemu-img as well.
@@ -143,7 +143,7 @@ impl Story {
         let mut cuts = 0;
         for (moment, event) in self.events.iter().enumerate() {
             if moments.contains(&moment) {
-                for _ in 0..2 {
+                for _ in 0..3 {
                     self.look(
                         &replay.crash(&mut random),
                         &may,

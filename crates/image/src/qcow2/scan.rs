@@ -25,7 +25,9 @@ const TABLES_MAX: usize = 4 << 20;
 /// Bytes of all L2 tables: what a disk reads in some minutes.
 const TABLE_BYTES_MAX: u64 = 64 << 30;
 /// Bytes of all bitmaps' tables and directories.
-const BITMAP_BYTES_MAX: u64 = 128 << 20;
+const BITMAP_BYTES_MAX: u64 = 16 << 20;
+/// Findings that are counted; one is enough to refuse an image.
+const FINDINGS_MAX: usize = 10_000;
 
 /// What is wrong with an image's structure, beside refcounts.
 pub(crate) type Finding = (&'static str, u64);
@@ -233,7 +235,8 @@ impl<'a> Scan<'a> {
                 let count = &mut counts[(cluster - range.start) as usize];
                 *count = count.saturating_add(uses);
             }
-            if window == 0 && first.saturating_add(clusters) > self.clusters {
+            let ends = first.saturating_add(clusters) <= self.clusters;
+            if window == 0 && !ends && beyond.len() < FINDINGS_MAX {
                 beyond.push(("a reference leads behind the end of the file", first));
             }
         };
@@ -261,7 +264,10 @@ impl<'a> Scan<'a> {
                         }
                     }
                     Ok(Entry::Standard(_)) => {}
-                    Err(_) => bad.push(("an L2 entry leads nowhere", entry[0])),
+                    Err(_) if bad.len() < FINDINGS_MAX => {
+                        bad.push(("an L2 entry leads nowhere", entry[0]));
+                    }
+                    Err(_) => {}
                 }
             }
             let progress_now = Progress {

@@ -1,0 +1,389 @@
+//! What must hold for any bytes in an image: no panic, no endless loop, bounded memory; and whatever is
+//! written to an image that was accepted, is there afterwards. The fuzz targets call these, and so does
+//! `../any_bytes.rs`.
+
+use std::io;
+use std::ops::ControlFlow;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use block::FileOffset;
+use image::{
+    Chain, ChainOptions, Gate, LayerFormat, OpenFiles, Place, Prepared, Role, Storage, Top,
+    WritePlace, ZeroStep, Zeroing, check,
+};
+
+/// Inputs worth starting from, by name.
+pub type Seeds = Vec<(&'static str, Vec<u8>)>;
+
+/// Largest file that is made of an input, in bytes; what is behind its end is zeroes.
+const FILE_MAX: u64 = 32 << 20;
+
+struct Bytes(Mutex<Vec<u8>>);
+
+impl Storage for Bytes {
+    fn read_at(&self, at: FileOffset, to: &mut [u8]) -> io::Result<usize> {
+        let bytes = self.0.lock().unwrap();
+        let from = usize::try_from(at.0).unwrap_or(usize::MAX).min(bytes.len());
+        let n = to.len().min(bytes.len() - from);
+        to[..n].copy_from_slice(&bytes[from..from + n]);
+        Ok(n)
+    }
+
+    fn write_at(&self, at: FileOffset, from: &[u8]) -> io::Result<()> {
+        let mut bytes = self.0.lock().unwrap();
+        let end = at.0.checked_add(from.len() as u64);
+        let Some(end) = end.filter(|&end| end <= FILE_MAX) else {
+            return Err(io::Error::from_raw_os_error(27));
+        };
+        if (bytes.len() as u64) < end {
+            bytes.resize(end as usize, 0);
+        }
+        bytes[at.0 as usize..end as usize].copy_from_slice(from);
+        Ok(())
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        Ok(self.0.lock().unwrap().len() as u64)
+    }
+
+    fn set_size(&self, size: u64) -> io::Result<()> {
+        if size > FILE_MAX {
+            return Err(io::Error::from_raw_os_error(27));
+        }
+        self.0.lock().unwrap().resize(size as usize, 0);
+        Ok(())
+    }
+
+    fn punch(&self, _: FileOffset, _: u64) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn block(&self) -> u32 {
+        512
+    }
+}
+
+/// Lets nothing be opened: names in an image must not even be looked at, with an empty gate.
+struct NoFiles;
+
+impl OpenFiles for NoFiles {
+    fn open(&mut self, _: OwnedFd, path: &Path, _: Role) -> io::Result<Arc<dyn Storage>> {
+        panic!("{} was opened", path.display());
+    }
+}
+
+/// The input is a file; its last bytes say what is done with it.
+pub fn image(data: &[u8]) {
+    let file = Arc::new(Bytes(Mutex::new(data.to_vec())));
+    let _ = check(&*file);
+    for read_only in [true, false] {
+        if let Some(chain) = open(file.clone(), read_only) {
+            use_it(&chain, &file, data, read_only);
+        }
+    }
+}
+
+fn open(file: Arc<Bytes>, read_only: bool) -> Option<Chain> {
+    let top = Top {
+        storage: file,
+        path: Path::new("/image"),
+        format: LayerFormat::Qcow2,
+    };
+    let gate = Gate::new::<&str>([]).unwrap();
+    let options = ChainOptions {
+        read_only,
+        allow_corrupt: true,
+        l2_cache_bytes: Some(1 << 16),
+        punch: true,
+        progress: &mut |progress| match progress.done > 1000 {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        },
+    };
+    let opened = Chain::open(top, &gate, &mut NoFiles, options);
+    opened
+        .inspect_err(|error| assert!(error.to_string().len() > 10))
+        .ok()
+}
+
+fn use_it(chain: &Chain, file: &Bytes, data: &[u8], read_only: bool) {
+    let size = chain.size();
+    let choices = data.rchunks(4).take(24);
+    for (number, choice) in choices.enumerate() {
+        let mut word = [0; 4];
+        word[..choice.len()].copy_from_slice(choice);
+        let word = u64::from(u32::from_le_bytes(word));
+        let Some(most) = size.checked_sub(512) else {
+            return;
+        };
+        // All over the disk, and mostly where a small image has something.
+        let at = if word & 1 == 0 {
+            word * 512
+        } else {
+            word << 24
+        } % (most + 1)
+            / 512
+            * 512;
+        let len = (1 + (word >> 8) % 200) * 512;
+        let len = len.min(size - at);
+        match number % 6 {
+            _ if read_only => read(chain, at, len),
+            0 | 1 => write(chain, file, at, len),
+            2 => zero(chain, at, len, Zeroing::Discard),
+            3 => zero(
+                chain,
+                at,
+                len,
+                Zeroing::Zeroes {
+                    unmap: word & 2 == 0,
+                },
+            ),
+            4 => drop(chain.flush()),
+            _ => read(chain, at, len),
+        }
+    }
+    if !read_only {
+        let _ = chain.grow(size.saturating_add(4096) / 512 * 512);
+        let _ = chain.close();
+    }
+}
+
+fn read(chain: &Chain, at: u64, len: u64) {
+    let pin = chain.pins().pin(0);
+    let mut done = 0;
+    let mut loads = 0;
+    while done < len {
+        match chain.map(&pin, at + done, len - done) {
+            Place::Load(missing) => {
+                loads += 1;
+                assert!(loads < 10_000, "the same is loaded again and again");
+                if chain.load(missing).is_err() {
+                    break;
+                }
+            }
+            Place::Compressed(c) => {
+                assert!(c.bytes <= 2 * c.cluster_bytes.max(512) && c.len > 0);
+                assert!(c.skip + c.len <= c.cluster_bytes);
+                let mut bytes = vec![0; c.bytes as usize];
+                let file = &chain.files()[usize::from(c.file.0)];
+                let n = file.read_at(c.at, &mut bytes).unwrap();
+                let mut cluster = vec![0; c.cluster_bytes as usize];
+                let _ = c.compression.inflate(&bytes[..n], &mut cluster);
+                done += c.len;
+            }
+            Place::Data { len, .. } | Place::Zero { len } | Place::Damaged { len } => {
+                assert!(len > 0);
+                done += len;
+            }
+        }
+    }
+    chain.pins().unpin(pin);
+}
+
+/// Writes what allocates; what is there is overwritten in the file.
+fn write(chain: &Chain, file: &Bytes, at: u64, len: u64) {
+    let pin = chain.pins().pin(0);
+    let mut done = 0;
+    for _ in 0..10_000 {
+        if done >= len {
+            break;
+        }
+        match chain.map_write(&pin, at + done, len - done) {
+            WritePlace::Load(missing) => {
+                if chain.load(missing).is_err() {
+                    break;
+                }
+            }
+            WritePlace::InPlace { at, len, .. } => {
+                assert!(len > 0);
+                assert!(at.0 >= 512, "guest data over the header");
+                let _ = file.write_at(at, &vec![0xda; len as usize]);
+                done += len;
+            }
+            WritePlace::Allocate { len } => match chain.prepare_write(at + done, len) {
+                Ok(Prepared::Allocated(allocation)) => {
+                    assert!(allocation.len > 0 && allocation.len <= len);
+                    done += allocation.len;
+                    if allocation.len % 1024 == 0 {
+                        let _ = chain.commit(allocation);
+                    } else {
+                        chain.abort(allocation);
+                    }
+                }
+                Ok(Prepared::Mapped) => {}
+                Ok(Prepared::Wait(_)) => panic!("nobody is there to be waited for"),
+                Err(_) => break,
+            },
+            WritePlace::Damaged { len } => {
+                assert!(len > 0);
+                done += len;
+            }
+        }
+    }
+    chain.pins().unpin(pin);
+}
+
+fn zero(chain: &Chain, at: u64, len: u64, why: Zeroing) {
+    let mut done = 0;
+    // A disk of which nothing is there is done in steps of what a table maps.
+    for _ in 0..10_000 {
+        if done >= len {
+            break;
+        }
+        match chain.zero_step(at + done, len - done, why) {
+            Ok(ZeroStep::Done(n) | ZeroStep::Write(n) | ZeroStep::File(n)) => {
+                assert!(n > 0 && n <= len - done);
+                done += n;
+            }
+            Ok(ZeroStep::Wait(_)) => panic!("nobody is there to be waited for"),
+            Err(_) => break,
+        }
+    }
+}
+
+/// An image of 512-byte clusters: header, refcount table and block, L1, L2, and two clusters of data.
+struct Made(Vec<u8>);
+
+impl Made {
+    fn new() -> Self {
+        let mut made = Self(vec![0; 8 * 512]);
+        made.word(0, 0x5146_49fb_0000_0003);
+        made.half(20, 9)
+            .word(24, 64 << 10)
+            .half(36, 2)
+            .word(40, 3 * 512);
+        made.word(48, 512).half(56, 1).half(96, 4).half(100, 104);
+        made.word(512, 2 * 512);
+        for cluster in 0..7 {
+            made.0[2 * 512 + 2 * cluster + 1] = 1;
+        }
+        made.word(3 * 512, 1 << 63 | 4 * 512);
+        made.word(4 * 512, 1 << 63 | 5 * 512)
+            .word(4 * 512 + 8, 1 << 63 | 6 * 512);
+        made
+    }
+
+    fn word(&mut self, at: usize, value: u64) -> &mut Self {
+        self.0[at..at + 8].copy_from_slice(&value.to_be_bytes());
+        self
+    }
+
+    fn half(&mut self, at: usize, value: u32) -> &mut Self {
+        self.0[at..at + 4].copy_from_slice(&value.to_be_bytes());
+        self
+    }
+}
+
+/// Images as they were used against QEMU, and others that lead where they must not.
+pub fn seeds() -> Seeds {
+    let make = |change: fn(&mut Made) -> &mut Made| {
+        let mut made = Made::new();
+        change(&mut made);
+        made.0
+    };
+    let name = |made: &mut Made, kind: u32, text: &str| {
+        made.half(104, kind).half(108, text.len() as u32);
+        made.0[112..112 + text.len()].copy_from_slice(text.as_bytes());
+    };
+    let mut json = Made::new();
+    name(
+        &mut json,
+        0x4441_5441,
+        "json:{\"driver\":\"file\",\"filename\":\"/etc/passwd\"}",
+    );
+    json.word(72, 4);
+    let mut backing = Made::new();
+    name(&mut backing, 0xe279_2aca, "raw");
+    backing.word(8, 200).half(16, 11);
+    backing.0[200..211].copy_from_slice(b"/etc/passwd");
+    vec![
+        ("sound", make(|m| m)),
+        ("dirty", make(|m| m.word(72, 1))),
+        ("corrupt", make(|m| m.word(72, 2))),
+        ("version_2", make(|m| m.half(4, 2))),
+        ("json_data_file", json.0),
+        ("backing_outside", backing.0),
+        ("l1_size_overflow", make(|m| m.half(36, 0x2000_0001))),
+        ("l1_offset_overflow", make(|m| m.word(40, u64::MAX - 511))),
+        ("refcount_table_huge", make(|m| m.half(56, u32::MAX))),
+        ("refcount_table_end", make(|m| m.word(48, 1 << 55))),
+        ("refcount_order", make(|m| m.half(96, 63))),
+        (
+            "snapshots_many",
+            make(|m| m.half(60, u32::MAX).word(64, 5 * 512)),
+        ),
+        (
+            "snapshots_overflow",
+            make(|m| m.half(60, 65536).word(64, 5 * 512)),
+        ),
+        (
+            "snapshot_l1_huge",
+            make(|m| {
+                m.half(60, 1)
+                    .word(64, 5 * 512)
+                    .word(5 * 512, 512)
+                    .half(5 * 512 + 8, u32::MAX)
+            }),
+        ),
+        ("header_length", make(|m| m.half(100, u32::MAX - 7))),
+        (
+            "extension_length",
+            make(|m| m.half(104, 0xe279_2aca).half(108, u32::MAX)),
+        ),
+        ("size_huge", make(|m| m.word(24, u64::MAX - 511))),
+        ("cluster_bits", make(|m| m.half(20, 31))),
+        ("block_is_table", make(|m| m.word(512, 512))),
+        ("block_is_l1", make(|m| m.word(512, 3 * 512))),
+        ("block_unaligned", make(|m| m.word(512, 2 * 512 + 8))),
+        (
+            "refcounts_zero",
+            make(|m| {
+                m.0[2 * 512..3 * 512].fill(0);
+                m
+            }),
+        ),
+        ("l2_is_l1", make(|m| m.word(3 * 512, 1 << 63 | 3 * 512))),
+        ("l2_is_header", make(|m| m.word(3 * 512, 1 << 63))),
+        (
+            "l2_behind_end",
+            make(|m| m.word(3 * 512, 1 << 63 | 1 << 40)),
+        ),
+        ("data_is_header", make(|m| m.word(4 * 512, 1 << 63))),
+        ("data_is_l1", make(|m| m.word(4 * 512, 1 << 63 | 3 * 512))),
+        (
+            "data_is_refcounts",
+            make(|m| m.word(4 * 512, 1 << 63 | 2 * 512)),
+        ),
+        ("data_is_l2", make(|m| m.word(4 * 512, 1 << 63 | 4 * 512))),
+        (
+            "data_behind_end",
+            make(|m| m.word(4 * 512, 1 << 63 | 1 << 54)),
+        ),
+        ("data_twice", make(|m| m.word(4 * 512, 6 * 512))),
+        ("compressed_is_header", make(|m| m.word(4 * 512, 1 << 62))),
+        (
+            "compressed_behind_end",
+            make(|m| m.word(4 * 512, 1 << 62 | 1 << 50)),
+        ),
+        (
+            "compressed_garbage",
+            make(|m| m.word(4 * 512, 1 << 62 | 1 << 61 | 5 * 512)),
+        ),
+        (
+            "bitmaps_huge",
+            make(|m| {
+                m.word(88, 1).half(104, 0x2385_2875).half(108, 24);
+                m.half(112, 1).word(120, u64::MAX).word(128, 5 * 512)
+            }),
+        ),
+        ("feature_unknown", make(|m| m.word(72, 1 << 40))),
+        ("encrypted", make(|m| m.half(32, 2))),
+        ("empty", Vec::new()),
+    ]
+}
