@@ -263,9 +263,9 @@ impl Made {
         for cluster in 0..7 {
             made.0[2 * 512 + 2 * cluster + 1] = 1;
         }
-        made.word(3 * 512, 1 << 63 | 4 * 512);
-        made.word(4 * 512, 1 << 63 | 5 * 512)
-            .word(4 * 512 + 8, 1 << 63 | 6 * 512);
+        made.word(3 * 512, (1 << 63) | (4 * 512));
+        made.word(4 * 512, (1 << 63) | (5 * 512))
+            .word(4 * 512 + 8, (1 << 63) | (6 * 512));
         made
     }
 
@@ -348,32 +348,38 @@ pub fn seeds() -> Seeds {
                 m
             }),
         ),
-        ("l2_is_l1", make(|m| m.word(3 * 512, 1 << 63 | 3 * 512))),
+        ("l2_is_l1", make(|m| m.word(3 * 512, (1 << 63) | (3 * 512)))),
         ("l2_is_header", make(|m| m.word(3 * 512, 1 << 63))),
         (
             "l2_behind_end",
-            make(|m| m.word(3 * 512, 1 << 63 | 1 << 40)),
+            make(|m| m.word(3 * 512, (1 << 63) | (1 << 40))),
         ),
         ("data_is_header", make(|m| m.word(4 * 512, 1 << 63))),
-        ("data_is_l1", make(|m| m.word(4 * 512, 1 << 63 | 3 * 512))),
+        (
+            "data_is_l1",
+            make(|m| m.word(4 * 512, (1 << 63) | (3 * 512))),
+        ),
         (
             "data_is_refcounts",
-            make(|m| m.word(4 * 512, 1 << 63 | 2 * 512)),
+            make(|m| m.word(4 * 512, (1 << 63) | (2 * 512))),
         ),
-        ("data_is_l2", make(|m| m.word(4 * 512, 1 << 63 | 4 * 512))),
+        (
+            "data_is_l2",
+            make(|m| m.word(4 * 512, (1 << 63) | (4 * 512))),
+        ),
         (
             "data_behind_end",
-            make(|m| m.word(4 * 512, 1 << 63 | 1 << 54)),
+            make(|m| m.word(4 * 512, (1 << 63) | (1 << 54))),
         ),
         ("data_twice", make(|m| m.word(4 * 512, 6 * 512))),
         ("compressed_is_header", make(|m| m.word(4 * 512, 1 << 62))),
         (
             "compressed_behind_end",
-            make(|m| m.word(4 * 512, 1 << 62 | 1 << 50)),
+            make(|m| m.word(4 * 512, (1 << 62) | (1 << 50))),
         ),
         (
             "compressed_garbage",
-            make(|m| m.word(4 * 512, 1 << 62 | 1 << 61 | 5 * 512)),
+            make(|m| m.word(4 * 512, (1 << 62) | (1 << 61) | (5 * 512))),
         ),
         (
             "bitmaps_huge",
