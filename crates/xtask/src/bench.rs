@@ -446,16 +446,11 @@ impl Bench {
                 let backing = Prepared::Null;
                 let running = Running::start(server, &backing, setting, &self.programs, &self.dir)?;
                 let seed = self.args.seed;
-                let job = instructions::job(self.job(
-                    &running,
-                    Client::RingPoll,
-                    workload,
-                    setting,
-                    seed,
-                ));
+                let job = self.job(&running, Client::RingPoll, workload, setting, seed);
+                let job = instructions::job(job, &self.dir);
                 let client = running.start_client(&job, &self.programs)?;
-                let per_io =
-                    instructions::per_io(running.pid(), client, |client| running.finish(client))?;
+                let read = |client| running.finish(client);
+                let per_io = instructions::per_io(running.pid(), &job, client, read)?;
                 report.instructions.push(Instructions {
                     server,
                     setting,
@@ -521,6 +516,7 @@ impl Bench {
             server_pid: running.pid(),
             server_cpu: Some(SERVER_CPU),
             cpus: vec![CLIENT_CPU],
+            mark: None,
             seed,
         }
     }

@@ -43,6 +43,8 @@ pub struct Job {
     /// A thread on each of these, which share the queues in turn; one thread, wherever it is, if there are none. blkio
     /// has a thread per queue.
     pub cpus: Vec<usize>,
+    /// A file that is there during the window.
+    pub mark: Option<PathBuf>,
     pub seed: u64,
 }
 
@@ -50,6 +52,9 @@ pub struct Job {
 #[derive(Clone, Default, Serialize, Deserialize)]
 pub struct Sample {
     pub iops: f64,
+    /// In the window.
+    #[serde(default)]
+    pub ios: u64,
     pub mean_us: f64,
     pub p50_us: f64,
     pub p99_us: f64,
@@ -183,11 +188,17 @@ fn window(job: &Job, edge: &Barrier) -> anyhow::Result<Window> {
         thread::sleep(Duration::from_secs(1));
     }
     let before = Counters::read(job)?;
+    if let Some(mark) = &job.mark {
+        File::create(mark).with_context(|| format!("creating {}", mark.display()))?;
+    }
     edge.wait();
     if let Some(idle) = job.idle_s {
         thread::sleep(Duration::from_secs_f64(idle));
     }
     edge.wait();
+    if let Some(mark) = &job.mark {
+        std::fs::remove_file(mark).with_context(|| format!("removing {}", mark.display()))?;
+    }
     let used = Counters::read(job)?.since(&before);
     edge.wait();
     Ok(used)
@@ -358,6 +369,7 @@ impl Window {
         let (server_s, client_s) = (self.server.ran_s(), self.client.ran_s());
         Sample {
             iops: ios / self.seconds,
+            ios: latencies_ns.len(),
             mean_us: latencies_ns.mean() / 1e3,
             p50_us: us(0.50),
             p99_us: us(0.99),

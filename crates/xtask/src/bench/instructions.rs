@@ -8,6 +8,7 @@
 
 use std::fmt::{self, Write};
 use std::fs;
+use std::path::Path;
 use std::process::Child;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -40,9 +41,10 @@ fn one() -> usize {
     1
 }
 
-/// `job` as long as the counting takes.
-pub fn job(job: Job) -> Job {
+/// `job` as long as the counting takes, with a mark in `dir`.
+pub fn job(job: Job, dir: &Path) -> Job {
     Job {
+        mark: Some(dir.join("window")),
         warmup_s: WARMUP.as_secs_f64(),
         runtime_s: WINDOW.as_secs_f64(),
         cooldown_s: COOLDOWN.as_secs_f64(),
@@ -72,36 +74,48 @@ pub fn write(out: &mut String, counts: &[Instructions]) -> fmt::Result {
     Ok(())
 }
 
-/// The client's phases. Stepping starts and ends well outside the window, yet while I/O goes on: at full speed, a moment
-/// would count for minutes, and a thread that sleeps cannot be stepped.
+/// The client's phases. Stepping starts and ends outside the window, yet while I/O goes on: a thread that sleeps cannot be
+/// stepped. In the window, a few thousand I/Os are done.
 const WARMUP: Duration = Duration::from_secs(2);
-const WINDOW: Duration = Duration::from_secs(4);
+const WINDOW: Duration = Duration::from_secs(8);
 const COOLDOWN: Duration = Duration::from_secs(2);
 
-/// Steps the busiest thread of `server` from the middle of `client`'s warm-up to the middle of its cool-down. Gives the
-/// steps per I/O: steps per second over I/Os per second.
+/// Steps between two looks at whether the window is open: less than one I/O.
+const LOOK_EVERY: u64 = 200;
+
+/// Steps the busiest thread of `server` while `client` does its I/O, and counts while `job`'s mark is there. Gives the
+/// steps per I/O.
 pub fn per_io(
     server: u32,
+    job: &Job,
     client: Child,
     read: impl FnOnce(Child) -> anyhow::Result<Sample>,
 ) -> anyhow::Result<f64> {
+    let mark = job.mark.as_deref().context("the client makes no mark")?;
     sleep(WARMUP / 4);
     let thread = busiest(server)?;
     sleep(WARMUP / 4);
     ptrace::attach(thread).context("attaching to the I/O thread")?;
     stopped(thread)?;
-    let begun = Instant::now();
+    let deadline = Instant::now() + WARMUP + WINDOW + COOLDOWN / 2;
     let mut steps = 0_u64;
-    while begun.elapsed() < WARMUP / 2 + WINDOW + COOLDOWN / 2 {
-        for _ in 0..1000 {
+    loop {
+        for _ in 0..LOOK_EVERY {
             ptrace::step(thread, None)?;
             stopped(thread)?;
         }
-        steps += 1000;
+        match mark.exists() {
+            true => steps += LOOK_EVERY,
+            false if steps > 0 => break,
+            false => {}
+        }
+        if Instant::now() > deadline {
+            bail!("the client's window does not begin or end in time");
+        }
     }
-    let per_second = steps as f64 / begun.elapsed().as_secs_f64();
     ptrace::detach(thread, None)?;
-    Ok(per_second / read(client)?.iops)
+    let sample = read(client)?;
+    Ok(steps as f64 / sample.ios as f64)
 }
 
 fn stopped(thread: Pid) -> anyhow::Result<()> {

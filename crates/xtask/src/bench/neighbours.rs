@@ -56,6 +56,7 @@ pub fn fairness(
             server_pid: server.pid(),
             server_cpu: Some(SERVER_CPU),
             cpus: vec![CLIENT_CPU],
+            mark: None,
             seed: round as u64 + 1,
         };
         let alone = finish(start(programs, &job(quiet, 1, 0.0))?)?;

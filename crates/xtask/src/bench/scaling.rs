@@ -210,7 +210,7 @@ impl Plan<'_> {
         };
         let files = vec!["null:64G".to_owned(); disks];
         let running = serving.start(binary, self.programs, self.dir, &files)?;
-        let job = instructions::job(Job {
+        let job = Job {
             sockets: running.sockets.clone(),
             driven: disks,
             queues,
@@ -218,7 +218,8 @@ impl Plan<'_> {
             server_pid: running.pid(),
             cpus: vec![CLIENT_CPU],
             ..self.job()
-        });
+        };
+        let job = instructions::job(job, self.dir);
         let client = start(self.programs, &job)?;
         Ok(Instructions {
             server,
@@ -228,7 +229,7 @@ impl Plan<'_> {
             },
             disks,
             depth: self.depth,
-            per_io: instructions::per_io(running.pid(), client, finish)?,
+            per_io: instructions::per_io(running.pid(), &job, client, finish)?,
         })
     }
 
@@ -253,6 +254,7 @@ impl Plan<'_> {
             // It has pinned its threads itself, and nothing of the kernel's works for a null disk.
             server_cpu: None,
             cpus: Vec::new(),
+            mark: None,
             seed: 1,
         }
     }

@@ -302,6 +302,7 @@ pub fn host(
     let cpu_us_per_io = used.ran_s() * 1e6 / ios;
     Ok(Sample {
         iops: side.iops,
+        ios: ios as u64,
         mean_us: side.lat_ns.mean / 1e3,
         p50_us: us("50.000000"),
         p99_us: us("99.000000"),
