@@ -4,6 +4,7 @@
 //! Operations and bytes are always counted. Latencies are measured while somebody [asks for
 //! them](Disk::measure): a look at the clock per batch, and a place in a list per request.
 
+use std::mem;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
@@ -173,12 +174,24 @@ pub(crate) struct Stamps {
 /// What a queue's thread counts.
 pub(crate) struct Tally {
     counters: Arc<Counters>,
-    /// Those that are measured, and that the guest has not been told of. Requests of a batch share
-    /// their times, and then they share an entry.
-    measured: Vec<Done>,
+    /// Reads and writes that went well, since the counters were last brought up to date: one
+    /// addition per request where these would need three instructions.
+    reads: Count,
+    writes: Count,
+    /// Requests that are measured, and that the guest has not been told of. Those of a batch share
+    /// their times: this is the last such run, and these are the ones before.
+    run: Run,
+    runs: Vec<Run>,
 }
 
-struct Done {
+#[derive(Default)]
+struct Count {
+    operations: u64,
+    bytes: u64,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Run {
     kind: usize,
     stamps: Stamps,
     reaped: u64,
@@ -190,7 +203,10 @@ impl Tally {
     pub fn new(disk: &Disk, requests: usize) -> Self {
         Self {
             counters: disk.statistics.join(),
-            measured: Vec::with_capacity(requests),
+            reads: Count::default(),
+            writes: Count::default(),
+            run: Run::default(),
+            runs: Vec::with_capacity(requests),
         }
     }
 
@@ -206,19 +222,22 @@ impl Tally {
     /// A request is completed with this status.
     #[inline]
     pub fn finished(&mut self, request: &Request, status: Status) {
-        match (status, *request) {
+        let (count, len) = match (status, *request) {
             // Nearly all of them.
-            (Status::Ok, Request::Read { len, .. }) => self.counters.count(0, len),
-            (Status::Ok, Request::Write { len, .. }) => self.counters.count(1, len),
-            _ => self.finished_other(request, status),
-        }
+            (Status::Ok, Request::Read { len, .. }) => (&mut self.reads, len),
+            (Status::Ok, Request::Write { len, .. }) => (&mut self.writes, len),
+            _ => return self.finished_other(request, status),
+        };
+        count.operations += 1;
+        // A guest can have asked for more than 64 bits of them.
+        count.bytes = count.bytes.wrapping_add(len);
     }
 
     #[cold]
     fn finished_other(&mut self, request: &Request, status: Status) {
         match (kind(request), status) {
             (None, _) => {}
-            (Some((kind, bytes)), Status::Ok) => self.counters.count(kind, bytes),
+            (Some((kind, bytes)), Status::Ok) => self.counters.count(kind, 1, bytes),
             (Some((kind, _)), _) => add(&self.counters.errors[kind], 1),
         }
     }
@@ -229,33 +248,55 @@ impl Tally {
     }
 
     /// A request that is measured is done.
-    #[cold]
+    #[inline]
     pub fn measured(&mut self, request: &Request, stamps: Stamps, reaped: u64) {
         let Some((kind, _)) = kind(request) else {
             return;
         };
-        if let Some(last) = self.measured.last_mut()
-            && (last.kind, last.stamps, last.reaped) == (kind, stamps, reaped)
-        {
-            last.n += 1;
+        let run = &mut self.run;
+        if (run.kind, run.stamps, run.reaped) == (kind, stamps, reaped) {
+            run.n += 1;
             return;
         }
+        self.measured_apart(kind, stamps, reaped);
+    }
+
+    #[cold]
+    fn measured_apart(&mut self, kind: usize, stamps: Stamps, reaped: u64) {
         // It has room for all that can be under way; a guest that makes a request available twice
         // gets one measurement less.
-        if self.measured.len() < self.measured.capacity() {
-            self.measured.push(Done {
-                kind,
-                stamps,
-                reaped,
-                n: 1,
-            });
+        if self.run.n > 0 && self.runs.len() < self.runs.capacity() {
+            self.runs.push(self.run);
+        }
+        self.run = Run {
+            kind,
+            stamps,
+            reaped,
+            n: 1,
+        };
+    }
+
+    /// The guest is about to be told of what is done: whoever then looks finds it counted.
+    #[inline]
+    pub fn count(&mut self) {
+        let Self {
+            counters,
+            reads,
+            writes,
+            ..
+        } = self;
+        for (kind, count) in [(0, reads), (1, writes)] {
+            if count.operations > 0 {
+                let Count { operations, bytes } = mem::take(count);
+                counters.count(kind, operations, bytes);
+            }
         }
     }
 
-    /// The guest is told of what is done.
+    /// The guest has been told of what is done.
     #[inline]
     pub fn publish(&mut self) {
-        if !self.measured.is_empty() {
+        if self.run.n > 0 {
             self.publish_times();
         }
     }
@@ -264,16 +305,17 @@ impl Tally {
     fn publish_times(&mut self) {
         let now = now_ns();
         if let Some(times) = self.counters.times.get() {
-            for done in &self.measured {
-                let Stamps { fetched, submitted } = done.stamps;
-                let [total, waiting, engine, publishing] = &times[done.kind];
-                total.add(now.saturating_sub(fetched), done.n);
-                waiting.add(submitted.saturating_sub(fetched), done.n);
-                engine.add(done.reaped.saturating_sub(submitted), done.n);
-                publishing.add(now.saturating_sub(done.reaped), done.n);
+            for run in self.runs.iter().chain([&self.run]) {
+                let Stamps { fetched, submitted } = run.stamps;
+                let [total, waiting, engine, publishing] = &times[run.kind];
+                total.add(now.saturating_sub(fetched), run.n);
+                waiting.add(submitted.saturating_sub(fetched), run.n);
+                engine.add(run.reaped.saturating_sub(submitted), run.n);
+                publishing.add(now.saturating_sub(run.reaped), run.n);
             }
         }
-        self.measured.clear();
+        self.runs.clear();
+        self.run.n = 0;
     }
 
     /// How many requests are under way has changed.
@@ -285,6 +327,7 @@ impl Tally {
 
 impl Drop for Tally {
     fn drop(&mut self) {
+        self.count();
         self.publish();
         self.set_under_way(0);
         self.counters.in_use.store(false, Ordering::Release);
@@ -308,8 +351,8 @@ type Times = [[Filling; STAGES]; KINDS];
 
 impl Counters {
     #[inline]
-    fn count(&self, kind: usize, bytes: u64) {
-        add(&self.operations[kind], 1);
+    fn count(&self, kind: usize, operations: u64, bytes: u64) {
+        add(&self.operations[kind], operations);
         add(&self.bytes[kind], bytes);
     }
 

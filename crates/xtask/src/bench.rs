@@ -131,7 +131,7 @@ pub struct Args {
     fairness: bool,
 
     /// Measure what a second core with a second queue brings on the null disk, and what 32 disks of 4 queues cost per
-    /// I/O on two I/O threads, instead of the workloads
+    /// I/O on two I/O threads, instead of the workloads; with --instructions, instructions per I/O
     #[arg(long)]
     scaling: bool,
 
@@ -201,10 +201,10 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     }
     let report = if bench.args.idle {
         bench.idle()?
-    } else if bench.args.instructions {
-        bench.instructions()?
     } else if bench.args.scaling {
         bench.scaling()?
+    } else if bench.args.instructions {
+        bench.instructions()?
     } else {
         bench.measure()?
     };
@@ -479,7 +479,10 @@ impl Bench {
                 named => named.to_vec(),
             },
         };
-        scaling::measure(&plan, &self.interrupted, &mut report)?;
+        match self.args.instructions {
+            true => scaling::count(&plan, &mut report)?,
+            false => scaling::measure(&plan, &self.interrupted, &mut report)?,
+        }
         Ok(report)
     }
 

@@ -80,7 +80,7 @@ pub struct Plan<'a> {
     pub clients: Vec<Client>,
 }
 
-/// Measures all layouts in turn, round after round, and counts instructions; all goes into `report`.
+/// Measures all layouts in turn, round after round; all goes into `report`.
 pub fn measure(plan: &Plan, interrupted: &AtomicBool, report: &mut Report) -> anyhow::Result<()> {
     let servers = plan.servers();
     for round in 0..plan.rounds {
@@ -114,7 +114,12 @@ pub fn measure(plan: &Plan, interrupted: &AtomicBool, report: &mut Report) -> an
             });
         }
     }
-    for (server, binary) in &servers {
+    Ok(())
+}
+
+/// Counts instructions per I/O with more and more queues on one I/O thread.
+pub fn count(plan: &Plan, report: &mut Report) -> anyhow::Result<()> {
+    for (server, binary) in &plan.servers() {
         for (disks, queues) in [(1, 1), (1, QUEUES / 2), (DISKS, QUEUES / 2)] {
             eprintln!("{server}: counting instructions of {disks} x {queues} queues ...");
             report
