@@ -1,0 +1,427 @@
+//! What is opened, repaired, refused, and with which words; and what an image says of itself afterwards.
+
+mod support;
+
+use std::fs;
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use image::{Gate, LayerFormat, Zeroing};
+use support::{Disk, HostFile, How, READ, WRITE, qemu};
+
+fn patch(path: &Path, at: u64, bytes: &[u8]) {
+    let mut file = fs::File::options().write(true).open(path).unwrap();
+    file.seek(SeekFrom::Start(at)).unwrap();
+    file.write_all(bytes).unwrap();
+}
+
+fn bytes<const N: usize>(path: &Path, at: u64) -> [u8; N] {
+    let mut file = fs::File::open(path).unwrap();
+    let mut bytes = [0; N];
+    file.seek(SeekFrom::Start(at)).unwrap();
+    file.read_exact(&mut bytes).unwrap();
+    bytes
+}
+
+fn number(path: &Path, at: u64) -> u64 {
+    u64::from_be_bytes(bytes(path, at))
+}
+
+fn refusal(path: &Path, how: How) -> String {
+    match Disk::open(path, how) {
+        Ok(_) => panic!("{} was opened", path.display()),
+        Err(error) => error.to_string(),
+    }
+}
+
+macro_rules! needs_qemu {
+    ($test:literal) => {
+        if !qemu::is_there($test) {
+            return;
+        }
+    };
+}
+
+#[test]
+fn a_dirty_image_is_repaired_before_it_is_written() {
+    needs_qemu!("a_dirty_image_is_repaired_before_it_is_written");
+    for options in [
+        "lazy_refcounts=on,cluster_size=512",
+        "lazy_refcounts=on,cluster_size=4k,refcount_bits=1",
+        "lazy_refcounts=on,cluster_size=64k,extended_l2=on",
+        "lazy_refcounts=on,cluster_size=512,refcount_bits=64",
+    ] {
+        let directory = tempfile::tempdir().unwrap();
+        let (directory, file) = (directory.path(), directory.path().join("disk.qcow2"));
+        qemu::img(
+            directory,
+            &format!("create -q -f qcow2 -o {options} disk.qcow2 4M"),
+        );
+        // As a QEMU that was killed: its refcounts were never written.
+        let writes = [
+            "write -P 1 0 1M".into(),
+            "write -P 2 3M 300k".into(),
+            "abort".into(),
+        ];
+        std::process::Command::new("qemu-io")
+            .args(["-f", "qcow2", "disk.qcow2"])
+            .args(writes.iter().flat_map(|w: &String| ["-c", w.as_str()]))
+            .current_dir(directory)
+            .output()
+            .unwrap();
+        assert_eq!(number(&file, 72) & 1, 1, "{options}: not dirty");
+        assert_ne!(qemu::check_code(directory, "disk.qcow2"), Some(0));
+        let want = {
+            let disk = Disk::open(&file, READ).unwrap();
+            disk.content().unwrap()
+        };
+        assert!(want[..1 << 20].iter().all(|&byte| byte == 1), "{options}");
+        let disk = Disk::open(&file, WRITE).unwrap();
+        assert_eq!(number(&file, 72) & 1, 0);
+        assert!(disk.content().unwrap() == want);
+        disk.write(2 << 20, &[7; 4096]).unwrap();
+        disk.chain.close().unwrap();
+        qemu::check(directory, "disk.qcow2", false);
+    }
+}
+
+#[test]
+fn a_corrupt_image_is_at_most_read() {
+    needs_qemu!("a_corrupt_image_is_at_most_read");
+    let directory = tempfile::tempdir().unwrap();
+    let (directory, file) = (directory.path(), directory.path().join("disk.qcow2"));
+    qemu::img(directory, "create -q -f qcow2 disk.qcow2 4M");
+    patch(&file, 72, &2_u64.to_be_bytes());
+    for how in [
+        READ,
+        WRITE,
+        How {
+            allow_corrupt: true,
+            ..WRITE
+        },
+    ] {
+        let error = refusal(&file, how);
+        assert!(error.contains("marked as corrupt") && error.contains("qemu-img check -r all"));
+    }
+    let disk = Disk::open(
+        &file,
+        How {
+            allow_corrupt: true,
+            ..READ
+        },
+    )
+    .unwrap();
+    assert!(disk.content().unwrap().iter().all(|&byte| byte == 0));
+}
+
+#[test]
+fn overlaps_stop_all_writing_and_are_written_down() {
+    needs_qemu!("overlaps_stop_all_writing_and_are_written_down");
+    type Break = fn(&Path);
+    let cases: [(&str, Break); 4] = [
+        // Data at the place of the L1 table.
+        ("to metadata", |file| {
+            let (l1, copied) = (number(file, 40), 1 << 63);
+            let l2 = number(file, l1) & !copied;
+            patch(file, l2, &(l1 | copied).to_be_bytes());
+        }),
+        // A cluster in use, with a refcount of 0, would be given away again.
+        ("refcount 0", |file| {
+            let block = number(file, number(file, 48));
+            patch(file, block, &[0; 64]);
+        }),
+        ("leads nowhere", |file| {
+            let l2 = number(file, number(file, 40)) & !(1 << 63);
+            patch(file, l2, &(1_u64 << 63 | 0x5_0200).to_be_bytes());
+        }),
+        ("L1 entry", |file| {
+            patch(file, number(file, 40), &0x200_u64.to_be_bytes())
+        }),
+    ];
+    for (says, damage) in cases {
+        let directory = tempfile::tempdir().unwrap();
+        let (directory, file) = (directory.path(), directory.path().join("disk.qcow2"));
+        qemu::img(directory, "create -q -f qcow2 disk.qcow2 4M");
+        qemu::io(
+            directory,
+            "disk.qcow2",
+            &["-f", "qcow2"],
+            &["write -P 1 0 64k".into()],
+        );
+        damage(&file);
+        let disk = Disk::open(&file, WRITE).unwrap();
+        let told = Arc::new(AtomicUsize::new(0));
+        let count = told.clone();
+        disk.chain.image().unwrap().on_damage(move |_| {
+            count.fetch_add(1, Ordering::Relaxed);
+        });
+        let first = disk.write(0, &[9; 512]);
+        let error = match first {
+            // What is sound goes on, until it needs a cluster.
+            Ok(()) => disk.write(1 << 20, &[9; 512]).unwrap_err(),
+            Err(error) => error,
+        };
+        assert!(error.to_string().contains(says), "{says}: {error}");
+        let later = disk.write(2 << 20, &[9; 512]).unwrap_err();
+        assert!(later.to_string().contains(says), "{says}: {later}");
+        assert!(disk.chain.flush().is_err());
+        assert_eq!(told.load(Ordering::Relaxed), 1, "{says}");
+        assert!(disk.chain.damage().is_some());
+        assert_eq!(number(&file, 72) & 2, 2, "{says}: the corrupt bit");
+        assert!(refusal(&file, WRITE).contains("marked as corrupt"));
+    }
+}
+
+#[test]
+fn bitmaps_are_marked_or_cleared_but_never_damaged() {
+    needs_qemu!("bitmaps_are_marked_or_cleared_but_never_damaged");
+    let directory = tempfile::tempdir().unwrap();
+    let (directory, file) = (directory.path(), directory.path().join("disk.qcow2"));
+    qemu::img(directory, "create -q -f qcow2 disk.qcow2 4M");
+    qemu::img(directory, "bitmap --add disk.qcow2 follows");
+    qemu::img(directory, "bitmap --add --disable disk.qcow2 rests");
+    let info = || {
+        let output = std::process::Command::new("qemu-img")
+            .args(["info", "disk.qcow2"])
+            .current_dir(directory)
+            .output()
+            .unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let in_use = || info().matches("in-use").count();
+    let before = fs::read(&file).unwrap();
+    let disk = Disk::open(&file, WRITE).unwrap();
+    disk.read(0, &mut [0; 512]).unwrap();
+    disk.chain.close().unwrap();
+    assert!(fs::read(&file).unwrap() == before, "only read");
+    let disk = Disk::open(&file, WRITE).unwrap();
+    disk.write(0, &[1; 512]).unwrap();
+    disk.chain.close().unwrap();
+    assert_eq!(in_use(), 1, "{}", info());
+    qemu::check(directory, "disk.qcow2", false);
+    let disk = Disk::open(&file, WRITE).unwrap();
+    disk.grow(5 << 20).unwrap();
+    disk.chain.close().unwrap();
+    assert_eq!(in_use(), 2, "{}", info());
+    qemu::check(directory, "disk.qcow2", false);
+    // Features that are not known are cleared, and with them nothing else.
+    patch(&file, 88, &0xf1_u64.to_be_bytes());
+    let disk = Disk::open(&file, WRITE).unwrap();
+    assert_eq!(number(&file, 88), 0xf1);
+    disk.zero(0, 512, Zeroing::Zeroes { unmap: false }).unwrap();
+    disk.write(0, &[2; 512]).unwrap();
+    assert_eq!(number(&file, 88), 1);
+    disk.chain.close().unwrap();
+    qemu::check(directory, "disk.qcow2", false);
+}
+
+#[test]
+fn what_cannot_be_opened_says_why_and_what_to_do() {
+    needs_qemu!("what_cannot_be_opened_says_why_and_what_to_do");
+    let directory = tempfile::tempdir().unwrap();
+    let (directory, disk) = (directory.path(), directory.path().join("disk.qcow2"));
+    fs::create_dir(directory.join("other")).unwrap();
+    let make = |args: &str| {
+        qemu::img(
+            directory,
+            &format!("create -q -f qcow2 {args} disk.qcow2 1M"),
+        )
+    };
+    let refused = |words: &[&str]| {
+        let error = refusal(&disk, READ);
+        for word in words {
+            assert!(error.contains(word), "no '{word}' in: {error}");
+        }
+    };
+    fs::write(directory.join("base.raw"), vec![3; 1 << 20]).unwrap();
+    fs::write(directory.join("other/base.raw"), vec![3; 1 << 20]).unwrap();
+    make("-u -b base.raw -F raw");
+    // Without the extension that says the format: it is called something else.
+    let extensions = u64::from(u32::from_be_bytes(bytes(&disk, 100)));
+    assert_eq!(bytes(&disk, extensions), 0xe279_2aca_u32.to_be_bytes());
+    patch(&disk, extensions, &0x1234_5678_u32.to_be_bytes());
+    refused(&["rebase -u -F", "base.raw"]);
+    make("-u -b other/../../base.raw -F raw");
+    refused(&["none of the directories"]);
+    make("-u -b /etc/hostname -F raw");
+    refused(&["none of the directories", "/etc/hostname"]);
+    symlink("/etc/hostname", directory.join("link.raw")).unwrap();
+    make("-u -b link.raw -F raw");
+    refused(&["none of the directories", "link.raw"]);
+    make("-u -b nbd://localhost/disk -F raw");
+    refused(&["not a file"]);
+    make("-u -b base.vmdk -F vmdk");
+    refused(&["vmdk", "raw and qcow2"]);
+    make("-u -b disk.qcow2 -F qcow2");
+    refused(&["its own backing file"]);
+    make("-u -b gone.raw -F raw");
+    refused(&["gone.raw", "cannot be opened"]);
+    let secret = "--object secret,id=s,data=abc -o encrypt.format=luks,encrypt.key-secret=s";
+    let secret = format!("{secret},encrypt.iter-time=10");
+    make(&secret);
+    refused(&["encrypted (LUKS)"]);
+    make("-o data_file=data");
+    patch(&disk, 72, &(4_u64 | 1 << 50).to_be_bytes());
+    refused(&["feature bit 50"]);
+    fs::write(&disk, b"not an image").unwrap();
+    refused(&["not a qcow2 image"]);
+    // And what is allowed works.
+    make("-u -b other/base.raw -F raw");
+    let disk = Disk::open(&disk, READ).unwrap();
+    assert!(disk.content().unwrap().iter().all(|&byte| byte == 3));
+}
+
+#[test]
+fn long_chains_work_and_endless_ones_are_refused() {
+    needs_qemu!("long_chains_work_and_endless_ones_are_refused");
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    qemu::img(directory, "create -q -f qcow2 0.qcow2 1M");
+    qemu::io(
+        directory,
+        "0.qcow2",
+        &["-f", "qcow2"],
+        &["write -P 5 64k 64k".into()],
+    );
+    // Copies of one overlay that differ in the name of what is below.
+    qemu::img(
+        directory,
+        "create -q -f qcow2 -u -b 0000.qcow2 -F qcow2 layer 1M",
+    );
+    let layer = fs::read(directory.join("layer")).unwrap();
+    let at = layer.windows(10).position(|w| w == b"0000.qcow2").unwrap();
+    fs::copy(directory.join("0.qcow2"), directory.join("0000.qcow2")).unwrap();
+    for number in 1..=200 {
+        let mut layer = layer.clone();
+        layer[at..at + 4].copy_from_slice(format!("{:04}", number - 1).as_bytes());
+        fs::write(directory.join(format!("{number:04}.qcow2")), layer).unwrap();
+    }
+    let disk = Disk::open(&directory.join("0199.qcow2"), READ).unwrap();
+    assert_eq!(disk.chain.depth(), 200);
+    let content = disk.content().unwrap();
+    assert!(content[64 << 10..128 << 10].iter().all(|&byte| byte == 5));
+    let error = refusal(&directory.join("0200.qcow2"), READ);
+    assert!(error.contains("200th backing file"), "{error}");
+    // One leads back to one above.
+    let mut layer = layer.clone();
+    layer[at..at + 4].copy_from_slice(b"0150");
+    fs::write(directory.join("0100.qcow2"), layer).unwrap();
+    let error = refusal(&directory.join("0199.qcow2"), READ);
+    assert!(error.contains("its own backing file"), "{error}");
+}
+
+#[test]
+fn refcount_and_l1_tables_grow() {
+    needs_qemu!("refcount_and_l1_tables_grow");
+    for options in [
+        "cluster_size=512,refcount_bits=64",
+        "cluster_size=512,refcount_bits=1",
+    ] {
+        let directory = tempfile::tempdir().unwrap();
+        let (directory, file) = (directory.path(), directory.path().join("disk.qcow2"));
+        qemu::img(
+            directory,
+            &format!("create -q -f qcow2 -o {options} disk.qcow2 1M"),
+        );
+        let (table, l1) = (number(&file, 48), number(&file, 40));
+        let disk = Disk::open(&file, WRITE).unwrap();
+        let mut want = vec![0; 24 << 20];
+        let half = want.len() / 2;
+        for size in [half, want.len()] {
+            disk.grow(size as u64).unwrap();
+            for at in (0..size).step_by(96 << 10) {
+                let data = vec![(at >> 14) as u8 | 1; 48 << 10];
+                let len = data.len().min(size - at);
+                disk.write(at as u64, &data[..len]).unwrap();
+                want[at..at + len].copy_from_slice(&data[..len]);
+            }
+            disk.flush().unwrap();
+        }
+        disk.chain.close().unwrap();
+        if options.contains("64") {
+            assert_ne!(number(&file, 48), table, "the refcount table has not moved");
+        }
+        assert_ne!(number(&file, 40), l1, "the L1 table has not moved");
+        qemu::check(directory, "disk.qcow2", false);
+        assert!(qemu::content(directory, "disk.qcow2", "qcow2") == want);
+        let disk = Disk::open(&file, WRITE).unwrap();
+        let error = disk.grow(1 << 20).unwrap_err().to_string();
+        assert!(error.contains("--shrink"), "{error}");
+    }
+}
+
+#[test]
+fn full_clusters_copy_nothing_and_the_file_grows_in_large_steps() {
+    needs_qemu!("full_clusters_copy_nothing_and_the_file_grows_in_large_steps");
+    let directory = tempfile::tempdir().unwrap();
+    let (directory, file) = (directory.path(), directory.path().join("disk.qcow2"));
+    fs::write(directory.join("base.raw"), vec![3; 4 << 20]).unwrap();
+    qemu::img(
+        directory,
+        "create -q -f qcow2 -b base.raw -F raw disk.qcow2 16M",
+    );
+    let disk = Disk::open(&file, WRITE).unwrap();
+    let chain = &disk.chain;
+    let prepare = |at: u64, len: u64| {
+        let pin = chain.pins().pin(0);
+        while let image::WritePlace::Load(missing) = chain.map_write(&pin, at, len) {
+            chain.load(missing).unwrap();
+        }
+        chain.pins().unpin(pin);
+        match chain.prepare_write(at, len).unwrap() {
+            image::Prepared::Allocated(allocation) => allocation,
+            other => panic!("{other:?}"),
+        }
+    };
+    let whole = prepare(64 << 10, 128 << 10);
+    assert_eq!((whole.len, whole.fills.len()), (128 << 10, 0));
+    let size = fs::metadata(&file).unwrap().len();
+    assert!(size >= 16 << 20, "{size}");
+    // Only what the guest does not write, from the backing file.
+    let part = prepare((1 << 20) + 4096, 4096);
+    let copied: Vec<_> = part
+        .fills
+        .iter()
+        .map(|fill| (fill.from, fill.len))
+        .collect();
+    assert_eq!(
+        copied,
+        [(Some(1 << 20), 4096), (Some((1 << 20) + 8192), 57344)]
+    );
+    // Behind the backing file there are zeroes, and in new space they are there already.
+    let fresh = prepare((8 << 20) + 4096, 4096);
+    assert_eq!(fresh.fills, []);
+    for allocation in [whole, part, fresh] {
+        chain.abort(allocation);
+    }
+    chain.close().unwrap();
+    qemu::check(directory, "disk.qcow2", false);
+}
+
+#[test]
+fn a_raw_disk_is_a_chain_of_one() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.raw");
+    fs::write(&path, vec![1; 8192]).unwrap();
+    let file = fs::File::options()
+        .read(true)
+        .write(true)
+        .open(&path)
+        .unwrap();
+    let gate = Gate::new::<&str>([]).unwrap();
+    let storage = Arc::new(HostFile(file));
+    let disk = Disk::with(storage, &path, LayerFormat::Raw, &gate, WRITE).unwrap();
+    disk.write(512, &[2; 512]).unwrap();
+    disk.zero(1024, 512, Zeroing::Zeroes { unmap: true })
+        .unwrap();
+    disk.grow(16384).unwrap();
+    let content = disk.content().unwrap();
+    assert_eq!(
+        (content.len(), content[0], content[512], content[1024]),
+        (16384, 1, 2, 0)
+    );
+    assert_eq!(content[8192..], [0; 8192]);
+}
