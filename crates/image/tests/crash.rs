@@ -26,6 +26,8 @@ struct Sectors(Vec<BTreeSet<u16>>);
 const ZERO: u16 = 0;
 /// What the image had there before.
 const OLD: u16 = 1;
+/// Behind the old end of a disk that has grown, before that was zeroed durably.
+const ANY: u16 = u16::MAX;
 
 impl Sectors {
     fn new(size: u64) -> Self {
@@ -63,6 +65,9 @@ enum Step {
         discard: bool,
     },
     Flushed,
+    Grow {
+        size: u64,
+    },
 }
 
 struct Story {
@@ -89,9 +94,15 @@ fn story(variant: &variants::Variant, seed: u64, directory: &Path) -> Story {
     memory.record();
     let mut random = Random::new(seed);
     let mut steps = Vec::new();
-    let size = disk.chain.size();
+    let mut size = disk.chain.size();
     let cluster = disk.chain.image().unwrap().cluster_bytes();
     for number in 0..120 {
+        if number % 50 == 49 && variant.grows() {
+            size += 40 << 10;
+            memory.mark(steps.len() as u64);
+            steps.push(Step::Grow { size });
+            disk.grow(size).unwrap();
+        }
         if random.one_in(6) {
             disk.flush().unwrap();
             memory.mark(steps.len() as u64);
@@ -166,6 +177,12 @@ impl Story {
                         }
                     }
                 }
+                &Step::Grow { size } => {
+                    let sectors = (size / 512) as usize;
+                    may.0.resize(sectors, BTreeSet::from([ANY]));
+                    newest.resize(sectors, Some(ZERO));
+                    discarded.resize(sectors, false);
+                }
                 &Step::Begin {
                     at,
                     len,
@@ -206,9 +223,9 @@ impl Story {
         let disk = open(&memory, directory, READ);
         let content = disk.content().unwrap();
         for (sector, found) in content.chunks(512).enumerate() {
-            let old = &self.old[sector * 512..][..found.len()];
             let fits = |&to: &u16| match to {
-                OLD => found == old,
+                ANY => true,
+                OLD => found == &self.old[sector * 512..][..found.len()],
                 ZERO => found.iter().all(|&byte| byte == 0),
                 to => found == pattern(to, found.len() as u64),
             };

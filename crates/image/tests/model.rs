@@ -175,3 +175,80 @@ fn a_failing_file_costs_no_more_than_what_failed() {
         }
     }
 }
+
+#[test]
+fn what_was_looked_up_is_not_reused() {
+    let test = "what_was_looked_up_is_not_reused";
+    if !qemu::is_there(test) {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    qemu::img(
+        directory,
+        "create -q -f qcow2 -o cluster_size=4k disk.qcow2 1M",
+    );
+    let memory = Memory::new(std::fs::read(directory.join("disk.qcow2")).unwrap());
+    let disk = open(&memory, directory, WRITE);
+    disk.write(0, &[1; 4096]).unwrap();
+    disk.flush().unwrap();
+    let pins = disk.chain.pins();
+    let pin = pins.pin(3);
+    let image::Place::Data { at, .. } = disk.chain.map(&pin, 0, 4096) else {
+        panic!("data");
+    };
+    // A read is on its way, while the cluster is given up, and others are taken.
+    disk.zero(0, 4096, Zeroing::Discard).unwrap();
+    let taken = |n: u64| {
+        disk.write(n * 4096, &[2; 4096]).unwrap();
+        disk.chain.flush().unwrap();
+        let pin = pins.pin(0);
+        let place = disk.chain.map(&pin, n * 4096, 4096);
+        pins.unpin(pin);
+        matches!(place, image::Place::Data { at: found, .. } if found == at)
+    };
+    assert!((1..20).all(|n| !taken(n)));
+    pins.unpin(pin);
+    assert!((20..40).any(taken), "the space is lost");
+    disk.chain.close().unwrap();
+    assert_eq!(check(&memory).unwrap(), image::CheckReport::default());
+}
+
+#[test]
+fn two_writes_to_one_new_cluster_take_one_cluster() {
+    let test = "two_writes_to_one_new_cluster_take_one_cluster";
+    if !qemu::is_there(test) {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    qemu::img(directory, "create -q -f qcow2 disk.qcow2 1M");
+    let memory = Memory::new(std::fs::read(directory.join("disk.qcow2")).unwrap());
+    let disk = open(&memory, directory, WRITE);
+    // Its tables are there.
+    disk.write(0, &[1; 512]).unwrap();
+    let prepare = |at: u64| disk.chain.prepare_write(at, 512).unwrap();
+    let image::Prepared::Allocated(first) = prepare(65536) else {
+        panic!("allocated");
+    };
+    let image::Prepared::Wait(waiting) = prepare(65536 + 4096) else {
+        panic!("wait");
+    };
+    // Given up, not zeroed: that waits as well.
+    let zeroed = disk.chain.zero_step(0, 1 << 20, Zeroing::Discard).unwrap();
+    assert_eq!(zeroed, image::ZeroStep::Done(65536));
+    let zeroed = disk
+        .chain
+        .zero_step(65536, 65536, Zeroing::Discard)
+        .unwrap();
+    assert_eq!(zeroed, image::ZeroStep::Wait(waiting));
+    let image = disk.chain.image().unwrap();
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| image.wait(&waiting));
+        disk.chain.commit(first).unwrap();
+        waiter.join().unwrap();
+    });
+    assert!(matches!(prepare(65536 + 4096), image::Prepared::Mapped));
+    disk.chain.close().unwrap();
+    assert_eq!(check(&memory).unwrap(), image::CheckReport::default());
+}

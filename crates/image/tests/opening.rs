@@ -255,7 +255,8 @@ fn what_cannot_be_opened_says_why_and_what_to_do() {
     refused(&["not a file"]);
     make("-u -b base.vmdk -F vmdk");
     refused(&["vmdk", "raw and qcow2"]);
-    make("-u -b disk.qcow2 -F qcow2");
+    symlink("disk.qcow2", directory.join("itself")).unwrap();
+    make("-u -b itself -F qcow2");
     refused(&["its own backing file"]);
     make("-u -b gone.raw -F raw");
     refused(&["gone.raw", "cannot be opened"]);

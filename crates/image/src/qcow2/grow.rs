@@ -9,8 +9,8 @@ use super::{Qcow2, State};
 
 impl Qcow2 {
     /// Makes the disk longer. Blocks. The caller must zero the range that comes back, by
-    /// [`zero_step`](Self::zero_step), before the guest learns of it: what an image or its backing
-    /// file has behind its old end is not the guest's.
+    /// [`zero_step`](Self::zero_step), and flush, before the guest learns of it: what an image or its
+    /// backing file has behind its old end is not the guest's.
     ///
     /// # Errors
     /// The disk stays as long as it was.
