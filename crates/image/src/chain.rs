@@ -23,7 +23,17 @@ pub struct FileIndex(pub u16);
 /// A disk. The first layer is what the guest writes to; where it has nothing, the next one shows.
 ///
 /// Every request takes a [`Pin`] from [`pins`](Self::pins), looks up where its range is, piece by
-/// piece, moves the bytes, and gives the pin back.
+/// piece, moves the bytes, and gives the pin back:
+///
+/// - A read asks [`map`](Self::map), and follows the [`Place`].
+/// - A write asks [`map_write`](Self::map_write). Where that says that clusters must be taken, a thread
+///   that may block calls [`prepare_write`](Self::prepare_write), does the fills, writes the guest's
+///   bytes, and calls [`commit`](Self::commit), before the write completes.
+/// - Write-zeroes and discards go by [`zero_step`](Self::zero_step).
+/// - A flush is [`flush`](Self::flush), if [`needs_flush`](Self::needs_flush) says so when the guest's
+///   request arrives; else an fdatasync of [`written_file`](Self::written_file) does.
+///
+/// Requests for overlapping ranges may be under way at once; each byte is then that of one of them.
 pub struct Chain {
     layers: Vec<Layer>,
     files: Vec<Arc<dyn Storage>>,

@@ -133,7 +133,7 @@ impl Qcow2 {
         state.writing_l2.extend(l2.keys());
         let mut entries = Vec::new();
         for (&frame, &pieces) in &l2 {
-            self.l2_pieces(frame, pieces, &mut entries);
+            self.l2_pieces(state, frame, pieces, &mut entries);
         }
         entries.extend(l1.iter().map(|&piece| self.l1_piece(state, piece)));
         Batch {
@@ -149,7 +149,7 @@ impl Qcow2 {
         }
     }
 
-    fn l2_pieces(&self, frame: usize, pieces: u32, entries: &mut Vec<Piece>) {
+    fn l2_pieces(&self, state: &State, frame: usize, pieces: u32, entries: &mut Vec<Piece>) {
         let Some(slice) = self.cache.slice_in(frame) else {
             return;
         };
@@ -161,7 +161,8 @@ impl Qcow2 {
         let words = (piece / 8) as usize;
         for number in (0..32).filter(|number| pieces >> number & 1 != 0) {
             let from = number as usize * words;
-            let copy = self.cache.copy(frame, from..from + words);
+            let mut copy = self.cache.copy(frame, from..from + words);
+            self.unmark(&state.metadata, &mut copy);
             entries.push(Piece {
                 at: FileOffset(at + offset + number * piece),
                 bytes: copy.iter().flat_map(|word| word.to_be_bytes()).collect(),

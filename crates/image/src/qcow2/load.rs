@@ -4,6 +4,7 @@ use block::FileOffset;
 
 use super::entry::{BAD, Entry, table_at};
 use super::error::{Doing, ImageError};
+use super::metadata::Metadata;
 use super::refcount::Stop;
 use super::{Load, Qcow2, State};
 use crate::bytes::be64;
@@ -99,20 +100,37 @@ impl Qcow2 {
         if self.read_only || self.g.external {
             return words;
         }
-        let each = self.g.words();
         let mut checked = words;
-        for entry in checked.chunks_exact_mut(each) {
-            let bitmap = entry.get(1).copied().unwrap_or(0);
-            if let Ok(Entry::Standard(standard)) = Entry::decode(&self.g, entry[0], bitmap)
-                && let Some(host) = standard.host
-                && state
-                    .metadata
-                    .within(host >> self.g.cluster_bits, 1)
-                    .is_some()
-            {
+        for entry in checked.chunks_exact_mut(self.g.words()) {
+            if self.leads_to_metadata(&state.metadata, entry) {
                 entry[0] |= BAD;
             }
         }
         checked
+    }
+
+    /// Takes the marks off again, for the file: there, an entry stays as it is.
+    pub(super) fn unmark(&self, metadata: &Metadata, words: &mut [u64]) {
+        if self.g.external {
+            return;
+        }
+        for entry in words.chunks_exact_mut(self.g.words()) {
+            // A mark that was not made here is the file's own damage.
+            if entry[0] & BAD != 0 {
+                entry[0] &= !BAD;
+                if !self.leads_to_metadata(metadata, entry) {
+                    entry[0] |= BAD;
+                }
+            }
+        }
+    }
+
+    fn leads_to_metadata(&self, metadata: &Metadata, entry: &[u64]) -> bool {
+        let bitmap = entry.get(1).copied().unwrap_or(0);
+        let Ok(Entry::Standard(standard)) = Entry::decode(&self.g, entry[0], bitmap) else {
+            return false;
+        };
+        let host = standard.host.map(|host| host >> self.g.cluster_bits);
+        host.is_some_and(|host| metadata.within(host, 1).is_some())
     }
 }
