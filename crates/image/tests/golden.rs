@@ -88,6 +88,11 @@ fn every_kind_is_sound_after_writes() {
             qemu::check(directory, "disk.qcow2", false);
             let got = qemu::content(directory, "disk.qcow2", "qcow2");
             assert_same(&got, &want, variant.name);
+            if variant.is_raw_outside() {
+                // The data file is the disk, byte for byte, whoever reads it.
+                let data = std::fs::read(directory.join("data")).unwrap();
+                assert_same(&data, &want, variant.name);
+            }
         }
     });
 }

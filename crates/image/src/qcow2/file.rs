@@ -76,12 +76,14 @@ impl FileEnd {
         Ok(())
     }
 
-    /// Makes the file exactly so long; for one that has the length of the disk.
-    pub fn set(&self, to: u64) -> Result<(), ImageError> {
-        self.storage
-            .set_size(to)
-            .doing("making the file longer", to)?;
-        self.end.store(to, SeqCst);
+    /// Makes the file at least so long, and no longer: others may read a data file, and take its
+    /// length for that of the disk. One thread at a time may do that.
+    pub fn grow_exactly(&self, to: u64) -> Result<(), ImageError> {
+        if to > self.get() {
+            let grown = self.storage.set_size(to);
+            grown.doing("making the data file longer", to)?;
+            self.end.store(to, SeqCst);
+        }
         Ok(())
     }
 

@@ -66,7 +66,7 @@ impl Qcow2 {
         }
         self.outdate_bitmaps(state, true)?;
         if let Some(data) = &self.data {
-            data.grow(size)?;
+            data.grow_exactly(size)?;
         }
         let moved = match entries > self.l1.entries() {
             true => Some(self.write_larger_l1(state, entries)?),

@@ -156,8 +156,8 @@ impl Qcow2 {
             Some(data) => {
                 let size = data.size().doing("asking for the data file's size", 0)?;
                 let data = FileEnd::new(data, size);
-                if !options.read_only && size < header.size {
-                    data.set(header.size)?;
+                if !options.read_only {
+                    data.grow_exactly(header.size)?;
                 }
                 Some(data)
             }

@@ -342,8 +342,8 @@ impl Qcow2 {
         let end = host + self.g.cluster();
         match &self.data {
             // A raw disk ends where it ends.
-            Some(data) if self.raw_external => Ok(data.grow(end.min(self.size()))?),
-            Some(data) => Ok(data.grow(end)?),
+            Some(data) if self.raw_external => Ok(data.grow_exactly(end.min(self.size()))?),
+            Some(data) => Ok(data.grow_exactly(end)?),
             None => {
                 let cluster = host >> self.g.cluster_bits;
                 if state.refcounts.get(&self.file, cluster)? == 0 {

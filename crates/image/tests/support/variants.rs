@@ -240,6 +240,11 @@ impl Variant {
         self.size <= 2 << 20
     }
 
+    /// The data file is the disk.
+    pub fn is_raw_outside(&self) -> bool {
+        self.options.contains("data_file_raw=on")
+    }
+
     fn is_external(&self) -> bool {
         self.options.contains("data_file")
     }
