@@ -10,7 +10,7 @@ use std::time::Duration;
 use block::{Completion, Engine, Segment};
 use guest::{NewQueue, RingBase, Virtqueue};
 use rustix::io::Errno;
-use tracing::{error, warn};
+use tracing::{error, info, warn};
 
 use crate::activity::Activity;
 use crate::admit::RELEASE;
@@ -63,6 +63,8 @@ pub(crate) struct Worker<E> {
     /// What the thread does with its time.
     pub activity: Arc<Activity>,
     commands: Receiver<Command>,
+    /// Stops of queues that have not done yet what a predecessor left them.
+    postponed: Vec<(QueueId, Sender<RingBase>)>,
     pub wake: Arc<Wake>,
     quit: bool,
 }
@@ -97,6 +99,7 @@ impl<E: Engine> Worker<E> {
             reaped_ns: 0,
             activity,
             commands,
+            postponed: Vec::new(),
             wake,
             quit: false,
         };
@@ -150,6 +153,9 @@ impl<E: Engine> Worker<E> {
     }
 
     fn obey(&mut self) {
+        for (queue, reply) in mem::take(&mut self.postponed) {
+            self.stop(queue, reply);
+        }
         while let Ok(command) = self.commands.try_recv() {
             match command {
                 Command::Start { disk, queue, reply } => {
@@ -205,6 +211,15 @@ impl<E: Engine> Worker<E> {
         self.register_memory(number);
         if let Some(queue) = &self.queues[number] {
             queue.signal_anew();
+            if queue.ring.resubmits() > 0 {
+                info!(
+                    "disk {}: queue {} had {} requests in flight when the process that served it \
+                     ended; they are done again",
+                    queue.disk.name,
+                    queue.ring.number(),
+                    queue.ring.resubmits(),
+                );
+            }
         }
         // Requests may have been made available before anybody watched.
         self.heat(number);
@@ -215,6 +230,12 @@ impl<E: Engine> Worker<E> {
         let Some(queue) = &mut self.queues[id.0] else {
             return;
         };
+        if queue.running() && queue.ring.resubmits() > 0 {
+            // Whoever goes on where the ring stops would never do it.
+            self.postponed.push((id, reply));
+            self.wake.up();
+            return;
+        }
         let retired = queue.retired();
         queue.state = State::Stopping { reply, retired };
         self.cool(id.0);

@@ -5,12 +5,14 @@
 //! nobody looks at them again.
 
 pub mod blk;
+mod inflight;
 mod memory;
 mod message;
 mod session;
 mod socket;
 mod virtqueue;
 
+pub use inflight::{Inflight, InflightError, InflightLayout, InflightQueue};
 pub use memory::{GuestMemory, MemoryError, RegionLayout};
 #[doc(hidden)]
 pub use message::accepts_message;

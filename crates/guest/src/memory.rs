@@ -177,22 +177,30 @@ impl Window {
 
 impl Region {
     fn host(&self) -> usize {
-        self.mapping.base + (self.layout.file_offset - self.mapping.file_offset) as usize
+        self.mapping.at(self.layout.file_offset)
     }
 }
 
 /// Whole pages of a file that hold a region.
-struct Mapping {
+pub(crate) struct Mapping {
     base: usize,
     len: usize,
     file_offset: u64,
 }
 
 impl Mapping {
+    /// Where the byte at this offset of the file is mapped, which must be one of the region.
+    pub fn at(&self, file_offset: u64) -> usize {
+        self.base + (file_offset - self.file_offset) as usize
+    }
+
     #[expect(unsafe_code, reason = "mmap")]
-    fn new(layout: RegionLayout, file: &OwnedFd, len_max: usize) -> Result<Self, MemoryError> {
+    pub fn new(layout: RegionLayout, file: &OwnedFd, len_max: usize) -> Result<Self, MemoryError> {
         let fail = |e: rustix::io::Errno| MemoryError::Map(layout, e.into());
-        let end = layout.file_offset + layout.len;
+        let end = layout
+            .file_offset
+            .checked_add(layout.len)
+            .ok_or(MemoryError::Malformed(layout))?;
         let stat = rustix::fs::fstat(file).map_err(fail)?;
         if (stat.st_size as u64) < end {
             return Err(MemoryError::BeyondFile(layout, stat.st_size as u64));

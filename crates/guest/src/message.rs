@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 
 use thiserror::Error;
 
+use crate::inflight::InflightLayout;
 use crate::memory::RegionLayout;
 
 /// Memory regions that a front-end may have at a time: what QEMU uses at most (512 slots of RAM),
@@ -137,6 +138,8 @@ pub(crate) enum Message {
     SetBackendReqFd(OwnedFd),
     GetConfig(Config),
     SetConfig(Config),
+    GetInflightFd { queues: u16, queue_size: u16 },
+    SetInflightFd(InflightLayout, OwnedFd),
     ResetDevice,
     GetMaxMemSlots,
     AddMemReg(RegionLayout, OwnedFd),
@@ -233,6 +236,14 @@ impl Message {
             21 => need(0, 1).and_then(|_| one_fd().map(Self::SetBackendReqFd))?,
             24 => Self::GetConfig(config(request, payload, n_fds)?),
             25 => Self::SetConfig(config(request, payload, n_fds)?),
+            31 => {
+                let layout = inflight(need(INFLIGHT_BYTES, 0)?);
+                Self::GetInflightFd {
+                    queues: layout.queues,
+                    queue_size: layout.queue_size,
+                }
+            }
+            32 => Self::SetInflightFd(inflight(need(INFLIGHT_BYTES, 1)?), one_fd()?),
             34 => need(0, 0).map(|_| Self::ResetDevice)?,
             36 => need(0, 0).map(|_| Self::GetMaxMemSlots)?,
             37 => Self::AddMemReg(single_region(need(40, 1)?), one_fd()?),
@@ -266,6 +277,32 @@ fn mem_table(request: u32, payload: &[u8], fds: Vec<OwnedFd>) -> Result<Message,
     }
     let table = fds.into_iter().map(|fd| (region(&mut regions), fd));
     Ok(Message::SetMemTable(table.collect()))
+}
+
+/// An inflight description as front-ends send it, with what the compiler puts behind its last field.
+const INFLIGHT_BYTES: usize = 24;
+
+fn inflight(mut fields: Fields<'_>) -> InflightLayout {
+    let (len, file_offset) = (fields.u64(), fields.u64());
+    let [queues, queue_size] = fields.u16_pair();
+    InflightLayout {
+        len,
+        file_offset,
+        queues,
+        queue_size,
+    }
+}
+
+/// The payload of an answer to GET_INFLIGHT_FD.
+pub(crate) fn inflight_payload(layout: &InflightLayout) -> Vec<u8> {
+    let mut payload = Vec::with_capacity(INFLIGHT_BYTES);
+    for word in [layout.len, layout.file_offset] {
+        payload.extend_from_slice(&word.to_ne_bytes());
+    }
+    for word in [layout.queues, layout.queue_size, 0, 0] {
+        payload.extend_from_slice(&word.to_ne_bytes());
+    }
+    payload
 }
 
 fn single_region(mut fields: Fields<'_>) -> RegionLayout {
@@ -326,6 +363,11 @@ impl Fields<'_> {
 
     fn checked_u64(&self) -> Option<u64> {
         self.0.first_chunk().map(|head| u64::from_ne_bytes(*head))
+    }
+
+    fn u16_pair(&mut self) -> [u16; 2] {
+        let [a, b, c, d] = self.u32().to_ne_bytes();
+        [u16::from_ne_bytes([a, b]), u16::from_ne_bytes([c, d])]
     }
 
     fn u32_pair(&mut self) -> (u32, u32) {

@@ -2,7 +2,7 @@
 //! of the connection (QEMU's `docs/interop/vhost-user.rst`).
 
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
@@ -11,8 +11,9 @@ use thiserror::Error;
 use tracing::debug;
 
 use crate::blk::{self, CONFIG_BYTES};
+use crate::inflight::{Inflight, InflightError, InflightLayout};
 use crate::memory::{GuestMemory, MemoryError};
-use crate::message::{Config, MAX_MEM_SLOTS, Message, MessageError, VringAddr};
+use crate::message::{self, Config, MAX_MEM_SLOTS, Message, MessageError, VringAddr};
 use crate::socket::{self, FrontendChannel, NoMessage};
 use crate::virtqueue::{RingBase, RingError, RingLayout, Virtqueue};
 
@@ -23,6 +24,7 @@ const P_MQ: u64 = 1 << 0;
 const P_REPLY_ACK: u64 = 1 << 3;
 const P_BACKEND_REQ: u64 = 1 << 5;
 const P_CONFIG: u64 = 1 << 9;
+const P_INFLIGHT_SHMFD: u64 = 1 << 12;
 const P_RESET_DEVICE: u64 = 1 << 13;
 const P_CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
 const P_STATUS: u64 = 1 << 16;
@@ -30,6 +32,7 @@ const PROTOCOL_FEATURES: u64 = P_MQ
     | P_REPLY_ACK
     | P_BACKEND_REQ
     | P_CONFIG
+    | P_INFLIGHT_SHMFD
     | P_RESET_DEVICE
     | P_CONFIGURE_MEM_SLOTS
     | P_STATUS;
@@ -95,6 +98,9 @@ pub enum SessionError {
     /// Memory that cannot be mapped.
     #[error(transparent)]
     Memory(#[from] MemoryError),
+    /// A region for requests in flight that makes no sense.
+    #[error(transparent)]
+    Inflight(#[from] InflightError),
     /// A ring index beyond the number of queues.
     #[error("ring {0} does not exist, the disk has {1} queues")]
     NoRing(u32, u16),
@@ -121,6 +127,7 @@ pub fn serve(socket: &UnixStream, device: &mut dyn Device, stop: BorrowedFd<'_>)
         device,
         rings,
         memory: Arc::default(),
+        inflight: None,
         features: 0,
         protocol: 0,
         status: 0,
@@ -141,6 +148,8 @@ struct Session<'a> {
     device: &'a mut dyn Device,
     rings: Vec<Ring>,
     memory: Arc<GuestMemory>,
+    /// Where the requests in flight are written down.
+    inflight: Option<Inflight>,
     features: u64,
     protocol: u64,
     status: u8,
@@ -165,6 +174,9 @@ enum Reply {
     None,
     Word(u64),
     Bytes(Vec<u8>),
+    File(Vec<u8>, OwnedFd),
+    /// Where a ring that has been stopped would go on.
+    Base(u32, RingBase),
 }
 
 impl Session<'_> {
@@ -188,6 +200,16 @@ impl Session<'_> {
                 socket::send_reply(self.socket, header.request, &word.to_ne_bytes())
             }
             Ok(Reply::Bytes(bytes)) => socket::send_reply(self.socket, header.request, &bytes),
+            Ok(Reply::File(bytes, file)) => {
+                socket::send_reply_with(self.socket, header.request, &bytes, file.as_fd())
+            }
+            Ok(Reply::Base(ring, base)) => {
+                let bytes = [ring.to_ne_bytes(), base.0.to_ne_bytes()].concat();
+                let sent = socket::send_reply(self.socket, header.request, &bytes);
+                // Not before: if we are killed now, the front-end has not heard where the ring is.
+                self.forget_inflight(ring as u16);
+                sent
+            }
             Ok(Reply::None) if acknowledge => {
                 socket::send_reply(self.socket, header.request, &0u64.to_ne_bytes())
             }
@@ -259,10 +281,11 @@ impl Session<'_> {
                 let first = RingBase::first(self.packed());
                 let state = &mut self.rings[ring as usize];
                 state.kick = None;
-                let base = state.base.unwrap_or(first);
-                return Ok(Reply::Bytes(
-                    [ring.to_ne_bytes(), base.0.to_ne_bytes()].concat(),
-                ));
+                return Ok(match state.base {
+                    Some(base) => Reply::Base(ring, base),
+                    // It has not been started yet: what is written down of it still counts.
+                    None => Reply::Bytes([ring.to_ne_bytes(), first.0.to_ne_bytes()].concat()),
+                });
             }
             Message::SetVringKick { ring, fd } => {
                 let fd = event(fd)?
@@ -289,6 +312,20 @@ impl Session<'_> {
                     true => self.start_if_ready(ring as u16)?,
                     false => self.stop(ring as u16),
                 }
+            }
+
+            Message::GetInflightFd { queues, queue_size } => {
+                self.negotiated(P_INFLIGHT_SHMFD)?;
+                let layout = InflightLayout::new(queues, queue_size, self.packed());
+                let file = Inflight::make(layout, self.device.queues())?;
+                return Ok(Reply::File(message::inflight_payload(&layout), file));
+            }
+            Message::SetInflightFd(layout, file) => {
+                self.negotiated(P_INFLIGHT_SHMFD)?;
+                let inflight = Inflight::map(layout, &file, self.device.queues())?;
+                let stopped = self.stop_all();
+                self.inflight = Some(inflight);
+                self.start_again(stopped)?;
             }
 
             Message::SetBackendReqFd(fd) => {
@@ -347,6 +384,15 @@ impl Session<'_> {
         Ok(())
     }
 
+    fn negotiated(&self, protocol: u64) -> Result<(), SessionError> {
+        match self.protocol & protocol {
+            0 => Err(SessionError::Refused(
+                "a message came of a protocol feature that was not negotiated",
+            )),
+            _ => Ok(()),
+        }
+    }
+
     fn ring(&mut self, ring: u32) -> Result<&mut Ring, SessionError> {
         let n = self.device.queues();
         self.rings
@@ -394,8 +440,15 @@ impl Session<'_> {
             event_idx: self.features & blk::F_EVENT_IDX != 0,
             max_segments: self.device.seg_max(),
         };
+        let memory = self.memory.clone();
+        let virtqueue = match &self.inflight {
+            None => Virtqueue::new(memory, layout),
+            Some(inflight) => inflight
+                .queue(ring, packed)
+                .and_then(|region| Virtqueue::tracked(memory, layout, region)),
+        };
         // Where a ring lies and how large it is, is the guest's choice: a bad one costs it that ring.
-        let virtqueue = match Virtqueue::new(self.memory.clone(), layout) {
+        let virtqueue = match virtqueue {
             Ok(virtqueue) => virtqueue,
             Err(e) => {
                 self.device.ring_failed(ring, &e);
@@ -430,8 +483,18 @@ impl Session<'_> {
         stopped
     }
 
+    /// Has a ring begin anew in the region of requests in flight. Those that are written down there will
+    /// not be done again.
+    fn forget_inflight(&self, ring: u16) {
+        let queue = |inflight: &Inflight| inflight.queue(ring, self.packed()).ok();
+        if let Some(queue) = self.inflight.as_ref().and_then(queue) {
+            queue.forget();
+        }
+    }
+
     fn reset(&mut self) {
         self.stop_all();
+        (0..self.device.queues()).for_each(|ring| self.forget_inflight(ring));
         for ring in &mut self.rings {
             // The signals stay: QEMU sends them once, when it connects.
             *ring = Ring {

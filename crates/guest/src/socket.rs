@@ -1,13 +1,14 @@
 //! The socket between front-end and back-end: whole messages with their file descriptors.
 
-use std::io::{self, IoSliceMut};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, recvmsg, send,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, send, sendmsg,
 };
 
 use crate::message::{self, HEADER_BYTES, Header, MAX_FDS, MessageError};
@@ -112,6 +113,26 @@ fn fill(
 /// smaller than a socket buffer, and only one is ever due.
 pub(crate) fn send_reply(socket: &UnixStream, request: u32, payload: &[u8]) -> io::Result<()> {
     send_whole(socket.as_fd(), &message::reply(request, payload))
+}
+
+/// Sends a whole reply that a descriptor comes with.
+pub(crate) fn send_reply_with(
+    socket: &UnixStream,
+    request: u32,
+    payload: &[u8],
+    fd: BorrowedFd<'_>,
+) -> io::Result<()> {
+    let bytes = message::reply(request, payload);
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [fd];
+    // There is room for one.
+    control.push(SendAncillaryMessage::ScmRights(&fds));
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    match sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, flags)? {
+        n if n == bytes.len() => Ok(()),
+        _ => Err(io::ErrorKind::WouldBlock.into()),
+    }
 }
 
 fn send_whole(socket: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()> {

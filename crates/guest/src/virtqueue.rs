@@ -21,9 +21,10 @@ use std::sync::Arc;
 use block::Segment;
 use thiserror::Error;
 
+use crate::inflight::InflightQueue;
 use crate::memory::GuestMemory;
-use packed::Packed;
-use split::Split;
+use packed::{Packed, TrackedPacked};
+use split::{Split, TrackedSplit};
 use walk::View;
 
 /// Bytes of a virtio-blk request header, which opens every chain.
@@ -137,6 +138,17 @@ pub enum RingError {
         /// Ring size.
         size: u16,
     },
+    /// A packed chain has the name of one that is in flight.
+    #[error("buffer id {id} of chain {at} is that of a chain in flight")]
+    BufferIdTwice {
+        /// What the guest calls both.
+        id: u16,
+        /// First descriptor.
+        at: u16,
+    },
+    /// What is written down of the requests in flight cannot be so.
+    #[error("the in-flight region of the queue {0}")]
+    Inflight(&'static str),
     /// A buffer is not in guest memory.
     #[error("guest address {0:#x} with {1} bytes is not in guest memory")]
     Buffer(u64, u32),
@@ -196,6 +208,8 @@ pub struct Virtqueue {
 enum Ring {
     Split(Split),
     Packed(Packed),
+    TrackedSplit(TrackedSplit),
+    TrackedPacked(TrackedPacked),
 }
 
 // SAFETY: the pointers lead into shared memory that `view` keeps mapped; nothing about them is
@@ -211,14 +225,42 @@ impl Virtqueue {
     /// # Errors
     /// The size is not allowed, or a part lies outside `memory` or is not aligned.
     pub fn new(memory: Arc<GuestMemory>, layout: RingLayout) -> Result<Self, RingError> {
+        Self::take_up(memory, layout, |view, limit| {
+            Ok(match layout.packed {
+                true => Ring::Packed(Packed::new(view, &layout, limit)?),
+                false => Ring::Split(Split::new(view, &layout, limit)?),
+            })
+        })
+    }
+
+    /// The same, writing down in `region` what is in flight. Where a predecessor has done so, the ring goes on
+    /// where that one ended, and what was in flight is fetched first, in the order in which it was then.
+    ///
+    /// # Errors
+    /// As above, or the region is not of this ring.
+    pub fn tracked(
+        memory: Arc<GuestMemory>,
+        layout: RingLayout,
+        region: InflightQueue,
+    ) -> Result<Self, RingError> {
+        Self::take_up(memory, layout, |view, limit| {
+            Ok(match layout.packed {
+                true => Ring::TrackedPacked(TrackedPacked::new(view, &layout, limit, region)?),
+                false => Ring::TrackedSplit(TrackedSplit::new(view, &layout, limit, region)?),
+            })
+        })
+    }
+
+    fn take_up(
+        memory: Arc<GuestMemory>,
+        layout: RingLayout,
+        ring: impl FnOnce(&View, u16) -> Result<Ring, RingError>,
+    ) -> Result<Self, RingError> {
         let view = View::new(memory);
         // Data, header and status.
         let chain_limit = layout.size.max(layout.max_segments.saturating_add(2));
         Ok(Self {
-            ring: match layout.packed {
-                true => Ring::Packed(Packed::new(&view, &layout, chain_limit)?),
-                false => Ring::Split(Split::new(&view, &layout, chain_limit)?),
-            },
+            ring: ring(&view, chain_limit)?,
             number: layout.number,
             size: layout.size,
             segments_max: usize::from(chain_limit) + view.memory.len(),
@@ -249,6 +291,8 @@ impl Virtqueue {
         match &self.ring {
             Ring::Split(ring) => ring.base(),
             Ring::Packed(ring) => ring.base(),
+            Ring::TrackedSplit(ring) => ring.base(),
+            Ring::TrackedPacked(ring) => ring.base(),
         }
     }
 
@@ -275,6 +319,17 @@ impl Virtqueue {
         match &mut self.ring {
             Ring::Split(ring) => ring.waiting(),
             Ring::Packed(ring) => Ok(ring.waiting()),
+            Ring::TrackedSplit(ring) => ring.waiting(),
+            Ring::TrackedPacked(ring) => Ok(ring.waiting()),
+        }
+    }
+
+    /// Number of requests that a predecessor had fetched and not given back, and that were not fetched again yet.
+    pub fn resubmits(&self) -> usize {
+        match &self.ring {
+            Ring::Split(_) | Ring::Packed(_) => 0,
+            Ring::TrackedSplit(ring) => ring.resubmits(),
+            Ring::TrackedPacked(ring) => ring.resubmits(),
         }
     }
 
@@ -288,6 +343,8 @@ impl Virtqueue {
         match &mut self.ring {
             Ring::Split(ring) => ring.fetch(&mut self.view, segments),
             Ring::Packed(ring) => ring.fetch(&mut self.view, segments),
+            Ring::TrackedSplit(ring) => ring.fetch(&mut self.view, segments),
+            Ring::TrackedPacked(ring) => ring.fetch(&mut self.view, segments),
         }
     }
 
@@ -300,6 +357,8 @@ impl Virtqueue {
         match &mut self.ring {
             Ring::Split(ring) => ring.complete(ticket, written),
             Ring::Packed(ring) => ring.complete(ticket, written),
+            Ring::TrackedSplit(ring) => ring.complete(ticket, written),
+            Ring::TrackedPacked(ring) => ring.complete(ticket, written),
         }
     }
 
@@ -310,6 +369,8 @@ impl Virtqueue {
         match &mut self.ring {
             Ring::Split(ring) => ring.publish(),
             Ring::Packed(ring) => ring.publish(),
+            Ring::TrackedSplit(ring) => ring.publish(),
+            Ring::TrackedPacked(ring) => ring.publish(),
         }
     }
 
@@ -319,6 +380,8 @@ impl Virtqueue {
         match &mut self.ring {
             Ring::Split(ring) => ring.enable_kicks(),
             Ring::Packed(ring) => ring.enable_kicks(),
+            Ring::TrackedSplit(ring) => ring.enable_kicks(),
+            Ring::TrackedPacked(ring) => ring.enable_kicks(),
         }
     }
 
@@ -328,6 +391,8 @@ impl Virtqueue {
         match &mut self.ring {
             Ring::Split(ring) => ring.disable_kicks(),
             Ring::Packed(ring) => ring.disable_kicks(),
+            Ring::TrackedSplit(ring) => ring.disable_kicks(),
+            Ring::TrackedPacked(ring) => ring.disable_kicks(),
         }
     }
 

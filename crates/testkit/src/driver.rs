@@ -13,7 +13,7 @@ use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_config::{VIRTIO_F_RING_PACKED, VIRTIO_F_VERSION_1};
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
-use crate::frontend::{F_PROTOCOL_FEATURES, Frontend, RingAddresses, protocol};
+use crate::frontend::{F_PROTOCOL_FEATURES, Frontend, Inflight, RingAddresses, protocol};
 use crate::memory::Memory;
 use crate::ring::{Desc, Ring};
 
@@ -34,6 +34,8 @@ pub struct DeviceConfig {
     pub event_idx: bool,
     /// Accept RING_PACKED.
     pub packed: bool,
+    /// Have what is in flight written down, where that is offered.
+    pub inflight: bool,
     /// Virtio features to accept where they are offered.
     pub features: u64,
     /// Protocol features to accept where they are offered.
@@ -50,6 +52,7 @@ impl Default for DeviceConfig {
             indirect: true,
             event_idx: true,
             packed: false,
+            inflight: false,
             features: !0,
             protocol: protocol::ALL,
         }
@@ -68,6 +71,8 @@ pub struct Device {
     pub features: u64,
     /// The negotiated protocol features.
     pub protocol: u64,
+    /// Where the device writes down what is in flight.
+    pub inflight: Option<Inflight>,
 }
 
 /// Free room in LOW and in HIGH for a test's own buffers, besides those of the slots.
@@ -87,24 +92,23 @@ impl Device {
     pub fn connect(socket: impl AsRef<Path>, config: &DeviceConfig) -> io::Result<Self> {
         let mut frontend = Frontend::connect(socket)?;
         let (features, protocol) = negotiate(&mut frontend, config)?;
+        let inflight = match config.inflight && protocol & protocol::INFLIGHT_SHMFD != 0 {
+            true => Some(frontend.inflight(config.queues, config.queue_size)?),
+            false => None,
+        };
         let memory = Arc::new(guest_memory(config)?);
         let event_idx = features & 1 << VIRTIO_RING_F_EVENT_IDX != 0;
         let indirect = features & 1 << VIRTIO_RING_F_INDIRECT_DESC != 0;
         let regions = memory.regions();
-        if protocol & protocol::CONFIGURE_MEM_SLOTS != 0 {
-            regions[..Self::SPARE]
-                .iter()
-                .try_for_each(|r| frontend.add_mem_reg(r))?;
-        } else {
-            frontend.set_mem_table(&regions[..Self::SPARE].iter().collect::<Vec<_>>())?;
-        }
         let mut device = Self {
             frontend,
             memory: memory.clone(),
             queues: Vec::new(),
             features,
             protocol,
+            inflight,
         };
+        device.announce()?;
         for index in 0..config.queues {
             let make = match features & 1 << VIRTIO_F_RING_PACKED {
                 0 => Ring::new,
@@ -122,15 +126,56 @@ impl Device {
                 .push(Queue::new(index, ring, &memory, indirect, config, data));
             device.start_queue(usize::from(index), base)?;
         }
-        if protocol & protocol::STATUS != 0 {
-            // ACKNOWLEDGE, DRIVER, FEATURES_OK, DRIVER_OK
-            device.frontend.set_status(0x0f)?;
-        }
+        device.set_driver_ok()?;
         Ok(device)
+    }
+
+    /// Connects anew after the device has died, and goes on: the rings stay as they are, with all that is in flight.
+    /// The device is told what QEMU would know: of a split ring the used index, of a packed one where it began.
+    pub fn reconnect(&mut self, socket: impl AsRef<Path>, config: &DeviceConfig) -> io::Result<()> {
+        self.frontend = Frontend::connect(socket)?;
+        let negotiated = negotiate(&mut self.frontend, config)?;
+        assert_eq!(negotiated, (self.features, self.protocol), "another device");
+        self.announce()?;
+        for index in 0..self.queues.len() {
+            let base = self.queues[index].ring.base_after_death();
+            self.set_up_queue(index, base)?;
+        }
+        self.set_driver_ok()
+    }
+
+    /// Tells the device of the memory, and where to write down what is in flight.
+    fn announce(&mut self) -> io::Result<()> {
+        if let Some(inflight) = &self.inflight {
+            self.frontend.set_inflight(inflight)?;
+        }
+        let regions = &self.memory.regions()[..Self::SPARE];
+        if self.protocol & protocol::CONFIGURE_MEM_SLOTS != 0 {
+            regions
+                .iter()
+                .try_for_each(|r| self.frontend.add_mem_reg(r))
+        } else {
+            let all: Vec<_> = regions.iter().collect();
+            self.frontend.set_mem_table(&all)
+        }
+    }
+
+    fn set_driver_ok(&mut self) -> io::Result<()> {
+        match self.protocol & protocol::STATUS {
+            0 => Ok(()),
+            // ACKNOWLEDGE, DRIVER, FEATURES_OK, DRIVER_OK
+            _ => self.frontend.set_status(0x0f),
+        }
     }
 
     /// Sets a queue up from scratch at index `base` and enables it. Nothing may be in flight on it.
     pub fn start_queue(&mut self, index: usize, base: u16) -> io::Result<()> {
+        self.queues[index].restart(base);
+        let base = self.queues[index].ring.base_word(base);
+        self.set_up_queue(index, base)
+    }
+
+    fn set_up_queue(&mut self, index: usize, base: u32) -> io::Result<()> {
         let Self {
             frontend,
             memory,
@@ -138,7 +183,6 @@ impl Device {
             ..
         } = self;
         let queue = &mut queues[index];
-        queue.restart(base);
         let (ring, index) = (&queue.ring, queue.index);
         let guest = ring.guest_addresses();
         let user = RingAddresses {
@@ -147,7 +191,7 @@ impl Device {
             avail: memory.user(guest.avail),
         };
         frontend.set_vring_num(index, ring.size)?;
-        frontend.set_vring_base(index, ring.base_word(base))?;
+        frontend.set_vring_base(index, base)?;
         frontend.set_vring_addr(index, user)?;
         frontend.set_vring_err(index, ring.err.as_fd())?;
         frontend.set_vring_call(index, ring.call.as_fd())?;

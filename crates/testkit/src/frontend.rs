@@ -9,8 +9,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use rustix::net::{
-    RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recvmsg,
-    sendmsg,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
 use crate::memory::Region;
@@ -42,6 +42,8 @@ pub mod message {
     pub const SET_BACKEND_REQ_FD: u32 = 21;
     pub const GET_CONFIG: u32 = 24;
     pub const SET_CONFIG: u32 = 25;
+    pub const GET_INFLIGHT_FD: u32 = 31;
+    pub const SET_INFLIGHT_FD: u32 = 32;
     pub const RESET_DEVICE: u32 = 34;
     pub const GET_MAX_MEM_SLOTS: u32 = 36;
     pub const ADD_MEM_REG: u32 = 37;
@@ -59,12 +61,19 @@ pub mod protocol {
     pub const REPLY_ACK: u64 = 1 << 3;
     pub const BACKEND_REQ: u64 = 1 << 5;
     pub const CONFIG: u64 = 1 << 9;
+    pub const INFLIGHT_SHMFD: u64 = 1 << 12;
     pub const RESET_DEVICE: u64 = 1 << 13;
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
     pub const STATUS: u64 = 1 << 16;
     /// All that this front-end can speak.
-    pub const ALL: u64 =
-        MQ | REPLY_ACK | BACKEND_REQ | CONFIG | RESET_DEVICE | CONFIGURE_MEM_SLOTS | STATUS;
+    pub const ALL: u64 = MQ
+        | REPLY_ACK
+        | BACKEND_REQ
+        | CONFIG
+        | INFLIGHT_SHMFD
+        | RESET_DEVICE
+        | CONFIGURE_MEM_SLOTS
+        | STATUS;
 }
 
 /// `VHOST_USER_F_PROTOCOL_FEATURES`, a bit of the virtio features.
@@ -76,6 +85,24 @@ pub const VERSION: u32 = 1;
 pub const REPLY: u32 = 1 << 2;
 /// Header flag: the sender wants a reply even where the message has none.
 pub const NEED_REPLY: u32 = 1 << 3;
+
+/// The memory in which a back-end writes down what is in flight ("Inflight description").
+pub struct Inflight {
+    /// Bytes, offset in the file, number of queues, size of each.
+    pub description: (u64, u64, u16, u16),
+    /// Holds it.
+    pub file: OwnedFd,
+}
+
+impl Inflight {
+    /// The description as it is sent.
+    pub fn payload(description: (u64, u64, u16, u16)) -> Vec<u8> {
+        let (size, offset, queues, queue_size) = description;
+        let numbers = u64::from(queues) | u64::from(queue_size) << 16;
+        let words = [size, offset, numbers];
+        words.iter().flat_map(|word| word.to_le_bytes()).collect()
+    }
+}
 
 /// Where the three parts of a split ring lie, as front-end user addresses.
 #[derive(Clone, Copy, Debug)]
@@ -267,6 +294,31 @@ impl Frontend {
         self.command(message::RESET_DEVICE, &[], &[])
     }
 
+    /// Asks for memory in which the back-end writes down what is in flight.
+    pub fn inflight(&mut self, queues: u16, queue_size: u16) -> io::Result<Inflight> {
+        let payload = Inflight::payload((0, 0, queues, queue_size));
+        let (request, len) = (message::GET_INFLIGHT_FD, payload.len() as u32);
+        self.send_raw(request, VERSION, len, &payload, &[])?;
+        let (reply, mut fds) = self.reply_with_fds(request)?;
+        let word = |at: usize| {
+            let bytes = reply.get(at..at + 8)?;
+            Some(u64::from_le_bytes(bytes.try_into().expect("8 bytes")))
+        };
+        match (word(0), word(8), word(16), fds.pop()) {
+            (Some(size), Some(offset), Some(numbers), Some(file)) => Ok(Inflight {
+                description: (size, offset, numbers as u16, (numbers >> 16) as u16),
+                file,
+            }),
+            _ => Err(invalid(format!("GET_INFLIGHT_FD answered {reply:x?}"))),
+        }
+    }
+
+    /// Hands this memory to the back-end.
+    pub fn set_inflight(&mut self, inflight: &Inflight) -> io::Result<()> {
+        let payload = Inflight::payload(inflight.description);
+        self.command(message::SET_INFLIGHT_FD, &payload, &[inflight.file.as_fd()])
+    }
+
     /// Gives the back-end a channel for its own requests.
     pub fn open_backend_channel(&mut self) -> io::Result<BackendChannel> {
         let (ours, theirs) = UnixStream::pair()?;
@@ -321,7 +373,7 @@ impl Frontend {
 
     /// Waits for a message of any kind from the back-end; gives its payload.
     pub fn any_reply(&self) -> io::Result<Vec<u8>> {
-        receive(&self.socket).map(|(_, _, payload)| payload)
+        receive(&self.socket).map(|(_, _, payload, _)| payload)
     }
 
     fn query_u64(&mut self, request: u32) -> io::Result<u64> {
@@ -333,13 +385,17 @@ impl Frontend {
     }
 
     fn reply(&self, request: u32) -> io::Result<Vec<u8>> {
-        let (got, flags, payload) = receive(&self.socket)?;
+        self.reply_with_fds(request).map(|(payload, _)| payload)
+    }
+
+    fn reply_with_fds(&self, request: u32) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+        let (got, flags, payload, fds) = receive(&self.socket)?;
         if got != request || flags & (REPLY | 3) != REPLY | VERSION {
             return Err(invalid(format!(
                 "message {request} was answered by message {got} with flags {flags:#x}"
             )));
         }
-        Ok(payload)
+        Ok((payload, fds))
     }
 }
 
@@ -352,7 +408,7 @@ impl BackendChannel {
     /// Waits for the next request, acknowledges it if asked, and gives its number and payload.
     pub fn next(&mut self, timeout: Duration) -> io::Result<(u32, Vec<u8>)> {
         self.socket.set_read_timeout(Some(timeout))?;
-        let (request, flags, payload) = receive(&self.socket)?;
+        let (request, flags, payload, _) = receive(&self.socket)?;
         if flags & NEED_REPLY != 0 {
             let ack = [header(request, VERSION | REPLY, 8).to_vec(), vec![0; 8]].concat();
             self.socket.write_all(&ack)?;
@@ -361,7 +417,7 @@ impl BackendChannel {
     }
 }
 
-fn receive(socket: &UnixStream) -> io::Result<(u32, u32, Vec<u8>)> {
+fn receive(socket: &UnixStream) -> io::Result<(u32, u32, Vec<u8>, Vec<OwnedFd>)> {
     let mut header = [0; 12];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -372,7 +428,12 @@ fn receive(socket: &UnixStream) -> io::Result<(u32, u32, Vec<u8>)> {
         RecvFlags::CMSG_CLOEXEC,
     )?
     .bytes;
-    ancillary.drain().for_each(drop);
+    let mut fds = Vec::new();
+    for part in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(list) = part {
+            fds.extend(list);
+        }
+    }
     if got == 0 {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
@@ -381,7 +442,7 @@ fn receive(socket: &UnixStream) -> io::Result<(u32, u32, Vec<u8>)> {
     let word = |at: usize| u32::from_ne_bytes(header[at..at + 4].try_into().expect("4 bytes"));
     let mut payload = vec![0; word(8).min(1 << 20) as usize];
     stream.read_exact(&mut payload)?;
-    Ok((word(0), word(4), payload))
+    Ok((word(0), word(4), payload, fds))
 }
 
 fn header(request: u32, flags: u32, size: u32) -> [u8; 12] {

@@ -166,6 +166,15 @@ impl Ring {
         }
     }
 
+    /// What SET_VRING_BASE says after the device has died, with or without requests in flight: all that a front-end
+    /// then knows.
+    pub fn base_after_death(&self) -> u32 {
+        match &self.kind {
+            Kind::Split(ring) => u32::from(ring.device_used_idx()),
+            Kind::Packed(_) => self.base_word(self.first_base()),
+        }
+    }
+
     /// Where the driver makes the next chain available: an index, or a position with the wrap counter on top.
     pub fn avail_idx(&self) -> u16 {
         match &self.kind {

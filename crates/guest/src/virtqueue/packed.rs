@@ -20,6 +20,8 @@
 //!   the two writes reach memory, the side whose write is second reads the other's: no wake-up is
 //!   lost. Wish and position are one word of 32 bits, so that no half of one is ever seen.
 
+mod inflight;
+
 use std::ptr;
 use std::sync::atomic::{AtomicU16, AtomicU32, Ordering, fence};
 
@@ -32,6 +34,8 @@ use virtio_bindings::virtio_ring::{
 
 use super::walk::{View, Walk, prefetch};
 use super::{Chain, DESCRIPTOR_BYTES, RingBase, RingError, RingLayout, Ticket, Virtqueue, place};
+
+pub(super) use inflight::TrackedPacked;
 
 const AVAIL: u16 = 1 << VRING_PACKED_DESC_F_AVAIL;
 const USED: u16 = 1 << VRING_PACKED_DESC_F_USED;
@@ -166,13 +170,25 @@ impl Packed {
     /// changed it since it was counted.
     #[inline(never)]
     pub fn fetch(&mut self, view: &mut View, segments: &mut [Segment]) -> Result<Chain, RingError> {
+        self.fetch_and(view, segments, |_| true)
+    }
+
+    /// The same, showing each of its descriptors in the ring, as it was read, to `seen`, which tells
+    /// whether there is room for it.
+    #[inline(always)]
+    fn fetch_and(
+        &mut self,
+        view: &mut View,
+        segments: &mut [Segment],
+        mut seen: impl FnMut(&Descriptor) -> bool,
+    ) -> Result<Chain, RingError> {
         debug_assert_ne!(self.seen, 0);
         self.prefetch(view);
         self.seen -= 1;
         let start = self.available;
         let mut d = self.descriptor(start.index);
         let left = self.size - self.in_flight;
-        if d.flags & (AVAIL | USED) != start.turn || left == 0 {
+        if d.flags & (AVAIL | USED) != start.turn || left == 0 || !seen(&d) {
             return Err(RingError::TakenBack(start.index));
         }
         let mut at = start;
@@ -190,6 +206,9 @@ impl Packed {
                     return Err(walk.too_long());
                 }
                 d = self.descriptor(at.index);
+                if !seen(&d) {
+                    return Err(walk.too_long());
+                }
                 at.advance(1, self.size);
                 count += 1;
                 // virtio 1.3 §2.8.19: a list linked by NEXT has no tables.
@@ -309,6 +328,15 @@ impl Packed {
         self.wish(VRING_PACKED_EVENT_FLAG_DISABLE << 16);
     }
 
+    /// Takes out of the driver's sight what a predecessor wrote over descriptors that are in flight.
+    fn hide(&mut self) {
+        let mut at = self.used;
+        for _ in 0..self.in_flight {
+            self.flags(at.index).store(at.turn, Ordering::Release);
+            at.advance(1, self.size);
+        }
+    }
+
     fn wish(&self, wish: u32) {
         // SAFETY: the device area is mapped and aligned.
         unsafe { (*self.device).store(wish, Ordering::Relaxed) };
@@ -393,6 +421,16 @@ impl Position {
             self.index -= size;
             self.turn ^= AVAIL | USED;
         }
+    }
+
+    /// Steps back over at most a ring.
+    #[inline]
+    fn go_back(&mut self, descriptors: u16, size: u16) {
+        if self.index < descriptors {
+            self.index += size;
+            self.turn ^= AVAIL | USED;
+        }
+        self.index -= descriptors;
     }
 
     /// Whether the last `moved` steps led over the position `event` (virtio 1.3 §2.8.14).

@@ -1,5 +1,7 @@
 //! A split ring (virtio 1.3 §2.7): descriptors in a table, and one ring for each direction.
 
+mod inflight;
+
 use std::ptr;
 use std::sync::atomic::{AtomicU16, Ordering, fence};
 
@@ -10,6 +12,8 @@ use virtio_bindings::virtio_ring::{
 
 use super::walk::{View, Walk, prefetch};
 use super::{Chain, DESCRIPTOR_BYTES, RingBase, RingError, RingLayout, Ticket, Virtqueue, place};
+
+pub(super) use inflight::TrackedSplit;
 
 pub(super) struct Split {
     descriptors: *const Descriptor,

@@ -48,6 +48,11 @@ impl SplitRing {
         self.avail_idx
     }
 
+    /// How far the device has got, as it says itself.
+    pub(super) fn device_used_idx(&self) -> u16 {
+        self.used_word(1).load(Ordering::Acquire)
+    }
+
     pub(super) fn restart(&mut self, base: u16) {
         (self.avail_idx, self.used_idx) = (base, base);
         self.avail_word(0).store(0, Ordering::Relaxed);
