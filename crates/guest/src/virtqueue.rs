@@ -283,6 +283,8 @@ impl Virtqueue {
         match &self.ring {
             Ring::Split(ring) => ring.address(),
             Ring::Packed(ring) => ring.address(),
+            Ring::TrackedSplit(ring) => ring.address(),
+            Ring::TrackedPacked(ring) => ring.address(),
         }
     }
 

@@ -6,7 +6,9 @@ mod checks;
 use std::fs;
 use std::path::PathBuf;
 
-use checks::{Seeds, blk_request, packed_ring, session, split_ring, vhost_user_message};
+use checks::{
+    Seeds, blk_request, inflight_region, packed_ring, session, split_ring, vhost_user_message,
+};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
@@ -23,6 +25,11 @@ const ALL: &[Target] = &[
     ("split_ring", split_ring::check, split_ring::seeds),
     ("packed_ring", packed_ring::check, packed_ring::seeds),
     ("blk_request", blk_request::check, blk_request::seeds),
+    (
+        "inflight_region",
+        inflight_region::check,
+        inflight_region::seeds,
+    ),
 ];
 
 fn directory(target: &str) -> PathBuf {
@@ -124,4 +131,9 @@ fn any_packed_ring() {
 #[test]
 fn any_request() {
     random("blk_request", 50_000);
+}
+
+#[test]
+fn any_inflight_region() {
+    random("inflight_region", 10_000);
 }

@@ -104,7 +104,7 @@ fn send(socket: &UnixStream, input: &mut Input<'_>, memory: &OwnedFd) -> io::Res
     }
     let header: Vec<u8> = header.iter().flat_map(|w| w.to_ne_bytes()).collect();
 
-    let is_memory = matches!(request, 5 | 37 | 38);
+    let is_memory = matches!(request, 5 | 32 | 37 | 38);
     let fds: Vec<OwnedFd> = match flags.descriptors() {
         0 if is_memory => (0..n_fds).map(|_| memory.try_clone()).collect(),
         1 => Ok(Vec::new()),
@@ -146,7 +146,7 @@ fn payload(request: u32, input: &mut Input<'_>) -> (Vec<u8>, usize) {
         ),
         16 => (
             match input.u8() {
-                0 => 0x1_a229u64,
+                0 => 0x1_b229u64,
                 _ => input.u64(),
             }
             .to_ne_bytes()
@@ -192,6 +192,16 @@ fn payload(request: u32, input: &mut Input<'_>) -> (Vec<u8>, usize) {
             bytes.extend(input.slice(len.into()));
             bytes.resize(12 + usize::from(len), 0);
             (bytes, 0)
+        }
+        31 | 32 => {
+            // Lengths and offsets in steps of 64 bytes, as short as the file of the guest.
+            let [len, offset, queues, size] = input.bytes();
+            let mut bytes = (u64::from(len) * 64).to_ne_bytes().to_vec();
+            bytes.extend((u64::from(offset) * 64).to_ne_bytes());
+            bytes.extend(u16::from(queues % 4).to_ne_bytes());
+            bytes.extend(u16::from(size).to_ne_bytes());
+            bytes.extend([0; 4]);
+            (bytes, usize::from(request == 32))
         }
         37 | 38 => {
             let mut bytes = vec![0; 8];
@@ -324,6 +334,7 @@ pub fn seeds() -> Seeds {
     };
     let input = |parts: &[Vec<u8>]| [vec![0, 0], parts.concat()].concat();
     let connect = connect.concat();
+    let connect_inflight = connect.clone();
     let connect_packed = [&connect[..], &[2, 1, 3]].concat();
     let start = [
         connect.clone(),
@@ -354,6 +365,18 @@ pub fn seeds() -> Seeds {
                 addresses(0),
                 vec![13, 1, 0, 0, 12, 1, 0, 0, 18, 1, 0, 1],
                 word(11, 0, 0),
+            ]),
+        ),
+        (
+            "inflight",
+            input(&[
+                connect_inflight,
+                vec![31, 0, 0, 0, 2, 16, 32, 1, 12, 252, 2, 16],
+                table.to_vec(),
+                ring(0).concat(),
+                ring(1).concat(),
+                word(11, 0, 0),
+                vec![32, 1, 12, 250, 2, 16, 39, 1, 0],
             ]),
         ),
         (

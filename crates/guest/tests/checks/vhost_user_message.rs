@@ -35,6 +35,9 @@ fn is_legal(request: u32, payload: &[u8], n_fds: usize) -> bool {
         (1 | 3 | 4 | 15 | 17 | 34 | 36 | 40, 0) => n_fds == 0,
         // One 64-bit number, or a ring and a number.
         (2 | 8 | 10 | 11 | 16 | 39, 8) => n_fds == 0,
+        // An inflight description.
+        (31, 24) => n_fds == 0,
+        (32, 24) => n_fds == 1,
         (18, 8) => n_fds == 0 && word(4) <= 1,
         (12..=14, 8) => n_fds == usize::from(word(0) & 0x100 == 0),
         (9, 40) => n_fds == 0,
@@ -77,6 +80,8 @@ pub fn seeds() -> Seeds {
             message(18, 0, &[0, 0, 0, 0, 1, 0, 0, 0]),
         ),
         ("set_config", message(25, 0, &[&window[..], &[1]].concat())),
+        ("get_inflight_fd", message(31, 0, &[0; 24])),
+        ("set_inflight_fd", message(32, 1, &[0; 24])),
         ("add_mem_reg", message(37, 1, &[0; 40])),
         ("rem_mem_reg", message(38, 1, &[0; 40])),
     ]

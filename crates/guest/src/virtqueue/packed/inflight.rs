@@ -229,6 +229,10 @@ impl TrackedPacked {
             .store(both(free, free), Ordering::Release);
     }
 
+    pub fn address(&self) -> usize {
+        self.ring.address()
+    }
+
     pub fn base(&self) -> RingBase {
         self.ring.base()
     }

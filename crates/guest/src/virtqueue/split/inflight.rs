@@ -132,6 +132,10 @@ impl TrackedSplit {
         Ok(())
     }
 
+    pub fn address(&self) -> usize {
+        self.ring.address()
+    }
+
     pub fn base(&self) -> RingBase {
         self.ring.base()
     }
