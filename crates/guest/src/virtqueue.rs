@@ -208,8 +208,9 @@ pub struct Virtqueue {
 enum Ring {
     Split(Split),
     Packed(Packed),
-    TrackedSplit(TrackedSplit),
-    TrackedPacked(TrackedPacked),
+    // In boxes, because most rings are not tracked, and the others need not be larger for it.
+    TrackedSplit(Box<TrackedSplit>),
+    TrackedPacked(Box<TrackedPacked>),
 }
 
 // SAFETY: the pointers lead into shared memory that `view` keeps mapped; nothing about them is
@@ -245,8 +246,14 @@ impl Virtqueue {
     ) -> Result<Self, RingError> {
         Self::take_up(memory, layout, |view, limit| {
             Ok(match layout.packed {
-                true => Ring::TrackedPacked(TrackedPacked::new(view, &layout, limit, region)?),
-                false => Ring::TrackedSplit(TrackedSplit::new(view, &layout, limit, region)?),
+                true => {
+                    let ring = TrackedPacked::new(view, &layout, limit, region)?;
+                    Ring::TrackedPacked(Box::new(ring))
+                }
+                false => {
+                    let ring = TrackedSplit::new(view, &layout, limit, region)?;
+                    Ring::TrackedSplit(Box::new(ring))
+                }
             })
         })
     }

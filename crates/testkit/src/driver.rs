@@ -139,7 +139,7 @@ impl Device {
         self.announce()?;
         for index in 0..self.queues.len() {
             let base = self.queues[index].ring.base_after_death();
-            self.set_up_queue(index, base)?;
+            self.resume_queue(index, base)?;
         }
         self.set_driver_ok()
     }
@@ -172,10 +172,11 @@ impl Device {
     pub fn start_queue(&mut self, index: usize, base: u16) -> io::Result<()> {
         self.queues[index].restart(base);
         let base = self.queues[index].ring.base_word(base);
-        self.set_up_queue(index, base)
+        self.resume_queue(index, base)
     }
 
-    fn set_up_queue(&mut self, index: usize, base: u32) -> io::Result<()> {
+    /// Sets a queue up as it is, with what is in flight and what is available, and enables it.
+    pub fn resume_queue(&mut self, index: usize, base: u32) -> io::Result<()> {
         let Self {
             frontend,
             memory,

@@ -421,13 +421,14 @@ fn receive(socket: &UnixStream) -> io::Result<(u32, u32, Vec<u8>, Vec<OwnedFd>)>
     let mut header = [0; 12];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let got = recvmsg(
-        socket,
-        &mut [IoSliceMut::new(&mut header)],
-        &mut ancillary,
-        RecvFlags::CMSG_CLOEXEC,
-    )?
-    .bytes;
+    let got = loop {
+        let mut parts = [IoSliceMut::new(&mut header)];
+        match recvmsg(socket, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
+            // A process that is stopped and goes on, where there is a time limit (signal(7)).
+            Err(rustix::io::Errno::INTR) => continue,
+            result => break result?.bytes,
+        }
+    };
     let mut fds = Vec::new();
     for part in ancillary.drain() {
         if let RecvAncillaryMessage::ScmRights(list) = part {
