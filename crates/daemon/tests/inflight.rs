@@ -219,6 +219,9 @@ fn packed_rings_of_tables_survive_kills_without_a_write_cache() {
     survive(&config(true), ",queue-size=64,cache=writethrough", 20);
 }
 
+/// Length, offset, queues and their size as the front-end says, and the length of the file.
+type BadRegion = ((u64, u64, u16, u16), u64);
+
 /// What a front-end must not say of the region.
 #[test]
 fn regions_that_cannot_be_end_the_connection() {
@@ -228,7 +231,7 @@ fn regions_that_cannot_be_end_the_connection() {
         rustix::fs::ftruncate(&file, len).unwrap();
         file
     };
-    let bad: &[((u64, u64, u16, u16), u64)] = &[
+    let bad: &[BadRegion] = &[
         ((8192, 0, 2, 128), 8191),
         ((8192, 4096, 2, 128), 8192),
         ((u64::MAX, 0, 2, 128), 8192),
