@@ -48,13 +48,15 @@ events! {
     /// A request of a guest has failed. Of each disk and operation at most one a second is sent, and if there were
     /// more, the last of them.
     BlockIoError(BlockIoError) = "BLOCK_IO_ERROR",
+    /// An image contradicts itself, and nothing more is written to it.
+    BlockImageCorrupted(BlockImageCorrupted) = "BLOCK_IMAGE_CORRUPTED",
 }
 
 impl Event {
     /// For events that a guest can cause at will: what they are counted by, one of each a second.
     fn rate_limited_by(&self) -> Option<String> {
         match self {
-            Self::BlockExportDeleted(_) => None,
+            Self::BlockExportDeleted(_) | Self::BlockImageCorrupted(_) => None,
             Self::BlockIoError(error) => {
                 let node = error.node_name.as_deref().unwrap_or_default();
                 Some(format!(
@@ -93,6 +95,24 @@ record! {
         nospace: Option<bool> = "nospace",
         /// For people.
         reason: String = "reason",
+    }
+}
+
+record! {
+    /// Data of `BLOCK_IMAGE_CORRUPTED`.
+    BlockImageCorrupted {
+        /// The id of the export; empty if it is not served.
+        device: String = "device",
+        /// The node.
+        node_name: Option<String> = "node-name",
+        /// For people.
+        msg: String = "msg",
+        /// Where, in bytes.
+        offset: Option<u64> = "offset",
+        /// Bytes concerned.
+        size: Option<u64> = "size",
+        /// Whether nothing more is written.
+        fatal: bool = "fatal",
     }
 }
 

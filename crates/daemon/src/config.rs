@@ -25,7 +25,14 @@ use crate::together::check_together;
 const BYTES_MAX: u64 = 4 << 20;
 
 /// The keys of the file itself, and its tables.
-const KEYS: [&str; 5] = ["iothreads", "cpus", "poll-max-us", "control", "metrics"];
+const KEYS: [&str; 6] = [
+    "iothreads",
+    "cpus",
+    "poll-max-us",
+    "control",
+    "metrics",
+    "allow-backing",
+];
 const TABLES: &str = "[[disk]], [[iothread]], [[throttle-group]]";
 
 /// The keys of an `[[iothread]]`.
@@ -48,6 +55,8 @@ pub struct Config {
     pub poll_max: Option<Duration>,
     pub control: Option<PathBuf>,
     pub metrics: Option<SocketAddr>,
+    /// Directories of files that images name.
+    pub allow_backing: Vec<PathBuf>,
     /// Threads with names of their own.
     pub threads: Vec<(String, ThreadSpec)>,
     /// Limits that groups of disks share.
@@ -132,6 +141,9 @@ impl Config {
                 }
                 "control" => config.control = Some(scalar()?.into()),
                 "metrics" => config.metrics = Some(parsed(name, value, &scalar()?)?),
+                "allow-backing" => {
+                    config.allow_backing = paths(name, value)?;
+                }
                 "iothread" => tables.threads = each(name, value)?,
                 "throttle-group" => tables.groups = each(name, value)?,
                 "disk" => tables.disks = each(name, value)?,
@@ -250,6 +262,21 @@ impl Table<'_> {
         let mut keys = self.1.iter();
         let found = keys.find(|(key, _)| wanted.contains(&key.get_ref().as_ref()));
         found.map_or(self.span(), |(key, _)| key.span())
+    }
+}
+
+/// Directories: one, or a list of them.
+fn paths(key: &str, value: &Spanned<DeValue<'_>>) -> Result<Vec<PathBuf>, Mistake> {
+    let path = |value: &Spanned<DeValue<'_>>| match value.get_ref() {
+        DeValue::String(text) if !text.is_empty() => Ok(PathBuf::from(text.as_ref())),
+        _ => Err(Mistake::new(
+            value.span(),
+            format!("{key} is a directory, a list of them, or \"none\""),
+        )),
+    };
+    match value.get_ref() {
+        DeValue::Array(array) => array.iter().map(path).collect(),
+        _ => Ok(vec![path(value)?]),
     }
 }
 

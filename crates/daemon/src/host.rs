@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use block::{CacheMode, ThrottleError, ThrottleLimits};
-use control::{BlockExportDeleted, Event, EventHub};
+use control::{BlockExportDeleted, BlockImageCorrupted, Event, EventHub};
 use datapath::ThrottleGroup;
 use thiserror::Error;
 use tracing::{error, info, warn};
@@ -19,6 +19,7 @@ use crate::iothreads::{IoThreadError, IoThreads};
 use crate::node::{DiskWanted, Node, NodeError};
 use crate::paste::Ready;
 use crate::spec::{DiskSpec, FileSpec};
+use crate::storage::AllowBacking;
 use crate::together::TogetherError;
 
 /// Disks that one process serves at most: each takes a thread and a few descriptors.
@@ -32,6 +33,8 @@ const WATCH: Duration = Duration::from_secs(120);
 
 pub struct Host {
     pub threads: IoThreads,
+    /// Where files may be that images name.
+    allow_backing: AllowBacking,
     pub events: Arc<EventHub>,
     state: Mutex<State>,
 }
@@ -114,8 +117,9 @@ pub enum HostError {
 }
 
 impl Host {
-    pub fn new(threads: IoThreads) -> Self {
+    pub fn new(threads: IoThreads, allow_backing: AllowBacking) -> Self {
         Self {
+            allow_backing,
             threads,
             events: EventHub::new(),
             state: Mutex::default(),
@@ -163,7 +167,19 @@ impl Host {
         }
         let (limits, group) = (spec.limits, spec.throttle_group.clone());
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
-        let node = Node::open(spec)?;
+        let node = Node::open(spec, &self.allow_backing)?;
+        let (its_name, events) = (name.clone(), self.events.clone());
+        node.on_damage(move |damage| {
+            error!("disk {its_name}: {damage}; nothing more is written to it");
+            events.emit(&Event::BlockImageCorrupted(BlockImageCorrupted {
+                device: String::new(),
+                node_name: Some(its_name.clone()),
+                msg: damage.what.into(),
+                offset: Some(damage.at),
+                size: None,
+                fatal: true,
+            }));
+        });
         let mut state = self.state();
         state.check_new_node(&node.spec)?;
         let entry = NodeEntry {
@@ -324,7 +340,7 @@ impl Host {
             (before, spec)
         };
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
-        let new = Arc::new(Node::open(spec)?);
+        let new = Arc::new(Node::open(spec, &self.allow_backing)?);
         let mut state = self.state();
         if !Arc::ptr_eq(&state.top(name)?.node, &before) {
             return Err(HostError::Changed(name.into()));

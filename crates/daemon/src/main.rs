@@ -19,6 +19,7 @@ mod serve;
 mod socket;
 mod spec;
 mod stats;
+mod storage;
 mod together;
 
 use std::io::{self, IsTerminal};

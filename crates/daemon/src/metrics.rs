@@ -249,7 +249,7 @@ fn write_disks(text: &mut Text, disks: &[Shown]) {
     text.family(
         "ringdisk_disk_request_seconds",
         "histogram",
-        "From the available ring to the used ring: in total, and held back before the engine, in the engine, \
+        "From the available ring to the used ring: in total, and held back, in the image, in the engine, \
          and on the way to the used ring.",
     );
     for disk in disks {

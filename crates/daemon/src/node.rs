@@ -1,26 +1,35 @@
 //! An opened disk: its file, and what the data path needs of it. QEMU's word for it is a block node.
 
 use std::cmp::Ordering;
+use std::ops::ControlFlow;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use std::{fs, io};
 
-use block::{Backing, BlockSizeError, CacheMode, DiskFacts, format_size};
+use block::{Backing, BlockSizeError, CacheMode, Discard, DiskFacts, format_size};
 use datapath::{Disk, Options, Replacement};
 use engine::{Choice, ChoiceError, DiskFile, OpenError, Support, choose};
-use image::{Format, Image, UnknownFormat};
+use image::{
+    Chain, ChainError, ChainOptions, Damage, Format, Image, ImageError, LayerFormat, Progress, Top,
+    UnknownFormat, Zeroing,
+};
 use thiserror::Error;
 use tracing::{info, warn};
 
 use crate::spec::{DiskSpec, FileSpec};
+use crate::storage::{AllowBacking, Opener};
 
 /// An opened disk. Its file stays locked as long as this lives.
 pub struct Node {
     pub spec: DiskSpec,
     image: Image,
+    /// The file that the operator named.
     file: Option<Arc<DiskFile>>,
+    /// All files of an image that goes by tables, by their numbers in it.
+    files: Vec<Arc<DiskFile>>,
     /// How bytes are moved, and why so.
     pub choice: Option<Choice>,
     facts: DiskFacts,
@@ -35,12 +44,16 @@ pub struct Node {
 pub enum NodeError {
     #[error("{0}: {1}")]
     Format(String, UnknownFormat),
+    #[error(transparent)]
+    Chain(#[from] ChainError),
     #[error("{0}: {1}")]
     Blocks(String, BlockSizeError),
     #[error("{0}: {1}")]
     Aio(String, ChoiceError),
     #[error(transparent)]
     Open(#[from] OpenError),
+    #[error("{0}: {1}; --allow-backing names directories that are there")]
+    Allow(String, io::Error),
     #[error("{0}: cannot {1}: {2}")]
     Io(String, &'static str, io::Error),
 }
@@ -50,7 +63,9 @@ impl Node {
     ///
     /// # Errors
     /// It cannot be served as asked; the error says why and what to do.
-    pub fn open(spec: DiskSpec) -> Result<Self, NodeError> {
+    pub fn open(spec: DiskSpec, allow: &AllowBacking) -> Result<Self, NodeError> {
+        let mut files = Vec::new();
+        let mut format = Format::Raw;
         let (image, file, facts, size, filename) = match &spec.file {
             FileSpec::Null(size) => {
                 warn!(
@@ -66,19 +81,26 @@ impl Node {
             FileSpec::Path(path) => {
                 let filename = path.display().to_string();
                 let file = DiskFile::open(path, spec.cache, spec.read_only)?;
-                let format = match spec.format {
+                format = match spec.format {
                     Some(format) => format,
                     None => Format::of(path, file.backing())
                         .map_err(|e| NodeError::Format(filename.clone(), e))?,
                 };
-                let image = match format {
-                    Format::Raw => Image::Raw,
-                };
-                let size = file
-                    .size()
-                    .map_err(|e| NodeError::Io(filename.clone(), "find out its size", e))?;
-                let facts = file.facts();
-                (image, Some(Arc::new(file)), facts, size, filename)
+                let file = Arc::new(file);
+                match format {
+                    Format::Raw => {
+                        let size = file.raw_size(path)?;
+                        let facts = file.facts();
+                        (Image::Raw, Some(file), facts, size, filename)
+                    }
+                    Format::Qcow2 => {
+                        let chain;
+                        (chain, files) = open_chain(&spec, path, &file, allow)?;
+                        let (facts, size) = (chain_facts(&chain, &files), chain.size());
+                        let image = Image::Chain(Arc::new(chain));
+                        (image, Some(file), facts, size, filename)
+                    }
+                }
             }
         };
         let facts = facts
@@ -104,11 +126,12 @@ impl Node {
         Ok(Self {
             image,
             file,
+            files,
             choice,
             facts,
             size,
             filename,
-            format: Format::Raw,
+            format,
             spec,
         })
     }
@@ -132,6 +155,7 @@ impl Node {
             spec,
             image: self.image.clone(),
             file: self.file.clone(),
+            files: self.files.clone(),
             choice: self.choice.clone(),
             facts: self.facts,
             size: self.size,
@@ -142,6 +166,18 @@ impl Node {
 
     pub fn name(&self) -> &str {
         &self.spec.name
+    }
+
+    /// How many images or files it builds on.
+    pub fn depth(&self) -> usize {
+        self.image.chain().map_or(0, |chain| chain.depth() - 1)
+    }
+
+    /// Has `tell` called once if the image turns out to contradict itself.
+    pub fn on_damage(&self, tell: impl Fn(&Damage) + Send + Sync + 'static) {
+        if let Some(image) = self.image.chain().and_then(|chain| chain.image()) {
+            image.on_damage(tell);
+        }
     }
 
     /// What holds it.
@@ -160,17 +196,19 @@ impl Node {
             .with_blocks(wanted.logical_block, None, self.size)
             .map_err(|e| NodeError::Blocks(self.filename.clone(), e))?;
         facts.read_only |= wanted.read_only;
-        let descriptor = match &self.file {
-            Some(file) => {
-                let file_descriptor = duplicate(file, &self.filename)?;
-                Some((file_descriptor, file.backing(), self.spec.aio))
-            }
-            None => None,
+        let files = match &self.image {
+            Image::Chain(_) => &self.files[..],
+            _ => self.file.as_slice(),
         };
+        let files = files.iter().map(|file| {
+            let descriptor = duplicate(file, &self.filename)?;
+            Ok((descriptor, file.backing(), self.spec.aio))
+        });
+        let files = files.collect::<Result<Vec<_>, NodeError>>()?;
         Ok(Disk::new(
             wanted.name.clone(),
             self.image.clone(),
-            descriptor,
+            files,
             facts,
             self.file_size().unwrap_or(self.size),
             &self.spec.serial,
@@ -193,6 +231,10 @@ impl Node {
             let e = io::Error::other("it stores nothing");
             return Err(fail("take the place of a file", e));
         };
+        if self.image.chain().is_some() {
+            let e = io::Error::other("only raw files can take each other's place");
+            return Err(fail("be put there", e));
+        }
         Ok(Replacement {
             file: duplicate(file, &self.filename)?,
             backing: file.backing(),
@@ -230,6 +272,9 @@ impl Node {
     /// # Errors
     /// The kernel cannot say.
     pub fn file_size(&self) -> io::Result<u64> {
+        if let Some(chain) = self.image.chain() {
+            return Ok(chain.size());
+        }
         let Some(file) = &self.file else {
             return Ok(self.size);
         };
@@ -256,6 +301,9 @@ impl Node {
             return Err("it stores nothing; serve another null:SIZE".into());
         };
         let now = file.size().map_err(|e| format!("finding its size: {e}"))?;
+        if let Some(chain) = self.image.chain() {
+            return grow_chain(chain, size).map_err(|e| e.to_string());
+        }
         match size.cmp(&now) {
             Ordering::Less => Err(format!(
                 "it has {} and cannot become shorter, which would cut off what the guest has stored",
@@ -280,6 +328,17 @@ impl Node {
     /// # Errors
     /// It could not be made durable.
     pub fn sync(&self) -> io::Result<()> {
+        if let Image::Chain(chain) = &self.image
+            && !self.facts.read_only
+            && self.spec.cache.flushes()
+        {
+            // The last who has it closes it.
+            let done = match Arc::strong_count(chain) {
+                1 => chain.close(),
+                _ => chain.flush(),
+            };
+            return done.map_err(|e| io::Error::other(e.to_string()));
+        }
         match &self.file {
             Some(file) if !self.facts.read_only && self.spec.cache.flushes() => file.sync(),
             _ => Ok(()),
@@ -295,6 +354,90 @@ pub struct DiskWanted {
     pub cache: CacheMode,
     /// In bytes; the node's if absent.
     pub logical_block: Option<u32>,
+}
+
+/// Opens an image and all that it builds on. Returns its files by their numbers.
+fn open_chain(
+    spec: &DiskSpec,
+    path: &Path,
+    file: &Arc<DiskFile>,
+    allow: &AllowBacking,
+) -> Result<(Chain, Vec<Arc<DiskFile>>), NodeError> {
+    let filename = || path.display().to_string();
+    let gate = allow
+        .gate(path)
+        .map_err(|e| NodeError::Allow(filename(), e))?;
+    let mut opener = Opener {
+        cache: spec.cache,
+        opened: Vec::new(),
+    };
+    let top = Top {
+        storage: opener.keep(file.clone()),
+        path,
+        format: LayerFormat::Qcow2,
+    };
+    let mut told = Instant::now();
+    let options = ChainOptions {
+        read_only: spec.read_only,
+        // As in QEMU: reading does no harm.
+        allow_corrupt: spec.read_only,
+        l2_cache_bytes: spec.l2_cache_bytes,
+        punch: spec.discard == Discard::Unmap,
+        progress: &mut |progress: Progress| {
+            if told.elapsed() > Duration::from_secs(1) {
+                told = Instant::now();
+                let percent = progress.done * 100 / progress.total.max(1);
+                info!("{}: repairing: {percent} %", path.display());
+            }
+            ControlFlow::Continue(())
+        },
+    };
+    let chain = Chain::open(top, &gate, &mut opener, options)?;
+    let files = chain.files().iter();
+    let files = files.map(|storage| opener.file_of(storage));
+    let files = files.collect::<Option<_>>().ok_or_else(|| {
+        let e = io::Error::other("one of its files is not known");
+        NodeError::Io(filename(), "be opened", e)
+    })?;
+    Ok((chain, files))
+}
+
+/// What is true of a disk that lies in all of these.
+fn chain_facts(chain: &Chain, files: &[Arc<DiskFile>]) -> DiskFacts {
+    let written = files[usize::from(chain.written_file().0)].facts();
+    let cluster = chain.image().map_or(0, |image| image.cluster_bytes());
+    let facts = files.iter().map(|file| file.facts());
+    facts.fold(
+        DiskFacts {
+            // Space is given back in the image, whatever the file system can.
+            discard_granularity: match written.read_only {
+                true => 0,
+                false => u32::try_from(cluster).unwrap_or(0),
+            },
+            ..written
+        },
+        |all, one| DiskFacts {
+            logical_block: all.logical_block.max(one.logical_block),
+            physical_block: all.physical_block.max(one.logical_block),
+            address_alignment: all.address_alignment.max(one.address_alignment),
+            length_alignment: all.length_alignment.max(one.length_alignment),
+            ..all
+        },
+    )
+}
+
+/// Makes a disk longer. What is new of it reads as zeroes, whatever is below.
+fn grow_chain(chain: &Chain, size: u64) -> Result<(), ImageError> {
+    let mut new = chain.grow(size)?;
+    while !new.is_empty() {
+        let why = Zeroing::Zeroes { unmap: true };
+        let (done, waiting) = chain.zero(new.start, new.end - new.start, why)?;
+        new.start += done;
+        if let (Some(waiting), Some(image)) = (waiting, chain.image()) {
+            image.wait(&waiting);
+        }
+    }
+    chain.flush()
 }
 
 fn duplicate(file: &DiskFile, filename: &str) -> Result<OwnedFd, NodeError> {

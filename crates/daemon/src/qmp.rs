@@ -176,6 +176,7 @@ fn add_node(host: &Host, options: &BlockdevOptions) -> Result<(), CommandError> 
     let mut inner = options;
     let mut discard = Discard::Unmap;
     let mut read_only = false;
+    let (mut format, mut l2_cache_bytes) = (Format::Raw, None);
     let (file, aio) = loop {
         discard = match inner.discard {
             Some(Discard::Unmap) => discard,
@@ -195,6 +196,15 @@ fn add_node(host: &Host, options: &BlockdevOptions) -> Result<(), CommandError> 
                 }
             },
             BlockdevDriver::Raw(raw) => &raw.file,
+            BlockdevDriver::Qcow2(_) if format != Format::Raw => {
+                return Err(CommandError::generic(
+                    "a qcow2 image inside of another is not served",
+                ));
+            }
+            BlockdevDriver::Qcow2(image) => {
+                (format, l2_cache_bytes) = (Format::Qcow2, image.l2_cache_size);
+                &image.file
+            }
         };
         match below {
             BlockdevRef::Definition(file) if file.node_name.is_some() => {
@@ -204,6 +214,11 @@ fn add_node(host: &Host, options: &BlockdevOptions) -> Result<(), CommandError> 
                 ));
             }
             BlockdevRef::Definition(file) => inner = file,
+            BlockdevRef::Reference(_) if format != Format::Raw => {
+                return Err(CommandError::generic(
+                    "the file of a qcow2 image is given in place, as in file={driver=file,filename=...}",
+                ));
+            }
             BlockdevRef::Reference(child) => {
                 let below = spec_of(host, child)?;
                 let spec = DiskSpec {
@@ -224,7 +239,8 @@ fn add_node(host: &Host, options: &BlockdevOptions) -> Result<(), CommandError> 
     let cache = options.cache.as_ref().map_or(inner, |_| options);
     let detect_zeroes = options.detect_zeroes.or(inner.detect_zeroes);
     Ok(host.add_node(DiskSpec {
-        format: Some(Format::Raw),
+        format: Some(format),
+        l2_cache_bytes,
         cache: cache.cache_mode(false)?,
         aio,
         read_only,
@@ -394,13 +410,14 @@ fn node_info(disk: &Look<'_>) -> BlockDeviceInfo {
             file: node.filename.clone(),
             node_name: Some(node.name().to_owned()),
             ro: node.spec.read_only,
-            drv: match node.backing() {
-                None => "null-co",
-                Some(Backing::File) => "file",
-                Some(Backing::BlockDevice) => "host_device",
+            drv: match (node.format, node.backing()) {
+                (Format::Qcow2, _) => "qcow2",
+                (Format::Raw, None) => "null-co",
+                (Format::Raw, Some(Backing::File)) => "file",
+                (Format::Raw, Some(Backing::BlockDevice)) => "host_device",
             }
             .into(),
-            backing_file_depth: 0,
+            backing_file_depth: node.depth() as u64,
             active: true,
             encrypted: false,
             detect_zeroes: node.spec.detect_zeroes,

@@ -225,6 +225,7 @@ impl<'a> Change<'a> {
             ("poll-max-us", old.poll_max != new.poll_max),
             ("control", old.control != new.control),
             ("metrics", old.metrics != new.metrics),
+            ("allow-backing", old.allow_backing != new.allow_backing),
             ("an [[iothread]]", changed_thread),
         ] {
             if differs {

@@ -23,6 +23,7 @@ use crate::qmp::{self, ControlSocket, Qmp};
 use crate::reload::Reloader;
 use crate::socket::{Socket, SocketError};
 use crate::spec::{DiskSpec, SpecError};
+use crate::storage::AllowBacking;
 use crate::together::{TogetherError, check_together};
 
 #[derive(clap::Args)]
@@ -34,7 +35,8 @@ use crate::together::{TogetherError, check_together};
 Options of a disk (a comma in a value is doubled):
   file=PATH            file or block device; null:SIZE stores nothing
   name=NAME            default: from the file
-  format=raw           default: from .raw or .img, raw for a block device; never from the content
+  format=raw|qcow2     default: from .raw, .img or .qcow2, raw for a block device; never from the content
+  l2-cache-size=SIZE   memory for the tables of a qcow2 image; default: all of them, 1M for 8G of disk
   socket=PATH          default: NAME.sock in $RUNTIME_DIRECTORY (systemd), /run/ringdisk (root),
                        $XDG_RUNTIME_DIR/ringdisk, or here
   cache=MODE           as in QEMU. none (default): O_DIRECT; writeback: through the host's page cache;
@@ -75,6 +77,11 @@ pub struct Args {
     /// Where Prometheus finds metrics, as in 127.0.0.1:9747; they are not protected, and name your disks
     #[arg(long, value_name = "ADDR")]
     metrics: Option<SocketAddr>,
+
+    /// Directory where backing files and data files may be that images name, or below; repeatable; none for no
+    /// such file at all; default: each image's own directory
+    #[arg(long, value_name = "DIR")]
+    allow_backing: Vec<PathBuf>,
 
     /// I/O threads, which the queues of all disks go to in turn; default: one per CPU, up to 16
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
@@ -146,7 +153,13 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
     let control = args.control.clone().or(config.control.clone());
     let metrics = args.metrics.or(config.metrics);
     let threads = IoThreads::new(iothreads, &cpus.unwrap_or_default(), poll_max);
-    let host = Arc::new(Host::new(threads));
+    let host = Arc::new(Host::new(
+        threads,
+        AllowBacking::new(match &args.allow_backing[..] {
+            [] => &config.allow_backing,
+            given => given,
+        }),
+    ));
 
     let result = start(&host, &config, specs);
     let config = args

@@ -22,7 +22,7 @@ const QUEUE_SIZE_DEFAULT: u16 = 256;
 const QUEUE_SIZE_MIN: u16 = 16;
 
 const KEYS: &str = "name, file, format, socket, cache, aio, queues, queue-size, readonly, serial, \
-    discard, detect-zeroes, logical-block-size, physical-block-size, fixed-buffers, iothreads, \
+    discard, detect-zeroes, l2-cache-size, logical-block-size, physical-block-size, fixed-buffers, iothreads, \
     throttle-group";
 
 /// A disk to be served.
@@ -42,6 +42,8 @@ pub struct DiskSpec {
     pub serial: String,
     pub discard: Discard,
     pub detect_zeroes: DetectZeroes,
+    /// Memory for the tables of an image in bytes, as given; otherwise for all of them, up to 1 GiB.
+    pub l2_cache_bytes: Option<u64>,
     /// In bytes, as given; otherwise it is the backing's.
     pub logical_block: Option<u32>,
     /// In bytes, as given; otherwise it is the backing's.
@@ -143,6 +145,7 @@ impl DiskSpec {
         given.set(&mut disk.discard, "discard", Discard::from_str)?;
         let detect_zeroes = DetectZeroes::from_str;
         given.set(&mut disk.detect_zeroes, "detect-zeroes", detect_zeroes)?;
+        disk.l2_cache_bytes = given.take("l2-cache-size", parse_size)?;
         disk.logical_block = given.take("logical-block-size", block_size)?;
         disk.physical_block = given.take("physical-block-size", block_size)?;
         given.set(&mut disk.fixed_buffers, "fixed-buffers", on_off)?;
@@ -172,6 +175,7 @@ impl DiskSpec {
             serial: String::new(),
             discard: Discard::Unmap,
             detect_zeroes: DetectZeroes::Off,
+            l2_cache_bytes: None,
             logical_block: None,
             physical_block: None,
             fixed_buffers: false,

@@ -137,11 +137,11 @@ fn every_window_shows_the_same_work() {
         assert_eq!(counted["errors"], 0, "{kind}");
         let latency = &counted["latency"];
         let sum = |stage: &str| latency[stage]["sum-ns"].as_u64().unwrap();
-        for stage in ["total", "waiting", "engine", "publishing"] {
+        for stage in ["total", "waiting", "image", "engine", "publishing"] {
             assert_eq!(latency[stage]["count"], operations, "{kind} {stage}");
         }
         assert!(sum("total") > 0);
-        let parts = sum("waiting") + sum("engine") + sum("publishing");
+        let parts = sum("waiting") + sum("image") + sum("engine") + sum("publishing");
         assert_eq!(sum("total"), parts, "{kind}: the parts make the whole");
         let labels = format!("disk=\"DISK\",operation=\"{kind}\"");
         let metric = |name: &str, more: &str| served.metric(name, &format!("{labels}{more}"));

@@ -107,11 +107,15 @@ impl<E: Engine> Worker<E> {
             return;
         };
         let s = queue.slots.get(slot);
-        s.stamps.submitted = now;
+        (s.stamps.admitted, s.stamps.submitted) = (now, now);
         match plan::plan(&queue.disk, s.request) {
             Plan::Operation(request, at) => {
                 (s.request, s.at) = (request, at);
                 self.submit(number, slot);
+            }
+            Plan::Pieces(request) => {
+                s.request = request;
+                self.start_pieces(number, slot);
             }
             Plan::Done(status, written) => {
                 let ticket = s.ticket;
@@ -186,6 +190,7 @@ impl Held {
     ) {
         let stamps = Stamps {
             fetched,
+            admitted: 0,
             submitted: 0,
         };
         let slot = slots.take(ticket, request, FileOffset(0), segments, stamps);

@@ -24,8 +24,6 @@ const EOPNOTSUPP: i32 = -95;
 enum Next {
     Finish(Status),
     Again,
-    /// It changed the disk, and completes once that is durable.
-    Settle,
 }
 
 impl<E: Engine> Worker<E> {
@@ -93,6 +91,7 @@ impl<E: Engine> Worker<E> {
                 }
                 s.left -= moved as u64;
                 match s.left {
+                    0 if !queue.pieces.is_empty() => return self.piece_moved(number, slot),
                     0 => Next::Finish(Status::Ok),
                     _ => {
                         s.at.0 += moved as u64;
@@ -103,17 +102,28 @@ impl<E: Engine> Worker<E> {
             }
             _ => Next::Finish(Status::Ok),
         };
-        let next = match (next, s.request) {
-            (
-                Next::Finish(Status::Ok),
-                Request::Write { .. } | Request::Discard { .. } | Request::WriteZeroes { .. },
-            ) if queue.disk.completes_when_durable() && s.unstable => Next::Settle,
-            (next, _) => next,
-        };
         match next {
-            Next::Settle => self.settle(number, slot),
+            Next::Finish(Status::Ok) => self.moved(number, slot),
             Next::Again => self.submit(number, slot),
             Next::Finish(status) => self.finish(number, slot, status, result),
+        }
+    }
+
+    /// All that a request moves has been moved. If it changed the disk, and that must be durable first,
+    /// it settles.
+    #[inline]
+    pub fn moved(&mut self, number: usize, slot: u16) {
+        let Some(queue) = &mut self.queues[number] else {
+            return;
+        };
+        let s = queue.slots.get(slot);
+        match s.request {
+            Request::Write { .. } | Request::Discard { .. } | Request::WriteZeroes { .. }
+                if s.unstable && queue.disk.completes_when_durable() =>
+            {
+                self.settle(number, slot);
+            }
+            _ => self.finish(number, slot, Status::Ok, 0),
         }
     }
 
@@ -123,6 +133,7 @@ impl<E: Engine> Worker<E> {
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
+        queue.release_piece(slot);
         let s = queue.slots.get(slot);
         let written = match status {
             Status::Ok => s.written + 1,

@@ -30,6 +30,8 @@ pub struct Disk {
     pub id: [u8; blk::ID_BYTES],
     pub(crate) image: Image,
     pub(crate) source: Option<Mutex<Arc<Source>>>,
+    /// All files of an image that goes by tables, by their numbers in it.
+    pub(crate) files: Vec<Arc<Source>>,
     /// Held while the file is replaced.
     pub(crate) replacing: Mutex<()>,
     pub(crate) options: Options,
@@ -73,12 +75,12 @@ impl Default for Options {
 }
 
 impl Disk {
-    /// A disk of `size` bytes, whose image is in `file` unless it needs none. A serial longer than
-    /// GET_ID can carry is cut.
+    /// A disk of `size` bytes in these files: none, one, or, if its image goes by tables, all of them by
+    /// their numbers there. A serial longer than GET_ID can carry is cut.
     pub fn new(
         name: String,
         image: Image,
-        file: Option<(OwnedFd, Backing, Aio)>,
+        files: impl IntoIterator<Item = (OwnedFd, Backing, Aio)>,
         mut facts: DiskFacts,
         size: u64,
         serial: &str,
@@ -87,10 +89,17 @@ impl Disk {
         let mut id = [0; blk::ID_BYTES];
         let len = serial.len().min(id.len());
         id[..len].copy_from_slice(&serial.as_bytes()[..len]);
-        let source = file.map(|(fd, backing, aio)| {
-            let cached = !options.cache.direct();
-            Mutex::new(Arc::new(Source::new(fd, backing, aio, &facts, cached)))
+        let cached = !options.cache.direct();
+        let files = files.into_iter().map(|(fd, backing, aio)| {
+            let source = Source::new(fd, backing, aio, &facts, cached);
+            Arc::new(source)
         });
+        let mut files: Vec<_> = files.collect();
+        let source = match image.chain() {
+            Some(chain) => files.get(usize::from(chain.written_file().0)).cloned(),
+            None => files.pop(),
+        };
+        let source = source.map(Mutex::new);
         // What cannot give space back would write the zeroes all the same, and slower.
         let detect_zeroes = options.detect_zeroes != DetectZeroes::Off
             && source.is_some()
@@ -105,6 +114,7 @@ impl Disk {
             id,
             image,
             source,
+            files,
             replacing: Mutex::default(),
             options,
             errors: Limiter::default(),
@@ -140,6 +150,13 @@ impl Disk {
     /// # Errors
     /// It could not be made durable, or what the page cache held was lost earlier.
     pub fn sync(&self) -> io::Result<()> {
+        if let Some(chain) = self.image.chain()
+            && self.flushes()
+        {
+            chain
+                .flush()
+                .map_err(|e| io::Error::other(format!("{e}")))?;
+        }
         match self.source() {
             Some(source) if self.flushes() => source.syncs.sync(&source.fd),
             _ => Ok(()),

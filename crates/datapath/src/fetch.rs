@@ -1,6 +1,6 @@
 //! Stage 1: from the available rings to slots and operations, a bounded batch at a time.
 
-use block::{Engine, Request};
+use block::{Engine, FileOffset, Request};
 use guest::blk::{self, Status};
 use guest::{Chain, RingError};
 use tracing::warn;
@@ -97,6 +97,7 @@ impl<E: Engine> Worker<E> {
         let stamp = queue.disk.statistics.stamp();
         let stamps = Stamps {
             fetched: stamp,
+            admitted: stamp,
             submitted: stamp,
         };
         let mut submitted = 0;
@@ -153,6 +154,17 @@ impl<E: Engine> Worker<E> {
                 Plan::Id => {
                     let written = ring.copy_to(writable, &disk.id) as u32;
                     ring.complete(&chain.ticket(), Status::Ok as u8, written + 1);
+                }
+                Plan::Pieces(request) => {
+                    let segments = match request {
+                        Request::Read { .. } => writable,
+                        _ => readable,
+                    };
+                    let at = FileOffset(0);
+                    let slot = slots.take(chain.ticket(), request, at, segments, stamps);
+                    self.start_pieces(number, slot);
+                    submitted += 1;
+                    continue;
                 }
                 Plan::Operation(request, at) => {
                     let segments = match request {

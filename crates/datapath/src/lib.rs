@@ -8,6 +8,7 @@ mod fetch;
 
 mod admit;
 
+mod pieces;
 mod plan;
 
 mod submit;
@@ -28,6 +29,7 @@ mod queue;
 mod replace;
 mod report;
 mod slot;
+mod slow;
 mod source;
 mod stats;
 mod syncs;

@@ -15,8 +15,10 @@ use crate::worker::Worker;
 pub(crate) struct Local {
     pub disk: Arc<Disk>,
     pub source: Option<Arc<Source>>,
-    /// The disk's file, as this thread's engine knows it.
+    /// The file that the guest's data is written to, as this thread's engine knows it.
     pub file: Option<FileId>,
+    /// All files of an image that goes by tables, by their numbers in it.
+    pub files: Vec<FileId>,
     /// Queues of the disk that this thread serves.
     queues: usize,
     /// Requests that these can have under way.
@@ -36,6 +38,11 @@ impl Local {
     /// Of the disk's file; only disks in files have anything to make durable.
     pub fn syncs(&self) -> &Syncs {
         &self.source.as_ref().expect("a file").syncs
+    }
+
+    /// Where the guest's data is written to.
+    pub fn written(&self) -> FileId {
+        self.file.expect("a file")
     }
 }
 
@@ -67,14 +74,21 @@ impl<E: Engine> Worker<E> {
             return Ok(place);
         }
         let source = disk.source();
-        let file = match &source {
-            Some(s) => Some(self.engine.attach(s.fd.as_fd(), s.backing, s.aio)?),
-            None => None,
+        let files = self.attach_files(&disk.files)?;
+        let attached = match (&source, disk.image.chain()) {
+            (_, Some(chain)) => Ok(Some(files[usize::from(chain.written_file().0)])),
+            (Some(s), None) => {
+                let attached = self.engine.attach(s.fd.as_fd(), s.backing, s.aio);
+                attached.map(Some)
+            }
+            (None, None) => Ok(None),
         };
+        let file = attached?;
         let local = Some(Local {
             disk: disk.clone(),
             source,
             file,
+            files,
             queues: 0,
             requests: 0,
             unsettled: VecDeque::new(),
@@ -91,6 +105,24 @@ impl<E: Engine> Worker<E> {
         Ok(place)
     }
 
+    /// All of them, or none.
+    fn attach_files(&mut self, sources: &[Arc<Source>]) -> io::Result<Vec<FileId>> {
+        let mut files = Vec::with_capacity(sources.len());
+        for source in sources {
+            let attached = self
+                .engine
+                .attach(source.fd.as_fd(), source.backing, source.aio);
+            match attached {
+                Ok(file) => files.push(file),
+                Err(e) => {
+                    files.into_iter().for_each(|file| self.engine.detach(file));
+                    return Err(e);
+                }
+            }
+        }
+        Ok(files)
+    }
+
     /// One queue less. Nothing of it is under way.
     pub fn leave_local(&mut self, place: usize, requests: usize) {
         let Some(local) = &mut self.locals[place] else {
@@ -102,6 +134,10 @@ impl<E: Engine> Worker<E> {
             return;
         }
         debug_assert!(local.unsettled.is_empty() && local.starved.is_empty());
+        for file in local.files.drain(..) {
+            self.engine.detach(file);
+            local.file = local.file.filter(|&f| f != file);
+        }
         if let Some(file) = local.file {
             self.engine.detach(file);
         }

@@ -11,6 +11,8 @@ pub(crate) enum Plan {
     Done(Status, u32),
     /// The disk's serial.
     Id,
+    /// What the image's tables say, piece by piece.
+    Pieces(Request),
     /// An operation on the file, from this offset on.
     Operation(Request, FileOffset),
 }
@@ -36,6 +38,7 @@ pub(crate) fn plan(disk: &Disk, request: Request) -> Plan {
     };
     match (disk.image.map(at), request) {
         (Extent::File(at), request) => Plan::Operation(request, at),
+        (Extent::Pieces, request) => Plan::Pieces(request),
         (Extent::Nowhere, Request::Read { len, .. }) => Plan::Done(Status::Ok, len as u32),
         (Extent::Nowhere, _) => Plan::Done(Status::Ok, 0),
     }

@@ -11,6 +11,7 @@ use crate::admit::Held;
 use crate::disk::Disk;
 use crate::local::Local;
 use crate::notify::signal;
+use crate::pieces::Piece;
 use crate::slot::Slots;
 use crate::source::Alignment;
 use crate::stats::Tally;
@@ -23,8 +24,10 @@ pub(crate) struct Queue {
     pub tally: Tally,
     /// Requests that a limit holds back.
     pub held: Held,
-    /// The disk's file, as this thread's engine knows it.
+    /// The disk's file, as this thread's engine knows it; none if each piece says where it is.
     pub file: Option<FileId>,
+    /// By slot, for a disk whose image goes by tables.
+    pub pieces: Box<[Piece]>,
     pub alignment: Alignment,
     /// Place of what the thread keeps for the disk.
     pub local: usize,
@@ -56,13 +59,17 @@ impl Queue {
     pub fn new(disk: Arc<Disk>, new: NewQueue, place: usize, local: Option<&Local>) -> Self {
         let size = usize::from(new.virtqueue.size());
         let slots = Slots::new(new.virtqueue.size());
+        let by_tables = disk.image.chain().is_some();
         let source = local.and_then(|l| l.source.as_ref());
         Self {
             ring: new.virtqueue,
             slots,
             tally: Tally::new(&disk, size),
             held: Held::new(disk.clone()),
-            file: local.and_then(|l| l.file),
+            file: local.and_then(|l| l.file).filter(|_| !by_tables),
+            pieces: (0..if by_tables { size } else { 0 })
+                .map(|_| Piece::new())
+                .collect(),
             alignment: source.map_or(Alignment { address: 1, len: 1 }, |s| s.alignment),
             local: place,
             registered: Vec::new(),

@@ -76,7 +76,7 @@ impl<E: Engine> Worker<E> {
         match local.syncs().take_turn(&self.wake) {
             Turn::Begin => {
                 local.syncing = true;
-                self.submit(queue, slot);
+                self.begin_sync(queue, slot);
             }
             Turn::Wait => {}
             Turn::Lost(result) => {

@@ -61,7 +61,7 @@ impl Slot {
     }
 
     #[inline]
-    fn set_segments(&mut self, segments: &[Segment]) {
+    pub fn set_segments(&mut self, segments: &[Segment]) {
         self.first = 0;
         self.len = segments.len();
         if let [only] = segments {

@@ -19,7 +19,7 @@ use crate::histogram::{Filling, Histogram, add};
 const KINDS: usize = 5;
 
 /// The stages of a request whose time is measured.
-const STAGES: usize = 4;
+const STAGES: usize = 5;
 
 /// A disk's statistics at one moment, summed over its queues, those included that are gone.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -63,8 +63,11 @@ pub struct RequestStats {
 pub struct Latency {
     /// From the available ring to the used ring.
     pub total: Histogram,
-    /// From the available ring to the engine: held back by a limit.
+    /// From the available ring until it may go on: held back by a limit.
     pub waiting: Histogram,
+    /// From there to the engine, or to the last of its pieces: what the image needs that is not in memory,
+    /// such as a table, or a cluster to be copied.
+    pub image: Histogram,
     /// From the engine's queue to its completion, with all that a request needs to be durable.
     pub engine: Histogram,
     /// From completion to the used ring.
@@ -119,6 +122,7 @@ impl Latency {
         [
             ("total", &self.total),
             ("waiting", &self.waiting),
+            ("image", &self.image),
             ("engine", &self.engine),
             ("publishing", &self.publishing),
         ]
@@ -129,6 +133,7 @@ impl Latency {
         [
             ("total", &mut self.total),
             ("waiting", &mut self.waiting),
+            ("image", &mut self.image),
             ("engine", &mut self.engine),
             ("publishing", &mut self.publishing),
         ]
@@ -145,6 +150,7 @@ impl RequestStats {
             latency: Latency {
                 total: new.total.since(&old.total),
                 waiting: new.waiting.since(&old.waiting),
+                image: new.image.since(&old.image),
                 engine: new.engine.since(&old.engine),
                 publishing: new.publishing.since(&old.publishing),
             },
@@ -168,6 +174,7 @@ fn kind(request: &Request) -> Option<(usize, u64)> {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stamps {
     pub fetched: u64,
+    pub admitted: u64,
     pub submitted: u64,
 }
 
@@ -306,10 +313,15 @@ impl Tally {
         let now = now_ns();
         if let Some(times) = self.counters.times.get() {
             for run in self.runs.iter().chain([&self.run]) {
-                let Stamps { fetched, submitted } = run.stamps;
-                let [total, waiting, engine, publishing] = &times[run.kind];
+                let Stamps {
+                    fetched,
+                    admitted,
+                    submitted,
+                } = run.stamps;
+                let [total, waiting, image, engine, publishing] = &times[run.kind];
                 total.add(now.saturating_sub(fetched), run.n);
-                waiting.add(submitted.saturating_sub(fetched), run.n);
+                waiting.add(admitted.saturating_sub(fetched), run.n);
+                image.add(submitted.saturating_sub(admitted), run.n);
                 engine.add(run.reaped.saturating_sub(submitted), run.n);
                 publishing.add(now.saturating_sub(run.reaped), run.n);
             }
@@ -343,7 +355,7 @@ struct Counters {
     errors: [AtomicU64; KINDS],
     refused: AtomicU64,
     under_way: AtomicU64,
-    /// 85 KiB, made when times are first asked for.
+    /// 106 KiB, made when times are first asked for.
     times: OnceLock<Box<Times>>,
 }
 

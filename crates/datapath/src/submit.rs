@@ -15,13 +15,16 @@ impl<E: Engine> Worker<E> {
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
-        let (disk, file) = (
-            &queue.disk,
-            queue.file.expect("a disk with operations has a file"),
-        );
+        let disk = &queue.disk;
+        let file = match queue.file {
+            Some(file) => file,
+            None => queue.pieces[usize::from(slot)].file,
+        };
         let stable = disk.writes_are_stable();
         let s = queue.slots.get(slot);
-        zeroes::detect(disk, &queue.ring, s);
+        if queue.pieces.is_empty() {
+            zeroes::detect(disk, &queue.ring, s);
+        }
         if s.request == Request::Flush && !s.settling {
             return self.settle(number, slot);
         }

@@ -19,6 +19,7 @@ use crate::disk::Disk;
 use crate::local::Local;
 use crate::queue::{Queue, State, TIMER, WAKE, kick_token};
 use crate::replace::Hold;
+use crate::slow::Slow;
 use crate::thread::{Command, QueueId, Wake};
 use crate::timer::Timer;
 use crate::wait::Learned;
@@ -45,6 +46,10 @@ pub(crate) struct Worker<E> {
     pub timer: Timer,
     /// What is kept for each disk; a place is used again once its last queue has stopped.
     pub locals: Vec<Option<Local>>,
+    /// Does what blocks.
+    pub slow: Slow,
+    /// Which of the places that threads have for pins is this one's.
+    pub lane: usize,
     /// Disks whose files are being replaced.
     pub holds: Vec<Hold>,
     /// Requests of all disks that wait for a bounce buffer, and the disk whose turn it is.
@@ -89,6 +94,8 @@ impl<E: Engine> Worker<E> {
             released: Vec::with_capacity(RELEASE),
             timer: Timer::new()?,
             locals: Vec::new(),
+            slow: Slow::new(wake.clone()),
+            lane: rustix::thread::gettid().as_raw_nonzero().get() as usize,
             holds: Vec::new(),
             starved: 0,
             fed: 0,
@@ -113,6 +120,7 @@ impl<E: Engine> Worker<E> {
             if self.wake.take() {
                 self.obey();
                 self.look_at_syncs();
+                self.look_at_slow();
             }
             if self.quit {
                 return;

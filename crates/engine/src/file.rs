@@ -2,7 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -91,13 +91,12 @@ pub enum OpenError {
 }
 
 impl DiskFile {
-    /// Opens and locks a file or block device.
+    /// Opens and locks a file or block device of any size.
     ///
     /// # Errors
     /// It cannot be served as asked; the error says why and what to do.
     pub fn open(path: &Path, cache: CacheMode, read_only: bool) -> Result<Self, OpenError> {
         let name = path.display().to_string();
-        let fail = |what, e| OpenError::Io(name.clone(), what, e);
         // Looked at before it is opened: opening a FIFO or a tape has effects.
         let kind = fs::metadata(path)
             .map_err(|e| open_failed(&name, e, cache, read_only))?
@@ -122,6 +121,44 @@ impl DiskFile {
         let file = open_patiently(&options, path, &name)
             .map_err(|e| open_failed(&name, e, cache, read_only))?;
 
+        Self::of(file, backing, name, cache, read_only)
+    }
+
+    /// Makes a disk's file of one that somebody else has opened, and locks it.
+    ///
+    /// # Errors
+    /// It cannot be served as asked; the error says why and what to do.
+    pub fn adopt(
+        file: OwnedFd,
+        path: &Path,
+        cache: CacheMode,
+        read_only: bool,
+    ) -> Result<Self, OpenError> {
+        let name = path.display().to_string();
+        let file = File::from(file);
+        let kind = file
+            .metadata()
+            .map_err(|e| open_failed(&name, e, cache, read_only))?
+            .file_type();
+        let backing = match kind.is_block_device() {
+            true => Backing::BlockDevice,
+            false => Backing::File,
+        };
+        let mut flags = rustix::fs::fcntl_getfl(&file).unwrap_or(OFlags::empty());
+        flags.remove(OFlags::NONBLOCK);
+        flags.set(OFlags::DIRECT, cache.direct());
+        rustix::fs::fcntl_setfl(&file, flags)
+            .map_err(|e| open_failed(&name, e.into(), cache, read_only))?;
+        Self::of(file, backing, name, cache, read_only)
+    }
+
+    fn of(
+        file: File,
+        backing: Backing,
+        name: String,
+        cache: CacheMode,
+        read_only: bool,
+    ) -> Result<Self, OpenError> {
         // The time of the last read would be looked at for every read. Only the owner may switch that
         // off, so that it is tried, and not asked for when opening.
         if let Ok(flags) = rustix::fs::fcntl_getfl(&file) {
@@ -139,13 +176,22 @@ impl DiskFile {
             Backing::File => regular_facts(&file, cache, read_only),
             Backing::BlockDevice => device_facts(&file, cache, read_only),
         }
-        .map_err(|e| fail("find out its block size", e))?;
-        let disk = Self {
+        .map_err(|e| OpenError::Io(name, "find out its block size", e))?;
+        Ok(Self {
             file,
             backing,
             facts,
-        };
-        let size = disk.size().map_err(|e| fail("find out its size", e))?;
+        })
+    }
+
+    /// Its size in bytes, as that of a raw disk: it has some, and ends with a block.
+    ///
+    /// # Errors
+    /// It is no such size, and what to do.
+    pub fn raw_size(&self, path: &Path) -> Result<u64, OpenError> {
+        let (name, facts) = (path.display().to_string(), self.facts);
+        let size = self.size();
+        let size = size.map_err(|e| OpenError::Io(name.clone(), "find out its size", e))?;
         if size == 0 {
             return Err(OpenError::Empty(name));
         }
@@ -161,7 +207,7 @@ impl DiskFile {
                 hint,
             });
         }
-        Ok(disk)
+        Ok(size)
     }
 
     /// What never changes about it.

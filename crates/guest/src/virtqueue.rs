@@ -419,6 +419,14 @@ impl Virtqueue {
         done
     }
 
+    /// Fills the segments of a chain of this queue with zeroes.
+    pub fn zero(&self, segments: &[Segment]) {
+        for segment in segments {
+            // SAFETY: segments come from `fetch`, which found them mapped.
+            unsafe { ptr::write_bytes(segment.addr as *mut u8, 0, segment.len) };
+        }
+    }
+
     /// Copies bytes to the segments of a chain of this queue; returns how many there was room for.
     pub fn copy_to(&self, segments: &[Segment], from: &[u8]) -> usize {
         let mut done = 0;

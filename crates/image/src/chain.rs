@@ -1,5 +1,6 @@
 //! A disk as its image and all that this builds on: overlays, their backing files, their data files.
 
+mod access;
 mod open;
 
 use std::ops::Range;
@@ -275,6 +276,25 @@ impl Chain {
             }
         }
         true
+    }
+
+    /// The same without blocking: `None` if it would have to block, or anything else is to be said.
+    #[inline]
+    pub fn try_prepare_write(&self, pin: &Pin, at: u64, len: u64) -> Option<Allocation> {
+        let mut allocation = self.top()?.try_prepare_write(at, len)?;
+        allocation.find_zeroes(|from, to| self.is_zero(pin, from, to));
+        Some(allocation)
+    }
+
+    /// As [`Qcow2::try_commit`].
+    ///
+    /// # Errors
+    /// It would have to block: [`commit`](Self::commit) does it.
+    pub fn try_commit(&self, allocation: Allocation) -> Result<(), Allocation> {
+        match self.top() {
+            Some(image) => image.try_commit(allocation),
+            None => Ok(()),
+        }
     }
 
     /// As [`Qcow2::commit`].

@@ -10,16 +10,13 @@ use block::Backing;
 pub enum Format {
     /// The file is the disk.
     Raw,
-}
-
-/// The format of a file is not known.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum UnknownFormat {
-    /// Neither the name nor the kind of the file says what it is.
-    Unsaid,
-    /// The name says that it is qcow2, which cannot be served.
+    /// qcow2, of version 2 or 3.
     Qcow2,
 }
+
+/// The format of a file is not known: neither its name nor its kind says what it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UnknownFormat;
 
 impl Format {
     /// The format of a file for which none was given.
@@ -33,9 +30,9 @@ impl Format {
     pub fn of(path: &Path, backing: Backing) -> Result<Self, UnknownFormat> {
         match path.extension().and_then(|e| e.to_str()) {
             Some("raw" | "img") => Ok(Self::Raw),
-            Some("qcow2") => Err(UnknownFormat::Qcow2),
+            Some("qcow2") => Ok(Self::Qcow2),
             _ if backing == Backing::BlockDevice => Ok(Self::Raw),
-            _ => Err(UnknownFormat::Unsaid),
+            _ => Err(UnknownFormat),
         }
     }
 }
@@ -46,10 +43,8 @@ impl FromStr for Format {
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
             "raw" => Ok(Self::Raw),
-            "qcow2" => Err("qcow2 is not served yet; \
-                'qemu-img convert -O raw' makes a raw disk of it"
-                .into()),
-            _ => Err(format!("'{text}' is not a format; raw is")),
+            "qcow2" => Ok(Self::Qcow2),
+            _ => Err(format!("'{text}' is not a format; raw and qcow2 are")),
         }
     }
 }
@@ -58,22 +53,17 @@ impl fmt::Display for Format {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
         })
     }
 }
 
 impl fmt::Display for UnknownFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Unsaid => {
-                "its name does not say what format it has, and the content is not to be trusted; \
-                 add format=raw if every byte of it is the disk's"
-            }
-            Self::Qcow2 => {
-                "qcow2 is not served yet; 'qemu-img convert -O raw' makes a raw disk of it \
-                 (or add format=raw if it is a raw disk in spite of its name)"
-            }
-        })
+        f.write_str(
+            "its name does not say what format it has, and the content is not to be trusted; add \
+            format=qcow2, or format=raw if every byte of it is the disk's",
+        )
     }
 }
 
@@ -89,12 +79,9 @@ mod tests {
         assert_eq!(of("a.raw", Backing::File), Ok(Format::Raw));
         assert_eq!(of("a.b.img", Backing::File), Ok(Format::Raw));
         assert_eq!(of("vm1", Backing::BlockDevice), Ok(Format::Raw));
-        assert_eq!(of("vm1", Backing::File), Err(UnknownFormat::Unsaid));
-        assert_eq!(of("vm1.vmdk", Backing::File), Err(UnknownFormat::Unsaid));
-        assert_eq!(of("vm1.qcow2", Backing::File), Err(UnknownFormat::Qcow2));
-        assert_eq!(
-            of("lv.qcow2", Backing::BlockDevice),
-            Err(UnknownFormat::Qcow2)
-        );
+        assert_eq!(of("vm1", Backing::File), Err(UnknownFormat));
+        assert_eq!(of("vm1.vmdk", Backing::File), Err(UnknownFormat));
+        assert_eq!(of("vm1.qcow2", Backing::File), Ok(Format::Qcow2));
+        assert_eq!(of("lv.qcow2", Backing::BlockDevice), Ok(Format::Qcow2));
     }
 }

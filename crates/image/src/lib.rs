@@ -22,13 +22,17 @@ pub use qcow2::{
 };
 pub use storage::Storage;
 
+use std::sync::Arc;
+
 use block::{DiskOffset, FileOffset};
 
 /// A disk image. Formats are a closed set: what a disk needs of them is this enum's methods.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub enum Image {
     /// The file is the disk, byte for byte.
     Raw,
+    /// It goes by tables, piece by piece.
+    Chain(Arc<Chain>),
     /// There is no file: requests complete at once, and reads leave the guest's buffers as they
     /// are. It measures the path of a request, and nothing else.
     Null,
@@ -39,6 +43,8 @@ pub enum Image {
 pub enum Extent {
     /// In the file, from here on, in one piece.
     File(FileOffset),
+    /// In pieces, which the [`Chain`] knows.
+    Pieces,
     /// Nowhere: there is nothing to be done.
     Nowhere,
 }
@@ -49,7 +55,17 @@ impl Image {
     pub fn map(&self, at: DiskOffset) -> Extent {
         match self {
             Self::Raw => Extent::File(FileOffset(at.0)),
+            Self::Chain(_) => Extent::Pieces,
             Self::Null => Extent::Nowhere,
+        }
+    }
+
+    /// The image, if it goes by tables.
+    #[inline]
+    pub fn chain(&self) -> Option<&Arc<Chain>> {
+        match self {
+            Self::Chain(chain) => Some(chain),
+            Self::Raw | Self::Null => None,
         }
     }
 }

@@ -26,6 +26,8 @@ union! {
     driver: BlockdevDriver = "driver" {
         /// The raw format, on another node.
         Raw(BlockdevOptionsRaw) = "raw",
+        /// A qcow2 image, on a file. What it builds on, it names itself.
+        Qcow2(BlockdevOptionsQcow2) = "qcow2",
         /// A regular file.
         File(BlockdevOptionsFile) = "file",
         /// A block device.
@@ -40,6 +42,16 @@ record! {
     BlockdevOptionsRaw {
         /// What the disk lies on.
         file: BlockdevRef = "file",
+    }
+}
+
+record! {
+    /// `BlockdevOptionsQcow2`
+    BlockdevOptionsQcow2 {
+        /// The file that it is in.
+        file: BlockdevRef = "file",
+        /// Memory for its L2 tables in bytes; enough for all of them, up to 1 GiB, if absent.
+        l2_cache_size: Option<u64> = "l2-cache-size",
     }
 }
 

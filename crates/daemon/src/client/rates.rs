@@ -140,9 +140,9 @@ impl Rates {
         n as f64 / self.seconds
     }
 
-    /// How the time of requests divides, in percent: held back, in the engine, on the way back; `None`
-    /// if none was measured.
-    pub fn parts(&self) -> Option<[f64; 3]> {
+    /// How the time of requests divides, in percent: held back, in the image, in the engine, on the
+    /// way back; `None` if none was measured.
+    pub fn parts(&self) -> Option<[f64; 4]> {
         let [_, parts @ ..] = self.latency.stages();
         let parts = parts.map(|(_, histogram)| histogram.sum_ns() as f64);
         let sum: f64 = parts.iter().sum();
@@ -221,7 +221,8 @@ pub mod tests {
                     "latency": {
                         "total": histogram(200_000, reads),
                         "waiting": histogram(50_000, reads),
-                        "engine": histogram(140_000, reads),
+                        "image": histogram(20_000, reads),
+                        "engine": histogram(120_000, reads),
                         "publishing": histogram(10_000, reads),
                     },
                 },
@@ -255,8 +256,7 @@ pub mod tests {
         assert_eq!(a.per_second(a.done.write.bytes), 2000.0 * 8192.0);
         // 6000 reads a second of 200 us each.
         assert!((a.depth - 1.2).abs() < 1e-9);
-        let [waiting, engine, publishing] = a.parts().unwrap();
-        assert_eq!((waiting, engine, publishing), (25.0, 70.0, 5.0));
+        assert_eq!(a.parts().unwrap(), [25.0, 10.0, 60.0, 5.0]);
         // t0 serves half of a: 4000 at 10 us. t1 the other half and all of b: 8000 at 20 us.
         assert!((a.cpu_ns.unwrap() - 15_000.0).abs() < 1e-6);
         assert!((b.cpu_ns.unwrap() - 20_000.0).abs() < 1e-6);

@@ -17,8 +17,9 @@ use super::{CommandLineError, Connection, Done, answer, row, table};
 DEPTH   requests under way, as a mean
 P99     time that 99 % of the requests do not exceed, from the VM's ring to the VM's ring
 CPU/IO  CPU time of the I/O threads for each request; disks that share a thread share its time by their requests
-WAIT, ENGINE, BACK
-        where the time goes, in percent: held back by a limit or its turn, in the engine and the storage below,
+WAIT, IMAGE, ENGINE, BACK
+        where the time goes, in percent: held back by a limit or its turn, in a table or cluster of the image that is
+        not in memory, in the engine and the storage below,
         on the way back to the VM
 
 Latencies are measured while somebody asks, and for two minutes after; always with 'ringdisk serve --metrics'.
@@ -64,9 +65,9 @@ pub fn stats(args: &StatsArgs) -> Done {
 }
 
 /// Over the columns of [`cells`].
-pub const HEADINGS: [&str; 13] = [
+pub const HEADINGS: [&str; 14] = [
     "NAME", "READ/S", "WRITE/S", "READ", "WRITE", "DEPTH", "P50", "P99", "P99.9", "CPU/IO", "WAIT",
-    "ENGINE", "BACK",
+    "IMAGE", "ENGINE", "BACK",
 ];
 
 /// A line of the table.
@@ -77,7 +78,7 @@ pub fn cells(disk: &Rates) -> Vec<String> {
     let percentile = |p| time_of(&disk.latency.total, p);
     let parts = match disk.parts() {
         Some(parts) => parts.map(|part| format!("{part:.0}%")),
-        None => [const { String::new() }; 3].map(|_| "-".into()),
+        None => [const { String::new() }; 4].map(|_| "-".into()),
     };
     let mut cells = vec![
         disk.name.clone(),
@@ -144,7 +145,7 @@ mod tests {
         let lines: Vec<_> = rates.iter().map(cells).collect();
         let expected = [
             "a", "6000", "2000", "25MB/s", "16MB/s", "1.2", "201us", "201us", "201us", "15us",
-            "25%", "70%", "5%",
+            "25%", "10%", "60%", "5%",
         ];
         assert_eq!(lines[0], expected);
         assert_eq!(lines[0].len(), HEADINGS.len());
@@ -157,7 +158,7 @@ mod tests {
         assert_eq!(
             cells(&rates[0])[1..],
             [
-                "0", "0", "0B/s", "0B/s", "4.0", "-", "-", "-", "-", "-", "-", "-"
+                "0", "0", "0B/s", "0B/s", "4.0", "-", "-", "-", "-", "-", "-", "-", "-"
             ]
         );
     }

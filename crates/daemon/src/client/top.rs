@@ -251,7 +251,8 @@ fn measure(disk: &Rates, column: usize) -> f64 {
         9 => disk.cpu_ns.unwrap_or(0.0),
         10 => part(0),
         11 => part(1),
-        _ => part(2),
+        12 => part(2),
+        _ => part(3),
     }
 }
 

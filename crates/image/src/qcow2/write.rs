@@ -3,8 +3,8 @@
 //! the file, and when, is decided in [`flush`](super::flush).
 
 use std::pin::pin;
-use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
+use std::sync::{Arc, MutexGuard};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 
@@ -98,7 +98,53 @@ impl Qcow2 {
     /// # Errors
     /// The write cannot be done.
     pub fn prepare_write(&self, at: u64, len: u64) -> Result<Prepared, ImageError> {
-        self.change(|state| self.try_prepare(state, at, len))
+        self.change(|state| self.prepare_in(state, at, len))
+    }
+
+    /// The same, if it needs neither to wait for a lock nor to read or write the file, and clusters can
+    /// be taken.
+    pub fn try_prepare_write(&self, at: u64, len: u64) -> Option<Allocation> {
+        let mut state = self.ready()?;
+        let (table, _) = self
+            .g
+            .table_of(self.g.slice_of(at >> self.g.cluster_bits).0);
+        if self.l1.get(table) & COPIED == 0 {
+            return None;
+        }
+        match self.prepare_in(&mut state, at, len) {
+            Ok(Prepared::Allocated(allocation)) => Some(allocation),
+            _ => None,
+        }
+    }
+
+    /// As [`commit`](Self::commit), if that needs neither to wait for a lock nor to read or write the file.
+    ///
+    /// # Errors
+    /// It would: nothing was done.
+    pub fn try_commit(&self, allocation: Allocation) -> Result<(), Allocation> {
+        let Some(mut state) = self.ready() else {
+            return Err(allocation);
+        };
+        match self.commit_in(&mut state, &allocation) {
+            Ok(()) => Ok(()),
+            Err(_) => Err(allocation),
+        }
+    }
+
+    /// The state, if a change can be made at once.
+    fn ready(&self) -> Option<MutexGuard<'_, State>> {
+        if !self.begun.load(SeqCst) || self.check_writable().is_err() {
+            return None;
+        }
+        let state = self.state.try_lock().ok()?;
+        (!self.is_full(&state)).then_some(state)
+    }
+
+    /// Whether so much is held back that it must be flushed first.
+    fn is_full(&self, state: &State) -> bool {
+        let held_back = (state.dirty_l2.len() + state.dirty_l1.len()) as u64 * self.g.piece()
+            + state.refcounts.dirty_bytes();
+        held_back > DIRTY_BYTES_MAX || state.unlinked_clusters > UNLINKED_MAX
     }
 
     /// The data is there: makes it the disk's. It is found from now on, and durable after the next
@@ -107,7 +153,7 @@ impl Qcow2 {
     /// # Errors
     /// The range is as it was before; the clusters were given back.
     pub fn commit(&self, allocation: Allocation) -> Result<(), ImageError> {
-        let committed = self.change(|state| self.try_commit(state, &allocation));
+        let committed = self.change(|state| self.commit_in(state, &allocation));
         if committed.is_err() {
             self.abort(allocation);
         }
@@ -179,9 +225,7 @@ impl Qcow2 {
         self.begin()?;
         loop {
             let mut state = self.lock();
-            let held_back = (state.dirty_l2.len() + state.dirty_l1.len()) as u64 * self.g.piece()
-                + state.refcounts.dirty_bytes();
-            let stop = if held_back > DIRTY_BYTES_MAX || state.unlinked_clusters > UNLINKED_MAX {
+            let stop = if self.is_full(&state) {
                 Stop::CacheFull
             } else {
                 match change(&mut state) {
@@ -209,7 +253,7 @@ impl Qcow2 {
         Some((at.max(first), Waiting { token }))
     }
 
-    fn try_prepare(&self, state: &mut State, at: u64, len: u64) -> Result<Prepared, Stop> {
+    fn prepare_in(&self, state: &mut State, at: u64, len: u64) -> Result<Prepared, Stop> {
         let g = &self.g;
         let first = at >> g.cluster_bits;
         // Within one slice, so that all of it is at hand at the end.
@@ -416,7 +460,7 @@ impl Qcow2 {
         Ok(true)
     }
 
-    fn try_commit(&self, state: &mut State, allocation: &Allocation) -> Result<(), Stop> {
+    fn commit_in(&self, state: &mut State, allocation: &Allocation) -> Result<(), Stop> {
         let g = &self.g;
         // All that can fail comes first.
         for cluster in allocation.first..=allocation.last {

@@ -1,0 +1,414 @@
+//! qcow2 images in service: what a guest reads and writes, compared with what QEMU's own tools make of the
+//! same files.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use tempfile::TempDir;
+use testkit::driver::{Device, DeviceConfig, Op, Queue};
+use testkit::server::Server;
+use virtio_bindings::virtio_blk::*;
+
+#[expect(dead_code, reason = "images are made here")]
+mod support;
+use support::{content, seed, serve_all};
+
+const OK: u8 = VIRTIO_BLK_S_OK as u8;
+const MIB: u64 = 1 << 20;
+
+/// A directory on a real file system, for images and sockets.
+struct Images(TempDir);
+
+impl Images {
+    fn new() -> Self {
+        Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn qemu_img(&self, args: &[&str]) -> String {
+        let output = self.try_qemu_img(args);
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        assert!(
+            output.status.success(),
+            "qemu-img {args:?}: {}{}",
+            text(&output.stdout),
+            text(&output.stderr)
+        );
+        text(&output.stdout)
+    }
+
+    fn try_qemu_img(&self, args: &[&str]) -> Output {
+        let mut command = Command::new("qemu-img");
+        command.current_dir(self.0.path()).args(args);
+        command.output().unwrap()
+    }
+
+    /// A raw file with [`content`] in it.
+    fn raw(&self, name: &str, len: u64) {
+        std::fs::write(self.path(name), content(0, len as usize)).unwrap();
+    }
+
+    fn serve(&self, image: &str, options: &str) -> (Server, Device) {
+        let socket = self.path("disk.sock");
+        let argument = format!(
+            "file={},socket={},queues=2{options}",
+            self.path(image).display(),
+            socket.display()
+        );
+        let control = format!("--control={}", self.path("control.qmp").display());
+        let server = serve_all(&[argument, control]);
+        let device = connect(&socket);
+        (server, device)
+    }
+
+    /// No error and no leak, and the same content as a raw file.
+    fn check(&self, image: &str, raw: &str) {
+        self.qemu_img(&["check", image]);
+        self.qemu_img(&["compare", "-F", "raw", image, raw]);
+    }
+}
+
+fn connect(socket: &Path) -> Device {
+    let config = DeviceConfig {
+        queues: 2,
+        queue_size: 64,
+        ..Default::default()
+    };
+    Device::connect(socket, &config).unwrap()
+}
+
+fn read(queue: &mut Queue, at: u64, len: usize) -> Vec<u8> {
+    let read = queue.read(at / 512, len);
+    read.unwrap_or_else(|status| panic!("read of {len} at {at}: status {status}"))
+}
+
+/// What a disk should hold.
+struct Model(Vec<u8>);
+
+impl Model {
+    fn write(&mut self, queue: &mut Queue, at: u64, bytes: &[u8]) {
+        assert_eq!(queue.write(at / 512, bytes), OK, "write at {at}");
+        self.0[at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn compare(&self, queue: &mut Queue) {
+        for at in (0..self.0.len()).step_by(128 << 10) {
+            let len = (self.0.len() - at).min(128 << 10);
+            let there = read(queue, at as u64, len);
+            if let Some(i) = (0..len).find(|&i| there[i] != self.0[at + i]) {
+                panic!("differs from byte {} on", at + i);
+            }
+        }
+    }
+
+    fn save(&self, images: &Images, name: &str) {
+        std::fs::write(images.path(name), &self.0).unwrap();
+    }
+}
+
+/// A random walk over a disk of `len` bytes, by a linear congruence.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % n
+    }
+}
+
+fn churn(queue: &mut Queue, model: &mut Model, random: &mut Random, steps: usize) {
+    let sectors = model.0.len() as u64 / 512;
+    for step in 0..steps {
+        let len = 1 + random.below(256);
+        let at = random.below(sectors - len);
+        let (from, to) = ((at * 512) as usize, ((at + len) * 512) as usize);
+        match random.below(10) {
+            0 => {
+                let op = Op::WriteZeroes {
+                    unmap: random.below(2) == 1,
+                };
+                assert_eq!(queue.run(op, at, (len * 512) as u32), OK);
+                model.0[from..to].fill(0);
+            }
+            1 => {
+                assert_eq!(queue.run(Op::Discard, at, (len * 512) as u32), OK);
+                // As before or zeroes: what it is from now on, the model learns.
+                let there = read(queue, at * 512, to - from);
+                for (i, &byte) in there.iter().enumerate() {
+                    assert!(
+                        byte == 0 || byte == model.0[from + i],
+                        "discarded at {}",
+                        from + i
+                    );
+                }
+                model.0[from..to].copy_from_slice(&there);
+            }
+            2 => assert_eq!(queue.run(Op::Flush, 0, 0), OK),
+            3..6 => {
+                let there = read(queue, at * 512, to - from);
+                assert!(
+                    there == model.0[from..to],
+                    "step {step}: {len} sectors at {at}"
+                );
+            }
+            _ => {
+                let bytes = content(random.below(1 << 40), to - from);
+                model.write(queue, at * 512, &bytes);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_qemu_wrote_is_read_and_what_is_written_qemu_reads() {
+    let options = [
+        "",
+        "cluster_size=4096",
+        "cluster_size=2M",
+        "extended_l2=on,cluster_size=128k",
+        "compat=0.10",
+        "lazy_refcounts=on",
+        "refcount_bits=1",
+        "data_file=data.raw,data_file_raw=on",
+    ];
+    for option in options {
+        println!("options: {option}");
+        let images = Images::new();
+        images.raw("content.raw", 8 * MIB);
+        let mut args = vec!["convert", "-f", "raw", "-O", "qcow2"];
+        if !option.is_empty() {
+            args.extend(["-o", option]);
+        }
+        args.extend(["content.raw", "disk.qcow2"]);
+        images.qemu_img(&args);
+        images.qemu_img(&["resize", "disk.qcow2", "16M"]);
+        let mut model = Model(content(0, 8 * MIB as usize));
+        model.0.resize(16 * MIB as usize, 0);
+
+        let (mut server, mut device) = images.serve("disk.qcow2", "");
+        let queue = &mut device.queues[0];
+        model.compare(queue);
+        churn(queue, &mut model, &mut Random(seed()), 300);
+        model.compare(queue);
+        drop(device);
+        assert!(server.terminate().unwrap().success(), "{}", server.log());
+        model.save(&images, "model.raw");
+        images.check("disk.qcow2", "model.raw");
+    }
+}
+
+#[test]
+fn overlays_copy_what_they_write_beside_and_leave_what_is_below_alone() {
+    let images = Images::new();
+    images.raw("base.raw", 8 * MIB);
+    let base = "base.raw";
+    images.qemu_img(&[
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-b",
+        base,
+        "-F",
+        "raw",
+        "middle.qcow2",
+    ]);
+    images.qemu_img(&[
+        "convert",
+        "-c",
+        "-O",
+        "qcow2",
+        "-B",
+        "middle.qcow2",
+        "-F",
+        "qcow2",
+        base,
+        "top.qcow2",
+    ]);
+    images.qemu_img(&[
+        "rebase",
+        "-u",
+        "-f",
+        "qcow2",
+        "-b",
+        "middle.qcow2",
+        "-F",
+        "qcow2",
+        "top.qcow2",
+    ]);
+    images.qemu_img(&["resize", "-q", "top.qcow2", "12M"]);
+    let below = std::fs::read(images.path("middle.qcow2")).unwrap();
+    let mut model = Model(content(0, 8 * MIB as usize));
+    model.0.resize(12 * MIB as usize, 0);
+    for cache in ["none", "writeback", "directsync", "unsafe"] {
+        let (mut server, mut device) = images.serve("top.qcow2", &format!(",cache={cache}"));
+        let queue = &mut device.queues[1];
+        model.compare(queue);
+        churn(queue, &mut model, &mut Random(seed()), 100);
+        model.compare(queue);
+        drop(device);
+        assert!(server.terminate().unwrap().success(), "{}", server.log());
+        model.save(&images, "model.raw");
+        images.check("top.qcow2", "model.raw");
+    }
+    assert!(below == std::fs::read(images.path("middle.qcow2")).unwrap());
+    assert!(content(0, 8 * MIB as usize) == std::fs::read(images.path("base.raw")).unwrap());
+}
+
+/// Both queues, on two threads, write to the same clusters at the same time, each its own sectors.
+#[test]
+fn writes_of_two_queues_to_one_cluster_are_both_there() {
+    let images = Images::new();
+    images.raw("base.raw", 4 * MIB);
+    images.qemu_img(&[
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-b",
+        "base.raw",
+        "-F",
+        "raw",
+        "disk.qcow2",
+    ]);
+    let (mut server, mut device) = images.serve("disk.qcow2", "");
+    let mut model = content(0, 4 * MIB as usize);
+    let ours = |i: u64| content(1_000_000 + i, 512);
+    let sectors = 4 * MIB / 512;
+    std::thread::scope(|scope| {
+        for (n, queue) in (0..).zip(&mut device.queues) {
+            scope.spawn(move || {
+                let depth = u64::from(queue.slots()).min(16);
+                for first in (n..sectors).step_by(2 * depth as usize) {
+                    let all = (first..sectors).step_by(2).take(depth as usize);
+                    let all: Vec<u64> = all.collect();
+                    let slots: Vec<u16> = (0..all.len() as u16).collect();
+                    for (&sector, &slot) in all.iter().zip(&slots) {
+                        queue.write_buffer(slot, &ours(sector));
+                        queue.prepare(slot, Op::Write, sector, 512);
+                    }
+                    queue.submit(&slots);
+                    for (_, status) in queue.finish(slots.len()) {
+                        assert_eq!(status, OK);
+                    }
+                }
+            });
+        }
+    });
+    for sector in 0..sectors {
+        let at = (sector * 512) as usize;
+        model[at..at + 512].copy_from_slice(&ours(sector));
+    }
+    let model = Model(model);
+    model.compare(&mut device.queues[0]);
+    drop(device);
+    assert!(server.terminate().unwrap().success(), "{}", server.log());
+    model.save(&images, "model.raw");
+    images.check("disk.qcow2", "model.raw");
+}
+
+/// A kill leaves what was flushed, and an image without errors.
+#[test]
+fn a_kill_leaves_what_was_flushed() {
+    let images = Images::new();
+    images.qemu_img(&["create", "-q", "-f", "qcow2", "disk.qcow2", "16M"]);
+    let mut model = Model(vec![0; 16 * MIB as usize]);
+    let mut random = Random(seed());
+    for round in 0..10 {
+        let (mut server, mut device) = images.serve("disk.qcow2", "");
+        let queue = &mut device.queues[0];
+        model.compare(queue);
+        churn(queue, &mut model, &mut random, 50);
+        assert_eq!(queue.run(Op::Flush, 0, 0), OK);
+        // Not flushed: it need not be there, and is the same if it is.
+        let again = read(queue, 0, 64 << 10);
+        assert_eq!(queue.write(0, &again), OK);
+        server.signal(rustix::process::Signal::KILL);
+        let _ = server.terminate();
+        drop(device);
+        let output = images.try_qemu_img(&["check", "-U", "disk.qcow2"]);
+        // 3: leaks, which cost space alone.
+        assert!(
+            matches!(output.status.code(), Some(0 | 3)),
+            "round {round}: {output:?}"
+        );
+    }
+}
+
+#[test]
+fn images_that_lead_astray_or_are_none_are_refused() {
+    let images = Images::new();
+    std::fs::create_dir(images.path("elsewhere")).unwrap();
+    images.raw("elsewhere/base.raw", MIB);
+    images.qemu_img(&[
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-b",
+        "elsewhere/base.raw",
+        "-F",
+        "raw",
+        "ok.qcow2",
+    ]);
+    std::fs::create_dir(images.path("here")).unwrap();
+    images.qemu_img(&[
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-b",
+        "../elsewhere/base.raw",
+        "-F",
+        "raw",
+        "here/astray.qcow2",
+    ]);
+    std::fs::write(images.path("text.qcow2"), "this is no image\n".repeat(100)).unwrap();
+    let refused = |name: &str, more: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+        command.args([
+            "serve",
+            &format!(
+                "file={},socket={}",
+                images.path(name).display(),
+                images.path("s").display()
+            ),
+        ]);
+        command
+            .args(more)
+            .arg("--control")
+            .arg(images.path("c.qmp"));
+        let output = command.output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let text = refused("here/astray.qcow2", &[]);
+    assert!(
+        text.contains("--allow-backing") && text.contains("base.raw"),
+        "{text}"
+    );
+    let text = refused("ok.qcow2", &["--allow-backing", "none"]);
+    assert!(text.contains("--allow-backing"), "{text}");
+    let text = refused("text.qcow2", &[]);
+    assert!(text.contains("text.qcow2"), "{text}");
+
+    let socket = images.path("disk.sock");
+    let argument = format!(
+        "file={},socket={}",
+        images.path("here/astray.qcow2").display(),
+        socket.display()
+    );
+    let allowed = format!("--allow-backing={}", images.path("elsewhere").display());
+    let control = format!("--control={}", images.path("control.qmp").display());
+    let server = serve_all(&[argument, allowed, control]);
+    let config = DeviceConfig::default();
+    let mut device = Device::connect(&socket, &config).unwrap();
+    assert_eq!(read(&mut device.queues[0], 0, 4096), content(0, 4096));
+    drop(server);
+}

@@ -1,0 +1,434 @@
+//! Requests to a disk whose image maps: each goes piece by piece. The image says where the next piece
+//! is, the engine moves it, and so on. What the image cannot say or do from memory goes to the
+//! [slow lane](crate::slow).
+//!
+//! In which order things happen, and why nothing is lost by it: a write that needs clusters moves its
+//! data first, and the image's tables lead there only after that ([`Chain::commit`]), in memory. They
+//! reach the file with the next flush, in the order that the image knows to be right. The guest is told
+//! of the write after the commit, so that a flush which it sends then covers both.
+//!
+//! A request holds a [`Pin`] from before its first look-up until it is finished: so long, space that it
+//! was told of is not used for anything else.
+
+use std::sync::Arc;
+use std::task::{Poll, Wake as TaskWake, Waker};
+
+use block::{Engine, FileId, FileOffset, Request, Segment};
+use guest::blk::Status;
+use image::{Allocation, Chain, ImageError, Pin, Place, Prepared, Waiting, WritePlace, Zeroing};
+
+use crate::clock::now_ns;
+use crate::queue::Queue;
+use crate::slow::{For, Outcome};
+use crate::worker::Worker;
+use crate::zeroes;
+
+/// How far a request is.
+pub(crate) struct Piece {
+    /// Where on the disk the piece under way begins.
+    at: u64,
+    /// Its bytes.
+    len: u64,
+    /// Bytes of the request from `at` on.
+    rest: u64,
+    /// Where the piece is.
+    pub file: FileId,
+    pin: Option<Pin>,
+    /// Taken for the piece under way.
+    allocation: Option<Allocation>,
+    /// Segments of `rest`, once the request turned out to have several pieces.
+    segments: Vec<Segment>,
+    /// The first of these that is not used up.
+    first: usize,
+    /// Those of the piece.
+    cut: Vec<Segment>,
+}
+
+impl Piece {
+    pub fn new() -> Self {
+        Self {
+            at: 0,
+            len: 0,
+            rest: 0,
+            file: FileId(0),
+            pin: None,
+            allocation: None,
+            segments: Vec::new(),
+            first: 0,
+            cut: Vec::new(),
+        }
+    }
+
+    /// Takes the segments of the next `len` bytes off the front.
+    fn cut(&mut self, mut len: u64) -> &[Segment] {
+        self.cut.clear();
+        while len > 0
+            && let Some(segment) = self.segments.get_mut(self.first)
+        {
+            let n = (segment.len as u64).min(len) as usize;
+            self.cut.push(Segment {
+                addr: segment.addr,
+                len: n,
+            });
+            len -= n as u64;
+            segment.addr += n;
+            segment.len -= n;
+            self.first += usize::from(segment.len == 0);
+        }
+        &self.cut
+    }
+}
+
+/// What is to be done next for a request.
+enum Next {
+    /// Its piece is ready for the engine.
+    Submit,
+    /// Its piece reads as zeroes, and they are there.
+    Go,
+    /// Nothing, before the slow lane has done this.
+    Slow(Box<dyn FnOnce() -> Outcome + Send>),
+    Fail(i32),
+}
+
+impl<E: Engine> Worker<E> {
+    /// Starts a request in a slot that holds its segments.
+    pub fn start_pieces(&mut self, number: usize, slot: u16) {
+        let lane = self.lane;
+        let Some(Queue {
+            disk,
+            ring,
+            slots,
+            pieces,
+            ..
+        }) = &mut self.queues[number]
+        else {
+            return;
+        };
+        let (Some(chain), s) = (disk.image.chain(), slots.get(slot)) else {
+            return;
+        };
+        zeroes::detect(disk, ring, s);
+        let piece = &mut pieces[usize::from(slot)];
+        let (Request::Read { at, len }
+        | Request::Write { at, len }
+        | Request::Discard { at, len }
+        | Request::WriteZeroes { at, len, .. }) = s.request
+        else {
+            return;
+        };
+        (piece.at, piece.len, piece.rest) = (at.0, 0, len);
+        piece.segments.clear();
+        piece.first = 0;
+        piece.pin = Some(chain.pins().pin(lane));
+        self.step(number, slot);
+    }
+
+    /// Goes on with a request behind what is done of it.
+    pub fn step(&mut self, number: usize, slot: u16) {
+        loop {
+            let Some(queue) = &mut self.queues[number] else {
+                return;
+            };
+            let piece = &mut queue.pieces[usize::from(slot)];
+            if piece.rest == 0 {
+                return self.moved(number, slot);
+            }
+            match next(queue, slot, &self.locals) {
+                Next::Go => {}
+                Next::Submit if self.engine.room() == 0 => return self.starve(number, slot),
+                Next::Submit => return self.submit(number, slot),
+                Next::Slow(job) => {
+                    let request = For {
+                        queue: number,
+                        slot,
+                    };
+                    return self.slow.start(request, job);
+                }
+                Next::Fail(errno) => {
+                    return self.finish(number, slot, Status::IoError, -errno);
+                }
+            }
+        }
+    }
+
+    /// The piece under way has been moved.
+    pub fn piece_moved(&mut self, number: usize, slot: u16) {
+        let Some(queue) = &mut self.queues[number] else {
+            return;
+        };
+        let piece = &mut queue.pieces[usize::from(slot)];
+        if let Some(allocation) = piece.allocation.take() {
+            queue.slots.get(slot).unstable = true;
+            let Some(chain) = queue.disk.image.chain().cloned() else {
+                return;
+            };
+            if let Err(allocation) = chain.try_commit(allocation) {
+                let request = For {
+                    queue: number,
+                    slot,
+                };
+                return self
+                    .slow
+                    .start(request, move || match chain.commit(allocation) {
+                        Ok(()) => Outcome::Committed,
+                        Err(e) => Outcome::Failed(e.errno()),
+                    });
+            }
+        }
+        self.next_piece(number, slot);
+    }
+
+    fn next_piece(&mut self, number: usize, slot: u16) {
+        let Some(queue) = &mut self.queues[number] else {
+            return;
+        };
+        let piece = &mut queue.pieces[usize::from(slot)];
+        piece.at += piece.len;
+        piece.rest -= piece.len;
+        self.step(number, slot);
+    }
+
+    /// Takes up the requests for which the slow lane has done something.
+    pub fn look_at_slow(&mut self) {
+        for (request, outcome) in self.slow.collect() {
+            self.take_up(request, outcome);
+        }
+    }
+
+    fn take_up(&mut self, request: For, outcome: Outcome) {
+        let For {
+            queue: number,
+            slot,
+        } = request;
+        let Some(queue) = &mut self.queues[number] else {
+            debug_assert!(false, "a queue was dropped with a job under way");
+            return;
+        };
+        let piece = &mut queue.pieces[usize::from(slot)];
+        let s = queue.slots.get(slot);
+        let before = !matches!(outcome, Outcome::Committed | Outcome::Flushed(_));
+        if s.stamps.fetched > 0 && before {
+            s.stamps.submitted = now_ns();
+        }
+        match outcome {
+            Outcome::Again => self.step(number, slot),
+            Outcome::Bytes(bytes) => {
+                whole_or_cut(s, piece, bytes.len() as u64);
+                queue.ring.copy_to(s.segments(), &bytes);
+                self.next_piece(number, slot);
+            }
+            Outcome::Prepared(allocation) => {
+                let (to, len) = (allocation.to, allocation.len);
+                piece.allocation = Some(allocation);
+                if let Some(local) = &self.locals[queue.local] {
+                    begin(s, piece, local.written(), to, len);
+                }
+                match self.engine.room() {
+                    0 => self.starve(number, slot),
+                    _ => self.submit(number, slot),
+                }
+            }
+            Outcome::Committed => self.next_piece(number, slot),
+            Outcome::Zeroed { done, waiting } => {
+                s.unstable = true;
+                piece.at += done;
+                piece.rest -= done;
+                match waiting {
+                    Some(waiting) => self.wait_for(request, waiting),
+                    None => self.step(number, slot),
+                }
+            }
+            Outcome::Wait(waiting) => self.wait_for(request, waiting),
+            Outcome::Failed(errno) => self.finish(number, slot, Status::IoError, -errno),
+            Outcome::Flushed(errno) => {
+                let place = queue.local;
+                self.synced(place, -errno);
+            }
+        }
+    }
+
+    /// Goes on with a request once somebody else's write has ended.
+    fn wait_for(&mut self, request: For, waiting: Waiting) {
+        struct Anew<F>(F);
+        impl<F: Fn() + Send + Sync> TaskWake for Anew<F> {
+            fn wake(self: Arc<Self>) {
+                (self.0)();
+            }
+        }
+        let queue = self.queues[request.queue].as_ref();
+        let Some(image) = queue.and_then(|q| q.disk.image.chain()?.image()) else {
+            return;
+        };
+        let waker = Waker::from(Arc::new(Anew(self.slow.waker(request))));
+        if let Poll::Ready(()) = image.poll_wait(&waiting, &waker) {
+            self.step(request.queue, request.slot);
+        }
+    }
+
+    /// Begins to make a disk durable for this request, which leads all that wait for it.
+    pub fn begin_sync(&mut self, number: usize, slot: u16) {
+        let Some(queue) = &mut self.queues[number] else {
+            return;
+        };
+        if let Some(chain) = queue.disk.image.chain() {
+            if chain.needs_flush() {
+                let chain = chain.clone();
+                let request = For {
+                    queue: number,
+                    slot,
+                };
+                return self.slow.start(request, move || {
+                    let flushed = chain.flush();
+                    Outcome::Flushed(flushed.map_or_else(|e| e.errno(), |()| 0))
+                });
+            }
+            if let Some(local) = &self.locals[queue.local] {
+                queue.pieces[usize::from(slot)].file = local.written();
+            }
+        }
+        self.submit(number, slot);
+    }
+}
+
+impl Queue {
+    /// Gives back what a request has of its image.
+    #[inline]
+    pub fn release_piece(&mut self, slot: u16) {
+        if let Some(piece) = self.pieces.get_mut(usize::from(slot))
+            && let Some(chain) = self.disk.image.chain()
+        {
+            if let Some(allocation) = piece.allocation.take() {
+                chain.abort(allocation);
+            }
+            if let Some(pin) = piece.pin.take() {
+                chain.pins().unpin(pin);
+            }
+        }
+    }
+}
+
+/// Looks up the next piece of a request.
+fn next(queue: &mut Queue, slot: u16, locals: &[Option<crate::local::Local>]) -> Next {
+    let Queue {
+        disk,
+        ring,
+        slots,
+        pieces,
+        local,
+        ..
+    } = queue;
+    let (s, piece) = (slots.get(slot), &mut pieces[usize::from(slot)]);
+    let (Some(chain), Some(pin), Some(local)) =
+        (disk.image.chain(), &piece.pin, locals[*local].as_ref())
+    else {
+        return Next::Fail(rustix::io::Errno::IO.raw_os_error());
+    };
+    let damaged = Next::Fail(rustix::io::Errno::IO.raw_os_error());
+    let (at, rest) = (piece.at, piece.rest);
+    match s.request {
+        Request::Read { .. } => match chain.map(pin, at, rest) {
+            Place::Data { file, at, len } => {
+                begin(s, piece, local.files[usize::from(file.0)], at, len);
+                Next::Submit
+            }
+            Place::Zero { len } => {
+                whole_or_cut(s, piece, len);
+                ring.zero(s.segments());
+                piece.at += len;
+                piece.rest -= len;
+                Next::Go
+            }
+            Place::Compressed(packed) => {
+                let chain = chain.clone();
+                slow(move || chain.unpack(&packed).map(Outcome::Bytes))
+            }
+            Place::Load(missing) => {
+                let chain = chain.clone();
+                slow(move || chain.load(missing).map(|()| Outcome::Again))
+            }
+            Place::Damaged { .. } => damaged,
+        },
+        Request::Write { .. } => match chain.map_write(pin, at, rest) {
+            WritePlace::InPlace { file, at, len } => {
+                begin(s, piece, local.files[usize::from(file.0)], at, len);
+                Next::Submit
+            }
+            WritePlace::Allocate { len } => match chain.try_prepare_write(pin, at, len) {
+                Some(allocation) if allocation.fills.is_empty() => {
+                    let (to, len) = (allocation.to, allocation.len);
+                    piece.allocation = Some(allocation);
+                    begin(s, piece, local.written(), to, len);
+                    Next::Submit
+                }
+                Some(allocation) => {
+                    let chain = chain.clone();
+                    slow(move || chain.fill(allocation).map(Outcome::Prepared))
+                }
+                None => {
+                    let chain = chain.clone();
+                    slow(move || prepare(&chain, at, len))
+                }
+            },
+            WritePlace::Load(missing) => {
+                let chain = chain.clone();
+                slow(move || chain.load(missing).map(|()| Outcome::Again))
+            }
+            // To prepare it says what is wrong, and sees to it that nothing more is written.
+            WritePlace::Damaged { len } => {
+                let chain = chain.clone();
+                slow(move || prepare(&chain, at, len))
+            }
+        },
+        Request::Discard { .. } => {
+            let chain = chain.clone();
+            slow(move || zero(&chain, at, rest, Zeroing::Discard))
+        }
+        Request::WriteZeroes { unmap, .. } => {
+            let chain = chain.clone();
+            slow(move || zero(&chain, at, rest, Zeroing::Zeroes { unmap }))
+        }
+        Request::Flush | Request::GetId => damaged,
+    }
+}
+
+fn slow(job: impl FnOnce() -> Result<Outcome, ImageError> + Send + 'static) -> Next {
+    Next::Slow(Box::new(move || {
+        job().unwrap_or_else(|e| {
+            tracing::warn!("{e}");
+            Outcome::Failed(e.errno())
+        })
+    }))
+}
+
+/// Makes a piece ready for the engine.
+fn begin(s: &mut crate::slot::Slot, piece: &mut Piece, file: FileId, at: FileOffset, len: u64) {
+    whole_or_cut(s, piece, len);
+    (s.at, s.left, piece.file) = (at, len, file);
+}
+
+/// The slot gets the segments of the next `len` bytes.
+fn whole_or_cut(s: &mut crate::slot::Slot, piece: &mut Piece, len: u64) {
+    piece.len = len;
+    if piece.segments.is_empty() {
+        if len == piece.rest {
+            return;
+        }
+        piece.segments.extend_from_slice(s.segments());
+    }
+    s.set_segments(piece.cut(len));
+}
+
+/// Takes clusters for a write, and puts what stands beside it there.
+fn prepare(chain: &Chain, at: u64, len: u64) -> Result<Outcome, ImageError> {
+    Ok(match chain.prepare_write(at, len)? {
+        Prepared::Mapped => Outcome::Again,
+        Prepared::Wait(waiting) => Outcome::Wait(waiting),
+        Prepared::Allocated(allocation) => Outcome::Prepared(chain.fill(allocation)?),
+    })
+}
+
+/// Gives a range up, as far as that goes without waiting for others.
+fn zero(chain: &Chain, at: u64, len: u64, why: Zeroing) -> Result<Outcome, ImageError> {
+    let (done, waiting) = chain.zero(at, len, why)?;
+    Ok(Outcome::Zeroed { done, waiting })
+}

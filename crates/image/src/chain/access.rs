@@ -1,0 +1,205 @@
+//! A disk's bytes by plain blocking calls, for threads that may: what a write copies beside it, and
+//! compressed clusters.
+
+use std::io;
+
+use block::FileOffset;
+
+use super::{Chain, Compressed, FileIndex, Place, WritePlace};
+use crate::qcow2::{Allocation, Damage, ImageError, Pin, Prepared, Waiting, ZeroStep, Zeroing};
+use crate::storage::Storage;
+
+/// Zeroes that are written at a time where there is no other way.
+static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
+
+impl Chain {
+    /// Fills `to` with what the disk holds from `at` on.
+    ///
+    /// # Errors
+    /// Something could not be read.
+    pub fn read(&self, pin: &Pin, at: u64, to: &mut [u8]) -> Result<(), ImageError> {
+        let mut done = 0;
+        while done < to.len() {
+            let (at, rest) = (at + done as u64, &mut to[done..]);
+            let n = match self.map(pin, at, rest.len() as u64) {
+                Place::Load(missing) => {
+                    self.load(missing)?;
+                    0
+                }
+                Place::Data { file, at, len } => {
+                    self.read_file(file, at, &mut rest[..len as usize])?;
+                    len
+                }
+                Place::Zero { len } => {
+                    rest[..len as usize].fill(0);
+                    len
+                }
+                Place::Compressed(compressed) => {
+                    let bytes = self.unpack(&compressed)?;
+                    rest[..bytes.len()].copy_from_slice(&bytes);
+                    compressed.len
+                }
+                Place::Damaged { .. } => {
+                    let what = "a part of the disk is nowhere that could be; offset of the disk";
+                    return Err(ImageError::Damaged(Damage { what, at }));
+                }
+            };
+            done += n as usize;
+        }
+        Ok(())
+    }
+
+    /// The piece of a compressed cluster.
+    ///
+    /// # Errors
+    /// It could not be read, or does not decompress.
+    pub fn unpack(&self, piece: &Compressed) -> Result<Vec<u8>, ImageError> {
+        let error = |source| ImageError::Io {
+            doing: "reading a compressed cluster",
+            at: piece.at.0,
+            source,
+        };
+        let mut packed = vec![0; piece.bytes as usize];
+        let n = self.file(piece.file).read_at(piece.at, &mut packed);
+        packed.truncate(n.map_err(error)?);
+        let mut cluster = vec![0; piece.cluster_bytes as usize];
+        let inflated = piece.compression.inflate(&packed, &mut cluster);
+        inflated.map_err(error)?;
+        cluster.truncate((piece.skip + piece.len) as usize);
+        cluster.drain(..piece.skip as usize);
+        Ok(cluster)
+    }
+
+    /// Writes to the file that holds what the guest writes.
+    ///
+    /// # Errors
+    /// Any part may have been written.
+    pub fn write_file(&self, at: FileOffset, from: &[u8]) -> Result<(), ImageError> {
+        let written = self.file(self.written_file()).write_at(at, from);
+        written.map_err(|source| ImageError::Io {
+            doing: "writing data",
+            at: at.0,
+            source,
+        })
+    }
+
+    /// Does the fills of an allocation; the guest's data is still to come.
+    ///
+    /// # Errors
+    /// The clusters have been given back.
+    pub fn fill(&self, allocation: Allocation) -> Result<Allocation, ImageError> {
+        let filled = self.pinned(|pin| {
+            allocation.fills.iter().try_for_each(|fill| {
+                let mut bytes = vec![0; fill.len as usize];
+                if let Some(from) = fill.from {
+                    self.read(pin, from, &mut bytes)?;
+                }
+                self.write_file(fill.to, &bytes)
+            })
+        });
+        match filled {
+            Ok(()) => Ok(allocation),
+            Err(e) => {
+                self.abort(allocation);
+                Err(e)
+            }
+        }
+    }
+
+    /// Gives a range up, as far as that goes without waiting for others: so many bytes, and whom to wait
+    /// for before going on, if that is not all.
+    ///
+    /// # Errors
+    /// The rest of the range is as it was.
+    pub fn zero(
+        &self,
+        at: u64,
+        len: u64,
+        why: Zeroing,
+    ) -> Result<(u64, Option<Waiting>), ImageError> {
+        let mut done = 0;
+        while done < len {
+            let here = at + done;
+            let step = match self.zero_step(here, len - done, why)? {
+                ZeroStep::Done(n) => Ok(n),
+                ZeroStep::File(n) => {
+                    for skip in (0..n).step_by(ZEROES.len()) {
+                        let part = (n - skip).min(ZEROES.len() as u64) as usize;
+                        self.write_file(FileOffset(here + skip), &ZEROES[..part])?;
+                    }
+                    Ok(n)
+                }
+                ZeroStep::Write(n) => {
+                    let n = n.min(ZEROES.len() as u64);
+                    self.pinned(|pin| self.write_zeroes(pin, here, n))?
+                }
+                ZeroStep::Wait(waiting) => Err(waiting),
+            };
+            match step {
+                Ok(n) => done += n,
+                Err(waiting) => return Ok((done, Some(waiting))),
+            }
+        }
+        Ok((done, None))
+    }
+
+    /// Writes zeroes like any other data; how many, or whom to wait for first.
+    fn write_zeroes(
+        &self,
+        pin: &Pin,
+        at: u64,
+        len: u64,
+    ) -> Result<Result<u64, Waiting>, ImageError> {
+        loop {
+            let len = match self.map_write(pin, at, len) {
+                WritePlace::InPlace { at, len, .. } => {
+                    self.write_file(at, &ZEROES[..len as usize])?;
+                    return Ok(Ok(len));
+                }
+                WritePlace::Load(missing) => {
+                    self.load(missing)?;
+                    continue;
+                }
+                // To prepare a damaged part says what is wrong.
+                WritePlace::Allocate { len } | WritePlace::Damaged { len } => len,
+            };
+            match self.prepare_write(at, len)? {
+                Prepared::Mapped => {}
+                Prepared::Wait(waiting) => return Ok(Err(waiting)),
+                Prepared::Allocated(allocation) => {
+                    let allocation = self.fill(allocation)?;
+                    let (to, n) = (allocation.to, allocation.len);
+                    if let Err(e) = self.write_file(to, &ZEROES[..n as usize]) {
+                        self.abort(allocation);
+                        return Err(e);
+                    }
+                    self.commit(allocation)?;
+                    return Ok(Ok(n));
+                }
+            }
+        }
+    }
+
+    /// With a pin of a thread that is no I/O thread.
+    fn pinned<T>(&self, f: impl FnOnce(&Pin) -> T) -> T {
+        let pin = self.pins().pin(0);
+        let result = f(&pin);
+        self.pins().unpin(pin);
+        result
+    }
+
+    fn read_file(&self, file: FileIndex, at: FileOffset, to: &mut [u8]) -> Result<(), ImageError> {
+        let read = self.file(file).read_at(at, to);
+        let n = read.map_err(|source: io::Error| ImageError::Io {
+            doing: "reading data",
+            at: at.0,
+            source,
+        })?;
+        to[n..].fill(0);
+        Ok(())
+    }
+
+    fn file(&self, index: FileIndex) -> &dyn Storage {
+        &*self.files[usize::from(index.0)]
+    }
+}
