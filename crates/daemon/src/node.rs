@@ -330,7 +330,6 @@ impl Node {
     pub fn sync(&self) -> io::Result<()> {
         if let Image::Chain(chain) = &self.image
             && !self.facts.read_only
-            && self.spec.cache.flushes()
         {
             // The last who has it closes it.
             let done = match Arc::strong_count(chain) {

@@ -49,6 +49,8 @@ impl AllowBacking {
 /// A file, read and written by plain calls, aligned as the file wants it.
 pub struct FileStorage {
     pub file: Arc<DiskFile>,
+    /// Whether it is made durable when that is asked for; not with `cache=unsafe`.
+    pub flushes: bool,
 }
 
 impl FileStorage {
@@ -84,7 +86,10 @@ impl Storage for FileStorage {
     }
 
     fn flush(&self) -> io::Result<()> {
-        self.file.sync()
+        match self.flushes {
+            true => self.file.sync(),
+            false => Ok(()),
+        }
     }
 
     fn size(&self) -> io::Result<u64> {
@@ -167,7 +172,10 @@ pub struct Opener {
 impl Opener {
     /// Takes a file that is open already.
     pub fn keep(&mut self, file: Arc<DiskFile>) -> Arc<FileStorage> {
-        let storage = Arc::new(FileStorage { file });
+        let storage = Arc::new(FileStorage {
+            file,
+            flushes: self.cache.flushes(),
+        });
         self.opened.push(storage.clone());
         storage
     }
@@ -209,6 +217,7 @@ mod tests {
             };
             let storage = FileStorage {
                 file: Arc::new(file),
+                flushes: true,
             };
             for (at, len) in [
                 (0, 1),

@@ -313,15 +313,21 @@ fn writes_of_two_queues_to_one_cluster_are_both_there() {
     images.check("disk.qcow2", "model.raw");
 }
 
-/// A kill leaves what was flushed, and an image without errors.
+/// A kill leaves what was flushed, and an image without errors, whatever the cache mode: the host goes on.
 #[test]
 fn a_kill_leaves_what_was_flushed() {
+    for cache in ["none", "unsafe"] {
+        kill_and_look(cache);
+    }
+}
+
+fn kill_and_look(cache: &str) {
     let images = Images::new();
     images.qemu_img(&["create", "-q", "-f", "qcow2", "disk.qcow2", "16M"]);
     let mut model = Model(vec![0; 16 * MIB as usize]);
     let mut random = Random(seed());
     for round in 0..10 {
-        let (mut server, mut device) = images.serve("disk.qcow2", "");
+        let (mut server, mut device) = images.serve("disk.qcow2", &format!(",cache={cache}"));
         let queue = &mut device.queues[0];
         model.compare(queue);
         churn(queue, &mut model, &mut random, 50);

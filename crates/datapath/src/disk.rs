@@ -158,7 +158,9 @@ impl Disk {
                 .map_err(|e| io::Error::other(format!("{e}")))?;
         }
         match self.source() {
-            Some(source) if self.flushes() => source.syncs.sync(&source.fd),
+            Some(source) if self.flushes() && self.options.cache.flushes() => {
+                source.syncs.sync(&source.fd)
+            }
             _ => Ok(()),
         }
     }
@@ -166,7 +168,7 @@ impl Disk {
     /// Whether what changes the disk completes only once it is durable.
     #[inline]
     pub(crate) fn completes_when_durable(&self) -> bool {
-        !self.write_cache() && self.flushes()
+        !self.write_cache() && self.flushes() && self.options.cache.flushes()
     }
 
     /// Whether writes are made durable one by one, as they are written (`RWF_DSYNC`).
@@ -180,9 +182,11 @@ impl Disk {
         self.completes_when_durable() && self.options.cache.direct()
     }
 
-    /// Whether there is anything that a flush must make durable.
+    /// Whether there is anything that a flush must do. With `cache=unsafe`, that is to write the changed
+    /// tables of an image to its file, so that the end of this process costs nothing, as in QEMU.
     pub(crate) fn flushes(&self) -> bool {
-        self.source.is_some() && self.options.cache.flushes() && !self.facts.read_only
+        let obeyed = self.options.cache.flushes() || self.image.chain().is_some();
+        self.source.is_some() && obeyed && !self.facts.read_only
     }
 
     /// Changes that for operations that are submitted from now on. To switch the cache off, stop the

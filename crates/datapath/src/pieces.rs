@@ -282,6 +282,10 @@ impl<E: Engine> Worker<E> {
                     Outcome::Flushed(flushed.map_or_else(|e| e.errno(), |()| 0))
                 });
             }
+            if !queue.disk.options.cache.flushes() {
+                let place = queue.local;
+                return self.synced(place, 0);
+            }
             if let Some(local) = &self.locals[queue.local] {
                 queue.pieces[usize::from(slot)].file = local.written();
             }
