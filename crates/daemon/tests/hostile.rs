@@ -778,7 +778,6 @@ fn memory_that_changes_under_the_device() {
 /// A front-end that takes its memory away from under the rings. For the data, the kernel answers EFAULT; the rings the
 /// device reads itself.
 #[test]
-#[ignore = "a SIGBUS ends the process; sealed memory, which QEMU uses by default, is safe from it"]
 fn memory_that_goes_away() {
     let (mut server, _disk) = serve("");
     let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();

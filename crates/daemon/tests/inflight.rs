@@ -293,6 +293,30 @@ fn regions_that_cannot_be_end_the_connection() {
     assert_eq!(device.queues[1].run(Op::Read, 8, 4096), OK);
 }
 
+/// One that the front-end cuts short while it is used ends that connection, like guest memory.
+#[test]
+fn a_region_that_goes_away() {
+    let (mut server, _disk) = support::serve("queues=2,queue-size=64");
+    for packed in [false, true] {
+        let config = config(packed);
+        let mut device = Device::connect(server.socket(), &config).unwrap();
+        let description = device.inflight.as_ref().unwrap().description;
+        let name = rustix::fs::MemfdFlags::CLOEXEC;
+        let file = rustix::fs::memfd_create("region", name).unwrap();
+        rustix::fs::ftruncate(&file, description.0).unwrap();
+        let region = Inflight { description, file };
+        device.frontend.set_inflight(&region).unwrap();
+        assert_eq!(device.queues[0].run(Op::Read, 8, 4096), OK);
+        rustix::fs::ftruncate(&region.file, 0).unwrap();
+        assert_eq!(device.queues[0].run(Op::Read, 8, 4096), OK);
+        assert!(device.frontend.any_reply().is_err(), "still connected");
+        drop(device);
+        let mut device = Device::connect(server.socket(), &config).unwrap();
+        assert_eq!(device.queues[1].run(Op::Read, 8, 4096), OK);
+    }
+    assert!(server.is_running());
+}
+
 /// A region full of nonsense, written while the device uses it and before it takes it up: the queue goes on or is given
 /// up, and another disk notices nothing.
 #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
 use block::{FileId, Segment, Token};
-use guest::{NewQueue, RingBase, Virtqueue};
+use guest::{Lost, NewQueue, RingBase, Virtqueue};
 
 use crate::admit::Held;
 use crate::disk::Disk;
@@ -40,6 +40,8 @@ pub(crate) struct Queue {
     _kick: Arc<OwnedFd>,
     pub call: Option<Arc<OwnedFd>>,
     pub error: Option<Arc<OwnedFd>>,
+    /// Told when this thread cannot go on.
+    pub lost: Lost,
 }
 
 pub(crate) enum State {
@@ -78,6 +80,7 @@ impl Queue {
             _kick: new.kick,
             call: new.call,
             error: new.error,
+            lost: new.lost,
             disk,
         }
     }

@@ -127,7 +127,10 @@ impl<E: Engine> Worker<E> {
             }
             if let Err(e) = self.turn() {
                 // The ring itself fails, not an operation on it: nothing in this thread can go on.
-                error!("I/O thread: the kernel refuses to work on the ring: {e}");
+                error!(
+                    "I/O thread: the kernel refuses to work on the ring: {e}; front-ends that it serves are \
+                     disconnected, and can be served again once ringdisk is restarted"
+                );
                 return self.abandon();
             }
         }
@@ -138,6 +141,7 @@ impl<E: Engine> Worker<E> {
     fn abandon(mut self) {
         for queue in self.queues.iter_mut().flatten() {
             queue.state = State::Retired;
+            queue.lost.tell();
         }
         for local in self.locals.iter().flatten().filter(|l| l.syncing) {
             local.syncs().end(Errno::IO.raw_os_error());

@@ -11,7 +11,7 @@ use datapath::{Disk, IoThread, Options};
 use image::Image;
 use support::{FACTS, Served};
 use testkit::chain::{Chain, Layout, Table, header};
-use testkit::driver::{Device, DeviceConfig, DiskConfig, HANG, segment};
+use testkit::driver::{Device, DeviceConfig, DiskConfig, HANG, Op, segment};
 use testkit::faulty::{Faults, Faulty, MemoryDisk, Random};
 use testkit::ring::Used;
 
@@ -450,4 +450,17 @@ fn what_is_to_be_tried_again_for_ever_fails() {
     let mut guest = Guest::new(faults, 1, 4096, 0);
     assert_eq!(guest.device.queues[0].read(0, 4096), Err(IO_ERROR));
     assert_eq!(guest.disk().struck, [0, 101, 0]);
+}
+
+/// A thread whose engine fails can do nothing more for its guests; their front-ends must know, and the process goes on.
+#[test]
+fn a_thread_that_cannot_go_on_ends_the_sessions_on_it() {
+    let mut guest = Guest::new(FAULTS, 4, 4096, 1);
+    assert_eq!(guest.device.queues[0].run(Op::Flush, 0, 0), OK);
+    guest.disk().broken = true;
+    let queue = &mut guest.device.queues[0];
+    queue.prepare(0, Op::Read, 0, 4096);
+    queue.submit(&[0]);
+    let end = guest.device.frontend.any_reply().unwrap_err();
+    assert_eq!(end.kind(), std::io::ErrorKind::UnexpectedEof, "{end}");
 }

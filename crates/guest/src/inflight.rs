@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use thiserror::Error;
 
+use crate::lost::Lost;
 use crate::memory::{Mapping, MemoryError, RegionLayout};
 use crate::virtqueue::{RingError, Virtqueue};
 
@@ -119,6 +120,16 @@ impl Inflight {
     /// # Errors
     /// It is not what such a disk needs, reaches beyond its file, or cannot be mapped.
     pub fn map(layout: InflightLayout, file: &OwnedFd, queues: u16) -> Result<Self, InflightError> {
+        Self::map_watched(layout, file, queues, None)
+    }
+
+    /// The same; `lost` is told when the front-end has cut the file short.
+    pub(crate) fn map_watched(
+        layout: InflightLayout,
+        file: &OwnedFd,
+        queues: u16,
+        lost: Option<Lost>,
+    ) -> Result<Self, InflightError> {
         layout.check(queues)?;
         let region = RegionLayout {
             guest: 0,
@@ -126,7 +137,7 @@ impl Inflight {
             user: 0,
             file_offset: layout.file_offset,
         };
-        let mapping = Mapping::new(region, file, crate::memory::MAX_MAPPED_BYTES)?;
+        let mapping = Mapping::new(region, file, crate::memory::MAX_MAPPED_BYTES, lost)?;
         Ok(Self {
             layout,
             base: mapping.at(layout.file_offset),

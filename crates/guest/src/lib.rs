@@ -6,6 +6,7 @@
 
 pub mod blk;
 mod inflight;
+mod lost;
 mod memory;
 mod message;
 mod session;
@@ -13,6 +14,7 @@ mod socket;
 mod virtqueue;
 
 pub use inflight::{Inflight, InflightError, InflightLayout, InflightQueue};
+pub use lost::Lost;
 pub use memory::{GuestMemory, MemoryError, RegionLayout};
 #[doc(hidden)]
 pub use message::accepts_message;

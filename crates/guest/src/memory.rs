@@ -9,6 +9,8 @@ use block::Segment;
 use rustix::mm::{MapFlags, ProtFlags};
 use thiserror::Error;
 
+use crate::lost::{Guarded, Lost};
+
 /// Bytes that one front-end may have mapped here: an eighth of the 128 TiB of addresses that a process
 /// has on x86-64 (47 bits), so that eight sessions with the largest guests fit, and none takes the
 /// addresses from all others. Each of the regions, of which there are
@@ -59,6 +61,8 @@ pub enum MemoryError {
 pub struct GuestMemory {
     /// By guest address, without overlap.
     regions: Vec<Region>,
+    /// Told when some of it is taken away.
+    lost: Option<Lost>,
 }
 
 #[derive(Clone)]
@@ -76,6 +80,15 @@ pub(crate) struct Window {
 }
 
 impl GuestMemory {
+    /// A map of nothing yet. `lost` is told when the front-end has cut a file short, so that a part of what
+    /// will be mapped is gone; zeroes are in its place then.
+    pub fn watched(lost: Lost) -> Self {
+        Self {
+            regions: Vec::new(),
+            lost: Some(lost),
+        }
+    }
+
     /// This map and one more region, mapped from `file`.
     ///
     /// # Errors
@@ -93,11 +106,17 @@ impl GuestMemory {
             return Err(MemoryError::Overlap(layout));
         }
         let mapped = self.regions.iter().map(|r| r.mapping.len).sum::<usize>();
-        let mapping = Arc::new(Mapping::new(layout, file, MAX_MAPPED_BYTES - mapped)?);
+        let mapping = Arc::new(Mapping::new(
+            layout,
+            file,
+            MAX_MAPPED_BYTES - mapped,
+            self.lost.clone(),
+        )?);
         let mut regions = self.regions.clone();
         let place = regions.partition_point(|r| r.layout.guest < layout.guest);
         regions.insert(place, Region { layout, mapping });
-        Ok(Self { regions })
+        let lost = self.lost.clone();
+        Ok(Self { regions, lost })
     }
 
     /// This map less the region at `layout`'s guest and front-end address with its length.
@@ -114,7 +133,8 @@ impl GuestMemory {
             })
             .ok_or(MemoryError::Unknown(layout.guest))?;
         regions.remove(place);
-        Ok(Self { regions })
+        let lost = self.lost.clone();
+        Ok(Self { regions, lost })
     }
 
     /// Number of regions.
@@ -186,6 +206,8 @@ pub(crate) struct Mapping {
     base: usize,
     len: usize,
     file_offset: u64,
+    /// Until it is unmapped.
+    guarded: Option<Guarded>,
 }
 
 impl Mapping {
@@ -195,7 +217,12 @@ impl Mapping {
     }
 
     #[expect(unsafe_code, reason = "mmap")]
-    pub fn new(layout: RegionLayout, file: &OwnedFd, len_max: usize) -> Result<Self, MemoryError> {
+    pub fn new(
+        layout: RegionLayout,
+        file: &OwnedFd,
+        len_max: usize,
+        lost: Option<Lost>,
+    ) -> Result<Self, MemoryError> {
         let fail = |e: rustix::io::Errno| MemoryError::Map(layout, e.into());
         let end = layout
             .file_offset
@@ -231,6 +258,7 @@ impl Mapping {
             base: base as usize,
             len,
             file_offset,
+            guarded: Some(Guarded::new(base as usize, len, lost)),
         })
     }
 }
@@ -250,6 +278,7 @@ fn page_bytes(file: &OwnedFd) -> rustix::io::Result<u64> {
 impl Drop for Mapping {
     #[expect(unsafe_code, reason = "munmap")]
     fn drop(&mut self) {
+        self.guarded = None;
         // SAFETY: this mapping is ours, and every address in it was handed out with a
         // `GuestMemory` that keeps this value alive until the last ring over it has stopped.
         let result = unsafe { rustix::mm::munmap(self.base as *mut _, self.len) };

@@ -12,6 +12,7 @@ use tracing::debug;
 
 use crate::blk::{self, CONFIG_BYTES};
 use crate::inflight::{Inflight, InflightError, InflightLayout};
+use crate::lost::Lost;
 use crate::memory::{GuestMemory, MemoryError};
 use crate::message::{self, Config, MAX_MEM_SLOTS, Message, MessageError, VringAddr};
 use crate::socket::{self, FrontendChannel, NoMessage};
@@ -47,6 +48,8 @@ pub struct NewQueue {
     pub call: Option<Arc<OwnedFd>>,
     /// Written to when the ring had to be given up.
     pub error: Option<Arc<OwnedFd>>,
+    /// To be told when it cannot be served any more, by no fault of the guest: the session ends.
+    pub lost: Lost,
 }
 
 /// What a session drives: a virtio-blk device with its queues.
@@ -110,6 +113,12 @@ pub enum SessionError {
     /// More memory regions than we take.
     #[error("more than {MAX_MEM_SLOTS} memory regions")]
     MemorySlots,
+    /// Guest memory is gone, or a thread that served a ring.
+    #[error(
+        "its guest's memory was cut short while it was mapped, or an I/O thread failed (see above); \
+         it may connect again"
+    )]
+    Lost,
     /// Something that this back-end does not do.
     #[error("{0}")]
     Refused(&'static str),
@@ -121,12 +130,17 @@ pub enum SessionError {
 /// Serves a front-end until it disconnects, breaks the protocol, or `stop` becomes readable. No
 /// ring is being served when this returns.
 pub fn serve(socket: &UnixStream, device: &mut dyn Device, stop: BorrowedFd<'_>) -> End {
+    let lost = match Lost::new() {
+        Ok(lost) => lost,
+        Err(e) => return End::Failed(e.into()),
+    };
     let rings = (0..device.queues()).map(|_| Ring::default()).collect();
     let mut session = Session {
         socket,
         device,
         rings,
-        memory: Arc::default(),
+        memory: Arc::new(GuestMemory::watched(lost.clone())),
+        lost,
         inflight: None,
         features: 0,
         protocol: 0,
@@ -148,6 +162,7 @@ struct Session<'a> {
     device: &'a mut dyn Device,
     rings: Vec<Ring>,
     memory: Arc<GuestMemory>,
+    lost: Lost,
     /// Where the requests in flight are written down.
     inflight: Option<Inflight>,
     features: u64,
@@ -181,12 +196,14 @@ enum Reply {
 
 impl Session<'_> {
     fn step(&mut self, stop: BorrowedFd<'_>) -> Result<(), End> {
-        let incoming = socket::receive(self.socket, stop).map_err(|none| match none {
-            NoMessage::Closed => End::Disconnected,
-            NoMessage::Stopped => End::Stopped,
-            NoMessage::Socket(e) => End::Failed(e.into()),
-            NoMessage::Malformed(e) => End::Failed(e.into()),
-        })?;
+        let incoming =
+            socket::receive(self.socket, stop, self.lost.event()).map_err(|none| match none {
+                NoMessage::Closed => End::Disconnected,
+                NoMessage::Stopped => End::Stopped,
+                NoMessage::Lost => End::Failed(SessionError::Lost),
+                NoMessage::Socket(e) => End::Failed(e.into()),
+                NoMessage::Malformed(e) => End::Failed(e.into()),
+            })?;
         let header = incoming.header;
         let acknowledge = header.need_reply && self.protocol & P_REPLY_ACK != 0;
         let result = Message::parse(header.request, &incoming.payload, incoming.fds)
@@ -244,7 +261,7 @@ impl Session<'_> {
             Message::GetQueueNum => return Ok(Reply::Word(u64::from(self.device.queues()))),
 
             Message::SetMemTable(table) => {
-                let mut memory = GuestMemory::default();
+                let mut memory = GuestMemory::watched(self.lost.clone());
                 for (layout, file) in table {
                     memory = memory.with_region(layout, &file)?;
                 }
@@ -322,7 +339,12 @@ impl Session<'_> {
             }
             Message::SetInflightFd(layout, file) => {
                 self.negotiated(P_INFLIGHT_SHMFD)?;
-                let inflight = Inflight::map(layout, &file, self.device.queues())?;
+                let inflight = Inflight::map_watched(
+                    layout,
+                    &file,
+                    self.device.queues(),
+                    Some(self.lost.clone()),
+                )?;
                 let stopped = self.stop_all();
                 self.inflight = Some(inflight);
                 self.start_again(stopped)?;
@@ -463,6 +485,7 @@ impl Session<'_> {
             kick: kick.clone(),
             call: state.call.clone(),
             error: state.error.clone(),
+            lost: self.lost.clone(),
         };
         self.device.start(ring, queue)?;
         state.running = true;

@@ -26,6 +26,8 @@ pub(crate) enum NoMessage {
     Closed,
     /// `stop` became readable.
     Stopped,
+    /// `lost` did.
+    Lost,
     Socket(io::Error),
     Malformed(MessageError),
 }
@@ -42,15 +44,19 @@ impl From<MessageError> for NoMessage {
     }
 }
 
-/// Waits for a whole message, or for `stop` to become readable, also in the middle of a message: a
+/// Waits for a whole message, or for `stop` or `lost` to become readable, also in the middle of a message: a
 /// front-end that sends half of one holds up nothing but itself.
-pub(crate) fn receive(socket: &UnixStream, stop: BorrowedFd<'_>) -> Result<Incoming, NoMessage> {
+pub(crate) fn receive(
+    socket: &UnixStream,
+    stop: BorrowedFd<'_>,
+    lost: BorrowedFd<'_>,
+) -> Result<Incoming, NoMessage> {
     let mut fds = Vec::new();
     let mut header = [0; HEADER_BYTES];
-    fill(socket, stop, &mut header, &mut fds)?;
+    fill(socket, [stop, lost], &mut header, &mut fds)?;
     let header = Header::parse(header)?;
     let mut payload = vec![0; header.payload_len];
-    fill(socket, stop, &mut payload, &mut fds).map_err(|end| match end {
+    fill(socket, [stop, lost], &mut payload, &mut fds).map_err(|end| match end {
         NoMessage::Closed => NoMessage::Socket(io::ErrorKind::UnexpectedEof.into()),
         end => end,
     })?;
@@ -63,7 +69,7 @@ pub(crate) fn receive(socket: &UnixStream, stop: BorrowedFd<'_>) -> Result<Incom
 
 fn fill(
     socket: &UnixStream,
-    stop: BorrowedFd<'_>,
+    [stop, lost]: [BorrowedFd<'_>; 2],
     bytes: &mut [u8],
     fds: &mut Vec<OwnedFd>,
 ) -> Result<(), NoMessage> {
@@ -71,6 +77,7 @@ fn fill(
     while done < bytes.len() {
         let mut ready = [
             PollFd::new(&stop, PollFlags::IN),
+            PollFd::new(&lost, PollFlags::IN),
             PollFd::new(socket, PollFlags::IN),
         ];
         match poll(&mut ready, None) {
@@ -79,6 +86,9 @@ fn fill(
         };
         if !ready[0].revents().is_empty() {
             return Err(NoMessage::Stopped);
+        }
+        if !ready[1].revents().is_empty() {
+            return Err(NoMessage::Lost);
         }
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);

@@ -55,6 +55,8 @@ pub struct MemoryDisk {
     pub submitted: Vec<u32>,
     /// Ranges cannot be zeroed: EOPNOTSUPP.
     pub cannot_zero: bool,
+    /// The engine itself fails, and not an operation.
+    pub broken: bool,
     /// By sector: the number of the last write that is not stable yet, or 0.
     unstable: Vec<u64>,
     writes: u64,
@@ -74,6 +76,7 @@ impl MemoryDisk {
             forgets: false,
             submitted: Vec::new(),
             cannot_zero: false,
+            broken: false,
             unstable: vec![0; len / SECTOR as usize],
             writes: 0,
         }))
@@ -380,6 +383,9 @@ impl Engine for Faulty {
     }
 
     fn push(&mut self) -> io::Result<()> {
+        if self.disk().broken {
+            return Err(rustix::io::Errno::IO.into());
+        }
         self.round += 1;
         self.poll(false)
     }
