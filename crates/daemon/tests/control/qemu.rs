@@ -430,9 +430,9 @@ fn refusals_have_a_class_and_say_why() {
         ),
         (
             "blockdev-add",
-            json!({ "driver": "qcow2", "node-name": "q" }),
+            json!({ "driver": "vmdk", "node-name": "q" }),
             generic,
-            &["driver", "qcow2"],
+            &["driver", "vmdk"],
         ),
         (
             "blockdev-add",
