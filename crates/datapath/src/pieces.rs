@@ -23,6 +23,81 @@ use crate::slow::{For, Outcome};
 use crate::worker::Worker;
 use crate::zeroes;
 
+/// Largest write that is put together of the guest's bytes and of what stands beside them, in bytes.
+/// Beyond, the copy costs more than a second write.
+const MERGE_MAX: u64 = 256 << 10;
+
+/// What any file accepts as alignment of a buffer.
+const ALIGNMENT: usize = 4096;
+
+/// A write to be: what a cluster gets, with a gap for the guest's bytes.
+pub(crate) struct Merge {
+    /// Where it goes.
+    to: FileOffset,
+    bytes: Vec<u8>,
+    /// Where in `bytes` it begins, aligned.
+    skip: usize,
+    len: usize,
+    /// Where the guest's bytes belong, from `skip` on.
+    gap: usize,
+}
+
+impl Merge {
+    /// Reads what stands beside the guest's bytes; `None` if it is too much to be copied once more.
+    fn new(chain: &Chain, allocation: &Allocation) -> Result<Option<Self>, ImageError> {
+        let fills = || allocation.fills.iter();
+        let (to, data_end) = (allocation.to.0, allocation.to.0 + allocation.len);
+        let start = fills().map(|f| f.to.0).fold(to, u64::min);
+        let end = fills().map(|f| f.to.0 + f.len).fold(data_end, u64::max);
+        let together = fills().map(|f| f.len).sum::<u64>() + allocation.len;
+        if end - start > MERGE_MAX || together != end - start {
+            return Ok(None);
+        }
+        let len = (end - start) as usize;
+        let mut bytes = vec![0; len + ALIGNMENT];
+        let skip = bytes.as_ptr().align_offset(ALIGNMENT);
+        let pin = chain.pins().pin(0);
+        let read = fills().try_for_each(|fill| match fill.from {
+            Some(from) => {
+                let at = skip + (fill.to.0 - start) as usize;
+                chain.read(&pin, from, &mut bytes[at..at + fill.len as usize])
+            }
+            None => Ok(()),
+        });
+        chain.pins().unpin(pin);
+        read.map(|()| {
+            Some(Self {
+                to: FileOffset(start),
+                bytes,
+                skip,
+                len,
+                gap: (to - start) as usize,
+            })
+        })
+    }
+
+    /// Where the guest's bytes belong.
+    fn gap(&mut self, len: u64) -> &mut [u8] {
+        let at = self.skip + self.gap;
+        &mut self.bytes[at..at + len as usize]
+    }
+
+    /// All of it, as an engine wants it.
+    fn segment(&mut self) -> Segment {
+        let bytes = &mut self.bytes[self.skip..self.skip + self.len];
+        Segment {
+            addr: bytes.as_mut_ptr() as usize,
+            len: bytes.len(),
+        }
+    }
+}
+
+impl std::fmt::Debug for Merge {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes to {}", self.len, self.to)
+    }
+}
+
 /// How far a request is.
 pub(crate) struct Piece {
     /// Where on the disk the piece under way begins.
@@ -36,6 +111,8 @@ pub(crate) struct Piece {
     pin: Option<Pin>,
     /// Taken for the piece under way.
     allocation: Option<Allocation>,
+    /// What is written for it, if that is more than the guest's bytes.
+    merge: Option<Merge>,
     /// Segments of `rest`, once the request turned out to have several pieces.
     segments: Vec<Segment>,
     /// The first of these that is not used up.
@@ -53,6 +130,7 @@ impl Piece {
             file: FileId(0),
             pin: None,
             allocation: None,
+            merge: None,
             segments: Vec::new(),
             first: 0,
             cut: Vec::new(),
@@ -157,6 +235,7 @@ impl<E: Engine> Worker<E> {
             return;
         };
         let piece = &mut queue.pieces[usize::from(slot)];
+        piece.merge = None;
         if let Some(allocation) = piece.allocation.take() {
             queue.slots.get(slot).unstable = true;
             let Some(chain) = queue.disk.image.chain().cloned() else {
@@ -223,6 +302,22 @@ impl<E: Engine> Worker<E> {
                 if let Some(local) = &self.locals[queue.local] {
                     begin(s, piece, local.written(), to, len);
                 }
+                match self.engine.room() {
+                    0 => self.starve(number, slot),
+                    _ => self.submit(number, slot),
+                }
+            }
+            Outcome::Merged(allocation, mut merge) => {
+                whole_or_cut(s, piece, allocation.len);
+                queue
+                    .ring
+                    .copy_from(s.segments(), merge.gap(allocation.len));
+                if let Some(local) = &self.locals[queue.local] {
+                    piece.file = local.written();
+                }
+                (s.at, s.left) = (merge.to, merge.len as u64);
+                s.set_segments(&[merge.segment()]);
+                (piece.allocation, piece.merge) = (Some(allocation), Some(merge));
                 match self.engine.room() {
                     0 => self.starve(number, slot),
                     _ => self.submit(number, slot),
@@ -304,6 +399,7 @@ impl Queue {
             if let Some(allocation) = piece.allocation.take() {
                 chain.abort(allocation);
             }
+            piece.merge = None;
             if let Some(pin) = piece.pin.take() {
                 chain.pins().unpin(pin);
             }
@@ -366,7 +462,7 @@ fn next(queue: &mut Queue, slot: u16, locals: &[Option<crate::local::Local>]) ->
                 }
                 Some(allocation) => {
                     let chain = chain.clone();
-                    slow(move || chain.fill(allocation).map(Outcome::Prepared))
+                    slow(move || fill(&chain, allocation))
                 }
                 None => {
                     let chain = chain.clone();
@@ -427,8 +523,22 @@ fn prepare(chain: &Chain, at: u64, len: u64) -> Result<Outcome, ImageError> {
     Ok(match chain.prepare_write(at, len)? {
         Prepared::Mapped => Outcome::Again,
         Prepared::Wait(waiting) => Outcome::Wait(waiting),
-        Prepared::Allocated(allocation) => Outcome::Prepared(chain.fill(allocation)?),
+        Prepared::Allocated(allocation) => fill(chain, allocation)?,
     })
+}
+
+fn fill(chain: &Chain, allocation: Allocation) -> Result<Outcome, ImageError> {
+    if allocation.fills.is_empty() {
+        return Ok(Outcome::Prepared(allocation));
+    }
+    match Merge::new(chain, &allocation) {
+        Ok(Some(merge)) => Ok(Outcome::Merged(allocation, merge)),
+        Ok(None) => chain.fill(allocation).map(Outcome::Prepared),
+        Err(e) => {
+            chain.abort(allocation);
+            Err(e)
+        }
+    }
 }
 
 /// Gives a range up, as far as that goes without waiting for others.

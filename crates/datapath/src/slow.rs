@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use image::{Allocation, Waiting};
 
+use crate::pieces::Merge;
 use crate::thread::Wake;
 
 /// Threads of one I/O thread, started as they are needed: as many reads as keep a disk busy.
@@ -38,6 +39,8 @@ pub(crate) enum Outcome {
     Bytes(Vec<u8>),
     /// Clusters are ready for the next bytes of a write.
     Prepared(Allocation),
+    /// The same, with all that these clusters get but the guest's bytes: one write for both.
+    Merged(Allocation, Merge),
     /// What was written is the disk's.
     Committed,
     /// So many more bytes are given up; if there is something to wait for, not all.

@@ -74,7 +74,7 @@ impl<E: Engine> Worker<E> {
             },
         };
         // SAFETY: the segments lie in guest memory, which the queue's ring keeps mapped, or in a
-        // bounce buffer that the slot owns; the list itself is in the slot, or in `piece`, of which
+        // bounce buffer that the slot owns, or in the merge that its piece owns; the list itself is in the slot, or in `piece`, of which
         // an engine copies a single segment. Queue and slot stay where they are until the
         // completion has been reaped: a queue is dropped only when no slot is taken.
         #[expect(unsafe_code, reason = "the kernel works on the guest's memory")]
