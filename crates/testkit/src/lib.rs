@@ -1,6 +1,7 @@
 //! What the tests and the bench drive a disk with: a vhost-user front-end and a virtio-blk driver of our own, written
 //! from the specifications and not from the server, so that a mistake in one is not shared by the other.
 
+pub mod ceph;
 pub mod chain;
 pub mod conformance;
 pub mod driver;

@@ -1,6 +1,7 @@
 //! `cargo xtask`: everything a developer or CI runs, as one program.
 
 mod bench;
+mod ceph;
 mod ci;
 mod deb;
 mod demo;
@@ -22,6 +23,9 @@ enum Xtask {
     Test,
     /// Measure ringdisk beside qemu-storage-daemon and fio on the host
     Bench(Box<bench::Args>),
+    /// Start or end a real Ceph cluster on the loopback interface
+    #[command(subcommand)]
+    Ceph(ceph::Args),
     /// Feed every parser of hostile bytes with such bytes; needs a nightly toolchain
     Fuzz(fuzz::Args),
     /// Make a Debian package of the program, its service and its manual
@@ -37,12 +41,14 @@ fn main() -> ExitCode {
         Xtask::Demo => demo::run(),
         Xtask::Test => test::run(),
         Xtask::Bench(args) => bench::run(*args),
+        Xtask::Ceph(args) => ceph::run(&args),
         Xtask::Fuzz(args) => fuzz::run(&args),
         Xtask::Deb => deb::run(),
         Xtask::Ci(args) => ci::run(&args),
         Xtask::Install => packages::ensure()
             .and_then(|()| packages::qmp::ensure())
-            .and_then(|()| packages::deb::ensure()),
+            .and_then(|()| packages::deb::ensure())
+            .and_then(|()| packages::ceph::ensure()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

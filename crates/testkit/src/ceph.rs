@@ -1,0 +1,496 @@
+//! A real Ceph cluster on the loopback interface: a monitor and OSDs as ordinary processes in a folder of their own,
+//! with cephx, and with keys that are made for it.
+//!
+//! It needs no manager, no systemd and no root. What makes it quick to start is that the monitor does not wait to
+//! gather changes (`paxos propose interval`); what keeps it small are the caches of its OSDs.
+
+use std::fs::{self, File};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::vm::find_program;
+
+/// Programs that a cluster needs, and the Debian packages that hold them.
+pub const PROGRAMS: &[(&str, &str)] = &[
+    ("ceph-mon", "ceph-mon"),
+    ("ceph-osd", "ceph-osd"),
+    ("ceph", "ceph-common"),
+    ("rbd", "ceph-common"),
+    ("ceph-authtool", "ceph-common"),
+    ("monmaptool", "ceph-base"),
+];
+
+/// The pool that a cluster starts with.
+pub const POOL: &str = "rbd";
+
+/// How long anything may take that a cluster does; a busy machine needs a tenth of it.
+const PATIENCE: Duration = Duration::from_secs(90);
+
+/// Says which programs are missing.
+///
+/// # Errors
+/// There are some; the error names their packages.
+pub fn available() -> Result<()> {
+    let missing: Vec<&str> = PROGRAMS
+        .iter()
+        .filter(|(program, _)| find_program(program).is_none())
+        .map(|(_, package)| *package)
+        .collect();
+    ensure!(
+        missing.is_empty(),
+        "Ceph is not installed ({}); `cargo xtask install` installs it",
+        missing.join(", ")
+    );
+    Ok(())
+}
+
+/// What kind of cluster.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// How many OSDs.
+    pub osds: usize,
+    /// Copies of each object, at most as many.
+    pub replicas: usize,
+    /// Objects are kept in the memory of the OSDs, which takes them less time and loses them at their end.
+    pub in_memory: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            osds: 3,
+            replicas: 3,
+            in_memory: false,
+        }
+    }
+}
+
+/// A running cluster. Dropping it kills its processes and removes its files, unless it is [kept](Self::keep).
+pub struct Ceph {
+    folder: PathBuf,
+    mon: Daemon,
+    osds: Vec<Daemon>,
+    kept: bool,
+}
+
+struct Daemon {
+    name: String,
+    child: Option<Child>,
+}
+
+impl Ceph {
+    /// Starts a cluster in `folder`, which must not exist.
+    ///
+    /// # Errors
+    /// Ceph is not installed, or does not start; the error holds what it said.
+    pub fn start(folder: &Path, options: Options) -> Result<Self> {
+        Self::start_with(folder, options, true)
+    }
+
+    /// The same, of processes that may outlive this one: for [`keep`](Self::keep).
+    ///
+    /// # Errors
+    /// As for [`start`](Self::start).
+    pub fn start_to_keep(folder: &Path, options: Options) -> Result<Self> {
+        Self::start_with(folder, options, false)
+    }
+
+    fn start_with(folder: &Path, options: Options, bound: bool) -> Result<Self> {
+        available()?;
+        fs::create_dir_all(folder.parent().unwrap_or(folder))?;
+        fs::create_dir(folder)
+            .with_context(|| format!("making {}; is a cluster left there?", folder.display()))?;
+        let folder = folder.canonicalize()?;
+        let mut ceph = Self {
+            mon: Daemon::new("mon", "a"),
+            osds: (0..options.osds)
+                .map(|i| Daemon::new("osd", &i.to_string()))
+                .collect(),
+            folder,
+            kept: false,
+        };
+        ceph.bring_up(options, bound)
+            .with_context(|| format!("starting Ceph in {}", ceph.folder.display()))?;
+        Ok(ceph)
+    }
+
+    fn bring_up(&mut self, options: Options, bound: bool) -> Result<()> {
+        let fsid = uuid()?;
+        // Whoever takes this port until the monitor has it makes its start fail, and says so in its log.
+        let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+        let address = format!("[v2:127.0.0.1:{port}/0]");
+        fs::write(
+            self.conf(),
+            configuration(&self.folder, &fsid, &address, options),
+        )?;
+        let all = "allow *";
+        let admin = [("mon", all), ("osd", all), ("mgr", all)];
+        self.make_key("mon.", "mon.keyring", &[("mon", all)])?;
+        self.make_key("client.admin", "keyring", &admin)?;
+        let vm = [("mon", "profile rbd"), ("osd", "profile rbd")];
+        self.make_key("client.vm", "vm.keyring", &vm)?;
+        self.take_key("keyring")?;
+        self.take_key("vm.keyring")?;
+        for i in 0..options.osds {
+            fs::create_dir(self.folder.join(format!("osd.{i}")))?;
+            let (name, keyring) = (format!("osd.{i}"), format!("osd.{i}/keyring"));
+            let profile = [("mon", "allow profile osd"), ("osd", all)];
+            self.make_key(&name, &keyring, &profile)?;
+            self.take_key(&keyring)?;
+        }
+        let map = self.folder.join("monmap");
+        run(Command::new("monmaptool")
+            .args(["--create", "--addv", "a", &address, "--fsid", &fsid])
+            .arg(&map))?;
+        run(self
+            .program("ceph-mon")
+            .args(["--mkfs", "-i", "a", "--monmap"])
+            .arg(&map)
+            .arg("--keyring")
+            .arg(self.folder.join("mon.keyring")))?;
+        self.mon.start(&self.folder, bound)?;
+        for i in 0..options.osds {
+            let id = uuid()?;
+            let number = self.ceph(&["osd", "new", &id])?;
+            ensure!(
+                number.trim() == i.to_string(),
+                "`ceph osd new` made {number}"
+            );
+            run(self
+                .program("ceph-osd")
+                .args(["--mkfs", "-i", number.trim(), "--osd-uuid", &id]))?;
+            self.osds[i].start(&self.folder, bound)?;
+        }
+        self.wait_for_osds()?;
+        self.ceph(&["osd", "pool", "create", POOL, "16"])?;
+        self.rbd(&["pool", "init", POOL]).map(drop)
+    }
+
+    /// Its configuration file.
+    pub fn conf(&self) -> PathBuf {
+        self.folder.join("ceph.conf")
+    }
+
+    /// The keyring of a user `vm`, who may do with images what a hypervisor has to.
+    pub fn vm_keyring(&self) -> PathBuf {
+        self.folder.join("vm.keyring")
+    }
+
+    /// The options with which `ringdisk serve` reaches an image as the user `vm`; a comma precedes each.
+    pub fn options(&self) -> String {
+        format!(
+            ",conf={},id=vm,keyring={}",
+            self.conf().display(),
+            self.vm_keyring().display()
+        )
+    }
+
+    /// Runs `ceph ARGUMENTS` as its administrator, and returns what it prints.
+    ///
+    /// # Errors
+    /// It fails; the error holds what it said.
+    pub fn ceph(&self, arguments: &[&str]) -> Result<String> {
+        let timeout = format!("--connect-timeout={}", PATIENCE.as_secs());
+        run(self.program("ceph").arg(timeout).args(arguments))
+    }
+
+    /// Runs `rbd ARGUMENTS` as its administrator, and returns what it prints.
+    ///
+    /// # Errors
+    /// It fails; the error holds what it said.
+    pub fn rbd(&self, arguments: &[&str]) -> Result<String> {
+        run(self.program("rbd").args(arguments))
+    }
+
+    /// Makes an image of so many MiB in the pool.
+    ///
+    /// # Errors
+    /// It can't be made.
+    pub fn create(&self, image: &str, mib: u64) -> Result<()> {
+        let (size, image) = (format!("{mib}M"), format!("{POOL}/{image}"));
+        self.rbd(&["create", "--size", &size, &image]).map(drop)
+    }
+
+    /// Kills an OSD (SIGKILL).
+    ///
+    /// # Errors
+    /// It does not run.
+    pub fn kill_osd(&mut self, number: usize) -> Result<()> {
+        self.osds[number].kill()
+    }
+
+    /// Starts an OSD that was killed.
+    ///
+    /// # Errors
+    /// It can't be started.
+    pub fn start_osd(&mut self, number: usize) -> Result<()> {
+        self.osds[number].start(&self.folder, true)
+    }
+
+    /// Kills the monitor (SIGKILL), and starts it again.
+    ///
+    /// # Errors
+    /// It did not run, or can't be started.
+    pub fn restart_mon(&mut self) -> Result<()> {
+        self.mon.kill()?;
+        self.mon.start(&self.folder, true)
+    }
+
+    /// Waits until an OSD that was killed is called down, so that the others serve without it.
+    ///
+    /// # Errors
+    /// It is not for too long.
+    pub fn wait_for_down(&self, number: usize) -> Result<()> {
+        self.wait(&format!("osd.{number} down"), || {
+            let tree = self.ceph(&["osd", "dump", "--format=json"])?;
+            let tree: serde_json::Value = serde_json::from_str(&tree)?;
+            Ok(tree["osds"][number]["up"] == 0)
+        })
+    }
+
+    /// Waits until all OSDs are up.
+    ///
+    /// # Errors
+    /// They are not for too long.
+    pub fn wait_for_osds(&self) -> Result<()> {
+        self.wait("all OSDs up", || {
+            let stat = self.ceph(&["osd", "stat", "--format=json"])?;
+            let stat: serde_json::Value = serde_json::from_str(&stat)?;
+            Ok(stat["num_up_osds"].as_u64() == Some(self.osds.len() as u64))
+        })
+    }
+
+    fn wait(&self, what: &str, done: impl Fn() -> Result<bool>) -> Result<()> {
+        let start = Instant::now();
+        while !done()? {
+            ensure!(start.elapsed() < PATIENCE, "waited in vain for: {what}");
+            thread::sleep(Duration::from_millis(100));
+        }
+        Ok(())
+    }
+
+    /// The OSDs' process ids.
+    pub fn osd_pids(&self) -> Vec<u32> {
+        let children = self.osds.iter().filter_map(|osd| osd.child.as_ref());
+        children.map(Child::id).collect()
+    }
+
+    /// Leaves it running; [`take_down`] ends it.
+    ///
+    /// # Errors
+    /// Its process ids can't be written down.
+    pub fn keep(mut self) -> Result<()> {
+        let pids: Vec<String> = [&self.mon]
+            .into_iter()
+            .chain(&self.osds)
+            .filter_map(|daemon| Some(daemon.child.as_ref()?.id().to_string()))
+            .collect();
+        fs::write(self.folder.join(PIDS), pids.join("\n"))?;
+        self.kept = true;
+        Ok(())
+    }
+
+    fn program(&self, name: &str) -> Command {
+        let mut command = Command::new(name);
+        command.arg("--conf").arg(self.conf());
+        command
+    }
+
+    fn make_key(&self, name: &str, file: &str, caps: &[(&str, &str)]) -> Result<()> {
+        let mut make = Command::new("ceph-authtool");
+        make.arg("--create-keyring").arg(self.folder.join(file));
+        make.args(["--gen-key", "--name", name]);
+        for (of, cap) in caps {
+            make.args(["--cap", of, cap]);
+        }
+        run(&mut make).map(drop)
+    }
+
+    /// Puts a key into what the monitor starts with.
+    fn take_key(&self, file: &str) -> Result<()> {
+        run(Command::new("ceph-authtool")
+            .arg(self.folder.join("mon.keyring"))
+            .arg("--import-keyring")
+            .arg(self.folder.join(file)))
+        .map(drop)
+    }
+}
+
+impl Drop for Ceph {
+    fn drop(&mut self) {
+        if self.kept {
+            return;
+        }
+        for daemon in self.osds.iter_mut().chain([&mut self.mon]) {
+            let _ = daemon.kill();
+        }
+        match thread::panicking() {
+            true => eprintln!("Ceph's logs are left in {}", self.folder.display()),
+            false => drop(fs::remove_dir_all(&self.folder)),
+        }
+    }
+}
+
+/// Where the process ids of a cluster stand that was kept.
+const PIDS: &str = "pids";
+
+/// Ends a cluster that was kept, and removes its files.
+///
+/// # Errors
+/// There is none in this folder, or it can't be ended.
+pub fn take_down(folder: &Path) -> Result<()> {
+    let pids = fs::read_to_string(folder.join(PIDS))
+        .with_context(|| format!("there is no cluster in {}", folder.display()))?;
+    let folder = folder.canonicalize()?;
+    let mut left = Vec::new();
+    for pid in pids.lines().filter_map(|line| line.parse::<i32>().ok()) {
+        // The number may be somebody else's by now.
+        let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        if !String::from_utf8_lossy(&command).contains(&*folder.to_string_lossy()) {
+            continue;
+        }
+        if let Some(pid) = Pid::from_raw(pid) {
+            kill_process(pid, Signal::KILL).with_context(|| format!("killing {pid:?}"))?;
+            left.push(pid);
+        }
+    }
+    let start = Instant::now();
+    while left
+        .iter()
+        .any(|&pid| rustix::process::test_kill_process(pid).is_ok())
+        && start.elapsed() < PATIENCE
+    {
+        thread::sleep(Duration::from_millis(20));
+    }
+    fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))
+}
+
+impl Daemon {
+    fn new(kind: &str, id: &str) -> Self {
+        Self {
+            name: format!("{kind}.{id}"),
+            child: None,
+        }
+    }
+
+    /// `bound` if it is to die with this process.
+    fn start(&mut self, folder: &Path, bound: bool) -> Result<()> {
+        let (kind, id) = self.name.split_once('.').context("a name without a dot")?;
+        let output = File::create(folder.join(format!("{}.out", self.name)))?;
+        let program = format!("ceph-{kind}");
+        let mut command = match bound {
+            true => {
+                let mut bound = Command::new("setpriv");
+                bound.args(["--pdeathsig", "KILL", &program]);
+                bound
+            }
+            false => Command::new(&program),
+        };
+        let child = command
+            .arg("--conf")
+            .arg(folder.join("ceph.conf"))
+            .args(["-i", id, "-f"])
+            .stdin(Stdio::null())
+            .stdout(output.try_clone()?)
+            .stderr(output)
+            .spawn();
+        self.child = Some(child.with_context(|| format!("starting {program}"))?);
+        Ok(())
+    }
+
+    fn kill(&mut self) -> Result<()> {
+        let Some(mut child) = self.child.take() else {
+            bail!("{} does not run", self.name);
+        };
+        child.kill()?;
+        child.wait()?;
+        Ok(())
+    }
+}
+
+/// Sizes in bytes, times in seconds.
+fn configuration(folder: &Path, fsid: &str, mon: &str, options: Options) -> String {
+    let folder = folder.display();
+    let Options {
+        osds: _, replicas, ..
+    } = options;
+    let store = match options.in_memory {
+        true => {
+            "osd objectstore = memstore\nmemstore device bytes = 8589934592\nmemstore page set = true"
+        }
+        false => {
+            "bluestore block size = 8589934592\nbluestore cache autotune = false\n\
+             bluestore cache size = 33554432"
+        }
+    };
+    format!(
+        "[global]
+fsid = {fsid}
+mon initial members = a
+mon host = {mon}
+auth cluster required = cephx
+auth service required = cephx
+auth client required = cephx
+auth allow insecure global id reclaim = false
+run dir = {folder}
+log file = {folder}/$name.log
+admin socket =
+ms bind msgr1 = false
+public addr = 127.0.0.1
+cluster addr = 127.0.0.1
+paxos propose interval = 0.05
+paxos min wait = 0.01
+mon data avail warn = 1
+mon data avail crit = 1
+mon osd min down reporters = 1
+mon osd adjust heartbeat grace = false
+mon allow pool delete = true
+osd heartbeat interval = 1
+osd heartbeat grace = 4
+osd pool default size = {replicas}
+osd pool default min size = 1
+osd pool default pg autoscale mode = off
+osd crush chooseleaf type = 0
+osd crush initial weight = 1
+osd memory target = 939524096
+osd min pg log entries = 100
+osd max pg log entries = 100
+# Those who die without a word are forgotten sooner than after 30 s.
+osd client watch timeout = 5
+{store}
+[client.admin]
+keyring = {folder}/keyring
+log file =
+[mon]
+mon data = {folder}/mon.$id
+[osd]
+osd data = {folder}/osd.$id
+keyring = {folder}/osd.$id/keyring
+"
+    )
+}
+
+fn uuid() -> Result<String> {
+    let text = fs::read_to_string("/proc/sys/kernel/random/uuid").context("making a UUID")?;
+    Ok(text.trim().to_owned())
+}
+
+fn run(command: &mut Command) -> Result<String> {
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("starting {command:?}"))?;
+    ensure!(
+        output.status.success(),
+        "{command:?}: {}\n{}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
