@@ -183,6 +183,10 @@ impl Device for BlockDevice<'_> {
         })
     }
 
+    fn rest(&mut self, _moving: bool) -> io::Result<()> {
+        Ok(())
+    }
+
     fn set_signals(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>) {
         if let Some(running) = self.running[usize::from(ring)] {
             let thread = &self.thread(ring).thread;

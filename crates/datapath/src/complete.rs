@@ -166,8 +166,9 @@ impl<E: Engine> Worker<E> {
         }
         queue.slots.give_back(slot);
         queue.tally.set_under_way(queue.slots.taken());
-        if !queue.retired() {
-            queue.ring.complete(&ticket, status as u8, written);
+        match queue.retired() {
+            false => queue.ring.complete(&ticket, status as u8, written),
+            true => queue.ring.abandon(&ticket),
         }
         match queue.running() {
             // The guest is likely to follow up at once.

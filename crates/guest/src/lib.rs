@@ -6,6 +6,7 @@
 
 pub mod blk;
 mod inflight;
+mod log;
 mod lost;
 mod memory;
 mod message;
@@ -14,6 +15,7 @@ mod socket;
 mod virtqueue;
 
 pub use inflight::{Inflight, InflightError, InflightLayout, InflightQueue};
+pub use log::{DirtyLog, LogError, LogLayout};
 pub use lost::Lost;
 pub use memory::{GuestMemory, MemoryError, RegionLayout};
 #[doc(hidden)]
@@ -21,4 +23,4 @@ pub use message::accepts_message;
 pub use message::{MAX_MEM_SLOTS, MessageError};
 pub use session::{Device, End, NewQueue, serve};
 pub use socket::FrontendChannel;
-pub use virtqueue::{Chain, RingBase, RingError, RingLayout, Ticket, Virtqueue};
+pub use virtqueue::{Chain, DirtyMarks, RingBase, RingError, RingLayout, Ticket, Virtqueue};

@@ -165,6 +165,32 @@ impl GuestMemory {
         })
     }
 
+    /// The guest address behind the last byte.
+    pub(crate) fn end(&self) -> u64 {
+        let last = self.regions.last().map(|r| r.layout);
+        last.map_or(0, |layout| layout.guest + layout.len)
+    }
+
+    /// The guest address of a range that the front-end names by its own address; the range must lie in one
+    /// region.
+    pub(crate) fn guest_of_user(&self, user: u64, len: u64) -> Option<u64> {
+        self.regions.iter().find_map(|r| {
+            let offset = user.checked_sub(r.layout.user)?;
+            (offset < r.layout.len && len <= r.layout.len - offset).then(|| r.layout.guest + offset)
+        })
+    }
+
+    /// The parts of the guest's memory that lie in a range of ours, by guest address and length. Regions that
+    /// lie beside each other here need not do so in the guest.
+    pub(crate) fn guest_ranges(&self, ours: Segment) -> impl Iterator<Item = (u64, u64)> + '_ {
+        let end = ours.addr + ours.len;
+        self.regions.iter().filter_map(move |r| {
+            let (host, len) = (r.host(), r.layout.len as usize);
+            let (from, to) = (ours.addr.max(host), end.min(host + len));
+            (from < to).then(|| (r.layout.guest + (from - host) as u64, (to - from) as u64))
+        })
+    }
+
     /// The window of the region that holds `guest`.
     pub(crate) fn window(&self, guest: u64) -> Option<Window> {
         let after = self.regions.partition_point(|r| r.layout.guest <= guest);

@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use thiserror::Error;
 
 use crate::inflight::InflightLayout;
+use crate::log::LogLayout;
 use crate::memory::RegionLayout;
 
 /// Memory regions that a front-end may have at a time: what QEMU uses at most (512 slots of RAM),
@@ -124,6 +125,8 @@ pub(crate) enum Message {
     SetOwner,
     ResetOwner,
     SetMemTable(Vec<(RegionLayout, OwnedFd)>),
+    SetLogBase(LogLayout, OwnedFd),
+    SetLogFd(OwnedFd),
     SetVringNum { ring: u32, size: u32 },
     SetVringAddr(VringAddr),
     SetVringBase { ring: u32, base: u32 },
@@ -154,6 +157,8 @@ pub(crate) struct VringAddr {
     pub descriptors: u64,
     pub used: u64,
     pub available: u64,
+    /// Guest address of the used ring, if what is written there is to be marked in the dirty log.
+    pub log: Option<u64>,
 }
 
 impl Message {
@@ -182,6 +187,15 @@ impl Message {
             3 => need(0, 0).map(|_| Self::SetOwner)?,
             4 => need(0, 0).map(|_| Self::ResetOwner)?,
             5 => return mem_table(request, payload, fds.collect()),
+            6 => {
+                let mut fields = need(16, 1)?;
+                let layout = LogLayout {
+                    len: fields.u64(),
+                    file_offset: fields.u64(),
+                };
+                Self::SetLogBase(layout, one_fd()?)
+            }
+            7 => need(0, 1).and_then(|_| one_fd().map(Self::SetLogFd))?,
             8 => {
                 let (ring, size) = need(8, 0)?.u32_pair();
                 Self::SetVringNum { ring, size }
@@ -189,12 +203,15 @@ impl Message {
             9 => {
                 let mut fields = need(40, 0)?;
                 let ring = fields.u32();
-                let _flags = fields.u32();
+                /// VHOST_VRING_F_LOG; other bits mean nothing.
+                const LOG: u32 = 1;
+                let flags = fields.u32();
                 Self::SetVringAddr(VringAddr {
                     ring,
                     descriptors: fields.u64(),
                     used: fields.u64(),
                     available: fields.u64(),
+                    log: (flags & LOG != 0).then(|| fields.u64()),
                 })
             }
             10 => {

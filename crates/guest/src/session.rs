@@ -12,16 +12,24 @@ use tracing::debug;
 
 use crate::blk::{self, CONFIG_BYTES};
 use crate::inflight::{Inflight, InflightError, InflightLayout};
+use crate::log::{DirtyLog, LogError};
 use crate::lost::Lost;
 use crate::memory::{GuestMemory, MemoryError};
 use crate::message::{self, Config, MAX_MEM_SLOTS, Message, MessageError, VringAddr};
 use crate::socket::{self, FrontendChannel, NoMessage};
-use crate::virtqueue::{RingBase, RingError, RingLayout, Virtqueue};
+use crate::virtqueue::{DirtyMarks, RingBase, RingError, RingLayout, Virtqueue};
 
 /// Bit of the feature set that says "there are protocol features".
 const F_PROTOCOL_FEATURES: u64 = 1 << 30;
 
+/// Bit of the feature set by which a front-end has all writes to guest memory marked (VHOST_F_LOG_ALL).
+const F_LOG_ALL: u64 = 1 << 26;
+
+/// Features of the session, and not of the device.
+const SESSION_FEATURES: u64 = F_PROTOCOL_FEATURES | F_LOG_ALL;
+
 const P_MQ: u64 = 1 << 0;
+const P_LOG_SHMFD: u64 = 1 << 1;
 const P_REPLY_ACK: u64 = 1 << 3;
 const P_BACKEND_REQ: u64 = 1 << 5;
 const P_CONFIG: u64 = 1 << 9;
@@ -30,6 +38,7 @@ const P_RESET_DEVICE: u64 = 1 << 13;
 const P_CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
 const P_STATUS: u64 = 1 << 16;
 const PROTOCOL_FEATURES: u64 = P_MQ
+    | P_LOG_SHMFD
     | P_REPLY_ACK
     | P_BACKEND_REQ
     | P_CONFIG
@@ -77,6 +86,12 @@ pub trait Device {
     fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()>;
     /// Stops serving a ring; returns once nothing of it is in flight, with where a successor goes on.
     fn stop(&mut self, ring: u16) -> RingBase;
+    /// No ring is being served, and none will be before the front-end says so. If the guest is
+    /// `moving` to another machine, it goes on there next. May be told more than once.
+    ///
+    /// # Errors
+    /// What the guest wrote could not be handed over; the front-end must not think so.
+    fn rest(&mut self, moving: bool) -> io::Result<()>;
     /// Changes where a ring that is being served signals to.
     fn set_signals(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>);
 }
@@ -104,6 +119,9 @@ pub enum SessionError {
     /// A region for requests in flight that makes no sense.
     #[error(transparent)]
     Inflight(#[from] InflightError),
+    /// A dirty log that makes no sense, or is too short.
+    #[error(transparent)]
+    Log(#[from] LogError),
     /// A ring index beyond the number of queues.
     #[error("ring {0} does not exist, the disk has {1} queues")]
     NoRing(u32, u16),
@@ -142,6 +160,8 @@ pub fn serve(socket: &UnixStream, device: &mut dyn Device, stop: BorrowedFd<'_>)
         memory: Arc::new(GuestMemory::watched(lost.clone())),
         lost,
         inflight: None,
+        log: None,
+        log_event: None,
         features: 0,
         protocol: 0,
         status: 0,
@@ -154,6 +174,8 @@ pub fn serve(socket: &UnixStream, device: &mut dyn Device, stop: BorrowedFd<'_>)
     };
     session.stop_all();
     session.device.set_frontend(None);
+    // Who asks is gone; the device has said what went wrong.
+    let _ = session.rest();
     end
 }
 
@@ -165,6 +187,9 @@ struct Session<'a> {
     lost: Lost,
     /// Where the requests in flight are written down.
     inflight: Option<Inflight>,
+    /// Where is marked what is written to guest memory, while that is asked for.
+    log: Option<Arc<DirtyLog>>,
+    log_event: Option<Arc<OwnedFd>>,
     features: u64,
     protocol: u64,
     status: u8,
@@ -246,7 +271,7 @@ impl Session<'_> {
     fn handle(&mut self, message: Message) -> Result<Reply, SessionError> {
         match message {
             Message::GetFeatures => {
-                return Ok(Reply::Word(self.device.features() | F_PROTOCOL_FEATURES));
+                return Ok(Reply::Word(self.device.features() | SESSION_FEATURES));
             }
             Message::SetFeatures(bits) => self.set_features(bits)?,
             Message::GetProtocolFeatures => return Ok(Reply::Word(PROTOCOL_FEATURES)),
@@ -257,7 +282,7 @@ impl Session<'_> {
                 self.protocol = bits;
             }
             Message::SetOwner => {}
-            Message::ResetOwner | Message::ResetDevice => self.reset(),
+            Message::ResetOwner | Message::ResetDevice => self.reset()?,
             Message::GetQueueNum => return Ok(Reply::Word(u64::from(self.device.queues()))),
 
             Message::SetMemTable(table) => {
@@ -266,6 +291,20 @@ impl Session<'_> {
                     memory = memory.with_region(layout, &file)?;
                 }
                 self.change_memory(memory)?;
+            }
+            Message::SetLogBase(layout, file) => {
+                self.negotiated(P_LOG_SHMFD)?;
+                let log = DirtyLog::map(layout, &file, Some(self.lost.clone()))?;
+                let stopped = self.stop_all();
+                self.log = Some(Arc::new(log));
+                self.start_again(stopped)?;
+                // From here on, nothing is marked in the log before this one.
+                return Ok(Reply::Word(0));
+            }
+            Message::SetLogFd(fd) => {
+                self.log_event = event(Some(fd))?;
+                let stopped = self.stop_all();
+                self.start_again(stopped)?;
             }
             Message::GetMaxMemSlots => return Ok(Reply::Word(MAX_MEM_SLOTS as u64)),
             Message::AddMemReg(layout, file) => {
@@ -296,9 +335,10 @@ impl Session<'_> {
                 self.ring(ring)?;
                 self.stop(ring as u16);
                 let first = RingBase::first(self.packed());
-                let state = &mut self.rings[ring as usize];
-                state.kick = None;
-                return Ok(match state.base {
+                self.rings[ring as usize].kick = None;
+                // Before the answer: the front-end may then have the guest go on elsewhere.
+                self.rest()?;
+                return Ok(match self.rings[ring as usize].base {
                     Some(base) => Reply::Base(ring, base),
                     // It has not been started yet: what is written down of it still counts.
                     None => Reply::Bytes([ring.to_ne_bytes(), first.0.to_ne_bytes()].concat()),
@@ -358,7 +398,7 @@ impl Session<'_> {
             Message::SetStatus(status) => {
                 self.status = status as u8;
                 if self.status == 0 {
-                    self.reset();
+                    self.reset()?;
                 }
             }
             Message::GetStatus => return Ok(Reply::Word(u64::from(self.status))),
@@ -367,11 +407,17 @@ impl Session<'_> {
     }
 
     fn set_features(&mut self, bits: u64) -> Result<(), SessionError> {
-        if bits & !(self.device.features() | F_PROTOCOL_FEATURES) != 0 {
+        if bits & !(self.device.features() | SESSION_FEATURES) != 0 {
             return Err(SessionError::Features(bits));
         }
+        // QEMU switches the log while the guest runs.
+        let stopped = match (self.features ^ bits) & F_LOG_ALL {
+            0 => Vec::new(),
+            _ => self.stop_all(),
+        };
         self.features = bits;
-        self.device.set_features(bits);
+        self.device.set_features(bits & !F_LOG_ALL);
+        self.start_again(stopped)?;
         // Without protocol features there is no SET_VRING_ENABLE: rings start enabled.
         if bits & F_PROTOCOL_FEATURES == 0 {
             self.rings.iter_mut().for_each(|r| r.enabled = true);
@@ -480,6 +526,18 @@ impl Session<'_> {
                 return Ok(());
             }
         };
+        let marked = self.features & F_LOG_ALL != 0 || addr.log.is_some();
+        let virtqueue = match &self.log {
+            Some(log) if marked => virtqueue.logged(
+                &layout,
+                DirtyMarks {
+                    log: log.clone(),
+                    used: addr.log,
+                    event: self.log_event.clone(),
+                },
+            )?,
+            _ => virtqueue,
+        };
         let queue = NewQueue {
             virtqueue,
             kick: kick.clone(),
@@ -515,8 +573,9 @@ impl Session<'_> {
         }
     }
 
-    fn reset(&mut self) {
+    fn reset(&mut self) -> Result<(), SessionError> {
         self.stop_all();
+        self.rest()?;
         (0..self.device.queues()).for_each(|ring| self.forget_inflight(ring));
         for ring in &mut self.rings {
             // The signals stay: QEMU sends them once, when it connects.
@@ -529,6 +588,15 @@ impl Session<'_> {
         self.status = 0;
         self.features = 0;
         self.device.set_features(0);
+        Ok(())
+    }
+
+    /// Tells the device if no ring is being served any more.
+    fn rest(&mut self) -> Result<(), SessionError> {
+        match self.rings.iter().any(|r| r.running) {
+            true => Ok(()),
+            false => Ok(self.device.rest(self.features & F_LOG_ALL != 0)?),
+        }
     }
 
     /// Puts a new map in place. Rings hold on to the map with which they started, so that those

@@ -10,6 +10,7 @@
     reason = "rings live in memory that a guest shares with us"
 )]
 
+mod logged;
 mod packed;
 mod split;
 mod walk;
@@ -22,10 +23,14 @@ use block::Segment;
 use thiserror::Error;
 
 use crate::inflight::InflightQueue;
+use crate::log::LogError;
 use crate::memory::GuestMemory;
+use logged::Logged;
 use packed::{Packed, TrackedPacked};
 use split::{Split, TrackedSplit};
 use walk::View;
+
+pub use logged::DirtyMarks;
 
 /// Bytes of a virtio-blk request header, which opens every chain.
 const HEADER_BYTES: usize = 16;
@@ -211,6 +216,7 @@ enum Ring {
     // In boxes, because most rings are not tracked, and the others need not be larger for it.
     TrackedSplit(Box<TrackedSplit>),
     TrackedPacked(Box<TrackedPacked>),
+    Logged(Box<Logged>),
 }
 
 // SAFETY: the pointers lead into shared memory that `view` keeps mapped; nothing about them is
@@ -275,6 +281,19 @@ impl Virtqueue {
         })
     }
 
+    /// The same queue, which marks from now on what it writes to guest memory. It was taken up where `layout`
+    /// says.
+    ///
+    /// # Errors
+    /// The log is too short for this guest.
+    pub fn logged(self, layout: &RingLayout, marks: DirtyMarks) -> Result<Self, LogError> {
+        let logged = Logged::new(self.ring, &self.view, layout, marks)?;
+        Ok(Self {
+            ring: Ring::Logged(Box::new(logged)),
+            ..self
+        })
+    }
+
     /// The queue's number, as the front-end counts.
     pub fn number(&self) -> u16 {
         self.number
@@ -287,22 +306,12 @@ impl Virtqueue {
 
     /// Our address of its descriptors.
     pub fn address(&self) -> usize {
-        match &self.ring {
-            Ring::Split(ring) => ring.address(),
-            Ring::Packed(ring) => ring.address(),
-            Ring::TrackedSplit(ring) => ring.address(),
-            Ring::TrackedPacked(ring) => ring.address(),
-        }
+        self.ring.address()
     }
 
     /// Where a successor would go on.
     pub fn base(&self) -> RingBase {
-        match &self.ring {
-            Ring::Split(ring) => ring.base(),
-            Ring::Packed(ring) => ring.base(),
-            Ring::TrackedSplit(ring) => ring.base(),
-            Ring::TrackedPacked(ring) => ring.base(),
-        }
+        self.ring.base()
     }
 
     /// The guest's memory as it is mapped here.
@@ -325,21 +334,12 @@ impl Virtqueue {
     /// The guest's index is impossible.
     #[inline]
     pub fn waiting(&mut self) -> Result<u16, RingError> {
-        match &mut self.ring {
-            Ring::Split(ring) => ring.waiting(),
-            Ring::Packed(ring) => Ok(ring.waiting()),
-            Ring::TrackedSplit(ring) => ring.waiting(),
-            Ring::TrackedPacked(ring) => Ok(ring.waiting()),
-        }
+        self.ring.waiting()
     }
 
     /// Number of requests that a predecessor had fetched and not given back, and that were not fetched again yet.
     pub fn resubmits(&self) -> usize {
-        match &self.ring {
-            Ring::Split(_) | Ring::Packed(_) => 0,
-            Ring::TrackedSplit(ring) => ring.resubmits(),
-            Ring::TrackedPacked(ring) => ring.resubmits(),
-        }
+        self.ring.resubmits()
     }
 
     /// Takes the next request that [`waiting`](Self::waiting) counted, and writes to `segments`
@@ -349,12 +349,7 @@ impl Virtqueue {
     /// The chain breaks the protocol.
     #[inline]
     pub fn fetch(&mut self, segments: &mut [Segment]) -> Result<Chain, RingError> {
-        match &mut self.ring {
-            Ring::Split(ring) => ring.fetch(&mut self.view, segments),
-            Ring::Packed(ring) => ring.fetch(&mut self.view, segments),
-            Ring::TrackedSplit(ring) => ring.fetch(&mut self.view, segments),
-            Ring::TrackedPacked(ring) => ring.fetch(&mut self.view, segments),
-        }
+        self.ring.fetch(&mut self.view, segments)
     }
 
     /// Gives a request back to the guest: its status, and how many bytes were written to its
@@ -363,11 +358,15 @@ impl Virtqueue {
     pub fn complete(&mut self, ticket: &Ticket, status: u8, written: u32) {
         // SAFETY: the status byte was found mapped when the chain was fetched from this queue.
         unsafe { ptr::write_volatile(ticket.status as *mut u8, status) };
-        match &mut self.ring {
-            Ring::Split(ring) => ring.complete(ticket, written),
-            Ring::Packed(ring) => ring.complete(ticket, written),
-            Ring::TrackedSplit(ring) => ring.complete(ticket, written),
-            Ring::TrackedPacked(ring) => ring.complete(ticket, written),
+        self.ring.complete(ticket, written);
+    }
+
+    /// For a request that is not given back, because its queue was given up: what was written for it is marked
+    /// all the same, if that is asked for.
+    #[cold]
+    pub fn abandon(&mut self, ticket: &Ticket) {
+        if let Ring::Logged(logged) = &mut self.ring {
+            logged.mark(ticket);
         }
     }
 
@@ -375,34 +374,19 @@ impl Virtqueue {
     /// (virtio 1.3 §2.7.7, §2.8.10).
     #[inline]
     pub fn publish(&mut self) -> bool {
-        match &mut self.ring {
-            Ring::Split(ring) => ring.publish(),
-            Ring::Packed(ring) => ring.publish(),
-            Ring::TrackedSplit(ring) => ring.publish(),
-            Ring::TrackedPacked(ring) => ring.publish(),
-        }
+        self.ring.publish()
     }
 
     /// Asks the guest for a kick at the next request, and tells whether one has come meanwhile.
     #[inline]
     pub fn enable_kicks(&mut self) -> bool {
-        match &mut self.ring {
-            Ring::Split(ring) => ring.enable_kicks(),
-            Ring::Packed(ring) => ring.enable_kicks(),
-            Ring::TrackedSplit(ring) => ring.enable_kicks(),
-            Ring::TrackedPacked(ring) => ring.enable_kicks(),
-        }
+        self.ring.enable_kicks()
     }
 
     /// Tells the guest that kicks are not needed.
     #[inline]
     pub fn disable_kicks(&mut self) {
-        match &mut self.ring {
-            Ring::Split(ring) => ring.disable_kicks(),
-            Ring::Packed(ring) => ring.disable_kicks(),
-            Ring::TrackedSplit(ring) => ring.disable_kicks(),
-            Ring::TrackedPacked(ring) => ring.disable_kicks(),
-        }
+        self.ring.disable_kicks()
     }
 
     /// Copies bytes from the segments of a chain of this queue; returns how many there were.
@@ -439,6 +423,104 @@ impl Virtqueue {
             done += len;
         }
         done
+    }
+}
+
+// One match for each call, whatever the kind: rings that mark what they write lead here again.
+impl Ring {
+    fn address(&self) -> usize {
+        match self {
+            Self::Split(ring) => ring.address(),
+            Self::Packed(ring) => ring.address(),
+            Self::TrackedSplit(ring) => ring.address(),
+            Self::TrackedPacked(ring) => ring.address(),
+            Self::Logged(logged) => logged.ring.address(),
+        }
+    }
+
+    fn base(&self) -> RingBase {
+        match self {
+            Self::Split(ring) => ring.base(),
+            Self::Packed(ring) => ring.base(),
+            Self::TrackedSplit(ring) => ring.base(),
+            Self::TrackedPacked(ring) => ring.base(),
+            Self::Logged(logged) => logged.ring.base(),
+        }
+    }
+
+    #[inline]
+    fn waiting(&mut self) -> Result<u16, RingError> {
+        match self {
+            Self::Split(ring) => ring.waiting(),
+            Self::Packed(ring) => Ok(ring.waiting()),
+            Self::TrackedSplit(ring) => ring.waiting(),
+            Self::TrackedPacked(ring) => Ok(ring.waiting()),
+            Self::Logged(logged) => logged.waiting(),
+        }
+    }
+
+    fn resubmits(&self) -> usize {
+        match self {
+            Self::Split(_) | Self::Packed(_) => 0,
+            Self::TrackedSplit(ring) => ring.resubmits(),
+            Self::TrackedPacked(ring) => ring.resubmits(),
+            Self::Logged(logged) => logged.ring.resubmits(),
+        }
+    }
+
+    #[inline]
+    fn fetch(&mut self, view: &mut View, segments: &mut [Segment]) -> Result<Chain, RingError> {
+        match self {
+            Self::Split(ring) => ring.fetch(view, segments),
+            Self::Packed(ring) => ring.fetch(view, segments),
+            Self::TrackedSplit(ring) => ring.fetch(view, segments),
+            Self::TrackedPacked(ring) => ring.fetch(view, segments),
+            Self::Logged(logged) => logged.fetch(view, segments),
+        }
+    }
+
+    #[inline]
+    fn complete(&mut self, ticket: &Ticket, written: u32) {
+        match self {
+            Self::Split(ring) => ring.complete(ticket, written),
+            Self::Packed(ring) => ring.complete(ticket, written),
+            Self::TrackedSplit(ring) => ring.complete(ticket, written),
+            Self::TrackedPacked(ring) => ring.complete(ticket, written),
+            Self::Logged(logged) => logged.complete(ticket, written),
+        }
+    }
+
+    #[inline]
+    fn publish(&mut self) -> bool {
+        match self {
+            Self::Split(ring) => ring.publish(),
+            Self::Packed(ring) => ring.publish(),
+            Self::TrackedSplit(ring) => ring.publish(),
+            Self::TrackedPacked(ring) => ring.publish(),
+            Self::Logged(logged) => logged.publish(),
+        }
+    }
+
+    #[inline]
+    fn enable_kicks(&mut self) -> bool {
+        match self {
+            Self::Split(ring) => ring.enable_kicks(),
+            Self::Packed(ring) => ring.enable_kicks(),
+            Self::TrackedSplit(ring) => ring.enable_kicks(),
+            Self::TrackedPacked(ring) => ring.enable_kicks(),
+            Self::Logged(logged) => logged.enable_kicks(),
+        }
+    }
+
+    #[inline]
+    fn disable_kicks(&mut self) {
+        match self {
+            Self::Split(ring) => ring.disable_kicks(),
+            Self::Packed(ring) => ring.disable_kicks(),
+            Self::TrackedSplit(ring) => ring.disable_kicks(),
+            Self::TrackedPacked(ring) => ring.disable_kicks(),
+            Self::Logged(logged) => logged.disable_kicks(),
+        }
     }
 }
 

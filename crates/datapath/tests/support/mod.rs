@@ -125,6 +125,10 @@ impl Device for Queues {
         self.thread(ring).stop(id).unwrap_or(RingBase(0))
     }
 
+    fn rest(&mut self, _moving: bool) -> io::Result<()> {
+        Ok(())
+    }
+
     fn set_signals(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>) {
         if let Some(id) = self.running[usize::from(ring)] {
             self.thread(ring).set_signals(id, call, error);

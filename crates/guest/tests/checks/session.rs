@@ -104,7 +104,7 @@ fn send(socket: &UnixStream, input: &mut Input<'_>, memory: &OwnedFd) -> io::Res
     }
     let header: Vec<u8> = header.iter().flat_map(|w| w.to_ne_bytes()).collect();
 
-    let is_memory = matches!(request, 5 | 32 | 37 | 38);
+    let is_memory = matches!(request, 5 | 6 | 32 | 37 | 38);
     let fds: Vec<OwnedFd> = match flags.descriptors() {
         0 if is_memory => (0..n_fds).map(|_| memory.try_clone()).collect(),
         1 => Ok(Vec::new()),
@@ -138,6 +138,7 @@ fn payload(request: u32, input: &mut Input<'_>) -> (Vec<u8>, usize) {
                 1 => features() & !blk::F_RING_PACKED,
                 2 => features() & !(1 << 30 | blk::F_RING_PACKED),
                 3 => features(),
+                4 => features() & !blk::F_RING_PACKED | 1 << 26,
                 _ => input.u64(),
             }
             .to_ne_bytes()
@@ -146,7 +147,7 @@ fn payload(request: u32, input: &mut Input<'_>) -> (Vec<u8>, usize) {
         ),
         16 => (
             match input.u8() {
-                0 => 0x1_b229u64,
+                0 => 0x1_b22bu64,
                 _ => input.u64(),
             }
             .to_ne_bytes()
@@ -159,13 +160,25 @@ fn payload(request: u32, input: &mut Input<'_>) -> (Vec<u8>, usize) {
             (0..n).for_each(|_| bytes.extend(region(input)));
             (bytes, n.into())
         }
+        6 => {
+            // In steps of 16 bytes, of which the guest's file has more than its memory needs.
+            let [len, offset] = input.bytes();
+            let word = |n: u8| (u64::from(n) * 16).to_ne_bytes();
+            ([word(len), word(offset)].concat(), 1)
+        }
+        7 => (Vec::new(), 1),
         8 => (pair(ring(input), 1 << (input.u8() % 12)), 0),
         9 => {
-            let mut bytes = pair(ring(input), 0);
+            let n = input.u8();
+            let mut bytes = pair(u32::from(n % 4), u32::from(n >> 7));
             for _ in 0..3 {
                 bytes.extend((USER + u64::from(input.u16()) * 4).to_ne_bytes());
             }
-            bytes.extend([0; 8]);
+            let log = match n >> 7 {
+                0 => 0,
+                _ => u64::from(input.u16()) << 8,
+            };
+            bytes.extend(log.to_ne_bytes());
             (bytes, 0)
         }
         10 | 11 => {
@@ -302,6 +315,11 @@ impl Device for FakeDevice {
         RingBase(7)
     }
 
+    fn rest(&mut self, _moving: bool) -> io::Result<()> {
+        assert!(self.running.is_empty(), "{:?} still run", self.running);
+        Ok(())
+    }
+
     fn set_signals(&mut self, ring: u16, _: Option<Arc<OwnedFd>>, _: Option<Arc<OwnedFd>>) {
         assert!(self.running.contains(&ring));
     }
@@ -382,6 +400,17 @@ pub fn seeds() -> Seeds {
         (
             "reset",
             input(&[start.clone(), vec![34, 1], ring(0).concat()]),
+        ),
+        (
+            "log",
+            input(&[
+                start.clone(),
+                // A log in the guest's last page; then the features that switch it on, and the rings once more.
+                vec![6, 1, 1, 0, 2, 1, 4],
+                vec![9, 1, 0x80, 0, 4, 0, 8, 0, 12, 0x20, 0],
+                vec![7, 1, 9, 1, 1, 0, 4, 0, 8, 0, 12, 2, 1, 1],
+                word(11, 0, 0),
+            ]),
         ),
         (
             "backend_channel",

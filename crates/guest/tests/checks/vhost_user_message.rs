@@ -35,6 +35,9 @@ fn is_legal(request: u32, payload: &[u8], n_fds: usize) -> bool {
         (1 | 3 | 4 | 15 | 17 | 34 | 36 | 40, 0) => n_fds == 0,
         // One 64-bit number, or a ring and a number.
         (2 | 8 | 10 | 11 | 16 | 39, 8) => n_fds == 0,
+        // Where the dirty log is, and what to tell of it.
+        (6, 16) => n_fds == 1,
+        (7, 0) => n_fds == 1,
         // An inflight description.
         (31, 24) => n_fds == 0,
         (32, 24) => n_fds == 1,
@@ -72,6 +75,8 @@ pub fn seeds() -> Seeds {
         ("get_features", message(1, 0, &[])),
         ("set_features", message(2, 0, &[0x40; 8])),
         ("set_mem_table", message(5, 2, &table)),
+        ("set_log_base", message(6, 1, &[1; 16])),
+        ("set_log_fd", message(7, 1, &[])),
         ("set_vring_addr", message(9, 0, &[0; 40])),
         ("set_vring_kick", message(12, 1, &1u64.to_ne_bytes())),
         ("no_kick", message(12, 0, &0x101u64.to_ne_bytes())),

@@ -1,0 +1,183 @@
+//! The dirty log: which pages of guest memory this process has written, so that a front-end that moves its guest to
+//! another machine knows what to copy once more (vhost-user: "Migration").
+//!
+//! One bit for each page of 4096 bytes by guest physical address, the lowest bit of a byte first. The front-end
+//! clears bits while we set them, and copies a page after it has cleared its bit. So a bit is set after the
+//! page has been written: whoever sees it cleared by a copy sees what was written before. It is set
+//! even if it seems to be set already, since the copy may be under way that was told by that bit.
+
+#![expect(unsafe_code, reason = "the log is memory shared with the front-end")]
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use thiserror::Error;
+
+use crate::lost::Lost;
+use crate::memory::{MAX_MAPPED_BYTES, Mapping, MemoryError, RegionLayout};
+
+/// Bytes of guest memory that one bit stands for (VHOST_LOG_PAGE).
+const PAGE_BYTES: u64 = 4096;
+
+/// Bytes of guest memory that one byte of the log stands for.
+const BYTE_COVERS: u64 = 8 * PAGE_BYTES;
+
+/// The longest log: physical addresses have 52 bits on x86-64 and 48 on most others, and a byte stands for 2^15.
+const LOG_BYTES_MAX: u64 = 1 << (52 - 15);
+
+/// Where a log is in its file (vhost-user: "Log description").
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LogLayout {
+    /// Bytes of the log.
+    pub len: u64,
+    /// Its first byte in the file.
+    pub file_offset: u64,
+}
+
+/// Why a log was refused.
+#[derive(Debug, Error)]
+pub enum LogError {
+    /// No guest has so much memory, or none at all.
+    #[error("dirty log {0:x?} has not from 1 to {LOG_BYTES_MAX} bytes")]
+    Malformed(LogLayout),
+    /// It cannot be mapped.
+    #[error("dirty log: {0}")]
+    Memory(#[from] MemoryError),
+    /// What is written there could not be marked.
+    #[error(
+        "the dirty log has {0} bytes, which do not reach to guest address {1:#x}; \
+         the front-end must set a longer one before it shares that memory"
+    )]
+    Short(u64, u64),
+}
+
+/// A log, mapped.
+pub struct DirtyLog {
+    mapping: Mapping,
+    layout: LogLayout,
+}
+
+impl DirtyLog {
+    /// Maps a log that a front-end hands over. `lost` is told when it has cut the file short.
+    ///
+    /// # Errors
+    /// It is longer than any, reaches beyond its file, or cannot be mapped.
+    pub fn map(layout: LogLayout, file: &OwnedFd, lost: Option<Lost>) -> Result<Self, LogError> {
+        if !(1..=LOG_BYTES_MAX).contains(&layout.len) {
+            return Err(LogError::Malformed(layout));
+        }
+        let region = RegionLayout {
+            guest: 0,
+            len: layout.len,
+            user: 0,
+            file_offset: layout.file_offset,
+        };
+        let mapping = Mapping::new(region, file, MAX_MAPPED_BYTES, lost)?;
+        Ok(Self { mapping, layout })
+    }
+
+    /// Finds out whether all below this guest address can be marked.
+    ///
+    /// # Errors
+    /// It cannot.
+    pub fn check_covers(&self, end: u64) -> Result<(), LogError> {
+        match end.div_ceil(BYTE_COVERS) <= self.layout.len {
+            true => Ok(()),
+            false => Err(LogError::Short(self.layout.len, end)),
+        }
+    }
+
+    /// Marks a range of guest addresses that has been written. What the log does not cover is not marked:
+    /// whoever writes has checked that before.
+    pub(crate) fn mark(&self, guest: u64, len: u64) {
+        if len == 0 {
+            return;
+        }
+        let (first, last) = (
+            guest / PAGE_BYTES,
+            guest.saturating_add(len - 1) / PAGE_BYTES,
+        );
+        let last_byte = (last / 8).min(self.layout.len - 1);
+        for at in first / 8..=last_byte {
+            let low = first.saturating_sub(at * 8).min(8);
+            let high = (last - at * 8).min(7);
+            // Bits `low` to `high`.
+            let bits = (0xffu16 << low & 0xffu16 >> (7 - high)) as u8;
+            // Release: what was written there is seen by whoever sees the bit.
+            self.byte(at).fetch_or(bits, Ordering::Release);
+        }
+    }
+
+    fn byte(&self, at: u64) -> &AtomicU8 {
+        debug_assert!(at < self.layout.len);
+        let addr = self.mapping.at(self.layout.file_offset + at);
+        // SAFETY: `at` is in the log, which is mapped as long as `self` lives; every value is valid in an
+        // atomic, whoever else writes there.
+        unsafe { &*(addr as *const AtomicU8) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+    fn file(len: u64) -> OwnedFd {
+        let fd = memfd_create("log", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&fd, len).unwrap();
+        fd
+    }
+
+    fn layout(len: u64, file_offset: u64) -> LogLayout {
+        LogLayout { len, file_offset }
+    }
+
+    proptest! {
+        /// Exactly the pages of each range, wherever the log begins, and nothing outside of the log.
+        #[test]
+        fn what_was_written_is_marked_and_nothing_else(
+            offset in 0u64..5000,
+            ranges in proptest::collection::vec((0u64..40 * BYTE_COVERS, 0u64..9 * PAGE_BYTES), 1..20),
+        ) {
+            const LEN: u64 = 32;
+            let file = file(offset + LEN + 8);
+            let log = DirtyLog::map(layout(LEN, offset), &file, None).unwrap();
+            let mut expected = vec![0u8; offset as usize + LEN as usize + 8];
+            for &(at, len) in &ranges {
+                log.mark(at, len);
+                for page in (0..LEN * 8).filter(|p| p * PAGE_BYTES < at + len && at < (p + 1) * PAGE_BYTES && len > 0) {
+                    expected[(offset + page / 8) as usize] |= 1 << (page % 8);
+                }
+            }
+            let mut found = vec![0; expected.len()];
+            rustix::io::pread(&file, &mut found, 0).unwrap();
+            prop_assert_eq!(found, expected);
+        }
+    }
+
+    #[test]
+    fn logs_that_cannot_be_are_refused() {
+        let file = file(4096);
+        let map = |layout| DirtyLog::map(layout, &file, None);
+        assert!(map(layout(4096, 0)).is_ok());
+        for bad in [
+            layout(0, 0),
+            layout(LOG_BYTES_MAX + 1, 0),
+            layout(u64::MAX, 1),
+        ] {
+            assert!(matches!(map(bad), Err(LogError::Malformed(_))), "{bad:?}");
+        }
+        for bad in [layout(4097, 0), layout(4096, 1), layout(1, u64::MAX)] {
+            assert!(matches!(map(bad), Err(LogError::Memory(_))), "{bad:?}");
+        }
+        let log = map(layout(1, 17)).unwrap();
+        assert!(log.check_covers(BYTE_COVERS).is_ok());
+        assert!(matches!(
+            log.check_covers(BYTE_COVERS + 1),
+            Err(LogError::Short(1, _))
+        ));
+        log.mark(BYTE_COVERS - 1, u64::MAX);
+        log.mark(u64::MAX, 1);
+    }
+}
