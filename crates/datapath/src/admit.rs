@@ -121,7 +121,6 @@ impl<E: Engine> Worker<E> {
                 let ticket = s.ticket;
                 queue.tally.answered(&s.request, status, s.stamps);
                 queue.slots.give_back(slot);
-                queue.tally.set_under_way(queue.slots.taken());
                 if !queue.retired() {
                     queue.ring.complete(&ticket, status as u8, written + 1);
                 }

@@ -165,7 +165,6 @@ impl<E: Engine> Worker<E> {
             queue.tally.measured(&request, s.stamps, self.reaped_ns);
         }
         queue.slots.give_back(slot);
-        queue.tally.set_under_way(queue.slots.taken());
         match queue.retired() {
             false => queue.ring.complete(&ticket, status as u8, written),
             true => queue.ring.abandon(&ticket),

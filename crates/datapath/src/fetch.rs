@@ -94,12 +94,7 @@ impl<E: Engine> Worker<E> {
             false => chunk(queue.slots.taken()),
         };
         let limited = queue.disk.admission.limits_any();
-        let stamp = queue.disk.statistics.stamp();
-        let stamps = Stamps {
-            fetched: stamp,
-            admitted: stamp,
-            submitted: stamp,
-        };
+        let stamps = Stamps::all(queue.disk.statistics.stamp());
         let mut submitted = 0;
         let mut fetched = 0;
         while fetched < waiting.min(BATCH) && submitted < chunk {
@@ -123,32 +118,29 @@ impl<E: Engine> Worker<E> {
             let (readable, rest) = self.scratch.split_at(usize::from(chain.readable));
             let writable = &rest[..usize::from(chain.writable)];
             let payload = |to: &mut [u8; 16]| ring.copy_from(readable, to);
-            let plan = match blk::parse(&chain, disk.size(), &disk.facts, payload) {
-                Ok(request) if limited && Held::concerns(&request) => {
-                    let segments = match request {
-                        Request::Read { .. } => writable,
-                        _ => readable,
-                    };
-                    if held.is_empty() {
-                        self.holding.push(number);
-                    }
-                    held.hold(slots, chain.ticket(), request, segments, stamp);
-                    continue;
-                }
-                Ok(request) => {
-                    let plan = plan::plan(disk, request);
-                    if let Plan::Done(status, _) = plan {
-                        tally.answered(&request, status, stamps);
-                    }
-                    plan
-                }
+            let request = match blk::parse(&chain, disk.size(), &disk.facts, payload) {
+                Ok(request) => request,
                 Err(status) => {
                     tally.refused();
-                    refuse(disk, &chain, status)
+                    refused(disk, &chain);
+                    ring.complete(&chain.ticket(), status as u8, 1);
+                    continue;
                 }
             };
-            match plan {
+            let segments = match request {
+                Request::Read { .. } => writable,
+                _ => readable,
+            };
+            if limited && Held::concerns(&request) {
+                if held.is_empty() {
+                    self.holding.push(number);
+                }
+                held.hold(slots, chain.ticket(), request, segments, stamps.fetched);
+                continue;
+            }
+            match plan::plan(disk, request) {
                 Plan::Done(status, written) => {
+                    tally.answered(&request, status, stamps);
                     ring.complete(&chain.ticket(), status as u8, written + 1);
                 }
                 Plan::Id => {
@@ -156,10 +148,6 @@ impl<E: Engine> Worker<E> {
                     ring.complete(&chain.ticket(), Status::Ok as u8, written + 1);
                 }
                 Plan::Pieces(request) => {
-                    let segments = match request {
-                        Request::Read { .. } => writable,
-                        _ => readable,
-                    };
                     let at = FileOffset(0);
                     let slot = slots.take(chain.ticket(), request, at, segments, stamps);
                     self.start_pieces(number, slot);
@@ -167,10 +155,6 @@ impl<E: Engine> Worker<E> {
                     continue;
                 }
                 Plan::Operation(request, at) => {
-                    let segments = match request {
-                        Request::Read { .. } => writable,
-                        _ => readable,
-                    };
                     let slot = slots.take(chain.ticket(), request, at, segments, stamps);
                     self.submit(number, slot);
                     submitted += 1;
@@ -180,11 +164,6 @@ impl<E: Engine> Worker<E> {
             if fetched % PUBLISH == 0 {
                 self.notify_queue(number);
             }
-        }
-        if (submitted > 0 || limited)
-            && let Some(queue) = &self.queues[number]
-        {
-            queue.tally.set_under_way(queue.slots.taken());
         }
         Ok(match fetched {
             0 => Fetched::Full,
@@ -219,7 +198,7 @@ impl<E: Engine> Worker<E> {
 }
 
 #[cold]
-fn refuse(disk: &Disk, chain: &Chain, status: Status) -> Plan {
+fn refused(disk: &Disk, chain: &Chain) {
     disk.errors.log(|left_out| {
         warn!(
             "disk {}: refused request {:02x?} with {} bytes out and {} in: not what a disk of {} \
@@ -231,7 +210,6 @@ fn refuse(disk: &Disk, chain: &Chain, status: Status) -> Plan {
             disk.size(),
         );
     });
-    Plan::Done(status, 0)
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ impl<E: Engine> Worker<E> {
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
-        queue.tally.count();
+        queue.tally.count(queue.slots.taken());
         if queue.ring.publish()
             && let Some(call) = &queue.call
         {

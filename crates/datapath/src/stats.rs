@@ -178,6 +178,18 @@ pub(crate) struct Stamps {
     pub submitted: u64,
 }
 
+impl Stamps {
+    /// A request that has passed all stages at this time, as far as is known yet.
+    #[inline]
+    pub fn all(at: u64) -> Self {
+        Self {
+            fetched: at,
+            admitted: at,
+            submitted: at,
+        }
+    }
+}
+
 /// What a queue's thread counts.
 pub(crate) struct Tally {
     counters: Arc<Counters>,
@@ -283,9 +295,10 @@ impl Tally {
         };
     }
 
-    /// The guest is about to be told of what is done: whoever then looks finds it counted.
+    /// The guest is about to be told of what is done: whoever then looks finds it counted, and how
+    /// many requests are under way now.
     #[inline]
-    pub fn count(&mut self) {
+    pub fn count(&mut self, under_way: usize) {
         let Self {
             counters,
             reads,
@@ -298,6 +311,9 @@ impl Tally {
                 counters.count(kind, operations, bytes);
             }
         }
+        counters
+            .under_way
+            .store(under_way as u64, Ordering::Relaxed);
     }
 
     /// The guest has been told of what is done.
@@ -329,19 +345,12 @@ impl Tally {
         self.runs.clear();
         self.run.n = 0;
     }
-
-    /// How many requests are under way has changed.
-    #[inline]
-    pub fn set_under_way(&self, n: usize) {
-        self.counters.under_way.store(n as u64, Ordering::Relaxed);
-    }
 }
 
 impl Drop for Tally {
     fn drop(&mut self) {
-        self.count();
+        self.count(0);
         self.publish();
-        self.set_under_way(0);
         self.counters.in_use.store(false, Ordering::Release);
     }
 }
