@@ -81,10 +81,13 @@ const BORDERS: &[(&str, &[&str])] = &[
     ("image", &["block"]),
     ("engine", &["block"]),
     ("control", &["block"]),
+    ("lab", &[]),
     ("datapath", &["guest", "image", "block"]),
     (
         "ringdisk",
-        &["block", "guest", "image", "engine", "datapath", "control"],
+        &[
+            "block", "guest", "image", "engine", "datapath", "control", "lab",
+        ],
     ),
     ("testkit", &["block"]),
     ("xtask", &["testkit"]),

@@ -1,0 +1,172 @@
+//! A plan: which configurations are measured under which loads, what is compared, and what others have published.
+
+mod parse;
+pub mod settings;
+pub mod units;
+mod values;
+pub mod words;
+pub mod workload;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+pub use parse::PlanError;
+pub use settings::{Backing, IoThread, Server, Settings};
+pub use workload::Workload;
+
+use words::{Against, Expect, GuestKind};
+
+/// Most configurations, loads and pairs of a plan: a mistake in a list is more likely than such a wish.
+pub const CASES_MAX: usize = 256;
+/// See [`CASES_MAX`].
+pub const WORKLOADS_MAX: usize = 1024;
+
+/// A plan, complete and checked.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    /// A word, for folders.
+    pub name: String,
+    /// A line for people.
+    pub title: String,
+    /// Where the load runs.
+    pub guest: GuestKind,
+    /// How long all of it may take.
+    pub budget: Duration,
+    /// Repeats of each configuration, at most. A repeat of all of them is a block.
+    pub blocks_max: u32,
+    /// For the order of the runs; `None` takes one and records it.
+    pub seed: Option<u64>,
+    /// Gains smaller than this are no difference.
+    pub margin: f64,
+    /// The effect that is to be found, and the noise of a run that is expected: for the estimate of the time.
+    pub effect: f64,
+    /// See `effect`.
+    pub noise: f64,
+    /// Bytes of each disk that the lab makes.
+    pub size: u64,
+    /// Where it makes them; `None` is beside the result.
+    pub directory: Option<PathBuf>,
+    /// How long a run counts.
+    pub runtime: Duration,
+    /// How long it runs before.
+    pub ramp: Duration,
+    /// The configurations.
+    pub cases: Vec<Case>,
+    /// The loads.
+    pub workloads: Vec<Workload>,
+    /// Which is compared with which: indexes of cases, from and to.
+    pub contrasts: Vec<(usize, usize)>,
+    /// Where the sweep asks for more than can be configured, and was left out.
+    pub left_out: Vec<String>,
+    /// What others have published of this.
+    pub claims: Vec<Claim>,
+    /// A guest of one's own.
+    pub ssh: Option<Ssh>,
+}
+
+/// A configuration by its name.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Case {
+    /// A name, unique in the plan.
+    pub name: String,
+    /// The configuration.
+    pub settings: Settings,
+}
+
+/// A published figure that the plan looks at again.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Claim {
+    /// Who, and when.
+    pub source: String,
+    /// What was published.
+    pub figure: String,
+    /// Settings and loads for which it is said, on the side compared with.
+    pub from: Vec<(String, String)>,
+    /// The same on the other side.
+    pub to: Vec<(String, String)>,
+    /// Loads that it is about; empty is all.
+    pub at: Vec<(String, String)>,
+    /// What happens.
+    pub expect: Expect,
+    /// Why this cannot be tested with this plan on any host like this one.
+    pub untestable: Option<String>,
+}
+
+/// How a guest of one's own is booted and reached.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ssh {
+    /// A disk image that boots; never written to. `None` if the guest already runs.
+    pub image: Option<PathBuf>,
+    /// The user to log in as.
+    pub user: String,
+    /// A private key.
+    pub key: Option<PathBuf>,
+    /// Host of a guest that already runs.
+    pub host: Option<String>,
+    /// Its port.
+    pub port: u16,
+    /// The disks in the guest that are tested, in order.
+    pub disks: Vec<String>,
+    /// Whether commands are for a Windows guest.
+    pub windows: bool,
+}
+
+impl Case {
+    /// Whether it has all of these settings; `case` is its name.
+    pub fn matches(&self, wanted: &[(String, String)]) -> bool {
+        wanted.iter().all(|(key, value)| match key.as_str() {
+            "case" => &self.name == value,
+            _ => &self.settings.get(key) == value,
+        })
+    }
+}
+
+impl Claim {
+    /// Whether it says something of this comparison under this load.
+    pub fn is_about(&self, from: &Case, to: &Case, workload: &Workload) -> bool {
+        let at = |(key, value): &(String, String)| match key.as_str() {
+            "workload" => &workload.name == value,
+            _ => &workload.get(key) == value,
+        };
+        from.matches(&self.from) && to.matches(&self.to) && self.at.iter().all(at)
+    }
+}
+
+impl Plan {
+    /// Reads a plan. `file` is for messages, and where job files that it names are looked for.
+    ///
+    /// # Errors
+    /// The first mistake: its line, and the nearest allowed word.
+    pub fn parse(file: &std::path::Path, text: &str) -> Result<Plan, PlanError> {
+        parse::plan(file, text)
+    }
+
+    /// A run with all that belongs to it, without the boot of its guest.
+    pub fn run_time(&self) -> Duration {
+        self.ramp + self.runtime
+    }
+
+    /// Which cases are compared, for cases that are already there.
+    fn pair(cases: &[Case], against: Against) -> Vec<(usize, usize)> {
+        let all = 0..cases.len();
+        match against {
+            Against::First => all.skip(1).map(|to| (0, to)).collect(),
+            Against::Previous => all.skip(1).map(|to| (to - 1, to)).collect(),
+            Against::OneFactor => all
+                .clone()
+                .flat_map(|from| all.clone().skip(from + 1).map(move |to| (from, to)))
+                .filter(|&(from, to)| Self::is_one_factor(cases, from, to))
+                .collect(),
+        }
+    }
+
+    /// Whether two differ in one setting, and no other case with only that setting changed lies before `from`: each
+    /// value of an axis is compared with the axis' first.
+    fn is_one_factor(cases: &[Case], from: usize, to: usize) -> bool {
+        let differ = |a: usize, b: usize| cases[a].settings.differences(&cases[b].settings);
+        let [axis] = differ(from, to)[..] else {
+            return false;
+        };
+        (0..from).all(|earlier| differ(earlier, to) != [axis])
+    }
+}

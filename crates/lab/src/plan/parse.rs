@@ -1,0 +1,569 @@
+//! Plans in TOML. Every mistake is told with its line.
+
+use std::fs;
+use std::io::Read;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use thiserror::Error;
+use toml::de::DeTable;
+
+use super::settings::{self, Settings};
+use super::units::{share, size, time};
+use super::values::{
+    Entry, Mistake, Parsed, absolute, between, entries, host, line, number, one, pairs, single,
+    table, tables, values, word,
+};
+use super::words::{Against, Device, GuestKind, not_one_of};
+use super::workload::{self, Profile, Workload};
+use super::{CASES_MAX, Case, Claim, Plan, Ssh, WORKLOADS_MAX};
+
+/// Largest plan, and largest job file.
+const BYTES_MAX: u64 = 1 << 20;
+
+/// A mistake in a plan.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error("{}, line {line}: {problem}", file.display())]
+pub struct PlanError {
+    /// The plan.
+    pub file: PathBuf,
+    /// Counted from 1.
+    pub line: usize,
+    /// What is wrong, and what is allowed.
+    pub problem: String,
+}
+
+const KEYS: [&str; 16] = [
+    "name", "title", "guest", "budget", "blocks", "seed", "margin", "effect", "noise", "compare",
+    "storage", "config", "fio", "case", "workload", "exclude",
+];
+const TABLES_MORE: [&str; 2] = ["claim", "ssh"];
+
+/// Reads and checks a plan.
+pub fn plan(file: &Path, text: &str) -> Result<Plan, PlanError> {
+    parse(file, text).map_err(|Mistake { at, problem }| PlanError {
+        file: file.into(),
+        line: 1 + text.bytes().take(at).filter(|&byte| byte == b'\n').count(),
+        problem,
+    })
+}
+
+fn parse(file: &Path, text: &str) -> Parsed<Plan> {
+    if text.len() as u64 > BYTES_MAX {
+        return Err(Mistake::new(
+            0..0,
+            format!("a plan of more than {BYTES_MAX} bytes is none"),
+        ));
+    }
+    let root = DeTable::parse(text).map_err(|e| {
+        let at = e.span().map_or(0, |span| span.start);
+        Mistake::new(at..at, e.message().trim())
+    })?;
+    let root = root.get_ref();
+    let mut plan = empty(file);
+    let mut compare = None;
+    for (key, value) in root {
+        let name = key.get_ref().as_ref();
+        let text = || one(name, value);
+        let fail = |problem| Mistake::new(value.span(), format!("{name}: {problem}"));
+        match name {
+            "name" => plan.name = word(&text()?).map_err(fail)?,
+            "title" => plan.title = line(text()?).map_err(fail)?,
+            "guest" => plan.guest = text()?.parse().map_err(fail)?,
+            "budget" => plan.budget = time(&text()?).map_err(fail)?,
+            "blocks" => plan.blocks_max = number(&text()?, 1, 1000).map_err(fail)? as u32,
+            "seed" => plan.seed = Some(number(&text()?, 0, i64::MAX as u64).map_err(fail)?),
+            "margin" => plan.margin = share(&text()?).map_err(fail)?,
+            "effect" => plan.effect = share(&text()?).map_err(fail)?,
+            "noise" => plan.noise = share(&text()?).map_err(fail)?,
+            "compare" => compare = Some(text()?.parse::<Against>().map_err(fail)?),
+            _ if KEYS.contains(&name) || TABLES_MORE.contains(&name) => {} // tables, below
+            _ => {
+                let known: Vec<_> = KEYS.into_iter().chain(TABLES_MORE).collect();
+                return Err(Mistake::new(key.span(), not_one_of(name, &known)));
+            }
+        }
+    }
+    if let Some(storage) = table(root, "storage")? {
+        read_storage(&mut plan, storage)?;
+    }
+    let explicit = cases(&mut plan, root)?;
+    plan.workloads = workloads(&mut plan, root, file)?;
+    let against = compare.unwrap_or(if explicit {
+        Against::First
+    } else {
+        Against::OneFactor
+    });
+    plan.contrasts = Plan::pair(&plan.cases, against);
+    for (number, (entries, span)) in tables(root, "claim")?.into_iter().enumerate() {
+        plan.claims.push(claim(&plan, number, &entries, span)?);
+    }
+    if let Some(ssh) = table(root, "ssh")? {
+        plan.ssh = Some(read_ssh(ssh)?);
+    }
+    check(&plan, root)?;
+    Ok(plan)
+}
+
+fn empty(file: &Path) -> Plan {
+    let stem = file
+        .file_stem()
+        .map_or_else(String::new, |stem| stem.to_string_lossy().into_owned());
+    Plan {
+        name: word(&stem).unwrap_or_else(|_| "plan".into()),
+        title: String::new(),
+        guest: GuestKind::Linux,
+        budget: Duration::from_secs(3600),
+        blocks_max: 30,
+        seed: None,
+        margin: 0.03,
+        effect: 0.05,
+        noise: 0.05,
+        size: 1 << 30,
+        directory: None,
+        runtime: Duration::from_secs(10),
+        ramp: Duration::from_secs(2),
+        cases: Vec::new(),
+        workloads: Vec::new(),
+        contrasts: Vec::new(),
+        left_out: Vec::new(),
+        claims: Vec::new(),
+        ssh: None,
+    }
+}
+
+fn read_storage(plan: &mut Plan, table: &DeTable) -> Parsed<()> {
+    for (key, value) in table {
+        let name = key.get_ref().as_ref();
+        let text = one(name, value)?;
+        let fail = |problem: String| Mistake::new(value.span(), format!("{name}: {problem}"));
+        match name {
+            "size" => {
+                plan.size = size(&text).map_err(fail)?;
+                if plan.size < 16 << 20 || !plan.size.is_multiple_of(1 << 20) {
+                    return Err(fail("not a whole number of MiB, from 16M".into()));
+                }
+            }
+            "directory" => plan.directory = Some(absolute(&text).map_err(fail)?),
+            _ => {
+                return Err(Mistake::new(
+                    key.span(),
+                    not_one_of(name, &["size", "directory"]),
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The cases of `[config]` and `[[case]]`: each case with each combination of the axes. Whether there are `[[case]]`s.
+fn cases(plan: &mut Plan, root: &DeTable) -> Parsed<bool> {
+    let common = match table(root, "config")? {
+        Some(table) => entries(table)?,
+        None => Vec::new(),
+    };
+    let excludes: Vec<Vec<(String, String)>> = tables(root, "exclude")?
+        .into_iter()
+        .map(|(entries, _)| pairs(&entries, &settings::KEYS))
+        .collect::<Parsed<_>>()?;
+    let named = tables(root, "case")?;
+    let explicit = !named.is_empty();
+    let mut bases = Vec::new();
+    for (number, (own, span)) in named.into_iter().enumerate() {
+        let name = own.iter().find(|entry| entry.key == "name");
+        let name = match name {
+            Some(entry) => {
+                line(single(entry)?).map_err(|problem| Mistake::new(entry.span.clone(), problem))?
+            }
+            None => format!("case {}", number + 1),
+        };
+        bases.push((Some(name), own, span));
+    }
+    if bases.is_empty() {
+        bases.push((None, Vec::new(), 0..0));
+    }
+    for (name, own, span) in &bases {
+        // A case's own word goes before the common one.
+        let is_own = |entry: &&Entry| !own.iter().any(|mine| mine.key == entry.key);
+        let axes: Vec<&Entry> = common
+            .iter()
+            .filter(is_own)
+            .chain(own.iter().filter(|entry| entry.key != "name"))
+            .collect();
+        let varied: Vec<&str> = axes
+            .iter()
+            .filter(|axis| axis.values.len() > 1)
+            .map(|axis| axis.key)
+            .collect();
+        let mut product = vec![Settings {
+            device: default_device(plan.guest),
+            ..Settings::default()
+        }];
+        for axis in &axes {
+            product = multiply(
+                &product,
+                axis,
+                settings::KEYS.contains(&axis.key),
+                &settings::KEYS,
+                CASES_MAX,
+                |s, value| s.set(axis.key, value),
+            )?;
+        }
+        for settings in product {
+            let label = varied
+                .iter()
+                .map(|key| format!("{key}={}", settings.get(key)))
+                .collect::<Vec<_>>()
+                .join(" ");
+            let name = match (name, label.is_empty()) {
+                (Some(name), true) => name.clone(),
+                (Some(name), false) => format!("{name} {label}"),
+                (None, true) => settings.label(),
+                (None, false) => label,
+            };
+            let case = Case { name, settings };
+            if excludes.iter().any(|exclude| case.matches(exclude)) {
+                continue;
+            }
+            if let Err(problem) = case.settings.check() {
+                if varied.is_empty() {
+                    return Err(Mistake::new(
+                        span.clone(),
+                        format!("{}: {problem}", case.name),
+                    ));
+                }
+                plan.left_out.push(format!("{}: {problem}", case.name));
+                continue;
+            }
+            let same = plan
+                .cases
+                .iter()
+                .find(|other| other.settings.differences(&case.settings).is_empty());
+            match same {
+                Some(same) if !explicit => plan
+                    .left_out
+                    .push(format!("{}: is the same as {}", case.name, same.name)),
+                _ => plan.cases.push(case),
+            }
+        }
+    }
+    Ok(explicit)
+}
+
+fn default_device(guest: GuestKind) -> Device {
+    match guest {
+        GuestKind::None => Device::Host,
+        GuestKind::Linux | GuestKind::Ssh => Device::VirtioBlk,
+    }
+}
+
+/// The loads of `[fio]` and `[[workload]]`.
+fn workloads(plan: &mut Plan, root: &DeTable, file: &Path) -> Parsed<Vec<Workload>> {
+    let common = match table(root, "fio")? {
+        Some(table) => entries(table)?,
+        None => Vec::new(),
+    };
+    let named = tables(root, "workload")?;
+    let mut sets: Vec<Vec<Entry>> = named.into_iter().map(|(own, _)| own).collect();
+    if sets.is_empty() {
+        sets.push(Vec::new());
+    }
+    let mut known = workload::KEYS.to_vec();
+    known.extend(["runtime", "ramp", "profile", "job", "name"]);
+    let mut all: Vec<Workload> = Vec::new();
+    for own in &sets {
+        let is_own = |entry: &&Entry| !own.iter().any(|mine| mine.key == entry.key);
+        let mut product = vec![Workload::default()];
+        let mut rest = Vec::new();
+        for axis in common.iter().filter(is_own).chain(own.iter()) {
+            let fail = |problem: String| {
+                Mistake::new(axis.span.clone(), format!("{}: {problem}", axis.key))
+            };
+            match axis.key {
+                "runtime" => plan.runtime = between(&single(axis)?, 1, 86_400).map_err(fail)?,
+                "ramp" => plan.ramp = between(&single(axis)?, 0, 86_400).map_err(fail)?,
+                "name" => product.iter_mut().try_for_each(|load| {
+                    load.name = line(single(axis)?).map_err(fail)?;
+                    Ok(())
+                })?,
+                "profile" => {
+                    let profiles = axis.values.iter().map(|(name, span)| {
+                        Profile::of(name).map_err(|problem| Mistake::new(span.clone(), problem))
+                    });
+                    let profiles: Vec<_> = profiles.collect::<Parsed<_>>()?;
+                    product = profiles.iter().flat_map(Profile::workloads).collect();
+                }
+                "job" => {
+                    let name = single(axis)?;
+                    let job = read_job(file, &name).map_err(fail)?;
+                    product = vec![Workload {
+                        name: name.clone(),
+                        job: Some(job),
+                        ..Workload::default()
+                    }];
+                }
+                _ => rest.push(axis),
+            }
+        }
+        let settled: Vec<String> = product
+            .iter()
+            .map(|load| load.name.clone())
+            .filter(|name| !name.is_empty())
+            .collect();
+        for axis in &rest {
+            product = multiply(
+                &product,
+                axis,
+                workload::KEYS.contains(&axis.key),
+                &known,
+                WORKLOADS_MAX,
+                |load, value| load.set(axis.key, value),
+            )?;
+        }
+        let varied: Vec<&str> = rest
+            .iter()
+            .filter(|axis| axis.values.len() > 1)
+            .map(|axis| axis.key)
+            .collect();
+        for mut load in product {
+            if settled.contains(&load.name) {
+                for key in &varied {
+                    load.name += &format!(", {key} {}", load.get(key));
+                }
+            }
+            let load = load.named();
+            if all.iter().any(|other| other.name == load.name) {
+                let span = rest.first().map_or(0..0, |axis| axis.span.clone());
+                return Err(Mistake::new(
+                    span,
+                    format!("two loads are '{}'; give them names", load.name),
+                ));
+            }
+            all.push(load);
+        }
+    }
+    Ok(all)
+}
+
+/// Every item with every value of an axis.
+fn multiply<T: Clone>(
+    items: &[T],
+    axis: &Entry,
+    is_known: bool,
+    known: &[&str],
+    max: usize,
+    set: impl Fn(&mut T, &str) -> Result<(), String>,
+) -> Parsed<Vec<T>> {
+    if !is_known {
+        return Err(Mistake::new(axis.span.clone(), not_one_of(axis.key, known)));
+    }
+    if items.len() * axis.values.len() > max {
+        return Err(Mistake::new(
+            axis.span.clone(),
+            format!("with {}, there are more than {max} combinations", axis.key),
+        ));
+    }
+    let mut product = Vec::new();
+    for item in items {
+        for (value, span) in &axis.values {
+            let mut item = item.clone();
+            set(&mut item, value).map_err(|problem| {
+                Mistake::new(span.clone(), format!("{}: {problem}", axis.key))
+            })?;
+            product.push(item);
+        }
+    }
+    Ok(product)
+}
+
+fn claim(plan: &Plan, number: usize, entries: &[Entry], span: Range<usize>) -> Parsed<Claim> {
+    let known = [
+        "source",
+        "figure",
+        "from",
+        "to",
+        "at",
+        "expect",
+        "untestable",
+    ];
+    let text = |key: &str| match entries.iter().find(|entry| entry.key == key) {
+        Some(entry) => single(entry).map(Some),
+        None => Ok(None),
+    };
+    if let Some(entry) = entries.iter().find(|entry| !known.contains(&entry.key)) {
+        return Err(Mistake::new(
+            entry.span.clone(),
+            not_one_of(entry.key, &known),
+        ));
+    }
+    // A condition is written `key=value key=value`, or is a case's name.
+    let condition = |key: &str, known: &[&str], name: &str| -> Parsed<Vec<(String, String)>> {
+        let Some(entry) = entries.iter().find(|entry| entry.key == key) else {
+            return Ok(Vec::new());
+        };
+        let text = single(entry)?;
+        let fail = |problem: String| Mistake::new(entry.span.clone(), format!("{key}: {problem}"));
+        if !text.contains('=') {
+            return Ok(vec![(name.into(), text)]);
+        }
+        let pair = |word: &str| match word.split_once('=') {
+            Some((key, value)) if known.contains(&key) => Ok((key.to_owned(), value.to_owned())),
+            Some((key, _)) => Err(fail(not_one_of(key, known))),
+            None => Err(fail(format!("'{word}' is not key=value"))),
+        };
+        text.split_whitespace().map(pair).collect()
+    };
+    let claim = Claim {
+        source: text("source")?.unwrap_or_default(),
+        figure: text("figure")?.unwrap_or_default(),
+        from: condition("from", &settings::KEYS, "case")?,
+        to: condition("to", &settings::KEYS, "case")?,
+        at: condition("at", &workload::KEYS, "workload")?,
+        expect: match text("expect")? {
+            Some(word) => word
+                .parse()
+                .map_err(|problem| Mistake::new(span.clone(), format!("expect: {problem}")))?,
+            None => {
+                return Err(Mistake::new(
+                    span,
+                    format!("[[claim]] {} lacks expect", number + 1),
+                ));
+            }
+        },
+        untestable: text("untestable")?,
+    };
+    let about = |&(from, to): &(usize, usize)| {
+        plan.workloads
+            .iter()
+            .any(|load| claim.is_about(&plan.cases[from], &plan.cases[to], load))
+    };
+    if claim.untestable.is_none() && !plan.contrasts.iter().any(about) {
+        let problem = format!(
+            "[[claim]] {} is about no comparison of this plan",
+            number + 1
+        );
+        return Err(Mistake::new(span, problem));
+    }
+    Ok(claim)
+}
+
+fn read_ssh(table: &DeTable) -> Parsed<Ssh> {
+    let known = ["image", "user", "key", "host", "port", "disks", "os"];
+    let mut ssh = Ssh {
+        image: None,
+        user: "root".into(),
+        key: None,
+        host: None,
+        port: 22,
+        disks: Vec::new(),
+        windows: false,
+    };
+    for (key, value) in table {
+        let name = key.get_ref().as_ref();
+        let fail = |problem: String| Mistake::new(value.span(), format!("{name}: {problem}"));
+        let text = || one(name, value);
+        match name {
+            "image" => ssh.image = Some(absolute(&text()?).map_err(fail)?),
+            "key" => ssh.key = Some(absolute(&text()?).map_err(fail)?),
+            "user" => ssh.user = word(&text()?).map_err(fail)?,
+            "host" => ssh.host = Some(host(&text()?).map_err(fail)?),
+            "port" => ssh.port = number(&text()?, 1, 65_535).map_err(fail)? as u16,
+            "os" => {
+                ssh.windows = match text()?.as_str() {
+                    "linux" => false,
+                    "windows" => true,
+                    other => return Err(fail(not_one_of(other, &["linux", "windows"]))),
+                }
+            }
+            "disks" => {
+                ssh.disks = values(name, value)?
+                    .into_iter()
+                    .map(|(text, _)| text)
+                    .collect()
+            }
+            _ => return Err(Mistake::new(key.span(), not_one_of(name, &known))),
+        }
+    }
+    if ssh.image.is_none() == ssh.host.is_none() {
+        return Err(Mistake::new(
+            0..0,
+            "[ssh] needs either image, which is booted, or host, which already runs",
+        ));
+    }
+    Ok(ssh)
+}
+
+/// What only the whole plan shows.
+fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
+    let span = |name: &str| {
+        root.iter()
+            .find(|(key, _)| key.get_ref() == name)
+            .map_or(0..0, |(key, _)| key.span())
+    };
+    if plan.cases.is_empty() {
+        let why = plan.left_out.join("; ");
+        return Err(Mistake::new(
+            span("config"),
+            format!("no configuration is left to measure: {why}"),
+        ));
+    }
+    for (index, case) in plan.cases.iter().enumerate() {
+        if plan.cases[..index]
+            .iter()
+            .any(|other| other.name == case.name)
+        {
+            return Err(Mistake::new(
+                span("case"),
+                format!("two cases are named '{}'", case.name),
+            ));
+        }
+        let on_host = case.settings.device == Device::Host;
+        if plan.guest == GuestKind::None && !on_host {
+            let problem = format!(
+                "guest = \"none\" has no device; {} is for a guest",
+                case.settings.device
+            );
+            return Err(Mistake::new(span("guest"), problem));
+        }
+        for load in &plan.workloads {
+            let sequential = u64::from(load.numjobs) * load.bs;
+            if load.job.is_none() && sequential > plan.size {
+                let problem = format!(
+                    "{} does not fit into disks of {} bytes",
+                    load.name, plan.size
+                );
+                return Err(Mistake::new(span("storage"), problem));
+            }
+        }
+    }
+    if (plan.guest == GuestKind::Ssh) != plan.ssh.is_some() {
+        return Err(Mistake::new(
+            span("guest"),
+            "guest = \"ssh\" and a table [ssh] belong together",
+        ));
+    }
+    Ok(())
+}
+
+/// Reads a job file that lies beside the plan.
+fn read_job(plan: &Path, name: &str) -> Result<String, String> {
+    let path = plan.parent().unwrap_or(Path::new("")).join(name);
+    let fail = |e| format!("{}: {e}", path.display());
+    let mut text = String::new();
+    let file = fs::File::open(&path).map_err(fail)?;
+    file.take(BYTES_MAX)
+        .read_to_string(&mut text)
+        .map_err(fail)?;
+    match text.lines().any(|line| line.trim_start().starts_with('[')) {
+        true => Ok(text),
+        false => Err(format!(
+            "{}: has no [section], so it is no fio job file",
+            path.display()
+        )),
+    }
+}
+
+#[cfg(test)]
+#[path = "parse_tests.rs"]
+mod tests;

@@ -1,0 +1,200 @@
+use super::*;
+
+fn read(text: &str) -> Result<Plan, String> {
+    plan(Path::new("my-plan.toml"), text).map_err(|error| error.to_string())
+}
+
+fn names(plan: &Plan) -> Vec<&str> {
+    plan.cases.iter().map(|case| case.name.as_str()).collect()
+}
+
+const SWEEP: &str = r#"
+title = "aio and IOThreads"
+budget = "30m"
+[config]
+device = "virtio-blk"
+aio = ["native", "io_uring"]
+iothread = ["off", "on"]
+[fio]
+rw = "randread"
+bs = ["512", "4k"]
+iodepth = [1, 8]
+runtime = "5s"
+"#;
+
+#[test]
+fn lists_are_axes_and_multiply() {
+    let plan = read(SWEEP).unwrap();
+    assert_eq!(
+        names(&plan),
+        [
+            "aio=native iothread=off",
+            "aio=native iothread=on",
+            "aio=io_uring iothread=off",
+            "aio=io_uring iothread=on"
+        ]
+    );
+    assert_eq!(plan.workloads.len(), 4);
+    assert_eq!(plan.workloads[3].name, "randread 4k, depth 8");
+    // Pairs that differ in one setting, each with the first value of that axis.
+    assert_eq!(plan.contrasts, [(0, 1), (0, 2), (1, 3), (2, 3)]);
+    assert_eq!((plan.name.as_str(), plan.runtime.as_secs()), ("my-plan", 5));
+}
+
+#[test]
+fn each_value_of_an_axis_is_compared_with_its_first() {
+    let plan = read("[config]\nqueues=[1,2,4]\n").unwrap();
+    assert_eq!(plan.contrasts, [(0, 1), (0, 2)]);
+}
+
+#[test]
+fn cases_are_named_and_compared_as_asked() {
+    let text = r#"
+compare = "previous"
+[config]
+cache = "none"
+[[case]]
+name = "ide"
+device = "ide"
+machine = "pc"
+cache = "writeback"
+[[case]]
+name = "virtio"
+[[case]]
+name = "ringdisk"
+device = "vhost-user-blk"
+[[claim]]
+source = "somebody"
+from = "ide"
+to = "device=virtio-blk"
+expect = "gain"
+"#;
+    let plan = read(text).unwrap();
+    assert_eq!(names(&plan), ["ide", "virtio", "ringdisk"]);
+    assert_eq!(plan.contrasts, [(0, 1), (1, 2)]);
+    assert_eq!(plan.cases[0].settings.cache.word(), "writeback");
+    assert!(plan.claims[0].is_about(&plan.cases[0], &plan.cases[1], &plan.workloads[0]));
+    assert!(!plan.claims[0].is_about(&plan.cases[1], &plan.cases[2], &plan.workloads[0]));
+}
+
+#[test]
+fn what_cannot_be_configured_is_left_out_of_a_sweep_and_refused_as_a_case() {
+    let plan = read("[config]\naio=['native','threads']\ncache=['none','writeback']\n").unwrap();
+    assert_eq!(plan.cases.len(), 3);
+    assert!(
+        plan.left_out[0].contains("aio=native cache=writeback"),
+        "{:?}",
+        plan.left_out
+    );
+    let error = read("[[case]]\naio='native'\ncache='writeback'\n").unwrap_err();
+    assert!(
+        error.contains("line 1") && error.contains("cache=none"),
+        "{error}"
+    );
+    // An axis that means nothing for some device gives the same configuration again.
+    let plan = read("[config]\nmachine='pc'\ndevice=['ide','virtio-blk']\niothread=['off','on']\n")
+        .unwrap();
+    assert_eq!(plan.cases.len(), 3);
+    let plan = read("[config]\naio=['native','threads']\n[[exclude]]\naio='native'\n").unwrap();
+    assert_eq!(names(&plan), ["aio=threads"]);
+}
+
+#[test]
+fn profiles_and_named_loads() {
+    let plan = read("[fio]\nprofile='crystaldiskmark'\n").unwrap();
+    assert_eq!(plan.workloads.len(), 8);
+    let plan = read("[fio]\nbs='8k'\n[[workload]]\nname='a'\nrw='read'\n[[workload]]\nname='b'\niodepth=[1,2]\n").unwrap();
+    let names: Vec<_> = plan
+        .workloads
+        .iter()
+        .map(|load| load.name.as_str())
+        .collect();
+    assert_eq!(names, ["a", "b, iodepth 1", "b, iodepth 2"]);
+    assert!(plan.workloads.iter().all(|load| load.bs == 8192));
+}
+
+#[test]
+fn a_job_file_is_read_from_beside_the_plan() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("my.fio"), "[a]\nrw=randwrite\n").unwrap();
+    let file = folder.path().join("p.toml");
+    let found = plan(&file, "[fio]\njob='my.fio'\n").unwrap();
+    assert!(found.workloads[0].writes() && found.workloads[0].name == "my.fio");
+    let error = plan(&file, "\n[fio]\njob='none.fio'\n").unwrap_err();
+    assert_eq!(error.line, 3);
+}
+
+#[test]
+fn a_mistake_is_told_with_its_line_and_the_nearest_word() {
+    let cases = [
+        ("\n\n[confg]\na=1\n", 3, "did you mean 'config'"),
+        (
+            "[config]\ndevice='virtio'\n",
+            2,
+            "did you mean 'virtio-blk'",
+        ),
+        (
+            "[config]\ncache='none'\nio='native'\n",
+            3,
+            "did you mean 'aio'",
+        ),
+        (
+            "[config]\naio=['native',\n'iouring']\n",
+            3,
+            "did you mean 'io_uring'",
+        ),
+        ("[fio]\nrw='randreed'\n", 2, "did you mean 'randread'"),
+        ("[fio]\niodepht=3\n", 2, "did you mean 'iodepth'"),
+        ("[fio]\nbs='4q'\n", 2, "4k"),
+        ("[fio]\nprofile='crystalmark'\n", 2, "crystaldiskmark"),
+        ("budget='soon'\n", 1, "30m"),
+        ("guest='win'\n", 1, "linux, ssh, none"),
+        (
+            "guest='none'\n[config]\ndevice='ide'\nmachine='pc'\n",
+            1,
+            "is for a guest",
+        ),
+        ("margin='3\n", 1, ""),
+        ("[storage]\nsize='1M'\n", 2, "16M"),
+        (
+            "[[claim]]\nexpect='gain'\nfrom='nobody'\n",
+            1,
+            "no comparison",
+        ),
+        ("guest='ssh'\n", 1, "[ssh]"),
+        ("[config]\nqueues=[]\n", 2, "empty"),
+        (
+            "[[case]]\nname='a'\n[[case]]\nname='a'\nqueues=2\n",
+            1,
+            "two cases",
+        ),
+    ];
+    for (text, line, words) in cases {
+        let error = plan(Path::new("p"), text).expect_err(text);
+        assert_eq!(error.line, line, "{text}: {error}");
+        assert!(error.problem.contains(words), "{text}: {error}");
+    }
+}
+
+#[test]
+fn too_many_combinations_are_a_mistake() {
+    let list = (1..=300)
+        .map(|n| n.to_string())
+        .collect::<Vec<_>>()
+        .join(",");
+    let error = read(&format!("[config]\nqueues=[{list}]\n")).unwrap_err();
+    assert!(error.contains("256 combinations"), "{error}");
+}
+
+proptest::proptest! {
+    #[test]
+    fn any_text_is_a_plan_or_a_mistake_at_a_line_of_it(text in "(\\[+(config|fio|case|workload|claim|storage|exclude|ssh)\\]+\n|[a-z]{1,8} ?= ?[\"'\\[]?[a-z0-9,%:=/]{0,9}[\"'\\]]?\n|(device|aio|bs|rw|iodepth|job|profile|from|expect|size) = [\"'\\[][a-z0-9-]{0,12}[\"'\\]]\n|\\PC{0,5}){0,12}") {
+        match plan(Path::new("p"), &text) {
+            Ok(plan) => assert!(!plan.cases.is_empty() && !plan.workloads.is_empty()),
+            Err(error) => {
+                assert!(!error.problem.is_empty());
+                assert!(error.line >= 1 && error.line <= 1 + text.matches('\n').count());
+            }
+        }
+    }
+}

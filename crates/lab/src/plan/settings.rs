@@ -1,0 +1,515 @@
+//! A VM's storage configuration: what the plan varies around the load.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use super::units::{size, size_text};
+use super::words::{Aio, Cache, Device, Format, Machine, Scheduler, Syntax, not_one_of};
+
+/// Most guests of a run, most volumes of a guest, and most virtual CPUs of one: what one host boots.
+const GUESTS_MAX: u16 = 256;
+const VOLUMES_MAX: u16 = 64;
+const VCPUS_MAX: u16 = 256;
+
+/// One configuration.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Settings {
+    /// What the guest sees.
+    pub device: Device,
+    /// Who serves a vhost-user-blk disk.
+    pub server: Server,
+    /// QEMU's cache mode.
+    pub cache: Cache,
+    /// How bytes are moved; `None` is the server's own choice.
+    pub aio: Option<Aio>,
+    /// Threads for the disk's I/O.
+    pub iothread: IoThread,
+    /// Virtqueues; `None` is the front-end's default.
+    pub queues: Option<u16>,
+    /// Entries of a virtqueue; `None` is the front-end's default.
+    pub queue_size: Option<u16>,
+    /// The image's format.
+    pub format: Format,
+    /// Where the bytes lie.
+    pub backing: Backing,
+    /// The machine type.
+    pub machine: Machine,
+    /// Whether the guest's memory is in huge pages.
+    pub hugepages: bool,
+    /// Virtual CPUs.
+    pub vcpus: u16,
+    /// The guest's memory, in MiB.
+    pub memory_mib: u64,
+    /// The guest's I/O scheduler.
+    pub scheduler: Scheduler,
+    /// Guests that run at the same time.
+    pub guests: u16,
+    /// Disks of each guest.
+    pub volumes: u16,
+    /// How the disk is named to QEMU.
+    pub syntax: Syntax,
+    /// Another QEMU.
+    pub qemu: Option<PathBuf>,
+    /// A library that QEMU is started with, such as another malloc.
+    pub preload: Option<PathBuf>,
+}
+
+/// Who serves a vhost-user-blk disk.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Server {
+    /// This program.
+    Ringdisk,
+    /// QEMU's own daemon.
+    QemuStorageDaemon,
+    /// Whoever listens at a socket; what it serves is not ours.
+    Socket(PathBuf),
+}
+
+/// Threads for a disk's I/O.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum IoThread {
+    /// QEMU's main loop; a server's own default.
+    Off,
+    /// One thread.
+    One,
+    /// The queues are spread over as many (`iothread-vq-mapping`).
+    Mapping(u16),
+}
+
+/// Where the bytes lie.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Backing {
+    /// A file that the lab makes.
+    File,
+    /// A file in memory that the lab makes.
+    Ram,
+    /// Nothing: every request succeeds at once.
+    Null,
+    /// A file or block device of the user's.
+    Path(PathBuf),
+    /// An image in a Ceph cluster: `POOL/IMAGE`.
+    Rbd(String),
+}
+
+/// The keys, in the order in which they are shown.
+pub const KEYS: [&str; 19] = [
+    "device",
+    "server",
+    "cache",
+    "aio",
+    "iothread",
+    "queues",
+    "queue-size",
+    "format",
+    "backing",
+    "machine",
+    "hugepages",
+    "vcpus",
+    "memory",
+    "scheduler",
+    "guests",
+    "volumes",
+    "syntax",
+    "qemu",
+    "preload",
+];
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            device: Device::VirtioBlk,
+            server: Server::Ringdisk,
+            cache: Cache::None,
+            aio: None,
+            iothread: IoThread::Off,
+            queues: None,
+            queue_size: None,
+            format: Format::Raw,
+            backing: Backing::File,
+            machine: Machine::Q35,
+            hugepages: false,
+            vcpus: 1,
+            memory_mib: 512,
+            scheduler: Scheduler::Default,
+            guests: 1,
+            volumes: 1,
+            syntax: Syntax::Blockdev,
+            qemu: None,
+            preload: None,
+        }
+    }
+}
+
+impl Settings {
+    /// Sets what `key` of [`KEYS`] names.
+    ///
+    /// # Errors
+    /// What is allowed instead.
+    pub fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
+        match key {
+            "device" => self.device = value.parse()?,
+            "server" => self.server = value.parse()?,
+            "cache" => self.cache = value.parse()?,
+            "aio" => self.aio = default_or(value, Aio::from_str)?,
+            "iothread" => self.iothread = value.parse()?,
+            "queues" => self.queues = default_or(value, |v| number(v, 1, 1024))?,
+            "queue-size" => {
+                self.queue_size = default_or(value, |v| number(v, 2, 1024))?;
+                if self.queue_size.is_some_and(|n| !n.is_power_of_two()) {
+                    return Err(format!("{value} is no power of two"));
+                }
+            }
+            "format" => self.format = value.parse()?,
+            "backing" => self.backing = value.parse()?,
+            "machine" => self.machine = value.parse()?,
+            "hugepages" => self.hugepages = switch(value)?,
+            "vcpus" => self.vcpus = number(value, 1, VCPUS_MAX)?,
+            "memory" => {
+                self.memory_mib = size(value)? >> 20;
+                if !(256..=1 << 20).contains(&self.memory_mib) {
+                    return Err(format!("'{value}' is not between 256M and 1T"));
+                }
+            }
+            "scheduler" => self.scheduler = value.parse()?,
+            "guests" => self.guests = number(value, 1, GUESTS_MAX)?,
+            "volumes" => self.volumes = number(value, 1, VOLUMES_MAX)?,
+            "syntax" => self.syntax = value.parse()?,
+            "qemu" => self.qemu = path(value)?,
+            "preload" => self.preload = path(value)?,
+            _ => return Err(not_one_of(key, &KEYS)),
+        }
+        Ok(())
+    }
+
+    /// The value of `key` of [`KEYS`] as a plan writes it; `-` where it means nothing in this configuration.
+    pub fn get(&self, key: &str) -> String {
+        if !self.has(key) {
+            return "-".into();
+        }
+        let or_default = |value: Option<String>| value.unwrap_or_else(|| "default".into());
+        let number = |value: Option<u16>| or_default(value.map(|n| n.to_string()));
+        let path =
+            |value: &Option<PathBuf>| or_default(value.as_ref().map(|p| p.display().to_string()));
+        match key {
+            "device" => self.device.to_string(),
+            "server" => self.server.to_string(),
+            "cache" => self.cache.to_string(),
+            "aio" => or_default(self.aio.map(|aio| aio.to_string())),
+            "iothread" => self.iothread.to_string(),
+            "queues" => number(self.queues),
+            "queue-size" => number(self.queue_size),
+            "format" => self.format.to_string(),
+            "backing" => self.backing.to_string(),
+            "machine" => self.machine.to_string(),
+            "hugepages" => if self.hugepages { "on" } else { "off" }.into(),
+            "vcpus" => self.vcpus.to_string(),
+            "memory" => size_text(self.memory_mib << 20),
+            "scheduler" => self.scheduler.to_string(),
+            "guests" => self.guests.to_string(),
+            "volumes" => self.volumes.to_string(),
+            "syntax" => self.syntax.to_string(),
+            "qemu" => path(&self.qemu),
+            "preload" => path(&self.preload),
+            _ => "-".into(),
+        }
+    }
+
+    /// Whether a setting means anything in this configuration. What does not is no difference between two.
+    fn has(&self, key: &str) -> bool {
+        let guest = self.device != Device::Host;
+        let vhost = self.device == Device::VhostUserBlk;
+        let socket = vhost && matches!(self.server, Server::Socket(_));
+        let null = self.backing == Backing::Null;
+        match key {
+            "server" => vhost,
+            "cache" => !socket && !null,
+            "aio" => !socket && !null && !matches!(self.backing, Backing::Rbd(_)),
+            "iothread" => guest && !socket && self.device != Device::Ide,
+            "queues" | "queue-size" => guest && self.device != Device::Ide,
+            "format" | "backing" => !socket,
+            "syntax" => guest && !vhost,
+            "machine" | "hugepages" | "vcpus" | "memory" | "scheduler" | "guests" | "qemu"
+            | "preload" => guest,
+            _ => true,
+        }
+    }
+
+    /// The settings in which two configurations differ.
+    pub fn differences(&self, other: &Self) -> Vec<&'static str> {
+        KEYS.into_iter()
+            .filter(|key| self.get(key) != other.get(key))
+            .collect()
+    }
+
+    /// Whether this can be configured at all.
+    ///
+    /// # Errors
+    /// Why not, and what to set instead.
+    pub fn check(&self) -> Result<(), String> {
+        let direct = self.cache.direct();
+        if self.has("aio") && self.aio == Some(Aio::Native) && !direct {
+            return Err(format!(
+                "aio=native needs cache=none or directsync, not {}: Linux AIO is asynchronous with O_DIRECT only",
+                self.cache
+            ));
+        }
+        if self.has("iothread")
+            && let IoThread::Mapping(threads) = self.iothread
+        {
+            if self.device == Device::VirtioScsi {
+                return Err("iothread mappings are for virtio-blk; use iothread=on".into());
+            }
+            if self.device == Device::VirtioBlk && self.queues.unwrap_or(self.vcpus) < threads {
+                return Err(format!(
+                    "{threads} iothreads need as many queues; set queues={threads} or more vcpus"
+                ));
+            }
+        }
+        if self.device == Device::Ide && self.machine == Machine::Q35 {
+            return Err(
+                "device=ide needs machine=pc: q35's disks are AHCI, which cloud kernels lack"
+                    .into(),
+            );
+        }
+        if self.device == Device::Host && self.backing == Backing::Null {
+            return Err("the host has no null disk; use a guest, or backing=file".into());
+        }
+        if self.device == Device::Host && (self.format != Format::Raw || self.guests != 1) {
+            return Err("the host reads raw files only, and is one".into());
+        }
+        if matches!(self.backing, Backing::Rbd(_))
+            && (self.device == Device::VhostUserBlk || self.device == Device::Host)
+        {
+            return Err("an RBD image is for QEMU's own devices here".into());
+        }
+        let ours = matches!(self.backing, Backing::File | Backing::Ram | Backing::Null);
+        if self.format == Format::Qcow2 && self.backing == Backing::Null {
+            return Err("a null disk has no format; use format=raw".into());
+        }
+        if u32::from(self.guests) * u32::from(self.volumes) > 1 && !ours {
+            return Err(
+                "several guests or volumes need disks of their own; use backing=file, ram or null"
+                    .into(),
+            );
+        }
+        Ok(())
+    }
+
+    /// What is not as by default, such as `device=ide cache=writeback`.
+    pub fn label(&self) -> String {
+        let plain = Settings {
+            device: self.device,
+            ..Settings::default()
+        };
+        let words = KEYS.into_iter().filter_map(|key| match key {
+            "device" => Some(self.device.to_string()),
+            "server" => self.has(key).then(|| format!("by {}", self.server)),
+            _ => (self.get(key) != plain.get(key)).then(|| format!("{key}={}", self.get(key))),
+        });
+        words.collect::<Vec<_>>().join(" ")
+    }
+}
+
+impl FromStr for Server {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "ringdisk" => Ok(Self::Ringdisk),
+            "qemu-storage-daemon" => Ok(Self::QemuStorageDaemon),
+            _ if text.starts_with('/') => Ok(Self::Socket(text.into())),
+            _ => Err(not_one_of(
+                text,
+                &["ringdisk", "qemu-storage-daemon", "/PATH/OF/A/SOCKET"],
+            )),
+        }
+    }
+}
+
+impl fmt::Display for Server {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ringdisk => f.write_str("ringdisk"),
+            Self::QemuStorageDaemon => f.write_str("qemu-storage-daemon"),
+            Self::Socket(path) => write!(f, "{}", path.display()),
+        }
+    }
+}
+
+impl FromStr for IoThread {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "off" | "false" => Ok(Self::Off),
+            "on" | "true" => Ok(Self::One),
+            _ => number(text, 2, 64).map(Self::Mapping).map_err(|_| {
+                format!("'{text}' is not off, on, or a number of threads from 2 to 64")
+            }),
+        }
+    }
+}
+
+impl fmt::Display for IoThread {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Off => f.write_str("off"),
+            Self::One => f.write_str("on"),
+            Self::Mapping(threads) => write!(f, "{threads}"),
+        }
+    }
+}
+
+impl FromStr for Backing {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "file" => Ok(Self::File),
+            "ram" => Ok(Self::Ram),
+            "null" => Ok(Self::Null),
+            _ if text.starts_with('/') => Ok(Self::Path(text.into())),
+            _ => match text.strip_prefix("rbd:") {
+                Some(image)
+                    if image
+                        .split_once('/')
+                        .is_some_and(|(pool, name)| !pool.is_empty() && !name.is_empty()) =>
+                {
+                    Ok(Self::Rbd(image.into()))
+                }
+                Some(_) => Err(format!("'{text}' is not rbd:POOL/IMAGE")),
+                None => Err(not_one_of(
+                    text,
+                    &["file", "ram", "null", "/PATH", "rbd:POOL/IMAGE"],
+                )),
+            },
+        }
+    }
+}
+
+impl fmt::Display for Backing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File => f.write_str("file"),
+            Self::Ram => f.write_str("ram"),
+            Self::Null => f.write_str("null"),
+            Self::Path(path) => write!(f, "{}", path.display()),
+            Self::Rbd(image) => write!(f, "rbd:{image}"),
+        }
+    }
+}
+
+fn default_or<T>(
+    value: &str,
+    parse: impl Fn(&str) -> Result<T, String>,
+) -> Result<Option<T>, String> {
+    if value == "default" {
+        return Ok(None);
+    }
+    parse(value)
+        .map(Some)
+        .map_err(|problem| format!("{problem}; or default"))
+}
+
+fn number(value: &str, min: u16, max: u16) -> Result<u16, String> {
+    let number = value.parse().ok().filter(|n| (min..=max).contains(n));
+    number.ok_or_else(|| format!("'{value}' is no number from {min} to {max}"))
+}
+
+fn switch(value: &str) -> Result<bool, String> {
+    match value {
+        "on" | "true" => Ok(true),
+        "off" | "false" => Ok(false),
+        _ => Err(format!("'{value}' is neither on nor off")),
+    }
+}
+
+fn path(value: &str) -> Result<Option<PathBuf>, String> {
+    match value {
+        "default" => Ok(None),
+        _ if value.starts_with('/') => Ok(Some(value.into())),
+        _ => Err(format!("'{value}' is no absolute path, nor default")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_key_reads_back_what_was_set() {
+        let values = [
+            ("device", "vhost-user-blk"),
+            ("server", "qemu-storage-daemon"),
+            ("cache", "writeback"),
+            ("aio", "io_uring"),
+            ("iothread", "4"),
+            ("queues", "4"),
+            ("queue-size", "128"),
+            ("format", "qcow2"),
+            ("backing", "ram"),
+            ("machine", "pc"),
+            ("hugepages", "on"),
+            ("vcpus", "4"),
+            ("memory", "1G"),
+            ("scheduler", "none"),
+            ("guests", "3"),
+            ("volumes", "2"),
+            ("qemu", "/opt/qemu"),
+            ("preload", "/lib/tc.so"),
+        ];
+        let mut settings = Settings::default();
+        for (key, value) in values {
+            settings.set(key, value).unwrap();
+            assert_eq!(settings.get(key), value, "{key}");
+        }
+        assert!(
+            settings
+                .set("cach", "none")
+                .unwrap_err()
+                .contains("'cache'")
+        );
+    }
+
+    #[test]
+    fn what_means_nothing_is_no_difference() {
+        let mut a = Settings {
+            device: Device::Ide,
+            machine: Machine::Pc,
+            ..Settings::default()
+        };
+        let b = Settings {
+            iothread: IoThread::One,
+            queues: Some(4),
+            ..a.clone()
+        };
+        assert!(a.differences(&b).is_empty());
+        a.device = Device::VirtioBlk;
+        assert_eq!(
+            a.differences(&b),
+            ["device", "iothread", "queues", "queue-size"]
+        );
+    }
+
+    #[test]
+    fn what_cannot_be_configured_is_refused_with_the_way_out() {
+        let native = Settings {
+            aio: Some(Aio::Native),
+            cache: Cache::Writeback,
+            ..Settings::default()
+        };
+        assert!(native.check().unwrap_err().contains("cache=none"));
+        let mapping = Settings {
+            iothread: IoThread::Mapping(4),
+            ..Settings::default()
+        };
+        assert!(mapping.check().unwrap_err().contains("queues=4"));
+        let ide = Settings {
+            device: Device::Ide,
+            ..Settings::default()
+        };
+        assert!(ide.check().unwrap_err().contains("machine=pc"));
+        assert_eq!(Settings::default().check(), Ok(()));
+    }
+}

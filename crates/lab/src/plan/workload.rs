@@ -1,0 +1,404 @@
+//! What fio is asked to do.
+
+use std::fmt::Write as _;
+
+use super::units::{size, size_text};
+use super::words::{Arrival, Rw, not_one_of};
+
+/// One load.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Workload {
+    /// What it is called in reports; empty until the plan is complete.
+    pub name: String,
+    /// Direction.
+    pub rw: Rw,
+    /// Bytes of a request.
+    pub bs: u64,
+    /// Sizes mixed, in fio's words (`4k/60:64k/40`); goes before `bs`.
+    pub bssplit: Option<String>,
+    /// Requests under way, of each job.
+    pub iodepth: u32,
+    /// Processes.
+    pub numjobs: u32,
+    /// Requests per second that are offered, of all jobs of a volume; `None` is as fast as they are answered.
+    pub rate: Option<u32>,
+    /// How they come.
+    pub arrival: Arrival,
+    /// Reads among mixed requests, in percent.
+    pub rwmixread: u32,
+    /// Writes after which fio calls fsync; 0 is never.
+    pub fsync: u32,
+    /// fio's engine.
+    pub engine: String,
+    /// fio's `random_distribution`.
+    pub distribution: String,
+    /// How far buffers can be compressed, in percent.
+    pub compress: u32,
+    /// The text of a job file, instead of all this.
+    pub job: Option<String>,
+}
+
+/// The keys, in the order in which they are shown.
+pub const KEYS: [&str; 12] = [
+    "rw",
+    "bs",
+    "bssplit",
+    "iodepth",
+    "numjobs",
+    "rate",
+    "arrival",
+    "rwmixread",
+    "fsync",
+    "engine",
+    "distribution",
+    "compress",
+];
+
+const ENGINES: [&str; 5] = ["libaio", "io_uring", "psync", "pvsync2", "posixaio"];
+
+impl Default for Workload {
+    fn default() -> Self {
+        Self {
+            name: String::new(),
+            rw: Rw::RandRead,
+            bs: 4096,
+            bssplit: None,
+            iodepth: 1,
+            numjobs: 1,
+            rate: None,
+            arrival: Arrival::Linear,
+            rwmixread: 50,
+            fsync: 0,
+            engine: "libaio".into(),
+            distribution: "random".into(),
+            compress: 0,
+            job: None,
+        }
+    }
+}
+
+impl Workload {
+    /// Sets what `key` of [`KEYS`] names.
+    ///
+    /// # Errors
+    /// What is allowed instead.
+    pub fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
+        match key {
+            "rw" => self.rw = value.parse()?,
+            "bs" => {
+                self.bs = size(value)?;
+                if self.bs > 64 << 20 || !self.bs.is_multiple_of(512) {
+                    return Err(format!("'{value}' is no multiple of 512 up to 64M"));
+                }
+            }
+            "bssplit" => self.bssplit = Some(plain(value, "0123456789km/:")?),
+            "iodepth" => self.iodepth = number(value, 1, 4096)?,
+            "numjobs" => self.numjobs = number(value, 1, 256)?,
+            "rate" => {
+                self.rate = match value {
+                    "none" => None,
+                    _ => Some(
+                        number(value, 1, 100_000_000)
+                            .map_err(|e| e + " requests per second, nor none")?,
+                    ),
+                }
+            }
+            "arrival" => self.arrival = value.parse()?,
+            "rwmixread" => self.rwmixread = number(value, 0, 100)?,
+            "fsync" => self.fsync = number(value, 0, 1_000_000)?,
+            "engine" if ENGINES.contains(&value) => self.engine = value.into(),
+            "engine" => return Err(not_one_of(value, &ENGINES)),
+            "distribution" => {
+                self.distribution = plain(value, "abcdefghijklmnopqrstuvwxyz0123456789:./,")?
+            }
+            "compress" => self.compress = number(value, 0, 100)?,
+            _ => return Err(not_one_of(key, &KEYS)),
+        }
+        Ok(())
+    }
+
+    /// The value of `key` of [`KEYS`]; `-` where it means nothing.
+    pub fn get(&self, key: &str) -> String {
+        if self.job.is_some() {
+            return "-".into();
+        }
+        match key {
+            "rw" => self.rw.to_string(),
+            "bs" if self.bssplit.is_some() => "-".into(),
+            "bs" => size_text(self.bs),
+            "bssplit" => self.bssplit.clone().unwrap_or_else(|| "-".into()),
+            "iodepth" => self.iodepth.to_string(),
+            "numjobs" => self.numjobs.to_string(),
+            "rate" => self
+                .rate
+                .map_or_else(|| "none".into(), |rate| rate.to_string()),
+            "arrival" if self.rate.is_some() => self.arrival.to_string(),
+            "rwmixread" if matches!(self.rw, Rw::RandRw | Rw::ReadWrite) => {
+                self.rwmixread.to_string()
+            }
+            "fsync" if self.rw.writes() => self.fsync.to_string(),
+            "engine" => self.engine.clone(),
+            "distribution" => self.distribution.clone(),
+            "compress" => self.compress.to_string(),
+            _ => "-".into(),
+        }
+    }
+
+    /// Gives it a name, if it has none: `randread 4k, depth 8`.
+    pub fn named(mut self) -> Self {
+        if !self.name.is_empty() {
+            return self;
+        }
+        let size = match &self.bssplit {
+            Some(split) => split.clone(),
+            None => size_text(self.bs),
+        };
+        self.name = format!("{} {size}, depth {}", self.rw, self.iodepth);
+        let plain = Workload {
+            rw: self.rw,
+            ..Self::default()
+        };
+        for key in KEYS.into_iter().skip(4) {
+            if self.get(key) != plain.get(key) && self.get(key) != "-" {
+                let _ = write!(self.name, ", {key} {}", self.get(key));
+            }
+        }
+        self
+    }
+
+    /// Whether anything is written. A job file that says nothing of it may.
+    pub fn writes(&self) -> bool {
+        match &self.job {
+            None => self.rw.writes(),
+            Some(job) => job
+                .lines()
+                .filter_map(|line| line.split_once('='))
+                .filter(|(key, _)| ["rw", "readwrite"].contains(&key.trim()))
+                .any(|(_, value)| !["read", "randread"].contains(&value.trim())),
+        }
+    }
+
+    /// The lines of a fio job, without what is the runner's: file, time and output.
+    pub fn job_lines(&self) -> String {
+        let mut lines = format!(
+            "rw={}\niodepth={}\nnumjobs={}\nioengine={}\nrandom_distribution={}\nnorandommap=1\nrandrepeat=0\n",
+            self.rw, self.iodepth, self.numjobs, self.engine, self.distribution
+        );
+        match &self.bssplit {
+            Some(split) => lines += &format!("bssplit={split}\n"),
+            None => lines += &format!("bs={}\n", self.bs),
+        }
+        if self.get("rwmixread") != "-" {
+            lines += &format!("rwmixread={}\n", self.rwmixread);
+        }
+        if self.rw.writes() {
+            // Without it a buffer of zeroes is what a host may store in no time.
+            lines += &format!(
+                "refill_buffers=1\nbuffer_compress_percentage={}\n",
+                self.compress
+            );
+            if self.fsync > 0 {
+                lines += &format!("fsync={}\n", self.fsync);
+            }
+        }
+        if let Some(rate) = self.rate {
+            // fio's rate is each job's.
+            let each = (rate / self.numjobs).max(1);
+            lines += &format!("rate_iops={each}\nrate_process={}\n", self.arrival);
+        }
+        lines
+    }
+}
+
+fn number(value: &str, min: u32, max: u32) -> Result<u32, String> {
+    let number = value.parse().ok().filter(|n| (min..=max).contains(n));
+    number.ok_or_else(|| format!("'{value}' is no number from {min} to {max}"))
+}
+
+/// A word that goes into a job file as it is: nothing in it may start another line or option.
+fn plain(value: &str, allowed: &str) -> Result<String, String> {
+    match !value.is_empty() && value.len() <= 256 && value.chars().all(|c| allowed.contains(c)) {
+        true => Ok(value.into()),
+        false => Err(format!("'{value}' has other characters than {allowed}")),
+    }
+}
+
+/// A plan's word for a list of loads that belong together.
+#[derive(Clone, Copy)]
+pub struct Profile {
+    /// The word.
+    pub name: &'static str,
+    /// What it stands for.
+    pub about: &'static str,
+    /// Name, and settings of each load.
+    loads: &'static [(&'static str, &'static [(&'static str, &'static str)])],
+}
+
+/// The profiles that there are.
+pub const PROFILES: [Profile; 4] = [
+    Profile {
+        name: "crystaldiskmark",
+        about: "the four of CrystalDiskMark 6, read and written",
+        loads: &[
+            (
+                "SEQ Q32T1 read",
+                &[("rw", "read"), ("bs", "128k"), ("iodepth", "32")],
+            ),
+            (
+                "SEQ Q32T1 write",
+                &[("rw", "write"), ("bs", "128k"), ("iodepth", "32")],
+            ),
+            (
+                "4K Q8T8 read",
+                &[("rw", "randread"), ("iodepth", "8"), ("numjobs", "8")],
+            ),
+            (
+                "4K Q8T8 write",
+                &[("rw", "randwrite"), ("iodepth", "8"), ("numjobs", "8")],
+            ),
+            ("4K Q32T1 read", &[("rw", "randread"), ("iodepth", "32")]),
+            ("4K Q32T1 write", &[("rw", "randwrite"), ("iodepth", "32")]),
+            ("4K Q1T1 read", &[("rw", "randread")]),
+            ("4K Q1T1 write", &[("rw", "randwrite")]),
+        ],
+    },
+    Profile {
+        name: "database",
+        about: "8k pages, 70 % read, with hot spots, and a log of small synchronous writes",
+        loads: &[
+            (
+                "database pages",
+                &[
+                    ("rw", "randrw"),
+                    ("bs", "8k"),
+                    ("iodepth", "32"),
+                    ("rwmixread", "70"),
+                    ("distribution", "zipf:1.1"),
+                ],
+            ),
+            (
+                "database log",
+                &[("rw", "write"), ("bs", "4k"), ("fsync", "1")],
+            ),
+        ],
+    },
+    Profile {
+        name: "mail",
+        about: "small files of many users: half read, half written, and each made durable",
+        loads: &[(
+            "mail",
+            &[
+                ("rw", "randrw"),
+                ("bssplit", "4k/50:16k/30:64k/20"),
+                ("iodepth", "1"),
+                ("numjobs", "8"),
+                ("fsync", "4"),
+            ],
+        )],
+    },
+    Profile {
+        name: "streaming",
+        about: "large sequential reads of a few viewers, and one recording",
+        loads: &[
+            (
+                "streaming view",
+                &[
+                    ("rw", "read"),
+                    ("bs", "1M"),
+                    ("iodepth", "4"),
+                    ("numjobs", "4"),
+                ],
+            ),
+            (
+                "streaming record",
+                &[("rw", "write"), ("bs", "1M"), ("iodepth", "4")],
+            ),
+        ],
+    },
+];
+
+impl Profile {
+    /// The profile of a name.
+    ///
+    /// # Errors
+    /// Which there are.
+    pub fn of(name: &str) -> Result<Profile, String> {
+        let names: Vec<_> = PROFILES.iter().map(|profile| profile.name).collect();
+        let found = PROFILES.into_iter().find(|profile| profile.name == name);
+        found.ok_or_else(|| not_one_of(name, &names))
+    }
+
+    /// Its loads.
+    pub fn workloads(&self) -> Vec<Workload> {
+        let load = |(name, settings): &(&str, &[(&str, &str)])| {
+            let mut workload = Workload {
+                name: (*name).into(),
+                ..Workload::default()
+            };
+            for (key, value) in *settings {
+                let set = workload.set(key, value);
+                assert!(set.is_ok(), "{name}: {set:?}");
+            }
+            workload
+        };
+        self.loads.iter().map(load).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_say_what_is_unusual() {
+        let mut workload = Workload {
+            iodepth: 8,
+            ..Workload::default()
+        };
+        assert_eq!(workload.clone().named().name, "randread 4k, depth 8");
+        workload.set("numjobs", "4").unwrap();
+        workload.set("rate", "500").unwrap();
+        workload.set("arrival", "poisson").unwrap();
+        let name = workload.named().name;
+        assert_eq!(
+            name,
+            "randread 4k, depth 8, numjobs 4, rate 500, arrival poisson"
+        );
+    }
+
+    #[test]
+    fn nothing_in_a_value_starts_another_option() {
+        let mut workload = Workload::default();
+        for (key, value) in [
+            ("distribution", "zipf\nexec=x"),
+            ("bssplit", "4k/1\nx"),
+            ("engine", "exec"),
+        ] {
+            assert!(workload.set(key, value).is_err(), "{key}");
+        }
+    }
+
+    #[test]
+    fn profiles_are_sound_and_named_apart() {
+        for profile in PROFILES {
+            let loads = profile.workloads();
+            let mut names: Vec<_> = loads.iter().map(|load| load.name.clone()).collect();
+            names.dedup();
+            assert_eq!(names.len(), loads.len(), "{}", profile.name);
+        }
+        assert!(matches!(Profile::of("databse"), Err(said) if said.contains("'database'")));
+    }
+
+    #[test]
+    fn a_job_file_that_writes_is_known_to() {
+        let job = |text: &str| {
+            Workload {
+                job: Some(text.into()),
+                ..Workload::default()
+            }
+            .writes()
+        };
+        assert!(job("[a]\nrw = randwrite\n") && job("[a]\nrw=read\n[b]\nreadwrite=rw\n"));
+        assert!(!job("[a]\nrw=randread\nbs=4k\n") && !job("[a]\nbs=4k\n"));
+    }
+}

@@ -1,0 +1,206 @@
+//! What runs when: blocks, in which every configuration that still matters is booted once, in random order.
+//!
+//! What drifts (temperature, a neighbour, the wear of an SSD) then meets all configurations alike, and pairs within a
+//! block do not see it. The first configuration runs twice in each block, as if it were two: what the report finds
+//! between these, it knows to be noise.
+
+use std::time::Duration;
+
+use crate::plan::Plan;
+use crate::stats::judge::pairs_needed;
+use crate::stats::{Judge, Rng, Verdict};
+
+/// One guest's life: a configuration is booted, and loads run in it one after the other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Boot {
+    /// Which arm: an index of the plan's cases, or one more for the first case's twin.
+    pub arm: usize,
+    /// Indexes of the plan's loads, in the order in which they run.
+    pub workloads: Vec<usize>,
+}
+
+/// The shape of a plan: all that the order of its runs depends on.
+#[derive(Clone, Debug)]
+pub struct Schedule {
+    arms: usize,
+    workloads: usize,
+    contrasts: Vec<(usize, usize)>,
+    seed: u64,
+}
+
+impl Schedule {
+    /// For a plan.
+    pub fn of(plan: &Plan, seed: u64) -> Self {
+        Self::new(
+            plan.cases.len(),
+            plan.workloads.len(),
+            &plan.contrasts,
+            seed,
+        )
+    }
+
+    /// For so many cases and loads. The comparison of the first case with its twin is put in front.
+    pub fn new(cases: usize, workloads: usize, contrasts: &[(usize, usize)], seed: u64) -> Self {
+        let twins = (0, cases);
+        let contrasts = std::iter::once(twins)
+            .chain(contrasts.iter().copied())
+            .collect();
+        Self {
+            arms: cases + 1,
+            workloads,
+            contrasts,
+            seed,
+        }
+    }
+
+    /// Which arms are compared; the first pair are the twins.
+    pub fn contrasts(&self) -> &[(usize, usize)] {
+        &self.contrasts
+    }
+
+    /// Comparisons under each load: what a [`Judge`] has to decide on. A comparison's number is
+    /// `contrast * workloads + workload`.
+    pub fn questions(&self) -> usize {
+        self.contrasts.len() * self.workloads
+    }
+
+    /// The runs of a block. Of `open` questions only; all of them are open in the first.
+    pub fn block(&self, number: u32, open: impl Fn(usize) -> bool) -> Vec<Boot> {
+        let mut rng = Rng::new(self.seed ^ (u64::from(number) << 40));
+        let matters = |arm: usize, load: usize| {
+            let mut pairs = self.contrasts.iter().enumerate();
+            pairs.any(|(index, (from, to))| {
+                (*from == arm || *to == arm) && open(index * self.workloads + load)
+            })
+        };
+        let mut boots: Vec<Boot> = (0..self.arms)
+            .map(|arm| Boot {
+                arm,
+                workloads: (0..self.workloads)
+                    .filter(|load| matters(arm, *load))
+                    .collect(),
+            })
+            .filter(|boot| !boot.workloads.is_empty())
+            .collect();
+        rng.shuffle(&mut boots);
+        // The same order of loads for all, or a pair's sides would differ in what ran before them.
+        let mut order: Vec<usize> = (0..self.workloads).collect();
+        rng.shuffle(&mut order);
+        for boot in &mut boots {
+            boot.workloads
+                .sort_by_key(|load| order.iter().position(|other| other == load));
+        }
+        boots
+    }
+
+    /// Questions that the judge has not answered.
+    pub fn open(verdicts: &[Verdict]) -> Vec<bool> {
+        verdicts
+            .iter()
+            .map(|verdict| *verdict == Verdict::Undecided)
+            .collect()
+    }
+
+    /// Gives a judge the pairs of a block: `sample(arm, load)` is what was measured, better if larger.
+    pub fn judge(&self, judge: &mut Judge, sample: impl Fn(usize, usize) -> Option<f64>) {
+        for (index, (from, to)) in self.contrasts.iter().enumerate() {
+            for load in 0..self.workloads {
+                if let (Some(from), Some(to)) = (sample(*from, load), sample(*to, load))
+                    && from > 0.0
+                    && to > 0.0
+                {
+                    judge.pair(index * self.workloads + load, (to / from).ln());
+                }
+            }
+        }
+    }
+}
+
+/// What a plan will take, before anything is known.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Estimate {
+    /// Runs of a block that leaves nothing out.
+    pub runs: usize,
+    /// How long such a block takes.
+    pub block: Duration,
+    /// Blocks that find the plan's effect under the plan's noise; `None` if its budget is too small for it.
+    pub blocks: Option<usize>,
+    /// Blocks that the budget allows.
+    pub affordable: usize,
+}
+
+/// Estimates a plan's time, with guests that take `boot` to come up and go.
+pub fn estimate(plan: &Plan, boot: Duration) -> Estimate {
+    let schedule = Schedule::of(plan, 0);
+    let runs = schedule.arms * schedule.workloads;
+    let block = boot * schedule.arms as u32 + plan.run_time() * runs as u32;
+    let affordable = (plan.budget.as_secs_f64() / block.as_secs_f64().max(1e-3)) as usize;
+    let affordable = affordable.min(plan.blocks_max as usize);
+    let blocks = pairs_needed(
+        plan.effect,
+        plan.noise,
+        schedule.questions(),
+        plan.blocks_max as usize,
+    );
+    Estimate {
+        runs,
+        block,
+        blocks: blocks.filter(|blocks| *blocks <= affordable),
+        affordable,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_holds_every_arm_once_in_an_order_that_the_seed_gives_again() {
+        let schedule = Schedule::new(3, 4, &[(0, 1), (0, 2)], 9);
+        let block = schedule.block(0, |_| true);
+        let mut arms: Vec<_> = block.iter().map(|boot| boot.arm).collect();
+        arms.sort_unstable();
+        assert_eq!(arms, [0, 1, 2, 3]);
+        assert!(
+            block
+                .iter()
+                .all(|boot| boot.workloads == block[0].workloads && boot.workloads.len() == 4)
+        );
+        assert_eq!(block, schedule.block(0, |_| true));
+        let orders: std::collections::BTreeSet<Vec<usize>> = (0..200)
+            .map(|n| {
+                schedule
+                    .block(n, |_| true)
+                    .iter()
+                    .map(|boot| boot.arm)
+                    .collect()
+            })
+            .collect();
+        assert_eq!(orders.len(), 24, "all orders come up");
+    }
+
+    #[test]
+    fn what_is_decided_runs_no_more() {
+        let schedule = Schedule::new(3, 2, &[(0, 1), (0, 2)], 9);
+        // Question 5: case 0 against case 2 under load 1.
+        let block = schedule.block(3, |question| question == 5);
+        let mut arms: Vec<_> = block
+            .iter()
+            .map(|boot| (boot.arm, boot.workloads.clone()))
+            .collect();
+        arms.sort();
+        assert_eq!(arms, [(0, vec![1]), (2, vec![1])]);
+        assert!(schedule.block(3, |_| false).is_empty());
+    }
+
+    #[test]
+    fn pairs_reach_the_judge_where_both_sides_were_measured() {
+        let schedule = Schedule::new(2, 1, &[(0, 1)], 9);
+        let mut judge = Judge::new(schedule.questions(), 10, 0.03);
+        for _ in 0..5 {
+            schedule.judge(&mut judge, |arm, _| [Some(100.0), Some(200.0), None][arm]);
+        }
+        assert_eq!((judge.pairs(0), judge.pairs(1)), (0, 5));
+        assert_eq!(judge.verdicts(), [Verdict::Undecided, Verdict::Gain]);
+    }
+}

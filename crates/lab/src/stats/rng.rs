@@ -1,0 +1,90 @@
+//! Random numbers that are the same for the same seed, in every version of this program: a recorded seed gives the
+//! recorded order again.
+
+/// xoshiro256++ (Blackman and Vigna, 2019), seeded by splitmix64.
+#[derive(Clone, Debug)]
+pub struct Rng([u64; 4]);
+
+impl Rng {
+    /// A generator from a seed.
+    pub fn new(seed: u64) -> Self {
+        let mut state = seed;
+        Self([(); 4].map(|()| {
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut word = state;
+            word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            word ^ (word >> 31)
+        }))
+    }
+
+    /// 64 random bits.
+    pub fn bits(&mut self) -> u64 {
+        let [a, b, c, d] = &mut self.0;
+        let result = a.wrapping_add(*d).rotate_left(23).wrapping_add(*a);
+        let shifted = *b << 17;
+        *c ^= *a;
+        *d ^= *b;
+        *b ^= *c;
+        *a ^= *d;
+        *c ^= shifted;
+        *d = d.rotate_left(45);
+        result
+    }
+
+    /// A number below `end`, which is not 0.
+    pub fn below(&mut self, end: usize) -> usize {
+        // The bias is below 2^-40 for all that is shuffled here.
+        ((u128::from(self.bits()) * end as u128) >> 64) as usize
+    }
+
+    /// A number from 0 to 1, without 1.
+    pub fn unit(&mut self) -> f64 {
+        (self.bits() >> 11) as f64 / (1_u64 << 53) as f64
+    }
+
+    /// A number of the normal distribution with mean 0 and deviation 1 (Box and Muller).
+    pub fn normal(&mut self) -> f64 {
+        let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
+        radius * (std::f64::consts::TAU * self.unit()).cos()
+    }
+
+    /// Brings items into any order, each as likely (Fisher and Yates).
+    pub fn shuffle<T>(&mut self, items: &mut [T]) {
+        for end in (2..=items.len()).rev() {
+            items.swap(end - 1, self.below(end));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Rng;
+
+    #[test]
+    fn a_seed_gives_the_same_order_for_ever() {
+        let mut order: Vec<u8> = (0..8).collect();
+        Rng::new(7).shuffle(&mut order);
+        assert_eq!(order, [7, 5, 6, 3, 2, 4, 1, 0]);
+    }
+
+    #[test]
+    fn shuffles_are_fair_and_normals_normal() {
+        let mut rng = Rng::new(1);
+        let mut first = [0_u32; 5];
+        let (mut sum, mut squares) = (0.0, 0.0);
+        for _ in 0..50_000 {
+            let mut items = [0, 1, 2, 3, 4];
+            rng.shuffle(&mut items);
+            first[items[0]] += 1;
+            let x = rng.normal();
+            sum += x;
+            squares += x * x;
+        }
+        assert!(
+            first.iter().all(|n| (9_700..10_300).contains(n)),
+            "{first:?}"
+        );
+        assert!((sum / 50_000.0).abs() < 0.02 && (squares / 50_000.0 - 1.0).abs() < 0.03);
+    }
+}
