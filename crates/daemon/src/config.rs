@@ -18,6 +18,7 @@ use toml::de::{DeTable, DeValue};
 
 use crate::cpus::Cpus;
 use crate::limits;
+use crate::metrics;
 use crate::spec::{self, DiskSpec};
 use crate::together::check_together;
 
@@ -140,7 +141,11 @@ impl Config {
                     config.poll_max = Some(Duration::from_micros(us));
                 }
                 "control" => config.control = Some(scalar()?.into()),
-                "metrics" => config.metrics = Some(parsed(name, value, &scalar()?)?),
+                "metrics" => {
+                    let address = metrics::address(&scalar()?);
+                    let mistake = |e| Mistake::new(value.span(), format!("{name}: {e}"));
+                    config.metrics = Some(address.map_err(mistake)?);
+                }
                 "allow-backing" => {
                     config.allow_backing = paths(name, value)?;
                 }

@@ -45,7 +45,7 @@ pub fn qemu(name: &str, socket: &str, queues: u16, queue_size: u16) -> Vec<Strin
         "-machine",
         "q35,memory-backend=mem",
         "-chardev",
-        &format!("socket,id={name},path={socket}"),
+        &format!("socket,id={name},path={socket},reconnect-ms=1000"),
         "-device",
         &format!("vhost-user-blk-pci,chardev={name},num-queues={queues},queue-size={queue_size}"),
     ]
@@ -80,23 +80,36 @@ fn escape(text: &str) -> String {
 /// All of it for a person.
 pub fn text(disks: &[Ready]) -> String {
     let mut text = String::new();
-    for disk in disks {
+    for (i, disk) in disks.iter().enumerate() {
         let access = if disk.readonly { ", read-only" } else { "" };
+        // A VM's memory is said once, however many of the disks it gets.
+        let first = i == 0;
+        let (qemu, libvirt) = match first {
+            true => (
+                "size= and -m are the VM's memory; before QEMU 9.2, reconnect=1 takes the place of reconnect-ms=1000",
+                "memoryBacking in the domain, the rest in its devices",
+            ),
+            false => (
+                "and the memory of the first, once for each VM",
+                "and the memoryBacking of the first",
+            ),
+        };
         text += &format!(
-            "disk {}: {} ({}, {}{access}) at {}\n\n  QEMU (size= and -m are the VM's memory):\n",
+            "disk {}: {} ({}, {}{access}) at {}\n\n  QEMU ({qemu}):\n",
             disk.name,
             disk.file,
             disk.format,
             format_size(disk.size),
             disk.socket.display(),
         );
-        for pair in disk.qemu.chunks(2) {
+        let of_memory = |name: &str| ["-object", "-m", "-machine"].contains(&name);
+        for pair in disk.qemu.chunks(2).filter(|p| first || !of_memory(&p[0])) {
             text += &format!("    {} {} \\\n", pair[0], quote(&pair[1]));
         }
-        text += "\n  libvirt (memoryBacking in the domain, the rest in its devices):\n";
+        text += &format!("\n  libvirt ({libvirt}):\n");
         let libvirt = &disk.libvirt;
         let elements = [
-            Some(&libvirt.memory_backing),
+            Some(&libvirt.memory_backing).filter(|_| first),
             libvirt.memballoon.as_ref(),
             Some(&libvirt.disk),
         ];

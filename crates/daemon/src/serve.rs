@@ -75,7 +75,7 @@ pub struct Args {
     control: Option<PathBuf>,
 
     /// Where Prometheus finds metrics, as in 127.0.0.1:9747; they are not protected, and name your disks
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", value_parser = metrics::address)]
     metrics: Option<SocketAddr>,
 
     /// Directory where backing files and data files may be that images name, or below; repeatable; none for no
