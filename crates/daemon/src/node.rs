@@ -13,8 +13,8 @@ use block::{Backing, BlockSizeError, CacheMode, Discard, DiskFacts, format_size}
 use datapath::{Disk, Options, Replacement};
 use engine::{Choice, ChoiceError, DiskFile, OpenError, Support, choose};
 use image::{
-    Chain, ChainError, ChainOptions, Damage, Format, Image, ImageError, LayerFormat, Progress, Top,
-    UnknownFormat, Zeroing,
+    Chain, ChainError, ChainOptions, Damage, Format, Image, LayerFormat, Progress, Top,
+    UnknownFormat,
 };
 use thiserror::Error;
 use tracing::{info, warn};
@@ -302,7 +302,7 @@ impl Node {
         };
         let now = file.size().map_err(|e| format!("finding its size: {e}"))?;
         if let Some(chain) = self.image.chain() {
-            return grow_chain(chain, size).map_err(|e| e.to_string());
+            return chain.grow_zeroed(size).map_err(|e| e.to_string());
         }
         match size.cmp(&now) {
             Ordering::Less => Err(format!(
@@ -423,20 +423,6 @@ fn chain_facts(chain: &Chain, files: &[Arc<DiskFile>]) -> DiskFacts {
             ..all
         },
     )
-}
-
-/// Makes a disk longer. What is new of it reads as zeroes, whatever is below.
-fn grow_chain(chain: &Chain, size: u64) -> Result<(), ImageError> {
-    let mut new = chain.grow(size)?;
-    while !new.is_empty() {
-        let why = Zeroing::Zeroes { unmap: true };
-        let (done, waiting) = chain.zero(new.start, new.end - new.start, why)?;
-        new.start += done;
-        if let (Some(waiting), Some(image)) = (waiting, chain.image()) {
-            image.wait(&waiting);
-        }
-    }
-    chain.flush()
 }
 
 fn duplicate(file: &DiskFile, filename: &str) -> Result<OwnedFd, NodeError> {

@@ -261,6 +261,47 @@ fn overlays_copy_what_they_write_beside_and_leave_what_is_below_alone() {
     assert!(content(0, 8 * MIB as usize) == std::fs::read(images.path("base.raw")).unwrap());
 }
 
+/// Files may end anywhere, also where O_DIRECT cannot read: a raw backing file, and the image itself behind the last
+/// byte that was written. What is not there reads as zeroes.
+#[test]
+fn files_may_end_in_the_middle_of_a_block() {
+    for cache in ["none", "writeback"] {
+        let images = Images::new();
+        let base = MIB + 100;
+        images.raw("base.raw", base);
+        let create = "create -q -f qcow2 -o cluster_size=4k -b base.raw -F raw disk.qcow2 2M";
+        images.qemu_img(&create.split(' ').collect::<Vec<_>>());
+        let alone = "convert -f raw -O qcow2 base.raw alone.qcow2";
+        images.qemu_img(&alone.split(' ').collect::<Vec<_>>());
+        // In the middle of its last cluster.
+        let file = std::fs::OpenOptions::new()
+            .write(true)
+            .open(images.path("alone.qcow2"));
+        let file = file.unwrap();
+        file.set_len(file.metadata().unwrap().len() - 64 * 1024 + 300)
+            .unwrap();
+        for (image, beside) in [("disk.qcow2", MIB + 1024), ("alone.qcow2", MIB - 512)] {
+            images.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", image, "model.raw"]);
+            let mut model = Model(std::fs::read(images.path("model.raw")).unwrap());
+            let (mut server, mut device) = images.serve(image, &format!(",cache={cache}"));
+            let queue = &mut device.queues[0];
+            model.compare(queue);
+            for len in [512, 1024, 4096] {
+                let at = (base - base % 512 + 512 - len) as usize;
+                let there = read(queue, at as u64, len as usize);
+                assert!(there == model.0[at..at + len as usize], "{image} {at}");
+            }
+            // Beside it, in the same cluster.
+            model.write(queue, beside, &content(7, 512));
+            model.compare(queue);
+            drop(device);
+            assert!(server.terminate().unwrap().success(), "{}", server.log());
+            model.save(&images, "model.raw");
+            images.check(image, "model.raw");
+        }
+    }
+}
+
 /// Both queues, on two threads, write to the same clusters at the same time, each its own sectors.
 #[test]
 fn writes_of_two_queues_to_one_cluster_are_both_there() {

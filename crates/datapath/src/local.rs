@@ -30,6 +30,8 @@ pub(crate) struct Local {
     pub syncing: bool,
     /// Requests that wait for a bounce buffer: queue and slot.
     pub starved: VecDeque<(usize, u16)>,
+    /// Requests that go on with zeroes: queue and slot.
+    pub zeroing: VecDeque<(usize, u16)>,
     /// Bounce buffers that its requests have.
     pub bounces: usize,
 }
@@ -64,6 +66,9 @@ impl<E: Engine> Worker<E> {
                 .unsettled
                 .reserve(local.requests - local.unsettled.len());
             local.starved.reserve(local.requests - local.starved.len());
+            if disk.image.chain().is_some() {
+                local.zeroing.reserve(local.requests - local.zeroing.len());
+            }
         }
         Ok(place)
     }
@@ -94,6 +99,7 @@ impl<E: Engine> Worker<E> {
             unsettled: VecDeque::new(),
             syncing: false,
             starved: VecDeque::new(),
+            zeroing: VecDeque::new(),
             bounces: 0,
         });
         let free = self.locals.iter().position(Option::is_none);
@@ -134,6 +140,7 @@ impl<E: Engine> Worker<E> {
             return;
         }
         debug_assert!(local.unsettled.is_empty() && local.starved.is_empty());
+        debug_assert!(local.zeroing.is_empty());
         for file in local.files.drain(..) {
             self.engine.detach(file);
             local.file = local.file.filter(|&f| f != file);

@@ -18,6 +18,8 @@ use guest::blk::Status;
 use image::{Allocation, Chain, ImageError, Pin, Place, Prepared, Waiting, WritePlace, Zeroing};
 
 use crate::clock::now_ns;
+use crate::fetch::Fetched;
+use crate::local::Local;
 use crate::queue::Queue;
 use crate::slow::{For, Outcome};
 use crate::worker::Worker;
@@ -26,6 +28,10 @@ use crate::zeroes;
 /// Largest write that is put together of the guest's bytes and of what stands beside them, in bytes.
 /// Beyond, the copy costs more than a second write.
 const MERGE_MAX: u64 = 256 << 10;
+
+/// Bytes that a thread zeroes of its guests' memory in one turn, so that what else it serves waits for
+/// no more than that.
+const ZEROES_PER_TURN: u64 = 1 << 20;
 
 /// What any file accepts as alignment of a buffer.
 const ALIGNMENT: usize = 4096;
@@ -163,6 +169,8 @@ enum Next {
     Submit,
     /// Its piece reads as zeroes, and they are there.
     Go,
+    /// Its piece reads as zeroes, but first it is somebody else's turn.
+    Later,
     /// Nothing, before the slow lane has done this.
     Slow(Box<dyn FnOnce() -> Outcome + Send>),
     Fail(i32),
@@ -211,8 +219,9 @@ impl<E: Engine> Worker<E> {
             if piece.rest == 0 {
                 return self.moved(number, slot);
             }
-            match next(queue, slot, &self.locals) {
+            match next(queue, slot, &self.locals, &mut self.zeroes_left) {
                 Next::Go => {}
+                Next::Later => return self.zero_later(number, slot),
                 Next::Submit if self.engine.room() == 0 => return self.starve(number, slot),
                 Next::Submit => return self.submit(number, slot),
                 Next::Slow(job) => {
@@ -226,6 +235,33 @@ impl<E: Engine> Worker<E> {
                     return self.finish(number, slot, Status::IoError, -errno);
                 }
             }
+        }
+    }
+
+    fn zero_later(&mut self, number: usize, slot: u16) {
+        if let Some(queue) = &self.queues[number]
+            && let Some(local) = &mut self.locals[queue.local]
+        {
+            local.zeroing.push_back((number, slot));
+            self.zeroing += 1;
+        }
+    }
+
+    /// Goes on with requests that read more zeroes than one turn allows, of each disk in turn.
+    pub fn zero_on(&mut self) -> Fetched {
+        self.zeroes_left = ZEROES_PER_TURN;
+        while self.zeroing > 0 && self.zeroes_left > 0 {
+            self.zeroed = (self.zeroed + 1) % self.locals.len();
+            if let Some(local) = &mut self.locals[self.zeroed]
+                && let Some((number, slot)) = local.zeroing.pop_front()
+            {
+                self.zeroing -= 1;
+                self.step(number, slot);
+            }
+        }
+        match self.zeroing {
+            0 => Fetched::Nothing,
+            _ => Fetched::More,
         }
     }
 
@@ -408,13 +444,14 @@ impl Queue {
 }
 
 /// Looks up the next piece of a request.
-fn next(queue: &mut Queue, slot: u16, locals: &[Option<crate::local::Local>]) -> Next {
+fn next(queue: &mut Queue, slot: u16, locals: &[Option<Local>], zeroes_left: &mut u64) -> Next {
     let Queue {
         disk,
         ring,
         slots,
         pieces,
         local,
+        alignment,
         ..
     } = queue;
     let (s, piece) = (slots.get(slot), &mut pieces[usize::from(slot)]);
@@ -427,11 +464,23 @@ fn next(queue: &mut Queue, slot: u16, locals: &[Option<crate::local::Local>]) ->
     let (at, rest) = (piece.at, piece.rest);
     match s.request {
         Request::Read { .. } => match chain.map(pin, at, rest) {
-            Place::Data { file, at, len } => {
-                begin(s, piece, local.files[usize::from(file.0)], at, len);
-                Next::Submit
-            }
+            Place::Data {
+                file,
+                at: from,
+                len,
+            } => match whole_blocks(from, len, alignment.len) {
+                Ok(len) => {
+                    begin(s, piece, local.files[usize::from(file.0)], from, len);
+                    Next::Submit
+                }
+                Err(len) => {
+                    let chain = chain.clone();
+                    slow(move || part_of_block(&chain, at, len).map(Outcome::Bytes))
+                }
+            },
+            Place::Zero { .. } if *zeroes_left == 0 => Next::Later,
             Place::Zero { len } => {
+                let len = zeroes_now(len, zeroes_left);
                 whole_or_cut(s, piece, len);
                 ring.zero(s.segments());
                 piece.at += len;
@@ -504,6 +553,32 @@ fn slow(job: impl FnOnce() -> Result<Outcome, ImageError> + Send + 'static) -> N
 fn begin(s: &mut crate::slot::Slot, piece: &mut Piece, file: FileId, at: FileOffset, len: u64) {
     whole_or_cut(s, piece, len);
     (s.at, s.left, piece.file) = (at, len, file);
+}
+
+/// So many of `len` bytes of zeroes are written now.
+fn zeroes_now(len: u64, left: &mut u64) -> u64 {
+    let now = len.min(*left);
+    *left -= now;
+    now
+}
+
+/// How many of these bytes the engine can read; or, as an error, how many it cannot read alone: those of
+/// one block of the file, where a raw file ends or the piece begins in the middle of one.
+fn whole_blocks(at: FileOffset, len: u64, block: u32) -> Result<u64, u64> {
+    let block = u64::from(block);
+    match (at.0 % block, len - len % block) {
+        (0, 0) => Err(len),
+        (0, whole) => Ok(whole),
+        (skip, _) => Err(len.min(block - skip)),
+    }
+}
+
+fn part_of_block(chain: &Chain, at: u64, len: u64) -> Result<Vec<u8>, ImageError> {
+    let mut bytes = vec![0; len as usize];
+    let pin = chain.pins().pin(0);
+    let read = chain.read(&pin, at, &mut bytes);
+    chain.pins().unpin(pin);
+    read.map(|()| bytes)
 }
 
 /// The slot gets the segments of the next `len` bytes.

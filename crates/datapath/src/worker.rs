@@ -55,6 +55,11 @@ pub(crate) struct Worker<E> {
     /// Requests of all disks that wait for a bounce buffer, and the disk whose turn it is.
     pub starved: usize,
     pub fed: usize,
+    /// Requests of all disks that go on with zeroes, the disk whose turn it is, and bytes that may be
+    /// zeroed before others have theirs.
+    pub zeroing: usize,
+    pub zeroed: usize,
+    pub zeroes_left: u64,
     /// Some fdatasync could not begin for want of room.
     pub syncs_postponed: bool,
     /// When guests come back, while nothing is under way.
@@ -99,6 +104,9 @@ impl<E: Engine> Worker<E> {
             holds: Vec::new(),
             starved: 0,
             fed: 0,
+            zeroing: 0,
+            zeroed: 0,
+            zeroes_left: 0,
             syncs_postponed: false,
             guests: Learned::new(poll_max),
             operations: Learned::new(poll_max),
@@ -151,7 +159,7 @@ impl<E: Engine> Worker<E> {
 
     /// The path of one I/O, for as many as are there at each stage.
     fn turn(&mut self) -> io::Result<()> {
-        let fetched = self.fetch().max(self.admit());
+        let fetched = self.fetch().max(self.admit()).max(self.zero_on());
         self.notify();
         self.wait(fetched)?;
         self.complete();

@@ -9,8 +9,10 @@ use std::sync::Arc;
 
 use image::{Gate, LayerFormat, Zeroing, check};
 use support::memory::{Event, Memory, Replay};
-use support::random::Random;
-use support::{Disk, READ, WRITE, qemu, variants};
+use support::{Disk, READ, WRITE};
+use testkit::faulty::{Random, seeds};
+use testkit::images as variants;
+use testkit::qemu_img as qemu;
 
 /// Moments for each kind of image and seed; at each, three things that may be left.
 const CUTS: usize = 100;
@@ -92,7 +94,7 @@ fn story(variant: &variants::Variant, seed: u64, directory: &Path) -> Story {
     let disk = open(&memory, directory, WRITE);
     let old = disk.content().unwrap();
     memory.record();
-    let mut random = Random::new(seed);
+    let mut random = Random(seed);
     let mut steps = Vec::new();
     let mut size = disk.chain.size();
     let cluster = disk.chain.image().unwrap().cluster_bytes();
@@ -143,7 +145,7 @@ fn story(variant: &variants::Variant, seed: u64, directory: &Path) -> Story {
 impl Story {
     /// Cuts the power at random moments; returns how often.
     fn cut(&self, directory: &Path) -> usize {
-        let mut random = Random::new(self.seed ^ 0xc0ffee);
+        let mut random = Random(self.seed ^ 0xc0ffee);
         let moments: BTreeSet<usize> = (0..CUTS)
             .map(|_| random.below(self.events.len() as u64 + 1) as usize)
             .collect();
@@ -262,7 +264,7 @@ fn a_power_cut_leaves_a_sound_image_with_all_that_was_flushed() {
         .iter()
         .filter(|v| v.is_one_file() && v.is_small())
     {
-        for seed in Random::seeds(100, 2) {
+        for seed in seeds(100, 2) {
             let directory = tempfile::tempdir().unwrap();
             variant.make_sized(directory.path(), seed, DISK_BYTES);
             let story = story(variant, seed, directory.path());
@@ -270,7 +272,7 @@ fn a_power_cut_leaves_a_sound_image_with_all_that_was_flushed() {
         }
     }
     println!("{cuts} power cuts");
-    let least = if std::env::var_os("RINGDISK_SEED").is_some() {
+    let least = if std::env::var_os("RINGDISK_TEST_SEED").is_some() {
         1
     } else {
         10_000

@@ -6,8 +6,10 @@ mod support;
 use std::path::Path;
 
 use image::Zeroing;
-use support::random::Random;
-use support::{Disk, READ, WRITE, qemu, variants};
+use support::{Disk, READ, WRITE};
+use testkit::faulty::Random;
+use testkit::images as variants;
+use testkit::qemu_img as qemu;
 
 fn for_all(test: &str, mut check: impl FnMut(&variants::Variant, &Path)) {
     if !qemu::is_there(test) {
@@ -51,7 +53,7 @@ fn every_kind_is_sound_after_writes() {
     for_all("every_kind_is_sound_after_writes", |variant, directory| {
         let file = directory.join("disk.qcow2");
         let mut want = qemu::content(directory, "disk.qcow2", "qcow2");
-        let mut random = Random::new(2);
+        let mut random = Random(2);
         for round in 0..3 {
             let disk = Disk::open(&file, WRITE).unwrap();
             for number in 0..150_u64 {
@@ -118,7 +120,7 @@ fn snapshots_keep_what_they_had() {
         let before = all();
         let disk = Disk::open(&directory.join("disk.qcow2"), WRITE).unwrap();
         let size = disk.chain.size();
-        let mut random = Random::new(4);
+        let mut random = Random(4);
         for _ in 0..200 {
             let (at, len) = random.range(size, 4096);
             match random.below(3) {

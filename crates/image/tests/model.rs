@@ -8,8 +8,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use image::{Gate, LayerFormat, Zeroing, check};
 use support::memory::Memory;
-use support::random::Random;
-use support::{Disk, How, WRITE, qemu, variants};
+use support::{Disk, How, WRITE};
+use testkit::faulty::{Random, seeds};
+use testkit::images as variants;
+use testkit::qemu_img as qemu;
 
 /// So small a cache that slices come and go.
 const TIGHT: How = How {
@@ -32,7 +34,7 @@ fn threads_do_not_disturb_each_other() {
     }
     const THREADS: u64 = 4;
     for variant in variants::ALL.iter().filter(|v| v.is_small()) {
-        for seed in Random::seeds(500, 1) {
+        for seed in seeds(500, 1) {
             println!("{test}: {} seed {seed}", variant.name);
             let directory = tempfile::tempdir().unwrap();
             let directory = directory.path();
@@ -84,7 +86,7 @@ fn pieces(size: u64, thread: u64, threads: u64) -> impl Iterator<Item = std::ops
 
 /// One thread's operations on its pieces; returns the disk as this thread left it.
 fn work(disk: &Disk, start: &[u8], thread: u64, threads: u64, seed: u64) -> Vec<u8> {
-    let mut random = Random::new(seed << 8 | thread);
+    let mut random = Random(seed << 8 | thread);
     let mut want = start.to_vec();
     let all: Vec<_> = pieces(start.len() as u64, thread, threads).collect();
     for number in 0..150_u64 {
@@ -126,13 +128,13 @@ fn a_failing_file_costs_no_more_than_what_failed() {
         .iter()
         .filter(|v| v.is_one_file() && v.is_small())
     {
-        for seed in Random::seeds(900, 3) {
+        for seed in seeds(900, 3) {
             let directory = tempfile::tempdir().unwrap();
             let directory = directory.path();
             variant.make_sized(directory, 9, 256 << 10);
             let place = format!("{} seed {seed}", variant.name);
             let memory = Memory::new(std::fs::read(directory.join("disk.qcow2")).unwrap());
-            let mut random = Random::new(seed);
+            let mut random = Random(seed);
             let mut disk = open(&memory, directory, WRITE);
             let size = disk.chain.size();
             let cluster = disk.chain.image().unwrap().cluster_bytes();

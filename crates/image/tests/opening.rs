@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use image::{Gate, LayerFormat, Zeroing};
-use support::{Disk, HostFile, How, READ, WRITE, qemu};
+use support::{Disk, HostFile, How, READ, WRITE};
+use testkit::qemu_img as qemu;
 
 fn patch(path: &Path, at: u64, bytes: &[u8]) {
     let mut file = fs::File::options().write(true).open(path).unwrap();

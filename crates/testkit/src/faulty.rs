@@ -57,6 +57,10 @@ pub struct MemoryDisk {
     pub cannot_zero: bool,
     /// The engine itself fails, and not an operation.
     pub broken: bool,
+    /// Times that completions were asked for.
+    pub turns: u64,
+    /// What is written behind its end makes it longer, as a file.
+    pub grows: bool,
     /// By sector: the number of the last write that is not stable yet, or 0.
     unstable: Vec<u64>,
     writes: u64,
@@ -77,9 +81,28 @@ impl MemoryDisk {
             submitted: Vec::new(),
             cannot_zero: false,
             broken: false,
+            turns: 0,
+            grows: false,
             unstable: vec![0; len / SECTOR as usize],
             writes: 0,
         }))
+    }
+
+    /// A file with this content, which writes make longer.
+    pub fn file(bytes: Vec<u8>) -> Arc<Mutex<Self>> {
+        let file = Self::new(0);
+        let mut disk = file.lock().unwrap_or_else(|e| e.into_inner());
+        disk.grows = true;
+        disk.set_len(bytes.len());
+        disk.bytes = bytes;
+        drop(disk);
+        file
+    }
+
+    /// Makes it longer or shorter; what is added are zeroes.
+    pub fn set_len(&mut self, len: usize) {
+        self.bytes.resize(len, 0);
+        self.unstable.resize(len.div_ceil(SECTOR as usize), 0);
     }
 
     /// Whether a power cut would leave this range as it is.
@@ -124,9 +147,9 @@ impl MemoryDisk {
 /// The number of a write that no flush makes stable any more.
 const FORGOTTEN: u64 = u64::MAX;
 
-/// The engine. One file is as good as another: all are the same disk.
+/// The engine. Its files are its disks, in turn, in the order in which they are attached.
 pub struct Faulty {
-    disk: Arc<Mutex<MemoryDisk>>,
+    disks: Vec<Arc<Mutex<MemoryDisk>>>,
     faults: Faults,
     random: Random,
     pending: Vec<Pending>,
@@ -138,6 +161,8 @@ pub struct Faulty {
 }
 
 struct Pending {
+    /// Which of the disks it is for.
+    disk: usize,
     token: Token,
     due: u64,
     what: What,
@@ -170,13 +195,21 @@ const ENOSPC: i32 = 28;
 const EOPNOTSUPP: i32 = 95;
 
 impl Faulty {
-    /// An engine over `disk`.
+    /// An engine over `disk`: all files are this one.
     ///
     /// # Errors
     /// There is no epoll instance to be had.
     pub fn new(disk: Arc<Mutex<MemoryDisk>>, faults: Faults, seed: u64) -> io::Result<Self> {
+        Self::over(vec![disk], faults, seed)
+    }
+
+    /// An engine over several disks, at least one.
+    ///
+    /// # Errors
+    /// There is no epoll instance to be had.
+    pub fn over(disks: Vec<Arc<Mutex<MemoryDisk>>>, faults: Faults, seed: u64) -> io::Result<Self> {
         Ok(Self {
-            disk,
+            disks,
             faults,
             random: Random(seed),
             pending: Vec::new(),
@@ -188,8 +221,13 @@ impl Faulty {
         })
     }
 
+    /// Of whatever concerns the engine itself, the first disk tells.
     fn disk(&self) -> MutexGuard<'_, MemoryDisk> {
-        self.disk.lock().unwrap_or_else(|e| e.into_inner())
+        self.disk_of(0)
+    }
+
+    fn disk_of(&self, number: usize) -> MutexGuard<'_, MemoryDisk> {
+        self.disks[number].lock().unwrap_or_else(|e| e.into_inner())
     }
 
     /// Takes what woke up, waiting for it for ever, or not at all.
@@ -212,43 +250,50 @@ impl Faulty {
         Ok(())
     }
 
-    fn execute(&mut self, what: &What) -> i32 {
+    fn execute(&mut self, on: usize, what: &What) -> i32 {
         if self.random.strikes(self.faults.again) {
-            self.disk().struck[1] += 1;
+            self.disk_of(on).struck[1] += 1;
             return -[EAGAIN, EINTR][self.random.below(2) as usize];
         }
         match what {
             What::Read(at, list) | What::Write(at, list, _) => {
                 let is_write = matches!(what, What::Write(..));
                 let stable = matches!(what, What::Write(_, _, true));
-                self.transfer(*at, &list.segments(), is_write, stable)
+                self.transfer(on, *at, &list.segments(), is_write, stable)
             }
             What::Flush(up_to) => {
-                let failed = self.fails(0, 0, &[EIO]);
-                self.disk().flushed(*up_to, failed.is_some());
+                let failed = self.fails(on, 0, 0, &[EIO]);
+                self.disk_of(on).flushed(*up_to, failed.is_some());
                 failed.map_or(0, |errno| -errno)
             }
-            What::Discard(at, len, stable) => match self.fails(*at, *len, &[EIO, EOPNOTSUPP]) {
+            What::Discard(at, len, stable) => match self.fails(on, *at, *len, &[EIO, EOPNOTSUPP]) {
                 Some(errno) => -errno,
                 // Whether space is given back is the backing's business.
                 None if self.random.below(2) == 0 => 0,
-                None => self.zero(*at, *len, *stable),
+                None => self.zero(on, *at, *len, *stable),
             },
-            What::WriteZeroes(..) if self.disk().cannot_zero => -EOPNOTSUPP,
+            What::WriteZeroes(..) if self.disk_of(on).cannot_zero => -EOPNOTSUPP,
             What::WriteZeroes(at, len, stable) => {
-                match self.fails(*at, *len, &[EIO, ENOSPC, EOPNOTSUPP]) {
+                match self.fails(on, *at, *len, &[EIO, ENOSPC, EOPNOTSUPP]) {
                     Some(errno) => {
                         let part = self.random.below(len / SECTOR + 1) * SECTOR;
-                        self.zero(*at, part, false);
+                        self.zero(on, *at, part, false);
                         -errno
                     }
-                    None => self.zero(*at, *len, *stable),
+                    None => self.zero(on, *at, *len, *stable),
                 }
             }
         }
     }
 
-    fn transfer(&mut self, at: u64, segments: &[Segment], is_write: bool, stable: bool) -> i32 {
+    fn transfer(
+        &mut self,
+        on: usize,
+        at: u64,
+        segments: &[Segment],
+        is_write: bool,
+        stable: bool,
+    ) -> i32 {
         let len: u64 = segments.iter().map(|s| s.len as u64).sum();
         let unit = u64::from(self.faults.length_alignment);
         let address = self.faults.address_alignment as usize;
@@ -257,23 +302,33 @@ impl Faulty {
         };
         if !at.is_multiple_of(unit) || len == 0 || segments.iter().any(bad) {
             let mistake = format!("byte {at}, {segments:x?}");
-            self.disk().mistakes.push(mistake);
+            self.disk_of(on).mistakes.push(mistake);
             return -EINVAL;
         }
         let errnos: &[i32] = if is_write { &[EIO, ENOSPC] } else { &[EIO] };
-        let failed = self.fails(at, len, errnos);
+        let failed = self.fails(on, at, len, errnos);
         let moved = match failed {
             Some(_) => self.random.below(len / unit + 1) * unit,
             None if len > unit && self.random.strikes(self.faults.short) => {
-                self.disk().struck[0] += 1;
+                self.disk_of(on).struck[0] += 1;
                 (1 + self.random.below(len / unit - 1)) * unit
             }
             None => len,
         };
-        let mut disk = self.disk();
+        let mut disk = self.disk_of(on);
+        let (end, mut moved) = ((at + moved) as usize, moved);
+        if disk.grows && end > disk.bytes.len() {
+            match is_write {
+                true => disk.set_len(end),
+                false => moved = (disk.bytes.len() as u64).saturating_sub(at),
+            }
+        }
         let (mut place, mut left) = (at as usize, moved as usize);
         for s in segments {
             let n = s.len.min(left);
+            if n == 0 {
+                break;
+            }
             let bytes = &mut disk.bytes[place..place + n];
             // SAFETY: the submitter promises that the segment stays valid until the completion is reaped, and `n` bytes
             // of it are used; the disk's bytes are nobody else's memory.
@@ -291,19 +346,19 @@ impl Faulty {
         failed.map_or(moved as i32, |errno| -errno)
     }
 
-    fn zero(&self, at: u64, len: u64, stable: bool) -> i32 {
-        let mut disk = self.disk();
+    fn zero(&self, on: usize, at: u64, len: u64, stable: bool) -> i32 {
+        let mut disk = self.disk_of(on);
         disk.bytes[at as usize..(at + len) as usize].fill(0);
         disk.wrote(at, len, stable);
         0
     }
 
-    fn fails(&mut self, at: u64, len: u64, errnos: &[i32]) -> Option<i32> {
+    fn fails(&mut self, on: usize, at: u64, len: u64, errnos: &[i32]) -> Option<i32> {
         if !self.random.strikes(self.faults.fail) {
             return None;
         }
         let errno = errnos[self.random.below(errnos.len() as u64) as usize];
-        let mut disk = self.disk();
+        let mut disk = self.disk_of(on);
         disk.struck[2] += 1;
         // Whom the failure of a flush concerns is the submitter's business.
         if len > 0 {
@@ -361,10 +416,11 @@ impl Engine for Faulty {
     unsafe fn submit(&mut self, file: FileId, op: Op<'_>, token: Token) {
         assert!(self.room() > 0, "more is submitted than there is room for");
         self.disk().submitted.push(file.0);
+        let disk = file.0 as usize % self.disks.len();
         let what = match op {
             Op::Read { at, to } => What::Read(at.0, List::new(to)),
             Op::Write { at, from, stable } => What::Write(at.0, List::new(from), stable),
-            Op::Flush => What::Flush(self.disk().writes),
+            Op::Flush => What::Flush(self.disk_of(disk).writes),
             Op::Discard { at, len, stable } => What::Discard(at.0, len, stable),
             Op::WriteZeroes {
                 at: FileOffset(at),
@@ -372,14 +428,19 @@ impl Engine for Faulty {
                 unmap,
                 stable,
             } => {
-                let zeroed = &mut self.disk().zeroed;
+                let zeroed = &mut self.disk_of(disk).zeroed;
                 zeroed[0] += 1;
                 zeroed[1] += u64::from(unmap);
                 What::WriteZeroes(at, len, stable)
             }
         };
         let due = self.round + self.random.below(self.faults.late + 1);
-        self.pending.push(Pending { token, due, what });
+        self.pending.push(Pending {
+            disk,
+            token,
+            due,
+            what,
+        });
     }
 
     fn push(&mut self) -> io::Result<()> {
@@ -405,6 +466,7 @@ impl Engine for Faulty {
     }
 
     fn reap(&mut self, out: &mut Vec<Completion>) {
+        self.disk().turns += 1;
         while out.len() < out.capacity()
             && let Some(token) = self.woken.pop()
         {
@@ -422,8 +484,10 @@ impl Engine for Faulty {
             let Some(&any) = due.get(self.random.below(due.len().max(1) as u64) as usize) else {
                 return;
             };
-            let Pending { token, what, .. } = self.pending.swap_remove(any);
-            let result = self.execute(&what);
+            let Pending {
+                disk, token, what, ..
+            } = self.pending.swap_remove(any);
+            let result = self.execute(disk, &what);
             out.push(Completion { token, result });
         }
     }
@@ -466,5 +530,34 @@ impl Random {
     /// Whether something happens that happens `often` in 1000 times.
     pub fn strikes(&mut self, often: u32) -> bool {
         self.below(1000) < u64::from(often)
+    }
+
+    /// Whether something happens that happens once in `n` times.
+    pub fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+
+    /// A range on sectors inside a disk, as its start and length in bytes; mostly short, often aligned.
+    pub fn range(&mut self, size: u64, cluster: u64) -> (u64, u64) {
+        let unit = match self.below(4) {
+            0 => cluster.min(size),
+            1 => 4096.min(size),
+            _ => SECTOR,
+        };
+        let at = self.below(size.div_ceil(unit)) * unit;
+        let most = [1, 4, 16, 64][self.below(4) as usize];
+        let len = (1 + self.below(most)) * unit;
+        (at, len.min(size - at))
+    }
+}
+
+/// The seeds to run: the one in the environment, or some from `base` on.
+///
+/// # Panics
+/// What is in the environment is no number.
+pub fn seeds(base: u64, count: u64) -> Vec<u64> {
+    match std::env::var("RINGDISK_TEST_SEED") {
+        Ok(seed) => vec![seed.parse().expect("RINGDISK_TEST_SEED is a number")],
+        Err(_) => (base..base + count).collect(),
     }
 }

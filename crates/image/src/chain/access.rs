@@ -143,6 +143,24 @@ impl Chain {
         Ok((done, None))
     }
 
+    /// Makes the disk longer, durably. What is new of it reads as zeroes, whatever is below. Blocks.
+    ///
+    /// # Errors
+    /// The disk may be longer, and what is new of it not zeroed: its user must not be told, but have it
+    /// tried again.
+    pub fn grow_zeroed(&self, size: u64) -> Result<(), ImageError> {
+        let mut new = self.grow(size)?;
+        while !new.is_empty() {
+            let why = Zeroing::Zeroes { unmap: true };
+            let (done, waiting) = self.zero(new.start, new.end - new.start, why)?;
+            new.start += done;
+            if let (Some(waiting), Some(image)) = (waiting, self.image()) {
+                image.wait(&waiting);
+            }
+        }
+        self.flush()
+    }
+
     /// Writes zeroes like any other data; how many, or whom to wait for first.
     fn write_zeroes(
         &self,

@@ -124,7 +124,9 @@ impl Qcow2 {
         if g.external != data.is_some() {
             return Err(Qcow2Error::DataFile);
         }
-        let block = storage.block();
+        let block = data
+            .iter()
+            .fold(storage.block(), |most, data| most.max(data.block()));
         if !options.read_only && u64::from(block) > g.cluster() {
             let cluster = g.cluster();
             return Err(Qcow2Error::Block { cluster, block });

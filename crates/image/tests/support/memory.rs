@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use block::FileOffset;
 use image::Storage;
 
-use super::random::Random;
+use testkit::faulty::Random;
 
 /// What a crash leaves whole.
 const SECTOR: usize = 512;

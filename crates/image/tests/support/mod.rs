@@ -3,9 +3,6 @@
 #![allow(dead_code, clippy::allow_attributes, reason = "each test uses a part")]
 
 pub mod memory;
-pub mod qemu;
-pub mod random;
-pub mod variants;
 
 use std::fs::File;
 use std::io;

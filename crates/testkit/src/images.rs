@@ -2,11 +2,12 @@
 
 use std::path::Path;
 
-use super::qemu;
-use super::random::Random;
+use crate::faulty::Random;
+use crate::qemu_img as qemu;
 
 /// A kind of image.
 pub struct Variant {
+    /// What to call it.
     pub name: &'static str,
     /// Options of `qemu-img create`.
     options: &'static str,
@@ -32,6 +33,7 @@ const PLAIN: Variant = Variant {
     bitmaps: false,
 };
 
+/// Every kind there is.
 pub const ALL: &[Variant] = &[
     Variant {
         name: "default",
@@ -218,14 +220,17 @@ pub const ALL: &[Variant] = &[
 ];
 
 impl Variant {
+    /// It can be made longer.
     pub fn grows(&self) -> bool {
         !(self.snapshots && self.options.contains("0.10"))
     }
 
+    /// With internal snapshots.
     pub fn has_snapshots(&self) -> bool {
         self.snapshots
     }
 
+    /// With persistent bitmaps.
     pub fn bitmaps(&self) -> bool {
         self.bitmaps
     }
@@ -255,8 +260,11 @@ impl Variant {
     }
 
     /// The same with a disk of another size.
+    ///
+    /// # Panics
+    /// qemu-img or qemu-io fail.
     pub fn make_sized(&self, directory: &Path, seed: u64, size: u64) {
-        let mut random = Random::new(seed);
+        let mut random = Random(seed);
         let mut below: Option<(String, &str)> = None;
         for (number, (options, size)) in self.backing.iter().enumerate().rev() {
             let file = format!("base{number}");

@@ -1,0 +1,9 @@
+//! Disks whose images map, through the whole data path: rings, I/O threads, the slow lane, and storage that fails,
+//! delays and reorders.
+
+mod files;
+mod model;
+mod zeroes;
+
+#[path = "../support/mod.rs"]
+mod support;
