@@ -1,5 +1,7 @@
+use std::any::Any;
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 
 use crate::{Aio, Backing, FileOffset};
 
@@ -14,13 +16,23 @@ pub struct Segment {
 }
 
 /// The submitter's own number for an operation; it comes back with the completion. The highest bit
-/// belongs to the engine.
+/// and bits 56 to 58 belong to the engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Token(pub u64);
 
 /// A file that an engine was given by [`Engine::attach`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileId(pub u32);
+
+/// What holds a disk's bytes where that is no file: a library of its own moves them, and an engine that knows
+/// this kind of holder calls it.
+pub trait Remote: Any + Send + Sync {
+    /// Makes every write that has completed durable, waiting for it.
+    ///
+    /// # Errors
+    /// It could not be made durable.
+    fn sync(&self) -> io::Result<()>;
+}
 
 /// One movement of bytes between memory and a file.
 #[derive(Clone, Copy, Debug)]
@@ -85,6 +97,12 @@ pub trait Engine {
     /// # Errors
     /// The table of files is full, the kernel refused, or the file cannot be served that way.
     fn attach(&mut self, file: BorrowedFd<'_>, backing: Backing, aio: Aio) -> io::Result<FileId>;
+
+    /// The same for what is no file; its id is used like that of one.
+    ///
+    /// # Errors
+    /// The engine does not know this kind, or has no room for it.
+    fn attach_remote(&mut self, remote: &Arc<dyn Remote>) -> io::Result<FileId>;
 
     /// Forgets a file that has nothing in flight.
     fn detach(&mut self, file: FileId);

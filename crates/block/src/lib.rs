@@ -9,7 +9,7 @@ mod throttle;
 mod units;
 mod words;
 
-pub use engine::{Completion, Engine, FileId, Op, Segment, Token};
+pub use engine::{Completion, Engine, FileId, Op, Remote, Segment, Token};
 pub use facts::{Backing, BlockSizeError, DiskFacts};
 pub use request::Request;
 pub use throttle::{Rate, ThrottleError, ThrottleLimits};

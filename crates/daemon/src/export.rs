@@ -103,6 +103,7 @@ impl Export {
         disk.on_error(move |failure| events.emit(&io_error(&its_id, &its_node, failure)));
         let disk = Arc::new(disk);
         let device = Arc::new(ServedDisk::new(disk.clone(), spec.queue_size, threads));
+        tell_changes(&node, &disk, &device);
         let front = Frontends {
             name: id.clone(),
             socket: bound,
@@ -151,6 +152,9 @@ impl Export {
         // Which file holds the disk is what the operator has written down, in the configuration or in
         // the VM's own; there is no record of ours.
         self.disk.replace(&threads, new, || Ok(())).map_err(fail)?;
+        if let Some(rbd) = self.node.rbd() {
+            rbd.on_change(None);
+        }
         self.node = node;
         self.device.tell_size();
         Ok(())
@@ -184,10 +188,26 @@ impl Export {
 
 impl Drop for Export {
     fn drop(&mut self) {
+        if let Some(rbd) = self.node.rbd() {
+            rbd.on_change(None);
+        }
         self.tell_to_stop();
         if let Some(listener) = mem::take(&mut self.listener) {
             let _ = listener.join();
         }
+    }
+}
+
+/// Lets the disk grow, and tells its guest, when an image in a Ceph cluster grows.
+fn tell_changes(node: &Arc<Node>, disk: &Arc<Disk>, device: &Arc<ServedDisk>) {
+    if let Some(rbd) = node.rbd() {
+        let (node, disk, device) = (Arc::downgrade(node), disk.clone(), device.clone());
+        rbd.on_change(Some(Box::new(move || {
+            if let Some(node) = node.upgrade() {
+                node.look_for_growth(&disk);
+                device.tell_size();
+            }
+        })));
     }
 }
 

@@ -583,8 +583,21 @@ impl State {
     /// Whether a disk may be put on its file, so far as the others here are concerned. The locks would tell
     /// too, but neither at once nor by whom it is used.
     fn check_file(&self, spec: &DiskSpec) -> Result<(), HostError> {
-        let FileSpec::Path(path) = &spec.file else {
-            return Ok(());
+        let path = match &spec.file {
+            FileSpec::Path(path) => path,
+            FileSpec::Rbd(location) => {
+                let mut entries = self.nodes.values();
+                let both_read = |node: &Node| node.spec.read_only && spec.read_only;
+                let same = |node: &Node| matches!(&node.spec.file, FileSpec::Rbd(l) if l.same_image(location));
+                return match entries.find(|e| same(&e.node) && !both_read(&e.node)) {
+                    Some(entry) => {
+                        let name = entry.node.name().to_owned();
+                        Err(HostError::FileInUse(location.to_string().into(), name))
+                    }
+                    None => Ok(()),
+                };
+            }
+            FileSpec::Null(_) => return Ok(()),
         };
         let excludes = |node: &Node| !(node.spec.read_only && spec.read_only) && node.is_on(path);
         match self.nodes.values().find(|entry| excludes(&entry.node)) {

@@ -9,6 +9,7 @@ use std::time::Duration;
 use datapath::IoThread;
 use engine::{Engines, Support, UringError};
 use guest::Virtqueue;
+use rbd::WithRbd;
 use rustix::thread::{CpuSet, sched_setaffinity};
 use thiserror::Error;
 
@@ -226,7 +227,8 @@ impl IoThreads {
                 sched_setaffinity(None, &set)
                     .map_err(|e| IoThreadError::Affinity(its_id, cpus, e.into()))?;
             }
-            Engines::new(Support::here()).map_err(IoThreadError::from)
+            let engines = Engines::new(Support::here())?;
+            Ok::<_, IoThreadError>(WithRbd::new(engines)?)
         })?;
         let nodes = self.nodes.clone().filter(|_| spec.cpus.is_empty());
         let thread = NamedThread {

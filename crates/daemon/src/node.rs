@@ -16,6 +16,7 @@ use image::{
     Chain, ChainError, ChainOptions, Damage, Format, Image, LayerFormat, Progress, Top,
     UnknownFormat,
 };
+use rbd::{RbdError, RbdImage};
 use thiserror::Error;
 use tracing::{info, warn};
 
@@ -28,6 +29,8 @@ pub struct Node {
     image: Image,
     /// The file that the operator named.
     file: Option<Arc<DiskFile>>,
+    /// The image in a Ceph cluster that the operator named.
+    rbd: Option<Arc<RbdImage>>,
     /// All files of an image that goes by tables, by their numbers in it.
     files: Vec<Arc<DiskFile>>,
     /// How bytes are moved, and why so.
@@ -52,6 +55,8 @@ pub enum NodeError {
     Aio(String, ChoiceError),
     #[error(transparent)]
     Open(#[from] OpenError),
+    #[error(transparent)]
+    Rbd(#[from] RbdError),
     #[error("{0}: {1}; --allow-backing names directories that are there")]
     Allow(String, io::Error),
     #[error("{0}: cannot {1}: {2}")]
@@ -66,6 +71,7 @@ impl Node {
     pub fn open(spec: DiskSpec, allow: &AllowBacking) -> Result<Self, NodeError> {
         let mut files = Vec::new();
         let mut format = Format::Raw;
+        let mut rbd = None;
         let (image, file, facts, size, filename) = match &spec.file {
             FileSpec::Null(size) => {
                 warn!(
@@ -77,6 +83,20 @@ impl Node {
                 let filename = format!("null:{}", format_size(*size));
                 let facts = null_facts(spec.read_only);
                 (Image::Null, None, facts, *size, filename)
+            }
+            FileSpec::Rbd(location) => {
+                let image = RbdImage::open(rbd::Open {
+                    location: (**location).clone(),
+                    cache: spec.cache,
+                    read_only: spec.read_only,
+                })?;
+                let filename = location.to_string();
+                let size = image.size();
+                let size =
+                    size.map_err(|e| NodeError::Io(filename.clone(), "find out its size", e))?;
+                let facts = image.facts();
+                rbd = Some(image);
+                (Image::Raw, None, facts, size, filename)
             }
             FileSpec::Path(path) => {
                 let filename = path.display().to_string();
@@ -106,7 +126,7 @@ impl Node {
         let facts = facts
             .with_blocks(spec.logical_block, spec.physical_block, size)
             .map_err(|e| NodeError::Blocks(filename.clone(), e))?;
-        if file.is_some() && !spec.cache.flushes() {
+        if (file.is_some() || rbd.is_some()) && !spec.cache.flushes() {
             warn!(
                 "disk {}: cache=unsafe IGNORES FLUSHES: a crash or power cut of this host loses data \
                  that the guest made durable, and may ruin its file systems; for disks that can be \
@@ -126,6 +146,7 @@ impl Node {
         Ok(Self {
             image,
             file,
+            rbd,
             files,
             choice,
             facts,
@@ -155,6 +176,7 @@ impl Node {
             spec,
             image: self.image.clone(),
             file: self.file.clone(),
+            rbd: self.rbd.clone(),
             files: self.files.clone(),
             choice: self.choice.clone(),
             facts: self.facts,
@@ -196,6 +218,24 @@ impl Node {
             .with_blocks(wanted.logical_block, None, self.size)
             .map_err(|e| NodeError::Blocks(self.filename.clone(), e))?;
         facts.read_only |= wanted.read_only;
+        let options = Options {
+            cache: wanted.cache,
+            discard: self.spec.discard,
+            detect_zeroes: self.spec.detect_zeroes,
+            fixed_buffers: self.spec.fixed_buffers,
+        };
+        let (name, serial) = (wanted.name.clone(), &self.spec.serial);
+        let size = self.file_size().unwrap_or(self.size);
+        if let Some(rbd) = &self.rbd {
+            return Ok(Disk::remote(
+                name,
+                rbd.clone(),
+                facts,
+                size,
+                serial,
+                options,
+            ));
+        }
         let files = match &self.image {
             Image::Chain(_) => &self.files[..],
             _ => self.file.as_slice(),
@@ -206,18 +246,13 @@ impl Node {
         });
         let files = files.collect::<Result<Vec<_>, NodeError>>()?;
         Ok(Disk::new(
-            wanted.name.clone(),
+            name,
             self.image.clone(),
             files,
             facts,
-            self.file_size().unwrap_or(self.size),
-            &self.spec.serial,
-            Options {
-                cache: wanted.cache,
-                discard: self.spec.discard,
-                detect_zeroes: self.spec.detect_zeroes,
-                fixed_buffers: self.spec.fixed_buffers,
-            },
+            size,
+            serial,
+            options,
         ))
     }
 
@@ -228,7 +263,10 @@ impl Node {
     pub fn replacement(&self) -> Result<Replacement, NodeError> {
         let fail = |what, e| NodeError::Io(self.filename.clone(), what, e);
         let Some(file) = &self.file else {
-            let e = io::Error::other("it stores nothing");
+            let e = io::Error::other(match &self.rbd {
+                Some(_) => "only a file can; 'rbd migration' moves images to where they are to be",
+                None => "it stores nothing",
+            });
             return Err(fail("take the place of a file", e));
         };
         if self.image.chain().is_some() {
@@ -247,7 +285,7 @@ impl Node {
     /// Looks whether the file has become longer, and if so, lets the disk grow. The guest is to be told by
     /// whoever knows it.
     pub fn look_for_growth(&self, disk: &Disk) {
-        if self.file.is_none() {
+        if self.file.is_none() && self.rbd.is_none() {
             return;
         }
         let (name, old) = (&disk.name, disk.size());
@@ -275,11 +313,12 @@ impl Node {
         if let Some(chain) = self.image.chain() {
             return Ok(chain.size());
         }
-        let Some(file) = &self.file else {
-            return Ok(self.size);
+        let size = match (&self.file, &self.rbd) {
+            (Some(file), _) => file.size()?,
+            (None, Some(rbd)) => rbd.size()?,
+            (None, None) => return Ok(self.size),
         };
-        let block = u64::from(self.facts.logical_block);
-        file.size().map(|size| size - size % block)
+        Ok(size - size % u64::from(self.facts.logical_block))
     }
 
     /// Bytes that the file occupies.
@@ -297,6 +336,16 @@ impl Node {
         if !size.is_multiple_of(block) {
             return Err(format!("{size} is not a multiple of {block} bytes"));
         }
+        if let Some(rbd) = &self.rbd {
+            let now = self
+                .file_size()
+                .map_err(|e| format!("finding its size: {e}"))?;
+            return match size.cmp(&now) {
+                Ordering::Less => Err(cut_off(now)),
+                Ordering::Equal => Ok(()),
+                Ordering::Greater => rbd.grow(size).map_err(|e| e.to_string()),
+            };
+        }
         let Some(file) = &self.file else {
             return Err("it stores nothing; serve another null:SIZE".into());
         };
@@ -305,10 +354,7 @@ impl Node {
             return chain.grow_zeroed(size).map_err(|e| e.to_string());
         }
         match size.cmp(&now) {
-            Ordering::Less => Err(format!(
-                "it has {} and cannot become shorter, which would cut off what the guest has stored",
-                format_size(now)
-            )),
+            Ordering::Less => Err(cut_off(now)),
             Ordering::Equal => Ok(()),
             Ordering::Greater if file.backing() == Backing::BlockDevice => Err(format!(
                 "the device has only {}; make it longer first (lvextend -L {} {})",
@@ -338,11 +384,27 @@ impl Node {
             };
             return done.map_err(|e| io::Error::other(e.to_string()));
         }
-        match &self.file {
-            Some(file) if !self.facts.read_only && self.spec.cache.flushes() => file.sync(),
-            _ => Ok(()),
+        if self.facts.read_only || !self.spec.cache.flushes() {
+            return Ok(());
+        }
+        match (&self.file, &self.rbd) {
+            (Some(file), _) => file.sync(),
+            (None, Some(rbd)) => block::Remote::sync(&**rbd),
+            (None, None) => Ok(()),
         }
     }
+
+    /// The image in a Ceph cluster that it is on.
+    pub fn rbd(&self) -> Option<&Arc<RbdImage>> {
+        self.rbd.as_ref()
+    }
+}
+
+fn cut_off(now: u64) -> String {
+    format!(
+        "it has {} and cannot become shorter, which would cut off what the guest has stored",
+        format_size(now)
+    )
 }
 
 /// How a node is shown to a guest.

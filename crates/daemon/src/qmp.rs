@@ -12,11 +12,13 @@ use block::{Aio, Backing, CacheMode, DetectZeroes, Discard};
 use control::{
     BlockDeviceInfo, BlockDeviceStats, BlockExportInfo, BlockExportOptions, BlockExportRemoveMode,
     BlockExportType, BlockNodeInfo, BlockStats, BlockdevCacheInfo, BlockdevDriver, BlockdevOptions,
-    BlockdevRef, Command, CommandError, EventHub, ExportKind, FilePath, Handler, ImageInfo,
-    IoThreadInfo, NULL_BYTES_DEFAULT, ObjectOptions, ObjectType, Qapi, RingdiskResized,
+    BlockdevOptionsRbd, BlockdevRef, Command, CommandError, EventHub, ExportKind, FilePath,
+    Handler, ImageInfo, IoThreadInfo, NULL_BYTES_DEFAULT, ObjectOptions, ObjectType, Qapi,
+    RingdiskResized,
 };
 use datapath::DiskStats;
 use image::Format;
+use rbd::Location;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::process::{Signal, getpid, kill_process};
 use serde_json::{Value, json};
@@ -156,8 +158,18 @@ impl From<IoThreadError> for CommandError {
 
 fn relative_to(mut disk: DiskSpec, directory: Option<FilePath>) -> DiskSpec {
     if let Some(FilePath(directory)) = directory {
-        if let FileSpec::Path(path) = &mut disk.file {
-            *path = directory.join(&*path);
+        match &mut disk.file {
+            FileSpec::Path(path) => *path = directory.join(&*path),
+            FileSpec::Rbd(location) => {
+                let access = &mut location.access;
+                for path in [&mut access.conf, &mut access.keyring]
+                    .into_iter()
+                    .flatten()
+                {
+                    *path = directory.join(&*path);
+                }
+            }
+            FileSpec::Null(_) => {}
         }
         disk.socket = disk.socket.map(|path| directory.join(path));
     }
@@ -187,6 +199,17 @@ fn add_node(host: &Host, options: &BlockdevOptions) -> Result<(), CommandError> 
             BlockdevDriver::File(file) | BlockdevDriver::HostDevice(file) => {
                 let aio = file.aio.map_or(Aio::Auto, Aio::from);
                 break (FileSpec::Path(file.filename.0.clone()), aio);
+            }
+            BlockdevDriver::Rbd(_) if format != Format::Raw => {
+                return Err(CommandError::generic(
+                    "qcow2 on an image in a Ceph cluster is not served: the image has snapshots and clones itself \
+                     ('rbd clone')",
+                ));
+            }
+            BlockdevDriver::Rbd(image) => {
+                let location = location_of(image).map_err(CommandError::generic)?;
+                read_only |= location.snapshot.is_some();
+                break (FileSpec::Rbd(Box::new(location)), Aio::Auto);
             }
             BlockdevDriver::NullCo(null) => match null.size.unwrap_or(NULL_BYTES_DEFAULT) {
                 n if n > 0 && n.is_multiple_of(512) => break (FileSpec::Null(n), Aio::Auto),
@@ -248,6 +271,35 @@ fn add_node(host: &Host, options: &BlockdevOptions) -> Result<(), CommandError> 
         detect_zeroes: detect_zeroes.unwrap_or(DetectZeroes::Off),
         ..DiskSpec::new(name, file)
     })?)
+}
+
+fn location_of(options: &BlockdevOptionsRbd) -> Result<Location, String> {
+    let mut location = Location::new(
+        &options.pool,
+        options.namespace.as_deref(),
+        &options.image,
+        options.snapshot.as_deref(),
+    )?;
+    let access = [
+        ("conf", &options.conf),
+        ("id", &options.user),
+        ("keyring", &options.keyring),
+    ];
+    for (key, value) in access {
+        if let Some(value) = value {
+            location.access.set(key, value)?;
+        }
+    }
+    if let Some(n) = options.connections {
+        location.access.set("connections", &n.to_string())?;
+    }
+    for option in options.options.iter().flatten() {
+        match option.split_once('=') {
+            Some((key, value)) => location.access.set(key, value)?,
+            None => return Err(format!("x-ringdisk-options: '{option}' is not KEY=VALUE")),
+        }
+    }
+    Ok(location)
 }
 
 fn spec_of(host: &Host, node: &str) -> Result<DiskSpec, CommandError> {

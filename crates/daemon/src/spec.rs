@@ -7,6 +7,7 @@ use std::str::FromStr;
 use block::{Aio, CacheMode, DetectZeroes, Discard, ThrottleLimits, parse_size};
 use guest::{Virtqueue, blk};
 use image::Format;
+use rbd::Location;
 use thiserror::Error;
 
 use crate::limits;
@@ -23,7 +24,10 @@ const QUEUE_SIZE_MIN: u16 = 16;
 
 const KEYS: &str = "name, file, format, socket, cache, aio, queues, queue-size, readonly, serial, \
     discard, detect-zeroes, l2-cache-size, logical-block-size, physical-block-size, fixed-buffers, iothreads, \
-    throttle-group";
+    throttle-group, conf, id, keyring, cluster, connections";
+
+/// Those that say how a Ceph cluster is reached.
+const ACCESS_KEYS: [&str; 5] = ["conf", "id", "keyring", "cluster", "connections"];
 
 /// A disk to be served.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,6 +64,8 @@ pub struct DiskSpec {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FileSpec {
     Path(PathBuf),
+    /// An image in a Ceph cluster.
+    Rbd(Box<Location>),
     /// Nothing: requests complete at once. Bytes.
     Null(u64),
 }
@@ -123,12 +129,22 @@ impl DiskSpec {
         for (key, value) in pairs {
             given.add(key.as_ref(), value)?;
         }
-        let file = given.take("file", |text| match text.strip_prefix("null:") {
-            Some(size) => null(size),
-            None if text.is_empty() => Err("is empty".into()),
-            None => Ok(FileSpec::Path(text.into())),
+        let file = given.take("file", |text| match text.split_once(':') {
+            Some(("null", size)) => null(size),
+            Some(("rbd", image)) => match Location::parse(image) {
+                Ok(location) => Ok(FileSpec::Rbd(Box::new(location))),
+                Err(problem) => Err(format!("'{text}' {problem}")),
+            },
+            _ if text.is_empty() => Err("is empty".into()),
+            _ => Ok(FileSpec::Path(text.into())),
         })?;
-        let file = file.ok_or(Problem::NoFile)?;
+        let mut file = file.ok_or(Problem::NoFile)?;
+        for key in ACCESS_KEYS {
+            given.take(key, |value| match &mut file {
+                FileSpec::Rbd(location) => location.access.set(key, value),
+                _ => Err("is for images in a Ceph cluster: file=rbd:POOL/IMAGE".into()),
+            })?;
+        }
         let name = match given.take("name", name)? {
             Some(name) => name,
             None => default_name(&file),
@@ -140,7 +156,14 @@ impl DiskSpec {
         given.set(&mut disk.aio, "aio", Aio::from_str)?;
         given.set(&mut disk.queues, "queues", queues)?;
         given.set(&mut disk.queue_size, "queue-size", queue_size)?;
-        given.set(&mut disk.read_only, "readonly", on_off)?;
+        disk.read_only = match given.take("readonly", on_off)? {
+            Some(false) if disk.is_snapshot() => {
+                let problem =
+                    "a snapshot is read-only; leave it out, or serve a clone ('rbd clone')";
+                return Err(Problem::Value("readonly", problem.into()));
+            }
+            given => given.unwrap_or(disk.is_snapshot()),
+        };
         given.set(&mut disk.serial, "serial", serial)?;
         given.set(&mut disk.discard, "discard", Discard::from_str)?;
         let detect_zeroes = DetectZeroes::from_str;
@@ -157,7 +180,38 @@ impl DiskSpec {
             .check()
             .map_err(|e| Problem::Value(limits::key_of(&e), e.to_string()))?;
         disk.throttle_group = given.take("throttle-group", self::name)?;
+        disk.check_rbd()?;
         Ok(disk)
+    }
+
+    fn is_snapshot(&self) -> bool {
+        matches!(&self.file, FileSpec::Rbd(location) if location.snapshot.is_some())
+    }
+
+    /// Whether what was asked for is there for an image in a Ceph cluster, if it is on one.
+    ///
+    /// # Errors
+    /// It is not, and what there is.
+    pub fn check_rbd(&self) -> Result<(), Problem> {
+        let FileSpec::Rbd(location) = &self.file else {
+            return Ok(());
+        };
+        let image = location.short();
+        if self.format == Some(Format::Qcow2) {
+            let problem = format!(
+                "qcow2 inside of {image} would keep tables, snapshots and a backing file of its own above an image that \
+                 has all of these itself, at the price of a second I/O for many; make a copy of the image that shares \
+                 its data ('rbd snap create {image}@base', 'rbd clone {image}@base {image}-copy') and serve that, or \
+                 bring a qcow2 file in with 'qemu-img convert -O raw FILE rbd:{image}'"
+            );
+            return Err(Problem::Value("format", problem));
+        }
+        if self.aio != Aio::Auto {
+            let problem =
+                "is for files; the bytes of an image in a Ceph cluster are moved by librbd";
+            return Err(Problem::Value("aio", problem.into()));
+        }
+        Ok(())
     }
 
     /// A disk on this file, all else as it is by default.
@@ -198,6 +252,7 @@ impl DiskSpec {
         match &self.file {
             FileSpec::Path(path) => assert!(!path.as_os_str().is_empty()),
             FileSpec::Null(size) => assert!(*size > 0 && size.is_multiple_of(512)),
+            FileSpec::Rbd(it) => assert!(!it.pool.is_empty() && !it.image.is_empty()),
         }
         for block in [self.logical_block, self.physical_block] {
             assert!([None, Some(512), Some(4096)].contains(&block), "{self:?}");
@@ -325,10 +380,11 @@ pub fn name(text: &str) -> Result<String, String> {
 
 /// The file's name without its suffix, with what a name cannot have replaced.
 fn default_name(file: &FileSpec) -> String {
-    let FileSpec::Path(path) = file else {
-        return "null".into();
+    let stem = match file {
+        FileSpec::Path(path) => path.file_stem().unwrap_or_default().to_string_lossy(),
+        FileSpec::Rbd(location) => location.image.as_str().into(),
+        FileSpec::Null(_) => return "null".into(),
     };
-    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
     let mut name: String = stem
         .chars()
         .map(|c| {

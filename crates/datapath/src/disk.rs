@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use block::{
-    Aio, Backing, CacheMode, DetectZeroes, Discard, DiskFacts, Request, ThrottleError,
+    Aio, Backing, CacheMode, DetectZeroes, Discard, DiskFacts, Remote, Request, ThrottleError,
     ThrottleLimits,
 };
 use guest::blk::Status;
@@ -16,7 +16,7 @@ use tracing::warn;
 
 use crate::admit::Admission;
 use crate::report::{IoFailure, Limiter};
-use crate::source::Source;
+use crate::source::{Holder, Source};
 use crate::stats::Statistics;
 use crate::throttle::ThrottleGroup;
 
@@ -81,6 +81,33 @@ impl Disk {
         name: String,
         image: Image,
         files: impl IntoIterator<Item = (OwnedFd, Backing, Aio)>,
+        facts: DiskFacts,
+        size: u64,
+        serial: &str,
+        options: Options,
+    ) -> Self {
+        let files = files.into_iter();
+        let holders = files.map(|(fd, backing, aio)| Holder::File(fd, backing, aio));
+        Self::held(name, image, holders, facts, size, serial, options)
+    }
+
+    /// A disk of `size` bytes in what is no file; else as [`new`](Self::new).
+    pub fn remote(
+        name: String,
+        remote: Arc<dyn Remote>,
+        facts: DiskFacts,
+        size: u64,
+        serial: &str,
+        options: Options,
+    ) -> Self {
+        let holder = [Holder::Remote(remote)];
+        Self::held(name, Image::Raw, holder, facts, size, serial, options)
+    }
+
+    fn held(
+        name: String,
+        image: Image,
+        holders: impl IntoIterator<Item = Holder>,
         mut facts: DiskFacts,
         size: u64,
         serial: &str,
@@ -90,11 +117,9 @@ impl Disk {
         let len = serial.len().min(id.len());
         id[..len].copy_from_slice(&serial.as_bytes()[..len]);
         let cached = !options.cache.direct();
-        let files = files.into_iter().map(|(fd, backing, aio)| {
-            let source = Source::new(fd, backing, aio, &facts, cached);
-            Arc::new(source)
-        });
-        let mut files: Vec<_> = files.collect();
+        let holders = holders.into_iter();
+        let sources = holders.map(|holder| Arc::new(Source::new(holder, &facts, cached)));
+        let mut files: Vec<_> = sources.collect();
         let source = match image.chain() {
             Some(chain) => files.get(usize::from(chain.written_file().0)).cloned(),
             None => files.pop(),
@@ -158,9 +183,7 @@ impl Disk {
                 .map_err(|e| io::Error::other(format!("{e}")))?;
         }
         match self.source() {
-            Some(source) if self.flushes() && self.options.cache.flushes() => {
-                source.syncs.sync(&source.fd)
-            }
+            Some(source) if self.flushes() && self.options.cache.flushes() => source.sync(),
             _ => Ok(()),
         }
     }

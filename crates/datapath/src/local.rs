@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use block::{Engine, FileId};
@@ -82,10 +81,7 @@ impl<E: Engine> Worker<E> {
         let files = self.attach_files(&disk.files)?;
         let attached = match (&source, disk.image.chain()) {
             (_, Some(chain)) => Ok(Some(files[usize::from(chain.written_file().0)])),
-            (Some(s), None) => {
-                let attached = self.engine.attach(s.fd.as_fd(), s.backing, s.aio);
-                attached.map(Some)
-            }
+            (Some(s), None) => s.attach(&mut self.engine).map(Some),
             (None, None) => Ok(None),
         };
         let file = attached?;
@@ -115,10 +111,7 @@ impl<E: Engine> Worker<E> {
     fn attach_files(&mut self, sources: &[Arc<Source>]) -> io::Result<Vec<FileId>> {
         let mut files = Vec::with_capacity(sources.len());
         for source in sources {
-            let attached = self
-                .engine
-                .attach(source.fd.as_fd(), source.backing, source.aio);
-            match attached {
+            match source.attach(&mut self.engine) {
                 Ok(file) => files.push(file),
                 Err(e) => {
                     files.into_iter().for_each(|file| self.engine.detach(file));

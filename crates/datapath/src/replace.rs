@@ -15,7 +15,7 @@
 
 use std::borrow::Borrow;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, MutexGuard};
 
@@ -24,7 +24,7 @@ use guest::NewQueue;
 
 use crate::disk::Disk;
 use crate::queue::State;
-use crate::source::Source;
+use crate::source::{Holder, Source};
 use crate::thread::{Command, IoThread, QueueId};
 use crate::worker::Worker;
 
@@ -61,7 +61,8 @@ impl Disk {
         let _alone: MutexGuard<'_, ()> = self.replacing.lock().unwrap_or_else(|e| e.into_inner());
         let size = new.size;
         let cached = !self.options.cache.direct();
-        let source = Source::new(new.file, new.backing, new.aio, &new.facts, cached);
+        let holder = Holder::File(new.file, new.backing, new.aio);
+        let source = Source::new(holder, &new.facts, cached);
         let source = Arc::new(source);
 
         let result = ask_all(threads, |reply| Command::Hold {
@@ -187,9 +188,7 @@ impl<E: Engine> Worker<E> {
         };
         let mut locals = self.locals.iter().flatten();
         if locals.any(|l| Arc::ptr_eq(&l.disk, disk)) {
-            let file = self
-                .engine
-                .attach(source.fd.as_fd(), source.backing, source.aio)?;
+            let file = source.attach(&mut self.engine)?;
             hold.next = Some((file, source));
         }
         Ok(())

@@ -1,19 +1,24 @@
 //! The file that holds a disk. It may be replaced by another while the disk is served.
 
-use std::os::fd::OwnedFd;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, MutexGuard};
 
-use block::{Aio, Backing, DiskFacts};
+use block::{Aio, Backing, DiskFacts, Engine, FileId, Remote};
 
 use crate::disk::Disk;
 use crate::syncs::Syncs;
 
 pub(crate) struct Source {
-    pub fd: OwnedFd,
-    pub backing: Backing,
-    pub aio: Aio,
+    holder: Holder,
     pub alignment: Alignment,
     pub syncs: Syncs,
+}
+
+/// What holds the bytes.
+pub(crate) enum Holder {
+    File(OwnedFd, Backing, Aio),
+    Remote(Arc<dyn Remote>),
 }
 
 /// What a buffer must be a multiple of to reach a file without a copy, in bytes.
@@ -25,18 +30,32 @@ pub(crate) struct Alignment {
 
 impl Source {
     /// `cached` if it is read and written through the page cache.
-    pub fn new(fd: OwnedFd, backing: Backing, aio: Aio, facts: &DiskFacts, cached: bool) -> Self {
+    pub fn new(holder: Holder, facts: &DiskFacts, cached: bool) -> Self {
         let alignment = Alignment {
             address: facts.address_alignment,
             len: facts.length_alignment,
         };
         Self {
-            fd,
-            backing,
-            aio,
+            holder,
             alignment,
             syncs: Syncs::new(cached),
         }
+    }
+
+    /// Makes it known to an engine.
+    pub fn attach(&self, engine: &mut impl Engine) -> io::Result<FileId> {
+        match &self.holder {
+            Holder::File(fd, backing, aio) => engine.attach(fd.as_fd(), *backing, *aio),
+            Holder::Remote(remote) => engine.attach_remote(remote),
+        }
+    }
+
+    /// Makes every write that has completed durable, waiting for it.
+    pub fn sync(&self) -> io::Result<()> {
+        self.syncs.sync(|| match &self.holder {
+            Holder::File(fd, ..) => Ok(rustix::io::retry_on_intr(|| rustix::fs::fdatasync(fd))?),
+            Holder::Remote(remote) => remote.sync(),
+        })
     }
 }
 

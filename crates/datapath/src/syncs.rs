@@ -18,7 +18,6 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use rustix::io::Errno;
@@ -135,8 +134,8 @@ impl Syncs {
         self.state().lost
     }
 
-    /// Asks, and blocks until it is done.
-    pub fn sync(&self, file: impl AsFd) -> io::Result<()> {
+    /// Asks, and blocks until it is done, by `fdatasync` here or by somebody else's.
+    pub fn sync(&self, fdatasync: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         let mut state = self.state();
         let number = state.begun + 1;
         loop {
@@ -157,9 +156,10 @@ impl Syncs {
         }
         state.begin();
         drop(state);
-        let result = rustix::io::retry_on_intr(|| rustix::fs::fdatasync(&file));
-        self.end(result.map_or_else(Errno::raw_os_error, |()| 0));
-        Ok(result?)
+        let result = fdatasync();
+        let errno = |e: &io::Error| e.raw_os_error().unwrap_or(Errno::IO.raw_os_error());
+        self.end(result.as_ref().map_or_else(errno, |()| 0));
+        result
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -215,7 +215,7 @@ mod tests {
         assert_eq!(syncs.take_turn(&wake), Turn::Begin);
         syncs.end(5);
         assert_eq!(syncs.take_turn(&wake), Turn::Lost(5));
-        let error = syncs.sync(tempfile::tempfile().unwrap()).unwrap_err();
+        let error = syncs.sync(|| Ok(())).unwrap_err();
         assert!(error.to_string().contains("PAGECACHE_LOST"), "{error}");
     }
 
@@ -226,17 +226,16 @@ mod tests {
         assert_eq!(syncs.end(5).result, 5);
         assert_eq!(syncs.take_turn(&wake), Turn::Begin);
         assert_eq!(syncs.end(0).result, 0);
-        syncs.sync(tempfile::tempfile().unwrap()).unwrap();
+        syncs.sync(|| Ok(())).unwrap();
     }
 
     /// Who blocks waits for the end of another's, and is then served by one that began later.
     #[test]
     fn a_blocking_one_waits_its_turn() {
         let (syncs, wake) = (Syncs::new(true), Arc::new(Wake::new().unwrap()));
-        let file = tempfile::tempfile().unwrap();
         assert_eq!(syncs.take_turn(&wake), Turn::Begin);
         std::thread::scope(|scope| {
-            let blocked = scope.spawn(|| syncs.sync(&file));
+            let blocked = scope.spawn(|| syncs.sync(|| Ok(())));
             let ended = syncs.end(0);
             assert_eq!(ended.number, 1);
             blocked.join().unwrap().unwrap();

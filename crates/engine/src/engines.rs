@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
-use block::{Aio, Backing, Completion, Engine, FileId, Op, Segment, Token};
+use block::{Aio, Backing, Completion, Engine, FileId, Op, Remote, Segment, Token};
 
 use crate::blocking::{Blocking, Job, Target};
 use crate::choice::{Support, choose};
@@ -189,6 +189,10 @@ impl Engine for Engines {
                 self.attach_beside(file, backing, chosen == Aio::Native, aio == Aio::Auto)
             }
         }
+    }
+
+    fn attach_remote(&mut self, _: &Arc<dyn Remote>) -> io::Result<FileId> {
+        Err(io::ErrorKind::Unsupported.into())
     }
 
     fn detach(&mut self, file: FileId) {

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 
-use block::{Aio, Backing, Completion, Engine, FileId, Op, Segment, Token};
+use block::{Aio, Backing, Completion, Engine, FileId, Op, Remote, Segment, Token};
 use io_uring::register::Restriction;
 use io_uring::types::{Fd, Fixed, FsyncFlags};
 use io_uring::{EnterFlags, IoUring, cqueue, opcode, squeue};
@@ -262,6 +262,10 @@ impl Engine for Uring {
             None => self.files.push(Some(target)),
         }
         Ok(FileId(id))
+    }
+
+    fn attach_remote(&mut self, _: &Arc<dyn Remote>) -> io::Result<FileId> {
+        Err(io::ErrorKind::Unsupported.into())
     }
 
     fn detach(&mut self, file: FileId) {

@@ -8,6 +8,7 @@ use std::fs::{self, File};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -76,6 +77,7 @@ pub struct Ceph {
     folder: PathBuf,
     mon: Daemon,
     osds: Vec<Daemon>,
+    starter: Starter,
     kept: bool,
 }
 
@@ -113,14 +115,15 @@ impl Ceph {
                 .map(|i| Daemon::new("osd", &i.to_string()))
                 .collect(),
             folder,
+            starter: Starter::new(bound),
             kept: false,
         };
-        ceph.bring_up(options, bound)
+        ceph.bring_up(options)
             .with_context(|| format!("starting Ceph in {}", ceph.folder.display()))?;
         Ok(ceph)
     }
 
-    fn bring_up(&mut self, options: Options, bound: bool) -> Result<()> {
+    fn bring_up(&mut self, options: Options) -> Result<()> {
         let fsid = uuid()?;
         // Whoever takes this port until the monitor has it makes its start fail, and says so in its log.
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
@@ -154,7 +157,7 @@ impl Ceph {
             .arg(&map)
             .arg("--keyring")
             .arg(self.folder.join("mon.keyring")))?;
-        self.mon.start(&self.folder, bound)?;
+        self.mon.start(&self.folder, &self.starter)?;
         for i in 0..options.osds {
             let id = uuid()?;
             let number = self.ceph(&["osd", "new", &id])?;
@@ -165,7 +168,7 @@ impl Ceph {
             run(self
                 .program("ceph-osd")
                 .args(["--mkfs", "-i", number.trim(), "--osd-uuid", &id]))?;
-            self.osds[i].start(&self.folder, bound)?;
+            self.osds[i].start(&self.folder, &self.starter)?;
         }
         self.wait_for_osds()?;
         self.ceph(&["osd", "pool", "create", POOL, "16"])?;
@@ -230,7 +233,7 @@ impl Ceph {
     /// # Errors
     /// It can't be started.
     pub fn start_osd(&mut self, number: usize) -> Result<()> {
-        self.osds[number].start(&self.folder, true)
+        self.osds[number].start(&self.folder, &self.starter)
     }
 
     /// Kills the monitor (SIGKILL), and starts it again.
@@ -239,7 +242,7 @@ impl Ceph {
     /// It did not run, or can't be started.
     pub fn restart_mon(&mut self) -> Result<()> {
         self.mon.kill()?;
-        self.mon.start(&self.folder, true)
+        self.mon.start(&self.folder, &self.starter)
     }
 
     /// Waits until an OSD that was killed is called down, so that the others serve without it.
@@ -379,27 +382,19 @@ impl Daemon {
         }
     }
 
-    /// `bound` if it is to die with this process.
-    fn start(&mut self, folder: &Path, bound: bool) -> Result<()> {
+    fn start(&mut self, folder: &Path, starter: &Starter) -> Result<()> {
         let (kind, id) = self.name.split_once('.').context("a name without a dot")?;
         let output = File::create(folder.join(format!("{}.out", self.name)))?;
         let program = format!("ceph-{kind}");
-        let mut command = match bound {
-            true => {
-                let mut bound = Command::new("setpriv");
-                bound.args(["--pdeathsig", "KILL", &program]);
-                bound
-            }
-            false => Command::new(&program),
-        };
-        let child = command
+        let mut command = starter.program(&program);
+        command
             .arg("--conf")
             .arg(folder.join("ceph.conf"))
             .args(["-i", id, "-f"])
             .stdin(Stdio::null())
             .stdout(output.try_clone()?)
-            .stderr(output)
-            .spawn();
+            .stderr(output);
+        let child = starter.start(command);
         self.child = Some(child.with_context(|| format!("starting {program}"))?);
         Ok(())
     }
@@ -411,6 +406,41 @@ impl Daemon {
         child.kill()?;
         child.wait()?;
         Ok(())
+    }
+}
+
+/// Starts processes that are to die with this one: the kernel sees to that when the thread ends that has started them,
+/// so that one does which is there as long as they are.
+struct Starter {
+    bound: bool,
+    commands: Sender<(Command, Sender<std::io::Result<Child>>)>,
+}
+
+impl Starter {
+    /// `bound` if they are to die with this process.
+    fn new(bound: bool) -> Self {
+        let (commands, queue) = mpsc::channel::<(Command, Sender<std::io::Result<Child>>)>();
+        thread::spawn(move || {
+            for (mut command, reply) in queue {
+                let _ = reply.send(command.spawn());
+            }
+        });
+        Self { bound, commands }
+    }
+
+    fn program(&self, name: &str) -> Command {
+        if !self.bound {
+            return Command::new(name);
+        }
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL", name]);
+        command
+    }
+
+    fn start(&self, command: Command) -> Result<Child> {
+        let (reply, child) = mpsc::channel();
+        self.commands.send((command, reply))?;
+        Ok(child.recv()??)
     }
 }
 

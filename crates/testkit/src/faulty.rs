@@ -9,7 +9,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use block::{Aio, Backing, Completion, Engine, FileId, FileOffset, Op, Segment, Token};
+use block::{Aio, Backing, Completion, Engine, FileId, FileOffset, Op, Remote, Segment, Token};
 use rustix::event::{Timespec, epoll};
 
 const SECTOR: u64 = 512;
@@ -372,6 +372,10 @@ impl Engine for Faulty {
     fn attach(&mut self, _: BorrowedFd<'_>, _: Backing, _: Aio) -> io::Result<FileId> {
         self.files += 1;
         Ok(FileId(self.files - 1))
+    }
+
+    fn attach_remote(&mut self, _: &Arc<dyn Remote>) -> io::Result<FileId> {
+        Err(io::ErrorKind::Unsupported.into())
     }
 
     fn detach(&mut self, _file: FileId) {}

@@ -32,6 +32,8 @@ union! {
         File(BlockdevOptionsFile) = "file",
         /// A block device.
         HostDevice(BlockdevOptionsFile) = "host_device",
+        /// An image in a Ceph cluster.
+        Rbd(BlockdevOptionsRbd) = "rbd",
         /// Nothing: requests complete at once.
         NullCo(BlockdevOptionsNull) = "null-co",
     }
@@ -88,6 +90,30 @@ record! {
         aio: Option<BlockdevAioOptions> = "aio",
         /// Whether other programs are locked out; `auto` if absent.
         locking: Option<OnOffAuto> = "locking",
+    }
+}
+
+record! {
+    /// `BlockdevOptionsRbd`, with what QEMU takes only from Ceph's configuration file.
+    BlockdevOptionsRbd {
+        /// The pool that it is in.
+        pool: String = "pool",
+        /// The pool's namespace.
+        namespace: Option<String> = "namespace",
+        /// Its name.
+        image: String = "image",
+        /// Ceph's configuration file.
+        conf: Option<String> = "conf",
+        /// Which of its snapshots, which is read-only.
+        snapshot: Option<String> = "snapshot",
+        /// The user, without `client.`.
+        user: Option<String> = "user",
+        /// Where the user's key is.
+        keyring: Option<String> = "x-ringdisk-keyring",
+        /// Connections that disks with the same access share.
+        connections: Option<u64> = "x-ringdisk-connections",
+        /// Options of librados and librbd, each `KEY=VALUE`.
+        options: Option<Vec<String>> = "x-ringdisk-options",
     }
 }
 

@@ -1,0 +1,199 @@
+//! Every operation, with a driver in user space: what goes in comes out, and lies in the image as Ceph's own program
+//! reads it.
+
+use std::time::Instant;
+
+use testkit::ceph::POOL;
+use testkit::driver::{Device, DeviceConfig, HANG, Op};
+
+use crate::cluster::{Cluster, ringdisk};
+use crate::driver::Load;
+
+const OK: u8 = 0;
+const IOERR: u8 = 1;
+
+fn config() -> DeviceConfig {
+    DeviceConfig {
+        queues: 2,
+        ..DeviceConfig::default()
+    }
+}
+
+/// With and without librbd's cache, with encryption and without, over two queues on two threads.
+#[test]
+fn what_is_written_is_read_and_lies_in_the_image() {
+    let Some(mut cluster) = Cluster::get("what_is_written_is_read_and_lies_in_the_image") else {
+        return;
+    };
+    for (image, options, access) in [
+        ("plain", "cache=none,queues=2", ""),
+        ("cached", "cache=writeback,queues=2", ""),
+        ("strict", "cache=directsync,queues=2", ":ms_client_mode=crc"),
+        (
+            "secret",
+            "cache=writethrough,queues=2,connections=1",
+            ":ms_client_mode=secure:ms_mon_client_mode=secure",
+        ),
+        (
+            "waiting",
+            "cache=none,queues=2",
+            ":rbd_non_blocking_aio=true:ms_async_op_threads=3",
+        ),
+    ] {
+        let disk = cluster.image(image, 64, options);
+        let disk = disk.replace(
+            &format!("{POOL}/{image}"),
+            &format!("{POOL}/{image}{access}"),
+        );
+        let mut server = cluster.serve(&[&disk]);
+        let mut device = Device::connect(server.socket(), &config()).unwrap();
+        let mut load = Load::new(&device, 2048);
+        load.run(&mut device, 1500);
+        load.finish(&mut device);
+        assert_eq!(device.queues[0].run(Op::Flush, 0, 0), OK);
+        if image == "cached" {
+            // What was flushed is there whatever becomes of who wrote it.
+            server.signal(rustix::process::Signal::KILL);
+            drop(server);
+        } else {
+            drop(device);
+            assert!(server.terminate().unwrap().success());
+        }
+        load.compare(&cluster.content(image));
+    }
+}
+
+/// Discards, write-zeroes, a long scatter-gather list, the end of the disk.
+#[test]
+fn operations_end_as_they_should() {
+    let Some(mut cluster) = Cluster::get("operations_end_as_they_should") else {
+        return;
+    };
+    let disk = cluster.image("operations", 64, "queues=1,serial=in-ceph");
+    let server = cluster.serve(&[&disk]);
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    let disk_config = device.config().unwrap();
+    assert_eq!(disk_config.capacity, 64 << 11);
+    let queue = &mut device.queues[0];
+    let bytes: Vec<u8> = (0..128 << 10)
+        .map(|i: u32| (i / 7 + i / 512) as u8)
+        .collect();
+    let object = 4 << 11;
+    // Across the border of two objects.
+    assert_eq!(queue.write(object - 128, &bytes), OK);
+    assert_eq!(queue.read(object - 128, bytes.len()).unwrap(), bytes);
+    for unmap in [false, true] {
+        assert_eq!(queue.run(Op::WriteZeroes { unmap }, object - 8, 8192), OK);
+        let mut expected = bytes.clone();
+        expected[120 << 9..136 << 9].fill(0);
+        assert_eq!(queue.read(object - 128, bytes.len()).unwrap(), expected);
+        assert_eq!(queue.write(object - 128, &bytes), OK);
+    }
+    assert_eq!(queue.run(Op::Discard, 0, 4 << 20), OK);
+    assert_eq!(queue.read(0, 4096).unwrap(), [0; 4096]);
+    assert_eq!(queue.run(Op::Read, (64 << 11) - 1, 1024), IOERR);
+    assert_eq!(queue.run(Op::Flush, 0, 0), OK);
+    drop((device, server));
+    let content = cluster.content("operations");
+    let at = 4 << 20;
+    assert!(content[at..][..64 << 10] == bytes[64 << 10..]);
+    assert!(content[..at].iter().all(|&b| b == 0));
+}
+
+/// What Ceph has beside images: snapshots, which are read-only, and clones, which are not.
+#[test]
+fn snapshots_and_clones() {
+    let Some(mut cluster) = Cluster::get("snapshots_and_clones") else {
+        return;
+    };
+    let disk = cluster.image("base", 32, "");
+    let server = cluster.serve(&[&disk]);
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].write(8, &[1; 4096]), OK);
+    let (image, snap) = (format!("{POOL}/base"), format!("{POOL}/base@one"));
+    let clone = format!("{POOL}/copy");
+    // While it is served.
+    cluster
+        .ceph()
+        .rbd(&["snap", "create", "--no-progress", &snap])
+        .unwrap();
+    assert_eq!(device.queues[0].write(8, &[2; 4096]), OK);
+    cluster.ceph().rbd(&["snap", "protect", &snap]).unwrap();
+    cluster.ceph().rbd(&["clone", &snap, &clone]).unwrap();
+    let frozen = cluster.disk("base@one", "name=frozen");
+    let copy = cluster.disk("copy", "");
+    let others = cluster
+        .folder
+        .path()
+        .join("others.qmp")
+        .display()
+        .to_string();
+    let binary = env!("CARGO_BIN_EXE_ringdisk");
+    let arguments = ["--control", &others, &frozen, &copy];
+    let second = testkit::server::Server::ringdisk(binary, &arguments).unwrap();
+    assert_eq!(second.ready["disks"][0]["readonly"], true);
+    let mut frozen = Device::connect(&second.sockets[0], &DeviceConfig::default()).unwrap();
+    let mut copy = Device::connect(&second.sockets[1], &DeviceConfig::default()).unwrap();
+    assert_eq!(frozen.queues[0].read(8, 4096).unwrap(), [1; 4096]);
+    assert_eq!(frozen.queues[0].write(8, &[3; 4096]), IOERR);
+    assert_eq!(copy.queues[0].read(8, 4096).unwrap(), [1; 4096]);
+    assert_eq!(copy.queues[0].write(16, &[3; 4096]), OK);
+    assert_eq!(copy.queues[0].read(8, 4096).unwrap(), [1; 4096]);
+    assert_eq!(device.queues[0].read(8, 4096).unwrap(), [2; 4096]);
+    assert_eq!(device.queues[0].read(16, 4096).unwrap(), [0; 4096]);
+
+    let said = cluster.refused("base@one", "readonly=off");
+    assert!(said.contains("a snapshot is read-only"), "{said}");
+    let said = cluster.refused("base", "format=qcow2");
+    assert!(said.contains("rbd clone"), "{said}");
+    let said = cluster.refused("nothing", "");
+    assert!(said.contains("no such image"), "{said}");
+    drop((device, server));
+    cluster
+        .ceph()
+        .rbd(&["config", "image", "set", &image, "rbd_cache", "true"])
+        .unwrap();
+    let said = cluster.refused("base", "cache=directsync");
+    assert!(said.contains("rbd config image rm"), "{said}");
+}
+
+/// By us, and by Ceph's own program; the guest is told at once.
+#[test]
+fn a_longer_image_is_a_longer_disk() {
+    let Some(mut cluster) = Cluster::get("a_longer_image_is_a_longer_disk") else {
+        return;
+    };
+    let disk = cluster.image("growing", 32, "");
+    let server = cluster.serve(&[&disk]);
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    assert_eq!(device.config().unwrap().capacity, 32 << 11);
+    assert_eq!(device.queues[0].write(40 << 11, &[1; 4096]), IOERR);
+    cluster
+        .ceph()
+        .rbd(&[
+            "resize",
+            "--no-progress",
+            "--size",
+            "48M",
+            &format!("{POOL}/growing"),
+        ])
+        .unwrap();
+    let start = Instant::now();
+    while device.config().unwrap().capacity != 48 << 11 {
+        assert!(start.elapsed() < HANG, "nobody tells");
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    assert_eq!(device.queues[0].write(40 << 11, &[1; 4096]), OK);
+    let control = cluster.control().display().to_string();
+    let output = ringdisk(&["resize", "--control", &control, "growing", "64M"]);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(device.config().unwrap().capacity, 64 << 11);
+    let output = ringdisk(&["resize", "--control", &control, "growing", "8M"]);
+    assert!(!output.status.success());
+    assert_eq!(device.queues[0].read(40 << 11, 4096).unwrap(), [1; 4096]);
+    let info = cluster
+        .ceph()
+        .rbd(&["info", &format!("{POOL}/growing")])
+        .unwrap();
+    assert!(info.contains("size 64 MiB"), "{info}");
+}

@@ -1,0 +1,136 @@
+//! A load that knows what it must read.
+
+use std::time::{Duration, Instant};
+
+use testkit::driver::{Device, HANG, Op};
+use testkit::faulty::Random;
+
+/// Sectors of a block.
+pub const SECTORS: u64 = 8;
+
+/// A block, and the number of the write if it is one.
+type Doing = Option<(usize, Option<u64>)>;
+
+/// Random reads and writes on every slot of every queue, each queue on blocks of its own.
+pub struct Load {
+    /// What each block holds: the number of the write that came last, or none.
+    written: Vec<Option<u64>>,
+    /// What each slot of each queue is doing.
+    doing: Vec<Vec<Doing>>,
+    random: Random,
+    count: u64,
+    pub completed: u64,
+}
+
+impl Load {
+    pub fn new(device: &Device, blocks: usize) -> Self {
+        let slots = |queue: &testkit::driver::Queue| vec![None; usize::from(queue.slots())];
+        Self {
+            written: vec![None; blocks],
+            doing: device.queues.iter().map(slots).collect(),
+            random: Random(7),
+            count: 0,
+            completed: 0,
+        }
+    }
+
+    /// What a block holds.
+    fn expected(&self, block: usize, number: Option<u64>) -> Vec<u8> {
+        let Some(number) = number else {
+            return vec![0; 512 * SECTORS as usize];
+        };
+        let seed = (block as u64) << 32 | number;
+        let words = (0..64 * SECTORS).map(|i| (seed + i).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        words.flat_map(u64::to_le_bytes).collect()
+    }
+
+    /// Gives every free slot something to do.
+    pub fn fill(&mut self, device: &mut Device) {
+        let queues = device.queues.len();
+        for (q, queue) in device.queues.iter_mut().enumerate() {
+            let mut ready = Vec::new();
+            for slot in 0..self.doing[q].len() {
+                let part = (self.written.len() / queues) as u64;
+                let block = (q as u64 * part + self.random.below(part)) as usize;
+                let taken = |d: &Option<(usize, _)>| d.is_some_and(|(b, _)| b == block);
+                if self.doing[q][slot].is_some() || self.doing[q].iter().any(taken) {
+                    continue;
+                }
+                let number = (self.random.below(2) == 0).then(|| {
+                    self.count += 1;
+                    self.count
+                });
+                let (op, bytes) = match number {
+                    Some(_) => (Op::Write, self.expected(block, number)),
+                    None => (Op::Read, vec![0xa5; 512 * SECTORS as usize]),
+                };
+                queue.write_buffer(slot as u16, &bytes);
+                queue.prepare(slot as u16, op, block as u64 * SECTORS, bytes.len() as u32);
+                self.doing[q][slot] = Some((block, number));
+                ready.push(slot as u16);
+            }
+            queue.submit(&ready);
+        }
+    }
+
+    /// Takes what has completed, and checks it.
+    pub fn take(&mut self, device: &mut Device) {
+        for (q, queue) in device.queues.iter_mut().enumerate() {
+            let mut done = Vec::new();
+            queue.poll(|slot, status| done.push((slot, status)));
+            for (slot, status) in done {
+                assert_eq!(status, 0);
+                let (block, number) = self.doing[q][usize::from(slot)].take().expect("in flight");
+                match number {
+                    Some(_) => self.written[block] = number,
+                    None => {
+                        let found = queue.read_buffer(slot, 512 * SECTORS as usize);
+                        let expected = self.expected(block, self.written[block]);
+                        assert!(
+                            found == expected,
+                            "block {block} of {:?}",
+                            self.written[block]
+                        );
+                    }
+                }
+                self.completed += 1;
+            }
+        }
+    }
+
+    /// Goes on for so many requests.
+    pub fn run(&mut self, device: &mut Device, requests: u64) {
+        let (end, start) = (self.completed + requests, Instant::now());
+        while self.completed < end {
+            assert!(start.elapsed() < 4 * HANG, "requests hang");
+            self.fill(device);
+            self.take(device);
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    /// Waits for all that is under way.
+    pub fn finish(&mut self, device: &mut Device) {
+        let start = Instant::now();
+        while self.doing.iter().flatten().any(Option::is_some) {
+            assert!(start.elapsed() < 4 * HANG, "requests were lost");
+            self.take(device);
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    /// Compares all that was written with what is there.
+    pub fn compare(&self, content: &[u8]) {
+        let len = 512 * SECTORS as usize;
+        let mut compared = 0;
+        for (block, number) in self.written.iter().enumerate() {
+            let found = &content[block * len..][..len];
+            assert!(
+                found == self.expected(block, *number),
+                "block {block}: {number:?}"
+            );
+            compared += usize::from(number.is_some());
+        }
+        assert!(compared > 0, "nothing was written");
+    }
+}

@@ -1,0 +1,229 @@
+//! Connections to clusters, which images share.
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::ptr;
+use std::sync::{Arc, LazyLock, Mutex, Weak};
+
+use crate::error::{RbdError, error_of};
+use crate::library::{Library, Pointer};
+use crate::location::{Access, Location};
+use crate::settings::{OF_CLUSTER, OF_IMAGE, OURS, Origin, Setting};
+
+/// Most connections that the disks with the same access share.
+pub const CONNECTIONS_MAX: usize = 64;
+
+/// The same by default, if there are as many CPUs: each has threads of its own.
+const CONNECTIONS_DEFAULT_MAX: usize = 4;
+
+/// A connection to a cluster (`rados_t`), with its own messenger and its own threads.
+pub(crate) struct Connection {
+    pub library: &'static Library,
+    cluster: Pointer,
+    /// Which of those with the same access it is, from 0.
+    pub number: usize,
+    /// What was said about each setting so far.
+    settings: Vec<Setting>,
+}
+
+// SAFETY: a `rados_t` may be used by any thread, several at a time.
+unsafe impl Send for Connection {}
+// SAFETY: as above.
+unsafe impl Sync for Connection {}
+
+/// Who may share a connection: the same access and the same cache.
+type Key = (Access, bool);
+
+impl Connection {
+    /// A connection for this image: a new one, as long as there are fewer than the disks with this access may have;
+    /// then the one that has the fewest images.
+    ///
+    /// # Errors
+    /// There is no library, or no cluster that lets us in.
+    pub fn to(location: &Location, cache: bool) -> Result<Arc<Self>, RbdError> {
+        static ALL: LazyLock<Mutex<HashMap<Key, Vec<Weak<Connection>>>>> =
+            LazyLock::new(Mutex::default);
+        let max = location.access.connections.unwrap_or_else(|| {
+            let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+            cpus.min(CONNECTIONS_DEFAULT_MAX)
+        });
+        let key = (location.access.clone(), cache);
+        let number = {
+            let mut all = ALL.lock().unwrap_or_else(|e| e.into_inner());
+            let connections = all.entry(key.clone()).or_default();
+            connections.retain(|c| c.strong_count() > 0);
+            let there: Vec<_> = connections.iter().filter_map(Weak::upgrade).collect();
+            if there.len() >= max
+                && let Some(least) = there.iter().min_by_key(|c| Arc::strong_count(c))
+            {
+                return Ok(least.clone());
+            }
+            (0..).find(|n| there.iter().all(|c| c.number != *n))
+        };
+        // Without the lock: it may take as long as a cluster does that does not answer.
+        let connection = Arc::new(Self::new(location, cache, number.unwrap_or(0))?);
+        let mut all = ALL.lock().unwrap_or_else(|e| e.into_inner());
+        let connections = all.entry(key).or_default();
+        connections.push(Arc::downgrade(&connection));
+        Ok(connection)
+    }
+
+    fn new(location: &Location, cache: bool, number: usize) -> Result<Self, RbdError> {
+        let name = location.to_string();
+        let library = Library::get().map_err(|e| RbdError::Library(name.clone(), e))?;
+        let access = &location.access;
+        let id = access.id.as_deref().unwrap_or("admin");
+        let user = c_string(&format!("client.{id}"));
+        let cluster_name = c_string(access.cluster.as_deref().unwrap_or("ceph"));
+        let mut cluster = ptr::null_mut();
+        // SAFETY: both names end with a zero byte and outlive the call.
+        let made = unsafe {
+            (library.rados_create2)(&mut cluster, cluster_name.as_ptr(), user.as_ptr(), 0)
+        };
+        check(made).map_err(|e| RbdError::Io(name.clone(), "set up librados", e))?;
+        let mut this = Self {
+            library,
+            cluster,
+            number,
+            settings: Vec::new(),
+        };
+        for &(key, about) in OF_CLUSTER.iter().chain(OF_IMAGE) {
+            if let Some(value) = this.get(key) {
+                this.settings.push(Setting {
+                    name: key.into(),
+                    value,
+                    origin: Origin::Default,
+                    overridden: Vec::new(),
+                    about,
+                });
+            }
+        }
+        let before: Vec<_> = OURS.iter().map(|(key, _)| this.get(key)).collect();
+        this.read_conf(location)?;
+        this.notice(Origin::Conf);
+        for (&(key, value), before) in OURS.iter().zip(before) {
+            let given = access.options.iter().any(|(k, _)| k == key);
+            // What this version does not know it does without.
+            if !given && before.is_some() && this.get(key) == before {
+                this.set(&name, key, value)?;
+            }
+        }
+        this.notice(Origin::Ringdisk);
+        if let Some(keyring) = &access.keyring {
+            this.set(&name, "keyring", &keyring.to_string_lossy())?;
+        }
+        for (key, value) in &access.options {
+            this.set(&name, key, value)?;
+        }
+        this.set(&name, "rbd_cache", if cache { "true" } else { "false" })?;
+        this.notice(Origin::CommandLine);
+        // SAFETY: the cluster was made above.
+        let connected = unsafe { (library.rados_connect)(this.cluster) };
+        check(connected).map_err(|error| RbdError::Connect {
+            image: name,
+            id: id.into(),
+            hint: match error.raw_os_error() {
+                Some(libc::ENOENT) => {
+                    "is mon_host in Ceph's configuration, and is there a key of this user in a keyring that it names \
+                     (keyring=PATH)?"
+                }
+                Some(libc::EACCES | libc::EPERM) => {
+                    "the key or the user is not what the cluster knows; `ceph auth get` shows it"
+                }
+                Some(libc::ETIMEDOUT) => "do its monitors run, and does mon_host name them?",
+                _ => "`ceph -s` as the same user says more",
+            },
+            error,
+        })?;
+        this.notice(Origin::Monitors);
+        Ok(this)
+    }
+
+    fn read_conf(&self, location: &Location) -> Result<(), RbdError> {
+        let path = location.access.conf.as_ref();
+        let text = path.map(|path| c_string(&path.to_string_lossy()));
+        let text_ptr = text.as_ref().map_or(ptr::null(), |text| text.as_ptr());
+        // SAFETY: no path, or one that ends with a zero byte and outlives the call.
+        let read = unsafe { (self.library.rados_conf_read_file)(self.cluster, text_ptr) };
+        match check(read) {
+            // All may be said by options.
+            Err(e) if path.is_none() && e.raw_os_error() == Some(libc::ENOENT) => Ok(()),
+            result => result.map_err(|error| RbdError::Conf {
+                image: location.to_string(),
+                file: path.map_or("/etc/ceph/ceph.conf".into(), |p| p.display().to_string()),
+                error,
+            }),
+        }
+    }
+
+    /// Looks what the settings are by now.
+    fn notice(&mut self, origin: Origin) {
+        for i in 0..self.settings.len() {
+            if let Some(value) = self.get(&self.settings[i].name) {
+                self.settings[i].say(origin, &value);
+            }
+        }
+    }
+
+    fn set(&self, image: &str, key: &str, value: &str) -> Result<(), RbdError> {
+        let (k, v) = (c_string(key), c_string(value));
+        // SAFETY: both end with a zero byte and outlive the call.
+        let set = unsafe { (self.library.rados_conf_set)(self.cluster, k.as_ptr(), v.as_ptr()) };
+        check(set).map_err(|error| RbdError::Option {
+            image: image.into(),
+            key: key.into(),
+            value: value.into(),
+            error,
+        })
+    }
+
+    /// What an option is.
+    pub fn get(&self, key: &str) -> Option<String> {
+        let (key, mut buffer) = (c_string(key), [0u8; 1024]);
+        let (start, len) = (buffer.as_mut_ptr().cast(), buffer.len());
+        // SAFETY: the key ends with a zero byte; the buffer has so many bytes.
+        let got = unsafe { (self.library.rados_conf_get)(self.cluster, key.as_ptr(), start, len) };
+        (got == 0).then(|| text_of(&buffer))
+    }
+
+    /// What is known of the settings of all its images.
+    pub fn settings(&self) -> &[Setting] {
+        &self.settings
+    }
+
+    /// Its number among the clients of the cluster, as `ceph osd blocklist ls` and `rbd lock ls` show it.
+    pub fn client(&self) -> u64 {
+        // SAFETY: the cluster is connected.
+        unsafe { (self.library.rados_get_instance_id)(self.cluster) }
+    }
+
+    pub fn cluster(&self) -> Pointer {
+        self.cluster
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        // SAFETY: the cluster was made, and whoever uses it has an `Arc` of this.
+        unsafe { (self.library.rados_shutdown)(self.cluster) };
+    }
+}
+
+pub(crate) fn check(result: i32) -> std::io::Result<()> {
+    match result {
+        0.. => Ok(()),
+        _ => Err(error_of(result)),
+    }
+}
+
+/// For the libraries. What was parsed has no zero byte inside.
+pub(crate) fn c_string(text: &str) -> CString {
+    let end = text.find('\0').unwrap_or(text.len());
+    CString::new(&text[..end]).unwrap_or_default()
+}
+
+/// The text before the first zero byte.
+pub(crate) fn text_of(bytes: &[u8]) -> String {
+    let end = bytes.iter().position(|&b| b == 0).unwrap_or(bytes.len());
+    String::from_utf8_lossy(&bytes[..end]).into_owned()
+}

@@ -1,0 +1,433 @@
+//! An opened image.
+
+use std::ffi::{c_int, c_void};
+use std::io;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use block::{CacheMode, DiskFacts, Remote};
+use tracing::error;
+
+use crate::cluster::{Connection, c_string, check, text_of};
+use crate::error::RbdError;
+use crate::library::{Library, Pointer, allocator};
+use crate::location::Location;
+use crate::settings::{OF_IMAGE, Origin, Setting};
+
+/// What BlueStore writes without reading first, by default.
+const PHYSICAL_BLOCK: u32 = 4096;
+
+/// RBD_FEATURE_EXCLUSIVE_LOCK of `rbd/features.h`.
+const FEATURE_EXCLUSIVE_LOCK: u64 = 1 << 2;
+
+/// An image to be opened.
+#[derive(Clone, Debug)]
+pub struct Open {
+    /// Which, and how its cluster is reached.
+    pub location: Location,
+    /// How caches are used: librbd's own is on with `writeback` and `unsafe` only.
+    pub cache: CacheMode,
+    /// Writes are refused. A snapshot is always opened so.
+    pub read_only: bool,
+}
+
+/// An opened image (`rbd_image_t`). It is closed when this is dropped, once all that is under way has ended.
+///
+/// Where the image has an exclusive lock, librbd takes it with the first write, and gives it to another client that
+/// asks for it.
+pub struct RbdImage {
+    location: Location,
+    connection: Arc<Connection>,
+    pool: Pointer,
+    image: Pointer,
+    facts: DiskFacts,
+    settings: Vec<Setting>,
+    watch: Option<Watch>,
+    blocklisted: AtomicBool,
+}
+
+// SAFETY: an `rbd_image_t` may be used by any thread, several at a time.
+unsafe impl Send for RbdImage {}
+// SAFETY: as above.
+unsafe impl Sync for RbdImage {}
+
+impl RbdImage {
+    /// Opens an image.
+    ///
+    /// # Errors
+    /// It cannot be served as asked; the error says why and what to do.
+    pub fn open(open: Open) -> Result<Arc<Self>, RbdError> {
+        let Open {
+            location,
+            cache,
+            read_only,
+        } = open;
+        let name = location.to_string();
+        let read_only = read_only || location.snapshot.is_some();
+        let cached = matches!(cache, CacheMode::Writeback | CacheMode::Unsafe);
+        let connection = Connection::to(&location, cached)?;
+        let library = connection.library;
+        let pool_name = c_string(&location.pool);
+        let mut pool = ptr::null_mut();
+        // SAFETY: the name ends with a zero byte and outlives the call; the cluster is connected.
+        let found = unsafe {
+            (library.rados_ioctx_create)(connection.cluster(), pool_name.as_ptr(), &mut pool)
+        };
+        check(found).map_err(|e| match e.raw_os_error() {
+            Some(libc::ENOENT) => RbdError::Pool(name.clone(), location.pool.clone()),
+            _ => RbdError::Io(name.clone(), "open its pool", e),
+        })?;
+        let mut this = Self {
+            location,
+            connection,
+            pool,
+            image: ptr::null_mut(),
+            facts: DiskFacts {
+                logical_block: 512,
+                physical_block: PHYSICAL_BLOCK,
+                optimal_io: 0,
+                address_alignment: 1,
+                length_alignment: 1,
+                discard_granularity: 0,
+                read_only,
+            },
+            settings: Vec::new(),
+            watch: None,
+            blocklisted: AtomicBool::new(false),
+        };
+        this.open_image(read_only)?;
+        let size = this.size().map_err(|e| this.io("find out its size", e))?;
+        if size == 0 || !size.is_multiple_of(512) {
+            return Err(RbdError::Size(name, size));
+        }
+        this.settings = this.find_settings();
+        if let Some(cache_setting) = this.setting("rbd_cache")
+            && cache_setting.value == "true"
+            && cache.direct()
+        {
+            return Err(RbdError::Cached {
+                image: this.location.short(),
+                origin: format!("the {}'s own configuration", cache_setting.origin),
+                cache: cache.to_string(),
+            });
+        }
+        let granularity = this.setting("rbd_discard_granularity_bytes");
+        let granularity = granularity.and_then(|s| s.value.parse::<u32>().ok());
+        let mut unit = 0;
+        // SAFETY: writes one number.
+        unsafe { (library.rbd_get_stripe_unit)(this.image, &mut unit) };
+        this.facts.optimal_io = u32::try_from(unit).unwrap_or(0);
+        if !read_only {
+            this.facts.discard_granularity = granularity.unwrap_or(0).max(512);
+            this.watch = Some(Watch::start(&this).map_err(|e| this.io("watch for changes", e))?);
+        }
+        Ok(Arc::new(this))
+    }
+
+    fn open_image(&mut self, read_only: bool) -> Result<(), RbdError> {
+        let (library, location) = (self.connection.library, &self.location);
+        if let Some(namespace) = &location.namespace {
+            let namespace = c_string(namespace);
+            // SAFETY: the name ends with a zero byte and outlives the call.
+            unsafe { (library.rados_ioctx_set_namespace)(self.pool, namespace.as_ptr()) };
+        }
+        let image = c_string(&location.image);
+        let snapshot = location.snapshot.as_deref().map(c_string);
+        let snapshot = snapshot.as_ref().map_or(ptr::null(), |s| s.as_ptr());
+        let open = match read_only {
+            true => library.rbd_open_read_only,
+            false => library.rbd_open,
+        };
+        // SAFETY: the names end with zero bytes and outlive the call.
+        let opened = unsafe { open(self.pool, image.as_ptr(), &mut self.image, snapshot) };
+        check(opened).map_err(|e| match e.raw_os_error() {
+            Some(libc::ENOENT) => RbdError::Missing(location.to_string()),
+            Some(libc::EPERM | libc::EACCES) => RbdError::Permission(location.to_string()),
+            _ => self.io("open it", e),
+        })
+    }
+
+    fn io(&self, what: &'static str, e: io::Error) -> RbdError {
+        RbdError::Io(self.location.to_string(), what, e)
+    }
+
+    /// Which image it is.
+    pub fn location(&self) -> &Location {
+        &self.location
+    }
+
+    /// What never changes about it.
+    pub fn facts(&self) -> DiskFacts {
+        self.facts
+    }
+
+    /// Its size in bytes, now.
+    ///
+    /// # Errors
+    /// The cluster does not say.
+    pub fn size(&self) -> io::Result<u64> {
+        let mut size = 0;
+        // SAFETY: the image is open; writes one number.
+        check(unsafe { (self.library().rbd_get_size)(self.image, &mut size) })?;
+        Ok(size)
+    }
+
+    /// Makes it longer.
+    ///
+    /// # Errors
+    /// It would become shorter, or the cluster refuses.
+    pub fn grow(&self, size: u64) -> io::Result<()> {
+        extern "C" fn progress(_: u64, _: u64, _: *mut c_void) -> c_int {
+            0
+        }
+        // SAFETY: the image is open; the progress needs no argument.
+        let grown = unsafe {
+            (self.library().rbd_resize2)(self.image, size, false, progress, ptr::null_mut())
+        };
+        check(grown)
+    }
+
+    /// Has `tell` called, by a thread for the purpose, when somebody may have changed the image, by a resize or a
+    /// snapshot; `None` for nobody any more. An image that was opened read-only is not watched.
+    pub fn on_change(&self, tell: Option<OnChange>) {
+        if let Some(watch) = &self.watch {
+            watch.shared.lock().tell = tell.map(Arc::from);
+        }
+    }
+
+    /// Whether it has an exclusive lock, and if so, whether that is ours now.
+    pub fn lock(&self) -> Option<bool> {
+        let (mut features, mut owner) = (0, 0);
+        // SAFETY: the image is open; each writes one number.
+        unsafe {
+            if (self.library().rbd_get_features)(self.image, &mut features) < 0
+                || features & FEATURE_EXCLUSIVE_LOCK == 0
+                || (self.library().rbd_is_exclusive_lock_owner)(self.image, &mut owner) < 0
+            {
+                return None;
+            }
+        }
+        Some(owner != 0)
+    }
+
+    /// What decides its speed, and who said so.
+    pub fn settings(&self) -> &[Setting] {
+        &self.settings
+    }
+
+    fn setting(&self, name: &str) -> Option<&Setting> {
+        self.settings.iter().find(|s| s.name == name)
+    }
+
+    fn find_settings(&self) -> Vec<Setting> {
+        let mut settings = self.connection.settings().to_vec();
+        for setting in &mut settings {
+            if !OF_IMAGE.iter().any(|(name, _)| *name == setting.name) {
+                continue;
+            }
+            let key = format!("conf_{}", setting.name);
+            let library = self.library();
+            for (origin, get, of) in [
+                (Origin::Pool, library.rbd_pool_metadata_get, self.pool),
+                (Origin::Image, library.rbd_metadata_get, self.image),
+            ] {
+                if let Some(value) = metadata(get, of, &key) {
+                    setting.say(origin, &value);
+                }
+            }
+        }
+        let (librbd, librados) = self.library().versions();
+        let more = [
+            (
+                "allocator",
+                allocator().to_owned(),
+                "what librados allocates with, several times for each I/O",
+            ),
+            ("librbd", librbd, "the library's version"),
+            ("librados", librados, "the library's version"),
+            (
+                "connection",
+                self.connection.number.to_string(),
+                "which of the connections to the cluster; each has threads of its own (connections=N)",
+            ),
+            (
+                "client",
+                format!("client.{}", self.connection.client()),
+                "its number in the cluster, as in `rbd lock ls` and `ceph osd blocklist ls`",
+            ),
+        ];
+        settings.extend(more.map(|(name, value, about)| Setting {
+            name: name.into(),
+            value,
+            origin: Origin::Ringdisk,
+            overridden: Vec::new(),
+            about,
+        }));
+        settings
+    }
+
+    pub(crate) fn library(&self) -> &'static Library {
+        self.connection.library
+    }
+
+    pub(crate) fn handle(&self) -> Pointer {
+        self.image
+    }
+
+    /// The cluster lets this client do nothing any more.
+    #[cold]
+    pub(crate) fn is_blocklisted(&self) {
+        if !self.blocklisted.swap(true, Ordering::Relaxed) {
+            error!(
+                "{}: this client (client.{}) is on the cluster's blocklist (RBD_BLOCKLISTED): another one has taken its \
+                 lock over, or an administrator put it there. Nothing more is read or written, so that nothing is \
+                 overwritten; make sure that no other VM uses the image, and serve it anew ('ringdisk detach', \
+                 'ringdisk attach'), which makes a new client",
+                self.location,
+                self.connection.client()
+            );
+        }
+    }
+}
+
+impl Remote for RbdImage {
+    fn sync(&self) -> io::Result<()> {
+        // SAFETY: the image is open.
+        check(unsafe { (self.library().rbd_flush)(self.image) })
+    }
+}
+
+impl Drop for RbdImage {
+    fn drop(&mut self) {
+        if let Some(watch) = self.watch.take() {
+            watch.stop(self);
+        }
+        if !self.image.is_null() {
+            // SAFETY: the image is open, and whoever uses it has an `Arc` of this.
+            let closed = check(unsafe { (self.library().rbd_close)(self.image) });
+            if let Err(e) = closed
+                && !self.blocklisted.load(Ordering::Relaxed)
+            {
+                error!("{}: closing it failed: {e}", self.location);
+            }
+        }
+        // SAFETY: the pool was opened, and its image is closed.
+        unsafe { (self.library().rados_ioctx_destroy)(self.pool) };
+    }
+}
+
+type MetadataGet = unsafe extern "C" fn(
+    Pointer,
+    *const std::ffi::c_char,
+    *mut std::ffi::c_char,
+    *mut usize,
+) -> c_int;
+
+fn metadata(get: MetadataGet, of: Pointer, key: &str) -> Option<String> {
+    let (key, mut buffer) = (c_string(key), [0u8; 256]);
+    let mut len = buffer.len();
+    // SAFETY: the key ends with a zero byte; the buffer has as many bytes as `len` says; `of` is an open image or pool,
+    // as `get` needs it.
+    let got = unsafe { get(of, key.as_ptr(), buffer.as_mut_ptr().cast(), &mut len) };
+    (got >= 0).then(|| text_of(&buffer))
+}
+
+/// What is called when an image may have changed.
+pub type OnChange = Box<dyn Fn() + Send + Sync>;
+
+/// Waits for changes of an image. librbd calls from a thread that must not wait for librbd, so that another one tells.
+struct Watch {
+    handle: u64,
+    shared: Arc<Shared>,
+    thread: JoinHandle<()>,
+}
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    change: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    changed: bool,
+    ended: bool,
+    tell: Option<Arc<dyn Fn() + Send + Sync>>,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell_of_changes(&self) {
+        let mut state = self.lock();
+        loop {
+            while !state.changed && !state.ended {
+                let waited = self.change.wait(state);
+                state = waited.unwrap_or_else(PoisonError::into_inner);
+            }
+            if state.ended {
+                return;
+            }
+            state.changed = false;
+            let tell = state.tell.clone();
+            drop(state);
+            if let Some(tell) = tell {
+                tell();
+            }
+            state = self.lock();
+        }
+    }
+}
+
+impl Watch {
+    fn start(image: &RbdImage) -> io::Result<Self> {
+        extern "C" fn changed(shared: *mut c_void) {
+            // SAFETY: this was made of an `Arc<Shared>`, which `stop` gives back after the last call.
+            let shared = unsafe { &*shared.cast::<Shared>() };
+            shared.lock().changed = true;
+            shared.change.notify_one();
+        }
+        let shared = Arc::new(Shared::default());
+        let its = shared.clone();
+        let thread = thread::Builder::new()
+            .name("rbd-watch".into())
+            .spawn(move || its.tell_of_changes())?;
+        let mut handle = 0;
+        let arg = Arc::into_raw(shared.clone()).cast_mut().cast();
+        // SAFETY: the argument is what the function takes it for, for as long as it may be called.
+        let watched =
+            unsafe { (image.library().rbd_update_watch)(image.image, &mut handle, changed, arg) };
+        let watch = Self {
+            handle,
+            shared,
+            thread,
+        };
+        if let Err(e) = check(watched) {
+            watch.end(arg);
+            return Err(e);
+        }
+        Ok(watch)
+    }
+
+    fn stop(self, image: &RbdImage) {
+        // SAFETY: the handle is that of a watch of this image. After this, nothing is called any more.
+        unsafe { (image.library().rbd_update_unwatch)(image.image, self.handle) };
+        let arg = Arc::as_ptr(&self.shared).cast_mut().cast();
+        self.end(arg);
+    }
+
+    fn end(self, arg: *mut c_void) {
+        // SAFETY: `start` has turned one `Arc` into this pointer, and nobody uses it any more.
+        drop(unsafe { Arc::from_raw(arg.cast::<Shared>().cast_const()) });
+        self.shared.lock().ended = true;
+        self.shared.change.notify_one();
+        // What it tells may be what drops the image: then it ends by itself.
+        if thread::current().id() != self.thread.thread().id() {
+            let _ = self.thread.join();
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! librados and librbd, loaded when the first disk needs them and never unloaded.
+
+use std::ffi::{c_char, c_int, c_void};
+use std::sync::LazyLock;
+
+use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
+use thiserror::Error;
+
+/// `rados_t`, `rados_ioctx_t`, `rbd_image_t` and `rbd_completion_t` are all pointers to what only the library knows.
+pub(crate) type Pointer = *mut c_void;
+
+/// `rbd_callback_t`
+pub(crate) type OnComplete = extern "C" fn(completion: Pointer, arg: *mut c_void);
+
+/// `rbd_update_callback_t`
+pub(crate) type OnUpdate = extern "C" fn(arg: *mut c_void);
+
+/// Why there is no librbd.
+#[derive(Clone, Debug, Error)]
+pub enum LibraryError {
+    /// A library is not there.
+    #[error(
+        "rbd: needs {name}, which cannot be loaded ({why}); it is in the package {package} of Debian, Ubuntu, Fedora \
+         and RHEL"
+    )]
+    Missing {
+        /// Its soname.
+        name: &'static str,
+        /// What holds it.
+        package: &'static str,
+        /// What the dynamic linker says.
+        why: String,
+    },
+    /// A function is not there.
+    #[error("{name} has no {function}, so it is older than Ceph 14; a newer one is needed")]
+    Old {
+        /// The library's soname.
+        name: &'static str,
+        /// What it lacks.
+        function: &'static str,
+    },
+}
+
+macro_rules! functions {
+    ($($library:ident = $soname:literal in $package:literal { $(fn $name:ident($($arg:ty),*) $(-> $ret:ty)?;)+ })+) => {
+        /// The functions that are used, as `rados/librados.h` and `rbd/librbd.h` declare them.
+        #[derive(Debug)]
+        pub struct Library {
+            $($(pub(crate) $name: unsafe extern "C" fn($($arg),*) $(-> $ret)?,)+)+
+            /// Since librbd 1.16.
+            pub(crate) rbd_aio_write_zeroes: Option<
+                unsafe extern "C" fn(Pointer, u64, usize, Pointer, c_int, c_int) -> c_int,
+            >,
+        }
+
+        fn load() -> Result<Library, LibraryError> {
+            $(let $library = open($soname, $package)?;)+
+            // SAFETY: the types are those of the functions' declarations.
+            let library = unsafe {
+                Library {
+                    $($($name: find(&$library, $soname, stringify!($name))?,)+)+
+                    rbd_aio_write_zeroes: [$(&$library),+]
+                        .into_iter()
+                        .find_map(|library| find(library, "", "rbd_aio_write_zeroes").ok()),
+                }
+            };
+            // Their threads may run for as long as this process does.
+            std::mem::forget([$($library),+]);
+            Ok(library)
+        }
+    };
+}
+
+functions! {
+    librados = "librados.so.2" in "librados2" {
+        fn rados_version(*mut c_int, *mut c_int, *mut c_int);
+        fn rados_create2(*mut Pointer, *const c_char, *const c_char, u64) -> c_int;
+        fn rados_conf_read_file(Pointer, *const c_char) -> c_int;
+        fn rados_conf_set(Pointer, *const c_char, *const c_char) -> c_int;
+        fn rados_conf_get(Pointer, *const c_char, *mut c_char, usize) -> c_int;
+        fn rados_connect(Pointer) -> c_int;
+        fn rados_shutdown(Pointer);
+        fn rados_get_instance_id(Pointer) -> u64;
+        fn rados_ioctx_create(Pointer, *const c_char, *mut Pointer) -> c_int;
+        fn rados_ioctx_destroy(Pointer);
+        fn rados_ioctx_set_namespace(Pointer, *const c_char);
+    }
+    librbd = "librbd.so.1" in "librbd1" {
+        fn rbd_version(*mut c_int, *mut c_int, *mut c_int);
+        fn rbd_open(Pointer, *const c_char, *mut Pointer, *const c_char) -> c_int;
+        fn rbd_open_read_only(Pointer, *const c_char, *mut Pointer, *const c_char) -> c_int;
+        fn rbd_close(Pointer) -> c_int;
+        fn rbd_get_size(Pointer, *mut u64) -> c_int;
+        fn rbd_get_stripe_unit(Pointer, *mut u64) -> c_int;
+        fn rbd_get_features(Pointer, *mut u64) -> c_int;
+        fn rbd_resize2(Pointer, u64, bool, extern "C" fn(u64, u64, *mut c_void) -> c_int, *mut c_void) -> c_int;
+        fn rbd_flush(Pointer) -> c_int;
+        fn rbd_update_watch(Pointer, *mut u64, OnUpdate, *mut c_void) -> c_int;
+        fn rbd_update_unwatch(Pointer, u64) -> c_int;
+        fn rbd_is_exclusive_lock_owner(Pointer, *mut c_int) -> c_int;
+        fn rbd_metadata_get(Pointer, *const c_char, *mut c_char, *mut usize) -> c_int;
+        fn rbd_pool_metadata_get(Pointer, *const c_char, *mut c_char, *mut usize) -> c_int;
+        fn rbd_aio_create_completion(*mut c_void, OnComplete, *mut Pointer) -> c_int;
+        fn rbd_aio_get_return_value(Pointer) -> isize;
+        fn rbd_aio_release(Pointer);
+        fn rbd_aio_readv(Pointer, *const libc::iovec, c_int, u64, Pointer) -> c_int;
+        fn rbd_aio_writev(Pointer, *const libc::iovec, c_int, u64, Pointer) -> c_int;
+        fn rbd_aio_flush(Pointer, Pointer) -> c_int;
+        fn rbd_aio_discard(Pointer, u64, u64, Pointer) -> c_int;
+    }
+}
+
+impl Library {
+    /// The libraries, loaded once.
+    ///
+    /// # Errors
+    /// They are not installed, or too old.
+    pub fn get() -> Result<&'static Self, LibraryError> {
+        static LIBRARY: LazyLock<Result<Library, LibraryError>> = LazyLock::new(load);
+        LIBRARY.as_ref().map_err(Clone::clone)
+    }
+
+    /// The versions of librbd and librados.
+    pub fn versions(&self) -> (String, String) {
+        let of = |version: unsafe extern "C" fn(*mut c_int, *mut c_int, *mut c_int)| {
+            let mut parts = [0; 3];
+            let [major, minor, extra] = &mut parts;
+            // SAFETY: writes three numbers.
+            unsafe { version(major, minor, extra) };
+            parts.map(|n| n.to_string()).join(".")
+        };
+        (of(self.rbd_version), of(self.rados_version))
+    }
+}
+
+fn open(name: &'static str, package: &'static str) -> Result<Handle, LibraryError> {
+    // SAFETY: what a library does as it is loaded is as sound as the library; these are the system's own.
+    let handle = unsafe { Handle::open(Some(name), RTLD_NOW | RTLD_LOCAL) };
+    handle.map_err(|e| LibraryError::Missing {
+        name,
+        package,
+        why: e.to_string(),
+    })
+}
+
+/// # Safety
+/// `T` is a pointer to a function as the library declares this one.
+unsafe fn find<T: Copy>(
+    library: &Handle,
+    name: &'static str,
+    function: &'static str,
+) -> Result<T, LibraryError> {
+    // SAFETY: the caller's promise; the library is never unloaded.
+    match unsafe { library.get::<T>(function.as_bytes()) } {
+        Ok(found) => Ok(*found),
+        Err(_) => Err(LibraryError::Old { name, function }),
+    }
+}
+
+/// Which allocator this process has, by the functions that only that one defines.
+pub(crate) fn allocator() -> &'static str {
+    let this = Handle::this();
+    // SAFETY: the symbol is looked up, not called.
+    let has = |name: &str| unsafe { this.get::<*const c_void>(name.as_bytes()).is_ok() };
+    match () {
+        () if has("tc_version") => "tcmalloc",
+        () if has("mallctl") => "jemalloc",
+        () if has("mi_version") => "mimalloc",
+        () => "libc malloc",
+    }
+}

@@ -1,0 +1,173 @@
+//! What decides the speed of an image, what it is, and who said so.
+
+use std::fmt;
+
+/// Who a setting comes from; who stands further down goes before those above.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Origin {
+    /// The library's own default.
+    Default,
+    /// Ceph's configuration file.
+    Conf,
+    /// The monitors' configuration (`ceph config set`).
+    Monitors,
+    /// ringdisk, where nobody else had said anything but the library.
+    Ringdisk,
+    /// The disk's options.
+    CommandLine,
+    /// The pool's own settings (`rbd config pool set`).
+    Pool,
+    /// The image's own settings (`rbd config image set`).
+    Image,
+}
+
+impl Origin {
+    /// What it is called in lists.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Default => "default",
+            Self::Conf => "ceph.conf",
+            Self::Monitors => "monitors",
+            Self::Ringdisk => "ringdisk",
+            Self::CommandLine => "command line",
+            Self::Pool => "pool",
+            Self::Image => "image",
+        }
+    }
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.word())
+    }
+}
+
+/// A setting as it is in effect.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Setting {
+    /// Ceph's name for it, or ours.
+    pub name: String,
+    /// What it is.
+    pub value: String,
+    /// Who said so.
+    pub origin: Origin,
+    /// Who said something else, and what, the strongest last.
+    pub overridden: Vec<(Origin, String)>,
+    /// What it decides.
+    pub about: &'static str,
+}
+
+impl Setting {
+    /// Somebody says what it is to be; who says so later goes before who did earlier.
+    pub(crate) fn say(&mut self, origin: Origin, value: &str) {
+        if value != self.value {
+            let before = (
+                self.origin,
+                std::mem::replace(&mut self.value, value.into()),
+            );
+            // That a library has a default goes without saying.
+            if before.0 != Origin::Default {
+                self.overridden.push(before);
+            }
+            self.origin = origin;
+        }
+    }
+}
+
+/// The settings of librados that decide the speed of an image, and what each decides. Which of them there are
+/// depends on the library's version.
+pub(crate) const OF_CLUSTER: &[(&str, &str)] = &[
+    (
+        "ms_client_mode",
+        "wire: crc is checked, secure is encrypted; the first that both sides have",
+    ),
+    ("ms_crc_data", "checksums of data on the wire, in crc mode"),
+    ("auth_client_required", "how the client proves who it is"),
+    (
+        "ms_async_op_threads",
+        "messenger threads of a connection; each wakes others for every I/O",
+    ),
+    (
+        "librados_thread_count",
+        "threads of a connection that librbd runs on",
+    ),
+    (
+        "objecter_inflight_ops",
+        "operations on their way; the thread that starts one more waits; 0 is any number",
+    ),
+    ("objecter_inflight_op_bytes", "bytes on their way, likewise"),
+    (
+        "rados_osd_op_timeout",
+        "seconds until an operation fails; 0 is never",
+    ),
+];
+
+/// The same of librbd, which pools and images may have of their own.
+pub(crate) const OF_IMAGE: &[(&str, &str)] = &[
+    (
+        "rbd_cache",
+        "librbd's cache in memory; cache=writeback asks for it",
+    ),
+    (
+        "rbd_cache_policy",
+        "what the cache keeps back, where there is one",
+    ),
+    (
+        "rbd_cache_writethrough_until_flush",
+        "the cache keeps nothing back before the guest's first flush",
+    ),
+    (
+        "rbd_non_blocking_aio",
+        "every I/O is handed to another thread first",
+    ),
+    ("rbd_io_scheduler", "whether small I/Os wait to be merged"),
+    (
+        "rbd_disable_zero_copy_writes",
+        "writes are copied, so that a guest may change them under way",
+    ),
+    ("rbd_read_from_replica_policy", "which copy is read"),
+    (
+        "rbd_discard_granularity_bytes",
+        "smaller discards are left out",
+    ),
+];
+
+/// What ringdisk sets where neither the configuration file nor the disk's options have said anything.
+///
+/// - One messenger thread and one of librados: with more, each I/O wakes one more thread, and 4k reads at depth 32
+///   take half as much CPU again.
+/// - No limit of librados on what is on its way, which would stop the thread that starts one more, with all of its
+///   disks: [the engine](crate::WithRbd) has limits of its own, at which a disk waits for itself.
+/// - A cluster that does not answer is given up after half a minute, not after five.
+pub(crate) const OURS: &[(&str, &str)] = &[
+    ("ms_async_op_threads", "1"),
+    ("librados_thread_count", "1"),
+    ("rbd_non_blocking_aio", "false"),
+    ("objecter_inflight_ops", "0"),
+    ("objecter_inflight_op_bytes", "0"),
+    ("client_mount_timeout", "30"),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_speaks_last_is_right_and_the_others_are_named() {
+        let mut it = Setting {
+            name: "rbd_cache".into(),
+            value: "true".into(),
+            origin: Origin::Default,
+            overridden: Vec::new(),
+            about: "",
+        };
+        it.say(Origin::Conf, "true");
+        assert_eq!(it.origin, Origin::Default);
+        it.say(Origin::CommandLine, "false");
+        assert_eq!((&*it.value, it.origin), ("false", Origin::CommandLine));
+        assert!(it.overridden.is_empty());
+        it.say(Origin::Image, "true");
+        assert_eq!((&*it.value, it.origin), ("true", Origin::Image));
+        assert_eq!(it.overridden, [(Origin::CommandLine, "false".into())]);
+    }
+}
