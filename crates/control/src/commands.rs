@@ -96,6 +96,8 @@ commands! {
     QueryNamedBlockNodes(QueryNamedBlockNodes) -> Vec<BlockDeviceInfo> = "query-named-block-nodes",
     /// Ends the program as SIGTERM does.
     Quit(Empty) -> Empty = "quit",
+    /// What decides the speed of each disk, and who said so.
+    RingdiskExplain(Empty) -> Value = "x-ringdisk-explain",
     /// Opens and serves a disk, written as for `ringdisk serve`. The reply says what to paste.
     RingdiskAttach(RingdiskAttach) -> Value = "x-ringdisk-attach",
     /// Ends serving a disk and closes it.

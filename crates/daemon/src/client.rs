@@ -16,6 +16,7 @@ use control::{Client, ClientError};
 use serde_json::{Value, json};
 use thiserror::Error;
 
+use crate::explain;
 use crate::limits;
 use crate::qmp;
 use crate::spec::{DiskSpec, SpecError};
@@ -39,8 +40,13 @@ pub struct Connection {
 #[derive(clap::Args)]
 #[command(after_help = "Example:
   ringdisk list
-  ringdisk list --json | jq -r '.[].socket'")]
+  ringdisk list --json | jq -r '.[].socket'
+  ringdisk list --explain     what decides the speed of each disk, and who said so")]
 pub struct ListArgs {
+    /// Show what decides the speed of each disk, who said so (default, ceph.conf, monitors, ringdisk, command line,
+    /// pool, image), and what is overridden
+    #[arg(long)]
+    explain: bool,
     #[command(flatten)]
     connection: Connection,
 }
@@ -191,6 +197,12 @@ impl Connection {
 }
 
 pub fn list(args: &ListArgs) -> Done {
+    if args.explain {
+        let mut client = args.connection.open()?;
+        let disks = client.call("x-ringdisk-explain", json!({}))?;
+        args.connection.say(&disks, &explain::text(&disks));
+        return Ok(());
+    }
     let mut disks = match answer(&mut args.connection.open()?)?["disks"].take() {
         Value::Array(disks) => disks,
         _ => Vec::new(),

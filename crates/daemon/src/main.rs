@@ -4,6 +4,7 @@ mod client;
 mod config;
 mod cpus;
 mod device;
+mod explain;
 mod export;
 mod host;
 mod iothreads;

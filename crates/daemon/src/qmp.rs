@@ -26,6 +26,7 @@ use tracing::{debug, error, warn};
 
 use crate::config::ThreadSpec;
 use crate::cpus::Cpus;
+use crate::explain;
 use crate::export::ExportSpec;
 use crate::host::{Host, HostError, Look, Removal};
 use crate::iothreads::IoThreadError;
@@ -129,6 +130,7 @@ impl Handler for Qmp {
                 let file = FileSpec::Path(wanted.file.0);
                 Ok(host.replace(&node_of(host, &wanted.id)?, file).map(done)?)
             }
+            Command::RingdiskExplain(_) => Ok(explain::all(host)),
             Command::RingdiskStats(_) => {
                 host.watch();
                 let mut disks = Vec::new();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sd_notify::NotifyState;
-use serde_json::json;
+use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use thiserror::Error;
@@ -15,6 +15,7 @@ use tracing::{error, info, warn};
 
 use crate::config::{Config, ConfigError, POLL_MAX_DEFAULT, POLL_MAX_US_MAX};
 use crate::cpus::Cpus;
+use crate::explain;
 use crate::host::{Host, HostError};
 use crate::iothreads::IoThreads;
 use crate::metrics;
@@ -95,6 +96,10 @@ pub struct Args {
     /// sleeps, at most, in microseconds; it adapts to what pays; 0 is never; default: 100
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u64).range(0..=POLL_MAX_US_MAX))]
     poll_max_us: Option<u64>,
+
+    /// Print what decides the speed of each disk, who said so, and what is overridden
+    #[arg(long)]
+    explain: bool,
 
     /// Print what to paste, and that all is ready, as one line of JSON
     #[arg(long)]
@@ -186,7 +191,8 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
             return Err(e);
         }
     };
-    announce(&ready, metrics, args.json);
+    let explained = args.explain.then(|| explain::all(&host));
+    announce(&ready, metrics, explained, args.json);
     for signal in signals.forever() {
         if signal != SIGHUP {
             break;
@@ -243,13 +249,20 @@ fn open_control(path: Option<&Path>, qmp: Qmp) -> Result<Option<ControlSocket>, 
         .map_err(|e| ServeError::System("cannot serve the control socket", e))
 }
 
-fn announce(ready: &[Ready], metrics: Option<SocketAddr>, json: bool) {
+fn announce(ready: &[Ready], metrics: Option<SocketAddr>, explained: Option<Value>, json: bool) {
     let text = match json {
         true => {
             let metrics = metrics.map(|address| format!("http://{address}/metrics"));
-            json!({ "ready": true, "disks": ready, "metrics": metrics }).to_string()
+            let mut said = json!({ "ready": true, "disks": ready, "metrics": metrics });
+            if let Some(explained) = explained {
+                said["explain"] = explained;
+            }
+            said.to_string()
         }
-        false => paste::text(ready) + "ready",
+        false => {
+            let explained = explained.map(|disks| explain::text(&disks) + "\n");
+            paste::text(ready) + &explained.unwrap_or_default() + "ready"
+        }
     };
     let mut out = io::stdout().lock();
     // Nobody may be listening any more; the disks are served all the same.

@@ -5,6 +5,7 @@
 //! what is reported are medians, and medians of the ratios within a round.
 
 mod backing;
+mod ceph;
 mod client;
 mod instructions;
 mod neighbours;
@@ -40,6 +41,9 @@ use setting::{Aio, Cache, Lists, Poll, Ring, Setting};
 pub struct Args {
     #[command(subcommand)]
     internal: Option<Internal>,
+
+    #[command(flatten)]
+    ceph: ceph::Args,
 
     /// Backings to measure [default: all]
     #[arg(long, value_delimiter = ',', value_name = "BACKING")]
@@ -193,6 +197,9 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         None => {}
     }
     let bench = Bench::prepare(args)?;
+    if bench.args.ceph.ceph {
+        return ceph::run(&bench);
+    }
     if let Some(disks) = bench.args.disks {
         return neighbours::idle(&bench.programs, &bench.dir, disks.into(), IDLE_SECONDS);
     }
@@ -522,6 +529,10 @@ impl Bench {
             mark: None,
             seed,
         }
+    }
+
+    fn interrupted(&self) -> bool {
+        self.interrupted.load(Ordering::Relaxed)
     }
 
     fn new_report(&self) -> Report {

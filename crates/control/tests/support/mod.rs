@@ -152,6 +152,7 @@ impl Handler for FakeDisks {
                 let size = size.unwrap_or(1 << 30);
                 return Ok(RingdiskResized { size }.to_json());
             }
+            Command::RingdiskExplain(_) => return Ok(json!([])),
             Command::RingdiskStats(_) => return Ok(json!({ "anything": [1, 2] })),
             Command::RingdiskDetach(RingdiskDetach { id, .. }) => {
                 let desc = format!("there is no disk '{id}'");

@@ -29,7 +29,10 @@ impl Cluster {
         USERS.fetch_add(1, Ordering::SeqCst);
         let mut guard = CLUSTER.lock().unwrap_or_else(|e| e.into_inner());
         if guard.is_none() {
-            let folder = format!("ceph-{}", std::process::id());
+            // Those of failed tests leave their logs.
+            static NUMBER: AtomicUsize = AtomicUsize::new(0);
+            let number = NUMBER.fetch_add(1, Ordering::SeqCst);
+            let folder = format!("ceph-{}-{number}", std::process::id());
             let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(folder);
             *guard = Some(Ceph::start(&folder, Options::default()).unwrap());
         }

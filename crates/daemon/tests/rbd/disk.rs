@@ -197,3 +197,73 @@ fn a_longer_image_is_a_longer_disk() {
         .unwrap();
     assert!(info.contains("size 64 MiB"), "{info}");
 }
+
+/// Who says what an image's settings are, and whose word does not count.
+#[test]
+fn settings_are_explained() {
+    let Some(mut cluster) = Cluster::get("settings_are_explained") else {
+        return;
+    };
+    let conf = cluster.ceph().conf().with_file_name("other.conf");
+    let text = std::fs::read_to_string(cluster.ceph().conf()).unwrap();
+    let more = "[client]\nrbd_cache_policy = writethrough\nms_async_op_threads = 2\nrbd_io_scheduler = none\n";
+    std::fs::write(&conf, text + more).unwrap();
+    let disk = cluster.image("explained", 32, "cache=none");
+    let disk = disk.replace(
+        &cluster.ceph().conf().display().to_string(),
+        &conf.display().to_string(),
+    );
+    let disk = disk.replace(
+        "rbd/explained",
+        "rbd/explained:ms_client_mode=secure:rbd_io_scheduler=simple",
+    );
+    let image = format!("{POOL}/explained");
+    let of_image = ["config", "image", "set", &image, "rbd_io_scheduler", "none"];
+    cluster.ceph().rbd(&of_image).unwrap();
+    let server = cluster.serve(&[&disk, "--explain"]);
+    let control = cluster.control().display().to_string();
+    let listed = ringdisk(&["list", "--explain", "--json", "--control", &control]);
+    let listed: serde_json::Value = serde_json::from_slice(&listed.stdout).unwrap();
+    assert_eq!(
+        listed[0]["settings"].as_array().unwrap().len(),
+        server.ready["explain"][0]["settings"]
+            .as_array()
+            .unwrap()
+            .len()
+    );
+    let find = |name: &str| {
+        let mut settings = listed[0]["settings"].as_array().unwrap().iter();
+        settings
+            .find(|s| s["name"] == name)
+            .unwrap_or_else(|| panic!("no {name}"))
+            .clone()
+    };
+    let is = |name: &str, value: &str, from: &str| {
+        let it = find(name);
+        assert_eq!(
+            (it["value"].as_str(), it["from"].as_str()),
+            (Some(value), Some(from)),
+            "{it}"
+        );
+        it["overridden"].clone()
+    };
+    is("rbd_cache", "false", "command line");
+    is("rbd_cache_policy", "writethrough", "ceph.conf");
+    is("ms_async_op_threads", "2", "ceph.conf");
+    is("librados_thread_count", "1", "ringdisk");
+    is("ms_client_mode", "secure", "command line");
+    is("rados_osd_op_timeout", "0", "default");
+    let overridden = is("rbd_io_scheduler", "none", "image");
+    let expected = serde_json::json!([
+        { "from": "ceph.conf", "value": "none" },
+        { "from": "command line", "value": "simple" },
+    ]);
+    assert_eq!(overridden, expected);
+    assert!(find("allocator")["value"].is_string() && find("librbd")["value"].is_string());
+    let text = ringdisk(&["list", "--explain", "--control", &control]);
+    let text = String::from_utf8(text.stdout).unwrap();
+    assert!(
+        text.contains("simple from command line is OVERRIDDEN"),
+        "{text}"
+    );
+}

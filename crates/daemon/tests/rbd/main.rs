@@ -3,3 +3,4 @@
 mod cluster;
 mod disk;
 mod driver;
+mod faults;

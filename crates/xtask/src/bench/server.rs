@@ -12,7 +12,7 @@ use serde::Deserialize;
 
 use super::backing::{NULL_BYTES, Prepared};
 use super::client::{Job, Sample};
-use super::plan::{Cell, Server};
+use super::plan::{Cell, Server, Workload};
 use super::process::{self, Cores, Usage};
 use super::setting::{Cache, Setting};
 
@@ -254,20 +254,93 @@ pub fn host(
         "--iodepth={}",
         workload.depth * usize::from(setting.queues)
     ));
+    run_fio(
+        command,
+        workload.write,
+        warmup_s,
+        runtime_s,
+        seed,
+        Some(SERVER_CPU),
+    )
+}
+
+/// fio's rbd engine on images: what librbd gives without a virtual disk. One thread for each image.
+pub fn fio_on_images(
+    conf: &Path,
+    images: &[String],
+    workload: &Workload,
+    warmup_s: f64,
+    runtime_s: f64,
+    seed: u64,
+) -> anyhow::Result<Sample> {
+    let mut command = Command::new("fio");
+    // Options that stand before the first job are those of all jobs.
+    command.args([
+        "--ioengine=rbd",
+        "--clientname=vm",
+        "--thread",
+        "--time_based",
+        "--eta=never",
+        "--norandommap",
+        "--lat_percentiles=1",
+        "--group_reporting",
+        "--output-format=json",
+    ]);
+    command.arg(format!("--pool={}", testkit::ceph::POOL));
+    command.arg(format!("--rw={}", workload.rw()));
+    command.arg(format!("--bs={}", workload.block));
+    command.arg(format!("--iodepth={}", workload.depth));
+    // It takes a while to open the images, which is not part of its times.
+    fio_times(&mut command, warmup_s, runtime_s + 2.0, seed);
+    for image in images {
+        command.args([format!("--name={image}"), format!("--rbdname={image}")]);
+    }
+    command.env("CEPH_CONF", conf);
+    measure_fio(command, workload.write, warmup_s + 1.0, runtime_s, None)
+}
+
+fn run_fio(
+    mut command: Command,
+    write: bool,
+    warmup_s: f64,
+    runtime_s: f64,
+    seed: u64,
+    cpu: Option<usize>,
+) -> anyhow::Result<Sample> {
+    fio_times(&mut command, warmup_s, runtime_s, seed);
+    measure_fio(command, write, warmup_s, runtime_s, cpu)
+}
+
+fn fio_times(command: &mut Command, warmup_s: f64, runtime_s: f64, seed: u64) {
     command.arg(format!("--ramp_time={}ms", (warmup_s * 1e3) as u64));
     command.arg(format!("--runtime={}ms", (runtime_s * 1e3) as u64));
     command.arg(format!("--randseed={}", seed >> 1));
+}
+
+/// Runs fio, and takes its CPU time in the middle of its window.
+fn measure_fio(
+    mut command: Command,
+    write: bool,
+    warmup_s: f64,
+    runtime_s: f64,
+    cpu: Option<usize>,
+) -> anyhow::Result<Sample> {
     command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
-    let fio = process::born_on(SERVER_CPU, || command.spawn())?
-        .context("starting fio; is it installed?")?;
+    let fio = match cpu {
+        Some(cpu) => process::born_on(cpu, || command.spawn())?,
+        None => command.spawn(),
+    };
+    let fio = fio.context("starting fio; is it installed?")?;
 
     // fio's own figure leaves out io-wq threads. The load is steady, so CPU over a window inside fio's own is as good.
     let pid = fio.id();
     std::thread::sleep(Duration::from_secs_f64(warmup_s + 0.25 * runtime_s));
-    let _ = process::pin(pid, SERVER_CPU);
+    if let Some(cpu) = cpu {
+        let _ = process::pin(pid, cpu);
+    }
     let (before, cores, begin) = (Usage::of(pid)?, Cores::read()?, Instant::now());
     std::thread::sleep(Duration::from_secs_f64(0.6 * runtime_s));
     let (used, cores) = (Usage::of(pid)?.since(&before), Cores::read()?.since(&cores));
@@ -285,11 +358,7 @@ pub fn host(
         )
     })?;
     let job = report.jobs.first().context("fio reported no job")?;
-    let side = if workload.write {
-        &job.write
-    } else {
-        &job.read
-    };
+    let side = if write { &job.write } else { &job.read };
     let ios = side.iops * window_s;
     let us = |percentile: &str| {
         side.lat_ns

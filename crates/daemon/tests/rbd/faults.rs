@@ -1,0 +1,190 @@
+//! What goes wrong in a cluster, and who is told.
+
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use testkit::ceph::POOL;
+use testkit::driver::{Device, DeviceConfig, HANG, Op};
+use testkit::server::Server;
+
+use crate::cluster::Cluster;
+use crate::driver::Load;
+
+const OK: u8 = 0;
+const IOERR: u8 = 1;
+
+/// An OSD is killed and comes back, and so does the monitor: requests wait, and none is lost.
+#[test]
+fn an_osd_and_the_monitor_go_and_come_back() {
+    let Some(mut cluster) = Cluster::get("an_osd_and_the_monitor_go_and_come_back") else {
+        return;
+    };
+    let disk = cluster.image("hardy", 64, "queues=2");
+    let mut server = cluster.serve(&[&disk]);
+    let config = DeviceConfig {
+        queues: 2,
+        ..DeviceConfig::default()
+    };
+    let mut device = Device::connect(server.socket(), &config).unwrap();
+    let mut load = Load::new(&device, 2048);
+    load.run(&mut device, 300);
+    load.fill(&mut device);
+    cluster.ceph().kill_osd(1).unwrap();
+    load.fill(&mut device);
+    cluster.ceph().wait_for_down(1).unwrap();
+    load.run(&mut device, 300);
+    load.fill(&mut device);
+    cluster.ceph().restart_mon().unwrap();
+    load.run(&mut device, 300);
+    cluster.ceph().start_osd(1).unwrap();
+    cluster.ceph().wait_for_osds().unwrap();
+    load.run(&mut device, 300);
+    load.finish(&mut device);
+    assert_eq!(device.queues[1].run(Op::Flush, 0, 0), OK);
+    drop(device);
+    assert!(server.terminate().unwrap().success());
+    load.compare(&cluster.content("hardy"));
+}
+
+/// The lock goes to who writes, and all that was written before is there.
+#[test]
+fn the_lock_is_handed_over() {
+    let Some(mut cluster) = Cluster::get("the_lock_is_handed_over") else {
+        return;
+    };
+    let disk = cluster.image("moving", 32, "");
+    let source = cluster.serve(&[&disk]);
+    let mut at_source = Device::connect(source.socket(), &DeviceConfig::default()).unwrap();
+    assert_eq!(at_source.queues[0].write(8, &[1; 4096]), OK);
+    let target_folder = tempfile::tempdir().unwrap();
+    let socket = target_folder
+        .path()
+        .join("target.sock")
+        .display()
+        .to_string();
+    let control = target_folder.path().join("c.qmp").display().to_string();
+    let disk = disk.replace(&cluster.socket("moving").display().to_string(), &socket);
+    let binary = env!("CARGO_BIN_EXE_ringdisk");
+    let target = Server::ringdisk(binary, &["--control", &control, &disk]).unwrap();
+    let mut at_target = Device::connect(target.socket(), &DeviceConfig::default()).unwrap();
+    assert_eq!(at_target.queues[0].read(8, 4096).unwrap(), [1; 4096]);
+    assert_eq!(at_source.queues[0].write(16, &[2; 4096]), OK);
+    // From here on the guest is there.
+    assert_eq!(at_target.queues[0].write(24, &[3; 4096]), OK);
+    let owner = |control: &str| {
+        let listed =
+            crate::cluster::ringdisk(&["list", "--explain", "--json", "--control", control]);
+        let listed: serde_json::Value = serde_json::from_slice(&listed.stdout).unwrap();
+        let settings = listed[0]["settings"].as_array().unwrap().clone();
+        settings.into_iter().find(|s| s["name"] == "lock").unwrap()["value"].clone()
+    };
+    assert_eq!(owner(&control), "ours");
+    assert_eq!(owner(&cluster.control().display().to_string()), "not ours");
+    drop((at_source, source));
+    for (sector, byte) in [(8, 1), (16, 2), (24, 3)] {
+        assert_eq!(
+            at_target.queues[0].read(sector, 4096).unwrap(),
+            [byte; 4096]
+        );
+    }
+}
+
+/// `kill -9`, and the next ringdisk takes the lock over and does what was in flight.
+#[test]
+fn a_killed_ringdisk_has_a_successor() {
+    let Some(mut cluster) = Cluster::get("a_killed_ringdisk_has_a_successor") else {
+        return;
+    };
+    let disk = cluster.image("survivor", 64, "queues=2,queue-size=64");
+    let config = DeviceConfig {
+        queues: 2,
+        queue_size: 64,
+        inflight: true,
+        ..DeviceConfig::default()
+    };
+    let mut server = cluster.serve(&[&disk]);
+    let mut device = Device::connect(server.socket(), &config).unwrap();
+    assert!(device.inflight.is_some(), "not offered");
+    let mut load = Load::new(&device, 1024);
+    for _ in 0..3 {
+        load.run(&mut device, 200);
+        load.fill(&mut device);
+        server.signal(Signal::KILL);
+        drop(server);
+        server = cluster.serve(&[&disk]);
+        device.reconnect(server.socket(), &config).unwrap();
+    }
+    load.run(&mut device, 200);
+    load.finish(&mut device);
+    drop(device);
+    assert!(server.terminate().unwrap().success());
+    load.compare(&cluster.content("survivor"));
+}
+
+/// A client on the blocklist writes nothing more, and says why.
+#[test]
+fn a_blocklisted_client_stops_and_says_so() {
+    let Some(mut cluster) = Cluster::get("a_blocklisted_client_stops_and_says_so") else {
+        return;
+    };
+    let disk = cluster.image("banned", 32, "");
+    let server = cluster.serve(&[&disk]);
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].write(8, &[1; 4096]), OK);
+    let image = format!("{POOL}/banned");
+    let watchers = cluster
+        .ceph()
+        .rbd(&["status", "--format=json", &image])
+        .unwrap();
+    let watchers: serde_json::Value = serde_json::from_str(&watchers).unwrap();
+    let address = watchers["watchers"][0]["address"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    cluster
+        .ceph()
+        .ceph(&["osd", "blocklist", "add", &address])
+        .unwrap();
+    let start = Instant::now();
+    while device.queues[0].write(8, &[2; 4096]) == OK {
+        assert!(start.elapsed() < HANG, "it still writes");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(device.queues[0].write(16, &[2; 4096]), IOERR);
+    assert!(server.log().contains("RBD_BLOCKLISTED"), "{}", server.log());
+    let times = server.log().matches("RBD_BLOCKLISTED").count();
+    assert_eq!(times, 1);
+    drop(device);
+    drop(server);
+    // Served anew, it is a new client.
+    let server = cluster.serve(&[&disk]);
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].write(16, &[3; 4096]), OK);
+}
+
+/// With a limit of time, the guest gets an error instead of nothing, and goes on when the cluster is there again.
+#[test]
+fn a_cluster_that_does_not_answer() {
+    let Some(mut cluster) = Cluster::get("a_cluster_that_does_not_answer") else {
+        return;
+    };
+    let disk = cluster.image("alone", 32, "");
+    let disk = disk.replace("rbd/alone", "rbd/alone:rados_osd_op_timeout=2");
+    let server = cluster.serve(&[&disk]);
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].write(8, &[1; 4096]), OK);
+    for osd in 0..3 {
+        cluster.ceph().kill_osd(osd).unwrap();
+    }
+    assert_eq!(device.queues[0].write(16, &[2; 4096]), IOERR);
+    assert!(server.log().contains("timed out"), "{}", server.log());
+    for osd in 0..3 {
+        cluster.ceph().start_osd(osd).unwrap();
+    }
+    cluster.ceph().wait_for_osds().unwrap();
+    let start = Instant::now();
+    while device.queues[0].write(16, &[2; 4096]) != OK {
+        assert!(start.elapsed() < HANG, "it never writes again");
+    }
+    assert_eq!(device.queues[0].read(8, 4096).unwrap(), [1; 4096]);
+}
