@@ -1,5 +1,6 @@
 //! `ringdisk`: virtual disks for QEMU/KVM at the speed of the hardware beneath them.
 
+mod check;
 mod client;
 mod config;
 mod cpus;
@@ -63,12 +64,17 @@ enum Command {
     Replace(client::ReplaceArgs),
     /// Read the configuration anew
     Reload(client::ReloadArgs),
+    /// Say what slows the disks of virtual machines, and fix it
+    Check(check::Args),
     /// Write manual pages and shell completions into a directory
     Manual(manual::Args),
 }
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    if let Command::Check(args) = &cli.command {
+        return checked(args);
+    }
     let filter = EnvFilter::try_from_env("RINGDISK_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -90,6 +96,7 @@ fn run(command: &Command) -> Result<(), Failure> {
     match command {
         Command::Serve(args) => return Ok(serve::run(args)?),
         Command::Manual(args) => return Ok(manual::run(args, Cli::command())?),
+        Command::Check(_) => Ok(()),
         Command::List(args) => client::list(args),
         Command::Attach(args) => client::attach(args),
         Command::Detach(args) => client::detach(args),
@@ -101,6 +108,18 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Reload(args) => client::reload(args),
     }?;
     Ok(())
+}
+
+/// Checks need no log, and have exit codes of their own: 0 clean, 1 findings, 2 something cannot be read.
+fn checked(args: &check::Args) -> ExitCode {
+    match check::run(args) {
+        Ok(check::Outcome::Clean) => ExitCode::SUCCESS,
+        Ok(check::Outcome::Findings) => ExitCode::from(1),
+        Err(problem) => {
+            eprintln!("ringdisk: {problem}");
+            ExitCode::from(2)
+        }
+    }
 }
 
 /// What the user is told, and the shell.

@@ -1,0 +1,228 @@
+//! What QEMU does where a configuration says nothing, by its version and the machine's; the same for every front-end.
+
+use crate::model::{Data, Disk, Vm};
+use crate::version::Version;
+
+/// Since this machine type, `num-queues` is the number of vCPUs; before, 1 (QEMU, `hw_compat_5_1`).
+const QUEUES_AUTO: Version = Version(5, 2, 0);
+
+/// Since this machine type, a queue has 256 descriptors; before, 128 (QEMU, `hw_compat_4_2`).
+const QUEUE_SIZE_256: Version = Version(5, 0, 0);
+
+/// By default QEMU takes at most this much memory for the L2 tables of an image (docs/qcow2-cache.txt).
+pub const L2_CACHE_MAX: u64 = 32 << 20;
+
+/// Fills in what is not given, and what follows from the rest.
+pub fn fill(vm: &mut Vm) {
+    vm.table.default_to("vm.memory-shared", false, "QEMU");
+    vm.table.default_to("vm.hugepages", false, "QEMU");
+    vm.table.default_to("vm.cpu-x2apic", "on", "KVM");
+    vm.table.default_to("vm.cpu-pv-eoi", "on", "KVM");
+    vm.table.default_to("vm.vcpus", 1u64, "QEMU");
+    let machine = vm.table.version("vm.machine-version");
+    let vcpus = vm.table.number("vm.vcpus").unwrap_or(1);
+    for disk in &mut vm.disks {
+        fill_disk(disk, machine, vcpus);
+    }
+    threads(vm);
+    let busy = |disk: &&Disk| matches!(disk.table.word("disk.device"), Some("disk" | "lun"));
+    let busy_disks = vm.disks.iter().filter(busy).count();
+    let virtio = vm.disks.iter().filter(busy).filter(|disk| {
+        matches!(
+            disk.table.word("disk.bus"),
+            Some("virtio-blk" | "virtio-scsi")
+        )
+    });
+    let virtio_disks = virtio.count();
+    let queues: u64 = vm
+        .disks
+        .iter()
+        .filter_map(|disk| disk.table.number("disk.queues"))
+        .fold(0, u64::saturating_add);
+    vm.table
+        .derive("vm.busy-disks", busy_disks, "counted in the input");
+    vm.table
+        .derive("vm.virtio-disks", virtio_disks, "counted in the input");
+    let rbd = vm
+        .disks
+        .iter()
+        .filter(|disk| disk.table.word("disk.protocol") == Some("rbd"));
+    let rbd = rbd.count();
+    vm.table.derive("vm.rbd-disks", rbd, "counted in the input");
+    vm.table
+        .derive("vm.virtqueues", queues, "counted in the input");
+}
+
+fn fill_disk(disk: &mut Disk, machine: Option<Version>, vcpus: u64) {
+    let table = &mut disk.table;
+    table.default_to("disk.device", "disk", "QEMU");
+    table.default_to("disk.readonly", false, "QEMU");
+    let bus = table.word("disk.bus").unwrap_or("other").to_owned();
+    let vhost_user = bus.starts_with("vhost-user");
+    let local = !vhost_user && bus != "pass-through" && table.word("disk.protocol").is_some();
+    if local {
+        table.default_to("disk.format", "raw", "QEMU");
+        table.default_to("disk.cache", "writeback", "QEMU");
+        table.default_to("disk.discard", "ignore", "QEMU");
+        table.default_to("disk.detect-zeroes", "off", "QEMU");
+        let cache = table.word("disk.cache").unwrap_or("writeback").to_owned();
+        let direct = matches!(cache.as_str(), "none" | "directsync");
+        table.derive("disk.direct", direct, "follows from the cache mode");
+        table.derive(
+            "disk.flush",
+            cache != "unsafe",
+            "follows from the cache mode",
+        );
+        // Only these two of QEMU's protocols have an aio option.
+        if matches!(table.word("disk.protocol"), Some("file" | "block")) {
+            table.default_to("disk.aio", "threads", "QEMU");
+        }
+    }
+    if table.word("disk.protocol") == Some("rbd") {
+        table.default_to("disk.raw-layer", "yes", "QEMU");
+    }
+    if matches!(bus.as_str(), "virtio-blk" | "virtio-scsi") || vhost_user {
+        match machine {
+            Some(version) if version < QUEUES_AUTO => {
+                table.default_to("disk.queues", 1u64, "machine types before 5.2");
+            }
+            _ => table.default_to("disk.queues", vcpus, "QEMU since 5.2: one per vCPU"),
+        }
+        match machine {
+            _ if vhost_user => {
+                table.default_to("disk.queue-size", 128u64, "QEMU for vhost-user-blk");
+            }
+            Some(version) if version < QUEUE_SIZE_256 => {
+                table.default_to("disk.queue-size", 128u64, "machine types before 5.0");
+            }
+            _ => table.default_to("disk.queue-size", 256u64, "QEMU since 5.0"),
+        }
+        table.default_to("disk.ioeventfd", true, "QEMU");
+    } else if table.get("disk.queues").is_some() {
+        table.derive("disk.queues-inert", true, "this device has no such queues");
+    }
+}
+
+/// Which I/O threads serve which disks, and what is wrong with what is asked for.
+fn threads(vm: &mut Vm) {
+    let defined: Vec<String> = vm.threads.iter().map(|thread| thread.id.clone()).collect();
+    let mut used = vec![0u64; defined.len()];
+    let effective = |disk: &Disk| {
+        matches!(
+            disk.table.word("disk.bus"),
+            Some("virtio-blk" | "virtio-scsi")
+        ) && !disk.table.is_yes("disk.thread-ignored")
+    };
+    let place = |id: &str| defined.iter().position(|known| known == id);
+    for disk in vm.disks.iter().filter(|disk| effective(disk)) {
+        let mut places: Vec<_> = disk.threads.iter().filter_map(|u| place(&u.id)).collect();
+        places.sort_unstable();
+        places.dedup();
+        places.into_iter().for_each(|place| used[place] += 1);
+    }
+    for disk in &mut vm.disks {
+        let is_effective = effective(disk);
+        let table = &mut disk.table;
+        let virtio = matches!(table.word("disk.bus"), Some("virtio-blk" | "virtio-scsi"));
+        if !disk.threads.is_empty() && !virtio {
+            table.derive(
+                "disk.thread-ignored",
+                true,
+                "only virtio-blk and virtio-scsi have I/O threads",
+            );
+        }
+        if !virtio {
+            continue;
+        }
+        let mut ids: Vec<_> = disk.threads.iter().map(|u| u.id.as_str()).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        let known: Vec<_> = ids.iter().filter_map(|id| place(id)).collect();
+        let count = if is_effective { known.len() } else { 0 };
+        table.derive("disk.threads", count, "counted in the input");
+        if let Some(sharers) = known.iter().map(|&place| used[place]).max()
+            && is_effective
+        {
+            table.derive("disk.thread-disks", sharers, "counted in the input");
+        }
+        if let Some(missing) = disk.threads.iter().find(|u| place(&u.id).is_none()) {
+            table.give("disk.thread-missing", missing.id.clone(), missing.span);
+        }
+        let single = disk.threads.iter().find(|u| !u.mapped);
+        if let Some(single) = single
+            && disk.threads.iter().any(|u| u.mapped)
+        {
+            table.give("disk.thread-twice", true, single.span);
+        }
+        if let Some(problem) = mapping_problem(disk) {
+            let span = disk.threads.first().map_or(disk.span, |first| first.span);
+            disk.table.give("disk.mapping-problem", problem, span);
+        }
+    }
+    let unused = used.iter().filter(|&&disks| disks == 0).count();
+    let span = vm.threads.iter().zip(&used).find(|(_, disks)| **disks == 0);
+    vm.table
+        .derive("vm.threads-defined", defined.len(), "counted in the input");
+    match span {
+        Some((thread, _)) => vm.table.give("vm.threads-unused", unused, thread.span),
+        None => vm
+            .table
+            .derive("vm.threads-unused", 0u64, "counted in the input"),
+    }
+}
+
+/// What QEMU would refuse in a map of queues to threads.
+fn mapping_problem(disk: &Disk) -> Option<String> {
+    let mapped: Vec<_> = disk.threads.iter().filter(|u| u.mapped).collect();
+    let named: Vec<_> = mapped.iter().filter_map(|u| u.queues.as_ref()).collect();
+    if named.is_empty() {
+        return None;
+    }
+    if named.len() < mapped.len() {
+        return Some("some of its threads name queues and some do not".into());
+    }
+    let queues = disk.table.number("disk.queues")?;
+    let mut all: Vec<u64> = named.into_iter().flatten().copied().collect();
+    all.sort_unstable();
+    if let Some(twice) = all.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Some(format!("queue {} is named twice", twice[0]));
+    }
+    if let Some(over) = all.iter().find(|&&queue| queue >= queues) {
+        return Some(format!(
+            "there is no queue {over}, the last is {}",
+            queues.saturating_sub(1)
+        ));
+    }
+    // In order and each once: the first that is not at its own place is missing.
+    let missing = (0..queues.min(all.len() as u64 + 1))
+        .find(|&queue| all.get(queue as usize) != Some(&queue));
+    missing.map(|queue| format!("no thread is named for queue {queue}"))
+}
+
+/// Bytes that the whole L2 table of a qcow2 image takes: 8 bytes for each cluster, 16 with subclusters.
+pub fn l2_needed(virtual_size: u64, cluster_size: u64, subclusters: bool) -> u64 {
+    let entry = if subclusters { 16 } else { 8 };
+    virtual_size
+        .div_ceil(cluster_size.max(512))
+        .saturating_mul(entry)
+}
+
+/// Joins what was found of the image with what is given: whether the cache of its tables holds all of them.
+pub fn l2_cache(disk: &mut Disk) {
+    let table = &mut disk.table;
+    let (Some("qcow2"), Some(size), Some(cluster)) = (
+        table.word("disk.format"),
+        table.number("backing.qcow2-virtual-size"),
+        table.number("backing.qcow2-cluster-size"),
+    ) else {
+        return;
+    };
+    let needed = l2_needed(size, cluster, table.is_yes("backing.qcow2-subclusters"));
+    let cache = match table.get("disk.l2-cache-size").map(|value| &value.data) {
+        Some(Data::Number(bytes)) => *bytes,
+        _ => L2_CACHE_MAX,
+    };
+    let how = "from its size and its clusters";
+    table.derive("backing.qcow2-l2-needed", needed, how);
+    table.derive("backing.qcow2-l2-short", cache < needed, how);
+}

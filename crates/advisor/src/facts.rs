@@ -1,0 +1,200 @@
+//! Facts of a host: collected on it, or read from a file that `ringdisk check --collect` wrote on another one.
+//!
+//! The file is JSON, and its keys are the names of [properties](crate::model::PROPERTIES) without what stands before
+//! the point. What cannot be found out on a host may be added by hand, as `"ceph": {"media": "hdd"}`:
+//!
+//! ```json
+//! { "format": "ringdisk-facts-1", "name": "host1", "fingerprint": "…",
+//!   "host": { "kernel": "6.1.0", "io-uring": "on" }, "ceph": {},
+//!   "devices": { "nvme0n1": { "rotational": "no" } },
+//!   "files": { "/dev/vg0/vm1": { "kind": "block", "lvm": "thick" } } }
+//! ```
+
+pub mod collect;
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value as Json;
+use thiserror::Error;
+
+use crate::defaults;
+use crate::model::{Data, Kind, Origin, PROPERTIES, Table, Vm};
+
+/// What a file of facts says that it is.
+pub const FORMAT: &str = "ringdisk-facts-1";
+
+/// Largest file of facts.
+pub const BYTES_MAX: usize = 64 << 20;
+
+type Map = BTreeMap<String, Json>;
+
+/// What is known of a host.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Facts {
+    /// [`FORMAT`].
+    pub format: String,
+    /// The host's name.
+    #[serde(default)]
+    pub name: String,
+    /// By which results that were measured on it are known again.
+    #[serde(default)]
+    pub fingerprint: String,
+    /// Properties `host.`
+    #[serde(default)]
+    pub host: Map,
+    /// Properties `ceph.`
+    #[serde(default)]
+    pub ceph: Map,
+    /// Properties `device.`, by name.
+    #[serde(default)]
+    pub devices: BTreeMap<String, Map>,
+    /// Properties `backing.`, by path.
+    #[serde(default)]
+    pub files: BTreeMap<String, Map>,
+}
+
+/// A file of facts that cannot be used.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error("{name}:{line}:{column}: {problem}")]
+pub struct FactsError {
+    /// The file.
+    pub name: String,
+    /// The line.
+    pub line: usize,
+    /// The column.
+    pub column: usize,
+    /// What is wrong.
+    pub problem: String,
+}
+
+impl Facts {
+    /// Reads a file of facts; what it says that is not known comes back as notes.
+    ///
+    /// # Errors
+    /// It is no such file.
+    pub fn parse(name: &str, text: &str) -> Result<(Self, Vec<String>), FactsError> {
+        let fail = |line, column, problem: String| FactsError {
+            name: name.to_owned(),
+            line,
+            column,
+            problem,
+        };
+        if text.len() > BYTES_MAX {
+            return Err(fail(1, 1, format!("is larger than {BYTES_MAX} bytes")));
+        }
+        let facts: Self =
+            serde_json::from_str(text).map_err(|e| fail(e.line(), e.column(), e.to_string()))?;
+        if facts.format != FORMAT {
+            let problem = format!(
+                "is of the format '{}', and must be of '{FORMAT}'; write it anew with --collect",
+                facts.format
+            );
+            return Err(fail(1, 1, crate::text::printable(&problem)));
+        }
+        let mut notes = Vec::new();
+        let mut check = |prefix: &str, map: &Map| {
+            for (key, value) in map {
+                if let Err(problem) = property(prefix, key, value) {
+                    notes.push(crate::text::printable(&format!(
+                        "{name}: {prefix}.{key}: {problem}"
+                    )));
+                }
+            }
+        };
+        check("host", &facts.host);
+        check("ceph", &facts.ceph);
+        facts.devices.values().for_each(|map| check("device", map));
+        facts.files.values().for_each(|map| check("backing", map));
+        notes.truncate(100);
+        Ok((facts, notes))
+    }
+
+    /// What holds of the host.
+    pub fn table(&self) -> Table {
+        let mut table = Table::default();
+        fill(&mut table, "host", &self.host);
+        fill(&mut table, "ceph", &self.ceph);
+        table
+    }
+
+    /// What holds of each block device.
+    pub fn devices(&self) -> Vec<(String, Table)> {
+        let each = |(name, map): (&String, &Map)| {
+            let mut table = Table::default();
+            table.set("device.name", name.clone(), Origin::Fact("host".into()));
+            fill(&mut table, "device", map);
+            (name.clone(), table)
+        };
+        self.devices.iter().map(each).collect()
+    }
+
+    /// Adds to a machine's disks what is known of what is behind them.
+    pub fn join(&self, vm: &mut Vm) {
+        if let Some(version) = self
+            .host
+            .get("qemu")
+            .and_then(Json::as_str)
+            .and_then(|text| text.parse::<crate::version::Version>().ok())
+            && vm.table.get("vm.qemu").is_none()
+        {
+            vm.table
+                .set("vm.qemu", version, Origin::Fact("QEMU on the host".into()));
+        }
+        for disk in &mut vm.disks {
+            if let Some(map) = self.files.get(&disk.file) {
+                fill(&mut disk.table, "backing", map);
+                if disk
+                    .table
+                    .get("disk.format")
+                    .is_some_and(|value| value.data == Data::Unknown)
+                {
+                    let word = if map.contains_key("qcow2-cluster-size") {
+                        "qcow2"
+                    } else {
+                        "raw"
+                    };
+                    disk.table
+                        .set("disk.format", word, Origin::Fact("the file".into()));
+                }
+            }
+            defaults::l2_cache(disk);
+        }
+    }
+}
+
+fn fill(table: &mut Table, prefix: &str, map: &Map) {
+    for (key, value) in map {
+        if let Ok((name, data)) = property(prefix, key, value) {
+            table.set(name, data, Origin::Fact("host".into()));
+        }
+    }
+}
+
+/// A property of a file of facts.
+fn property(prefix: &str, key: &str, value: &Json) -> Result<(&'static str, Data), String> {
+    let known = PROPERTIES.iter().find(|property| {
+        property
+            .name
+            .strip_prefix(prefix)
+            .and_then(|rest| rest.strip_prefix('.'))
+            == Some(key)
+    });
+    let property = known.ok_or("is not known")?;
+    let data = match (property.kind, value) {
+        (Kind::Word(_), Json::Bool(flag)) => Data::from(*flag),
+        (Kind::Word(_), Json::String(word)) => Data::from(word.clone()),
+        (Kind::Number, Json::Number(number)) => {
+            Data::Number(number.as_u64().ok_or("is no whole number")?)
+        }
+        (Kind::Version, Json::String(text)) => {
+            Data::Version(text.parse().map_err(|()| "is no version")?)
+        }
+        _ => return Err("has a value of another kind".into()),
+    };
+    match property.allows(&data) {
+        true => Ok((property.name, data)),
+        false => Err(format!("is never '{data}'")),
+    }
+}

@@ -1,0 +1,28 @@
+//! `ringdisk check`: what slows a VM's disk?
+//!
+//! An [input](input::read) is a libvirt domain, a command line of QEMU, a Proxmox VM or ringdisk's configuration. Each
+//! is brought to one [model](model) of disks with effective values and their origins; [rules](rules) are data and are
+//! [asked](check::check) of it; [fixes](fix::fix) are settings that every front-end writes in its own syntax.
+//!
+//! The crate looks from outside: it knows nothing of the data path.
+
+pub mod check;
+pub mod convert;
+mod defaults;
+pub mod facts;
+pub mod fix;
+pub mod input;
+mod libvirt;
+pub mod measured;
+pub mod model;
+mod proxmox;
+mod qemu;
+pub mod report;
+mod ringdisk;
+pub mod rules;
+pub mod steps;
+pub mod text;
+mod version;
+
+pub use qemu::shell as command_line;
+pub use version::Version;

@@ -1,0 +1,610 @@
+//! libvirt domains (<https://libvirt.org/formatdomain.html>).
+
+mod edit;
+
+pub use edit::edits;
+
+use roxmltree::{Attribute, Document, Node, ParsingOptions};
+
+use crate::input::{Mistake, Reading};
+use crate::model::{Disk, Thread, ThreadUse, Vm};
+use crate::qemu::machine_version;
+use crate::text::Span;
+
+/// Most elements and attributes that are read; a domain with a thousand disks has about twenty thousand.
+const NODES_MAX: u32 = 500_000;
+
+/// Deepest nesting; a domain has about ten levels, and the parser's stack is not endless.
+const DEPTH_MAX: usize = 200;
+
+/// Parses XML within limits.
+pub fn parse(text: &str) -> Result<Document<'_>, Mistake> {
+    if let Some(at) = too_deep(text) {
+        return Err(Mistake::new(
+            at,
+            format!("more than {DEPTH_MAX} elements one in the other"),
+        ));
+    }
+    let options = ParsingOptions {
+        allow_dtd: false,
+        nodes_limit: NODES_MAX,
+        ..ParsingOptions::default()
+    };
+    Document::parse_with_options(text, options).map_err(|error| {
+        let at = error.pos();
+        let problem = match error {
+            roxmltree::Error::DtdDetected => {
+                "has a document type declaration, which a domain has not".into()
+            }
+            // The place is told apart.
+            error => {
+                let text = error.to_string();
+                text.rsplit_once(" at ")
+                    .map_or(text.clone(), |(what, _)| what.to_owned())
+            }
+        };
+        Mistake::new(
+            offset(text, at.row as usize, at.col as usize),
+            format!("is no XML: {problem}"),
+        )
+    })
+}
+
+/// Where elements nest too deeply; comments and texts may be taken for elements, which counts too much and never
+/// too little.
+fn too_deep(text: &str) -> Option<usize> {
+    let bytes = text.as_bytes();
+    let mut depth = 0usize;
+    for (at, window) in bytes.windows(2).enumerate() {
+        match window {
+            b"</" | b"/>" => depth = depth.saturating_sub(1),
+            [b'<', c] if !matches!(c, b'!' | b'?') => depth += 1,
+            _ => {}
+        }
+        if depth > DEPTH_MAX {
+            return Some(at);
+        }
+    }
+    None
+}
+
+fn offset(text: &str, row: usize, column: usize) -> usize {
+    let start: usize = text
+        .split_inclusive('\n')
+        .take(row.saturating_sub(1))
+        .map(str::len)
+        .sum();
+    let line = &text[start..];
+    let within = line.char_indices().nth(column.saturating_sub(1));
+    start + within.map_or(0, |(at, _)| at)
+}
+
+/// Reads a domain, or the domains inside another element.
+///
+/// # Errors
+/// It is no XML, or there is no domain in it.
+pub fn read(text: &str, name: &str, reading: &mut Reading) -> Result<(), Mistake> {
+    let document = parse(text)?;
+    let root = document.root_element();
+    let domains: Vec<_> = root
+        .descendants()
+        .filter(|node| node.has_tag_name("domain"))
+        .collect();
+    if domains.is_empty() {
+        let span = root.range();
+        let problem = format!(
+            "is XML, but <{}> has no <domain> in it",
+            root.tag_name().name()
+        );
+        return Err(Mistake::new(span.start, problem));
+    }
+    for node in document.descendants().filter(Node::is_comment) {
+        reading.comment(node.text().unwrap_or_default(), span(node));
+    }
+    for node in domains {
+        let vm = domain(node, name, reading);
+        reading.vms.push(vm);
+    }
+    Ok(())
+}
+
+/// The part of the text that is an element.
+fn span(node: Node<'_, '_>) -> Span {
+    let range = node.range();
+    Span::new(0, range.start, range.end)
+}
+
+fn value_span(attribute: Attribute<'_, '_>) -> Span {
+    let range = attribute.range_value();
+    Span::new(0, range.start, range.end)
+}
+
+/// The child of that name.
+fn child<'a, 'i>(node: Node<'a, 'i>, name: &str) -> Option<Node<'a, 'i>> {
+    node.children().find(|node| node.has_tag_name(name))
+}
+
+/// The descendant at that path.
+fn at<'a, 'i>(node: Node<'a, 'i>, path: &[&str]) -> Option<Node<'a, 'i>> {
+    path.iter().try_fold(node, |node, name| child(node, name))
+}
+
+fn attribute<'a, 'i>(node: Option<Node<'a, 'i>>, name: &str) -> Option<(&'a str, Span)> {
+    let attribute = node?.attribute_node(name)?;
+    Some((attribute.value(), value_span(attribute)))
+}
+
+fn text<'a>(node: Node<'a, '_>) -> (&'a str, Span) {
+    (node.text().unwrap_or_default().trim(), span(node))
+}
+
+fn domain(node: Node<'_, '_>, input: &str, reading: &mut Reading) -> Vm {
+    let mut vm = Vm {
+        name: child(node, "name")
+            .map_or(input, |name| text(name).0)
+            .to_owned(),
+        span: span(node),
+        ..Vm::default()
+    };
+    let table = &mut vm.table;
+    table.give("vm.front-end", "libvirt", vm.span);
+    if let Some((kind, at)) = attribute(Some(node), "type") {
+        let accel = match kind {
+            "kvm" => "kvm",
+            "qemu" => "tcg",
+            "xen" => "xen",
+            "hvf" => "hvf",
+            _ => "other",
+        };
+        table.give("vm.accel", accel, at);
+    }
+    if let Some(vcpu) = child(node, "vcpu") {
+        let (count, at) = text(vcpu);
+        let current = attribute(Some(vcpu), "current");
+        match count.parse::<u64>() {
+            Ok(count) if count > 0 => table.give("vm.vcpus", count, at),
+            _ => reading.note(at, "the number of vCPUs is not one"),
+        }
+        if let Some((current, at)) = current {
+            // QEMU's queues are those of the largest number.
+            let _ = (current, at);
+        }
+    }
+    if let Some(memory) = child(node, "memory") {
+        let (amount, at) = text(memory);
+        match bytes(amount, memory.attribute("unit").unwrap_or("KiB")) {
+            Some(bytes) => table.give("vm.memory", bytes, at),
+            None => reading.note(at, "the amount of memory is not one"),
+        }
+    }
+    if let Some((machine, at)) = attribute(self::at(node, &["os", "type"]), "machine") {
+        let (name, version) = machine_version(machine);
+        table.give("vm.machine", name.to_owned(), at);
+        if let Some(version) = version {
+            table.give("vm.machine-version", version, at);
+        }
+    }
+    memory_backing(node, &mut vm);
+    cpu(node, &mut vm);
+    if child(node, "numatune")
+        .and_then(|numa| child(numa, "memory"))
+        .is_some()
+    {
+        vm.table.give("vm.numa-bound", true, vm.span);
+    } else {
+        vm.table.default_to("vm.numa-bound", false, "libvirt");
+    }
+    guest_system(node, &mut vm);
+    threads(node, &mut vm, reading);
+    let Some(devices) = child(node, "devices") else {
+        reading.note(vm.span, "the domain has no <devices>");
+        return vm;
+    };
+    let balloon = attribute(child(devices, "memballoon"), "model");
+    match balloon {
+        Some(("none", at)) => vm.table.give("vm.balloon", false, at),
+        Some((_, at)) => vm.table.give("vm.balloon", true, at),
+        None => vm.table.default_to("vm.balloon", "yes", "libvirt"),
+    }
+    let passed = devices
+        .children()
+        .find(|node| node.has_tag_name("hostdev") && node.attribute("type") == Some("pci"));
+    if let Some(passed) = passed {
+        vm.table.give("vm.pass-through", true, span(passed));
+    }
+    let disks: Vec<_> = devices
+        .children()
+        .filter(|node| node.has_tag_name("disk"))
+        .collect();
+    let controllers: Vec<_> = devices
+        .children()
+        .filter(|node| node.has_tag_name("controller"))
+        .collect();
+    for node in &disks {
+        vm.disks
+            .push(disk(*node, &controllers, &disks, &vm, reading));
+    }
+    vm
+}
+
+fn bytes(amount: &str, unit: &str) -> Option<u64> {
+    let factor: u64 = match unit {
+        "b" | "bytes" => 1,
+        "KB" => 1000,
+        "k" | "KiB" => 1 << 10,
+        "MB" => 1_000_000,
+        "M" | "MiB" => 1 << 20,
+        "GB" => 1_000_000_000,
+        "G" | "GiB" => 1 << 30,
+        "TB" => 1_000_000_000_000,
+        "T" | "TiB" => 1 << 40,
+        _ => return None,
+    };
+    amount.parse::<u64>().ok()?.checked_mul(factor)
+}
+
+fn memory_backing(node: Node<'_, '_>, vm: &mut Vm) {
+    let Some(backing) = child(node, "memoryBacking") else {
+        vm.table
+            .default_to("vm.memory-shared", shared_cells(node), "libvirt");
+        return;
+    };
+    if let Some(pages) = child(backing, "hugepages") {
+        vm.table.give("vm.hugepages", true, span(pages));
+    }
+    match attribute(child(backing, "access"), "mode") {
+        Some(("shared", at)) => vm.table.give("vm.memory-shared", true, at),
+        Some((_, at)) => vm.table.give("vm.memory-shared", shared_cells(node), at),
+        None => vm
+            .table
+            .default_to("vm.memory-shared", shared_cells(node), "libvirt"),
+    }
+}
+
+/// Whether all NUMA cells of the guest have shared memory of their own.
+fn shared_cells(node: Node<'_, '_>) -> bool {
+    let Some(numa) = at(node, &["cpu", "numa"]) else {
+        return false;
+    };
+    let mut cells = numa
+        .children()
+        .filter(|node| node.has_tag_name("cell"))
+        .peekable();
+    cells.peek().is_some() && cells.all(|cell| cell.attribute("memAccess") == Some("shared"))
+}
+
+fn cpu(node: Node<'_, '_>, vm: &mut Vm) {
+    for feature in child(node, "cpu")
+        .into_iter()
+        .flat_map(|cpu| cpu.children())
+    {
+        if feature.attribute("name") == Some("x2apic")
+            && let Some((policy @ ("disable" | "forbid"), at)) = attribute(Some(feature), "policy")
+        {
+            let _ = policy;
+            vm.table.give("vm.cpu-x2apic", "off", at);
+        }
+    }
+    if let Some(("off", at)) = attribute(at(node, &["features", "apic"]), "eoi") {
+        vm.table.give("vm.cpu-pv-eoi", "off", at);
+    }
+}
+
+/// What libosinfo's metadata says of the guest, or Hyper-V's enlightenments.
+fn guest_system(node: Node<'_, '_>, vm: &mut Vm) {
+    let os = child(node, "metadata")
+        .into_iter()
+        .flat_map(|metadata| metadata.descendants())
+        .find(|node| node.tag_name().name() == "os" && node.has_attribute("id"));
+    if let Some((id, at)) = attribute(os, "id") {
+        let system = match () {
+            () if id.contains("microsoft.com") => "windows",
+            () if id.contains("freebsd") || id.contains("openbsd") || id.contains("netbsd") => {
+                "other"
+            }
+            () => "linux",
+        };
+        vm.table.give("vm.os", system, at);
+    } else if let Some(hyperv) = at(node, &["features", "hyperv"]) {
+        vm.table.give("vm.os", "windows", span(hyperv));
+    }
+}
+
+fn threads(node: Node<'_, '_>, vm: &mut Vm, reading: &mut Reading) {
+    let ids = child(node, "iothreadids");
+    for thread in ids.into_iter().flat_map(|ids| ids.children()) {
+        if let Some((id, at)) = attribute(Some(thread), "id") {
+            vm.threads.push(Thread {
+                id: id.to_owned(),
+                span: at,
+            });
+            if let Some(poll) = child(thread, "poll") {
+                let setting = if poll.attribute("max") == Some("0") {
+                    "off"
+                } else {
+                    "set"
+                };
+                vm.table.give("vm.thread-poll", setting, span(poll));
+            }
+        }
+    }
+    let Some(count) = child(node, "iothreads") else {
+        return;
+    };
+    let (number, at) = text(count);
+    match number.parse::<u64>() {
+        // More than that no machine has, and each takes memory here.
+        Ok(number) if number <= 4096 => {
+            let mut next = 1u64;
+            while (vm.threads.len() as u64) < number {
+                let id = next.to_string();
+                if !vm.threads.iter().any(|thread| thread.id == id) {
+                    vm.threads.push(Thread { id, span: at });
+                }
+                next += 1;
+            }
+        }
+        _ => reading.note(at, "the number of I/O threads is not one up to 4096"),
+    }
+}
+
+/// The controller that a SCSI disk hangs on.
+fn controller<'a, 'i>(disk: Node<'a, 'i>, controllers: &[Node<'a, 'i>]) -> Option<Node<'a, 'i>> {
+    let index = child(disk, "address")
+        .and_then(|node| node.attribute("controller"))
+        .unwrap_or("0");
+    let mut scsi = controllers
+        .iter()
+        .filter(|node| node.attribute("type") == Some("scsi"));
+    scsi.find(|node| node.attribute("index").unwrap_or("0") == index)
+        .copied()
+}
+
+fn disk(
+    node: Node<'_, '_>,
+    controllers: &[Node<'_, '_>],
+    all: &[Node<'_, '_>],
+    vm: &Vm,
+    reading: &mut Reading,
+) -> Disk {
+    let mut disk = Disk {
+        span: span(node),
+        ..Disk::default()
+    };
+    let target = child(node, "target");
+    let (name, name_at) = attribute(target, "dev").unwrap_or(("?", disk.span));
+    disk.name = name.to_owned();
+    let table = &mut disk.table;
+    match attribute(Some(node), "device") {
+        Some(("disk", at)) => table.give("disk.device", "disk", at),
+        Some(("cdrom", at)) => table.give("disk.device", "cdrom", at),
+        Some(("floppy", at)) => table.give("disk.device", "floppy", at),
+        Some(("lun", at)) => table.give("disk.device", "lun", at),
+        Some((other, at)) => reading.note(at, format!("device='{other}' is not known")),
+        None => table.default_to("disk.device", "disk", "libvirt"),
+    }
+    source(node, &mut disk, reading);
+    let table = &mut disk.table;
+    let vhost_user = table.word("disk.protocol") == Some("vhost-user");
+    let (bus, bus_at) = attribute(target, "bus").unwrap_or_else(|| (bus_of_name(name), name_at));
+    let scsi = (bus == "scsi")
+        .then(|| controller(node, controllers))
+        .flatten();
+    let word = match bus {
+        "virtio" if vhost_user => "vhost-user-blk",
+        "virtio" => "virtio-blk",
+        "scsi" => match attribute(scsi, "model") {
+            Some((model, _)) if model.starts_with("virtio") => "virtio-scsi",
+            Some(_) => "scsi-emulated",
+            None if vm
+                .table
+                .word("vm.machine")
+                .is_some_and(|m| m.starts_with("s390") || m == "virt") =>
+            {
+                "virtio-scsi"
+            }
+            None => "scsi-emulated",
+        },
+        "ide" => "ide",
+        "sata" => "sata",
+        "usb" => "usb",
+        "nvme" => "nvme",
+        "sd" => "sd",
+        "fdc" => "fdc",
+        other => {
+            reading.note(bus_at, format!("bus='{other}' is not known"));
+            "other"
+        }
+    };
+    table.give("disk.bus", word, bus_at);
+    driver(child(node, "driver"), &mut disk, reading);
+    if word == "virtio-scsi" {
+        driver_queues(
+            scsi.and_then(|node| child(node, "driver")),
+            &mut disk,
+            reading,
+        );
+        let index = scsi.and_then(|node| node.attribute("index")).unwrap_or("0");
+        let mates = all.iter().filter(|other| {
+            let scsi_bus =
+                child(**other, "target").and_then(|node| node.attribute("bus")) == Some("scsi");
+            scsi_bus
+                && controller(**other, controllers)
+                    .and_then(|node| node.attribute("index"))
+                    .unwrap_or("0")
+                    == index
+        });
+        let alone = mates.count() <= 1;
+        disk.table.derive(
+            "disk.controller",
+            if alone { "own" } else { "shared" },
+            "from the addresses",
+        );
+    }
+    if let Some(at) = child(node, "readonly") {
+        disk.table.give("disk.readonly", true, span(at));
+    }
+    if child(node, "shareable").is_some() {
+        disk.table
+            .default_to("disk.cache", "none", "libvirt for shareable disks");
+    }
+    if let Some(tune) = child(node, "iotune") {
+        disk.table.give("disk.throttled", true, span(tune));
+    }
+    if vhost_user {
+        let reconnect = at(node, &["source", "reconnect"]);
+        match attribute(reconnect, "enabled") {
+            Some((enabled, at)) => disk.table.give("disk.reconnect", enabled == "yes", at),
+            None => disk.table.default_to("disk.reconnect", false, "libvirt"),
+        }
+    }
+    if let Some((rate, at)) = attribute(target, "rotation_rate") {
+        disk.table.give("disk.ssd", rate == "1", at);
+    }
+    disk
+}
+
+/// libvirt takes the bus from the beginning of the name.
+fn bus_of_name(name: &str) -> &'static str {
+    match name.get(..2) {
+        Some("vd") => "virtio",
+        Some("sd") => "scsi",
+        Some("hd") => "ide",
+        Some("fd") => "fdc",
+        Some("ub") => "usb",
+        _ => "none",
+    }
+}
+
+fn source(node: Node<'_, '_>, disk: &mut Disk, reading: &mut Reading) {
+    let source = child(node, "source");
+    let Some((kind, at)) = attribute(Some(node), "type") else {
+        reading.note(disk.span, "the disk has no type");
+        return;
+    };
+    let named = |name| attribute(source, name).map(|(text, _)| text.to_owned());
+    let table = &mut disk.table;
+    let (protocol, file) = match kind {
+        "file" => ("file", named("file")),
+        "block" => ("block", named("dev")),
+        "dir" => ("other", named("dir")),
+        "volume" => {
+            let pool = named("pool").unwrap_or_default();
+            reading.note(at, "what a volume of a pool is made of only libvirt knows");
+            (
+                "other",
+                named("volume").map(|volume| format!("{pool}/{volume}")),
+            )
+        }
+        "nvme" => ("nvme", child(node, "source").map(|_| "nvme".to_owned())),
+        "vhostuser" => ("vhost-user", named("path")),
+        "vhostvdpa" => ("vdpa", named("dev")),
+        "network" => {
+            let protocol = attribute(source, "protocol");
+            let word = match protocol.map(|(text, _)| text) {
+                Some("rbd") => "rbd",
+                Some("nbd") => "nbd",
+                Some("iscsi") => "iscsi",
+                Some("gluster") => "gluster",
+                Some("nfs") => "nfs",
+                Some("ssh") => "ssh",
+                Some("http" | "https") => "http",
+                _ => "other",
+            };
+            (word, named("name"))
+        }
+        other => {
+            reading.note(at, format!("type='{other}' is not known"));
+            ("other", None)
+        }
+    };
+    if let Some(file) = file {
+        disk.file = file;
+    } else if matches!(table.word("disk.device"), Some("cdrom" | "floppy")) {
+        // An empty drive has nothing behind it.
+        return;
+    }
+    let table_at = attribute(source, "protocol").map_or(at, |(_, at)| at);
+    table.give("disk.protocol", protocol, table_at);
+    if protocol == "file" && disk.file.starts_with("/dev/") && !disk.file.starts_with("/dev/shm/") {
+        disk.table.give("disk.block-as-file", true, at);
+    }
+}
+
+fn driver(driver: Option<Node<'_, '_>>, disk: &mut Disk, reading: &mut Reading) {
+    let mut word = |attribute_name: &str, name: &'static str, words: &[&'static str]| {
+        let Some((text, at)) = attribute(driver, attribute_name) else {
+            return;
+        };
+        match words.iter().find(|word| **word == text) {
+            Some(word) => disk.table.give(name, *word, at),
+            None if text == "default" => {}
+            None => reading.note(at, format!("{attribute_name}='{text}' is not known")),
+        }
+    };
+    word(
+        "cache",
+        "disk.cache",
+        &["none", "writeback", "writethrough", "directsync", "unsafe"],
+    );
+    word("io", "disk.aio", &["threads", "native", "io_uring"]);
+    word("discard", "disk.discard", &["ignore", "unmap"]);
+    word(
+        "detect_zeroes",
+        "disk.detect-zeroes",
+        &["off", "on", "unmap"],
+    );
+    if let Some((format, at)) = attribute(driver, "type") {
+        disk.table.give("disk.format", format.to_owned(), at);
+    }
+    if let Some((ioeventfd, at)) = attribute(driver, "ioeventfd") {
+        disk.table.give("disk.ioeventfd", ioeventfd == "on", at);
+    }
+    if let Some(size) = driver.and_then(|node| at(node, &["metadata_cache", "max_size"])) {
+        let (amount, span) = text(size);
+        if let Some(bytes) = bytes(amount, size.attribute("unit").unwrap_or("bytes")) {
+            disk.table.give("disk.l2-cache-size", bytes, span);
+        }
+    }
+    driver_queues(driver, disk, reading);
+}
+
+/// Queues and I/O threads, which a disk of virtio-blk has, and a controller of virtio-scsi.
+fn driver_queues(driver: Option<Node<'_, '_>>, disk: &mut Disk, reading: &mut Reading) {
+    for (name, property) in [("queues", "disk.queues"), ("queue_size", "disk.queue-size")] {
+        if let Some((text, at)) = attribute(driver, name) {
+            match text.parse::<u64>() {
+                Ok(number @ 1..=65_535) => disk.table.give(property, number, at),
+                _ => reading.note(
+                    at,
+                    format!("{name}='{text}' is not a number from 1 to 65535"),
+                ),
+            }
+        }
+    }
+    if let Some((id, span)) = attribute(driver, "iothread") {
+        disk.threads.push(ThreadUse {
+            id: id.to_owned(),
+            span,
+            queues: None,
+            mapped: false,
+        });
+    }
+    let map = driver.and_then(|node| child(node, "iothreads"));
+    for thread in map.into_iter().flat_map(|map| map.children()) {
+        let Some((id, span)) = attribute(Some(thread), "id") else {
+            continue;
+        };
+        let queues: Vec<u64> = thread
+            .children()
+            .filter(|node| node.has_tag_name("queue"))
+            .filter_map(|node| node.attribute("id")?.parse().ok())
+            .collect();
+        disk.threads.push(ThreadUse {
+            id: id.to_owned(),
+            span,
+            queues: (!queues.is_empty()).then_some(queues),
+            mapped: true,
+        });
+    }
+}

@@ -1,0 +1,370 @@
+//! Changes to a domain, attribute by attribute.
+
+use roxmltree::{Document, Node};
+
+use super::{at, attribute, child, controller, parse, span};
+use crate::fix::{Edits, Setting, Target};
+use crate::text::{Edit, Span};
+
+/// The text that is changed, with its tree.
+struct Domain<'a, 'i> {
+    text: &'i str,
+    node: Node<'a, 'i>,
+}
+
+/// The changes for a setting.
+///
+/// # Errors
+/// Why there are none.
+pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
+    let text = target
+        .input
+        .sources
+        .first()
+        .map_or("", |source| source.text.as_str());
+    let document: Document<'_> = parse(text).map_err(|_| "is no XML")?;
+    let vm = target.vm()?;
+    let node = document
+        .descendants()
+        .find(|node| node.has_tag_name("domain") && span(*node) == vm.span)
+        .ok_or("the domain is not there")?;
+    let domain = Domain { text, node };
+    match setting {
+        Setting::SharedMemory => return domain.share_memory(),
+        Setting::TrimThreads => return domain.trim_threads(target),
+        _ => {}
+    }
+    let disk = target.disk()?;
+    let node = node
+        .descendants()
+        .find(|node| span(*node) == disk.span)
+        .ok_or("the disk is not there")?;
+    let scsi = disk.table.word("disk.bus") == Some("virtio-scsi");
+    let controllers: Vec<_> = domain
+        .node
+        .descendants()
+        .filter(|node| node.has_tag_name("controller"))
+        .collect();
+    let scsi_controller = controller(node, &controllers);
+    // What carries queues and threads.
+    let carrier = if scsi {
+        scsi_controller.ok_or("the SCSI controller is not written down")?
+    } else {
+        node
+    };
+    match setting {
+        Setting::Virtio => domain.virtio(node, disk.table.word("disk.bus"), scsi_controller),
+        Setting::Cache(mode) => domain.driver(node, "cache", mode),
+        Setting::CacheDirect => {
+            let mode = match disk.table.word("disk.cache") {
+                Some("writethrough") => "directsync",
+                _ => "none",
+            };
+            domain.driver(node, "cache", mode)
+        }
+        Setting::Aio(word) => domain.driver(node, "io", word),
+        Setting::Discard => domain.driver(node, "discard", "unmap"),
+        Setting::QueuesAsVcpus => {
+            let vcpus = vm.table.number("vm.vcpus").unwrap_or(1);
+            domain.driver(carrier, "queues", &vcpus.to_string())
+        }
+        Setting::OwnThread => match target.unused_thread() {
+            Some(id) => domain.driver(carrier, "iothread", id),
+            None => {
+                let id = (1u64..)
+                    .map(|id| id.to_string())
+                    .find(|id| !vm.threads.iter().any(|thread| thread.id == *id));
+                let mut edits = domain.count_threads(vm.threads.len() as u64 + 1)?;
+                edits.extend(domain.driver(carrier, "iothread", &id.unwrap_or_default())?);
+                Ok(edits)
+            }
+        },
+        Setting::DefineThread => {
+            let id = disk
+                .table
+                .word("disk.thread-missing")
+                .and_then(|id| id.parse::<u64>().ok());
+            let id = id
+                .filter(|id| (1..=64).contains(id))
+                .ok_or("I/O threads of libvirt have numbers from 1")?;
+            if child(domain.node, "iothreadids").is_some() {
+                return Err("the ids of its I/O threads are listed by hand".into());
+            }
+            domain.count_threads(id)
+        }
+        Setting::Remove("iothread") => domain.without(child(carrier, "driver"), "iothread"),
+        Setting::Remove("ioeventfd") => domain.without(child(carrier, "driver"), "ioeventfd"),
+        Setting::EvenMapping => {
+            let map = child(carrier, "driver")
+                .and_then(|driver| child(driver, "iothreads"))
+                .ok_or("there is no map")?;
+            let threads = map
+                .children()
+                .filter(|node| node.has_tag_name("iothread") && node.has_children());
+            Ok(threads
+                .filter_map(|thread| {
+                    Some(Edit::replace(
+                        span(thread),
+                        format!("<iothread id='{}'/>", thread.attribute("id")?),
+                    ))
+                })
+                .collect())
+        }
+        Setting::Reconnect => {
+            let source = child(node, "source").ok_or("the disk has no source")?;
+            match child(source, "reconnect") {
+                Some(reconnect) => {
+                    let mut edits = domain.set(reconnect, "enabled", "yes");
+                    if !reconnect.has_attribute("timeout") {
+                        edits.extend(domain.set(reconnect, "timeout", "1"));
+                    }
+                    Ok(edits)
+                }
+                None => Ok(domain.add_child(source, "<reconnect enabled='yes' timeout='1'/>")),
+            }
+        }
+        Setting::L2Cache => {
+            let needed = disk
+                .table
+                .number("backing.qcow2-l2-needed")
+                .ok_or("its size is not known")?;
+            let driver = child(node, "driver").ok_or("the disk has no <driver>")?;
+            match at(driver, &["metadata_cache", "max_size"]) {
+                Some(size) => Ok(vec![Edit::replace(span(size), format!("<max_size unit='bytes'>{needed}</max_size>"))]),
+                None => Ok(domain.add_child(driver, &format!("<metadata_cache><max_size unit='bytes'>{needed}</max_size></metadata_cache>"))),
+            }
+        }
+        _ => Err("libvirt has no such setting".into()),
+    }
+}
+
+impl<'a, 'i> Domain<'a, 'i> {
+    /// The white space before an element, from the end of the line before.
+    fn indent(&self, node: Node<'_, '_>) -> &'i str {
+        let before = &self.text[..node.range().start];
+        let line = before.rfind('\n').map_or(0, |newline| newline + 1);
+        let indent = &before[line..];
+        if indent.chars().all(char::is_whitespace) {
+            indent
+        } else {
+            ""
+        }
+    }
+
+    fn newline(&self, node: Node<'_, '_>) -> &'static str {
+        // Elements on one line stay there.
+        if self.text[..node.range().start].ends_with('>') {
+            ""
+        } else {
+            "\n"
+        }
+    }
+
+    /// Sets an attribute.
+    fn set(&self, node: Node<'_, '_>, name: &str, value: &str) -> Vec<Edit> {
+        if let Some((_, at)) = attribute(Some(node), name) {
+            return vec![Edit::replace(at, value)];
+        }
+        let start = node.range().start;
+        let last = node
+            .attributes()
+            .map(|attribute| attribute.range().end)
+            .max();
+        let end = last.unwrap_or(start + 1 + node.tag_name().name().len());
+        let quote = self.text[..end]
+            .chars()
+            .next_back()
+            .filter(|c| *c == '"')
+            .unwrap_or('\'');
+        vec![Edit::replace(
+            Span::new(0, end, end),
+            format!(" {name}={quote}{value}{quote}"),
+        )]
+    }
+
+    /// Takes an attribute away, with the white space before it.
+    fn without(&self, node: Option<Node<'_, '_>>, name: &str) -> Edits {
+        let attribute = node
+            .and_then(|node| node.attribute_node(name))
+            .ok_or("it is not given")?;
+        let range = attribute.range();
+        let start = self.text[..range.start].trim_end().len();
+        Ok(vec![Edit::replace(Span::new(0, start, range.end), "")])
+    }
+
+    /// Takes an element away, with the white space before it.
+    fn remove(&self, node: Node<'_, '_>) -> Edit {
+        let range = node.range();
+        let start = self.text[..range.start].trim_end_matches([' ', '\t']).len();
+        let start = self.text[..start]
+            .strip_suffix('\n')
+            .map_or(start, str::len);
+        Edit::replace(Span::new(0, start, range.end), "")
+    }
+
+    fn add_after(&self, node: Node<'_, '_>, xml: &str) -> Edit {
+        let text = format!("{}{}{xml}", self.newline(node), self.indent(node));
+        Edit::replace(span(node).after(), text)
+    }
+
+    fn add_before(&self, node: Node<'_, '_>, xml: &str) -> Edit {
+        let text = format!("{xml}{}{}", self.newline(node), self.indent(node));
+        Edit::replace(span(node).before(), text)
+    }
+
+    fn add_child(&self, node: Node<'_, '_>, xml: &str) -> Vec<Edit> {
+        let last = node.children().rfind(Node::is_element);
+        if let Some(last) = last {
+            return vec![self.add_after(last, xml)];
+        }
+        let range = node.range();
+        let name = node.tag_name().name();
+        let indent = self.indent(node);
+        let newline = self.newline(node);
+        let inner = if newline.is_empty() {
+            String::new()
+        } else {
+            format!("{indent}  ")
+        };
+        let body = format!("{newline}{inner}{xml}{newline}{indent}");
+        let edit = match self.text[range.clone()].strip_suffix("/>") {
+            Some(head) => {
+                let start = range.start + head.trim_end().len();
+                Edit::replace(Span::new(0, start, range.end), format!(">{body}</{name}>"))
+            }
+            None => {
+                let start = range.start + self.text[range.clone()].rfind("</").unwrap_or(0);
+                Edit::replace(Span::new(0, start, start), body)
+            }
+        };
+        vec![edit]
+    }
+
+    /// Sets an attribute of `<driver>`, which is made if there is none.
+    fn driver(&self, node: Node<'_, '_>, name: &str, value: &str) -> Edits {
+        if let Some(driver) = child(node, "driver") {
+            return Ok(self.set(driver, name, value));
+        }
+        if node.has_tag_name("controller") {
+            return Ok(self.add_child(node, &format!("<driver {name}='{value}'/>")));
+        }
+        let first = node
+            .children()
+            .find(Node::is_element)
+            .ok_or("the disk is empty")?;
+        let xml = format!("<driver name='qemu' type='raw' {name}='{value}'/>");
+        Ok(vec![self.add_before(first, &xml)])
+    }
+
+    fn virtio(&self, disk: Node<'_, '_>, bus: Option<&str>, scsi: Option<Node<'_, '_>>) -> Edits {
+        if bus == Some("scsi-emulated")
+            && let Some(controller) = scsi
+        {
+            return Ok(self.set(controller, "model", "virtio-scsi"));
+        }
+        let target = child(disk, "target").ok_or("the disk has no <target>")?;
+        let used: Vec<&str> = self
+            .node
+            .descendants()
+            .filter(|node| node.has_tag_name("target"))
+            .filter_map(|node| node.attribute("dev"))
+            .collect();
+        let free = ('a'..='z')
+            .map(|letter| format!("vd{letter}"))
+            .find(|name| !used.contains(&name.as_str()));
+        let free = free.ok_or("all names from vda to vdz are taken")?;
+        let mut edits = self.set(target, "dev", &free);
+        edits.extend(self.set(target, "bus", "virtio"));
+        for name in ["rotation_rate", "removable"] {
+            if target.has_attribute(name) {
+                edits.extend(self.without(Some(target), name)?);
+            }
+        }
+        // A place on the old bus means nothing on the new one; libvirt finds another.
+        edits.extend(child(disk, "address").map(|address| self.remove(address)));
+        Ok(edits)
+    }
+
+    fn count_threads(&self, count: u64) -> Edits {
+        if let Some(node) = child(self.node, "iothreads") {
+            return Ok(vec![Edit::replace(
+                span(node),
+                format!("<iothreads>{count}</iothreads>"),
+            )]);
+        }
+        let xml = format!("<iothreads>{count}</iothreads>");
+        let before = ["vcpu", "currentMemory", "memory", "name"];
+        let node = before
+            .iter()
+            .find_map(|name| child(self.node, name))
+            .ok_or("the domain has no <vcpu>")?;
+        Ok(vec![self.add_after(node, &xml)])
+    }
+
+    fn trim_threads(&self, target: &Target<'_>) -> Edits {
+        let vm = target.vm()?;
+        let pinned = child(self.node, "cputune").is_some_and(|tune| {
+            tune.children()
+                .any(|node| node.tag_name().name().starts_with("iothread"))
+        });
+        if pinned {
+            return Err("its I/O threads are pinned in <cputune>".into());
+        }
+        let used = |id: &str| {
+            vm.disks
+                .iter()
+                .flat_map(|disk| &disk.threads)
+                .any(|u| u.id == id)
+        };
+        let ids = child(self.node, "iothreadids");
+        let count = child(self.node, "iothreads");
+        let needed: Vec<_> = vm
+            .threads
+            .iter()
+            .filter(|thread| used(&thread.id))
+            .collect();
+        if needed.is_empty() {
+            return Ok(ids
+                .into_iter()
+                .chain(count)
+                .map(|node| self.remove(node))
+                .collect());
+        }
+        let in_order =
+            (1..=needed.len()).all(|id| needed.iter().any(|thread| thread.id == id.to_string()));
+        match (ids, in_order) {
+            (None, true) => self.count_threads(needed.len() as u64),
+            _ => Err("their ids are not 1, 2, 3 and on: take them away by hand".into()),
+        }
+    }
+
+    fn share_memory(&self) -> Edits {
+        if let Some(backing) = child(self.node, "memoryBacking") {
+            if let Some(access) = child(backing, "access") {
+                return Ok(self.set(access, "mode", "shared"));
+            }
+            let xml = match child(backing, "hugepages").or(child(backing, "source")) {
+                Some(_) => "<access mode='shared'/>".to_owned(),
+                None => {
+                    let last = backing.children().rfind(Node::is_element);
+                    let indent = last.map_or_else(
+                        || format!("{}  ", self.indent(backing)),
+                        |last| self.indent(last).to_owned(),
+                    );
+                    format!("<source type='memfd'/>\n{indent}<access mode='shared'/>")
+                }
+            };
+            return Ok(self.add_child(backing, &xml));
+        }
+        let before = ["currentMemory", "memory", "name"];
+        let node = before
+            .iter()
+            .find_map(|name| child(self.node, name))
+            .ok_or("the domain has no <memory>")?;
+        let indent = self.indent(node);
+        let xml = format!(
+            "<memoryBacking>\n{indent}  <source type='memfd'/>\n{indent}  <access mode='shared'/>\n{indent}</memoryBacking>"
+        );
+        Ok(vec![self.add_after(node, &xml)])
+    }
+}

@@ -1,0 +1,195 @@
+//! What `ringdisk lab` measured on this host: it takes the place of what a rule expects.
+//!
+//! A file is JSON. `ringdisk lab` writes one for each run, and `ringdisk check --measured` reads files and directories
+//! of such files:
+//!
+//! ```json
+//! { "format": "ringdisk-measured-1",
+//!   "fingerprint": "host1 / Some CPU",
+//!   "results": [
+//!     { "recipe": "aio-iothread", "axis": "iothread", "from": "off", "to": "on",
+//!       "load": "randread 4k depth 1", "metric": "iops",
+//!       "gain-percent": 12.1, "interval-percent": [9.0, 15.2], "verdict": "gain" } ] }
+//! ```
+//!
+//! - `fingerprint` is that of the [facts](crate::facts::Facts): results of another host are left out.
+//! - `axis`, `from` and `to` are in the words of the lab's plans; the other axes are equal on both sides.
+//! - `gain-percent` is by how much `to` is better than `from`: more IOPS or bytes per second, less latency or CPU.
+//! - `interval-percent` is its confidence interval (95 %).
+//! - `verdict` is `gain`, `loss`, `equivalent` or `undecided`.
+//! - The axis `host` compares a guest with the host itself: `from` is `guest`, and `gain-percent` is by how much the
+//!   host is faster.
+
+use serde::{Deserialize, Serialize};
+
+use crate::check::Finding;
+use crate::rules::Rules;
+use crate::text::printable;
+
+/// What a file of results says that it is.
+pub const FORMAT: &str = "ringdisk-measured-1";
+
+/// Largest file of results.
+pub const BYTES_MAX: usize = 64 << 20;
+
+/// Most results that are shown with a finding.
+const SHOWN_MAX: usize = 64;
+
+#[derive(Deserialize)]
+struct File {
+    format: String,
+    #[serde(default)]
+    fingerprint: String,
+    results: Vec<Entry>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct Entry {
+    recipe: String,
+    axis: String,
+    from: String,
+    to: String,
+    #[serde(default)]
+    load: String,
+    #[serde(default)]
+    metric: String,
+    gain_percent: f64,
+    interval_percent: [f64; 2],
+    #[serde(default)]
+    verdict: String,
+}
+
+/// Results of this host.
+#[derive(Clone, Debug, Default)]
+pub struct Measured {
+    results: Vec<(Contrast, Gain)>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+struct Contrast {
+    recipe: String,
+    axis: String,
+    from: String,
+    to: String,
+}
+
+/// What a change was worth.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Gain {
+    /// Under which load.
+    pub load: String,
+    /// `iops`, `latency`, …
+    pub metric: String,
+    /// By how much it is better, in percent.
+    pub percent: f64,
+    /// The interval of confidence.
+    pub interval: [f64; 2],
+    /// `gain`, `loss`, `equivalent`, `undecided`.
+    pub verdict: String,
+}
+
+impl std::fmt::Display for Gain {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let [low, high] = self.interval;
+        write!(f, "{:+.0} % [{low:.0}, {high:.0}]", self.percent)
+    }
+}
+
+impl Measured {
+    /// Adds the results of a file; how many, or that they are of another host.
+    ///
+    /// # Errors
+    /// It is no such file: the place and the reason.
+    pub fn add(&mut self, name: &str, text: &str, fingerprint: &str) -> Result<Added, String> {
+        if text.len() > BYTES_MAX {
+            return Err(format!("{name}: is larger than {BYTES_MAX} bytes"));
+        }
+        let file: File = serde_json::from_str(text).map_err(|e| {
+            format!(
+                "{name}:{}:{}: {}",
+                e.line(),
+                e.column(),
+                printable(&e.to_string())
+            )
+        })?;
+        if file.format != FORMAT {
+            return Err(format!(
+                "{name}:1:1: is of the format '{}', and must be of '{FORMAT}'",
+                printable(&file.format)
+            ));
+        }
+        if file.fingerprint != fingerprint {
+            return Ok(Added::OtherHost(printable(&file.fingerprint)));
+        }
+        let finite = |entry: &Entry| {
+            entry.gain_percent.is_finite()
+                && entry.interval_percent.iter().all(|end| end.is_finite())
+        };
+        let before = self.results.len();
+        for entry in file.results.into_iter().filter(finite) {
+            let contrast = Contrast {
+                recipe: entry.recipe,
+                axis: entry.axis,
+                from: entry.from,
+                to: entry.to,
+            };
+            let gain = Gain {
+                load: printable(&entry.load),
+                metric: printable(&entry.metric),
+                percent: entry.gain_percent,
+                interval: entry.interval_percent,
+                verdict: printable(&entry.verdict),
+            };
+            self.results.push((contrast, gain));
+        }
+        Ok(Added::Results(self.results.len() - before))
+    }
+
+    /// Puts what was measured beside what rules expect.
+    pub fn join(&self, findings: &mut [Finding], rules: &Rules) {
+        for finding in findings {
+            let Some(contrast) = rules
+                .get(&finding.rule)
+                .and_then(|rule| rule.contrast.as_ref())
+            else {
+                continue;
+            };
+            let is = |found: &Contrast| {
+                found.axis == contrast.axis
+                    && found.from == contrast.from
+                    && found.to == contrast.to
+            };
+            let gains = self
+                .results
+                .iter()
+                .filter(|(found, _)| is(found))
+                .map(|(_, gain)| gain.clone());
+            finding.measured = gains.take(SHOWN_MAX).collect();
+        }
+    }
+
+    /// What the guest reaches of the host's own speed, in percent: the middle of what was measured.
+    pub fn of_host_percent(&self) -> Option<u64> {
+        let mut percents: Vec<f64> = self
+            .results
+            .iter()
+            .filter(|(contrast, _)| contrast.axis == "host" && contrast.from == "guest")
+            .map(|(_, gain)| 100.0 / (1.0 + gain.percent / 100.0))
+            .filter(|percent| percent.is_finite() && *percent >= 0.0)
+            .collect();
+        percents.sort_by(f64::total_cmp);
+        percents
+            .get(percents.len() / 2)
+            .map(|percent| percent.round() as u64)
+    }
+}
+
+/// What a file had to say.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Added {
+    /// So many results.
+    Results(usize),
+    /// Those of the host with this fingerprint.
+    OtherHost(String),
+}

@@ -1,0 +1,526 @@
+//! Configurations of Proxmox VMs (`qm.conf(5)`) and of its storages (`storage.cfg`).
+
+mod edit;
+
+pub use edit::edits;
+
+use crate::input::{Mistake, Reading, Surroundings};
+use crate::model::{Disk, Origin, Thread, ThreadUse, Vm};
+use crate::qemu::machine_version;
+use crate::text::Span;
+
+/// Buses and how many disks each has (`qm.conf(5)`).
+const BUSES: &[(&str, usize)] = &[("ide", 4), ("sata", 6), ("scsi", 31), ("virtio", 16)];
+
+/// One line `key: value` of the VM's own section.
+#[derive(Clone, Debug)]
+pub struct Line<'a> {
+    /// The key.
+    pub key: &'a str,
+    /// The value.
+    pub value: &'a str,
+    /// All of the line, its end not included.
+    pub span: Span,
+    /// The value.
+    pub value_span: Span,
+}
+
+/// Whether a text is a VM's configuration: it has lines `key: value`, one of them a key that only these have.
+pub fn looks_like(text: &str) -> bool {
+    let keys = [
+        "scsihw", "ostype", "vmgenid", "cores", "sockets", "bootdisk", "smbios1", "memory", "boot",
+    ];
+    let (lines, _) = lines(text);
+    let known = |line: &Line<'_>| keys.contains(&line.key) || disk_key(line.key);
+    lines.iter().any(known)
+}
+
+/// Whether a key is that of a disk.
+pub fn disk_key(key: &str) -> bool {
+    BUSES.iter().any(|(bus, count)| {
+        key.strip_prefix(bus)
+            .and_then(|index| index.parse::<usize>().ok())
+            .is_some_and(|index| index < *count)
+    })
+}
+
+/// The lines of the first section, and where its comments are; the others are snapshots.
+pub fn lines(text: &str) -> (Vec<Line<'_>>, Vec<(String, Span)>) {
+    let mut lines = Vec::new();
+    let mut comments = Vec::new();
+    let mut start = 0;
+    for line in text.split_inclusive('\n') {
+        let at = start;
+        start += line.len();
+        let line = line.trim_end_matches(['\n', '\r']);
+        if line.starts_with('[') {
+            break;
+        }
+        let span = Span::new(0, at, at + line.len());
+        if line.starts_with('#') {
+            comments.push((line.to_owned(), span));
+            continue;
+        }
+        let Some((key, value)) = line.split_once(':') else {
+            continue;
+        };
+        if key.is_empty()
+            || !key
+                .chars()
+                .all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-')
+        {
+            continue;
+        }
+        let value_start = at + key.len() + 1 + (value.len() - value.trim_start().len());
+        let value = value.trim();
+        lines.push(Line {
+            key,
+            value,
+            span,
+            value_span: Span::new(0, value_start, value_start + value.len()),
+        });
+    }
+    (lines, comments)
+}
+
+/// One part `key=value` of a line; the first may have no key.
+#[derive(Clone, Debug)]
+pub struct Part<'a> {
+    /// The key; empty if it is left out.
+    pub key: &'a str,
+    /// The value.
+    pub value: &'a str,
+    /// Both.
+    pub span: Span,
+}
+
+/// The parts of a line.
+pub fn parts<'a>(line: &Line<'a>) -> Vec<Part<'a>> {
+    let mut start = line.value_span.start as usize;
+    let mut parts = Vec::new();
+    for part in line.value.split(',') {
+        let span = Span::new(line.value_span.source, start, start + part.len());
+        start += part.len() + 1;
+        let (key, value) = part.split_once('=').unwrap_or(("", part));
+        parts.push(Part { key, value, span });
+    }
+    parts
+}
+
+/// Reads a VM.
+///
+/// # Errors
+/// None today: what is not understood gets a note.
+pub fn read(
+    text: &str,
+    name: &str,
+    surroundings: &Surroundings,
+    reading: &mut Reading,
+) -> Result<(), Mistake> {
+    let (lines, comments) = lines(text);
+    for (text, span) in comments {
+        // Proxmox writes a description's special characters as in a URL.
+        reading.comment(&text.replace("%3A", ":"), span);
+    }
+    let get = |key: &str| lines.iter().rev().find(|line| line.key == key);
+    let mut vm = Vm {
+        name: name.to_owned(),
+        span: Span::new(0, 0, lines.last().map_or(0, |line| line.span.end as usize)),
+        ..Vm::default()
+    };
+    if let Some(line) = get("name") {
+        vm.name = format!("{name} ({})", line.value);
+    }
+    let table = &mut vm.table;
+    table.give("vm.front-end", "proxmox", vm.span);
+    match get("kvm") {
+        Some(line) if line.value == "0" => table.give("vm.accel", "tcg", line.value_span),
+        _ => table.default_to("vm.accel", "kvm", "Proxmox"),
+    }
+    match get("machine") {
+        Some(line) => {
+            let part = parts(line)
+                .into_iter()
+                .find(|part| matches!(part.key, "" | "type"));
+            let machine = part.map_or("pc", |part| part.value);
+            let (name, version) = machine_version(machine);
+            table.give("vm.machine", name.to_owned(), line.value_span);
+            if let Some(version) = version {
+                table.give("vm.machine-version", version, line.value_span);
+            }
+        }
+        None => table.default_to("vm.machine", "pc", "Proxmox"),
+    }
+    let number = |key: &str| {
+        get(key).and_then(|line| Some((line.value.parse::<u64>().ok()?, line.value_span)))
+    };
+    let (cores, at) = number("cores").unwrap_or((1, vm.span));
+    let (sockets, _) = number("sockets").unwrap_or((1, vm.span));
+    match get("cores") {
+        Some(_) => table.give("vm.vcpus", cores.saturating_mul(sockets).max(1), at),
+        None => table.default_to("vm.vcpus", sockets.max(1), "Proxmox: one core"),
+    }
+    match get("memory").map(|line| (parts(line), line.value_span)) {
+        Some((parts, at)) => {
+            let amount = parts.iter().find(|part| matches!(part.key, "" | "current"));
+            match amount.and_then(|part| part.value.parse::<u64>().ok()?.checked_mul(1 << 20)) {
+                Some(bytes) => table.give("vm.memory", bytes, at),
+                None => reading.note(at, "the amount of memory is not one"),
+            }
+        }
+        None => table.default_to("vm.memory", 512u64 << 20, "Proxmox"),
+    }
+    match get("hugepages") {
+        Some(line) => table.give("vm.hugepages", true, line.value_span),
+        None => table.default_to("vm.hugepages", "no", "Proxmox"),
+    }
+    match number("balloon") {
+        Some((0, at)) => table.give("vm.balloon", false, at),
+        Some((_, at)) => table.give("vm.balloon", true, at),
+        None => table.default_to("vm.balloon", "yes", "Proxmox"),
+    }
+    let numa = get("numa0").filter(|line| line.value.contains("hostnodes="));
+    match numa {
+        Some(line) => table.give("vm.numa-bound", true, line.value_span),
+        None => table.default_to("vm.numa-bound", "no", "Proxmox"),
+    }
+    if let Some(line) = get("ostype") {
+        let system = match line.value {
+            "l24" | "l26" => "linux",
+            "wxp" | "w2k" | "w2k3" | "w2k8" | "wvista" | "win7" | "win8" | "win10" | "win11" => {
+                "windows"
+            }
+            _ => "other",
+        };
+        table.give("vm.os", system, line.value_span);
+    }
+    if let Some(line) = lines.iter().find(|line| line.key.starts_with("hostpci")) {
+        table.give("vm.pass-through", true, line.span);
+    }
+    let scsihw = get("scsihw");
+    for line in lines.iter().filter(|line| disk_key(line.key)) {
+        if let Some(disk) = disk(line, scsihw, surroundings, &mut vm.threads, reading) {
+            vm.disks.push(disk);
+        }
+    }
+    let single = scsihw.is_some_and(|line| line.value == "virtio-scsi-single");
+    for disk in vm
+        .disks
+        .iter_mut()
+        .filter(|disk| disk.name.starts_with("scsi"))
+    {
+        // The question is the model, not how many there happen to be today.
+        let word = if single { "own" } else { "shared" };
+        let origin = match scsihw {
+            Some(line) => Origin::Given(line.value_span),
+            None => Origin::Default("Proxmox: scsihw lsi".into()),
+        };
+        disk.table.set("disk.controller", word, origin);
+    }
+    if let Some(line) = get("args") {
+        reading.note(
+            line.span,
+            "what args: adds to QEMU's command line is passed over",
+        );
+    }
+    reading.vms.push(vm);
+    Ok(())
+}
+
+fn disk(
+    line: &Line<'_>,
+    scsihw: Option<&Line<'_>>,
+    surroundings: &Surroundings,
+    threads: &mut Vec<Thread>,
+    reading: &mut Reading,
+) -> Option<Disk> {
+    let parts = parts(line);
+    let get = |key: &str| parts.iter().rev().find(|part| part.key == key);
+    let volume = get("").or_else(|| get("file")).or_else(|| get("volume"))?;
+    let mut disk = Disk {
+        name: line.key.to_owned(),
+        span: line.span,
+        file: volume.value.to_owned(),
+        ..Disk::default()
+    };
+    let table = &mut disk.table;
+    let cdrom = get("media").filter(|part| part.value == "cdrom");
+    let cloudinit = volume.value.contains("cloudinit");
+    match cdrom {
+        Some(part) => table.give("disk.device", "cdrom", part.span),
+        None if cloudinit => table.give("disk.device", "cdrom", volume.span),
+        None => table.default_to("disk.device", "disk", "Proxmox"),
+    }
+    let bus_at = Span::new(
+        0,
+        line.span.start as usize,
+        line.span.start as usize + line.key.len(),
+    );
+    let bus = line.key.trim_end_matches(|c: char| c.is_ascii_digit());
+    let model = scsihw.map(|line| line.value);
+    match bus {
+        "virtio" => table.give("disk.bus", "virtio-blk", bus_at),
+        "scsi" => {
+            let word = if model.is_some_and(|model| model.starts_with("virtio-scsi")) {
+                "virtio-scsi"
+            } else {
+                "scsi-emulated"
+            };
+            match scsihw {
+                Some(line) => table.give("disk.bus", word, line.value_span),
+                None => table.default_to("disk.bus", word, "Proxmox: scsihw lsi"),
+            }
+        }
+        "ide" => table.give("disk.bus", "ide", bus_at),
+        _ => table.give("disk.bus", "sata", bus_at),
+    }
+    if volume.value == "none" || volume.value == "cdrom" {
+        return Some(disk);
+    }
+    let storage = storage(volume.value, surroundings);
+    storage.describe(&mut disk, volume.span, surroundings);
+    let table = &mut disk.table;
+    let cd = table.word("disk.device") == Some("cdrom");
+    for (key, property, words) in [
+        (
+            "cache",
+            "disk.cache",
+            &["none", "writeback", "writethrough", "directsync", "unsafe"][..],
+        ),
+        ("aio", "disk.aio", &["threads", "native", "io_uring"]),
+    ] {
+        let Some(part) = get(key) else {
+            continue;
+        };
+        match words.iter().find(|word| **word == part.value) {
+            Some(word) => table.give(property, *word, part.span),
+            None => reading.note(part.span, format!("{key}={} is not known", part.value)),
+        }
+    }
+    if let Some(part) = get("format") {
+        table.give("disk.format", part.value.to_owned(), part.span);
+    }
+    let btrfs = storage.kind == Some("btrfs") && storage.nocow != Some("1");
+    match (cd, btrfs) {
+        (true, _) => table.default_to("disk.cache", "writeback", "QEMU"),
+        (_, true) => table.default_to(
+            "disk.cache",
+            "writeback",
+            "Proxmox on btrfs with copy-on-write",
+        ),
+        _ => table.default_to("disk.cache", "none", "Proxmox"),
+    }
+    let direct = matches!(table.word("disk.cache"), Some("none" | "directsync"));
+    if matches!(
+        table.word("disk.protocol"),
+        Some("file" | "block" | "other")
+    ) {
+        let buffered_krbd = storage.kind == Some("rbd") && !direct;
+        match (
+            matches!(storage.kind, Some("lvm" | "cifs")) || buffered_krbd,
+            direct,
+        ) {
+            (false, _) => table.default_to("disk.aio", "io_uring", "Proxmox"),
+            (true, true) => table.default_to("disk.aio", "native", "Proxmox on this storage"),
+            (true, false) => table.default_to("disk.aio", "threads", "Proxmox on this storage"),
+        }
+    }
+    let discard = get("discard").filter(|part| part.value == "on");
+    match discard {
+        Some(part) => table.give("disk.discard", "unmap", part.span),
+        None => table.default_to("disk.discard", "ignore", "Proxmox"),
+    }
+    match get("detect_zeroes") {
+        Some(part) if matches!(part.value, "0" | "off" | "no") => {
+            table.give("disk.detect-zeroes", "off", part.span)
+        }
+        _ if cd => {}
+        _ if discard.is_some() => table.default_to("disk.detect-zeroes", "unmap", "Proxmox"),
+        _ => table.default_to("disk.detect-zeroes", "on", "Proxmox"),
+    }
+    if let Some(part) = get("ssd") {
+        table.give("disk.ssd", part.value == "1", part.span);
+    } else if !cd && bus != "virtio" {
+        table.default_to("disk.ssd", "no", "Proxmox");
+    }
+    if let Some(part) = get("ro").filter(|part| part.value == "1") {
+        table.give("disk.readonly", true, part.span);
+    }
+    if let Some(part) = parts.iter().find(|part| {
+        part.key.starts_with("iops") || part.key.starts_with("mbps") || part.key.starts_with("bps")
+    }) {
+        table.give("disk.throttled", true, part.span);
+    }
+    if let Some(part) = get("queues") {
+        match part.value.parse::<u64>() {
+            Ok(queues @ 1..=1024) => table.give("disk.queues", queues, part.span),
+            _ => reading.note(part.span, "the number of queues is not one"),
+        }
+    }
+    if let Some(part) = get("size")
+        && let Some(bytes) = size(part.value)
+    {
+        table.give("disk.size", bytes, part.span);
+    }
+    if let Some(part) =
+        get("iothread").filter(|part| matches!(part.value, "1" | "on" | "yes" | "true"))
+    {
+        let works = bus == "virtio" || (bus == "scsi" && model == Some("virtio-scsi-single"));
+        if works {
+            let id = format!("iothread-{}", line.key);
+            threads.push(Thread {
+                id: id.clone(),
+                span: part.span,
+            });
+            disk.threads.push(ThreadUse {
+                id,
+                span: part.span,
+                queues: None,
+                mapped: false,
+            });
+        } else {
+            disk.table.give("disk.thread-ignored", true, part.span);
+        }
+    }
+    Some(disk)
+}
+
+/// Bytes of a size such as `32G`.
+fn size(text: &str) -> Option<u64> {
+    let (number, factor) = match text.char_indices().next_back()? {
+        (at, 'K') => (&text[..at], 1u64 << 10),
+        (at, 'M') => (&text[..at], 1 << 20),
+        (at, 'G') => (&text[..at], 1 << 30),
+        (at, 'T') => (&text[..at], 1 << 40),
+        _ => (text, 1),
+    };
+    number.parse::<u64>().ok()?.checked_mul(factor)
+}
+
+/// A storage, as far as it is known.
+#[derive(Default)]
+struct Storage<'a> {
+    kind: Option<&'a str>,
+    krbd: Option<&'a str>,
+    nocow: Option<&'a str>,
+    path: Option<&'a str>,
+    vg: Option<&'a str>,
+    pool: Option<&'a str>,
+}
+
+/// The storage of a volume `storage:volume`.
+fn storage<'a>(volume: &str, surroundings: &'a Surroundings) -> Storage<'a> {
+    let mut found = Storage::default();
+    let (Some(source), Some((wanted, _))) = (&surroundings.storages, volume.split_once(':')) else {
+        return found;
+    };
+    let mut inside = false;
+    for line in source.text.lines() {
+        if let Some((kind, id)) = line
+            .split_once(':')
+            .filter(|_| !line.starts_with([' ', '\t', '#']))
+        {
+            inside = id.trim() == wanted;
+            if inside {
+                found.kind = Some(kind.trim());
+            }
+        } else if inside {
+            let line = line.trim();
+            let (key, value) = line.split_once(char::is_whitespace).unwrap_or((line, "1"));
+            let value = Some(value.trim());
+            match key {
+                "krbd" => found.krbd = value,
+                "nocow" => found.nocow = value,
+                "path" => found.path = value,
+                "vgname" => found.vg = value,
+                "pool" | "thinpool" => found.pool = value,
+                _ => {}
+            }
+        }
+    }
+    found
+}
+
+impl Storage<'_> {
+    /// What is behind a disk of this storage.
+    fn describe(&self, disk: &mut Disk, at: Span, surroundings: &Surroundings) {
+        let volume = disk.file.clone();
+        let name = volume.split_once(':').map(|(_, name)| name);
+        let table = &mut disk.table;
+        // Before anything else: the suffix says the format where there are files.
+        let suffix = volume.rsplit_once('.').map(|(_, suffix)| suffix.to_owned());
+        let format = match suffix.as_deref() {
+            Some("qcow2") => "qcow2",
+            Some("vmdk") => "vmdk",
+            _ => "raw",
+        };
+        table.give("disk.format", format, at);
+        if volume.starts_with('/') {
+            let word = if volume.starts_with("/dev/") {
+                "block"
+            } else {
+                "file"
+            };
+            table.give("disk.protocol", word, at);
+            return;
+        }
+        let Some(kind) = self.kind else {
+            // Only a name in a directory has a suffix.
+            if suffix.is_some() {
+                table.give("disk.protocol", "file", at);
+            } else {
+                let why = match surroundings.storages {
+                    Some(_) => "the storage is not in storage.cfg",
+                    None => "without storage.cfg",
+                };
+                table.derive("disk.protocol", "other", why);
+                table.set(
+                    "disk.storage",
+                    crate::model::Data::Unknown,
+                    Origin::Derived(why.into()),
+                );
+            }
+            return;
+        };
+        table.derive("disk.storage", kind.to_owned(), "from storage.cfg");
+        let krbd = self.krbd == Some("1");
+        let protocol = match kind {
+            "rbd" if krbd => "block",
+            "rbd" => "rbd",
+            "iscsidirect" => "iscsi",
+            "zfs" => "iscsi",
+            "lvm" | "lvmthin" | "zfspool" | "iscsi" => "block",
+            "dir" | "nfs" | "cifs" | "btrfs" | "cephfs" | "glusterfs" => "file",
+            _ => "other",
+        };
+        table.derive("disk.protocol", protocol, "from storage.cfg");
+        let thin = matches!(kind, "lvmthin" | "rbd" | "zfspool" | "zfs") || format == "qcow2";
+        table.derive("disk.store-thin", thin, "from storage.cfg");
+        match kind {
+            "lvm" => table.derive("backing.lvm", "thick", "from storage.cfg"),
+            "lvmthin" => table.derive("backing.lvm", "thin", "from storage.cfg"),
+            "nfs" | "cifs" | "btrfs" => {
+                table.derive("backing.fs", kind.to_owned(), "from storage.cfg")
+            }
+            "zfspool" => table.derive("backing.fs", "zfs", "from storage.cfg"),
+            _ => {}
+        }
+        if kind == "btrfs" {
+            table.derive(
+                "backing.no-cow",
+                self.nocow == Some("1"),
+                "from storage.cfg",
+            );
+        }
+        // Where the storage says so, host facts can be found by it.
+        disk.file = match (kind, self.vg, self.path, self.pool, name) {
+            ("lvm" | "lvmthin", Some(vg), _, _, Some(name)) => format!("/dev/{vg}/{name}"),
+            ("zfspool", _, _, Some(pool), Some(name)) => format!("/dev/zvol/{pool}/{name}"),
+            ("dir" | "nfs" | "cifs" | "btrfs", _, Some(path), _, Some(name)) => {
+                format!("{path}/images/{name}")
+            }
+            ("rbd", _, _, pool, Some(name)) => format!("{}/{name}", pool.unwrap_or("rbd")),
+            _ => volume,
+        };
+    }
+}

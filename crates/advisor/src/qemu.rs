@@ -1,0 +1,905 @@
+//! QEMU's command line: `-drive`, `-blockdev` and `-device` as pairs and as JSON, `-object`, `-machine`, `-readconfig`
+//! and files of arguments (`@file`).
+
+mod edit;
+mod graph;
+mod json;
+mod options;
+mod words;
+
+use std::collections::HashMap;
+
+pub use edit::{edits, from_ringdisk, to_ringdisk};
+pub use words::shell;
+
+use crate::input::{Mistake, Reading, Surroundings};
+use crate::model::{Disk, Thread, ThreadUse, Vm};
+use crate::text::{Source, Span};
+use crate::version::Version;
+use options::Opt;
+use words::{Command, Word};
+
+/// Options that stand alone; after any other, a word without a dash is its value.
+const FLAGS: &[&str] = &[
+    "S",
+    "s",
+    "h",
+    "help",
+    "version",
+    "enable-kvm",
+    "nographic",
+    "daemonize",
+    "no-reboot",
+    "no-shutdown",
+    "snapshot",
+    "nodefaults",
+    "no-user-config",
+    "mem-prealloc",
+    "full-screen",
+    "no-fd-bootchk",
+    "no-acpi",
+    "no-hpet",
+    "usb",
+    "win2k-hack",
+    "only-migratable",
+    "preconfig",
+    "singlestep",
+    "portrait",
+    "no-quit",
+    "alt-grab",
+    "ctrl-grab",
+    "semihosting",
+    "old-param",
+    "nouserconfig",
+    "prom-env-none",
+    "no-kvm",
+];
+
+/// Options that say nothing of disks; what is neither here nor understood gets a note.
+const PASSED: &[&str] = &[
+    "name",
+    "uuid",
+    "rtc",
+    "boot",
+    "bios",
+    "kernel",
+    "initrd",
+    "append",
+    "dtb",
+    "vga",
+    "display",
+    "vnc",
+    "spice",
+    "k",
+    "audio",
+    "audiodev",
+    "net",
+    "netdev",
+    "nic",
+    "serial",
+    "parallel",
+    "monitor",
+    "mon",
+    "qmp",
+    "qmp-pretty",
+    "pidfile",
+    "runas",
+    "chroot",
+    "sandbox",
+    "msg",
+    "D",
+    "d",
+    "trace",
+    "usbdevice",
+    "smbios",
+    "fw_cfg",
+    "tpmdev",
+    "watchdog",
+    "watchdog-action",
+    "action",
+    "global",
+    "set",
+    "incoming",
+    "add-fd",
+    "debugcon",
+    "gdb",
+    "icount",
+    "overcommit",
+    "loadvm",
+    "dump-vmstate",
+    "plugin",
+    "compat",
+    "run-with",
+    "fsdev",
+    "virtfs",
+    "iscsi",
+    "g",
+    "L",
+    "smp-cpus",
+    "acpitable",
+    "echr",
+    "prom-env",
+    "seed",
+    "option-rom",
+    "semihosting-config",
+    "xen-domid",
+    "pflash",
+    "fda",
+    "fdb",
+    "mtdblock",
+    "soundhw",
+    "mem-path",
+    "no-kvm-pit-reinjection",
+];
+
+/// A command line, with what it names.
+#[derive(Default)]
+struct Line {
+    options: Vec<Opt>,
+}
+
+/// Files that the commands of a text name: `-readconfig FILE` and `@FILE`.
+pub fn files_named(text: &str) -> Vec<String> {
+    let mut names = Vec::new();
+    for command in words::commands(text, 0).0 {
+        for (i, word) in command.arguments.iter().enumerate() {
+            let before = i.checked_sub(1).and_then(|i| command.arguments.get(i));
+            let is_config =
+                before.is_some_and(|word| word.text.trim_start_matches('-') == "readconfig");
+            match word.text.strip_prefix('@') {
+                Some(name) => names.push(name.to_owned()),
+                None if is_config => names.push(word.text.clone()),
+                None => {}
+            }
+        }
+    }
+    names.truncate(16);
+    names
+}
+
+/// Whether some command in a text starts QEMU.
+pub fn has_command(text: &str) -> bool {
+    !words::commands(text, 0).0.is_empty()
+}
+
+/// The machine type without its version, and that: `pc-q35-8.2`, `pc-i440fx-rhel7.6.0`, `virt-9.0`, `q35`.
+pub fn machine_version(machine: &str) -> (&str, Option<Version>) {
+    let machine = machine.split('+').next().unwrap_or(machine);
+    let name = |name: &str| match name {
+        "pc-q35" => "q35",
+        "pc-i440fx" => "pc",
+        _ => "",
+    };
+    let Some((before, version)) = machine.rsplit_once('-') else {
+        return (machine, None);
+    };
+    // Machine types of RHEL have versions of their own, as `rhel9.4.0`: since 8.5 they are those of QEMU 6.0 and later.
+    if let Some(rhel) = version.strip_prefix("rhel") {
+        let version: Option<Version> = rhel.parse().ok();
+        let qemu = version.map(|version| match version {
+            Version(7, ..) => Version(2, 12, 0),
+            version if version < Version(8, 3, 0) => Version(4, 2, 0),
+            version if version < Version(8, 5, 0) => Version(5, 1, 0),
+            _ => Version(6, 0, 0),
+        });
+        return match name(before) {
+            "" => (before, qemu),
+            short => (short, qemu),
+        };
+    }
+    match version.parse::<Version>() {
+        Ok(version) => match name(before) {
+            "" => (before, Some(version)),
+            short => (short, Some(version)),
+        },
+        Err(()) => (machine, None),
+    }
+}
+
+/// Reads every command of a text that starts QEMU.
+///
+/// # Errors
+/// There is none, or an option is broken.
+pub fn read(
+    text: &str,
+    name: &str,
+    surroundings: &Surroundings,
+    reading: &mut Reading,
+) -> Result<(), Mistake> {
+    let (commands, comments) = words::commands(text, 0);
+    for (text, span) in comments {
+        reading.comment(&text, span);
+    }
+    let several = commands.len() > 1;
+    for (i, command) in commands.iter().enumerate() {
+        let line = line(command, surroundings, reading, true)?;
+        let mut vm = machine(command, &line, reading);
+        if vm.name.is_empty() {
+            vm.name = match several {
+                true => format!("{name}#{}", i + 1),
+                false => name.to_owned(),
+            };
+        }
+        reading.vms.push(vm);
+    }
+    Ok(())
+}
+
+/// The options of a command, with those of the files that it names.
+fn line(
+    command: &Command,
+    surroundings: &Surroundings,
+    reading: &mut Reading,
+    tell: bool,
+) -> Result<Line, Mistake> {
+    let mut line = Line::default();
+    let mut words: std::collections::VecDeque<Word> = command.arguments.iter().cloned().collect();
+    let mut files = 0;
+    while let Some(word) = words.pop_front() {
+        if let Some(file) = word.text.strip_prefix('@') {
+            files += 1;
+            let Some(source) = named(surroundings, file).filter(|_| files < 16) else {
+                reading.note(
+                    word.outer,
+                    format!("the file '{file}' of arguments could not be read"),
+                );
+                continue;
+            };
+            let place = place(reading, source);
+            let text = format!("qemu-system-any {}", source.text.replace('\n', " "));
+            // Lines are no commands there. The places of its words are moved by what was set before them.
+            let (mut commands, _) = words::commands(&text, place);
+            let shift = (text.len() - source.text.len()) as u32;
+            for word in commands
+                .drain(..)
+                .flat_map(|command| command.arguments)
+                .rev()
+            {
+                words.push_front(word.moved(shift));
+            }
+            continue;
+        }
+        let Some(option) = word
+            .text
+            .strip_prefix('-')
+            .filter(|option| !option.is_empty())
+        else {
+            // QEMU takes a word alone for its first hard disk.
+            let mut opt = options::read("hda", &word, word.outer, "file")?;
+            opt.whole = word.outer;
+            line.options.push(opt);
+            continue;
+        };
+        let option = option.strip_prefix('-').unwrap_or(option).to_owned();
+        let value = match FLAGS.contains(&option.as_str()) {
+            true => None,
+            false => words.pop_front(),
+        };
+        let Some(value) = value else {
+            line.options.push(options::read(
+                &option,
+                &Word::plain("", 0, 0),
+                word.outer,
+                "",
+            )?);
+            continue;
+        };
+        let whole = Span {
+            end: value.outer.end,
+            ..word.outer
+        };
+        let first = match option.as_str() {
+            "drive" => "file",
+            "blockdev" | "device" => "driver",
+            "object" => "qom-type",
+            "machine" | "M" => "type",
+            "smp" => "cpus",
+            "m" => "size",
+            "accel" => "accel",
+            "cpu" => "model",
+            "chardev" => "backend",
+            "readconfig" | "hda" | "hdb" | "hdc" | "hdd" | "cdrom" | "sd" => "file",
+            other => {
+                if tell && !PASSED.contains(&other) {
+                    reading.note(
+                        word.outer,
+                        format!("-{other} is not known here, and passed over"),
+                    );
+                }
+                if !matches!(other, "mem-path" | "name" | "set" | "global") {
+                    continue;
+                }
+                "value"
+            }
+        };
+        if option == "readconfig" {
+            match named(surroundings, &value.text) {
+                Some(source) => {
+                    let place = place(reading, source);
+                    line.options.extend(options::sections(&source.text, place));
+                }
+                None => reading.note(value.outer, format!("'{}' could not be read", value.text)),
+            }
+            continue;
+        }
+        let option = if option == "M" {
+            "machine".into()
+        } else {
+            option
+        };
+        let opt = options::read(&option, &value, whole, first)?;
+        if opt.expanded && matches!(option.as_str(), "drive" | "blockdev" | "device") {
+            reading.note(
+                value.outer,
+                "what a variable of the shell stands for is not known",
+            );
+        }
+        line.options.push(opt);
+    }
+    Ok(line)
+}
+
+fn named<'a>(surroundings: &'a Surroundings, name: &str) -> Option<&'a Source> {
+    surroundings.files.iter().find(|source| source.name == name)
+}
+
+/// The number of a text among those of the input.
+fn place(reading: &mut Reading, source: &Source) -> u16 {
+    let known = reading
+        .more
+        .iter()
+        .position(|more| more.name == source.name);
+    let place = known.unwrap_or_else(|| {
+        reading.more.push(source.clone());
+        reading.more.len() - 1
+    });
+    place as u16 + 1
+}
+
+impl Line {
+    fn group<'a>(&'a self, group: &str) -> impl DoubleEndedIterator<Item = &'a Opt> + use<'a> {
+        let group = group.to_owned();
+        self.options
+            .iter()
+            .filter(move |option| option.group == group)
+    }
+
+    fn last(&self, group: &str, key: &str) -> Option<&options::Pair> {
+        self.group(group).rev().find_map(|option| option.get(key))
+    }
+
+    /// The -object of that id.
+    fn object(&self, id: &str) -> Option<&Opt> {
+        self.group("object")
+            .find(|object| object.value("id") == Some(id))
+    }
+}
+
+fn machine(command: &Command, line: &Line, reading: &mut Reading) -> Vm {
+    let mut vm = Vm {
+        span: command.span(),
+        ..Vm::default()
+    };
+    if let Some(name) = line
+        .last("name", "value")
+        .or_else(|| line.last("name", "guest"))
+    {
+        vm.name = name.value.clone();
+    }
+    let program = command.program.text.rsplit('/').next().unwrap_or_default();
+    let table = &mut vm.table;
+    table.give("vm.front-end", "qemu", command.program.outer);
+    match line.last("machine", "type") {
+        Some(pair) => {
+            let (name, version) = machine_version(&pair.value);
+            table.give("vm.machine", name.to_owned(), pair.value_span);
+            if let Some(version) = version {
+                table.give("vm.machine-version", version, pair.value_span);
+            }
+        }
+        None if program.ends_with("x86_64")
+            || program.ends_with("kvm")
+            || program.ends_with("i386") =>
+        {
+            table.default_to("vm.machine", "pc", "QEMU");
+        }
+        None => {}
+    }
+    accelerator(program, line, &mut vm);
+    vcpus(line, &mut vm, reading);
+    memory(line, &mut vm, reading);
+    if let Some(model) = line.group("cpu").next_back() {
+        for pair in &model.pairs {
+            let off = pair.value == "off" || pair.key.starts_with('-');
+            let name = pair.key.trim_start_matches(['-', '+']).replace('_', "-");
+            match name.as_str() {
+                "x2apic" if off => vm.table.give("vm.cpu-x2apic", "off", pair.span),
+                "kvm-pv-eoi" if off => vm.table.give("vm.cpu-pv-eoi", "off", pair.span),
+                name if name.starts_with("hv-") => vm.table.give("vm.os", "windows", pair.span),
+                _ => {}
+            }
+        }
+    }
+    for object in line
+        .group("object")
+        .filter(|object| object.value("qom-type") == Some("iothread"))
+    {
+        if let Some(id) = object.get("id") {
+            vm.threads.push(Thread {
+                id: id.value.clone(),
+                span: id.value_span,
+            });
+        }
+        if let Some(poll) = object.get("poll-max-ns") {
+            let setting = if poll.value == "0" { "off" } else { "set" };
+            vm.table.give("vm.thread-poll", setting, poll.value_span);
+        }
+    }
+    environment(command, &mut vm);
+    let is = |opt: &&Opt, names: &[&str]| {
+        opt.value("driver")
+            .is_some_and(|driver| names.iter().any(|name| driver.starts_with(name)))
+    };
+    let balloon = line
+        .group("device")
+        .find(|device| is(device, &["virtio-balloon"]));
+    match balloon {
+        Some(device) => vm.table.give("vm.balloon", true, device.span),
+        None => vm.table.default_to("vm.balloon", "no", "QEMU"),
+    }
+    if let Some(device) = line
+        .group("device")
+        .find(|device| is(device, &["vfio-pci"]))
+    {
+        vm.table.give("vm.pass-through", true, device.span);
+    }
+    let graph = graph::Graph::new(line);
+    disks(line, &graph, &mut vm, reading);
+    vm
+}
+
+fn accelerator(program: &str, line: &Line, vm: &mut Vm) {
+    let word = |name: &str| match name {
+        "kvm" => "kvm",
+        "tcg" => "tcg",
+        "xen" => "xen",
+        "hvf" => "hvf",
+        _ => "other",
+    };
+    let given = line
+        .group("accel")
+        .next()
+        .and_then(|option| option.get("accel"));
+    if let Some(pair) = given.or_else(|| line.last("machine", "accel")) {
+        let first = pair.value.split(':').next().unwrap_or_default();
+        vm.table.give("vm.accel", word(first), pair.value_span);
+    } else if let Some(option) = line.group("enable-kvm").next() {
+        vm.table.give("vm.accel", "kvm", option.whole);
+    } else if program.ends_with("kvm") {
+        vm.table.default_to(
+            "vm.accel",
+            "kvm",
+            "QEMU, if its program's name ends with kvm",
+        );
+    } else {
+        vm.table
+            .default_to("vm.accel", "tcg", "QEMU without -accel");
+    }
+}
+
+fn vcpus(line: &Line, vm: &mut Vm, reading: &mut Reading) {
+    let Some(smp) = line.group("smp").next_back() else {
+        return;
+    };
+    // QEMU makes queues for as many CPUs as there may be at the start.
+    let product = ["sockets", "dies", "cores", "threads"]
+        .iter()
+        .filter_map(|key| smp.number(key))
+        .try_fold(1u64, u64::checked_mul);
+    let count = smp.number("cpus").or(product).or(smp.number("maxcpus"));
+    match count {
+        Some(count) if count > 0 => {
+            let span = smp.get("cpus").map_or(smp.span, |pair| pair.value_span);
+            vm.table.give("vm.vcpus", count, span);
+        }
+        _ => reading.note(smp.span, "the number of vCPUs is not one"),
+    }
+}
+
+/// Bytes of a size as QEMU takes it; without a unit, of `default`.
+fn size(text: &str, default: u64) -> Option<u64> {
+    let (number, factor) = match text.char_indices().next_back()? {
+        (at, 'b' | 'B') => (&text[..at], 1),
+        (at, 'k' | 'K') => (&text[..at], 1 << 10),
+        (at, 'm' | 'M') => (&text[..at], 1 << 20),
+        (at, 'g' | 'G') => (&text[..at], 1 << 30),
+        (at, 't' | 'T') => (&text[..at], 1 << 40),
+        _ => (text, default),
+    };
+    match number.parse::<u64>() {
+        Ok(number) => number.checked_mul(factor),
+        // As in 1.5G.
+        Err(_) => {
+            let number: f64 = number.parse().ok()?;
+            let bytes = number * factor as f64;
+            (bytes.is_finite() && (0.0..1e18).contains(&bytes)).then_some(bytes as u64)
+        }
+    }
+}
+
+fn memory(line: &Line, vm: &mut Vm, reading: &mut Reading) {
+    if let Some(pair) = line.last("m", "size") {
+        match size(&pair.value, 1 << 20) {
+            Some(bytes) => vm.table.give("vm.memory", bytes, pair.value_span),
+            None => reading.note(pair.value_span, "the amount of memory is not one"),
+        }
+    }
+    let mut shared: Option<(bool, Span)> = None;
+    let backend = line.last("machine", "memory-backend");
+    let mut used: Vec<&Opt> = backend
+        .and_then(|pair| line.object(&pair.value))
+        .into_iter()
+        .collect();
+    let nodes = line
+        .group("numa")
+        .filter_map(|numa| line.object(numa.value("memdev")?));
+    used.extend(nodes);
+    for object in used {
+        let kind = object
+            .get("qom-type")
+            .map_or("", |pair| pair.value.as_str());
+        // memfd is shared by default (QEMU, memory-backend-memfd).
+        let share = match object.get("share") {
+            Some(pair) => (pair.value == "on", pair.value_span),
+            None => (kind == "memory-backend-memfd", object.span),
+        };
+        shared = Some(match shared {
+            Some((before, span)) => (before && share.0, span),
+            None => share,
+        });
+        if object.value("hugetlb") == Some("on")
+            || object
+                .value("mem-path")
+                .is_some_and(|path| path.contains("huge"))
+        {
+            vm.table.give("vm.hugepages", true, object.span);
+        }
+        if object.get("host-nodes").is_some() || object.get("host-nodes.0").is_some() {
+            vm.table.give("vm.numa-bound", true, object.span);
+        }
+    }
+    if let Some((shared, span)) = shared {
+        vm.table.give("vm.memory-shared", shared, span);
+    }
+    if let Some(pair) = line.last("mem-path", "value")
+        && pair.value.contains("huge")
+    {
+        vm.table.give("vm.hugepages", true, pair.value_span);
+    }
+    vm.table.default_to("vm.numa-bound", false, "QEMU");
+}
+
+/// What the environment says of QEMU's allocator and libraries.
+fn environment(command: &Command, vm: &mut Vm) {
+    let set = |name| {
+        command
+            .variables
+            .iter()
+            .rev()
+            .find(move |(known, _)| known == name)
+    };
+    let preload = set("LD_PRELOAD").map(|(_, word)| word);
+    match preload {
+        Some(word) if word.text.contains("tcmalloc") => {
+            vm.table.give("vm.malloc", "tcmalloc", word.outer)
+        }
+        Some(word) if word.text.contains("jemalloc") => {
+            vm.table.give("vm.malloc", "jemalloc", word.outer)
+        }
+        Some(word) => vm.table.give("vm.malloc", "other", word.outer),
+        None => vm.table.default_to(
+            "vm.malloc",
+            "glibc",
+            "the C library, without LD_PRELOAD on this command line",
+        ),
+    }
+    let loose = command
+        .not_exported
+        .iter()
+        .find(|(name, _)| name == "LD_LIBRARY_PATH");
+    match (set("LD_LIBRARY_PATH"), loose) {
+        (Some((_, word)), _) => vm.table.give("vm.library-path", "set", word.outer),
+        (None, Some((_, word))) => vm.table.give("vm.library-path", "inert", word.outer),
+        _ => vm
+            .table
+            .default_to("vm.library-path", "none", "this command line"),
+    }
+}
+
+fn disks(line: &Line, graph: &graph::Graph<'_>, vm: &mut Vm, reading: &mut Reading) {
+    let mut attached: HashMap<&str, ()> = HashMap::new();
+    let mut mates: HashMap<Option<&str>, u64> = HashMap::new();
+    for device in line.group("device") {
+        if device
+            .value("driver")
+            .is_some_and(|driver| driver.starts_with("scsi-"))
+        {
+            *mates.entry(scsi_bus(device)).or_default() += 1;
+        }
+    }
+    for device in line.group("device") {
+        let Some(driver) = device.get("driver") else {
+            continue;
+        };
+        let Some(mut disk) = of_device(device, &driver.value, line, vm) else {
+            continue;
+        };
+        if disk.table.word("disk.bus") == Some("virtio-scsi") {
+            let alone = mates.get(&scsi_bus(device)).is_none_or(|count| *count <= 1);
+            let word = if alone { "own" } else { "shared" };
+            disk.table
+                .derive("disk.controller", word, "counted in the input");
+        }
+        if let Some(drive) = device.get("drive") {
+            attached.insert(&drive.value, ());
+            if !graph.behind(&drive.value, &mut disk) {
+                reading.note(
+                    drive.value_span,
+                    format!("there is no drive '{}' on this command line", drive.value),
+                );
+            }
+            write_cache(&mut disk);
+        }
+        vm.disks.push(disk);
+    }
+    // Drives with a device of their own, that QEMU makes by itself.
+    for drive in &line.options {
+        let Some(interface) =
+            graph::interface(drive, vm.table.word("vm.machine").unwrap_or_default())
+        else {
+            continue;
+        };
+        let id = drive.value("id").unwrap_or_default();
+        if !id.is_empty() && attached.contains_key(id) {
+            continue;
+        }
+        let mut disk = Disk {
+            span: drive.span,
+            name: if id.is_empty() {
+                interface.name.clone()
+            } else {
+                id.to_owned()
+            },
+            ..Disk::default()
+        };
+        match interface.given {
+            Some(span) => disk.table.give("disk.bus", interface.bus, span),
+            None => disk
+                .table
+                .set("disk.bus", interface.bus, interface.origin()),
+        }
+        if let Some((device, span)) = graph::media(drive) {
+            disk.table.give("disk.device", device, span);
+        }
+        graph.drive(drive, &mut disk);
+        vm.disks.push(disk);
+    }
+}
+
+/// `bus=scsi0.0` is of the controller `scsi0`.
+fn scsi_bus(device: &Opt) -> Option<&str> {
+    device
+        .value("bus")
+        .map(|bus| bus.split('.').next().unwrap_or(bus))
+}
+
+/// A disk without what is behind it, if a device is one.
+fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
+    let mut disk = Disk {
+        span: device.span,
+        ..Disk::default()
+    };
+    let base = driver
+        .trim_end_matches("-non-transitional")
+        .trim_end_matches("-transitional");
+    let base = ["-pci", "-ccw", "-device"]
+        .iter()
+        .find_map(|suffix| base.strip_suffix(suffix))
+        .unwrap_or(base);
+    let mut carrier = device;
+    let bus = match base {
+        "virtio-blk" => "virtio-blk",
+        "vhost-user-blk" => "vhost-user-blk",
+        "vhost-user-scsi" => "vhost-user-scsi",
+        "nvme" | "nvme-ns" => "nvme",
+        "usb-storage" | "usb-bot" | "usb-uas" => "usb",
+        "floppy" => "fdc",
+        "sd-card" => "sd",
+        "ide-hd" | "ide-cd" | "ide-drive" => {
+            let sata = match device.value("bus") {
+                Some(bus) => {
+                    line.group("device").any(|other| {
+                        other
+                            .value("driver")
+                            .is_some_and(|driver| driver.contains("ahci"))
+                            && other.value("id").is_some_and(|id| bus.starts_with(id))
+                    }) || vm.table.word("vm.machine") == Some("q35")
+                }
+                None => vm.table.word("vm.machine") == Some("q35"),
+            };
+            if sata { "sata" } else { "ide" }
+        }
+        "scsi-hd" | "scsi-cd" | "scsi-disk" | "scsi-block" | "scsi-generic" => {
+            let is_controller = |other: &&Opt| {
+                let driver = other.value("driver").unwrap_or_default();
+                let scsi = [
+                    "virtio-scsi",
+                    "lsi",
+                    "megasas",
+                    "mptsas",
+                    "pvscsi",
+                    "am53c974",
+                    "dc390",
+                ];
+                scsi.iter().any(|name| driver.starts_with(name))
+            };
+            let wanted = scsi_bus(device);
+            let mut controllers = line.group("device").filter(is_controller);
+            let found = match wanted {
+                Some(id) => controllers.find(|other| {
+                    other.value("id") == Some(id) || (other.get("id").is_none() && id == "scsi")
+                }),
+                None => controllers.next(),
+            };
+            match found {
+                Some(controller)
+                    if controller
+                        .value("driver")
+                        .is_some_and(|driver| driver.starts_with("virtio-scsi")) =>
+                {
+                    carrier = controller;
+                    "virtio-scsi"
+                }
+                Some(_) => "scsi-emulated",
+                None => "other",
+            }
+        }
+        _ => return None,
+    };
+    // A namespace has its controller's queues, and a controller with namespaces is no disk.
+    if base == "nvme" && device.get("drive").is_none() {
+        return None;
+    }
+    let driver_span = device
+        .get("driver")
+        .map_or(device.span, |pair| pair.value_span);
+    let table = &mut disk.table;
+    table.give("disk.bus", bus, driver_span);
+    disk.name = device
+        .value("id")
+        .or(device.value("drive"))
+        .or(device.value("chardev"))
+        .unwrap_or(driver)
+        .to_owned();
+    if matches!(base, "ide-cd" | "scsi-cd") {
+        table.give("disk.device", "cdrom", driver_span);
+    } else if matches!(base, "scsi-block" | "scsi-generic") {
+        table.give("disk.device", "lun", driver_span);
+    }
+    for (keys, property) in [
+        (["num-queues", "num_queues"], "disk.queues"),
+        (["queue-size", "virtqueue_size"], "disk.queue-size"),
+    ] {
+        for key in keys {
+            if let Some(pair) = carrier.get(key)
+                && let Ok(number @ 1..=65_534) = pair.value.parse::<u64>()
+            {
+                table.give(property, number, pair.value_span);
+            }
+        }
+    }
+    let mut flag = |key: &str, property: &'static str| {
+        if let Some(pair) = carrier.get(key) {
+            table.give(property, pair.value == "on", pair.span);
+        }
+    };
+    flag("ioeventfd", "disk.ioeventfd");
+    if let Some(pair) = carrier.get("x-data-plane") {
+        table.give("disk.data-plane", true, pair.span);
+    }
+    if bus == "virtio-blk"
+        && let Some(pair) = carrier.get("scsi")
+    {
+        table.give("disk.scsi-property", true, pair.span);
+    }
+    if let Some(pair) = carrier.get("config-wce") {
+        table.give(
+            "disk.config-wce",
+            if pair.value == "off" { "off" } else { "on" },
+            pair.span,
+        );
+    }
+    if let Some(pair) = device.get("write-cache") {
+        let word = match pair.value.as_str() {
+            "on" => "on",
+            "off" => "off",
+            _ => "auto",
+        };
+        table.give("disk.write-cache", word, pair.span);
+    }
+    if let Some(pair) = device.get("rotation_rate") {
+        table.give("disk.ssd", pair.value == "1", pair.span);
+    }
+    if bus.starts_with("vhost-user") {
+        let chardev = device.value("chardev").and_then(|id| {
+            line.group("chardev")
+                .find(|chardev| chardev.value("id") == Some(id))
+        });
+        table.derive("disk.protocol", "vhost-user", "from the device");
+        disk.file = chardev
+            .and_then(|chardev| chardev.value("path"))
+            .unwrap_or_default()
+            .to_owned();
+        let seconds = |key| {
+            chardev
+                .and_then(|chardev| chardev.get(key))
+                .filter(|pair| pair.value != "0")
+        };
+        match seconds("reconnect").or(seconds("reconnect-ms")) {
+            Some(pair) => disk.table.give("disk.reconnect", true, pair.span),
+            None => disk.table.default_to("disk.reconnect", "no", "QEMU"),
+        }
+    }
+    uses(carrier, &mut disk);
+    Some(disk)
+}
+
+/// `iothread=` and `iothread-vq-mapping`.
+fn uses(device: &Opt, disk: &mut Disk) {
+    if let Some(pair) = device.get("iothread") {
+        disk.threads.push(ThreadUse {
+            id: pair.value.clone(),
+            span: pair.value_span,
+            queues: None,
+            mapped: false,
+        });
+    }
+    for (place, pair) in device.pairs.iter().filter_map(|pair| {
+        let rest = pair.key.strip_prefix("iothread-vq-mapping.")?;
+        Some((rest.strip_suffix(".iothread")?, pair))
+    }) {
+        let prefix = format!("iothread-vq-mapping.{place}.vqs.");
+        let queues: Vec<u64> = device
+            .pairs
+            .iter()
+            .filter(|pair| pair.key.starts_with(&prefix))
+            .filter_map(|pair| pair.value.parse().ok())
+            .collect();
+        disk.threads.push(ThreadUse {
+            id: pair.value.clone(),
+            span: pair.value_span,
+            queues: (!queues.is_empty()).then_some(queues),
+            mapped: true,
+        });
+    }
+}
+
+/// With -blockdev, whether writes are written through is the device's matter.
+fn write_cache(disk: &mut Disk) {
+    if disk.table.word("disk.write-cache") != Some("off") {
+        return;
+    }
+    let Some(span) = disk.table.given("disk.write-cache") else {
+        return;
+    };
+    match disk.table.word("disk.cache") {
+        Some("none") => disk.table.give("disk.cache", "directsync", span),
+        Some("writeback") | None => disk.table.give("disk.cache", "writethrough", span),
+        _ => {}
+    }
+}
+
+/// Bytes of a size as QEMU writes it, `4M`.
+pub fn size_of(text: &str) -> Option<u64> {
+    size(text, 1)
+}

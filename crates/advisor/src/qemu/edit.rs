@@ -1,0 +1,765 @@
+//! Changes to a command line, in the syntax in which each option is written.
+
+use super::options::{Opt, Pair, Syntax};
+use super::{Line, line, scsi_bus, words};
+use crate::fix::{Edits, Setting, Target};
+use crate::input::Reading;
+use crate::model::Disk;
+use crate::text::{Edit, Span};
+
+/// The command that is changed, read again.
+struct Changed<'a> {
+    target: &'a Target<'a>,
+    command: words::Command,
+    line: Line,
+}
+
+/// The changes for a setting.
+///
+/// # Errors
+/// Why there are none.
+pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
+    let changed = Changed::of(target)?;
+    match setting {
+        Setting::TrimThreads => return changed.trim_threads(),
+        Setting::SharedMemory => return changed.share_memory(),
+        _ => {}
+    }
+    let disk = target.disk()?;
+    match setting {
+        Setting::Virtio => changed.virtio(disk),
+        Setting::Cache(_) | Setting::CacheDirect => changed.cache(disk, setting),
+        Setting::Aio(word) => changed.storage(disk, "aio", word),
+        Setting::Discard => changed.all_nodes(disk, "discard", "unmap"),
+        Setting::L2Cache => {
+            let needed = disk
+                .table
+                .number("backing.qcow2-l2-needed")
+                .ok_or("its size is not known")?;
+            let span = disk
+                .table
+                .given("disk.format")
+                .or(disk.table.given("disk.syntax"))
+                .ok_or("no option says its format")?;
+            let option = changed.at(span).ok_or("the option is not there")?;
+            Ok(set(option, "", "l2-cache-size", &needed.to_string()))
+        }
+        Setting::OwnThread => changed.own_thread(disk),
+        Setting::DefineThread => {
+            let id = disk
+                .table
+                .word("disk.thread-missing")
+                .ok_or("no thread is missing")?;
+            changed.define_thread(id, changed.carrier(disk)?)
+        }
+        Setting::QueuesAsVcpus => {
+            let vcpus = target
+                .vm()?
+                .table
+                .number("vm.vcpus")
+                .unwrap_or(1)
+                .to_string();
+            let carrier = changed.carrier(disk)?;
+            let scsi = disk.table.word("disk.bus") == Some("virtio-scsi");
+            Ok(set(
+                carrier,
+                "",
+                if scsi { "num_queues" } else { "num-queues" },
+                &vcpus,
+            ))
+        }
+        Setting::Remove(key) => Ok(vec![changed.without(changed.carrier(disk)?, key)?]),
+        Setting::EvenMapping => changed.even_mapping(disk),
+        Setting::Reconnect => changed.reconnect(disk),
+        _ => Err("QEMU has no such setting".into()),
+    }
+}
+
+/// Sets a pair of an option; `prefix` is of a node inside another.
+fn set(option: &Opt, prefix: &str, key: &str, value: &str) -> Vec<Edit> {
+    let full = format!("{prefix}{key}");
+    let json = |value: &str| match value {
+        "on" => "true".to_owned(),
+        "off" => "false".to_owned(),
+        number if number.parse::<u64>().is_ok() => number.to_owned(),
+        word => format!("\"{word}\""),
+    };
+    let known = option.get(&full);
+    match (&option.syntax, known) {
+        (Syntax::Pairs, Some(pair)) => vec![Edit::replace(pair.value_span, value)],
+        (Syntax::Pairs, None) => {
+            let comma = if option.pairs.is_empty() { "" } else { "," };
+            vec![Edit::replace(
+                option.span.after(),
+                format!("{comma}{full}={value}"),
+            )]
+        }
+        (Syntax::Json(quote), Some(pair)) => vec![Edit::replace(
+            pair.value_span,
+            escaped(&json(value), *quote),
+        )],
+        (Syntax::Json(quote), None) => {
+            let object = format!("\"{key}\":{}", json(value));
+            let body = match key.split_once('.') {
+                Some((outer, inner)) => format!("\"{outer}\":{{\"{inner}\":{}}}", json(value)),
+                None => object,
+            };
+            // Before the first value of the same node, that is before its key.
+            let before = option
+                .pairs
+                .iter()
+                .filter(|pair| pair.key.starts_with(prefix))
+                .min_by_key(|pair| pair.value_span.start);
+            match before.and_then(|pair| key_start(option, pair)) {
+                Some(at) => vec![Edit::replace(at, escaped(&format!("{body},"), *quote))],
+                None => Vec::new(),
+            }
+        }
+        (Syntax::Section, Some(pair)) => {
+            vec![Edit::replace(pair.value_span, format!("\"{value}\""))]
+        }
+        (Syntax::Section, None) => vec![Edit::replace(
+            option.span.after(),
+            format!("\n  {full} = \"{value}\""),
+        )],
+    }
+}
+
+/// In double quotes, a shell takes a quote for their end.
+fn escaped(text: &str, quote: Option<char>) -> String {
+    match quote {
+        Some('"') => text.replace('"', "\\\""),
+        Some(_) => text.to_owned(),
+        None => text
+            .replace('"', "\\\"")
+            .replace('{', "\\{")
+            .replace('}', "\\}"),
+    }
+}
+
+/// The place before the key of a value in JSON: as many bytes before it as key, quotes and colon take, if nothing
+/// else is between them.
+fn key_start(option: &Opt, pair: &Pair) -> Option<Span> {
+    let key = pair.key.rsplit('.').next()?;
+    let quotes = match option.syntax {
+        Syntax::Json(Some('\'')) => 2,
+        _ => 4,
+    };
+    let back = u32::try_from(key.len() + quotes + 1).ok()?;
+    let start = pair.value_span.start.checked_sub(back)?;
+    (start > option.span.start).then_some(Span {
+        start,
+        end: start,
+        ..pair.value_span
+    })
+}
+
+impl<'a> Changed<'a> {
+    fn of(target: &'a Target<'a>) -> Result<Self, String> {
+        let text = target
+            .input
+            .sources
+            .first()
+            .map_or("", |source| source.text.as_str());
+        let (mut commands, _) = words::commands(text, 0);
+        if target.vm >= commands.len() {
+            return Err("the command is not there".into());
+        }
+        let command = commands.swap_remove(target.vm);
+        let mut reading = Reading::default();
+        let line = line(&command, &target.input.surroundings, &mut reading, false)
+            .map_err(|_| "it is broken")?;
+        Ok(Self {
+            target,
+            command,
+            line,
+        })
+    }
+
+    /// The option that has these bytes.
+    fn at(&self, span: Span) -> Option<&Opt> {
+        self.line.options.iter().find(|option| {
+            option.span.source == span.source
+                && option.span.start <= span.start
+                && span.end <= option.span.end
+        })
+    }
+
+    fn text(&self, span: Span) -> &str {
+        let source = self.target.input.sources.get(usize::from(span.source));
+        source
+            .and_then(|source| source.text.get(span.range()))
+            .unwrap_or_default()
+    }
+
+    fn device(&self, disk: &Disk) -> Result<&Opt, String> {
+        let found = self.at(disk.span).ok_or("the device is not there")?;
+        match found.group.as_str() {
+            "device" => Ok(found),
+            _ => Err("the disk has no -device".into()),
+        }
+    }
+
+    /// The device that has queues and threads: the disk, or its SCSI controller.
+    fn carrier(&self, disk: &Disk) -> Result<&Opt, String> {
+        let device = self.device(disk)?;
+        if disk.table.word("disk.bus") != Some("virtio-scsi") {
+            return Ok(device);
+        }
+        let wanted = scsi_bus(device);
+        let mut controllers = self.line.group("device").filter(|other| {
+            other
+                .value("driver")
+                .is_some_and(|driver| driver.starts_with("virtio-scsi"))
+        });
+        let found = match wanted {
+            Some(id) => controllers.find(|other| {
+                other.value("id") == Some(id) || (other.get("id").is_none() && id == "scsi")
+            }),
+            None => controllers.next(),
+        };
+        found.ok_or_else(|| "its controller is not there".into())
+    }
+
+    /// The options that describe what is behind a disk, from the device to the storage, with the prefix of each node.
+    fn nodes(&self, disk: &Disk) -> Result<Vec<(&Opt, String)>, String> {
+        let span = disk
+            .table
+            .given("disk.syntax")
+            .ok_or("nothing describes what is behind it")?;
+        let mut option = self.at(span).ok_or("the drive is not there")?;
+        if option.group != "blockdev" {
+            return Ok(vec![(option, String::new())]);
+        }
+        let mut nodes = vec![(option, String::new())];
+        let mut prefix = String::new();
+        for _ in 0..32 {
+            let key = format!("{prefix}file");
+            if let Some(name) = option.value(&key) {
+                let Some(next) = self
+                    .line
+                    .group("blockdev")
+                    .find(|node| node.value("node-name") == Some(name))
+                else {
+                    break;
+                };
+                option = next;
+                prefix.clear();
+            } else if option.get(&format!("{prefix}file.driver")).is_some() {
+                prefix = format!("{prefix}file.");
+            } else {
+                break;
+            }
+            nodes.push((option, prefix.clone()));
+        }
+        Ok(nodes)
+    }
+
+    fn storage(&self, disk: &Disk, key: &str, value: &str) -> Edits {
+        let nodes = self.nodes(disk)?;
+        let (option, prefix) = nodes.last().ok_or("no node")?;
+        self.written(set(option, prefix, key, value))
+    }
+
+    fn all_nodes(&self, disk: &Disk, key: &str, value: &str) -> Edits {
+        let nodes = self.nodes(disk)?;
+        self.written(
+            nodes
+                .iter()
+                .flat_map(|(option, prefix)| set(option, prefix, key, value))
+                .collect(),
+        )
+    }
+
+    fn written(&self, edits: Vec<Edit>) -> Edits {
+        match edits.is_empty() {
+            true => Err("its place in the JSON is not clear".into()),
+            false => Ok(edits),
+        }
+    }
+
+    fn cache(&self, disk: &Disk, setting: Setting) -> Edits {
+        let now = disk.table.word("disk.cache").unwrap_or("writeback");
+        let mode = match setting {
+            Setting::CacheDirect if now == "writethrough" => "directsync",
+            Setting::Cache(mode) => mode,
+            _ => "none",
+        };
+        let nodes = self.nodes(disk)?;
+        let mut edits = Vec::new();
+        let is_drive = nodes
+            .first()
+            .is_some_and(|(option, _)| option.group != "blockdev");
+        if let (Some((option, _)), true) = (nodes.first(), is_drive) {
+            for key in ["cache.direct", "cache.no-flush", "cache.writeback"] {
+                if option.get(key).is_some() {
+                    edits.push(self.without(option, key)?);
+                }
+            }
+            edits.extend(set(option, "", "cache", mode));
+            return self.written(edits);
+        }
+        // A node inside the description of another has its cache options from there.
+        for (option, prefix) in &nodes {
+            let direct = format!("{prefix}cache.direct");
+            if prefix.is_empty() || option.get(&direct).is_some() {
+                edits.extend(set(option, prefix, "cache.direct", "on"));
+            }
+            let flush = format!("{prefix}cache.no-flush");
+            if option.value(&flush) == Some("on") {
+                edits.extend(set(option, prefix, "cache.no-flush", "off"));
+            }
+        }
+        if mode == "none" && disk.table.word("disk.write-cache") == Some("off") {
+            edits.extend(set(self.device(disk)?, "", "write-cache", "on"));
+        }
+        self.written(edits)
+    }
+
+    /// The change that takes a pair away.
+    fn without(&self, option: &Opt, key: &str) -> Result<Edit, String> {
+        let pair = option.get(key).ok_or("it is not given")?;
+        match option.syntax {
+            Syntax::Pairs => {
+                let first = option.pairs.first() == Some(pair);
+                let mut span = pair.span;
+                match first {
+                    true if option.pairs.len() > 1 => span.end += 1,
+                    true => {}
+                    false => span.start -= 1,
+                }
+                Ok(Edit::replace(span, ""))
+            }
+            Syntax::Section => {
+                let source = self
+                    .target
+                    .input
+                    .sources
+                    .get(usize::from(pair.span.source))
+                    .ok_or("no text")?;
+                let line = source.text[..pair.span.start as usize]
+                    .rfind('\n')
+                    .unwrap_or(0);
+                Ok(Edit::replace(
+                    Span::new(pair.span.source, line, pair.span.end as usize),
+                    "",
+                ))
+            }
+            Syntax::Json(_) => {
+                let start = key_start(option, pair).ok_or("its place in the JSON is not clear")?;
+                let source = self
+                    .target
+                    .input
+                    .sources
+                    .get(usize::from(start.source))
+                    .ok_or("no text")?;
+                let bytes = source.text.as_bytes();
+                let (mut from, mut to) = (start.start as usize, pair.value_span.end as usize);
+                match (
+                    bytes.get(to),
+                    from.checked_sub(1).and_then(|at| bytes.get(at)),
+                ) {
+                    (Some(b','), _) => to += 1,
+                    (_, Some(b',')) => from -= 1,
+                    _ => {}
+                }
+                Ok(Edit::replace(Span::new(start.source, from, to), ""))
+            }
+        }
+    }
+
+    /// Another option before this one, set apart as this one is.
+    fn before(&self, option: &Opt, text: &str) -> Edit {
+        let at = option.whole.before();
+        let source = self.target.input.sources.get(usize::from(at.source));
+        let before = source.map_or("", |source| &source.text[..at.start as usize]);
+        let mut start = before.len();
+        for c in before.chars().rev() {
+            // A backslash counts only at the end of a line.
+            if !(c.is_whitespace() || (c == '\\' && before[start..].starts_with(['\n', '\r']))) {
+                break;
+            }
+            start -= c.len_utf8();
+        }
+        let apart = match &before[start..] {
+            "" => " ",
+            apart => apart,
+        };
+        Edit::replace(at, format!("{text}{apart}"))
+    }
+
+    fn define_thread(&self, id: &str, before: &Opt) -> Edits {
+        Ok(vec![match before.syntax {
+            Syntax::Section => Edit::replace(
+                before.whole.before(),
+                format!("[object \"{id}\"]\n  qom-type = \"iothread\"\n\n"),
+            ),
+            _ => self.before(before, &format!("-object iothread,id={id}")),
+        }])
+    }
+
+    fn own_thread(&self, disk: &Disk) -> Edits {
+        let taken = |id: &str| {
+            self.line
+                .options
+                .iter()
+                .any(|option| option.value("id") == Some(id))
+        };
+        let unused = self.target.unused_thread().map(str::to_owned);
+        let id = unused
+            .clone()
+            .or_else(|| (0..).map(|n| format!("iothread{n}")).find(|id| !taken(id)));
+        let id = id.unwrap_or_default();
+        let Ok(carrier) = self.carrier(disk) else {
+            return self.device_for(disk, &id, unused.is_some());
+        };
+        let mut edits = Vec::new();
+        if unused.is_none() {
+            edits.extend(self.define_thread(&id, carrier)?);
+        }
+        edits.extend(set(carrier, "", "iothread", &id));
+        Ok(edits)
+    }
+
+    /// A drive with `if=virtio` cannot name a thread: it gets a device.
+    fn device_for(&self, disk: &Disk, thread: &str, defined: bool) -> Edits {
+        let drive = self.at(disk.span).ok_or("the drive is not there")?;
+        if drive.group != "drive"
+            || drive.value("if") != Some("virtio")
+            || drive.syntax != Syntax::Pairs
+        {
+            return Err("the disk has no -device of its own".into());
+        }
+        let mut edits = set(drive, "", "if", "none");
+        let id = match drive.value("id") {
+            Some(id) => id.to_owned(),
+            None => {
+                let taken = |id: &str| {
+                    self.line
+                        .options
+                        .iter()
+                        .any(|option| option.value("id") == Some(id))
+                };
+                let id = (0..)
+                    .map(|n| format!("disk{n}"))
+                    .find(|id| !taken(id))
+                    .unwrap_or_default();
+                edits.extend(set(drive, "", "id", &id));
+                id
+            }
+        };
+        for key in ["index", "bus", "unit"] {
+            if drive.get(key).is_some() {
+                edits.push(self.without(drive, key)?);
+            }
+        }
+        if !defined {
+            edits.push(self.before(drive, &format!("-object iothread,id={thread}")));
+        }
+        let after = self.before(drive, "");
+        edits.push(Edit::replace(
+            drive.whole.after(),
+            format!(
+                "{}-device virtio-blk-pci,drive={id},iothread={thread}",
+                after.text
+            ),
+        ));
+        Ok(edits)
+    }
+
+    fn virtio(&self, disk: &Disk) -> Edits {
+        let option = self.at(disk.span).ok_or("the disk is not there")?;
+        match option.group.as_str() {
+            "device" => {
+                let driver = option.value("driver").unwrap_or_default();
+                if disk.table.word("disk.bus") == Some("scsi-emulated") {
+                    let id = scsi_bus(option);
+                    let mut controllers = self.line.group("device").filter(|other| {
+                        let driver = other.value("driver").unwrap_or_default();
+                        ["lsi", "megasas", "mptsas", "pvscsi", "am53c974", "dc390"]
+                            .iter()
+                            .any(|name| driver.starts_with(name))
+                    });
+                    let controller = controllers
+                        .find(|other| id.is_none() || other.value("id") == id)
+                        .ok_or("its controller is not there")?;
+                    return Ok(set(controller, "", "driver", "virtio-scsi-pci"));
+                }
+                if !matches!(driver, "ide-hd" | "usb-storage") {
+                    return Err(format!("{driver} has no counterpart"));
+                }
+                let mut edits = set(option, "", "driver", "virtio-blk-pci");
+                for key in [
+                    "bus",
+                    "unit",
+                    "rotation_rate",
+                    "wwn",
+                    "model",
+                    "ver",
+                    "removable",
+                    "port",
+                ] {
+                    if option.get(key).is_some() {
+                        edits.push(self.without(option, key)?);
+                    }
+                }
+                Ok(edits)
+            }
+            "drive" => {
+                let mut edits = set(option, "", "if", "virtio");
+                for key in ["bus", "unit"] {
+                    if option.get(key).is_some() {
+                        edits.push(self.without(option, key)?);
+                    }
+                }
+                Ok(edits)
+            }
+            _ => {
+                let file = option.value("file").unwrap_or_default().replace(',', ",,");
+                let word = words::quoted(&format!("file={file},if=virtio"));
+                Ok(vec![Edit::replace(option.whole, format!("-drive {word}"))])
+            }
+        }
+    }
+
+    fn trim_threads(&self) -> Edits {
+        let vm = self.target.vm()?;
+        let used = |id: &str| {
+            vm.disks
+                .iter()
+                .flat_map(|disk| &disk.threads)
+                .any(|u| u.id == id)
+        };
+        let mut edits = Vec::new();
+        for object in self.line.group("object") {
+            let Some(id) = object
+                .value("id")
+                .filter(|id| object.value("qom-type") == Some("iothread") && !used(id))
+            else {
+                continue;
+            };
+            let elsewhere = self
+                .line
+                .options
+                .iter()
+                .any(|option| option.value("iothread") == Some(id));
+            if elsewhere {
+                return Err(format!("'{id}' serves a device that is no disk"));
+            }
+            // With what sets it apart from the option before it.
+            let apart = match object.syntax {
+                Syntax::Section => 0,
+                _ => self.before(object, "").text.len() as u32,
+            };
+            let span = object.whole;
+            edits.push(Edit::replace(
+                Span {
+                    start: span.start.saturating_sub(apart),
+                    ..span
+                },
+                "",
+            ));
+        }
+        self.written(edits)
+    }
+
+    fn share_memory(&self) -> Edits {
+        let vm = self.target.vm()?;
+        let machine = self.line.group("machine").next_back();
+        let backend = self.line.last("machine", "memory-backend");
+        if let Some(object) = backend.and_then(|pair| self.line.object(&pair.value)) {
+            return Ok(set(object, "", "share", "on"));
+        }
+        if self.line.group("mem-path").next().is_some() || self.line.group("numa").next().is_some()
+        {
+            return Err(
+                "-mem-path or -numa say where its memory is: make that object shared by hand"
+                    .into(),
+            );
+        }
+        let first = self.command.arguments.first().and_then(|word| {
+            self.line
+                .options
+                .iter()
+                .find(|option| option.whole.start == word.outer.start)
+        });
+        let anchor = machine.or(first).ok_or("the command has no options")?;
+        let mib = vm
+            .table
+            .number("vm.memory")
+            .map_or(128, |bytes| bytes >> 20);
+        let mut object = format!("-object memory-backend-memfd,id=mem,size={mib}M,share=on");
+        let mut edits = Vec::new();
+        match machine {
+            Some(machine) => edits.extend(set(machine, "", "memory-backend", "mem")),
+            None => {
+                let apart = self.before(anchor, "").text;
+                object = format!("{object}{apart}-machine memory-backend=mem");
+            }
+        }
+        edits.push(self.before(anchor, &object));
+        Ok(edits)
+    }
+
+    fn reconnect(&self, disk: &Disk) -> Edits {
+        let device = self.device(disk)?;
+        let id = device.value("chardev");
+        let chardev = self
+            .line
+            .group("chardev")
+            .find(|chardev| chardev.value("id") == id)
+            .ok_or("its chardev is not there")?;
+        let old = self
+            .target
+            .vm()?
+            .table
+            .version("vm.qemu")
+            .is_some_and(|version| version < crate::version::Version(9, 2, 0));
+        Ok(match old {
+            true => set(chardev, "", "reconnect", "1"),
+            false => set(chardev, "", "reconnect-ms", "1000"),
+        })
+    }
+
+    fn even_mapping(&self, disk: &Disk) -> Edits {
+        let device = self.carrier(disk)?;
+        let text = self.text(device.span);
+        let mut edits = Vec::new();
+        let mut from = 0;
+        // "vqs":[…], with its comma, wherever it stands in the map.
+        while let Some(found) = text[from..].find("vqs") {
+            let mut start = from + found;
+            let Some(length) = text[start..].find(']') else {
+                break;
+            };
+            let mut end = start + length + 1;
+            start = text[..start].trim_end_matches(['"', '\\', ' ']).len();
+            if text[..start].ends_with(',') {
+                start -= 1;
+            } else if text[end..].starts_with(',') {
+                end += 1;
+            }
+            let base = device.span.start as usize;
+            edits.push(Edit::replace(
+                Span::new(device.span.source, base + start, base + end),
+                "",
+            ));
+            from = end;
+        }
+        self.written(edits)
+    }
+}
+
+/// A disk of virtio-blk goes to ringdisk: the device becomes vhost-user-blk, and its drive a socket.
+pub fn to_ringdisk(
+    target: &Target<'_>,
+    name: &str,
+    socket: &str,
+    queues: u64,
+    queue_size: u64,
+) -> Edits {
+    let changed = Changed::of(target)?;
+    let disk = target.disk()?;
+    let device = changed.device(disk)?;
+    let mut edits = set(device, "", "driver", "vhost-user-blk-pci");
+    let old = device.get("drive").ok_or("the device has no drive")?;
+    match device.syntax {
+        Syntax::Pairs => edits.push(Edit::replace(
+            old.span,
+            format!("chardev={name},num-queues={queues},queue-size={queue_size}"),
+        )),
+        _ => return Err("its device is not written as key=value".into()),
+    }
+    let stays = [
+        "id",
+        "bootindex",
+        "bus",
+        "addr",
+        "multifunction",
+        "packed",
+        "disable-legacy",
+        "disable-modern",
+    ];
+    for pair in &device.pairs {
+        if !stays.contains(&pair.key.as_str()) && pair.key != "driver" && pair.key != "drive" {
+            edits.push(changed.without(device, &pair.key)?);
+        }
+    }
+    let described: Vec<&Opt> = changed
+        .nodes(disk)?
+        .into_iter()
+        .map(|(option, _)| option)
+        .collect();
+    let chardev = format!(
+        "-chardev {}",
+        words::quoted(&format!(
+            "socket,id={name},path={},reconnect-ms=1000",
+            socket.replace(',', ",,")
+        ))
+    );
+    let mut first = true;
+    let mut done: Vec<Span> = Vec::new();
+    for option in described {
+        if done.contains(&option.whole) {
+            continue;
+        }
+        done.push(option.whole);
+        if option.syntax == Syntax::Section {
+            return Err("its drive is in a file for -readconfig".into());
+        }
+        match first {
+            true => edits.push(Edit::replace(option.whole, chardev.clone())),
+            false => {
+                let apart = changed.before(option, "").text.len() as u32;
+                let span = Span {
+                    start: option.whole.start.saturating_sub(apart),
+                    ..option.whole
+                };
+                edits.push(Edit::replace(span, ""));
+            }
+        }
+        first = false;
+    }
+    Ok(edits)
+}
+
+/// The way back.
+pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
+    let changed = Changed::of(target)?;
+    let device = changed.device(target.disk()?)?;
+    let id = device.value("chardev").ok_or("the device has no chardev")?;
+    let chardev = changed
+        .line
+        .group("chardev")
+        .find(|chardev| chardev.value("id") == Some(id))
+        .ok_or("its chardev is not there")?;
+    if device.syntax != Syntax::Pairs || chardev.syntax == Syntax::Section {
+        return Err("its device is not written as key=value".into());
+    }
+    let word = |name| storage.table.word(name).unwrap_or_default();
+    let format = match word("disk.format") {
+        "" if storage.file.ends_with(".qcow2") => "qcow2",
+        "" => "raw",
+        format => format,
+    };
+    let aio = match (storage.table.word("disk.direct"), word("disk.protocol")) {
+        (Some("yes"), "block") => ",aio=native",
+        (Some("yes"), _) => ",aio=io_uring",
+        _ => "",
+    };
+    let drive = format!(
+        "file={},format={format},if=none,id={id},cache={},discard={}{aio}",
+        storage.file.replace(',', ",,"),
+        word("disk.cache"),
+        word("disk.discard")
+    );
+    let mut edits = vec![Edit::replace(
+        chardev.whole,
+        format!("-drive {}", words::quoted(&drive)),
+    )];
+    edits.extend(set(device, "", "driver", "virtio-blk-pci"));
+    if let Some(pair) = device.get("chardev") {
+        edits.push(Edit::replace(pair.span, format!("drive={id}")));
+    }
+    Ok(edits)
+}

@@ -1,0 +1,427 @@
+//! What is behind a device: a `-drive`, or a graph of `-blockdev` nodes.
+
+use std::collections::HashMap;
+
+use super::Line;
+use super::options::{Opt, Pair};
+use crate::model::{Data, Disk, Origin};
+use crate::text::Span;
+
+/// Most nodes between a device and its storage.
+const NODES_MAX: usize = 32;
+
+/// Drives by id, nodes by name.
+pub struct Graph<'a> {
+    drives: HashMap<&'a str, &'a Opt>,
+    nodes: HashMap<&'a str, &'a Opt>,
+}
+
+/// A drive's own device.
+pub struct Interface {
+    /// Its bus.
+    pub bus: &'static str,
+    /// `if=`, if it is given.
+    pub given: Option<Span>,
+    /// What to call it.
+    pub name: String,
+}
+
+impl Interface {
+    /// Why it is what it is.
+    pub fn origin(&self) -> Origin {
+        Origin::Default("QEMU for a drive without if=".into())
+    }
+}
+
+/// The device that QEMU makes for a drive; none with `if=none`, and of what is no drive.
+pub fn interface(option: &Opt, machine: &str) -> Option<Interface> {
+    let default = match machine {
+        "q35" => "sata",
+        "pc" | "isapc" => "ide",
+        "virt" | "microvm" => "virtio-blk",
+        machine if machine.starts_with("s390") => "virtio-blk",
+        machine if machine.starts_with("pseries") => "scsi-emulated",
+        _ => "ide",
+    };
+    let named = |bus, name: &str| {
+        Some(Interface {
+            bus,
+            given: None,
+            name: name.to_owned(),
+        })
+    };
+    match option.group.as_str() {
+        "hda" | "hdb" | "hdc" | "hdd" => named(default, &option.group),
+        "cdrom" => named(default, "cdrom"),
+        "sd" => named("sd", "sd"),
+        "drive" => {
+            let given = option.get("if");
+            let bus = match given.map(|pair| pair.value.as_str()) {
+                None => default,
+                Some("virtio") => "virtio-blk",
+                Some("ide") if machine == "q35" => "sata",
+                Some("ide") => "ide",
+                Some("scsi") => "scsi-emulated",
+                Some("sd") => "sd",
+                Some("floppy") => "fdc",
+                Some("none" | "pflash" | "mtd") => return None,
+                Some(_) => "other",
+            };
+            let index = option.value("index").unwrap_or("?");
+            Some(Interface {
+                bus,
+                given: given.map(|pair| pair.span),
+                name: format!("{bus}{index}").trim_end_matches('?').to_owned(),
+            })
+        }
+        _ => None,
+    }
+}
+
+/// `media=cdrom`, or `-cdrom`.
+pub fn media(option: &Opt) -> Option<(&'static str, Span)> {
+    match option.value("media") {
+        _ if option.group == "cdrom" => Some(("cdrom", option.whole)),
+        Some("cdrom") => option.get("media").map(|pair| ("cdrom", pair.span)),
+        _ => None,
+    }
+}
+
+impl<'a> Graph<'a> {
+    pub fn new(line: &'a Line) -> Self {
+        let drives = line
+            .group("drive")
+            .filter_map(|drive| Some((drive.value("id")?, drive)));
+        let nodes = line
+            .group("blockdev")
+            .filter_map(|node| Some((node.value("node-name")?, node)));
+        Self {
+            drives: drives.collect(),
+            nodes: nodes.collect(),
+        }
+    }
+
+    /// Adds to a disk what is behind the drive or node `id`; false if there is none.
+    pub fn behind(&self, id: &str, disk: &mut Disk) -> bool {
+        if let Some(drive) = self.drives.get(id) {
+            if let Some((device, span)) = media(drive) {
+                disk.table.give("disk.device", device, span);
+            }
+            self.drive(drive, disk);
+            return true;
+        }
+        let Some(node) = self.nodes.get(id) else {
+            return false;
+        };
+        disk.table.give("disk.syntax", "blockdev", node.span);
+        self.node(node, disk);
+        true
+    }
+
+    /// Adds what a `-drive` says.
+    pub fn drive(&self, drive: &Opt, disk: &mut Disk) {
+        let table = &mut disk.table;
+        table.give("disk.syntax", "drive", drive.span);
+        words(
+            drive,
+            table_words(
+                &["cache"],
+                "disk.cache",
+                &["none", "writeback", "writethrough", "directsync", "unsafe"],
+            ),
+            disk,
+        );
+        if let Some(pair) = drive.get("cache").filter(|pair| pair.value == "off") {
+            disk.table.give("disk.cache", "none", pair.span);
+        }
+        let direct = drive.get("cache.direct");
+        let flush = drive.get("cache.no-flush");
+        let writeback = drive.get("cache.writeback");
+        if let Some(pair) = direct.or(flush).or(writeback) {
+            let on = |pair: Option<&Pair>, default| pair.map_or(default, |pair| pair.value == "on");
+            let word = mode(on(direct, false), on(flush, false), on(writeback, true));
+            disk.table.give("disk.cache", word, pair.span);
+        }
+        words(drive, table_words(&["aio"], "disk.aio", AIO), disk);
+        words(
+            drive,
+            table_words(&["discard"], "disk.discard", &["ignore", "unmap"]),
+            disk,
+        );
+        match drive.value("discard") {
+            Some("on") => set(drive, "discard", "disk.discard", "unmap", disk),
+            Some("off") => set(drive, "discard", "disk.discard", "ignore", disk),
+            _ => {}
+        }
+        words(
+            drive,
+            table_words(
+                &["detect-zeroes"],
+                "disk.detect-zeroes",
+                &["off", "on", "unmap"],
+            ),
+            disk,
+        );
+        if drive.value("readonly").or(drive.value("read-only")) == Some("on") {
+            disk.table.give("disk.readonly", true, drive.span);
+        }
+        if let Some(pair) = drive.pairs.iter().find(|pair| {
+            pair.key.starts_with("throttling.")
+                || pair.key.starts_with("iops")
+                || pair.key.starts_with("bps")
+        }) {
+            disk.table.give("disk.throttled", true, pair.span);
+        }
+        cache_size(drive, "", disk);
+        let format = drive.get("format").or(drive.get("driver"));
+        let format = format.map(|pair| (pair.value.clone(), pair.span));
+        let file = drive.get("file").or(drive.get("file.filename"));
+        match (
+            file,
+            drive.get("file.driver").or(drive
+                .get("driver")
+                .filter(|pair| protocol(&pair.value).is_some())),
+        ) {
+            (_, Some(driver)) if protocol(&driver.value).is_some() => {
+                let protocol = protocol(&driver.value).unwrap_or("other");
+                disk.table.give("disk.protocol", protocol, driver.span);
+                disk.file = file.map(|pair| pair.value.clone()).unwrap_or_default();
+            }
+            (Some(file), _) => of_name(file, disk),
+            (None, _) => return,
+        }
+        if let Some((format, span)) = format.filter(|(format, _)| protocol(format).is_none()) {
+            disk.table.give("disk.format", format, span);
+        } else if disk.table.word("disk.protocol") == Some("file")
+            && disk.table.get("disk.format").is_none()
+        {
+            disk.table.set(
+                "disk.format",
+                Data::Unknown,
+                Origin::Default("QEMU looks into the file".into()),
+            );
+        }
+    }
+
+    /// Adds what a node says, and the nodes below it.
+    fn node(&self, top: &Opt, disk: &mut Disk) {
+        let mut option = top;
+        let mut prefix = String::new();
+        let mut first = true;
+        let mut driver_above: Option<&str> = None;
+        // What a node in the same option does not say, it has from the one above.
+        let mut direct: Option<&Pair> = None;
+        let mut no_flush: Option<&Pair> = None;
+        for _ in 0..NODES_MAX {
+            let key = |name: &str| format!("{prefix}{name}");
+            let Some(driver) = option.get(&key("driver")) else {
+                return;
+            };
+            direct = option.get(&key("cache.direct")).or(direct);
+            no_flush = option.get(&key("cache.no-flush")).or(no_flush);
+            if let Some(pair) = option
+                .get(&key("read-only"))
+                .filter(|pair| pair.value == "on")
+            {
+                disk.table.give("disk.readonly", true, pair.span);
+            }
+            if let Some(pair) = option.get(&key("discard")) {
+                // The request has to get through all of them.
+                let word = if pair.value == "unmap" {
+                    "unmap"
+                } else {
+                    "ignore"
+                };
+                if first || word == "ignore" {
+                    disk.table.give("disk.discard", word, pair.span);
+                }
+            } else if first {
+                disk.table.default_to("disk.discard", "ignore", "QEMU");
+            }
+            for (name, words) in [("detect-zeroes", &["off", "on", "unmap"])] {
+                if let Some(pair) = option.get(&key(name))
+                    && let Some(word) = words.iter().find(|word| **word == pair.value)
+                {
+                    disk.table.give("disk.detect-zeroes", *word, pair.span);
+                }
+            }
+            cache_size(option, &prefix, disk);
+            if let Some(protocol) = protocol(&driver.value) {
+                disk.table.give("disk.protocol", protocol, driver.span);
+                let name = [
+                    "filename",
+                    "image",
+                    "path",
+                    "device",
+                    "export",
+                    "socket.path",
+                ];
+                disk.file = name
+                    .iter()
+                    .find_map(|name| option.value(&key(name)))
+                    .unwrap_or_default()
+                    .to_owned();
+                if let (Some(pool), "rbd") = (option.value(&key("pool")), protocol) {
+                    disk.file = format!("{pool}/{}", disk.file);
+                }
+                if driver.value == "file"
+                    && disk.file.starts_with("/dev/")
+                    && !disk.file.starts_with("/dev/shm/")
+                {
+                    disk.table.give("disk.block-as-file", true, driver.span);
+                }
+                if let Some(pair) = option.get(&key("aio"))
+                    && let Some(word) = AIO.iter().find(|word| **word == pair.value)
+                {
+                    disk.table.give("disk.aio", *word, pair.span);
+                }
+                if protocol == "rbd" {
+                    disk.table
+                        .give("disk.raw-layer", driver_above == Some("raw"), driver.span);
+                }
+                break;
+            }
+            match driver.value.as_str() {
+                "throttle" => disk.table.give("disk.throttled", true, driver.span),
+                format => disk
+                    .table
+                    .give("disk.format", format.to_owned(), driver.span),
+            }
+            driver_above = Some(&driver.value);
+            first = false;
+            // Either a name of a node, or its description.
+            match option.get(&key("file")) {
+                Some(file) => match self.nodes.get(file.value.as_str()) {
+                    Some(node) => {
+                        option = node;
+                        prefix.clear();
+                        (direct, no_flush) = (None, None);
+                    }
+                    None => return,
+                },
+                None => prefix = key("file."),
+            }
+        }
+        let on = |pair: Option<&Pair>| pair.is_some_and(|pair| pair.value == "on");
+        let word = mode(on(direct), on(no_flush), true);
+        match direct
+            .filter(|_| on(direct))
+            .or(no_flush.filter(|_| on(no_flush)))
+            .or(direct)
+        {
+            Some(pair) => disk.table.give("disk.cache", word, pair.span),
+            None => disk.table.default_to("disk.cache", "writeback", "QEMU"),
+        }
+    }
+}
+
+const AIO: &[&str] = &["threads", "native", "io_uring"];
+
+/// The cache mode that QEMU has a name for.
+fn mode(direct: bool, no_flush: bool, writeback: bool) -> &'static str {
+    match (direct, no_flush, writeback) {
+        (_, true, _) => "unsafe",
+        (true, false, true) => "none",
+        (true, false, false) => "directsync",
+        (false, false, true) => "writeback",
+        (false, false, false) => "writethrough",
+    }
+}
+
+/// The kind of storage that a driver reaches; none for formats and filters.
+fn protocol(driver: &str) -> Option<&'static str> {
+    Some(match driver {
+        "file" => "file",
+        "host_device" | "host_cdrom" => "block",
+        "rbd" => "rbd",
+        "nbd" => "nbd",
+        "iscsi" => "iscsi",
+        "nvme" | "nvme-io_uring" => "nvme",
+        "nfs" => "nfs",
+        "gluster" => "gluster",
+        "ssh" => "ssh",
+        "http" | "https" | "ftp" | "ftps" => "http",
+        "null-co" | "null-aio" => "null",
+        "virtio-blk-vhost-user" => "vhost-user",
+        "virtio-blk-vhost-vdpa" => "vdpa",
+        "vvfat" | "quorum" | "replication" => "other",
+        _ => return None,
+    })
+}
+
+/// The kind of storage that `file=` names.
+fn of_name(pair: &Pair, disk: &mut Disk) {
+    let name = pair.value.as_str();
+    let scheme = name
+        .split(':')
+        .next()
+        .filter(|scheme| name.len() > scheme.len() && !scheme.contains('/'));
+    let protocol = match scheme {
+        Some("json") => {
+            disk.table.give("disk.protocol", "other", pair.span);
+            return;
+        }
+        Some("rbd") => "rbd",
+        Some(scheme) if scheme.starts_with("nbd") => "nbd",
+        Some("iscsi") => "iscsi",
+        Some("nvme") => "nvme",
+        Some("nfs") => "nfs",
+        Some(scheme) if scheme.starts_with("gluster") => "gluster",
+        Some("ssh") => "ssh",
+        Some("http" | "https" | "ftp" | "ftps") => "http",
+        Some("null-co" | "null-aio") => "null",
+        Some("fat") => "other",
+        _ if name.starts_with("/dev/") && !name.starts_with("/dev/shm/") => "block",
+        _ => "file",
+    };
+    let path = match protocol {
+        "rbd" => name.strip_prefix("rbd:").unwrap_or(name),
+        "file" => name.strip_prefix("file:").unwrap_or(name),
+        _ => name,
+    };
+    // Keys and monitors behind the image's name are nobody's business.
+    let path = if protocol == "rbd" {
+        path.split(':').next().unwrap_or(path)
+    } else {
+        path
+    };
+    path.clone_into(&mut disk.file);
+    disk.table.give("disk.protocol", protocol, pair.value_span);
+}
+
+fn cache_size(option: &Opt, prefix: &str, disk: &mut Disk) {
+    if let Some(pair) = option.get(&format!("{prefix}l2-cache-size"))
+        && let Some(bytes) = super::size(&pair.value, 1)
+    {
+        disk.table
+            .give("disk.l2-cache-size", bytes, pair.value_span);
+    }
+}
+
+type Words = (
+    &'static [&'static str],
+    &'static str,
+    &'static [&'static str],
+);
+
+fn table_words(
+    keys: &'static [&'static str],
+    property: &'static str,
+    words: &'static [&'static str],
+) -> Words {
+    (keys, property, words)
+}
+
+fn words(option: &Opt, (keys, property, words): Words, disk: &mut Disk) {
+    if let Some(pair) = keys.iter().find_map(|key| option.get(key))
+        && let Some(word) = words.iter().find(|word| **word == pair.value)
+    {
+        disk.table.give(property, *word, pair.span);
+    }
+}
+
+fn set(option: &Opt, key: &str, property: &'static str, word: &'static str, disk: &mut Disk) {
+    if let Some(pair) = option.get(key) {
+        disk.table.give(property, word, pair.span);
+    }
+}

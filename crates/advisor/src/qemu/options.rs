@@ -1,0 +1,206 @@
+//! Options of QEMU in all their syntaxes, brought to one: keys with points, values, and where each stands.
+
+use serde_json::Value as Json;
+
+use super::json;
+use super::words::Word;
+use crate::input::Mistake;
+use crate::text::Span;
+
+/// How an option is written, which says how it is changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Syntax {
+    /// `key=value,key=value`
+    Pairs,
+    /// `{"key": "value"}`, and the quote that a shell has around it.
+    Json(Option<char>),
+    /// A section of a file for `-readconfig`.
+    Section,
+}
+
+/// One option, such as `-device`.
+#[derive(Clone, Debug)]
+pub struct Opt {
+    /// `device`, `drive`, `blockdev`, …, without dashes.
+    pub group: String,
+    /// Its pairs.
+    pub pairs: Vec<Pair>,
+    /// How it is written.
+    pub syntax: Syntax,
+    /// Its value, from the first byte to the last, without quotes.
+    pub span: Span,
+    /// The same with the option itself before it.
+    pub whole: Span,
+    /// Whether a variable of the shell is in it.
+    pub expanded: bool,
+}
+
+/// A key with its value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pair {
+    /// `cache.direct`, whatever the syntax.
+    pub key: String,
+    /// Its value; flags of JSON are `on` and `off`.
+    pub value: String,
+    /// Where both stand, for pairs `key=value`.
+    pub span: Span,
+    /// Where the value stands, quotes of JSON included.
+    pub value_span: Span,
+}
+
+impl Opt {
+    /// The last value of a key, which is the one in force.
+    pub fn get(&self, key: &str) -> Option<&Pair> {
+        self.pairs.iter().rev().find(|pair| pair.key == key)
+    }
+
+    /// The same as text.
+    pub fn value(&self, key: &str) -> Option<&str> {
+        self.get(key).map(|pair| pair.value.as_str())
+    }
+
+    /// The number that a key is.
+    pub fn number(&self, key: &str) -> Option<u64> {
+        self.value(key)?.parse().ok()
+    }
+}
+
+/// Reads the value of an option. `first` is the key that the first part may leave out.
+///
+/// # Errors
+/// It is broken JSON.
+pub fn read(group: &str, word: &Word, whole: Span, first: &str) -> Result<Opt, Mistake> {
+    let is_json = word.text.trim_start().starts_with('{');
+    let (pairs, syntax) = match is_json {
+        true => (json_pairs(word)?, Syntax::Json(word.quote)),
+        false => (pairs(word, first), Syntax::Pairs),
+    };
+    Ok(Opt {
+        group: group.to_owned(),
+        pairs,
+        syntax,
+        span: word.inner(),
+        whole,
+        expanded: word.expanded,
+    })
+}
+
+/// Splits at single commas; a doubled one is a comma in a value.
+fn pairs(word: &Word, first: &str) -> Vec<Pair> {
+    let text = &word.text;
+    let bytes = text.as_bytes();
+    let mut pairs = Vec::new();
+    let mut start = 0;
+    while start <= text.len() && !(start == text.len() && start > 0) {
+        let mut end = start;
+        while end < bytes.len() {
+            match (bytes[end], bytes.get(end + 1)) {
+                (b',', Some(b',')) => end += 2,
+                (b',', _) => break,
+                _ => end += 1,
+            }
+        }
+        let part = &text[start..end];
+        let (key, value, value_start) = match part.split_once('=') {
+            // The value of `file=` may have an = in it, and a path without a key as well.
+            Some((key, value)) if start > 0 || is_key(key) => (key, value, start + key.len() + 1),
+            _ if start == 0 => (first, part, start),
+            // As in `-drive file=a,snapshot`; a negation as in `nosnapshot` is of the past.
+            _ => (part, "on", end),
+        };
+        if !part.is_empty() {
+            pairs.push(Pair {
+                key: key.to_owned(),
+                value: value.replace(",,", ","),
+                span: word.span(start, end),
+                value_span: word.span(value_start, end),
+            });
+        }
+        start = end + 1;
+    }
+    pairs
+}
+
+fn is_key(text: &str) -> bool {
+    !text.is_empty()
+        && text
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+}
+
+fn json_pairs(word: &Word) -> Result<Vec<Pair>, Mistake> {
+    let leaves = json::leaves(&word.text).map_err(|(at, problem)| {
+        let place = word.span(at, at).start as usize;
+        Mistake::new(place, format!("is broken JSON: {problem}"))
+    })?;
+    let pair = |leaf: json::Leaf| {
+        let value = match leaf.value {
+            Json::String(text) => text,
+            Json::Bool(true) => "on".into(),
+            Json::Bool(false) => "off".into(),
+            other => other.to_string(),
+        };
+        let value_span = word.span(leaf.start, leaf.end);
+        Pair {
+            key: leaf.path,
+            value,
+            span: value_span,
+            value_span,
+        }
+    };
+    Ok(leaves.into_iter().map(pair).collect())
+}
+
+/// Reads a file for `-readconfig`: sections `[group "id"]` with lines `key = "value"`.
+pub fn sections(text: &str, source: u16) -> Vec<Opt> {
+    let mut options: Vec<Opt> = Vec::new();
+    let mut start = 0;
+    for line in text.split_inclusive('\n') {
+        let at = start;
+        start += line.len();
+        let trimmed = line.trim();
+        let indent = line.len() - line.trim_start().len();
+        let span = Span::new(source, at + indent, at + indent + trimmed.len());
+        if let Some(head) = trimmed
+            .strip_prefix('[')
+            .and_then(|rest| rest.strip_suffix(']'))
+        {
+            let (group, id) = head.split_once(' ').unwrap_or((head, ""));
+            let id = id.trim().trim_matches('"');
+            let mut option = Opt {
+                group: group.to_owned(),
+                pairs: Vec::new(),
+                syntax: Syntax::Section,
+                span,
+                whole: span,
+                expanded: false,
+            };
+            if !id.is_empty() {
+                option.pairs.push(Pair {
+                    key: "id".into(),
+                    value: id.into(),
+                    span,
+                    value_span: span,
+                });
+            }
+            options.push(option);
+        } else if let Some((key, value)) = trimmed.split_once('=')
+            && !trimmed.starts_with('#')
+            && let Some(option) = options.last_mut()
+        {
+            let value_start =
+                span.start as usize + key.len() + 1 + (value.len() - value.trim_start().len());
+            let value = value.trim();
+            let value_span = Span::new(source, value_start, value_start + value.len());
+            option.pairs.push(Pair {
+                key: key.trim().to_owned(),
+                value: value.trim_matches('"').to_owned(),
+                span,
+                value_span,
+            });
+            option.span.end = span.end;
+            option.whole.end = span.end;
+        }
+    }
+    options
+}

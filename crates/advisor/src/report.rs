@@ -1,0 +1,357 @@
+//! Findings for people and for programs.
+
+mod markdown;
+mod sarif;
+
+pub use markdown::markdown;
+pub use sarif::sarif;
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use serde_json::{Value, json};
+
+use crate::check::{Checked, Finding};
+use crate::input::Input;
+use crate::rules::{Rule, Rules, Severity, Status};
+
+/// Places that are named before the rest is counted.
+const PLACES_MAX: usize = 3;
+
+/// All that a run has to say.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    /// The worst first.
+    pub findings: Vec<Finding>,
+    /// Machines that were checked.
+    pub vms: usize,
+    /// Disks that were checked.
+    pub disks: usize,
+    /// Findings that comments take back.
+    pub ignored: usize,
+    /// What could not be known.
+    pub unknown: BTreeMap<&'static str, std::collections::BTreeSet<String>>,
+    /// What was passed over, with its place.
+    pub notes: Vec<String>,
+}
+
+impl Report {
+    /// Adds what was found in an input.
+    pub fn add(&mut self, input: &Input, checked: Checked) {
+        self.vms += input.vms.len();
+        self.disks += input.vms.iter().map(|vm| vm.disks.len()).sum::<usize>();
+        for note in &input.notes {
+            let place = input.sources.get(usize::from(note.span.source));
+            let place = place.map_or(String::new(), |source| {
+                format!("{}:{}: ", source.name, source.position(note.span.start))
+            });
+            self.notes.push(format!("{place}{}", note.text));
+        }
+        self.absorb(checked);
+    }
+
+    /// Adds findings that are of no input.
+    pub fn absorb(&mut self, mut checked: Checked) {
+        self.findings.append(&mut checked.findings);
+        self.ignored += checked.ignored;
+        for (name, rules) in checked.unknown {
+            self.unknown.entry(name).or_default().extend(rules);
+        }
+        crate::check::sort(&mut self.findings);
+    }
+
+    /// Whether there is nothing but notes.
+    pub fn is_clean(&self) -> bool {
+        self.findings
+            .iter()
+            .all(|finding| finding.severity == Severity::Info)
+    }
+
+    /// Findings of one rule, together.
+    fn groups(&self, notes: bool) -> Vec<Vec<&Finding>> {
+        let mut groups: Vec<Vec<&Finding>> = Vec::new();
+        let shown = self
+            .findings
+            .iter()
+            .filter(|finding| notes || finding.severity != Severity::Info);
+        for finding in shown {
+            match groups.last_mut() {
+                Some(group) if group[0].rule == finding.rule => group.push(finding),
+                _ => groups.push(vec![finding]),
+            }
+        }
+        groups
+    }
+}
+
+/// What a change is worth: measured here, or expected.
+pub fn worth(finding: &Finding, rule: &Rule) -> String {
+    match finding.measured.as_slice() {
+        [] => match &rule.gain {
+            Some(gain) => format!("expected {gain}{}", grades(rule)),
+            None => String::new(),
+        },
+        [one] => format!("measured here {one} ({})", one.load),
+        [one, rest @ ..] => format!(
+            "measured here {one} ({}), and {} more",
+            one.load,
+            rest.len()
+        ),
+    }
+}
+
+/// The grades of a rule's evidence, the best first.
+fn grades(rule: &Rule) -> String {
+    let mut grades: Vec<String> = rule
+        .evidence
+        .iter()
+        .map(|evidence| format!("{:?}", evidence.grade))
+        .collect();
+    grades.sort_by_key(|grade| "PCBO".find(grade.as_str()));
+    grades.dedup();
+    match grades.first() {
+        Some(best) => format!(" [{best}]"),
+        None => String::new(),
+    }
+}
+
+/// A table for a terminal.
+pub fn text(report: &Report, rules: &Rules, notes: bool) -> String {
+    let mut text = String::new();
+    for group in report.groups(notes) {
+        let (Some(first), Some(rule)) = (
+            group.first(),
+            group.first().and_then(|first| rules.get(&first.rule)),
+        ) else {
+            continue;
+        };
+        let severity = severity_word(first.severity);
+        let _ = write!(text, "{severity:<7} {:<24} ", rule.id);
+        let places: Vec<String> = group
+            .iter()
+            .take(PLACES_MAX)
+            .map(|finding| finding.place())
+            .collect();
+        text.push_str(&places.join(", "));
+        if group.len() > PLACES_MAX {
+            let _ = write!(text, ", and {} more", group.len() - PLACES_MAX);
+        }
+        if let Some(at) = first.at {
+            let _ = write!(text, "  {}:{at}", first.file);
+        }
+        let _ = writeln!(text, "\n        {}", first.text);
+        let worth = worth(first, rule);
+        let fix = match (rule.fix.is_empty(), rule.lowers_durability) {
+            (true, _) => "",
+            (false, true) => "less durable: --fix-rule",
+            (false, false) => "--fix does it",
+        };
+        let line: Vec<&str> = [worth.as_str(), fix]
+            .into_iter()
+            .filter(|part| !part.is_empty())
+            .collect();
+        if !line.is_empty() {
+            let _ = writeln!(text, "        {}", line.join("; "));
+        }
+    }
+    text.push_str(&summary(report, notes));
+    text
+}
+
+/// The word for a severity.
+pub fn severity_word(severity: Severity) -> &'static str {
+    match severity {
+        Severity::Error => "ERROR",
+        Severity::High => "HIGH",
+        Severity::Medium => "MEDIUM",
+        Severity::Low => "LOW",
+        Severity::Info => "note",
+    }
+}
+
+fn summary(report: &Report, notes: bool) -> String {
+    let count = |severity| {
+        report
+            .findings
+            .iter()
+            .filter(|finding| finding.severity == severity)
+            .count()
+    };
+    let bad = [
+        Severity::Error,
+        Severity::High,
+        Severity::Medium,
+        Severity::Low,
+    ];
+    let counts: Vec<String> = bad
+        .into_iter()
+        .filter(|severity| count(*severity) > 0)
+        .map(|severity| {
+            format!(
+                "{} {}",
+                count(severity),
+                severity_word(severity).to_lowercase()
+            )
+        })
+        .collect();
+    let mut text = format!(
+        "{} in {}: ",
+        plural(report.disks, "disk"),
+        plural(report.vms, "machine")
+    );
+    text.push_str(&match counts.as_slice() {
+        [] => "nothing that costs performance".into(),
+        counts => counts.join(", "),
+    });
+    let infos = count(Severity::Info);
+    if infos > 0 && !notes {
+        let _ = write!(text, "; {} (--notes)", plural(infos, "note"));
+    }
+    if report.ignored > 0 {
+        let _ = write!(text, "; {} ignored", report.ignored);
+    }
+    text.push('\n');
+    if !report.unknown.is_empty() {
+        let rules: std::collections::BTreeSet<_> = report.unknown.values().flatten().collect();
+        let names: Vec<&str> = report.unknown.keys().copied().collect();
+        let _ = writeln!(
+            text,
+            "not known, and {} left open: {} (--host on this host, --facts FILE for another)",
+            plural(rules.len(), "rule"),
+            names.join(", ")
+        );
+    }
+    for note in report.notes.iter().take(20) {
+        let _ = writeln!(text, "passed over: {note}");
+    }
+    if report.notes.len() > 20 {
+        let _ = writeln!(text, "passed over: {} more", report.notes.len() - 20);
+    }
+    text
+}
+
+fn plural(count: usize, what: &str) -> String {
+    match count {
+        1 => format!("1 {what}"),
+        count => format!("{count} {what}s"),
+    }
+}
+
+/// The same for programs.
+pub fn json(report: &Report, rules: &Rules) -> Value {
+    let findings: Vec<Value> = report
+        .findings
+        .iter()
+        .map(|finding| {
+            let mut value = json!(finding);
+            if let Some(rule) = rules.get(&finding.rule) {
+                value["title"] = json!(rule.title);
+                value["advice"] = json!(rule.advice);
+                value["expected"] = json!(rule.gain);
+                value["fixable"] = json!(!rule.fix.is_empty());
+                value["activate"] = json!(rule.activate);
+                value["status"] = json!(rule.status);
+            }
+            value
+        })
+        .collect();
+    json!({
+        "clean": report.is_clean(),
+        "machines": report.vms,
+        "disks": report.disks,
+        "ignored": report.ignored,
+        "findings": findings,
+        "unknown": report.unknown,
+        "notes": report.notes,
+    })
+}
+
+/// All that a rule has to say.
+pub fn explain(rule: &Rule, rules: &Rules) -> String {
+    let mut text = format!(
+        "{} ({}",
+        rule.id,
+        severity_word(rule.severity).to_lowercase()
+    );
+    match rule.status {
+        Status::Current => {}
+        Status::Disputed => text.push_str(", sources disagree or it depends"),
+        Status::Obsolete => text.push_str(", of the past"),
+    }
+    let _ = writeln!(text, ")\n  {}\n", rule.title);
+    let _ = writeln!(
+        text,
+        "Holds if    {}",
+        rule.conditions.join("\n            ")
+    );
+    let _ = writeln!(text, "Advice      {}", rule.advice);
+    if let Some(depends) = &rule.depends {
+        let _ = writeln!(text, "Depends     {depends}");
+    }
+    if let Some(gain) = &rule.gain {
+        let _ = writeln!(text, "Expected    {gain}");
+    }
+    if !rule.cost.is_empty() {
+        let _ = writeln!(text, "Costs       {}", rule.cost);
+    }
+    let activate = match rule.activate {
+        crate::rules::Activation::Live => "at once, while the machine runs",
+        crate::rules::Activation::Reboot => "when the guest is rebooted",
+        crate::rules::Activation::StopStart => "when the machine is stopped and started",
+        crate::rules::Activation::HostReboot => "when the host is rebooted",
+        crate::rules::Activation::None => "nothing to activate",
+    };
+    let _ = writeln!(text, "In force    {activate}");
+    let fix = match (rule.fix.is_empty(), rule.lowers_durability) {
+        (true, _) => "by hand",
+        (false, true) => "--fix only with --fix-rule, because it lowers durability",
+        (false, false) => "--fix",
+    };
+    let _ = writeln!(text, "Fix         {fix}");
+    for evidence in &rule.evidence {
+        let source = rules.sources.get(&evidence.source);
+        let source = source.map_or(String::new(), |source| {
+            format!("{}, {}", source.title, source.year)
+        });
+        let _ = writeln!(
+            text,
+            "Evidence    {} [{:?}: {}]\n            {source}",
+            evidence.figure,
+            evidence.grade,
+            evidence.grade.about()
+        );
+    }
+    match (&rule.recipe, &rule.contrast) {
+        (Some(recipe), Some(contrast)) => {
+            let _ = writeln!(
+                text,
+                "Measure it  ringdisk lab run {recipe} ({} from {} to {})",
+                contrast.axis, contrast.from, contrast.to
+            );
+        }
+        (Some(recipe), None) => {
+            let _ = writeln!(text, "Measure it  ringdisk lab run {recipe}");
+        }
+        _ => {}
+    }
+    text
+}
+
+/// One line for each rule.
+pub fn list(rules: &Rules) -> String {
+    let mut text = String::new();
+    for rule in &rules.rules {
+        let status = match rule.status {
+            Status::Current => "",
+            Status::Disputed => "disputed",
+            Status::Obsolete => "obsolete",
+        };
+        let severity = severity_word(rule.severity);
+        let _ = writeln!(
+            text,
+            "{severity:<7} {status:<9} {:<24} {}",
+            rule.id, rule.title
+        );
+    }
+    text
+}

@@ -1,0 +1,175 @@
+//! ringdisk's own configuration (`docs/operations.md`), as far as it says how fast its disks are. What is wrong with it
+//! `ringdisk serve` says better.
+
+mod edit;
+
+pub use edit::edits;
+
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use crate::input::{Mistake, Reading};
+use crate::model::{Disk, Vm};
+use crate::text::Span;
+
+/// Whether a text is TOML with a table that only ringdisk has.
+pub fn looks_like(text: &str) -> bool {
+    let tables = ["[[disk]]", "[[iothread]]", "[[throttle-group]]"];
+    text.lines().any(|line| tables.contains(&line.trim()))
+}
+
+fn span(range: std::ops::Range<usize>) -> Span {
+    Span::new(0, range.start, range.end)
+}
+
+/// Reads the disks.
+///
+/// # Errors
+/// It is no TOML.
+pub fn read(text: &str, name: &str, reading: &mut Reading) -> Result<(), Mistake> {
+    let table = DeTable::parse(text).map_err(|error| {
+        let at = error.span().map_or(0, |span| span.start);
+        Mistake::new(at, error.message().trim())
+    })?;
+    let mut start = 0;
+    for line in text.split_inclusive('\n') {
+        if let Some(at) = line.find('#') {
+            reading.comment(
+                &line[at..],
+                Span::new(0, start + at, start + line.trim_end().len()),
+            );
+        }
+        start += line.len();
+    }
+    let mut vm = Vm {
+        name: name.to_owned(),
+        span: span(table.span()),
+        ..Vm::default()
+    };
+    vm.table.give("vm.front-end", "ringdisk", vm.span);
+    let disks = table
+        .get_ref()
+        .iter()
+        .find(|(key, _)| key.get_ref().as_ref() == "disk");
+    let Some((_, disks)) = disks else {
+        reading.vms.push(vm);
+        return Ok(());
+    };
+    let DeValue::Array(disks) = disks.get_ref() else {
+        return Err(Mistake::new(
+            disks.span().start,
+            "disk is written [[disk]], once for each",
+        ));
+    };
+    for disk in disks.iter() {
+        let DeValue::Table(pairs) = disk.get_ref() else {
+            return Err(Mistake::new(
+                disk.span().start,
+                "disk is written [[disk]], once for each",
+            ));
+        };
+        vm.disks.push(read_disk(disk.span(), pairs));
+    }
+    reading.vms.push(vm);
+    Ok(())
+}
+
+fn text_of(value: &Spanned<DeValue<'_>>) -> String {
+    match value.get_ref() {
+        DeValue::String(text) => text.to_string(),
+        DeValue::Integer(number) => number.as_str().replace('_', ""),
+        DeValue::Boolean(true) => "on".into(),
+        DeValue::Boolean(false) => "off".into(),
+        _ => String::new(),
+    }
+}
+
+fn read_disk(range: std::ops::Range<usize>, pairs: &DeTable<'_>) -> Disk {
+    // The table's own span is its header; its pairs follow.
+    let end = pairs
+        .values()
+        .map(|value| value.span().end)
+        .max()
+        .unwrap_or(range.end);
+    let mut disk = Disk {
+        span: span(range.start..end.max(range.end)),
+        name: "disk".into(),
+        ..Disk::default()
+    };
+    disk.table
+        .derive("disk.served", true, "it is in ringdisk's configuration");
+    disk.table.derive(
+        "disk.bus",
+        "vhost-user-blk",
+        "ringdisk serves vhost-user-blk",
+    );
+    for (key, value) in pairs {
+        let at = span(key.span().start..value.span().end);
+        let word = text_of(value);
+        let table = &mut disk.table;
+        let mut known = |property: &'static str, words: &[&'static str]| {
+            if let Some(known) = words.iter().find(|known| **known == word) {
+                table.give(property, *known, at);
+            }
+        };
+        match key.get_ref().as_ref() {
+            "file" => disk.file = word,
+            "name" => disk.name = word,
+            "cache" => known(
+                "disk.cache",
+                &["none", "writeback", "writethrough", "directsync", "unsafe"],
+            ),
+            "aio" => known("disk.aio", &["threads", "native", "io_uring"]),
+            "discard" => known("disk.discard", &["ignore", "unmap"]),
+            "detect-zeroes" => known("disk.detect-zeroes", &["off", "on", "unmap"]),
+            "format" => table.give("disk.format", word, at),
+            "readonly" => table.give("disk.readonly", word == "on", at),
+            "fixed-buffers" => table.give("disk.fixed-buffers", word == "on", at),
+            key @ ("queues" | "queue-size") => {
+                if let Ok(number) = word.parse::<u64>() {
+                    let property = if key == "queues" {
+                        "disk.queues"
+                    } else {
+                        "disk.queue-size"
+                    };
+                    table.give(property, number, at);
+                }
+            }
+            "l2-cache-size" => {
+                if let Some(bytes) = crate::qemu::size_of(&word) {
+                    table.give("disk.l2-cache-size", bytes, at);
+                }
+            }
+            _ => {}
+        }
+    }
+    if disk.name == "disk" && !disk.file.is_empty() {
+        let name = disk.file.rsplit('/').next().unwrap_or_default();
+        disk.name = name.split('.').next().unwrap_or(name).to_owned();
+    }
+    let table = &mut disk.table;
+    table.default_to("disk.device", "disk", "ringdisk");
+    table.default_to("disk.cache", "none", "ringdisk");
+    table.default_to("disk.discard", "unmap", "ringdisk");
+    table.default_to("disk.detect-zeroes", "off", "ringdisk");
+    table.default_to("disk.queue-size", 256u64, "ringdisk");
+    let block = disk.file.starts_with("/dev/") && !disk.file.starts_with("/dev/shm/");
+    let word = match &disk.file {
+        file if file.starts_with("null:") => "null",
+        _ if block => "block",
+        _ => "file",
+    };
+    table.derive("disk.protocol", word, "from its name");
+    let cache = table.word("disk.cache").unwrap_or("none").to_owned();
+    table.derive(
+        "disk.direct",
+        matches!(cache.as_str(), "none" | "directsync"),
+        "follows from the cache mode",
+    );
+    table.derive(
+        "disk.flush",
+        cache != "unsafe",
+        "follows from the cache mode",
+    );
+    disk
+}

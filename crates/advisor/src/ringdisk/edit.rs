@@ -1,0 +1,22 @@
+//! Changes to ringdisk's configuration.
+
+use crate::fix::{Edits, Setting, Target};
+use crate::text::Edit;
+
+/// The changes for a setting.
+///
+/// # Errors
+/// Why there are none.
+pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
+    let disk = target.disk()?;
+    match setting {
+        Setting::Cache(mode) => {
+            let pair = format!("cache = \"{mode}\"");
+            Ok(vec![match disk.table.given("disk.cache") {
+                Some(span) => Edit::replace(span, pair),
+                None => Edit::replace(disk.span.after(), format!("\n{pair}")),
+            }])
+        }
+        _ => Err("ringdisk has no such setting".into()),
+    }
+}

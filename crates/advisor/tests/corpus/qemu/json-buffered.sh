@@ -1,0 +1,3 @@
+qemu-system-x86_64 -accel kvm -object iothread,id=i0 \
+  -blockdev '{"driver": "raw", "node-name": "a", "file": {"driver": "file", "filename": "/vms/a.img"}}' \
+  -device '{"driver": "virtio-blk-pci", "drive": "a"}'

@@ -1,0 +1,18 @@
+qemu-system-x86_64 -accel kvm -smp 32 -machine q35 -object iothread,id=i0 \
+  -drive file=/dev/vg0/d1,format=raw,if=none,id=d1,cache=none,aio=native,discard=unmap -device virtio-blk-pci,drive=d1,iothread=i0 \
+  -drive file=/dev/vg0/d2,format=raw,if=none,id=d2,cache=none,aio=native,discard=unmap -device virtio-blk-pci,drive=d2,iothread=i0 \
+  -drive file=/dev/vg0/d3,format=raw,if=none,id=d3,cache=none,aio=native,discard=unmap -device virtio-blk-pci,drive=d3,iothread=i0 \
+  -drive file=/dev/vg0/d4,format=raw,if=none,id=d4,cache=none,aio=native,discard=unmap -device virtio-blk-pci,drive=d4,iothread=i0 \
+  -drive file=/dev/vg0/d5,format=raw,if=none,id=d5,cache=none,aio=native,discard=unmap -device virtio-blk-pci,drive=d5,iothread=i0 \
+  -drive file=/dev/vg0/d6,format=raw,if=none,id=d6,cache=none,aio=native,discard=unmap -device virtio-blk-pci,drive=d6,iothread=i0 \
+  -drive file=/dev/vg0/d7,format=raw,if=none,id=d7,cache=none,aio=native,discard=unmap -device virtio-blk-pci,drive=d7,iothread=i0 \
+  -drive file=/dev/vg0/d8,format=raw,if=none,id=d8,cache=none,aio=native,discard=unmap -device virtio-blk-pci,drive=d8,iothread=i0 \
+  -drive file=/dev/vg0/d9,format=raw,if=none,id=d9,cache=none,aio=native,discard=unmap -device virtio-blk-pci,drive=d9,iothread=i0 \
+  -drive file=/dev/vg0/d10,format=raw,if=none,id=d10,cache=none,aio=native,discard=unmap -device virtio-blk-pci,drive=d10,iothread=i0 \
+  -drive file=/dev/vg0/d11,format=raw,if=none,id=d11,cache=none,aio=native,discard=unmap -device virtio-blk-pci,drive=d11,iothread=i0 \
+  -drive file=/dev/vg0/d12,format=raw,if=none,id=d12,cache=none,aio=native,discard=unmap -device virtio-blk-pci,drive=d12,iothread=i0 \
+  -drive file=/dev/vg0/d13,format=raw,if=none,id=d13,cache=none,aio=native,discard=unmap -device virtio-blk-pci,drive=d13,iothread=i0 \
+  -drive file=/dev/vg0/d14,format=raw,if=none,id=d14,cache=none,aio=native,discard=unmap -device virtio-blk-pci,drive=d14,iothread=i0 \
+  -drive file=/dev/vg0/d15,format=raw,if=none,id=d15,cache=none,aio=native,discard=unmap -device virtio-blk-pci,drive=d15,iothread=i0 \
+  -drive file=/dev/vg0/d16,format=raw,if=none,id=d16,cache=none,aio=native,discard=unmap -device virtio-blk-pci,drive=d16,iothread=i0 \
+  -nographic

@@ -1,0 +1,1 @@
+qemu-system-x86_64 -accel kvm -object iothread,id=i0 -blockdev driver=host_device,filename=/dev/vg0/a,node-name=f,cache.direct=on,aio=native,discard=unmap -blockdev driver=raw,file=f,node-name=a,cache.direct=on,discard=unmap -device virtio-blk-pci,drive=a,iothread=i0,write-cache=off

@@ -1,0 +1,501 @@
+//! `ringdisk check`: what slows a VM's disk. Reads files and prints; what there is to know is in the crate `advisor`.
+
+use std::fs;
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+
+use advisor::check::{check, check_host};
+use advisor::convert::{self, Direction};
+use advisor::facts::{self, Facts};
+use advisor::fix::{self, Wanted};
+use advisor::input::{Input, Surroundings, read};
+use advisor::measured::{Added, Measured};
+use advisor::model::{Origin, Table};
+use advisor::report::{self, Report};
+use advisor::rules::Rules;
+use advisor::steps;
+use advisor::text::{BYTES_MAX, Source};
+
+#[derive(clap::Args)]
+#[command(after_help = "Examples:
+  ringdisk check vm1.xml                         a libvirt domain
+  virsh dumpxml vm1 | ringdisk check -
+  ringdisk check /etc/pve/qemu-server/*.conf     Proxmox, with /etc/pve/storage.cfg
+  ringdisk check -- qemu-system-x86_64 -drive file=a.raw,if=virtio
+  ringdisk check --pid 4711                      a QEMU that runs
+  ringdisk check --host vm1.xml                  with what is known of this host
+  ringdisk check --collect > facts.json          on that host; then: --facts facts.json
+  ringdisk check --fix vm1.xml | patch vm1.xml
+  ringdisk check --explain no-iothread
+  ringdisk check --steps before.sh after.sh      what changed, and whether it is one factor
+
+A comment 'ringdisk: ignore RULE because ...' in the file takes a finding back.
+Exit codes: 0 clean, 1 findings (notes are none), 2 something cannot be read.")]
+pub struct Args {
+    /// libvirt domains, QEMU command lines, Proxmox VMs, ringdisk.toml; - is standard input
+    #[arg(value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// A command line
+    #[arg(last = true, value_name = "COMMAND")]
+    command: Vec<String>,
+    /// A QEMU that runs
+    #[arg(long, value_name = "PID")]
+    pid: Vec<u32>,
+    /// Look at this host; alone, check it
+    #[arg(long)]
+    host: bool,
+    /// Facts of another host, as --collect wrote them there
+    #[arg(long, value_name = "FILE", conflicts_with = "host")]
+    facts: Option<PathBuf>,
+    /// Write the facts of this host, and of the disks of the files given, as JSON
+    #[arg(long)]
+    collect: bool,
+    /// Storages of Proxmox; default: storage.cfg in the directory above the VM's
+    #[arg(long, value_name = "FILE")]
+    storage_cfg: Option<PathBuf>,
+    /// Results of 'ringdisk lab': a file, or a directory of them
+    #[arg(long, value_name = "PATH")]
+    measured: Vec<PathBuf>,
+    /// A rule that is not asked
+    #[arg(long, value_name = "RULE")]
+    ignore: Vec<String>,
+    /// Show notes too: what depends, and what is of the past
+    #[arg(long)]
+    notes: bool,
+    /// Answer in JSON
+    #[arg(long, group = "form")]
+    json: bool,
+    /// Answer in SARIF 2.1.0
+    #[arg(long, group = "form")]
+    sarif: bool,
+    /// Answer in Markdown
+    #[arg(long, group = "form")]
+    markdown: bool,
+    /// Say all that a rule knows
+    #[arg(long, value_name = "RULE")]
+    explain: Option<String>,
+    /// List all rules
+    #[arg(long)]
+    rules: bool,
+    /// Print a patch that fixes what can be fixed
+    #[arg(long)]
+    fix: bool,
+    /// Change the files instead
+    #[arg(long, requires = "fix")]
+    in_place: bool,
+    /// Fix also by this rule, which lowers durability or is a note
+    #[arg(long, value_name = "RULE", requires = "fix")]
+    fix_rule: Vec<String>,
+    /// Bring disks to ringdisk, or back to QEMU
+    #[arg(long, value_name = "WHERE", requires = "fix")]
+    to: Option<To>,
+    /// Compare the files as steps of a tuning
+    #[arg(long)]
+    steps: bool,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum To {
+    Ringdisk,
+    Qemu,
+}
+
+/// What there was.
+pub enum Outcome {
+    Clean,
+    Findings,
+}
+
+/// Checks.
+///
+/// # Errors
+/// Something cannot be read; all that can is reported before.
+pub fn run(args: &Args) -> Result<Outcome, String> {
+    let rules = Rules::built_in().map_err(|e| e.to_string())?;
+    for id in args
+        .ignore
+        .iter()
+        .chain(&args.fix_rule)
+        .chain(&args.explain)
+    {
+        if rules.get(id).is_none() {
+            let like = rules.like(id);
+            let hint = if like.is_empty() {
+                "see --rules".into()
+            } else {
+                format!("there are {}", like.join(", "))
+            };
+            return Err(format!("there is no rule '{id}'; {hint}"));
+        }
+    }
+    if let Some(rule) = args.explain.as_deref().and_then(|id| rules.get(id)) {
+        print(&report::explain(rule, &rules));
+        return Ok(Outcome::Clean);
+    }
+    if args.rules {
+        print(&report::list(&rules));
+        return Ok(Outcome::Clean);
+    }
+    let (mut inputs, mut failures) = inputs(args);
+    if args.collect {
+        let facts = facts::collect::collect(&disks(&inputs));
+        print(&format!(
+            "{}\n",
+            serde_json::to_string_pretty(&facts).map_err(|e| e.to_string())?
+        ));
+        return finish(Outcome::Clean, failures);
+    }
+    if inputs.is_empty() && failures.is_empty() && !args.host && args.facts.is_none() {
+        return Err("nothing to check; name a file, - for standard input, --pid, --host, or a command after --".into());
+    }
+    let mut notes = Vec::new();
+    let facts = match facts(args, &inputs, &mut notes) {
+        Ok(facts) => facts,
+        Err(problem) => {
+            failures.push(problem);
+            None
+        }
+    };
+    let facts = facts.as_ref();
+    if args.steps {
+        let steps = steps::steps(inputs, &rules, facts, &args.ignore);
+        match args.json {
+            true => print(&format!("{}\n", serde_json::json!(steps))),
+            false => print(&steps::text(&steps)),
+        }
+        let clean = steps.iter().all(|step| !step.confounded);
+        return finish(
+            if clean {
+                Outcome::Clean
+            } else {
+                Outcome::Findings
+            },
+            failures,
+        );
+    }
+    if args.fix {
+        let outcome = fix(args, inputs, &rules, facts)?;
+        return finish(outcome, failures);
+    }
+    let mut measured = Measured::default();
+    let fingerprint = facts.map_or_else(facts::collect::fingerprint, |facts| {
+        facts.fingerprint.clone()
+    });
+    for path in results(&args.measured) {
+        match text(&path)
+            .and_then(|text| measured.add(&path.display().to_string(), &text, &fingerprint))
+        {
+            Ok(Added::Results(_)) => {}
+            Ok(Added::OtherHost(other)) => notes.push(format!(
+                "{}: measured on another host ({other})",
+                path.display()
+            )),
+            Err(problem) => failures.push(problem),
+        }
+    }
+    let mut report = Report::default();
+    for input in &mut inputs {
+        let checked = check(input, &rules, facts, &args.ignore);
+        report.add(input, checked);
+    }
+    report.notes.extend(notes);
+    if let Some(facts) = facts {
+        report.absorb(check_host(
+            facts,
+            together(&inputs, facts, &measured),
+            &rules,
+            &args.ignore,
+        ));
+    }
+    measured.join(&mut report.findings, &rules);
+    print(&match (args.json, args.sarif, args.markdown) {
+        (true, ..) => format!("{}\n", report::json(&report, &rules)),
+        (_, true, _) => format!(
+            "{}\n",
+            report::sarif(&report, &rules, env!("CARGO_PKG_VERSION"))
+        ),
+        (.., true) => report::markdown(&report, &rules, args.notes),
+        _ => report::text(&report, &rules, args.notes),
+    });
+    finish(
+        if report.is_clean() {
+            Outcome::Clean
+        } else {
+            Outcome::Findings
+        },
+        failures,
+    )
+}
+
+/// A reader that has had enough closes the pipe; that is no failure.
+fn print(text: &str) {
+    let _ = io::stdout().lock().write_all(text.as_bytes());
+}
+
+fn finish(outcome: Outcome, failures: Vec<String>) -> Result<Outcome, String> {
+    match failures.is_empty() {
+        true => Ok(outcome),
+        false => Err(failures.join("\nringdisk: ")),
+    }
+}
+
+/// Reads a text, no more of it than is allowed.
+fn text(path: &Path) -> Result<String, String> {
+    let fail = |e: io::Error| format!("{}: cannot be read: {e}", path.display());
+    let mut bytes = Vec::new();
+    let limit = BYTES_MAX as u64 + 1;
+    match path.to_str() {
+        Some("-") => io::stdin()
+            .take(limit)
+            .read_to_end(&mut bytes)
+            .map_err(fail)?,
+        _ => fs::File::open(path)
+            .map_err(fail)?
+            .take(limit)
+            .read_to_end(&mut bytes)
+            .map_err(fail)?,
+    };
+    String::from_utf8(bytes).map_err(|e| {
+        let at = e.utf8_error().valid_up_to();
+        let line = 1 + e.as_bytes()[..at]
+            .iter()
+            .filter(|byte| **byte == b'\n')
+            .count();
+        format!("{}:{line}: is no UTF-8 text", path.display())
+    })
+}
+
+fn inputs(args: &Args) -> (Vec<Input>, Vec<String>) {
+    let (mut inputs, mut failures) = (Vec::new(), Vec::new());
+    let mut add = |input: Result<Input, String>| match input {
+        Ok(input) => inputs.push(input),
+        Err(problem) => failures.push(problem),
+    };
+    for path in &args.files {
+        let name = if path == Path::new("-") {
+            "(standard input)".into()
+        } else {
+            path.display().to_string()
+        };
+        add(text(path)
+            .and_then(|text| one(args, path, Source::new(name, text), Surroundings::default())));
+    }
+    for pid in &args.pid {
+        add(running(*pid)
+            .and_then(|(source, surroundings)| one(args, Path::new("/"), source, surroundings)));
+    }
+    if !args.command.is_empty() {
+        let source = Source::new("(command line)", advisor::command_line(&args.command));
+        let surroundings = Surroundings {
+            name: Some("command line".into()),
+            ..Surroundings::default()
+        };
+        add(one(args, Path::new("."), source, surroundings));
+    }
+    (inputs, failures)
+}
+
+fn one(
+    args: &Args,
+    path: &Path,
+    source: Source,
+    mut surroundings: Surroundings,
+) -> Result<Input, String> {
+    let directory = path.parent().unwrap_or(Path::new(""));
+    let storages = args.storage_cfg.clone().or_else(|| {
+        let beside = directory.join("../storage.cfg");
+        beside.is_file().then_some(beside)
+    });
+    if let Some(storages) = storages {
+        surroundings.storages = Some(Source::new(
+            storages.display().to_string(),
+            text(&storages)?,
+        ));
+    }
+    for name in advisor::input::files_named(&source.text) {
+        // As QEMU does: relative to where one is. What cannot be read gets a note.
+        if Path::new(&name).is_file()
+            && let Ok(text) = text(Path::new(&name))
+        {
+            surroundings.files.push(Source::new(name, text));
+        }
+    }
+    read(source, surroundings).map_err(|e| e.to_string())
+}
+
+/// The command line of a process, and its allocator.
+fn running(pid: u32) -> Result<(Source, Surroundings), String> {
+    let path = format!("/proc/{pid}/cmdline");
+    let bytes = fs::read(&path).map_err(|e| format!("{path}: cannot be read: {e}"))?;
+    let arguments: Vec<String> = bytes
+        .split(|byte| *byte == 0)
+        .map(|argument| String::from_utf8_lossy(argument).into_owned())
+        .collect();
+    let arguments = arguments
+        .strip_suffix(&[String::new()])
+        .unwrap_or(&arguments);
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).ok();
+    let malloc = maps.map(|maps| match () {
+        () if maps.contains("libtcmalloc") => "tcmalloc",
+        () if maps.contains("libjemalloc") => "jemalloc",
+        () => "glibc",
+    });
+    let surroundings = Surroundings {
+        malloc,
+        name: Some(format!("pid {pid}")),
+        ..Surroundings::default()
+    };
+    Ok((
+        Source::new(format!("(process {pid})"), advisor::command_line(arguments)),
+        surroundings,
+    ))
+}
+
+/// What is behind all disks.
+fn disks(inputs: &[Input]) -> Vec<String> {
+    let disks = inputs
+        .iter()
+        .flat_map(|input| &input.vms)
+        .flat_map(|vm| &vm.disks);
+    disks
+        .map(|disk| disk.file.clone())
+        .filter(|file| file.starts_with('/'))
+        .collect()
+}
+
+fn facts(args: &Args, inputs: &[Input], notes: &mut Vec<String>) -> Result<Option<Facts>, String> {
+    match &args.facts {
+        Some(path) => {
+            let (facts, said) = Facts::parse(&path.display().to_string(), &text(path)?)
+                .map_err(|e| e.to_string())?;
+            notes.extend(said);
+            Ok(Some(facts))
+        }
+        None => Ok(args.host.then(|| facts::collect::collect(&disks(inputs)))),
+    }
+}
+
+/// What only all inputs together say of a host.
+fn together(inputs: &[Input], facts: &Facts, measured: &Measured) -> Table {
+    let mut table = Table::default();
+    let machines = inputs.iter().flat_map(|input| &input.vms);
+    let memory = machines
+        .filter_map(|vm| vm.table.number("vm.memory"))
+        .fold(0, u64::saturating_add);
+    table.derive("host.vms-memory", memory, "the sum of the inputs");
+    if let Some(host) = facts.table().number("host.memory") {
+        table.derive(
+            "host.overcommitted",
+            memory > host && inputs.len() > 1,
+            "compared with the host's memory",
+        );
+    }
+    if let Some(percent) = measured.of_host_percent() {
+        table.set(
+            "measured.of-host-percent",
+            percent,
+            Origin::Fact("results of ringdisk lab".into()),
+        );
+    }
+    table
+}
+
+/// Files of results: those named, and those in directories.
+fn results(paths: &[PathBuf]) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for path in paths {
+        match fs::read_dir(path) {
+            Ok(directory) => {
+                let mut inside: Vec<_> = directory
+                    .flatten()
+                    .map(|entry| entry.path())
+                    .filter(|path| path.extension().is_some_and(|suffix| suffix == "json"))
+                    .collect();
+                inside.sort();
+                files.append(&mut inside);
+            }
+            Err(_) => files.push(path.clone()),
+        }
+    }
+    files
+}
+
+fn fix(
+    args: &Args,
+    inputs: Vec<Input>,
+    rules: &Rules,
+    facts: Option<&Facts>,
+) -> Result<Outcome, String> {
+    let before = inputs.clone();
+    let mut said = Vec::new();
+    let after = match args.to {
+        Some(to) => {
+            let direction = match to {
+                To::Ringdisk => Direction::ToRingdisk,
+                To::Qemu => Direction::ToQemu,
+            };
+            let converted = convert::convert(inputs, direction)?;
+            said = converted.said;
+            if let Some(config) = converted.config {
+                said.push("a ringdisk.toml with these disks:".into());
+                print(&convert::as_new_file(&config));
+            }
+            converted.inputs
+        }
+        None => {
+            let wanted = Wanted {
+                ignore: &args.ignore,
+                also: &args.fix_rule,
+            };
+            let mut after = Vec::new();
+            for input in inputs {
+                let fixed = fix::fix(input, rules, facts, wanted).map_err(|e| e.to_string())?;
+                for (rule, place, why) in &fixed.left {
+                    said.push(format!("{place}: {rule} is left: {why}"));
+                }
+                after.push(fixed.input);
+            }
+            after
+        }
+    };
+    for line in &said {
+        eprintln!("ringdisk: {line}");
+    }
+    let mut changed = false;
+    for (before, after) in before.iter().zip(&after) {
+        let patch = fix::patch(before, after);
+        changed |= !patch.is_empty();
+        if !args.in_place {
+            print(&patch);
+            continue;
+        }
+        for (before, after) in before.sources.iter().zip(&after.sources) {
+            if before.text != after.text {
+                write(Path::new(&after.name), &after.text)?;
+                eprintln!("ringdisk: {}: changed", after.name);
+            }
+        }
+    }
+    Ok(if changed {
+        Outcome::Findings
+    } else {
+        Outcome::Clean
+    })
+}
+
+/// All of a file or nothing.
+fn write(path: &Path, text: &str) -> Result<(), String> {
+    let fail = |e: io::Error| format!("{}: cannot be changed: {e}", path.display());
+    let metadata = fs::metadata(path).map_err(fail)?;
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".ringdisk-new");
+    let new = path.with_file_name(name);
+    let done = fs::write(&new, text)
+        .and_then(|()| fs::set_permissions(&new, metadata.permissions()))
+        .and_then(|()| fs::File::open(&new)?.sync_all())
+        .and_then(|()| fs::rename(&new, path));
+    done.map_err(|e| {
+        let _ = fs::remove_file(&new);
+        fail(e)
+    })
+}
