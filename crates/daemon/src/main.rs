@@ -9,6 +9,7 @@ mod explain;
 mod export;
 mod host;
 mod iothreads;
+mod lab;
 mod limits;
 mod manual;
 mod metrics;
@@ -66,6 +67,8 @@ enum Command {
     Reload(client::ReloadArgs),
     /// Say what slows the disks of virtual machines, and fix it
     Check(check::Args),
+    /// Measure what a storage configuration gains
+    Lab(lab::Args),
     /// Write manual pages and shell completions into a directory
     Manual(manual::Args),
 }
@@ -97,6 +100,7 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Serve(args) => return Ok(serve::run(args)?),
         Command::Manual(args) => return Ok(manual::run(args, Cli::command())?),
         Command::Check(_) => Ok(()),
+        Command::Lab(args) => return Ok(lab::run(args)?),
         Command::List(args) => client::list(args),
         Command::Attach(args) => client::attach(args),
         Command::Detach(args) => client::detach(args),
@@ -138,6 +142,13 @@ impl From<serve::ServeError> for Failure {
 impl From<client::CommandLineError> for Failure {
     fn from(e: client::CommandLineError) -> Self {
         let (code, problem) = (e.exit_code(), e.to_string());
+        Self { code, problem }
+    }
+}
+
+impl From<::lab::commands::Failed> for Failure {
+    fn from(e: ::lab::commands::Failed) -> Self {
+        let (code, problem) = (e.code, e.to_string());
         Self { code, problem }
     }
 }

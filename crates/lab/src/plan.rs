@@ -56,6 +56,8 @@ pub struct Plan {
     pub workloads: Vec<Workload>,
     /// Which is compared with which: indexes of cases, from and to.
     pub contrasts: Vec<(usize, usize)>,
+    /// How the comparisons were chosen.
+    pub against: Against,
     /// Where the sweep asks for more than can be configured, and was left out.
     pub left_out: Vec<String>,
     /// What others have published of this.
@@ -139,6 +141,30 @@ impl Plan {
     /// The first mistake: its line, and the nearest allowed word.
     pub fn parse(file: &std::path::Path, text: &str) -> Result<Plan, PlanError> {
         parse::plan(file, text)
+    }
+
+    /// The plan without these cases, which cannot be measured here. Comparisons with them fall away; in a ladder, the
+    /// case after one that is missing is compared with the one before it.
+    #[must_use]
+    pub fn without(&self, names: &[String]) -> Plan {
+        let kept: Vec<usize> = (0..self.cases.len())
+            .filter(|index| !names.contains(&self.cases[*index].name))
+            .collect();
+        let place = |index: &usize| kept.iter().position(|old| old == index);
+        let mut plan = self.clone();
+        plan.cases = kept
+            .iter()
+            .map(|index| self.cases[*index].clone())
+            .collect();
+        plan.contrasts = match self.against {
+            Against::OneFactor => self
+                .contrasts
+                .iter()
+                .filter_map(|(from, to)| Some((place(from)?, place(to)?)))
+                .collect(),
+            against => Self::pair(&plan.cases, against),
+        };
+        plan
     }
 
     /// A run with all that belongs to it, without the boot of its guest.

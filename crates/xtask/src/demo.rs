@@ -1,5 +1,7 @@
 //! `cargo xtask demo`: a disk of ringdisk in a real guest, next to the same guest on QEMU's own virtio-blk.
 
+mod lab;
+
 use crate::{cargo, packages, root};
 use anyhow::{Context, Result, ensure};
 use std::fs::{self, File};
@@ -20,14 +22,34 @@ const BLOCK_SIZE: u32 = 4096;
 /// A guest takes under a minute; this is for a machine that has much else to do.
 const GUEST_LIMIT: Duration = Duration::from_secs(300);
 
-/// Installs, builds, runs the two guests and prints a table.
-pub fn run() -> Result<()> {
+/// Which demo
+#[derive(clap::Args)]
+pub struct Args {
+    /// Let `ringdisk lab` compare configurations, in less than ten minutes
+    #[arg(long)]
+    lab: bool,
+    /// Draw the lab's report anew for the README
+    #[arg(long, requires = "lab")]
+    picture: bool,
+    /// The ringdisk to use; default: one that is built
+    #[arg(long, value_name = "PATH", requires = "lab")]
+    ringdisk: Option<PathBuf>,
+}
+
+/// Installs, builds, runs the two guests and prints a table; or lets the lab run.
+pub fn run(args: &Args) -> Result<()> {
     let progress = Progress(Instant::now());
     progress.say("installing what is missing");
     packages::ensure()?;
     progress.say("building ringdisk");
-    let ringdisk = build()?;
+    let ringdisk = match &args.ringdisk {
+        Some(path) => path.clone(),
+        None => build()?,
+    };
     let folder = make_folder()?;
+    if args.lab {
+        return lab::run(&ringdisk, &folder, args.picture);
+    }
 
     progress.say("finding out whether KVM boots a guest");
     let accel = vm::accel()?;

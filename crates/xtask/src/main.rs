@@ -18,7 +18,7 @@ use std::process::{Command, ExitCode};
 #[command(bin_name = "cargo xtask")]
 enum Xtask {
     /// Serve a disk to a real guest, and the same guest on QEMU's own virtio-blk, side by side
-    Demo,
+    Demo(demo::Args),
     /// Run all tests, those in real guests too
     Test,
     /// Measure ringdisk beside qemu-storage-daemon and fio on the host
@@ -38,7 +38,7 @@ enum Xtask {
 
 fn main() -> ExitCode {
     let result = match Xtask::parse() {
-        Xtask::Demo => demo::run(),
+        Xtask::Demo(args) => demo::run(&args),
         Xtask::Test => test::run(),
         Xtask::Bench(args) => bench::run(*args),
         Xtask::Ceph(args) => ceph::run(&args),

@@ -3,6 +3,7 @@
 //! Nothing is asked of the network when everything is there. Without network the error names what is missing:
 //! `cargo xtask test` then goes on and skips the guests, the demo can't.
 
+pub mod browser;
 pub mod ceph;
 pub mod deb;
 pub mod qmp;

@@ -19,6 +19,9 @@ pub fn run() -> Result<()> {
     if let Err(error) = packages::ceph::ensure() {
         println!("warning: tests on a Ceph cluster are skipped: {error:#}");
     }
+    if let Err(error) = packages::browser::ensure() {
+        println!("warning: the tests that look at reports are skipped: {error:#}");
+    }
     // --show-output: a test that can't run here says so and passes, and cargo hides what a passed test says.
     let mut tests = cargo()
         .args(["test", "--workspace", "--locked", "--no-fail-fast"])

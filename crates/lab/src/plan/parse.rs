@@ -90,12 +90,12 @@ fn parse(file: &Path, text: &str) -> Parsed<Plan> {
     }
     let explicit = cases(&mut plan, root)?;
     plan.workloads = workloads(&mut plan, root, file)?;
-    let against = compare.unwrap_or(if explicit {
+    plan.against = compare.unwrap_or(if explicit {
         Against::First
     } else {
         Against::OneFactor
     });
-    plan.contrasts = Plan::pair(&plan.cases, against);
+    plan.contrasts = Plan::pair(&plan.cases, plan.against);
     for (number, (entries, span)) in tables(root, "claim")?.into_iter().enumerate() {
         plan.claims.push(claim(&plan, number, &entries, span)?);
     }
@@ -127,6 +127,7 @@ fn empty(file: &Path) -> Plan {
         cases: Vec::new(),
         workloads: Vec::new(),
         contrasts: Vec::new(),
+        against: Against::OneFactor,
         left_out: Vec::new(),
         claims: Vec::new(),
         ssh: None,
@@ -404,7 +405,8 @@ fn claim(plan: &Plan, number: usize, entries: &[Entry], span: Range<usize>) -> P
         };
         let text = single(entry)?;
         let fail = |problem: String| Mistake::new(entry.span.clone(), format!("{key}: {problem}"));
-        if !text.contains('=') {
+        // A case's name may have an '=' in it too.
+        if !text.contains('=') || plan.cases.iter().any(|case| case.name == text) {
             return Ok(vec![(name.into(), text)]);
         }
         let pair = |word: &str| match word.split_once('=') {

@@ -9,7 +9,7 @@ use super::words::{Aio, Cache, Device, Format, Machine, Scheduler, Syntax, not_o
 
 /// Most guests of a run, most volumes of a guest, and most virtual CPUs of one: what one host boots.
 const GUESTS_MAX: u16 = 256;
-const VOLUMES_MAX: u16 = 64;
+const VOLUMES_MAX: u16 = 24;
 const VCPUS_MAX: u16 = 256;
 
 /// One configuration.
@@ -270,6 +270,17 @@ impl Settings {
             return Err(
                 "device=ide needs machine=pc: q35's disks are AHCI, which cloud kernels lack"
                     .into(),
+            );
+        }
+        if self.device == Device::Ide && self.volumes > 4 {
+            return Err("an IDE controller has room for 4 disks".into());
+        }
+        if self.device == Device::VhostUserBlk
+            && self.server == Server::QemuStorageDaemon
+            && matches!(self.iothread, IoThread::Mapping(_))
+        {
+            return Err(
+                "qemu-storage-daemon has one iothread for a disk; use iothread=on or off".into(),
             );
         }
         if self.device == Device::Host && self.backing == Backing::Null {

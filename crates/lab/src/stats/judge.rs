@@ -156,7 +156,7 @@ impl Judge {
 }
 
 /// Which of these p values are discoveries.
-fn discoveries(p_values: &[f64]) -> Vec<bool> {
+pub fn discoveries(p_values: &[f64]) -> Vec<bool> {
     let mut sorted = p_values.to_vec();
     sorted.sort_by(f64::total_cmp);
     let threshold = sorted

@@ -70,7 +70,7 @@ pub fn bootstrap<T>(
     seed: u64,
     statistic: impl Fn(&[&T]) -> f64,
 ) -> Option<Interval> {
-    const DRAWS: usize = 999;
+    const DRAWS: usize = 199;
     if samples.len() < 2 {
         return None;
     }

@@ -1,0 +1,178 @@
+//! `ringdisk lab`: what a storage configuration gains, measured.
+
+use std::path::PathBuf;
+
+use ::lab::commands::{self, CompareOptions, Failed, RunOptions};
+use clap::{Subcommand, ValueEnum};
+
+#[derive(clap::Args)]
+#[command(after_help = "Examples:
+  ringdisk lab run aio-iothread                  a recipe; 'ringdisk lab recipes' lists them
+  ringdisk lab run my-plan.toml --budget 30m     your own
+  ringdisk lab compare ringdisk qemu --disk /dev/vg0/test
+  ringdisk lab report RESULT                     HTML, CSV and JSON again, without running
+
+docs/lab.md describes plans, statistics and reports. Exit codes: 0 done, 1 failed, 2 wrong usage or a mistake in a
+plan; 'gate' and 'diff': 3 worse, 4 not comparable.")]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run a recipe or a plan
+    Run(Run),
+    /// List the recipes, or print one as a plan
+    Recipes {
+        /// Print this one
+        name: Option<String>,
+    },
+    /// Measure configurations of one's own disk against each other
+    Compare(Compare),
+    /// Write a result's report, tables and recommendation again
+    Report {
+        /// A result's folder
+        result: PathBuf,
+        /// Where to write; default: into the result's folder
+        #[arg(long, value_name = "DIR")]
+        output: Option<PathBuf>,
+    },
+    /// Say what changed from one result to another
+    Diff {
+        /// The result before
+        before: PathBuf,
+        /// The result after
+        after: PathBuf,
+        /// Compare although the machine or a program is another
+        #[arg(long)]
+        force: bool,
+    },
+    /// Fail if a result is worse than another
+    Gate {
+        /// The result to judge
+        result: PathBuf,
+        /// The result that it must not be worse than
+        #[arg(long, value_name = "RESULT")]
+        against: PathBuf,
+        /// Compare although the machine or a program is another
+        #[arg(long)]
+        force: bool,
+    },
+    /// Make a result of fio's own JSON: the first file's configuration is compared with the others'
+    Import {
+        /// NAME=FILE, several for one name if it was measured several times
+        #[arg(required = true, value_name = "NAME=FILE")]
+        files: Vec<String>,
+        /// The result's folder
+        #[arg(long, value_name = "DIR")]
+        output: PathBuf,
+    },
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "Example:
+  ringdisk lab run versus --budget 10m --output /var/tmp/versus
+
+A run that was interrupted or killed goes on with --resume and the same --output.")]
+struct Run {
+    /// A recipe's name, or a plan's file
+    plan: String,
+    #[command(flatten)]
+    how: How,
+}
+
+#[derive(clap::Args)]
+struct How {
+    /// How long it may take, as in 30m; default: the plan's
+    #[arg(long, value_name = "TIME")]
+    budget: Option<String>,
+    /// The result's folder; default: lab-NAME here
+    #[arg(long, value_name = "DIR")]
+    output: Option<PathBuf>,
+    /// Go on with the result in the folder
+    #[arg(long)]
+    resume: bool,
+    /// Say what would run, and how long, and end
+    #[arg(long)]
+    dry_run: bool,
+    /// Overwrite the disks that the plan names, without asking
+    #[arg(long)]
+    overwrite: bool,
+    /// How guests run; default: kvm if it works
+    #[arg(long, value_enum)]
+    accel: Option<Accel>,
+    /// The ringdisk to measure; default: this program
+    #[arg(long, value_name = "PATH")]
+    ringdisk: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Accel {
+    Kvm,
+    Tcg,
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "Example:
+  ringdisk lab compare ringdisk qemu host --disk /dev/vg0/test --profile database
+
+Configurations: ringdisk, qemu (one IOThread), qemu-plain (none), qemu-mapping (4 IOThreads), qemu-storage-daemon,
+virtio-scsi, ide. The first is what the others are compared with.")]
+struct Compare {
+    /// Two or more configurations
+    #[arg(required = true, num_args = 2..)]
+    configurations: Vec<String>,
+    /// A file or block device; default: a file that is made
+    #[arg(long, value_name = "PATH")]
+    disk: Option<PathBuf>,
+    /// crystaldiskmark, database, mail or streaming; default: 4k random reads at depth 1 and 32
+    #[arg(long)]
+    profile: Option<String>,
+    #[command(flatten)]
+    how: How,
+}
+
+impl From<&How> for RunOptions {
+    fn from(how: &How) -> Self {
+        Self {
+            budget: how.budget.clone(),
+            output: how.output.clone(),
+            resume: how.resume,
+            dry_run: how.dry_run,
+            overwrite: how.overwrite,
+            accel: how.accel.map(|accel| match accel {
+                Accel::Kvm => ::lab::guest::Accel::Kvm,
+                Accel::Tcg => ::lab::guest::Accel::Tcg,
+            }),
+            ringdisk: how.ringdisk.clone(),
+        }
+    }
+}
+
+pub fn run(args: &Args) -> Result<(), Failed> {
+    match &args.command {
+        Command::Run(run) => commands::run(&run.plan, &(&run.how).into()),
+        Command::Recipes { name } => commands::recipes(name.as_deref()),
+        Command::Compare(compare) => {
+            let what = CompareOptions {
+                configurations: compare.configurations.clone(),
+                disk: compare.disk.clone(),
+                profile: compare.profile.clone(),
+            };
+            commands::compare(&what, &(&compare.how).into())
+        }
+        Command::Report { result, output } => commands::report(result, output.as_deref()),
+        Command::Diff {
+            before,
+            after,
+            force,
+        } => commands::diff(before, after, *force),
+        Command::Gate {
+            result,
+            against,
+            force,
+        } => commands::gate(result, against, *force),
+        Command::Import { files, output } => commands::import(files, output),
+    }
+}

@@ -1,0 +1,503 @@
+//! From cells to verdicts.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crate::journal::{Cell, Journal, Sample};
+use crate::plan::words::Expect;
+use crate::plan::{Case, Plan, Workload};
+use crate::schedule::Schedule;
+use crate::stats::judge::ERROR_RATE;
+use crate::stats::sequential::Moments;
+use crate::stats::{
+    Histogram, Interval, Judge, Sequential, Verdict, median, median::bootstrap, median_interval,
+};
+
+/// A result, analysed.
+pub struct Analysis<'a> {
+    /// What was measured.
+    pub journal: &'a Journal,
+    /// The order of the plan's runs.
+    pub schedule: Schedule,
+    /// What it decides on.
+    pub judge: Judge,
+    /// Its verdicts, by question.
+    pub verdicts: Vec<Verdict>,
+    /// Samples by arm and load, with their blocks.
+    samples: BTreeMap<(usize, usize), Vec<(u32, &'a Cell)>>,
+    /// What [`Analysis::summary`] has found: its bootstrap takes a while.
+    summaries: RefCell<BTreeMap<(usize, usize), Option<Summary>>>,
+}
+
+/// A configuration under a load, over all its samples.
+#[derive(Clone, Debug)]
+pub struct Summary {
+    /// Samples.
+    pub samples: usize,
+    /// Requests per second: the median, with its interval.
+    pub iops: f64,
+    /// See `iops`.
+    pub iops_interval: Option<Interval>,
+    /// Bytes per second, the median.
+    pub bytes_per_s: f64,
+    /// Microseconds, of all samples' requests together.
+    pub p50_us: f64,
+    /// See `p50_us`.
+    pub p99_us: f64,
+    /// How far the 99th percentile may lie off.
+    pub p99_interval: Option<Interval>,
+    /// See `p50_us`.
+    pub p999_us: f64,
+    /// Microseconds, the median of the means.
+    pub mean_us: f64,
+    /// CPU microseconds for each request, the median.
+    pub cpu_us: Option<f64>,
+    /// Context switches for each request, the median.
+    pub switches: Option<f64>,
+    /// Exits of KVM for each request, the median.
+    pub exits: Option<f64>,
+    /// Latencies of all samples.
+    pub latencies: Histogram,
+}
+
+/// A comparison under a load.
+#[derive(Clone, Debug)]
+pub struct Question {
+    /// Arms that are compared.
+    pub from: usize,
+    /// See `from`.
+    pub to: usize,
+    /// The load.
+    pub workload: usize,
+    /// What came out.
+    pub verdict: Verdict,
+    /// Pairs.
+    pub pairs: usize,
+    /// By how much the second is better: a ratio less 1. `None` without a pair.
+    pub gain: Option<f64>,
+    /// Its interval, which holds whenever the run was stopped.
+    pub interval: Option<(f64, f64)>,
+    /// The least gain that so many pairs find nine times in ten.
+    pub detectable: Option<f64>,
+}
+
+/// A published figure, looked at again.
+#[derive(Clone, Debug)]
+pub struct Replication {
+    /// What became of it.
+    pub outcome: Outcome,
+    /// In words.
+    pub why: String,
+}
+
+/// What became of a published figure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The same direction.
+    Reproduced,
+    /// Another.
+    NotReproduced,
+    /// The runs do not say.
+    Undecided,
+    /// Not here.
+    Untestable,
+}
+
+impl std::fmt::Display for Outcome {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Self::Reproduced => "direction reproduced",
+            Self::NotReproduced => "not reproduced",
+            Self::Undecided => "undecided",
+            Self::Untestable => "cannot be tested here",
+        })
+    }
+}
+
+/// What is compared: the larger the better.
+fn score(workload: &Workload, sample: &Sample) -> f64 {
+    match workload.rate {
+        // At a fixed rate all have the same IOPS, and the one that answers sooner is better.
+        Some(_) if sample.mean_ns > 0.0 => 1e9 / sample.mean_ns,
+        Some(_) => 0.0,
+        None => sample.iops,
+    }
+}
+
+impl<'a> Analysis<'a> {
+    /// Analyses a result.
+    pub fn of(journal: &'a Journal) -> Self {
+        let looks = Arc::new(Sequential::new(journal.plan.blocks_max as usize));
+        Self::with(journal, looks)
+    }
+
+    /// The same with corrections that are there already.
+    pub fn with(journal: &'a Journal, looks: Arc<Sequential>) -> Self {
+        let plan = &journal.plan;
+        let schedule = Schedule::of(plan, journal.header.seed);
+        let mut judge = Judge::with(looks, schedule.questions(), plan.margin);
+        let mut samples: BTreeMap<(usize, usize), Vec<(u32, &Cell)>> = BTreeMap::new();
+        for cell in journal.cells.iter().filter(|cell| cell.sample.is_some()) {
+            if let Some(key) = place(plan, cell) {
+                samples.entry(key).or_default().push((cell.block, cell));
+            }
+        }
+        let blocks = journal
+            .cells
+            .iter()
+            .map(|cell| cell.block)
+            .max()
+            .map_or(0, |last| last + 1);
+        for block in 0..blocks {
+            schedule.judge(&mut judge, |arm, load| {
+                let found = samples
+                    .get(&(arm, load))?
+                    .iter()
+                    .find(|(of, _)| *of == block)?;
+                found
+                    .1
+                    .sample
+                    .as_ref()
+                    .map(|sample| score(&plan.workloads[load], sample))
+            });
+        }
+        let verdicts = judge.verdicts();
+        Self {
+            journal,
+            schedule,
+            judge,
+            verdicts,
+            samples,
+            summaries: RefCell::default(),
+        }
+    }
+
+    /// The plan.
+    pub fn plan(&self) -> &Plan {
+        &self.journal.plan
+    }
+
+    /// An arm's configuration.
+    pub fn case(&self, arm: usize) -> &Case {
+        let cases = &self.plan().cases;
+        cases.get(arm).unwrap_or(&cases[0])
+    }
+
+    /// An arm's name.
+    pub fn name(&self, arm: usize) -> String {
+        match self.plan().cases.get(arm) {
+            Some(case) => case.name.clone(),
+            None => format!("{} again", self.plan().cases[0].name),
+        }
+    }
+
+    /// All samples of an arm under a load, with their cells.
+    pub fn samples(&self, arm: usize, load: usize) -> impl Iterator<Item = (&'a Cell, &'a Sample)> {
+        let all = self
+            .samples
+            .get(&(arm, load))
+            .map_or(&[][..], Vec::as_slice);
+        all.iter()
+            .filter_map(|(_, cell)| Some((*cell, cell.sample.as_ref()?)))
+    }
+
+    /// A configuration under a load; `None` without a sample.
+    pub fn summary(&self, arm: usize, load: usize) -> Option<Summary> {
+        if let Some(known) = self.summaries.borrow().get(&(arm, load)) {
+            return known.clone();
+        }
+        let summary = self.summarise(arm, load);
+        self.summaries
+            .borrow_mut()
+            .insert((arm, load), summary.clone());
+        summary
+    }
+
+    fn summarise(&self, arm: usize, load: usize) -> Option<Summary> {
+        let samples: Vec<&Sample> = self.samples(arm, load).map(|(_, sample)| sample).collect();
+        let values = |of: &dyn Fn(&Sample) -> f64| {
+            samples
+                .iter()
+                .map(|sample| of(sample))
+                .collect::<Vec<f64>>()
+        };
+        let middle = |of: &dyn Fn(&Sample) -> Option<f64>| {
+            median(
+                &samples
+                    .iter()
+                    .filter_map(|sample| of(sample))
+                    .collect::<Vec<f64>>(),
+            )
+        };
+        let mut latencies = Histogram::default();
+        samples
+            .iter()
+            .for_each(|sample| latencies.merge(&sample.latencies));
+        let us = |share: f64| latencies.percentile(share).unwrap_or(0) as f64 / 1000.0;
+        let p99 = |draw: &[&&Sample]| {
+            let mut merged = Histogram::default();
+            draw.iter()
+                .for_each(|sample| merged.merge(&sample.latencies));
+            merged.percentile(0.99).unwrap_or(0) as f64 / 1000.0
+        };
+        let iops = values(&|sample| sample.iops);
+        Some(Summary {
+            samples: samples.len(),
+            iops: median(&iops)?,
+            iops_interval: median_interval(&iops, 1.0 - ERROR_RATE),
+            bytes_per_s: median(&values(&|sample| sample.bytes_per_s))?,
+            p50_us: us(0.5),
+            p99_us: us(0.99),
+            p99_interval: bootstrap(&samples, 1.0 - ERROR_RATE, self.journal.header.seed, p99),
+            p999_us: us(0.999),
+            mean_us: median(&values(&|sample| sample.mean_ns))? / 1000.0,
+            cpu_us: middle(&|sample| sample.cpu_us),
+            switches: middle(&|sample| sample.switches),
+            exits: middle(&|sample| sample.exits),
+            latencies,
+        })
+    }
+
+    /// All questions, those of the twins first.
+    pub fn questions(&self) -> Vec<Question> {
+        (0..self.schedule.questions())
+            .map(|number| self.question(number))
+            .collect()
+    }
+
+    fn question(&self, number: usize) -> Question {
+        let loads = self.plan().workloads.len();
+        let (from, to) = self.schedule.contrasts()[number / loads];
+        Question {
+            from,
+            to,
+            workload: number % loads,
+            verdict: self.verdicts[number],
+            pairs: self.judge.pairs(number),
+            gain: self.judge.gain(number).map(f64::exp_m1),
+            interval: self
+                .judge
+                .interval(number)
+                .map(|interval| (interval.low.exp_m1(), interval.high.exp_m1())),
+            detectable: self.judge.detectable(number).map(f64::exp_m1),
+        }
+    }
+
+    /// The noise of this host: the deviation of a pair of the twins, over all loads; `None` with fewer than 3 pairs.
+    pub fn noise(&self) -> Option<f64> {
+        let loads = self.plan().workloads.len();
+        let deviations: Vec<f64> = (0..loads)
+            .filter(|load| self.judge.pairs(*load) >= 3)
+            .map(|load| self.judge.deviation(load))
+            .collect();
+        median(&deviations).map(f64::exp_m1)
+    }
+
+    /// Which effective settings two arms differ in, read back from QEMU and the guests; empty if either never booted.
+    pub fn effective_differences(&self, from: usize, to: usize) -> Vec<String> {
+        let of = |arm: usize| {
+            let (name, twin) = (&self.case(arm).name, arm >= self.plan().cases.len());
+            self.journal
+                .boots
+                .iter()
+                .rfind(|boot| &boot.case == name && boot.twin == twin)
+                .map(|boot| &boot.effective)
+        };
+        let (Some(from), Some(to)) = (of(from), of(to)) else {
+            return Vec::new();
+        };
+        let keys: std::collections::BTreeSet<&String> = from.keys().chain(to.keys()).collect();
+        let text = |side: &BTreeMap<String, String>, key: &String| {
+            side.get(key).cloned().unwrap_or_else(|| "-".into())
+        };
+        keys.into_iter()
+            .filter(|key| from.get(*key) != to.get(*key))
+            .map(|key| format!("{key}: {} → {}", text(from, key), text(to, key)))
+            .collect()
+    }
+
+    /// The settings in which a comparison differs, if they are more than one: then nobody knows which of them it was.
+    pub fn confounded(&self, from: usize, to: usize) -> Option<Vec<String>> {
+        let asked = self
+            .case(from)
+            .settings
+            .differences(&self.case(to).settings);
+        let mut names: Vec<String> = asked.iter().map(|name| (*name).to_owned()).collect();
+        for difference in self.effective_differences(from, to) {
+            let name = difference.split(':').next().unwrap_or_default().to_owned();
+            // The driver is the device, and a queue's depth its size.
+            let implied = match name.as_str() {
+                "driver" => asked.contains(&"device"),
+                "requests" => asked.contains(&"queue-size") || asked.contains(&"queues"),
+                other => names.iter().any(|asked| asked == other),
+            };
+            if !implied {
+                names.push(name);
+            }
+        }
+        (names.len() > 1).then_some(names)
+    }
+
+    /// What became of the published figures.
+    pub fn replications(&self) -> Vec<Replication> {
+        self.plan()
+            .claims
+            .iter()
+            .map(|claim| self.replicate(claim))
+            .collect()
+    }
+
+    fn replicate(&self, claim: &crate::plan::Claim) -> Replication {
+        let outcome = |outcome, why: String| Replication { outcome, why };
+        if let Some(why) = &claim.untestable {
+            return outcome(Outcome::Untestable, why.clone());
+        }
+        let about: Vec<Question> = self
+            .questions()
+            .into_iter()
+            .filter(|question| question.to < self.plan().cases.len())
+            .filter(|q| {
+                claim.is_about(
+                    self.case(q.from),
+                    self.case(q.to),
+                    &self.plan().workloads[q.workload],
+                )
+            })
+            .collect();
+        if about.is_empty() {
+            let missing: Vec<String> = self
+                .journal
+                .header
+                .left_out
+                .iter()
+                .map(|(case, why)| format!("{case}: {why}"))
+                .collect();
+            return outcome(Outcome::Untestable, missing.join("; "));
+        }
+        let gains: Vec<f64> = about
+            .iter()
+            .filter_map(|question| Some(question.gain?.ln_1p()))
+            .collect();
+        let counted = |verdict| {
+            about
+                .iter()
+                .filter(|question| question.verdict == verdict)
+                .count()
+        };
+        let (gain, loss, equal) = (
+            counted(Verdict::Gain),
+            counted(Verdict::Loss),
+            counted(Verdict::Equivalent),
+        );
+        let mean = Moments::of(&gains).mean.exp_m1() * 100.0;
+        let why = format!(
+            "{mean:+.1} % over {} loads: {gain} gain, {loss} loss, {equal} equivalent, {} undecided",
+            about.len(),
+            counted(Verdict::Undecided)
+        );
+        let (agree, against) = match claim.expect {
+            Expect::Gain => (gain, loss + equal),
+            Expect::Loss => (loss, gain + equal),
+            Expect::Equal => (equal, gain + loss),
+        };
+        match (agree, against) {
+            (0, 0) => outcome(Outcome::Undecided, why),
+            (agree, against) if agree > against => outcome(Outcome::Reproduced, why),
+            (agree, against) if agree < against => outcome(Outcome::NotReproduced, why),
+            _ => outcome(Outcome::Undecided, why),
+        }
+    }
+
+    /// The case that is better than the first by most, over all loads in which anything was decided: the geometric mean
+    /// of its gains; `None` if none is.
+    pub fn best(&self) -> Option<(usize, f64)> {
+        let loads = self.plan().workloads.len();
+        let cases = self.plan().cases.len();
+        let over_all = |case: usize| {
+            let ratios: Vec<f64> = (0..loads)
+                .filter_map(|load| {
+                    let of = |arm| median(&self.scores(arm, load));
+                    Some((of(case)? / of(0)?).ln())
+                })
+                .collect();
+            (ratios.len() == loads).then(|| Moments::of(&ratios).mean.exp_m1())
+        };
+        let better = (1..cases)
+            .filter(|case| !self.is_doubtful(*case))
+            .filter_map(|case| Some((case, over_all(case)?)));
+        better
+            .filter(|(_, gain)| *gain > 0.0)
+            .max_by(|a, b| a.1.total_cmp(&b.1))
+    }
+
+    /// Whether no comparison of this case was decided, or it lost one.
+    fn is_doubtful(&self, case: usize) -> bool {
+        let own: Vec<Verdict> = self
+            .questions()
+            .iter()
+            .filter(|question| question.to == case)
+            .map(|question| question.verdict)
+            .collect();
+        !own.is_empty() && (own.contains(&Verdict::Loss) || !own.contains(&Verdict::Gain))
+    }
+
+    /// What is compared of an arm under a load: the larger the better.
+    pub fn scores(&self, arm: usize, load: usize) -> Vec<f64> {
+        self.samples(arm, load)
+            .map(|(_, sample)| score(&self.plan().workloads[load], sample))
+            .collect()
+    }
+
+    /// The knee of an open loop: for a case, the loads of one kind at rising rates, the rate up to which the disk keeps
+    /// up: what is offered is reached to 97 %, and the 99th percentile is at most five times that of the lowest rate.
+    pub fn knees(&self, arm: usize) -> Vec<(String, u32, Option<u32>)> {
+        let mut kinds: BTreeMap<String, Vec<(u32, usize)>> = BTreeMap::new();
+        for (index, load) in self.plan().workloads.iter().enumerate() {
+            if let Some(rate) = load.rate {
+                let kind = Workload {
+                    rate: None,
+                    name: String::new(),
+                    ..load.clone()
+                }
+                .named()
+                .name;
+                kinds.entry(kind).or_default().push((rate, index));
+            }
+        }
+        let disks =
+            u32::from(self.case(arm).settings.guests) * u32::from(self.case(arm).settings.volumes);
+        let mut knees = Vec::new();
+        for (kind, mut rates) in kinds {
+            rates.sort_unstable();
+            let measured: Vec<(u32, Summary)> = rates
+                .into_iter()
+                .filter_map(|(rate, load)| Some((rate, self.summary(arm, load)?)))
+                .collect();
+            let Some(lowest) = measured.first().map(|(_, summary)| summary.p99_us) else {
+                continue;
+            };
+            let keeps_up = |(rate, summary): &&(u32, Summary)| {
+                summary.iops >= 0.97 * f64::from(*rate) * f64::from(disks)
+                    && summary.p99_us <= 5.0 * lowest.max(1.0)
+            };
+            let knee = measured
+                .iter()
+                .take_while(keeps_up)
+                .last()
+                .map(|(rate, _)| *rate);
+            knees.push((kind, measured.last().map_or(0, |(rate, _)| *rate), knee));
+        }
+        knees
+    }
+}
+
+/// Arm and load of a cell.
+fn place(plan: &Plan, cell: &Cell) -> Option<(usize, usize)> {
+    let case = plan.cases.iter().position(|case| case.name == cell.case)?;
+    let load = plan
+        .workloads
+        .iter()
+        .position(|load| load.name == cell.workload)?;
+    Some((if cell.twin { plan.cases.len() } else { case }, load))
+}

@@ -1,0 +1,367 @@
+//! What the subcommands of `ringdisk lab` do.
+
+use std::fs;
+use std::io::{self, BufRead, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use thiserror::Error;
+
+use crate::analysis::Analysis;
+use crate::guest::{Accel, Stop, accel};
+use crate::journal::Journal;
+use crate::plan::units::{time, time_text};
+use crate::plan::words::GuestKind;
+use crate::plan::{Plan, PlanError};
+use crate::run::progress::Display;
+use crate::run::{self, Options, available};
+use crate::schedule::{Schedule, estimate};
+use crate::{compare, import, recipes, report};
+
+/// Why a command failed, and its exit code.
+#[derive(Debug, Error)]
+#[error("{problem}")]
+pub struct Failed {
+    /// Of the process.
+    pub code: u8,
+    /// For people.
+    pub problem: String,
+}
+
+impl Failed {
+    fn usage(problem: impl Into<String>) -> Self {
+        Self {
+            code: 2,
+            problem: problem.into(),
+        }
+    }
+}
+
+impl From<anyhow::Error> for Failed {
+    fn from(error: anyhow::Error) -> Self {
+        let code = if error.downcast_ref::<PlanError>().is_some() {
+            2
+        } else {
+            1
+        };
+        Self {
+            code,
+            problem: format!("{error:#}"),
+        }
+    }
+}
+
+/// How to run.
+#[derive(Clone, Debug, Default)]
+pub struct RunOptions {
+    /// Instead of the plan's.
+    pub budget: Option<String>,
+    /// The result's folder.
+    pub output: Option<PathBuf>,
+    /// Go on with it.
+    pub resume: bool,
+    /// Only say what would run.
+    pub dry_run: bool,
+    /// Do not ask before disks are overwritten.
+    pub overwrite: bool,
+    /// How guests run.
+    pub accel: Option<Accel>,
+    /// What is measured; `None` is this program.
+    pub ringdisk: Option<PathBuf>,
+}
+
+/// What to compare.
+#[derive(Clone, Debug, Default)]
+pub struct CompareOptions {
+    /// Words of [`recipes::configuration`].
+    pub configurations: Vec<String>,
+    /// The user's disk.
+    pub disk: Option<PathBuf>,
+    /// A profile's name.
+    pub profile: Option<String>,
+}
+
+/// Runs a recipe or a plan's file.
+///
+/// # Errors
+/// It cannot be run; see [`Failed::code`].
+pub fn run(plan: &str, options: &RunOptions) -> Result<(), Failed> {
+    if let Some(text) = recipes::text(plan) {
+        return run_text(&PathBuf::from(format!("{plan}.toml")), text, options);
+    }
+    let path = PathBuf::from(plan);
+    let text = fs::read_to_string(&path).map_err(|e| {
+        let names: Vec<_> = recipes::RECIPES.iter().map(|recipe| recipe.0).collect();
+        let words = crate::plan::words::not_one_of(plan, &names);
+        Failed::usage(format!("{plan}: {e}; and as a recipe: {words}"))
+    })?;
+    run_text(&path, &text, options)
+}
+
+/// Compares configurations of one disk.
+///
+/// # Errors
+/// As [`run`].
+pub fn compare(what: &CompareOptions, options: &RunOptions) -> Result<(), Failed> {
+    let text = recipes::comparison(
+        &what.configurations,
+        what.disk.as_deref(),
+        what.profile.as_deref(),
+    );
+    run_text(
+        Path::new("compare.toml"),
+        &text.map_err(Failed::usage)?,
+        options,
+    )
+}
+
+fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<(), Failed> {
+    let mut plan = Plan::parse(file, text).map_err(|error| Failed::usage(error.to_string()))?;
+    let budget = options.budget.as_deref().map(time).transpose();
+    let budget = budget.map_err(|problem| Failed::usage(format!("--budget: {problem}")))?;
+    plan.budget = budget.unwrap_or(plan.budget);
+    let ringdisk = match &options.ringdisk {
+        Some(path) => path.clone(),
+        None => std::env::current_exe().map_err(|e| Failed {
+            code: 1,
+            problem: format!("finding this program: {e}"),
+        })?,
+    };
+    let accel = match plan.guest {
+        GuestKind::None => Accel::Kvm,
+        _ => options.accel.unwrap_or_else(accel),
+    };
+    let reduced = plan.without(
+        &run::left_out(&plan, &ringdisk)
+            .into_keys()
+            .collect::<Vec<_>>(),
+    );
+    describe(&reduced, &plan, &ringdisk, accel);
+    if options.dry_run {
+        return Ok(());
+    }
+    if !options.overwrite {
+        ask(&available::overwritten(&reduced))?;
+    }
+    let folder = options
+        .output
+        .clone()
+        .unwrap_or_else(|| format!("lab-{}", plan.name).into());
+    let stop = Stop::default();
+    // A second Ctrl-C ends at once.
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        let registered = signal_hook::flag::register_conditional_shutdown(signal, 130, stop.flag())
+            .and_then(|_| signal_hook::flag::register(signal, stop.flag()));
+        registered.map_err(|e| Failed {
+            code: 1,
+            problem: format!("signals: {e}"),
+        })?;
+    }
+    let options = Options {
+        folder: folder.clone(),
+        ringdisk,
+        accel: Some(accel),
+        resume: options.resume,
+        file: file.to_owned(),
+        budget,
+    };
+    let mut display = Display::new(&reduced);
+    let journal = run::run(text, &options, &stop, &mut display);
+    drop(display);
+    let journal = journal?;
+    let analysis = Analysis::of(&journal);
+    report::write(&analysis, &folder)?;
+    println!("{}", report::text(&analysis));
+    println!("report: {}", folder.join(report::HTML).display());
+    if stop.is_wanted() {
+        let problem = format!(
+            "interrupted; --resume --output {} goes on with it",
+            folder.display()
+        );
+        return Err(Failed { code: 130, problem });
+    }
+    match journal.cells.iter().any(|cell| cell.sample.is_some()) {
+        true => Ok(()),
+        false => {
+            let error = journal
+                .cells
+                .iter()
+                .find_map(|cell| cell.error.clone())
+                .unwrap_or_default();
+            Err(Failed {
+                code: 1,
+                problem: format!("no cell was measured; the first said: {error}"),
+            })
+        }
+    }
+}
+
+/// What a plan comes to.
+fn describe(plan: &Plan, whole: &Plan, ringdisk: &Path, accel: Accel) {
+    // A guest under KVM is up in 3 s; a translated one takes 20.
+    let boot = match (plan.guest, accel) {
+        (GuestKind::None, _) => Duration::from_millis(100),
+        (_, Accel::Kvm) => Duration::from_secs(3),
+        (_, Accel::Tcg) => Duration::from_secs(20),
+    };
+    let estimate = estimate(plan, boot);
+    println!(
+        "{}: {}",
+        plan.name,
+        if plan.title.is_empty() {
+            "a plan without a title"
+        } else {
+            &plan.title
+        }
+    );
+    if accel == Accel::Tcg {
+        println!(
+            "NOTE: KVM does not work here, so guests are translated: absolute figures mean nothing."
+        );
+    }
+    println!(
+        "{} configurations, the first of them twice; {} loads",
+        plan.cases.len(),
+        plan.workloads.len()
+    );
+    for case in &plan.cases {
+        println!("  {}: {}", case.name, case.settings.label());
+    }
+    for left_out in &whole.left_out {
+        println!("  left out: {left_out}");
+    }
+    for (case, why) in run::left_out(whole, ringdisk) {
+        println!("  left out: {case}: {why}");
+    }
+    for load in &plan.workloads {
+        println!("  load: {}", load.name);
+    }
+    let questions = Schedule::of(plan, 0).questions();
+    println!(
+        "{questions} questions; a block of {} runs takes about {}, and {} allow {} of them",
+        estimate.runs,
+        time_text(estimate.block),
+        time_text(plan.budget),
+        estimate.affordable.max(1)
+    );
+    match estimate.blocks {
+        Some(blocks) => println!(
+            "{} % under a noise of {} % would be found in {blocks} blocks, {}; what is clear sooner ends sooner",
+            plan.effect * 100.0,
+            plan.noise * 100.0,
+            time_text(estimate.block * blocks as u32)
+        ),
+        None => println!(
+            "that is too few to find {} % under a noise of {} %: only larger effects will be decided",
+            plan.effect * 100.0,
+            plan.noise * 100.0
+        ),
+    }
+}
+
+/// Asks before anything is written to what the lab did not make.
+fn ask(disks: &[String]) -> Result<(), Failed> {
+    if disks.is_empty() {
+        return Ok(());
+    }
+    let list = disks.join(", ");
+    if !io::stdin().is_terminal() {
+        return Err(Failed::usage(format!(
+            "this plan OVERWRITES {list}; if that is wanted, say --overwrite"
+        )));
+    }
+    print!(
+        "This plan OVERWRITES {list}. All that is there will be lost. Type 'overwrite' to go on: "
+    );
+    let _ = io::stdout().flush();
+    let mut line = String::new();
+    let read = io::stdin().lock().read_line(&mut line);
+    match read.is_ok() && line.trim() == "overwrite" {
+        true => Ok(()),
+        false => Err(Failed {
+            code: 1,
+            problem: "nothing was done".into(),
+        }),
+    }
+}
+
+/// Lists the recipes, or prints one.
+///
+/// # Errors
+/// There is no such.
+pub fn recipes(name: Option<&str>) -> Result<(), Failed> {
+    if let Some(name) = name {
+        let names: Vec<_> = recipes::RECIPES.iter().map(|recipe| recipe.0).collect();
+        let text = recipes::text(name)
+            .ok_or_else(|| Failed::usage(crate::plan::words::not_one_of(name, &names)))?;
+        print!("{text}");
+        return Ok(());
+    }
+    for (name, text) in recipes::RECIPES {
+        let plan =
+            Plan::parse(Path::new(name), text).map_err(|error| Failed::usage(error.to_string()))?;
+        println!("{name:<16} {}", plan.title);
+    }
+    Ok(())
+}
+
+/// Writes a result's report again.
+///
+/// # Errors
+/// It is no result, or the files cannot be written.
+pub fn report(result: &Path, output: Option<&Path>) -> Result<(), Failed> {
+    let journal = Journal::read(result)?;
+    let analysis = Analysis::of(&journal);
+    let folder = match output {
+        Some(folder) => folder.to_owned(),
+        None if result.is_dir() => result.to_owned(),
+        None => result.parent().map_or_else(PathBuf::new, Path::to_owned),
+    };
+    report::write(&analysis, &folder)?;
+    println!("{}", report::text(&analysis));
+    println!("report: {}", folder.join(report::HTML).display());
+    Ok(())
+}
+
+/// Says what changed from one result to another.
+///
+/// # Errors
+/// They cannot be compared.
+pub fn diff(before: &Path, after: &Path, force: bool) -> Result<(), Failed> {
+    let (before, after) = (Journal::read(before)?, Journal::read(after)?);
+    let changes =
+        compare::changes(&before, &after, force).map_err(|problem| Failed { code: 4, problem })?;
+    print!("{}", compare::text(&changes));
+    Ok(())
+}
+
+/// Fails with code 3 if a result is worse than another.
+///
+/// # Errors
+/// It is, or they cannot be compared.
+pub fn gate(result: &Path, against: &Path, force: bool) -> Result<(), Failed> {
+    let (before, after) = (Journal::read(against)?, Journal::read(result)?);
+    let changes =
+        compare::changes(&before, &after, force).map_err(|problem| Failed { code: 4, problem })?;
+    print!("{}", compare::text(&changes));
+    let worse = changes
+        .iter()
+        .filter(|change| change.verdict == crate::stats::Verdict::Loss)
+        .count();
+    match worse {
+        0 => Ok(()),
+        _ => Err(Failed {
+            code: 3,
+            problem: format!("{worse} of {} cells are worse", changes.len()),
+        }),
+    }
+}
+
+/// Makes a result of fio's own JSON.
+///
+/// # Errors
+/// A file is none of fio's.
+pub fn import(files: &[String], output: &Path) -> Result<(), Failed> {
+    import::import(files, output)?;
+    report(output, None)
+}

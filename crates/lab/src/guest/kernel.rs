@@ -1,0 +1,184 @@
+//! The guest's kernel: the host's own if it can be read, else a Debian cloud kernel in a cache.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+
+/// A kernel to boot, with its modules.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    /// The `vmlinuz`.
+    pub image: PathBuf,
+    /// Its version.
+    pub release: String,
+    modules: PathBuf,
+}
+
+impl Kernel {
+    /// A kernel that can be read here: the host's own, else the newest of the cache.
+    ///
+    /// # Errors
+    /// There is none; with the commands that fetch one.
+    pub fn find() -> Result<Kernel> {
+        let own = rustix::system::uname()
+            .release()
+            .to_string_lossy()
+            .into_owned();
+        let image = Path::new("/boot").join(format!("vmlinuz-{own}"));
+        let modules = Path::new("/lib/modules").join(&own).join("kernel");
+        if fs::File::open(&image).is_ok() && modules.is_dir() {
+            return Ok(Kernel {
+                image,
+                release: own,
+                modules,
+            });
+        }
+        Self::cached()
+    }
+
+    /// The newest kernel of the cache.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn cached() -> Result<Kernel> {
+        let cache = cache_dir().join("kernels");
+        let mut packages: Vec<_> = fs::read_dir(&cache)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path())))
+            .collect();
+        packages.sort();
+        for (_, package) in packages.into_iter().rev() {
+            if let (Some(image), Some(modules)) = (
+                only_child(&package.join("boot"), "vmlinuz-"),
+                only_child(&package.join("lib/modules"), ""),
+            ) {
+                let release = modules
+                    .file_name()
+                    .map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+                return Ok(Kernel {
+                    image,
+                    release,
+                    modules: modules.join("kernel"),
+                });
+            }
+        }
+        bail!(
+            "no kernel for guests: the host's cannot be read, and {0} has none. On Debian, as any user:\n    \
+             mkdir -p {0} && cd {0} && apt-get download \"$(apt-cache depends linux-image-cloud-amd64 | \
+             sed -n 's/.*Depends: //p')\" && for deb in *.deb; do dpkg-deb -x $deb ${{deb%.deb}}; done",
+            cache.display()
+        )
+    }
+
+    /// The modules `names` and what they need, unpacked, in the order in which to load them. Those that have no file
+    /// are built in, or not there.
+    pub(super) fn modules(&self, names: &[&str]) -> Result<Vec<Vec<u8>>> {
+        let mut all = Vec::new();
+        walk(&self.modules, &mut all)?;
+        let (mut loaded, mut seen) = (Vec::new(), BTreeSet::new());
+        for name in names {
+            add_module(name, &all, &mut loaded, &mut seen)?;
+        }
+        Ok(loaded)
+    }
+}
+
+fn add_module(
+    name: &str,
+    all: &[PathBuf],
+    loaded: &mut Vec<Vec<u8>>,
+    seen: &mut BTreeSet<String>,
+) -> Result<()> {
+    let canonical = |name: &str| name.replace('-', "_");
+    if !seen.insert(canonical(name)) {
+        return Ok(());
+    }
+    let is_it = |path: &&PathBuf| {
+        let file = path.file_name().unwrap_or_default().to_string_lossy();
+        file.split_once(".ko")
+            .is_some_and(|(stem, _)| canonical(stem) == canonical(name))
+    };
+    let Some(file) = all.iter().find(is_it) else {
+        return Ok(());
+    };
+    let bytes = read_module(file)?;
+    for needed in depends(&bytes)
+        .split(',')
+        .filter(|needed| !needed.is_empty())
+    {
+        add_module(needed, all, loaded, seen)?;
+    }
+    loaded.push(bytes);
+    Ok(())
+}
+
+/// Distributions compress modules in ways that busybox' insmod does not undo.
+fn read_module(file: &Path) -> Result<Vec<u8>> {
+    let unpack = match file.extension().and_then(|extension| extension.to_str()) {
+        Some("xz") => "xz",
+        Some("zst") => "zstd",
+        Some("gz") => "gzip",
+        _ => return fs::read(file).with_context(|| format!("reading {}", file.display())),
+    };
+    let output = Command::new(unpack)
+        .arg("-dc")
+        .arg(file)
+        .stderr(Stdio::null())
+        .output()
+        .with_context(|| format!("{unpack} is needed for {}", file.display()))?;
+    ensure!(
+        output.status.success(),
+        "{unpack} cannot read {}",
+        file.display()
+    );
+    Ok(output.stdout)
+}
+
+/// The `depends=` entry of a module's `.modinfo`: unlike `modules.dep` it is there in a package that was only unpacked.
+fn depends(module: &[u8]) -> String {
+    let key = b"\0depends=";
+    let Some(start) = module.windows(key.len()).position(|window| window == key) else {
+        return String::new();
+    };
+    let value = module[start + key.len()..]
+        .split(|&byte| byte == 0)
+        .next()
+        .unwrap_or_default();
+    String::from_utf8_lossy(value).into_owned()
+}
+
+/// Where ringdisk's tools keep what is costly to fetch or to find out: `$XDG_CACHE_HOME/ringdisk`.
+pub fn cache_dir() -> PathBuf {
+    let home = || std::env::var_os("HOME").map(|home| Path::new(&home).join(".cache"));
+    let cache = std::env::var_os("XDG_CACHE_HOME")
+        .map(PathBuf::from)
+        .filter(|path| path.is_absolute());
+    cache
+        .or_else(home)
+        .unwrap_or_else(std::env::temp_dir)
+        .join("ringdisk")
+}
+
+fn only_child(folder: &Path, prefix: &str) -> Option<PathBuf> {
+    let mut children = fs::read_dir(folder).ok()?.flatten();
+    children
+        .find(|child| child.file_name().to_string_lossy().starts_with(prefix))
+        .map(|child| child.path())
+}
+
+fn walk(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
+    for entry in fs::read_dir(folder).with_context(|| format!("listing {}", folder.display()))? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            walk(&entry.path(), files)?;
+        } else if entry.file_name().to_string_lossy().contains(".ko") {
+            files.push(entry.path());
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,313 @@
+//! The host: what it is, and what it did while guests ran.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use crate::window::Window;
+
+/// What results depend on, in words: results with other facts are not comparable.
+pub type Facts = BTreeMap<String, String>;
+
+/// Facts of this host. Versions of programs are added by whoever starts them.
+pub fn facts(storage: &Path) -> Facts {
+    let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+    let field = |text: &str, key: &str| {
+        let line = text
+            .lines()
+            .find(|line| line.starts_with(key))
+            .unwrap_or_default();
+        line.split_once(':')
+            .map_or_else(String::new, |(_, value)| value.trim().to_owned())
+    };
+    let cpu = read("/proc/cpuinfo");
+    let mut facts = Facts::new();
+    let mut add = |key: &str, value: String| {
+        if !value.is_empty() {
+            facts.insert(key.into(), value);
+        }
+    };
+    add("cpu", field(&cpu, "model name"));
+    let name = read("/proc/sys/kernel/hostname");
+    add(
+        "fingerprint",
+        format!("{} / {}", name.trim(), field(&cpu, "model name")),
+    );
+    add("microcode", field(&cpu, "microcode"));
+    add(
+        "cpus",
+        std::thread::available_parallelism().map_or_else(|_| String::new(), |n| n.to_string()),
+    );
+    add("memory", field(&read("/proc/meminfo"), "MemTotal"));
+    add(
+        "kernel",
+        rustix::system::uname()
+            .release()
+            .to_string_lossy()
+            .into_owned(),
+    );
+    add(
+        "governor",
+        read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+            .trim()
+            .to_owned(),
+    );
+    add(
+        "transparent hugepages",
+        bracketed(&read("/sys/kernel/mm/transparent_hugepage/enabled")),
+    );
+    if let Some(device) = device_of(storage) {
+        let queue = |name: &str| {
+            let own = fs::read_to_string(format!("/sys/dev/block/{device}/queue/{name}"));
+            own.or_else(|_| fs::read_to_string(format!("/sys/dev/block/{device}/../queue/{name}")))
+                .unwrap_or_default()
+        };
+        let name = fs::read_link(format!("/sys/dev/block/{device}")).unwrap_or_default();
+        add(
+            "storage",
+            name.file_name()
+                .map_or_else(String::new, |name| name.to_string_lossy().into_owned()),
+        );
+        add("storage scheduler", bracketed(&queue("scheduler")));
+        add("storage rotational", queue("rotational").trim().to_owned());
+    }
+    facts
+}
+
+/// `major:minor` of the device that a path lies on.
+fn device_of(path: &Path) -> Option<String> {
+    use std::os::unix::fs::MetadataExt;
+    let metadata = fs::metadata(path).ok()?;
+    let device = if crate::guest::is_block_device(path) {
+        metadata.rdev()
+    } else {
+        metadata.dev()
+    };
+    Some(format!(
+        "{}:{}",
+        rustix::fs::major(device),
+        rustix::fs::minor(device)
+    ))
+}
+
+/// The choice of a file such as `none [mq-deadline] kyber`.
+fn bracketed(text: &str) -> String {
+    text.split_once('[')
+        .and_then(|(_, rest)| rest.split_once(']'))
+        .map_or_else(|| text.trim().to_owned(), |(word, _)| word.to_owned())
+}
+
+/// Milliseconds since 1970.
+pub fn now_ms() -> u64 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_millis() as u64)
+}
+
+/// What was counted at one time, all since boot or start.
+#[derive(Clone, Copy, Debug, Default)]
+struct Tick {
+    at_ms: u64,
+    /// Of all CPUs, in clock ticks.
+    all: u64,
+    idle: u64,
+    stolen: u64,
+    /// Of the processes that are watched: clock ticks, switches between threads, exits of KVM.
+    ours: u64,
+    switches: u64,
+    exits: Option<u64>,
+}
+
+/// What a window cost.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// CPU time of the watched processes, in seconds per second.
+    pub cpus_used: f64,
+    /// Context switches of theirs per second.
+    pub switches_per_s: f64,
+    /// Exits of KVM per second, where they can be read.
+    pub exits_per_s: Option<f64>,
+    /// Shares of all CPUs' time: idle, stolen by a hypervisor, and used by other processes.
+    pub idle: f64,
+    /// See `idle`.
+    pub stolen: f64,
+    /// See `idle`.
+    pub others: f64,
+}
+
+/// Watches the host and some processes of it until it is dropped.
+pub struct Watch {
+    ticks: Arc<Mutex<Vec<Tick>>>,
+    end: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+const PERIOD: Duration = Duration::from_millis(200);
+
+impl Watch {
+    /// Watches these processes.
+    pub fn start(pids: Vec<u32>) -> Watch {
+        let (ticks, end) = (
+            Arc::new(Mutex::new(vec![tick(&pids)])),
+            Arc::new(AtomicBool::new(false)),
+        );
+        let (shared, ended) = (ticks.clone(), end.clone());
+        let thread = std::thread::spawn(move || {
+            while !ended.load(Ordering::Relaxed) {
+                std::thread::sleep(PERIOD);
+                shared
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .push(tick(&pids));
+            }
+        });
+        Watch {
+            ticks,
+            end,
+            thread: Some(thread),
+        }
+    }
+
+    /// What a time cost; `None` if it was too short, or is not over.
+    pub fn cost(&self, window: Window) -> Option<Cost> {
+        let ticks = self.ticks.lock().unwrap_or_else(PoisonError::into_inner);
+        let from = ticks
+            .iter()
+            .rfind(|tick| tick.at_ms <= window.start_ms)
+            .or(ticks.first())?;
+        let to = ticks
+            .iter()
+            .find(|tick| tick.at_ms >= window.end_ms)
+            .or(ticks.last())?;
+        let seconds = to.at_ms.saturating_sub(from.at_ms) as f64 / 1000.0;
+        if seconds < 0.3 {
+            return None;
+        }
+        let hz = rustix::param::clock_ticks_per_second() as f64;
+        let all = to.all.saturating_sub(from.all).max(1) as f64;
+        let ours = to.ours.saturating_sub(from.ours) as f64;
+        let share = |to: u64, from: u64| to.saturating_sub(from) as f64 / all;
+        let (idle, stolen) = (share(to.idle, from.idle), share(to.stolen, from.stolen));
+        Some(Cost {
+            cpus_used: ours / hz / seconds,
+            switches_per_s: to.switches.saturating_sub(from.switches) as f64 / seconds,
+            exits_per_s: to
+                .exits
+                .zip(from.exits)
+                .map(|(to, from)| to.saturating_sub(from) as f64 / seconds),
+            idle,
+            stolen,
+            others: (1.0 - idle - stolen - ours / all).max(0.0),
+        })
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.end.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn tick(pids: &[u32]) -> Tick {
+    let stat = fs::read_to_string("/proc/stat").unwrap_or_default();
+    let fields: Vec<u64> = stat
+        .lines()
+        .next()
+        .unwrap_or_default()
+        .split_whitespace()
+        .skip(1)
+        .filter_map(|word| word.parse().ok())
+        .collect();
+    let field = |index: usize| fields.get(index).copied().unwrap_or(0);
+    Tick {
+        at_ms: now_ms(),
+        // user nice system idle iowait irq softirq steal; guests' time is in user already.
+        all: fields.iter().take(8).sum(),
+        idle: field(3) + field(4),
+        stolen: field(7),
+        ours: pids.iter().map(|pid| cpu_ticks(*pid)).sum(),
+        switches: pids.iter().map(|pid| switches(*pid)).sum(),
+        exits: pids.iter().map(|pid| exits(*pid)).sum::<Option<u64>>(),
+    }
+}
+
+/// User and system time of a process, with threads that have ended: fields 14 and 15 of its stat, counted behind the
+/// parenthesised name, which may contain anything.
+fn cpu_ticks(pid: u32) -> u64 {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let behind = stat.rsplit(')').next().unwrap_or_default();
+    behind
+        .split_whitespace()
+        .skip(11)
+        .take(2)
+        .filter_map(|word| word.parse::<u64>().ok())
+        .sum()
+}
+
+fn switches(pid: u32) -> u64 {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task"))
+        .into_iter()
+        .flatten()
+        .flatten();
+    let of_task = |status: String| -> u64 {
+        status
+            .lines()
+            .filter(|line| line.contains("ctxt_switches"))
+            .filter_map(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok())
+            .sum()
+    };
+    tasks
+        .filter_map(|task| fs::read_to_string(task.path().join("status")).ok())
+        .map(of_task)
+        .sum()
+}
+
+/// Root only, and only with debugfs.
+fn exits(pid: u32) -> Option<u64> {
+    let prefix = format!("{pid}-");
+    let folders = fs::read_dir("/sys/kernel/debug/kvm").ok()?.flatten();
+    let mut own =
+        folders.filter(|folder| folder.file_name().to_string_lossy().starts_with(&prefix));
+    fs::read_to_string(own.next()?.path().join("exits"))
+        .ok()?
+        .trim()
+        .parse()
+        .ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_busy_process_is_seen_to_be_busy() {
+        let watch = Watch::start(vec![std::process::id()]);
+        let start_ms = now_ms();
+        // Until it has burnt half a second of CPU, however long that takes here.
+        let burnt = || cpu_ticks(std::process::id());
+        let (before, hz) = (burnt(), rustix::param::clock_ticks_per_second());
+        while burnt() - before < hz / 2 {}
+        let end_ms = now_ms();
+        std::thread::sleep(2 * PERIOD);
+        let cost = watch.cost(Window { start_ms, end_ms }).unwrap();
+        assert!(cost.cpus_used > 0.05, "{cost:?}");
+        assert!((0.0..=1.0).contains(&cost.idle) && cost.switches_per_s >= 0.0);
+    }
+
+    #[test]
+    fn this_host_has_facts() {
+        let facts = facts(Path::new("/"));
+        assert!(
+            facts.contains_key("kernel") && facts.contains_key("cpus"),
+            "{facts:?}"
+        );
+        assert_eq!(bracketed("none [mq-deadline] kyber\n"), "mq-deadline");
+    }
+}

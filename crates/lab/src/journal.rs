@@ -1,0 +1,386 @@
+//! What was measured, as it was measured: a line of JSON for each thing that is done. A lab that was killed goes on
+//! from here, and every report is made from here.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
+
+use crate::host::Facts;
+use crate::plan::Plan;
+use crate::stats::Histogram;
+use crate::window::Point;
+
+/// The journal's name in a result's folder.
+pub const JOURNAL: &str = "journal.jsonl";
+/// Format of the lines.
+const VERSION: u32 = 1;
+/// Largest journal that is read: hundreds of thousands of cells.
+const BYTES_MAX: u64 = 4 << 30;
+
+/// A line of the journal.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase", tag = "what")]
+pub enum Record {
+    /// The first line.
+    Plan(Header),
+    /// A guest came up with these effective settings, or the host ran these loads.
+    Boot(BootRecord),
+    /// A load ran.
+    Cell(Cell),
+    /// What fio reaches on the host's own disk.
+    Ceiling(Ceiling),
+}
+
+/// What all of a result has in common.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Header {
+    /// Format of the journal.
+    pub version: u32,
+    /// The plan's file name, for messages.
+    pub file: String,
+    /// The plan's text.
+    pub plan: String,
+    /// Of the order of runs.
+    pub seed: u64,
+    /// Milliseconds since 1970.
+    pub started_ms: u64,
+    /// The host, and the versions of all programs.
+    pub facts: Facts,
+    /// Cases that cannot be measured here, and why.
+    pub left_out: BTreeMap<String, String>,
+}
+
+/// A boot.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct BootRecord {
+    /// Which block, from 0.
+    pub block: u32,
+    /// The configuration, or its twin's.
+    pub case: String,
+    /// Whether this is the twin of the first configuration.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub twin: bool,
+    /// What QEMU and the guest say of the configuration.
+    pub effective: BTreeMap<String, String>,
+    /// Seconds until the guest was up.
+    pub boot_s: f64,
+}
+
+/// One sample: one load in one boot.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Cell {
+    /// Which block, from 0.
+    pub block: u32,
+    /// The configuration, or its twin's.
+    pub case: String,
+    /// Whether this is the twin of the first configuration.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub twin: bool,
+    /// The load.
+    pub workload: String,
+    /// When it ended, in milliseconds since 1970.
+    pub at_ms: u64,
+    /// Seconds that it took, with the share of the boot that belongs to it.
+    pub took_s: f64,
+    /// Why there is no sample.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// What speaks against the sample.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub flags: Vec<String>,
+    /// What was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sample: Option<Sample>,
+}
+
+/// What was measured.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Sample {
+    /// Requests per second, of all guests and volumes.
+    pub iops: f64,
+    /// Bytes per second.
+    pub bytes_per_s: f64,
+    /// Mean latency in nanoseconds.
+    pub mean_ns: f64,
+    /// Latencies of all requests.
+    pub latencies: Histogram,
+    /// Over time.
+    pub series: Vec<Point>,
+    /// Seconds that all jobs ran together.
+    pub window_s: f64,
+    /// CPU time of QEMU and the servers, in microseconds for each request.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_us: Option<f64>,
+    /// Their context switches for each request.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub switches: Option<f64>,
+    /// Exits of KVM for each request.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub exits: Option<f64>,
+}
+
+impl Sample {
+    /// A latency in microseconds that `share` of the requests do not exceed.
+    pub fn percentile_us(&self, share: f64) -> f64 {
+        self.latencies.percentile(share).unwrap_or(0) as f64 / 1000.0
+    }
+}
+
+/// What fio reaches without a guest.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Ceiling {
+    /// The load.
+    pub workload: String,
+    /// Guests times volumes.
+    pub disks: u32,
+    /// Requests per second.
+    pub iops: f64,
+    /// Mean latency in nanoseconds.
+    pub mean_ns: f64,
+}
+
+/// All of a journal.
+#[derive(Clone, Debug)]
+pub struct Journal {
+    /// The first line.
+    pub header: Header,
+    /// The plan that it holds.
+    pub plan: Plan,
+    /// The boots.
+    pub boots: Vec<BootRecord>,
+    /// The samples.
+    pub cells: Vec<Cell>,
+    /// What the host reaches.
+    pub ceilings: Vec<Ceiling>,
+    /// Whether the last line is cut off: the lab was killed while it wrote.
+    pub cut: bool,
+}
+
+impl Journal {
+    /// Reads a result: its folder, or the journal itself.
+    ///
+    /// # Errors
+    /// It is none, or a line other than the last is broken.
+    pub fn read(result: &Path) -> Result<Journal> {
+        let path = journal_path(result);
+        let file = File::open(&path)
+            .with_context(|| format!("{}: is this a result of 'ringdisk lab'?", path.display()))?;
+        let mut text = String::new();
+        file.take(BYTES_MAX)
+            .read_to_string(&mut text)
+            .with_context(|| format!("reading {}", path.display()))?;
+        Self::parse(&text).with_context(|| path.display().to_string())
+    }
+
+    /// Reads a journal's text.
+    ///
+    /// # Errors
+    /// As [`Journal::read`].
+    pub fn parse(text: &str) -> Result<Journal> {
+        let mut lines = text.lines().enumerate();
+        let first = lines.next().map_or("", |(_, line)| line);
+        let Ok(Record::Plan(header)) = serde_json::from_str(first) else {
+            bail!("line 1: a journal begins with its plan");
+        };
+        ensure!(
+            header.version == VERSION,
+            "this is a journal of version {}; this program knows {VERSION}",
+            header.version
+        );
+        let plan = Plan::parse(Path::new(&header.file), &header.plan)
+            .context("the plan in the journal")?;
+        let mut journal = Journal {
+            header,
+            plan,
+            boots: Vec::new(),
+            cells: Vec::new(),
+            ceilings: Vec::new(),
+            cut: false,
+        };
+        for (number, line) in lines {
+            match serde_json::from_str(line) {
+                Ok(Record::Boot(boot)) => journal.boots.push(boot),
+                Ok(Record::Cell(cell)) => journal.cells.push(cell),
+                Ok(Record::Ceiling(ceiling)) => journal.ceilings.push(ceiling),
+                Ok(Record::Plan(_)) => bail!("line {}: a second plan", number + 1),
+                Err(_) if !text.ends_with('\n') && text.lines().count() == number + 1 => {
+                    journal.cut = true
+                }
+                Err(e) => bail!("line {}: {e}", number + 1),
+            }
+        }
+        let left_out: Vec<_> = journal.header.left_out.keys().cloned().collect();
+        journal.plan = journal.plan.without(&left_out);
+        Ok(journal)
+    }
+}
+
+/// The journal in a folder, or what was named itself.
+pub fn journal_path(result: &Path) -> PathBuf {
+    if result.is_dir() {
+        result.join(JOURNAL)
+    } else {
+        result.into()
+    }
+}
+
+/// Writes a journal, a line at a time. What was written survives a crash of the host.
+#[derive(Debug)]
+pub struct Writer {
+    file: File,
+    path: PathBuf,
+}
+
+impl Writer {
+    /// Begins a journal in a new folder.
+    ///
+    /// # Errors
+    /// The folder has one, or cannot be written.
+    pub fn create(folder: &Path, header: Header) -> Result<Writer> {
+        fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
+        let path = folder.join(JOURNAL);
+        let file = OpenOptions::new().append(true).create_new(true).open(&path);
+        let file =
+            file.with_context(|| format!("{}; to go on with it, use --resume", path.display()))?;
+        let mut writer = Writer { file, path };
+        writer.write(&Record::Plan(Header {
+            version: VERSION,
+            ..header
+        }))?;
+        Ok(writer)
+    }
+
+    /// Goes on with one; a line that was cut off is removed.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn resume(folder: &Path, cut: bool) -> Result<Writer> {
+        let path = folder.join(JOURNAL);
+        let what = || format!("going on with {}", path.display());
+        if cut {
+            let text = fs::read_to_string(&path).with_context(what)?;
+            let whole = text.rfind('\n').map_or(0, |end| end + 1);
+            OpenOptions::new()
+                .write(true)
+                .open(&path)
+                .and_then(|file| file.set_len(whole as u64))
+                .with_context(what)?;
+        }
+        let file = OpenOptions::new()
+            .append(true)
+            .open(&path)
+            .with_context(what)?;
+        Ok(Writer { file, path })
+    }
+
+    /// Writes a line, and waits until it is durable.
+    ///
+    /// # Errors
+    /// The disk is full, or fails.
+    pub fn write(&mut self, record: &Record) -> Result<()> {
+        let mut line = serde_json::to_string(record)?;
+        line.push('\n');
+        let written = self
+            .file
+            .write_all(line.as_bytes())
+            .and_then(|()| self.file.sync_data());
+        written.with_context(|| {
+            format!(
+                "writing {}; what is in it is kept, go on with --resume",
+                self.path.display()
+            )
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header() -> Header {
+        Header {
+            version: VERSION,
+            file: "p.toml".into(),
+            plan: "[config]\nqueues = [1, 2]\n".into(),
+            seed: 1,
+            started_ms: 0,
+            facts: Facts::new(),
+            left_out: BTreeMap::new(),
+        }
+    }
+
+    fn cell(workload: &str) -> Record {
+        Record::Cell(Cell {
+            workload: workload.into(),
+            sample: Some(Sample::default()),
+            ..Cell::default()
+        })
+    }
+
+    #[test]
+    fn a_journal_that_was_cut_off_goes_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut writer = Writer::create(folder.path(), header()).unwrap();
+        let mut latencies = Histogram::default();
+        latencies.add(1008, 7);
+        let sample = Sample {
+            latencies: latencies.clone(),
+            ..Sample::default()
+        };
+        let one = Cell {
+            workload: "one".into(),
+            sample: Some(sample),
+            ..Cell::default()
+        };
+        writer.write(&Record::Cell(one)).unwrap();
+        drop(writer);
+        assert!(
+            Writer::create(folder.path(), header()).is_err(),
+            "a result is not overwritten"
+        );
+        let path = folder.path().join(JOURNAL);
+        let whole = fs::read_to_string(&path).unwrap();
+        fs::write(&path, whole.clone() + &whole.lines().nth(1).unwrap()[..20]).unwrap();
+        let journal = Journal::read(folder.path()).unwrap();
+        assert!(journal.cut && journal.cells.len() == 1);
+        assert_eq!(
+            journal.cells[0].sample.as_ref().unwrap().latencies,
+            latencies
+        );
+        let mut writer = Writer::resume(folder.path(), journal.cut).unwrap();
+        writer.write(&cell("two")).unwrap();
+        let journal = Journal::read(folder.path()).unwrap();
+        assert!(!journal.cut);
+        let names: Vec<_> = journal
+            .cells
+            .iter()
+            .map(|cell| cell.workload.as_str())
+            .collect();
+        assert_eq!(names, ["one", "two"]);
+    }
+
+    #[test]
+    fn a_broken_line_in_the_middle_is_an_error_with_its_number() {
+        let first = serde_json::to_string(&Record::Plan(header())).unwrap();
+        let error = |text: &str| format!("{:#}", Journal::parse(text).unwrap_err());
+        assert!(error(&format!("{first}\nnonsense\n{first}\n")).contains("line 2"));
+        assert!(error(&format!("{first}\n{first}\n")).contains("second plan"));
+        assert!(error("").contains("line 1"));
+        assert!(error(&first.replace("\"version\":1", "\"version\":9")).contains("version 9"));
+        assert!(error(&first.replace("queues", "quues")).contains("queues"));
+    }
+
+    #[test]
+    fn cases_that_could_not_be_measured_are_no_part_of_the_plan() {
+        let mut header = header();
+        header.left_out.insert("queues=1".into(), "why".into());
+        let journal =
+            Journal::parse(&serde_json::to_string(&Record::Plan(header)).unwrap()).unwrap();
+        assert_eq!(journal.plan.cases.len(), 1);
+        assert!(journal.plan.contrasts.is_empty());
+    }
+}

@@ -1,0 +1,131 @@
+//! Plans that ship: what others have measured, measured again.
+
+use std::path::Path;
+
+use crate::plan::words::not_one_of;
+use crate::plan::workload::Profile;
+
+/// Name and text of each.
+pub const RECIPES: [(&str, &str); 9] = [
+    ("ladder", include_str!("../recipes/ladder.toml")),
+    ("aio-iothread", include_str!("../recipes/aio-iothread.toml")),
+    ("backends", include_str!("../recipes/backends.toml")),
+    ("desktop", include_str!("../recipes/desktop.toml")),
+    ("rbd-scaling", include_str!("../recipes/rbd-scaling.toml")),
+    (
+        "wire-encryption",
+        include_str!("../recipes/wire-encryption.toml"),
+    ),
+    ("myths", include_str!("../recipes/myths.toml")),
+    ("noise", include_str!("../recipes/noise.toml")),
+    ("versus", include_str!("../recipes/versus.toml")),
+];
+
+/// The plan of a recipe.
+pub fn text(name: &str) -> Option<&'static str> {
+    RECIPES
+        .iter()
+        .find(|recipe| recipe.0 == name)
+        .map(|recipe| recipe.1)
+}
+
+/// Words for configurations on the command line, with their settings.
+const CONFIGURATIONS: [(&str, &str); 8] = [
+    ("ringdisk", "device = \"vhost-user-blk\""),
+    ("qemu", "iothread = \"on\"\naio = \"io_uring\""),
+    ("qemu-plain", "aio = \"io_uring\""),
+    (
+        "qemu-mapping",
+        "iothread = 4\nqueues = 4\nvcpus = 4\naio = \"io_uring\"",
+    ),
+    (
+        "qemu-storage-daemon",
+        "device = \"vhost-user-blk\"\nserver = \"qemu-storage-daemon\"\niothread = \"on\"\naio = \"io_uring\"",
+    ),
+    (
+        "virtio-scsi",
+        "device = \"virtio-scsi\"\niothread = \"on\"\naio = \"io_uring\"",
+    ),
+    (
+        "ide",
+        "device = \"ide\"\nmachine = \"pc\"\naio = \"io_uring\"",
+    ),
+    ("stock", "cache = \"writeback\"\naio = \"threads\""),
+];
+
+/// A plan that compares configurations of one disk.
+///
+/// # Errors
+/// A word is not known; with the nearest.
+pub fn comparison(
+    names: &[String],
+    disk: Option<&Path>,
+    profile: Option<&str>,
+) -> Result<String, String> {
+    let mut text = String::from(
+        "name = \"compare\"\ntitle = \"What was compared on the command line\"\nbudget = \"20m\"\n",
+    );
+    if let Some(disk) = disk {
+        let disk = std::path::absolute(disk).map_err(|e| format!("{}: {e}", disk.display()))?;
+        let quoted =
+            serde_json::to_string(&disk.display().to_string()).map_err(|e| e.to_string())?;
+        text += &format!("\n[config]\nbacking = {quoted}\n");
+    }
+    for name in names {
+        let known: Vec<_> = CONFIGURATIONS.iter().map(|found| found.0).collect();
+        let found = CONFIGURATIONS
+            .iter()
+            .find(|found| found.0 == name)
+            .ok_or_else(|| not_one_of(name, &known))?;
+        text += &format!("\n[[case]]\nname = \"{name}\"\n{}\n", found.1);
+    }
+    text += "\n[fio]\nruntime = \"8s\"\n";
+    match profile {
+        Some(profile) => text += &format!("profile = \"{}\"\n", Profile::of(profile)?.name),
+        None => text += "rw = \"randread\"\nbs = \"4k\"\niodepth = [1, 32]\n",
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Plan;
+
+    #[test]
+    fn recipes_are_plans_with_their_names_and_every_claim_is_about_something() {
+        for (name, text) in RECIPES {
+            let plan =
+                Plan::parse(Path::new("recipe"), text).unwrap_or_else(|e| panic!("{name}: {e}"));
+            assert_eq!(plan.name, name);
+            assert!(
+                !plan.title.is_empty() && !plan.contrasts.is_empty() && plan.left_out.is_empty(),
+                "{name}"
+            );
+            assert!(name == "noise" || !plan.claims.is_empty(), "{name}");
+            for claim in &plan.claims {
+                assert!(
+                    !claim.source.is_empty() && !claim.figure.is_empty(),
+                    "{name}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn configurations_of_the_command_line_are_plans() {
+        let names: Vec<String> = CONFIGURATIONS
+            .iter()
+            .map(|found| found.0.to_owned())
+            .collect();
+        let text = comparison(&names, Some(Path::new("/dev/a \"disk\"")), Some("mail")).unwrap();
+        let plan = Plan::parse(Path::new("compare.toml"), &text).unwrap();
+        assert_eq!(plan.cases.len(), CONFIGURATIONS.len());
+        assert_eq!(plan.cases[0].settings.get("backing"), "/dev/a \"disk\"");
+        assert!(
+            comparison(&["qmu".into()], None, None)
+                .unwrap_err()
+                .contains("did you mean 'qemu'")
+        );
+    }
+}

@@ -1,0 +1,101 @@
+//! What a result says: a page for people, tables for programs, and the sentence for whoever has no time.
+
+mod advice;
+mod charts;
+mod html;
+mod svg;
+mod tables;
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use crate::analysis::Analysis;
+
+/// The page's name in a result's folder.
+pub const HTML: &str = "report.html";
+
+/// Writes the page, the tables, and what `ringdisk check --measured` reads.
+///
+/// # Errors
+/// They cannot be written.
+pub fn write(analysis: &Analysis, folder: &Path) -> Result<()> {
+    fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
+    let pretty = |value| serde_json::to_string_pretty(&value).map(|text| text + "\n");
+    let files = [
+        (HTML, html::page(analysis)),
+        ("cells.csv", tables::cells_csv(analysis)),
+        ("result.json", pretty(tables::result_json(analysis))?),
+        ("measured.json", pretty(tables::measured_json(analysis))?),
+    ];
+    for (name, text) in files {
+        let path = folder.join(name);
+        fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// For a terminal: the answer, and the comparisons.
+pub fn text(analysis: &Analysis) -> String {
+    let plan = analysis.plan();
+    let mut text = String::from("\n");
+    for question in analysis.questions() {
+        let interval = question.interval.map_or_else(String::new, |(low, high)| {
+            format!(" [{}, {}]", charts::percent(low), charts::percent(high))
+        });
+        let gain = question
+            .gain
+            .map_or_else(|| "not measured".into(), charts::percent);
+        let confounded = analysis
+            .confounded(question.from, question.to)
+            .map_or_else(String::new, |settings| {
+                format!("; confounded: {}", settings.join(", "))
+            });
+        let _ = writeln!(
+            text,
+            "{:<11} {gain}{interval}: {} → {}, {}{confounded}",
+            question.verdict,
+            analysis.name(question.from),
+            analysis.name(question.to),
+            plan.workloads[question.workload].name
+        );
+    }
+    for (claim, found) in plan.claims.iter().zip(analysis.replications()) {
+        let _ = writeln!(
+            text,
+            "published ({}): {}: {} ({})",
+            claim.source, claim.figure, found.outcome, found.why
+        );
+    }
+    let failed = analysis
+        .journal
+        .cells
+        .iter()
+        .filter(|cell| cell.error.is_some())
+        .count();
+    let flagged = analysis
+        .journal
+        .cells
+        .iter()
+        .filter(|cell| !cell.flags.is_empty())
+        .count();
+    if failed + flagged > 0 {
+        let _ = writeln!(
+            text,
+            "{failed} cells failed and {flagged} are flagged, of {}",
+            analysis.journal.cells.len()
+        );
+    }
+    let advice = advice::advice(analysis);
+    let _ = write!(text, "\n{}", advice.sentence);
+    for cost in &advice.costs {
+        let _ = write!(
+            text,
+            "
+{cost}"
+        );
+    }
+    text
+}

@@ -1,0 +1,183 @@
+//! Tables for programs.
+
+use std::fmt::Write as _;
+
+use serde_json::{Value, json};
+
+use crate::analysis::Analysis;
+use crate::stats::Verdict;
+
+/// A line for each sample.
+pub fn cells_csv(analysis: &Analysis) -> String {
+    let mut text = String::from(
+        "block,case,twin,workload,iops,bytes_per_s,mean_us,p50_us,p99_us,p999_us,window_s,cpu_us,switches,exits,flags,error\n",
+    );
+    for cell in &analysis.journal.cells {
+        let number =
+            |value: Option<f64>| value.map_or_else(String::new, |value| format!("{value:.3}"));
+        let of = |get: &dyn Fn(&crate::journal::Sample) -> Option<f64>| {
+            number(cell.sample.as_ref().and_then(get))
+        };
+        let _ = writeln!(
+            text,
+            "{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{}",
+            cell.block,
+            quoted(&cell.case),
+            u8::from(cell.twin),
+            quoted(&cell.workload),
+            of(&|sample| Some(sample.iops)),
+            of(&|sample| Some(sample.bytes_per_s)),
+            of(&|sample| Some(sample.mean_ns / 1000.0)),
+            of(&|sample| Some(sample.percentile_us(0.5))),
+            of(&|sample| Some(sample.percentile_us(0.99))),
+            of(&|sample| Some(sample.percentile_us(0.999))),
+            of(&|sample| Some(sample.window_s)),
+            of(&|sample| sample.cpu_us),
+            of(&|sample| sample.switches),
+            of(&|sample| sample.exits),
+            quoted(&cell.flags.join("; ")),
+            quoted(cell.error.as_deref().unwrap_or_default()),
+        );
+    }
+    text
+}
+
+/// RFC 4180 §2.
+fn quoted(text: &str) -> String {
+    match text.contains([',', '"', '\n', '\r']) {
+        true => format!("\"{}\"", text.replace('"', "\"\"")),
+        false => text.to_owned(),
+    }
+}
+
+/// All that was found.
+pub fn result_json(analysis: &Analysis) -> Value {
+    let plan = analysis.plan();
+    let arms = 0..=plan.cases.len();
+    let cells: Vec<Value> = arms
+        .flat_map(|arm| (0..plan.workloads.len()).map(move |load| (arm, load)))
+        .filter_map(|(arm, load)| {
+            let summary = analysis.summary(arm, load)?;
+            Some(json!({
+                "case": analysis.name(arm), "workload": plan.workloads[load].name, "samples": summary.samples,
+                "iops": summary.iops,
+                "iops-interval": summary.iops_interval.map(|found| [found.low, found.high, found.level]),
+                "bytes-per-s": summary.bytes_per_s, "mean-us": summary.mean_us,
+                "p50-us": summary.p50_us, "p99-us": summary.p99_us, "p999-us": summary.p999_us,
+                "p99-interval": summary.p99_interval.map(|found| [found.low, found.high]),
+                "cpu-us": summary.cpu_us, "switches": summary.switches, "exits": summary.exits,
+            }))
+        })
+        .collect();
+    let contrasts: Vec<Value> = analysis
+        .questions()
+        .iter()
+        .map(|question| {
+            json!({
+                "from": analysis.name(question.from), "to": analysis.name(question.to),
+                "workload": plan.workloads[question.workload].name, "verdict": question.verdict,
+                "pairs": question.pairs, "gain-percent": question.gain.map(|gain| gain * 100.0),
+                "interval-percent": question.interval.map(|(low, high)| [low * 100.0, high * 100.0]),
+                "detectable-percent": question.detectable.map(|effect| effect * 100.0),
+                "confounded": analysis.confounded(question.from, question.to),
+            })
+        })
+        .collect();
+    let claims: Vec<Value> = plan
+        .claims
+        .iter()
+        .zip(analysis.replications())
+        .map(|(claim, found)| {
+            json!({ "source": claim.source, "figure": claim.figure, "outcome": found.outcome.to_string(), "why": found.why })
+        })
+        .collect();
+    json!({
+        "format": "ringdisk-lab-1", "name": plan.name, "title": plan.title, "seed": analysis.journal.header.seed,
+        "facts": analysis.journal.header.facts, "left-out": analysis.journal.header.left_out,
+        "margin-percent": plan.margin * 100.0, "noise-percent": analysis.noise().map(|noise| noise * 100.0),
+        "cells": cells, "contrasts": contrasts, "claims": claims,
+    })
+}
+
+/// What `ringdisk check --measured` reads: comparisons of one setting, and of guests with the host. Figures of
+/// translated guests are none of this host's, and are not in it.
+pub fn measured_json(analysis: &Analysis) -> Value {
+    let plan = analysis.plan();
+    let facts = &analysis.journal.header.facts;
+    let real = facts.get("accelerator").is_some_and(|accel| accel == "kvm");
+    let mut results: Vec<Value> = Vec::new();
+    for question in analysis
+        .questions()
+        .iter()
+        .filter(|question| real && question.to < plan.cases.len())
+    {
+        let (from, to) = (
+            &analysis.case(question.from).settings,
+            &analysis.case(question.to).settings,
+        );
+        let (Some(gain), Some((low, high))) = (question.gain, question.interval) else {
+            continue;
+        };
+        if let [axis] = from.differences(to)[..]
+            && analysis.confounded(question.from, question.to).is_none()
+        {
+            let load = &plan.workloads[question.workload];
+            results.push(json!({
+                "recipe": plan.name, "axis": axis, "from": from.get(axis), "to": to.get(axis), "load": load.name,
+                "metric": if load.rate.is_some() { "latency" } else { "iops" },
+                "gain-percent": gain * 100.0, "interval-percent": [low * 100.0, high * 100.0], "verdict": question.verdict,
+            }));
+        }
+    }
+    for ceiling in analysis.journal.ceilings.iter().filter(|_| real) {
+        let Some(load) = plan
+            .workloads
+            .iter()
+            .position(|load| load.name == ceiling.workload)
+        else {
+            continue;
+        };
+        for arm in 0..plan.cases.len() {
+            let settings = &analysis.case(arm).settings;
+            let disks = u32::from(settings.guests) * u32::from(settings.volumes);
+            let Some(summary) = analysis.summary(arm, load) else {
+                continue;
+            };
+            let (Some(interval), true) = (
+                summary.iops_interval,
+                disks == ceiling.disks && settings.cache.direct(),
+            ) else {
+                continue;
+            };
+            if settings.backing != crate::plan::Backing::File || interval.low <= 0.0 {
+                continue;
+            }
+            let gain = |iops: f64| (ceiling.iops / iops - 1.0) * 100.0;
+            let (low, high) = (gain(interval.high), gain(interval.low));
+            let verdict = match (low > 0.0, high < 0.0) {
+                (true, _) => Verdict::Gain,
+                (_, true) => Verdict::Loss,
+                _ => Verdict::Undecided,
+            };
+            results.push(json!({
+                "recipe": plan.name, "axis": "host", "from": "guest", "to": "host",
+                "load": ceiling.workload, "metric": "iops", "gain-percent": gain(summary.iops),
+                "interval-percent": [low, high], "verdict": verdict,
+            }));
+        }
+    }
+    json!({
+        "format": "ringdisk-measured-1",
+        "fingerprint": facts.get("fingerprint").cloned().unwrap_or_default(),
+        "results": results,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn fields_with_commas_and_quotes_are_quoted() {
+        assert_eq!(super::quoted("a, \"b\""), "\"a, \"\"b\"\"\"");
+        assert_eq!(super::quoted("plain"), "plain");
+    }
+}

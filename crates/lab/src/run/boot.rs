@@ -1,0 +1,371 @@
+//! One boot: a configuration comes up, loads run in it, and it goes.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, ensure};
+
+use super::effective::{self, Effective};
+use crate::fio::{CLOCK, Job, Run};
+use crate::guest::{Accel, Boot, Guest, Host, Kernel, Setup, Shell, Ssh, Stop, Volume};
+use crate::host::{Cost, Watch, now_ms};
+use crate::journal::Sample;
+use crate::plan::words::{Device, GuestKind};
+use crate::plan::{Backing, Plan, Server, Settings, Workload};
+use crate::storage::{Files, Served};
+use crate::window::{Counted, count};
+
+/// What is the same for all boots of a run.
+pub struct Bench<'a> {
+    /// The plan.
+    pub plan: &'a Plan,
+    /// The ringdisk that is measured.
+    pub ringdisk: &'a Path,
+    /// How guests run.
+    pub accel: Accel,
+    /// What guests boot, unless they are the user's own.
+    pub kernel: Option<(Kernel, PathBuf)>,
+    /// For sockets and logs; short, since the path of a socket is.
+    pub folder: PathBuf,
+    /// When to end.
+    pub stop: &'a Stop,
+}
+
+/// Longest that fio may take beyond its time: translated guests are slow to start it, and to write its logs.
+const GRACE: Duration = Duration::from_secs(180);
+/// How long before its start a load is announced to several guests.
+const NOTICE: Duration = Duration::from_millis(1500);
+
+/// A configuration that is up.
+pub struct Up {
+    shells: Vec<Box<dyn Shell>>,
+    /// How far each guest's clock is ahead of ours, in ms.
+    ahead_ms: Vec<i64>,
+    pids: Vec<u32>,
+    disks: Vec<Vec<String>>,
+    served: Option<Served>,
+    /// What is in force.
+    pub effective: Effective,
+    on_host: bool,
+}
+
+impl Bench<'_> {
+    /// Brings a configuration up.
+    ///
+    /// # Errors
+    /// A disk cannot be made, a server or a guest does not come up; with the last lines of their logs.
+    pub fn boot(&self, settings: &Settings, files: &mut Files) -> Result<Up> {
+        let mut paths: Vec<Vec<Option<PathBuf>>> = Vec::new();
+        for guest in 0..settings.guests {
+            let own = (0..settings.volumes).map(|volume| match settings.backing {
+                Backing::Null | Backing::Rbd(_) => Ok(None),
+                _ if is_foreign(settings) => Ok(None),
+                _ => files.disk(settings, guest, volume).map(Some),
+            });
+            paths.push(own.collect::<Result<_>>()?);
+        }
+        if settings.device == Device::Host {
+            let disks = paths
+                .into_iter()
+                .flatten()
+                .flatten()
+                .map(|path| path.display().to_string())
+                .collect();
+            return self.on_host(disks);
+        }
+        if let (GuestKind::Ssh, Some(ssh)) = (self.plan.guest, &self.plan.ssh)
+            && let Some(host) = &ssh.host
+        {
+            return self.running_guest(ssh, host, settings);
+        }
+        let served = match settings.device {
+            Device::VhostUserBlk => {
+                let disks: Vec<Option<PathBuf>> = paths.iter().flatten().cloned().collect();
+                Some(Served::start(
+                    settings,
+                    self.ringdisk,
+                    &self.folder.join("server"),
+                    &disks,
+                    self.plan.size,
+                    self.stop,
+                )?)
+            }
+            _ => None,
+        };
+        let mut guests = Vec::new();
+        for (index, own) in paths.iter().enumerate() {
+            let volume = |(number, path): (usize, &Option<PathBuf>)| match (&served, path) {
+                (Some(served), _) => Volume::Socket(
+                    served.sockets[(index * own.len() + number).min(served.sockets.len() - 1)]
+                        .clone(),
+                ),
+                (None, Some(path)) => Volume::Own(settings.backing.clone(), path.clone()),
+                (None, None) if settings.backing == Backing::Null => Volume::Null(self.plan.size),
+                (None, None) => Volume::Own(settings.backing.clone(), PathBuf::new()),
+            };
+            let setup = Setup {
+                folder: self.folder.join(format!("g{index}")),
+                settings: settings.clone(),
+                volumes: own.iter().enumerate().map(volume).collect(),
+                accel: self.accel,
+                boot: self.what_boots(index)?,
+            };
+            guests.push(Guest::start(&setup, self.stop)?);
+        }
+        for guest in &mut guests {
+            guest.wait(self.accel.boot_limit(), self.stop)?;
+        }
+        let named: Vec<String> = self
+            .plan
+            .ssh
+            .iter()
+            .flat_map(|ssh| ssh.disks.clone())
+            .collect();
+        let disks: Vec<Vec<String>> = guests
+            .iter()
+            .map(|guest| {
+                if named.is_empty() {
+                    guest.disks().to_vec()
+                } else {
+                    named.clone()
+                }
+            })
+            .collect();
+        let mut effective = Effective::new();
+        for (guest, disks) in guests.iter_mut().zip(&disks) {
+            effective = effective::of_guest(guest, settings, disks, self.stop)?;
+        }
+        if let Some(guest) = guests.first() {
+            effective.extend(effective::of_qemu(guest, settings)?);
+        }
+        // What neither QEMU nor the guest tells: as it was given to whoever serves the disk.
+        for key in ["server", "cache", "aio", "backing", "guests", "volumes"] {
+            let value = settings.get(key);
+            if value != "-" && (key != "cache" || served.is_some()) {
+                effective.entry(key.into()).or_insert(value);
+            }
+        }
+        let mut pids: Vec<u32> = guests.iter().map(Guest::pid).collect();
+        pids.extend(served.as_ref().and_then(Served::pid));
+        let mut shells: Vec<Box<dyn Shell>> = Vec::new();
+        let mut ahead_ms = Vec::new();
+        for mut guest in guests {
+            ahead_ms.push(ahead(&mut guest, self.stop)?);
+            shells.push(Box::new(guest));
+        }
+        Ok(Up {
+            shells,
+            ahead_ms,
+            pids,
+            disks,
+            served,
+            effective,
+            on_host: false,
+        })
+    }
+
+    fn what_boots(&self, index: usize) -> Result<Boot> {
+        if let Some(ssh) = &self.plan.ssh
+            && let Some(image) = &ssh.image
+        {
+            let port = ssh
+                .port
+                .max(1024)
+                .saturating_add(if ssh.port == 22 { 21_198 } else { 0 });
+            let login = Ssh {
+                target: format!("{}@127.0.0.1", ssh.user),
+                port: port + index as u16,
+                key: ssh.key.clone(),
+            };
+            return Ok(Boot::Image(image.clone(), login));
+        }
+        let (kernel, initramfs) = self
+            .kernel
+            .as_ref()
+            .ok_or_else(|| anyhow!("there is no kernel for guests"))?;
+        Ok(Boot::Lab(kernel.clone(), initramfs.clone()))
+    }
+
+    fn on_host(&self, disks: Vec<String>) -> Result<Up> {
+        Ok(Up {
+            shells: vec![Box::new(Host)],
+            ahead_ms: vec![0],
+            // fio is not ours to count: its CPU time is the load's.
+            pids: Vec::new(),
+            disks: vec![disks],
+            served: None,
+            effective: BTreeMap::new(),
+            on_host: true,
+        })
+    }
+
+    /// A guest that somebody else has started.
+    fn running_guest(&self, ssh: &crate::plan::Ssh, host: &str, settings: &Settings) -> Result<Up> {
+        ensure!(
+            !ssh.windows,
+            "a Windows guest is measured by hand: docs/lab.md says how, and 'ringdisk lab import' reads its result"
+        );
+        ensure!(
+            !ssh.disks.is_empty(),
+            "[ssh] names no disks; as in disks = [\"/dev/vdb\"]"
+        );
+        let mut shell = Ssh {
+            target: format!("{}@{host}", ssh.user),
+            port: ssh.port,
+            key: ssh.key.clone(),
+        };
+        let effective = effective::of_guest(&mut shell, settings, &ssh.disks, self.stop)?;
+        let ahead_ms = vec![ahead(&mut shell, self.stop)?];
+        Ok(Up {
+            shells: vec![Box::new(shell)],
+            ahead_ms,
+            pids: Vec::new(),
+            disks: vec![ssh.disks.clone()],
+            served: None,
+            effective,
+            on_host: false,
+        })
+    }
+
+    /// Runs a load in all guests at the same time.
+    ///
+    /// # Errors
+    /// fio fails, a guest or a server dies, or what they say is nonsense.
+    pub fn measure(
+        &self,
+        up: &mut Up,
+        settings: &Settings,
+        workload: &Workload,
+    ) -> Result<(Sample, Option<Cost>)> {
+        if let Some(served) = &mut up.served {
+            served.alive()?;
+        }
+        let start_ms = (up.shells.len() > 1).then(|| now_ms() + NOTICE.as_millis() as u64);
+        let limit = self.plan.run_time() * 2 + GRACE;
+        let whole_device = settings.device != Device::Host
+            || matches!(&settings.backing, Backing::Path(path) if crate::guest::is_block_device(path));
+        let jobs: Vec<(String, Duration)> = up
+            .disks
+            .iter()
+            .zip(&up.ahead_ms)
+            .map(|(disks, ahead_ms)| {
+                let job = Job {
+                    workload,
+                    disks,
+                    runtime: self.plan.runtime,
+                    ramp: self.plan.ramp,
+                    size: (!whole_device).then_some(self.plan.size),
+                    // In a guest, the guest's own cache is never what is asked about.
+                    direct: !up.on_host || settings.cache.direct(),
+                    start_ms: start_ms.map(|start| start.saturating_add_signed(*ahead_ms)),
+                };
+                (job.script(), job.interval())
+            })
+            .collect();
+        let watch = Watch::start(up.pids.clone());
+        let stop = self.stop;
+        let answers: Vec<Result<Run>> = std::thread::scope(|scope| {
+            let running: Vec<_> = up
+                .shells
+                .iter_mut()
+                .zip(jobs)
+                .map(|(shell, (script, interval))| {
+                    scope.spawn(move || {
+                        let answer = shell.run(&script, limit, stop)?;
+                        Run::parse(&answer.text(), interval).context("the load")
+                    })
+                })
+                .collect();
+            running
+                .into_iter()
+                .map(|thread| {
+                    thread
+                        .join()
+                        .unwrap_or_else(|_| Err(anyhow!("a thread panicked")))
+                })
+                .collect()
+        });
+        // A server's end explains what the guests say of it.
+        if let Some(served) = &mut up.served {
+            served.alive()?;
+        }
+        let runs: Vec<(Run, i64)> = answers
+            .into_iter()
+            .zip(&up.ahead_ms)
+            .map(|(run, ahead_ms)| Ok((run?, *ahead_ms)))
+            .collect::<Result<_>>()?;
+        let counted = count(&runs).map_err(|problem| anyhow!(problem))?;
+        let cost = watch.cost(counted.window);
+        Ok((sample(counted, cost, up.pids.is_empty()), cost))
+    }
+}
+
+fn is_foreign(settings: &Settings) -> bool {
+    settings.device == Device::VhostUserBlk && matches!(settings.server, Server::Socket(_))
+}
+
+fn sample(counted: Counted, cost: Option<Cost>, nobody_watched: bool) -> Sample {
+    let Counted {
+        iops,
+        bytes_per_s,
+        latencies,
+        series,
+        window,
+    } = counted;
+    let each = |per_s: f64| (iops > 0.0 && !nobody_watched).then(|| per_s / iops);
+    Sample {
+        iops,
+        bytes_per_s,
+        mean_ns: latencies.mean().unwrap_or(0.0),
+        latencies,
+        series,
+        window_s: (window.end_ms - window.start_ms) as f64 / 1000.0,
+        cpu_us: cost.and_then(|cost| each(cost.cpus_used * 1e6)),
+        switches: cost.and_then(|cost| each(cost.switches_per_s)),
+        exits: cost.and_then(|cost| each(cost.exits_per_s?)),
+    }
+}
+
+/// How far a clock is ahead of ours: the best of a few questions, to half of what an answer takes.
+fn ahead(shell: &mut dyn Shell, stop: &Stop) -> Result<i64> {
+    let mut best: Option<(u64, i64)> = None;
+    for _ in 0..3 {
+        let asked = now_ms();
+        let since = Instant::now();
+        let answer = shell.run(&format!("{CLOCK}clock"), Duration::from_secs(60), stop)?;
+        let took = since.elapsed().as_millis() as u64;
+        let said: u64 = answer
+            .text()
+            .trim()
+            .parse()
+            .with_context(|| format!("the guest's clock says {:?}", answer.text()))?;
+        let difference = said as i64 - (asked + took / 2) as i64;
+        if best.is_none_or(|(least, _)| took < least) {
+            best = Some((took, difference));
+        }
+    }
+    Ok(best.map_or(0, |(_, difference)| difference))
+}
+
+/// Keeps the logs of a boot that failed.
+pub fn keep_logs(from: &Path, to: &Path) {
+    let copy = |from: &Path, to: &Path| -> std::io::Result<()> {
+        fs::create_dir_all(to)?;
+        for entry in fs::read_dir(from)?.flatten() {
+            let name = entry.file_name();
+            if entry
+                .path()
+                .extension()
+                .is_some_and(|kind| kind == "log" || kind == "args")
+            {
+                fs::copy(entry.path(), to.join(name))?;
+            }
+        }
+        Ok(())
+    };
+    for folder in fs::read_dir(from).into_iter().flatten().flatten() {
+        let _ = copy(&folder.path(), &to.join(folder.file_name()));
+    }
+}

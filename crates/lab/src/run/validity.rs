@@ -1,0 +1,192 @@
+//! What speaks against a sample. It is kept, and said.
+
+use crate::guest::Accel;
+use crate::host::Cost;
+use crate::journal::Sample;
+use crate::plan::{Settings, Workload};
+use crate::stats::steady::{Steady, rounds, steady};
+
+/// All that is known about a sample.
+pub struct Evidence<'a> {
+    /// The sample.
+    pub sample: &'a Sample,
+    /// The configuration.
+    pub settings: &'a Settings,
+    /// The load.
+    pub workload: &'a Workload,
+    /// What the host did meanwhile.
+    pub cost: Option<Cost>,
+    /// What fio reaches on the host's disk.
+    pub ceiling: Option<f64>,
+    /// Programs that changed since the first cell.
+    pub changed: &'a [String],
+    /// Seconds that the plan wanted.
+    pub planned_s: f64,
+    /// How guests run.
+    pub accel: Accel,
+}
+
+/// More than the host's own disk gives, beyond what two runs of it differ by.
+const ABOVE_CEILING: f64 = 1.15;
+const IDLE_MIN: f64 = 0.03;
+const STOLEN_MAX: f64 = 0.02;
+const OTHERS_MAX: f64 = 0.15;
+const WINDOW_MIN: f64 = 0.6;
+
+/// The flags of a sample; empty if nothing speaks against it.
+pub fn flags(evidence: &Evidence) -> Vec<String> {
+    let mut flags = Vec::new();
+    let percent = |share: f64| format!("{:.0} %", share * 100.0);
+    let Evidence {
+        sample,
+        settings,
+        workload,
+        ..
+    } = evidence;
+    if let Some(ceiling) = evidence
+        .ceiling
+        .filter(|ceiling| sample.iops > ceiling * ABOVE_CEILING)
+    {
+        let times = sample.iops / ceiling;
+        flags.push(match settings.cache.direct() {
+            true => format!("faster than the host's disk by {times:.1} times: something caches"),
+            false => format!(
+                "cached: {times:.1} times the host's disk, by cache={}",
+                settings.cache
+            ),
+        });
+    }
+    if let Some(cost) = evidence.cost {
+        if cost.stolen > STOLEN_MAX {
+            flags.push(format!(
+                "stolen: {} of the CPU time went to other machines",
+                percent(cost.stolen)
+            ));
+        }
+        if cost.others > OTHERS_MAX {
+            flags.push(format!(
+                "not alone: other programs used {} of the CPUs",
+                percent(cost.others)
+            ));
+        }
+        if cost.idle < IDLE_MIN {
+            let why = if evidence.accel == Accel::Tcg {
+                ", as translated guests do"
+            } else {
+                ""
+            };
+            flags.push(format!(
+                "starved: the CPUs had {} left{why}",
+                percent(cost.idle)
+            ));
+        }
+    }
+    if sample.window_s < WINDOW_MIN * evidence.planned_s {
+        flags.push(format!(
+            "short: all jobs ran together for {:.1} s only",
+            sample.window_s
+        ));
+    }
+    let series: Vec<f64> = sample.series.iter().map(|point| point.iops).collect();
+    if steady(&rounds(&series)) == Steady::No {
+        flags.push("not steady: the rate still changed (SNIA: 20 % range, 10 % slope)".into());
+    }
+    if let Some(rate) = workload.rate {
+        let offered = f64::from(rate) * f64::from(settings.guests) * f64::from(settings.volumes);
+        if sample.iops < 0.97 * offered {
+            flags.push(format!(
+                "behind: {} of the offered rate",
+                percent(sample.iops / offered)
+            ));
+        }
+    }
+    if sample.latencies.requests() < 100 {
+        flags.push(format!("few: {} requests", sample.latencies.requests()));
+    }
+    flags.extend(
+        evidence
+            .changed
+            .iter()
+            .map(|what| format!("changed: {what} is not what it was at the start")),
+    );
+    flags
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::window::Point;
+
+    fn flags_of(
+        change: impl Fn(&mut Sample, &mut Settings, &mut Workload, &mut Cost),
+    ) -> Vec<String> {
+        let mut sample = Sample {
+            iops: 1000.0,
+            window_s: 10.0,
+            ..Sample::default()
+        };
+        sample.latencies.add(1000, 10_000);
+        sample.series = vec![
+            Point {
+                iops: 1000.0,
+                ..Point::default()
+            };
+            10
+        ];
+        let (mut settings, mut workload) = (Settings::default(), Workload::default());
+        let mut cost = Cost {
+            idle: 0.5,
+            ..Cost::default()
+        };
+        change(&mut sample, &mut settings, &mut workload, &mut cost);
+        let changed = if sample.mean_ns < 0.0 {
+            vec!["fio".to_owned()]
+        } else {
+            Vec::new()
+        };
+        flags(&Evidence {
+            sample: &sample,
+            settings: &settings,
+            workload: &workload,
+            cost: Some(cost),
+            ceiling: Some(1000.0),
+            changed: &changed,
+            planned_s: 10.0,
+            accel: Accel::Kvm,
+        })
+    }
+
+    #[test]
+    fn each_fault_has_its_flag_and_a_sound_sample_none() {
+        assert!(flags_of(|_, _, _, _| {}).is_empty());
+        let one =
+            |word: &str, change: &dyn Fn(&mut Sample, &mut Settings, &mut Workload, &mut Cost)| {
+                let flags = flags_of(change);
+                assert!(
+                    flags.len() == 1 && flags[0].starts_with(word),
+                    "{word}: {flags:?}"
+                );
+            };
+        one("faster", &|sample, _, _, _| sample.iops = 2000.0);
+        one("cached", &|sample, settings, _, _| {
+            sample.iops = 2000.0;
+            settings.cache = crate::plan::words::Cache::Writeback;
+        });
+        one("stolen", &|_, _, _, cost| cost.stolen = 0.05);
+        one("not alone", &|_, _, _, cost| cost.others = 0.3);
+        one("starved", &|_, _, _, cost| cost.idle = 0.01);
+        one("short", &|sample, _, _, _| sample.window_s = 3.0);
+        one("not steady", &|sample, _, _, _| {
+            sample
+                .series
+                .iter_mut()
+                .enumerate()
+                .for_each(|(n, point)| point.iops = 100.0 * n as f64);
+        });
+        one("behind", &|_, _, workload, _| workload.rate = Some(1100));
+        one("few", &|sample, _, _, _| {
+            sample.latencies = crate::stats::Histogram::default()
+        });
+        one("changed", &|sample, _, _, _| sample.mean_ns = -1.0);
+    }
+}

@@ -1,0 +1,422 @@
+//! Disks that the lab makes, and servers for them.
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+use crate::guest::{Stop, tail};
+use crate::plan::units::size_text;
+use crate::plan::words::{Cache, Format};
+use crate::plan::{Backing, IoThread, Server, Settings};
+use crate::stats::Rng;
+
+/// Files that the lab makes, and removes when it is done.
+#[derive(Debug)]
+pub struct Files {
+    folder: PathBuf,
+    size: u64,
+    made: Vec<PathBuf>,
+}
+
+/// Where files in memory go.
+const RAM: &str = "/dev/shm";
+/// What is left free beside the disks.
+const RESERVE: u64 = 256 << 20;
+
+impl Files {
+    /// For disks of `size` bytes in `folder`.
+    pub fn new(folder: PathBuf, size: u64) -> Files {
+        Files {
+            folder,
+            size,
+            made: Vec::new(),
+        }
+    }
+
+    /// The disk of a volume; made and filled with random data if it is not there yet, so that nothing is read from
+    /// holes, and no block is written for the first time.
+    ///
+    /// # Errors
+    /// There is no room for it, or it cannot be written.
+    pub fn disk(&mut self, settings: &Settings, guest: u16, volume: u16) -> Result<PathBuf> {
+        let folder = match &settings.backing {
+            Backing::Path(path) => return Ok(path.clone()),
+            Backing::Ram => Path::new(RAM).join(format!("ringdisk-lab-{}", std::process::id())),
+            Backing::File | Backing::Null | Backing::Rbd(_) => self.folder.clone(),
+        };
+        fs::create_dir_all(&folder).with_context(|| format!("making {}", folder.display()))?;
+        let path = folder.join(format!("disk-{guest}-{volume}.{}", settings.format));
+        if self.made.contains(&path) {
+            return Ok(path);
+        }
+        self.check_room(&folder)?;
+        self.made.push(path.clone());
+        match settings.format {
+            Format::Raw => fill(&path, self.size, u64::from(guest) << 16 | u64::from(volume))?,
+            Format::Qcow2 => {
+                let raw = Settings {
+                    format: Format::Raw,
+                    ..settings.clone()
+                };
+                let raw = self.disk(&raw, guest, volume)?;
+                let mut convert = Command::new("qemu-img");
+                convert
+                    .args(["convert", "-f", "raw", "-O", "qcow2", "-S", "0"])
+                    .arg(raw)
+                    .arg(&path);
+                let output = convert.output().context("starting qemu-img")?;
+                ensure!(
+                    output.status.success(),
+                    "qemu-img: {}",
+                    String::from_utf8_lossy(&output.stderr).trim()
+                );
+            }
+        }
+        File::open(&path)
+            .and_then(|file| file.sync_all())
+            .with_context(|| format!("syncing {}", path.display()))?;
+        Ok(path)
+    }
+
+    fn check_room(&self, folder: &Path) -> Result<()> {
+        let room = rustix::fs::statvfs(folder)
+            .with_context(|| format!("looking for room in {}", folder.display()))?;
+        let free = room.f_bavail.saturating_mul(room.f_frsize);
+        ensure!(
+            free >= self.size + RESERVE,
+            "{} has {} MiB free, and a disk takes {} and a reserve of {}; name another with 'directory' in [storage], or a smaller 'size'",
+            folder.display(),
+            free >> 20,
+            size_text(self.size),
+            size_text(RESERVE),
+        );
+        Ok(())
+    }
+}
+
+impl Drop for Files {
+    fn drop(&mut self) {
+        for path in &self.made {
+            let _ = fs::remove_file(path);
+        }
+        let _ = fs::remove_dir(Path::new(RAM).join(format!("ringdisk-lab-{}", std::process::id())));
+        let _ = fs::remove_dir(&self.folder);
+    }
+}
+
+/// Random data: no disk compresses it away.
+fn fill(path: &Path, size: u64, seed: u64) -> Result<()> {
+    let what = || format!("filling {}", path.display());
+    let mut file = File::create(path).with_context(what)?;
+    let mut rng = Rng::new(seed);
+    let mut chunk = vec![0_u8; 1 << 20];
+    let mut left = size;
+    while left > 0 {
+        for word in chunk.chunks_exact_mut(8) {
+            word.copy_from_slice(&rng.bits().to_ne_bytes());
+        }
+        let now = left.min(chunk.len() as u64) as usize;
+        file.write_all(&chunk[..now]).with_context(what)?;
+        left -= now as u64;
+    }
+    Ok(())
+}
+
+/// A process that serves disks over vhost-user. Ended on drop.
+pub struct Served {
+    child: Option<Child>,
+    /// A socket for each disk.
+    pub sockets: Vec<PathBuf>,
+    log: PathBuf,
+}
+
+impl Served {
+    /// Starts the server of a configuration for these disks; `None` stands for a null disk.
+    ///
+    /// # Errors
+    /// It does not start; with its last lines.
+    pub fn start(
+        settings: &Settings,
+        ringdisk: &Path,
+        folder: &Path,
+        disks: &[Option<PathBuf>],
+        size: u64,
+        stop: &Stop,
+    ) -> Result<Served> {
+        fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
+        let sockets: Vec<PathBuf> = (0..disks.len())
+            .map(|n| folder.join(format!("disk{n}.sock")))
+            .collect();
+        sockets
+            .iter()
+            .for_each(|socket| drop(fs::remove_file(socket)));
+        let log = folder.join("server.log");
+        let command = match &settings.server {
+            Server::Socket(socket) => {
+                ensure!(socket.exists(), "nobody listens at {}", socket.display());
+                return Ok(Served {
+                    child: None,
+                    sockets: vec![socket.clone()],
+                    log,
+                });
+            }
+            Server::Ringdisk => ringdisk_command(settings, ringdisk, folder, disks, size, &sockets),
+            Server::QemuStorageDaemon => daemon_command(settings, disks, size, &sockets),
+        };
+        let mut served = Served {
+            child: None,
+            sockets,
+            log: log.clone(),
+        };
+        let log = File::create(log).context("making server.log")?;
+        let mut command = command;
+        let name = command.get_program().display().to_string();
+        command
+            .process_group(0)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(log);
+        served.child = Some(
+            command
+                .spawn()
+                .with_context(|| format!("starting {name}"))?,
+        );
+        served.wait(&name, stop)?;
+        Ok(served)
+    }
+
+    /// The server's process, if it is ours.
+    pub fn pid(&self) -> Option<u32> {
+        self.child.as_ref().map(Child::id)
+    }
+
+    /// Says why if the server has ended.
+    ///
+    /// # Errors
+    /// It has; with its last lines.
+    pub fn alive(&mut self) -> Result<()> {
+        if let Some(child) = &mut self.child
+            && let Some(status) = child.try_wait().context("waiting for the server")?
+        {
+            bail!(
+                "the server of the disks ended ({status}); it said:\n{}",
+                tail(&self.log, 10)
+            );
+        }
+        Ok(())
+    }
+
+    /// Waits until all sockets accept.
+    fn wait(&mut self, name: &str, stop: &Stop) -> Result<()> {
+        // What it prints is read, so that it does not block; ringdisk is ready when it says so.
+        if let Some(stdout) = self.child.as_mut().and_then(|child| child.stdout.take()) {
+            std::thread::spawn(move || {
+                BufReader::new(stdout)
+                    .lines()
+                    .map_while(Result::ok)
+                    .for_each(drop)
+            });
+        }
+        let deadline = Instant::now() + Duration::from_secs(60);
+        // Not by connecting: qemu-storage-daemon takes a connection for its guest.
+        while !self.sockets.iter().all(|socket| socket.exists()) {
+            self.alive()?;
+            ensure!(!stop.is_wanted(), "stopped");
+            ensure!(
+                Instant::now() < deadline,
+                "{name} does not listen; it said:\n{}",
+                tail(&self.log, 10)
+            );
+            sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let Some(child) = &mut self.child else { return };
+        let _ = rustix::process::kill_process(
+            rustix::process::Pid::from_child(child),
+            rustix::process::Signal::TERM,
+        );
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while Instant::now() < deadline {
+            if !matches!(child.try_wait(), Ok(None)) {
+                return;
+            }
+            sleep(Duration::from_millis(10));
+        }
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+}
+
+fn ringdisk_command(
+    settings: &Settings,
+    ringdisk: &Path,
+    folder: &Path,
+    disks: &[Option<PathBuf>],
+    size: u64,
+    sockets: &[PathBuf],
+) -> Command {
+    let escaped = |path: &Path| path.display().to_string().replace(',', ",,");
+    let mut command = guarded(ringdisk);
+    command
+        .args(["serve", "--json", "--control"])
+        .arg(folder.join("control.sock"));
+    match settings.iothread {
+        IoThread::Off => {}
+        IoThread::One => drop(command.args(["--iothreads", "1"])),
+        IoThread::Mapping(threads) => drop(command.args(["--iothreads", &threads.to_string()])),
+    }
+    for (index, (disk, socket)) in disks.iter().zip(sockets).enumerate() {
+        let mut words = match disk {
+            Some(path) => format!(
+                "file={},format={},cache={}",
+                escaped(path),
+                settings.format,
+                settings.cache
+            ),
+            None => format!("file=null:{size}"),
+        };
+        words += &format!(",name=lab{index},socket={}", escaped(socket));
+        if let (Some(aio), true) = (settings.aio, disk.is_some()) {
+            words += &format!(",aio={aio}");
+        }
+        words += &format!(",queues={}", settings.queues.unwrap_or(settings.vcpus));
+        if let Some(size) = settings.queue_size {
+            words += &format!(",queue-size={size}");
+        }
+        command.arg(words);
+    }
+    command
+}
+
+fn daemon_command(
+    settings: &Settings,
+    disks: &[Option<PathBuf>],
+    size: u64,
+    sockets: &[PathBuf],
+) -> Command {
+    let mut command = guarded(Path::new("qemu-storage-daemon"));
+    for (index, (disk, socket)) in disks.iter().zip(sockets).enumerate() {
+        let cache = serde_json::json!({ "direct": settings.cache.direct(), "no-flush": settings.cache == Cache::Unsafe });
+        let node = match disk {
+            None => serde_json::json!({ "driver": "null-co", "size": size, "read-zeroes": false }),
+            Some(path) => {
+                let driver = if crate::guest::is_block_device(path) {
+                    "host_device"
+                } else {
+                    "file"
+                };
+                let mut file = serde_json::json!({ "driver": driver, "filename": path, "cache": cache, "discard": "unmap" });
+                if let Some(aio) = settings.aio {
+                    file["aio"] = aio.word().into();
+                }
+                serde_json::json!({ "driver": settings.format.word(), "file": file, "cache": cache, "discard": "unmap" })
+            }
+        };
+        let mut node = node;
+        node["node-name"] = format!("disk{index}").into();
+        let mut export: Value = serde_json::json!({
+            "type": "vhost-user-blk", "id": format!("export{index}"), "node-name": format!("disk{index}"),
+            "addr": { "type": "unix", "path": socket }, "writable": true,
+            "num-queues": settings.queues.unwrap_or(settings.vcpus),
+        });
+        if settings.iothread == IoThread::One {
+            command
+                .arg("--object")
+                .arg(format!("iothread,id=io{index}"));
+            export["iothread"] = format!("io{index}").into();
+        }
+        command
+            .arg("--blockdev")
+            .arg(node.to_string())
+            .arg("--export")
+            .arg(export.to_string());
+    }
+    command
+}
+
+/// A program that does not outlive a lab that is killed.
+fn guarded(program: &Path) -> Command {
+    match crate::guest::find_program("setpriv") {
+        None => Command::new(program),
+        Some(setpriv) => {
+            let mut command = Command::new(setpriv);
+            command.args(["--pdeathsig", "KILL"]).arg(program);
+            command
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disks_are_full_of_data_differ_and_go_away() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disks");
+        let mut files = Files::new(path.clone(), 16 << 20);
+        let one = files.disk(&Settings::default(), 0, 0).unwrap();
+        let two = files.disk(&Settings::default(), 0, 1).unwrap();
+        assert_eq!(files.disk(&Settings::default(), 0, 0).unwrap(), one);
+        let (a, b) = (fs::read(&one).unwrap(), fs::read(&two).unwrap());
+        assert!(
+            a.len() == 16 << 20
+                && a != b
+                && a.chunks(4096)
+                    .all(|block| block.iter().any(|byte| *byte != 0))
+        );
+        drop(files);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_disk_that_does_not_fit_is_refused_before_anything_is_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut files = Files::new(folder.path().join("disks"), 1 << 60);
+        let error = files
+            .disk(&Settings::default(), 0, 0)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("MiB free") && error.contains("directory"),
+            "{error}"
+        );
+        assert!(
+            fs::read_dir(folder.path().join("disks"))
+                .unwrap()
+                .next()
+                .is_none()
+        );
+    }
+
+    #[test]
+    fn a_server_that_fails_is_told_with_its_words() {
+        let folder = tempfile::tempdir().unwrap();
+        let script = folder.path().join("ringdisk");
+        fs::write(&script, "#!/bin/sh\necho no such disk >&2\nexit 1\n").unwrap();
+        fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        let settings = Settings::default();
+        let started = Served::start(
+            &settings,
+            &script,
+            folder.path(),
+            &[None],
+            1 << 20,
+            &Stop::default(),
+        );
+        let error = started.err().unwrap().to_string();
+        assert!(error.contains("no such disk"), "{error}");
+    }
+}

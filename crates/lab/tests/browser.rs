@@ -1,0 +1,276 @@
+//! Reports in a real browser: no text lies over another, none is cut, and nothing is fetched.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use lab::analysis::Analysis;
+use lab::guest::find_program;
+use lab::journal::{BootRecord, Ceiling, Cell, Header, Journal, Record, Sample};
+use lab::plan::Plan;
+use lab::stats::{Histogram, Rng};
+use lab::window::Point;
+
+/// What the page is asked when it stands. Every text must lie within its drawing, and apart from all others; every
+/// block must be as wide as what is in it, unless it scrolls.
+const LOOK: &str = r#"
+<script>
+window.addEventListener('load', () => {
+  const wrong = [];
+  for (const svg of document.querySelectorAll('figure svg')) {
+    const frame = svg.getBoundingClientRect();
+    const texts = [...svg.querySelectorAll('text')].map(text => [text.textContent, text.getBoundingClientRect()]);
+    texts.forEach(([word, box], index) => {
+      if (box.left < frame.left - 1 || box.right > frame.right + 1 || box.top < frame.top - 1 || box.bottom > frame.bottom + 1)
+        wrong.push('cut: ' + word);
+      for (const [other, its] of texts.slice(index + 1))
+        if (box.left + 1 < its.right && its.left + 1 < box.right && box.top + 2 < its.bottom && its.top + 2 < box.bottom)
+          wrong.push('overlap: ' + word + ' | ' + other);
+    });
+  }
+  for (const block of document.querySelectorAll('h1, h2, p, li, td, th, summary, figcaption'))
+    if (block.scrollWidth > block.clientWidth + 1) wrong.push('wide: ' + block.textContent.slice(0, 60));
+  if (document.documentElement.scrollWidth > window.innerWidth) wrong.push('the page scrolls sideways');
+  const figures = [...document.querySelectorAll('figure')].map(figure => figure.getBoundingClientRect());
+  figures.forEach((box, index) => figures.slice(index + 1).forEach(its => {
+    if (box.left + 1 < its.right && its.left + 1 < box.right && box.top + 1 < its.bottom && its.top + 1 < box.bottom)
+      wrong.push('figures overlap');
+  }));
+  const fetched = performance.getEntriesByType('resource').length;
+  document.title = 'looked: ' + document.querySelectorAll('figure svg').length + ' charts, ' + fetched + ' fetched, wrong: ' + wrong.join('; ');
+});
+</script></body>"#;
+
+/// A result of this plan, as if it had run: each case is a few percent better than the one before.
+fn result(plan: &str, blocks: u32) -> Journal {
+    let parsed = Plan::parse(Path::new("plan.toml"), plan).unwrap();
+    let header = Header {
+        version: 1,
+        file: "plan.toml".into(),
+        plan: plan.into(),
+        seed: 42,
+        started_ms: 0,
+        facts: [
+            (
+                "cpu",
+                "A processor with <markup> & a long name of many words, 64 cores",
+            ),
+            ("accelerator", "tcg"),
+        ]
+        .map(|(key, value)| (key.to_owned(), value.to_owned()))
+        .into(),
+        left_out: BTreeMap::new(),
+    };
+    let mut rng = Rng::new(7);
+    let mut records = vec![Record::Plan(header)];
+    for load in &parsed.workloads {
+        records.push(Record::Ceiling(Ceiling {
+            workload: load.name.clone(),
+            disks: 1,
+            iops: 500_000.0,
+            mean_ns: 60_000.0,
+        }));
+    }
+    for block in 0..blocks {
+        for (arm, case) in parsed.cases.iter().chain(&parsed.cases[..1]).enumerate() {
+            let twin = arm == parsed.cases.len();
+            let effective = [
+                ("driver".to_owned(), "virtio_blk".to_owned()),
+                ("queues".to_owned(), (1 + arm % 3).to_string()),
+            ];
+            records.push(Record::Boot(BootRecord {
+                block,
+                case: case.name.clone(),
+                twin,
+                effective: effective.into(),
+                boot_s: 2.0,
+            }));
+            for load in &parsed.workloads {
+                let better = 1.0 + 0.13 * if twin { 0.0 } else { arm as f64 };
+                let iops = 9000.0
+                    * better
+                    * f64::from(load.iodepth).powf(0.7)
+                    * (0.03 * rng.normal()).exp();
+                let mean_ns = 1e9 * f64::from(load.iodepth) / iops;
+                let mut latencies = Histogram::default();
+                (1..60).for_each(|n| {
+                    latencies.add(
+                        (mean_ns * 1.1_f64.powi(n - 10)) as u64,
+                        9000 / (1 + n as u64 * n as u64 / 9),
+                    )
+                });
+                let point = |second: u32| Point {
+                    at_s: f64::from(second) + 0.5,
+                    iops,
+                    p50_ns: mean_ns as u64,
+                    p99_ns: (mean_ns * (2.0 + rng.unit())) as u64,
+                    max_ns: (mean_ns * 9.0) as u64,
+                };
+                let sample = Sample {
+                    iops,
+                    bytes_per_s: iops * load.bs as f64,
+                    mean_ns,
+                    latencies,
+                    series: (0..20).map(point).collect(),
+                    window_s: 20.0,
+                    cpu_us: Some(9.0 / better),
+                    switches: Some(1.5),
+                    exits: None,
+                };
+                let failed = arm == 1 && block == 1;
+                records.push(Record::Cell(Cell {
+                    block,
+                    case: case.name.clone(),
+                    twin,
+                    workload: load.name.clone(),
+                    at_ms: 1,
+                    took_s: 20.0,
+                    error: failed
+                        .then(|| "QEMU ended (signal: 9)\nqemu.log:\nits last words".into()),
+                    flags: if block == 0 {
+                        vec!["starved: the CPUs had 1 % left".into()]
+                    } else {
+                        Vec::new()
+                    },
+                    sample: (!failed).then_some(sample),
+                }));
+            }
+        }
+    }
+    let lines: Vec<String> = records
+        .iter()
+        .map(|record| serde_json::to_string(record).unwrap() + "\n")
+        .collect();
+    Journal::parse(&lines.concat()).unwrap()
+}
+
+fn chromium() -> Option<PathBuf> {
+    let found = ["chromium", "chromium-browser", "google-chrome"]
+        .into_iter()
+        .find_map(find_program);
+    if found.is_none() {
+        println!(
+            "skipped: reports in a browser: chromium is missing; `cargo xtask install` installs it"
+        );
+    }
+    found
+}
+
+/// Loads a page; `arguments` as for a person in a hurry: no profile, no network.
+fn browse(browser: &Path, page: &Path, arguments: &[&str]) -> String {
+    let profile = tempfile::tempdir().unwrap();
+    let output = Command::new(browser)
+        .args([
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--hide-scrollbars",
+        ])
+        .args([
+            "--disable-background-networking",
+            "--disable-extensions",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+        ])
+        .arg(format!("--user-data-dir={}", profile.path().display()))
+        .args(arguments)
+        .arg(format!("file://{}", page.display()))
+        .output()
+        .unwrap();
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+fn look(name: &str, plan: &str, charts_min: usize) {
+    let Some(browser) = chromium() else { return };
+    let journal = result(plan, 6);
+    let analysis = Analysis::of(&journal);
+    let folder = tempfile::tempdir().unwrap();
+    lab::report::write(&analysis, folder.path()).unwrap();
+    let page = fs::read_to_string(folder.path().join("report.html")).unwrap();
+    assert!(
+        !page.contains("http:") && !page.contains("https:") && !page.contains("<markup>"),
+        "{name}"
+    );
+    let looked_at = folder.path().join("look.html");
+    fs::write(&looked_at, page.replace("</body>", LOOK)).unwrap();
+    // A desk, a phone, and the dark.
+    for arguments in [
+        &["--window-size=1280,900", "--dump-dom"][..],
+        &["--window-size=500,900", "--dump-dom"],
+        &["--window-size=1280,900", "--force-dark-mode", "--dump-dom"],
+    ] {
+        let dom = browse(&browser, &looked_at, arguments);
+        let title = dom
+            .split("<title>")
+            .nth(1)
+            .and_then(|rest| rest.split("</title>").next())
+            .unwrap_or_default();
+        assert!(
+            title.ends_with("0 fetched, wrong: "),
+            "{name} {arguments:?}: {title:?}"
+        );
+        let charts: usize = title
+            .split_whitespace()
+            .nth(1)
+            .and_then(|word| word.parse().ok())
+            .unwrap_or(0);
+        assert!(charts >= charts_min, "{name}: {title}");
+    }
+    if let Some(kept) = std::env::var_os("RINGDISK_LAB_PICTURES") {
+        let picture = Path::new(&kept).join(format!("{name}.png"));
+        let shot = format!("--screenshot={}", picture.display());
+        browse(
+            &browser,
+            &folder.path().join("report.html"),
+            &["--window-size=1280,2600", &shot],
+        );
+    }
+}
+
+#[test]
+fn a_sweep_of_two_axes_with_seven_block_sizes_and_eight_depths() {
+    look(
+        "aio-iothread",
+        lab::recipes::text("aio-iothread").unwrap(),
+        30,
+    );
+}
+
+#[test]
+fn a_ladder() {
+    look("ladder", lab::recipes::text("ladder").unwrap(), 9);
+}
+
+#[test]
+fn guests_times_volumes_times_depth() {
+    look(
+        "rbd-scaling",
+        lab::recipes::text("rbd-scaling").unwrap(),
+        20,
+    );
+}
+
+#[test]
+fn named_loads_and_long_names() {
+    look("desktop", lab::recipes::text("desktop").unwrap(), 10);
+    let open = "[config]\nqueues=[1,2]\n[fio]\nrate=[1000,2000,4000,8000]\narrival='poisson'\n";
+    look("open-loop", open, 3);
+}
+
+/// The checks of the page find what they are for.
+#[test]
+fn a_page_with_faults_is_seen_to_have_them() {
+    let Some(browser) = chromium() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let page = folder.path().join("page.html");
+    let svg = "<figure><svg width=\"100\" height=\"40\"><text x=\"5\" y=\"20\">one text</text><text x=\"15\" y=\"20\">another</text>\
+        <text x=\"80\" y=\"38\">too long for here</text></svg></figure>";
+    fs::write(&page, format!("<html><body>{svg}{LOOK}</html>")).unwrap();
+    let dom = browse(&browser, &page, &["--dump-dom"]);
+    assert!(
+        dom.contains("overlap: one text | another") && dom.contains("cut: too long for here"),
+        "{dom}"
+    );
+}
