@@ -14,4 +14,4 @@ pub use facts::{Backing, BlockSizeError, DiskFacts};
 pub use request::Request;
 pub use throttle::{Rate, ThrottleError, ThrottleLimits};
 pub use units::{DiskOffset, FileOffset, SECTOR_BYTES, Sector, format_size, parse_size};
-pub use words::{Aio, CacheMode, DetectZeroes, Discard};
+pub use words::{Aio, CacheMode, DetectZeroes, Discard, OnError};

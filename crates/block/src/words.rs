@@ -114,6 +114,21 @@ words! {
     }
 }
 
+words! {
+    /// What is done about a request that storage failed to serve, with QEMU's names where it has them.
+    OnError {
+        /// The guest is told.
+        Report = "report",
+        /// A write for which there is no space waits, and is tried again now and then; of all else the
+        /// guest is told.
+        Enospc = "enospc",
+        /// It waits, and so does all that the guest sends after it, until the operator has them go on.
+        Stop = "stop",
+        /// It waits, and is tried again with growing pauses.
+        Retry = "retry",
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -108,6 +108,8 @@ commands! {
     RingdiskReplace(RingdiskReplace) -> Empty = "x-ringdisk-replace",
     /// Makes a disk longer, or tells its guest that it has become longer.
     RingdiskResize(RingdiskResize) -> RingdiskResized = "x-ringdisk-resize",
+    /// Has requests go on that wait because storage failed to serve them.
+    RingdiskResume(RingdiskResume) -> Empty = "x-ringdisk-resume",
     /// Every disk, with histograms.
     RingdiskStats(Empty) -> Value = "x-ringdisk-stats",
 }

@@ -48,6 +48,8 @@ events! {
     /// A request of a guest has failed. Of each disk and operation at most one a second is sent, and if there were
     /// more, the last of them.
     BlockIoError(BlockIoError) = "BLOCK_IO_ERROR",
+    /// Nothing waits any more for the storage of a disk to work again.
+    BlockIoResumed(BlockIoResumed) = "BLOCK_IO_RESUMED",
     /// An image contradicts itself, and nothing more is written to it.
     BlockImageCorrupted(BlockImageCorrupted) = "BLOCK_IMAGE_CORRUPTED",
 }
@@ -57,6 +59,7 @@ impl Event {
     fn rate_limited_by(&self) -> Option<String> {
         match self {
             Self::BlockExportDeleted(_) | Self::BlockImageCorrupted(_) => None,
+            Self::BlockIoResumed(resumed) => Some(format!("{} {}", self.name(), resumed.device)),
             Self::BlockIoError(error) => {
                 let node = error.node_name.as_deref().unwrap_or_default();
                 Some(format!(
@@ -95,6 +98,16 @@ record! {
         nospace: Option<bool> = "nospace",
         /// For people.
         reason: String = "reason",
+    }
+}
+
+record! {
+    /// Data of `BLOCK_IO_RESUMED`.
+    BlockIoResumed {
+        /// The id of the export.
+        device: String = "device",
+        /// The node.
+        node_name: Option<String> = "node-name",
     }
 }
 

@@ -24,8 +24,8 @@ pub use client::{Client, ClientError};
 pub use commands::*;
 pub use error::{CommandError, ErrorClass};
 pub use events::{
-    BlockErrorAction, BlockExportDeleted, BlockImageCorrupted, BlockIoError, Event, EventHub,
-    IoOperationType, Pending, Subscription, TooManySessions,
+    BlockErrorAction, BlockExportDeleted, BlockImageCorrupted, BlockIoError, BlockIoResumed, Event,
+    EventHub, IoOperationType, Pending, Subscription, TooManySessions,
 };
 pub use framing::{Framer, FramingError, Limits};
 pub use qapi::{At, Id, Qapi, Schema};

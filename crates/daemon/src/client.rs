@@ -125,6 +125,22 @@ pub struct ReplaceArgs {
 }
 
 #[derive(clap::Args)]
+#[command(after_help = "Examples:
+  ringdisk resume vm2              the storage works again: tries what waits at once
+  ringdisk resume vm2 --report     it will not: the VM gets an error for each request that waits
+
+'ringdisk list' shows disks whose requests wait for their storage (rerror, werror of 'ringdisk serve').")]
+pub struct ResumeArgs {
+    /// Name of the disk
+    name: String,
+    /// Tell the VM of the errors
+    #[arg(long)]
+    report: bool,
+    #[command(flatten)]
+    connection: Connection,
+}
+
+#[derive(clap::Args)]
 #[command(after_help = "Example:
   ringdisk reload
 
@@ -213,7 +229,7 @@ pub fn list(args: &ListArgs) -> Done {
         }
     }
     let mut rows = vec![row([
-        "NAME", "SIZE", "VM", "CACHE", "LIMITS", "FILE", "SOCKET",
+        "NAME", "SIZE", "VM", "STORAGE", "CACHE", "LIMITS", "FILE", "SOCKET",
     ])];
     for disk in &disks {
         let text = |key: &str| disk[key].as_str().unwrap_or("-").to_owned();
@@ -225,6 +241,7 @@ pub fn list(args: &ListArgs) -> Done {
                 Some(false) => "-".into(),
                 None => "not served".into(),
             },
+            text("storage"),
             text("cache"),
             limits_text(disk),
             text("file"),
@@ -329,6 +346,15 @@ pub fn replace(args: &ReplaceArgs) -> Done {
     let done = format!("disk {} is on {} now", args.name, file.display());
     args.connection
         .order("x-ringdisk-replace", arguments, &done)
+}
+
+pub fn resume(args: &ResumeArgs) -> Done {
+    let arguments = json!({ "id": args.name, "report": args.report });
+    let done = match args.report {
+        true => format!("disk {}: the VM is told of what failed", args.name),
+        false => format!("disk {}: what failed is tried again", args.name),
+    };
+    args.connection.order("x-ringdisk-resume", arguments, &done)
 }
 
 pub fn reload(args: &ReloadArgs) -> Done {

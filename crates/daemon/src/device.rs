@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use datapath::{Disk, QueueId};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
-use guest::{Device, FrontendChannel, NewQueue, RingBase, RingError};
+use guest::{Device, FrontendChannel, NewQueue, RingBase, RingError, Stopped};
 use tracing::{error, warn};
 
 use crate::iothreads::NamedThread;
@@ -167,19 +167,23 @@ impl Device for BlockDevice<'_> {
         Ok(())
     }
 
-    fn stop(&mut self, ring: u16) -> RingBase {
+    fn stop(&mut self, ring: u16) -> Stopped {
+        let nowhere = Stopped {
+            base: RingBase(0),
+            unfinished: false,
+        };
         let Some(running) = self.running[usize::from(ring)].take() else {
-            return RingBase(0);
+            return nowhere;
         };
         let thread = self.thread(ring);
-        let base = thread.thread.stop(running.queue);
+        let stopped = thread.thread.stop(running.queue);
         thread.leave(running.arrived);
-        base.unwrap_or_else(|e| {
+        stopped.unwrap_or_else(|e| {
             error!(
                 "disk {}: queue {ring} cannot be stopped: {e}",
                 self.served.disk.name
             );
-            RingBase(0)
+            nowhere
         })
     }
 

@@ -9,8 +9,8 @@ use std::time::Duration;
 use std::{io, mem};
 
 use block::{CacheMode, Request};
-use control::{BlockErrorAction, BlockIoError, Event, EventHub, IoOperationType};
-use datapath::{Disk, IoFailure, IoThread, Measuring};
+use control::{BlockErrorAction, BlockIoError, BlockIoResumed, Event, EventHub, IoOperationType};
+use datapath::{Disk, IoAction, IoEvent, IoFailure, IoThread, Measuring};
 use guest::End;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use thiserror::Error;
@@ -100,7 +100,7 @@ impl Export {
         let stop = Arc::new(stop);
         let connected = Arc::new(AtomicBool::new(false));
         let (its_id, its_node) = (id.clone(), node.name().to_owned());
-        disk.on_error(move |failure| events.emit(&io_error(&its_id, &its_node, failure)));
+        disk.on_event(move |event| events.emit(&told(&its_id, &its_node, event)));
         let disk = Arc::new(disk);
         let device = Arc::new(ServedDisk::new(disk.clone(), spec.queue_size, threads));
         tell_changes(&node, &disk, &device);
@@ -144,10 +144,7 @@ impl Export {
     /// The disk goes on with the node that it had.
     pub fn replace(&mut self, node: Arc<Node>) -> Result<(), ExportError> {
         let fail = |e| ExportError::System(self.id.clone(), "be put on another file", e);
-        let mut threads: Vec<_> = self.device.threads.iter().map(|t| &t.thread).collect();
-        threads.sort_by_key(|thread| thread.thread_id());
-        threads.dedup_by_key(|thread| thread.thread_id());
-        let threads: Vec<Arc<IoThread>> = threads.into_iter().cloned().collect();
+        let threads = self.threads();
         let new = node.replacement().map_err(|e| fail(io::Error::other(e)))?;
         // Which file holds the disk is what the operator has written down, in the configuration or in
         // the VM's own; there is no record of ours.
@@ -158,6 +155,19 @@ impl Export {
         self.node = node;
         self.device.tell_size();
         Ok(())
+    }
+
+    /// Has requests go on that wait for storage, or, with `report`, their guest told.
+    pub fn resume(&self, report: bool) {
+        self.disk.resume(&self.threads(), report);
+    }
+
+    /// The threads of its queues, each once.
+    fn threads(&self) -> Vec<Arc<IoThread>> {
+        let mut threads: Vec<_> = self.device.threads.iter().map(|t| &t.thread).collect();
+        threads.sort_by_key(|thread| thread.thread_id());
+        threads.dedup_by_key(|thread| thread.thread_id());
+        threads.into_iter().cloned().collect()
     }
 
     /// Tells the listening thread to end, without waiting for it.
@@ -211,6 +221,16 @@ fn tell_changes(node: &Arc<Node>, disk: &Arc<Disk>, device: &Arc<ServedDisk>) {
     }
 }
 
+fn told(export: &str, node: &str, event: &IoEvent) -> Event {
+    match event {
+        IoEvent::Failed(failure) => io_error(export, node, failure),
+        IoEvent::Resumed(_) => Event::BlockIoResumed(BlockIoResumed {
+            device: export.into(),
+            node_name: Some(node.into()),
+        }),
+    }
+}
+
 fn io_error(export: &str, node: &str, failure: &IoFailure) -> Event {
     let reason = match failure.errno {
         0 => "the file ends before the disk does".into(),
@@ -224,7 +244,10 @@ fn io_error(export: &str, node: &str, failure: &IoFailure) -> Event {
             Request::Read { .. } => IoOperationType::Read,
             _ => IoOperationType::Write,
         },
-        action: BlockErrorAction::Report,
+        action: match failure.action {
+            IoAction::Report => BlockErrorAction::Report,
+            IoAction::Stop | IoAction::Retry => BlockErrorAction::Stop,
+        },
         nospace: Some(failure.errno == rustix::io::Errno::NOSPC.raw_os_error()),
         reason,
     })

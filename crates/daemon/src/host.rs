@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -27,6 +27,10 @@ const DISKS_MAX: usize = 4096;
 
 /// Groups of disks with common limits.
 const GROUPS_MAX: usize = 4096;
+
+/// How long the end of a disk, or of all, may take: what is under way, and to make it durable. Less than the 90 s
+/// after which systemd kills.
+const SHUTDOWN: Duration = Duration::from_secs(60);
 
 /// How long latencies are measured after somebody has asked for statistics.
 const WATCH: Duration = Duration::from_secs(120);
@@ -114,6 +118,11 @@ pub enum HostError {
     Resize(String, String),
     #[error("{0} could not be made durable, acknowledged writes may be lost: {1}")]
     Sync(String, io::Error),
+    #[error(
+        "disk {0}: its storage does not answer; what the VM wrote and did not flush may be lost, and the \
+         file stays locked until the kernel gives up"
+    )]
+    Hangs(String),
 }
 
 impl Host {
@@ -224,7 +233,10 @@ impl Host {
         }
         let entry = state.nodes.remove(name);
         drop(state);
-        entry.map_or(Ok(()), |entry| sync(&entry.node))
+        match entry {
+            Some(entry) => in_time(name, Instant::now() + SHUTDOWN, move || sync(&entry.node)),
+            None => Ok(()),
+        }
     }
 
     /// Serves an opened disk. Returns what to paste.
@@ -286,7 +298,11 @@ impl Host {
         state.stopping.push(stopping);
         let export = state.exports.remove(id);
         drop(state);
-        let result = export.map_or(Ok(()), stop);
+        let deadline = Instant::now() + SHUTDOWN;
+        let result = match export {
+            Some(export) => in_time(id, deadline, move || stop(export)),
+            None => Ok(()),
+        };
         self.state().stopping.retain(|(other, _)| other != id);
         info!("disk {id}: no longer served");
         let id = id.to_owned();
@@ -298,13 +314,14 @@ impl Host {
     /// Makes a disk longer, or finds out that it has become longer, and tells its guest. Without a size it
     /// becomes as long as its file. Returns its size in bytes.
     pub fn resize(&self, name: &str, size: Option<u64>) -> Result<u64, HostError> {
-        let state = self.state();
-        let node = &state.top(name)?.node;
+        let node = self.state().top(name)?.node.clone();
         if let Some(size) = size {
+            // Its storage may not answer, which is no reason for others to wait.
             node.grow_file(size)
                 .map_err(|e| HostError::Resize(name.into(), e))?;
         }
-        let export = state.exports.values().find(|e| Arc::ptr_eq(&e.node, node));
+        let state = self.state();
+        let export = state.exports.values().find(|e| Arc::ptr_eq(&e.node, &node));
         match export {
             Some(export) => {
                 node.look_for_growth(&export.disk);
@@ -357,6 +374,17 @@ impl Host {
             before.filename, new.filename
         );
         state.put_on(new);
+        Ok(())
+    }
+
+    /// Has requests of a disk go on that wait because storage failed to serve them: they are tried again at
+    /// once, or, with `report`, the guest is told of their errors.
+    pub fn resume(&self, name: &str, report: bool) -> Result<(), HostError> {
+        let state = self.state();
+        let node = &state.top(name)?.node;
+        let export = state.exports.values().find(|e| Arc::ptr_eq(&e.node, node));
+        let export = export.ok_or_else(|| HostError::NoExport(name.into()))?;
+        export.resume(report);
         Ok(())
     }
 
@@ -512,18 +540,39 @@ impl Host {
         Some(more)
     }
 
-    /// Finishes what is under way, disconnects everybody, and makes everything durable.
+    /// Finishes what is under way, disconnects everybody, and makes everything durable. Storage that does
+    /// not answer is not waited for longer than a minute.
     ///
     /// # Errors
     /// The last disk that could not be made durable.
     pub fn shut_down(&self) -> Result<(), HostError> {
+        let deadline = Instant::now() + SHUTDOWN;
         let State { nodes, exports, .. } = std::mem::take(&mut *self.state());
         // All at once, rather than each after the other.
         exports.values().for_each(Export::tell_to_stop);
-        let stopped = exports.into_values().map(stop);
-        let closed = nodes.values().map(|entry| sync(&entry.node));
+        let stops = exports.into_values().map(|export| {
+            let id = export.id.clone();
+            (id.clone(), begin(&id, move || stop(export)))
+        });
         let mut result = Ok(());
-        for error in stopped.chain(closed).filter_map(Result::err) {
+        let stops: Vec<_> = stops.collect();
+        let stopped = stops
+            .into_iter()
+            .map(|(id, task)| end(&id, deadline, &task?));
+        for error in stopped.filter_map(Result::err) {
+            error!("{error}");
+            result = Err(error);
+        }
+        // Once no export uses them any more.
+        let closes = nodes.into_iter().map(|(name, entry)| {
+            let task = begin(&name, move || sync(&entry.node));
+            (name, task)
+        });
+        let closes: Vec<_> = closes.collect();
+        let closed = closes
+            .into_iter()
+            .map(|(id, task)| end(&id, deadline, &task?));
+        for error in closed.filter_map(Result::err) {
             error!("{error}");
             result = Err(error);
         }
@@ -668,11 +717,48 @@ impl State {
     }
 }
 
+type Task = mpsc::Receiver<Result<(), HostError>>;
+
+/// Does what may wait for storage in a thread of its own.
+fn begin(
+    name: &str,
+    work: impl FnOnce() -> Result<(), HostError> + Send + 'static,
+) -> Result<Task, HostError> {
+    let (done, result) = mpsc::channel();
+    let thread = thread::Builder::new().name("closing".into());
+    thread
+        .spawn(move || drop(done.send(work())))
+        .map_err(|e| HostError::Sync(name.into(), e))?;
+    Ok(result)
+}
+
+/// Waits for it, but not for ever: the thread stays with what it waits for.
+fn end(name: &str, deadline: Instant, task: &Task) -> Result<(), HostError> {
+    // What is done already counts, however late it is.
+    let left = deadline.saturating_duration_since(Instant::now());
+    let left = left.max(Duration::from_millis(100));
+    match task.recv_timeout(left) {
+        Ok(result) => result,
+        Err(_) => Err(HostError::Hangs(name.into())),
+    }
+}
+
+fn in_time(
+    name: &str,
+    deadline: Instant,
+    work: impl FnOnce() -> Result<(), HostError> + Send + 'static,
+) -> Result<(), HostError> {
+    end(name, deadline, &begin(name, work)?)
+}
+
 /// Waits until what is under way is finished, and makes it durable. The disk knows what its page cache has
 /// lost, which its file does not tell twice.
 fn stop(export: Export) -> Result<(), HostError> {
     let disk = export.disk.clone();
     drop(export);
+    if disk.is_abandoned() {
+        return Err(HostError::Hangs(disk.name.clone()));
+    }
     disk.sync()
         .map_err(|e| HostError::Sync(disk.name.clone(), e))
 }

@@ -11,6 +11,7 @@ mod host;
 mod iothreads;
 mod lab;
 mod limits;
+mod log;
 mod manual;
 mod metrics;
 mod node;
@@ -25,7 +26,7 @@ mod stats;
 mod storage;
 mod together;
 
-use std::io::{self, IsTerminal};
+use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
@@ -63,6 +64,8 @@ enum Command {
     Throttle(client::ThrottleArgs),
     /// Put another file under a disk while its VM runs
     Replace(client::ReplaceArgs),
+    /// Have requests go on that wait because storage failed
+    Resume(client::ResumeArgs),
     /// Read the configuration anew
     Reload(client::ReloadArgs),
     /// Say what slows the disks of virtual machines, and fix it
@@ -79,17 +82,22 @@ fn main() -> ExitCode {
         return checked(args);
     }
     let filter = EnvFilter::try_from_env("RINGDISK_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt()
+    let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal())
         .with_target(false)
-        .init();
+        .log_internal_errors(false);
+    match log::Log::start() {
+        Ok(writer) => log.with_writer(writer).init(),
+        Err(_) => log.with_writer(io::stderr).init(),
+    }
     raise_file_limit();
-    match run(&cli.command) {
+    let result = run(&cli.command);
+    log::finish();
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure { code, problem }) => {
-            eprintln!("ringdisk: {problem}");
+            complain(&problem);
             ExitCode::from(code)
         }
     }
@@ -109,6 +117,7 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Top(args) => client::top(args),
         Command::Throttle(args) => client::throttle(args),
         Command::Replace(args) => client::replace(args),
+        Command::Resume(args) => client::resume(args),
         Command::Reload(args) => client::reload(args),
     }?;
     Ok(())
@@ -120,10 +129,15 @@ fn checked(args: &check::Args) -> ExitCode {
         Ok(check::Outcome::Clean) => ExitCode::SUCCESS,
         Ok(check::Outcome::Findings) => ExitCode::from(1),
         Err(problem) => {
-            eprintln!("ringdisk: {problem}");
+            complain(&problem.to_string());
             ExitCode::from(2)
         }
     }
+}
+
+/// The last line of standard error. It may be full, which is no reason to end in another way.
+fn complain(problem: &str) {
+    let _ = writeln!(io::stderr(), "ringdisk: {problem}");
 }
 
 /// What the user is told, and the shell.

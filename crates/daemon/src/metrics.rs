@@ -221,6 +221,19 @@ fn write_disks(text: &mut Text, disks: &[Shown]) {
         );
     }
     text.family(
+        "ringdisk_disk_requests_stalled",
+        "gauge",
+        "Requests that storage failed to serve, and that wait for it to work again.",
+    );
+    for disk in disks {
+        let labels = [("disk", &*disk.name)];
+        text.value(
+            "ringdisk_disk_requests_stalled",
+            &labels,
+            disk.stats.stalled,
+        );
+    }
+    text.family(
         "ringdisk_disk_refused_total",
         "counter",
         "Requests that the disk does not allow.",

@@ -223,6 +223,9 @@ impl Node {
             discard: self.spec.discard,
             detect_zeroes: self.spec.detect_zeroes,
             fixed_buffers: self.spec.fixed_buffers,
+            rerror: self.spec.rerror,
+            werror: self.spec.werror,
+            ..Options::default()
         };
         let (name, serial) = (wanted.name.clone(), &self.spec.serial);
         let size = self.file_size().unwrap_or(self.size);

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use block::{Aio, Backing, CacheMode, DetectZeroes, Discard};
 
@@ -131,6 +131,10 @@ impl Handler for Qmp {
                 Ok(host.replace(&node_of(host, &wanted.id)?, file).map(done)?)
             }
             Command::RingdiskExplain(_) => Ok(explain::all(host)),
+            Command::RingdiskResume(wanted) => {
+                let report = wanted.report.unwrap_or(false);
+                Ok(host.resume(&node_of(host, &wanted.id)?, report).map(done)?)
+            }
             Command::RingdiskStats(_) => {
                 host.watch();
                 let mut disks = Vec::new();
@@ -529,11 +533,23 @@ impl Drop for ControlSocket {
     fn drop(&mut self) {
         self.hub.close();
         let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
-        if let Some(listener) = self.listener.take() {
-            let _ = listener.join();
+        let Some(listener) = self.listener.take() else {
+            return;
+        };
+        let deadline = Instant::now() + AT_END;
+        while !listener.is_finished() && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(1));
+        }
+        if !listener.is_finished() {
+            warn!(
+                "control socket: a command waits for storage that does not answer; it is left alone"
+            );
         }
     }
 }
+
+/// How long the end of the control socket waits for commands under way.
+const AT_END: Duration = Duration::from_secs(10);
 
 fn listen(socket: &Socket, qmp: &Arc<Qmp>, stop: BorrowedFd<'_>) {
     let mut clients = Vec::new();

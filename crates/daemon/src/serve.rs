@@ -52,6 +52,11 @@ Options of a disk (a comma in a value is doubled):
   discard=unmap|ignore default: unmap; ignore keeps the space that the guest gives back
   detect-zeroes=off|on|unmap
                        default: off; on zeroes ranges instead of writing zeroes, unmap gives them back
+  rerror=report|stop|retry, werror=enospc|report|stop|retry
+                       what is done when storage fails. report (default of rerror): the guest gets an
+                       error; enospc (default of werror): a write waits for space, all else is
+                       reported; retry: it waits and is tried again; stop: it waits, and what follows,
+                       until 'ringdisk resume'
   logical-block-size=512|4096, physical-block-size=512|4096
                        what the guest sees; default: the backing's
   iothreads=ID,...     I/O threads for its queues, in turn, by number or name; default: the next ones

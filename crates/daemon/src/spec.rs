@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use block::{Aio, CacheMode, DetectZeroes, Discard, ThrottleLimits, parse_size};
+use block::{Aio, CacheMode, DetectZeroes, Discard, OnError, ThrottleLimits, parse_size};
 use guest::{Virtqueue, blk};
 use image::Format;
 use rbd::Location;
@@ -23,8 +23,8 @@ const QUEUE_SIZE_DEFAULT: u16 = 256;
 const QUEUE_SIZE_MIN: u16 = 16;
 
 const KEYS: &str = "name, file, format, socket, cache, aio, queues, queue-size, readonly, serial, \
-    discard, detect-zeroes, l2-cache-size, logical-block-size, physical-block-size, fixed-buffers, iothreads, \
-    throttle-group, conf, id, keyring, cluster, connections";
+    discard, detect-zeroes, rerror, werror, l2-cache-size, logical-block-size, physical-block-size, fixed-buffers, \
+    iothreads, throttle-group, conf, id, keyring, cluster, connections";
 
 /// Those that say how a Ceph cluster is reached.
 const ACCESS_KEYS: [&str; 5] = ["conf", "id", "keyring", "cluster", "connections"];
@@ -46,6 +46,10 @@ pub struct DiskSpec {
     pub serial: String,
     pub discard: Discard,
     pub detect_zeroes: DetectZeroes,
+    /// What is done about reads that storage failed to serve.
+    pub rerror: OnError,
+    /// The same for whatever changes the disk, and for flushes.
+    pub werror: OnError,
     /// Memory for the tables of an image in bytes, as given; otherwise for all of them, up to 1 GiB.
     pub l2_cache_bytes: Option<u64>,
     /// In bytes, as given; otherwise it is the backing's.
@@ -168,6 +172,8 @@ impl DiskSpec {
         given.set(&mut disk.discard, "discard", Discard::from_str)?;
         let detect_zeroes = DetectZeroes::from_str;
         given.set(&mut disk.detect_zeroes, "detect-zeroes", detect_zeroes)?;
+        given.set(&mut disk.rerror, "rerror", rerror)?;
+        given.set(&mut disk.werror, "werror", OnError::from_str)?;
         disk.l2_cache_bytes = given.take("l2-cache-size", parse_size)?;
         disk.logical_block = given.take("logical-block-size", block_size)?;
         disk.physical_block = given.take("physical-block-size", block_size)?;
@@ -229,6 +235,8 @@ impl DiskSpec {
             serial: String::new(),
             discard: Discard::Unmap,
             detect_zeroes: DetectZeroes::Off,
+            rerror: OnError::Report,
+            werror: OnError::Enospc,
             l2_cache_bytes: None,
             logical_block: None,
             physical_block: None,
@@ -441,6 +449,14 @@ fn block_size(text: &str) -> Result<u32, String> {
         "512" => Ok(512),
         "4096" | "4k" | "4K" => Ok(4096),
         _ => Err(format!("'{text}' is neither 512 nor 4096")),
+    }
+}
+
+/// Reads do not run out of space.
+fn rerror(text: &str) -> Result<OnError, String> {
+    match text.parse()? {
+        OnError::Enospc => Err("'enospc' is for werror; there are report, stop, retry".into()),
+        policy => Ok(policy),
     }
 }
 

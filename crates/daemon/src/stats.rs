@@ -3,7 +3,7 @@
 //! Counters are totals since the disk was first served; whoever asks twice takes the difference.
 
 use block::{Aio, ThrottleLimits};
-use datapath::{DiskStats, Histogram, RequestStats, ThreadStats};
+use datapath::{Disk, DiskStats, Histogram, RequestStats, ThreadStats};
 use serde_json::{Map, Value, json};
 
 use crate::host::Look;
@@ -28,6 +28,8 @@ pub fn disk(look: &Look<'_>) -> Value {
         "aio-reason": choice.map(|choice| &choice.reason),
         "discard": spec.discard.word(),
         "detect-zeroes": spec.detect_zeroes.word(),
+        "rerror": spec.rerror.word(),
+        "werror": spec.werror.word(),
         "limits": limits_of(look.limits),
         "throttle-group": look.group,
     });
@@ -36,6 +38,7 @@ pub fn disk(look: &Look<'_>) -> Value {
         disk["export"] = export.id.clone().into();
         disk["socket"] = export.socket.display().to_string().into();
         disk["connected"] = export.connected().into();
+        disk["storage"] = storage_state(&export.disk).into();
         disk["queues"] = threads.len().into();
         disk["queue-size"] = export.device.queue_size.into();
         disk["write-cache"] = export.disk.write_cache().into();
@@ -44,6 +47,19 @@ pub fn disk(look: &Look<'_>) -> Value {
         disk["stats"] = to_json(&export.disk.stats());
     }
     disk
+}
+
+/// How the storage of a disk does, in a word.
+fn storage_state(disk: &Disk) -> &'static str {
+    if disk.is_abandoned() {
+        "hangs"
+    } else if disk.is_stopped() {
+        "stopped"
+    } else if disk.stalled() > 0 {
+        "fails"
+    } else {
+        "works"
+    }
 }
 
 /// An I/O thread and what it has done. The CPU time is absent where the kernel does not say.
@@ -76,6 +92,7 @@ fn to_json(stats: &DiskStats) -> Value {
         "at-ns": stats.at_ns,
         "refused": stats.refused,
         "under-way": stats.under_way,
+        "stalled": stats.stalled,
         "queues": stats.queues,
     });
     for (name, requests) in stats.kinds() {
@@ -116,6 +133,7 @@ pub fn from_json(value: &Value) -> DiskStats {
         at_ns: number(&value["at-ns"]),
         refused: number(&value["refused"]),
         under_way: number(&value["under-way"]),
+        stalled: number(&value["stalled"]),
         queues: number(&value["queues"]),
         ..DiskStats::default()
     };
@@ -144,6 +162,7 @@ mod tests {
             at_ns: 5_000_000_000,
             refused: 3,
             under_way: 7,
+            stalled: 4,
             queues: 2,
             ..DiskStats::default()
         };

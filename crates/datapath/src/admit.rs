@@ -57,6 +57,10 @@ impl<E: Engine> Worker<E> {
                     queue.held.drop_all(&mut queue.slots);
                     Verdict::Empty
                 }
+                Some(queue) if queue.running() && queue.disk.is_stopped() => {
+                    queue.held.until = u64::MAX;
+                    continue;
+                }
                 Some(queue) if queue.running() && queue.disk.admission.limits_any() => {
                     if now < queue.held.until {
                         again = again.min(queue.held.until);
@@ -215,6 +219,17 @@ impl Held {
         self.lanes.iter().all(VecDeque::is_empty)
     }
 
+    /// Asks the limits again at once.
+    pub fn look_again(&mut self) {
+        self.until = 0;
+    }
+
+    /// Moves all to `to`, which grows.
+    pub fn drain(&mut self, to: &mut Vec<u16>) {
+        let lanes = self.lanes.iter_mut();
+        to.extend(lanes.flat_map(|lane| lane.drain(..)).map(|w| w.slot));
+    }
+
     fn take_all(&mut self, room: usize, released: &mut Vec<u16>) -> Verdict {
         let all = self.lanes.iter_mut();
         for lane in all {
@@ -227,7 +242,7 @@ impl Held {
         }
     }
 
-    fn drop_all(&mut self, slots: &mut Slots) {
+    pub fn drop_all(&mut self, slots: &mut Slots) {
         for waiting in self.lanes.iter_mut().flat_map(|lane| lane.drain(..)) {
             slots.give_back(waiting.slot);
         }
@@ -266,7 +281,9 @@ fn work(request: &Request) -> Option<Work> {
 
 /// The limits of a disk: its own, and those of the group that it belongs to.
 pub(crate) struct Admission {
+    /// There are limits, or the disk is stopped.
     limits_any: AtomicBool,
+    stopped: AtomicBool,
     state: Mutex<State>,
 }
 
@@ -284,6 +301,7 @@ impl Default for Admission {
     fn default() -> Self {
         Self {
             limits_any: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
             state: Mutex::new(State {
                 own: Shares::new(&ThrottleLimits::NONE),
                 group: None,
@@ -304,8 +322,20 @@ impl Admission {
     }
 
     fn changed(&self, state: &State) {
-        let any = state.own.limits().any() || state.group.is_some();
+        let any = state.own.limits().any() || state.group.is_some() || self.is_stopped();
         self.limits_any.store(any, Ordering::Relaxed);
+    }
+
+    /// Whether nothing is let go at all.
+    pub fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
+    }
+
+    /// Lets nothing go from now on, or what the limits allow.
+    pub fn set_stopped(&self, stopped: bool) {
+        let state = self.state();
+        self.stopped.store(stopped, Ordering::Relaxed);
+        self.changed(&state);
     }
 
     pub fn limits(&self) -> ThrottleLimits {

@@ -3,15 +3,14 @@
 
 use std::mem;
 
-use block::{Engine, Request};
-use guest::blk::Status;
-use tracing::error;
-
 use crate::clock::now_ns;
+use crate::outage;
 use crate::queue::About;
-use crate::syncs::lost;
+use crate::slot::Redo;
 use crate::worker::Worker;
 use crate::zeroes;
+use block::{Engine, Request};
+use guest::blk::Status;
 
 /// Times that an operation is tried again which the kernel had no means for at the moment.
 const RETRIES_MAX: u8 = 100;
@@ -23,6 +22,7 @@ const EOPNOTSUPP: i32 = -95;
 /// What becomes of a request after a completion.
 enum Next {
     Finish(Status),
+    Fail,
     Again,
 }
 
@@ -41,8 +41,9 @@ impl<E: Engine> Worker<E> {
                         self.heat(queue);
                     }
                 }
-                // `run` looks at the commands, `admit` at what is held.
-                About::Wake | About::Timer => {}
+                // `run` looks at the commands.
+                About::Wake => {}
+                About::Timer => self.look_at_outages(),
             }
         }
         if self.starved > 0 {
@@ -77,9 +78,9 @@ impl<E: Engine> Worker<E> {
             (EOPNOTSUPP, Request::Discard { .. } | Request::WriteZeroes { .. }) => {
                 Next::Finish(Status::Unsupported)
             }
-            (..0, _) => Next::Finish(Status::IoError),
+            (..0, _) => Next::Fail,
             // The file ends before the disk does.
-            (0, Request::Read { .. } | Request::Write { .. }) => Next::Finish(Status::IoError),
+            (0, Request::Read { .. } | Request::Write { .. }) => Next::Fail,
             (moved, Request::Read { .. } | Request::Write { .. }) => {
                 let moved = (moved as u64).min(s.left) as usize;
                 s.retries = 0;
@@ -105,6 +106,7 @@ impl<E: Engine> Worker<E> {
         match next {
             Next::Finish(Status::Ok) => self.moved(number, slot),
             Next::Again => self.submit(number, slot),
+            Next::Fail => self.fail(number, slot, -result, Redo::Operation),
             Next::Finish(status) => self.finish(number, slot, status, result),
         }
     }
@@ -140,20 +142,7 @@ impl<E: Engine> Worker<E> {
             _ => 1,
         };
         if status != Status::Ok {
-            let (disk, s) = (&queue.disk, &*s);
-            disk.failed(zeroes::asked(s), status, -result);
-            disk.errors.log(|left_out| {
-                let cause = match result {
-                    _ if s.settling && disk.has_lost(-result) => lost(-result).to_string(),
-                    0 => "the file ends here, it was cut short while it was served".to_owned(),
-                    e => std::io::Error::from_raw_os_error(-e).to_string(),
-                };
-                error!(
-                    "disk {}: {:?} failed at {} of its file, with {} bytes to go: {cause} \
-                     ({left_out} more of these left out)",
-                    disk.name, s.request, s.at, s.left
-                );
-            });
+            outage::report(&queue.disk, s, status, -result);
         }
         let ticket = s.ticket;
         let request = zeroes::asked(s);
@@ -163,6 +152,12 @@ impl<E: Engine> Worker<E> {
                 self.reaped_ns = now_ns();
             }
             queue.tally.measured(&request, s.stamps, self.reaped_ns);
+            // One that was stalled has stamps, wanted or not.
+            if s.stalled {
+                s.stalled = false;
+                let local = self.locals[queue.local].as_mut();
+                outage::ended(&queue.disk, local, &mut self.timer, status);
+            }
         }
         queue.slots.give_back(slot);
         match queue.retired() {

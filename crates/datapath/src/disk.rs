@@ -1,23 +1,26 @@
 //! A disk, as all threads that serve it share it.
 
+use std::borrow::Borrow;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
 
 use block::{
-    Aio, Backing, CacheMode, DetectZeroes, Discard, DiskFacts, Remote, Request, ThrottleError,
+    Aio, Backing, CacheMode, DetectZeroes, Discard, DiskFacts, OnError, Remote, ThrottleError,
     ThrottleLimits,
 };
-use guest::blk::Status;
 use guest::{RingError, blk};
 use image::Image;
 use tracing::warn;
 
 use crate::admit::Admission;
-use crate::report::{IoFailure, Limiter};
+use crate::outage::Outage;
+use crate::report::{IoEvent, Limiter};
 use crate::source::{Holder, Source};
 use crate::stats::Statistics;
+use crate::thread::{Command, IoThread};
 use crate::throttle::ThrottleGroup;
 
 /// What is served: an image, the file it is in, and what the guest is told of it.
@@ -38,15 +41,19 @@ pub struct Disk {
     pub(crate) errors: Limiter,
     pub(crate) admission: Admission,
     pub(crate) statistics: Statistics,
+    pub(crate) outage: Outage,
     failures: Limiter,
-    on_error: OnceLock<OnError>,
+    on_event: OnceLock<OnEvent>,
     size: AtomicU64,
     write_cache: AtomicBool,
     /// Writes of zeroes are looked for.
     detect_zeroes: AtomicBool,
 }
 
-type OnError = Box<dyn Fn(&IoFailure) + Send + Sync>;
+type OnEvent = Box<dyn Fn(&IoEvent) + Send + Sync>;
+
+/// Longer than any storage takes that works, and shorter than service managers wait for a process to end.
+const PATIENCE: Duration = Duration::from_secs(20);
 
 /// What the operator chose for a disk.
 #[derive(Clone, Copy, Debug)]
@@ -61,6 +68,12 @@ pub struct Options {
     /// Guest memory may be registered with the engine, which is right only if no page of it is ever
     /// replaced (no balloon, no free page reporting).
     pub fixed_buffers: bool,
+    /// What is done about a read that storage failed to serve.
+    pub rerror: OnError,
+    /// The same for whatever changes the disk, and for flushes.
+    pub werror: OnError,
+    /// How long a queue that stops waits for operations that storage does not answer.
+    pub patience: Duration,
 }
 
 impl Default for Options {
@@ -70,6 +83,9 @@ impl Default for Options {
             discard: Discard::Unmap,
             detect_zeroes: DetectZeroes::Off,
             fixed_buffers: false,
+            rerror: OnError::Report,
+            werror: OnError::Enospc,
+            patience: PATIENCE,
         }
     }
 }
@@ -145,8 +161,9 @@ impl Disk {
             errors: Limiter::default(),
             admission: Admission::default(),
             statistics: Statistics::default(),
+            outage: Outage::default(),
             failures: Limiter::default(),
-            on_error: OnceLock::new(),
+            on_event: OnceLock::new(),
             size: AtomicU64::new(size),
             write_cache: AtomicBool::new(options.cache.write_cache()),
             detect_zeroes: AtomicBool::new(detect_zeroes),
@@ -219,24 +236,32 @@ impl Disk {
     }
 
     /// Has `tell` called when a request fails for want of working storage (not for what the guest did
-    /// wrong), once a second at most. I/O threads call it: it must not block. It can be set once;
-    /// returns whether it was.
-    pub fn on_error(&self, tell: impl Fn(&IoFailure) + Send + Sync + 'static) -> bool {
-        self.on_error.set(Box::new(tell)).is_ok()
+    /// wrong), once a second at most, and when none waits for it any more. I/O threads call it: it must
+    /// not block. It can be set once; returns whether it was.
+    pub fn on_event(&self, tell: impl Fn(&IoEvent) + Send + Sync + 'static) -> bool {
+        self.on_event.set(Box::new(tell)).is_ok()
     }
 
-    /// A request failed, with this errno; 0 if the file ended too early.
+    pub(crate) fn tell(&self, event: &IoEvent) {
+        if let Some(tell) = self.on_event.get() {
+            tell(event);
+        }
+    }
+
+    /// A request failed; `event` makes the message, with how many were left out.
     #[cold]
-    pub(crate) fn failed(&self, request: Request, status: Status, errno: i32) {
-        if status == Status::IoError
-            && let Some(tell) = self.on_error.get()
-        {
-            self.failures.log(|left_out| {
-                tell(&IoFailure {
-                    request,
-                    errno,
-                    left_out,
-                });
+    pub(crate) fn failed(&self, event: impl FnOnce(u64) -> IoEvent) {
+        self.failures.log(|left_out| self.tell(&event(left_out)));
+    }
+
+    /// Has requests go on that wait because storage failed to serve them: they are tried again at once, or,
+    /// with `report`, the guest is told of their errors. `threads` are those that serve the disk.
+    pub fn resume(self: &Arc<Self>, threads: &[impl Borrow<IoThread>], report: bool) {
+        self.admission.set_stopped(false);
+        for thread in threads {
+            thread.borrow().send(Command::Resume {
+                disk: self.clone(),
+                report,
             });
         }
     }

@@ -15,6 +15,8 @@ mod submit;
 
 mod complete;
 
+mod outage;
+
 mod settle;
 
 mod notify;
@@ -43,7 +45,7 @@ pub use activity::ThreadStats;
 pub use disk::{Disk, Options};
 pub use histogram::Histogram;
 pub use replace::Replacement;
-pub use report::IoFailure;
+pub use report::{IoAction, IoEvent, IoFailure, IoResumed};
 pub use stats::{DiskStats, Latency, Measuring, RequestStats};
 pub use thread::{IoThread, QueueId};
 pub use throttle::ThrottleGroup;

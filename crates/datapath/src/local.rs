@@ -7,6 +7,7 @@ use std::sync::Arc;
 use block::{Engine, FileId};
 
 use crate::disk::Disk;
+use crate::outage::Stalled;
 use crate::source::Source;
 use crate::syncs::Syncs;
 use crate::worker::Worker;
@@ -31,6 +32,8 @@ pub(crate) struct Local {
     pub starved: VecDeque<(usize, u16)>,
     /// Requests that go on with zeroes: queue and slot.
     pub zeroing: VecDeque<(usize, u16)>,
+    /// Requests that storage failed to serve.
+    pub stalled: Stalled,
     /// Bounce buffers that its requests have.
     pub bounces: usize,
 }
@@ -96,6 +99,7 @@ impl<E: Engine> Worker<E> {
             syncing: false,
             starved: VecDeque::new(),
             zeroing: VecDeque::new(),
+            stalled: Stalled::default(),
             bounces: 0,
         });
         let free = self.locals.iter().position(Option::is_none);
@@ -134,6 +138,7 @@ impl<E: Engine> Worker<E> {
         }
         debug_assert!(local.unsettled.is_empty() && local.starved.is_empty());
         debug_assert!(local.zeroing.is_empty());
+        debug_assert!(local.stalled.waiting.is_empty());
         for file in local.files.drain(..) {
             self.engine.detach(file);
             local.file = local.file.filter(|&f| f != file);

@@ -21,6 +21,7 @@ use crate::clock::now_ns;
 use crate::fetch::Fetched;
 use crate::local::Local;
 use crate::queue::Queue;
+use crate::slot::Redo;
 use crate::slow::{For, Outcome};
 use crate::worker::Worker;
 use crate::zeroes;
@@ -282,15 +283,25 @@ impl<E: Engine> Worker<E> {
                     queue: number,
                     slot,
                 };
-                return self
-                    .slow
-                    .start(request, move || match chain.commit(allocation) {
-                        Ok(()) => Outcome::Committed,
-                        Err(e) => Outcome::Failed(e.errno()),
-                    });
+                return self.slow.start(request, move || commit(&chain, allocation));
             }
         }
         self.next_piece(number, slot);
+    }
+
+    /// Tries to commit again what could not be committed.
+    pub fn commit(&mut self, number: usize, slot: u16) {
+        let Some(queue) = &mut self.queues[number] else {
+            return;
+        };
+        let allocation = queue.pieces[usize::from(slot)].allocation.take();
+        if let (Some(allocation), Some(chain)) = (allocation, queue.disk.image.chain().cloned()) {
+            let request = For {
+                queue: number,
+                slot,
+            };
+            self.slow.start(request, move || commit(&chain, allocation));
+        }
     }
 
     fn next_piece(&mut self, number: usize, slot: u16) {
@@ -321,7 +332,10 @@ impl<E: Engine> Worker<E> {
         };
         let piece = &mut queue.pieces[usize::from(slot)];
         let s = queue.slots.get(slot);
-        let before = !matches!(outcome, Outcome::Committed | Outcome::Flushed(_));
+        let before = !matches!(
+            outcome,
+            Outcome::Committed | Outcome::NotCommitted(..) | Outcome::Flushed(_)
+        );
         if s.stamps.fetched > 0 && before {
             s.stamps.submitted = now_ns();
         }
@@ -370,7 +384,17 @@ impl<E: Engine> Worker<E> {
                 }
             }
             Outcome::Wait(waiting) => self.wait_for(request, waiting),
-            Outcome::Failed(errno) => self.finish(number, slot, Status::IoError, -errno),
+            Outcome::Failed {
+                errno,
+                lasting: true,
+            } => {
+                self.finish(number, slot, Status::IoError, -errno);
+            }
+            Outcome::Failed { errno, .. } => self.fail(number, slot, errno, Redo::Piece),
+            Outcome::NotCommitted(allocation, errno) => {
+                piece.allocation = Some(allocation);
+                self.fail(number, slot, errno, Redo::Commit);
+            }
             Outcome::Flushed(errno) => {
                 let place = queue.local;
                 self.synced(place, -errno);
@@ -544,9 +568,26 @@ fn slow(job: impl FnOnce() -> Result<Outcome, ImageError> + Send + 'static) -> N
     Next::Slow(Box::new(move || {
         job().unwrap_or_else(|e| {
             tracing::warn!("{e}");
-            Outcome::Failed(e.errno())
+            Outcome::Failed {
+                errno: e.errno(),
+                lasting: e.is_lasting(),
+            }
         })
     }))
+}
+
+fn commit(chain: &Chain, allocation: Allocation) -> Outcome {
+    match chain.commit_or_keep(allocation) {
+        Ok(()) => Outcome::Committed,
+        Err((e, allocation)) if e.is_lasting() => {
+            chain.abort(allocation);
+            Outcome::Failed {
+                errno: e.errno(),
+                lasting: true,
+            }
+        }
+        Err((e, allocation)) => Outcome::NotCommitted(allocation, e.errno()),
+    }
 }
 
 /// Makes a piece ready for the engine.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
 use block::{FileId, Segment, Token};
-use guest::{Lost, NewQueue, RingBase, Virtqueue};
+use guest::{Lost, NewQueue, Stopped, Virtqueue};
 
 use crate::admit::Held;
 use crate::disk::Disk;
@@ -34,6 +34,8 @@ pub(crate) struct Queue {
     /// Guest memory that is registered with this thread's engine for this queue.
     pub registered: Vec<Segment>,
     pub state: State,
+    /// Some of its requests were left for whoever takes it up next.
+    pub unfinished: bool,
     /// The queue is looked at every turn, and the guest need not kick.
     pub hot: bool,
     /// Watched by the engine, and open as long as it is.
@@ -50,11 +52,15 @@ pub(crate) enum State {
     Held,
     /// The guest broke the protocol: nothing is fetched or given back any more.
     Retired,
-    /// Nothing is fetched any more; whoever asked is told when nothing is under way.
+    /// Nothing is fetched any more; whoever asked is told when nothing is under way, or at `until`, in
+    /// nanoseconds of the monotonic clock.
     Stopping {
-        reply: Sender<RingBase>,
+        reply: Sender<Stopped>,
         retired: bool,
+        until: u64,
     },
+    /// It has stopped, with operations that storage has not answered. Nothing is given back any more.
+    Abandoned,
 }
 
 impl Queue {
@@ -76,6 +82,7 @@ impl Queue {
             local: place,
             registered: Vec::new(),
             state: State::Running,
+            unfinished: false,
             hot: false,
             _kick: new.kick,
             call: new.call,
@@ -97,8 +104,12 @@ impl Queue {
     pub fn retired(&self) -> bool {
         matches!(
             self.state,
-            State::Retired | State::Stopping { retired: true, .. }
+            State::Retired | State::Abandoned | State::Stopping { retired: true, .. }
         )
+    }
+
+    pub fn is_stopping(&self) -> bool {
+        matches!(self.state, State::Stopping { .. })
     }
 
     pub fn running(&self) -> bool {

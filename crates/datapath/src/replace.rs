@@ -157,6 +157,7 @@ impl<E: Engine> Worker<E> {
                 queue.state = State::Held;
             }
         }
+        let stalled = disk.stalled() > 0;
         self.holds.push(Hold {
             disk,
             drained: Some(drained),
@@ -164,6 +165,21 @@ impl<E: Engine> Worker<E> {
             waiting: Vec::new(),
         });
         self.look_at_holds();
+        if stalled && let Some(disk) = self.holds.last().map(|h| h.disk.clone()) {
+            self.cancel_holds(&disk);
+        }
+    }
+
+    /// Tells those who hold the disk that it will not be idle: storage failed to serve it.
+    pub fn cancel_holds(&mut self, disk: &Arc<Disk>) {
+        let same = |hold: &&mut Hold| Arc::ptr_eq(&hold.disk, disk);
+        for hold in self.holds.iter_mut().filter(same) {
+            if let Some(reply) = hold.drained.take() {
+                let _ = reply.send(Err(io::Error::other(
+                    "requests wait for its storage to work again; 'ringdisk resume --report' ends them",
+                )));
+            }
+        }
     }
 
     /// Tells those who hold disks of which nothing is under way any more.

@@ -8,11 +8,40 @@ use block::Request;
 
 const PAUSE: Duration = Duration::from_secs(1);
 
+/// What a disk has to tell of its storage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IoEvent {
+    /// A request failed.
+    Failed(IoFailure),
+    /// The last request that was stalled has been served, or the guest was told of its error.
+    Resumed(IoResumed),
+}
+
+/// What is done about a failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IoAction {
+    /// The guest is told.
+    Report,
+    /// The request waits, and so does all that follows, until the operator has it go on.
+    Stop,
+    /// The request waits, and is tried again.
+    Retry,
+}
+
+/// The end of an outage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IoResumed {
+    /// Since the first failure.
+    pub lasted: Duration,
+}
+
 /// A request that storage failed to serve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IoFailure {
     /// What was asked for.
     pub request: Request,
+    /// What is done about it.
+    pub action: IoAction,
     /// Why; 0 if the file ended before the disk does.
     pub errno: i32,
     /// Failures since the last one that was told of.

@@ -8,6 +8,7 @@ use block::Engine;
 use guest::blk::Status;
 
 use crate::local::Unsettled;
+use crate::slot::Redo;
 use crate::syncs::{Ended, Turn};
 use crate::worker::Worker;
 
@@ -95,11 +96,10 @@ impl<E: Engine> Worker<E> {
         {
             let (number, slot) = (first.queue, first.slot);
             local.unsettled.pop_front();
-            let status = match ended.result {
-                0 => Status::Ok,
-                _ => Status::IoError,
-            };
-            self.finish(number, slot, status, -ended.result);
+            match ended.result {
+                0 => self.finish(number, slot, Status::Ok, 0),
+                errno => self.fail(number, slot, errno, Redo::Operation),
+            }
         }
     }
 }

@@ -30,11 +30,26 @@ pub(crate) struct Slot {
     pub settling: bool,
     /// A write of zeroes that became a write-zeroes.
     pub detected: bool,
+    /// Storage failed to serve it, and it has not been served since. Whoever finishes it clears this.
+    pub stalled: bool,
+    /// How it goes on then.
+    pub redo: Redo,
     pub bounce: Option<Bounce>,
     few: [Segment; INLINE],
     many: Vec<Segment>,
     first: usize,
     len: usize,
+}
+
+/// How a request goes on that storage failed to serve.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Redo {
+    /// With the operation that failed, or, if it was settling, with another fdatasync.
+    Operation,
+    /// With its next piece.
+    Piece,
+    /// With what comes after the move of its piece.
+    Commit,
 }
 
 const NO_SEGMENT: Segment = Segment { addr: 0, len: 0 };
@@ -52,6 +67,8 @@ impl Slot {
             unstable: false,
             settling: false,
             detected: false,
+            stalled: false,
+            redo: Redo::Operation,
             bounce: None,
             few: [NO_SEGMENT; INLINE],
             many: Vec::new(),

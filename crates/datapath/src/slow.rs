@@ -47,8 +47,10 @@ pub(crate) enum Outcome {
     Zeroed { done: u64, waiting: Option<Waiting> },
     /// Somebody else's write must end first.
     Wait(Waiting),
-    /// With this errno.
-    Failed(i32),
+    /// With this errno; it is of no use to try again if that lasts.
+    Failed { errno: i32, lasting: bool },
+    /// What was written is not the disk's yet, with this errno. It may be tried again.
+    NotCommitted(Allocation, i32),
     /// The image is durable; if not, this errno says why.
     Flushed(i32),
 }

@@ -40,6 +40,8 @@ pub struct DiskStats {
     pub refused: u64,
     /// Requests under way now, those included that a limit holds back.
     pub under_way: u64,
+    /// Those of them that storage failed to serve, and that wait for it to work again.
+    pub stalled: u64,
     /// Queues in service now.
     pub queues: u64,
 }
@@ -88,6 +90,7 @@ impl DiskStats {
             write_zeroes: self.write_zeroes.since(&earlier.write_zeroes),
             refused: self.refused.saturating_sub(earlier.refused),
             under_way: self.under_way,
+            stalled: self.stalled,
             queues: self.queues,
         }
     }
@@ -448,6 +451,7 @@ impl Disk {
     pub fn stats(&self) -> DiskStats {
         let mut stats = DiskStats {
             at_ns: now_ns(),
+            stalled: self.stalled(),
             ..DiskStats::default()
         };
         let load = |n: &AtomicU64| n.load(Ordering::Relaxed);

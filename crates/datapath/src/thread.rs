@@ -9,7 +9,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use block::Engine;
-use guest::{NewQueue, RingBase};
+use guest::{NewQueue, Stopped};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::activity::{Activity, ThreadStats};
@@ -40,7 +40,7 @@ pub(crate) enum Command {
     },
     Stop {
         queue: QueueId,
-        reply: Sender<RingBase>,
+        reply: Sender<Stopped>,
     },
     Signals {
         queue: QueueId,
@@ -63,6 +63,11 @@ pub(crate) enum Command {
         disk: Arc<Disk>,
         replaced: bool,
         reply: Sender<io::Result<()>>,
+    },
+    /// Requests that storage failed to serve go on.
+    Resume {
+        disk: Arc<Disk>,
+        report: bool,
     },
     Quit,
 }
@@ -122,12 +127,12 @@ impl IoThread {
         answer(&result)?
     }
 
-    /// Stops serving a queue, once nothing of it is under way. Returns where in the ring a successor
-    /// goes on.
+    /// Stops serving a queue, once nothing of it is under way, or once it has waited for that as long as the
+    /// disk's options say. Returns where in the ring a successor goes on.
     ///
     /// # Errors
     /// The thread has ended, with a line in the log that says why.
-    pub fn stop(&self, queue: QueueId) -> io::Result<RingBase> {
+    pub fn stop(&self, queue: QueueId) -> io::Result<Stopped> {
         let (reply, result) = mpsc::channel();
         self.send(Command::Stop { queue, reply });
         answer(&result)

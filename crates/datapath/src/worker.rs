@@ -4,17 +4,18 @@ use std::io;
 use std::mem;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender};
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 
 use block::{Completion, Engine, Segment};
-use guest::{NewQueue, RingBase, Virtqueue};
+use guest::{NewQueue, Stopped, Virtqueue};
 use rustix::io::Errno;
 use tracing::{error, info, warn};
 
 use crate::activity::Activity;
 use crate::admit::RELEASE;
 use crate::bounce::Pool;
+use crate::clock::now_ns;
 use crate::disk::Disk;
 use crate::local::Local;
 use crate::queue::{Queue, State, TIMER, WAKE, kick_token};
@@ -74,9 +75,17 @@ pub(crate) struct Worker<E> {
     pub activity: Arc<Activity>,
     commands: Receiver<Command>,
     /// Stops of queues that have not done yet what a predecessor left them.
-    postponed: Vec<(QueueId, Sender<RingBase>)>,
+    postponed: Vec<Stop>,
     pub wake: Arc<Wake>,
     quit: bool,
+}
+
+/// A queue is to stop.
+struct Stop {
+    queue: QueueId,
+    /// In nanoseconds of the monotonic clock.
+    since: u64,
+    reply: Sender<Stopped>,
 }
 
 impl<E: Engine> Worker<E> {
@@ -131,6 +140,10 @@ impl<E: Engine> Worker<E> {
                 self.look_at_slow();
             }
             if self.quit {
+                if self.queues.iter().any(Option::is_some) {
+                    // The engine waits for what is under way when it is dropped.
+                    self.abandon();
+                }
                 return;
             }
             if let Err(e) = self.turn() {
@@ -146,15 +159,20 @@ impl<E: Engine> Worker<E> {
 
     /// Ends with operations in flight: the memory that the kernel works on is never freed. Whoever
     /// waits for a queue to stop learns that the thread is gone.
-    fn abandon(mut self) {
-        for queue in self.queues.iter_mut().flatten() {
+    fn abandon(self) {
+        // Engine and memory.
+        let worker = &mut *mem::ManuallyDrop::new(self);
+        for queue in worker.queues.iter_mut().flatten() {
             queue.state = State::Retired;
             queue.lost.tell();
         }
-        for local in self.locals.iter().flatten().filter(|l| l.syncing) {
+        for local in worker.locals.iter().flatten().filter(|l| l.syncing) {
             local.syncs().end(Errno::IO.raw_os_error());
         }
-        mem::forget(mem::take(&mut self.queues));
+        // Whoever has asked for something learns that there is nobody any more.
+        drop(mem::replace(&mut worker.commands, mpsc::channel().1));
+        drop(mem::take(&mut worker.postponed));
+        drop(mem::take(&mut worker.holds));
     }
 
     /// The path of one I/O, for as many as are there at each stage.
@@ -173,8 +191,8 @@ impl<E: Engine> Worker<E> {
     }
 
     fn obey(&mut self) {
-        for (queue, reply) in mem::take(&mut self.postponed) {
-            self.stop(queue, reply);
+        for stop in mem::take(&mut self.postponed) {
+            self.stop(stop);
         }
         while let Ok(command) = self.commands.try_recv() {
             match command {
@@ -201,7 +219,12 @@ impl<E: Engine> Worker<E> {
                     }
                     let _ = reply.send(Ok(()));
                 }
-                Command::Stop { queue, reply } => self.stop(queue, reply),
+                Command::Stop { queue, reply } => self.stop(Stop {
+                    queue,
+                    since: now_ns(),
+                    reply,
+                }),
+                Command::Resume { disk, report } => self.resume(&disk, report),
                 Command::Signals { queue, call, error } => {
                     if let Some(queue) = &mut self.queues[queue.0] {
                         queue.call = call;
@@ -215,6 +238,12 @@ impl<E: Engine> Worker<E> {
     }
 
     fn start(&mut self, disk: Arc<Disk>, new: NewQueue) -> io::Result<QueueId> {
+        if disk.is_abandoned() {
+            return Err(io::Error::other(
+                "its storage has not answered requests of an earlier connection; it can be served \
+                 again when these have ended",
+            ));
+        }
         let local = self.join_local(&disk, usize::from(new.virtqueue.size()))?;
         let free = self.queues.iter().position(Option::is_none);
         let number = free.unwrap_or(self.queues.len());
@@ -246,20 +275,42 @@ impl<E: Engine> Worker<E> {
         Ok(QueueId(number))
     }
 
-    fn stop(&mut self, id: QueueId, reply: Sender<RingBase>) {
-        let Some(queue) = &mut self.queues[id.0] else {
+    fn stop(&mut self, stop: Stop) {
+        let number = stop.queue.0;
+        let Some(queue) = &mut self.queues[number] else {
             return;
         };
+        let patience = match queue.disk.is_abandoned() {
+            // It has been waited for once.
+            true => Duration::ZERO,
+            false => queue.disk.options.patience,
+        };
+        let (now, until) = (
+            now_ns(),
+            stop.since.saturating_add(patience.as_nanos() as u64),
+        );
         if queue.running() && queue.ring.resubmits() > 0 {
-            // Whoever goes on where the ring stops would never do it.
-            self.postponed.push((id, reply));
-            self.wake.up();
-            return;
+            if now < until {
+                // Whoever goes on where the ring stops would never do it.
+                self.postponed.push(stop);
+                self.wake.up();
+                return;
+            }
+            queue.unfinished = true;
         }
+        let reply = stop.reply;
         let retired = queue.retired();
-        queue.state = State::Stopping { reply, retired };
-        self.cool(id.0);
-        self.finish_stop(id.0);
+        queue.state = State::Stopping {
+            reply,
+            retired,
+            until,
+        };
+        self.cool(number);
+        self.leave_stalled(number);
+        self.finish_stop(number);
+        if self.queues[number].is_some() {
+            self.timer.set(now, until.max(now));
+        }
     }
 
     /// Lets a queue go that was asked to stop and has nothing under way.
@@ -276,12 +327,25 @@ impl<E: Engine> Worker<E> {
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
-        if let State::Stopping { reply, .. } = &queue.state {
-            let (reply, next) = (reply.clone(), queue.ring.base());
-            self.notify_queue(number);
-            let _ = self.engine.unwatch(kick_token(number));
-            self.forget(number);
-            let _ = reply.send(next);
+        match &queue.state {
+            State::Stopping { reply, .. } => {
+                let reply = reply.clone();
+                let stopped = Stopped {
+                    base: queue.ring.base(),
+                    unfinished: queue.unfinished,
+                };
+                self.notify_queue(number);
+                let _ = self.engine.unwatch(kick_token(number));
+                self.forget(number);
+                let _ = reply.send(stopped);
+            }
+            State::Abandoned => {
+                let disk = queue.disk.clone();
+                let _ = self.engine.unwatch(kick_token(number));
+                self.forget(number);
+                disk.answered();
+            }
+            State::Running | State::Held | State::Retired => {}
         }
     }
 

@@ -6,7 +6,7 @@ mod support;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use block::{Aio, Backing, DiskFacts};
+use block::{Aio, Backing, DiskFacts, OnError};
 use datapath::{Disk, IoThread, Options};
 use image::Image;
 use support::{FACTS, Served};
@@ -103,7 +103,10 @@ impl Guest {
                 facts,
                 DISK_BYTES,
                 SERIAL,
-                Options::default(),
+                Options {
+                    werror: OnError::Report,
+                    ..Options::default()
+                },
             )),
             Arc::new(vec![thread.unwrap()]),
             1,

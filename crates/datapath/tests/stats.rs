@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use block::{Aio, Backing, DetectZeroes, Rate, Request, ThrottleLimits};
-use datapath::{Disk, DiskStats, IoFailure, IoThread, Options, RequestStats};
+use datapath::{Disk, DiskStats, IoAction, IoEvent, IoThread, Options, RequestStats};
 use image::Image;
 use support::{FACTS, Served};
 use testkit::driver::{Device, DeviceConfig, Op};
@@ -211,22 +211,25 @@ fn requests_held_by_a_limit_are_under_way_and_wait() {
 #[test]
 fn failures_of_storage_are_told_and_only_these() {
     let (disk, _served, mut device) = serve(false, 0);
-    let told: Arc<Mutex<Vec<IoFailure>>> = Arc::default();
+    let told: Arc<Mutex<Vec<IoEvent>>> = Arc::default();
     let its = told.clone();
-    assert!(disk.on_error(move |failure| its.lock().unwrap().push(*failure)));
-    assert!(!disk.on_error(|_| ()));
+    assert!(disk.on_event(move |event| its.lock().unwrap().push(*event)));
+    assert!(!disk.on_event(|_| ()));
     run(&mut device, Op::Write, 3);
     assert_ne!(device.queues[0].run(Op::Read, DISK_BYTES / 512, LEN), 0);
     assert_eq!(*told.lock().unwrap(), []);
 
     let (disk, _served, mut device) = serve(false, 500);
     let its = told.clone();
-    disk.on_error(move |failure| its.lock().unwrap().push(*failure));
+    disk.on_event(move |event| its.lock().unwrap().push(*event));
     let (_, bad) = run(&mut device, Op::Read, 3);
     assert!(bad > 0);
     let told = told.lock().unwrap();
-    let first = told.first().expect("a failure is told");
+    let Some(IoEvent::Failed(first)) = told.first() else {
+        panic!("a failure is told: {told:?}");
+    };
     assert!(matches!(first.request, Request::Read { .. }) && first.errno > 0);
+    assert_eq!(first.action, IoAction::Report);
     assert!(told.len() as u64 <= bad);
 }
 

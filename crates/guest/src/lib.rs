@@ -21,6 +21,6 @@ pub use memory::{GuestMemory, MemoryError, RegionLayout};
 #[doc(hidden)]
 pub use message::accepts_message;
 pub use message::{MAX_MEM_SLOTS, MessageError};
-pub use session::{Device, End, NewQueue, serve};
+pub use session::{Device, End, NewQueue, Stopped, serve};
 pub use socket::FrontendChannel;
 pub use virtqueue::{Chain, DirtyMarks, RingBase, RingError, RingLayout, Ticket, Virtqueue};

@@ -84,8 +84,9 @@ pub trait Device {
     /// # Errors
     /// There are no means to serve it.
     fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()>;
-    /// Stops serving a ring; returns once nothing of it is in flight, with where a successor goes on.
-    fn stop(&mut self, ring: u16) -> RingBase;
+    /// Stops serving a ring; returns once nothing of it is in flight, or once the device has waited for
+    /// its storage for long enough.
+    fn stop(&mut self, ring: u16) -> Stopped;
     /// No ring is being served, and none will be before the front-end says so. If the guest is
     /// `moving` to another machine, it goes on there next. May be told more than once.
     ///
@@ -94,6 +95,16 @@ pub trait Device {
     fn rest(&mut self, moving: bool) -> io::Result<()>;
     /// Changes where a ring that is being served signals to.
     fn set_signals(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>);
+}
+
+/// Where a ring was when it stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stopped {
+    /// Where a successor goes on.
+    pub base: RingBase,
+    /// Requests were left that storage has not served. What is written down of those in flight still
+    /// counts.
+    pub unfinished: bool,
 }
 
 /// How a session ended.
@@ -202,6 +213,8 @@ struct Ring {
     addr: Option<VringAddr>,
     /// Where the device goes on; where it begins, unless that was said.
     base: Option<RingBase>,
+    /// When it stopped, it left requests in flight.
+    unfinished: bool,
     kick: Option<Arc<OwnedFd>>,
     call: Option<Arc<OwnedFd>>,
     error: Option<Arc<OwnedFd>>,
@@ -338,7 +351,11 @@ impl Session<'_> {
                 self.rings[ring as usize].kick = None;
                 // Before the answer: the front-end may then have the guest go on elsewhere.
                 self.rest()?;
-                return Ok(match self.rings[ring as usize].base {
+                let state = &self.rings[ring as usize];
+                return Ok(match state.base {
+                    Some(base) if state.unfinished => {
+                        Reply::Bytes([ring.to_ne_bytes(), base.0.to_ne_bytes()].concat())
+                    }
                     Some(base) => Reply::Base(ring, base),
                     // It has not been started yet: what is written down of it still counts.
                     None => Reply::Bytes([ring.to_ne_bytes(), first.0.to_ne_bytes()].concat()),
@@ -553,7 +570,8 @@ impl Session<'_> {
     fn stop(&mut self, ring: u16) {
         let state = &mut self.rings[usize::from(ring)];
         if std::mem::take(&mut state.running) {
-            state.base = Some(self.device.stop(ring));
+            let stopped = self.device.stop(ring);
+            (state.base, state.unfinished) = (Some(stopped.base), stopped.unfinished);
         }
     }
 
@@ -593,9 +611,15 @@ impl Session<'_> {
 
     /// Tells the device if no ring is being served any more.
     fn rest(&mut self) -> Result<(), SessionError> {
+        let moving = self.features & F_LOG_ALL != 0;
+        if moving && self.rings.iter().any(|r| r.unfinished) {
+            return Err(SessionError::Refused(
+                "the guest cannot move while its storage does not answer requests in flight",
+            ));
+        }
         match self.rings.iter().any(|r| r.running) {
             true => Ok(()),
-            false => Ok(self.device.rest(self.features & F_LOG_ALL != 0)?),
+            false => Ok(self.device.rest(moving)?),
         }
     }
 

@@ -337,6 +337,11 @@ impl Virtqueue {
         self.ring.waiting()
     }
 
+    /// Whether what is in flight is written down, for whoever takes the ring up next.
+    pub fn is_tracked(&self) -> bool {
+        matches!(self.ring, Ring::TrackedSplit(_) | Ring::TrackedPacked(_))
+    }
+
     /// Number of requests that a predecessor had fetched and not given back, and that were not fetched again yet.
     pub fn resubmits(&self) -> usize {
         self.ring.resubmits()

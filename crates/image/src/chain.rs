@@ -305,6 +305,16 @@ impl Chain {
         self.top().map_or(Ok(()), |image| image.commit(allocation))
     }
 
+    /// As [`Qcow2::commit_or_keep`].
+    ///
+    /// # Errors
+    /// The range is as it was before.
+    #[expect(clippy::result_large_err, reason = "an error is rare, and moved once")]
+    pub fn commit_or_keep(&self, allocation: Allocation) -> Result<(), (ImageError, Allocation)> {
+        let commit = |image: &Qcow2| image.commit_or_keep(allocation);
+        self.top().map_or(Ok(()), commit)
+    }
+
     /// As [`Qcow2::abort`].
     pub fn abort(&self, allocation: Allocation) {
         if let Some(image) = self.top() {

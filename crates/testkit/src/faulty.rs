@@ -1,8 +1,10 @@
-//! An engine that does to its submitter all that storage may do: short transfers, errors, delays, another order. Its
-//! disk is memory, and remembers what is stable. The same seed does the same to the same operations.
+//! An engine that does to its submitter all that storage may do: short transfers, errors, delays, another order, writes
+//! that go astray, completions that come late, an outage, a hang, a power cut that tears writes apart. Its disk is
+//! memory, and remembers what is stable. The same seed does the same to the same operations.
 //!
 //! Operations are done late, just before their completion is reaped: until then, memory and lists of segments must stay.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr;
@@ -10,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use block::{Aio, Backing, Completion, Engine, FileId, FileOffset, Op, Remote, Segment, Token};
-use rustix::event::{Timespec, epoll};
+use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 
 const SECTOR: u64 = 512;
 
@@ -61,6 +63,20 @@ pub struct MemoryDisk {
     pub turns: u64,
     /// What is written behind its end makes it longer, as a file.
     pub grows: bool,
+    /// Every operation fails with this errno, and does nothing.
+    pub outage: Option<i32>,
+    /// How often, of 1000 writes, one lands somewhere else and reports success.
+    pub misdirect: u32,
+    /// Where those landed, as ranges in bytes.
+    pub misdirected: Vec<(u64, u64)>,
+    /// How often, of 1000 times, the completion queue has overflowed: what is done is shown only after the engine was
+    /// asked to push again.
+    pub overflow: u32,
+    hangs: bool,
+    /// What a power cut leaves for certain, where `bytes` say something else.
+    before: BTreeMap<u64, [u8; SECTOR as usize]>,
+    /// Wake the engines.
+    wakes: Vec<OwnedFd>,
     /// By sector: the number of the last write that is not stable yet, or 0.
     unstable: Vec<u64>,
     writes: u64,
@@ -83,6 +99,13 @@ impl MemoryDisk {
             broken: false,
             turns: 0,
             grows: false,
+            outage: None,
+            misdirect: 0,
+            misdirected: Vec::new(),
+            overflow: 0,
+            hangs: false,
+            before: BTreeMap::new(),
+            wakes: Vec::new(),
             unstable: vec![0; len / SECTOR as usize],
             writes: 0,
         }))
@@ -112,6 +135,32 @@ impl MemoryDisk {
             .all(|&write| write == 0)
     }
 
+    /// From now on no operation completes, until they may again.
+    pub fn hang(&mut self, on: bool) {
+        self.hangs = on;
+        for wake in &self.wakes {
+            let _ = rustix::io::write(wake, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Cuts the power: of what is not stable, any sector is as it was or as it is now.
+    pub fn cut_power(&mut self, random: &mut Random) {
+        for (at, old) in std::mem::take(&mut self.before) {
+            let end = self.bytes.len().min((at + SECTOR) as usize);
+            if random.below(2) == 0
+                && let Some(bytes) = self.bytes.get_mut(at as usize..end)
+            {
+                bytes.copy_from_slice(&old[..bytes.len()]);
+            }
+        }
+        self.unstable.fill(0);
+    }
+
+    /// What a power cut may leave of a sector, besides what it is now.
+    pub fn before(&self, sector: u64) -> Option<&[u8; SECTOR as usize]> {
+        self.before.get(&(sector * SECTOR))
+    }
+
     /// Takes the first failure in a range.
     pub fn take_failure(&mut self, at: u64, len: u64) -> Option<i32> {
         let is_here = |f: &(u64, u64, i32)| f.0 >= at && f.0 < at + len;
@@ -128,16 +177,39 @@ impl MemoryDisk {
             (true, true) => FORGOTTEN,
             (true, false) => return,
         };
-        let unstable = self.unstable.iter_mut();
-        unstable
-            .filter(|write| (1..=up_to).contains(*write))
-            .for_each(|write| *write = mark);
+        let unstable = (0..).zip(&mut self.unstable);
+        for (sector, write) in unstable.filter(|(_, write)| (1..=up_to).contains(*write)) {
+            *write = mark;
+            if mark == 0 {
+                self.before.remove(&(sector * SECTOR));
+            }
+        }
+    }
+
+    /// Remembers what is about to be overwritten.
+    fn keep(&mut self, at: u64, len: u64) {
+        let first = at / SECTOR;
+        for sector in (first..(at + len).div_ceil(SECTOR)).map(|sector| sector * SECTOR) {
+            let mut old = [0; SECTOR as usize];
+            let end = self.bytes.len().min((sector + SECTOR) as usize);
+            if let Some(bytes) = self.bytes.get(sector as usize..end) {
+                old[..bytes.len()].copy_from_slice(bytes);
+            }
+            self.before.entry(sector).or_insert(old);
+        }
     }
 
     fn wrote(&mut self, at: u64, len: u64, stable: bool) {
         self.writes += 1;
         let mark = if stable { 0 } else { self.writes };
         self.stable_writes += u64::from(stable);
+        if stable {
+            let end = at + len;
+            let sectors = (at.next_multiple_of(SECTOR)..end).step_by(SECTOR as usize);
+            for sector in sectors {
+                self.before.remove(&sector);
+            }
+        }
         if len > 0 {
             self.unstable[(at / SECTOR) as usize..(at + len).div_ceil(SECTOR) as usize].fill(mark);
         }
@@ -158,7 +230,12 @@ pub struct Faulty {
     epoll: OwnedFd,
     watches: Vec<(Token, OwnedFd)>,
     woken: Vec<Token>,
+    /// Nothing is shown before the next push.
+    overflowed: bool,
 }
+
+/// What the engine's own wake-up is called.
+const UNHUNG: u64 = u64::MAX;
 
 struct Pending {
     /// Which of the disks it is for.
@@ -208,14 +285,23 @@ impl Faulty {
     /// # Errors
     /// There is no epoll instance to be had.
     pub fn over(disks: Vec<Arc<Mutex<MemoryDisk>>>, faults: Faults, seed: u64) -> io::Result<Self> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&epoll, &wake, epoll::EventData::new_u64(UNHUNG), flags)?;
+        for disk in &disks {
+            let mut disk = disk.lock().unwrap_or_else(|e| e.into_inner());
+            disk.wakes.push(wake.try_clone()?);
+        }
         Ok(Self {
             disks,
+            overflowed: false,
             faults,
             random: Random(seed),
             pending: Vec::new(),
             round: 0,
             files: 0,
-            epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
+            epoll,
             watches: Vec::new(),
             woken: Vec::new(),
         })
@@ -246,11 +332,15 @@ impl Faulty {
             n => n?,
         };
         let tokens = events[..n].iter().map(|e| Token(e.data.u64()));
-        self.woken.extend(tokens);
+        self.woken.extend(tokens.filter(|token| token.0 != UNHUNG));
         Ok(())
     }
 
     fn execute(&mut self, on: usize, what: &What) -> i32 {
+        let outage = self.disk_of(on).outage;
+        if let Some(errno) = outage {
+            return -errno;
+        }
         if self.random.strikes(self.faults.again) {
             self.disk_of(on).struck[1] += 1;
             return -[EAGAIN, EINTR][self.random.below(2) as usize];
@@ -315,6 +405,16 @@ impl Faulty {
             }
             None => len,
         };
+        let misdirect = self.disk_of(on).misdirect;
+        let astray =
+            is_write && failed.is_none() && misdirect > 0 && self.random.strikes(misdirect);
+        let at = match astray {
+            true => {
+                let bytes = self.disk_of(on).bytes.len() as u64;
+                self.random.below(bytes.saturating_sub(moved) / unit + 1) * unit
+            }
+            false => at,
+        };
         let mut disk = self.disk_of(on);
         let (end, mut moved) = ((at + moved) as usize, moved);
         if disk.grows && end > disk.bytes.len() {
@@ -322,6 +422,12 @@ impl Faulty {
                 true => disk.set_len(end),
                 false => moved = (disk.bytes.len() as u64).saturating_sub(at),
             }
+        }
+        if is_write {
+            disk.keep(at, moved);
+        }
+        if astray {
+            disk.misdirected.push((at, moved));
         }
         let (mut place, mut left) = (at as usize, moved as usize);
         for s in segments {
@@ -348,6 +454,7 @@ impl Faulty {
 
     fn zero(&self, on: usize, at: u64, len: u64, stable: bool) -> i32 {
         let mut disk = self.disk_of(on);
+        disk.keep(at, len);
         disk.bytes[at as usize..(at + len) as usize].fill(0);
         disk.wrote(at, len, stable);
         0
@@ -406,7 +513,8 @@ impl Engine for Faulty {
     fn ready(&mut self) -> bool {
         // Time passes between two looks.
         self.round += 1;
-        !self.woken.is_empty() || self.pending.iter().any(|p| p.due <= self.round)
+        let due = || self.pending.iter().any(|p| p.due <= self.round);
+        !self.woken.is_empty() || due() && !self.disk().hangs
     }
 
     fn room(&self) -> usize {
@@ -452,11 +560,14 @@ impl Engine for Faulty {
             return Err(rustix::io::Errno::IO.into());
         }
         self.round += 1;
+        self.overflowed = false;
         self.poll(false)
     }
 
     fn wait(&mut self) -> io::Result<()> {
-        self.poll(self.pending.is_empty())?;
+        let idle = self.pending.is_empty() || self.disk().hangs;
+        self.overflowed = false;
+        self.poll(idle)?;
         if self.woken.is_empty()
             && let Some(next) = self.pending.iter().map(|p| p.due).min()
         {
@@ -476,7 +587,11 @@ impl Engine for Faulty {
         {
             out.push(Completion { token, result: 0 });
         }
-        while out.len() < out.capacity() {
+        let disk = self.disk();
+        let (hangs, overflow) = (disk.hangs, disk.overflow);
+        drop(disk);
+        while out.len() < out.capacity() && !hangs && !self.overflowed {
+            self.overflowed = overflow > 0 && self.random.strikes(overflow);
             let due = |p: &(usize, &Pending)| p.1.due <= self.round;
             let due: Vec<usize> = self
                 .pending

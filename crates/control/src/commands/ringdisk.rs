@@ -49,3 +49,13 @@ record! {
         file: FilePath = "file",
     }
 }
+
+record! {
+    /// Arguments of `x-ringdisk-resume`.
+    RingdiskResume {
+        /// The name of the disk.
+        id: String = "id",
+        /// Whether the guest is told of the errors; if not, the requests are tried again. False if absent.
+        report: Option<bool> = "report",
+    }
+}

@@ -163,7 +163,8 @@ impl Handler for FakeDisks {
             | Command::ObjectDel(_)
             | Command::Quit(_)
             | Command::RingdiskReload(_)
-            | Command::RingdiskReplace(_) => {}
+            | Command::RingdiskReplace(_)
+            | Command::RingdiskResume(_) => {}
         }
         Ok(json!({}))
     }

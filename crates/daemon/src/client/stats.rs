@@ -14,6 +14,8 @@ use super::{CommandLineError, Connection, Done, answer, row, table};
   ringdisk stats
   ringdisk stats vm2 --seconds 10 --json | jq '.[].read.iops'
 
+ERRORS  requests that failed, of which the VM was told
+STALLED requests that storage failed to serve, and that wait for it to work again
 DEPTH   requests under way, as a mean
 P99     time that 99 % of the requests do not exceed, from the VM's ring to the VM's ring
 CPU/IO  CPU time of the I/O threads for each request; disks that share a thread share its time by their requests
@@ -65,9 +67,9 @@ pub fn stats(args: &StatsArgs) -> Done {
 }
 
 /// Over the columns of [`cells`].
-pub const HEADINGS: [&str; 14] = [
-    "NAME", "READ/S", "WRITE/S", "READ", "WRITE", "DEPTH", "P50", "P99", "P99.9", "CPU/IO", "WAIT",
-    "IMAGE", "ENGINE", "BACK",
+pub const HEADINGS: [&str; 16] = [
+    "NAME", "READ/S", "WRITE/S", "READ", "WRITE", "ERRORS", "STALLED", "DEPTH", "P50", "P99",
+    "P99.9", "CPU/IO", "WAIT", "IMAGE", "ENGINE", "BACK",
 ];
 
 /// A line of the table.
@@ -86,6 +88,8 @@ pub fn cells(disk: &Rates) -> Vec<String> {
         rate(done.write.operations),
         bandwidth(done.read.bytes),
         bandwidth(done.write.bytes),
+        count(done.kinds().iter().map(|(_, r)| r.errors).sum::<u64>() as f64),
+        count(done.stalled as f64),
         format!("{:.1}", disk.depth),
         percentile(50.0),
         percentile(99.0),
@@ -144,8 +148,8 @@ mod tests {
         let rates = Sample::new(&answer(2)).since(&Sample::new(&answer(1)));
         let lines: Vec<_> = rates.iter().map(cells).collect();
         let expected = [
-            "a", "6000", "2000", "25MB/s", "16MB/s", "1.2", "201us", "201us", "201us", "15us",
-            "25%", "10%", "60%", "5%",
+            "a", "6000", "2000", "25MB/s", "16MB/s", "0", "0", "1.2", "201us", "201us", "201us",
+            "15us", "25%", "10%", "60%", "5%",
         ];
         assert_eq!(lines[0], expected);
         assert_eq!(lines[0].len(), HEADINGS.len());
@@ -158,7 +162,7 @@ mod tests {
         assert_eq!(
             cells(&rates[0])[1..],
             [
-                "0", "0", "0B/s", "0B/s", "4.0", "-", "-", "-", "-", "-", "-", "-", "-"
+                "0", "0", "0B/s", "0B/s", "0", "0", "4.0", "-", "-", "-", "-", "-", "-", "-", "-"
             ]
         );
     }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use block::{DiskFacts, Segment};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
-use guest::{Device, FrontendChannel, NewQueue, RingBase};
+use guest::{Device, FrontendChannel, NewQueue, RingBase, Stopped};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -310,9 +310,12 @@ impl Device for FakeDevice {
         Ok(())
     }
 
-    fn stop(&mut self, ring: u16) -> RingBase {
+    fn stop(&mut self, ring: u16) -> Stopped {
         assert!(self.running.remove(&ring));
-        RingBase(7)
+        Stopped {
+            base: RingBase(7),
+            unfinished: false,
+        }
     }
 
     fn rest(&mut self, _moving: bool) -> io::Result<()> {

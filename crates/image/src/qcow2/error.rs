@@ -65,6 +65,12 @@ impl ImageError {
         }
     }
 
+    /// Whether there is no point in trying again what failed: the cause is not the storage, and does not
+    /// go away.
+    pub fn is_lasting(&self) -> bool {
+        !matches!(self, Self::Io { .. })
+    }
+
     pub(crate) fn damaged(what: &'static str, at: u64) -> Self {
         Self::Damaged(Damage { what, at })
     }

@@ -153,11 +153,20 @@ impl Qcow2 {
     /// # Errors
     /// The range is as it was before; the clusters were given back.
     pub fn commit(&self, allocation: Allocation) -> Result<(), ImageError> {
-        let committed = self.change(|state| self.commit_in(state, &allocation));
-        if committed.is_err() {
+        self.commit_or_keep(allocation).map_err(|(e, allocation)| {
             self.abort(allocation);
-        }
-        committed
+            e
+        })
+    }
+
+    /// The same for whoever wants to try it again: the allocation comes back with the error.
+    ///
+    /// # Errors
+    /// The range is as it was before.
+    #[expect(clippy::result_large_err, reason = "an error is rare, and moved once")]
+    pub fn commit_or_keep(&self, allocation: Allocation) -> Result<(), (ImageError, Allocation)> {
+        self.change(|state| self.commit_in(state, &allocation))
+            .map_err(|e| (e, allocation))
     }
 
     /// The data is not there: gives the clusters back, and the range is as it was before.

@@ -1,0 +1,195 @@
+//! The log, on standard error. Whoever logs hands a line over and goes on: a disk that is full or a pipe that nobody
+//! reads costs lines, and never the time of an I/O thread.
+
+use std::io::{self, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, SyncSender};
+use std::sync::{Arc, OnceLock};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use tracing_subscriber::fmt::MakeWriter;
+
+/// Lines that wait to be written. At 200 bytes each, they are 200 KiB.
+const LINES_MAX: usize = 1024;
+
+/// How long the end of the process waits for what is still to be written.
+const AT_END: Duration = Duration::from_secs(1);
+
+/// Where lines are handed over.
+#[derive(Clone)]
+pub struct Log {
+    lines: SyncSender<Vec<u8>>,
+    counts: Arc<Counts>,
+}
+
+#[derive(Default)]
+struct Counts {
+    handed_over: AtomicU64,
+    written: AtomicU64,
+    /// Lines for which there was no room.
+    lost: AtomicU64,
+}
+
+static LOG: OnceLock<Log> = OnceLock::new();
+
+impl Log {
+    /// Starts the thread that writes.
+    ///
+    /// # Errors
+    /// There is none to be had.
+    pub fn start() -> io::Result<Self> {
+        let (lines, waiting) = mpsc::sync_channel(LINES_MAX);
+        let counts = Arc::<Counts>::default();
+        let its_counts = counts.clone();
+        thread::Builder::new()
+            .name("log".into())
+            .spawn(move || write(&waiting, &its_counts, io::stderr()))?;
+        let log = Self { lines, counts };
+        let _ = LOG.set(log.clone());
+        Ok(log)
+    }
+}
+
+/// Waits until what was logged is written, but not for long: nobody may be reading.
+pub fn finish() {
+    let Some(Log { counts, .. }) = LOG.get() else {
+        return;
+    };
+    let deadline = Instant::now() + AT_END;
+    let due = counts.handed_over.load(Ordering::Acquire);
+    while counts.written.load(Ordering::Acquire) < due && Instant::now() < deadline {
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn write(lines: &Receiver<Vec<u8>>, counts: &Counts, mut to: impl Write) {
+    while let Ok(line) = lines.recv() {
+        let lost = counts.lost.swap(0, Ordering::Relaxed);
+        // What cannot be written is lost; there is no other place to say so.
+        if lost > 0 {
+            let _ = writeln!(
+                to,
+                "{lost} lines of the log were left out: it was written too slowly"
+            );
+        }
+        let _ = to.write_all(&line);
+        counts.written.fetch_add(1, Ordering::Release);
+    }
+}
+
+impl<'a> MakeWriter<'a> for Log {
+    type Writer = Line<'a>;
+
+    fn make_writer(&'a self) -> Line<'a> {
+        Line {
+            log: self,
+            bytes: Vec::new(),
+        }
+    }
+}
+
+/// One line; it is handed over when it is dropped.
+pub struct Line<'a> {
+    log: &'a Log,
+    bytes: Vec<u8>,
+}
+
+impl Write for Line<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.bytes.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for Line<'_> {
+    fn drop(&mut self) {
+        let Log { lines, counts } = self.log;
+        match lines.try_send(std::mem::take(&mut self.bytes)) {
+            Ok(()) => counts.handed_over.fetch_add(1, Ordering::Release),
+            Err(_) => counts.lost.fetch_add(1, Ordering::Relaxed),
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Condvar, Mutex};
+
+    use super::*;
+
+    /// Somebody who reads nothing until told to.
+    #[derive(Clone, Default)]
+    struct Stuck(Arc<Shared>);
+
+    #[derive(Default)]
+    struct Shared {
+        reads: Mutex<bool>,
+        changed: Condvar,
+        read: Mutex<Vec<u8>>,
+    }
+
+    impl Write for Stuck {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            let Shared {
+                reads,
+                changed,
+                read,
+            } = &*self.0;
+            let reads = reads.lock().unwrap();
+            drop(changed.wait_while(reads, |reads| !*reads).unwrap());
+            read.lock().unwrap().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn who_logs_never_waits_and_learns_what_was_left_out() {
+        let (lines, waiting) = mpsc::sync_channel(4);
+        let log = Log {
+            lines,
+            counts: Arc::default(),
+        };
+        let (stuck, counts) = (Stuck::default(), log.counts.clone());
+        let its_stuck = stuck.clone();
+        let writer = thread::spawn(move || write(&waiting, &counts, its_stuck));
+        // With nobody to read, this would never end if it waited.
+        for n in 0..100 {
+            writeln!(log.make_writer(), "line {n}").unwrap();
+        }
+        *stuck.0.reads.lock().unwrap() = true;
+        stuck.0.changed.notify_all();
+        let handed_over = log.counts.handed_over.load(Ordering::Relaxed);
+        while log.counts.written.load(Ordering::Acquire) < handed_over {
+            thread::yield_now();
+        }
+        writeln!(log.make_writer(), "the last").unwrap();
+        drop(log);
+        writer.join().unwrap();
+        let text = String::from_utf8(stuck.0.read.lock().unwrap().clone()).unwrap();
+        assert!(
+            text.starts_with("line 0\n") && text.ends_with("the last\n"),
+            "{text}"
+        );
+        assert!(text.contains(" lines of the log were left out"), "{text}");
+    }
+
+    #[test]
+    fn what_cannot_be_written_is_lost_without_harm() {
+        let (lines, waiting) = mpsc::sync_channel(4);
+        let counts = Counts::default();
+        lines.send(b"nobody reads this\n".to_vec()).unwrap();
+        drop(lines);
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full");
+        write(&waiting, &counts, full.unwrap());
+        assert_eq!(counts.written.load(Ordering::Relaxed), 1);
+    }
+}

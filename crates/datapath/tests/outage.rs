@@ -1,0 +1,359 @@
+//! What a guest sees of an outage of its storage: nothing, if it is not to be told. Requests wait, and go on when storage
+//! works again or the operator says so, and nobody has to wait for them.
+
+mod support;
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use block::{Aio, Backing, OnError};
+use datapath::{Disk, IoAction, IoEvent, IoThread, Options};
+use image::Image;
+use support::{FACTS, Served};
+use testkit::driver::{Device, DeviceConfig, HANG, Op};
+use testkit::faulty::{Faults, Faulty, MemoryDisk, Random};
+
+const DISK_BYTES: u64 = 4 << 20;
+const DEPTH: u16 = 32;
+const LEN: u32 = 4096;
+const OK: u8 = 0;
+const IO_ERROR: u8 = 1;
+const EIO: i32 = 5;
+const ENOSPC: i32 = 28;
+
+const FAULTS: Faults = Faults {
+    short: 100,
+    again: 50,
+    fail: 0,
+    late: 4,
+    room: 16,
+    address_alignment: 1,
+    length_alignment: 512,
+};
+
+struct Setup {
+    memory: Arc<Mutex<MemoryDisk>>,
+    disk: Arc<Disk>,
+    threads: Arc<Vec<IoThread>>,
+    told: Arc<Mutex<Vec<IoEvent>>>,
+    served: Served,
+    device: Device,
+}
+
+fn serve(rerror: OnError, werror: OnError, tracked: bool, patience: Duration) -> Setup {
+    let memory = MemoryDisk::new(DISK_BYTES as usize);
+    let its_memory = memory.clone();
+    let thread = IoThread::spawn("io-0".into(), Duration::from_micros(50), move || {
+        Faulty::new(its_memory, FAULTS, 7)
+    });
+    let file = tempfile::tempfile().unwrap().into();
+    let disk = Arc::new(Disk::new(
+        "out".into(),
+        Image::Raw,
+        Some((file, Backing::File, Aio::Auto)),
+        FACTS,
+        DISK_BYTES,
+        "",
+        Options {
+            rerror,
+            werror,
+            patience,
+            ..Options::default()
+        },
+    ));
+    let told: Arc<Mutex<Vec<IoEvent>>> = Arc::default();
+    let its_told = told.clone();
+    disk.on_event(move |event| its_told.lock().unwrap().push(*event));
+    let threads = Arc::new(vec![thread.unwrap()]);
+    let served = Served::new(disk.clone(), threads.clone(), 1, 256);
+    let config = DeviceConfig {
+        slots: DEPTH,
+        buffer_len: LEN,
+        inflight: tracked,
+        ..DeviceConfig::default()
+    };
+    let device = Device::connect(served.socket(), &config).unwrap();
+    Setup {
+        memory,
+        disk,
+        threads,
+        told,
+        served,
+        device,
+    }
+}
+
+impl Setup {
+    fn outage(&self, errno: Option<i32>) {
+        self.memory.lock().unwrap().outage = errno;
+    }
+
+    fn hang(&self, on: bool) {
+        self.memory.lock().unwrap().hang(on);
+    }
+
+    /// Hands over one request of each slot: all of this kind.
+    fn submit(&mut self, op: Op) {
+        let queue = &mut self.device.queues[0];
+        let slots: Vec<u16> = (0..DEPTH).collect();
+        for &slot in &slots {
+            queue.prepare(slot, op, u64::from(slot) * 8, LEN);
+        }
+        queue.submit(&slots);
+    }
+
+    fn finish(&mut self) -> Vec<u8> {
+        let done = self.device.queues[0].finish(usize::from(DEPTH));
+        done.into_iter().map(|(_, status)| status).collect()
+    }
+
+    fn until(&self, what: &str, mut is: impl FnMut(&Disk) -> bool) {
+        let deadline = Instant::now() + HANG;
+        while !is(&self.disk) {
+            assert!(Instant::now() < deadline, "never: {what}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn resumed(&self) -> usize {
+        let told = self.told.lock().unwrap();
+        let is = |event: &&IoEvent| matches!(event, IoEvent::Resumed(_));
+        told.iter().filter(is).count()
+    }
+
+    fn actions(&self) -> Vec<IoAction> {
+        let told = self.told.lock().unwrap();
+        let action = |event: &IoEvent| match event {
+            IoEvent::Failed(failure) => Some(failure.action),
+            IoEvent::Resumed(_) => None,
+        };
+        told.iter().filter_map(action).collect()
+    }
+
+    /// Nothing has been answered so far.
+    fn nothing_is_done(&mut self) {
+        let mut done = Vec::new();
+        self.device.queues[0].poll(|slot, status| done.push((slot, status)));
+        assert_eq!(done, []);
+    }
+}
+
+/// How long storage is away: RINGDISK_TEST_OUTAGE_S, in seconds.
+fn outage_time() -> Duration {
+    let given = std::env::var("RINGDISK_TEST_OUTAGE_S").ok();
+    Duration::from_secs_f64(given.map_or(1.2, |s| s.parse().unwrap()))
+}
+
+/// A guest that cannot take errors: reads what it wrote, flushes, and never sees a failure.
+#[test]
+fn with_retry_a_guest_sees_nothing_of_an_outage_but_time() {
+    let mut setup = serve(OnError::Retry, OnError::Retry, false, HANG);
+    let mut random = Random(3);
+    let mut model = vec![0u8; DISK_BYTES as usize];
+    let memory = setup.memory.clone();
+    let away = outage_time();
+    let storage = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(50));
+        memory.lock().unwrap().outage = Some(EIO);
+        std::thread::sleep(away);
+        memory.lock().unwrap().outage = None;
+    });
+    let mut rounds = 0;
+    while !storage.is_finished() || rounds < 50 {
+        rounds += 1;
+        let queue = &mut setup.device.queues[0];
+        let mut slots = Vec::new();
+        for slot in 0..DEPTH {
+            // Each slot has a part of the disk to itself.
+            let sector = u64::from(slot) * 256 + random.below(248);
+            let at = sector as usize * 512..sector as usize * 512 + LEN as usize;
+            let op = [Op::Read, Op::Write, Op::Write, Op::Flush][random.below(4) as usize];
+            queue.prepare(slot, op, sector, LEN);
+            if op == Op::Write {
+                random
+                    .any()
+                    .to_le_bytes()
+                    .repeat(LEN as usize / 8)
+                    .swap_with_slice(&mut model[at.clone()]);
+                queue.write_buffer(slot, &model[at.clone()]);
+            }
+            slots.push((slot, op, at));
+        }
+        queue.submit(&(0..DEPTH).collect::<Vec<_>>());
+        let mut left = slots.len();
+        while left > 0 {
+            queue.wait();
+            queue.poll(|_, status| {
+                assert_eq!(status, OK, "the guest saw an error");
+                left -= 1;
+            });
+        }
+        for (slot, op, at) in slots {
+            let bytes = queue.read_buffer(slot, LEN as usize);
+            assert!(
+                op != Op::Read || bytes == model[at],
+                "what was read was never written"
+            );
+        }
+    }
+    storage.join().unwrap();
+    assert!(setup.memory.lock().unwrap().bytes == model);
+    setup.until("nothing is stalled", |disk| disk.stalled() == 0);
+    setup.until("the end is told", |_| setup.resumed() == 1);
+    let actions = setup.actions();
+    assert!(!actions.is_empty() && actions.iter().all(|a| *a == IoAction::Retry));
+    // One a second, and one at the beginning.
+    assert!(
+        actions.len() as u64 <= away.as_secs() + 3,
+        "{}",
+        actions.len()
+    );
+    println!(
+        "{rounds} rounds of {DEPTH}, away for {away:?}, {} events",
+        actions.len()
+    );
+}
+
+#[test]
+fn with_stop_all_waits_until_the_operator_resumes() {
+    let mut setup = serve(OnError::Stop, OnError::Stop, false, HANG);
+    setup.outage(Some(EIO));
+    setup.submit(Op::Write);
+    setup.until("all fail", |disk| disk.is_stopped());
+    setup.until("all wait", |disk| {
+        disk.stats().under_way == u64::from(DEPTH)
+    });
+    setup.outage(None);
+    std::thread::sleep(Duration::from_millis(300));
+    setup.nothing_is_done();
+    setup.disk.resume(&setup.threads, false);
+    assert_eq!(setup.finish(), vec![OK; usize::from(DEPTH)]);
+    setup.until("the end is told", |_| setup.resumed() == 1);
+    assert_eq!(setup.disk.stats().write.errors, 0);
+    assert!(setup.actions().iter().all(|a| *a == IoAction::Stop));
+    // It has not resumed for good: the next failure stops again, and reads too.
+    setup.outage(Some(EIO));
+    setup.submit(Op::Read);
+    setup.until("it stops again", |disk| disk.is_stopped());
+    setup.outage(None);
+    setup.nothing_is_done();
+    setup.disk.resume(&setup.threads, false);
+    assert_eq!(setup.finish(), vec![OK; usize::from(DEPTH)]);
+}
+
+#[test]
+fn the_operator_can_have_the_guest_told() {
+    let mut setup = serve(OnError::Retry, OnError::Stop, false, HANG);
+    setup.outage(Some(EIO));
+    setup.submit(Op::Read);
+    setup.until("all wait", |disk| disk.stalled() == u64::from(DEPTH));
+    setup.disk.resume(&setup.threads, true);
+    assert_eq!(setup.finish(), vec![IO_ERROR; usize::from(DEPTH)]);
+    assert_eq!(setup.disk.stalled(), 0);
+    assert_eq!(setup.disk.stats().read.errors, u64::from(DEPTH));
+}
+
+#[test]
+fn with_enospc_writes_wait_for_space_and_other_errors_are_reported() {
+    let mut setup = serve(OnError::Report, OnError::Enospc, false, HANG);
+    setup.outage(Some(EIO));
+    setup.submit(Op::Write);
+    assert_eq!(setup.finish(), vec![IO_ERROR; usize::from(DEPTH)]);
+    setup.outage(Some(ENOSPC));
+    setup.submit(Op::Read);
+    assert_eq!(setup.finish(), vec![IO_ERROR; usize::from(DEPTH)]);
+    setup.submit(Op::Write);
+    setup.until("all wait", |disk| disk.stalled() == u64::from(DEPTH));
+    setup.nothing_is_done();
+    setup.outage(None);
+    assert_eq!(setup.finish(), vec![OK; usize::from(DEPTH)]);
+}
+
+/// A guest may stop while its requests wait: with a record of what is in flight, they are done when it goes on.
+#[test]
+fn a_queue_that_stops_leaves_what_is_stalled_for_the_next() {
+    let mut setup = serve(OnError::Retry, OnError::Stop, true, HANG);
+    for op in [Op::Read, Op::Write] {
+        setup.outage(Some(EIO));
+        setup.submit(op);
+        setup.until("all wait", |disk| {
+            disk.stalled() > 0 && disk.stats().under_way == u64::from(DEPTH)
+        });
+        let base = setup.device.stop_queue(0).unwrap();
+        assert_eq!((setup.disk.stalled(), setup.disk.stats().under_way), (0, 0));
+        setup.nothing_is_done();
+        setup.outage(None);
+        setup.disk.resume(&setup.threads, false);
+        setup.device.resume_queue(0, u32::from(base)).unwrap();
+        assert_eq!(setup.finish(), vec![OK; usize::from(DEPTH)], "{op:?}");
+    }
+}
+
+/// Without one, nobody would ever answer them: the guest is told.
+#[test]
+fn a_queue_without_a_record_of_what_is_in_flight_answers_when_it_stops() {
+    let mut setup = serve(OnError::Retry, OnError::Stop, false, HANG);
+    for op in [Op::Read, Op::Write] {
+        setup.outage(Some(EIO));
+        setup.submit(op);
+        setup.until("all wait", |disk| {
+            disk.stalled() > 0 && disk.stats().under_way == u64::from(DEPTH)
+        });
+        let base = setup.device.stop_queue(0).unwrap();
+        assert_eq!(setup.finish(), vec![IO_ERROR; usize::from(DEPTH)], "{op:?}");
+        assert_eq!(setup.disk.stalled(), 0);
+        setup.disk.resume(&setup.threads, false);
+        setup.outage(None);
+        setup.device.start_queue(0, base).unwrap();
+    }
+}
+
+/// Storage that does not answer keeps nobody: the queue is let go, and taken up again when it has answered.
+#[test]
+fn a_queue_whose_storage_hangs_stops_all_the_same() {
+    let mut setup = serve(
+        OnError::Report,
+        OnError::Report,
+        true,
+        Duration::from_millis(100),
+    );
+    setup.hang(true);
+    setup.submit(Op::Write);
+    setup.until("all are under way", |disk| disk.stats().under_way > 0);
+    let base = setup.device.stop_queue(0).unwrap();
+    assert!(setup.disk.is_abandoned());
+    setup.nothing_is_done();
+    // An old write could land on a newer one: nothing is served before it has ended.
+    setup.hang(false);
+    setup.until("storage has answered", |disk| !disk.is_abandoned());
+    setup.nothing_is_done();
+    setup.device.resume_queue(0, u32::from(base)).unwrap();
+    assert_eq!(setup.finish(), vec![OK; usize::from(DEPTH)]);
+}
+
+#[test]
+fn nothing_is_served_while_storage_owes_answers_and_the_process_ends() {
+    let mut setup = serve(
+        OnError::Report,
+        OnError::Report,
+        true,
+        Duration::from_millis(100),
+    );
+    setup.hang(true);
+    setup.submit(Op::Write);
+    setup.until("all are under way", |disk| disk.stats().under_way > 0);
+    let base = setup.device.stop_queue(0).unwrap();
+    assert!(setup.disk.is_abandoned());
+    let refused = setup
+        .device
+        .resume_queue(0, u32::from(base))
+        .and_then(|()| setup.device.config());
+    assert!(
+        refused.is_err(),
+        "a queue was started beside one that is under way"
+    );
+    // Neither the session nor the thread wait for what may never come.
+    drop(setup.device);
+    drop(setup.served);
+    drop(setup.threads);
+}
