@@ -528,7 +528,7 @@ fn a_full_file_system_is_an_error_and_no_end() {
     for cache in ["none", "writeback"] {
         let socket = backing.dir.path().join("disk.sock");
         let mut server = serve_all(&[format!(
-            "file={},socket={},cache={cache}",
+            "file={},socket={},cache={cache},werror=report",
             file.display(),
             socket.display()
         )]);

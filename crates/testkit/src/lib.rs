@@ -13,4 +13,5 @@ pub mod qemu_img;
 pub mod qmp;
 pub mod ring;
 pub mod server;
+pub mod storage;
 pub mod vm;

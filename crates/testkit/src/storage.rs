@@ -1,0 +1,507 @@
+//! Storage that does as it is told, below a server under test as it is: one file in a FUSE file system of our own. It
+//! can be away or hang, be slow, short and out of order, fail now and then, and lose at a power cut what was not made
+//! durable. What it does on its own follows from a seed.
+//!
+//! The protocol is that of `fuse(4)` and `linux/fuse.h`, as far as one file needs it.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ffi::CString;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use crate::faulty::Random;
+
+const SECTOR: u64 = 512;
+/// Bytes of a write at most, as we tell the kernel.
+const WRITE_MAX: usize = 1 << 20;
+const NAME: &[u8] = b"disk";
+/// The file's node; 1 is the directory.
+const FILE: u64 = 2;
+
+const EIO: i32 = 5;
+const ENOENT: i32 = 2;
+const EAGAIN: i32 = 11;
+const ENOSPC: i32 = 28;
+const ENOSYS: i32 = 38;
+const EOPNOTSUPP: i32 = 95;
+
+/// What the storage does on its own, of 1000 operations each.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Mishaps {
+    /// A read or write moves less than it was asked for.
+    pub short: u32,
+    /// An operation fails: EIO, ENOSPC for what writes. A write that fails may have been done in part.
+    pub fail: u32,
+    /// An operation is to be tried again: EAGAIN.
+    pub again: u32,
+    /// Most milliseconds that an operation is late, while others overtake it.
+    pub late_ms: u64,
+}
+
+/// The state of the storage, to be changed while it is in use.
+#[derive(Default)]
+pub struct Control {
+    /// Every operation fails with this errno.
+    pub outage: Option<i32>,
+    /// What writes fails with ENOSPC.
+    pub full: bool,
+    /// Nothing is answered.
+    pub hangs: bool,
+    /// What happens on its own.
+    pub mishaps: Mishaps,
+    /// Operations that failed.
+    pub failed: u64,
+    /// Operations that were answered.
+    pub answered: u64,
+    bytes: Vec<u8>,
+    /// By sector: what is durable, where `bytes` say something else.
+    durable: BTreeMap<u64, [u8; SECTOR as usize]>,
+    /// Its length when it was last durable.
+    durable_len: usize,
+}
+
+impl Control {
+    /// What a read finds now.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    fn keep(&mut self, at: u64, len: u64) {
+        for sector in at / SECTOR..(at + len).div_ceil(SECTOR) {
+            let from = (sector * SECTOR) as usize;
+            let mut old = [0; SECTOR as usize];
+            let end = (from + SECTOR as usize).min(self.bytes.len());
+            if from < end {
+                old[..end - from].copy_from_slice(&self.bytes[from..end]);
+            }
+            self.durable.entry(sector).or_insert(old);
+        }
+    }
+
+    fn write(&mut self, at: u64, bytes: &[u8]) {
+        self.keep(at, bytes.len() as u64);
+        let end = at as usize + bytes.len();
+        if end > self.bytes.len() {
+            self.bytes.resize(end, 0);
+        }
+        self.bytes[at as usize..end].copy_from_slice(bytes);
+    }
+
+    fn set_len(&mut self, len: u64) {
+        let old = self.bytes.len() as u64;
+        if len < old {
+            self.keep(len, old - len);
+        }
+        self.bytes.resize(len as usize, 0);
+    }
+
+    fn flush(&mut self) {
+        self.durable.clear();
+        self.durable_len = self.bytes.len();
+    }
+
+    /// Cuts the power: of what was not made durable, each sector is as it was or as it is now. The file keeps its
+    /// length if it has grown, as files on a journaling file system do.
+    pub fn cut_power(&mut self, random: &mut Random) {
+        for (sector, old) in std::mem::take(&mut self.durable) {
+            let from = (sector * SECTOR) as usize;
+            if random.below(2) == 0
+                && let Some(place) = self.bytes.get_mut(from..from + SECTOR as usize)
+            {
+                place.copy_from_slice(&old);
+            }
+        }
+        self.durable_len = self.bytes.len();
+    }
+}
+
+/// A file system with one file, `disk`. It is unmounted when this is dropped; whatever is under way fails then.
+pub struct Storage {
+    directory: PathBuf,
+    control: Arc<Mutex<Control>>,
+    wake: Arc<OwnedFd>,
+    server: Option<JoinHandle<()>>,
+}
+
+impl Storage {
+    /// Mounts it at an empty directory. The file has this content, all of it durable.
+    ///
+    /// # Errors
+    /// There is no FUSE here, or no permission to mount.
+    pub fn mount(directory: &Path, content: Vec<u8>, seed: u64) -> io::Result<Self> {
+        let device = File::options().read(true).write(true).open("/dev/fuse")?;
+        let text = |s: String| CString::new(s).map_err(io::Error::other);
+        let options = text(format!(
+            "fd={},rootmode=40000,user_id=0,group_id=0,allow_other,max_read=1048576",
+            device.as_raw_fd()
+        ))?;
+        let place = CString::new(directory.as_os_str().as_bytes()).map_err(io::Error::other)?;
+        // SAFETY: four strings that outlive the call.
+        let failed = unsafe {
+            libc::mount(
+                c"ringdisk-test".as_ptr(),
+                place.as_ptr(),
+                c"fuse".as_ptr(),
+                libc::MS_NOSUID | libc::MS_NODEV,
+                options.as_ptr().cast(),
+            )
+        };
+        if failed != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let control = Control {
+            durable_len: content.len(),
+            bytes: content,
+            ..Control::default()
+        };
+        let control = Arc::new(Mutex::new(control));
+        let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let server = Server {
+            device,
+            control: control.clone(),
+            wake: wake.clone(),
+            random: Random(seed),
+            late: VecDeque::new(),
+        };
+        let server = thread::Builder::new()
+            .name("faulty-storage".into())
+            .spawn(move || server.serve())?;
+        Ok(Self {
+            directory: directory.into(),
+            control,
+            wake,
+            server: Some(server),
+        })
+    }
+
+    /// The file.
+    pub fn file(&self) -> PathBuf {
+        self.directory.join("disk")
+    }
+
+    /// The state, which is looked at before each operation.
+    pub fn control(&self) -> MutexGuard<'_, Control> {
+        self.control.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Changes the state, and has what was held looked at again.
+    pub fn change(&self, change: impl FnOnce(&mut Control)) {
+        change(&mut self.control());
+        let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
+    }
+}
+
+impl Drop for Storage {
+    fn drop(&mut self) {
+        let place = CString::new(self.directory.as_os_str().as_bytes()).unwrap_or_default();
+        // SAFETY: a string that outlives the call.
+        unsafe { libc::umount2(place.as_ptr(), libc::MNT_DETACH | libc::MNT_FORCE) };
+        // A number that no other wake-up writes: the server ends, and with it the connection.
+        let _ = rustix::io::write(&*self.wake, &END.to_ne_bytes());
+        if let Some(server) = self.server.take() {
+            let _ = server.join();
+        }
+    }
+}
+
+const END: u64 = 1 << 32;
+
+struct Request {
+    opcode: u32,
+    unique: u64,
+    node: u64,
+    body: Vec<u8>,
+}
+
+struct Server {
+    device: File,
+    control: Arc<Mutex<Control>>,
+    wake: Arc<OwnedFd>,
+    random: Random,
+    /// What is answered later, and when.
+    late: VecDeque<(Instant, Request)>,
+}
+
+impl Server {
+    fn serve(mut self) {
+        let mut buffer = vec![0; WRITE_MAX + 4096];
+        loop {
+            let now = Instant::now();
+            let hangs = self.control().hangs;
+            if !hangs {
+                for _ in 0..self.late.len() {
+                    if let Some((due, request)) = self.late.pop_front() {
+                        match due <= now {
+                            true => self.answer(&request),
+                            false => self.late.push_back((due, request)),
+                        }
+                    }
+                }
+            }
+            let next = self.late.iter().map(|(due, _)| *due).min();
+            let wait = next.filter(|_| !hangs).map(|due| {
+                let wait = due.saturating_duration_since(now);
+                Timespec {
+                    tv_sec: wait.as_secs() as i64,
+                    tv_nsec: i64::from(wait.subsec_nanos()),
+                }
+            });
+            let mut ready = [
+                PollFd::new(&self.device, PollFlags::IN),
+                PollFd::new(&*self.wake, PollFlags::IN),
+            ];
+            let _ = poll(&mut ready, wait.as_ref());
+            let [device, wake] = ready.map(|fd| fd.revents());
+            if !wake.is_empty() {
+                let mut count = [0; 8];
+                let _ = rustix::io::read(&*self.wake, &mut count);
+                if u64::from_ne_bytes(count) >= END {
+                    return;
+                }
+            }
+            if device.is_empty() {
+                continue;
+            }
+            match self.device.read(&mut buffer) {
+                Ok(n) if n >= 40 => self.take(&buffer[..n]),
+                Ok(_) => return,
+                Err(e) if e.raw_os_error() == Some(ENOENT) => {}
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                // It has been unmounted.
+                Err(_) => return,
+            }
+        }
+    }
+
+    fn control(&self) -> MutexGuard<'_, Control> {
+        self.control.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn take(&mut self, bytes: &[u8]) {
+        let request = Request {
+            opcode: u32_at(bytes, 4),
+            unique: u64_at(bytes, 8),
+            node: u64_at(bytes, 16),
+            body: bytes[40..].to_vec(),
+        };
+        let control = self.control();
+        let (hangs, late) = (control.hangs, control.mishaps.late_ms);
+        drop(control);
+        let moves = matches!(request.opcode, READ | WRITE | FSYNC | FALLOCATE);
+        if moves && (hangs || late > 0) {
+            let late = Duration::from_millis(self.random.below(late + 1));
+            self.late.push_back((Instant::now() + late, request));
+        } else {
+            self.answer(&request);
+        }
+    }
+
+    fn answer(&mut self, request: &Request) {
+        if matches!(request.opcode, FORGET | BATCH_FORGET | INTERRUPT) {
+            return;
+        }
+        let answer = self.execute(request);
+        let (error, body) = match answer {
+            Ok(body) => (0, body),
+            Err(errno) => (-errno, Vec::new()),
+        };
+        let mut bytes = Vec::with_capacity(16 + body.len());
+        bytes.extend((16 + body.len() as u32).to_ne_bytes());
+        bytes.extend(error.to_ne_bytes());
+        bytes.extend(request.unique.to_ne_bytes());
+        bytes.extend(body);
+        // Whoever asked may be gone.
+        let _ = self.device.write(&bytes);
+    }
+
+    fn execute(&mut self, request: &Request) -> Result<Vec<u8>, i32> {
+        let body = &request.body[..];
+        match request.opcode {
+            INIT => Ok(init(body)),
+            LOOKUP if body.strip_suffix(b"\0") == Some(NAME) => {
+                let mut entry = Vec::new();
+                // Never cached: lengths change behind the kernel's back at a power cut.
+                put(&mut entry, &[FILE, 0, 0, 0, 0]);
+                entry.extend(self.attributes(FILE));
+                Ok(entry)
+            }
+            LOOKUP => Err(ENOENT),
+            GETATTR => {
+                let mut attributes = vec![0; 16];
+                attributes.extend(self.attributes(request.node));
+                Ok(attributes)
+            }
+            SETATTR => {
+                const SIZE: u32 = 1 << 3;
+                if u32_at(body, 0) & SIZE != 0 {
+                    self.fails(true)?;
+                    self.control().set_len(u64_at(body, 16));
+                }
+                let mut attributes = vec![0; 16];
+                attributes.extend(self.attributes(request.node));
+                Ok(attributes)
+            }
+            OPEN | OPENDIR => Ok(vec![0; 16]),
+            READ => {
+                let (at, len) = (u64_at(body, 8) as usize, u32_at(body, 16) as usize);
+                self.fails(false)?;
+                let len = self.shortened(len as u64) as usize;
+                let control = self.control();
+                let end = (at + len).min(control.bytes.len());
+                Ok(control.bytes.get(at..end).unwrap_or_default().to_vec())
+            }
+            WRITE => {
+                let (at, len) = (u64_at(body, 8), u32_at(body, 16) as usize);
+                let data = body.get(40..40 + len).ok_or(EIO)?;
+                if let Err(errno) = self.fails(true) {
+                    // Any part of it may be there.
+                    if errno == EIO && self.control().outage.is_none() {
+                        let part = self.random.below(len as u64 / SECTOR + 1) * SECTOR;
+                        self.control().write(at, &data[..part as usize]);
+                    }
+                    return Err(errno);
+                }
+                let len = self.shortened(len as u64);
+                self.control().write(at, &data[..len as usize]);
+                let mut out = (len as u32).to_ne_bytes().to_vec();
+                out.extend([0; 4]);
+                Ok(out)
+            }
+            FSYNC => {
+                self.fails(false)?;
+                self.control().flush();
+                Ok(Vec::new())
+            }
+            FALLOCATE => {
+                const KEEP: u32 = 1;
+                const PUNCH: u32 = 2;
+                const ZERO: u32 = 16;
+                let (at, len, mode) = (u64_at(body, 8), u64_at(body, 16), u32_at(body, 24));
+                if mode & !(KEEP | PUNCH | ZERO) != 0 || mode & (PUNCH | ZERO) == 0 {
+                    return Err(EOPNOTSUPP);
+                }
+                self.fails(true)?;
+                let mut control = self.control();
+                let old = control.bytes.len() as u64;
+                let end = match mode & KEEP {
+                    0 => at + len,
+                    _ => (at + len).min(old),
+                };
+                if end > at {
+                    control.write(at, &vec![0; (end - at) as usize]);
+                }
+                Ok(Vec::new())
+            }
+            RELEASE | RELEASEDIR | FLUSH | DESTROY | ACCESS => Ok(Vec::new()),
+            STATFS => Ok(vec![0; 80]),
+            _ => Err(ENOSYS),
+        }
+    }
+
+    /// Whether an operation fails now, and with which errno.
+    fn fails(&mut self, writes: bool) -> Result<(), i32> {
+        let Control {
+            outage,
+            full,
+            mishaps,
+            ..
+        } = *self.control();
+        let errno = match outage {
+            Some(errno) => Some(errno),
+            None if full && writes => Some(ENOSPC),
+            None if mishaps.again > 0 && self.random.strikes(mishaps.again) => Some(EAGAIN),
+            None if mishaps.fail > 0 && self.random.strikes(mishaps.fail) => {
+                let nospace = writes && self.random.below(2) == 0;
+                Some(if nospace { ENOSPC } else { EIO })
+            }
+            None => None,
+        };
+        let mut control = self.control();
+        control.answered += 1;
+        control.failed += u64::from(errno.is_some());
+        errno.map_or(Ok(()), Err)
+    }
+
+    fn shortened(&mut self, len: u64) -> u64 {
+        let short = self.control().mishaps.short;
+        match len > 4096 && short > 0 && self.random.strikes(short) {
+            true => (1 + self.random.below(len / 4096 - 1)) * 4096,
+            false => len,
+        }
+    }
+
+    fn attributes(&self, node: u64) -> Vec<u8> {
+        let (mode, size) = match node {
+            FILE => (0o100_600, self.control().bytes.len() as u64),
+            _ => (0o040_700, 0),
+        };
+        let mut bytes = Vec::new();
+        put(&mut bytes, &[node, size, size.div_ceil(SECTOR), 0, 0, 0]);
+        for word in [0, 0, 0, mode, 1, 0, 0, 0, 4096, 0u32] {
+            bytes.extend(word.to_ne_bytes());
+        }
+        bytes
+    }
+}
+
+fn init(body: &[u8]) -> Vec<u8> {
+    const ASYNC_READ: u32 = 1;
+    const BIG_WRITES: u32 = 1 << 5;
+    const ASYNC_DIO: u32 = 1 << 15;
+    const PARALLEL_DIROPS: u32 = 1 << 18;
+    const MAX_PAGES: u32 = 1 << 22;
+    let wanted = ASYNC_READ | BIG_WRITES | ASYNC_DIO | PARALLEL_DIROPS | MAX_PAGES;
+    let mut bytes = Vec::new();
+    for word in [7, 31, 0, u32_at(body, 12) & wanted] {
+        bytes.extend(word.to_ne_bytes());
+    }
+    bytes.extend(64u16.to_ne_bytes());
+    bytes.extend(48u16.to_ne_bytes());
+    bytes.extend((WRITE_MAX as u32).to_ne_bytes());
+    bytes.extend(1u32.to_ne_bytes());
+    bytes.extend(((WRITE_MAX / 4096) as u16).to_ne_bytes());
+    bytes.resize(64, 0);
+    bytes
+}
+
+fn put(to: &mut Vec<u8>, words: &[u64]) {
+    to.extend(words.iter().flat_map(|word| word.to_ne_bytes()));
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    let field = bytes.get(at..at + 4).and_then(|b| b.try_into().ok());
+    field.map_or(0, u32::from_ne_bytes)
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    let field = bytes.get(at..at + 8).and_then(|b| b.try_into().ok());
+    field.map_or(0, u64::from_ne_bytes)
+}
+
+const LOOKUP: u32 = 1;
+const FORGET: u32 = 2;
+const GETATTR: u32 = 3;
+const SETATTR: u32 = 4;
+const OPEN: u32 = 14;
+const READ: u32 = 15;
+const WRITE: u32 = 16;
+const STATFS: u32 = 17;
+const RELEASE: u32 = 18;
+const FSYNC: u32 = 20;
+const FLUSH: u32 = 25;
+const INIT: u32 = 26;
+const OPENDIR: u32 = 27;
+const RELEASEDIR: u32 = 29;
+const ACCESS: u32 = 34;
+const INTERRUPT: u32 = 36;
+const DESTROY: u32 = 38;
+const BATCH_FORGET: u32 = 42;
+const FALLOCATE: u32 = 43;
