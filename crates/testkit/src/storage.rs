@@ -64,8 +64,6 @@ pub struct Control {
     bytes: Vec<u8>,
     /// By sector: what is durable, where `bytes` say something else.
     durable: BTreeMap<u64, [u8; SECTOR as usize]>,
-    /// Its length when it was last durable.
-    durable_len: usize,
 }
 
 impl Control {
@@ -105,7 +103,6 @@ impl Control {
 
     fn flush(&mut self) {
         self.durable.clear();
-        self.durable_len = self.bytes.len();
     }
 
     /// Cuts the power: of what was not made durable, each sector is as it was or as it is now. The file keeps its
@@ -119,7 +116,6 @@ impl Control {
                 place.copy_from_slice(&old);
             }
         }
-        self.durable_len = self.bytes.len();
     }
 }
 
@@ -158,7 +154,6 @@ impl Storage {
             return Err(io::Error::last_os_error());
         }
         let control = Control {
-            durable_len: content.len(),
             bytes: content,
             ..Control::default()
         };
@@ -369,8 +364,16 @@ impl Server {
                     }
                     return Err(errno);
                 }
+                const O_DSYNC: u32 = 0o10_000;
                 let len = self.shortened(len as u64);
-                self.control().write(at, &data[..len as usize]);
+                let mut control = self.control();
+                control.write(at, &data[..len as usize]);
+                if u32_at(body, 32) & O_DSYNC != 0 {
+                    let sectors = at / SECTOR..(at + len).div_ceil(SECTOR);
+                    for sector in sectors {
+                        control.durable.remove(&sector);
+                    }
+                }
                 let mut out = (len as u32).to_ne_bytes().to_vec();
                 out.extend([0; 4]);
                 Ok(out)
