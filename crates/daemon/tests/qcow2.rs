@@ -3,10 +3,12 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::time::Duration;
 
 use tempfile::TempDir;
 use testkit::driver::{Device, DeviceConfig, Op, Queue};
 use testkit::server::Server;
+use testkit::vm::{self, Vm};
 use virtio_bindings::virtio_blk::*;
 
 #[expect(dead_code, reason = "images are made here")]
@@ -15,6 +17,8 @@ use support::{content, seed, serve_all};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const MIB: u64 = 1 << 20;
+/// A guest is done within a minute even where its instructions are translated; the machine may be busy.
+const GUEST_LIMIT: Duration = Duration::from_secs(480);
 
 /// A directory on a real file system, for images and sockets.
 struct Images(TempDir);
@@ -386,6 +390,91 @@ fn kill_and_look(cache: &str) {
             "round {round}: {output:?}"
         );
     }
+}
+
+/// A guest whose whole system is on an overlay of an installed image: it writes and verifies at random, reboots, and finds
+/// all of it. What is below stays as it was installed.
+#[test]
+fn a_guest_boots_from_an_overlay() {
+    let test = "a_guest_boots_from_an_overlay";
+    if let Some(missing) = vm::missing(true) {
+        println!("skipped: {test}: {missing}");
+        return;
+    }
+    let images = Images::new();
+    let script = "
+        grep -q '^/dev/vda / ext4' /proc/mounts || { echo 'the root is elsewhere'; exit 1; }
+        verify() {
+            fio --eta=never --name=verify --filename=/verify --size=64M --direct=1 --ioengine=libaio --bs=4k \
+                --iodepth=16 --thread --rw=randwrite --randseed=7 --verify=crc32c --output=/tmp/fio \"$@\" \
+                || { cat /tmp/fio; exit 1; }
+        }
+        if [ ! -e /booted ]; then
+            verify --do_verify=1 --end_fsync=1
+            sha256sum /bin/* >/booted
+            echo 'first boot'
+            sync
+            mount -o remount,ro /
+            reboot -f
+            sleep 60
+        fi
+        sha256sum -cs /booted
+        verify --verify_only
+        echo 'second boot'
+        sync
+        mount -o remount,ro /";
+    vm::install(&images.path("installed.raw"), 384 * MIB, script).unwrap();
+    for line in [
+        "convert -f raw -O qcow2 installed.raw installed.qcow2",
+        "create -q -f qcow2 -b installed.qcow2 -F qcow2 root.qcow2",
+    ] {
+        images.qemu_img(&line.split(' ').collect::<Vec<_>>());
+    }
+    let below = std::fs::read(images.path("installed.qcow2")).unwrap();
+    let file = images.path("root.qcow2");
+    let socket = images.path("root.sock");
+    let disk = format!(
+        "file={},serial=root,queues=2,socket={}",
+        file.display(),
+        socket.display()
+    );
+    let control = format!("--control={}", images.path("control.qmp").display());
+    let mut server = serve_all(&[disk, control]);
+    let arguments = server.ready["disks"][0]["qemu"].as_array().unwrap();
+    let arguments = arguments.iter().map(|a| a.as_str().unwrap().to_owned());
+    let logs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm").join(test);
+    let guest = Vm::new(logs)
+        .cpus(2)
+        .disk(vm::Disk::Pasted(arguments.collect()))
+        .root("root")
+        .may_reboot();
+    let output = guest.run("", GUEST_LIMIT).unwrap().checked().unwrap();
+    assert_eq!(output.lines, ["first boot", "second boot"]);
+    assert!(server.terminate().unwrap().success(), "{}", server.log());
+
+    images.qemu_img(&["check", "root.qcow2"]);
+    assert!(below == std::fs::read(images.path("installed.qcow2")).unwrap());
+    // All that the guest wrote is in the overlay, and as a file system it is whole.
+    let output = images.try_qemu_img(&["compare", "root.qcow2", "installed.qcow2"]);
+    assert_eq!(output.status.code(), Some(1), "nothing has changed");
+    images.qemu_img(&[
+        "convert",
+        "-f",
+        "qcow2",
+        "-O",
+        "raw",
+        "root.qcow2",
+        "root.raw",
+    ]);
+    images.qemu_img(&["compare", "-F", "raw", "root.qcow2", "root.raw"]);
+    let e2fsck = vm::find_program("e2fsck").unwrap();
+    let output = Command::new(e2fsck)
+        .arg("-fn")
+        .arg(images.path("root.raw"))
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "e2fsck: {text}");
 }
 
 #[test]

@@ -8,6 +8,7 @@ mod initramfs;
 mod kernel;
 mod qmp;
 
+pub use initramfs::install;
 pub use kernel::{Kernel, cache_dir, kernel_cache};
 pub use qmp::Qmp;
 
@@ -27,6 +28,7 @@ pub struct Vm {
     cpus: u32,
     disks: Vec<Disk>,
     fio: bool,
+    root: Option<String>,
     may_reboot: bool,
     packed: bool,
     hugepages: bool,
@@ -84,6 +86,7 @@ impl Vm {
             cpus: 1,
             disks: Vec::new(),
             fio: false,
+            root: None,
             may_reboot: false,
             packed: false,
             hugepages: false,
@@ -114,6 +117,16 @@ impl Vm {
     #[must_use]
     pub fn fio(self) -> Vm {
         Vm { fio: true, ..self }
+    }
+
+    /// Lets the guest boot from the disk with this serial, on which a system is [`install`]ed: all but the kernel comes
+    /// from there, and its script is run instead of the one that [`Vm::run`] is given.
+    #[must_use]
+    pub fn root(self, serial: &str) -> Vm {
+        Vm {
+            root: Some(serial.into()),
+            ..self
+        }
     }
 
     /// Lets the script `reboot -f`: the script is run again, in the same QEMU. Otherwise QEMU ends at the reboot.
@@ -187,7 +200,11 @@ impl Vm {
             .with_context(|| format!("making {}", self.folder.display()))?;
         let kernel = Kernel::newest()?;
         let initrd = self.folder.join("initramfs.cpio");
-        initramfs::write(&initrd, &kernel, self.fio, script)?;
+        let start = match &self.root {
+            Some(serial) => initramfs::Start::Disk(serial),
+            None => initramfs::Start::Script(script),
+        };
+        initramfs::write(&initrd, &kernel, self.fio, start)?;
 
         let started = Instant::now();
         let mut lines = Lines::of(self.folder.join("results.log"))?;
