@@ -57,7 +57,7 @@ pub enum NodeError {
     Open(#[from] OpenError),
     #[error(transparent)]
     Rbd(#[from] RbdError),
-    #[error("{0}: {1}; --allow-backing names directories that are there")]
+    #[error("{0}: cannot look for files that it names in {1}")]
     Allow(String, io::Error),
     #[error("{0}: cannot {1}: {2}")]
     Io(String, &'static str, io::Error),

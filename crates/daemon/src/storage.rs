@@ -41,7 +41,10 @@ impl AllowBacking {
     pub fn gate(&self, image: &Path) -> io::Result<Gate> {
         match self {
             Self::Beside => Gate::beside(&std::path::absolute(image)?),
-            Self::In(directories) => Gate::new(directories),
+            Self::In(directories) => Gate::new(directories).map_err(|e| {
+                let text = format!("{e}; --allow-backing names directories that are there");
+                io::Error::new(e.kind(), text)
+            }),
         }
     }
 }

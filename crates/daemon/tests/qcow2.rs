@@ -531,6 +531,13 @@ fn images_that_lead_astray_or_are_none_are_refused() {
     );
     let text = refused("ok.qcow2", &["--allow-backing", "none"]);
     assert!(text.contains("--allow-backing"), "{text}");
+    let text = refused("ok.qcow2", &["--allow-backing", "/not/there"]);
+    assert!(
+        text.contains("/not/there: No such file") && text.contains("--allow-backing"),
+        "{text}"
+    );
+    let text = refused("missing.qcow2", &[]);
+    assert!(text.contains("create -f qcow2"), "{text}");
     let text = refused("text.qcow2", &[]);
     assert!(text.contains("text.qcow2"), "{text}");
 

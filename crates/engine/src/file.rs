@@ -30,9 +30,8 @@ pub struct DiskFile {
 #[derive(Debug, Error)]
 pub enum OpenError {
     /// It is not there.
-    #[error(
-        "{0}: no such file; create it with 'qemu-img create -f raw {0} 10G', or check the path"
-    )]
+    #[error("{0}: no such file; create it with 'qemu-img create -f {format} {0} 10G', or check the path",
+        format = if .0.ends_with(".qcow2") { "qcow2" } else { "raw" })]
     Missing(String),
     /// We may not open it.
     #[error("{path}: permission denied{}; let this user read{} it, or run as one who may",

@@ -72,7 +72,7 @@ impl Gate {
     /// Allows these directories, and all below them.
     ///
     /// # Errors
-    /// One of them cannot be opened.
+    /// One of them cannot be opened; the message says which.
     pub fn new<P: AsRef<Path>>(directories: impl IntoIterator<Item = P>) -> io::Result<Self> {
         let directory = |path: P| {
             let path = path.as_ref();
@@ -82,10 +82,13 @@ impl Gate {
                 path
             };
             let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-            Ok(Directory {
-                fd: open(path, flags, Mode::empty())?,
-                paths: [std::path::absolute(path)?, path.canonicalize()?],
-            })
+            let open = || -> io::Result<Directory> {
+                Ok(Directory {
+                    fd: open(path, flags, Mode::empty())?,
+                    paths: [std::path::absolute(path)?, path.canonicalize()?],
+                })
+            };
+            open().map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
         };
         let directories = directories.into_iter().map(directory);
         Ok(Self {

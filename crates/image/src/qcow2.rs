@@ -167,6 +167,10 @@ impl Qcow2 {
         self.punch.store(punch, SeqCst);
     }
 
+    pub(crate) fn punches(&self) -> bool {
+        self.punch.load(SeqCst)
+    }
+
     pub(crate) fn set_backing_size(&self, size: u64) {
         self.backing_size.store(size, SeqCst);
     }

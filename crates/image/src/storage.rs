@@ -40,7 +40,7 @@ pub trait Storage: Send + Sync {
     /// What the kernel said; `Unsupported` for what has a fixed length.
     fn set_size(&self, size: u64) -> io::Result<()>;
 
-    /// Gives the space back. Nothing is assumed of what the range reads as from then on.
+    /// Gives the space back; from then on, the range reads as zeroes.
     ///
     /// # Errors
     /// What the kernel said; `Unsupported` if it can't.

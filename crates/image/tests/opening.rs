@@ -4,7 +4,7 @@ mod support;
 
 use std::fs;
 use std::io::{Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -434,4 +434,57 @@ fn a_raw_disk_is_a_chain_of_one() {
         (16384, 1, 2, 0)
     );
     assert_eq!(content[8192..], [0; 8192]);
+}
+
+#[test]
+fn data_files_give_their_space_back() {
+    needs_qemu!("data_files_give_their_space_back");
+    for options in [
+        "data_file=data",
+        "data_file=data,extended_l2=on",
+        "data_file=data,data_file_raw=on",
+    ] {
+        let directory = tempfile::tempdir().unwrap();
+        let (directory, file) = (directory.path(), directory.path().join("disk.qcow2"));
+        qemu::img(
+            directory,
+            &format!("create -q -f qcow2 -o {options} disk.qcow2 4M"),
+        );
+        let data = directory.join("data");
+        let allocated = || std::fs::metadata(&data).unwrap().blocks() * 512;
+        for why in [
+            Zeroing::Discard,
+            Zeroing::Zeroes { unmap: true },
+            Zeroing::Zeroes { unmap: false },
+        ] {
+            let place = format!("{options} {why:?}");
+            let disk = Disk::open(&file, WRITE).unwrap();
+            disk.write(0, &vec![7; 4 << 20]).unwrap();
+            disk.chain.flush().unwrap();
+            let before = allocated();
+            // Beginning and ending in the middle of clusters.
+            let (at, len) = ((512 << 10) + 512, (2 << 20) + 4096);
+            assert!(matches!(disk.chain.zero(at, len, why), Ok((n, None)) if n == len));
+            let given_back = before.saturating_sub(allocated());
+            let mut want = vec![7; 4 << 20];
+            want[at as usize..(at + len) as usize].fill(0);
+            let got = disk.content().unwrap();
+            // What is left of the first and the last cluster may be as before, if it was discarded.
+            let parts = |at: usize| !(589_824..2_621_440).contains(&at);
+            let is_right = |at: usize| {
+                got[at] == want[at] || why == Zeroing::Discard && got[at] == 7 && parts(at)
+            };
+            assert!((0..got.len()).all(is_right), "{place}");
+            match why {
+                Zeroing::Zeroes { unmap: false } => assert_eq!(given_back, 0, "{place}"),
+                _ => assert!(given_back >= 1 << 20, "{place}: {given_back}"),
+            }
+            disk.chain.close().unwrap();
+            qemu::check(directory, "disk.qcow2", false);
+            assert!(
+                qemu::content(directory, "disk.qcow2", "qcow2") == got,
+                "{place}"
+            );
+        }
+    }
 }

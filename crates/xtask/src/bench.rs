@@ -7,6 +7,7 @@
 mod backing;
 mod ceph;
 mod client;
+mod images;
 mod instructions;
 mod neighbours;
 mod picture;
@@ -144,6 +145,19 @@ pub struct Args {
     #[arg(long)]
     instructions: bool,
 
+    /// Measure what qcow2 costs: ringdisk raw, ringdisk qcow2 and qemu-storage-daemon qcow2 in turns, instead of the
+    /// workloads
+    #[arg(long)]
+    qcow2: bool,
+
+    /// With --qcow2: what is done to the disk [default: all]
+    #[arg(long, requires = "qcow2", value_delimiter = ',')]
+    work: Vec<images::Work>,
+
+    /// With --qcow2: on what kind of image, and by how many queues [default: all]
+    #[arg(long, requires = "qcow2", value_delimiter = ',')]
+    kind: Vec<images::Kind>,
+
     /// Wait up to this long before each sample until nothing else runs on the machine
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
     patience: f64,
@@ -210,6 +224,8 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         bench.idle()?
     } else if bench.args.scaling {
         bench.scaling()?
+    } else if bench.args.qcow2 {
+        bench.images()?
     } else if bench.args.instructions {
         bench.instructions()?
     } else {
@@ -493,6 +509,24 @@ impl Bench {
         Ok(report)
     }
 
+    /// What images cost.
+    fn images(&self) -> anyhow::Result<Report> {
+        let mut report = self.new_report();
+        let plan = images::Plan {
+            programs: &self.programs,
+            dir: std::path::absolute(&self.dir)?,
+            bytes: self.args.size << 30,
+            rounds: self.rounds(),
+            warmup_s: self.args.warmup,
+            runtime_s: self.runtime(),
+            patience_s: self.args.patience,
+            works: self.args.work.clone(),
+            kinds: self.args.kind.clone(),
+        };
+        images::measure(&plan, &self.interrupted, &mut report)?;
+        Ok(report)
+    }
+
     fn settings(&self) -> Vec<Setting> {
         let lists = Lists {
             aio: self.args.aio.clone(),
@@ -527,6 +561,7 @@ impl Bench {
             server_cpu: Some(SERVER_CPU),
             cpus: vec![CLIENT_CPU],
             mark: None,
+            once: 0,
             seed,
         }
     }

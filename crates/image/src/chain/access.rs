@@ -6,7 +6,9 @@ use std::io;
 use block::FileOffset;
 
 use super::{Chain, Compressed, FileIndex, Place, WritePlace};
-use crate::qcow2::{Allocation, Damage, ImageError, Pin, Prepared, Waiting, ZeroStep, Zeroing};
+use crate::qcow2::{
+    Allocation, Damage, ImageError, Pin, Prepared, Qcow2, Waiting, ZeroStep, Zeroing,
+};
 use crate::storage::Storage;
 
 /// Zeroes that are written at a time where there is no other way.
@@ -122,6 +124,9 @@ impl Chain {
             let here = at + done;
             let step = match self.zero_step(here, len - done, why)? {
                 ZeroStep::Done(n) => Ok(n),
+                ZeroStep::File(n) if self.gives_back(here, n, why) => Ok(n),
+                // It stays as it was.
+                ZeroStep::File(n) if why == Zeroing::Discard => Ok(n),
                 ZeroStep::File(n) => {
                     for skip in (0..n).step_by(ZEROES.len()) {
                         let part = (n - skip).min(ZEROES.len() as u64) as usize;
@@ -159,6 +164,15 @@ impl Chain {
             }
         }
         self.flush()
+    }
+
+    /// Gives the space of a range back in the file where it has the same offset, if that is wanted, and
+    /// possible.
+    fn gives_back(&self, at: u64, len: u64, why: Zeroing) -> bool {
+        let wanted = why != (Zeroing::Zeroes { unmap: false });
+        let punches = self.image().is_some_and(Qcow2::punches);
+        let file = self.file(self.written_file());
+        wanted && punches && file.punch(FileOffset(at), len).is_ok()
     }
 
     /// Writes zeroes like any other data; how many, or whom to wait for first.

@@ -2,8 +2,11 @@
 
 use std::sync::atomic::Ordering::SeqCst;
 
+use block::FileOffset;
+
 use super::entry::{Entry, Standard, table_at};
 use super::error::ImageError;
+use super::file::FileEnd;
 use super::refcount::Stop;
 use super::write::Waiting;
 use super::{Qcow2, State};
@@ -41,7 +44,33 @@ impl Qcow2 {
     /// # Errors
     /// It cannot be done; the rest of the range is as it was.
     pub fn zero_step(&self, at: u64, len: u64, why: Zeroing) -> Result<ZeroStep, ImageError> {
-        self.change(|state| self.try_zero(state, at, len, why))
+        let step = self.change(|state| self.try_zero(state, at, len, why))?;
+        if let (ZeroStep::Done(done), Some(data)) = (step, &self.data)
+            && why != (Zeroing::Zeroes { unmap: false })
+        {
+            self.punch_outside(data, at, done);
+        }
+        Ok(step)
+    }
+
+    /// Gives the space of what now reads as zeroes back that is in a data file. There, a cluster keeps its
+    /// place, and nobody else ever gets it; who writes to it meanwhile writes to what is being given up.
+    /// Before the tables are durable that say so, the range reads as zeroes from the file.
+    fn punch_outside(&self, data: &FileEnd, at: u64, len: u64) {
+        let unit = 1 << self.g.subcluster_bits();
+        let end = at + len;
+        let end = if end < self.size() {
+            end - end % unit
+        } else {
+            end
+        };
+        let at = at.next_multiple_of(unit);
+        if at < end
+            && self.punch.load(SeqCst)
+            && data.storage().punch(FileOffset(at), end - at).is_err()
+        {
+            self.punch.store(false, SeqCst);
+        }
     }
 
     fn try_zero(

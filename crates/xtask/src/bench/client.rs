@@ -45,6 +45,8 @@ pub struct Job {
     pub cpus: Vec<usize>,
     /// A file that is there during the window.
     pub mark: Option<PathBuf>,
+    /// In each so many bytes, one request at most: the client ends when it has been everywhere. 0 for no such limit.
+    pub once: u64,
     pub seed: u64,
 }
 
@@ -210,11 +212,54 @@ struct Loop {
     blocks: u64,
     next_block: u64,
     random: u64,
+    once: Option<Once>,
     in_flight: usize,
     slots: Vec<usize>,
     submitted_at: Vec<Instant>,
     done: Vec<usize>,
     latencies_ns: Histogram<u64>,
+}
+
+/// Where one client thread has not been yet.
+struct Once {
+    /// Blocks of one request in each area.
+    area_blocks: u64,
+    areas: u64,
+    /// The number of the next one, in the order in which they are visited, and how many threads take turns.
+    next: u64,
+    threads: u64,
+}
+
+impl Once {
+    fn new(job: &Job, number: usize, blocks: u64) -> Option<Once> {
+        let area_blocks = job.once / job.workload.block as u64;
+        (area_blocks > 0).then(|| Once {
+            area_blocks,
+            areas: blocks / area_blocks,
+            next: number as u64,
+            threads: job.cpus.len().max(1) as u64,
+        })
+    }
+
+    /// The next block; none when all areas have been visited. Their order is scattered, unless it is to be sequential.
+    fn next(&mut self, sequential: bool, random: u64) -> Option<u64> {
+        let all = self.areas.next_power_of_two();
+        loop {
+            let number = self.next;
+            self.next += self.threads;
+            if number >= all {
+                return None;
+            }
+            // An odd factor makes a permutation of it.
+            let area = match sequential {
+                true => number,
+                false => number.wrapping_mul(0x9e37_79b9_7f4a_7c15) & (all - 1),
+            };
+            if area < self.areas {
+                return Some(area * self.area_blocks + random % self.area_blocks);
+            }
+        }
+    }
 }
 
 impl Loop {
@@ -228,6 +273,7 @@ impl Loop {
             // Threads that read in sequence do not read the same.
             next_block: blocks / 16 * (number as u64 % 16),
             random: mix(job.seed.wrapping_add((number as u64) << 32)),
+            once: Once::new(job, number, blocks),
             in_flight: 0,
             submitted_at: vec![Instant::now(); end],
             done: Vec::with_capacity(slots.len()),
@@ -238,9 +284,8 @@ impl Loop {
 
     fn start(&mut self, driver: &mut impl Driver) -> anyhow::Result<()> {
         for i in 0..self.slots.len() {
-            self.prepare(driver, self.slots[i])?;
+            self.in_flight += usize::from(self.prepare(driver, self.slots[i])?);
         }
-        self.in_flight = self.slots.len();
         self.submitted_at.fill(Instant::now());
         driver.submit()
     }
@@ -249,7 +294,7 @@ impl Loop {
     fn run(&mut self, driver: &mut impl Driver, length: Duration) -> anyhow::Result<()> {
         let end = Instant::now() + length;
         let mut empty_polls = 0_u32;
-        loop {
+        while self.in_flight > 0 {
             self.done.clear();
             driver.reap(&mut self.done)?;
             if self.done.is_empty() {
@@ -263,7 +308,7 @@ impl Loop {
             self.record(now);
             for i in 0..self.done.len() {
                 let slot = self.done[i];
-                self.prepare(driver, slot)?;
+                self.in_flight -= usize::from(!self.prepare(driver, slot)?);
                 self.submitted_at[slot] = now;
             }
             driver.submit()?;
@@ -271,6 +316,7 @@ impl Loop {
                 return Ok(());
             }
         }
+        Ok(())
     }
 
     fn drain(&mut self, driver: &mut impl Driver) -> anyhow::Result<()> {
@@ -300,8 +346,15 @@ impl Loop {
         }
     }
 
-    fn prepare(&mut self, driver: &mut impl Driver, slot: usize) -> anyhow::Result<()> {
-        let block = if self.workload.sequential {
+    /// Whether there was anything left to do.
+    fn prepare(&mut self, driver: &mut impl Driver, slot: usize) -> anyhow::Result<bool> {
+        let block = if let Some(once) = &mut self.once {
+            self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            match once.next(self.workload.sequential, mix(self.random)) {
+                Some(block) => block,
+                None => return Ok(false),
+            }
+        } else if self.workload.sequential {
             let block = self.next_block;
             self.next_block = (block + 1) % self.blocks;
             block
@@ -310,7 +363,8 @@ impl Loop {
             ((u128::from(mix(self.random)) * u128::from(self.blocks)) >> 64) as u64
         };
         let len = self.workload.block;
-        driver.prepare(slot, self.workload.write, block * len as u64, len)
+        driver.prepare(slot, self.workload.write, block * len as u64, len)?;
+        Ok(true)
     }
 }
 
@@ -643,4 +697,30 @@ fn wait_for(sockets: &[PathBuf]) -> anyhow::Result<()> {
     }
     thread::sleep(Duration::from_millis(20));
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Once;
+
+    #[test]
+    fn threads_go_everywhere_once() {
+        for sequential in [false, true] {
+            // As many areas as are no power of two.
+            let once = |next| Once {
+                area_blocks: 16,
+                areas: 1000,
+                next,
+                threads: 2,
+            };
+            let visits = |number: u64| {
+                let mut once = once(number);
+                let blocks = std::iter::from_fn(move || once.next(sequential, 12345 + number));
+                blocks.map(|block| block / 16)
+            };
+            let mut areas: Vec<u64> = (0..2).flat_map(visits).collect();
+            areas.sort_unstable();
+            assert!(areas.into_iter().eq(0..1000), "sequential: {sequential}");
+        }
+    }
 }

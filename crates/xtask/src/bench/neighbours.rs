@@ -57,6 +57,7 @@ pub fn fairness(
             server_cpu: Some(SERVER_CPU),
             cpus: vec![CLIENT_CPU],
             mark: None,
+            once: 0,
             seed: round as u64 + 1,
         };
         let alone = finish(start(programs, &job(quiet, 1, 0.0))?)?;

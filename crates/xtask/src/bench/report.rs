@@ -9,6 +9,7 @@ use anyhow::Context;
 use serde::{Deserialize, Serialize};
 
 use super::client::Sample;
+use super::images::{self, Imaged};
 use super::instructions::{self, Instructions};
 use super::picture;
 use super::plan::{Backing, Cell, Client, Limit, Metric, Server, TARGETS, Target};
@@ -31,6 +32,8 @@ pub struct Report {
     pub instructions: Vec<Instructions>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub scaling: Vec<Scaled>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub images: Vec<Imaged>,
     /// Backings and settings that could not be measured here, with the reason.
     pub skipped: Vec<String>,
     pub failures: Vec<String>,
@@ -99,6 +102,7 @@ impl Report {
             idle: Vec::new(),
             instructions: Vec::new(),
             scaling: Vec::new(),
+            images: Vec::new(),
             skipped: Vec::new(),
             failures: Vec::new(),
         }
@@ -167,6 +171,7 @@ impl Report {
             )?;
         }
         scaling::write(out, &self.scaling)?;
+        images::write(out, &self.images)?;
         instructions::write(out, &self.instructions)?;
         self.write_targets(out)?;
         for reason in &self.skipped {

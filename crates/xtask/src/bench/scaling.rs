@@ -260,6 +260,7 @@ impl Plan<'_> {
             server_cpu: None,
             cpus: Vec::new(),
             mark: None,
+            once: 0,
             seed: 1,
         }
     }
