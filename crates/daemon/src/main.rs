@@ -17,6 +17,7 @@ mod metrics;
 mod node;
 mod numa;
 mod paste;
+mod progress;
 mod qmp;
 mod reload;
 mod serve;

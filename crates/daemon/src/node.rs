@@ -6,20 +6,19 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 use std::{fs, io};
 
 use block::{Backing, BlockSizeError, CacheMode, Discard, DiskFacts, format_size};
 use datapath::{Disk, Options, Replacement};
 use engine::{Choice, ChoiceError, DiskFile, OpenError, Support, choose};
 use image::{
-    Chain, ChainError, ChainOptions, Damage, Format, Image, LayerFormat, Progress, Top,
-    UnknownFormat,
+    Chain, ChainError, ChainOptions, Damage, Format, Image, LayerFormat, Top, UnknownFormat,
 };
 use rbd::{RbdError, RbdImage};
 use thiserror::Error;
 use tracing::{info, warn};
 
+use crate::progress::Progress;
 use crate::spec::{DiskSpec, FileSpec};
 use crate::storage::{AllowBacking, Opener};
 
@@ -440,19 +439,15 @@ fn open_chain(
         path,
         format: LayerFormat::Qcow2,
     };
-    let mut told = Instant::now();
+    let mut repair = Progress::new(format!("{}: repairing", path.display()));
     let options = ChainOptions {
         read_only: spec.read_only,
         // As in QEMU: reading does no harm.
         allow_corrupt: spec.read_only,
         l2_cache_bytes: spec.l2_cache_bytes,
         punch: spec.discard == Discard::Unmap,
-        progress: &mut |progress: Progress| {
-            if told.elapsed() > Duration::from_secs(1) {
-                told = Instant::now();
-                let percent = progress.done * 100 / progress.total.max(1);
-                info!("{}: repairing: {percent} %", path.display());
-            }
+        progress: &mut |progress| {
+            repair.at(progress.done, progress.total);
             ControlFlow::Continue(())
         },
     };

@@ -4,12 +4,14 @@
 mod support;
 
 use std::collections::BTreeSet;
+use std::io;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
-use image::{Gate, LayerFormat, Zeroing, check};
-use support::memory::{Event, Memory, Replay};
-use support::{Disk, READ, WRITE};
+use image::{Gate, LayerFormat, OpenFiles, Role, Storage, Zeroing, check};
+use support::memory::{Event, Memory, Replay, What};
+use support::{Disk, HostFiles, READ, WRITE};
 use testkit::faulty::{Random, seeds};
 use testkit::images as variants;
 use testkit::qemu_img as qemu;
@@ -75,23 +77,41 @@ enum Step {
 struct Story {
     variant: &'static str,
     seed: u64,
-    start: Vec<u8>,
+    /// The image, and its data file if it has one.
+    start: Vec<Vec<u8>>,
     old: Vec<u8>,
     events: Vec<Event>,
     steps: Vec<Step>,
 }
 
-fn open(memory: &Memory, directory: &Path, how: support::How) -> Disk {
+/// The image, and its data file if it has one.
+fn open(memory: &[Memory], directory: &Path, how: support::How) -> Disk {
     let gate = Gate::beside(&directory.join("x")).unwrap();
     let path = directory.join("disk.qcow2");
-    let storage = Arc::new(memory.clone());
-    Disk::with(storage, &path, LayerFormat::Qcow2, &gate, how).unwrap()
+    let storage = Arc::new(memory[0].clone());
+    let mut data = DataFile(memory.get(1));
+    Disk::with_files(storage, &path, LayerFormat::Qcow2, &gate, how, &mut data).unwrap()
 }
 
-fn story(variant: &variants::Variant, seed: u64, directory: &Path) -> Story {
-    let start = std::fs::read(directory.join("disk.qcow2")).unwrap();
-    let memory = Memory::new(start.clone());
-    let disk = open(&memory, directory, WRITE);
+/// Opens all but the data file as it is.
+struct DataFile<'a>(Option<&'a Memory>);
+
+impl OpenFiles for DataFile<'_> {
+    fn open(&mut self, file: OwnedFd, path: &Path, role: Role) -> io::Result<Arc<dyn Storage>> {
+        match (role, self.0) {
+            (Role::Data { .. }, Some(data)) => Ok(Arc::new(data.clone())),
+            _ => HostFiles.open(file, path, role),
+        }
+    }
+}
+
+fn story(name: &'static str, grows: bool, seed: u64, directory: &Path) -> Story {
+    let read = |name| std::fs::read(directory.join(name));
+    let start = vec![read("disk.qcow2").unwrap()];
+    let start: Vec<_> = start.into_iter().chain(read("data").ok()).collect();
+    let files = Memory::several(start.clone());
+    let memory = &files[0];
+    let disk = open(&files, directory, WRITE);
     let old = disk.content().unwrap();
     memory.record();
     let mut random = Random(seed);
@@ -99,7 +119,7 @@ fn story(variant: &variants::Variant, seed: u64, directory: &Path) -> Story {
     let mut size = disk.chain.size();
     let cluster = disk.chain.image().unwrap().cluster_bytes();
     for number in 0..120 {
-        if number % 50 == 49 && variant.grows() {
+        if number % 50 == 49 && grows {
             size += 40 << 10;
             memory.mark(steps.len() as u64);
             steps.push(Step::Grow { size });
@@ -133,7 +153,7 @@ fn story(variant: &variants::Variant, seed: u64, directory: &Path) -> Story {
     }
     disk.chain.close().unwrap();
     Story {
-        variant: variant.name,
+        variant: name,
         seed,
         start,
         old,
@@ -168,8 +188,10 @@ impl Story {
                 }
             }
             replay.event(event);
-            let Event::Mark(step) = event else { continue };
-            match &self.steps[*step as usize] {
+            let What::Mark(step) = event.what else {
+                continue;
+            };
+            match &self.steps[step as usize] {
                 Step::Flushed => {
                     may.settle(&newest);
                     for (sector, may) in may.0.iter_mut().enumerate() {
@@ -205,15 +227,16 @@ impl Story {
 
     fn look(
         &self,
-        bytes: &[u8],
+        files: &[Vec<u8>],
         may: &Sectors,
         moment: usize,
         directory: &Path,
         random: &mut Random,
     ) {
         let place = format!("{}, seed {}, event {moment}", self.variant, self.seed);
-        let memory = Memory::new(bytes.to_vec());
-        let report = check(&memory).unwrap();
+        let bytes = &files[0];
+        let memory = Memory::several(files.to_vec());
+        let report = check(&memory[0]).unwrap();
         let fail = |what: String| -> ! {
             let kept = std::env::temp_dir().join("ringdisk-crash.qcow2");
             std::fs::write(&kept, bytes).unwrap();
@@ -260,16 +283,31 @@ fn a_power_cut_leaves_a_sound_image_with_all_that_was_flushed() {
         return;
     }
     let mut cuts = 0;
-    for variant in variants::ALL
-        .iter()
-        .filter(|v| v.is_one_file() && v.is_small())
-    {
+    for variant in variants::ALL.iter().filter(|v| v.is_small()) {
         for seed in seeds(100, 2) {
             let directory = tempfile::tempdir().unwrap();
             variant.make_sized(directory.path(), seed, DISK_BYTES);
-            let story = story(variant, seed, directory.path());
+            let story = story(variant.name, variant.grows(), seed, directory.path());
             cuts += story.cut(directory.path());
         }
+    }
+    // A file that is nearly as long as its refcount table can say.
+    for seed in seeds(200, 2) {
+        let directory = tempfile::tempdir().unwrap();
+        let directory = directory.path();
+        let create = "create -q -f qcow2 -o cluster_size=512,refcount_bits=64 disk.qcow2 2500k";
+        qemu::img(directory, create);
+        let full = ["write -P 9 0 1800k".to_owned()];
+        qemu::io(directory, "disk.qcow2", &["-f", "qcow2"], &full);
+        let story = story("refcount_table", true, seed, directory);
+        let moved = story.events.iter().filter(|event| {
+            let What::Write { at: 0, bytes } = &event.what else {
+                return false;
+            };
+            bytes[48..56] != story.start[0][48..56]
+        });
+        assert!(moved.count() > 0, "the refcount table has not moved");
+        cuts += story.cut(directory);
     }
     println!("{cuts} power cuts");
     let least = if std::env::var_os("RINGDISK_TEST_SEED").is_some() {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use block::FileOffset;
 use image::Storage;
@@ -13,7 +13,7 @@ use testkit::faulty::Random;
 const SECTOR: usize = 512;
 
 #[derive(Clone, Debug)]
-pub enum Event {
+pub enum What {
     Write {
         at: u64,
         bytes: Vec<u8>,
@@ -23,15 +23,22 @@ pub enum Event {
         at: u64,
         len: u64,
     },
-    /// All before it is on stable storage.
+    /// All before it in this file is on stable storage.
     Flushed,
     /// A test's own mark.
     Mark(u64),
 }
 
+/// To which file something happened.
+#[derive(Clone, Debug)]
+pub struct Event {
+    file: usize,
+    pub what: What,
+}
+
 #[derive(Default)]
 struct State {
-    bytes: Vec<u8>,
+    files: Vec<Vec<u8>>,
     events: Vec<Event>,
     record: bool,
     /// Operations until all fail; 0 for never.
@@ -39,44 +46,63 @@ struct State {
 }
 
 /// A file in memory. Clones are the same file.
-#[derive(Clone, Default)]
-pub struct Memory(Arc<Mutex<State>>);
+#[derive(Clone)]
+pub struct Memory {
+    state: Arc<Mutex<State>>,
+    file: usize,
+}
 
 impl Memory {
     pub fn new(bytes: Vec<u8>) -> Self {
-        Self(Arc::new(Mutex::new(State {
-            bytes,
+        Self::several(vec![bytes]).remove(0)
+    }
+
+    /// Files whose events are remembered in one order.
+    pub fn several(files: Vec<Vec<u8>>) -> Vec<Self> {
+        let numbers = 0..files.len();
+        let state = State {
+            files,
             ..State::default()
-        })))
+        };
+        let state = Arc::new(Mutex::new(state));
+        let memory = |file| Self {
+            state: state.clone(),
+            file,
+        };
+        numbers.map(memory).collect()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
     }
 
     pub fn bytes(&self) -> Vec<u8> {
-        self.0.lock().unwrap().bytes.clone()
+        self.state().files[self.file].clone()
     }
 
     /// From now on, every change is remembered.
     pub fn record(&self) {
-        self.0.lock().unwrap().record = true;
+        self.state().record = true;
     }
 
     pub fn take_events(&self) -> Vec<Event> {
-        std::mem::take(&mut self.0.lock().unwrap().events)
+        std::mem::take(&mut self.state().events)
     }
 
     pub fn mark(&self, number: u64) {
-        self.0.lock().unwrap().event(Event::Mark(number));
+        self.state().event(self.file, What::Mark(number));
     }
 
     /// So many more writes and flushes succeed, and the next one fails; 0 lets all succeed.
     pub fn fail_in(&self, operations: u64) {
-        self.0.lock().unwrap().fail_in = operations;
+        self.state().fail_in = operations;
     }
 }
 
 impl State {
-    fn event(&mut self, event: Event) {
+    fn event(&mut self, file: usize, what: What) {
         if self.record {
-            self.events.push(event);
+            self.events.push(Event { file, what });
         }
     }
 
@@ -97,52 +123,54 @@ impl State {
 
 impl Storage for Memory {
     fn read_at(&self, at: FileOffset, to: &mut [u8]) -> io::Result<usize> {
-        let state = self.0.lock().unwrap();
-        let from = usize::try_from(at.0)
-            .unwrap_or(usize::MAX)
-            .min(state.bytes.len());
-        let n = to.len().min(state.bytes.len() - from);
-        to[..n].copy_from_slice(&state.bytes[from..from + n]);
+        let state = self.state();
+        let bytes = &state.files[self.file];
+        let from = usize::try_from(at.0).unwrap_or(usize::MAX).min(bytes.len());
+        let n = to.len().min(bytes.len() - from);
+        to[..n].copy_from_slice(&bytes[from..from + n]);
         Ok(n)
     }
 
     fn write_at(&self, at: FileOffset, from: &[u8]) -> io::Result<()> {
-        let mut state = self.0.lock().unwrap();
+        let mut state = self.state();
         state.may_fail()?;
-        write(&mut state.bytes, at.0, from);
-        state.event(Event::Write {
-            at: at.0,
-            bytes: from.to_vec(),
-        });
+        write(&mut state.files[self.file], at.0, from);
+        state.event(
+            self.file,
+            What::Write {
+                at: at.0,
+                bytes: from.to_vec(),
+            },
+        );
         Ok(())
     }
 
     fn flush(&self) -> io::Result<()> {
-        let mut state = self.0.lock().unwrap();
+        let mut state = self.state();
         state.may_fail()?;
-        state.event(Event::Flushed);
+        state.event(self.file, What::Flushed);
         Ok(())
     }
 
     fn size(&self) -> io::Result<u64> {
-        Ok(self.0.lock().unwrap().bytes.len() as u64)
+        Ok(self.state().files[self.file].len() as u64)
     }
 
     fn set_size(&self, size: u64) -> io::Result<()> {
-        let mut state = self.0.lock().unwrap();
+        let mut state = self.state();
         // As a file system with little room: files grow by no more than they need.
         if size > 8 << 20 {
             return Err(io::Error::from_raw_os_error(27));
         }
-        state.bytes.resize(size as usize, 0);
-        state.event(Event::SetSize(size));
+        state.files[self.file].resize(size as usize, 0);
+        state.event(self.file, What::SetSize(size));
         Ok(())
     }
 
     fn punch(&self, at: FileOffset, len: u64) -> io::Result<()> {
-        let mut state = self.0.lock().unwrap();
-        punch(&mut state.bytes, at.0, len);
-        state.event(Event::Punch { at: at.0, len });
+        let mut state = self.state();
+        punch(&mut state.files[self.file], at.0, len);
+        state.event(self.file, What::Punch { at: at.0, len });
         Ok(())
     }
 
@@ -167,13 +195,13 @@ fn punch(bytes: &mut [u8], at: u64, len: u64) {
 /// What was written, event by event, and what crashes leave.
 pub struct Replay {
     /// All that is durable.
-    durable: Vec<u8>,
+    durable: Vec<Vec<u8>>,
     /// What came since, in order.
     loose: Vec<Event>,
 }
 
 impl Replay {
-    pub fn new(start: Vec<u8>) -> Self {
+    pub fn new(start: Vec<Vec<u8>>) -> Self {
         Self {
             durable: start,
             loose: Vec::new(),
@@ -181,38 +209,38 @@ impl Replay {
     }
 
     pub fn event(&mut self, event: &Event) {
-        match event {
-            Event::Mark(_) => {}
-            Event::Flushed => {
-                for event in self.loose.drain(..) {
+        match event.what {
+            What::Mark(_) => {}
+            What::Flushed => {
+                for event in self.loose.extract_if(.., |loose| loose.file == event.file) {
                     apply(&mut self.durable, &event, |_| true);
                 }
             }
-            event => self.loose.push(event.clone()),
+            _ => self.loose.push(event.clone()),
         }
     }
 
-    /// A file as a crash now may leave it: of each sector, any state that it has had since the last
+    /// The files as a crash now may leave them: of each sector, any state that it has had since the last
     /// flush. (A sector may be older than one that was written before it.)
-    pub fn crash(&self, random: &mut Random) -> Vec<u8> {
+    pub fn crash(&self, random: &mut Random) -> Vec<Vec<u8>> {
         let mut bytes = self.durable.clone();
         // Which of its states each sector stays at: that of all, none, or the n-th write.
         let style = random.below(4);
         let whole = random.below(self.loose.len() as u64 + 1);
-        let mut last: BTreeMap<u64, u64> = BTreeMap::new();
+        let mut last: BTreeMap<(usize, u64), u64> = BTreeMap::new();
         for (number, event) in (0_u64..).zip(&self.loose) {
             let mut keeps = |sector: u64| match style {
                 // A prefix of all writes.
                 0 => number < whole,
                 // Each write as a whole, or not at all.
-                1 => last.entry(number).or_insert_with(|| random.below(2)) == &0,
+                1 => last.entry((0, number)).or_insert_with(|| random.below(2)) == &0,
                 // All but one in eight sectors.
                 2 => !random.one_in(8),
                 // Each sector stops at some time.
                 _ => {
                     let events = self.loose.len() as u64;
                     let stop = last
-                        .entry(sector)
+                        .entry((event.file, sector))
                         .or_insert_with(|| random.below(events + 1));
                     number < *stop
                 }
@@ -223,9 +251,10 @@ impl Replay {
     }
 }
 
-fn apply(bytes: &mut Vec<u8>, event: &Event, mut keeps: impl FnMut(u64) -> bool) {
-    match event {
-        Event::Write { at, bytes: from } => {
+fn apply(files: &mut [Vec<u8>], event: &Event, mut keeps: impl FnMut(u64) -> bool) {
+    let bytes = &mut files[event.file];
+    match &event.what {
+        What::Write { at, bytes: from } => {
             let mut done = 0;
             while done < from.len() {
                 let at = at + done as u64;
@@ -236,19 +265,19 @@ fn apply(bytes: &mut Vec<u8>, event: &Event, mut keeps: impl FnMut(u64) -> bool)
                 done += n;
             }
         }
-        Event::SetSize(size) => {
+        What::SetSize(size) => {
             // The size goes with what was written behind it, or by itself.
             if keeps(u64::MAX) {
                 bytes.resize(*size as usize, 0);
             }
         }
-        Event::Punch { at, len } => {
+        What::Punch { at, len } => {
             for sector in (*at..at + len).step_by(SECTOR) {
                 if keeps(sector / SECTOR as u64) {
                     punch(bytes, sector, SECTOR as u64);
                 }
             }
         }
-        Event::Flushed | Event::Mark(_) => {}
+        What::Flushed | What::Mark(_) => {}
     }
 }

@@ -115,6 +115,17 @@ impl Disk {
         gate: &Gate,
         how: How,
     ) -> Result<Self, ChainError> {
+        Self::with_files(storage, path, format, gate, how, &mut HostFiles)
+    }
+
+    pub fn with_files(
+        storage: Arc<dyn Storage>,
+        path: &Path,
+        format: LayerFormat,
+        gate: &Gate,
+        how: How,
+        files: &mut dyn OpenFiles,
+    ) -> Result<Self, ChainError> {
         let top = Top {
             storage,
             path,
@@ -127,7 +138,7 @@ impl Disk {
             punch: true,
             progress: &mut |_| ControlFlow::Continue(()),
         };
-        let chain = Chain::open(top, gate, &mut HostFiles, options)?;
+        let chain = Chain::open(top, gate, files, options)?;
         Ok(Self { chain })
     }
 
