@@ -298,6 +298,7 @@ fn sample(bench: &Bench, ceph: &Ceph, cell: &Cell, who: Contestant, seed: u64) -
         server_cpu: None,
         cpus: Vec::new(),
         mark: None,
+        once: 0,
         seed,
     };
     let output = Command::new(&bench.programs.xtask)
