@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::fmt::{self, Write};
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -240,6 +241,8 @@ impl Plan<'_> {
             })?;
             fs::rename(&unfinished, &path)?;
         }
+        // Some storage is slow to read for the first time what was just written; that is not the server's.
+        io::copy(&mut fs::File::open(&path)?, &mut io::sink())?;
         Ok(path)
     }
 
