@@ -150,7 +150,7 @@ pub fn lines(
     let labels: Vec<String> = ticks.iter().map(|tick| short(*tick)).collect();
     let left = 14.0 + labels.iter().map(|label| width(label)).fold(0.0, f64::max);
     let (plot_width, plot_height) = PLOT;
-    let (upper, lower) = (34.0, 40.0);
+    let (upper, lower) = (46.0, 40.0);
     let total = (left + plot_width + 20.0).max(width(title) * 1.15 + 10.0);
     let mut svg = Svg::new(total, upper + plot_height + lower);
     svg.text((0.0, 13.0), Anchor::Start, "t b", title);
@@ -493,7 +493,7 @@ pub fn distribution(title: &str, series: &[(usize, String, &Histogram)]) -> Stri
         .collect();
     let left = 14.0 + labels.iter().map(|label| width(label)).fold(0.0, f64::max);
     let (plot_width, plot_height) = PLOT;
-    let (upper, lower) = (34.0, 40.0);
+    let (upper, lower) = (46.0, 40.0);
     let mut svg = Svg::new(
         (left + plot_width + 20.0).max(width(title) * 1.15 + 10.0),
         upper + plot_height + lower,
