@@ -323,14 +323,23 @@ impl<'a> Analysis<'a> {
             .case(from)
             .settings
             .differences(&self.case(to).settings);
-        let mut names: Vec<String> = asked.iter().map(|name| (*name).to_owned()).collect();
+        let (before, after) = (&self.case(from).settings, &self.case(to).settings);
+        // What only one of two devices has came with the device.
+        let by_device = |name: &&str| {
+            asked.contains(&"device") && (before.get(name) == "-" || after.get(name) == "-")
+        };
+        let mut names: Vec<String> = asked
+            .iter()
+            .filter(|name| !by_device(name))
+            .map(|name| (*name).to_owned())
+            .collect();
         for difference in self.effective_differences(from, to) {
             let name = difference.split(':').next().unwrap_or_default().to_owned();
             // The driver is the device, and a queue's depth its size.
             let implied = match name.as_str() {
                 "driver" => asked.contains(&"device"),
                 "requests" => asked.contains(&"queue-size") || asked.contains(&"queues"),
-                other => names.iter().any(|asked| asked == other),
+                other => asked.contains(&other),
             };
             if !implied {
                 names.push(name);
