@@ -4,3 +4,4 @@ mod cluster;
 mod disk;
 mod driver;
 mod faults;
+mod guest;

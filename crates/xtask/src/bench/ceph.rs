@@ -122,7 +122,7 @@ struct Record {
 
 /// Measures and prints all cells that `args` select.
 pub fn run(bench: &Bench) -> Result<()> {
-    packages::ceph::ensure()?;
+    packages::ceph::ensure_rivals()?;
     let args = &bench.args.ceph;
     let folder = bench.dir.join("ceph");
     if folder.exists() {
@@ -307,8 +307,11 @@ fn sample(bench: &Bench, ceph: &Ceph, cell: &Cell, who: Contestant, seed: u64) -
         .context("starting the client")?;
     ensure!(
         output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr).trim()
+        "{}; the server: {}",
+        String::from_utf8_lossy(&output.stderr).trim(),
+        fs::read_to_string(bench.dir.join("ceph-server.log"))
+            .unwrap_or_default()
+            .trim()
     );
     serde_json::from_slice(&output.stdout).context("reading the client's sample")
 }

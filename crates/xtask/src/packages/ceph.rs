@@ -1,6 +1,7 @@
 //! Ceph itself, for a cluster on the loopback interface.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
+use std::process::Command;
 use testkit::ceph::{PROGRAMS, available};
 use testkit::vm::find_program;
 
@@ -19,4 +20,25 @@ pub fn ensure() -> Result<()> {
         install(&packages)?;
     }
     available()
+}
+
+/// The same, and QEMU's own rbd driver to compare with, which is a package of its own.
+pub fn ensure_rivals() -> Result<()> {
+    ensure()?;
+    if !qemu_has_rbd() {
+        install(&["qemu-block-extra"])?;
+        ensure!(qemu_has_rbd(), "qemu-block-extra has no rbd driver");
+    }
+    Ok(())
+}
+
+/// Whether QEMU can load the driver: it complains of something else then, of an image that can't be there.
+fn qemu_has_rbd() -> bool {
+    let info = Command::new("qemu-img")
+        .args(["info", "rbd:none/none:conf=/nonexistent"])
+        .output();
+    info.is_ok_and(|info| {
+        let said = String::from_utf8_lossy(&info.stderr);
+        !said.contains("Unable to load module") && !said.contains("Unknown driver")
+    })
 }
