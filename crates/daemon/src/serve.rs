@@ -31,16 +31,22 @@ use crate::together::{TogetherError, check_together};
 #[command(after_help = "Examples:
   ringdisk serve vm1.raw
   ringdisk serve file=/dev/vg0/vm1,cache=none,queues=4,socket=/run/ringdisk/vm1.sock
+  ringdisk serve rbd:vms/vm1,id=vms      an image in a Ceph cluster
   ringdisk serve null:64G                measures the path alone, stores nothing
 
 Options of a disk (a comma in a value is doubled):
-  file=PATH            file or block device; null:SIZE stores nothing
+  file=PATH            file or block device; null:SIZE stores nothing;
+                       rbd:POOL[/NAMESPACE]/IMAGE[@SNAPSHOT][:KEY=VALUE...] is an image in a Ceph cluster,
+                       with options of librbd by their names
+  conf=PATH, id=USER, keyring=PATH, cluster=NAME, connections=N
+                       how the cluster of an image is reached; default: /etc/ceph/ceph.conf, admin
   name=NAME            default: from the file
   format=raw|qcow2     default: from .raw, .img or .qcow2, raw for a block device; never from the content
   l2-cache-size=SIZE   memory for the tables of a qcow2 image; default: all of them, 1M for 8G of disk
   socket=PATH          default: NAME.sock in $RUNTIME_DIRECTORY (systemd), /run/ringdisk (root),
                        $XDG_RUNTIME_DIR/ringdisk, or here
-  cache=MODE           as in QEMU. none (default): O_DIRECT; writeback: through the host's page cache;
+  cache=MODE           as in QEMU. none (default): O_DIRECT; writeback: through the host's page cache
+                       (of an image in a Ceph cluster: librbd's);
                        directsync, writethrough: the same, and each write is durable when it is done;
                        unsafe: as writeback, and flushes are IGNORED
   aio=auto|io_uring|native|threads

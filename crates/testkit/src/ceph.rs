@@ -494,9 +494,12 @@ osd max pg log entries = 100
 # Those who die without a word are forgotten sooner than after 30 s.
 osd client watch timeout = 5
 {store}
+[client]
+log file =
 [client.admin]
 keyring = {folder}/keyring
-log file =
+[client.vm]
+keyring = {folder}/vm.keyring
 [mon]
 mon data = {folder}/mon.$id
 [osd]

@@ -9,6 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
+use testkit::ceph::{Ceph, Options, POOL};
 use testkit::server::Server;
 use testkit::vm::{self, Accel, Disk, Vm};
 
@@ -28,11 +29,14 @@ pub struct Args {
     /// Let `ringdisk lab` compare configurations, in less than ten minutes
     #[arg(long)]
     lab: bool,
+    /// Show an image in a Ceph cluster, which is started for it on the loopback interface
+    #[arg(long, conflicts_with = "lab")]
+    ceph: bool,
     /// Draw the lab's report anew for the README
     #[arg(long, requires = "lab")]
     picture: bool,
     /// The ringdisk to use; default: one that is built
-    #[arg(long, value_name = "PATH", requires = "lab")]
+    #[arg(long, value_name = "PATH")]
     ringdisk: Option<PathBuf>,
 }
 
@@ -41,6 +45,9 @@ pub fn run(args: &Args) -> Result<()> {
     let progress = Progress(Instant::now());
     progress.say("installing what is missing");
     packages::ensure()?;
+    if args.ceph {
+        packages::ceph::ensure_rivals()?;
+    }
     progress.say("building ringdisk");
     let ringdisk = match &args.ringdisk {
         Some(path) => path.clone(),
@@ -56,8 +63,29 @@ pub fn run(args: &Args) -> Result<()> {
     progress.say(&format!("guests run under {accel:?}"));
 
     let started = Instant::now();
-    let ours = on_ringdisk(&progress, &ringdisk, &folder)?;
-    let theirs = on_qemu(&progress, &folder)?;
+    let (ours, theirs) = match args.ceph {
+        false => {
+            let ours = Place::File(make_disk(&folder.join("ringdisk.raw"))?);
+            let ours = on_ringdisk(&progress, &ringdisk, &folder, &ours)?;
+            let theirs = Place::File(make_disk(&folder.join("qemu.raw"))?);
+            (ours, on_qemu(&progress, &folder, &theirs)?)
+        }
+        true => {
+            progress.say("starting a Ceph cluster: a monitor, three OSDs, three copies, cephx");
+            let place = folder.join("ceph");
+            if place.exists() {
+                fs::remove_dir_all(&place).context("removing what an earlier demo left")?;
+            }
+            let ceph = Ceph::start(&place, Options::default())?;
+            progress.say("Ceph runs");
+            let image = |name| {
+                ceph.create(name, DISK_BYTES >> 20)?;
+                Ok::<_, anyhow::Error>(Place::Image(&ceph, name))
+            };
+            let ours = on_ringdisk(&progress, &ringdisk, &folder, &image("ringdisk")?)?;
+            (ours, on_qemu(&progress, &folder, &image("qemu")?)?)
+        }
+    };
     print_table(&ours, &theirs);
     if accel == Accel::Tcg {
         println!(
@@ -103,6 +131,81 @@ fn make_folder() -> Result<PathBuf> {
     Ok(folder)
 }
 
+/// What a disk is in.
+enum Place<'a> {
+    File(PathBuf),
+    Image(&'a Ceph, &'a str),
+}
+
+impl Place<'_> {
+    /// As `ringdisk serve` takes it.
+    fn argument(&self) -> String {
+        match self {
+            Self::File(path) => format!("file={}", comma(path)),
+            Self::Image(ceph, name) => format!("file=rbd:{POOL}/{name}{}", ceph.options()),
+        }
+    }
+
+    /// For QEMU itself, with an iothread named `iothread`.
+    fn disk_of_qemu(&self) -> Disk {
+        match self {
+            Self::File(file) => Disk::Qemu {
+                file: file.clone(),
+                cache: "none",
+                aio: "io_uring",
+                queues: 1,
+                serial: SERIAL.to_owned(),
+            },
+            Self::Image(ceph, name) => Disk::Pasted(
+                [
+                    "-object",
+                    "iothread,id=iothread",
+                    "-blockdev",
+                    &format!(
+                        "driver=rbd,pool={POOL},image={name},conf={},user=vm,cache.direct=on,discard=unmap,\
+                         node-name=disk",
+                        comma(&ceph.conf())
+                    ),
+                    "-device",
+                    &format!(
+                        "virtio-blk-pci,drive=disk,iothread=iothread,num-queues=1,serial={SERIAL}"
+                    ),
+                ]
+                .map(str::to_owned)
+                .to_vec(),
+            ),
+        }
+    }
+
+    /// Bytes.
+    fn allocated(&self) -> Result<u64> {
+        match self {
+            Self::File(path) => Ok(fs::metadata(path).map_or(0, |m| m.blocks() * 512)),
+            Self::Image(ceph, name) => {
+                let used = ceph.rbd(&["du", "--format=json", &format!("{POOL}/{name}")])?;
+                let used: serde_json::Value = serde_json::from_str(&used)?;
+                let used = used["images"][0]["used_size"].as_u64();
+                used.context("`rbd du` names no size")
+            }
+        }
+    }
+
+    /// The file system on the first partition has no error.
+    fn check_file_system(&self, folder: &Path) -> Result<()> {
+        match self {
+            Self::File(path) => check_file_system(path),
+            Self::Image(ceph, name) => {
+                let copy = folder.join("exported.raw");
+                let to = copy.display().to_string();
+                ceph.rbd(&["export", "--no-progress", &format!("{POOL}/{name}"), &to])?;
+                let checked = check_file_system(&copy);
+                fs::remove_file(&copy).context("removing the copy of the image")?;
+                checked
+            }
+        }
+    }
+}
+
 /// What one guest showed.
 struct Shown {
     name: &'static str,
@@ -122,13 +225,17 @@ struct Fio {
     cpu_us_per_io: f64,
 }
 
-fn on_ringdisk(progress: &Progress, ringdisk: &Path, folder: &Path) -> Result<Shown> {
-    let file = make_disk(&folder.join("ringdisk.raw"))?;
+fn on_ringdisk(
+    progress: &Progress,
+    ringdisk: &Path,
+    folder: &Path,
+    place: &Place<'_>,
+) -> Result<Shown> {
     let sockets = tempfile::tempdir().context("making a folder for the socket")?; // its path must be short
     let socket = sockets.path().join("demo.sock");
     let disk = format!(
-        "file={},socket={},serial={SERIAL},queues=1",
-        comma(&file),
+        "{},socket={},serial={SERIAL},queues=1",
+        place.argument(),
         comma(&socket)
     );
     progress.say(&format!(
@@ -143,7 +250,7 @@ fn on_ringdisk(progress: &Progress, ringdisk: &Path, folder: &Path) -> Result<Sh
         queue_size: 256,
     };
     let cpu = |_| Ok(server.cpu_time()?.total);
-    let shown = show(progress, "ringdisk", disk, &file, folder, &cpu)?;
+    let shown = show(progress, "ringdisk", disk, place, folder, &cpu)?;
 
     let ended = server.terminate().context("stopping ringdisk")?;
     fs::write(folder.join("ringdisk.log"), server.log()).context("writing ringdisk.log")?;
@@ -161,19 +268,12 @@ fn on_ringdisk(progress: &Progress, ringdisk: &Path, folder: &Path) -> Result<Sh
     Ok(shown)
 }
 
-fn on_qemu(progress: &Progress, folder: &Path) -> Result<Shown> {
-    let file = make_disk(&folder.join("qemu.raw"))?;
-    let disk = Disk::Qemu {
-        file: file.clone(),
-        cache: "none",
-        aio: "io_uring",
-        queues: 1,
-        serial: SERIAL.to_owned(),
-    };
+fn on_qemu(progress: &Progress, folder: &Path, place: &Place<'_>) -> Result<Shown> {
+    let disk = place.disk_of_qemu();
     // The iothread and its workers are left: not what runs the guest, nor the main loop, which relays interrupts to the
     // guest whoever serves the disk.
     let cpu = |qemu| vm::cpu_time(qemu, &["CPU ", "qemu-system"]);
-    show(progress, "QEMU", disk, &file, folder, &cpu)
+    show(progress, "QEMU", disk, place, folder, &cpu)
 }
 
 /// Boots a guest on this disk and leads it through its life, and then fio.
@@ -181,7 +281,7 @@ fn show(
     progress: &Progress,
     name: &'static str,
     disk: Disk,
-    file: &Path,
+    place: &Place<'_>,
     folder: &Path,
     cpu_time: &dyn Fn(u32) -> Result<Duration>,
 ) -> Result<Shown> {
@@ -201,8 +301,8 @@ fn show(
             progress.say(&format!("{name}: {step}"));
             shown.steps.push(step.to_owned());
             match step {
-                "fill" => shown.filled = allocated(file),
-                "discard" => shown.trimmed = allocated(file),
+                "fill" => shown.filled = place.allocated().unwrap_or(0),
+                "discard" => shown.trimmed = place.allocated().unwrap_or(u64::MAX),
                 _ => {}
             }
         } else if line.starts_with("fio-start ") {
@@ -225,14 +325,13 @@ fn show(
     shown.elapsed = output.elapsed;
     ensure!(
         shown.trimmed < shown.filled / 2,
-        "{name}: the guest trimmed its disk, but {} of {} allocated bytes are left in {}",
+        "{name}: the guest trimmed its disk, but {} of {} allocated bytes are left",
         shown.trimmed,
-        shown.filled,
-        file.display()
+        shown.filled
     );
-    check_file_system(file)?;
+    place.check_file_system(folder)?;
     progress.say(&format!(
-        "{name}: the file has holes where the guest trimmed; e2fsck on the host finds no error"
+        "{name}: the disk has holes where the guest trimmed; e2fsck on the host finds no error"
     ));
     Ok(shown)
 }
@@ -291,10 +390,6 @@ fn make_disk(path: &Path) -> Result<PathBuf> {
     file.set_len(DISK_BYTES)
         .with_context(|| format!("setting the length of {}", path.display()))?;
     Ok(path.to_owned())
-}
-
-fn allocated(file: &Path) -> u64 {
-    fs::metadata(file).map_or(0, |metadata| metadata.blocks() * 512)
 }
 
 /// The file system on the first partition has no error.

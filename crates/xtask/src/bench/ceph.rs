@@ -259,10 +259,7 @@ fn write_conf(ceph: &Ceph, wire: Wire) -> Result<()> {
         Wire::Secure => "secure",
     };
     let text = fs::read_to_string(ceph.conf())?;
-    let text = format!(
-        "{text}[client.vm]\nms client mode = {mode}\nrbd cache = false\nlog file =\nkeyring = {}\n",
-        ceph.vm_keyring().display()
-    );
+    let text = format!("{text}[client]\nms client mode = {mode}\nrbd cache = false\n");
     Ok(fs::write(conf(ceph, wire), text)?)
 }
 
