@@ -166,41 +166,35 @@ pub fn fix(
         done: Vec::new(),
         left: Vec::new(),
     };
+    // Names of disks need not be unique; their order is not changed by fixes.
+    let mut tried: Vec<(String, Option<usize>, Option<usize>)> = Vec::new();
     for _ in 0..CHANGES_MAX {
         let mut input = fixed.input.clone();
         let Checked { findings, .. } = check(&mut input, rules, facts, wanted.ignore);
         let next = findings.iter().find_map(|finding| {
             let rule = rules.get(&finding.rule)?;
-            let place = finding.place();
-            let tried = fixed
-                .left
-                .iter()
-                .any(|(id, at, _)| *id == rule.id && *at == place)
-                || fixed
-                    .done
-                    .iter()
-                    .any(|(id, at)| *id == rule.id && *at == place);
-            (!tried && is_wanted(rule, wanted)).then_some((
-                rule,
-                place,
-                finding.vm_index?,
-                finding.disk_index,
-            ))
+            let key = (rule.id.clone(), finding.vm_index, finding.disk_index);
+            let open = !tried.contains(&key) && is_wanted(rule, wanted);
+            open.then_some((rule, finding, key))
         });
-        let Some((rule, place, vm, disk)) = next else {
+        let Some((rule, finding, key)) = next else {
             return Ok(fixed);
+        };
+        tried.push(key);
+        let Some(vm) = finding.vm_index else {
+            continue;
         };
         let target = Target {
             input: &input,
             vm,
-            disk,
+            disk: finding.disk_index,
         };
         match all(&target, rule) {
             Ok(sources) => {
                 fixed.input = reread(&input, sources)?;
-                fixed.done.push((rule.id.clone(), place));
+                fixed.done.push((rule.id.clone(), finding.place()));
             }
-            Err(why) => fixed.left.push((rule.id.clone(), place, why)),
+            Err(why) => fixed.left.push((rule.id.clone(), finding.place(), why)),
         }
     }
     Ok(fixed)

@@ -1,19 +1,20 @@
 //! QEMU's command line: `-drive`, `-blockdev` and `-device` as pairs and as JSON, `-object`, `-machine`, `-readconfig`
 //! and files of arguments (`@file`).
 
+mod convert;
+mod devices;
 mod edit;
 mod graph;
 mod json;
 mod options;
 mod words;
 
-use std::collections::HashMap;
-
-pub use edit::{edits, from_ringdisk, to_ringdisk};
+pub use convert::{from_ringdisk, to_ringdisk};
+pub use edit::edits;
 pub use words::shell;
 
 use crate::input::{Mistake, Reading, Surroundings};
-use crate::model::{Disk, Thread, ThreadUse, Vm};
+use crate::model::{Thread, Vm};
 use crate::text::{Source, Span};
 use crate::version::Version;
 use options::Opt;
@@ -134,8 +135,9 @@ const PASSED: &[&str] = &[
 
 /// A command line, with what it names.
 #[derive(Default)]
-struct Line {
-    options: Vec<Opt>,
+pub struct Line {
+    /// All of them, in their order.
+    pub options: Vec<Opt>,
 }
 
 /// Files that the commands of a text name: `-readconfig FILE` and `@FILE`.
@@ -454,7 +456,7 @@ fn machine(command: &Command, line: &Line, reading: &mut Reading) -> Vm {
         vm.table.give("vm.pass-through", true, device.span);
     }
     let graph = graph::Graph::new(line);
-    disks(line, &graph, &mut vm, reading);
+    devices::disks(line, &graph, &mut vm, reading);
     vm
 }
 
@@ -613,289 +615,6 @@ fn environment(command: &Command, vm: &mut Vm) {
         _ => vm
             .table
             .default_to("vm.library-path", "none", "this command line"),
-    }
-}
-
-fn disks(line: &Line, graph: &graph::Graph<'_>, vm: &mut Vm, reading: &mut Reading) {
-    let mut attached: HashMap<&str, ()> = HashMap::new();
-    let mut mates: HashMap<Option<&str>, u64> = HashMap::new();
-    for device in line.group("device") {
-        if device
-            .value("driver")
-            .is_some_and(|driver| driver.starts_with("scsi-"))
-        {
-            *mates.entry(scsi_bus(device)).or_default() += 1;
-        }
-    }
-    for device in line.group("device") {
-        let Some(driver) = device.get("driver") else {
-            continue;
-        };
-        let Some(mut disk) = of_device(device, &driver.value, line, vm) else {
-            continue;
-        };
-        if disk.table.word("disk.bus") == Some("virtio-scsi") {
-            let alone = mates.get(&scsi_bus(device)).is_none_or(|count| *count <= 1);
-            let word = if alone { "own" } else { "shared" };
-            disk.table
-                .derive("disk.controller", word, "counted in the input");
-        }
-        if let Some(drive) = device.get("drive") {
-            attached.insert(&drive.value, ());
-            if !graph.behind(&drive.value, &mut disk) {
-                reading.note(
-                    drive.value_span,
-                    format!("there is no drive '{}' on this command line", drive.value),
-                );
-            }
-            write_cache(&mut disk);
-        }
-        vm.disks.push(disk);
-    }
-    // Drives with a device of their own, that QEMU makes by itself.
-    for drive in &line.options {
-        let Some(interface) =
-            graph::interface(drive, vm.table.word("vm.machine").unwrap_or_default())
-        else {
-            continue;
-        };
-        let id = drive.value("id").unwrap_or_default();
-        if !id.is_empty() && attached.contains_key(id) {
-            continue;
-        }
-        let mut disk = Disk {
-            span: drive.span,
-            name: if id.is_empty() {
-                interface.name.clone()
-            } else {
-                id.to_owned()
-            },
-            ..Disk::default()
-        };
-        match interface.given {
-            Some(span) => disk.table.give("disk.bus", interface.bus, span),
-            None => disk
-                .table
-                .set("disk.bus", interface.bus, interface.origin()),
-        }
-        if let Some((device, span)) = graph::media(drive) {
-            disk.table.give("disk.device", device, span);
-        }
-        graph.drive(drive, &mut disk);
-        vm.disks.push(disk);
-    }
-}
-
-/// `bus=scsi0.0` is of the controller `scsi0`.
-fn scsi_bus(device: &Opt) -> Option<&str> {
-    device
-        .value("bus")
-        .map(|bus| bus.split('.').next().unwrap_or(bus))
-}
-
-/// A disk without what is behind it, if a device is one.
-fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
-    let mut disk = Disk {
-        span: device.span,
-        ..Disk::default()
-    };
-    let base = driver
-        .trim_end_matches("-non-transitional")
-        .trim_end_matches("-transitional");
-    let base = ["-pci", "-ccw", "-device"]
-        .iter()
-        .find_map(|suffix| base.strip_suffix(suffix))
-        .unwrap_or(base);
-    let mut carrier = device;
-    let bus = match base {
-        "virtio-blk" => "virtio-blk",
-        "vhost-user-blk" => "vhost-user-blk",
-        "vhost-user-scsi" => "vhost-user-scsi",
-        "nvme" | "nvme-ns" => "nvme",
-        "usb-storage" | "usb-bot" | "usb-uas" => "usb",
-        "floppy" => "fdc",
-        "sd-card" => "sd",
-        "ide-hd" | "ide-cd" | "ide-drive" => {
-            let sata = match device.value("bus") {
-                Some(bus) => {
-                    line.group("device").any(|other| {
-                        other
-                            .value("driver")
-                            .is_some_and(|driver| driver.contains("ahci"))
-                            && other.value("id").is_some_and(|id| bus.starts_with(id))
-                    }) || vm.table.word("vm.machine") == Some("q35")
-                }
-                None => vm.table.word("vm.machine") == Some("q35"),
-            };
-            if sata { "sata" } else { "ide" }
-        }
-        "scsi-hd" | "scsi-cd" | "scsi-disk" | "scsi-block" | "scsi-generic" => {
-            let is_controller = |other: &&Opt| {
-                let driver = other.value("driver").unwrap_or_default();
-                let scsi = [
-                    "virtio-scsi",
-                    "lsi",
-                    "megasas",
-                    "mptsas",
-                    "pvscsi",
-                    "am53c974",
-                    "dc390",
-                ];
-                scsi.iter().any(|name| driver.starts_with(name))
-            };
-            let wanted = scsi_bus(device);
-            let mut controllers = line.group("device").filter(is_controller);
-            let found = match wanted {
-                Some(id) => controllers.find(|other| {
-                    other.value("id") == Some(id) || (other.get("id").is_none() && id == "scsi")
-                }),
-                None => controllers.next(),
-            };
-            match found {
-                Some(controller)
-                    if controller
-                        .value("driver")
-                        .is_some_and(|driver| driver.starts_with("virtio-scsi")) =>
-                {
-                    carrier = controller;
-                    "virtio-scsi"
-                }
-                Some(_) => "scsi-emulated",
-                None => "other",
-            }
-        }
-        _ => return None,
-    };
-    // A namespace has its controller's queues, and a controller with namespaces is no disk.
-    if base == "nvme" && device.get("drive").is_none() {
-        return None;
-    }
-    let driver_span = device
-        .get("driver")
-        .map_or(device.span, |pair| pair.value_span);
-    let table = &mut disk.table;
-    table.give("disk.bus", bus, driver_span);
-    disk.name = device
-        .value("id")
-        .or(device.value("drive"))
-        .or(device.value("chardev"))
-        .unwrap_or(driver)
-        .to_owned();
-    if matches!(base, "ide-cd" | "scsi-cd") {
-        table.give("disk.device", "cdrom", driver_span);
-    } else if matches!(base, "scsi-block" | "scsi-generic") {
-        table.give("disk.device", "lun", driver_span);
-    }
-    for (keys, property) in [
-        (["num-queues", "num_queues"], "disk.queues"),
-        (["queue-size", "virtqueue_size"], "disk.queue-size"),
-    ] {
-        for key in keys {
-            if let Some(pair) = carrier.get(key)
-                && let Ok(number @ 1..=65_534) = pair.value.parse::<u64>()
-            {
-                table.give(property, number, pair.value_span);
-            }
-        }
-    }
-    let mut flag = |key: &str, property: &'static str| {
-        if let Some(pair) = carrier.get(key) {
-            table.give(property, pair.value == "on", pair.span);
-        }
-    };
-    flag("ioeventfd", "disk.ioeventfd");
-    if let Some(pair) = carrier.get("x-data-plane") {
-        table.give("disk.data-plane", true, pair.span);
-    }
-    if bus == "virtio-blk"
-        && let Some(pair) = carrier.get("scsi")
-    {
-        table.give("disk.scsi-property", true, pair.span);
-    }
-    if let Some(pair) = carrier.get("config-wce") {
-        table.give(
-            "disk.config-wce",
-            if pair.value == "off" { "off" } else { "on" },
-            pair.span,
-        );
-    }
-    if let Some(pair) = device.get("write-cache") {
-        let word = match pair.value.as_str() {
-            "on" => "on",
-            "off" => "off",
-            _ => "auto",
-        };
-        table.give("disk.write-cache", word, pair.span);
-    }
-    if let Some(pair) = device.get("rotation_rate") {
-        table.give("disk.ssd", pair.value == "1", pair.span);
-    }
-    if bus.starts_with("vhost-user") {
-        let chardev = device.value("chardev").and_then(|id| {
-            line.group("chardev")
-                .find(|chardev| chardev.value("id") == Some(id))
-        });
-        table.derive("disk.protocol", "vhost-user", "from the device");
-        disk.file = chardev
-            .and_then(|chardev| chardev.value("path"))
-            .unwrap_or_default()
-            .to_owned();
-        let seconds = |key| {
-            chardev
-                .and_then(|chardev| chardev.get(key))
-                .filter(|pair| pair.value != "0")
-        };
-        match seconds("reconnect").or(seconds("reconnect-ms")) {
-            Some(pair) => disk.table.give("disk.reconnect", true, pair.span),
-            None => disk.table.default_to("disk.reconnect", "no", "QEMU"),
-        }
-    }
-    uses(carrier, &mut disk);
-    Some(disk)
-}
-
-/// `iothread=` and `iothread-vq-mapping`.
-fn uses(device: &Opt, disk: &mut Disk) {
-    if let Some(pair) = device.get("iothread") {
-        disk.threads.push(ThreadUse {
-            id: pair.value.clone(),
-            span: pair.value_span,
-            queues: None,
-            mapped: false,
-        });
-    }
-    for (place, pair) in device.pairs.iter().filter_map(|pair| {
-        let rest = pair.key.strip_prefix("iothread-vq-mapping.")?;
-        Some((rest.strip_suffix(".iothread")?, pair))
-    }) {
-        let prefix = format!("iothread-vq-mapping.{place}.vqs.");
-        let queues: Vec<u64> = device
-            .pairs
-            .iter()
-            .filter(|pair| pair.key.starts_with(&prefix))
-            .filter_map(|pair| pair.value.parse().ok())
-            .collect();
-        disk.threads.push(ThreadUse {
-            id: pair.value.clone(),
-            span: pair.value_span,
-            queues: (!queues.is_empty()).then_some(queues),
-            mapped: true,
-        });
-    }
-}
-
-/// With -blockdev, whether writes are written through is the device's matter.
-fn write_cache(disk: &mut Disk) {
-    if disk.table.word("disk.write-cache") != Some("off") {
-        return;
-    }
-    let Some(span) = disk.table.given("disk.write-cache") else {
-        return;
-    };
-    match disk.table.word("disk.cache") {
-        Some("none") => disk.table.give("disk.cache", "directsync", span),
-        Some("writeback") | None => disk.table.give("disk.cache", "writethrough", span),
-        _ => {}
     }
 }
 

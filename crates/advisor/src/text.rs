@@ -1,6 +1,7 @@
 //! Texts that configurations are in, places in them, and changes to them.
 
 use std::fmt;
+use std::sync::OnceLock;
 
 /// Largest text that is read. The largest domain that libvirt takes is far below it.
 pub const BYTES_MAX: usize = 4 << 20;
@@ -10,8 +11,10 @@ pub const BYTES_MAX: usize = 4 << 20;
 pub struct Source {
     /// Name of the file, or what it is instead.
     pub name: String,
-    /// All of it.
+    /// All of it. Whoever changes it makes a new source: places are looked up in an index.
     pub text: String,
+    /// Where each line starts.
+    lines: OnceLock<Vec<usize>>,
 }
 
 /// A part of a text, in bytes.
@@ -79,6 +82,7 @@ impl Source {
         Self {
             name: name.into(),
             text: text.into(),
+            lines: OnceLock::new(),
         }
     }
 
@@ -88,11 +92,22 @@ impl Source {
         while !self.text.is_char_boundary(at) {
             at -= 1;
         }
-        let before = &self.text[..at];
-        let line = before.rfind('\n').map_or(0, |newline| newline + 1);
+        let lines = self.lines.get_or_init(|| {
+            let newlines = self
+                .text
+                .match_indices('\n')
+                .map(|(newline, _)| newline + 1);
+            std::iter::once(0).chain(newlines).collect()
+        });
+        let line = lines.partition_point(|start| *start <= at);
+        let start = line
+            .checked_sub(1)
+            .and_then(|line| lines.get(line))
+            .copied()
+            .unwrap_or(0);
         Position {
-            line: 1 + before.matches('\n').count(),
-            column: 1 + before[line..].chars().count(),
+            line,
+            column: 1 + self.text[start..at].chars().count(),
         }
     }
 }
@@ -120,7 +135,10 @@ impl Edit {
 pub fn apply(sources: &[Source], edits: &[Edit]) -> Option<Vec<Source>> {
     let mut edits: Vec<_> = edits.iter().collect();
     edits.sort_by_key(|edit| (edit.span.source, edit.span.start, edit.span.end));
-    let mut changed = sources.to_vec();
+    let mut changed: Vec<Source> = sources
+        .iter()
+        .map(|source| Source::new(&source.name, &source.text))
+        .collect();
     let mut last: Option<Span> = None;
     for pair in edits.windows(2) {
         let (a, b) = (pair[0].span, pair[1].span);

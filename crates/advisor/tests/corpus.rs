@@ -398,3 +398,29 @@ fn comments_take_findings_back() {
             .any(|note| note.text.contains("say why"))
     );
 }
+
+/// docs/check.md says what became of each recommendation; it names only rules that there are.
+#[test]
+fn the_documentation_names_rules_that_there_are() {
+    let rules = Rules::built_in().unwrap();
+    let text =
+        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/check.md"))
+            .unwrap();
+    let (_, table) = text
+        .split_once("| document | recommendation | rules |")
+        .unwrap();
+    let rows: Vec<&str> = table
+        .lines()
+        .skip(2)
+        .take_while(|line| line.starts_with('|'))
+        .collect();
+    assert!(rows.len() > 30, "{}", rows.len());
+    for row in rows {
+        let names = row.rsplit('|').nth(1).unwrap();
+        let names: Vec<&str> = names.split('`').skip(1).step_by(2).collect();
+        assert!(!names.is_empty(), "{row}");
+        for name in names {
+            assert!(rules.get(name).is_some(), "{row}: there is no rule {name}");
+        }
+    }
+}

@@ -25,6 +25,8 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("e2fsck", "e2fsprogs"),
     ("sfdisk", "fdisk"),
     ("modprobe", "kmod"),
+    ("virt-xml-validate", "libvirt-clients"),
+    ("xmllint", "libxml2-utils"),
 ];
 
 /// A meta package: it depends on the newest kernel of the release.

@@ -1,17 +1,19 @@
 //! Changes to a command line, in the syntax in which each option is written.
 
+use super::devices::scsi_bus;
 use super::options::{Opt, Pair, Syntax};
-use super::{Line, line, scsi_bus, words};
+use super::{Line, line, words};
 use crate::fix::{Edits, Setting, Target};
 use crate::input::Reading;
 use crate::model::Disk;
 use crate::text::{Edit, Span};
 
 /// The command that is changed, read again.
-struct Changed<'a> {
+pub struct Changed<'a> {
     target: &'a Target<'a>,
     command: words::Command,
-    line: Line,
+    /// Its options.
+    pub line: Line,
 }
 
 /// The changes for a setting.
@@ -42,7 +44,7 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
                 .or(disk.table.given("disk.syntax"))
                 .ok_or("no option says its format")?;
             let option = changed.at(span).ok_or("the option is not there")?;
-            Ok(set(option, "", "l2-cache-size", &needed.to_string()))
+            Ok(changed.set(option, "", "l2-cache-size", &needed.to_string()))
         }
         Setting::OwnThread => changed.own_thread(disk),
         Setting::DefineThread => {
@@ -61,7 +63,7 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
                 .to_string();
             let carrier = changed.carrier(disk)?;
             let scsi = disk.table.word("disk.bus") == Some("virtio-scsi");
-            Ok(set(
+            Ok(changed.set(
                 carrier,
                 "",
                 if scsi { "num_queues" } else { "num-queues" },
@@ -75,8 +77,8 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
     }
 }
 
-/// Sets a pair of an option; `prefix` is of a node inside another.
-fn set(option: &Opt, prefix: &str, key: &str, value: &str) -> Vec<Edit> {
+/// The same, with the text in which the option stands.
+fn set_in(source: &str, option: &Opt, prefix: &str, key: &str, value: &str) -> Vec<Edit> {
     let full = format!("{prefix}{key}");
     let json = |value: &str| match value {
         "on" => "true".to_owned(),
@@ -110,7 +112,7 @@ fn set(option: &Opt, prefix: &str, key: &str, value: &str) -> Vec<Edit> {
                 .iter()
                 .filter(|pair| pair.key.starts_with(prefix))
                 .min_by_key(|pair| pair.value_span.start);
-            match before.and_then(|pair| key_start(option, pair)) {
+            match before.and_then(|pair| key_start(source, option, pair)) {
                 Some(at) => vec![Edit::replace(at, escaped(&format!("{body},"), *quote))],
                 None => Vec::new(),
             }
@@ -137,17 +139,24 @@ fn escaped(text: &str, quote: Option<char>) -> String {
     }
 }
 
-/// The place before the key of a value in JSON: as many bytes before it as key, quotes and colon take, if nothing
-/// else is between them.
-fn key_start(option: &Opt, pair: &Pair) -> Option<Span> {
+/// The place before the key of a value in JSON, as the text has it: between key and value there are quotes, perhaps
+/// escaped for a shell, a colon and white space.
+fn key_start(source: &str, option: &Opt, pair: &Pair) -> Option<Span> {
     let key = pair.key.rsplit('.').next()?;
-    let quotes = match option.syntax {
-        Syntax::Json(Some('\'')) => 2,
-        _ => 4,
-    };
-    let back = u32::try_from(key.len() + quotes + 1).ok()?;
-    let start = pair.value_span.start.checked_sub(back)?;
-    (start > option.span.start).then_some(Span {
+    let before = source.get(option.span.start as usize..pair.value_span.start as usize)?;
+    let before = before
+        .trim_end()
+        .strip_suffix(':')?
+        .trim_end()
+        .strip_suffix('"')?;
+    let before = before
+        .strip_suffix('\\')
+        .unwrap_or(before)
+        .strip_suffix(key)?
+        .strip_suffix('"')?;
+    let before = before.strip_suffix('\\').unwrap_or(before);
+    let start = option.span.start + u32::try_from(before.len()).ok()?;
+    Some(Span {
         start,
         end: start,
         ..pair.value_span
@@ -155,7 +164,7 @@ fn key_start(option: &Opt, pair: &Pair) -> Option<Span> {
 }
 
 impl<'a> Changed<'a> {
-    fn of(target: &'a Target<'a>) -> Result<Self, String> {
+    pub fn of(target: &'a Target<'a>) -> Result<Self, String> {
         let text = target
             .input
             .sources
@@ -176,6 +185,21 @@ impl<'a> Changed<'a> {
         })
     }
 
+    /// The text that an option stands in.
+    fn source(&self, option: &Opt) -> &str {
+        let source = self
+            .target
+            .input
+            .sources
+            .get(usize::from(option.span.source));
+        source.map_or("", |source| &source.text)
+    }
+
+    /// Sets a pair of an option; `prefix` is of a node inside another.
+    pub fn set(&self, option: &Opt, prefix: &str, key: &str, value: &str) -> Vec<Edit> {
+        set_in(self.source(option), option, prefix, key, value)
+    }
+
     /// The option that has these bytes.
     fn at(&self, span: Span) -> Option<&Opt> {
         self.line.options.iter().find(|option| {
@@ -192,7 +216,7 @@ impl<'a> Changed<'a> {
             .unwrap_or_default()
     }
 
-    fn device(&self, disk: &Disk) -> Result<&Opt, String> {
+    pub fn device(&self, disk: &Disk) -> Result<&Opt, String> {
         let found = self.at(disk.span).ok_or("the device is not there")?;
         match found.group.as_str() {
             "device" => Ok(found),
@@ -222,14 +246,16 @@ impl<'a> Changed<'a> {
     }
 
     /// The options that describe what is behind a disk, from the device to the storage, with the prefix of each node.
-    fn nodes(&self, disk: &Disk) -> Result<Vec<(&Opt, String)>, String> {
+    pub fn nodes(&self, disk: &Disk) -> Result<Vec<(&Opt, String)>, String> {
         let span = disk
             .table
             .given("disk.syntax")
             .ok_or("nothing describes what is behind it")?;
         let mut option = self.at(span).ok_or("the drive is not there")?;
-        if option.group != "blockdev" {
-            return Ok(vec![(option, String::new())]);
+        match option.group.as_str() {
+            "blockdev" => {}
+            "drive" => return Ok(vec![(option, String::new())]),
+            other => return Err(format!("-{other} takes no options")),
         }
         let mut nodes = vec![(option, String::new())];
         let mut prefix = String::new();
@@ -258,7 +284,7 @@ impl<'a> Changed<'a> {
     fn storage(&self, disk: &Disk, key: &str, value: &str) -> Edits {
         let nodes = self.nodes(disk)?;
         let (option, prefix) = nodes.last().ok_or("no node")?;
-        self.written(set(option, prefix, key, value))
+        self.written(self.set(option, prefix, key, value))
     }
 
     fn all_nodes(&self, disk: &Disk, key: &str, value: &str) -> Edits {
@@ -266,7 +292,7 @@ impl<'a> Changed<'a> {
         self.written(
             nodes
                 .iter()
-                .flat_map(|(option, prefix)| set(option, prefix, key, value))
+                .flat_map(|(option, prefix)| self.set(option, prefix, key, value))
                 .collect(),
         )
     }
@@ -296,28 +322,28 @@ impl<'a> Changed<'a> {
                     edits.push(self.without(option, key)?);
                 }
             }
-            edits.extend(set(option, "", "cache", mode));
+            edits.extend(self.set(option, "", "cache", mode));
             return self.written(edits);
         }
         // A node inside the description of another has its cache options from there.
         for (option, prefix) in &nodes {
             let direct = format!("{prefix}cache.direct");
             if prefix.is_empty() || option.get(&direct).is_some() {
-                edits.extend(set(option, prefix, "cache.direct", "on"));
+                edits.extend(self.set(option, prefix, "cache.direct", "on"));
             }
             let flush = format!("{prefix}cache.no-flush");
             if option.value(&flush) == Some("on") {
-                edits.extend(set(option, prefix, "cache.no-flush", "off"));
+                edits.extend(self.set(option, prefix, "cache.no-flush", "off"));
             }
         }
         if mode == "none" && disk.table.word("disk.write-cache") == Some("off") {
-            edits.extend(set(self.device(disk)?, "", "write-cache", "on"));
+            edits.extend(self.set(self.device(disk)?, "", "write-cache", "on"));
         }
         self.written(edits)
     }
 
     /// The change that takes a pair away.
-    fn without(&self, option: &Opt, key: &str) -> Result<Edit, String> {
+    pub fn without(&self, option: &Opt, key: &str) -> Result<Edit, String> {
         let pair = option.get(key).ok_or("it is not given")?;
         match option.syntax {
             Syntax::Pairs => {
@@ -346,7 +372,8 @@ impl<'a> Changed<'a> {
                 ))
             }
             Syntax::Json(_) => {
-                let start = key_start(option, pair).ok_or("its place in the JSON is not clear")?;
+                let start = key_start(self.source(option), option, pair)
+                    .ok_or("its place in the JSON is not clear")?;
                 let source = self
                     .target
                     .input
@@ -369,7 +396,7 @@ impl<'a> Changed<'a> {
     }
 
     /// Another option before this one, set apart as this one is.
-    fn before(&self, option: &Opt, text: &str) -> Edit {
+    pub fn before(&self, option: &Opt, text: &str) -> Edit {
         let at = option.whole.before();
         let source = self.target.input.sources.get(usize::from(at.source));
         let before = source.map_or("", |source| &source.text[..at.start as usize]);
@@ -417,7 +444,7 @@ impl<'a> Changed<'a> {
         if unused.is_none() {
             edits.extend(self.define_thread(&id, carrier)?);
         }
-        edits.extend(set(carrier, "", "iothread", &id));
+        edits.extend(self.set(carrier, "", "iothread", &id));
         Ok(edits)
     }
 
@@ -430,7 +457,7 @@ impl<'a> Changed<'a> {
         {
             return Err("the disk has no -device of its own".into());
         }
-        let mut edits = set(drive, "", "if", "none");
+        let mut edits = self.set(drive, "", "if", "none");
         let id = match drive.value("id") {
             Some(id) => id.to_owned(),
             None => {
@@ -444,7 +471,7 @@ impl<'a> Changed<'a> {
                     .map(|n| format!("disk{n}"))
                     .find(|id| !taken(id))
                     .unwrap_or_default();
-                edits.extend(set(drive, "", "id", &id));
+                edits.extend(self.set(drive, "", "id", &id));
                 id
             }
         };
@@ -483,12 +510,12 @@ impl<'a> Changed<'a> {
                     let controller = controllers
                         .find(|other| id.is_none() || other.value("id") == id)
                         .ok_or("its controller is not there")?;
-                    return Ok(set(controller, "", "driver", "virtio-scsi-pci"));
+                    return Ok(self.set(controller, "", "driver", "virtio-scsi-pci"));
                 }
                 if !matches!(driver, "ide-hd" | "usb-storage") {
                     return Err(format!("{driver} has no counterpart"));
                 }
-                let mut edits = set(option, "", "driver", "virtio-blk-pci");
+                let mut edits = self.set(option, "", "driver", "virtio-blk-pci");
                 for key in [
                     "bus",
                     "unit",
@@ -506,7 +533,7 @@ impl<'a> Changed<'a> {
                 Ok(edits)
             }
             "drive" => {
-                let mut edits = set(option, "", "if", "virtio");
+                let mut edits = self.set(option, "", "if", "virtio");
                 for key in ["bus", "unit"] {
                     if option.get(key).is_some() {
                         edits.push(self.without(option, key)?);
@@ -568,7 +595,7 @@ impl<'a> Changed<'a> {
         let machine = self.line.group("machine").next_back();
         let backend = self.line.last("machine", "memory-backend");
         if let Some(object) = backend.and_then(|pair| self.line.object(&pair.value)) {
-            return Ok(set(object, "", "share", "on"));
+            return Ok(self.set(object, "", "share", "on"));
         }
         if self.line.group("mem-path").next().is_some() || self.line.group("numa").next().is_some()
         {
@@ -591,7 +618,7 @@ impl<'a> Changed<'a> {
         let mut object = format!("-object memory-backend-memfd,id=mem,size={mib}M,share=on");
         let mut edits = Vec::new();
         match machine {
-            Some(machine) => edits.extend(set(machine, "", "memory-backend", "mem")),
+            Some(machine) => edits.extend(self.set(machine, "", "memory-backend", "mem")),
             None => {
                 let apart = self.before(anchor, "").text;
                 object = format!("{object}{apart}-machine memory-backend=mem");
@@ -616,8 +643,8 @@ impl<'a> Changed<'a> {
             .version("vm.qemu")
             .is_some_and(|version| version < crate::version::Version(9, 2, 0));
         Ok(match old {
-            true => set(chardev, "", "reconnect", "1"),
-            false => set(chardev, "", "reconnect-ms", "1000"),
+            true => self.set(chardev, "", "reconnect", "1"),
+            false => self.set(chardev, "", "reconnect-ms", "1000"),
         })
     }
 
@@ -648,118 +675,4 @@ impl<'a> Changed<'a> {
         }
         self.written(edits)
     }
-}
-
-/// A disk of virtio-blk goes to ringdisk: the device becomes vhost-user-blk, and its drive a socket.
-pub fn to_ringdisk(
-    target: &Target<'_>,
-    name: &str,
-    socket: &str,
-    queues: u64,
-    queue_size: u64,
-) -> Edits {
-    let changed = Changed::of(target)?;
-    let disk = target.disk()?;
-    let device = changed.device(disk)?;
-    let mut edits = set(device, "", "driver", "vhost-user-blk-pci");
-    let old = device.get("drive").ok_or("the device has no drive")?;
-    match device.syntax {
-        Syntax::Pairs => edits.push(Edit::replace(
-            old.span,
-            format!("chardev={name},num-queues={queues},queue-size={queue_size}"),
-        )),
-        _ => return Err("its device is not written as key=value".into()),
-    }
-    let stays = [
-        "id",
-        "bootindex",
-        "bus",
-        "addr",
-        "multifunction",
-        "packed",
-        "disable-legacy",
-        "disable-modern",
-    ];
-    for pair in &device.pairs {
-        if !stays.contains(&pair.key.as_str()) && pair.key != "driver" && pair.key != "drive" {
-            edits.push(changed.without(device, &pair.key)?);
-        }
-    }
-    let described: Vec<&Opt> = changed
-        .nodes(disk)?
-        .into_iter()
-        .map(|(option, _)| option)
-        .collect();
-    let chardev = format!(
-        "-chardev {}",
-        words::quoted(&format!(
-            "socket,id={name},path={},reconnect-ms=1000",
-            socket.replace(',', ",,")
-        ))
-    );
-    let mut first = true;
-    let mut done: Vec<Span> = Vec::new();
-    for option in described {
-        if done.contains(&option.whole) {
-            continue;
-        }
-        done.push(option.whole);
-        if option.syntax == Syntax::Section {
-            return Err("its drive is in a file for -readconfig".into());
-        }
-        match first {
-            true => edits.push(Edit::replace(option.whole, chardev.clone())),
-            false => {
-                let apart = changed.before(option, "").text.len() as u32;
-                let span = Span {
-                    start: option.whole.start.saturating_sub(apart),
-                    ..option.whole
-                };
-                edits.push(Edit::replace(span, ""));
-            }
-        }
-        first = false;
-    }
-    Ok(edits)
-}
-
-/// The way back.
-pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
-    let changed = Changed::of(target)?;
-    let device = changed.device(target.disk()?)?;
-    let id = device.value("chardev").ok_or("the device has no chardev")?;
-    let chardev = changed
-        .line
-        .group("chardev")
-        .find(|chardev| chardev.value("id") == Some(id))
-        .ok_or("its chardev is not there")?;
-    if device.syntax != Syntax::Pairs || chardev.syntax == Syntax::Section {
-        return Err("its device is not written as key=value".into());
-    }
-    let word = |name| storage.table.word(name).unwrap_or_default();
-    let format = match word("disk.format") {
-        "" if storage.file.ends_with(".qcow2") => "qcow2",
-        "" => "raw",
-        format => format,
-    };
-    let aio = match (storage.table.word("disk.direct"), word("disk.protocol")) {
-        (Some("yes"), "block") => ",aio=native",
-        (Some("yes"), _) => ",aio=io_uring",
-        _ => "",
-    };
-    let drive = format!(
-        "file={},format={format},if=none,id={id},cache={},discard={}{aio}",
-        storage.file.replace(',', ",,"),
-        word("disk.cache"),
-        word("disk.discard")
-    );
-    let mut edits = vec![Edit::replace(
-        chardev.whole,
-        format!("-drive {}", words::quoted(&drive)),
-    )];
-    edits.extend(set(device, "", "driver", "virtio-blk-pci"));
-    if let Some(pair) = device.get("chardev") {
-        edits.push(Edit::replace(pair.span, format!("drive={id}")));
-    }
-    Ok(edits)
 }

@@ -1,0 +1,247 @@
+//! What others say of what `--fix` writes: libvirt's schema of domains, and QEMU itself.
+//!
+//! Where these programs are not installed nothing is tested; `cargo xtask test` installs them.
+
+use std::fs;
+use std::io::{ErrorKind, Write};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use advisor::convert::{Direction, convert};
+use advisor::fix::{Wanted, fix};
+use advisor::input::{Input, Surroundings, read};
+use advisor::rules::Rules;
+use advisor::text::Source;
+
+fn corpus(directory: &str) -> Vec<(String, String)> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/corpus")
+        .join(directory);
+    let mut files: Vec<_> = fs::read_dir(path)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .map(|path| {
+            (
+                path.file_name().unwrap().to_string_lossy().into_owned(),
+                fs::read_to_string(&path).unwrap(),
+            )
+        })
+        .collect();
+    files.sort();
+    files
+}
+
+fn input(name: &str, text: &str) -> Input {
+    read(Source::new(name, text), Surroundings::default()).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// Whether libvirt's schema takes a domain; `None` without the program.
+fn is_valid(directory: &Path, text: &str) -> Option<Result<(), String>> {
+    let file = directory.join("domain.xml");
+    fs::write(&file, text).unwrap();
+    let xmllint = Command::new("xmllint").arg("--version").output();
+    let output = Command::new("virt-xml-validate")
+        .arg(&file)
+        .arg("domain")
+        .output();
+    match (output, xmllint) {
+        (Err(e), _) | (_, Err(e)) if e.kind() == ErrorKind::NotFound => None,
+        (Ok(output), Ok(_)) if output.status.success() => Some(Ok(())),
+        (Ok(output), _) => Some(Err(String::from_utf8_lossy(&output.stderr).into_owned())),
+        (Err(e), _) => panic!("{e}"),
+    }
+}
+
+#[test]
+fn fixed_domains_are_valid() {
+    let rules = Rules::built_in().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let (mut fixed_ones, mut converted_ones) = (0, 0);
+    for (name, text) in corpus("libvirt") {
+        let before = match is_valid(directory.path(), &text) {
+            Some(before) => before,
+            None => return eprintln!("skipped: virt-xml-validate or xmllint is not installed"),
+        };
+        // Schemas that are older than a feature refuse the original already.
+        if before.is_err() {
+            continue;
+        }
+        let fixed = fix(input(&name, &text), &rules, None, Wanted::default()).unwrap();
+        if !fixed.done.is_empty() {
+            fixed_ones += 1;
+            let text = &fixed.input.sources[0].text;
+            let valid = is_valid(directory.path(), text).unwrap();
+            assert_eq!(valid, Ok(()), "{name}:\n{text}");
+        }
+        if let Ok(converted) = convert(vec![fixed.input], Direction::ToRingdisk) {
+            converted_ones += 1;
+            let text = &converted.inputs[0].sources[0].text;
+            assert_eq!(
+                is_valid(directory.path(), text).unwrap(),
+                Ok(()),
+                "{name}:\n{text}"
+            );
+            // And back again.
+            let config = input("ringdisk.toml", converted.config.as_deref().unwrap());
+            let back =
+                convert(vec![converted.inputs[0].clone(), config], Direction::ToQemu).unwrap();
+            let text = &back.inputs[0].sources[0].text;
+            assert_eq!(
+                is_valid(directory.path(), text).unwrap(),
+                Ok(()),
+                "{name}:\n{text}"
+            );
+            let files = |input: &Input| {
+                input.vms[0]
+                    .disks
+                    .iter()
+                    .map(|disk| disk.file.clone())
+                    .collect::<Vec<_>>()
+            };
+            let first = input(
+                &name,
+                &corpus("libvirt")
+                    .into_iter()
+                    .find(|(other, _)| *other == name)
+                    .unwrap()
+                    .1,
+            );
+            assert_eq!(files(&back.inputs[0]), files(&first), "{name}");
+        }
+    }
+    assert!(
+        fixed_ones >= 12 && converted_ones >= 6,
+        "{fixed_ones} fixed, {converted_ones} converted"
+    );
+}
+
+/// Starts QEMU without letting its guest run, and ends it.
+fn starts(command: &str) -> Option<Result<(), String>> {
+    let mut child = match Command::new("sh")
+        .arg("-c")
+        .arg(command)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+    {
+        Ok(child) => child,
+        Err(_) => return None,
+    };
+    let mut stdin = child.stdin.take().unwrap();
+    // If it has ended already, its exit status says why.
+    let _ = stdin.write_all(b"{\"execute\":\"qmp_capabilities\"}\n{\"execute\":\"quit\"}\n");
+    let output = child.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    Some(if output.status.success() {
+        Ok(())
+    } else {
+        Err(said)
+    })
+}
+
+#[test]
+fn qemu_starts_with_what_is_fixed() {
+    if Command::new("qemu-system-x86_64")
+        .arg("--version")
+        .output()
+        .is_err()
+    {
+        return eprintln!("skipped: qemu-system-x86_64 is not installed");
+    }
+    let rules = Rules::built_in().unwrap();
+    // On a file system that takes O_DIRECT, which /tmp need not be.
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let file = directory.path().join("disk.img");
+    fs::File::create(&file).unwrap().set_len(64 << 20).unwrap();
+    let qcow2 = directory.path().join("disk.qcow2");
+    let made = Command::new("qemu-img")
+        .args(["create", "-q", "-f", "qcow2"])
+        .arg(&qcow2)
+        .arg("64M")
+        .status();
+    assert!(made.unwrap().success());
+    let mut started = 0;
+    let mut were_refused = 0;
+    let mut refused = Vec::new();
+    for (name, text) in corpus("qemu") {
+        // What needs a cluster, a server, a device of this host or files of its own.
+        let aside = [
+            "rbd",
+            "vhost",
+            "vfio",
+            "readconfig",
+            "@",
+            "cdrom",
+            "[drive",
+            "mem-path",
+            "-cpu ",
+            "-nographic",
+        ];
+        if aside.iter().any(|word| text.contains(word)) || !name.ends_with(".sh") {
+            continue;
+        }
+        let fixed = fix(input(&name, &text), &rules, None, Wanted::default()).unwrap();
+        let here = |text: &str| {
+            let text = text
+                .replace("host_device", "file")
+                .replace(" disk.img", " /vms/disk.img");
+            let mut text = text.replace("=disk.img", "=/vms/disk.img");
+            let prefixes = ["/dev/vg0/", "/vms/", "ubuntu/", "/dev/sd"];
+            for prefix in prefixes {
+                while let Some(start) = text.find(prefix) {
+                    let rest = &text[start..];
+                    let end = rest.find([' ', '\n', '"', '\'']).unwrap_or(rest.len());
+                    // Names with doubled commas and spaces are of one test only.
+                    let end = if rest.starts_with("/vms/a,,b c.img") {
+                        15
+                    } else {
+                        rest[..end].find(',').unwrap_or(end)
+                    };
+                    let path = if rest[..end].ends_with("qcow2") {
+                        &qcow2
+                    } else {
+                        &file
+                    };
+                    text.replace_range(start..start + end, path.to_str().unwrap());
+                }
+            }
+            let text = text.replace("kvm", "tcg");
+            let text = text
+                .replace("/usr/bin/qemu-system", "qemu-system")
+                .replace("sudo nice -n 5", "");
+            let line = text.trim_end().trim_end_matches("; echo done").trim_end();
+            format!("{line} -accel tcg -S -display none -qmp stdio -nic none")
+        };
+        let now = here(&fixed.input.sources[0].text);
+        let now = now.replace("-enable-tcg", "");
+        if text.contains("kvm ") && text.starts_with("kvm") {
+            continue;
+        }
+        let fixable = fixed.left.is_empty();
+        let result = starts(&now).unwrap();
+        if fixable {
+            if let Err(said) = result {
+                refused.push(format!("{name}: {now}\n  {said}"));
+            }
+            started += 1;
+        }
+        if name == "native-buffered.sh"
+            || name == "mapping-hole.sh"
+            || name == "thread-twice.sh"
+            || name == "thread-undefined.sh"
+        {
+            let before = starts(&here(&text)).unwrap();
+            assert!(
+                before.is_err(),
+                "{name}: predicted an error, and QEMU starts"
+            );
+            were_refused += 1;
+        }
+    }
+    assert!(refused.is_empty(), "{}", refused.join("\n"));
+    assert!(
+        started >= 15 && were_refused == 4,
+        "{started} started, {were_refused} were refused before"
+    );
+}
