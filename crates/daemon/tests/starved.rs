@@ -1,0 +1,135 @@
+//! A process that runs out of something refuses what is new, says why, and goes on serving what it has.
+
+use std::fs::File;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use testkit::driver::{Device, DeviceConfig, HANG};
+use testkit::server::Server;
+
+fn serve(dir: &Path, limit: Option<u64>) -> Server {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+    let disk = dir.join("first.raw");
+    File::create(&disk).unwrap().set_len(1 << 20).unwrap();
+    let socket = dir.join("first.sock");
+    command
+        .args(["serve", "--json", "--iothreads=1"])
+        .arg(format!(
+            "file={},socket={},queues=1",
+            disk.display(),
+            socket.display()
+        ))
+        .arg(format!("--control={}", dir.join("control.qmp").display()));
+    if let Some(limit) = limit {
+        let mut limited = Command::new("prlimit");
+        limited
+            .arg(format!("--nofile={limit}:{limit}"))
+            .arg(command.get_program());
+        limited.args(command.get_args());
+        command = limited;
+    }
+    Server::ringdisk_command(command).unwrap()
+}
+
+fn works(device: &mut Device) {
+    let bytes = vec![7; 4096];
+    assert_eq!(device.queues[0].write(8, &bytes), 0);
+    assert_eq!(device.queues[0].read(8, 4096).unwrap(), bytes);
+}
+
+#[test]
+fn without_descriptors_no_disk_is_added_and_all_others_go_on() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mut server = serve(dir.path(), Some(64));
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    let mut client = control::Client::connect(dir.path().join("control.qmp"), HANG).unwrap();
+    let mut added = 0;
+    let refused = loop {
+        let file = dir.path().join(format!("more-{added}.raw"));
+        File::create(&file).unwrap().set_len(1 << 20).unwrap();
+        let socket = dir.path().join(format!("more-{added}.sock"));
+        let disk = format!(
+            "file={},socket={},queues=1",
+            file.display(),
+            socket.display()
+        );
+        match client.call("x-ringdisk-attach", json!({ "disk": disk })) {
+            Ok(_) => added += 1,
+            Err(e) => break e.to_string(),
+        }
+        assert!(added < 64, "64 descriptors are enough for {added} disks");
+    };
+    assert!(refused.contains("Too many open files"), "{refused}");
+    works(&mut device);
+    // One less, and there is room again.
+    assert!(added > 1);
+    for gone in [0, 1] {
+        let gone = json!({ "id": format!("more-{gone}"), "force": true });
+        client.call("x-ringdisk-detach", gone).unwrap();
+    }
+    let file = dir.path().join("more-0.raw");
+    let disk = format!(
+        "file={},socket={},queues=1",
+        file.display(),
+        dir.path().join("again.sock").display()
+    );
+    client
+        .call("x-ringdisk-attach", json!({ "disk": disk }))
+        .unwrap();
+    works(&mut device);
+    assert!(server.terminate().unwrap().success());
+}
+
+/// A log that cannot be written costs lines, and nothing else: standard error is a full device, or a pipe that nobody
+/// reads.
+#[test]
+fn a_log_that_is_full_stops_nobody() {
+    let (reader, pipe) = std::io::pipe().unwrap();
+    let full = File::options().write(true).open("/dev/full").unwrap();
+    for stderr in [Stdio::from(full), Stdio::from(pipe)] {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let disk = dir.path().join("disk.raw");
+        File::create(&disk).unwrap().set_len(1 << 20).unwrap();
+        let socket = dir.path().join("disk.sock");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+        command
+            .args(["serve", "--json"])
+            .arg(format!(
+                "file={},socket={}",
+                disk.display(),
+                socket.display()
+            ))
+            .arg(format!("--control={}", dir.path().join("c.qmp").display()))
+            // Every message of a front-end is a line: far more than a pipe holds.
+            .env("RINGDISK_LOG", "debug")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(stderr)
+            .process_group(0);
+        let mut child = command.spawn().unwrap();
+        let start = Instant::now();
+        while !socket.exists() {
+            assert!(start.elapsed() < HANG, "it does not start");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        for _ in 0..40 {
+            let mut device = Device::connect(&socket, &DeviceConfig::default()).unwrap();
+            works(&mut device);
+        }
+        let pid = rustix::process::Pid::from_child(&child);
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        let start = Instant::now();
+        let status = loop {
+            match child.try_wait().unwrap() {
+                Some(status) => break status,
+                None => assert!(start.elapsed() < HANG, "it does not end"),
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        assert!(status.success(), "{status}");
+    }
+    drop(reader);
+}
