@@ -23,6 +23,7 @@ const CHECKS: &[(&str, Check)] = &[
     ("format", format),
     ("crate borders", borders),
     ("unsafe policy", unsafe_policy),
+    ("clocks that jump", clocks),
     ("licences of all dependencies", licences),
     ("documents", documents),
     ("names that belong to one machine", machine_names),
@@ -155,6 +156,39 @@ fn unsafe_policy() -> Result<()> {
         if !may && read(&file)?.contains(concat!("unsafe", "_code")) {
             wrong.push(format!(
                 "{} must not lift the lint against unsafe code",
+                file.display()
+            ));
+        }
+    }
+    none(wrong)
+}
+
+/// The crates on the path of an I/O: what they wait for must not depend on what anybody thinks that the time is.
+const PATH: &[&str] = &["block", "guest", "image", "engine", "rbd", "datapath"];
+
+fn clocks() -> Result<()> {
+    let mut wrong = Vec::new();
+    for file in files("rs")? {
+        let mut parts = file.iter();
+        let crates = parts.next().is_some_and(|part| part == "crates");
+        let on_path = parts
+            .next()
+            .is_some_and(|name| PATH.iter().any(|p| name == *p));
+        let ships = parts.next().is_some_and(|part| part == "src");
+        let source = if crates && on_path && ships {
+            read(&file)?
+        } else {
+            continue;
+        };
+        let words = [
+            "SystemTime",
+            "ClockId::Realtime",
+            "CLOCK_REALTIME",
+            "TimerfdClockId::Realtime",
+        ];
+        if let Some(word) = words.iter().find(|word| source.contains(**word)) {
+            wrong.push(format!(
+                "{} uses {word}; on the path of an I/O only the monotonic clock counts",
                 file.display()
             ));
         }
