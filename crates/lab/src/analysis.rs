@@ -334,17 +334,29 @@ impl<'a> Analysis<'a> {
             .map(|name| (*name).to_owned())
             .collect();
         for difference in self.effective_differences(from, to) {
-            let name = difference.split(':').next().unwrap_or_default().to_owned();
+            let (name, values) = difference.split_once(": ").unwrap_or((&difference, ""));
+            let name = name.to_owned();
+            // A disk that another process serves is unknown to QEMU.
+            let one_sided = values.starts_with("- →") || values.ends_with("→ -");
             // The driver is the device, and a queue's depth its size.
             let implied = match name.as_str() {
+                _ if asked.contains(&"device") && one_sided => true,
                 "driver" => asked.contains(&"device"),
                 "requests" => asked.contains(&"queue-size") || asked.contains(&"queues"),
+                "iothreads" => ["iothread", "device", "volumes"]
+                    .iter()
+                    .any(|key| asked.contains(key)),
+                "cache.direct" | "cache.no-flush" | "write cache" | "guest write cache" => {
+                    asked.contains(&"cache")
+                }
                 other => asked.contains(&other),
             };
             if !implied {
                 names.push(name);
             }
         }
+        // Another server is another device as well.
+        names.retain(|name| name != "server" || !asked.contains(&"device"));
         (names.len() > 1).then_some(names)
     }
 
@@ -510,3 +522,7 @@ fn place(plan: &Plan, cell: &Cell) -> Option<(usize, usize)> {
         .position(|load| load.name == cell.workload)?;
     Some((if cell.twin { plan.cases.len() } else { case }, load))
 }
+
+#[cfg(test)]
+#[path = "analysis_tests.rs"]
+mod tests;

@@ -90,12 +90,15 @@ fn top(page: &mut String, analysis: &Analysis, questions: &[Question]) {
             "Two runs of the same configuration differ by {:.1} % (one deviation)",
             noise * 100.0
         ),
-        None => "There are too few pairs to know how noisy this host is".into(),
+        None => {
+            "There are too few pairs to know how much two runs of the same configuration differ"
+                .into()
+        }
     };
     let apart = match told_apart {
-        0 => "and were not told apart anywhere.".to_owned(),
+        0 => "and they were not told apart anywhere.".to_owned(),
         n => format!(
-            "and were told apart under {n} of {} loads: this host drifts, and so may other verdicts.",
+            "and they were told apart under {n} of {} loads: this host drifts, and so may other verdicts.",
             twins.len()
         ),
     };
