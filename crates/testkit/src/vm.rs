@@ -377,7 +377,11 @@ impl Disk {
             // The guest's memory and machine are this module's matter, the rest is taken as printed.
             Disk::Pasted(arguments) => arguments
                 .chunks(2)
-                .filter(|pair| ["-chardev", "-device"].contains(&pair[0].as_str()))
+                // Memory is the guest's own affair; an iothread is the disk's.
+                .filter(|pair| match pair[0].as_str() {
+                    "-object" => pair[1].starts_with("iothread,"),
+                    option => ["-chardev", "-device", "-blockdev"].contains(&option),
+                })
                 .flatten()
                 .cloned()
                 .collect(),

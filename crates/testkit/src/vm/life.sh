@@ -2,7 +2,8 @@
 ok() { echo "ok $1"; }
 remount() { umount /mnt; echo 3 >/proc/sys/vm/drop_caches; mount "$@" ${device}1 /mnt; }
 
-printf 'label: gpt\nstart=2048\n' | sfdisk --quiet $device
+# A disk that likes larger I/O than 1 MiB would have its first partition further back.
+printf 'label: gpt\nfirst-lba: 2048\ngrain: 1MiB\nstart=2048\n' | sfdisk --quiet $device
 [ -b ${device}1 ]
 ok partition
 
