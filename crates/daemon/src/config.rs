@@ -19,6 +19,7 @@ use toml::de::{DeTable, DeValue};
 use crate::cpus::Cpus;
 use crate::limits;
 use crate::metrics;
+use crate::sandbox;
 use crate::spec::{self, DiskSpec};
 use crate::together::check_together;
 
@@ -26,13 +27,16 @@ use crate::together::check_together;
 const BYTES_MAX: u64 = 4 << 20;
 
 /// The keys of the file itself, and its tables.
-const KEYS: [&str; 6] = [
+const KEYS: [&str; 9] = [
     "iothreads",
     "cpus",
     "poll-max-us",
     "control",
     "metrics",
     "allow-backing",
+    "sandbox",
+    "allow-dir",
+    "user",
 ];
 const TABLES: &str = "[[disk]], [[iothread]], [[throttle-group]]";
 
@@ -58,6 +62,11 @@ pub struct Config {
     pub metrics: Option<SocketAddr>,
     /// Directories of files that images name.
     pub allow_backing: Vec<PathBuf>,
+    pub sandbox: Option<sandbox::Mode>,
+    /// Where disks and sockets may be besides.
+    pub allow: Vec<PathBuf>,
+    /// Who ringdisk becomes when all is open.
+    pub user: Option<String>,
     /// Threads with names of their own.
     pub threads: Vec<(String, ThreadSpec)>,
     /// Limits that groups of disks share.
@@ -149,6 +158,9 @@ impl Config {
                 "allow-backing" => {
                     config.allow_backing = paths(name, value)?;
                 }
+                "sandbox" => config.sandbox = Some(parsed(name, value, &scalar()?)?),
+                "allow-dir" => config.allow = paths(name, value)?,
+                "user" => config.user = Some(scalar()?),
                 "iothread" => tables.threads = each(name, value)?,
                 "throttle-group" => tables.groups = each(name, value)?,
                 "disk" => tables.disks = each(name, value)?,

@@ -3,18 +3,23 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use datapath::{Disk, QueueId};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
 use guest::{Device, FrontendChannel, NewQueue, RingBase, RingError, Stopped};
-use tracing::{error, warn};
+use tracing::{error, info, warn};
 
 use crate::iothreads::NamedThread;
+use crate::node::Node;
+use crate::spec::Lock;
 
 /// A served disk: what front-ends see of it, and where its queues go.
 pub struct ServedDisk {
     pub disk: Arc<Disk>,
+    /// What it lies on now.
+    node: Mutex<Arc<Node>>,
     pub queue_size: u16,
     /// The thread of each queue.
     pub threads: Vec<NamedThread>,
@@ -27,10 +32,16 @@ pub struct ServedDisk {
 
 impl ServedDisk {
     /// A disk with one queue for each of `threads`.
-    pub fn new(disk: Arc<Disk>, queue_size: u16, threads: Vec<NamedThread>) -> Self {
+    pub fn new(
+        disk: Arc<Disk>,
+        node: Arc<Node>,
+        queue_size: u16,
+        threads: Vec<NamedThread>,
+    ) -> Self {
         let write_cache = AtomicBool::new(disk.write_cache());
         Self {
             disk,
+            node: Mutex::new(node),
             queue_size,
             threads,
             write_cache,
@@ -40,6 +51,16 @@ impl ServedDisk {
 
     pub fn queues(&self) -> u16 {
         self.threads.len() as u16
+    }
+
+    fn node(&self) -> Arc<Node> {
+        let node = self.node.lock();
+        node.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The disk has been put on another node.
+    pub fn set_node(&self, node: Arc<Node>) {
+        *self.node.lock().unwrap_or_else(PoisonError::into_inner) = node;
     }
 
     /// Most data segments in a request: the ring less a header and a status.
@@ -65,6 +86,10 @@ pub struct BlockDevice<'a> {
     running: Vec<Option<Running>>,
     /// Whether the driver can flush, once it has said so.
     flushes: Option<bool>,
+    /// How long it took to finish what was under way in the rings that were stopped last.
+    draining: Duration,
+    /// Some of them left requests that storage has not served.
+    unfinished: bool,
 }
 
 /// A ring that is being served.
@@ -82,6 +107,8 @@ impl<'a> BlockDevice<'a> {
             served,
             running,
             flushes: None,
+            draining: Duration::ZERO,
+            unfinished: false,
         };
         device.set_features(0);
         device
@@ -104,6 +131,26 @@ impl<'a> BlockDevice<'a> {
                 disk.name
             );
         }
+    }
+
+    /// Takes the disk if it is away, before the first ring is served.
+    fn be_here(&mut self) -> io::Result<()> {
+        let (node, disk) = (self.served.node(), &self.served.disk);
+        let (size, began) = (disk.size(), Instant::now());
+        if !node.take_back(disk).map_err(io::Error::other)? {
+            return Ok(());
+        }
+        self.draining = Duration::ZERO;
+        info!(
+            "disk {}: a VM starts on it; {} is locked and read anew, in {:.1} ms",
+            disk.name,
+            node.filename,
+            began.elapsed().as_secs_f64() * 1000.0
+        );
+        if disk.size() != size {
+            self.served.tell_size();
+        }
+        Ok(())
     }
 
     fn thread(&self, ring: u16) -> &'a NamedThread {
@@ -159,6 +206,8 @@ impl Device for BlockDevice<'_> {
     }
 
     fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()> {
+        self.be_here()?;
+        self.unfinished = false;
         let thread = self.thread(ring);
         let arrived = thread.arrive(&queue.virtqueue);
         let queue = thread.thread.start(self.served.disk.clone(), queue);
@@ -176,7 +225,10 @@ impl Device for BlockDevice<'_> {
             return nowhere;
         };
         let thread = self.thread(ring);
+        let began = Instant::now();
         let stopped = thread.thread.stop(running.queue);
+        self.draining += began.elapsed();
+        self.unfinished |= stopped.as_ref().is_ok_and(|stopped| stopped.unfinished);
         thread.leave(running.arrived);
         stopped.unwrap_or_else(|e| {
             error!(
@@ -187,8 +239,38 @@ impl Device for BlockDevice<'_> {
         })
     }
 
-    fn rest(&mut self, _moving: bool) -> io::Result<()> {
-        Ok(())
+    fn rest(&mut self, moving: bool) -> io::Result<()> {
+        let draining = std::mem::take(&mut self.draining);
+        let node = self.served.node();
+        if !moving && node.spec.lock == Lock::Always {
+            return Ok(());
+        }
+        let (name, began) = (&self.served.disk.name, Instant::now());
+        if self.unfinished && node.is_here() {
+            // They may still reach storage, or are not known where the VM goes on.
+            let e = "its storage has not served all requests";
+            error!("disk {name}: is not left to another host: {e}");
+            return Err(io::Error::other(e));
+        }
+        match node.give_up(&self.served.disk) {
+            Ok(false) => Ok(()),
+            Ok(true) => {
+                let ms = |time: Duration| time.as_secs_f64() * 1000.0;
+                info!(
+                    "disk {name}: its VM has stopped{}; the lock of {} is given up, after {:.1} ms to finish \
+                     what was under way and {:.1} ms to make it durable",
+                    if moving { " to go on elsewhere" } else { "" },
+                    node.filename,
+                    ms(draining),
+                    ms(began.elapsed()),
+                );
+                Ok(())
+            }
+            Err(e) => {
+                error!("disk {name}: is not left to another host: {e}");
+                Err(io::Error::other(e))
+            }
+        }
     }
 
     fn set_signals(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>) {

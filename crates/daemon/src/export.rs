@@ -18,10 +18,10 @@ use tracing::{error, info, warn};
 
 use crate::device::{BlockDevice, ServedDisk};
 use crate::iothreads::NamedThread;
-use crate::node::Node;
+use crate::node::{AWAY, Node};
 use crate::paste::{self, Ready};
 use crate::socket::{self, Socket, SocketError};
-use crate::spec::DiskSpec;
+use crate::spec::{DiskSpec, SocketAccess};
 
 /// A node in service. Dropping it stops that: what is under way is finished, the front-end is disconnected,
 /// and the socket goes away.
@@ -43,6 +43,7 @@ pub struct Export {
 pub struct ExportSpec {
     pub id: String,
     pub socket: PathBuf,
+    pub socket_access: SocketAccess,
     pub queues: u16,
     pub queue_size: u16,
     /// I/O threads by id or number; none for the next ones of the pool.
@@ -58,6 +59,7 @@ impl From<&DiskSpec> for ExportSpec {
         Self {
             id: disk.name.clone(),
             socket: socket::path(disk),
+            socket_access: disk.socket_access,
             queues: disk.queues,
             queue_size: disk.queue_size,
             iothreads: disk.iothreads.clone(),
@@ -94,7 +96,7 @@ impl Export {
             let id = id.clone();
             move |e| ExportError::System(id, what, e)
         };
-        let bound = Socket::bind(&spec.socket)?;
+        let bound = Socket::bind(&spec.socket, spec.socket_access)?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| system("make an event descriptor")(e.into()))?;
         let stop = Arc::new(stop);
@@ -102,7 +104,12 @@ impl Export {
         let (its_id, its_node) = (id.clone(), node.name().to_owned());
         disk.on_event(move |event| events.emit(&told(&its_id, &its_node, event)));
         let disk = Arc::new(disk);
-        let device = Arc::new(ServedDisk::new(disk.clone(), spec.queue_size, threads));
+        let device = Arc::new(ServedDisk::new(
+            disk.clone(),
+            node.clone(),
+            spec.queue_size,
+            threads,
+        ));
         tell_changes(&node, &disk, &device);
         let front = Frontends {
             name: id.clone(),
@@ -144,6 +151,10 @@ impl Export {
     /// The disk goes on with the node that it had.
     pub fn replace(&mut self, node: Arc<Node>) -> Result<(), ExportError> {
         let fail = |e| ExportError::System(self.id.clone(), "be put on another file", e);
+        if !self.node.is_here() {
+            return Err(fail(io::Error::other(AWAY)));
+        }
+        node.be_here().map_err(|e| fail(io::Error::other(e)))?;
         let threads = self.threads();
         let new = node.replacement().map_err(|e| fail(io::Error::other(e)))?;
         // Which file holds the disk is what the operator has written down, in the configuration or in
@@ -152,7 +163,8 @@ impl Export {
         if let Some(rbd) = self.node.rbd() {
             rbd.on_change(None);
         }
-        self.node = node;
+        self.node = node.clone();
+        self.device.set_node(node);
         self.device.tell_size();
         Ok(())
     }

@@ -18,6 +18,7 @@ use crate::export::{Export, ExportError, ExportSpec};
 use crate::iothreads::{IoThreadError, IoThreads};
 use crate::node::{DiskWanted, Node, NodeError};
 use crate::paste::Ready;
+use crate::sandbox::{Outside, Sandbox};
 use crate::spec::{DiskSpec, FileSpec};
 use crate::storage::AllowBacking;
 use crate::together::TogetherError;
@@ -39,6 +40,8 @@ pub struct Host {
     pub threads: IoThreads,
     /// Where files may be that images name.
     allow_backing: AllowBacking,
+    /// Where this process may be at all.
+    sandbox: Arc<Sandbox>,
     pub events: Arc<EventHub>,
     state: Mutex<State>,
 }
@@ -107,6 +110,8 @@ pub enum HostError {
     #[error("throttle group '{0}' is in use by disk '{1}'; take that out of it first")]
     GroupInUse(String, String),
     #[error(transparent)]
+    Outside(#[from] Outside),
+    #[error(transparent)]
     Throttle(#[from] ThrottleError),
     #[error(transparent)]
     Node(#[from] NodeError),
@@ -126,9 +131,10 @@ pub enum HostError {
 }
 
 impl Host {
-    pub fn new(threads: IoThreads, allow_backing: AllowBacking) -> Self {
+    pub fn new(threads: IoThreads, allow_backing: AllowBacking, sandbox: Arc<Sandbox>) -> Self {
         Self {
             allow_backing,
+            sandbox,
             threads,
             events: EventHub::new(),
             state: Mutex::default(),
@@ -169,6 +175,7 @@ impl Host {
     /// Opens a disk without serving it.
     pub fn add_node(&self, spec: DiskSpec) -> Result<(), HostError> {
         let name = spec.name.clone();
+        self.sandbox.check_file(&spec.file)?;
         {
             let state = self.state();
             state.check_new_node(&spec)?;
@@ -241,6 +248,7 @@ impl Host {
 
     /// Serves an opened disk. Returns what to paste.
     pub fn add_export(&self, name: &str, spec: &ExportSpec) -> Result<Ready, HostError> {
+        self.sandbox.check_socket(&spec.socket)?;
         let mut state = self.state();
         let entry = state.entry(name)?;
         let node = entry.node.clone();
@@ -340,6 +348,7 @@ impl Host {
     /// # Errors
     /// The disk goes on with the file that it had.
     pub fn replace(&self, name: &str, file: FileSpec) -> Result<(), HostError> {
+        self.sandbox.check_file(&file)?;
         let (before, spec) = {
             let state = self.state();
             let before = state.top(name)?.node.clone();

@@ -20,6 +20,7 @@ mod paste;
 mod progress;
 mod qmp;
 mod reload;
+mod sandbox;
 mod serve;
 mod socket;
 mod spec;

@@ -1,16 +1,18 @@
 //! An opened disk: its file, and what the data path needs of it. QEMU's word for it is a block node.
 
+mod away;
+
 use std::cmp::Ordering;
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::{fs, io};
 
-use block::{Backing, BlockSizeError, CacheMode, Discard, DiskFacts, format_size};
+use block::{Aio, Backing, BlockSizeError, CacheMode, Discard, DiskFacts, format_size};
 use datapath::{Disk, Options, Replacement};
-use engine::{Choice, ChoiceError, DiskFile, OpenError, Support, choose};
+use engine::{Choice, ChoiceError, DiskFile, Locking, OpenError, Support, choose};
 use image::{
     Chain, ChainError, ChainOptions, Damage, Format, Image, LayerFormat, Top, UnknownFormat,
 };
@@ -19,19 +21,17 @@ use thiserror::Error;
 use tracing::{info, warn};
 
 use crate::progress::Progress;
-use crate::spec::{DiskSpec, FileSpec};
+use crate::spec::{DiskSpec, FileSpec, Lock};
 use crate::storage::{AllowBacking, Opener};
 
-/// An opened disk. Its file stays locked as long as this lives.
+/// An opened disk. Its file stays locked as long as this lives, but while it is [away](Node::give_up).
 pub struct Node {
     pub spec: DiskSpec,
-    image: Image,
-    /// The file that the operator named.
-    file: Option<Arc<DiskFile>>,
+    content: Arc<Mutex<Content>>,
     /// The image in a Ceph cluster that the operator named.
     rbd: Option<Arc<RbdImage>>,
-    /// All files of an image that goes by tables, by their numbers in it.
-    files: Vec<Arc<DiskFile>>,
+    /// Where files may be that its image names.
+    allow: AllowBacking,
     /// How bytes are moved, and why so.
     pub choice: Option<Choice>,
     facts: DiskFacts,
@@ -41,6 +41,26 @@ pub struct Node {
     pub filename: String,
     pub format: Format,
 }
+
+/// What is read from its file, and may have to be read anew.
+struct Content {
+    /// Not while the disk is away.
+    image: Option<Image>,
+    /// The file that the operator named.
+    file: Option<Arc<DiskFile>>,
+    /// All files of an image that goes by tables, by their numbers in it.
+    files: Vec<Arc<DiskFile>>,
+    /// Bytes, as last known.
+    size: u64,
+    depth: usize,
+    on_damage: Option<OnDamage>,
+}
+
+type OnDamage = Arc<dyn Fn(&Damage) + Send + Sync>;
+
+/// Why something cannot be done with a disk that is away.
+pub const AWAY: &str = "no VM runs on it here, so that it may be in use on another host (lock=running, or its VM \
+    was moved there)";
 
 #[derive(Debug, Error)]
 pub enum NodeError {
@@ -58,6 +78,8 @@ pub enum NodeError {
     Rbd(#[from] RbdError),
     #[error("{0}: cannot look for files that it names in {1}")]
     Allow(String, io::Error),
+    #[error("{0}: {AWAY}")]
+    Away(String),
     #[error("{0}: cannot {1}: {2}")]
     Io(String, &'static str, io::Error),
 }
@@ -71,6 +93,11 @@ impl Node {
         let mut files = Vec::new();
         let mut format = Format::Raw;
         let mut rbd = None;
+        // Readers do each other no harm.
+        let locking = match spec.lock {
+            Lock::Running if !spec.read_only => Locking::Later,
+            _ => Locking::Now,
+        };
         let (image, file, facts, size, filename) = match &spec.file {
             FileSpec::Null(size) => {
                 warn!(
@@ -99,7 +126,7 @@ impl Node {
             }
             FileSpec::Path(path) => {
                 let filename = path.display().to_string();
-                let file = DiskFile::open(path, spec.cache, spec.read_only)?;
+                let file = DiskFile::open_and(path, spec.cache, spec.read_only, locking)?;
                 format = match spec.format {
                     Some(format) => format,
                     None => Format::of(path, file.backing())
@@ -114,7 +141,7 @@ impl Node {
                     }
                     Format::Qcow2 => {
                         let chain;
-                        (chain, files) = open_chain(&spec, path, &file, allow)?;
+                        (chain, files) = open_chain(&spec, path, &file, allow, locking)?;
                         let (facts, size) = (chain_facts(&chain, &files), chain.size());
                         let image = Image::Chain(Arc::new(chain));
                         (image, Some(file), facts, size, filename)
@@ -142,11 +169,26 @@ impl Node {
             }
             None => None,
         };
+        let depth = image.chain().map_or(0, |chain| chain.depth() - 1);
+        let away = file.is_some() && locking == Locking::Later;
+        if away {
+            info!(
+                "disk {}: lock=running: it is locked when a VM starts on it",
+                spec.name
+            );
+            files.clear();
+        }
         Ok(Self {
-            image,
-            file,
+            content: Arc::new(Mutex::new(Content {
+                image: (!away).then_some(image),
+                file,
+                files,
+                size,
+                depth,
+                on_damage: None,
+            })),
             rbd,
-            files,
+            allow: allow.clone(),
             choice,
             facts,
             size,
@@ -158,10 +200,10 @@ impl Node {
 
     /// Whether it is on what lies at `path`, under whatever name.
     pub fn is_on(&self, path: &Path) -> bool {
-        let (Some(file), Ok(there)) = (&self.file, fs::metadata(path)) else {
+        let (Some(file), Ok(there)) = (self.file(), fs::metadata(path)) else {
             return false;
         };
-        rustix::fs::fstat(file).is_ok_and(|ours| match file.backing() {
+        rustix::fs::fstat(&file).is_ok_and(|ours| match file.backing() {
             Backing::File => (ours.st_dev, ours.st_ino) == (there.dev(), there.ino()),
             Backing::BlockDevice => {
                 there.file_type().is_block_device() && ours.st_rdev == there.rdev()
@@ -173,10 +215,9 @@ impl Node {
     pub fn renamed(&self, spec: DiskSpec) -> Self {
         Self {
             spec,
-            image: self.image.clone(),
-            file: self.file.clone(),
+            content: self.content.clone(),
             rbd: self.rbd.clone(),
-            files: self.files.clone(),
+            allow: self.allow.clone(),
             choice: self.choice.clone(),
             facts: self.facts,
             size: self.size,
@@ -191,19 +232,19 @@ impl Node {
 
     /// How many images or files it builds on.
     pub fn depth(&self) -> usize {
-        self.image.chain().map_or(0, |chain| chain.depth() - 1)
+        self.content().depth
     }
 
     /// Has `tell` called once if the image turns out to contradict itself.
     pub fn on_damage(&self, tell: impl Fn(&Damage) + Send + Sync + 'static) {
-        if let Some(image) = self.image.chain().and_then(|chain| chain.image()) {
-            image.on_damage(tell);
-        }
+        let mut content = self.content();
+        content.on_damage = Some(Arc::new(tell));
+        content.watch_damage();
     }
 
     /// What holds it.
     pub fn backing(&self) -> Option<Backing> {
-        self.file.as_ref().map(|file| file.backing())
+        self.file().map(|file| file.backing())
     }
 
     /// A disk of this node for the data path, which may be less than the node: read-only, or with larger
@@ -238,24 +279,37 @@ impl Node {
                 options,
             ));
         }
-        let files = match &self.image {
-            Image::Chain(_) => &self.files[..],
-            _ => self.file.as_slice(),
+        let content = self.content();
+        let files = self.descriptors(&content)?;
+        // Which it is, turns out when it is taken.
+        let image = content.image.clone().unwrap_or(Image::Raw);
+        let disk = Disk::new(name, image, files, facts, size, serial, options);
+        if content.image.is_none() {
+            disk.go_away(self.descriptors(&content)?.pop());
+        }
+        Ok(disk)
+    }
+
+    fn content(&self) -> MutexGuard<'_, Content> {
+        self.content.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The file that the operator named.
+    fn file(&self) -> Option<Arc<DiskFile>> {
+        self.content().file.clone()
+    }
+
+    /// Descriptors of what it is in, for the data path.
+    fn descriptors(&self, content: &Content) -> Result<Vec<(OwnedFd, Backing, Aio)>, NodeError> {
+        let files = match content.image {
+            Some(Image::Chain(_)) => &content.files[..],
+            _ => content.file.as_slice(),
         };
         let files = files.iter().map(|file| {
             let descriptor = duplicate(file, &self.filename)?;
             Ok((descriptor, file.backing(), self.spec.aio))
         });
-        let files = files.collect::<Result<Vec<_>, NodeError>>()?;
-        Ok(Disk::new(
-            name,
-            self.image.clone(),
-            files,
-            facts,
-            size,
-            serial,
-            options,
-        ))
+        files.collect()
     }
 
     /// What the data path needs to put this node's file in the place of another's.
@@ -264,14 +318,14 @@ impl Node {
     /// It is in no file.
     pub fn replacement(&self) -> Result<Replacement, NodeError> {
         let fail = |what, e| NodeError::Io(self.filename.clone(), what, e);
-        let Some(file) = &self.file else {
+        let Some(file) = &self.file() else {
             let e = io::Error::other(match &self.rbd {
                 Some(_) => "only a file can; 'rbd migration' moves images to where they are to be",
                 None => "it stores nothing",
             });
             return Err(fail("take the place of a file", e));
         };
-        if self.image.chain().is_some() {
+        if self.format != Format::Raw {
             let e = io::Error::other("only raw files can take each other's place");
             return Err(fail("be put there", e));
         }
@@ -287,7 +341,7 @@ impl Node {
     /// Looks whether the file has become longer, and if so, lets the disk grow. The guest is to be told by
     /// whoever knows it.
     pub fn look_for_growth(&self, disk: &Disk) {
-        if self.file.is_none() && self.rbd.is_none() {
+        if self.file().is_none() && self.rbd.is_none() {
             return;
         }
         let (name, old) = (&disk.name, disk.size());
@@ -312,10 +366,15 @@ impl Node {
     /// # Errors
     /// The kernel cannot say.
     pub fn file_size(&self) -> io::Result<u64> {
-        if let Some(chain) = self.image.chain() {
-            return Ok(chain.size());
+        {
+            let content = self.content();
+            match &content.image {
+                Some(Image::Chain(chain)) => return Ok(chain.size()),
+                None => return Ok(content.size),
+                Some(_) => {}
+            }
         }
-        let size = match (&self.file, &self.rbd) {
+        let size = match (self.file(), &self.rbd) {
             (Some(file), _) => file.size()?,
             (None, Some(rbd)) => rbd.size()?,
             (None, None) => return Ok(self.size),
@@ -325,7 +384,7 @@ impl Node {
 
     /// Bytes that the file occupies.
     pub fn allocated(&self) -> Option<u64> {
-        let stat = rustix::fs::fstat(self.file.as_ref()?).ok()?;
+        let stat = rustix::fs::fstat(self.file()?).ok()?;
         (self.backing() == Some(Backing::File)).then_some(stat.st_blocks as u64 * 512)
     }
 
@@ -348,12 +407,16 @@ impl Node {
                 Ordering::Greater => rbd.grow(size).map_err(|e| e.to_string()),
             };
         }
-        let Some(file) = &self.file else {
+        let Some(file) = self.file() else {
             return Err("it stores nothing; serve another null:SIZE".into());
         };
         let now = file.size().map_err(|e| format!("finding its size: {e}"))?;
-        if let Some(chain) = self.image.chain() {
-            return chain.grow_zeroed(size).map_err(|e| e.to_string());
+        match &self.content().image {
+            Some(Image::Chain(chain)) => {
+                return chain.grow_zeroed(size).map_err(|e| e.to_string());
+            }
+            None => return Err(AWAY.into()),
+            Some(_) => {}
         }
         match size.cmp(&now) {
             Ordering::Less => Err(cut_off(now)),
@@ -365,7 +428,7 @@ impl Node {
                 self.filename
             )),
             Ordering::Greater if self.facts.read_only => Err("it is read-only".into()),
-            Ordering::Greater => rustix::fs::ftruncate(file, size)
+            Ordering::Greater => rustix::fs::ftruncate(&file, size)
                 .map_err(|e| format!("making its file longer: {e}")),
         }
     }
@@ -376,7 +439,11 @@ impl Node {
     /// # Errors
     /// It could not be made durable.
     pub fn sync(&self) -> io::Result<()> {
-        if let Image::Chain(chain) = &self.image
+        let content = self.content();
+        let Some(image) = &content.image else {
+            return Ok(());
+        };
+        if let Image::Chain(chain) = image
             && !self.facts.read_only
         {
             // The last who has it closes it.
@@ -389,7 +456,7 @@ impl Node {
         if self.facts.read_only || !self.spec.cache.flushes() {
             return Ok(());
         }
-        match (&self.file, &self.rbd) {
+        match (&content.file, &self.rbd) {
             (Some(file), _) => file.sync(),
             (None, Some(rbd)) => block::Remote::sync(&**rbd),
             (None, None) => Ok(()),
@@ -409,6 +476,17 @@ fn cut_off(now: u64) -> String {
     )
 }
 
+impl Content {
+    /// Tells of damage, of an image that has just been opened.
+    fn watch_damage(&self) {
+        let image = self.image.as_ref().and_then(|i| i.chain()?.image());
+        if let (Some(image), Some(tell)) = (image, &self.on_damage) {
+            let tell = tell.clone();
+            image.on_damage(move |damage| tell(damage));
+        }
+    }
+}
+
 /// How a node is shown to a guest.
 #[derive(Clone, Debug)]
 pub struct DiskWanted {
@@ -425,13 +503,17 @@ fn open_chain(
     path: &Path,
     file: &Arc<DiskFile>,
     allow: &AllowBacking,
+    locking: Locking,
 ) -> Result<(Chain, Vec<Arc<DiskFile>>), NodeError> {
+    // Who has no lock only looks.
+    let read_only = spec.read_only || locking == Locking::Later;
     let filename = || path.display().to_string();
     let gate = allow
         .gate(path)
         .map_err(|e| NodeError::Allow(filename(), e))?;
     let mut opener = Opener {
         cache: spec.cache,
+        locking,
         opened: Vec::new(),
     };
     let top = Top {
@@ -441,9 +523,9 @@ fn open_chain(
     };
     let mut repair = Progress::new(format!("{}: repairing", path.display()));
     let options = ChainOptions {
-        read_only: spec.read_only,
+        read_only,
         // As in QEMU: reading does no harm.
-        allow_corrupt: spec.read_only,
+        allow_corrupt: read_only,
         l2_cache_bytes: spec.l2_cache_bytes,
         punch: spec.discard == Discard::Unmap,
         progress: &mut |progress| {

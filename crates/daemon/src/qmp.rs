@@ -33,7 +33,7 @@ use crate::iothreads::IoThreadError;
 use crate::paste;
 use crate::reload::Reloader;
 use crate::socket::{self, Socket};
-use crate::spec::{DiskSpec, FileSpec};
+use crate::spec::{DiskSpec, FileSpec, SocketAccess};
 use crate::stats;
 
 /// Executes commands on a host.
@@ -344,6 +344,7 @@ fn add_export(host: &Host, options: &BlockExportOptions) -> Result<(), CommandEr
     let spec = ExportSpec {
         id: options.id.to_string(),
         socket: device.addr.path().clone(),
+        socket_access: SocketAccess::default(),
         queues: device.num_queues.unwrap_or(1),
         queue_size: node.queue_size,
         iothreads: options

@@ -226,6 +226,9 @@ impl<'a> Change<'a> {
             ("control", old.control != new.control),
             ("metrics", old.metrics != new.metrics),
             ("allow-backing", old.allow_backing != new.allow_backing),
+            ("sandbox", old.sandbox != new.sandbox),
+            ("allow-dir", old.allow != new.allow),
+            ("user", old.user != new.user),
             ("an [[iothread]]", changed_thread),
         ] {
             if differs {

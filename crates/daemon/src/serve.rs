@@ -22,6 +22,7 @@ use crate::metrics;
 use crate::paste::{self, Ready};
 use crate::qmp::{self, ControlSocket, Qmp};
 use crate::reload::Reloader;
+use crate::sandbox::{self, Sandbox, SandboxError, Wishes};
 use crate::socket::{Socket, SocketError};
 use crate::spec::{DiskSpec, SpecError};
 use crate::storage::AllowBacking;
@@ -45,6 +46,8 @@ Options of a disk (a comma in a value is doubled):
   l2-cache-size=SIZE   memory for the tables of a qcow2 image; default: all of them, 1M for 8G of disk
   socket=PATH          default: NAME.sock in $RUNTIME_DIRECTORY (systemd), /run/ringdisk (root),
                        $XDG_RUNTIME_DIR/ringdisk, or here
+  socket-mode=MODE, socket-group=GROUP, socket-owner=USER
+                       who may connect, as in socket-mode=0660,socket-group=kvm; default: as any file made here
   cache=MODE           as in QEMU. none (default): O_DIRECT; writeback: through the host's page cache
                        (of an image in a Ceph cluster: librbd's);
                        directsync, writethrough: the same, and each write is durable when it is done;
@@ -66,6 +69,8 @@ Options of a disk (a comma in a value is doubled):
   logical-block-size=512|4096, physical-block-size=512|4096
                        what the guest sees; default: the backing's
   iothreads=ID,...     I/O threads for its queues, in turn, by number or name; default: the next ones
+  lock=always|running  default: always, as long as it is served; running: only while a VM runs on it, for
+                       the host that a VM is to be migrated to
   fixed-buffers=on|off default: off; on pins all guest memory, which costs less CPU per I/O. NEVER
                        with a balloon, free page reporting or virtio-mem: data would be corrupted
 
@@ -94,6 +99,20 @@ pub struct Args {
     /// such file at all; default: each image's own directory
     #[arg(long, value_name = "DIR")]
     allow_backing: Vec<PathBuf>,
+
+    /// What this process may do once it serves: auto (default) is as much of a sandbox as works here, and the log says
+    /// how much; on is all of it, or nothing is served; off is none
+    #[arg(long, value_name = "MODE")]
+    sandbox: Option<sandbox::Mode>,
+
+    /// Directory where disks and sockets may be that come later, besides those of the disks that are named at the
+    /// start; repeatable
+    #[arg(long, value_name = "DIR")]
+    allow_dir: Vec<PathBuf>,
+
+    /// The user that ringdisk becomes once all is open, and whose rights count from then on; for root
+    #[arg(long, value_name = "NAME")]
+    user: Option<String>,
 
     /// I/O threads, which the queues of all disks go to in turn; default: one per CPU, up to 16
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
@@ -127,6 +146,8 @@ pub enum ServeError {
     Together(#[from] TogetherError),
     #[error(transparent)]
     Host(#[from] HostError),
+    #[error(transparent)]
+    Sandbox(#[from] SandboxError),
     #[error(transparent)]
     Socket(#[from] SocketError),
     #[error(
@@ -168,13 +189,29 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
     let poll_max = poll_max.or(config.poll_max).unwrap_or(POLL_MAX_DEFAULT);
     let control = args.control.clone().or(config.control.clone());
     let metrics = args.metrics.or(config.metrics);
+    let backing = match &args.allow_backing[..] {
+        [] => &config.allow_backing,
+        given => given,
+    };
+    // While this is the only thread.
+    let sandbox = Sandbox::enter(
+        &Wishes {
+            mode: args.sandbox.or(config.sandbox).unwrap_or_default(),
+            allow: [&args.allow_dir[..], &config.allow].concat(),
+            user: args.user.clone().or(config.user.clone()),
+        },
+        &config,
+        args.config.as_deref(),
+        &specs,
+        control.as_deref(),
+        backing,
+    )?;
+    let sandbox = Arc::new(sandbox);
     let threads = IoThreads::new(iothreads, &cpus.unwrap_or_default(), poll_max);
     let host = Arc::new(Host::new(
         threads,
-        AllowBacking::new(match &args.allow_backing[..] {
-            [] => &config.allow_backing,
-            given => given,
-        }),
+        AllowBacking::new(backing),
+        sandbox.clone(),
     ));
 
     let result = start(&host, &config, specs);
@@ -193,7 +230,9 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
             started.map_err(|e| ServeError::Metrics(address, e))
         };
         let metrics = metrics.map(start).transpose()?;
-        Ok((ready, metrics, open_control(control.as_deref(), qmp)?))
+        let control = open_control(control.as_deref(), qmp)?;
+        sandbox.seal()?;
+        Ok((ready, metrics, control))
     });
     let (ready, metrics, control) = match started {
         Ok(started) => started,

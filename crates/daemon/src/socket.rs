@@ -6,13 +6,13 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Mode, fchmod};
+use rustix::fs::{AtFlags, CWD, Gid, Mode, Uid, chmod, chownat, fchmod};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use rustix::net::{bind, connect, listen};
 use thiserror::Error;
 
-use crate::spec::DiskSpec;
+use crate::spec::{DiskSpec, SocketAccess};
 
 #[derive(Debug, Error)]
 pub enum SocketError {
@@ -27,6 +27,11 @@ pub enum SocketError {
         with socket=PATH (--control PATH)"
     )]
     Bind(PathBuf, io::Error),
+    #[error(
+        "{0}: the socket cannot be given the owner, group or mode that was asked for: {1}; only root may give \
+        it away, others to a group that they are in"
+    )]
+    Access(PathBuf, io::Error),
 }
 
 /// Connections that wait to be accepted.
@@ -42,8 +47,15 @@ pub struct Socket {
 
 impl Socket {
     /// Listens at `path`. A socket that a dead server left there is replaced.
-    pub fn bind(path: &Path) -> Result<Self, SocketError> {
-        Self::bind_for(path, None)
+    pub fn bind(path: &Path, access: SocketAccess) -> Result<Self, SocketError> {
+        if access == SocketAccess::default() {
+            return Self::bind_for(path, None);
+        }
+        // For nobody else before it is as it is to be.
+        let private = Mode::RUSR | Mode::WUSR;
+        let socket = Self::bind_for(path, Some(private))?;
+        give(path, access).map_err(|e| SocketError::Access(path.into(), e.into()))?;
+        Ok(socket)
     }
 
     /// The same, for a socket on which only this user may connect.
@@ -77,6 +89,21 @@ impl Socket {
             made,
         })
     }
+}
+
+/// Gives a socket to whom it is to belong.
+fn give(path: &Path, access: SocketAccess) -> Result<(), Errno> {
+    let owner = access.owner.map(Uid::from_raw);
+    let group = access.group.map(Gid::from_raw);
+    chownat(CWD, path, owner, group, AtFlags::SYMLINK_NOFOLLOW)?;
+    let all = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::WGRP;
+    let default = if group.is_some() {
+        all
+    } else {
+        Mode::RUSR | Mode::WUSR
+    };
+    let mode = access.mode.map_or(default, Mode::from_raw_mode);
+    chmod(path, mode)
 }
 
 /// Whether somebody listens at a socket. A server that is too busy to accept is one that does, and is not

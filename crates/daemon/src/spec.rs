@@ -11,6 +11,7 @@ use rbd::Location;
 use thiserror::Error;
 
 use crate::limits;
+use crate::sandbox::people;
 
 /// Most queues of a disk: what a PCI device has interrupt vectors for in QEMU, less one for
 /// configuration changes, and far more than a guest has use for.
@@ -22,9 +23,9 @@ const QUEUES_DEFAULT_MAX: usize = 16;
 const QUEUE_SIZE_DEFAULT: u16 = 256;
 const QUEUE_SIZE_MIN: u16 = 16;
 
-const KEYS: &str = "name, file, format, socket, cache, aio, queues, queue-size, readonly, serial, \
-    discard, detect-zeroes, rerror, werror, l2-cache-size, logical-block-size, physical-block-size, fixed-buffers, \
-    iothreads, throttle-group, conf, id, keyring, cluster, connections";
+const KEYS: &str = "name, file, format, socket, socket-mode, socket-group, socket-owner, cache, aio, queues, \
+    queue-size, readonly, serial, discard, detect-zeroes, rerror, werror, l2-cache-size, logical-block-size, \
+    physical-block-size, fixed-buffers, lock, iothreads, throttle-group, conf, id, keyring, cluster, connections";
 
 /// Those that say how a Ceph cluster is reached.
 const ACCESS_KEYS: [&str; 5] = ["conf", "id", "keyring", "cluster", "connections"];
@@ -38,6 +39,7 @@ pub struct DiskSpec {
     pub format: Option<Format>,
     /// As given; otherwise it follows from the name.
     pub socket: Option<PathBuf>,
+    pub socket_access: SocketAccess,
     pub cache: CacheMode,
     pub aio: Aio,
     pub queues: u16,
@@ -57,11 +59,30 @@ pub struct DiskSpec {
     /// In bytes, as given; otherwise it is the backing's.
     pub physical_block: Option<u32>,
     pub fixed_buffers: bool,
+    pub lock: Lock,
     /// I/O threads by id or number, to which the queues go in turn; none for the next ones of the pool.
     pub iothreads: Vec<String>,
     pub limits: ThrottleLimits,
     /// The group of disks whose limits it shares.
     pub throttle_group: Option<String>,
+}
+
+/// When the files of a disk that is written are locked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Lock {
+    /// As long as it is served, but for a VM that is moved to another host.
+    #[default]
+    Always,
+    /// While a VM runs on it.
+    Running,
+}
+
+/// Who may connect to a socket, as far as that is said.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SocketAccess {
+    pub mode: Option<u32>,
+    pub group: Option<u32>,
+    pub owner: Option<u32>,
 }
 
 /// What holds the disk.
@@ -156,6 +177,11 @@ impl DiskSpec {
         let mut disk = Self::new(name, file);
         disk.format = given.take("format", Format::from_str)?;
         disk.socket = given.take("socket", socket)?;
+        disk.socket_access = SocketAccess {
+            mode: given.take("socket-mode", mode)?,
+            group: given.take("socket-group", people::group)?,
+            owner: given.take("socket-owner", people::user)?,
+        };
         given.set(&mut disk.cache, "cache", CacheMode::from_str)?;
         given.set(&mut disk.aio, "aio", Aio::from_str)?;
         given.set(&mut disk.queues, "queues", queues)?;
@@ -178,6 +204,7 @@ impl DiskSpec {
         disk.logical_block = given.take("logical-block-size", block_size)?;
         disk.physical_block = given.take("physical-block-size", block_size)?;
         given.set(&mut disk.fixed_buffers, "fixed-buffers", on_off)?;
+        given.set(&mut disk.lock, "lock", lock)?;
         given.set(&mut disk.iothreads, "iothreads", iothreads)?;
         limits::change(&mut disk.limits, |key| {
             given.take(key, |text| limits::parse(key, text))
@@ -227,6 +254,7 @@ impl DiskSpec {
             file,
             format: None,
             socket: None,
+            socket_access: SocketAccess::default(),
             cache: CacheMode::None,
             aio: Aio::Auto,
             queues: default_queues(),
@@ -241,6 +269,7 @@ impl DiskSpec {
             logical_block: None,
             physical_block: None,
             fixed_buffers: false,
+            lock: Lock::Always,
             iothreads: Vec::new(),
             limits: ThrottleLimits::NONE,
             throttle_group: None,
@@ -421,6 +450,14 @@ fn socket(text: &str) -> Result<PathBuf, String> {
     }
 }
 
+/// Permissions as chmod(1) takes them, of which connecting needs to write.
+fn mode(text: &str) -> Result<u32, String> {
+    match u32::from_str_radix(text, 8) {
+        Ok(mode @ 0..=0o777) => Ok(mode),
+        _ => Err(format!("'{text}' is not a mode such as 0660")),
+    }
+}
+
 fn default_queues() -> u16 {
     std::thread::available_parallelism().map_or(1, |n| n.get().min(QUEUES_DEFAULT_MAX) as u16)
 }
@@ -469,6 +506,14 @@ fn iothreads(text: &str) -> Result<Vec<String>, String> {
     match ids.len() <= usize::from(QUEUES_MAX) {
         true => Ok(ids),
         false => Err(format!("more than {QUEUES_MAX} threads")),
+    }
+}
+
+fn lock(text: &str) -> Result<Lock, String> {
+    match text {
+        "always" => Ok(Lock::Always),
+        "running" => Ok(Lock::Running),
+        _ => Err(format!("'{text}' is neither always nor running")),
     }
 }
 

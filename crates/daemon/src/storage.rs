@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use block::{Backing, CacheMode, FileOffset};
-use engine::DiskFile;
+use engine::{DiskFile, Locking};
 use image::{Gate, OpenFiles, Role, Storage};
 use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 use rustix::io::{Errno, pread, pwrite};
@@ -169,6 +169,8 @@ impl Aligned {
 /// Opens the files that an image names, and keeps them.
 pub struct Opener {
     pub cache: CacheMode,
+    /// When files are locked that an image names and that are written.
+    pub locking: Locking,
     pub opened: Vec<Arc<FileStorage>>,
 }
 
@@ -195,7 +197,13 @@ impl Opener {
 impl OpenFiles for Opener {
     fn open(&mut self, file: OwnedFd, path: &Path, role: Role) -> io::Result<Arc<dyn Storage>> {
         let read_only = !matches!(role, Role::Data { write: true });
-        let file = DiskFile::adopt(file, path, self.cache, read_only).map_err(io::Error::other)?;
+        if role == (Role::Data { write: false }) && self.locking == Locking::Later {
+            let e =
+                "a data file of its own cannot be shared with another host; leave out lock=running";
+            return Err(io::Error::other(e));
+        }
+        let file = DiskFile::adopt(file, path, self.cache, read_only, Locking::Now);
+        let file = file.map_err(io::Error::other)?;
         Ok(self.keep(Arc::new(file)))
     }
 }

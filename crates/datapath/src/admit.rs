@@ -112,7 +112,7 @@ impl<E: Engine> Worker<E> {
         };
         let s = queue.slots.get(slot);
         (s.stamps.admitted, s.stamps.submitted) = (now, now);
-        match plan::plan(&queue.disk, s.request) {
+        match plan::plan(&queue.disk, &queue.image, s.request) {
             Plan::Operation(request, at) => {
                 (s.request, s.at) = (request, at);
                 self.submit(number, slot);

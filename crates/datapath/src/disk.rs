@@ -4,7 +4,7 @@ use std::borrow::Borrow;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use block::{
@@ -31,10 +31,12 @@ pub struct Disk {
     pub facts: DiskFacts,
     /// The answer to GET_ID: the serial, padded with zeroes.
     pub id: [u8; blk::ID_BYTES],
-    pub(crate) image: Image,
+    content: Mutex<Content>,
     pub(crate) source: Option<Mutex<Arc<Source>>>,
-    /// All files of an image that goes by tables, by their numbers in it.
-    pub(crate) files: Vec<Arc<Source>>,
+    /// Its image goes by tables.
+    by_tables: AtomicBool,
+    /// What it is in may be changed by somebody else at the moment.
+    away: AtomicBool,
     /// Held while the file is replaced.
     pub(crate) replacing: Mutex<()>,
     pub(crate) options: Options,
@@ -50,10 +52,41 @@ pub struct Disk {
     detect_zeroes: AtomicBool,
 }
 
+/// What a disk is in, as far as it may have to be read anew.
+#[derive(Clone)]
+pub(crate) struct Content {
+    pub image: Image,
+    /// All files of an image that goes by tables, by their numbers in it.
+    pub files: Vec<Arc<Source>>,
+}
+
 type OnEvent = Box<dyn Fn(&IoEvent) + Send + Sync>;
 
 /// Longer than any storage takes that works, and shorter than service managers wait for a process to end.
 const PATIENCE: Duration = Duration::from_secs(20);
+
+impl Content {
+    /// From what holds it, as for [`Disk::new`]; with the one that is written.
+    fn new(
+        image: Image,
+        holders: impl IntoIterator<Item = Holder>,
+        facts: &DiskFacts,
+        cache: CacheMode,
+    ) -> (Self, Option<Arc<Source>>) {
+        let holders = holders.into_iter();
+        let sources = holders.map(|holder| Arc::new(Source::new(holder, facts, !cache.direct())));
+        let mut files: Vec<_> = sources.collect();
+        let source = match image.chain() {
+            Some(chain) => files.get(usize::from(chain.written_file().0)).cloned(),
+            None => files.pop(),
+        };
+        (Self { image, files }, source)
+    }
+}
+
+fn holder((fd, backing, aio): (OwnedFd, Backing, Aio)) -> Holder {
+    Holder::File(fd, backing, aio)
+}
 
 /// What the operator chose for a disk.
 #[derive(Clone, Copy, Debug)]
@@ -102,8 +135,7 @@ impl Disk {
         serial: &str,
         options: Options,
     ) -> Self {
-        let files = files.into_iter();
-        let holders = files.map(|(fd, backing, aio)| Holder::File(fd, backing, aio));
+        let holders = files.into_iter().map(holder);
         Self::held(name, image, holders, facts, size, serial, options)
     }
 
@@ -132,14 +164,8 @@ impl Disk {
         let mut id = [0; blk::ID_BYTES];
         let len = serial.len().min(id.len());
         id[..len].copy_from_slice(&serial.as_bytes()[..len]);
-        let cached = !options.cache.direct();
-        let holders = holders.into_iter();
-        let sources = holders.map(|holder| Arc::new(Source::new(holder, &facts, cached)));
-        let mut files: Vec<_> = sources.collect();
-        let source = match image.chain() {
-            Some(chain) => files.get(usize::from(chain.written_file().0)).cloned(),
-            None => files.pop(),
-        };
+        let by_tables = AtomicBool::new(image.chain().is_some());
+        let (content, source) = Content::new(image, holders, &facts, options.cache);
         let source = source.map(Mutex::new);
         // What cannot give space back would write the zeroes all the same, and slower.
         let detect_zeroes = options.detect_zeroes != DetectZeroes::Off
@@ -153,9 +179,10 @@ impl Disk {
             name,
             facts,
             id,
-            image,
+            content: Mutex::new(content),
             source,
-            files,
+            by_tables,
+            away: AtomicBool::new(false),
             replacing: Mutex::default(),
             options,
             errors: Limiter::default(),
@@ -168,6 +195,70 @@ impl Disk {
             write_cache: AtomicBool::new(options.cache.write_cache()),
             detect_zeroes: AtomicBool::new(detect_zeroes),
         }
+    }
+
+    pub(crate) fn content(&self) -> Content {
+        let content = self.content.lock();
+        content.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Leaves what it is in to somebody else, who may change it. It is durable, and no queue is served before
+    /// [`come_back`](Self::come_back). Nothing of it is kept open but `file`, of which nothing is
+    /// read or written.
+    pub fn go_away(&self, file: Option<(OwnedFd, Backing, Aio)>) {
+        self.away.store(true, Ordering::Relaxed);
+        let (content, source) = Content::new(
+            Image::Raw,
+            file.map(holder),
+            &self.facts,
+            self.options.cache,
+        );
+        self.set_content(content);
+        if let Some(source) = source {
+            self.set_source(source);
+        }
+    }
+
+    fn set_content(&self, content: Content) {
+        *self.content.lock().unwrap_or_else(PoisonError::into_inner) = content;
+    }
+
+    /// Goes on with what was read anew. Files as for [`new`](Self::new).
+    ///
+    /// # Errors
+    /// It does not fit what the guest knows of its disk, which stays away.
+    pub fn come_back(
+        &self,
+        image: Image,
+        files: impl IntoIterator<Item = (OwnedFd, Backing, Aio)>,
+        facts: &DiskFacts,
+        size: u64,
+    ) -> io::Result<()> {
+        let problem = if size < self.size() {
+            format!("it has {size} bytes, and had {}", self.size())
+        } else if facts.logical_block > self.facts.logical_block {
+            format!("it is written in blocks of {} now", facts.logical_block)
+        } else {
+            let by_tables = image.chain().is_some();
+            self.by_tables.store(by_tables, Ordering::Relaxed);
+            let (content, source) = Content::new(
+                image,
+                files.into_iter().map(holder),
+                facts,
+                self.options.cache,
+            );
+            if let Some(source) = source {
+                self.set_source(source);
+            }
+            self.set_content(content);
+            self.grow(size);
+            self.away.store(false, Ordering::Relaxed);
+            return Ok(());
+        };
+        Err(io::Error::other(format!(
+            "disk {}: cannot go on with what was changed elsewhere: {problem}",
+            self.name
+        )))
     }
 
     /// Bytes that the guest can address.
@@ -192,7 +283,10 @@ impl Disk {
     /// # Errors
     /// It could not be made durable, or what the page cache held was lost earlier.
     pub fn sync(&self) -> io::Result<()> {
-        if let Some(chain) = self.image.chain()
+        if self.away.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        if let Some(chain) = self.content().image.chain()
             && self.flushes()
         {
             chain
@@ -225,7 +319,7 @@ impl Disk {
     /// Whether there is anything that a flush must do. With `cache=unsafe`, that is to write the changed
     /// tables of an image to its file, so that the end of this process costs nothing, as in QEMU.
     pub(crate) fn flushes(&self) -> bool {
-        let obeyed = self.options.cache.flushes() || self.image.chain().is_some();
+        let obeyed = self.options.cache.flushes() || self.by_tables.load(Ordering::Relaxed);
         self.source.is_some() && obeyed && !self.facts.read_only
     }
 

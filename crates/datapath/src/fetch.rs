@@ -107,6 +107,7 @@ impl<E: Engine> Worker<E> {
             }
             let Queue {
                 disk,
+                image,
                 ring,
                 slots,
                 held,
@@ -138,7 +139,7 @@ impl<E: Engine> Worker<E> {
                 held.hold(slots, chain.ticket(), request, segments, stamps.fetched);
                 continue;
             }
-            match plan::plan(disk, request) {
+            match plan::plan(disk, image, request) {
                 Plan::Done(status, written) => {
                     tally.answered(&request, status, stamps);
                     ring.complete(&chain.ticket(), status as u8, written + 1);

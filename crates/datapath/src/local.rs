@@ -68,7 +68,7 @@ impl<E: Engine> Worker<E> {
                 .unsettled
                 .reserve(local.requests - local.unsettled.len());
             local.starved.reserve(local.requests - local.starved.len());
-            if disk.image.chain().is_some() {
+            if !local.files.is_empty() {
                 local.zeroing.reserve(local.requests - local.zeroing.len());
             }
         }
@@ -81,8 +81,9 @@ impl<E: Engine> Worker<E> {
             return Ok(place);
         }
         let source = disk.source();
-        let files = self.attach_files(&disk.files)?;
-        let attached = match (&source, disk.image.chain()) {
+        let content = disk.content();
+        let files = self.attach_files(&content.files)?;
+        let attached = match (&source, content.image.chain()) {
             (_, Some(chain)) => Ok(Some(files[usize::from(chain.written_file().0)])),
             (Some(s), None) => s.attach(&mut self.engine).map(Some),
             (None, None) => Ok(None),

@@ -183,6 +183,7 @@ impl<E: Engine> Worker<E> {
         let lane = self.lane;
         let Some(Queue {
             disk,
+            image,
             ring,
             slots,
             pieces,
@@ -191,7 +192,7 @@ impl<E: Engine> Worker<E> {
         else {
             return;
         };
-        let (Some(chain), s) = (disk.image.chain(), slots.get(slot)) else {
+        let (Some(chain), s) = (image.chain(), slots.get(slot)) else {
             return;
         };
         zeroes::detect(disk, ring, s);
@@ -275,7 +276,7 @@ impl<E: Engine> Worker<E> {
         piece.merge = None;
         if let Some(allocation) = piece.allocation.take() {
             queue.slots.get(slot).unstable = true;
-            let Some(chain) = queue.disk.image.chain().cloned() else {
+            let Some(chain) = queue.image.chain().cloned() else {
                 return;
             };
             if let Err(allocation) = chain.try_commit(allocation) {
@@ -295,7 +296,7 @@ impl<E: Engine> Worker<E> {
             return;
         };
         let allocation = queue.pieces[usize::from(slot)].allocation.take();
-        if let (Some(allocation), Some(chain)) = (allocation, queue.disk.image.chain().cloned()) {
+        if let (Some(allocation), Some(chain)) = (allocation, queue.image.chain().cloned()) {
             let request = For {
                 queue: number,
                 slot,
@@ -411,7 +412,7 @@ impl<E: Engine> Worker<E> {
             }
         }
         let queue = self.queues[request.queue].as_ref();
-        let Some(image) = queue.and_then(|q| q.disk.image.chain()?.image()) else {
+        let Some(image) = queue.and_then(|q| q.image.chain()?.image()) else {
             return;
         };
         let waker = Waker::from(Arc::new(Anew(self.slow.waker(request))));
@@ -425,7 +426,7 @@ impl<E: Engine> Worker<E> {
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
-        if let Some(chain) = queue.disk.image.chain() {
+        if let Some(chain) = queue.image.chain() {
             if chain.needs_flush() {
                 let chain = chain.clone();
                 let request = For {
@@ -454,7 +455,7 @@ impl Queue {
     #[inline]
     pub fn release_piece(&mut self, slot: u16) {
         if let Some(piece) = self.pieces.get_mut(usize::from(slot))
-            && let Some(chain) = self.disk.image.chain()
+            && let Some(chain) = self.image.chain()
         {
             if let Some(allocation) = piece.allocation.take() {
                 chain.abort(allocation);
@@ -470,7 +471,7 @@ impl Queue {
 /// Looks up the next piece of a request.
 fn next(queue: &mut Queue, slot: u16, locals: &[Option<Local>], zeroes_left: &mut u64) -> Next {
     let Queue {
-        disk,
+        image,
         ring,
         slots,
         pieces,
@@ -480,7 +481,7 @@ fn next(queue: &mut Queue, slot: u16, locals: &[Option<Local>], zeroes_left: &mu
     } = queue;
     let (s, piece) = (slots.get(slot), &mut pieces[usize::from(slot)]);
     let (Some(chain), Some(pin), Some(local)) =
-        (disk.image.chain(), &piece.pin, locals[*local].as_ref())
+        (image.chain(), &piece.pin, locals[*local].as_ref())
     else {
         return Next::Fail(rustix::io::Errno::IO.raw_os_error());
     };

@@ -2,7 +2,7 @@
 
 use block::{Discard, FileOffset, Request};
 use guest::blk::Status;
-use image::Extent;
+use image::{Extent, Image};
 
 use crate::disk::Disk;
 
@@ -18,7 +18,7 @@ pub(crate) enum Plan {
 }
 
 #[inline]
-pub(crate) fn plan(disk: &Disk, request: Request) -> Plan {
+pub(crate) fn plan(disk: &Disk, image: &Image, request: Request) -> Plan {
     let at = match request {
         Request::GetId => return Plan::Id,
         Request::Flush if !disk.flushes() => return Plan::Done(Status::Ok, 0),
@@ -36,7 +36,7 @@ pub(crate) fn plan(disk: &Disk, request: Request) -> Plan {
         },
         request => request,
     };
-    match (disk.image.map(at), request) {
+    match (image.map(at), request) {
         (Extent::File(at), request) => Plan::Operation(request, at),
         (Extent::Pieces, request) => Plan::Pieces(request),
         (Extent::Nowhere, Request::Read { len, .. }) => Plan::Done(Status::Ok, len as u32),

@@ -6,6 +6,7 @@ use std::sync::mpsc::Sender;
 
 use block::{FileId, Segment, Token};
 use guest::{Lost, NewQueue, Stopped, Virtqueue};
+use image::Image;
 
 use crate::admit::Held;
 use crate::disk::Disk;
@@ -18,6 +19,8 @@ use crate::stats::Tally;
 
 pub(crate) struct Queue {
     pub disk: Arc<Disk>,
+    /// Where ranges of the disk are. It does not change while a queue is served.
+    pub image: Image,
     pub ring: Virtqueue,
     pub slots: Slots,
     /// What is done and not published yet.
@@ -67,9 +70,11 @@ impl Queue {
     pub fn new(disk: Arc<Disk>, new: NewQueue, place: usize, local: Option<&Local>) -> Self {
         let size = usize::from(new.virtqueue.size());
         let slots = Slots::new(new.virtqueue.size());
-        let by_tables = disk.image.chain().is_some();
+        let image = disk.content().image;
+        let by_tables = image.chain().is_some();
         let source = local.and_then(|l| l.source.as_ref());
         Self {
+            image,
             ring: new.virtqueue,
             slots,
             tally: Tally::new(&disk, size),

@@ -189,3 +189,63 @@ impl Slots {
         &mut self.slots[usize::from(slot)]
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Lists of every length, cut at every byte: what is left is what a list of bytes would have left.
+    #[test]
+    fn a_slot_goes_on_where_a_short_transfer_ended() {
+        for count in 1..=2 * INLINE {
+            let list: Vec<Segment> = (0..count)
+                .map(|i| Segment {
+                    addr: 1000 * i,
+                    len: 1 + i % 3,
+                })
+                .collect();
+            let bytes = |list: &[Segment]| -> Vec<usize> {
+                let each = list.iter().flat_map(|s| s.addr..s.addr + s.len);
+                each.collect()
+            };
+            let all = bytes(&list);
+            for first in 0..=all.len() {
+                for second in 0..=all.len() - first {
+                    let mut slot = Slot::empty();
+                    slot.set_segments(&list);
+                    slot.advance(first);
+                    assert_eq!(bytes(slot.segments()), all[first..]);
+                    slot.advance(second);
+                    assert_eq!(bytes(slot.segments()), all[first + second..]);
+                }
+            }
+        }
+    }
+
+    /// Each is taken once until it is given back.
+    #[test]
+    fn slots_are_taken_once() {
+        const N: u16 = 8;
+        let mut slots = Slots::new(N);
+        let take = |slots: &mut Slots| {
+            let (ticket, stamps) = (Ticket::default(), Stamps::default());
+            slots.take(ticket, Request::Flush, FileOffset(0), &[], stamps)
+        };
+        let mut taken: Vec<u16> = Vec::new();
+        for round in 0..40u16 {
+            while !slots.none_free() {
+                let slot = take(&mut slots);
+                assert!(slot < N && !taken.contains(&slot));
+                taken.push(slot);
+            }
+            assert_eq!(
+                (taken.len(), slots.taken()),
+                (usize::from(N), usize::from(N))
+            );
+            for _ in 0..round % N + 1 {
+                slots.give_back(taken.swap_remove(usize::from(round) % taken.len()));
+            }
+            assert_eq!(slots.taken(), taken.len());
+        }
+    }
+}

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use block::{Backing, CacheMode, DiskFacts};
 use rustix::fs::{AtFlags, FallocateFlags, OFlags, StatxFlags};
+use rustix::io::Errno;
 use thiserror::Error;
 use tracing::{info, warn};
 
@@ -19,11 +20,21 @@ use crate::lock;
 /// backing accepts.
 const BLOCK_MAX: u32 = 4096;
 
-/// A disk's file or block device, open and locked.
+/// A disk's file or block device, open, and locked unless it is said otherwise.
 pub struct DiskFile {
     file: File,
     backing: Backing,
     facts: DiskFacts,
+    cached: bool,
+}
+
+/// When a file is locked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Locking {
+    /// As it is opened.
+    Now,
+    /// Not at all: it is only looked at, and somebody else may be writing to it.
+    Later,
 }
 
 /// Why a file cannot be served. Each says what to do next.
@@ -95,6 +106,19 @@ impl DiskFile {
     /// # Errors
     /// It cannot be served as asked; the error says why and what to do.
     pub fn open(path: &Path, cache: CacheMode, read_only: bool) -> Result<Self, OpenError> {
+        Self::open_and(path, cache, read_only, Locking::Now)
+    }
+
+    /// Opens a file or block device of any size, and locks it now or not yet.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn open_and(
+        path: &Path,
+        cache: CacheMode,
+        read_only: bool,
+        locking: Locking,
+    ) -> Result<Self, OpenError> {
         let name = path.display().to_string();
         // Looked at before it is opened: opening a FIFO or a tape has effects.
         let kind = fs::metadata(path)
@@ -111,7 +135,7 @@ impl DiskFile {
         if cache.direct() {
             flags |= libc::O_DIRECT;
         }
-        if backing == Backing::BlockDevice && !read_only {
+        if backing == Backing::BlockDevice && !read_only && locking == Locking::Now {
             // The kernel refuses this while the device is mounted or part of another one.
             flags |= libc::O_EXCL;
         }
@@ -120,7 +144,7 @@ impl DiskFile {
         let file = open_patiently(&options, path, &name)
             .map_err(|e| open_failed(&name, e, cache, read_only))?;
 
-        Self::of(file, backing, name, cache, read_only)
+        Self::of(file, backing, name, cache, read_only, locking)
     }
 
     /// Makes a disk's file of one that somebody else has opened, and locks it.
@@ -132,6 +156,7 @@ impl DiskFile {
         path: &Path,
         cache: CacheMode,
         read_only: bool,
+        locking: Locking,
     ) -> Result<Self, OpenError> {
         let name = path.display().to_string();
         let file = File::from(file);
@@ -148,7 +173,7 @@ impl DiskFile {
         flags.set(OFlags::DIRECT, cache.direct());
         rustix::fs::fcntl_setfl(&file, flags)
             .map_err(|e| open_failed(&name, e.into(), cache, read_only))?;
-        Self::of(file, backing, name, cache, read_only)
+        Self::of(file, backing, name, cache, read_only, locking)
     }
 
     fn of(
@@ -157,6 +182,7 @@ impl DiskFile {
         name: String,
         cache: CacheMode,
         read_only: bool,
+        locking: Locking,
     ) -> Result<Self, OpenError> {
         // The time of the last read would be looked at for every read. Only the owner may switch that
         // off, so that it is tried, and not asked for when opening.
@@ -164,15 +190,18 @@ impl DiskFile {
             let _ = rustix::fs::fcntl_setfl(&file, flags | OFlags::NOATIME);
         }
 
-        match lock_patiently(&file, &name, !read_only) {
-            Ok(true) => {}
-            Ok(false) => return Err(OpenError::Locked(name)),
-            // QEMU goes on without locks where a file system has none (some NFS mounts).
-            Err(e) => warn!("{name}: cannot be locked ({e}); nothing keeps a second writer away"),
+        if locking == Locking::Now {
+            match lock_patiently(&file, &name, !read_only) {
+                Ok(true) => {}
+                Ok(false) => return Err(OpenError::Locked(name)),
+                // QEMU goes on without locks where a file system has none (some NFS mounts).
+                Err(e) => {
+                    warn!("{name}: cannot be locked ({e}); nothing keeps a second writer away");
+                }
+            }
         }
-
         let facts = match backing {
-            Backing::File => regular_facts(&file, cache, read_only),
+            Backing::File => regular_facts(&file, cache, read_only, locking),
             Backing::BlockDevice => device_facts(&file, cache, read_only),
         }
         .map_err(|e| OpenError::Io(name, "find out its block size", e))?;
@@ -180,7 +209,29 @@ impl DiskFile {
             file,
             backing,
             facts,
+            cached: !cache.direct(),
         })
+    }
+
+    /// Gives the lock up, before the last duplicate of its descriptor is closed. All that was written must be
+    /// durable by now.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn unlock(&self) -> io::Result<()> {
+        self.forget_cached();
+        match lock::release(self.file.as_fd()) {
+            // There was none, and a line in the log that says so.
+            Err(e) if e.raw_os_error() == Some(libc::ENOLCK) => Ok(()),
+            result => result,
+        }
+    }
+
+    /// Has what was written elsewhere read anew: nobody tells our page cache.
+    pub fn forget_cached(&self) {
+        if self.cached {
+            let _ = rustix::fs::fadvise(&self.file, 0, None, rustix::fs::Advice::DontNeed);
+        }
     }
 
     /// Its size in bytes, as that of a raw disk: it has some, and ends with a block.
@@ -293,7 +344,12 @@ fn open_failed(name: &str, e: io::Error, cache: CacheMode, read_only: bool) -> O
     }
 }
 
-fn regular_facts(file: &File, cache: CacheMode, read_only: bool) -> io::Result<DiskFacts> {
+fn regular_facts(
+    file: &File,
+    cache: CacheMode,
+    read_only: bool,
+    locking: Locking,
+) -> io::Result<DiskFacts> {
     let stat = file.metadata()?;
     let (logical_block, address_alignment) = match cache.direct() {
         true => direct_alignment(file)?,
@@ -306,7 +362,7 @@ fn regular_facts(file: &File, cache: CacheMode, read_only: bool) -> io::Result<D
     let device = PathBuf::from(queue_directory(stat.dev()));
     let number = |name| read_number(&device.join(name));
     let physical_block = number("physical_block_size").unwrap_or(512).max(fs_block);
-    let discard = !read_only && can_punch(file, stat.size());
+    let discard = !read_only && can_punch(file, stat.size(), locking);
     Ok(DiskFacts {
         logical_block,
         physical_block: physical_block.max(logical_block),
@@ -364,11 +420,21 @@ fn direct_alignment(file: &File) -> io::Result<(u32, u32)> {
         .ok_or_else(|| io::Error::other("no read with O_DIRECT succeeds"))
 }
 
-/// Whether the file system can punch holes: tried beyond the end, where there is nothing to lose.
-fn can_punch(file: &File, size: u64) -> bool {
+/// Whether the file system can punch holes: tried beyond the end, where there is nothing to lose. While
+/// somebody else may be making the file longer, that is far beyond.
+fn can_punch(file: &File, size: u64, locking: Locking) -> bool {
+    const FAR: u64 = 1 << 40;
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    let beyond = size.next_multiple_of(u64::from(BLOCK_MAX));
-    rustix::fs::fallocate(file, flags, beyond, u64::from(BLOCK_MAX)).is_ok()
+    let end = size.next_multiple_of(u64::from(BLOCK_MAX));
+    let beyond = match locking {
+        Locking::Now => end,
+        Locking::Later => end + FAR,
+    };
+    match rustix::fs::fallocate(file, flags, beyond, u64::from(BLOCK_MAX)) {
+        // Files may not be so long here. If it cannot, the guest is told at its first discard.
+        Err(Errno::FBIG) => true,
+        result => result.is_ok(),
+    }
 }
 
 /// Where sysfs describes the request queue of a device; a partition has its disk's.

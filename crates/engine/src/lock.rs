@@ -49,6 +49,21 @@ pub(crate) fn acquire(file: BorrowedFd<'_>, writable: bool) -> io::Result<bool> 
     Ok(true)
 }
 
+/// Gives the lock up, whichever it was.
+///
+/// # Errors
+/// The file system does not know such locks.
+pub(crate) fn release(file: BorrowedFd<'_>) -> io::Result<()> {
+    let held = [
+        USED + CONSISTENT_READ,
+        USED + WRITE,
+        NOT_SHARED + WRITE,
+        NOT_SHARED + RESIZE,
+    ];
+    held.iter()
+        .try_for_each(|&byte| set(file, byte, libc::F_UNLCK))
+}
+
 fn set(file: BorrowedFd<'_>, byte: i64, kind: i32) -> io::Result<()> {
     fcntl(file, libc::F_OFD_SETLK, &mut one_byte(byte, kind))
 }

@@ -242,7 +242,7 @@ impl Mapping {
         self.base + (file_offset - self.file_offset) as usize
     }
 
-    #[expect(unsafe_code, reason = "mmap")]
+    #[expect(unsafe_code, reason = "mmap, madvise")]
     pub fn new(
         layout: RegionLayout,
         file: &OwnedFd,
@@ -280,6 +280,9 @@ impl Mapping {
             )
         }
         .map_err(fail)?;
+        // What is a guest's, or a front-end's, is none of a core dump's business.
+        // SAFETY: the mapping was just made, and this changes nothing of it but what is dumped.
+        let _ = unsafe { rustix::mm::madvise(base, len, rustix::mm::Advice::LinuxDontDump) };
         Ok(Self {
             base: base as usize,
             len,

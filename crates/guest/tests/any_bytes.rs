@@ -7,7 +7,8 @@ use std::fs;
 use std::path::PathBuf;
 
 use checks::{
-    Seeds, blk_request, inflight_region, packed_ring, session, split_ring, vhost_user_message,
+    Seeds, blk_request, changing_ring, inflight_region, packed_ring, session, split_ring,
+    vhost_user_message,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -24,6 +25,7 @@ const ALL: &[Target] = &[
     ("session", session::check, session::seeds),
     ("split_ring", split_ring::check, split_ring::seeds),
     ("packed_ring", packed_ring::check, packed_ring::seeds),
+    ("changing_ring", changing_ring::check, changing_ring::seeds),
     ("blk_request", blk_request::check, blk_request::seeds),
     (
         "inflight_region",
@@ -126,6 +128,11 @@ fn any_ring() {
 #[test]
 fn any_packed_ring() {
     random("packed_ring", 20_000);
+}
+
+#[test]
+fn any_changing_ring() {
+    random("changing_ring", 3_000);
 }
 
 #[test]

@@ -6,17 +6,19 @@
 
 mod initramfs;
 mod kernel;
+mod moving;
 mod qmp;
 
 pub use initramfs::install;
 pub use kernel::{Kernel, cache_dir, kernel_cache};
+pub use moving::Moved;
 pub use qmp::Qmp;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -208,7 +210,7 @@ impl Vm {
 
         let started = Instant::now();
         let mut lines = Lines::of(self.folder.join("results.log"))?;
-        let mut guest = self.start(accel, &kernel, &initrd)?;
+        let mut guest = self.start(accel, &kernel, &initrd, None)?;
         let ended = loop {
             let ended = guest.0.try_wait().context("waiting for QEMU")?;
             lines.read(&mut |line| on_line(line, guest.0.id()))?;
@@ -219,7 +221,18 @@ impl Vm {
         };
         drop(guest);
         fs::remove_file(&initrd).ok(); // 5 to 90 MB that nobody reads again
+        self.output(ended, lines, started, accel, limit)
+    }
 
+    /// What a guest did that has ended, or not by its limit.
+    fn output(
+        &self,
+        ended: Option<ExitStatus>,
+        mut lines: Lines,
+        started: Instant,
+        accel: Accel,
+        limit: Duration,
+    ) -> Result<Output> {
         let Some(ended) = ended else {
             bail!(
                 "the guest was not done after {} s ({accel:?}); QEMU was killed{}",
@@ -250,7 +263,14 @@ impl Vm {
         })
     }
 
-    fn start(&self, accel: Accel, kernel: &Kernel, initrd: &Path) -> Result<Guest> {
+    /// Starts QEMU; with `incoming`, for a guest that comes from another one over this socket.
+    fn start(
+        &self,
+        accel: Accel,
+        kernel: &Kernel,
+        initrd: &Path,
+        incoming: Option<&Path>,
+    ) -> Result<Guest> {
         let memory = self.memory_mib;
         let slots = self.qmp.as_ref().map_or("", |_| ",slots=4,maxmem=2G");
         let huge = if self.hugepages { ",hugetlb=on" } else { "" };
@@ -292,11 +312,15 @@ impl Vm {
             // no_timer_check: on a busy host without KVM, timers come later than the kernel has patience for.
             "console=ttyS0 panic=-1 mitigations=off nokaslr no_timer_check quiet loglevel=5",
         ])
-        .args(["-serial", &format!("file:{}", self.console().display())])
-        .args([
-            "-serial",
-            &format!("file:{}", self.folder.join("results.log").display()),
-        ]);
+        .args(log_port("console", &self.console(), incoming))
+        .args(log_port(
+            "results",
+            &self.folder.join("results.log"),
+            incoming,
+        ));
+        if let Some(socket) = incoming {
+            qemu.args(["-incoming", &format!("unix:{}", socket.display())]);
+        }
         if !self.may_reboot {
             qemu.arg("-no-reboot");
         }
@@ -406,6 +430,17 @@ impl Disk {
             ],
         }
     }
+}
+
+/// A serial port whose output goes to a file; to its end, if a guest comes from elsewhere that has written to it.
+fn log_port(name: &str, file: &Path, incoming: Option<&Path>) -> [String; 4] {
+    let append = if incoming.is_some() { "on" } else { "off" };
+    [
+        "-chardev".into(),
+        format!("file,id={name},path={},append={append}", file.display()),
+        "-serial".into(),
+        format!("chardev:{name}"),
+    ]
 }
 
 /// A script that leads the disk with this serial through a life: it's partitioned, formatted with blocks of

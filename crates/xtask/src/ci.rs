@@ -1,6 +1,6 @@
 //! `cargo xtask ci`: the rules of this project, as code, and then the tests.
 
-use crate::{cargo, root, test};
+use crate::{cargo, miri, root, test};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use std::fs;
@@ -28,6 +28,7 @@ const CHECKS: &[(&str, Check)] = &[
     ("documents", documents),
     ("names that belong to one machine", machine_names),
     ("clippy", clippy),
+    ("Miri", miri::run),
 ];
 
 /// Runs every check, then the tests; fails at the end if one has failed.

@@ -3,6 +3,7 @@
 use crate::root;
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
 /// How long, and which
@@ -39,7 +40,7 @@ pub fn run(args: &Args) -> Result<()> {
         );
         targets.retain(|target| target == only);
     }
-    let mut failed = Vec::new();
+    let (mut failed, mut counts) = (Vec::new(), Vec::new());
     for target in targets {
         println!("fuzz: {target} for {} s", args.seconds);
         let corpus = format!("fuzz/corpus/{target}");
@@ -51,11 +52,34 @@ pub fn run(args: &Args) -> Result<()> {
             .args([&format!("fuzz/seeds/{target}"), "--"])
             .arg(format!("-max_total_time={}", args.seconds))
             .args(["-max_len=4096", "-print_final_stats=1", "-verbosity=0"]);
-        let status = fuzz.status().context("starting cargo fuzz")?;
-        if !status.success() {
+        let mut fuzz = fuzz
+            .stderr(Stdio::piped())
+            .spawn()
+            .context("starting cargo fuzz")?;
+        let mut executions = 0;
+        for line in fuzz
+            .stderr
+            .take()
+            .into_iter()
+            .flat_map(|e| BufReader::new(e).lines())
+        {
+            let line = line.context("reading what the fuzzer says")?;
+            if let Some(count) = line.strip_prefix("stat::number_of_executed_units:") {
+                executions = count.trim().parse().unwrap_or(0);
+            }
+            eprintln!("{line}");
+        }
+        counts.push((target.clone(), executions));
+        if !fuzz.wait().context("waiting for cargo fuzz")?.success() {
             failed.push(target);
         }
     }
+    println!("\n| target | executions in {} s |\n|---|---|", args.seconds);
+    for (target, executions) in &counts {
+        println!("| `{target}` | {executions} |");
+    }
+    let all: u64 = counts.iter().map(|(_, executions)| executions).sum();
+    println!("| all | {all} |");
     ensure!(
         failed.is_empty(),
         "{}: found something; the input is in fuzz/artifacts",

@@ -6,6 +6,7 @@ mod ci;
 mod deb;
 mod demo;
 mod fuzz;
+mod miri;
 mod packages;
 mod test;
 
@@ -28,6 +29,8 @@ enum Xtask {
     Ceph(ceph::Args),
     /// Feed every parser of hostile bytes with such bytes; needs a nightly toolchain
     Fuzz(fuzz::Args),
+    /// Run what needs nothing of the system under Miri; needs a nightly toolchain with it
+    Miri,
     /// Make a Debian package of the program, its service and its manual
     Deb,
     /// Run what CI runs: format, clippy, crate borders, unsafe policy, licences, documents, and the tests
@@ -43,6 +46,7 @@ fn main() -> ExitCode {
         Xtask::Bench(args) => bench::run(*args),
         Xtask::Ceph(args) => ceph::run(&args),
         Xtask::Fuzz(args) => fuzz::run(&args),
+        Xtask::Miri => miri::run(),
         Xtask::Deb => deb::run(),
         Xtask::Ci(args) => ci::run(&args),
         Xtask::Install => packages::ensure()

@@ -2,6 +2,7 @@
 //! The fuzz targets call these, and so do the ordinary tests (`../any_bytes.rs`), with the seeds and with random bytes.
 
 pub mod blk_request;
+pub mod changing_ring;
 pub mod inflight_region;
 pub mod memory;
 pub mod packed_ring;

@@ -332,7 +332,7 @@ fn flags_at(ring: &RefPacked, at: Place) -> u64 {
 }
 
 /// The ring, and how many chains are under way before they are given back.
-fn ring(input: &mut Input<'_>) -> (RefPacked, usize) {
+pub fn ring(input: &mut Input<'_>) -> (RefPacked, usize) {
     let (size, flags, batch) = (input.u8(), input.u8(), input.u8());
     let ring = RefPacked {
         // Any size, but mostly a small one.

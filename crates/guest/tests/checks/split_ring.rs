@@ -97,7 +97,7 @@ fn check_chain(memory: &TestMemory, ring: &RefRing, queue: &mut Virtqueue, head:
     true
 }
 
-fn ring(input: &mut Input<'_>) -> RefRing {
+pub fn ring(input: &mut Input<'_>) -> RefRing {
     let (size, flags) = (input.u8(), input.u8());
     RefRing {
         // Any size, but mostly one that is allowed.

@@ -119,4 +119,44 @@ mod tests {
         }
         panic!("the mark never passed");
     }
+
+    /// One thread unlinks and reuses, others look up and use: nobody uses what was reused meanwhile.
+    #[test]
+    fn what_is_in_use_is_not_reused() {
+        use std::sync::atomic::AtomicBool;
+        const PLACES: usize = 4;
+        const ROUNDS: usize = if cfg!(miri) { 12 } else { 20_000 };
+        let pins = Pins::new();
+        // Where the data is now; each place says whether it belongs to something else by now.
+        let here = AtomicU64::new(0);
+        let reused: [AtomicBool; PLACES] = Default::default();
+        let end = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for lane in 0..2 {
+                let (pins, here, reused, end) = (&pins, &here, &reused, &end);
+                scope.spawn(move || {
+                    while !end.load(SeqCst) {
+                        let pin = pins.pin(lane);
+                        let place = here.load(SeqCst) as usize;
+                        assert!(!reused[place].load(SeqCst));
+                        std::thread::yield_now();
+                        assert!(!reused[place].load(SeqCst), "reused while in use");
+                        pins.unpin(pin);
+                        std::thread::yield_now();
+                    }
+                });
+            }
+            for round in 0..ROUNDS {
+                let (old, new) = (round % PLACES, (round + 1) % PLACES);
+                reused[new].store(false, SeqCst);
+                here.store(new as u64, SeqCst);
+                let mark = pins.mark();
+                while !pins.passed(mark) {
+                    std::thread::yield_now();
+                }
+                reused[old].store(true, SeqCst);
+            }
+            end.store(true, SeqCst);
+        });
+    }
 }

@@ -1,0 +1,287 @@
+//! What this process may do once it serves: little more than that.
+//!
+//! Whoever takes over a process that reads hostile bytes finds that it
+//!
+//! - opens files only where the operator's disks are ([Landlock](files)), whatever its user may open;
+//! - starts no program, and makes no system calls but those that serving disks takes ([seccomp](calls));
+//! - reaches nobody over a network, and signals nobody;
+//! - has no capabilities but those to open its disks, or none at all with `--user`, and gets no others;
+//! - leaves nothing of guests' memory in a core dump, which is seen to where that memory is mapped.
+//!
+//! It comes in two steps. [`Sandbox::enter`] is called while there is one thread, since what it does holds for
+//! that one and for those that it starts. [`Sandbox::seal`] is called when all is open, and holds for all.
+
+mod calls;
+mod files;
+pub mod people;
+
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use rustix::process::{DumpableBehavior, geteuid, set_dumpable_behavior};
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, capabilities, set_capabilities, set_no_new_privs,
+};
+use thiserror::Error;
+use tracing::{info, warn};
+
+use files::{Files, Places};
+use people::Person;
+
+use crate::config::Config;
+use crate::socket;
+use crate::spec::{DiskSpec, FileSpec};
+
+/// Whether there is a sandbox.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// As much of it as works here, and a line in the log that says how much.
+    #[default]
+    Auto,
+    /// All of it, or ringdisk does not start.
+    On,
+    /// None.
+    Off,
+}
+
+impl FromStr for Mode {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "on" => Ok(Self::On),
+            "off" => Ok(Self::Off),
+            _ => Err(format!("'{text}' is none of auto, on and off")),
+        }
+    }
+}
+
+/// What the operator says of it.
+#[derive(Clone, Debug, Default)]
+pub struct Wishes {
+    pub mode: Mode,
+    /// Where disks and sockets may be besides.
+    pub allow: Vec<PathBuf>,
+    /// Who this process is to be.
+    pub user: Option<String>,
+}
+
+#[derive(Debug, Error)]
+pub enum SandboxError {
+    #[error("--sandbox on: {0} does not work here: {1}; --sandbox auto does without")]
+    Missing(&'static str, String),
+    #[error("--allow-dir {0}: {1}; name a directory that is there")]
+    Directory(PathBuf, io::Error),
+    #[error("--user: {0}")]
+    User(String),
+    #[error("--user {0}: {1}; only root can become somebody else")]
+    Become(String, io::Error),
+}
+
+/// Something is not where the sandbox lets it be.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum Outside {
+    #[error(
+        "{}: is outside of what the sandbox allows ({allowed}); start ringdisk with --allow-dir {} \
+         (allow-dir in the configuration) for disks and sockets there", path.display(), directory.display()
+    )]
+    Path {
+        path: PathBuf,
+        directory: PathBuf,
+        allowed: String,
+    },
+    #[error(
+        "{0}: the sandbox has no network, because no disk was in a Ceph cluster when ringdisk was started; start it \
+         with one, or with --sandbox off"
+    )]
+    Cluster(String),
+}
+
+/// The sandbox that this process is in.
+pub struct Sandbox {
+    mode: Mode,
+    /// Disks may be in Ceph clusters.
+    cluster: bool,
+    files: Option<Files>,
+    user: Option<Person>,
+}
+
+impl Sandbox {
+    /// Enters it, for what is to be served at first. There must be one thread.
+    ///
+    /// # Errors
+    /// A directory or user is not there, or not all works and all was asked for.
+    pub fn enter(
+        wishes: &Wishes,
+        config: &Config,
+        config_file: Option<&Path>,
+        disks: &[DiskSpec],
+        control: Option<&Path>,
+        backing: &[PathBuf],
+    ) -> Result<Self, SandboxError> {
+        // Before files cannot be read any more.
+        people::read();
+        let user = wishes.user.as_deref().map(Person::find).transpose();
+        let user = user.map_err(SandboxError::User)?;
+        if wishes.mode == Mode::Off {
+            warn!("sandbox=off: this process may do whatever its user may");
+            return Ok(Self {
+                mode: wishes.mode,
+                cluster: true,
+                files: None,
+                user,
+            });
+        }
+        let _ = set_no_new_privs(true);
+        keep_capabilities(user.is_some(), config.metrics.is_some());
+        let places = places(wishes, config_file, disks, control, backing)?;
+        let cluster = places.cluster;
+        let files = Files::restrict(places);
+        match (&files, wishes.mode) {
+            (Ok(files), _) => info!("sandbox: files: {files}"),
+            (Err(why), Mode::On) => return Err(SandboxError::Missing("Landlock", why.clone())),
+            (Err(why), _) => warn!("sandbox: files are not restricted: Landlock: {why}"),
+        }
+        Ok(Self {
+            mode: wishes.mode,
+            cluster,
+            files: files.ok(),
+            user,
+        })
+    }
+
+    /// Becomes the user that was asked for, and has all threads make no other system calls than they need.
+    ///
+    /// # Errors
+    /// It is not possible to be that user, or system calls cannot be restricted and that was asked for.
+    pub fn seal(&self) -> Result<(), SandboxError> {
+        if let Some(user) = &self.user {
+            let fail = |e| SandboxError::Become(user.name.clone(), e);
+            user.take_over().map_err(fail)?;
+            // The kernel hides /proc/self from a process that was somebody else. Its dump has nothing of a guest.
+            let _ = set_dumpable_behavior(DumpableBehavior::Dumpable);
+            info!("sandbox: user {}", user.name);
+        }
+        if self.mode == Mode::Off {
+            return Ok(());
+        }
+        let left = capabilities(None).map(|sets| sets.effective);
+        match (calls::restrict(self.cluster), self.mode) {
+            (Ok(calls), _) => {
+                let left = left.unwrap_or(CapabilitySet::empty());
+                let left = match left.is_empty() {
+                    true => "none".to_owned(),
+                    false => left
+                        .iter_names()
+                        .map(|(name, _)| name)
+                        .collect::<Vec<_>>()
+                        .join(", "),
+                };
+                info!("sandbox: {calls}; capabilities: {left}");
+                Ok(())
+            }
+            (Err(why), Mode::On) => Err(SandboxError::Missing("seccomp", why)),
+            (Err(why), _) => {
+                warn!("sandbox: system calls are not restricted: seccomp: {why}");
+                Ok(())
+            }
+        }
+    }
+
+    /// Whether a disk may be at this path, so far as the sandbox is concerned.
+    ///
+    /// # Errors
+    /// It may not, and which option lets it.
+    pub fn check_file(&self, file: &FileSpec) -> Result<(), Outside> {
+        match (&self.files, file) {
+            (Some(files), FileSpec::Path(path)) => files.check(path),
+            (_, FileSpec::Rbd(location)) if !self.cluster => {
+                Err(Outside::Cluster(location.to_string()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The same of a socket.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn check_socket(&self, path: &Path) -> Result<(), Outside> {
+        self.files.as_ref().map_or(Ok(()), |f| f.check_socket(path))
+    }
+}
+
+/// Where this process must get at files.
+fn places(
+    wishes: &Wishes,
+    config_file: Option<&Path>,
+    disks: &[DiskSpec],
+    control: Option<&Path>,
+    backing: &[PathBuf],
+) -> Result<Places, SandboxError> {
+    let mut places = Places::default();
+    for disk in disks {
+        match &disk.file {
+            FileSpec::Path(path) => places.disk(path),
+            FileSpec::Rbd(_) => places.cluster = true,
+            FileSpec::Null(_) => {}
+        }
+        places.socket(&socket::path(disk));
+    }
+    places.socket(&socket::directory().join("any"));
+    if let Some(control) = control {
+        places.socket(control);
+    }
+    for directory in backing.iter().filter(|d| d.as_os_str() != "none") {
+        places.storage(directory);
+    }
+    for directory in &wishes.allow {
+        let found = std::fs::read_dir(directory);
+        found.map_err(|e| SandboxError::Directory(directory.clone(), e))?;
+        places.storage(directory);
+        places.sockets(directory);
+    }
+    if let Some(file) = config_file {
+        // An editor puts another file in its place.
+        places.readable(file.parent().unwrap_or(file));
+    }
+    // Nobody has said where disks will be: by command, anywhere.
+    places.anywhere = disks.is_empty() && wishes.allow.is_empty();
+    places.cluster |= places.anywhere;
+    Ok(places)
+}
+
+/// Drops what root has and serving disks does not need: what is left opens files of other users, and pins memory.
+fn keep_capabilities(becomes_another: bool, metrics: bool) {
+    let mut kept = CapabilitySet::DAC_OVERRIDE
+        | CapabilitySet::DAC_READ_SEARCH
+        | CapabilitySet::FOWNER
+        | CapabilitySet::CHOWN
+        | CapabilitySet::IPC_LOCK;
+    kept.set(
+        CapabilitySet::SETUID | CapabilitySet::SETGID,
+        becomes_another,
+    );
+    // For a port below 1024.
+    kept.set(CapabilitySet::NET_BIND_SERVICE, metrics);
+    let result = capabilities(None).and_then(|now| {
+        set_capabilities(
+            None,
+            CapabilitySets {
+                effective: now.effective & kept,
+                permitted: now.permitted & kept,
+                inheritable: CapabilitySet::empty(),
+            },
+        )
+    });
+    if let Err(e) = result
+        && geteuid().is_root()
+    {
+        warn!("sandbox: capabilities cannot be dropped: {e}");
+    }
+}

@@ -1,0 +1,205 @@
+//! Landlock: which files this process may open, besides what it has open (landlock(7)).
+
+use std::fmt;
+use std::fs;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+use landlock::{
+    ABI, Access, AccessFs, AccessNet, BitFlags, PathBeneath, PathFd, Ruleset, RulesetAttr,
+    RulesetCreatedAttr, RulesetStatus, Scope,
+};
+
+use super::Outside;
+
+/// Where this process must get at files.
+#[derive(Default)]
+pub struct Places {
+    /// Of disks, and all below; or block devices.
+    storage: Vec<PathBuf>,
+    sockets: Vec<PathBuf>,
+    readable: Vec<PathBuf>,
+    /// Disks may be anywhere.
+    pub anywhere: bool,
+    /// A disk is in a Ceph cluster, or may come to be in one: its library reads what it likes, and has a network.
+    pub cluster: bool,
+}
+
+impl Places {
+    /// A disk, and what lies beside it: its backing files, and others that take its place. Of a device, no other.
+    pub fn disk(&mut self, path: &Path) {
+        // Devices are found by links.
+        let Ok(path) = fs::canonicalize(path) else {
+            return;
+        };
+        let is_device = fs::metadata(&path).is_ok_and(|m| m.file_type().is_block_device());
+        match path.parent() {
+            Some(directory) if !is_device => self.storage.push(directory.into()),
+            _ => self.storage.push(path),
+        }
+    }
+
+    /// A directory of disks.
+    pub fn storage(&mut self, directory: &Path) {
+        self.storage.extend(fs::canonicalize(directory));
+    }
+
+    /// A socket, whose directory is made if need be.
+    pub fn socket(&mut self, path: &Path) {
+        if let Ok(path) = std::path::absolute(path)
+            && let Some(directory) = path.parent()
+        {
+            let _ = fs::create_dir_all(directory);
+            self.sockets(directory);
+        }
+    }
+
+    /// A directory of sockets.
+    pub fn sockets(&mut self, directory: &Path) {
+        self.sockets.extend(fs::canonicalize(directory));
+    }
+
+    /// What is only read, and all below.
+    pub fn readable(&mut self, path: &Path) {
+        let path = if path.as_os_str().is_empty() {
+            Path::new(".")
+        } else {
+            path
+        };
+        self.readable.extend(fs::canonicalize(path));
+    }
+}
+
+/// What may be opened.
+pub struct Files {
+    places: Places,
+    /// Not all that Landlock can do works with this kernel.
+    partly: bool,
+}
+
+impl Files {
+    /// Restricts this thread, and those that it starts, to these places.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn restrict(mut places: Places) -> Result<Self, String> {
+        for list in [
+            &mut places.storage,
+            &mut places.sockets,
+            &mut places.readable,
+        ] {
+            list.sort();
+            list.dedup();
+        }
+        let read = AccessFs::ReadFile | AccessFs::ReadDir;
+        let storage = read | AccessFs::WriteFile | AccessFs::Truncate | AccessFs::IoctlDev;
+        let sockets = AccessFs::ReadDir | AccessFs::MakeSock | AccessFs::RemoveFile;
+        // What the kernel says of devices, NUMA nodes and this process.
+        let system = ["/sys", "/proc/self", "/proc/sys/kernel"].map(PathBuf::from);
+        let restrict = || {
+            let mut ruleset = Ruleset::default()
+                .handle_access(AccessFs::from_all(ABI::V6))?
+                .scope(Scope::Signal)?;
+            if !places.cluster {
+                ruleset = ruleset.handle_access(AccessNet::ConnectTcp)?;
+            }
+            let mut ruleset = ruleset.create()?;
+            let mut allow = |paths: &[PathBuf], access: BitFlags<AccessFs>| {
+                for path in paths {
+                    let Ok(opened) = PathFd::new(path) else {
+                        continue; // it is not there, so that nothing need be opened
+                    };
+                    let access = match path.is_dir() {
+                        true => access,
+                        false => access & AccessFs::from_file(ABI::V6),
+                    };
+                    let rule = PathBeneath::new(opened, access);
+                    (&mut ruleset).add_rule(rule)?;
+                }
+                Ok::<_, landlock::RulesetError>(())
+            };
+            match places.anywhere {
+                true => allow(&["/".into()], storage | sockets | AccessFs::MakeDir)?,
+                false => allow(&places.storage, storage)?,
+            }
+            allow(&places.sockets, sockets)?;
+            allow(&places.readable, read)?;
+            allow(&system, read)?;
+            if places.cluster {
+                allow(&["/".into()], read)?;
+                let library = ["/dev/null", "/dev/urandom", "/run/ceph", "/var/log/ceph"];
+                allow(
+                    &library.map(PathBuf::from),
+                    storage | sockets | AccessFs::MakeReg,
+                )?;
+            }
+            ruleset.restrict_self()
+        };
+        match restrict() {
+            Ok(done) => match done.ruleset {
+                RulesetStatus::NotEnforced => {
+                    Err("this kernel has none, or not switched on".into())
+                }
+                status => Ok(Self {
+                    places,
+                    partly: status == RulesetStatus::PartiallyEnforced,
+                }),
+            },
+            Err(e) => Err(e.to_string()),
+        }
+    }
+
+    /// Whether a disk may be there.
+    pub fn check(&self, path: &Path) -> Result<(), Outside> {
+        // What is not there is told by whoever wants to open it.
+        let Ok(real) = fs::canonicalize(path) else {
+            return Ok(());
+        };
+        self.is_in(&self.places.storage, path, &real)
+    }
+
+    /// Whether a socket may be there.
+    pub fn check_socket(&self, path: &Path) -> Result<(), Outside> {
+        let directory = path.parent().and_then(|d| fs::canonicalize(d).ok());
+        match directory {
+            Some(real) => self.is_in(&self.places.sockets, path, &real.join("any")),
+            // It would have to be made.
+            None => self.is_in(&self.places.sockets, path, path),
+        }
+    }
+
+    fn is_in(&self, list: &[PathBuf], path: &Path, real: &Path) -> Result<(), Outside> {
+        if self.places.anywhere || list.iter().any(|allowed| real.starts_with(allowed)) {
+            return Ok(());
+        }
+        Err(Outside::Path {
+            path: path.into(),
+            directory: real.parent().unwrap_or(real).into(),
+            allowed: names(list),
+        })
+    }
+}
+
+impl fmt::Display for Files {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.places.anywhere {
+            true => write!(
+                f,
+                "disks may be anywhere, because none is named at the start; --allow-dir says where"
+            )?,
+            false => write!(f, "disks in {}", names(&self.places.storage))?,
+        }
+        if self.places.cluster && !self.places.anywhere {
+            write!(f, ", in Ceph clusters, and anything can be read")?;
+        }
+        match self.partly {
+            true => write!(f, " (as far as this kernel can)"),
+            false => Ok(()),
+        }
+    }
+}
+
+fn names(list: &[PathBuf]) -> String {
+    let names: Vec<String> = list.iter().map(|p| p.display().to_string()).collect();
+    names.join(", ")
+}

@@ -1,0 +1,247 @@
+//! The sandbox of a ringdisk that serves: all its threads are in it, and what it may do is what it needs.
+
+#[expect(dead_code, reason = "not all of it is needed")]
+mod support;
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
+use std::process::{Command, Output};
+
+use support::{Disk, content};
+use tempfile::TempDir;
+use testkit::driver::{Device, DeviceConfig};
+use testkit::server::Server;
+
+/// A field of the status of each thread of a process.
+fn of_all_threads(server: &Server, field: &str) -> Vec<String> {
+    let tasks = fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap();
+    let status = tasks.map(|task| fs::read_to_string(task.unwrap().path().join("status")).unwrap());
+    let value = |status: String| {
+        let line = status.lines().find_map(|line| line.strip_prefix(field));
+        line.unwrap().trim().to_owned()
+    };
+    status.map(value).collect()
+}
+
+struct Bench {
+    control: String,
+    dir: TempDir,
+    disk: Disk,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        Self {
+            control: dir.path().join("control").display().to_string(),
+            dir,
+            disk: Disk::new(),
+        }
+    }
+
+    fn serve(&self, options: &str, arguments: &[&str]) -> Server {
+        let disk = self.disk.argument(options);
+        let mut all = vec![disk.as_str(), "--control", &self.control];
+        all.extend(arguments);
+        Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &all).unwrap()
+    }
+
+    fn attach(&self, file: &Path, socket: &Path) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_ringdisk"))
+            .arg("attach")
+            .arg(format!(
+                "file={},socket={}",
+                file.display(),
+                socket.display()
+            ))
+            .args(["--control", &self.control])
+            .output()
+            .unwrap()
+    }
+}
+
+fn reads(server: &Server) {
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].read(9, 4096).unwrap(), content(9, 4096));
+    assert_eq!(device.queues[0].write(9, &content(9, 4096)), 0);
+}
+
+#[test]
+fn all_threads_are_in_it() {
+    let bench = Bench::new();
+    let server = bench.serve("queues=2", &["--metrics", "127.0.0.1:0"]);
+    reads(&server);
+    let seccomp = of_all_threads(&server, "Seccomp:");
+    let new_privileges = of_all_threads(&server, "NoNewPrivs:");
+    if server.log().contains("not restricted") {
+        println!("skipped: all_threads_are_in_it: {}", server.log());
+        return;
+    }
+    assert!(seccomp.len() > 4, "{seccomp:?}");
+    assert!(seccomp.iter().all(|s| s == "2"), "{seccomp:?}");
+    assert!(
+        new_privileges.iter().all(|n| n == "1"),
+        "{new_privileges:?}"
+    );
+    // chown, dac_override, dac_read_search, fowner, net_bind_service (for the metrics), ipc_lock.
+    let allowed = 1u64 | 1 << 1 | 1 << 2 | 1 << 3 | 1 << 10 | 1 << 14;
+    for field in ["CapEff:", "CapPrm:", "CapInh:", "CapAmb:"] {
+        for set in of_all_threads(&server, field) {
+            let set = u64::from_str_radix(&set, 16).unwrap();
+            assert_eq!(set & !allowed, 0, "{field} {set:x}");
+        }
+    }
+    // A thread that is made later, too.
+    let added = Command::new(env!("CARGO_BIN_EXE_ringdisk"))
+        .args(["stats", "--seconds", "0", "--control", &bench.control])
+        .output();
+    drop(added);
+    let seccomp = of_all_threads(&server, "Seccomp:");
+    assert!(seccomp.iter().all(|s| s == "2"), "{seccomp:?}");
+}
+
+#[test]
+fn without_it_nothing_is_restricted() {
+    let bench = Bench::new();
+    let server = bench.serve("", &["--sandbox", "off"]);
+    reads(&server);
+    assert!(of_all_threads(&server, "Seccomp:").iter().all(|s| s == "0"));
+    let elsewhere = Disk::new();
+    let attached = bench.attach(&elsewhere.file, &elsewhere.socket);
+    assert!(attached.status.success(), "{attached:?}");
+}
+
+/// A disk beside another may come; one elsewhere only where the operator has said so.
+#[test]
+fn disks_come_where_they_are_allowed() {
+    let (bench, elsewhere) = (Bench::new(), Disk::new());
+    let beside = bench.disk.file.with_file_name("beside.raw");
+    fs::copy(&bench.disk.file, &beside).unwrap();
+    let socket = beside.with_extension("sock");
+    {
+        let server = bench.serve("", &[]);
+        let attached = bench.attach(&beside, &socket);
+        assert!(attached.status.success(), "{attached:?}");
+        let refused = bench.attach(&elsewhere.file, &bench.dir.path().join("s"));
+        let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+        if server.log().contains("files are not restricted") {
+            return println!(
+                "skipped: disks_come_where_they_are_allowed: {}",
+                server.log()
+            );
+        }
+        let directory = elsewhere.file.parent().unwrap().display();
+        assert!(!refused.status.success());
+        assert!(
+            error.contains(&format!("--allow-dir {directory}")),
+            "{error}"
+        );
+        // A disk that may come, at a socket that may not.
+        let third = beside.with_file_name("third.raw");
+        fs::copy(&beside, &third).unwrap();
+        let refused = bench.attach(&third, &elsewhere.socket);
+        let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(
+            !refused.status.success() && error.contains("--allow-dir"),
+            "{error}"
+        );
+        let replaced = Command::new(env!("CARGO_BIN_EXE_ringdisk"))
+            .args(["replace", "beside"])
+            .arg(&elsewhere.file)
+            .args(["--control", &bench.control])
+            .output()
+            .unwrap();
+        let error = String::from_utf8_lossy(&replaced.stderr).into_owned();
+        assert!(
+            !replaced.status.success() && error.contains("--allow-dir"),
+            "{error}"
+        );
+        reads(&server);
+    }
+    let directory = elsewhere.file.parent().unwrap().display().to_string();
+    let server = bench.serve("", &["--allow-dir", &directory]);
+    let attached = bench.attach(&elsewhere.file, &elsewhere.socket);
+    assert!(attached.status.success(), "{attached:?}");
+    reads(&server);
+    let missing = Server::ringdisk(
+        env!("CARGO_BIN_EXE_ringdisk"),
+        &["null:1M", "--allow-dir", "/there/is/none"],
+    );
+    let error = missing.err().unwrap().to_string();
+    assert!(error.contains("--allow-dir /there/is/none"), "{error}");
+}
+
+/// A core dump has nothing of a guest.
+#[test]
+fn guest_memory_is_not_dumped() {
+    let bench = Bench::new();
+    let server = bench.serve("", &[]);
+    let _device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    let maps = fs::read_to_string(format!("/proc/{}/smaps", server.pid())).unwrap();
+    let (mut guest, mut of_guest) = (false, 0);
+    for line in maps.lines() {
+        if line.contains("/memfd:guest") {
+            guest = true;
+        } else if let Some(flags) = line.strip_prefix("VmFlags:")
+            && std::mem::take(&mut guest)
+        {
+            of_guest += 1;
+            assert!(flags.split_whitespace().any(|flag| flag == "dd"), "{flags}");
+        }
+    }
+    assert!(of_guest > 0, "{maps}");
+}
+
+#[test]
+fn sockets_are_given_to_whom_they_are_for() {
+    let bench = Bench::new();
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: sockets_are_given_to_whom_they_are_for: needs root");
+    }
+    let found = |options: &str| {
+        let _server = bench.serve(options, &[]);
+        let socket = fs::metadata(&bench.disk.socket).unwrap();
+        (
+            socket.permissions().mode() & 0o777,
+            socket.uid(),
+            socket.gid(),
+        )
+    };
+    assert_eq!(found("socket-mode=0606"), (0o606, 0, 0));
+    assert_eq!(found("socket-group=nogroup"), (0o660, 0, 65534));
+    let all = "socket-owner=nobody,socket-group=4,socket-mode=0620";
+    assert_eq!(found(all), (0o620, 65534, 4));
+    let refused = |options: &str| {
+        let disk = bench.disk.argument(options);
+        let served = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &[disk]);
+        served.err().unwrap().to_string()
+    };
+    assert!(refused("socket-group=no-such-group").contains("no-such-group"));
+    assert!(refused("socket-mode=rw").contains("0660"));
+}
+
+/// What only root may open is served by somebody else, who may do nothing of what root may.
+#[test]
+fn a_user_of_its_own() {
+    let bench = Bench::new();
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: a_user_of_its_own: needs root");
+    }
+    fs::set_permissions(&bench.disk.file, fs::Permissions::from_mode(0o600)).unwrap();
+    let mut server = bench.serve("queues=2,aio=threads", &["--user", "nobody"]);
+    reads(&server);
+    for field in ["Uid:", "Gid:"] {
+        let all = of_all_threads(&server, field);
+        let nobody = |ids: &String| ids.split_whitespace().all(|id| id == "65534");
+        assert!(all.iter().all(nobody), "{all:?}");
+    }
+    let none = |set: &String| u64::from_str_radix(set, 16).unwrap() == 0;
+    assert!(of_all_threads(&server, "CapPrm:").iter().all(none));
+    assert!(server.terminate().unwrap().success(), "{}", server.log());
+    let root = Server::ringdisk(
+        env!("CARGO_BIN_EXE_ringdisk"),
+        &["null:1M", "--user", "root"],
+    );
+    assert!(root.err().unwrap().to_string().contains("is root"));
+}

@@ -1,0 +1,132 @@
+//! A guest that is moved from one QEMU to another while it runs (QEMU's live migration).
+
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use super::{Disk, Guest, Kernel, Lines, Output, Qmp, Vm, accel, initramfs};
+
+/// How a guest came from one QEMU to another.
+#[derive(Clone, Copy, Debug)]
+pub struct Moved {
+    /// From the command to the end.
+    pub total: Duration,
+    /// How long the guest ran nowhere, as QEMU says.
+    pub downtime: Duration,
+}
+
+impl Vm {
+    /// Boots the guest, runs `script` in it as [`Vm::run`] does, and once that has printed `move me`, moves the guest
+    /// `moves` times to another QEMU, while it runs. Its disks are those of `hosts` in turn. `moved` is called after
+    /// each time; after the last, the script must come to its end.
+    ///
+    /// # Errors
+    /// As [`Vm::run`], or a move failed, or the script ended before the last.
+    pub fn run_moving(
+        &self,
+        hosts: [Vec<Disk>; 2],
+        moves: usize,
+        script: &str,
+        limit: Duration,
+        moved: &mut dyn FnMut(usize, Moved) -> Result<()>,
+    ) -> Result<Output> {
+        let accel = accel()?;
+        fs::create_dir_all(&self.folder)
+            .with_context(|| format!("making {}", self.folder.display()))?;
+        let kernel = Kernel::newest()?;
+        let initrd = self.folder.join("initramfs.cpio");
+        let start = initramfs::Start::Script(script);
+        initramfs::write(&initrd, &kernel, self.fio, start)?;
+        // Short, as a socket's path is limited to 108 bytes.
+        let sockets = tempfile::tempdir().context("making a folder for sockets")?;
+        let on_host = |number: usize| Vm {
+            disks: hosts[number % 2].clone(),
+            qmp: Some(sockets.path().join(format!("qmp{number}"))),
+            ..self.clone()
+        };
+
+        let started = Instant::now();
+        let mut lines = Lines::of(self.folder.join("results.log"))?;
+        let (mut number, mut asked) = (0, false);
+        let mut guest = on_host(0).start(accel, &kernel, &initrd, None)?;
+        let ended = loop {
+            let ended = guest.0.try_wait().context("waiting for QEMU")?;
+            lines.read(&mut |line| asked |= line == "move me")?;
+            if ended.is_some() || started.elapsed() > limit {
+                break ended;
+            }
+            if asked && number < moves {
+                let incoming = sockets.path().join(format!("move{number}"));
+                let there = on_host(number + 1).start(accel, &kernel, &initrd, Some(&incoming))?;
+                let qmp = |n: usize| sockets.path().join(format!("qmp{n}"));
+                let deadline = started + limit;
+                let result = move_guest(&qmp(number), &qmp(number + 1), &incoming, deadline)
+                    .with_context(|| format!("move {number}{}", self.last_words()))?;
+                leave(guest, &qmp(number))?;
+                guest = there;
+                moved(number, result)?;
+                number += 1;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        };
+        drop(guest);
+        fs::remove_file(&initrd).ok();
+        let output = self.output(ended, lines, started, accel, limit)?;
+        ensure!(
+            number == moves,
+            "the script ended after {number} moves: {:?}",
+            output.lines
+        );
+        Ok(output)
+    }
+}
+
+fn move_guest(from: &Path, to: &Path, socket: &Path, deadline: Instant) -> Result<Moved> {
+    let until = |what: &str, done: &mut dyn FnMut() -> Result<bool>| {
+        while !done()? {
+            ensure!(Instant::now() < deadline, "{what}: not before the limit");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    };
+    until("the other QEMU starts", &mut || {
+        Ok(socket.exists() && to.exists())
+    })?;
+    let (mut from, mut to) = (Qmp::connect(from)?, Qmp::connect(to)?);
+    from.execute(
+        "migrate-set-parameters",
+        json!({ "max-bandwidth": 4u64 << 30, "downtime-limit": 1000 }),
+    )?;
+    let began = Instant::now();
+    from.execute(
+        "migrate",
+        json!({ "uri": format!("unix:{}", socket.display()) }),
+    )?;
+    let mut state = Value::Null;
+    until("the move", &mut || {
+        state = from.execute("query-migrate", json!({}))?;
+        match state["status"].as_str() {
+            Some("completed") => Ok(true),
+            Some("failed" | "cancelled") => bail!("QEMU says: {state}"),
+            _ => Ok(false),
+        }
+    })?;
+    until("the guest runs there", &mut || {
+        Ok(to.execute("query-status", json!({}))?["running"] == true)
+    })?;
+    Ok(Moved {
+        total: began.elapsed(),
+        downtime: Duration::from_millis(state["downtime"].as_u64().unwrap_or(0)),
+    })
+}
+
+/// Ends the QEMU that the guest has left.
+fn leave(mut guest: Guest, qmp: &Path) -> Result<()> {
+    Qmp::connect(qmp)?.execute("quit", json!({}))?;
+    let status = guest.0.wait().context("waiting for QEMU")?;
+    ensure!(status.success(), "QEMU ended with {status}");
+    Ok(())
+}
