@@ -528,6 +528,7 @@ fn open_chain(
         allow_corrupt: read_only,
         l2_cache_bytes: spec.l2_cache_bytes,
         punch: spec.discard == Discard::Unmap,
+        journal: None,
         progress: &mut |progress| {
             repair.at(progress.done, progress.total);
             ControlFlow::Continue(())

@@ -277,6 +277,12 @@ impl Disk {
         self.write_cache.load(Ordering::Relaxed)
     }
 
+    /// Whether the page cache has lost something that was written: nothing is durable any more.
+    pub fn lost_writes(&self) -> bool {
+        let source = self.source();
+        source.is_some_and(|source| source.syncs.lost().is_some())
+    }
+
     /// Makes every write that has completed durable, waiting for it; with `cache=unsafe` it does
     /// nothing, as a guest's flush.
     ///

@@ -95,6 +95,8 @@ pub struct Inflight {
     layout: InflightLayout,
     mapping: Arc<Mapping>,
     base: usize,
+    /// For another process that goes on with it.
+    file: Arc<OwnedFd>,
 }
 
 impl Inflight {
@@ -138,11 +140,18 @@ impl Inflight {
             file_offset: layout.file_offset,
         };
         let mapping = Mapping::new(region, file, crate::memory::MAX_MAPPED_BYTES, lost)?;
+        let file = file.try_clone().map_err(InflightError::Make)?;
         Ok(Self {
             layout,
+            file: Arc::new(file),
             base: mapping.at(layout.file_offset),
             mapping: Arc::new(mapping),
         })
+    }
+
+    /// Where it is, and its file.
+    pub(crate) fn region(&self) -> (InflightLayout, Arc<OwnedFd>) {
+        (self.layout, self.file.clone())
     }
 
     /// The part of a ring.

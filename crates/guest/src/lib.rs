@@ -10,6 +10,7 @@ mod log;
 mod lost;
 mod memory;
 mod message;
+mod saved;
 mod session;
 mod socket;
 mod virtqueue;
@@ -21,6 +22,7 @@ pub use memory::{GuestMemory, MemoryError, RegionLayout};
 #[doc(hidden)]
 pub use message::accepts_message;
 pub use message::{MAX_MEM_SLOTS, MessageError};
-pub use session::{Device, End, NewQueue, Stopped, serve};
+pub use saved::{NotASession, Saved};
+pub use session::{Device, End, NewQueue, Stopped, serve, serve_from};
 pub use socket::FrontendChannel;
 pub use virtqueue::{Chain, DirtyMarks, RingBase, RingError, RingLayout, Ticket, Virtqueue};

@@ -9,6 +9,7 @@
 #![expect(unsafe_code, reason = "the log is memory shared with the front-end")]
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use thiserror::Error;
@@ -55,6 +56,8 @@ pub enum LogError {
 pub struct DirtyLog {
     mapping: Mapping,
     layout: LogLayout,
+    /// For another process that goes on with it.
+    file: Arc<OwnedFd>,
 }
 
 impl DirtyLog {
@@ -73,7 +76,18 @@ impl DirtyLog {
             file_offset: layout.file_offset,
         };
         let mapping = Mapping::new(region, file, MAX_MAPPED_BYTES, lost)?;
-        Ok(Self { mapping, layout })
+        let fail = |e| MemoryError::Map(region, e);
+        let file = Arc::new(file.try_clone().map_err(fail)?);
+        Ok(Self {
+            mapping,
+            layout,
+            file,
+        })
+    }
+
+    /// Where it is, and its file.
+    pub(crate) fn region(&self) -> (LogLayout, Arc<OwnedFd>) {
+        (self.layout, self.file.clone())
     }
 
     /// Finds out whether all below this guest address can be marked.

@@ -69,6 +69,8 @@ pub struct GuestMemory {
 struct Region {
     layout: RegionLayout,
     mapping: Arc<Mapping>,
+    /// For another process that goes on with it.
+    file: Arc<OwnedFd>,
 }
 
 /// Part of a region's address arithmetic, small enough to keep beside a ring.
@@ -114,7 +116,14 @@ impl GuestMemory {
         )?);
         let mut regions = self.regions.clone();
         let place = regions.partition_point(|r| r.layout.guest < layout.guest);
-        regions.insert(place, Region { layout, mapping });
+        let fail = |e| MemoryError::Map(layout, e);
+        let file = Arc::new(file.try_clone().map_err(fail)?);
+        let region = Region {
+            layout,
+            mapping,
+            file,
+        };
+        regions.insert(place, region);
         let lost = self.lost.clone();
         Ok(Self { regions, lost })
     }
@@ -135,6 +144,11 @@ impl GuestMemory {
         regions.remove(place);
         let lost = self.lost.clone();
         Ok(Self { regions, lost })
+    }
+
+    /// Where its regions lie, and their files.
+    pub(crate) fn regions(&self) -> impl Iterator<Item = (RegionLayout, Arc<OwnedFd>)> + '_ {
+        self.regions.iter().map(|r| (r.layout, r.file.clone()))
     }
 
     /// Number of regions.

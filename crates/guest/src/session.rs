@@ -16,6 +16,7 @@ use crate::log::{DirtyLog, LogError};
 use crate::lost::Lost;
 use crate::memory::{GuestMemory, MemoryError};
 use crate::message::{self, Config, MAX_MEM_SLOTS, Message, MessageError, VringAddr};
+use crate::saved::{Saved, SavedRing};
 use crate::socket::{self, FrontendChannel, NoMessage};
 use crate::virtqueue::{DirtyMarks, RingBase, RingError, RingLayout, Virtqueue};
 
@@ -159,9 +160,20 @@ pub enum SessionError {
 /// Serves a front-end until it disconnects, breaks the protocol, or `stop` becomes readable. No
 /// ring is being served when this returns.
 pub fn serve(socket: &UnixStream, device: &mut dyn Device, stop: BorrowedFd<'_>) -> End {
+    serve_from(socket, device, stop, None).0
+}
+
+/// The same, going on with a session that was [`Saved`], by this process or another. Returns what to go on with
+/// too, if it was asked to stop, and was not in the middle of a message then.
+pub fn serve_from(
+    socket: &UnixStream,
+    device: &mut dyn Device,
+    stop: BorrowedFd<'_>,
+    saved: Option<Saved>,
+) -> (End, Option<Saved>) {
     let lost = match Lost::new() {
         Ok(lost) => lost,
-        Err(e) => return End::Failed(e.into()),
+        Err(e) => return (End::Failed(e.into()), None),
     };
     let rings = (0..device.queues()).map(|_| Ring::default()).collect();
     let mut session = Session {
@@ -173,21 +185,28 @@ pub fn serve(socket: &UnixStream, device: &mut dyn Device, stop: BorrowedFd<'_>)
         inflight: None,
         log: None,
         log_event: None,
+        channel: None,
+        torn: false,
         features: 0,
         protocol: 0,
         status: 0,
     };
+    let mut end = saved.and_then(|saved| session.restore(saved).err().map(End::Failed));
     let end = loop {
-        match session.step(stop) {
-            Ok(()) => {}
-            Err(end) => break end,
+        match end.take() {
+            Some(end) => break end,
+            None => end = session.step(stop).err(),
         }
     };
     session.stop_all();
     session.device.set_frontend(None);
     // Who asks is gone; the device has said what went wrong.
     let _ = session.rest();
-    end
+    let saved = match end {
+        End::Stopped if !session.torn => Some(session.save()),
+        _ => None,
+    };
+    (end, saved)
 }
 
 struct Session<'a> {
@@ -201,6 +220,10 @@ struct Session<'a> {
     /// Where is marked what is written to guest memory, while that is asked for.
     log: Option<Arc<DirtyLog>>,
     log_event: Option<Arc<OwnedFd>>,
+    /// On which the front-end is told of changes.
+    channel: Option<Arc<OwnedFd>>,
+    /// The stop came in the middle of a message.
+    torn: bool,
     features: u64,
     protocol: u64,
     status: u8,
@@ -237,7 +260,10 @@ impl Session<'_> {
         let incoming =
             socket::receive(self.socket, stop, self.lost.event()).map_err(|none| match none {
                 NoMessage::Closed => End::Disconnected,
-                NoMessage::Stopped => End::Stopped,
+                NoMessage::Stopped { torn } => {
+                    self.torn = torn;
+                    End::Stopped
+                }
                 NoMessage::Lost => End::Failed(SessionError::Lost),
                 NoMessage::Socket(e) => End::Failed(e.into()),
                 NoMessage::Malformed(e) => End::Failed(e.into()),
@@ -408,7 +434,7 @@ impl Session<'_> {
             }
 
             Message::SetBackendReqFd(fd) => {
-                self.device.set_frontend(Some(FrontendChannel::new(fd)));
+                self.open_channel(Arc::new(fd));
             }
             Message::GetConfig(window) => return Ok(Reply::Bytes(self.read_config(window))),
             Message::SetConfig(window) => self.write_config(&window)?,
@@ -467,6 +493,85 @@ impl Session<'_> {
             }
         }
         Ok(())
+    }
+
+    fn open_channel(&mut self, fd: Arc<OwnedFd>) {
+        let channel = FrontendChannel::new(fd.clone());
+        self.channel = Some(fd);
+        self.device.set_frontend(Some(channel));
+    }
+
+    /// What somebody else needs to go on. All rings have stopped.
+    fn save(&self) -> Saved {
+        let ring = |ring: &Ring| SavedRing {
+            size: ring.size,
+            addr: ring.addr,
+            base: ring.base,
+            kick: ring.kick.clone(),
+            call: ring.call.clone(),
+            error: ring.error.clone(),
+            enabled: ring.enabled,
+            unfinished: ring.unfinished,
+        };
+        Saved {
+            features: self.features,
+            protocol: self.protocol,
+            status: self.status,
+            memory: self.memory.regions().collect(),
+            inflight: self.inflight.as_ref().map(Inflight::region),
+            log: self.log.as_ref().map(|log| log.region()),
+            log_event: self.log_event.clone(),
+            channel: self.channel.clone(),
+            rings: self.rings.iter().map(ring).collect(),
+        }
+    }
+
+    /// Goes on with what was saved.
+    fn restore(&mut self, saved: Saved) -> Result<(), SessionError> {
+        let fits = saved.rings.len() == self.rings.len()
+            && saved.features & !(self.device.features() | F_PROTOCOL_FEATURES) == 0
+            && saved.protocol & !PROTOCOL_FEATURES == 0;
+        if !fits {
+            return Err(SessionError::Refused(
+                "the disk is another than that with which the session began; it may connect again",
+            ));
+        }
+        (self.features, self.protocol, self.status) =
+            (saved.features, saved.protocol, saved.status);
+        if saved.features != 0 {
+            self.device.set_features(saved.features);
+        }
+        let mut memory = GuestMemory::watched(self.lost.clone());
+        for (layout, file) in saved.memory {
+            memory = memory.with_region(layout, &file)?;
+        }
+        self.memory = Arc::new(memory);
+        if let Some((layout, file)) = saved.inflight {
+            let (queues, lost) = (self.device.queues(), Some(self.lost.clone()));
+            self.inflight = Some(Inflight::map_watched(layout, &file, queues, lost)?);
+        }
+        if let Some((layout, file)) = saved.log {
+            let log = DirtyLog::map(layout, &file, Some(self.lost.clone()))?;
+            self.log = Some(Arc::new(log));
+        }
+        self.log_event = saved.log_event;
+        if let Some(channel) = saved.channel {
+            self.open_channel(channel);
+        }
+        for (ring, saved) in self.rings.iter_mut().zip(saved.rings) {
+            *ring = Ring {
+                size: saved.size,
+                addr: saved.addr,
+                base: saved.base,
+                kick: saved.kick,
+                call: saved.call,
+                error: saved.error,
+                enabled: saved.enabled,
+                unfinished: saved.unfinished,
+                running: false,
+            };
+        }
+        self.start_again((0..self.device.queues()).collect())
     }
 
     fn negotiated(&self, protocol: u64) -> Result<(), SessionError> {

@@ -4,6 +4,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{
@@ -24,8 +25,10 @@ pub(crate) struct Incoming {
 pub(crate) enum NoMessage {
     /// The front-end closed the connection between two messages.
     Closed,
-    /// `stop` became readable.
-    Stopped,
+    /// `stop` became readable; `torn` says that a part of a message had been received.
+    Stopped {
+        torn: bool,
+    },
     /// `lost` did.
     Lost,
     Socket(io::Error),
@@ -53,10 +56,10 @@ pub(crate) fn receive(
 ) -> Result<Incoming, NoMessage> {
     let mut fds = Vec::new();
     let mut header = [0; HEADER_BYTES];
-    fill(socket, [stop, lost], &mut header, &mut fds)?;
+    fill(socket, [stop, lost], &mut header, &mut fds, false)?;
     let header = Header::parse(header)?;
     let mut payload = vec![0; header.payload_len];
-    fill(socket, [stop, lost], &mut payload, &mut fds).map_err(|end| match end {
+    fill(socket, [stop, lost], &mut payload, &mut fds, true).map_err(|end| match end {
         NoMessage::Closed => NoMessage::Socket(io::ErrorKind::UnexpectedEof.into()),
         end => end,
     })?;
@@ -72,6 +75,7 @@ fn fill(
     [stop, lost]: [BorrowedFd<'_>; 2],
     bytes: &mut [u8],
     fds: &mut Vec<OwnedFd>,
+    begun: bool,
 ) -> Result<(), NoMessage> {
     let mut done = 0;
     while done < bytes.len() {
@@ -84,8 +88,11 @@ fn fill(
             Err(rustix::io::Errno::INTR) => continue,
             result => result.map_err(io::Error::from)?,
         };
-        if !ready[0].revents().is_empty() {
-            return Err(NoMessage::Stopped);
+        // A message that has begun ends first, as far as it is there.
+        let torn = begun || done > 0;
+        let more = torn && ready[2].revents().contains(PollFlags::IN);
+        if !ready[0].revents().is_empty() && !more {
+            return Err(NoMessage::Stopped { torn });
         }
         if !ready[1].revents().is_empty() {
             return Err(NoMessage::Lost);
@@ -154,10 +161,10 @@ fn send_whole(socket: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()> {
 
 /// The channel on which the back-end tells the front-end something
 /// (vhost-user: "Back-end communication").
-pub struct FrontendChannel(OwnedFd);
+pub struct FrontendChannel(Arc<OwnedFd>);
 
 impl FrontendChannel {
-    pub(crate) fn new(socket: OwnedFd) -> Self {
+    pub(crate) fn new(socket: Arc<OwnedFd>) -> Self {
         Self(socket)
     }
 

@@ -17,8 +17,9 @@ pub use format::{Format, UnknownFormat};
 pub use gate::{Gate, GateError};
 pub use qcow2::check::check;
 pub use qcow2::{
-    Allocation, CheckReport, Compression, Damage, Fill, HeaderError, ImageError, OpenOptions, Pin,
-    Pins, Prepared, Progress, Qcow2, Qcow2Error, Waiting, ZeroStep, Zeroing,
+    Allocation, CheckReport, Compression, Damage, Fill, HeaderError, ImageError, JournalEvent,
+    JournalPlace, OpenOptions, Pin, Pins, Prepared, Progress, Qcow2, Qcow2Error, Waiting, ZeroStep,
+    Zeroing,
 };
 pub use storage::Storage;
 

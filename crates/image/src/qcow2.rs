@@ -5,6 +5,7 @@
 //! - [`write`] takes clusters for a write and, when the data is there, makes them the disk's;
 //!   [`zero`] gives them up.
 //! - [`flush`] writes what these changed, and says in which order and why.
+//! - [`journal`] has what a kill must not cost, and [`replay`] does it again.
 //! - [`open`], [`begin`], [`grow`] and [`close`](Qcow2::close) are the events in an image's life.
 //! - [`check`](mod@check) compares refcounts with references, and repairs them.
 //!
@@ -22,6 +23,7 @@ mod flush;
 mod geometry;
 mod grow;
 pub(crate) mod header;
+mod journal;
 mod l1;
 mod load;
 mod map;
@@ -30,6 +32,7 @@ mod open;
 mod pins;
 mod refcount;
 mod repair;
+mod replay;
 mod scan;
 mod write;
 mod zero;
@@ -43,6 +46,7 @@ pub use check::CheckReport;
 pub use compressed::Compression;
 pub use error::{Damage, ImageError};
 pub use header::HeaderError;
+pub use journal::{JournalEvent, JournalPlace};
 pub use open::{OpenOptions, Progress, Qcow2Error};
 pub use pins::{Pin, Pins};
 pub use write::{Allocation, Fill, Prepared, Waiting};
@@ -55,6 +59,7 @@ use cache::Cache;
 use file::FileEnd;
 use geometry::Geometry;
 use header::Header;
+use journal::{Changes, Journal};
 use l1::L1;
 use metadata::Metadata;
 use pins::Mark;
@@ -103,6 +108,9 @@ struct State {
     header_block: Vec<u8>,
     refcounts: Refcounts,
     metadata: Metadata,
+    journal: Option<Journal>,
+    /// On their way to the journal, but for those of refcounts.
+    changes: Changes,
     /// Slices being loaded, and the frames they are loaded into.
     loading: HashMap<u64, usize>,
     /// Frames with changes, and in which pieces.

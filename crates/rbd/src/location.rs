@@ -116,6 +116,35 @@ impl Location {
         format!("{}/{namespace}{}{snapshot}", self.pool, self.image)
     }
 
+    /// All of it, as [`parse`](Self::parse) reads it.
+    pub fn written(&self) -> String {
+        let mut text = escaped(&self.pool);
+        if let Some(namespace) = &self.namespace {
+            text += &format!("/{}", escaped(namespace));
+        }
+        text += &format!("/{}", escaped(&self.image));
+        if let Some(snapshot) = &self.snapshot {
+            text += &format!("@{}", escaped(snapshot));
+        }
+        let access = &self.access;
+        let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.display().to_string());
+        let options = access.options.iter();
+        let options = options.map(|(key, value)| (key.as_str(), Some(value.clone())));
+        let pairs = [
+            ("conf", path(&access.conf)),
+            ("id", access.id.clone()),
+            ("keyring", path(&access.keyring)),
+            ("cluster", access.cluster.clone()),
+            ("connections", access.connections.map(|n| n.to_string())),
+        ];
+        for (key, value) in pairs.into_iter().chain(options) {
+            if let Some(value) = value {
+                text += &format!(":{key}={}", escaped(&value));
+            }
+        }
+        text
+    }
+
     /// Whether both name the same image of the same cluster, so far as their words tell.
     pub fn same_image(&self, other: &Self) -> bool {
         let key = |l: &Self| {
@@ -210,6 +239,18 @@ fn until<'a>(text: &'a str, end: &str) -> (String, Option<&'a str>) {
     (part, None)
 }
 
+/// Text in which nothing will separate.
+fn escaped(text: &str) -> String {
+    let mut escaped = String::new();
+    for c in text.chars() {
+        if "\\/@:".contains(c) {
+            escaped.push('\\');
+        }
+        escaped.push(c);
+    }
+    escaped
+}
+
 /// Text in which nothing separates.
 fn plain(text: &str) -> String {
     text.replace(SLASH, "/").replace(AT, "@")
@@ -250,6 +291,7 @@ mod tests {
         let options = [("ms_client_mode", "secure"), ("mon_host", "10.0.0.1:3300")];
         let options: Vec<_> = options.map(|(k, v)| (k.to_owned(), v.to_owned())).into();
         assert_eq!(it.access.options, options);
+        assert_eq!(Location::parse(&it.written()), Ok(it));
         let it = Location::parse("p/we\\:ird\\@na\\/me").unwrap();
         assert_eq!(it.image, "we:ird@na/me");
     }
@@ -282,12 +324,15 @@ mod tests {
             if let Ok(it) = Location::parse(&text) {
                 prop_assert!(!it.pool.is_empty() && !it.image.is_empty());
                 prop_assert!(it.image.len() < NAME_MAX && !it.image.contains('\0'));
+                prop_assert_eq!(Location::parse(&it.written()), Ok(it));
             }
         }
 
         #[test]
         fn text_of_what_matters_is_an_image_or_refused(text in "[a-c/@:=\\\\]{0,24}") {
-            let _ = Location::parse(&text);
+            if let Ok(it) = Location::parse(&text) {
+                prop_assert_eq!(Location::parse(&it.written()), Ok(it));
+            }
         }
     }
 }

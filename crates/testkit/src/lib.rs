@@ -8,6 +8,7 @@ pub mod driver;
 pub mod faulty;
 pub mod frontend;
 pub mod images;
+pub mod load;
 pub mod memory;
 pub mod qemu_img;
 pub mod qmp;

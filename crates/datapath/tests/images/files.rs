@@ -166,6 +166,7 @@ impl Files {
             allow_corrupt: false,
             l2_cache_bytes: cache,
             punch: true,
+            journal: None,
             progress: &mut |_| ControlFlow::Continue(()),
         };
         let chain = Chain::open(top, &gate, self, options).unwrap();

@@ -12,7 +12,7 @@ use thiserror::Error;
 use super::{Chain, FileIndex, Layer, LayerImage};
 use crate::gate::{Gate, GateError, Identity, Passed};
 use crate::qcow2::header::Header;
-use crate::qcow2::{OpenOptions, Pins, Progress, Qcow2, Qcow2Error, read_header};
+use crate::qcow2::{JournalPlace, OpenOptions, Pins, Progress, Qcow2, Qcow2Error, read_header};
 use crate::storage::Storage;
 
 /// Most layers, as in QEMU's tests; deeper ones are mistakes.
@@ -91,6 +91,8 @@ pub struct ChainOptions<'a> {
     pub l2_cache_bytes: Option<u64>,
     /// As in [`OpenOptions`].
     pub punch: bool,
+    /// Of the first image, as in [`OpenOptions`].
+    pub journal: Option<JournalPlace>,
     /// As in [`OpenOptions`].
     pub progress: &'a mut dyn FnMut(Progress) -> ControlFlow<()>,
 }
@@ -232,6 +234,7 @@ impl Opening<'_> {
             allow_corrupt: self.options.allow_corrupt,
             l2_cache_bytes,
             punch: self.options.punch,
+            journal: self.options.journal.take().filter(|_| is_top),
             progress: self.options.progress,
         };
         let image = Qcow2::open(storage, data, (header, first), options)?;

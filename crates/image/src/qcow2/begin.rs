@@ -8,6 +8,7 @@ use block::FileOffset;
 
 use super::error::{Doing, ImageError};
 use super::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_EXTERNAL};
+use super::journal::Journal;
 use super::{Qcow2, State};
 use crate::bytes::{be16, be32, be64, put32};
 use crate::storage::read_padded;
@@ -64,6 +65,7 @@ impl Qcow2 {
         if self.begun.load(SeqCst) {
             return Ok(());
         }
+        state.begin_journal();
         self.outdate_bitmaps(&mut state, false)?;
         self.begun.store(true, SeqCst);
         Ok(())
@@ -77,7 +79,8 @@ impl Qcow2 {
         if self.mark_bitmaps(state, all)? {
             known |= AUTOCLEAR_BITMAPS;
         }
-        let autoclear = state.header.autoclear & known;
+        let journal = state.journal.as_ref().map_or(0, Journal::autoclear);
+        let autoclear = state.header.autoclear & known | journal;
         if autoclear != state.header.autoclear {
             state.header.autoclear = autoclear;
             self.write_header(state)?;

@@ -29,6 +29,7 @@ use block::FileOffset;
 
 use super::entry::table_at;
 use super::error::ImageError;
+use super::journal::Rotated;
 use super::refcount::{Dirty, Piece, Run};
 use super::{Qcow2, State};
 use crate::bytes::put64;
@@ -51,6 +52,7 @@ struct Batch {
     entries: Vec<Piece>,
     unlinked: Vec<Run>,
     unlinked_clusters: u64,
+    journal: Option<Rotated>,
 }
 
 impl Qcow2 {
@@ -96,7 +98,8 @@ impl Qcow2 {
         self.flush()?;
         let mut state = self.lock();
         let end = state.refcounts.used_end(&self.file)?;
-        self.file.trim(end << self.g.cluster_bits)
+        self.file.trim(end << self.g.cluster_bits)?;
+        self.end_journal(&mut state)
     }
 
     /// Writes all changes, in the order above. The lock of the flush is held.
@@ -116,6 +119,9 @@ impl Qcow2 {
             state.limbo.push((self.pins.mark(), batch.unlinked));
         }
         self.durable.store(batch.changes, SeqCst);
+        if let Some(rotated) = &batch.journal {
+            state.checkpoint_journal(rotated);
+        }
         // A slice may wait for a frame.
         self.loaded.notify_all();
         drop(state);
@@ -126,7 +132,7 @@ impl Qcow2 {
         let mut state = self.lock();
         let state = &mut *state;
         let changes = self.changes.load(SeqCst);
-        let (refcounts, blocks) = state.refcounts.take_dirty_blocks();
+        let (refcounts, mut blocks) = state.refcounts.take_dirty_blocks();
         let table = state.refcounts.table_pieces(&refcounts);
         let l2 = std::mem::take(&mut state.dirty_l2);
         let l1 = std::mem::take(&mut state.dirty_l1);
@@ -136,7 +142,16 @@ impl Qcow2 {
             self.l2_pieces(state, frame, pieces, &mut entries);
         }
         entries.extend(l1.iter().map(|&piece| self.l1_piece(state, piece)));
+        let journal = state.rotate_journal().map(|(rotated, header)| {
+            // Only the journal asks for it, which is nothing once the host has crashed: no flush of its own.
+            match entries.is_empty() {
+                true => blocks.push(header),
+                false => entries.push(header),
+            }
+            rotated
+        });
         Batch {
+            journal,
             changes,
             refcounts,
             blocks,

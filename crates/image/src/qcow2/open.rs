@@ -13,6 +13,7 @@ use super::file::FileEnd;
 use super::flush::Flushed;
 use super::geometry::Geometry;
 use super::header::{HEADER_BYTES, Header, HeaderError};
+use super::journal::{Changes, JournalPlace};
 use super::l1::L1;
 use super::metadata::Metadata;
 use super::pins::Pins;
@@ -41,6 +42,9 @@ pub struct OpenOptions<'a> {
     pub l2_cache_bytes: Option<u64>,
     /// Space that is no longer used is given back to the file system (`discard=unmap`).
     pub punch: bool,
+    /// Where changes are written down that are only in memory, so that they outlive a kill of this
+    /// process. Not for images of version 2, which cannot say that a journal is theirs.
+    pub journal: Option<JournalPlace>,
     /// Told how far a repair is; it may stop it, and the image is not opened.
     pub progress: &'a mut dyn FnMut(Progress) -> ControlFlow<()>,
 }
@@ -89,6 +93,18 @@ pub enum Qcow2Error {
     /// Whoever was told of the progress did not want any more.
     #[error("its repair was stopped")]
     Stopped,
+    /// A journal cannot be read.
+    #[error(
+        "the journal of what a killed process had acknowledged cannot be read: {0}; remove it to go on \
+        without, which loses writes that the guest had not flushed"
+    )]
+    Journal(#[source] std::io::Error),
+    /// A journal is its own, and cannot be done again.
+    #[error(
+        "what a killed process had acknowledged cannot be done again: {0}; remove the journal to go on \
+        without, which loses writes that the guest had not flushed"
+    )]
+    Replay(#[source] ImageError),
     /// Its data is in another file, which was not given.
     #[error("its data is in another file")]
     DataFile,
@@ -115,7 +131,7 @@ impl Qcow2 {
         storage: Arc<dyn Storage>,
         data: Option<Arc<dyn Storage>>,
         (mut header, first): (Header, Vec<u8>),
-        options: OpenOptions<'_>,
+        mut options: OpenOptions<'_>,
     ) -> Result<Self, Qcow2Error> {
         let g = Geometry::new(&header);
         if header.corrupt() && !(options.read_only && options.allow_corrupt) {
@@ -136,7 +152,13 @@ impl Qcow2 {
         if header.dirty() && !options.read_only {
             repair(&*storage, &mut header, &mut header_block, options.progress)?;
         }
-        Self::assemble(storage, data, header, header_block, &options).map_err(Qcow2Error::Image)
+        let journal = options.journal.take();
+        let image = Self::assemble(storage, data, header, header_block, &options)
+            .map_err(Qcow2Error::Image)?;
+        if let Some(place) = journal.filter(|_| !options.read_only) {
+            image.take_up(place)?;
+        }
+        Ok(image)
     }
 
     /// Bytes of L2 tables that it keeps in memory at most.
@@ -204,6 +226,8 @@ impl Qcow2 {
                 header_block,
                 refcounts,
                 metadata,
+                journal: None,
+                changes: Changes::default(),
                 loading: HashMap::new(),
                 dirty_l2: BTreeMap::new(),
                 writing_l2: HashSet::new(),

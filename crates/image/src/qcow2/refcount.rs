@@ -10,6 +10,7 @@ use super::error::{Doing, ImageError};
 use super::file::FileEnd;
 use super::geometry::Geometry;
 use super::header::REFCOUNT_TABLE_BYTES_MAX;
+use super::journal::{Change, Changes};
 use super::metadata::Metadata;
 use crate::bytes::{be64, put64};
 use crate::storage::read_padded;
@@ -65,6 +66,8 @@ pub(crate) struct Refcounts {
     /// From this cluster on, nothing was ever used: the file grew for it, and it reads as zeroes.
     fresh: u64,
     clock: u64,
+    /// On their way to the journal.
+    pub changes: Changes,
 }
 
 struct Block {
@@ -89,6 +92,7 @@ impl Refcounts {
             cursor: 0,
             fresh: g.clusters(end.get()),
             clock: 0,
+            changes: Changes::default(),
         }
     }
 
@@ -121,7 +125,49 @@ impl Refcounts {
         put(&mut self.load(end, block)?.bytes, order, entry, refcount);
         let byte = (entry << order) / 8;
         self.dirty_blocks.insert((block, byte / self.g.piece()));
+        self.changes.push(Change::Refcount {
+            first: cluster,
+            clusters: 1,
+            refcount,
+        });
         Ok(())
+    }
+
+    /// Sets a refcount as a journal has it. It may be one of a larger table that never came into force.
+    pub fn put_refcount(
+        &mut self,
+        end: &FileEnd,
+        cluster: u64,
+        refcount: u64,
+    ) -> Result<(), ImageError> {
+        let (block, _) = self.place(cluster);
+        match self.table.get(block as usize) {
+            None => Ok(()),
+            Some(0) => {
+                let at = cluster << self.g.cluster_bits;
+                Err(ImageError::damaged("a cluster has no refcount", at))
+            }
+            Some(_) => {
+                self.set(end, cluster, refcount)?;
+                if refcount > 0 {
+                    self.used_up_to(cluster + 1);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Has a block where a journal has made one; false if it is elsewhere.
+    pub fn put_block(&mut self, block: u64, at: u64) -> bool {
+        match self.table.get(block as usize) {
+            // Of a larger table that never came into force.
+            None => true,
+            Some(0) => {
+                self.insert_block(block, at);
+                true
+            }
+            Some(&there) => there == at,
+        }
     }
 
     /// One user less of a cluster that has one.
@@ -274,6 +320,19 @@ impl Refcounts {
             return Err(ImageError::damaged(what, offset));
         }
         end.grow(offset + self.g.cluster())?;
+        self.insert_block(block, offset);
+        self.changes.push(Change::Block {
+            number: block,
+            at: offset,
+        });
+        metadata.add_table(at);
+        self.set(end, at, 1)?;
+        self.used_up_to(at + 1);
+        Ok(())
+    }
+
+    /// An empty block, in memory.
+    fn insert_block(&mut self, block: u64, offset: u64) {
         let bytes = vec![0; self.g.cluster() as usize].into_boxed_slice();
         self.table[block as usize] = offset;
         let used = self.clock;
@@ -283,10 +342,6 @@ impl Refcounts {
         self.dirty_blocks
             .extend((0..pieces).map(|piece| (block, piece)));
         self.dirty_table.insert(block * 8 / self.g.piece());
-        metadata.add_table(at);
-        self.set(end, at, 1)?;
-        self.used_up_to(at + 1);
-        Ok(())
     }
 
     fn place(&self, cluster: u64) -> (u64, u64) {

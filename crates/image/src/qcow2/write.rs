@@ -12,6 +12,7 @@ use block::FileOffset;
 
 use super::entry::{COPIED, Entry, Kind, Standard, table_at};
 use super::error::{Doing, ImageError};
+use super::journal::Change;
 use super::refcount::{Run, Stop};
 use super::{Qcow2, State};
 use crate::storage::read_padded;
@@ -126,6 +127,8 @@ impl Qcow2 {
             return Err(allocation);
         };
         match self.commit_in(&mut state, &allocation) {
+            // Committed twice is committed; the second time, a flush follows.
+            Ok(()) if !state.keep_changes() => Err(allocation),
             Ok(()) => Ok(()),
             Err(_) => Err(allocation),
         }
@@ -137,21 +140,24 @@ impl Qcow2 {
             return None;
         }
         let state = self.state.try_lock().ok()?;
-        (!self.is_full(&state)).then_some(state)
+        (!self.is_full(&state) && !state.journal_broken()).then_some(state)
     }
 
     /// Whether so much is held back that it must be flushed first.
-    fn is_full(&self, state: &State) -> bool {
+    pub(super) fn is_full(&self, state: &State) -> bool {
         let held_back = (state.dirty_l2.len() + state.dirty_l1.len()) as u64 * self.g.piece()
             + state.refcounts.dirty_bytes();
-        held_back > DIRTY_BYTES_MAX || state.unlinked_clusters > UNLINKED_MAX
+        held_back > DIRTY_BYTES_MAX
+            || state.unlinked_clusters > UNLINKED_MAX
+            || state.journal_full()
     }
 
     /// The data is there: makes it the disk's. It is found from now on, and durable after the next
     /// [`flush`](Self::flush) that begins from now on.
     ///
     /// # Errors
-    /// The range is as it was before; the clusters were given back.
+    /// The range is as it was before, and the clusters were given back; or, if neither a journal nor a
+    /// flush could be written, it is the new one, and may be lost.
     pub fn commit(&self, allocation: Allocation) -> Result<(), ImageError> {
         self.commit_or_keep(allocation).map_err(|(e, allocation)| {
             self.abort(allocation);
@@ -162,11 +168,19 @@ impl Qcow2 {
     /// The same for whoever wants to try it again: the allocation comes back with the error.
     ///
     /// # Errors
-    /// The range is as it was before.
+    /// The range is as it was before; or as with [`commit`](Self::commit).
     #[expect(clippy::result_large_err, reason = "an error is rare, and moved once")]
     pub fn commit_or_keep(&self, allocation: Allocation) -> Result<(), (ImageError, Allocation)> {
-        self.change(|state| self.commit_in(state, &allocation))
-            .map_err(|e| (e, allocation))
+        let committed = self.change(|state| {
+            self.commit_in(state, &allocation)?;
+            Ok(state.keep_changes())
+        });
+        let kept = match committed {
+            Ok(true) => Ok(()),
+            Ok(false) => self.flush(),
+            Err(e) => Err(e),
+        };
+        kept.map_err(|e| (e, allocation))
     }
 
     /// The data is not there: gives the clusters back, and the range is as it was before.
@@ -383,8 +397,12 @@ impl Qcow2 {
         let (slice, place) = self.g.slice_of(cluster);
         let frame = self.cache.find(slice).ok_or(Stop::Load(slice))?.frame;
         let words = self.g.words();
-        self.cache
-            .set(frame, place, &entry.encode(&self.g)[..words]);
+        let encoded = entry.encode(&self.g);
+        self.cache.set(frame, place, &encoded[..words]);
+        state.changes.push(Change::Entry {
+            cluster,
+            words: encoded,
+        });
         let piece = (place * words * 8) as u64 / self.g.piece();
         *state.dirty_l2.entry(frame).or_default() |= 1 << piece;
         Ok(())
@@ -561,6 +579,10 @@ impl Qcow2 {
             });
         }
         self.l1.set(table, at | COPIED);
+        state.changes.push(Change::Table {
+            index: table,
+            word: at | COPIED,
+        });
         state.dirty_l1.insert(table * 8 / g.piece());
         self.changed();
         Ok(())
@@ -601,7 +623,13 @@ fn is_copied_whole(entry: &Entry) -> bool {
 
 /// The clusters are nobody's to wait for any more.
 fn end_of(state: &mut State, allocation: &Allocation) {
-    state.pending.remove(&allocation.first);
+    let token = state
+        .pending
+        .get(&allocation.first)
+        .map(|&(_, token)| token);
+    if token == Some(allocation.token) {
+        state.pending.remove(&allocation.first);
+    }
     for waiter in state.waiters.remove(&allocation.token).unwrap_or_default() {
         waiter.wake();
     }

@@ -44,7 +44,13 @@ impl Qcow2 {
     /// # Errors
     /// It cannot be done; the rest of the range is as it was.
     pub fn zero_step(&self, at: u64, len: u64, why: Zeroing) -> Result<ZeroStep, ImageError> {
-        let step = self.change(|state| self.try_zero(state, at, len, why))?;
+        let (step, kept) = self.change(|state| {
+            let step = self.try_zero(state, at, len, why)?;
+            Ok((step, state.keep_changes()))
+        })?;
+        if !kept {
+            self.flush()?;
+        }
         if let (ZeroStep::Done(done), Some(data)) = (step, &self.data)
             && why != (Zeroing::Zeroes { unmap: false })
         {

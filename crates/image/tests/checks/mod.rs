@@ -101,6 +101,7 @@ fn open(file: Arc<Bytes>, read_only: bool) -> Option<Chain> {
         allow_corrupt: true,
         l2_cache_bytes: Some(1 << 16),
         punch: true,
+        journal: None,
         progress: &mut |progress| match progress.done > 1000 {
             true => ControlFlow::Break(()),
             false => ControlFlow::Continue(()),

@@ -14,8 +14,8 @@ use std::sync::Arc;
 
 use block::FileOffset;
 use image::{
-    Chain, ChainError, ChainOptions, FileIndex, Gate, ImageError, LayerFormat, OpenFiles, Pin,
-    Place, Prepared, Role, Storage, Top, WritePlace, ZeroStep, Zeroing,
+    Chain, ChainError, ChainOptions, FileIndex, Gate, ImageError, JournalPlace, LayerFormat,
+    OpenFiles, Pin, Place, Prepared, Role, Storage, Top, WritePlace, ZeroStep, Zeroing,
 };
 
 /// A file of the host.
@@ -126,6 +126,17 @@ impl Disk {
         how: How,
         files: &mut dyn OpenFiles,
     ) -> Result<Self, ChainError> {
+        Self::with_journal(storage, path, format, gate, how, (files, None))
+    }
+
+    pub fn with_journal(
+        storage: Arc<dyn Storage>,
+        path: &Path,
+        format: LayerFormat,
+        gate: &Gate,
+        how: How,
+        (files, journal): (&mut dyn OpenFiles, Option<JournalPlace>),
+    ) -> Result<Self, ChainError> {
         let top = Top {
             storage,
             path,
@@ -136,6 +147,7 @@ impl Disk {
             allow_corrupt: how.allow_corrupt,
             l2_cache_bytes: how.l2_cache_bytes,
             punch: true,
+            journal,
             progress: &mut |_| ControlFlow::Continue(()),
         };
         let chain = Chain::open(top, gate, files, options)?;

@@ -1,0 +1,449 @@
+//! Kills of the process: what was acknowledged is there afterwards, flushed or not, at whatever moment the
+//! process ended; and a journal that does not belong to the image as it is does nothing.
+
+mod support;
+
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+
+use block::FileOffset;
+use image::{
+    ChainError, Gate, ImageError, JournalEvent, JournalPlace, LayerFormat, Storage, Zeroing, check,
+};
+use support::memory::Memory;
+use support::{Disk, HostFiles, WRITE};
+use testkit::faulty::{Random, seeds};
+use testkit::images as variants;
+use testkit::qemu_img as qemu;
+
+const DISK_BYTES: u64 = 192 << 10;
+
+/// A process that will be killed: after so many more changes to its files, none has any effect.
+#[derive(Clone, Default)]
+struct Life(Arc<AtomicI64>);
+
+impl Life {
+    fn live(&self, changes: i64) {
+        self.0.store(changes, SeqCst);
+    }
+
+    /// Whether a change is still made; -1 if it is the last, of which only a part may be.
+    fn change(&self) -> io::Result<bool> {
+        match self.0.fetch_sub(1, SeqCst) {
+            ..=0 => Err(io::Error::other("killed")),
+            n => Ok(n == 1),
+        }
+    }
+}
+
+struct Mortal {
+    file: Memory,
+    life: Life,
+    /// A last write may be torn.
+    torn: bool,
+}
+
+impl Storage for Mortal {
+    fn read_at(&self, at: FileOffset, to: &mut [u8]) -> io::Result<usize> {
+        self.file.read_at(at, to)
+    }
+
+    fn write_at(&self, at: FileOffset, from: &[u8]) -> io::Result<()> {
+        if self.life.change()? && self.torn {
+            let part = from.len() / 2;
+            self.file.write_at(at, &from[..part])?;
+            return Err(io::Error::other("killed"));
+        }
+        self.file.write_at(at, from)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.file.flush()
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        self.file.size()
+    }
+
+    fn set_size(&self, size: u64) -> io::Result<()> {
+        self.life.change()?;
+        self.file.set_size(size)
+    }
+
+    fn punch(&self, at: FileOffset, len: u64) -> io::Result<()> {
+        self.life.change()?;
+        self.file.punch(at, len)
+    }
+
+    fn block(&self) -> u32 {
+        512
+    }
+}
+
+/// An image, its journal, and what was told of it.
+struct Host {
+    image: Memory,
+    journal: Memory,
+    life: Life,
+    replayed: Arc<AtomicU64>,
+    events: Arc<Mutex<Vec<String>>>,
+}
+
+impl Host {
+    fn new(image: Vec<u8>) -> Self {
+        Self {
+            image: Memory::new(image),
+            journal: Memory::new(Vec::new()),
+            life: Life::default(),
+            replayed: Arc::default(),
+            events: Arc::default(),
+        }
+    }
+
+    fn open(&self, directory: &Path) -> Result<Disk, ChainError> {
+        let path = directory.join("disk.qcow2");
+        let gate = Gate::beside(&path).unwrap();
+        let mortal = |file: &Memory, torn| Mortal {
+            file: file.clone(),
+            life: self.life.clone(),
+            torn,
+        };
+        let (replayed, events) = (self.replayed.clone(), self.events.clone());
+        let journal = JournalPlace {
+            storage: Arc::new(mortal(&self.journal, true)),
+            identity: [7; 32],
+            tell: Box::new(move |event| {
+                if let JournalEvent::Replayed(n) = event {
+                    replayed.fetch_add(n, SeqCst);
+                }
+                events.lock().unwrap().push(format!("{event:?}"));
+            }),
+        };
+        let storage = Arc::new(mortal(&self.image, false));
+        let format = LayerFormat::Qcow2;
+        Disk::with_journal(
+            storage,
+            &path,
+            format,
+            &gate,
+            WRITE,
+            (&mut HostFiles, Some(journal)),
+        )
+    }
+
+    fn told(&self, what: &str) -> bool {
+        let events = self.events.lock().unwrap();
+        events.iter().any(|event| event.contains(what))
+    }
+
+    /// As much of a disk as there is from `at` on.
+    fn sector(disk: &Disk, at: u64) -> Vec<u8> {
+        let mut found = vec![0; 512];
+        disk.read(at, &mut found).unwrap();
+        found
+    }
+}
+
+fn pattern(number: u16, len: u64) -> Vec<u8> {
+    let bytes = number.to_be_bytes();
+    (0..len).map(|i| bytes[(i % 2) as usize]).collect()
+}
+
+/// One operation; what it leaves, and whether it must.
+fn operate(
+    disk: &Disk,
+    random: &mut Random,
+    number: u16,
+    at: u64,
+    len: u64,
+) -> (Option<Vec<u8>>, Result<(), ImageError>) {
+    match random.below(6) {
+        0 => {
+            let unmap = random.one_in(2);
+            let done = disk.zero(at, len, Zeroing::Zeroes { unmap });
+            (Some(vec![0; len as usize]), done)
+        }
+        1 => (None, disk.zero(at, len, Zeroing::Discard)),
+        _ => {
+            let bytes = pattern(number, len);
+            let done = disk.write(at, &bytes);
+            (Some(bytes), done)
+        }
+    }
+}
+
+/// Lives one after the other on one image; returns how many changes were done again.
+fn lives(variant: &variants::Variant, seed: u64, rounds: u32) -> u64 {
+    let directory = tempfile::tempdir().unwrap();
+    variant.make_sized(directory.path(), seed, DISK_BYTES);
+    let bytes = std::fs::read(directory.path().join("disk.qcow2")).unwrap();
+    let host = Host::new(bytes);
+    let mut random = Random(seed);
+    let mut expected: Option<Vec<u8>> = None;
+    let mut number = 2_u16;
+    let name = variant.name;
+    for round in 0..rounds {
+        // Also while it does again what its predecessor had done.
+        host.life.live(1 + random.below(400) as i64);
+        let disk = match host.open(directory.path()) {
+            Ok(disk) => disk,
+            Err(e) => {
+                assert!(e.to_string().contains("killed"), "{name} {seed}: {e}");
+                continue;
+            }
+        };
+        let found = disk.content().unwrap();
+        let mut content = expected.take().unwrap_or_else(|| found.clone());
+        if let Some(at) = (0..found.len()).find(|&at| found[at] != content[at]) {
+            let (is, was) = (&found[at..at + 4], &content[at..at + 4]);
+            let events = host.events.lock().unwrap();
+            panic!(
+                "{name}, seed {seed}, life {round}: byte {at} is {is:?} and was {was:?}; {events:?}"
+            );
+        }
+        let cluster = disk.chain.image().unwrap().cluster_bytes();
+        // The operation at which the process is killed may have been done or not, sector by sector.
+        let undecided = loop {
+            if random.one_in(8) && disk.flush().is_err() {
+                break None;
+            }
+            number += 1;
+            let (at, len) = random.range(disk.chain.size(), cluster);
+            let (to, done) = operate(&disk, &mut random, number, at, len);
+            let range = at as usize..(at + len) as usize;
+            if done.is_err() {
+                break Some(range);
+            }
+            match to {
+                Some(to) => content[range].copy_from_slice(&to),
+                // What a discard leaves stays.
+                None => disk.read(at, &mut content[range]).unwrap(),
+            }
+        };
+        drop(disk);
+        let report = check(&host.image).unwrap();
+        assert_eq!(report.errors, 0, "{name}, seed {seed}, life {round}");
+        if let Some(range) = undecided {
+            // Whoever comes next decides.
+            host.life.live(i64::MAX);
+            let disk = host.open(directory.path()).unwrap();
+            let report = check(&host.image).unwrap();
+            assert_eq!(report.errors, 0, "{name}, seed {seed}, life {round}");
+            let at = range.start as u64;
+            disk.read(at, &mut content[range]).unwrap();
+        }
+        expected = Some(content);
+    }
+    host.life.live(i64::MAX);
+    let disk = host.open(directory.path()).unwrap();
+    assert!(
+        disk.content().unwrap() == expected.unwrap(),
+        "{name} {seed}"
+    );
+    disk.write(0, &pattern(1, 512)).unwrap();
+    disk.chain.close().unwrap();
+    assert!(host.journal.bytes().is_empty(), "it has ended");
+    let report = check(&host.image).unwrap();
+    assert_eq!(report.errors, 0);
+    let file = directory.path().join("after.qcow2");
+    std::fs::write(file, host.image.bytes()).unwrap();
+    let code = qemu::check_code(directory.path(), "after.qcow2");
+    assert!([Some(0), Some(3)].contains(&code), "{name}: {code:?}");
+    assert!(!host.told("Outdated"));
+    host.replayed.load(SeqCst)
+}
+
+#[test]
+fn what_was_acknowledged_survives_kills() {
+    if !qemu::is_there("what_was_acknowledged_survives_kills") {
+        return;
+    }
+    let mut replayed = 0;
+    let kinds = variants::ALL.iter();
+    for variant in kinds.filter(|v| v.is_one_file() && v.is_small() && !v.name.starts_with("v2")) {
+        for seed in seeds(1, 3) {
+            replayed += lives(variant, seed, 12);
+        }
+    }
+    println!("{replayed} changes were done again");
+    assert!(replayed > 1000);
+}
+
+/// A disk with one write that was acknowledged and is only in the journal, 64 KiB from the start.
+fn killed(directory: &Path) -> Host {
+    let variant = variants::ALL.iter().find(|v| v.name == "refcount_8");
+    variant.unwrap().make_sized(directory, 1, DISK_BYTES);
+    let host = Host::new(std::fs::read(directory.join("disk.qcow2")).unwrap());
+    host.life.live(i64::MAX);
+    let disk = host.open(directory).unwrap();
+    disk.zero(64 << 10, 64 << 10, Zeroing::Zeroes { unmap: true })
+        .unwrap();
+    disk.flush().unwrap();
+    disk.write(64 << 10, &pattern(9, 4096)).unwrap();
+    host
+}
+
+#[test]
+fn a_journal_is_of_no_image_that_was_written_elsewhere() {
+    if !qemu::is_there("a_journal_is_of_no_image_that_was_written_elsewhere") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("disk.qcow2");
+    let before = {
+        let host = killed(directory.path());
+        host.image.bytes()
+    };
+    // As it was left: the write is there.
+    let host = killed(directory.path());
+    let disk = host.open(directory.path()).unwrap();
+    assert_eq!(Host::sector(&disk, 64 << 10), pattern(9, 512));
+    assert!(host.told("Replayed"));
+    drop(disk);
+
+    // QEMU has written to it: what it did stands.
+    let host = killed(directory.path());
+    std::fs::write(&file, host.image.bytes()).unwrap();
+    qemu::io(
+        directory.path(),
+        "disk.qcow2",
+        &["-f", "qcow2"],
+        &["write -P 5 80k 8k".into()],
+    );
+    let host = Host {
+        image: Memory::new(std::fs::read(&file).unwrap()),
+        ..host
+    };
+    let disk = host.open(directory.path()).unwrap();
+    assert!(host.told("Outdated") && !host.told("Replayed"));
+    assert_eq!(Host::sector(&disk, 80 << 10), [5; 512]);
+    assert_eq!(Host::sector(&disk, 64 << 10), [0; 512]);
+    disk.write(64 << 10, &pattern(3, 512)).unwrap();
+    disk.chain.close().unwrap();
+    assert_eq!(check(&host.image).unwrap().errors, 0);
+
+    // It was put back from a copy: of before, or of another life.
+    let other_life = before;
+    let host = killed(directory.path());
+    let host = Host {
+        image: Memory::new(other_life),
+        ..host
+    };
+    let disk = host.open(directory.path()).unwrap();
+    assert!(host.told("Outdated") && !host.told("Replayed"));
+    assert_eq!(Host::sector(&disk, 64 << 10), [0; 512]);
+}
+
+/// A copy that was made earlier in the same life: two flushes are between.
+#[test]
+fn a_journal_is_of_no_older_state_of_its_image() {
+    if !qemu::is_there("a_journal_is_of_no_older_state_of_its_image") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let host = killed(directory.path());
+    let copy = host.image.bytes();
+    let disk = host.open(directory.path()).unwrap();
+    for n in 0..4 {
+        disk.write(n * 4096, &pattern(4, 4096)).unwrap();
+        disk.zero(n * 4096, 4096, Zeroing::Zeroes { unmap: true })
+            .unwrap();
+        disk.flush().unwrap();
+    }
+    disk.write(100 << 10, &pattern(9, 4096)).unwrap();
+    drop(disk);
+    host.events.lock().unwrap().clear();
+    let host = Host {
+        image: Memory::new(copy),
+        ..host
+    };
+    let disk = host.open(directory.path()).unwrap();
+    assert!(host.told("Outdated") && !host.told("Replayed"));
+    assert_eq!(Host::sector(&disk, 100 << 10), [0; 512]);
+}
+
+/// A last record that is not whole, and any byte of the file that is another one: nothing that it says
+/// is done, or all of it.
+#[test]
+fn a_damaged_journal_is_cut_off() {
+    if !qemu::is_there("a_damaged_journal_is_cut_off") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let whole = killed(directory.path());
+    let (image, journal) = (whole.image.bytes(), whole.journal.bytes());
+    assert!(
+        journal.len() > 4096 && journal.len() < 8192,
+        "{}",
+        journal.len()
+    );
+    let look = |journal: Vec<u8>| {
+        let host = Host {
+            journal: Memory::new(journal),
+            ..Host::new(image.clone())
+        };
+        host.life.live(i64::MAX);
+        let disk = host.open(directory.path()).unwrap();
+        let found = Host::sector(&disk, 64 << 10);
+        assert!(found == pattern(9, 512) || found == [0; 512]);
+        assert_eq!(check(&host.image).unwrap().errors, 0);
+        found == pattern(9, 512)
+    };
+    assert!(look(journal.clone()));
+    // What counts begins where the newer of the two slots says.
+    let word = |at: usize| u64::from_le_bytes(journal[at..at + 8].try_into().unwrap());
+    let slot = if word(8) > word(136) { 0 } else { 128 };
+    let start = word(slot + 32) as usize;
+    assert!(start > 4096 && start < journal.len());
+    for len in start..journal.len() {
+        assert!(!look(journal[..len].to_vec()), "{len}");
+    }
+    for at in (0..256).chain(4096..journal.len()) {
+        let mut damaged = journal.clone();
+        damaged[at] ^= 0x10;
+        let counts = (slot..slot + 76).contains(&at) || at >= start;
+        // Without the newer slot, the older one counts: what it has besides was flushed.
+        assert!(look(damaged) != counts || at < 256, "{at}");
+    }
+}
+
+/// No room for the journal: it goes on slowly, and loses nothing.
+#[test]
+fn without_room_for_a_journal_changes_are_flushed() {
+    if !qemu::is_there("without_room_for_a_journal_changes_are_flushed") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let host = killed(directory.path());
+    let disk = host.open(directory.path()).unwrap();
+    disk.write(0, &pattern(2, 512)).unwrap();
+    for n in 0..20_u16 {
+        let at = (68 << 10) + u64::from(n) * 2048;
+        if n % 2 == 0 {
+            host.journal.fail_in(1);
+        }
+        disk.write(at, &pattern(100 + n, 2048)).unwrap();
+        // Every moment is one at which it may be killed.
+        let left = Host {
+            image: Memory::new(host.image.bytes()),
+            journal: Memory::new(host.journal.bytes()),
+            ..Host::new(Vec::new())
+        };
+        left.life.live(i64::MAX);
+        let after = left.open(directory.path()).unwrap();
+        for m in 0..=n {
+            let at = (68 << 10) + u64::from(m) * 2048;
+            assert_eq!(
+                Host::sector(&after, at),
+                pattern(100 + m, 512),
+                "{m} of {n}"
+            );
+        }
+        assert_eq!(check(&left.image).unwrap().errors, 0);
+    }
+    assert!(host.told("Failed"));
+    disk.chain.close().unwrap();
+    assert_eq!(check(&host.image).unwrap().errors, 0);
+}

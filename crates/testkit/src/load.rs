@@ -1,0 +1,186 @@
+//! A load that verifies all that it reads, over whatever becomes of the server meanwhile.
+
+use std::io;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::driver::{Device, HANG, Op, Queue};
+use crate::faulty::Random;
+
+const OK: u8 = 0;
+
+/// Sectors of a block.
+pub const SECTORS: u64 = 8;
+
+/// Bytes of a block.
+pub const BLOCK: usize = 512 * SECTORS as usize;
+
+/// Bytes that differ from sector to sector and within one.
+pub fn content(sector: u64, len: usize) -> Vec<u8> {
+    let words =
+        (0..len as u64 / 8).map(|i| (sector * 64 + i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    words.flat_map(u64::to_le_bytes).collect()
+}
+
+/// What a block holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Held {
+    /// [`content`] of its sector, as in a fresh disk of a test.
+    Content,
+    /// Zeroes.
+    Zeroes,
+    /// What the write with this number put there.
+    Written(u64),
+}
+
+/// Requests of one queue, each on a block that no other slot touches while it is in flight, so that it is known what a
+/// read must find.
+pub struct Load {
+    held: Vec<Held>,
+    /// What each slot is doing: the block, what it will hold if that changes, and since when.
+    doing: Vec<Option<(usize, Option<Held>, Instant)>>,
+    first_block: usize,
+    zeroes: bool,
+    count: u64,
+    /// Requests that have completed.
+    pub completed: u64,
+    /// How long the longest of them took.
+    pub longest: Duration,
+}
+
+impl Load {
+    /// For so many blocks, of which all hold the same kind of thing. With `zeroes`, ranges are also given up and read as
+    /// zeroes.
+    pub fn new(queue: &Queue, first_block: usize, blocks: usize, held: Held, zeroes: bool) -> Self {
+        Self {
+            held: vec![held; blocks],
+            doing: vec![None; usize::from(queue.slots())],
+            first_block,
+            zeroes,
+            count: 0,
+            completed: 0,
+            longest: Duration::ZERO,
+        }
+    }
+
+    /// One for each queue of a device, side by side.
+    pub fn all(device: &Device, blocks: usize, held: Held, zeroes: bool) -> Vec<Self> {
+        let queues = device.queues.iter().enumerate();
+        queues
+            .map(|(i, queue)| Self::new(queue, i * blocks, blocks, held, zeroes))
+            .collect()
+    }
+
+    /// The first sector of a block.
+    pub fn sector(&self, block: usize) -> u64 {
+        (self.first_block + block) as u64 * SECTORS
+    }
+
+    fn bytes(&self, block: usize, held: Held) -> Vec<u8> {
+        let sector = self.sector(block);
+        match held {
+            Held::Zeroes => vec![0; BLOCK],
+            Held::Content => content(sector, BLOCK),
+            Held::Written(number) => content(sector + (number << 20), BLOCK),
+        }
+    }
+
+    /// Gives every free slot something to do.
+    pub fn fill(&mut self, queue: &mut Queue, random: &mut Random) {
+        let mut ready = Vec::new();
+        for slot in 0..self.doing.len() {
+            if self.doing[slot].is_some() {
+                continue;
+            }
+            let block = random.below(self.held.len() as u64) as usize;
+            let taken = |d: &Option<(usize, _, _)>| d.is_some_and(|(b, _, _)| b == block);
+            if self.doing.iter().any(taken) {
+                continue;
+            }
+            let sector = self.sector(block);
+            let (op, will_hold) = match random.below(if self.zeroes { 10 } else { 8 }) {
+                0..4 => (Op::Read, None),
+                4..8 => {
+                    self.count += 1;
+                    (Op::Write, Some(Held::Written(self.count)))
+                }
+                _ => (Op::WriteZeroes { unmap: true }, Some(Held::Zeroes)),
+            };
+            match will_hold {
+                Some(held) => queue.write_buffer(slot as u16, &self.bytes(block, held)),
+                None => queue.write_buffer(slot as u16, &[0xa5; BLOCK]),
+            }
+            queue.prepare(slot as u16, op, sector, BLOCK as u32);
+            self.doing[slot] = Some((block, will_hold, Instant::now()));
+            ready.push(slot as u16);
+        }
+        queue.submit(&ready);
+    }
+
+    /// Takes what has completed; panics if a read finds what it must not, or something completes that was not in flight.
+    pub fn take(&mut self, queue: &mut Queue) {
+        let mut done = Vec::new();
+        queue.poll(|slot, status| done.push((slot, status)));
+        for (slot, status) in done {
+            assert_eq!(status, OK);
+            let (block, will_hold, since) =
+                self.doing[usize::from(slot)].take().expect("in flight");
+            self.longest = self.longest.max(since.elapsed());
+            match will_hold {
+                Some(held) => self.held[block] = held,
+                None => {
+                    let held = self.held[block];
+                    let found = queue.read_buffer(slot, BLOCK);
+                    assert!(
+                        found == self.bytes(block, held),
+                        "block {block}, of {held:?}"
+                    );
+                }
+            }
+            self.completed += 1;
+        }
+    }
+
+    /// Keeps queues busy for so long.
+    pub fn run(loads: &mut [Self], device: &mut Device, random: &mut Random, length: Duration) {
+        let start = Instant::now();
+        while start.elapsed() < length {
+            for (load, queue) in loads.iter_mut().zip(&mut device.queues) {
+                load.fill(queue, random);
+                load.take(queue);
+            }
+        }
+    }
+
+    /// Waits until nothing is in flight.
+    pub fn finish(loads: &mut [Self], device: &mut Device) {
+        let start = Instant::now();
+        while loads.iter().any(|load| load.in_flight() > 0) {
+            assert!(start.elapsed() < HANG, "requests were lost");
+            for (load, queue) in loads.iter_mut().zip(&mut device.queues) {
+                load.take(queue);
+            }
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    /// How many requests are in flight.
+    pub fn in_flight(&self) -> usize {
+        self.doing.iter().flatten().count()
+    }
+
+    /// Compares a raw file, or an image converted to one, with what the disk must hold.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn verify(&self, file: &Path) -> io::Result<()> {
+        use std::os::unix::fs::FileExt;
+        let file = std::fs::File::open(file)?;
+        let mut found = vec![0; BLOCK];
+        for (block, &held) in self.held.iter().enumerate() {
+            file.read_exact_at(&mut found, self.sector(block) * 512)?;
+            assert!(found == self.bytes(block, held), "block {block}: {held:?}");
+        }
+        Ok(())
+    }
+}
