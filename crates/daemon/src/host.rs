@@ -20,7 +20,7 @@ use crate::node::{DiskWanted, Node, NodeError};
 use crate::paste::Ready;
 use crate::sandbox::{Outside, Sandbox};
 use crate::spec::{DiskSpec, FileSpec};
-use crate::storage::AllowBacking;
+use crate::storage::Places;
 use crate::together::TogetherError;
 
 /// Disks that one process serves at most: each takes a thread and a few descriptors.
@@ -38,8 +38,7 @@ const WATCH: Duration = Duration::from_secs(120);
 
 pub struct Host {
     pub threads: IoThreads,
-    /// Where files may be that images name.
-    allow_backing: AllowBacking,
+    places: Places,
     /// Where this process may be at all.
     sandbox: Arc<Sandbox>,
     pub events: Arc<EventHub>,
@@ -131,9 +130,9 @@ pub enum HostError {
 }
 
 impl Host {
-    pub fn new(threads: IoThreads, allow_backing: AllowBacking, sandbox: Arc<Sandbox>) -> Self {
+    pub fn new(threads: IoThreads, places: Places, sandbox: Arc<Sandbox>) -> Self {
         Self {
-            allow_backing,
+            places,
             sandbox,
             threads,
             events: EventHub::new(),
@@ -183,7 +182,7 @@ impl Host {
         }
         let (limits, group) = (spec.limits, spec.throttle_group.clone());
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
-        let node = Node::open(spec, &self.allow_backing)?;
+        let node = Node::open(spec, &self.places)?;
         let (its_name, events) = (name.clone(), self.events.clone());
         node.on_damage(move |damage| {
             error!("disk {its_name}: {damage}; nothing more is written to it");
@@ -366,7 +365,7 @@ impl Host {
             (before, spec)
         };
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
-        let new = Arc::new(Node::open(spec, &self.allow_backing)?);
+        let new = Arc::new(Node::open(spec, &self.places)?);
         let mut state = self.state();
         if !Arc::ptr_eq(&state.top(name)?.node, &before) {
             return Err(HostError::Changed(name.into()));

@@ -4,7 +4,7 @@
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, SyncSender};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -33,26 +33,49 @@ struct Counts {
 
 static LOG: OnceLock<Log> = OnceLock::new();
 
+/// What the thread will write, before there is one.
+static WAITING: Mutex<Option<Receiver<Vec<u8>>>> = Mutex::new(None);
+
 impl Log {
-    /// Starts the thread that writes.
-    ///
-    /// # Errors
-    /// There is none to be had.
-    pub fn start() -> io::Result<Self> {
+    /// A log whose lines wait until [`start`] or [`finish`].
+    pub fn new() -> Self {
         let (lines, waiting) = mpsc::sync_channel(LINES_MAX);
-        let counts = Arc::<Counts>::default();
-        let its_counts = counts.clone();
-        thread::Builder::new()
-            .name("log".into())
-            .spawn(move || write(&waiting, &its_counts, io::stderr()))?;
-        let log = Self { lines, counts };
-        let _ = LOG.set(log.clone());
-        Ok(log)
+        let log = Self {
+            lines,
+            counts: Arc::default(),
+        };
+        *waiting_lines() = Some(waiting);
+        LOG.get_or_init(|| log).clone()
     }
+}
+
+fn waiting_lines() -> MutexGuard<'static, Option<Receiver<Vec<u8>>>> {
+    WAITING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Starts the thread that writes. Who goes into a sandbox does that first: it holds for threads that are started in it.
+///
+/// # Errors
+/// There is none to be had.
+pub fn start() -> io::Result<()> {
+    let (Some(log), Some(waiting)) = (LOG.get(), waiting_lines().take()) else {
+        return Ok(());
+    };
+    let counts = log.counts.clone();
+    let thread = thread::Builder::new().name("log".into());
+    thread.spawn(move || write(&waiting, &counts, io::stderr()))?;
+    Ok(())
 }
 
 /// Waits until what was logged is written, but not for long: nobody may be reading.
 pub fn finish() {
+    // Nobody serves yet, or there is no thread to be had.
+    if let Some(waiting) = waiting_lines().take() {
+        waiting.try_iter().for_each(|line| {
+            let _ = io::stderr().write_all(&line);
+        });
+        return;
+    }
     let Some(Log { counts, .. }) = LOG.get() else {
         return;
     };

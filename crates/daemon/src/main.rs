@@ -9,6 +9,7 @@ mod explain;
 mod export;
 mod host;
 mod iothreads;
+mod journal;
 mod lab;
 mod limits;
 mod log;
@@ -89,9 +90,10 @@ fn main() -> ExitCode {
         .with_ansi(io::stderr().is_terminal())
         .with_target(false)
         .log_internal_errors(false);
-    match log::Log::start() {
-        Ok(writer) => log.with_writer(writer).init(),
-        Err(_) => log.with_writer(io::stderr).init(),
+    log.with_writer(log::Log::new()).init();
+    if !matches!(cli.command, Command::Serve(_)) {
+        // Without a thread, lines are written at the end.
+        let _ = log::start();
     }
     raise_file_limit();
     let result = run(&cli.command);

@@ -6,7 +6,7 @@ use std::cmp::Ordering;
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::{fs, io};
 
@@ -22,7 +22,7 @@ use tracing::{info, warn};
 
 use crate::progress::Progress;
 use crate::spec::{DiskSpec, FileSpec, Lock};
-use crate::storage::{AllowBacking, Opener};
+use crate::storage::{Opener, Places};
 
 /// An opened disk. Its file stays locked as long as this lives, but while it is [away](Node::give_up).
 pub struct Node {
@@ -30,8 +30,7 @@ pub struct Node {
     content: Arc<Mutex<Content>>,
     /// The image in a Ceph cluster that the operator named.
     rbd: Option<Arc<RbdImage>>,
-    /// Where files may be that its image names.
-    allow: AllowBacking,
+    places: Places,
     /// How bytes are moved, and why so.
     pub choice: Option<Choice>,
     facts: DiskFacts,
@@ -53,7 +52,19 @@ struct Content {
     /// Bytes, as last known.
     size: u64,
     depth: usize,
+    /// Of an image that is written.
+    journal: Option<PathBuf>,
     on_damage: Option<OnDamage>,
+}
+
+impl Content {
+    /// The image has been closed in order: its journal has nothing to say any more.
+    fn remove_journal(&mut self) {
+        if let Some(path) = self.journal.take() {
+            // What stays does no harm: the image knows that it is not its journal.
+            let _ = fs::remove_file(path);
+        }
+    }
 }
 
 type OnDamage = Arc<dyn Fn(&Damage) + Send + Sync>;
@@ -89,8 +100,9 @@ impl Node {
     ///
     /// # Errors
     /// It cannot be served as asked; the error says why and what to do.
-    pub fn open(spec: DiskSpec, allow: &AllowBacking) -> Result<Self, NodeError> {
+    pub fn open(spec: DiskSpec, places: &Places) -> Result<Self, NodeError> {
         let mut files = Vec::new();
+        let mut journal = None;
         let mut format = Format::Raw;
         let mut rbd = None;
         // Readers do each other no harm.
@@ -140,8 +152,9 @@ impl Node {
                         (Image::Raw, Some(file), facts, size, filename)
                     }
                     Format::Qcow2 => {
-                        let chain;
-                        (chain, files) = open_chain(&spec, path, &file, allow, locking)?;
+                        let opened = open_chain(&spec, path, &file, places, locking)?;
+                        let chain = opened.chain;
+                        (files, journal) = (opened.files, opened.journal);
                         let (facts, size) = (chain_facts(&chain, &files), chain.size());
                         let image = Image::Chain(Arc::new(chain));
                         (image, Some(file), facts, size, filename)
@@ -185,10 +198,11 @@ impl Node {
                 files,
                 size,
                 depth,
+                journal,
                 on_damage: None,
             })),
             rbd,
-            allow: allow.clone(),
+            places: places.clone(),
             choice,
             facts,
             size,
@@ -217,7 +231,7 @@ impl Node {
             spec,
             content: self.content.clone(),
             rbd: self.rbd.clone(),
-            allow: self.allow.clone(),
+            places: self.places.clone(),
             choice: self.choice.clone(),
             facts: self.facts,
             size: self.size,
@@ -439,7 +453,7 @@ impl Node {
     /// # Errors
     /// It could not be made durable.
     pub fn sync(&self) -> io::Result<()> {
-        let content = self.content();
+        let mut content = self.content();
         let Some(image) = &content.image else {
             return Ok(());
         };
@@ -447,10 +461,14 @@ impl Node {
             && !self.facts.read_only
         {
             // The last who has it closes it.
-            let done = match Arc::strong_count(chain) {
-                1 => chain.close(),
-                _ => chain.flush(),
+            let last = Arc::strong_count(chain) == 1;
+            let done = match last {
+                true => chain.close(),
+                false => chain.flush(),
             };
+            if last && done.is_ok() {
+                content.remove_journal();
+            }
             return done.map_err(|e| io::Error::other(e.to_string()));
         }
         if self.facts.read_only || !self.spec.cache.flushes() {
@@ -497,18 +515,26 @@ pub struct DiskWanted {
     pub logical_block: Option<u32>,
 }
 
-/// Opens an image and all that it builds on. Returns its files by their numbers.
+/// An image, its files by their numbers, and its journal.
+struct OpenedChain {
+    chain: Chain,
+    files: Vec<Arc<DiskFile>>,
+    journal: Option<PathBuf>,
+}
+
+/// Opens an image and all that it builds on.
 fn open_chain(
     spec: &DiskSpec,
     path: &Path,
     file: &Arc<DiskFile>,
-    allow: &AllowBacking,
+    places: &Places,
     locking: Locking,
-) -> Result<(Chain, Vec<Arc<DiskFile>>), NodeError> {
+) -> Result<OpenedChain, NodeError> {
     // Who has no lock only looks.
     let read_only = spec.read_only || locking == Locking::Later;
     let filename = || path.display().to_string();
-    let gate = allow
+    let gate = places
+        .allow_backing
         .gate(path)
         .map_err(|e| NodeError::Allow(filename(), e))?;
     let mut opener = Opener {
@@ -522,13 +548,18 @@ fn open_chain(
         format: LayerFormat::Qcow2,
     };
     let mut repair = Progress::new(format!("{}: repairing", path.display()));
+    let (journal, journal_path) = match read_only {
+        true => None,
+        false => places.journals.place(&spec.name, file),
+    }
+    .unzip();
     let options = ChainOptions {
         read_only,
         // As in QEMU: reading does no harm.
         allow_corrupt: read_only,
         l2_cache_bytes: spec.l2_cache_bytes,
         punch: spec.discard == Discard::Unmap,
-        journal: None,
+        journal,
         progress: &mut |progress| {
             repair.at(progress.done, progress.total);
             ControlFlow::Continue(())
@@ -541,7 +572,11 @@ fn open_chain(
         let e = io::Error::other("one of its files is not known");
         NodeError::Io(filename(), "be opened", e)
     })?;
-    Ok((chain, files))
+    Ok(OpenedChain {
+        chain,
+        files,
+        journal: journal_path,
+    })
 }
 
 /// What is true of a disk that lies in all of these.

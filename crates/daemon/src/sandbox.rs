@@ -234,6 +234,8 @@ fn places(
         places.socket(&socket::path(disk));
     }
     places.socket(&socket::directory().join("any"));
+    // The journals of images.
+    places.kept(&socket::directory());
     if let Some(control) = control {
         places.socket(control);
     }

@@ -18,6 +18,8 @@ use crate::cpus::Cpus;
 use crate::explain;
 use crate::host::{Host, HostError};
 use crate::iothreads::IoThreads;
+use crate::journal::Journals;
+use crate::log;
 use crate::metrics;
 use crate::paste::{self, Ready};
 use crate::qmp::{self, ControlSocket, Qmp};
@@ -25,7 +27,7 @@ use crate::reload::Reloader;
 use crate::sandbox::{self, Sandbox, SandboxError, Wishes};
 use crate::socket::{Socket, SocketError};
 use crate::spec::{DiskSpec, SpecError};
-use crate::storage::AllowBacking;
+use crate::storage::{AllowBacking, Places};
 use crate::together::{TogetherError, check_together};
 
 #[derive(clap::Args)]
@@ -207,10 +209,14 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
         backing,
     )?;
     let sandbox = Arc::new(sandbox);
+    log::start().map_err(|e| ServeError::System("cannot start a thread for the log", e))?;
     let threads = IoThreads::new(iothreads, &cpus.unwrap_or_default(), poll_max);
     let host = Arc::new(Host::new(
         threads,
-        AllowBacking::new(backing),
+        Places {
+            allow_backing: AllowBacking::new(backing),
+            journals: Journals::new(),
+        },
         sandbox.clone(),
     ));
 

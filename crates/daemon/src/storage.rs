@@ -12,6 +12,15 @@ use image::{Gate, OpenFiles, Role, Storage};
 use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 use rustix::io::{Errno, pread, pwrite};
 
+use crate::journal::Journals;
+
+/// Where an image's own files may be, and where things are kept for it.
+#[derive(Clone, Debug)]
+pub struct Places {
+    pub allow_backing: AllowBacking,
+    pub journals: Journals,
+}
+
 /// Where files may be that an image names: backing files and data files.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum AllowBacking {

@@ -6,149 +6,85 @@ mod support;
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
 
 use rustix::process::Signal;
-use support::{Disk, content, seed};
-use testkit::driver::{Device, DeviceConfig, HANG, Op, Queue};
+use support::{Disk, seed};
+use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::faulty::Random;
 use testkit::frontend::message::{GET_INFLIGHT_FD, SET_INFLIGHT_FD};
 use testkit::frontend::{Frontend, Inflight, protocol};
+use testkit::load::{Held, Load};
 use testkit::server::Server;
 use testkit::vm::{self, Vm};
 
 const OK: u8 = 0;
-const SECTORS: u64 = 8;
-
-/// Requests of one queue, each on sectors that no other slot touches while it is in flight, so that it is known what a
-/// read must find.
-struct Load {
-    /// What each block of the disk holds: the number of the write that came last, or none.
-    written: Vec<Option<u64>>,
-    /// What each slot is doing: the block, and the number if it writes.
-    doing: Vec<Option<(usize, Option<u64>)>>,
-    first_block: usize,
-    count: u64,
-    completed: u64,
-}
-
-impl Load {
-    fn new(queue: &Queue, first_block: usize, blocks: usize) -> Self {
-        Self {
-            written: vec![None; blocks],
-            doing: vec![None; usize::from(queue.slots())],
-            first_block,
-            count: 0,
-            completed: 0,
-        }
-    }
-
-    fn sector(&self, block: usize) -> u64 {
-        (self.first_block + block) as u64 * SECTORS
-    }
-
-    /// What a block holds.
-    fn expected(&self, block: usize, number: Option<u64>) -> Vec<u8> {
-        let sector = self.sector(block);
-        content(sector + (number.unwrap_or(0) << 20), 512 * SECTORS as usize)
-    }
-
-    /// Gives every free slot something to do.
-    fn fill(&mut self, queue: &mut Queue, random: &mut Random) {
-        let mut ready = Vec::new();
-        for slot in 0..self.doing.len() {
-            if self.doing[slot].is_some() {
-                continue;
-            }
-            let block = random.below(self.written.len() as u64) as usize;
-            let taken = |d: &Option<(usize, _)>| d.is_some_and(|(b, _)| b == block);
-            if self.doing.iter().any(taken) {
-                continue;
-            }
-            let (sector, len) = (self.sector(block), 512 * SECTORS as u32);
-            let number = (random.below(2) == 0).then(|| {
-                self.count += 1;
-                self.count
-            });
-            let op = match number {
-                Some(_) => {
-                    queue.write_buffer(slot as u16, &self.expected(block, number));
-                    Op::Write
-                }
-                None => {
-                    queue.write_buffer(slot as u16, &vec![0xa5; len as usize]);
-                    Op::Read
-                }
-            };
-            queue.prepare(slot as u16, op, sector, len);
-            self.doing[slot] = Some((block, number));
-            ready.push(slot as u16);
-        }
-        queue.submit(&ready);
-    }
-
-    /// Takes what has completed; the driver beneath panics if something does that was not in flight.
-    fn take(&mut self, queue: &mut Queue) {
-        let mut done = Vec::new();
-        queue.poll(|slot, status| done.push((slot, status)));
-        for (slot, status) in done {
-            assert_eq!(status, OK);
-            let (block, number) = self.doing[usize::from(slot)].take().expect("in flight");
-            match number {
-                Some(_) => self.written[block] = number,
-                None => {
-                    let found = queue.read_buffer(slot, 512 * SECTORS as usize);
-                    let expected = self.expected(block, self.written[block]);
-                    assert!(
-                        found == expected,
-                        "block {block}, of {:?}",
-                        self.written[block]
-                    );
-                }
-            }
-            self.completed += 1;
-        }
-    }
-
-    fn is_idle(&self) -> bool {
-        self.doing.iter().all(Option::is_none)
-    }
-}
 
 /// So many kills, at any moment of a load that verifies all that it reads; then the disk must hold all that was written.
 fn survive(config: &DeviceConfig, options: &str, rounds: usize) {
     let disk = Disk::new();
-    let arguments = [disk.argument(&format!("queues={}{options}", config.queues))];
+    let argument = disk.argument(&format!("queues={}{options}", config.queues));
+    survive_on(config, &disk, argument, (512, Held::Content), rounds);
+}
+
+/// The same with an image of which each block is a cluster, taken and given up again and again, and hardly ever flushed.
+#[test]
+fn what_a_qcow2_image_has_acknowledged_survives_kills() {
+    let mut disk = Disk::new();
+    let image = disk.file.with_extension("qcow2");
+    let made = Command::new("qemu-img")
+        .args(["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k"])
+        .arg(&image)
+        .arg("64M")
+        .status();
+    if !made.is_ok_and(|status| status.success()) {
+        println!(
+            "skipped: what_a_qcow2_image_has_acknowledged_survives_kills: there is no qemu-img"
+        );
+        return;
+    }
+    let argument = format!(
+        "file={},socket={},queues=2,queue-size=64",
+        image.display(),
+        disk.socket.display()
+    );
+    disk.file = image;
+    let log = survive_on(&config(false), &disk, argument, (8192, Held::Zeroes), 60);
+    assert!(log.contains("are done again"), "{log}");
+    assert!(!log.contains("is of no use"), "{log}");
+}
+
+/// Kills a server of a disk, and compares the disk with what it must hold; returns the log.
+fn survive_on(
+    config: &DeviceConfig,
+    disk: &Disk,
+    argument: String,
+    (blocks, held): (usize, Held),
+    rounds: usize,
+) -> String {
+    let arguments = [argument];
     let mut random = Random(seed());
     let binary = env!("CARGO_BIN_EXE_ringdisk");
     let mut server = Server::ringdisk(binary, &arguments).unwrap();
     let mut device = Device::connect(server.socket(), config).unwrap();
     assert!(device.inflight.is_some(), "not offered");
-    let blocks = 512;
-    let mut loads: Vec<Load> = (0..device.queues.len())
-        .map(|i| Load::new(&device.queues[i], i * blocks, blocks))
-        .collect();
+    let mut loads = Load::all(&device, blocks, held, held == Held::Zeroes);
     let mut in_flight_at_kills = 0;
+    let mut log = String::new();
     for round in 0..rounds {
         let length = Duration::from_micros(random.below(12_000));
-        let start = Instant::now();
-        while start.elapsed() < length {
-            for (load, queue) in loads.iter_mut().zip(&mut device.queues) {
-                load.fill(queue, &mut random);
-                load.take(queue);
-            }
-        }
+        Load::run(&mut loads, &mut device, &mut random, length);
         if round % 8 == 7 {
             // An orderly end leaves nothing in flight, and a packed ring goes on where it was all the same.
             assert!(server.terminate().unwrap().success());
         } else {
             server.signal(Signal::KILL);
         }
+        log += &server.log();
         drop(server);
-        let doing = loads.iter().flat_map(|load| &load.doing);
-        in_flight_at_kills += doing.filter(|d| d.is_some()).count();
+        in_flight_at_kills += loads.iter().map(Load::in_flight).sum::<usize>();
         server = Server::ringdisk(binary, &arguments).unwrap();
         device.reconnect(server.socket(), config).unwrap();
         if round % 4 == 0 {
@@ -164,30 +100,35 @@ fn survive(config: &DeviceConfig, options: &str, rounds: usize) {
             }
         }
     }
-    let start = Instant::now();
-    while !loads.iter().all(Load::is_idle) {
-        assert!(start.elapsed() < HANG, "requests were lost");
-        for (load, queue) in loads.iter_mut().zip(&mut device.queues) {
-            load.take(queue);
-        }
-        thread::sleep(Duration::from_micros(100));
-    }
+    Load::finish(&mut loads, &mut device);
     let completed: u64 = loads.iter().map(|load| load.completed).sum();
     println!("{completed} requests, {in_flight_at_kills} of them in flight at kills");
     assert!(in_flight_at_kills > rounds);
     assert!(server.terminate().unwrap().success());
-    let file = File::open(&disk.file).unwrap();
-    for load in &loads {
-        for (block, number) in load.written.iter().enumerate() {
-            let mut found = vec![0; 512 * SECTORS as usize];
-            file.read_exact_at(&mut found, load.sector(block) * 512)
-                .unwrap();
-            assert!(
-                found == load.expected(block, *number),
-                "block {block}: {number:?}"
-            );
-        }
-    }
+    log += &server.log();
+    let file = match disk.file.extension().is_some_and(|e| e == "qcow2") {
+        false => disk.file.clone(),
+        true => as_raw(&disk.file),
+    };
+    loads.iter().for_each(|load| load.verify(&file).unwrap());
+    log
+}
+
+/// What QEMU reads in an image that is sound, but for leaks.
+fn as_raw(image: &Path) -> PathBuf {
+    let run = |args: &[&str], paths: &[&Path]| {
+        let mut command = Command::new("qemu-img");
+        command.args(args).args(paths).output().unwrap()
+    };
+    let check = run(&["check", "-f", "qcow2"], &[image]);
+    assert!(
+        [Some(0), Some(3)].contains(&check.status.code()),
+        "{check:?}"
+    );
+    let raw = image.with_extension("converted");
+    let converted = run(&["convert", "-f", "qcow2", "-O", "raw"], &[image, &raw]);
+    assert!(converted.status.success(), "{converted:?}");
+    raw
 }
 
 fn config(packed: bool) -> DeviceConfig {

@@ -47,6 +47,7 @@ impl Node {
         if let Image::Chain(chain) = &image {
             let closed = chain.close().map_err(io::Error::other);
             closed.map_err(|e| fail("be closed", e))?;
+            content.remove_journal();
         }
         let mut files = content.files.clone();
         files.retain(|other| !Arc::ptr_eq(other, &file));
@@ -95,11 +96,12 @@ impl Node {
                     content.image = Some(Image::Raw);
                 }
                 Format::Qcow2 => {
-                    let (chain, files) =
-                        open_chain(&self.spec, path, &file, &self.allow, Locking::Now)?;
+                    let opened = open_chain(&self.spec, path, &file, &self.places, Locking::Now)?;
+                    let (chain, files) = (opened.chain, opened.files);
                     facts = chain_facts(&chain, &files);
                     (content.size, content.depth) = (chain.size(), chain.depth() - 1);
                     (content.image, content.files) = (Some(Image::Chain(Arc::new(chain))), files);
+                    content.journal = opened.journal;
                 }
             }
             let image = content.image.clone().unwrap_or(Image::Raw);

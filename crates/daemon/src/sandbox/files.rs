@@ -19,6 +19,8 @@ pub struct Places {
     storage: Vec<PathBuf>,
     sockets: Vec<PathBuf>,
     readable: Vec<PathBuf>,
+    /// Of files that ringdisk makes and removes.
+    kept: Vec<PathBuf>,
     /// Disks may be anywhere.
     pub anywhere: bool,
     /// A disk is in a Ceph cluster, or may come to be in one: its library reads what it likes, and has a network.
@@ -57,6 +59,11 @@ impl Places {
     /// A directory of sockets.
     pub fn sockets(&mut self, directory: &Path) {
         self.sockets.extend(fs::canonicalize(directory));
+    }
+
+    /// A directory of files that ringdisk keeps for itself.
+    pub fn kept(&mut self, directory: &Path) {
+        self.kept.extend(fs::canonicalize(directory));
     }
 
     /// What is only read, and all below.
@@ -124,6 +131,8 @@ impl Files {
             }
             allow(&places.sockets, sockets)?;
             allow(&places.readable, read)?;
+            let keep = storage | AccessFs::MakeReg | AccessFs::RemoveFile;
+            allow(&places.kept, keep)?;
             allow(&system, read)?;
             if places.cluster {
                 allow(&["/".into()], read)?;

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use tempfile::TempDir;
+pub use testkit::load::content;
 use testkit::server::Server;
 
 /// A raw file in a directory of its own, filled with [`content`].
@@ -64,13 +65,6 @@ pub fn serve(options: &str) -> (Server, Disk) {
 /// Serves disks, given as arguments.
 pub fn serve_all(disks: &[String]) -> Server {
     Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), disks).unwrap()
-}
-
-/// Bytes that differ from sector to sector and within one.
-pub fn content(sector: u64, len: usize) -> Vec<u8> {
-    let words =
-        (0..len as u64 / 8).map(|i| (sector * 64 + i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    words.flat_map(u64::to_le_bytes).collect()
 }
 
 /// A seed for random tests, printed so that a failure can be repeated.

@@ -130,11 +130,18 @@ impl TestMemory {
         Some(joined(&list))
     }
 
-    /// Whether a segment lies inside one region's mapping.
+    /// Whether a segment lies inside the regions' mappings, which may touch.
     pub fn holds(&self, s: &Segment) -> bool {
-        self.hosts.iter().zip(REGIONS).any(|(&host, (_, len, _))| {
-            s.len > 0 && s.addr >= host && s.addr + s.len <= host + len as usize
-        })
+        let mut at = s.addr;
+        while at < s.addr + s.len {
+            let mappings = self.hosts.iter().zip(REGIONS);
+            let mut mappings = mappings.map(|(&host, (_, len, _))| host..host + len as usize);
+            match mappings.find(|mapping| mapping.contains(&at)) {
+                Some(mapping) => at = mapping.end,
+                None => return false,
+            }
+        }
+        s.len > 0
     }
 }
 

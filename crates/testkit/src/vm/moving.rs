@@ -125,8 +125,16 @@ fn move_guest(from: &Path, to: &Path, socket: &Path, deadline: Instant) -> Resul
 
 /// Ends the QEMU that the guest has left.
 fn leave(mut guest: Guest, qmp: &Path) -> Result<()> {
-    Qmp::connect(qmp)?.execute("quit", json!({}))?;
-    let status = guest.0.wait().context("waiting for QEMU")?;
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let status = loop {
+        // One that ends may hang up before it has answered.
+        let asked = Qmp::connect(qmp).and_then(|mut qmp| qmp.execute("quit", json!({})));
+        if let Some(status) = guest.0.try_wait().context("waiting for QEMU")? {
+            break status;
+        }
+        ensure!(Instant::now() < deadline, "QEMU does not end: {asked:?}");
+        std::thread::sleep(Duration::from_millis(50));
+    };
     ensure!(status.success(), "QEMU ended with {status}");
     Ok(())
 }
