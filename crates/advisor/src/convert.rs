@@ -192,11 +192,16 @@ fn movable(input: &Input, disk: &Disk) -> Result<(), String> {
         Kind::Ringdisk => return Err(String::new()),
         _ => {}
     }
-    if !matches!(word("disk.protocol"), "file" | "block") {
-        return Err(format!(
-            "ringdisk serves files and block devices, not {}",
-            word("disk.protocol")
-        ));
+    match word("disk.protocol") {
+        "file" | "block" => {}
+        "rbd" => {
+            return Err(
+                "an image in a Ceph cluster is brought over by hand: file=rbd:POOL/IMAGE in \
+                 ringdisk.toml"
+                    .into(),
+            );
+        }
+        other => return Err(format!("ringdisk does not serve {other}")),
     }
     if !matches!(word("disk.format"), "raw" | "qcow2") {
         return Err("its format is neither raw nor qcow2, or not known".into());
