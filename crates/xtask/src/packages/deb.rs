@@ -40,5 +40,5 @@ pub fn ensure() -> Result<()> {
         .arg(format!("--version={VERSION}"))
         .arg("--root")
         .arg(folder());
-    run(&mut install).context("cargo can't build cargo-deb; it needs a network with crates.io")
+    run(&mut install).context("cargo can't build cargo-deb; it needs the network")
 }
