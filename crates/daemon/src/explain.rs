@@ -14,10 +14,15 @@ pub fn all(host: &Host) -> Value {
 
 fn disk(look: &Look<'_>) -> Value {
     let (node, spec) = (look.node, &look.node.spec);
+    // What is as by default need not have been said.
+    let cache_from = match spec.cache {
+        block::CacheMode::None => Origin::Ringdisk,
+        _ => Origin::CommandLine,
+    };
     let mut settings = vec![setting(
         "cache",
         spec.cache.word(),
-        Origin::CommandLine.word(),
+        cache_from.word(),
         match node.rbd() {
             Some(_) => "none, directsync and writethrough are without librbd's cache",
             None => "none and directsync go past the host's page cache",

@@ -1,0 +1,54 @@
+//! `ringdisk check` as people and scripts run it: what it answers, and how it ends.
+
+use std::fs;
+use std::process::{Command, Output};
+
+fn check(arguments: &[&str]) -> (Option<i32>, String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+    let Output {
+        status,
+        stdout,
+        stderr,
+    } = command.arg("check").args(arguments).output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (status.code(), text(stdout), text(stderr))
+}
+
+#[test]
+fn what_cannot_be_read_is_not_called_well() {
+    let (code, out, error) = check(&["/nonexistent/vm.xml"]);
+    assert_eq!((code, out.as_str()), (Some(2), ""));
+    assert!(
+        error.contains("/nonexistent/vm.xml: cannot be read"),
+        "{error}"
+    );
+
+    let dir = tempfile::tempdir().unwrap();
+    let cut_off = dir.path().join("cut-off.xml");
+    fs::write(&cut_off, "<domain").unwrap();
+    let (code, out, error) = check(&[cut_off.to_str().unwrap()]);
+    assert_eq!((code, out.as_str()), (Some(2), ""));
+    assert!(error.contains("cut-off.xml:1:1: is no XML"), "{error}");
+}
+
+#[test]
+fn findings_and_mistakes_have_codes() {
+    let slow = [
+        "--",
+        "qemu-system-x86_64",
+        "-drive",
+        "file=a.raw,if=virtio,aio=native",
+    ];
+    let (code, out, _) = check(&slow);
+    assert_eq!(code, Some(1));
+    assert!(out.contains("aio-native-buffered"), "{out}");
+    let json = check(&[&["--json"][..], &slow].concat()).1;
+    assert!(
+        serde_json::from_str::<serde_json::Value>(&json).is_ok(),
+        "{json}"
+    );
+
+    let (code, _, error) = check(&["--explain", "no-such-rule"]);
+    assert_eq!(code, Some(2));
+    assert!(error.contains("--rules"), "{error}");
+}
