@@ -646,8 +646,8 @@ fn a_guest_cannot_flood_the_log() {
         let base = device.stop_queue(0).unwrap();
         device.start_queue(0, base).unwrap();
     }
+    server.logged(&["refused request"]);
     let log = server.log();
-    assert!(log.lines().count() >= 1, "not a word about a broken ring");
     assert!(
         log.lines().count() < 100,
         "600 bad requests led to {} lines of log",

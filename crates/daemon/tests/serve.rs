@@ -149,19 +149,6 @@ fn directory() -> TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// The line of a server's log that has `text`; the log may come a little late.
-fn logged(server: &Server, text: &str) -> String {
-    let start = Instant::now();
-    loop {
-        let log = server.log();
-        if let Some(line) = log.lines().find(|l| l.contains(text)) {
-            return line.to_owned();
-        }
-        assert!(start.elapsed() < HANG, "no '{text}' in {log}");
-        thread::sleep(Duration::from_millis(5));
-    }
-}
-
 /// Asserts that a disk is served and works.
 fn assert_serves(socket: &Path) {
     let mut device = Device::connect(socket, &DeviceConfig::default()).unwrap();
@@ -382,7 +369,7 @@ fn qemu_takes_the_printed_arguments() {
     out.read_to_string(&mut answers).unwrap();
     assert!(answers.contains("virtio-blk"), "{answers}");
     assert_eq!(wait(&mut qemu), Some(0));
-    logged(&server, "front-end connected");
+    server.logged(&["front-end connected"]);
 }
 
 #[test]
@@ -413,7 +400,7 @@ fn a_disk_that_stores_nothing_says_so_loudly() {
     let dir = directory();
     let socket = dir.path().join("null.sock");
     let server = serve_all(&[format!("file=null:1G,socket={}", socket.display())]);
-    let warning = logged(&server, "STORES NOTHING");
+    let warning = server.logged(&["STORES NOTHING"]);
     assert!(warning.contains("WARN"), "{warning}");
     assert_eq!(server.ready["disks"][0]["file"], "null:1G");
     let mut device = Device::connect(&socket, &DeviceConfig::default()).unwrap();
@@ -841,7 +828,7 @@ fn a_lock_that_is_let_go_is_taken() {
             disk.file.display(),
             socket.display()
         )]);
-        logged(&second, "is in use; waiting");
+        second.logged(&["is in use; waiting"]);
         assert_serves(&socket);
     });
 }
@@ -1171,7 +1158,7 @@ fn io_uring_that_is_forbidden_or_absent_is_named() {
         without_io_uring(&mut command, errno);
         command.args(["serve", "--json", &disk.argument("cache=none")]);
         let mut server = Server::ringdisk_command(command).unwrap();
-        let chosen = logged(&server, "aio=");
+        let chosen = server.logged(&["aio="]);
         assert!(!chosen.contains("aio=io_uring"), "{chosen}");
         assert!(chosen.contains(words[0]), "{chosen}");
         assert_serves(&disk.socket);

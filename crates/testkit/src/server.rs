@@ -161,6 +161,7 @@ impl Server {
         let deadline = Instant::now() + HANG;
         while Instant::now() < deadline {
             if let Some(status) = self.child.try_wait()? {
+                self.log_at_end();
                 return Ok(status);
             }
             std::thread::sleep(Duration::from_millis(5));
@@ -176,9 +177,28 @@ impl Server {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// What the server has written to stderr so far.
+    /// What has been read of the server's stderr. A line that was written just now may be missing: see [`Self::logged`].
+    /// All of it is there when the server has ended.
     pub fn log(&self) -> String {
         self.log.lock().expect("no panic while logging").clone()
+    }
+
+    /// Waits for a line of the log with all these `parts`, and gives it.
+    ///
+    /// # Panics
+    /// If none comes.
+    #[track_caller]
+    pub fn logged(&self, parts: &[&str]) -> String {
+        let deadline = Instant::now() + HANG;
+        loop {
+            let log = self.log();
+            let mut lines = log.lines();
+            if let Some(line) = lines.find(|line| parts.iter().all(|part| line.contains(part))) {
+                return line.to_owned();
+            }
+            assert!(Instant::now() < deadline, "no line with {parts:?} in {log}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// CPU time used so far.

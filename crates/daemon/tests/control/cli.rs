@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use testkit::driver::{Device, DeviceConfig, HANG};
 use testkit::server::Server;
 
-use crate::running::{Controlled, Ran, until, verify};
+use crate::running::{Controlled, Ran, verify};
 
 #[test]
 fn what_a_person_reads() {
@@ -288,8 +288,7 @@ fn the_default_socket() {
     as_user(command.args(["serve", "--json", "null:1M,name=other"]));
     let mut second = Server::ringdisk_command(command).unwrap();
     assert!(run.join("other.sock").exists());
-    let says = |line: &str| line.contains("no control socket") && line.contains("--control PATH");
-    until("the log", || second.log().lines().any(says));
+    second.logged(&["no control socket", "--control PATH"]);
     assert!(second.terminate().unwrap().success());
     // It was not the second one's to remove.
     assert_eq!(ringdisk(&["list"]).code, Some(0));

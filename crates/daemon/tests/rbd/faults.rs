@@ -151,7 +151,7 @@ fn a_blocklisted_client_stops_and_says_so() {
         std::thread::sleep(Duration::from_millis(20));
     }
     assert_eq!(device.queues[0].write(16, &[2; 4096]), IOERR);
-    assert!(server.log().contains("RBD_BLOCKLISTED"), "{}", server.log());
+    server.logged(&["RBD_BLOCKLISTED"]);
     let times = server.log().matches("RBD_BLOCKLISTED").count();
     assert_eq!(times, 1);
     drop(device);
@@ -177,7 +177,7 @@ fn a_cluster_that_does_not_answer() {
         cluster.ceph().kill_osd(osd).unwrap();
     }
     assert_eq!(device.queues[0].write(16, &[2; 4096]), IOERR);
-    assert!(server.log().contains("timed out"), "{}", server.log());
+    server.logged(&["timed out"]);
     for osd in 0..3 {
         cluster.ceph().start_osd(osd).unwrap();
     }
