@@ -427,7 +427,7 @@ impl Node {
         let now = file.size().map_err(|e| format!("finding its size: {e}"))?;
         match &self.content().image {
             Some(Image::Chain(chain)) => {
-                return chain.grow_zeroed(size).map_err(|e| e.to_string());
+                return chain.grow(size).map_err(|e| e.to_string());
             }
             None => return Err(AWAY.into()),
             Some(_) => {}

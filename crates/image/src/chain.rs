@@ -3,7 +3,6 @@
 mod access;
 mod open;
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
@@ -361,31 +360,6 @@ impl Chain {
                 })
             }
         }
-    }
-
-    /// Makes the disk longer, as [`Qcow2::grow`]: the range that comes back must be zeroed.
-    ///
-    /// # Errors
-    /// The disk stays as long as it was.
-    pub fn grow(&self, size: u64) -> Result<Range<u64>, ImageError> {
-        let old = match &self.layers[0].image {
-            LayerImage::Qcow2(image) => return image.grow(size),
-            LayerImage::Raw(old) => old,
-        };
-        let file = &self.files[usize::from(self.written_file().0)];
-        if size < old.load(SeqCst) {
-            return Err(ImageError::Unsupported(
-                "a disk cannot become smaller while it is in use",
-            ));
-        }
-        file.set_size(size).map_err(|source| ImageError::Io {
-            doing: "making the file longer",
-            at: size,
-            source,
-        })?;
-        let end = old.fetch_max(size, SeqCst).max(size);
-        // A file reads as zeroes where it was made longer.
-        Ok(end..end)
     }
 
     /// Closes the disk, when nobody uses it any more.

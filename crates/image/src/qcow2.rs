@@ -9,8 +9,8 @@
 //! - [`open`], [`begin`], [`grow`] and [`close`](Qcow2::close) are the events in an image's life.
 //! - [`check`](mod@check) compares refcounts with references, and repairs them.
 //!
-//! Locks, in the order in which they are taken: that of the flush, then that of the state. Tables are
-//! loaded without either.
+//! Locks, in the order in which they are taken: that of growing, that of the flush, that of the state.
+//! Tables are loaded without any.
 
 mod begin;
 mod cache;
@@ -81,6 +81,8 @@ pub struct Qcow2 {
     /// A slice was loaded, or not.
     loaded: Condvar,
     flushing: Mutex<flush::Flushed>,
+    /// Held while the disk becomes longer.
+    growing: Mutex<()>,
     /// Flushes asked for.
     asked: AtomicU64,
     /// Changes to the tables in memory, and how many of them are durable.

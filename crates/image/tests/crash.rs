@@ -30,8 +30,6 @@ struct Sectors(Vec<BTreeSet<u16>>);
 const ZERO: u16 = 0;
 /// What the image had there before.
 const OLD: u16 = 1;
-/// Behind the old end of a disk that has grown, before that was zeroed durably.
-const ANY: u16 = u16::MAX;
 
 impl Sectors {
     fn new(size: u64) -> Self {
@@ -72,6 +70,7 @@ enum Step {
     Grow {
         size: u64,
     },
+    Grown,
 }
 
 struct Story {
@@ -124,6 +123,8 @@ fn story(name: &'static str, grows: bool, seed: u64, directory: &Path) -> Story 
             memory.mark(steps.len() as u64);
             steps.push(Step::Grow { size });
             disk.grow(size).unwrap();
+            memory.mark(steps.len() as u64);
+            steps.push(Step::Grown);
         }
         if random.one_in(6) {
             disk.flush().unwrap();
@@ -171,6 +172,8 @@ impl Story {
             .collect();
         let mut replay = Replay::new(self.start.clone());
         let mut may = Sectors::new(self.old.len() as u64);
+        // The disk is at least so long.
+        let mut len = self.old.len();
         let mut newest: Vec<Option<u16>> = vec![None; may.0.len()];
         let mut discarded: Vec<bool> = vec![false; may.0.len()];
         let mut cuts = 0;
@@ -179,7 +182,7 @@ impl Story {
                 for _ in 0..3 {
                     self.look(
                         &replay.crash(&mut random),
-                        &may,
+                        (len, &may),
                         moment,
                         directory,
                         &mut random,
@@ -203,10 +206,12 @@ impl Story {
                 }
                 &Step::Grow { size } => {
                     let sectors = (size / 512) as usize;
-                    may.0.resize(sectors, BTreeSet::from([ANY]));
+                    // As soon as the disk is so long.
+                    may.0.resize(sectors, BTreeSet::from([ZERO]));
                     newest.resize(sectors, Some(ZERO));
                     discarded.resize(sectors, false);
                 }
+                Step::Grown => len = may.0.len() * 512,
                 &Step::Begin {
                     at,
                     len,
@@ -228,7 +233,7 @@ impl Story {
     fn look(
         &self,
         files: &[Vec<u8>],
-        may: &Sectors,
+        (len, may): (usize, &Sectors),
         moment: usize,
         directory: &Path,
         random: &mut Random,
@@ -247,9 +252,11 @@ impl Story {
         }
         let disk = open(&memory, directory, READ);
         let content = disk.content().unwrap();
+        if content.len() < len || content.len() > may.0.len() * 512 {
+            fail(format!("the disk has {} bytes", content.len()));
+        }
         for (sector, found) in content.chunks(512).enumerate() {
             let fits = |&to: &u16| match to {
-                ANY => true,
                 OLD => found == &self.old[sector * 512..][..found.len()],
                 ZERO => found.iter().all(|&byte| byte == 0),
                 to => found == pattern(to, found.len() as u64),

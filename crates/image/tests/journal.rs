@@ -271,6 +271,50 @@ fn what_was_acknowledged_survives_kills() {
     assert!(replayed > 1000);
 }
 
+/// The new part of a disk is zeroed before the disk is so long: that, too, is done again. Its backing file
+/// has something there, which must never show.
+#[test]
+fn a_kill_while_the_disk_grows() {
+    if !qemu::is_there("a_kill_while_the_disk_grows") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    std::fs::write(directory.join("base"), pattern(0x0808, 1 << 20)).unwrap();
+    let options = "-o cluster_size=4k -b base -F raw";
+    let create = format!("create -q -f qcow2 {options} disk.qcow2 {DISK_BYTES}");
+    qemu::img(directory, &create);
+    let bytes = std::fs::read(directory.join("disk.qcow2")).unwrap();
+    let (old, new) = (DISK_BYTES as usize, DISK_BYTES as usize + (42 << 10));
+    let (mut kills, mut replayed) = (0, 0);
+    for changes in 1.. {
+        let host = Host::new(bytes.clone());
+        host.life.live(changes);
+        let grown = host.open(directory).map(|disk| {
+            disk.write(4096, &pattern(7, 512))
+                .and_then(|()| disk.grow(new as u64))
+                .is_ok()
+        });
+        let grown = grown.is_ok_and(|grown| grown);
+        host.life.live(i64::MAX);
+        let disk = host.open(directory).unwrap();
+        let content = disk.content().unwrap();
+        assert!(content.len() == new || content.len() == old && !grown);
+        assert!(content[old..].iter().all(|&byte| byte == 0), "{changes}");
+        assert_eq!(check(&host.image).unwrap().errors, 0);
+        replayed += u64::from(host.told("Replayed"));
+        if grown {
+            break;
+        }
+        // It is tried again.
+        kills += 1;
+        disk.grow(new as u64).unwrap();
+        let content = disk.content().unwrap();
+        assert!(content.len() == new && content[old..].iter().all(|&byte| byte == 0));
+    }
+    assert!(replayed > 3, "{replayed} of {kills}");
+}
+
 /// A disk with one write that was acknowledged and is only in the journal, 64 KiB from the start.
 fn killed(directory: &Path) -> Host {
     let variant = variants::ALL.iter().find(|v| v.name == "refcount_8");

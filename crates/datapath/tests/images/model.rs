@@ -440,7 +440,7 @@ impl<'a> Run<'a> {
         // What fails in here is a matter of the image.
         self.files.trouble.set(0, 0);
         let Service { chain, disk, .. } = self.service();
-        match chain.grow_zeroed(size as u64) {
+        match chain.grow(size as u64) {
             Ok(()) => {
                 disk.grow(size as u64);
                 self.model.0.resize(size / SECTOR, BTreeSet::from([0]));

@@ -2,10 +2,11 @@
 //! compressed clusters.
 
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use block::FileOffset;
 
-use super::{Chain, Compressed, FileIndex, Place, WritePlace};
+use super::{Chain, Compressed, FileIndex, LayerImage, Place, WritePlace};
 use crate::qcow2::{
     Allocation, Damage, ImageError, Pin, Prepared, Qcow2, Waiting, ZeroStep, Zeroing,
 };
@@ -148,22 +149,46 @@ impl Chain {
         Ok((done, None))
     }
 
-    /// Makes the disk longer, durably. What is new of it reads as zeroes, whatever is below. Blocks.
+    /// Makes the disk longer, durably. What is new of it reads as zeroes, whatever is below. Blocks. In
+    /// which order, and why, is said in [`grow`](crate::qcow2) of images.
     ///
     /// # Errors
-    /// The disk may be longer, and what is new of it not zeroed: its user must not be told, but have it
-    /// tried again.
-    pub fn grow_zeroed(&self, size: u64) -> Result<(), ImageError> {
-        let mut new = self.grow(size)?;
+    /// The disk stays as long as it was; it may be tried again.
+    pub fn grow(&self, size: u64) -> Result<(), ImageError> {
+        let image = match &self.layers[0].image {
+            LayerImage::Qcow2(image) => image,
+            LayerImage::Raw(old) => return self.grow_raw(old, size),
+        };
+        let growth = image.begin_growing(size)?;
+        let mut new = growth.new.clone();
         while !new.is_empty() {
             let why = Zeroing::Zeroes { unmap: true };
             let (done, waiting) = self.zero(new.start, new.end - new.start, why)?;
             new.start += done;
-            if let (Some(waiting), Some(image)) = (waiting, self.image()) {
+            if let Some(waiting) = waiting {
                 image.wait(&waiting);
             }
         }
-        self.flush()
+        self.flush()?;
+        image.end_growing(&growth)
+    }
+
+    fn grow_raw(&self, old: &AtomicU64, size: u64) -> Result<(), ImageError> {
+        let file = self.file(self.written_file());
+        if size < old.load(SeqCst) {
+            return Err(ImageError::Unsupported(
+                "a disk cannot become smaller while it is in use",
+            ));
+        }
+        // A file reads as zeroes where it was made longer.
+        file.set_size(size).map_err(|source| ImageError::Io {
+            doing: "making the file longer",
+            at: size,
+            source,
+        })?;
+        self.flush()?;
+        old.fetch_max(size, SeqCst);
+        Ok(())
     }
 
     /// Gives the space of a range back in the file where it has the same offset, if that is wanted, and

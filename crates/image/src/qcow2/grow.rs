@@ -1,27 +1,50 @@
+//! A disk becomes longer. What its image, or a backing or data file, has behind the old end is not the
+//! guest's, so the length is the last that changes:
+//!
+//! 1. What the new part needs to be addressed: an L1 table that reaches so far, and a data file that is
+//!    long enough. Durable. The disk is as long as it was.
+//! 2. The new part is given up like any range that must read as zeroes, and that is flushed.
+//! 3. The header gets the new length. Durable. Only then do requests go there.
+//!
+//! A crash before the end of 2 leaves {the old length}, and behind it what nobody sees: whoever makes
+//! the disk longer next zeroes it again. One before the end of 3 leaves {the old length} or {the new
+//! one, and zeroes}.
+
 use std::ops::Range;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering::SeqCst;
+use std::sync::{MutexGuard, PoisonError};
 
 use super::error::ImageError;
 use super::header::L1_BYTES_MAX;
 use super::refcount::Stop;
 use super::{Qcow2, State};
 
+/// A disk that is being made longer, by nobody else at the time.
+pub(crate) struct Growth<'a> {
+    /// What is new of it, and to be zeroed.
+    pub new: Range<u64>,
+    _alone: MutexGuard<'a, ()>,
+}
+
 impl Qcow2 {
-    /// Makes the disk longer. Blocks. The caller must zero the range that comes back, by
-    /// [`zero_step`](Self::zero_step), and flush, before the guest learns of it: what an image or its
-    /// backing file has behind its old end is not the guest's.
+    /// Step 1. Blocks.
     ///
     /// # Errors
-    /// The disk stays as long as it was.
-    pub fn grow(&self, size: u64) -> Result<Range<u64>, ImageError> {
+    /// The disk cannot become so long, or not now.
+    pub(crate) fn begin_growing(&self, size: u64) -> Result<Growth<'_>, ImageError> {
         self.check_writable()?;
         self.begin()?;
+        let alone = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             let flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
             let mut state = self.lock();
-            match self.try_grow(&mut state, size) {
-                Ok(range) => return Ok(range),
+            match self.reach_to(&mut state, size) {
+                Ok(()) => {
+                    return Ok(Growth {
+                        new: self.size()..size,
+                        _alone: alone,
+                    });
+                }
                 Err(Stop::TableFull) => {}
                 Err(Stop::Error(error)) => return Err(self.report(&mut state, error)),
                 Err(Stop::Load(_) | Stop::CacheFull) => {
@@ -36,7 +59,30 @@ impl Qcow2 {
         }
     }
 
-    fn try_grow(&self, state: &mut State, size: u64) -> Result<Range<u64>, Stop> {
+    /// Step 3, after the new part reads as zeroes durably. Blocks.
+    ///
+    /// # Errors
+    /// The disk stays as long as it was, until it is opened anew: then it may be longer.
+    pub(crate) fn end_growing(&self, growth: &Growth<'_>) -> Result<(), ImageError> {
+        if growth.new.is_empty() {
+            return Ok(());
+        }
+        self.check_writable()?;
+        let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.lock();
+        state.header.size = growth.new.end;
+        let written = self
+            .write_header(&mut state)
+            .and_then(|()| self.file.flush());
+        if let Err(error) = written {
+            state.header.size = growth.new.start;
+            return Err(error);
+        }
+        self.size.store(growth.new.end, SeqCst);
+        Ok(())
+    }
+
+    fn reach_to(&self, state: &mut State, size: u64) -> Result<(), Stop> {
         let old = self.size();
         let unsupported = |why| Err(ImageError::Unsupported(why).into());
         if size < old {
@@ -49,7 +95,7 @@ impl Qcow2 {
             return unsupported("the size of a disk is a multiple of 512 bytes");
         }
         if size == old {
-            return Ok(old..old);
+            return Ok(());
         }
         if state.header.snapshots > 0 && state.header.version < 3 {
             return unsupported(
@@ -68,13 +114,9 @@ impl Qcow2 {
         if let Some(data) = &self.data {
             data.grow_exactly(size)?;
         }
-        let moved = match entries > self.l1.entries() {
-            true => Some(self.write_larger_l1(state, entries)?),
-            false => None,
-        };
-        state.header.size = size;
-        self.switch_header(state)?;
-        if let Some((first, clusters)) = moved {
+        if entries > self.l1.entries() {
+            let (first, clusters) = self.write_larger_l1(state, entries)?;
+            self.switch_header(state)?;
             state.metadata.remove_run(first);
             for cluster in first..first + clusters {
                 state.refcounts.release(&self.file, cluster)?;
@@ -82,8 +124,7 @@ impl Qcow2 {
             self.l1.extend((self.l1.entries()..entries).map(|_| 0));
             self.changed();
         }
-        self.size.store(size, SeqCst);
-        Ok(old..size)
+        Ok(())
     }
 
     /// Writes an L1 table with so many entries, durably, and all that it leads to as far as it is only

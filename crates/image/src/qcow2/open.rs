@@ -211,6 +211,7 @@ impl Qcow2 {
             pins: Pins::new(),
             loaded: Condvar::new(),
             flushing: Mutex::new(Flushed::default()),
+            growing: Mutex::default(),
             asked: AtomicU64::new(0),
             changes: AtomicU64::new(0),
             durable: AtomicU64::new(0),

@@ -125,7 +125,8 @@ impl Qcow2 {
     fn replay_entry(&self, cluster: u64, words: [u64; 2]) -> Result<(), ImageError> {
         let disk_at = cluster << self.g.cluster_bits;
         let new = match Entry::decode(&self.g, words[0], words[1]) {
-            Ok(new @ Entry::Standard(_)) if cluster < self.g.clusters(self.size()) => new,
+            // Also behind the end of the disk, where it was about to grow.
+            Ok(new @ Entry::Standard(_)) if self.addresses(cluster) => new,
             _ => return misfit("an L2 entry cannot be; offset of the disk", disk_at),
         };
         loop {
@@ -152,6 +153,12 @@ impl Qcow2 {
                 _ => self.flush()?,
             }
         }
+    }
+
+    /// Whether there is an entry of the L1 table for a cluster of the disk.
+    fn addresses(&self, cluster: u64) -> bool {
+        let (table, _) = self.g.table_of(self.g.slice_of(cluster).0);
+        table < self.l1.entries()
     }
 
     fn replay_entry_in(&self, state: &mut State, cluster: u64, new: Entry) -> Result<(), Stop> {

@@ -311,12 +311,7 @@ impl Disk {
     }
 
     pub fn grow(&self, size: u64) -> Result<(), ImageError> {
-        let zero = self.chain.grow(size)?;
-        self.zero(
-            zero.start,
-            zero.end - zero.start,
-            Zeroing::Zeroes { unmap: true },
-        )
+        self.chain.grow(size)
     }
 
     pub fn content(&self) -> Result<Vec<u8>, ImageError> {

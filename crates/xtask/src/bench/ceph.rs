@@ -24,6 +24,7 @@ use crate::packages;
 
 /// What to measure on a Ceph cluster
 #[derive(clap::Args)]
+#[group(skip)]
 pub struct Args {
     /// Measure RBD images on a Ceph cluster that is started for it, with --rounds, --runtime and --depth
     #[arg(long)]
