@@ -3,21 +3,20 @@
 //! A guest reads shell scripts from a virtio-serial port and answers with what they print. So does the host, and so
 //! does any guest over ssh: whoever measures sees a [`Shell`].
 
-mod initramfs;
-mod kernel;
+mod initrd;
 mod qemu;
 mod qmp;
 mod shell;
 mod ssh;
 
-pub use initramfs::write as write_initramfs;
-pub use kernel::{Kernel, cache_dir};
+pub use initramfs::{Kernel, find_program};
+pub use initrd::write as write_initramfs;
 pub use qemu::{Accel, Boot, Guest, Setup, Volume, accel, is_block_device, version};
 pub use qmp::Qmp;
 pub use shell::{Answer, Host, Shell};
 pub use ssh::Ssh;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -35,15 +34,6 @@ impl Stop {
     pub fn is_wanted(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
-}
-
-/// Finds a program in `PATH` and in the administrator's folders, which a user's `PATH` may lack.
-pub fn find_program(name: &str) -> Option<PathBuf> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path)
-        .chain(["/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(PathBuf::from))
-        .map(|folder| folder.join(name))
-        .find(|program| program.is_file())
 }
 
 /// The last lines of a log, for an error.

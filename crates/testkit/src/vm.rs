@@ -4,15 +4,14 @@
 //! the script prints comes back line by line over a second serial port. A guest always has a time limit, and is
 //! killed when the limit passes, when its [`Vm::run`] unwinds, and when the process that started it dies.
 
-mod initramfs;
-mod kernel;
 mod moving;
 mod qmp;
+mod system;
 
-pub use initramfs::install;
-pub use kernel::{Kernel, cache_dir, kernel_cache};
+pub use initramfs::{Kernel, cache_dir, find_program, kernel_cache};
 pub use moving::Moved;
 pub use qmp::Qmp;
+pub use system::install;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::fs::{self, File};
@@ -200,13 +199,13 @@ impl Vm {
     ) -> Result<Output> {
         fs::create_dir_all(&self.folder)
             .with_context(|| format!("making {}", self.folder.display()))?;
-        let kernel = Kernel::newest()?;
+        let kernel = Kernel::cached()?;
         let initrd = self.folder.join("initramfs.cpio");
         let start = match &self.root {
-            Some(serial) => initramfs::Start::Disk(serial),
-            None => initramfs::Start::Script(script),
+            Some(serial) => system::Start::Disk(serial),
+            None => system::Start::Script(script),
         };
-        initramfs::write(&initrd, &kernel, self.fio, start)?;
+        system::write(&initrd, &kernel, self.fio, start)?;
 
         let started = Instant::now();
         let mut lines = Lines::of(self.folder.join("results.log"))?;
@@ -473,22 +472,13 @@ pub fn missing(fio: bool) -> Option<String> {
             .filter(|name| find_program(name).is_none())
             .map(String::from),
     );
-    missing.extend(Kernel::newest().err().map(|_| "a guest kernel".into()));
+    missing.extend(Kernel::cached().err().map(|_| "a guest kernel".into()));
     (!missing.is_empty()).then(|| {
         format!(
             "{} missing; `cargo xtask install` installs it",
             missing.join(", ")
         )
     })
-}
-
-/// Finds a program in `PATH` and in the administrator's folders, which a user's `PATH` on Debian lacks.
-pub fn find_program(name: &str) -> Option<PathBuf> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path)
-        .chain(["/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(PathBuf::from))
-        .map(|folder| folder.join(name))
-        .find(|program| program.is_file())
 }
 
 /// How QEMU runs the guest's instructions.
@@ -543,7 +533,7 @@ fn find_accel() -> Result<Accel> {
             Accel::Tcg
         });
     }
-    Kernel::newest()?; // without a kernel the trial would say no for the wrong reason
+    Kernel::cached()?; // without a kernel the trial would say no for the wrong reason
     fs::create_dir_all(cache_dir()).with_context(|| format!("making {}", cache_dir().display()))?;
     let folder = tempfile::tempdir().context("making a folder for the KVM trial")?;
     let trial = Vm::new(folder.path()).run_with(Accel::Kvm, "true", KVM_TRIAL, &mut |_, _| {});

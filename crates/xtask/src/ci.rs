@@ -85,7 +85,8 @@ const BORDERS: &[(&str, &[&str])] = &[
     ("engine", &["block"]),
     ("rbd", &["block"]),
     ("control", &["block"]),
-    ("lab", &[]),
+    ("initramfs", &[]),
+    ("lab", &["initramfs"]),
     ("datapath", &["guest", "image", "block"]),
     (
         "ringdisk",
@@ -93,7 +94,7 @@ const BORDERS: &[(&str, &[&str])] = &[
             "advisor", "block", "guest", "image", "engine", "rbd", "datapath", "control", "lab",
         ],
     ),
-    ("testkit", &["block"]),
+    ("testkit", &["block", "initramfs"]),
     ("xtask", &["testkit"]),
 ];
 

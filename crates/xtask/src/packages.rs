@@ -47,7 +47,7 @@ pub fn ensure() -> Result<()> {
     }
     packages.sort();
     packages.dedup();
-    if packages.is_empty() && Kernel::newest().is_ok() {
+    if packages.is_empty() && Kernel::cached().is_ok() {
         return Ok(());
     }
     ensure!(
@@ -71,7 +71,7 @@ pub fn ensure() -> Result<()> {
             missing.join(", ")
         );
     }
-    if Kernel::newest().is_err() {
+    if Kernel::cached().is_err() {
         fetch_kernel()?;
     }
     Ok(())
@@ -235,7 +235,7 @@ fn fetch_kernel() -> Result<()> {
             target.display()
         );
     }
-    Kernel::newest().map(drop)
+    Kernel::cached().map(drop)
 }
 
 fn apt(arguments: &[&str]) -> Result<()> {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
-use super::{Disk, Guest, Kernel, Lines, Output, Qmp, Vm, accel, initramfs};
+use super::{Disk, Guest, Kernel, Lines, Output, Qmp, Vm, accel, system};
 
 /// How a guest came from one QEMU to another.
 #[derive(Clone, Copy, Debug)]
@@ -36,10 +36,10 @@ impl Vm {
         let accel = accel()?;
         fs::create_dir_all(&self.folder)
             .with_context(|| format!("making {}", self.folder.display()))?;
-        let kernel = Kernel::newest()?;
+        let kernel = Kernel::cached()?;
         let initrd = self.folder.join("initramfs.cpio");
-        let start = initramfs::Start::Script(script);
-        initramfs::write(&initrd, &kernel, self.fio, start)?;
+        let start = system::Start::Script(script);
+        system::write(&initrd, &kernel, self.fio, start)?;
         // Short, as a socket's path is limited to 108 bytes.
         let sockets = tempfile::tempdir().context("making a folder for sockets")?;
         let on_host = |number: usize| Vm {

@@ -44,7 +44,7 @@ impl Kernel {
     /// # Errors
     /// There is none.
     pub fn cached() -> Result<Kernel> {
-        let cache = cache_dir().join("kernels");
+        let cache = kernel_cache();
         let mut packages: Vec<_> = fs::read_dir(&cache)
             .into_iter()
             .flatten()
@@ -77,7 +77,10 @@ impl Kernel {
 
     /// The modules `names` and what they need, unpacked, in the order in which to load them. Those that have no file
     /// are built in, or not there.
-    pub(super) fn modules(&self, names: &[&str]) -> Result<Vec<Vec<u8>>> {
+    ///
+    /// # Errors
+    /// A module cannot be read, or there is no program to unpack it with.
+    pub fn modules(&self, names: &[&str]) -> Result<Vec<Vec<u8>>> {
         let mut all = Vec::new();
         walk(&self.modules, &mut all)?;
         let (mut loaded, mut seen) = (Vec::new(), BTreeSet::new());
@@ -162,6 +165,11 @@ pub fn cache_dir() -> PathBuf {
         .or_else(home)
         .unwrap_or_else(std::env::temp_dir)
         .join("ringdisk")
+}
+
+/// Where unpacked kernel packages lie, a folder each.
+pub fn kernel_cache() -> PathBuf {
+    cache_dir().join("kernels")
 }
 
 fn only_child(folder: &Path, prefix: &str) -> Option<PathBuf> {

@@ -1,0 +1,98 @@
+//! The guest's file system: busybox, the tools that tests call, the modules for virtio-blk, `/init` and the script.
+
+use anyhow::{Context, Result, ensure};
+use initramfs::{Kernel, Tree, find_program};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+/// Writes the initramfs to `target`: to run `script`, or to go on with what is installed on the disk with this serial.
+///
+/// # Errors
+/// If a program or module is missing; `cargo xtask install` installs them.
+pub fn write(target: &Path, kernel: &Kernel, fio: bool, start: Start<'_>) -> Result<()> {
+    let mut files = system(fio)?;
+    files.modules(kernel, &["virtio_pci", "virtio_blk"])?;
+    match start {
+        Start::Script(script) => files.file("/script", script.as_bytes(), false),
+        Start::Disk(serial) => files.file("/root-serial", serial.as_bytes(), false),
+    }
+    files.write(target)
+}
+
+/// What the initramfs leads to.
+#[derive(Clone, Copy)]
+pub enum Start<'a> {
+    /// This script.
+    Script(&'a str),
+    /// The system that is [`install`]ed on the disk with this serial.
+    Disk(&'a str),
+}
+
+/// Makes a file of `bytes` that holds a system with fio, which runs `script`.
+///
+/// # Errors
+/// A program is missing, or there is no room.
+pub fn install(target: &Path, bytes: u64, script: &str) -> Result<()> {
+    let mut files = system(true)?;
+    files.file("/script", script.as_bytes(), false);
+    let tree = tempfile::tempdir().context("making a folder for the system")?;
+    files.unpack(tree.path())?;
+    fs::File::create(target)?
+        .set_len(bytes)
+        .with_context(|| format!("making {}", target.display()))?;
+    let output = Command::new(find_program("mkfs.ext4").context("mkfs.ext4 is missing")?)
+        .args(["-q", "-d"])
+        .arg(tree.path())
+        .arg(target)
+        .output()
+        .context("starting mkfs.ext4")?;
+    ensure!(
+        output.status.success(),
+        "mkfs.ext4: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(())
+}
+
+/// All that does not depend on who boots it.
+fn system(fio: bool) -> Result<Tree> {
+    let mut files = Tree::new(INIT);
+    let programs = ["busybox", "mkfs.ext4", "e2fsck", "sfdisk", "fio"];
+    files
+        .programs(&programs[..if fio { 5 } else { 4 }])
+        .context("`cargo xtask install` installs what guests need")?;
+    Ok(files)
+}
+
+/// busybox runs its applets by itself, so that none needs a link; for that it must find `/proc/self/exe`.
+const INIT: &str = r#"#!/bin/busybox sh
+export PATH=/bin
+/bin/busybox mount -t proc proc /proc
+mount -t devtmpfs dev /dev
+mount -t sysfs sys /sys
+mount -t tmpfs tmp /tmp
+for module in /modules/*.ko; do
+    [ ! -e $module ] || insmod $module || echo "vm: $module does not load"
+done
+stty -F /dev/ttyS1 raw -echo
+cat >/tmp/functions <<'END'
+disk() {
+    for serial in /sys/block/*/serial; do
+        [ "$(cat $serial)" != "$1" ] || { serial=${serial%/serial}; echo /dev/${serial##*/}; return 0; }
+    done
+    echo "no disk has the serial $1" >&2
+    return 1
+}
+END
+if [ -e /root-serial ]; then
+    . /tmp/functions
+    mkdir /root
+    mount -t ext4 $(disk $(cat /root-serial)) /root
+    exec switch_root /root /init
+fi
+cat /tmp/functions /script >/tmp/script
+sh -eu /tmp/script </dev/null >/dev/ttyS1 2>&1
+echo "vm-exit: $?" >/dev/ttyS1
+poweroff -f
+"#;
