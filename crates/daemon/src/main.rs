@@ -13,6 +13,7 @@ mod journal;
 mod lab;
 mod limits;
 mod log;
+mod manager;
 mod manual;
 mod metrics;
 mod node;

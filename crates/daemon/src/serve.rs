@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use sd_notify::NotifyState;
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -20,6 +19,7 @@ use crate::host::{Host, HostError};
 use crate::iothreads::IoThreads;
 use crate::journal::Journals;
 use crate::log;
+use crate::manager;
 use crate::metrics;
 use crate::paste::{self, Ready};
 use crate::qmp::{self, ControlSocket, Qmp};
@@ -253,26 +253,19 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
         if signal != SIGHUP {
             break;
         }
-        tell_manager_of_reload();
+        manager::tell(&manager::reloading());
         if let Some(config) = &config
             && let Err(e) = config.reload(&host)
         {
             error!("{e}");
         }
         host.look_for_growth();
-        let _ = sd_notify::notify(&[NotifyState::Ready]);
+        manager::tell(manager::READY);
     }
     info!("stopping: finishing what is under way");
-    let _ = sd_notify::notify(&[NotifyState::Stopping]);
+    manager::tell(manager::STOPPING);
     drop(control);
     Ok(host.shut_down()?)
-}
-
-/// sd_notify(3): the time tells systemd from version 253 on which of several reloads this is.
-fn tell_manager_of_reload() {
-    if let Ok(now) = NotifyState::monotonic_usec_now() {
-        let _ = sd_notify::notify(&[NotifyState::Reloading, now]);
-    }
 }
 
 fn start(host: &Host, config: &Config, specs: Vec<DiskSpec>) -> Result<Vec<Ready>, ServeError> {
@@ -323,5 +316,5 @@ fn announce(ready: &[Ready], metrics: Option<SocketAddr>, explained: Option<Valu
     let mut out = io::stdout().lock();
     // Nobody may be listening any more; the disks are served all the same.
     let _ = writeln!(out, "{text}").and_then(|()| out.flush());
-    let _ = sd_notify::notify(&[NotifyState::Ready]);
+    manager::tell(manager::READY);
 }

@@ -1214,13 +1214,15 @@ fn signals_that_nobody_takes_hold_nobody_up() {
 
 /// Whether a descriptor blocks belongs to what is open, which the front-end has open as well.
 #[test]
-#[ignore = "the I/O thread blocks for good when a front-end makes its signal block again"]
 fn signals_made_to_block_again_hold_nobody_up() {
-    let signal = full_counter();
-    never_taken(&signal, || {
-        let flags = rustix::fs::fcntl_getfl(&signal).unwrap();
-        rustix::fs::fcntl_setfl(&signal, flags & !OFlags::NONBLOCK).unwrap();
-    });
+    let (reader, pipe) = full_pipe();
+    for signal in [full_counter(), pipe] {
+        never_taken(&signal, || {
+            let flags = rustix::fs::fcntl_getfl(&signal).unwrap();
+            rustix::fs::fcntl_setfl(&signal, flags & !OFlags::NONBLOCK).unwrap();
+        });
+    }
+    drop(reader);
 }
 
 /// Lets a disk send its signals to a descriptor that can take no more. `then` is done once the disk has it.

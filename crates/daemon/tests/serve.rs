@@ -427,7 +427,6 @@ fn a_service_manager_is_told() {
 
 /// sd_notify(3): an address that begins with '@' has no place in the file system.
 #[test]
-#[ignore = "the sd-notify crate takes '@name' for a path, so that nothing is sent"]
 fn a_service_manager_is_told_without_a_file() {
     let name = format!("ringdisk-test-{}", std::process::id());
     let address = SocketAddr::from_abstract_name(&name).unwrap();

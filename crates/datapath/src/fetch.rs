@@ -192,9 +192,7 @@ impl<E: Engine> Worker<E> {
                 queue.ring.base(),
             );
         });
-        if let Some(error) = &queue.error {
-            crate::notify::signal(error);
-        }
+        queue.report(&self.signals);
     }
 }
 

@@ -1,10 +1,11 @@
 //! Stage 6: the guest is shown what was completed, once per batch and queue, and interrupted only
 //! if it wants that.
 
-use std::os::fd::OwnedFd;
-
 use block::Engine;
+use guest::{NotTaken, Signals};
+use tracing::warn;
 
+use crate::queue::Queue;
 use crate::worker::Worker;
 
 impl<E: Engine> Worker<E> {
@@ -21,17 +22,44 @@ impl<E: Engine> Worker<E> {
             return;
         };
         queue.tally.count(queue.slots.taken());
-        if queue.ring.publish()
-            && let Some(call) = &queue.call
-        {
-            signal(call);
+        if queue.ring.publish() {
+            queue.interrupt(&self.signals);
         }
         queue.tally.publish();
     }
 }
 
-/// Adds one to an event counter. A plain write: as an operation on the ring it costs twice as much.
-/// A counter that is full is as good as one that was written to.
-pub(crate) fn signal(event: &OwnedFd) {
-    let _ = rustix::io::write(event, &1u64.to_ne_bytes());
+impl Queue {
+    /// Has the guest look at its used ring. A plain write: as an operation on the ring it costs twice as much.
+    #[inline]
+    pub fn interrupt(&mut self, signals: &Signals) {
+        if let Some(call) = &self.call
+            && let Err(NotTaken) = signals.send(call)
+        {
+            self.call = None;
+            self.not_taken();
+        }
+    }
+
+    /// Tells the front-end that the queue is given up.
+    pub fn report(&mut self, signals: &Signals) {
+        if let Some(error) = &self.error
+            && let Err(NotTaken) = signals.send(error)
+        {
+            self.error = None;
+            self.not_taken();
+        }
+    }
+
+    #[cold]
+    fn not_taken(&self) {
+        self.disk.errors.log(|left_out| {
+            warn!(
+                "disk {}: the front-end holds up the signals of queue {}, which gets no more of them until it is \
+                 started again ({left_out} more of these left out)",
+                self.disk.name,
+                self.ring.number(),
+            );
+        });
+    }
 }

@@ -11,7 +11,6 @@ use image::Image;
 use crate::admit::Held;
 use crate::disk::Disk;
 use crate::local::Local;
-use crate::notify::signal;
 use crate::pieces::Piece;
 use crate::slot::Slots;
 use crate::source::Alignment;
@@ -94,14 +93,6 @@ impl Queue {
             error: new.error,
             lost: new.lost,
             disk,
-        }
-    }
-
-    /// Interrupts the guest once for a new call descriptor: what was signalled on the old one, or by
-    /// a server that is gone, may never have been seen. One too many does no harm.
-    pub fn signal_anew(&self) {
-        if let Some(call) = &self.call {
-            signal(call);
         }
     }
 

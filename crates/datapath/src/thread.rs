@@ -14,7 +14,6 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::activity::{Activity, ThreadStats};
 use crate::disk::Disk;
-use crate::notify::signal;
 use crate::source::Source;
 use crate::worker::Worker;
 
@@ -193,7 +192,7 @@ impl Wake {
 
     pub fn up(&self) {
         self.pending.store(true, Ordering::Release);
-        signal(&self.event);
+        let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
     }
 
     #[inline]

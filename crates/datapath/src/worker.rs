@@ -8,7 +8,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 
 use block::{Completion, Engine, Segment};
-use guest::{NewQueue, Stopped, Virtqueue};
+use guest::{NewQueue, Signals, Stopped, Virtqueue};
 use rustix::io::Errno;
 use tracing::{error, info, warn};
 
@@ -73,6 +73,7 @@ pub(crate) struct Worker<E> {
     pub reaped_ns: u64,
     /// What the thread does with its time.
     pub activity: Arc<Activity>,
+    pub signals: Signals,
     commands: Receiver<Command>,
     /// Stops of queues that have not done yet what a predecessor left them.
     postponed: Vec<Stop>,
@@ -122,6 +123,7 @@ impl<E: Engine> Worker<E> {
             instant: false,
             reaped_ns: 0,
             activity,
+            signals: Signals::new()?,
             commands,
             postponed: Vec::new(),
             wake,
@@ -229,7 +231,7 @@ impl<E: Engine> Worker<E> {
                     if let Some(queue) = &mut self.queues[queue.0] {
                         queue.call = call;
                         queue.error = error;
-                        queue.signal_anew();
+                        queue.interrupt(&self.signals);
                     }
                 }
                 Command::Quit => self.quit = true,
@@ -258,8 +260,9 @@ impl<E: Engine> Worker<E> {
             return Err(e);
         }
         self.register_memory(number);
-        if let Some(queue) = &self.queues[number] {
-            queue.signal_anew();
+        if let Some(queue) = &mut self.queues[number] {
+            // What a server that is gone has signalled may never have been seen. One too many does no harm.
+            queue.interrupt(&self.signals);
             if queue.ring.resubmits() > 0 {
                 info!(
                     "disk {}: queue {} had {} requests in flight when the process that served it \

@@ -12,6 +12,7 @@ mod memory;
 mod message;
 mod saved;
 mod session;
+mod signals;
 mod socket;
 mod virtqueue;
 
@@ -24,5 +25,6 @@ pub use message::accepts_message;
 pub use message::{MAX_MEM_SLOTS, MessageError};
 pub use saved::{NotASession, Saved};
 pub use session::{Device, End, NewQueue, Stopped, serve, serve_from};
+pub use signals::{NotTaken, Signals};
 pub use socket::FrontendChannel;
 pub use virtqueue::{Chain, DirtyMarks, RingBase, RingError, RingLayout, Ticket, Virtqueue};

@@ -1,0 +1,184 @@
+//! Signals to front-ends: writes to descriptors that came from there, where nobody may be held up.
+//!
+//! A descriptor is made not to block when it comes (vhost-user, `VHOST_USER_SET_VRING_CALL`). But that belongs to
+//! what is open, which the front-end has open as well: it can take it back, fill the counter, and have whoever
+//! writes next sleep for good, with all the disks that his thread serves. To look first whether there is room
+//! costs a system call for each signal, and proves nothing. So one thread looks about every second for others
+//! that are in such a write, and interrupts one that stays there.
+
+#![expect(
+    unsafe_code,
+    reason = "a signal to one thread, and a handler that does nothing"
+)]
+
+use std::os::fd::OwnedFd;
+use std::ptr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use rustix::io::Errno;
+use rustix::thread::Pid;
+
+/// Ignored by all who do not ask for it, and seldom asked for.
+const SIGNAL: i32 = libc::SIGURG;
+/// How often to look.
+const TICK: Duration = Duration::from_secs(1);
+/// A write that takes longer than this is one that waits, or whose thread does not run. Being interrupted does not
+/// harm the latter.
+const LONG: Duration = Duration::from_millis(10);
+
+/// A front-end does not take its signals. No more should be sent there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NotTaken;
+
+/// Sends the signals of one thread, the one that made it.
+pub struct Signals(Arc<Sender>);
+
+struct Sender {
+    thread: Pid,
+    /// Odd in a write.
+    turn: AtomicUsize,
+}
+
+/// The threads that are looked after.
+static SENDERS: Mutex<Vec<Arc<Sender>>> = Mutex::new(Vec::new());
+
+impl Signals {
+    /// For the calling thread.
+    ///
+    /// # Errors
+    /// The system has no thread left to look after this one.
+    pub fn new() -> std::io::Result<Self> {
+        static INSTALLED: Once = Once::new();
+        INSTALLED.call_once(install);
+        let sender = Arc::new(Sender {
+            thread: rustix::thread::gettid(),
+            turn: AtomicUsize::new(0),
+        });
+        let mut senders = senders();
+        if senders.is_empty() {
+            let watch = thread::Builder::new().name("signals".to_owned());
+            watch.spawn(look_after)?;
+        }
+        senders.push(sender.clone());
+        Ok(Self(sender))
+    }
+
+    /// Adds one to an event counter. A counter that is full is as good as one that was written to.
+    ///
+    /// # Errors
+    /// It is full, and blocks.
+    #[inline]
+    pub fn send(&self, event: &OwnedFd) -> Result<(), NotTaken> {
+        let turn = self.0.turn.load(Ordering::Relaxed);
+        self.0.turn.store(turn.wrapping_add(1), Ordering::Relaxed);
+        let written = rustix::io::write(event, &1u64.to_ne_bytes());
+        self.0.turn.store(turn.wrapping_add(2), Ordering::Relaxed);
+        match written {
+            Err(Errno::INTR) => Err(NotTaken),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for Signals {
+    fn drop(&mut self) {
+        senders().retain(|sender| !Arc::ptr_eq(sender, &self.0));
+    }
+}
+
+impl Sender {
+    fn turn(&self) -> usize {
+        self.turn.load(Ordering::Relaxed)
+    }
+
+    fn interrupt(&self) {
+        // SAFETY: takes three numbers. The thread is one of this process, and lives: it takes itself out of the
+        // list, which is locked, before it ends.
+        unsafe {
+            libc::syscall(
+                libc::SYS_tgkill,
+                libc::c_long::from(rustix::process::getpid().as_raw_pid()),
+                libc::c_long::from(self.thread.as_raw_pid()),
+                libc::c_long::from(SIGNAL),
+            );
+        }
+    }
+}
+
+fn senders() -> MutexGuard<'static, Vec<Arc<Sender>>> {
+    SENDERS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Ends with the last sender.
+fn look_after() {
+    // In a write, and at which.
+    let mut writing: Vec<(Arc<Sender>, usize)> = Vec::new();
+    loop {
+        thread::sleep(TICK);
+        {
+            let senders = senders();
+            if senders.is_empty() {
+                return;
+            }
+            let all = senders.iter().map(|sender| (sender.clone(), sender.turn()));
+            writing.extend(all.filter(|(_, turn)| turn % 2 == 1));
+        }
+        if writing.is_empty() {
+            continue;
+        }
+        thread::sleep(LONG);
+        let senders = senders();
+        for (sender, turn) in writing.drain(..) {
+            if sender.turn() == turn && senders.iter().any(|s| Arc::ptr_eq(s, &sender)) {
+                sender.interrupt();
+            }
+        }
+    }
+}
+
+/// Without SA_RESTART, so that a write ends instead of going on.
+fn install() {
+    // SAFETY: all zeroes is a signal action; the call is given a valid one, with a handler that does nothing.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = nothing as *const () as usize;
+        libc::sigaction(SIGNAL, &raw const action, ptr::null_mut());
+    }
+}
+
+extern "C" fn nothing(_signal: i32) {}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+
+    /// A full counter that blocks, a full one that does not, and one with room.
+    #[test]
+    fn a_full_counter_holds_nobody_up() {
+        let full = |flags| {
+            let event = eventfd(0, flags).unwrap();
+            rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+            event
+        };
+        let (blocking, other) = (full(EventfdFlags::empty()), full(EventfdFlags::NONBLOCK));
+        let free = eventfd(0, EventfdFlags::empty()).unwrap();
+        let (done, result) = mpsc::channel();
+        thread::spawn(move || {
+            let signals = Signals::new().unwrap();
+            let sent = [&free, &other, &blocking, &free].map(|event| signals.send(event));
+            let mut count = [0; 8];
+            rustix::io::read(&free, &mut count).unwrap();
+            done.send((sent, u64::from_ne_bytes(count))).unwrap();
+        });
+        let expected = ([Ok(()), Ok(()), Err(NotTaken), Ok(())], 2);
+        let hang = Duration::from_secs(60);
+        assert_eq!(result.recv_timeout(hang).expect("it hangs"), expected);
+    }
+}
