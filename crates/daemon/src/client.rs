@@ -3,9 +3,11 @@
 mod rates;
 mod stats;
 mod top;
+mod upgrade;
 
 pub use stats::{StatsArgs, stats};
 pub use top::{TopArgs, top};
+pub use upgrade::{UpgradeArgs, upgrade};
 
 use std::io;
 use std::path::PathBuf;
@@ -146,6 +148,9 @@ pub struct ResumeArgs {
 
 Reads the configuration anew, as SIGHUP does, and says what is wrong with it.")]
 pub struct ReloadArgs {
+    /// If this program is another than the one that serves, take over from it, as 'ringdisk upgrade' does
+    #[arg(long)]
+    upgrade: bool,
     #[command(flatten)]
     connection: Connection,
 }
@@ -358,6 +363,9 @@ pub fn resume(args: &ResumeArgs) -> Done {
 }
 
 pub fn reload(args: &ReloadArgs) -> Done {
+    if args.upgrade && upgrade::upgrade_if_changed(&args.connection)? {
+        return Ok(());
+    }
     let done = "the configuration was read anew, and is in force";
     args.connection.order("x-ringdisk-reload", json!({}), done)
 }

@@ -27,7 +27,7 @@ use crate::together::check_together;
 const BYTES_MAX: u64 = 4 << 20;
 
 /// The keys of the file itself, and its tables.
-const KEYS: [&str; 9] = [
+const KEYS: [&str; 10] = [
     "iothreads",
     "cpus",
     "poll-max-us",
@@ -37,6 +37,7 @@ const KEYS: [&str; 9] = [
     "sandbox",
     "allow-dir",
     "user",
+    "state",
 ];
 const TABLES: &str = "[[disk]], [[iothread]], [[throttle-group]]";
 
@@ -60,6 +61,8 @@ pub struct Config {
     pub poll_max: Option<Duration>,
     pub control: Option<PathBuf>,
     pub metrics: Option<SocketAddr>,
+    /// Directory in which is kept what is changed while disks are served.
+    pub state: Option<PathBuf>,
     /// Directories of files that images name.
     pub allow_backing: Vec<PathBuf>,
     pub sandbox: Option<sandbox::Mode>,
@@ -149,6 +152,7 @@ impl Config {
                     let us = number(name, value, 0..=POLL_MAX_US_MAX)?;
                     config.poll_max = Some(Duration::from_micros(us));
                 }
+                "state" => config.state = Some(scalar()?.into()),
                 "control" => config.control = Some(scalar()?.into()),
                 "metrics" => {
                     let address = metrics::address(&scalar()?);

@@ -6,13 +6,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use datapath::{Disk, QueueId};
+use datapath::{Disk, IoThread, QueueId};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
 use guest::{Device, FrontendChannel, NewQueue, RingBase, RingError, Stopped};
 use tracing::{error, info, warn};
 
+use crate::export::ExportError;
 use crate::iothreads::NamedThread;
-use crate::node::Node;
+use crate::node::{AWAY, Node};
 use crate::spec::Lock;
 
 /// A served disk: what front-ends see of it, and where its queues go.
@@ -26,20 +27,30 @@ pub struct ServedDisk {
     /// The guest's choice, at first the cache mode's: it outlives resets and connections, because front-ends read the
     /// configuration space only once.
     write_cache: AtomicBool,
+    /// What it is without a choice.
+    write_cache_default: bool,
+    /// Called when the guest has chosen.
+    chosen: Box<dyn Fn() + Send + Sync>,
     /// The front-end that is connected, if it wants to be told of changes.
     frontend: Mutex<Option<FrontendChannel>>,
 }
 
 impl ServedDisk {
-    /// A disk with one queue for each of `threads`.
+    /// A disk with one queue for each of `threads`, and a choice that its guest has made before. `chosen` is
+    /// called when it makes another.
     pub fn new(
         disk: Arc<Disk>,
         node: Arc<Node>,
         queue_size: u16,
         threads: Vec<NamedThread>,
+        choice: Option<bool>,
+        chosen: Box<dyn Fn() + Send + Sync>,
     ) -> Self {
-        let write_cache = AtomicBool::new(disk.write_cache());
+        let write_cache_default = disk.write_cache();
+        let write_cache = AtomicBool::new(choice.unwrap_or(write_cache_default));
         Self {
+            write_cache_default,
+            chosen,
             disk,
             node: Mutex::new(node),
             queue_size,
@@ -58,9 +69,44 @@ impl ServedDisk {
         node.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The disk has been put on another node.
-    pub fn set_node(&self, node: Arc<Node>) {
-        *self.node.lock().unwrap_or_else(PoisonError::into_inner) = node;
+    /// The guest's choice of a write cache, if it is another than the cache mode's.
+    pub fn chosen_write_cache(&self) -> Option<bool> {
+        let choice = self.write_cache.load(Ordering::Relaxed);
+        (choice != self.write_cache_default).then_some(choice)
+    }
+
+    /// The threads of its queues, each once.
+    pub fn io_threads(&self) -> Vec<Arc<IoThread>> {
+        let mut threads: Vec<_> = self.threads.iter().map(|t| &t.thread).collect();
+        threads.sort_by_key(|thread| thread.thread_id());
+        threads.dedup_by_key(|thread| thread.thread_id());
+        threads.into_iter().cloned().collect()
+    }
+
+    /// Puts another node under the disk while its guest runs, which notices a pause. `record` makes durable
+    /// that it is there.
+    ///
+    /// # Errors
+    /// The disk goes on with the node that it had.
+    pub fn replace(
+        &self,
+        new: &Arc<Node>,
+        record: impl FnOnce() -> io::Result<()>,
+    ) -> Result<(), ExportError> {
+        let fail = |e| ExportError::System(self.disk.name.clone(), "be put on another file", e);
+        // Held until it is on the other one: it must not be left to another host, or taken back, meanwhile.
+        let mut node = self.node.lock().unwrap_or_else(PoisonError::into_inner);
+        if !node.is_here() {
+            return Err(fail(io::Error::other(AWAY)));
+        }
+        new.be_here().map_err(|e| fail(io::Error::other(e)))?;
+        let threads = self.io_threads();
+        let file = new.replacement().map_err(|e| fail(io::Error::other(e)))?;
+        self.disk.replace(&threads, file, record).map_err(fail)?;
+        *node = new.clone();
+        drop(node);
+        self.tell_size();
+        Ok(())
     }
 
     /// Most data segments in a request: the ring less a header and a status.
@@ -183,8 +229,11 @@ impl Device for BlockDevice<'_> {
     }
 
     fn set_write_cache(&mut self, on: bool) {
-        self.served.write_cache.store(on, Ordering::Relaxed);
+        let was = self.served.write_cache.swap(on, Ordering::Relaxed);
         self.apply_write_cache();
+        if was != on {
+            (self.served.chosen)();
+        }
     }
 
     fn set_features(&mut self, accepted: u64) {

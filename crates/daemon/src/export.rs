@@ -1,24 +1,27 @@
 //! A node in service: its socket, and the thread that serves the front-ends which connect there.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 use std::{io, mem};
 
 use block::{CacheMode, Request};
 use control::{BlockErrorAction, BlockIoError, BlockIoResumed, Event, EventHub, IoOperationType};
-use datapath::{Disk, IoAction, IoEvent, IoFailure, IoThread, Measuring};
-use guest::End;
+use datapath::{Disk, IoAction, IoEvent, IoFailure, Measuring};
+use guest::{End, Saved};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use thiserror::Error;
 use tracing::{error, info, warn};
 
 use crate::device::{BlockDevice, ServedDisk};
+use crate::inherit::{Gate, InheritedExport};
 use crate::iothreads::NamedThread;
-use crate::node::{AWAY, Node};
+use crate::node::Node;
 use crate::paste::{self, Ready};
 use crate::socket::{self, Socket, SocketError};
 use crate::spec::{DiskSpec, SocketAccess};
@@ -30,16 +33,19 @@ pub struct Export {
     pub node: Arc<Node>,
     pub disk: Arc<Disk>,
     pub socket: PathBuf,
+    pub spec: ExportSpec,
     pub device: Arc<ServedDisk>,
     /// Latencies are measured as long as this is there.
     measuring: Option<Measuring>,
     connected: Arc<AtomicBool>,
     stop: Arc<OwnedFd>,
+    /// Who wants it to pause, when it is told to stop.
+    pause: Arc<Mutex<Option<Sender<Paused>>>>,
     listener: Option<JoinHandle<()>>,
 }
 
 /// How a disk is served, apart from what it is.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ExportSpec {
     pub id: String,
     pub socket: PathBuf,
@@ -70,6 +76,27 @@ impl From<&DiskSpec> for ExportSpec {
     }
 }
 
+/// What an export has to do with the rest of the program.
+pub struct Around {
+    /// Told what goes wrong.
+    pub events: Arc<EventHub>,
+    /// What the guest chose of its write cache when it was last served.
+    pub write_cache: Option<bool>,
+    /// Called when the guest has chosen anew.
+    pub changed: Box<dyn Fn() + Send + Sync>,
+    /// What another process has served until now.
+    pub inherited: Option<InheritedExport>,
+}
+
+/// An export that serves nobody for now: its socket, and the front-end that is connected, with its session. These are
+/// copies; it goes on with its own unless it is told to leave.
+pub struct Paused {
+    pub listener: OwnedFd,
+    pub connection: Option<(OwnedFd, Saved)>,
+    /// Told when somebody else goes on. Dropped, it is this export that does.
+    pub leave: Sender<()>,
+}
+
 #[derive(Debug, Error)]
 pub enum ExportError {
     #[error(transparent)]
@@ -80,7 +107,7 @@ pub enum ExportError {
 
 impl Export {
     /// Listens at the socket for front-ends of a disk, which lies on a node; queue i is served by thread i
-    /// of `threads`. What goes wrong with it is told to `events`.
+    /// of `threads`.
     ///
     /// # Errors
     /// The socket cannot be made.
@@ -89,14 +116,32 @@ impl Export {
         disk: Disk,
         spec: &ExportSpec,
         threads: Vec<NamedThread>,
-        events: Arc<EventHub>,
+        around: Around,
     ) -> Result<Self, ExportError> {
+        let Around {
+            events,
+            write_cache,
+            changed,
+            inherited,
+        } = around;
         let id = spec.id.clone();
         let system = |what| {
             let id = id.clone();
             move |e| ExportError::System(id, what, e)
         };
-        let bound = Socket::bind(&spec.socket, spec.socket_access)?;
+        let (bound, first) = match inherited {
+            None => {
+                let bound = Socket::bind(&spec.socket, spec.socket_access)?;
+                (bound, First::default())
+            }
+            Some(inherited) => (
+                Socket::adopt(inherited.listener, &spec.socket),
+                First {
+                    session: inherited.session,
+                    gate: Some(inherited.gate),
+                },
+            ),
+        };
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| system("make an event descriptor")(e.into()))?;
         let stop = Arc::new(stop);
@@ -109,6 +154,8 @@ impl Export {
             node.clone(),
             spec.queue_size,
             threads,
+            write_cache,
+            changed,
         ));
         tell_changes(&node, &disk, &device);
         let front = Frontends {
@@ -116,21 +163,25 @@ impl Export {
             socket: bound,
             device: device.clone(),
             connected: connected.clone(),
+            pause: Arc::default(),
         };
+        let pause = front.pause.clone();
         let its_stop = stop.clone();
         let listener = thread::Builder::new()
             .name(format!("vhost-{id}"))
-            .spawn(move || front.serve(its_stop.as_fd()))
+            .spawn(move || front.serve(its_stop.as_fd(), first))
             .map_err(system("start a thread"))?;
         Ok(Self {
             id,
             node,
             disk,
             socket: spec.socket.clone(),
+            spec: spec.clone(),
             device,
             measuring: None,
             connected,
             stop,
+            pause,
             listener: Some(listener),
         })
     }
@@ -145,46 +196,22 @@ impl Export {
         self.connected.load(Ordering::Relaxed)
     }
 
-    /// Puts another node under the disk while its guest runs, which notices a pause.
-    ///
-    /// # Errors
-    /// The disk goes on with the node that it had.
-    pub fn replace(&mut self, node: Arc<Node>) -> Result<(), ExportError> {
-        let fail = |e| ExportError::System(self.id.clone(), "be put on another file", e);
-        if !self.node.is_here() {
-            return Err(fail(io::Error::other(AWAY)));
-        }
-        node.be_here().map_err(|e| fail(io::Error::other(e)))?;
-        let threads = self.threads();
-        let new = node.replacement().map_err(|e| fail(io::Error::other(e)))?;
-        // Which file holds the disk is what the operator has written down, in the configuration or in
-        // the VM's own; there is no record of ours.
-        self.disk.replace(&threads, new, || Ok(())).map_err(fail)?;
-        if let Some(rbd) = self.node.rbd() {
-            rbd.on_change(None);
-        }
-        self.node = node.clone();
-        self.device.set_node(node);
-        self.device.tell_size();
-        Ok(())
-    }
-
     /// Has requests go on that wait for storage, or, with `report`, their guest told.
     pub fn resume(&self, report: bool) {
-        self.disk.resume(&self.threads(), report);
-    }
-
-    /// The threads of its queues, each once.
-    fn threads(&self) -> Vec<Arc<IoThread>> {
-        let mut threads: Vec<_> = self.device.threads.iter().map(|t| &t.thread).collect();
-        threads.sort_by_key(|thread| thread.thread_id());
-        threads.dedup_by_key(|thread| thread.thread_id());
-        threads.into_iter().cloned().collect()
+        self.disk.resume(&self.device.io_threads(), report);
     }
 
     /// Tells the listening thread to end, without waiting for it.
     pub fn tell_to_stop(&self) {
         let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+    }
+
+    /// Asks it to pause. The answer comes when nothing of it is under way.
+    pub fn pause(&self) -> Receiver<Paused> {
+        let (sender, paused) = mpsc::channel();
+        *self.pause.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender);
+        self.tell_to_stop();
+        paused
     }
 
     /// What to paste to connect a VM.
@@ -265,17 +292,60 @@ fn io_error(export: &str, node: &str, failure: &IoFailure) -> Event {
     })
 }
 
+/// With whom to begin.
+#[derive(Default)]
+struct First {
+    session: Option<(UnixStream, Saved)>,
+    /// Nobody is served before it opens.
+    gate: Option<Arc<Gate>>,
+}
+
 struct Frontends {
     name: String,
     socket: Socket,
     device: Arc<ServedDisk>,
     connected: Arc<AtomicBool>,
+    pause: Arc<Mutex<Option<Sender<Paused>>>>,
+}
+
+/// How the wait for a front-end ended.
+enum Waited {
+    Connected(UnixStream),
+    Stopped,
+    Failed,
 }
 
 impl Frontends {
-    /// Accepts front-ends, one at a time, until `stop` becomes readable. A second one waits until the
-    /// first has gone.
-    fn serve(self, stop: BorrowedFd<'_>) {
+    /// Serves front-ends, one at a time, until `stop` becomes readable and nobody wants a pause. A second one waits
+    /// until the first has gone.
+    fn serve(mut self, stop: BorrowedFd<'_>, first: First) {
+        let mut next = first.session.map(|(socket, saved)| (socket, Some(saved)));
+        if let Some(gate) = first.gate {
+            gate.wait();
+            self.socket.own();
+        }
+        loop {
+            let stopped = match next.take() {
+                Some((socket, saved)) => self.serve_one(socket, saved, stop),
+                None => match self.wait(stop) {
+                    Waited::Connected(socket) => {
+                        info!("disk {}: front-end connected", self.name);
+                        next = Some((socket, None));
+                        continue;
+                    }
+                    Waited::Stopped => Some(None),
+                    Waited::Failed => return,
+                },
+            };
+            let Some(session) = stopped else { continue };
+            match self.paused(session, stop) {
+                Some(session) => next = session.map(|(socket, saved)| (socket, Some(saved))),
+                None => return,
+            }
+        }
+    }
+
+    fn wait(&self, stop: BorrowedFd<'_>) -> Waited {
         let name = &self.name;
         loop {
             let mut ready = [
@@ -284,29 +354,78 @@ impl Frontends {
             ];
             match poll(&mut ready, None) {
                 Err(rustix::io::Errno::INTR) => continue,
-                Err(e) => return error!("disk {name}: cannot wait for front-ends: {e}"),
-                Ok(_) if !ready[0].revents().is_empty() => return,
+                Err(e) => {
+                    error!("disk {name}: cannot wait for front-ends: {e}");
+                    return Waited::Failed;
+                }
+                Ok(_) if !ready[0].revents().is_empty() => return Waited::Stopped,
                 Ok(_) => {}
             }
-            let socket = match self.socket.listener.accept() {
-                Ok((socket, _)) => socket,
+            match self.socket.listener.accept() {
+                Ok((socket, _)) => return Waited::Connected(socket),
                 Err(e) => {
                     // Out of descriptors, most likely: those in service go on, this one waits.
                     warn!("disk {name}: cannot accept a front-end: {e}; trying again in a second");
                     thread::sleep(Duration::from_secs(1));
-                    continue;
                 }
-            };
-            info!("disk {name}: front-end connected");
-            self.connected.store(true, Ordering::Relaxed);
-            let mut device = BlockDevice::new(&self.device);
-            let end = guest::serve(&socket, &mut device, stop);
-            self.connected.store(false, Ordering::Relaxed);
-            match end {
-                End::Disconnected => info!("disk {name}: front-end disconnected"),
-                End::Stopped => return,
-                End::Failed(e) => warn!("disk {name}: front-end cut off: {e}"),
             }
         }
+    }
+
+    /// Serves a front-end. If that was stopped, returns what to go on with, if there is anything.
+    fn serve_one(
+        &self,
+        socket: UnixStream,
+        saved: Option<Saved>,
+        stop: BorrowedFd<'_>,
+    ) -> Option<Option<(UnixStream, Saved)>> {
+        let name = &self.name;
+        self.connected.store(true, Ordering::Relaxed);
+        let mut device = BlockDevice::new(&self.device);
+        let (end, saved) = guest::serve_from(&socket, &mut device, stop, saved);
+        self.connected.store(false, Ordering::Relaxed);
+        match end {
+            End::Disconnected => info!("disk {name}: front-end disconnected"),
+            End::Stopped => return Some(saved.map(|saved| (socket, saved))),
+            End::Failed(e) => warn!("disk {name}: front-end cut off: {e}"),
+        }
+        None
+    }
+
+    /// After a stop: hands out copies to whoever wants a pause, and goes on if they don't. `None` if this is the
+    /// end.
+    fn paused(
+        &mut self,
+        session: Option<(UnixStream, Saved)>,
+        stop: BorrowedFd<'_>,
+    ) -> Option<Option<(UnixStream, Saved)>> {
+        let wanted = self.pause.lock();
+        let wanted = wanted.unwrap_or_else(PoisonError::into_inner).take()?;
+        // It is not to be stopped again by the same word.
+        let _ = rustix::io::read(stop, &mut [0; 8]);
+        let copy = || {
+            let listener = self.socket.listener.as_fd().try_clone_to_owned()?;
+            let copy = |(socket, saved): &(UnixStream, Saved)| {
+                Ok::<_, io::Error>((socket.as_fd().try_clone_to_owned()?, saved.clone()))
+            };
+            Ok::<_, io::Error>((listener, session.as_ref().map(copy).transpose()?))
+        };
+        let (leave, left) = mpsc::channel();
+        let told = match copy() {
+            Ok((listener, connection)) => wanted.send(Paused {
+                listener,
+                connection,
+                leave,
+            }),
+            Err(e) => {
+                warn!("disk {}: cannot pause: {e}", self.name);
+                return Some(session);
+            }
+        };
+        if told.is_ok() && left.recv().is_ok() {
+            self.socket.disown();
+            return None;
+        }
+        Some(session)
     }
 }

@@ -3,8 +3,9 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -14,14 +15,18 @@ use datapath::ThrottleGroup;
 use thiserror::Error;
 use tracing::{error, info, warn};
 
-use crate::export::{Export, ExportError, ExportSpec};
+use crate::device::ServedDisk;
+use crate::export::{Around, Export, ExportError, ExportSpec};
 use crate::iothreads::{IoThreadError, IoThreads};
+use crate::keeper::{Inventory, Keeper, Written};
 use crate::node::{DiskWanted, Node, NodeError};
 use crate::paste::Ready;
 use crate::sandbox::{Outside, Sandbox};
 use crate::spec::{DiskSpec, FileSpec};
+use crate::state::{ChangedExport, ChangedNode};
 use crate::storage::Places;
 use crate::together::TogetherError;
+use crate::upgrade::{Handing, Pausing};
 
 /// Disks that one process serves at most: each takes a thread and a few descriptors.
 const DISKS_MAX: usize = 4096;
@@ -38,10 +43,15 @@ const WATCH: Duration = Duration::from_secs(120);
 
 pub struct Host {
     pub threads: IoThreads,
-    places: Places,
+    pub places: Places,
     /// Where this process may be at all.
     sandbox: Arc<Sandbox>,
     pub events: Arc<EventHub>,
+    /// Where what is changed is kept, if it is.
+    keeper: OnceLock<Keeper>,
+    pub handing: Handing,
+    /// For those who tell of changes from elsewhere.
+    me: Weak<Self>,
     state: Mutex<State>,
 }
 
@@ -53,6 +63,10 @@ struct State {
     watch: Watch,
     /// Exports by id that finish what is under way, with the nodes to which that goes.
     stopping: Vec<(String, Arc<Node>)>,
+    /// Disks that are being moved to other files.
+    moving: Vec<String>,
+    /// What guests chose of their write caches before this process ran, by export.
+    write_caches: BTreeMap<String, bool>,
 }
 
 /// Whether latencies are measured, which costs a little.
@@ -71,6 +85,17 @@ struct NodeEntry {
     group: Option<String>,
     /// The node that it lies on.
     child: Option<String>,
+}
+
+impl NodeEntry {
+    /// As it would have to be written to be as it is now.
+    fn spec(&self) -> DiskSpec {
+        DiskSpec {
+            limits: self.limits,
+            throttle_group: self.group.clone(),
+            ..self.node.spec.clone()
+        }
+    }
 }
 
 /// What is to become of a front-end that is connected when its disk is to be removed.
@@ -120,6 +145,8 @@ pub enum HostError {
     IoThread(#[from] IoThreadError),
     #[error("disk {0}: cannot be resized: {1}")]
     Resize(String, String),
+    #[error("disk {0}: where it is now cannot be kept: {1}")]
+    Keep(String, io::Error),
     #[error("{0} could not be made durable, acknowledged writes may be lost: {1}")]
     Sync(String, io::Error),
     #[error(
@@ -130,14 +157,17 @@ pub enum HostError {
 }
 
 impl Host {
-    pub fn new(threads: IoThreads, places: Places, sandbox: Arc<Sandbox>) -> Self {
-        Self {
+    pub fn new(threads: IoThreads, places: Places, sandbox: Arc<Sandbox>) -> Arc<Self> {
+        Arc::new_cyclic(|me| Self {
             places,
             sandbox,
             threads,
             events: EventHub::new(),
+            keeper: OnceLock::new(),
+            handing: Handing::default(),
+            me: me.clone(),
             state: Mutex::default(),
-        }
+        })
     }
 
     /// Opens a disk and serves it, under one name.
@@ -281,7 +311,20 @@ impl Host {
         })?;
         disk.set_limits(&limits)?;
         disk.set_throttle_group(state.group(group.as_deref())?);
-        let mut export = Export::start(node, disk, spec, threads, self.events.clone())?;
+        let me = self.me.clone();
+        let inherited = self.places.inherited.export(&spec.socket);
+        let chosen = inherited.as_ref().and_then(|export| export.write_cache);
+        let around = Around {
+            events: self.events.clone(),
+            write_cache: state.write_caches.remove(&spec.id).or(chosen),
+            inherited,
+            changed: Box::new(move || {
+                if let Some(host) = me.upgrade() {
+                    host.keep();
+                }
+            }),
+        };
+        let mut export = Export::start(node, disk, spec, threads, around)?;
         export.measure(!matches!(state.watch, Watch::No));
         let ready = export.ready();
         state.exports.insert(spec.id.clone(), export);
@@ -366,21 +409,36 @@ impl Host {
         };
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
         let new = Arc::new(Node::open(spec, &self.places)?);
+        let served = {
+            let mut state = self.state();
+            if !Arc::ptr_eq(&state.top(name)?.node, &before) {
+                return Err(HostError::Changed(name.into()));
+            }
+            if let Some(id) = state.stops(before.name()) {
+                return Err(HostError::NodeInUse(name.into(), id));
+            }
+            let mut exports = state.exports.values();
+            let export = exports.find(|e| Arc::ptr_eq(&e.node, &before));
+            let served = export.map(|export| export.device.clone());
+            state.moving.push(before.name().to_owned());
+            served
+        };
+        // Takes as long as the slowest of the requests under way.
+        let moved = self.move_to(served.as_deref(), &new);
         let mut state = self.state();
-        if !Arc::ptr_eq(&state.top(name)?.node, &before) {
-            return Err(HostError::Changed(name.into()));
-        }
-        if let Some(id) = state.stops(before.name()) {
-            return Err(HostError::NodeInUse(name.into(), id));
-        }
-        let mut exports = state.exports.values_mut();
-        if let Some(export) = exports.find(|e| Arc::ptr_eq(&e.node, &before)) {
-            export.replace(new.clone())?;
-        }
+        state.moving.retain(|moving| moving != before.name());
+        moved?;
         info!(
             "disk {name}: was on {}, is on {}",
             before.filename, new.filename
         );
+        if let Some(rbd) = before.rbd() {
+            rbd.on_change(None);
+        }
+        let mut exports = state.exports.values_mut();
+        if let Some(export) = exports.find(|e| Arc::ptr_eq(&e.node, &before)) {
+            export.node = new.clone();
+        }
         state.put_on(new);
         Ok(())
     }
@@ -394,6 +452,18 @@ impl Host {
         let export = export.ok_or_else(|| HostError::NoExport(name.into()))?;
         export.resume(report);
         Ok(())
+    }
+
+    fn move_to(&self, served: Option<&ServedDisk>, new: &Arc<Node>) -> Result<(), HostError> {
+        // A restart must find the disk where the guest has written since.
+        let keep = || match self.keeper.get() {
+            Some(keeper) => keeper.keep(self, Some((new.name(), &new.spec.file))),
+            None => Ok(()),
+        };
+        match served {
+            Some(served) => Ok(served.replace(new, keep)?),
+            None => keep().map_err(|e| HostError::Keep(new.name().into(), e)),
+        }
     }
 
     /// Looks at all disks for growth.
@@ -465,6 +535,137 @@ impl Host {
         }
     }
 
+    /// Writes what images have only in memory, so that another process finds all of it.
+    ///
+    /// # Errors
+    /// It could not be written, or storage has lost something that another process would not know of.
+    pub fn settle(&self) -> Result<(), String> {
+        let (nodes, lost): (Vec<_>, Vec<_>) = {
+            let state = self.state();
+            let nodes = state.nodes.values().map(|entry| entry.node.clone());
+            let lost = state.exports.values().filter(|e| e.disk.lost_writes());
+            (nodes.collect(), lost.map(|e| e.id.clone()).collect())
+        };
+        if let Some(id) = lost.first() {
+            return Err(format!(
+                "disk {id} has lost writes (see PAGECACHE_LOST above)"
+            ));
+        }
+        if let Some(node) = nodes.iter().find(|node| node.rbd().is_some()) {
+            return Err(format!(
+                "disk {} is in a Ceph cluster, whose lock on the image cannot be handed over; restart ringdisk \
+                 instead",
+                node.name()
+            ));
+        }
+        let settle =
+            |node: &Arc<Node>| node.settle().map_err(|e| format!("{}: {e}", node.filename));
+        nodes.iter().try_for_each(settle)
+    }
+
+    /// Asks all exports to pause.
+    pub fn pause(&self) -> Vec<Pausing> {
+        let state = self.state();
+        let pausing = state.exports.values().map(|export| Pausing {
+            id: export.id.clone(),
+            socket: export.socket.clone(),
+            write_cache: export.device.chosen_write_cache(),
+            paused: export.pause(),
+        });
+        pausing.collect()
+    }
+
+    /// Copies of the descriptors of all files that are open for disks.
+    ///
+    /// # Errors
+    /// There are no more to be had.
+    pub fn descriptors(&self) -> io::Result<Vec<OwnedFd>> {
+        let state = self.state();
+        // A node that lies on another has the same.
+        let nodes = state.nodes.values().filter(|entry| entry.child.is_none());
+        let mut files = Vec::new();
+        for entry in nodes {
+            files.extend(entry.node.copies()?);
+        }
+        Ok(files)
+    }
+
+    /// Names of disks that are left to other hosts for now.
+    pub fn away(&self) -> Vec<String> {
+        let state = self.state();
+        let nodes = state.nodes.values().map(|entry| &entry.node);
+        let away = nodes.filter(|node| !node.is_here());
+        away.map(|node| node.name().to_owned()).collect()
+    }
+
+    /// The lock on the directory in which state is kept.
+    ///
+    /// # Errors
+    /// There is no descriptor to be had.
+    pub fn state_lock(&self) -> io::Result<Option<OwnedFd>> {
+        let lock = self.keeper.get().map(|keeper| keeper.lock().try_clone());
+        Ok(lock.transpose()?.map(OwnedFd::from))
+    }
+
+    /// Keeps what is changed from now on, and what was until now. It can be set once.
+    pub fn set_keeper(&self, keeper: Keeper) {
+        let _ = self.keeper.set(keeper);
+        self.keep();
+    }
+
+    /// Keeps how things are now, so that they are so after a restart.
+    pub fn keep(&self) {
+        if let Some(keeper) = self.keeper.get()
+            && let Err(e) = keeper.keep(self, None)
+        {
+            error!("what was changed is in force, and will be forgotten at a restart: {e}");
+        }
+    }
+
+    /// The operator has written this down, from now on.
+    pub fn set_written(&self, written: Written) {
+        if let Some(keeper) = self.keeper.get() {
+            keeper.set_written(written);
+        }
+        self.keep();
+    }
+
+    /// What guests had chosen of their write caches, for exports that will be added.
+    pub fn remember_write_caches(&self, choices: &BTreeMap<String, bool>) {
+        self.state().write_caches.clone_from(choices);
+    }
+
+    /// All that is served.
+    pub fn inventory(&self) -> Inventory {
+        let state = self.state();
+        let node = |entry: &NodeEntry| ChangedNode {
+            disk: entry.spec(),
+            over: entry.child.clone(),
+        };
+        let export = |export: &Export| ChangedExport {
+            id: export.id.clone(),
+            node: export.node.name().to_owned(),
+            socket: export.spec.socket.clone(),
+            socket_access: export.spec.socket_access,
+            queues: export.spec.queues,
+            queue_size: export.spec.queue_size,
+            iothreads: export.spec.iothreads.clone(),
+            read_only: export.spec.read_only,
+            cache: export.spec.cache,
+            logical_block: export.spec.logical_block,
+        };
+        let group = |(name, group): (&String, &Arc<ThrottleGroup>)| (name.clone(), group.limits());
+        let choice =
+            |export: &Export| Some((export.id.clone(), export.device.chosen_write_cache()?));
+        Inventory {
+            nodes: state.nodes.values().map(node).collect(),
+            exports: state.exports.values().map(export).collect(),
+            groups: state.groups.iter().map(group).collect(),
+            threads: self.threads.added(),
+            write_caches: state.exports.values().filter_map(choice).collect(),
+        }
+    }
+
     /// The node of an export, or the node of this name.
     pub fn node_of(&self, name: &str) -> Option<String> {
         let state = self.state();
@@ -480,11 +681,7 @@ impl Host {
         let state = self.state();
         let entry = state.nodes.get(name)?;
         let served = state.exports.get(name)?;
-        Arc::ptr_eq(&served.node, &entry.node).then(|| DiskSpec {
-            limits: entry.limits,
-            throttle_group: entry.group.clone(),
-            ..entry.node.spec.clone()
-        })
+        Arc::ptr_eq(&served.node, &entry.node).then(|| entry.spec())
     }
 
     /// Calls `look` for every disk, in the order of their names.
@@ -554,6 +751,13 @@ impl Host {
     /// # Errors
     /// The last disk that could not be made durable.
     pub fn shut_down(&self) -> Result<(), HostError> {
+        // What has been handed over is another's.
+        let Ok(_staying) = self.handing.stay_after() else {
+            return Ok(());
+        };
+        if let Some(keeper) = self.keeper.get() {
+            keeper.end();
+        }
         let deadline = Instant::now() + SHUTDOWN;
         let State { nodes, exports, .. } = std::mem::take(&mut *self.state());
         // All at once, rather than each after the other.
@@ -715,6 +919,7 @@ impl State {
             .map(|e| e.id.clone())
             .or(above.map(|entry| entry.node.name().to_owned()))
             .or_else(|| self.stops(name))
+            .or_else(|| self.moving.iter().find(|moving| *moving == name).cloned())
     }
 
     /// The export of a node that still finishes what is under way.

@@ -185,6 +185,18 @@ impl IoThreads {
         Ok(())
     }
 
+    /// The threads that were added by name.
+    pub fn added(&self) -> Vec<(String, ThreadSpec)> {
+        let state = self.state();
+        let added = state
+            .running
+            .iter()
+            .filter(|(id, _)| self.place(id).is_none());
+        added
+            .map(|(id, running)| (id.clone(), running.spec.clone()))
+            .collect()
+    }
+
     /// The threads that run, in the order of their ids.
     pub fn running(&self) -> Vec<(NamedThread, ThreadSpec)> {
         let state = self.state();

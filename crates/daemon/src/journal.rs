@@ -1,9 +1,9 @@
 //! Where the journals of images are: what a killed process had acknowledged and not flushed.
 
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use block::{Backing, FileOffset};
@@ -12,19 +12,26 @@ use image::{JournalEvent, JournalPlace, Storage};
 use rustix::fs::{FallocateFlags, fallocate};
 use tracing::{error, info, warn};
 
+use crate::sandbox::people::{Person, make_directory};
 use crate::socket;
 
-/// A file for each image that is written, beside the disks' default sockets: that is a tmpfs nearly everywhere,
-/// as it should be, since they are of no use after a crash of the host.
+/// A file for each image that is written, in a directory beside the disks' default sockets: that is a tmpfs nearly
+/// everywhere, as it should be, since they are of no use after a crash of the host.
 #[derive(Clone, Debug)]
 pub struct Journals {
-    directory: PathBuf,
+    pub directory: PathBuf,
+    /// Why it cannot be used.
+    problem: Option<String>,
 }
 
 impl Journals {
-    pub fn new() -> Self {
+    /// For a process that will be `user`.
+    pub fn new(user: Option<&Person>) -> Self {
+        let directory = socket::directory().join("journals");
+        let problem = make_directory(&directory, user).err();
         Self {
-            directory: socket::directory(),
+            directory,
+            problem: problem.map(|e| e.to_string()),
         }
     }
 
@@ -53,7 +60,9 @@ impl Journals {
         identity[..16].copy_from_slice(&boot()?);
         identity[16..24].copy_from_slice(&device.to_le_bytes());
         identity[24..].copy_from_slice(&inode.to_le_bytes());
-        make_own(&self.directory)?;
+        if let Some(problem) = &self.problem {
+            return Err(io::Error::other(problem.as_str()));
+        }
         let path = self.directory.join(format!("{device:x}-{inode:x}.journal"));
         let storage = OpenOptions::new()
             .read(true)
@@ -83,22 +92,6 @@ impl Journals {
         };
         Ok((place, path))
     }
-}
-
-/// Makes a directory, if it is not there.
-///
-/// # Errors
-/// It cannot be made, or is somebody else's, who could put another journal there.
-fn make_own(directory: &Path) -> io::Result<()> {
-    DirBuilder::new()
-        .recursive(true)
-        .mode(0o755)
-        .create(directory)?;
-    let owner = std::fs::metadata(directory)?.uid();
-    if owner != rustix::process::geteuid().as_raw() {
-        return Err(io::Error::other("it belongs to another user"));
-    }
-    Ok(())
 }
 
 /// The boot of this host: what was only in memory before it is gone.

@@ -7,10 +7,14 @@ mod cpus;
 mod device;
 mod explain;
 mod export;
+mod hand;
 mod host;
+mod inherit;
 mod iothreads;
 mod journal;
+mod keeper;
 mod lab;
+mod launch;
 mod limits;
 mod log;
 mod manager;
@@ -26,9 +30,11 @@ mod sandbox;
 mod serve;
 mod socket;
 mod spec;
+mod state;
 mod stats;
 mod storage;
 mod together;
+mod upgrade;
 
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
@@ -76,6 +82,9 @@ enum Command {
     Check(check::Args),
     /// Measure what a storage configuration gains
     Lab(lab::Args),
+
+    /// Have this program take over from the one that serves
+    Upgrade(client::UpgradeArgs),
     /// Write manual pages and shell completions into a directory
     Manual(manual::Args),
 }
@@ -124,6 +133,7 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Replace(args) => client::replace(args),
         Command::Resume(args) => client::resume(args),
         Command::Reload(args) => client::reload(args),
+        Command::Upgrade(args) => client::upgrade(args),
     }?;
     Ok(())
 }

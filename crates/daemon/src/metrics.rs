@@ -42,8 +42,16 @@ pub fn address(text: &str) -> Result<SocketAddr, String> {
 ///
 /// # Errors
 /// The address cannot be listened at, or there is no thread to be had.
-pub fn start(address: SocketAddr, host: Arc<Host>) -> io::Result<SocketAddr> {
-    let listener = TcpListener::bind(address)?;
+pub fn start(
+    address: SocketAddr,
+    inherited: Option<TcpListener>,
+    host: Arc<Host>,
+) -> io::Result<SocketAddr> {
+    let listener = match inherited {
+        Some(listener) => listener,
+        None => TcpListener::bind(address)?,
+    };
+    let _ = host.handing.metrics.set(listener.try_clone()?.into());
     let address = listener.local_addr()?;
     host.watch_always();
     thread::Builder::new()

@@ -106,8 +106,9 @@ impl Node {
         let mut format = Format::Raw;
         let mut rbd = None;
         // Readers do each other no harm.
-        let locking = match spec.lock {
+        let mut locking = match spec.lock {
             Lock::Running if !spec.read_only => Locking::Later,
+            _ if places.inherited.is_away(&spec.name) => Locking::Later,
             _ => Locking::Now,
         };
         let (image, file, facts, size, filename) = match &spec.file {
@@ -138,7 +139,8 @@ impl Node {
             }
             FileSpec::Path(path) => {
                 let filename = path.display().to_string();
-                let file = DiskFile::open_and(path, spec.cache, spec.read_only, locking)?;
+                let file;
+                (file, locking) = places.open(path, spec.cache, spec.read_only, locking)?;
                 format = match spec.format {
                     Some(format) => format,
                     None => Format::of(path, file.backing())
@@ -447,6 +449,39 @@ impl Node {
         }
     }
 
+    /// Writes what an image has only in memory. Nothing is under way, or all of it will be written again.
+    ///
+    /// # Errors
+    /// It could not be written.
+    pub fn settle(&self) -> io::Result<()> {
+        let image = self.content().image.clone();
+        let Some(Image::Chain(chain)) = image else {
+            return Ok(());
+        };
+        // The first one frees what the second writes.
+        for _ in 0..2 {
+            if chain.needs_flush() && !self.facts.read_only {
+                chain.flush().map_err(|e| io::Error::other(e.to_string()))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies of the descriptors of its files, unless the disk is away.
+    ///
+    /// # Errors
+    /// There are no more to be had.
+    pub fn copies(&self) -> io::Result<Vec<OwnedFd>> {
+        let content = self.content();
+        let files = match content.image {
+            None => &[],
+            Some(Image::Chain(_)) => &content.files[..],
+            Some(_) => content.file.as_slice(),
+        };
+        let copies = files.iter().map(|file| file.as_fd().try_clone_to_owned());
+        copies.collect()
+    }
+
     /// Makes what guests wrote durable, at the end: their requests are done by then, but what they did not
     /// flush is only in the write cache.
     ///
@@ -540,6 +575,7 @@ fn open_chain(
     let mut opener = Opener {
         cache: spec.cache,
         locking,
+        places,
         opened: Vec::new(),
     };
     let top = Top {

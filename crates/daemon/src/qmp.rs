@@ -35,6 +35,7 @@ use crate::reload::Reloader;
 use crate::socket::{self, Socket};
 use crate::spec::{DiskSpec, FileSpec, SocketAccess};
 use crate::stats;
+use crate::upgrade::BeingHandedOver;
 
 /// Executes commands on a host.
 pub struct Qmp {
@@ -47,6 +48,22 @@ type Answer = Result<Value, CommandError>;
 impl Handler for Qmp {
     fn execute(&self, command: Command) -> Answer {
         debug!("control socket: {}", command.name());
+        let asks = command.name().starts_with("query-");
+        let _staying = match asks {
+            true => None,
+            false => Some(self.host.handing.stay()?),
+        };
+        let answer = self.execute_now(command);
+        if !asks {
+            // Also if it failed: it may have failed half way.
+            self.host.keep();
+        }
+        answer
+    }
+}
+
+impl Qmp {
+    fn execute_now(&self, command: Command) -> Answer {
         let host = &self.host;
         let done = |()| Value::Object(serde_json::Map::new());
         match command {
@@ -114,10 +131,13 @@ impl Handler for Qmp {
                 Ok(host.detach(&node_of(host, &which.id)?, removal).map(done)?)
             }
             Command::RingdiskReload(_) => match &self.config {
-                Some(config) => config
-                    .reload(host)
-                    .map(done)
-                    .map_err(|e| CommandError::generic(e.to_string())),
+                Some(config) => {
+                    let reloaded = config.reload(host);
+                    host.look_for_growth();
+                    reloaded
+                        .map(done)
+                        .map_err(|e| CommandError::generic(e.to_string()))
+                }
                 None => Err(CommandError::generic(
                     "there is no configuration to be read anew; start ringdisk with --config FILE",
                 )),
@@ -306,6 +326,12 @@ fn location_of(options: &BlockdevOptionsRbd) -> Result<Location, String> {
         }
     }
     Ok(location)
+}
+
+impl From<BeingHandedOver> for CommandError {
+    fn from(error: BeingHandedOver) -> Self {
+        Self::generic(error.to_string())
+    }
 }
 
 fn spec_of(host: &Host, node: &str) -> Result<DiskSpec, CommandError> {
@@ -518,6 +544,8 @@ impl ControlSocket {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = Arc::new(eventfd(0, flags)?);
         let hub = qmp.host.events.clone();
+        let listener = socket.listener.as_fd().try_clone_to_owned()?;
+        let _ = qmp.host.handing.control.set(listener);
         let its_stop = stop.clone();
         let listener = thread::Builder::new()
             .name("control".into())

@@ -10,11 +10,14 @@ use tracing::{error, info, warn};
 use crate::config::{Config, ConfigError, ThreadSpec};
 use crate::host::{Host, HostError, Removal};
 use crate::iothreads::IoThreadError;
+use crate::keeper::Written;
 use crate::spec::{DiskSpec, FileSpec};
 
 /// A configuration file, and what of it is in force.
 pub struct Reloader {
     path: PathBuf,
+    /// Disks of the command line, which stay.
+    disks: Vec<DiskSpec>,
     in_force: Mutex<Config>,
 }
 
@@ -32,9 +35,10 @@ pub enum ReloadError {
 
 impl Reloader {
     /// Takes what `config` says as in force.
-    pub fn new(path: &Path, config: Config) -> Self {
+    pub fn new(path: &Path, disks: Vec<DiskSpec>, config: Config) -> Self {
         Self {
             path: path.into(),
+            disks,
             in_force: Mutex::new(config),
         }
     }
@@ -56,6 +60,7 @@ impl Reloader {
         info!("{path}: read anew: {}", change.summary());
         let (in_force, count) = (failed.in_force(&new), failed.count);
         *old = in_force;
+        host.set_written(Written::new(&self.disks, &old));
         match count {
             0 => Ok(()),
             n => Err(ReloadError::Partly(n)),
@@ -224,6 +229,7 @@ impl<'a> Change<'a> {
             ("cpus", old.cpus != new.cpus),
             ("poll-max-us", old.poll_max != new.poll_max),
             ("control", old.control != new.control),
+            ("state", old.state != new.state),
             ("metrics", old.metrics != new.metrics),
             ("allow-backing", old.allow_backing != new.allow_backing),
             ("sandbox", old.sandbox != new.sandbox),

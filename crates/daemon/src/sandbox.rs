@@ -68,7 +68,7 @@ pub struct Wishes {
     /// Where disks and sockets may be besides.
     pub allow: Vec<PathBuf>,
     /// Who this process is to be.
-    pub user: Option<String>,
+    pub user: Option<Person>,
 }
 
 #[derive(Debug, Error)]
@@ -112,7 +112,8 @@ pub struct Sandbox {
 }
 
 impl Sandbox {
-    /// Enters it, for what is to be served at first. There must be one thread.
+    /// Enters it, for what is to be served at first, with the directories in which files are kept. There must be one
+    /// thread.
     ///
     /// # Errors
     /// A directory or user is not there, or not all works and all was asked for.
@@ -123,11 +124,11 @@ impl Sandbox {
         disks: &[DiskSpec],
         control: Option<&Path>,
         backing: &[PathBuf],
+        kept: &[PathBuf],
     ) -> Result<Self, SandboxError> {
         // Before files cannot be read any more.
         people::read();
-        let user = wishes.user.as_deref().map(Person::find).transpose();
-        let user = user.map_err(SandboxError::User)?;
+        let user = wishes.user.clone();
         if wishes.mode == Mode::Off {
             warn!("sandbox=off: this process may do whatever its user may");
             return Ok(Self {
@@ -139,7 +140,7 @@ impl Sandbox {
         }
         let _ = set_no_new_privs(true);
         keep_capabilities(user.is_some(), config.metrics.is_some());
-        let places = places(wishes, config_file, disks, control, backing)?;
+        let places = places(wishes, config_file, disks, control, backing, kept)?;
         let cluster = places.cluster;
         let files = Files::restrict(places);
         match (&files, wishes.mode) {
@@ -223,6 +224,7 @@ fn places(
     disks: &[DiskSpec],
     control: Option<&Path>,
     backing: &[PathBuf],
+    kept: &[PathBuf],
 ) -> Result<Places, SandboxError> {
     let mut places = Places::default();
     for disk in disks {
@@ -234,8 +236,7 @@ fn places(
         places.socket(&socket::path(disk));
     }
     places.socket(&socket::directory().join("any"));
-    // The journals of images.
-    places.kept(&socket::directory());
+    kept.iter().for_each(|directory| places.kept(directory));
     if let Some(control) = control {
         places.socket(control);
     }

@@ -16,19 +16,24 @@ use crate::config::{Config, ConfigError, POLL_MAX_DEFAULT, POLL_MAX_US_MAX};
 use crate::cpus::Cpus;
 use crate::explain;
 use crate::host::{Host, HostError};
+use crate::inherit::Inherited;
 use crate::iothreads::IoThreads;
 use crate::journal::Journals;
+use crate::keeper::{KeepError, Keeper, Written};
 use crate::log;
 use crate::manager;
 use crate::metrics;
 use crate::paste::{self, Ready};
 use crate::qmp::{self, ControlSocket, Qmp};
 use crate::reload::Reloader;
+use crate::sandbox::people::{self, Person};
 use crate::sandbox::{self, Sandbox, SandboxError, Wishes};
 use crate::socket::{Socket, SocketError};
 use crate::spec::{DiskSpec, SpecError};
+use crate::state::Changed;
 use crate::storage::{AllowBacking, Places};
 use crate::together::{TogetherError, check_together};
+use crate::upgrade::Entrance;
 
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
@@ -77,7 +82,7 @@ Options of a disk (a comma in a value is doubled):
                        with a balloon, free page reporting or virtio-mem: data would be corrupted
 
 SIGHUP reads the configuration anew, looks for disks that have grown and tells their guests. SIGTERM finishes what is under way,
-makes it durable and ends. SIGKILL loses nothing that a guest has flushed.")]
+makes it durable and ends. SIGKILL loses nothing that a guest was told is written.")]
 pub struct Args {
     /// Disks: paths, or key=value pairs separated by commas
     #[arg(required_unless_present_any = ["config", "control"], value_name = "DISK")]
@@ -116,6 +121,11 @@ pub struct Args {
     #[arg(long, value_name = "NAME")]
     user: Option<String>,
 
+    /// Directory in which is kept what must be there after a restart: what was changed while disks were served;
+    /// default: $STATE_DIRECTORY (systemd), or nowhere
+    #[arg(long, value_name = "DIR")]
+    state: Option<PathBuf>,
+
     /// I/O threads, which the queues of all disks go to in turn; default: one per CPU, up to 16
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     iothreads: Option<u16>,
@@ -133,6 +143,10 @@ pub struct Args {
     #[arg(long)]
     explain: bool,
 
+    /// Take over from the process at the other end of standard input
+    #[arg(long, hide = true)]
+    take_over: bool,
+
     /// Print what to paste, and that all is ready, as one line of JSON
     #[arg(long)]
     json: bool,
@@ -144,6 +158,8 @@ pub enum ServeError {
     Spec(#[from] SpecError),
     #[error(transparent)]
     Config(#[from] ConfigError),
+    #[error(transparent)]
+    Keep(#[from] KeepError),
     #[error(transparent)]
     Together(#[from] TogetherError),
     #[error(transparent)]
@@ -179,6 +195,7 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
         Some(path) => Config::read(path)?,
         None => Config::default(),
     };
+    let command_line = specs.clone();
     specs.extend(config.disks.iter().cloned());
     check_together(&specs)?;
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
@@ -195,36 +212,66 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
         [] => &config.allow_backing,
         given => given,
     };
+    let state = args.state.clone().or(config.state.clone());
+    let state = state.or_else(state_directory);
+    let user = args.user.clone().or(config.user.clone());
+    let user = user.as_deref().map(Person::find).transpose();
+    let user = user.map_err(SandboxError::User)?;
+    let journals = Journals::new(user.as_ref());
+    let mut kept = vec![journals.directory.clone()];
+    if let Some(state) = &state {
+        people::make_directory(state, user.as_ref())
+            .map_err(|e| KeepError::Directory(state.clone(), e))?;
+        kept.push(state.clone());
+    }
+    let control_path = control.clone().unwrap_or_else(qmp::default_path);
+    let mut entrance = match args.take_over {
+        true => None,
+        false => Entrance::open(&control_path),
+    };
     // While this is the only thread.
     let sandbox = Sandbox::enter(
         &Wishes {
             mode: args.sandbox.or(config.sandbox).unwrap_or_default(),
             allow: [&args.allow_dir[..], &config.allow].concat(),
-            user: args.user.clone().or(config.user.clone()),
+            user,
         },
         &config,
         args.config.as_deref(),
         &specs,
         control.as_deref(),
         backing,
+        &kept,
     )?;
     let sandbox = Arc::new(sandbox);
     log::start().map_err(|e| ServeError::System("cannot start a thread for the log", e))?;
+    let inherited = match args.take_over {
+        true => Inherited::ask().map_err(|e| ServeError::System("nothing was handed over", e))?,
+        false => Inherited::default(),
+    };
+    let inherited = Arc::new(inherited);
+    entrance = entrance.or_else(|| Entrance::adopt(&inherited, &control_path));
     let threads = IoThreads::new(iothreads, &cpus.unwrap_or_default(), poll_max);
-    let host = Arc::new(Host::new(
+    let host = Host::new(
         threads,
         Places {
             allow_backing: AllowBacking::new(backing),
-            journals: Journals::new(),
+            journals,
+            inherited: inherited.clone(),
         },
         sandbox.clone(),
-    ));
+    );
 
-    let result = start(&host, &config, specs);
+    let keeper = match &state {
+        Some(directory) => Some(Keeper::open(directory, inherited.lock())?),
+        None => None,
+    };
+    let result = start(&host, &config, specs, keeper.as_ref());
+    let keeper = keeper.map(|(keeper, _)| keeper);
     let config = args
         .config
         .as_deref()
-        .map(|path| Reloader::new(path, config));
+        .map(|path| Reloader::new(path, command_line, config));
     let config = config.map(Arc::new);
     let started = result.and_then(|ready| {
         let qmp = Qmp {
@@ -232,16 +279,48 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
             config: config.clone(),
         };
         let start = |address| {
-            let started = metrics::start(address, host.clone());
+            let started = metrics::start(address, inherited.metrics(address), host.clone());
             started.map_err(|e| ServeError::Metrics(address, e))
         };
         let metrics = metrics.map(start).transpose()?;
-        let control = open_control(control.as_deref(), qmp)?;
+        let socket = bind_control(control.as_deref(), &inherited)?;
         sandbox.seal()?;
+        inherited
+            .commit()
+            .map_err(|e| ServeError::System("the process that serves does not let go", e))?;
+        if let Some(entrance) = &mut entrance {
+            entrance.own();
+            let asked = entrance.serve(&host);
+            asked.unwrap_or_else(|e| warn!("no upgrade without a restart: {e}"));
+        }
+        let control = socket.map(|mut socket| {
+            socket.own();
+            ControlSocket::start(socket, qmp)
+        });
+        let control = control
+            .transpose()
+            .map_err(|e| ServeError::System("cannot serve the control socket", e));
+        let control = match control {
+            // Disks that were taken over are served all the same.
+            Err(e) if args.take_over => {
+                error!("{e}");
+                None
+            }
+            control => control?,
+        };
+        if let Some(keeper) = keeper {
+            host.set_keeper(keeper);
+        }
         Ok((ready, metrics, control))
     });
     let (ready, metrics, control) = match started {
         Ok(started) => started,
+        Err(e) if args.take_over => {
+            // Nothing is this process's yet, to be put in order or removed.
+            log::finish();
+            eprintln!("ringdisk: {e}");
+            std::process::exit(i32::from(e.exit_code()));
+        }
         Err(e) => {
             let _ = host.shut_down();
             return Err(e);
@@ -253,6 +332,9 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
         if signal != SIGHUP {
             break;
         }
+        let Ok(_staying) = host.handing.stay_after() else {
+            continue;
+        };
         manager::tell(&manager::reloading());
         if let Some(config) = &config
             && let Err(e) = config.reload(&host)
@@ -268,7 +350,19 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
     Ok(host.shut_down()?)
 }
 
-fn start(host: &Host, config: &Config, specs: Vec<DiskSpec>) -> Result<Vec<Ready>, ServeError> {
+/// Where a service manager has made a directory for what must be there after a restart (systemd.exec(5)).
+fn state_directory() -> Option<PathBuf> {
+    let all = std::env::var_os("STATE_DIRECTORY")?;
+    let first = std::env::split_paths(&all).next();
+    first.filter(|first| first.is_absolute())
+}
+
+fn start(
+    host: &Host,
+    config: &Config,
+    specs: Vec<DiskSpec>,
+    keeper: Option<&(Keeper, Changed)>,
+) -> Result<Vec<Ready>, ServeError> {
     for (id, spec) in &config.threads {
         host.threads
             .add(id, spec.clone())
@@ -277,25 +371,30 @@ fn start(host: &Host, config: &Config, specs: Vec<DiskSpec>) -> Result<Vec<Ready
     for (name, limits) in &config.groups {
         host.add_group(name, limits)?;
     }
-    let attached = specs.into_iter().map(|spec| host.attach(spec));
-    Ok(attached.collect::<Result<_, _>>()?)
+    let Some((keeper, changed)) = keeper else {
+        let attached = specs.into_iter().map(|spec| host.attach(spec));
+        return Ok(attached.collect::<Result<_, _>>()?);
+    };
+    // The configuration's disks are among these.
+    let written = Written {
+        disks: specs,
+        ..Written::new(&[], config)
+    };
+    Ok(keeper.start(host, written, changed)?)
 }
 
 /// Without a path of the operator's choice, there is no control socket where another ringdisk has it.
-fn open_control(path: Option<&Path>, qmp: Qmp) -> Result<Option<ControlSocket>, ServeError> {
-    let socket = match path {
-        Some(path) => Socket::bind_private(path)?,
-        None => match Socket::bind_private(&qmp::default_path()) {
-            Ok(socket) => socket,
-            Err(e) => {
-                warn!("no control socket: {e}; --control PATH puts one elsewhere");
-                return Ok(None);
-            }
-        },
-    };
-    ControlSocket::start(socket, qmp)
-        .map(Some)
-        .map_err(|e| ServeError::System("cannot serve the control socket", e))
+fn bind_control(path: Option<&Path>, inherited: &Inherited) -> Result<Option<Socket>, ServeError> {
+    let default = qmp::default_path();
+    if let Some(listener) = inherited.control(path.unwrap_or(&default)) {
+        return Ok(Some(Socket::adopt(listener, path.unwrap_or(&default))));
+    }
+    match path {
+        Some(path) => Ok(Some(Socket::bind_private(path)?)),
+        None => Ok(Socket::bind_private(&default)
+            .inspect_err(|e| warn!("no control socket: {e}; --control PATH puts one elsewhere"))
+            .ok()),
+    }
 }
 
 fn announce(ready: &[Ready], metrics: Option<SocketAddr>, explained: Option<Value>, json: bool) {

@@ -49,21 +49,51 @@ impl Socket {
     /// Listens at `path`. A socket that a dead server left there is replaced.
     pub fn bind(path: &Path, access: SocketAccess) -> Result<Self, SocketError> {
         if access == SocketAccess::default() {
-            return Self::bind_for(path, None);
+            return Self::bind_for(path, None, SocketType::STREAM);
         }
         // For nobody else before it is as it is to be.
-        let private = Mode::RUSR | Mode::WUSR;
-        let socket = Self::bind_for(path, Some(private))?;
+        let socket = Self::bind_private(path)?;
         give(path, access).map_err(|e| SocketError::Access(path.into(), e.into()))?;
         Ok(socket)
     }
 
     /// The same, for a socket on which only this user may connect.
     pub fn bind_private(path: &Path) -> Result<Self, SocketError> {
-        Self::bind_for(path, Some(Mode::RUSR | Mode::WUSR))
+        let private = Mode::RUSR | Mode::WUSR;
+        Self::bind_for(path, Some(private), SocketType::STREAM)
     }
 
-    fn bind_for(path: &Path, mode: Option<Mode>) -> Result<Self, SocketError> {
+    /// The same, for packets instead of a stream.
+    pub fn bind_for_packets(path: &Path) -> Result<Self, SocketError> {
+        let private = Mode::RUSR | Mode::WUSR;
+        Self::bind_for(path, Some(private), SocketType::SEQPACKET)
+    }
+
+    /// Takes a socket that another process listens at, and that stays that one's until it is [`own`](Self::own)ed.
+    pub fn adopt(listener: UnixListener, path: &Path) -> Self {
+        Self {
+            listener,
+            path: path.into(),
+            made: None,
+        }
+    }
+
+    /// It goes away with this value from now on.
+    pub fn own(&mut self) {
+        self.made = identity(&self.path);
+    }
+
+    /// Whether it goes away with this value.
+    pub fn is_own(&self) -> bool {
+        self.made.is_some()
+    }
+
+    /// It stays when this value goes.
+    pub fn disown(&mut self) {
+        self.made = None;
+    }
+
+    fn bind_for(path: &Path, mode: Option<Mode>, kind: SocketType) -> Result<Self, SocketError> {
         let fail = |e| SocketError::Bind(path.into(), e);
         match fs::symlink_metadata(path) {
             Ok(there) if !there.file_type().is_socket() => {
@@ -81,7 +111,7 @@ impl Socket {
                 }
             }
         }
-        let listener = make(path, mode).map_err(|e| fail(e.into()))?;
+        let listener = make(path, mode, kind).map_err(|e| fail(e.into()))?;
         let made = identity(path);
         Ok(Self {
             listener,
@@ -118,9 +148,9 @@ fn is_served(path: &Path) -> Result<bool, Errno> {
     }
 }
 
-fn make(path: &Path, mode: Option<Mode>) -> Result<UnixListener, Errno> {
+fn make(path: &Path, mode: Option<Mode>, kind: SocketType) -> Result<UnixListener, Errno> {
     let flags = SocketFlags::CLOEXEC;
-    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    let socket = socket_with(AddressFamily::UNIX, kind, flags, None)?;
     if let Some(mode) = mode {
         // The file gets the mode that its socket has: there is no moment at which others may connect.
         fchmod(&socket, mode)?;
@@ -133,7 +163,7 @@ fn make(path: &Path, mode: Option<Mode>) -> Result<UnixListener, Errno> {
 impl Drop for Socket {
     fn drop(&mut self) {
         // Not if somebody has put another one there.
-        if identity(&self.path) == self.made {
+        if self.made.is_some() && identity(&self.path) == self.made {
             let _ = fs::remove_file(&self.path);
         }
     }

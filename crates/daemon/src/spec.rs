@@ -1,6 +1,6 @@
 //! A disk as the operator writes it: a path, or `key=value` pairs in QEMU's words.
 
-use std::fmt::Display;
+use std::fmt::{self, Display};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -274,6 +274,65 @@ impl DiskSpec {
             limits: ThrottleLimits::NONE,
             throttle_group: None,
         }
+    }
+}
+
+/// As on a command line, with every choice that does not follow from others written out.
+impl Display for DiskSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let on_off = |on| if on { "on" } else { "off" };
+        let file = match &self.file {
+            FileSpec::Path(path) => path.display().to_string(),
+            FileSpec::Rbd(location) => format!("rbd:{}", location.written()),
+            FileSpec::Null(size) => format!("null:{size}"),
+        };
+        let bytes = |size: Option<u64>| size.map(|n| n.to_string());
+        let block = |size: Option<u32>| size.map(|n| n.to_string());
+        let given = |text: &str| (!text.is_empty()).then(|| text.to_owned());
+        let socket = self.socket.as_ref().map(|path| path.display().to_string());
+        let access = &self.socket_access;
+        let mode = access.mode.map(|mode| format!("{mode:04o}"));
+        let number = |id: Option<u32>| id.map(|id| id.to_string());
+        let lock = match self.lock {
+            Lock::Always => None,
+            Lock::Running => Some("running".into()),
+        };
+        let each: [(&str, Option<String>); 24] = [
+            ("file", Some(file)),
+            ("name", Some(self.name.clone())),
+            ("format", self.format.map(|format| format.to_string())),
+            ("socket", socket),
+            ("socket-mode", mode),
+            ("socket-group", number(access.group)),
+            ("socket-owner", number(access.owner)),
+            ("cache", Some(self.cache.to_string())),
+            ("aio", Some(self.aio.to_string())),
+            ("queues", Some(self.queues.to_string())),
+            ("queue-size", Some(self.queue_size.to_string())),
+            ("readonly", Some(on_off(self.read_only).into())),
+            ("serial", given(&self.serial)),
+            ("discard", Some(self.discard.to_string())),
+            ("detect-zeroes", Some(self.detect_zeroes.to_string())),
+            ("rerror", Some(self.rerror.to_string())),
+            ("werror", Some(self.werror.to_string())),
+            ("l2-cache-size", bytes(self.l2_cache_bytes)),
+            ("logical-block-size", block(self.logical_block)),
+            ("physical-block-size", block(self.physical_block)),
+            ("fixed-buffers", Some(on_off(self.fixed_buffers).into())),
+            ("lock", lock),
+            ("iothreads", given(&self.iothreads.join(","))),
+            ("throttle-group", self.throttle_group.clone()),
+        ];
+        let limits = limits::pairs(&self.limits).into_iter();
+        let limits = limits.map(|(key, value)| (key, Some(value.to_string())));
+        let mut separator = "";
+        for (key, value) in each.into_iter().chain(limits) {
+            if let Some(value) = value {
+                write!(f, "{separator}{key}={}", value.replace(',', ",,"))?;
+                separator = ",";
+            }
+        }
+        Ok(())
     }
 }
 
@@ -640,6 +699,7 @@ mod tests {
         fn no_text_panics(spec in "([a-z-]{1,10}=)?.{0,80}(,[a-z-]{1,10}=.{0,20}){0,3}") {
             if let Ok(disk) = parse(&spec) {
                 disk.assert_sound();
+                prop_assert_eq!(parse(&disk.to_string()), Ok(disk));
             }
         }
 

@@ -7,19 +7,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use block::{Backing, CacheMode, FileOffset};
-use engine::{DiskFile, Locking};
+use engine::{DiskFile, Locking, OpenError};
 use image::{Gate, OpenFiles, Role, Storage};
 use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 use rustix::io::{Errno, pread, pwrite};
 
+use crate::inherit::Inherited;
 use crate::journal::Journals;
-
-/// Where an image's own files may be, and where things are kept for it.
-#[derive(Clone, Debug)]
-pub struct Places {
-    pub allow_backing: AllowBacking,
-    pub journals: Journals,
-}
 
 /// Where files may be that an image names: backing files and data files.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -55,6 +49,57 @@ impl AllowBacking {
                 io::Error::new(e.kind(), text)
             }),
         }
+    }
+}
+
+/// Where what a disk is made of may be, and where things are kept for it.
+#[derive(Clone)]
+pub struct Places {
+    pub allow_backing: AllowBacking,
+    pub journals: Journals,
+    /// What another process has open.
+    pub inherited: Arc<Inherited>,
+}
+
+impl Places {
+    /// Opens the file that an operator named, and locks it when that is asked for. Returns how it is locked: one that
+    /// is taken over is so already.
+    ///
+    /// # Errors
+    /// It cannot be served as asked; the error says why and what to do.
+    pub fn open(
+        &self,
+        path: &Path,
+        cache: CacheMode,
+        read_only: bool,
+        locking: Locking,
+    ) -> Result<(DiskFile, Locking), OpenError> {
+        let (opened, locking) = match self.inherited.file(path, !read_only) {
+            Some(file) => {
+                let held = Locking::Held;
+                (DiskFile::adopt(file, path, cache, read_only, held), held)
+            }
+            None => (DiskFile::open_and(path, cache, read_only, locking), locking),
+        };
+        opened.map(|file| (file, locking))
+    }
+
+    /// The same for a file that an image named, and that is open.
+    ///
+    /// # Errors
+    /// As above.
+    fn adopt(
+        &self,
+        file: OwnedFd,
+        path: &Path,
+        cache: CacheMode,
+        read_only: bool,
+    ) -> Result<DiskFile, OpenError> {
+        let (file, locking) = match self.inherited.file_like(&file, !read_only) {
+            Some(held) => (held, Locking::Held),
+            None => (file, Locking::Now),
+        };
+        DiskFile::adopt(file, path, cache, read_only, locking)
     }
 }
 
@@ -176,14 +221,15 @@ impl Aligned {
 }
 
 /// Opens the files that an image names, and keeps them.
-pub struct Opener {
+pub struct Opener<'a> {
     pub cache: CacheMode,
     /// When files are locked that an image names and that are written.
     pub locking: Locking,
+    pub places: &'a Places,
     pub opened: Vec<Arc<FileStorage>>,
 }
 
-impl Opener {
+impl Opener<'_> {
     /// Takes a file that is open already.
     pub fn keep(&mut self, file: Arc<DiskFile>) -> Arc<FileStorage> {
         let storage = Arc::new(FileStorage {
@@ -203,7 +249,7 @@ impl Opener {
     }
 }
 
-impl OpenFiles for Opener {
+impl OpenFiles for Opener<'_> {
     fn open(&mut self, file: OwnedFd, path: &Path, role: Role) -> io::Result<Arc<dyn Storage>> {
         let read_only = !matches!(role, Role::Data { write: true });
         if role == (Role::Data { write: false }) && self.locking == Locking::Later {
@@ -211,7 +257,7 @@ impl OpenFiles for Opener {
                 "a data file of its own cannot be shared with another host; leave out lock=running";
             return Err(io::Error::other(e));
         }
-        let file = DiskFile::adopt(file, path, self.cache, read_only, Locking::Now);
+        let file = self.places.adopt(file, path, self.cache, read_only);
         let file = file.map_err(io::Error::other)?;
         Ok(self.keep(Arc::new(file)))
     }

@@ -33,6 +33,8 @@ pub struct DiskFile {
 pub enum Locking {
     /// As it is opened.
     Now,
+    /// It is locked already, through this very descriptor.
+    Held,
     /// Not at all: it is only looked at, and somebody else may be writing to it.
     Later,
 }
@@ -428,7 +430,7 @@ fn can_punch(file: &File, size: u64, locking: Locking) -> bool {
     let end = size.next_multiple_of(u64::from(BLOCK_MAX));
     let beyond = match locking {
         Locking::Now => end,
-        Locking::Later => end + FAR,
+        Locking::Held | Locking::Later => end + FAR,
     };
     match rustix::fs::fallocate(file, flags, beyond, u64::from(BLOCK_MAX)) {
         // Files may not be so long here. If it cannot, the guest is told at its first discard.

@@ -200,13 +200,13 @@ pub fn serve_from(
     };
     session.stop_all();
     session.device.set_frontend(None);
+    // Whoever goes on with it finds the disk as it is, also in the midst of a migration.
+    if matches!(end, End::Stopped) && !session.torn {
+        return (end, Some(session.save()));
+    }
     // Who asks is gone; the device has said what went wrong.
     let _ = session.rest();
-    let saved = match end {
-        End::Stopped if !session.torn => Some(session.save()),
-        _ => None,
-    };
-    (end, saved)
+    (end, None)
 }
 
 struct Session<'a> {

@@ -1,8 +1,10 @@
 //! Users and groups by name, as `/etc/passwd` and `/etc/group` had them at the start: later they cannot be read any
 //! more. Whoever is known only elsewhere (LDAP, SSSD) goes by number.
 
-use std::fs;
+use std::fs::{self, DirBuilder};
 use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, chown};
+use std::path::Path;
 use std::sync::OnceLock;
 
 use nix::unistd::{Gid, Uid, setgid, setgroups, setuid};
@@ -111,6 +113,26 @@ impl Person {
         setgid(Gid::from_raw(self.gid))?;
         setuid(Uid::from_raw(self.uid))?;
         Ok(())
+    }
+}
+
+/// Makes a directory for files that ringdisk keeps, now and when it has become `user`, if it is not there.
+///
+/// # Errors
+/// It cannot be made, or is somebody else's, who could put other files there.
+pub fn make_directory(directory: &Path, user: Option<&Person>) -> io::Result<()> {
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(directory)?;
+    let owner = fs::metadata(directory)?.uid();
+    match user {
+        Some(user) if owner == user.uid => Ok(()),
+        _ if owner != rustix::process::geteuid().as_raw() => {
+            Err(io::Error::other("it belongs to another user"))
+        }
+        Some(user) => chown(directory, Some(user.uid), Some(user.gid)),
+        None => Ok(()),
     }
 }
 

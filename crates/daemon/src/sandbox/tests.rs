@@ -53,7 +53,7 @@ fn inside() {
         .parse()
         .unwrap();
     let config = Config::default();
-    let sandbox = match Sandbox::enter(&wishes, &config, None, &[spec], None, &[]) {
+    let sandbox = match Sandbox::enter(&wishes, &config, None, &[spec], None, &[], &[]) {
         Err(e @ SandboxError::Missing(..)) => return println!("skipped: {e}"),
         entered => entered.unwrap(),
     };

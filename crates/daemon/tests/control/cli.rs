@@ -293,11 +293,9 @@ fn the_default_socket() {
     // It was not the second one's to remove.
     assert_eq!(ringdisk(&["list"]).code, Some(0));
     assert!(first.terminate().unwrap().success());
-    assert_eq!(
-        fs::read_dir(&run).unwrap().count(),
-        0,
-        "sockets were left behind"
-    );
+    let left = fs::read_dir(&run).unwrap();
+    let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left, ["journals"], "sockets were left behind");
 
     // One that was asked for by name is no default.
     let taken = dir.path().join("taken.qmp");

@@ -1,0 +1,160 @@
+//! `ringdisk upgrade`: has this program take over from one that serves.
+
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use serde_json::json;
+
+use super::{CommandLineError, Connection, Done};
+use crate::hand::{Answer, Ask, Channel, Launched, Outcome, program};
+use crate::launch::{Launch, beside};
+use crate::qmp;
+
+/// How long all of it may take; the server gives up sooner.
+const TIMEOUT: Duration = Duration::from_secs(120);
+
+#[derive(clap::Args)]
+#[command(after_help = "Example:
+  apt install ./ringdisk_0.2.0-1_amd64.deb && ringdisk upgrade
+
+The program that is run takes over from the one that serves, with its arguments, and with what the configuration
+says by now. VMs stay connected and notice a short pause. If anything goes wrong, the one that serves goes on, and
+the exit code is 1. Requests under way, also those that a limit holds back, are finished first; if that takes more
+than 5 s, the upgrade is given up.")]
+pub struct UpgradeArgs {
+    /// Program that takes over; default: this one
+    #[arg(long, value_name = "PATH")]
+    program: Option<PathBuf>,
+    #[command(flatten)]
+    connection: Connection,
+}
+
+pub fn upgrade(args: &UpgradeArgs) -> Done {
+    let ask = Ask {
+        unless_running: None,
+    };
+    take_over(&args.connection, &ask, args.program.as_deref()).map(drop)
+}
+
+/// The same, if the program that serves is another than this one. Says whether it was.
+pub fn upgrade_if_changed(connection: &Connection) -> Result<bool, CommandLineError> {
+    let ask = Ask {
+        unless_running: program(),
+    };
+    match ask.unless_running {
+        Some(_) => take_over(connection, &ask, None),
+        None => Ok(false),
+    }
+}
+
+fn take_over(
+    connection: &Connection,
+    ask: &Ask,
+    program: Option<&Path>,
+) -> Result<bool, CommandLineError> {
+    let here = |what| move |e: io::Error| CommandLineError::Here(what, e);
+    let control = connection.control.clone().unwrap_or_else(qmp::default_path);
+    let deadline = Instant::now() + TIMEOUT;
+    let socket = beside(&control, "upgrade");
+    let server = match connect_to(&socket) {
+        // An older one does not know how, or none runs at all, which a reload says.
+        Err(e) if ask.unless_running.is_some() && e.kind() == io::ErrorKind::NotFound => {
+            return Ok(false);
+        }
+        server => server.map_err(|e| {
+            let e = format!(
+                "{}: {e}; is ringdisk running, and as this user?",
+                socket.display()
+            );
+            CommandLineError::Here("cannot ask for an upgrade", io::Error::other(e))
+        })?,
+    };
+    let asked = server.send(ask, &[], deadline);
+    asked.map_err(here("cannot ask for an upgrade"))?;
+    let Some((mut child, pid)) = launch(&server, &control, program, deadline).map_err(here(
+        "the program that serves goes on as before: the one that is to take over cannot be started",
+    ))?
+    else {
+        return Ok(false);
+    };
+    let outcome = server.receive::<Outcome>(deadline);
+    let failed = |why: String, child: &mut Child| {
+        let _ = child.kill();
+        let _ = child.wait();
+        Err(CommandLineError::Here(
+            "the program that serves goes on as before",
+            io::Error::other(why),
+        ))
+    };
+    match outcome {
+        Ok((Outcome { error: None, .. }, _)) if child.try_wait().is_ok_and(|s| s.is_some()) => {
+            failed("the new process has ended at once".into(), &mut child)
+        }
+        Ok((outcome @ Outcome { error: None, .. }, _)) => {
+            let ms = outcome.pause_us as f64 / 1000.0;
+            let reply = json!({
+                "pid": pid, "disks": outcome.disks, "connected": outcome.connected, "pause-ms": ms,
+            });
+            let text = format!(
+                "process {pid} serves {} disks from now on; VMs waited {ms:.1} ms",
+                outcome.disks
+            );
+            connection.say(&reply, &text);
+            Ok(true)
+        }
+        Ok((Outcome { error: Some(e), .. }, _)) => failed(e, &mut child),
+        // Whichever of the two serves, it knows, and the other ends by itself.
+        Err(e) => Err(CommandLineError::Here(
+            "the program that serves does not say how it went; 'ringdisk list' and the log do",
+            e,
+        )),
+    }
+}
+
+fn connect_to(path: &Path) -> io::Result<Channel> {
+    let flags = SocketFlags::CLOEXEC;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(Channel::from(socket))
+}
+
+/// Starts the new process as the old one was started, and with its output. `None` if it is the same program.
+fn launch(
+    server: &Channel,
+    control: &Path,
+    program: Option<&Path>,
+    deadline: Instant,
+) -> io::Result<Option<(Child, u32)>> {
+    let (answer, mut descriptors) = server.receive::<Answer>(deadline)?;
+    if answer == Answer::SameProgram {
+        return Ok(None);
+    }
+    let mut next = || {
+        let next = descriptors.pop_front().map(Stdio::from);
+        next.ok_or_else(|| io::Error::other("a descriptor is missing"))
+    };
+    let program: PathBuf = match program {
+        Some(program) => std::path::absolute(program)?,
+        None => std::env::current_exe()?,
+    };
+    let launch = Launch::read(control)?;
+    let child = Command::new(program)
+        .args(launch.arguments)
+        .arg("--take-over")
+        .env_clear()
+        .envs(launch.environment)
+        .current_dir(launch.directory)
+        .stdin(next()?)
+        .stdout(next()?)
+        .stderr(next()?)
+        // It must not end with this one's terminal.
+        .process_group(0)
+        .spawn()?;
+    let pid = child.id();
+    server.send(&Launched { pid }, &[], deadline)?;
+    Ok(Some((child, pid)))
+}

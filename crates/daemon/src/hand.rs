@@ -1,0 +1,370 @@
+//! How one ringdisk hands all that it serves to another: messages with descriptors, on pairs of sockets.
+//!
+//! The new program is started by `ringdisk upgrade`, since the one that serves is in its sandbox and starts none.
+//! Between three processes, with time going down:
+//!
+//! | `ringdisk upgrade` | the old one | the new one |
+//! |---|---|---|
+//! | connects, `Ask` | | |
+//! | | `Answer`, with a channel | |
+//! | starts the new one, `Launched` | | reads its configuration, `Hello` |
+//! | | writes tables of images; pauses all disks; `Handed` | |
+//! | | | opens all, is in its sandbox, `Prepared` |
+//! | | `Commit` | |
+//! | | | `Serving`, and serves |
+//! | `Outcome` | ends | |
+//!
+//! Until it has sent `Serving`, the new one changes nothing, neither in a file nor in a guest's memory. *Who serves* is
+//! decided in one place: whether `Serving` came into the old one's socket before that was closed for receiving. If
+//! it did, the old one ends; if it did not, it never will, the new one finds that it cannot be sent, and the
+//! old one goes on, with its own sessions, rings and locks, whatever has become of the other.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+/// Of the messages below.
+pub const PROTOCOL: u32 = 1;
+
+/// Bytes of a message at most: those of 4096 disks with sessions of 256 queues.
+const BYTES_MAX: usize = 256 << 20;
+
+/// Descriptors of a message at most; the kernel's own limit for a process is about as large.
+const DESCRIPTORS_MAX: usize = 1 << 20;
+
+/// Bytes and descriptors of a packet; the kernel takes 253 descriptors.
+const PACKET: usize = 32 << 10;
+const PACKET_DESCRIPTORS: usize = 250;
+
+/// What `ringdisk upgrade` begins with.
+#[derive(Serialize, Deserialize)]
+pub struct Ask {
+    /// Nothing is done if this is the [program](program) that serves.
+    pub unless_running: Option<String>,
+}
+
+/// Whether there is anything to be done. If so, it comes with three descriptors: the new process's channel, and the
+/// old one's output and errors.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Answer {
+    Start,
+    SameProgram,
+}
+
+#[derive(Serialize, Deserialize)]
+pub struct Launched {
+    pub pid: u32,
+}
+
+/// How it ended.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Outcome {
+    /// Why the old process goes on.
+    pub error: Option<String>,
+    /// From the first disk that was paused until all were served again.
+    pub pause_us: u64,
+    pub disks: usize,
+    pub connected: usize,
+}
+
+#[derive(Serialize, Deserialize)]
+pub struct Hello {
+    pub protocol: u32,
+    pub version: String,
+}
+
+/// All that is handed over. The descriptors are those of `files` files, of the lock on the state, of the sockets for
+/// commands, for upgrades and for metrics, and then, for each export, its socket's, and its connection's with those of
+/// the session.
+#[derive(Serialize, Deserialize)]
+pub struct Handed {
+    pub files: usize,
+    pub lock: bool,
+    pub control: bool,
+    pub upgrade: bool,
+    pub metrics: bool,
+    /// Disks that are left to other hosts for now, by name.
+    pub away: Vec<String>,
+    pub exports: Vec<HandedExport>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub struct HandedExport {
+    pub socket: PathBuf,
+    /// The guest's choice of a write cache, if it is not the default.
+    pub write_cache: Option<bool>,
+    pub session: Option<HandedSession>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub struct HandedSession {
+    pub words: Vec<u64>,
+    pub descriptors: usize,
+}
+
+/// The messages that say nothing else.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Step {
+    Prepared,
+    Commit,
+    Serving,
+}
+
+/// What a message begins with. A short one is one packet, which comes as a whole or not at all.
+struct Head {
+    bytes: usize,
+    descriptors: usize,
+}
+
+/// Bytes of a head: two numbers, the least significant byte first.
+const HEAD: usize = 16;
+
+impl Head {
+    fn bytes(&self) -> [u8; HEAD] {
+        let mut bytes = [0; HEAD];
+        bytes[..8].copy_from_slice(&(self.bytes as u64).to_le_bytes());
+        bytes[8..].copy_from_slice(&(self.descriptors as u64).to_le_bytes());
+        bytes
+    }
+
+    fn parse(packet: &[u8]) -> Option<Self> {
+        let (bytes, rest) = packet.split_first_chunk()?;
+        let (descriptors, _) = rest.split_first_chunk()?;
+        let number = |bytes: &[u8; 8], max: usize| {
+            let number = usize::try_from(u64::from_le_bytes(*bytes)).ok()?;
+            (number <= max).then_some(number)
+        };
+        Some(Self {
+            bytes: number(bytes, BYTES_MAX)?,
+            descriptors: number(descriptors, DESCRIPTORS_MAX)?,
+        })
+    }
+}
+
+/// One end of a conversation.
+pub struct Channel(OwnedFd);
+
+impl Channel {
+    /// Both ends.
+    ///
+    /// # Errors
+    /// What the kernel said.
+    pub fn pair() -> io::Result<(Self, Self)> {
+        let (ours, theirs) = socketpair(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        Ok((Self(ours), Self(theirs)))
+    }
+
+    pub fn into_descriptor(self) -> OwnedFd {
+        self.0
+    }
+
+    /// Takes nothing more from the other side. What has come before can still be received.
+    pub fn close_for_receiving(&self) {
+        // Of a pair of sockets that is open, it cannot fail.
+        let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Read);
+    }
+
+    /// Sends a message.
+    ///
+    /// # Errors
+    /// The other side is gone, or does not take it in time.
+    pub fn send(
+        &self,
+        message: &impl Serialize,
+        descriptors: &[BorrowedFd<'_>],
+        deadline: Instant,
+    ) -> io::Result<()> {
+        let bytes = serde_json::to_vec(message)?;
+        let head = Head {
+            bytes: bytes.len(),
+            descriptors: descriptors.len(),
+        };
+        let bytes = [&head.bytes()[..], &bytes].concat();
+        let mut parts = bytes.chunks(PACKET);
+        let mut these = descriptors.chunks(PACKET_DESCRIPTORS);
+        loop {
+            match (parts.next(), these.next()) {
+                (None, None) => return Ok(()),
+                // A packet without bytes would be the end of the conversation.
+                (part, these) => {
+                    self.packet(part.unwrap_or(b" "), these.unwrap_or(&[]), deadline)?;
+                }
+            }
+        }
+    }
+
+    fn packet(
+        &self,
+        bytes: &[u8],
+        descriptors: &[BorrowedFd<'_>],
+        deadline: Instant,
+    ) -> io::Result<()> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(PACKET_DESCRIPTORS))];
+        loop {
+            wait(self.0.as_fd(), PollFlags::OUT, deadline)?;
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            if !descriptors.is_empty() {
+                // There is room for them.
+                control.push(SendAncillaryMessage::ScmRights(descriptors));
+            }
+            let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+            match sendmsg(&self.0, &[IoSlice::new(bytes)], &mut control, flags) {
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                result => return Ok(result.map(drop)?),
+            }
+        }
+    }
+
+    /// Receives a message.
+    ///
+    /// # Errors
+    /// The other side is gone, nothing comes in time, or it is another message.
+    pub fn receive<T: DeserializeOwned>(
+        &self,
+        deadline: Instant,
+    ) -> io::Result<(T, VecDeque<OwnedFd>)> {
+        let mut descriptors = VecDeque::new();
+        let mut bytes = self.take(&mut descriptors, deadline)?;
+        let head = Head::parse(&bytes);
+        let head = head.ok_or_else(|| io::Error::other("what came is no message"))?;
+        bytes.drain(..HEAD);
+        while bytes.len() < head.bytes || descriptors.len() < head.descriptors {
+            bytes.extend(self.take(&mut descriptors, deadline)?);
+        }
+        bytes.truncate(head.bytes);
+        if descriptors.len() != head.descriptors {
+            return Err(io::Error::other(
+                "more descriptors came than were announced",
+            ));
+        }
+        Ok((serde_json::from_slice(&bytes)?, descriptors))
+    }
+
+    fn take(&self, descriptors: &mut VecDeque<OwnedFd>, deadline: Instant) -> io::Result<Vec<u8>> {
+        let mut bytes = vec![0; PACKET];
+        loop {
+            wait(self.0.as_fd(), PollFlags::IN, deadline)?;
+            let mut space =
+                [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(PACKET_DESCRIPTORS))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+            let received = recvmsg(
+                &self.0,
+                &mut [IoSliceMut::new(&mut bytes)],
+                &mut control,
+                flags,
+            );
+            let received = match received {
+                Err(Errno::AGAIN | Errno::INTR) => continue,
+                received => received?,
+            };
+            for part in control.drain() {
+                if let RecvAncillaryMessage::ScmRights(list) = part {
+                    descriptors.extend(list);
+                }
+            }
+            if received.bytes == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            bytes.truncate(received.bytes);
+            return Ok(bytes);
+        }
+    }
+}
+
+impl From<OwnedFd> for Channel {
+    fn from(descriptor: OwnedFd) -> Self {
+        Self(descriptor)
+    }
+}
+
+/// Waits until a descriptor is ready.
+///
+/// # Errors
+/// It is not, in time.
+pub fn wait(fd: BorrowedFd<'_>, what: PollFlags, deadline: Instant) -> io::Result<()> {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        let mut ready = [PollFd::from_borrowed_fd(fd, what)];
+        // Rounded up, so that there is no turn with nothing left to wait for.
+        let left = (left + Duration::from_millis(1)).try_into();
+        match poll(&mut ready, left.as_ref().ok().map(|left: &Timespec| left)) {
+            Ok(0) | Err(Errno::INTR) => {}
+            result => return Ok(result.map(drop)?),
+        }
+    }
+}
+
+/// What tells this program from others, as `DEVICE:INODE` of its file.
+pub fn program() -> Option<String> {
+    use std::os::unix::fs::MetadataExt;
+    let file = std::fs::metadata(Path::new("/proc/self/exe")).ok()?;
+    Some(format!("{}:{}", file.dev(), file.ino()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{EventfdFlags, eventfd};
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(60)
+    }
+
+    #[test]
+    fn messages_of_any_size_arrive_with_their_descriptors() {
+        let (ours, theirs) = Channel::pair().unwrap();
+        for (bytes, count) in [(0, 0), (1, 1), (PACKET, 0), (3 * PACKET, 600), (10, 251)] {
+            let fds: Vec<_> = (0..count)
+                .map(|_| eventfd(0, EventfdFlags::CLOEXEC).unwrap())
+                .collect();
+            let text = "x".repeat(bytes);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+                    ours.send(&text, &fds, soon()).unwrap();
+                });
+                let (got, came) = theirs.receive::<String>(soon()).unwrap();
+                assert!(got == text && came.len() == count, "{bytes} {count}");
+            });
+        }
+        drop(ours);
+        let end = theirs.receive::<String>(soon()).err().unwrap();
+        assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    #[test]
+    fn what_is_no_message_is_refused() {
+        for packet in [&b"x"[..], &[0xff; 16], &[0; 16], &[7; 8]] {
+            let (ours, theirs) = Channel::pair().unwrap();
+            ours.packet(packet, &[], soon()).unwrap();
+            drop(ours);
+            assert!(theirs.receive::<Step>(soon()).is_err(), "{packet:?}");
+        }
+        let (ours, theirs) = Channel::pair().unwrap();
+        ours.send(&"Unknown", &[], soon()).unwrap();
+        assert!(theirs.receive::<Step>(soon()).is_err());
+        let late = theirs.receive::<Step>(Instant::now() + Duration::from_millis(5));
+        assert_eq!(late.err().unwrap().kind(), io::ErrorKind::TimedOut);
+    }
+}

@@ -1,0 +1,260 @@
+//! What a process takes over from the one that served before it.
+
+use std::collections::VecDeque;
+use std::fs::{self, File};
+use std::io;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use guest::Saved;
+use rustix::fs::{OFlags, fcntl_getfl};
+use tracing::warn;
+
+use crate::hand::{Channel, Handed, HandedExport, Hello, PROTOCOL, Step};
+
+/// How long the old process may take to pause all disks. It gives up sooner.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What was handed over and has not been taken yet. Of a process that has taken nothing over, nothing.
+#[derive(Default)]
+pub struct Inherited {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    channel: Option<Channel>,
+    /// Open and locked.
+    files: Vec<OwnedFd>,
+    lock: Option<File>,
+    control: Option<UnixListener>,
+    upgrade: Option<UnixListener>,
+    metrics: Option<TcpListener>,
+    away: Vec<String>,
+    exports: Vec<(PathBuf, InheritedExport)>,
+    gate: Option<Arc<Gate>>,
+}
+
+/// An export's socket, and the front-end that is connected there.
+pub struct InheritedExport {
+    pub listener: UnixListener,
+    pub session: Option<(UnixStream, Saved)>,
+    pub write_cache: Option<bool>,
+    /// Nobody is to be served before it opens.
+    pub gate: Arc<Gate>,
+}
+
+/// Opens once.
+#[derive(Default)]
+pub struct Gate {
+    open: Mutex<bool>,
+    opened: Condvar,
+}
+
+impl Gate {
+    pub fn wait(&self) {
+        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let wait = self.opened.wait_while(open, |open| !*open);
+        drop(wait.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    fn open(&self) {
+        *self.open.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.opened.notify_all();
+    }
+}
+
+impl Inherited {
+    /// Asks the old process, at the other end of standard input, for all that it serves.
+    ///
+    /// # Errors
+    /// There is none, or it does not hand over.
+    pub fn ask() -> io::Result<Self> {
+        let channel = Channel::from(io::stdin().as_fd().try_clone_to_owned()?);
+        let deadline = Instant::now() + PATIENCE;
+        let hello = Hello {
+            protocol: PROTOCOL,
+            version: env!("CARGO_PKG_VERSION").into(),
+        };
+        channel.send(&hello, &[], deadline)?;
+        let (handed, descriptors) = channel.receive::<Handed>(deadline)?;
+        Self::of(handed, descriptors, channel)
+    }
+
+    fn of(
+        handed: Handed,
+        mut descriptors: VecDeque<OwnedFd>,
+        channel: Channel,
+    ) -> io::Result<Self> {
+        let gate = Arc::new(Gate::default());
+        let mut next = || {
+            let next = descriptors.pop_front();
+            next.ok_or_else(|| io::Error::other("fewer descriptors came than were announced"))
+        };
+        let files = (0..handed.files).map(|_| next());
+        let files = files.collect::<io::Result<_>>()?;
+        let lock = handed.lock.then(&mut next).transpose()?;
+        let control = handed.control.then(&mut next).transpose()?;
+        let upgrade = handed.upgrade.then(&mut next).transpose()?;
+        let metrics = handed.metrics.then(&mut next).transpose()?;
+        let mut export = |handed: HandedExport| {
+            let listener = next()?.into();
+            let session = match handed.session {
+                None => None,
+                Some(session) => {
+                    let connection = next()?.into();
+                    let its = (0..session.descriptors).map(|_| next());
+                    let its = its.collect::<io::Result<Vec<_>>>()?;
+                    let saved = Saved::parse(&session.words, its)
+                        .map_err(|_| io::Error::other("a session came that is none"))?;
+                    Some((connection, saved))
+                }
+            };
+            let export = InheritedExport {
+                listener,
+                session,
+                write_cache: handed.write_cache,
+                gate: gate.clone(),
+            };
+            Ok((handed.socket, export))
+        };
+        let exports = handed.exports.into_iter().map(&mut export);
+        let exports = exports.collect::<io::Result<_>>()?;
+        Ok(Self {
+            state: Mutex::new(State {
+                channel: Some(channel),
+                files,
+                lock: lock.map(File::from),
+                control: control.map(UnixListener::from),
+                upgrade: upgrade.map(UnixListener::from),
+                metrics: metrics.map(TcpListener::from),
+                away: handed.away,
+                exports,
+                gate: Some(gate),
+            }),
+        })
+    }
+
+    /// The file at a path, as the old process has it open.
+    pub fn file(&self, path: &Path, write: bool) -> Option<OwnedFd> {
+        self.same_as(&fs::metadata(path).ok()?, write)
+    }
+
+    /// The same file as this one, as the old process has it open.
+    pub fn file_like(&self, file: &OwnedFd, write: bool) -> Option<OwnedFd> {
+        let file = File::from(file.try_clone().ok()?);
+        self.same_as(&file.metadata().ok()?, write)
+    }
+
+    fn same_as(&self, wanted: &fs::Metadata, write: bool) -> Option<OwnedFd> {
+        let mut state = self.state();
+        let place = state.files.iter().position(|fd| {
+            let there = fd.try_clone().and_then(|fd| File::from(fd).metadata());
+            let same = there.is_ok_and(|there| identity(&there) == identity(wanted));
+            let access = fcntl_getfl(fd).unwrap_or(OFlags::empty()) & OFlags::ACCMODE;
+            same && (access == OFlags::RDWR) == write
+        })?;
+        Some(state.files.swap_remove(place))
+    }
+
+    pub fn lock(&self) -> Option<File> {
+        self.state().lock.take()
+    }
+
+    /// Whether a disk is left to another host for now.
+    pub fn is_away(&self, disk: &str) -> bool {
+        self.state().away.iter().any(|name| name == disk)
+    }
+
+    pub fn control(&self, path: &Path) -> Option<UnixListener> {
+        let control = &mut self.state().control;
+        control.take_if(|listener| is_at(listener, path))
+    }
+
+    pub fn upgrade(&self, path: &Path) -> Option<UnixListener> {
+        let upgrade = &mut self.state().upgrade;
+        upgrade.take_if(|listener| is_at(listener, path))
+    }
+
+    pub fn metrics(&self, address: std::net::SocketAddr) -> Option<TcpListener> {
+        let mut state = self.state();
+        let at = state.metrics.as_ref()?.local_addr().ok()?;
+        let same = at.ip() == address.ip() && (at.port() == address.port() || address.port() == 0);
+        state.metrics.take_if(|_| same)
+    }
+
+    /// The export at this socket.
+    pub fn export(&self, socket: &Path) -> Option<InheritedExport> {
+        let mut state = self.state();
+        let place = state.exports.iter().position(|(path, _)| path == socket)?;
+        Some(state.exports.swap_remove(place).1)
+    }
+
+    /// All is ready: has the old process let go, and opens the gate. Without an old process, does nothing.
+    ///
+    /// # Errors
+    /// It does not let go. Nothing may be served.
+    pub fn commit(&self) -> io::Result<()> {
+        let Some(channel) = self.state().channel.take() else {
+            return Ok(());
+        };
+        let deadline = Instant::now() + PATIENCE;
+        channel.send(&Step::Prepared, &[], deadline)?;
+        let (step, _) = channel.receive::<Step>(deadline)?;
+        if step != Step::Commit {
+            return Err(io::Error::other(format!("{step:?} came instead of Commit")));
+        }
+        // From here on, it is this process that serves.
+        channel.send(&Step::Serving, &[], deadline)?;
+        let mut state = self.state();
+        if let Some(gate) = state.gate.take() {
+            gate.open();
+        }
+        // Of what is no longer written down, nobody has been told yet.
+        for listener in [state.control.take(), state.upgrade.take()]
+            .iter()
+            .flatten()
+        {
+            if let Some(path) = listener
+                .local_addr()
+                .ok()
+                .as_ref()
+                .and_then(|at| at.as_pathname())
+            {
+                let _ = fs::remove_file(path);
+            }
+        }
+        state.metrics = None;
+        for file in state.files.drain(..) {
+            if let Err(e) = rustix::fs::fdatasync(&file) {
+                warn!("a disk that is no longer served could not be made durable: {e}");
+            }
+        }
+        for (socket, _) in state.exports.drain(..) {
+            let _ = fs::remove_file(socket);
+        }
+        Ok(())
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn is_at(listener: &UnixListener, path: &Path) -> bool {
+    let at = listener.local_addr();
+    at.is_ok_and(|at| at.as_pathname() == Some(path))
+}
+
+/// Any number of nodes lead to one device.
+fn identity(file: &fs::Metadata) -> (u64, u64) {
+    match file.file_type().is_block_device() {
+        true => (u64::MAX, file.rdev()),
+        false => (file.dev(), file.ino()),
+    }
+}

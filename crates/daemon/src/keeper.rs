@@ -1,0 +1,353 @@
+//! Keeps what is changed while disks are served, so that it is there after a restart.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use block::ThrottleLimits;
+use rustix::fs::{FlockOperation, flock};
+use thiserror::Error;
+use tracing::{error, info};
+
+use crate::config::{Config, ThreadSpec};
+use crate::export::ExportSpec;
+use crate::host::{Host, HostError};
+use crate::paste::Ready;
+use crate::spec::{DiskSpec, FileSpec};
+use crate::state::{BYTES_MAX, Changed, ChangedDisk, ChangedExport, ChangedNode};
+
+/// The file in the directory.
+const NAME: &str = "state.json";
+
+/// What the operator has written down: on the command line, and in the configuration that is in force.
+#[derive(Clone, Default)]
+pub struct Written {
+    pub disks: Vec<DiskSpec>,
+    pub groups: Vec<(String, ThrottleLimits)>,
+    pub threads: Vec<(String, ThreadSpec)>,
+}
+
+impl Written {
+    pub fn new(command_line: &[DiskSpec], config: &Config) -> Self {
+        let mut disks = command_line.to_vec();
+        disks.extend(config.disks.iter().cloned());
+        Self {
+            disks,
+            groups: config.groups.clone(),
+            threads: config.threads.clone(),
+        }
+    }
+}
+
+/// All that a host serves, as it would have to be written down.
+pub struct Inventory {
+    /// Opened files, with the limits of the disks on them.
+    pub nodes: Vec<ChangedNode>,
+    pub exports: Vec<ChangedExport>,
+    pub groups: Vec<(String, ThrottleLimits)>,
+    pub threads: Vec<(String, ThreadSpec)>,
+    /// Choices that guests have made, by export.
+    pub write_caches: Vec<(String, bool)>,
+}
+
+#[derive(Debug, Error)]
+pub enum KeepError {
+    #[error(
+        "{0}: cannot be used to keep state in: {1}; --state names a directory of this user's own"
+    )]
+    Directory(PathBuf, io::Error),
+    #[error(
+        "{0}: another ringdisk keeps its state there; stop that one, or give each its own with --state"
+    )]
+    InUse(PathBuf),
+    #[error("{0}: cannot be read: {1}; move it away to start without what was changed")]
+    Read(PathBuf, String),
+}
+
+/// The directory, which is this process's alone.
+pub struct Keeper {
+    directory: PathBuf,
+    lock: File,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    written: Written,
+    /// What could not be served when this process started: it is not forgotten for that.
+    absent: Changed,
+    /// What the file says.
+    text: String,
+    ended: bool,
+}
+
+impl Keeper {
+    /// Takes a directory and reads what is kept there. `lock` is the lock on it that another process has handed over.
+    ///
+    /// # Errors
+    /// It cannot be used, or what is there.
+    pub fn open(directory: &Path, lock: Option<File>) -> Result<(Self, Changed), KeepError> {
+        let fail = |e| KeepError::Directory(directory.into(), e);
+        let lock = match lock {
+            Some(lock) => lock,
+            None => OpenOptions::new()
+                .create(true)
+                .truncate(false)
+                .write(true)
+                .mode(0o600)
+                .open(directory.join("lock"))
+                .map_err(fail)?,
+        };
+        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => return Err(KeepError::InUse(directory.into())),
+            Err(e) => return Err(fail(e.into())),
+        }
+        let path = directory.join(NAME);
+        let changed = read(&path).map_err(|problem| KeepError::Read(path, problem))?;
+        let keeper = Self {
+            directory: directory.into(),
+            lock,
+            inner: Mutex::default(),
+        };
+        Ok((keeper, changed))
+    }
+
+    pub fn lock(&self) -> &File {
+        &self.lock
+    }
+
+    /// What is written down is this, from now on.
+    pub fn set_written(&self, written: Written) {
+        self.inner().written = written;
+    }
+
+    /// Keeps how a host differs from what is written down, durably. A disk that is being moved counts as on its
+    /// new file.
+    ///
+    /// # Errors
+    /// It could not be written; what was kept before is still there.
+    pub fn keep(&self, host: &Host, moved: Option<(&str, &FileSpec)>) -> io::Result<()> {
+        // Held over both, so that the newest is written last.
+        let mut inner = self.inner();
+        if inner.ended {
+            return Ok(());
+        }
+        let mut inventory = host.inventory();
+        if let Some((name, file)) = moved {
+            inventory.move_to(name, file);
+        }
+        let text = inventory.difference(&inner.written, &inner.absent).text();
+        if text != inner.text {
+            write(&self.directory, &text)?;
+            inner.text = text;
+        }
+        Ok(())
+    }
+
+    /// What happens from now on is the end of the process, and is not kept.
+    pub fn end(&self) {
+        self.inner().ended = true;
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Serves what is written down, as it was changed, and what was added. Only what is written down must work.
+    ///
+    /// # Errors
+    /// A disk that is written down cannot be served.
+    pub fn start(
+        &self,
+        host: &Host,
+        written: Written,
+        changed: &Changed,
+    ) -> Result<Vec<Ready>, HostError> {
+        let start = changed.apply(&written.disks);
+        for name in &start.outdated {
+            info!(
+                "disk {name}: is served as it is written down by now, not as it was changed before"
+            );
+        }
+        let mut absent = Changed::default();
+        let missing = |what: &str, name: &str, e: &HostError| {
+            error!("{what} {name}, which was added while the last process ran, cannot be: {e}");
+        };
+        for (id, thread) in &changed.threads {
+            if !written.threads.iter().any(|(other, _)| other == id)
+                && let Err(e) = host.threads.add(id, thread.clone())
+            {
+                missing("I/O thread", id, &e.into());
+                absent.threads.push((id.clone(), thread.clone()));
+            }
+        }
+        for (name, limits) in &changed.groups {
+            if !written.groups.iter().any(|(other, _)| other == name)
+                && let Err(e) = host.add_group(name, limits)
+            {
+                missing("throttle group", name, &e);
+                absent.groups.push((name.clone(), *limits));
+            }
+        }
+        host.remember_write_caches(&changed.write_caches);
+        let ready = start.disks.into_iter().map(|spec| host.attach(spec));
+        let mut ready: Vec<Ready> = ready.collect::<Result<_, _>>()?;
+        for disk in start.more {
+            match host.attach(disk.clone()) {
+                Ok(attached) => ready.push(attached),
+                Err(e) => {
+                    missing("disk", &disk.name, &e);
+                    absent.disks.push(ChangedDisk {
+                        disk,
+                        instead_of: None,
+                    });
+                }
+            }
+        }
+        // Each lies on one before it.
+        for node in &changed.nodes {
+            let added = match &node.over {
+                None => host.add_node(node.disk.clone()),
+                Some(child) => host.add_node_over(child, node.disk.clone()),
+            };
+            if let Err(e) = added {
+                missing("node", &node.disk.name, &e);
+                absent.nodes.push(node.clone());
+            }
+        }
+        for export in &changed.exports {
+            match host.add_export(&export.node, &export_spec(export)) {
+                Ok(exported) => ready.push(exported),
+                Err(e) => {
+                    missing("export", &export.id, &e);
+                    absent.exports.push(export.clone());
+                }
+            }
+        }
+        let mut inner = self.inner();
+        (inner.written, inner.absent) = (written, absent);
+        Ok(ready)
+    }
+}
+
+impl Inventory {
+    fn move_to(&mut self, name: &str, file: &FileSpec) {
+        let mut next = Some(name.to_owned());
+        while let Some(name) = next.take() {
+            let mut nodes = self.nodes.iter_mut();
+            if let Some(node) = nodes.find(|node| node.disk.name == name) {
+                node.disk.file = file.clone();
+                next = node.over.clone();
+            }
+        }
+    }
+
+    /// Whether a node is a disk as it is attached: served once, under its own name and as it says itself.
+    fn is_disk(&self, node: &ChangedNode) -> bool {
+        let name = &node.disk.name;
+        let mut exports = self.exports.iter().filter(|e| e.node == *name);
+        let itself = ExportSpec::from(&node.disk);
+        node.over.is_none()
+            && !self.nodes.iter().any(|n| n.over.as_ref() == Some(name))
+            && exports.next().is_some_and(|e| export_spec(e) == itself)
+            && exports.next().is_none()
+    }
+
+    fn difference(&self, written: &Written, absent: &Changed) -> Changed {
+        let mut changed = absent.clone();
+        let here = |name: &String| self.nodes.iter().any(|node| node.disk.name == *name);
+        changed.disks.retain(|disk| !here(&disk.disk.name));
+        changed.nodes.retain(|node| !here(&node.disk.name));
+        let exported = |id: &String| self.exports.iter().any(|export| export.id == *id);
+        changed.exports.retain(|export| !exported(&export.id));
+        for node in &self.nodes {
+            let disk = node.disk.clone();
+            let before = written.disks.iter().find(|other| other.name == disk.name);
+            match (self.is_disk(node), before) {
+                (true, Some(before)) if *before == disk => {}
+                (true, before) => changed.disks.push(ChangedDisk {
+                    disk,
+                    instead_of: before.cloned(),
+                }),
+                (false, before) => {
+                    changed.gone.extend(before.cloned());
+                    changed.nodes.push(node.clone());
+                    let its = self.exports.iter().filter(|e| e.node == disk.name);
+                    changed.exports.extend(its.cloned());
+                }
+            }
+        }
+        let gone = written.disks.iter().filter(|disk| !here(&disk.name));
+        changed.gone.extend(gone.cloned());
+        // Nodes stand behind those that they lie on.
+        let depth = |node: &ChangedNode| {
+            let mut depth = 0;
+            let mut below = node.over.as_ref();
+            while let Some(name) = below
+                && depth < self.nodes.len()
+            {
+                depth += 1;
+                let child = self.nodes.iter().find(|node| node.disk.name == *name);
+                below = child.and_then(|node| node.over.as_ref());
+            }
+            depth
+        };
+        changed.nodes.sort_by_key(depth);
+        let new = |(name, _): &&(String, _)| !written.groups.iter().any(|(n, _)| n == name);
+        changed
+            .groups
+            .extend(self.groups.iter().filter(new).cloned());
+        let new = |(id, _): &&(String, _)| !written.threads.iter().any(|(n, _)| n == id);
+        changed
+            .threads
+            .extend(self.threads.iter().filter(new).cloned());
+        changed.write_caches = self.write_caches.iter().cloned().collect();
+        changed
+    }
+}
+
+fn export_spec(export: &ChangedExport) -> ExportSpec {
+    ExportSpec {
+        id: export.id.clone(),
+        socket: export.socket.clone(),
+        socket_access: export.socket_access,
+        queues: export.queues,
+        queue_size: export.queue_size,
+        iothreads: export.iothreads.clone(),
+        read_only: export.read_only,
+        cache: export.cache,
+        logical_block: export.logical_block,
+    }
+}
+
+fn read(path: &Path) -> Result<Changed, String> {
+    let file = match File::open(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Changed::default()),
+        file => file.map_err(|e| e.to_string())?,
+    };
+    let mut bytes = Vec::new();
+    let read = file.take(BYTES_MAX + 1).read_to_end(&mut bytes);
+    read.map_err(|e| e.to_string())?;
+    if bytes.len() as u64 > BYTES_MAX {
+        return Err(format!("it is larger than {BYTES_MAX} bytes"));
+    }
+    Changed::parse(&bytes)
+}
+
+/// A crash leaves the old file or the new one.
+fn write(directory: &Path, text: &str) -> io::Result<()> {
+    let (path, new) = (directory.join(NAME), directory.join("state.new"));
+    let mut file = OpenOptions::new()
+        .create(true)
+        .truncate(true)
+        .write(true)
+        .mode(0o600)
+        .open(&new)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()?;
+    fs::rename(&new, &path)?;
+    File::open(directory)?.sync_all()
+}

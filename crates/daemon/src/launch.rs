@@ -1,0 +1,156 @@
+//! How this process was started, in a file beside its control socket: `ringdisk upgrade` starts the new process so.
+//!
+//! Whoever takes over a process in its sandbox must gain nothing by an upgrade, so that the process is not asked how
+//! it was started, but writes it down before it enters the sandbox, and where it cannot change it afterwards. Of
+//! the environment, only what names places and levels goes on, and nothing that would load code.
+
+use std::ffi::OsString;
+use std::fs::{self, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// Where a service manager listens and has made directories, where this user has one, and what is logged.
+const ENVIRONMENT: [&str; 5] = [
+    "NOTIFY_SOCKET",
+    "RUNTIME_DIRECTORY",
+    "STATE_DIRECTORY",
+    "XDG_RUNTIME_DIR",
+    "RINGDISK_LOG",
+];
+
+/// Longest file that is read, in bytes; the kernel takes 2 MiB of arguments.
+const BYTES_MAX: u64 = 32 << 20;
+
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Launch {
+    /// Those after the program.
+    pub arguments: Vec<OsString>,
+    pub environment: Vec<(String, OsString)>,
+    pub directory: PathBuf,
+}
+
+impl Launch {
+    /// That of this process.
+    ///
+    /// # Errors
+    /// The directory is gone.
+    pub fn here() -> io::Result<Self> {
+        let set = |name: &str| Some((name.to_owned(), std::env::var_os(name)?));
+        Ok(Self {
+            arguments: std::env::args_os().skip(1).collect(),
+            environment: ENVIRONMENT.into_iter().filter_map(set).collect(),
+            directory: std::env::current_dir()?,
+        })
+    }
+
+    /// Writes it down beside a control socket.
+    ///
+    /// # Errors
+    /// It cannot be; what was there before is gone then.
+    pub fn write(&self, control: &Path) -> io::Result<()> {
+        let path = path(control);
+        if let Some(directory) = path.parent() {
+            fs::create_dir_all(directory)?;
+        }
+        match fs::remove_file(&path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        // Not through a link that somebody has put there.
+        let mut file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&path)?;
+        file.write_all(&serde_json::to_vec(self)?)
+    }
+
+    /// Reads what the process with this control socket has written down.
+    ///
+    /// # Errors
+    /// There is nothing, or somebody else may have written it.
+    pub fn read(control: &Path) -> io::Result<Self> {
+        let path = path(control);
+        let fail = |e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+            .open(&path)
+            .map_err(fail)?;
+        let stat = file.metadata().map_err(fail)?;
+        let ours = [0, rustix::process::geteuid().as_raw()].contains(&stat.uid());
+        if !stat.is_file() || !ours || stat.mode() & 0o022 != 0 {
+            let e = "somebody else could have written it; restart ringdisk instead";
+            return Err(fail(io::Error::other(e)));
+        }
+        let mut bytes = Vec::new();
+        file.take(BYTES_MAX).read_to_end(&mut bytes).map_err(fail)?;
+        Self::parse(&bytes).map_err(|e| fail(io::Error::other(e)))
+    }
+
+    /// From the bytes of the file.
+    ///
+    /// # Errors
+    /// They say something else.
+    pub fn parse(bytes: &[u8]) -> Result<Self, String> {
+        let launch: Self = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
+        let known = |(name, _): &(String, _)| ENVIRONMENT.contains(&name.as_str());
+        match launch.environment.iter().all(known) {
+            true => Ok(launch),
+            false => Err("it sets a variable that is not ringdisk's".into()),
+        }
+    }
+}
+
+/// Where it is written down.
+pub fn path(control: &Path) -> PathBuf {
+    beside(control, "start")
+}
+
+/// A file beside a control socket.
+pub fn beside(control: &Path, what: &str) -> PathBuf {
+    let mut path = control.as_os_str().to_owned();
+    path.push(".");
+    path.push(what);
+    path.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn it_reads_back_unless_somebody_else_could_have_written_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let control = dir.path().join("control.qmp");
+        let launch = Launch::here().unwrap();
+        launch.write(&control).unwrap();
+        launch.write(&control).unwrap();
+        assert_eq!(Launch::read(&control).unwrap(), launch);
+        let path = path(&control);
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o620)).unwrap();
+        assert!(Launch::read(&control).is_err());
+        let real = dir.path().join("real");
+        fs::rename(&path, &real).unwrap();
+        fs::set_permissions(&real, fs::Permissions::from_mode(0o600)).unwrap();
+        std::os::unix::fs::symlink(&real, &path).unwrap();
+        assert!(Launch::read(&control).is_err(), "a link");
+        launch.write(&control).unwrap();
+        assert!(!fs::symlink_metadata(&path).unwrap().is_symlink());
+    }
+
+    #[test]
+    fn nothing_that_loads_code_is_passed_on() {
+        let preload =
+            br#"{"arguments":[],"environment":[["LD_PRELOAD",{"Unix":[47]}]],"directory":"/"}"#;
+        assert!(Launch::parse(preload).unwrap_err().contains("variable"));
+        let log =
+            br#"{"arguments":[],"environment":[["RINGDISK_LOG",{"Unix":[47]}]],"directory":"/"}"#;
+        assert!(Launch::parse(log).is_ok());
+    }
+}

@@ -1,0 +1,398 @@
+//! The old process's side of an upgrade: see [`hand`](crate::hand).
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::geteuid;
+use thiserror::Error;
+use tracing::{error, info, warn};
+
+use crate::export::Paused;
+use crate::hand::{
+    Answer, Ask, Channel, Handed, HandedExport, HandedSession, Hello, Launched, Outcome, PROTOCOL,
+    Step, program,
+};
+use crate::host::Host;
+use crate::inherit::Inherited;
+use crate::launch::{self, Launch, beside};
+use crate::log;
+use crate::manager;
+use crate::socket::Socket;
+
+/// How long the new process may take for anything while guests go on.
+const PATIENCE: Duration = Duration::from_secs(15);
+
+/// How long requests under way may take to end, and the new process to take over, while guests wait.
+const PAUSE: Duration = Duration::from_secs(5);
+
+/// What a host needs to be handed over, beside its disks.
+#[derive(Default)]
+pub struct Handing {
+    /// The listening sockets, as far as there are any.
+    pub control: OnceLock<OwnedFd>,
+    pub upgrade: OnceLock<OwnedFd>,
+    pub metrics: OnceLock<OwnedFd>,
+    /// Whether all has been handed over. Read by whoever changes something, written by who hands over.
+    gone: RwLock<bool>,
+}
+
+/// Why nothing can be changed now.
+#[derive(Debug, Error)]
+#[error("another ringdisk is taking over from this one; try again in a moment")]
+pub struct BeingHandedOver;
+
+impl Handing {
+    /// Keeps everything from being handed over as long as this is there.
+    ///
+    /// # Errors
+    /// It is being handed over, or has been.
+    pub fn stay(&self) -> Result<RwLockReadGuard<'_, bool>, BeingHandedOver> {
+        let gone = match self.gone.try_read() {
+            Ok(gone) => gone,
+            Err(TryLockError::Poisoned(e)) => e.into_inner(),
+            Err(TryLockError::WouldBlock) => return Err(BeingHandedOver),
+        };
+        match *gone {
+            true => Err(BeingHandedOver),
+            false => Ok(gone),
+        }
+    }
+
+    /// The same, after a hand-over that is under way has failed.
+    ///
+    /// # Errors
+    /// It has succeeded.
+    pub fn stay_after(&self) -> Result<RwLockReadGuard<'_, bool>, BeingHandedOver> {
+        let gone = self.gone.read().unwrap_or_else(|e| e.into_inner());
+        match *gone {
+            true => Err(BeingHandedOver),
+            false => Ok(gone),
+        }
+    }
+
+    /// For who hands over, when no command is under way any more.
+    fn alone(&self, deadline: Instant) -> Result<RwLockWriteGuard<'_, bool>, UpgradeError> {
+        loop {
+            match self.gone.try_write() {
+                Ok(gone) => return Ok(gone),
+                Err(TryLockError::Poisoned(e)) => return Ok(e.into_inner()),
+                Err(TryLockError::WouldBlock) if Instant::now() > deadline => {
+                    return Err(UpgradeError::Busy);
+                }
+                Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(10)),
+            }
+        }
+    }
+}
+
+#[derive(Debug, Error)]
+enum UpgradeError {
+    #[error("'ringdisk upgrade' has not started a new process: {0}")]
+    Launch(io::Error),
+    #[error("the new process has not come up: {0}")]
+    Start(io::Error),
+    #[error("the new process speaks version {0} of the hand-over, and this one {PROTOCOL}")]
+    Protocol(u32),
+    #[error("a command is under way on the control socket; try again when it is done")]
+    Busy,
+    #[error("{0}")]
+    Storage(String),
+    #[error("requests under way on disk {0} do not end; is its storage stuck?")]
+    Stuck(String),
+    #[error("disks could not be handed over: {0}")]
+    Hand(io::Error),
+    #[error(
+        "the new process cannot serve what this one does: {0}; what it has written to the log says why"
+    )]
+    Prepare(io::Error),
+    #[error("the new process has failed as it took over: {0}")]
+    Take(io::Error),
+}
+
+/// Where `ringdisk upgrade` asks, and how this process was started.
+pub struct Entrance {
+    socket: Socket,
+    launch: PathBuf,
+}
+
+impl Entrance {
+    /// Makes it, beside a control socket, while this process may still write there. Without one, it is served all the
+    /// same.
+    pub fn open(control: &Path) -> Option<Self> {
+        let socket = Socket::bind_for_packets(&beside(control, "upgrade"));
+        // Nobody else is here.
+        let entrance = socket.map_err(io::Error::other).and_then(|socket| {
+            Launch::here()?.write(control)?;
+            let launch = launch::path(control);
+            Ok(Self { socket, launch })
+        });
+        entrance
+            .inspect_err(|e| warn!("no upgrade without a restart: {e}"))
+            .ok()
+    }
+
+    /// That of the process that served before.
+    pub fn adopt(inherited: &Inherited, control: &Path) -> Option<Self> {
+        let path = beside(control, "upgrade");
+        let listener = inherited.upgrade(&path)?;
+        Some(Self {
+            socket: Socket::adopt(listener, &path),
+            launch: launch::path(control),
+        })
+    }
+
+    /// It goes away with this value from now on.
+    pub fn own(&mut self) {
+        self.socket.own();
+    }
+
+    /// Serves it, from a thread of its own.
+    ///
+    /// # Errors
+    /// There is no thread or descriptor to be had.
+    pub fn serve(&self, host: &Arc<Host>) -> io::Result<()> {
+        let listener = self.socket.listener.try_clone()?;
+        let its = self.socket.listener.try_clone()?;
+        // There is one.
+        let _ = host.handing.upgrade.set(its.into());
+        // Asked now: its file may be replaced.
+        let (program, host) = (program(), host.clone());
+        let thread = thread::Builder::new().name("upgrade".into());
+        let serve = move || {
+            loop {
+                match listener.accept() {
+                    Ok((stream, _)) => upgrade(&host, OwnedFd::from(stream), program.as_deref()),
+                    Err(e) => {
+                        warn!("upgrade: cannot be asked for one: {e}; trying again in a second");
+                        thread::sleep(Duration::from_secs(1));
+                    }
+                }
+            }
+        };
+        thread.spawn(serve).map(drop)
+    }
+}
+
+impl Drop for Entrance {
+    fn drop(&mut self) {
+        if self.socket.is_own() {
+            let _ = std::fs::remove_file(&self.launch);
+        }
+    }
+}
+
+fn upgrade(host: &Host, asks: OwnedFd, program: Option<&str>) {
+    match socket_peercred(&asks).map(|who| who.uid) {
+        Ok(user) if user == geteuid() || user.is_root() => {}
+        _ => return warn!("upgrade: another user has asked for one, and is not answered"),
+    }
+    let launcher = Channel::from(asks);
+    let deadline = Instant::now() + PATIENCE;
+    let unless = match launcher.receive::<Ask>(deadline) {
+        Ok((Ask { unless_running }, _)) => unless_running,
+        Err(e) => return warn!("{}", UpgradeError::Launch(e)),
+    };
+    if unless.is_some() && unless.as_deref() == program {
+        let _ = launcher.send(&Answer::SameProgram, &[], deadline);
+        return;
+    }
+    let mut outcome = Outcome {
+        error: None,
+        pause_us: 0,
+        disks: 0,
+        connected: 0,
+    };
+    let done = hand_over(host, &launcher, &mut outcome);
+    let soon = Instant::now() + PATIENCE;
+    match done {
+        Ok(pid) => {
+            info!(
+                "process {pid} serves the disks from now on; guests waited {} ms",
+                outcome.pause_us / 1000
+            );
+            manager::tell(&format!("MAINPID={pid}"));
+            let _ = launcher.send(&outcome, &[], soon);
+            log::finish();
+            // Nothing is left that could be put in order: it is all the other's.
+            process::exit(0);
+        }
+        Err(e) => {
+            error!("upgrade: {e}; this process goes on");
+            outcome.error = Some(e.to_string());
+            let _ = launcher.send(&outcome, &[], soon);
+        }
+    }
+}
+
+/// The new process.
+struct Successor {
+    channel: Channel,
+    pid: u32,
+}
+
+fn hand_over(host: &Host, launcher: &Channel, outcome: &mut Outcome) -> Result<u32, UpgradeError> {
+    let deadline = Instant::now() + PATIENCE;
+    let Successor { channel, pid } = launch(launcher, deadline).map_err(UpgradeError::Launch)?;
+    let (hello, _) = channel
+        .receive::<Hello>(deadline)
+        .map_err(UpgradeError::Start)?;
+    if hello.protocol != PROTOCOL {
+        return Err(UpgradeError::Protocol(hello.protocol));
+    }
+    info!(
+        "upgrade: handing over to process {pid}, version {}",
+        hello.version
+    );
+    let mut gone = host.handing.alone(Instant::now() + PAUSE)?;
+    host.settle().map_err(UpgradeError::Storage)?;
+
+    let begin = Instant::now();
+    // What is paused goes on when this is dropped, unless it is told otherwise.
+    let paused = pause(host, begin + PAUSE)?;
+    outcome.disks = paused.len();
+    outcome.connected = paused.iter().filter(|p| p.connection.is_some()).count();
+    host.settle().map_err(UpgradeError::Storage)?;
+    let deadline = Instant::now() + PAUSE;
+    hand(host, &paused, &channel, deadline).map_err(UpgradeError::Hand)?;
+    expect(&channel, Step::Prepared, deadline).map_err(UpgradeError::Prepare)?;
+    commit(&channel).map_err(UpgradeError::Take)?;
+    outcome.pause_us = begin.elapsed().as_micros() as u64;
+    *gone = true;
+    for export in paused {
+        let _ = export.leave.send(());
+    }
+    Ok(pid)
+}
+
+/// Lets the new process serve. When this returns, it is settled who does: see [`hand`](crate::hand).
+///
+/// # Errors
+/// The new process does not, and never will.
+fn commit(channel: &Channel) -> io::Result<()> {
+    let deadline = Instant::now() + PAUSE;
+    let said = channel
+        .send(&Step::Commit, &[], deadline)
+        .and_then(|()| expect(channel, Step::Serving, deadline));
+    let Err(e) = said else { return Ok(()) };
+    channel.close_for_receiving();
+    // What came until then counts, however late it was.
+    match expect(channel, Step::Serving, Instant::now() + PAUSE) {
+        Ok(()) => Ok(()),
+        Err(_) => Err(e),
+    }
+}
+
+/// Has the launcher start the new process.
+fn launch(launcher: &Channel, deadline: Instant) -> io::Result<Successor> {
+    let (channel, its) = Channel::pair()?;
+    let its = its.into_descriptor();
+    let (out, errors) = (io::stdout(), io::stderr());
+    let descriptors = [its.as_fd(), out.as_fd(), errors.as_fd()];
+    launcher.send(&Answer::Start, &descriptors, deadline)?;
+    drop(its);
+    let (Launched { pid }, _) = launcher.receive(deadline)?;
+    Ok(Successor { channel, pid })
+}
+
+/// Stops serving all disks, when what is under way has ended.
+fn pause(host: &Host, deadline: Instant) -> Result<Vec<PausedExport>, UpgradeError> {
+    let pausing = host.pause();
+    let each = pausing.into_iter().map(|pausing| {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let unfinished = |paused: &Paused| {
+            let session = paused.connection.as_ref();
+            session.is_some_and(|(_, saved)| saved.is_unfinished())
+        };
+        match pausing.paused.recv_timeout(left) {
+            Ok(paused) if unfinished(&paused) => Err(UpgradeError::Stuck(pausing.id)),
+            Ok(paused) => Ok(PausedExport {
+                socket: pausing.socket,
+                write_cache: pausing.write_cache,
+                listener: paused.listener,
+                connection: paused.connection,
+                leave: paused.leave,
+            }),
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                Err(UpgradeError::Stuck(pausing.id))
+            }
+        }
+    });
+    each.collect()
+}
+
+/// An export that is asked to pause.
+pub struct Pausing {
+    pub id: String,
+    pub socket: PathBuf,
+    pub write_cache: Option<bool>,
+    pub paused: Receiver<Paused>,
+}
+
+struct PausedExport {
+    socket: PathBuf,
+    write_cache: Option<bool>,
+    listener: OwnedFd,
+    connection: Option<(OwnedFd, guest::Saved)>,
+    leave: Sender<()>,
+}
+
+fn hand(
+    host: &Host,
+    paused: &[PausedExport],
+    channel: &Channel,
+    deadline: Instant,
+) -> io::Result<()> {
+    let files = host.descriptors()?;
+    let lock = host.state_lock()?;
+    let handing = &host.handing;
+    let (control, metrics) = (handing.control.get(), handing.metrics.get());
+    let upgrade = handing.upgrade.get();
+    let mut handed = Handed {
+        files: files.len(),
+        lock: lock.is_some(),
+        control: control.is_some(),
+        upgrade: upgrade.is_some(),
+        metrics: metrics.is_some(),
+        away: host.away(),
+        exports: Vec::new(),
+    };
+    let singles = lock.iter().chain(control).chain(upgrade).chain(metrics);
+    let mut descriptors: Vec<BorrowedFd<'_>> =
+        files.iter().chain(singles).map(AsFd::as_fd).collect();
+    for export in paused {
+        descriptors.push(export.listener.as_fd());
+        let session = export.connection.as_ref().map(|(connection, saved)| {
+            let its = saved.descriptors();
+            let session = HandedSession {
+                words: saved.words(),
+                descriptors: its.len(),
+            };
+            descriptors.push(connection.as_fd());
+            descriptors.extend(its);
+            session
+        });
+        handed.exports.push(HandedExport {
+            socket: export.socket.clone(),
+            write_cache: export.write_cache,
+            session,
+        });
+    }
+    channel.send(&handed, &descriptors, deadline)
+}
+
+fn expect(channel: &Channel, step: Step, deadline: Instant) -> io::Result<()> {
+    let (came, _) = channel.receive::<Step>(deadline)?;
+    match came == step {
+        true => Ok(()),
+        false => Err(io::Error::other(format!(
+            "{came:?} came instead of {step:?}"
+        ))),
+    }
+}

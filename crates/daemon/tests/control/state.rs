@@ -1,0 +1,261 @@
+//! What was changed while disks were served is there after a `kill -9` and a start with the same arguments.
+
+use std::fs;
+use std::process::Command;
+
+use rustix::process::Signal;
+use serde_json::json;
+use testkit::driver::{Device, DeviceConfig};
+use testkit::server::Server;
+
+use crate::running::{Controlled, QemuClient, Ran};
+use crate::support::content;
+
+const MIB: u64 = 1 << 20;
+
+/// A ringdisk that keeps state, with a configuration of disks a and b.
+struct Kept {
+    ringdisk: Controlled,
+    arguments: Vec<String>,
+}
+
+impl Kept {
+    fn start() -> Self {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = |name: &str| dir.path().join(name).display().to_string();
+        for name in ["a.raw", "b.raw", "c.raw", "d.raw", "e.raw"] {
+            fs::write(path(name), content(0, (4 * MIB) as usize)).unwrap();
+        }
+        let arguments = vec![
+            format!("--state={}", path("state")),
+            format!("--config={}", path("config.toml")),
+        ];
+        fs::write(path("config.toml"), config(&dir.path().display(), "")).unwrap();
+        let ringdisk = Controlled::start_in(dir, &arguments);
+        Self {
+            ringdisk,
+            arguments,
+        }
+    }
+
+    /// Kills it, and starts it with the same arguments.
+    fn restart(self) -> Self {
+        let Controlled { server, dir, .. } = self.ringdisk;
+        server.signal(Signal::KILL);
+        drop(server);
+        let ringdisk = Controlled::start_in(dir, &self.arguments);
+        Self { ringdisk, ..self }
+    }
+
+    fn disk(&self, name: &str) -> serde_json::Value {
+        self.ringdisk.disk(name)
+    }
+
+    fn attach(&self, disk: &str) {
+        let socket = self.ringdisk.path(&format!("{disk}.sock"));
+        let disk = format!("{disk}.raw,socket={},queues=2", socket.display());
+        self.ringdisk.json(&["attach", &disk]);
+    }
+}
+
+fn config(dir: &dyn std::fmt::Display, more: &str) -> String {
+    ["a", "b"]
+        .map(|name| {
+            format!(
+                "[[disk]]\nfile = \"{dir}/{name}.raw\"\nsocket = \"{dir}/{name}.sock\"\nqueues = 1\n{more}\n"
+            )
+        })
+        .concat()
+}
+
+#[test]
+fn it_survives_a_kill() {
+    let kept = Kept::start();
+    kept.attach("c");
+    kept.ringdisk.json(&["throttle", "a", "iops=1234"]);
+    kept.ringdisk.json(&["throttle", "c", "bps-wr=5M"]);
+    kept.ringdisk.json(&["resize", "c", "6M"]);
+    kept.ringdisk.json(&["detach", "b"]);
+    let e = kept.ringdisk.path("e.raw");
+    kept.ringdisk.json(&["replace", "a", e.to_str().unwrap()]);
+    // The guest of c does without a write cache.
+    let config = DeviceConfig {
+        queues: 2,
+        ..DeviceConfig::default()
+    };
+    let mut device = Device::connect(kept.ringdisk.path("c.sock"), &config).unwrap();
+    assert_eq!(device.frontend.config(32, 1).unwrap(), [1]);
+    device.frontend.set_config(32, &[0]).unwrap();
+    assert_eq!(device.queues[1].write(0, &content(99, 512)), 0);
+
+    let kept = kept.restart();
+    device
+        .reconnect(kept.ringdisk.path("c.sock"), &config)
+        .unwrap();
+    assert_eq!(device.frontend.config(32, 1).unwrap(), [0]);
+    assert_eq!(device.queues[0].read(0, 512).unwrap(), content(99, 512));
+    assert_eq!(kept.disk("a")["file"], e.to_str().unwrap());
+    assert_eq!(kept.disk("a")["limits"]["iops"], 1234, "{}", kept.disk("a"));
+    assert_eq!(kept.disk("b"), json!(null));
+    assert_eq!(kept.disk("c")["limits"]["bps_wr"], 5 * MIB);
+    assert_eq!(kept.disk("c")["size"], 6 * MIB);
+    drop(device);
+
+    // What is changed back is no longer kept, and the rest still is.
+    kept.attach("b");
+    kept.ringdisk.json(&["detach", "c"]);
+    let mut kept = kept.restart();
+    assert_eq!(kept.disk("c"), json!(null));
+    assert_ne!(kept.disk("b"), json!(null));
+    assert_eq!(kept.disk("a")["file"], e.to_str().unwrap());
+    assert!(kept.ringdisk.server.terminate().unwrap().success());
+    let kept = kept.restart_ended();
+    assert_eq!(kept.disk("a")["limits"]["iops"], 1234, "an orderly end");
+}
+
+impl Kept {
+    /// Starts it again after its end.
+    fn restart_ended(self) -> Self {
+        let Controlled { server, dir, .. } = self.ringdisk;
+        drop(server);
+        let ringdisk = Controlled::start_in(dir, &self.arguments);
+        Self { ringdisk, ..self }
+    }
+}
+
+#[test]
+fn what_the_configuration_says_later_wins() {
+    let kept = Kept::start();
+    kept.attach("c");
+    kept.ringdisk.json(&["throttle", "a", "iops=1234"]);
+    kept.ringdisk.json(&["detach", "b"]);
+    let dir = kept.ringdisk.dir.path().display().to_string();
+    let text = config(&dir, "iops = 77");
+    fs::write(kept.ringdisk.path("config.toml"), &text).unwrap();
+    let kept = kept.restart();
+    assert_eq!(kept.disk("a")["limits"]["iops"], 77);
+    assert_eq!(kept.disk("b")["limits"]["iops"], 77);
+    assert_ne!(kept.disk("c"), json!(null), "which it does not speak of");
+
+    // The same without a restart: what is reread is what is written down.
+    kept.ringdisk.json(&["throttle", "b", "iops=5"]);
+    fs::write(kept.ringdisk.path("config.toml"), config(&dir, "iops = 78")).unwrap();
+    kept.ringdisk.json(&["reload"]);
+    let kept = kept.restart();
+    assert_eq!(kept.disk("a")["limits"]["iops"], 78);
+    assert_eq!(kept.disk("b")["limits"]["iops"], 78);
+}
+
+/// Nodes and exports, as QEMU's commands make them.
+#[test]
+fn what_qemus_commands_made() {
+    let kept = Kept::start();
+    let test = "what_qemus_commands_made";
+    let Some(mut qemu) = QemuClient::connect(test, &kept.ringdisk.control) else {
+        return;
+    };
+    let file = kept.ringdisk.path("c.raw");
+    let limits = json!({ "iops-total": 50 });
+    qemu.call(
+        "object-add",
+        json!({ "qom-type": "throttle-group", "id": "g", "limits": limits }),
+    );
+    qemu.call(
+        "object-add",
+        json!({ "qom-type": "iothread", "id": "mine" }),
+    );
+    let below = json!({ "driver": "file", "filename": file, "node-name": "below" });
+    qemu.call("blockdev-add", below);
+    let over = json!({ "driver": "raw", "file": "below", "node-name": "over" });
+    qemu.call("blockdev-add", over);
+    let addr = json!({ "type": "unix", "path": kept.ringdisk.path("x.sock") });
+    let export = json!({
+        "type": "vhost-user-blk", "id": "x", "node-name": "over", "addr": addr,
+        "writable": true, "num-queues": 3, "iothread": "mine",
+    });
+    qemu.call("block-export-add", export);
+    let alone = json!({ "driver": "null-co", "size": 4096, "node-name": "alone" });
+    qemu.call("blockdev-add", alone);
+    let nodes = qemu.call("query-named-block-nodes", json!({}));
+    let exports = qemu.call("query-block-exports", json!({}));
+    let threads = qemu.call("query-iothreads", json!({}));
+    drop(qemu);
+
+    let kept = kept.restart();
+    let mut qemu = QemuClient::connect(test, &kept.ringdisk.control).unwrap();
+    assert_eq!(qemu.call("query-named-block-nodes", json!({})), nodes);
+    assert_eq!(qemu.call("query-block-exports", json!({})), exports);
+    let ids = |threads: &serde_json::Value| {
+        let threads = threads.as_array().unwrap().iter();
+        threads.map(|t| t["id"].clone()).collect::<Vec<_>>()
+    };
+    let now = qemu.call("query-iothreads", json!({}));
+    assert_eq!(ids(&now), ids(&threads));
+    let config = DeviceConfig {
+        queues: 3,
+        ..DeviceConfig::default()
+    };
+    let mut device = Device::connect(kept.ringdisk.path("x.sock"), &config).unwrap();
+    assert_eq!(device.queues[2].read(8, 512).unwrap(), content(8, 512));
+    drop(device);
+    qemu.call("object-del", json!({ "id": "g" }));
+}
+
+/// A file that is gone is told of, and does not keep the others away; nor is it forgotten.
+#[test]
+fn what_cannot_be_served_is_not_forgotten() {
+    let kept = Kept::start();
+    kept.attach("c");
+    let (file, away) = (kept.ringdisk.path("c.raw"), kept.ringdisk.path("away"));
+    fs::rename(&file, &away).unwrap();
+    let kept = kept.restart();
+    let log = kept.ringdisk.server.log();
+    assert!(
+        log.contains("disk c") && log.contains("no such file"),
+        "{log}"
+    );
+    assert_ne!(kept.disk("a"), json!(null));
+    kept.ringdisk.json(&["throttle", "a", "iops=9"]);
+    fs::rename(&away, &file).unwrap();
+    let kept = kept.restart();
+    assert_ne!(kept.disk("c"), json!(null));
+}
+
+#[test]
+fn a_directory_is_one_processs_and_a_damaged_file_is_refused() {
+    let kept = Kept::start();
+    kept.ringdisk.json(&["throttle", "a", "iops=1234"]);
+    let state = kept.arguments[0].clone();
+    let serve = |more: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+        let control = format!("--control={}.qmp", kept.ringdisk.control.display());
+        // The last line alone.
+        command.env("RINGDISK_LOG", "off");
+        Ran::of(command.args(["serve", &state, &control, more]))
+    };
+    serve("null:1M").assert_fails(1, &["another ringdisk", "--state"]);
+    kept.ringdisk.server.signal(Signal::KILL);
+    let file = kept.ringdisk.path("state/state.json");
+    let text = fs::read_to_string(&file).unwrap();
+    for (damaged, says) in [
+        (
+            text.replace("\"version\": 1", "\"version\": 7"),
+            "version 7",
+        ),
+        (text[..text.len() / 2].to_owned(), "EOF"),
+        (text.replace("iops=1234", "iops=many"), "iops"),
+        (String::new(), "EOF"),
+    ] {
+        fs::write(&file, damaged).unwrap();
+        // The lock goes with the process, which may take a moment.
+        let mut ran = serve("null:1M");
+        while ran.err.contains("another ringdisk") {
+            ran = serve("null:1M");
+        }
+        ran.assert_fails(1, &["state.json", says, "move it away"]);
+    }
+    fs::write(&file, text).unwrap();
+    let server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &[state, "null:1M".into()]);
+    let log = server.unwrap().log();
+    assert!(!log.contains("cannot be read"), "{log}");
+}

@@ -1,0 +1,562 @@
+//! Another process takes over while guests read and write; and if it cannot, the old one goes on.
+
+#[expect(dead_code, reason = "disks are looked at another way here")]
+mod support;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixDatagram;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use support::{Disk, seed};
+use testkit::driver::{Device, DeviceConfig, HANG};
+use testkit::faulty::Random;
+use testkit::load::{Held, Load};
+use testkit::server::Server;
+use testkit::vm::{self, Vm};
+
+const BINARY: &str = env!("CARGO_BIN_EXE_ringdisk");
+
+/// A ringdisk that may hand over, with a control socket and state of its own.
+struct Served {
+    first: Server,
+    /// Who serves now.
+    pid: u32,
+    dir: tempfile::TempDir,
+    /// What the new processes have said.
+    control: PathBuf,
+}
+
+impl Served {
+    fn start(disks: &[String]) -> Self {
+        Self::start_for(disks, None)
+    }
+
+    /// With a service manager that listens there.
+    fn start_for(disks: &[String], manager: Option<&Path>) -> Self {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let control = dir.path().join("control.qmp");
+        let arguments = [
+            &[
+                format!("--control={}", control.display()),
+                format!("--state={}", dir.path().join("state").display()),
+                "--metrics=127.0.0.1:0".into(),
+            ][..],
+            disks,
+        ]
+        .concat();
+        let mut command = Command::new(BINARY);
+        command.arg("serve").arg("--json").args(&arguments);
+        if let Some(manager) = manager {
+            command.env("NOTIFY_SOCKET", manager);
+        }
+        let first = Server::ringdisk_command(command).unwrap();
+        let pid = first.pid();
+        Self {
+            first,
+            pid,
+            dir,
+            control,
+        }
+    }
+
+    fn ringdisk(&self, arguments: &[&str]) -> Output {
+        let mut command = Command::new(BINARY);
+        command.args(arguments).arg("--control").arg(&self.control);
+        command.output().unwrap()
+    }
+
+    /// Has a new process take over; how long guests waited.
+    fn upgrade(&mut self, arguments: &[&str]) -> Duration {
+        let output = self.ringdisk(&[&["upgrade", "--json"], arguments].concat());
+        assert!(output.status.success(), "{output:?} {}", self.first.log());
+        let reply: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let before = self.pid;
+        self.pid = reply["pid"].as_u64().unwrap() as u32;
+        assert_ne!(self.pid, before);
+        gone(before);
+        Duration::from_secs_f64(reply["pause-ms"].as_f64().unwrap() / 1000.0)
+    }
+
+    /// A hand-over that must fail, with these words.
+    fn fail(&self, program: &Path, words: &str) {
+        let program = program.to_str().unwrap();
+        let output = self.ringdisk(&["upgrade", "--program", program]);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        println!("{}", text.trim_end());
+        let fits = words.split('|').any(|words| text.contains(words));
+        assert!(fits && text.contains("goes on"), "{text}");
+        assert_eq!(self.list(), 0, "it answers");
+    }
+
+    fn list(&self) -> i32 {
+        self.ringdisk(&["list"]).status.code().unwrap()
+    }
+
+    /// A script in place of the new program.
+    fn script(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.dir.path().join(name);
+        fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    }
+
+    fn end(self) {
+        kill_process(Pid::from_raw(self.pid as i32).unwrap(), Signal::TERM).unwrap();
+        gone(self.pid);
+    }
+}
+
+/// Waits until a process has ended. One that has ended and that nobody has waited for counts as gone.
+fn gone(pid: u32) {
+    let start = Instant::now();
+    let there = || {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        let state = stat.rsplit(')').next()?.trim_start().chars().next();
+        state.filter(|&state| state != 'Z')
+    };
+    while there().is_some() {
+        assert!(start.elapsed() < HANG, "process {pid} does not end");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn until_there(path: &Path) {
+    let start = Instant::now();
+    while !path.exists() {
+        assert!(start.elapsed() < HANG, "{} does not come", path.display());
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn config() -> DeviceConfig {
+    DeviceConfig {
+        queues: 2,
+        queue_size: 64,
+        ..DeviceConfig::default()
+    }
+}
+
+/// Ends the load also if an assertion fails.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Loads devices until `during` has ended; returns the longest request of all.
+fn under_load(
+    devices: &mut [(Device, Vec<Load>)],
+    random: &mut Random,
+    during: impl FnOnce() + Send,
+) -> Duration {
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let _stop = Stop(&done);
+            during();
+        });
+        while !done.load(Ordering::Relaxed) {
+            for (device, loads) in devices.iter_mut() {
+                Load::run(loads, device, random, Duration::from_micros(500));
+            }
+        }
+    });
+    let loads = devices.iter().flat_map(|(_, loads)| loads);
+    loads.map(|load| load.longest).max().unwrap()
+}
+
+fn qcow2(disk: &mut Disk) -> bool {
+    let image = disk.file.with_extension("qcow2");
+    let made = Command::new("qemu-img")
+        .args(["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k"])
+        .arg(&image)
+        .arg("64M")
+        .status();
+    disk.file = image;
+    made.is_ok_and(|status| status.success())
+}
+
+/// Raw and qcow2, with and without in-flight tracking, split and packed rings, one after the other, five times.
+#[test]
+fn guests_go_on() {
+    let (mut image, raw, plain, idle) = (Disk::new(), Disk::new(), Disk::new(), Disk::new());
+    if !qcow2(&mut image) {
+        println!("skipped: guests_go_on: there is no qemu-img");
+        return;
+    }
+    let options = "queues=2,queue-size=64";
+    let arguments = [
+        image.argument(options),
+        raw.argument(options),
+        plain.argument(&format!("{options},cache=writeback")),
+        idle.argument(options),
+    ];
+    let mut served = Served::start(&arguments);
+    let mut random = Random(seed());
+    let connect = |disk: &Disk, inflight, packed| {
+        let config = DeviceConfig {
+            inflight,
+            packed,
+            ..config()
+        };
+        Device::connect(&disk.socket, &config).unwrap()
+    };
+    let with = |device: Device, blocks, held| {
+        let loads = Load::all(&device, blocks, held, held == Held::Zeroes);
+        (device, loads)
+    };
+    let mut devices = vec![
+        with(connect(&image, true, false), 4096, Held::Zeroes),
+        with(connect(&raw, true, true), 512, Held::Content),
+        with(connect(&plain, false, false), 512, Held::Content),
+    ];
+    let mut channel = devices[1].0.frontend.open_backend_channel().unwrap();
+    devices[2].0.frontend.set_config(32, &[0]).unwrap();
+    for round in 0..5 {
+        let mut pause = Duration::ZERO;
+        let longest = under_load(&mut devices, &mut random, || {
+            thread::sleep(Duration::from_millis(100));
+            pause = served.upgrade(&[]);
+            thread::sleep(Duration::from_millis(100));
+        });
+        println!("round {round}: guests waited {pause:?}, the longest request took {longest:?}");
+        // The conversation with the front-end goes on too.
+        for (device, _) in &mut devices {
+            assert_eq!(device.config().unwrap().num_queues, 2);
+        }
+        assert_eq!(
+            devices[2].0.frontend.config(32, 1).unwrap(),
+            [0],
+            "its choice"
+        );
+        let size = format!("{}M", 17 + round);
+        let name = raw.file.file_stem().unwrap().to_str().unwrap().to_owned();
+        let resized = served.ringdisk(&["resize", &name, &size]);
+        assert!(resized.status.success(), "{resized:?}");
+        // VHOST_USER_BACKEND_CONFIG_CHANGE_MSG
+        assert_eq!(channel.next(HANG).unwrap().0, 2);
+    }
+    // A disk that nobody used is one that somebody may use.
+    assert!(Device::connect(&idle.socket, &config()).is_ok());
+    for (device, loads) in &mut devices {
+        Load::finish(loads, device);
+    }
+    let sockets = [&image, &raw, &plain, &idle].map(|disk| disk.socket.clone());
+    served.end();
+    assert!(!sockets.iter().any(|socket| socket.exists()));
+    let converted = image.file.with_extension("converted");
+    let run = |command: &mut Command| command.output().unwrap();
+    let check = run(Command::new("qemu-img").arg("check").arg(&image.file));
+    assert!(check.status.success(), "{check:?}");
+    let mut convert = Command::new("qemu-img");
+    convert
+        .args(["convert", "-O", "raw"])
+        .arg(&image.file)
+        .arg(&converted);
+    assert!(run(&mut convert).status.success());
+    for ((_, loads), file) in devices.iter().zip([&converted, &raw.file, &plain.file]) {
+        loads.iter().for_each(|load| load.verify(file).unwrap());
+    }
+}
+
+/// A message: the length of the text, no descriptors, the text.
+fn say(text: &str) -> String {
+    let zeroes = r"\000".repeat(15);
+    format!(r#"printf '\{:03o}{zeroes}{text}' >&0"#, text.len())
+}
+
+/// Takes a message, of up to 32 KiB, and loses its descriptors.
+const HEAR: &str = "dd bs=32768 count=1 <&0 >/dev/null 2>&1";
+
+#[test]
+fn a_failed_hand_over_leaves_the_old_one_serving() {
+    let (mut image, raw) = (Disk::new(), Disk::new());
+    if !qcow2(&mut image) {
+        println!("skipped: a_failed_hand_over_leaves_the_old_one_serving: there is no qemu-img");
+        return;
+    }
+    let options = "queues=2,queue-size=64";
+    let mut served = Served::start(&[image.argument(options), raw.argument(options)]);
+    let mut random = Random(seed());
+    let mut devices = vec![];
+    for (disk, held) in [(&image, Held::Zeroes), (&raw, Held::Content)] {
+        let config = DeviceConfig {
+            inflight: held == Held::Content,
+            ..config()
+        };
+        let device = Device::connect(&disk.socket, &config).unwrap();
+        let loads = Load::all(&device, 512, held, held == Held::Zeroes);
+        devices.push((device, loads));
+    }
+    let hello = say(r#"{"protocol":1,"version":"x"}"#);
+    let other = say(r#"{"protocol":99,"version":"x"}"#);
+    let prepared = say(r#""Prepared""#);
+    let serving = say(r#""Serving""#);
+    let [too_late, tried] = ["too-late", "tried"].map(|name| served.dir.path().join(name));
+    let gone_file = served.dir.path().join("gone");
+    let programs = [
+        ("exits", "exit 1".to_owned(), "has not come up"),
+        ("other", format!("{other}; exec sleep 1000"), "version 99"),
+        (
+            "noise",
+            "printf xyz >&0; exec sleep 1000".into(),
+            "has not come up",
+        ),
+        (
+            "dies",
+            format!("{hello}; exit 3"),
+            "cannot serve|be handed over",
+        ),
+        ("hangs", format!("{hello}; exec sleep 1000"), "cannot serve"),
+        (
+            "killed",
+            format!("{hello}; {HEAR}; kill -9 $$"),
+            "cannot serve",
+        ),
+        (
+            "early",
+            format!("{hello}; {HEAR}; {prepared}; exit 0"),
+            "as it took over",
+        ),
+        (
+            "taking",
+            format!("{hello}; {HEAR}; {prepared}; {HEAR}; kill -9 $$"),
+            "as it took over",
+        ),
+        (
+            "late",
+            format!(
+                "{hello}; {HEAR}; {prepared}; {HEAR}; exec 3<&0
+                 (exec <&3; sleep 6; {serving} && touch {}; touch {}) &
+                 wait",
+                too_late.display(),
+                tried.display()
+            ),
+            "as it took over",
+        ),
+        (
+            "else",
+            format!("{hello}; {HEAR}; {hello}; exec sleep 1000"),
+            "cannot serve",
+        ),
+    ];
+    let longest = under_load(&mut devices, &mut random, || {
+        for (name, text, words) in programs {
+            served.fail(&served.script(name, &text), words);
+        }
+        // The right program, for a disk that cannot be opened any more.
+        fs::rename(&raw.file, &gone_file).unwrap();
+        served.fail(Path::new(BINARY), "cannot serve");
+        fs::rename(&gone_file, &raw.file).unwrap();
+        served.fail(Path::new("/nonexistent/ringdisk"), "cannot be started");
+    });
+    println!("the longest request took {longest:?}");
+    assert!(served.first.is_running());
+    // Who comes when nobody waits any more knows it, and does not serve.
+    until_there(&tried);
+    assert!(!too_late.exists());
+    // After all that, it can be done.
+    under_load(&mut devices, &mut random, || {
+        let pause = served.upgrade(&[]);
+        println!("guests waited {pause:?}");
+    });
+    for (device, loads) in &mut devices {
+        Load::finish(loads, device);
+    }
+    served.end();
+    devices[1]
+        .1
+        .iter()
+        .for_each(|load| load.verify(&raw.file).unwrap());
+}
+
+/// `ringdisk reload --upgrade`, as the service does it: the same program rereads the configuration, another takes over.
+#[test]
+fn a_reload_takes_up_a_new_program() {
+    let disk = Disk::new();
+    let manager_dir = tempfile::tempdir().unwrap();
+    let manager_path = manager_dir.path().join("notify");
+    let manager = UnixDatagram::bind(&manager_path).unwrap();
+    let mut served = Served::start_for(&[disk.argument("queues=2")], Some(&manager_path));
+    let output = served.ringdisk(&["reload", "--upgrade"]);
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        text.contains("no configuration"),
+        "the same program: {output:?}"
+    );
+    let copy = served.dir.path().join("ringdisk");
+    fs::copy(BINARY, &copy).unwrap();
+    let mut device = Device::connect(&disk.socket, &config()).unwrap();
+    let mut reload = Command::new(&copy);
+    reload
+        .args(["reload", "--upgrade", "--json", "--control"])
+        .arg(&served.control);
+    let output = reload.output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let reply: Value = serde_json::from_slice(&output.stdout).unwrap();
+    gone(served.pid);
+    served.pid = reply["pid"].as_u64().unwrap() as u32;
+    let mut told = String::new();
+    while !told.contains("MAINPID") {
+        let mut message = [0; 1000];
+        let n = manager.recv(&mut message).unwrap();
+        told += std::str::from_utf8(&message[..n]).unwrap();
+    }
+    assert!(told.contains(&format!("MAINPID={}", served.pid)), "{told}");
+    let exe = fs::read_link(format!("/proc/{}/exe", served.pid)).unwrap();
+    assert_eq!(exe, copy);
+    assert!(device.queues[0].read(0, 4096).is_ok());
+    // What was changed meanwhile is known to the next one, and to the one after a kill.
+    let name = disk.file.file_stem().unwrap().to_str().unwrap().to_owned();
+    assert!(
+        served
+            .ringdisk(&["throttle", &name, "iops=4321"])
+            .status
+            .success()
+    );
+    served.upgrade(&[]);
+    let list = served.ringdisk(&["list", "--json"]);
+    assert!(
+        String::from_utf8_lossy(&list.stdout).contains("4321"),
+        "{list:?}"
+    );
+    served.end();
+}
+
+fn status(pid: u32, key: &str) -> String {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix(key));
+    line.unwrap().split_whitespace().next().unwrap().to_owned()
+}
+
+/// Who has become somebody else hands over all the same, and the next one is in the same sandbox.
+#[test]
+fn a_user_of_its_own_hands_over() {
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: a_user_of_its_own_hands_over: needs root");
+    }
+    let disk = Disk::new();
+    let user = ["--user=nobody".to_owned(), disk.argument("queues=2")];
+    let mut served = Served::start(&user);
+    let seccomp = status(served.pid, "Seccomp:");
+    let mut device = Device::connect(&disk.socket, &config()).unwrap();
+    for round in 0..2 {
+        let name = disk.file.file_stem().unwrap().to_str().unwrap();
+        let limit = format!("iops={}", 7000 + round);
+        let throttled = served.ringdisk(&["throttle", name, &limit]);
+        assert!(throttled.status.success(), "{throttled:?}");
+        served.upgrade(&[]);
+        assert_eq!(status(served.pid, "Uid:"), "65534");
+        assert_eq!(status(served.pid, "CapEff:"), "0000000000000000");
+        assert_eq!(status(served.pid, "Seccomp:"), seccomp);
+        assert!(device.queues[1].read(0, 4096).is_ok());
+        // It could write that down.
+        let list = served.ringdisk(&["list", "--json"]);
+        let list = String::from_utf8(list.stdout).unwrap();
+        assert!(list.contains(&format!("{}", 7000 + round)), "{list}");
+    }
+    served.end();
+}
+
+/// A disk that is locked only while a VM runs on it stays locked, or unlocked, as it is.
+#[test]
+fn a_disk_that_may_move_stays_as_it_is() {
+    let (running, idle) = (Disk::new(), Disk::new());
+    let options = "queues=2,lock=running";
+    let mut served = Served::start(&[running.argument(options), idle.argument(options)]);
+    let mut device = Device::connect(&running.socket, &config()).unwrap();
+    assert!(device.queues[0].read(0, 4096).is_ok());
+    let write = |disk: &Disk| {
+        let mut io = Command::new("qemu-io");
+        io.args(["-f", "raw", "-c", "write 0 512"]).arg(&disk.file);
+        io.output().ok().map(|output| output.status.success())
+    };
+    if write(&idle).is_none() {
+        return println!("skipped: a_disk_that_may_move_stays_as_it_is: there is no qemu-io");
+    }
+    for _ in 0..2 {
+        served.upgrade(&[]);
+        assert_eq!(write(&running), Some(false), "its lock is lost");
+        assert_eq!(write(&idle), Some(true), "it is locked");
+        assert!(device.queues[1].read(8, 4096).is_ok());
+    }
+    let mut other = Device::connect(&idle.socket, &config()).unwrap();
+    assert!(other.queues[0].read(0, 4096).is_ok());
+    assert_eq!(write(&idle), Some(false));
+    served.end();
+}
+
+/// A front-end that is in the middle of a message keeps nobody from an upgrade; it alone is cut off.
+#[test]
+fn half_a_message_holds_nothing_up() {
+    use std::io::Write;
+    let (disk, other) = (Disk::new(), Disk::new());
+    let mut served = Served::start(&[disk.argument("queues=2"), other.argument("queues=2")]);
+    let mut half = std::os::unix::net::UnixStream::connect(&disk.socket).unwrap();
+    half.write_all(&[1, 0, 0, 0, 1, 0]).unwrap();
+    let mut device = Device::connect(&other.socket, &config()).unwrap();
+    served.upgrade(&[]);
+    assert!(device.queues[1].read(0, 4096).is_ok());
+    assert!(Device::connect(&disk.socket, &config()).is_ok());
+    served.end();
+}
+
+/// A guest that would not connect again notices a pause, and no more.
+#[test]
+fn a_real_guest_goes_on() {
+    let test = "a_real_guest_goes_on";
+    if let Some(missing) = vm::missing(false) {
+        println!("skipped: {test}: {missing}");
+        return;
+    }
+    let disk = Disk::new();
+    let file = fs::File::options().write(true).open(&disk.file).unwrap();
+    file.set_len(64 << 20).unwrap();
+    let mut served = Served::start(&[disk.argument("queues=2")]);
+    let logs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm").join(test);
+    let guest = Vm::new(logs).cpus(2).disk(vm::Disk::VhostUser {
+        socket: disk.socket.clone(),
+        queues: 2,
+        queue_size: 128,
+    });
+    let output = guest.run_watched(
+        "head -c 1048576 /dev/urandom >/tmp/data
+         writer() {
+             until [ -e /tmp/enough ]; do
+                 dd if=/tmp/data of=/dev/vda bs=64k seek=$(($1 * 64)) oflag=direct conv=notrunc 2>/tmp/dd.$1
+                 dd if=/dev/vda bs=64k skip=$(($1 * 64)) count=16 iflag=direct 2>/tmp/dd.$1 | cmp - /tmp/data
+                 echo >>/tmp/rounds
+             done
+         }
+         writers=
+         for i in 1 2 3 4; do writer $i & writers=\"$writers $!\"; done
+         for i in 1 2 3 4; do
+             sleep 1
+             echo upgrade
+         done
+         sleep 1
+         touch /tmp/enough
+         for writer in $writers; do wait $writer; done
+         ! dmesg | grep -i 'I/O error'
+         [ $(wc -l </tmp/rounds) -ge 4 ]",
+        // The machine may be busy.
+        Duration::from_secs(400),
+        &mut |line, _| {
+            if line == "upgrade" {
+                println!("the guest waited {:?}", served.upgrade(&[]));
+            }
+        },
+    );
+    output.unwrap().checked().unwrap();
+    served.end();
+}
