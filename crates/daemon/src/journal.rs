@@ -126,6 +126,10 @@ impl Storage for Plain {
         Ok(())
     }
 
+    fn forgets(&self) -> bool {
+        false
+    }
+
     fn size(&self) -> io::Result<u64> {
         Ok(self.0.metadata()?.len())
     }

@@ -149,6 +149,10 @@ impl Storage for FileStorage {
         }
     }
 
+    fn forgets(&self) -> bool {
+        self.flushes && self.file.is_cached()
+    }
+
     fn size(&self) -> io::Result<u64> {
         self.file.size()
     }

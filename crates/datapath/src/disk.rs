@@ -12,7 +12,7 @@ use block::{
     ThrottleLimits,
 };
 use guest::{RingError, blk};
-use image::Image;
+use image::{Image, ImageError};
 use tracing::warn;
 
 use crate::admit::Admission;
@@ -41,6 +41,7 @@ pub struct Disk {
     pub(crate) replacing: Mutex<()>,
     pub(crate) options: Options,
     pub(crate) errors: Limiter,
+    image_errors: Limiter,
     pub(crate) admission: Admission,
     pub(crate) statistics: Statistics,
     pub(crate) outage: Outage,
@@ -186,6 +187,7 @@ impl Disk {
             replacing: Mutex::default(),
             options,
             errors: Limiter::default(),
+            image_errors: Limiter::default(),
             admission: Admission::default(),
             statistics: Statistics::default(),
             outage: Outage::default(),
@@ -292,12 +294,11 @@ impl Disk {
         if self.away.load(Ordering::Relaxed) {
             return Ok(());
         }
-        if let Some(chain) = self.content().image.chain()
-            && self.flushes()
-        {
-            chain
-                .flush()
-                .map_err(|e| io::Error::other(format!("{e}")))?;
+        if let Some(chain) = self.content().image.chain() {
+            return match self.flushes() {
+                true => chain.flush().map_err(io::Error::other),
+                false => Ok(()),
+            };
         }
         match self.source() {
             Some(source) if self.flushes() && self.options.cache.flushes() => source.sync(),
@@ -401,6 +402,17 @@ impl Disk {
 
     pub(crate) fn stop_detecting_zeroes(&self) {
         self.detect_zeroes.store(false, Ordering::Relaxed);
+    }
+
+    /// Logs what an image says of a request or flush that failed; what becomes of that is another line.
+    #[cold]
+    pub(crate) fn image_failed(&self, error: &ImageError) {
+        self.image_errors.log(|left_out| {
+            warn!(
+                "disk {}: {error} ({left_out} more of these left out)",
+                self.name
+            );
+        });
     }
 
     /// Logs that a queue cannot be served where or as large as the guest says.

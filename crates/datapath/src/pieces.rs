@@ -18,6 +18,7 @@ use guest::blk::Status;
 use image::{Allocation, Chain, ImageError, Pin, Place, Prepared, Waiting, WritePlace, Zeroing};
 
 use crate::clock::now_ns;
+use crate::disk::Disk;
 use crate::fetch::Fetched;
 use crate::local::Local;
 use crate::queue::Queue;
@@ -284,7 +285,10 @@ impl<E: Engine> Worker<E> {
                     queue: number,
                     slot,
                 };
-                return self.slow.start(request, move || commit(&chain, allocation));
+                let disk = queue.disk.clone();
+                return self
+                    .slow
+                    .start(request, move || commit(&chain, &disk, allocation));
             }
         }
         self.next_piece(number, slot);
@@ -301,7 +305,9 @@ impl<E: Engine> Worker<E> {
                 queue: number,
                 slot,
             };
-            self.slow.start(request, move || commit(&chain, allocation));
+            let disk = queue.disk.clone();
+            self.slow
+                .start(request, move || commit(&chain, &disk, allocation));
         }
     }
 
@@ -335,7 +341,7 @@ impl<E: Engine> Worker<E> {
         let s = queue.slots.get(slot);
         let before = !matches!(
             outcome,
-            Outcome::Committed | Outcome::NotCommitted(..) | Outcome::Flushed(_)
+            Outcome::Committed | Outcome::NotCommitted(..) | Outcome::Flushed { .. }
         );
         if s.stamps.fetched > 0 && before {
             s.stamps.submitted = now_ns();
@@ -396,9 +402,9 @@ impl<E: Engine> Worker<E> {
                 piece.allocation = Some(allocation);
                 self.fail(number, slot, errno, Redo::Commit);
             }
-            Outcome::Flushed(errno) => {
+            Outcome::Flushed { errno, lost } => {
                 let place = queue.local;
-                self.synced(place, -errno);
+                self.flushed(place, errno, lost);
             }
         }
     }
@@ -428,15 +434,12 @@ impl<E: Engine> Worker<E> {
         };
         if let Some(chain) = queue.image.chain() {
             if chain.needs_flush() {
-                let chain = chain.clone();
+                let (chain, disk) = (chain.clone(), queue.disk.clone());
                 let request = For {
                     queue: number,
                     slot,
                 };
-                return self.slow.start(request, move || {
-                    let flushed = chain.flush();
-                    Outcome::Flushed(flushed.map_or_else(|e| e.errno(), |()| 0))
-                });
+                return self.slow.start(request, move || flush(&chain, &disk));
             }
             if !queue.disk.options.cache.flushes() {
                 let place = queue.local;
@@ -477,6 +480,7 @@ fn next(queue: &mut Queue, slot: u16, locals: &[Option<Local>], zeroes_left: &mu
         pieces,
         local,
         alignment,
+        disk,
         ..
     } = queue;
     let (s, piece) = (slots.get(slot), &mut pieces[usize::from(slot)]);
@@ -500,7 +504,9 @@ fn next(queue: &mut Queue, slot: u16, locals: &[Option<Local>], zeroes_left: &mu
                 }
                 Err(len) => {
                     let chain = chain.clone();
-                    slow(move || part_of_block(&chain, at, len).map(Outcome::Bytes))
+                    slow(disk, move || {
+                        part_of_block(&chain, at, len).map(Outcome::Bytes)
+                    })
                 }
             },
             Place::Zero { .. } if *zeroes_left == 0 => Next::Later,
@@ -514,11 +520,11 @@ fn next(queue: &mut Queue, slot: u16, locals: &[Option<Local>], zeroes_left: &mu
             }
             Place::Compressed(packed) => {
                 let chain = chain.clone();
-                slow(move || chain.unpack(&packed).map(Outcome::Bytes))
+                slow(disk, move || chain.unpack(&packed).map(Outcome::Bytes))
             }
             Place::Load(missing) => {
                 let chain = chain.clone();
-                slow(move || chain.load(missing).map(|()| Outcome::Again))
+                slow(disk, move || chain.load(missing).map(|()| Outcome::Again))
             }
             Place::Damaged { .. } => damaged,
         },
@@ -536,39 +542,45 @@ fn next(queue: &mut Queue, slot: u16, locals: &[Option<Local>], zeroes_left: &mu
                 }
                 Some(allocation) => {
                     let chain = chain.clone();
-                    slow(move || fill(&chain, allocation))
+                    slow(disk, move || fill(&chain, allocation))
                 }
                 None => {
                     let chain = chain.clone();
-                    slow(move || prepare(&chain, at, len))
+                    slow(disk, move || prepare(&chain, at, len))
                 }
             },
             WritePlace::Load(missing) => {
                 let chain = chain.clone();
-                slow(move || chain.load(missing).map(|()| Outcome::Again))
+                slow(disk, move || chain.load(missing).map(|()| Outcome::Again))
             }
             // To prepare it says what is wrong, and sees to it that nothing more is written.
             WritePlace::Damaged { len } => {
                 let chain = chain.clone();
-                slow(move || prepare(&chain, at, len))
+                slow(disk, move || prepare(&chain, at, len))
             }
         },
         Request::Discard { .. } => {
             let chain = chain.clone();
-            slow(move || zero(&chain, at, rest, Zeroing::Discard))
+            slow(disk, move || zero(&chain, at, rest, Zeroing::Discard))
         }
         Request::WriteZeroes { unmap, .. } => {
             let chain = chain.clone();
-            slow(move || zero(&chain, at, rest, Zeroing::Zeroes { unmap }))
+            slow(disk, move || {
+                zero(&chain, at, rest, Zeroing::Zeroes { unmap })
+            })
         }
         Request::Flush | Request::GetId => damaged,
     }
 }
 
-fn slow(job: impl FnOnce() -> Result<Outcome, ImageError> + Send + 'static) -> Next {
+fn slow(
+    disk: &Arc<Disk>,
+    job: impl FnOnce() -> Result<Outcome, ImageError> + Send + 'static,
+) -> Next {
+    let disk = disk.clone();
     Next::Slow(Box::new(move || {
         job().unwrap_or_else(|e| {
-            tracing::warn!("{e}");
+            disk.image_failed(&e);
             Outcome::Failed {
                 errno: e.errno(),
                 lasting: e.is_lasting(),
@@ -577,17 +589,34 @@ fn slow(job: impl FnOnce() -> Result<Outcome, ImageError> + Send + 'static) -> N
     }))
 }
 
-fn commit(chain: &Chain, allocation: Allocation) -> Outcome {
-    match chain.commit_or_keep(allocation) {
-        Ok(()) => Outcome::Committed,
-        Err((e, allocation)) if e.is_lasting() => {
+fn commit(chain: &Chain, disk: &Disk, allocation: Allocation) -> Outcome {
+    let Err((e, allocation)) = chain.commit_or_keep(allocation) else {
+        return Outcome::Committed;
+    };
+    disk.image_failed(&e);
+    match e.is_lasting() {
+        true => {
             chain.abort(allocation);
             Outcome::Failed {
                 errno: e.errno(),
                 lasting: true,
             }
         }
-        Err((e, allocation)) => Outcome::NotCommitted(allocation, e.errno()),
+        false => Outcome::NotCommitted(allocation, e.errno()),
+    }
+}
+
+fn flush(chain: &Chain, disk: &Disk) -> Outcome {
+    let Err(e) = chain.flush() else {
+        return Outcome::Flushed {
+            errno: 0,
+            lost: false,
+        };
+    };
+    disk.image_failed(&e);
+    Outcome::Flushed {
+        errno: e.errno(),
+        lost: matches!(e, ImageError::Lost { .. }),
     }
 }
 

@@ -9,7 +9,7 @@ use guest::blk::Status;
 
 use crate::local::Unsettled;
 use crate::slot::Redo;
-use crate::syncs::{Ended, Turn};
+use crate::syncs::{Ended, Syncs, Turn};
 use crate::worker::Worker;
 
 impl<E: Engine> Worker<E> {
@@ -38,11 +38,20 @@ impl<E: Engine> Worker<E> {
 
     /// The fdatasync that this thread has begun for a disk has ended.
     pub fn synced(&mut self, place: usize, result: i32) {
+        self.end_sync(place, |syncs| syncs.end(-result));
+    }
+
+    /// The same of an image's flush, with 0 or an errno, and whether that is final.
+    pub fn flushed(&mut self, place: usize, errno: i32, lost: bool) {
+        self.end_sync(place, |syncs| syncs.end_with(errno, lost));
+    }
+
+    fn end_sync(&mut self, place: usize, end: impl FnOnce(&Syncs) -> Ended) {
         let Some(local) = &mut self.locals[place] else {
             return;
         };
         local.syncing = false;
-        let ended = local.syncs().end(-result);
+        let ended = end(local.syncs());
         self.serve_up_to(place, ended);
         self.sync(place);
     }

@@ -51,8 +51,8 @@ pub(crate) enum Outcome {
     Failed { errno: i32, lasting: bool },
     /// What was written is not the disk's yet, with this errno. It may be tried again.
     NotCommitted(Allocation, i32),
-    /// The image is durable; if not, this errno says why.
-    Flushed(i32),
+    /// The image is durable; if not, this errno says why, and whether it never will be.
+    Flushed { errno: i32, lost: bool },
 }
 
 type Job = Box<dyn FnOnce() -> Outcome + Send>;

@@ -15,6 +15,9 @@
 //! having written it. So a file in the page cache whose fdatasync failed once is lost: from then on
 //! nothing of it is reported durable, as in QEMU. With O_DIRECT nothing is kept that could be
 //! forgotten, and the next fdatasync tells the truth.
+//!
+//! An image that goes by tables flushes in between as well, for want of room for more changes. Through the
+//! page cache, all fdatasyncs of such a file are the image's, one at a time, and it says what is lost.
 
 use std::collections::VecDeque;
 use std::io;
@@ -107,13 +110,19 @@ impl Syncs {
 
     /// The caller's fdatasync has ended, with 0 or an errno.
     pub fn end(&self, result: i32) -> Ended {
+        let refused = [Errno::INTR, Errno::AGAIN].map(Errno::raw_os_error);
+        let lost = result != 0 && self.cached && !refused.contains(&result);
+        self.end_with(result, lost)
+    }
+
+    /// The same, where it is known whether anything is lost.
+    pub fn end_with(&self, result: i32, lost: bool) -> Ended {
         let (ended, waiting) = {
             let mut state = self.state();
             debug_assert!(state.running);
             state.running = false;
             state.result = result;
-            let refused = [Errno::INTR, Errno::AGAIN].map(Errno::raw_os_error);
-            if result != 0 && self.cached && !refused.contains(&result) {
+            if lost {
                 state.lost.get_or_insert(result);
             }
             (state.ended(), state.waiting.len())
@@ -217,6 +226,17 @@ mod tests {
         assert_eq!(syncs.take_turn(&wake), Turn::Lost(5));
         let error = syncs.sync(|| Ok(())).unwrap_err();
         assert!(error.to_string().contains("PAGECACHE_LOST"), "{error}");
+    }
+
+    #[test]
+    fn an_image_says_what_is_lost() {
+        let (syncs, wake) = (Syncs::new(true), Arc::new(Wake::new().unwrap()));
+        // A table for which there was no room.
+        assert_eq!(syncs.take_turn(&wake), Turn::Begin);
+        assert_eq!(syncs.end_with(28, false).result, 28);
+        assert_eq!(syncs.take_turn(&wake), Turn::Begin);
+        syncs.end_with(5, true);
+        assert_eq!(syncs.take_turn(&wake), Turn::Lost(5));
     }
 
     #[test]

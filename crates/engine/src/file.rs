@@ -229,6 +229,11 @@ impl DiskFile {
         }
     }
 
+    /// Whether it is read and written through the page cache.
+    pub fn is_cached(&self) -> bool {
+        self.cached
+    }
+
     /// Has what was written elsewhere read anew: nobody tells our page cache.
     pub fn forget_cached(&self) {
         if self.cached {

@@ -353,10 +353,13 @@ impl Chain {
             Some(image) => image.flush(),
             None => {
                 let file = &self.files[usize::from(self.written_file().0)];
-                file.flush().map_err(|source| ImageError::Io {
-                    doing: "making the disk durable",
-                    at: 0,
-                    source,
+                file.flush().map_err(|source| match file.forgets() {
+                    true => ImageError::Lost { source },
+                    false => ImageError::Io {
+                        doing: "making the disk durable",
+                        at: 0,
+                        source,
+                    },
                 })
             }
         }

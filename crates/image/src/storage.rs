@@ -28,6 +28,10 @@ pub trait Storage: Send + Sync {
     /// What the kernel said; what was written since the last success may be lost.
     fn flush(&self) -> io::Result<()>;
 
+    /// Whether a failed [`flush`](Self::flush) forgets what it has not written, as that of the page cache
+    /// does: the next one succeeds, and it is lost all the same.
+    fn forgets(&self) -> bool;
+
     /// Bytes.
     ///
     /// # Errors

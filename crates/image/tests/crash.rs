@@ -36,18 +36,13 @@ impl Sectors {
         Self(vec![BTreeSet::from([OLD]); (size / 512) as usize])
     }
 
-    fn change(&mut self, at: u64, len: u64, to: u16) {
+    /// This may be there, beside what may be there already, or only this.
+    fn put(&mut self, at: u64, len: u64, to: u16, only: bool) {
         for sector in &mut self.0[(at / 512) as usize..((at + len) / 512) as usize] {
-            sector.insert(to);
-        }
-    }
-
-    /// Only the newest is left.
-    fn settle(&mut self, newest: &[Option<u16>]) {
-        for (may, newest) in self.0.iter_mut().zip(newest) {
-            if let Some(newest) = newest {
-                *may = BTreeSet::from([*newest]);
+            if only {
+                sector.clear();
             }
+            sector.insert(to);
         }
     }
 }
@@ -58,19 +53,37 @@ fn pattern(number: u16, len: u64) -> Vec<u8> {
         .collect()
 }
 
-/// What happened, by mark: the operation's range and what it leaves, or a flush that has ended.
+/// What happened, by mark.
 enum Step {
+    /// An operation begins that puts this there.
     Begin {
         at: u64,
         len: u64,
         to: u16,
-        discard: bool,
     },
+    /// It has ended. What was there before may still be there after a discard, or a failure.
+    End {
+        at: u64,
+        len: u64,
+        to: u16,
+        only: bool,
+    },
+    /// A flush has succeeded.
     Flushed,
     Grow {
         size: u64,
     },
     Grown,
+}
+
+/// What storage does besides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Trouble {
+    None,
+    /// A write or flush fails now and then.
+    Fails,
+    /// The same, in a file of the page cache.
+    Forgets,
 }
 
 struct Story {
@@ -104,55 +117,79 @@ impl OpenFiles for DataFile<'_> {
     }
 }
 
-fn story(name: &'static str, grows: bool, seed: u64, directory: &Path) -> Story {
+fn story(name: &'static str, grows: bool, seed: u64, directory: &Path, trouble: Trouble) -> Story {
     let read = |name| std::fs::read(directory.join(name));
     let start = vec![read("disk.qcow2").unwrap()];
     let start: Vec<_> = start.into_iter().chain(read("data").ok()).collect();
     let files = Memory::several(start.clone());
     let memory = &files[0];
-    let disk = open(&files, directory, WRITE);
+    let how = match trouble {
+        Trouble::None => WRITE,
+        // So small that changes are flushed for want of room.
+        _ => support::How {
+            l2_cache_bytes: Some(1),
+            ..WRITE
+        },
+    };
+    if trouble == Trouble::Forgets {
+        memory.forget();
+    }
+    let disk = open(&files, directory, how);
     let old = disk.content().unwrap();
     memory.record();
     let mut random = Random(seed);
     let mut steps = Vec::new();
-    let mut size = disk.chain.size();
     let cluster = disk.chain.image().unwrap().cluster_bytes();
     for number in 0..120 {
+        let mut mark = |step| {
+            memory.mark(steps.len() as u64);
+            steps.push(step);
+        };
+        if trouble != Trouble::None && random.one_in(6) {
+            memory.fail_in(1 + random.below(8));
+        }
+        let ended = |result: Result<(), image::ImageError>| {
+            assert!(trouble != Trouble::None || result.is_ok(), "{result:?}");
+            result.is_ok()
+        };
         if number % 50 == 49 && grows {
-            size += 40 << 10;
-            memory.mark(steps.len() as u64);
-            steps.push(Step::Grow { size });
-            disk.grow(size).unwrap();
-            memory.mark(steps.len() as u64);
-            steps.push(Step::Grown);
+            let size = disk.chain.size() + (40 << 10);
+            mark(Step::Grow { size });
+            if ended(disk.grow(size)) {
+                mark(Step::Grown);
+            }
         }
         if random.one_in(6) {
-            disk.flush().unwrap();
-            memory.mark(steps.len() as u64);
-            steps.push(Step::Flushed);
+            let lost = memory.has_forgotten();
+            if ended(disk.flush()) {
+                assert!(!lost, "{name}, seed {seed}: lost, and called durable");
+                mark(Step::Flushed);
+            }
             continue;
         }
-        let (at, len) = random.range(size, cluster);
+        let (at, len) = random.range(disk.chain.size(), cluster);
         let kind = random.below(6);
         let to = if kind < 2 { ZERO } else { 2 + number };
         let discard = kind == 1;
-        memory.mark(steps.len() as u64);
-        steps.push(Step::Begin {
-            at,
-            len,
-            to,
-            discard,
-        });
-        match kind {
+        mark(Step::Begin { at, len, to });
+        let done = match kind {
             0 => {
                 let unmap = random.one_in(2);
-                disk.zero(at, len, Zeroing::Zeroes { unmap }).unwrap();
+                disk.zero(at, len, Zeroing::Zeroes { unmap })
             }
-            1 => disk.zero(at, len, Zeroing::Discard).unwrap(),
-            _ => disk.write(at, &pattern(to, len)).unwrap(),
-        }
+            1 => disk.zero(at, len, Zeroing::Discard),
+            _ => disk.write(at, &pattern(to, len)),
+        };
+        let only = ended(done) && !discard;
+        mark(Step::End { at, len, to, only });
     }
-    disk.chain.close().unwrap();
+    memory.fail_in(0);
+    let closed = disk.chain.close();
+    match memory.has_forgotten() {
+        true => assert!(closed.unwrap_err().is_lasting()),
+        // What could not be written is written now, unless it had to be given up.
+        false => assert!(closed.is_ok() || disk.chain.damage().is_some()),
+    }
     Story {
         variant: name,
         seed,
@@ -165,17 +202,17 @@ fn story(name: &'static str, grows: bool, seed: u64, directory: &Path) -> Story 
 
 impl Story {
     /// Cuts the power at random moments; returns how often.
-    fn cut(&self, directory: &Path) -> usize {
+    fn cut(&self, moments: usize, directory: &Path) -> usize {
         let mut random = Random(self.seed ^ 0xc0ffee);
-        let moments: BTreeSet<usize> = (0..CUTS)
+        let moments: BTreeSet<usize> = (0..moments)
             .map(|_| random.below(self.events.len() as u64 + 1) as usize)
             .collect();
         let mut replay = Replay::new(self.start.clone());
+        // What may be found, and what may be found after the next flush.
         let mut may = Sectors::new(self.old.len() as u64);
+        let mut now = may.clone();
         // The disk is at least so long.
         let mut len = self.old.len();
-        let mut newest: Vec<Option<u16>> = vec![None; may.0.len()];
-        let mut discarded: Vec<bool> = vec![false; may.0.len()];
         let mut cuts = 0;
         for (moment, event) in self.events.iter().enumerate() {
             if moments.contains(&moment) {
@@ -190,41 +227,21 @@ impl Story {
                     cuts += 1;
                 }
             }
-            replay.event(event);
+            replay.event(event, &mut random);
             let What::Mark(step) = event.what else {
                 continue;
             };
             match &self.steps[step as usize] {
-                Step::Flushed => {
-                    may.settle(&newest);
-                    for (sector, may) in may.0.iter_mut().enumerate() {
-                        // A discard that was flushed left zeroes, or what was there.
-                        if discarded[sector] && newest[sector].is_none() {
-                            may.insert(ZERO);
-                        }
-                    }
-                }
+                Step::Flushed => may = now.clone(),
                 &Step::Grow { size } => {
                     let sectors = (size / 512) as usize;
                     // As soon as the disk is so long.
                     may.0.resize(sectors, BTreeSet::from([ZERO]));
-                    newest.resize(sectors, Some(ZERO));
-                    discarded.resize(sectors, false);
+                    now.0.resize(sectors, BTreeSet::from([ZERO]));
                 }
                 Step::Grown => len = may.0.len() * 512,
-                &Step::Begin {
-                    at,
-                    len,
-                    to,
-                    discard,
-                } => {
-                    may.change(at, len, to);
-                    for sector in (at / 512) as usize..((at + len) / 512) as usize {
-                        // Which of the two a discard leaves is not said.
-                        newest[sector] = (!discard).then_some(to);
-                        discarded[sector] = discard;
-                    }
-                }
+                &Step::Begin { at, len, to } => may.put(at, len, to, false),
+                &Step::End { at, len, to, only } => now.put(at, len, to, only),
             }
         }
         cuts
@@ -290,12 +307,13 @@ fn a_power_cut_leaves_a_sound_image_with_all_that_was_flushed() {
         return;
     }
     let mut cuts = 0;
-    for variant in variants::ALL.iter().filter(|v| v.is_small()) {
+    let (small, none) = (|v: &&variants::Variant| v.is_small(), Trouble::None);
+    for variant in variants::ALL.iter().filter(small) {
         for seed in seeds(100, 2) {
             let directory = tempfile::tempdir().unwrap();
             variant.make_sized(directory.path(), seed, DISK_BYTES);
-            let story = story(variant.name, variant.grows(), seed, directory.path());
-            cuts += story.cut(directory.path());
+            let story = story(variant.name, variant.grows(), seed, directory.path(), none);
+            cuts += story.cut(CUTS, directory.path());
         }
     }
     println!("{cuts} power cuts");
@@ -305,6 +323,31 @@ fn a_power_cut_leaves_a_sound_image_with_all_that_was_flushed() {
         10_000
     };
     assert!(cuts >= least, "only {cuts}");
+}
+
+/// Writes and flushes fail, those included that the image does by itself for want of room: what was said to
+/// be durable is, and once the page cache has lost something, nothing is.
+#[test]
+fn after_a_failed_flush_nothing_counts_as_durable_that_is_not() {
+    if !qemu::is_there("after_a_failed_flush_nothing_counts_as_durable_that_is_not") {
+        return;
+    }
+    let mut lost = 0;
+    for variant in variants::ALL.iter().filter(|v| v.is_small()) {
+        for (seed, trouble) in seeds(300, 2)
+            .into_iter()
+            .zip([Trouble::Fails, Trouble::Forgets])
+        {
+            let directory = tempfile::tempdir().unwrap();
+            variant.make_sized(directory.path(), seed, DISK_BYTES);
+            let (name, grows) = (variant.name, variant.grows());
+            let story = story(name, grows, seed, directory.path(), trouble);
+            let forgotten = |event: &Event| matches!(event.what, What::Forgotten);
+            lost += u32::from(story.events.iter().any(forgotten));
+            assert!(story.cut(CUTS / 4, directory.path()) > 0);
+        }
+    }
+    assert!(lost > 10, "{lost}");
 }
 
 /// A file that is nearly as long as its refcount table can say.
@@ -323,7 +366,7 @@ fn a_power_cut_while_the_refcount_table_grows() {
         qemu::io(directory, "disk.qcow2", &["-f", "qcow2"], &full);
         // So that whatever is written takes new clusters.
         qemu::img(directory, "snapshot -c all disk.qcow2");
-        let story = story("refcount_table", true, seed, directory);
+        let story = story("refcount_table", true, seed, directory, Trouble::None);
         let moved = story.events.iter().filter(|event| {
             let What::Write { at: 0, bytes } = &event.what else {
                 return false;
@@ -331,6 +374,6 @@ fn a_power_cut_while_the_refcount_table_grows() {
             bytes[48..56] != story.start[0][48..56]
         });
         assert!(moved.count() > 0, "the refcount table has not moved");
-        assert!(story.cut(directory) > 0);
+        assert!(story.cut(CUTS, directory) > 0);
     }
 }

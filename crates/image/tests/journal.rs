@@ -63,6 +63,10 @@ impl Storage for Mortal {
         self.file.flush()
     }
 
+    fn forgets(&self) -> bool {
+        self.file.forgets()
+    }
+
     fn size(&self) -> io::Result<u64> {
         self.file.size()
     }

@@ -6,7 +6,7 @@ use std::io::{self, Read};
 use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
@@ -26,6 +26,12 @@ pub struct Trouble {
     pub often: AtomicU32,
     /// How many have failed.
     pub struck: AtomicU64,
+    /// The files opened from now on are in the page cache.
+    pub cached: AtomicBool,
+    /// There is no room.
+    pub full: AtomicBool,
+    /// Nothing becomes durable.
+    pub broken: AtomicBool,
     random: Mutex<Option<Random>>,
 }
 
@@ -67,6 +73,13 @@ impl Memory {
     }
 }
 
+fn fails(on: &AtomicBool, errno: i32) -> io::Result<()> {
+    match on.load(Ordering::Relaxed) {
+        true => Err(io::Error::from_raw_os_error(errno)),
+        false => Ok(()),
+    }
+}
+
 const EIO: i32 = 5;
 const EFBIG: i32 = 27;
 const ENOSPC: i32 = 28;
@@ -84,6 +97,7 @@ impl Storage for Memory {
 
     fn write_at(&self, at: FileOffset, from: &[u8]) -> io::Result<()> {
         self.trouble.strike(ENOSPC)?;
+        fails(&self.trouble.full, ENOSPC)?;
         let mut disk = self.disk();
         let end = at.0 as usize + from.len();
         if end > disk.bytes.len() {
@@ -94,7 +108,12 @@ impl Storage for Memory {
     }
 
     fn flush(&self) -> io::Result<()> {
-        self.trouble.strike(EIO)
+        self.trouble.strike(EIO)?;
+        fails(&self.trouble.broken, EIO)
+    }
+
+    fn forgets(&self) -> bool {
+        self.trouble.cached.load(Ordering::Relaxed)
     }
 
     fn size(&self) -> io::Result<u64> {

@@ -2,6 +2,7 @@
 //! delays and reorders.
 
 mod files;
+mod flushes;
 mod model;
 mod zeroes;
 

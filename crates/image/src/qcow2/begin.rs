@@ -80,10 +80,16 @@ impl Qcow2 {
             known |= AUTOCLEAR_BITMAPS;
         }
         let journal = state.journal.as_ref().map_or(0, Journal::autoclear);
-        let autoclear = state.header.autoclear & known | journal;
-        if autoclear != state.header.autoclear {
+        let before = state.header.autoclear;
+        let autoclear = before & known | journal;
+        let differs = autoclear != before;
+        if differs {
             state.header.autoclear = autoclear;
-            self.write_header(state)?;
+            self.write_header(state)
+                .inspect_err(|_| state.header.autoclear = before)?;
+        }
+        // What an earlier attempt has written may not be durable.
+        if differs || self.file.unflushed() {
             self.file.flush()?;
         }
         Ok(())

@@ -16,6 +16,17 @@ pub enum ImageError {
         /// What the kernel said.
         source: io::Error,
     },
+    /// What the page cache had to write could not be written, and is forgotten. Nothing that was written
+    /// since the last flush, or will be, counts as durable.
+    #[error(
+        "an fdatasync of the image failed ({source}), and what the page cache had to write then is lost for \
+        good; no flush succeeds until it is served anew: repair the storage, check the guest's file \
+        systems, and restart"
+    )]
+    Lost {
+        /// What the kernel said.
+        source: io::Error,
+    },
     /// The image contradicts itself. Nothing is written to it any more.
     #[error("{0}; nothing more is written to it; run 'qemu-img check' on it")]
     Damaged(Damage),
@@ -57,7 +68,7 @@ impl ImageError {
         const EROFS: i32 = 30;
         const EOPNOTSUPP: i32 = 95;
         match self {
-            Self::Io { source, .. } => source.raw_os_error().unwrap_or(EIO),
+            Self::Io { source, .. } | Self::Lost { source } => source.raw_os_error().unwrap_or(EIO),
             Self::Damaged(_) => EIO,
             Self::Full(_) => ENOSPC,
             Self::ReadOnly => EROFS,

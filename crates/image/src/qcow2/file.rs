@@ -1,5 +1,6 @@
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::io::{self, ErrorKind};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, OnceLock};
 
 use block::FileOffset;
 
@@ -11,20 +12,31 @@ use crate::storage::Storage;
 /// does. What is too much costs no space, and is cut off when the image is closed.
 const GROWTH: (u64, u64) = (16 << 20, 1 << 30);
 
+const EIO: i32 = 5;
+
 /// An image's file, and where it ends.
 pub(crate) struct FileEnd {
     storage: Arc<dyn Storage>,
     end: AtomicU64,
     /// Its length when it was opened.
     first: u64,
+    forgets: bool,
+    /// A flush has failed, and none has succeeded since.
+    unflushed: AtomicBool,
+    /// The errno with which a flush has lost something for good.
+    lost: OnceLock<i32>,
 }
 
 impl FileEnd {
     pub fn new(storage: Arc<dyn Storage>, end: u64) -> Self {
+        let forgets = storage.forgets();
         Self {
             storage,
             end: AtomicU64::new(end),
             first: end,
+            forgets,
+            unflushed: AtomicBool::new(false),
+            lost: OnceLock::new(),
         }
     }
 
@@ -57,7 +69,7 @@ impl FileEnd {
                 self.end.store(reached, SeqCst);
                 Ok(())
             }
-            Err(error) if error.kind() == std::io::ErrorKind::Unsupported => Err(ImageError::Full(
+            Err(error) if error.kind() == ErrorKind::Unsupported => Err(ImageError::Full(
                 "the block device that it is on has no room left; extend it",
             )),
             Err(error) => Err(error).doing("making the file longer", to),
@@ -109,7 +121,35 @@ impl FileEnd {
         self.storage.write_at(FileOffset(at), from).doing(doing, at)
     }
 
+    /// Makes everything durable that was written. One thread at a time may do that: the kernel tells of what
+    /// it could not write once, and the other one would take it for durable.
     pub fn flush(&self) -> Result<(), ImageError> {
-        self.storage.flush().doing("making metadata durable", 0)
+        if let Some(&errno) = self.lost.get() {
+            let source = io::Error::from_raw_os_error(errno);
+            return Err(ImageError::Lost { source });
+        }
+        let Err(source) = self.storage.flush() else {
+            self.unflushed.store(false, SeqCst);
+            return Ok(());
+        };
+        self.unflushed.store(true, SeqCst);
+        let refused = [ErrorKind::Interrupted, ErrorKind::WouldBlock];
+        if self.forgets && !refused.contains(&source.kind()) {
+            let _ = self.lost.set(source.raw_os_error().unwrap_or(EIO));
+            return Err(ImageError::Lost { source });
+        }
+        Err(source).doing("making the image durable", 0)
+    }
+
+    /// Whether a flush that fails is the last one.
+    #[inline]
+    pub fn forgets(&self) -> bool {
+        self.forgets
+    }
+
+    /// Whether the last flush failed: something that was written may not be durable, whatever was not changed
+    /// since.
+    pub fn unflushed(&self) -> bool {
+        self.unflushed.load(SeqCst)
     }
 }

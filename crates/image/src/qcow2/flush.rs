@@ -18,6 +18,12 @@
 //! no time does the file lead to a cluster that is not counted, or to one that has been given to
 //! another part of the disk.
 //!
+//! A flush that fails leaves all that it took as changed as it was, and the next one begins anew. Any
+//! thread may have to flush, for want of room for more changes; what failed there is not forgotten either:
+//! [`needs_flush`](Qcow2::needs_flush) holds until a flush of everything has succeeded. What the page cache
+//! has lost comes back with none, and so from then on every flush fails, and no table is written that
+//! leads to what may not be there ([`FileEnd::flush`]).
+//!
 //! The header changes where a larger refcount or L1 table takes the place of the old one: what it
 //! will lead to is durable before, and its fields share one sector.
 
@@ -29,6 +35,7 @@ use block::FileOffset;
 
 use super::entry::table_at;
 use super::error::ImageError;
+use super::file::FileEnd;
 use super::journal::Rotated;
 use super::refcount::{Dirty, Piece, Run};
 use super::{Qcow2, State};
@@ -59,8 +66,8 @@ impl Qcow2 {
     /// Makes all that was written and committed before this call durable, guest data and tables. Blocks.
     ///
     /// # Errors
-    /// Something may not be durable. Tables are written again by the next flush; data that the kernel
-    /// has lost stays lost.
+    /// Something may not be durable. It may be tried again, unless the error is
+    /// [lasting](ImageError::is_lasting): then so is that.
     pub fn flush(&self) -> Result<(), ImageError> {
         if self.read_only {
             return Ok(());
@@ -77,11 +84,20 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Whether there are changes to tables that only [`flush`](Self::flush) makes durable; otherwise, an
-    /// fdatasync of the file that holds the data does all that a flush must.
+    /// Whether only [`flush`](Self::flush) makes everything durable: tables have changed, a flush has failed,
+    /// or the page cache is between, which tells only one of two at a time what it has lost. Otherwise, an
+    /// fdatasync of the file that holds the data does.
     #[inline]
     pub fn needs_flush(&self) -> bool {
+        let data = self.data.as_ref().unwrap_or(&self.file);
+        self.has_changes() || data.forgets()
+    }
+
+    fn has_changes(&self) -> bool {
+        let unflushed = |file: &FileEnd| file.unflushed();
         self.changes.load(SeqCst) != self.durable.load(SeqCst)
+            || unflushed(&self.file)
+            || self.data.as_ref().is_some_and(unflushed)
     }
 
     /// Closes the image, when nobody uses it any more: what was given up is freed, and the file ends
@@ -105,6 +121,11 @@ impl Qcow2 {
     /// Writes all changes, in the order above. The lock of the flush is held.
     fn write_back(&self) -> Result<(), ImageError> {
         self.check_writable()?;
+        if !self.has_changes() {
+            // What the guest wrote in place.
+            self.data.as_ref().unwrap_or(&self.file).flush()?;
+            return self.free_unused();
+        }
         let batch = self.take_batch();
         if let Err(error) = self.write_batch(&batch) {
             self.put_back(batch);

@@ -48,6 +48,10 @@ impl Storage for Bytes {
         Ok(())
     }
 
+    fn forgets(&self) -> bool {
+        false
+    }
+
     fn size(&self) -> io::Result<u64> {
         Ok(self.0.lock().unwrap().len() as u64)
     }

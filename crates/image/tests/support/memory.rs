@@ -25,6 +25,8 @@ pub enum What {
     },
     /// All before it in this file is on stable storage.
     Flushed,
+    /// What was written to this file since it was last flushed is lost, or not.
+    Forgotten,
     /// A test's own mark.
     Mark(u64),
 }
@@ -41,8 +43,11 @@ struct State {
     files: Vec<Vec<u8>>,
     events: Vec<Event>,
     record: bool,
-    /// Operations until all fail; 0 for never.
+    /// Operations until one fails; 0 for never.
     fail_in: u64,
+    /// A flush that fails forgets what was written.
+    forgets: bool,
+    forgotten: bool,
 }
 
 /// A file in memory. Clones are the same file.
@@ -93,9 +98,19 @@ impl Memory {
         self.state().event(self.file, What::Mark(number));
     }
 
-    /// So many more writes and flushes succeed, and the next one fails; 0 lets all succeed.
-    pub fn fail_in(&self, operations: u64) {
-        self.state().fail_in = operations;
+    /// The n-th write or flush from now on fails; 0 lets all succeed.
+    pub fn fail_in(&self, n: u64) {
+        self.state().fail_in = n;
+    }
+
+    /// From now on, it is a file in the page cache: what a failed flush did not write is lost.
+    pub fn forget(&self) {
+        self.state().forgets = true;
+    }
+
+    /// Whether something was lost by that.
+    pub fn has_forgotten(&self) -> bool {
+        self.state().forgotten
     }
 }
 
@@ -147,9 +162,19 @@ impl Storage for Memory {
 
     fn flush(&self) -> io::Result<()> {
         let mut state = self.state();
-        state.may_fail()?;
+        if let Err(e) = state.may_fail() {
+            if state.forgets {
+                state.forgotten = true;
+                state.event(self.file, What::Forgotten);
+            }
+            return Err(e);
+        }
         state.event(self.file, What::Flushed);
         Ok(())
+    }
+
+    fn forgets(&self) -> bool {
+        self.state().forgets
     }
 
     fn size(&self) -> io::Result<u64> {
@@ -208,9 +233,14 @@ impl Replay {
         }
     }
 
-    pub fn event(&mut self, event: &Event) {
+    pub fn event(&mut self, event: &Event, random: &mut Random) {
         match event.what {
             What::Mark(_) => {}
+            What::Forgotten => {
+                for event in self.loose.extract_if(.., |loose| loose.file == event.file) {
+                    apply(&mut self.durable, &event, |_| random.one_in(2));
+                }
+            }
             What::Flushed => {
                 for event in self.loose.extract_if(.., |loose| loose.file == event.file) {
                     apply(&mut self.durable, &event, |_| true);
@@ -278,6 +308,6 @@ fn apply(files: &mut [Vec<u8>], event: &Event, mut keeps: impl FnMut(u64) -> boo
                 }
             }
         }
-        What::Flushed | What::Mark(_) => {}
+        What::Flushed | What::Forgotten | What::Mark(_) => {}
     }
 }

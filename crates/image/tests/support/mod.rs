@@ -41,6 +41,10 @@ impl Storage for HostFile {
         Ok(())
     }
 
+    fn forgets(&self) -> bool {
+        false
+    }
+
     fn size(&self) -> io::Result<u64> {
         Ok(self.0.metadata()?.len())
     }

@@ -1,0 +1,77 @@
+//! A flush of an image that fails: what is final about that, and what is not.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use block::{CacheMode, OnError};
+use datapath::{IoThread, Options};
+use testkit::driver::{Device, DeviceConfig, Op};
+use testkit::faulty::{Faults, Faulty};
+use testkit::qemu_img as qemu;
+
+use crate::files::{Files, disk};
+use crate::support::{FACTS, Served};
+
+const OK: u8 = 0;
+const IOERR: u8 = 1;
+
+const FAULTS: Faults = Faults {
+    short: 0,
+    again: 0,
+    fail: 0,
+    late: 0,
+    room: 64,
+    address_alignment: 1,
+    length_alignment: 1,
+};
+
+#[test]
+fn only_what_the_page_cache_has_lost_is_final() {
+    let test = "only_what_the_page_cache_has_lost_is_final";
+    if !qemu::is_there(test) {
+        return;
+    }
+    for cached in [true, false] {
+        let directory = tempfile::tempdir().unwrap();
+        qemu::img(directory.path(), "create -q -f qcow2 disk.qcow2 256M");
+        let mut files = Files::default();
+        let trouble = files.trouble.clone();
+        trouble.cached.store(cached, Relaxed);
+        let (chain, its_files) = files.chain(&directory.path().join("disk.qcow2"), None);
+        let bytes: Vec<_> = its_files.iter().map(|f| f.disk.clone()).collect();
+        let make = move || Faulty::over(bytes, FAULTS, 1);
+        let thread = IoThread::spawn("io-0".into(), Duration::ZERO, make).unwrap();
+        let options = Options {
+            cache: match cached {
+                true => CacheMode::Writeback,
+                false => CacheMode::None,
+            },
+            werror: OnError::Report,
+            ..Options::default()
+        };
+        let disk = disk(Arc::new(chain), 1, FACTS, options);
+        let served = Served::new(disk.clone(), Arc::new(vec![thread]), 1, 64);
+        let mut device = Device::connect(served.socket(), &DeviceConfig::default()).unwrap();
+        let queue = &mut device.queues[0];
+
+        // No room for its tables: not now.
+        assert_eq!(queue.write(0, &[1; 4096]), OK);
+        trouble.full.store(true, Relaxed);
+        assert_eq!(queue.run(Op::Flush, 0, 0), IOERR);
+        assert_eq!(queue.run(Op::Flush, 0, 0), IOERR);
+        trouble.full.store(false, Relaxed);
+        assert_eq!(queue.run(Op::Flush, 0, 0), OK);
+        // Tables that could not be made durable, and no tables at all.
+        assert_eq!(queue.write(2048, &[2; 4096]), OK);
+        trouble.broken.store(true, Relaxed);
+        assert_eq!(queue.run(Op::Flush, 0, 0), IOERR);
+        trouble.broken.store(false, Relaxed);
+        for _ in 0..2 {
+            assert_eq!(queue.run(Op::Flush, 0, 0) == OK, !cached);
+            assert_eq!(disk.sync().is_ok(), !cached);
+            assert_eq!(disk.lost_writes(), cached);
+        }
+        assert_eq!(queue.read(2048, 4096), Ok(vec![2; 4096]));
+    }
+}
