@@ -30,7 +30,7 @@ pub(crate) struct Local {
     pub syncing: bool,
     /// Requests that wait for a bounce buffer: queue and slot.
     pub starved: VecDeque<(usize, u16)>,
-    /// Requests that go on with zeroes: queue and slot.
+    /// Requests that go on with zeroes, to be read or looked for: queue and slot.
     pub zeroing: VecDeque<(usize, u16)>,
     /// Requests that storage failed to serve.
     pub stalled: Stalled,
@@ -68,7 +68,7 @@ impl<E: Engine> Worker<E> {
                 .unsettled
                 .reserve(local.requests - local.unsettled.len());
             local.starved.reserve(local.requests - local.starved.len());
-            if !local.files.is_empty() {
+            if !local.files.is_empty() || disk.detects_zeroes() {
                 local.zeroing.reserve(local.requests - local.zeroing.len());
             }
         }

@@ -31,7 +31,7 @@ use crate::zeroes;
 /// Beyond, the copy costs more than a second write.
 const MERGE_MAX: u64 = 256 << 10;
 
-/// Bytes that a thread zeroes of its guests' memory in one turn, so that what else it serves waits for
+/// Bytes that a thread zeroes of its guests' memory, or looks for zeroes in, in one turn, so that what else it serves waits for
 /// no more than that.
 const ZEROES_PER_TURN: u64 = 1 << 20;
 
@@ -196,7 +196,9 @@ impl<E: Engine> Worker<E> {
         let (Some(chain), s) = (image.chain(), slots.get(slot)) else {
             return;
         };
-        zeroes::detect(disk, ring, s);
+        if !zeroes::detect(disk, ring, s, &mut self.zeroes_left) {
+            return self.zero_later(number, slot);
+        }
         let piece = &mut pieces[usize::from(slot)];
         let (Request::Read { at, len }
         | Request::Write { at, len }
@@ -241,7 +243,9 @@ impl<E: Engine> Worker<E> {
         }
     }
 
-    fn zero_later(&mut self, number: usize, slot: u16) {
+    /// Others have their turn before this one goes on with zeroes.
+    #[cold]
+    pub fn zero_later(&mut self, number: usize, slot: u16) {
         if let Some(queue) = &self.queues[number]
             && let Some(local) = &mut self.locals[queue.local]
         {
@@ -250,7 +254,8 @@ impl<E: Engine> Worker<E> {
         }
     }
 
-    /// Goes on with requests that read more zeroes than one turn allows, of each disk in turn.
+    /// Goes on with requests that read more zeroes than one turn allows, or may write them, of each disk in
+    /// turn.
     pub fn zero_on(&mut self) -> Fetched {
         self.zeroes_left = ZEROES_PER_TURN;
         while self.zeroing > 0 && self.zeroes_left > 0 {
@@ -259,12 +264,22 @@ impl<E: Engine> Worker<E> {
                 && let Some((number, slot)) = local.zeroing.pop_front()
             {
                 self.zeroing -= 1;
-                self.step(number, slot);
+                self.go_on_with_zeroes(number, slot);
             }
         }
         match self.zeroing {
             0 => Fetched::Nothing,
             _ => Fetched::More,
+        }
+    }
+
+    fn go_on_with_zeroes(&mut self, number: usize, slot: u16) {
+        let queue = self.queues[number].as_ref();
+        match queue.map(|queue| queue.pieces.get(usize::from(slot))) {
+            None => {}
+            Some(None) => self.submit(number, slot),
+            Some(Some(piece)) if piece.pin.is_none() => self.start_pieces(number, slot),
+            Some(Some(_)) => self.step(number, slot),
         }
     }
 

@@ -30,6 +30,8 @@ pub(crate) struct Slot {
     pub settling: bool,
     /// A write of zeroes that became a write-zeroes.
     pub detected: bool,
+    /// Bytes of a write that are known to be zeroes, while the rest is still to be looked at.
+    pub zeroes: u64,
     /// Storage failed to serve it, and it has not been served since. Whoever finishes it clears this.
     pub stalled: bool,
     /// How it goes on then.
@@ -67,6 +69,7 @@ impl Slot {
             unstable: false,
             settling: false,
             detected: false,
+            zeroes: 0,
             stalled: false,
             redo: Redo::Operation,
             bounce: None,
@@ -157,6 +160,7 @@ impl Slots {
         slot.unstable = false;
         slot.settling = false;
         slot.detected = false;
+        slot.zeroes = 0;
         slot.set_segments(segments);
         (slot.left, slot.written) = match request {
             // The used ring counts in 32 bits.

@@ -22,8 +22,8 @@ impl<E: Engine> Worker<E> {
         };
         let stable = disk.writes_are_stable();
         let s = queue.slots.get(slot);
-        if queue.pieces.is_empty() {
-            zeroes::detect(disk, &queue.ring, s);
+        if queue.pieces.is_empty() && !zeroes::detect(disk, &queue.ring, s, &mut self.zeroes_left) {
+            return self.zero_later(number, slot);
         }
         if s.request == Request::Flush && !s.settling {
             return self.settle(number, slot);

@@ -57,7 +57,7 @@ pub(crate) struct Worker<E> {
     pub starved: usize,
     pub fed: usize,
     /// Requests of all disks that go on with zeroes, the disk whose turn it is, and bytes that may be
-    /// zeroed before others have theirs.
+    /// zeroed or looked at before others have theirs.
     pub zeroing: usize,
     pub zeroed: usize,
     pub zeroes_left: u64,

@@ -14,19 +14,34 @@ const FIRST: usize = 64;
 const CHUNK: usize = 4096;
 
 /// Makes a write that starts a write-zeroes, if that is all that it does. Once, so that what the
-/// backing does not support can go the plain way.
+/// backing does not support can go the plain way. Looks at `left` more bytes at most: false if there are
+/// more, for another turn.
 #[inline]
-pub(crate) fn detect(disk: &Disk, ring: &Virtqueue, slot: &mut Slot) {
-    if let Request::Write { at, len } = slot.request
-        && !slot.detected
-        && slot.left == len
-        && disk.detects_zeroes()
-        && all_zero(ring, slot.segments())
-    {
-        slot.detected = true;
-        let unmap = disk.detected_unmap();
-        slot.request = Request::WriteZeroes { at, len, unmap };
+pub(crate) fn detect(disk: &Disk, ring: &Virtqueue, slot: &mut Slot, left: &mut u64) -> bool {
+    let Request::Write { at, len } = slot.request else {
+        return true;
+    };
+    if slot.detected || slot.left != len || !disk.detects_zeroes() {
+        return true;
     }
+    if slot.zeroes == 0 && !begins_with_zeroes(ring, slot.segments()) {
+        return true;
+    }
+    let found = zeroes_from(ring, slot.segments(), slot.zeroes, left);
+    match found {
+        None => {}
+        Some(zeroes) if zeroes < len => {
+            slot.zeroes = zeroes;
+            return false;
+        }
+        Some(_) => {
+            slot.detected = true;
+            let unmap = disk.detected_unmap();
+            slot.request = Request::WriteZeroes { at, len, unmap };
+        }
+    }
+    slot.zeroes = 0;
+    true
 }
 
 /// The backing cannot do it: makes it the write again that it was.
@@ -46,18 +61,36 @@ pub(crate) fn asked(slot: &Slot) -> Request {
     }
 }
 
-fn all_zero(ring: &Virtqueue, segments: &[Segment]) -> bool {
+fn begins_with_zeroes(ring: &Virtqueue, segments: &[Segment]) -> bool {
+    let first = segments.first();
+    first.is_some_and(|s| is_zero(ring, s.addr, s.len.min(FIRST)))
+}
+
+/// How many bytes from the start on are known to be zeroes, after looking at `left` more behind `known`;
+/// `None` if there is anything else.
+fn zeroes_from(ring: &Virtqueue, segments: &[Segment], known: u64, left: &mut u64) -> Option<u64> {
+    let (mut done, mut skip) = (known, known);
+    for s in segments {
+        let mut at = skip.min(s.len as u64) as usize;
+        skip -= at as u64;
+        while at < s.len {
+            if *left == 0 {
+                return Some(done);
+            }
+            let n = CHUNK.min(s.len - at);
+            if !is_zero(ring, s.addr + at, n) {
+                return None;
+            }
+            *left = left.saturating_sub(n as u64);
+            done += n as u64;
+            at += n;
+        }
+    }
+    Some(done)
+}
+
+fn is_zero(ring: &Virtqueue, addr: usize, len: usize) -> bool {
     let mut copy = [0; CHUNK];
-    let mut is_zero = |addr, len| {
-        let n = ring.copy_from(&[Segment { addr, len }], &mut copy);
-        copy[..n].iter().fold(0, |all, byte| all | byte) == 0
-    };
-    let [first, ..] = segments else {
-        return false;
-    };
-    is_zero(first.addr, first.len.min(FIRST))
-        && segments.iter().all(|s| {
-            let mut chunks = (0..s.len).step_by(CHUNK);
-            chunks.all(|skip| is_zero(s.addr + skip, CHUNK.min(s.len - skip)))
-        })
+    let n = ring.copy_from(&[Segment { addr, len }], &mut copy);
+    copy[..n].iter().fold(0, |all, byte| all | byte) == 0
 }

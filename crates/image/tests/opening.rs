@@ -7,9 +7,10 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, Ordering::SeqCst};
 
-use image::{Gate, LayerFormat, Zeroing};
+use block::FileOffset;
+use image::{Gate, LayerFormat, Storage, Zeroing};
 use support::{Disk, HostFile, How, READ, WRITE};
 use testkit::qemu_img as qemu;
 
@@ -409,6 +410,103 @@ fn full_clusters_copy_nothing_and_the_file_grows_in_large_steps() {
     }
     chain.close().unwrap();
     qemu::check(directory, "disk.qcow2", false);
+}
+
+/// A file whose operations are counted.
+struct Counted(HostFile, Arc<AtomicU64>);
+
+impl Storage for Counted {
+    fn read_at(&self, at: FileOffset, to: &mut [u8]) -> std::io::Result<usize> {
+        self.1.fetch_add(1, SeqCst);
+        self.0.read_at(at, to)
+    }
+
+    fn write_at(&self, at: FileOffset, from: &[u8]) -> std::io::Result<()> {
+        self.1.fetch_add(1, SeqCst);
+        self.0.write_at(at, from)
+    }
+
+    fn flush(&self) -> std::io::Result<()> {
+        self.1.fetch_add(1, SeqCst);
+        self.0.flush()
+    }
+
+    fn forgets(&self) -> bool {
+        false
+    }
+
+    fn size(&self) -> std::io::Result<u64> {
+        self.1.fetch_add(1, SeqCst);
+        self.0.size()
+    }
+
+    fn set_size(&self, size: u64) -> std::io::Result<()> {
+        self.1.fetch_add(1, SeqCst);
+        self.0.set_size(size)
+    }
+
+    fn punch(&self, at: FileOffset, len: u64) -> std::io::Result<()> {
+        self.1.fetch_add(1, SeqCst);
+        self.0.punch(at, len)
+    }
+
+    fn block(&self) -> u32 {
+        512
+    }
+}
+
+/// What an I/O thread asks for never reads the file, writes it, or makes it longer; after another thread has
+/// done that once, clusters are taken without.
+#[test]
+fn what_must_not_block_does_nothing_to_the_file() {
+    needs_qemu!("what_must_not_block_does_nothing_to_the_file");
+    for options in [
+        "cluster_size=4k",
+        "cluster_size=16k,extended_l2=on",
+        "cluster_size=4k,data_file=data",
+    ] {
+        let directory = tempfile::tempdir().unwrap();
+        let (directory, path) = (directory.path(), directory.path().join("disk.qcow2"));
+        qemu::img(
+            directory,
+            &format!("create -q -f qcow2 -o {options} disk.qcow2 128M"),
+        );
+        let file = fs::File::options().read(true).write(true).open(&path);
+        let count = Arc::new(AtomicU64::new(0));
+        let storage = Arc::new(Counted(HostFile(file.unwrap()), count.clone()));
+        let gate = Gate::beside(&path).unwrap();
+        let disk = Disk::with(storage, &path, LayerFormat::Qcow2, &gate, WRITE).unwrap();
+        let chain = &disk.chain;
+        let (mut at_once, mut otherwise) = (0, 0);
+        for at in (0..64 << 20).step_by(4096) {
+            let pin = chain.pins().pin(0);
+            while let image::WritePlace::Load(missing) = chain.map_write(&pin, at, 4096) {
+                chain.load(missing).unwrap();
+            }
+            let before = count.load(SeqCst);
+            let tried = chain.try_prepare_write(&pin, at, 4096);
+            assert_eq!(count.load(SeqCst), before, "{options}, {at}");
+            at_once += u64::from(tried.is_some());
+            let allocation = match tried {
+                Some(allocation) => Some(allocation),
+                None => match chain.prepare_write(at, 4096).unwrap() {
+                    image::Prepared::Allocated(allocation) => {
+                        otherwise += 1;
+                        Some(allocation)
+                    }
+                    _ => None,
+                },
+            };
+            if let Some(allocation) = allocation {
+                let before = count.load(SeqCst);
+                chain.try_commit(allocation).unwrap();
+                assert_eq!(count.load(SeqCst), before, "{options}, {at}");
+            }
+            chain.pins().unpin(pin);
+        }
+        println!("{options}: {at_once} at once, {otherwise} otherwise");
+        assert!(otherwise > 0 && at_once > 100 * otherwise);
+    }
 }
 
 #[test]

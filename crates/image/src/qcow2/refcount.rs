@@ -42,7 +42,26 @@ pub(crate) enum Stop {
     Load(u64),
     /// All places for a slice have changes that must be written.
     CacheFull,
+    /// The file must be read or made longer, which the caller did not want.
+    Blocks,
     Error(ImageError),
+}
+
+/// Whether a change may read the file and make it longer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum May {
+    Block,
+    NotBlock,
+}
+
+impl May {
+    /// Whether the file reaches so far, or may be made to.
+    pub fn grow(self, end: &FileEnd, to: u64) -> Result<(), Stop> {
+        match self {
+            Self::NotBlock if end.get() < to => Err(Stop::Blocks),
+            _ => Ok(()),
+        }
+    }
 }
 
 impl From<ImageError> for Stop {
@@ -205,6 +224,7 @@ impl Refcounts {
         end: &FileEnd,
         metadata: &mut Metadata,
         want: u64,
+        may: May,
     ) -> Result<(Run, bool), Stop> {
         let per_block = self.g.block_entries();
         let mut at = self.cursor;
@@ -212,11 +232,13 @@ impl Refcounts {
             let block = at / per_block;
             self.check_reach(block)?;
             if self.table[block as usize] == 0 {
+                may.grow(end, self.end_of(at))?;
                 self.make_block(end, metadata, block, at)?;
                 at += 1;
                 self.cursor = at;
                 continue;
             }
+            self.have(block, may)?;
             let order = self.g.refcount_order;
             let bytes = &self.load(end, block)?.bytes;
             let entries = at % per_block..per_block;
@@ -228,6 +250,7 @@ impl Refcounts {
                 first: block * per_block + run.start,
                 clusters: run.end - run.start,
             };
+            may.grow(end, self.end_of(run.first + run.clusters - 1))?;
             self.take(end, metadata, run)?;
             let fresh = self.is_fresh(run.first);
             self.cursor = run.first + run.clusters;
@@ -342,6 +365,23 @@ impl Refcounts {
         self.dirty_blocks
             .extend((0..pieces).map(|piece| (block, piece)));
         self.dirty_table.insert(block * 8 / self.g.piece());
+    }
+
+    /// Where the file's bytes of a cluster end.
+    fn end_of(&self, cluster: u64) -> u64 {
+        (cluster + 1) << self.g.cluster_bits
+    }
+
+    /// Whether the block that counts a cluster can be looked at.
+    pub fn have_cluster(&self, cluster: u64, may: May) -> Result<(), Stop> {
+        self.have(self.place(cluster).0, may)
+    }
+
+    fn have(&self, block: u64, may: May) -> Result<(), Stop> {
+        match may {
+            May::NotBlock if !self.blocks.contains_key(&block) => Err(Stop::Blocks),
+            _ => Ok(()),
+        }
     }
 
     fn place(&self, cluster: u64) -> (u64, u64) {

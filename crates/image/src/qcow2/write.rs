@@ -13,7 +13,7 @@ use block::FileOffset;
 use super::entry::{COPIED, Entry, Kind, Standard, table_at};
 use super::error::{Doing, ImageError};
 use super::journal::Change;
-use super::refcount::{Run, Stop};
+use super::refcount::{May, Run, Stop};
 use super::{Qcow2, State};
 use crate::storage::read_padded;
 
@@ -99,7 +99,7 @@ impl Qcow2 {
     /// # Errors
     /// The write cannot be done.
     pub fn prepare_write(&self, at: u64, len: u64) -> Result<Prepared, ImageError> {
-        self.change(|state| self.prepare_in(state, at, len))
+        self.change(|state| self.prepare_in(state, at, len, May::Block))
     }
 
     /// The same, if it needs neither to wait for a lock nor to read or write the file, and clusters can
@@ -112,7 +112,7 @@ impl Qcow2 {
         if self.l1.get(table) & COPIED == 0 {
             return None;
         }
-        match self.prepare_in(&mut state, at, len) {
+        match self.prepare_in(&mut state, at, len, May::NotBlock) {
             Ok(Prepared::Allocated(allocation)) => Some(allocation),
             _ => None,
         }
@@ -262,6 +262,7 @@ impl Qcow2 {
                 Stop::Load(slice) => self.load(super::Load::Slice(slice))?,
                 Stop::TableFull => self.grow_refcount_table()?,
                 Stop::CacheFull => self.flush()?,
+                Stop::Blocks => unreachable!("it may block"),
                 Stop::Error(error) => return Err(error),
             }
         }
@@ -276,7 +277,7 @@ impl Qcow2 {
         Some((at.max(first), Waiting { token }))
     }
 
-    fn prepare_in(&self, state: &mut State, at: u64, len: u64) -> Result<Prepared, Stop> {
+    fn prepare_in(&self, state: &mut State, at: u64, len: u64, may: May) -> Result<Prepared, Stop> {
         let g = &self.g;
         let first = at >> g.cluster_bits;
         // Within one slice, so that all of it is at hand at the end.
@@ -299,7 +300,7 @@ impl Qcow2 {
         let place = match self.place_of(first, from, to)? {
             Place::There(host) => {
                 // A cluster that the file does not reach yet; so the look-up sent us here.
-                self.reach(state, host)?;
+                self.reach(state, host, may)?;
                 return Ok(Prepared::Mapped);
             }
             place => place,
@@ -321,13 +322,14 @@ impl Qcow2 {
             Place::At(host) => (host, false, false),
             _ => {
                 let refcounts = &mut state.refcounts;
-                let (run, fresh) = refcounts.allocate(&self.file, &mut state.metadata, clusters)?;
+                let (run, fresh) =
+                    refcounts.allocate(&self.file, &mut state.metadata, clusters, may)?;
                 clusters = run.clusters;
                 (run.first << g.cluster_bits, true, fresh)
             }
         };
         if !new {
-            self.reach(state, host + ((clusters - 1) << g.cluster_bits))?;
+            self.reach(state, host + ((clusters - 1) << g.cluster_bits), may)?;
         }
         let last = first + clusters - 1;
         let end = end.min((last + 1) << g.cluster_bits);
@@ -409,14 +411,16 @@ impl Qcow2 {
     }
 
     /// Makes the file reach to the end of a cluster that it should have.
-    fn reach(&self, state: &mut State, host: u64) -> Result<(), Stop> {
+    fn reach(&self, state: &mut State, host: u64, may: May) -> Result<(), Stop> {
         let end = host + self.g.cluster();
+        may.grow(self.data.as_ref().unwrap_or(&self.file), end)?;
         match &self.data {
             // A raw disk ends where it ends.
             Some(data) if self.raw_external => Ok(data.grow_exactly(end.min(self.size()))?),
             Some(data) => Ok(data.grow_exactly(end)?),
             None => {
                 let cluster = host >> self.g.cluster_bits;
+                state.refcounts.have_cluster(cluster, may)?;
                 if state.refcounts.get(&self.file, cluster)? == 0 {
                     let what = "a cluster in use has the refcount 0";
                     return Err(ImageError::damaged(what, host).into());
@@ -564,7 +568,7 @@ impl Qcow2 {
             self.insert_empty(state, slice)?;
         }
         let refcounts = &mut state.refcounts;
-        let (run, fresh) = refcounts.allocate(&self.file, &mut state.metadata, 1)?;
+        let (run, fresh) = refcounts.allocate(&self.file, &mut state.metadata, 1, May::Block)?;
         let at = run.first << g.cluster_bits;
         if let Err(error) = self.write_table(old, at, fresh) {
             let _ = state.refcounts.release(&self.file, run.first);
