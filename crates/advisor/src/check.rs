@@ -9,7 +9,7 @@ use crate::input::Input;
 use crate::measured::Gain;
 use crate::model::{Origin, Table, Vm};
 use crate::rules::{Clause, Lookup, Rule, Rules, Scope, Severity, Verdict, evaluate, say};
-use crate::text::{Position, Source, Span};
+use crate::text::{Position, Source, Span, printable};
 
 /// Something that holds and should not, or that is worth to know.
 #[derive(Clone, Debug, Serialize)]
@@ -251,7 +251,7 @@ fn finding(
             disk.map_or("", |disk| &disk.file),
             lookup,
         ),
-        file: source.map_or(String::new(), |source| source.name.clone()),
+        file: source.map_or(String::new(), |source| printable(&source.name)),
         at: source.map(|source| source.position(span.start)),
         because: because(&rule.when, lookup, sources),
         measured: Vec::new(),
@@ -268,18 +268,24 @@ fn because(clauses: &[Clause], lookup: &Lookup<'_>, sources: &[Source]) -> Vec<B
             continue;
         };
         let from = match &value.origin {
-            Origin::Given(span) => sources
-                .get(usize::from(span.source))
-                .map_or("given".into(), |source| {
-                    format!("{}:{}", source.name, source.position(span.start))
-                }),
+            Origin::Given(span) => {
+                sources
+                    .get(usize::from(span.source))
+                    .map_or("given".into(), |source| {
+                        format!(
+                            "{}:{}",
+                            printable(&source.name),
+                            source.position(span.start)
+                        )
+                    })
+            }
             Origin::Default(whose) => format!("default of {whose}"),
             Origin::Fact(what) => format!("fact: {what}"),
             Origin::Derived(how) => how.to_string(),
         };
         let entry = Because {
             property: atom.property,
-            value: crate::text::printable(&value.data.to_string()),
+            value: printable(&value.data.to_string()),
             from,
         };
         if !because.contains(&entry) {

@@ -6,7 +6,8 @@ use roxmltree::Node;
 
 use crate::fix::{Setting, Target, reread};
 use crate::input::{Input, Kind};
-use crate::model::{Disk, Vm};
+use crate::model::Disk;
+use crate::model::carried::{Carried, Dialect};
 use crate::text::{Edit, Span, apply};
 use crate::{libvirt, qemu};
 
@@ -68,6 +69,8 @@ fn to_ringdisk(inputs: Vec<Input>) -> Result<Converted, String> {
     };
     let mut config = String::new();
     let mut names: Vec<String> = Vec::new();
+    // Groups of throttles are a machine's own with QEMU, and the host's with ringdisk.
+    let mut groups: Vec<((String, String), String)> = Vec::new();
     for mut input in inputs {
         for index in 0..input.vms.len() {
             let mut moved = false;
@@ -77,6 +80,7 @@ fn to_ringdisk(inputs: Vec<Input>) -> Result<Converted, String> {
                 let vm = &input.vms[index];
                 let place = format!("{} {}", vm.name, disk.name);
                 at += 1;
+                let groups_before = groups.len();
                 if let Err(why) = movable(&input, disk) {
                     if !why.is_empty() {
                         converted.said.push(format!("{place} stays: {why}"));
@@ -84,7 +88,7 @@ fn to_ringdisk(inputs: Vec<Input>) -> Result<Converted, String> {
                     continue;
                 }
                 let vcpus = vm.table.number("vm.vcpus").unwrap_or(1).clamp(1, 256);
-                let name = unique(&names, &name(vm, disk));
+                let name = unique(&names, &named(&vm.name, &disk.name));
                 let served = Served {
                     socket: format!("{SOCKETS}/{name}.sock"),
                     name,
@@ -95,9 +99,23 @@ fn to_ringdisk(inputs: Vec<Input>) -> Result<Converted, String> {
                         .unwrap_or(vcpus),
                     queue_size: 256,
                 };
-                let table = toml_of(disk, &served);
-                if disk.table.is_yes("disk.throttled") {
-                    converted.said.push(format!("{place}: its limits are not taken over; ringdisk has the same, see docs/operations.md"));
+                let group = disk.carried.group.as_ref().map(|group| {
+                    let group = (vm.name.clone(), group.clone());
+                    let known = groups.iter().position(|(known, _)| *known == group);
+                    known.unwrap_or_else(|| {
+                        let taken: Vec<String> =
+                            groups.iter().map(|(_, name)| name.clone()).collect();
+                        let name = unique(&taken, &named(&group.0, &group.1));
+                        groups.push((group, name));
+                        groups.len() - 1
+                    })
+                });
+                let is_new = group.is_some() && groups.len() > groups_before;
+                let group = group.map(|place| groups[place].1.as_str());
+                let mut problems = Vec::new();
+                let table = toml_of(disk, &served, group, is_new, &mut problems);
+                for problem in problems {
+                    converted.said.push(format!("{place}: {problem}"));
                 }
                 let target = Target {
                     input: &input,
@@ -124,7 +142,10 @@ fn to_ringdisk(inputs: Vec<Input>) -> Result<Converted, String> {
                         config.push_str(&table);
                         moved = true;
                     }
-                    Err(why) => converted.said.push(format!("{place} stays: {why}")),
+                    Err(why) => {
+                        groups.truncate(groups_before);
+                        converted.said.push(format!("{place} stays: {why}"));
+                    }
                 }
             }
             if !moved {
@@ -215,9 +236,9 @@ fn movable(input: &Input, disk: &Disk) -> Result<(), String> {
     Ok(())
 }
 
-/// A name as ringdisk takes it: the machine's and the disk's.
-fn name(vm: &Vm, disk: &Disk) -> String {
-    let text = format!("{}-{}", vm.name, disk.name);
+/// A name as ringdisk takes it: the machine's and what is its own.
+fn named(vm: &str, own: &str) -> String {
+    let text = format!("{vm}-{own}");
     let good = |c: char| {
         if c.is_ascii_alphanumeric() || "-._".contains(c) {
             c
@@ -246,9 +267,28 @@ fn quoted(text: &str) -> String {
     toml::Value::String(text.to_owned()).to_string()
 }
 
-fn toml_of(disk: &Disk, served: &Served) -> String {
+/// The tables of a disk, and of its group of throttles if that is new.
+fn toml_of(
+    disk: &Disk,
+    served: &Served,
+    group: Option<&str>,
+    is_new: bool,
+    problems: &mut Vec<String>,
+) -> String {
     let word = |name| disk.table.word(name).unwrap_or_default();
-    let mut text = String::from("[[disk]]\n");
+    let mut limits = String::new();
+    for (limit, value) in &disk.carried.limits {
+        let _ = writeln!(limits, "{} = {value}", limit.name(Dialect::Ringdisk));
+    }
+    let mut text = String::new();
+    if let Some(group) = group {
+        if is_new {
+            let _ = writeln!(text, "[[throttle-group]]\nname = {}", quoted(group));
+            let _ = writeln!(text, "{limits}");
+        }
+        limits = format!("throttle-group = {}\n", quoted(group));
+    }
+    text.push_str("[[disk]]\n");
     let mut put = |key: &str, value: String| {
         let _ = writeln!(text, "{key} = {value}");
     };
@@ -271,6 +311,30 @@ fn toml_of(disk: &Disk, served: &Served) -> String {
     if disk.table.is_yes("disk.readonly") {
         put("readonly", "true".into());
     }
+    if let found @ ("on" | "unmap") = word("disk.detect-zeroes") {
+        put("detect-zeroes", quoted(found));
+    }
+    match disk.carried.serial() {
+        Ok(Some(serial)) => put("serial", quoted(serial)),
+        Ok(None) => {}
+        Err(problem) => problems.push(problem),
+    }
+    // A partition table counts in them; QEMU's are of 512 bytes whatever is behind the disk.
+    let logical = disk.carried.logical_block.unwrap_or(512);
+    let physical = disk.carried.physical_block;
+    for (key, bytes) in [("logical", Some(logical)), ("physical", physical)] {
+        match bytes {
+            Some(512 | 4096) => put(
+                &format!("{key}-block-size"),
+                bytes.unwrap_or(512).to_string(),
+            ),
+            Some(other) => problems.push(format!(
+                "its {key} blocks of {other} bytes are left out; ringdisk has 512 and 4096"
+            )),
+            None => {}
+        }
+    }
+    text.push_str(&limits);
     text.push('\n');
     text
 }
@@ -342,6 +406,7 @@ fn with_disk(
         "backingStore",
         "iotune",
         "serial",
+        "blockio",
         "encryption",
         "mirror",
         "auth",
@@ -413,6 +478,11 @@ fn to_qemu(inputs: Vec<Input>) -> Result<Converted, String> {
                     vm: index,
                     disk: Some(at - 1),
                 };
+                if storage.carried.own_besides {
+                    converted.said.push(format!(
+                        "{place}: it keeps the limits of its group, not those of its own"
+                    ));
+                }
                 let edits = match input.kind {
                     Kind::Libvirt => libvirt_to_qemu(&target, storage),
                     _ => qemu::from_ringdisk(&target, storage),
@@ -457,10 +527,49 @@ fn libvirt_to_qemu(target: &Target<'_>, storage: &Disk) -> Result<Vec<Edit>, Str
             " io='io_uring'"
         });
     }
-    let _ = write!(driver, " discard='{}'/>", word("disk.discard"));
+    let _ = write!(driver, " discard='{}'", word("disk.discard"));
+    if let found @ ("on" | "unmap") = word("disk.detect-zeroes") {
+        let _ = write!(driver, " detect_zeroes='{found}'");
+    }
+    driver.push_str("/>");
     let attribute = if block { "dev" } else { "file" };
     let source = format!("<source {attribute}='{}'/>", escaped(&storage.file));
-    with_disk(target, if block { "block" } else { "file" }, &|_| {
-        vec![driver.clone(), source.clone()]
+    with_disk(target, if block { "block" } else { "file" }, &|indent| {
+        let mut elements = vec![driver.clone(), source.clone()];
+        elements.extend(libvirt_carried(&storage.carried, indent));
+        elements
     })
+}
+
+/// Elements for what goes with a disk.
+fn libvirt_carried(carried: &Carried, indent: &str) -> Vec<String> {
+    let mut elements = Vec::new();
+    let sizes: String = carried
+        .block_sizes()
+        .into_iter()
+        .filter_map(|(name, bytes)| Some(format!(" {name}='{}'", bytes?)))
+        .collect();
+    if !sizes.is_empty() {
+        elements.push(format!("<blockio{sizes}/>"));
+    }
+    if !carried.limits.is_empty() {
+        let mut tune = String::from("<iotune>");
+        for (limit, value) in &carried.limits {
+            let name = limit.name(Dialect::Libvirt);
+            let _ = write!(tune, "\n{indent}  <{name}>{value}</{name}>");
+        }
+        if let Some(group) = &carried.group {
+            let _ = write!(
+                tune,
+                "\n{indent}  <group_name>{}</group_name>",
+                escaped(group)
+            );
+        }
+        let _ = write!(tune, "\n{indent}</iotune>");
+        elements.push(tune);
+    }
+    if let Some(serial) = carried.serial.as_deref().filter(|text| !text.is_empty()) {
+        elements.push(format!("<serial>{}</serial>", escaped(serial)));
+    }
+    elements
 }

@@ -20,9 +20,11 @@ pub fn fill(vm: &mut Vm) {
     vm.table.default_to("vm.cpu-pv-eoi", "on", "KVM");
     vm.table.default_to("vm.vcpus", 1u64, "QEMU");
     let machine = vm.table.version("vm.machine-version");
+    let name = vm.table.word("vm.machine").unwrap_or_default();
+    let ccw = name.starts_with("s390");
     let vcpus = vm.table.number("vm.vcpus").unwrap_or(1);
     for disk in &mut vm.disks {
-        fill_disk(disk, machine, vcpus);
+        fill_disk(disk, machine, ccw, vcpus);
     }
     threads(vm);
     let busy = |disk: &&Disk| matches!(disk.table.word("disk.device"), Some("disk" | "lun"));
@@ -53,7 +55,7 @@ pub fn fill(vm: &mut Vm) {
         .derive("vm.virtqueues", queues, "counted in the input");
 }
 
-fn fill_disk(disk: &mut Disk, machine: Option<Version>, vcpus: u64) {
+fn fill_disk(disk: &mut Disk, machine: Option<Version>, ccw: bool, vcpus: u64) {
     let table = &mut disk.table;
     table.default_to("disk.device", "disk", "QEMU");
     table.default_to("disk.readonly", false, "QEMU");
@@ -83,6 +85,8 @@ fn fill_disk(disk: &mut Disk, machine: Option<Version>, vcpus: u64) {
     }
     if matches!(bus.as_str(), "virtio-blk" | "virtio-scsi") || vhost_user {
         match machine {
+            // Only the PCI devices count CPUs.
+            _ if ccw => table.default_to("disk.queues", 1u64, "QEMU for virtio-ccw"),
             Some(version) if version < QUEUES_AUTO => {
                 table.default_to("disk.queues", 1u64, "machine types before 5.2");
             }

@@ -1,10 +1,11 @@
 //! Fixes: settings that rules name, which every front-end writes in its own syntax, as few bytes as it can.
 
+use std::collections::BTreeSet;
 use std::str::FromStr;
 
 use crate::check::{Checked, check};
 use crate::facts::Facts;
-use crate::input::{Input, Kind, ReadError, read};
+use crate::input::{Input, Kind, ReadError, Surroundings, read};
 use crate::rules::{Rule, Rules, Severity};
 use crate::text::{Edit, Source, apply};
 use crate::{libvirt, proxmox, qemu, ringdisk};
@@ -151,11 +152,69 @@ pub struct Fixed {
     pub left: Vec<(String, String, String)>,
 }
 
-/// Applies the fixes of all findings, one after the other; what comes to light by one is fixed too.
+/// Applies the fixes of all findings; what comes to light by one is fixed too.
 ///
 /// # Errors
 /// What was written cannot be read again, which is a mistake of this program.
 pub fn fix(
+    input: Input,
+    rules: &Rules,
+    facts: Option<&Facts>,
+    wanted: Wanted<'_>,
+) -> Result<Fixed, ReadError> {
+    // A change is followed by reading all of the text again: each machine has a text of its own meanwhile.
+    let Some(machines) = machines(&input) else {
+        return fix_text(input, rules, facts, wanted);
+    };
+    let ignored = input.ignores.iter().map(|ignore| ignore.rule.clone());
+    let ignore: Vec<String> = wanted.ignore.iter().cloned().chain(ignored).collect();
+    let wanted = Wanted {
+        ignore: &ignore,
+        ..wanted
+    };
+    let (mut done, mut left, mut edits) = (Vec::new(), Vec::new(), Vec::new());
+    for (vm, machine) in input.vms.iter().zip(machines) {
+        let mut fixed = fix_text(machine, rules, facts, wanted)?;
+        done.append(&mut fixed.done);
+        left.append(&mut fixed.left);
+        let text = fixed.input.sources.swap_remove(0).text;
+        edits.push(Edit::replace(vm.span, text));
+    }
+    let sources = apply(&input.sources, &edits).unwrap_or_else(|| input.sources.clone());
+    let input = reread(&input, sources)?;
+    Ok(Fixed { input, done, left })
+}
+
+/// Each machine of an input as an input of its own; none if there is one alone, or where they hang together.
+fn machines(input: &Input) -> Option<Vec<Input>> {
+    let [source] = input.sources.as_slice() else {
+        return None;
+    };
+    let apart = |pair: &[crate::model::Vm]| pair[0].span.end <= pair[1].span.start;
+    if input.vms.len() < 2 || !input.vms.windows(2).all(apart) {
+        return None;
+    }
+    let one = |vm: &crate::model::Vm| {
+        let surroundings = Surroundings {
+            name: Some(vm.name.clone()),
+            ..input.surroundings.clone()
+        };
+        let text = source.text.get(vm.span.range())?;
+        let alone = read(Source::new(&source.name, text), surroundings).ok()?;
+        let [same] = alone.vms.as_slice() else {
+            return None;
+        };
+        let is_same = alone.kind == input.kind
+            && alone.sources.len() == 1
+            && same.name == vm.name
+            && same.disks.len() == vm.disks.len();
+        is_same.then_some(alone)
+    };
+    input.vms.iter().map(one).collect()
+}
+
+/// The same for a text with few machines, one change after the other.
+fn fix_text(
     input: Input,
     rules: &Rules,
     facts: Option<&Facts>,
@@ -166,21 +225,27 @@ pub fn fix(
         done: Vec::new(),
         left: Vec::new(),
     };
-    // Names of disks need not be unique; their order is not changed by fixes.
-    let mut tried: Vec<(String, Option<usize>, Option<usize>)> = Vec::new();
+    // Names of disks need not be unique; their order is not changed by fixes. A rule may hold of a disk twice, for another
+    // reason: two threads that are not defined.
+    let mut tried: BTreeSet<(String, Option<usize>, Option<usize>, String)> = BTreeSet::new();
     for _ in 0..CHANGES_MAX {
         let mut input = fixed.input.clone();
         let Checked { findings, .. } = check(&mut input, rules, facts, wanted.ignore);
         let next = findings.iter().find_map(|finding| {
             let rule = rules.get(&finding.rule)?;
-            let key = (rule.id.clone(), finding.vm_index, finding.disk_index);
+            let key = (
+                rule.id.clone(),
+                finding.vm_index,
+                finding.disk_index,
+                finding.text.clone(),
+            );
             let open = !tried.contains(&key) && is_wanted(rule, wanted);
             open.then_some((rule, finding, key))
         });
         let Some((rule, finding, key)) = next else {
             return Ok(fixed);
         };
-        tried.push(key);
+        tried.insert(key);
         let Some(vm) = finding.vm_index else {
             continue;
         };

@@ -150,7 +150,7 @@ impl Reading {
 /// It is none that is known, or is broken: the place, and what was expected.
 pub fn read(source: Source, surroundings: Surroundings) -> Result<Input, ReadError> {
     let fail = |source: &Source, Mistake { at, problem }| ReadError {
-        name: source.name.clone(),
+        name: printable(&source.name),
         at: source.position(u32::try_from(at).unwrap_or(u32::MAX)),
         problem,
     };

@@ -24,5 +24,5 @@ pub mod steps;
 pub mod text;
 mod version;
 
-pub use qemu::shell as command_line;
+pub use qemu::{has_command as is_qemu, shell as command_line};
 pub use version::Version;

@@ -7,6 +7,7 @@ pub use edit::edits;
 use roxmltree::{Attribute, Document, Node, ParsingOptions};
 
 use crate::input::{Mistake, Reading};
+use crate::model::carried::Dialect;
 use crate::model::{Disk, Thread, ThreadUse, Vm};
 use crate::qemu::machine_version;
 use crate::text::Span;
@@ -450,7 +451,20 @@ fn disk(
     }
     if let Some(tune) = child(node, "iotune") {
         disk.table.give("disk.throttled", true, span(tune));
+        for limit in tune.children().filter(Node::is_element) {
+            let (word, _) = text(limit);
+            match limit.tag_name().name() {
+                "group_name" => disk.carried.group = Some(word.to_owned()),
+                name => disk
+                    .carried
+                    .limit(name, Dialect::Libvirt, word.parse().ok()),
+            }
+        }
     }
+    disk.carried.serial = child(node, "serial").map(|serial| text(serial).0.to_owned());
+    let blocks = |name| attribute(child(node, "blockio"), name)?.0.parse().ok();
+    disk.carried.logical_block = blocks("logical_block_size");
+    disk.carried.physical_block = blocks("physical_block_size");
     if vhost_user {
         let reconnect = at(node, &["source", "reconnect"]);
         match attribute(reconnect, "enabled") {

@@ -12,6 +12,7 @@ use std::fmt;
 use crate::text::Span;
 use crate::version::Version;
 
+pub mod carried;
 mod properties;
 
 pub use properties::{Kind, PROPERTIES, Property};
@@ -216,6 +217,8 @@ pub struct Disk {
     pub table: Table,
     /// Which I/O threads it names.
     pub threads: Vec<ThreadUse>,
+    /// What goes with it to another program.
+    pub carried: carried::Carried,
 }
 
 /// An I/O thread that is defined.

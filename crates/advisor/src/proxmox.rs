@@ -6,7 +6,7 @@ pub use edit::edits;
 
 use crate::input::{Mistake, Reading, Surroundings};
 use crate::model::{Disk, Origin, Thread, ThreadUse, Vm};
-use crate::qemu::machine_version;
+use crate::qemu::{self, machine_version};
 use crate::text::Span;
 
 /// Buses and how many disks each has (`qm.conf(5)`).
@@ -107,10 +107,17 @@ pub fn parts<'a>(line: &Line<'a>) -> Vec<Part<'a>> {
     parts
 }
 
+/// The options of QEMU in `args:`, and the byte where they start.
+pub fn options(text: &str) -> Option<(&str, usize)> {
+    let (lines, _) = lines(text);
+    let line = lines.iter().rev().find(|line| line.key == "args")?;
+    Some((line.value, line.value_span.start as usize))
+}
+
 /// Reads a VM.
 ///
 /// # Errors
-/// None today: what is not understood gets a note.
+/// Something in `args:` is broken; what else is not understood gets a note.
 pub fn read(
     text: &str,
     name: &str,
@@ -218,10 +225,8 @@ pub fn read(
         disk.table.set("disk.controller", word, origin);
     }
     if let Some(line) = get("args") {
-        reading.note(
-            line.span,
-            "what args: adds to QEMU's command line is passed over",
-        );
+        let start = line.value_span.start as usize;
+        qemu::add_options(line.value, start, &mut vm, surroundings, reading)?;
     }
     reading.vms.push(vm);
     Ok(())

@@ -14,7 +14,7 @@ pub use edit::edits;
 pub use words::shell;
 
 use crate::input::{Mistake, Reading, Surroundings};
-use crate::model::{Thread, Vm};
+use crate::model::{Disk, Thread, Vm};
 use crate::text::{Source, Span};
 use crate::version::Version;
 use options::Opt;
@@ -140,6 +140,21 @@ pub struct Line {
     pub options: Vec<Opt>,
 }
 
+/// The group, the id and the pair of `-set GROUP.ID.KEY=VALUE`.
+fn set_pair(set: &Opt) -> Option<(&str, &str, options::Pair)> {
+    let first = set.pairs.first()?;
+    let mut parts = first.key.splitn(3, '.');
+    let (group, id, key) = (parts.next()?, parts.next()?, parts.next()?);
+    let pair = options::Pair {
+        key: key.to_owned(),
+        value: first.value.clone(),
+        // It goes as a whole.
+        span: set.whole,
+        value_span: first.value_span,
+    };
+    Some((group, id, pair))
+}
+
 /// Files that the commands of a text name: `-readconfig FILE` and `@FILE`.
 pub fn files_named(text: &str) -> Vec<String> {
     let mut names = Vec::new();
@@ -175,15 +190,9 @@ pub fn machine_version(machine: &str) -> (&str, Option<Version>) {
     let Some((before, version)) = machine.rsplit_once('-') else {
         return (machine, None);
     };
-    // Machine types of RHEL have versions of their own, as `rhel9.4.0`: since 8.5 they are those of QEMU 6.0 and later.
+    // Machine types of RHEL have versions of their own, as `rhel9.4.0`.
     if let Some(rhel) = version.strip_prefix("rhel") {
-        let version: Option<Version> = rhel.parse().ok();
-        let qemu = version.map(|version| match version {
-            Version(7, ..) => Version(2, 12, 0),
-            version if version < Version(8, 3, 0) => Version(4, 2, 0),
-            version if version < Version(8, 5, 0) => Version(5, 1, 0),
-            _ => Version(6, 0, 0),
-        });
+        let qemu = rhel.parse().ok().map(rhel_machine);
         return match name(before) {
             "" => (before, qemu),
             short => (short, qemu),
@@ -195,6 +204,26 @@ pub fn machine_version(machine: &str) -> (&str, Option<Version>) {
             short => (short, Some(version)),
         },
         Err(()) => (machine, None),
+    }
+}
+
+/// The upstream machine type whose defaults a machine type of RHEL has (qemu-kvm, `hw_compat_rhel_8_3` and the like): up
+/// to 8.3 disks have one queue, as upstream up to 5.1; up to 8.2 queues have 128 descriptors, as up to 4.2; up to 8.0
+/// virtio-blk does not discard, as up to 3.1.
+fn rhel_machine(rhel: Version) -> Version {
+    match rhel {
+        Version(..=7, ..) => Version(2, 12, 0),
+        Version(8, 0, _) => Version(3, 1, 0),
+        Version(8, 1, _) => Version(4, 1, 0),
+        Version(8, 2, _) => Version(4, 2, 0),
+        Version(8, 3, _) => Version(5, 1, 0),
+        Version(8, 4, _) => Version(5, 2, 0),
+        Version(8, 5, _) => Version(6, 0, 0),
+        Version(8, ..) | Version(9, 0 | 1, _) => Version(6, 2, 0),
+        Version(9, 2 | 3, _) => Version(7, 2, 0),
+        Version(9, 4 | 5, _) => Version(8, 1, 0),
+        // 9.6, 10.0 and what comes after them.
+        _ => Version(9, 1, 0),
     }
 }
 
@@ -338,6 +367,7 @@ fn line(
         }
         line.options.push(opt);
     }
+    line.apply_sets();
     Ok(line)
 }
 
@@ -359,6 +389,28 @@ fn place(reading: &mut Reading, source: &Source) -> u16 {
 }
 
 impl Line {
+    /// `-set GROUP.ID.KEY=VALUE` is one more pair of the option that it names; what is named nowhere stays.
+    fn apply_sets(&mut self) {
+        let (sets, mut options): (Vec<_>, Vec<_>) = std::mem::take(&mut self.options)
+            .into_iter()
+            .partition(|option| option.group == "set");
+        for set in sets {
+            let named = set_pair(&set).and_then(|(group, id, pair)| {
+                let named = |option: &&mut Opt| {
+                    option.group == group
+                        && option.value("id") == Some(id)
+                        && option.syntax == options::Syntax::Pairs
+                };
+                Some((options.iter_mut().find(named)?, pair))
+            });
+            match named {
+                Some((option, pair)) => option.pairs.push(pair),
+                None => options.push(set),
+            }
+        }
+        self.options = options;
+    }
+
     fn group<'a>(&'a self, group: &str) -> impl DoubleEndedIterator<Item = &'a Opt> + use<'a> {
         let group = group.to_owned();
         self.options
@@ -391,25 +443,39 @@ fn machine(command: &Command, line: &Line, reading: &mut Reading) -> Vm {
     let program = command.program.text.rsplit('/').next().unwrap_or_default();
     let table = &mut vm.table;
     table.give("vm.front-end", "qemu", command.program.outer);
-    match line.last("machine", "type") {
-        Some(pair) => {
-            let (name, version) = machine_version(&pair.value);
-            table.give("vm.machine", name.to_owned(), pair.value_span);
-            if let Some(version) = version {
-                table.give("vm.machine-version", version, pair.value_span);
-            }
-        }
-        None if program.ends_with("x86_64")
-            || program.ends_with("kvm")
-            || program.ends_with("i386") =>
-        {
-            table.default_to("vm.machine", "pc", "QEMU");
-        }
-        None => {}
+    if program.ends_with("x86_64") || program.ends_with("kvm") || program.ends_with("i386") {
+        table.default_to("vm.machine", "pc", "QEMU");
     }
-    accelerator(program, line, &mut vm);
-    vcpus(line, &mut vm, reading);
-    memory(line, &mut vm, reading);
+    if program.ends_with("kvm") {
+        table.default_to(
+            "vm.accel",
+            "kvm",
+            "QEMU, if its program's name ends with kvm",
+        );
+    } else {
+        table.default_to("vm.accel", "tcg", "QEMU without -accel");
+    }
+    table.default_to("vm.balloon", "no", "QEMU");
+    environment(command, &mut vm);
+    say(line, &mut vm, reading);
+    vm
+}
+
+/// What options say of a machine, of which something may be known before.
+fn say(line: &Line, vm: &mut Vm, reading: &mut Reading) {
+    if let Some(pair) = line.last("machine", "type") {
+        let (name, version) = machine_version(&pair.value);
+        vm.table
+            .give("vm.machine", name.to_owned(), pair.value_span);
+        vm.table.remove("vm.machine-version");
+        if let Some(version) = version {
+            vm.table
+                .give("vm.machine-version", version, pair.value_span);
+        }
+    }
+    accelerator(line, vm);
+    vcpus(line, vm, reading);
+    memory(line, vm, reading);
     if let Some(model) = line.group("cpu").next_back() {
         for pair in &model.pairs {
             let off = pair.value == "off" || pair.key.starts_with('-');
@@ -437,17 +503,15 @@ fn machine(command: &Command, line: &Line, reading: &mut Reading) -> Vm {
             vm.table.give("vm.thread-poll", setting, poll.value_span);
         }
     }
-    environment(command, &mut vm);
     let is = |opt: &&Opt, names: &[&str]| {
         opt.value("driver")
             .is_some_and(|driver| names.iter().any(|name| driver.starts_with(name)))
     };
-    let balloon = line
+    if let Some(device) = line
         .group("device")
-        .find(|device| is(device, &["virtio-balloon"]));
-    match balloon {
-        Some(device) => vm.table.give("vm.balloon", true, device.span),
-        None => vm.table.default_to("vm.balloon", "no", "QEMU"),
+        .find(|device| is(device, &["virtio-balloon"]))
+    {
+        vm.table.give("vm.balloon", true, device.span);
     }
     if let Some(device) = line
         .group("device")
@@ -456,11 +520,46 @@ fn machine(command: &Command, line: &Line, reading: &mut Reading) -> Vm {
         vm.table.give("vm.pass-through", true, device.span);
     }
     let graph = graph::Graph::new(line);
-    devices::disks(line, &graph, &mut vm, reading);
-    vm
+    devices::disks(line, &graph, vm, reading);
+    for set in line.group("set") {
+        let disk = set_pair(set).and_then(|(group, id, pair)| {
+            let known = |disk: &&mut Disk| disk.name == id && group == "device";
+            Some((vm.disks.iter_mut().find(known)?, pair))
+        });
+        match disk {
+            Some((disk, pair)) => devices::set(disk, &pair),
+            None => reading.note(set.whole, "-set names nothing that is known here"),
+        }
+    }
 }
 
-fn accelerator(program: &str, line: &Line, vm: &mut Vm) {
+/// The command that options in another front-end's configuration are part of; their places are those in its text.
+fn fragment(options: &str, start: usize) -> Option<Command> {
+    let program = "kvm ";
+    let text = " ".repeat(start.saturating_sub(program.len())) + program + options;
+    words::commands(&text, 0).0.into_iter().next()
+}
+
+/// Adds what options say that Proxmox hands to QEMU as they are (`args:`); they start at the byte `start` of its text.
+///
+/// # Errors
+/// An option is broken.
+pub fn add_options(
+    options: &str,
+    start: usize,
+    vm: &mut Vm,
+    surroundings: &Surroundings,
+    reading: &mut Reading,
+) -> Result<(), Mistake> {
+    let Some(command) = fragment(options, start) else {
+        return Ok(());
+    };
+    let line = line(&command, surroundings, reading, true)?;
+    say(&line, vm, reading);
+    Ok(())
+}
+
+fn accelerator(line: &Line, vm: &mut Vm) {
     let word = |name: &str| match name {
         "kvm" => "kvm",
         "tcg" => "tcg",
@@ -477,15 +576,6 @@ fn accelerator(program: &str, line: &Line, vm: &mut Vm) {
         vm.table.give("vm.accel", word(first), pair.value_span);
     } else if let Some(option) = line.group("enable-kvm").next() {
         vm.table.give("vm.accel", "kvm", option.whole);
-    } else if program.ends_with("kvm") {
-        vm.table.default_to(
-            "vm.accel",
-            "kvm",
-            "QEMU, if its program's name ends with kvm",
-        );
-    } else {
-        vm.table
-            .default_to("vm.accel", "tcg", "QEMU without -accel");
     }
 }
 

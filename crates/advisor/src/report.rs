@@ -43,7 +43,11 @@ impl Report {
         for note in &input.notes {
             let place = input.sources.get(usize::from(note.span.source));
             let place = place.map_or(String::new(), |source| {
-                format!("{}:{}: ", source.name, source.position(note.span.start))
+                format!(
+                    "{}:{}: ",
+                    crate::text::printable(&source.name),
+                    source.position(note.span.start)
+                )
             });
             self.notes.push(format!("{place}{}", note.text));
         }

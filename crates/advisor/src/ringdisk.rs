@@ -5,10 +5,13 @@ mod edit;
 
 pub use edit::edits;
 
+use std::collections::BTreeMap;
+
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use crate::input::{Mistake, Reading};
+use crate::model::carried::{Carried, Dialect, Limit};
 use crate::model::{Disk, Vm};
 use crate::text::Span;
 
@@ -47,10 +50,12 @@ pub fn read(text: &str, name: &str, reading: &mut Reading) -> Result<(), Mistake
         ..Vm::default()
     };
     vm.table.give("vm.front-end", "ringdisk", vm.span);
-    let disks = table
-        .get_ref()
-        .iter()
-        .find(|(key, _)| key.get_ref().as_ref() == "disk");
+    let find = |name: &str| {
+        let mut tables = table.get_ref().iter();
+        tables.find(|(key, _)| key.get_ref().as_ref() == name)
+    };
+    let groups = groups(find("throttle-group").map(|(_, tables)| tables));
+    let disks = find("disk");
     let Some((_, disks)) = disks else {
         reading.vms.push(vm);
         return Ok(());
@@ -68,10 +73,40 @@ pub fn read(text: &str, name: &str, reading: &mut Reading) -> Result<(), Mistake
                 "disk is written [[disk]], once for each",
             ));
         };
-        vm.disks.push(read_disk(disk.span(), pairs));
+        vm.disks.push(read_disk(disk.span(), pairs, &groups));
     }
     reading.vms.push(vm);
     Ok(())
+}
+
+type Limits = BTreeMap<Limit, u64>;
+
+/// The limits of each `[[throttle-group]]`, by its name.
+fn groups(tables: Option<&Spanned<DeValue<'_>>>) -> BTreeMap<String, Limits> {
+    let mut groups = BTreeMap::new();
+    let Some(DeValue::Array(tables)) = tables.map(Spanned::get_ref) else {
+        return groups;
+    };
+    for table in tables.iter() {
+        let DeValue::Table(pairs) = table.get_ref() else {
+            continue;
+        };
+        let mut group = Carried::default();
+        let mut name = String::new();
+        for (key, value) in pairs {
+            match key.get_ref().as_ref() {
+                "name" => name = text_of(value),
+                key => limit(&mut group, key, &text_of(value)),
+            }
+        }
+        groups.insert(name, group.limits);
+    }
+    groups
+}
+
+fn limit(carried: &mut Carried, key: &str, value: &str) {
+    let value = crate::qemu::size_of(value);
+    carried.limit(&key.replace('_', "-"), Dialect::Ringdisk, value);
 }
 
 fn text_of(value: &Spanned<DeValue<'_>>) -> String {
@@ -84,7 +119,11 @@ fn text_of(value: &Spanned<DeValue<'_>>) -> String {
     }
 }
 
-fn read_disk(range: std::ops::Range<usize>, pairs: &DeTable<'_>) -> Disk {
+fn read_disk(
+    range: std::ops::Range<usize>,
+    pairs: &DeTable<'_>,
+    groups: &BTreeMap<String, Limits>,
+) -> Disk {
     // The table's own span is its header; its pairs follow.
     let end = pairs
         .values()
@@ -140,8 +179,21 @@ fn read_disk(range: std::ops::Range<usize>, pairs: &DeTable<'_>) -> Disk {
                     table.give("disk.l2-cache-size", bytes, at);
                 }
             }
-            _ => {}
+            "serial" => disk.carried.serial = Some(word),
+            "logical-block-size" => disk.carried.logical_block = word.parse().ok(),
+            "physical-block-size" => disk.carried.physical_block = word.parse().ok(),
+            "throttle-group" => disk.carried.group = Some(word),
+            key => limit(&mut disk.carried, key, &word),
         }
+    }
+    let carried = &mut disk.carried;
+    if let Some(group) = carried.group.as_ref().and_then(|name| groups.get(name)) {
+        carried.own_besides = !carried.limits.is_empty();
+        carried.limits = group.clone();
+    }
+    if !carried.limits.is_empty() {
+        let how = "it has limits, or a group that has";
+        disk.table.derive("disk.throttled", true, how);
     }
     if disk.name == "disk" && !disk.file.is_empty() {
         let name = disk.file.rsplit('/').next().unwrap_or_default();

@@ -279,7 +279,13 @@ impl Rules {
     /// Ids that are like it, for a message.
     pub fn like(&self, id: &str) -> Vec<&str> {
         let words: Vec<&str> = id.split('-').filter(|word| word.len() > 2).collect();
-        let known = |rule: &&Rule| words.iter().any(|word| rule.id.contains(word));
+        let same =
+            |a: &mut dyn Iterator<Item = (char, char)>| a.take_while(|(a, b)| a == b).count();
+        let known = |rule: &&Rule| {
+            let start = same(&mut rule.id.chars().zip(id.chars()));
+            let end = same(&mut rule.id.chars().rev().zip(id.chars().rev()));
+            words.iter().any(|word| rule.id.contains(word)) || 2 * (start + end) > 3 * id.len() / 2
+        };
         self.rules
             .iter()
             .filter(known)

@@ -323,6 +323,37 @@ fn a_thousand_machines_in_one_run() {
     );
 }
 
+/// Machines of one text are fixed each by itself: what comes out is what each alone becomes.
+#[test]
+fn a_thousand_machines_are_fixed_in_one_text() {
+    let rules = Rules::built_in().unwrap();
+    let fixed = |input: Input| fix(input, &rules, None, Wanted::default()).unwrap();
+    for (file, separator) in [
+        ("libvirt/virt-install-default.xml", "\n"),
+        ("libvirt/iothreads-unassigned.xml", "\n"),
+        ("qemu/if-virtio.sh", "\n# the next one\n"),
+    ] {
+        let one = input(file);
+        let alone = fixed(one.clone());
+        assert!(!alone.done.is_empty(), "{file}");
+        let many = |text: &str| {
+            let all = vec![text.trim_end(); 1000].join(separator);
+            match file.starts_with("libvirt") {
+                true => format!("<domains>{all}</domains>"),
+                false => all,
+            }
+        };
+        let started = Instant::now();
+        let text = many(&one.sources[0].text);
+        let together = read(Source::new("many", text), Surroundings::default()).unwrap();
+        let together = fixed(together);
+        println!("{file}, 1000 times: {:?}", started.elapsed());
+        let expected = many(&alone.input.sources[0].text);
+        assert!(together.input.sources[0].text == expected, "{file}");
+        assert_eq!(together.done.len(), 1000 * alone.done.len(), "{file}");
+    }
+}
+
 #[test]
 fn every_form_of_a_report_is_whole() {
     let rules = Rules::built_in().unwrap();

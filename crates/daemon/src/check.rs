@@ -123,7 +123,7 @@ pub fn run(args: &Args) -> Result<Outcome, String> {
             let hint = if like.is_empty() {
                 "see --rules".into()
             } else {
-                format!("there are {}", like.join(", "))
+                format!("is it {}?", like.join(", "))
             };
             return Err(format!("there is no rule '{id}'; {hint}"));
         }
@@ -245,7 +245,13 @@ fn finish(outcome: Outcome, failures: Vec<String>) -> Result<Outcome, String> {
 
 /// Reads a text, no more of it than is allowed.
 fn text(path: &Path) -> Result<String, String> {
-    let fail = |e: io::Error| format!("{}: cannot be read: {e}", path.display());
+    let fail = |e: io::Error| {
+        format!(
+            "{}: cannot be read: {e}{}",
+            path.display(),
+            next_step(path, &e)
+        )
+    };
     let mut bytes = Vec::new();
     let limit = BYTES_MAX as u64 + 1;
     match path.to_str() {
@@ -265,8 +271,33 @@ fn text(path: &Path) -> Result<String, String> {
             .iter()
             .filter(|byte| **byte == b'\n')
             .count();
-        format!("{}:{line}: is no UTF-8 text", path.display())
+        format!(
+            "{}:{line}: is no UTF-8 text, so it is no configuration; name the file that describes the machine, not its \
+             image",
+            path.display()
+        )
     })
+}
+
+/// What to do about a file that cannot be read.
+fn next_step(path: &Path, error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::NotFound => {
+            let name = path.file_stem().unwrap_or_default().to_string_lossy();
+            match path.components().count() {
+                // As in `ringdisk check vm1`.
+                1 if path.extension().is_none() => {
+                    format!("; of a libvirt domain: virsh dumpxml {name} | ringdisk check -")
+                }
+                _ => "; see what there is: ls /etc/libvirt/qemu/*.xml /etc/pve/qemu-server/*.conf".into(),
+            }
+        }
+        io::ErrorKind::PermissionDenied => {
+            "; run it as root, or let root write it to standard output: sudo cat FILE | ringdisk check -".into()
+        }
+        io::ErrorKind::IsADirectory => format!("; name its files: {}/*", path.display()),
+        _ => String::new(),
+    }
 }
 
 fn inputs(args: &Args) -> (Vec<Input>, Vec<String>) {
@@ -330,7 +361,14 @@ fn one(
 /// The command line of a process, and its allocator.
 fn running(pid: u32) -> Result<(Source, Surroundings), String> {
     let path = format!("/proc/{pid}/cmdline");
-    let bytes = fs::read(&path).map_err(|e| format!("{path}: cannot be read: {e}"))?;
+    let bytes = fs::read(&path).map_err(|e| {
+        let next = match e.kind() {
+            io::ErrorKind::NotFound => "; there is no such process: pgrep -a qemu lists QEMU's",
+            io::ErrorKind::PermissionDenied => "; run it as root",
+            _ => "",
+        };
+        format!("{path}: cannot be read: {e}{next}")
+    })?;
     let arguments: Vec<String> = bytes
         .split(|byte| *byte == 0)
         .map(|argument| String::from_utf8_lossy(argument).into_owned())
@@ -344,13 +382,20 @@ fn running(pid: u32) -> Result<(Source, Surroundings), String> {
         () if maps.contains("libjemalloc") => "jemalloc",
         () => "glibc",
     });
+    let command_line = advisor::command_line(arguments);
+    if !advisor::is_qemu(&command_line) {
+        let program = arguments.first().map_or("", String::as_str);
+        return Err(format!(
+            "process {pid} is {program:?}, not QEMU: pgrep -a qemu lists QEMU's"
+        ));
+    }
     let surroundings = Surroundings {
         malloc,
         name: Some(format!("pid {pid}")),
         ..Surroundings::default()
     };
     Ok((
-        Source::new(format!("(process {pid})"), advisor::command_line(arguments)),
+        Source::new(format!("(process {pid})"), command_line),
         surroundings,
     ))
 }

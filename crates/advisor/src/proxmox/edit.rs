@@ -2,6 +2,7 @@
 
 use super::{Line, disk_key, lines, parts};
 use crate::fix::{Edits, Setting, Target};
+use crate::qemu;
 use crate::text::{Edit, Span};
 
 /// The changes for a setting.
@@ -15,7 +16,32 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
         .first()
         .map_or("", |source| source.text.as_str());
     let (lines, _) = lines(text);
+    let args = lines.iter().rev().find(|line| line.key == "args");
+    let in_args = |span: Span| {
+        args.is_some_and(|args| args.span.start <= span.start && span.end <= args.span.end)
+    };
+    match setting {
+        Setting::SharedMemory => {
+            let own = |line: &Line<'_>| match line.key {
+                "numa" => line.value != "0",
+                key => key.starts_with("numa") || key == "hugepages",
+            };
+            if lines.iter().any(own) {
+                return Err(
+                    "Proxmox says where its memory is, by numa or hugepages: make that shared by \
+                     hand"
+                        .into(),
+                );
+            }
+            return qemu::edits(target, setting);
+        }
+        Setting::TrimThreads => return qemu::edits(target, setting),
+        _ => {}
+    }
     let disk = target.disk()?;
+    if in_args(disk.span) {
+        return qemu::edits(target, setting);
+    }
     let line = lines
         .iter()
         .find(|line| line.span == disk.span)

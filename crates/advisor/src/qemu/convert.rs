@@ -1,10 +1,13 @@
 //! A disk from QEMU to ringdisk and back, on a command line.
 
+use std::fmt::Write;
+
 use super::edit::Changed;
 use super::options::{Opt, Syntax};
 use super::words;
 use crate::fix::{Edits, Target};
 use crate::model::Disk;
+use crate::model::carried::Dialect;
 use crate::text::{Edit, Span};
 
 /// A disk of virtio-blk goes to ringdisk: the device becomes vhost-user-blk, and its drive a socket.
@@ -104,19 +107,42 @@ pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
         (Some("yes"), _) => ",aio=io_uring",
         _ => "",
     };
-    let drive = format!(
+    let mut drive = format!(
         "file={},format={format},if=none,id={id},cache={},discard={}{aio}",
         storage.file.replace(',', ",,"),
         word("disk.cache"),
         word("disk.discard")
     );
+    if let found @ ("on" | "unmap") = word("disk.detect-zeroes") {
+        let _ = write!(drive, ",detect-zeroes={found}");
+    }
+    let carried = &storage.carried;
+    for (limit, value) in &carried.limits {
+        let _ = write!(drive, ",throttling.{}={value}", limit.name(Dialect::Qemu));
+    }
+    if let Some(group) = &carried.group {
+        let _ = write!(drive, ",throttling.group={}", group.replace(',', ",,"));
+    }
+    let mut of_device = format!("drive={id}");
+    if let Some(serial) = carried.serial.as_deref().filter(|text| !text.is_empty()) {
+        // The device may stand in quotes of any kind.
+        if words::quoted(serial) != serial {
+            return Err("its serial number would have to be quoted for a shell".into());
+        }
+        let _ = write!(of_device, ",serial={}", serial.replace(',', ",,"));
+    }
+    for (key, bytes) in carried.block_sizes() {
+        if let Some(bytes) = bytes {
+            let _ = write!(of_device, ",{key}={bytes}");
+        }
+    }
     let mut edits = vec![Edit::replace(
         chardev.whole,
         format!("-drive {}", words::quoted(&drive)),
     )];
     edits.extend(changed.set(device, "", "driver", "virtio-blk-pci"));
     if let Some(pair) = device.get("chardev") {
-        edits.push(Edit::replace(pair.span, format!("drive={id}")));
+        edits.push(Edit::replace(pair.span, of_device));
     }
     Ok(edits)
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::options::Opt;
+use super::options::{Opt, Pair};
 use super::{Line, graph};
 use crate::input::Reading;
 use crate::model::{Disk, ThreadUse, Vm};
@@ -178,18 +178,12 @@ fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
     } else if matches!(base, "scsi-block" | "scsi-generic") {
         table.give("disk.device", "lun", driver_span);
     }
-    for (keys, property) in [
-        (["num-queues", "num_queues"], "disk.queues"),
-        (["queue-size", "virtqueue_size"], "disk.queue-size"),
-    ] {
-        for key in keys {
-            if let Some(pair) = carrier.get(key)
-                && let Ok(number @ 1..=65_534) = pair.value.parse::<u64>()
-            {
-                table.give(property, number, pair.value_span);
-            }
+    for (key, _) in NUMBERS {
+        if let Some(pair) = carrier.get(key) {
+            number(&mut disk, pair);
         }
     }
+    let table = &mut disk.table;
     let mut flag = |key: &str, property: &'static str| {
         if let Some(pair) = carrier.get(key) {
             table.give(property, pair.value == "on", pair.span);
@@ -219,6 +213,12 @@ fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
         };
         table.give("disk.write-cache", word, pair.span);
     }
+    if let Some(serial) = device.value("serial") {
+        disk.carried.serial = Some(serial.to_owned());
+    }
+    disk.carried.logical_block = device.number("logical_block_size");
+    disk.carried.physical_block = device.number("physical_block_size");
+    let table = &mut disk.table;
     if let Some(pair) = device.get("rotation_rate") {
         table.give("disk.ssd", pair.value == "1", pair.span);
     }
@@ -244,6 +244,34 @@ fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
     }
     uses(carrier, &mut disk);
     Some(disk)
+}
+
+/// Properties that are numbers.
+const NUMBERS: &[(&str, &str)] = &[
+    ("num-queues", "disk.queues"),
+    ("num_queues", "disk.queues"),
+    ("queue-size", "disk.queue-size"),
+    ("virtqueue_size", "disk.queue-size"),
+];
+
+fn number(disk: &mut Disk, pair: &Pair) {
+    let known = NUMBERS.iter().find(|(key, _)| *key == pair.key);
+    if let (Some((_, property)), Ok(number @ 1..=65_534)) = (known, pair.value.parse::<u64>()) {
+        disk.table.give(property, number, pair.value_span);
+    }
+}
+
+/// A property of a disk whose device another front-end makes: `-set device.virtio0.iothread=a`.
+pub fn set(disk: &mut Disk, pair: &Pair) {
+    match pair.key.as_str() {
+        "iothread" => disk.threads.push(ThreadUse {
+            id: pair.value.clone(),
+            span: pair.value_span,
+            queues: None,
+            mapped: false,
+        }),
+        _ => number(disk, pair),
+    }
 }
 
 /// `iothread=` and `iothread-vq-mapping`.

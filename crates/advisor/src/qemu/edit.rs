@@ -2,10 +2,11 @@
 
 use super::devices::scsi_bus;
 use super::options::{Opt, Pair, Syntax};
-use super::{Line, line, words};
+use super::{Line, fragment, line, words};
 use crate::fix::{Edits, Setting, Target};
-use crate::input::Reading;
+use crate::input::{Kind, Reading};
 use crate::model::Disk;
+use crate::proxmox;
 use crate::text::{Edit, Span};
 
 /// The command that is changed, read again.
@@ -170,11 +171,13 @@ impl<'a> Changed<'a> {
             .sources
             .first()
             .map_or("", |source| source.text.as_str());
-        let (mut commands, _) = words::commands(text, 0);
-        if target.vm >= commands.len() {
-            return Err("the command is not there".into());
-        }
-        let command = commands.swap_remove(target.vm);
+        let command = match target.input.kind {
+            Kind::Proxmox => {
+                proxmox::options(text).and_then(|(options, start)| fragment(options, start))
+            }
+            _ => words::commands(text, 0).0.into_iter().nth(target.vm),
+        };
+        let command = command.ok_or("the command is not there")?;
         let mut reading = Reading::default();
         let line = line(&command, &target.input.surroundings, &mut reading, false)
             .map_err(|_| "it is broken")?;

@@ -4,16 +4,18 @@ use std::collections::HashMap;
 
 use super::Line;
 use super::options::{Opt, Pair};
+use crate::model::carried::Dialect;
 use crate::model::{Data, Disk, Origin};
 use crate::text::Span;
 
 /// Most nodes between a device and its storage.
 const NODES_MAX: usize = 32;
 
-/// Drives by id, nodes by name.
+/// Drives by id, nodes by name, groups of throttles by id.
 pub struct Graph<'a> {
     drives: HashMap<&'a str, &'a Opt>,
     nodes: HashMap<&'a str, &'a Opt>,
+    groups: HashMap<&'a str, &'a Opt>,
 }
 
 /// A drive's own device.
@@ -95,9 +97,14 @@ impl<'a> Graph<'a> {
         let nodes = line
             .group("blockdev")
             .filter_map(|node| Some((node.value("node-name")?, node)));
+        let groups = line
+            .group("object")
+            .filter(|object| object.value("qom-type") == Some("throttle-group"))
+            .filter_map(|group| Some((group.value("id")?, group)));
         Self {
             drives: drives.collect(),
             nodes: nodes.collect(),
+            groups: groups.collect(),
         }
     }
 
@@ -172,6 +179,16 @@ impl<'a> Graph<'a> {
         }) {
             disk.table.give("disk.throttled", true, pair.span);
         }
+        for pair in &drive.pairs {
+            match pair.key.strip_prefix("throttling.") {
+                Some("group") => disk.carried.group = Some(pair.value.clone()),
+                Some(name) => limit(name, Dialect::Qemu, &pair.value, disk),
+                None => limit(&pair.key, Dialect::OldDrive, &pair.value, disk),
+            }
+        }
+        if let Some(serial) = drive.value("serial") {
+            disk.carried.serial = Some(serial.to_owned());
+        }
         cache_size(drive, "", disk);
         let format = drive.get("format").or(drive.get("driver"));
         let format = format.map(|pair| (pair.value.clone(), pair.span));
@@ -200,6 +217,20 @@ impl<'a> Graph<'a> {
                 Data::Unknown,
                 Origin::Default("QEMU looks into the file".into()),
             );
+        }
+    }
+
+    /// Adds the limits of a group of throttles.
+    fn group(&self, id: &str, disk: &mut Disk) {
+        disk.carried.group = Some(id.to_owned());
+        let Some(group) = self.groups.get(id) else {
+            return;
+        };
+        for pair in &group.pairs {
+            let name = pair.key.strip_prefix("x-");
+            if let Some(name) = name.or(pair.key.strip_prefix("limits.")) {
+                limit(name, Dialect::Qemu, &pair.value, disk);
+            }
         }
     }
 
@@ -282,7 +313,12 @@ impl<'a> Graph<'a> {
                 break;
             }
             match driver.value.as_str() {
-                "throttle" => disk.table.give("disk.throttled", true, driver.span),
+                "throttle" => {
+                    disk.table.give("disk.throttled", true, driver.span);
+                    if let Some(group) = option.value(&key("throttle-group")) {
+                        self.group(group, disk);
+                    }
+                }
                 format => disk
                     .table
                     .give("disk.format", format.to_owned(), driver.span),
@@ -316,6 +352,11 @@ impl<'a> Graph<'a> {
 }
 
 const AIO: &[&str] = &["threads", "native", "io_uring"];
+
+fn limit(name: &str, dialect: Dialect, value: &str, disk: &mut Disk) {
+    // Without units: QEMU expects a number.
+    disk.carried.limit(name, dialect, value.parse().ok());
+}
 
 /// The cache mode that QEMU has a name for.
 fn mode(direct: bool, no_flush: bool, writeback: bool) -> &'static str {

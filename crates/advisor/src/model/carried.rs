@@ -1,0 +1,155 @@
+//! What no rule asks, and a disk must not lose when another program serves it: limits, a serial number, block sizes.
+
+use std::collections::BTreeMap;
+
+/// Longest serial number of a virtio disk (virtio 1.3 §5.2.6, `VIRTIO_BLK_T_GET_ID`).
+const SERIAL_MAX: usize = 20;
+
+/// One rate: what ringdisk calls it, `-drive` in its old and in its new syntax, and libvirt.
+const RATES: [[&str; 4]; 6] = [
+    ["bps", "bps", "bps-total", "total_bytes_sec"],
+    ["bps-rd", "bps_rd", "bps-read", "read_bytes_sec"],
+    ["bps-wr", "bps_wr", "bps-write", "write_bytes_sec"],
+    ["iops", "iops", "iops-total", "total_iops_sec"],
+    ["iops-rd", "iops_rd", "iops-read", "read_iops_sec"],
+    ["iops-wr", "iops_wr", "iops-write", "write_iops_sec"],
+];
+
+/// What follows each name for a burst, and for its length in seconds.
+const PARTS: [[&str; 4]; 3] = [
+    ["", "", "", ""],
+    ["-max", "_max", "-max", "_max"],
+    ["-max-length", "_max_length", "-max-length", "_max_length"],
+];
+
+/// The bytes of which a longer request counts as several.
+const SIZE: [&str; 4] = ["iops-size", "iops_size", "iops-size", "size_iops_sec"];
+
+/// Who names a limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dialect {
+    /// `ringdisk.toml`.
+    Ringdisk,
+    /// `-drive iops_rd=`, as it was before QEMU 2.0 and is taken still.
+    OldDrive,
+    /// `-drive throttling.iops-read=`; `-object throttle-group,x-iops-read=`.
+    Qemu,
+    /// `<iotune>`.
+    Libvirt,
+}
+
+/// Which limit; the order is that in which they are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Limit(usize);
+
+impl Limit {
+    /// All there are.
+    pub fn all() -> impl Iterator<Item = Self> {
+        (0..=RATES.len() * PARTS.len()).map(Self)
+    }
+
+    /// Its name.
+    pub fn name(self, dialect: Dialect) -> String {
+        let place = dialect as usize;
+        let (rate, part) = (self.0 / PARTS.len(), self.0 % PARTS.len());
+        match RATES.get(rate) {
+            Some(rate) => format!("{}{}", rate[place], PARTS[part][place]),
+            None => SIZE[place].to_owned(),
+        }
+    }
+
+    /// The limit of that name.
+    pub fn named(name: &str, dialect: Dialect) -> Option<Self> {
+        Self::all().find(|limit| limit.name(dialect) == name)
+    }
+}
+
+/// What goes with a disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Carried {
+    /// As the guest reads it.
+    pub serial: Option<String>,
+    /// Bytes of a logical block.
+    pub logical_block: Option<u64>,
+    /// Bytes of a physical block.
+    pub physical_block: Option<u64>,
+    /// Limits; none of them is 0, which is no limit.
+    pub limits: BTreeMap<Limit, u64>,
+    /// The group of disks that has these limits together.
+    pub group: Option<String>,
+    /// Whether it has limits of its own besides the group's, which QEMU has not.
+    pub own_besides: bool,
+}
+
+impl Carried {
+    /// Sets a limit if it is one, and known by that name.
+    pub fn limit(&mut self, name: &str, dialect: Dialect, value: Option<u64>) {
+        if let (Some(limit), Some(value @ 1..)) = (Limit::named(name, dialect), value) {
+            self.limits.insert(limit, value);
+        }
+    }
+
+    /// Logical and physical block size where QEMU's 512 bytes would not do; it refuses physical blocks that are smaller than
+    /// the logical ones.
+    pub fn block_sizes(&self) -> [(&'static str, Option<u64>); 2] {
+        let logical = self.logical_block.filter(|bytes| *bytes != 512);
+        [
+            ("logical_block_size", logical),
+            ("physical_block_size", self.physical_block.max(logical)),
+        ]
+    }
+
+    /// The serial number as a guest has it: QEMU cuts what is longer.
+    ///
+    /// # Errors
+    /// It has characters that ringdisk refuses.
+    pub fn serial(&self) -> Result<Option<&str>, String> {
+        let Some(serial) = self.serial.as_deref().filter(|serial| !serial.is_empty()) else {
+            return Ok(None);
+        };
+        if !serial.chars().all(|c| c.is_ascii_graphic() || c == ' ') {
+            return Err("its serial number is not ASCII and is left out".into());
+        }
+        Ok(serial.get(..serial.len().min(SERIAL_MAX)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_limit_has_a_name_in_every_dialect() {
+        let mut seen = std::collections::BTreeSet::new();
+        for dialect in [
+            Dialect::Ringdisk,
+            Dialect::OldDrive,
+            Dialect::Qemu,
+            Dialect::Libvirt,
+        ] {
+            for limit in Limit::all() {
+                let name = limit.name(dialect);
+                assert_eq!(Limit::named(&name, dialect), Some(limit), "{name}");
+                seen.insert((dialect as usize, name));
+            }
+        }
+        assert_eq!(seen.len(), 4 * 19);
+        let limit = Limit::named("iops_wr_max_length", Dialect::OldDrive).unwrap();
+        assert_eq!(limit.name(Dialect::Qemu), "iops-write-max-length");
+        assert_eq!(limit.name(Dialect::Libvirt), "write_iops_sec_max_length");
+    }
+
+    #[test]
+    fn a_serial_number_is_cut_as_qemu_cuts_it() {
+        let of = |serial: &str| Carried {
+            serial: Some(serial.into()),
+            ..Carried::default()
+        };
+        assert_eq!(
+            of("123456789012345678901").serial(),
+            Ok(Some("12345678901234567890"))
+        );
+        assert_eq!(of("").serial(), Ok(None));
+        assert!(of("é").serial().is_err());
+    }
+}
