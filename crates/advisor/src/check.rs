@@ -177,8 +177,8 @@ pub fn check_host(facts: &Facts, extra: Table, rules: &Rules, ignore: &[String])
                 Verdict::Holds => checked.findings.push(Finding {
                     rule: rule.id.clone(),
                     severity: rule.severity,
-                    vm: format!("host {}", facts.name),
-                    disk: device.to_owned(),
+                    vm: format!("host {}", printable(&facts.name)),
+                    disk: printable(device),
                     text: say(&rule.says, device, "", &lookup),
                     file: String::new(),
                     at: None,
@@ -243,8 +243,8 @@ fn finding(
     Finding {
         rule: rule.id.clone(),
         severity: rule.severity,
-        vm: vm.name.clone(),
-        disk: disk.map_or(String::new(), |disk| disk.name.clone()),
+        vm: printable(&vm.name),
+        disk: disk.map_or(String::new(), |disk| printable(&disk.name)),
         text: say(
             &rule.says,
             disk.map_or("", |disk| &disk.name),

@@ -1,6 +1,6 @@
 //! Fixes: settings that rules name, which every front-end writes in its own syntax, as few bytes as it can.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 
 use crate::check::{Checked, check};
@@ -116,7 +116,7 @@ impl Target<'_> {
         disk.ok_or_else(|| "it is no matter of one disk".into())
     }
 
-    /// An I/O thread that no disk of the machine names.
+    /// An I/O thread that no disk of the machine names, and that can be named without quotes.
     pub fn unused_thread(&self) -> Option<&str> {
         let vm = self.vm().ok()?;
         let used = |id: &str| {
@@ -128,8 +128,16 @@ impl Target<'_> {
         vm.threads
             .iter()
             .map(|thread| thread.id.as_str())
-            .find(|id| !used(id))
+            .find(|id| is_plain(id) && !used(id))
     }
+}
+
+/// Whether an id means the same wherever it is written.
+pub fn is_plain(id: &str) -> bool {
+    !id.is_empty()
+        && id
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
 }
 
 /// Which findings are fixed.
@@ -225,9 +233,12 @@ fn fix_text(
         done: Vec::new(),
         left: Vec::new(),
     };
-    // Names of disks need not be unique; their order is not changed by fixes. A rule may hold of a disk twice, for another
-    // reason: two threads that are not defined.
-    let mut tried: BTreeSet<(String, Option<usize>, Option<usize>, String)> = BTreeSet::new();
+    // Disks change names and places with a change, so what was tried in vain is known by its place until the next one. A
+    // rule may hold of a disk twice, for another reason: two threads that are not defined. But not without end.
+    let mut vain: BTreeSet<(String, Option<usize>, Option<usize>, String)> = BTreeSet::new();
+    let mut times: BTreeMap<String, usize> = BTreeMap::new();
+    let disks: usize = fixed.input.vms.iter().map(|vm| vm.disks.len()).sum();
+    let times_max = 8 + 2 * disks;
     for _ in 0..CHANGES_MAX {
         let mut input = fixed.input.clone();
         let Checked { findings, .. } = check(&mut input, rules, facts, wanted.ignore);
@@ -239,13 +250,14 @@ fn fix_text(
                 finding.disk_index,
                 finding.text.clone(),
             );
-            let open = !tried.contains(&key) && is_wanted(rule, wanted);
+            let often = times.get(&rule.id).copied().unwrap_or(0) >= times_max;
+            let open = !often && !vain.contains(&key) && is_wanted(rule, wanted);
             open.then_some((rule, finding, key))
         });
         let Some((rule, finding, key)) = next else {
             return Ok(fixed);
         };
-        tried.insert(key);
+        vain.insert(key);
         let Some(vm) = finding.vm_index else {
             continue;
         };
@@ -258,8 +270,15 @@ fn fix_text(
             Ok(sources) => {
                 fixed.input = reread(&input, sources)?;
                 fixed.done.push((rule.id.clone(), finding.place()));
+                vain.clear();
+                *times.entry(rule.id.clone()).or_default() += 1;
             }
-            Err(why) => fixed.left.push((rule.id.clone(), finding.place(), why)),
+            Err(why) => {
+                let left = (rule.id.clone(), finding.place(), why);
+                if !fixed.left.contains(&left) {
+                    fixed.left.push(left);
+                }
+            }
         }
     }
     Ok(fixed)

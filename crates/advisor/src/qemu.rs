@@ -302,17 +302,14 @@ fn line(
             continue;
         };
         let option = option.strip_prefix('-').unwrap_or(option).to_owned();
-        let value = match FLAGS.contains(&option.as_str()) {
-            true => None,
-            false => words.pop_front(),
-        };
-        let Some(value) = value else {
-            line.options.push(options::read(
-                &option,
-                &Word::plain("", 0, 0),
-                word.outer,
-                "",
-            )?);
+        if FLAGS.contains(&option.as_str()) {
+            let nothing = Word::plain("", 0, 0);
+            let flag = options::read(&option, &nothing, word.outer, "")?;
+            line.options.push(flag);
+            continue;
+        }
+        let Some(value) = words.pop_front() else {
+            reading.note(word.outer, format!("-{option} has no value"));
             continue;
         };
         let whole = Span {

@@ -3,7 +3,7 @@
 use super::devices::scsi_bus;
 use super::options::{Opt, Pair, Syntax};
 use super::{Line, fragment, line, words};
-use crate::fix::{Edits, Setting, Target};
+use crate::fix::{Edits, Setting, Target, is_plain};
 use crate::input::{Kind, Reading};
 use crate::model::Disk;
 use crate::proxmox;
@@ -53,6 +53,9 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
                 .table
                 .word("disk.thread-missing")
                 .ok_or("no thread is missing")?;
+            if !is_plain(id) {
+                return Err("its name would have to be quoted".into());
+            }
             changed.define_thread(id, changed.carrier(disk)?)
         }
         Setting::QueuesAsVcpus => {
