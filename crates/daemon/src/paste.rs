@@ -91,7 +91,7 @@ pub fn text(disks: &[Ready]) -> String {
             ),
             false => (
                 "and the memory of the first, once for each VM",
-                "and the memoryBacking of the first",
+                "and the memoryBacking of the first; a VM that gets both needs another target than vda",
             ),
         };
         text += &format!(
@@ -103,10 +103,13 @@ pub fn text(disks: &[Ready]) -> String {
             disk.socket.display(),
         );
         let of_memory = |name: &str| ["-object", "-m", "-machine"].contains(&name);
-        for pair in disk.qemu.chunks(2).filter(|p| first || !of_memory(&p[0])) {
-            text += &format!("    {} {} \\\n", pair[0], quote(&pair[1]));
-        }
-        text += &format!("\n  libvirt ({libvirt}):\n");
+        let arguments = disk.qemu.chunks(2);
+        let lines: Vec<_> = arguments
+            .filter(|p| first || !of_memory(&p[0]))
+            .map(|p| format!("    {} {}", p[0], quote(&p[1])))
+            .collect();
+        text += &lines.join(" \\\n");
+        text += &format!("\n\n  libvirt ({libvirt}):\n");
         let libvirt = &disk.libvirt;
         let elements = [
             Some(&libvirt.memory_backing).filter(|_| first),
