@@ -8,6 +8,7 @@ mod demo;
 mod fuzz;
 mod miri;
 mod packages;
+mod soak;
 mod test;
 
 use clap::Parser;
@@ -27,6 +28,8 @@ enum Xtask {
     /// Start or end a real Ceph cluster on the loopback interface
     #[command(subcommand)]
     Ceph(ceph::Args),
+    /// Kill, upgrade, reconfigure and load a ringdisk with eight disks, all at once and for long
+    Soak(soak::Args),
     /// Feed every parser of hostile bytes with such bytes; needs a nightly toolchain
     Fuzz(fuzz::Args),
     /// Run what needs nothing of the system under Miri; needs a nightly toolchain with it
@@ -45,6 +48,7 @@ fn main() -> ExitCode {
         Xtask::Test => test::run(),
         Xtask::Bench(args) => bench::run(*args),
         Xtask::Ceph(args) => ceph::run(&args),
+        Xtask::Soak(args) => soak::run(&args),
         Xtask::Fuzz(args) => fuzz::run(&args),
         Xtask::Miri => miri::run(),
         Xtask::Deb => deb::run(),

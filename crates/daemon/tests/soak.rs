@@ -1,0 +1,595 @@
+//! Everything at once, for long: eight disks under a load that verifies all that it reads, while disks are attached,
+//! detached, resized and limited, images get snapshots, front-ends come back, and the program is killed and upgraded.
+//!
+//! For ten minutes, or `RINGDISK_SOAK_SECONDS` (`cargo xtask soak`).
+
+#[expect(dead_code, reason = "disks are made another way here")]
+mod support;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use support::{content, seed};
+use tempfile::TempDir;
+use testkit::driver::{Device, DeviceConfig, HANG};
+use testkit::faulty::Random;
+use testkit::load::{BLOCK, Held, Load};
+use testkit::qemu_img;
+use testkit::server::Server;
+
+const BINARY: &str = env!("CARGO_BIN_EXE_ringdisk");
+const QUEUES: u16 = 2;
+/// Blocks that the load of a queue works on.
+const BLOCKS: usize = 512;
+/// Bytes of a disk at first, and what it may grow to.
+const SIZE: u64 = 16 << 20;
+const SIZE_MAX: u64 = 64 << 20;
+/// Memory that a process may have more of than it had when all its disks had been in use for a moment.
+const GROWTH_MAX_KIB: u64 = 64 << 10;
+
+/// What the disks are: how each is made, what a fresh one holds, how it is served, and whether its rings are packed.
+const DISKS: [(Make, Held, &str, bool); 8] = [
+    (Make::Raw, Held::Content, "", false),
+    (Make::Raw, Held::Content, ",cache=writeback", false),
+    (Make::Raw, Held::Content, ",aio=native", true),
+    (
+        Make::Raw,
+        Held::Content,
+        ",aio=threads,cache=writethrough",
+        false,
+    ),
+    (Make::Qcow2("cluster_size=4k"), Held::Zeroes, "", false),
+    (Make::Overlay, Held::Content, "", false),
+    (
+        Make::Qcow2("extended_l2=on"),
+        Held::Zeroes,
+        ",discard=ignore",
+        true,
+    ),
+    (
+        Make::Qcow2("cluster_size=64k,lazy_refcounts=on"),
+        Held::Zeroes,
+        ",cache=writethrough",
+        false,
+    ),
+];
+
+#[derive(Clone, Copy)]
+enum Make {
+    Raw,
+    /// With these options of qemu-img.
+    Qcow2(&'static str),
+    /// A qcow2 image over a raw file that has all the content.
+    Overlay,
+}
+
+/// What a driver is told to do. It answers when it has.
+enum Order {
+    /// Finish what is under way, and disconnect.
+    Rest,
+    /// Compare this file with what the disk must hold.
+    Verify(PathBuf),
+    /// Connect.
+    Work,
+    /// Connect again with all that is under way: the connection is gone, or is given up.
+    Reconnect,
+}
+
+/// The guest of one disk, in a thread of its own.
+struct Driver {
+    orders: Sender<Order>,
+    done: Receiver<()>,
+    thread: Option<JoinHandle<u64>>,
+}
+
+impl Driver {
+    fn start(socket: PathBuf, held: Held, packed: bool, seed: u64) -> Self {
+        let (orders, ordered) = mpsc::channel();
+        let (tell, done) = mpsc::channel();
+        let thread = thread::spawn(move || drive(&socket, held, packed, seed, &ordered, &tell));
+        Self {
+            orders,
+            done,
+            thread: Some(thread),
+        }
+    }
+
+    fn send(&self, order: Order) {
+        // If it has ended, `wait` tells.
+        let _ = self.orders.send(order);
+    }
+
+    fn wait(&mut self) {
+        if self.done.recv().is_err() {
+            let thread = self.thread.take().expect("it is waited for once");
+            std::panic::resume_unwind(thread.join().expect_err("it ends when it is told to"));
+        }
+    }
+
+    fn order(&mut self, order: Order) {
+        self.send(order);
+        self.wait();
+    }
+
+    /// Ends it; returns how many requests have completed.
+    fn end(mut self) -> u64 {
+        drop(self.orders);
+        let thread = self.thread.take().expect("it is waited for once");
+        thread
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    }
+}
+
+fn drive(
+    socket: &Path,
+    held: Held,
+    packed: bool,
+    seed: u64,
+    orders: &Receiver<Order>,
+    done: &Sender<()>,
+) -> u64 {
+    let config = DeviceConfig {
+        queues: QUEUES,
+        queue_size: if packed { 50 } else { 64 },
+        packed,
+        inflight: true,
+        buffer_len: BLOCK as u32,
+        ..DeviceConfig::default()
+    };
+    let mut random = Random(seed);
+    let mut loads: Vec<Load> = Vec::new();
+    let mut device: Option<Device> = None;
+    loop {
+        let order = match &device {
+            None => orders.recv().map_err(|_| TryRecvError::Disconnected),
+            Some(_) => orders.try_recv(),
+        };
+        match order {
+            Ok(Order::Rest) => {
+                if let Some(mut device) = device.take() {
+                    Load::finish(&mut loads, &mut device);
+                }
+            }
+            Ok(Order::Verify(file)) => loads.iter().for_each(|load| load.verify(&file).unwrap()),
+            Ok(Order::Work) => {
+                let new = Device::connect(socket, &config).unwrap();
+                if loads.is_empty() {
+                    loads = Load::all(&new, BLOCKS, held, true);
+                }
+                device = Some(new);
+            }
+            Ok(Order::Reconnect) => {
+                if let Some(device) = &mut device {
+                    device.reconnect(socket, &config).unwrap();
+                }
+            }
+            Err(TryRecvError::Empty) => {
+                if let Some(device) = &mut device {
+                    Load::run(&mut loads, device, &mut random, Duration::from_micros(100));
+                    // There are more drivers than CPUs, and the server is to get one.
+                    thread::sleep(Duration::from_micros(random.below(2000)));
+                }
+                continue;
+            }
+            Err(TryRecvError::Disconnected) => {
+                return loads.iter().map(|load| load.completed).sum();
+            }
+        }
+        let _ = done.send(());
+    }
+}
+
+/// One of the disks, and its guest.
+struct Disk {
+    name: String,
+    file: PathBuf,
+    argument: String,
+    qcow2: bool,
+    size: u64,
+    snapshots: Vec<u32>,
+    driver: Driver,
+}
+
+/// What a process has when none of its disks is in use.
+#[derive(Debug)]
+struct Used {
+    descriptors: usize,
+    threads: usize,
+    memory_kib: u64,
+}
+
+struct Soak {
+    dir: TempDir,
+    control: PathBuf,
+    arguments: Vec<String>,
+    disks: Vec<Disk>,
+    /// The process that was started, and whose log is passed on also for those that took over.
+    first: Server,
+    pid: u32,
+    /// What this process had when it was young.
+    young: Option<Used>,
+    random: Random,
+    counts: BTreeMap<&'static str, usize>,
+}
+
+impl Drop for Soak {
+    fn drop(&mut self) {
+        // One that took over is not a child.
+        if let Some(pid) = Pid::from_raw(self.pid as i32) {
+            let _ = kill_process(pid, Signal::KILL);
+        }
+    }
+}
+
+impl Soak {
+    fn start(seed: u64) -> Self {
+        // Not in /tmp, which may be a tmpfs: O_DIRECT and holes are to be those of a real file system.
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let mut random = Random(seed);
+        let disks: Vec<_> = DISKS
+            .iter()
+            .enumerate()
+            .map(|(i, disk)| make(dir.path(), i, disk, &mut random))
+            .collect();
+        let control = dir.path().join("control.qmp");
+        let mut arguments = vec![
+            "--iothreads=2".to_owned(),
+            format!("--control={}", control.display()),
+            format!("--state={}", dir.path().join("state").display()),
+        ];
+        arguments.extend(disks.iter().map(|disk| disk.argument.clone()));
+        let first = Server::ringdisk(BINARY, &arguments).unwrap();
+        Self {
+            pid: first.pid(),
+            dir,
+            control,
+            arguments,
+            disks,
+            first,
+            young: None,
+            random,
+            counts: BTreeMap::new(),
+        }
+    }
+
+    /// Runs `ringdisk ARGUMENTS`, which must work; what it printed.
+    fn ringdisk(&self, arguments: &[&str]) -> String {
+        let mut command = Command::new(BINARY);
+        command.args(arguments).arg("--control").arg(&self.control);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{arguments:?}: {output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    fn list(&self) -> Vec<Value> {
+        serde_json::from_str(&self.ringdisk(&["list", "--json"])).unwrap()
+    }
+
+    fn all(&mut self, order: impl Fn() -> Order) {
+        self.disks.iter().for_each(|disk| disk.driver.send(order()));
+        self.disks.iter_mut().for_each(|disk| disk.driver.wait());
+    }
+
+    /// Nothing leaks: with all disks at rest, a process has what it had when it was young.
+    fn compare(&mut self) {
+        self.all(|| Order::Rest);
+        let start = Instant::now();
+        // The last connections may still be at their end.
+        while self.list().iter().any(|disk| disk["connected"] == true) {
+            assert!(start.elapsed() < HANG, "{:?}", self.list());
+            thread::sleep(Duration::from_millis(5));
+        }
+        let read = || used(self.pid);
+        let Some(young) = &self.young else {
+            self.young = Some(read());
+            return self.all(|| Order::Work);
+        };
+        let same = |now: &Used| {
+            now.descriptors <= young.descriptors
+                && now.threads <= young.threads
+                && now.memory_kib <= young.memory_kib + GROWTH_MAX_KIB
+        };
+        // Threads of connections end a moment later.
+        let mut now = read();
+        while !same(&now) {
+            assert!(
+                start.elapsed() < HANG,
+                "something leaks: {now:?}, and when it was young {young:?}: {:?}",
+                descriptors(self.pid)
+            );
+            thread::sleep(Duration::from_millis(20));
+            now = read();
+        }
+        self.count("comparison");
+        self.all(|| Order::Work);
+    }
+
+    fn count(&mut self, what: &'static str) {
+        *self.counts.entry(what).or_default() += 1;
+    }
+
+    /// One more thing happens.
+    fn step(&mut self) {
+        let i = self.random.below(self.disks.len() as u64) as usize;
+        match self.random.below(100) {
+            0..30 => self.limit(i),
+            30..45 => self.resize(i),
+            45..60 => {
+                self.count("reconnection");
+                self.disks[i].driver.order(Order::Reconnect);
+            }
+            60..80 => self.detach(i),
+            80..86 => self.compare(),
+            86..93 => self.kill(),
+            _ => self.upgrade(),
+        }
+    }
+
+    fn limit(&mut self, i: usize) {
+        self.count("limit");
+        let iops = format!("iops={}", 200 + self.random.below(20_000));
+        let bytes = format!("bps-wr={}M", 1 + self.random.below(50));
+        let limits: &[&str] = match self.random.below(4) {
+            0 => &[&iops],
+            1 => &[&iops, &bytes],
+            _ => &[],
+        };
+        let name = &self.disks[i].name;
+        self.ringdisk(&[&["throttle", name], limits].concat());
+    }
+
+    fn resize(&mut self, i: usize) {
+        let grown = self.disks[i].size + ((1 + self.random.below(8)) << 20);
+        // QEMU, too, refuses that with snapshots in some versions of the format.
+        if grown > SIZE_MAX || !self.disks[i].snapshots.is_empty() {
+            return;
+        }
+        self.count("resize");
+        let name = self.disks[i].name.clone();
+        self.ringdisk(&["resize", &name, &grown.to_string()]);
+        self.disks[i].size = grown;
+        assert_eq!(self.listed(&name).expect("it is served")["size"], grown);
+    }
+
+    fn listed(&self, name: &str) -> Option<Value> {
+        self.list().into_iter().find(|disk| disk["name"] == name)
+    }
+
+    /// A disk goes, others look at its file, and it comes back.
+    fn detach(&mut self, i: usize) {
+        self.count("detach");
+        self.disks[i].driver.order(Order::Rest);
+        let name = self.disks[i].name.clone();
+        self.ringdisk(&["detach", &name]);
+        match self.random.below(8) {
+            0 => self.kill(),
+            1 => self.upgrade(),
+            _ => {}
+        }
+        assert!(self.listed(&name).is_none(), "it was detached");
+        self.look(i);
+        self.ringdisk(&["attach", &self.disks[i].argument.clone()]);
+        let size = self.disks[i].size;
+        assert_eq!(self.listed(&name).expect("it is served")["size"], size);
+        self.disks[i].driver.order(Order::Work);
+    }
+
+    /// What QEMU's tools find in a file that nobody serves; and they may make a snapshot, or take one away.
+    fn look(&mut self, i: usize) {
+        let (directory, disk) = (self.dir.path(), &mut self.disks[i]);
+        let file = disk.file.file_name().and_then(|name| name.to_str());
+        let file = file.expect("this test has named it");
+        if !disk.qcow2 {
+            return disk.driver.order(Order::Verify(disk.file.clone()));
+        }
+        qemu_img::check(directory, file, false);
+        let raw = directory.join("converted.raw");
+        qemu_img::img(
+            directory,
+            &format!("convert -f qcow2 -O raw {file} converted.raw"),
+        );
+        disk.driver.order(Order::Verify(raw.clone()));
+        fs::remove_file(&raw).unwrap();
+        let next = disk.snapshots.last().map_or(0, |last| last + 1);
+        match self.random.below(3) {
+            0 if disk.snapshots.len() < 3 => {
+                qemu_img::img(directory, &format!("snapshot -c s{next} {file}"));
+                disk.snapshots.push(next);
+                self.count("snapshot");
+            }
+            1 if !disk.snapshots.is_empty() => {
+                let oldest = disk.snapshots.remove(0);
+                qemu_img::img(directory, &format!("snapshot -d s{oldest} {file}"));
+                self.count("snapshot deletion");
+            }
+            _ => {}
+        }
+    }
+
+    /// The process is killed, and started with the same arguments. All is as it was.
+    fn kill(&mut self) {
+        self.count("kill");
+        let before = state(&self.list());
+        kill_process(Pid::from_raw(self.pid as i32).unwrap(), Signal::KILL).unwrap();
+        gone(self.pid);
+        let start = Instant::now();
+        self.first = loop {
+            match Server::ringdisk(BINARY, &self.arguments) {
+                Ok(server) => break server,
+                // The kernel may still be at writes of the dead, and keeps files locked as long.
+                Err(e) => assert!(
+                    e.to_string().contains("in use") && start.elapsed() < HANG,
+                    "{e}"
+                ),
+            }
+        };
+        self.pid = self.first.pid();
+        self.young = None;
+        self.all(|| Order::Reconnect);
+        assert_eq!(state(&self.list()), before, "after a kill");
+    }
+
+    /// Another process takes over.
+    fn upgrade(&mut self) {
+        let before = state(&self.list());
+        let reply: Value =
+            serde_json::from_str(&self.ringdisk(&["upgrade", "--json"])).unwrap();
+        let old = self.pid;
+        self.pid = reply["pid"].as_u64().unwrap() as u32;
+        assert_ne!(self.pid, old);
+        gone(old);
+        self.count("upgrade");
+        self.young = None;
+        assert_eq!(state(&self.list()), before, "after an upgrade");
+    }
+
+    /// Ends all of it, and looks at every byte.
+    fn end(mut self) -> u64 {
+        self.compare();
+        self.compare();
+        self.all(|| Order::Rest);
+        kill_process(Pid::from_raw(self.pid as i32).unwrap(), Signal::TERM).unwrap();
+        gone(self.pid);
+        for i in 0..self.disks.len() {
+            self.look(i);
+        }
+        let log = self.first.log();
+        for bad in ["panicked", "given up", "is of no use"] {
+            assert!(!log.contains(bad), "{log}");
+        }
+        let drivers = std::mem::take(&mut self.disks);
+        drivers.into_iter().map(|disk| disk.driver.end()).sum()
+    }
+}
+
+/// Makes a disk.
+fn make(
+    directory: &Path,
+    i: usize,
+    (make, held, options, packed): &(Make, Held, &str, bool),
+    random: &mut Random,
+) -> Disk {
+    let raw = |name: &str| {
+        let path = directory.join(name);
+        fs::write(&path, content(0, SIZE as usize)).unwrap();
+        path
+    };
+    let image = |name: &str, options: &str, rest: &str| {
+        qemu_img::img(
+            directory,
+            &format!("create -q -f qcow2 -o {options} {name} {rest}"),
+        );
+        directory.join(name)
+    };
+    let name = format!("d{i}");
+    let file = match make {
+        Make::Raw => raw(&format!("{name}.raw")),
+        Make::Qcow2(options) => image(&format!("{name}.qcow2"), options, &SIZE.to_string()),
+        Make::Overlay => {
+            raw("base.raw");
+            image(
+                &format!("{name}.qcow2"),
+                "cluster_size=16k",
+                "-b base.raw -F raw",
+            )
+        }
+    };
+    let socket = directory.join(format!("{name}.sock"));
+    Disk {
+        argument: format!(
+            "file={},socket={},queues={QUEUES},queue-size=64{options}",
+            file.display(),
+            socket.display()
+        ),
+        name,
+        file,
+        qcow2: !matches!(make, Make::Raw),
+        size: SIZE,
+        snapshots: Vec::new(),
+        driver: Driver::start(socket, *held, *packed, random.below(u64::MAX)),
+    }
+}
+
+/// What a kill and an upgrade must leave as it was.
+fn state(list: &[Value]) -> BTreeMap<String, [Value; 3]> {
+    let of = |disk: &Value| ["size", "limits", "file"].map(|key| disk[key].clone());
+    let named = list.iter();
+    named
+        .map(|disk| (disk["name"].to_string(), of(disk)))
+        .collect()
+}
+
+fn descriptors(pid: u32) -> Vec<String> {
+    let entries = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    let links = entries.filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
+    let mut links: Vec<_> = links
+        .map(|link| link.to_string_lossy().into_owned())
+        .collect();
+    links.sort();
+    links
+}
+
+fn used(pid: u32) -> Used {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let number = |key: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(key));
+        let word = line.and_then(|rest| rest.split_whitespace().next());
+        word.and_then(|word| word.parse().ok())
+            .unwrap_or_else(|| panic!("no {key} in {status}"))
+    };
+    Used {
+        descriptors: descriptors(pid).len(),
+        threads: number("Threads:") as usize,
+        memory_kib: number("VmRSS:"),
+    }
+}
+
+/// Waits until a process has ended. One that nobody has waited for counts as gone.
+fn gone(pid: u32) {
+    let start = Instant::now();
+    let there = || {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        let state = stat.rsplit(')').next()?.trim_start().chars().next();
+        state.filter(|&state| state != 'Z')
+    };
+    while there().is_some() {
+        assert!(start.elapsed() < HANG, "process {pid} does not end");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn all_at_once() {
+    if !qemu_img::is_there("all_at_once") {
+        return;
+    }
+    let given = std::env::var("RINGDISK_SOAK_SECONDS");
+    let length = Duration::from_secs(given.map_or(600, |seconds| seconds.parse().unwrap()));
+    let mut soak = Soak::start(seed());
+    soak.all(|| Order::Work);
+    let start = Instant::now();
+    let mut told = start;
+    while start.elapsed() < length {
+        // Long enough for something to be under way.
+        thread::sleep(Duration::from_micros(soak.random.below(200_000)));
+        if soak.young.is_none() {
+            soak.compare();
+        }
+        soak.step();
+        if told.elapsed() > Duration::from_secs(30) {
+            told = Instant::now();
+            let left = length.saturating_sub(start.elapsed()).as_secs();
+            println!("{left} s to go: {:?}", soak.counts);
+        }
+    }
+    let counts = soak.counts.clone();
+    println!("{} requests, {counts:?}", soak.end());
+}
