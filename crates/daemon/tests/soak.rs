@@ -195,6 +195,8 @@ struct Disk {
     qcow2: bool,
     size: u64,
     snapshots: Vec<u32>,
+    /// Its process was killed: clusters may be lost in an image.
+    killed: bool,
     driver: Driver,
 }
 
@@ -273,6 +275,17 @@ impl Soak {
         serde_json::from_str(&self.ringdisk(&["list", "--json"])).unwrap()
     }
 
+    /// Waits for the end of the connection to a disk, or with no name, to any.
+    fn at_rest(&self, name: &str) {
+        let start = Instant::now();
+        let busy =
+            |disk: &Value| disk["connected"] == true && (name.is_empty() || disk["name"] == name);
+        while self.list().iter().any(busy) {
+            assert!(start.elapsed() < HANG, "{:?}", self.list());
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     fn all(&mut self, order: impl Fn() -> Order) {
         self.disks.iter().for_each(|disk| disk.driver.send(order()));
         self.disks.iter_mut().for_each(|disk| disk.driver.wait());
@@ -281,12 +294,8 @@ impl Soak {
     /// Nothing leaks: with all disks at rest, a process has what it had when it was young.
     fn compare(&mut self) {
         self.all(|| Order::Rest);
+        self.at_rest("");
         let start = Instant::now();
-        // The last connections may still be at their end.
-        while self.list().iter().any(|disk| disk["connected"] == true) {
-            assert!(start.elapsed() < HANG, "{:?}", self.list());
-            thread::sleep(Duration::from_millis(5));
-        }
         let read = || used(self.pid);
         let Some(young) = &self.young else {
             self.young = Some(read());
@@ -368,6 +377,7 @@ impl Soak {
         self.count("detach");
         self.disks[i].driver.order(Order::Rest);
         let name = self.disks[i].name.clone();
+        self.at_rest(&name);
         self.ringdisk(&["detach", &name]);
         match self.random.below(8) {
             0 => self.kill(),
@@ -390,7 +400,10 @@ impl Soak {
         if !disk.qcow2 {
             return disk.driver.order(Order::Verify(disk.file.clone()));
         }
-        qemu_img::check(directory, file, false);
+        qemu_img::check(directory, file, disk.killed);
+        if std::mem::take(&mut disk.killed) {
+            qemu_img::img(directory, &format!("check -q -f qcow2 -r leaks {file}"));
+        }
         let raw = directory.join("converted.raw");
         qemu_img::img(
             directory,
@@ -420,17 +433,8 @@ impl Soak {
         let before = state(&self.list());
         kill_process(Pid::from_raw(self.pid as i32).unwrap(), Signal::KILL).unwrap();
         gone(self.pid);
-        let start = Instant::now();
-        self.first = loop {
-            match Server::ringdisk(BINARY, &self.arguments) {
-                Ok(server) => break server,
-                // The kernel may still be at writes of the dead, and keeps files locked as long.
-                Err(e) => assert!(
-                    e.to_string().contains("in use") && start.elapsed() < HANG,
-                    "{e}"
-                ),
-            }
-        };
+        self.first = Server::ringdisk(BINARY, &self.arguments).unwrap();
+        self.disks.iter_mut().for_each(|disk| disk.killed = true);
         self.pid = self.first.pid();
         self.young = None;
         self.all(|| Order::Reconnect);
@@ -440,8 +444,7 @@ impl Soak {
     /// Another process takes over.
     fn upgrade(&mut self) {
         let before = state(&self.list());
-        let reply: Value =
-            serde_json::from_str(&self.ringdisk(&["upgrade", "--json"])).unwrap();
+        let reply: Value = serde_json::from_str(&self.ringdisk(&["upgrade", "--json"])).unwrap();
         let old = self.pid;
         self.pid = reply["pid"].as_u64().unwrap() as u32;
         assert_ne!(self.pid, old);
@@ -514,6 +517,7 @@ fn make(
         qcow2: !matches!(make, Make::Raw),
         size: SIZE,
         snapshots: Vec::new(),
+        killed: false,
         driver: Driver::start(socket, *held, *packed, random.below(u64::MAX)),
     }
 }
@@ -552,15 +556,17 @@ fn used(pid: u32) -> Used {
     }
 }
 
-/// Waits until a process has ended. One that nobody has waited for counts as gone.
+/// Waits until a process has ended, and its threads, one of which may still be in the kernel. One that nobody has waited
+/// for counts as gone.
 fn gone(pid: u32) {
     let start = Instant::now();
     let there = || {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         let state = stat.rsplit(')').next()?.trim_start().chars().next();
-        state.filter(|&state| state != 'Z')
+        let threads = fs::read_dir(format!("/proc/{pid}/task")).ok()?.count();
+        Some(state != Some('Z') || threads > 1)
     };
-    while there().is_some() {
+    while there() == Some(true) {
         assert!(start.elapsed() < HANG, "process {pid} does not end");
         thread::sleep(Duration::from_millis(5));
     }
