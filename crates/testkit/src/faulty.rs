@@ -67,8 +67,8 @@ pub struct MemoryDisk {
     pub outage: Option<i32>,
     /// How often, of 1000 writes, one lands somewhere else and reports success.
     pub misdirect: u32,
-    /// Where those landed, as ranges in bytes.
-    pub misdirected: Vec<(u64, u64)>,
+    /// What became of those.
+    pub misdirected: Vec<Misdirected>,
     /// How often, of 1000 times, the completion queue has overflowed: what is done is shown only after the engine was
     /// asked to push again.
     pub overflow: u32,
@@ -80,6 +80,17 @@ pub struct MemoryDisk {
     /// By sector: the number of the last write that is not stable yet, or 0.
     unstable: Vec<u64>,
     writes: u64,
+}
+
+/// A write that landed somewhere else, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct Misdirected {
+    /// Where it should have.
+    pub meant: u64,
+    /// Where it has.
+    pub landed: u64,
+    /// How much of it.
+    pub len: u64,
 }
 
 impl MemoryDisk {
@@ -408,6 +419,7 @@ impl Faulty {
         let misdirect = self.disk_of(on).misdirect;
         let astray =
             is_write && failed.is_none() && misdirect > 0 && self.random.strikes(misdirect);
+        let meant = at;
         let at = match astray {
             true => {
                 let bytes = self.disk_of(on).bytes.len() as u64;
@@ -427,7 +439,11 @@ impl Faulty {
             disk.keep(at, moved);
         }
         if astray {
-            disk.misdirected.push((at, moved));
+            disk.misdirected.push(Misdirected {
+                meant,
+                landed: at,
+                len: moved,
+            });
         }
         let (mut place, mut left) = (at as usize, moved as usize);
         for s in segments {
