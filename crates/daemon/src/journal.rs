@@ -25,9 +25,10 @@ pub struct Journals {
 }
 
 impl Journals {
-    /// For a process that will be `user`.
+    /// For a process that will be `user`. Each has a directory of its own: nobody may have another's image written to.
     pub fn new(user: Option<&Person>) -> Self {
-        let directory = socket::directory().join("journals");
+        let name = user.map_or("journals".into(), |user| format!("journals-{}", user.name));
+        let directory = socket::directory().join(name);
         let problem = make_directory(&directory, user).err();
         Self {
             directory,

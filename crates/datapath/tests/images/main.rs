@@ -1,6 +1,7 @@
 //! Disks whose images map, through the whole data path: rings, I/O threads, the slow lane, and storage that fails,
 //! delays and reorders.
 
+mod astray;
 mod files;
 mod flushes;
 mod model;
