@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
 use serde_json::json;
 use testkit::driver::{Device, DeviceConfig, HANG};
 use testkit::server::Server;
@@ -79,6 +80,48 @@ fn without_descriptors_no_disk_is_added_and_all_others_go_on() {
     client
         .call("x-ringdisk-attach", json!({ "disk": disk }))
         .unwrap();
+    works(&mut device);
+    assert!(server.terminate().unwrap().success());
+}
+
+/// A disk needs threads, and these need stacks. Address space stands for memory here: the kernel counts it, and does not
+/// end the process as it does where it has promised more memory than there is.
+#[test]
+fn without_memory_no_disk_is_added_and_all_others_go_on() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mut server = serve(dir.path(), None);
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    works(&mut device);
+    let mut client = control::Client::connect(dir.path().join("control.qmp"), HANG).unwrap();
+    let file = dir.path().join("more.raw");
+    File::create(&file).unwrap().set_len(1 << 20).unwrap();
+    let socket = dir.path().join("more.sock");
+    let disk = format!(
+        "file={},socket={},queues=1",
+        file.display(),
+        socket.display()
+    );
+    let mut attach = || client.call("x-ringdisk-attach", json!({ "disk": disk }));
+
+    let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid())).unwrap();
+    let size = status.lines().find_map(|line| line.strip_prefix("VmSize:"));
+    let kib = size.and_then(|rest| rest.split_whitespace().next());
+    let bytes = kib.unwrap().parse::<u64>().unwrap() << 10;
+    let pid = Pid::from_raw(server.pid() as i32);
+    let set = |current| {
+        let limit = Rlimit {
+            current,
+            ..getrlimit(Resource::As)
+        };
+        prlimit(pid, Resource::As, limit).unwrap();
+    };
+    // Less than the stack of a thread.
+    set(Some(bytes + (1 << 20)));
+    let refused = attach().unwrap_err().to_string();
+    assert!(refused.contains("cannot start a thread"), "{refused}");
+    works(&mut device);
+    set(None);
+    attach().unwrap();
     works(&mut device);
     assert!(server.terminate().unwrap().success());
 }
