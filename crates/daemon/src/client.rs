@@ -115,12 +115,13 @@ pub struct ThrottleArgs {
 #[derive(clap::Args)]
 #[command(after_help = "Example:
   ringdisk replace vm2 /fast/vm2.raw
+  ringdisk replace vm2 rbd:vms/vm2:id=hypervisor     an image in a Ceph cluster
 
 The other file must hold the same bytes, and be as long or longer; the VM notices a pause.")]
 pub struct ReplaceArgs {
     /// Name of the disk
     name: String,
-    /// File that holds it from now on
+    /// File that holds it from now on, or rbd:POOL/IMAGE
     file: PathBuf,
     #[command(flatten)]
     connection: Connection,
@@ -345,8 +346,15 @@ pub fn throttle(args: &ThrottleArgs) -> Done {
 }
 
 pub fn replace(args: &ReplaceArgs) -> Done {
-    let file = std::path::absolute(&args.file);
-    let file = file.map_err(|e| CommandLineError::Here("cannot say where we are", e))?;
+    let file = match args
+        .file
+        .to_str()
+        .is_some_and(|file| file.starts_with("rbd:"))
+    {
+        true => args.file.clone(),
+        false => std::path::absolute(&args.file)
+            .map_err(|e| CommandLineError::Here("cannot say where we are", e))?,
+    };
     let arguments = json!({ "id": args.name, "file": file.to_string_lossy() });
     let done = format!("disk {} is on {} now", args.name, file.display());
     args.connection

@@ -248,7 +248,7 @@ impl Drop for Export {
 }
 
 /// Lets the disk grow, and tells its guest, when an image in a Ceph cluster grows.
-fn tell_changes(node: &Arc<Node>, disk: &Arc<Disk>, device: &Arc<ServedDisk>) {
+pub fn tell_changes(node: &Arc<Node>, disk: &Arc<Disk>, device: &Arc<ServedDisk>) {
     if let Some(rbd) = node.rbd() {
         let (node, disk, device) = (Arc::downgrade(node), disk.clone(), device.clone());
         rbd.on_change(Some(Box::new(move || {

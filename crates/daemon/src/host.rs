@@ -22,7 +22,7 @@ use crate::keeper::{Inventory, Keeper, Written};
 use crate::node::{DiskWanted, Node, NodeError};
 use crate::paste::Ready;
 use crate::sandbox::{Outside, Sandbox};
-use crate::spec::{DiskSpec, FileSpec};
+use crate::spec::{DiskSpec, FileSpec, Problem};
 use crate::state::{ChangedExport, ChangedNode};
 use crate::storage::Places;
 use crate::together::TogetherError;
@@ -143,6 +143,8 @@ pub enum HostError {
     Export(#[from] ExportError),
     #[error(transparent)]
     IoThread(#[from] IoThreadError),
+    #[error("disk {0}: {1}")]
+    Unfit(String, Problem),
     #[error("disk {0}: cannot be resized: {1}")]
     Resize(String, String),
     #[error("disk {0}: where it is now cannot be kept: {1}")]
@@ -400,10 +402,13 @@ impl Host {
                 info!("disk {name}: is on {} already", path.display());
                 return Ok(());
             }
-            let spec = DiskSpec {
+            let mut spec = DiskSpec {
                 file,
                 ..before.spec.clone()
             };
+            spec.for_other_storage(&before.spec.file);
+            spec.check_rbd()
+                .map_err(|problem| HostError::Unfit(name.into(), problem))?;
             state.check_file(&spec)?;
             (before, spec)
         };
@@ -438,6 +443,7 @@ impl Host {
         let mut exports = state.exports.values_mut();
         if let Some(export) = exports.find(|e| Arc::ptr_eq(&e.node, &before)) {
             export.node = new.clone();
+            crate::export::tell_changes(&new, &export.disk, &export.device);
         }
         state.put_on(new);
         Ok(())

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::{fs, io};
 
 use block::{Aio, Backing, BlockSizeError, CacheMode, Discard, DiskFacts, format_size};
-use datapath::{Disk, Options, Replacement};
+use datapath::{Disk, Options, Place, Replacement};
 use engine::{Choice, ChoiceError, DiskFile, Locking, OpenError, Support, choose};
 use image::{
     Chain, ChainError, ChainOptions, Damage, Format, Image, LayerFormat, Top, UnknownFormat,
@@ -334,21 +334,23 @@ impl Node {
     /// It is in no file.
     pub fn replacement(&self) -> Result<Replacement, NodeError> {
         let fail = |what, e| NodeError::Io(self.filename.clone(), what, e);
-        let Some(file) = &self.file() else {
-            let e = io::Error::other(match &self.rbd {
-                Some(_) => "only a file can; 'rbd migration' moves images to where they are to be",
-                None => "it stores nothing",
-            });
-            return Err(fail("take the place of a file", e));
+        let place = match (&self.file(), &self.rbd) {
+            (_, Some(rbd)) => Place::Remote(rbd.clone()),
+            (Some(file), _) => {
+                let file_descriptor = duplicate(file, &self.filename)?;
+                Place::File(file_descriptor, file.backing(), self.spec.aio)
+            }
+            (None, None) => {
+                let e = io::Error::other("it stores nothing");
+                return Err(fail("take the place of a file", e));
+            }
         };
         if self.format != Format::Raw {
             let e = io::Error::other("only raw files can take each other's place");
             return Err(fail("be put there", e));
         }
         Ok(Replacement {
-            file: duplicate(file, &self.filename)?,
-            backing: file.backing(),
-            aio: self.spec.aio,
+            place,
             facts: self.facts,
             size: self.file_size().map_err(|e| fail("find out its size", e))?,
         })

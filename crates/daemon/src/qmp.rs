@@ -147,7 +147,13 @@ impl Qmp {
                 Ok(RingdiskResized { size }.to_json())
             }
             Command::RingdiskReplace(wanted) => {
-                let file = FileSpec::Path(wanted.file.0);
+                let path = wanted.file.0;
+                let file = match path.to_str().and_then(|path| path.strip_prefix("rbd:")) {
+                    Some(image) => FileSpec::Rbd(Box::new(rbd::Location::parse(image).map_err(
+                        |problem| CommandError::generic(format!("'rbd:{image}' {problem}")),
+                    )?)),
+                    None => FileSpec::Path(path),
+                };
                 Ok(host.replace(&node_of(host, &wanted.id)?, file).map(done)?)
             }
             Command::RingdiskExplain(_) => Ok(explain::all(host)),

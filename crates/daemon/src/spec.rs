@@ -247,6 +247,20 @@ impl DiskSpec {
         Ok(())
     }
 
+    /// After a change of its file: an image is in the cluster that the image before was in, unless it says another, and
+    /// how bytes are moved is said for files alone.
+    pub fn for_other_storage(&mut self, before: &FileSpec) {
+        let FileSpec::Rbd(location) = &mut self.file else {
+            return;
+        };
+        self.aio = Aio::Auto;
+        if let FileSpec::Rbd(before) = before
+            && location.access == rbd::Access::default()
+        {
+            location.access = before.access.clone();
+        }
+    }
+
     /// A disk on this file, all else as it is by default.
     pub fn new(name: String, file: FileSpec) -> Self {
         Self {

@@ -44,7 +44,7 @@ mod zeroes;
 pub use activity::ThreadStats;
 pub use disk::{Disk, Options};
 pub use histogram::Histogram;
-pub use replace::Replacement;
+pub use replace::{Place, Replacement};
 pub use report::{IoAction, IoEvent, IoFailure, IoResumed};
 pub use stats::{DiskStats, Latency, Measuring, RequestStats};
 pub use thread::{IoThread, QueueId};

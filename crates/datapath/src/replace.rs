@@ -19,7 +19,7 @@ use std::os::fd::OwnedFd;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, MutexGuard};
 
-use block::{Aio, Backing, DiskFacts, Engine, FileId};
+use block::{Aio, Backing, DiskFacts, Engine, FileId, Remote};
 use guest::NewQueue;
 
 use crate::disk::Disk;
@@ -28,14 +28,18 @@ use crate::source::{Holder, Source};
 use crate::thread::{Command, IoThread, QueueId};
 use crate::worker::Worker;
 
-/// A file that takes the place of another.
+/// Where bytes are from now on.
+pub enum Place {
+    /// In a file: open as the disk's cache mode demands, and locked; and how its bytes are to be moved.
+    File(OwnedFd, Backing, Aio),
+    /// In storage that is no file.
+    Remote(Arc<dyn Remote>),
+}
+
+/// Storage that takes the place of another.
 pub struct Replacement {
-    /// Open as the disk's cache mode demands, and locked.
-    pub file: OwnedFd,
-    /// What kind of file it is.
-    pub backing: Backing,
-    /// How its bytes are to be moved.
-    pub aio: Aio,
+    /// Where it is.
+    pub place: Place,
     /// What is true of it.
     pub facts: DiskFacts,
     /// Its size in bytes, at least the disk's.
@@ -61,7 +65,10 @@ impl Disk {
         let _alone: MutexGuard<'_, ()> = self.replacing.lock().unwrap_or_else(|e| e.into_inner());
         let size = new.size;
         let cached = !self.options.cache.direct();
-        let holder = Holder::File(new.file, new.backing, new.aio);
+        let holder = match new.place {
+            Place::File(file, backing, aio) => Holder::File(file, backing, aio),
+            Place::Remote(remote) => Holder::Remote(remote),
+        };
         let source = Source::new(holder, &new.facts, cached);
         let source = Arc::new(source);
 

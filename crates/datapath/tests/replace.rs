@@ -12,7 +12,7 @@ use std::thread;
 use std::time::Duration;
 
 use block::{Aio, Backing, CacheMode, DiskFacts};
-use datapath::{Disk, IoThread, Options, Replacement};
+use datapath::{Disk, IoThread, Options, Place, Replacement};
 use engine::{Uring, UringError};
 use image::Image;
 use support::{FACTS, Served};
@@ -83,9 +83,7 @@ fn new_file(len: u64) -> File {
 
 fn replacement(file: &File, size: u64, facts: DiskFacts) -> Replacement {
     Replacement {
-        file: file.try_clone().unwrap().into(),
-        backing: Backing::File,
-        aio: Aio::Auto,
+        place: Place::File(file.try_clone().unwrap().into(), Backing::File, Aio::Auto),
         facts,
         size,
     }

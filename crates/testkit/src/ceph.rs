@@ -269,6 +269,34 @@ impl Ceph {
         })
     }
 
+    /// Makes the pool full, or not: by what the OSDs are told to call full. Something has to be stored already.
+    ///
+    /// # Errors
+    /// The pool is not called so for too long.
+    pub fn fill_up(&self, full: bool) -> Result<()> {
+        let ratios = match full {
+            true => [
+                ("nearfull", "0.000001"),
+                ("backfillfull", "0.000002"),
+                ("full", "0.000003"),
+            ],
+            false => [
+                ("full", "0.95"),
+                ("backfillfull", "0.9"),
+                ("nearfull", "0.85"),
+            ],
+        };
+        for (name, ratio) in ratios {
+            self.ceph(&["osd", &format!("set-{name}-ratio"), ratio])?;
+        }
+        self.wait("the pool full, or not", || {
+            let dump = self.ceph(&["osd", "dump", "--format=json"])?;
+            let dump: serde_json::Value = serde_json::from_str(&dump)?;
+            let flags = dump["pools"][0]["flags_names"].as_str().unwrap_or_default();
+            Ok(flags.split(',').any(|flag| flag == "full") == full)
+        })
+    }
+
     fn wait(&self, what: &str, done: impl Fn() -> Result<bool>) -> Result<()> {
         let start = Instant::now();
         while !done()? {

@@ -188,3 +188,122 @@ fn a_cluster_that_does_not_answer() {
     }
     assert_eq!(device.queues[0].read(8, 4096).unwrap(), [1; 4096]);
 }
+
+/// Where there is no space, librbd's writes wait; reads go on, and so do the writes when there is space again. With a
+/// limit of time they fail, and the guest is told.
+#[test]
+fn a_pool_that_is_full() {
+    let Some(mut cluster) = Cluster::get("a_pool_that_is_full") else {
+        return;
+    };
+    let patient = cluster.image("patient", 32, "queues=2");
+    let hasty = cluster.image("hasty", 32, "");
+    let hasty = hasty.replace("rbd/hasty", "rbd/hasty:rados_osd_op_timeout=2");
+    let server = cluster.serve(&[&patient, &hasty]);
+    let config = DeviceConfig {
+        queues: 2,
+        ..DeviceConfig::default()
+    };
+    let mut device = Device::connect(&server.sockets[0], &config).unwrap();
+    let mut impatient = Device::connect(&server.sockets[1], &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].write(8, &[1; 4096]), OK);
+    assert_eq!(impatient.queues[0].write(8, &[1; 4096]), OK);
+    cluster.ceph().fill_up(true).unwrap();
+    // The client learns of it with its next map, until when its writes are as good as before.
+    let start = Instant::now();
+    while impatient.queues[0].write(8, &[2; 4096]) == OK {
+        assert!(start.elapsed() < HANG, "it still writes");
+    }
+    server.logged(&["timed out"]);
+    let queue = &mut device.queues[0];
+    queue.prepare(0, Op::Write, 16, 4096);
+    queue.write_buffer(0, &[3; 4096]);
+    queue.submit(&[0]);
+    // Reads of the same image, meanwhile.
+    assert_eq!(device.queues[1].read(8, 4096).unwrap(), [1; 4096]);
+    assert_eq!(impatient.queues[0].write(16, &[2; 4096]), IOERR);
+    assert_eq!(device.queues[0].poll(|_, _| ()), 0, "it waits");
+    cluster.ceph().fill_up(false).unwrap();
+    assert_eq!(device.queues[0].finish(1), [(0, OK)]);
+    assert_eq!(device.queues[1].read(16, 4096).unwrap(), [3; 4096]);
+    let start = Instant::now();
+    while impatient.queues[0].write(16, &[4; 4096]) != OK {
+        assert!(start.elapsed() < HANG, "it never writes again");
+    }
+    drop((device, impatient, server));
+    let content = cluster.content("patient");
+    assert!(content[16 << 9..][..4096] == [3; 4096]);
+}
+
+/// A disk moves to an image while it is written to, and to another, and back to a file: nothing is lost on the way.
+#[test]
+fn a_disk_is_put_on_an_image_while_it_runs() {
+    let Some(mut cluster) = Cluster::get("a_disk_is_put_on_an_image_while_it_runs") else {
+        return;
+    };
+    let file = cluster.folder.path().join("moved.raw");
+    std::fs::File::create(&file)
+        .unwrap()
+        .set_len(32 << 20)
+        .unwrap();
+    let socket = cluster.socket("moved");
+    let disk = format!(
+        "file={},socket={},name=moved,cache=writeback",
+        file.display(),
+        socket.display()
+    );
+    // The sandbox leaves the network to those who have a disk in a cluster from the start.
+    let other = cluster.image("other", 8, "");
+    let server = cluster.serve(&[&disk, &other]);
+    let mut device = Device::connect(&server.sockets[0], &DeviceConfig::default()).unwrap();
+    let access = cluster.ceph().options().replace(',', ":");
+    let control = cluster.control().display().to_string();
+    let replace =
+        |file: &str| crate::cluster::ringdisk(&["replace", "--control", &control, "moved", file]);
+    let mut expected = vec![0u8; 32 << 20];
+    let mut bring = |device: &mut Device, round: u8| {
+        let sector = 64 * u64::from(round);
+        assert_eq!(device.queues[0].write(sector, &[round; 8192]), OK);
+        assert_eq!(device.queues[0].run(Op::Flush, 0, 0), OK);
+        expected[sector as usize * 512..][..8192].fill(round);
+        expected.clone()
+    };
+    bring(&mut device, 1);
+    let now = bring(&mut device, 2);
+    for (round, image) in [(3, "first"), (4, "second")] {
+        // What the storage's own tools have copied.
+        let copy = cluster.folder.path().join("copy");
+        std::fs::write(
+            &copy,
+            if round == 3 {
+                now.clone()
+            } else {
+                bring(&mut device, 9)
+            },
+        )
+        .unwrap();
+        let to = format!("{POOL}/{image}");
+        let copy = copy.display().to_string();
+        let import = ["import", "--no-progress", &copy, &to];
+        cluster.ceph().rbd(&import).unwrap();
+        // The second is where the first was: the access need not be said again.
+        let access = if round == 3 { access.as_str() } else { "" };
+        let done = replace(&format!("rbd:{to}{access}"));
+        assert!(done.status.success(), "{done:?}");
+        let now = bring(&mut device, round);
+        assert_eq!(cluster.content(image), now, "{image}");
+    }
+    let done = replace("rbd:rbd/nothing");
+    let said = String::from_utf8_lossy(&done.stderr).into_owned();
+    assert!(
+        !done.status.success() && said.contains("no such image"),
+        "{said}"
+    );
+    assert_eq!(device.queues[0].read(64, 8192).unwrap(), [1; 8192]);
+    std::fs::write(&file, cluster.content("second")).unwrap();
+    let done = replace(&file.display().to_string());
+    assert!(done.status.success(), "{done:?}");
+    let now = bring(&mut device, 5);
+    drop((device, server));
+    assert!(std::fs::read(&file).unwrap() == now);
+}

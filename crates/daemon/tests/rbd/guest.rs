@@ -93,3 +93,94 @@ fn a_guest_notices_nothing_but_a_longer_disk() {
     assert_eq!(done, STEPS);
     assert!(server.unwrap().terminate().unwrap().success());
 }
+
+/// Times that the guest is moved.
+const MOVES: usize = 4;
+
+/// A guest that writes and verifies is moved between two QEMUs, each with its own ringdisk on the same image: the
+/// image's lock goes with it.
+#[test]
+fn a_guest_on_an_image_is_moved() {
+    let test = "a_guest_on_an_image_is_moved";
+    if let Some(missing) = vm::missing(true) {
+        return println!("skipped: {test}: {missing}");
+    }
+    let Some(mut cluster) = Cluster::get(test) else {
+        return;
+    };
+    let here = cluster.image("moves", 64, "queues=1");
+    let sockets =
+        [cluster.socket("moves"), cluster.socket("elsewhere")].map(|s| s.display().to_string());
+    let there = here.replace(&sockets[0], &sockets[1]);
+    let control = cluster
+        .folder
+        .path()
+        .join("there.qmp")
+        .display()
+        .to_string();
+    let mut servers = [
+        cluster.serve(&[&here]),
+        Server::ringdisk(
+            env!("CARGO_BIN_EXE_ringdisk"),
+            &["--control", &control, &there],
+        )
+        .unwrap(),
+    ];
+    let signal = cluster.folder.path().join("signal.raw");
+    std::fs::write(&signal, [0; 4096]).unwrap();
+    let disks = |host: usize| {
+        let pasted = [
+            "-chardev",
+            &format!("socket,id=disk,path={},reconnect-ms=100", sockets[host]),
+            "-device",
+            "vhost-user-blk-pci,chardev=disk,num-queues=1",
+        ];
+        vec![
+            vm::Disk::Pasted(pasted.map(String::from).to_vec()),
+            vm::Disk::Qemu {
+                file: signal.clone(),
+                cache: "writeback",
+                aio: "threads",
+                queues: 1,
+                serial: "signal".into(),
+            },
+        ]
+    };
+    let logs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm").join(test);
+    let guest = Vm::new(logs).cpus(2).memory_mib(384).fio();
+    let mut moves = 0;
+    let output = guest.run_moving(
+        [disks(0), disks(1)],
+        MOVES,
+        "load() {
+             fio --name=load --filename=/dev/vda --direct=1 --ioengine=libaio --iodepth=16 --rw=randrw --bs=4k \
+                 --size=16M --verify=crc32c --verify_backlog=16 --verify_fatal=1 --eta=never --output=/tmp/fio \
+                 --randrepeat=0 || { cat /tmp/fio; echo 'fio failed'; exit 1; }
+         }
+         echo move me
+         until dd if=/dev/vdb bs=512 count=1 iflag=direct 2>/dev/null | grep -q enough; do load; done
+         load
+         dmesg | grep -iE 'i/o error|blk_update|reset' && exit 1 || true",
+        LIMIT,
+        &mut |number, moved| {
+            println!("move {number}: {moved:?}");
+            moves += 1;
+            if moves == MOVES {
+                let mut enough = [0; 4096];
+                enough[..6].copy_from_slice(b"enough");
+                std::fs::write(&signal, enough)?;
+            }
+            Ok(())
+        },
+    );
+    output.unwrap().checked().unwrap();
+    assert_eq!(moves, MOVES);
+    for server in &mut servers {
+        assert!(server.terminate().unwrap().success());
+        assert!(
+            !server.log().contains("RBD_BLOCKLISTED"),
+            "{}",
+            server.log()
+        );
+    }
+}
