@@ -115,6 +115,17 @@ impl IoThreads {
         self.pool[0].poll_max
     }
 
+    /// All threads of the pool, started.
+    ///
+    /// # Errors
+    /// One of them cannot be.
+    pub fn all(&self) -> Result<Vec<NamedThread>, IoThreadError> {
+        let mut state = self.state();
+        (0..self.pool.len())
+            .map(|i| self.of_pool(&mut state, i))
+            .collect()
+    }
+
     /// Threads for `queues` queues of a disk: those that `wanted` names, in turn, or else the next ones
     /// of the pool.
     ///

@@ -71,6 +71,8 @@ impl Journals {
             .create(true)
             .truncate(false)
             .mode(0o600)
+            // Whoever has put a link there is not followed.
+            .custom_flags(libc::O_NOFOLLOW)
             .open(&path)?;
         let (disk, at) = (disk.to_owned(), path.display().to_string());
         let tell = move |event| match event {

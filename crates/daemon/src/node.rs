@@ -456,17 +456,12 @@ impl Node {
     /// # Errors
     /// It could not be written.
     pub fn settle(&self) -> io::Result<()> {
-        let image = self.content().image.clone();
-        let Some(Image::Chain(chain)) = image else {
-            return Ok(());
-        };
-        // The first one frees what the second writes.
-        for _ in 0..2 {
-            if chain.needs_flush() && !self.facts.read_only {
-                chain.flush().map_err(|e| io::Error::other(e.to_string()))?;
+        match self.content().image.clone() {
+            Some(Image::Chain(chain)) => {
+                chain.settle().map_err(|e| io::Error::other(e.to_string()))
             }
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// Copies of the descriptors of its files, unless the disk is away.

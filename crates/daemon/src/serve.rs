@@ -245,13 +245,18 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
     )?;
     let sandbox = Arc::new(sandbox);
     log::start().map_err(|e| ServeError::System("cannot start a thread for the log", e))?;
+    let threads = IoThreads::new(iothreads, &cpus.unwrap_or_default(), poll_max);
+    // What takes time is done before guests begin to wait.
+    let ready_threads = args.take_over.then(|| {
+        engine::Support::here();
+        threads.all()
+    });
     let inherited = match args.take_over {
         true => Inherited::ask().map_err(|e| ServeError::System("nothing was handed over", e))?,
         false => Inherited::default(),
     };
     let inherited = Arc::new(inherited);
     entrance = entrance.or_else(|| Entrance::adopt(&inherited, &control_path));
-    let threads = IoThreads::new(iothreads, &cpus.unwrap_or_default(), poll_max);
     let host = Host::new(
         threads,
         Places {
@@ -268,6 +273,7 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
     };
     let result = start(&host, &config, specs, keeper.as_ref());
     let keeper = keeper.map(|(keeper, _)| keeper);
+    drop(ready_threads);
     let config = args
         .config
         .as_deref()

@@ -32,6 +32,11 @@ const PATIENCE: Duration = Duration::from_secs(15);
 /// How long requests under way may take to end, and the new process to take over, while guests wait.
 const PAUSE: Duration = Duration::from_secs(5);
 
+/// How often tables of images are written at most while guests go on, and how quickly it is done when the next time may
+/// be that while they wait.
+const SETTLING: usize = 8;
+const SETTLED: Duration = Duration::from_millis(15);
+
 /// What a host needs to be handed over, beside its disks.
 #[derive(Default)]
 pub struct Handing {
@@ -213,10 +218,6 @@ fn upgrade(host: &Host, asks: OwnedFd, program: Option<&str>) {
     let soon = Instant::now() + PATIENCE;
     match done {
         Ok(pid) => {
-            info!(
-                "process {pid} serves the disks from now on; guests waited {} ms",
-                outcome.pause_us / 1000
-            );
             manager::tell(&format!("MAINPID={pid}"));
             let _ = launcher.send(&outcome, &[], soon);
             log::finish();
@@ -251,24 +252,46 @@ fn hand_over(host: &Host, launcher: &Channel, outcome: &mut Outcome) -> Result<u
         hello.version
     );
     let mut gone = host.handing.alone(Instant::now() + PAUSE)?;
-    host.settle().map_err(UpgradeError::Storage)?;
+    // What has come up meanwhile is written while guests wait: little, if this time was short.
+    for _ in 0..SETTLING {
+        let began = Instant::now();
+        host.settle().map_err(UpgradeError::Storage)?;
+        if began.elapsed() < SETTLED {
+            break;
+        }
+    }
 
     let begin = Instant::now();
     // What is paused goes on when this is dropped, unless it is told otherwise.
     let paused = pause(host, begin + PAUSE)?;
     outcome.disks = paused.len();
     outcome.connected = paused.iter().filter(|p| p.connection.is_some()).count();
+    let finished = begin.elapsed();
     host.settle().map_err(UpgradeError::Storage)?;
+    let settled = begin.elapsed();
     let deadline = Instant::now() + PAUSE;
     hand(host, &paused, &channel, deadline).map_err(UpgradeError::Hand)?;
     expect(&channel, Step::Prepared, deadline).map_err(UpgradeError::Prepare)?;
     commit(&channel).map_err(UpgradeError::Take)?;
-    outcome.pause_us = begin.elapsed().as_micros() as u64;
+    let all = begin.elapsed();
+    outcome.pause_us = all.as_micros() as u64;
+    info!(
+        "process {pid} serves the disks from now on; guests waited {:.1} ms: {:.1} for what was under way, {:.1} for \
+         tables of images, {:.1} for the new process",
+        ms(all),
+        ms(finished),
+        ms(settled - finished),
+        ms(all - settled)
+    );
     *gone = true;
     for export in paused {
         let _ = export.leave.send(());
     }
     Ok(pid)
+}
+
+fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1000.0
 }
 
 /// Lets the new process serve. When this returns, it is settled who does: see [`hand`](crate::hand).

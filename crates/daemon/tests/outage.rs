@@ -280,6 +280,48 @@ fn storage_that_hangs_keeps_nobody() {
     }
 }
 
+/// Nobody takes over while requests are with storage that does not answer: who would finish them? All go on.
+#[test]
+fn storage_that_hangs_keeps_the_process() {
+    let Some(setup) = Setup::new("raw", 5) else {
+        return;
+    };
+    let server = setup.serve("cache=none", &[]);
+    let mut device = setup.connect();
+    submit(&mut device, Op::Write);
+    assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
+    let upgrade = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+        let output = command
+            .args(["upgrade", "--json", "--control"])
+            .arg(setup.control())
+            .output();
+        let output = output.unwrap();
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        println!("{}", text.trim_end());
+        let reply: Option<serde_json::Value> = serde_json::from_slice(&output.stdout).ok();
+        let pid = reply.and_then(|reply| Some(reply["pid"].as_u64()? as i32));
+        (pid.and_then(rustix::process::Pid::from_raw), text)
+    };
+    setup.storage.change(|s| s.hangs = true);
+    submit(&mut device, Op::Write);
+    let (pid, text) = upgrade();
+    assert!(pid.is_none());
+    assert!(
+        text.contains("disk disk do not end") && text.contains("goes on"),
+        "{text}"
+    );
+    setup.storage.change(|s| s.hangs = false);
+    assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
+    submit(&mut device, Op::Read);
+    assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
+    let pid = upgrade().0.unwrap_or_else(|| panic!("{}", server.log()));
+    submit(&mut device, Op::Read);
+    let read = finish(&mut device);
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    assert_eq!(read, vec![OK; usize::from(DEPTH)]);
+}
+
 /// Longer than a server waits for storage.
 fn until_long(what: &str, mut is: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(120);

@@ -108,9 +108,19 @@ impl Served {
         path
     }
 
-    fn end(self) {
+    fn end(mut self) {
         kill_process(Pid::from_raw(self.pid as i32).unwrap(), Signal::TERM).unwrap();
         gone(self.pid);
+        self.pid = self.first.pid();
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        // Of a test that has failed, the one that has taken over.
+        if self.pid != self.first.pid() {
+            let _ = kill_process(Pid::from_raw(self.pid as i32).unwrap(), Signal::KILL);
+        }
     }
 }
 
@@ -153,12 +163,15 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// Loads devices until `during` has ended; returns the longest request of all.
+/// Loads devices until `during` has ended; returns the longest request of all in that time.
 fn under_load(
     devices: &mut [(Device, Vec<Load>)],
     random: &mut Random,
     during: impl FnOnce() + Send,
 ) -> Duration {
+    for load in devices.iter_mut().flat_map(|(_, loads)| loads) {
+        load.longest = Duration::ZERO;
+    }
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -186,7 +199,13 @@ fn qcow2(disk: &mut Disk) -> bool {
     made.is_ok_and(|status| status.success())
 }
 
-/// Raw and qcow2, with and without in-flight tracking, split and packed rings, one after the other, five times.
+fn rounds() -> u64 {
+    let given = std::env::var("RINGDISK_TEST_ROUNDS").ok();
+    given.map_or(5, |n| n.parse().unwrap())
+}
+
+/// Raw and qcow2, with and without in-flight tracking, split and packed rings, one after the other, five times or as
+/// `RINGDISK_TEST_ROUNDS` says.
 #[test]
 fn guests_go_on() {
     let (mut image, raw, plain, idle) = (Disk::new(), Disk::new(), Disk::new(), Disk::new());
@@ -222,7 +241,7 @@ fn guests_go_on() {
     ];
     let mut channel = devices[1].0.frontend.open_backend_channel().unwrap();
     devices[2].0.frontend.set_config(32, &[0]).unwrap();
-    for round in 0..5 {
+    for round in 0..rounds() {
         let mut pause = Duration::ZERO;
         let longest = under_load(&mut devices, &mut random, || {
             thread::sleep(Duration::from_millis(100));
@@ -494,6 +513,35 @@ fn a_disk_that_may_move_stays_as_it_is() {
     assert!(other.queues[0].read(0, 4096).is_ok());
     assert_eq!(write(&idle), Some(false));
     served.end();
+}
+
+/// What a limit holds back is let go, not waited for.
+#[test]
+fn a_limit_holds_nothing_up() {
+    let disk = Disk::new();
+    let mut served = Served::start(&[disk.argument("queues=2,queue-size=64,iops=1")]);
+    let mut random = Random(seed());
+    let device = Device::connect(&disk.socket, &config()).unwrap();
+    let loads = Load::all(&device, 512, Held::Content, false);
+    let mut devices = vec![(device, loads)];
+    under_load(&mut devices, &mut random, || {
+        thread::sleep(Duration::from_millis(50));
+        served.upgrade(&[]);
+        served.upgrade(&[]);
+    });
+    let name = disk.file.file_stem().unwrap().to_str().unwrap();
+    assert!(
+        served
+            .ringdisk(&["throttle", name, "iops=0"])
+            .status
+            .success()
+    );
+    let (device, loads) = &mut devices[0];
+    Load::finish(loads, device);
+    served.end();
+    loads
+        .iter()
+        .for_each(|load| load.verify(&disk.file).unwrap());
 }
 
 /// A front-end that is in the middle of a message keeps nobody from an upgrade; it alone is cut off.

@@ -365,6 +365,14 @@ impl Chain {
         }
     }
 
+    /// Writes what only this process knows of it, so that another one can go on with its files.
+    ///
+    /// # Errors
+    /// Something may not be written.
+    pub fn settle(&self) -> Result<(), ImageError> {
+        self.top().map_or(Ok(()), Qcow2::settle)
+    }
+
     /// Closes the disk, when nobody uses it any more.
     ///
     /// # Errors

@@ -23,7 +23,7 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 
 The program that is run takes over from the one that serves, with its arguments, and with what the configuration
 says by now. VMs stay connected and notice a short pause. If anything goes wrong, the one that serves goes on, and
-the exit code is 1. Requests under way, also those that a limit holds back, are finished first; if that takes more
+the exit code is 1. Requests under way are finished first, those that a limit holds back at once; if that takes more
 than 5 s, the upgrade is given up.")]
 pub struct UpgradeArgs {
     /// Program that takes over; default: this one

@@ -118,6 +118,29 @@ impl Qcow2 {
         self.end_journal(&mut state)
     }
 
+    /// Writes what only this process knows, so that another one can go on with the file. What is begun meanwhile is left
+    /// out, and what was given up by then may stay counted.
+    ///
+    /// # Errors
+    /// As of [`flush`](Self::flush).
+    pub fn settle(&self) -> Result<(), ImageError> {
+        if self.read_only || self.damage.get().is_some() {
+            return Ok(());
+        }
+        // Each flush frees what the next one writes; the last is that of what the second has freed.
+        for _ in 0..3 {
+            let flushing = self.flushing.lock();
+            let flushing = flushing.unwrap_or_else(PoisonError::into_inner);
+            self.free_unused()?;
+            drop(flushing);
+            if !self.has_changes() {
+                break;
+            }
+            self.flush()?;
+        }
+        Ok(())
+    }
+
     /// Writes all changes, in the order above. The lock of the flush is held.
     fn write_back(&self) -> Result<(), ImageError> {
         self.check_writable()?;

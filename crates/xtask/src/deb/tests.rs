@@ -81,22 +81,28 @@ fn leaves_the_configuration_and_running_disks_alone(control: &Path) {
     }
 }
 
-/// The unit's command, with the paths of the unpacked package.
-fn the_example_serves(root: &Path, folder: &Path) {
+/// A command of the unit, with the paths of the unpacked package, and the directories that systemd makes.
+fn of_the_unit(key: &str, root: &Path, folder: &Path) -> Command {
     let unit = fs::read_to_string(root.join("usr/lib/systemd/system/ringdisk.service")).unwrap();
-    let start = unit
-        .lines()
-        .find_map(|line| line.strip_prefix("ExecStart="));
-    let mut words = start.unwrap().split(' ');
+    let line = unit.lines().find_map(|line| line.strip_prefix(key));
+    let mut words = line.unwrap().split(' ');
     let inside = |path: &str| root.join(path.trim_start_matches('/'));
     let mut command = Command::new(inside(words.next().unwrap()));
     command.args(words.map(|word| match word.starts_with('/') {
         true => inside(word),
         false => word.into(),
     }));
+    command
+        .arg("--json")
+        .env("RUNTIME_DIRECTORY", folder.join("run"))
+        .env("STATE_DIRECTORY", folder.join("state"));
+    command
+}
+
+fn the_example_serves(root: &Path, folder: &Path) {
     let run = folder.join("run");
-    command.arg("--json").env("RUNTIME_DIRECTORY", &run);
-    let mut server = Server::ringdisk_command(command).unwrap();
+    let start = || Server::ringdisk_command(of_the_unit("ExecStart=", root, folder)).unwrap();
+    let mut server = start();
     assert!(server.sockets.is_empty(), "the example has a disk in it");
     assert!(run.join("control.qmp").exists());
     let added = root.join("etc/ringdisk/ringdisk.toml");
@@ -107,6 +113,37 @@ fn the_example_serves(root: &Path, folder: &Path) {
         assert!(server.is_running(), "{}", server.log());
         thread::sleep(Duration::from_millis(5));
     }
+    let binary = root.join("usr/bin/ringdisk");
+    let ringdisk = |arguments: &[&str]| {
+        let mut command = Command::new(&binary);
+        command.args(arguments).env("RUNTIME_DIRECTORY", &run);
+        String::from_utf8(checked(&mut command).stdout).unwrap()
+    };
+    ringdisk(&["attach", "null:1G,name=later"]);
+    // As dpkg puts another program in its place.
+    let new = folder.join("new");
+    fs::copy(&binary, &new).unwrap();
+    fs::rename(&new, &binary).unwrap();
+    let reloaded = checked(&mut of_the_unit("ExecReload=", root, folder));
+    let reply: serde_json::Value = serde_json::from_slice(&reloaded.stdout).unwrap();
+    let pid = i32::try_from(reply["pid"].as_u64().unwrap()).unwrap();
+    let pid = rustix::process::Pid::from_raw(pid).unwrap();
+    assert!(server.ended().unwrap().success(), "{}", server.log());
+    assert_eq!(reply["disks"], 2, "{reply}");
+    // The same program once more: its configuration is read anew, which has lost a disk.
+    fs::write(&added, "").unwrap();
+    checked(&mut of_the_unit("ExecReload=", root, folder));
+    let listed = ringdisk(&["list", "--json"]);
+    assert!(
+        listed.contains("later") && !listed.contains("added"),
+        "{listed}"
+    );
+    rustix::process::kill_process(pid, Signal::TERM).unwrap();
+    while run.join("control.qmp").exists() {
+        thread::sleep(Duration::from_millis(5));
+    }
+    let mut server = start();
+    assert!(ringdisk(&["list", "--json"]).contains("later"));
     assert!(server.terminate().unwrap().success(), "{}", server.log());
 }
 
