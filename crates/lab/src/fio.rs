@@ -16,6 +16,11 @@ const INTERVALS_MAX: usize = 100_000;
 /// Bins of fio's histograms, in any of its versions.
 const BINS_MAX: usize = 4096;
 
+/// How often latencies are counted anew in a run of this length.
+pub fn interval(runtime: Duration) -> Duration {
+    (runtime / 20).clamp(Duration::from_millis(250), Duration::from_secs(5))
+}
+
 /// A run of fio.
 #[derive(Clone, Debug)]
 pub struct Job<'a> {
@@ -36,12 +41,6 @@ pub struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// How often latencies are counted anew.
-    pub fn interval(&self) -> Duration {
-        let wanted = self.runtime / 20;
-        wanted.clamp(Duration::from_millis(250), Duration::from_secs(5))
-    }
-
     /// The job file; `@DISK0@` stands for the first disk.
     pub fn file(&self) -> String {
         let mut global = format!(
@@ -50,7 +49,7 @@ impl Job<'_> {
             self.runtime.as_millis(),
             self.ramp.as_millis(),
             u8::from(self.direct),
-            self.interval().as_millis(),
+            interval(self.runtime).as_millis(),
         );
         if let Some(size) = self.size {
             global += &format!("size={size}\n");

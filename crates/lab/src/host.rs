@@ -117,6 +117,8 @@ struct Tick {
     idle: u64,
     stolen: u64,
     /// Of the processes that are watched: clock ticks, switches between threads, exits of KVM.
+    watched: u64,
+    /// Of this program and all that it started, in clock ticks.
     ours: u64,
     switches: u64,
     exits: Option<u64>,
@@ -131,7 +133,7 @@ pub struct Cost {
     pub switches_per_s: f64,
     /// Exits of KVM per second, where they can be read.
     pub exits_per_s: Option<f64>,
-    /// Shares of all CPUs' time: idle, stolen by a hypervisor, and used by other processes.
+    /// Shares of all CPUs' time: idle, stolen by a hypervisor, and used by who has nothing to do with us.
     pub idle: f64,
     /// See `idle`.
     pub stolen: f64,
@@ -189,11 +191,12 @@ impl Watch {
         }
         let hz = rustix::param::clock_ticks_per_second() as f64;
         let all = to.all.saturating_sub(from.all).max(1) as f64;
+        let watched = to.watched.saturating_sub(from.watched) as f64;
         let ours = to.ours.saturating_sub(from.ours) as f64;
         let share = |to: u64, from: u64| to.saturating_sub(from) as f64 / all;
         let (idle, stolen) = (share(to.idle, from.idle), share(to.stolen, from.stolen));
         Some(Cost {
-            cpus_used: ours / hz / seconds,
+            cpus_used: watched / hz / seconds,
             switches_per_s: to.switches.saturating_sub(from.switches) as f64 / seconds,
             exits_per_s: to
                 .exits
@@ -232,21 +235,35 @@ fn tick(pids: &[u32]) -> Tick {
         all: fields.iter().take(8).sum(),
         idle: field(3) + field(4),
         stolen: field(7),
-        ours: pids.iter().map(|pid| cpu_ticks(*pid)).sum(),
+        watched: pids.iter().map(|pid| cpu_ticks(*pid, 2)).sum(),
+        ours: family_ticks(std::process::id()),
         switches: pids.iter().map(|pid| switches(*pid)).sum(),
         exits: pids.iter().map(|pid| exits(*pid)).sum::<Option<u64>>(),
     }
 }
 
-/// User and system time of a process, with threads that have ended: fields 14 and 15 of its stat, counted behind the
-/// parenthesised name, which may contain anything.
-fn cpu_ticks(pid: u32) -> u64 {
+/// CPU time of a process and all that it started, and that they started. What of them has ended, and was waited for, is
+/// in the time of who did.
+fn family_ticks(pid: u32) -> u64 {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task"));
+    let children = |task: fs::DirEntry| {
+        let list = fs::read_to_string(task.path().join("children")).unwrap_or_default();
+        let each = list.split_whitespace().filter_map(|pid| pid.parse().ok());
+        each.map(family_ticks).sum::<u64>()
+    };
+    let below: u64 = tasks.into_iter().flatten().flatten().map(children).sum();
+    below + cpu_ticks(pid, 4)
+}
+
+/// User and system time of a process, with threads that have ended, and then those of children that it waited for: the
+/// first `fields` from the 14th of its stat, counted behind the parenthesised name, which may contain anything.
+fn cpu_ticks(pid: u32, fields: usize) -> u64 {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let behind = stat.rsplit(')').next().unwrap_or_default();
     behind
         .split_whitespace()
         .skip(11)
-        .take(2)
+        .take(fields)
         .filter_map(|word| word.parse::<u64>().ok())
         .sum()
 }
@@ -291,7 +308,7 @@ mod tests {
         let watch = Watch::start(vec![std::process::id()]);
         let start_ms = now_ms();
         // Until it has burnt half a second of CPU, however long that takes here.
-        let burnt = || cpu_ticks(std::process::id());
+        let burnt = || cpu_ticks(std::process::id(), 2);
         let (before, hz) = (burnt(), rustix::param::clock_ticks_per_second());
         while burnt() - before < hz / 2 {}
         let end_ms = now_ms();

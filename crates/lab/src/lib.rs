@@ -8,6 +8,7 @@
 pub mod analysis;
 pub mod commands;
 pub mod compare;
+pub mod drive;
 pub mod fio;
 pub mod guest;
 pub mod host;
@@ -20,4 +21,5 @@ pub mod run;
 pub mod schedule;
 pub mod stats;
 pub mod storage;
+pub mod vhost;
 pub mod window;

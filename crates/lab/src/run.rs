@@ -158,7 +158,7 @@ pub fn left_out(plan: &Plan, ringdisk: &Path) -> BTreeMap<String, String> {
     let missing = |case: &crate::plan::Case| {
         Some((
             case.name.clone(),
-            available::missing(&case.settings, ringdisk)?,
+            available::missing(plan.guest, &case.settings, ringdisk)?,
         ))
     };
     plan.cases.iter().filter_map(missing).collect()

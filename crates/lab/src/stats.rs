@@ -11,7 +11,7 @@ pub mod sequential;
 pub mod steady;
 pub mod student;
 
-pub use histogram::Histogram;
+pub use histogram::{Bins, Histogram};
 pub use judge::{Contrast, Judge, Verdict};
 pub use median::{Interval, median, median_interval};
 pub use rng::Rng;

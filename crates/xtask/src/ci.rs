@@ -95,7 +95,7 @@ const BORDERS: &[(&str, &[&str])] = &[
         ],
     ),
     ("testkit", &["block", "initramfs"]),
-    ("xtask", &["testkit"]),
+    ("xtask", &["lab", "testkit"]),
 ];
 
 fn borders() -> Result<()> {
@@ -120,13 +120,13 @@ fn borders() -> Result<()> {
 /// The crates that touch what a compiler can't check: guest memory, rings, the libraries of Ceph, the driver of the tests.
 const UNSAFE_CRATES: &[&str] = &["guest", "engine", "rbd", "testkit"];
 
-/// Single blocks elsewhere: the contracts of `Engine` and the two places that call it under them, and the bench that reads
-/// the completions of the blkio crate, which come uninitialised.
+/// Single blocks elsewhere: the contracts of `Engine` and the two places that call it under them, and the lab, which reads
+/// the completions of the blkio crate: they come uninitialised.
 const UNSAFE_FILES: &[&str] = &[
     "crates/block/src/engine.rs",
     "crates/datapath/src/submit.rs",
     "crates/datapath/src/worker.rs",
-    "crates/xtask/src/bench/client.rs",
+    "crates/lab/src/vhost.rs",
 ];
 
 /// The lints deny unsafe code, so it can only stand where a crate does not inherit them or a file lifts this one.

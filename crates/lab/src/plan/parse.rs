@@ -18,6 +18,7 @@ use super::values::{
 use super::words::{Against, Device, GuestKind, not_one_of};
 use super::workload::{self, Profile, Workload};
 use super::{CASES_MAX, Case, Claim, Plan, Ssh, WORKLOADS_MAX};
+use crate::drive;
 
 /// Largest plan, and largest job file.
 const BYTES_MAX: u64 = 1 << 20;
@@ -522,11 +523,8 @@ fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
         }
         let on_host = case.settings.device == Device::Host;
         if plan.guest == GuestKind::None && !on_host {
-            let problem = format!(
-                "guest = \"none\" has no device; {} is for a guest",
-                case.settings.device
-            );
-            return Err(Mistake::new(span("guest"), problem));
+            without_guest(&case.settings, &plan.workloads)
+                .map_err(|problem| Mistake::new(span("guest"), problem))?;
         }
         for load in &plan.workloads {
             let sequential = u64::from(load.numjobs) * load.bs;
@@ -546,6 +544,29 @@ fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
         ));
     }
     Ok(())
+}
+
+/// Without a guest, a server's socket is driven directly.
+fn without_guest(settings: &Settings, loads: &[Workload]) -> Result<(), String> {
+    if settings.device != Device::VhostUserBlk {
+        return Err(format!(
+            "guest = \"none\" has the devices host and vhost-user-blk; {} is for a guest",
+            settings.device
+        ));
+    }
+    let plain = Settings {
+        device: settings.device,
+        ..Settings::default()
+    };
+    let of_guests = settings::OF_GUESTS
+        .into_iter()
+        .find(|key| settings.get(key) != plain.get(key));
+    if let Some(key) = of_guests {
+        return Err(format!("{key} is a guest's, and guest = \"none\" has none"));
+    }
+    loads.iter().try_for_each(|load| {
+        drive::check(settings, load).map_err(|e| format!("{}: {e}", load.name))
+    })
 }
 
 /// Reads a job file that lies beside the plan.

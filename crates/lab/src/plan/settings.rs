@@ -115,6 +115,18 @@ pub const KEYS: [&str; 19] = [
     "preload",
 ];
 
+/// The keys that mean nothing without a guest.
+pub const OF_GUESTS: [&str; 8] = [
+    "machine",
+    "hugepages",
+    "vcpus",
+    "memory",
+    "scheduler",
+    "guests",
+    "qemu",
+    "preload",
+];
+
 impl Default for Settings {
     fn default() -> Self {
         Self {
@@ -229,8 +241,7 @@ impl Settings {
             "queues" | "queue-size" => guest && self.device != Device::Ide,
             "format" | "backing" => !socket,
             "syntax" => guest && !vhost,
-            "machine" | "hugepages" | "vcpus" | "memory" | "scheduler" | "guests" | "qemu"
-            | "preload" => guest,
+            _ if OF_GUESTS.contains(&key) => guest,
             _ => true,
         }
     }

@@ -4,11 +4,11 @@ use std::fs;
 use std::path::Path;
 
 use crate::guest::find_program;
-use crate::plan::words::{Aio, Device};
+use crate::plan::words::{Aio, Device, GuestKind};
 use crate::plan::{Backing, Plan, Server, Settings};
 
 /// Why a configuration cannot be measured here, and what to do about it; `None` if nothing speaks against it.
-pub fn missing(settings: &Settings, ringdisk: &Path) -> Option<String> {
+pub fn missing(guest: GuestKind, settings: &Settings, ringdisk: &Path) -> Option<String> {
     let program = |name: &str, package: &str| {
         find_program(name)
             .is_none()
@@ -27,6 +27,7 @@ pub fn missing(settings: &Settings, ringdisk: &Path) -> Option<String> {
         _ => None,
     };
     let qemu = match &settings.qemu {
+        _ if guest == GuestKind::None => None,
         Some(path) => file(path),
         None => program("qemu-system-x86_64", "qemu-system-x86"),
     };

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, ensure};
 
 use super::effective::{self, Effective};
-use crate::fio::{CLOCK, Job, Run};
+use crate::drive::{Times, drive};
+use crate::fio::{CLOCK, Job, Run, interval};
 use crate::guest::{Accel, Boot, Guest, Host, Kernel, Setup, Shell, Ssh, Stop, Volume};
 use crate::host::{Cost, Watch, now_ms};
 use crate::journal::Sample;
@@ -48,7 +49,17 @@ pub struct Up {
     served: Option<Served>,
     /// What is in force.
     pub effective: Effective,
-    on_host: bool,
+    load: Place,
+}
+
+/// Where the load runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    Guests,
+    /// fio, beside us.
+    Host,
+    /// Without fio: we drive the servers' sockets.
+    Sockets,
 }
 
 impl Bench<'_> {
@@ -93,6 +104,10 @@ impl Bench<'_> {
                 )?)
             }
             _ => None,
+        };
+        let served = match (self.plan.guest, served) {
+            (GuestKind::None, Some(served)) => return Ok(on_sockets(served, settings)),
+            (_, served) => served,
         };
         let mut guests = Vec::new();
         for (index, own) in paths.iter().enumerate() {
@@ -142,9 +157,8 @@ impl Bench<'_> {
         }
         // What neither QEMU nor the guest tells: as it was given to whoever serves the disk.
         for key in ["server", "cache", "aio", "backing", "guests", "volumes"] {
-            let value = settings.get(key);
-            if value != "-" && (key != "cache" || served.is_some()) {
-                effective.entry(key.into()).or_insert(value);
+            if key != "cache" || served.is_some() {
+                as_given(&mut effective, key, settings);
             }
         }
         let mut pids: Vec<u32> = guests.iter().map(Guest::pid).collect();
@@ -162,7 +176,7 @@ impl Bench<'_> {
             disks,
             served,
             effective,
-            on_host: false,
+            load: Place::Guests,
         })
     }
 
@@ -197,7 +211,7 @@ impl Bench<'_> {
             disks: vec![disks],
             served: None,
             effective: BTreeMap::new(),
-            on_host: true,
+            load: Place::Host,
         })
     }
 
@@ -225,7 +239,7 @@ impl Bench<'_> {
             disks: vec![ssh.disks.clone()],
             served: None,
             effective,
-            on_host: false,
+            load: Place::Guests,
         })
     }
 
@@ -258,35 +272,46 @@ impl Bench<'_> {
                     ramp: self.plan.ramp,
                     size: (!whole_device).then_some(self.plan.size),
                     // In a guest, the guest's own cache is never what is asked about.
-                    direct: !up.on_host || settings.cache.direct(),
+                    direct: up.load != Place::Host || settings.cache.direct(),
                     start_ms: start_ms.map(|start| start.saturating_add_signed(*ahead_ms)),
                 };
-                (job.script(), job.interval())
+                (job.script(), interval(self.plan.runtime))
             })
             .collect();
         let watch = Watch::start(up.pids.clone());
         let stop = self.stop;
-        let answers: Vec<Result<Run>> = std::thread::scope(|scope| {
-            let running: Vec<_> = up
-                .shells
-                .iter_mut()
-                .zip(jobs)
-                .map(|(shell, (script, interval))| {
-                    scope.spawn(move || {
-                        let answer = shell.run(&script, limit, stop)?;
-                        Run::parse(&answer.text(), interval).context("the load")
+        let answers: Vec<Result<Run>> = match &up.served {
+            Some(served) if up.load == Place::Sockets => {
+                up.ahead_ms = vec![0];
+                let times = Times {
+                    ramp: self.plan.ramp,
+                    runtime: self.plan.runtime,
+                    interval: interval(self.plan.runtime),
+                };
+                vec![drive(&served.sockets, settings, workload, times, stop)]
+            }
+            _ => std::thread::scope(|scope| {
+                let running: Vec<_> = up
+                    .shells
+                    .iter_mut()
+                    .zip(jobs)
+                    .map(|(shell, (script, interval))| {
+                        scope.spawn(move || {
+                            let answer = shell.run(&script, limit, stop)?;
+                            Run::parse(&answer.text(), interval).context("the load")
+                        })
                     })
-                })
-                .collect();
-            running
-                .into_iter()
-                .map(|thread| {
-                    thread
-                        .join()
-                        .unwrap_or_else(|_| Err(anyhow!("a thread panicked")))
-                })
-                .collect()
-        });
+                    .collect();
+                running
+                    .into_iter()
+                    .map(|thread| {
+                        thread
+                            .join()
+                            .unwrap_or_else(|_| Err(anyhow!("a thread panicked")))
+                    })
+                    .collect()
+            }),
+        };
         // A server's end explains what the guests say of it.
         if let Some(served) = &mut up.served {
             served.alive()?;
@@ -299,6 +324,32 @@ impl Bench<'_> {
         let counted = count(&runs).map_err(|problem| anyhow!(problem))?;
         let cost = watch.cost(counted.window);
         Ok((sample(counted, cost, up.pids.is_empty()), cost))
+    }
+}
+
+/// A server that has no guests.
+fn on_sockets(served: Served, settings: &Settings) -> Up {
+    let mut effective = Effective::new();
+    for key in [
+        "server", "cache", "aio", "iothread", "queues", "backing", "format", "volumes",
+    ] {
+        as_given(&mut effective, key, settings);
+    }
+    Up {
+        shells: Vec::new(),
+        ahead_ms: Vec::new(),
+        pids: served.pid().into_iter().collect(),
+        disks: Vec::new(),
+        served: Some(served),
+        effective,
+        load: Place::Sockets,
+    }
+}
+
+fn as_given(effective: &mut Effective, key: &str, settings: &Settings) {
+    let value = settings.get(key);
+    if value != "-" {
+        effective.entry(key.into()).or_insert(value);
     }
 }
 

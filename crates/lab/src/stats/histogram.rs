@@ -103,6 +103,41 @@ pub fn fio_bin_ns(bin: usize) -> u64 {
     (((1 << BITS) + step) << shift) + (1_u64 << shift) / 2
 }
 
+/// Latencies as they are counted while requests run: in fio's bins, without a search for each.
+#[derive(Clone, Debug)]
+pub struct Bins([u64; BINS]);
+
+/// fio's: 29 groups of 64.
+const BINS: usize = 29 << 6;
+
+impl Default for Bins {
+    fn default() -> Self {
+        Self([0; BINS])
+    }
+}
+
+impl Bins {
+    /// Counts a request.
+    pub fn add(&mut self, latency_ns: u64) {
+        self.0[fio_bin(latency_ns)] += 1;
+    }
+
+    /// Counts them in a histogram, and begins anew.
+    pub fn move_to(&mut self, histogram: &mut Histogram) {
+        for (bin, requests) in self.0.iter_mut().enumerate() {
+            histogram.add(fio_bin_ns(bin), std::mem::take(requests));
+        }
+    }
+}
+
+/// The bin of a latency; those beyond the last are in it.
+fn fio_bin(latency_ns: u64) -> usize {
+    let bits = 64 - latency_ns.leading_zeros() as usize;
+    let shift = bits.saturating_sub(7);
+    let bin = (shift << 6) + (latency_ns >> shift) as usize;
+    bin.min(BINS - 1)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -140,5 +175,16 @@ mod tests {
         let all: Vec<u64> = (0..1856).map(fio_bin_ns).collect();
         assert!(all.windows(2).all(|pair| pair[0] < pair[1]));
         assert!(fio_bin_ns(usize::MAX) > 0);
+        assert!((0..BINS).all(|bin| fio_bin(fio_bin_ns(bin)) == bin));
+        assert_eq!(fio_bin(u64::MAX), BINS - 1);
+        let mut histogram = Histogram::default();
+        let mut counted = Bins::default();
+        [1, 1, 300, 70_000].map(|latency| counted.add(latency));
+        counted.move_to(&mut histogram);
+        counted.move_to(&mut histogram);
+        assert_eq!(
+            (histogram.requests(), histogram.percentile(0.5)),
+            (4, Some(1))
+        );
     }
 }

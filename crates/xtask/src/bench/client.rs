@@ -3,8 +3,7 @@
 //! It takes the server's CPU counters itself, right at the edges of its window, so that I/Os and CPU time belong together.
 
 use std::fs::File;
-use std::mem::{self, MaybeUninit};
-use std::os::unix::fs::FileExt;
+use std::mem;
 use std::path::PathBuf;
 use std::sync::Barrier;
 use std::thread;
@@ -12,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
 use hdrhistogram::Histogram;
+use lab::vhost;
 use serde::{Deserialize, Serialize};
 use testkit::driver::{Device, DeviceConfig, Op, Queue};
 
@@ -589,55 +589,30 @@ impl Driver for RingDriver {
 /// Descriptors of a queue: blkio uses three per request and no indirect ones, so 128 requests need 384.
 const QUEUE_SIZE: u16 = 512;
 
-/// The `blkio` crate's virtio-blk over vhost-user: a driver that ringdisk's authors did not write.
+/// The blkio crate's virtio-blk: a driver that ringdisk's authors did not write.
 struct BlkioDriver {
-    queue: blkio::Blkioq,
+    queue: vhost::Queue,
     capacity: u64,
-    buffers: usize,
-    depth: usize,
-    block: usize,
-    completions: Vec<MaybeUninit<blkio::Completion>>,
 }
 
 impl BlkioDriver {
     /// A driver per queue: it sleeps on one queue only.
-    fn connect(job: &Job) -> anyhow::Result<(Vec<BlkioDriver>, blkio::Blkio)> {
+    fn connect(job: &Job) -> anyhow::Result<(Vec<BlkioDriver>, vhost::Device)> {
         let [socket] = &job.sockets[..] else {
             bail!("this client drives one disk");
         };
-        let mut device = blkio::Blkio::new("virtio-blk-vhost-user")?;
-        let path = socket.to_str().context("the socket's path is not UTF-8")?;
-        device.set_str("path", path)?;
-        device.connect().context("blkio: connecting")?;
-        device.set_i32("num-queues", i32::from(job.queues))?;
-        device.set_i32("queue-size", i32::from(QUEUE_SIZE))?;
-        let queues = device.start().context("blkio: starting")?.queues;
-        let capacity = device.get_u64("capacity")?;
-
         let Workload { depth, block, .. } = job.workload;
-        let region = device.alloc_mem_region(queues.len() * depth * block)?;
-        File::options()
-            .write(true)
-            .open(format!("/proc/self/fd/{}", region.fd))?
-            .write_all_at(&noise(queues.len() * depth * block, job.seed), 0)?;
-        device
-            .map_mem_region(&region)
-            .context("blkio: mapping memory")?;
-
-        let driver = |(i, queue)| {
-            let mut completions = Vec::new();
-            completions.resize_with(depth, MaybeUninit::uninit);
-            BlkioDriver {
-                queue,
-                capacity,
-                buffers: region.addr + i * depth * block,
-                depth,
-                block,
-                completions,
-            }
+        let shape = vhost::Shape {
+            queues: job.queues,
+            queue_size: QUEUE_SIZE,
+            depth,
+            block,
         };
-        let drivers = queues.into_iter().enumerate().map(driver).collect();
-        Ok((drivers, device))
+        let fill = noise(usize::from(job.queues) * depth * block, job.seed);
+        let (device, queues) = vhost::Device::connect(socket, shape, &fill)?;
+        let capacity = device.capacity;
+        let driver = |queue| BlkioDriver { queue, capacity };
+        Ok((queues.into_iter().map(driver).collect(), device))
     }
 }
 
@@ -647,40 +622,21 @@ impl Driver for BlkioDriver {
     }
 
     fn slots(&self) -> Vec<usize> {
-        (0..self.depth).collect()
+        (0..self.queue.slots()).collect()
     }
 
-    fn prepare(&mut self, slot: usize, write: bool, offset: u64, len: usize) -> anyhow::Result<()> {
-        let buffer = std::ptr::with_exposed_provenance_mut(self.buffers + slot * self.block);
-        let flags = blkio::ReqFlags::empty();
-        if write {
-            self.queue.write(offset, buffer, len, slot, flags);
-        } else {
-            self.queue.read(offset, buffer, len, slot, flags);
-        }
+    fn prepare(&mut self, slot: usize, write: bool, offset: u64, _: usize) -> anyhow::Result<()> {
+        self.queue.prepare(slot, write, offset);
         Ok(())
     }
 
-    /// `do_io` in [`Driver::reap`] kicks before it waits.
+    /// [`vhost::Queue::reap`] kicks before it waits.
     fn submit(&mut self) -> anyhow::Result<()> {
         Ok(())
     }
 
     fn reap(&mut self, done: &mut Vec<usize>) -> anyhow::Result<()> {
-        let count = self.queue.do_io(&mut self.completions, 1, None, None)?;
-        for completion in &self.completions[..count] {
-            #[expect(
-                unsafe_code,
-                reason = "blkio hands completions back in uninitialised memory"
-            )]
-            // SAFETY: `do_io` has written the first `count` elements.
-            let completion = unsafe { completion.assume_init_ref() };
-            if completion.ret != 0 {
-                bail!("a request failed with {}", completion.ret);
-            }
-            done.push(completion.user_data);
-        }
-        Ok(())
+        self.queue.reap(1, None, done)
     }
 }
 
