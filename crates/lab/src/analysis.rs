@@ -498,9 +498,12 @@ impl<'a> Analysis<'a> {
             let Some(lowest) = measured.first().map(|(_, summary)| summary.p99_us) else {
                 continue;
             };
+            let knee = Knee {
+                lowest_p99_us: lowest,
+            };
             let keeps_up = |(rate, summary): &&(u32, Summary)| {
-                summary.iops >= 0.97 * f64::from(*rate) * f64::from(disks)
-                    && summary.p99_us <= 5.0 * lowest.max(1.0)
+                let reached = summary.iops / f64::from(disks);
+                knee.keeps_up(f64::from(*rate), reached, summary.p99_us)
             };
             let knee = measured
                 .iter()
@@ -510,6 +513,20 @@ impl<'a> Analysis<'a> {
             knees.push((kind, measured.last().map_or(0, |(rate, _)| *rate), knee));
         }
         knees
+    }
+}
+
+/// What keeping up with an offered rate is.
+#[derive(Clone, Copy, Debug)]
+pub struct Knee {
+    /// The 99th percentile at the lowest rate.
+    pub lowest_p99_us: f64,
+}
+
+impl Knee {
+    /// Whether so many of the requests that came were answered, so quickly.
+    pub fn keeps_up(self, rate: f64, reached: f64, p99_us: f64) -> bool {
+        reached >= 0.97 * rate && p99_us <= 5.0 * self.lowest_p99_us.max(1.0)
     }
 }
 

@@ -14,6 +14,7 @@ use crate::plan::units::{time, time_text};
 use crate::plan::words::GuestKind;
 use crate::plan::{Plan, PlanError};
 use crate::run::progress::Display;
+use crate::run::search::{RATES_MAX, RUNS};
 use crate::run::{self, Options, available};
 use crate::schedule::{Schedule, estimate};
 use crate::{compare, import, recipes, report};
@@ -204,7 +205,17 @@ fn describe(plan: &Plan, whole: &Plan, ringdisk: &Path, accel: Accel) {
         (_, Accel::Kvm) => Duration::from_secs(3),
         (_, Accel::Tcg) => Duration::from_secs(20),
     };
-    let estimate = estimate(plan, boot);
+    let most: Vec<u32> = (1..=RATES_MAX as u32).collect();
+    let searching: Vec<&str> = plan
+        .workloads
+        .iter()
+        .filter(|load| load.search)
+        .map(|load| load.name.as_str())
+        .collect();
+    let widest = searching
+        .iter()
+        .fold(plan.clone(), |plan, load| plan.with_rates(load, &most));
+    let estimate = estimate(&widest, boot);
     println!(
         "{}: {}",
         plan.name,
@@ -236,7 +247,16 @@ fn describe(plan: &Plan, whole: &Plan, ringdisk: &Path, accel: Accel) {
     for load in &plan.workloads {
         println!("  load: {}", load.name);
     }
-    let questions = Schedule::of(plan, 0).questions();
+    if !searching.is_empty() {
+        let each = boot + plan.run_time() * RUNS;
+        let searches = plan.cases.len() as u32 * searching.len() as u32;
+        println!(
+            "{} rates at most are searched for first, which takes about {}",
+            RATES_MAX * searching.len(),
+            time_text(each * searches)
+        );
+    }
+    let questions = Schedule::of(&widest, 0).questions();
     println!(
         "{questions} questions; a block of {} runs takes about {}, and {} allow {} of them",
         estimate.runs,

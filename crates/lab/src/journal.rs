@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::host::Facts;
 use crate::plan::Plan;
+use crate::run::search::RATES_MAX;
 use crate::stats::Histogram;
 use crate::window::Point;
 
@@ -33,6 +34,8 @@ pub enum Record {
     Cell(Cell),
     /// What fio reaches on the host's own disk.
     Ceiling(Ceiling),
+    /// The rates of an open loop were found.
+    Rates(Rates),
 }
 
 /// What all of a result has in common.
@@ -143,6 +146,17 @@ pub struct Ceiling {
     pub mean_ns: f64,
 }
 
+/// The rates of an open loop that the plan leaves open.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Rates {
+    /// The load.
+    pub workload: String,
+    /// Requests per second of each volume.
+    pub rates: Vec<u32>,
+    /// Seconds that the search took.
+    pub took_s: f64,
+}
+
 /// All of a journal.
 #[derive(Clone, Debug)]
 pub struct Journal {
@@ -156,6 +170,8 @@ pub struct Journal {
     pub cells: Vec<Cell>,
     /// What the host reaches.
     pub ceilings: Vec<Ceiling>,
+    /// Seconds that were spent on searches for rates.
+    pub searched_s: f64,
     /// Whether the last line is cut off: the lab was killed while it wrote.
     pub cut: bool,
 }
@@ -199,6 +215,7 @@ impl Journal {
             boots: Vec::new(),
             cells: Vec::new(),
             ceilings: Vec::new(),
+            searched_s: 0.0,
             cut: false,
         };
         for (number, line) in lines {
@@ -206,6 +223,16 @@ impl Journal {
                 Ok(Record::Boot(boot)) => journal.boots.push(boot),
                 Ok(Record::Cell(cell)) => journal.cells.push(cell),
                 Ok(Record::Ceiling(ceiling)) => journal.ceilings.push(ceiling),
+                Ok(Record::Rates(found)) => {
+                    let usual = |rate: &u32| (1..=100_000_000).contains(rate);
+                    ensure!(
+                        found.rates.len() <= RATES_MAX && found.rates.iter().all(usual),
+                        "line {}: these are no rates",
+                        number + 1
+                    );
+                    journal.plan = journal.plan.with_rates(&found.workload, &found.rates);
+                    journal.searched_s += found.took_s;
+                }
                 Ok(Record::Plan(_)) => bail!("line {}: a second plan", number + 1),
                 Err(_) if !text.ends_with('\n') && text.lines().count() == number + 1 => {
                     journal.cut = true

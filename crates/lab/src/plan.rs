@@ -167,6 +167,21 @@ impl Plan {
         plan
     }
 
+    /// The plan with a load at each of these rates, instead of one whose rates are to be searched for.
+    #[must_use]
+    pub fn with_rates(&self, load: &str, rates: &[u32]) -> Plan {
+        let mut plan = self.clone();
+        plan.workloads = self
+            .workloads
+            .iter()
+            .flat_map(|found| match found.search && found.name == load {
+                true => rates.iter().map(|rate| found.at_rate(*rate)).collect(),
+                false => vec![found.clone()],
+            })
+            .collect();
+        plan
+    }
+
     /// A run with all that belongs to it, without the boot of its guest.
     pub fn run_time(&self) -> Duration {
         self.ramp + self.runtime

@@ -30,7 +30,7 @@ pub fn text(name: &str) -> Option<&'static str> {
 }
 
 /// Words for configurations on the command line, with their settings.
-const CONFIGURATIONS: [(&str, &str); 8] = [
+const CONFIGURATIONS: [(&str, &str); 9] = [
     ("ringdisk", "device = \"vhost-user-blk\""),
     ("qemu", "iothread = \"on\"\naio = \"io_uring\""),
     ("qemu-plain", "aio = \"io_uring\""),
@@ -50,6 +50,7 @@ const CONFIGURATIONS: [(&str, &str); 8] = [
         "ide",
         "device = \"ide\"\nmachine = \"pc\"\naio = \"io_uring\"",
     ),
+    ("host", "device = \"host\""),
     ("stock", "cache = \"writeback\"\naio = \"threads\""),
 ];
 

@@ -5,6 +5,7 @@ pub mod available;
 mod boot;
 mod effective;
 pub mod progress;
+pub mod search;
 mod validity;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,7 +19,7 @@ use anyhow::{Context, Result, ensure};
 use crate::analysis::Analysis;
 use crate::guest::{Accel, Kernel, Stop, accel, version, write_initramfs};
 use crate::host::{Cost, Facts, facts, now_ms};
-use crate::journal::{BootRecord, Ceiling, Cell, Header, Journal, Record, Sample, Writer};
+use crate::journal::{BootRecord, Ceiling, Cell, Header, Journal, Rates, Record, Sample, Writer};
 use crate::plan::words::{Device, GuestKind};
 use crate::plan::{Backing, Plan, Settings, Workload};
 use crate::schedule::{Boot, Schedule};
@@ -131,7 +132,33 @@ pub fn run(
         })
         .map(|(key, _)| key.clone())
         .collect();
-    let plan = journal.plan.clone();
+    let mut files = Files::new(disks.join("disks"), plan.size);
+    let mut plan = journal.plan.clone();
+    for load in plan.workloads.clone().iter().filter(|load| load.search) {
+        let since = Instant::now();
+        let bench = Bench {
+            plan: &plan,
+            ringdisk: &options.ringdisk,
+            accel,
+            kernel: kernel.clone(),
+            folder: runtime.0.clone(),
+            stop,
+        };
+        let rates = match search::rates(&bench, &mut files, load, progress) {
+            Ok(rates) => rates,
+            Err(_) if stop.is_wanted() => return Ok(journal),
+            Err(error) => return Err(error),
+        };
+        let rates = Rates {
+            workload: load.name.clone(),
+            rates,
+            took_s: since.elapsed().as_secs_f64(),
+        };
+        journal.plan = journal.plan.with_rates(&rates.workload, &rates.rates);
+        journal.searched_s += rates.took_s;
+        writer.write(&Record::Rates(rates))?;
+        plan = journal.plan.clone();
+    }
     let bench = Bench {
         plan: &plan,
         ringdisk: &options.ringdisk,
@@ -141,7 +168,7 @@ pub fn run(
         stop,
     };
     let mut runner = Runner {
-        files: Files::new(disks.join("disks"), plan.size),
+        files,
         failures: BTreeMap::new(),
         changed,
         logs: options.folder.join("failed"),
@@ -221,7 +248,8 @@ impl Runner<'_> {
         let plan = journal.plan.clone();
         let looks = Arc::new(Sequential::new(plan.blocks_max as usize));
         let schedule = Schedule::of(&plan, journal.header.seed);
-        let spent_before: f64 = journal.cells.iter().map(|cell| cell.took_s).sum();
+        let cells_s: f64 = journal.cells.iter().map(|cell| cell.took_s).sum();
+        let spent_before = journal.searched_s + cells_s;
         let begun = Instant::now();
         for block in 0..plan.blocks_max {
             let open = Schedule::open(&verdicts_before(journal, block, &looks));

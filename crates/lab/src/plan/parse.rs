@@ -497,6 +497,9 @@ fn read_ssh(table: &DeTable) -> Parsed<Ssh> {
     Ok(ssh)
 }
 
+/// Requests that must have room in an open loop.
+const DEPTH_OPEN: u32 = 8;
+
 /// What only the whole plan shows.
 fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
     let span = |name: &str| {
@@ -527,6 +530,14 @@ fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
                 .map_err(|problem| Mistake::new(span("guest"), problem))?;
         }
         for load in &plan.workloads {
+            if load.search && load.iodepth.saturating_mul(load.numjobs) < DEPTH_OPEN {
+                let problem = format!(
+                    "{}: rate = \"auto\" needs an iodepth of {DEPTH_OPEN} or more: with fewer requests under way, a \
+                     slow disk is asked less, and that is no open loop",
+                    load.name
+                );
+                return Err(Mistake::new(span("fio"), problem));
+            }
             let sequential = u64::from(load.numjobs) * load.bs;
             if load.job.is_none() && sequential > plan.size {
                 let problem = format!(

@@ -22,6 +22,8 @@ pub struct Workload {
     pub numjobs: u32,
     /// Requests per second that are offered, of all jobs of a volume; `None` is as fast as they are answered.
     pub rate: Option<u32>,
+    /// Whether rates are still to be searched for: `rate` is `None` until they are found.
+    pub search: bool,
     /// How they come.
     pub arrival: Arrival,
     /// Reads among mixed requests, in percent.
@@ -66,6 +68,7 @@ impl Default for Workload {
             iodepth: 1,
             numjobs: 1,
             rate: None,
+            search: false,
             arrival: Arrival::Linear,
             rwmixread: 50,
             fsync: 0,
@@ -95,11 +98,12 @@ impl Workload {
             "iodepth" => self.iodepth = number(value, 1, 4096)?,
             "numjobs" => self.numjobs = number(value, 1, 256)?,
             "rate" => {
+                self.search = value == "auto";
                 self.rate = match value {
-                    "none" => None,
+                    "none" | "auto" => None,
                     _ => Some(
                         number(value, 1, 100_000_000)
-                            .map_err(|e| e + " requests per second, nor none")?,
+                            .map_err(|e| e + " requests per second, nor auto or none")?,
                     ),
                 }
             }
@@ -129,10 +133,11 @@ impl Workload {
             "bssplit" => self.bssplit.clone().unwrap_or_else(|| "-".into()),
             "iodepth" => self.iodepth.to_string(),
             "numjobs" => self.numjobs.to_string(),
+            "rate" if self.search => "auto".into(),
             "rate" => self
                 .rate
                 .map_or_else(|| "none".into(), |rate| rate.to_string()),
-            "arrival" if self.rate.is_some() => self.arrival.to_string(),
+            "arrival" if self.rate.is_some() || self.search => self.arrival.to_string(),
             "rwmixread" if matches!(self.rw, Rw::RandRw | Rw::ReadWrite) => {
                 self.rwmixread.to_string()
             }
@@ -164,6 +169,21 @@ impl Workload {
             }
         }
         self
+    }
+
+    /// The same, at this rate instead of one that is to be searched for.
+    #[must_use]
+    pub fn at_rate(&self, rate: u32) -> Self {
+        let (unknown, known) = (", rate auto", format!(", rate {rate}"));
+        Self {
+            name: match self.name.contains(unknown) {
+                true => self.name.replace(unknown, &known),
+                false => self.name.clone() + &known,
+            },
+            rate: Some(rate),
+            search: false,
+            ..self.clone()
+        }
     }
 
     /// Whether anything is written. A job file that says nothing of it may.
@@ -202,9 +222,16 @@ impl Workload {
             }
         }
         if let Some(rate) = self.rate {
-            // fio's rate is each job's.
-            let each = (rate / self.numjobs).max(1);
-            lines += &format!("rate_iops={each}\nrate_process={}\n", self.arrival);
+            // fio's rate is each job's, and each direction's.
+            let each = |share: u32| {
+                let part = u64::from(rate) * u64::from(share) / 100;
+                (part / u64::from(self.numjobs)).max(1)
+            };
+            lines += &match self.get("rwmixread").parse() {
+                Ok(reads) => format!("rate_iops={},{}\n", each(reads), each(100 - reads)),
+                Err(_) => format!("rate_iops={}\n", each(100)),
+            };
+            lines += &format!("rate_process={}\n", self.arrival);
         }
         lines
     }
@@ -364,6 +391,34 @@ mod tests {
             name,
             "randread 4k, depth 8, numjobs 4, rate 500, arrival poisson"
         );
+    }
+
+    #[test]
+    fn a_rate_is_that_of_both_directions_and_all_jobs_together() {
+        let lines = |settings: &[(&str, &str)]| {
+            let mut load = Workload::default();
+            for (key, value) in settings {
+                load.set(key, value).unwrap();
+            }
+            load.job_lines()
+        };
+        let mixed = [("rw", "randrw"), ("rwmixread", "70"), ("rate", "1000")];
+        assert!(lines(&mixed).contains("rate_iops=700,300\n"));
+        let jobs = [("rate", "1000"), ("numjobs", "4")];
+        assert!(lines(&jobs).contains("rate_iops=250\n"));
+    }
+
+    #[test]
+    fn a_rate_that_was_found_takes_the_place_of_auto() {
+        let mut load = Workload::default();
+        load.set("rate", "auto").unwrap();
+        let named = load.clone().named();
+        assert_eq!(named.name, "randread 4k, depth 1, rate auto");
+        let found = named.at_rate(500);
+        assert_eq!(found.name, "randread 4k, depth 1, rate 500");
+        assert_eq!((found.get("rate").as_str(), found.search), ("500", false));
+        load.name = "mine".into();
+        assert_eq!(load.at_rate(7).name, "mine, rate 7");
     }
 
     #[test]

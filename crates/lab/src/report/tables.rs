@@ -10,7 +10,7 @@ use crate::stats::Verdict;
 /// A line for each sample.
 pub fn cells_csv(analysis: &Analysis) -> String {
     let mut text = String::from(
-        "block,case,twin,workload,iops,bytes_per_s,mean_us,p50_us,p99_us,p999_us,window_s,cpu_us,switches,exits,flags,error\n",
+        "block,case,twin,workload,loop,iops,bytes_per_s,mean_us,p50_us,p99_us,p999_us,window_s,cpu_us,switches,exits,flags,error\n",
     );
     for cell in &analysis.journal.cells {
         let number =
@@ -20,11 +20,20 @@ pub fn cells_csv(analysis: &Analysis) -> String {
         };
         let _ = writeln!(
             text,
-            "{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{}",
+            "{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{}",
             cell.block,
             quoted(&cell.case),
             u8::from(cell.twin),
             quoted(&cell.workload),
+            match analysis
+                .plan()
+                .workloads
+                .iter()
+                .find(|load| load.name == cell.workload)
+            {
+                Some(load) if load.rate.is_some() => "open",
+                _ => "closed",
+            },
             of(&|sample| Some(sample.iops)),
             of(&|sample| Some(sample.bytes_per_s)),
             of(&|sample| Some(sample.mean_ns / 1000.0)),
@@ -60,6 +69,7 @@ pub fn result_json(analysis: &Analysis) -> Value {
             let summary = analysis.summary(arm, load)?;
             Some(json!({
                 "case": analysis.name(arm), "workload": plan.workloads[load].name, "samples": summary.samples,
+                "loop": if plan.workloads[load].rate.is_some() { "open" } else { "closed" },
                 "iops": summary.iops,
                 "iops-interval": summary.iops_interval.map(|found| [found.low, found.high, found.level]),
                 "bytes-per-s": summary.bytes_per_s, "mean-us": summary.mean_us,
