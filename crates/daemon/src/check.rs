@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
+use ::lab::measured;
 use advisor::check::{check, check_host};
 use advisor::convert::{self, Direction};
 use advisor::facts::{self, Facts};
@@ -53,7 +54,7 @@ pub struct Args {
     /// Storages of Proxmox; default: storage.cfg in the directory above the VM's
     #[arg(long, value_name = "FILE")]
     storage_cfg: Option<PathBuf>,
-    /// Results of 'ringdisk lab': a file, or a directory of them
+    /// Results of 'ringdisk lab': a file, or a directory of them; default: those that it keeps of this host
     #[arg(long, value_name = "PATH")]
     measured: Vec<PathBuf>,
     /// A rule that is not asked
@@ -185,15 +186,21 @@ pub fn run(args: &Args) -> Result<Outcome, String> {
     let fingerprint = facts.map_or_else(facts::collect::fingerprint, |facts| {
         facts.fingerprint.clone()
     });
-    for path in results(&args.measured) {
+    let found = measured::folders();
+    let by_itself = args.measured.is_empty();
+    let measured_in = if by_itself { &found } else { &args.measured };
+    for path in results(measured_in) {
         match text(&path)
             .and_then(|text| measured.add(&path.display().to_string(), &text, &fingerprint))
         {
             Ok(Added::Results(_)) => {}
+            Ok(Added::OtherHost(_)) if by_itself => {}
             Ok(Added::OtherHost(other)) => notes.push(format!(
                 "{}: measured on another host ({other})",
                 path.display()
             )),
+            // Nobody named it.
+            Err(problem) if by_itself => notes.push(problem),
             Err(problem) => failures.push(problem),
         }
     }
@@ -451,22 +458,11 @@ fn together(inputs: &[Input], facts: &Facts, measured: &Measured) -> Table {
 
 /// Files of results: those named, and those in directories.
 fn results(paths: &[PathBuf]) -> Vec<PathBuf> {
-    let mut files = Vec::new();
-    for path in paths {
-        match fs::read_dir(path) {
-            Ok(directory) => {
-                let mut inside: Vec<_> = directory
-                    .flatten()
-                    .map(|entry| entry.path())
-                    .filter(|path| path.extension().is_some_and(|suffix| suffix == "json"))
-                    .collect();
-                inside.sort();
-                files.append(&mut inside);
-            }
-            Err(_) => files.push(path.clone()),
-        }
-    }
-    files
+    let named = |path: &PathBuf| match path.is_dir() {
+        true => measured::files(path),
+        false => vec![path.clone()],
+    };
+    paths.iter().flat_map(named).collect()
 }
 
 fn fix(

@@ -171,9 +171,7 @@ fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<(), Failed>
     drop(display);
     let journal = journal?;
     let analysis = Analysis::of(&journal);
-    report::write(&analysis, &folder)?;
-    println!("{}", report::text(&analysis));
-    println!("report: {}", folder.join(report::HTML).display());
+    write_report(&analysis, &folder)?;
     if stop.is_wanted() {
         let problem = format!(
             "interrupted; --resume --output {} goes on with it",
@@ -195,6 +193,20 @@ fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<(), Failed>
             })
         }
     }
+}
+
+/// Writes all that is made of a result, and says where it is.
+fn write_report(analysis: &Analysis, folder: &Path) -> Result<(), Failed> {
+    let kept = report::write(analysis, folder)?;
+    println!("{}", report::text(analysis));
+    if let Some(kept) = kept {
+        println!(
+            "'ringdisk check' uses what was measured: {}",
+            kept.display()
+        );
+    }
+    println!("report: {}", folder.join(report::HTML).display());
+    Ok(())
 }
 
 /// What a plan comes to.
@@ -337,9 +349,7 @@ pub fn report(result: &Path, output: Option<&Path>) -> Result<(), Failed> {
         None if result.is_dir() => result.to_owned(),
         None => result.parent().map_or_else(PathBuf::new, Path::to_owned),
     };
-    report::write(&analysis, &folder)?;
-    println!("{}", report::text(&analysis));
-    println!("report: {}", folder.join(report::HTML).display());
+    write_report(&analysis, &folder)?;
     Ok(())
 }
 

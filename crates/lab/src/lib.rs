@@ -14,6 +14,7 @@ pub mod guest;
 pub mod host;
 pub mod import;
 pub mod journal;
+pub mod measured;
 pub mod plan;
 pub mod recipes;
 pub mod report;

@@ -8,33 +8,34 @@ mod tables;
 
 use std::fmt::Write as _;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
 use crate::analysis::Analysis;
+use crate::measured;
 
 /// The page's name in a result's folder.
 pub const HTML: &str = "report.html";
 
-/// Writes the page, the tables, and what `ringdisk check --measured` reads.
+/// Writes the page, the tables, and what `ringdisk check` reads: the place where it finds that by itself, if there is
+/// anything in it.
 ///
 /// # Errors
 /// They cannot be written.
-pub fn write(analysis: &Analysis, folder: &Path) -> Result<()> {
+pub fn write(analysis: &Analysis, folder: &Path) -> Result<Option<PathBuf>> {
     fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
     let pretty = |value| serde_json::to_string_pretty(&value).map(|text| text + "\n");
     let files = [
         (HTML, html::page(analysis)),
         ("cells.csv", tables::cells_csv(analysis)),
         ("result.json", pretty(tables::result_json(analysis))?),
-        ("measured.json", pretty(tables::measured_json(analysis))?),
     ];
     for (name, text) in files {
         let path = folder.join(name);
         fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
     }
-    Ok(())
+    measured::write(analysis, folder)
 }
 
 /// For a terminal: the answer, and the comparisons.

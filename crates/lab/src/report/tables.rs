@@ -5,7 +5,6 @@ use std::fmt::Write as _;
 use serde_json::{Value, json};
 
 use crate::analysis::Analysis;
-use crate::stats::Verdict;
 
 /// A line for each sample.
 pub fn cells_csv(analysis: &Analysis) -> String {
@@ -106,80 +105,6 @@ pub fn result_json(analysis: &Analysis) -> Value {
         "facts": analysis.journal.header.facts, "left-out": analysis.journal.header.left_out,
         "margin-percent": plan.margin * 100.0, "noise-percent": analysis.noise().map(|noise| noise * 100.0),
         "cells": cells, "contrasts": contrasts, "claims": claims,
-    })
-}
-
-/// What `ringdisk check --measured` reads: comparisons of one setting, and of guests with the host. Figures of
-/// translated guests are none of this host's, and are not in it.
-pub fn measured_json(analysis: &Analysis) -> Value {
-    let plan = analysis.plan();
-    let facts = &analysis.journal.header.facts;
-    let real = facts.get("accelerator").is_some_and(|accel| accel == "kvm");
-    let mut results: Vec<Value> = Vec::new();
-    for question in analysis
-        .questions()
-        .iter()
-        .filter(|question| real && question.to < plan.cases.len())
-    {
-        let (from, to) = (
-            &analysis.case(question.from).settings,
-            &analysis.case(question.to).settings,
-        );
-        let (Some(gain), Some((low, high))) = (question.gain, question.interval) else {
-            continue;
-        };
-        if let [axis] = from.differences(to)[..]
-            && analysis.confounded(question.from, question.to).is_none()
-        {
-            let load = &plan.workloads[question.workload];
-            results.push(json!({
-                "recipe": plan.name, "axis": axis, "from": from.get(axis), "to": to.get(axis), "load": load.name,
-                "metric": if load.rate.is_some() { "latency" } else { "iops" },
-                "gain-percent": gain * 100.0, "interval-percent": [low * 100.0, high * 100.0], "verdict": question.verdict,
-            }));
-        }
-    }
-    for ceiling in analysis.journal.ceilings.iter().filter(|_| real) {
-        let Some(load) = plan
-            .workloads
-            .iter()
-            .position(|load| load.name == ceiling.workload)
-        else {
-            continue;
-        };
-        for arm in 0..plan.cases.len() {
-            let settings = &analysis.case(arm).settings;
-            let disks = u32::from(settings.guests) * u32::from(settings.volumes);
-            let Some(summary) = analysis.summary(arm, load) else {
-                continue;
-            };
-            let (Some(interval), true) = (
-                summary.iops_interval,
-                disks == ceiling.disks && settings.cache.direct(),
-            ) else {
-                continue;
-            };
-            if settings.backing != crate::plan::Backing::File || interval.low <= 0.0 {
-                continue;
-            }
-            let gain = |iops: f64| (ceiling.iops / iops - 1.0) * 100.0;
-            let (low, high) = (gain(interval.high), gain(interval.low));
-            let verdict = match (low > 0.0, high < 0.0) {
-                (true, _) => Verdict::Gain,
-                (_, true) => Verdict::Loss,
-                _ => Verdict::Undecided,
-            };
-            results.push(json!({
-                "recipe": plan.name, "axis": "host", "from": "guest", "to": "host",
-                "load": ceiling.workload, "metric": "iops", "gain-percent": gain(summary.iops),
-                "interval-percent": [low, high], "verdict": verdict,
-            }));
-        }
-    }
-    json!({
-        "format": "ringdisk-measured-1",
-        "fingerprint": facts.get("fingerprint").cloned().unwrap_or_default(),
-        "results": results,
     })
 }
 

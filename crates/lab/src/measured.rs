@@ -1,0 +1,144 @@
+//! What `ringdisk check` reads of a result, and where it looks for it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+use crate::analysis::Analysis;
+use crate::stats::Verdict;
+
+/// The file's name in a result's folder.
+pub const FILE: &str = "measured.json";
+
+/// For all of the host.
+const SHARED: &str = "/var/lib/ringdisk/measured";
+
+/// Where what was measured on this host is kept, and looked for without being named: `$XDG_STATE_HOME` if it is set;
+/// else for root a folder of the host, for others one of their own. The first is written to, all are read.
+pub fn folders() -> Vec<PathBuf> {
+    let own = |state: PathBuf| state.join("ringdisk/measured");
+    let set = std::env::var_os("XDG_STATE_HOME").map(PathBuf::from);
+    if let Some(state) = set.filter(|state| state.is_absolute()) {
+        return vec![own(state)];
+    }
+    let home = std::env::var_os("HOME").map(PathBuf::from);
+    let home = home
+        .filter(|home| home.is_absolute())
+        .map(|home| own(home.join(".local/state")));
+    let shared = PathBuf::from(SHARED);
+    match rustix::process::geteuid().is_root() {
+        true => std::iter::once(shared).chain(home).collect(),
+        false => home.into_iter().chain([shared]).collect(),
+    }
+}
+
+/// Files of results in a folder, in the order of their names; none if it cannot be read.
+pub fn files(folder: &Path) -> Vec<PathBuf> {
+    let is_one = |path: &PathBuf| {
+        path.extension().is_some_and(|suffix| suffix == "json")
+            // What else a result's folder holds.
+            && path.file_name().is_some_and(|name| name != "result.json")
+    };
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut files: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(is_one).collect();
+    files.sort();
+    files
+}
+
+/// Writes it into the result's folder; and where `ringdisk check` looks, if there is anything in it. That place.
+///
+/// # Errors
+/// The result's folder cannot be written. The other place may be missing: not everybody has a home.
+pub fn write(analysis: &Analysis, folder: &Path) -> Result<Option<PathBuf>> {
+    let value = json(analysis);
+    let text = serde_json::to_string_pretty(&value)? + "\n";
+    let path = folder.join(FILE);
+    fs::write(&path, &text).with_context(|| format!("writing {}", path.display()))?;
+    let empty = value["results"].as_array().is_none_or(Vec::is_empty);
+    let kept = folders().into_iter().next().filter(|_| !empty);
+    let header = &analysis.journal.header;
+    let name = format!("{}-{}.json", analysis.plan().name, header.started_ms);
+    Ok(kept.and_then(|kept| {
+        fs::create_dir_all(&kept).ok()?;
+        let (path, new) = (kept.join(&name), kept.join(format!("{name}.new")));
+        fs::write(&new, &text).ok()?;
+        fs::rename(&new, &path).ok()?;
+        Some(path)
+    }))
+}
+
+/// What `ringdisk check --measured` reads: comparisons of one setting, and of guests with the host. Figures of
+/// translated guests are none of this host's, and are not in it.
+fn json(analysis: &Analysis) -> Value {
+    let plan = analysis.plan();
+    let facts = &analysis.journal.header.facts;
+    let real = facts.get("accelerator").is_some_and(|accel| accel == "kvm");
+    let mut results: Vec<Value> = Vec::new();
+    for question in analysis
+        .questions()
+        .iter()
+        .filter(|question| real && question.to < plan.cases.len())
+    {
+        let (from, to) = (
+            &analysis.case(question.from).settings,
+            &analysis.case(question.to).settings,
+        );
+        let (Some(gain), Some((low, high))) = (question.gain, question.interval) else {
+            continue;
+        };
+        if let [axis] = from.differences(to)[..]
+            && analysis.confounded(question.from, question.to).is_none()
+        {
+            let load = &plan.workloads[question.workload];
+            results.push(json!({
+                "recipe": plan.name, "axis": axis, "from": from.get(axis), "to": to.get(axis), "load": load.name,
+                "metric": if load.rate.is_some() { "latency" } else { "iops" },
+                "gain-percent": gain * 100.0, "interval-percent": [low * 100.0, high * 100.0], "verdict": question.verdict,
+            }));
+        }
+    }
+    for ceiling in analysis.journal.ceilings.iter().filter(|_| real) {
+        let Some(load) = plan
+            .workloads
+            .iter()
+            .position(|load| load.name == ceiling.workload)
+        else {
+            continue;
+        };
+        for arm in 0..plan.cases.len() {
+            let settings = &analysis.case(arm).settings;
+            let disks = u32::from(settings.guests) * u32::from(settings.volumes);
+            let Some(summary) = analysis.summary(arm, load) else {
+                continue;
+            };
+            let (Some(interval), true) = (
+                summary.iops_interval,
+                disks == ceiling.disks && settings.cache.direct(),
+            ) else {
+                continue;
+            };
+            if settings.backing != crate::plan::Backing::File || interval.low <= 0.0 {
+                continue;
+            }
+            let gain = |iops: f64| (ceiling.iops / iops - 1.0) * 100.0;
+            let (low, high) = (gain(interval.high), gain(interval.low));
+            let verdict = match (low > 0.0, high < 0.0) {
+                (true, _) => Verdict::Gain,
+                (_, true) => Verdict::Loss,
+                _ => Verdict::Undecided,
+            };
+            results.push(json!({
+                "recipe": plan.name, "axis": "host", "from": "guest", "to": "host",
+                "load": ceiling.workload, "metric": "iops", "gain-percent": gain(summary.iops),
+                "interval-percent": [low, high], "verdict": verdict,
+            }));
+        }
+    }
+    json!({
+        "format": "ringdisk-measured-1",
+        "fingerprint": facts.get("fingerprint").cloned().unwrap_or_default(),
+        "results": results,
+    })
+}
