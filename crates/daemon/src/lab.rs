@@ -24,6 +24,9 @@ enum Command {
     /// Run a recipe or a plan
     Run(Run),
     /// List the recipes, or print one as a plan
+    #[command(after_help = "Examples:
+  ringdisk lab recipes
+  ringdisk lab recipes versus > my-plan.toml     to change it, and run that")]
     Recipes {
         /// Print this one
         name: Option<String>,
@@ -31,6 +34,10 @@ enum Command {
     /// Measure configurations of one's own disk against each other
     Compare(Compare),
     /// Write a result's report, tables and recommendation again
+    #[command(after_help = "Example:
+  ringdisk lab report lab-versus --output /var/www/versus
+
+Nothing runs. Writes report.html, result.json, cells.csv and measured.json; also of a run that was killed.")]
     Report {
         /// A result's folder
         result: PathBuf,
@@ -39,6 +46,11 @@ enum Command {
         output: Option<PathBuf>,
     },
     /// Say what changed from one result to another
+    #[command(after_help = "Example:
+  ringdisk lab diff lab-versus-before lab-versus-after
+
+Configurations and loads of the same name are compared. Exit code 4: the results are of another processor, kernel, fio,
+QEMU, accelerator or storage.")]
     Diff {
         /// The result before
         before: PathBuf,
@@ -49,6 +61,10 @@ enum Command {
         force: bool,
     },
     /// Fail if a result is worse than another
+    #[command(after_help = "Example:
+  ringdisk lab run versus --output new && ringdisk lab gate new --against baseline
+
+Exit codes: 0 not worse, 3 worse, 4 not comparable.")]
     Gate {
         /// The result to judge
         result: PathBuf,
@@ -60,6 +76,12 @@ enum Command {
         force: bool,
     },
     /// Make a result of fio's own JSON: the first file's configuration is compared with the others'
+    #[command(after_help = "Example:
+  fio --output-format=json+ --output=a1.json job.fio      once for each boot, in turn: a1, b1, a2, b2, ...
+  ringdisk lab import before=a1.json before=a2.json before=a3.json \\
+                      after=b1.json after=b2.json after=b3.json --output RESULT
+
+On fewer than three files of each name nothing is decided.")]
     Import {
         /// NAME=FILE, several for one name if it was measured several times
         #[arg(required = true, value_name = "NAME=FILE")]
@@ -118,7 +140,7 @@ enum Accel {
   ringdisk lab compare ringdisk qemu host --disk /dev/vg0/test --profile database
 
 Configurations: ringdisk, qemu (one IOThread), qemu-plain (none), qemu-mapping (4 IOThreads), qemu-storage-daemon,
-virtio-scsi, ide. The first is what the others are compared with.")]
+virtio-scsi, ide, stock (what QEMU does if nothing is set), host (no guest). The first is what the others are compared with.")]
 struct Compare {
     /// Two or more configurations
     #[arg(required = true, num_args = 2..)]

@@ -19,6 +19,8 @@ use crate::window::Point;
 pub const JOURNAL: &str = "journal.jsonl";
 /// Format of the lines.
 const VERSION: u32 = 1;
+/// Most points of a sample over time.
+const SERIES_MAX: usize = 100_000;
 /// Largest journal that is read: hundreds of thousands of cells.
 const BYTES_MAX: u64 = 4 << 30;
 
@@ -36,6 +38,28 @@ pub enum Record {
     Ceiling(Ceiling),
     /// The rates of an open loop were found.
     Rates(Rates),
+}
+
+impl Record {
+    /// Whether its figures are such as can be measured: what reads them counts on it.
+    fn is_sound(&self) -> bool {
+        let usual = |value: f64| (0.0..1e15).contains(&value);
+        match self {
+            Record::Plan(_) => true,
+            Record::Boot(boot) => usual(boot.boot_s),
+            Record::Cell(cell) => {
+                usual(cell.took_s) && cell.sample.as_ref().is_none_or(Sample::is_sound)
+            }
+            Record::Ceiling(ceiling) => usual(ceiling.iops) && usual(ceiling.mean_ns),
+            Record::Rates(found) => {
+                let rate = |rate: &u32| (1..=100_000_000).contains(rate);
+                usual(found.took_s)
+                    && found.rates.len() <= RATES_MAX
+                    && found.rates.is_sorted_by(|a, b| a < b)
+                    && found.rates.iter().all(rate)
+            }
+        }
+    }
 }
 
 /// What all of a result has in common.
@@ -127,6 +151,19 @@ pub struct Sample {
 }
 
 impl Sample {
+    fn is_sound(&self) -> bool {
+        let usual = |value: f64| (0.0..1e15).contains(&value);
+        let own = [self.iops, self.bytes_per_s, self.mean_ns, self.window_s];
+        let costs = [self.cpu_us, self.switches, self.exits];
+        own.into_iter().all(usual)
+            && costs.into_iter().flatten().all(usual)
+            && self.series.len() <= SERIES_MAX
+            && self
+                .series
+                .iter()
+                .all(|point| usual(point.at_s) && usual(point.iops))
+    }
+
     /// A latency in microseconds that `share` of the requests do not exceed.
     pub fn percentile_us(&self, share: f64) -> f64 {
         self.latencies.percentile(share).unwrap_or(0) as f64 / 1000.0
@@ -220,16 +257,13 @@ impl Journal {
         };
         for (number, line) in lines {
             match serde_json::from_str(line) {
+                Ok(record) if !record.is_sound() => {
+                    bail!("line {}: nothing that can be measured", number + 1)
+                }
                 Ok(Record::Boot(boot)) => journal.boots.push(boot),
                 Ok(Record::Cell(cell)) => journal.cells.push(cell),
                 Ok(Record::Ceiling(ceiling)) => journal.ceilings.push(ceiling),
                 Ok(Record::Rates(found)) => {
-                    let usual = |rate: &u32| (1..=100_000_000).contains(rate);
-                    ensure!(
-                        found.rates.len() <= RATES_MAX && found.rates.iter().all(usual),
-                        "line {}: these are no rates",
-                        number + 1
-                    );
                     journal.plan = journal.plan.with_rates(&found.workload, &found.rates);
                     journal.searched_s += found.took_s;
                 }
@@ -398,6 +432,11 @@ mod tests {
         assert!(error(&format!("{first}\n{first}\n")).contains("second plan"));
         assert!(error("").contains("line 1"));
         assert!(error(&first.replace("\"version\":1", "\"version\":9")).contains("version 9"));
+        let cell = serde_json::to_string(&cell("load")).unwrap();
+        let odd = cell.replace("\"took_s\":0.0", "\"took_s\":-1.0");
+        assert!(error(&format!("{first}\n{odd}\n")).contains("line 2: nothing"));
+        let rates = "{\"what\":\"rates\",\"workload\":\"x\",\"rates\":[2,1],\"took_s\":1}";
+        assert!(error(&format!("{first}\n{rates}\n")).contains("line 2: nothing"));
         assert!(error(&first.replace("queues", "quues")).contains("queues"));
     }
 

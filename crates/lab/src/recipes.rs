@@ -113,6 +113,46 @@ mod tests {
         }
     }
 
+    /// Whatever could be measured: each published figure has its verdict, and why.
+    #[test]
+    fn recipes_end_with_a_verdict_on_each_claim() {
+        for (name, text) in RECIPES {
+            let plan = Plan::parse(Path::new("recipe"), text).unwrap();
+            let missing = |case: &crate::plan::Case| (case.name.clone(), "is not here".to_owned());
+            for left_out in [
+                Default::default(),
+                plan.cases[1..].iter().map(missing).collect(),
+            ] {
+                let header = crate::journal::Header {
+                    version: 1,
+                    file: "recipe.toml".into(),
+                    plan: text.into(),
+                    seed: 1,
+                    started_ms: 0,
+                    facts: Default::default(),
+                    left_out,
+                };
+                let all_left_out = !header.left_out.is_empty();
+                let line = serde_json::to_string(&crate::journal::Record::Plan(header)).unwrap();
+                let journal = crate::journal::Journal::parse(&line).unwrap();
+                let text = crate::report::text(&crate::analysis::Analysis::of(&journal));
+                for claim in &plan.claims {
+                    let start = format!("published ({}): {}: ", claim.source, claim.figure);
+                    let line = text.lines().find_map(|line| line.strip_prefix(&start));
+                    let line = line.unwrap_or_else(|| panic!("{name}: {start} in {text}"));
+                    let wanted = match claim.untestable.is_none() && !all_left_out {
+                        true => "undecided (",
+                        false => "cannot be tested here (",
+                    };
+                    assert!(
+                        line.starts_with(wanted) && line.ends_with(')'),
+                        "{name}: {line}"
+                    );
+                }
+            }
+        }
+    }
+
     #[test]
     fn configurations_of_the_command_line_are_plans() {
         let names: Vec<String> = CONFIGURATIONS

@@ -25,17 +25,24 @@ pub const HTML: &str = "report.html";
 /// They cannot be written.
 pub fn write(analysis: &Analysis, folder: &Path) -> Result<Option<PathBuf>> {
     fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
-    let pretty = |value| serde_json::to_string_pretty(&value).map(|text| text + "\n");
-    let files = [
-        (HTML, html::page(analysis)),
-        ("cells.csv", tables::cells_csv(analysis)),
-        ("result.json", pretty(tables::result_json(analysis))?),
-    ];
-    for (name, text) in files {
+    for (name, text) in files(analysis)? {
         let path = folder.join(name);
         fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
     }
     measured::write(analysis, folder)
+}
+
+/// The page and the tables, with their names.
+///
+/// # Errors
+/// None that anybody has seen: they are text.
+pub fn files(analysis: &Analysis) -> Result<[(&'static str, String); 3]> {
+    let pretty = |value| serde_json::to_string_pretty(&value).map(|text| text + "\n");
+    Ok([
+        (HTML, html::page(analysis)),
+        ("cells.csv", tables::cells_csv(analysis)),
+        ("result.json", pretty(tables::result_json(analysis))?),
+    ])
 }
 
 /// For a terminal: the answer, and the comparisons.

@@ -10,13 +10,14 @@ mod validity;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
-use crate::analysis::Analysis;
+use crate::analysis::{Analysis, Outcome};
 use crate::guest::{Accel, Kernel, Stop, accel, version, write_initramfs};
 use crate::host::{Cost, Facts, facts, now_ms};
 use crate::journal::{BootRecord, Ceiling, Cell, Header, Journal, Rates, Record, Sample, Writer};
@@ -89,6 +90,13 @@ pub fn run(
             left_out
                 .iter()
                 .map(|(case, why)| format!("  {case}: {why}"))
+                .chain(plan.claims.iter().map(|claim| format!(
+                    "  published ({}): {}: {} ({})",
+                    claim.source,
+                    claim.figure,
+                    Outcome::Untestable,
+                    claim.untestable.as_deref().unwrap_or("see above")
+                )))
                 .collect::<Vec<_>>()
                 .join("\n")
         );
@@ -215,9 +223,35 @@ struct Runtime(PathBuf);
 
 impl Runtime {
     fn new() -> Result<Runtime> {
-        let folder = std::env::temp_dir().join(format!("ringdisk-lab-{}", std::process::id()));
-        fs::create_dir_all(&folder).with_context(|| format!("making {}", folder.display()))?;
-        Ok(Runtime(folder))
+        let parent = std::env::temp_dir();
+        sweep(&parent);
+        let name = |try_: u32| format!("{RUNTIME}{}-{try_}", std::process::id());
+        // A folder of somebody else's is not used: sockets in it would be theirs.
+        for folder in (0..100).map(|try_| parent.join(name(try_))) {
+            match fs::DirBuilder::new().mode(0o700).create(&folder) {
+                Ok(()) => return Ok(Runtime(folder)),
+                Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
+                Err(e) => return Err(e).with_context(|| format!("making {}", folder.display())),
+            }
+        }
+        bail!("{} is full of folders {RUNTIME}*", parent.display())
+    }
+}
+
+/// What such folders are called, before the process that made them.
+const RUNTIME: &str = "ringdisk-lab-";
+
+/// Removes what runs that were killed have left: an initramfs is 90 MB. What belongs to others cannot be removed.
+fn sweep(parent: &Path) {
+    for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let maker = name
+            .to_str()
+            .and_then(|name| name.strip_prefix(RUNTIME)?.split_once('-'))
+            .and_then(|(maker, _)| maker.parse::<u32>().ok());
+        if maker.is_some_and(|maker| !Path::new(&format!("/proc/{maker}")).exists()) {
+            let _ = fs::remove_dir_all(entry.path());
+        }
     }
 }
 

@@ -186,7 +186,7 @@ impl Setup {
                     "-initrd".into(),
                     initramfs.display().to_string(),
                     "-append".into(),
-                    "console=ttyS0 panic=-1 mitigations=off quiet loglevel=5".into(),
+                    "console=ttyS0 panic=-1 mitigations=off no_timer_check quiet loglevel=5".into(),
                     "-device".into(),
                     "virtio-serial-pci,id=serial,addr=0x3".into(),
                     "-chardev".into(),
@@ -583,5 +583,12 @@ fn last_words(folder: &Path) -> String {
             format!("\n{name}:\n{text}")
         }
     };
-    format!("{}{}", log("qemu.log", 8), log("console.log", 12))
+    let console = log("console.log", 12);
+    // What a panic is about stands above the trace that it ends with.
+    let panic = tail(&folder.join("console.log"), 200)
+        .lines()
+        .rfind(|line| line.contains("Kernel panic"))
+        .filter(|line| !console.contains(line))
+        .map_or_else(String::new, |line| format!("\n{line}"));
+    format!("{}{panic}{console}", log("qemu.log", 8))
 }

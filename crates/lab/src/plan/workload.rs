@@ -413,9 +413,12 @@ mod tests {
         let mut load = Workload::default();
         load.set("rate", "auto").unwrap();
         let named = load.clone().named();
-        assert_eq!(named.name, "randread 4k, depth 1, rate auto");
+        assert_eq!(
+            named.name,
+            "randread 4k, depth 1, rate auto, arrival linear"
+        );
         let found = named.at_rate(500);
-        assert_eq!(found.name, "randread 4k, depth 1, rate 500");
+        assert_eq!(found.name, "randread 4k, depth 1, rate 500, arrival linear");
         assert_eq!((found.get("rate").as_str(), found.search), ("500", false));
         load.name = "mine".into();
         assert_eq!(load.at_rate(7).name, "mine, rate 7");

@@ -77,16 +77,35 @@ pub fn advice(analysis: &Analysis) -> Advice {
     let mut costs = vec![cpu_cost(analysis, best)];
     costs.extend(durability(&first.settings, &case.settings));
     costs.push("Devices and threads change with a stop and a start of the VM, not with a reboot of the guest.".into());
+    let besides = besides(&first.settings, &case.settings);
+    let commented = |patch: String, before: &str, after: &str| match besides.is_empty() {
+        true => patch,
+        false => format!("{before}and of the VM: {besides}{after}\n{patch}"),
+    };
     let patches = vec![
-        ("QEMU", qemu(&case.settings)),
-        ("libvirt", libvirt(&case.settings)),
-        ("Proxmox VE", proxmox(&case.settings)),
+        ("QEMU", commented(qemu(&case.settings), "# ", "")),
+        (
+            "libvirt",
+            commented(libvirt(&case.settings), "<!-- ", " -->"),
+        ),
+        ("Proxmox VE", commented(proxmox(&case.settings), "# ", "")),
     ];
     Advice {
         sentence,
         costs,
         patches,
     }
+}
+
+/// What else changed, which is not the disk's.
+fn besides(before: &Settings, after: &Settings) -> String {
+    let changed = before.differences(after);
+    let words: Vec<String> = crate::plan::settings::OF_GUESTS
+        .into_iter()
+        .filter(|key| *key != "guests" && changed.contains(key))
+        .map(|key| format!("{key}={}", after.get(key)))
+        .collect();
+    words.join(", ")
 }
 
 fn cpu_cost(analysis: &Analysis, best: usize) -> String {
@@ -174,13 +193,23 @@ fn qemu(settings: &Settings) -> String {
     let size = settings
         .queue_size
         .map_or_else(String::new, |size| format!(",queue-size={size}"));
-    let blockdev = format!(
-        "-blockdev driver={},node-name=disk0,file.driver=file,file.filename={},{cache},file.{}{}",
-        settings.format,
-        disk_of(settings),
-        cache.replace(",", ",file."),
-        aio.replace(",aio", ",file.aio"),
-    );
+    let blockdev = match &settings.backing {
+        Backing::Rbd(image) => {
+            let (pool, image) = image.split_once('/').unwrap_or((image, ""));
+            format!("-blockdev driver=rbd,node-name=disk0,pool={pool},image={image},{cache}")
+        }
+        backing => format!(
+            "-blockdev driver={},node-name=disk0,file.driver={},file.filename={},{cache},file.{}{}",
+            settings.format,
+            match backing {
+                Backing::Path(path) if path.starts_with("/dev") => "host_device",
+                _ => "file",
+            },
+            disk_of(settings),
+            cache.replace(',', ",file."),
+            aio.replace(",aio", ",file.aio"),
+        ),
+    };
     match settings.device {
         Device::VhostUserBlk => format!(
             "{}\n\n-object memory-backend-memfd,id=mem,size=MEMORY,share=on -machine {},memory-backend=mem \\\n-chardev socket,id=disk0,path={SOCKET} \\\n-device vhost-user-blk-pci,chardev=disk0,num-queues={}{size}",
@@ -189,7 +218,7 @@ fn qemu(settings: &Settings) -> String {
             settings.queues.unwrap_or(settings.vcpus)
         ),
         Device::VirtioScsi => format!(
-            "{}{blockdev} \\\n-device virtio-scsi-pci,id=scsi0{} \\\n-device scsi-hd,bus=scsi0.0,drive=disk0",
+            "{}{blockdev} \\\n-device virtio-scsi-pci,id=scsi0{}{} \\\n-device scsi-hd,bus=scsi0.0,drive=disk0",
             if settings.iothread == IoThread::Off {
                 ""
             } else {
@@ -200,6 +229,7 @@ fn qemu(settings: &Settings) -> String {
             } else {
                 ",iothread=io0"
             },
+            queues.replace("num-queues", "num_queues"),
         ),
         Device::Ide => format!("{blockdev} \\\n-device ide-hd,drive=disk0"),
         Device::VirtioBlk | Device::Host => match settings.iothread {

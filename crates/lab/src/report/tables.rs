@@ -58,6 +58,16 @@ fn quoted(text: &str) -> String {
     }
 }
 
+fn recommendation(analysis: &Analysis) -> Value {
+    let advice = super::advice::advice(analysis);
+    let patches: serde_json::Map<String, Value> = advice
+        .patches
+        .into_iter()
+        .map(|(whom, patch)| (whom.to_owned(), patch.into()))
+        .collect();
+    json!({ "sentence": advice.sentence, "costs": advice.costs, "patches": patches })
+}
+
 /// All that was found.
 pub fn result_json(analysis: &Analysis) -> Value {
     let plan = analysis.plan();
@@ -104,7 +114,7 @@ pub fn result_json(analysis: &Analysis) -> Value {
         "format": "ringdisk-lab-1", "name": plan.name, "title": plan.title, "seed": analysis.journal.header.seed,
         "facts": analysis.journal.header.facts, "left-out": analysis.journal.header.left_out,
         "margin-percent": plan.margin * 100.0, "noise-percent": analysis.noise().map(|noise| noise * 100.0),
-        "cells": cells, "contrasts": contrasts, "claims": claims,
+        "cells": cells, "contrasts": contrasts, "claims": claims, "recommendation": recommendation(analysis),
     })
 }
 

@@ -25,18 +25,19 @@ pub fn of_guest(
     stop: &Stop,
 ) -> Result<Effective> {
     let mut script = crate::fio::FIND_DISK.to_owned();
-    for disk in disks {
+    let quoted = |disk: &String| disk.replace('\'', "'\\''");
+    for disk in disks.iter().map(quoted) {
         script += &format!("d=$(disk '{disk}') || exit 9\nb=${{d##*/}}\n");
         if settings.scheduler != Scheduler::Default {
             script += &format!(
-                "echo {} >/sys/block/$b/queue/scheduler || exit 9\n",
+                "echo {} >/sys/block/\"$b\"/queue/scheduler || exit 9\n",
                 settings.scheduler
             );
         }
     }
     script += &format!(
         "d=$(disk '{}')\nb=${{d##*/}}\n",
-        disks.first().map_or("", String::as_str)
+        disks.first().map_or_else(String::new, quoted)
     );
     script += ASK;
     let answer = shell.run(&script, Duration::from_secs(120), stop)?;
@@ -64,16 +65,17 @@ pub fn of_guest(
 }
 
 const ASK: &str = r#"
-q=/sys/block/$b/queue
-read_one() { [ -f "$2" ] && echo "$1=$(cat $2)"; }
-echo "driver=$(basename $(readlink -f /sys/block/$b/device/driver) 2>/dev/null)"
-echo "queues=$(ls -d /sys/block/$b/mq/* 2>/dev/null | wc -l)"
-read_one scheduler $q/scheduler
-read_one requests $q/nr_requests
-read_one "logical block" $q/logical_block_size
-read_one "guest write cache" $q/write_cache
-read_one rotational $q/rotational
-read_one "largest request KiB" $q/max_sectors_kb
+b=/sys/block/"$b"
+q=$b/queue
+read_one() { [ -f "$2" ] && echo "$1=$(cat "$2")"; }
+echo "driver=$(basename $(readlink -f "$b"/device/driver) 2>/dev/null)"
+echo "queues=$(ls -d "$b"/mq/* 2>/dev/null | wc -l)"
+read_one scheduler "$q"/scheduler
+read_one requests "$q"/nr_requests
+read_one "logical block" "$q"/logical_block_size
+read_one "guest write cache" "$q"/write_cache
+read_one rotational "$q"/rotational
+read_one "largest request KiB" "$q"/max_sectors_kb
 echo "guest kernel=$(uname -r)"
 echo "guest cpus=$(nproc)"
 echo "guest fio=$(fio --version 2>/dev/null)"

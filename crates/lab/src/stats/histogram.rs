@@ -179,7 +179,9 @@ mod tests {
         assert_eq!(fio_bin(u64::MAX), BINS - 1);
         let mut histogram = Histogram::default();
         let mut counted = Bins::default();
-        [1, 1, 300, 70_000].map(|latency| counted.add(latency));
+        for latency in [1, 1, 300, 70_000] {
+            counted.add(latency);
+        }
         counted.move_to(&mut histogram);
         counted.move_to(&mut histogram);
         assert_eq!(

@@ -1,0 +1,277 @@
+//! What goes wrong in a cell is that cell's matter, with the last words of whoever failed; and a run that ends early
+//! leaves what it has measured.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::{Bench, errors, have, have_guests, said, spawn, succeed, wait_for, write_program};
+use rustix::process::{Pid, Signal, kill_process};
+
+const ON_HOST: &str = "guest = 'none'\nblocks = 2\n[storage]\nsize = '16M'\n[config]\ncache = ['writeback', 'none']\n\
+    [fio]\nrw = 'randread'\nruntime = '1s'\nramp = '0s'\n";
+
+fn kill(pid: u32, signal: Signal) {
+    let pid = Pid::from_raw(pid as i32).unwrap();
+    kill_process(pid, signal).unwrap();
+}
+
+/// Children of a process whose command line has this word.
+fn children(parent: u32, word: &str) -> Vec<u32> {
+    let all = fs::read_dir("/proc").unwrap().flatten();
+    let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let is_it = |pid: &u32| {
+        let read = |name: &str| fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
+        let stat = String::from_utf8_lossy(&read("stat")).into_owned();
+        let behind = stat.rsplit(')').next().unwrap_or_default().to_owned();
+        let of = behind
+            .split_whitespace()
+            .nth(1)
+            .and_then(|p| p.parse().ok());
+        of == Some(parent) && String::from_utf8_lossy(&read("cmdline")).contains(word)
+    };
+    pids.filter(is_it).collect()
+}
+
+#[test]
+fn a_qemu_that_is_killed_is_one_cell_with_its_words() {
+    if !have_guests("a_qemu_that_is_killed_is_one_cell_with_its_words") {
+        return;
+    }
+    let bench = Bench::new(
+        "blocks = 1\n[storage]\nsize = '16M'\n[fio]\nrw = 'randread'\nruntime = '4s'\nramp = '0s'\n",
+    );
+    let lab = spawn(&mut bench.run());
+    // Once what is in force is journaled, the load begins.
+    wait_for("a guest", || bench.lines("boot") > 0);
+    let qemu = children(lab.id(), "ringdisk-lab");
+    assert_eq!(qemu.len(), 1, "{qemu:?}");
+    kill(qemu[0], Signal::KILL);
+    let output = lab.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    let journal = bench.journal();
+    assert_eq!(journal.cells.len(), 2);
+    let errors = errors(&journal.cells);
+    assert_eq!(errors.len(), 1, "the other one was measured");
+    assert!(
+        errors[0].contains("QEMU ended") && errors[0].contains("signal: 9"),
+        "{}",
+        errors[0]
+    );
+    bench.assert_report(2);
+    // Its logs are kept.
+    let kept = fs::read_dir(bench.path("result/failed")).unwrap().count();
+    assert_eq!(kept, 1);
+}
+
+#[test]
+fn a_guest_that_does_not_boot_is_a_cell_with_the_consoles_last_lines() {
+    if !have_guests("a_guest_that_does_not_boot_is_a_cell_with_the_consoles_last_lines") {
+        return;
+    }
+    let bench = Bench::new("");
+    let broken = bench.path("broken-qemu");
+    // A kernel that is told to start what is not there.
+    write_program(
+        &broken,
+        "#!/bin/sh\nexec qemu-system-x86_64 \"$@\" -append 'console=ttyS0 panic=-1 rdinit=/nowhere root=/dev/none'\n",
+    );
+    let plan = format!(
+        "blocks = 1\n[storage]\nsize = '16M'\n[[case]]\nname = 'host'\ndevice = 'host'\n\
+         [[case]]\nname = 'broken'\nqemu = '{}'\n[fio]\nrw = 'randread'\nruntime = '1s'\nramp = '0s'\n",
+        broken.display()
+    );
+    fs::write(bench.path("plan.toml"), plan).unwrap();
+    let said = succeed(&mut bench.run());
+    let journal = bench.journal();
+    let errors = errors(&journal.cells);
+    assert_eq!((journal.cells.len(), errors.len()), (3, 1), "{said}");
+    assert!(
+        errors[0].contains("console.log:") && errors[0].contains("Kernel panic"),
+        "{}",
+        errors[0]
+    );
+    bench.assert_report(3);
+}
+
+/// On the host and in a guest, which gets the host's fio.
+#[test]
+fn a_fio_that_dies_is_a_cell_with_its_last_lines() {
+    if !have_guests("a_fio_that_dies_is_a_cell_with_its_last_lines") {
+        return;
+    }
+    let bench = Bench::new(
+        "blocks = 1\n[storage]\nsize = '16M'\n[[case]]\nname = 'host'\ndevice = 'host'\n[[case]]\nname = 'guest'\n\
+         [fio]\nrw = 'randread'\nruntime = '1s'\nramp = '0s'\n",
+    );
+    let programs = bench.path("bin");
+    fs::create_dir(&programs).unwrap();
+    write_program(
+        &programs.join("fio"),
+        "#!/bin/busybox sh\n[ \"$1\" != --version ] || { echo fio-3.0; exit; }\n\
+         echo 'fio: its last line'\nkill -9 $$\n",
+    );
+    let path = std::env::var("PATH").unwrap();
+    let path = format!("{}:{path}", programs.display());
+    let output = bench.run().env("PATH", path).output().unwrap();
+    let said = said(&output);
+    assert_eq!(
+        output.status.code(),
+        Some(1),
+        "nothing was measured: {said}"
+    );
+    assert!(said.contains("no cell was measured"), "{said}");
+    let errors = errors(&bench.journal().cells);
+    assert_eq!(errors.len(), 3, "{errors:?}");
+    for error in errors {
+        assert!(
+            error.contains("fio failed with status 137") && error.contains("its last line"),
+            "{error}"
+        );
+    }
+    bench.assert_report(3);
+}
+
+/// A small file system of one's own; `None` without the right to mount.
+struct Small(PathBuf);
+
+impl Small {
+    fn mount(at: PathBuf, size: &str) -> Option<Self> {
+        fs::create_dir(&at).unwrap();
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", &format!("size={size}"), "small"]);
+        let mounted = mount.arg(&at).output();
+        if !mounted.is_ok_and(|output| output.status.success()) {
+            println!("skipped: a full disk: a file system cannot be mounted here");
+            return None;
+        }
+        Some(Self(at))
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn a_full_disk_is_a_cell_and_a_full_journal_goes_on_later() {
+    if !have(
+        "a_full_disk_is_a_cell_and_a_full_journal_goes_on_later",
+        &["fio"],
+    ) {
+        return;
+    }
+    let bench = Bench::new("");
+    let Some(small) = Small::mount(bench.path("small"), "300M") else {
+        return;
+    };
+    // One disk fits with the reserve of 256 MiB that the lab leaves, and a second does not.
+    let plan = format!(
+        "guest = 'none'\nblocks = 1\n[storage]\nsize = '24M'\ndirectory = '{}'\n[config]\nvolumes = [1, 2]\n\
+         cache = 'writeback'\n[fio]\nrw = 'randread'\nruntime = '1s'\nramp = '0s'\n",
+        small.0.display()
+    );
+    fs::write(bench.path("plan.toml"), plan).unwrap();
+    let said_first = succeed(&mut bench.run());
+    let journal = bench.journal();
+    let found = errors(&journal.cells);
+    assert_eq!((journal.cells.len(), found.len()), (3, 1), "{said_first}");
+    assert!(found[0].contains("MiB free"), "{}", found[0]);
+    bench.assert_report(3);
+
+    // The journal's own disk fills up while the run is under way.
+    fs::write(
+        bench.path("plan.toml"),
+        ON_HOST.replace(
+            "[storage]",
+            &format!("[storage]\ndirectory = '{}'", bench.path("disks").display()),
+        ),
+    )
+    .unwrap();
+    let output = small.0.join("result");
+    let run = |resume: bool| {
+        let mut command = bench.lab("run");
+        command
+            .arg(bench.path("plan.toml"))
+            .arg("--output")
+            .arg(&output);
+        command.args(resume.then_some("--resume"));
+        command
+    };
+    let lab = spawn(&mut run(false));
+    let journal = output.join("journal.jsonl");
+    wait_for("a cell", || {
+        let text = fs::read_to_string(&journal).unwrap_or_default();
+        text.contains("\"what\":\"cell\"") && text.ends_with('\n')
+    });
+    let filler = small.0.join("filler");
+    fill(&filler);
+    let ended = lab.wait_with_output().unwrap();
+    let said_full = said(&ended);
+    assert_eq!(ended.status.code(), Some(1), "{said_full}");
+    assert!(said_full.contains("go on with --resume"), "{said_full}");
+    fs::remove_file(&filler).unwrap();
+    succeed(&mut run(true));
+    let whole = lab::journal::Journal::read(&output).unwrap();
+    assert_eq!(errors(&whole.cells), Vec::<String>::new());
+    assert_eq!(whole.cells.len(), 6);
+}
+
+/// Writes a file until nothing more goes onto its disk.
+fn fill(path: &Path) {
+    use std::io::Write;
+    let mut file = fs::File::create(path).unwrap();
+    while file.write(&[1; 512]).is_ok_and(|written| written > 0) {}
+}
+
+#[test]
+fn a_run_that_is_killed_goes_on() {
+    if !have("a_run_that_is_killed_goes_on", &["fio"]) {
+        return;
+    }
+    let bench = Bench::new(ON_HOST);
+    let lab = spawn(&mut bench.run());
+    wait_for("two cells", || bench.lines("cell") >= 2);
+    kill(lab.id(), Signal::KILL);
+    let output = lab.wait_with_output().unwrap();
+    assert!(!output.status.success());
+    let before = bench.journal().cells.len();
+    assert!((2..6).contains(&before), "{before}");
+    let refused = bench.run().output().unwrap();
+    assert!(!refused.status.success() && said(&refused).contains("--resume"));
+
+    succeed(bench.run().arg("--resume"));
+    let cells = bench.journal().cells;
+    assert_eq!(errors(&cells), Vec::<String>::new());
+    let mut names: Vec<_> = cells
+        .iter()
+        .map(|cell| (cell.block, cell.case.clone(), cell.twin))
+        .collect();
+    names.sort();
+    names.dedup();
+    assert_eq!((names.len(), cells.len()), (6, 6), "each once");
+    bench.assert_report(6);
+}
+
+#[test]
+fn an_interrupted_run_leaves_a_report() {
+    if !have("an_interrupted_run_leaves_a_report", &["fio"]) {
+        return;
+    }
+    let bench = Bench::new(&ON_HOST.replace("'1s'", "'2s'"));
+    let lab = spawn(&mut bench.run());
+    wait_for("a cell", || bench.lines("cell") >= 1);
+    kill(lab.id(), Signal::INT);
+    let output = lab.wait_with_output().unwrap();
+    let said = said(&output);
+    assert_eq!(output.status.code(), Some(130), "{said}");
+    assert!(said.contains("--resume --output"), "{said}");
+    let cells = bench.journal().cells.len();
+    assert!((1..6).contains(&cells), "{cells}");
+    bench.assert_report(cells);
+    assert!(!bench.path("result/disks").exists(), "its disks are gone");
+    succeed(bench.run().arg("--resume"));
+    assert_eq!(bench.journal().cells.len(), 6);
+}

@@ -1,0 +1,142 @@
+//! Servers without guests, and the knee of an open loop.
+
+use std::fs;
+use std::process::Command;
+
+use super::{Bench, errors, have, said, succeed};
+use testkit::server::Server;
+
+#[test]
+fn servers_are_driven_without_a_guest() {
+    if !have(
+        "servers_are_driven_without_a_guest",
+        &["fio", "qemu-storage-daemon"],
+    ) {
+        return;
+    }
+    let bench = Bench::new(
+        "guest = 'none'\nblocks = 1\n[storage]\nsize = '16M'\n\
+         [[case]]\nname = 'host'\ndevice = 'host'\n\
+         [[case]]\nname = 'ringdisk'\ndevice = 'vhost-user-blk'\nqueues = 2\n\
+         [[case]]\nname = 'null'\ndevice = 'vhost-user-blk'\nbacking = 'null'\nvolumes = 2\n\
+         [[case]]\nname = 'qsd'\ndevice = 'vhost-user-blk'\nserver = 'qemu-storage-daemon'\n\
+         [fio]\nruntime = '2s'\nramp = '200ms'\n\
+         [[workload]]\nrw = 'randread'\niodepth = 5\n\
+         [[workload]]\nrw = 'rw'\nbs = '64k'\nnumjobs = 2\n\
+         [[workload]]\nrw = 'randrw'\nrate = 200\narrival = 'poisson'\niodepth = 16\n",
+    );
+    succeed(&mut bench.run());
+    let journal = bench.journal();
+    assert_eq!(errors(&journal.cells), Vec::<String>::new());
+    assert_eq!(journal.cells.len(), 5 * 3);
+    for cell in &journal.cells {
+        let sample = cell.sample.as_ref().unwrap();
+        assert!(
+            sample.iops > 0.0 && sample.latencies.requests() > 0,
+            "{cell:?}"
+        );
+        // What a server costs is known; fio's own time is not the host's cost.
+        assert_eq!(
+            sample.cpu_us.is_some(),
+            cell.case != "host",
+            "{}",
+            cell.case
+        );
+        if cell.workload.contains("rate") {
+            // Of each volume; a busy machine may be behind, nobody is ahead.
+            let offered = if cell.case == "null" { 400.0 } else { 200.0 };
+            assert!(
+                sample.iops < 1.3 * offered,
+                "{}: {}",
+                cell.case,
+                sample.iops
+            );
+        }
+    }
+    let queues = |case: &str| {
+        let boot = journal.boots.iter().find(|boot| boot.case == case).unwrap();
+        boot.effective.get("queues").cloned()
+    };
+    assert_eq!(queues("ringdisk").as_deref(), Some("2"));
+    bench.assert_report(journal.cells.len());
+}
+
+#[test]
+fn what_only_a_guest_has_is_refused_without_one() {
+    for (config, said_of_it) in [
+        ("[[case]]\ndevice = 'virtio-blk'\n", "vhost-user-blk"),
+        ("[[case]]\ndevice = 'vhost-user-blk'\nvcpus = 2\n", "vcpus"),
+        (
+            "[[case]]\ndevice = 'vhost-user-blk'\n[fio]\nfsync = 1\nrw = 'write'\n",
+            "fsync",
+        ),
+        (
+            "[[case]]\ndevice = 'vhost-user-blk'\n[fio]\niodepth = 1000\n",
+            "more queues",
+        ),
+        (
+            "[[case]]\ndevice = 'host'\n[fio]\nrate = 'auto'\n",
+            "iodepth of 8",
+        ),
+    ] {
+        let bench = Bench::new(&format!("guest = 'none'\n{config}"));
+        let output = bench.run().output().unwrap();
+        let said = said(&output);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(
+            said.contains(said_of_it) && said.contains("line "),
+            "{said}"
+        );
+    }
+}
+
+/// A server that is limited to a rate has its knee there, or below on a machine that is too busy for it.
+#[test]
+fn the_knee_of_a_limited_disk_is_found() {
+    let bench = Bench::new("");
+    let socket = bench.path("disk.sock");
+    let disk = format!("file=null:1G,socket={},iops=1000", socket.display());
+    let _server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &[disk]).unwrap();
+    let plan = format!(
+        "guest = 'none'\nblocks = 1\nbudget = '1s'\n[[case]]\nname = 'limited'\ndevice = 'vhost-user-blk'\nserver = '{}'\n\
+         [fio]\nrw = 'randread'\niodepth = 32\nrate = 'auto'\narrival = 'poisson'\nruntime = '2s'\nramp = '0s'\n",
+        socket.display()
+    );
+    fs::write(bench.path("plan.toml"), plan).unwrap();
+    let dry = succeed(bench.run().arg("--dry-run"));
+    assert!(dry.contains("searched for first"), "{dry}");
+    let said = succeed(&mut bench.run());
+    assert!(said.contains("keeps up with about"), "{said}");
+    let journal = bench.journal();
+    let rates: Vec<u32> = journal
+        .plan
+        .workloads
+        .iter()
+        .filter_map(|load| load.rate)
+        .collect();
+    assert!((3..=9).contains(&rates.len()), "{rates:?}");
+    assert!(rates[0] < 300 && *rates.last().unwrap() < 1600, "{rates:?}");
+    assert!(journal.searched_s > 0.0);
+    let measured: Vec<_> = journal
+        .cells
+        .iter()
+        .filter(|c| c.sample.is_some())
+        .collect();
+    assert_eq!(measured.len(), 2 * rates.len(), "the case and its twin");
+    assert!(
+        measured
+            .iter()
+            .all(|c| c.sample.as_ref().unwrap().iops < 1300.0)
+    );
+    let page = fs::read_to_string(bench.path("result/report.html")).unwrap();
+    assert!(page.contains("Knees"), "{page}");
+    let table = fs::read_to_string(bench.path("result/cells.csv")).unwrap();
+    assert!(table.contains(",open,"), "{table}");
+
+    // What was found is found again, not searched for again.
+    let mut again: Command = bench.run();
+    again.arg("--resume");
+    let said = succeed(&mut again);
+    assert!(!said.contains("keeps up with about"), "{said}");
+    assert_eq!(bench.journal().cells.len(), journal.cells.len());
+}
