@@ -218,6 +218,9 @@ fn look(name: &str, plan: &str, charts_min: usize) {
             .unwrap_or(0);
         assert!(charts >= charts_min, "{name}: {title}");
     }
+    if find_program("pdftotext").is_some() {
+        paper(&browser, name, folder.path());
+    }
     if let Some(kept) = std::env::var_os("RINGDISK_LAB_PICTURES") {
         let picture = Path::new(&kept).join(format!("{name}.png"));
         let shot = format!("--screenshot={}", picture.display());
@@ -225,6 +228,27 @@ fn look(name: &str, plan: &str, charts_min: usize) {
             &browser,
             &folder.path().join("report.html"),
             &["--window-size=1280,2600", &shot],
+        );
+    }
+}
+
+/// On paper nothing can be opened with a click: the patches are there, whole.
+fn paper(browser: &Path, name: &str, folder: &Path) {
+    let pdf = folder.join("report.pdf");
+    let print = format!("--print-to-pdf={}", pdf.display());
+    let arguments = [&print, "--no-pdf-header-footer"];
+    browse(browser, &folder.join("report.html"), &arguments);
+    let text = Command::new("pdftotext").arg(&pdf).arg("-").output();
+    let text = String::from_utf8_lossy(&text.unwrap().stdout).into_owned();
+    let result = fs::read_to_string(folder.join("result.json")).unwrap();
+    let result: serde_json::Value = serde_json::from_str(&result).unwrap();
+    let patches = result["recommendation"]["patches"].as_object().unwrap();
+    let plain = |text: &str| text.split_whitespace().collect::<String>();
+    for (whom, patch) in patches {
+        let last = patch.as_str().unwrap().lines().last().unwrap();
+        assert!(
+            plain(&text).contains(&plain(last)),
+            "{name}: {whom}: {last}: {text}"
         );
     }
 }

@@ -25,6 +25,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("e2fsck", "e2fsprogs"),
     ("sfdisk", "fdisk"),
     ("modprobe", "kmod"),
+    ("sshd", "openssh-server"),
     ("virt-xml-validate", "libvirt-clients"),
     ("xmllint", "libxml2-utils"),
 ];

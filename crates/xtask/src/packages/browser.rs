@@ -11,7 +11,7 @@ pub fn ensure() -> Result<()> {
     match find() {
         Some(_) => Ok(()),
         None => {
-            install(&["chromium", "fonts-dejavu-core"])?;
+            install(&["chromium", "fonts-dejavu-core", "poppler-utils"])?;
             find()
                 .map(drop)
                 .context("apt has installed chromium, but it can't be found")
