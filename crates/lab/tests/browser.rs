@@ -243,7 +243,11 @@ fn paper(browser: &Path, name: &str, folder: &Path) {
     let result = fs::read_to_string(folder.join("result.json")).unwrap();
     let result: serde_json::Value = serde_json::from_str(&result).unwrap();
     let patches = result["recommendation"]["patches"].as_object().unwrap();
-    let plain = |text: &str| text.split_whitespace().collect::<String>();
+    // A hyphen where a line is broken is taken for one that the line's end has brought.
+    let plain = |text: &str| {
+        let kept = |c: &char| !c.is_whitespace() && *c != '-';
+        text.chars().filter(kept).collect::<String>()
+    };
     for (whom, patch) in patches {
         let last = patch.as_str().unwrap().lines().last().unwrap();
         assert!(
