@@ -248,7 +248,7 @@ impl Soak {
             format!("--state={}", dir.path().join("state").display()),
         ];
         arguments.extend(disks.iter().map(|disk| disk.argument.clone()));
-        let first = Server::ringdisk(BINARY, &arguments).unwrap();
+        let first = serve(dir.path(), &arguments);
         Self {
             pid: first.pid(),
             dir,
@@ -433,7 +433,7 @@ impl Soak {
         let before = state(&self.list());
         kill_process(Pid::from_raw(self.pid as i32).unwrap(), Signal::KILL).unwrap();
         gone(self.pid);
-        self.first = Server::ringdisk(BINARY, &self.arguments).unwrap();
+        self.first = serve(self.dir.path(), &self.arguments);
         self.disks.iter_mut().for_each(|disk| disk.killed = true);
         self.pid = self.first.pid();
         self.young = None;
@@ -471,6 +471,14 @@ impl Soak {
         let drivers = std::mem::take(&mut self.disks);
         drivers.into_iter().map(|disk| disk.driver.end()).sum()
     }
+}
+
+/// Starts a ringdisk whose journals and other files of its own are in this directory.
+fn serve(directory: &Path, arguments: &[String]) -> Server {
+    let mut command = Command::new(BINARY);
+    command.args(["serve", "--json"]).args(arguments);
+    command.env("RUNTIME_DIRECTORY", directory);
+    Server::ringdisk_command(command).unwrap()
 }
 
 /// Makes a disk.
