@@ -8,6 +8,7 @@ fn booted(plan: &str, boots: &[(&str, &[(&str, &str)])]) -> Journal {
         version: 1,
         file: "p.toml".into(),
         plan: plan.into(),
+        jobs: Default::default(),
         seed: 1,
         started_ms: 0,
         facts: Facts::new(),

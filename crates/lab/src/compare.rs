@@ -185,6 +185,7 @@ mod tests {
             version: 1,
             file: "p.toml".into(),
             plan: "[config]\nqueues = [1, 2]\n".into(),
+            jobs: Default::default(),
             seed: 1,
             started_ms: 0,
             facts: [("fio".to_owned(), "fio-3.33".to_owned())].into(),

@@ -88,6 +88,7 @@ pub fn import(files: &[String], output: &Path) -> Result<()> {
         version: 1,
         file: "imported.toml".into(),
         plan,
+        jobs: Default::default(),
         seed: 0,
         started_ms: now_ms(),
         facts: versions

@@ -71,6 +71,9 @@ pub struct Header {
     pub file: String,
     /// The plan's text.
     pub plan: String,
+    /// The job files that it names, with their texts.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub jobs: BTreeMap<String, String>,
     /// Of the order of runs.
     pub seed: u64,
     /// Milliseconds since 1970.
@@ -244,7 +247,7 @@ impl Journal {
             "this is a journal of version {}; this program knows {VERSION}",
             header.version
         );
-        let plan = Plan::parse(Path::new(&header.file), &header.plan)
+        let plan = Plan::recorded(Path::new(&header.file), &header.plan, &header.jobs)
             .context("the plan in the journal")?;
         let mut journal = Journal {
             header,
@@ -367,6 +370,7 @@ mod tests {
             version: VERSION,
             file: "p.toml".into(),
             plan: "[config]\nqueues = [1, 2]\n".into(),
+            jobs: BTreeMap::new(),
             seed: 1,
             started_ms: 0,
             facts: Facts::new(),

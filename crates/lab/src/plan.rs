@@ -7,6 +7,7 @@ mod values;
 pub mod words;
 pub mod workload;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -64,6 +65,8 @@ pub struct Plan {
     pub claims: Vec<Claim>,
     /// A guest of one's own.
     pub ssh: Option<Ssh>,
+    /// Job files that it names, with their texts.
+    pub jobs: BTreeMap<String, String>,
 }
 
 /// A configuration by its name.
@@ -140,7 +143,22 @@ impl Plan {
     /// # Errors
     /// The first mistake: its line, and the nearest allowed word.
     pub fn parse(file: &std::path::Path, text: &str) -> Result<Plan, PlanError> {
-        parse::plan(file, text)
+        parse::plan(file, text, &|name| parse::read_job(file, name))
+    }
+
+    /// Reads a plan that was recorded with the job files that it names: no file is read.
+    ///
+    /// # Errors
+    /// As [`Plan::parse`].
+    pub fn recorded(
+        file: &std::path::Path,
+        text: &str,
+        jobs: &BTreeMap<String, String>,
+    ) -> Result<Plan, PlanError> {
+        parse::plan(file, text, &|name| {
+            let found = jobs.get(name).cloned();
+            found.ok_or_else(|| format!("the text of {name} was not recorded"))
+        })
     }
 
     /// The plan without these cases, which cannot be measured here. Comparisons with them fall away; in a ladder, the

@@ -127,6 +127,7 @@ mod tests {
                     version: 1,
                     file: "recipe.toml".into(),
                     plan: text.into(),
+                    jobs: Default::default(),
                     seed: 1,
                     started_ms: 0,
                     facts: Default::default(),

@@ -75,7 +75,7 @@ pub fn run(
     let (mut journal, mut writer) = if options.resume {
         let mut journal = Journal::read(&options.folder)?;
         ensure!(
-            journal.header.plan == text,
+            journal.header.plan == text && journal.header.jobs == plan.jobs,
             "{} was made by another plan; run that one, or make a new result",
             options.folder.display()
         );
@@ -104,6 +104,7 @@ pub fn run(
             version: 1,
             file: options.file.display().to_string(),
             plan: text.to_owned(),
+            jobs: plan.jobs.clone(),
             seed,
             started_ms: now_ms(),
             facts: facts.clone(),

@@ -49,6 +49,7 @@ fn result(plan: &str, blocks: u32) -> Journal {
         version: 1,
         file: "plan.toml".into(),
         plan: plan.into(),
+        jobs: BTreeMap::new(),
         seed: 42,
         started_ms: 0,
         facts: [

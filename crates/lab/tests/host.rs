@@ -165,6 +165,10 @@ fn a_fio_that_fails_is_a_cell_with_its_words() {
     )
     .unwrap();
     assert!(!journal.cells.is_empty());
+    // The result is whole without what the plan has named.
+    fs::remove_file(folder.path().join("bad.fio")).unwrap();
+    let read = Journal::read(&folder.path().join("result")).unwrap();
+    assert_eq!(read.cells.len(), journal.cells.len());
     for cell in &journal.cells {
         let error = cell.error.as_deref().unwrap_or_default();
         assert!(

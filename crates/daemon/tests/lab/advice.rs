@@ -22,6 +22,7 @@ fn measured(bench: &Bench, plan: &str) {
         version: 1,
         file: "plan.toml".into(),
         plan: plan.into(),
+        jobs: BTreeMap::new(),
         seed: 1,
         started_ms: 1,
         facts,

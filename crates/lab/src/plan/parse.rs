@@ -1,5 +1,6 @@
 //! Plans in TOML. Every mistake is told with its line.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::Read;
 use std::ops::Range;
@@ -42,15 +43,18 @@ const KEYS: [&str; 16] = [
 const TABLES_MORE: [&str; 2] = ["claim", "ssh"];
 
 /// Reads and checks a plan.
-pub fn plan(file: &Path, text: &str) -> Result<Plan, PlanError> {
-    parse(file, text).map_err(|Mistake { at, problem }| PlanError {
+pub fn plan(file: &Path, text: &str, jobs: Jobs) -> Result<Plan, PlanError> {
+    parse(file, text, jobs).map_err(|Mistake { at, problem }| PlanError {
         file: file.into(),
         line: 1 + text.bytes().take(at).filter(|&byte| byte == b'\n').count(),
         problem,
     })
 }
 
-fn parse(file: &Path, text: &str) -> Parsed<Plan> {
+/// The text of a job file of this name, or why there is none.
+pub type Jobs<'a> = &'a dyn Fn(&str) -> Result<String, String>;
+
+fn parse(file: &Path, text: &str, jobs: Jobs) -> Parsed<Plan> {
     if text.len() as u64 > BYTES_MAX {
         return Err(Mistake::new(
             0..0,
@@ -90,7 +94,7 @@ fn parse(file: &Path, text: &str) -> Parsed<Plan> {
         read_storage(&mut plan, storage)?;
     }
     let explicit = cases(&mut plan, root)?;
-    plan.workloads = workloads(&mut plan, root, file)?;
+    plan.workloads = workloads(&mut plan, root, jobs)?;
     plan.against = compare.unwrap_or(if explicit {
         Against::First
     } else {
@@ -132,6 +136,7 @@ fn empty(file: &Path) -> Plan {
         left_out: Vec::new(),
         claims: Vec::new(),
         ssh: None,
+        jobs: BTreeMap::new(),
     }
 }
 
@@ -261,7 +266,7 @@ fn default_device(guest: GuestKind) -> Device {
 }
 
 /// The loads of `[fio]` and `[[workload]]`.
-fn workloads(plan: &mut Plan, root: &DeTable, file: &Path) -> Parsed<Vec<Workload>> {
+fn workloads(plan: &mut Plan, root: &DeTable, jobs: Jobs) -> Parsed<Vec<Workload>> {
     let common = match table(root, "fio")? {
         Some(table) => entries(table)?,
         None => Vec::new(),
@@ -298,7 +303,8 @@ fn workloads(plan: &mut Plan, root: &DeTable, file: &Path) -> Parsed<Vec<Workloa
                 }
                 "job" => {
                     let name = single(axis)?;
-                    let job = read_job(file, &name).map_err(fail)?;
+                    let job = jobs(&name).map_err(fail)?;
+                    plan.jobs.insert(name.clone(), job.clone());
                     product = vec![Workload {
                         name: name.clone(),
                         job: Some(job),
@@ -581,7 +587,7 @@ fn without_guest(settings: &Settings, loads: &[Workload]) -> Result<(), String> 
 }
 
 /// Reads a job file that lies beside the plan.
-fn read_job(plan: &Path, name: &str) -> Result<String, String> {
+pub fn read_job(plan: &Path, name: &str) -> Result<String, String> {
     let path = plan.parent().unwrap_or(Path::new("")).join(name);
     let fail = |e| format!("{}: {e}", path.display());
     let mut text = String::new();

@@ -1,7 +1,7 @@
 use super::*;
 
 fn read(text: &str) -> Result<Plan, String> {
-    plan(Path::new("my-plan.toml"), text).map_err(|error| error.to_string())
+    Plan::parse(Path::new("my-plan.toml"), text).map_err(|error| error.to_string())
 }
 
 fn names(plan: &Plan) -> Vec<&str> {
@@ -118,9 +118,18 @@ fn a_job_file_is_read_from_beside_the_plan() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("my.fio"), "[a]\nrw=randwrite\n").unwrap();
     let file = folder.path().join("p.toml");
-    let found = plan(&file, "[fio]\njob='my.fio'\n").unwrap();
+    let found = Plan::parse(&file, "[fio]\njob='my.fio'\n").unwrap();
     assert!(found.workloads[0].writes() && found.workloads[0].name == "my.fio");
-    let error = plan(&file, "\n[fio]\njob='none.fio'\n").unwrap_err();
+    let none = Default::default();
+    let recorded = |jobs| Plan::recorded(&file, "[fio]\njob='my.fio'\n", jobs);
+    assert_eq!(recorded(&found.jobs), Ok(found.clone()));
+    assert!(
+        recorded(&none)
+            .unwrap_err()
+            .problem
+            .contains("not recorded")
+    );
+    let error = Plan::parse(&file, "\n[fio]\njob='none.fio'\n").unwrap_err();
     assert_eq!(error.line, 3);
 }
 
@@ -170,7 +179,7 @@ fn a_mistake_is_told_with_its_line_and_the_nearest_word() {
         ),
     ];
     for (text, line, words) in cases {
-        let error = plan(Path::new("p"), text).expect_err(text);
+        let error = Plan::parse(Path::new("p"), text).expect_err(text);
         assert_eq!(error.line, line, "{text}: {error}");
         assert!(error.problem.contains(words), "{text}: {error}");
     }
@@ -189,7 +198,7 @@ fn too_many_combinations_are_a_mistake() {
 proptest::proptest! {
     #[test]
     fn any_text_is_a_plan_or_a_mistake_at_a_line_of_it(text in "(\\[+(config|fio|case|workload|claim|storage|exclude|ssh)\\]+\n|[a-z]{1,8} ?= ?[\"'\\[]?[a-z0-9,%:=/]{0,9}[\"'\\]]?\n|(device|aio|bs|rw|iodepth|job|profile|from|expect|size) = [\"'\\[][a-z0-9-]{0,12}[\"'\\]]\n|\\PC{0,5}){0,12}") {
-        match plan(Path::new("p"), &text) {
+        match Plan::parse(Path::new("p"), &text) {
             Ok(plan) => assert!(!plan.cases.is_empty() && !plan.workloads.is_empty()),
             Err(error) => {
                 assert!(!error.problem.is_empty());
