@@ -121,7 +121,8 @@ impl FileStorage {
 impl Storage for FileStorage {
     fn read_at(&self, at: FileOffset, to: &mut [u8]) -> io::Result<usize> {
         let unit = self.unit();
-        if unit == 1 {
+        let address = to.as_ptr().align_offset(unit);
+        if address == 0 && to.len().is_multiple_of(unit) && at.0.is_multiple_of(unit as u64) {
             return read(&self.file, at.0, to);
         }
         let skip = (at.0 % unit as u64) as usize;

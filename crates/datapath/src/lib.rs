@@ -19,6 +19,7 @@ mod outage;
 
 mod settle;
 
+mod merge;
 mod notify;
 
 mod activity;

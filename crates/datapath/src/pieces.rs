@@ -21,90 +21,16 @@ use crate::clock::now_ns;
 use crate::disk::Disk;
 use crate::fetch::Fetched;
 use crate::local::Local;
+use crate::merge::{Beside, Buffers, Merge, Read};
 use crate::queue::Queue;
 use crate::slot::Redo;
 use crate::slow::{For, Outcome};
 use crate::worker::Worker;
 use crate::zeroes;
 
-/// Largest write that is put together of the guest's bytes and of what stands beside them, in bytes.
-/// Beyond, the copy costs more than a second write.
-const MERGE_MAX: u64 = 256 << 10;
-
 /// Bytes that a thread zeroes of its guests' memory, or looks for zeroes in, in one turn, so that what else it serves waits for
 /// no more than that.
 const ZEROES_PER_TURN: u64 = 1 << 20;
-
-/// What any file accepts as alignment of a buffer.
-const ALIGNMENT: usize = 4096;
-
-/// A write to be: what a cluster gets, with a gap for the guest's bytes.
-pub(crate) struct Merge {
-    /// Where it goes.
-    to: FileOffset,
-    bytes: Vec<u8>,
-    /// Where in `bytes` it begins, aligned.
-    skip: usize,
-    len: usize,
-    /// Where the guest's bytes belong, from `skip` on.
-    gap: usize,
-}
-
-impl Merge {
-    /// Reads what stands beside the guest's bytes; `None` if it is too much to be copied once more.
-    fn new(chain: &Chain, allocation: &Allocation) -> Result<Option<Self>, ImageError> {
-        let fills = || allocation.fills.iter();
-        let (to, data_end) = (allocation.to.0, allocation.to.0 + allocation.len);
-        let start = fills().map(|f| f.to.0).fold(to, u64::min);
-        let end = fills().map(|f| f.to.0 + f.len).fold(data_end, u64::max);
-        let together = fills().map(|f| f.len).sum::<u64>() + allocation.len;
-        if end - start > MERGE_MAX || together != end - start {
-            return Ok(None);
-        }
-        let len = (end - start) as usize;
-        let mut bytes = vec![0; len + ALIGNMENT];
-        let skip = bytes.as_ptr().align_offset(ALIGNMENT);
-        let pin = chain.pins().pin(0);
-        let read = fills().try_for_each(|fill| match fill.from {
-            Some(from) => {
-                let at = skip + (fill.to.0 - start) as usize;
-                chain.read(&pin, from, &mut bytes[at..at + fill.len as usize])
-            }
-            None => Ok(()),
-        });
-        chain.pins().unpin(pin);
-        read.map(|()| {
-            Some(Self {
-                to: FileOffset(start),
-                bytes,
-                skip,
-                len,
-                gap: (to - start) as usize,
-            })
-        })
-    }
-
-    /// Where the guest's bytes belong.
-    fn gap(&mut self, len: u64) -> &mut [u8] {
-        let at = self.skip + self.gap;
-        &mut self.bytes[at..at + len as usize]
-    }
-
-    /// All of it, as an engine wants it.
-    fn segment(&mut self) -> Segment {
-        let bytes = &mut self.bytes[self.skip..self.skip + self.len];
-        Segment {
-            addr: bytes.as_mut_ptr() as usize,
-            len: bytes.len(),
-        }
-    }
-}
-
-impl std::fmt::Debug for Merge {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} bytes to {}", self.len, self.to)
-    }
-}
 
 /// How far a request is.
 pub(crate) struct Piece {
@@ -121,6 +47,8 @@ pub(crate) struct Piece {
     allocation: Option<Allocation>,
     /// What is written for it, if that is more than the guest's bytes.
     merge: Option<Merge>,
+    /// What stands beside these is being read first.
+    pub copying: bool,
     /// Segments of `rest`, once the request turned out to have several pieces.
     segments: Vec<Segment>,
     /// The first of these that is not used up.
@@ -139,6 +67,7 @@ impl Piece {
             pin: None,
             allocation: None,
             merge: None,
+            copying: false,
             segments: Vec::new(),
             first: 0,
             cut: Vec::new(),
@@ -224,7 +153,8 @@ impl<E: Engine> Worker<E> {
             if piece.rest == 0 {
                 return self.moved(number, slot);
             }
-            match next(queue, slot, &self.locals, &mut self.zeroes_left) {
+            let (left, buffers) = (&mut self.zeroes_left, &mut self.merges);
+            match next(queue, slot, &self.locals, left, buffers) {
                 Next::Go => {}
                 Next::Later => return self.zero_later(number, slot),
                 Next::Submit if self.engine.room() == 0 => return self.starve(number, slot),
@@ -289,7 +219,12 @@ impl<E: Engine> Worker<E> {
             return;
         };
         let piece = &mut queue.pieces[usize::from(slot)];
-        piece.merge = None;
+        if std::mem::take(&mut piece.copying) {
+            return self.write_merged(number, slot);
+        }
+        if let Some(merge) = piece.merge.take() {
+            self.merges.give_back(merge);
+        }
         if let Some(allocation) = piece.allocation.take() {
             queue.slots.get(slot).unstable = true;
             let Some(chain) = queue.image.chain().cloned() else {
@@ -307,6 +242,21 @@ impl<E: Engine> Worker<E> {
             }
         }
         self.next_piece(number, slot);
+    }
+
+    /// Has what stands beside the guest's bytes: writes all of it.
+    fn write_merged(&mut self, number: usize, slot: u16) {
+        let Some(queue) = &mut self.queues[number] else {
+            return;
+        };
+        let Some(local) = &self.locals[queue.local] else {
+            return;
+        };
+        join(queue, slot, local.written());
+        match self.engine.room() {
+            0 => self.starve(number, slot),
+            _ => self.submit(number, slot),
+        }
     }
 
     /// Tries to commit again what could not be committed.
@@ -379,21 +329,9 @@ impl<E: Engine> Worker<E> {
                     _ => self.submit(number, slot),
                 }
             }
-            Outcome::Merged(allocation, mut merge) => {
-                whole_or_cut(s, piece, allocation.len);
-                queue
-                    .ring
-                    .copy_from(s.segments(), merge.gap(allocation.len));
-                if let Some(local) = &self.locals[queue.local] {
-                    piece.file = local.written();
-                }
-                (s.at, s.left) = (merge.to, merge.len as u64);
-                s.set_segments(&[merge.segment()]);
+            Outcome::Merged(allocation, merge) => {
                 (piece.allocation, piece.merge) = (Some(allocation), Some(merge));
-                match self.engine.room() {
-                    0 => self.starve(number, slot),
-                    _ => self.submit(number, slot),
-                }
+                self.write_merged(number, slot);
             }
             Outcome::Committed => self.next_piece(number, slot),
             Outcome::Zeroed { done, waiting } => {
@@ -471,14 +409,17 @@ impl<E: Engine> Worker<E> {
 impl Queue {
     /// Gives back what a request has of its image.
     #[inline]
-    pub fn release_piece(&mut self, slot: u16) {
+    pub fn release_piece(&mut self, slot: u16, buffers: &mut Buffers) {
         if let Some(piece) = self.pieces.get_mut(usize::from(slot))
             && let Some(chain) = self.image.chain()
         {
             if let Some(allocation) = piece.allocation.take() {
                 chain.abort(allocation);
             }
-            piece.merge = None;
+            if let Some(merge) = piece.merge.take() {
+                buffers.give_back(merge);
+                piece.copying = false;
+            }
             if let Some(pin) = piece.pin.take() {
                 chain.pins().unpin(pin);
             }
@@ -486,8 +427,29 @@ impl Queue {
     }
 }
 
+/// Puts the guest's bytes to what stands beside them, and makes all of it ready for the engine.
+fn join(queue: &mut Queue, slot: u16, file: FileId) {
+    let (s, piece) = (queue.slots.get(slot), &mut queue.pieces[usize::from(slot)]);
+    let Some(len) = piece.allocation.as_ref().map(|allocation| allocation.len) else {
+        return;
+    };
+    whole_or_cut(s, piece, len);
+    if let Some(merge) = &mut piece.merge {
+        queue.ring.copy_from(s.segments(), merge.gap(len));
+        let (at, segment) = merge.write();
+        s.set_segments(&[segment]);
+        (s.at, s.left, piece.file) = (at, segment.len as u64, file);
+    }
+}
+
 /// Looks up the next piece of a request.
-fn next(queue: &mut Queue, slot: u16, locals: &[Option<Local>], zeroes_left: &mut u64) -> Next {
+fn next(
+    queue: &mut Queue,
+    slot: u16,
+    locals: &[Option<Local>],
+    zeroes_left: &mut u64,
+    buffers: &mut Buffers,
+) -> Next {
     let Queue {
         image,
         ring,
@@ -556,8 +518,19 @@ fn next(queue: &mut Queue, slot: u16, locals: &[Option<Local>], zeroes_left: &mu
                     Next::Submit
                 }
                 Some(allocation) => {
-                    let chain = chain.clone();
-                    slow(disk, move || fill(&chain, allocation))
+                    let planned = Merge::plan(chain, pin, &allocation, *alignment, buffers);
+                    let Some((merge, beside)) = planned else {
+                        let chain = chain.clone();
+                        return slow(disk, move || fill(&chain, allocation));
+                    };
+                    (piece.allocation, piece.merge) = (Some(allocation), Some(merge));
+                    match beside {
+                        Beside::Zeroes => join(queue, slot, local.written()),
+                        Beside::Bytes(read) => {
+                            copy(s, piece, local.files[usize::from(read.file.0)], read);
+                        }
+                    }
+                    Next::Submit
                 }
                 None => {
                     let chain = chain.clone();
@@ -641,6 +614,17 @@ fn begin(s: &mut crate::slot::Slot, piece: &mut Piece, file: FileId, at: FileOff
     (s.at, s.left, piece.file) = (at, len, file);
 }
 
+/// Makes a read of what stands beside a piece ready for the engine.
+fn copy(s: &mut crate::slot::Slot, piece: &mut Piece, file: FileId, read: Read) {
+    if piece.segments.is_empty() {
+        // The guest's, for later.
+        piece.segments.extend_from_slice(s.segments());
+    }
+    s.set_segments(&[read.to]);
+    (s.at, s.left, piece.file) = (read.at, read.len, file);
+    piece.copying = true;
+}
+
 /// So many of `len` bytes of zeroes are written now.
 fn zeroes_now(len: u64, left: &mut u64) -> u64 {
     let now = len.min(*left);
@@ -692,7 +676,7 @@ fn fill(chain: &Chain, allocation: Allocation) -> Result<Outcome, ImageError> {
     if allocation.fills.is_empty() {
         return Ok(Outcome::Prepared(allocation));
     }
-    match Merge::new(chain, &allocation) {
+    match Merge::read(chain, &allocation) {
         Ok(Some(merge)) => Ok(Outcome::Merged(allocation, merge)),
         Ok(None) => chain.fill(allocation).map(Outcome::Prepared),
         Err(e) => {

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use image::{Allocation, Waiting};
 
-use crate::pieces::Merge;
+use crate::merge::Merge;
 use crate::thread::Wake;
 
 /// Threads of one I/O thread, started as they are needed: as many reads as keep a disk busy.

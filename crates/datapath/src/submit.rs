@@ -16,9 +16,12 @@ impl<E: Engine> Worker<E> {
             return;
         };
         let disk = &queue.disk;
-        let file = match queue.file {
-            Some(file) => file,
-            None => queue.pieces[usize::from(slot)].file,
+        let (file, copying) = match queue.file {
+            Some(file) => (file, false),
+            None => {
+                let piece = &queue.pieces[usize::from(slot)];
+                (piece.file, piece.copying)
+            }
         };
         let stable = disk.writes_are_stable();
         let s = queue.slots.get(slot);
@@ -54,6 +57,7 @@ impl<E: Engine> Worker<E> {
         };
         let op = match s.request {
             _ if settling => Op::Flush,
+            Request::Write { .. } if copying => Op::Read { at, to: segments },
             Request::Read { .. } => Op::Read { at, to: segments },
             Request::Write { .. } => Op::Write {
                 at,

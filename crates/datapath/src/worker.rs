@@ -18,6 +18,7 @@ use crate::bounce::Pool;
 use crate::clock::now_ns;
 use crate::disk::Disk;
 use crate::local::Local;
+use crate::merge::Buffers;
 use crate::queue::{Queue, State, TIMER, WAKE, kick_token};
 use crate::replace::Hold;
 use crate::slow::Slow;
@@ -49,6 +50,8 @@ pub(crate) struct Worker<E> {
     pub locals: Vec<Option<Local>>,
     /// Does what blocks.
     pub slow: Slow,
+    /// For copy-on-write.
+    pub merges: Buffers,
     /// Which of the places that threads have for pins is this one's.
     pub lane: usize,
     /// Disks whose files are being replaced.
@@ -110,6 +113,7 @@ impl<E: Engine> Worker<E> {
             timer: Timer::new()?,
             locals: Vec::new(),
             slow: Slow::new(wake.clone()),
+            merges: Buffers::default(),
             lane: rustix::thread::gettid().as_raw_nonzero().get() as usize,
             holds: Vec::new(),
             starved: 0,

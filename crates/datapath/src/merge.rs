@@ -1,0 +1,206 @@
+//! Copy-on-write: the guest's bytes are written together with what stands beside them in the same clusters,
+//! as one operation.
+//!
+//! What stands there is read by the engine, on the I/O thread, where it is in one piece and its table is in
+//! memory; else by the [slow lane](crate::slow).
+
+use block::{FileOffset, Segment};
+use image::{Allocation, Chain, FileIndex, ImageError, Pin, Place};
+
+use crate::source::Alignment;
+
+/// Largest write that is put together of the guest's bytes and of what stands beside them, in bytes.
+/// Beyond, the copy costs more than a second write.
+const MERGE_MAX: u64 = 256 << 10;
+
+/// What any file accepts as alignment of a buffer.
+const ALIGNMENT: usize = 4096;
+
+/// Buffers that a thread has at most for its own reads: 64 of 68 KiB keep any disk busy, and the largest are
+/// 17 MiB together.
+const BUFFERS_MAX: usize = 64;
+
+/// A write to be: what a cluster gets, with a gap for the guest's bytes.
+pub(crate) struct Merge {
+    /// Where it goes.
+    to: FileOffset,
+    bytes: Vec<u8>,
+    /// Where in `bytes` it begins, aligned.
+    skip: usize,
+    len: usize,
+    /// Where the guest's bytes belong, from `skip` on.
+    gap: usize,
+    /// The buffer is one of [`Buffers`].
+    pooled: bool,
+}
+
+/// What stands beside the guest's bytes.
+pub(crate) enum Beside {
+    /// Nothing: zeroes.
+    Zeroes,
+    /// This, in one piece; some of it is where the guest's bytes will be.
+    Bytes(Read),
+}
+
+/// A read into a [`Merge`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Read {
+    pub file: FileIndex,
+    pub at: FileOffset,
+    pub len: u64,
+    pub to: Segment,
+}
+
+impl Merge {
+    /// Room for what comes into the clusters; `None` if that is too much to be copied once more. What is in
+    /// the buffer is anything.
+    fn new(allocation: &Allocation, buffer: impl FnOnce() -> Option<Vec<u8>>) -> Option<Self> {
+        let fills = || allocation.fills.iter();
+        let (to, data_end) = (allocation.to.0, allocation.to.0 + allocation.len);
+        let start = fills().map(|f| f.to.0).fold(to, u64::min);
+        let end = fills().map(|f| f.to.0 + f.len).fold(data_end, u64::max);
+        let together = fills().map(|f| f.len).sum::<u64>() + allocation.len;
+        if end - start > MERGE_MAX || together != end - start {
+            return None;
+        }
+        let len = (end - start) as usize;
+        let mut bytes = buffer()?;
+        if bytes.len() < len + ALIGNMENT {
+            bytes.resize(len + ALIGNMENT, 0);
+        }
+        Some(Self {
+            to: FileOffset(start),
+            skip: bytes.as_ptr().align_offset(ALIGNMENT),
+            bytes,
+            len,
+            gap: (to - start) as usize,
+            pooled: false,
+        })
+    }
+
+    /// With all that stands beside the guest's bytes. Blocks.
+    pub fn read(chain: &Chain, allocation: &Allocation) -> Result<Option<Self>, ImageError> {
+        let Some(mut merge) = Self::new(allocation, || Some(Vec::new())) else {
+            return Ok(None);
+        };
+        let pin = chain.pins().pin(0);
+        let read = allocation.fills.iter().try_for_each(|fill| {
+            let bytes = merge.part(fill.to, fill.len);
+            match fill.from {
+                Some(from) => chain.read(&pin, from, bytes),
+                None => {
+                    bytes.fill(0);
+                    Ok(())
+                }
+            }
+        });
+        chain.pins().unpin(pin);
+        read.map(|()| Some(merge))
+    }
+
+    /// Room for it, and where it is in one piece, if that is known without blocking and an engine can read
+    /// it so.
+    pub fn plan(
+        chain: &Chain,
+        pin: &Pin,
+        allocation: &Allocation,
+        alignment: Alignment,
+        buffers: &mut Buffers,
+    ) -> Option<(Self, Beside)> {
+        let fills = || allocation.fills.iter();
+        let (first, last) = (fills().next()?, fills().next_back()?);
+        let read = match (first.from, last.from) {
+            (Some(from), Some(_)) if fills().all(|f| f.from.is_some()) => {
+                let len = last.to.0 + last.len - first.to.0;
+                let useful: u64 = fills().map(|f| f.len).sum();
+                let whole = |n: u64| n.is_multiple_of(alignment.len.into());
+                match chain.map(pin, from, len) {
+                    Place::Data { file, at, len: n }
+                        if n == len && whole(at.0) && whole(len) && len <= 2 * useful =>
+                    {
+                        Some((file, at, len))
+                    }
+                    _ => return None,
+                }
+            }
+            _ if fills().all(|f| f.from.is_none()) => None,
+            _ => return None,
+        };
+        let mut merge = Self::new(allocation, || buffers.take())?;
+        merge.pooled = true;
+        let beside = match read {
+            Some((file, at, len)) => {
+                let to = merge.part(first.to, len);
+                let (addr, bytes) = (to.as_mut_ptr() as usize, to.len());
+                if !addr.is_multiple_of(alignment.address as usize) {
+                    buffers.give_back(merge);
+                    return None;
+                }
+                Beside::Bytes(Read {
+                    file,
+                    at,
+                    len,
+                    to: Segment { addr, len: bytes },
+                })
+            }
+            None => {
+                fills().for_each(|fill| merge.part(fill.to, fill.len).fill(0));
+                Beside::Zeroes
+            }
+        };
+        Some((merge, beside))
+    }
+
+    /// What goes to this place.
+    fn part(&mut self, to: FileOffset, len: u64) -> &mut [u8] {
+        let at = self.skip + (to.0 - self.to.0) as usize;
+        &mut self.bytes[at..at + len as usize]
+    }
+
+    /// Where the guest's bytes belong.
+    pub fn gap(&mut self, len: u64) -> &mut [u8] {
+        let at = self.skip + self.gap;
+        &mut self.bytes[at..at + len as usize]
+    }
+
+    /// All of it, as an engine wants it, and where it goes.
+    pub fn write(&mut self) -> (FileOffset, Segment) {
+        let bytes = &mut self.bytes[self.skip..self.skip + self.len];
+        let segment = Segment {
+            addr: bytes.as_mut_ptr() as usize,
+            len: bytes.len(),
+        };
+        (self.to, segment)
+    }
+}
+
+impl std::fmt::Debug for Merge {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes to {}", self.len, self.to)
+    }
+}
+
+/// Buffers of a thread, used again and again.
+#[derive(Default)]
+pub(crate) struct Buffers {
+    free: Vec<Vec<u8>>,
+    taken: usize,
+}
+
+impl Buffers {
+    fn take(&mut self) -> Option<Vec<u8>> {
+        if self.taken == BUFFERS_MAX {
+            return None;
+        }
+        self.taken += 1;
+        Some(self.free.pop().unwrap_or_default())
+    }
+
+    /// Takes back what a merge had.
+    pub fn give_back(&mut self, merge: Merge) {
+        if merge.pooled {
+            self.taken -= 1;
+            self.free.push(merge.bytes);
+        }
+    }
+}
