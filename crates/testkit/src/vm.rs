@@ -4,10 +4,12 @@
 //! the script prints comes back line by line over a second serial port. A guest always has a time limit, and is
 //! killed when the limit passes, when its [`Vm::run`] unwinds, and when the process that started it dies.
 
+mod boot;
 mod moving;
 mod qmp;
 mod system;
 
+pub use boot::{install_loader, missing_loader};
 pub use initramfs::{Kernel, cache_dir, find_program, kernel_cache};
 pub use moving::Moved;
 pub use qmp::Qmp;
@@ -21,6 +23,10 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+/// What kernels are told. no_timer_check: on a busy host without KVM, timers come later than the kernel has patience for.
+const COMMAND_LINE: &str =
+    "console=ttyS0 panic=-1 mitigations=off nokaslr no_timer_check quiet loglevel=5";
+
 /// A guest to be: memory, processors, disks, and the folder for its logs.
 #[derive(Clone, Debug)]
 pub struct Vm {
@@ -30,6 +36,7 @@ pub struct Vm {
     disks: Vec<Disk>,
     fio: bool,
     root: Option<String>,
+    loader: bool,
     may_reboot: bool,
     packed: bool,
     hugepages: bool,
@@ -88,6 +95,7 @@ impl Vm {
             disks: Vec::new(),
             fio: false,
             root: None,
+            loader: false,
             may_reboot: false,
             packed: false,
             hugepages: false,
@@ -126,6 +134,16 @@ impl Vm {
     pub fn root(self, serial: &str) -> Vm {
         Vm {
             root: Some(serial.into()),
+            ..self
+        }
+    }
+
+    /// Lets the firmware boot from the first disk, on which a boot loader is [`install_loader`]ed, and with it all else:
+    /// its script is run instead of the one that [`Vm::run`] is given.
+    #[must_use]
+    pub fn boot_loader(self) -> Vm {
+        Vm {
+            loader: true,
             ..self
         }
     }
@@ -302,21 +320,17 @@ impl Vm {
         ])
         .args(["-smp", &self.cpus.to_string()])
         .args(accel.arguments())
-        .arg("-kernel")
-        .arg(&kernel.image)
-        .arg("-initrd")
-        .arg(initrd)
-        .args([
-            "-append",
-            // no_timer_check: on a busy host without KVM, timers come later than the kernel has patience for.
-            "console=ttyS0 panic=-1 mitigations=off nokaslr no_timer_check quiet loglevel=5",
-        ])
         .args(log_port("console", &self.console(), incoming))
         .args(log_port(
             "results",
             &self.folder.join("results.log"),
             incoming,
         ));
+        if !self.loader {
+            qemu.arg("-kernel").arg(&kernel.image);
+            qemu.arg("-initrd").arg(initrd);
+            qemu.args(["-append", COMMAND_LINE]);
+        }
         if let Some(socket) = incoming {
             qemu.args(["-incoming", &format!("unix:{}", socket.display())]);
         }

@@ -24,6 +24,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("mkfs.ext4", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
     ("sfdisk", "fdisk"),
+    ("grub-mkimage", "grub-pc-bin"),
     ("modprobe", "kmod"),
     ("sshd", "openssh-server"),
     ("virt-xml-validate", "libvirt-clients"),

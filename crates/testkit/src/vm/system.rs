@@ -26,6 +26,7 @@ pub enum Start<'a> {
     /// This script.
     Script(&'a str),
     /// The system that is [`install`]ed on the disk with this serial.
+    /// Or on its first partition.
     Disk(&'a str),
 }
 
@@ -56,7 +57,7 @@ pub fn install(target: &Path, bytes: u64, script: &str) -> Result<()> {
 }
 
 /// All that does not depend on who boots it.
-fn system(fio: bool) -> Result<Tree> {
+pub(super) fn system(fio: bool) -> Result<Tree> {
     let mut files = Tree::new(INIT);
     let programs = ["busybox", "mkfs.ext4", "e2fsck", "sfdisk", "fio"];
     files
@@ -88,7 +89,9 @@ END
 if [ -e /root-serial ]; then
     . /tmp/functions
     mkdir /root
-    mount -t ext4 $(disk $(cat /root-serial)) /root
+    root=$(disk $(cat /root-serial))
+    [ ! -e ${root}1 ] || root=${root}1
+    mount -t ext4 $root /root
     exec switch_root /root /init
 fi
 cat /tmp/functions /script >/tmp/script
