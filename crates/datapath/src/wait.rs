@@ -198,8 +198,7 @@ impl Learned {
     /// Whether it is known to take much longer than anybody looks out.
     #[inline]
     fn is_long(&self) -> bool {
-        // The average is bounded by four times the longest look-out, and is nearly there.
-        self.known && self.average * 2 > self.max * 7
+        self.known && self.average > self.max * 2
     }
 
     /// It came after this long.
@@ -245,12 +244,12 @@ mod tests {
             operations.came_after(Duration::from_micros(300));
         }
         assert!(operations.is_long());
-        for _ in 0..2 {
+        for _ in 0..8 {
             operations.came_after(Duration::ZERO);
         }
         assert!(!operations.is_long());
         for _ in 0..32 {
-            operations.came_after(Duration::from_micros(100));
+            operations.came_after(Duration::from_micros(90));
         }
         assert!(!operations.is_long(), "a disk of its own");
     }

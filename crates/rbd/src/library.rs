@@ -157,6 +157,15 @@ unsafe fn find<T: Copy>(
     }
 }
 
+// Nothing of it is called by name: it defines malloc before the C library does, for this process and for what it loads.
+#[cfg(feature = "tcmalloc")]
+#[link(
+    name = "libtcmalloc_minimal.so.4",
+    kind = "dylib",
+    modifiers = "+verbatim"
+)]
+unsafe extern "C" {}
+
 /// Which allocator this process has, by the functions that only that one defines.
 pub(crate) fn allocator() -> &'static str {
     let this = Handle::this();
