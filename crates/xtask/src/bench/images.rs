@@ -469,7 +469,9 @@ fn ratio(row: &[&Imaged], over: Contestant, metric: Metric) -> Option<Spread> {
     let of = |contestant| row.iter().filter(move |it| it.contestant == contestant);
     let pairs = of(Contestant::Qcow2).filter_map(|ours| {
         let theirs = of(over).find(|it| it.round == ours.round)?;
-        Some(metric(&ours.sample) / metric(&theirs.sample))
+        // A fast one may have filled its disk before the window.
+        let ratio = metric(&ours.sample) / metric(&theirs.sample);
+        ratio.is_finite().then_some(ratio)
     });
     Spread::of(pairs)
 }
