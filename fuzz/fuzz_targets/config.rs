@@ -10,6 +10,11 @@ mod cpus;
 #[path = "../../crates/daemon/src/limits.rs"]
 #[expect(dead_code, reason = "what is parsed is only looked at")]
 mod limits;
+#[path = "../../crates/daemon/src/sandbox/mode.rs"]
+mod mode;
+#[path = "../../crates/daemon/src/sandbox/people.rs"]
+#[expect(dead_code, reason = "nobody becomes somebody else")]
+mod people;
 #[path = "../../crates/daemon/src/socket.rs"]
 #[expect(dead_code, reason = "only the default path is needed")]
 mod socket;
@@ -18,5 +23,10 @@ mod socket;
 mod spec;
 #[path = "../../crates/daemon/src/together.rs"]
 mod together;
+
+mod sandbox {
+    pub(crate) use crate::mode::Mode;
+    pub(crate) use crate::people;
+}
 
 libfuzzer_sys::fuzz_target!(|text: &str| config::Config::check(text));

@@ -322,10 +322,64 @@ pub fn program() -> Option<String> {
     Some(format!("{}:{}", file.dev(), file.ino()))
 }
 
+/// Panics unless what comes is one message or none: for tests and fuzzing.
+#[cfg(any(test, fuzzing))]
+pub fn check(bytes: &[u8]) {
+    use rustix::event::{EventfdFlags, eventfd};
+    if let Some(head) = Head::parse(bytes) {
+        assert!(head.bytes <= BYTES_MAX && head.descriptors <= DESCRIPTORS_MAX);
+        assert!(bytes.starts_with(&head.bytes()));
+    }
+    let _ = serde_json::from_slice::<Hello>(bytes);
+    let _ = serde_json::from_slice::<Outcome>(bytes);
+    let Ok(handed) = serde_json::from_slice::<Handed>(bytes) else {
+        return;
+    };
+    for session in handed.exports.into_iter().filter_map(|e| e.session) {
+        // Not more than this process may have.
+        let count = session.descriptors.min(64);
+        let fds = (0..count).map(|_| eventfd(0, EventfdFlags::CLOEXEC));
+        let fds: Vec<_> = fds.collect::<Result<_, _>>().expect("descriptors");
+        if let Ok(saved) = guest::Saved::parse(&session.words, fds) {
+            assert_eq!(saved.words(), session.words);
+            assert_eq!(saved.descriptors().len(), count);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
     use rustix::event::{EventfdFlags, eventfd};
+
+    /// What fuzzing starts from, and what it has found.
+    fn seeds() -> Vec<Vec<u8>> {
+        let seeds = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/hand");
+        let files = std::fs::read_dir(seeds).unwrap();
+        files
+            .map(|file| std::fs::read(file.unwrap().path()).unwrap())
+            .collect()
+    }
+
+    #[test]
+    fn fuzzing_seeds_are_sound() {
+        seeds().iter().for_each(|seed| check(seed));
+        let handed = |seed: &Vec<u8>| serde_json::from_slice::<Handed>(seed).is_ok();
+        assert!(seeds().iter().filter(|seed| handed(seed)).count() >= 2);
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_message_or_none(seed: prop::sample::Index, changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4)) {
+            let mut bytes = seed.get(&seeds()).clone();
+            for (at, to) in changes {
+                let at = at.index(bytes.len());
+                bytes[at] = to;
+            }
+            check(&bytes);
+        }
+    }
 
     fn soon() -> Instant {
         Instant::now() + Duration::from_secs(60)

@@ -92,6 +92,15 @@ impl Launch {
         Self::parse(&bytes).map_err(|e| fail(io::Error::other(e)))
     }
 
+    /// Panics unless what can be parsed reads back as it is written: for tests and fuzzing.
+    #[cfg(any(test, fuzzing))]
+    pub fn check(bytes: &[u8]) {
+        if let Ok(launch) = Self::parse(bytes) {
+            let again = serde_json::to_vec(&launch).expect("text and numbers");
+            assert_eq!(Self::parse(&again), Ok(launch));
+        }
+    }
+
     /// From the bytes of the file.
     ///
     /// # Errors
@@ -142,6 +151,18 @@ mod tests {
         assert!(Launch::read(&control).is_err(), "a link");
         launch.write(&control).unwrap();
         assert!(!fs::symlink_metadata(&path).unwrap().is_symlink());
+    }
+
+    #[test]
+    fn fuzzing_seeds_are_sound() {
+        let seeds = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/hand");
+        let mut sound = 0;
+        for file in fs::read_dir(seeds).unwrap() {
+            let bytes = fs::read(file.unwrap().path()).unwrap();
+            Launch::check(&bytes);
+            sound += usize::from(Launch::parse(&bytes).is_ok());
+        }
+        assert_eq!(sound, 1);
     }
 
     #[test]

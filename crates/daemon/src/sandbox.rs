@@ -13,6 +13,7 @@
 
 mod calls;
 mod files;
+mod mode;
 pub mod people;
 
 #[cfg(test)]
@@ -20,7 +21,6 @@ mod tests;
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 
 use rustix::process::{DumpableBehavior, geteuid, set_dumpable_behavior};
 use rustix::thread::{
@@ -29,37 +29,14 @@ use rustix::thread::{
 use thiserror::Error;
 use tracing::{info, warn};
 
+pub use mode::Mode;
+
 use files::{Files, Places};
 use people::Person;
 
 use crate::config::Config;
 use crate::socket;
 use crate::spec::{DiskSpec, FileSpec};
-
-/// Whether there is a sandbox.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Mode {
-    /// As much of it as works here, and a line in the log that says how much.
-    #[default]
-    Auto,
-    /// All of it, or ringdisk does not start.
-    On,
-    /// None.
-    Off,
-}
-
-impl FromStr for Mode {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "on" => Ok(Self::On),
-            "off" => Ok(Self::Off),
-            _ => Err(format!("'{text}' is none of auto, on and off")),
-        }
-    }
-}
 
 /// What the operator says of it.
 #[derive(Clone, Debug, Default)]

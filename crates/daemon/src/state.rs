@@ -418,6 +418,23 @@ mod tests {
         }
     }
 
+    /// What fuzzing starts from, and what it has found.
+    #[test]
+    fn fuzzing_seeds_are_sound() {
+        let seeds = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/state");
+        let mut sound = 0;
+        for file in std::fs::read_dir(seeds).unwrap() {
+            let path = file.unwrap().path();
+            let bytes = std::fs::read(&path).unwrap();
+            Changed::check(&bytes);
+            match Changed::parse(&bytes) {
+                Ok(_) => sound += 1,
+                Err(e) => println!("{}: {e}", path.display()),
+            }
+        }
+        assert!(sound >= 3);
+    }
+
     proptest! {
         #[test]
         fn no_bytes_panic(at in 0_usize..2000, to in any::<u8>(), cut in 0_usize..2000) {

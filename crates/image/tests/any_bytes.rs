@@ -1,4 +1,4 @@
-//! The check of `checks/`, which fuzzing runs for hours, here for seconds: with the seeds in
+//! The checks of `checks/`, which fuzzing runs for hours, here for seconds: with the seeds in
 //! `fuzz/seeds`, and with bytes changed in them.
 
 mod checks;
@@ -9,11 +9,8 @@ use std::path::PathBuf;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
-fn directory() -> PathBuf {
-    PathBuf::from(concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../../fuzz/seeds/qcow2"
-    ))
+fn directory(target: &str) -> PathBuf {
+    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds")).join(target)
 }
 
 /// The files are what the code makes of them; `RINGDISK_WRITE_SEEDS=1` writes them. Files of other names
@@ -21,10 +18,16 @@ fn directory() -> PathBuf {
 #[test]
 fn seeds_are_as_the_code_makes_them() {
     let write = std::env::var_os("RINGDISK_WRITE_SEEDS").is_some();
-    for (name, bytes) in checks::seeds() {
-        let file = directory().join(name);
+    let of = |target: &'static str, seeds: checks::Seeds| {
+        seeds
+            .into_iter()
+            .map(move |(name, bytes)| (target, name, bytes))
+    };
+    let all = of("qcow2", checks::seeds()).chain(of("journal", checks::journal_seeds()));
+    for (target, name, bytes) in all {
+        let file = directory(target).join(name);
         if write {
-            fs::create_dir_all(directory()).unwrap();
+            fs::create_dir_all(directory(target)).unwrap();
             fs::write(&file, &bytes).unwrap();
         }
         assert!(
@@ -37,12 +40,79 @@ fn seeds_are_as_the_code_makes_them() {
 
 #[test]
 fn seeds_hold() {
-    let files: Vec<_> = fs::read_dir(directory()).unwrap().collect();
-    assert!(files.len() > 30);
-    for file in files {
-        let path = file.unwrap().path();
-        println!("{}", path.display());
-        checks::image(&fs::read(path).unwrap());
+    let seeds = |target| {
+        let files = fs::read_dir(directory(target)).unwrap();
+        let read = files.map(|file| {
+            let path = file.unwrap().path();
+            println!("{}", path.display());
+            fs::read(path).unwrap()
+        });
+        read.collect::<Vec<_>>()
+    };
+    let images = seeds("qcow2");
+    assert!(images.len() > 30);
+    images.iter().for_each(|bytes| checks::image(bytes));
+    let done: Vec<u64> = seeds("journal")
+        .iter()
+        .map(|b| checks::journal(b))
+        .collect();
+    assert!(done.iter().filter(|&&n| n > 0).count() >= 4, "{done:?}");
+}
+
+#[test]
+fn any_journals_hold() {
+    let word = prop_oneof![
+        0..20_u64,
+        (0..20_u64).prop_map(|cluster| cluster * 512),
+        (0..20_u64).prop_map(|cluster| (1 << 63) | (cluster * 512)),
+        prop::sample::select(vec![1 << 55, 1 << 62, 1 << 63, u64::MAX, u64::MAX - 511]),
+        any::<u64>(),
+    ];
+    let change = (0..6_u8, prop::array::uniform3(word)).prop_map(|(kind, words)| {
+        let words = words.iter().flat_map(|word| word.to_le_bytes());
+        [kind].into_iter().chain(words).collect::<Vec<u8>>()
+    });
+    // Clusters that are counted, so that others can lead to them.
+    let counted = [
+        &[3][..],
+        &7_u64.to_le_bytes(),
+        &1_u64.to_le_bytes(),
+        &1_u64.to_le_bytes(),
+    ]
+    .concat();
+    let input = (
+        any::<bool>(),
+        prop::collection::vec(change, 0..6),
+        any::<[u8; 8]>(),
+    );
+    let input = input.prop_map(move |(count, changes, rest)| {
+        let first = if count { &counted[..] } else { &[] };
+        [&[0][..], first, &changes.concat(), &rest].concat()
+    });
+    let mut runner = TestRunner::new(Config {
+        cases: 3000,
+        failure_persistence: None,
+        ..Config::default()
+    });
+    runner
+        .run(&input, |bytes| {
+            checks::journal(&bytes);
+            Ok(())
+        })
+        .unwrap();
+    // And the file itself, with any byte changed.
+    let mut file = checks::journal_seeds()
+        .into_iter()
+        .find(|(name, _)| *name == "file")
+        .unwrap()
+        .1;
+    for at in 1..file.len() {
+        if (300..4097).contains(&at) {
+            continue;
+        }
+        file[at] ^= 1 << (at % 8);
+        checks::journal(&file);
+        file[at] ^= 1 << (at % 8);
     }
 }
 

@@ -6,12 +6,13 @@ use std::io;
 use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use block::FileOffset;
 use image::{
-    Chain, ChainOptions, Gate, LayerFormat, OpenFiles, Place, Prepared, Role, Storage, Top,
-    WritePlace, ZeroStep, Zeroing, check,
+    Chain, ChainOptions, Gate, JournalEvent, JournalPlace, LayerFormat, OpenFiles, Place, Prepared,
+    Role, Storage, Top, WritePlace, ZeroStep, Zeroing, check,
 };
 
 /// Inputs worth starting from, by name.
@@ -87,13 +88,126 @@ pub fn image(data: &[u8]) {
     let file = Arc::new(Bytes(Mutex::new(data.to_vec())));
     let _ = check(&*file);
     for read_only in [true, false] {
-        if let Some(chain) = open(file.clone(), read_only) {
+        if let Some(chain) = open(file.clone(), read_only, None) {
             use_it(&chain, &file, data, read_only);
         }
     }
 }
 
-fn open(file: Arc<Bytes>, read_only: bool) -> Option<Chain> {
+/// The input is a journal of a sound image: if its first byte is odd, the file itself, or else the changes in it, each of
+/// 25 bytes. Returns how many were done again.
+pub fn journal(data: &[u8]) -> u64 {
+    let Some((kind, rest)) = data.split_first() else {
+        return 0;
+    };
+    let bytes = match kind % 2 {
+        0 => journal_of(rest),
+        _ => rest.to_vec(),
+    };
+    let mut image = Made::new();
+    // "autoclear_features": a journal, with this number.
+    image.word(88, (1 << 63) | (GENERATION << 24));
+    let file = Arc::new(Bytes(Mutex::new(image.0)));
+    let done = Arc::new(AtomicU64::new(0));
+    let told = done.clone();
+    let place = JournalPlace {
+        storage: Arc::new(Bytes(Mutex::new(bytes))),
+        identity: IDENTITY,
+        tell: Box::new(move |event| {
+            if let JournalEvent::Replayed(n) = event {
+                told.fetch_add(n, Relaxed);
+            }
+        }),
+    };
+    if let Some(chain) = open(file.clone(), false, Some(place)) {
+        use_it(&chain, &file, data, false);
+    }
+    // Whatever the journal said, what is in the file then can be looked at.
+    let _ = check(&*file);
+    done.load(Relaxed)
+}
+
+/// What the journal of these checks names.
+const IDENTITY: [u8; 32] = [7; 32];
+const GENERATION: u64 = 5;
+
+/// A journal with one record, as it would be written.
+fn journal_of(changes: &[u8]) -> Vec<u8> {
+    const RECORDS_AT: u64 = 4096;
+    let session = 9_u64;
+    let (sequence, slot_at) = (1_u64, 128);
+    let magic = u64::from_be_bytes(*b"ringdkJ1");
+    let said = [magic, sequence, session, GENERATION, RECORDS_AT];
+    let mut slot: Vec<u8> = said.iter().flat_map(|word| word.to_le_bytes()).collect();
+    slot.extend(IDENTITY);
+    slot.extend(crc32(&slot).to_le_bytes());
+    let body = &changes[..changes.len() / 25 * 25];
+    let len = (body.len() as u32).to_le_bytes();
+    let place = [RECORDS_AT.to_le_bytes(), session.to_le_bytes()].concat();
+    let mut file = vec![0; RECORDS_AT as usize];
+    file[slot_at..slot_at + slot.len()].copy_from_slice(&slot);
+    file.extend(len);
+    file.extend(crc32(&[&len[..], &place, body].concat()).to_le_bytes());
+    file.extend(body);
+    file
+}
+
+/// The checksum of Ethernet and gzip.
+fn crc32(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(!0, |crc, &byte| {
+        (0..8).fold(crc ^ u32::from(byte), |crc, _| match crc & 1 {
+            0 => crc >> 1,
+            _ => (crc >> 1) ^ 0xedb8_8320,
+        })
+    })
+}
+
+/// Journals that do something, and others that say what cannot be.
+pub fn journal_seeds() -> Seeds {
+    let change = |kind: u8, words: [u64; 3]| {
+        let mut bytes = vec![kind];
+        bytes.extend(words.iter().flat_map(|word| word.to_le_bytes()));
+        bytes
+    };
+    let entry = |cluster, word| change(1, [cluster, word, 0]);
+    let table = |index, word| change(2, [index, word, 0]);
+    let refcount = |first, clusters, count| change(3, [first, clusters, count]);
+    let block = |number, at| change(4, [number, at, 0]);
+    let all = |changes: &[Vec<u8>]| [&[0][..], &changes.concat()].concat();
+    let copied = 1 << 63;
+    vec![
+        (
+            "sound",
+            all(&[refcount(7, 1, 1), entry(3, copied | (7 * 512))]),
+        ),
+        ("given_up", all(&[entry(0, 0), refcount(5, 1, 0)])),
+        (
+            "new_table",
+            all(&[refcount(7, 1, 1), table(1, copied | (7 * 512))]),
+        ),
+        ("new_block", all(&[refcount(7, 1, 1), block(1, 7 * 512)])),
+        ("header", all(&[entry(0, copied)])),
+        ("metadata", all(&[entry(0, copied | (3 * 512))])),
+        ("free", all(&[entry(0, copied | (7 * 512))])),
+        ("beyond", all(&[entry(u64::MAX, copied | (6 * 512))])),
+        ("compressed", all(&[entry(0, (1 << 62) | (6 * 512))])),
+        ("many", all(&[refcount(0, u64::MAX, 1)])),
+        ("wraps", all(&[refcount(u64::MAX, 2, 1)])),
+        ("count", all(&[refcount(6, 1, u64::MAX)])),
+        ("table_beyond", all(&[table(u64::MAX, copied | (4 * 512))])),
+        ("block_elsewhere", all(&[block(0, 6 * 512)])),
+        ("block_far", all(&[block(u64::MAX, 1 << 55)])),
+        ("unknown", all(&[change(9, [0; 3])])),
+        ("none", all(&[])),
+        ("file", [&[1][..], &journal_of(&refcount(7, 1, 1))].concat()),
+        (
+            "cut_off",
+            [&[1][..], &journal_of(&refcount(7, 1, 1))[..4110]].concat(),
+        ),
+    ]
+}
+
+fn open(file: Arc<Bytes>, read_only: bool, journal: Option<JournalPlace>) -> Option<Chain> {
     let top = Top {
         storage: file,
         path: Path::new("/image"),
@@ -105,7 +219,7 @@ fn open(file: Arc<Bytes>, read_only: bool) -> Option<Chain> {
         allow_corrupt: true,
         l2_cache_bytes: Some(1 << 16),
         punch: true,
-        journal: None,
+        journal,
         progress: &mut |progress| match progress.done > 1000 {
             true => ControlFlow::Break(()),
             false => ControlFlow::Continue(()),
