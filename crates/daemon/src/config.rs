@@ -18,7 +18,6 @@ use toml::de::{DeTable, DeValue};
 
 use crate::cpus::Cpus;
 use crate::limits;
-use crate::metrics;
 use crate::sandbox;
 use crate::spec::{self, DiskSpec};
 use crate::together::check_together;
@@ -155,7 +154,7 @@ impl Config {
                 "state" => config.state = Some(scalar()?.into()),
                 "control" => config.control = Some(scalar()?.into()),
                 "metrics" => {
-                    let address = metrics::address(&scalar()?);
+                    let address = address(&scalar()?);
                     let mistake = |e| Mistake::new(value.span(), format!("{name}: {e}"));
                     config.metrics = Some(address.map_err(mistake)?);
                 }
@@ -201,6 +200,12 @@ impl Config {
         }
         Ok(config)
     }
+}
+
+/// Where metrics are, as the operator says it.
+pub fn address(text: &str) -> Result<SocketAddr, String> {
+    text.parse()
+        .map_err(|_| format!("'{text}' is not an IP address with a port, as in 127.0.0.1:9747"))
 }
 
 #[cfg(any(test, fuzzing))]

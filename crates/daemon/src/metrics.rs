@@ -31,12 +31,6 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Where to answer, as the operator says it.
-pub fn address(text: &str) -> Result<SocketAddr, String> {
-    text.parse()
-        .map_err(|_| format!("'{text}' is not an IP address with a port, as in 127.0.0.1:9747"))
-}
-
 /// Answers scrapers at this address until the process ends, and measures latencies from now on. Returns the address
 /// with the port that the kernel chose, if none was given.
 ///

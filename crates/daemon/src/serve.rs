@@ -12,7 +12,7 @@ use signal_hook::iterator::Signals;
 use thiserror::Error;
 use tracing::{error, info, warn};
 
-use crate::config::{Config, ConfigError, POLL_MAX_DEFAULT, POLL_MAX_US_MAX};
+use crate::config::{self, Config, ConfigError, POLL_MAX_DEFAULT, POLL_MAX_US_MAX};
 use crate::cpus::Cpus;
 use crate::explain;
 use crate::host::{Host, HostError};
@@ -99,7 +99,7 @@ pub struct Args {
     control: Option<PathBuf>,
 
     /// Where Prometheus finds metrics, as in 127.0.0.1:9747; they are not protected, and name your disks
-    #[arg(long, value_name = "ADDR", value_parser = metrics::address)]
+    #[arg(long, value_name = "ADDR", value_parser = config::address)]
     metrics: Option<SocketAddr>,
 
     /// Directory where backing files and data files may be that images name, or below; repeatable; none for no
