@@ -3,8 +3,7 @@
 //! To sleep and be woken costs about 10 µs of CPU and twice that in latency. So a thread that has
 //! nothing under way looks at its hot queues for a while before it sleeps, but only where the guest
 //! has lately come back within that while: the length of the wait is learned, and nothing is spent
-//! on a guest that does not come. Nor is anything where storage takes so long that the guest would not
-//! notice a wake-up more.
+//! on a guest that does not come.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -32,9 +31,6 @@ impl<E: Engine> Worker<E> {
         self.engine.reap(&mut self.completions);
         if fetched != Fetched::Nothing {
             self.instant = self.engine.in_flight() == 0;
-            if self.instant && self.operations.is_long() {
-                self.operations.came_after(Duration::ZERO);
-            }
         }
         Ok(())
     }
@@ -43,8 +39,6 @@ impl<E: Engine> Worker<E> {
     fn look_out_or_sleep(&mut self, under_way: usize) -> io::Result<()> {
         let start = Instant::now();
         let window = match under_way {
-            // As an image in a cluster: 0.2 ms and more for each request, beside which 20 µs are little.
-            0 if self.operations.is_long() => Duration::ZERO,
             0 => self.guests.window(),
             1..=FEW => self.operations.window(),
             _ => Duration::ZERO,
@@ -171,8 +165,6 @@ pub(crate) struct Learned {
     max: Duration,
     /// Moving average of the time from nothing to do to something to do.
     average: Duration,
-    /// Whether anything has come yet.
-    known: bool,
 }
 
 impl Learned {
@@ -181,7 +173,6 @@ impl Learned {
         Self {
             max,
             average: max * 4,
-            known: false,
         }
     }
 
@@ -195,16 +186,9 @@ impl Learned {
         }
     }
 
-    /// Whether it is known to take much longer than anybody looks out.
-    #[inline]
-    fn is_long(&self) -> bool {
-        self.known && self.average > self.max * 2
-    }
-
     /// It came after this long.
     #[inline]
     fn came_after(&mut self, time: Duration) {
-        self.known = true;
         // Bounded, so that an hour of silence is forgotten as fast as a millisecond of it.
         let time = time.min(self.max * 4);
         self.average = (self.average * 7 + time) / 8;
@@ -234,24 +218,6 @@ mod tests {
             guests.came_after(Duration::from_millis(1));
         }
         assert_eq!(guests.window(), Duration::ZERO);
-    }
-
-    #[test]
-    fn what_takes_long_is_known_to_and_may_become_short_again() {
-        let mut operations = Learned::new(MAX);
-        assert!(!operations.is_long(), "nothing is known yet");
-        for _ in 0..32 {
-            operations.came_after(Duration::from_micros(300));
-        }
-        assert!(operations.is_long());
-        for _ in 0..8 {
-            operations.came_after(Duration::ZERO);
-        }
-        assert!(!operations.is_long());
-        for _ in 0..32 {
-            operations.came_after(Duration::from_micros(90));
-        }
-        assert!(!operations.is_long(), "a disk of its own");
     }
 
     #[test]
