@@ -219,8 +219,11 @@ fn look(name: &str, plan: &str, charts_min: usize) {
             .unwrap_or(0);
         assert!(charts >= charts_min, "{name}: {title}");
     }
-    if find_program("pdftotext").is_some() {
-        paper(&browser, name, folder.path());
+    match find_program("pdftotext") {
+        Some(_) => paper(&browser, name, folder.path()),
+        None => println!(
+            "skipped: reports on paper: pdftotext is missing; `cargo xtask install` installs it"
+        ),
     }
     if let Some(kept) = std::env::var_os("RINGDISK_LAB_PICTURES") {
         let picture = Path::new(&kept).join(format!("{name}.png"));

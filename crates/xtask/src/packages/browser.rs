@@ -6,17 +6,22 @@ use testkit::vm::find_program;
 
 use super::install;
 
-/// Installs Chromium with a font if there is no browser of its kind.
+/// Installs Chromium with a font if there is no browser of its kind, and what reads the paper that it prints.
 pub fn ensure() -> Result<()> {
-    match find() {
-        Some(_) => Ok(()),
-        None => {
-            install(&["chromium", "fonts-dejavu-core", "poppler-utils"])?;
-            find()
-                .map(drop)
-                .context("apt has installed chromium, but it can't be found")
-        }
+    let mut packages = Vec::new();
+    if find().is_none() {
+        packages.extend(["chromium", "fonts-dejavu-core"]);
     }
+    if find_program("pdftotext").is_none() {
+        packages.push("poppler-utils");
+    }
+    if packages.is_empty() {
+        return Ok(());
+    }
+    install(&packages)?;
+    find()
+        .map(drop)
+        .context("apt has installed chromium, but it can't be found")
 }
 
 /// The browser.
