@@ -186,7 +186,9 @@ pub fn run(args: &Args) -> Result<Outcome, String> {
     let fingerprint = facts.map_or_else(facts::collect::fingerprint, |facts| {
         facts.fingerprint.clone()
     });
-    let found = measured::folders();
+    // There is none before the first run.
+    let mut found = measured::folders();
+    found.retain(|folder| folder.is_dir());
     let by_itself = args.measured.is_empty();
     let measured_in = if by_itself { &found } else { &args.measured };
     for path in results(measured_in) {

@@ -5,6 +5,8 @@ use std::process::{Command, Output};
 
 fn check(arguments: &[&str]) -> (Option<i32>, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+    // The lab has measured nothing here.
+    command.env("XDG_STATE_HOME", "/nonexistent");
     let Output {
         status,
         stdout,
@@ -51,4 +53,15 @@ fn findings_and_mistakes_have_codes() {
     let (code, _, error) = check(&["--explain", "no-such-rule"]);
     assert_eq!(code, Some(2));
     assert!(error.contains("--rules"), "{error}");
+}
+
+/// A folder of the lab's results that is not there is no mistake of anybody's.
+#[test]
+fn nothing_measured_is_not_worth_a_word() {
+    let (_, out, error) = check(&["--", "qemu-system-x86_64", "-drive", "file=a.raw,if=ide"]);
+    assert!(out.contains("emulated-bus"), "{out}");
+    assert!(
+        !out.contains("nonexistent") && error.is_empty(),
+        "{out}{error}"
+    );
 }
