@@ -249,7 +249,9 @@ fn the_text_can_be_pasted() {
     let (qemu, libvirt) = server.text.split_once("  libvirt").unwrap();
     let lines = qemu.lines().filter(|l| l.starts_with("    "));
     let pasted: String = lines.map(|l| format!("{l}\n")).collect();
-    assert!(pasted.lines().all(|l| l.ends_with(" \\")), "{pasted}");
+    let (others, last) = pasted.trim_end().rsplit_once('\n').unwrap();
+    assert!(others.lines().all(|l| l.ends_with(" \\")), "{pasted}");
+    assert!(!last.ends_with('\\'), "{pasted}");
     let script = format!("printf '%s\\n' \\\n{pasted}\n");
     let (_, read) = run(Command::new("sh").args(["-c", &script]));
     assert_eq!(read.lines().collect::<Vec<_>>(), strings(&ready["qemu"]));
