@@ -155,6 +155,9 @@ fn set_pair(set: &Opt) -> Option<(&str, &str, options::Pair)> {
     Some((group, id, pair))
 }
 
+/// Files of arguments that belong to one command line at most.
+const FILES_MAX: usize = 16;
+
 /// Files that the commands of a text name: `-readconfig FILE` and `@FILE`.
 pub fn files_named(text: &str) -> Vec<String> {
     let mut names = Vec::new();
@@ -170,7 +173,7 @@ pub fn files_named(text: &str) -> Vec<String> {
             }
         }
     }
-    names.truncate(16);
+    names.truncate(FILES_MAX);
     names
 }
 
@@ -265,17 +268,25 @@ fn line(
 ) -> Result<Line, Mistake> {
     let mut line = Line::default();
     let mut words: std::collections::VecDeque<Word> = command.arguments.iter().cloned().collect();
-    let mut files = 0;
+    // A file that names itself would come again and again.
+    let mut files: Vec<&str> = Vec::new();
     while let Some(word) = words.pop_front() {
         if let Some(file) = word.text.strip_prefix('@') {
-            files += 1;
-            let Some(source) = named(surroundings, file).filter(|_| files < 16) else {
-                reading.note(
-                    word.outer,
-                    format!("the file '{file}' of arguments could not be read"),
-                );
+            let source = named(surroundings, file);
+            let problem = match source {
+                None => "could not be read",
+                Some(source) if files.contains(&source.name.as_str()) => {
+                    "was read before, and is not read again"
+                }
+                Some(_) if files.len() == FILES_MAX => "is one too many, and passed over",
+                Some(_) => "",
+            };
+            let Some(source) = source.filter(|_| problem.is_empty()) else {
+                let note = format!("the file '{file}' of arguments {problem}");
+                reading.note(word.outer, note);
                 continue;
             };
+            files.push(&source.name);
             let place = place(reading, source);
             let text = format!("qemu-system-any {}", source.text.replace('\n', " "));
             // Lines are no commands there. The places of its words are moved by what was set before them.

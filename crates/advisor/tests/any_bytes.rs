@@ -7,7 +7,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
+use advisor::input::{Surroundings, read};
 use advisor::rules::Rules;
+use advisor::text::Source;
 use proptest::prelude::*;
 
 static RULES: LazyLock<Rules> = LazyLock::new(|| Rules::built_in().unwrap());
@@ -127,4 +129,19 @@ proptest! {
     fn any_results(text in changed(seeds("check_measured"))) {
         checks::measured(&RULES, &text);
     }
+}
+
+/// A file of arguments that names itself, and others, is read once: a short text does not become a long one.
+#[test]
+fn a_file_that_names_itself_is_read_once() {
+    let text = "qemu-system-x86_64 @a @b @a disk.raw";
+    let files = ["a", "b"].map(|name| Source::new(name, "@b @a another.raw"));
+    let surroundings = Surroundings {
+        files: files.into(),
+        ..Surroundings::default()
+    };
+    let input = read(Source::new("input", text), surroundings).unwrap();
+    assert_eq!(input.vms[0].disks.len(), 3);
+    let again = |note: &advisor::model::Note| note.text.contains("is not read again");
+    assert!(input.notes.iter().any(again));
 }

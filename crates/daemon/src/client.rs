@@ -9,7 +9,7 @@ pub use stats::{StatsArgs, stats};
 pub use top::{TopArgs, top};
 pub use upgrade::{UpgradeArgs, upgrade};
 
-use std::io;
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -211,10 +211,12 @@ impl Connection {
     }
 
     fn say(&self, reply: &Value, text: &str) {
-        match self.json {
-            true => println!("{reply}"),
-            false => println!("{}", text.trim_end()),
-        }
+        let mut out = io::stdout().lock();
+        // Who reads it may have seen enough.
+        let _ = match self.json {
+            true => writeln!(out, "{reply}"),
+            false => writeln!(out, "{}", text.trim_end()),
+        };
     }
 }
 

@@ -1,45 +1,44 @@
 //! All that this process serves, and every change to it: whoever asks (the command line, the
 //! configuration, the control socket) comes here.
 
+mod ending;
+mod handing;
+mod kept;
+mod watched;
+
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak, mpsc};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Instant;
 
-use block::{CacheMode, ThrottleError, ThrottleLimits};
+use block::{ThrottleError, ThrottleLimits};
 use control::{BlockExportDeleted, BlockImageCorrupted, Event, EventHub};
 use datapath::ThrottleGroup;
 use thiserror::Error;
-use tracing::{error, info, warn};
+use tracing::{error, info};
 
 use crate::device::ServedDisk;
 use crate::export::{Around, Export, ExportError, ExportSpec};
 use crate::iothreads::{IoThreadError, IoThreads};
-use crate::keeper::{Inventory, Keeper, Written};
+use crate::keeper::Keeper;
 use crate::node::{DiskWanted, Node, NodeError};
 use crate::paste::Ready;
 use crate::sandbox::{Outside, Sandbox};
 use crate::spec::{DiskSpec, FileSpec, Problem};
-use crate::state::{ChangedExport, ChangedNode};
 use crate::storage::Places;
 use crate::together::TogetherError;
-use crate::upgrade::{Handing, Pausing};
+use crate::upgrade::Handing;
+
+use ending::{SHUTDOWN, in_time, stop, sync};
+pub use watched::Look;
+use watched::Watch;
 
 /// Disks that one process serves at most: each takes a thread and a few descriptors.
 const DISKS_MAX: usize = 4096;
 
 /// Groups of disks with common limits.
 const GROUPS_MAX: usize = 4096;
-
-/// How long the end of a disk, or of all, may take: what is under way, and to make it durable. Less than the 90 s
-/// after which systemd kills.
-const SHUTDOWN: Duration = Duration::from_secs(60);
-
-/// How long latencies are measured after somebody has asked for statistics.
-const WATCH: Duration = Duration::from_secs(120);
 
 pub struct Host {
     pub threads: IoThreads,
@@ -67,15 +66,6 @@ struct State {
     moving: Vec<String>,
     /// What guests chose of their write caches before this process ran, by export.
     write_caches: BTreeMap<String, bool>,
-}
-
-/// Whether latencies are measured, which costs a little.
-#[derive(Clone, Copy, Default)]
-enum Watch {
-    #[default]
-    No,
-    Until(Instant),
-    Always,
 }
 
 /// A node, and what it keeps while it is not served.
@@ -541,137 +531,6 @@ impl Host {
         }
     }
 
-    /// Writes what images have only in memory, so that another process finds all of it.
-    ///
-    /// # Errors
-    /// It could not be written, or storage has lost something that another process would not know of.
-    pub fn settle(&self) -> Result<(), String> {
-        let (nodes, lost): (Vec<_>, Vec<_>) = {
-            let state = self.state();
-            let nodes = state.nodes.values().map(|entry| entry.node.clone());
-            let lost = state.exports.values().filter(|e| e.disk.lost_writes());
-            (nodes.collect(), lost.map(|e| e.id.clone()).collect())
-        };
-        if let Some(id) = lost.first() {
-            return Err(format!(
-                "disk {id} has lost writes (see PAGECACHE_LOST above)"
-            ));
-        }
-        if let Some(node) = nodes.iter().find(|node| node.rbd().is_some()) {
-            return Err(format!(
-                "disk {} is in a Ceph cluster, whose lock on the image cannot be handed over; restart ringdisk \
-                 instead",
-                node.name()
-            ));
-        }
-        let settle =
-            |node: &Arc<Node>| node.settle().map_err(|e| format!("{}: {e}", node.filename));
-        nodes.iter().try_for_each(settle)
-    }
-
-    /// Asks all exports to pause.
-    pub fn pause(&self) -> Vec<Pausing> {
-        let state = self.state();
-        let pausing = state.exports.values().map(|export| Pausing {
-            id: export.id.clone(),
-            socket: export.socket.clone(),
-            write_cache: export.device.chosen_write_cache(),
-            paused: export.pause(),
-        });
-        pausing.collect()
-    }
-
-    /// Copies of the descriptors of all files that are open for disks.
-    ///
-    /// # Errors
-    /// There are no more to be had.
-    pub fn descriptors(&self) -> io::Result<Vec<OwnedFd>> {
-        let state = self.state();
-        // A node that lies on another has the same.
-        let nodes = state.nodes.values().filter(|entry| entry.child.is_none());
-        let mut files = Vec::new();
-        for entry in nodes {
-            files.extend(entry.node.copies()?);
-        }
-        Ok(files)
-    }
-
-    /// Names of disks that are left to other hosts for now.
-    pub fn away(&self) -> Vec<String> {
-        let state = self.state();
-        let nodes = state.nodes.values().map(|entry| &entry.node);
-        let away = nodes.filter(|node| !node.is_here());
-        away.map(|node| node.name().to_owned()).collect()
-    }
-
-    /// The lock on the directory in which state is kept.
-    ///
-    /// # Errors
-    /// There is no descriptor to be had.
-    pub fn state_lock(&self) -> io::Result<Option<OwnedFd>> {
-        let lock = self.keeper.get().map(|keeper| keeper.lock().try_clone());
-        Ok(lock.transpose()?.map(OwnedFd::from))
-    }
-
-    /// Keeps what is changed from now on, and what was until now. It can be set once.
-    pub fn set_keeper(&self, keeper: Keeper) {
-        let _ = self.keeper.set(keeper);
-        self.keep();
-    }
-
-    /// Keeps how things are now, so that they are so after a restart.
-    pub fn keep(&self) {
-        if let Some(keeper) = self.keeper.get()
-            && let Err(e) = keeper.keep(self, None)
-        {
-            error!("what was changed is in force, and will be forgotten at a restart: {e}");
-        }
-    }
-
-    /// The operator has written this down, from now on.
-    pub fn set_written(&self, written: Written) {
-        if let Some(keeper) = self.keeper.get() {
-            keeper.set_written(written);
-        }
-        self.keep();
-    }
-
-    /// What guests had chosen of their write caches, for exports that will be added.
-    pub fn remember_write_caches(&self, choices: &BTreeMap<String, bool>) {
-        self.state().write_caches.clone_from(choices);
-    }
-
-    /// All that is served.
-    pub fn inventory(&self) -> Inventory {
-        let state = self.state();
-        let node = |entry: &NodeEntry| ChangedNode {
-            disk: entry.spec(),
-            over: entry.child.clone(),
-        };
-        let export = |export: &Export| ChangedExport {
-            id: export.id.clone(),
-            node: export.node.name().to_owned(),
-            socket: export.spec.socket.clone(),
-            socket_access: export.spec.socket_access,
-            queues: export.spec.queues,
-            queue_size: export.spec.queue_size,
-            iothreads: export.spec.iothreads.clone(),
-            read_only: export.spec.read_only,
-            cache: export.spec.cache,
-            logical_block: export.spec.logical_block,
-        };
-        let group = |(name, group): (&String, &Arc<ThrottleGroup>)| (name.clone(), group.limits());
-        let choice =
-            |export: &Export| Some((export.id.clone(), export.device.chosen_write_cache()?));
-        Inventory {
-            nodes: state.nodes.values().map(node).collect(),
-            exports: state.exports.values().map(export).collect(),
-            groups: state.groups.iter().map(group).collect(),
-            threads: self.threads.added(),
-            write_caches: state.exports.values().filter_map(choice).collect(),
-        }
-    }
-
     /// The node of an export, or the node of this name.
     pub fn node_of(&self, name: &str) -> Option<String> {
         let state = self.state();
@@ -690,148 +549,12 @@ impl Host {
         Arc::ptr_eq(&served.node, &entry.node).then(|| entry.spec())
     }
 
-    /// Calls `look` for every disk, in the order of their names.
-    pub fn each(&self, mut look: impl FnMut(Look<'_>)) {
-        let state = self.state();
-        for entry in state.nodes.values() {
-            let mut exports = state.exports.values();
-            look(Look {
-                node: &entry.node,
-                export: exports.find(|e| Arc::ptr_eq(&e.node, &entry.node)),
-                limits: &entry.limits,
-                group: entry.group.as_deref(),
-            });
-        }
-    }
-
-    /// Measures the latencies of all disks from now on.
-    pub fn watch_always(&self) {
-        self.state().set_watch(Watch::Always);
-    }
-
-    /// Measures the latencies of all disks for as long as somebody asks for statistics now and then.
-    pub fn watch(self: &Arc<Self>) {
-        let mut state = self.state();
-        let until = Watch::Until(Instant::now() + WATCH);
-        match state.watch {
-            Watch::Always => {}
-            Watch::Until(_) => state.watch = until,
-            Watch::No => {
-                let host = Arc::downgrade(self);
-                let stop_later = move || {
-                    let mut wait = WATCH;
-                    loop {
-                        thread::sleep(wait);
-                        match host.upgrade().and_then(|host| host.end_watch()) {
-                            Some(more) => wait = more,
-                            None => return,
-                        }
-                    }
-                };
-                let thread = thread::Builder::new().name("watch".into());
-                match thread.spawn(stop_later) {
-                    Ok(_) => state.set_watch(until),
-                    Err(e) => warn!("latencies are not measured, for want of a thread: {e}"),
-                }
-            }
-        }
-    }
-
-    /// Measures no longer if nobody has asked lately; or how long to wait.
-    fn end_watch(&self) -> Option<Duration> {
-        let mut state = self.state();
-        let Watch::Until(until) = state.watch else {
-            return None;
-        };
-        let more = until.saturating_duration_since(Instant::now());
-        if more.is_zero() {
-            state.set_watch(Watch::No);
-            return None;
-        }
-        Some(more)
-    }
-
-    /// Finishes what is under way, disconnects everybody, and makes everything durable. Storage that does
-    /// not answer is not waited for longer than a minute.
-    ///
-    /// # Errors
-    /// The last disk that could not be made durable.
-    pub fn shut_down(&self) -> Result<(), HostError> {
-        // What has been handed over is another's.
-        let Ok(_staying) = self.handing.stay_after() else {
-            return Ok(());
-        };
-        if let Some(keeper) = self.keeper.get() {
-            keeper.end();
-        }
-        let deadline = Instant::now() + SHUTDOWN;
-        let State { nodes, exports, .. } = std::mem::take(&mut *self.state());
-        // All at once, rather than each after the other.
-        exports.values().for_each(Export::tell_to_stop);
-        let stops = exports.into_values().map(|export| {
-            let id = export.id.clone();
-            (id.clone(), begin(&id, move || stop(export)))
-        });
-        let mut result = Ok(());
-        let stops: Vec<_> = stops.collect();
-        let stopped = stops
-            .into_iter()
-            .map(|(id, task)| end(&id, deadline, &task?));
-        for error in stopped.filter_map(Result::err) {
-            error!("{error}");
-            result = Err(error);
-        }
-        // Once no export uses them any more.
-        let closes = nodes.into_iter().map(|(name, entry)| {
-            let task = begin(&name, move || sync(&entry.node));
-            (name, task)
-        });
-        let closes: Vec<_> = closes.collect();
-        let closed = closes
-            .into_iter()
-            .map(|(id, task)| end(&id, deadline, &task?));
-        for error in closed.filter_map(Result::err) {
-            error!("{error}");
-            result = Err(error);
-        }
-        result
-    }
-
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A disk, as `each` shows it.
-pub struct Look<'a> {
-    pub node: &'a Node,
-    /// How it is served, if it is.
-    pub export: Option<&'a Export>,
-    pub limits: &'a ThrottleLimits,
-    pub group: Option<&'a str>,
-}
-
-impl Look<'_> {
-    /// Bytes that the guest can address.
-    pub fn size(&self) -> u64 {
-        match self.export {
-            Some(export) => export.disk.size(),
-            None => self.node.file_size().unwrap_or(0),
-        }
-    }
-
-    pub fn cache(&self) -> CacheMode {
-        self.node.spec.cache
-    }
-}
-
 impl State {
-    fn set_watch(&mut self, watch: Watch) {
-        let on = !matches!(watch, Watch::No);
-        self.exports.values_mut().for_each(|e| e.measure(on));
-        self.watch = watch;
-    }
-
     fn entry(&self, name: &str) -> Result<&NodeEntry, HostError> {
         let entry = self.nodes.get(name);
         entry.ok_or_else(|| HostError::NoNode(name.into()))
@@ -934,55 +657,4 @@ impl State {
         let found = stopping.find(|(_, node)| node.name() == name);
         found.map(|(id, _)| id.clone())
     }
-}
-
-type Task = mpsc::Receiver<Result<(), HostError>>;
-
-/// Does what may wait for storage in a thread of its own.
-fn begin(
-    name: &str,
-    work: impl FnOnce() -> Result<(), HostError> + Send + 'static,
-) -> Result<Task, HostError> {
-    let (done, result) = mpsc::channel();
-    let thread = thread::Builder::new().name("closing".into());
-    thread
-        .spawn(move || drop(done.send(work())))
-        .map_err(|e| HostError::Sync(name.into(), e))?;
-    Ok(result)
-}
-
-/// Waits for it, but not for ever: the thread stays with what it waits for.
-fn end(name: &str, deadline: Instant, task: &Task) -> Result<(), HostError> {
-    // What is done already counts, however late it is.
-    let left = deadline.saturating_duration_since(Instant::now());
-    let left = left.max(Duration::from_millis(100));
-    match task.recv_timeout(left) {
-        Ok(result) => result,
-        Err(_) => Err(HostError::Hangs(name.into())),
-    }
-}
-
-fn in_time(
-    name: &str,
-    deadline: Instant,
-    work: impl FnOnce() -> Result<(), HostError> + Send + 'static,
-) -> Result<(), HostError> {
-    end(name, deadline, &begin(name, work)?)
-}
-
-/// Waits until what is under way is finished, and makes it durable. The disk knows what its page cache has
-/// lost, which its file does not tell twice.
-fn stop(export: Export) -> Result<(), HostError> {
-    let disk = export.disk.clone();
-    drop(export);
-    if disk.is_abandoned() {
-        return Err(HostError::Hangs(disk.name.clone()));
-    }
-    disk.sync()
-        .map_err(|e| HostError::Sync(disk.name.clone(), e))
-}
-
-fn sync(node: &Node) -> Result<(), HostError> {
-    let name = node.name();
-    node.sync().map_err(|e| HostError::Sync(name.to_owned(), e))
 }

@@ -92,17 +92,24 @@ fn take_over(
     };
     match outcome {
         Ok((Outcome { error: None, .. }, _)) if child.try_wait().is_ok_and(|s| s.is_some()) => {
-            failed("the new process has ended at once".into(), &mut child)
+            Err(CommandLineError::Here(
+                "nothing is served",
+                io::Error::other(format!(
+                    "process {pid} took over and has ended, its log says why; start ringdisk again, and VMs that \
+                     connect again go on"
+                )),
+            ))
         }
         Ok((outcome @ Outcome { error: None, .. }, _)) => {
             let ms = outcome.pause_us as f64 / 1000.0;
             let reply = json!({
                 "pid": pid, "disks": outcome.disks, "connected": outcome.connected, "pause-ms": ms,
             });
-            let text = format!(
-                "process {pid} serves {} disks from now on; VMs waited {ms:.1} ms",
-                outcome.disks
-            );
+            let disks = match outcome.disks {
+                1 => "1 disk".into(),
+                n => format!("{n} disks"),
+            };
+            let text = format!("process {pid} serves {disks} from now on; VMs waited {ms:.1} ms");
             connection.say(&reply, &text);
             Ok(true)
         }
@@ -142,7 +149,7 @@ fn launch(
         None => std::env::current_exe()?,
     };
     let launch = Launch::read(control)?;
-    let child = Command::new(program)
+    let child = Command::new(&program)
         .args(launch.arguments)
         .arg("--take-over")
         .env_clear()
@@ -153,7 +160,11 @@ fn launch(
         .stderr(next()?)
         // It must not end with this one's terminal.
         .process_group(0)
-        .spawn()?;
+        .spawn()
+        .map_err(|e| {
+            let program = program.display();
+            io::Error::other(format!("{program}: {e}; --program PATH names another"))
+        })?;
     let pid = child.id();
     server.send(&Launched { pid }, &[], deadline)?;
     Ok(Some((child, pid)))

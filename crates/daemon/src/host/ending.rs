@@ -1,0 +1,114 @@
+//! How the end of a disk is waited for: until what is under way is done and durable, but not for ever.
+
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use tracing::error;
+
+use super::{Host, HostError, State};
+use crate::export::Export;
+use crate::node::Node;
+
+/// How long the end of a disk, or of all, may take: what is under way, and to make it durable. Less than the 90 s
+/// after which systemd kills.
+pub(super) const SHUTDOWN: Duration = Duration::from_secs(60);
+
+impl Host {
+    /// Finishes what is under way, disconnects everybody, and makes everything durable. Storage that does
+    /// not answer is not waited for longer than a minute.
+    ///
+    /// # Errors
+    /// The last disk that could not be made durable.
+    pub fn shut_down(&self) -> Result<(), HostError> {
+        // What has been handed over is another's.
+        let Ok(_staying) = self.handing.stay_after() else {
+            return Ok(());
+        };
+        if let Some(keeper) = self.keeper.get() {
+            keeper.end();
+        }
+        let deadline = Instant::now() + SHUTDOWN;
+        let State { nodes, exports, .. } = std::mem::take(&mut *self.state());
+        // All at once, rather than each after the other.
+        exports.values().for_each(Export::tell_to_stop);
+        let stops = exports.into_values().map(|export| {
+            let id = export.id.clone();
+            (id.clone(), begin(&id, move || stop(export)))
+        });
+        let mut result = Ok(());
+        let stops: Vec<_> = stops.collect();
+        let stopped = stops
+            .into_iter()
+            .map(|(id, task)| end(&id, deadline, &task?));
+        for error in stopped.filter_map(Result::err) {
+            error!("{error}");
+            result = Err(error);
+        }
+        // Once no export uses them any more.
+        let closes = nodes.into_iter().map(|(name, entry)| {
+            let task = begin(&name, move || sync(&entry.node));
+            (name, task)
+        });
+        let closes: Vec<_> = closes.collect();
+        let closed = closes
+            .into_iter()
+            .map(|(id, task)| end(&id, deadline, &task?));
+        for error in closed.filter_map(Result::err) {
+            error!("{error}");
+            result = Err(error);
+        }
+        result
+    }
+}
+
+type Task = mpsc::Receiver<Result<(), HostError>>;
+
+/// Does what may wait for storage in a thread of its own.
+fn begin(
+    name: &str,
+    work: impl FnOnce() -> Result<(), HostError> + Send + 'static,
+) -> Result<Task, HostError> {
+    let (done, result) = mpsc::channel();
+    let thread = thread::Builder::new().name("closing".into());
+    thread
+        .spawn(move || drop(done.send(work())))
+        .map_err(|e| HostError::Sync(name.into(), e))?;
+    Ok(result)
+}
+
+/// Waits for it, but not for ever: the thread stays with what it waits for.
+fn end(name: &str, deadline: Instant, task: &Task) -> Result<(), HostError> {
+    // What is done already counts, however late it is.
+    let left = deadline.saturating_duration_since(Instant::now());
+    let left = left.max(Duration::from_millis(100));
+    match task.recv_timeout(left) {
+        Ok(result) => result,
+        Err(_) => Err(HostError::Hangs(name.into())),
+    }
+}
+
+pub(super) fn in_time(
+    name: &str,
+    deadline: Instant,
+    work: impl FnOnce() -> Result<(), HostError> + Send + 'static,
+) -> Result<(), HostError> {
+    end(name, deadline, &begin(name, work)?)
+}
+
+/// Waits until what is under way is finished, and makes it durable. The disk knows what its page cache has
+/// lost, which its file does not tell twice.
+pub(super) fn stop(export: Export) -> Result<(), HostError> {
+    let disk = export.disk.clone();
+    drop(export);
+    if disk.is_abandoned() {
+        return Err(HostError::Hangs(disk.name.clone()));
+    }
+    disk.sync()
+        .map_err(|e| HostError::Sync(disk.name.clone(), e))
+}
+
+pub(super) fn sync(node: &Node) -> Result<(), HostError> {
+    let name = node.name();
+    node.sync().map_err(|e| HostError::Sync(name.to_owned(), e))
+}

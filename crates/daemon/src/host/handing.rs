@@ -1,0 +1,83 @@
+//! What another process is given when it takes over: see [`hand`](crate::hand).
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use super::Host;
+use crate::node::Node;
+use crate::upgrade::Pausing;
+
+impl Host {
+    /// Writes what images have only in memory, so that another process finds all of it.
+    ///
+    /// # Errors
+    /// It could not be written, or storage has lost something that another process would not know of.
+    pub fn settle(&self) -> Result<(), String> {
+        let (nodes, lost): (Vec<_>, Vec<_>) = {
+            let state = self.state();
+            let nodes = state.nodes.values().map(|entry| entry.node.clone());
+            let lost = state.exports.values().filter(|e| e.disk.lost_writes());
+            (nodes.collect(), lost.map(|e| e.id.clone()).collect())
+        };
+        if let Some(id) = lost.first() {
+            return Err(format!(
+                "disk {id} has lost writes (see PAGECACHE_LOST above)"
+            ));
+        }
+        if let Some(node) = nodes.iter().find(|node| node.rbd().is_some()) {
+            return Err(format!(
+                "disk {} is in a Ceph cluster, whose lock on the image cannot be handed over; restart ringdisk \
+                 instead",
+                node.name()
+            ));
+        }
+        let settle =
+            |node: &Arc<Node>| node.settle().map_err(|e| format!("{}: {e}", node.filename));
+        nodes.iter().try_for_each(settle)
+    }
+
+    /// Asks all exports to pause.
+    pub fn pause(&self) -> Vec<Pausing> {
+        let state = self.state();
+        let pausing = state.exports.values().map(|export| Pausing {
+            id: export.id.clone(),
+            socket: export.socket.clone(),
+            write_cache: export.device.chosen_write_cache(),
+            paused: export.pause(),
+        });
+        pausing.collect()
+    }
+
+    /// Copies of the descriptors of all files that are open for disks.
+    ///
+    /// # Errors
+    /// There are no more to be had.
+    pub fn descriptors(&self) -> io::Result<Vec<OwnedFd>> {
+        let state = self.state();
+        // A node that lies on another has the same.
+        let nodes = state.nodes.values().filter(|entry| entry.child.is_none());
+        let mut files = Vec::new();
+        for entry in nodes {
+            files.extend(entry.node.copies()?);
+        }
+        Ok(files)
+    }
+
+    /// Names of disks that are left to other hosts for now.
+    pub fn away(&self) -> Vec<String> {
+        let state = self.state();
+        let nodes = state.nodes.values().map(|entry| &entry.node);
+        let away = nodes.filter(|node| !node.is_here());
+        away.map(|node| node.name().to_owned()).collect()
+    }
+
+    /// The lock on the directory in which state is kept.
+    ///
+    /// # Errors
+    /// There is no descriptor to be had.
+    pub fn state_lock(&self) -> io::Result<Option<OwnedFd>> {
+        let lock = self.keeper.get().map(|keeper| keeper.lock().try_clone());
+        Ok(lock.transpose()?.map(OwnedFd::from))
+    }
+}

@@ -1,0 +1,73 @@
+//! What is there after a restart: see [`keeper`](crate::keeper).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use datapath::ThrottleGroup;
+use tracing::error;
+
+use super::{Host, NodeEntry};
+use crate::export::Export;
+use crate::keeper::{Inventory, Keeper, Written};
+use crate::state::{ChangedExport, ChangedNode};
+
+impl Host {
+    /// Keeps what is changed from now on, and what was until now. It can be set once.
+    pub fn set_keeper(&self, keeper: Keeper) {
+        let _ = self.keeper.set(keeper);
+        self.keep();
+    }
+
+    /// Keeps how things are now, so that they are so after a restart.
+    pub fn keep(&self) {
+        if let Some(keeper) = self.keeper.get()
+            && let Err(e) = keeper.keep(self, None)
+        {
+            error!("what was changed is in force, and will be forgotten at a restart: {e}");
+        }
+    }
+
+    /// The operator has written this down, from now on.
+    pub fn set_written(&self, written: Written) {
+        if let Some(keeper) = self.keeper.get() {
+            keeper.set_written(written);
+        }
+        self.keep();
+    }
+
+    /// What guests had chosen of their write caches, for exports that will be added.
+    pub fn remember_write_caches(&self, choices: &BTreeMap<String, bool>) {
+        self.state().write_caches.clone_from(choices);
+    }
+
+    /// All that is served.
+    pub fn inventory(&self) -> Inventory {
+        let state = self.state();
+        let node = |entry: &NodeEntry| ChangedNode {
+            disk: entry.spec(),
+            over: entry.child.clone(),
+        };
+        let export = |export: &Export| ChangedExport {
+            id: export.id.clone(),
+            node: export.node.name().to_owned(),
+            socket: export.spec.socket.clone(),
+            socket_access: export.spec.socket_access,
+            queues: export.spec.queues,
+            queue_size: export.spec.queue_size,
+            iothreads: export.spec.iothreads.clone(),
+            read_only: export.spec.read_only,
+            cache: export.spec.cache,
+            logical_block: export.spec.logical_block,
+        };
+        let group = |(name, group): (&String, &Arc<ThrottleGroup>)| (name.clone(), group.limits());
+        let choice =
+            |export: &Export| Some((export.id.clone(), export.device.chosen_write_cache()?));
+        Inventory {
+            nodes: state.nodes.values().map(node).collect(),
+            exports: state.exports.values().map(export).collect(),
+            groups: state.groups.iter().map(group).collect(),
+            threads: self.threads.added(),
+            write_caches: state.exports.values().filter_map(choice).collect(),
+        }
+    }
+}
