@@ -1,7 +1,7 @@
 //! Where the journals of images are: what a killed process had acknowledged and not flushed.
 
 use std::fs::{File, OpenOptions};
-use std::io;
+use std::io::{self, Read};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,6 +10,7 @@ use block::{Backing, FileOffset};
 use engine::DiskFile;
 use image::{JournalEvent, JournalPlace, Storage};
 use rustix::fs::{FallocateFlags, fallocate};
+use thiserror::Error;
 use tracing::{error, info, warn};
 
 use crate::sandbox::people::{Person, make_directory};
@@ -23,6 +24,15 @@ pub struct Journals {
     /// Why it cannot be used.
     problem: Option<String>,
 }
+
+/// The journal of an image was left by a ringdisk that ran as somebody else.
+#[derive(Debug, Error)]
+#[error(
+    "{} is the journal that a killed ringdisk left, which ran as another user: start with the --user that it had, so \
+     that what it had acknowledged is done again; or remove that file, if all that was not flushed may be lost",
+    .0.display()
+)]
+pub struct AnotherUsers(PathBuf);
 
 impl Journals {
     /// For a process that will be `user`. Each has a directory of its own: nobody may have another's image written to.
@@ -38,33 +48,63 @@ impl Journals {
 
     /// A place for the journal of an image, whose file is locked for us; and its path. `None`, and a warning,
     /// if there can be none.
-    pub fn place(&self, disk: &str, file: &DiskFile) -> Option<(JournalPlace, PathBuf)> {
-        self.try_place(disk, file)
-            .inspect_err(|e| {
+    ///
+    /// # Errors
+    /// There is one that another user has to do again.
+    pub fn place(
+        &self,
+        disk: &str,
+        file: &DiskFile,
+    ) -> Result<Option<(JournalPlace, PathBuf)>, AnotherUsers> {
+        let place = Identity::of(file).and_then(|identity| {
+            if let Some(path) = self.another_users(&identity) {
+                return Ok(Err(AnotherUsers(path)));
+            }
+            self.try_place(disk, &identity).map(Ok)
+        });
+        match place {
+            Ok(place) => place.map(Some),
+            Err(e) => {
                 warn!(
                     "disk {disk}: no journal can be kept in {}: {e}; after a kill of ringdisk, what was \
                      written to new clusters and not flushed is lost",
                     self.directory.display()
                 );
-            })
-            .ok()
+                Ok(None)
+            }
+        }
     }
 
-    fn try_place(&self, disk: &str, file: &DiskFile) -> io::Result<(JournalPlace, PathBuf)> {
-        let stat = rustix::fs::fstat(file)?;
-        // Any number of nodes lead to one device.
-        let (device, inode) = match file.backing() {
-            Backing::File => (stat.st_dev, stat.st_ino),
-            Backing::BlockDevice => (u64::MAX, stat.st_rdev),
-        };
-        let mut identity = [0; 32];
-        identity[..16].copy_from_slice(&boot()?);
-        identity[16..24].copy_from_slice(&device.to_le_bytes());
-        identity[24..].copy_from_slice(&inode.to_le_bytes());
+    /// A journal of this image in the directory of another user. It is not done again from there: whoever wrote it need
+    /// not be allowed to write the image. Only root can look there, and only while it is root.
+    fn another_users(&self, identity: &Identity) -> Option<PathBuf> {
+        let beside = std::fs::read_dir(self.directory.parent()?).ok()?.flatten();
+        let mut paths = beside
+            .filter(|entry| {
+                entry
+                    .file_name()
+                    .as_encoded_bytes()
+                    .starts_with(b"journals")
+            })
+            .map(|entry| entry.path())
+            .filter(|directory| *directory != self.directory)
+            .map(|directory| directory.join(&identity.file_name));
+        paths.find(|path| {
+            let mut start = Vec::new();
+            let file = OpenOptions::new()
+                .read(true)
+                .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+                .open(path);
+            file.and_then(|file| file.take(4096).read_to_end(&mut start))
+                .is_ok_and(|_| start.windows(32).any(|bytes| bytes == identity.bytes))
+        })
+    }
+
+    fn try_place(&self, disk: &str, identity: &Identity) -> io::Result<(JournalPlace, PathBuf)> {
         if let Some(problem) = &self.problem {
             return Err(io::Error::other(problem.as_str()));
         }
-        let path = self.directory.join(format!("{device:x}-{inode:x}.journal"));
+        let path = self.directory.join(&identity.file_name);
         let storage = OpenOptions::new()
             .read(true)
             .write(true)
@@ -90,10 +130,35 @@ impl Journals {
         };
         let place = JournalPlace {
             storage: Arc::new(Plain(storage)),
-            identity,
+            identity: identity.bytes,
             tell: Box::new(tell),
         };
         Ok((place, path))
+    }
+}
+
+/// Which image a journal is of, since the host was started.
+struct Identity {
+    bytes: [u8; 32],
+    file_name: String,
+}
+
+impl Identity {
+    fn of(file: &DiskFile) -> io::Result<Self> {
+        let stat = rustix::fs::fstat(file)?;
+        // Any number of nodes lead to one device.
+        let (device, inode) = match file.backing() {
+            Backing::File => (stat.st_dev, stat.st_ino),
+            Backing::BlockDevice => (u64::MAX, stat.st_rdev),
+        };
+        let mut bytes = [0; 32];
+        bytes[..16].copy_from_slice(&boot()?);
+        bytes[16..24].copy_from_slice(&device.to_le_bytes());
+        bytes[24..].copy_from_slice(&inode.to_le_bytes());
+        Ok(Self {
+            bytes,
+            file_name: format!("{device:x}-{inode:x}.journal"),
+        })
     }
 }
 

@@ -20,6 +20,7 @@ use rbd::{RbdError, RbdImage};
 use thiserror::Error;
 use tracing::{info, warn};
 
+use crate::journal::AnotherUsers;
 use crate::progress::Progress;
 use crate::spec::{DiskSpec, FileSpec, Lock};
 use crate::storage::{Opener, Places};
@@ -89,6 +90,8 @@ pub enum NodeError {
     Rbd(#[from] RbdError),
     #[error("{0}: cannot look for files that it names in {1}")]
     Allow(String, io::Error),
+    #[error("{0}: {1}")]
+    Journal(String, AnotherUsers),
     #[error("{0}: {AWAY}")]
     Away(String),
     #[error("{0}: cannot {1}: {2}")]
@@ -583,7 +586,10 @@ fn open_chain(
     let mut repair = Progress::new(format!("{}: repairing", path.display()));
     let (journal, journal_path) = match read_only {
         true => None,
-        false => places.journals.place(&spec.name, file),
+        false => {
+            let place = places.journals.place(&spec.name, file);
+            place.map_err(|e| NodeError::Journal(filename(), e))?
+        }
     }
     .unzip();
     let options = ChainOptions {

@@ -11,7 +11,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
-use support::{Disk, seed};
+use support::{Disk, content, seed};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::faulty::Random;
 use testkit::frontend::message::{GET_INFLIGHT_FD, SET_INFLIGHT_FD};
@@ -54,6 +54,51 @@ fn what_a_qcow2_image_has_acknowledged_survives_kills() {
     let log = survive_on(&config(false), &disk, argument, (8192, Held::Zeroes), 60);
     assert!(log.contains("are done again"), "{log}");
     assert!(!log.contains("is of no use"), "{log}");
+}
+
+/// Who starts it again as another user than before is told, and loses nothing.
+#[test]
+fn another_users_journal_is_not_overlooked() {
+    let name = "another_users_journal_is_not_overlooked";
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: {name}: needs root");
+    }
+    let disk = Disk::new();
+    let image = disk.file.with_extension("qcow2");
+    let made = Command::new("qemu-img")
+        .args(["create", "-q", "-f", "qcow2"])
+        .arg(&image)
+        .arg("64M")
+        .status();
+    if !made.is_ok_and(|status| status.success()) {
+        return println!("skipped: {name}: there is no qemu-img");
+    }
+    let argument = format!("file={},socket={}", image.display(), disk.socket.display());
+    let start = |user: &[&str]| {
+        loop {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+            command.args(["serve", "--json", &argument]).args(user);
+            command.env("RUNTIME_DIRECTORY", image.with_file_name("runtime"));
+            match Server::ringdisk_command(command) {
+                // The kernel may still be at the writes of the one that was killed.
+                Err(e) if e.to_string().contains("in use") => {}
+                result => return result,
+            }
+        }
+    };
+    let nobody = ["--user", "nobody"];
+    let server = start(&nobody).unwrap();
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].write(9, &content(9, 4096)), 0);
+    server.signal(Signal::KILL);
+    drop(server);
+    let refused = start(&[]).err().unwrap().to_string();
+    assert!(refused.contains("journals-nobody"), "{refused}");
+    assert!(refused.contains("ran as another user"), "{refused}");
+    let server = start(&nobody).unwrap();
+    server.logged(&["are done again"]);
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].read(9, 4096).unwrap(), content(9, 4096));
 }
 
 /// Kills a server of a disk so many times (`RINGDISK_TEST_ROUNDS` times more), and compares the disk with what it must

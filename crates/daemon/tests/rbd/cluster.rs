@@ -77,7 +77,8 @@ impl Cluster {
     /// Serves one that is to be refused, and returns what is said.
     pub fn refused(&mut self, name: &str, options: &str) -> String {
         let disk = &self.disk(name, options);
-        let arguments = ["serve", "--control", "/nonexistent/c.qmp", disk];
+        let control = self.control().display().to_string();
+        let arguments = ["serve", "--control", &control, disk];
         let output = ringdisk(&arguments);
         assert!(!output.status.success(), "{disk} is served");
         String::from_utf8_lossy(&output.stderr).into_owned()
