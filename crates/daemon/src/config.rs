@@ -88,7 +88,7 @@ pub struct ThreadSpec {
 
 #[derive(Debug, Error)]
 pub enum ConfigError {
-    #[error("{0}: cannot be read: {1}")]
+    #[error("{0}: cannot be read: {1}; is it the path of the configuration?")]
     Read(PathBuf, io::Error),
     #[error("{0}: is larger than {BYTES_MAX} bytes; is it the right file?")]
     TooLarge(PathBuf),

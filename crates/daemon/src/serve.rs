@@ -257,10 +257,12 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
     };
     let inherited = Arc::new(inherited);
     entrance = entrance.or_else(|| Entrance::adopt(&inherited, &control_path));
+    let allow_backing = AllowBacking::new(backing);
+    allow_backing.look();
     let host = Host::new(
         threads,
         Places {
-            allow_backing: AllowBacking::new(backing),
+            allow_backing,
             journals,
             inherited: inherited.clone(),
         },

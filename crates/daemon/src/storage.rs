@@ -11,6 +11,7 @@ use engine::{DiskFile, Locking, OpenError};
 use image::{Gate, OpenFiles, Role, Storage};
 use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 use rustix::io::{Errno, pread, pwrite};
+use tracing::warn;
 
 use crate::inherit::Inherited;
 use crate::journal::Journals;
@@ -34,6 +35,15 @@ impl AllowBacking {
                 let directories = given.iter().filter(|d| d.as_os_str() != "none");
                 Self::In(directories.cloned().collect())
             }
+        }
+    }
+
+    /// Warns of directories that no image could be opened with.
+    pub fn look(&self) {
+        if let Self::In(directories) = self
+            && let Err(e) = Gate::new(directories)
+        {
+            warn!("--allow-backing: {e}; as long as it is not there, no qcow2 image is opened");
         }
     }
 

@@ -196,6 +196,7 @@ impl fmt::Display for Files {
                 f,
                 "disks may be anywhere, because none is named at the start; --allow-dir says where"
             )?,
+            false if self.places.storage.is_empty() => write!(f, "disks in no directory")?,
             false => write!(f, "disks in {}", names(&self.places.storage))?,
         }
         if self.places.cluster && !self.places.anywhere {
