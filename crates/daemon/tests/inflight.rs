@@ -416,24 +416,7 @@ fn guest_survives(test: &str, packed: bool) {
     }
     let mut logs = String::new();
     let output = guest.run_watched(
-        "head -c 1048576 /dev/urandom >/tmp/data
-         writer() {
-             until [ -e /tmp/enough ]; do
-                 dd if=/tmp/data of=/dev/vda bs=64k seek=$(($1 * 64)) oflag=direct conv=notrunc 2>/tmp/dd.$1
-                 dd if=/dev/vda bs=64k skip=$(($1 * 64)) count=16 iflag=direct 2>/tmp/dd.$1 | cmp - /tmp/data
-                 echo >>/tmp/rounds
-             done
-         }
-         writers=
-         for i in 1 2 3 4; do writer $i & writers=\"$writers $!\"; done
-         for i in 1 2 3 4 5 6; do
-             sleep 2
-             echo kill
-         done
-         sleep 1
-         touch /tmp/enough
-         for writer in $writers; do wait $writer; done
-         [ $(wc -l </tmp/rounds) -ge 4 ]",
+        &vm::writers("kill", 6, 2),
         // The machine may be busy.
         Duration::from_secs(400),
         &mut |line, _| {

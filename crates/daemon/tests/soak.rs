@@ -22,7 +22,7 @@ use testkit::driver::{Device, DeviceConfig, HANG};
 use testkit::faulty::Random;
 use testkit::load::{BLOCK, Held, Load};
 use testkit::qemu_img;
-use testkit::server::Server;
+use testkit::server::{Server, gone};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_ringdisk");
 const QUEUES: u16 = 2;
@@ -561,22 +561,6 @@ fn used(pid: u32) -> Used {
         descriptors: descriptors(pid).len(),
         threads: number("Threads:") as usize,
         memory_kib: number("VmRSS:"),
-    }
-}
-
-/// Waits until a process has ended, and its threads, one of which may still be in the kernel. One that nobody has waited
-/// for counts as gone.
-fn gone(pid: u32) {
-    let start = Instant::now();
-    let there = || {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        let state = stat.rsplit(')').next()?.trim_start().chars().next();
-        let threads = fs::read_dir(format!("/proc/{pid}/task")).ok()?.count();
-        Some(state != Some('Z') || threads > 1)
-    };
-    while there() == Some(true) {
-        assert!(start.elapsed() < HANG, "process {pid} does not end");
-        thread::sleep(Duration::from_millis(5));
     }
 }
 

@@ -18,7 +18,7 @@ use support::{Disk, seed};
 use testkit::driver::{Device, DeviceConfig, HANG};
 use testkit::faulty::Random;
 use testkit::load::{Held, Load};
-use testkit::server::Server;
+use testkit::server::{Server, gone};
 use testkit::vm::{self, Vm};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_ringdisk");
@@ -121,20 +121,6 @@ impl Drop for Served {
         if self.pid != self.first.pid() {
             let _ = kill_process(Pid::from_raw(self.pid as i32).unwrap(), Signal::KILL);
         }
-    }
-}
-
-/// Waits until a process has ended. One that has ended and that nobody has waited for counts as gone.
-fn gone(pid: u32) {
-    let start = Instant::now();
-    let there = || {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        let state = stat.rsplit(')').next()?.trim_start().chars().next();
-        state.filter(|&state| state != 'Z')
-    };
-    while there().is_some() {
-        assert!(start.elapsed() < HANG, "process {pid} does not end");
-        thread::sleep(Duration::from_millis(5));
     }
 }
 
@@ -578,25 +564,7 @@ fn a_real_guest_goes_on() {
         queue_size: 128,
     });
     let output = guest.run_watched(
-        "head -c 1048576 /dev/urandom >/tmp/data
-         writer() {
-             until [ -e /tmp/enough ]; do
-                 dd if=/tmp/data of=/dev/vda bs=64k seek=$(($1 * 64)) oflag=direct conv=notrunc 2>/tmp/dd.$1
-                 dd if=/dev/vda bs=64k skip=$(($1 * 64)) count=16 iflag=direct 2>/tmp/dd.$1 | cmp - /tmp/data
-                 echo >>/tmp/rounds
-             done
-         }
-         writers=
-         for i in 1 2 3 4; do writer $i & writers=\"$writers $!\"; done
-         for i in 1 2 3 4; do
-             sleep 1
-             echo upgrade
-         done
-         sleep 1
-         touch /tmp/enough
-         for writer in $writers; do wait $writer; done
-         ! dmesg | grep -i 'I/O error'
-         [ $(wc -l </tmp/rounds) -ge 4 ]",
+        &vm::writers("upgrade", 4, 1),
         // The machine may be busy.
         Duration::from_secs(400),
         &mut |line, _| {

@@ -278,3 +278,19 @@ fn process_clock(pid: u32) -> io::Result<Duration> {
     }
     Ok(Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
 }
+
+/// Waits until a process has ended, and its threads, one of which may still be in the kernel. One that nobody has waited
+/// for counts as gone.
+pub fn gone(pid: u32) {
+    let start = Instant::now();
+    let there = || {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        let state = stat.rsplit(')').next()?.trim_start().chars().next();
+        let threads = std::fs::read_dir(format!("/proc/{pid}/task")).ok()?;
+        Some(state != Some('Z') || threads.count() > 1)
+    };
+    while there() == Some(true) {
+        assert!(start.elapsed() < HANG, "process {pid} does not end");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}

@@ -635,6 +635,32 @@ fn tail(text: &str, count: usize) -> String {
     lines[lines.len().saturating_sub(count)..].join("\n")
 }
 
+/// The script of a guest with four writers that read back what they wrote, past the guest's page cache, while it prints
+/// a word so many times, with so many seconds between.
+pub fn writers(word: &str, times: u32, seconds: u32) -> String {
+    format!(
+        "head -c 1048576 /dev/urandom >/tmp/data
+         writer() {{
+             until [ -e /tmp/enough ]; do
+                 dd if=/tmp/data of=/dev/vda bs=64k seek=$(($1 * 64)) oflag=direct conv=notrunc 2>/tmp/dd.$1
+                 dd if=/dev/vda bs=64k skip=$(($1 * 64)) count=16 iflag=direct 2>/tmp/dd.$1 | cmp - /tmp/data
+                 echo >>/tmp/rounds
+             done
+         }}
+         writers=
+         for i in 1 2 3 4; do writer $i & writers=\"$writers $!\"; done
+         for i in $(seq {times}); do
+             sleep {seconds}
+             echo {word}
+         done
+         sleep 1
+         touch /tmp/enough
+         for writer in $writers; do wait $writer; done
+         ! dmesg | grep -i 'I/O error'
+         [ $(wc -l </tmp/rounds) -ge 4 ]"
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
