@@ -239,12 +239,9 @@ impl RbdImage {
             }
         }
         let (librbd, librados) = self.library().versions();
+        let (allocator, about) = allocator();
         let more = [
-            (
-                "allocator",
-                allocator().to_owned(),
-                "librados allocates several times for each I/O; tcmalloc (LD_PRELOAD=libtcmalloc_minimal.so.4) saves a tenth of the CPU",
-            ),
+            ("allocator", allocator.to_owned(), about),
             ("librbd", librbd, "the library's version"),
             ("librados", librados, "the library's version"),
             (

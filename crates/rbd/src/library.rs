@@ -166,15 +166,23 @@ unsafe fn find<T: Copy>(
 )]
 unsafe extern "C" {}
 
-/// Which allocator this process has, by the functions that only that one defines.
-pub(crate) fn allocator() -> &'static str {
+/// Which allocator this process has, by the functions that only that one defines, and what that means.
+pub(crate) fn allocator() -> (&'static str, &'static str) {
     let this = Handle::this();
     // SAFETY: the symbol is looked up, not called.
     let has = |name: &str| unsafe { this.get::<*const c_void>(name.as_bytes()).is_ok() };
-    match () {
+    let name = match () {
         () if has("tc_version") => "tcmalloc",
         () if has("mallctl") => "jemalloc",
         () if has("mi_version") => "mimalloc",
-        () => "libc malloc",
-    }
+        () => {
+            return (
+                "libc malloc",
+                "SLOW: librados allocates several times for each I/O, and with tcmalloc 4k reads take a seventh less CPU. \
+                 The Debian package of ringdisk has it; else install libtcmalloc-minimal4, and build ringdisk with \
+                 --features tcmalloc or start it with LD_PRELOAD=libtcmalloc_minimal.so.4",
+            );
+        }
+    };
+    (name, "librados allocates several times for each I/O")
 }

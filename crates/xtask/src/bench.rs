@@ -257,7 +257,10 @@ impl Bench {
         let dir = args.dir.clone().unwrap_or_else(|| target.join("bench"));
         std::fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
         let build_ringdisk = args.ringdisk.is_none() && args.servers.contains(&Server::Ringdisk);
-        build(build_ringdisk)?;
+        if args.ceph.ceph {
+            crate::packages::tcmalloc::ensure()?;
+        }
+        build(build_ringdisk, args.ceph.ceph)?;
         let programs = Programs {
             ringdisk: args
                 .ringdisk
@@ -625,10 +628,14 @@ fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| crate::root().join("target"), PathBuf::from)
 }
 
-/// `cargo xtask` itself is a debug build: as a client it would measure itself.
-fn build(ringdisk: bool) -> anyhow::Result<()> {
+/// `cargo xtask` itself is a debug build: as a client it would measure itself. For a cluster, ringdisk is built as it is
+/// packaged.
+fn build(ringdisk: bool, ceph: bool) -> anyhow::Result<()> {
     let mut command = crate::cargo();
     command.args(["build", "--release", "--quiet", "--workspace"]);
+    if ringdisk && ceph {
+        command.arg(crate::packages::tcmalloc::FEATURE);
+    }
     match (cfg!(debug_assertions), ringdisk) {
         (true, true) => command.args(["--bin", "xtask", "--bin", "ringdisk"]),
         (true, false) => command.args(["--bin", "xtask"]),

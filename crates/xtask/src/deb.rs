@@ -9,8 +9,10 @@ use std::process::Command;
 /// Builds the program and packs it.
 pub fn run() -> Result<()> {
     packages::deb::ensure()?;
+    packages::tcmalloc::ensure()?;
     let mut build = cargo();
     build.args(["build", "--release", "--package=ringdisk", "--locked"]);
+    build.arg(packages::tcmalloc::FEATURE);
     succeeds(&mut build)?;
     let metadata = ci::metadata()?;
     let target = Path::new(ci::text(&metadata["target_directory"]));

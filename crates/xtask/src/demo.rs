@@ -47,11 +47,12 @@ pub fn run(args: &Args) -> Result<()> {
     packages::ensure()?;
     if args.ceph {
         packages::ceph::ensure_rivals()?;
+        packages::tcmalloc::ensure()?;
     }
     progress.say("building ringdisk");
     let ringdisk = match &args.ringdisk {
         Some(path) => path.clone(),
-        None => build()?,
+        None => build(args.ceph)?,
     };
     let folder = make_folder()?;
     if args.lab {
@@ -102,13 +103,15 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Builds the program as users run it.
-fn build() -> Result<PathBuf> {
-    let built = cargo()
-        .args(["build", "--release", "--locked", "--package", "ringdisk"])
-        .status();
+/// Builds the program as users run it; for a cluster, as it is packaged.
+fn build(ceph: bool) -> Result<PathBuf> {
+    let mut build = cargo();
+    build.args(["build", "--release", "--locked", "--package", "ringdisk"]);
+    if ceph {
+        build.arg(packages::tcmalloc::FEATURE);
+    }
     ensure!(
-        built.context("starting cargo")?.success(),
+        build.status().context("starting cargo")?.success(),
         "ringdisk does not build"
     );
     Ok(target()?.join("release/ringdisk"))

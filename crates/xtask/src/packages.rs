@@ -7,6 +7,7 @@ pub mod browser;
 pub mod ceph;
 pub mod deb;
 pub mod qmp;
+pub mod tcmalloc;
 
 use anyhow::{Context, Result, ensure};
 use std::fs;

@@ -22,9 +22,15 @@ pub fn run() -> Result<()> {
     if let Err(error) = packages::browser::ensure() {
         println!("warning: the tests that look at reports are skipped: {error:#}");
     }
+    let mut tests = cargo();
+    tests.args(["test", "--workspace", "--locked", "--no-fail-fast"]);
+    // What is tested is what is packaged.
+    match packages::tcmalloc::ensure() {
+        Ok(()) => drop(tests.arg(packages::tcmalloc::FEATURE)),
+        Err(error) => println!("warning: ringdisk is tested without tcmalloc: {error:#}"),
+    }
     // --show-output: a test that can't run here says so and passes, and cargo hides what a passed test says.
-    let mut tests = cargo()
-        .args(["test", "--workspace", "--locked", "--no-fail-fast"])
+    let mut tests = tests
         .args(["--", "--show-output"])
         .env("RUST_LIB_BACKTRACE", "0") // a failed check names its cause; the frames under it are noise
         .stdout(Stdio::piped())

@@ -46,7 +46,7 @@ pub struct Args {
     #[arg(long, value_delimiter = ',', default_value = "read,write")]
     direction: Vec<Direction>,
 
-    /// With --ceph: a library for LD_PRELOAD (an allocator), with which ringdisk takes part once more
+    /// With --ceph: a library for LD_PRELOAD (an allocator), with which all contestants take part once more
     #[arg(long, value_name = "PATH")]
     preload: Option<PathBuf>,
 
@@ -55,9 +55,9 @@ pub struct Args {
     #[arg(long, value_name = "KEY=VALUE")]
     rbd_option: Vec<String>,
 
-    /// With --ceph: contestants
+    /// With --ceph: contestants; so does the ringdisk of --baseline
     #[arg(long, value_delimiter = ',', default_value = "ringdisk,qsd,fio")]
-    ceph_servers: Vec<Contestant>,
+    ceph_servers: Vec<Program>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -73,23 +73,75 @@ enum Direction {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Contestant {
+enum Program {
     Ringdisk,
-    /// ringdisk with --preload or --rbd-option.
     #[value(skip)]
-    Changed,
+    Baseline,
     Qsd,
     Fio,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Contestant {
+    program: Program,
+    /// With --preload and --rbd-option.
+    changed: bool,
+}
+
+impl Contestant {
+    /// Whom the others are compared with.
+    const OURS: Self = Self {
+        program: Program::Ringdisk,
+        changed: false,
+    };
+
+    fn all(bench: &Bench) -> Vec<Self> {
+        let args = &bench.args.ceph;
+        let baseline = bench.programs.baseline.iter().map(|_| Program::Baseline);
+        let programs: Vec<_> = args.ceph_servers.iter().copied().chain(baseline).collect();
+        let changes = |program| match program {
+            Program::Ringdisk => args.preload.is_some() || !args.rbd_option.is_empty(),
+            Program::Baseline => false,
+            Program::Qsd | Program::Fio => args.preload.is_some(),
+        };
+        let changed = programs.iter().filter(|&&program| changes(program));
+        let changed = changed.map(|&program| (program, true));
+        let plain = programs.iter().map(|&program| (program, false));
+        let all = plain.chain(changed);
+        all.map(|(program, changed)| Self { program, changed })
+            .collect()
+    }
+
+    /// The program, in the environment that it is to have.
+    fn command(self, bench: &Bench) -> Result<Command> {
+        let mut command = match self.program {
+            Program::Ringdisk => Command::new(&bench.programs.ringdisk),
+            Program::Baseline => {
+                let baseline = bench.programs.baseline.as_ref();
+                Command::new(baseline.context("--baseline names no program")?)
+            }
+            Program::Qsd => Command::new("qemu-storage-daemon"),
+            Program::Fio => Command::new("fio"),
+        };
+        if let (true, Some(library)) = (self.changed, &bench.args.ceph.preload) {
+            command.env("LD_PRELOAD", library);
+        }
+        Ok(command)
+    }
+}
+
 impl fmt::Display for Contestant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Ringdisk => "ringdisk",
-            Self::Changed => "ringdisk, changed",
-            Self::Qsd => "qemu-storage-daemon",
-            Self::Fio => "fio",
-        })
+        let name = match self.program {
+            Program::Ringdisk => "ringdisk",
+            Program::Baseline => "ringdisk, baseline",
+            Program::Qsd => "qemu-storage-daemon",
+            Program::Fio => "fio",
+        };
+        match self.changed {
+            true => f.pad(&format!("{name}, changed")),
+            false => f.pad(name),
+        }
     }
 }
 
@@ -154,14 +206,11 @@ pub fn run(bench: &Bench) -> Result<()> {
     for wire in [Wire::Crc, Wire::Secure] {
         write_conf(&ceph, wire)?;
     }
-    let mut contestants = args.ceph_servers.clone();
-    if args.preload.is_some() || !args.rbd_option.is_empty() {
-        contestants.push(Contestant::Changed);
-    }
+    let contestants = Contestant::all(bench);
     let cells = cells(bench);
     let mut random = Random(bench.args.seed);
     println!(
-        "{:<32}{:<22}{:>9}{:>12}{:>9}{:>9}{:>9}{:>8}{:>8}",
+        "{:<32}{:<29}{:>9}{:>12}{:>9}{:>9}{:>9}{:>8}{:>8}",
         "", "", "IOPS", "client µs/IO", "p50 µs", "p99 µs", "switches", "client", "OSD"
     );
     for cell in &cells {
@@ -273,14 +322,16 @@ fn osds(ceph: &Ceph) -> Result<f64> {
 fn sample(bench: &Bench, ceph: &Ceph, cell: &Cell, who: Contestant, seed: u64) -> Result<Sample> {
     let conf = conf(ceph, cell.wire);
     let (warmup, runtime) = (bench.args.warmup, bench.runtime());
-    if who == Contestant::Fio {
+    if who.program == Program::Fio {
         let images: Vec<String> = (0..cell.images as u8).map(image).collect();
-        return fio_on_images(&conf, &images, &cell.workload, warmup, runtime, seed);
+        let mut command = who.command(bench)?;
+        command.env("CEPH_CONF", conf);
+        return fio_on_images(command, &images, &cell.workload, warmup, runtime, seed);
     }
     let sockets: Vec<PathBuf> = (0..cell.images)
         .map(|i| bench.dir.join(format!("ceph{i}.sock")))
         .collect();
-    let server = Server::start(bench, cell, who, &conf, &sockets)?;
+    let server = Server::start(bench, who, &conf, &sockets)?;
     let job = Job {
         driven: sockets.len(),
         sockets,
@@ -318,56 +369,43 @@ fn sample(bench: &Bench, ceph: &Ceph, cell: &Cell, who: Contestant, seed: u64) -
 struct Server(Child);
 
 impl Server {
-    fn start(
-        bench: &Bench,
-        cell: &Cell,
-        who: Contestant,
-        conf: &Path,
-        sockets: &[PathBuf],
-    ) -> Result<Self> {
+    fn start(bench: &Bench, who: Contestant, conf: &Path, sockets: &[PathBuf]) -> Result<Self> {
         for socket in sockets {
             let _ = fs::remove_file(socket);
         }
-        let args = &bench.args.ceph;
-        let mut command = match who {
-            Contestant::Qsd => qsd(conf, sockets),
-            _ => {
-                let mut options = String::new();
-                let mut command = Command::new(&bench.programs.ringdisk);
-                if who == Contestant::Changed {
-                    options = args.rbd_option.iter().map(|o| format!(":{o}")).collect();
-                    if let Some(library) = &args.preload {
-                        command.env("LD_PRELOAD", library);
-                    }
-                }
-                command
-                    .args(["serve", "--control"])
-                    .arg(bench.dir.join("ceph.qmp"))
-                    .args(&bench.programs.ringdisk_args);
-                for (i, socket) in sockets.iter().enumerate() {
-                    command.arg(format!(
-                        "file=rbd:{POOL}/{}{options},conf={},id=vm,cache=none,queues=1,queue-size=1024,socket={}",
-                        image(i as u8),
-                        conf.display(),
-                        socket.display()
-                    ));
-                }
-                command
+        let mut command = who.command(bench)?;
+        if who.program == Program::Qsd {
+            arguments_of_qsd(&mut command, conf, sockets);
+        } else {
+            let options = match who.changed {
+                true => bench.args.ceph.rbd_option.iter(),
+                false => [].iter(),
+            };
+            let options: String = options.map(|option| format!(":{option}")).collect();
+            command
+                .args(["serve", "--control"])
+                .arg(bench.dir.join("ceph.qmp"))
+                .args(&bench.programs.ringdisk_args);
+            for (i, socket) in sockets.iter().enumerate() {
+                command.arg(format!(
+                    "file=rbd:{POOL}/{}{options},conf={},id=vm,cache=none,queues=1,queue-size=1024,socket={}",
+                    image(i as u8),
+                    conf.display(),
+                    socket.display()
+                ));
             }
-        };
+        }
         let log = fs::File::create(bench.dir.join("ceph-server.log"))?;
         let child = command
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)
             .spawn();
-        let _ = cell;
         Ok(Self(child.with_context(|| format!("starting {who}"))?))
     }
 }
 
-fn qsd(conf: &Path, sockets: &[PathBuf]) -> Command {
-    let mut command = Command::new("qemu-storage-daemon");
+fn arguments_of_qsd(command: &mut Command, conf: &Path, sockets: &[PathBuf]) {
     for (i, socket) in sockets.iter().enumerate() {
         command
             .arg("--object")
@@ -385,7 +423,6 @@ fn qsd(conf: &Path, sockets: &[PathBuf]) -> Command {
                 socket.display()
             ));
     }
-    command
 }
 
 impl Drop for Server {
@@ -411,7 +448,7 @@ fn print(cell: &Cell, contestants: &[Contestant], records: &[Record]) {
             Spread::of(its.map(value)).map_or(f64::NAN, |spread| spread.median)
         };
         println!(
-            "{:<32}{who:<22}{:>9.0}{:>12.1}{:>9.0}{:>9.0}{:>9.1}{:>8.2}{:>8.2}{}",
+            "{:<32}{who:<29}{:>9.0}{:>12.1}{:>9.0}{:>9.0}{:>9.1}{:>8.2}{:>8.2}{}",
             first,
             of(&|r| r.sample.iops),
             of(&|r| r.sample.cpu_us_per_io),
@@ -428,11 +465,11 @@ fn print(cell: &Cell, contestants: &[Contestant], records: &[Record]) {
 
 /// What ringdisk takes of the contestant's CPU time per I/O, where there is something to compare.
 fn ratio(who: Contestant, records: &[Record]) -> String {
-    if who == Contestant::Ringdisk {
+    if who == Contestant::OURS {
         return String::new();
     }
     let pairs = records.iter().filter(|r| r.who == who).filter_map(|other| {
-        let ours = |r: &&Record| r.who == Contestant::Ringdisk && r.round == other.round;
+        let ours = |r: &&Record| r.who == Contestant::OURS && r.round == other.round;
         let ours = records.iter().find(ours)?;
         Some(ours.sample.cpu_us_per_io / other.sample.cpu_us_per_io)
     });

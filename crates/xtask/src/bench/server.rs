@@ -264,16 +264,16 @@ pub fn host(
     )
 }
 
-/// fio's rbd engine on images: what librbd gives without a virtual disk. One thread for each image.
+/// fio's rbd engine on images: what librbd gives without a virtual disk. One thread for each image. `command` is fio, with
+/// the environment that leads it to the cluster.
 pub fn fio_on_images(
-    conf: &Path,
+    mut command: Command,
     images: &[String],
     workload: &Workload,
     warmup_s: f64,
     runtime_s: f64,
     seed: u64,
 ) -> anyhow::Result<Sample> {
-    let mut command = Command::new("fio");
     // Options that stand before the first job are those of all jobs.
     command.args([
         "--ioengine=rbd",
@@ -295,7 +295,6 @@ pub fn fio_on_images(
     for image in images {
         command.args([format!("--name={image}"), format!("--rbdname={image}")]);
     }
-    command.env("CEPH_CONF", conf);
     measure_fio(command, workload.write, warmup_s + 1.0, runtime_s, None)
 }
 

@@ -44,6 +44,7 @@ fn the_package_serves_when_it_is_installed() {
     deb("--control", &control);
     has_what_belongs_in_it(&root);
     leaves_the_configuration_and_running_disks_alone(&control);
+    needs_the_allocator_that_it_is_linked_with(&root, &control);
     the_example_serves(&root, folder.path());
     systemd_understands_it(&root, folder.path());
 }
@@ -79,6 +80,20 @@ fn leaves_the_configuration_and_running_disks_alone(control: &Path) {
     for script in ["postinst", "prerm", "postrm"] {
         checked(Command::new("sh").arg("-n").arg(control.join(script)));
     }
+}
+
+/// `cargo xtask test` tests a program with tcmalloc, `cargo test` one without.
+fn needs_the_allocator_that_it_is_linked_with(root: &Path, control: &Path) {
+    let linked = checked(Command::new("ldd").arg(root.join("usr/bin/ringdisk")));
+    let linked = String::from_utf8_lossy(&linked.stdout).into_owned();
+    let control = fs::read_to_string(control.join("control")).unwrap();
+    let depends = control.lines().find(|line| line.starts_with("Depends:"));
+    let (linked, depends) = (linked.contains("libtcmalloc"), depends.unwrap());
+    assert_eq!(
+        linked,
+        depends.contains("libtcmalloc-minimal4"),
+        "{depends}"
+    );
 }
 
 /// A command of the unit, with the paths of the unpacked package, and the directories that systemd makes.
