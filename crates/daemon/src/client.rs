@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use block::{ThrottleLimits, format_size, parse_size};
 use control::{Client, ClientError};
+use image::Format;
 use serde_json::{Value, json};
 use thiserror::Error;
 
@@ -115,6 +116,8 @@ pub struct ThrottleArgs {
 #[derive(clap::Args)]
 #[command(after_help = "Example:
   ringdisk replace vm2 /fast/vm2.raw
+  ringdisk replace vm2 /fast/vm2.qcow2               a qcow2 image, whatever it was on before
+  ringdisk replace vm2 /dev/vg0/vm2 --format raw
   ringdisk replace vm2 rbd:vms/vm2:id=hypervisor     an image in a Ceph cluster
 
 The other file must hold the same bytes, and be as long or longer; the VM notices a pause.")]
@@ -123,6 +126,9 @@ pub struct ReplaceArgs {
     name: String,
     /// File that holds it from now on, or rbd:POOL/IMAGE
     file: PathBuf,
+    /// raw or qcow2; what the file's name says if not given, or else the format of the file before
+    #[arg(long)]
+    format: Option<Format>,
     #[command(flatten)]
     connection: Connection,
 }
@@ -357,7 +363,10 @@ pub fn replace(args: &ReplaceArgs) -> Done {
         false => std::path::absolute(&args.file)
             .map_err(|e| CommandLineError::Here("cannot say where we are", e))?,
     };
-    let arguments = json!({ "id": args.name, "file": file.to_string_lossy() });
+    let mut arguments = json!({ "id": args.name, "file": file.to_string_lossy() });
+    if let Some(format) = args.format {
+        arguments["format"] = format.to_string().into();
+    }
     let done = format!("disk {} is on {} now", args.name, file.display());
     args.connection
         .order("x-ringdisk-replace", arguments, &done)

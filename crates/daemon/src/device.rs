@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use datapath::{Disk, IoThread, QueueId};
@@ -64,9 +64,9 @@ impl ServedDisk {
         self.threads.len() as u16
     }
 
-    fn node(&self) -> Arc<Node> {
-        let node = self.node.lock();
-        node.unwrap_or_else(PoisonError::into_inner).clone()
+    /// Held while the node is taken or left, so that it is not exchanged for another meanwhile.
+    fn node(&self) -> MutexGuard<'_, Arc<Node>> {
+        self.node.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The guest's choice of a write cache, if it is another than the cache mode's.
@@ -95,14 +95,14 @@ impl ServedDisk {
     ) -> Result<(), ExportError> {
         let fail = |e| ExportError::System(self.disk.name.clone(), "be put on another file", e);
         // Held until it is on the other one: it must not be left to another host, or taken back, meanwhile.
-        let mut node = self.node.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut node = self.node();
         if !node.is_here() {
             return Err(fail(io::Error::other(AWAY)));
         }
         new.be_here().map_err(|e| fail(io::Error::other(e)))?;
         let threads = self.io_threads();
-        let file = new.replacement().map_err(|e| fail(io::Error::other(e)))?;
-        self.disk.replace(&threads, file, record).map_err(fail)?;
+        let its = new.replacement().map_err(|e| fail(io::Error::other(e)))?;
+        self.disk.replace(&threads, its, record).map_err(fail)?;
         *node = new.clone();
         drop(node);
         self.tell_size();

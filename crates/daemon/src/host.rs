@@ -15,8 +15,9 @@ use std::time::Instant;
 use block::{ThrottleError, ThrottleLimits};
 use control::{BlockExportDeleted, BlockImageCorrupted, Event, EventHub};
 use datapath::ThrottleGroup;
+use image::Format;
 use thiserror::Error;
-use tracing::{error, info};
+use tracing::{error, info, warn};
 
 use crate::device::ServedDisk;
 use crate::export::{Around, Export, ExportError, ExportSpec};
@@ -111,6 +112,8 @@ pub enum HostError {
     FileInUse(PathBuf, String),
     #[error("disk '{0}' was changed by somebody else meanwhile; look at it again")]
     Changed(String),
+    #[error("disk '{0}' is being put on another file; try again in a moment")]
+    Moving(String),
     #[error("a VM is connected to disk '{0}'; shut it down first, or force the removal")]
     Connected(String),
     #[error("disk '{0}' is read-only; it can only be exported with writable=false")]
@@ -205,18 +208,7 @@ impl Host {
         let (limits, group) = (spec.limits, spec.throttle_group.clone());
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
         let node = Node::open(spec, &self.places)?;
-        let (its_name, events) = (name.clone(), self.events.clone());
-        node.on_damage(move |damage| {
-            error!("disk {its_name}: {damage}; nothing more is written to it");
-            events.emit(&Event::BlockImageCorrupted(BlockImageCorrupted {
-                device: String::new(),
-                node_name: Some(its_name.clone()),
-                msg: damage.what.into(),
-                offset: Some(damage.at),
-                size: None,
-                fatal: true,
-            }));
-        });
+        self.watch_damage(&node);
         let mut state = self.state();
         state.check_new_node(&node.spec)?;
         let entry = NodeEntry {
@@ -227,6 +219,22 @@ impl Host {
         };
         state.nodes.insert(name, entry);
         Ok(())
+    }
+
+    /// Tells everybody if the image of a node turns out to contradict itself.
+    fn watch_damage(&self, node: &Node) {
+        let (name, events) = (node.name().to_owned(), self.events.clone());
+        node.on_damage(move |damage| {
+            error!("disk {name}: {damage}; nothing more is written to it");
+            events.emit(&Event::BlockImageCorrupted(BlockImageCorrupted {
+                device: String::new(),
+                node_name: Some(name.clone()),
+                msg: damage.what.into(),
+                offset: Some(damage.at),
+                size: None,
+                fatal: true,
+            }));
+        });
     }
 
     /// Makes a node that lies on another one, which nothing else may use from now on.
@@ -356,7 +364,14 @@ impl Host {
     /// Makes a disk longer, or finds out that it has become longer, and tells its guest. Without a size it
     /// becomes as long as its file. Returns its size in bytes.
     pub fn resize(&self, name: &str, size: Option<u64>) -> Result<u64, HostError> {
-        let node = self.state().top(name)?.node.clone();
+        let node = {
+            let state = self.state();
+            let node = &state.top(name)?.node;
+            if state.is_moving(node.name()) {
+                return Err(HostError::Moving(name.into()));
+            }
+            node.clone()
+        };
         if let Some(size) = size {
             // Its storage may not answer, which is no reason for others to wait.
             node.grow_file(size)
@@ -365,6 +380,8 @@ impl Host {
         let state = self.state();
         let export = state.exports.values().find(|e| Arc::ptr_eq(&e.node, &node));
         match export {
+            // The other file may not be as long.
+            Some(_) if state.is_moving(node.name()) => Err(HostError::Moving(name.into())),
             Some(export) => {
                 node.look_for_growth(&export.disk);
                 export.device.tell_size();
@@ -376,12 +393,20 @@ impl Host {
         }
     }
 
-    /// Puts a disk on another file while its guest runs. The new one must hold the same bytes, and be as
-    /// long or longer.
+    /// Puts a disk on another file while its guest runs, or on another image with all that this builds on. The
+    /// new one must hold the same bytes, and be as long or longer. Without a format, it has that which its
+    /// name says, or else the one that was said of the file before.
+    ///
+    /// The new one is locked before the old one is let go, so that nobody gets hold of either in between.
     ///
     /// # Errors
     /// The disk goes on with the file that it had.
-    pub fn replace(&self, name: &str, file: FileSpec) -> Result<(), HostError> {
+    pub fn replace(
+        &self,
+        name: &str,
+        file: FileSpec,
+        format: Option<Format>,
+    ) -> Result<(), HostError> {
         self.sandbox.check_file(&file)?;
         let (before, spec) = {
             let state = self.state();
@@ -392,11 +417,7 @@ impl Host {
                 info!("disk {name}: is on {} already", path.display());
                 return Ok(());
             }
-            let mut spec = DiskSpec {
-                file,
-                ..before.spec.clone()
-            };
-            spec.for_other_storage(&before.spec.file);
+            let spec = before.spec.moved(file, format);
             spec.check_rbd()
                 .map_err(|problem| HostError::Unfit(name.into(), problem))?;
             state.check_file(&spec)?;
@@ -404,22 +425,51 @@ impl Host {
         };
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
         let new = Arc::new(Node::open(spec, &self.places)?);
+        self.watch_damage(&new);
+        let moved = self.exchange(name, &before, &new);
+        // Nobody uses the other one any more.
+        let (left, is_old) = match &moved {
+            Ok(()) => (before, true),
+            Err(_) => (new, false),
+        };
+        let (its_name, filename) = (name.to_owned(), left.filename.clone());
+        let closed = in_time(name, Instant::now() + SHUTDOWN, move || {
+            left.close().map_err(|e| HostError::Sync(its_name, e))
+        });
+        match closed {
+            // All of it is durable, and the disk is elsewhere.
+            Err(e) if is_old => {
+                warn!("disk {name}: {filename}, where it was, is not closed in order: {e}")
+            }
+            Err(e) => {
+                warn!("disk {name}: {filename}, where it was to be, is not closed in order: {e}")
+            }
+            Ok(()) => {}
+        }
+        moved
+    }
+
+    /// Has a disk go on with another node.
+    fn exchange(&self, name: &str, before: &Arc<Node>, new: &Arc<Node>) -> Result<(), HostError> {
         let served = {
             let mut state = self.state();
-            if !Arc::ptr_eq(&state.top(name)?.node, &before) {
+            if !Arc::ptr_eq(&state.top(name)?.node, before) {
                 return Err(HostError::Changed(name.into()));
             }
             if let Some(id) = state.stops(before.name()) {
                 return Err(HostError::NodeInUse(name.into(), id));
             }
+            if state.is_moving(before.name()) {
+                return Err(HostError::Moving(name.into()));
+            }
             let mut exports = state.exports.values();
-            let export = exports.find(|e| Arc::ptr_eq(&e.node, &before));
+            let export = exports.find(|e| Arc::ptr_eq(&e.node, before));
             let served = export.map(|export| export.device.clone());
             state.moving.push(before.name().to_owned());
             served
         };
         // Takes as long as the slowest of the requests under way.
-        let moved = self.move_to(served.as_deref(), &new);
+        let moved = self.move_to(served.as_deref(), new);
         let mut state = self.state();
         state.moving.retain(|moving| moving != before.name());
         moved?;
@@ -431,9 +481,9 @@ impl Host {
             rbd.on_change(None);
         }
         let mut exports = state.exports.values_mut();
-        if let Some(export) = exports.find(|e| Arc::ptr_eq(&e.node, &before)) {
+        if let Some(export) = exports.find(|e| Arc::ptr_eq(&e.node, before)) {
             export.node = new.clone();
-            crate::export::tell_changes(&new, &export.disk, &export.device);
+            crate::export::tell_changes(new, &export.disk, &export.device);
         }
         state.put_on(new);
         Ok(())
@@ -453,7 +503,7 @@ impl Host {
     fn move_to(&self, served: Option<&ServedDisk>, new: &Arc<Node>) -> Result<(), HostError> {
         // A restart must find the disk where the guest has written since.
         let keep = || match self.keeper.get() {
-            Some(keeper) => keeper.keep(self, Some((new.name(), &new.spec.file))),
+            Some(keeper) => keeper.keep(self, Some(&new.spec)),
             None => Ok(()),
         };
         match served {
@@ -464,7 +514,9 @@ impl Host {
 
     /// Looks at all disks for growth.
     pub fn look_for_growth(&self) {
-        for export in self.state().exports.values() {
+        let state = self.state();
+        let moving = |export: &&Export| state.is_moving(export.node.name());
+        for export in state.exports.values().filter(|e| !moving(e)) {
             export.node.look_for_growth(&export.disk);
             // Also if it grew earlier: the front-end may have been away then.
             export.device.tell_size();
@@ -613,13 +665,11 @@ impl State {
     }
 
     /// Takes a node in place of that of the same name, and of those below it.
-    fn put_on(&mut self, new: Arc<Node>) {
+    fn put_on(&mut self, new: &Arc<Node>) {
         let mut name = Some(new.name().to_owned());
         while let Some(entry) = name.and_then(|name| self.nodes.get_mut(&name)) {
-            let spec = DiskSpec {
-                file: new.spec.file.clone(),
-                ..entry.node.spec.clone()
-            };
+            let mut spec = entry.node.spec.clone();
+            spec.follow(&new.spec);
             entry.node = match entry.node.name() == new.name() {
                 true => new.clone(),
                 false => Arc::new(new.renamed(spec)),
@@ -648,7 +698,11 @@ impl State {
             .map(|e| e.id.clone())
             .or(above.map(|entry| entry.node.name().to_owned()))
             .or_else(|| self.stops(name))
-            .or_else(|| self.moving.iter().find(|moving| *moving == name).cloned())
+            .or_else(|| self.is_moving(name).then(|| name.to_owned()))
+    }
+
+    fn is_moving(&self, name: &str) -> bool {
+        self.moving.iter().any(|moving| moving == name)
     }
 
     /// The export of a node that still finishes what is under way.

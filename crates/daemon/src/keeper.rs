@@ -15,7 +15,7 @@ use crate::config::{Config, ThreadSpec};
 use crate::export::ExportSpec;
 use crate::host::{Host, HostError};
 use crate::paste::Ready;
-use crate::spec::{DiskSpec, FileSpec};
+use crate::spec::DiskSpec;
 use crate::state::{BYTES_MAX, Changed, ChangedDisk, ChangedExport, ChangedNode};
 
 /// The file in the directory.
@@ -129,15 +129,15 @@ impl Keeper {
     ///
     /// # Errors
     /// It could not be written; what was kept before is still there.
-    pub fn keep(&self, host: &Host, moved: Option<(&str, &FileSpec)>) -> io::Result<()> {
+    pub fn keep(&self, host: &Host, moved: Option<&DiskSpec>) -> io::Result<()> {
         // Held over both, so that the newest is written last.
         let mut inner = self.inner();
         if inner.ended {
             return Ok(());
         }
         let mut inventory = host.inventory();
-        if let Some((name, file)) = moved {
-            inventory.move_to(name, file);
+        if let Some(moved) = moved {
+            inventory.move_to(moved);
         }
         let text = inventory.difference(&inner.written, &inner.absent).text();
         if text != inner.text {
@@ -234,12 +234,12 @@ impl Keeper {
 }
 
 impl Inventory {
-    fn move_to(&mut self, name: &str, file: &FileSpec) {
-        let mut next = Some(name.to_owned());
+    fn move_to(&mut self, moved: &DiskSpec) {
+        let mut next = Some(moved.name.clone());
         while let Some(name) = next.take() {
             let mut nodes = self.nodes.iter_mut();
             if let Some(node) = nodes.find(|node| node.disk.name == name) {
-                node.disk.file = file.clone();
+                node.disk.follow(moved);
                 next = node.over.clone();
             }
         }

@@ -331,31 +331,35 @@ impl Node {
         files.collect()
     }
 
-    /// What the data path needs to put this node's file in the place of another's.
+    /// What the data path needs to put this node in the place of another.
     ///
     /// # Errors
-    /// It is in no file.
+    /// It is in no file, or away.
     pub fn replacement(&self) -> Result<Replacement, NodeError> {
         let fail = |what, e| NodeError::Io(self.filename.clone(), what, e);
-        let place = match (&self.file(), &self.rbd) {
-            (_, Some(rbd)) => Place::Remote(rbd.clone()),
-            (Some(file), _) => {
-                let file_descriptor = duplicate(file, &self.filename)?;
-                Place::File(file_descriptor, file.backing(), self.spec.aio)
-            }
-            (None, None) => {
+        let size = self.file_size();
+        let size = size.map_err(|e| fail("find out its size", e))?;
+        let content = self.content();
+        let image = match &content.image {
+            Some(Image::Null) => {
                 let e = io::Error::other("it stores nothing");
                 return Err(fail("take the place of a file", e));
             }
+            Some(image) => image.clone(),
+            None => return Err(NodeError::Away(self.filename.clone())),
         };
-        if self.format != Format::Raw {
-            let e = io::Error::other("only raw files can take each other's place");
-            return Err(fail("be put there", e));
-        }
+        let places = match &self.rbd {
+            Some(rbd) => vec![Place::Remote(rbd.clone())],
+            None => {
+                let files = self.descriptors(&content)?.into_iter();
+                files.map(Place::from).collect()
+            }
+        };
         Ok(Replacement {
-            place,
+            image,
+            places,
             facts: self.facts,
-            size: self.file_size().map_err(|e| fail("find out its size", e))?,
+            size,
         })
     }
 
@@ -514,6 +518,28 @@ impl Node {
             (None, Some(rbd)) => block::Remote::sync(&**rbd),
             (None, None) => Ok(()),
         }
+    }
+
+    /// Closes what no disk is on any more, or was not yet: writes what an image has to say at its end, removes its
+    /// journal, and gives the locks up. All that guests wrote is durable.
+    ///
+    /// # Errors
+    /// The image is not closed, and no less sound for that. The locks are given up all the same.
+    pub fn close(&self) -> io::Result<()> {
+        let mut content = self.content();
+        let closed = match content.image.take() {
+            Some(Image::Chain(chain)) if !self.facts.read_only => {
+                let closed = chain.close().map_err(|e| io::Error::other(e.to_string()));
+                closed.inspect(|()| content.remove_journal())
+            }
+            _ => Ok(()),
+        };
+        let files: Vec<_> = content.files.drain(..).collect();
+        // The kernel may still hold descriptors.
+        for file in files.iter().chain(&content.file.take()) {
+            file.unlock()?;
+        }
+        closed
     }
 
     /// The image in a Ceph cluster that it is on.

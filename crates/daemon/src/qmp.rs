@@ -13,8 +13,8 @@ use control::{
     BlockDeviceInfo, BlockDeviceStats, BlockExportInfo, BlockExportOptions, BlockExportRemoveMode,
     BlockExportType, BlockNodeInfo, BlockStats, BlockdevCacheInfo, BlockdevDriver, BlockdevOptions,
     BlockdevOptionsRbd, BlockdevRef, Command, CommandError, EventHub, ExportKind, FilePath,
-    Handler, ImageInfo, IoThreadInfo, NULL_BYTES_DEFAULT, ObjectOptions, ObjectType, Qapi,
-    RingdiskResized,
+    Handler, ImageFormat, ImageInfo, IoThreadInfo, NULL_BYTES_DEFAULT, ObjectOptions, ObjectType,
+    Qapi, RingdiskResized,
 };
 use datapath::DiskStats;
 use image::Format;
@@ -154,7 +154,12 @@ impl Qmp {
                     )?)),
                     None => FileSpec::Path(path),
                 };
-                Ok(host.replace(&node_of(host, &wanted.id)?, file).map(done)?)
+                let format = wanted.format.map(|format| match format {
+                    ImageFormat::Raw => Format::Raw,
+                    ImageFormat::Qcow2 => Format::Qcow2,
+                });
+                let name = node_of(host, &wanted.id)?;
+                Ok(host.replace(&name, file, format).map(done)?)
             }
             Command::RingdiskExplain(_) => Ok(explain::all(host)),
             Command::RingdiskResume(wanted) => {

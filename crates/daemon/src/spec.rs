@@ -247,18 +247,35 @@ impl DiskSpec {
         Ok(())
     }
 
-    /// After a change of its file: an image is in the cluster that the image before was in, unless it says another, and
-    /// how bytes are moved is said for files alone.
-    pub fn for_other_storage(&mut self, before: &FileSpec) {
-        let FileSpec::Rbd(location) = &mut self.file else {
-            return;
+    /// The disk on another file. That has this format; or the one that its name says; or, where that says nothing,
+    /// the one that was said of the file before. An image is in the cluster that the image before was in, unless it
+    /// says another, and how bytes are moved is said for files alone.
+    pub fn moved(&self, file: FileSpec, format: Option<Format>) -> Self {
+        let named = match &file {
+            FileSpec::Path(path) => Format::of_name(path),
+            FileSpec::Rbd(_) | FileSpec::Null(_) => Some(Format::Raw),
         };
-        self.aio = Aio::Auto;
-        if let FileSpec::Rbd(before) = before
-            && location.access == rbd::Access::default()
-        {
-            location.access = before.access.clone();
+        let format = format.or(self.format.map(|before| named.unwrap_or(before)));
+        let mut moved = Self {
+            file,
+            format,
+            ..self.clone()
+        };
+        if let FileSpec::Rbd(location) = &mut moved.file {
+            moved.aio = Aio::Auto;
+            if let FileSpec::Rbd(before) = &self.file
+                && location.access == rbd::Access::default()
+            {
+                location.access = before.access.clone();
+            }
         }
+        moved
+    }
+
+    /// Is on the file that another is on.
+    pub fn follow(&mut self, other: &Self) {
+        self.file = other.file.clone();
+        (self.format, self.aio) = (other.format, other.aio);
     }
 
     /// A disk on this file, all else as it is by default.

@@ -274,6 +274,45 @@ fn guests_go_on() {
     }
 }
 
+/// A disk that was put on an image is handed over as such.
+#[test]
+fn a_disk_on_another_image_is_handed_over() {
+    let (mut image, raw) = (Disk::new(), Disk::new());
+    image.file = raw.file.with_file_name("other");
+    if !qcow2(&mut image) {
+        println!("skipped: a_disk_on_another_image_is_handed_over: there is no qemu-img");
+        return;
+    }
+    fs::write(&raw.file, vec![0; 64 << 20]).unwrap();
+    let options = "queues=2,queue-size=64,name=disk";
+    let mut served = Served::start(&[raw.argument(options)]);
+    let mut random = Random(seed());
+    let device = Device::connect(&raw.socket, &config()).unwrap();
+    let replaced = served.ringdisk(&["replace", "disk", image.file.to_str().unwrap()]);
+    assert!(replaced.status.success(), "{replaced:?}");
+    let loads = Load::all(&device, 4096, Held::Zeroes, true);
+    let mut devices = vec![(device, loads)];
+    for _ in 0..2 {
+        under_load(&mut devices, &mut random, || {
+            thread::sleep(Duration::from_millis(100));
+            served.upgrade(&[]);
+        });
+    }
+    for (device, loads) in &mut devices {
+        Load::finish(loads, device);
+    }
+    served.end();
+    let at = image.file.parent().unwrap();
+    let name = image.file.file_name().unwrap().to_str().unwrap();
+    testkit::qemu_img::check(at, name, false);
+    let converted = format!("convert -f qcow2 -O raw {name} converted");
+    testkit::qemu_img::img(at, &converted);
+    for load in &devices[0].1 {
+        load.verify(&at.join("converted")).unwrap();
+    }
+    assert!(fs::read(&raw.file).unwrap() == vec![0; 64 << 20]);
+}
+
 /// A message: the length of the text, no descriptors, the text.
 fn say(text: &str) -> String {
     let zeroes = r"\000".repeat(15);

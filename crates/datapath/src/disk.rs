@@ -18,7 +18,7 @@ use tracing::warn;
 use crate::admit::Admission;
 use crate::outage::Outage;
 use crate::report::{IoEvent, Limiter};
-use crate::source::{Holder, Source};
+use crate::source::{Place, Source};
 use crate::stats::Statistics;
 use crate::thread::{Command, IoThread};
 use crate::throttle::ThrottleGroup;
@@ -67,26 +67,22 @@ type OnEvent = Box<dyn Fn(&IoEvent) + Send + Sync>;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 impl Content {
-    /// From what holds it, as for [`Disk::new`]; with the one that is written.
-    fn new(
+    /// From where it is, as for [`Disk::new`]; with the one that is written.
+    pub fn new(
         image: Image,
-        holders: impl IntoIterator<Item = Holder>,
+        places: impl IntoIterator<Item = impl Into<Place>>,
         facts: &DiskFacts,
         cache: CacheMode,
     ) -> (Self, Option<Arc<Source>>) {
-        let holders = holders.into_iter();
-        let sources = holders.map(|holder| Arc::new(Source::new(holder, facts, !cache.direct())));
-        let mut files: Vec<_> = sources.collect();
+        let source = |place: Place| Arc::new(Source::new(place, facts, !cache.direct()));
+        let places = places.into_iter().map(Into::into);
+        let mut files: Vec<_> = places.map(source).collect();
         let source = match image.chain() {
             Some(chain) => files.get(usize::from(chain.written_file().0)).cloned(),
             None => files.pop(),
         };
         (Self { image, files }, source)
     }
-}
-
-fn holder((fd, backing, aio): (OwnedFd, Backing, Aio)) -> Holder {
-    Holder::File(fd, backing, aio)
 }
 
 /// What the operator chose for a disk.
@@ -136,8 +132,7 @@ impl Disk {
         serial: &str,
         options: Options,
     ) -> Self {
-        let holders = files.into_iter().map(holder);
-        Self::held(name, image, holders, facts, size, serial, options)
+        Self::at(name, image, files, facts, size, serial, options)
     }
 
     /// A disk of `size` bytes in what is no file; else as [`new`](Self::new).
@@ -149,14 +144,14 @@ impl Disk {
         serial: &str,
         options: Options,
     ) -> Self {
-        let holder = [Holder::Remote(remote)];
-        Self::held(name, Image::Raw, holder, facts, size, serial, options)
+        let place = [Place::Remote(remote)];
+        Self::at(name, Image::Raw, place, facts, size, serial, options)
     }
 
-    fn held(
+    fn at(
         name: String,
         image: Image,
-        holders: impl IntoIterator<Item = Holder>,
+        places: impl IntoIterator<Item = impl Into<Place>>,
         mut facts: DiskFacts,
         size: u64,
         serial: &str,
@@ -166,7 +161,7 @@ impl Disk {
         let len = serial.len().min(id.len());
         id[..len].copy_from_slice(&serial.as_bytes()[..len]);
         let by_tables = AtomicBool::new(image.chain().is_some());
-        let (content, source) = Content::new(image, holders, &facts, options.cache);
+        let (content, source) = Content::new(image, places, &facts, options.cache);
         let source = source.map(Mutex::new);
         // What cannot give space back would write the zeroes all the same, and slower.
         let detect_zeroes = options.detect_zeroes != DetectZeroes::Off
@@ -209,19 +204,18 @@ impl Disk {
     /// read or written.
     pub fn go_away(&self, file: Option<(OwnedFd, Backing, Aio)>) {
         self.away.store(true, Ordering::Relaxed);
-        let (content, source) = Content::new(
-            Image::Raw,
-            file.map(holder),
-            &self.facts,
-            self.options.cache,
-        );
-        self.set_content(content);
+        let cache = self.options.cache;
+        let (content, source) = Content::new(Image::Raw, file, &self.facts, cache);
+        self.put_in(content, source);
+    }
+
+    /// It is in this from now on. No queue of it is served meanwhile.
+    pub(crate) fn put_in(&self, content: Content, source: Option<Arc<Source>>) {
+        let by_tables = content.image.chain().is_some();
+        self.by_tables.store(by_tables, Ordering::Relaxed);
         if let Some(source) = source {
             self.set_source(source);
         }
-    }
-
-    fn set_content(&self, content: Content) {
         *self.content.lock().unwrap_or_else(PoisonError::into_inner) = content;
     }
 
@@ -241,18 +235,9 @@ impl Disk {
         } else if facts.logical_block > self.facts.logical_block {
             format!("it is written in blocks of {} now", facts.logical_block)
         } else {
-            let by_tables = image.chain().is_some();
-            self.by_tables.store(by_tables, Ordering::Relaxed);
-            let (content, source) = Content::new(
-                image,
-                files.into_iter().map(holder),
-                facts,
-                self.options.cache,
-            );
-            if let Some(source) = source {
-                self.set_source(source);
-            }
-            self.set_content(content);
+            let cache = self.options.cache;
+            let (content, source) = Content::new(image, files, facts, cache);
+            self.put_in(content, source);
             self.grow(size);
             self.away.store(false, Ordering::Relaxed);
             return Ok(());

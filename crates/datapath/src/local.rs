@@ -1,12 +1,12 @@
 //! What one thread keeps for each disk of which it serves a queue.
 
 use std::collections::VecDeque;
-use std::io;
 use std::sync::Arc;
+use std::{io, mem};
 
 use block::{Engine, FileId};
 
-use crate::disk::Disk;
+use crate::disk::{Content, Disk};
 use crate::outage::Stalled;
 use crate::source::Source;
 use crate::syncs::Syncs;
@@ -38,7 +38,30 @@ pub(crate) struct Local {
     pub bounces: usize,
 }
 
+/// What a disk is in, as a thread's engine knows it: as in [`Local`].
+pub(crate) struct Attached {
+    file: Option<FileId>,
+    files: Vec<FileId>,
+}
+
 impl Local {
+    /// The disk is in something else from now on. Returns what it was in.
+    pub fn put_in(&mut self, source: Arc<Source>, new: Attached) -> Attached {
+        self.source = Some(source);
+        let old = Attached {
+            file: mem::replace(&mut self.file, new.file),
+            files: mem::replace(&mut self.files, new.files),
+        };
+        self.reserve_zeroing();
+        old
+    }
+
+    fn reserve_zeroing(&mut self) {
+        if !self.files.is_empty() || self.disk.detects_zeroes() {
+            self.zeroing.reserve(self.requests - self.zeroing.len());
+        }
+    }
+
     /// Of the disk's file; only disks in files have anything to make durable.
     pub fn syncs(&self) -> &Syncs {
         &self.source.as_ref().expect("a file").syncs
@@ -68,9 +91,7 @@ impl<E: Engine> Worker<E> {
                 .unsettled
                 .reserve(local.requests - local.unsettled.len());
             local.starved.reserve(local.requests - local.starved.len());
-            if !local.files.is_empty() || disk.detects_zeroes() {
-                local.zeroing.reserve(local.requests - local.zeroing.len());
-            }
+            local.reserve_zeroing();
         }
         Ok(place)
     }
@@ -81,14 +102,7 @@ impl<E: Engine> Worker<E> {
             return Ok(place);
         }
         let source = disk.source();
-        let content = disk.content();
-        let files = self.attach_files(&content.files)?;
-        let attached = match (&source, content.image.chain()) {
-            (_, Some(chain)) => Ok(Some(files[usize::from(chain.written_file().0)])),
-            (Some(s), None) => s.attach(&mut self.engine).map(Some),
-            (None, None) => Ok(None),
-        };
-        let file = attached?;
+        let Attached { file, files } = self.attach(&disk.content(), source.as_deref())?;
         let local = Some(Local {
             disk: disk.clone(),
             source,
@@ -112,19 +126,36 @@ impl<E: Engine> Worker<E> {
         Ok(place)
     }
 
-    /// All of them, or none.
-    fn attach_files(&mut self, sources: &[Arc<Source>]) -> io::Result<Vec<FileId>> {
-        let mut files = Vec::with_capacity(sources.len());
-        for source in sources {
-            match source.attach(&mut self.engine) {
-                Ok(file) => files.push(file),
+    /// Makes all that a disk is in known to the engine, or nothing of it.
+    pub fn attach(&mut self, content: &Content, source: Option<&Source>) -> io::Result<Attached> {
+        let mut attached = Attached {
+            file: None,
+            files: Vec::with_capacity(content.files.len()),
+        };
+        for file in &content.files {
+            match file.attach(&mut self.engine) {
+                Ok(file) => attached.files.push(file),
                 Err(e) => {
-                    files.into_iter().for_each(|file| self.engine.detach(file));
+                    self.detach(attached);
                     return Err(e);
                 }
             }
         }
-        Ok(files)
+        attached.file = match (content.image.chain(), source) {
+            (Some(chain), _) => Some(attached.files[usize::from(chain.written_file().0)]),
+            (None, Some(source)) => Some(source.attach(&mut self.engine)?),
+            (None, None) => None,
+        };
+        Ok(attached)
+    }
+
+    pub fn detach(&mut self, attached: Attached) {
+        let Attached { file, files } = attached;
+        // The one that is written may be one of the others.
+        let other = file.filter(|file| !files.contains(file));
+        for file in files.into_iter().chain(other) {
+            self.engine.detach(file);
+        }
     }
 
     /// One queue less. Nothing of it is under way.
@@ -140,13 +171,8 @@ impl<E: Engine> Worker<E> {
         debug_assert!(local.unsettled.is_empty() && local.starved.is_empty());
         debug_assert!(local.zeroing.is_empty());
         debug_assert!(local.stalled.waiting.is_empty());
-        for file in local.files.drain(..) {
-            self.engine.detach(file);
-            local.file = local.file.filter(|&f| f != file);
+        if let Some(Local { file, files, .. }) = self.locals[place].take() {
+            self.detach(Attached { file, files });
         }
-        if let Some(file) = local.file {
-            self.engine.detach(file);
-        }
-        self.locals[place] = None;
     }
 }

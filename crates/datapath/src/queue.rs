@@ -18,7 +18,7 @@ use crate::stats::Tally;
 
 pub(crate) struct Queue {
     pub disk: Arc<Disk>,
-    /// Where ranges of the disk are. It does not change while a queue is served.
+    /// Where ranges of the disk are. It does not change while requests are under way.
     pub image: Image,
     pub ring: Virtqueue,
     pub slots: Slots,
@@ -69,20 +69,15 @@ impl Queue {
     pub fn new(disk: Arc<Disk>, new: NewQueue, place: usize, local: Option<&Local>) -> Self {
         let size = usize::from(new.virtqueue.size());
         let slots = Slots::new(new.virtqueue.size());
-        let image = disk.content().image;
-        let by_tables = image.chain().is_some();
-        let source = local.and_then(|l| l.source.as_ref());
-        Self {
-            image,
+        let mut queue = Self {
+            image: Image::Null,
             ring: new.virtqueue,
             slots,
             tally: Tally::new(&disk, size),
             held: Held::new(disk.clone()),
-            file: local.and_then(|l| l.file).filter(|_| !by_tables),
-            pieces: (0..if by_tables { size } else { 0 })
-                .map(|_| Piece::new())
-                .collect(),
-            alignment: source.map_or(Alignment { address: 1, len: 1 }, |s| s.alignment),
+            file: None,
+            pieces: Box::default(),
+            alignment: Alignment { address: 1, len: 1 },
             local: place,
             registered: Vec::new(),
             state: State::Running,
@@ -93,6 +88,22 @@ impl Queue {
             error: new.error,
             lost: new.lost,
             disk,
+        };
+        queue.look_where_it_is(local);
+        queue
+    }
+
+    /// Looks where the disk is now. Nothing of the queue is under way.
+    pub fn look_where_it_is(&mut self, local: Option<&Local>) {
+        self.image = self.disk.content().image;
+        let by_tables = self.image.chain().is_some();
+        self.file = local.and_then(|l| l.file).filter(|_| !by_tables);
+        let pieces = if by_tables { self.slots.len() } else { 0 };
+        if self.pieces.len() != pieces {
+            self.pieces = (0..pieces).map(|_| Piece::new()).collect();
+        }
+        if let Some(source) = local.and_then(|l| l.source.as_ref()) {
+            self.alignment = source.alignment;
         }
     }
 

@@ -2,44 +2,41 @@
 //!
 //! 1. Every thread holds the disk's queues: it fetches nothing from them, and lets what is under way
 //!    end. Queues can stop meanwhile; those that start wait.
-//! 2. The old file is made durable, unless the cache mode ignores flushes.
-//! 3. Every thread that serves the disk makes the new file known to its engine.
+//! 2. The old file is made durable, and an image's tables with it, unless the cache mode ignores flushes:
+//!    then the tables are written. Most of it is done before 1., while the guest goes on.
+//! 3. Every thread that serves the disk makes the new file known to its engine, or all files of the new image.
 //! 4. The caller records that the disk is in the new file from now on.
 //! 5. Every thread goes on: with the new file, or, if anything failed so far, with the old one.
+//! 6. The caller closes the old image, or the new one.
 //!
 //! What a crash leaves: until the caller has recorded the new file, {the old one, with all that was
 //! ever acknowledged}. From then on, {the new one, with all that was acknowledged, as durable as the
 //! caller made it}. While it records, nothing is under way and both hold the same, so {either} is
 //! right. It must not return before its record is durable: what the guest writes next goes to the new
-//! file alone.
+//! file alone. An image that was not closed is as sound, and may have lost some space.
 
 use std::borrow::Borrow;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, MutexGuard};
 
-use block::{Aio, Backing, DiskFacts, Engine, FileId, Remote};
+use block::{DiskFacts, Engine};
 use guest::NewQueue;
+use image::Image;
 
-use crate::disk::Disk;
+use crate::disk::{Content, Disk};
+use crate::local::Attached;
 use crate::queue::State;
-use crate::source::{Holder, Source};
+use crate::source::{Place, Source};
 use crate::thread::{Command, IoThread, QueueId};
 use crate::worker::Worker;
 
-/// Where bytes are from now on.
-pub enum Place {
-    /// In a file: open as the disk's cache mode demands, and locked; and how its bytes are to be moved.
-    File(OwnedFd, Backing, Aio),
-    /// In storage that is no file.
-    Remote(Arc<dyn Remote>),
-}
-
-/// Storage that takes the place of another.
+/// What takes the place of what a disk is in.
 pub struct Replacement {
-    /// Where it is.
-    pub place: Place,
+    /// Where ranges of it are.
+    pub image: Image,
+    /// What it is in: one place, or, if its image goes by tables, all its files by their numbers there.
+    pub places: Vec<Place>,
     /// What is true of it.
     pub facts: DiskFacts,
     /// Its size in bytes, at least the disk's.
@@ -47,10 +44,11 @@ pub struct Replacement {
 }
 
 impl Disk {
-    /// Replaces the file of a disk that `threads` (and no others) serve. The new one must hold what
-    /// the old one does by the time that `record` returns, which is called while no request is under
-    /// way, and must make durable which file the disk is in. Blocks until all threads have gone on;
-    /// not to be called by a thread that has to start or stop queues meanwhile.
+    /// Replaces the file of a disk that `threads` (and no others) serve, or all files of its image. The new
+    /// one must hold what the old one does by the time that `record` returns, which is called while no
+    /// request is under way, and must make durable which file the disk is in. Blocks until all threads
+    /// have gone on; not to be called by a thread that has to start or stop queues meanwhile. The old image is
+    /// durable then, and is the caller's to be closed.
     ///
     /// # Errors
     /// The disk goes on with the old file: the new one does not fit, the old one could not be made
@@ -61,25 +59,34 @@ impl Disk {
         new: Replacement,
         record: impl FnOnce() -> io::Result<()>,
     ) -> io::Result<()> {
-        self.check(&new)?;
+        let Replacement {
+            image,
+            places,
+            facts,
+            size,
+        } = new;
+        self.check(&facts, size)?;
         let _alone: MutexGuard<'_, ()> = self.replacing.lock().unwrap_or_else(|e| e.into_inner());
-        let size = new.size;
-        let cached = !self.options.cache.direct();
-        let holder = match new.place {
-            Place::File(file, backing, aio) => Holder::File(file, backing, aio),
-            Place::Remote(remote) => Holder::Remote(remote),
+        let (content, source) = Content::new(image, places, &facts, self.options.cache);
+        let Some(source) = source else {
+            return Err(self.unfit("it is nowhere"));
         };
-        let source = Source::new(holder, &new.facts, cached);
-        let source = Arc::new(source);
+        // So that little is left to be done while guests wait. Of storage that fails, nothing is expected.
+        if self.stalled() == 0 {
+            self.sync()?;
+        }
 
         let result = ask_all(threads, |reply| Command::Hold {
             disk: self.clone(),
             reply,
         })
+        // It may have grown.
+        .and_then(|()| self.check(&facts, size))
         .and_then(|()| self.sync())
         .and_then(|()| {
             ask_all(threads, |reply| Command::Adopt {
                 disk: self.clone(),
+                content: content.clone(),
                 source: source.clone(),
                 reply,
             })
@@ -87,7 +94,7 @@ impl Disk {
         .and_then(|()| record());
         let replaced = result.is_ok();
         if replaced {
-            self.set_source(source);
+            self.put_in(content, Some(source));
             self.grow(size);
         }
         // A thread that has ended serves nothing that could go on.
@@ -99,25 +106,32 @@ impl Disk {
         result
     }
 
-    fn check(&self, new: &Replacement) -> io::Result<()> {
-        let problem = if self.source().is_none() {
-            "it is in no file".to_owned()
-        } else if new.size < self.size() {
-            format!("it has {} bytes, and the disk {}", new.size, self.size())
-        } else if new.facts.logical_block > self.facts.logical_block {
-            format!(
+    fn check(&self, facts: &DiskFacts, size: u64) -> io::Result<()> {
+        if self.source().is_none() {
+            return Err(self.unfit("it is in no file"));
+        }
+        if size < self.size() {
+            let problem = format!("it has {size} bytes, and the disk {}", self.size());
+            return Err(self.unfit(&problem));
+        }
+        if facts.logical_block > self.facts.logical_block {
+            let problem = format!(
                 "it is written in blocks of {}, and the guest knows of blocks of {}",
-                new.facts.logical_block, self.facts.logical_block
-            )
-        } else if new.facts.read_only && !self.facts.read_only {
-            "it is read-only, and the disk is not".to_owned()
-        } else {
-            return Ok(());
-        };
-        Err(io::Error::other(format!(
+                facts.logical_block, self.facts.logical_block
+            );
+            return Err(self.unfit(&problem));
+        }
+        if facts.read_only && !self.facts.read_only {
+            return Err(self.unfit("it is read-only, and the disk is not"));
+        }
+        Ok(())
+    }
+
+    fn unfit(&self, problem: &str) -> io::Error {
+        io::Error::other(format!(
             "disk {}: the new file cannot take the place of the old one: {problem}",
             self.name
-        )))
+        ))
     }
 }
 
@@ -147,7 +161,7 @@ pub(crate) struct Hold {
     /// Told when nothing of the disk is under way.
     drained: Option<Sender<io::Result<()>>>,
     /// The new file, as this thread's engine knows it.
-    next: Option<(FileId, Arc<Source>)>,
+    next: Option<(Arc<Source>, Attached)>,
     /// Starts of queues, which wait.
     pub waiting: Vec<Start>,
 }
@@ -205,14 +219,19 @@ impl<E: Engine> Worker<E> {
     }
 
     /// Makes the new file known to the engine, if this thread serves the disk.
-    pub fn adopt(&mut self, disk: &Arc<Disk>, source: Arc<Source>) -> io::Result<()> {
-        let Some(hold) = self.holds.iter_mut().find(|h| Arc::ptr_eq(&h.disk, disk)) else {
-            return Ok(());
-        };
+    pub fn adopt(
+        &mut self,
+        disk: &Arc<Disk>,
+        content: &Content,
+        source: Arc<Source>,
+    ) -> io::Result<()> {
+        let same = |h: &Hold| Arc::ptr_eq(&h.disk, disk);
         let mut locals = self.locals.iter().flatten();
-        if locals.any(|l| Arc::ptr_eq(&l.disk, disk)) {
-            let file = source.attach(&mut self.engine)?;
-            hold.next = Some((file, source));
+        if let Some(place) = self.holds.iter().position(same)
+            && locals.any(|l| Arc::ptr_eq(&l.disk, disk))
+        {
+            let attached = self.attach(content, Some(&source))?;
+            self.holds[place].next = Some((source, attached));
         }
         Ok(())
     }
@@ -227,20 +246,18 @@ impl<E: Engine> Worker<E> {
         let mut locals = self.locals.iter_mut().flatten();
         let local = locals.find(|l| Arc::ptr_eq(&l.disk, disk));
         match (hold.next, local) {
-            (Some((file, source)), Some(local)) if replaced => {
-                let (alignment, old) = (source.alignment, local.file.replace(file));
-                local.source = Some(source);
-                if let Some(old) = old {
-                    self.engine.detach(old);
-                }
+            (Some((source, new)), Some(local)) if replaced => {
+                let old = local.put_in(source, new);
+                self.detach(old);
                 for number in self.queues_of(disk) {
                     if let Some(queue) = &mut self.queues[number] {
-                        (queue.file, queue.alignment) = (Some(file), alignment);
+                        queue.look_where_it_is(self.locals[queue.local].as_ref());
                     }
+                    self.register_memory(number);
                 }
             }
             // Its last queue has stopped meanwhile, or the old file stays.
-            (Some((file, _)), _) => self.engine.detach(file),
+            (Some((_, new)), _) => self.detach(new),
             (None, _) => {}
         }
         for number in self.queues_of(disk) {

@@ -10,15 +10,23 @@ use crate::disk::Disk;
 use crate::syncs::Syncs;
 
 pub(crate) struct Source {
-    holder: Holder,
+    place: Place,
     pub alignment: Alignment,
     pub syncs: Syncs,
 }
 
-/// What holds the bytes.
-pub(crate) enum Holder {
+/// Where bytes are.
+pub enum Place {
+    /// In a file: open as the disk's cache mode demands, and locked; and how its bytes are to be moved.
     File(OwnedFd, Backing, Aio),
+    /// In storage that is no file.
     Remote(Arc<dyn Remote>),
+}
+
+impl From<(OwnedFd, Backing, Aio)> for Place {
+    fn from((file, backing, aio): (OwnedFd, Backing, Aio)) -> Self {
+        Self::File(file, backing, aio)
+    }
 }
 
 /// What a buffer must be a multiple of to reach a file without a copy, in bytes.
@@ -30,13 +38,13 @@ pub(crate) struct Alignment {
 
 impl Source {
     /// `cached` if it is read and written through the page cache.
-    pub fn new(holder: Holder, facts: &DiskFacts, cached: bool) -> Self {
+    pub fn new(place: Place, facts: &DiskFacts, cached: bool) -> Self {
         let alignment = Alignment {
             address: facts.address_alignment,
             len: facts.length_alignment,
         };
         Self {
-            holder,
+            place,
             alignment,
             syncs: Syncs::new(cached),
         }
@@ -44,17 +52,17 @@ impl Source {
 
     /// Makes it known to an engine.
     pub fn attach(&self, engine: &mut impl Engine) -> io::Result<FileId> {
-        match &self.holder {
-            Holder::File(fd, backing, aio) => engine.attach(fd.as_fd(), *backing, *aio),
-            Holder::Remote(remote) => engine.attach_remote(remote),
+        match &self.place {
+            Place::File(fd, backing, aio) => engine.attach(fd.as_fd(), *backing, *aio),
+            Place::Remote(remote) => engine.attach_remote(remote),
         }
     }
 
     /// Makes every write that has completed durable, waiting for it.
     pub fn sync(&self) -> io::Result<()> {
-        self.syncs.sync(|| match &self.holder {
-            Holder::File(fd, ..) => Ok(rustix::io::retry_on_intr(|| rustix::fs::fdatasync(fd))?),
-            Holder::Remote(remote) => remote.sync(),
+        self.syncs.sync(|| match &self.place {
+            Place::File(fd, ..) => Ok(rustix::io::retry_on_intr(|| rustix::fs::fdatasync(fd))?),
+            Place::Remote(remote) => remote.sync(),
         })
     }
 }

@@ -13,7 +13,7 @@ use guest::{NewQueue, Stopped};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::activity::{Activity, ThreadStats};
-use crate::disk::Disk;
+use crate::disk::{Content, Disk};
 use crate::source::Source;
 use crate::worker::Worker;
 
@@ -54,6 +54,7 @@ pub(crate) enum Command {
     /// Make its next file known to the engine.
     Adopt {
         disk: Arc<Disk>,
+        content: Content,
         source: Arc<Source>,
         reply: Sender<io::Result<()>>,
     },

@@ -212,9 +212,10 @@ impl<E: Engine> Worker<E> {
                 Command::Hold { disk, reply } => self.hold(disk, reply),
                 Command::Adopt {
                     disk,
+                    content,
                     source,
                     reply,
-                } => drop(reply.send(self.adopt(&disk, source))),
+                } => drop(reply.send(self.adopt(&disk, &content, source))),
                 Command::GoOn {
                     disk,
                     replaced,
@@ -363,11 +364,13 @@ impl<E: Engine> Worker<E> {
         }
     }
 
-    fn register_memory(&mut self, number: usize) {
+    /// Makes the guest's memory known to the engine, if that is wanted and has not been done.
+    pub fn register_memory(&mut self, number: usize) {
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
-        if queue.file.is_none() || !queue.disk.options.fixed_buffers {
+        let wanted = queue.file.is_some() && queue.disk.options.fixed_buffers;
+        if !wanted || !queue.registered.is_empty() {
             return;
         }
         let memory: Vec<Segment> = queue.ring.memory().mappings().collect();

@@ -1,23 +1,25 @@
 //! Another file for a disk while guests use it: they notice nothing, whatever fails, and whatever starts and stops
 //! meanwhile. And a disk that grows while it is used.
 
+#[path = "replace/lying.rs"]
+mod lying;
 mod support;
 
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use block::{Aio, Backing, CacheMode, DiskFacts};
+use block::{CacheMode, DiskFacts};
 use datapath::{Disk, IoThread, Options, Place, Replacement};
 use engine::{Uring, UringError};
 use image::Image;
+use lying::Lying;
 use support::{FACTS, Served};
 use testkit::driver::{Device, DeviceConfig, Op};
 use testkit::faulty::Random;
+use testkit::qemu_img as qemu;
 
 const DISK_BYTES: u64 = 1 << 20;
 const QUEUES: u16 = 4;
@@ -34,13 +36,12 @@ struct Setup {
     disk: Arc<Disk>,
     threads: Arc<Vec<IoThread>>,
     served: Served,
-    file: File,
+    lying: Lying,
 }
 
 /// A disk with several queues on several threads, or `None` where there is no io_uring.
 fn setup(threads: usize) -> Option<Setup> {
-    let file = new_file(DISK_BYTES);
-    let source = (file.try_clone().unwrap().into(), Backing::File, Aio::Auto);
+    let lying = Lying::raw(DISK_BYTES);
     let options = Options {
         cache: CacheMode::Writeback,
         ..Options::default()
@@ -48,7 +49,7 @@ fn setup(threads: usize) -> Option<Setup> {
     let disk = Disk::new(
         "moving".into(),
         Image::Raw,
-        Some(source),
+        lying.files(),
         FACTS,
         DISK_BYTES,
         "",
@@ -71,19 +72,14 @@ fn setup(threads: usize) -> Option<Setup> {
         disk,
         threads,
         served,
-        file,
+        lying,
     })
 }
 
-fn new_file(len: u64) -> File {
-    let file = tempfile::tempfile().unwrap();
-    file.set_len(len).unwrap();
-    file
-}
-
-fn replacement(file: &File, size: u64, facts: DiskFacts) -> Replacement {
+fn replacement(new: &Lying, size: u64, facts: DiskFacts) -> Replacement {
     Replacement {
-        place: Place::File(file.try_clone().unwrap().into(), Backing::File, Aio::Auto),
+        image: new.image.clone(),
+        places: new.files().map(Place::from).collect(),
         facts,
         size,
     }
@@ -146,15 +142,11 @@ fn use_it(device: &mut Device, stop: &AtomicBool, done: &AtomicU64) -> Vec<u8> {
     model
 }
 
-fn content(file: &File) -> Vec<u8> {
-    let mut bytes = vec![0; DISK_BYTES as usize];
-    file.read_exact_at(&mut bytes, 0).unwrap();
-    bytes
-}
-
-/// Swaps the file again and again under load, every third time in vain. What the guest wrote is in the last one.
+/// Swaps what the disk is in again and again under load, every third time in vain: raw files, images, and images that
+/// build on another. What the guest wrote is in the last one, and nothing more was written to those before.
 #[test]
 fn the_guest_does_not_notice() {
+    let images = qemu::is_there("the_guest_does_not_notice: images");
     for threads in [1, 3] {
         let Some(mut setup) = setup(threads) else {
             return;
@@ -165,19 +157,27 @@ fn the_guest_does_not_notice() {
             let guest = scope.spawn(|| use_it(&mut device, &stop, &done));
             for swap in 0..60 {
                 let before = done.load(Ordering::Relaxed);
-                let new = new_file(DISK_BYTES);
+                let new = match swap % 4 {
+                    1 if images => Lying::qcow2(DISK_BYTES, false),
+                    2 if images => Lying::qcow2(DISK_BYTES, true),
+                    _ => Lying::raw(DISK_BYTES),
+                };
                 let fails = swap % 3 == 2;
                 let facts = DiskFacts {
                     address_alignment: [1, 512][swap % 2],
                     length_alignment: [1, 512][swap % 2],
                     ..FACTS
                 };
+                let mut bytes = Vec::new();
                 let new_facts = replacement(&new, DISK_BYTES, facts);
                 let result = setup.disk.replace(&setup.threads, new_facts, || {
-                    let bytes = content(&setup.file);
+                    bytes = setup.lying.content(DISK_BYTES);
                     thread::sleep(Duration::from_millis(1));
-                    assert!(content(&setup.file) == bytes, "something is under way");
-                    new.write_all_at(&bytes, 0)?;
+                    assert!(
+                        setup.lying.content(DISK_BYTES) == bytes,
+                        "something is under way"
+                    );
+                    new.fill(&bytes);
                     match fails {
                         true => Err(io::Error::other("not recorded")),
                         false => Ok(()),
@@ -185,12 +185,9 @@ fn the_guest_does_not_notice() {
                 });
                 assert_eq!(result.is_err(), fails, "{result:?}");
                 if !fails {
-                    // Nothing goes to the old file any more.
-                    setup
-                        .file
-                        .write_all_at(&vec![0xee; DISK_BYTES as usize], 0)
-                        .unwrap();
-                    setup.file = new;
+                    // Nothing goes to the old one any more.
+                    setup.lying.ends_with(&bytes);
+                    setup.lying = new;
                 }
                 while done.load(Ordering::Relaxed) < before + 200 && !guest.is_finished() {
                     thread::yield_now();
@@ -199,7 +196,9 @@ fn the_guest_does_not_notice() {
             stop.store(true, Ordering::Relaxed);
             guest.join().unwrap()
         });
-        assert!(content(&setup.file) == model);
+        assert!(setup.lying.content(DISK_BYTES) == model);
+        drop(device);
+        setup.lying.ends_with(&model);
     }
 }
 
@@ -207,7 +206,7 @@ fn the_guest_does_not_notice() {
 fn what_does_not_fit_is_refused_before_anything_stops() {
     let Some(setup) = setup(1) else { return };
     let mut device = connect(&setup.served);
-    let new = new_file(DISK_BYTES);
+    let new = Lying::raw(DISK_BYTES);
     let large_blocks = DiskFacts {
         logical_block: 4096,
         ..FACTS
@@ -227,7 +226,7 @@ fn what_does_not_fit_is_refused_before_anything_stops() {
         assert!(error.to_string().contains(says), "{error}");
     }
     assert_eq!(device.queues[0].write(0, &[7; 512]), OK);
-    assert_eq!(content(&setup.file)[..512], [7; 512]);
+    assert_eq!(setup.lying.content(512), [7; 512]);
 }
 
 /// A larger file, or the same one grown: every queue can go there at once, and none before.
@@ -239,7 +238,7 @@ fn growth_reaches_all_queues() {
     for queue in &mut device.queues {
         assert_eq!(queue.read(end, 512), Err(IO_ERROR));
     }
-    setup.file.set_len(2 * DISK_BYTES).unwrap();
+    setup.lying.set_len(2 * DISK_BYTES);
     setup.disk.grow(2 * DISK_BYTES);
     for queue in &mut device.queues {
         let at = end + u64::from(queue.index);
@@ -248,7 +247,7 @@ fn growth_reaches_all_queues() {
     }
     assert_eq!(device.config().unwrap().capacity, 2 * end);
 
-    let new = new_file(3 * DISK_BYTES);
+    let new = Lying::raw(3 * DISK_BYTES);
     let larger = replacement(&new, 3 * DISK_BYTES, FACTS);
     setup
         .disk

@@ -28,11 +28,19 @@ impl Format {
     /// # Errors
     /// Nothing says what the format is.
     pub fn of(path: &Path, backing: Backing) -> Result<Self, UnknownFormat> {
+        match Self::of_name(path) {
+            Some(format) => Ok(format),
+            None if backing == Backing::BlockDevice => Ok(Self::Raw),
+            None => Err(UnknownFormat),
+        }
+    }
+
+    /// What the name alone says, if anything.
+    pub fn of_name(path: &Path) -> Option<Self> {
         match path.extension().and_then(|e| e.to_str()) {
-            Some("raw" | "img") => Ok(Self::Raw),
-            Some("qcow2") => Ok(Self::Qcow2),
-            _ if backing == Backing::BlockDevice => Ok(Self::Raw),
-            _ => Err(UnknownFormat),
+            Some("raw" | "img") => Some(Self::Raw),
+            Some("qcow2") => Some(Self::Qcow2),
+            _ => None,
         }
     }
 }

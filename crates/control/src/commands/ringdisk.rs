@@ -47,6 +47,18 @@ record! {
         id: String = "id",
         /// The file that is to hold it from now on.
         file: FilePath = "file",
+        /// The format of that file; what its name says if absent, or else the format of the file before.
+        format: Option<ImageFormat> = "format",
+    }
+}
+
+words! {
+    /// The format of a file.
+    ImageFormat {
+        /// Every byte of it is the disk's.
+        Raw = "raw",
+        /// It goes by tables.
+        Qcow2 = "qcow2",
     }
 }
 

@@ -14,12 +14,13 @@
 use std::io;
 use std::sync::Arc;
 
+use block::DiskFacts;
 use datapath::Disk;
 use engine::{DiskFile, Locking};
 use image::{Format, Image};
 use tracing::warn;
 
-use super::{Node, NodeError, chain_facts, open_chain};
+use super::{Content, Node, NodeError, chain_facts, open_chain};
 use crate::spec::FileSpec;
 
 impl Node {
@@ -78,6 +79,27 @@ impl Node {
     /// # Errors
     /// Somebody else has it, or it cannot be served any more; it stays away.
     pub fn take_back(&self, disk: &Disk) -> Result<bool, NodeError> {
+        self.take(|content, facts| {
+            let image = content.image.clone().unwrap_or(Image::Raw);
+            let files = self.descriptors(content)?;
+            disk.come_back(image, files, facts, content.size)
+                .map_err(|e| NodeError::Io(self.filename.clone(), "be taken back", e))
+        })
+    }
+
+    /// Takes what is away and takes the place of what is here.
+    ///
+    /// # Errors
+    /// Somebody else has it, or it cannot be served.
+    pub fn be_here(&self) -> Result<(), NodeError> {
+        self.take(|_, _| Ok(())).map(drop)
+    }
+
+    /// Locks what is away, reads it anew, and does `then` with it, or leaves it away.
+    fn take(
+        &self,
+        then: impl FnOnce(&Content, &DiskFacts) -> Result<(), NodeError>,
+    ) -> Result<bool, NodeError> {
         let mut content = self.content();
         let (None, Some(unlocked), FileSpec::Path(path)) =
             (&content.image, content.file.clone(), &self.spec.file)
@@ -104,10 +126,7 @@ impl Node {
                     content.journal = opened.journal;
                 }
             }
-            let image = content.image.clone().unwrap_or(Image::Raw);
-            let files = self.descriptors(&content)?;
-            disk.come_back(image, files, &facts, content.size)
-                .map_err(|e| NodeError::Io(self.filename.clone(), "be taken back", e))
+            then(&content, &facts)
         })();
         match result {
             Ok(()) => content.watch_damage(),
@@ -119,18 +138,5 @@ impl Node {
             }
         }
         result.map(|()| true)
-    }
-
-    /// Locks a raw file that takes the place of one that is here.
-    ///
-    /// # Errors
-    /// Somebody else has it.
-    pub fn be_here(&self) -> Result<(), NodeError> {
-        let mut content = self.content();
-        if let (None, FileSpec::Path(path)) = (&content.image, &self.spec.file) {
-            let file = DiskFile::open(path, self.spec.cache, false)?;
-            (content.file, content.image) = (Some(Arc::new(file)), Some(Image::Raw));
-        }
-        Ok(())
     }
 }

@@ -334,6 +334,30 @@ fn commands_and_the_file_agree() {
     verify(&mut device.queues[0]);
 }
 
+/// A disk is put on an image, and back, by the file alone; its guest notices a pause.
+#[test]
+fn a_disk_gets_another_format() {
+    if !testkit::qemu_img::is_there("a_disk_gets_another_format") {
+        return;
+    }
+    let config = Configured::start(&disk("a", "format = \"raw\""));
+    let at = config.ringdisk.dir.path();
+    testkit::qemu_img::img(at, "convert -f raw -O qcow2 c.raw image.qcow2");
+    let mut device = config.device("a");
+    let on = |file: &str, format: &str| {
+        let raw = disk("a", &format!("format = \"{format}\""));
+        let named = format!("{file}\"\nname = \"a\"");
+        config.reload(&raw.replace("a.raw\"", &named));
+    };
+    on("image.qcow2", "qcow2");
+    crate::running::rewrite(&mut device.queues[0]);
+    assert_eq!(config.ringdisk.disk("a")["format"], "qcow2");
+    on("a.raw", "raw");
+    crate::running::rewrite(&mut device.queues[0]);
+    assert_eq!(config.ringdisk.disk("a")["format"], "raw");
+    testkit::qemu_img::check(at, "image.qcow2", false);
+}
+
 /// A disk that gets another name is the same file.
 #[test]
 fn a_disk_gets_another_name() {

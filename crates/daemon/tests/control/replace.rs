@@ -1,10 +1,13 @@
 //! Another file under a disk while its guest reads and writes.
 
 use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
-use testkit::driver::{Device, DeviceConfig, HANG};
+use testkit::driver::{Device, DeviceConfig, HANG, Op};
+use testkit::qemu_img as qemu;
 
 use crate::running::{Controlled, Stop, rewrite, until, verify};
 use crate::support::{content, serve_all};
@@ -63,7 +66,7 @@ fn the_guest_goes_on() {
         let new = content(4711, 4096);
         assert_eq!(queues[3].write(16000, &new), 0);
         assert_eq!(queues[0].read(16000, 4096).unwrap(), new);
-        assert_eq!(queues[0].run(testkit::driver::Op::Flush, 0, 0), 0);
+        assert_eq!(queues[0].run(Op::Flush, 0, 0), 0);
         for (file, has_it) in files.iter().zip([true, false, false]) {
             let bytes = &fs::read(file).unwrap()[16000 * 512..16000 * 512 + 4096];
             assert_eq!(bytes == new, has_it, "{}", file.display());
@@ -182,4 +185,216 @@ fn what_cannot_be_leaves_the_disk_as_it_was() {
     );
     // What was tried is let go.
     ringdisk.json(&["attach", "small.raw,socket=small.sock,cache=writeback"]);
+}
+
+/// A raw disk of [`content`], and images that hold the same: one that was converted, one that builds on another which is
+/// nearly the same, one with a data file of its own, and one that is longer.
+fn make_images(ringdisk: &Controlled) {
+    let at = ringdisk.dir.path();
+    ringdisk.file("a.raw", 16 * MIB);
+    qemu::img(at, "convert -f raw -O qcow2 a.raw plain.qcow2");
+    qemu::img(
+        at,
+        "convert -f raw -O qcow2 -o cluster_size=4k a.raw base.qcow2",
+    );
+    let options = ["-f", "qcow2"];
+    qemu::io(at, "base.qcow2", &options, &["write -q -P 9 8M 64k".into()]);
+    qemu::img(
+        at,
+        "create -q -f qcow2 -b base.qcow2 -F qcow2 overlay.qcow2",
+    );
+    let right = "write -q -s a.part 8M 64k".into();
+    let part = content(8 * MIB / 512, 64 << 10);
+    fs::write(at.join("a.part"), part).unwrap();
+    qemu::io(at, "overlay.qcow2", &options, &[right]);
+    qemu::img(
+        at,
+        "convert -f raw -O qcow2 -o data_file=data.bin a.raw beside.qcow2",
+    );
+    qemu::img(at, "convert -f raw -O qcow2 a.raw longer.qcow2");
+    qemu::img(at, "resize -q longer.qcow2 24M");
+}
+
+/// The journal of an image in service.
+fn journal(ringdisk: &Controlled, image: &Path) -> PathBuf {
+    let stat = fs::metadata(image).unwrap();
+    let name = format!("{:x}-{:x}.journal", stat.dev(), stat.ino());
+    let open = fs::read_dir(format!("/proc/{}/fd", ringdisk.server.pid())).unwrap();
+    let mut open = open.filter_map(|fd| fs::read_link(fd.ok()?.path()).ok());
+    let found = open.find(|path| path.ends_with(&name));
+    found.unwrap_or_else(|| panic!("{} has no journal", image.display()))
+}
+
+/// From raw to image, from image to image, and back, under load. Whatever the disk has left is sound, closed and
+/// nobody's, and holds what it held.
+#[test]
+fn images_take_each_others_place() {
+    if !qemu::is_there("images_take_each_others_place") {
+        return;
+    }
+    for options in ["cache=none", "cache=writeback,aio=threads", "cache=unsafe"] {
+        let ringdisk = Controlled::start(&["--iothreads=2".into()]);
+        make_images(&ringdisk);
+        let at = ringdisk.dir.path();
+        let right = content(0, (16 * MIB) as usize);
+        ringdisk.json(&[
+            "attach",
+            &format!("a.raw,name=disk,queues=4,socket=disk.sock,{options}"),
+        ]);
+        let config = DeviceConfig {
+            queues: 4,
+            ..DeviceConfig::default()
+        };
+        let mut device = Device::connect(ringdisk.path("disk.sock"), &config).unwrap();
+        let mut queues = std::mem::take(&mut device.queues);
+        let (stop, rounds) = (AtomicBool::new(false), AtomicU64::new(0));
+        let names = [
+            "a.raw",
+            "plain.qcow2",
+            "overlay.qcow2",
+            "a.raw",
+            "beside.qcow2",
+            "plain.qcow2",
+            "a.raw",
+            "overlay.qcow2",
+        ];
+        thread::scope(|scope| {
+            for queue in &mut queues {
+                scope.spawn(|| {
+                    while !stop.load(Ordering::Relaxed) {
+                        rewrite(queue);
+                        rounds.fetch_add(1, Ordering::Relaxed);
+                    }
+                });
+            }
+            let _stop = Stop(&stop);
+            let mut journal_of_last: Option<PathBuf> = None;
+            for pair in names.windows(2) {
+                let [old, new] = pair else { unreachable!() };
+                ringdisk.json(&["replace", "disk", new]);
+                let disk = ringdisk.disk("disk");
+                assert_eq!(disk["file"], ringdisk.path(new).to_str().unwrap());
+                let format = new.rsplit('.').next().unwrap();
+                assert_eq!(disk["format"], format);
+                let its = (format == "qcow2").then(|| journal(&ringdisk, &ringdisk.path(new)));
+                let left = std::mem::replace(&mut journal_of_last, its);
+                assert!(!left.is_some_and(|journal| journal.exists()), "{old}");
+                // QEMU asks for the locks, so that nobody has them.
+                if old.ends_with("qcow2") {
+                    qemu::check(at, old, false);
+                }
+                let format = old.rsplit('.').next().unwrap();
+                assert!(qemu::content(at, old, format) == right, "{old}");
+                let before = rounds.load(Ordering::Relaxed);
+                until("another round", || {
+                    rounds.load(Ordering::Relaxed) >= before + 4
+                });
+            }
+        });
+
+        // From now on, what is written goes to the last one alone, and is there when it is closed.
+        ringdisk.json(&["replace", "disk", "longer.qcow2"]);
+        assert_eq!(ringdisk.disk("disk")["size"], 24 * MIB);
+        let new = content(4711, 4096);
+        for sector in [16000, 24 * MIB / 512 - 8] {
+            assert_eq!(queues[3].write(sector, &new), 0);
+            assert_eq!(queues[0].read(sector, 4096).unwrap(), new);
+        }
+        assert_eq!(queues[0].run(Op::Flush, 0, 0), 0);
+        for name in ["plain.qcow2", "overlay.qcow2", "beside.qcow2"] {
+            assert!(qemu::content(at, name, "qcow2") == right, "{name}");
+        }
+        drop((queues, device));
+        ringdisk.json(&["detach", "disk", "--force"]);
+        qemu::check(at, "longer.qcow2", false);
+        let mut longer = right.clone();
+        longer.resize((24 * MIB) as usize, 0);
+        for sector in [16000, 24 * MIB / 512 - 8] {
+            let at = sector as usize * 512;
+            longer[at..at + 4096].copy_from_slice(&new);
+        }
+        assert!(qemu::content(at, "longer.qcow2", "qcow2") == longer);
+        assert!(!ringdisk.server.log().contains("panicked"));
+    }
+}
+
+/// Images that are none, that others have, and that lead where they must not: the disk goes on, and what was tried is let
+/// go.
+#[test]
+fn images_that_cannot_be() {
+    if !qemu::is_there("images_that_cannot_be") {
+        return;
+    }
+    let ringdisk = Controlled::start(&[]);
+    make_images(&ringdisk);
+    let at = ringdisk.dir.path();
+    let other = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    fs::rename(at.join("base.qcow2"), other.path().join("base.qcow2")).unwrap();
+    let base = other.path().join("base.qcow2");
+    let rebase = format!("rebase -u -b {} -F qcow2 overlay.qcow2", base.display());
+    qemu::img(at, &rebase);
+    qemu::img(at, "create -q -f qcow2 small.qcow2 15M");
+    fs::write(at.join("none.qcow2"), content(0, 1 << 20)).unwrap();
+    qemu::img(at, "create -q -f qcow2 -b plain.qcow2 -F qcow2 above.qcow2");
+    ringdisk.json(&["attach", "plain.qcow2,name=disk,socket=disk.sock"]);
+    ringdisk.json(&["attach", "beside.qcow2,name=other,socket=other.sock"]);
+    let mut device = Device::connect(ringdisk.path("disk.sock"), &DeviceConfig::default()).unwrap();
+    for (new, words) in [
+        ("small.qcow2", &["15728640", "16777216"][..]),
+        ("none.qcow2", &["none.qcow2"]),
+        ("overlay.qcow2", &["base.qcow2", "allow-backing"]),
+        ("beside.qcow2", &["in use by disk 'other'"]),
+        // The image that the disk is on is written, and cannot be what another builds on.
+        ("above.qcow2", &["plain.qcow2", "another process"]),
+    ] {
+        ringdisk
+            .ringdisk(&["replace", "disk", new])
+            .assert_fails(1, words);
+        rewrite(&mut device.queues[0]);
+        let file = ringdisk.path("plain.qcow2");
+        assert_eq!(ringdisk.disk("disk")["file"], file.to_str().unwrap());
+    }
+    qemu::check(at, "small.qcow2", false);
+    // Every byte of a file is the disk's only where somebody says so.
+    let failed = ["replace", "disk", "a.raw", "--format", "qcow2"];
+    ringdisk.ringdisk(&failed).assert_fails(1, &["a.raw"]);
+    fs::copy(at.join("a.raw"), at.join("unnamed")).unwrap();
+    let unnamed = ringdisk.ringdisk(&["replace", "disk", "unnamed"]);
+    unnamed.assert_fails(1, &["unnamed", "format"]);
+    ringdisk.json(&["replace", "disk", "unnamed", "--format", "raw"]);
+    rewrite(&mut device.queues[0]);
+    assert_eq!(ringdisk.disk("disk")["format"], "raw");
+    qemu::check(at, "plain.qcow2", false);
+}
+
+/// With `lock=running`, the new image is locked as long as the VM runs, and the old one is free at once.
+#[test]
+fn an_image_that_is_locked_while_the_vm_runs() {
+    if !qemu::is_there("an_image_that_is_locked_while_the_vm_runs") {
+        return;
+    }
+    let ringdisk = Controlled::start(&[]);
+    make_images(&ringdisk);
+    let at = ringdisk.dir.path();
+    ringdisk.json(&["attach", "a.raw,name=disk,socket=disk.sock,lock=running"]);
+    let away = ringdisk.ringdisk(&["replace", "disk", "plain.qcow2"]);
+    away.assert_fails(1, &["no VM runs on it here"]);
+    let connect = || Device::connect(ringdisk.path("disk.sock"), &DeviceConfig::default()).unwrap();
+    let mut device = connect();
+    for name in ["plain.qcow2", "overlay.qcow2", "a.raw", "plain.qcow2"] {
+        ringdisk.json(&["replace", "disk", name]);
+        rewrite(&mut device.queues[0]);
+    }
+    qemu::check(at, "overlay.qcow2", false);
+    assert_eq!(qemu::check_code(at, "plain.qcow2"), Some(1), "it is locked");
+    assert_eq!(device.queues[0].write(16000, &content(4711, 4096)), 0);
+    for queue in 0..device.queues.len() {
+        device.stop_queue(queue).unwrap();
+    }
+    qemu::check(at, "plain.qcow2", false);
+    drop(device);
+    let mut device = connect();
+    let there = device.queues[0].read(16000, 4096).unwrap();
+    assert_eq!(there, content(4711, 4096));
+    verify(&mut device.queues[0]);
 }

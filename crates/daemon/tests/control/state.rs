@@ -68,6 +68,40 @@ fn config(dir: &dyn std::fmt::Display, more: &str) -> String {
         .concat()
 }
 
+/// A disk that was put on an image is there after a kill, with what was acknowledged and not flushed; and so is one that was
+/// put back on a raw file.
+#[test]
+fn an_image_that_took_another_place_survives_a_kill() {
+    if !testkit::qemu_img::is_there("an_image_that_took_another_place_survives_a_kill") {
+        return;
+    }
+    let kept = Kept::start();
+    let at = kept.ringdisk.dir.path().to_owned();
+    testkit::qemu_img::img(&at, "convert -f raw -O qcow2 c.raw image.qcow2");
+    testkit::qemu_img::img(&at, "resize -q image.qcow2 8M");
+    testkit::qemu_img::img(&at, "convert -f raw -O qcow2 d.raw other.qcow2");
+    for (disk, file) in [("a", "image.qcow2"), ("b", "other.qcow2"), ("b", "b.raw")] {
+        kept.ringdisk.json(&["replace", disk, file]);
+    }
+    let new = content(4711, 4096);
+    // To a cluster that has to be taken.
+    let sector = 6 * MIB / 512;
+    let mut device =
+        Device::connect(kept.ringdisk.path("a.sock"), &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].write(sector, &new), 0);
+    let kept = kept.restart();
+    let list = |name: &str, field: &str| kept.disk(name)[field].clone();
+    assert_eq!(list("a", "file"), at.join("image.qcow2").to_str().unwrap());
+    assert_eq!(list("a", "format"), "qcow2");
+    assert_eq!(list("b", "file"), at.join("b.raw").to_str().unwrap());
+    assert_eq!(list("b", "format"), "raw");
+    let mut device =
+        Device::connect(kept.ringdisk.path("a.sock"), &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].read(sector, 4096).unwrap(), new);
+    assert_eq!(device.queues[0].read(8, 512).unwrap(), content(8, 512));
+    testkit::qemu_img::check(&at, "other.qcow2", false);
+}
+
 #[test]
 fn it_survives_a_kill() {
     let kept = Kept::start();

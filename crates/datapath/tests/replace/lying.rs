@@ -1,0 +1,219 @@
+//! What a disk lies in: a raw file, or an image.
+
+use std::fs::File;
+use std::io;
+use std::ops::ControlFlow;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use block::{Aio, Backing, FileOffset};
+use image::{
+    Chain, ChainOptions, Gate, Image, LayerFormat, OpenFiles, Prepared, Role, Storage, Top,
+    WritePlace,
+};
+use tempfile::TempDir;
+use testkit::qemu_img as qemu;
+
+/// The name of every image here.
+const NAME: &str = "top.qcow2";
+
+pub struct Lying {
+    pub image: Image,
+    files: Vec<File>,
+    directory: Option<TempDir>,
+}
+
+impl Lying {
+    pub fn raw(len: u64) -> Self {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(len).unwrap();
+        Self {
+            image: Image::Raw,
+            files: vec![file],
+            directory: None,
+        }
+    }
+
+    /// An image, which may build on another that is full of something else.
+    pub fn qcow2(len: u64, overlay: bool) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let at = directory.path();
+        let mut create = format!("create -q -f qcow2 {NAME} {len}");
+        if overlay {
+            qemu::img(at, &format!("create -q -f qcow2 base.qcow2 {len}"));
+            let fill = format!("write -q -P 0x99 0 {len}");
+            qemu::io(at, "base.qcow2", &["-f", "qcow2"], &[fill]);
+            create = format!("create -q -f qcow2 -b base.qcow2 -F qcow2 {NAME}");
+        }
+        qemu::img(at, &create);
+        let mut opener = Opener::default();
+        let path = at.join(NAME);
+        let file = File::options().read(true).write(true).open(&path).unwrap();
+        let top = Top {
+            storage: opener.keep(file),
+            path: &path,
+            format: LayerFormat::Qcow2,
+        };
+        let options = ChainOptions {
+            read_only: false,
+            allow_corrupt: false,
+            l2_cache_bytes: None,
+            punch: true,
+            journal: None,
+            progress: &mut |_| ControlFlow::Continue(()),
+        };
+        let gate = Gate::beside(&path).unwrap();
+        let chain = Chain::open(top, &gate, &mut opener, options).unwrap();
+        // In the order in which they were opened, which need not be that of their numbers.
+        let files = chain.files().iter().map(|storage| {
+            let same =
+                |file: &&Arc<HostFile>| std::ptr::addr_eq(Arc::as_ptr(file), Arc::as_ptr(storage));
+            let file = opener.0.iter().find(same).unwrap();
+            file.0.try_clone().unwrap()
+        });
+        Self {
+            files: files.collect(),
+            image: Image::Chain(Arc::new(chain)),
+            directory: Some(directory),
+        }
+    }
+
+    /// For a disk.
+    pub fn files(&self) -> impl Iterator<Item = (OwnedFd, Backing, Aio)> {
+        let files = self.files.iter();
+        files.map(|file| (file.try_clone().unwrap().into(), Backing::File, Aio::Auto))
+    }
+
+    /// Makes a raw one longer.
+    pub fn set_len(&self, len: u64) {
+        self.files[0].set_len(len).unwrap();
+    }
+
+    /// The first bytes of the disk.
+    pub fn content(&self, len: u64) -> Vec<u8> {
+        let mut bytes = vec![0; len as usize];
+        match self.image.chain() {
+            None => self.files[0].read_exact_at(&mut bytes, 0).unwrap(),
+            Some(chain) => {
+                let pin = chain.pins().pin(0);
+                chain.read(&pin, 0, &mut bytes).unwrap();
+                chain.pins().unpin(pin);
+            }
+        }
+        bytes
+    }
+
+    /// Has the disk begin with these bytes.
+    pub fn fill(&self, bytes: &[u8]) {
+        match self.image.chain() {
+            None => self.files[0].write_all_at(bytes, 0).unwrap(),
+            Some(chain) => write(chain, bytes),
+        }
+    }
+
+    /// Closes it; nothing but this has been written to it.
+    pub fn ends_with(&self, bytes: &[u8]) {
+        match (self.image.chain(), &self.directory) {
+            (Some(chain), Some(directory)) => {
+                chain.close().unwrap();
+                qemu::check(directory.path(), NAME, false);
+                assert!(qemu::content(directory.path(), NAME, "qcow2") == bytes);
+            }
+            _ => assert!(self.content(bytes.len() as u64) == bytes),
+        }
+    }
+}
+
+fn write(chain: &Chain, bytes: &[u8]) {
+    let mut done = 0;
+    while done < bytes.len() {
+        let (at, rest) = (done as u64, &bytes[done..]);
+        let pin = chain.pins().pin(0);
+        let place = chain.map_write(&pin, at, rest.len() as u64);
+        chain.pins().unpin(pin);
+        done += match place {
+            WritePlace::Load(missing) => {
+                chain.load(missing).unwrap();
+                0
+            }
+            WritePlace::InPlace { at, len, .. } => {
+                chain.write_file(at, &rest[..len as usize]).unwrap();
+                len as usize
+            }
+            WritePlace::Allocate { len } => match chain.prepare_write(at, len).unwrap() {
+                Prepared::Allocated(allocation) => {
+                    let allocation = chain.fill(allocation).unwrap();
+                    let (to, len) = (allocation.to, allocation.len as usize);
+                    chain.write_file(to, &rest[..len]).unwrap();
+                    chain.commit(allocation).unwrap();
+                    len
+                }
+                Prepared::Mapped => 0,
+                Prepared::Wait(_) => panic!("nobody else writes"),
+            },
+            WritePlace::Damaged { .. } => panic!("{:?}", chain.damage()),
+        };
+    }
+}
+
+#[derive(Default)]
+struct Opener(Vec<Arc<HostFile>>);
+
+impl Opener {
+    fn keep(&mut self, file: File) -> Arc<dyn Storage> {
+        let file = Arc::new(HostFile(file));
+        self.0.push(file.clone());
+        file
+    }
+}
+
+impl OpenFiles for Opener {
+    fn open(&mut self, file: OwnedFd, _: &Path, _: Role) -> io::Result<Arc<dyn Storage>> {
+        Ok(self.keep(file.into()))
+    }
+}
+
+struct HostFile(File);
+
+impl Storage for HostFile {
+    fn read_at(&self, at: FileOffset, to: &mut [u8]) -> io::Result<usize> {
+        let mut done = 0;
+        while done < to.len() {
+            match self.0.read_at(&mut to[done..], at.0 + done as u64)? {
+                0 => break,
+                n => done += n,
+            }
+        }
+        Ok(done)
+    }
+
+    fn write_at(&self, at: FileOffset, from: &[u8]) -> io::Result<()> {
+        self.0.write_all_at(from, at.0)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.0.sync_data()
+    }
+
+    fn forgets(&self) -> bool {
+        true
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        Ok(self.0.metadata()?.len())
+    }
+
+    fn set_size(&self, size: u64) -> io::Result<()> {
+        self.0.set_len(size)
+    }
+
+    fn punch(&self, _: FileOffset, _: u64) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn block(&self) -> u32 {
+        1
+    }
+}
