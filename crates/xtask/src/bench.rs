@@ -145,8 +145,8 @@ pub struct Args {
     #[arg(long)]
     instructions: bool,
 
-    /// Measure what qcow2 costs: ringdisk raw, ringdisk qcow2 and qemu-storage-daemon qcow2 in turns, instead of the
-    /// workloads
+    /// Measure what qcow2 costs: ringdisk raw, ringdisk qcow2 and qemu-storage-daemon qcow2 in turns, and the qcow2 of
+    /// --baseline, instead of the workloads
     #[arg(long)]
     qcow2: bool,
 

@@ -73,8 +73,11 @@ pub enum Contestant {
     Raw,
     Qcow2,
     Qsd,
+    /// Another ringdisk, with the image.
+    Baseline,
 }
 
+/// Those that always take part.
 const CONTESTANTS: [Contestant; 3] = [Contestant::Raw, Contestant::Qcow2, Contestant::Qsd];
 
 /// One sample.
@@ -196,7 +199,10 @@ pub fn measure(plan: &Plan, interrupted: &AtomicBool, report: &mut Report) -> an
         let full = plan.full(kind, &written)?;
         for work in works {
             for round in 0..plan.rounds {
-                let mut turns = CONTESTANTS;
+                let mut turns = CONTESTANTS.to_vec();
+                if plan.programs.baseline.is_some() {
+                    turns.push(Contestant::Baseline);
+                }
                 turns
                     .sort_by_key(|&it| mix((round as u64) << 32 | (it as u64) << 8 | *work as u64));
                 eprintln!("{work} {kind}, round {} of {} ...", round + 1, plan.rounds);
@@ -304,7 +310,7 @@ impl Plan<'_> {
             Kind::Queues => (&both[..], &both[..]),
             Kind::Plain | Kind::Extended => (&both[..1], &both[1..]),
         };
-        let ours = |path: &Path, format: &str| {
+        let ours = |binary: &Path, path: &Path, format: &str| {
             let serving = Serving {
                 name: "image",
                 queues: kind.queues(),
@@ -313,11 +319,16 @@ impl Plan<'_> {
             };
             let path = path.display().to_string().replace(',', ",,");
             let file = format!("file={path},format={format},cache=none,queue-size=1024");
-            serving.start(&self.programs.ringdisk, self.programs, &self.dir, &[file])
+            serving.start(binary, self.programs, &self.dir, &[file])
         };
+        let Programs {
+            ringdisk, baseline, ..
+        } = self.programs;
+        let baseline = baseline.as_ref().unwrap_or(ringdisk);
         let server = match contestant {
-            Contestant::Raw => ours(&disks.raw, "raw")?,
-            Contestant::Qcow2 => ours(&disks.images[0], "qcow2")?,
+            Contestant::Raw => ours(ringdisk, &disks.raw, "raw")?,
+            Contestant::Qcow2 => ours(ringdisk, &disks.images[0], "qcow2")?,
+            Contestant::Baseline => ours(baseline, &disks.images[0], "qcow2")?,
             Contestant::Qsd => self.qsd(kind, server_cpus, &disks.images)?,
         };
         let job = Job {
@@ -450,6 +461,14 @@ pub fn write(out: &mut String, samples: &[Imaged]) -> fmt::Result {
                 spread.median
             )?;
         }
+        let beside = |metric| ratio(row, Contestant::Baseline, metric);
+        if let (Some(iops), Some(cpu)) = (beside(iops), beside(cpu_us)) {
+            writeln!(
+                verdicts,
+                "{name}: over the baseline's, IOPS {:.3} [{:.2}..{:.2}], CPU per I/O {:.3} [{:.2}..{:.2}]",
+                iops.median, iops.min, iops.max, cpu.median, cpu.min, cpu.max
+            )?;
+        }
     }
     writeln!(out, "{}", verdicts.trim_end())
 }
@@ -505,6 +524,7 @@ impl fmt::Display for Contestant {
             Contestant::Raw => "raw",
             Contestant::Qcow2 => "qcow2",
             Contestant::Qsd => "qsd",
+            Contestant::Baseline => "baseline",
         })
     }
 }
