@@ -135,7 +135,7 @@ impl<E: Engine> Worker<E> {
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
-        queue.release_piece(slot, &mut self.merges);
+        queue.release_piece(slot, &mut self.locals, &mut self.merges);
         let s = queue.slots.get(slot);
         let written = match status {
             Status::Ok => s.written + 1,

@@ -1,5 +1,7 @@
 //! Stage 1: from the available rings to slots and operations, a bounded batch at a time.
 
+use std::mem;
+
 use block::{Engine, FileOffset, Request};
 use guest::blk::{self, Status};
 use guest::{Chain, RingError};
@@ -20,7 +22,7 @@ const CHUNK_FIRST: usize = 4;
 const CHUNK_GROWTH: usize = 4;
 
 /// Most operations submitted in one turn for one queue, so that completions are looked at meanwhile.
-const CHUNK_MAX: usize = 32;
+pub(crate) const CHUNK_MAX: usize = 32;
 
 /// Operations to submit in one turn for a queue with `under_way`. Each turn costs a doorbell, so there
 /// are as few as keep the storage busy: a burst of 32 goes as 4, 16 and 12.
@@ -82,6 +84,13 @@ impl<E: Engine> Worker<E> {
     }
 
     fn fetch_queue(&mut self, number: usize) -> Result<Fetched, RingError> {
+        let fetched = self.fetch_some(number);
+        // Also if the ring cannot be trusted: these were taken before that showed.
+        self.start_taken(number);
+        fetched
+    }
+
+    fn fetch_some(&mut self, number: usize) -> Result<Fetched, RingError> {
         let Some(queue) = &mut self.queues[number] else {
             return Ok(Fetched::Nothing);
         };
@@ -102,7 +111,7 @@ impl<E: Engine> Worker<E> {
                 break;
             };
             // There is always a slot, unless the guest made a descriptor available twice.
-            if queue.slots.none_free() || self.engine.room() == 0 {
+            if queue.slots.none_free() || self.engine.room() <= self.starting.len() {
                 break;
             }
             let Queue {
@@ -151,7 +160,7 @@ impl<E: Engine> Worker<E> {
                 Plan::Pieces(request) => {
                     let at = FileOffset(0);
                     let slot = slots.take(chain.ticket(), request, at, segments, stamps);
-                    self.start_pieces(number, slot);
+                    self.starting.push(slot);
                     submitted += 1;
                     continue;
                 }
@@ -171,6 +180,31 @@ impl<E: Engine> Worker<E> {
             n if n < waiting => Fetched::More,
             _ => Fetched::All,
         })
+    }
+
+    /// Starts the requests that were fetched from a queue.
+    #[inline]
+    fn start_taken(&mut self, number: usize) {
+        if self.starting.is_empty() {
+            return;
+        }
+        let mut starting = mem::take(&mut self.starting);
+        if starting.len() > 1
+            && let Some(Queue { image, slots, .. }) = &mut self.queues[number]
+            && let Some(chain) = image.chain()
+        {
+            for &slot in &starting {
+                if let Request::Read { at, .. } | Request::Write { at, .. } =
+                    slots.get(slot).request
+                {
+                    chain.touch(at.0);
+                }
+            }
+        }
+        for slot in starting.drain(..) {
+            self.start_pieces(number, slot);
+        }
+        self.starting = starting;
     }
 
     /// Gives up a queue whose ring cannot be trusted, until the driver resets it. What is under way

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::{io, mem};
 
 use block::{Engine, FileId};
+use image::ThreadPins;
 
 use crate::disk::{Content, Disk};
 use crate::outage::Stalled;
@@ -19,6 +20,8 @@ pub(crate) struct Local {
     pub file: Option<FileId>,
     /// All files of an image that goes by tables, by their numbers in it.
     pub files: Vec<FileId>,
+    /// What requests hold of the image while they are under way.
+    pub pins: ThreadPins,
     /// Queues of the disk that this thread serves.
     queues: usize,
     /// Requests that these can have under way.
@@ -47,6 +50,7 @@ pub(crate) struct Attached {
 impl Local {
     /// The disk is in something else from now on. Returns what it was in.
     pub fn put_in(&mut self, source: Arc<Source>, new: Attached) -> Attached {
+        debug_assert!(self.pins.none());
         self.source = Some(source);
         let old = Attached {
             file: mem::replace(&mut self.file, new.file),
@@ -108,6 +112,7 @@ impl<E: Engine> Worker<E> {
             source,
             file,
             files,
+            pins: ThreadPins::new(self.lane),
             queues: 0,
             requests: 0,
             unsettled: VecDeque::new(),

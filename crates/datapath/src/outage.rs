@@ -400,7 +400,7 @@ impl<E: Engine> Worker<E> {
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
-        queue.release_piece(slot, &mut self.merges);
+        queue.release_piece(slot, &mut self.locals, &mut self.merges);
         if std::mem::take(&mut queue.slots.get(slot).stalled) {
             queue.disk.outage.end();
         }

@@ -110,19 +110,21 @@ enum Next {
 impl<E: Engine> Worker<E> {
     /// Starts a request in a slot that holds its segments.
     pub fn start_pieces(&mut self, number: usize, slot: u16) {
-        let lane = self.lane;
         let Some(Queue {
             disk,
             image,
             ring,
             slots,
             pieces,
+            local,
             ..
         }) = &mut self.queues[number]
         else {
             return;
         };
-        let (Some(chain), s) = (image.chain(), slots.get(slot)) else {
+        let (Some(chain), Some(local), s) =
+            (image.chain(), &mut self.locals[*local], slots.get(slot))
+        else {
             return;
         };
         if !zeroes::detect(disk, ring, s, &mut self.zeroes_left) {
@@ -139,7 +141,7 @@ impl<E: Engine> Worker<E> {
         (piece.at, piece.len, piece.rest) = (at.0, 0, len);
         piece.segments.clear();
         piece.first = 0;
-        piece.pin = Some(chain.pins().pin(lane));
+        piece.pin = Some(local.pins.pin(chain.pins()));
         self.step(number, slot);
     }
 
@@ -409,7 +411,12 @@ impl<E: Engine> Worker<E> {
 impl Queue {
     /// Gives back what a request has of its image.
     #[inline]
-    pub fn release_piece(&mut self, slot: u16, buffers: &mut Buffers) {
+    pub fn release_piece(
+        &mut self,
+        slot: u16,
+        locals: &mut [Option<Local>],
+        buffers: &mut Buffers,
+    ) {
         if let Some(piece) = self.pieces.get_mut(usize::from(slot))
             && let Some(chain) = self.image.chain()
         {
@@ -420,8 +427,10 @@ impl Queue {
                 buffers.give_back(merge);
                 piece.copying = false;
             }
-            if let Some(pin) = piece.pin.take() {
-                chain.pins().unpin(pin);
+            if let Some(pin) = piece.pin.take()
+                && let Some(local) = &mut locals[self.local]
+            {
+                local.pins.unpin(chain.pins(), pin);
             }
         }
     }

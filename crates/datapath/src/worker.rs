@@ -17,6 +17,7 @@ use crate::admit::RELEASE;
 use crate::bounce::Pool;
 use crate::clock::now_ns;
 use crate::disk::Disk;
+use crate::fetch::CHUNK_MAX;
 use crate::local::Local;
 use crate::merge::Buffers;
 use crate::queue::{Queue, State, TIMER, WAKE, kick_token};
@@ -37,6 +38,8 @@ pub(crate) struct Worker<E> {
     /// Queues that are looked at every turn.
     pub hot: Vec<usize>,
     pub completions: Vec<Completion>,
+    /// Fetched requests to an image that goes by tables, which start together.
+    pub starting: Vec<u16>,
     /// Where the chain being fetched is written to.
     pub scratch: Box<[Segment]>,
     pub bounce: Pool,
@@ -106,6 +109,7 @@ impl<E: Engine> Worker<E> {
             queues: Vec::new(),
             hot: Vec::new(),
             completions: Vec::with_capacity(COMPLETIONS),
+            starting: Vec::with_capacity(CHUNK_MAX),
             scratch: vec![Segment { addr: 0, len: 0 }; Virtqueue::MAX_SEGMENTS].into(),
             bounce: Pool::default(),
             holding: Vec::new(),

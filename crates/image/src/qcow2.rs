@@ -48,7 +48,7 @@ pub use error::{Damage, ImageError};
 pub use header::HeaderError;
 pub use journal::{JournalEvent, JournalPlace};
 pub use open::{OpenOptions, Progress, Qcow2Error};
-pub use pins::{Pin, Pins};
+pub use pins::{Pin, Pins, ThreadPins};
 pub use write::{Allocation, Fill, Prepared, Waiting};
 pub use zero::{ZeroStep, Zeroing};
 

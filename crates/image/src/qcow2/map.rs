@@ -1,7 +1,8 @@
+use std::hint::black_box;
 use std::sync::atomic::Ordering::SeqCst;
 
 use super::cache::Found;
-use super::entry::{Compressed, Entry, Kind, table_at};
+use super::entry::{Compressed, Entry, Kind, Standard, table_at};
 use super::{Pin, Qcow2};
 
 /// Where a range begins that is to be read, and for how many bytes that holds.
@@ -76,6 +77,9 @@ impl Qcow2 {
     /// place. `_pin` keeps it there.
     #[inline]
     pub(crate) fn map(&self, _pin: &Pin, at: u64, len: u64) -> Where {
+        if let Some((host, _)) = self.data_of_one(at, len) {
+            return Where::Data { at: host, len };
+        }
         let mut walk = Walk {
             image: self,
             slice: None,
@@ -114,6 +118,9 @@ impl Qcow2 {
         if !self.begun.load(SeqCst) {
             return WhereToWrite::Load(Load::Begin);
         }
+        if let Some((host, true)) = self.data_of_one(at, len) {
+            return WhereToWrite::InPlace { at: host, len };
+        }
         let mut walk = Walk {
             image: self,
             slice: None,
@@ -130,6 +137,47 @@ impl Qcow2 {
         }
     }
 
+    /// What nearly every look-up finds, without the generality of [`Walk`]: where a range within one cluster is,
+    /// all of it data that the file reaches, and whether nobody else has it. `None` says nothing.
+    #[inline]
+    fn data_of_one(&self, at: u64, len: u64) -> Option<(u64, bool)> {
+        let g = &self.g;
+        let offset = at & (g.cluster() - 1);
+        if len == 0 || len > g.cluster() - offset {
+            return None;
+        }
+        let (slice, entry) = g.slice_of(at >> g.cluster_bits);
+        let found = self.cache.find(slice)?;
+        let (word, bitmap) = found.words(g, entry);
+        if !found.valid() {
+            return None;
+        }
+        let Ok(Entry::Standard(Standard {
+            host: Some(host),
+            own,
+            data,
+            ..
+        })) = Entry::decode(g, word, bitmap)
+        else {
+            return None;
+        };
+        let touched = g.touched(offset, offset + len);
+        let there = data & touched == touched && host + offset + len <= self.data_end();
+        there.then_some((host + offset, own))
+    }
+
+    /// Has the processor bring the entry for `at` closer, which a look-up is about to read; false if no
+    /// slice that is in memory has one.
+    #[inline]
+    pub(crate) fn touch(&self, at: u64) -> bool {
+        let (slice, entry) = self.g.slice_of(at >> self.g.cluster_bits);
+        let found = self.cache.find(slice);
+        found.is_some_and(|found| {
+            black_box(found.words(&self.g, entry));
+            true
+        })
+    }
+
     #[inline]
     fn data_end(&self) -> u64 {
         self.data.as_ref().unwrap_or(&self.file).get()
@@ -144,7 +192,6 @@ impl Qcow2 {
 impl<'a> Walk<'a> {
     /// The kind of what is at `at`, and how far it goes on like that in one piece. For a write, all that
     /// can't be written in place is one kind, a hole.
-    #[inline]
     fn runs(&mut self, at: u64, len: u64, write: bool) -> Result<(Kind, u64), Step> {
         let mut found: Option<(Kind, u64)> = None;
         let mut done = 0;

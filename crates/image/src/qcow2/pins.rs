@@ -35,6 +35,57 @@ pub struct Pins {
 #[repr(align(128))]
 struct Lane([AtomicU64; 2]);
 
+/// The pins of one thread's requests to one disk: those that begin in the same epoch are counted as one, so that of
+/// many under way only the first and the last touch the counters that all threads see.
+///
+/// A request that joins others is as safe as the first of them. As long as one of these is under way, the epoch is
+/// the one in which they began or the next; so whatever is unlinked after the look-up of the one that joined
+/// waits for all of them. And they hold up nothing for ever: as soon as the epoch has moved on, requests
+/// that begin join the others, and the old ones come to an end.
+#[derive(Debug)]
+pub struct ThreadPins {
+    lane: u8,
+    users: [usize; 2],
+}
+
+impl ThreadPins {
+    /// Threads that pass different numbers for `lane` don't disturb each other.
+    pub fn new(lane: usize) -> Self {
+        Self {
+            lane: (lane % LANES) as u8,
+            users: [0; 2],
+        }
+    }
+
+    /// Begins a request.
+    #[inline]
+    pub fn pin(&mut self, pins: &Pins) -> Pin {
+        let (lane, parity) = (self.lane, pins.parity());
+        let users = &mut self.users[usize::from(parity)];
+        *users += 1;
+        match *users {
+            1 => pins.count(lane, parity),
+            _ => Pin { lane, parity },
+        }
+    }
+
+    /// Whether none is under way: only then may the next be of another disk.
+    pub fn none(&self) -> bool {
+        self.users == [0; 2]
+    }
+
+    /// Ends a request that this has begun.
+    #[inline]
+    pub fn unpin(&mut self, pins: &Pins, pin: Pin) {
+        let users = &mut self.users[usize::from(pin.parity)];
+        debug_assert!(*users > 0 && pin.lane == self.lane);
+        *users -= 1;
+        if *users == 0 {
+            pins.unpin(pin);
+        }
+    }
+}
+
 /// When something was unlinked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Mark(u64);
@@ -50,13 +101,18 @@ impl Pins {
     /// Begins a request. Threads that pass different numbers for `lane` don't disturb each other.
     #[inline]
     pub fn pin(&self, lane: usize) -> Pin {
-        let lane = lane % LANES;
-        let parity = (self.epoch.load(SeqCst) & 1) as u8;
-        self.lanes[lane].0[usize::from(parity)].fetch_add(1, SeqCst);
-        Pin {
-            lane: lane as u8,
-            parity,
-        }
+        self.count((lane % LANES) as u8, self.parity())
+    }
+
+    #[inline]
+    fn parity(&self) -> u8 {
+        (self.epoch.load(SeqCst) & 1) as u8
+    }
+
+    #[inline]
+    fn count(&self, lane: u8, parity: u8) -> Pin {
+        self.lanes[usize::from(lane)].0[usize::from(parity)].fetch_add(1, SeqCst);
+        Pin { lane, parity }
     }
 
     /// Ends a request. Any thread may do it.
@@ -120,6 +176,47 @@ mod tests {
         panic!("the mark never passed");
     }
 
+    /// However many of a thread's requests overlap without end, marks pass; and none passes before those that
+    /// were there.
+    #[test]
+    fn requests_that_share_a_count_hold_up_what_each_alone_would() {
+        let (pins, mut thread) = (Pins::new(), ThreadPins::new(7));
+        let counted = || {
+            let lanes = pins.lanes.iter().flat_map(|lane| &lane.0);
+            lanes.map(|n| n.load(SeqCst)).sum::<u64>()
+        };
+        let mut held = [thread.pin(&pins), thread.pin(&pins)];
+        assert_eq!(counted(), 1);
+        let mut passed = 0;
+        for _ in 0..4 {
+            let mark = pins.mark();
+            assert!(!pins.passed(mark));
+            for i in [0, 1, 0, 1] {
+                // There is always another one under way.
+                let next = thread.pin(&pins);
+                thread.unpin(&pins, std::mem::replace(&mut held[i], next));
+                assert!((1..=2).contains(&counted()));
+                if pins.passed(mark) {
+                    passed += 1;
+                    break;
+                }
+            }
+        }
+        assert_eq!(passed, 4);
+        // One that stays is enough.
+        let [first, second] = held;
+        thread.unpin(&pins, second);
+        let mark = pins.mark();
+        for _ in 0..4 {
+            let other = thread.pin(&pins);
+            thread.unpin(&pins, other);
+            assert!(!pins.passed(mark));
+        }
+        thread.unpin(&pins, first);
+        assert_eq!(counted(), 0);
+        assert!(pins.passed(mark));
+    }
+
     /// One thread unlinks and reuses, others look up and use: nobody uses what was reused meanwhile.
     #[test]
     fn what_is_in_use_is_not_reused() {
@@ -135,14 +232,27 @@ mod tests {
             for lane in 0..2 {
                 let (pins, here, reused, end) = (&pins, &here, &reused, &end);
                 scope.spawn(move || {
+                    let mut thread = ThreadPins::new(lane);
+                    // Two that overlap, and one by itself.
+                    let mut before: Option<(Pin, usize)> = None;
                     while !end.load(SeqCst) {
-                        let pin = pins.pin(lane);
+                        let pin = thread.pin(pins);
                         let place = here.load(SeqCst) as usize;
                         assert!(!reused[place].load(SeqCst));
                         std::thread::yield_now();
                         assert!(!reused[place].load(SeqCst), "reused while in use");
-                        pins.unpin(pin);
+                        if let Some((pin, place)) = before.replace((pin, place)) {
+                            assert!(!reused[place].load(SeqCst), "reused while in use");
+                            thread.unpin(pins, pin);
+                        }
+                        let alone = pins.pin(lane);
+                        let place = here.load(SeqCst) as usize;
                         std::thread::yield_now();
+                        assert!(!reused[place].load(SeqCst), "reused while in use");
+                        pins.unpin(alone);
+                    }
+                    if let Some((pin, _)) = before {
+                        thread.unpin(pins, pin);
                     }
                 });
             }
