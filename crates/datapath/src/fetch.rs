@@ -45,6 +45,21 @@ const BATCH: usize = 64;
 /// we are at the next.
 const PUBLISH: usize = 8;
 
+/// What is wanted of a batch beside that it is served.
+#[derive(Clone, Copy, Default)]
+struct Special {
+    /// Requests may have to wait for leave to go on.
+    limited: bool,
+    /// When they were fetched, if they are measured.
+    stamps: Stamps,
+}
+
+impl Special {
+    fn is_none(&self) -> bool {
+        !self.limited && self.stamps.fetched == 0
+    }
+}
+
 /// What fetching left behind.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Fetched {
@@ -102,8 +117,41 @@ impl<E: Engine> Worker<E> {
             true => (waiting / 2).clamp(CHUNK_INSTANT_MIN, CHUNK_INSTANT_MAX),
             false => chunk(queue.slots.taken()),
         };
-        let limited = queue.disk.admission.limits_any();
-        let stamps = Stamps::all(queue.disk.statistics.stamp());
+        let special = Special {
+            limited: queue.disk.admission.limits_any(),
+            stamps: Stamps::all(queue.disk.statistics.stamp()),
+        };
+        match special.is_none() {
+            true => self.fetch_batch::<false>(number, waiting, chunk, special),
+            false => self.fetch_special(number, waiting, chunk, special),
+        }
+    }
+
+    #[inline(never)]
+    fn fetch_special(
+        &mut self,
+        number: usize,
+        waiting: usize,
+        chunk: usize,
+        special: Special,
+    ) -> Result<Fetched, RingError> {
+        self.fetch_batch::<true>(number, waiting, chunk, special)
+    }
+
+    /// Up to `chunk` operations of the requests that wait. Twice in the program, so that where nothing special is
+    /// wanted, nothing of it is looked at for each request.
+    #[inline]
+    fn fetch_batch<const SPECIAL: bool>(
+        &mut self,
+        number: usize,
+        waiting: usize,
+        chunk: usize,
+        special: Special,
+    ) -> Result<Fetched, RingError> {
+        let Special { limited, stamps } = match SPECIAL {
+            true => special,
+            false => Special::default(),
+        };
         let mut submitted = 0;
         let mut fetched = 0;
         while fetched < waiting.min(BATCH) && submitted < chunk {

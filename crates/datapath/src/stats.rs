@@ -4,7 +4,6 @@
 //! Operations and bytes are always counted. Latencies are measured while somebody [asks for
 //! them](Disk::measure): a look at the clock per batch, and a place in a list per request.
 
-use std::mem;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
@@ -17,6 +16,10 @@ use crate::histogram::{Filling, Histogram, add};
 
 /// The kinds of requests that are counted apart.
 const KINDS: usize = 5;
+
+/// Of these, the kinds that there are many of.
+const READ: usize = 0;
+const WRITE: usize = 1;
 
 /// The stages of a request whose time is measured.
 const STAGES: usize = 5;
@@ -164,8 +167,8 @@ impl RequestStats {
 /// Which kind a request is of, and how many bytes it counts for; `None` if it is not counted.
 fn kind(request: &Request) -> Option<(usize, u64)> {
     match *request {
-        Request::Read { len, .. } => Some((0, len)),
-        Request::Write { len, .. } => Some((1, len)),
+        Request::Read { len, .. } => Some((READ, len)),
+        Request::Write { len, .. } => Some((WRITE, len)),
         Request::Flush => Some((2, 0)),
         Request::Discard { len, .. } => Some((3, len)),
         Request::WriteZeroes { len, .. } => Some((4, len)),
@@ -196,8 +199,8 @@ impl Stamps {
 /// What a queue's thread counts.
 pub(crate) struct Tally {
     counters: Arc<Counters>,
-    /// Reads and writes that went well, since the counters were last brought up to date: one
-    /// addition per request where these would need three instructions.
+    /// Reads and writes that went well, those before this queue included: one addition per request, where
+    /// the counters would need three instructions, and these are only stored.
     reads: Count,
     writes: Count,
     /// Requests that are measured, and that the guest has not been told of. Those of a batch share
@@ -223,10 +226,15 @@ struct Run {
 impl Tally {
     /// For a queue of the disk with so many requests under way at most.
     pub fn new(disk: &Disk, requests: usize) -> Self {
+        let counters = disk.statistics.join();
+        let count = |kind: usize| Count {
+            operations: counters.operations[kind].load(Ordering::Relaxed),
+            bytes: counters.bytes[kind].load(Ordering::Relaxed),
+        };
         Self {
-            counters: disk.statistics.join(),
-            reads: Count::default(),
-            writes: Count::default(),
+            reads: count(READ),
+            writes: count(WRITE),
+            counters,
             run: Run::default(),
             runs: Vec::with_capacity(requests),
         }
@@ -259,7 +267,8 @@ impl Tally {
     fn finished_other(&mut self, request: &Request, status: Status) {
         match (kind(request), status) {
             (None, _) => {}
-            (Some((kind, bytes)), Status::Ok) => self.counters.count(kind, 1, bytes),
+            // Neither a read nor a write.
+            (Some((kind, bytes)), Status::Ok) => self.counters.count(kind, bytes),
             (Some((kind, _)), _) => add(&self.counters.errors[kind], 1),
         }
     }
@@ -302,21 +311,17 @@ impl Tally {
     /// many requests are under way now.
     #[inline]
     pub fn count(&mut self, under_way: usize) {
-        let Self {
-            counters,
-            reads,
-            writes,
+        let Counters {
+            operations,
+            bytes,
+            under_way: now,
             ..
-        } = self;
-        for (kind, count) in [(0, reads), (1, writes)] {
-            if count.operations > 0 {
-                let Count { operations, bytes } = mem::take(count);
-                counters.count(kind, operations, bytes);
-            }
+        } = &*self.counters;
+        for (kind, count) in [(READ, &self.reads), (WRITE, &self.writes)] {
+            operations[kind].store(count.operations, Ordering::Relaxed);
+            bytes[kind].store(count.bytes, Ordering::Relaxed);
         }
-        counters
-            .under_way
-            .store(under_way as u64, Ordering::Relaxed);
+        now.store(under_way as u64, Ordering::Relaxed);
     }
 
     /// The guest has been told of what is done.
@@ -375,8 +380,8 @@ type Times = [[Filling; STAGES]; KINDS];
 
 impl Counters {
     #[inline]
-    fn count(&self, kind: usize, operations: u64, bytes: u64) {
-        add(&self.operations[kind], operations);
+    fn count(&self, kind: usize, bytes: u64) {
+        add(&self.operations[kind], 1);
         add(&self.bytes[kind], bytes);
     }
 
