@@ -3,7 +3,8 @@
 //! To sleep and be woken costs about 10 µs of CPU and twice that in latency. So a thread that has
 //! nothing under way looks at its hot queues for a while before it sleeps, but only where the guest
 //! has lately come back within that while: the length of the wait is learned, and nothing is spent
-//! on a guest that does not come.
+//! on a guest that does not come. Where operations themselves take long, the latency that this saves is
+//! no matter, and it is done only as long as it costs no more than sleep.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -39,6 +40,7 @@ impl<E: Engine> Worker<E> {
     fn look_out_or_sleep(&mut self, under_way: usize) -> io::Result<()> {
         let start = Instant::now();
         let window = match under_way {
+            0 if self.operations.are_slow() && !self.instant => self.guests.window_within(SLEEP),
             0 => self.guests.window(),
             1..=FEW => self.operations.window(),
             _ => Duration::ZERO,
@@ -153,6 +155,9 @@ const LOOKS: usize = 16;
 /// of them less than it costs one.
 const FEW: usize = 2;
 
+/// CPU time of a sleep and of being woken, about: to look out for so long costs no more.
+const SLEEP: Duration = Duration::from_micros(10);
+
 /// What a look-out brought.
 enum Seen {
     Request,
@@ -172,18 +177,31 @@ impl Learned {
     pub fn new(max: Duration) -> Self {
         Self {
             max,
-            average: max * 4,
+            average: max * 2,
         }
     }
 
     /// How long to look out now.
     #[inline]
     fn window(&self) -> Duration {
-        match self.average <= self.max {
+        self.window_within(self.max)
+    }
+
+    /// The same, and no longer than this.
+    #[inline]
+    fn window_within(&self, max: Duration) -> Duration {
+        let max = max.min(self.max);
+        match self.average <= max {
             // Twice the average catches nearly all.
-            true => (self.average * 2).clamp(self.max / 8, self.max),
+            true => (self.average * 2).clamp(max / 8, max),
             false => Duration::ZERO,
         }
+    }
+
+    /// They take longer than twice the longest look-out, so that what one saves is a small part of it.
+    #[inline]
+    fn are_slow(&self) -> bool {
+        self.average > self.max * 2
     }
 
     /// It came after this long.
@@ -218,6 +236,27 @@ mod tests {
             guests.came_after(Duration::from_millis(1));
         }
         assert_eq!(guests.window(), Duration::ZERO);
+    }
+
+    #[test]
+    fn where_operations_are_slow_a_guest_is_waited_for_as_long_as_sleep_costs() {
+        let (mut operations, mut guests) = (Learned::new(MAX), Learned::new(MAX));
+        assert!(!operations.are_slow(), "nothing is known yet");
+        for _ in 0..32 {
+            operations.came_after(MAX * 3 / 2);
+        }
+        assert!(!operations.are_slow());
+        for _ in 0..32 {
+            operations.came_after(Duration::from_millis(1));
+            guests.came_after(Duration::from_micros(20));
+        }
+        assert!(operations.are_slow());
+        assert_eq!(guests.window_within(SLEEP), Duration::ZERO);
+        for _ in 0..32 {
+            guests.came_after(Duration::from_micros(4));
+        }
+        let window = guests.window_within(SLEEP);
+        assert!(!window.is_zero() && window <= SLEEP, "{window:?}");
     }
 
     #[test]

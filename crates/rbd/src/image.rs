@@ -97,6 +97,13 @@ impl RbdImage {
             watch: None,
             blocklisted: AtomicBool::new(false),
         };
+        // Where the pool is full, librbd keeps every write until it is not, and nobody learns of it. Asked to try, it says
+        // no to those that need space, and overwrites and discards get through; what becomes of the others is the disk's
+        // `werror`. What librbd's cache has taken could not be refused any more.
+        if let (false, Some(try_it)) = (cached, library.rados_set_pool_full_try) {
+            // SAFETY: the pool was opened above.
+            unsafe { try_it(this.pool) };
+        }
         this.open_image(read_only)?;
         let size = this.size().map_err(|e| this.io("find out its size", e))?;
         if size == 0 || !size.is_multiple_of(512) {

@@ -51,6 +51,8 @@ macro_rules! functions {
             pub(crate) rbd_aio_write_zeroes: Option<
                 unsafe extern "C" fn(Pointer, u64, usize, Pointer, c_int, c_int) -> c_int,
             >,
+            /// Since librados 14.
+            pub(crate) rados_set_pool_full_try: Option<unsafe extern "C" fn(Pointer)>,
         }
 
         fn load() -> Result<Library, LibraryError> {
@@ -62,6 +64,9 @@ macro_rules! functions {
                     rbd_aio_write_zeroes: [$(&$library),+]
                         .into_iter()
                         .find_map(|library| find(library, "", "rbd_aio_write_zeroes").ok()),
+                    rados_set_pool_full_try: [$(&$library),+]
+                        .into_iter()
+                        .find_map(|library| find(library, "", "rados_set_pool_full_try").ok()),
                 }
             };
             // Their threads may run for as long as this process does.

@@ -1,7 +1,7 @@
 //! A real Ceph cluster on the loopback interface: a monitor and OSDs as ordinary processes in a folder of their own,
 //! with cephx, and with keys that are made for it.
 //!
-//! It needs no manager, no systemd and no root. What makes it quick to start is that the monitor does not wait to
+//! It needs no systemd and no root, and a manager only where somebody has to know how much is stored. What makes it quick to start is that the monitor does not wait to
 //! gather changes (`paxos propose interval`); what keeps it small are the caches of its OSDs.
 
 use std::fs::{self, File};
@@ -21,6 +21,7 @@ use crate::vm::find_program;
 pub const PROGRAMS: &[(&str, &str)] = &[
     ("ceph-mon", "ceph-mon"),
     ("ceph-osd", "ceph-osd"),
+    ("ceph-mgr", "ceph-mgr"),
     ("ceph", "ceph-common"),
     ("rbd", "ceph-common"),
     ("ceph-authtool", "ceph-common"),
@@ -76,6 +77,7 @@ impl Default for Options {
 pub struct Ceph {
     folder: PathBuf,
     mon: Daemon,
+    mgr: Daemon,
     osds: Vec<Daemon>,
     starter: Starter,
     kept: bool,
@@ -111,6 +113,7 @@ impl Ceph {
         let folder = folder.canonicalize()?;
         let mut ceph = Self {
             mon: Daemon::new("mon", "a"),
+            mgr: Daemon::new("mgr", "a"),
             osds: (0..options.osds)
                 .map(|i| Daemon::new("osd", &i.to_string()))
                 .collect(),
@@ -289,6 +292,29 @@ impl Ceph {
         for (name, ratio) in ratios {
             self.ceph(&["osd", &format!("set-{name}-ratio"), ratio])?;
         }
+        self.wait_for_full(full)
+    }
+
+    /// Gives the pool a quota, or none (0), and waits until it is full because of it, or not any more. The manager that
+    /// counts what is stored is started if it does not run.
+    ///
+    /// # Errors
+    /// The manager does not start, or the pool is not called so for too long.
+    pub fn limit(&mut self, bytes: u64, full: bool) -> Result<()> {
+        if self.mgr.child.is_none() {
+            fs::create_dir_all(self.folder.join("mgr.a"))?;
+            let (all, file) = ("allow *", self.folder.join("mgr.a/keyring"));
+            let caps = [("mon", "allow profile mgr"), ("osd", all)];
+            self.make_key("mgr.a", "mgr.a/keyring", &caps)?;
+            self.ceph(&["auth", "add", "mgr.a", "-i", &file.display().to_string()])?;
+            self.mgr.start(&self.folder, &self.starter)?;
+        }
+        let bytes = bytes.to_string();
+        self.ceph(&["osd", "pool", "set-quota", POOL, "max_bytes", &bytes])?;
+        self.wait_for_full(full)
+    }
+
+    fn wait_for_full(&self, full: bool) -> Result<()> {
         self.wait("the pool full, or not", || {
             let dump = self.ceph(&["osd", "dump", "--format=json"])?;
             let dump: serde_json::Value = serde_json::from_str(&dump)?;
@@ -317,7 +343,7 @@ impl Ceph {
     /// # Errors
     /// Its process ids can't be written down.
     pub fn keep(mut self) -> Result<()> {
-        let pids: Vec<String> = [&self.mon]
+        let pids: Vec<String> = [&self.mon, &self.mgr]
             .into_iter()
             .chain(&self.osds)
             .filter_map(|daemon| Some(daemon.child.as_ref()?.id().to_string()))
@@ -358,7 +384,7 @@ impl Drop for Ceph {
         if self.kept {
             return;
         }
-        for daemon in self.osds.iter_mut().chain([&mut self.mon]) {
+        for daemon in self.osds.iter_mut().chain([&mut self.mgr, &mut self.mon]) {
             let _ = daemon.kill();
         }
         match thread::panicking() {
@@ -504,6 +530,10 @@ public addr = 127.0.0.1
 cluster addr = 127.0.0.1
 paxos propose interval = 0.05
 paxos min wait = 0.01
+mon tick interval = 1
+mon mgr digest period = 1
+mgr tick period = 1
+mgr stats period = 1
 mon data avail warn = 1
 mon data avail crit = 1
 mon osd min down reporters = 1
@@ -530,6 +560,9 @@ keyring = {folder}/keyring
 keyring = {folder}/vm.keyring
 [mon]
 mon data = {folder}/mon.$id
+[mgr]
+mgr data = {folder}/mgr.$id
+keyring = {folder}/mgr.$id/keyring
 [osd]
 osd data = {folder}/osd.$id
 keyring = {folder}/osd.$id/keyring

@@ -7,7 +7,7 @@ use testkit::ceph::POOL;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::server::Server;
 
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, ringdisk};
 use crate::driver::Load;
 
 const OK: u8 = 0;
@@ -72,8 +72,7 @@ fn the_lock_is_handed_over() {
     // From here on the guest is there.
     assert_eq!(at_target.queues[0].write(24, &[3; 4096]), OK);
     let owner = |control: &str| {
-        let listed =
-            crate::cluster::ringdisk(&["list", "--explain", "--json", "--control", control]);
+        let listed = ringdisk(&["list", "--explain", "--json", "--control", control]);
         let listed: serde_json::Value = serde_json::from_slice(&listed.stdout).unwrap();
         let settings = listed[0]["settings"].as_array().unwrap().clone();
         settings.into_iter().find(|s| s["name"] == "lock").unwrap()["value"].clone()
@@ -189,17 +188,17 @@ fn a_cluster_that_does_not_answer() {
     assert_eq!(device.queues[0].read(8, 4096).unwrap(), [1; 4096]);
 }
 
-/// Where there is no space, librbd's writes wait; reads go on, and so do the writes when there is space again. With a
-/// limit of time they fail, and the guest is told.
+/// Where the pool is full, what needs space waits, and is told of; reads and what needs none get through. Where a disk is
+/// to report, the guest is told.
 #[test]
 fn a_pool_that_is_full() {
     let Some(mut cluster) = Cluster::get("a_pool_that_is_full") else {
         return;
     };
-    let patient = cluster.image("patient", 32, "queues=2");
-    let hasty = cluster.image("hasty", 32, "");
-    let hasty = hasty.replace("rbd/hasty", "rbd/hasty:rados_osd_op_timeout=2");
+    let patient = cluster.image("patient", 32, "name=patient,queues=2");
+    let hasty = cluster.image("hasty", 32, "name=hasty,werror=report");
     let server = cluster.serve(&[&patient, &hasty]);
+    let mut client = control::Client::connect(cluster.control(), HANG).unwrap();
     let config = DeviceConfig {
         queues: 2,
         ..DeviceConfig::default()
@@ -209,22 +208,28 @@ fn a_pool_that_is_full() {
     assert_eq!(device.queues[0].write(8, &[1; 4096]), OK);
     assert_eq!(impatient.queues[0].write(8, &[1; 4096]), OK);
     cluster.ceph().fill_up(true).unwrap();
-    // The client learns of it with its next map, until when its writes are as good as before.
+    // The OSDs learn of it with their next map, until when they take what comes.
     let start = Instant::now();
-    while impatient.queues[0].write(8, &[2; 4096]) == OK {
+    let mut sector = 16;
+    while impatient.queues[0].write(sector, &[2; 4096]) == OK {
         assert!(start.elapsed() < HANG, "it still writes");
+        sector += 8;
     }
-    server.logged(&["timed out"]);
     let queue = &mut device.queues[0];
     queue.prepare(0, Op::Write, 16, 4096);
     queue.write_buffer(0, &[3; 4096]);
     queue.submit(&[0]);
-    // Reads of the same image, meanwhile.
+    let told = event(&mut client, |e| e["data"]["device"] == "patient");
+    assert_eq!(told["event"], "BLOCK_IO_ERROR");
+    assert_eq!(told["data"]["nospace"], true, "{told}");
+    // The same disk, meanwhile.
     assert_eq!(device.queues[1].read(8, 4096).unwrap(), [1; 4096]);
-    assert_eq!(impatient.queues[0].write(16, &[2; 4096]), IOERR);
+    assert_eq!(device.queues[1].write(8, &[4; 4096]), OK);
+    assert_eq!(impatient.queues[0].run(Op::Discard, 0, 4 << 20), OK);
     assert_eq!(device.queues[0].poll(|_, _| ()), 0, "it waits");
     cluster.ceph().fill_up(false).unwrap();
     assert_eq!(device.queues[0].finish(1), [(0, OK)]);
+    event(&mut client, |e| e["event"] == "BLOCK_IO_RESUMED");
     assert_eq!(device.queues[1].read(16, 4096).unwrap(), [3; 4096]);
     let start = Instant::now();
     while impatient.queues[0].write(16, &[4; 4096]) != OK {
@@ -232,7 +237,88 @@ fn a_pool_that_is_full() {
     }
     drop((device, impatient, server));
     let content = cluster.content("patient");
+    assert!(content[8 << 9..][..4096] == [4; 4096]);
     assert!(content[16 << 9..][..4096] == [3; 4096]);
+}
+
+/// A disk whose pool is at its quota stops, and goes on when it is told to, with nothing lost.
+#[test]
+fn a_pool_at_its_quota_stops_a_disk() {
+    let Some(mut cluster) = Cluster::get("a_pool_at_its_quota_stops_a_disk") else {
+        return;
+    };
+    let disk = cluster.image("stopping", 64, "name=stopping,queues=2,werror=stop");
+    let mut server = cluster.serve(&[&disk]);
+    let control = cluster.control().display().to_string();
+    let mut client = control::Client::connect(&control, HANG).unwrap();
+    let config = DeviceConfig {
+        queues: 2,
+        ..DeviceConfig::default()
+    };
+    let mut device = Device::connect(server.socket(), &config).unwrap();
+    let mut load = Load::new(&device, 16384);
+    load.run(&mut device, 20);
+    cluster.ceph().limit(4096, true).unwrap();
+    let storage = |client: &mut control::Client| {
+        let stats = client.call("x-ringdisk-stats", serde_json::json!({}));
+        stats.unwrap()["disks"][0]["storage"].clone()
+    };
+    let until = |client: &mut control::Client, state: &str, each: &mut dyn FnMut()| {
+        let start = Instant::now();
+        while storage(client) != state {
+            assert!(start.elapsed() < HANG, "it is never '{state}'");
+            each();
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    until(&mut client, "stopped", &mut || {
+        load.fill(&mut device);
+        load.take(&mut device);
+    });
+    let told = event(&mut client, |e| e["event"] == "BLOCK_IO_ERROR");
+    let expected = serde_json::json!(["stopping", "write", "stop", true]);
+    let data = &told["data"];
+    let found = [
+        &data["device"],
+        &data["operation"],
+        &data["action"],
+        &data["nospace"],
+    ];
+    assert_eq!(serde_json::json!(found), expected, "{told}");
+    load.fill(&mut device);
+    let resume = || ringdisk(&["resume", "stopping", "--control", &control]);
+    // Too early: it stops again.
+    assert!(resume().status.success());
+    until(&mut client, "stopped", &mut || ());
+    cluster.ceph().limit(0, false).unwrap();
+    assert_eq!(
+        storage(&mut client),
+        "stopped",
+        "nobody has told it to go on"
+    );
+    // An OSD may have an older map than the monitor.
+    until(&mut client, "works", &mut || {
+        assert!(resume().status.success());
+        load.take(&mut device);
+    });
+    load.run(&mut device, 300);
+    load.finish(&mut device);
+    drop(device);
+    assert!(server.terminate().unwrap().success());
+    load.compare(&cluster.content("stopping"));
+}
+
+/// The next event of a kind.
+fn event(
+    client: &mut control::Client,
+    is: impl Fn(&serde_json::Value) -> bool,
+) -> serde_json::Value {
+    loop {
+        let event = client.event(HANG).unwrap().expect("no event came");
+        if is(&event) {
+            return event;
+        }
+    }
 }
 
 /// A disk moves to an image while it is written to, and to another, and back to a file: nothing is lost on the way.
@@ -258,8 +344,7 @@ fn a_disk_is_put_on_an_image_while_it_runs() {
     let mut device = Device::connect(&server.sockets[0], &DeviceConfig::default()).unwrap();
     let access = cluster.ceph().options().replace(',', ":");
     let control = cluster.control().display().to_string();
-    let replace =
-        |file: &str| crate::cluster::ringdisk(&["replace", "--control", &control, "moved", file]);
+    let replace = |file: &str| ringdisk(&["replace", "--control", &control, "moved", file]);
     let mut expected = vec![0u8; 32 << 20];
     let mut bring = |device: &mut Device, round: u8| {
         let sector = 64 * u64::from(round);
