@@ -3,6 +3,10 @@
 //!
 //! Operations and bytes are always counted. Latencies are measured while somebody [asks for
 //! them](Disk::measure): a look at the clock per batch, and a place in a list per request.
+//!
+//! What nobody asks for must not cost the fast lane more than 2 %: 673 and 678 instructions per I/O on the null disk
+//! with all of it and the limits, idle; 675 to 678 in a build without (`cargo xtask bench --instructions`, three
+//! rounds).
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
