@@ -41,6 +41,8 @@ pub struct Export {
     stop: Arc<OwnedFd>,
     /// Who wants it to pause, when it is told to stop.
     pause: Arc<Mutex<Option<Sender<Paused>>>>,
+    /// It is told to stop for good, whoever wants a pause.
+    stopping: Arc<AtomicBool>,
     listener: Option<JoinHandle<()>>,
 }
 
@@ -164,8 +166,9 @@ impl Export {
             device: device.clone(),
             connected: connected.clone(),
             pause: Arc::default(),
+            stopping: Arc::default(),
         };
-        let pause = front.pause.clone();
+        let (pause, stopping) = (front.pause.clone(), front.stopping.clone());
         let its_stop = stop.clone();
         let listener = thread::Builder::new()
             .name(format!("vhost-{id}"))
@@ -182,6 +185,7 @@ impl Export {
             connected,
             stop,
             pause,
+            stopping,
             listener: Some(listener),
         })
     }
@@ -203,6 +207,11 @@ impl Export {
 
     /// Tells the listening thread to end, without waiting for it.
     pub fn tell_to_stop(&self) {
+        self.stopping.store(true, Ordering::Release);
+        self.interrupt();
+    }
+
+    fn interrupt(&self) {
         let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
     }
 
@@ -210,7 +219,7 @@ impl Export {
     pub fn pause(&self) -> Receiver<Paused> {
         let (sender, paused) = mpsc::channel();
         *self.pause.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender);
-        self.tell_to_stop();
+        self.interrupt();
         paused
     }
 
@@ -306,6 +315,7 @@ struct Frontends {
     device: Arc<ServedDisk>,
     connected: Arc<AtomicBool>,
     pause: Arc<Mutex<Option<Sender<Paused>>>>,
+    stopping: Arc<AtomicBool>,
 }
 
 /// How the wait for a front-end ended.
@@ -403,6 +413,9 @@ impl Frontends {
         let wanted = wanted.unwrap_or_else(PoisonError::into_inner).take()?;
         // It is not to be stopped again by the same word.
         let _ = rustix::io::read(stop, &mut [0; 8]);
+        if self.stopping.load(Ordering::Acquire) {
+            return None;
+        }
         let copy = || {
             let listener = self.socket.listener.as_fd().try_clone_to_owned()?;
             let copy = |(socket, saved): &(UnixStream, Saved)| {

@@ -436,7 +436,8 @@ impl Node {
             return Err("it stores nothing; serve another null:SIZE".into());
         };
         let now = file.size().map_err(|e| format!("finding its size: {e}"))?;
-        match &self.content().image {
+        let image = self.content().image.clone();
+        match image {
             Some(Image::Chain(chain)) => {
                 return chain.grow(size).map_err(|e| e.to_string());
             }
@@ -463,12 +464,19 @@ impl Node {
     /// # Errors
     /// It could not be written.
     pub fn settle(&self) -> io::Result<()> {
-        match self.content().image.clone() {
+        // Whoever only asks for something does not wait for storage.
+        let image = self.content().image.clone();
+        match image {
             Some(Image::Chain(chain)) => {
                 chain.settle().map_err(|e| io::Error::other(e.to_string()))
             }
             _ => Ok(()),
         }
+    }
+
+    /// Whether it is an image that is here.
+    pub fn has_tables(&self) -> bool {
+        matches!(self.content().image, Some(Image::Chain(_)))
     }
 
     /// Copies of the descriptors of its files, unless the disk is away.
@@ -513,7 +521,9 @@ impl Node {
         if self.facts.read_only || !self.spec.cache.flushes() {
             return Ok(());
         }
-        match (&content.file, &self.rbd) {
+        let file = content.file.clone();
+        drop(content);
+        match (file, &self.rbd) {
             (Some(file), _) => file.sync(),
             (None, Some(rbd)) => block::Remote::sync(&**rbd),
             (None, None) => Ok(()),

@@ -257,6 +257,12 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
     };
     let inherited = Arc::new(inherited);
     entrance = entrance.or_else(|| Entrance::adopt(&inherited, &control_path));
+    if args.take_over && entrance.is_none() {
+        warn!(
+            "no upgrade without a restart from now on: the process that served has handed over nothing for it at {}",
+            control_path.display()
+        );
+    }
     let allow_backing = AllowBacking::new(backing);
     allow_backing.look();
     let host = Host::new(
@@ -330,7 +336,9 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
             std::process::exit(i32::from(e.exit_code()));
         }
         Err(e) => {
-            let _ = host.shut_down();
+            if let Ok(staying) = host.handing.stay_after() {
+                let _ = host.shut_down(staying);
+            }
             return Err(e);
         }
     };
@@ -352,10 +360,18 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
         host.look_for_growth();
         manager::tell(manager::READY);
     }
+    let Ok(staying) = host.handing.stop() else {
+        // The one that has taken over needs a signal of its own; all that is here belongs to it.
+        warn!("told to stop after another process had taken over, which goes on");
+        loop {
+            // Whoever has handed over ends this process.
+            std::thread::park();
+        }
+    };
     info!("stopping: finishing what is under way");
     manager::tell(manager::STOPPING);
     drop(control);
-    Ok(host.shut_down()?)
+    Ok(host.shut_down(staying)?)
 }
 
 /// Where a service manager has made a directory for what must be there after a restart (systemd.exec(5)).

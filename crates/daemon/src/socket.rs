@@ -2,14 +2,16 @@
 
 use std::fs;
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, Gid, Mode, Uid, chmod, chownat, fchmod};
+use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid, chmod, chownat, fchmod, fstat, open};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use rustix::net::{bind, connect, listen};
+use rustix::process::geteuid;
 use thiserror::Error;
 
 use crate::spec::{DiskSpec, SocketAccess};
@@ -121,11 +123,19 @@ impl Socket {
     }
 }
 
-/// Gives a socket to whom it is to belong.
+/// Gives a socket to whom it is to belong. Whoever may write to its directory may have put something else there: what
+/// is opened is looked at, and nothing is looked up again.
 fn give(path: &Path, access: SocketAccess) -> Result<(), Errno> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let there = open(path, flags, Mode::empty())?;
+    let stat = fstat(&there)?;
+    let is_ours = stat.st_uid == geteuid().as_raw() && stat.st_nlink == 1;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::Socket || !is_ours {
+        return Err(Errno::NOTSOCK);
+    }
     let owner = access.owner.map(Uid::from_raw);
     let group = access.group.map(Gid::from_raw);
-    chownat(CWD, path, owner, group, AtFlags::SYMLINK_NOFOLLOW)?;
+    chownat(&there, "", owner, group, AtFlags::EMPTY_PATH)?;
     let all = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::WGRP;
     let default = if group.is_some() {
         all
@@ -133,7 +143,8 @@ fn give(path: &Path, access: SocketAccess) -> Result<(), Errno> {
         Mode::RUSR | Mode::WUSR
     };
     let mode = access.mode.map_or(default, Mode::from_raw_mode);
-    chmod(path, mode)
+    // Not even a descriptor leads to the file of a socket but this way.
+    chmod(format!("/proc/self/fd/{}", there.as_raw_fd()), mode)
 }
 
 /// Whether somebody listens at a socket. A server that is too busy to accept is one that does, and is not

@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 use std::thread;
@@ -14,6 +15,7 @@ use rustix::process::geteuid;
 use thiserror::Error;
 use tracing::{error, info, warn};
 
+use crate::device::ServedDisk;
 use crate::export::Paused;
 use crate::hand::{
     Answer, Ask, Channel, Handed, HandedExport, HandedSession, Hello, Launched, Outcome, PROTOCOL,
@@ -46,7 +48,12 @@ pub struct Handing {
     pub metrics: OnceLock<OwnedFd>,
     /// Whether all has been handed over. Read by whoever changes something, written by who hands over.
     gone: RwLock<bool>,
+    /// This process is told to stop.
+    stopping: AtomicBool,
 }
+
+/// Keeps everything from being handed over.
+pub type Staying<'a> = RwLockReadGuard<'a, bool>;
 
 /// Why nothing can be changed now.
 #[derive(Debug, Error)]
@@ -58,7 +65,7 @@ impl Handing {
     ///
     /// # Errors
     /// It is being handed over, or has been.
-    pub fn stay(&self) -> Result<RwLockReadGuard<'_, bool>, BeingHandedOver> {
+    pub fn stay(&self) -> Result<Staying<'_>, BeingHandedOver> {
         let gone = match self.gone.try_read() {
             Ok(gone) => gone,
             Err(TryLockError::Poisoned(e)) => e.into_inner(),
@@ -74,12 +81,21 @@ impl Handing {
     ///
     /// # Errors
     /// It has succeeded.
-    pub fn stay_after(&self) -> Result<RwLockReadGuard<'_, bool>, BeingHandedOver> {
+    pub fn stay_after(&self) -> Result<Staying<'_>, BeingHandedOver> {
         let gone = self.gone.read().unwrap_or_else(|e| e.into_inner());
         match *gone {
             true => Err(BeingHandedOver),
             false => Ok(gone),
         }
+    }
+
+    /// The process is told to stop: nobody takes over any more who has not yet.
+    ///
+    /// # Errors
+    /// Somebody has taken over.
+    pub fn stop(&self) -> Result<Staying<'_>, BeingHandedOver> {
+        self.stopping.store(true, Ordering::Release);
+        self.stay_after()
     }
 
     /// For who hands over, when no command is under way any more.
@@ -117,6 +133,8 @@ enum UpgradeError {
         "the new process cannot serve what this one does: {0}; what it has written to the log says why"
     )]
     Prepare(io::Error),
+    #[error("this process has been told to stop")]
+    Stopping,
     #[error("the new process has failed as it took over: {0}")]
     Take(io::Error),
 }
@@ -255,7 +273,8 @@ fn hand_over(host: &Host, launcher: &Channel, outcome: &mut Outcome) -> Result<u
     // What has come up meanwhile is written while guests wait: little, if this time was short.
     for _ in 0..SETTLING {
         let began = Instant::now();
-        host.settle().map_err(UpgradeError::Storage)?;
+        host.settle(began + PATIENCE)
+            .map_err(UpgradeError::Storage)?;
         if began.elapsed() < SETTLED {
             break;
         }
@@ -267,11 +286,14 @@ fn hand_over(host: &Host, launcher: &Channel, outcome: &mut Outcome) -> Result<u
     outcome.disks = paused.len();
     outcome.connected = paused.iter().filter(|p| p.connection.is_some()).count();
     let finished = begin.elapsed();
-    host.settle().map_err(UpgradeError::Storage)?;
+    host.settle(begin + PAUSE).map_err(UpgradeError::Storage)?;
     let settled = begin.elapsed();
     let deadline = Instant::now() + PAUSE;
     hand(host, &paused, &channel, deadline).map_err(UpgradeError::Hand)?;
     expect(&channel, Step::Prepared, deadline).map_err(UpgradeError::Prepare)?;
+    if host.handing.stopping.load(Ordering::Acquire) {
+        return Err(UpgradeError::Stopping);
+    }
     commit(&channel).map_err(UpgradeError::Take)?;
     let all = begin.elapsed();
     outcome.pause_us = all.as_micros() as u64;
@@ -337,7 +359,8 @@ fn pause(host: &Host, deadline: Instant) -> Result<Vec<PausedExport>, UpgradeErr
             Ok(paused) if unfinished(&paused) => Err(UpgradeError::Stuck(pausing.id)),
             Ok(paused) => Ok(PausedExport {
                 socket: pausing.socket,
-                write_cache: pausing.write_cache,
+                // As its last front-end has left it.
+                write_cache: pausing.device.chosen_write_cache(),
                 listener: paused.listener,
                 connection: paused.connection,
                 leave: paused.leave,
@@ -354,7 +377,7 @@ fn pause(host: &Host, deadline: Instant) -> Result<Vec<PausedExport>, UpgradeErr
 pub struct Pausing {
     pub id: String,
     pub socket: PathBuf,
-    pub write_cache: Option<bool>,
+    pub device: Arc<ServedDisk>,
     pub paused: Receiver<Paused>,
 }
 

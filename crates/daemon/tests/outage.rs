@@ -290,36 +290,62 @@ fn storage_that_hangs_keeps_the_process() {
     let mut device = setup.connect();
     submit(&mut device, Op::Write);
     assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
-    let upgrade = || {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
-        let output = command
-            .args(["upgrade", "--json", "--control"])
-            .arg(setup.control())
-            .output();
-        let output = output.unwrap();
-        let text = String::from_utf8_lossy(&output.stderr).into_owned();
-        println!("{}", text.trim_end());
-        let reply: Option<serde_json::Value> = serde_json::from_slice(&output.stdout).ok();
-        let pid = reply.and_then(|reply| Some(reply["pid"].as_u64()? as i32));
-        (pid.and_then(rustix::process::Pid::from_raw), text)
-    };
     setup.storage.change(|s| s.hangs = true);
     submit(&mut device, Op::Write);
-    let (pid, text) = upgrade();
+    stuck(&setup);
+    setup.storage.change(|s| s.hangs = false);
+    assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
+    submit(&mut device, Op::Read);
+    assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
+    let pid = upgrade(&setup)
+        .0
+        .unwrap_or_else(|| panic!("{}", server.log()));
+    submit(&mut device, Op::Read);
+    let read = finish(&mut device);
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    assert_eq!(read, vec![OK; usize::from(DEPTH)]);
+}
+
+/// Has another process take over: its number, if that is done, and what is said.
+fn upgrade(setup: &Setup) -> (Option<rustix::process::Pid>, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+    let output = command
+        .args(["upgrade", "--json", "--control"])
+        .arg(setup.control())
+        .output();
+    let output = output.unwrap();
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    println!("{}", text.trim_end());
+    let reply: Option<serde_json::Value> = serde_json::from_slice(&output.stdout).ok();
+    let pid = reply.and_then(|reply| Some(reply["pid"].as_u64()? as i32));
+    (pid.and_then(rustix::process::Pid::from_raw), text)
+}
+
+/// Nobody takes over, since requests do not end.
+fn stuck(setup: &Setup) {
+    let (pid, text) = upgrade(setup);
     assert!(pid.is_none());
     assert!(
         text.contains("disk disk do not end") && text.contains("goes on"),
         "{text}"
     );
+}
+
+/// Who is told to stop while a pause is still waited for that nobody wants any more stops.
+#[test]
+fn a_pause_that_came_too_late_swallows_no_stop() {
+    let Some(setup) = Setup::new("raw", 11) else {
+        return;
+    };
+    let mut server = setup.serve("cache=none", &[]);
+    let mut device = setup.connect();
+    setup.storage.change(|s| s.hangs = true);
+    submit(&mut device, Op::Write);
+    stuck(&setup);
+    server.signal(rustix::process::Signal::TERM);
+    server.logged(&["stopping"]);
     setup.storage.change(|s| s.hangs = false);
-    assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
-    submit(&mut device, Op::Read);
-    assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
-    let pid = upgrade().0.unwrap_or_else(|| panic!("{}", server.log()));
-    submit(&mut device, Op::Read);
-    let read = finish(&mut device);
-    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
-    assert_eq!(read, vec![OK; usize::from(DEPTH)]);
+    assert!(server.ended().unwrap().success(), "{}", server.log());
 }
 
 /// Longer than a server waits for storage.

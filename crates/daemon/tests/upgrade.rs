@@ -7,7 +7,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -582,6 +582,58 @@ fn half_a_message_holds_nothing_up() {
     assert!(device.queues[1].read(0, 4096).is_ok());
     assert!(Device::connect(&disk.socket, &config()).is_ok());
     served.end();
+}
+
+/// Who is told to stop while another process is to take over stops, and leaves nobody behind, or it is the other that
+/// serves, with all that belongs to it.
+#[test]
+fn a_stop_meanwhile_is_a_stop() {
+    let mut random = Random(seed());
+    let (mut stopped, mut handed) = (0, 0);
+    for round in 0..14 {
+        let disk = Disk::new();
+        let mut served = Served::start(&[disk.argument("queues=2")]);
+        let upgrade = Command::new(BINARY)
+            .args(["upgrade", "--json", "--control"])
+            .arg(&served.control)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        if round % 2 == 0 {
+            served.first.logged(&["handing over to process"]);
+        }
+        thread::sleep(Duration::from_micros(
+            random.below(60_000 >> (5 * (1 - round % 2))),
+        ));
+        // It may be gone.
+        let pid = Pid::from_raw(served.pid as i32).unwrap();
+        let _ = kill_process(pid, Signal::TERM);
+        let output = upgrade.wait_with_output().unwrap();
+        gone(served.pid);
+        let left = ["control.qmp", "control.qmp.upgrade"].map(|name| served.dir.path().join(name));
+        let mut left = left.iter().chain([&disk.socket]);
+        match output.status.success() {
+            true => {
+                assert!(left.all(|path| path.exists()), "{}", served.first.log());
+                let reply: Value = serde_json::from_slice(&output.stdout).unwrap();
+                served.pid = reply["pid"].as_u64().unwrap() as u32;
+                assert_eq!(served.list(), 0);
+                served.end();
+                handed += 1;
+            }
+            false => {
+                assert!(!left.any(|path| path.exists()), "{}", served.first.log());
+                let log = served.first.log();
+                if let Some((_, pid)) = log.split_once("handing over to process ") {
+                    gone(pid.split(',').next().unwrap().parse().unwrap());
+                }
+                stopped += 1;
+            }
+        }
+    }
+    println!("{stopped} stopped, {handed} handed over");
+    assert!(stopped > 0);
 }
 
 /// A guest that would not connect again notices a pause, and no more.

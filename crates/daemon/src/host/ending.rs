@@ -9,6 +9,7 @@ use tracing::error;
 use super::{Host, HostError, State};
 use crate::export::Export;
 use crate::node::Node;
+use crate::upgrade::Staying;
 
 /// How long the end of a disk, or of all, may take: what is under way, and to make it durable. Less than the 90 s
 /// after which systemd kills.
@@ -16,15 +17,11 @@ pub(super) const SHUTDOWN: Duration = Duration::from_secs(60);
 
 impl Host {
     /// Finishes what is under way, disconnects everybody, and makes everything durable. Storage that does
-    /// not answer is not waited for longer than a minute.
+    /// not answer is not waited for longer than a minute. What has been handed over is another's to end.
     ///
     /// # Errors
     /// The last disk that could not be made durable.
-    pub fn shut_down(&self) -> Result<(), HostError> {
-        // What has been handed over is another's.
-        let Ok(_staying) = self.handing.stay_after() else {
-            return Ok(());
-        };
+    pub fn shut_down(&self, _staying: Staying<'_>) -> Result<(), HostError> {
         if let Some(keeper) = self.keeper.get() {
             keeper.end();
         }

@@ -3,8 +3,10 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Instant;
 
-use super::Host;
+use super::ending::in_time;
+use super::{Host, HostError};
 use crate::node::Node;
 use crate::upgrade::Pausing;
 
@@ -12,8 +14,8 @@ impl Host {
     /// Writes what images have only in memory, so that another process finds all of it.
     ///
     /// # Errors
-    /// It could not be written, or storage has lost something that another process would not know of.
-    pub fn settle(&self) -> Result<(), String> {
+    /// It could not be written, or not until then, or storage has lost something that another process would not know of.
+    pub fn settle(&self, deadline: Instant) -> Result<(), String> {
         let (nodes, lost): (Vec<_>, Vec<_>) = {
             let state = self.state();
             let nodes = state.nodes.values().map(|entry| entry.node.clone());
@@ -32,8 +34,17 @@ impl Host {
                 node.name()
             ));
         }
-        let settle =
-            |node: &Arc<Node>| node.settle().map_err(|e| format!("{}: {e}", node.filename));
+        let settle = |node: &Arc<Node>| {
+            let its = node.clone();
+            let settle = move || {
+                let name = its.name().to_owned();
+                its.settle().map_err(|e| HostError::Sync(name, e))
+            };
+            match node.has_tables() {
+                true => in_time(node.name(), deadline, settle).map_err(|e| e.to_string()),
+                false => Ok(()),
+            }
+        };
         nodes.iter().try_for_each(settle)
     }
 
@@ -43,7 +54,7 @@ impl Host {
         let pausing = state.exports.values().map(|export| Pausing {
             id: export.id.clone(),
             socket: export.socket.clone(),
-            write_cache: export.device.chosen_write_cache(),
+            device: export.device.clone(),
             paused: export.pause(),
         });
         pausing.collect()
