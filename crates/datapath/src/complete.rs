@@ -121,7 +121,9 @@ impl<E: Engine> Worker<E> {
         let s = queue.slots.get(slot);
         match s.request {
             Request::Write { .. } | Request::Discard { .. } | Request::WriteZeroes { .. }
-                if s.unstable && queue.disk.completes_when_durable() =>
+                // A write that is stable by itself may be to a cluster that no table in the file leads to yet.
+                if queue.disk.completes_when_durable()
+                    && (s.unstable || queue.image.chain().is_some_and(|c| c.needs_flush())) =>
             {
                 self.settle(number, slot);
             }

@@ -38,8 +38,14 @@ impl<E: Engine> Worker<E> {
         if let Request::Read { .. } | Request::Write { .. } = s.request
             && !settling
         {
-            let bounced = s.bounce.is_some()
-                || !bounce::aligned(s.segments(), queue.alignment.address, queue.alignment.len);
+            // What stands beside a write is read to where it is written from, whatever its other pieces need.
+            let bounced = !copying
+                && (s.bounce.is_some()
+                    || !bounce::aligned(
+                        s.segments(),
+                        queue.alignment.address,
+                        queue.alignment.len,
+                    ));
             if bounced {
                 match self.prepare_bounce(number, slot) {
                     Some(segment) => piece = [segment],

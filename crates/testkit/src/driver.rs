@@ -28,6 +28,8 @@ pub struct DeviceConfig {
     pub slots: u16,
     /// Bytes of data buffer per slot.
     pub buffer_len: u32,
+    /// Bytes from the start of a page to that of a data buffer. With 0, an O_DIRECT disk can use them in place.
+    pub buffer_offset: u32,
     /// Accept INDIRECT_DESC and use it for every request.
     pub indirect: bool,
     /// Accept EVENT_IDX.
@@ -49,6 +51,7 @@ impl Default for DeviceConfig {
             queue_size: 256,
             slots: 16,
             buffer_len: 128 << 10,
+            buffer_offset: 0,
             indirect: true,
             event_idx: true,
             packed: false,
@@ -56,6 +59,13 @@ impl Default for DeviceConfig {
             features: !0,
             protocol: protocol::ALL,
         }
+    }
+}
+
+impl DeviceConfig {
+    /// Bytes from the start of a slot's first page to the end of its buffer.
+    fn data_len(&self) -> u64 {
+        u64::from(self.buffer_offset) + u64::from(self.buffer_len)
     }
 }
 
@@ -319,8 +329,7 @@ fn guest_memory(config: &DeviceConfig) -> io::Result<Memory> {
     let (size, slots) = (u64::from(config.queue_size), u64::from(config.slots));
     let page = |bytes: u64| bytes.next_multiple_of(4096);
     let rings = page(u64::from(config.queues) * (26 * size + 256 + slots * CONTROL + 64)) + SCRATCH;
-    // Data buffers are page-aligned, so that an O_DIRECT disk can use them in place.
-    let per_queue = slots * page(u64::from(config.buffer_len));
+    let per_queue = slots * page(config.data_len());
     let low = u64::from(config.queues.div_ceil(2)) * per_queue + SCRATCH;
     let high = u64::from(config.queues / 2) * per_queue + SCRATCH;
     let base = 0x10_0000;
@@ -410,7 +419,8 @@ impl Queue {
         );
         let slot = |_| {
             let control = memory.regions()[Device::RINGS].alloc(CONTROL, 64);
-            let data = memory.regions()[region].alloc(u64::from(config.buffer_len), 4096);
+            let data = memory.regions()[region].alloc(config.data_len(), 4096);
+            let data = data + u64::from(config.buffer_offset);
             let header = memory.ptr(control, 16).cast();
             let status = memory.ptr(control + STATUS_AT, 1);
             Slot {

@@ -146,6 +146,7 @@ impl Storage for Memory {
 #[derive(Default)]
 pub struct Files {
     opened: HashMap<PathBuf, Arc<Memory>>,
+    room: u64,
     pub trouble: Arc<Trouble>,
 }
 
@@ -156,6 +157,15 @@ impl OpenFiles for Files {
 }
 
 impl Files {
+    /// With so many bytes behind the end of an image when it is first opened: for clusters that the I/O thread can take
+    /// itself.
+    pub fn with_room(room: u64) -> Self {
+        Self {
+            room,
+            ..Self::default()
+        }
+    }
+
     fn memory(&mut self, mut file: File, path: &Path) -> io::Result<Arc<Memory>> {
         if let Some(memory) = self.opened.get(path) {
             return Ok(memory.clone());
@@ -175,8 +185,14 @@ impl Files {
     pub fn chain(&mut self, path: &Path, cache: Option<u64>) -> (Chain, Vec<Arc<Memory>>) {
         let path = path.canonicalize().unwrap();
         let gate = Gate::beside(&path).unwrap();
+        let is_new = !self.opened.contains_key(&path);
+        let storage = self.memory(File::open(&path).unwrap(), &path).unwrap();
+        if is_new {
+            let size = storage.size().unwrap() + self.room;
+            storage.disk().set_len(size as usize);
+        }
         let top = Top {
-            storage: self.memory(File::open(&path).unwrap(), &path).unwrap(),
+            storage,
             path: &path,
             format: LayerFormat::Qcow2,
         };

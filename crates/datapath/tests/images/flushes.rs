@@ -75,3 +75,57 @@ fn only_what_the_page_cache_has_lost_is_final() {
         assert_eq!(queue.read(2048, 4096), Ok(vec![2; 4096]));
     }
 }
+
+/// Without a write cache, past the page cache: a write in place is stable as it is written, but whoever took its cluster
+/// has not been able to flush the table that leads there.
+#[test]
+fn a_write_in_place_is_durable_with_its_table() {
+    let test = "a_write_in_place_is_durable_with_its_table";
+    if !qemu::is_there(test) {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    qemu::img(directory.path(), "create -q -f qcow2 disk.qcow2 1M");
+    let mut files = Files::default();
+    let trouble = files.trouble.clone();
+    let (chain, its_files) = files.chain(&directory.path().join("disk.qcow2"), None);
+    let bytes: Vec<_> = its_files.iter().map(|f| f.disk.clone()).collect();
+    let make = move || Faulty::over(bytes, FAULTS, 1);
+    let thread = IoThread::spawn("io-0".into(), Duration::ZERO, make).unwrap();
+    let options = Options {
+        cache: CacheMode::Directsync,
+        werror: OnError::Report,
+        ..Options::default()
+    };
+    let disk = disk(Arc::new(chain), 1, FACTS, options);
+    let served = Served::new(disk, Arc::new(vec![thread]), 1, 64);
+    let mut device = Device::connect(served.socket(), &DeviceConfig::default()).unwrap();
+    let queue = &mut device.queues[0];
+    let after_a_power_cut = || {
+        let left = tempfile::tempdir().unwrap();
+        files.save(left.path());
+        qemu::content(left.path(), "disk.qcow2", "qcow2")
+    };
+    let (cluster, sector) = (64 << 10, 16 << 10);
+
+    assert_eq!(queue.write(0, &[1; 4096]), OK);
+    trouble.broken.store(true, Relaxed);
+    assert_eq!(queue.write(cluster / 512, &[2; 4096]), IOERR);
+    assert_eq!(queue.write((cluster + sector) / 512, &[3; 4096]), IOERR);
+    trouble.broken.store(false, Relaxed);
+    assert_eq!(queue.write((cluster + 2 * sector) / 512, &[4; 4096]), OK);
+    let content = after_a_power_cut();
+    for (at, byte) in [
+        (0, 1),
+        (cluster, 2),
+        (cluster + sector, 3),
+        (cluster + 2 * sector, 4),
+    ] {
+        let at = at as usize;
+        assert!(content[at..at + 4096] == [byte; 4096], "what is at {at}");
+    }
+    // No table has changed: there is nothing to be flushed.
+    trouble.broken.store(true, Relaxed);
+    assert_eq!(queue.write(cluster / 512, &[5; 4096]), OK);
+    assert!(after_a_power_cut()[cluster as usize..][..4096] == [5; 4096]);
+}

@@ -2,6 +2,7 @@
 //! delays and reorders.
 
 mod astray;
+mod bounced;
 mod files;
 mod flushes;
 mod model;

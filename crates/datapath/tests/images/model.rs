@@ -33,6 +33,9 @@ const UNSUPPORTED: u8 = 2;
 /// Most bytes that a disk gets longer in one case, so that its files stay small.
 const GROWTH_MAX: u64 = 1 << 20;
 
+/// Bytes behind the end of an image that has room.
+const ROOM: u64 = 2 << 20;
+
 /// Stories of each kind of image.
 const CASES: u32 = 4;
 
@@ -82,6 +85,10 @@ struct Story {
     tight: bool,
     options: Options,
     alignment: u32,
+    /// Where in their pages the guest's buffers begin, in bytes.
+    shift: u32,
+    /// There are clusters that need no longer file.
+    roomy: bool,
     steps: Vec<Step>,
 }
 
@@ -131,17 +138,22 @@ fn stories() -> impl Strategy<Value = Story> {
         prop_oneof![Just(0), Just(0), Just(10)],
         any::<bool>(),
         options,
-        prop_oneof![Just(1), Just(512)],
+        prop_oneof![Just((1, 0)), Just((512, 0)), Just((512, 8))],
+        any::<bool>(),
         prop::collection::vec(steps(), 1..250),
     )
-        .prop_map(|(seed, fail, tight, options, alignment, steps)| Story {
-            seed,
-            fail,
-            tight,
-            options,
-            alignment,
-            steps,
-        })
+        .prop_map(
+            |(seed, fail, tight, options, (alignment, shift), roomy, steps)| Story {
+                seed,
+                fail,
+                tight,
+                options,
+                alignment,
+                shift,
+                roomy,
+                steps,
+            },
+        )
 }
 
 /// What a sector holds, in short: 0 for zeroes.
@@ -220,6 +232,7 @@ impl<'a> Run<'a> {
             seed,
             fail,
             alignment,
+            shift,
             ..
         } = *self.story;
         let cache = self.story.tight.then_some(1);
@@ -252,6 +265,7 @@ impl<'a> Run<'a> {
             queue_size: 64,
             slots: SLOTS,
             buffer_len: SECTORS_MAX * SECTOR as u32,
+            buffer_offset: shift,
             ..DeviceConfig::default()
         };
         let device = Device::connect(served.socket(), &config).unwrap();
@@ -465,7 +479,7 @@ fn tell(variant: &Variant, template: &Path, start: &[u8], story: &Story) {
     let path = template.join("disk.qcow2");
     let mut run = Run {
         story,
-        files: Files::default(),
+        files: Files::with_room(if story.roomy { ROOM } else { 0 }),
         path: &path,
         model: Model::new(start),
         service: None,

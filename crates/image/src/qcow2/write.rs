@@ -497,6 +497,8 @@ impl Qcow2 {
         for cluster in allocation.first..=allocation.last {
             self.entry(cluster)?;
         }
+        // Before it is found: who writes there asks whether it must be flushed.
+        self.changed();
         let end = allocation.at + allocation.len;
         for (cluster, host) in (allocation.first..).zip(self.host_clusters(allocation)) {
             let (start, host) = (cluster << g.cluster_bits, host << g.cluster_bits);
@@ -520,7 +522,6 @@ impl Qcow2 {
             self.set_entry(state, cluster, Entry::Standard(new))?;
             self.unlink(state, old, Some(host));
         }
-        self.changed();
         end_of(state, allocation);
         Ok(())
     }
