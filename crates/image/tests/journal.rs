@@ -5,12 +5,13 @@ mod support;
 
 use std::io;
 use std::path::Path;
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
 use block::FileOffset;
 use image::{
-    ChainError, Gate, ImageError, JournalEvent, JournalPlace, LayerFormat, Storage, Zeroing, check,
+    Allocation, ChainError, Gate, ImageError, JournalEvent, JournalPlace, LayerFormat, Prepared,
+    Storage, Zeroing, check,
 };
 use support::memory::Memory;
 use support::{Disk, HostFiles, WRITE};
@@ -43,6 +44,8 @@ struct Mortal {
     life: Life,
     /// A last write may be torn.
     torn: bool,
+    /// No write succeeds.
+    full: Arc<AtomicBool>,
 }
 
 impl Storage for Mortal {
@@ -51,6 +54,9 @@ impl Storage for Mortal {
     }
 
     fn write_at(&self, at: FileOffset, from: &[u8]) -> io::Result<()> {
+        if self.full.load(SeqCst) {
+            return Err(io::Error::from_raw_os_error(28));
+        }
         if self.life.change()? && self.torn {
             let part = from.len() / 2;
             self.file.write_at(at, &from[..part])?;
@@ -91,6 +97,8 @@ struct Host {
     image: Memory,
     journal: Memory,
     life: Life,
+    /// There is no room for what is written to the image, or to the journal.
+    full: [Arc<AtomicBool>; 2],
     replayed: Arc<AtomicU64>,
     events: Arc<Mutex<Vec<String>>>,
 }
@@ -101,6 +109,7 @@ impl Host {
             image: Memory::new(image),
             journal: Memory::new(Vec::new()),
             life: Life::default(),
+            full: Default::default(),
             replayed: Arc::default(),
             events: Arc::default(),
         }
@@ -109,10 +118,11 @@ impl Host {
     fn open(&self, directory: &Path) -> Result<Disk, ChainError> {
         let path = directory.join("disk.qcow2");
         let gate = Gate::beside(&path).unwrap();
-        let mortal = |file: &Memory, torn| Mortal {
+        let mortal = |file: &Memory, is_journal| Mortal {
             file: file.clone(),
             life: self.life.clone(),
-            torn,
+            torn: is_journal,
+            full: self.full[usize::from(is_journal)].clone(),
         };
         let (replayed, events) = (self.replayed.clone(), self.events.clone());
         let journal = JournalPlace {
@@ -135,6 +145,23 @@ impl Host {
             WRITE,
             (&mut HostFiles, Some(journal)),
         )
+    }
+
+    fn fill_up(&self, image: bool, journal: bool) {
+        self.full[0].store(image, SeqCst);
+        self.full[1].store(journal, SeqCst);
+    }
+
+    /// Takes clusters for a write that needs them, and has its data there.
+    fn prepare(disk: &Disk, at: u64, bytes: &[u8]) -> Allocation {
+        let prepared = disk.chain.prepare_write(at, bytes.len() as u64);
+        let Ok(Prepared::Allocated(allocation)) = prepared else {
+            panic!("{prepared:?}");
+        };
+        assert!(allocation.len == bytes.len() as u64 && allocation.fills.is_empty());
+        let file = &disk.chain.files()[usize::from(disk.chain.written_file().0)];
+        file.write_at(allocation.to, bytes).unwrap();
+        allocation
     }
 
     fn told(&self, what: &str) -> bool {
@@ -493,5 +520,81 @@ fn without_room_for_a_journal_changes_are_flushed() {
     }
     assert!(host.told("Failed"));
     disk.chain.close().unwrap();
+    assert_eq!(check(&host.image).unwrap().errors, 0);
+}
+
+/// Neither the journal nor a flush can be written: the disk has what was committed all the same, and its clusters
+/// belong to nobody else.
+#[test]
+fn what_was_committed_and_not_kept_is_not_given_back() {
+    if !qemu::is_there("what_was_committed_and_not_kept_is_not_given_back") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let (a, b, c) = (64 << 10, 72 << 10, 80 << 10);
+    for given_up in [false, true] {
+        let host = killed(directory);
+        let disk = host.open(directory).unwrap();
+        let cluster = disk.chain.image().unwrap().cluster_bytes();
+        disk.zero(a, 64 << 10, Zeroing::Zeroes { unmap: true })
+            .unwrap();
+        disk.flush().unwrap();
+        disk.flush().unwrap();
+        let allocation = Host::prepare(&disk, a, &pattern(7, cluster));
+        host.fill_up(true, true);
+        let (_, allocation) = disk.chain.commit_or_keep(allocation).unwrap_err();
+        assert_eq!(Host::sector(&disk, a), pattern(7, 512));
+        let (_, allocation) = disk.chain.commit_or_keep(allocation).unwrap_err();
+        host.fill_up(false, false);
+        if given_up {
+            // Its cluster is another one's by the time that it is tried again.
+            disk.zero(a, cluster, Zeroing::Zeroes { unmap: true })
+                .unwrap();
+            disk.flush().unwrap();
+            disk.flush().unwrap();
+            disk.write(b, &pattern(8, cluster)).unwrap();
+            disk.chain.commit_or_keep(allocation).unwrap();
+            assert_eq!(Host::sector(&disk, a), [0; 512]);
+        } else {
+            disk.chain.abort(allocation);
+            disk.write(b, &pattern(8, cluster)).unwrap();
+            assert_eq!(Host::sector(&disk, a), pattern(7, 512));
+        }
+        disk.write(c, &pattern(9, cluster)).unwrap();
+        disk.write(a, &pattern(10, cluster)).unwrap();
+        for (at, number) in [(a, 10), (b, 8), (c, 9)] {
+            assert_eq!(Host::sector(&disk, at), pattern(number, 512), "{given_up}");
+        }
+        disk.chain.close().unwrap();
+        assert_eq!(check(&host.image).unwrap().errors, 0, "{given_up}");
+    }
+}
+
+/// What the journal had no room for is in the image, and newer than what the journal has.
+#[test]
+fn a_journal_without_room_undoes_nothing() {
+    if !qemu::is_there("a_journal_without_room_undoes_nothing") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let host = killed(directory);
+    let disk = host.open(directory).unwrap();
+    let at = 64 << 10;
+    disk.write(at, &pattern(6, 64 << 10)).unwrap();
+    disk.flush().unwrap();
+    disk.zero(at, 64 << 10, Zeroing::Zeroes { unmap: true })
+        .unwrap();
+    host.fill_up(false, true);
+    disk.write(at, &pattern(7, 64 << 10)).unwrap();
+    disk.flush().unwrap();
+    assert!(host.told("Failed"));
+    drop(disk);
+    host.fill_up(false, false);
+    host.events.lock().unwrap().clear();
+    let disk = host.open(directory).unwrap();
+    assert!(!host.told("Replayed"));
+    assert_eq!(Host::sector(&disk, at), pattern(7, 512));
     assert_eq!(check(&host.image).unwrap().errors, 0);
 }

@@ -18,7 +18,8 @@
 //!   that every program clears which opens an image for writing and does not know them (qcow2.txt:
 //!   "autoclear_features"), and QEMU does. The uppermost of them and 39 below it hold a number that is
 //!   drawn at the first write and raised by each flush, with what the flush writes. The journal has the
-//!   same number, or that before it if the flush was not ended. An image that was opened elsewhere since,
+//!   same number, or that before it if the flush was not ended. (A flush of changes that the journal could
+//!   not take raises the number by two: the journal is older than what that writes.) An image that was opened elsewhere since,
 //!   or that was put there from a copy, has another one, and the journal is left alone. Besides, it names
 //!   the file and the host's boot: after a crash of the host, it is nothing.
 //! - A record counts only with its checksum, over its place and its session too; the first that does not
@@ -253,10 +254,13 @@ impl Journal {
     /// A flush of all changes so far begins.
     fn rotate(&mut self, lists: [&mut Changes; 2]) -> Rotated {
         self.append(lists);
+        // With what was left out of it, the image is newer than what is in the journal: done again, that
+        // would undo the flush. So its number must be none that fits, until the journal says so itself.
+        let raised = if self.broken { 2 } else { 1 };
         Rotated {
             end: self.end,
             left_out: self.left_out,
-            generation: (self.generation + 1) & GENERATION,
+            generation: (self.generation + raised) & GENERATION,
         }
     }
 

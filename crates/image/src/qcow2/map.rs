@@ -51,6 +51,10 @@ pub(crate) enum WhereToWrite {
     },
 }
 
+/// Pieces that one look-up looks at, which are 2 MiB of disk at least: what lies behind is looked up when
+/// these have been moved, so that a long request holds up nobody.
+const STEPS_MAX: u32 = 4096;
+
 /// What must be done, by a thread that may block, before a range can be mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Load {
@@ -126,9 +130,11 @@ impl Qcow2 {
             slice: None,
         };
         match walk.runs(at, len, true) {
-            Ok((Kind::Data(host), len)) if host + len <= self.data_end() => {
-                WhereToWrite::InPlace { at: host, len }
-            }
+            Ok((Kind::Data(host), len)) => match self.there(host, len) {
+                // To prepare the write makes the file longer.
+                0 => WhereToWrite::Allocate { len },
+                len => WhereToWrite::InPlace { at: host, len },
+            },
             Ok((_, len)) => WhereToWrite::Allocate { len },
             Err(Step::Load(slice)) => WhereToWrite::Load(Load::Slice(slice)),
             Err(_) => WhereToWrite::Damaged {
@@ -178,6 +184,16 @@ impl Qcow2 {
         })
     }
 
+    /// How much of a run the file reaches to: all of it, or whole clusters.
+    #[inline]
+    fn there(&self, host: u64, len: u64) -> u64 {
+        let end = self.data_end();
+        if host + len <= end {
+            return len;
+        }
+        (end & !(self.g.cluster() - 1)).saturating_sub(host)
+    }
+
     #[inline]
     fn data_end(&self) -> u64 {
         self.data.as_ref().unwrap_or(&self.file).get()
@@ -190,12 +206,15 @@ impl Qcow2 {
 }
 
 impl<'a> Walk<'a> {
-    /// The kind of what is at `at`, and how far it goes on like that in one piece. For a write, all that
-    /// can't be written in place is one kind, a hole.
+    /// The kind of what is at `at`, and how far it goes on like that in one piece, as far as it looked. For a
+    /// write, all that can't be written in place is one kind, a hole.
     fn runs(&mut self, at: u64, len: u64, write: bool) -> Result<(Kind, u64), Step> {
         let mut found: Option<(Kind, u64)> = None;
         let mut done = 0;
-        while done < len {
+        for _ in 0..STEPS_MAX {
+            if done >= len {
+                break;
+            }
             let (kind, run) = match self.step(at + done) {
                 Step::Run {
                     kind,

@@ -127,7 +127,7 @@ impl Qcow2 {
             return Err(allocation);
         };
         match self.commit_in(&mut state, &allocation) {
-            // Committed twice is committed; the second time, a flush follows.
+            // It is committed; the second time, only a flush follows.
             Ok(()) if !state.keep_changes() => Err(allocation),
             Ok(()) => Ok(()),
             Err(_) => Err(allocation),
@@ -183,10 +183,14 @@ impl Qcow2 {
         kept.map_err(|e| (e, allocation))
     }
 
-    /// The data is not there: gives the clusters back, and the range is as it was before.
+    /// The data is not there: gives the clusters back, and the range is as it was before. One that the disk
+    /// has already, because a commit got so far and could not be kept, stays the disk's.
     #[expect(clippy::needless_pass_by_value, reason = "an allocation ends once")]
     pub fn abort(&self, allocation: Allocation) {
         let mut state = self.lock();
+        if !is_pending(&state, &allocation) {
+            return;
+        }
         if allocation.new {
             for cluster in self.host_clusters(&allocation) {
                 // What can't be given back is lost space, which `qemu-img check` finds.
@@ -318,6 +322,18 @@ impl Qcow2 {
             }
             clusters += 1;
         }
+        let mut end = end.min((first + clusters) << g.cluster_bits);
+        if let Place::At(host) = place {
+            // Subclusters at the edges that are data by now are written in place, also by others at this
+            // moment: what stands in them is not to be copied.
+            if self.has_data(at)? {
+                self.reach(state, host, may)?;
+                return Ok(Prepared::Mapped);
+            }
+            if self.has_data(end - 1)? {
+                end = (end - 1) & !(self.allocation_bytes() - 1);
+            }
+        }
         let (host, new, fresh) = match place {
             Place::At(host) => (host, false, false),
             _ => {
@@ -376,6 +392,13 @@ impl Qcow2 {
             _ if g.external => Place::At(external),
             _ => Place::New,
         })
+    }
+
+    /// Whether the subcluster at a place on the disk is data.
+    fn has_data(&self, at: u64) -> Result<bool, Stop> {
+        let offset = at & (self.g.cluster() - 1);
+        let (kind, _) = self.entry(at >> self.g.cluster_bits)?.at(&self.g, offset);
+        Ok(matches!(kind, Kind::Data(_)))
     }
 
     /// The entry of a cluster.
@@ -493,6 +516,11 @@ impl Qcow2 {
 
     fn commit_in(&self, state: &mut State, allocation: &Allocation) -> Result<(), Stop> {
         let g = &self.g;
+        if !is_pending(state, allocation) {
+            // It was committed, and only not kept: since then, its clusters may have been given up, and be
+            // somebody else's.
+            return Ok(());
+        }
         // All that can fail comes first.
         for cluster in allocation.first..=allocation.last {
             self.entry(cluster)?;
@@ -626,15 +654,15 @@ fn is_copied_whole(entry: &Entry) -> bool {
     }
 }
 
+/// Whether its data is still on its way: it was neither committed nor aborted.
+fn is_pending(state: &State, allocation: &Allocation) -> bool {
+    let pending = state.pending.get(&allocation.first);
+    pending.is_some_and(|&(_, token)| token == allocation.token)
+}
+
 /// The clusters are nobody's to wait for any more.
 fn end_of(state: &mut State, allocation: &Allocation) {
-    let token = state
-        .pending
-        .get(&allocation.first)
-        .map(|&(_, token)| token);
-    if token == Some(allocation.token) {
-        state.pending.remove(&allocation.first);
-    }
+    state.pending.remove(&allocation.first);
     for waiter in state.waiters.remove(&allocation.token).unwrap_or_default() {
         waiter.wake();
     }

@@ -1,0 +1,179 @@
+//! Writes and look-ups step by step: what others do between two steps, and images that no program makes.
+
+mod support;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use image::{Gate, LayerFormat, Pin, Place, Prepared, WritePlace, Zeroing, check};
+use support::memory::Memory;
+use support::{Disk, HostFiles, WRITE};
+use testkit::qemu_img as qemu;
+
+/// An image with these options, and its file.
+fn made(options: &str, size: &str) -> (Disk, Memory) {
+    let directory = tempfile::tempdir().unwrap();
+    let create = format!("create -q -f qcow2 -o {options} disk.qcow2 {size}");
+    qemu::img(directory.path(), &create);
+    let bytes = std::fs::read(directory.path().join("disk.qcow2")).unwrap();
+    let memory = Memory::new(bytes);
+    (open(&memory), memory)
+}
+
+fn open(memory: &Memory) -> Disk {
+    let gate = Gate::new::<&str>([]).unwrap();
+    let (path, format) = (Path::new("/disk.qcow2"), LayerFormat::Qcow2);
+    let storage = Arc::new(memory.clone());
+    Disk::with_journal(storage, path, format, &gate, WRITE, (&mut HostFiles, None)).unwrap()
+}
+
+/// Does something as one request.
+fn request<T>(disk: &Disk, f: impl FnOnce(&Pin) -> T) -> T {
+    let pin = disk.chain.pins().pin(0);
+    let result = f(&pin);
+    disk.chain.pins().unpin(pin);
+    result
+}
+
+fn read(disk: &Disk, at: u64, len: usize) -> Vec<u8> {
+    let mut found = vec![0; len];
+    disk.read(at, &mut found).unwrap();
+    found
+}
+
+/// Between the look-up of a write and its turn, another write makes data of a subcluster at one of its edges, and
+/// a third one writes there in place, while what stands beside the first is on its way.
+#[test]
+fn what_is_written_in_place_is_not_copied_over() {
+    if !qemu::is_there("what_is_written_in_place_is_not_copied_over") {
+        return;
+    }
+    // Subclusters of 2 KiB.
+    let (disk, memory) = made("extended_l2=on,cluster_size=64k", "1M");
+    let sub = 2048;
+    disk.write(0, &[1; 512]).unwrap();
+    for (base, at, len, other, third) in [
+        // The first subcluster it touches is data by now, or the last one, or both.
+        (8 * sub, 512, 3 * sub, 512, 0),
+        (16 * sub, 0, sub + 512, sub, sub + 512),
+        (64 * sub, 512, 40 * sub, 512, 0),
+        (128 * sub, 0, 33 * sub + 512, 33 * sub, 33 * sub + 1024),
+    ] {
+        // The cluster is there, so that only subclusters are to become data.
+        for cluster in 0..2 {
+            let first = base & !0xffff;
+            disk.write(first + (cluster << 16) + 31 * sub, &[2; 512])
+                .unwrap();
+        }
+        let place = request(&disk, |pin| disk.chain.map_write(pin, base + at, len));
+        assert!(matches!(place, WritePlace::Allocate { .. }), "{place:?}");
+        disk.write(base + other, &[3; 512]).unwrap();
+        let prepared = disk.chain.prepare_write(base + at, len).unwrap();
+        // It was told where to write before what is beside it is read and put there, and writes after that.
+        let fills = match &prepared {
+            Prepared::Allocated(allocation) => allocation.fills.clone(),
+            _ => Vec::new(),
+        };
+        let copied: Vec<Vec<u8>> = fills
+            .iter()
+            .map(|fill| match fill.from {
+                Some(from) => read(&disk, from, fill.len as usize),
+                None => vec![0; fill.len as usize],
+            })
+            .collect();
+        disk.write(base + third, &[4; 512]).unwrap();
+        let file = &disk.chain.files()[0];
+        for (fill, bytes) in fills.iter().zip(copied) {
+            file.write_at(fill.to, &bytes).unwrap();
+        }
+        if let Prepared::Allocated(allocation) = prepared {
+            let bytes = vec![5; allocation.len as usize];
+            file.write_at(allocation.to, &bytes).unwrap();
+            disk.chain.commit(allocation).unwrap();
+        }
+        assert_eq!(read(&disk, base + third, 512), [4; 512], "at {base}");
+        disk.write(base + at, &vec![6; len as usize]).unwrap();
+        assert_eq!(read(&disk, base + at, len as usize), vec![6; len as usize]);
+    }
+    disk.chain.close().unwrap();
+    assert_eq!(check(&memory).unwrap().errors, 0);
+}
+
+/// Entries lead to counted clusters that the file does not reach to.
+#[test]
+fn a_write_behind_the_end_of_the_file_ends() {
+    if !qemu::is_there("a_write_behind_the_end_of_the_file_ends") {
+        return;
+    }
+    let (disk, memory) = made("cluster_size=4k", "1M");
+    let len = 8 * 4096;
+    disk.write(0, &vec![1; len]).unwrap();
+    disk.chain.close().unwrap();
+    let place = request(&open(&memory), |pin| {
+        let disk = open(&memory);
+        let whole = len as u64;
+        while let Place::Load(missing) = disk.chain.map(pin, 0, whole) {
+            disk.chain.load(missing).unwrap();
+        }
+        disk.chain.map(pin, 0, whole)
+    });
+    let Place::Data { at, len: run, .. } = place else {
+        panic!("{place:?}");
+    };
+    assert_eq!(run, len as u64);
+    // Into the middle of a cluster of them, or at its start, or before all of them.
+    for cut in [0, 4096, 3 * 4096 + 512] {
+        let mut bytes = memory.bytes();
+        assert!(bytes.len() as u64 <= at.0 + run, "they are the last ones");
+        bytes.truncate((at.0 + cut) as usize);
+        let cut_off = Memory::new(bytes);
+        let disk = open(&cut_off);
+        let mut done = 0;
+        for _ in 0..100 {
+            if done == len as u64 {
+                break;
+            }
+            let rest = len as u64 - done;
+            match request(&disk, |pin| disk.chain.map_write(pin, done, rest)) {
+                WritePlace::Load(missing) => disk.chain.load(missing).unwrap(),
+                WritePlace::InPlace { at, len, .. } => {
+                    let bytes = vec![7; len as usize];
+                    disk.chain.write_file(at, &bytes).unwrap();
+                    done += len;
+                }
+                WritePlace::Allocate { len } => {
+                    let prepared = disk.chain.prepare_write(done, len).unwrap();
+                    assert!(matches!(prepared, Prepared::Mapped), "{prepared:?}");
+                }
+                WritePlace::Damaged { .. } => panic!("it is sound"),
+            }
+        }
+        assert_eq!(done, len as u64, "it goes on for ever");
+        assert_eq!(read(&disk, 0, len), vec![7; len]);
+    }
+}
+
+/// However long a request is, one look-up takes no longer than a few thousand entries do.
+#[test]
+fn a_look_up_is_bounded() {
+    if !qemu::is_there("a_look_up_is_bounded") {
+        return;
+    }
+    let (disk, _) = made("cluster_size=512", "6M");
+    let size = disk.chain.size();
+    // All of its tables are there, and in memory.
+    disk.write(0, &vec![1; size as usize]).unwrap();
+    disk.zero(0, size, Zeroing::Zeroes { unmap: true }).unwrap();
+    let (mut at, mut most) = (0, 0);
+    while at < size {
+        match request(&disk, |pin| disk.chain.map(pin, at, size - at)) {
+            Place::Zero { len } => {
+                most = most.max(len);
+                at += len;
+            }
+            Place::Load(missing) => disk.chain.load(missing).unwrap(),
+            place => panic!("{place:?}"),
+        }
+    }
+    assert!((1 << 20..=2 << 20).contains(&most), "{most}");
+}
