@@ -529,7 +529,7 @@ impl Session<'_> {
     /// Goes on with what was saved.
     fn restore(&mut self, saved: Saved) -> Result<(), SessionError> {
         let fits = saved.rings.len() == self.rings.len()
-            && saved.features & !(self.device.features() | F_PROTOCOL_FEATURES) == 0
+            && saved.features & !(self.device.features() | SESSION_FEATURES) == 0
             && saved.protocol & !PROTOCOL_FEATURES == 0;
         if !fits {
             return Err(SessionError::Refused(
@@ -539,7 +539,7 @@ impl Session<'_> {
         (self.features, self.protocol, self.status) =
             (saved.features, saved.protocol, saved.status);
         if saved.features != 0 {
-            self.device.set_features(saved.features);
+            self.device.set_features(saved.features & !F_LOG_ALL);
         }
         let mut memory = GuestMemory::watched(self.lost.clone());
         for (layout, file) in saved.memory {

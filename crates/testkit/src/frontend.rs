@@ -28,6 +28,8 @@ pub mod message {
     pub const SET_FEATURES: u32 = 2;
     pub const SET_OWNER: u32 = 3;
     pub const SET_MEM_TABLE: u32 = 5;
+    pub const SET_LOG_BASE: u32 = 6;
+    pub const SET_LOG_FD: u32 = 7;
     pub const SET_VRING_NUM: u32 = 8;
     pub const SET_VRING_ADDR: u32 = 9;
     pub const SET_VRING_BASE: u32 = 10;
@@ -58,6 +60,7 @@ pub mod message {
 #[expect(missing_docs, reason = "the names are the specification's")]
 pub mod protocol {
     pub const MQ: u64 = 1 << 0;
+    pub const LOG_SHMFD: u64 = 1 << 1;
     pub const REPLY_ACK: u64 = 1 << 3;
     pub const BACKEND_REQ: u64 = 1 << 5;
     pub const CONFIG: u64 = 1 << 9;
@@ -67,6 +70,7 @@ pub mod protocol {
     pub const STATUS: u64 = 1 << 16;
     /// All that this front-end can speak.
     pub const ALL: u64 = MQ
+        | LOG_SHMFD
         | REPLY_ACK
         | BACKEND_REQ
         | CONFIG
@@ -78,6 +82,9 @@ pub mod protocol {
 
 /// `VHOST_USER_F_PROTOCOL_FEATURES`, a bit of the virtio features.
 pub const F_PROTOCOL_FEATURES: u64 = 1 << 30;
+
+/// `VHOST_F_LOG_ALL`, a bit of the virtio features: all writes to guest memory are marked.
+pub const F_LOG_ALL: u64 = 1 << 26;
 
 /// Header flags: version 1.
 pub const VERSION: u32 = 1;
@@ -164,6 +171,15 @@ impl Frontend {
         regions.iter().for_each(|r| payload.extend(region_bytes(r)));
         let fds: Vec<_> = regions.iter().map(|r| r.file.as_fd()).collect();
         self.command(message::SET_MEM_TABLE, &payload, &fds)
+    }
+
+    /// Hands over the dirty log, all of `log`, and the eventfd that tells that something was marked.
+    pub fn set_log(&mut self, log: &Region, event: BorrowedFd) -> io::Result<()> {
+        let payload = [log.size, log.mmap_offset].map(u64::to_ne_bytes).concat();
+        let (request, len) = (message::SET_LOG_BASE, payload.len() as u32);
+        self.send_raw(request, VERSION, len, &payload, &[log.file.as_fd()])?;
+        self.reply(request)?;
+        self.command(message::SET_LOG_FD, &[], &[event])
     }
 
     /// How many regions the back-end can hold.
