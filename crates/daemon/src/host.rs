@@ -67,6 +67,10 @@ struct State {
     moving: Vec<String>,
     /// What guests chose of their write caches before this process ran, by export.
     write_caches: BTreeMap<String, bool>,
+    /// When what guests chose was last written down.
+    choices_kept: Option<Instant>,
+    /// It will be again.
+    keeping_later: bool,
 }
 
 /// A node, and what it keeps while it is not served.
@@ -320,7 +324,7 @@ impl Host {
             inherited,
             changed: Box::new(move || {
                 if let Some(host) = me.upgrade() {
-                    host.keep();
+                    host.keep_choice();
                 }
             }),
         };

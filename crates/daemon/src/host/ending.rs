@@ -22,6 +22,10 @@ impl Host {
     /// # Errors
     /// The last disk that could not be made durable.
     pub fn shut_down(&self, _staying: Staying<'_>) -> Result<(), HostError> {
+        // What a guest has chosen just now.
+        if self.state().keeping_later {
+            self.keep();
+        }
         if let Some(keeper) = self.keeper.get() {
             keeper.end();
         }

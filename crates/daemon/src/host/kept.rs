@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use datapath::ThrottleGroup;
 use tracing::error;
@@ -10,6 +12,9 @@ use super::{Host, NodeEntry};
 use crate::export::Export;
 use crate::keeper::{Inventory, Keeper, Written};
 use crate::state::{ChangedExport, ChangedNode};
+
+/// Between two times that guests have their choices written down.
+const CHOICES: Duration = Duration::from_secs(1);
 
 impl Host {
     /// Keeps what is changed from now on, and what was until now. It can be set once.
@@ -24,6 +29,42 @@ impl Host {
             && let Err(e) = keeper.keep(self, None)
         {
             error!("what was changed is in force, and will be forgotten at a restart: {e}");
+        }
+    }
+
+    /// The same for what a guest may change as often as it likes: at most about once a second, for all guests together.
+    /// What comes sooner is kept later.
+    pub fn keep_choice(&self) {
+        let mut state = self.state();
+        if state.keeping_later {
+            return;
+        }
+        let since = state.choices_kept.map(|kept| kept.elapsed());
+        let wait = CHOICES.saturating_sub(since.unwrap_or(CHOICES));
+        if wait.is_zero() {
+            state.choices_kept = Some(Instant::now());
+            drop(state);
+            return self.keep();
+        }
+        state.keeping_later = true;
+        drop(state);
+        let me = self.me.clone();
+        let later = thread::Builder::new().name("keep".to_owned());
+        let later = later.spawn(move || {
+            thread::sleep(wait);
+            let Some(host) = me.upgrade() else { return };
+            // What has been handed over is another's.
+            let Ok(_staying) = host.handing.stay_after() else {
+                return;
+            };
+            let mut state = host.state();
+            (state.choices_kept, state.keeping_later) = (Some(Instant::now()), false);
+            drop(state);
+            host.keep();
+        });
+        if later.is_err() {
+            self.state().keeping_later = false;
+            self.keep();
         }
     }
 

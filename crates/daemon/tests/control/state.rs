@@ -1,11 +1,16 @@
 //! What was changed while disks were served is there after a `kill -9` and a start with the same arguments.
 
 use std::fs;
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
 use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
 
+use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 use rustix::process::Signal;
 use serde_json::json;
-use testkit::driver::{Device, DeviceConfig};
+use testkit::driver::{Device, DeviceConfig, HANG};
 use testkit::server::Server;
 
 use crate::running::{Controlled, QemuClient, Ran};
@@ -155,6 +160,50 @@ impl Kept {
         let ringdisk = Controlled::start_in(dir, &self.arguments);
         Self { ringdisk, ..self }
     }
+}
+
+/// How often the state was written, by who watches the directory that it is renamed in.
+fn written(watch: &OwnedFd) -> usize {
+    let mut buffer = [MaybeUninit::uninit(); 64 << 10];
+    let mut events = inotify::Reader::new(watch, &mut buffer);
+    // From one name to another: two of one kind in a row would count as one.
+    std::iter::from_fn(|| events.next().ok().map(drop)).count() / 2
+}
+
+/// A guest that switches its write cache to and fro does not wear out the disk that the state is on.
+#[test]
+fn a_restless_guest_has_its_last_choice_kept() {
+    let mut kept = Kept::start();
+    let mut device =
+        Device::connect(kept.ringdisk.path("a.sock"), &DeviceConfig::default()).unwrap();
+    let state = kept.ringdisk.path("state");
+    let watch = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).unwrap();
+    inotify::add_watch(&watch, &state, WatchFlags::MOVE).unwrap();
+    let choice = || {
+        let text = fs::read_to_string(state.join("state.json")).unwrap();
+        let state: serde_json::Value = serde_json::from_str(&text).unwrap();
+        state["write-caches"]["a"].clone()
+    };
+    let start = Instant::now();
+    // The first is kept at once, the last some time later.
+    for round in 0..500 {
+        let on = u8::from(round % 2 == 1);
+        device.frontend.set_config(32, &[on]).unwrap();
+    }
+    while choice() != json!(null) {
+        assert!(start.elapsed() < HANG, "{}", choice());
+        thread::sleep(Duration::from_millis(10));
+    }
+    let times = written(&watch);
+    let seconds = start.elapsed().as_secs() as usize;
+    println!("written {times} times in {seconds} s");
+    assert!((2..=seconds + 1).contains(&times), "{times} in {seconds} s");
+    // What is chosen just before the end is kept too.
+    for on in [0, 1, 0] {
+        device.frontend.set_config(32, &[on]).unwrap();
+    }
+    assert!(kept.ringdisk.server.terminate().unwrap().success());
+    assert_eq!(choice(), json!(false));
 }
 
 #[test]
