@@ -8,11 +8,11 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
-use std::{io, mem};
+use std::{fmt, io, mem};
 
 use block::{CacheMode, Request};
 use control::{BlockErrorAction, BlockIoError, BlockIoResumed, Event, EventHub, IoOperationType};
-use datapath::{Disk, IoAction, IoEvent, IoFailure, Measuring};
+use datapath::{Disk, IoAction, IoEvent, IoFailure, Limiter, Measuring};
 use guest::{End, Saved};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use thiserror::Error;
@@ -167,6 +167,7 @@ impl Export {
             connected: connected.clone(),
             pause: Arc::default(),
             stopping: Arc::default(),
+            lines: Lines::default(),
         };
         let (pause, stopping) = (front.pause.clone(), front.stopping.clone());
         let its_stop = stop.clone();
@@ -316,6 +317,27 @@ struct Frontends {
     connected: Arc<AtomicBool>,
     pause: Arc<Mutex<Option<Sender<Paused>>>>,
     stopping: Arc<AtomicBool>,
+    lines: Lines,
+}
+
+/// What is said of front-ends, which can come and go as often as they like.
+#[derive(Default)]
+struct Lines {
+    connected: Limiter,
+    disconnected: Limiter,
+    cut_off: Limiter,
+}
+
+/// How many lines were left out before this one, if any were.
+struct LeftOut(u64);
+
+impl fmt::Display for LeftOut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            0 => Ok(()),
+            n => write!(f, " ({n} more of these left out)"),
+        }
+    }
 }
 
 /// How the wait for a front-end ended.
@@ -339,7 +361,9 @@ impl Frontends {
                 Some((socket, saved)) => self.serve_one(socket, saved, stop),
                 None => match self.wait(stop) {
                     Waited::Connected(socket) => {
-                        info!("disk {}: front-end connected", self.name);
+                        self.lines.connected.log(|n| {
+                            info!("disk {}: front-end connected{}", self.name, LeftOut(n));
+                        });
                         next = Some((socket, None));
                         continue;
                     }
@@ -395,9 +419,13 @@ impl Frontends {
         let (end, saved) = guest::serve_from(&socket, &mut device, stop, saved);
         self.connected.store(false, Ordering::Relaxed);
         match end {
-            End::Disconnected => info!("disk {name}: front-end disconnected"),
+            End::Disconnected => self.lines.disconnected.log(|n| {
+                info!("disk {name}: front-end disconnected{}", LeftOut(n));
+            }),
             End::Stopped => return Some(saved.map(|saved| (socket, saved))),
-            End::Failed(e) => warn!("disk {name}: front-end cut off: {e}"),
+            End::Failed(e) => self.lines.cut_off.log(|n| {
+                warn!("disk {name}: front-end cut off: {e}{}", LeftOut(n));
+            }),
         }
         None
     }

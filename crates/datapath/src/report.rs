@@ -48,8 +48,9 @@ pub struct IoFailure {
     pub left_out: u64,
 }
 
+/// Lines of one kind about one disk.
 #[derive(Default)]
-pub(crate) struct Limiter(Mutex<State>);
+pub struct Limiter(Mutex<State>);
 
 #[derive(Default)]
 struct State {
@@ -59,7 +60,7 @@ struct State {
 
 impl Limiter {
     /// Calls `log` with the number of lines left out since the last one, unless that was just now.
-    pub(crate) fn log(&self, log: impl FnOnce(u64)) {
+    pub fn log(&self, log: impl FnOnce(u64)) {
         let mut state = self.0.lock().unwrap_or_else(|e| e.into_inner());
         if state.last.is_some_and(|last| last.elapsed() < PAUSE) {
             state.left_out += 1;
