@@ -16,8 +16,8 @@ use rustix::fs::OFlags;
 use testkit::chain::{Chain, header};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::frontend::message::*;
-use testkit::frontend::{Frontend, NEED_REPLY, REPLY, VERSION, eventfd};
-use testkit::memory::Region;
+use testkit::frontend::{F_LOG_ALL, Frontend, NEED_REPLY, REPLY, VERSION, eventfd};
+use testkit::memory::{Memory, Region};
 use testkit::ring::Desc;
 use virtio_bindings::virtio_blk::*;
 
@@ -1217,10 +1217,7 @@ fn signals_that_nobody_takes_hold_nobody_up() {
 fn signals_made_to_block_again_hold_nobody_up() {
     let (reader, pipe) = full_pipe();
     for signal in [full_counter(), pipe] {
-        never_taken(&signal, || {
-            let flags = rustix::fs::fcntl_getfl(&signal).unwrap();
-            rustix::fs::fcntl_setfl(&signal, flags & !OFlags::NONBLOCK).unwrap();
-        });
+        never_taken(&signal, || block_again(&signal));
     }
     drop(reader);
 }
@@ -1265,6 +1262,91 @@ fn never_taken(signal: &OwnedFd, then: impl FnOnce()) {
     device.start_queue(0, base).unwrap();
     assert_reads(&mut device, 0);
     assert!(server.terminate().unwrap().success());
+}
+
+/// Undoes what the server has done to a descriptor, so that it blocks who writes to it.
+fn block_again(signal: &OwnedFd) {
+    let flags = rustix::fs::fcntl_getfl(signal).unwrap();
+    rustix::fs::fcntl_setfl(signal, flags & !OFlags::NONBLOCK).unwrap();
+}
+
+#[test]
+fn a_dirty_log_whose_event_blocks_holds_nobody_up() {
+    let (victim, other) = (Disk::new(), Disk::new());
+    let mut server = serve_all(&[
+        "--iothreads=1".to_owned(),
+        victim.argument(""),
+        other.argument(""),
+    ]);
+    let mut bystander = Device::connect(&other.socket, &DeviceConfig::default()).unwrap();
+    let mut device = Device::connect(&victim.socket, &DeviceConfig::default()).unwrap();
+    let log = Memory::new(&[(0, 1 << 20)]).unwrap();
+    let event = full_counter();
+    let log = &log.regions()[0];
+    device.frontend.set_log(log, event.as_fd()).unwrap();
+    block_again(&event);
+    let features = device.features | F_LOG_ALL;
+    device.frontend.set_features(features).unwrap();
+    for _ in 0..3 {
+        assert_reads(&mut device, 0);
+        assert_reads(&mut bystander, 0);
+    }
+    server.logged(&["holds up the signals of queue 0"]);
+    assert!(server.terminate().unwrap().success());
+}
+
+/// The thread that speaks with the front-end reports rings that it cannot serve.
+#[test]
+fn a_bad_ring_whose_error_blocks_holds_nobody_up() {
+    let disk = Disk::new();
+    let mut server = serve_all(&[disk.argument("queues=2")]);
+    let config = DeviceConfig {
+        queues: 2,
+        ..DeviceConfig::default()
+    };
+    let mut device = Device::connect(&disk.socket, &config).unwrap();
+    let error = full_counter();
+    for queue in 0..2 {
+        device.frontend.set_vring_err(queue, error.as_fd()).unwrap();
+    }
+    block_again(&error);
+    // Not aligned, as a guest may have it.
+    for queue in 0..2 {
+        let addresses = ring_addresses(&device, queue, 1, 0);
+        let frontend = &mut device.frontend;
+        frontend.command(SET_VRING_ADDR, &addresses, &[]).unwrap();
+    }
+    // Both rings are tried anew.
+    let spare = &device.memory.regions()[Device::SPARE];
+    device.frontend.add_mem_reg(spare).unwrap();
+    server.logged(&["cannot be served as the guest set it up"]);
+    assert!(server.terminate().unwrap().success());
+}
+
+#[test]
+fn who_connects_for_ever_does_not_fill_the_log() {
+    let (mut server, _disk) = serve("");
+    let started = Instant::now();
+    for _ in 0..2000 {
+        let mut socket = UnixStream::connect(server.socket()).unwrap();
+        // No message, or none that makes sense.
+        let _ = socket.write_all(&[0xff; 12]);
+    }
+    // All others have been taken before this one.
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    assert_reads(&mut device, 0);
+    drop(device);
+    thread::sleep(Duration::from_secs(1));
+    UnixStream::connect(server.socket()).unwrap();
+    server.logged(&["front-end connected (", " more of these left out)"]);
+    assert!(server.terminate().unwrap().success());
+    let log = server.log();
+    // At most one a second of each kind.
+    let seconds = started.elapsed().as_secs() as usize + 1;
+    for what in ["connected", "disconnected", "cut off"] {
+        let lines = log.matches(&format!("front-end {what}")).count();
+        assert!(lines <= seconds, "{lines} of {what} in {seconds} s");
+    }
 }
 
 #[test]

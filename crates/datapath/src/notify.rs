@@ -25,6 +25,9 @@ impl<E: Engine> Worker<E> {
         if queue.ring.publish() {
             queue.interrupt(&self.signals);
         }
+        if queue.marked.is_some() {
+            queue.tell_marks(&self.signals);
+        }
         queue.tally.publish();
     }
 }
@@ -47,6 +50,17 @@ impl Queue {
             && let Err(NotTaken) = signals.send(error)
         {
             self.error = None;
+            self.not_taken();
+        }
+    }
+
+    /// Tells the front-end to look at its dirty log.
+    #[cold]
+    fn tell_marks(&mut self, signals: &Signals) {
+        if let Some(marked) = &self.marked
+            && let Err(NotTaken) = signals.send(marked)
+        {
+            self.marked = None;
             self.not_taken();
         }
     }

@@ -44,6 +44,8 @@ pub(crate) struct Queue {
     _kick: Arc<OwnedFd>,
     pub call: Option<Arc<OwnedFd>>,
     pub error: Option<Arc<OwnedFd>>,
+    /// Told that something may have been marked in the dirty log.
+    pub marked: Option<Arc<OwnedFd>>,
     /// Told when this thread cannot go on.
     pub lost: Lost,
 }
@@ -86,6 +88,7 @@ impl Queue {
             _kick: new.kick,
             call: new.call,
             error: new.error,
+            marked: new.marked,
             lost: new.lost,
             disk,
         };

@@ -17,6 +17,7 @@ use crate::lost::Lost;
 use crate::memory::{GuestMemory, MemoryError};
 use crate::message::{self, Config, MAX_MEM_SLOTS, Message, MessageError, VringAddr};
 use crate::saved::{Saved, SavedRing};
+use crate::signals::{NotTaken, Signals};
 use crate::socket::{self, FrontendChannel, NoMessage};
 use crate::virtqueue::{DirtyMarks, RingBase, RingError, RingLayout, Virtqueue};
 
@@ -58,6 +59,8 @@ pub struct NewQueue {
     pub call: Option<Arc<OwnedFd>>,
     /// Written to when the ring had to be given up.
     pub error: Option<Arc<OwnedFd>>,
+    /// Written to when something may have been marked in the dirty log.
+    pub marked: Option<Arc<OwnedFd>>,
     /// To be told when it cannot be served any more, by no fault of the guest: the session ends.
     pub lost: Lost,
 }
@@ -171,8 +174,8 @@ pub fn serve_from(
     stop: BorrowedFd<'_>,
     saved: Option<Saved>,
 ) -> (End, Option<Saved>) {
-    let lost = match Lost::new() {
-        Ok(lost) => lost,
+    let (lost, signals) = match Lost::new().and_then(|lost| Ok((lost, Signals::new()?))) {
+        Ok(both) => both,
         Err(e) => return (End::Failed(e.into()), None),
     };
     let rings = (0..device.queues()).map(|_| Ring::default()).collect();
@@ -182,6 +185,7 @@ pub fn serve_from(
         rings,
         memory: Arc::new(GuestMemory::watched(lost.clone())),
         lost,
+        signals,
         inflight: None,
         log: None,
         log_event: None,
@@ -215,6 +219,7 @@ struct Session<'a> {
     rings: Vec<Ring>,
     memory: Arc<GuestMemory>,
     lost: Lost,
+    signals: Signals,
     /// Where the requests in flight are written down.
     inflight: Option<Inflight>,
     /// Where is marked what is written to guest memory, while that is asked for.
@@ -642,29 +647,32 @@ impl Session<'_> {
             Ok(virtqueue) => virtqueue,
             Err(e) => {
                 self.device.ring_failed(ring, &e);
-                if let Some(error) = &state.error {
-                    let _ = rustix::io::write(error, &1u64.to_ne_bytes());
+                if let Some(error) = &state.error
+                    && let Err(NotTaken) = self.signals.send(error)
+                {
+                    // Nor are those of the other rings: whoever wants a pause of this session waits for one at most.
+                    self.rings.iter_mut().for_each(|ring| ring.error = None);
                 }
                 return Ok(());
             }
         };
-        let marked = self.features & F_LOG_ALL != 0 || addr.log.is_some();
-        let virtqueue = match &self.log {
-            Some(log) if marked => virtqueue.logged(
-                &layout,
-                DirtyMarks {
+        let wanted = self.features & F_LOG_ALL != 0 || addr.log.is_some();
+        let (virtqueue, marked) = match &self.log {
+            Some(log) if wanted => {
+                let marks = DirtyMarks {
                     log: log.clone(),
                     used: addr.log,
-                    event: self.log_event.clone(),
-                },
-            )?,
-            _ => virtqueue,
+                };
+                (virtqueue.logged(&layout, marks)?, self.log_event.clone())
+            }
+            _ => (virtqueue, None),
         };
         let queue = NewQueue {
             virtqueue,
             kick: kick.clone(),
             call: state.call.clone(),
             error: state.error.clone(),
+            marked,
             lost: self.lost.clone(),
         };
         self.device.start(ring, queue)?;

@@ -43,7 +43,16 @@ struct Sender {
 }
 
 /// The threads that are looked after.
-static SENDERS: Mutex<Vec<Arc<Sender>>> = Mutex::new(Vec::new());
+struct Senders {
+    list: Vec<Arc<Sender>>,
+    /// Somebody looks after them, or will find that there are none.
+    watched: bool,
+}
+
+static SENDERS: Mutex<Senders> = Mutex::new(Senders {
+    list: Vec::new(),
+    watched: false,
+});
 
 impl Signals {
     /// For the calling thread.
@@ -58,11 +67,12 @@ impl Signals {
             turn: AtomicUsize::new(0),
         });
         let mut senders = senders();
-        if senders.is_empty() {
+        if !senders.watched {
             let watch = thread::Builder::new().name("signals".to_owned());
             watch.spawn(look_after)?;
+            senders.watched = true;
         }
-        senders.push(sender.clone());
+        senders.list.push(sender.clone());
         Ok(Self(sender))
     }
 
@@ -85,7 +95,8 @@ impl Signals {
 
 impl Drop for Signals {
     fn drop(&mut self) {
-        senders().retain(|sender| !Arc::ptr_eq(sender, &self.0));
+        let mut senders = senders();
+        senders.list.retain(|sender| !Arc::ptr_eq(sender, &self.0));
     }
 }
 
@@ -108,7 +119,7 @@ impl Sender {
     }
 }
 
-fn senders() -> MutexGuard<'static, Vec<Arc<Sender>>> {
+fn senders() -> MutexGuard<'static, Senders> {
     SENDERS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -119,11 +130,15 @@ fn look_after() {
     loop {
         thread::sleep(TICK);
         {
-            let senders = senders();
-            if senders.is_empty() {
+            let mut senders = senders();
+            if senders.list.is_empty() {
+                senders.watched = false;
                 return;
             }
-            let all = senders.iter().map(|sender| (sender.clone(), sender.turn()));
+            let all = senders
+                .list
+                .iter()
+                .map(|sender| (sender.clone(), sender.turn()));
             writing.extend(all.filter(|(_, turn)| turn % 2 == 1));
         }
         if writing.is_empty() {
@@ -132,7 +147,7 @@ fn look_after() {
         thread::sleep(LONG);
         let senders = senders();
         for (sender, turn) in writing.drain(..) {
-            if sender.turn() == turn && senders.iter().any(|s| Arc::ptr_eq(s, &sender)) {
+            if sender.turn() == turn && senders.list.iter().any(|s| Arc::ptr_eq(s, &sender)) {
                 sender.interrupt();
             }
         }

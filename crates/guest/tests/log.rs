@@ -95,7 +95,6 @@ impl Bench {
         DirtyMarks {
             log: Arc::new(DirtyLog::map(layout, &self.log, None).unwrap()),
             used,
-            event: None,
         }
     }
 

@@ -5,7 +5,6 @@
 //!   written by then, whoever wrote it, and the guest cannot see it before [`publish`](Logged::publish).
 //! - What of the ring itself is ours to write is marked after each time that some of it may have been.
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use block::Segment;
@@ -22,8 +21,6 @@ pub struct DirtyMarks {
     pub log: Arc<DirtyLog>,
     /// Guest address by which the used ring is marked, if the front-end named one.
     pub used: Option<u64>,
-    /// Written to when something was marked.
-    pub event: Option<Arc<OwnedFd>>,
 }
 
 pub(super) struct Logged {
@@ -119,10 +116,6 @@ impl Logged {
     pub fn publish(&mut self) -> bool {
         let wants_call = self.ring.publish();
         self.mark_ring();
-        if let Some(event) = &self.marks.event {
-            // One that is full is as good as one that was written to.
-            let _ = rustix::io::write(event, &1u64.to_ne_bytes());
-        }
         wants_call
     }
 

@@ -66,7 +66,6 @@ fn serve(memory: &TestMemory, layout: guest::RingLayout, flags: u8) {
         let marks = DirtyMarks {
             log: Arc::new(DirtyLog::map(log, &file, None).expect("a log")),
             used: None,
-            event: None,
         };
         queue = queue.logged(&layout, marks).expect("long enough");
     }
