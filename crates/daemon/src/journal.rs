@@ -3,7 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use block::{Backing, FileOffset};
@@ -21,18 +21,28 @@ use crate::socket;
 #[derive(Clone, Debug)]
 pub struct Journals {
     pub directory: PathBuf,
+    /// Whose the files are to be: that user's, once this process has become it.
+    owner: Option<(u32, u32)>,
     /// Why it cannot be used.
     problem: Option<String>,
 }
 
-/// The journal of an image was left by a ringdisk that ran as somebody else.
+/// There is a journal, and what is in it cannot be done again.
 #[derive(Debug, Error)]
-#[error(
-    "{} is the journal that a killed ringdisk left, which ran as another user: start with the --user that it had, so \
-     that what it had acknowledged is done again; or remove that file, if all that was not flushed may be lost",
-    .0.display()
-)]
-pub struct AnotherUsers(PathBuf);
+pub enum JournalError {
+    #[error(
+        "{} is the journal that a killed ringdisk left, which ran as another user: start with the --user that it had, \
+         so that what it had acknowledged is done again; or remove that file, if all that was not flushed may be lost",
+        .0.display()
+    )]
+    AnotherUsers(PathBuf),
+    #[error(
+        "its journal {path} cannot be opened: {error}; it may have what a killed ringdisk had acknowledged: make it a \
+         file that this user can read and write, or remove it, if all that was not flushed may be lost",
+        path = .0.display(), error = .1
+    )]
+    Unusable(PathBuf, io::Error),
+}
 
 impl Journals {
     /// For a process that will be `user`. Each has a directory of its own: nobody may have another's image written to.
@@ -42,6 +52,7 @@ impl Journals {
         let problem = make_directory(&directory, user).err();
         Self {
             directory,
+            owner: user.map(|user| (user.uid, user.gid)),
             problem: problem.map(|e| e.to_string()),
         }
     }
@@ -50,17 +61,23 @@ impl Journals {
     /// if there can be none.
     ///
     /// # Errors
-    /// There is one that another user has to do again.
+    /// There is one that cannot be used.
     pub fn place(
         &self,
         disk: &str,
         file: &DiskFile,
-    ) -> Result<Option<(JournalPlace, PathBuf)>, AnotherUsers> {
+    ) -> Result<Option<(JournalPlace, PathBuf)>, JournalError> {
         let place = Identity::of(file).and_then(|identity| {
             if let Some(path) = self.another_users(&identity) {
-                return Ok(Err(AnotherUsers(path)));
+                return Ok(Err(JournalError::AnotherUsers(path)));
             }
-            self.try_place(disk, &identity).map(Ok)
+            let path = self.directory.join(&identity.file_name);
+            match self.try_place(disk, &identity, &path) {
+                Err(e) if path.symlink_metadata().is_ok() => {
+                    Ok(Err(JournalError::Unusable(path, e)))
+                }
+                place => place.map(|place| Ok((place, path))),
+            }
         });
         match place {
             Ok(place) => place.map(Some),
@@ -100,11 +117,10 @@ impl Journals {
         })
     }
 
-    fn try_place(&self, disk: &str, identity: &Identity) -> io::Result<(JournalPlace, PathBuf)> {
+    fn try_place(&self, disk: &str, identity: &Identity, path: &Path) -> io::Result<JournalPlace> {
         if let Some(problem) = &self.problem {
             return Err(io::Error::other(problem.as_str()));
         }
-        let path = self.directory.join(&identity.file_name);
         let storage = OpenOptions::new()
             .read(true)
             .write(true)
@@ -113,7 +129,12 @@ impl Journals {
             .mode(0o600)
             // Whoever has put a link there is not followed.
             .custom_flags(libc::O_NOFOLLOW)
-            .open(&path)?;
+            .open(path)?;
+        if let Some((uid, gid)) = self.owner
+            && rustix::process::geteuid().is_root()
+        {
+            std::os::unix::fs::fchown(&storage, Some(uid), Some(gid))?;
+        }
         let (disk, at) = (disk.to_owned(), path.display().to_string());
         let tell = move |event| match event {
             JournalEvent::Replayed(n) => info!(
@@ -128,12 +149,11 @@ impl Journals {
                  and slow"
             ),
         };
-        let place = JournalPlace {
+        Ok(JournalPlace {
             storage: Arc::new(Plain(storage)),
             identity: identity.bytes,
             tell: Box::new(tell),
-        };
-        Ok((place, path))
+        })
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -78,8 +78,8 @@ struct Inner {
     written: Written,
     /// What could not be served when this process started: it is not forgotten for that.
     absent: Changed,
-    /// What the file says.
-    text: String,
+    /// What the file says, if that is known.
+    text: Option<String>,
     ended: bool,
 }
 
@@ -90,16 +90,18 @@ impl Keeper {
     /// It cannot be used, or what is there.
     pub fn open(directory: &Path, lock: Option<File>) -> Result<(Self, Changed), KeepError> {
         let fail = |e| KeepError::Directory(directory.into(), e);
-        let lock = match lock {
-            Some(lock) => lock,
-            None => OpenOptions::new()
-                .create(true)
-                .truncate(false)
-                .write(true)
-                .mode(0o600)
-                .open(directory.join("lock"))
-                .map_err(fail)?,
-        };
+        let its = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(0o600)
+            .open(directory.join("lock"))
+            .map_err(fail)?;
+        let identity = |file: &File| file.metadata().map(|meta| (meta.dev(), meta.ino()));
+        let there = identity(&its).map_err(fail)?;
+        // The other process may have had another directory.
+        let handed = lock.filter(|lock| identity(lock).is_ok_and(|handed| handed == there));
+        let lock = handed.unwrap_or(its);
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => return Err(KeepError::InUse(directory.into())),
@@ -140,11 +142,26 @@ impl Keeper {
             inventory.move_to(moved);
         }
         let text = inventory.difference(&inner.written, &inner.absent).text();
-        if text != inner.text {
-            write(&self.directory, &text)?;
-            inner.text = text;
+        if inner.text.as_ref() == Some(&text) {
+            return Ok(());
         }
-        Ok(())
+        let Err(problem) = write(&self.directory, &text) else {
+            inner.text = Some(text);
+            return Ok(());
+        };
+        if problem.in_place {
+            // A restart must not find what the caller is told has not been kept.
+            let before = inner.text.take();
+            match before.map(|text| (write(&self.directory, &text), text)) {
+                Some((Ok(()), text)) => inner.text = Some(text),
+                _ => error!(
+                    "{}: may say what has not come about: {}; it is written again with the next change",
+                    self.directory.join(NAME).display(),
+                    problem.error
+                ),
+            }
+        }
+        Err(problem.error)
     }
 
     /// What happens from now on is the end of the process, and is not kept.
@@ -337,9 +354,25 @@ fn read(path: &Path) -> Result<Changed, String> {
     Changed::parse(&bytes)
 }
 
+/// Why text is not kept.
+struct NotKept {
+    error: io::Error,
+    /// It is in the file all the same, until the host crashes, or beyond that.
+    in_place: bool,
+}
+
+impl From<io::Error> for NotKept {
+    fn from(error: io::Error) -> Self {
+        let in_place = false;
+        Self { error, in_place }
+    }
+}
+
 /// A crash leaves the old file or the new one.
-fn write(directory: &Path, text: &str) -> io::Result<()> {
+fn write(directory: &Path, text: &str) -> Result<(), NotKept> {
     let (path, new) = (directory.join(NAME), directory.join("state.new"));
+    // Before anything changes: there may be no descriptor to be had.
+    let directory = File::open(directory)?;
     let mut file = OpenOptions::new()
         .create(true)
         .truncate(true)
@@ -349,5 +382,7 @@ fn write(directory: &Path, text: &str) -> io::Result<()> {
     file.write_all(text.as_bytes())?;
     file.sync_all()?;
     fs::rename(&new, &path)?;
-    File::open(directory)?.sync_all()
+    let in_place = true;
+    let durable = directory.sync_all();
+    durable.map_err(|error| NotKept { error, in_place })
 }

@@ -20,7 +20,7 @@ use rbd::{RbdError, RbdImage};
 use thiserror::Error;
 use tracing::{info, warn};
 
-use crate::journal::AnotherUsers;
+use crate::journal::JournalError;
 use crate::progress::Progress;
 use crate::spec::{DiskSpec, FileSpec, Lock};
 use crate::storage::{Opener, Places};
@@ -91,7 +91,7 @@ pub enum NodeError {
     #[error("{0}: cannot look for files that it names in {1}")]
     Allow(String, io::Error),
     #[error("{0}: {1}")]
-    Journal(String, AnotherUsers),
+    Journal(String, JournalError),
     #[error("{0}: {AWAY}")]
     Away(String),
     #[error("{0}: cannot {1}: {2}")]

@@ -5,7 +5,7 @@ mod support;
 
 use std::fs::File;
 use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -99,6 +99,19 @@ fn another_users_journal_is_not_overlooked() {
     server.logged(&["are done again"]);
     let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
     assert_eq!(device.queues[0].read(9, 4096).unwrap(), content(9, 4096));
+    server.signal(Signal::KILL);
+    drop(server);
+    // Root has made it, for a user who opens it as well.
+    let journals = image.with_file_name("runtime").join("journals-nobody");
+    let mut journals = std::fs::read_dir(&journals).unwrap();
+    let journal = journals.next().unwrap().unwrap().path();
+    assert_eq!(std::fs::metadata(&journal).unwrap().uid(), 65534);
+    // One that cannot be opened is not passed over.
+    let elsewhere = image.with_file_name("elsewhere");
+    std::fs::rename(&journal, &elsewhere).unwrap();
+    std::os::unix::fs::symlink(&elsewhere, &journal).unwrap();
+    let refused = start(&nobody).err().unwrap().to_string();
+    assert!(refused.contains("cannot be opened"), "{refused}");
 }
 
 /// Kills a server of a disk so many times (`RINGDISK_TEST_ROUNDS` times more), and compares the disk with what it must

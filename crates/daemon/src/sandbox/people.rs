@@ -13,8 +13,8 @@ use nix::unistd::{Gid, Uid, setgid, setgroups, setuid};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Person {
     pub name: String,
-    uid: u32,
-    gid: u32,
+    pub uid: u32,
+    pub gid: u32,
     /// All groups.
     groups: Vec<u32>,
 }
@@ -125,19 +125,43 @@ pub fn make_directory(directory: &Path, user: Option<&Person>) -> io::Result<()>
         .recursive(true)
         .mode(0o700)
         .create(directory)?;
-    let owner = fs::metadata(directory)?.uid();
+    let there = fs::metadata(directory)?;
+    let owner = there.uid();
+    if there.mode() & 0o022 != 0 {
+        return Err(io::Error::other("others may write to it"));
+    }
     match user {
         Some(user) if owner == user.uid => Ok(()),
         _ if owner != rustix::process::geteuid().as_raw() => {
             Err(io::Error::other("it belongs to another user"))
         }
-        Some(user) => chown(directory, Some(user.uid), Some(user.gid)),
+        Some(user) => {
+            // Not a directory that somebody has named by mistake.
+            for entry in fs::read_dir(directory)? {
+                let name = entry?.file_name();
+                let ours = ["lock", "state.json", "state.new"]
+                    .iter()
+                    .any(|ours| name == *ours)
+                    || Path::new(&name).extension().is_some_and(|e| e == "journal");
+                if !ours {
+                    return Err(io::Error::other(format!(
+                        "it is not {0}'s, and has other files, as {1}; if it is there for ringdisk alone, 'chown {0}' \
+                         gives it away",
+                        user.name,
+                        name.display()
+                    )));
+                }
+            }
+            chown(directory, Some(user.uid), Some(user.gid))
+        }
         None => Ok(()),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     #[test]
@@ -149,5 +173,26 @@ mod tests {
         assert_eq!(group("65534"), Ok(65534));
         assert!(group("there is none").is_err());
         assert!(Person::find("root").is_err());
+    }
+
+    #[test]
+    fn only_a_directory_for_ringdisk_is_given_away() {
+        if !rustix::process::geteuid().is_root() {
+            return println!("skipped: only_a_directory_for_ringdisk_is_given_away: needs root");
+        }
+        let nobody = Person::find("nobody").unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("state");
+        fs::create_dir(&path).unwrap();
+        fs::write(path.join("state.json"), "").unwrap();
+        make_directory(&path, Some(&nobody)).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().uid(), nobody.uid);
+        fs::write(dir.path().join("mail"), "").unwrap();
+        let refused = make_directory(dir.path(), Some(&nobody)).unwrap_err();
+        assert!(refused.to_string().contains("mail"), "{refused}");
+        let open = fs::Permissions::from_mode(0o1777);
+        fs::set_permissions(&path, open).unwrap();
+        let refused = make_directory(&path, None).unwrap_err();
+        assert!(refused.to_string().contains("others"), "{refused}");
     }
 }
