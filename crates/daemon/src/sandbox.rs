@@ -229,6 +229,11 @@ fn places(
     if let Some(file) = config_file {
         // An editor puts another file in its place.
         places.readable(file.parent().unwrap_or(file));
+        // Where a link leads, too.
+        let real = file.canonicalize().ok();
+        if let Some(directory) = real.as_deref().and_then(Path::parent) {
+            places.readable(directory);
+        }
     }
     // Nobody has said where disks will be: by command, anywhere.
     places.anywhere = disks.is_empty() && wishes.allow.is_empty();

@@ -84,7 +84,12 @@ fn take_over(
     let outcome = server.receive::<Outcome>(deadline);
     let failed = |why: String, child: &mut Child| {
         let _ = child.kill();
-        let _ = child.wait();
+        // Not for ever: it may be in the kernel, with storage that does not answer.
+        while let Ok(None) = child.try_wait()
+            && Instant::now() < deadline
+        {
+            std::thread::sleep(Duration::from_millis(10));
+        }
         Err(CommandLineError::Here(
             "the program that serves goes on as before",
             io::Error::other(why),
