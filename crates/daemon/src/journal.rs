@@ -144,6 +144,11 @@ impl Journals {
                 "disk {disk}: {at} is of no use: the image is another one, or was written by something else \
                  since; what a killed process had not flushed is lost"
             ),
+            JournalEvent::Missing => warn!(
+                "disk {disk}: its image says that it has a journal, and none is at {at}: after a crash of the host, and in \
+                 a copy of a disk in use, that is as it must be; after a kill of ringdisk, what was not flushed is lost, \
+                 unless it is stopped now and started as the user and with the runtime directory that it had"
+            ),
             JournalEvent::Failed(e) => error!(
                 "disk {disk}: {at} cannot be written: {e}; until it can, writes to new clusters are flushed, \
                  and slow"

@@ -46,10 +46,15 @@ struct Mortal {
     torn: bool,
     /// No write succeeds.
     full: Arc<AtomicBool>,
+    /// Nothing can be read.
+    unreadable: Arc<AtomicBool>,
 }
 
 impl Storage for Mortal {
     fn read_at(&self, at: FileOffset, to: &mut [u8]) -> io::Result<usize> {
+        if self.unreadable.load(SeqCst) {
+            return Err(io::Error::from_raw_os_error(5));
+        }
         self.file.read_at(at, to)
     }
 
@@ -99,6 +104,7 @@ struct Host {
     life: Life,
     /// There is no room for what is written to the image, or to the journal.
     full: [Arc<AtomicBool>; 2],
+    unreadable: Arc<AtomicBool>,
     replayed: Arc<AtomicU64>,
     events: Arc<Mutex<Vec<String>>>,
 }
@@ -110,6 +116,7 @@ impl Host {
             journal: Memory::new(Vec::new()),
             life: Life::default(),
             full: Default::default(),
+            unreadable: Arc::default(),
             replayed: Arc::default(),
             events: Arc::default(),
         }
@@ -123,6 +130,7 @@ impl Host {
             life: self.life.clone(),
             torn: is_journal,
             full: self.full[usize::from(is_journal)].clone(),
+            unreadable: self.unreadable.clone(),
         };
         let (replayed, events) = (self.replayed.clone(), self.events.clone());
         let journal = JournalPlace {
@@ -597,4 +605,131 @@ fn a_journal_without_room_undoes_nothing() {
     assert!(!host.told("Replayed"));
     assert_eq!(Host::sector(&disk, at), pattern(7, 512));
     assert_eq!(check(&host.image).unwrap().errors, 0);
+}
+
+/// The journal is not where it is looked for. Whoever is told, and looks where it is, has lost nothing.
+#[test]
+fn a_journal_that_is_elsewhere_is_missed() {
+    if !qemu::is_there("a_journal_that_is_elsewhere_is_missed") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let host = killed(directory);
+    assert!(!host.told("Missing"), "it has said so of no other image");
+    let elsewhere = Host {
+        image: host.image.clone(),
+        ..Host::new(Vec::new())
+    };
+    elsewhere.life.live(i64::MAX);
+    let disk = elsewhere.open(directory).unwrap();
+    assert!(elsewhere.told("Missing") && !elsewhere.told("Outdated"));
+    assert_eq!(Host::sector(&disk, 64 << 10), [0; 512]);
+    disk.chain.close().unwrap();
+    let disk = host.open(directory).unwrap();
+    assert!(host.told("Replayed"));
+    assert_eq!(Host::sector(&disk, 64 << 10), pattern(9, 512));
+    // Closed in order, though nothing was written: then none is missed.
+    disk.chain.close().unwrap();
+    let after = Host {
+        image: host.image.clone(),
+        ..Host::new(Vec::new())
+    };
+    after.life.live(i64::MAX);
+    let disk = after.open(directory).unwrap();
+    assert!(!after.told("Missing"));
+    assert_eq!(Host::sector(&disk, 64 << 10), pattern(9, 512));
+    // And one that has been missed for good is not missed again.
+    let host = killed(directory);
+    let elsewhere = Host {
+        image: host.image.clone(),
+        ..Host::new(Vec::new())
+    };
+    elsewhere.life.live(i64::MAX);
+    let disk = elsewhere.open(directory).unwrap();
+    disk.write(0, &pattern(3, 512)).unwrap();
+    disk.chain.close().unwrap();
+    let disk = host.open(directory).unwrap();
+    assert!(host.told("Outdated") && !host.told("Replayed") && !host.told("Missing"));
+    assert_eq!(Host::sector(&disk, 64 << 10), [0; 512]);
+}
+
+/// Refcounts cannot be read for a while: what could not be freed then is freed later.
+#[test]
+fn what_cannot_be_freed_is_freed_later() {
+    if !qemu::is_there("what_cannot_be_freed_is_freed_later") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let host = killed(directory);
+    let disk = host.open(directory).unwrap();
+    disk.write(0, &pattern(3, DISK_BYTES)).unwrap();
+    disk.chain.close().unwrap();
+    let disk = host.open(directory).unwrap();
+    // Its tables are read, and its refcounts are not.
+    assert_eq!(Host::sector(&disk, 0), pattern(3, 512));
+    let discarded = disk.zero(0, 64 << 10, Zeroing::Discard);
+    discarded.unwrap();
+    host.unreadable.store(true, SeqCst);
+    disk.flush().unwrap();
+    disk.flush().unwrap();
+    host.unreadable.store(false, SeqCst);
+    assert_eq!(check(&host.image).unwrap().leaks, 16);
+    disk.chain.close().unwrap();
+    let report = check(&host.image).unwrap();
+    assert_eq!((report.errors, report.leaks), (0, 0));
+}
+
+/// The refcount table could not grow, and then could, with its new blocks elsewhere. A kill after that costs nothing.
+#[test]
+fn a_table_that_did_not_grow_is_not_in_the_journal() {
+    const COVERED: usize = 2 << 20;
+    if !qemu::is_there("a_table_that_did_not_grow_is_not_in_the_journal") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let options = "-o cluster_size=512,refcount_bits=64";
+    let create = format!("create -q -f qcow2 {options} disk.qcow2 3M");
+    qemu::img(directory, &create);
+    let host = Host::new(std::fs::read(directory.join("disk.qcow2")).unwrap());
+    host.life.live(i64::MAX);
+    let disk = host.open(directory).unwrap();
+    let mut at = 0;
+    while host.image.bytes().len() < COVERED - 20 * 512 {
+        disk.write(at, &pattern(2, 512)).unwrap();
+        at += 512;
+    }
+    disk.chain.close().unwrap();
+    let full = host.image.bytes();
+    assert!(full.len() < COVERED);
+    for before in (0..20).step_by(4) {
+        let host = Host::new(full.clone());
+        host.life.live(i64::MAX);
+        let disk = host.open(directory).unwrap();
+        let mut end = at;
+        let mut write = |clusters| {
+            for _ in 0..clusters {
+                disk.write(end, &pattern(3, 512)).unwrap();
+                end += 512;
+            }
+        };
+        write(before);
+        // An L1 table of 32 clusters has no room without a larger refcount table.
+        host.fill_up(true, false);
+        disk.grow(67 << 20).unwrap_err();
+        host.fill_up(false, false);
+        write(100);
+        assert!(host.image.bytes().len() > COVERED);
+        drop(disk);
+        let disk = host.open(directory).unwrap();
+        assert!(host.told("Replayed"));
+        for (from, to, number) in [(0, at, 2), (at, end, 3)] {
+            let mut found = vec![0; (to - from) as usize];
+            disk.read(from, &mut found).unwrap();
+            assert!(found == pattern(number, to - from), "{before}");
+        }
+        assert_eq!(check(&host.image).unwrap().errors, 0);
+    }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use image::{Gate, LayerFormat, Pin, Place, Prepared, WritePlace, Zeroing, check};
 use support::memory::Memory;
-use support::{Disk, HostFiles, WRITE};
+use support::{Disk, HostFiles, READ, WRITE};
 use testkit::qemu_img as qemu;
 
 /// An image with these options, and its file.
@@ -176,4 +176,112 @@ fn a_look_up_is_bounded() {
         }
     }
     assert!((1 << 20..=2 << 20).contains(&most), "{most}");
+}
+
+/// Who may not block does not look through all refcounts because space was given back near the start.
+#[test]
+fn a_search_for_clusters_is_bounded() {
+    if !qemu::is_there("a_search_for_clusters_is_bounded") {
+        return;
+    }
+    // A block counts 128 KiB of the file.
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let create = "create -q -f qcow2 -o cluster_size=512 disk.qcow2 6M";
+    qemu::img(directory, create);
+    let disk = Disk::open(&directory.join("disk.qcow2"), WRITE).unwrap();
+    let used = 5 << 20;
+    disk.write(0, &vec![1; used as usize]).unwrap();
+    // There is a table for what is written next.
+    disk.write(used + 512, &[1; 512]).unwrap();
+    let take = |at| request(&disk, |pin| disk.chain.try_prepare_write(pin, at, 512));
+    let near = take(used).expect("it is the next one");
+    disk.chain.abort(near);
+    disk.zero(0, 512, Zeroing::Discard).unwrap();
+    disk.flush().unwrap();
+    disk.flush().unwrap();
+    disk.write(0, &[2; 512]).unwrap();
+    let mut refused = 0;
+    let taken = loop {
+        match take(used) {
+            Some(allocation) => break allocation,
+            None => refused += 1,
+        }
+        assert!(refused < 10, "each goes on where the last one was");
+    };
+    assert!(refused > 0);
+    disk.chain.abort(taken);
+    disk.chain.close().unwrap();
+    qemu::check(directory, "disk.qcow2", false);
+}
+
+/// So many small refcount blocks that a search for free clusters gives others their turn, and a refcount
+/// table that grows several times.
+#[test]
+fn small_refcount_blocks_in_a_large_file() {
+    if !qemu::is_there("small_refcount_blocks_in_a_large_file") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let create = "create -q -f qcow2 -o cluster_size=512,refcount_bits=64 disk.qcow2 12M";
+    qemu::img(directory, create);
+    let disk = Disk::open(&directory.join("disk.qcow2"), WRITE).unwrap();
+    disk.write(0, &vec![1; 11 << 20]).unwrap();
+    disk.zero(0, 512, Zeroing::Discard).unwrap();
+    disk.flush().unwrap();
+    disk.flush().unwrap();
+    disk.write(0, &[2; 512]).unwrap();
+    disk.write(11 << 20, &[3; 512]).unwrap();
+    disk.chain.close().unwrap();
+    qemu::check(directory, "disk.qcow2", false);
+    let disk = Disk::open(&directory.join("disk.qcow2"), WRITE).unwrap();
+    for (at, byte) in [(0, 2), (512, 1), (11 << 20, 3)] {
+        assert_eq!(read(&disk, at, 512), vec![byte; 512]);
+    }
+}
+
+/// An L1 table of many more clusters than a refcount block counts, squared: each of its refcount blocks has
+/// room, wherever the first one begins.
+#[test]
+fn a_table_of_very_many_clusters_is_counted() {
+    if !qemu::is_there("a_table_of_very_many_clusters_is_counted") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    for used in (0..64).step_by(8) {
+        let create = "create -q -f qcow2 -o cluster_size=512,refcount_bits=64 disk.qcow2 1M";
+        qemu::img(directory, create);
+        let disk = Disk::open(&directory.join("disk.qcow2"), WRITE).unwrap();
+        disk.write(0, &vec![1; (1 + used) * 512]).unwrap();
+        // The longest one that there may be: 65,536 clusters, of which a block counts 64.
+        let size = 128 << 30;
+        disk.grow(size).unwrap();
+        disk.write(size - 512, &[4; 512]).unwrap();
+        disk.chain.close().unwrap();
+        qemu::check(directory, "disk.qcow2", false);
+    }
+}
+
+/// A table of few bytes must not keep a search busy with one block for ever.
+#[test]
+fn a_refcount_block_counts_once() {
+    if !qemu::is_there("a_refcount_block_counts_once") {
+        return;
+    }
+    let (disk, memory) = made("cluster_size=4k", "1M");
+    drop(disk);
+    let mut bytes = memory.bytes();
+    let table = u64::from_be_bytes(bytes[48..56].try_into().unwrap()) as usize;
+    bytes.copy_within(table..table + 8, table + 8);
+    let gate = Gate::new::<&str>([]).unwrap();
+    let (path, format) = (Path::new("/disk.qcow2"), LayerFormat::Qcow2);
+    let open = |how| {
+        let storage = Arc::new(Memory::new(bytes.clone()));
+        Disk::with(storage, path, format, &gate, how)
+    };
+    let refused = open(WRITE).err().unwrap().to_string();
+    assert!(refused.contains("more than once"), "{refused}");
+    assert!(open(READ).is_ok(), "to read it does no harm");
 }

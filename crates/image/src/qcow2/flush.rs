@@ -28,6 +28,7 @@
 //! will lead to is durable before, and its fields share one sector.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::iter;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::SeqCst;
 
@@ -113,8 +114,9 @@ impl Qcow2 {
         // What the flush has freed.
         self.flush()?;
         let mut state = self.lock();
-        let end = state.refcounts.used_end(&self.file)?;
-        self.file.trim(end << self.g.cluster_bits)?;
+        if let Some(end) = state.refcounts.used_end(&self.file)? {
+            self.file.trim(end << self.g.cluster_bits)?;
+        }
         self.end_journal(&mut state)
     }
 
@@ -147,7 +149,7 @@ impl Qcow2 {
         if !self.has_changes() {
             // What the guest wrote in place.
             self.data.as_ref().unwrap_or(&self.file).flush()?;
-            return self.free_unused();
+            return self.free_what_can_be();
         }
         let batch = self.take_batch();
         if let Err(error) = self.write_batch(&batch) {
@@ -169,7 +171,18 @@ impl Qcow2 {
         // A slice may wait for a frame.
         self.loaded.notify_all();
         drop(state);
-        self.free_unused()
+        self.free_what_can_be()
+    }
+
+    /// All is durable, whatever becomes of this: what cannot be freed now is tried with the next flush.
+    fn free_what_can_be(&self) -> Result<(), ImageError> {
+        self.free_unused().or_else(|error| {
+            if error.is_lasting() {
+                Err(error)
+            } else {
+                Ok(())
+            }
+        })
     }
 
     fn take_batch(&self) -> Batch {
@@ -287,24 +300,26 @@ impl Qcow2 {
             .partition(|(mark, _)| self.pins.passed(*mark));
         state.limbo = used;
         let mut last_users = BTreeSet::new();
-        for run in gone.iter().flat_map(|(_, runs)| runs) {
-            for cluster in run.first..run.first + run.clusters {
-                // The last user goes when the space has been given back: from then on, the cluster
-                // can be somebody else's. Of a compressed cluster's, there may be several.
-                let freed = match state.refcounts.get(&self.file, cluster) {
-                    Ok(1) if last_users.insert(cluster) => continue,
-                    Ok(1) => Err(ImageError::damaged(
-                        "a cluster is used more often than its refcount says",
-                        cluster << self.g.cluster_bits,
-                    )),
-                    Ok(_) => state.refcounts.release(&self.file, cluster),
-                    Err(error) => Err(error),
-                };
-                if let Err(error) = freed {
-                    return Err(self.report(&mut state, error));
-                }
-                self.changed();
+        let runs = gone.into_iter().flat_map(|(_, runs)| runs);
+        let mut clusters = runs.flat_map(|run| run.first..run.first + run.clusters);
+        while let Some(cluster) = clusters.next() {
+            // The last user goes when the space has been given back: from then on, the cluster
+            // can be somebody else's. Of a compressed cluster's, there may be several.
+            let freed = match state.refcounts.get(&self.file, cluster) {
+                Ok(1) if last_users.insert(cluster) => continue,
+                Ok(1) => Err(ImageError::damaged(
+                    "a cluster is used more often than its refcount says",
+                    cluster << self.g.cluster_bits,
+                )),
+                Ok(_) => state.refcounts.release(&self.file, cluster),
+                Err(error) => Err(error),
+            };
+            if let Err(error) = freed {
+                let rest = clusters.chain(last_users);
+                self.free_later(&mut state, iter::once(cluster).chain(rest));
+                return Err(self.report(&mut state, error));
             }
+            self.changed();
         }
         drop(state);
         if last_users.is_empty() {
@@ -312,12 +327,21 @@ impl Qcow2 {
         }
         self.punch(&last_users);
         let mut state = self.lock();
-        for &cluster in &last_users {
-            state.refcounts.release(&self.file, cluster)?;
+        self.changed();
+        while let Some(cluster) = last_users.pop_first() {
+            if let Err(error) = state.refcounts.release(&self.file, cluster) {
+                self.free_later(&mut state, iter::once(cluster).chain(last_users));
+                return Err(error);
+            }
             state.metadata.remove_table(cluster);
         }
-        self.changed();
         Ok(())
+    }
+
+    /// Has clusters freed by another flush, since this one failed at it.
+    fn free_later(&self, state: &mut State, clusters: impl Iterator<Item = u64>) {
+        let runs = clusters.map(|first| Run { first, clusters: 1 });
+        state.limbo.push((self.pins.mark(), runs.collect()));
     }
 
     /// Gives space back to the file system. Nothing relies on it: the clusters are free either way.

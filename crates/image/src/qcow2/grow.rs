@@ -47,7 +47,7 @@ impl Qcow2 {
                 }
                 Err(Stop::TableFull) => {}
                 Err(Stop::Error(error)) => return Err(self.report(&mut state, error)),
-                Err(Stop::Load(_) | Stop::CacheFull | Stop::Blocks) => {
+                Err(Stop::Load(_) | Stop::CacheFull | Stop::Blocks | Stop::Later) => {
                     return Err(ImageError::Unsupported(
                         "an L1 table needs no L2 table to grow",
                     ));

@@ -83,6 +83,9 @@ pub enum JournalEvent {
     Replayed(u64),
     /// It was not used: the image has been written by something else since, or is another one.
     Outdated,
+    /// There is none, though the image says that it has one: the host has crashed since, or it is a copy of one
+    /// that was in use; or else the journal of a killed process is elsewhere.
+    Missing,
     /// It cannot be written: until it can, changes to tables are flushed before they are acknowledged.
     Failed(io::Error),
 }
@@ -134,6 +137,21 @@ impl Changes {
         }
         self.changes.push(change);
     }
+
+    /// Leaves out what was said of refcount blocks from one on, which count clusters from one on: they were
+    /// made for a larger table that never came into force, and the next one may have them elsewhere.
+    pub fn forget_blocks(&mut self, from: u64, from_cluster: u64) {
+        self.changes.retain_mut(|change| match change {
+            Change::Block { number, .. } => *number < from,
+            Change::Refcount {
+                first, clusters, ..
+            } => {
+                *clusters = from_cluster.saturating_sub(*first).min(*clusters);
+                *clusters > 0
+            }
+            Change::Entry { .. } | Change::Table { .. } => true,
+        });
+    }
 }
 
 /// A journal that is being written.
@@ -141,6 +159,8 @@ pub(super) struct Journal {
     place: JournalPlace,
     /// Its image says that it belongs to it.
     active: bool,
+    /// What the image says instead is of a journal of which all has been done.
+    ended: bool,
     session: u64,
     sequence: u64,
     generation: u64,
@@ -164,10 +184,12 @@ pub(super) struct Rotated {
 }
 
 impl Journal {
-    pub fn new(place: JournalPlace) -> Self {
+    /// With nothing in it. What the image says is of an earlier one, which has `ended` or is elsewhere.
+    pub fn new(place: JournalPlace, ended: bool) -> Self {
         Self {
             place,
             active: false,
+            ended,
             session: 0,
             sequence: 0,
             generation: 0,
@@ -386,7 +408,10 @@ impl State {
 impl Qcow2 {
     /// Ends the journal of an image that is being closed, of which all is in the file.
     pub(super) fn end_journal(&self, state: &mut State) -> Result<(), super::ImageError> {
-        if state.journal.as_ref().is_some_and(|journal| journal.active) {
+        // One that is elsewhere may still be found: then the image must know it.
+        let says = state.header.autoclear & AUTOCLEAR_JOURNAL != 0;
+        let is_ours = |journal: &Journal| journal.active || says && journal.ended;
+        if state.journal.as_ref().is_some_and(is_ours) {
             state.header.autoclear &= !AUTOCLEAR_JOURNAL;
             self.write_header(state)?;
             self.file.flush()?;
@@ -411,7 +436,10 @@ pub(super) fn read(place: &JournalPlace, image: u64) -> io::Result<Found> {
     let slots = slots.chunks_exact(SLOT as usize);
     let newest = slots.filter_map(Slot::parse).max_by_key(|s| s.sequence);
     let Some(slot) = newest else {
-        return Ok(Found::Nothing);
+        return Ok(match image & MARK {
+            0 => Found::Nothing,
+            _ => Found::Missing,
+        });
     };
     let next = (slot.generation + 1) & GENERATION;
     let fits = slot.identity == place.identity
@@ -434,6 +462,8 @@ pub(super) fn read(place: &JournalPlace, image: u64) -> io::Result<Found> {
 
 pub(super) enum Found {
     Nothing,
+    /// Nothing, and the image says otherwise.
+    Missing,
     /// Something, but not of this image as it is.
     Outdated,
     Changes(Vec<Change>),

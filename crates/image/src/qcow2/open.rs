@@ -263,7 +263,17 @@ fn read_refcounts(file: &FileEnd, g: Geometry, header: &Header) -> Result<Refcou
         return Err(ImageError::damaged("it has no refcount table", at));
     }
     let table = read_all(file, at, bytes, "the refcount table")?;
-    Ok(Refcounts::new(g, &table, at, file))
+    let refcounts = Refcounts::new(g, &table, at, file);
+    // A few bytes could say of any number of clusters that they are in use.
+    let mut blocks: Vec<u64> = refcounts.block_offsets().collect();
+    blocks.sort_unstable();
+    match blocks.windows(2).find(|two| two[0] == two[1]) {
+        Some(two) => Err(ImageError::damaged(
+            "its refcount table leads to one block more than once",
+            two[0],
+        )),
+        None => Ok(refcounts),
+    }
 }
 
 /// All of a table that the header leads to.

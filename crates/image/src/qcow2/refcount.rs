@@ -19,6 +19,14 @@ use crate::storage::read_padded;
 /// with 64 KiB clusters and 16 bits.
 const CACHE_BYTES: u64 = 32 << 20;
 
+/// Refcounts that a search for free clusters looks at before somebody else has a turn: by a thread that may
+/// block, and by one that may not. One block counts as [`SEARCH_BLOCK`] at least.
+const SEARCH: (u64, u64) = (1 << 20, 1 << 16);
+const SEARCH_BLOCK: u64 = 4096;
+
+/// Bytes of refcounts that are read to find the end of what is used; what is free behind that costs no space.
+const USED_END_BYTES: u64 = 64 << 20;
+
 /// Clusters beside each other in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Run {
@@ -42,8 +50,10 @@ pub(crate) enum Stop {
     Load(u64),
     /// All places for a slice have changes that must be written.
     CacheFull,
-    /// The file must be read or made longer, which the caller did not want.
+    /// The file must be read or made longer, or more be looked at than the caller has time for.
     Blocks,
+    /// So much has been looked at that others come first; it goes on where it was.
+    Later,
     Error(ImageError),
 }
 
@@ -228,22 +238,33 @@ impl Refcounts {
     ) -> Result<(Run, bool), Stop> {
         let per_block = self.g.block_entries();
         let mut at = self.cursor;
+        let (mut left, later) = match may {
+            May::Block => (SEARCH.0, Stop::Later),
+            May::NotBlock => (SEARCH.1, Stop::Blocks),
+        };
         loop {
+            // All before it are in use.
+            self.cursor = at;
+            if left == 0 {
+                return Err(later);
+            }
             let block = at / per_block;
             self.check_reach(block)?;
             if self.table[block as usize] == 0 {
                 may.grow(end, self.end_of(at))?;
                 self.make_block(end, metadata, block, at)?;
                 at += 1;
-                self.cursor = at;
                 continue;
             }
             self.have(block, may)?;
             let order = self.g.refcount_order;
             let bytes = &self.load(end, block)?.bytes;
-            let entries = at % per_block..per_block;
+            let from = at % per_block;
+            let entries = from..per_block.min(from + left);
+            let looked = entries.end - from;
             let Some(run) = free_run(bytes, order, entries, want) else {
-                at = (block + 1) * per_block;
+                at += looked;
+                left = left.saturating_sub(looked.max(SEARCH_BLOCK));
                 continue;
             };
             let run = Run {
@@ -267,8 +288,15 @@ impl Refcounts {
         clusters: u64,
     ) -> Result<Run, Stop> {
         let per_block = self.g.block_entries();
-        // Room for the blocks that may be missing, two at the edges, and those for these.
-        let need = clusters + clusters / per_block + 3;
+        // Room for the blocks that may be missing, which count themselves too: one for each that is touched.
+        let mut need = clusters;
+        loop {
+            let more = clusters + need.div_ceil(per_block) + 1;
+            if more <= need {
+                break;
+            }
+            need = more;
+        }
         let mut start = self.cursor;
         let mut at = start;
         while at < start + need {
@@ -393,7 +421,7 @@ impl Refcounts {
         self.clock += 1;
         if !self.blocks.contains_key(&block) {
             let at = self.table[block as usize];
-            if !at.is_multiple_of(self.g.cluster()) || at >> 56 != 0 {
+            if at == 0 || !at.is_multiple_of(self.g.cluster()) || at >> 56 != 0 {
                 return Err(ImageError::damaged(
                     "a refcount block cannot be where it should",
                     at,
@@ -561,6 +589,8 @@ impl Refcounts {
         }
         self.table.truncate(len);
         let len = len as u64;
+        self.changes
+            .forget_blocks(len, len * self.g.block_entries());
         self.blocks.retain(|&block, _| block < len);
         self.dirty_blocks.retain(|&(block, _)| block < len);
         self.writing.retain(|&block| block < len);
@@ -568,23 +598,25 @@ impl Refcounts {
         self.dirty_table.retain(|&piece| piece < pieces);
     }
 
-    /// The cluster behind the last one that is in use.
-    pub fn used_end(&mut self, end: &FileEnd) -> Result<u64, ImageError> {
+    /// The cluster behind the last one that is in use, unless that takes long to find.
+    pub fn used_end(&mut self, end: &FileEnd) -> Result<Option<u64>, ImageError> {
         let per_block = self.g.block_entries();
-        for block in (0..self.table.len() as u64).rev() {
-            if self.table[block as usize] == 0 {
-                continue;
-            }
+        let there = (0..self.table.len() as u64).rev();
+        let there: Vec<u64> = there
+            .filter(|&block| self.table[block as usize] != 0)
+            .collect();
+        let most = (USED_END_BYTES >> self.g.cluster_bits) as usize;
+        for &block in there.iter().take(most) {
             let order = self.g.refcount_order;
             let bytes = &self.load(end, block)?.bytes;
             let last = (0..per_block)
                 .rev()
                 .find(|&entry| get(bytes, order, entry) != 0);
             if let Some(last) = last {
-                return Ok(block * per_block + last + 1);
+                return Ok(Some(block * per_block + last + 1));
             }
         }
-        Ok(0)
+        Ok(None)
     }
 }
 

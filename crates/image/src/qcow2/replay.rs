@@ -17,9 +17,12 @@ impl Qcow2 {
     /// Takes up the journal of an image that has just been opened for writing, and does what it has.
     pub(super) fn take_up(&self, place: JournalPlace) -> Result<(), Qcow2Error> {
         let said = self.lock().header.autoclear & AUTOCLEAR_JOURNAL;
-        match read(&place, said).map_err(Qcow2Error::Journal)? {
+        let found = read(&place, said).map_err(Qcow2Error::Journal)?;
+        let ended = !matches!(found, Found::Outdated | Found::Missing);
+        match found {
             Found::Nothing => {}
             Found::Outdated => (place.tell)(JournalEvent::Outdated),
+            Found::Missing => (place.tell)(JournalEvent::Missing),
             Found::Changes(changes) if changes.is_empty() => {}
             Found::Changes(changes) => {
                 let done = self.replay(&changes).and_then(|()| self.flush());
@@ -27,7 +30,7 @@ impl Qcow2 {
                 (place.tell)(JournalEvent::Replayed(changes.len() as u64));
             }
         }
-        self.lock().journal = Some(Journal::new(place));
+        self.lock().journal = Some(Journal::new(place, ended));
         Ok(())
     }
 

@@ -266,6 +266,7 @@ impl Qcow2 {
                 Stop::Load(slice) => self.load(super::Load::Slice(slice))?,
                 Stop::TableFull => self.grow_refcount_table()?,
                 Stop::CacheFull => self.flush()?,
+                Stop::Later => {}
                 Stop::Blocks => unreachable!("it may block"),
                 Stop::Error(error) => return Err(error),
             }
