@@ -114,6 +114,46 @@ fn another_users_journal_is_not_overlooked() {
     assert!(refused.contains("cannot be opened"), "{refused}");
 }
 
+/// Who starts it again with another directory is told where the journal was looked for, and loses nothing either.
+#[test]
+fn a_journal_that_is_elsewhere_is_missed() {
+    let disk = Disk::new();
+    let image = disk.file.with_extension("qcow2");
+    let made = Command::new("qemu-img")
+        .args(["create", "-q", "-f", "qcow2"])
+        .arg(&image)
+        .arg("64M")
+        .status();
+    if !made.is_ok_and(|status| status.success()) {
+        return println!("skipped: a_journal_that_is_elsewhere_is_missed: there is no qemu-img");
+    }
+    let argument = format!("file={},socket={}", image.display(), disk.socket.display());
+    let start = |directory: &str| {
+        loop {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+            command.args(["serve", "--json", &argument]);
+            command.env("RUNTIME_DIRECTORY", image.with_file_name(directory));
+            match Server::ringdisk_command(command) {
+                // The kernel may still be at the writes of the one that was killed.
+                Err(e) if e.to_string().contains("in use") => {}
+                result => return result.unwrap(),
+            }
+        }
+    };
+    let server = start("runtime");
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].write(9, &content(9, 4096)), 0);
+    server.signal(Signal::KILL);
+    drop(server);
+    let server = start("elsewhere");
+    server.logged(&["none is at", "elsewhere/journals/"]);
+    drop(server);
+    let server = start("runtime");
+    server.logged(&["are done again"]);
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].read(9, 4096).unwrap(), content(9, 4096));
+}
+
 /// Kills a server of a disk so many times (`RINGDISK_TEST_ROUNDS` times more), and compares the disk with what it must
 /// hold; returns the log.
 fn survive_on(
