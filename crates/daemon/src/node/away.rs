@@ -48,7 +48,6 @@ impl Node {
         if let Image::Chain(chain) = &image {
             let closed = chain.close().map_err(io::Error::other);
             closed.map_err(|e| fail("be closed", e))?;
-            content.remove_journal();
         }
         let mut files = content.files.clone();
         files.retain(|other| !Arc::ptr_eq(other, &file));
@@ -57,6 +56,8 @@ impl Node {
             // Whatever the cache mode says: this is no crash.
             file.sync().map_err(|e| fail("be made durable", e))?;
         }
+        // Not before: if it stays here, what is written from now on is kept in it.
+        content.remove_journal();
         content.size = disk.size();
         content.image = None;
         content.files.clear();
