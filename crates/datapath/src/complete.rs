@@ -7,6 +7,7 @@ use crate::clock::now_ns;
 use crate::outage;
 use crate::queue::About;
 use crate::slot::Redo;
+use crate::slow::End;
 use crate::worker::Worker;
 use crate::zeroes;
 use block::{Engine, Request};
@@ -133,6 +134,9 @@ impl<E: Engine> Worker<E> {
 
     #[inline]
     pub fn finish(&mut self, number: usize, slot: u16, status: Status, result: i32) {
+        if status != Status::Ok && self.aborts(number, slot, End::Finish(status, result)) {
+            return;
+        }
         self.release_bounce(number, slot);
         let Some(queue) = &mut self.queues[number] else {
             return;

@@ -35,6 +35,7 @@ use crate::local::Local;
 use crate::queue::State;
 use crate::report::{IoAction, IoEvent, IoFailure, IoResumed};
 use crate::slot::{Redo, Slot};
+use crate::slow::End;
 use crate::syncs::lost;
 use crate::timer::Timer;
 use crate::worker::Worker;
@@ -386,6 +387,7 @@ impl<E: Engine> Worker<E> {
         }
         for slot in left {
             match tracked {
+                true if self.aborts(number, slot, End::Leave) => {}
                 true => self.leave(number, slot),
                 false => {
                     self.finish(number, slot, Status::IoError, -Errno::IO.raw_os_error());
@@ -396,7 +398,7 @@ impl<E: Engine> Worker<E> {
     }
 
     /// Forgets a request, whose guest hears nothing of it from here.
-    fn leave(&mut self, number: usize, slot: u16) {
+    pub fn leave(&mut self, number: usize, slot: u16) {
         let Some(queue) = &mut self.queues[number] else {
             return;
         };

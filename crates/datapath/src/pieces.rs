@@ -15,7 +15,7 @@ use std::task::{Poll, Wake as TaskWake, Waker};
 
 use block::{Engine, FileId, FileOffset, Request, Segment};
 use guest::blk::Status;
-use image::{Allocation, Chain, ImageError, Pin, Place, Prepared, Waiting, WritePlace, Zeroing};
+use image::{Allocation, Chain, ImageError, Pin, Place, Prepared, WritePlace, Zeroing};
 
 use crate::clock::now_ns;
 use crate::disk::Disk;
@@ -24,7 +24,7 @@ use crate::local::Local;
 use crate::merge::{Beside, Buffers, Merge, Read};
 use crate::queue::Queue;
 use crate::slot::Redo;
-use crate::slow::{For, Outcome};
+use crate::slow::{End, For, Outcome};
 use crate::worker::Worker;
 use crate::zeroes;
 
@@ -91,6 +91,15 @@ impl Piece {
             self.first += usize::from(segment.len == 0);
         }
         &self.cut
+    }
+}
+
+/// Has a request looked at anew.
+struct Anew<F>(F);
+
+impl<F: Fn() + Send + Sync> TaskWake for Anew<F> {
+    fn wake(self: Arc<Self>) {
+        (self.0)();
     }
 }
 
@@ -162,11 +171,7 @@ impl<E: Engine> Worker<E> {
                 Next::Submit if self.engine.room() == 0 => return self.starve(number, slot),
                 Next::Submit => return self.submit(number, slot),
                 Next::Slow(job) => {
-                    let request = For {
-                        queue: number,
-                        slot,
-                    };
-                    return self.slow.start(request, job);
+                    return self.start_slow(number, slot, job);
                 }
                 Next::Fail(errno) => {
                     return self.finish(number, slot, Status::IoError, -errno);
@@ -233,14 +238,9 @@ impl<E: Engine> Worker<E> {
                 return;
             };
             if let Err(allocation) = chain.try_commit(allocation) {
-                let request = For {
-                    queue: number,
-                    slot,
-                };
                 let disk = queue.disk.clone();
-                return self
-                    .slow
-                    .start(request, move || commit(&chain, &disk, allocation));
+                let job = move || commit(&chain, &disk, allocation);
+                return self.start_slow(number, slot, job);
             }
         }
         self.next_piece(number, slot);
@@ -268,13 +268,9 @@ impl<E: Engine> Worker<E> {
         };
         let allocation = queue.pieces[usize::from(slot)].allocation.take();
         if let (Some(allocation), Some(chain)) = (allocation, queue.image.chain().cloned()) {
-            let request = For {
-                queue: number,
-                slot,
-            };
             let disk = queue.disk.clone();
-            self.slow
-                .start(request, move || commit(&chain, &disk, allocation));
+            let job = move || commit(&chain, &disk, allocation);
+            self.start_slow(number, slot, job);
         }
     }
 
@@ -336,16 +332,22 @@ impl<E: Engine> Worker<E> {
                 self.write_merged(number, slot);
             }
             Outcome::Committed => self.next_piece(number, slot),
-            Outcome::Zeroed { done, waiting } => {
+            Outcome::Zeroed { done } => {
                 s.unstable = true;
                 piece.at += done;
                 piece.rest -= done;
-                match waiting {
-                    Some(waiting) => self.wait_for(request, waiting),
-                    None => self.step(number, slot),
-                }
+                self.step(number, slot);
             }
-            Outcome::Wait(waiting) => self.wait_for(request, waiting),
+            Outcome::Wait(_) | Outcome::Waits => {
+                debug_assert!(false, "who waits has no outcome");
+            }
+            Outcome::Aborted(End::Finish(status, result)) => {
+                self.finish(number, slot, status, result);
+            }
+            Outcome::Aborted(End::Leave) => {
+                self.leave(number, slot);
+                self.finish_stop(number);
+            }
             Outcome::Failed {
                 errno,
                 lasting: true,
@@ -364,22 +366,55 @@ impl<E: Engine> Worker<E> {
         }
     }
 
-    /// Goes on with a request once somebody else's write has ended.
-    fn wait_for(&mut self, request: For, waiting: Waiting) {
-        struct Anew<F>(F);
-        impl<F: Fn() + Send + Sync> TaskWake for Anew<F> {
-            fn wake(self: Arc<Self>) {
-                (self.0)();
-            }
-        }
-        let queue = self.queues[request.queue].as_ref();
-        let Some(image) = queue.and_then(|q| q.image.chain()?.image()) else {
+    /// Has something done for a request that blocks. If that has to wait for somebody else's write, the request goes on
+    /// when it has ended.
+    fn start_slow(
+        &mut self,
+        number: usize,
+        slot: u16,
+        job: impl FnOnce() -> Outcome + Send + 'static,
+    ) {
+        let Some(queue) = &self.queues[number] else {
             return;
         };
-        let waker = Waker::from(Arc::new(Anew(self.slow.waker(request))));
-        if let Poll::Ready(()) = image.poll_wait(&waiting, &waker) {
-            self.step(request.queue, request.slot);
-        }
+        let request = For {
+            queue: number,
+            slot,
+        };
+        let (image, wake) = (queue.image.clone(), self.slow.waker(request));
+        // Under the image's lock, which is held while its files are read and written.
+        self.slow.start(queue.local, request, move || match job() {
+            Outcome::Wait(waiting) => {
+                let image = image.chain().and_then(|chain| chain.image());
+                let waker = Waker::from(Arc::new(Anew(wake)));
+                match image.map(|image| image.poll_wait(&waiting, &waker)) {
+                    Some(Poll::Pending) => Outcome::Waits,
+                    _ => Outcome::Again,
+                }
+            }
+            outcome => outcome,
+        });
+    }
+
+    /// Gives back what was taken for a request that ends before it was used; the request ends after that. Returns
+    /// whether there is such.
+    #[inline]
+    pub fn aborts(&mut self, number: usize, slot: u16, end: End) -> bool {
+        let Some(queue) = &mut self.queues[number] else {
+            return false;
+        };
+        let piece = queue.pieces.get_mut(usize::from(slot));
+        let Some(allocation) = piece.and_then(|piece| piece.allocation.take()) else {
+            return false;
+        };
+        let image = queue.image.clone();
+        self.start_slow(number, slot, move || {
+            if let Some(chain) = image.chain() {
+                chain.abort(allocation);
+            }
+            Outcome::Aborted(end)
+        });
+        true
     }
 
     /// Begins to make a disk durable for this request, which leads all that wait for it.
@@ -390,11 +425,7 @@ impl<E: Engine> Worker<E> {
         if let Some(chain) = queue.image.chain() {
             if chain.needs_flush() {
                 let (chain, disk) = (chain.clone(), queue.disk.clone());
-                let request = For {
-                    queue: number,
-                    slot,
-                };
-                return self.slow.start(request, move || flush(&chain, &disk));
+                return self.start_slow(number, slot, move || flush(&chain, &disk));
             }
             if !queue.disk.options.cache.flushes() {
                 let place = queue.local;
@@ -420,9 +451,7 @@ impl Queue {
         if let Some(piece) = self.pieces.get_mut(usize::from(slot))
             && let Some(chain) = self.image.chain()
         {
-            if let Some(allocation) = piece.allocation.take() {
-                chain.abort(allocation);
-            }
+            debug_assert!(piece.allocation.is_none(), "it is given back first");
             if let Some(merge) = piece.merge.take() {
                 buffers.give_back(merge);
                 piece.copying = false;
@@ -697,6 +726,9 @@ fn fill(chain: &Chain, allocation: Allocation) -> Result<Outcome, ImageError> {
 
 /// Gives a range up, as far as that goes without waiting for others.
 fn zero(chain: &Chain, at: u64, len: u64, why: Zeroing) -> Result<Outcome, ImageError> {
-    let (done, waiting) = chain.zero(at, len, why)?;
-    Ok(Outcome::Zeroed { done, waiting })
+    Ok(match chain.zero(at, len, why)? {
+        (0, Some(waiting)) => Outcome::Wait(waiting),
+        // What is left is looked at anew.
+        (done, _) => Outcome::Zeroed { done },
+    })
 }

@@ -14,11 +14,17 @@ use std::time::Duration;
 
 use image::{Allocation, Waiting};
 
+use guest::blk::Status;
+
 use crate::merge::Merge;
 use crate::thread::Wake;
 
-/// Threads of one I/O thread, started as they are needed: as many reads as keep a disk busy.
-const THREADS_MAX: usize = 16;
+/// Jobs of one disk that are done at a time: as many reads as keep it busy.
+const DISK_MAX: usize = 16;
+
+/// Jobs that an I/O thread has done at a time beyond the first of each disk, which no other disk can take from it: storage
+/// that hangs holds up its own disks, and no more. Threads are started as they are needed.
+const SHARED_MAX: usize = 64;
 
 /// A thread that has had nothing to do for this long ends.
 const IDLE: Duration = Duration::from_secs(10);
@@ -28,6 +34,15 @@ const IDLE: Duration = Duration::from_secs(10);
 pub(crate) struct For {
     pub queue: usize,
     pub slot: u16,
+}
+
+/// How a request ends.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum End {
+    /// The guest is told this, and the log the result.
+    Finish(Status, i32),
+    /// Whoever serves the disk next does it again.
+    Leave,
 }
 
 /// What a job came to.
@@ -43,10 +58,14 @@ pub(crate) enum Outcome {
     Merged(Allocation, Merge),
     /// What was written is the disk's.
     Committed,
-    /// So many more bytes are given up; if there is something to wait for, not all.
-    Zeroed { done: u64, waiting: Option<Waiting> },
+    /// So many more bytes are given up.
+    Zeroed { done: u64 },
     /// Somebody else's write must end first.
     Wait(Waiting),
+    /// It has been seen to that the request is looked at anew: the I/O thread hears nothing of this.
+    Waits,
+    /// What was taken for the request is given back, and so it ends.
+    Aborted(End),
     /// With this errno; it is of no use to try again if that lasts.
     Failed { errno: i32, lasting: bool },
     /// What was written is not the disk's yet, with this errno. It may be tried again.
@@ -73,11 +92,85 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    jobs: VecDeque<(For, Job)>,
+    /// To be done next, with the disk of each: for these and what is under way, there are threads.
+    ready: VecDeque<(usize, For, Job)>,
+    /// By disk.
+    lanes: Vec<Lane>,
+    /// Jobs in `lanes`.
+    waiting: usize,
+    /// Jobs that are ready or under way.
+    admitted: usize,
+    /// The same, but for the first of each disk.
+    shared: usize,
+    /// The disk that had a job made ready last, among those that had to wait for it.
+    turn: usize,
     done: Vec<(For, Outcome)>,
     threads: usize,
-    idle: usize,
     closed: bool,
+}
+
+/// The jobs of a disk.
+#[derive(Default)]
+struct Lane {
+    /// Those that wait for others to end.
+    waiting: VecDeque<(For, Job)>,
+    /// How many are ready or under way.
+    admitted: usize,
+}
+
+impl State {
+    /// Takes a job for a disk. Whether it is ready.
+    fn add(&mut self, disk: usize, request: For, job: Job) -> bool {
+        if self.lanes.len() <= disk {
+            self.lanes.resize_with(disk + 1, Lane::default);
+        }
+        // None of its jobs waits while there is room for one.
+        let room = self.has_room(disk);
+        match room {
+            true => self.admit(disk, request, job),
+            false => {
+                self.lanes[disk].waiting.push_back((request, job));
+                self.waiting += 1;
+            }
+        }
+        room
+    }
+
+    fn has_room(&self, disk: usize) -> bool {
+        match self.lanes[disk].admitted {
+            0 => true,
+            admitted => admitted < DISK_MAX && self.shared < SHARED_MAX,
+        }
+    }
+
+    fn admit(&mut self, disk: usize, request: For, job: Job) {
+        let lane = &mut self.lanes[disk];
+        self.shared += usize::from(lane.admitted > 0);
+        lane.admitted += 1;
+        self.admitted += 1;
+        self.ready.push_back((disk, request, job));
+    }
+
+    /// A job of a disk has ended: there is room for one that waits, of each disk in turn.
+    fn ended(&mut self, disk: usize) {
+        let lane = &mut self.lanes[disk];
+        lane.admitted -= 1;
+        self.admitted -= 1;
+        self.shared -= usize::from(lane.admitted > 0);
+        if self.waiting == 0 {
+            return;
+        }
+        for _ in 0..self.lanes.len() {
+            self.turn = (self.turn + 1) % self.lanes.len();
+            let turn = self.turn;
+            if self.has_room(turn)
+                && let Some((request, job)) = self.lanes[turn].waiting.pop_front()
+            {
+                self.waiting -= 1;
+                return self.admit(turn, request, job);
+            }
+        }
+    }
 }
 
 impl Slow {
@@ -92,15 +185,14 @@ impl Slow {
         }
     }
 
-    /// Has a job done for a request. The I/O thread is woken when it is.
-    pub fn start(&self, request: For, job: impl FnOnce() -> Outcome + Send + 'static) {
+    /// Has a job done for a request of a disk, which is known by a small number. The I/O thread is woken when it is.
+    pub fn start(&self, disk: usize, request: For, job: impl FnOnce() -> Outcome + Send + 'static) {
         let mut state = self.shared.lock();
-        state.jobs.push_back((request, Box::new(job)));
-        if state.idle >= state.jobs.len() {
-            return self.shared.work.notify_one();
-        }
-        if state.threads == THREADS_MAX {
+        if !state.add(disk, request, Box::new(job)) {
             return;
+        }
+        if state.threads >= state.admitted {
+            return self.shared.work.notify_one();
         }
         state.threads += 1;
         drop(state);
@@ -133,11 +225,12 @@ impl Slow {
         let mut state = self.shared.lock();
         state.threads -= 1;
         while state.threads == 0
-            && let Some((request, job)) = state.jobs.pop_front()
+            && let Some((disk, request, job)) = state.ready.pop_front()
         {
             drop(state);
             self.shared.leave(request, job());
             state = self.shared.lock();
+            state.ended(disk);
         }
     }
 }
@@ -156,6 +249,9 @@ impl Shared {
     }
 
     fn leave(&self, request: For, outcome: Outcome) {
+        if let Outcome::Waits = outcome {
+            return;
+        }
         let mut state = self.lock();
         state.done.push((request, outcome));
         self.done.store(state.done.len(), Ordering::Release);
@@ -169,30 +265,33 @@ impl Shared {
 
     /// What a thread does.
     fn work(&self) {
-        while let Some((request, job)) = self.next() {
+        let mut last = None;
+        while let Some((disk, request, job)) = self.next(last) {
             self.leave(request, job());
+            last = Some(disk);
         }
     }
 
-    /// The next job; none if the thread has to end.
-    fn next(&self) -> Option<(For, Job)> {
+    /// The next job after one of this disk; none if the thread has to end.
+    fn next(&self, last: Option<usize>) -> Option<(usize, For, Job)> {
         let mut state = self.lock();
+        if let Some(disk) = last {
+            state.ended(disk);
+        }
         loop {
-            if let Some(job) = state.jobs.pop_front() {
+            if let Some(job) = state.ready.pop_front() {
                 return Some(job);
             }
             if state.closed {
                 state.threads -= 1;
                 return None;
             }
-            state.idle += 1;
             let (woken, timeout) = match self.work.wait_timeout(state, IDLE) {
                 Ok(result) => result,
                 Err(e) => e.into_inner(),
             };
             state = woken;
-            state.idle -= 1;
-            if timeout.timed_out() && state.jobs.is_empty() {
+            if timeout.timed_out() && state.ready.is_empty() {
                 state.threads -= 1;
                 return None;
             }
@@ -231,17 +330,17 @@ mod tests {
         let wake = Arc::new(Wake::new().unwrap());
         let slow = Slow::new(wake.clone());
         // None of these ends before all have begun.
-        let barrier = Arc::new(Barrier::new(THREADS_MAX));
-        for slot in 0..THREADS_MAX as u16 {
+        let barrier = Arc::new(Barrier::new(DISK_MAX));
+        for slot in 0..DISK_MAX as u16 {
             let barrier = barrier.clone();
-            slow.start(For { queue: 1, slot }, move || {
+            slow.start(0, For { queue: 1, slot }, move || {
                 barrier.wait();
                 Outcome::Again
             });
         }
-        wait(&slow, &wake, THREADS_MAX);
+        wait(&slow, &wake, DISK_MAX);
         for slot in 0..1000 {
-            slow.start(For { queue: 0, slot }, move || {
+            slow.start(0, For { queue: 0, slot }, move || {
                 Outcome::Bytes(vec![slot as u8])
             });
         }
@@ -254,7 +353,51 @@ mod tests {
             };
             assert_eq!(bytes, [request.slot as u8]);
         }
-        assert!(slow.shared.lock().threads <= THREADS_MAX);
+        assert!(slow.shared.lock().threads <= DISK_MAX);
+    }
+
+    /// Storage hangs, and all jobs of its disks with it: those of other disks are done, each once.
+    #[test]
+    fn a_disk_that_hangs_holds_up_no_other() {
+        const HUNG: usize = 6;
+        let wake = Arc::new(Wake::new().unwrap());
+        let slow = Slow::new(wake.clone());
+        let hang = Arc::new(Mutex::new(()));
+        let guard = hang.lock().unwrap();
+        for slot in 0..100 {
+            for disk in 0..HUNG {
+                let hang = hang.clone();
+                slow.start(disk, For { queue: disk, slot }, move || {
+                    drop(hang.lock());
+                    Outcome::Again
+                });
+            }
+        }
+        let start = |slot| {
+            for queue in HUNG..HUNG + 3 {
+                slow.start(queue, For { queue, slot }, || Outcome::Again);
+            }
+        };
+        (0..100).for_each(start);
+        let done = wait(&slow, &wake, 300);
+        assert!(done.iter().all(|(request, _)| request.queue >= HUNG));
+        let threads = slow.shared.lock().threads;
+        assert!(threads <= SHARED_MAX + HUNG + 3, "{threads}");
+        drop(guard);
+        let done = wait(&slow, &wake, HUNG * 100);
+        let all: HashSet<_> = done.iter().map(|(r, _)| (r.queue, r.slot)).collect();
+        assert_eq!(all.len(), HUNG * 100);
+        // The last ones say that they have ended after they were collected.
+        loop {
+            let state = slow.shared.lock();
+            if state.admitted == 0 {
+                assert_eq!((state.shared, state.waiting, state.ready.len()), (0, 0, 0));
+                assert!(state.lanes.iter().all(|lane| lane.admitted == 0));
+                break;
+            }
+            drop(state);
+            thread::yield_now();
+        }
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
 
@@ -32,6 +32,11 @@ pub struct Trouble {
     pub full: AtomicBool,
     /// Nothing becomes durable.
     pub broken: AtomicBool,
+    /// Nothing returns.
+    hangs: Mutex<bool>,
+    goes_on: Condvar,
+    /// How many are waiting for that.
+    pub hanging: AtomicU64,
     random: Mutex<Option<Random>>,
 }
 
@@ -42,7 +47,17 @@ impl Trouble {
         self.often.store(often, Ordering::Relaxed);
     }
 
+    /// From now on nothing returns, until it may again.
+    pub fn hang(&self, on: bool) {
+        *self.hangs.lock().unwrap() = on;
+        self.goes_on.notify_all();
+    }
+
     fn strike(&self, errno: i32) -> io::Result<()> {
+        let hangs = self.hangs.lock().unwrap();
+        self.hanging.fetch_add(1, Ordering::Relaxed);
+        drop(self.goes_on.wait_while(hangs, |hangs| *hangs).unwrap());
+        self.hanging.fetch_sub(1, Ordering::Relaxed);
         let often = self.often.load(Ordering::Relaxed);
         let mut random = self.random.lock().unwrap();
         let Some(random) = random.as_mut().filter(|_| often > 0) else {

@@ -5,6 +5,7 @@ mod astray;
 mod bounced;
 mod files;
 mod flushes;
+mod hung;
 mod model;
 mod zeroes;
 
