@@ -317,10 +317,14 @@ impl Host {
         disk.set_throttle_group(state.group(group.as_deref())?);
         let me = self.me.clone();
         let inherited = self.places.inherited.export(&spec.socket);
-        let chosen = inherited.as_ref().and_then(|export| export.write_cache);
+        let remembered = state.write_caches.remove(&spec.id);
         let around = Around {
             events: self.events.clone(),
-            write_cache: state.write_caches.remove(&spec.id).or(chosen),
+            // What is handed over is newer than what was written down, also if it is no choice.
+            write_cache: match &inherited {
+                Some(export) => export.write_cache,
+                None => remembered,
+            },
             inherited,
             changed: Box::new(move || {
                 if let Some(host) = me.upgrade() {

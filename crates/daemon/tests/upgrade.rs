@@ -316,6 +316,50 @@ fn a_disk_on_another_image_is_handed_over() {
     assert!(fs::read(&raw.file).unwrap() == vec![0; 64 << 20]);
 }
 
+/// What is handed over of a guest's write cache is newer than what was written down: a guest that has switched it off again
+/// would not flush.
+#[test]
+fn a_choice_that_is_handed_over_wins() {
+    let disk = Disk::new();
+    let mut served = Served::start(&[disk.argument("queues=2,name=disk,cache=directsync")]);
+    let mut device = Device::connect(&disk.socket, &config()).unwrap();
+    let state = served.dir.path().join("state/state.json");
+    let mut choose = |on: u8, kept: Value| {
+        device.frontend.set_config(32, &[on]).unwrap();
+        let start = Instant::now();
+        loop {
+            let text = fs::read_to_string(&state).unwrap();
+            let now: Value = serde_json::from_str(&text).unwrap();
+            if now["write-caches"]["disk"] == kept {
+                return text;
+            }
+            assert!(start.elapsed() < HANG, "{text}");
+            thread::sleep(Duration::from_millis(10));
+        }
+    };
+    let older = choose(1, true.into());
+    choose(0, Value::Null);
+    // As it is when the last choice has not been written yet.
+    let kept = served.dir.path().join("older");
+    fs::write(&kept, older).unwrap();
+    let program = served.script(
+        "behind",
+        &format!(
+            r#"cp {} {} && exec {BINARY} "$@""#,
+            kept.display(),
+            state.display()
+        ),
+    );
+    served.upgrade(&["--program", program.to_str().unwrap()]);
+    assert_eq!(device.frontend.config(32, 1).unwrap(), [0]);
+    drop(device);
+    // It does not come back with the next front-end, nor with the next process.
+    let mut device = Device::connect(&disk.socket, &config()).unwrap();
+    served.upgrade(&[]);
+    assert_eq!(device.frontend.config(32, 1).unwrap(), [0]);
+    served.end();
+}
+
 /// A message: the length of the text, no descriptors, the text.
 fn say(text: &str) -> String {
     let zeroes = r"\000".repeat(15);
