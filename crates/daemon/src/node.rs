@@ -28,7 +28,7 @@ use crate::storage::{Opener, Places};
 /// An opened disk. Its file stays locked as long as this lives, but while it is [away](Node::give_up).
 pub struct Node {
     pub spec: DiskSpec,
-    content: Arc<Mutex<Content>>,
+    shared: Arc<Shared>,
     /// The image in a Ceph cluster that the operator named.
     rbd: Option<Arc<RbdImage>>,
     places: Places,
@@ -40,6 +40,16 @@ pub struct Node {
     /// What to call the file when speaking of it.
     pub filename: String,
     pub format: Format,
+}
+
+/// What nodes on one file have in common. Who takes both locks takes them in this order.
+struct Shared {
+    /// Held by whoever lengthens, closes or opens files, until all of that is done: one after the other, so that nothing
+    /// is written to a file whose lock has been given up. That waits for storage: it is not taken by anybody who holds
+    /// what all disks need, which is above all [`Host`](crate::host::Host)'s state.
+    turn: Mutex<()>,
+    /// Held to look at it or to exchange it, and never while storage is asked for anything.
+    content: Mutex<Content>,
 }
 
 /// What is read from its file, and may have to be read anew.
@@ -56,16 +66,6 @@ struct Content {
     /// Of an image that is written.
     journal: Option<PathBuf>,
     on_damage: Option<OnDamage>,
-}
-
-impl Content {
-    /// The image has been closed in order: its journal has nothing to say any more.
-    fn remove_journal(&mut self) {
-        if let Some(path) = self.journal.take() {
-            // What stays does no harm: the image knows that it is not its journal.
-            let _ = fs::remove_file(path);
-        }
-    }
 }
 
 type OnDamage = Arc<dyn Fn(&Damage) + Send + Sync>;
@@ -197,15 +197,18 @@ impl Node {
             files.clear();
         }
         Ok(Self {
-            content: Arc::new(Mutex::new(Content {
-                image: (!away).then_some(image),
-                file,
-                files,
-                size,
-                depth,
-                journal,
-                on_damage: None,
-            })),
+            shared: Arc::new(Shared {
+                turn: Mutex::new(()),
+                content: Mutex::new(Content {
+                    image: (!away).then_some(image),
+                    file,
+                    files,
+                    size,
+                    depth,
+                    journal,
+                    on_damage: None,
+                }),
+            }),
             rbd,
             places: places.clone(),
             choice,
@@ -234,7 +237,7 @@ impl Node {
     pub fn renamed(&self, spec: DiskSpec) -> Self {
         Self {
             spec,
-            content: self.content.clone(),
+            shared: self.shared.clone(),
             rbd: self.rbd.clone(),
             places: self.places.clone(),
             choice: self.choice.clone(),
@@ -309,8 +312,14 @@ impl Node {
         Ok(disk)
     }
 
+    fn turn(&self) -> MutexGuard<'_, ()> {
+        let turn = &self.shared.turn;
+        turn.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn content(&self) -> MutexGuard<'_, Content> {
-        self.content.lock().unwrap_or_else(PoisonError::into_inner)
+        let content = &self.shared.content;
+        content.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The file that the operator named.
@@ -435,6 +444,8 @@ impl Node {
         let Some(file) = self.file() else {
             return Err("it stores nothing; serve another null:SIZE".into());
         };
+        // Until it is as long: it may be about to be left to another host, or to be closed.
+        let _turn = self.turn();
         let now = file.size().map_err(|e| format!("finding its size: {e}"))?;
         let image = self.content().image.clone();
         match image {
@@ -464,7 +475,7 @@ impl Node {
     /// # Errors
     /// It could not be written.
     pub fn settle(&self) -> io::Result<()> {
-        // Whoever only asks for something does not wait for storage.
+        let _turn = self.turn();
         let image = self.content().image.clone();
         match image {
             Some(Image::Chain(chain)) => {
@@ -500,29 +511,31 @@ impl Node {
     /// # Errors
     /// It could not be made durable.
     pub fn sync(&self) -> io::Result<()> {
-        let mut content = self.content();
-        let Some(image) = &content.image else {
+        let _turn = self.turn();
+        let (image, file, last) = {
+            let content = self.content();
+            let users = match &content.image {
+                Some(Image::Chain(chain)) => Arc::strong_count(chain),
+                _ => 1,
+            };
+            // Neither a disk has it, nor a node above or below.
+            let last = users == 1 && Arc::strong_count(&self.shared) == 1;
+            (content.image.clone(), content.file.clone(), last)
+        };
+        let Some(image) = image else {
             return Ok(());
         };
-        if let Image::Chain(chain) = image
+        if let Image::Chain(chain) = &image
             && !self.facts.read_only
         {
-            // The last who has it closes it.
-            let last = Arc::strong_count(chain) == 1;
-            let done = match last {
-                true => chain.close(),
-                false => chain.flush(),
+            return match last {
+                true => self.close_image(&image, &[]),
+                false => chain.flush().map_err(io::Error::other),
             };
-            if last && done.is_ok() {
-                content.remove_journal();
-            }
-            return done.map_err(|e| io::Error::other(e.to_string()));
         }
         if self.facts.read_only || !self.spec.cache.flushes() {
             return Ok(());
         }
-        let file = content.file.clone();
-        drop(content);
         match (file, &self.rbd) {
             (Some(file), _) => file.sync(),
             (None, Some(rbd)) => block::Remote::sync(&**rbd),
@@ -536,26 +549,50 @@ impl Node {
     /// # Errors
     /// The image is not closed, and no less sound for that. The locks are given up all the same.
     pub fn close(&self) -> io::Result<()> {
-        let mut content = self.content();
-        let closed = match content.image.take() {
-            Some(Image::Chain(chain)) if !self.facts.read_only => {
-                let closed = chain.close().map_err(|e| io::Error::other(e.to_string()));
-                closed.inspect(|()| content.remove_journal())
-            }
+        let _turn = self.turn();
+        let (image, files) = {
+            let mut content = self.content();
+            let mut files: Vec<_> = content.files.drain(..).collect();
+            files.extend(content.file.take());
+            (content.image.take(), files)
+        };
+        let closed = match image {
+            Some(image) if !self.facts.read_only => self.close_image(&image, &[]),
             _ => Ok(()),
         };
-        let files: Vec<_> = content.files.drain(..).collect();
-        // The kernel may still hold descriptors.
-        for file in files.iter().chain(&content.file.take()) {
-            file.unlock()?;
-        }
+        unlock(&files)?;
         closed
+    }
+
+    /// Writes what an image has to say at its end, makes `files` durable, whatever the cache mode says, and removes the
+    /// journal. Not before: if anything fails, the image stays in use, and what is written from then on is kept there.
+    fn close_image(&self, image: &Image, files: &[Arc<DiskFile>]) -> io::Result<()> {
+        if let Some(chain) = image.chain() {
+            chain.close().map_err(io::Error::other)?;
+        }
+        files.iter().try_for_each(|file| file.sync())?;
+        let journal = self.content().journal.take();
+        if let Some(path) = journal {
+            // What stays does no harm: the image knows that it is not its journal.
+            let _ = fs::remove_file(path);
+        }
+        Ok(())
     }
 
     /// The image in a Ceph cluster that it is on.
     pub fn rbd(&self) -> Option<&Arc<RbdImage>> {
         self.rbd.as_ref()
     }
+}
+
+/// Gives locks up, one by one: the kernel may still hold descriptors of each file, which would keep its lock.
+fn unlock(files: &[Arc<DiskFile>]) -> io::Result<()> {
+    let mut result = Ok(());
+    for file in files {
+        // All of them, whatever becomes of one.
+        result = result.and(file.unlock());
+    }
+    result
 }
 
 fn cut_off(now: u64) -> String {

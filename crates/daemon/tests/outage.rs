@@ -348,6 +348,79 @@ fn a_pause_that_came_too_late_swallows_no_stop() {
     assert!(server.ended().unwrap().success(), "{}", server.log());
 }
 
+/// A file that is being made longer keeps its lock until that is done: whoever gets it then is the only one who writes.
+#[test]
+fn nothing_is_written_once_a_lock_is_given_up() {
+    for (round, ending) in ["its VM stops", "it is put on another image"]
+        .into_iter()
+        .enumerate()
+    {
+        // Below the image that is written. What is new of that is not to show what is there.
+        let Some(setup) = Setup::new("raw", 12) else {
+            return;
+        };
+        let [file, other] = ["top.qcow2", "other.qcow2"].map(|name| setup.dir.path().join(name));
+        let create = |file: &Path, options: &[&str], size: u64| {
+            let mut command = Command::new("qemu-img");
+            command.args(["create", "-q", "-f", "qcow2"]).args(options);
+            let status = command.arg(file).arg(size.to_string()).status();
+            assert!(status.unwrap().success());
+        };
+        let below = setup.storage.file();
+        // The old version has no other way to say zeroes than to write them, and half a cluster is read from below.
+        let options = ["-o", "compat=0.10", "-F", "raw", "-b"];
+        let options = [&options[..], &[below.to_str().unwrap()]].concat();
+        create(&file, &options, (1 << 20) + 4096);
+        create(&other, &[], 2 << 20);
+        let disk = format!(
+            "file={},name=disk,socket={},queues=1,lock=running",
+            file.display(),
+            setup.socket().display()
+        );
+        let mut arguments = vec![disk, format!("--control={}", setup.control().display())];
+        let allowed = below.parent().unwrap().display();
+        arguments.push(format!("--allow-backing={allowed}"));
+        let mut server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &arguments).unwrap();
+        let mut device = setup.connect();
+        let ringdisk = |arguments: &[&str]| {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+            command
+                .args(arguments)
+                .arg("--control")
+                .arg(setup.control());
+            command.output().unwrap()
+        };
+        setup.storage.change(|s| s.hangs = true);
+        let (at_end, resized) = std::thread::scope(|scope| {
+            let resized = scope.spawn(|| ringdisk(&["resize", "disk", "2M"]));
+            until("the resize waits for storage", || {
+                setup.storage.control().held > 0
+            });
+            let at_end = scope.spawn(|| {
+                match round {
+                    0 => drop(device.stop_queue(0).unwrap()),
+                    _ => drop(ringdisk(&["replace", "disk", other.to_str().unwrap()])),
+                }
+                std::fs::read(&file).unwrap()
+            });
+            // Time enough to give the lock up too early.
+            for _ in 0..100 {
+                if !at_end.is_finished() {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+            }
+            setup.storage.change(|s| s.hangs = false);
+            (at_end.join().unwrap(), resized.join().unwrap())
+        });
+        println!("{ending}: {resized:?}");
+        assert!(
+            std::fs::read(&file).unwrap() == at_end,
+            "{ending}: written to afterwards"
+        );
+        assert!(server.terminate().unwrap().success());
+    }
+}
+
 /// Longer than a server waits for storage.
 fn until_long(what: &str, mut is: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(120);

@@ -61,6 +61,8 @@ pub struct Control {
     pub failed: u64,
     /// Operations that were answered.
     pub answered: u64,
+    /// Operations that are to be answered later.
+    pub held: usize,
     bytes: Vec<u8>,
     /// By sector: what is durable, where `bytes` say something else.
     durable: BTreeMap<u64, [u8; SECTOR as usize]>,
@@ -241,6 +243,7 @@ impl Server {
                     }
                 }
             }
+            self.control().held = self.late.len();
             let next = self.late.iter().map(|(due, _)| *due).min();
             let wait = next.filter(|_| !hangs).map(|due| {
                 let wait = due.saturating_duration_since(now);

@@ -30,37 +30,48 @@ impl Host {
             keeper.end();
         }
         let deadline = Instant::now() + SHUTDOWN;
-        let State { nodes, exports, .. } = std::mem::take(&mut *self.state());
+        let State {
+            mut nodes, exports, ..
+        } = std::mem::take(&mut *self.state());
         // All at once, rather than each after the other.
         exports.values().for_each(Export::tell_to_stop);
-        let stops = exports.into_values().map(|export| {
-            let id = export.id.clone();
-            (id.clone(), begin(&id, move || stop(export)))
-        });
-        let mut result = Ok(());
-        let stops: Vec<_> = stops.collect();
-        let stopped = stops
-            .into_iter()
-            .map(|(id, task)| end(&id, deadline, &task?));
-        for error in stopped.filter_map(Result::err) {
-            error!("{error}");
-            result = Err(error);
-        }
-        // Once no export uses them any more.
-        let closes = nodes.into_iter().map(|(name, entry)| {
-            let task = begin(&name, move || sync(&entry.node));
-            (name, task)
-        });
-        let closes: Vec<_> = closes.collect();
-        let closed = closes
-            .into_iter()
-            .map(|(id, task)| end(&id, deadline, &task?));
-        for error in closed.filter_map(Result::err) {
-            error!("{error}");
-            result = Err(error);
-        }
-        result
+        let exports = exports.into_values();
+        let stopped = all_in_time(
+            deadline,
+            exports.map(|export| (export.id.clone(), move || stop(export))),
+        );
+        // Once no export uses them any more. One that lies on another has the same file.
+        nodes.retain(|_, entry| entry.child.is_none());
+        let nodes = nodes.into_iter();
+        let closed = all_in_time(
+            deadline,
+            nodes.map(|(name, entry)| (name, move || sync(&entry.node))),
+        );
+        closed.and(stopped)
     }
+}
+
+/// Does all of it at once. Logs what fails, and returns the last of that.
+fn all_in_time<W>(
+    deadline: Instant,
+    works: impl Iterator<Item = (String, W)>,
+) -> Result<(), HostError>
+where
+    W: FnOnce() -> Result<(), HostError> + Send + 'static,
+{
+    let tasks = works.map(|(name, work)| {
+        let task = begin(&name, work);
+        (name, task)
+    });
+    let tasks: Vec<_> = tasks.collect();
+    let mut result = Ok(());
+    for (name, task) in tasks {
+        if let Err(e) = task.and_then(|task| end(&name, deadline, &task)) {
+            error!("{e}");
+            result = Err(e);
+        }
+    }
+    result
 }
 
 type Task = mpsc::Receiver<Result<(), HostError>>;

@@ -11,7 +11,7 @@
 //! It comes back before the first queue is served: locked first, then read as it is now. Whatever
 //! dies at any point: each host writes only while it has the lock, and after 1. there is nothing left to be written.
 
-use std::io;
+use std::path::Path;
 use std::sync::Arc;
 
 use block::DiskFacts;
@@ -20,7 +20,7 @@ use engine::{DiskFile, Locking};
 use image::{Format, Image};
 use tracing::warn;
 
-use super::{Content, Node, NodeError, chain_facts, open_chain};
+use super::{Content, Node, NodeError, chain_facts, open_chain, unlock};
 use crate::spec::FileSpec;
 
 impl Node {
@@ -35,43 +35,47 @@ impl Node {
     /// Something could not be made durable, and it is not left.
     pub fn give_up(&self, disk: &Disk) -> Result<bool, NodeError> {
         let fail = |what, e| NodeError::Io(self.filename.clone(), what, e);
-        let mut content = self.content();
-        let (Some(image), Some(file), FileSpec::Path(path)) =
-            (content.image.clone(), content.file.clone(), &self.spec.file)
-        else {
+        let FileSpec::Path(path) = &self.spec.file else {
             return Ok(false);
         };
         if self.facts.read_only {
             return Ok(false);
         }
-        disk.sync().map_err(|e| fail("be made durable", e))?;
-        if let Image::Chain(chain) = &image {
-            let closed = chain.close().map_err(io::Error::other);
-            closed.map_err(|e| fail("be closed", e))?;
-        }
-        let mut files = content.files.clone();
+        let _turn = self.turn();
+        let (image, file, mut files) = {
+            let content = self.content();
+            let (Some(image), Some(file)) = (&content.image, &content.file) else {
+                return Ok(false);
+            };
+            (image.clone(), file.clone(), content.files.clone())
+        };
         files.retain(|other| !Arc::ptr_eq(other, &file));
-        files.push(file);
-        for file in files.iter().filter(|file| !file.facts().read_only) {
-            // Whatever the cache mode says: this is no crash.
-            file.sync().map_err(|e| fail("be made durable", e))?;
-        }
-        // Not before: if it stays here, what is written from now on is kept in it.
-        content.remove_journal();
-        content.size = disk.size();
-        content.image = None;
-        content.files.clear();
+        files.push(file.clone());
+        disk.sync().map_err(|e| fail("be made durable", e))?;
+        let written = files.iter().filter(|file| !file.facts().read_only);
+        let written: Vec<_> = written.cloned().collect();
+        // Whatever the cache mode says: this is no crash.
+        self.close_image(&image, &written)
+            .map_err(|e| fail("be closed", e))?;
         // Of a device, an open descriptor is a lock as well.
         let cache = self.spec.cache;
-        match DiskFile::open_and(path, cache, false, Locking::Later) {
-            Ok(unlocked) => content.file = Some(Arc::new(unlocked)),
-            Err(e) => warn!("{e}; what is open of it stays so"),
-        }
-        disk.go_away(self.descriptors(&content)?.pop());
-        for file in files {
-            // One by one: the kernel may still hold descriptors of each, which would keep the lock.
-            file.unlock().map_err(|e| fail("give up its lock", e))?;
-        }
+        let unlocked = match DiskFile::open_and(path, cache, false, Locking::Later) {
+            Ok(unlocked) => Arc::new(unlocked),
+            Err(e) => {
+                warn!("{e}; what is open of it stays so");
+                file
+            }
+        };
+        let size = self.file_size();
+        let mut content = self.content();
+        content.size = size.unwrap_or(disk.size());
+        content.image = None;
+        content.files.clear();
+        content.file = Some(unlocked);
+        let left = self.descriptors(&content)?.pop();
+        drop(content);
+        disk.go_away(left);
+        unlock(&files).map_err(|e| fail("give up its lock", e))?;
         Ok(true)
     }
 
@@ -101,43 +105,68 @@ impl Node {
         &self,
         then: impl FnOnce(&Content, &DiskFacts) -> Result<(), NodeError>,
     ) -> Result<bool, NodeError> {
-        let mut content = self.content();
-        let (None, Some(unlocked), FileSpec::Path(path)) =
-            (&content.image, content.file.clone(), &self.spec.file)
-        else {
+        let FileSpec::Path(path) = &self.spec.file else {
             return Ok(false);
         };
+        let _turn = self.turn();
+        if self.is_here() || self.file().is_none() {
+            return Ok(false);
+        }
         // Anew: so do network file systems learn what was written elsewhere.
         let file = Arc::new(DiskFile::open(path, self.spec.cache, false)?);
         file.forget_cached();
-        content.file = Some(file.clone());
-        let result = (|| {
-            let mut facts = self.facts;
-            match self.format {
-                Format::Raw => {
-                    content.size = file.raw_size(path)?;
-                    content.image = Some(Image::Raw);
-                }
-                Format::Qcow2 => {
-                    let opened = open_chain(&self.spec, path, &file, &self.places, Locking::Now)?;
-                    let (chain, files) = (opened.chain, opened.files);
-                    facts = chain_facts(&chain, &files);
-                    (content.size, content.depth) = (chain.size(), chain.depth() - 1);
-                    (content.image, content.files) = (Some(Image::Chain(Arc::new(chain))), files);
-                    content.journal = opened.journal;
-                }
+        let taken = self.read_anew(path, &file).and_then(|(content, facts)| {
+            then(&content, &facts)?;
+            Ok(content)
+        });
+        match taken {
+            Ok(mut taken) => {
+                let mut content = self.content();
+                taken.on_damage = content.on_damage.take();
+                *content = taken;
+                content.watch_damage();
+                Ok(true)
             }
-            then(&content, &facts)
-        })();
-        match result {
-            Ok(()) => content.watch_damage(),
-            Err(_) => {
-                content.image = None;
-                content.files.clear();
-                content.file = Some(unlocked);
+            Err(e) => {
                 let _ = file.unlock();
+                Err(e)
             }
         }
-        result.map(|()| true)
+    }
+
+    fn read_anew(
+        &self,
+        path: &Path,
+        file: &Arc<DiskFile>,
+    ) -> Result<(Content, DiskFacts), NodeError> {
+        let content = Content {
+            image: Some(Image::Raw),
+            file: Some(file.clone()),
+            files: Vec::new(),
+            size: 0,
+            depth: 0,
+            journal: None,
+            on_damage: None,
+        };
+        match self.format {
+            Format::Raw => {
+                let size = file.raw_size(path)?;
+                Ok((Content { size, ..content }, self.facts))
+            }
+            Format::Qcow2 => {
+                let opened = open_chain(&self.spec, path, file, &self.places, Locking::Now)?;
+                let (chain, files) = (opened.chain, opened.files);
+                let facts = chain_facts(&chain, &files);
+                let content = Content {
+                    size: chain.size(),
+                    depth: chain.depth() - 1,
+                    image: Some(Image::Chain(Arc::new(chain))),
+                    files,
+                    journal: opened.journal,
+                    ..content
+                };
+                Ok((content, facts))
+            }
+        }
     }
 }
