@@ -126,7 +126,7 @@ pub struct ReplaceArgs {
     name: String,
     /// File that holds it from now on, or rbd:POOL/IMAGE
     file: PathBuf,
-    /// raw or qcow2; what the file's name says if not given, or else the format of the file before
+    /// raw or qcow2; what the file's name says if not given, or else raw, if that was given for the file before
     #[arg(long)]
     format: Option<Format>,
     #[command(flatten)]

@@ -402,8 +402,8 @@ impl Host {
     }
 
     /// Puts a disk on another file while its guest runs, or on another image with all that this builds on. The
-    /// new one must hold the same bytes, and be as long or longer. Without a format, it has that which its
-    /// name says, or else the one that was said of the file before.
+    /// new one must hold the same bytes, and be as long or longer. What is not said of it follows from the file
+    /// before ([`DiskSpec::moved`]).
     ///
     /// The new one is locked before the old one is let go, so that nobody gets hold of either in between.
     ///
@@ -415,19 +415,37 @@ impl Host {
         file: FileSpec,
         format: Option<Format>,
     ) -> Result<(), HostError> {
-        self.sandbox.check_file(&file)?;
+        self.put_on(name, &file, |disk| disk.moved(file.clone(), format))
+    }
+
+    /// The same, where all that is to be said of the file is written down.
+    pub fn follow(&self, name: &str, written: &DiskSpec) -> Result<(), HostError> {
+        self.put_on(name, &written.file, |disk| {
+            let mut disk = disk.clone();
+            disk.follow(written);
+            Ok(disk)
+        })
+    }
+
+    fn put_on(
+        &self,
+        name: &str,
+        file: &FileSpec,
+        spec: impl FnOnce(&DiskSpec) -> Result<DiskSpec, Problem>,
+    ) -> Result<(), HostError> {
+        self.sandbox.check_file(file)?;
         let (before, spec) = {
             let state = self.state();
             let before = state.top(name)?.node.clone();
-            if let FileSpec::Path(path) = &file
+            if let FileSpec::Path(path) = file
                 && before.is_on(path)
             {
                 info!("disk {name}: is on {} already", path.display());
                 return Ok(());
             }
-            let spec = before.spec.moved(file, format);
-            spec.check_rbd()
-                .map_err(|problem| HostError::Unfit(name.into(), problem))?;
+            let unfit = |problem| HostError::Unfit(name.into(), problem);
+            let spec = spec(&before.spec).map_err(unfit)?;
+            spec.check_rbd().map_err(unfit)?;
             state.check_file(&spec)?;
             (before, spec)
         };

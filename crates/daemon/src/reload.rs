@@ -190,7 +190,7 @@ impl<'a> Change<'a> {
         }
         let before = |disk: &DiskSpec| self.old.disks.iter().find(|d| d.name == disk.name);
         for &disk in &self.moved {
-            let result = host.replace(&disk.name, disk.file.clone(), disk.format);
+            let result = host.follow(&disk.name, disk);
             failed.disk("moving disk", disk, result, before(disk));
         }
         for &disk in self.throttled.iter().chain(&self.moved) {
@@ -335,7 +335,11 @@ fn same_but_for_limits(a: &DiskSpec, b: &DiskSpec) -> bool {
 
 /// And for the format of that. Both on files, that is, and not on nothing.
 fn same_but_for_file(a: &DiskSpec, b: &DiskSpec) -> bool {
-    let as_b = a.moved(b.file.clone(), b.format);
+    let as_b = DiskSpec {
+        file: b.file.clone(),
+        format: b.format,
+        ..a.clone()
+    };
     let is_path = |disk: &DiskSpec| matches!(disk.file, FileSpec::Path(_));
     is_path(a) && is_path(b) && same_but_for_limits(&as_b, b)
 }

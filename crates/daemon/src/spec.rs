@@ -248,14 +248,30 @@ impl DiskSpec {
     }
 
     /// The disk on another file. That has this format; or the one that its name says; or, where that says nothing,
-    /// the one that was said of the file before. An image is in the cluster that the image before was in, unless it
+    /// raw, if that was said of the file before. An image is in the cluster that the image before was in, unless it
     /// says another, and how bytes are moved is said for files alone.
-    pub fn moved(&self, file: FileSpec, format: Option<Format>) -> Self {
-        let named = match &file {
-            FileSpec::Path(path) => Format::of_name(path),
-            FileSpec::Rbd(_) | FileSpec::Null(_) => Some(Format::Raw),
+    ///
+    /// # Errors
+    /// The file before was said to be qcow2, and nothing is said of this one. A guest may have written an image into
+    /// it, and would choose which files of the host are opened.
+    pub fn moved(&self, file: FileSpec, format: Option<Format>) -> Result<Self, Problem> {
+        let format = match (&file, format, self.format) {
+            (_, Some(given), _) => Some(given),
+            (_, None, None) => None,
+            (FileSpec::Path(path), None, Some(before)) => match (Format::of_name(path), before) {
+                (Some(named), _) => Some(named),
+                (None, Format::Raw) => Some(Format::Raw),
+                (None, Format::Qcow2) => {
+                    let problem = format!(
+                        "the name of {} says none, and that of the file before, qcow2, need not be its own; say \
+                         --format raw, or --format qcow2",
+                        path.display()
+                    );
+                    return Err(Problem::Value("format", problem));
+                }
+            },
+            (FileSpec::Rbd(_) | FileSpec::Null(_), None, Some(_)) => Some(Format::Raw),
         };
-        let format = format.or(self.format.map(|before| named.unwrap_or(before)));
         let mut moved = Self {
             file,
             format,
@@ -269,7 +285,7 @@ impl DiskSpec {
                 location.access = before.access.clone();
             }
         }
-        moved
+        Ok(moved)
     }
 
     /// Is on the file that another is on.

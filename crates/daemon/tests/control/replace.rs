@@ -367,6 +367,58 @@ fn images_that_cannot_be() {
     qemu::check(at, "plain.qcow2", false);
 }
 
+/// A guest that can write to a raw disk can write an image there: that the file before was one says nothing of the next, of
+/// which neither name nor operator says anything.
+#[test]
+fn an_image_is_only_what_somebody_calls_one() {
+    if !qemu::is_there("an_image_is_only_what_somebody_calls_one") {
+        return;
+    }
+    let text = "[[disk]]\nname = \"b\"\nfile = \"DIR/b.raw\"\nsocket = \"DIR/b.sock\"\n";
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let config = dir.path().join("ringdisk.toml");
+    let text = text.replace("DIR", dir.path().to_str().unwrap());
+    fs::write(dir.path().join("b.raw"), content(0, (16 * MIB) as usize)).unwrap();
+    fs::write(&config, &text).unwrap();
+    let ringdisk = Controlled::start_in(dir, &[format!("--config={}", config.display())]);
+    make_images(&ringdisk);
+    let at = ringdisk.dir.path();
+    fs::rename(at.join("plain.qcow2"), at.join("image")).unwrap();
+    fs::copy(at.join("image"), at.join("unnamed")).unwrap();
+
+    ringdisk.json(&["attach", "image,format=qcow2,name=disk,socket=disk.sock"]);
+    let mut device = Device::connect(ringdisk.path("disk.sock"), &DeviceConfig::default()).unwrap();
+    let refused = ringdisk.ringdisk(&["replace", "disk", "unnamed"]);
+    refused.assert_fails(1, &["unnamed", "--format"]);
+    rewrite(&mut device.queues[0]);
+    ringdisk.json(&["replace", "disk", "unnamed", "--format", "qcow2"]);
+    rewrite(&mut device.queues[0]);
+    // That it is raw can be taken over: it leads nowhere.
+    ringdisk.json(&["replace", "disk", "beside.qcow2"]);
+    fs::copy(at.join("longer.qcow2"), at.join("bytes")).unwrap();
+    fs::File::options()
+        .write(true)
+        .open(at.join("bytes"))
+        .and_then(|file| file.set_len(32 * MIB))
+        .unwrap();
+    ringdisk.json(&["replace", "disk", "bytes", "--format", "raw"]);
+    fs::copy(at.join("bytes"), at.join("others")).unwrap();
+    ringdisk.json(&["replace", "disk", "others"]);
+    assert_eq!(ringdisk.disk("disk")["format"], "raw");
+    assert_eq!(ringdisk.disk("disk")["size"], 32 * MIB);
+
+    // The configuration says all that there is to be said of its disks' files.
+    ringdisk.json(&["replace", "b", "image", "--format", "qcow2"]);
+    fs::write(&config, text.replace("b.raw", "unnamed")).unwrap();
+    let refused = ringdisk.ringdisk(&["reload"]);
+    refused.assert_fails(1, &["the log says why"]);
+    ringdisk
+        .server
+        .logged(&["moving disk 'b'", "unnamed", "format=raw"]);
+    let file = ringdisk.path("image");
+    assert_eq!(ringdisk.disk("b")["file"], file.to_str().unwrap());
+}
+
 /// With `lock=running`, the new image is locked as long as the VM runs, and the old one is free at once.
 #[test]
 fn an_image_that_is_locked_while_the_vm_runs() {
