@@ -13,7 +13,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 use thiserror::Error;
 use tracing::{error, info, warn};
 
-use crate::sandbox::people::{Person, make_directory};
+use crate::sandbox::people::{self, Person};
 use crate::socket;
 
 /// A file for each image that is written, in a directory beside the disks' default sockets: that is a tmpfs nearly
@@ -49,7 +49,7 @@ impl Journals {
     pub fn new(user: Option<&Person>) -> Self {
         let name = user.map_or("journals".into(), |user| format!("journals-{}", user.name));
         let directory = socket::directory().join(name);
-        let problem = make_directory(&directory, user).err();
+        let problem = people::make_directory(&directory, user).err();
         Self {
             directory,
             owner: user.map(|user| (user.uid, user.gid)),
@@ -128,12 +128,12 @@ impl Journals {
             .truncate(false)
             .mode(0o600)
             // Whoever has put a link there is not followed.
-            .custom_flags(libc::O_NOFOLLOW)
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
             .open(path)?;
-        if let Some((uid, gid)) = self.owner
+        if let Some(owner) = self.owner
             && rustix::process::geteuid().is_root()
         {
-            std::os::unix::fs::fchown(&storage, Some(uid), Some(gid))?;
+            people::give(&storage, owner)?;
         }
         let (disk, at) = (disk.to_owned(), path.display().to_string());
         let tell = move |event| match event {

@@ -21,6 +21,10 @@ use crate::state::{BYTES_MAX, Changed, ChangedDisk, ChangedExport, ChangedNode};
 /// The file in the directory.
 const NAME: &str = "state.json";
 
+/// How files are opened there while this process may be root and the directory another user's: who has put a link there
+/// is not followed, and who has put a pipe there not waited for.
+const AS_IT_IS: i32 = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+
 /// What the operator has written down: on the command line, and in the configuration that is in force.
 #[derive(Clone, Default)]
 pub struct Written {
@@ -95,8 +99,9 @@ impl Keeper {
             .truncate(false)
             .write(true)
             .mode(0o600)
+            .custom_flags(AS_IT_IS)
             .open(directory.join("lock"))
-            .map_err(fail)?;
+            .map_err(|e| fail(io::Error::new(e.kind(), format!("its file lock: {e}"))))?;
         let identity = |file: &File| file.metadata().map(|meta| (meta.dev(), meta.ino()));
         let there = identity(&its).map_err(fail)?;
         // The other process may have had another directory.
@@ -341,7 +346,8 @@ fn export_spec(export: &ChangedExport) -> ExportSpec {
 }
 
 fn read(path: &Path) -> Result<Changed, String> {
-    let file = match File::open(path) {
+    let mut options = OpenOptions::new();
+    let file = match options.read(true).custom_flags(AS_IT_IS).open(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Changed::default()),
         file => file.map_err(|e| e.to_string())?,
     };

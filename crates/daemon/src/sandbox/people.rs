@@ -1,13 +1,18 @@
 //! Users and groups by name, as `/etc/passwd` and `/etc/group` had them at the start: later they cannot be read any
 //! more. Whoever is known only elsewhere (LDAP, SSSD) goes by number.
 
-use std::fs::{self, DirBuilder};
+use std::ffi::OsStr;
+use std::fs::{self, DirBuilder, File};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, chown};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, fchown};
 use std::path::Path;
 use std::sync::OnceLock;
 
 use nix::unistd::{Gid, Uid, setgid, setgroups, setuid};
+use rustix::fs::{Dir, Mode, OFlags};
+use rustix::io::Errno;
+use rustix::process::geteuid;
 
 /// Who this process is to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -125,24 +130,33 @@ pub fn make_directory(directory: &Path, user: Option<&Person>) -> io::Result<()>
         .recursive(true)
         .mode(0o700)
         .create(directory)?;
-    let there = fs::metadata(directory)?;
+    // What is looked at is what is given away, and not what somebody's link leads to.
+    let mut flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
+    flags.set(OFlags::NOFOLLOW, user.is_some());
+    let opened = match rustix::fs::open(directory, flags, Mode::empty()) {
+        Err(Errno::LOOP | Errno::NOTDIR) if directory.is_symlink() => {
+            return Err(io::Error::other("it is a link; name what it leads to"));
+        }
+        opened => File::from(opened?),
+    };
+    let there = opened.metadata()?;
     let owner = there.uid();
     if there.mode() & 0o022 != 0 {
         return Err(io::Error::other("others may write to it"));
     }
     match user {
         Some(user) if owner == user.uid => Ok(()),
-        _ if owner != rustix::process::geteuid().as_raw() => {
-            Err(io::Error::other("it belongs to another user"))
-        }
+        _ if owner != geteuid().as_raw() => Err(io::Error::other("it belongs to another user")),
         Some(user) => {
             // Not a directory that somebody has named by mistake.
-            for entry in fs::read_dir(directory)? {
-                let name = entry?.file_name();
+            for entry in Dir::read_from(&opened)? {
+                let entry = entry?;
+                let name = OsStr::from_bytes(entry.file_name().to_bytes());
                 let ours = ["lock", "state.json", "state.new"]
                     .iter()
                     .any(|ours| name == *ours)
-                    || Path::new(&name).extension().is_some_and(|e| e == "journal");
+                    || [".", ".."].iter().any(|itself| name == *itself)
+                    || Path::new(name).extension().is_some_and(|e| e == "journal");
                 if !ours {
                     return Err(io::Error::other(format!(
                         "it is not {0}'s, and has other files, as {1}; if it is there for ringdisk alone, 'chown {0}' \
@@ -152,15 +166,32 @@ pub fn make_directory(directory: &Path, user: Option<&Person>) -> io::Result<()>
                     )));
                 }
             }
-            chown(directory, Some(user.uid), Some(user.gid))
+            fchown(&opened, Some(user.uid), Some(user.gid))
         }
         None => Ok(()),
     }
 }
 
+/// Gives a file in such a directory to a user and a group. The user may have put it there: what is opened is looked at,
+/// and nothing is looked up again.
+///
+/// # Errors
+/// It is another's, or known by another name too, by which it may be.
+pub fn give(file: &File, (uid, gid): (u32, u32)) -> io::Result<()> {
+    let there = file.metadata()?;
+    let is_ours = [geteuid().as_raw(), uid].contains(&there.uid());
+    if !there.is_file() || there.nlink() != 1 || !is_ours {
+        let e = "it is no file that ringdisk has made: another user's, or one that has other names";
+        return Err(io::Error::other(e));
+    }
+    fchown(file, Some(uid), Some(gid))
+}
+
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::fs::{PermissionsExt, chown, symlink};
+
+    use rustix::fs::{CWD, mknodat};
 
     use super::*;
 
@@ -194,5 +225,44 @@ mod tests {
         fs::set_permissions(&path, open).unwrap();
         let refused = make_directory(&path, None).unwrap_err();
         assert!(refused.to_string().contains("others"), "{refused}");
+        // Whoever may write to the directory above chooses where a link leads.
+        let (roots, link) = (dir.path().join("roots"), dir.path().join("link"));
+        fs::create_dir(&roots).unwrap();
+        symlink(&roots, &link).unwrap();
+        let refused = make_directory(&link, Some(&nobody)).unwrap_err();
+        assert!(refused.to_string().contains("link"), "{refused}");
+        assert_eq!(fs::metadata(&roots).unwrap().uid(), 0);
+        make_directory(&link, None).unwrap();
+    }
+
+    #[test]
+    fn only_a_file_of_its_own_is_given_away() {
+        if !rustix::process::geteuid().is_root() {
+            return println!("skipped: only_a_file_of_its_own_is_given_away: needs root");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let (nobody, daemon) = ((65534, 65534), 1);
+        for name in ["new", "its", "daemons", "linked"] {
+            fs::write(path(name), "").unwrap();
+        }
+        chown(path("its"), Some(nobody.0), None).unwrap();
+        chown(path("daemons"), Some(daemon), None).unwrap();
+        fs::hard_link(path("linked"), path("link")).unwrap();
+        let (fifo, mode) = (rustix::fs::FileType::Fifo, Mode::RUSR | Mode::WUSR);
+        mknodat(CWD, path("fifo"), fifo, mode, 0).unwrap();
+        for (name, owner) in [
+            ("new", nobody.0),
+            ("its", nobody.0),
+            ("daemons", daemon),
+            ("link", 0),
+            ("fifo", 0),
+        ] {
+            let file = File::options().read(true).write(true).open(path(name));
+            let file = file.unwrap();
+            let given = give(&file, nobody);
+            assert_eq!(given.is_ok(), owner == nobody.0, "{name}: {given:?}");
+            assert_eq!(file.metadata().unwrap().uid(), owner, "{name}");
+        }
     }
 }

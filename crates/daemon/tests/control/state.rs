@@ -3,11 +3,13 @@
 use std::fs;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
 use serde_json::json;
 use testkit::driver::{Device, DeviceConfig, HANG};
@@ -341,4 +343,36 @@ fn a_directory_is_one_processs_and_a_damaged_file_is_refused() {
     let server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &[state, "null:1M".into()]);
     let log = server.unwrap().log();
     assert!(!log.contains("cannot be read"), "{log}");
+}
+
+/// With `--user`, the directory is not root's, who reads there: whoever has put a link or a pipe there has root make no file,
+/// and nobody wait.
+#[test]
+fn links_and_pipes_in_the_directory_are_refused() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (state, elsewhere) = (dir.path().join("state"), dir.path().join("elsewhere"));
+    let refuses = |says: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+        let disk = format!("null:1M,socket={}", dir.path().join("s").display());
+        // It is not Landlock that keeps it from there.
+        command.args(["serve", "--json", "--sandbox=off", &disk, "--state"]);
+        command.arg(&state).env("RUNTIME_DIRECTORY", dir.path());
+        let said = Server::ringdisk_command(command).err().unwrap().to_string();
+        assert!(said.contains(says), "{said}");
+    };
+    for (name, says) in [
+        ("lock", "state: cannot be used"),
+        ("state.json", "state.json: cannot be read"),
+    ] {
+        let file = state.join(name);
+        fs::create_dir(&state).unwrap();
+        fs::set_permissions(&state, fs::Permissions::from_mode(0o700)).unwrap();
+        symlink(&elsewhere, &file).unwrap();
+        refuses(says);
+        assert!(!elsewhere.exists(), "{name}");
+        fs::remove_file(&file).unwrap();
+        mknodat(CWD, &file, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        refuses(says);
+        fs::remove_dir_all(&state).unwrap();
+    }
 }
