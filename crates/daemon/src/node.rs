@@ -485,11 +485,6 @@ impl Node {
         }
     }
 
-    /// Whether it is an image that is here.
-    pub fn has_tables(&self) -> bool {
-        matches!(self.content().image, Some(Image::Chain(_)))
-    }
-
     /// Copies of the descriptors of its files, unless the disk is away.
     ///
     /// # Errors

@@ -421,6 +421,44 @@ fn nothing_is_written_once_a_lock_is_given_up() {
     }
 }
 
+/// A VM stops, and its storage does not answer as its disk is to be left to another host: that is waited for neither by
+/// an upgrade nor by a command, and what was begun is done when storage answers.
+#[test]
+fn storage_that_hangs_as_a_vm_stops_keeps_no_upgrade() {
+    for format in ["raw", "qcow2"] {
+        let Some(setup) = Setup::new(format, 13) else {
+            return;
+        };
+        let mut server = setup.serve("cache=none,lock=running", &[]);
+        let mut device = setup.connect();
+        submit(&mut device, Op::Write);
+        assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
+        setup.storage.change(|s| s.hangs = true);
+        std::thread::scope(|scope| {
+            let stopped = scope.spawn(|| device.stop_queue(0));
+            until("the end of the VM waits for storage", || {
+                setup.storage.control().held > 0
+            });
+            let asked = scope.spawn(|| upgrade(&setup));
+            let deadline = Instant::now() + HANG;
+            while !asked.is_finished() && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            let answered = asked.is_finished();
+            setup.storage.change(|s| s.hangs = false);
+            let (pid, text) = asked.join().unwrap();
+            stopped.join().unwrap().unwrap();
+            assert!(answered, "{format}: an upgrade waits for storage");
+            assert!(
+                pid.is_none() && text.contains("goes on"),
+                "{format}: {text}"
+            );
+        });
+        assert_eq!(stats(&setup.control())["storage"], "works", "{format}");
+        assert!(server.terminate().unwrap().success(), "{format}");
+    }
+}
+
 /// Longer than a server waits for storage.
 fn until_long(what: &str, mut is: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(120);

@@ -5,6 +5,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
+use image::Format;
+
 use super::ending::in_time;
 use super::{Host, HostError};
 use crate::node::Node;
@@ -40,9 +42,9 @@ impl Host {
                 let name = its.name().to_owned();
                 its.settle().map_err(|e| HostError::Sync(name, e))
             };
-            match node.has_tables() {
-                true => in_time(node.name(), deadline, settle).map_err(|e| e.to_string()),
-                false => Ok(()),
+            match node.format {
+                Format::Qcow2 => in_time(node.name(), deadline, settle).map_err(|e| e.to_string()),
+                Format::Raw => Ok(()),
             }
         };
         nodes.iter().try_for_each(settle)
