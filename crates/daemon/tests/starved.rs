@@ -84,6 +84,49 @@ fn without_descriptors_no_disk_is_added_and_all_others_go_on() {
     assert!(server.terminate().unwrap().success());
 }
 
+/// Without a descriptor to leave its disk with, a VM that stops keeps it, whole: who comes next goes on with it, and can
+/// leave it.
+#[test]
+fn without_descriptors_a_disk_is_not_left_by_halves() {
+    for format in ["raw", "qcow2"] {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let disk = dir.path().join(format!("disk.{format}"));
+        let mut image = Command::new("qemu-img");
+        image.args(["create", "-q", "-f", format]).arg(&disk);
+        assert!(image.arg("1M").status().unwrap().success());
+        let socket = dir.path().join("disk.sock");
+        let argument = format!(
+            "file={},socket={},queues=1,lock=running",
+            disk.display(),
+            socket.display()
+        );
+        let control = format!("--control={}", dir.path().join("control.qmp").display());
+        let mut server =
+            Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &[argument, control]).unwrap();
+        let mut device = Device::connect(&socket, &DeviceConfig::default()).unwrap();
+        works(&mut device);
+
+        let pid = Pid::from_raw(server.pid() as i32);
+        let mut limit = getrlimit(Resource::Nofile);
+        let before = limit.current.replace(3);
+        prlimit(pid, Resource::Nofile, limit).unwrap();
+        assert!(device.stop_queue(0).is_err(), "{format}");
+        server.logged(&["is not left to another host", "duplicate its descriptor"]);
+        limit.current = before;
+        prlimit(pid, Resource::Nofile, limit).unwrap();
+
+        drop(device);
+        let mut device = Device::connect(&socket, &DeviceConfig::default())
+            .unwrap_or_else(|e| panic!("{format}: {e}: {}", server.log()));
+        works(&mut device);
+        device.stop_queue(0).unwrap();
+        let mut check = Command::new("qemu-img");
+        check.args(["info", "-f", format]).arg(&disk);
+        assert!(check.output().unwrap().status.success(), "nobody has it");
+        assert!(server.terminate().unwrap().success());
+    }
+}
+
 /// A disk needs threads, and these need stacks. Address space stands for memory here: the kernel counts it, and does not
 /// end the process as it does where it has promised more memory than there is.
 #[test]

@@ -20,7 +20,7 @@ use engine::{DiskFile, Locking};
 use image::{Format, Image};
 use tracing::warn;
 
-use super::{Content, Node, NodeError, chain_facts, open_chain, unlock};
+use super::{Content, Node, NodeError, chain_facts, duplicate, open_chain, unlock};
 use crate::spec::FileSpec;
 
 impl Node {
@@ -51,13 +51,7 @@ impl Node {
         };
         files.retain(|other| !Arc::ptr_eq(other, &file));
         files.push(file.clone());
-        disk.sync().map_err(|e| fail("be made durable", e))?;
-        let written = files.iter().filter(|file| !file.facts().read_only);
-        let written: Vec<_> = written.cloned().collect();
-        // Whatever the cache mode says: this is no crash.
-        self.close_image(&image, &written)
-            .map_err(|e| fail("be closed", e))?;
-        // Of a device, an open descriptor is a lock as well.
+        // Before anything is changed: there may be no descriptor to be had. Of a device, an open one is a lock as well.
         let cache = self.spec.cache;
         let unlocked = match DiskFile::open_and(path, cache, false, Locking::Later) {
             Ok(unlocked) => Arc::new(unlocked),
@@ -66,15 +60,22 @@ impl Node {
                 file
             }
         };
+        let left = duplicate(&unlocked, &self.filename)?;
+        let left = (left, unlocked.backing(), self.spec.aio);
+        disk.sync().map_err(|e| fail("be made durable", e))?;
+        let written = files.iter().filter(|file| !file.facts().read_only);
+        let written: Vec<_> = written.cloned().collect();
+        // Whatever the cache mode says: this is no crash.
+        self.close_image(&image, &written)
+            .map_err(|e| fail("be closed", e))?;
         let size = self.file_size();
         let mut content = self.content();
         content.size = size.unwrap_or(disk.size());
         content.image = None;
         content.files.clear();
         content.file = Some(unlocked);
-        let left = self.descriptors(&content)?.pop();
         drop(content);
-        disk.go_away(left);
+        disk.go_away(Some(left));
         unlock(&files).map_err(|e| fail("give up its lock", e))?;
         Ok(true)
     }
