@@ -1,20 +1,21 @@
 //! Where the journals of images are: what a killed process had acknowledged and not flushed.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use block::{Backing, FileOffset};
 use engine::DiskFile;
-use image::{JournalEvent, JournalPlace, Storage};
+use image::{JournalEvent, JournalPlace, Storage, is_journal_of};
 use rustix::fs::{FallocateFlags, fallocate};
 use thiserror::Error;
 use tracing::{error, info, warn};
 
 use crate::sandbox::people::{self, Person};
 use crate::socket;
+use crate::storage::FileStorage;
 
 /// A file for each image that is written, in a directory beside the disks' default sockets: that is a tmpfs nearly
 /// everywhere, as it should be, since they are of no use after a crash of the host.
@@ -65,10 +66,10 @@ impl Journals {
     pub fn place(
         &self,
         disk: &str,
-        file: &DiskFile,
+        file: &Arc<DiskFile>,
     ) -> Result<Option<(JournalPlace, PathBuf)>, JournalError> {
         let place = Identity::of(file).and_then(|identity| {
-            if let Some(path) = self.another_users(&identity) {
+            if let Some(path) = self.another_users(disk, file, &identity) {
                 return Ok(Err(JournalError::AnotherUsers(path)));
             }
             let path = self.directory.join(&identity.file_name);
@@ -92,9 +93,18 @@ impl Journals {
         }
     }
 
-    /// A journal of this image in the directory of another user. It is not done again from there: whoever wrote it need
-    /// not be allowed to write the image. Only root can look there, and only while it is root.
-    fn another_users(&self, identity: &Identity) -> Option<PathBuf> {
+    /// A journal of this image, as the image says, in the directory of another user. It is not done again from there:
+    /// whoever wrote it need not be allowed to write the image. Only root can look there, and only while it is root.
+    fn another_users(
+        &self,
+        disk: &str,
+        file: &Arc<DiskFile>,
+        identity: &Identity,
+    ) -> Option<PathBuf> {
+        let image = FileStorage {
+            file: file.clone(),
+            flushes: false,
+        };
         let beside = std::fs::read_dir(self.directory.parent()?).ok()?.flatten();
         let mut paths = beside
             .filter(|entry| {
@@ -107,13 +117,22 @@ impl Journals {
             .filter(|directory| *directory != self.directory)
             .map(|directory| directory.join(&identity.file_name));
         paths.find(|path| {
-            let mut start = Vec::new();
             let file = OpenOptions::new()
                 .read(true)
                 .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
                 .open(path);
-            file.and_then(|file| file.take(4096).read_to_end(&mut start))
-                .is_ok_and(|_| start.windows(32).any(|bytes| bytes == identity.bytes))
+            let Ok(journal) = file.map(Plain) else {
+                return false;
+            };
+            let fits = is_journal_of(&journal, &identity.bytes, &image);
+            if !fits {
+                warn!(
+                    "disk {disk}: {} is not that of this image, which has another one or none; it is left alone, and can \
+                     be removed",
+                    path.display()
+                );
+            }
+            fits
         })
     }
 

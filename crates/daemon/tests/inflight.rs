@@ -3,7 +3,8 @@
 #[expect(dead_code, reason = "files are looked at another way here")]
 mod support;
 
-use std::fs::File;
+use std::fs::{self, File};
+use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -17,6 +18,7 @@ use testkit::faulty::Random;
 use testkit::frontend::message::{GET_INFLIGHT_FD, SET_INFLIGHT_FD};
 use testkit::frontend::{Frontend, Inflight, protocol};
 use testkit::load::{Held, Load};
+use testkit::qemu_img;
 use testkit::server::Server;
 use testkit::vm::{self, Vm};
 
@@ -29,29 +31,77 @@ fn survive(config: &DeviceConfig, options: &str, rounds: usize) {
     survive_on(config, &disk, argument, (512, Held::Content), rounds);
 }
 
+/// An image that is served.
+struct Image {
+    file: PathBuf,
+    disk: Disk,
+}
+
+impl Image {
+    /// An empty one; `None` if there is no qemu-img for `test`.
+    fn new(test: &str, options: &str) -> Option<Self> {
+        let disk = Disk::new();
+        let file = disk.file.with_extension("qcow2");
+        let image = Self { file, disk };
+        qemu_img::is_there(test).then(|| {
+            let name = image.file.file_name().unwrap().to_str().unwrap();
+            let create = format!("create -q -f qcow2 {options} {name} 64M");
+            qemu_img::img(image.file.parent().unwrap(), &create);
+            image
+        })
+    }
+
+    fn argument(&self) -> String {
+        let (file, socket) = (self.file.display(), self.disk.socket.display());
+        format!("file={file},socket={socket}")
+    }
+
+    /// Serves it, with a runtime directory of this name beside it.
+    fn serve(&self, runtime: &str, more: &[&str]) -> io::Result<Server> {
+        loop {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+            command.args(["serve", "--json", &self.argument()]);
+            command.args(more);
+            command.env("RUNTIME_DIRECTORY", self.file.with_file_name(runtime));
+            match Server::ringdisk_command(command) {
+                // The kernel may still be at the writes of the one that was killed.
+                Err(e) if e.to_string().contains("in use") => {}
+                result => return result,
+            }
+        }
+    }
+
+    /// The only file in a directory of journals.
+    fn journal(&self, directory: &str) -> PathBuf {
+        let directory = self.file.with_file_name(directory);
+        let mut journals = fs::read_dir(directory).unwrap();
+        journals.next().unwrap().unwrap().path()
+    }
+}
+
+/// Writes something that takes a cluster, and that nobody flushes.
+fn write(server: &Server) {
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].write(9, &content(9, 4096)), 0);
+}
+
+/// Looks for it.
+fn verify(server: &Server) {
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].read(9, 4096).unwrap(), content(9, 4096));
+}
+
 /// The same with an image of which each block is a cluster, taken and given up again and again, and hardly ever flushed.
 #[test]
 fn what_a_qcow2_image_has_acknowledged_survives_kills() {
-    let mut disk = Disk::new();
-    let image = disk.file.with_extension("qcow2");
-    let made = Command::new("qemu-img")
-        .args(["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k"])
-        .arg(&image)
-        .arg("64M")
-        .status();
-    if !made.is_ok_and(|status| status.success()) {
-        println!(
-            "skipped: what_a_qcow2_image_has_acknowledged_survives_kills: there is no qemu-img"
-        );
+    let test = "what_a_qcow2_image_has_acknowledged_survives_kills";
+    let Some(mut image) = Image::new(test, "-o cluster_size=4k") else {
         return;
-    }
-    let argument = format!(
-        "file={},socket={},queues=2,queue-size=64",
-        image.display(),
-        disk.socket.display()
-    );
-    disk.file = image;
-    let log = survive_on(&config(false), &disk, argument, (8192, Held::Zeroes), 60);
+    };
+    let argument = format!("{},queues=2,queue-size=64", image.argument());
+    image.disk.file = image.file;
+    let on = (8192, Held::Zeroes);
+    let log = survive_on(&config(false), &image.disk, argument, on, 60);
     assert!(log.contains("are done again"), "{log}");
     assert!(!log.contains("is of no use"), "{log}");
 }
@@ -59,37 +109,17 @@ fn what_a_qcow2_image_has_acknowledged_survives_kills() {
 /// Who starts it again as another user than before is told, and loses nothing.
 #[test]
 fn another_users_journal_is_not_overlooked() {
-    let name = "another_users_journal_is_not_overlooked";
+    let test = "another_users_journal_is_not_overlooked";
     if !rustix::process::geteuid().is_root() {
-        return println!("skipped: {name}: needs root");
+        return println!("skipped: {test}: needs root");
     }
-    let disk = Disk::new();
-    let image = disk.file.with_extension("qcow2");
-    let made = Command::new("qemu-img")
-        .args(["create", "-q", "-f", "qcow2"])
-        .arg(&image)
-        .arg("64M")
-        .status();
-    if !made.is_ok_and(|status| status.success()) {
-        return println!("skipped: {name}: there is no qemu-img");
-    }
-    let argument = format!("file={},socket={}", image.display(), disk.socket.display());
-    let start = |user: &[&str]| {
-        loop {
-            let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
-            command.args(["serve", "--json", &argument]).args(user);
-            command.env("RUNTIME_DIRECTORY", image.with_file_name("runtime"));
-            match Server::ringdisk_command(command) {
-                // The kernel may still be at the writes of the one that was killed.
-                Err(e) if e.to_string().contains("in use") => {}
-                result => return result,
-            }
-        }
+    let Some(image) = Image::new(test, "") else {
+        return;
     };
+    let start = |user: &[&str]| image.serve("runtime", user);
     let nobody = ["--user", "nobody"];
     let server = start(&nobody).unwrap();
-    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
-    assert_eq!(device.queues[0].write(9, &content(9, 4096)), 0);
+    write(&server);
     server.signal(Signal::KILL);
     drop(server);
     let refused = start(&[]).err().unwrap().to_string();
@@ -97,52 +127,60 @@ fn another_users_journal_is_not_overlooked() {
     assert!(refused.contains("ran as another user"), "{refused}");
     let server = start(&nobody).unwrap();
     server.logged(&["are done again"]);
-    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
-    assert_eq!(device.queues[0].read(9, 4096).unwrap(), content(9, 4096));
+    verify(&server);
     server.signal(Signal::KILL);
     drop(server);
     // Root has made it, for a user who opens it as well.
-    let journals = image.with_file_name("runtime").join("journals-nobody");
-    let mut journals = std::fs::read_dir(&journals).unwrap();
-    let journal = journals.next().unwrap().unwrap().path();
-    assert_eq!(std::fs::metadata(&journal).unwrap().uid(), 65534);
+    let journal = image.journal("runtime/journals-nobody");
+    assert_eq!(fs::metadata(&journal).unwrap().uid(), 65534);
     // One that cannot be opened is not passed over.
-    let elsewhere = image.with_file_name("elsewhere");
-    std::fs::rename(&journal, &elsewhere).unwrap();
+    let elsewhere = image.file.with_file_name("elsewhere");
+    fs::rename(&journal, &elsewhere).unwrap();
     std::os::unix::fs::symlink(&elsewhere, &journal).unwrap();
     let refused = start(&nobody).err().unwrap().to_string();
     assert!(refused.contains("cannot be opened"), "{refused}");
 }
 
+/// Anybody can guess of which file and boot a journal is, and put one into a directory of its own: only the number that the
+/// image has makes it the image's.
+#[test]
+fn a_journal_that_another_user_made_up_keeps_nobody_away() {
+    let test = "a_journal_that_another_user_made_up_keeps_nobody_away";
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: {test}: needs root");
+    }
+    let Some(image) = Image::new(test, "") else {
+        return;
+    };
+    let mut server = image.serve("runtime", &[]).unwrap();
+    write(&server);
+    let journal = image.journal("runtime/journals");
+    let directory = image.file.with_file_name("runtime/journals-nobody");
+    fs::create_dir(&directory).unwrap();
+    let made_up = directory.join(journal.file_name().unwrap());
+    fs::copy(&journal, &made_up).unwrap();
+    // From here on, the image says that it has none.
+    assert!(server.terminate().unwrap().success());
+    let server = image.serve("runtime", &[]).unwrap();
+    server.logged(&["WARN", "journals-nobody", "not that of this image"]);
+    write(&server);
+    // And that it has another one.
+    server.signal(Signal::KILL);
+    drop(server);
+    let server = image.serve("runtime", &[]).unwrap();
+    server.logged(&["WARN", "journals-nobody", "not that of this image"]);
+    verify(&server);
+}
+
 /// Who starts it again with another directory is told where the journal was looked for, and loses nothing either.
 #[test]
 fn a_journal_that_is_elsewhere_is_missed() {
-    let disk = Disk::new();
-    let image = disk.file.with_extension("qcow2");
-    let made = Command::new("qemu-img")
-        .args(["create", "-q", "-f", "qcow2"])
-        .arg(&image)
-        .arg("64M")
-        .status();
-    if !made.is_ok_and(|status| status.success()) {
-        return println!("skipped: a_journal_that_is_elsewhere_is_missed: there is no qemu-img");
-    }
-    let argument = format!("file={},socket={}", image.display(), disk.socket.display());
-    let start = |directory: &str| {
-        loop {
-            let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
-            command.args(["serve", "--json", &argument]);
-            command.env("RUNTIME_DIRECTORY", image.with_file_name(directory));
-            match Server::ringdisk_command(command) {
-                // The kernel may still be at the writes of the one that was killed.
-                Err(e) if e.to_string().contains("in use") => {}
-                result => return result.unwrap(),
-            }
-        }
+    let Some(image) = Image::new("a_journal_that_is_elsewhere_is_missed", "") else {
+        return;
     };
+    let start = |runtime: &str| image.serve(runtime, &[]).unwrap();
     let server = start("runtime");
-    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
-    assert_eq!(device.queues[0].write(9, &content(9, 4096)), 0);
+    write(&server);
     server.signal(Signal::KILL);
     drop(server);
     let server = start("elsewhere");
@@ -150,8 +188,7 @@ fn a_journal_that_is_elsewhere_is_missed() {
     drop(server);
     let server = start("runtime");
     server.logged(&["are done again"]);
-    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
-    assert_eq!(device.queues[0].read(9, 4096).unwrap(), content(9, 4096));
+    verify(&server);
 }
 
 /// Kills a server of a disk so many times (`RINGDISK_TEST_ROUNDS` times more), and compares the disk with what it must

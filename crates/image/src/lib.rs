@@ -19,7 +19,7 @@ pub use qcow2::check::check;
 pub use qcow2::{
     Allocation, CheckReport, Compression, Damage, Fill, HeaderError, ImageError, JournalEvent,
     JournalPlace, OpenOptions, Pin, Pins, Prepared, Progress, Qcow2, Qcow2Error, ThreadPins,
-    Waiting, ZeroStep, Zeroing,
+    Waiting, ZeroStep, Zeroing, is_journal_of,
 };
 pub use storage::Storage;
 

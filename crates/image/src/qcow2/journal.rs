@@ -35,6 +35,7 @@ use std::sync::Arc;
 use block::FileOffset;
 use flate2::Crc;
 
+use super::open::read_header;
 use super::refcount::Piece;
 use super::{Qcow2, State};
 use crate::storage::{Storage, read_padded};
@@ -431,25 +432,18 @@ impl Qcow2 {
 /// # Errors
 /// It cannot be read, or is longer than any.
 pub(super) fn read(place: &JournalPlace, image: u64) -> io::Result<Found> {
-    let mut slots = [0; 2 * SLOT as usize];
-    read_padded(&*place.storage, FileOffset(0), &mut slots)?;
-    let slots = slots.chunks_exact(SLOT as usize);
-    let newest = slots.filter_map(Slot::parse).max_by_key(|s| s.sequence);
-    let Some(slot) = newest else {
+    let Some(slot) = newest_slot(&*place.storage)? else {
         return Ok(match image & MARK {
             0 => Found::Nothing,
             _ => Found::Missing,
         });
     };
-    let next = (slot.generation + 1) & GENERATION;
-    let fits = slot.identity == place.identity
-        && (image == autoclear(slot.generation) || image == autoclear(next));
     let size = place.storage.size()?;
     let bytes = size.saturating_sub(slot.start);
     if bytes == 0 {
         return Ok(Found::Nothing);
     }
-    if !fits {
+    if !slot.fits(&place.identity, image) {
         return Ok(Found::Outdated);
     }
     if bytes > READ_MAX {
@@ -458,6 +452,23 @@ pub(super) fn read(place: &JournalPlace, image: u64) -> io::Result<Found> {
     let mut records = vec![0; bytes as usize];
     read_padded(&*place.storage, FileOffset(slot.start), &mut records)?;
     Ok(Found::Changes(parse(&records, slot.start, slot.session)))
+}
+
+/// Whether a journal that was found somewhere is that of an image, as both say: the image has a number that whoever cannot
+/// read it does not know.
+pub fn is_journal_of(journal: &dyn Storage, identity: &[u8; 32], image: &dyn Storage) -> bool {
+    let Ok((header, _)) = read_header(image) else {
+        return false;
+    };
+    let says = header.autoclear & AUTOCLEAR_JOURNAL;
+    newest_slot(journal).is_ok_and(|slot| slot.is_some_and(|slot| slot.fits(identity, says)))
+}
+
+fn newest_slot(journal: &dyn Storage) -> io::Result<Option<Slot>> {
+    let mut slots = [0; 2 * SLOT as usize];
+    read_padded(journal, FileOffset(0), &mut slots)?;
+    let slots = slots.chunks_exact(SLOT as usize);
+    Ok(slots.filter_map(Slot::parse).max_by_key(|s| s.sequence))
 }
 
 pub(super) enum Found {
@@ -491,6 +502,13 @@ impl Slot {
         };
         let possible = slot.generation <= GENERATION && slot.start >= RECORDS_AT;
         (sound && possible).then_some(slot)
+    }
+
+    /// Whether it is of an image that says this.
+    fn fits(&self, identity: &[u8; 32], image: u64) -> bool {
+        let next = (self.generation + 1) & GENERATION;
+        let numbers = [self.generation, next].map(autoclear);
+        self.identity == *identity && numbers.contains(&image)
     }
 }
 
