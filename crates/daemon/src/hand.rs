@@ -20,9 +20,11 @@
 //! old one goes on, with its own sessions, rings and locks, whatever has become of the other.
 
 use std::collections::VecDeque;
+use std::fs::Metadata;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -35,8 +37,8 @@ use rustix::net::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// Of the messages below.
-pub const PROTOCOL: u32 = 1;
+/// Of the messages below. Version 1 did not say what disks are on.
+pub const PROTOCOL: u32 = 2;
 
 /// Bytes of a message at most: those of 4096 disks with sessions of 256 queues.
 const BYTES_MAX: usize = 256 << 20;
@@ -95,14 +97,26 @@ pub struct Handed {
     pub control: bool,
     pub upgrade: bool,
     pub metrics: bool,
+    pub disks: Vec<HandedDisk>,
     /// Disks that are left to other hosts for now, by name.
     pub away: Vec<String>,
     pub exports: Vec<HandedExport>,
 }
 
+/// A disk, served or not, in the words of the command line.
+#[derive(Serialize, Deserialize)]
+pub struct HandedDisk {
+    /// As it is now.
+    pub disk: String,
+    /// As it is written down, as far as that is in force.
+    pub written: Option<String>,
+}
+
 #[derive(Serialize, Deserialize)]
 pub struct HandedExport {
     pub socket: PathBuf,
+    /// What it is on, if that is a file and here.
+    pub file: Option<FileIdentity>,
     /// The guest's choice of a write cache, if it is not the default.
     pub write_cache: Option<bool>,
     pub session: Option<HandedSession>,
@@ -112,6 +126,20 @@ pub struct HandedExport {
 pub struct HandedSession {
     pub words: Vec<u64>,
     pub descriptors: usize,
+}
+
+/// Tells a file from all others, by whatever name: its device and inode, or a marker and the number of the device that it
+/// is. Any number of nodes lead to one device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileIdentity(u64, u64);
+
+impl From<&Metadata> for FileIdentity {
+    fn from(file: &Metadata) -> Self {
+        match file.file_type().is_block_device() {
+            true => Self(u64::MAX, file.rdev()),
+            false => Self(file.dev(), file.ino()),
+        }
+    }
 }
 
 /// The messages that say nothing else.
@@ -317,7 +345,6 @@ pub fn wait(fd: BorrowedFd<'_>, what: PollFlags, deadline: Instant) -> io::Resul
 
 /// What tells this program from others, as `DEVICE:INODE` of its file.
 pub fn program() -> Option<String> {
-    use std::os::unix::fs::MetadataExt;
     let file = std::fs::metadata(Path::new("/proc/self/exe")).ok()?;
     Some(format!("{}:{}", file.dev(), file.ino()))
 }

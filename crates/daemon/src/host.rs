@@ -22,7 +22,7 @@ use tracing::{error, info, warn};
 use crate::device::ServedDisk;
 use crate::export::{Around, Export, ExportError, ExportSpec};
 use crate::iothreads::{IoThreadError, IoThreads};
-use crate::keeper::Keeper;
+use crate::keeper::{Keeper, Written};
 use crate::node::{DiskWanted, Node, NodeError};
 use crate::paste::Ready;
 use crate::sandbox::{Outside, Sandbox};
@@ -61,6 +61,8 @@ struct State {
     exports: BTreeMap<String, Export>,
     groups: BTreeMap<String, Arc<ThrottleGroup>>,
     watch: Watch,
+    /// What the operator has written down, as far as that is in force.
+    written: Written,
     /// Exports by id that finish what is under way, with the nodes to which that goes.
     stopping: Vec<(String, Arc<Node>)>,
     /// Disks that are being moved to other files.
@@ -114,6 +116,11 @@ pub enum HostError {
     NodeInUse(String, String),
     #[error("{0}: in use by disk '{1}'; detach that first, or serve both with readonly=on")]
     FileInUse(PathBuf, String),
+    #[error(
+        "disk '{0}' is on another file than the disk that is served at {socket}, whose VM is to go on in it; have what is \
+         written down put into force first ('ringdisk reload'), or see what is at its path by now", socket = .1.display()
+    )]
+    OtherFile(String, PathBuf),
     #[error("disk '{0}' was changed by somebody else meanwhile; look at it again")]
     Changed(String),
     #[error("disk '{0}' is being put on another file; try again in a moment")]
@@ -202,6 +209,7 @@ impl Host {
 
     /// Opens a disk without serving it.
     pub fn add_node(&self, spec: DiskSpec) -> Result<(), HostError> {
+        let spec = self.places.inherited.on_its_file(spec);
         let name = spec.name.clone();
         self.sandbox.check_file(&spec.file)?;
         {
@@ -274,6 +282,8 @@ impl Host {
         let entry = state.nodes.remove(name);
         drop(state);
         match entry {
+            // Closing an image writes to it, and another process goes on with this one.
+            Some(_) if self.places.inherited.is_only_asked_for() => Ok(()),
             Some(entry) => in_time(name, Instant::now() + SHUTDOWN, move || sync(&entry.node)),
             None => Ok(()),
         }
@@ -317,6 +327,13 @@ impl Host {
         disk.set_throttle_group(state.group(group.as_deref())?);
         let me = self.me.clone();
         let inherited = self.places.inherited.export(&spec.socket);
+        // Whatever is written down: a guest that goes on does so where it has written.
+        if inherited
+            .as_ref()
+            .is_some_and(|export| export.file != node.identity())
+        {
+            return Err(HostError::OtherFile(name.into(), spec.socket.clone()));
+        }
         let remembered = state.write_caches.remove(&spec.id);
         let around = Around {
             events: self.events.clone(),

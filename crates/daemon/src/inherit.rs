@@ -1,11 +1,10 @@
 //! What a process takes over from the one that served before it.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::fs::{self, File};
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -15,7 +14,9 @@ use guest::Saved;
 use rustix::fs::{OFlags, fcntl_getfl};
 use tracing::warn;
 
-use crate::hand::{Channel, Handed, HandedExport, Hello, PROTOCOL, Step};
+use crate::config::Config;
+use crate::hand::{Channel, FileIdentity, Handed, HandedDisk, HandedExport, Hello, PROTOCOL, Step};
+use crate::spec::{DiskSpec, SpecError};
 
 /// How long the old process may take to pause all disks. It gives up sooner.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -35,14 +36,35 @@ struct State {
     control: Option<UnixListener>,
     upgrade: Option<UnixListener>,
     metrics: Option<TcpListener>,
+    /// By name.
+    disks: BTreeMap<String, OnFile>,
     away: Vec<String>,
     exports: Vec<(PathBuf, InheritedExport)>,
     gate: Option<Arc<Gate>>,
 }
 
+/// A disk as it is now, and as it is written down: a [`HandedDisk`].
+struct OnFile {
+    disk: DiskSpec,
+    written: Option<DiskSpec>,
+}
+
+impl TryFrom<&HandedDisk> for OnFile {
+    type Error = SpecError;
+
+    fn try_from(handed: &HandedDisk) -> Result<Self, SpecError> {
+        Ok(Self {
+            disk: handed.disk.parse()?,
+            written: handed.written.as_deref().map(str::parse).transpose()?,
+        })
+    }
+}
+
 /// An export's socket, and the front-end that is connected there.
 pub struct InheritedExport {
     pub listener: UnixListener,
+    /// What its guest has been served, if that is a file and here.
+    pub file: Option<FileIdentity>,
     pub session: Option<(UnixStream, Saved)>,
     pub write_cache: Option<bool>,
     /// Nobody is to be served before it opens.
@@ -117,6 +139,7 @@ impl Inherited {
             };
             let export = InheritedExport {
                 listener,
+                file: handed.file,
                 session,
                 write_cache: handed.write_cache,
                 gate: gate.clone(),
@@ -125,6 +148,14 @@ impl Inherited {
         };
         let exports = handed.exports.into_iter().map(&mut export);
         let exports = exports.collect::<io::Result<_>>()?;
+        let disk = |handed: &HandedDisk| {
+            let disk = OnFile::try_from(handed)?;
+            Ok::<_, SpecError>((disk.disk.name.clone(), disk))
+        };
+        let disks = handed.disks.iter().map(disk);
+        let disks = disks.collect::<Result<_, _>>();
+        let disks =
+            disks.map_err(|e| io::Error::other(format!("a disk came that is none: {e}")))?;
         Ok(Self {
             state: Mutex::new(State {
                 channel: Some(channel),
@@ -133,6 +164,7 @@ impl Inherited {
                 control: control.map(UnixListener::from),
                 upgrade: upgrade.map(UnixListener::from),
                 metrics: metrics.map(TcpListener::from),
+                disks,
                 away: handed.away,
                 exports,
                 gate: Some(gate),
@@ -155,11 +187,42 @@ impl Inherited {
         let mut state = self.state();
         let place = state.files.iter().position(|fd| {
             let there = fd.try_clone().and_then(|fd| File::from(fd).metadata());
-            let same = there.is_ok_and(|there| identity(&there) == identity(wanted));
+            let same =
+                there.is_ok_and(|there| FileIdentity::from(&there) == FileIdentity::from(wanted));
             let access = fcntl_getfl(fd).unwrap_or(OFlags::empty()) & OFlags::ACCMODE;
             same && (access == OFlags::RDWR) == write
         })?;
         Some(state.files.swap_remove(place))
+    }
+
+    /// Puts the files into a configuration that were in force of it, if others are written down by now. A guest goes on
+    /// in the one that it has; that it is to have another is for a reload to find. Returns whether there is any.
+    pub fn keep_files(&self, config: &mut Config) -> bool {
+        let state = self.state();
+        let mut other = false;
+        for disk in &mut config.disks {
+            let handed = state.disks.get(&disk.name);
+            if let Some(before) = handed.and_then(|handed| handed.written.as_ref())
+                && !before.is_written_on_file_of(disk)
+            {
+                (disk.file, disk.format) = (before.file.clone(), before.format);
+                other = true;
+            }
+        }
+        other
+    }
+
+    /// A disk that is written down, on the file that it is on.
+    pub fn on_its_file(&self, disk: DiskSpec) -> DiskSpec {
+        match self.state().disks.get(&disk.name) {
+            Some(handed) if handed.written.is_some() => disk.on_file_of(&handed.disk),
+            _ => disk,
+        }
+    }
+
+    /// Whether the old process has a disk of this name.
+    pub fn has_disk(&self, name: &str) -> bool {
+        self.state().disks.contains_key(name)
     }
 
     pub fn lock(&self) -> Option<File> {
@@ -193,6 +256,11 @@ impl Inherited {
         let mut state = self.state();
         let place = state.exports.iter().position(|(path, _)| path == socket)?;
         Some(state.exports.swap_remove(place).1)
+    }
+
+    /// Whether the old process goes on if this one ends now.
+    pub fn is_only_asked_for(&self) -> bool {
+        self.state().channel.is_some()
     }
 
     /// All is ready: has the old process let go, and opens the gate. Without an old process, does nothing.
@@ -230,6 +298,7 @@ impl Inherited {
             }
         }
         state.metrics = None;
+        state.disks.clear();
         for file in state.files.drain(..) {
             if let Err(e) = rustix::fs::fdatasync(&file) {
                 warn!("a disk that is no longer served could not be made durable: {e}");
@@ -249,12 +318,4 @@ impl Inherited {
 fn is_at(listener: &UnixListener, path: &Path) -> bool {
     let at = listener.local_addr();
     at.is_ok_and(|at| at.as_pathname() == Some(path))
-}
-
-/// Any number of nodes lead to one device.
-fn identity(file: &fs::Metadata) -> (u64, u64) {
-    match file.file_type().is_block_device() {
-        true => (u64::MAX, file.rdev()),
-        false => (file.dev(), file.ino()),
-    }
 }

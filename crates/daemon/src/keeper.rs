@@ -47,6 +47,7 @@ impl Written {
 
 /// All that a host serves, as it would have to be written down.
 pub struct Inventory {
+    pub written: Written,
     /// Opened files, with the limits of the disks on them.
     pub nodes: Vec<ChangedNode>,
     pub exports: Vec<ChangedExport>,
@@ -79,7 +80,6 @@ pub struct Keeper {
 
 #[derive(Default)]
 struct Inner {
-    written: Written,
     /// What could not be served when this process started: it is not forgotten for that.
     absent: Changed,
     /// What the file says, if that is known.
@@ -126,11 +126,6 @@ impl Keeper {
         &self.lock
     }
 
-    /// What is written down is this, from now on.
-    pub fn set_written(&self, written: Written) {
-        self.inner().written = written;
-    }
-
     /// Keeps how a host differs from what is written down, durably. A disk that is being moved counts as on its
     /// new file.
     ///
@@ -146,7 +141,7 @@ impl Keeper {
         if let Some(moved) = moved {
             inventory.move_to(moved);
         }
-        let text = inventory.difference(&inner.written, &inner.absent).text();
+        let text = inventory.difference(&inner.absent).text();
         if inner.text.as_ref() == Some(&text) {
             return Ok(());
         }
@@ -185,7 +180,7 @@ impl Keeper {
     pub fn start(
         &self,
         host: &Host,
-        written: Written,
+        written: &Written,
         changed: &Changed,
     ) -> Result<Vec<Ready>, HostError> {
         let start = changed.apply(&written.disks);
@@ -195,6 +190,8 @@ impl Keeper {
             );
         }
         let mut absent = Changed::default();
+        // What guests are served must be taken over, or stay where it is.
+        let must = |name: &str| host.places.inherited.has_disk(name);
         let missing = |what: &str, name: &str, e: &HostError| {
             error!("{what} {name}, which was added while the last process ran, cannot be: {e}");
         };
@@ -220,6 +217,7 @@ impl Keeper {
         for disk in start.more {
             match host.attach(disk.clone()) {
                 Ok(attached) => ready.push(attached),
+                Err(e) if must(&disk.name) => return Err(e),
                 Err(e) => {
                     missing("disk", &disk.name, &e);
                     absent.disks.push(ChangedDisk {
@@ -236,6 +234,9 @@ impl Keeper {
                 Some(child) => host.add_node_over(child, node.disk.clone()),
             };
             if let Err(e) = added {
+                if must(&node.disk.name) {
+                    return Err(e);
+                }
                 missing("node", &node.disk.name, &e);
                 absent.nodes.push(node.clone());
             }
@@ -243,14 +244,14 @@ impl Keeper {
         for export in &changed.exports {
             match host.add_export(&export.node, &export_spec(export)) {
                 Ok(exported) => ready.push(exported),
+                Err(e) if must(&export.node) => return Err(e),
                 Err(e) => {
                     missing("export", &export.id, &e);
                     absent.exports.push(export.clone());
                 }
             }
         }
-        let mut inner = self.inner();
-        (inner.written, inner.absent) = (written, absent);
+        self.inner().absent = absent;
         Ok(ready)
     }
 }
@@ -278,7 +279,8 @@ impl Inventory {
             && exports.next().is_none()
     }
 
-    fn difference(&self, written: &Written, absent: &Changed) -> Changed {
+    fn difference(&self, absent: &Changed) -> Changed {
+        let written = &self.written;
         let mut changed = absent.clone();
         let here = |name: &String| self.nodes.iter().any(|node| node.disk.name == *name);
         changed.disks.retain(|disk| !here(&disk.disk.name));

@@ -20,6 +20,7 @@ use rbd::{RbdError, RbdImage};
 use thiserror::Error;
 use tracing::{info, warn};
 
+use crate::hand::FileIdentity;
 use crate::journal::JournalError;
 use crate::progress::Progress;
 use crate::spec::{DiskSpec, FileSpec, Lock};
@@ -231,6 +232,13 @@ impl Node {
                 there.file_type().is_block_device() && ours.st_rdev == there.rdev()
             }
         })
+    }
+
+    /// Which file it is on, if it is on one and that is here.
+    pub fn identity(&self) -> Option<FileIdentity> {
+        let file = self.is_here().then(|| self.file())??;
+        let file = fs::File::from(file.as_fd().try_clone_to_owned().ok()?);
+        Some(FileIdentity::from(&file.metadata().ok()?))
     }
 
     /// The same file under another name, for a node that lies on this one.

@@ -300,12 +300,18 @@ impl<'a> Failed<'a> {
 }
 
 /// Serves a disk otherwise than before, which its front-end sees as a lost connection; if that cannot be,
-/// goes on as before.
+/// goes on as before. It stays on what it was put on by command, unless another file is written down.
 fn exchange(host: &Host, before: &DiskSpec, disk: &DiskSpec) -> Result<(), HostError> {
     warn!(
         "disk {}: its front-end is disconnected, and may connect again, for what has changed",
         disk.name
     );
+    let now = host.spec_of(&disk.name);
+    let now = now.unwrap_or_else(|| before.clone());
+    let disk = match before.is_written_on_file_of(disk) {
+        true => disk.on_file_of(&now),
+        false => disk.clone(),
+    };
     match host.detach(&disk.name, Removal::Hard) {
         // It is gone all the same, and its VM must not be left without it.
         Err(e @ HostError::Sync(..)) => error!("{e}"),
@@ -313,11 +319,12 @@ fn exchange(host: &Host, before: &DiskSpec, disk: &DiskSpec) -> Result<(), HostE
         Err(HostError::NoNode(_)) => {}
         result => result?,
     }
-    match host.attach(disk.clone()) {
+    let name = disk.name.clone();
+    match host.attach(disk) {
         Ok(_) => Ok(()),
         Err(e) => {
-            if let Err(e) = host.attach(before.clone()) {
-                error!("disk {}: cannot go on as before: {e}", disk.name);
+            if let Err(e) = host.attach(now) {
+                error!("disk {name}: cannot go on as before: {e}");
             }
             Err(e)
         }

@@ -191,7 +191,7 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
         .iter()
         .map(|text| text.parse())
         .collect::<Result<_, _>>()?;
-    let config = match &args.config {
+    let mut config = match &args.config {
         Some(path) => Config::read(path)?,
         None => Config::default(),
     };
@@ -279,7 +279,11 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
         Some(directory) => Some(Keeper::open(directory, inherited.lock())?),
         None => None,
     };
-    let result = start(&host, &config, specs, keeper.as_ref());
+    // What has changed meanwhile is put into force as by any reload, once guests are served.
+    let reload = inherited.keep_files(&mut config);
+    let written = Written::new(&command_line, &config);
+    host.set_written(written.clone());
+    let result = start(&host, &config, &written, keeper.as_ref());
     let keeper = keeper.map(|(keeper, _)| keeper);
     drop(ready_threads);
     let config = args
@@ -344,7 +348,8 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
     };
     let explained = args.explain.then(|| explain::all(&host));
     announce(&ready, metrics, explained, args.json);
-    for signal in signals.forever() {
+    let first = reload.then_some(SIGHUP);
+    for signal in first.into_iter().chain(signals.forever()) {
         if signal != SIGHUP {
             break;
         }
@@ -384,7 +389,7 @@ fn state_directory() -> Option<PathBuf> {
 fn start(
     host: &Host,
     config: &Config,
-    specs: Vec<DiskSpec>,
+    written: &Written,
     keeper: Option<&(Keeper, Changed)>,
 ) -> Result<Vec<Ready>, ServeError> {
     for (id, spec) in &config.threads {
@@ -396,13 +401,9 @@ fn start(
         host.add_group(name, limits)?;
     }
     let Some((keeper, changed)) = keeper else {
-        let attached = specs.into_iter().map(|spec| host.attach(spec));
+        let disks = written.disks.iter().cloned();
+        let attached = disks.map(|spec| host.attach(spec));
         return Ok(attached.collect::<Result<_, _>>()?);
-    };
-    // The configuration's disks are among these.
-    let written = Written {
-        disks: specs,
-        ..Written::new(&[], config)
     };
     Ok(keeper.start(host, written, changed)?)
 }

@@ -288,6 +288,25 @@ impl DiskSpec {
         Ok(moved)
     }
 
+    /// Whether both are written down on the same, in the same words.
+    pub fn is_written_on_file_of(&self, other: &Self) -> bool {
+        (&self.file, self.format) == (&other.file, other.format)
+    }
+
+    /// The disk as it is written down, on what it is on now.
+    pub fn on_file_of(&self, now: &Self) -> Self {
+        let aio = match now.file {
+            FileSpec::Rbd(_) => now.aio,
+            FileSpec::Path(_) | FileSpec::Null(_) => self.aio,
+        };
+        Self {
+            file: now.file.clone(),
+            format: now.format,
+            aio,
+            ..self.clone()
+        }
+    }
+
     /// Is on the file that another is on.
     pub fn follow(&mut self, other: &Self) {
         self.file = other.file.clone();

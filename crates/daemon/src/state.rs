@@ -265,7 +265,7 @@ impl Changed {
             match instead {
                 _ if self.gone.contains(disk) => {}
                 Some(changed) => start.disks.push(changed.disk.clone()),
-                None => start.disks.push(disk.clone()),
+                None => start.disks.push(self.on_its_file(disk)),
             }
         }
         for changed in &self.disks {
@@ -280,6 +280,19 @@ impl Changed {
         }
         start
     }
+
+    /// A disk of which something else is written down by now. Only who writes down another file means that: its guest
+    /// has long left the one that was written down before.
+    fn on_its_file(&self, disk: &DiskSpec) -> DiskSpec {
+        let moved = self.disks.iter().find(|changed| {
+            let before = changed.instead_of.as_ref();
+            before.is_some_and(|b| b.name == disk.name && b.is_written_on_file_of(disk))
+        });
+        match moved {
+            Some(ChangedDisk { disk: now, .. }) => disk.on_file_of(now),
+            None => disk.clone(),
+        }
+    }
 }
 
 /// What is to be served.
@@ -289,7 +302,7 @@ pub struct Start {
     pub disks: Vec<DiskSpec>,
     /// What was attached besides.
     pub more: Vec<DiskSpec>,
-    /// Disks of which what is written down has changed since.
+    /// Disks of which what is written down has changed since, but for the file that they were put on if that has not.
     pub outdated: Vec<String>,
 }
 
@@ -380,12 +393,16 @@ mod tests {
         assert_eq!(names(&start.more), ["new"]);
         assert!(start.outdated.is_empty());
 
-        let later = [
-            "/vms/b.raw,queues=9",
-            "/vms/gone.raw,queues=9",
-            "/x/new.raw",
-        ]
-        .map(disk);
+        // What it is on is not outdated by what else is said of it.
+        let later = ["/vms/b.raw,queues=9", "/vms/b.raw,format=raw"].map(disk);
+        let start = later
+            .each_ref()
+            .map(|b| changed.apply(std::slice::from_ref(b)));
+        assert_eq!(start[0].disks, [disk("/vms/b,,2.raw,name=b,queues=9")]);
+        assert_eq!(start[1].disks, later[1..]);
+        assert_eq!(start[0].outdated, ["b"]);
+
+        let later = ["/x/b.raw,queues=9", "/vms/gone.raw,queues=9", "/x/new.raw"].map(disk);
         let start = changed.apply(&later);
         assert_eq!(start.disks, later);
         assert!(start.more.is_empty());

@@ -18,14 +18,15 @@ use tracing::{error, info, warn};
 use crate::device::ServedDisk;
 use crate::export::Paused;
 use crate::hand::{
-    Answer, Ask, Channel, Handed, HandedExport, HandedSession, Hello, Launched, Outcome, PROTOCOL,
-    Step, program,
+    Answer, Ask, Channel, FileIdentity, Handed, HandedExport, HandedSession, Hello, Launched,
+    Outcome, PROTOCOL, Step, program,
 };
 use crate::host::Host;
 use crate::inherit::Inherited;
 use crate::launch::{self, Launch, beside};
 use crate::log;
 use crate::manager;
+use crate::node::Node;
 use crate::socket::Socket;
 
 /// How long the new process may take for anything while guests go on.
@@ -359,6 +360,7 @@ fn pause(host: &Host, deadline: Instant) -> Result<Vec<PausedExport>, UpgradeErr
             Ok(paused) if unfinished(&paused) => Err(UpgradeError::Stuck(pausing.id)),
             Ok(paused) => Ok(PausedExport {
                 socket: pausing.socket,
+                file: pausing.node.identity(),
                 // As its last front-end has left it.
                 write_cache: pausing.device.chosen_write_cache(),
                 listener: paused.listener,
@@ -377,12 +379,14 @@ fn pause(host: &Host, deadline: Instant) -> Result<Vec<PausedExport>, UpgradeErr
 pub struct Pausing {
     pub id: String,
     pub socket: PathBuf,
+    pub node: Arc<Node>,
     pub device: Arc<ServedDisk>,
     pub paused: Receiver<Paused>,
 }
 
 struct PausedExport {
     socket: PathBuf,
+    file: Option<FileIdentity>,
     write_cache: Option<bool>,
     listener: OwnedFd,
     connection: Option<(OwnedFd, guest::Saved)>,
@@ -406,6 +410,7 @@ fn hand(
         control: control.is_some(),
         upgrade: upgrade.is_some(),
         metrics: metrics.is_some(),
+        disks: host.handed_disks(),
         away: host.away(),
         exports: Vec::new(),
     };
@@ -426,6 +431,7 @@ fn hand(
         });
         handed.exports.push(HandedExport {
             socket: export.socket.clone(),
+            file: export.file,
             write_cache: export.write_cache,
             session,
         });

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use support::{Disk, seed};
+use support::{Disk, content, seed};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::faulty::Random;
 use testkit::frontend::{F_LOG_ALL, eventfd, eventfd_wait};
@@ -44,18 +44,17 @@ impl Served {
     /// With a service manager that listens there.
     fn start_for(disks: &[String], manager: Option<&Path>) -> Self {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let state = format!("--state={}", dir.path().join("state").display());
+        let arguments = [&[state, "--metrics=127.0.0.1:0".into()][..], disks].concat();
+        Self::start_in(dir, &arguments, manager)
+    }
+
+    /// In a directory with files that are there already.
+    fn start_in(dir: tempfile::TempDir, arguments: &[String], manager: Option<&Path>) -> Self {
         let control = dir.path().join("control.qmp");
-        let arguments = [
-            &[
-                format!("--control={}", control.display()),
-                format!("--state={}", dir.path().join("state").display()),
-                "--metrics=127.0.0.1:0".into(),
-            ][..],
-            disks,
-        ]
-        .concat();
         let mut command = Command::new(BINARY);
-        command.arg("serve").arg("--json").args(&arguments);
+        command.args(["serve", "--json", "--control"]);
+        command.arg(&control).args(arguments);
         if let Some(manager) = manager {
             command.env("NOTIFY_SOCKET", manager);
         }
@@ -101,6 +100,20 @@ impl Served {
 
     fn list(&self) -> i32 {
         self.ringdisk(&["list"]).status.code().unwrap()
+    }
+
+    /// What `list` says of a disk.
+    fn disk(&self, name: &str) -> Value {
+        let list = self.ringdisk(&["list", "--json"]);
+        let disks: Value = serde_json::from_slice(&list.stdout).unwrap();
+        let mut disks = disks.as_array().unwrap().iter();
+        disks.find(|disk| disk["name"] == name).unwrap().clone()
+    }
+
+    /// Puts a disk on another file, which holds the same.
+    fn replace(&self, disk: &str, file: &Path) {
+        let replaced = self.ringdisk(&["replace", disk, file.to_str().unwrap()]);
+        assert!(replaced.status.success(), "{replaced:?}");
     }
 
     /// A script in place of the new program.
@@ -291,8 +304,7 @@ fn a_disk_on_another_image_is_handed_over() {
     let mut served = Served::start(&[raw.argument(options)]);
     let mut random = Random(seed());
     let device = Device::connect(&raw.socket, &config()).unwrap();
-    let replaced = served.ringdisk(&["replace", "disk", image.file.to_str().unwrap()]);
-    assert!(replaced.status.success(), "{replaced:?}");
+    served.replace("disk", &image.file);
     let loads = Load::all(&device, 4096, Held::Zeroes, true);
     let mut devices = vec![(device, loads)];
     for _ in 0..2 {
@@ -360,6 +372,220 @@ fn a_choice_that_is_handed_over_wins() {
     served.end();
 }
 
+/// Disks in files of one directory that hold the same, those of a configuration among them.
+struct Files(tempfile::TempDir);
+
+impl Files {
+    fn new(names: &[&str]) -> Self {
+        let files = Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap());
+        for name in names {
+            fs::write(files.path(name), content(0, 4 << 20)).unwrap();
+        }
+        files
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// The same by a name of its own, also when this is gone.
+    fn config(&self) -> Config {
+        Config(self.0.path().to_owned())
+    }
+
+    fn serve(self, arguments: &[String]) -> Served {
+        let config = format!("--config={}", self.path("config.toml").display());
+        Served::start_in(self.0, &[&[config][..], arguments].concat(), None)
+    }
+}
+
+/// A configuration, and the directory of its disks.
+struct Config(PathBuf);
+
+impl Config {
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    /// Disks by name, file and socket, each with two queues and further lines.
+    fn write(&self, disks: &[(&str, &str, &str)], more: &str) {
+        let dir = self.0.display();
+        let text = disks.iter().map(|(name, file, socket)| {
+            format!("[[disk]]\nname = \"{name}\"\nfile = \"{dir}/{file}\"\nsocket = \"{dir}/{socket}\"\nqueues = 2\n{more}\n")
+        });
+        fs::write(self.path("config.toml"), text.collect::<String>()).unwrap();
+    }
+
+    fn argument(&self, name: &str) -> String {
+        let dir = self.0.display();
+        format!("{dir}/{name}.raw,socket={dir}/{name}.sock,queues=2")
+    }
+
+    /// Has a guest write to one file, and looks that it goes to no other.
+    fn write_goes_to(&self, device: &mut Device, sector: u64, file: &str, others: &[&str]) {
+        let new = content(4711 + sector, 4096);
+        assert_eq!(device.queues[1].write(sector, &new), 0);
+        assert_eq!(device.queues[0].read(sector, 4096).unwrap(), new);
+        let there = |name: &str| {
+            let bytes = fs::read(self.path(name)).unwrap();
+            bytes[sector as usize * 512..][..4096] == new
+        };
+        assert!(there(file), "{file}");
+        others
+            .iter()
+            .for_each(|other| assert!(!there(other), "{other}"));
+    }
+}
+
+/// A disk stays on the file that it was put on by command, with and without state, on the command line and in a
+/// configuration, of which something else is changed: or its guest would go on in a file that it has long left.
+#[test]
+fn a_disk_stays_on_the_file_that_it_was_put_on() {
+    for state in [false, true] {
+        println!("with state: {state}");
+        let files = Files::new(&["a.raw", "a2.raw", "b.raw", "b2.raw"]);
+        let here = files.config();
+        here.write(&[("b", "b.raw", "b.sock")], "");
+        let mut arguments = vec![here.argument("a")];
+        if state {
+            arguments.push(format!("--state={}", here.path("state").display()));
+        }
+        let mut served = files.serve(&arguments);
+        let connect = |name| Device::connect(here.path(name), &config()).unwrap();
+        let (mut a, mut b) = (connect("a.sock"), connect("b.sock"));
+        let on = |served: &Served| {
+            for (name, file) in [("a", "a2.raw"), ("b", "b2.raw")] {
+                let disk = served.disk(name);
+                assert_eq!(disk["file"], here.path(file).to_str().unwrap(), "{disk}");
+            }
+        };
+        served.replace("a", &here.path("a2.raw"));
+        served.replace("b", &here.path("b2.raw"));
+        on(&served);
+        for round in 0..3 {
+            // From the second time on, it was the process before that has inherited it.
+            if round == 1 {
+                here.write(&[("b", "b.raw", "b.sock")], "iops = 77");
+            }
+            served.upgrade(&[]);
+            on(&served);
+            here.write_goes_to(&mut a, 8 + 8 * round, "a2.raw", &["a.raw"]);
+            here.write_goes_to(&mut b, 8 + 8 * round, "b2.raw", &["b.raw"]);
+        }
+        assert_eq!(served.disk("b")["limits"]["iops"], 77);
+        // Nor does a reload afterwards think otherwise.
+        here.write(&[("b", "b.raw", "b.sock")], "iops = 78");
+        let reloaded = served.ringdisk(&["reload"]);
+        assert!(reloaded.status.success(), "{reloaded:?}");
+        on(&served);
+        assert_eq!(served.disk("b")["limits"]["iops"], 78);
+        served.end();
+    }
+}
+
+/// Where the configuration says another file by now, the disk is put there as by a reload: when it has been taken over.
+#[test]
+fn a_disk_is_put_on_the_file_that_is_written_down_since() {
+    let files = Files::new(&["a.raw", "b.raw", "c.raw"]);
+    let here = files.config();
+    here.write(&[("disk", "a.raw", "disk.sock")], "");
+    let state = format!("--state={}", here.path("state").display());
+    let mut served = files.serve(&[state]);
+    let mut device = Device::connect(here.path("disk.sock"), &config()).unwrap();
+    served.replace("disk", &here.path("b.raw"));
+    here.write(&[("disk", "c.raw", "disk.sock")], "iops = 77");
+    served.upgrade(&[]);
+    let start = Instant::now();
+    let is_there =
+        |served: &Served| served.disk("disk")["file"] == here.path("c.raw").to_str().unwrap();
+    while !is_there(&served) {
+        assert!(start.elapsed() < HANG, "{}", served.disk("disk"));
+        thread::sleep(Duration::from_millis(10));
+    }
+    here.write_goes_to(&mut device, 8, "c.raw", &["a.raw", "b.raw"]);
+    // It stays there, and that is no longer news.
+    served.upgrade(&[]);
+    assert!(is_there(&served));
+    assert_eq!(served.disk("disk")["limits"]["iops"], 77);
+    here.write_goes_to(&mut device, 16, "c.raw", &["a.raw", "b.raw"]);
+    served.end();
+}
+
+/// A guest is never handed to a process that would serve it another file: under the same path, or at the socket of a
+/// disk that has another name by now.
+#[test]
+fn no_guest_is_put_on_another_file() {
+    let files = Files::new(&["a.raw", "b.raw"]);
+    let here = files.config();
+    let disks = [("a", "a.raw", "a.sock"), ("b", "b.raw", "b.sock")];
+    here.write(&disks, "");
+    let mut served = files.serve(&[]);
+    let connect = |name| Device::connect(here.path(name), &config()).unwrap();
+    let (mut a, mut b) = (connect("a.sock"), connect("b.sock"));
+    let log = |served: &Served, words: &str| {
+        served.first.logged(&[words]);
+    };
+
+    here.write(&[("a", "a.raw", "b.sock"), ("b", "b.raw", "a.sock")], "");
+    served.fail(Path::new(BINARY), "cannot serve");
+    log(
+        &served,
+        "disk 'a' is on another file than the disk that is served at",
+    );
+    here.write(&[("b", "a.raw", "c.sock"), ("c", "b.raw", "a.sock")], "");
+    served.fail(Path::new(BINARY), "cannot serve");
+    here.write(&disks, "");
+
+    fs::rename(here.path("a.raw"), here.path("old.raw")).unwrap();
+    fs::copy(here.path("old.raw"), here.path("a.raw")).unwrap();
+    served.fail(Path::new(BINARY), "cannot serve");
+    here.write_goes_to(&mut a, 8, "old.raw", &["a.raw"]);
+    fs::rename(here.path("old.raw"), here.path("a.raw")).unwrap();
+
+    // Another name alone is no other file.
+    here.write(&[("x", "a.raw", "a.sock"), ("b", "b.raw", "b.sock")], "");
+    served.upgrade(&[]);
+    here.write_goes_to(&mut a, 16, "a.raw", &["b.raw"]);
+    here.write_goes_to(&mut b, 24, "b.raw", &["a.raw"]);
+    served.end();
+}
+
+/// A new process that gives up when it has opened an image leaves that, and its journal, as they are.
+#[test]
+fn an_image_is_not_closed_by_who_gives_up() {
+    let test = "an_image_is_not_closed_by_who_gives_up";
+    if !testkit::qemu_img::is_there(test) {
+        return;
+    }
+    let files = Files::new(&["b.raw"]);
+    let here = files.config();
+    testkit::qemu_img::img(&here.0, "create -q -f qcow2 a.qcow2 64M");
+    let disks = [("a", "a.qcow2", "a.sock"), ("b", "b.raw", "b.sock")];
+    here.write(&disks, "");
+    let served = files.serve(&[]);
+    let mut device = Device::connect(here.path("a.sock"), &config()).unwrap();
+    // To clusters that have to be taken, and not flushed.
+    let write = |device: &mut Device, sector| {
+        assert_eq!(device.queues[0].write(sector, &content(sector, 4096)), 0);
+    };
+    write(&mut device, 0);
+    here.write(&[("a", "a.qcow2", "b.sock"), ("b", "b.raw", "a.sock")], "");
+    served.fail(Path::new(BINARY), "cannot serve");
+    write(&mut device, 4096);
+    here.write(&disks, "");
+    let pid = Pid::from_raw(served.pid as i32).unwrap();
+    kill_process(pid, Signal::KILL).unwrap();
+    let log = served.first.log();
+    assert!(!log.contains("panicked"), "{log}");
+    let arguments = [format!("--config={}", here.path("config.toml").display())];
+    let _again = support::serve_all(&arguments);
+    let mut device = Device::connect(here.path("a.sock"), &config()).unwrap();
+    for sector in [0, 4096] {
+        let there = device.queues[1].read(sector, 4096).unwrap();
+        assert!(there == content(sector, 4096), "sector {sector}");
+    }
+}
+
 /// A message: the length of the text, no descriptors, the text.
 fn say(text: &str) -> String {
     let zeroes = r"\000".repeat(15);
@@ -389,7 +615,7 @@ fn a_failed_hand_over_leaves_the_old_one_serving() {
         let loads = Load::all(&device, 512, held, held == Held::Zeroes);
         devices.push((device, loads));
     }
-    let hello = say(r#"{"protocol":1,"version":"x"}"#);
+    let hello = say(r#"{"protocol":2,"version":"x"}"#);
     let other = say(r#"{"protocol":99,"version":"x"}"#);
     let prepared = say(r#""Prepared""#);
     let serving = say(r#""Serving""#);
@@ -553,7 +779,7 @@ fn a_guest_that_is_being_moved_goes_on() {
         "taking",
         &format!(
             "{}; {HEAR}; {}; {HEAR}; kill -9 $$",
-            say(r#"{"protocol":1,"version":"x"}"#),
+            say(r#"{"protocol":2,"version":"x"}"#),
             say(r#""Prepared""#)
         ),
     );

@@ -1,5 +1,6 @@
 //! What another process is given when it takes over: see [`hand`](crate::hand).
 
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -8,7 +9,8 @@ use std::time::Instant;
 use image::Format;
 
 use super::ending::in_time;
-use super::{Host, HostError};
+use super::{Host, HostError, NodeEntry};
+use crate::hand::HandedDisk;
 use crate::node::Node;
 use crate::upgrade::Pausing;
 
@@ -56,6 +58,7 @@ impl Host {
         let pausing = state.exports.values().map(|export| Pausing {
             id: export.id.clone(),
             socket: export.socket.clone(),
+            node: export.node.clone(),
             device: export.device.clone(),
             paused: export.pause(),
         });
@@ -75,6 +78,22 @@ impl Host {
             files.extend(entry.node.copies()?);
         }
         Ok(files)
+    }
+
+    /// All disks, as they are and as they are written down.
+    pub fn handed_disks(&self) -> Vec<HandedDisk> {
+        let state = self.state();
+        let written = state
+            .written
+            .disks
+            .iter()
+            .map(|disk| (disk.name.as_str(), disk));
+        let written: BTreeMap<_, _> = written.collect();
+        let spec = |entry: &NodeEntry| HandedDisk {
+            disk: entry.spec().to_string(),
+            written: written.get(entry.node.name()).map(ToString::to_string),
+        };
+        state.nodes.values().map(spec).collect()
     }
 
     /// Names of disks that are left to other hosts for now.

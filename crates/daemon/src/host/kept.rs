@@ -70,9 +70,7 @@ impl Host {
 
     /// The operator has written this down, from now on.
     pub fn set_written(&self, written: Written) {
-        if let Some(keeper) = self.keeper.get() {
-            keeper.set_written(written);
-        }
+        self.state().written = written;
         self.keep();
     }
 
@@ -104,6 +102,7 @@ impl Host {
         let choice =
             |export: &Export| Some((export.id.clone(), export.device.chosen_write_cache()?));
         Inventory {
+            written: state.written.clone(),
             nodes: state.nodes.values().map(node).collect(),
             exports: state.exports.values().map(export).collect(),
             groups: state.groups.iter().map(group).collect(),

@@ -231,6 +231,46 @@ fn what_the_configuration_says_later_wins() {
     assert_eq!(kept.disk("b")["limits"]["iops"], 78);
 }
 
+/// But what a disk is on is not outdated by what else is said of it: at a start, and at a reload that takes its front-end
+/// away. Only another file is one.
+#[test]
+fn a_disk_stays_where_it_was_put_whatever_else_changes() {
+    let kept = Kept::start();
+    let path = |kept: &Kept, name| kept.ringdisk.path(name).display().to_string();
+    let [e, c] = ["e.raw", "c.raw"].map(|name| path(&kept, name));
+    kept.ringdisk.json(&["replace", "a", &e]);
+    let dir = kept.ringdisk.dir.path().display().to_string();
+    let write = |kept: &Kept, text: &str| {
+        fs::write(kept.ringdisk.path("config.toml"), text).unwrap();
+    };
+    write(&kept, &config(&dir, "iops = 77"));
+    let kept = kept.restart();
+    assert_eq!(kept.disk("a")["file"], e);
+    assert_eq!(kept.disk("a")["limits"]["iops"], 77);
+    for more in ["queue-size = 64", "serial = 'new'"] {
+        write(&kept, &config(&dir, more));
+        kept.ringdisk.json(&["reload"]);
+        assert_eq!(kept.disk("a")["file"], e, "{more}");
+    }
+    let log = kept
+        .ringdisk
+        .server
+        .logged(&["disk a", "front-end is disconnected"]);
+    println!("{log}");
+    let kept = kept.restart();
+    assert_eq!(kept.disk("a")["file"], e);
+    write(
+        &kept,
+        &config(&dir, "").replace("/a.raw", "/c.raw").replacen(
+            "[[disk]]",
+            "[[disk]]\nname = 'a'",
+            1,
+        ),
+    );
+    let kept = kept.restart();
+    assert_eq!(kept.disk("a")["file"], c);
+}
+
 /// Nodes and exports, as QEMU's commands make them.
 #[test]
 fn what_qemus_commands_made() {
