@@ -1,8 +1,9 @@
 //! How this process was started, in a file beside its control socket: `ringdisk upgrade` starts the new process so.
 //!
 //! Whoever takes over a process in its sandbox must gain nothing by an upgrade, so that the process is not asked how
-//! it was started, but writes it down before it enters the sandbox, and where it cannot change it afterwards. Of
-//! the environment, only what names places and levels goes on, and nothing that would load code.
+//! it was started, but writes it down before it enters the sandbox. With `--user`, it cannot change it afterwards, since it
+//! is root's; without, as long as the control socket is neither in nor below a directory where disks may be or state is
+//! kept. Of the environment, only what names places and levels goes on, and nothing that would load code.
 
 use std::ffi::OsString;
 use std::fs::{self, OpenOptions};
