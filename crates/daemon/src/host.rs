@@ -513,23 +513,30 @@ impl Host {
         };
         // Takes as long as the slowest of the requests under way.
         let moved = self.move_to(served.as_deref(), new);
+        if moved.is_ok() {
+            info!(
+                "disk {name}: was on {}, is on {}",
+                before.filename, new.filename
+            );
+            if let Some(rbd) = before.rbd() {
+                rbd.on_change(None);
+            }
+            let mut state = self.state();
+            let mut exports = state.exports.values_mut();
+            if let Some(export) = exports.find(|e| Arc::ptr_eq(&e.node, before)) {
+                export.node = new.clone();
+                crate::export::tell_changes(new, &export.disk, &export.device);
+            }
+            state.put_on(new);
+            drop(state);
+            // Who keeps what there is looks here while it is kept.
+            if let Some(keeper) = self.keeper.get() {
+                keeper.is_moved(before.name());
+            }
+        }
         let mut state = self.state();
         state.moving.retain(|moving| moving != before.name());
-        moved?;
-        info!(
-            "disk {name}: was on {}, is on {}",
-            before.filename, new.filename
-        );
-        if let Some(rbd) = before.rbd() {
-            rbd.on_change(None);
-        }
-        let mut exports = state.exports.values_mut();
-        if let Some(export) = exports.find(|e| Arc::ptr_eq(&e.node, before)) {
-            export.node = new.clone();
-            crate::export::tell_changes(new, &export.disk, &export.device);
-        }
-        state.put_on(new);
-        Ok(())
+        moved
     }
 
     /// Has requests of a disk go on that wait because storage failed to serve them: they are tried again at
@@ -546,7 +553,7 @@ impl Host {
     fn move_to(&self, served: Option<&ServedDisk>, new: &Arc<Node>) -> Result<(), HostError> {
         // A restart must find the disk where the guest has written since.
         let keep = || match self.keeper.get() {
-            Some(keeper) => keeper.keep(self, Some(&new.spec)),
+            Some(keeper) => keeper.keep_moved(self, &new.spec),
             None => Ok(()),
         };
         match served {

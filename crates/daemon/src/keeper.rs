@@ -82,6 +82,9 @@ pub struct Keeper {
 struct Inner {
     /// What could not be served when this process started: it is not forgotten for that.
     absent: Changed,
+    /// Disks that go on on other files, as the file says by now, and that the host has where they were until it has
+    /// been told.
+    moved: Vec<DiskSpec>,
     /// What the file says, if that is known.
     text: Option<String>,
     ended: bool,
@@ -126,21 +129,45 @@ impl Keeper {
         &self.lock
     }
 
-    /// Keeps how a host differs from what is written down, durably. A disk that is being moved counts as on its
-    /// new file.
+    /// Keeps how a host differs from what is written down, durably.
     ///
     /// # Errors
     /// It could not be written; what was kept before is still there.
-    pub fn keep(&self, host: &Host, moved: Option<&DiskSpec>) -> io::Result<()> {
-        // Held over both, so that the newest is written last.
+    pub fn keep(&self, host: &Host) -> io::Result<()> {
+        let mut inner = self.inner();
+        match inner.ended {
+            true => Ok(()),
+            false => self.write(&mut inner, host),
+        }
+    }
+
+    /// Keeps that a disk is being moved, durably. It counts as on its new file from now on, whoever else has something
+    /// kept, until it [is there](Self::is_moved).
+    ///
+    /// # Errors
+    /// It could not be written, or the process ends: what was kept before is still there, and the disk is where it was.
+    pub fn keep_moved(&self, host: &Host, moved: &DiskSpec) -> io::Result<()> {
         let mut inner = self.inner();
         if inner.ended {
-            return Ok(());
+            return Err(io::Error::other("ringdisk is stopping"));
         }
+        inner.moved.push(moved.clone());
+        let kept = self.write(&mut inner, host);
+        kept.inspect_err(|_| inner.moved.retain(|other| other.name != moved.name))
+    }
+
+    /// The host has a disk where it has been moved to.
+    pub fn is_moved(&self, disk: &str) {
+        self.inner().moved.retain(|moved| moved.name != disk);
+    }
+
+    /// The lock is held over all of it, so that the newest is written last.
+    fn write(&self, inner: &mut Inner, host: &Host) -> io::Result<()> {
         let mut inventory = host.inventory();
-        if let Some(moved) = moved {
-            inventory.move_to(moved);
-        }
+        inner
+            .moved
+            .iter()
+            .for_each(|moved| inventory.move_to(moved));
         let text = inventory.difference(&inner.absent).text();
         if inner.text.as_ref() == Some(&text) {
             return Ok(());

@@ -26,7 +26,7 @@ impl Host {
     /// Keeps how things are now, so that they are so after a restart.
     pub fn keep(&self) {
         if let Some(keeper) = self.keeper.get()
-            && let Err(e) = keeper.keep(self, None)
+            && let Err(e) = keeper.keep(self)
         {
             error!("what was changed is in force, and will be forgotten at a restart: {e}");
         }

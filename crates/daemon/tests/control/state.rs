@@ -208,6 +208,54 @@ fn a_restless_guest_has_its_last_choice_kept() {
     assert_eq!(choice(), json!(false));
 }
 
+/// Many disks are moved at once, and each time what is kept of one is what was kept of it last: nobody writes down again
+/// where another disk has been.
+#[test]
+fn disks_that_are_moved_at_once_are_kept_where_they_are() {
+    const ROUNDS: usize = 12;
+    let kept = Kept::start();
+    let names: Vec<_> = (0..6).map(|i| format!("disk{i}")).collect();
+    for name in &names {
+        for end in ["", "-0", "-1"] {
+            kept.ringdisk.file(&format!("{name}{end}.raw"), MIB);
+        }
+        kept.attach(name);
+    }
+    let state = kept.ringdisk.path("state/state.json");
+    let is_on =
+        |text: &str, name: &str| (0..2).find(|end| text.contains(&format!("{name}-{end}.raw")));
+    thread::scope(|scope| {
+        let kept = &kept;
+        let moves = move |name| {
+            for round in 0..ROUNDS {
+                let file = format!("{name}-{}.raw", round % 2);
+                kept.ringdisk.json(&["replace", name, &file]);
+            }
+        };
+        let moves: Vec<_> = names
+            .iter()
+            .map(|name| scope.spawn(move || moves(name)))
+            .collect();
+        let mut last = vec![None; names.len()];
+        let mut changes = vec![0; names.len()];
+        while moves.iter().any(|moves| !moves.is_finished()) {
+            let text = fs::read_to_string(&state).unwrap();
+            for (i, name) in names.iter().enumerate() {
+                let now = is_on(&text, name);
+                changes[i] += usize::from(now != last[i]);
+                last[i] = now;
+            }
+            thread::sleep(Duration::from_micros(200));
+        }
+        assert!(changes.iter().all(|n| *n <= ROUNDS), "{changes:?}");
+    });
+    let kept = kept.restart();
+    for name in &names {
+        let file = kept.ringdisk.path(&format!("{name}-1.raw"));
+        assert_eq!(kept.disk(name)["file"], file.to_str().unwrap());
+    }
+}
+
 #[test]
 fn what_the_configuration_says_later_wins() {
     let kept = Kept::start();
