@@ -89,6 +89,12 @@ pub fn choose(
         .map_err(io::Error::from)?
         .contains(OFlags::DIRECT);
     let what = || describe(file, backing, direct);
+    let plain = || -> io::Result<&str> {
+        Ok(match in_memory(file, backing)? {
+            true => ", read and written by plain calls while they are quick",
+            false => "",
+        })
+    };
     let choice = |aio, reason| Ok(Choice { aio, reason });
     match wanted {
         Aio::IoUring => match &support.io_uring {
@@ -97,22 +103,20 @@ pub fn choose(
         },
         Aio::Native if !direct => Err(ChoiceError::Buffered),
         Aio::Native => match &support.native {
-            Ok(()) => choice(wanted, format!("asked for; {}", what())),
+            Ok(()) => choice(wanted, format!("asked for; {}{}", what(), plain()?)),
             Err(e) => Err(ChoiceError::Native(e.to_string())),
         },
         Aio::Threads => choice(wanted, format!("asked for; {}", what())),
         Aio::Auto => {
-            let in_memory = in_memory(file, backing)?;
-            let plain = match in_memory {
-                true => ", read and written by plain calls while they are quick",
-                false => "",
-            };
+            let plain = plain()?;
             let Err(no_ring) = &support.io_uring else {
                 return choice(Aio::IoUring, what() + plain);
             };
             let no_ring = no_ring.cause();
             match &support.native {
-                _ if in_memory => choice(Aio::Threads, format!("{}{plain}; {no_ring}", what())),
+                _ if !plain.is_empty() => {
+                    choice(Aio::Threads, format!("{}{plain}; {no_ring}", what()))
+                }
                 Ok(()) if direct => choice(Aio::Native, format!("{}; {no_ring}", what())),
                 Err(e) if direct => choice(Aio::Threads, format!("{}; {no_ring}, and {e}", what())),
                 _ => choice(Aio::Threads, format!("{}; {no_ring}", what())),

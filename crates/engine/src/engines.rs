@@ -30,8 +30,11 @@ const FILES_MAX: usize = 16384;
 pub struct Engines {
     main: Main,
     native: Option<Native>,
-    /// Operations that Linux AIO has in flight; a number of its own, because the ring's path looks at it.
-    native_in_flight: usize,
+    /// Completions of operations that were done where they were submitted.
+    done: Vec<Completion>,
+    /// Operations of Linux AIO, and those done where they were submitted, that have not been reaped; a number
+    /// of its own, because the ring's path looks at it.
+    beside: usize,
     /// Files that are not the ring's.
     files: Vec<Option<Beside>>,
     support: Arc<Support>,
@@ -44,12 +47,7 @@ pub struct Engines {
 )]
 enum Main {
     Ring(Uring),
-    Poller {
-        poller: Poller,
-        pool: Blocking,
-        /// Operations that were done where they were submitted.
-        inline: Vec<Completion>,
-    },
+    Poller { poller: Poller, pool: Blocking },
 }
 
 /// A file that is not the ring's.
@@ -72,7 +70,8 @@ impl Engines {
         Ok(Self {
             main,
             native: None,
-            native_in_flight: 0,
+            done: Vec::with_capacity(IN_FLIGHT_MAX),
+            beside: 0,
             files: Vec::new(),
             support,
         })
@@ -83,7 +82,7 @@ impl Engines {
         file: BorrowedFd<'_>,
         backing: Backing,
         native: bool,
-        inline: bool,
+        aio: Aio,
     ) -> io::Result<FileId> {
         if native && self.native.is_none() {
             self.native = Some(self.main.make_native()?);
@@ -97,9 +96,10 @@ impl Engines {
         }
         let file = File::from(file.try_clone_to_owned()?);
         let beside = Some(Beside {
-            inline: match inline {
-                true => Inline::probe(&file, backing),
-                false => Inline::NoNeed,
+            inline: match aio {
+                // What `io_submit` does at once costs more that way.
+                Aio::Auto | Aio::Native => Inline::probe(&file, backing),
+                Aio::IoUring | Aio::Threads => Inline::NoNeed,
             },
             target: Arc::new(Target { file, backing }),
             native,
@@ -114,14 +114,15 @@ impl Engines {
     #[inline]
     fn push_native(&mut self) -> io::Result<()> {
         match &mut self.native {
-            Some(native) if self.native_in_flight > 0 => native.push(),
+            Some(native) if self.beside > 0 => native.push(),
             _ => Ok(()),
         }
     }
 
     #[inline]
-    fn native_ready(&self) -> bool {
-        self.native_in_flight > 0 && self.native.as_ref().is_some_and(Native::ready)
+    fn ready_beside(&self) -> bool {
+        self.beside > 0
+            && (!self.done.is_empty() || self.native.as_ref().is_some_and(Native::ready))
     }
 
     /// Submits an operation on a file that is not the ring's.
@@ -132,23 +133,23 @@ impl Engines {
     unsafe fn submit_beside(&mut self, file: FileId, op: Op<'_>, token: Token) {
         let file = self.files[(file.0 & !BESIDE) as usize].as_mut();
         let file = file.expect("the file is attached while it is used");
+        if let Some((write, at, segments)) = Inline::suits(op)
+            && file.inline.wanted()
+        {
+            self.beside += 1;
+            // SAFETY: the caller's promise.
+            let result = unsafe { file.inline.run(&file.target.file, write, at, segments) };
+            return self.done.push(Completion { token, result });
+        }
         let ranged = matches!(op, Op::Discard { .. } | Op::WriteZeroes { .. });
         if let Some(native) = &mut self.native
             && file.native
             && !ranged
             && (native.flushes || !matches!(op, Op::Flush))
         {
-            self.native_in_flight += 1;
+            self.beside += 1;
             // SAFETY: the caller's promise; the file is open as long as it is attached.
             return unsafe { native.submit(file.target.file.as_raw_fd(), op, token) };
-        }
-        if let Main::Poller { inline, .. } = &mut self.main
-            && let Some((write, at, segments)) = Inline::suits(op)
-            && file.inline.wanted()
-        {
-            // SAFETY: the caller's promise.
-            let result = unsafe { file.inline.run(&file.target.file, write, at, segments) };
-            return inline.push(Completion { token, result });
         }
         // SAFETY: the caller's promise.
         let job = unsafe { Job::new(file.target.clone(), op, token) };
@@ -163,11 +164,7 @@ impl Main {
     fn poller() -> io::Result<Self> {
         let (poller, pool) = (Poller::new()?, Blocking::new()?);
         poller.watch_quietly(pool.event())?;
-        Ok(Self::Poller {
-            poller,
-            pool,
-            inline: Vec::with_capacity(IN_FLIGHT_MAX),
-        })
+        Ok(Self::Poller { poller, pool })
     }
 
     fn make_native(&mut self) -> io::Result<Native> {
@@ -185,9 +182,7 @@ impl Engine for Engines {
         let choice = choose(file, backing, aio, &self.support).map_err(io::Error::other)?;
         match (choice.aio, &mut self.main) {
             (Aio::IoUring | Aio::Auto, Main::Ring(ring)) => ring.attach(file, backing, aio),
-            (chosen, _) => {
-                self.attach_beside(file, backing, chosen == Aio::Native, aio == Aio::Auto)
-            }
+            (chosen, _) => self.attach_beside(file, backing, chosen == Aio::Native, aio),
         }
     }
 
@@ -233,35 +228,28 @@ impl Engine for Engines {
 
     #[inline]
     fn room(&self) -> usize {
-        let native = self.native_in_flight;
         match &self.main {
-            Main::Ring(ring) => ring.room().saturating_sub(native),
-            Main::Poller { pool, inline, .. } => {
-                IN_FLIGHT_MAX - (native + pool.pending() + inline.len())
-            }
+            Main::Ring(ring) => ring.room().saturating_sub(self.beside),
+            Main::Poller { pool, .. } => IN_FLIGHT_MAX - (self.beside + pool.pending()),
         }
     }
 
     #[inline]
     fn in_flight(&self) -> usize {
-        let native = self.native_in_flight;
-        match &self.main {
-            Main::Ring(ring) => ring.in_flight() + native,
-            Main::Poller { pool, inline, .. } => native + pool.pending() + inline.len(),
-        }
+        self.beside
+            + match &self.main {
+                Main::Ring(ring) => ring.in_flight(),
+                Main::Poller { pool, .. } => pool.pending(),
+            }
     }
 
     #[inline]
     fn ready(&mut self) -> bool {
         let main = match &mut self.main {
             Main::Ring(ring) => ring.ready(),
-            Main::Poller {
-                poller,
-                pool,
-                inline,
-            } => poller.ready() || pool.ready() || !inline.is_empty(),
+            Main::Poller { poller, pool } => poller.ready() || pool.ready(),
         };
-        main || self.native_ready()
+        main || self.ready_beside()
     }
 
     #[inline]
@@ -280,7 +268,7 @@ impl Engine for Engines {
         self.push_native()?;
         match &mut self.main {
             Main::Ring(ring) => ring.push(),
-            Main::Poller { poller, pool, .. } => {
+            Main::Poller { poller, pool } => {
                 pool.push();
                 poller.glance()
             }
@@ -290,17 +278,13 @@ impl Engine for Engines {
     #[inline]
     fn wait(&mut self) -> io::Result<()> {
         self.push_native()?;
-        let ready = self.native_ready();
+        let ready = self.ready_beside();
         match &mut self.main {
             Main::Ring(ring) if ready => ring.push(),
             Main::Ring(ring) => ring.wait(),
-            Main::Poller {
-                poller,
-                pool,
-                inline,
-            } => {
+            Main::Poller { poller, pool } => {
                 pool.push();
-                match ready || pool.ready() || !inline.is_empty() {
+                match ready || pool.ready() {
                     true => poller.glance(),
                     false => poller.look(true),
                 }
@@ -312,22 +296,19 @@ impl Engine for Engines {
     fn reap(&mut self, out: &mut Vec<Completion>) {
         match &mut self.main {
             Main::Ring(ring) => ring.reap(out),
-            Main::Poller {
-                poller,
-                pool,
-                inline,
-            } => {
+            Main::Poller { poller, pool } => {
                 poller.reap(out);
-                let n = inline.len().min(out.capacity() - out.len());
-                out.extend(inline.drain(..n));
                 pool.collect(out);
             }
         }
-        if self.native_in_flight > 0
-            && let Some(native) = &mut self.native
-        {
-            native.reap(out);
-            self.native_in_flight = native.in_flight();
+        if self.beside > 0 {
+            let n = self.done.len().min(out.capacity() - out.len());
+            out.extend(self.done.drain(..n));
+            self.beside = self.done.len();
+            if let Some(native) = &mut self.native {
+                native.reap(out);
+                self.beside += native.in_flight();
+            }
         }
     }
 }

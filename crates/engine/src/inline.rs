@@ -13,6 +13,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use block::{Backing, FileOffset, Op, Segment};
+use nix::sys::resource::{UsageWho, getrusage};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
 /// What an operation may take on average: this, and so much more for each page of 4 KiB.
@@ -20,10 +21,13 @@ const BASE: Duration = Duration::from_micros(10);
 const EACH_PAGE: Duration = Duration::from_micros(2);
 
 /// One operation counts for at most this many times what it may take, and moves the average by one
-/// part in so many: a thread that loses its core now and then does not judge a file by it, while a
-/// file that takes ten times too long is given up after seven operations.
+/// part in so many: a file that waits once now and then is not judged by it, while one whose every
+/// operation takes ten times too long is given up after seven.
 const WORST: f32 = 16.0;
 const PARTS: f32 = 64.0;
+
+/// One operation in so many is looked at, and each that follows on a slow one.
+const LOOK_EACH: u32 = 16;
 
 /// Operations that go to the kernel's threads before the file is given another chance.
 const PENANCE: u32 = 65_536;
@@ -32,12 +36,44 @@ const PENANCE: u32 = 65_536;
 pub(crate) enum Inline {
     /// The kernel does its operations without a thread: no need.
     NoNeed,
-    Measured {
-        /// Moving average of the time taken, 1 being what it may take.
-        load: f32,
-        /// Operations until the next trial.
-        penance: u32,
-    },
+    Judged(Judge),
+}
+
+/// Whether a file's operations are quick.
+#[derive(Default)]
+pub(crate) struct Judge {
+    /// Moving average of the time that operations waited, 1 being what they may take.
+    load: f32,
+    /// Operations until the next trial.
+    penance: u32,
+    /// Operations that nobody looks at, until the next that is.
+    unseen: u32,
+}
+
+/// An operation that is looked at.
+struct Look {
+    start: Instant,
+    sleeps: i64,
+}
+
+impl Look {
+    fn begin() -> Self {
+        let sleeps = sleeps();
+        let start = Instant::now();
+        Self { start, sleeps }
+    }
+
+    /// How long the operation took, and whether it waited for something. If not, it took so long
+    /// because it had much to do, or because the host gave the core to somebody else, which a kernel
+    /// thread would not have mended.
+    fn end(self) -> (Duration, bool) {
+        (self.start.elapsed(), sleeps() != self.sleeps)
+    }
+}
+
+/// Times that this thread has gone to sleep.
+fn sleeps() -> i64 {
+    getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.voluntary_context_switches())
 }
 
 impl Inline {
@@ -52,10 +88,7 @@ impl Inline {
         let skip = buffer.as_ptr().align_offset(4096);
         let mut part = [IoSliceMut::new(&mut buffer[skip..skip + 4096])];
         match preadv2(file, &mut part, 0, ReadWriteFlags::NOWAIT) {
-            Err(Errno::OPNOTSUPP) => Self::Measured {
-                load: 0.0,
-                penance: 0,
-            },
+            Err(Errno::OPNOTSUPP) => Self::Judged(Judge::default()),
             _ => Self::NoNeed,
         }
     }
@@ -79,22 +112,10 @@ impl Inline {
     pub fn wanted(&mut self) -> bool {
         match self {
             Self::NoNeed => false,
-            Self::Measured { penance: 0, .. } => true,
-            Self::Measured { penance, .. } => {
-                *penance -= 1;
+            Self::Judged(Judge { penance: 0, .. }) => true,
+            Self::Judged(judge) => {
+                judge.penance -= 1;
                 false
-            }
-        }
-    }
-
-    fn took(&mut self, time: Duration, bytes: usize) {
-        if let Self::Measured { load, penance } = self {
-            let may = BASE + EACH_PAGE * (bytes / 4096) as u32;
-            let this = (time.as_secs_f32() / may.as_secs_f32()).min(WORST);
-            *load += (this - *load) / PARTS;
-            if *load > 1.0 {
-                *load = 0.0;
-                *penance = PENANCE;
             }
         }
     }
@@ -111,25 +132,60 @@ impl Inline {
         at: FileOffset,
         segments: &[Segment],
     ) -> i32 {
-        let start = Instant::now();
+        let look = match self {
+            Self::Judged(judge) => judge.look(),
+            Self::NoNeed => None,
+        };
         let (fd, offset) = (file.as_raw_fd(), at.0 as libc::off_t);
         let (list, n) = crate::uring::iovec(segments);
         // SAFETY: the caller's promise; a segment is laid out like an iovec.
         let result = unsafe {
-            match write {
-                false => libc::preadv(fd, list, n as i32, offset),
-                true => libc::pwritev(fd, list, n as i32, offset),
+            match (segments, write) {
+                (&[s], false) => libc::pread(fd, s.addr as *mut _, s.len, offset),
+                (&[s], true) => libc::pwrite(fd, s.addr as *const _, s.len, offset),
+                (_, false) => libc::preadv(fd, list, n as i32, offset),
+                (_, true) => libc::pwritev(fd, list, n as i32, offset),
             }
         };
         match i32::try_from(result) {
             Ok(moved @ 0..) => {
-                self.took(start.elapsed(), moved as usize);
+                if let (Self::Judged(judge), Some(look)) = (self, look) {
+                    let (time, slept) = look.end();
+                    judge.took(time, slept, moved as usize);
+                }
                 moved
             }
             // More than 2 GiB never moves at once.
             _ => -io::Error::last_os_error()
                 .raw_os_error()
                 .unwrap_or(libc::EIO),
+        }
+    }
+}
+
+impl Judge {
+    /// The next operation, if it is to be looked at.
+    #[inline]
+    fn look(&mut self) -> Option<Look> {
+        match self.unseen {
+            0 => Some(Look::begin()),
+            _ => {
+                self.unseen -= 1;
+                None
+            }
+        }
+    }
+
+    fn took(&mut self, time: Duration, slept: bool, bytes: usize) {
+        let may = BASE + EACH_PAGE * (bytes / 4096) as u32;
+        let waited = match slept {
+            true => (time.as_secs_f32() / may.as_secs_f32()).min(WORST),
+            false => 0.0,
+        };
+        self.load += (waited - self.load) / PARTS;
+        self.unseen = if waited > 1.0 { 0 } else { LOOK_EACH - 1 };
+        if self.load > 1.0 {
+            (self.load, self.penance) = (0.0, PENANCE);
         }
     }
 }
@@ -167,36 +223,52 @@ fn in_memory(file: &File, backing: Backing) -> bool {
 mod tests {
     use super::*;
 
-    fn measured() -> Inline {
-        Inline::Measured {
-            load: 0.0,
-            penance: 0,
-        }
-    }
-
     #[test]
     fn a_slow_file_is_given_back_and_tried_again_later() {
-        let mut inline = measured();
+        let mut judge = Judge::default();
         for _ in 0..1000 {
-            assert!(inline.wanted());
-            inline.took(Duration::from_micros(5), 4096);
+            judge.took(Duration::from_micros(5), true, 4096);
         }
         // Once is no reason.
-        inline.took(Duration::from_secs(1), 4096);
-        assert!(inline.wanted());
+        judge.took(Duration::from_secs(1), true, 4096);
+        assert_eq!(judge.penance, 0);
         for _ in 0..8 {
-            inline.took(Duration::from_millis(1), 4096);
+            assert!(
+                judge.look().is_some(),
+                "after a slow one, each is looked at"
+            );
+            judge.took(Duration::from_millis(1), true, 4096);
         }
+        let mut inline = Inline::Judged(judge);
         let punished = (0..2 * PENANCE).take_while(|_| !inline.wanted()).count();
         assert_eq!(punished, PENANCE as usize);
     }
 
     #[test]
     fn a_long_operation_may_take_longer() {
-        let mut inline = measured();
+        let mut judge = Judge::default();
         for _ in 0..100 {
-            inline.took(Duration::from_micros(70), 128 << 10);
+            judge.took(Duration::from_micros(70), true, 128 << 10);
         }
-        assert!(inline.wanted());
+        assert_eq!(judge.penance, 0);
+    }
+
+    #[test]
+    fn a_thread_that_loses_its_core_does_not_blame_the_file() {
+        let mut judge = Judge::default();
+        for _ in 0..1000 {
+            judge.took(Duration::from_millis(5), false, 4096);
+        }
+        assert_eq!(judge.penance, 0);
+    }
+
+    #[test]
+    fn sleeping_is_seen_and_working_is_not() {
+        let look = Look::begin();
+        std::thread::sleep(Duration::from_micros(100));
+        assert!(look.end().1);
+        let look = Look::begin();
+        std::hint::black_box((0..100_000_u64).fold(0, |a, b| a ^ b));
+        assert!(!look.end().1);
     }
 }
