@@ -3,7 +3,7 @@
 //! On RAM disks and tmpfs, which do not know RWF_NOWAIT, io_uring hands every operation to a kernel
 //! thread, which costs more than the operation itself and takes CPU time on other cores. There it is
 //! better to wait for it. Nothing else is tried this way (a dead NFS server would stop the thread and
-//! all its disks), and a RAM disk that turns slow is given back to the kernel's threads.
+//! all its disks), and a RAM disk whose operations come to wait is given back to the kernel's threads.
 
 use std::ffi::OsStr;
 use std::fs::File;
