@@ -607,6 +607,125 @@ fn a_journal_without_room_undoes_nothing() {
     assert_eq!(check(&host.image).unwrap().errors, 0);
 }
 
+/// A kill in the midst of the flush of what the journal had no room for: the file is newer than the journal by any
+/// part of that. What the journal has of clusters that were free then takes none from whoever has it now.
+#[test]
+fn a_kill_while_a_flush_overtakes_the_journal_costs_nothing() {
+    if !qemu::is_there("a_kill_while_a_flush_overtakes_the_journal_costs_nothing") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let at = 64 << 10;
+    let mut acknowledged = false;
+    for changes in 1.. {
+        let (host, disk, cluster) = with_free_clusters(directory, at);
+        disk.write(at, &pattern(7, cluster)).unwrap();
+        host.fill_up(false, true);
+        host.life.live(changes);
+        acknowledged = disk.write(at + cluster, &pattern(8, cluster)).is_ok();
+        drop(disk);
+        host.fill_up(false, false);
+        host.life.live(i64::MAX);
+        let disk = host.open(directory).unwrap();
+        assert_eq!(Host::sector(&disk, at), pattern(7, 512), "{changes}");
+        if acknowledged {
+            assert_eq!(Host::sector(&disk, at + cluster), pattern(8, 512));
+        }
+        assert_eq!(check(&host.image).unwrap().errors, 0, "{changes}");
+        // The guest does it again; what is taken by others then is not what it has.
+        disk.write(at + cluster, &pattern(8, cluster)).unwrap();
+        let others = (0..4).map(|n| (100 << 10) + n * cluster);
+        for other in others {
+            disk.write(other, &pattern(9, cluster)).unwrap();
+        }
+        assert_eq!(Host::sector(&disk, at + cluster), pattern(8, 512));
+        disk.chain.close().unwrap();
+        assert_eq!(check(&host.image).unwrap().errors, 0, "{changes}");
+        if acknowledged {
+            break;
+        }
+    }
+    assert!(acknowledged);
+}
+
+/// A larger L1 table is where the journal says that nothing is.
+#[test]
+fn a_kill_while_a_disk_grows_leaves_its_l1_table_counted() {
+    if !qemu::is_there("a_kill_while_a_disk_grows_leaves_its_l1_table_counted") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let at = 64 << 10;
+    for full in [false, true] {
+        let mut grown = false;
+        for changes in 1.. {
+            let (host, disk, cluster) = with_free_clusters(directory, at);
+            disk.write(at, &pattern(7, cluster)).unwrap();
+            host.fill_up(false, full);
+            host.life.live(changes);
+            grown = disk.grow(64 << 20).is_ok();
+            drop(disk);
+            host.fill_up(false, false);
+            host.life.live(i64::MAX);
+            let disk = host.open(directory).unwrap();
+            assert_eq!(Host::sector(&disk, at), pattern(7, 512), "{full} {changes}");
+            assert_eq!(check(&host.image).unwrap().errors, 0, "{full} {changes}");
+            disk.write(at + cluster, &pattern(8, 4 * cluster)).unwrap();
+            disk.chain.close().unwrap();
+            assert_eq!(check(&host.image).unwrap().errors, 0, "{full} {changes}");
+            if grown {
+                break;
+            }
+        }
+        assert!(grown);
+    }
+}
+
+/// A disk that has given clusters up, which its journal will say with the next change; and the size of one.
+fn with_free_clusters(directory: &Path, at: u64) -> (Host, Disk, u64) {
+    let host = killed(directory);
+    let disk = host.open(directory).unwrap();
+    let cluster = disk.chain.image().unwrap().cluster_bytes();
+    disk.write(at, &pattern(6, 8 * cluster)).unwrap();
+    disk.flush().unwrap();
+    disk.zero(at, 8 * cluster, Zeroing::Zeroes { unmap: true })
+        .unwrap();
+    disk.flush().unwrap();
+    (host, disk, cluster)
+}
+
+/// An earlier process was killed when its journal had nothing. That is no answer to where a later one's is.
+#[test]
+fn an_old_journal_with_nothing_in_it_does_not_stand_for_another() {
+    if !qemu::is_there("an_old_journal_with_nothing_in_it_does_not_stand_for_another") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let old = killed(directory);
+    let disk = old.open(directory).unwrap();
+    disk.write(0, &pattern(2, 4096)).unwrap();
+    disk.flush().unwrap();
+    disk.chain.settle().unwrap();
+    drop(disk);
+    let new = Host {
+        image: old.image.clone(),
+        ..Host::new(Vec::new())
+    };
+    new.life.live(i64::MAX);
+    let disk = new.open(directory).unwrap();
+    disk.write(100 << 10, &pattern(5, 4096)).unwrap();
+    drop(disk);
+    let disk = old.open(directory).unwrap();
+    assert!(old.told("Missing"));
+    disk.chain.close().unwrap();
+    let disk = new.open(directory).unwrap();
+    assert!(new.told("Replayed"));
+    assert_eq!(Host::sector(&disk, 100 << 10), pattern(5, 512));
+}
+
 /// The journal is not where it is looked for. Whoever is told, and looks where it is, has lost nothing.
 #[test]
 fn a_journal_that_is_elsewhere_is_missed() {

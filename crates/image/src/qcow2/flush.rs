@@ -24,6 +24,9 @@
 //! has lost comes back with none, and so from then on every flush fails, and no table is written that
 //! leads to what may not be there ([`FileEnd::flush`]).
 //!
+//! Where the [journal](super::journal) could not take all changes, the header says so before 1: what a kill of this
+//! process (which loses no write, and so keeps their order) leaves must be told from what the journal has.
+//!
 //! The header changes where a larger refcount or L1 table takes the place of the old one: what it
 //! will lead to is durable before, and its fields share one sector.
 
@@ -60,6 +63,8 @@ struct Batch {
     entries: Vec<Piece>,
     unlinked: Vec<Run>,
     unlinked_clusters: u64,
+    /// The header, where it must say something of the journal before anything else is written.
+    before: Option<Piece>,
     journal: Option<Rotated>,
 }
 
@@ -199,7 +204,9 @@ impl Qcow2 {
             self.l2_pieces(state, frame, pieces, &mut entries);
         }
         entries.extend(l1.iter().map(|&piece| self.l1_piece(state, piece)));
-        let journal = state.rotate_journal().map(|(rotated, header)| {
+        let mut before = None;
+        let journal = state.rotate_journal().map(|(rotated, header, first)| {
+            before = first;
             // Only the journal asks for it, which is nothing once the host has crashed: no flush of its own.
             match entries.is_empty() {
                 true => blocks.push(header),
@@ -208,6 +215,7 @@ impl Qcow2 {
             rotated
         });
         Batch {
+            before,
             journal,
             changes,
             refcounts,
@@ -260,6 +268,9 @@ impl Qcow2 {
     }
 
     fn write_batch(&self, batch: &Batch) -> Result<(), ImageError> {
+        if let Some(Piece { at, bytes }) = &batch.before {
+            self.file.write_at("writing the header", at.0, bytes)?;
+        }
         self.file.write("writing refcounts", &batch.blocks)?;
         if !batch.table.is_empty() {
             self.file.flush()?;
@@ -425,6 +436,7 @@ impl Qcow2 {
     /// Writes a header that leads elsewhere than the last one. If that fails, nobody knows which of
     /// the two is in the file, and they will soon not mean the same: nothing is written any more.
     pub(super) fn switch_header(&self, state: &mut State) -> Result<(), ImageError> {
+        state.keep_changes_or_say();
         let written = self.write_header(state).and_then(|()| self.file.flush());
         written.map_err(|_| {
             let what = "its header could not be written, and may be the old or the new one";

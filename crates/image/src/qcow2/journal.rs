@@ -16,16 +16,18 @@
 //!   flush that follows it; when that has succeeded, the journal begins behind them.
 //! - *Does it belong to this image, as it is now?* The image says so itself: autoclear features are bits
 //!   that every program clears which opens an image for writing and does not know them (qcow2.txt:
-//!   "autoclear_features"), and QEMU does. The uppermost of them and 39 below it hold a number that is
-//!   drawn at the first write and raised by each flush, with what the flush writes. The journal has the
-//!   same number, or that before it if the flush was not ended. (A flush of changes that the journal could
-//!   not take raises the number by two: the journal is older than what that writes.) An image that was opened elsewhere since,
+//!   "autoclear_features"), and QEMU does. The uppermost of them says that there is one, and 38 of them hold
+//!   a number that is drawn at the first write and raised by each flush, with what the flush writes. The
+//!   journal has the same number, or that before it if the flush was not ended. An image that was opened elsewhere since,
 //!   or that was put there from a copy, has another one, and the journal is left alone. Besides, it names
 //!   the file and the host's boot: after a crash of the host, it is nothing.
 //! - A record counts only with its checksum, over its place and its session too; the first that does not
 //!   ends the journal. What was cut off there was not acknowledged.
 //! - A journal that cannot be written (a full tmpfs) makes nothing unsafe, but slow: until the next flush
 //!   has made it unnecessary, each change is flushed before it is acknowledged.
+//! - *Before* tables are written that have more in them than the journal, the image says so, with another of these
+//!   bits: a cluster that was free when the journal ended may be somebody's in the file, and so no refcount goes
+//!   down when its changes are done again. Afterwards the number is raised by two, and the journal is nothing.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -61,9 +63,11 @@ const HEAD: usize = 8;
 const CHANGE: usize = 25;
 
 /// The bits of the autoclear features that are the journal's.
-pub(super) const AUTOCLEAR_JOURNAL: u64 = MARK | GENERATION << GENERATION_SHIFT;
+pub(super) const AUTOCLEAR_JOURNAL: u64 = MARK | OVERTAKEN | GENERATION << GENERATION_SHIFT;
 const MARK: u64 = 1 << 63;
-const GENERATION: u64 = (1 << 39) - 1;
+/// Tables in the file may be newer than the end of the journal.
+const OVERTAKEN: u64 = 1 << 62;
+const GENERATION: u64 = (1 << 38) - 1;
 const GENERATION_SHIFT: u32 = 24;
 
 /// Where the journal of an image is kept.
@@ -173,6 +177,8 @@ pub(super) struct Journal {
     broken: bool,
     /// How often.
     left_out: u64,
+    /// Some of these may be in the file.
+    overtaken: bool,
     told: bool,
     record: Vec<u8>,
 }
@@ -199,6 +205,7 @@ impl Journal {
             punched: RECORDS_AT,
             broken: false,
             left_out: 0,
+            overtaken: false,
             told: false,
             record: Vec::new(),
         }
@@ -223,9 +230,10 @@ impl Journal {
 
     /// What the image says of the journal.
     pub fn autoclear(&self) -> u64 {
-        match self.active {
-            true => autoclear(self.generation),
-            false => 0,
+        match (self.active, self.overtaken) {
+            (false, _) => 0,
+            (true, false) => autoclear(self.generation),
+            (true, true) => autoclear(self.generation) | OVERTAKEN,
         }
     }
 
@@ -276,10 +284,10 @@ impl Journal {
 
     /// A flush of all changes so far begins.
     fn rotate(&mut self, lists: [&mut Changes; 2]) -> Rotated {
-        self.append(lists);
+        self.overtaken = !self.append(lists);
         // With what was left out of it, the image is newer than what is in the journal: done again, that
         // would undo the flush. So its number must be none that fits, until the journal says so itself.
-        let raised = if self.broken { 2 } else { 1 };
+        let raised = if self.overtaken { 2 } else { 1 };
         Rotated {
             end: self.end,
             left_out: self.left_out,
@@ -290,6 +298,7 @@ impl Journal {
     /// That flush has succeeded, and the image has the new number.
     fn checkpoint(&mut self, rotated: &Rotated) {
         self.generation = rotated.generation;
+        self.overtaken = false;
         if self.broken && self.left_out == rotated.left_out {
             self.broken = false;
         }
@@ -378,8 +387,27 @@ impl State {
         journal.is_some_and(|journal| journal.end - journal.start > BYTES_MAX)
     }
 
-    /// As [`Journal::rotate`]; and the header that is to be written with the flush.
-    pub(super) fn rotate_journal(&mut self) -> Option<(Rotated, Piece)> {
+    /// Before a header leads to tables elsewhere: of the clusters that these are in, the journal must say
+    /// nothing older.
+    pub(super) fn keep_changes_or_say(&mut self) {
+        let kept = self.keep_changes();
+        if let Some(journal) = &mut self.journal {
+            journal.overtaken |= !kept;
+        }
+        self.say_of_journal();
+    }
+
+    /// Has the header in memory say of the journal what is so.
+    fn say_of_journal(&mut self) {
+        if let Some(journal) = self.journal.as_ref().filter(|journal| journal.active) {
+            let others = self.header.autoclear & !AUTOCLEAR_JOURNAL;
+            self.header.autoclear = others | journal.autoclear();
+        }
+    }
+
+    /// As [`Journal::rotate`]; and the header that is to be written with the flush, and that which must be in the file
+    /// before anything else of it.
+    pub(super) fn rotate_journal(&mut self) -> Option<(Rotated, Piece, Option<Piece>)> {
         let Self {
             journal,
             changes,
@@ -388,21 +416,28 @@ impl State {
         } = self;
         let journal = journal.as_mut().filter(|journal| journal.active)?;
         let rotated = journal.rotate([&mut refcounts.changes, changes]);
-        let mut header = self.header.clone();
-        header.autoclear = header.autoclear & !AUTOCLEAR_JOURNAL | autoclear(rotated.generation);
-        let mut bytes = self.header_block.clone();
-        header.put(&mut bytes);
-        let at = FileOffset(0);
-        Some((rotated, Piece { at, bytes }))
+        let overtaken = journal.overtaken;
+        self.say_of_journal();
+        let with = |autoclear| {
+            let mut header = self.header.clone();
+            header.autoclear = autoclear;
+            let mut bytes = self.header_block.clone();
+            header.put(&mut bytes);
+            let at = FileOffset(0);
+            Piece { at, bytes }
+        };
+        let others = self.header.autoclear & !AUTOCLEAR_JOURNAL;
+        let after = with(others | autoclear(rotated.generation));
+        let before = overtaken.then(|| with(self.header.autoclear));
+        Some((rotated, after, before))
     }
 
     /// As [`Journal::checkpoint`].
     pub(super) fn checkpoint_journal(&mut self, rotated: &Rotated) {
         if let Some(journal) = &mut self.journal {
             journal.checkpoint(rotated);
-            let others = self.header.autoclear & !AUTOCLEAR_JOURNAL;
-            self.header.autoclear = others | journal.autoclear();
         }
+        self.say_of_journal();
     }
 }
 
@@ -438,20 +473,25 @@ pub(super) fn read(place: &JournalPlace, image: u64) -> io::Result<Found> {
             _ => Found::Missing,
         });
     };
+    let fits = slot.fits(&place.identity, image);
     let size = place.storage.size()?;
     let bytes = size.saturating_sub(slot.start);
-    if bytes == 0 {
-        return Ok(Found::Nothing);
-    }
-    if !slot.fits(&place.identity, image) {
-        return Ok(Found::Outdated);
+    match (fits, bytes, image & MARK) {
+        (true, 0, _) | (false, 0, 0) => return Ok(Found::Nothing),
+        // An old one, of which all has been done, is not the one that the image means.
+        (false, 0, _) => return Ok(Found::Missing),
+        (false, ..) => return Ok(Found::Outdated),
+        (true, ..) => {}
     }
     if bytes > READ_MAX {
         return Err(io::Error::other(format!("it has {bytes} bytes")));
     }
     let mut records = vec![0; bytes as usize];
     read_padded(&*place.storage, FileOffset(slot.start), &mut records)?;
-    Ok(Found::Changes(parse(&records, slot.start, slot.session)))
+    Ok(Found::Changes {
+        changes: parse(&records, slot.start, slot.session),
+        all: image & OVERTAKEN == 0,
+    })
 }
 
 /// Whether a journal that was found somewhere is that of an image, as both say: the image has a number that whoever cannot
@@ -477,7 +517,11 @@ pub(super) enum Found {
     Missing,
     /// Something, but not of this image as it is.
     Outdated,
-    Changes(Vec<Change>),
+    Changes {
+        changes: Vec<Change>,
+        /// Nothing in the file is newer.
+        all: bool,
+    },
 }
 
 struct Slot {
@@ -508,7 +552,7 @@ impl Slot {
     fn fits(&self, identity: &[u8; 32], image: u64) -> bool {
         let next = (self.generation + 1) & GENERATION;
         let numbers = [self.generation, next].map(autoclear);
-        self.identity == *identity && numbers.contains(&image)
+        self.identity == *identity && numbers.contains(&(image & !OVERTAKEN))
     }
 }
 

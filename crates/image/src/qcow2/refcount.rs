@@ -162,12 +162,14 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Sets a refcount as a journal has it. It may be one of a larger table that never came into force.
+    /// Sets a refcount as a journal has it; unless `also_less`, only to more than there is. It may be one of a
+    /// larger table that never came into force.
     pub fn put_refcount(
         &mut self,
         end: &FileEnd,
         cluster: u64,
         refcount: u64,
+        also_less: bool,
     ) -> Result<(), ImageError> {
         let (block, _) = self.place(cluster);
         match self.table.get(block as usize) {
@@ -177,7 +179,9 @@ impl Refcounts {
                 Err(ImageError::damaged("a cluster has no refcount", at))
             }
             Some(_) => {
-                self.set(end, cluster, refcount)?;
+                if also_less || self.get(end, cluster)? < refcount {
+                    self.set(end, cluster, refcount)?;
+                }
                 if refcount > 0 {
                     self.used_up_to(cluster + 1);
                 }

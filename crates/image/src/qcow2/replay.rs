@@ -6,6 +6,7 @@
 //! two flushes; `qemu-img check -r leaks` gives these back.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use super::entry::{COPIED, Entry, Standard, table_at};
 use super::error::ImageError;
@@ -23,9 +24,9 @@ impl Qcow2 {
             Found::Nothing => {}
             Found::Outdated => (place.tell)(JournalEvent::Outdated),
             Found::Missing => (place.tell)(JournalEvent::Missing),
-            Found::Changes(changes) if changes.is_empty() => {}
-            Found::Changes(changes) => {
-                let done = self.replay(&changes).and_then(|()| self.flush());
+            Found::Changes { changes, .. } if changes.is_empty() => {}
+            Found::Changes { changes, all } => {
+                let done = self.replay(&changes, all).and_then(|()| self.flush());
                 done.map_err(Qcow2Error::Replay)?;
                 (place.tell)(JournalEvent::Replayed(changes.len() as u64));
             }
@@ -34,7 +35,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    fn replay(&self, changes: &[Change]) -> Result<(), ImageError> {
+    /// `all`: nothing in the file is newer than these.
+    fn replay(&self, changes: &[Change], all: bool) -> Result<(), ImageError> {
         let mut entries = BTreeMap::new();
         {
             let mut state = self.lock();
@@ -45,7 +47,12 @@ impl Qcow2 {
                         first,
                         clusters,
                         refcount,
-                    } => self.replay_refcounts(&mut state, first, clusters, refcount),
+                    } => self.replay_refcounts(
+                        &mut state,
+                        first..first.saturating_add(clusters),
+                        refcount,
+                        all,
+                    ),
                     Change::Table { index, word } => self.replay_table(&mut state, index, word),
                     Change::Entry { cluster, words } => {
                         entries.insert(cluster, words);
@@ -75,25 +82,25 @@ impl Qcow2 {
     fn replay_refcounts(
         &self,
         state: &mut State,
-        first: u64,
-        clusters: u64,
+        clusters: Range<u64>,
         refcount: u64,
+        all: bool,
     ) -> Result<(), ImageError> {
-        let end = first.checked_add(clusters);
-        let Some(end) = end.filter(|&end| end <= 1 << (56 - self.g.cluster_bits)) else {
+        let (first, end) = (clusters.start, clusters.end);
+        if end > 1 << (56 - self.g.cluster_bits) {
             return misfit("a refcount is that of no cluster", first);
-        };
+        }
         // No process takes more clusters at a time than its file has.
-        if clusters > self.g.clusters(self.file.get()) {
+        if end - first > self.g.clusters(self.file.get()) {
             return misfit(
                 "the file is shorter than it was",
                 end << self.g.cluster_bits,
             );
         }
-        for cluster in first..end {
+        for cluster in clusters {
             state
                 .refcounts
-                .put_refcount(&self.file, cluster, refcount)?;
+                .put_refcount(&self.file, cluster, refcount, all)?;
         }
         Ok(())
     }
