@@ -85,6 +85,14 @@ impl<E: Engine> Worker<E> {
         }
     }
 
+    /// Submits a request, once the engine has room for it.
+    pub fn submit_or_starve(&mut self, number: usize, slot: u16) {
+        match self.engine.room() {
+            0 => self.starve(number, slot),
+            _ => self.submit(number, slot),
+        }
+    }
+
     /// Submits requests for which there are buffers now, from each disk in turn.
     pub fn feed_starved(&mut self) {
         let mut refused = 0;

@@ -134,10 +134,10 @@ impl<E: Engine> Worker<E> {
 
     #[inline]
     pub fn finish(&mut self, number: usize, slot: u16, status: Status, result: i32) {
+        self.release_bounce(number, slot);
         if status != Status::Ok && self.aborts(number, slot, End::Finish(status, result)) {
             return;
         }
-        self.release_bounce(number, slot);
         let Some(queue) = &mut self.queues[number] else {
             return;
         };

@@ -168,8 +168,7 @@ impl<E: Engine> Worker<E> {
             match next(queue, slot, &self.locals, left, buffers) {
                 Next::Go => {}
                 Next::Later => return self.zero_later(number, slot),
-                Next::Submit if self.engine.room() == 0 => return self.starve(number, slot),
-                Next::Submit => return self.submit(number, slot),
+                Next::Submit => return self.submit_or_starve(number, slot),
                 Next::Slow(job) => {
                     return self.start_slow(number, slot, job);
                 }
@@ -214,7 +213,7 @@ impl<E: Engine> Worker<E> {
         let queue = self.queues[number].as_ref();
         match queue.map(|queue| queue.pieces.get(usize::from(slot))) {
             None => {}
-            Some(None) => self.submit(number, slot),
+            Some(None) => self.submit_or_starve(number, slot),
             Some(Some(piece)) if piece.pin.is_none() => self.start_pieces(number, slot),
             Some(Some(_)) => self.step(number, slot),
         }
@@ -255,10 +254,7 @@ impl<E: Engine> Worker<E> {
             return;
         };
         join(queue, slot, local.written());
-        match self.engine.room() {
-            0 => self.starve(number, slot),
-            _ => self.submit(number, slot),
-        }
+        self.submit_or_starve(number, slot);
     }
 
     /// Tries to commit again what could not be committed.
@@ -322,10 +318,7 @@ impl<E: Engine> Worker<E> {
                 if let Some(local) = &self.locals[queue.local] {
                     begin(s, piece, local.written(), to, len);
                 }
-                match self.engine.room() {
-                    0 => self.starve(number, slot),
-                    _ => self.submit(number, slot),
-                }
+                self.submit_or_starve(number, slot);
             }
             Outcome::Merged(allocation, merge) => {
                 (piece.allocation, piece.merge) = (Some(allocation), Some(merge));

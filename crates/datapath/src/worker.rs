@@ -148,6 +148,10 @@ impl<E: Engine> Worker<E> {
                 self.obey();
                 self.look_at_syncs();
                 self.look_at_slow();
+                // What has ended there may have left a buffer.
+                if self.starved > 0 {
+                    self.feed_starved();
+                }
             }
             if self.quit {
                 if self.queues.iter().any(Option::is_some) {

@@ -146,7 +146,8 @@ impl MemoryDisk {
             .all(|&write| write == 0)
     }
 
-    /// From now on no operation completes, until they may again.
+    /// From now on no operation on this disk completes, and if it is the engine's first, none at all, until they may
+    /// again.
     pub fn hang(&mut self, on: bool) {
         self.hangs = on;
         for wake in &self.wakes {
@@ -321,6 +322,10 @@ impl Faulty {
     /// Of whatever concerns the engine itself, the first disk tells.
     fn disk(&self) -> MutexGuard<'_, MemoryDisk> {
         self.disk_of(0)
+    }
+
+    fn hangs(&self, pending: &Pending) -> bool {
+        self.disk().hangs || self.disk_of(pending.disk).hangs
     }
 
     fn disk_of(&self, number: usize) -> MutexGuard<'_, MemoryDisk> {
@@ -581,7 +586,7 @@ impl Engine for Faulty {
     }
 
     fn wait(&mut self) -> io::Result<()> {
-        let idle = self.pending.is_empty() || self.disk().hangs;
+        let idle = self.pending.iter().all(|p| self.hangs(p));
         self.overflowed = false;
         self.poll(idle)?;
         if self.woken.is_empty()
@@ -608,7 +613,7 @@ impl Engine for Faulty {
         drop(disk);
         while out.len() < out.capacity() && !hangs && !self.overflowed {
             self.overflowed = overflow > 0 && self.random.strikes(overflow);
-            let due = |p: &(usize, &Pending)| p.1.due <= self.round;
+            let due = |p: &(usize, &Pending)| p.1.due <= self.round && !self.hangs(p.1);
             let due: Vec<usize> = self
                 .pending
                 .iter()

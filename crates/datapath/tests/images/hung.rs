@@ -31,7 +31,7 @@ const EIO: i32 = 5;
 const CLUSTER: u64 = 64 << 10;
 
 /// Until this is so.
-fn wait_until(what: &str, is: impl Fn() -> bool) {
+pub fn wait_until(what: &str, is: impl Fn() -> bool) {
     let start = Instant::now();
     while !is() {
         assert!(start.elapsed() < HANG, "{what}");
