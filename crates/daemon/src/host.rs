@@ -192,8 +192,8 @@ impl Host {
     /// Ends the service of a disk and closes it.
     ///
     /// # Errors
-    /// There is none of this name; or a VM is connected, and it is to be removed safely; or what the VM
-    /// wrote could not be made durable, in which case the disk is gone all the same.
+    /// There is none of this name; or a VM is connected, and it is to be removed safely; or it is being put on another
+    /// file; or what the VM wrote could not be made durable, in which case the disk is gone all the same.
     pub fn detach(&self, name: &str, removal: Removal) -> Result<(), HostError> {
         let export = {
             let state = self.state();
@@ -254,9 +254,7 @@ impl Host {
         let mut state = self.state();
         state.check_new_node(&spec)?;
         let below = state.entry(child)?.node.clone();
-        if let Some(user) = state.user_of(child) {
-            return Err(HostError::NodeInUse(child.into(), user));
-        }
+        state.check_unused(child)?;
         let name = spec.name.clone();
         let entry = NodeEntry {
             node: Arc::new(below.renamed(spec)),
@@ -276,9 +274,7 @@ impl Host {
     pub fn remove_node(&self, name: &str) -> Result<(), HostError> {
         let mut state = self.state();
         state.entry(name)?;
-        if let Some(user) = state.user_of(name) {
-            return Err(HostError::NodeInUse(name.into(), user));
-        }
+        state.check_unused(name)?;
         let entry = state.nodes.remove(name);
         drop(state);
         match entry {
@@ -310,9 +306,7 @@ impl Host {
             }
             None => {}
         }
-        if let Some(user) = state.user_of(name) {
-            return Err(HostError::NodeInUse(name.into(), user));
-        }
+        state.check_unused(name)?;
         if node.spec.read_only && !spec.read_only {
             return Err(HostError::ReadOnly(name.into()));
         }
@@ -359,8 +353,8 @@ impl Host {
     /// Ends the service of a disk, which stays open.
     ///
     /// # Errors
-    /// There is none of this name; or a VM is connected, and it is to be removed safely; or what the VM
-    /// wrote could not be made durable, in which case it is served no longer all the same.
+    /// There is none of this name; or a VM is connected, and it is to be removed safely; or it is being put on another
+    /// file; or what the VM wrote could not be made durable, in which case it is served no longer all the same.
     pub fn remove_export(&self, id: &str, removal: Removal) -> Result<(), HostError> {
         let mut state = self.state();
         let Some(export) = state.exports.get(id) else {
@@ -368,6 +362,9 @@ impl Host {
         };
         if removal == Removal::Safe && export.connected() {
             return Err(HostError::Connected(id.into()));
+        }
+        if state.is_moving(export.node.name()) {
+            return Err(HostError::Moving(export.node.name().into()));
         }
         let stopping = (id.to_owned(), export.node.clone());
         state.stopping.push(stopping);
@@ -738,17 +735,21 @@ impl State {
             .ok_or_else(|| HostError::NoGroup(name.into()))
     }
 
-    /// The export or node that uses a node.
-    fn user_of(&self, name: &str) -> Option<String> {
+    /// Whether no export or other node uses a node, and nobody is putting it elsewhere.
+    fn check_unused(&self, name: &str) -> Result<(), HostError> {
         let mut nodes = self.nodes.values();
         let above = nodes.find(|entry| entry.child.as_deref() == Some(name));
         let mut exports = self.exports.values();
         let export = exports.find(|e| e.node.name() == name);
-        export
+        let user = export
             .map(|e| e.id.clone())
             .or(above.map(|entry| entry.node.name().to_owned()))
-            .or_else(|| self.stops(name))
-            .or_else(|| self.is_moving(name).then(|| name.to_owned()))
+            .or_else(|| self.stops(name));
+        match user {
+            Some(user) => Err(HostError::NodeInUse(name.into(), user)),
+            None if self.is_moving(name) => Err(HostError::Moving(name.into())),
+            None => Ok(()),
+        }
     }
 
     fn is_moving(&self, name: &str) -> bool {

@@ -421,6 +421,50 @@ fn nothing_is_written_once_a_lock_is_given_up() {
     }
 }
 
+/// A disk that is being put on another file is not removed meanwhile, nor half removed: when that is done, it can be.
+#[test]
+fn a_disk_that_is_being_moved_is_not_removed() {
+    let Some(setup) = Setup::new("raw", 14) else {
+        return;
+    };
+    let allowed = format!("--allow-dir={}", setup.dir.path().display());
+    let mut server = setup.serve("cache=none", &[allowed]);
+    let other = setup.dir.path().join("other.raw");
+    std::fs::write(&other, vec![0; DISK_BYTES as usize]).unwrap();
+    let mut device = setup.connect();
+    submit(&mut device, Op::Write);
+    assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
+    let ringdisk = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+        command.args(arguments).arg("--control");
+        let output = command.arg(setup.control()).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        println!("{arguments:?}: {}", text.trim_end());
+        (output.status.success(), text)
+    };
+    setup.storage.change(|s| s.hangs = true);
+    let (moved, removed) = std::thread::scope(|scope| {
+        let moved = scope.spawn(|| ringdisk(&["replace", "disk", other.to_str().unwrap()]));
+        until("the move waits for storage", || {
+            setup.storage.control().held > 0
+        });
+        let removed = scope.spawn(|| ringdisk(&["detach", "disk", "--force"]));
+        let deadline = Instant::now() + HANG;
+        while !removed.is_finished() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        setup.storage.change(|s| s.hangs = false);
+        (moved.join().unwrap(), removed.join().unwrap())
+    });
+    assert!(!removed.0 && removed.1.contains("try again"), "{removed:?}");
+    assert!(moved.0, "{moved:?}");
+    // The guest has noticed nothing.
+    submit(&mut device, Op::Write);
+    assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
+    assert!(ringdisk(&["detach", "disk", "--force"]).0);
+    assert!(server.terminate().unwrap().success());
+}
+
 /// A VM stops, and its storage does not answer as its disk is to be left to another host: that is waited for neither by
 /// an upgrade nor by a command, and what was begun is done when storage answers.
 #[test]
