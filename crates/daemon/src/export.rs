@@ -8,7 +8,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
-use std::{fmt, io, mem};
+use std::{io, mem};
 
 use block::{CacheMode, Request};
 use control::{BlockErrorAction, BlockIoError, BlockIoResumed, Event, EventHub, IoOperationType};
@@ -328,18 +328,6 @@ struct Lines {
     cut_off: Limiter,
 }
 
-/// How many lines were left out before this one, if any were.
-struct LeftOut(u64);
-
-impl fmt::Display for LeftOut {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            0 => Ok(()),
-            n => write!(f, " ({n} more of these left out)"),
-        }
-    }
-}
-
 /// How the wait for a front-end ended.
 enum Waited {
     Connected(UnixStream),
@@ -361,8 +349,8 @@ impl Frontends {
                 Some((socket, saved)) => self.serve_one(socket, saved, stop),
                 None => match self.wait(stop) {
                     Waited::Connected(socket) => {
-                        self.lines.connected.log(|n| {
-                            info!("disk {}: front-end connected{}", self.name, LeftOut(n));
+                        self.lines.connected.log(|left_out| {
+                            info!("disk {}: front-end connected{left_out}", self.name);
                         });
                         next = Some((socket, None));
                         continue;
@@ -419,12 +407,12 @@ impl Frontends {
         let (end, saved) = guest::serve_from(&socket, &mut device, stop, saved);
         self.connected.store(false, Ordering::Relaxed);
         match end {
-            End::Disconnected => self.lines.disconnected.log(|n| {
-                info!("disk {name}: front-end disconnected{}", LeftOut(n));
+            End::Disconnected => self.lines.disconnected.log(|left_out| {
+                info!("disk {name}: front-end disconnected{left_out}");
             }),
             End::Stopped => return Some(saved.map(|saved| (socket, saved))),
-            End::Failed(e) => self.lines.cut_off.log(|n| {
-                warn!("disk {name}: front-end cut off: {e}{}", LeftOut(n));
+            End::Failed(e) => self.lines.cut_off.log(|left_out| {
+                warn!("disk {name}: front-end cut off: {e}{left_out}");
             }),
         }
         None

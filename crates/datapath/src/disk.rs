@@ -337,7 +337,7 @@ impl Disk {
     /// A request failed; `event` makes the message, with how many were left out.
     #[cold]
     pub(crate) fn failed(&self, event: impl FnOnce(u64) -> IoEvent) {
-        self.failures.log(|left_out| self.tell(&event(left_out)));
+        self.failures.log(|left_out| self.tell(&event(left_out.0)));
     }
 
     /// Has requests go on that wait because storage failed to serve them: they are tried again at once, or,
@@ -393,10 +393,7 @@ impl Disk {
     #[cold]
     pub(crate) fn image_failed(&self, error: &ImageError) {
         self.image_errors.log(|left_out| {
-            warn!(
-                "disk {}: {error} ({left_out} more of these left out)",
-                self.name
-            );
+            warn!("disk {}: {error}{left_out}", self.name);
         });
     }
 
@@ -404,8 +401,7 @@ impl Disk {
     pub fn ring_failed(&self, ring: u16, error: &RingError) {
         self.errors.log(|left_out| {
             warn!(
-                "disk {}: queue {ring} cannot be served as the guest set it up: {error} \
-                 ({left_out} more of these left out)",
+                "disk {}: queue {ring} cannot be served as the guest set it up: {error}{left_out}",
                 self.name
             );
         });

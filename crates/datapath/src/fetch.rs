@@ -267,8 +267,7 @@ impl<E: Engine> Worker<E> {
         let disk = &queue.disk;
         disk.errors.log(|left_out| {
             warn!(
-                "disk {}: queue {} is given up at {:?} until the guest resets the device: {reason} \
-                 ({left_out} more of these left out)",
+                "disk {}: queue {} is given up at {:?} until the guest resets the device: {reason}{left_out}",
                 disk.name,
                 queue.ring.number(),
                 queue.ring.base(),
@@ -283,7 +282,7 @@ fn refused(disk: &Disk, chain: &Chain) {
     disk.errors.log(|left_out| {
         warn!(
             "disk {}: refused request {:02x?} with {} bytes out and {} in: not what a disk of {} \
-             bytes allows ({left_out} more of these left out)",
+             bytes allows{left_out}",
             disk.name,
             chain.header,
             chain.readable_len,

@@ -46,7 +46,7 @@ pub use activity::ThreadStats;
 pub use disk::{Disk, Options};
 pub use histogram::Histogram;
 pub use replace::Replacement;
-pub use report::{IoAction, IoEvent, IoFailure, IoResumed, Limiter};
+pub use report::{IoAction, IoEvent, IoFailure, IoResumed, LeftOut, Limiter};
 pub use source::Place;
 pub use stats::{DiskStats, Latency, Measuring, RequestStats};
 pub use thread::{IoThread, QueueId};

@@ -70,7 +70,7 @@ impl Queue {
         self.disk.errors.log(|left_out| {
             warn!(
                 "disk {}: the front-end holds up the signals of queue {}, which gets no more of them until it is \
-                 started again ({left_out} more of these left out)",
+                 started again{left_out}",
                 self.disk.name,
                 self.ring.number(),
             );

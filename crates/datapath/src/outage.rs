@@ -175,8 +175,7 @@ fn log(disk: &Disk, slot: &Slot, errno: i32, then: &str) {
             e => std::io::Error::from_raw_os_error(e).to_string(),
         };
         error!(
-            "disk {}: {:?} failed at {} of its file, with {} bytes to go: {cause}{then} \
-             ({left_out} more of these left out)",
+            "disk {}: {:?} failed at {} of its file, with {} bytes to go: {cause}{then}{left_out}",
             disk.name, slot.request, slot.at, slot.left
         );
     });

@@ -1,6 +1,7 @@
 //! Log lines about things that a guest can cause as often as it likes: at most one a second for
 //! each disk, with a count of those left out.
 
+use std::fmt;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -58,9 +59,22 @@ struct State {
     left_out: u64,
 }
 
+/// How many lines were left out before one, if any were; that one ends with it.
+#[derive(Clone, Copy, Debug)]
+pub struct LeftOut(pub u64);
+
+impl fmt::Display for LeftOut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            0 => Ok(()),
+            n => write!(f, " ({n} more of these left out)"),
+        }
+    }
+}
+
 impl Limiter {
     /// Calls `log` with the number of lines left out since the last one, unless that was just now.
-    pub fn log(&self, log: impl FnOnce(u64)) {
+    pub fn log(&self, log: impl FnOnce(LeftOut)) {
         let mut state = self.0.lock().unwrap_or_else(|e| e.into_inner());
         if state.last.is_some_and(|last| last.elapsed() < PAUSE) {
             state.left_out += 1;
@@ -69,6 +83,6 @@ impl Limiter {
         state.last = Some(Instant::now());
         let left_out = std::mem::take(&mut state.left_out);
         drop(state);
-        log(left_out);
+        log(LeftOut(left_out));
     }
 }
