@@ -1,15 +1,14 @@
 //! Where the journals of images are: what a killed process had acknowledged and not flushed.
 
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::io;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use block::{Backing, FileOffset};
+use block::Backing;
 use engine::DiskFile;
-use image::{JournalEvent, JournalPlace, Storage, is_journal_of};
-use rustix::fs::{FallocateFlags, fallocate};
+use image::{JournalEvent, JournalPlace, PlainFile, is_journal_of};
 use thiserror::Error;
 use tracing::{error, info, warn};
 
@@ -121,7 +120,7 @@ impl Journals {
                 .read(true)
                 .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
                 .open(path);
-            let Ok(journal) = file.map(Plain) else {
+            let Ok(journal) = file.map(PlainFile) else {
                 return false;
             };
             let fits = is_journal_of(&journal, &identity.bytes, &image);
@@ -174,7 +173,7 @@ impl Journals {
             ),
         };
         Ok(JournalPlace {
-            storage: Arc::new(Plain(storage)),
+            storage: Arc::new(PlainFile(storage)),
             identity: identity.bytes,
             tell: Box::new(tell),
         })
@@ -213,49 +212,4 @@ fn boot() -> io::Result<[u8; 16]> {
     u128::from_str_radix(&digits, 16)
         .map(u128::to_be_bytes)
         .map_err(io::Error::other)
-}
-
-/// A file that is read and written through the page cache, and never made durable.
-struct Plain(File);
-
-impl Storage for Plain {
-    fn read_at(&self, at: FileOffset, to: &mut [u8]) -> io::Result<usize> {
-        let mut done = 0;
-        while done < to.len() {
-            match self.0.read_at(&mut to[done..], at.0 + done as u64)? {
-                0 => break,
-                n => done += n,
-            }
-        }
-        Ok(done)
-    }
-
-    fn write_at(&self, at: FileOffset, from: &[u8]) -> io::Result<()> {
-        self.0.write_all_at(from, at.0)
-    }
-
-    fn flush(&self) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn forgets(&self) -> bool {
-        false
-    }
-
-    fn size(&self) -> io::Result<u64> {
-        Ok(self.0.metadata()?.len())
-    }
-
-    fn set_size(&self, size: u64) -> io::Result<()> {
-        self.0.set_len(size)
-    }
-
-    fn punch(&self, at: FileOffset, len: u64) -> io::Result<()> {
-        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        Ok(fallocate(&self.0, flags, at.0, len)?)
-    }
-
-    fn block(&self) -> u32 {
-        1
-    }
 }

@@ -21,7 +21,7 @@ pub use qcow2::{
     JournalPlace, OpenOptions, Pin, Pins, Prepared, Progress, Qcow2, Qcow2Error, ThreadPins,
     Waiting, ZeroStep, Zeroing, is_journal_of,
 };
-pub use storage::Storage;
+pub use storage::{PlainFile, Storage};
 
 use std::sync::Arc;
 

@@ -1,6 +1,9 @@
+use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt;
 
 use block::FileOffset;
+use rustix::fs::{FallocateFlags, fallocate};
 
 /// A file or block device, as an image reads and writes its own tables in it.
 ///
@@ -53,6 +56,51 @@ pub trait Storage: Send + Sync {
     /// What a write must be a multiple of in place and length to disturb nothing beside it, in
     /// bytes; a power of two.
     fn block(&self) -> u32;
+}
+
+/// A file that is read and written through the page cache, and never made durable: for a journal, and for tests.
+pub struct PlainFile(pub File);
+
+impl Storage for PlainFile {
+    fn read_at(&self, at: FileOffset, to: &mut [u8]) -> io::Result<usize> {
+        let mut done = 0;
+        while done < to.len() {
+            match self.0.read_at(&mut to[done..], at.0 + done as u64)? {
+                0 => break,
+                n => done += n,
+            }
+        }
+        Ok(done)
+    }
+
+    fn write_at(&self, at: FileOffset, from: &[u8]) -> io::Result<()> {
+        self.0.write_all_at(from, at.0)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn forgets(&self) -> bool {
+        false
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        Ok(self.0.metadata()?.len())
+    }
+
+    fn set_size(&self, size: u64) -> io::Result<()> {
+        self.0.set_len(size)
+    }
+
+    fn punch(&self, at: FileOffset, len: u64) -> io::Result<()> {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(fallocate(&self.0, flags, at.0, len)?)
+    }
+
+    fn block(&self) -> u32 {
+        1
+    }
 }
 
 /// Fills `to`; what lies behind the end of the file reads as zeroes.

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, Ordering::SeqCst};
 
 use block::FileOffset;
-use image::{Gate, LayerFormat, Storage, Zeroing};
-use support::{Disk, HostFile, How, READ, WRITE};
+use image::{Gate, LayerFormat, PlainFile, Storage, Zeroing};
+use support::{Disk, How, READ, WRITE};
 use testkit::qemu_img as qemu;
 
 fn patch(path: &Path, at: u64, bytes: &[u8]) {
@@ -413,7 +413,7 @@ fn full_clusters_copy_nothing_and_the_file_grows_in_large_steps() {
 }
 
 /// A file whose operations are counted.
-struct Counted(HostFile, Arc<AtomicU64>);
+struct Counted(PlainFile, Arc<AtomicU64>);
 
 impl Storage for Counted {
     fn read_at(&self, at: FileOffset, to: &mut [u8]) -> std::io::Result<usize> {
@@ -473,7 +473,7 @@ fn what_must_not_block_does_nothing_to_the_file() {
         );
         let file = fs::File::options().read(true).write(true).open(&path);
         let count = Arc::new(AtomicU64::new(0));
-        let storage = Arc::new(Counted(HostFile(file.unwrap()), count.clone()));
+        let storage = Arc::new(Counted(PlainFile(file.unwrap()), count.clone()));
         let gate = Gate::beside(&path).unwrap();
         let disk = Disk::with(storage, &path, LayerFormat::Qcow2, &gate, WRITE).unwrap();
         let chain = &disk.chain;
@@ -520,7 +520,7 @@ fn a_raw_disk_is_a_chain_of_one() {
         .open(&path)
         .unwrap();
     let gate = Gate::new::<&str>([]).unwrap();
-    let storage = Arc::new(HostFile(file));
+    let storage = Arc::new(PlainFile(file));
     let disk = Disk::with(storage, &path, LayerFormat::Raw, &gate, WRITE).unwrap();
     disk.write(512, &[2; 512]).unwrap();
     disk.zero(1024, 512, Zeroing::Zeroes { unmap: true })

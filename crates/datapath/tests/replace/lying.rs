@@ -8,10 +8,10 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use block::{Aio, Backing, FileOffset};
+use block::{Aio, Backing};
 use image::{
-    Chain, ChainOptions, Gate, Image, LayerFormat, OpenFiles, Prepared, Role, Storage, Top,
-    WritePlace,
+    Chain, ChainOptions, Gate, Image, LayerFormat, OpenFiles, PlainFile, Prepared, Role, Storage,
+    Top, WritePlace,
 };
 use tempfile::TempDir;
 use testkit::qemu_img as qemu;
@@ -69,7 +69,7 @@ impl Lying {
         // In the order in which they were opened, which need not be that of their numbers.
         let files = chain.files().iter().map(|storage| {
             let same =
-                |file: &&Arc<HostFile>| std::ptr::addr_eq(Arc::as_ptr(file), Arc::as_ptr(storage));
+                |file: &&Arc<PlainFile>| std::ptr::addr_eq(Arc::as_ptr(file), Arc::as_ptr(storage));
             let file = opener.0.iter().find(same).unwrap();
             file.0.try_clone().unwrap()
         });
@@ -159,11 +159,11 @@ fn write(chain: &Chain, bytes: &[u8]) {
 }
 
 #[derive(Default)]
-struct Opener(Vec<Arc<HostFile>>);
+struct Opener(Vec<Arc<PlainFile>>);
 
 impl Opener {
     fn keep(&mut self, file: File) -> Arc<dyn Storage> {
-        let file = Arc::new(HostFile(file));
+        let file = Arc::new(PlainFile(file));
         self.0.push(file.clone());
         file
     }
@@ -172,48 +172,5 @@ impl Opener {
 impl OpenFiles for Opener {
     fn open(&mut self, file: OwnedFd, _: &Path, _: Role) -> io::Result<Arc<dyn Storage>> {
         Ok(self.keep(file.into()))
-    }
-}
-
-struct HostFile(File);
-
-impl Storage for HostFile {
-    fn read_at(&self, at: FileOffset, to: &mut [u8]) -> io::Result<usize> {
-        let mut done = 0;
-        while done < to.len() {
-            match self.0.read_at(&mut to[done..], at.0 + done as u64)? {
-                0 => break,
-                n => done += n,
-            }
-        }
-        Ok(done)
-    }
-
-    fn write_at(&self, at: FileOffset, from: &[u8]) -> io::Result<()> {
-        self.0.write_all_at(from, at.0)
-    }
-
-    fn flush(&self) -> io::Result<()> {
-        self.0.sync_data()
-    }
-
-    fn forgets(&self) -> bool {
-        true
-    }
-
-    fn size(&self) -> io::Result<u64> {
-        Ok(self.0.metadata()?.len())
-    }
-
-    fn set_size(&self, size: u64) -> io::Result<()> {
-        self.0.set_len(size)
-    }
-
-    fn punch(&self, _: FileOffset, _: u64) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    fn block(&self) -> u32 {
-        1
     }
 }

@@ -8,68 +8,21 @@ use std::fs::File;
 use std::io;
 use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
 use block::FileOffset;
 use image::{
     Chain, ChainError, ChainOptions, FileIndex, Gate, ImageError, JournalPlace, LayerFormat,
-    OpenFiles, Pin, Place, Prepared, Role, Storage, Top, WritePlace, ZeroStep, Zeroing,
+    OpenFiles, Pin, Place, PlainFile, Prepared, Role, Storage, Top, WritePlace, ZeroStep, Zeroing,
 };
-
-/// A file of the host.
-pub struct HostFile(pub File);
-
-impl Storage for HostFile {
-    fn read_at(&self, at: FileOffset, to: &mut [u8]) -> io::Result<usize> {
-        let mut done = 0;
-        while done < to.len() {
-            match self.0.read_at(&mut to[done..], at.0 + done as u64)? {
-                0 => break,
-                n => done += n,
-            }
-        }
-        Ok(done)
-    }
-
-    fn write_at(&self, at: FileOffset, from: &[u8]) -> io::Result<()> {
-        self.0.write_all_at(from, at.0)
-    }
-
-    fn flush(&self) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn forgets(&self) -> bool {
-        false
-    }
-
-    fn size(&self) -> io::Result<u64> {
-        Ok(self.0.metadata()?.len())
-    }
-
-    fn set_size(&self, size: u64) -> io::Result<()> {
-        self.0.set_len(size)
-    }
-
-    fn punch(&self, at: FileOffset, len: u64) -> io::Result<()> {
-        use rustix::fs::{FallocateFlags, fallocate};
-        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        Ok(fallocate(&self.0, flags, at.0, len)?)
-    }
-
-    fn block(&self) -> u32 {
-        512
-    }
-}
 
 /// Opens what a gate let through as it is.
 pub struct HostFiles;
 
 impl OpenFiles for HostFiles {
     fn open(&mut self, file: OwnedFd, _: &Path, _: Role) -> io::Result<Arc<dyn Storage>> {
-        Ok(Arc::new(HostFile(file.into())))
+        Ok(Arc::new(PlainFile(file.into())))
     }
 }
 
@@ -109,7 +62,7 @@ impl Disk {
             true => LayerFormat::Raw,
             false => LayerFormat::Qcow2,
         };
-        Self::with(Arc::new(HostFile(file)), path, format, &gate, how)
+        Self::with(Arc::new(PlainFile(file)), path, format, &gate, how)
     }
 
     pub fn with(
