@@ -3,17 +3,26 @@
 use rbd::{Origin, Setting};
 use serde_json::{Value, json};
 
-use crate::host::{Host, Look};
+use crate::device::ServedDisk;
+use crate::host::Host;
+use crate::node::Node;
 
 /// All disks, with their settings.
 pub fn all(host: &Host) -> Value {
     let mut disks = Vec::new();
-    host.each(|look| disks.push(disk(&look)));
-    disks.into()
+    host.each(|look| {
+        let device = look.export.map(|export| export.device.clone());
+        disks.push((look.node.clone(), device));
+    });
+    // A cluster may not answer, which is no reason for others to wait.
+    let disks = disks.iter();
+    disks
+        .map(|(node, served)| disk(node, served.as_deref()))
+        .collect()
 }
 
-fn disk(look: &Look<'_>) -> Value {
-    let (node, spec) = (look.node, &look.node.spec);
+fn disk(node: &Node, served: Option<&ServedDisk>) -> Value {
+    let spec = &node.spec;
     // What is as by default need not have been said.
     let cache_from = match spec.cache {
         block::CacheMode::None => Origin::Ringdisk,
@@ -40,8 +49,8 @@ fn disk(look: &Look<'_>) -> Value {
             &choice.reason,
         ));
     }
-    if let Some(export) = look.export {
-        let threads = &export.device.threads;
+    if let Some(served) = served {
+        let threads = &served.threads;
         let ids: Vec<&str> = threads.iter().map(|t| t.id.as_str()).collect();
         let from = match spec.iothreads.is_empty() {
             true => Origin::Ringdisk,

@@ -263,7 +263,7 @@ pub fn tell_changes(node: &Arc<Node>, disk: &Arc<Disk>, device: &Arc<ServedDisk>
         let (node, disk, device) = (Arc::downgrade(node), disk.clone(), device.clone());
         rbd.on_change(Some(Box::new(move || {
             if let Some(node) = node.upgrade() {
-                node.look_for_growth(&disk);
+                Node::let_grow(&disk, &node.file_size());
                 device.tell_size();
             }
         })));

@@ -7,14 +7,15 @@ mod kept;
 mod watched;
 
 use std::collections::BTreeMap;
-use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Instant;
+use std::{fs, io};
 
 use block::{ThrottleError, ThrottleLimits};
 use control::{BlockExportDeleted, BlockImageCorrupted, Event, EventHub};
 use datapath::ThrottleGroup;
+use engine::Identity;
 use image::Format;
 use thiserror::Error;
 use tracing::{error, info, warn};
@@ -31,7 +32,7 @@ use crate::storage::Places;
 use crate::together::TogetherError;
 use crate::upgrade::Handing;
 
-use ending::{SHUTDOWN, in_time, stop, sync};
+use ending::{ANSWER, SHUTDOWN, in_time, stop, sync};
 pub use watched::Look;
 use watched::Watch;
 
@@ -52,6 +53,10 @@ pub struct Host {
     pub handing: Handing,
     /// For those who tell of changes from elsewhere.
     me: Weak<Self>,
+    /// Nothing that may wait for storage is done while this is held: all disks, signals and sessions need it. What is
+    /// asked of storage is asked before, and looked at again afterwards. Who takes more than one of these locks takes them
+    /// in this order: which node a [`ServedDisk`] is on, then a node's turn, or the keeper's, then this one, then a node's
+    /// content.
     state: Mutex<State>,
 }
 
@@ -212,10 +217,11 @@ impl Host {
         let spec = self.places.inherited.on_its_file(spec);
         let name = spec.name.clone();
         self.sandbox.check_file(&spec.file)?;
+        let there = identity(&spec.file);
         {
             let state = self.state();
             state.check_new_node(&spec)?;
-            state.check_file(&spec)?;
+            state.check_file(&spec, there)?;
         }
         let (limits, group) = (spec.limits, spec.throttle_group.clone());
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
@@ -288,6 +294,9 @@ impl Host {
     /// Serves an opened disk. Returns what to paste.
     pub fn add_export(&self, name: &str, spec: &ExportSpec) -> Result<Ready, HostError> {
         self.sandbox.check_socket(&spec.socket)?;
+        let node = self.state().entry(name)?.node.clone();
+        // For the disk that is made of it.
+        let _ = node.file_size();
         let mut state = self.state();
         let entry = state.entry(name)?;
         let node = entry.node.clone();
@@ -399,19 +408,27 @@ impl Host {
             node.grow_file(size)
                 .map_err(|e| HostError::Resize(name.into(), e))?;
         }
+        let size = node.file_size();
+        match self.let_grow(&node, &size)? {
+            Some(size) => Ok(size),
+            None => size.map_err(|e| HostError::Resize(name.into(), e.to_string())),
+        }
+    }
+
+    /// Lets the disk on a node grow to what its file is now, as far as that is known. Returns its size, if it is served.
+    fn let_grow(&self, node: &Arc<Node>, size: &io::Result<u64>) -> Result<Option<u64>, HostError> {
         let state = self.state();
-        let export = state.exports.values().find(|e| Arc::ptr_eq(&e.node, &node));
+        let export = state.exports.values().find(|e| Arc::ptr_eq(&e.node, node));
         match export {
             // The other file may not be as long.
-            Some(_) if state.is_moving(node.name()) => Err(HostError::Moving(name.into())),
+            Some(_) if state.is_moving(node.name()) => Err(HostError::Moving(node.name().into())),
             Some(export) => {
-                node.look_for_growth(&export.disk);
+                Node::let_grow(&export.disk, size);
+                // Also if it grew earlier: the front-end may have been away then.
                 export.device.tell_size();
-                Ok(export.disk.size())
+                Ok(Some(export.disk.size()))
             }
-            None => node
-                .file_size()
-                .map_err(|e| HostError::Resize(name.into(), e.to_string())),
+            None => Ok(None),
         }
     }
 
@@ -448,19 +465,18 @@ impl Host {
         spec: impl FnOnce(&DiskSpec) -> Result<DiskSpec, Problem>,
     ) -> Result<(), HostError> {
         self.sandbox.check_file(file)?;
+        let there = identity(file);
         let (before, spec) = {
             let state = self.state();
             let before = state.top(name)?.node.clone();
-            if let FileSpec::Path(path) = file
-                && before.is_on(path)
-            {
-                info!("disk {name}: is on {} already", path.display());
+            if there.is_some_and(|there| before.is_on(there)) {
+                info!("disk {name}: is on {} already", before.filename);
                 return Ok(());
             }
             let unfit = |problem| HostError::Unfit(name.into(), problem);
             let spec = spec(&before.spec).map_err(unfit)?;
             spec.check_rbd().map_err(unfit)?;
-            state.check_file(&spec)?;
+            state.check_file(&spec, there)?;
             (before, spec)
         };
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
@@ -561,12 +577,22 @@ impl Host {
 
     /// Looks at all disks for growth.
     pub fn look_for_growth(&self) {
-        let state = self.state();
-        let moving = |export: &&Export| state.is_moving(export.node.name());
-        for export in state.exports.values().filter(|e| !moving(e)) {
-            export.node.look_for_growth(&export.disk);
-            // Also if it grew earlier: the front-end may have been away then.
-            export.device.tell_size();
+        let nodes: Vec<_> = {
+            let state = self.state();
+            state.exports.values().map(|e| e.node.clone()).collect()
+        };
+        // One after the other, and each in a thread of its own, in which it stays if its storage does not answer.
+        let deadline = Instant::now() + ANSWER;
+        for node in nodes {
+            let its = node.clone();
+            match in_time(node.name(), deadline, move || Ok(its.file_size())) {
+                // What is being put on another file is as long as that in a moment.
+                Ok(size) => drop(self.let_grow(&node, &size)),
+                Err(_) => warn!(
+                    "disk {}: its storage does not answer; whether it has grown is not known",
+                    node.name()
+                ),
+            }
         }
     }
 
@@ -653,6 +679,14 @@ impl Host {
     }
 }
 
+/// Which file a disk is on. Waits for storage.
+fn identity(file: &FileSpec) -> Option<Identity> {
+    match file {
+        FileSpec::Path(path) => fs::metadata(path).ok().map(|file| Identity::of(&file)),
+        FileSpec::Rbd(_) | FileSpec::Null(_) => None,
+    }
+}
+
 impl State {
     fn entry(&self, name: &str) -> Result<&NodeEntry, HostError> {
         let entry = self.nodes.get(name);
@@ -671,7 +705,8 @@ impl State {
 
     /// Whether a disk may be put on its file, so far as the others here are concerned. The locks would tell
     /// too, but neither at once nor by whom it is used.
-    fn check_file(&self, spec: &DiskSpec) -> Result<(), HostError> {
+    /// `there` is what it is on.
+    fn check_file(&self, spec: &DiskSpec, there: Option<Identity>) -> Result<(), HostError> {
         let path = match &spec.file {
             FileSpec::Path(path) => path,
             FileSpec::Rbd(location) => {
@@ -688,7 +723,8 @@ impl State {
             }
             FileSpec::Null(_) => return Ok(()),
         };
-        let excludes = |node: &Node| !(node.spec.read_only && spec.read_only) && node.is_on(path);
+        let same = |node: &Node| there.is_some_and(|there| node.is_on(there));
+        let excludes = |node: &Node| !(node.spec.read_only && spec.read_only) && same(node);
         match self.nodes.values().find(|entry| excludes(&entry.node)) {
             Some(entry) => {
                 let name = entry.node.name().to_owned();

@@ -5,14 +5,13 @@ mod away;
 use std::cmp::Ordering;
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::{fs, io};
 
 use block::{Aio, Backing, BlockSizeError, CacheMode, Discard, DiskFacts, format_size};
 use datapath::{Disk, Options, Place, Replacement};
-use engine::{Choice, ChoiceError, DiskFile, Locking, OpenError, Support, choose};
+use engine::{Choice, ChoiceError, DiskFile, Identity, Locking, OpenError, Support, choose};
 use image::{
     Chain, ChainError, ChainOptions, Damage, Format, Image, LayerFormat, Top, UnknownFormat,
 };
@@ -49,6 +48,8 @@ struct Shared {
     /// is written to a file whose lock has been given up. That waits for storage: it is not taken by anybody who holds
     /// what all disks need, which is above all [`Host`](crate::host::Host)'s state.
     turn: Mutex<()>,
+    /// Held by whoever asks storage what is to be shown of the files.
+    asking: Mutex<()>,
     /// Held to look at it or to exchange it, and never while storage is asked for anything.
     content: Mutex<Content>,
 }
@@ -63,6 +64,8 @@ struct Content {
     files: Vec<Arc<DiskFile>>,
     /// Bytes, as last known.
     size: u64,
+    /// Bytes that the file occupies, as last known.
+    allocated: Option<u64>,
     depth: usize,
     /// Of an image that is written.
     journal: Option<PathBuf>,
@@ -200,11 +203,13 @@ impl Node {
         Ok(Self {
             shared: Arc::new(Shared {
                 turn: Mutex::new(()),
+                asking: Mutex::new(()),
                 content: Mutex::new(Content {
                     image: (!away).then_some(image),
                     file,
                     files,
                     size,
+                    allocated: None,
                     depth,
                     journal,
                     on_damage: None,
@@ -221,17 +226,9 @@ impl Node {
         })
     }
 
-    /// Whether it is on what lies at `path`, under whatever name.
-    pub fn is_on(&self, path: &Path) -> bool {
-        let (Some(file), Ok(there)) = (self.file(), fs::metadata(path)) else {
-            return false;
-        };
-        rustix::fs::fstat(&file).is_ok_and(|ours| match file.backing() {
-            Backing::File => (ours.st_dev, ours.st_ino) == (there.dev(), there.ino()),
-            Backing::BlockDevice => {
-                there.file_type().is_block_device() && ours.st_rdev == there.rdev()
-            }
-        })
+    /// Whether it is on this file or device.
+    pub fn is_on(&self, there: Identity) -> bool {
+        self.file().is_some_and(|file| file.identity() == there)
     }
 
     /// Which file it is on, if it is on one and that is here.
@@ -298,7 +295,7 @@ impl Node {
             ..Options::default()
         };
         let (name, serial) = (wanted.name.clone(), &self.spec.serial);
-        let size = self.file_size().unwrap_or(self.size);
+        let size = self.known_size();
         if let Some(rbd) = &self.rbd {
             return Ok(Disk::remote(
                 name,
@@ -380,14 +377,11 @@ impl Node {
         })
     }
 
-    /// Looks whether the file has become longer, and if so, lets the disk grow. The guest is to be told by
+    /// Lets a disk grow whose file has this size now, as far as that could be found out. The guest is to be told by
     /// whoever knows it.
-    pub fn look_for_growth(&self, disk: &Disk) {
-        if self.file().is_none() && self.rbd.is_none() {
-            return;
-        }
+    pub fn let_grow(disk: &Disk, size: &io::Result<u64>) {
         let (name, old) = (&disk.name, disk.size());
-        match self.file_size() {
+        match *size {
             Ok(size) if size > old => {
                 disk.grow(size);
                 let (old, size) = (format_size(old), format_size(size));
@@ -399,35 +393,60 @@ impl Node {
                 format_size(size)
             ),
             Ok(_) => {}
-            Err(e) => warn!("disk {name}: cannot find out its size: {e}"),
+            Err(ref e) => warn!("disk {name}: cannot find out its size: {e}"),
         }
     }
 
-    /// The file's size now, in whole blocks.
+    /// The file's size now, in whole blocks. Waits for storage.
     ///
     /// # Errors
     /// The kernel cannot say.
     pub fn file_size(&self) -> io::Result<u64> {
-        {
+        let file = {
             let content = self.content();
             match &content.image {
                 Some(Image::Chain(chain)) => return Ok(chain.size()),
                 None => return Ok(content.size),
-                Some(_) => {}
+                Some(_) => content.file.clone(),
             }
-        }
-        let size = match (self.file(), &self.rbd) {
+        };
+        let size = match (file, &self.rbd) {
             (Some(file), _) => file.size()?,
             (None, Some(rbd)) => rbd.size()?,
             (None, None) => return Ok(self.size),
         };
-        Ok(size - size % u64::from(self.facts.logical_block))
+        let size = size - size % u64::from(self.facts.logical_block);
+        self.content().size = size;
+        Ok(size)
     }
 
-    /// Bytes that the file occupies.
+    /// Its size as last known. Asks nobody.
+    pub fn known_size(&self) -> u64 {
+        let content = self.content();
+        match &content.image {
+            Some(Image::Chain(chain)) => chain.size(),
+            _ => content.size,
+        }
+    }
+
+    /// Bytes that the file occupied when that was last [asked](Self::ask).
     pub fn allocated(&self) -> Option<u64> {
-        let stat = rustix::fs::fstat(self.file()?).ok()?;
-        (self.backing() == Some(Backing::File)).then_some(stat.st_blocks as u64 * 512)
+        self.content().allocated
+    }
+
+    /// Finds out anew what is shown of its file. Waits for storage, unless somebody else does so already.
+    pub fn ask(&self) {
+        let asking = self.shared.asking.try_lock();
+        if matches!(asking, Err(TryLockError::WouldBlock)) {
+            return;
+        }
+        let _ = self.file_size();
+        if let Some(file) = self.file()
+            && file.backing() == Backing::File
+            && let Ok(stat) = rustix::fs::fstat(&file)
+        {
+            self.content().allocated = Some(stat.st_blocks as u64 * 512);
+        }
     }
 
     /// Makes the file `size` bytes long, if it is a regular one. Never shorter than the disk on it is.

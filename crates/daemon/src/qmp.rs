@@ -103,6 +103,7 @@ impl Qmp {
             }
             Command::QueryIothreads(_) => Ok(iothreads(host).to_json()),
             Command::QueryNamedBlockNodes(_) => {
+                host.ask(true);
                 let mut nodes = Vec::new();
                 host.each(|disk| nodes.push(node_info(&disk)));
                 Ok(nodes.to_json())
@@ -168,6 +169,7 @@ impl Qmp {
             }
             Command::RingdiskStats(_) => {
                 host.watch();
+                host.ask(false);
                 let mut disks = Vec::new();
                 host.each(|disk| disks.push(stats::disk(&disk)));
                 let threads = host.threads.running();

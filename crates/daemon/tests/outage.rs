@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use serde_json::json;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::faulty::Random;
 use testkit::server::Server;
@@ -483,6 +484,10 @@ fn storage_that_hangs_as_a_vm_stops_keeps_no_upgrade() {
             until("the end of the VM waits for storage", || {
                 setup.storage.control().held > 0
             });
+            let _thaw = Thaw(&setup.storage);
+            let mut client = control::Client::connect(setup.control(), HANG).unwrap();
+            let nodes = client.call("query-named-block-nodes", json!({}));
+            assert_eq!(nodes.unwrap()[0]["node-name"], "disk");
             let asked = scope.spawn(|| upgrade(&setup));
             let deadline = Instant::now() + HANG;
             while !asked.is_finished() && Instant::now() < deadline {
@@ -501,6 +506,111 @@ fn storage_that_hangs_as_a_vm_stops_keeps_no_upgrade() {
         assert_eq!(stats(&setup.control())["storage"], "works", "{format}");
         assert!(server.terminate().unwrap().success(), "{format}");
     }
+}
+
+/// Has storage answer again, also if an assertion fails: it keeps processes that nothing can end.
+struct Thaw<'a>(&'a Storage);
+
+impl Drop for Thaw<'_> {
+    fn drop(&mut self) {
+        self.0.change(|s| s.hangs = false);
+    }
+}
+
+/// Storage that answers nothing, not even whether a file is there: commands that need an answer wait for it, and neither
+/// other commands, nor other guests, nor the end of the process wait for those.
+#[test]
+fn storage_that_says_nothing_keeps_no_command() {
+    let Some(setup) = Setup::new("raw", 14) else {
+        return;
+    };
+    let [file, later] = ["other.raw", "later.raw"].map(|n| setup.dir.path().join(n));
+    for file in [&file, &later] {
+        std::fs::File::create(file)
+            .unwrap()
+            .set_len(DISK_BYTES)
+            .unwrap();
+    }
+    let sockets = ["o.sock", "l.sock"].map(|n| setup.dir.path().join(n));
+    let disk =
+        |file: &Path, socket: &Path| format!("file={},socket={}", file.display(), socket.display());
+    let Some(served) = Setup::new("raw", 15) else {
+        return;
+    };
+    let others = [
+        disk(&file, &sockets[0]),
+        disk(&served.storage.file(), &served.socket()) + ",name=served,format=raw",
+        // It would look at files before.
+        "--sandbox=off".into(),
+    ];
+    let mut server = setup.serve("cache=none", &others);
+    let mut beside = connect(&sockets[0]);
+    let client = || control::Client::connect(setup.control(), HANG).unwrap();
+    let node = json!({
+        "driver": "raw", "node-name": "idle",
+        "file": { "driver": "file", "filename": setup.storage.file() },
+    });
+    client()
+        .call("x-ringdisk-detach", json!({ "id": "disk" }))
+        .unwrap();
+    client().call("blockdev-add", node).unwrap();
+    let _thaw = [&setup, &served].map(|setup| Thaw(&setup.storage));
+    for setup in [&setup, &served] {
+        setup.storage.change(|s| (s.hangs, s.silent) = (true, true));
+    }
+    // Each of these looks at it, in its own way.
+    let export = json!({
+        "type": "vhost-user-blk", "id": "export", "node-name": "idle",
+        "addr": { "type": "unix", "path": setup.socket() },
+    });
+    let again =
+        json!({ "disk": format!("file={},name=again,format=raw", setup.storage.file().display()) });
+    let place = json!({ "id": "other", "file": setup.storage.file() });
+    let hang = [
+        ("block-export-add", export),
+        ("x-ringdisk-attach", again),
+        ("x-ringdisk-replace", place),
+        ("x-ringdisk-resize", json!({ "id": "idle" })),
+    ];
+    for (command, arguments) in hang {
+        let before = setup.storage.control().held;
+        let mut its = client();
+        let ask = move || drop(its.call(command, arguments));
+        std::thread::spawn(ask);
+        // The last one waits behind the first one, in the kernel.
+        let last = command == "x-ringdisk-resize";
+        until(command, || last || setup.storage.control().held > before);
+        // What is known of it is shown.
+        let nodes = client().call("query-named-block-nodes", json!({})).unwrap();
+        let idle = nodes
+            .as_array()
+            .unwrap()
+            .iter()
+            .find(|node| node["node-name"] == "idle");
+        let size = idle.map(|idle| &idle["image"]["virtual-size"]);
+        assert_eq!(size, Some(&json!(DISK_BYTES)), "{command}: {nodes}");
+        client().call("x-ringdisk-stats", json!({})).unwrap();
+    }
+    server.signal(rustix::process::Signal::HUP);
+    // Others are served, and added, and make choices that are kept.
+    beside.frontend.set_config(32, &[0]).unwrap();
+    submit(&mut beside, Op::Write);
+    assert_eq!(finish(&mut beside), vec![OK; usize::from(DEPTH)]);
+    let later = json!({ "disk": disk(&later, &sockets[1]) });
+    client().call("x-ringdisk-attach", later).unwrap();
+    submit(&mut connect(&sockets[1]), Op::Read);
+    server.logged(&["disk served", "whether it has grown is not known"]);
+    server.signal(rustix::process::Signal::TERM);
+    until_long("the process says that storage hangs", || {
+        let log = server.log();
+        let hangs = |name| log.contains(&format!("disk {name}: its storage does not answer; what"));
+        hangs("idle") && hangs("served")
+    });
+    for setup in [&setup, &served] {
+        setup.storage.change(|s| s.hangs = false);
+    }
+    let status = server.ended().unwrap();
+    assert_eq!(status.code(), Some(1), "{status}");
 }
 
 /// Longer than a server waits for storage.

@@ -24,8 +24,28 @@ const BLOCK_MAX: u32 = 4096;
 pub struct DiskFile {
     file: File,
     backing: Backing,
+    identity: Identity,
     facts: DiskFacts,
     cached: bool,
+}
+
+/// Which file or device something is, under whatever name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Identity {
+    device: u64,
+    inode: u64,
+}
+
+impl Identity {
+    /// Of what these are the facts of.
+    pub fn of(file: &fs::Metadata) -> Self {
+        // Any number of nodes lead to one device.
+        let (device, inode) = match file.file_type().is_block_device() {
+            true => (u64::MAX, file.rdev()),
+            false => (file.dev(), file.ino()),
+        };
+        Self { device, inode }
+    }
 }
 
 /// When a file is locked.
@@ -206,10 +226,13 @@ impl DiskFile {
             Backing::File => regular_facts(&file, cache, read_only, locking),
             Backing::BlockDevice => device_facts(&file, cache, read_only),
         }
-        .map_err(|e| OpenError::Io(name, "find out its block size", e))?;
+        .map_err(|e| OpenError::Io(name.clone(), "find out its block size", e))?;
+        let identity = file.metadata().map(|file| Identity::of(&file));
+        let identity = identity.map_err(|e| OpenError::Io(name, "find out which it is", e))?;
         Ok(Self {
             file,
             backing,
+            identity,
             facts,
             cached: !cache.direct(),
         })
@@ -270,6 +293,11 @@ impl DiskFile {
     /// What never changes about it.
     pub fn facts(&self) -> DiskFacts {
         self.facts
+    }
+
+    /// Which it is; found out when it was opened.
+    pub fn identity(&self) -> Identity {
+        self.identity
     }
 
     /// File or block device.

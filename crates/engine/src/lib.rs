@@ -17,7 +17,7 @@ mod workers;
 
 pub use choice::{Choice, ChoiceError, Support, choose};
 pub use engines::Engines;
-pub use file::{DiskFile, Locking, OpenError};
+pub use file::{DiskFile, Identity, Locking, OpenError};
 pub use native::NativeError;
 pub use numa::node_of;
 pub use uring::{Uring, UringError};

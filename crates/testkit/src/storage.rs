@@ -53,8 +53,10 @@ pub struct Control {
     pub outage: Option<i32>,
     /// What writes fails with ENOSPC.
     pub full: bool,
-    /// Nothing is answered.
+    /// Nothing is answered that reads, writes or makes durable.
     pub hangs: bool,
+    /// With that, neither is anything else: whether the file is there, and how long it is.
+    pub silent: bool,
     /// What happens on its own.
     pub mishaps: Mishaps,
     /// Operations that failed.
@@ -292,9 +294,11 @@ impl Server {
         };
         let control = self.control();
         let (hangs, late) = (control.hangs, control.mishaps.late_ms);
+        let silent = hangs && control.silent;
         drop(control);
         let moves = matches!(request.opcode, READ | WRITE | FSYNC | FALLOCATE);
-        if moves && (hangs || late > 0) {
+        let asks = matches!(request.opcode, LOOKUP | GETATTR | SETATTR | OPEN);
+        if (moves || asks && silent) && (hangs || late > 0) {
             let late = Duration::from_millis(self.random.below(late + 1));
             self.late.push_back((Instant::now() + late, request));
         } else {

@@ -15,6 +15,9 @@ use crate::upgrade::Staying;
 /// after which systemd kills.
 pub(super) const SHUTDOWN: Duration = Duration::from_secs(60);
 
+/// How long storage may take to say what is only to be shown, or not changed if it doesn't.
+pub(super) const ANSWER: Duration = Duration::from_secs(5);
+
 impl Host {
     /// Finishes what is under way, disconnects everybody, and makes everything durable. Storage that does
     /// not answer is not waited for longer than a minute. What has been handed over is another's to end.
@@ -74,13 +77,13 @@ where
     result
 }
 
-type Task = mpsc::Receiver<Result<(), HostError>>;
+type Task<T> = mpsc::Receiver<Result<T, HostError>>;
 
 /// Does what may wait for storage in a thread of its own.
-fn begin(
+fn begin<T: Send + 'static>(
     name: &str,
-    work: impl FnOnce() -> Result<(), HostError> + Send + 'static,
-) -> Result<Task, HostError> {
+    work: impl FnOnce() -> Result<T, HostError> + Send + 'static,
+) -> Result<Task<T>, HostError> {
     let (done, result) = mpsc::channel();
     let thread = thread::Builder::new().name("closing".into());
     thread
@@ -90,7 +93,7 @@ fn begin(
 }
 
 /// Waits for it, but not for ever: the thread stays with what it waits for.
-fn end(name: &str, deadline: Instant, task: &Task) -> Result<(), HostError> {
+fn end<T>(name: &str, deadline: Instant, task: &Task<T>) -> Result<T, HostError> {
     // What is done already counts, however late it is.
     let left = deadline.saturating_duration_since(Instant::now());
     let left = left.max(Duration::from_millis(100));
@@ -100,11 +103,11 @@ fn end(name: &str, deadline: Instant, task: &Task) -> Result<(), HostError> {
     }
 }
 
-pub(super) fn in_time(
+pub(super) fn in_time<T: Send + 'static>(
     name: &str,
     deadline: Instant,
-    work: impl FnOnce() -> Result<(), HostError> + Send + 'static,
-) -> Result<(), HostError> {
+    work: impl FnOnce() -> Result<T, HostError> + Send + 'static,
+) -> Result<T, HostError> {
     end(name, deadline, &begin(name, work)?)
 }
 

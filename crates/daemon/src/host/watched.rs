@@ -1,12 +1,13 @@
 //! How disks are looked at, and for how long their latencies are measured.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use block::{CacheMode, ThrottleLimits};
 use tracing::warn;
 
+use super::ending::{ANSWER, in_time};
 use super::{Host, State};
 use crate::export::Export;
 use crate::node::Node;
@@ -25,7 +26,7 @@ pub(super) enum Watch {
 
 /// A disk, as `each` shows it.
 pub struct Look<'a> {
-    pub node: &'a Node,
+    pub node: &'a Arc<Node>,
     /// How it is served, if it is.
     pub export: Option<&'a Export>,
     pub limits: &'a ThrottleLimits,
@@ -37,7 +38,7 @@ impl Look<'_> {
     pub fn size(&self) -> u64 {
         match self.export {
             Some(export) => export.disk.size(),
-            None => self.node.file_size().unwrap_or(0),
+            None => self.node.known_size(),
         }
     }
 
@@ -47,7 +48,7 @@ impl Look<'_> {
 }
 
 impl Host {
-    /// Calls `look` for every disk, in the order of their names.
+    /// Calls `look` for every disk, in the order of their names. It may not wait for anything.
     pub fn each(&self, mut look: impl FnMut(Look<'_>)) {
         let state = self.state();
         for entry in state.nodes.values() {
@@ -58,6 +59,30 @@ impl Host {
                 limits: &entry.limits,
                 group: entry.group.as_deref(),
             });
+        }
+    }
+
+    /// Finds out anew what is shown of files, of all or of those that are not served: a disk knows its size. Of storage
+    /// that does not answer, what it has said last is shown.
+    pub fn ask(&self, all: bool) {
+        let nodes: Vec<_> = {
+            let state = self.state();
+            let served = |node| state.exports.values().any(|e| Arc::ptr_eq(&e.node, node));
+            let nodes = state.nodes.values().map(|entry| &entry.node);
+            let nodes = nodes.filter(|node| all || !served(node));
+            nodes.map(Arc::downgrade).collect()
+        };
+        if nodes.is_empty() {
+            return;
+        }
+        // A node that hangs keeps the thread, and is passed over by the next one.
+        let ask = move || {
+            let nodes = nodes.iter().filter_map(Weak::upgrade);
+            nodes.for_each(|node| node.ask());
+            Ok(())
+        };
+        if in_time("all", Instant::now() + ANSWER, ask).is_err() {
+            warn!("storage does not answer; sizes of files are shown as they were before");
         }
     }
 

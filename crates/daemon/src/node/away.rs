@@ -145,6 +145,7 @@ impl Node {
             file: Some(file.clone()),
             files: Vec::new(),
             size: 0,
+            allocated: None,
             depth: 0,
             journal: None,
             on_damage: None,

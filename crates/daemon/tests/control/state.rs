@@ -382,11 +382,7 @@ fn what_cannot_be_served_is_not_forgotten() {
     let (file, away) = (kept.ringdisk.path("c.raw"), kept.ringdisk.path("away"));
     fs::rename(&file, &away).unwrap();
     let kept = kept.restart();
-    let log = kept.ringdisk.server.log();
-    assert!(
-        log.contains("disk c") && log.contains("no such file"),
-        "{log}"
-    );
+    kept.ringdisk.server.logged(&["disk c", "no such file"]);
     assert_ne!(kept.disk("a"), json!(null));
     kept.ringdisk.json(&["throttle", "a", "iops=9"]);
     fs::rename(&away, &file).unwrap();
