@@ -590,8 +590,8 @@ impl Drop for ControlSocket {
     }
 }
 
-/// How long the end of the control socket waits for commands under way.
-const AT_END: Duration = Duration::from_secs(10);
+/// How long the end waits for commands under way.
+pub const AT_END: Duration = Duration::from_secs(10);
 
 fn listen(socket: &Socket, qmp: &Arc<Qmp>, stop: BorrowedFd<'_>) {
     let mut clients = Vec::new();

@@ -4,7 +4,8 @@ use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -349,34 +350,52 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
     let explained = args.explain.then(|| explain::all(&host));
     announce(&ready, metrics, explained, args.json);
     let first = reload.then_some(SIGHUP);
+    let mut rereading: Vec<JoinHandle<()>> = Vec::new();
     for signal in first.into_iter().chain(signals.forever()) {
         if signal != SIGHUP {
             break;
         }
-        let Ok(_staying) = host.handing.stay_after() else {
-            continue;
-        };
-        manager::tell(&manager::reloading());
-        if let Some(config) = &config
-            && let Err(e) = config.reload(&host)
-        {
-            error!("{e}");
+        // Storage of a disk may not answer, which is no reason not to be stopped.
+        let (host, config) = (host.clone(), config.clone());
+        let thread = thread::Builder::new().name("reload".to_owned());
+        let reread = thread.spawn(move || reread(&host, config.as_deref()));
+        rereading.retain(|thread| !thread.is_finished());
+        match reread {
+            Ok(thread) => rereading.push(thread),
+            Err(e) => error!("nothing is read anew, for want of a thread: {e}"),
         }
-        host.look_for_growth();
-        manager::tell(manager::READY);
     }
     let Ok(staying) = host.handing.stop() else {
         // The one that has taken over needs a signal of its own; all that is here belongs to it.
         warn!("told to stop after another process had taken over, which goes on");
         loop {
             // Whoever has handed over ends this process.
-            std::thread::park();
+            thread::park();
         }
     };
     info!("stopping: finishing what is under way");
     manager::tell(manager::STOPPING);
+    let deadline = Instant::now() + qmp::AT_END;
     drop(control);
+    while rereading.iter().any(|thread| !thread.is_finished()) && Instant::now() < deadline {
+        thread::sleep(Duration::from_millis(1));
+    }
     Ok(host.shut_down(staying)?)
+}
+
+/// Reads the configuration anew, and looks for disks that have grown.
+fn reread(host: &Host, config: Option<&Reloader>) {
+    let Ok(_staying) = host.handing.stay_after() else {
+        return;
+    };
+    manager::tell(&manager::reloading());
+    if let Some(config) = config
+        && let Err(e) = config.reload(host)
+    {
+        error!("{e}");
+    }
+    host.look_for_growth();
+    manager::tell(manager::READY);
 }
 
 /// Where a service manager has made a directory for what must be there after a restart (systemd.exec(5)).

@@ -613,6 +613,35 @@ fn storage_that_says_nothing_keeps_no_command() {
     assert_eq!(status.code(), Some(1), "{status}");
 }
 
+/// A disk that is written down is on storage that answers nothing: who waits for it can be stopped.
+#[test]
+fn storage_that_says_nothing_keeps_no_configuration() {
+    let Some(setup) = Setup::new("raw", 16) else {
+        return;
+    };
+    let config = setup.dir.path().join("ringdisk.toml");
+    std::fs::write(&config, "").unwrap();
+    let arguments = [
+        format!("--config={}", config.display()),
+        format!("--control={}", setup.control().display()),
+        "--sandbox=off".into(),
+    ];
+    let mut server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &arguments).unwrap();
+    let (file, socket) = (setup.storage.file(), setup.socket());
+    let disk = format!("[[disk]]\nfile = {file:?}\nformat = \"raw\"\nsocket = {socket:?}\n");
+    std::fs::write(&config, disk).unwrap();
+    let _thaw = Thaw(&setup.storage);
+    setup.storage.change(|s| (s.hangs, s.silent) = (true, true));
+    server.signal(rustix::process::Signal::HUP);
+    until("the configuration waits for storage", || {
+        setup.storage.control().held > 0
+    });
+    server.signal(rustix::process::Signal::TERM);
+    server.logged(&["stopping"]);
+    setup.storage.change(|s| s.hangs = false);
+    assert!(server.ended().unwrap().success(), "{}", server.log());
+}
+
 /// Longer than a server waits for storage.
 fn until_long(what: &str, mut is: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(120);
