@@ -20,14 +20,14 @@
 //! old one goes on, with its own sessions, rings and locks, whatever has become of the other.
 
 use std::collections::VecDeque;
-use std::fs::Metadata;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use engine::Identity;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
@@ -128,17 +128,13 @@ pub struct HandedSession {
     pub descriptors: usize,
 }
 
-/// Tells a file from all others, by whatever name: its device and inode, or a marker and the number of the device that it
-/// is. Any number of nodes lead to one device.
+/// An [`Identity`], as it is handed over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileIdentity(u64, u64);
 
-impl From<&Metadata> for FileIdentity {
-    fn from(file: &Metadata) -> Self {
-        match file.file_type().is_block_device() {
-            true => Self(u64::MAX, file.rdev()),
-            false => Self(file.dev(), file.ino()),
-        }
+impl From<Identity> for FileIdentity {
+    fn from(file: Identity) -> Self {
+        Self(file.device, file.inode)
     }
 }
 

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use engine::Identity;
 use guest::Saved;
 use rustix::fs::{OFlags, fcntl_getfl};
 use tracing::warn;
@@ -187,8 +188,7 @@ impl Inherited {
         let mut state = self.state();
         let place = state.files.iter().position(|fd| {
             let there = fd.try_clone().and_then(|fd| File::from(fd).metadata());
-            let same =
-                there.is_ok_and(|there| FileIdentity::from(&there) == FileIdentity::from(wanted));
+            let same = there.is_ok_and(|there| Identity::of(&there) == Identity::of(wanted));
             let access = fcntl_getfl(fd).unwrap_or(OFlags::empty()) & OFlags::ACCMODE;
             same && (access == OFlags::RDWR) == write
         })?;

@@ -6,7 +6,6 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use block::Backing;
 use engine::DiskFile;
 use image::{JournalEvent, JournalPlace, PlainFile, is_journal_of};
 use thiserror::Error;
@@ -188,12 +187,7 @@ struct Identity {
 
 impl Identity {
     fn of(file: &DiskFile) -> io::Result<Self> {
-        let stat = rustix::fs::fstat(file)?;
-        // Any number of nodes lead to one device.
-        let (device, inode) = match file.backing() {
-            Backing::File => (stat.st_dev, stat.st_ino),
-            Backing::BlockDevice => (u64::MAX, stat.st_rdev),
-        };
+        let engine::Identity { device, inode } = file.identity();
         let mut bytes = [0; 32];
         bytes[..16].copy_from_slice(&boot()?);
         bytes[16..24].copy_from_slice(&device.to_le_bytes());

@@ -234,8 +234,7 @@ impl Node {
     /// Which file it is on, if it is on one and that is here.
     pub fn identity(&self) -> Option<FileIdentity> {
         let file = self.is_here().then(|| self.file())??;
-        let file = fs::File::from(file.as_fd().try_clone_to_owned().ok()?);
-        Some(FileIdentity::from(&file.metadata().ok()?))
+        Some(file.identity().into())
     }
 
     /// The same file under another name, for a node that lies on this one.

@@ -32,8 +32,10 @@ pub struct DiskFile {
 /// Which file or device something is, under whatever name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
-    device: u64,
-    inode: u64,
+    /// The device that the file is on, or a marker for one that is a device itself.
+    pub device: u64,
+    /// The number of the file there, or of the device.
+    pub inode: u64,
 }
 
 impl Identity {
