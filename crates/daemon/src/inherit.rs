@@ -298,7 +298,9 @@ impl Inherited {
             }
         }
         state.metrics = None;
+        // What has the name of one of them from now on is another disk.
         state.disks.clear();
+        state.away.clear();
         for file in state.files.drain(..) {
             if let Err(e) = rustix::fs::fdatasync(&file) {
                 warn!("a disk that is no longer served could not be made durable: {e}");

@@ -925,6 +925,41 @@ fn a_disk_that_may_move_stays_as_it_is() {
     served.end();
 }
 
+/// What was left to another host when it was taken over is no reason not to lock what has its name later.
+#[test]
+fn a_name_that_was_away_is_locked_again() {
+    let (idle, other) = (Disk::new(), Disk::new());
+    let mut served = Served::start(&[
+        idle.argument("queues=2,lock=running,name=disk"),
+        other.argument("queues=2,name=other"),
+    ]);
+    served.upgrade(&[]);
+    let run = |arguments: &[&str]| {
+        let output = served.ringdisk(arguments);
+        assert!(output.status.success(), "{output:?}");
+    };
+    run(&["detach", "disk"]);
+    run(&["detach", "other"]);
+    run(&["attach", &other.argument("queues=2,name=disk")]);
+    // Which ends by itself only if it must not have the file.
+    let mut second = Command::new("timeout");
+    let control = format!("--control={}.2", served.control.display());
+    second.args([
+        "30",
+        BINARY,
+        "serve",
+        &control,
+        &other.file.display().to_string(),
+    ]);
+    let output = second.env("RINGDISK_LOG", "off").output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        text.contains("another process"),
+        "its lock is missing: {text}"
+    );
+    served.end();
+}
+
 /// What a limit holds back is let go, not waited for.
 #[test]
 fn a_limit_holds_nothing_up() {
