@@ -126,6 +126,11 @@ pub enum HostError {
          written down put into force first ('ringdisk reload'), or see what is at its path by now", socket = .1.display()
     )]
     OtherFile(String, PathBuf),
+    #[error(
+        "disk '{0}' is on {1} already, as {2}; it cannot be served as another format while its guest runs: detach it, \
+         and attach it with format="
+    )]
+    SameFile(String, String, Format),
     #[error("disk '{0}' was changed by somebody else meanwhile; look at it again")]
     Changed(String),
     #[error("disk '{0}' is being put on another file; try again in a moment")]
@@ -428,6 +433,9 @@ impl Host {
                 export.device.tell_size();
                 Ok(Some(export.disk.size()))
             }
+            None if !Arc::ptr_eq(&state.top(node.name())?.node, node) => {
+                Err(HostError::Changed(node.name().into()))
+            }
             None => Ok(None),
         }
     }
@@ -470,6 +478,11 @@ impl Host {
             let state = self.state();
             let before = state.top(name)?.node.clone();
             if there.is_some_and(|there| before.is_on(there)) {
+                let wanted = spec(&before.spec).ok().and_then(|spec| spec.format);
+                if wanted.is_some_and(|format| format != before.format) {
+                    let (its, format) = (before.filename.clone(), before.format);
+                    return Err(HostError::SameFile(name.into(), its, format));
+                }
                 info!("disk {name}: is on {} already", before.filename);
                 return Ok(());
             }

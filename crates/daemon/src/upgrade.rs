@@ -99,6 +99,17 @@ impl Handing {
         self.stay_after()
     }
 
+    /// For who hands over.
+    ///
+    /// # Errors
+    /// The process has been told to stop meanwhile.
+    fn check_going_on(&self) -> Result<(), UpgradeError> {
+        match self.stopping.load(Ordering::Acquire) {
+            true => Err(UpgradeError::Stopping),
+            false => Ok(()),
+        }
+    }
+
     /// For who hands over, when no command is under way any more.
     fn alone(&self, deadline: Instant) -> Result<RwLockWriteGuard<'_, bool>, UpgradeError> {
         loop {
@@ -272,18 +283,23 @@ fn hand_over(host: &Host, launcher: &Channel, outcome: &mut Outcome) -> Result<u
     );
     let mut gone = host.handing.alone(Instant::now() + PAUSE)?;
     // What has come up meanwhile is written while guests wait: little, if this time was short.
+    let deadline = Instant::now() + PATIENCE;
     for _ in 0..SETTLING {
+        host.handing.check_going_on()?;
         let began = Instant::now();
-        host.settle(began + PATIENCE)
-            .map_err(UpgradeError::Storage)?;
-        if began.elapsed() < SETTLED {
+        host.settle(deadline).map_err(UpgradeError::Storage)?;
+        let took = began.elapsed();
+        // Nor is what would not be done in time begun.
+        if took < SETTLED || Instant::now() + took > deadline {
             break;
         }
     }
+    host.handing.check_going_on()?;
 
     let begin = Instant::now();
     // What is paused goes on when this is dropped, unless it is told otherwise.
     let paused = pause(host, begin + PAUSE)?;
+    host.handing.check_going_on()?;
     outcome.disks = paused.len();
     outcome.connected = paused.iter().filter(|p| p.connection.is_some()).count();
     let finished = begin.elapsed();
@@ -292,9 +308,7 @@ fn hand_over(host: &Host, launcher: &Channel, outcome: &mut Outcome) -> Result<u
     let deadline = Instant::now() + PAUSE;
     hand(host, &paused, &channel, deadline).map_err(UpgradeError::Hand)?;
     expect(&channel, Step::Prepared, deadline).map_err(UpgradeError::Prepare)?;
-    if host.handing.stopping.load(Ordering::Acquire) {
-        return Err(UpgradeError::Stopping);
-    }
+    host.handing.check_going_on()?;
     commit(&channel).map_err(UpgradeError::Take)?;
     let all = begin.elapsed();
     outcome.pause_us = all.as_micros() as u64;

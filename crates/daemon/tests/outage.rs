@@ -1,6 +1,8 @@
 //! Storage that fails, fills up, hangs or loses its power under the whole server, for raw and qcow2, every engine and
 //! cache mode: what a guest sees of it, and what it does to others.
 
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -464,6 +466,86 @@ fn a_disk_that_is_being_moved_is_not_removed() {
     assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
     assert!(ringdisk(&["detach", "disk", "--force"]).0);
     assert!(server.terminate().unwrap().success());
+}
+
+/// A command of QMP, to a server that no subcommand asks for it.
+fn qmp(setup: &Setup, command: &str) {
+    let mut socket = UnixStream::connect(setup.control()).unwrap();
+    let lines = ["{\"execute\": \"qmp_capabilities\"}", command].map(|line| format!("{line}\n"));
+    socket.write_all(lines.concat().as_bytes()).unwrap();
+    let replies = BufReader::new(socket).lines().skip(1).take(2);
+    for reply in replies.map(Result::unwrap) {
+        assert!(reply.contains("return"), "{reply}");
+    }
+}
+
+/// Who has a file made longer that the disk leaves meanwhile is not told that the disk is longer.
+#[test]
+fn a_file_that_was_left_meanwhile_is_not_the_disk() {
+    let Some(setup) = Setup::new("qcow2", 15) else {
+        return;
+    };
+    let allowed = format!("--allow-dir={}", setup.dir.path().display());
+    let other = setup.dir.path().join("other.raw");
+    std::fs::write(&other, vec![0; DISK_BYTES as usize]).unwrap();
+    let control = format!("--control={}", setup.control().display());
+    let arguments = ["null:1M".into(), control, allowed];
+    let mut server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &arguments).unwrap();
+    // Nobody serves it, so that it is moved at once.
+    let file = setup.storage.file();
+    let add = serde_json::json!({ "execute": "blockdev-add", "arguments":
+        { "driver": "qcow2", "node-name": "disk", "file": { "driver": "file", "filename": file } } });
+    qmp(&setup, &add.to_string());
+    let ringdisk = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+        command.args(arguments).arg("--control");
+        command.arg(setup.control()).output().unwrap()
+    };
+    let (resized, moved) = std::thread::scope(|scope| {
+        setup.storage.change(|s| s.hangs = true);
+        let resized = scope.spawn(|| ringdisk(&["resize", "disk", "20M"]));
+        until("the resize waits for storage", || {
+            setup.storage.control().held > 0
+        });
+        let moved = scope.spawn(|| ringdisk(&["replace", "disk", other.to_str().unwrap()]));
+        server.logged(&["disk disk: was on", "other.raw"]);
+        setup.storage.change(|s| s.hangs = false);
+        (resized.join().unwrap(), moved.join().unwrap())
+    });
+    assert!(moved.status.success(), "{moved:?}");
+    let text = String::from_utf8_lossy(&resized.stderr);
+    assert!(text.contains("changed by somebody else"), "{resized:?}");
+    assert!(server.terminate().unwrap().success());
+}
+
+/// Who is told to stop while tables are written for another process to find is not waited for by guests, and hands nothing
+/// over.
+#[test]
+fn a_stop_ends_what_is_done_before_a_hand_over() {
+    let Some(setup) = Setup::new("qcow2", 16) else {
+        return;
+    };
+    let mut server = setup.serve("cache=none", &[]);
+    let mut device = setup.connect();
+    submit(&mut device, Op::Write);
+    assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
+    setup.storage.change(|s| s.hangs = true);
+    let text = std::thread::scope(|scope| {
+        let asked = scope.spawn(|| upgrade(&setup).1);
+        until("tables wait for storage", || {
+            setup.storage.control().held > 0
+        });
+        server.signal(rustix::process::Signal::TERM);
+        // It has heard of it by then, most likely.
+        std::thread::sleep(Duration::from_millis(500));
+        setup.storage.change(|s| s.hangs = false);
+        asked.join().unwrap()
+    });
+    assert!(text.contains("told to stop"), "{text}");
+    assert!(server.ended().unwrap().success(), "{}", server.log());
+    // The new process, which may be killed before it says so, has been handed nothing to open.
+    let log = server.log();
+    assert_eq!(log.matches("disk disk: aio=").count(), 1, "{log}");
 }
 
 /// A VM stops, and its storage does not answer as its disk is to be left to another host: that is waited for neither by

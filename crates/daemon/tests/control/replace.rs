@@ -110,6 +110,11 @@ fn the_same_file_stays() {
         ringdisk.json(&["replace", "disk", name]);
         rewrite(&mut device.queues[0]);
         assert_eq!(ringdisk.disk("disk")["file"], file.to_str().unwrap());
+        // But not as something else.
+        ringdisk
+            .ringdisk(&["replace", "disk", name, "--format", "qcow2"])
+            .assert_fails(1, &["disk.raw already, as raw"]);
+        ringdisk.json(&["replace", "disk", name, "--format", "raw"]);
     }
 }
 
