@@ -338,6 +338,24 @@ impl Ceph {
         children.map(Child::id).collect()
     }
 
+    /// How many operations the OSDs have had from clients, by one of their counters, such as `op_w`.
+    ///
+    /// # Errors
+    /// One of them does not answer.
+    pub fn operations(&self, counter: &str) -> Result<u64> {
+        let mut all = 0;
+        for osd in 0..self.osds.len() {
+            // `ceph tell` needs a manager.
+            let socket = self.folder.join(format!("osd.{osd}.asok"));
+            let socket = socket.display().to_string();
+            let told = self.ceph(&["--admin-daemon", &socket, "perf", "dump"])?;
+            let told: serde_json::Value = serde_json::from_str(&told)?;
+            let count = told["osd"][counter].as_u64();
+            all += count.with_context(|| format!("osd.{osd} does not count {counter}"))?;
+        }
+        Ok(all)
+    }
+
     /// Leaves it running; [`take_down`] ends it.
     ///
     /// # Errors
@@ -566,6 +584,7 @@ keyring = {folder}/mgr.$id/keyring
 [osd]
 osd data = {folder}/osd.$id
 keyring = {folder}/osd.$id/keyring
+admin socket = {folder}/osd.$id.asok
 "
     )
 }

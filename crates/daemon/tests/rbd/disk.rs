@@ -19,6 +19,54 @@ fn config() -> DeviceConfig {
     }
 }
 
+/// Writes that stand beside each other, in buffers of their own, go to the cluster together; so do reads. What belongs to
+/// whom is kept apart.
+#[test]
+fn what_stands_side_by_side_goes_as_one() {
+    const EACH: usize = 4096;
+    let Some(mut cluster) = Cluster::get("what_stands_side_by_side_goes_as_one") else {
+        return;
+    };
+    let disk = cluster.image("beside", 64, "cache=none");
+    let server = cluster.serve(&[&disk]);
+    let config = DeviceConfig {
+        slots: 64,
+        queue_size: 256,
+        ..DeviceConfig::default()
+    };
+    let mut device = Device::connect(server.socket(), &config).unwrap();
+    let queue = &mut device.queues[0];
+    let slots: Vec<u16> = (0..64).collect();
+    // The one in the midst is not there, and not the last.
+    let sector = |slot: u16| match slot {
+        32 => 65536,
+        _ => u64::from(slot) * EACH as u64 / 512,
+    };
+    let content = |slot: u16| vec![slot as u8 + 1; EACH];
+    for (op, name) in [(Op::Write, "op_w"), (Op::Read, "op_r")] {
+        let before = cluster.ceph().operations(name).unwrap();
+        for &slot in &slots {
+            let bytes = match op {
+                Op::Write => content(slot),
+                _ => vec![0; EACH],
+            };
+            queue.write_buffer(slot, &bytes);
+            queue.prepare(slot, op, sector(slot), EACH as u32);
+        }
+        queue.submit(&slots);
+        let mut done = queue.finish(slots.len());
+        done.sort_unstable();
+        assert!(done.into_iter().eq(slots.iter().map(|&slot| (slot, OK))));
+        if op == Op::Read {
+            for &slot in &slots {
+                assert!(queue.read_buffer(slot, EACH) == content(slot), "{slot}");
+            }
+        }
+        let operations = cluster.ceph().operations(name).unwrap() - before;
+        assert!(operations < 32, "{operations} {name} for 64 requests");
+    }
+}
+
 /// With and without librbd's cache, with encryption and without, over two queues on two threads.
 #[test]
 fn what_is_written_is_read_and_lies_in_the_image() {

@@ -11,7 +11,8 @@ pub const SECTORS: u64 = 8;
 /// A block, and the number of the write if it is one.
 type Doing = Option<(usize, Option<u64>)>;
 
-/// Random reads and writes on every slot of every queue, each queue on blocks of its own.
+/// Reads and writes on every slot of every queue, each queue on blocks of its own: at random, or of what comes next,
+/// which may go to the cluster together.
 pub struct Load {
     /// What each block holds: the number of the write that came last, or none.
     written: Vec<Option<u64>>,
@@ -49,14 +50,23 @@ impl Load {
         let queues = device.queues.len();
         for (q, queue) in device.queues.iter_mut().enumerate() {
             let mut ready = Vec::new();
+            let part = (self.written.len() / queues) as u64;
+            let mut within = 0;
+            let mut write = false;
             for slot in 0..self.doing[q].len() {
-                let part = (self.written.len() / queues) as u64;
-                let block = (q as u64 * part + self.random.below(part)) as usize;
+                within = match self.random.below(3) {
+                    0 => self.random.below(part),
+                    _ => (within + 1) % part,
+                };
+                if self.random.below(4) == 0 {
+                    write = !write;
+                }
+                let block = (q as u64 * part + within) as usize;
                 let taken = |d: &Option<(usize, _)>| d.is_some_and(|(b, _)| b == block);
                 if self.doing[q][slot].is_some() || self.doing[q].iter().any(taken) {
                     continue;
                 }
-                let number = (self.random.below(2) == 0).then(|| {
+                let number = write.then(|| {
                     self.count += 1;
                     self.count
                 });

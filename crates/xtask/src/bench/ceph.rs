@@ -42,7 +42,7 @@ pub struct Args {
     #[arg(long, value_delimiter = ',', default_value = "crc,secure")]
     wire: Vec<Wire>,
 
-    /// With --ceph: reads or writes
+    /// With --ceph: reads or writes, at random or (seq) one behind the other
     #[arg(long, value_delimiter = ',', default_value = "read,write")]
     direction: Vec<Direction>,
 
@@ -70,6 +70,8 @@ enum Wire {
 enum Direction {
     Read,
     Write,
+    Seqread,
+    Seqwrite,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -260,8 +262,11 @@ fn cells(bench: &Bench) -> Vec<Cell> {
                         wire,
                         images: images.into(),
                         workload: Workload {
-                            write: direction == Direction::Write,
-                            sequential: false,
+                            write: matches!(direction, Direction::Write | Direction::Seqwrite),
+                            sequential: matches!(
+                                direction,
+                                Direction::Seqread | Direction::Seqwrite
+                            ),
                             block,
                             depth,
                         },
@@ -277,11 +282,16 @@ impl fmt::Display for Cell {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Workload {
             write,
+            sequential,
             block,
             depth,
-            ..
         } = self.workload;
-        let direction = if write { "write" } else { "read" };
+        let direction = match (sequential, write) {
+            (false, false) => "read",
+            (false, true) => "write",
+            (true, false) => "seqread",
+            (true, true) => "seqwrite",
+        };
         let wire = match self.wire {
             Wire::Crc => "crc",
             Wire::Secure => "secure",
