@@ -4,6 +4,7 @@
 mod ending;
 mod handing;
 mod kept;
+mod replacing;
 mod watched;
 
 use std::collections::BTreeMap;
@@ -20,7 +21,6 @@ use image::Format;
 use thiserror::Error;
 use tracing::{error, info, warn};
 
-use crate::device::ServedDisk;
 use crate::export::{Around, Export, ExportError, ExportSpec};
 use crate::iothreads::{IoThreadError, IoThreads};
 use crate::keeper::{Keeper, Written};
@@ -440,131 +440,6 @@ impl Host {
         }
     }
 
-    /// Puts a disk on another file while its guest runs, or on another image with all that this builds on. The
-    /// new one must hold the same bytes, and be as long or longer. What is not said of it follows from the file
-    /// before ([`DiskSpec::moved`]).
-    ///
-    /// The new one is locked before the old one is let go, so that nobody gets hold of either in between.
-    ///
-    /// # Errors
-    /// The disk goes on with the file that it had.
-    pub fn replace(
-        &self,
-        name: &str,
-        file: FileSpec,
-        format: Option<Format>,
-    ) -> Result<(), HostError> {
-        self.put_on(name, &file, |disk| disk.moved(file.clone(), format))
-    }
-
-    /// The same, where all that is to be said of the file is written down.
-    pub fn follow(&self, name: &str, written: &DiskSpec) -> Result<(), HostError> {
-        self.put_on(name, &written.file, |disk| {
-            let mut disk = disk.clone();
-            disk.follow(written);
-            Ok(disk)
-        })
-    }
-
-    fn put_on(
-        &self,
-        name: &str,
-        file: &FileSpec,
-        spec: impl FnOnce(&DiskSpec) -> Result<DiskSpec, Problem>,
-    ) -> Result<(), HostError> {
-        self.sandbox.check_file(file)?;
-        let there = identity(file);
-        let (before, spec) = {
-            let state = self.state();
-            let before = state.top(name)?.node.clone();
-            if there.is_some_and(|there| before.is_on(there)) {
-                let wanted = spec(&before.spec).ok().and_then(|spec| spec.format);
-                if wanted.is_some_and(|format| format != before.format) {
-                    let (its, format) = (before.filename.clone(), before.format);
-                    return Err(HostError::SameFile(name.into(), its, format));
-                }
-                info!("disk {name}: is on {} already", before.filename);
-                return Ok(());
-            }
-            let unfit = |problem| HostError::Unfit(name.into(), problem);
-            let spec = spec(&before.spec).map_err(unfit)?;
-            spec.check_rbd().map_err(unfit)?;
-            state.check_file(&spec, there)?;
-            (before, spec)
-        };
-        // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
-        let new = Arc::new(Node::open(spec, &self.places)?);
-        self.watch_damage(&new);
-        let moved = self.exchange(name, &before, &new);
-        // Nobody uses the other one any more.
-        let (left, is_old) = match &moved {
-            Ok(()) => (before, true),
-            Err(_) => (new, false),
-        };
-        let (its_name, filename) = (name.to_owned(), left.filename.clone());
-        let closed = in_time(name, Instant::now() + SHUTDOWN, move || {
-            left.close().map_err(|e| HostError::Sync(its_name, e))
-        });
-        match closed {
-            // All of it is durable, and the disk is elsewhere.
-            Err(e) if is_old => {
-                warn!("disk {name}: {filename}, where it was, is not closed in order: {e}")
-            }
-            Err(e) => {
-                warn!("disk {name}: {filename}, where it was to be, is not closed in order: {e}")
-            }
-            Ok(()) => {}
-        }
-        moved
-    }
-
-    /// Has a disk go on with another node.
-    fn exchange(&self, name: &str, before: &Arc<Node>, new: &Arc<Node>) -> Result<(), HostError> {
-        let served = {
-            let mut state = self.state();
-            if !Arc::ptr_eq(&state.top(name)?.node, before) {
-                return Err(HostError::Changed(name.into()));
-            }
-            if let Some(id) = state.stops(before.name()) {
-                return Err(HostError::NodeInUse(name.into(), id));
-            }
-            if state.is_moving(before.name()) {
-                return Err(HostError::Moving(name.into()));
-            }
-            let mut exports = state.exports.values();
-            let export = exports.find(|e| Arc::ptr_eq(&e.node, before));
-            let served = export.map(|export| export.device.clone());
-            state.moving.push(before.name().to_owned());
-            served
-        };
-        // Takes as long as the slowest of the requests under way.
-        let moved = self.move_to(served.as_deref(), new);
-        if moved.is_ok() {
-            info!(
-                "disk {name}: was on {}, is on {}",
-                before.filename, new.filename
-            );
-            if let Some(rbd) = before.rbd() {
-                rbd.on_change(None);
-            }
-            let mut state = self.state();
-            let mut exports = state.exports.values_mut();
-            if let Some(export) = exports.find(|e| Arc::ptr_eq(&e.node, before)) {
-                export.node = new.clone();
-                crate::export::tell_changes(new, &export.disk, &export.device);
-            }
-            state.put_on(new);
-            drop(state);
-            // Who keeps what there is looks here while it is kept.
-            if let Some(keeper) = self.keeper.get() {
-                keeper.is_moved(before.name());
-            }
-        }
-        let mut state = self.state();
-        state.moving.retain(|moving| moving != before.name());
-        moved
-    }
-
     /// Has requests of a disk go on that wait because storage failed to serve them: they are tried again at
     /// once, or, with `report`, the guest is told of their errors.
     pub fn resume(&self, name: &str, report: bool) -> Result<(), HostError> {
@@ -574,18 +449,6 @@ impl Host {
         let export = export.ok_or_else(|| HostError::NoExport(name.into()))?;
         export.resume(report);
         Ok(())
-    }
-
-    fn move_to(&self, served: Option<&ServedDisk>, new: &Arc<Node>) -> Result<(), HostError> {
-        // A restart must find the disk where the guest has written since.
-        let keep = || match self.keeper.get() {
-            Some(keeper) => keeper.keep_moved(self, &new.spec),
-            None => Ok(()),
-        };
-        match served {
-            Some(served) => Ok(served.replace(new, keep)?),
-            None => keep().map_err(|e| HostError::Keep(new.name().into(), e)),
-        }
     }
 
     /// Looks at all disks for growth.

@@ -1,13 +1,14 @@
 //! An opened disk: its file, and what the data path needs of it. QEMU's word for it is a block node.
 
 mod away;
+mod closing;
 
 use std::cmp::Ordering;
+use std::io;
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::{fs, io};
 
 use block::{Aio, Backing, BlockSizeError, CacheMode, Discard, DiskFacts, format_size};
 use datapath::{Disk, Options, Place, Replacement};
@@ -496,21 +497,6 @@ impl Node {
         }
     }
 
-    /// Writes what an image has only in memory. Nothing is under way, or all of it will be written again.
-    ///
-    /// # Errors
-    /// It could not be written.
-    pub fn settle(&self) -> io::Result<()> {
-        let _turn = self.turn();
-        let image = self.content().image.clone();
-        match image {
-            Some(Image::Chain(chain)) => {
-                chain.settle().map_err(|e| io::Error::other(e.to_string()))
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// Copies of the descriptors of its files, unless the disk is away.
     ///
     /// # Errors
@@ -526,94 +512,10 @@ impl Node {
         copies.collect()
     }
 
-    /// Makes what guests wrote durable, at the end: their requests are done by then, but what they did not
-    /// flush is only in the write cache.
-    ///
-    /// # Errors
-    /// It could not be made durable.
-    pub fn sync(&self) -> io::Result<()> {
-        let _turn = self.turn();
-        let (image, file, last) = {
-            let content = self.content();
-            let users = match &content.image {
-                Some(Image::Chain(chain)) => Arc::strong_count(chain),
-                _ => 1,
-            };
-            // Neither a disk has it, nor a node above or below.
-            let last = users == 1 && Arc::strong_count(&self.shared) == 1;
-            (content.image.clone(), content.file.clone(), last)
-        };
-        let Some(image) = image else {
-            return Ok(());
-        };
-        if let Image::Chain(chain) = &image
-            && !self.facts.read_only
-        {
-            return match last {
-                true => self.close_image(&image, &[]),
-                false => chain.flush().map_err(io::Error::other),
-            };
-        }
-        if self.facts.read_only || !self.spec.cache.flushes() {
-            return Ok(());
-        }
-        match (file, &self.rbd) {
-            (Some(file), _) => file.sync(),
-            (None, Some(rbd)) => block::Remote::sync(&**rbd),
-            (None, None) => Ok(()),
-        }
-    }
-
-    /// Closes what no disk is on any more, or was not yet: writes what an image has to say at its end, removes its
-    /// journal, and gives the locks up. All that guests wrote is durable.
-    ///
-    /// # Errors
-    /// The image is not closed, and no less sound for that. The locks are given up all the same.
-    pub fn close(&self) -> io::Result<()> {
-        let _turn = self.turn();
-        let (image, files) = {
-            let mut content = self.content();
-            let mut files: Vec<_> = content.files.drain(..).collect();
-            files.extend(content.file.take());
-            (content.image.take(), files)
-        };
-        let closed = match image {
-            Some(image) if !self.facts.read_only => self.close_image(&image, &[]),
-            _ => Ok(()),
-        };
-        unlock(&files)?;
-        closed
-    }
-
-    /// Writes what an image has to say at its end, makes `files` durable, whatever the cache mode says, and removes the
-    /// journal. Not before: if anything fails, the image stays in use, and what is written from then on is kept there.
-    fn close_image(&self, image: &Image, files: &[Arc<DiskFile>]) -> io::Result<()> {
-        if let Some(chain) = image.chain() {
-            chain.close().map_err(io::Error::other)?;
-        }
-        files.iter().try_for_each(|file| file.sync())?;
-        let journal = self.content().journal.take();
-        if let Some(path) = journal {
-            // What stays does no harm: the image knows that it is not its journal.
-            let _ = fs::remove_file(path);
-        }
-        Ok(())
-    }
-
     /// The image in a Ceph cluster that it is on.
     pub fn rbd(&self) -> Option<&Arc<RbdImage>> {
         self.rbd.as_ref()
     }
-}
-
-/// Gives locks up, one by one: the kernel may still hold descriptors of each file, which would keep its lock.
-fn unlock(files: &[Arc<DiskFile>]) -> io::Result<()> {
-    let mut result = Ok(());
-    for file in files {
-        // All of them, whatever becomes of one.
-        result = result.and(file.unlock());
-    }
-    result
 }
 
 fn cut_off(now: u64) -> String {

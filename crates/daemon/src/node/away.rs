@@ -20,7 +20,8 @@ use engine::{DiskFile, Locking};
 use image::{Format, Image};
 use tracing::warn;
 
-use super::{Content, Node, NodeError, chain_facts, duplicate, open_chain, unlock};
+use super::closing::unlock;
+use super::{Content, Node, NodeError, chain_facts, duplicate, open_chain};
 use crate::spec::FileSpec;
 
 impl Node {

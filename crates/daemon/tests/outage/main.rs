@@ -1,0 +1,430 @@
+//! Storage that fails, fills up, hangs or loses its power under the whole server, for raw and qcow2, every engine and
+//! cache mode: what a guest sees of it, and what it does to others.
+
+mod hung;
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use testkit::driver::{Device, DeviceConfig, HANG, Op};
+use testkit::faulty::Random;
+use testkit::server::Server;
+use testkit::storage::{Mishaps, Storage};
+
+const DISK_BYTES: u64 = 16 << 20;
+const DEPTH: u16 = 16;
+const LEN: u32 = 4096;
+const OK: u8 = 0;
+const IO_ERROR: u8 = 1;
+const EIO: i32 = 5;
+
+/// A disk on storage that does as it is told, or `None` where that cannot be had.
+struct Setup {
+    storage: Storage,
+    dir: tempfile::TempDir,
+    format: &'static str,
+}
+
+impl Setup {
+    fn new(format: &'static str, seed: u64) -> Option<Self> {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let mount = dir.path().join("mnt");
+        std::fs::create_dir(&mount).unwrap();
+        let content = match format {
+            "raw" => vec![0; DISK_BYTES as usize],
+            _ => {
+                let image = dir.path().join("image");
+                let create = ["create", "-q", "-f", "qcow2"];
+                let mut command = Command::new("qemu-img");
+                command.args(create).arg(&image).arg(DISK_BYTES.to_string());
+                assert!(command.status().unwrap().success());
+                std::fs::read(&image).unwrap()
+            }
+        };
+        match Storage::mount(&mount, content, seed) {
+            Ok(storage) => Some(Self {
+                storage,
+                dir,
+                format,
+            }),
+            Err(e) => {
+                println!("skipped: no FUSE file system to break: {e}");
+                None
+            }
+        }
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.dir.path().join("disk.sock")
+    }
+
+    fn control(&self) -> PathBuf {
+        self.dir.path().join("control.qmp")
+    }
+
+    /// Serves it, and others beside it.
+    fn serve(&self, options: &str, others: &[String]) -> Server {
+        let mut args = vec![format!(
+            "file={},name=disk,format={},socket={},queues=1,{options}",
+            self.storage.file().display(),
+            self.format,
+            self.socket().display()
+        )];
+        args.extend(others.iter().cloned());
+        args.push(format!("--control={}", self.control().display()));
+        args.push("--iothreads=1".into());
+        Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &args).unwrap()
+    }
+
+    fn connect(&self) -> Device {
+        connect(&self.socket())
+    }
+}
+
+/// Bytes that differ from sector to sector and within one.
+fn content(sector: u64, len: usize) -> Vec<u8> {
+    let words =
+        (0..len as u64 / 8).map(|i| (sector * 64 + i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    words.flat_map(u64::to_le_bytes).collect()
+}
+
+fn seed() -> u64 {
+    let given = std::env::var("RINGDISK_TEST_SEED").ok();
+    let seed = given.map_or_else(|| u64::from(std::process::id()), |s| s.parse().unwrap());
+    println!("seed {seed}: repeat with RINGDISK_TEST_SEED={seed}");
+    seed
+}
+
+fn config() -> DeviceConfig {
+    DeviceConfig {
+        slots: DEPTH,
+        buffer_len: LEN,
+        inflight: true,
+        ..DeviceConfig::default()
+    }
+}
+
+fn connect(socket: &Path) -> Device {
+    Device::connect(socket, &config()).unwrap()
+}
+
+fn submit(device: &mut Device, op: Op) {
+    let queue = &mut device.queues[0];
+    let slots: Vec<u16> = (0..DEPTH).collect();
+    for &slot in &slots {
+        let sector = u64::from(slot) * 1024;
+        queue.prepare(slot, op, sector, LEN);
+        if op == Op::Write {
+            queue.write_buffer(slot, &content(sector, LEN as usize));
+        }
+    }
+    queue.submit(&slots);
+}
+
+fn finish(device: &mut Device) -> Vec<u8> {
+    let done = device.queues[0].finish(usize::from(DEPTH));
+    done.into_iter().map(|(_, status)| status).collect()
+}
+
+fn stats(control: &Path) -> serde_json::Value {
+    let mut client = control::Client::connect(control, HANG).unwrap();
+    let stats = client.call("x-ringdisk-stats", serde_json::json!({}));
+    stats.unwrap()["disks"][0].clone()
+}
+
+fn until(what: &str, mut is: impl FnMut() -> bool) {
+    let deadline = Instant::now() + HANG;
+    while !is() {
+        assert!(Instant::now() < deadline, "never: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// How long storage is away: RINGDISK_TEST_OUTAGE_S, in seconds.
+fn outage_time() -> Duration {
+    let given = std::env::var("RINGDISK_TEST_OUTAGE_S").ok();
+    Duration::from_secs_f64(given.map_or(1.0, |s| s.parse().unwrap()))
+}
+
+/// With `retry`, a guest that cannot take errors notices nothing but the time, whatever moves the bytes.
+#[test]
+fn a_guest_outlives_an_outage_on_every_format_and_engine() {
+    for format in ["raw", "qcow2"] {
+        for aio in ["io_uring", "native", "threads"] {
+            let Some(setup) = Setup::new(format, 1) else {
+                return;
+            };
+            let options = format!("cache=none,aio={aio},rerror=retry,werror=retry");
+            let mut server = setup.serve(&options, &[]);
+            let mut device = setup.connect();
+            setup.storage.change(|s| s.outage = Some(EIO));
+            submit(&mut device, Op::Write);
+            until("storage fails", || {
+                stats(&setup.control())["storage"] == "fails"
+            });
+            std::thread::sleep(outage_time());
+            setup.storage.change(|s| s.outage = None);
+            assert_eq!(
+                finish(&mut device),
+                vec![OK; usize::from(DEPTH)],
+                "{format} {aio}"
+            );
+            // In the middle of flushes and reads, too.
+            for op in [Op::Flush, Op::Read] {
+                setup.storage.change(|s| s.outage = Some(EIO));
+                submit(&mut device, op);
+                std::thread::sleep(Duration::from_millis(200));
+                setup.storage.change(|s| s.outage = None);
+                assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)], "{op:?}");
+            }
+            for slot in 0..DEPTH {
+                let read = device.queues[0].read_buffer(slot, LEN as usize);
+                assert_eq!(read, content(u64::from(slot) * 1024, LEN as usize));
+            }
+            drop(device);
+            until("storage works", || {
+                stats(&setup.control())["storage"] == "works"
+            });
+            assert!(server.terminate().unwrap().success());
+            println!(
+                "{format} {aio}: {} operations failed",
+                setup.storage.control().failed
+            );
+        }
+    }
+}
+
+/// What waits outlives the process: the next one does it, in the region that the front-end keeps.
+#[test]
+fn what_waits_for_storage_survives_a_restart() {
+    for format in ["raw", "qcow2"] {
+        let Some(setup) = Setup::new(format, 2) else {
+            return;
+        };
+        let options = "cache=none,rerror=stop,werror=stop";
+        let mut server = setup.serve(options, &[]);
+        let mut device = setup.connect();
+        setup.storage.change(|s| s.outage = Some(EIO));
+        submit(&mut device, Op::Write);
+        until("it stops", || {
+            stats(&setup.control())["storage"] == "stopped"
+        });
+        // Neither the guest nor the process has to wait for the operator.
+        let status = server.terminate().unwrap();
+        println!("{format}: {status}");
+        setup.storage.change(|s| s.outage = None);
+        let _server = setup.serve(options, &[]);
+        device.reconnect(setup.socket(), &config()).unwrap();
+        assert_eq!(
+            finish(&mut device),
+            vec![OK; usize::from(DEPTH)],
+            "{format}"
+        );
+        for slot in 0..DEPTH {
+            let sector = u64::from(slot) * 1024;
+            let read = device.queues[0].read(sector, LEN as usize).unwrap();
+            assert_eq!(read, content(sector, LEN as usize), "{format}");
+        }
+    }
+}
+
+/// The default of `werror`: writes wait for space, and go on when it is made.
+#[test]
+fn writes_wait_for_space() {
+    for format in ["raw", "qcow2"] {
+        let Some(setup) = Setup::new(format, 4) else {
+            return;
+        };
+        let _server = setup.serve("cache=none", &[]);
+        let mut device = setup.connect();
+        setup.storage.change(|s| s.full = true);
+        submit(&mut device, Op::Write);
+        until("writes wait", || {
+            stats(&setup.control())["storage"] == "fails"
+        });
+        let waiting = stats(&setup.control())["stats"]["stalled"].clone();
+        assert!(waiting.as_u64().unwrap() > 0, "{waiting}");
+        setup.storage.change(|s| s.full = false);
+        assert_eq!(
+            finish(&mut device),
+            vec![OK; usize::from(DEPTH)],
+            "{format}"
+        );
+        for sector in (0..u64::from(DEPTH)).map(|slot| slot * 1024) {
+            let read = device.queues[0].read(sector, LEN as usize).unwrap();
+            assert_eq!(read, content(sector, LEN as usize));
+        }
+        assert_eq!(stats(&setup.control())["stats"]["write"]["errors"], 0);
+    }
+}
+
+/// What a sector may hold: what was last acknowledged, or anything that was written since without being so.
+#[derive(Clone, Default)]
+struct Sector {
+    /// Of what was made durable, or acknowledged while nothing was cut.
+    known: Vec<u64>,
+}
+
+/// Faults at random, and a power cut at the end of each round: every sector holds what the guest may expect, and what
+/// it flushed is there. The seed is printed.
+#[test]
+fn faults_and_power_cuts_leave_what_was_promised() {
+    let seed = seed();
+    let rounds = std::env::var("RINGDISK_TEST_ROUNDS").map_or(1, |n| n.parse().unwrap());
+    let mut cases = 0;
+    for round in 0..rounds {
+        for format in ["raw", "qcow2"] {
+            for cache in ["none", "directsync", "writeback", "writethrough", "unsafe"] {
+                for aio in ["io_uring", "native", "threads"] {
+                    if aio == "native" && !matches!(cache, "none" | "directsync") {
+                        continue;
+                    }
+                    let seed = seed ^ (cases + round) << 32;
+                    if !faults_and_a_cut(format, cache, aio, seed) {
+                        return;
+                    }
+                    cases += 1;
+                }
+            }
+        }
+    }
+    println!("{cases} runs of faults");
+}
+
+fn faults_and_a_cut(format: &'static str, cache: &str, aio: &str, seed: u64) -> bool {
+    const SLOTS: u64 = DEPTH as u64;
+    /// Each slot has so many places of its own.
+    const PLACES: u64 = 32;
+    let Some(setup) = Setup::new(format, seed) else {
+        return false;
+    };
+    let context = format!("{format}, cache={cache}, aio={aio}, seed {seed}");
+    let mut random = Random(seed);
+    let options = format!("cache={cache},aio={aio},rerror=report,werror=report");
+    let mut server = setup.serve(&options, &[]);
+    let mut device = setup.connect();
+    let mut sectors = vec![Sector { known: vec![0] }; (SLOTS * PLACES) as usize];
+    // What may be there after a cut: all since the last flush that succeeded.
+    let mut since: Vec<Vec<u64>> = vec![vec![0]; sectors.len()];
+    let place_of = |slot: u64, place: u64| (place * SLOTS + slot) * 64 + 8 * (place % 8);
+    let mut next = 0u64;
+    let mut errors = 0;
+    for step in 0..60 {
+        let mishaps = Mishaps {
+            short: 100,
+            fail: if step % 3 == 0 { 60 } else { 0 },
+            again: 30,
+            late_ms: u64::from(step % 5 == 0),
+        };
+        setup.storage.change(|s| s.mishaps = mishaps);
+        let queue = &mut device.queues[0];
+        let flushes = random.below(4) == 0;
+        let mut asked = Vec::new();
+        for slot in 0..SLOTS {
+            let place = random.below(PLACES);
+            let op = match random.below(5) {
+                _ if flushes => Op::Flush,
+                0 | 1 => Op::Read,
+                _ => Op::Write,
+            };
+            let sector = place_of(slot, place);
+            queue.prepare(slot as u16, op, sector, LEN);
+            if op == Op::Write {
+                next += 1;
+                let mark = next.to_le_bytes().repeat(LEN as usize / 8);
+                queue.write_buffer(slot as u16, &mark);
+            }
+            asked.push((op, (place * SLOTS + slot) as usize, next));
+        }
+        queue.submit(&(0..DEPTH).collect::<Vec<_>>());
+        let done = queue.finish(usize::from(DEPTH));
+        let mut flushed = false;
+        for (slot, status) in done {
+            let (op, place, value) = asked[usize::from(slot)];
+            errors += u64::from(status != OK);
+            assert!(
+                matches!(status, OK | IO_ERROR),
+                "{context}: status {status}"
+            );
+            match (op, status) {
+                (Op::Read, OK) => {
+                    let read = queue.read_buffer(slot, LEN as usize);
+                    let may = &sectors[place].known;
+                    for sector in read.chunks(512) {
+                        let found = u64::from_le_bytes(sector[..8].try_into().unwrap());
+                        assert!(
+                            may.contains(&found),
+                            "{context}: read {found}, not of {may:?}"
+                        );
+                    }
+                }
+                (Op::Write, OK) => {
+                    sectors[place].known = vec![value];
+                    match matches!(cache, "directsync" | "writethrough") {
+                        true => since[place] = vec![value],
+                        false => since[place].push(value),
+                    }
+                }
+                // All of it, a part or nothing.
+                (Op::Write, _) => {
+                    sectors[place].known.push(value);
+                    since[place].push(value);
+                }
+                (Op::Flush, OK) => flushed = true,
+                _ => {}
+            }
+        }
+        if flushed && cache != "unsafe" {
+            for (known, since) in sectors.iter().zip(&mut since) {
+                since.clone_from(&known.known);
+            }
+        }
+    }
+    // A kill, and the power goes: what is in the kernel is lost too.
+    server.signal(rustix::process::Signal::KILL);
+    let _ = server.ended();
+    drop(device);
+    setup.storage.change(|s| {
+        s.mishaps = Mishaps::default();
+        s.cut_power(&mut random);
+    });
+    let bytes = setup.storage.control().bytes().to_vec();
+    let failed = setup.storage.control().failed;
+    let image = setup.dir.path().join("after");
+    std::fs::write(&image, bytes).unwrap();
+    if format == "qcow2" && cache != "unsafe" {
+        let check = Command::new("qemu-img")
+            .args(["check", "-q", "-f", "qcow2"])
+            .arg(&image)
+            .status();
+        // 3: space is lost, and nothing else.
+        assert!(matches!(check.unwrap().code(), Some(0 | 3)), "{context}");
+    }
+    if cache != "unsafe" {
+        let raw = setup.dir.path().join("raw");
+        let mut convert = Command::new("qemu-img");
+        convert
+            .args(["convert", "-f", format, "-O", "raw"])
+            .arg(&image)
+            .arg(&raw);
+        assert!(convert.status().unwrap().success(), "{context}");
+        let bytes = std::fs::read(&raw).unwrap();
+        for (place, may) in since.iter().enumerate() {
+            let (slot, place) = (place as u64 % SLOTS, place as u64 / SLOTS);
+            let at = place_of(slot, place) as usize * 512;
+            for sector in bytes[at..at + LEN as usize].chunks(512) {
+                let found = u64::from_le_bytes(sector[..8].try_into().unwrap());
+                assert!(
+                    may.contains(&found),
+                    "{context}: after the cut, {found} at slot {slot}, place {place}, and not one of {may:?}"
+                );
+            }
+        }
+    }
+    println!("{context}: {failed} faults of storage, {errors} errors for the guest");
+    true
+}
