@@ -89,11 +89,9 @@ pub fn choose(
         .map_err(io::Error::from)?
         .contains(OFlags::DIRECT);
     let what = || describe(file, backing, direct);
-    let plain = || -> io::Result<&str> {
-        Ok(match in_memory(file, backing)? {
-            true => ", read and written by plain calls while they are quick",
-            false => "",
-        })
+    let what_in = |in_memory| match in_memory {
+        true => what() + ", read and written by plain calls while they are quick",
+        false => what(),
     };
     let choice = |aio, reason| Ok(Choice { aio, reason });
     match wanted {
@@ -103,23 +101,25 @@ pub fn choose(
         },
         Aio::Native if !direct => Err(ChoiceError::Buffered),
         Aio::Native => match &support.native {
-            Ok(()) => choice(wanted, format!("asked for; {}{}", what(), plain()?)),
+            Ok(()) => {
+                let what = what_in(in_memory(file, backing)?);
+                choice(wanted, format!("asked for; {what}"))
+            }
             Err(e) => Err(ChoiceError::Native(e.to_string())),
         },
         Aio::Threads => choice(wanted, format!("asked for; {}", what())),
         Aio::Auto => {
-            let plain = plain()?;
+            let in_memory = in_memory(file, backing)?;
+            let what = what_in(in_memory);
             let Err(no_ring) = &support.io_uring else {
-                return choice(Aio::IoUring, what() + plain);
+                return choice(Aio::IoUring, what);
             };
             let no_ring = no_ring.cause();
             match &support.native {
-                _ if !plain.is_empty() => {
-                    choice(Aio::Threads, format!("{}{plain}; {no_ring}", what()))
-                }
-                Ok(()) if direct => choice(Aio::Native, format!("{}; {no_ring}", what())),
-                Err(e) if direct => choice(Aio::Threads, format!("{}; {no_ring}, and {e}", what())),
-                _ => choice(Aio::Threads, format!("{}; {no_ring}", what())),
+                _ if in_memory => choice(Aio::Threads, format!("{what}; {no_ring}")),
+                Ok(()) if direct => choice(Aio::Native, format!("{what}; {no_ring}")),
+                Err(e) if direct => choice(Aio::Threads, format!("{what}; {no_ring}, and {e}")),
+                _ => choice(Aio::Threads, format!("{what}; {no_ring}")),
             }
         }
     }
