@@ -76,7 +76,7 @@ struct Slot {
     what: What,
     /// The one behind it in its run.
     next: Option<usize>,
-    /// Of the first of a run: bytes of all, and the segments of all if there are more than one.
+    /// Of the first of a run: bytes of all, and, if there are more than one, the segments of all.
     run_bytes: usize,
     run_segments: Vec<Segment>,
 }
@@ -235,11 +235,28 @@ impl<E: Engine> WithRbd<E> {
         }
     }
 
-    /// A run has ended: gives the places of all in it back.
+    /// A run has ended: gives the places of all in it back. If it failed, each is tried by itself: where one cannot be
+    /// read or written, the others may be.
     fn end(&mut self, first: usize, result: isize) {
         let Slot {
-            image, run_bytes, ..
+            image,
+            run_bytes,
+            next,
+            ..
         } = self.slots[first];
+        if result < 0
+            && next.is_some()
+            && let Some(attached) = &mut self.images[image]
+        {
+            attached.bytes -= run_bytes;
+            let mut next = Some(first);
+            while let Some(place) = next {
+                let slot = &mut self.slots[place];
+                (next, slot.run_bytes) = (slot.next.take(), slot.bytes);
+                self.start(place);
+            }
+            return;
+        }
         let result = match (
             i32::try_from(result).unwrap_or(-libc::EIO),
             self.slots[first].what,
@@ -331,11 +348,7 @@ fn gather(slots: &mut [Slot], first: usize) {
         }
         next = slots[place].next;
     }
-    let slot = &mut slots[first];
-    if let What::Move { list, n, .. } = &mut slot.what {
-        (*list, *n) = (all.as_ptr(), all.len());
-    }
-    slot.run_segments = all;
+    slots[first].run_segments = all;
 }
 
 impl Slot {
@@ -381,6 +394,10 @@ impl Slot {
         unsafe {
             match self.what {
                 What::Move { write, at, list, n } => {
+                    let (list, n) = match self.next {
+                        None => (list, n),
+                        Some(_) => (self.run_segments.as_ptr(), self.run_segments.len()),
+                    };
                     let move_them = match write {
                         true => library.rbd_aio_writev,
                         false => library.rbd_aio_readv,

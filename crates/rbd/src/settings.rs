@@ -139,7 +139,7 @@ pub(crate) const OF_IMAGE: &[(&str, &str)] = &[
 /// - No limit of librados on what is on its way, which would stop the thread that starts one more, with all of its
 ///   disks: [the engine](crate::WithRbd) has limits of its own, at which a disk waits for itself.
 /// - No scheduler of librbd, which has writes wait so that others may join them, and takes a quarter of the CPU of 4k
-///   writes for that. What waits together stands beside each other [here](crate::WithRbd), and goes as one at once.
+///   writes for that. What stands side by side in a batch goes as one [from here](crate::WithRbd), and nothing waits.
 /// - A cluster that does not answer is given up after half a minute, not after five.
 ///
 /// What stays as it is: `rbd_non_blocking_aio`, which hands each I/O to another thread. Without it, 4k reads take the

@@ -215,6 +215,16 @@ fn a_pool_that_is_full() {
         assert!(start.elapsed() < HANG, "it still writes");
         sector += 8;
     }
+    // Two go as one, of which one needs no space: that one's guest is not told that it failed.
+    let queue = &mut impatient.queues[0];
+    for (slot, at) in [(0, sector - 8), (1, sector)] {
+        queue.write_buffer(slot, &[5; 4096]);
+        queue.prepare(slot, Op::Write, at, 4096);
+    }
+    queue.submit(&[0, 1]);
+    let mut done = queue.finish(2);
+    done.sort_unstable();
+    assert_eq!(done, [(0, OK), (1, IOERR)]);
     let queue = &mut device.queues[0];
     queue.prepare(0, Op::Write, 16, 4096);
     queue.write_buffer(0, &[3; 4096]);
