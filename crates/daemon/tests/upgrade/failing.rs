@@ -1,0 +1,157 @@
+//! A hand-over that fails, or is broken off: one process serves, and all goes on.
+
+use crate::*;
+
+#[test]
+fn a_failed_hand_over_leaves_the_old_one_serving() {
+    let (mut image, raw) = (Disk::new(), Disk::new());
+    if !qcow2(&mut image) {
+        println!("skipped: a_failed_hand_over_leaves_the_old_one_serving: there is no qemu-img");
+        return;
+    }
+    let options = "queues=2,queue-size=64";
+    let mut served = Served::start(&[image.argument(options), raw.argument(options)]);
+    let mut random = Random(seed());
+    let mut devices = vec![];
+    for (disk, held) in [(&image, Held::Zeroes), (&raw, Held::Content)] {
+        let config = DeviceConfig {
+            inflight: held == Held::Content,
+            ..config()
+        };
+        let device = Device::connect(&disk.socket, &config).unwrap();
+        let loads = Load::all(&device, 512, held, held == Held::Zeroes);
+        devices.push((device, loads));
+    }
+    let hello = say(r#"{"protocol":2,"version":"x"}"#);
+    let other = say(r#"{"protocol":99,"version":"x"}"#);
+    let prepared = say(r#""Prepared""#);
+    let serving = say(r#""Serving""#);
+    let [too_late, tried] = ["too-late", "tried"].map(|name| served.dir.path().join(name));
+    let gone_file = served.dir.path().join("gone");
+    let programs = [
+        ("exits", "exit 1".to_owned(), "has not come up"),
+        ("other", format!("{other}; exec sleep 1000"), "version 99"),
+        (
+            "noise",
+            "printf xyz >&0; exec sleep 1000".into(),
+            "has not come up",
+        ),
+        (
+            "dies",
+            format!("{hello}; exit 3"),
+            "cannot serve|be handed over",
+        ),
+        ("hangs", format!("{hello}; exec sleep 1000"), "cannot serve"),
+        (
+            "killed",
+            format!("{hello}; {HEAR}; kill -9 $$"),
+            "cannot serve",
+        ),
+        (
+            "early",
+            format!("{hello}; {HEAR}; {prepared}; exit 0"),
+            "as it took over",
+        ),
+        (
+            "taking",
+            format!("{hello}; {HEAR}; {prepared}; {HEAR}; kill -9 $$"),
+            "as it took over",
+        ),
+        (
+            "late",
+            format!(
+                "{hello}; {HEAR}; {prepared}; {HEAR}; exec 3<&0
+                 (exec <&3; sleep 6; {serving} && touch {}; touch {}) &
+                 wait",
+                too_late.display(),
+                tried.display()
+            ),
+            "as it took over",
+        ),
+        (
+            "else",
+            format!("{hello}; {HEAR}; {hello}; exec sleep 1000"),
+            "cannot serve",
+        ),
+    ];
+    let longest = under_load(&mut devices, &mut random, || {
+        for (name, text, words) in programs {
+            served.fail(&served.script(name, &text), words);
+        }
+        // The right program, for a disk that cannot be opened any more.
+        fs::rename(&raw.file, &gone_file).unwrap();
+        served.fail(Path::new(BINARY), "cannot serve");
+        fs::rename(&gone_file, &raw.file).unwrap();
+        served.fail(Path::new("/nonexistent/ringdisk"), "cannot be started");
+    });
+    println!("the longest request took {longest:?}");
+    assert!(served.first.is_running());
+    // Who comes when nobody waits any more knows it, and does not serve.
+    until_there(&tried);
+    assert!(!too_late.exists());
+    // After all that, it can be done.
+    under_load(&mut devices, &mut random, || {
+        let pause = served.upgrade(&[]);
+        println!("guests waited {pause:?}");
+    });
+    for (device, loads) in &mut devices {
+        Load::finish(loads, device);
+    }
+    served.end();
+    devices[1]
+        .1
+        .iter()
+        .for_each(|load| load.verify(&raw.file).unwrap());
+}
+
+/// Who is told to stop while another process is to take over stops, and leaves nobody behind, or it is the other that
+/// serves, with all that belongs to it.
+#[test]
+fn a_stop_meanwhile_is_a_stop() {
+    let mut random = Random(seed());
+    let (mut stopped, mut handed) = (0, 0);
+    for round in 0..14 {
+        let disk = Disk::new();
+        let mut served = Served::start(&[disk.argument("queues=2")]);
+        let upgrade = Command::new(BINARY)
+            .args(["upgrade", "--json", "--control"])
+            .arg(&served.control)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        if round % 2 == 0 {
+            served.first.logged(&["handing over to process"]);
+        }
+        thread::sleep(Duration::from_micros(
+            random.below(60_000 >> (5 * (1 - round % 2))),
+        ));
+        // It may be gone.
+        let pid = Pid::from_raw(served.pid as i32).unwrap();
+        let _ = kill_process(pid, Signal::TERM);
+        let output = upgrade.wait_with_output().unwrap();
+        gone(served.pid);
+        let left = ["control.qmp", "control.qmp.upgrade"].map(|name| served.dir.path().join(name));
+        let mut left = left.iter().chain([&disk.socket]);
+        match output.status.success() {
+            true => {
+                assert!(left.all(|path| path.exists()), "{}", served.first.log());
+                let reply: Value = serde_json::from_slice(&output.stdout).unwrap();
+                served.pid = reply["pid"].as_u64().unwrap() as u32;
+                assert_eq!(served.list(), 0);
+                served.end();
+                handed += 1;
+            }
+            false => {
+                assert!(!left.any(|path| path.exists()), "{}", served.first.log());
+                let log = served.first.log();
+                if let Some((_, pid)) = log.split_once("handing over to process ") {
+                    gone(pid.split(',').next().unwrap().parse().unwrap());
+                }
+                stopped += 1;
+            }
+        }
+    }
+    println!("{stopped} stopped, {handed} handed over");
+    assert!(stopped > 0);
+}

@@ -1,0 +1,299 @@
+//! What file a guest is on after another process has taken over.
+
+use crate::*;
+
+/// A disk that was put on an image is handed over as such.
+#[test]
+fn a_disk_on_another_image_is_handed_over() {
+    let (mut image, raw) = (Disk::new(), Disk::new());
+    image.file = raw.file.with_file_name("other");
+    if !qcow2(&mut image) {
+        println!("skipped: a_disk_on_another_image_is_handed_over: there is no qemu-img");
+        return;
+    }
+    fs::write(&raw.file, vec![0; 64 << 20]).unwrap();
+    let options = "queues=2,queue-size=64,name=disk";
+    let mut served = Served::start(&[raw.argument(options)]);
+    let mut random = Random(seed());
+    let device = Device::connect(&raw.socket, &config()).unwrap();
+    served.replace("disk", &image.file);
+    let loads = Load::all(&device, 4096, Held::Zeroes, true);
+    let mut devices = vec![(device, loads)];
+    for _ in 0..2 {
+        under_load(&mut devices, &mut random, || {
+            thread::sleep(Duration::from_millis(100));
+            served.upgrade(&[]);
+        });
+    }
+    for (device, loads) in &mut devices {
+        Load::finish(loads, device);
+    }
+    served.end();
+    let at = image.file.parent().unwrap();
+    let name = image.file.file_name().unwrap().to_str().unwrap();
+    testkit::qemu_img::check(at, name, false);
+    let converted = format!("convert -f qcow2 -O raw {name} converted");
+    testkit::qemu_img::img(at, &converted);
+    for load in &devices[0].1 {
+        load.verify(&at.join("converted")).unwrap();
+    }
+    assert!(fs::read(&raw.file).unwrap() == vec![0; 64 << 20]);
+}
+
+/// What is handed over of a guest's write cache is newer than what was written down: a guest that has switched it off again
+/// would not flush.
+#[test]
+fn a_choice_that_is_handed_over_wins() {
+    let disk = Disk::new();
+    let mut served = Served::start(&[disk.argument("queues=2,name=disk,cache=directsync")]);
+    let mut device = Device::connect(&disk.socket, &config()).unwrap();
+    let state = served.dir.path().join("state/state.json");
+    let mut choose = |on: u8, kept: Value| {
+        device.frontend.set_config(32, &[on]).unwrap();
+        let start = Instant::now();
+        loop {
+            let text = fs::read_to_string(&state).unwrap();
+            let now: Value = serde_json::from_str(&text).unwrap();
+            if now["write-caches"]["disk"] == kept {
+                return text;
+            }
+            assert!(start.elapsed() < HANG, "{text}");
+            thread::sleep(Duration::from_millis(10));
+        }
+    };
+    let older = choose(1, true.into());
+    choose(0, Value::Null);
+    // As it is when the last choice has not been written yet.
+    let kept = served.dir.path().join("older");
+    fs::write(&kept, older).unwrap();
+    let program = served.script(
+        "behind",
+        &format!(
+            r#"cp {} {} && exec {BINARY} "$@""#,
+            kept.display(),
+            state.display()
+        ),
+    );
+    served.upgrade(&["--program", program.to_str().unwrap()]);
+    assert_eq!(device.frontend.config(32, 1).unwrap(), [0]);
+    drop(device);
+    // It does not come back with the next front-end, nor with the next process.
+    let mut device = Device::connect(&disk.socket, &config()).unwrap();
+    served.upgrade(&[]);
+    assert_eq!(device.frontend.config(32, 1).unwrap(), [0]);
+    served.end();
+}
+
+/// Disks in files of one directory that hold the same, those of a configuration among them.
+struct Files(tempfile::TempDir);
+
+impl Files {
+    fn new(names: &[&str]) -> Self {
+        let files = Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap());
+        for name in names {
+            fs::write(files.path(name), content(0, 4 << 20)).unwrap();
+        }
+        files
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// The same by a name of its own, also when this is gone.
+    fn config(&self) -> Config {
+        Config(self.0.path().to_owned())
+    }
+
+    fn serve(self, arguments: &[String]) -> Served {
+        let config = format!("--config={}", self.path("config.toml").display());
+        Served::start_in(self.0, &[&[config][..], arguments].concat(), None)
+    }
+}
+
+/// A configuration, and the directory of its disks.
+struct Config(PathBuf);
+
+impl Config {
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    /// Disks by name, file and socket, each with two queues and further lines.
+    fn write(&self, disks: &[(&str, &str, &str)], more: &str) {
+        let dir = self.0.display();
+        let text = disks.iter().map(|(name, file, socket)| {
+            format!("[[disk]]\nname = \"{name}\"\nfile = \"{dir}/{file}\"\nsocket = \"{dir}/{socket}\"\nqueues = 2\n{more}\n")
+        });
+        fs::write(self.path("config.toml"), text.collect::<String>()).unwrap();
+    }
+
+    fn argument(&self, name: &str) -> String {
+        let dir = self.0.display();
+        format!("{dir}/{name}.raw,socket={dir}/{name}.sock,queues=2")
+    }
+
+    /// Has a guest write to one file, and looks that it goes to no other.
+    fn write_goes_to(&self, device: &mut Device, sector: u64, file: &str, others: &[&str]) {
+        let new = content(4711 + sector, 4096);
+        assert_eq!(device.queues[1].write(sector, &new), 0);
+        assert_eq!(device.queues[0].read(sector, 4096).unwrap(), new);
+        let there = |name: &str| {
+            let bytes = fs::read(self.path(name)).unwrap();
+            bytes[sector as usize * 512..][..4096] == new
+        };
+        assert!(there(file), "{file}");
+        others
+            .iter()
+            .for_each(|other| assert!(!there(other), "{other}"));
+    }
+}
+
+/// A disk stays on the file that it was put on by command, with and without state, on the command line and in a
+/// configuration, of which something else is changed: or its guest would go on in a file that it has long left.
+#[test]
+fn a_disk_stays_on_the_file_that_it_was_put_on() {
+    for state in [false, true] {
+        println!("with state: {state}");
+        let files = Files::new(&["a.raw", "a2.raw", "b.raw", "b2.raw"]);
+        let here = files.config();
+        here.write(&[("b", "b.raw", "b.sock")], "");
+        let mut arguments = vec![here.argument("a")];
+        if state {
+            arguments.push(format!("--state={}", here.path("state").display()));
+        }
+        let mut served = files.serve(&arguments);
+        let connect = |name| Device::connect(here.path(name), &config()).unwrap();
+        let (mut a, mut b) = (connect("a.sock"), connect("b.sock"));
+        let on = |served: &Served| {
+            for (name, file) in [("a", "a2.raw"), ("b", "b2.raw")] {
+                let disk = served.disk(name);
+                assert_eq!(disk["file"], here.path(file).to_str().unwrap(), "{disk}");
+            }
+        };
+        served.replace("a", &here.path("a2.raw"));
+        served.replace("b", &here.path("b2.raw"));
+        on(&served);
+        for round in 0..3 {
+            // From the second time on, it was the process before that has inherited it.
+            if round == 1 {
+                here.write(&[("b", "b.raw", "b.sock")], "iops = 77");
+            }
+            served.upgrade(&[]);
+            on(&served);
+            here.write_goes_to(&mut a, 8 + 8 * round, "a2.raw", &["a.raw"]);
+            here.write_goes_to(&mut b, 8 + 8 * round, "b2.raw", &["b.raw"]);
+        }
+        assert_eq!(served.disk("b")["limits"]["iops"], 77);
+        // Nor does a reload afterwards think otherwise.
+        here.write(&[("b", "b.raw", "b.sock")], "iops = 78");
+        let reloaded = served.ringdisk(&["reload"]);
+        assert!(reloaded.status.success(), "{reloaded:?}");
+        on(&served);
+        assert_eq!(served.disk("b")["limits"]["iops"], 78);
+        served.end();
+    }
+}
+
+/// Where the configuration says another file by now, the disk is put there as by a reload: when it has been taken over.
+#[test]
+fn a_disk_is_put_on_the_file_that_is_written_down_since() {
+    let files = Files::new(&["a.raw", "b.raw", "c.raw"]);
+    let here = files.config();
+    here.write(&[("disk", "a.raw", "disk.sock")], "");
+    let state = format!("--state={}", here.path("state").display());
+    let mut served = files.serve(&[state]);
+    let mut device = Device::connect(here.path("disk.sock"), &config()).unwrap();
+    served.replace("disk", &here.path("b.raw"));
+    here.write(&[("disk", "c.raw", "disk.sock")], "iops = 77");
+    served.upgrade(&[]);
+    let start = Instant::now();
+    let is_there =
+        |served: &Served| served.disk("disk")["file"] == here.path("c.raw").to_str().unwrap();
+    while !is_there(&served) {
+        assert!(start.elapsed() < HANG, "{}", served.disk("disk"));
+        thread::sleep(Duration::from_millis(10));
+    }
+    here.write_goes_to(&mut device, 8, "c.raw", &["a.raw", "b.raw"]);
+    // It stays there, and that is no longer news.
+    served.upgrade(&[]);
+    assert!(is_there(&served));
+    assert_eq!(served.disk("disk")["limits"]["iops"], 77);
+    here.write_goes_to(&mut device, 16, "c.raw", &["a.raw", "b.raw"]);
+    served.end();
+}
+
+/// A guest is never handed to a process that would serve it another file: under the same path, or at the socket of a
+/// disk that has another name by now.
+#[test]
+fn no_guest_is_put_on_another_file() {
+    let files = Files::new(&["a.raw", "b.raw"]);
+    let here = files.config();
+    let disks = [("a", "a.raw", "a.sock"), ("b", "b.raw", "b.sock")];
+    here.write(&disks, "");
+    let mut served = files.serve(&[]);
+    let connect = |name| Device::connect(here.path(name), &config()).unwrap();
+    let (mut a, mut b) = (connect("a.sock"), connect("b.sock"));
+    let log = |served: &Served, words: &str| {
+        served.first.logged(&[words]);
+    };
+
+    here.write(&[("a", "a.raw", "b.sock"), ("b", "b.raw", "a.sock")], "");
+    served.fail(Path::new(BINARY), "cannot serve");
+    log(
+        &served,
+        "disk 'a' is on another file than the disk that is served at",
+    );
+    here.write(&[("b", "a.raw", "c.sock"), ("c", "b.raw", "a.sock")], "");
+    served.fail(Path::new(BINARY), "cannot serve");
+    here.write(&disks, "");
+
+    fs::rename(here.path("a.raw"), here.path("old.raw")).unwrap();
+    fs::copy(here.path("old.raw"), here.path("a.raw")).unwrap();
+    served.fail(Path::new(BINARY), "cannot serve");
+    here.write_goes_to(&mut a, 8, "old.raw", &["a.raw"]);
+    fs::rename(here.path("old.raw"), here.path("a.raw")).unwrap();
+
+    // Another name alone is no other file.
+    here.write(&[("x", "a.raw", "a.sock"), ("b", "b.raw", "b.sock")], "");
+    served.upgrade(&[]);
+    here.write_goes_to(&mut a, 16, "a.raw", &["b.raw"]);
+    here.write_goes_to(&mut b, 24, "b.raw", &["a.raw"]);
+    served.end();
+}
+
+/// A new process that gives up when it has opened an image leaves that, and its journal, as they are.
+#[test]
+fn an_image_is_not_closed_by_who_gives_up() {
+    let test = "an_image_is_not_closed_by_who_gives_up";
+    if !testkit::qemu_img::is_there(test) {
+        return;
+    }
+    let files = Files::new(&["b.raw"]);
+    let here = files.config();
+    testkit::qemu_img::img(&here.0, "create -q -f qcow2 a.qcow2 64M");
+    let disks = [("a", "a.qcow2", "a.sock"), ("b", "b.raw", "b.sock")];
+    here.write(&disks, "");
+    let served = files.serve(&[]);
+    let mut device = Device::connect(here.path("a.sock"), &config()).unwrap();
+    // To clusters that have to be taken, and not flushed.
+    let write = |device: &mut Device, sector| {
+        assert_eq!(device.queues[0].write(sector, &content(sector, 4096)), 0);
+    };
+    write(&mut device, 0);
+    here.write(&[("a", "a.qcow2", "b.sock"), ("b", "b.raw", "a.sock")], "");
+    served.fail(Path::new(BINARY), "cannot serve");
+    write(&mut device, 4096);
+    here.write(&disks, "");
+    let pid = Pid::from_raw(served.pid as i32).unwrap();
+    kill_process(pid, Signal::KILL).unwrap();
+    let log = served.first.log();
+    assert!(!log.contains("panicked"), "{log}");
+    let arguments = [format!("--config={}", here.path("config.toml").display())];
+    let _again = support::serve_all(&arguments);
+    let mut device = Device::connect(here.path("a.sock"), &config()).unwrap();
+    for sector in [0, 4096] {
+        let there = device.queues[1].read(sector, 4096).unwrap();
+        assert!(there == content(sector, 4096), "sector {sector}");
+    }
+}
