@@ -1,0 +1,346 @@
+//! The command as an operator uses it: what `ringdisk serve` prints, whom it keeps away from a disk, how it starts and
+//! ends, and what it says when it cannot go on.
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+use testkit::chain::{Chain, Layout, header};
+use testkit::driver::{Device, DeviceConfig, HANG, Op, Queue};
+use testkit::server::Server;
+use virtio_bindings::virtio_blk::*;
+
+mod in_use;
+mod no_io_uring;
+mod pinned;
+mod printed;
+mod refused;
+#[path = "../support/mod.rs"]
+#[expect(dead_code, reason = "nothing here is random")]
+mod support;
+use support::{DISK_BYTES, Disk, content, serve, serve_all};
+
+const OK: u8 = VIRTIO_BLK_S_OK as u8;
+
+fn ringdisk() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+    command.stdin(Stdio::null());
+    command
+}
+
+/// `ringdisk serve` as a person starts it, without `--json`. Killed on drop.
+struct Text {
+    child: Child,
+    out: BufReader<ChildStdout>,
+    /// All lines before `ready`.
+    text: String,
+}
+
+impl Text {
+    /// Starts a command line and reads up to the line `ready`.
+    fn start(mut command: Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+        let mut out = BufReader::new(child.stdout.take().unwrap());
+        let mut text = String::new();
+        loop {
+            let mut line = String::new();
+            assert!(
+                out.read_line(&mut line).unwrap() > 0,
+                "ended before it was ready: {text}"
+            );
+            if line == "ready\n" {
+                break;
+            }
+            text += &line;
+        }
+        Self { child, out, text }
+    }
+
+    fn serve(disks: &[String]) -> Self {
+        let mut command = ringdisk();
+        command.arg("serve").args(disks);
+        Self::start(command)
+    }
+
+    /// Asks it to end; gives the exit code, and what it printed after `ready`.
+    fn end(mut self, signal: Signal) -> (Option<i32>, String) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+        let code = wait(&mut self.child);
+        let mut rest = String::new();
+        self.out.read_to_string(&mut rest).unwrap();
+        (code, rest)
+    }
+}
+
+impl Drop for Text {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Waits for a process, but not for ever.
+fn wait(child: &mut Child) -> Option<i32> {
+    let start = Instant::now();
+    while start.elapsed() < HANG {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status.code();
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    let _ = child.kill();
+    panic!("the process does not end");
+}
+
+/// Runs a command that has to end by itself.
+fn run(command: &mut Command) -> (Option<i32>, String) {
+    let mut child = command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let code = wait(&mut child);
+    let Output { stdout, stderr, .. } = child.wait_with_output().unwrap();
+    let text = [stdout, stderr].concat();
+    (code, String::from_utf8_lossy(&text).into_owned())
+}
+
+/// Asserts that a command fails with `code` and that its last line has every one of `words`.
+fn assert_fails(mut command: Command, code: i32, words: &[&str]) {
+    let (got, text) = run(&mut command);
+    println!("{text}");
+    assert_eq!(got, Some(code), "{text}");
+    // A mistake in the command line itself is explained by clap, in several lines.
+    let last = text.lines().last().unwrap_or_default();
+    for word in words {
+        assert!(last.contains(word), "no '{word}' in: {last}");
+    }
+    assert!(!text.contains("panicked"), "{text}");
+}
+
+fn assert_refused(disks: &[&str], code: i32, words: &[&str]) {
+    let mut command = ringdisk();
+    command.arg("serve").args(disks);
+    assert_fails(command, code, words);
+}
+
+/// A program that may be missing; says so for the test.
+fn has(test: &str, program: &str) -> bool {
+    let found = Command::new(program)
+        .arg("--version")
+        .output()
+        .is_ok_and(|o| o.status.success());
+    if !found {
+        println!("skipped: {test}: there is no {program}");
+    }
+    found
+}
+
+fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+fn directory() -> TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+/// Asserts that a disk is served and works.
+fn assert_serves(socket: &Path) {
+    let mut device = Device::connect(socket, &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].read(8, 4096).unwrap(), content(8, 4096));
+}
+
+#[test]
+fn a_service_manager_is_told() {
+    let dir = directory();
+    let path = dir.path().join("notify");
+    is_told(path.to_str().unwrap(), &UnixDatagram::bind(&path).unwrap());
+    // A manager that is not there is no reason not to serve.
+    let disk = Disk::new();
+    let mut command = ringdisk();
+    command.env("NOTIFY_SOCKET", dir.path().join("nobody"));
+    command.args(["serve", "--json", &disk.argument("")]);
+    let server = Server::ringdisk_command(command).unwrap();
+    assert_serves(&disk.socket);
+    drop(server);
+}
+
+/// sd_notify(3): an address that begins with '@' has no place in the file system.
+#[test]
+fn a_service_manager_is_told_without_a_file() {
+    let name = format!("ringdisk-test-{}", std::process::id());
+    let address = SocketAddr::from_abstract_name(&name).unwrap();
+    let manager = UnixDatagram::bind_addr(&address).unwrap();
+    is_told(&format!("@{name}"), &manager);
+}
+
+/// Serves with `address` as NOTIFY_SOCKET, at which `manager` listens.
+fn is_told(address: &str, manager: &UnixDatagram) {
+    manager.set_read_timeout(Some(HANG)).unwrap();
+    let disk = Disk::new();
+    let mut command = ringdisk();
+    command.env("NOTIFY_SOCKET", address);
+    command.args(["serve", "--json", &disk.argument("")]);
+    let mut server = Server::ringdisk_command(command).unwrap();
+    let told = || {
+        let mut buffer = [0; 256];
+        let n = manager.recv(&mut buffer).expect("a message");
+        String::from_utf8_lossy(&buffer[..n]).into_owned()
+    };
+    assert_eq!(told().trim_end(), "READY=1");
+    assert_serves(&disk.socket);
+    // Type=notify-reload asks for the time, and takes the reload for done at the next READY=1.
+    let mut last_us = 0;
+    for _ in 0..2 {
+        server.signal(Signal::HUP);
+        let reloading = told();
+        let (first, second) = reloading.trim_end().split_once('\n').unwrap();
+        assert_eq!(first, "RELOADING=1");
+        let now_us: u64 = second
+            .strip_prefix("MONOTONIC_USEC=")
+            .unwrap()
+            .parse()
+            .unwrap();
+        assert!(now_us > last_us, "{now_us} {last_us}");
+        last_us = now_us;
+        assert_eq!(told().trim_end(), "READY=1");
+    }
+    assert!(server.terminate().unwrap().success());
+    assert_eq!(told().trim_end(), "STOPPING=1");
+}
+
+#[test]
+fn signals_end_it_in_order() {
+    for signal in [Signal::TERM, Signal::INT] {
+        for connected in [false, true] {
+            let disk = Disk::new();
+            let server = Text::serve(&[disk.argument("")]);
+            let device =
+                connected.then(|| Device::connect(&disk.socket, &DeviceConfig::default()).unwrap());
+            let start = Instant::now();
+            assert_eq!(server.end(signal), (Some(0), String::new()));
+            assert!(
+                start.elapsed() < Duration::from_secs(5),
+                "it took {:?} to end, connected: {connected}",
+                start.elapsed()
+            );
+            assert!(!disk.socket.exists(), "the socket was left behind");
+            drop(device);
+        }
+    }
+}
+
+/// Whoever reads what is printed may have gone by then, and a front-end may go at any time.
+#[test]
+fn it_outlives_who_started_it() {
+    let disk = Disk::new();
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut command = ringdisk();
+    command.args(["serve", &disk.argument("")]).stdout(writer);
+    let mut child = command.spawn().unwrap();
+    let start = Instant::now();
+    while UnixStream::connect(&disk.socket).is_err() {
+        assert!(start.elapsed() < HANG && child.try_wait().unwrap().is_none());
+        thread::sleep(Duration::from_millis(5));
+    }
+    assert_serves(&disk.socket);
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    assert_eq!(wait(&mut child), Some(0));
+}
+
+#[test]
+fn the_default_socket_is_where_this_user_may_write() {
+    let dir = directory();
+    let name = format!("test-{}", std::process::id());
+    let argument = format!("file=null:1G,name={name}");
+    let serve = |mut command: Command| {
+        command.args(["serve", "--json", &argument]);
+        let mut server = Server::ringdisk_command(command).unwrap();
+        let socket = server.socket().to_owned();
+        UnixStream::connect(&socket).unwrap();
+        assert!(server.terminate().unwrap().success());
+        assert!(!socket.exists());
+        socket
+    };
+    let file = format!("{name}.sock");
+    if is_root() {
+        let mut command = ringdisk();
+        command.env("XDG_RUNTIME_DIR", dir.path());
+        assert_eq!(serve(command), Path::new("/run/ringdisk").join(&file));
+    }
+    // A service manager may have made more than one, of which the first is meant.
+    let mut command = ringdisk();
+    let made = format!("{}:/run/other", dir.path().join("service").display());
+    command.env("RUNTIME_DIRECTORY", made);
+    assert_eq!(serve(command), dir.path().join("service").join(&file));
+    let Some((mut command, home)) = as_nobody("the_default_socket_is_where_this_user_may_write")
+    else {
+        return;
+    };
+    command.env("XDG_RUNTIME_DIR", home.path());
+    assert_eq!(serve(command), home.path().join("ringdisk").join(&file));
+    let (mut command, home) = as_nobody("").unwrap();
+    // Without one of its own, where it is started, and never in a directory that others write to.
+    let (shared, home) = (home.path().join("tmp"), home.path().join("here"));
+    for directory in [&shared, &home] {
+        fs::create_dir(directory).unwrap();
+        fs::set_permissions(directory, PermissionsExt::from_mode(0o777)).unwrap();
+    }
+    command
+        .env_remove("XDG_RUNTIME_DIR")
+        .env("TMPDIR", &shared)
+        .current_dir(&home);
+    assert_eq!(serve(command), home.join(&file));
+}
+
+/// ringdisk as a user without privileges, and a directory that this user may write to.
+fn as_nobody(test: &str) -> Option<(Command, TempDir)> {
+    let home = tempfile::tempdir().unwrap();
+    if !is_root() {
+        return Some((ringdisk(), home));
+    }
+    // The build directory may not be open to everybody.
+    let binary = home.path().join("binary");
+    fs::copy(env!("CARGO_BIN_EXE_ringdisk"), &binary).unwrap();
+    fs::set_permissions(&binary, PermissionsExt::from_mode(0o755)).unwrap();
+    fs::set_permissions(home.path(), PermissionsExt::from_mode(0o777)).unwrap();
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]);
+    command.arg(&binary).stdin(Stdio::null());
+    let mut works = Command::new("setpriv");
+    works.args(["--reuid=65534", "--regid=65534", "--clear-groups"]);
+    works.arg(&binary).arg("--version");
+    match works.output() {
+        Ok(output) if output.status.success() => Some((command, home)),
+        result => {
+            println!("skipped: {test}: cannot become another user: {result:?}");
+            None
+        }
+    }
+}
+
+/// Shells and services start with a limit of 1024 descriptors, or less.
+#[test]
+fn few_descriptors_are_enough() {
+    let disk = Disk::new();
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", "ulimit -n 256 && exec \"$@\"", "sh"])
+        .args([env!("CARGO_BIN_EXE_ringdisk"), "serve"])
+        .arg(disk.argument("queues=4"));
+    let served = Text::start(command);
+    let (code, _) = served.end(Signal::TERM);
+    assert_eq!(code, Some(0));
+}
