@@ -1,0 +1,204 @@
+//! A journal that is of another image, damaged, old or elsewhere does nothing.
+
+use crate::*;
+
+#[test]
+fn a_journal_is_of_no_image_that_was_written_elsewhere() {
+    if !qemu::is_there("a_journal_is_of_no_image_that_was_written_elsewhere") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("disk.qcow2");
+    let before = {
+        let host = killed(directory.path());
+        host.image.bytes()
+    };
+    // As it was left: the write is there.
+    let host = killed(directory.path());
+    let disk = host.open(directory.path()).unwrap();
+    assert_eq!(Host::sector(&disk, 64 << 10), pattern(9, 512));
+    assert!(host.told("Replayed"));
+    drop(disk);
+
+    // QEMU has written to it: what it did stands.
+    let host = killed(directory.path());
+    std::fs::write(&file, host.image.bytes()).unwrap();
+    qemu::io(
+        directory.path(),
+        "disk.qcow2",
+        &["-f", "qcow2"],
+        &["write -P 5 80k 8k".into()],
+    );
+    let host = Host {
+        image: Memory::new(std::fs::read(&file).unwrap()),
+        ..host
+    };
+    let disk = host.open(directory.path()).unwrap();
+    assert!(host.told("Outdated") && !host.told("Replayed"));
+    assert_eq!(Host::sector(&disk, 80 << 10), [5; 512]);
+    assert_eq!(Host::sector(&disk, 64 << 10), [0; 512]);
+    disk.write(64 << 10, &pattern(3, 512)).unwrap();
+    disk.chain.close().unwrap();
+    assert_eq!(check(&host.image).unwrap().errors, 0);
+
+    // It was put back from a copy: of before, or of another life.
+    let other_life = before;
+    let host = killed(directory.path());
+    let host = Host {
+        image: Memory::new(other_life),
+        ..host
+    };
+    let disk = host.open(directory.path()).unwrap();
+    assert!(host.told("Outdated") && !host.told("Replayed"));
+    assert_eq!(Host::sector(&disk, 64 << 10), [0; 512]);
+}
+
+/// A copy that was made earlier in the same life: two flushes are between.
+#[test]
+fn a_journal_is_of_no_older_state_of_its_image() {
+    if !qemu::is_there("a_journal_is_of_no_older_state_of_its_image") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let host = killed(directory.path());
+    let copy = host.image.bytes();
+    let disk = host.open(directory.path()).unwrap();
+    for n in 0..4 {
+        disk.write(n * 4096, &pattern(4, 4096)).unwrap();
+        disk.zero(n * 4096, 4096, Zeroing::Zeroes { unmap: true })
+            .unwrap();
+        disk.flush().unwrap();
+    }
+    disk.write(100 << 10, &pattern(9, 4096)).unwrap();
+    drop(disk);
+    host.events.lock().unwrap().clear();
+    let host = Host {
+        image: Memory::new(copy),
+        ..host
+    };
+    let disk = host.open(directory.path()).unwrap();
+    assert!(host.told("Outdated") && !host.told("Replayed"));
+    assert_eq!(Host::sector(&disk, 100 << 10), [0; 512]);
+}
+
+/// A last record that is not whole, and any byte of the file that is another one: nothing that it says
+/// is done, or all of it.
+#[test]
+fn a_damaged_journal_is_cut_off() {
+    if !qemu::is_there("a_damaged_journal_is_cut_off") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let whole = killed(directory.path());
+    let (image, journal) = (whole.image.bytes(), whole.journal.bytes());
+    assert!(
+        journal.len() > 4096 && journal.len() < 8192,
+        "{}",
+        journal.len()
+    );
+    let look = |journal: Vec<u8>| {
+        let host = Host {
+            journal: Memory::new(journal),
+            ..Host::new(image.clone())
+        };
+        host.life.live(i64::MAX);
+        let disk = host.open(directory.path()).unwrap();
+        let found = Host::sector(&disk, 64 << 10);
+        assert!(found == pattern(9, 512) || found == [0; 512]);
+        assert_eq!(check(&host.image).unwrap().errors, 0);
+        found == pattern(9, 512)
+    };
+    assert!(look(journal.clone()));
+    // What counts begins where the newer of the two slots says.
+    let word = |at: usize| u64::from_le_bytes(journal[at..at + 8].try_into().unwrap());
+    let slot = if word(8) > word(136) { 0 } else { 128 };
+    let start = word(slot + 32) as usize;
+    assert!(start > 4096 && start < journal.len());
+    for len in start..journal.len() {
+        assert!(!look(journal[..len].to_vec()), "{len}");
+    }
+    for at in (0..256).chain(4096..journal.len()) {
+        let mut damaged = journal.clone();
+        damaged[at] ^= 0x10;
+        let counts = (slot..slot + 76).contains(&at) || at >= start;
+        // Without the newer slot, the older one counts: what it has besides was flushed.
+        assert!(look(damaged) != counts || at < 256, "{at}");
+    }
+}
+
+/// An earlier process was killed when its journal had nothing. That is no answer to where a later one's is.
+#[test]
+fn an_old_journal_with_nothing_in_it_does_not_stand_for_another() {
+    if !qemu::is_there("an_old_journal_with_nothing_in_it_does_not_stand_for_another") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let old = killed(directory);
+    let disk = old.open(directory).unwrap();
+    disk.write(0, &pattern(2, 4096)).unwrap();
+    disk.flush().unwrap();
+    disk.chain.settle().unwrap();
+    drop(disk);
+    let new = Host {
+        image: old.image.clone(),
+        ..Host::new(Vec::new())
+    };
+    new.life.live(i64::MAX);
+    let disk = new.open(directory).unwrap();
+    disk.write(100 << 10, &pattern(5, 4096)).unwrap();
+    drop(disk);
+    let disk = old.open(directory).unwrap();
+    assert!(old.told("Missing"));
+    disk.chain.close().unwrap();
+    let disk = new.open(directory).unwrap();
+    assert!(new.told("Replayed"));
+    assert_eq!(Host::sector(&disk, 100 << 10), pattern(5, 512));
+}
+
+/// The journal is not where it is looked for. Whoever is told, and looks where it is, has lost nothing.
+#[test]
+fn a_journal_that_is_elsewhere_is_missed() {
+    if !qemu::is_there("a_journal_that_is_elsewhere_is_missed") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let host = killed(directory);
+    assert!(!host.told("Missing"), "it has said so of no other image");
+    let elsewhere = Host {
+        image: host.image.clone(),
+        ..Host::new(Vec::new())
+    };
+    elsewhere.life.live(i64::MAX);
+    let disk = elsewhere.open(directory).unwrap();
+    assert!(elsewhere.told("Missing") && !elsewhere.told("Outdated"));
+    assert_eq!(Host::sector(&disk, 64 << 10), [0; 512]);
+    disk.chain.close().unwrap();
+    let disk = host.open(directory).unwrap();
+    assert!(host.told("Replayed"));
+    assert_eq!(Host::sector(&disk, 64 << 10), pattern(9, 512));
+    // Closed in order, though nothing was written: then none is missed.
+    disk.chain.close().unwrap();
+    let after = Host {
+        image: host.image.clone(),
+        ..Host::new(Vec::new())
+    };
+    after.life.live(i64::MAX);
+    let disk = after.open(directory).unwrap();
+    assert!(!after.told("Missing"));
+    assert_eq!(Host::sector(&disk, 64 << 10), pattern(9, 512));
+    // And one that has been missed for good is not missed again.
+    let host = killed(directory);
+    let elsewhere = Host {
+        image: host.image.clone(),
+        ..Host::new(Vec::new())
+    };
+    elsewhere.life.live(i64::MAX);
+    let disk = elsewhere.open(directory).unwrap();
+    disk.write(0, &pattern(3, 512)).unwrap();
+    disk.chain.close().unwrap();
+    let disk = host.open(directory).unwrap();
+    assert!(host.told("Outdated") && !host.told("Replayed") && !host.told("Missing"));
+    assert_eq!(Host::sector(&disk, 64 << 10), [0; 512]);
+}
