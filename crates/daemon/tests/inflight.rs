@@ -519,8 +519,12 @@ fn guest_survives(test: &str, packed: bool) {
             }
         },
     );
-    output.unwrap().checked().unwrap();
     let mut server = server.unwrap();
+    if let Err(e) = output.and_then(vm::Output::checked) {
+        let runs = server.is_running();
+        logs += &server.log();
+        panic!("{e:#}\n--- the servers said (the last of them runs: {runs}):\n{logs}");
+    }
     assert!(server.terminate().unwrap().success());
     logs += &server.log();
     assert!(

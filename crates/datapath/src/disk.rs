@@ -42,6 +42,8 @@ pub struct Disk {
     pub(crate) options: Options,
     pub(crate) errors: Limiter,
     image_errors: Limiter,
+    /// A front-end of it has held up an I/O thread.
+    holds_up: AtomicBool,
     pub(crate) admission: Admission,
     pub(crate) statistics: Statistics,
     pub(crate) outage: Outage,
@@ -183,6 +185,7 @@ impl Disk {
             options,
             errors: Limiter::default(),
             image_errors: Limiter::default(),
+            holds_up: AtomicBool::new(false),
             admission: Admission::default(),
             statistics: Statistics::default(),
             outage: Outage::default(),
@@ -192,6 +195,17 @@ impl Disk {
             write_cache: AtomicBool::new(options.cache.write_cache()),
             detect_zeroes: AtomicBool::new(detect_zeroes),
         }
+    }
+
+    /// Whether a front-end of it has held up an I/O thread. What that one is remembered for is the disk: it may connect
+    /// anew at any time.
+    pub(crate) fn holds_up(&self) -> bool {
+        self.holds_up.load(Ordering::Relaxed)
+    }
+
+    /// It has.
+    pub(crate) fn set_holds_up(&self) {
+        self.holds_up.store(true, Ordering::Relaxed);
     }
 
     pub(crate) fn content(&self) -> Content {

@@ -11,6 +11,7 @@ use image::Image;
 use crate::admit::Held;
 use crate::disk::Disk;
 use crate::local::Local;
+use crate::notify::Call;
 use crate::pieces::Piece;
 use crate::slot::Slots;
 use crate::source::Alignment;
@@ -42,7 +43,7 @@ pub(crate) struct Queue {
     pub hot: bool,
     /// Watched by the engine, and open as long as it is.
     _kick: Arc<OwnedFd>,
-    pub call: Option<Arc<OwnedFd>>,
+    pub call: Call,
     pub error: Option<Arc<OwnedFd>>,
     /// Told that something may have been marked in the dirty log.
     pub marked: Option<Arc<OwnedFd>>,
@@ -86,7 +87,7 @@ impl Queue {
             unfinished: false,
             hot: false,
             _kick: new.kick,
-            call: new.call,
+            call: Call::new(new.call, &disk),
             error: new.error,
             marked: new.marked,
             lost: new.lost,

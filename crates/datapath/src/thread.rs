@@ -45,6 +45,7 @@ pub(crate) enum Command {
         queue: QueueId,
         call: Option<Arc<OwnedFd>>,
         error: Option<Arc<OwnedFd>>,
+        reply: Sender<()>,
     },
     /// Serve nothing of a disk for now; the reply comes when nothing of it is under way.
     Hold {
@@ -138,14 +139,23 @@ impl IoThread {
         answer(&result)
     }
 
-    /// Changes where a queue signals to.
+    /// Changes where a queue signals to, and returns once it does: a front-end that sends one descriptor after
+    /// another goes at the thread's pace.
     pub fn set_signals(
         &self,
         queue: QueueId,
         call: Option<Arc<OwnedFd>>,
         error: Option<Arc<OwnedFd>>,
     ) {
-        self.send(Command::Signals { queue, call, error });
+        let (reply, result) = mpsc::channel();
+        self.send(Command::Signals {
+            queue,
+            call,
+            error,
+            reply,
+        });
+        // Fails if the thread has ended, of which the session is told.
+        let _ = result.recv();
     }
 
     /// What the thread has done so far. It is not disturbed.

@@ -20,6 +20,7 @@ use crate::disk::Disk;
 use crate::fetch::CHUNK_MAX;
 use crate::local::Local;
 use crate::merge::Buffers;
+use crate::notify::Call;
 use crate::queue::{Queue, State, TIMER, WAKE, kick_token};
 use crate::replace::Hold;
 use crate::slow::Slow;
@@ -30,6 +31,10 @@ use crate::wait::Learned;
 /// Completions handled before the guest is told of them. Small, so that the guest works on the first
 /// while we are at the last; large enough to share the cost of telling.
 const COMPLETIONS: usize = 32;
+
+/// Commands obeyed before requests are looked at again. Sessions wait for the answers to theirs, so that there are seldom
+/// more than one from each; but many front-ends can send many messages.
+const COMMANDS: usize = 16;
 
 pub(crate) struct Worker<E> {
     pub engine: E,
@@ -208,7 +213,10 @@ impl<E: Engine> Worker<E> {
         for stop in mem::take(&mut self.postponed) {
             self.stop(stop);
         }
-        while let Ok(command) = self.commands.try_recv() {
+        for _ in 0..COMMANDS {
+            let Ok(command) = self.commands.try_recv() else {
+                return;
+            };
             match command {
                 Command::Start { disk, queue, reply } => {
                     let mut holds = self.holds.iter_mut();
@@ -240,16 +248,24 @@ impl<E: Engine> Worker<E> {
                     reply,
                 }),
                 Command::Resume { disk, report } => self.resume(&disk, report),
-                Command::Signals { queue, call, error } => {
-                    if let Some(queue) = &mut self.queues[queue.0] {
-                        queue.call = call;
+                Command::Signals {
+                    queue: QueueId(number),
+                    call,
+                    error,
+                    reply,
+                } => {
+                    if let Some(queue) = &mut self.queues[number] {
+                        queue.call = Call::new(call, &queue.disk);
                         queue.error = error;
-                        queue.interrupt(&self.signals);
                     }
+                    self.interrupt(number);
+                    let _ = reply.send(());
                 }
                 Command::Quit => self.quit = true,
             }
         }
+        // There may be more, and others wait as well.
+        self.wake.up();
     }
 
     fn start(&mut self, disk: Arc<Disk>, new: NewQueue) -> io::Result<QueueId> {
@@ -273,18 +289,18 @@ impl<E: Engine> Worker<E> {
             return Err(e);
         }
         self.register_memory(number);
-        if let Some(queue) = &mut self.queues[number] {
-            // What a server that is gone has signalled may never have been seen. One too many does no harm.
-            queue.interrupt(&self.signals);
-            if queue.ring.resubmits() > 0 {
-                info!(
-                    "disk {}: queue {} had {} requests in flight when the process that served it \
-                     ended; they are done again",
-                    queue.disk.name,
-                    queue.ring.number(),
-                    queue.ring.resubmits(),
-                );
-            }
+        // What a server that is gone has signalled may never have been seen. One too many does no harm.
+        self.interrupt(number);
+        if let Some(queue) = &self.queues[number]
+            && queue.ring.resubmits() > 0
+        {
+            info!(
+                "disk {}: queue {} had {} requests in flight when the process that served it \
+                 ended; they are done again",
+                queue.disk.name,
+                queue.ring.number(),
+                queue.ring.resubmits(),
+            );
         }
         // Requests may have been made available before anybody watched.
         self.heat(number);

@@ -2,6 +2,7 @@
 
 mod support;
 
+use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -12,6 +13,8 @@ use support::{FACTS, Served};
 use testkit::chain::{Chain, Layout, Table, header};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::faulty::{Faults, Faulty, MemoryDisk};
+use testkit::frontend::{F_LOG_ALL, eventfd, eventfd_wait};
+use testkit::memory::Memory;
 
 const DISK_BYTES: u64 = 1 << 20;
 const OK: u8 = 0;
@@ -152,4 +155,44 @@ fn bounce_buffers_are_shared() {
     let of_busy = quiet[19] - quiet[0] - 19;
     println!("{of_busy} operations of the busy disk among 20 of the quiet one");
     assert!(of_busy <= 64, "{of_busy}");
+}
+
+/// A dirty log's event is written to when something was marked, and not in each turn that the thread makes for others.
+#[test]
+fn a_dirty_log_is_told_of_only_if_something_is_marked() {
+    let faults = Faults {
+        late: 0,
+        room: 512,
+        ..FAULTS
+    };
+    let (_bytes, _served, mut devices) = neighbours(faults, FACTS, 800);
+    let memory = Memory::new(&[(0, 1 << 20)]).unwrap();
+    let event = eventfd().unwrap();
+    let [busy, quiet] = &mut devices[..] else {
+        panic!("two of them");
+    };
+    let log = &memory.regions()[0];
+    quiet.frontend.set_log(log, event.as_fd()).unwrap();
+    let features = quiet.features | F_LOG_ALL;
+    quiet.frontend.set_features(features).unwrap();
+    assert_eq!(quiet.queues[0].run(Op::Read, 0, 512), OK);
+    assert!(eventfd_wait(&event, Some(HANG)).unwrap());
+    let slots: Vec<u16> = (0..800).collect();
+    for &slot in &slots {
+        busy.queues[0].prepare(slot, Op::Read, u64::from(slot), 512);
+    }
+    let rounds = 20;
+    for _ in 0..rounds {
+        quiet.queues[0].prepare(0, Op::Read, 0, 512);
+        quiet.queues[0].submit(&[0]);
+        busy.queues[0].submit(&slots);
+        busy.queues[0].finish(slots.len());
+        quiet.queues[0].finish(1);
+    }
+    let mut told = [0; 8];
+    rustix::io::read(&event, &mut told).unwrap();
+    let told = u64::from_ne_bytes(told);
+    println!("told {told} times in {rounds} rounds");
+    // With each request, and as its ring is left alone and looked at again.
+    assert!(told <= 4 * rounds, "{told}");
 }

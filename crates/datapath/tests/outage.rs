@@ -3,6 +3,7 @@
 
 mod support;
 
+use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -12,6 +13,8 @@ use image::Image;
 use support::{FACTS, Served};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::faulty::{Faults, Faulty, MemoryDisk, Random};
+use testkit::frontend::{F_LOG_ALL, eventfd};
+use testkit::memory::Memory;
 
 const DISK_BYTES: u64 = 4 << 20;
 const DEPTH: u16 = 32;
@@ -285,6 +288,33 @@ fn a_queue_that_stops_leaves_what_is_stalled_for_the_next() {
         setup.outage(None);
         setup.disk.resume(&setup.threads, false);
         setup.device.resume_queue(0, u32::from(base)).unwrap();
+        assert_eq!(setup.finish(), vec![OK; usize::from(DEPTH)], "{op:?}");
+    }
+}
+
+/// The same where the ring stops and goes on because the dirty log is switched: a move to another machine that begins, or
+/// is given up, during an outage.
+#[test]
+fn a_guest_that_is_being_moved_hears_nothing_of_an_outage() {
+    let mut setup = serve(OnError::Retry, OnError::Stop, true, HANG);
+    let memory = Memory::new(&[(0, 1 << 20)]).unwrap();
+    let event = eventfd().unwrap();
+    let log = &memory.regions()[0];
+    setup.device.frontend.set_log(log, event.as_fd()).unwrap();
+    let features = setup.device.features;
+    for op in [Op::Read, Op::Write] {
+        setup.outage(Some(EIO));
+        setup.submit(op);
+        for features in [features | F_LOG_ALL, features] {
+            setup.until("all wait", |disk| {
+                let waits = disk.stalled() > 0 || disk.is_stopped();
+                waits && disk.stats().under_way == u64::from(DEPTH)
+            });
+            setup.device.frontend.set_features(features).unwrap();
+        }
+        setup.nothing_is_done();
+        setup.outage(None);
+        setup.disk.resume(&setup.threads, false);
         assert_eq!(setup.finish(), vec![OK; usize::from(DEPTH)], "{op:?}");
     }
 }

@@ -5,6 +5,7 @@
 //! nobody looks at them again.
 
 pub mod blk;
+mod careful;
 mod inflight;
 mod log;
 mod lost;
@@ -25,6 +26,6 @@ pub use message::accepts_message;
 pub use message::{MAX_MEM_SLOTS, MessageError};
 pub use saved::{NotASession, Saved};
 pub use session::{Device, End, NewQueue, Stopped, serve, serve_from};
-pub use signals::{NotTaken, Signals};
+pub use signals::{HeldUp, Signals};
 pub use socket::FrontendChannel;
 pub use virtqueue::{Chain, DirtyMarks, RingBase, RingError, RingLayout, Ticket, Virtqueue};

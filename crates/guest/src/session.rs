@@ -2,22 +2,22 @@
 //! of the connection (QEMU's `docs/interop/vhost-user.rst`).
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use rustix::fs::{FileType, OFlags};
+use rustix::fs::{CWD, OFlags};
 use thiserror::Error;
 use tracing::debug;
 
 use crate::blk::{self, CONFIG_BYTES};
+use crate::careful::Careful;
 use crate::inflight::{Inflight, InflightError, InflightLayout};
 use crate::log::{DirtyLog, LogError};
 use crate::lost::Lost;
 use crate::memory::{GuestMemory, MemoryError};
 use crate::message::{self, Config, MAX_MEM_SLOTS, Message, MessageError, VringAddr};
 use crate::saved::{Saved, SavedRing};
-use crate::signals::{NotTaken, Signals};
 use crate::socket::{self, FrontendChannel, NoMessage};
 use crate::virtqueue::{DirtyMarks, RingBase, RingError, RingLayout, Virtqueue};
 
@@ -174,8 +174,8 @@ pub fn serve_from(
     stop: BorrowedFd<'_>,
     saved: Option<Saved>,
 ) -> (End, Option<Saved>) {
-    let (lost, signals) = match Lost::new().and_then(|lost| Ok((lost, Signals::new()?))) {
-        Ok(both) => both,
+    let lost = match Lost::new() {
+        Ok(lost) => lost,
         Err(e) => return (End::Failed(e.into()), None),
     };
     let rings = (0..device.queues()).map(|_| Ring::default()).collect();
@@ -185,7 +185,7 @@ pub fn serve_from(
         rings,
         memory: Arc::new(GuestMemory::watched(lost.clone())),
         lost,
-        signals,
+        signals: Careful::default(),
         inflight: None,
         log: None,
         log_event: None,
@@ -219,7 +219,7 @@ struct Session<'a> {
     rings: Vec<Ring>,
     memory: Arc<GuestMemory>,
     lost: Lost,
-    signals: Signals,
+    signals: Careful,
     /// Where the requests in flight are written down.
     inflight: Option<Inflight>,
     /// Where is marked what is written to guest memory, while that is asked for.
@@ -393,11 +393,9 @@ impl Session<'_> {
                 });
             }
             Message::SetVringKick { ring, fd } => {
-                let fd = event(fd)?
-                    .filter(|fd| !is_pipe(fd))
-                    .ok_or(SessionError::Refused(
-                        "a ring without an eventfd for kicks would have to be polled for ever",
-                    ))?;
+                let fd = event(fd)?.ok_or(SessionError::Refused(
+                    "a ring without an eventfd for kicks would have to be polled for ever",
+                ))?;
                 self.ring(ring)?;
                 self.stop(ring as u16);
                 self.rings[ring as usize].kick = Some(fd);
@@ -648,10 +646,9 @@ impl Session<'_> {
             Err(e) => {
                 self.device.ring_failed(ring, &e);
                 if let Some(error) = &state.error
-                    && let Err(NotTaken) = self.signals.send(error)
+                    && let Err(e) = self.signals.send(error)
                 {
-                    // Nor are those of the other rings: whoever wants a pause of this session waits for one at most.
-                    self.rings.iter_mut().for_each(|ring| ring.error = None);
+                    debug!("the front-end is not told of the ring that was given up: {e}");
                 }
                 return Ok(());
             }
@@ -761,26 +758,20 @@ impl Session<'_> {
     }
 }
 
-/// Kicks are watched for and never read: a pipe would fill up.
-fn is_pipe(fd: &OwnedFd) -> bool {
-    rustix::fs::fstat(fd).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Fifo)
-}
-
-/// A descriptor that is good for signals: an event counter or a pipe. It is made not to block, since
-/// I/O threads write to it, and a front-end could have filled it.
+/// A descriptor for signals. It must be an event counter: to look whether something else is readable may take for ever
+/// (an epoll descriptor asks the files that it watches, and files in FUSE ask a process), as may writing to it. It is
+/// made not to block, since I/O threads write to it, and a front-end could have filled it.
 fn event(fd: Option<OwnedFd>) -> Result<Option<Arc<OwnedFd>>, SessionError> {
     let Some(fd) = fd else {
         return Ok(None);
     };
-    let mode = rustix::fs::fstat(&fd).map_err(io::Error::from)?.st_mode;
-    match FileType::from_raw_mode(mode) {
-        // What the kernel makes for eventfd has no type.
-        FileType::Unknown | FileType::Fifo => {}
-        _ => {
-            return Err(SessionError::Refused(
-                "a descriptor for kicks or calls is neither an eventfd nor a pipe",
-            ));
-        }
+    // The kernel makes this name, and what lies in a file system has one that begins with a slash.
+    let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    let what = rustix::fs::readlinkat(CWD, link, Vec::new()).map_err(io::Error::from)?;
+    if what.as_bytes() != b"anon_inode:[eventfd]" {
+        return Err(SessionError::Refused(
+            "a descriptor for kicks, calls, errors or the dirty log is not an eventfd",
+        ));
     }
     let flags = rustix::fs::fcntl_getfl(&fd).map_err(io::Error::from)?;
     rustix::fs::fcntl_setfl(&fd, flags | OFlags::NONBLOCK).map_err(io::Error::from)?;

@@ -339,7 +339,15 @@ impl Virtqueue {
 
     /// Whether what is in flight is written down, for whoever takes the ring up next.
     pub fn is_tracked(&self) -> bool {
-        matches!(self.ring, Ring::TrackedSplit(_) | Ring::TrackedPacked(_))
+        self.ring.is_tracked()
+    }
+
+    /// Whether something was marked in the dirty log since this was last asked.
+    pub fn take_marked(&mut self) -> bool {
+        match &mut self.ring {
+            Ring::Logged(logged) => logged.take_marked(),
+            _ => false,
+        }
     }
 
     /// Number of requests that a predecessor had fetched and not given back, and that were not fetched again yet.
@@ -450,6 +458,14 @@ impl Ring {
             Self::TrackedSplit(ring) => ring.base(),
             Self::TrackedPacked(ring) => ring.base(),
             Self::Logged(logged) => logged.ring.base(),
+        }
+    }
+
+    fn is_tracked(&self) -> bool {
+        match self {
+            Self::Split(_) | Self::Packed(_) => false,
+            Self::TrackedSplit(_) | Self::TrackedPacked(_) => true,
+            Self::Logged(logged) => logged.ring.is_tracked(),
         }
     }
 

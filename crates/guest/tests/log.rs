@@ -159,6 +159,7 @@ fn everything_is_marked(packed: bool, event_idx: bool, tracked: bool, seed: u64)
     let used = bench.ring.guest_addresses().used;
     let marks = bench.marks(LOG_BYTES, random.below(2).eq(&0).then_some(used));
     let mut queue = queue.unwrap().logged(&layout, marks).unwrap();
+    assert_eq!(queue.is_tracked(), tracked);
     bench.look();
     assert!(bench.unmarked.is_empty());
 
@@ -229,6 +230,13 @@ fn everything_is_marked(packed: bool, event_idx: bool, tracked: bool, seed: u64)
         queue.publish();
         bench.look();
         assert!(bench.unmarked.is_empty(), "{:x?}", bench.unmarked);
+        assert!(queue.take_marked());
+        // Nothing is new.
+        let marked = std::mem::take(&mut bench.marked);
+        queue.publish();
+        bench.look();
+        assert!(bench.marked.is_empty() && !queue.take_marked());
+        bench.marked = marked;
         let mut back = Vec::new();
         bench.ring.take_used(|used| back.push(used.id as u16 / 2));
         assert_eq!(back.len(), batch.len());

@@ -26,6 +26,10 @@ pub struct DirtyMarks {
 pub(super) struct Logged {
     pub ring: Ring,
     marks: DirtyMarks,
+    /// Something was marked.
+    marked: bool,
+    /// Something was completed and not published yet.
+    completed: bool,
     memory: Arc<GuestMemory>,
     /// Guest addresses and lengths of what we write of the ring.
     parts: [(u64, u64); 2],
@@ -60,9 +64,11 @@ impl Logged {
         for (guest, len) in parts {
             marks.log.check_covers(guest.saturating_add(len))?;
         }
-        let logged = Self {
+        let mut logged = Self {
             ring,
             marks,
+            marked: false,
+            completed: false,
             memory,
             parts,
             writes: vec![Vec::new(); usize::from(layout.size)].into(),
@@ -103,6 +109,11 @@ impl Logged {
                 self.marks.log.mark(guest, len);
             }
         }
+        self.marked = true;
+    }
+
+    pub fn take_marked(&mut self) -> bool {
+        std::mem::take(&mut self.marked)
     }
 
     /// As of the ring below; the status has been written.
@@ -110,12 +121,15 @@ impl Logged {
     pub fn complete(&mut self, ticket: &Ticket, written: u32) {
         self.mark(ticket);
         self.ring.complete(ticket, written);
+        self.completed = true;
     }
 
     #[inline(never)]
     pub fn publish(&mut self) -> bool {
         let wants_call = self.ring.publish();
-        self.mark_ring();
+        if std::mem::take(&mut self.completed) {
+            self.mark_ring();
+        }
         wants_call
     }
 
@@ -132,9 +146,10 @@ impl Logged {
         self.mark_ring();
     }
 
-    fn mark_ring(&self) {
+    fn mark_ring(&mut self) {
         for (guest, len) in self.parts {
             self.marks.log.mark(guest, len);
         }
+        self.marked = true;
     }
 }
