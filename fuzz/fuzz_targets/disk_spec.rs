@@ -2,13 +2,11 @@
 
 // The daemon is a program and not a library, but these files of it need nothing else of it.
 #[path = "../../crates/daemon/src/limits.rs"]
-#[expect(dead_code, reason = "what is parsed is only looked at")]
 mod limits;
 #[path = "../../crates/daemon/src/sandbox/people.rs"]
 #[expect(dead_code, reason = "nobody becomes somebody else")]
 mod people;
 #[path = "../../crates/daemon/src/spec.rs"]
-#[expect(dead_code, reason = "what is parsed is only looked at")]
 mod spec;
 
 mod sandbox {

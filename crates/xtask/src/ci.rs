@@ -28,6 +28,7 @@ const CHECKS: &[(&str, Check)] = &[
     ("documents", documents),
     ("names that belong to one machine", machine_names),
     ("clippy", clippy),
+    ("fuzz targets", fuzz_targets),
     ("Miri", miri::run),
 ];
 
@@ -74,6 +75,16 @@ fn clippy() -> Result<()> {
         "-D",
         "warnings",
     ]))
+}
+
+/// They are a workspace of their own, which only fuzzing builds, with files of the daemon in it. Nothing is linked, so
+/// that neither the fuzzer's library nor its compiler is needed.
+fn fuzz_targets() -> Result<()> {
+    let mut clippy = cargo();
+    clippy.env("RUSTFLAGS", "--cfg fuzzing");
+    clippy.env("CUSTOM_LIBFUZZER_PATH", "/nowhere/libfuzzer.a");
+    clippy.args(["clippy", "--manifest-path", "fuzz/Cargo.toml", "--locked"]);
+    succeeds(clippy.args(["--bins", "--", "-D", "warnings"]))
 }
 
 /// Which crates of ours a crate may need: dependencies point one way. What only its tests need is its own matter.
