@@ -2,8 +2,10 @@
 
 // The daemon is a program and not a library, but these files of it need nothing else of it.
 #[path = "../../crates/daemon/src/config.rs"]
+#[expect(dead_code, reason = "what is parsed is only looked at")]
 mod config;
 #[path = "../../crates/daemon/src/cpus.rs"]
+#[expect(dead_code, reason = "what is parsed is only looked at")]
 mod cpus;
 #[path = "../../crates/daemon/src/limits.rs"]
 mod limits;
@@ -16,6 +18,7 @@ mod people;
 #[expect(dead_code, reason = "only the default path is needed")]
 mod socket;
 #[path = "../../crates/daemon/src/spec.rs"]
+#[expect(dead_code, reason = "what is parsed is only looked at")]
 mod spec;
 #[path = "../../crates/daemon/src/together.rs"]
 mod together;

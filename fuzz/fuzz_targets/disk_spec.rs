@@ -7,6 +7,7 @@ mod limits;
 #[expect(dead_code, reason = "nobody becomes somebody else")]
 mod people;
 #[path = "../../crates/daemon/src/spec.rs"]
+#[expect(dead_code, reason = "what is parsed is only looked at")]
 mod spec;
 
 mod sandbox {

@@ -72,6 +72,17 @@ pub enum Disk {
     },
 }
 
+/// What a guest boots from, where no boot loader is.
+#[derive(Debug)]
+pub struct BootFiles {
+    /// The kernel's image.
+    pub kernel: PathBuf,
+    /// Its initramfs.
+    pub initrd: PathBuf,
+    /// What it is told.
+    pub command_line: &'static str,
+}
+
 /// What a guest did.
 #[derive(Debug)]
 pub struct Output {
@@ -215,19 +226,11 @@ impl Vm {
         limit: Duration,
         on_line: &mut dyn FnMut(&str, u32),
     ) -> Result<Output> {
-        fs::create_dir_all(&self.folder)
-            .with_context(|| format!("making {}", self.folder.display()))?;
-        let kernel = Kernel::cached()?;
-        let initrd = self.folder.join("initramfs.cpio");
-        let start = match &self.root {
-            Some(serial) => system::Start::Disk(serial),
-            None => system::Start::Script(script),
-        };
-        system::write(&initrd, &kernel, self.fio, start)?;
+        let boot = self.boot_files(script)?;
 
         let started = Instant::now();
         let mut lines = Lines::of(self.folder.join("results.log"))?;
-        let mut guest = self.start(accel, &kernel, &initrd, None)?;
+        let mut guest = self.start(accel, &boot, None)?;
         let ended = loop {
             let ended = guest.0.try_wait().context("waiting for QEMU")?;
             lines.read(&mut |line| on_line(line, guest.0.id()))?;
@@ -239,13 +242,35 @@ impl Vm {
                     break ended;
                 }
                 println!("QEMU's translation failed while the guest booted; it is started again");
-                guest = self.start(accel, &kernel, &initrd, None)?;
+                guest = self.start(accel, &boot, None)?;
             }
             std::thread::sleep(Duration::from_millis(10));
         };
         drop(guest);
-        fs::remove_file(&initrd).ok(); // 5 to 90 MB that nobody reads again
+        fs::remove_file(&boot.initrd).ok(); // 5 to 90 MB that nobody reads again
         self.output(ended, lines, started, accel, limit)
+    }
+
+    /// Makes what another program needs to boot the guest, in its folder. Of serial ports, the first is its console, and
+    /// the second has the lines that `script` prints, then `vm-exit: STATUS`.
+    ///
+    /// # Errors
+    /// Something is [`missing`].
+    pub fn boot_files(&self, script: &str) -> Result<BootFiles> {
+        fs::create_dir_all(&self.folder)
+            .with_context(|| format!("making {}", self.folder.display()))?;
+        let kernel = Kernel::cached()?;
+        let initrd = self.folder.join("initramfs.cpio");
+        let start = match &self.root {
+            Some(serial) => system::Start::Disk(serial),
+            None => system::Start::Script(script),
+        };
+        system::write(&initrd, &kernel, self.fio, start)?;
+        Ok(BootFiles {
+            kernel: kernel.image,
+            initrd,
+            command_line: COMMAND_LINE,
+        })
     }
 
     /// What a guest did that has ended, or not by its limit.
@@ -288,13 +313,7 @@ impl Vm {
     }
 
     /// Starts QEMU; with `incoming`, for a guest that comes from another one over this socket.
-    fn start(
-        &self,
-        accel: Accel,
-        kernel: &Kernel,
-        initrd: &Path,
-        incoming: Option<&Path>,
-    ) -> Result<Guest> {
+    fn start(&self, accel: Accel, boot: &BootFiles, incoming: Option<&Path>) -> Result<Guest> {
         let memory = self.memory_mib;
         let slots = self.qmp.as_ref().map_or("", |_| ",slots=4,maxmem=2G");
         let huge = if self.hugepages { ",hugetlb=on" } else { "" };
@@ -334,9 +353,9 @@ impl Vm {
             incoming,
         ));
         if !self.loader {
-            qemu.arg("-kernel").arg(&kernel.image);
-            qemu.arg("-initrd").arg(initrd);
-            qemu.args(["-append", COMMAND_LINE]);
+            qemu.arg("-kernel").arg(&boot.kernel);
+            qemu.arg("-initrd").arg(&boot.initrd);
+            qemu.args(["-append", boot.command_line]);
         }
         if let Some(socket) = incoming {
             qemu.args(["-incoming", &format!("unix:{}", socket.display())]);

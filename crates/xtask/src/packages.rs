@@ -28,7 +28,9 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("grub-mkimage", "grub-pc-bin"),
     ("modprobe", "kmod"),
     ("sshd", "openssh-server"),
-    ("virt-xml-validate", "libvirt-clients"),
+    ("virsh", "libvirt-clients"),
+    ("libvirtd", "libvirt-daemon"),
+    ("patch", "patch"),
     ("xmllint", "libxml2-utils"),
 ];
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
-use super::{Disk, Guest, Kernel, Lines, Output, Qmp, Vm, accel, system};
+use super::{Disk, Guest, Lines, Output, Qmp, Vm, accel};
 
 /// How a guest came from one QEMU to another.
 #[derive(Clone, Copy, Debug)]
@@ -34,12 +34,7 @@ impl Vm {
         moved: &mut dyn FnMut(usize, Moved) -> Result<()>,
     ) -> Result<Output> {
         let accel = accel()?;
-        fs::create_dir_all(&self.folder)
-            .with_context(|| format!("making {}", self.folder.display()))?;
-        let kernel = Kernel::cached()?;
-        let initrd = self.folder.join("initramfs.cpio");
-        let start = system::Start::Script(script);
-        system::write(&initrd, &kernel, self.fio, start)?;
+        let boot = self.boot_files(script)?;
         // Short, as a socket's path is limited to 108 bytes.
         let sockets = tempfile::tempdir().context("making a folder for sockets")?;
         let on_host = |number: usize| Vm {
@@ -51,7 +46,7 @@ impl Vm {
         let started = Instant::now();
         let mut lines = Lines::of(self.folder.join("results.log"))?;
         let (mut number, mut asked) = (0, false);
-        let mut guest = on_host(0).start(accel, &kernel, &initrd, None)?;
+        let mut guest = on_host(0).start(accel, &boot, None)?;
         let ended = loop {
             let ended = guest.0.try_wait().context("waiting for QEMU")?;
             lines.read(&mut |line| asked |= line == "move me")?;
@@ -60,7 +55,7 @@ impl Vm {
             }
             if asked && number < moves {
                 let incoming = sockets.path().join(format!("move{number}"));
-                let there = on_host(number + 1).start(accel, &kernel, &initrd, Some(&incoming))?;
+                let there = on_host(number + 1).start(accel, &boot, Some(&incoming))?;
                 let qmp = |n: usize| sockets.path().join(format!("qmp{n}"));
                 let deadline = started + limit;
                 let result = move_guest(&qmp(number), &qmp(number + 1), &incoming, deadline)
@@ -73,7 +68,7 @@ impl Vm {
             std::thread::sleep(Duration::from_millis(10));
         };
         drop(guest);
-        fs::remove_file(&initrd).ok();
+        fs::remove_file(&boot.initrd).ok();
         let output = self.output(ended, lines, started, accel, limit)?;
         ensure!(
             number == moves,
