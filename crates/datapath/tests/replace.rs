@@ -170,7 +170,11 @@ fn the_guest_does_not_notice() {
                 };
                 let mut bytes = Vec::new();
                 let new_facts = replacement(&new, DISK_BYTES, facts);
-                let result = setup.disk.replace(&setup.threads, new_facts, Ok, || {
+                let ready = |new| match swap % 6 {
+                    5 => Err(io::Error::other("not ready")),
+                    _ => Ok(new),
+                };
+                let result = setup.disk.replace(&setup.threads, new_facts, ready, || {
                     bytes = setup.lying.content(DISK_BYTES);
                     thread::sleep(Duration::from_millis(1));
                     assert!(
