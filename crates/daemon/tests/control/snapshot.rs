@@ -257,7 +257,7 @@ fn a_kill_leaves_the_one_or_the_other() {
                 answer = replacing.try_wait().unwrap();
             }
             ringdisk.server.signal(Signal::KILL);
-            let answer = answer.map_or_else(|| replacing.wait().unwrap(), |answer| answer);
+            let answer = answer.unwrap_or_else(|| replacing.wait().unwrap());
             let Controlled { server, dir, .. } = ringdisk;
             drop(server);
             ringdisk = Controlled::start_in(dir, &arguments);
