@@ -115,10 +115,6 @@ impl Host {
         // Takes as long as the slowest of the requests under way.
         let moved = self.move_to(served.as_deref(), before, new);
         if moved.is_ok() {
-            info!(
-                "disk {name}: was on {}, is on {}",
-                before.filename, new.filename
-            );
             if let Some(rbd) = before.rbd() {
                 rbd.on_change(None);
             }
@@ -130,6 +126,8 @@ impl Host {
             }
             state.put_on(new);
             drop(state);
+            let (was, is) = (&before.filename, &new.filename);
+            info!("disk {name}: was on {was}, is on {is}");
             // Who keeps what there is looks here while it is kept.
             if let Some(keeper) = self.keeper.get() {
                 keeper.is_moved(before.name());
