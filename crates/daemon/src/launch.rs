@@ -48,6 +48,12 @@ impl Launch {
         })
     }
 
+    /// Whether a service manager is told of what becomes of this process.
+    pub fn is_managed(&self) -> bool {
+        let mut set = self.environment.iter();
+        set.any(|(name, _)| name == "NOTIFY_SOCKET")
+    }
+
     /// Writes it down beside a control socket.
     ///
     /// # Errors
@@ -84,7 +90,15 @@ impl Launch {
             .map_err(fail)?;
         let stat = file.metadata().map_err(fail)?;
         let ours = [0, rustix::process::geteuid().as_raw()].contains(&stat.uid());
-        if !stat.is_file() || !ours || stat.mode() & 0o022 != 0 {
+        if !ours {
+            let e = format!(
+                "user {}, as whom ringdisk runs, has written it, and may upgrade it; of the service, \
+                 'systemctl reload ringdisk' has the program that is installed take over",
+                stat.uid()
+            );
+            return Err(fail(io::Error::other(e)));
+        }
+        if !stat.is_file() || stat.mode() & 0o022 != 0 {
             let e = "somebody else could have written it; restart ringdisk instead";
             return Err(fail(io::Error::other(e)));
         }

@@ -1,11 +1,13 @@
 //! `ringdisk upgrade`: has this program take over from one that serves.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
+use rustix::net::sockopt::socket_peercred;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use serde_json::json;
 
@@ -146,21 +148,28 @@ fn launch(
         return Ok(None);
     }
     let mut next = || {
-        let next = descriptors.pop_front().map(Stdio::from);
+        let next = descriptors.pop_front();
         next.ok_or_else(|| io::Error::other("a descriptor is missing"))
     };
+    let channel = next()?;
     let program: PathBuf = match program {
         Some(program) => std::path::absolute(program)?,
         None => std::env::current_exe()?,
     };
     let launch = Launch::read(control)?;
+    if launch.is_managed() && !is_beside(&channel) {
+        return Err(io::Error::other(
+            "it is a service, whose manager would lose sight of a process that is started from elsewhere; 'systemctl \
+             reload ringdisk' has the program that is installed take over",
+        ));
+    }
     let child = Command::new(&program)
         .args(launch.arguments)
         .arg("--take-over")
         .env_clear()
         .envs(launch.environment)
         .current_dir(launch.directory)
-        .stdin(next()?)
+        .stdin(channel)
         .stdout(next()?)
         .stderr(next()?)
         // It must not end with this one's terminal.
@@ -173,4 +182,16 @@ fn launch(
     let pid = child.id();
     server.send(&Launched { pid }, &[], deadline)?;
     Ok(Some((child, pid)))
+}
+
+/// Whether this process is in the same control group as the one that has made the channel: systemd takes no other for the
+/// service's.
+fn is_beside(channel: &OwnedFd) -> bool {
+    let group = |process: String| std::fs::read(format!("/proc/{process}/cgroup")).ok();
+    let server = socket_peercred(channel).map(|server| server.pid.as_raw_nonzero());
+    match server.map(|pid| group(pid.to_string())) {
+        // Nobody hides there from who serves: where that can't be seen, there is another reason.
+        Ok(Some(theirs)) => group("self".into()).is_none_or(|ours| ours == theirs),
+        _ => true,
+    }
 }
