@@ -56,6 +56,7 @@ fn main() -> ExitCode {
         Xtask::Install => packages::ensure()
             .and_then(|()| packages::qmp::ensure())
             .and_then(|()| packages::deb::ensure())
+            .and_then(|()| packages::debian::ensure())
             .and_then(|()| packages::ceph::ensure())
             .and_then(|()| packages::tcmalloc::ensure()),
     };

@@ -6,6 +6,7 @@
 pub mod browser;
 pub mod ceph;
 pub mod deb;
+pub mod debian;
 pub mod qmp;
 pub mod tcmalloc;
 
@@ -149,29 +150,13 @@ fn backports() -> Result<Option<Backports>> {
         return Ok(None); // later releases have a QEMU that is new enough
     }
     let release = "bookworm-backports".to_owned();
-    let indexes = output(
-        "apt-get",
-        &[
-            "indextargets",
-            "--format",
-            "$(CREATED_BY) $(CODENAME) $(REPO_URI)",
-        ],
-    )?;
-    let uri = |codename: &str| {
-        indexes.lines().find_map(
-            |line| match line.split_whitespace().collect::<Vec<_>>()[..] {
-                ["Packages", name, uri] if name == codename => Some(uri.to_owned()),
-                _ => None,
-            },
-        )
-    };
-    if uri(&release).is_some() || Path::new(SOURCE_FILE).exists() {
+    if mirror(&release)?.is_some() || Path::new(SOURCE_FILE).exists() {
         return Ok(Some(Backports {
             release,
             source: None,
         }));
     }
-    let uri = uri("bookworm").context("apt has no mirror of Debian 12 in its sources")?;
+    let uri = mirror("bookworm")?.context("apt has no mirror of Debian 12 in its sources")?;
     let source = format!(
         "Types: deb\nURIs: {uri}\nSuites: {release}\nComponents: main\n\
          Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg\n"
@@ -180,6 +165,26 @@ fn backports() -> Result<Option<Backports>> {
         release,
         source: Some(source),
     }))
+}
+
+/// Where apt finds a release.
+fn mirror(codename: &str) -> Result<Option<String>> {
+    let indexes = output(
+        "apt-get",
+        &[
+            "indextargets",
+            "--format",
+            "$(CREATED_BY) $(CODENAME) $(REPO_URI)",
+        ],
+    )?;
+    let uri =
+        indexes.lines().find_map(
+            |line| match line.split_whitespace().collect::<Vec<_>>()[..] {
+                ["Packages", name, uri] if name == codename => Some(uri.to_owned()),
+                _ => None,
+            },
+        );
+    Ok(uri)
 }
 
 fn add_source(text: &str) -> Result<()> {

@@ -13,7 +13,7 @@ pub const FEATURE: &str = "--features=ringdisk/tcmalloc";
 const LIBRARY: &str = "libtcmalloc_minimal.so.4";
 
 /// Debian's package of it; where that is called libtcmalloc-minimal4t64, it provides this.
-const PACKAGE: &str = "libtcmalloc-minimal4";
+pub const PACKAGE: &str = "libtcmalloc-minimal4";
 
 /// Installs it if it is missing; quick, and without apt, when it is there.
 pub fn ensure() -> Result<()> {

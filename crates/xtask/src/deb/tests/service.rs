@@ -1,0 +1,110 @@
+//! The package in a real Debian, with a real systemd: installed, hardened, reloaded, upgraded, killed, stopped and removed.
+
+use super::checked;
+use crate::packages;
+use anyhow::{Context, Result, ensure};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+use testkit::qemu_img as qemu;
+use testkit::server::Server;
+use testkit::vm::{self, Disk, Vm};
+
+/// Without KVM on two busy processors, it takes some minutes.
+const LIMIT: Duration = Duration::from_secs(1200);
+
+/// Boots it from a disk that the same program serves. `old` and `new` are packages of two versions of the program, and
+/// `built` is where cargo has put that.
+pub fn is_what_the_unit_says(built: &Path, old: &Path, new: &Path, folder: &Path) {
+    const TEST: &str = "service::is_what_the_unit_says";
+    let system = match system() {
+        Ok(system) => system,
+        Err(why) => return println!("skipped: {TEST}: {why:#}"),
+    };
+    let client = built.join("examples/disk_io");
+    if !client.is_file() {
+        let client = client.display();
+        return println!("skipped: {TEST}: {client} is not built; --workspace builds it");
+    }
+
+    let inside = folder.join("inside");
+    fs::create_dir(&inside).unwrap();
+    fs::write(inside.join("script.sh"), include_str!("service.sh")).unwrap();
+    fs::write(inside.join("probe.pl"), include_str!("probe.pl")).unwrap();
+    fs::copy(old, inside.join("old.deb")).unwrap();
+    fs::copy(new, inside.join("new.deb")).unwrap();
+    checked(
+        Command::new("strip")
+            .arg("-o")
+            .args([&inside.join("disk_io"), &client]),
+    );
+    qemu::img(&inside, "create -q -f qcow2 image.qcow2 64M");
+    let archive = folder.join("script.raw");
+    checked(
+        Command::new("tar")
+            .arg("--create")
+            .arg("--file")
+            .arg(&archive)
+            .arg("--directory")
+            .args([&inside, Path::new(".")]),
+    );
+    fs::File::create(folder.join("device.raw"))
+        .and_then(|file| file.set_len(64 << 20))
+        .unwrap();
+    let system = system.display();
+    qemu::img(
+        folder,
+        &format!("create -q -f qcow2 -b {system} -F raw root.qcow2"),
+    );
+
+    let disk = |file: &str, serial: &str| {
+        let (file, socket) = (
+            folder.join(file),
+            folder.join(serial).with_extension("sock"),
+        );
+        let (file, socket) = (file.display(), socket.display());
+        format!("file={file},serial={serial},socket={socket},cache=unsafe")
+    };
+    let mut server = Server::ringdisk(
+        built.join("ringdisk"),
+        &[
+            disk("root.qcow2", "root"),
+            disk("script.raw", "script"),
+            disk("device.raw", "device"),
+            format!("--control={}", folder.join("control.qmp").display()),
+            format!("--allow-backing={}", vm::cache_dir().display()),
+            format!("--allow-backing={}", folder.display()),
+        ],
+    )
+    .unwrap();
+    let mut guest = Vm::new(built.with_file_name("tmp").join("vm/service"))
+        .memory_mib(1024)
+        .cpus(2)
+        .root("root");
+    for disk in server.ready["disks"].as_array().unwrap() {
+        let arguments = disk["qemu"].as_array().unwrap().iter();
+        let arguments = arguments.map(|argument| argument.as_str().unwrap().to_owned());
+        guest = guest.disk(Disk::Pasted(arguments.collect()));
+    }
+    let output = guest.run("", LIMIT).unwrap().checked().unwrap();
+    println!("it took {:.0} s", output.elapsed.as_secs_f64());
+    let steps: Vec<_> = include_str!("service.sh")
+        .lines()
+        .filter_map(|line| Some(line.strip_prefix("ok '")?.trim_end_matches('\'')))
+        .collect();
+    let said = output.lines.iter();
+    let done: Vec<_> = said.filter_map(|line| line.strip_prefix("ok: ")).collect();
+    assert_eq!(done, steps);
+    assert!(server.terminate().unwrap().success(), "{}", server.log());
+}
+
+fn system() -> Result<std::path::PathBuf> {
+    if let Some(missing) = vm::missing(false) {
+        anyhow::bail!(missing);
+    }
+    for program in ["qemu-img", "strip", "tar"] {
+        ensure!(vm::find_program(program).is_some(), "{program} is missing");
+    }
+    packages::debian::disk().context("no system to install the package in")
+}

@@ -1,0 +1,248 @@
+# Runs in a Debian with systemd, as root, with `sh -eu`. Beside it lie old.deb and new.deb, image.qcow2, disk_io and
+# probe.pl; the disk with the serial `device` is for the service. Each step ends with a line that the host waits for.
+cd /script
+exec 2>/run/trace
+set -x
+trap 'status=$?; [ $status = 0 ] || report' EXIT
+report() {
+    set +x
+    echo '--- commands:'; tail -n 6 /run/trace
+    echo '--- status:'; systemctl status ringdisk --no-pager -n 0 2>&1 | head -n 12 || true
+    echo '--- journal:'; journalctl -b -u ringdisk -o short-monotonic --no-pager | grep -v ']:  ' | tail -n 40
+}
+seconds() { echo "at $(cut -d . -f 1 /proc/uptime) s: $1"; }
+ok() { seconds 'done'; echo "ok: $1"; }
+
+# ---- what is asked
+
+is() { systemctl show ringdisk --value --property "$1"; }
+disks() { echo $(ringdisk list --json | grep -o '"name":"[^"]*"' | cut -d '"' -f 4 | sort); }
+processes() { for exe in /proc/[0-9]*/exe; do readlink "$exe" || true; done | grep -c '^/usr/bin/ringdisk' || true; }
+# Journald is a little behind. What is looked for is in what came since the last time.
+since=$(date '+%F %T')
+says() { wait_for "journalctl -b -u ringdisk -o cat --no-pager --since '$since' | grep -qF -e '$1'"; }
+wait_for() {
+    for try in $(seq 240); do
+        if eval "$1"; then return; fi
+        sleep 0.5
+    done
+    echo "never: $1"
+    return 1
+}
+serves() {
+    [ "$(systemctl is-active ringdisk)" = active ]
+    [ "$(disks)" = "$1" ]
+    for disk in $1; do
+        socket=/run/ringdisk/$disk.sock
+        [ "$(stat -c '%F %U:%G %A' $socket)" = 'socket ringdisk:kvm srwxrwx---' ]
+    done
+}
+# As QEMU runs.
+in_kvm() { setpriv --reuid=nobody --regid=kvm --clear-groups "$@"; }
+disk_io() { in_kvm ./disk_io "$1" "/run/ringdisk/$2.sock" "$3"; }
+config() { cat >/etc/ringdisk/ringdisk.toml; }
+disk() { printf '[[disk]]\nname = "%s"\nfile = "%s"\n' "$1" "$2"; }
+new_file() { truncate -s 64M "/var/lib/ringdisk/$1"; chown ringdisk "/var/lib/ringdisk/$1"; }
+
+# ---- installing
+
+seconds 'the system is up'
+mkdir -p /usr/lib/modules # has something to hide elsewhere
+
+dpkg -i old.deb >/run/dpkg
+[ "$(systemctl is-enabled ringdisk)" = enabled ]
+serves ''
+[ "$(stat -c '%U:%G %a' /run/ringdisk)" = 'ringdisk:kvm 750' ]
+[ "$(stat -c '%U:%G %a' /var/lib/ringdisk)" = 'ringdisk:kvm 750' ]
+[ "$(getent passwd ringdisk | cut -d : -f 6,7)" = /var/lib/ringdisk:/usr/sbin/nologin ]
+# What systemd does not know, it ignores, and says so.
+[ -z "$(systemd-analyze verify --man=no ringdisk.service 2>&1 | grep -F ringdisk.service)" ]
+ok 'the package is installed, and its service runs'
+
+# ---- disks, which are there as soon as systemctl returns
+
+device=$(readlink -f /dev/disk/by-id/virtio-device)
+new_file file.raw
+cp image.qcow2 /var/lib/ringdisk
+chown ringdisk /var/lib/ringdisk/image.qcow2
+three() { disk device "$device"; disk file /var/lib/ringdisk/file.raw; disk image /var/lib/ringdisk/image.qcow2; }
+three | config
+systemctl restart ringdisk
+serves 'device file image'
+[ "$(ringdisk list --json | grep -o '"aio":"io_uring"' | wc -l)" = 3 ]
+for disk in device file image; do
+    disk_io write $disk 1 </dev/null
+    disk_io verify $disk 1
+done
+if setpriv --reuid=nobody --regid=nogroup --clear-groups ./disk_io verify /run/ringdisk/file.sock 1 2>/run/refused; then
+    exit 1
+fi
+grep -q 'Permission denied' /run/refused
+ok 'who is in group kvm can use disks in a file, an image and a block device, with io_uring'
+
+# ---- what the unit forbids
+
+confined() {
+    pid=$1
+    status() { sed -n "s/^$1:[[:space:]]*//p" /proc/$pid/status; }
+    [ "$(status Uid | cut -f 1)" = "$(id -u ringdisk)" ]
+    [ "$(status Gid | cut -f 1)" = "$(getent group kvm | cut -d : -f 3)" ]
+    case " $(status Groups) " in *" $(getent group disk | cut -d : -f 3) "*) ;; *) return 1 ;; esac
+    for set in CapInh CapPrm CapEff CapBnd CapAmb; do [ "$(status $set)" = 0000000000000000 ]; done
+    [ "$(status NoNewPrivs) $(status Seccomp) $(status Umask)" = '1 2 0007' ]
+    # Its own sandbox besides.
+    journalctl -b _PID=$pid -o cat --no-pager >/run/said
+    grep -q "sandbox: files: disks in $device, /var/lib/ringdisk" /run/said
+    grep -q 'sandbox: [0-9]* system calls; capabilities: none' /run/said
+    grep -q '^Max open files  *1048576  *1048576 ' /proc/$pid/limits
+    grep -q '^Max locked memory  *unlimited ' /proc/$pid/limits
+    [ "$(cat /proc/$pid/oom_score_adj)" = -900 ]
+    [ "$(readlink /proc/$pid/ns/uts)" != "$(readlink /proc/1/ns/uts)" ]
+    # Even to root.
+    for place in /usr /boot /etc /proc/sys /sys /sys/fs/cgroup; do
+        nsenter --target $pid --mount findmnt --noheadings --output OPTIONS --target $place | tail -n 1 | grep -q '^ro\b'
+    done
+    nsenter --target $pid --mount findmnt --noheadings --output OPTIONS /proc | tail -n 1 | grep -q hidepid=invisible
+    for place in /dev/kmsg /usr/lib/modules; do
+        [ "$(nsenter --target $pid --mount stat -c %a $place)" = 0 ]
+    done
+}
+confined "$(is MainPID)"
+
+# The same program finds nothing forbidden where the unit is not.
+setpriv --reuid=ringdisk --regid=kvm --clear-groups perl probe.pl /var/lib/ringdisk/free /var/lib/ringdisk
+[ -z "$(grep -v ': works$' /var/lib/ringdisk/free)" ]
+mkdir -p /run/systemd/system/ringdisk.service.d
+printf '[Service]\nExecStartPre=perl /script/probe.pl /var/lib/ringdisk/probed /var/lib/ringdisk\n' \
+    >/run/systemd/system/ringdisk.service.d/probe.conf
+systemctl daemon-reload
+systemctl restart ringdisk
+rm -r /run/systemd/system/ringdisk.service.d
+systemctl daemon-reload
+cat >/run/expected <<'END'
+memory to write and execute: Operation not permitted
+memory to write: works
+netlink: Address family not supported by protocol
+unix: works
+inet: works
+inet6: works
+a namespace: Operation not permitted
+another personality: Operation not permitted
+to be traced: Operation not permitted
+set-user-ID: Operation not permitted
+io_uring: works
+Linux AIO: works
+CPU affinity: works
+END
+diff /run/expected /var/lib/ringdisk/probed
+serves 'device file image'
+ok 'what the unit forbids is forbidden'
+
+# ---- reloading, while a guest reads and writes
+
+pid=$(is MainPID)
+mkfifo /run/end
+disk_io load file 2 </run/end &
+load=$!
+exec 3>/run/end
+new_file added.raw
+{ three; disk added /var/lib/ringdisk/added.raw; } | config
+systemctl reload ringdisk
+serves 'added device file image'
+disk_io write added 3 </dev/null
+new_file kept.raw
+ringdisk attach file=/var/lib/ringdisk/kept.raw,name=kept
+[ "$(is MainPID)" = "$pid" ]
+ok 'a reload adds a disk'
+
+{ three; echo 'queues = "two"'; } | config
+if systemctl reload ringdisk; then exit 1; fi
+says '/etc/ringdisk/ringdisk.toml, line 10: queues'
+systemctl status ringdisk --no-pager | grep -qF '/etc/ringdisk/ringdisk.toml, line 10: queues'
+serves 'added device file image kept'
+[ "$(is MainPID)" = "$pid" ]
+ok 'a mistake changes nothing'
+
+# ---- another version
+
+dpkg -i new.deb >/run/dpkg
+seconds 'it is replaced'
+[ "$(is MainPID)" = "$pid" ]
+if systemctl reload ringdisk; then exit 1; fi
+serves 'added device file image kept'
+[ "$(is MainPID)" = "$pid" ]
+three | config
+systemctl reload ringdisk
+wait_for '[ "$(is MainPID)" != "$pid" ]'
+wait_for '[ "$(processes)" = 1 ]'
+# What is no longer written down goes once the other process serves.
+wait_for '[ "$(disks)" = "device file image kept" ]'
+serves 'device file image kept'
+[ ! -e /run/ringdisk/added.sock ]
+confined "$(is MainPID)"
+[ "$(is NRestarts) $(is Result)" = '0 success' ]
+# It is reloaded as the one before.
+pid=$(is MainPID)
+systemctl reload ringdisk
+[ "$(is MainPID)" = "$pid" ]
+exec 3>&-
+wait $load
+ok 'another version takes over'
+
+# What runs elsewhere is no process of the service, which would be at an end when the one that serves is.
+elsewhere() {
+    if "$@" ringdisk upgrade --control=/run/ringdisk/control.qmp 2>/run/refused; then exit 1; fi
+    grep -q 'systemctl reload' /run/refused
+    [ "$(is MainPID)" = "$pid" ]
+    serves 'device file image kept'
+}
+elsewhere env
+elsewhere setpriv --reuid=ringdisk --regid=kvm --clear-groups
+ok 'only systemd upgrades its service'
+
+# ---- a kill
+
+disk_io write image 4 </run/end >/run/written &
+writes=$!
+exec 3>/run/end
+wait_for 'grep -q written /run/written'
+since=$(date '+%F %T')
+kill -9 "$pid"
+wait_for '[ "$(is NRestarts)" = 1 ]'
+wait_for '[ "$(systemctl is-active ringdisk)" = active ]'
+serves 'device file image kept'
+says 'done again'
+disk_io verify image 4
+exec 3>&-
+wait $writes
+confined "$(is MainPID)"
+ok 'a kill ends nothing for good'
+
+# ---- the end
+
+systemctl stop ringdisk
+[ "$(is ActiveState) $(is Result) $(is ExecMainStatus)" = 'inactive success 0' ]
+[ ! -e /run/ringdisk ]
+[ "$(processes)" = 0 ]
+ok 'it stops'
+
+{ three; echo 'queues = "two"'; } | config
+since=$(date '+%F %T')
+if systemctl start ringdisk; then exit 1; fi
+[ "$(is ActiveState) $(is ExecMainStatus) $(is NRestarts)" = 'failed 2 0' ]
+says '/etc/ringdisk/ringdisk.toml, line 10: queues'
+three | config
+systemctl start ringdisk
+serves 'device file image kept'
+disk_io verify image 4
+ok 'a mistake at the start is not tried again'
+
+dpkg -r ringdisk >/run/dpkg
+[ "$(processes)" = 0 ]
+[ ! -e /run/ringdisk ]
+[ -e /etc/ringdisk/ringdisk.toml ]
+dpkg -P ringdisk >/run/dpkg
+[ ! -e /etc/ringdisk ]
+[ "$(is LoadState)" = not-found ]
+[ -e /var/lib/ringdisk/file.raw ]
+ok 'nothing is left but disks'
