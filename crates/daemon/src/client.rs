@@ -120,6 +120,9 @@ pub struct ThrottleArgs {
   ringdisk replace vm2 /dev/vg0/vm2 --format raw
   ringdisk replace vm2 rbd:vms/vm2:id=hypervisor     an image in a Ceph cluster
 
+  qemu-img create -f qcow2 -b vm2.raw -F raw today.qcow2
+  ringdisk replace vm2 today.qcow2                   a snapshot: vm2.raw stays as it is, the VM goes on above it
+
 The other file must hold the same bytes, and be as long or longer; the VM notices a pause.")]
 pub struct ReplaceArgs {
     /// Name of the disk

@@ -83,8 +83,8 @@ impl ServedDisk {
         threads.into_iter().cloned().collect()
     }
 
-    /// Puts another node under the disk while its guest runs, which notices a pause. `record` makes durable
-    /// that it is there.
+    /// Puts another node under the disk while its guest runs, which notices a pause; that may
+    /// [build on](crate::node::Node::read_after) the one that it has. `record` makes durable that it is there.
     ///
     /// # Errors
     /// The disk goes on with the node that it had.
@@ -99,10 +99,17 @@ impl ServedDisk {
         if !node.is_here() {
             return Err(fail(io::Error::other(AWAY)));
         }
-        new.be_here().map_err(|e| fail(io::Error::other(e)))?;
+        let other = |e| fail(io::Error::other(e));
+        new.be_here(&node.written()).map_err(other)?;
         let threads = self.io_threads();
-        let its = new.replacement().map_err(|e| fail(io::Error::other(e)))?;
-        self.disk.replace(&threads, its, record).map_err(fail)?;
+        let its = new.replacement().map_err(other)?;
+        let ready = |its| match new.read_after(&node) {
+            Ok(false) => Ok(its),
+            Ok(true) => new.replacement().map_err(io::Error::other),
+            Err(e) => Err(io::Error::other(e)),
+        };
+        let replaced = self.disk.replace(&threads, its, ready, record);
+        replaced.map_err(fail)?;
         *node = new.clone();
         drop(node);
         self.tell_size();

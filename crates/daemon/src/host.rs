@@ -230,7 +230,7 @@ impl Host {
         }
         let (limits, group) = (spec.limits, spec.throttle_group.clone());
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
-        let node = Node::open(spec, &self.places)?;
+        let node = Node::open(spec, &self.places, &[])?;
         self.watch_damage(&node);
         let mut state = self.state();
         state.check_new_node(&node.spec)?;

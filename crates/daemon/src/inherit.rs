@@ -175,20 +175,18 @@ impl Inherited {
 
     /// The file at a path, as the old process has it open.
     pub fn file(&self, path: &Path, write: bool) -> Option<OwnedFd> {
-        self.same_as(&fs::metadata(path).ok()?, write)
+        self.same_as(Identity::of(&fs::metadata(path).ok()?), write)
     }
 
     /// The same file as this one, as the old process has it open.
     pub fn file_like(&self, file: &OwnedFd, write: bool) -> Option<OwnedFd> {
-        let file = File::from(file.try_clone().ok()?);
-        self.same_as(&file.metadata().ok()?, write)
+        self.same_as(Identity::of_open(file).ok()?, write)
     }
 
-    fn same_as(&self, wanted: &fs::Metadata, write: bool) -> Option<OwnedFd> {
+    fn same_as(&self, wanted: Identity, write: bool) -> Option<OwnedFd> {
         let mut state = self.state();
         let place = state.files.iter().position(|fd| {
-            let there = fd.try_clone().and_then(|fd| File::from(fd).metadata());
-            let same = there.is_ok_and(|there| Identity::of(&there) == Identity::of(wanted));
+            let same = Identity::of_open(fd).is_ok_and(|there| there == wanted);
             let access = fcntl_getfl(fd).unwrap_or(OFlags::empty()) & OFlags::ACCMODE;
             same && (access == OFlags::RDWR) == write
         })?;

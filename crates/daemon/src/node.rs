@@ -1,5 +1,6 @@
 //! An opened disk: its file, and what the data path needs of it. QEMU's word for it is a block node.
 
+mod above;
 mod away;
 mod closing;
 
@@ -97,6 +98,11 @@ pub enum NodeError {
     Allow(String, io::Error),
     #[error("{0}: {1}")]
     Journal(String, JournalError),
+    #[error(
+        "{0}: builds on what the disk is on, but not on {1} as {2}, and so does not hold what the disk does; make it with \
+        'qemu-img create -f qcow2 -b {1} -F {2} {0}'"
+    )]
+    Below(String, String, Format),
     #[error("{0}: {AWAY}")]
     Away(String),
     #[error("{0}: cannot {1}: {2}")]
@@ -104,11 +110,12 @@ pub enum NodeError {
 }
 
 impl Node {
-    /// Opens and locks what a disk is on.
+    /// Opens and locks what a disk is on. It may build on files that are `ours`: those that the disk
+    /// [writes to](Self::written) as long as it is on another node.
     ///
     /// # Errors
     /// It cannot be served as asked; the error says why and what to do.
-    pub fn open(spec: DiskSpec, places: &Places) -> Result<Self, NodeError> {
+    pub fn open(spec: DiskSpec, places: &Places, ours: &[Identity]) -> Result<Self, NodeError> {
         let mut files = Vec::new();
         let mut journal = None;
         let mut format = Format::Raw;
@@ -162,7 +169,7 @@ impl Node {
                         (Image::Raw, Some(file), facts, size, filename)
                     }
                     Format::Qcow2 => {
-                        let opened = open_chain(&spec, path, &file, places, locking)?;
+                        let opened = open_chain(&spec, path, &file, places, locking, ours)?;
                         let chain = opened.chain;
                         (files, journal) = (opened.files, opened.journal);
                         let (facts, size) = (chain_facts(&chain, &files), chain.size());
@@ -560,6 +567,7 @@ fn open_chain(
     file: &Arc<DiskFile>,
     places: &Places,
     locking: Locking,
+    ours: &[Identity],
 ) -> Result<OpenedChain, NodeError> {
     // Who has no lock only looks.
     let read_only = spec.read_only || locking == Locking::Later;
@@ -571,6 +579,7 @@ fn open_chain(
     let mut opener = Opener {
         cache: spec.cache,
         locking,
+        ours,
         places,
         opened: Vec::new(),
     };

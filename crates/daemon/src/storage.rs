@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use block::{Backing, CacheMode, FileOffset};
-use engine::{DiskFile, Locking, OpenError};
+use engine::{DiskFile, Identity, Locking, OpenError};
 use image::{Gate, OpenFiles, Role, Storage};
 use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 use rustix::io::{Errno, pread, pwrite};
@@ -94,7 +94,7 @@ impl Places {
         opened.map(|file| (file, locking))
     }
 
-    /// The same for a file that an image named, and that is open.
+    /// The same for a file that an image named, and that is open. Of `ours` it is if this process has it locked to write.
     ///
     /// # Errors
     /// As above.
@@ -104,9 +104,12 @@ impl Places {
         path: &Path,
         cache: CacheMode,
         read_only: bool,
+        ours: &[Identity],
     ) -> Result<DiskFile, OpenError> {
+        let is_ours = || Identity::of_open(&file).is_ok_and(|file| ours.contains(&file));
         let (file, locking) = match self.inherited.file_like(&file, !read_only) {
             Some(held) => (held, Locking::Held),
+            None if read_only && is_ours() => (file, Locking::Handover),
             None => (file, Locking::Now),
         };
         DiskFile::adopt(file, path, cache, read_only, locking)
@@ -240,6 +243,8 @@ pub struct Opener<'a> {
     pub cache: CacheMode,
     /// When files are locked that an image names and that are written.
     pub locking: Locking,
+    /// Those that the disk writes to as long as it is not on this image.
+    pub ours: &'a [Identity],
     pub places: &'a Places,
     pub opened: Vec<Arc<FileStorage>>,
 }
@@ -272,7 +277,8 @@ impl OpenFiles for Opener<'_> {
                 "a data file of its own cannot be shared with another host; leave out lock=running";
             return Err(io::Error::other(e));
         }
-        let file = self.places.adopt(file, path, self.cache, read_only);
+        let places = self.places;
+        let file = places.adopt(file, path, self.cache, read_only, self.ours);
         let file = file.map_err(io::Error::other)?;
         Ok(self.keep(Arc::new(file)))
     }

@@ -4,10 +4,11 @@
 //!    end. Queues can stop meanwhile; those that start wait.
 //! 2. The old file is made durable, and an image's tables with it, unless the cache mode ignores flushes:
 //!    then the tables are written. Most of it is done before 1., while the guest goes on.
-//! 3. Every thread that serves the disk makes the new file known to its engine, or all files of the new image.
-//! 4. The caller records that the disk is in the new file from now on.
-//! 5. Every thread goes on: with the new file, or, if anything failed so far, with the old one.
-//! 6. The caller closes the old image, or the new one.
+//! 3. The caller looks at the new file again, if that builds on the old one.
+//! 4. Every thread that serves the disk makes the new file known to its engine, or all files of the new image.
+//! 5. The caller records that the disk is in the new file from now on.
+//! 6. Every thread goes on: with the new file, or, if anything failed so far, with the old one.
+//! 7. The caller closes the old image, or the new one.
 //!
 //! What a crash leaves: until the caller has recorded the new file, {the old one, with all that was
 //! ever acknowledged}. From then on, {the new one, with all that was acknowledged, as durable as the
@@ -46,67 +47,76 @@ pub struct Replacement {
 impl Disk {
     /// Replaces the file of a disk that `threads` (and no others) serve, or all files of its image. The new
     /// one must hold what the old one does by the time that `record` returns, which is called while no
-    /// request is under way, and must make durable which file the disk is in. Blocks until all threads
+    /// request is under way, and must make durable which file the disk is in. Before, when the old one is durable and
+    /// nothing writes to it any more, `ready` is given the new one, and returns what is to be taken: the same, or, if
+    /// that builds on the old one, what it has become. Blocks until all threads
     /// have gone on; not to be called by a thread that has to start or stop queues meanwhile. The old image is
     /// durable then, and is the caller's to be closed.
     ///
     /// # Errors
     /// The disk goes on with the old file: the new one does not fit, the old one could not be made
-    /// durable, a thread's engine has no room for it, or `record` failed.
+    /// durable, a thread's engine has no room for it, or `ready` or `record` failed.
     pub fn replace(
         self: &Arc<Self>,
         threads: &[impl Borrow<IoThread>],
         new: Replacement,
+        ready: impl FnOnce(Replacement) -> io::Result<Replacement>,
         record: impl FnOnce() -> io::Result<()>,
     ) -> io::Result<()> {
+        self.check(&new)?;
+        let _alone: MutexGuard<'_, ()> = self.replacing.lock().unwrap_or_else(|e| e.into_inner());
+        // So that little is left to be done while guests wait. Of storage that fails, nothing is expected.
+        if self.stalled() == 0 {
+            self.sync()?;
+        }
+        let result = self.exchange(threads, new, ready, record);
+        // A thread that has ended serves nothing that could go on.
+        let _ = ask_all(threads, |reply| Command::GoOn {
+            disk: self.clone(),
+            replaced: result.is_ok(),
+            reply,
+        });
+        result
+    }
+
+    /// All that is done between that the threads hold the disk, and that they go on.
+    fn exchange(
+        self: &Arc<Self>,
+        threads: &[impl Borrow<IoThread>],
+        new: Replacement,
+        ready: impl FnOnce(Replacement) -> io::Result<Replacement>,
+        record: impl FnOnce() -> io::Result<()>,
+    ) -> io::Result<()> {
+        ask_all(threads, |reply| Command::Hold {
+            disk: self.clone(),
+            reply,
+        })?;
+        self.sync()?;
+        let new = ready(new)?;
+        // It may have grown.
+        self.check(&new)?;
         let Replacement {
             image,
             places,
             facts,
             size,
         } = new;
-        self.check(&facts, size)?;
-        let _alone: MutexGuard<'_, ()> = self.replacing.lock().unwrap_or_else(|e| e.into_inner());
         let (content, source) = Content::new(image, places, &facts, self.options.cache);
-        let Some(source) = source else {
-            return Err(self.unfit("it is nowhere"));
-        };
-        // So that little is left to be done while guests wait. Of storage that fails, nothing is expected.
-        if self.stalled() == 0 {
-            self.sync()?;
-        }
-
-        let result = ask_all(threads, |reply| Command::Hold {
+        let source = source.ok_or_else(|| self.unfit("it is nowhere"))?;
+        ask_all(threads, |reply| Command::Adopt {
             disk: self.clone(),
+            content: content.clone(),
+            source: source.clone(),
             reply,
-        })
-        // It may have grown.
-        .and_then(|()| self.check(&facts, size))
-        .and_then(|()| self.sync())
-        .and_then(|()| {
-            ask_all(threads, |reply| Command::Adopt {
-                disk: self.clone(),
-                content: content.clone(),
-                source: source.clone(),
-                reply,
-            })
-        })
-        .and_then(|()| record());
-        let replaced = result.is_ok();
-        if replaced {
-            self.put_in(content, Some(source));
-            self.grow(size);
-        }
-        // A thread that has ended serves nothing that could go on.
-        let _ = ask_all(threads, |reply| Command::GoOn {
-            disk: self.clone(),
-            replaced,
-            reply,
-        });
-        result
+        })?;
+        record()?;
+        self.put_in(content, Some(source));
+        self.grow(size);
+        Ok(())
     }
 
-    fn check(&self, facts: &DiskFacts, size: u64) -> io::Result<()> {
+    fn check(&self, new: &Replacement) -> io::Result<()> {
+        let (facts, size) = (&new.facts, new.size);
         if self.source().is_none() {
             return Err(self.unfit("it is in no file"));
         }

@@ -170,7 +170,11 @@ fn the_guest_does_not_notice() {
                 };
                 let mut bytes = Vec::new();
                 let new_facts = replacement(&new, DISK_BYTES, facts);
-                let result = setup.disk.replace(&setup.threads, new_facts, || {
+                let ready = |new| match swap % 6 {
+                    5 => Err(io::Error::other("not ready")),
+                    _ => Ok(new),
+                };
+                let result = setup.disk.replace(&setup.threads, new_facts, ready, || {
                     bytes = setup.lying.content(DISK_BYTES);
                     thread::sleep(Duration::from_millis(1));
                     assert!(
@@ -222,7 +226,10 @@ fn what_does_not_fit_is_refused_before_anything_stops() {
     ] {
         let new = replacement(&new, size, facts);
         let never = || panic!("it was recorded");
-        let error = setup.disk.replace(&setup.threads, new, never).unwrap_err();
+        let error = setup
+            .disk
+            .replace(&setup.threads, new, Ok, never)
+            .unwrap_err();
         assert!(error.to_string().contains(says), "{error}");
     }
     assert_eq!(device.queues[0].write(0, &[7; 512]), OK);
@@ -251,7 +258,7 @@ fn growth_reaches_all_queues() {
     let larger = replacement(&new, 3 * DISK_BYTES, FACTS);
     setup
         .disk
-        .replace(&setup.threads, larger, || Ok(()))
+        .replace(&setup.threads, larger, Ok, || Ok(()))
         .unwrap();
     assert_eq!(device.config().unwrap().capacity, 3 * end);
     for queue in &mut device.queues {

@@ -48,6 +48,15 @@ impl Identity {
         };
         Self { device, inode }
     }
+
+    /// Of what is open.
+    ///
+    /// # Errors
+    /// The kernel cannot say.
+    pub fn of_open(file: impl AsFd) -> io::Result<Self> {
+        let file = File::from(file.as_fd().try_clone_to_owned()?);
+        Ok(Self::of(&file.metadata()?))
+    }
 }
 
 /// When a file is locked.
@@ -57,6 +66,9 @@ pub enum Locking {
     Now,
     /// It is locked already, through this very descriptor.
     Held,
+    /// As it is opened, to be read: this process has it locked through another descriptor to write to it, and is to give that
+    /// up. By then nobody else can get hold of it to write.
+    Handover,
     /// Not at all: it is only looked at, and somebody else may be writing to it.
     Later,
 }
@@ -214,22 +226,23 @@ impl DiskFile {
             let _ = rustix::fs::fcntl_setfl(&file, flags | OFlags::NOATIME);
         }
 
-        if locking == Locking::Now {
-            match lock_patiently(&file, &name, !read_only) {
-                Ok(true) => {}
-                Ok(false) => return Err(OpenError::Locked(name)),
-                // QEMU goes on without locks where a file system has none (some NFS mounts).
-                Err(e) => {
-                    warn!("{name}: cannot be locked ({e}); nothing keeps a second writer away");
-                }
-            }
+        let locked = match locking {
+            Locking::Now => lock_patiently(&file, &name, !read_only),
+            Locking::Handover => lock::share(file.as_fd()).map(|()| true),
+            Locking::Held | Locking::Later => Ok(true),
+        };
+        match locked {
+            Ok(true) => {}
+            Ok(false) => return Err(OpenError::Locked(name)),
+            // QEMU goes on without locks where a file system has none (some NFS mounts).
+            Err(e) => warn!("{name}: cannot be locked ({e}); nothing keeps a second writer away"),
         }
         let facts = match backing {
             Backing::File => regular_facts(&file, cache, read_only, locking),
             Backing::BlockDevice => device_facts(&file, cache, read_only),
         }
         .map_err(|e| OpenError::Io(name.clone(), "find out its block size", e))?;
-        let identity = file.metadata().map(|file| Identity::of(&file));
+        let identity = Identity::of_open(&file);
         let identity = identity.map_err(|e| OpenError::Io(name, "find out which it is", e))?;
         Ok(Self {
             file,
@@ -465,7 +478,7 @@ fn can_punch(file: &File, size: u64, locking: Locking) -> bool {
     let end = size.next_multiple_of(u64::from(BLOCK_MAX));
     let beyond = match locking {
         Locking::Now => end,
-        Locking::Held | Locking::Later => end + FAR,
+        Locking::Held | Locking::Handover | Locking::Later => end + FAR,
     };
     match rustix::fs::fallocate(file, flags, beyond, u64::from(BLOCK_MAX)) {
         // Files may not be so long here. If it cannot, the guest is told at its first discard.

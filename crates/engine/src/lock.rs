@@ -22,31 +22,36 @@ const RESIZE: i64 = 3;
 /// # Errors
 /// The file system does not know such locks.
 pub(crate) fn acquire(file: BorrowedFd<'_>, writable: bool) -> io::Result<bool> {
-    let used = match writable {
-        true => &[CONSISTENT_READ, WRITE][..],
-        false => &[CONSISTENT_READ],
-    };
-    let not_shared = [WRITE, RESIZE];
-    let ours = || {
-        let used = used.iter().map(|p| USED + p);
-        used.chain(not_shared.iter().map(|p| NOT_SHARED + p))
-    };
-    let conflicting = || {
-        let used = used.iter().map(|p| NOT_SHARED + p);
-        used.chain(not_shared.iter().map(|p| USED + p))
-    };
     // Take first and test then: of two that start at once, at least one sees the other.
-    for byte in ours() {
-        set(file, byte, libc::F_RDLCK)?;
+    share(file)?;
+    if writable {
+        set(file, USED + WRITE, libc::F_RDLCK)?;
     }
-    for byte in conflicting() {
+    let conflicting = [NOT_SHARED + CONSISTENT_READ, USED + WRITE, USED + RESIZE];
+    let to_write = writable.then_some(NOT_SHARED + WRITE);
+    for byte in conflicting.into_iter().chain(to_write) {
         if held_by_other(file, byte)? {
             // What we hold must not keep the rightful owner's next one away.
-            ours().try_for_each(|byte| set(file, byte, libc::F_UNLCK))?;
+            release(file)?;
             return Ok(false);
         }
     }
     Ok(true)
+}
+
+/// Locks an open file to be read, as [`acquire`] does, and asks nobody: who has it locked to write, through whatever
+/// descriptor, knows of this, and has kept all others away.
+///
+/// # Errors
+/// The file system does not know such locks.
+pub(crate) fn share(file: BorrowedFd<'_>) -> io::Result<()> {
+    let bytes = [
+        USED + CONSISTENT_READ,
+        NOT_SHARED + WRITE,
+        NOT_SHARED + RESIZE,
+    ];
+    let mut bytes = bytes.iter();
+    bytes.try_for_each(|&byte| set(file, byte, libc::F_RDLCK))
 }
 
 /// Gives the lock up, whichever it was.

@@ -147,6 +147,12 @@ impl Chain {
         self.layers[0].file
     }
 
+    /// Whether a layer is a file byte by byte.
+    pub fn is_raw(&self, file: FileIndex) -> bool {
+        let raw = |layer: &Layer| layer.file == file && matches!(layer.image, LayerImage::Raw(_));
+        self.layers.iter().any(raw)
+    }
+
     /// Bytes of the disk.
     #[inline]
     pub fn size(&self) -> u64 {

@@ -1,6 +1,7 @@
 //! A load that verifies all that it reads, over whatever becomes of the server meanwhile.
 
 use std::io;
+use std::ops::RangeInclusive;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -37,6 +38,10 @@ pub enum Held {
 /// read must find.
 pub struct Load {
     held: Vec<Held>,
+    /// What all blocks held at first.
+    first: Held,
+    /// Blocks, and what was to be there, in the order in which that was asked for.
+    changes: Vec<(usize, Held)>,
     /// What each slot is doing: the block, what it will hold if that changes, and since when.
     doing: Vec<Option<(usize, Option<Held>, Instant)>>,
     first_block: usize,
@@ -54,6 +59,8 @@ impl Load {
     pub fn new(queue: &Queue, first_block: usize, blocks: usize, held: Held, zeroes: bool) -> Self {
         Self {
             held: vec![held; blocks],
+            first: held,
+            changes: Vec::new(),
             doing: vec![None; usize::from(queue.slots())],
             first_block,
             zeroes,
@@ -106,6 +113,7 @@ impl Load {
                 }
                 _ => (Op::WriteZeroes { unmap: true }, Some(Held::Zeroes)),
             };
+            self.changes.extend(will_hold.map(|held| (block, held)));
             match will_hold {
                 Some(held) => queue.write_buffer(slot as u16, &self.bytes(block, held)),
                 None => queue.write_buffer(slot as u16, &[0xa5; BLOCK]),
@@ -167,6 +175,44 @@ impl Load {
     /// How many requests are in flight.
     pub fn in_flight(&self) -> usize {
         self.doing.iter().flatten().count()
+    }
+
+    /// How many changes it has asked for.
+    pub fn changes(&self) -> usize {
+        self.changes.len()
+    }
+
+    /// Finds out of which moment a raw file is, or an image converted to one: after how many of the changes, of those that
+    /// may be. A queue's requests are taken in turn, so that there is one if the disk was stopped and copied then.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn moment(
+        &self,
+        file: &Path,
+        possible: RangeInclusive<usize>,
+    ) -> io::Result<Option<usize>> {
+        use std::os::unix::fs::FileExt;
+        let file = std::fs::File::open(file)?;
+        let mut found = vec![vec![0; BLOCK]; self.held.len()];
+        for (block, found) in found.iter_mut().enumerate() {
+            file.read_exact_at(found, self.sector(block) * 512)?;
+        }
+        let mut held = vec![self.first; self.held.len()];
+        for &(block, then) in &self.changes[..*possible.start()] {
+            held[block] = then;
+        }
+        let is_right = |block: usize, held| found[block] == self.bytes(block, held);
+        let mut right: Vec<_> = (0..held.len()).map(|b| is_right(b, held[b])).collect();
+        for moment in possible.clone() {
+            if right.iter().all(|right| *right) {
+                return Ok(Some(moment));
+            }
+            if let Some(&(block, then)) = self.changes.get(moment) {
+                right[block] = is_right(block, then);
+            }
+        }
+        Ok(None)
     }
 
     /// Compares a raw file, or an image converted to one, with what the disk must hold.

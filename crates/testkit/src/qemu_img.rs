@@ -41,6 +41,14 @@ pub fn io(directory: &Path, file: &str, options: &[&str], commands: &[String]) {
     assert_eq!(code, Some(0), "qemu-io {args:?}: {text}");
 }
 
+/// Asserts that QEMU, which asks for the lock of a file to write to it, is refused that.
+pub fn is_locked(directory: &Path, file: &str, format: &str) {
+    let args = ["-f", format, file, "-c", "write -q 0 512"];
+    let (code, text) = command("qemu-io", &args, directory);
+    let refused = code != Some(0) && text.contains("lock");
+    assert!(refused, "{file} could be written: {code:?} {text}");
+}
+
 /// Checks an image: no errors, and no leaks unless they are allowed.
 pub fn check(directory: &Path, file: &str, leaks: bool) {
     let (code, text) = command("qemu-img", &["check", "-f", "qcow2", file], directory);

@@ -66,9 +66,11 @@ impl Host {
             (before, spec)
         };
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
-        let new = Arc::new(Node::open(spec, &self.places)?);
+        let new = Arc::new(Node::open(spec, &self.places, &before.written())?);
         self.watch_damage(&new);
-        let moved = self.exchange(name, &before, &new);
+        // Whoever made it, be it a moment ago: once it is recorded, a loss of power must not take it away.
+        let durable = new.make_durable().map_err(HostError::from);
+        let moved = durable.and_then(|()| self.exchange(name, &before, &new));
         // Nobody uses the other one any more.
         let (left, is_old) = match &moved {
             Ok(()) => (before, true),
@@ -111,12 +113,8 @@ impl Host {
             served
         };
         // Takes as long as the slowest of the requests under way.
-        let moved = self.move_to(served.as_deref(), new);
+        let moved = self.move_to(served.as_deref(), before, new);
         if moved.is_ok() {
-            info!(
-                "disk {name}: was on {}, is on {}",
-                before.filename, new.filename
-            );
             if let Some(rbd) = before.rbd() {
                 rbd.on_change(None);
             }
@@ -128,6 +126,8 @@ impl Host {
             }
             state.put_on(new);
             drop(state);
+            let (was, is) = (&before.filename, &new.filename);
+            info!("disk {name}: was on {was}, is on {is}");
             // Who keeps what there is looks here while it is kept.
             if let Some(keeper) = self.keeper.get() {
                 keeper.is_moved(before.name());
@@ -138,7 +138,12 @@ impl Host {
         moved
     }
 
-    fn move_to(&self, served: Option<&ServedDisk>, new: &Arc<Node>) -> Result<(), HostError> {
+    fn move_to(
+        &self,
+        served: Option<&ServedDisk>,
+        before: &Node,
+        new: &Arc<Node>,
+    ) -> Result<(), HostError> {
         // A restart must find the disk where the guest has written since.
         let keep = || match self.keeper.get() {
             Some(keeper) => keeper.keep_moved(self, &new.spec),
@@ -146,7 +151,10 @@ impl Host {
         };
         match served {
             Some(served) => Ok(served.replace(new, keep)?),
-            None => keep().map_err(|e| HostError::Keep(new.name().into(), e)),
+            None => {
+                new.read_after(before)?;
+                keep().map_err(|e| HostError::Keep(new.name().into(), e))
+            }
         }
     }
 }

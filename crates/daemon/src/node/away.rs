@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use block::DiskFacts;
 use datapath::Disk;
-use engine::{DiskFile, Locking};
+use engine::{DiskFile, Identity, Locking};
 use image::{Format, Image};
 use tracing::warn;
 
@@ -86,7 +86,7 @@ impl Node {
     /// # Errors
     /// Somebody else has it, or it cannot be served any more; it stays away.
     pub fn take_back(&self, disk: &Disk) -> Result<bool, NodeError> {
-        self.take(|content, facts| {
+        self.take(&[], |content, facts| {
             let image = content.image.clone().unwrap_or(Image::Raw);
             let files = self.descriptors(content)?;
             disk.come_back(image, files, facts, content.size)
@@ -94,17 +94,19 @@ impl Node {
         })
     }
 
-    /// Takes what is away and takes the place of what is here.
+    /// Takes what is away and takes the place of what is here. It may build on what is `ours`, as in
+    /// [`open`](Self::open).
     ///
     /// # Errors
     /// Somebody else has it, or it cannot be served.
-    pub fn be_here(&self) -> Result<(), NodeError> {
-        self.take(|_, _| Ok(())).map(drop)
+    pub fn be_here(&self, ours: &[Identity]) -> Result<(), NodeError> {
+        self.take(ours, |_, _| Ok(())).map(drop)
     }
 
     /// Locks what is away, reads it anew, and does `then` with it, or leaves it away.
     fn take(
         &self,
+        ours: &[Identity],
         then: impl FnOnce(&Content, &DiskFacts) -> Result<(), NodeError>,
     ) -> Result<bool, NodeError> {
         let FileSpec::Path(path) = &self.spec.file else {
@@ -117,29 +119,29 @@ impl Node {
         // Anew: so do network file systems learn what was written elsewhere.
         let file = Arc::new(DiskFile::open(path, self.spec.cache, false)?);
         file.forget_cached();
-        let taken = self.read_anew(path, &file).and_then(|(content, facts)| {
+        let taken = self.read_anew(path, &file, ours);
+        let taken = taken.and_then(|(content, facts)| {
             then(&content, &facts)?;
-            Ok(content)
+            self.put_in(content);
+            Ok(true)
         });
-        match taken {
-            Ok(mut taken) => {
-                let mut content = self.content();
-                taken.on_damage = content.on_damage.take();
-                *content = taken;
-                content.watch_damage();
-                Ok(true)
-            }
-            Err(e) => {
-                let _ = file.unlock();
-                Err(e)
-            }
-        }
+        taken.inspect_err(|_| drop(file.unlock()))
     }
 
-    fn read_anew(
+    /// Has this content from now on.
+    pub(super) fn put_in(&self, new: Content) {
+        let mut content = self.content();
+        let on_damage = content.on_damage.take();
+        *content = Content { on_damage, ..new };
+        content.watch_damage();
+    }
+
+    /// Reads what is in a file that is locked.
+    pub(super) fn read_anew(
         &self,
         path: &Path,
         file: &Arc<DiskFile>,
+        ours: &[Identity],
     ) -> Result<(Content, DiskFacts), NodeError> {
         let content = Content {
             image: Some(Image::Raw),
@@ -157,7 +159,8 @@ impl Node {
                 Ok((Content { size, ..content }, self.facts))
             }
             Format::Qcow2 => {
-                let opened = open_chain(&self.spec, path, file, &self.places, Locking::Now)?;
+                let (spec, places) = (&self.spec, &self.places);
+                let opened = open_chain(spec, path, file, places, Locking::Now, ours)?;
                 let (chain, files) = (opened.chain, opened.files);
                 let facts = chain_facts(&chain, &files);
                 let content = Content {

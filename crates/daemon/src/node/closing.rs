@@ -6,7 +6,7 @@ use std::{fs, io};
 use engine::DiskFile;
 use image::Image;
 
-use super::Node;
+use super::{Node, NodeError};
 
 impl Node {
     /// Writes what an image has only in memory. Nothing is under way, or all of it will be written again.
@@ -20,6 +20,37 @@ impl Node {
             Some(Image::Chain(chain)) => {
                 chain.settle().map_err(|e| io::Error::other(e.to_string()))
             }
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes durable what others have written to its files, unless flushes are ignored.
+    ///
+    /// # Errors
+    /// It could not be made durable.
+    pub fn make_durable(&self) -> Result<(), NodeError> {
+        if !self.spec.cache.flushes() {
+            return Ok(());
+        }
+        let (file, files) = {
+            let content = self.content();
+            (content.file.clone(), content.files.clone())
+        };
+        let mut files = file.iter().chain(&files);
+        let synced = files.try_for_each(|file| file.sync());
+        synced.map_err(|e| NodeError::Io(self.filename.clone(), "be made durable", e))
+    }
+
+    /// Writes what an image has to say at its end, though it may yet go on: then it begins anew, in the journal that it has.
+    /// Nothing is under way.
+    ///
+    /// # Errors
+    /// It could not be written, and the image is no less sound for that.
+    pub(super) fn end(&self) -> io::Result<()> {
+        let _turn = self.turn();
+        let image = self.content().image.clone();
+        match image.as_ref().and_then(Image::chain) {
+            Some(chain) if !self.facts.read_only => chain.close().map_err(io::Error::other),
             _ => Ok(()),
         }
     }

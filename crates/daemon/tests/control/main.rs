@@ -8,6 +8,7 @@ mod limits;
 mod qemu;
 mod replace;
 mod running;
+mod snapshot;
 mod state;
 #[path = "../support/mod.rs"]
 #[expect(dead_code, reason = "disks are made and served by command here")]

@@ -2,7 +2,7 @@
 
 use crate::*;
 
-/// A disk that was put on an image is handed over as such.
+/// A disk that was put on an image is handed over as such, and so is one that was put on another above that.
 #[test]
 fn a_disk_on_another_image_is_handed_over() {
     let (mut image, raw) = (Disk::new(), Disk::new());
@@ -19,18 +19,27 @@ fn a_disk_on_another_image_is_handed_over() {
     served.replace("disk", &image.file);
     let loads = Load::all(&device, 4096, Held::Zeroes, true);
     let mut devices = vec![(device, loads)];
-    for _ in 0..2 {
+    let at = image.file.parent().unwrap();
+    let below = image.file.file_name().unwrap().to_str().unwrap();
+    let name = "above.qcow2";
+    for round in 0..3 {
         under_load(&mut devices, &mut random, || {
             thread::sleep(Duration::from_millis(100));
+            if round == 1 {
+                let create = format!("create -q -f qcow2 -b {below} -F qcow2 {name}");
+                testkit::qemu_img::img(at, &create);
+                served.replace("disk", &at.join(name));
+            }
             served.upgrade(&[]);
         });
     }
+    // The one below goes from process to process, too.
+    testkit::qemu_img::is_locked(at, below, "qcow2");
     for (device, loads) in &mut devices {
         Load::finish(loads, device);
     }
     served.end();
-    let at = image.file.parent().unwrap();
-    let name = image.file.file_name().unwrap().to_str().unwrap();
+    testkit::qemu_img::check(at, below, false);
     testkit::qemu_img::check(at, name, false);
     let converted = format!("convert -f qcow2 -O raw {name} converted");
     testkit::qemu_img::img(at, &converted);
