@@ -2,11 +2,12 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use block::ThrottleLimits;
+use engine::Identity;
 use rustix::fs::{FlockOperation, flock};
 use thiserror::Error;
 use tracing::{error, info};
@@ -105,10 +106,10 @@ impl Keeper {
             .custom_flags(AS_IT_IS)
             .open(directory.join("lock"))
             .map_err(|e| fail(io::Error::new(e.kind(), format!("its file lock: {e}"))))?;
-        let identity = |file: &File| file.metadata().map(|meta| (meta.dev(), meta.ino()));
-        let there = identity(&its).map_err(fail)?;
+        let there = Identity::of_open(&its).map_err(fail)?;
         // The other process may have had another directory.
-        let handed = lock.filter(|lock| identity(lock).is_ok_and(|handed| handed == there));
+        let is_its = |lock: &File| Identity::of_open(lock).is_ok_and(|handed| handed == there);
+        let handed = lock.filter(is_its);
         let lock = handed.unwrap_or(its);
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}

@@ -156,11 +156,7 @@ impl Node {
                 let filename = path.display().to_string();
                 let file;
                 (file, locking) = places.open(path, spec.cache, spec.read_only, locking)?;
-                format = match spec.format {
-                    Some(format) => format,
-                    None => Format::of(path, file.backing())
-                        .map_err(|e| NodeError::Format(filename.clone(), e))?,
-                };
+                format = format_of(&spec, path, file.backing())?;
                 let file = Arc::new(file);
                 match format {
                     Format::Raw => {
@@ -558,6 +554,18 @@ struct OpenedChain {
     chain: Chain,
     files: Vec<Arc<DiskFile>>,
     journal: Option<PathBuf>,
+}
+
+/// The format that is said of a disk's file, or that its name says.
+///
+/// # Errors
+/// Neither does.
+pub fn format_of(spec: &DiskSpec, path: &Path, backing: Backing) -> Result<Format, NodeError> {
+    let named = || {
+        let named = Format::of(path, backing);
+        named.map_err(|e| NodeError::Format(path.display().to_string(), e))
+    };
+    spec.format.map_or_else(named, Ok)
 }
 
 /// Opens an image and all that it builds on.

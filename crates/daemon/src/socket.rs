@@ -3,10 +3,11 @@
 use std::fs;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
+use engine::Identity;
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid, chmod, chownat, fchmod, fstat, open};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
@@ -44,7 +45,7 @@ pub struct Socket {
     pub listener: UnixListener,
     path: PathBuf,
     /// Device and inode of what was made.
-    made: Option<(u64, u64)>,
+    made: Option<Identity>,
 }
 
 impl Socket {
@@ -180,9 +181,9 @@ impl Drop for Socket {
     }
 }
 
-fn identity(path: &Path) -> Option<(u64, u64)> {
+fn identity(path: &Path) -> Option<Identity> {
     let there = fs::symlink_metadata(path).ok()?;
-    Some((there.dev(), there.ino()))
+    Some(Identity::of(&there))
 }
 
 /// Where a disk's socket is.

@@ -9,7 +9,7 @@ use tracing::{info, warn};
 use super::ending::{SHUTDOWN, in_time};
 use super::{Host, HostError, identity};
 use crate::device::ServedDisk;
-use crate::node::Node;
+use crate::node::{Node, format_of};
 use crate::spec::{DiskSpec, FileSpec, Problem};
 
 impl Host {
@@ -51,13 +51,7 @@ impl Host {
             let state = self.state();
             let before = state.top(name)?.node.clone();
             if there.is_some_and(|there| before.is_on(there)) {
-                let wanted = spec(&before.spec).ok().and_then(|spec| spec.format);
-                if wanted.is_some_and(|format| format != before.format) {
-                    let (its, format) = (before.filename.clone(), before.format);
-                    return Err(HostError::SameFile(name.into(), its, format));
-                }
-                info!("disk {name}: is on {} already", before.filename);
-                return Ok(());
+                return stays(&before, spec(&before.spec));
             }
             let unfit = |problem| HostError::Unfit(name.into(), problem);
             let spec = spec(&before.spec).map_err(unfit)?;
@@ -157,4 +151,17 @@ impl Host {
             }
         }
     }
+}
+
+/// A disk is on the file already that it is to be put on. Where nothing is said of its format, that is what it was.
+fn stays(disk: &Node, said: Result<DiskSpec, Problem>) -> Result<(), HostError> {
+    if let (Ok(said), Some(backing)) = (said, disk.backing())
+        && let FileSpec::Path(path) = &said.file
+        && format_of(&said, path, backing)? != disk.format
+    {
+        let (name, its) = (disk.name().into(), disk.filename.clone());
+        return Err(HostError::SameFile(name, its, disk.format));
+    }
+    info!("disk {}: is on {} already", disk.name(), disk.filename);
+    Ok(())
 }

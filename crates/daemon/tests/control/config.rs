@@ -358,6 +358,36 @@ fn a_disk_gets_another_format() {
     testkit::qemu_img::check(at, "image.qcow2", false);
 }
 
+/// But not the file that it is on: whoever writes down another format of that is told, and the guest goes on. So is who no
+/// longer writes down what the name does not say, which the next start would refuse.
+#[test]
+fn a_file_stays_of_its_format() {
+    if !testkit::qemu_img::is_there("a_file_stays_of_its_format") {
+        return;
+    }
+    let config = Configured::start(&disk("a", "format = \"raw\""));
+    let ringdisk = &config.ringdisk;
+    let at = ringdisk.dir.path();
+    testkit::qemu_img::img(at, "convert -f raw -O qcow2 c.raw image");
+    let mut device = config.device("a");
+    let mut refused = |text: &str, words: &[&str], format: &str| {
+        config.write(text);
+        let reloaded = ringdisk.ringdisk(&["reload"]);
+        reloaded.assert_fails(1, &["the log says why"]);
+        ringdisk.server.logged(words);
+        assert_eq!(ringdisk.disk("a")["format"], format);
+        crate::running::rewrite(&mut device.queues[0]);
+    };
+    let words = ["moving disk 'a'", "a.raw already, as raw", "format="];
+    refused(&disk("a", "format = \"qcow2\""), &words, "raw");
+    config.reload(&disk("a", ""));
+    let image = |more: &str| disk("a", more).replace("a.raw\"", "image\"\nname = \"a\"");
+    config.reload(&image("format = \"qcow2\""));
+    let words = ["moving disk 'a'", "image", "format=qcow2"];
+    refused(&image(""), &words, "qcow2");
+    config.reload(&image("format = \"qcow2\""));
+}
+
 /// A disk that gets another name is the same file.
 #[test]
 fn a_disk_gets_another_name() {
