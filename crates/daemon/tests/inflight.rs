@@ -462,6 +462,38 @@ fn nonsense_in_the_region() {
     assert!(server.terminate().unwrap().success());
 }
 
+/// A front-end sets a ring up, and asks where it is before it has run there: what the server before had in flight is not
+/// forgotten for that.
+#[test]
+fn a_ring_that_has_not_run_forgets_nothing() {
+    let disk = Disk::new();
+    let binary = env!("CARGO_BIN_EXE_ringdisk");
+    for packed in [false, true] {
+        let config = config(packed);
+        // As slow as a disk may be.
+        let slow = Server::ringdisk(binary, &[disk.argument("queues=2,iops=1")]).unwrap();
+        let mut device = Device::connect(slow.socket(), &config).unwrap();
+        let slots = [0, 1, 2, 3];
+        for slot in slots {
+            device.queues[0].prepare(slot, Op::Read, 8, 4096);
+        }
+        device.queues[0].submit(&slots);
+        // All have been fetched by the time that one is done.
+        let mut done = device.queues[0].finish(1);
+        slow.signal(Signal::KILL);
+        drop(slow);
+        let server = successor(binary, &[disk.argument("queues=2")]);
+        device.rejoin(server.socket(), &config).unwrap();
+        let base = device.queues[0].ring.base_after_death();
+        device.frontend.set_vring_base(0, base).unwrap();
+        assert_eq!(device.frontend.vring_base(0).unwrap(), base);
+        device.resume_queue(0, base).unwrap();
+        done.extend(device.queues[0].finish(slots.len() - done.len()));
+        server.logged(&["are done again"]);
+        assert!(done.iter().all(|&(_, status)| status == OK), "{done:?}");
+    }
+}
+
 // A real guest
 
 #[test]
@@ -515,7 +547,7 @@ fn guest_survives(test: &str, packed: bool) {
                 old.signal(Signal::KILL);
                 logs += &old.log();
                 drop(old);
-                server = Some(Server::ringdisk(binary, &arguments).unwrap());
+                server = Some(successor(binary, &arguments));
             }
         },
     );

@@ -321,7 +321,8 @@ impl<E: Engine> Worker<E> {
             now_ns(),
             stop.since.saturating_add(patience.as_nanos() as u64),
         );
-        if queue.running() && queue.ring.resubmits() > 0 {
+        let fetches = matches!(queue.state, State::Running | State::Held);
+        if fetches && queue.ring.resubmits() > 0 {
             if now < until {
                 // Whoever goes on where the ring stops would never do it.
                 self.postponed.push(stop);

@@ -5,10 +5,11 @@ mod support;
 
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use block::{Aio, Backing, OnError};
-use datapath::{Disk, IoAction, IoEvent, IoThread, Options};
+use datapath::{Disk, IoAction, IoEvent, IoThread, Options, Replacement};
 use image::Image;
 use support::{FACTS, Served};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
@@ -23,6 +24,8 @@ const OK: u8 = 0;
 const IO_ERROR: u8 = 1;
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
+/// For others to be at it meanwhile.
+const A_WHILE: Duration = Duration::from_millis(100);
 
 const FAULTS: Faults = Faults {
     short: 100,
@@ -317,6 +320,47 @@ fn a_guest_that_is_being_moved_hears_nothing_of_an_outage() {
         setup.disk.resume(&setup.threads, false);
         assert_eq!(setup.finish(), vec![OK; usize::from(DEPTH)], "{op:?}");
     }
+}
+
+/// A queue has not fetched all again that was left, for want of room, when its disk is put on another file; while that
+/// waits, the guest stops.
+#[test]
+fn a_queue_that_stops_while_its_disk_is_replaced_forgets_nothing() {
+    let mut setup = serve(OnError::Retry, OnError::Stop, true, HANG);
+    setup.outage(Some(EIO));
+    setup.submit(Op::Read);
+    setup.until("all wait", |disk| {
+        disk.stalled() > 0 && disk.stats().under_way == u64::from(DEPTH)
+    });
+    let base = setup.device.stop_queue(0).unwrap();
+    setup.outage(None);
+    setup.hang(true);
+    setup.device.resume_queue(0, u32::from(base)).unwrap();
+    setup.until("there is no more room", |disk| {
+        disk.stats().under_way == FAULTS.room as u64
+    });
+    let (disk, threads) = (setup.disk.clone(), setup.threads.clone());
+    let replacing = thread::spawn(move || {
+        let file = tempfile::tempfile().unwrap().into();
+        let new = Replacement {
+            image: Image::Raw,
+            places: vec![(file, Backing::File, Aio::Auto).into()],
+            facts: FACTS,
+            size: DISK_BYTES,
+        };
+        disk.replace(&threads, new, Ok, || Ok(()))
+    });
+    thread::sleep(A_WHILE);
+    let memory = setup.memory.clone();
+    let mending = thread::spawn(move || {
+        thread::sleep(A_WHILE);
+        memory.lock().unwrap().hang(false);
+    });
+    let base = setup.device.stop_queue(0).unwrap();
+    mending.join().unwrap();
+    replacing.join().unwrap().unwrap();
+    setup.device.resume_queue(0, u32::from(base)).unwrap();
+    assert_eq!(setup.finish(), vec![OK; usize::from(DEPTH)]);
 }
 
 /// Without one, nobody would ever answer them: the guest is told.

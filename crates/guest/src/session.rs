@@ -243,6 +243,8 @@ struct Ring {
     base: Option<RingBase>,
     /// When it stopped, it left requests in flight.
     unfinished: bool,
+    /// It has run in this session, and when it stopped, nothing was left in flight.
+    drained: bool,
     kick: Option<Arc<OwnedFd>>,
     call: Option<Arc<OwnedFd>>,
     error: Option<Arc<OwnedFd>>,
@@ -383,13 +385,11 @@ impl Session<'_> {
                 // Before the answer: the front-end may then have the guest go on elsewhere.
                 self.rest()?;
                 let state = &self.rings[ring as usize];
-                return Ok(match state.base {
-                    Some(base) if state.unfinished => {
-                        Reply::Bytes([ring.to_ne_bytes(), base.0.to_ne_bytes()].concat())
-                    }
-                    Some(base) => Reply::Base(ring, base),
-                    // It has not been started yet: what is written down of it still counts.
-                    None => Reply::Bytes([ring.to_ne_bytes(), first.0.to_ne_bytes()].concat()),
+                let base = state.base.unwrap_or(first);
+                return Ok(match state.drained {
+                    true => Reply::Base(ring, base),
+                    // What is written down of it still counts, also if it has not been started here yet.
+                    false => Reply::Bytes([ring.to_ne_bytes(), base.0.to_ne_bytes()].concat()),
                 });
             }
             Message::SetVringKick { ring, fd } => {
@@ -433,6 +433,7 @@ impl Session<'_> {
                 )?;
                 let stopped = self.stop_all();
                 self.inflight = Some(inflight);
+                self.rings.iter_mut().for_each(|ring| ring.drained = false);
                 self.start_again(stopped)?;
             }
 
@@ -571,6 +572,7 @@ impl Session<'_> {
                 error: saved.error,
                 enabled: saved.enabled,
                 unfinished: saved.unfinished,
+                drained: false,
                 running: false,
             };
         }
@@ -682,6 +684,7 @@ impl Session<'_> {
         if std::mem::take(&mut state.running) {
             let stopped = self.device.stop(ring);
             (state.base, state.unfinished) = (Some(stopped.base), stopped.unfinished);
+            state.drained = !stopped.unfinished;
         }
     }
 

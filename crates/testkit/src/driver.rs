@@ -143,15 +143,23 @@ impl Device {
     /// Connects anew after the device has died, and goes on: the rings stay as they are, with all that is in flight.
     /// The device is told what QEMU would know: of a split ring the used index, of a packed one where it began.
     pub fn reconnect(&mut self, socket: impl AsRef<Path>, config: &DeviceConfig) -> io::Result<()> {
-        self.frontend = Frontend::connect(socket)?;
-        let negotiated = negotiate(&mut self.frontend, config)?;
-        assert_eq!(negotiated, (self.features, self.protocol), "another device");
-        self.announce()?;
+        self.rejoin(socket, config)?;
         for index in 0..self.queues.len() {
             let base = self.queues[index].ring.base_after_death();
             self.resume_queue(index, base)?;
         }
         self.set_driver_ok()
+    }
+
+    /// Connects anew as [`reconnect`](Self::reconnect) does, and sets no queue up.
+    ///
+    /// # Panics
+    /// If it is another device.
+    pub fn rejoin(&mut self, socket: impl AsRef<Path>, config: &DeviceConfig) -> io::Result<()> {
+        self.frontend = Frontend::connect(socket)?;
+        let negotiated = negotiate(&mut self.frontend, config)?;
+        assert_eq!(negotiated, (self.features, self.protocol), "another device");
+        self.announce()
     }
 
     /// Tells the device of the memory, and where to write down what is in flight.
