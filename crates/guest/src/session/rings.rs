@@ -1,0 +1,195 @@
+//! The rings of a session: what the front-end says of them, and when they are served.
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+
+use rustix::fs::{CWD, OFlags};
+use tracing::debug;
+
+use super::{F_LOG_ALL, NewQueue, Session, SessionError};
+use crate::blk;
+use crate::inflight::Inflight;
+use crate::memory::GuestMemory;
+use crate::message::VringAddr;
+use crate::virtqueue::{DirtyMarks, RingBase, RingLayout, Virtqueue};
+
+/// What the front-end has said of a ring so far.
+#[derive(Default)]
+pub(super) struct Ring {
+    pub size: u16,
+    pub addr: Option<VringAddr>,
+    /// Where the device goes on; where it begins, unless that was said.
+    pub base: Option<RingBase>,
+    /// When it stopped, it left requests in flight.
+    pub unfinished: bool,
+    /// It has run in this session, and when it stopped, nothing was left in flight.
+    pub drained: bool,
+    pub kick: Option<Arc<OwnedFd>>,
+    pub call: Option<Arc<OwnedFd>>,
+    pub error: Option<Arc<OwnedFd>>,
+    pub enabled: bool,
+    pub running: bool,
+}
+
+impl Session<'_> {
+    pub(super) fn ring(&mut self, ring: u32) -> Result<&mut Ring, SessionError> {
+        let n = self.device.queues();
+        self.rings
+            .get_mut(ring as usize)
+            .ok_or(SessionError::NoRing(ring, n))
+    }
+
+    /// Changes what is known of a ring. One that runs goes on with it at once: QEMU sends addresses
+    /// again while the guest runs, when it switches the dirty log.
+    pub(super) fn change_ring(
+        &mut self,
+        ring: u32,
+        change: impl FnOnce(&mut Ring),
+    ) -> Result<(), SessionError> {
+        let was_running = self.ring(ring)?.running;
+        self.stop(ring as u16);
+        change(&mut self.rings[ring as usize]);
+        match was_running {
+            true => self.start_if_ready(ring as u16),
+            false => Ok(()),
+        }
+    }
+
+    /// Whether rings are packed.
+    pub(super) fn packed(&self) -> bool {
+        self.features & blk::F_RING_PACKED != 0
+    }
+
+    pub(super) fn start_if_ready(&mut self, ring: u16) -> Result<(), SessionError> {
+        let packed = self.packed();
+        let state = &mut self.rings[usize::from(ring)];
+        let (false, true, Some(kick), Some(addr)) =
+            (state.running, state.enabled, &state.kick, state.addr)
+        else {
+            return Ok(());
+        };
+        let layout = RingLayout {
+            number: ring,
+            packed,
+            size: state.size,
+            descriptors: addr.descriptors,
+            available: addr.available,
+            used: addr.used,
+            base: state.base.unwrap_or(RingBase::first(packed)),
+            event_idx: self.features & blk::F_EVENT_IDX != 0,
+            max_segments: self.device.seg_max(),
+        };
+        let memory = self.memory.clone();
+        let virtqueue = match &self.inflight {
+            None => Virtqueue::new(memory, layout),
+            Some(inflight) => inflight
+                .queue(ring, packed)
+                .and_then(|region| Virtqueue::tracked(memory, layout, region)),
+        };
+        // Where a ring lies and how large it is, is the guest's choice: a bad one costs it that ring.
+        let virtqueue = match virtqueue {
+            Ok(virtqueue) => virtqueue,
+            Err(e) => {
+                self.device.ring_failed(ring, &e);
+                if let Some(error) = &state.error
+                    && let Err(e) = self.signals.send(error)
+                {
+                    debug!("the front-end is not told of the ring that was given up: {e}");
+                }
+                return Ok(());
+            }
+        };
+        let wanted = self.features & F_LOG_ALL != 0 || addr.log.is_some();
+        let (virtqueue, marked) = match &self.log {
+            Some(log) if wanted => {
+                let marks = DirtyMarks {
+                    log: log.clone(),
+                    used: addr.log,
+                };
+                (virtqueue.logged(&layout, marks)?, self.log_event.clone())
+            }
+            _ => (virtqueue, None),
+        };
+        let queue = NewQueue {
+            virtqueue,
+            kick: kick.clone(),
+            call: state.call.clone(),
+            error: state.error.clone(),
+            marked,
+            lost: self.lost.clone(),
+        };
+        self.device.start(ring, queue)?;
+        state.running = true;
+        Ok(())
+    }
+
+    pub(super) fn stop(&mut self, ring: u16) {
+        let state = &mut self.rings[usize::from(ring)];
+        if std::mem::take(&mut state.running) {
+            let stopped = self.device.stop(ring);
+            (state.base, state.unfinished) = (Some(stopped.base), stopped.unfinished);
+            state.drained = !stopped.unfinished;
+        }
+    }
+
+    pub(super) fn stop_all(&mut self) -> Vec<u16> {
+        let running = |(i, r): (usize, &Ring)| r.running.then_some(i as u16);
+        let stopped: Vec<u16> = self.rings.iter().enumerate().filter_map(running).collect();
+        stopped.iter().for_each(|&ring| self.stop(ring));
+        stopped
+    }
+
+    /// Has a ring begin anew in the region of requests in flight. Those that are written down there will
+    /// not be done again.
+    pub(super) fn forget_inflight(&self, ring: u16) {
+        let queue = |inflight: &Inflight| inflight.queue(ring, self.packed()).ok();
+        if let Some(queue) = self.inflight.as_ref().and_then(queue) {
+            queue.forget();
+        }
+    }
+
+    /// Puts a new map in place. Rings hold on to the map with which they started, so that those
+    /// which run are stopped and taken up anew.
+    pub(super) fn change_memory(&mut self, memory: GuestMemory) -> Result<(), SessionError> {
+        self.stop_all();
+        self.memory = Arc::new(memory);
+        // All of them: one that had to stop when its memory went may have it again.
+        let rings = (0..self.device.queues()).collect();
+        self.start_again(rings)
+    }
+
+    pub(super) fn start_again(&mut self, rings: Vec<u16>) -> Result<(), SessionError> {
+        rings
+            .into_iter()
+            .try_for_each(|ring| self.start_if_ready(ring))
+    }
+
+    pub(super) fn signals_changed(&mut self, ring: u16) {
+        let state = &self.rings[usize::from(ring)];
+        if state.running {
+            let (call, error) = (state.call.clone(), state.error.clone());
+            self.device.set_signals(ring, call, error);
+        }
+    }
+}
+
+/// A descriptor for signals. It must be an event counter: to look whether something else is readable may take for ever
+/// (an epoll descriptor asks the files that it watches, and files in FUSE ask a process), as may writing to it. It is
+/// made not to block, since I/O threads write to it, and a front-end could have filled it.
+pub(super) fn event(fd: Option<OwnedFd>) -> Result<Option<Arc<OwnedFd>>, SessionError> {
+    let Some(fd) = fd else {
+        return Ok(None);
+    };
+    // The kernel makes this name, and what lies in a file system has one that begins with a slash.
+    let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    let what = rustix::fs::readlinkat(CWD, link, Vec::new()).map_err(io::Error::from)?;
+    if what.as_bytes() != b"anon_inode:[eventfd]" {
+        return Err(SessionError::Refused(
+            "a descriptor for kicks, calls, errors or the dirty log is not an eventfd",
+        ));
+    }
+    let flags = rustix::fs::fcntl_getfl(&fd).map_err(io::Error::from)?;
+    rustix::fs::fcntl_setfl(&fd, flags | OFlags::NONBLOCK).map_err(io::Error::from)?;
+    Ok(Some(Arc::new(fd)))
+}
