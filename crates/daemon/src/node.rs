@@ -99,10 +99,9 @@ pub enum NodeError {
     #[error("{0}: {1}")]
     Journal(String, JournalError),
     #[error(
-        "{0}: builds on what the disk is on, but not on {1} as {2}, and so does not hold what the disk does; make it with \
-        'qemu-img create -f qcow2 -b {1} -F {2} {0}'"
+        "{0}: {1}, and so does not hold what the disk does; make another one with 'qemu-img create -f qcow2 -b {2} -F {3} NAME'"
     )]
-    Below(String, String, Format),
+    Above(String, &'static str, String, Format),
     #[error("{0}: {AWAY}")]
     Away(String),
     #[error("{0}: cannot {1}: {2}")]

@@ -153,6 +153,13 @@ impl Chain {
         self.layers.iter().any(raw)
     }
 
+    /// Whether nothing has been written to the images above that which this file is, or is the first of.
+    pub fn is_bare_above(&self, file: FileIndex) -> bool {
+        // Files are numbered from the top.
+        let mut above = self.layers.iter().take_while(|layer| layer.file.0 < file.0);
+        above.all(|layer| matches!(&layer.image, LayerImage::Qcow2(image) if image.is_bare()))
+    }
+
     /// Bytes of the disk.
     #[inline]
     pub fn size(&self) -> u64 {

@@ -145,6 +145,11 @@ impl Qcow2 {
         self.g.cluster()
     }
 
+    /// Whether no table leads anywhere: all of it is its backing file's.
+    pub(crate) fn is_bare(&self) -> bool {
+        (0..self.l1.entries()).all(|table| self.l1.get(table) == 0)
+    }
+
     /// Unit, in bytes, in which a write that allocates needs nothing copied: a cluster or subcluster.
     pub fn allocation_bytes(&self) -> u64 {
         1 << self.g.subcluster_bits()

@@ -53,10 +53,17 @@ impl Node {
             return Ok(false);
         };
         let below = files.iter().position(|file| before.is_on(file.identity()));
-        let as_raw = below.map(|below| chain.is_raw(FileIndex(below as u16)));
-        if as_raw != Some(before.format == Format::Raw) {
+        let below = below.map(|below| FileIndex(below as u16));
+        let same = |below| chain.is_raw(below) == (before.format == Format::Raw);
+        let why = match below {
+            Some(below) if !same(below) => "takes what the disk is on for something else",
+            Some(below) if !chain.is_bare_above(below) => "has been written to",
+            Some(_) => "",
+            None => "builds on a part of what the disk is on",
+        };
+        if !why.is_empty() {
             let (its, below) = (self.filename.clone(), before.filename.clone());
-            return Err(NodeError::Below(its, below, before.format));
+            return Err(NodeError::Above(its, why, below, before.format));
         }
         let fail = |e| NodeError::Io(before.filename.clone(), "be written to its end", e);
         before.end().map_err(fail)?;

@@ -12,7 +12,7 @@ use testkit::faulty::Random;
 use testkit::load::{Held, Load};
 use testkit::qemu_img as qemu;
 
-use crate::running::{Controlled, QemuClient, rewrite};
+use crate::running::{Controlled, QemuClient, rewrite, until};
 use crate::support::{content, seed};
 
 const MIB: u64 = 1 << 20;
@@ -71,6 +71,16 @@ impl Guest {
 
     fn run(&mut self, length: Duration) {
         Load::run(&mut self.loads, &mut self.device, &mut self.random, length);
+    }
+
+    /// Until so many more requests have completed.
+    fn run_until_it_has(&mut self, more: u64) {
+        let completed = |loads: &[Load]| loads.iter().map(|load| load.completed).sum::<u64>();
+        let before = completed(&self.loads);
+        until("the guest's requests complete", || {
+            self.run(Duration::from_millis(5));
+            completed(&self.loads) >= before + more
+        });
     }
 
     /// Nothing is under way.
@@ -166,7 +176,7 @@ fn the_guest_goes_on_above() {
             let in_flight = guest.loads.iter().map(Load::in_flight);
             let before = guest.changes().into_iter().zip(in_flight);
             let before: Vec<_> = before
-                .map(|(changes, under_way)| changes - under_way)
+                .map(|(changes, under_way)| changes.saturating_sub(under_way))
                 .collect();
             let mut replacing = ringdisk.replacing(&below);
             let result = loop {
@@ -299,7 +309,7 @@ fn what_cannot_be_recorded_leaves_the_disk_on_its_own_image() {
     let path = |name: &str| dir.path().join(name).display().to_string();
     qemu::img(
         dir.path(),
-        &format!("create -q -f qcow2 base.qcow2 {BYTES}"),
+        &format!("create -q -f qcow2 -o cluster_size=4k base.qcow2 {BYTES}"),
     );
     overlay(dir.path(), "above.qcow2", "base.qcow2", "");
     let state = format!("--state={}", path("state"));
@@ -322,7 +332,8 @@ fn what_cannot_be_recorded_leaves_the_disk_on_its_own_image() {
         refused.assert_fails(1, &["disk", "No such file"]);
         assert_eq!(ringdisk.disk("disk")["file"], file.to_str().unwrap());
         qemu::is_locked(at, "base.qcow2", "qcow2");
-        guest.run(Duration::from_millis(50));
+        // Each cluster is a block, taken and given up again and again.
+        guest.run_until_it_has(200);
     }
     ringdisk.server.signal(Signal::KILL);
     let Controlled { server, dir, .. } = ringdisk;
@@ -364,6 +375,10 @@ fn images_above_that_cannot_be() {
         at,
         "create -q -f qcow2 -b base.qcow2 -F raw wrong.qcow2 16M",
     );
+    overlay(at, "written.qcow2", "base.qcow2", "");
+    let one = ["write -q -P 1 8M 512".to_owned()];
+    qemu::io(at, "written.qcow2", &["-f", "qcow2"], &one);
+    overlay(at, "below.qcow2", "written.qcow2", "");
     ringdisk.json(&["attach", "base.qcow2,name=disk,socket=disk.sock"]);
     ringdisk.json(&["attach", "other.raw,name=other,socket=other.sock"]);
     let mut device = Device::connect(ringdisk.path("disk.sock"), &DeviceConfig::default()).unwrap();
@@ -374,7 +389,12 @@ fn images_above_that_cannot_be() {
         ("small.qcow2", &["15728640", "16777216"]),
         // What another disk writes to.
         ("others.qcow2", &["other.raw", "in use"]),
-        ("wrong.qcow2", &["base.qcow2 as qcow2", "-F qcow2"]),
+        ("wrong.qcow2", &["something else", "base.qcow2 -F qcow2"]),
+        (
+            "written.qcow2",
+            &["has been written to", "base.qcow2 -F qcow2"],
+        ),
+        ("below.qcow2", &["has been written to"]),
         // Nothing is held of what was tried.
         ("small.qcow2", &["15728640", "16777216"]),
     ] {
@@ -384,6 +404,12 @@ fn images_above_that_cannot_be() {
         assert_eq!(ringdisk.disk("disk")["file"], file.to_str().unwrap());
         qemu::is_locked(at, "base.qcow2", "qcow2");
     }
+    let beside = "convert -f raw -O qcow2 -o data_file=data.bin a.raw beside.qcow2";
+    qemu::img(at, beside);
+    qemu::img(at, "create -q -f qcow2 -b data.bin -F raw part.qcow2");
+    ringdisk.json(&["attach", "beside.qcow2,name=two,socket=two.sock"]);
+    let refused = ringdisk.ringdisk(&["replace", "two", "part.qcow2"]);
+    refused.assert_fails(1, &["a part of", "beside.qcow2 -F qcow2"]);
     overlay(at, "right.qcow2", "base.qcow2", "");
     ringdisk.json(&["replace", "disk", "right.qcow2"]);
     // What it builds on is no longer its to write to.
