@@ -13,9 +13,10 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// Where a service manager listens and has made directories, where this user has one, and what is logged.
-const ENVIRONMENT: [&str; 5] = [
+/// Where a service manager listens, reads the log and has made directories, where this user has one, and what is logged.
+const ENVIRONMENT: [&str; 6] = [
     "NOTIFY_SOCKET",
+    "JOURNAL_STREAM",
     "RUNTIME_DIRECTORY",
     "STATE_DIRECTORY",
     "XDG_RUNTIME_DIR",

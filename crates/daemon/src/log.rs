@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use tracing::{Level, Metadata};
 use tracing_subscriber::fmt::MakeWriter;
 
 /// Lines that wait to be written. At 200 bytes each, they are 200 KiB.
@@ -21,6 +22,7 @@ const AT_END: Duration = Duration::from_secs(1);
 pub struct Log {
     lines: SyncSender<Vec<u8>>,
     counts: Arc<Counts>,
+    to_journal: bool,
 }
 
 #[derive(Default)]
@@ -43,9 +45,34 @@ impl Log {
         let log = Self {
             lines,
             counts: Arc::default(),
+            to_journal: is_journal(),
         };
         *waiting_lines() = Some(waiting);
         LOG.get_or_init(|| log).clone()
+    }
+
+    /// Whether systemd's journal reads it, which knows times, and is told levels before each line (sd-daemon(3)).
+    pub fn to_journal(&self) -> bool {
+        self.to_journal
+    }
+}
+
+/// Whether standard error is what systemd says that the journal reads: its device and inode (systemd.exec(5)).
+pub fn is_journal() -> bool {
+    let Some(said) = std::env::var_os("JOURNAL_STREAM") else {
+        return false;
+    };
+    let there = rustix::fs::fstat(io::stderr());
+    there.is_ok_and(|there| *said == *format!("{}:{}", there.st_dev, there.st_ino))
+}
+
+/// As syslog numbers it.
+fn priority(level: Level) -> u8 {
+    match level {
+        Level::ERROR => 3,
+        Level::WARN => 4,
+        Level::INFO => 6,
+        _ => 7,
     }
 }
 
@@ -110,6 +137,14 @@ impl<'a> MakeWriter<'a> for Log {
             bytes: Vec::new(),
         }
     }
+
+    fn make_writer_for(&'a self, of: &Metadata<'_>) -> Line<'a> {
+        let mut line = self.make_writer();
+        if self.to_journal {
+            line.bytes = format!("<{}>", priority(*of.level())).into_bytes();
+        }
+        line
+    }
 }
 
 /// One line; it is handed over when it is dropped.
@@ -131,7 +166,7 @@ impl Write for Line<'_> {
 
 impl Drop for Line<'_> {
     fn drop(&mut self) {
-        let Log { lines, counts } = self.log;
+        let Log { lines, counts, .. } = self.log;
         match lines.try_send(std::mem::take(&mut self.bytes)) {
             Ok(()) => counts.handed_over.fetch_add(1, Ordering::Release),
             Err(_) => counts.lost.fetch_add(1, Ordering::Relaxed),
@@ -180,6 +215,7 @@ mod tests {
         let log = Log {
             lines,
             counts: Arc::default(),
+            to_journal: false,
         };
         let (stuck, counts) = (Stuck::default(), log.counts.clone());
         let its_stuck = stuck.clone();

@@ -100,7 +100,15 @@ fn main() -> ExitCode {
         .with_ansi(io::stderr().is_terminal())
         .with_target(false)
         .log_internal_errors(false);
-    log.with_writer(log::Log::new()).init();
+    let lines = log::Log::new();
+    match lines.to_journal() {
+        true => log
+            .without_time()
+            .with_level(false)
+            .with_writer(lines)
+            .init(),
+        false => log.with_writer(lines).init(),
+    }
     if !matches!(cli.command, Command::Serve(_)) {
         // Without a thread, lines are written at the end.
         let _ = log::start();
@@ -152,7 +160,8 @@ fn checked(args: &check::Args) -> ExitCode {
 
 /// The last line of standard error. It may be full, which is no reason to end in another way.
 fn complain(problem: &str) {
-    let _ = writeln!(io::stderr(), "ringdisk: {problem}");
+    let level = if log::is_journal() { "<3>" } else { "" };
+    let _ = writeln!(io::stderr(), "{level}ringdisk: {problem}");
 }
 
 /// What the user is told, and the shell.

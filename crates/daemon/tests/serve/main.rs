@@ -185,6 +185,37 @@ fn a_service_manager_is_told_without_a_file() {
     is_told(&format!("@{name}"), &manager);
 }
 
+/// systemd.exec(5): the journal knows when a line came, and is told before each how bad it is.
+#[test]
+fn the_journal_is_told_levels_and_no_times() {
+    for (stream, is_journal) in [
+        ("$(stat -L -c %d:%i /proc/self/fd/2)", true),
+        ("1:1", false),
+    ] {
+        let disk = Disk::new();
+        let mut command = Command::new("sh");
+        let script = format!("JOURNAL_STREAM={stream} exec \"$0\" serve --json \"$@\"");
+        command.args(["-c", &script, env!("CARGO_BIN_EXE_ringdisk")]);
+        command.arg(disk.argument(""));
+        let mut server = Server::ringdisk_command(command).unwrap();
+        assert!(server.terminate().unwrap().success());
+        let log = server.log();
+        let said = format!(
+            "<6>disk {}: aio=",
+            disk.file.file_stem().unwrap().to_str().unwrap()
+        );
+        assert_eq!(
+            log.lines().any(|line| line.starts_with(&said)),
+            is_journal,
+            "{log}"
+        );
+        let levels = ["<3>", "<4>", "<6>"];
+        let told = |line: &str| levels.iter().any(|level| line.starts_with(level));
+        assert_eq!(log.lines().all(told), is_journal, "{log}");
+        assert_eq!(log.contains("Z  INFO "), !is_journal, "{log}");
+    }
+}
+
 /// Serves with `address` as NOTIFY_SOCKET, at which `manager` listens.
 fn is_told(address: &str, manager: &UnixDatagram) {
     manager.set_read_timeout(Some(HANG)).unwrap();

@@ -92,8 +92,9 @@ confined() {
     [ "$(status NoNewPrivs) $(status Seccomp) $(status Umask)" = '1 2 0007' ]
     # Its own sandbox besides.
     journalctl -b _PID=$pid -o cat --no-pager >/run/said
-    grep -q "sandbox: files: disks in $device, /var/lib/ringdisk" /run/said
-    grep -q 'sandbox: [0-9]* system calls; capabilities: none' /run/said
+    # The journal has the time itself.
+    grep -q "^sandbox: files: disks in $device, /var/lib/ringdisk" /run/said
+    grep -q '^sandbox: [0-9]* system calls; capabilities: none' /run/said
     grep -q '^Max open files  *1048576  *1048576 ' /proc/$pid/limits
     grep -q '^Max locked memory  *unlimited ' /proc/$pid/limits
     [ "$(cat /proc/$pid/oom_score_adj)" = -900 ]
@@ -159,6 +160,7 @@ ok 'a reload adds a disk'
 if systemctl reload ringdisk; then exit 1; fi
 says '/etc/ringdisk/ringdisk.toml, line 10: queues'
 systemctl status ringdisk --no-pager | grep -qF '/etc/ringdisk/ringdisk.toml, line 10: queues'
+journalctl -b -u ringdisk -p err -o cat --no-pager | grep -qF '/etc/ringdisk/ringdisk.toml, line 10: queues'
 serves 'added device file image kept'
 [ "$(is MainPID)" = "$pid" ]
 ok 'a mistake changes nothing'
