@@ -38,6 +38,7 @@ impl Host {
         for (program, package) in [
             ("virsh", "libvirt-clients"),
             ("libvirtd", "libvirt-daemon"),
+            ("virt-qemu-run", "libvirt-daemon-driver-qemu"),
             ("patch", "patch"),
         ] {
             if find_program(program).is_none() {

@@ -31,6 +31,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("sshd", "openssh-server"),
     ("virsh", "libvirt-clients"),
     ("libvirtd", "libvirt-daemon"),
+    ("virt-qemu-run", "libvirt-daemon-driver-qemu"),
     ("patch", "patch"),
     ("xmllint", "libxml2-utils"),
 ];
