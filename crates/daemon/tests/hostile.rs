@@ -2,6 +2,7 @@
 //! connection: the other queues, disks and connections go on, and the next front-end finds a working disk.
 
 use std::cell::RefCell;
+use std::fs::File;
 use std::io::{ErrorKind, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -19,6 +20,7 @@ use testkit::frontend::message::*;
 use testkit::frontend::{F_LOG_ALL, Frontend, NEED_REPLY, REPLY, VERSION, eventfd};
 use testkit::memory::{Memory, Region};
 use testkit::ring::Desc;
+use testkit::storage::Storage;
 use virtio_bindings::virtio_blk::*;
 
 mod support;
@@ -1068,6 +1070,36 @@ fn add_region(device: &mut Device, change: impl Fn(&mut [u64; 4])) -> std::io::R
         &payload,
         &[fd],
     )
+}
+
+/// Memory in a file that a process makes up as it is read: that could keep an I/O thread waiting for ever.
+#[test]
+fn memory_that_is_made_up_as_it_is_read_is_refused() {
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let size = 1 << 20;
+    let storage = match Storage::mount(directory.path(), vec![0; size], 1) {
+        Ok(storage) => storage,
+        Err(e) => {
+            let test = "memory_that_is_made_up_as_it_is_read_is_refused";
+            return println!("skipped: {test}: there is no FUSE: {e}");
+        }
+    };
+    let file = File::options().read(true).write(true).open(storage.file());
+    let file = file.unwrap();
+    let (server, _disk) = serve("");
+    let device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    let region = region(&device, |fields| (fields[1], fields[3]) = (size as u64, 0));
+    let payload = [vec![0; 8], region].concat();
+    let sent = device.frontend.send_raw(
+        ADD_MEM_REG,
+        VERSION | NEED_REPLY,
+        payload.len() as u32,
+        &payload,
+        &[file.as_fd()],
+    );
+    sent.unwrap();
+    assert!(refused(&device.frontend));
+    server.logged(&["is in a file of FUSE"]);
 }
 
 /// The spare region in a message: guest-physical address, size, user address, offset in the file.

@@ -32,6 +32,10 @@ pub struct RegionLayout {
     pub file_offset: u64,
 }
 
+/// HUGETLBFS_MAGIC and FUSE_SUPER_MAGIC of `linux/magic.h`; memfd with MFD_HUGETLB are files in the first one, too.
+const HUGETLBFS: u32 = 0x9584_58f6;
+const FUSE: u32 = 0x6573_5546;
+
 /// Why a memory region was refused.
 #[derive(Debug, Error)]
 pub enum MemoryError {
@@ -47,6 +51,11 @@ pub enum MemoryError {
     /// All regions together are more than a front-end may have mapped.
     #[error("with memory region {0:x?} more than {MAX_MAPPED_BYTES} bytes would be mapped")]
     TooMuch(RegionLayout),
+    /// It is read and written when a process likes, which may never.
+    #[error(
+        "memory region {0:x?} is in a file of FUSE; share memory in a memfd, or in tmpfs or hugetlbfs"
+    )]
+    Fuse(RegionLayout),
     /// No region lies there.
     #[error("no memory region is at guest address {0:#x}")]
     Unknown(u64),
@@ -273,7 +282,11 @@ impl Mapping {
             return Err(MemoryError::BeyondFile(layout, stat.st_size as u64));
         }
         // Mappings start and end with pages; munmap of huge ones insists on it, where mmap rounds up.
-        let page = page_bytes(file).map_err(fail)?;
+        let system = rustix::fs::fstatfs(file).map_err(fail)?;
+        if system.f_type as u32 == FUSE {
+            return Err(MemoryError::Fuse(layout));
+        }
+        let page = page_bytes(&system);
         let file_offset = layout.file_offset / page * page;
         let len = (end - file_offset)
             .checked_next_multiple_of(page)
@@ -307,15 +320,12 @@ impl Mapping {
 }
 
 /// The size of the pages in which a file is mapped.
-fn page_bytes(file: &OwnedFd) -> rustix::io::Result<u64> {
-    /// HUGETLBFS_MAGIC of `linux/magic.h`; memfd with MFD_HUGETLB are files there, too.
-    const HUGETLBFS: u32 = 0x9584_58f6;
-    let stat = rustix::fs::fstatfs(file)?;
-    Ok(match stat.f_type as u32 {
+fn page_bytes(system: &rustix::fs::StatFs) -> u64 {
+    match system.f_type as u32 {
         // At least a page, and a power of two.
-        HUGETLBFS => (stat.f_bsize as u64).next_power_of_two(),
+        HUGETLBFS => (system.f_bsize as u64).next_power_of_two(),
         _ => rustix::param::page_size() as u64,
-    })
+    }
 }
 
 impl Drop for Mapping {
