@@ -1,0 +1,196 @@
+//! Signals that cannot be sent, or that hold up who sends them.
+
+use crate::*;
+
+/// An event counter that blocks whoever adds to it.
+fn full_counter() -> OwnedFd {
+    let fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    rustix::io::write(&fd, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    fd
+}
+
+#[test]
+fn signals_that_nobody_takes_hold_nobody_up() {
+    never_taken(&full_counter(), || {});
+}
+
+/// Whether a descriptor blocks belongs to what is open, which the front-end has open as well.
+#[test]
+fn signals_made_to_block_again_hold_nobody_up() {
+    let signal = full_counter();
+    never_taken(&signal, || block_again(&signal));
+}
+
+/// Lets a disk send its signals to a descriptor that can take no more. `then` is done once the disk has it.
+fn never_taken(signal: &OwnedFd, then: impl FnOnce()) {
+    let (victim, other) = (Disk::new(), Disk::new());
+    let mut server = serve_all(&[
+        "--iothreads=1".to_owned(),
+        victim.argument("queues=2"),
+        other.argument("queues=2"),
+    ]);
+    let config = DeviceConfig {
+        queues: 2,
+        ..DeviceConfig::default()
+    };
+    let mut bystander = Device::connect(&other.socket, &config).unwrap();
+    let mut device = Device::connect(&victim.socket, &config).unwrap();
+    device.frontend.set_vring_call(0, signal.as_fd()).unwrap();
+    device.frontend.set_vring_err(0, signal.as_fd()).unwrap();
+    then();
+    for _ in 0..20 {
+        assert_reads_uncalled(&mut device, 0);
+    }
+    assert_reads(&mut device, 1);
+    assert_reads(&mut bystander, 0);
+    assert_reads(&mut bystander, 1);
+    // A broken ring is reported, or rather is not.
+    device.queues[0].ring.publish([u16::MAX]);
+    assert_reads(&mut device, 1);
+    assert_reads(&mut bystander, 0);
+    let base = device.stop_queue(0).unwrap();
+    device.start_queue(0, base).unwrap();
+    assert_reads(&mut device, 0);
+    assert!(server.terminate().unwrap().success());
+}
+
+/// A read whose call never comes.
+fn assert_reads_uncalled(device: &mut Device, queue: usize) {
+    let queue = &mut device.queues[queue];
+    queue.prepare(0, Op::Read, 8, 4096);
+    queue.submit(&[0]);
+    let start = Instant::now();
+    while queue.poll(|_, status| assert_eq!(status, OK)) == 0 {
+        assert!(start.elapsed() < HANG, "the queue hangs");
+        thread::sleep(Duration::from_micros(100));
+    }
+    assert!(queue.read_buffer(0, 4096) == content(8, 4096));
+}
+
+/// Undoes what the server has done to a descriptor, so that it blocks who writes to it.
+fn block_again(signal: &OwnedFd) {
+    let flags = rustix::fs::fcntl_getfl(signal).unwrap();
+    rustix::fs::fcntl_setfl(signal, flags & !OFlags::NONBLOCK).unwrap();
+}
+
+/// Each queue, each descriptor and each connection would be another chance to hold up the thread. There is one.
+#[test]
+fn who_sends_such_signals_for_ever_holds_others_up_once() {
+    let (victim, other) = (Disk::new(), Disk::new());
+    let mut server = serve_all(&[
+        "--iothreads=1".to_owned(),
+        victim.argument("queues=2"),
+        other.argument(""),
+    ]);
+    let mut bystander = Device::connect(&other.socket, &DeviceConfig::default()).unwrap();
+    for _ in 0..2 {
+        let config = DeviceConfig {
+            queues: 2,
+            ..DeviceConfig::default()
+        };
+        let mut device = Device::connect(&victim.socket, &config).unwrap();
+        for _ in 0..2 {
+            let calls = [full_counter(), full_counter()];
+            for (queue, call) in (0..).zip(&calls) {
+                device.frontend.set_vring_call(queue, call.as_fd()).unwrap();
+                block_again(call);
+            }
+            for queue in 0..2 {
+                assert_reads_uncalled(&mut device, queue);
+                assert_reads(&mut bystander, 0);
+            }
+        }
+    }
+    assert!(server.terminate().unwrap().success());
+    let log = server.log();
+    assert_eq!(log.matches("has held up an I/O thread").count(), 1, "{log}");
+}
+
+/// What may take for ever to look at, or to write to.
+#[test]
+fn only_event_counters_are_taken_for_signals() {
+    let (server, _disk) = serve("queues=2");
+    let (reader, writer) = rustix::pipe::pipe().unwrap();
+    let (socket, _other) = UnixStream::pair().unwrap();
+    let epoll = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC).unwrap();
+    let memory = Memory::new(&[(0, 1 << 20)]).unwrap();
+    let file = &memory.regions()[0].file;
+    let descriptors = [
+        reader.as_fd(),
+        writer.as_fd(),
+        socket.as_fd(),
+        epoll.as_fd(),
+        file.as_fd(),
+    ];
+    for (request, payload) in [
+        (SET_VRING_KICK, &[0; 8][..]),
+        (SET_VRING_CALL, &[0; 8]),
+        (SET_VRING_ERR, &[0; 8]),
+        (SET_LOG_FD, &[]),
+    ] {
+        for descriptor in descriptors {
+            let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+            let sent = device.frontend.command(request, payload, &[descriptor]);
+            assert!(sent.is_err(), "message {request} with {descriptor:?}");
+        }
+        let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+        let counter = eventfd().unwrap();
+        let sent = device
+            .frontend
+            .command(request, payload, &[counter.as_fd()]);
+        sent.unwrap();
+    }
+}
+
+#[test]
+fn a_dirty_log_whose_event_blocks_holds_nobody_up() {
+    let (victim, other) = (Disk::new(), Disk::new());
+    let mut server = serve_all(&[
+        "--iothreads=1".to_owned(),
+        victim.argument(""),
+        other.argument(""),
+    ]);
+    let mut bystander = Device::connect(&other.socket, &DeviceConfig::default()).unwrap();
+    let mut device = Device::connect(&victim.socket, &DeviceConfig::default()).unwrap();
+    let log = Memory::new(&[(0, 1 << 20)]).unwrap();
+    let event = full_counter();
+    let log = &log.regions()[0];
+    device.frontend.set_log(log, event.as_fd()).unwrap();
+    block_again(&event);
+    let features = device.features | F_LOG_ALL;
+    device.frontend.set_features(features).unwrap();
+    for _ in 0..3 {
+        assert_reads(&mut device, 0);
+        assert_reads(&mut bystander, 0);
+    }
+    assert!(server.terminate().unwrap().success());
+    assert!(!server.log().contains("held up"), "{}", server.log());
+}
+
+/// The thread that speaks with the front-end reports rings that it cannot serve.
+#[test]
+fn a_bad_ring_whose_error_blocks_holds_nobody_up() {
+    let disk = Disk::new();
+    let mut server = serve_all(&[disk.argument("queues=2")]);
+    let config = DeviceConfig {
+        queues: 2,
+        ..DeviceConfig::default()
+    };
+    let mut device = Device::connect(&disk.socket, &config).unwrap();
+    let error = full_counter();
+    for queue in 0..2 {
+        device.frontend.set_vring_err(queue, error.as_fd()).unwrap();
+    }
+    block_again(&error);
+    // Not aligned, as a guest may have it.
+    for queue in 0..2 {
+        let addresses = ring_addresses(&device, queue, 1, 0);
+        let frontend = &mut device.frontend;
+        frontend.command(SET_VRING_ADDR, &addresses, &[]).unwrap();
+    }
+    // Both rings are tried anew.
+    let spare = &device.memory.regions()[Device::SPARE];
+    device.frontend.add_mem_reg(spare).unwrap();
+    server.logged(&["cannot be served as the guest set it up"]);
+    assert!(server.terminate().unwrap().success());
+}
