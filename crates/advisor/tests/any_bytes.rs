@@ -1,7 +1,7 @@
 //! The checks of `checks/`, which fuzzing runs for hours, here for seconds: with the seeds in `fuzz/seeds`, with the
 //! corpus, with these changed, and with text that has the look of one of the formats.
 
-mod checks;
+use crate::checks;
 
 use std::fs;
 use std::path::{Path, PathBuf};

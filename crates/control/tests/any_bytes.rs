@@ -1,7 +1,7 @@
 //! The checks of `checks/`, which fuzzing runs for hours, here for seconds: with the seeds in `fuzz/seeds/qmp`, with
 //! these changed, with random bytes and with random JSON.
 
-mod checks;
+use crate::checks;
 
 use std::fs;
 

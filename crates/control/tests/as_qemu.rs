@@ -1,16 +1,13 @@
 //! Our schema beside that of QEMU's programs: what a client of QEMU sends, within what we serve, is taken, and what it
 //! expects of the reply is there.
 
-#[expect(dead_code, reason = "other tests need more of it")]
-mod support;
-
 use std::collections::{HashMap, HashSet};
 use std::io::Write;
 use std::process::{Command, Stdio};
 
+use crate::support::FakeDisks;
 use control::Session;
 use serde_json::Value;
-use support::FakeDisks;
 
 const ASK: &str =
     r#"{"execute":"qmp_capabilities"}{"execute":"query-qmp-schema"}{"execute":"quit"}"#;

@@ -1,13 +1,10 @@
 //! QEMU's own client library, which this project did not write, on our server.
 
-#[expect(dead_code, reason = "other tests need more of it")]
-mod support;
-
 use std::path::Path;
 use std::process::Command;
 
+use crate::support::Server;
 use serde_json::{Value, json};
-use support::Server;
 
 #[test]
 fn qemus_client_library_is_at_home() {

@@ -1,6 +1,6 @@
 //! Both ends of the socket: our client on our server, and each on something that misbehaves.
 
-mod support;
+use crate::support;
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -10,9 +10,9 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
+use crate::support::Server;
 use control::{Client, ClientError, Command, ErrorClass, Limits, RingdiskAttach};
 use serde_json::{Value, json};
-use support::Server;
 use tempfile::TempDir;
 
 /// Far longer than anything here takes.

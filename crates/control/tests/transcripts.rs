@@ -1,15 +1,12 @@
 //! Conversations word by word. In `golden/`, `-> ` is what a client sends (with the newline) and `<- ` what it gets.
 //! `RINGDISK_WRITE_GOLDEN=1` writes the answers down as they are now.
 
-#[expect(dead_code, reason = "other tests need more of it")]
-mod support;
-
 use std::fs;
 use std::path::Path;
 
+use crate::support::FakeDisks;
 use control::Session;
 use serde_json::Value;
-use support::FakeDisks;
 
 #[test]
 fn negotiation() {

@@ -7,9 +7,7 @@ use std::time::Duration;
 use testkit::qemu_img as qemu;
 use testkit::vm::{self, Vm};
 
-#[expect(dead_code, reason = "one disk is served")]
-mod support;
-use support::serve_all;
+use crate::support::serve_all;
 
 const GUEST_LIMIT: Duration = Duration::from_secs(480);
 

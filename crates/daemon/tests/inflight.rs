@@ -1,7 +1,6 @@
 //! `kill -9`, again and again: what a guest has in flight is done by the next ringdisk, and comes back once.
 
-#[expect(dead_code, reason = "files are looked at another way here")]
-mod support;
+use crate::support;
 
 use std::fs::{self, File};
 use std::io;
@@ -11,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use crate::support::{Disk, content, seed};
 use rustix::process::Signal;
-use support::{Disk, content, seed};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::faulty::Random;
 use testkit::frontend::message::{GET_INFLIGHT_FD, SET_INFLIGHT_FD};

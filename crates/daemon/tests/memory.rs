@@ -6,9 +6,7 @@ use std::thread;
 
 use testkit::driver::{Device, DeviceConfig, HANG, Op, Queue};
 
-#[expect(dead_code, reason = "one disk is served")]
-mod support;
-use support::{content, serve};
+use crate::support::{content, serve};
 
 /// Bytes of a request.
 const LEN: usize = 16 << 10;

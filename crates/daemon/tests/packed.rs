@@ -11,8 +11,7 @@ use testkit::frontend::message::{SET_VRING_BASE, SET_VRING_ENABLE};
 use testkit::ring::{Desc, PackedDesc};
 use virtio_bindings::virtio_blk::*;
 
-mod support;
-use support::{content, seed, serve};
+use crate::support::{content, seed, serve};
 use testkit::faulty::Random;
 use testkit::server::Server;
 

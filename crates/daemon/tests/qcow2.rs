@@ -11,9 +11,7 @@ use testkit::server::Server;
 use testkit::vm::{self, Vm};
 use virtio_bindings::virtio_blk::*;
 
-#[expect(dead_code, reason = "images are made here")]
-mod support;
-use support::{content, seed, serve_all};
+use crate::support::{content, seed, serve_all};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const MIB: u64 = 1 << 20;

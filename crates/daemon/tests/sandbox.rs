@@ -1,14 +1,11 @@
 //! The sandbox of a ringdisk that serves: all its threads are in it, and what it may do is what it needs.
 
-#[expect(dead_code, reason = "not all of it is needed")]
-mod support;
-
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::{Command, Output};
 
-use support::{Disk, content};
+use crate::support::{Disk, content};
 use tempfile::TempDir;
 use testkit::driver::{Device, DeviceConfig};
 use testkit::server::Server;

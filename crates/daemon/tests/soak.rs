@@ -3,9 +3,6 @@
 //!
 //! For ten minutes, or `RINGDISK_SOAK_SECONDS` (`cargo xtask soak`).
 
-#[expect(dead_code, reason = "disks are made another way here")]
-mod support;
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,9 +11,9 @@ use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use crate::support::{content, seed};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use support::{content, seed};
 use tempfile::TempDir;
 use testkit::driver::{Device, DeviceConfig, HANG};
 use testkit::faulty::Random;

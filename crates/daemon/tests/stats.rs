@@ -13,9 +13,7 @@ use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::server::Server;
 use virtio_bindings::virtio_blk::*;
 
-#[expect(dead_code, reason = "nothing here is random")]
-mod support;
-use support::{Disk, serve_all};
+use crate::support::{Disk, serve_all};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;

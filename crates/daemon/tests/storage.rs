@@ -7,12 +7,8 @@ use std::path::Path;
 use testkit::driver::{Device, DeviceConfig, DiskConfig, Op, Queue};
 use virtio_bindings::virtio_blk::*;
 
-#[path = "support/loop_device.rs"]
-mod loop_device;
-#[expect(dead_code, reason = "nothing here is random")]
-mod support;
-use loop_device::LoopDevice;
-use support::{content, serve, serve_all};
+use crate::support::loop_device::LoopDevice;
+use crate::support::{content, serve, serve_all};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const MIB: u64 = 1 << 20;

@@ -1,15 +1,13 @@
 //! What is durable when: a guest with several queues on several threads, and an engine that remembers what a power cut
 //! would leave. Each cache mode asks the storage for just what it promises.
 
-mod support;
-
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::support::{FACTS, Served};
 use block::{Aio, Backing, CacheMode, DetectZeroes, Discard, DiskFacts};
 use datapath::{Disk, IoThread, Options};
 use image::Image;
-use support::{FACTS, Served};
 use testkit::driver::{Device, DeviceConfig, DiskConfig, HANG, Op};
 use testkit::faulty::{Faults, Faulty, MemoryDisk, Random};
 

@@ -3,8 +3,6 @@
 
 #![expect(unsafe_code, reason = "a global allocator")]
 
-mod support;
-
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::cell::Cell;
 use std::error::Error;
@@ -13,11 +11,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::support::{FACTS, Served};
 use block::{Aio, CacheMode, DiskFacts};
 use datapath::{Disk, IoThread, Options};
 use engine::{DiskFile, OpenError, Uring, UringError};
 use image::Image;
-use support::{FACTS, Served};
 use tempfile::TempDir;
 use testkit::chain::{Chain, Layout, Table, header};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};

@@ -1,15 +1,13 @@
 //! What a guest sees when storage misbehaves: every request is answered exactly once, with the right status, and the
 //! right bytes are on the disk and in the guest's memory, whatever the engine does.
 
-mod support;
-
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use crate::support::{FACTS, Served};
 use block::{Aio, Backing, DiskFacts, OnError};
 use datapath::{Disk, IoThread, Options};
 use image::Image;
-use support::{FACTS, Served};
 use testkit::chain::{Chain, Layout, Table, header};
 use testkit::driver::{Device, DeviceConfig, DiskConfig, HANG, Op, segment};
 use testkit::faulty::{Faults, Faulty, MemoryDisk, Random};

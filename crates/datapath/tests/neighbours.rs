@@ -1,15 +1,13 @@
 //! Disks that share an I/O thread: none keeps another one waiting for longer than its turn takes.
 
-mod support;
-
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::support::{FACTS, Served};
 use block::{Aio, Backing, DiskFacts};
 use datapath::{Disk, IoThread, Options};
 use image::Image;
-use support::{FACTS, Served};
 use testkit::chain::{Chain, Layout, Table, header};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::faulty::{Faults, Faulty, MemoryDisk};

@@ -1,17 +1,15 @@
 //! What a guest sees of an outage of its storage: nothing, if it is not to be told. Requests wait, and go on when storage
 //! works again or the operator says so, and nobody has to wait for them.
 
-mod support;
-
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::support::{FACTS, Served};
 use block::{Aio, Backing, OnError};
 use datapath::{Disk, IoAction, IoEvent, IoThread, Options, Replacement};
 use image::Image;
-use support::{FACTS, Served};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::faulty::{Faults, Faulty, MemoryDisk, Random};
 use testkit::frontend::{F_LOG_ALL, eventfd};

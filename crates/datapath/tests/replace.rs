@@ -1,9 +1,7 @@
 //! Another file for a disk while guests use it: they notice nothing, whatever fails, and whatever starts and stops
 //! meanwhile. And a disk that grows while it is used.
 
-#[path = "replace/lying.rs"]
 mod lying;
-mod support;
 
 use std::io;
 use std::sync::Arc;
@@ -11,12 +9,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use crate::support::{FACTS, Served};
 use block::{CacheMode, DiskFacts};
 use datapath::{Disk, IoThread, Options, Place, Replacement};
 use engine::{Uring, UringError};
 use image::Image;
 use lying::Lying;
-use support::{FACTS, Served};
 use testkit::driver::{Device, DeviceConfig, Op};
 use testkit::faulty::Random;
 use testkit::qemu_img as qemu;

@@ -1,14 +1,12 @@
 //! What is counted is what was done: a guest that keeps its own books compares them with the disk's.
 
-mod support;
-
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::support::{FACTS, Served};
 use block::{Aio, Backing, DetectZeroes, Rate, Request, ThrottleLimits};
 use datapath::{Disk, DiskStats, IoAction, IoEvent, IoThread, Options, RequestStats};
 use image::Image;
-use support::{FACTS, Served};
 use testkit::driver::{Device, DeviceConfig, Op};
 use testkit::faulty::{Faults, Faulty, MemoryDisk};
 

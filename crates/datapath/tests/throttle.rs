@@ -1,15 +1,13 @@
 //! Limits as a guest meets them: no more than they say is completed, nothing that they hold is lost, and what they do not
 //! concern does not wait.
 
-mod support;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::support::{FACTS, Served};
 use block::{Aio, Backing, Rate, ThrottleLimits};
 use datapath::{Disk, IoThread, Options, ThrottleGroup};
 use image::Image;
-use support::{FACTS, Served};
 use testkit::driver::{Device, DeviceConfig, Op};
 use testkit::faulty::{Faults, Faulty, MemoryDisk};
 

@@ -1,12 +1,10 @@
 //! The checks of `checks/`, which fuzzing runs for hours, here for seconds: with the seeds in `fuzz/seeds`, and with
 //! random bytes in their place and around them.
 
-mod checks;
-
 use std::fs;
 use std::path::PathBuf;
 
-use checks::{
+use crate::checks::{
     Seeds, blk_request, changing_ring, inflight_region, packed_ring, session, split_ring,
     vhost_user_message,
 };

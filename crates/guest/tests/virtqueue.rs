@@ -1,18 +1,12 @@
 //! Virtqueues as legal drivers use them, in every way that the specification allows: what `any_bytes` meets only by
 //! chance.
 
-#[expect(
-    dead_code,
-    reason = "only the memory and the reference walk are needed"
-)]
-mod checks;
-
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use crate::checks::memory::{RefRing, TestMemory, joined, need_event};
 use block::Segment;
-use checks::memory::{RefRing, TestMemory, joined, need_event};
 use guest::{GuestMemory, RegionLayout, RingBase, RingLayout, Ticket, Virtqueue};
 use proptest::collection::vec;
 use proptest::prelude::*;

@@ -1,7 +1,7 @@
 //! The checks of `checks/`, which fuzzing runs for hours, here for seconds: with the seeds in
 //! `fuzz/seeds`, and with bytes changed in them.
 
-mod checks;
+use crate::checks;
 
 use std::fs;
 use std::path::PathBuf;

@@ -1,7 +1,7 @@
 //! Power cuts: every write and every flush is recorded, and a file is put together as a cut at any
 //! moment may leave it. It must be sound but for leaks, hold what was flushed, and nothing foreign.
 
-mod support;
+use crate::support;
 
 use std::collections::BTreeSet;
 use std::io;
@@ -9,9 +9,9 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::support::memory::{Event, Memory, Replay, What};
+use crate::support::{Disk, HostFiles, READ, WRITE};
 use image::{Gate, LayerFormat, OpenFiles, Role, Storage, Zeroing, check};
-use support::memory::{Event, Memory, Replay, What};
-use support::{Disk, HostFiles, READ, WRITE};
 use testkit::faulty::{Random, seeds};
 use testkit::images as variants;
 use testkit::qemu_img as qemu;

@@ -1,12 +1,10 @@
 //! Images of every kind that qemu-img makes: read as qemu-img reads them, and after we have written
 //! to them, sound and right in its eyes.
 
-mod support;
-
 use std::path::Path;
 
+use crate::support::{Disk, READ, WRITE};
 use image::Zeroing;
-use support::{Disk, READ, WRITE};
 use testkit::faulty::Random;
 use testkit::images as variants;
 use testkit::qemu_img as qemu;

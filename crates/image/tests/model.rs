@@ -1,14 +1,12 @@
 //! Random operations against a plain array: from one thread with everything that can happen to a disk,
 //! failing storage included, and from several threads, each with its own part of the disk.
 
-mod support;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::support::memory::Memory;
+use crate::support::{Disk, How, WRITE};
 use image::{Gate, LayerFormat, Zeroing, check};
-use support::memory::Memory;
-use support::{Disk, How, WRITE};
 use testkit::faulty::{Random, seeds};
 use testkit::images as variants;
 use testkit::qemu_img as qemu;

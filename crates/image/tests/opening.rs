@@ -1,7 +1,5 @@
 //! What is opened, repaired, refused, and with which words; and what an image says of itself afterwards.
 
-mod support;
-
 use std::fs;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{MetadataExt, symlink};
@@ -9,9 +7,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, Ordering::SeqCst};
 
+use crate::support::{Disk, How, READ, WRITE};
 use block::FileOffset;
 use image::{Gate, LayerFormat, PlainFile, Storage, Zeroing};
-use support::{Disk, How, READ, WRITE};
 use testkit::qemu_img as qemu;
 
 fn patch(path: &Path, at: u64, bytes: &[u8]) {

@@ -1,13 +1,11 @@
 //! Writes and look-ups step by step: what others do between two steps, and images that no program makes.
 
-mod support;
-
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::support::memory::Memory;
+use crate::support::{Disk, HostFiles, READ, WRITE};
 use image::{Gate, LayerFormat, Pin, Place, Prepared, WritePlace, Zeroing, check};
-use support::memory::Memory;
-use support::{Disk, HostFiles, READ, WRITE};
 use testkit::qemu_img as qemu;
 
 /// An image with these options, and its file.

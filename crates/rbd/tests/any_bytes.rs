@@ -1,7 +1,7 @@
 //! The check of `checks/`, which fuzzing runs for hours, here for seconds: with the seeds in `fuzz/seeds`, with these
 //! changed, and with any text.
 
-mod checks;
+use crate::checks;
 
 use proptest::prelude::*;
 

@@ -26,7 +26,7 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     packages::ensure()?;
     let mut test = cargo();
-    test.args(["test", "--locked", "-p", "ringdisk", "--test", "soak"]);
+    test.args(["test", "--locked", "-p", "ringdisk", "--test", "all", "soak::"]);
     if args.release {
         test.arg("--release");
     }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use testkit::driver::{Device, DeviceConfig, HANG};
 use testkit::server::Server;
 
-use crate::running::{Controlled, Ran, verify};
+use super::running::{Controlled, Ran, verify};
 
 #[test]
 fn what_a_person_reads() {

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 
-use crate::running::{Controlled, Ran, Stop, rewrite, until, verify};
+use super::running::{Controlled, Ran, Stop, rewrite, until, verify};
 use crate::support::content;
 
 const MIB: u64 = 1 << 20;
@@ -350,10 +350,10 @@ fn a_disk_gets_another_format() {
         config.reload(&raw.replace("a.raw\"", &named));
     };
     on("image.qcow2", "qcow2");
-    crate::running::rewrite(&mut device.queues[0]);
+    super::running::rewrite(&mut device.queues[0]);
     assert_eq!(config.ringdisk.disk("a")["format"], "qcow2");
     on("a.raw", "raw");
-    crate::running::rewrite(&mut device.queues[0]);
+    super::running::rewrite(&mut device.queues[0]);
     assert_eq!(config.ringdisk.disk("a")["format"], "raw");
     testkit::qemu_img::check(at, "image.qcow2", false);
 }
@@ -376,7 +376,7 @@ fn a_file_stays_of_its_format() {
         reloaded.assert_fails(1, &["the log says why"]);
         ringdisk.server.logged(words);
         assert_eq!(ringdisk.disk("a")["format"], format);
-        crate::running::rewrite(&mut device.queues[0]);
+        super::running::rewrite(&mut device.queues[0]);
     };
     let words = ["moving disk 'a'", "a.raw already, as raw", "format="];
     refused(&disk("a", "format = \"qcow2\""), &words, "raw");

@@ -1,6 +1,6 @@
 //! Reads, writes, discards and zeroes, in any layout: the right bytes, at the edges too.
 
-use crate::*;
+use super::*;
 
 #[test]
 fn queues_and_ring_modes() {

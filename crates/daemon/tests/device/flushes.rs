@@ -1,6 +1,6 @@
 //! A guest's flushes, counted at the device below.
 
-use crate::*;
+use super::*;
 
 #[test]
 fn guest_flushes_reach_the_device_beneath() {

@@ -1,6 +1,6 @@
 //! Random operations on several queues, and a plain array beside them.
 
-use crate::*;
+use super::*;
 
 /// An operation on the small part of the disk that one queue has to itself.
 #[derive(Clone, Debug)]

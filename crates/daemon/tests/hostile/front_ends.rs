@@ -1,6 +1,6 @@
 //! Messages that no front-end may send, and connections that come to nothing.
 
-use crate::*;
+use super::*;
 
 type Message = (&'static str, fn(&mut Device) -> std::io::Result<()>);
 

@@ -1,6 +1,6 @@
 //! Guests that flood, write garbage, and change or lose their memory meanwhile.
 
-use crate::*;
+use super::*;
 
 #[test]
 fn a_guest_cannot_flood_the_log() {

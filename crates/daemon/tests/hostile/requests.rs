@@ -1,6 +1,6 @@
 //! Requests and chains of descriptors that no driver may make.
 
-use crate::*;
+use super::*;
 
 /// What a bad request must lead to.
 #[derive(Clone, Copy, Debug, PartialEq)]

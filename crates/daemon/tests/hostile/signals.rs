@@ -1,6 +1,6 @@
 //! Signals that cannot be sent, or that hold up who sends them.
 
-use crate::*;
+use super::*;
 
 /// An event counter that blocks whoever adds to it.
 fn full_counter() -> OwnedFd {

@@ -1,6 +1,6 @@
 //! Storage that does not answer, for a while or for good: whom it holds up, and what must not be done meanwhile.
 
-use crate::*;
+use super::*;
 
 /// Storage that does not answer holds up neither the other disks of its thread nor the end of the process.
 #[test]

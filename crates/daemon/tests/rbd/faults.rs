@@ -7,8 +7,8 @@ use testkit::ceph::POOL;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::server::Server;
 
-use crate::cluster::{Cluster, ringdisk};
-use crate::driver::Load;
+use super::cluster::{Cluster, ringdisk};
+use super::driver::Load;
 
 const OK: u8 = 0;
 const IOERR: u8 = 1;

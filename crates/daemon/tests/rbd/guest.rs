@@ -8,7 +8,7 @@ use testkit::ceph::POOL;
 use testkit::server::Server;
 use testkit::vm::{self, Vm};
 
-use crate::cluster::Cluster;
+use super::cluster::Cluster;
 
 /// With all that happens, a guest is done in half a minute where nothing else runs.
 const LIMIT: Duration = Duration::from_secs(400);

@@ -1,6 +1,6 @@
 //! Sockets and files that others use.
 
-use crate::*;
+use super::*;
 
 #[test]
 fn a_stale_socket_is_replaced() {

@@ -1,6 +1,6 @@
 //! Where io_uring is forbidden, absent or switched off.
 
-use crate::*;
+use super::*;
 
 #[expect(unsafe_code, reason = "the standard library knows no seccomp")]
 unsafe extern "C" {

@@ -1,6 +1,6 @@
 //! Guest memory that is pinned by `fixed-buffers=on`.
 
-use crate::*;
+use super::*;
 
 #[test]
 fn pinned_memory_carries_the_right_bytes() {

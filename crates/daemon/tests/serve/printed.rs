@@ -1,6 +1,6 @@
 //! What it prints, for people and for scripts.
 
-use crate::*;
+use super::*;
 
 #[test]
 fn ready_means_that_every_socket_accepts() {

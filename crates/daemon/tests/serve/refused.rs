@@ -1,6 +1,6 @@
 //! What cannot be served, and what it says then.
 
-use crate::*;
+use super::*;
 
 #[test]
 fn files_that_are_no_disks() {

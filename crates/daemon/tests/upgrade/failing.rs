@@ -1,6 +1,6 @@
 //! A hand-over that fails, or is broken off: one process serves, and all goes on.
 
-use crate::*;
+use super::*;
 
 #[test]
 fn a_failed_hand_over_leaves_the_old_one_serving() {

@@ -1,6 +1,6 @@
 //! What file a guest is on after another process has taken over.
 
-use crate::*;
+use super::*;
 
 /// A disk that was put on an image is handed over as such, and so is one that was put on another above that.
 #[test]
@@ -299,7 +299,7 @@ fn an_image_is_not_closed_by_who_gives_up() {
     let log = served.first.log();
     assert!(!log.contains("panicked"), "{log}");
     let arguments = [format!("--config={}", here.path("config.toml").display())];
-    let _again = support::serve_all(&arguments);
+    let _again = crate::support::serve_all(&arguments);
     let mut device = Device::connect(here.path("a.sock"), &config()).unwrap();
     for sector in [0, 4096] {
         let there = device.queues[1].read(sector, 4096).unwrap();

@@ -12,8 +12,8 @@ use testkit::driver::{Device, DeviceConfig, Op};
 use testkit::faulty::{Faults, Faulty, MemoryDisk};
 use testkit::qemu_img as qemu;
 
-use crate::files::{Files, disk};
-use crate::hung::wait_until;
+use super::files::{Files, disk};
+use super::hung::wait_until;
 use crate::support::{FACTS, Served};
 
 const FAULTS: Faults = Faults {

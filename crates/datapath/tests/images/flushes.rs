@@ -10,7 +10,7 @@ use testkit::driver::{Device, DeviceConfig, Op};
 use testkit::faulty::{Faults, Faulty};
 use testkit::qemu_img as qemu;
 
-use crate::files::{Files, disk};
+use super::files::{Files, disk};
 use crate::support::{FACTS, Served};
 
 const OK: u8 = 0;

@@ -12,7 +12,7 @@ use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::faulty::{Faults, Faulty, MemoryDisk};
 use testkit::qemu_img as qemu;
 
-use crate::files::{Files, disk};
+use super::files::{Files, disk};
 use crate::support::{FACTS, Served};
 
 const FAULTS: Faults = Faults {

@@ -19,7 +19,7 @@ use testkit::faulty::{Faults, Faulty};
 use testkit::images::{ALL, Variant};
 use testkit::qemu_img as qemu;
 
-use crate::files::{Files, Memory, disk};
+use super::files::{Files, Memory, disk};
 use crate::support::{FACTS, Served};
 
 const SECTOR: usize = 512;

@@ -13,7 +13,7 @@ use testkit::memory::Memory;
 use testkit::qemu_img as qemu;
 use testkit::ring::Desc;
 
-use crate::files::{Files, disk};
+use super::files::{Files, disk};
 use crate::support::{FACTS, Served};
 
 const FAULTS: Faults = Faults {

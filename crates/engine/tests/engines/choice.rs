@@ -6,7 +6,7 @@ use std::sync::Arc;
 use block::{Aio, CacheMode, Engine};
 use engine::{Choice, Engines, Support, choose};
 
-use crate::places::{Place, support};
+use super::places::{Place, support};
 
 fn chosen(place: &Place, aio: Aio, ring: bool) -> Result<Choice, String> {
     let file = place.open(false).unwrap();

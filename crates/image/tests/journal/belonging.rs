@@ -1,6 +1,6 @@
 //! A journal that is of another image, damaged, old or elsewhere does nothing.
 
-use crate::*;
+use super::*;
 
 #[test]
 fn a_journal_is_of_no_image_that_was_written_elsewhere() {

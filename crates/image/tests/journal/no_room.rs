@@ -1,6 +1,6 @@
 //! A journal that cannot be written, and images that cannot: slower, and nothing is lost.
 
-use crate::*;
+use super::*;
 
 /// No room for the journal: it goes on slowly, and loses nothing.
 #[test]

@@ -1,7 +1,5 @@
 //! What the tests of images share: files, a mover of bytes as simple as can be, and qemu-img.
 
-#![allow(dead_code, clippy::allow_attributes, reason = "each test uses a part")]
-
 pub mod memory;
 
 use std::fs::File;

@@ -3,21 +3,19 @@
 
 mod belonging;
 mod no_room;
-#[path = "../support/mod.rs"]
-mod support;
 
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
+use crate::support::memory::Memory;
+use crate::support::{Disk, HostFiles, WRITE};
 use block::FileOffset;
 use image::{
     Allocation, ChainError, Gate, ImageError, JournalEvent, JournalPlace, LayerFormat, Prepared,
     Storage, Zeroing, check,
 };
-use support::memory::Memory;
-use support::{Disk, HostFiles, WRITE};
 use testkit::faulty::{Random, seeds};
 use testkit::images as variants;
 use testkit::qemu_img as qemu;

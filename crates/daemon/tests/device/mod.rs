@@ -19,14 +19,10 @@ use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRE
 
 mod data;
 mod flushes;
-#[path = "../support/loop_device.rs"]
-mod loop_device;
 mod random;
-#[path = "../support/mod.rs"]
-mod support;
+use crate::support::loop_device::LoopDevice;
+use crate::support::{DISK_BYTES, Disk, content, seed, serve, serve_all};
 use data::{read_write_flush, run_chain};
-use loop_device::LoopDevice;
-use support::{DISK_BYTES, Disk, content, seed, serve, serve_all};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;

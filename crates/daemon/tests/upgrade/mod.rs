@@ -2,9 +2,6 @@
 
 mod failing;
 mod files;
-#[path = "../support/mod.rs"]
-#[expect(dead_code, reason = "disks are looked at another way here")]
-mod support;
 
 use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,9 +13,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::support::{Disk, content, seed};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use support::{Disk, content, seed};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::faulty::Random;
 use testkit::frontend::{F_LOG_ALL, eventfd, eventfd_wait};

@@ -8,6 +8,3 @@ mod flushes;
 mod hung;
 mod model;
 mod zeroes;
-
-#[path = "../support/mod.rs"]
-mod support;

@@ -10,6 +10,3 @@ mod replace;
 mod running;
 mod snapshot;
 mod state;
-#[path = "../support/mod.rs"]
-#[expect(dead_code, reason = "disks are made and served by command here")]
-mod support;

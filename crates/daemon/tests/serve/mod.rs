@@ -26,10 +26,7 @@ mod no_io_uring;
 mod pinned;
 mod printed;
 mod refused;
-#[path = "../support/mod.rs"]
-#[expect(dead_code, reason = "nothing here is random")]
-mod support;
-use support::{DISK_BYTES, Disk, content, serve, serve_all};
+use crate::support::{DISK_BYTES, Disk, content, serve, serve_all};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 

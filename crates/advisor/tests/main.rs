@@ -1,0 +1,7 @@
+//! All tests of this crate that use it from outside, as one program: linked once.
+
+mod any_bytes;
+mod checks;
+mod convert;
+mod corpus;
+mod outside;

@@ -1,0 +1,11 @@
+//! All tests of this crate that use it from outside, as one program: linked once.
+
+mod any_bytes;
+mod checks;
+mod crash;
+mod golden;
+mod journal;
+mod model;
+mod opening;
+mod support;
+mod writes;

@@ -1,0 +1,4 @@
+//! All tests of this crate that use it from outside, as one program: linked once.
+
+mod any_bytes;
+mod checks;
