@@ -3,6 +3,7 @@
 
 pub mod ceph;
 pub mod chain;
+pub mod compatibility;
 pub mod conformance;
 pub mod driver;
 pub mod faulty;
@@ -10,6 +11,7 @@ pub mod frontend;
 pub mod images;
 pub mod load;
 pub mod memory;
+pub mod qemu;
 pub mod qemu_img;
 pub mod qmp;
 pub mod ring;

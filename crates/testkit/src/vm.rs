@@ -15,6 +15,7 @@ pub use moving::Moved;
 pub use qmp::Qmp;
 pub use system::install;
 
+use crate::qemu::Release;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::fs::{self, File};
 use std::io::Read;
@@ -41,6 +42,7 @@ pub struct Vm {
     packed: bool,
     hugepages: bool,
     qmp: Option<PathBuf>,
+    qemu: PathBuf,
 }
 
 /// A virtio-blk disk of a guest.
@@ -111,6 +113,7 @@ impl Vm {
             packed: false,
             hugepages: false,
             qmp: None,
+            qemu: "qemu-system-x86_64".into(),
         }
     }
 
@@ -164,6 +167,15 @@ impl Vm {
     pub fn may_reboot(self) -> Vm {
         Vm {
             may_reboot: true,
+            ..self
+        }
+    }
+
+    /// Runs the guest on the QEMU of this release; otherwise, it is the one that is installed.
+    #[must_use]
+    pub fn qemu(self, release: &Release) -> Vm {
+        Vm {
+            qemu: release.program("qemu-system-x86_64"),
             ..self
         }
     }
@@ -319,39 +331,35 @@ impl Vm {
         let huge = if self.hugepages { ",hugetlb=on" } else { "" };
         // setpriv: a guest must not outlive a test run that is killed.
         let mut qemu = Command::new("setpriv");
-        qemu.args([
-            "--pdeathsig",
-            "KILL",
-            "qemu-system-x86_64",
-            "-name",
-            "ringdisk-guest,debug-threads=on",
-        ])
-        .args([
-            "-nodefaults",
-            "-no-user-config",
-            "-display",
-            "none",
-            "-monitor",
-            "none",
-        ])
-        .args([
-            "-machine",
-            "q35,memory-backend=mem",
-            "-m",
-            &format!("{memory}M{slots}"),
-        ])
-        .args([
-            "-object",
-            &format!("memory-backend-memfd,id=mem,size={memory}M,share=on{huge}"),
-        ])
-        .args(["-smp", &self.cpus.to_string()])
-        .args(accel.arguments())
-        .args(log_port("console", &self.console(), incoming))
-        .args(log_port(
-            "results",
-            &self.folder.join("results.log"),
-            incoming,
-        ));
+        qemu.args(["--pdeathsig", "KILL"])
+            .arg(&self.qemu)
+            .args(["-name", "ringdisk-guest,debug-threads=on"])
+            .args([
+                "-nodefaults",
+                "-no-user-config",
+                "-display",
+                "none",
+                "-monitor",
+                "none",
+            ])
+            .args([
+                "-machine",
+                "q35,memory-backend=mem",
+                "-m",
+                &format!("{memory}M{slots}"),
+            ])
+            .args([
+                "-object",
+                &format!("memory-backend-memfd,id=mem,size={memory}M,share=on{huge}"),
+            ])
+            .args(["-smp", &self.cpus.to_string()])
+            .args(accel.arguments())
+            .args(log_port("console", &self.console(), incoming))
+            .args(log_port(
+                "results",
+                &self.folder.join("results.log"),
+                incoming,
+            ));
         if !self.loader {
             qemu.arg("-kernel").arg(&boot.kernel);
             qemu.arg("-initrd").arg(&boot.initrd);

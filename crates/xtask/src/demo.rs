@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 use testkit::ceph::{Ceph, Options, POOL};
+use testkit::qemu::Release;
 use testkit::server::Server;
 use testkit::vm::{self, Accel, Disk, Vm};
 
@@ -59,6 +60,11 @@ pub fn run(args: &Args) -> Result<()> {
         return lab::run(&ringdisk, &folder, args.picture);
     }
 
+    let qemu = packages::qemu::newest_of_system()?;
+    progress.say(&format!(
+        "guests run on QEMU {} ({} of {}, the newest that this system's archives offer)",
+        qemu.version, qemu.package, qemu.name
+    ));
     progress.say("finding out whether KVM boots a guest");
     let accel = vm::accel()?;
     progress.say(&format!("guests run under {accel:?}"));
@@ -67,9 +73,9 @@ pub fn run(args: &Args) -> Result<()> {
     let (ours, theirs) = match args.ceph {
         false => {
             let ours = Place::File(make_disk(&folder.join("ringdisk.raw"))?);
-            let ours = on_ringdisk(&progress, &ringdisk, &folder, &ours)?;
+            let ours = on_ringdisk(&progress, &qemu, &ringdisk, &folder, &ours)?;
             let theirs = Place::File(make_disk(&folder.join("qemu.raw"))?);
-            (ours, on_qemu(&progress, &folder, &theirs)?)
+            (ours, on_qemu(&progress, &qemu, &folder, &theirs)?)
         }
         true => {
             progress.say("starting a Ceph cluster: a monitor, three OSDs, three copies, cephx");
@@ -83,8 +89,8 @@ pub fn run(args: &Args) -> Result<()> {
                 ceph.create(name, DISK_BYTES >> 20)?;
                 Ok::<_, anyhow::Error>(Place::Image(&ceph, name))
             };
-            let ours = on_ringdisk(&progress, &ringdisk, &folder, &image("ringdisk")?)?;
-            (ours, on_qemu(&progress, &folder, &image("qemu")?)?)
+            let ours = on_ringdisk(&progress, &qemu, &ringdisk, &folder, &image("ringdisk")?)?;
+            (ours, on_qemu(&progress, &qemu, &folder, &image("qemu")?)?)
         }
     };
     print_table(&ours, &theirs);
@@ -230,6 +236,7 @@ struct Fio {
 
 fn on_ringdisk(
     progress: &Progress,
+    qemu: &Release,
     ringdisk: &Path,
     folder: &Path,
     place: &Place<'_>,
@@ -253,7 +260,7 @@ fn on_ringdisk(
         queue_size: 256,
     };
     let cpu = |_| Ok(server.cpu_time()?.total);
-    let shown = show(progress, "ringdisk", disk, place, folder, &cpu)?;
+    let shown = show(progress, qemu, "ringdisk", disk, place, folder, &cpu)?;
 
     let ended = server.terminate().context("stopping ringdisk")?;
     fs::write(folder.join("ringdisk.log"), server.log()).context("writing ringdisk.log")?;
@@ -271,17 +278,18 @@ fn on_ringdisk(
     Ok(shown)
 }
 
-fn on_qemu(progress: &Progress, folder: &Path, place: &Place<'_>) -> Result<Shown> {
+fn on_qemu(progress: &Progress, qemu: &Release, folder: &Path, place: &Place<'_>) -> Result<Shown> {
     let disk = place.disk_of_qemu();
     // The iothread and its workers are left: not what runs the guest, nor the main loop, which relays interrupts to the
     // guest whoever serves the disk.
     let cpu = |qemu| vm::cpu_time(qemu, &["CPU ", "qemu-system"]);
-    show(progress, "QEMU", disk, place, folder, &cpu)
+    show(progress, qemu, "QEMU", disk, place, folder, &cpu)
 }
 
 /// Boots a guest on this disk and leads it through its life, and then fio.
 fn show(
     progress: &Progress,
+    qemu: &Release,
     name: &'static str,
     disk: Disk,
     place: &Place<'_>,
@@ -321,7 +329,8 @@ fn show(
         vm::disk_life(SERIAL, BLOCK_SIZE),
         include_str!("demo.sh")
     );
-    let guest = Vm::new(folder.join(name.to_lowercase())).fio().disk(disk);
+    let guest = Vm::new(folder.join(name.to_lowercase()));
+    let guest = guest.qemu(qemu).fio().disk(disk);
     let output = guest
         .run_watched(&script, GUEST_LIMIT, &mut on_line)?
         .checked()?;

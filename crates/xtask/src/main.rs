@@ -57,6 +57,7 @@ fn main() -> ExitCode {
             .and_then(|()| packages::qmp::ensure())
             .and_then(|()| packages::deb::ensure())
             .and_then(|()| packages::debian::ensure())
+            .and_then(|()| packages::qemu::ensure())
             .and_then(|()| packages::ceph::ensure())
             .and_then(|()| packages::tcmalloc::ensure()),
     };

@@ -7,6 +7,7 @@ pub mod browser;
 pub mod ceph;
 pub mod deb;
 pub mod debian;
+pub mod qemu;
 pub mod qmp;
 pub mod tcmalloc;
 
@@ -166,6 +167,14 @@ fn backports() -> Result<Option<Backports>> {
         release,
         source: Some(source),
     }))
+}
+
+/// The name of the release that this host runs, such as `bookworm`.
+fn codename() -> Result<String> {
+    let release = fs::read_to_string("/etc/os-release").context("reading /etc/os-release")?;
+    let mut lines = release.lines();
+    let name = lines.find_map(|line| line.strip_prefix("VERSION_CODENAME="));
+    Ok(name.context("this is no Debian")?.to_owned())
 }
 
 /// Where apt finds a release.

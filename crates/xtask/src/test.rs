@@ -19,6 +19,9 @@ pub fn run() -> Result<()> {
     if let Err(error) = packages::debian::ensure() {
         println!("warning: the test of the service in a real systemd is skipped: {error:#}");
     }
+    if let Err(error) = packages::qemu::ensure() {
+        println!("warning: the matrix leaves out {error:#}");
+    }
     if let Err(error) = packages::ceph::ensure() {
         println!("warning: tests on a Ceph cluster are skipped: {error:#}");
     }

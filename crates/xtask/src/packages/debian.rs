@@ -5,7 +5,7 @@ use std::fs;
 use std::path::PathBuf;
 use testkit::vm::{cache_dir, find_program};
 
-use super::{as_root, install, mirror, output, tcmalloc};
+use super::{as_root, codename, install, mirror, output, tcmalloc};
 
 /// Changes whenever what is made does.
 const VERSION: u32 = 1;
@@ -32,13 +32,6 @@ pub fn disk() -> Result<PathBuf> {
 fn path() -> Result<PathBuf> {
     let name = format!("{}-{VERSION}.raw", codename()?);
     Ok(cache_dir().join("debian").join(name))
-}
-
-fn codename() -> Result<String> {
-    let release = fs::read_to_string("/etc/os-release").context("reading /etc/os-release")?;
-    let mut lines = release.lines();
-    let name = lines.find_map(|line| line.strip_prefix("VERSION_CODENAME="));
-    Ok(name.context("this is no Debian")?.to_owned())
 }
 
 /// Makes it if it is missing; quick, and without network, when it is there.
