@@ -348,15 +348,20 @@ impl Chain {
         }
     }
 
-    /// As [`Qcow2::zero_step`]. All of a raw disk is [`ZeroStep::File`].
+    /// Gives up the beginning of a range inside the disk; the caller goes on with the rest. All of a raw disk is
+    /// [`ZeroStep::File`]. Blocks. What is done is durable after the next flush.
     ///
     /// # Errors
     /// The rest of the range is as it was.
     pub fn zero_step(&self, at: u64, len: u64, why: Zeroing) -> Result<ZeroStep, ImageError> {
-        match self.top() {
-            Some(image) => image.zero_step(at, len, why),
-            None => Ok(ZeroStep::File(len)),
-        }
+        let Some(image) = self.top() else {
+            return Ok(ZeroStep::File(len));
+        };
+        let zeroes_around = match why {
+            Zeroing::Zeroes { .. } => self.has_zeroes_around(image, at, len)?,
+            Zeroing::Discard => false,
+        };
+        image.zero_step(at, len, why, zeroes_around)
     }
 
     /// The image that is written, for what only images do.

@@ -9,3 +9,4 @@ mod model;
 mod opening;
 mod support;
 mod writes;
+mod zeroes;

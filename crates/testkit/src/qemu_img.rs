@@ -1,7 +1,10 @@
 //! qemu-img, which says what is right.
 
+use std::ops::Range;
 use std::path::Path;
 use std::process::Command;
+
+use serde::Deserialize;
 
 /// Whether qemu-img is there; says so for the test if not.
 pub fn is_there(test: &str) -> bool {
@@ -71,4 +74,28 @@ pub fn content(directory: &Path, file: &str, format: &str) -> Vec<u8> {
     let content = std::fs::read(&out).unwrap();
     std::fs::remove_file(out).unwrap();
     content
+}
+
+/// The ranges of a disk that are data in this image itself, not in what it builds on.
+pub fn data(directory: &Path, file: &str) -> Vec<Range<u64>> {
+    #[derive(Deserialize)]
+    struct Extent {
+        start: u64,
+        length: u64,
+        depth: u64,
+        data: bool,
+    }
+    let args = ["map", "--output=json", "-f", "qcow2", file];
+    let (code, text) = command("qemu-img", &args, directory);
+    assert_eq!(code, Some(0), "qemu-img map {file}: {text}");
+    let extents: Vec<Extent> = serde_json::from_str(&text).unwrap();
+    let mut ranges: Vec<Range<u64>> = Vec::new();
+    for extent in extents.iter().filter(|e| e.depth == 0 && e.data) {
+        let range = extent.start..extent.start + extent.length;
+        match ranges.last_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => ranges.push(range),
+        }
+    }
+    ranges
 }

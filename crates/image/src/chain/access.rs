@@ -8,7 +8,7 @@ use block::FileOffset;
 
 use super::{Chain, Compressed, FileIndex, LayerImage, Place, WritePlace};
 use crate::qcow2::{
-    Allocation, Damage, ImageError, Pin, Prepared, Qcow2, Waiting, ZeroStep, Zeroing,
+    Allocation, Damage, ImageError, Pin, Prepared, Qcow2, Waiting, Where, ZeroStep, Zeroing,
 };
 use crate::storage::Storage;
 
@@ -147,6 +147,44 @@ impl Chain {
             }
         }
         Ok((done, None))
+    }
+
+    /// Whether a range begins in a subcluster that is in the backing file, and has only a part of it, while the rest of it
+    /// reads as zeroes. To say so, the rest is read, which a write to the range would do too.
+    pub(super) fn has_zeroes_around(
+        &self,
+        image: &Qcow2,
+        at: u64,
+        len: u64,
+    ) -> Result<bool, ImageError> {
+        let (end, around) = (at + len, image.subcluster_of(at));
+        if around.start == at && around.end <= end {
+            return Ok(false);
+        }
+        self.pinned(|pin| {
+            loop {
+                match image.map(pin, at, 1) {
+                    Where::Load(what) => image.load(what)?,
+                    Where::Hole { .. } if self.depth() > 1 => break,
+                    _ => return Ok(false),
+                }
+            }
+            Ok(self.holds_zeroes(pin, around.start, at)?
+                && self.holds_zeroes(pin, end, around.end)?)
+        })
+    }
+
+    fn holds_zeroes(&self, pin: &Pin, mut from: u64, to: u64) -> Result<bool, ImageError> {
+        let mut bytes = [0; 4096];
+        while from < to {
+            let part = &mut bytes[..(to - from).min(4096) as usize];
+            self.read(pin, from, part)?;
+            if part.iter().any(|&byte| byte != 0) {
+                return Ok(false);
+            }
+            from += part.len() as u64;
+        }
+        Ok(true)
     }
 
     /// Makes the disk longer, durably. What is new of it reads as zeroes, whatever is below. Blocks. In

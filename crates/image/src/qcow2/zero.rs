@@ -1,10 +1,11 @@
 //! Ranges that are to read as zeroes, or are not needed any more.
 
+use std::ops::Range;
 use std::sync::atomic::Ordering::SeqCst;
 
 use block::FileOffset;
 
-use super::entry::{Entry, Standard, table_at};
+use super::entry::{Entry, Kind, Standard, table_at};
 use super::error::ImageError;
 use super::file::FileEnd;
 use super::refcount::Stop;
@@ -41,11 +42,20 @@ impl Qcow2 {
     /// Gives up the beginning of a range inside the disk; the caller goes on with the rest. Blocks,
     /// mostly for a short lock. What is done is durable after the next flush.
     ///
+    /// `zeroes_around` says that the backing file has nothing but zeroes in the rest of the subcluster of `at`
+    /// ([`subcluster_of`](Self::subcluster_of)), which then becomes a zero subcluster.
+    ///
     /// # Errors
     /// It cannot be done; the rest of the range is as it was.
-    pub fn zero_step(&self, at: u64, len: u64, why: Zeroing) -> Result<ZeroStep, ImageError> {
+    pub(crate) fn zero_step(
+        &self,
+        at: u64,
+        len: u64,
+        why: Zeroing,
+        zeroes_around: bool,
+    ) -> Result<ZeroStep, ImageError> {
         let (step, kept) = self.change(|state| {
-            let step = self.try_zero(state, at, len, why)?;
+            let step = self.try_zero(state, at, len, why, zeroes_around)?;
             Ok((step, state.keep_changes()))
         })?;
         if !kept {
@@ -85,6 +95,7 @@ impl Qcow2 {
         at: u64,
         len: u64,
         why: Zeroing,
+        zeroes_around: bool,
     ) -> Result<ZeroStep, Stop> {
         let g = &self.g;
         let first = at >> g.cluster_bits;
@@ -117,7 +128,7 @@ impl Qcow2 {
             start >= at && (start + g.cluster()).min(disk_end) <= end
         };
         if !whole(first) {
-            return self.zero_part(state, at, end, why);
+            return self.zero_part(state, (at, end), why, zeroes_around);
         }
         self.own_table(state, slice)?;
         let mut cluster = first;
@@ -142,32 +153,44 @@ impl Qcow2 {
         }
     }
 
-    /// Gives up a part of a cluster: whole subclusters of it.
+    /// Gives up a part of a cluster: whole subclusters, or a part of one whose rest reads as zeroes.
     fn zero_part(
         &self,
         state: &mut State,
-        at: u64,
-        end: u64,
+        (at, end): (u64, u64),
         why: Zeroing,
+        zeroes_around: bool,
     ) -> Result<ZeroStep, Stop> {
         let g = &self.g;
-        let len = self.one_cluster(at, end - at);
-        let sub = 1 << g.subcluster_bits();
-        if !g.extended || len < sub {
-            return Ok(self.left(why, len));
-        }
-        let before = at.next_multiple_of(sub) - at;
-        if before > 0 {
-            return Ok(self.left(why, before.min(len)));
-        }
-        let len = len - len % sub;
         let cluster = at >> g.cluster_bits;
+        let end = at + self.one_cluster(at, end - at);
+        let first = self.subcluster_of(at);
+        let whole = first.start == at && first.end <= end;
+        let end = if whole {
+            first.end.max(end & !((1 << g.subcluster_bits()) - 1))
+        } else {
+            first.end.min(end)
+        };
+        let len = end - at;
+        if !whole && why == Zeroing::Discard {
+            return Ok(ZeroStep::Done(len));
+        }
+        if !whole {
+            match self.kind_of_part(at)? {
+                Kind::Zero => return Ok(ZeroStep::Done(len)),
+                Kind::Hole if at >= self.backing_size.load(SeqCst) => {
+                    return Ok(ZeroStep::Done(len));
+                }
+                Kind::Hole if zeroes_around && g.version >= 3 => {}
+                _ => return Ok(ZeroStep::Write(len)),
+            }
+        }
         self.own_table(state, g.slice_of(cluster).0)?;
         let Entry::Standard(old) = self.entry(cluster)? else {
             return Ok(self.left(why, len));
         };
-        let from = at & (g.cluster() - 1);
-        let touched = g.touched(from, from + len);
+        let start = cluster << g.cluster_bits;
+        let touched = g.touched(at - start, end - start);
         let new = Standard {
             data: old.data & !touched,
             zero: old.zero | touched,
@@ -178,6 +201,30 @@ impl Qcow2 {
             self.changed();
         }
         Ok(ZeroStep::Done(len))
+    }
+
+    /// The kind of the subcluster of `at`.
+    fn kind_of_part(&self, at: u64) -> Result<Kind, Stop> {
+        let g = &self.g;
+        let cluster = at >> g.cluster_bits;
+        let (table, _) = g.table_of(g.slice_of(cluster).0);
+        if let Ok(None) = table_at(g, self.l1.get(table)) {
+            return Ok(Kind::Hole);
+        }
+        let (kind, _) = self.entry(cluster)?.at(g, at & (g.cluster() - 1));
+        Ok(kind)
+    }
+
+    /// What is of one kind around a place: its subcluster, or its cluster if there are none, as far as it is in the disk.
+    pub(crate) fn subcluster_of(&self, at: u64) -> Range<u64> {
+        let unit = 1 << self.g.subcluster_bits();
+        let start = at & !(unit - 1);
+        let size = self.size();
+        if at < size {
+            start..size.min(start + unit)
+        } else {
+            start..start + unit
+        }
     }
 
     /// Gives up a cluster; false if it must be written instead.
