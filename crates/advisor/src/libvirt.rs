@@ -7,7 +7,7 @@ pub use edit::edits;
 use roxmltree::{Attribute, Document, Node, ParsingOptions};
 
 use crate::input::{Mistake, Reading};
-use crate::model::carried::Dialect;
+use crate::model::carried::{Dialect, is_limit};
 use crate::model::{Disk, Thread, ThreadUse, Vm};
 use crate::qemu::machine_version;
 use crate::text::Span;
@@ -450,14 +450,17 @@ fn disk(
             .default_to("disk.cache", "none", "libvirt for shareable disks");
     }
     if let Some(tune) = child(node, "iotune") {
-        disk.table.give("disk.throttled", true, span(tune));
         for limit in tune.children().filter(Node::is_element) {
             let (word, _) = text(limit);
             match limit.tag_name().name() {
                 "group_name" => disk.carried.group = Some(word.to_owned()),
-                name => disk
-                    .carried
-                    .limit(name, Dialect::Libvirt, word.parse().ok()),
+                name => {
+                    if is_limit(name, Dialect::Libvirt, word) {
+                        disk.table.give("disk.throttled", true, span(tune));
+                    }
+                    disk.carried
+                        .limit(name, Dialect::Libvirt, word.parse().ok());
+                }
             }
         }
     }

@@ -12,6 +12,9 @@ use crate::text::Span;
 /// Buses and how many disks each has (`qm.conf(5)`).
 const BUSES: &[(&str, usize)] = &[("ide", 4), ("sata", 6), ("scsi", 31), ("virtio", 16)];
 
+/// What limits a disk; 0 does not, and neither do bursts without one of these.
+const RATES: &[&str] = &["iops", "iops_rd", "iops_wr", "mbps", "mbps_rd", "mbps_wr"];
+
 /// One line `key: value` of the VM's own section.
 #[derive(Clone, Debug)]
 pub struct Line<'a> {
@@ -25,14 +28,100 @@ pub struct Line<'a> {
     pub value_span: Span,
 }
 
-/// Whether a text is a VM's configuration: it has lines `key: value`, one of them a key that only these have.
+/// Keys that only these files have.
+const OWN_KEYS: &[&str] = &[
+    "scsihw", "ostype", "vmgenid", "cores", "sockets", "bootdisk", "smbios1", "memory", "boot",
+];
+
+/// The other keys (`qm.conf(5)`), without their numbers. Other files may have some of them too.
+const OTHER_KEYS: &[&str] = &[
+    "acpi",
+    "affinity",
+    "agent",
+    "allow-ksm",
+    "amd-sev",
+    "arch",
+    "args",
+    "audio",
+    "autostart",
+    "balloon",
+    "bios",
+    "cdrom",
+    "cicustom",
+    "cipassword",
+    "citype",
+    "ciupgrade",
+    "ciuser",
+    "cpu",
+    "cpulimit",
+    "cpuunits",
+    "description",
+    "efidisk",
+    "freeze",
+    "hookscript",
+    "hostpci",
+    "hotplug",
+    "hugepages",
+    "intel-tdx",
+    "ipconfig",
+    "ivshmem",
+    "keephugepages",
+    "keyboard",
+    "kvm",
+    "localtime",
+    "lock",
+    "machine",
+    "meta",
+    "migrate_downtime",
+    "migrate_speed",
+    "name",
+    "nameserver",
+    "net",
+    "numa",
+    "onboot",
+    "parallel",
+    "parent",
+    "protection",
+    "reboot",
+    "rng",
+    "running-nets-host-mtu",
+    "runningcpu",
+    "runningmachine",
+    "searchdomain",
+    "serial",
+    "shares",
+    "smp",
+    "snaptime",
+    "spice_enhancements",
+    "sshkeys",
+    "startdate",
+    "startup",
+    "tablet",
+    "tags",
+    "tdf",
+    "template",
+    "tpmstate",
+    "unused",
+    "usb",
+    "vcpus",
+    "vga",
+    "virtiofs",
+    "vmstate",
+    "vmstatestorage",
+    "watchdog",
+];
+
+/// Whether a text is a VM's configuration: it has a key that only these have, or nothing but keys that these have.
 pub fn looks_like(text: &str) -> bool {
-    let keys = [
-        "scsihw", "ostype", "vmgenid", "cores", "sockets", "bootdisk", "smbios1", "memory", "boot",
-    ];
     let (lines, _) = lines(text);
-    let known = |line: &Line<'_>| keys.contains(&line.key) || disk_key(line.key);
-    lines.iter().any(known)
+    let own = |line: &Line<'_>| OWN_KEYS.contains(&line.key) || disk_key(line.key);
+    let other = |line: &Line<'_>| {
+        OTHER_KEYS.contains(&line.key.trim_end_matches(|c: char| c.is_ascii_digit()))
+    };
+    let first_section = text.lines().take_while(|line| !line.starts_with('['));
+    let settings = first_section.filter(|line| !line.trim().is_empty() && !line.starts_with('#'));
+    lines.iter().any(own)
+        || !lines.is_empty() && lines.len() == settings.count() && lines.iter().all(other)
 }
 
 /// Whether a key is that of a disk.
@@ -351,9 +440,10 @@ fn disk(
     if let Some(part) = get("ro").filter(|part| part.value == "1") {
         table.give("disk.readonly", true, part.span);
     }
-    if let Some(part) = parts.iter().find(|part| {
-        part.key.starts_with("iops") || part.key.starts_with("mbps") || part.key.starts_with("bps")
-    }) {
+    if let Some(part) = parts
+        .iter()
+        .find(|part| RATES.contains(&part.key) && part.value.parse() != Ok(0_f64))
+    {
         table.give("disk.throttled", true, part.span);
     }
     if let Some(part) = get("queues") {

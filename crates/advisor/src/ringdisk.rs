@@ -191,7 +191,7 @@ fn read_disk(
         carried.own_besides = !carried.limits.is_empty();
         carried.limits = group.clone();
     }
-    if !carried.limits.is_empty() {
+    if carried.limits.keys().any(|limit| limit.is_rate()) {
         let how = "it has limits, or a group that has";
         disk.table.derive("disk.throttled", true, how);
     }

@@ -35,6 +35,9 @@ struct Case {
     /// Notes that must be among those that there are.
     #[serde(default)]
     notes: Vec<String>,
+    /// Notes that must not be among them.
+    #[serde(default)]
+    no_notes: Vec<String>,
 }
 
 fn corpus() -> PathBuf {
@@ -110,14 +113,15 @@ fn everything_is_found_and_nothing_else() {
                 "{name}:\n  expected {expected:?}\n  found    {found:?}"
             ));
         }
-        for note in &case.notes {
-            if !report
-                .findings
-                .iter()
-                .any(|finding| finding.rule == *note && finding.severity == Severity::Info)
-            {
-                wrong.push(format!("{name}: no note {note}"));
-            }
+        let noted = |note: &String| {
+            let mut findings = report.findings.iter();
+            findings.any(|finding| finding.rule == *note && finding.severity == Severity::Info)
+        };
+        for note in case.notes.iter().filter(|note| !noted(note)) {
+            wrong.push(format!("{name}: no note {note}"));
+        }
+        for note in case.no_notes.iter().filter(|note| noted(note)) {
+            wrong.push(format!("{name}: a note {note}"));
         }
         for finding in report.findings.iter().filter(|_| case.file.is_some()) {
             assert!(finding.at.is_some(), "{name}: {}", finding.rule);

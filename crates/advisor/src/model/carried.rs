@@ -62,6 +62,16 @@ impl Limit {
     pub fn named(name: &str, dialect: Dialect) -> Option<Self> {
         Self::all().find(|limit| limit.name(dialect) == name)
     }
+
+    /// Whether it is a rate; bursts and sizes limit nothing without one.
+    pub fn is_rate(self) -> bool {
+        self.0 < RATES.len() * PARTS.len() && self.0.is_multiple_of(PARTS.len())
+    }
+}
+
+/// Whether a setting limits a disk: it is a rate, and not 0, which is none. A value that is no number may be a variable.
+pub fn is_limit(name: &str, dialect: Dialect, value: &str) -> bool {
+    Limit::named(name, dialect).is_some_and(Limit::is_rate) && value.parse() != Ok(0_u64)
 }
 
 /// What goes with a disk.

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::Line;
 use super::options::{Opt, Pair};
-use crate::model::carried::Dialect;
+use crate::model::carried::{Dialect, is_limit};
 use crate::model::{Data, Disk, Origin};
 use crate::text::Span;
 
@@ -172,18 +172,11 @@ impl<'a> Graph<'a> {
         if drive.value("readonly").or(drive.value("read-only")) == Some("on") {
             disk.table.give("disk.readonly", true, drive.span);
         }
-        if let Some(pair) = drive.pairs.iter().find(|pair| {
-            pair.key.starts_with("throttling.")
-                || pair.key.starts_with("iops")
-                || pair.key.starts_with("bps")
-        }) {
-            disk.table.give("disk.throttled", true, pair.span);
-        }
         for pair in &drive.pairs {
             match pair.key.strip_prefix("throttling.") {
                 Some("group") => disk.carried.group = Some(pair.value.clone()),
-                Some(name) => limit(name, Dialect::Qemu, &pair.value, disk),
-                None => limit(&pair.key, Dialect::OldDrive, &pair.value, disk),
+                Some(name) => limit(name, Dialect::Qemu, pair, disk),
+                None => limit(&pair.key, Dialect::OldDrive, pair, disk),
             }
         }
         if let Some(serial) = drive.value("serial") {
@@ -224,12 +217,14 @@ impl<'a> Graph<'a> {
     fn group(&self, id: &str, disk: &mut Disk) {
         disk.carried.group = Some(id.to_owned());
         let Some(group) = self.groups.get(id) else {
+            let origin = Origin::Derived("its throttle group is not on the command line".into());
+            disk.table.set("disk.throttled", Data::Unknown, origin);
             return;
         };
         for pair in &group.pairs {
             let name = pair.key.strip_prefix("x-");
             if let Some(name) = name.or(pair.key.strip_prefix("limits.")) {
-                limit(name, Dialect::Qemu, &pair.value, disk);
+                limit(name, Dialect::Qemu, pair, disk);
             }
         }
     }
@@ -314,7 +309,6 @@ impl<'a> Graph<'a> {
             }
             match driver.value.as_str() {
                 "throttle" => {
-                    disk.table.give("disk.throttled", true, driver.span);
                     if let Some(group) = option.value(&key("throttle-group")) {
                         self.group(group, disk);
                     }
@@ -353,9 +347,12 @@ impl<'a> Graph<'a> {
 
 const AIO: &[&str] = &["threads", "native", "io_uring"];
 
-fn limit(name: &str, dialect: Dialect, value: &str, disk: &mut Disk) {
+fn limit(name: &str, dialect: Dialect, pair: &Pair, disk: &mut Disk) {
+    if is_limit(name, dialect, &pair.value) {
+        disk.table.give("disk.throttled", true, pair.span);
+    }
     // Without units: QEMU expects a number.
-    disk.carried.limit(name, dialect, value.parse().ok());
+    disk.carried.limit(name, dialect, pair.value.parse().ok());
 }
 
 /// The cache mode that QEMU has a name for.
