@@ -1,7 +1,7 @@
 //! Everything at once, for long: eight disks under a load that verifies all that it reads, while disks are attached,
 //! detached, resized and limited, images get snapshots, front-ends come back, and the program is killed and upgraded.
 //!
-//! For ten minutes, or `RINGDISK_SOAK_SECONDS` (`cargo xtask soak`).
+//! For one minute, or `RINGDISK_SOAK_SECONDS` (`cargo xtask soak`).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -567,7 +567,7 @@ fn all_at_once() {
         return;
     }
     let given = std::env::var("RINGDISK_SOAK_SECONDS");
-    let length = Duration::from_secs(given.map_or(600, |seconds| seconds.parse().unwrap()));
+    let length = Duration::from_secs(given.map_or(60, |seconds| seconds.parse().unwrap()));
     let mut soak = Soak::start(seed());
     soak.all(|| Order::Work);
     let start = Instant::now();

@@ -46,7 +46,7 @@ pub fn run(args: &Args) -> Result<()> {
         }
     }
     if !args.no_tests
-        && let Err(error) = test::run()
+        && let Err(error) = test::run(&test::Args::default())
     {
         println!("tests: FAILED: {error:#}");
         failed.push("tests");

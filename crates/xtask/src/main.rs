@@ -22,7 +22,7 @@ enum Xtask {
     /// Serve a disk to a real guest, and the same guest on QEMU's own virtio-blk, side by side
     Demo(demo::Args),
     /// Run all tests, those in real guests too
-    Test,
+    Test(test::Args),
     /// Measure ringdisk beside qemu-storage-daemon and fio on the host
     Bench(Box<bench::Args>),
     /// Start or end a real Ceph cluster on the loopback interface
@@ -45,7 +45,7 @@ enum Xtask {
 fn main() -> ExitCode {
     let result = match Xtask::parse() {
         Xtask::Demo(args) => demo::run(&args),
-        Xtask::Test => test::run(),
+        Xtask::Test(args) => test::run(&args),
         Xtask::Bench(args) => bench::run(*args),
         Xtask::Ceph(args) => ceph::run(&args),
         Xtask::Soak(args) => soak::run(&args),

@@ -26,7 +26,9 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     packages::ensure()?;
     let mut test = cargo();
-    test.args(["test", "--locked", "-p", "ringdisk", "--test", "all", "soak::"]);
+    test.args([
+        "test", "--locked", "-p", "ringdisk", "--test", "all", "soak::",
+    ]);
     if args.release {
         test.arg("--release");
     }

@@ -1,85 +1,293 @@
 //! `cargo xtask test`: all tests of the workspace, with what they need installed first.
+//!
+//! The test programs are built once and then run here, a group of tests at a time, so that the time of each group is
+//! seen, and so that each group runs with as many threads as suit it.
 
-use crate::{cargo, packages};
+use crate::{cargo, packages, root};
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 use std::io::{BufRead, BufReader};
-use std::process::{ChildStdout, Stdio};
+use std::path::PathBuf;
+use std::process::{ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
 
-/// Runs all tests, and closes with what was skipped and why.
-pub fn run() -> Result<()> {
-    if let Err(error) = packages::ensure() {
-        println!("warning: tests that need a guest are skipped: {error:#}");
+/// Which tests to run
+#[derive(clap::Args, Default)]
+#[command(after_help = "Examples:
+  cargo xtask test
+  cargo xtask test --group guests --group ceph
+
+The exit code is 1 if a test fails.")]
+pub struct Args {
+    /// Only this group; can be given again
+    #[arg(long, value_name = "GROUP", value_parser = GROUPS.map(|group| group.name))]
+    group: Vec<String>,
+}
+
+/// Tests that are run together.
+struct Group {
+    name: &'static str,
+    /// Paths that begin the names of its tests, with their package. A test belongs to the first group that names it.
+    tests: &'static [&'static str],
+    /// Tests at a time, on two processors.
+    threads: &'static str,
+}
+
+/// Run from the last to the first: quick tests show a mistake early.
+const GROUPS: [Group; 7] = [
+    Group {
+        name: "guests",
+        tests: &[
+            "ringdisk boot::",
+            "ringdisk inflight::a_guest",
+            "ringdisk libvirt::",
+            "ringdisk moving::",
+            "ringdisk packed::",
+            "ringdisk upgrade::guests_",
+            "ringdisk vm::",
+            "testkit vm::",
+            "xtask deb::",
+            "ringdisk matrix::",
+        ],
+        threads: "2",
+    },
+    Group {
+        name: "ceph",
+        tests: &["ringdisk rbd::"],
+        threads: "2",
+    },
+    Group {
+        name: "soak",
+        tests: &["ringdisk soak::"],
+        threads: "1",
+    },
+    // The processors are busy.
+    Group {
+        name: "images",
+        tests: &["image "],
+        threads: "2",
+    },
+    Group {
+        name: "lab",
+        tests: &["lab ", "ringdisk lab::"],
+        threads: "2",
+    },
+    // These wait for each other, for timers and for the disk.
+    Group {
+        name: "server",
+        tests: &["ringdisk "],
+        threads: "4",
+    },
+    Group {
+        name: "parts",
+        tests: &[""],
+        threads: "3",
+    },
+];
+
+/// Runs the tests, and closes with what was skipped and why.
+pub fn run(args: &Args) -> Result<()> {
+    install();
+    let started = Instant::now();
+    let programs = build()?;
+    let mut times = vec![("build", started.elapsed())];
+    let mut totals = Totals::default();
+    for (at, group) in GROUPS.iter().enumerate().rev() {
+        if !args.group.is_empty() && !args.group.iter().any(|name| name == group.name) {
+            continue;
+        }
+        println!("\ngroup: {}", group.name);
+        let started = Instant::now();
+        for program in &programs {
+            program.run(at, group.threads, &mut totals)?;
+        }
+        times.push((group.name, started.elapsed()));
     }
-    if let Err(error) = packages::qmp::ensure() {
-        println!("warning: tests with QEMU's QMP client are skipped: {error:#}");
+    totals.print(&times);
+    ensure!(totals.failed.is_empty(), "tests failed");
+    ensure!(totals.passed > 0, "no test was run");
+    Ok(())
+}
+
+fn install() {
+    type Ensure = fn() -> Result<()>;
+    let needed: [(&str, Ensure); 7] = [
+        ("tests that need a guest are skipped", packages::ensure),
+        (
+            "tests with QEMU's QMP client are skipped",
+            packages::qmp::ensure,
+        ),
+        (
+            "the test of the Debian package is skipped",
+            packages::deb::ensure,
+        ),
+        (
+            "the test of the service in a real systemd is skipped",
+            packages::debian::ensure,
+        ),
+        ("the matrix leaves out", packages::qemu::ensure),
+        (
+            "tests on a Ceph cluster are skipped",
+            packages::ceph::ensure,
+        ),
+        (
+            "the tests that look at reports are skipped",
+            packages::browser::ensure,
+        ),
+    ];
+    for (consequence, ensure) in needed {
+        if let Err(error) = ensure() {
+            println!("warning: {consequence}: {error:#}");
+        }
     }
-    if let Err(error) = packages::deb::ensure() {
-        println!("warning: the test of the Debian package is skipped: {error:#}");
-    }
-    if let Err(error) = packages::debian::ensure() {
-        println!("warning: the test of the service in a real systemd is skipped: {error:#}");
-    }
-    if let Err(error) = packages::qemu::ensure() {
-        println!("warning: the matrix leaves out {error:#}");
-    }
-    if let Err(error) = packages::ceph::ensure() {
-        println!("warning: tests on a Ceph cluster are skipped: {error:#}");
-    }
-    if let Err(error) = packages::browser::ensure() {
-        println!("warning: the tests that look at reports are skipped: {error:#}");
-    }
+}
+
+/// An executable with tests.
+struct Program {
+    path: PathBuf,
+    /// Where its tests are run, as cargo does.
+    folder: PathBuf,
+    /// Its tests, each with the number of its group.
+    tests: Vec<(String, usize)>,
+}
+
+/// Builds all test programs, as they are packaged: with tcmalloc.
+fn build() -> Result<Vec<Program>> {
     let mut tests = cargo();
-    tests.args(["test", "--workspace", "--locked", "--no-fail-fast"]);
-    // What is tested is what is packaged.
+    tests.args(["test", "--workspace", "--locked", "--no-run"]);
+    tests.arg("--message-format=json-render-diagnostics");
     match packages::tcmalloc::ensure() {
         Ok(()) => drop(tests.arg(packages::tcmalloc::FEATURE)),
         Err(error) => println!("warning: ringdisk is tested without tcmalloc: {error:#}"),
     }
-    // --show-output: a test that can't run here says so and passes, and cargo hides what a passed test says.
-    let mut tests = tests
-        .args(["--", "--show-output"])
-        .env("RUST_LIB_BACKTRACE", "0") // a failed check names its cause; the frames under it are noise
-        .stdout(Stdio::piped())
-        .spawn()
-        .context("starting cargo test")?;
-    let totals = Totals::read(tests.stdout.take().context("cargo test has no stdout")?)?;
-    let status = tests.wait().context("waiting for cargo test")?;
-
-    println!();
-    match totals.skipped.len() {
-        0 => println!("Nothing was skipped."),
-        count => println!(
-            "Skipped here ({count}):\n    {}",
-            totals.skipped.join("\n    ")
-        ),
-    }
-    println!(
-        "{} passed, {} failed, {} skipped",
-        totals.passed - totals.skipped.len(),
-        totals.failed,
-        totals.skipped.len() + totals.ignored
+    let output = tests.stderr(Stdio::inherit()).output();
+    let output = output.context("starting cargo test")?;
+    ensure!(
+        output.status.success(),
+        "cargo test failed ({})",
+        output.status
     );
-    ensure!(status.success(), "cargo test failed ({status})");
-    ensure!(totals.passed > 0, "cargo test ran no test");
-    Ok(())
+    let mut programs = Vec::new();
+    for line in output.stdout.split(|&byte| byte == b'\n') {
+        let Ok(message) = serde_json::from_slice::<Value>(line) else {
+            continue;
+        };
+        let (Some(path), true) = (
+            message["executable"].as_str(),
+            message["profile"]["test"].as_bool() == Some(true),
+        ) else {
+            continue;
+        };
+        let manifest = message["manifest_path"].as_str().map(PathBuf::from);
+        let folder = manifest.and_then(|manifest| Some(manifest.parent()?.to_owned()));
+        let folder = folder.context("cargo names no manifest")?;
+        let package = metadata_name(&message)?;
+        programs.push(Program::list(path.into(), folder, &package)?);
+    }
+    programs.sort_by(|a, b| a.folder.cmp(&b.folder));
+    Ok(programs)
+}
+
+/// The package that a message of cargo's is about: `path+file:///…/crates/daemon#ringdisk@0.1.0`, or with the folder's
+/// name only.
+fn metadata_name(message: &Value) -> Result<String> {
+    let id = message["package_id"]
+        .as_str()
+        .context("no package in cargo's message")?;
+    let (place, name) = id.rsplit_once('#').context("a package without a name")?;
+    let name = match name.split_once('@') {
+        Some((name, _)) => name,
+        None => place.rsplit('/').next().unwrap_or(place),
+    };
+    Ok(name.to_owned())
+}
+
+impl Program {
+    fn list(path: PathBuf, folder: PathBuf, package: &str) -> Result<Program> {
+        let output = Command::new(&path)
+            .args(["--list", "--format", "terse"])
+            .output()
+            .with_context(|| format!("starting {}", path.display()))?;
+        ensure!(
+            output.status.success(),
+            "{} cannot list its tests",
+            path.display()
+        );
+        let tests = String::from_utf8_lossy(&output.stdout)
+            .lines()
+            .filter_map(|line| line.strip_suffix(": test"))
+            .map(|test| (test.to_owned(), group_of(package, test)))
+            .collect();
+        Ok(Program {
+            path,
+            folder,
+            tests,
+        })
+    }
+
+    /// Runs those of a group.
+    fn run(&self, group: usize, threads: &str, totals: &mut Totals) -> Result<()> {
+        let tests: Vec<&String> = self
+            .tests
+            .iter()
+            .filter_map(|(test, its)| (*its == group).then_some(test))
+            .collect();
+        if tests.is_empty() {
+            return Ok(());
+        }
+        let path = self.path.display();
+        println!("{path} ({} tests)", tests.len());
+        let mut child = Command::new(&self.path)
+            // --show-output: a test that can't run here says so and passes, and what a passed test says is hidden otherwise.
+            .args(["--exact", "--show-output", "--test-threads", threads])
+            .args(tests)
+            .current_dir(&self.folder)
+            .env("CARGO_MANIFEST_DIR", &self.folder)
+            .env("CARGO", std::env::var_os("CARGO").unwrap_or("cargo".into()))
+            .env("RUST_LIB_BACKTRACE", "0") // a failed check names its cause; the frames under it are noise
+            .stdout(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("starting {path}"))?;
+        totals.read(
+            child
+                .stdout
+                .take()
+                .context("a test program has no stdout")?,
+        )?;
+        let status = child
+            .wait()
+            .with_context(|| format!("waiting for {path}"))?;
+        if !status.success() {
+            let path = self.path.strip_prefix(root()).unwrap_or(&self.path);
+            totals.failed.push(format!("{} ({status})", path.display()));
+        }
+        Ok(())
+    }
+}
+
+fn group_of(package: &str, test: &str) -> usize {
+    let name = format!("{package} {test}");
+    let position = |group: &Group| group.tests.iter().any(|tests| name.starts_with(tests));
+    GROUPS.iter().position(position).unwrap_or(GROUPS.len() - 1)
 }
 
 /// What the test programs reported.
 #[derive(Default)]
 struct Totals {
     passed: usize,
-    failed: usize,
     ignored: usize,
     skipped: Vec<String>,
+    /// Programs that failed, with or without a failed test.
+    failed: Vec<String>,
+    failed_tests: usize,
 }
 
 impl Totals {
     /// Passes the output on, without what passed tests printed.
-    fn read(stdout: ChildStdout) -> Result<Totals> {
-        let mut totals = Totals::default();
+    fn read(&mut self, stdout: ChildStdout) -> Result<()> {
         let mut in_successes = false;
         for line in BufReader::new(stdout).split(b'\n') {
-            let line = line.context("reading cargo test's output")?;
+            let line = line.context("reading a test program's output")?;
             let line = String::from_utf8_lossy(&line);
             if line == "failures:" || line.starts_with("test result: ") {
                 in_successes = false;
@@ -89,9 +297,9 @@ impl Totals {
             if !in_successes {
                 println!("{line}");
             }
-            totals.count(&line);
+            self.count(&line);
         }
-        Ok(totals)
+        Ok(())
     }
 
     fn count(&mut self, line: &str) {
@@ -108,10 +316,34 @@ impl Totals {
                 .map(|(number, what)| (number.parse().unwrap_or(0), what))
             {
                 Some((number, "passed")) => self.passed += number,
-                Some((number, "failed")) => self.failed += number,
+                Some((number, "failed")) => self.failed_tests += number,
                 Some((number, "ignored")) => self.ignored += number,
                 _ => {}
             }
         }
+    }
+
+    fn print(&self, times: &[(&str, Duration)]) {
+        println!("\nTime of each group:");
+        for (name, time) in times {
+            let seconds = time.as_secs();
+            println!("{name:>10} {:3} min {:2} s", seconds / 60, seconds % 60);
+        }
+        match self.skipped.len() {
+            0 => println!("Nothing was skipped."),
+            count => println!(
+                "Skipped here ({count}):\n    {}",
+                self.skipped.join("\n    ")
+            ),
+        }
+        for program in &self.failed {
+            println!("failed: {program}");
+        }
+        println!(
+            "{} passed, {} failed, {} skipped",
+            self.passed - self.skipped.len(),
+            self.failed_tests.max(self.failed.len()),
+            self.skipped.len() + self.ignored
+        );
     }
 }
