@@ -53,13 +53,7 @@ fn main() -> ExitCode {
         Xtask::Miri => miri::run(),
         Xtask::Deb => deb::run(),
         Xtask::Ci(args) => ci::run(&args),
-        Xtask::Install => packages::ensure()
-            .and_then(|()| packages::qmp::ensure())
-            .and_then(|()| packages::deb::ensure())
-            .and_then(|()| packages::debian::ensure())
-            .and_then(|()| packages::qemu::ensure())
-            .and_then(|()| packages::ceph::ensure())
-            .and_then(|()| packages::tcmalloc::ensure()),
+        Xtask::Install => packages::ALL.iter().try_for_each(|(ensure, _)| ensure()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

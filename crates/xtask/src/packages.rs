@@ -43,6 +43,26 @@ const KERNEL: &str = "linux-image-cloud-amd64";
 /// Debian 12's own QEMU is 7.2, too old to be a fair rival. Its backports have 10.x.
 const QEMU_MAJOR_MIN: u32 = 8;
 
+type Ensure = fn() -> Result<()>;
+
+/// Everything that the tests need, and what happens without it.
+pub const ALL: [(Ensure, &str); 8] = [
+    (ensure, "tests that need a guest are skipped"),
+    (qmp::ensure, "tests with QEMU's QMP client are skipped"),
+    (deb::ensure, "the test of the Debian package is skipped"),
+    (
+        debian::ensure,
+        "the test of the service in a real systemd is skipped",
+    ),
+    (qemu::ensure, "the matrix leaves out"),
+    (ceph::ensure, "tests on a Ceph cluster are skipped"),
+    (
+        browser::ensure,
+        "the tests that look at reports are skipped",
+    ),
+    (tcmalloc::ensure, "ringdisk is tested without tcmalloc"),
+];
+
 /// Installs what is missing; quick, and without apt, when nothing is.
 pub fn ensure() -> Result<()> {
     let mut packages: Vec<&str> = PROGRAMS

@@ -110,34 +110,9 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 fn install() {
-    type Ensure = fn() -> Result<()>;
-    let needed: [(&str, Ensure); 7] = [
-        ("tests that need a guest are skipped", packages::ensure),
-        (
-            "tests with QEMU's QMP client are skipped",
-            packages::qmp::ensure,
-        ),
-        (
-            "the test of the Debian package is skipped",
-            packages::deb::ensure,
-        ),
-        (
-            "the test of the service in a real systemd is skipped",
-            packages::debian::ensure,
-        ),
-        ("the matrix leaves out", packages::qemu::ensure),
-        (
-            "tests on a Ceph cluster are skipped",
-            packages::ceph::ensure,
-        ),
-        (
-            "the tests that look at reports are skipped",
-            packages::browser::ensure,
-        ),
-    ];
-    for (consequence, ensure) in needed {
+    for (ensure, without) in packages::ALL {
         if let Err(error) = ensure() {
-            println!("warning: {consequence}: {error:#}");
+            println!("warning: {without}: {error:#}");
         }
     }
 }
@@ -156,9 +131,8 @@ fn build() -> Result<Vec<Program>> {
     let mut tests = cargo();
     tests.args(["test", "--workspace", "--locked", "--no-run"]);
     tests.arg("--message-format=json-render-diagnostics");
-    match packages::tcmalloc::ensure() {
-        Ok(()) => drop(tests.arg(packages::tcmalloc::FEATURE)),
-        Err(error) => println!("warning: ringdisk is tested without tcmalloc: {error:#}"),
+    if packages::tcmalloc::is_there()? {
+        tests.arg(packages::tcmalloc::FEATURE);
     }
     let output = tests.stderr(Stdio::inherit()).output();
     let output = output.context("starting cargo test")?;

@@ -28,7 +28,7 @@ pub fn ensure() -> Result<()> {
 }
 
 /// Whether the linker finds it: then it has a path, and else it is the name again.
-fn is_there() -> Result<bool> {
+pub fn is_there() -> Result<bool> {
     let asked = Command::new("cc")
         .arg(format!("-print-file-name={LIBRARY}"))
         .output()
