@@ -11,6 +11,7 @@ pub mod frontend;
 pub mod images;
 pub mod load;
 pub mod memory;
+pub mod model;
 pub mod qemu;
 pub mod qemu_img;
 pub mod qmp;

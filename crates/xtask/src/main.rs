@@ -7,6 +7,7 @@ mod deb;
 mod demo;
 mod fuzz;
 mod miri;
+mod model;
 mod packages;
 mod soak;
 mod test;
@@ -30,6 +31,8 @@ enum Xtask {
     Ceph(ceph::Args),
     /// Kill, upgrade, reconfigure and load a ringdisk with eight disks, all at once and for long
     Soak(soak::Args),
+    /// Test images of every kind at random against a model, with kills, power cuts and QEMU's tools
+    Model(model::Args),
     /// Feed every parser of hostile bytes with such bytes; needs a nightly toolchain
     Fuzz(fuzz::Args),
     /// Run what needs nothing of the system under Miri; needs a nightly toolchain with it
@@ -49,6 +52,7 @@ fn main() -> ExitCode {
         Xtask::Bench(args) => bench::run(*args),
         Xtask::Ceph(args) => ceph::run(&args),
         Xtask::Soak(args) => soak::run(&args),
+        Xtask::Model(args) => model::run(&args),
         Xtask::Fuzz(args) => fuzz::run(&args),
         Xtask::Miri => miri::run(),
         Xtask::Deb => deb::run(),

@@ -1,0 +1,277 @@
+//! Which image is served, and how: drawn from a seed.
+
+use super::oracle::SECTOR;
+use crate::faulty::Random;
+
+/// Where the image's file is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// In the file system of the working directory.
+    Plain,
+    /// In a tmpfs of its own, which can be filled.
+    Tmpfs,
+    /// In a FUSE file system of our own, whose power can be cut.
+    Fuse,
+}
+
+/// A backing file.
+#[derive(Clone, Debug)]
+pub struct Backing {
+    /// Options of `qemu-img create`; none for a raw file.
+    pub options: Option<String>,
+    pub size: u64,
+}
+
+/// How the image is made.
+#[derive(Clone, Debug)]
+pub struct Image {
+    pub qcow2: bool,
+    /// Options of `qemu-img create`, without a data file.
+    pub options: String,
+    pub cluster: u64,
+    /// With a data file, which may be a raw image of the disk.
+    pub data_file: bool,
+    pub data_file_raw: bool,
+    pub size: u64,
+    /// Sectors that are used, as `(first, how many)`.
+    pub windows: Vec<(u64, usize)>,
+    /// What it builds on, uppermost first.
+    pub backing: Vec<Backing>,
+    pub compressed: bool,
+    pub snapshots: u32,
+    pub bitmaps: bool,
+    pub place: Place,
+    /// KiB of a tmpfs in which the journal is.
+    pub journal_kib: Option<u64>,
+    /// Where the contents that it is made with begin.
+    pub seed: u64,
+}
+
+/// How it is served, and used.
+#[derive(Clone, Debug)]
+pub struct Serve {
+    pub cache: &'static str,
+    pub aio: &'static str,
+    pub discard: &'static str,
+    pub detect_zeroes: &'static str,
+    pub l2_cache: Option<&'static str>,
+    pub werror: &'static str,
+    pub iothreads: u64,
+    pub queues: u16,
+    pub slots: u16,
+    pub packed: bool,
+    pub indirect: bool,
+    pub event_idx: bool,
+    pub buffer_offset: u32,
+    /// The driver accepts neither FLUSH nor a write cache that can be switched.
+    pub without_flush: bool,
+}
+
+impl Serve {
+    pub fn draw(random: &mut Random) -> Self {
+        let cache = pick(
+            random,
+            &[
+                "none",
+                "none",
+                "writeback",
+                "writeback",
+                "directsync",
+                "writethrough",
+                "unsafe",
+            ],
+        );
+        let aio = match cache {
+            "none" | "directsync" => pick(random, &["auto", "io_uring", "native", "threads"]),
+            _ => pick(random, &["auto", "io_uring", "threads"]),
+        };
+        Self {
+            cache,
+            aio,
+            discard: pick(random, &["unmap", "unmap", "ignore"]),
+            detect_zeroes: pick(random, &["off", "off", "on", "unmap"]),
+            l2_cache: pick(
+                random,
+                &[None, None, Some("1k"), Some("1k"), Some("4k"), Some("64k")],
+            ),
+            werror: pick(random, &["enospc", "report"]),
+            iothreads: 1 + random.below(3),
+            queues: 1 + random.below(4) as u16,
+            slots: pick(random, &[2, 8, 16]),
+            packed: random.one_in(2),
+            indirect: random.one_in(2),
+            event_idx: random.one_in(2),
+            buffer_offset: pick(random, &[0, 0, 512, 8]),
+            without_flush: random.one_in(12),
+        }
+    }
+
+    /// What has been answered is durable.
+    pub fn is_write_through(&self) -> bool {
+        self.cache == "directsync"
+            || self.cache == "writethrough"
+            || self.without_flush && self.cache != "unsafe"
+    }
+}
+
+impl Image {
+    pub fn draw(random: &mut Random) -> Self {
+        let place = pick(
+            random,
+            &[Place::Plain, Place::Plain, Place::Tmpfs, Place::Fuse],
+        );
+        let mut image = Self {
+            qcow2: true,
+            options: String::new(),
+            // Small ones more often: they have many tables.
+            cluster: 1 << (9 + random.below(13).min(random.below(13))),
+            data_file: false,
+            data_file_raw: false,
+            size: 0,
+            windows: Vec::new(),
+            backing: Vec::new(),
+            compressed: false,
+            snapshots: 0,
+            bitmaps: false,
+            place,
+            journal_kib: pick(random, &[None, Some(64), Some(256)]),
+            seed: random.any(),
+        };
+        match random.below(16) {
+            0 => image.make_raw(random),
+            1 | 2 => image.make_version_2(random),
+            _ => image.make_version_3(random),
+        }
+        image
+    }
+
+    fn make_raw(&mut self, random: &mut Random) {
+        self.qcow2 = false;
+        self.draw_size(random, false);
+    }
+
+    fn make_version_2(&mut self, random: &mut Random) {
+        self.options = format!("compat=0.10,cluster_size={}", self.cluster);
+        self.draw_size(random, true);
+        self.draw_backing(random);
+        self.compressed = random.one_in(3);
+        self.snapshots = random.below(3) as u32;
+    }
+
+    fn make_version_3(&mut self, random: &mut Random) {
+        let extended = random.one_in(4);
+        if extended {
+            self.cluster = self.cluster.max(16 << 10);
+        }
+        let mut options = format!("compat=v3,cluster_size={}", self.cluster);
+        let bits = pick(random, &[1, 2, 4, 8, 16, 16, 32, 64]);
+        options += &format!(",refcount_bits={bits}");
+        if extended {
+            options += ",extended_l2=on";
+        }
+        if random.one_in(5) {
+            options += ",lazy_refcounts=on";
+        }
+        if random.one_in(4) {
+            options += ",compression_type=zstd";
+        }
+        let preallocation = match random.below(8) {
+            0 => "metadata",
+            1 => "falloc",
+            2 => "full",
+            _ => "off",
+        };
+        self.draw_size(random, preallocation == "off");
+        if preallocation == "off" {
+            self.draw_backing(random);
+        } else {
+            options += &format!(",preallocation={preallocation}");
+        }
+        self.data_file = self.place != Place::Fuse && self.windows.len() == 1 && random.one_in(8);
+        self.data_file_raw = self.data_file && self.backing.is_empty() && random.one_in(2);
+        // Neither is for data files; refcounts of few bits count few users of a cluster.
+        self.compressed = !self.data_file && bits >= 16 && random.one_in(3);
+        if !self.data_file {
+            let most = if bits == 1 { 1 } else { 3 };
+            self.snapshots = random.below(most) as u32;
+        }
+        self.bitmaps = random.one_in(5);
+        self.options = options;
+    }
+
+    /// The disk, and where it is used. It may be `sparse`: so large that it has several tables.
+    fn draw_size(&mut self, random: &mut Random, sparse: bool) {
+        // What one L2 table covers, of which extended entries cover half.
+        let table = self.cluster * self.cluster / 8;
+        let large = sparse && self.qcow2 && (1 << 20..=4 << 30).contains(&table);
+        if large && random.one_in(3) {
+            let tables = 1 + random.below(3);
+            let most = 256 << 10;
+            self.size = tables * table + most;
+            for number in 0..=tables {
+                let start = number * table;
+                let before = if number == 0 { 0 } else { 64 << 10 };
+                let sectors = (before + (128 << 10)) / 512;
+                self.windows
+                    .push(((start - before) / 512, sectors as usize));
+            }
+            return;
+        }
+        let unit = pick(random, &[512, 4096, 65536]);
+        let most = if self.cluster < 2048 {
+            1 << 20
+        } else {
+            4 << 20
+        };
+        let size = (64 << 10) + random.below(most);
+        self.size = (size / unit * unit).max(unit);
+        self.windows = vec![(0, self.size as usize / SECTOR)];
+    }
+
+    fn draw_backing(&mut self, random: &mut Random) {
+        // Over a large disk, what is below is short.
+        let largest = self.size.min(6 << 20);
+        for _ in 0..pick(random, &[0, 0, 1, 1, 2]) {
+            let size = match random.below(3) {
+                0 => self.size.min(largest),
+                1 => (largest / 2).next_multiple_of(512),
+                _ => largest + (300 << 10),
+            };
+            let options = match random.below(4) {
+                0 | 1 => None,
+                2 => Some(format!("cluster_size={}", 1 << (9 + random.below(8)))),
+                _ => Some("extended_l2=on,cluster_size=16k".into()),
+            };
+            let raw = options.is_none();
+            self.backing.push(Backing { options, size });
+            if raw {
+                break;
+            }
+        }
+    }
+
+    /// What names its kind in a list of those that were tested.
+    pub fn kind(&self) -> String {
+        let backing = match self.backing.first() {
+            None => "none",
+            Some(Backing { options: None, .. }) => "raw",
+            Some(_) => "qcow2",
+        };
+        format!(
+            "{} {} data={}{} backing={backing} place={:?} sparse={} snapshots={} bitmaps={} compressed={}",
+            if self.qcow2 { "qcow2" } else { "raw" },
+            self.options,
+            u8::from(self.data_file),
+            u8::from(self.data_file_raw),
+            self.place,
+            self.windows.len() > 1,
+            self.snapshots > 0,
+            self.bitmaps,
+            self.compressed,
+        )
+    }
+}
+
+pub fn pick<T: Clone>(random: &mut Random, from: &[T]) -> T {
+    from[random.below(from.len() as u64) as usize].clone()
+}

@@ -1,0 +1,127 @@
+//! Copies of an image, made while it is served or not, and what takes the place of an image: copies, other names.
+
+use std::fs;
+use std::path::PathBuf;
+
+use super::failure::Outcome;
+use super::files::copy;
+use super::world::{State, World};
+
+/// A copy of the image at some moment.
+pub struct Backup {
+    pub image: PathBuf,
+    pub data: Option<PathBuf>,
+    pub state: State,
+}
+
+impl World {
+    pub fn copy_served(&mut self, flush: bool) -> Outcome<()> {
+        self.drain()?;
+        if flush {
+            self.flush()?;
+        }
+        let mut state = self.state.clone();
+        state.oracle = state.oracle.copied(false);
+        state.leaks = true;
+        state.killed = false;
+        self.keep_copy(state)
+    }
+
+    /// Copies the image's files, of which this is known.
+    fn keep_copy(&mut self, state: State) -> Outcome<()> {
+        if self.backups.len() > 4 {
+            return Ok(());
+        }
+        let number = self.backups.len();
+        let image = self.files.directory.join(format!("backup{number}"));
+        copy(&self.files.image, &image)?;
+        let data = match &self.files.data {
+            Some(data) => {
+                let kept = self.files.directory.join(format!("backup{number}.data"));
+                copy(data, &kept)?;
+                Some(kept)
+            }
+            None => None,
+        };
+        self.backups.push(Backup { image, data, state });
+        self.counts.add("copies", 1);
+        Ok(())
+    }
+
+    /// What something else than ringdisk finds in the image, which knows of no journal.
+    pub fn as_flushed(&self) -> State {
+        let mut state = self.state.clone();
+        if state.killed {
+            state.oracle.power_cut();
+            state.killed = false;
+        }
+        state
+    }
+
+    pub fn back_up(&mut self) -> Outcome<()> {
+        let state = self.as_flushed();
+        self.keep_copy(state)
+    }
+
+    pub fn restore(&mut self, number: u64, in_place: bool) -> Outcome<()> {
+        if self.backups.is_empty() {
+            return Ok(());
+        }
+        let last = self.backups.len() - 1;
+        let number = match number {
+            u64::MAX => last,
+            _ => number as usize % (last + 1),
+        };
+        let backup = &self.backups[number];
+        self.files.free_images();
+        if in_place || self.files.storage.is_some() {
+            copy(&backup.image, &self.files.image)?;
+        } else {
+            let beside = self.files.image.with_extension("restored");
+            copy(&backup.image, &beside)?;
+            fs::rename(&beside, &self.files.image)?;
+        }
+        if let (Some(kept), Some(data)) = (&backup.data, &self.files.data) {
+            copy(kept, data)?;
+        }
+        self.state = backup.state.clone();
+        // cp makes nothing durable.
+        self.state.volatile = true;
+        self.counts.add("restores", 1);
+        Ok(())
+    }
+
+    pub fn rename(&mut self) -> Outcome<()> {
+        if self.files.storage.is_none() {
+            let other = self.files.fresh();
+            fs::rename(&self.files.image, &other)?;
+            self.files.image = other;
+            self.counts.add("renames", 1);
+        }
+        Ok(())
+    }
+
+    pub fn link(&mut self) -> Outcome<()> {
+        if self.files.storage.is_none() {
+            let other = self.files.fresh();
+            fs::hard_link(&self.files.image, &other)?;
+            self.files.image = other;
+            self.counts.add("hard links", 1);
+        }
+        Ok(())
+    }
+
+    pub fn copy_over(&mut self) -> Outcome<()> {
+        if self.files.storage.is_some() {
+            return Ok(());
+        }
+        self.files.free_images();
+        let beside = self.files.image.with_extension("copy");
+        copy(&self.files.image, &beside)?;
+        fs::rename(&beside, &self.files.image)?;
+        self.state = self.as_flushed();
+        self.state.volatile = true;
+        self.counts.add("copies in its place", 1);
+        Ok(())
+    }
+}

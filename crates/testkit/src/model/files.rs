@@ -1,0 +1,399 @@
+//! The files of a case: how they are made, copied and put back, and file systems that can be full or lose their power.
+
+use std::ffi::CString;
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::config::{Image, Place};
+use super::failure::{Failure, Outcome, hang};
+use super::oracle::{Oracle, SECTOR};
+use super::process::run;
+use crate::faulty::Random;
+use crate::storage::Storage;
+
+/// Bytes of a tmpfs for an image.
+const IMAGE_ROOM: u64 = 96 << 20;
+
+/// A tmpfs, as long as this is there.
+pub struct Mount(PathBuf);
+
+impl Mount {
+    fn tmpfs(at: &Path, bytes: u64) -> io::Result<Self> {
+        fs::create_dir_all(at)?;
+        let place = CString::new(at.as_os_str().as_bytes()).map_err(io::Error::other)?;
+        let options = CString::new(format!("size={bytes}")).map_err(io::Error::other)?;
+        // SAFETY: four strings that outlive the call.
+        let failed = unsafe {
+            libc::mount(
+                c"ringdisk-model".as_ptr(),
+                place.as_ptr(),
+                c"tmpfs".as_ptr(),
+                libc::MS_NOSUID | libc::MS_NODEV,
+                options.as_ptr().cast(),
+            )
+        };
+        if failed != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self(at.into()))
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let place = CString::new(self.0.as_os_str().as_bytes()).unwrap_or_default();
+        // SAFETY: a string that outlives the call.
+        unsafe { libc::umount2(place.as_ptr(), libc::MNT_DETACH) };
+    }
+}
+
+/// Whether file systems can be mounted here: for that it takes root, and `/dev/fuse`.
+pub fn can_mount(directory: &Path) -> bool {
+    let at = directory.join("mount");
+    let mounted = Mount::tmpfs(&at, 64 << 10).and_then(|_| {
+        let fuse = directory.join("fuse");
+        fs::create_dir_all(&fuse)?;
+        Storage::mount(&fuse, vec![0; SECTOR], 0).map(drop)
+    });
+    mounted.is_ok()
+}
+
+pub struct Files {
+    pub directory: PathBuf,
+    /// The image, by the name that it has now.
+    pub image: PathBuf,
+    pub data: Option<PathBuf>,
+    pub qcow2: bool,
+    /// Below the image when it was made: its file and format.
+    pub backing: Option<(PathBuf, &'static str)>,
+    pub storage: Option<Storage>,
+    /// Where the journals are.
+    pub runtime: PathBuf,
+    names: u64,
+    journal_mount: Option<Mount>,
+    image_mount: Option<Mount>,
+}
+
+impl Files {
+    /// Makes an image, and what it needs.
+    pub fn make(directory: &Path, image: &Image) -> Outcome<Self> {
+        let disks = directory.join("disks");
+        let runtime = directory.join("run");
+        for made in [&disks, &runtime] {
+            fs::create_dir_all(made)?;
+        }
+        let mount = |at: &Path, bytes| {
+            Mount::tmpfs(at, bytes).map_err(|e| Failure::new("skipped", format!("tmpfs: {e}")))
+        };
+        let mut files = Self {
+            image_mount: match image.place {
+                Place::Tmpfs => Some(mount(&disks, IMAGE_ROOM)?),
+                _ => None,
+            },
+            journal_mount: match image.journal_kib {
+                Some(kib) => Some(mount(&runtime, kib << 10)?),
+                None => None,
+            },
+            image: disks.join("disk"),
+            data: image.data_file.then(|| disks.join("data")),
+            directory: directory.into(),
+            qcow2: image.qcow2,
+            backing: None,
+            storage: None,
+            runtime,
+            names: 0,
+        };
+        let mut random = Random(image.seed);
+        for (number, below) in image.backing.iter().enumerate().rev() {
+            let file = directory.join(format!("base{number}"));
+            let format = match below.options {
+                Some(_) => "qcow2",
+                None => "raw",
+            };
+            let options = below.options.clone().unwrap_or_default();
+            files.create(&file, format, &options, below.size)?;
+            files.scribble(&file, format, below.size, &mut random, false)?;
+            files.backing = Some((file, format));
+        }
+        let mut options = image.options.clone();
+        if let Some(data) = &files.data {
+            options += &format!(",data_file={}", data.display());
+            if image.data_file_raw {
+                options += ",data_file_raw=on";
+            }
+        }
+        let file = files.image.clone();
+        let format = files.format();
+        files.create(&file, format, &options, image.size)?;
+        if image.windows.len() == 1 {
+            files.scribble(&file, format, image.size, &mut random, image.compressed)?;
+        }
+        if image.place == Place::Fuse {
+            let mnt = directory.join("fuse");
+            fs::create_dir_all(&mnt)?;
+            let storage = Storage::mount(&mnt, fs::read(&file)?, image.seed)
+                .map_err(|e| Failure::new("skipped", format!("FUSE: {e}")))?;
+            fs::remove_file(&file)?;
+            files.image = storage.file();
+            files.storage = Some(storage);
+        }
+        Ok(files)
+    }
+
+    pub fn format(&self) -> &'static str {
+        if self.qcow2 { "qcow2" } else { "raw" }
+    }
+
+    fn create(&self, file: &Path, format: &str, options: &str, size: u64) -> Outcome<()> {
+        let mut command = Command::new("qemu-img");
+        command.args(["create", "-q", "-f", format]);
+        if !options.is_empty() {
+            command.args(["-o", options]);
+        }
+        if let Some((below, format)) = &self.backing {
+            command.arg("-b").arg(below).args(["-F", format]);
+        }
+        command.arg(file).arg(size.to_string());
+        self.expect(&mut command).map(drop)
+    }
+
+    /// Runs a tool that must succeed.
+    pub fn expect(&self, command: &mut Command) -> Outcome<String> {
+        match run(command, &self.directory)? {
+            (Some(0), said) => Ok(said),
+            (code, said) => {
+                let what = format!("{command:?}: {code:?}, {said}");
+                Err(Failure::new("tool", what))
+            }
+        }
+    }
+
+    /// Patterns all over an image that is fresh.
+    fn scribble(
+        &self,
+        file: &Path,
+        format: &str,
+        size: u64,
+        random: &mut Random,
+        compressed: bool,
+    ) -> Outcome<()> {
+        let mut command = Command::new("qemu-io");
+        command.args(["-t", "writeback", "-f", format]);
+        for number in 0..random.below(14) {
+            let (at, len) = random.range(size, 65536);
+            let pattern = 1 + random.below(250);
+            let words = match number % 6 {
+                4 => format!("write -q -z {at} {len}"),
+                5 => format!("discard -q {at} {len}"),
+                _ => format!("write -q -P {pattern} {at} {len}"),
+            };
+            command.args(["-c", &words]);
+        }
+        self.expect(command.arg(file))?;
+        if !compressed {
+            return Ok(());
+        }
+        let cluster = 1u64 << fs::read(file)?[23];
+        let mut command = Command::new("qemu-io");
+        command.args(["-t", "writeback", "-d", "unmap", "-f", format]);
+        for _ in 0..6 {
+            let at = random.below(size.div_ceil(cluster)) * cluster;
+            let len = cluster.min(size - at);
+            let pattern = 1 + random.below(250);
+            // Only what is not allocated can be written compressed.
+            command.args(["-c", &format!("discard -q {at} {len}")]);
+            command.args(["-c", &format!("write -q -c -P {pattern} {at} {len}")]);
+        }
+        // Some versions of QEMU refuse some.
+        run(command.arg(file), &self.directory).map(drop)
+    }
+
+    /// A path in the image's directory that was never used.
+    pub fn fresh(&mut self) -> PathBuf {
+        self.names += 1;
+        self.directory.join(format!("disks/disk-{}", self.names))
+    }
+
+    /// A field of the header.
+    fn header(&self, at: usize) -> u32 {
+        let mut bytes = [0; 4];
+        let read = File::open(&self.image).and_then(|f| f.read_exact_at(&mut bytes, at as u64));
+        read.map_or(0, |()| u32::from_be_bytes(bytes))
+    }
+
+    /// It has no place to say that there is a journal.
+    pub fn is_version_2(&self) -> bool {
+        self.qcow2 && self.header(4) == 2
+    }
+
+    /// Its refcounts are to be repaired, QEMU said.
+    pub fn is_dirty(&self) -> bool {
+        self.qcow2 && self.header(4) > 2 && self.header(76) & 1 != 0
+    }
+
+    /// The content as QEMU sees it, of the image or of a snapshot in it.
+    pub fn converted(&self, snapshot: Option<&str>, size: u64) -> Outcome<Converted> {
+        let out = self.directory.join("content.raw");
+        let _ = fs::remove_file(&out);
+        let mut command = Command::new("qemu-img");
+        command.args(["convert", "-f", self.format(), "-O", "raw"]);
+        if let Some(name) = snapshot {
+            command.args(["-l", &format!("snapshot.name={name}")]);
+        }
+        self.expect(command.arg(&self.image).arg(&out))?;
+        let len = fs::metadata(&out)?.len();
+        // A snapshot is converted with the size that the disk has now.
+        if snapshot.is_none() && len != size.next_multiple_of(SECTOR as u64) {
+            let what = format!("the disk has {len} bytes, and must have {size}");
+            return Err(Failure::new("size", what));
+        }
+        Ok(Converted(out))
+    }
+
+    /// Waits until nobody has the image: the kernel may still be at work for a process that was killed, and keeps the
+    /// lock until then.
+    pub fn wait_until_free(&self) -> Outcome<()> {
+        let start = Instant::now();
+        for path in [Some(&self.image), self.data.as_ref()]
+            .into_iter()
+            .flatten()
+        {
+            let file = File::options().read(true).write(true).open(path)?;
+            while is_locked(&file) {
+                if start.elapsed() > hang() {
+                    let what = format!("{} stays locked", path.display());
+                    return Err(Failure::new("hang", what));
+                }
+                thread::sleep(Duration::from_millis(1));
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills a file system, and leaves so many KiB.
+    fn fill(directory: &Path, leave_kib: u64) -> io::Result<()> {
+        let path = directory.join("filler");
+        let mut file = File::options().create(true).append(true).open(path)?;
+        let page = [1; 4096];
+        // ENOSPC is what is wanted.
+        while file.write_all(&page).is_ok() {}
+        let len = file.metadata()?.len();
+        file.set_len(len.saturating_sub(leave_kib << 10))
+    }
+
+    pub fn fill_journals(&self, leave_kib: u64) -> io::Result<bool> {
+        match &self.journal_mount {
+            Some(mount) => Self::fill(&mount.0, leave_kib).map(|()| true),
+            None => Ok(false),
+        }
+    }
+
+    pub fn free_journals(&self) {
+        let _ = fs::remove_file(self.runtime.join("filler"));
+    }
+
+    pub fn fill_images(&self, leave_kib: u64) -> io::Result<bool> {
+        match &self.image_mount {
+            Some(mount) => Self::fill(&mount.0, leave_kib).map(|()| true),
+            None => Ok(false),
+        }
+    }
+
+    pub fn free_images(&self) {
+        let _ = fs::remove_file(self.directory.join("disks/filler"));
+    }
+
+    /// Cuts the power, if it can be cut: of what was not made durable, each sector is there or not, and a tmpfs is empty.
+    pub fn cut_power(&self, seed: u64) -> io::Result<bool> {
+        let Some(storage) = &self.storage else {
+            return Ok(false);
+        };
+        storage.control().cut_power(&mut Random(seed));
+        for entry in fs::read_dir(&self.runtime)?.flatten() {
+            if entry.file_type()?.is_dir() {
+                fs::remove_dir_all(entry.path())?;
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Whether anybody has a lock on any part of a file.
+fn is_locked(file: &File) -> bool {
+    // SAFETY: all zeroes are a lock of the whole file.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = libc::F_WRLCK as libc::c_short;
+    // SAFETY: an open file, and a lock that outlives the call.
+    let failed = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
+    failed == 0 && i32::from(lock.l_type) != libc::F_UNLCK
+}
+
+/// A raw file that a disk was converted to.
+pub struct Converted(PathBuf);
+
+impl Converted {
+    /// The bytes of all windows.
+    pub fn windows(&self, oracle: &Oracle) -> io::Result<Vec<u8>> {
+        windows(&self.0, oracle)
+    }
+}
+
+impl Drop for Converted {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+/// The bytes of all windows in a raw file.
+pub fn windows(file: &Path, oracle: &Oracle) -> io::Result<Vec<u8>> {
+    let file = File::open(file)?;
+    let mut all = Vec::new();
+    for window in &oracle.windows {
+        let start = all.len();
+        all.resize(start + window.sectors * SECTOR, 0);
+        let (mut at, mut into) = (window.sector * SECTOR as u64, &mut all[start..]);
+        while !into.is_empty() {
+            match file.read_at(into, at)? {
+                // It ends in the middle of a sector, which is padded.
+                0 => break,
+                n => {
+                    at += n as u64;
+                    into = &mut into[n..];
+                }
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// Copies a file with its holes. Into one that is there, the copy has the same inode as before.
+pub fn copy(from: &Path, to: &Path) -> io::Result<()> {
+    let mut source = File::open(from)?;
+    let mut target = File::options()
+        .create(true)
+        .write(true)
+        .truncate(true)
+        .open(to)?;
+    let len = source.metadata()?.len();
+    let mut chunk = vec![0; 64 << 10];
+    let mut at = 0;
+    while at < len {
+        let n = source.read(&mut chunk)?;
+        if n == 0 {
+            break;
+        }
+        if chunk[..n].iter().any(|b| *b != 0) {
+            target.seek(SeekFrom::Start(at))?;
+            target.write_all(&chunk[..n])?;
+        }
+        at += n as u64;
+    }
+    target.set_len(len)
+}

@@ -1,0 +1,308 @@
+//! The guest: requests on several queues at once, whose answers the oracle judges.
+
+use std::ops::Range;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_FLUSH};
+
+use super::config::Serve;
+use super::failure::{Failure, Outcome, hang};
+use super::oracle::{Oracle, SECTOR, content, digest};
+use super::steps::{Kind, Request};
+use crate::driver::{DISK_FEATURES, Device, DeviceConfig, Op};
+use crate::frontend::protocol;
+
+const OK: u8 = 0;
+const UNSUPPORTED: u8 = 2;
+/// Bytes of a slot's buffer, and of a read or write at most.
+const BUFFER: u32 = 128 << 10;
+
+/// What else than success a request may be answered with.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Leave {
+    /// What writes may fail: there is no space.
+    pub fail: bool,
+    /// Discards are refused.
+    pub no_discard: bool,
+}
+
+struct UnderWay {
+    request: Request,
+    sector: u64,
+    range: Range<usize>,
+    sent: u64,
+    /// A write touched the range meanwhile: what a read has found is not judged.
+    mixed: bool,
+}
+
+pub struct Guest {
+    device: Device,
+    config: DeviceConfig,
+    under_way: Vec<Vec<Option<UnderWay>>>,
+    pub leave: Leave,
+    pub completed: u64,
+}
+
+/// The part of the disk that a request is for.
+pub fn placed(oracle: &Oracle, request: &Request) -> (u64, Range<usize>) {
+    let all: usize = oracle.windows.iter().map(|w| w.sectors).sum();
+    let index = (request.at % all as u64) as usize;
+    let window = oracle
+        .windows
+        .iter()
+        .find(|w| (w.first..w.first + w.sectors).contains(&index))
+        .expect("windows follow each other");
+    let sector = window.sector + (index - window.first) as u64;
+    let sector = (sector - sector % request.align).max(window.sector);
+    let end = window.sector + window.sectors as u64;
+    let sectors = u64::from(request.sectors).min(end - sector) as usize;
+    let start = window.first + (sector - window.sector) as usize;
+    (sector, start..start + sectors)
+}
+
+/// What a request makes of its range, as bytes; nothing for one that writes none.
+pub fn written(request: &Request, sector: u64, sectors: usize) -> Vec<u8> {
+    match request.kind {
+        Kind::Write => (0..sectors as u64)
+            .flat_map(|i| content(request.mark, sector + i))
+            .collect(),
+        _ => vec![0; sectors * SECTOR],
+    }
+}
+
+impl Guest {
+    pub fn connect(socket: &Path, serve: &Serve) -> Outcome<Self> {
+        let without = match serve.without_flush {
+            true => 1 << VIRTIO_BLK_F_FLUSH | 1 << VIRTIO_BLK_F_CONFIG_WCE,
+            false => 0,
+        };
+        let config = DeviceConfig {
+            queues: serve.queues,
+            queue_size: 64,
+            slots: serve.slots,
+            buffer_len: BUFFER,
+            buffer_offset: serve.buffer_offset,
+            indirect: serve.indirect,
+            event_idx: serve.event_idx,
+            packed: serve.packed,
+            inflight: true,
+            features: !without,
+            protocol: protocol::ALL,
+        };
+        let device = Device::connect(socket, &config)
+            .map_err(|e| Failure::new("connect", format!("no connection: {e}")))?;
+        let none = || (0..serve.slots).map(|_| None).collect();
+        Ok(Self {
+            device,
+            under_way: (0..serve.queues).map(|_| none()).collect(),
+            config,
+            leave: Leave {
+                fail: false,
+                no_discard: serve.discard == "ignore",
+            },
+            completed: 0,
+        })
+    }
+
+    /// Connects again with all that is under way.
+    pub fn reconnect(&mut self, socket: &Path) -> Outcome<()> {
+        self.device
+            .reconnect(socket, &self.config)
+            .map_err(|e| Failure::new("connect", format!("no connection: {e}")))
+    }
+
+    pub fn in_flight(&self) -> usize {
+        self.under_way.iter().flatten().flatten().count()
+    }
+
+    /// Sends requests, as slots become free. Returns when all, or `until`, have been answered.
+    pub fn run(
+        &mut self,
+        oracle: &mut Oracle,
+        list: &[Request],
+        until: Option<u32>,
+    ) -> Outcome<()> {
+        let enough = until.map(|n| self.completed + u64::from(n));
+        for request in list {
+            let queue = usize::from(request.queue) % self.under_way.len();
+            let free = |under_way: &Vec<Vec<Option<UnderWay>>>| {
+                under_way[queue].iter().position(Option::is_none)
+            };
+            let mut since = Instant::now();
+            let slot = loop {
+                if self.take(oracle)? > 0 {
+                    since = Instant::now();
+                }
+                if enough.is_some_and(|n| self.completed >= n) {
+                    return Ok(());
+                }
+                if let Some(slot) = free(&self.under_way) {
+                    break slot;
+                }
+                self.rest(since)?;
+            };
+            self.send(oracle, queue, slot as u16, request);
+        }
+        match enough {
+            None => self.drain(oracle),
+            Some(enough) => self.wait(oracle, |guest| guest.completed >= enough),
+        }
+    }
+
+    /// Waits until nothing is under way.
+    pub fn drain(&mut self, oracle: &mut Oracle) -> Outcome<()> {
+        self.wait(oracle, |guest| guest.in_flight() == 0)
+    }
+
+    fn wait(&mut self, oracle: &mut Oracle, done: impl Fn(&Self) -> bool) -> Outcome<()> {
+        let mut since = Instant::now();
+        loop {
+            if self.take(oracle)? > 0 {
+                since = Instant::now();
+            }
+            if done(self) || self.in_flight() == 0 {
+                return Ok(());
+            }
+            self.rest(since)?;
+        }
+    }
+
+    fn rest(&self, since: Instant) -> Outcome<()> {
+        if since.elapsed() < hang() {
+            thread::sleep(Duration::from_micros(50));
+            return Ok(());
+        }
+        let all = self.under_way.iter().enumerate();
+        let waiting: Vec<_> = all
+            .flat_map(|(queue, slots)| slots.iter().flatten().map(move |u| (queue, u)))
+            .map(|(queue, u)| format!("queue {queue}: {:?} at {}", u.request.kind, u.sector))
+            .collect();
+        Err(Failure::new(
+            "hang",
+            format!("not answered: {}", waiting.join(", ")),
+        ))
+    }
+
+    fn send(&mut self, oracle: &mut Oracle, queue: usize, slot: u16, request: &Request) {
+        let op = match request.kind {
+            Kind::Read => Op::Read,
+            Kind::Write | Kind::WriteNothing => Op::Write,
+            Kind::WriteZeroes { unmap } => Op::WriteZeroes { unmap },
+            Kind::Discard => Op::Discard,
+            Kind::Flush => Op::Flush,
+        };
+        if !self.has(op) {
+            return;
+        }
+        let (sector, range) = match request.kind {
+            Kind::Flush => (0, 0..0),
+            _ => placed(oracle, request),
+        };
+        let device_queue = &mut self.device.queues[queue];
+        let bytes = written(request, sector, range.len());
+        let changes = !matches!(request.kind, Kind::Read | Kind::Flush);
+        let mut mixed = false;
+        for other in self.under_way.iter_mut().flatten().flatten() {
+            let overlap = other.range.start < range.end && range.start < other.range.end;
+            let read = other.request.kind == Kind::Read;
+            if overlap && changes && read {
+                other.mixed = true;
+            }
+            mixed |= overlap && !changes && !read;
+        }
+        let sent = match changes {
+            true => {
+                let digests: Vec<u64> = bytes.chunks(SECTOR).map(digest).collect();
+                oracle.sent(range.clone(), request.mark, &digests)
+            }
+            false => oracle.now(),
+        };
+        match op {
+            Op::Write => device_queue.write_buffer(slot, &bytes),
+            Op::Read => device_queue.write_buffer(slot, &vec![0xa5; bytes.len()]),
+            _ => {}
+        }
+        device_queue.prepare(slot, op, sector, bytes.len() as u32);
+        device_queue.submit(&[slot]);
+        self.under_way[queue][usize::from(slot)] = Some(UnderWay {
+            request: *request,
+            sector,
+            range,
+            sent,
+            mixed,
+        });
+    }
+
+    fn has(&self, op: Op) -> bool {
+        use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_WRITE_ZEROES};
+        let bit = match op {
+            Op::Flush => VIRTIO_BLK_F_FLUSH,
+            Op::Discard => VIRTIO_BLK_F_DISCARD,
+            Op::WriteZeroes { .. } => VIRTIO_BLK_F_WRITE_ZEROES,
+            _ => return true,
+        };
+        debug_assert!(DISK_FEATURES & 1 << bit != 0);
+        self.device.features & 1 << bit != 0
+    }
+
+    /// Takes what has been answered.
+    fn take(&mut self, oracle: &mut Oracle) -> Outcome<usize> {
+        let mut count = 0;
+        for number in 0..self.under_way.len() {
+            let mut done = Vec::new();
+            self.device.queues[number].poll(|slot, status| done.push((slot, status)));
+            for (slot, status) in done {
+                count += 1;
+                self.completed += 1;
+                self.answered(oracle, number, slot, status)?;
+            }
+        }
+        Ok(count)
+    }
+
+    fn answered(
+        &mut self,
+        oracle: &mut Oracle,
+        number: usize,
+        slot: u16,
+        status: u8,
+    ) -> Outcome<()> {
+        let UnderWay {
+            request,
+            sector,
+            range,
+            sent,
+            mixed,
+        } = self.under_way[number][usize::from(slot)]
+            .take()
+            .ok_or_else(|| Failure::new("status", format!("slot {slot} was not in flight")))?;
+        let kind = request.kind;
+        let may_fail = self.leave.fail && kind != Kind::Read
+            || kind == Kind::Discard && self.leave.no_discard && status == UNSUPPORTED;
+        if status != OK && !may_fail {
+            let what = format!("{request:?} at sector {sector}: status {status}");
+            return Err(Failure::new("status", what));
+        }
+        match kind {
+            Kind::Flush if status == OK => oracle.flushed(sent),
+            Kind::Flush => {}
+            Kind::Read if mixed => {}
+            Kind::Read => {
+                let bytes = self.device.queues[number].read_buffer(slot, range.len() * SECTOR);
+                oracle
+                    .saw(range, &bytes)
+                    .map_err(|e| Failure::new("content", format!("a read: {e}")))?;
+            }
+            // What fails is done in part, and what is discarded is as before, or zeroes.
+            _ => oracle.answered(
+                range,
+                request.mark,
+                sent,
+                status == OK && kind != Kind::Discard,
+            ),
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,204 @@
+//! The processes: ringdisk, whose log goes to a file, and QEMU's tools. Nothing is waited for without an end.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use super::failure::{Failure, Outcome, hang};
+
+/// A ringdisk that serves, and those that took over from it.
+pub struct Process {
+    child: Child,
+    /// What all of them have in their command line, and nobody else.
+    control: PathBuf,
+    /// The one that serves.
+    pub pid: u32,
+    upgraded: bool,
+}
+
+impl Process {
+    /// Starts it, without waiting for anything.
+    pub fn spawn(mut command: Command, control: &Path, directory: &Path) -> io::Result<Self> {
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(directory.join("log"))?;
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(File::create(directory.join("ready"))?)
+            .stderr(log)
+            .spawn()?;
+        Ok(Self {
+            pid: child.id(),
+            child,
+            control: control.into(),
+            upgraded: false,
+        })
+    }
+
+    /// Waits until it serves. `None` if it has ended instead.
+    pub fn ready(&mut self, directory: &Path) -> Outcome<Option<()>> {
+        let start = Instant::now();
+        loop {
+            if fs::read_to_string(directory.join("ready"))?.ends_with('\n') {
+                return Ok(Some(()));
+            }
+            if self.child.try_wait()?.is_some() {
+                return Ok(None);
+            }
+            if start.elapsed() > hang() {
+                let what = format!("ringdisk is not ready, {}", busy(self.pid));
+                return Err(Failure::new("hang", what));
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Kills it, and whatever took over or was about to.
+    pub fn kill(&mut self) -> Outcome<()> {
+        let _ = self.child.kill();
+        self.child.wait()?;
+        // Only once: the next one has the same command line.
+        if std::mem::take(&mut self.upgraded) {
+            self.kill_successors()?;
+        }
+        Ok(())
+    }
+
+    fn kill_successors(&self) -> Outcome<()> {
+        let start = Instant::now();
+        loop {
+            let left = processes_with(&self.control);
+            if left.is_empty() {
+                return Ok(());
+            }
+            for pid in left {
+                if let Some(pid) = Pid::from_raw(pid as i32) {
+                    let _ = kill_process(pid, Signal::KILL);
+                }
+            }
+            if start.elapsed() > hang() {
+                return Err(Failure::new("hang", "a killed ringdisk does not end"));
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    pub fn ask_to_end(&self) {
+        if let Some(pid) = Pid::from_raw(self.pid as i32) {
+            let _ = kill_process(pid, Signal::TERM);
+        }
+    }
+
+    /// Waits until it has ended. What it ended with is known only of a child.
+    pub fn ended(&mut self) -> Outcome<Option<ExitStatus>> {
+        let start = Instant::now();
+        loop {
+            let status = self.child.try_wait()?;
+            if status.is_some() && !(self.upgraded && is_there(self.pid)) {
+                return Ok(status.filter(|_| !self.upgraded));
+            }
+            if start.elapsed() > hang() {
+                let what = format!("ringdisk does not end, {}", busy(self.pid));
+                return Err(Failure::new("hang", what));
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Whether it has ended already.
+    pub fn has_ended(&mut self) -> bool {
+        !self.upgraded && matches!(self.child.try_wait(), Ok(Some(_)))
+    }
+
+    /// `ringdisk upgrade` has been started: from now on, others may serve.
+    pub fn may_be_upgraded(&mut self) {
+        self.upgraded = true;
+    }
+
+    /// Another process has taken over.
+    pub fn was_upgraded(&mut self, reply: &str) -> Outcome<()> {
+        let reply: Value = serde_json::from_str(reply)
+            .map_err(|e| Failure::new("upgrade", format!("{e} in {reply:?}")))?;
+        let pid = reply["pid"].as_u64();
+        self.pid = pid.ok_or_else(|| Failure::new("upgrade", reply.to_string()))? as u32;
+        // The old one is gone, or is about to be.
+        Ok(())
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.kill();
+    }
+}
+
+fn is_there(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat
+        .rsplit(')')
+        .next()
+        .and_then(|s| s.trim_start().chars().next());
+    state.is_some_and(|state| state != 'Z')
+}
+
+/// What a process that hangs is doing.
+fn busy(pid: u32) -> String {
+    let threads = fs::read_dir(format!("/proc/{pid}/task"));
+    let states = threads
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|thread| {
+            let stat = fs::read_to_string(thread.path().join("stat")).ok()?;
+            let name = fs::read_to_string(thread.path().join("comm")).ok()?;
+            let state = stat.rsplit(')').next()?.trim_start().chars().next()?;
+            Some(format!("{} {state}", name.trim()))
+        });
+    let states: Vec<_> = states.collect();
+    format!("threads: {}", states.join(", "))
+}
+
+/// Processes that have a path in their command line, and are not this one.
+fn processes_with(path: &Path) -> Vec<u32> {
+    let path = path.as_os_str().as_encoded_bytes();
+    let all = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    pids.filter(|&pid| {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        pid != std::process::id() && is_there(pid) && line.windows(path.len()).any(|w| w == path)
+    })
+    .collect()
+}
+
+/// Runs a tool to its end; what it ended with, and what it said.
+pub fn run(command: &mut Command, directory: &Path) -> Outcome<(Option<i32>, String)> {
+    let out = directory.join("said");
+    let said = File::create(&out)?;
+    let mut child = command
+        .current_dir(directory)
+        .stdin(Stdio::null())
+        .stdout(said.try_clone()?)
+        .stderr(said)
+        .spawn()?;
+    let start = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        if start.elapsed() > hang() {
+            let _ = child.kill();
+            let _ = child.wait();
+            return Err(Failure::new("hang", format!("{command:?} does not end")));
+        }
+        thread::sleep(Duration::from_millis(1));
+    };
+    let said = String::from_utf8_lossy(&fs::read(&out)?).into_owned();
+    Ok((status.code(), said))
+}

@@ -1,0 +1,404 @@
+//! What happens to an image: a list of steps that is drawn from a seed. Each has in it all that it needs, and one that
+//! does not fit (nothing is served, there is no such snapshot) is left out, so that any part of a list is a list.
+
+use std::fmt;
+
+use super::config::{Image, Place, Serve, pick};
+use crate::faulty::Random;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Read,
+    Write,
+    /// A write of nothing but zeroes.
+    WriteNothing,
+    WriteZeroes {
+        unmap: bool,
+    },
+    Discard,
+    Flush,
+}
+
+/// A request of the guest.
+#[derive(Clone, Copy)]
+pub struct Request {
+    pub kind: Kind,
+    pub queue: u16,
+    /// Which it is, in the whole list.
+    pub mark: u64,
+    /// Where, in turn for as many sectors as there are.
+    pub at: u64,
+    /// A power of two.
+    pub align: u64,
+    pub sectors: u32,
+}
+
+impl fmt::Debug for Request {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let Self {
+            kind, queue, mark, ..
+        } = self;
+        if *kind == Kind::Flush {
+            return write!(f, "Flush in {queue}");
+        }
+        let at = self.at - self.at % self.align;
+        write!(f, "{kind:?} {mark:#x} {at}+{} in {queue}", self.sectors)
+    }
+}
+
+/// What QEMU's tools do to an image that is not served.
+#[derive(Clone, Debug)]
+pub enum Tool {
+    Check,
+    Repair {
+        all: bool,
+    },
+    SnapshotCreate,
+    SnapshotApply(u64),
+    SnapshotDelete(u64),
+    Write(Vec<Request>),
+    /// qemu-io writes, and is killed after so many microseconds.
+    Crash {
+        requests: Vec<Request>,
+        after_us: u64,
+    },
+    /// qemu-storage-daemon serves it, and is killed after so many answers, or ends in order.
+    Daemon {
+        requests: Vec<Request>,
+        kill: Option<u32>,
+    },
+    Resize(u64),
+    Amend(&'static str),
+    BitmapAdd,
+    BitmapRemove,
+    /// It is replaced by a copy of itself, made by `qemu-img convert`.
+    Convert,
+    Compare,
+    Rebase,
+    Commit,
+}
+
+#[derive(Clone, Debug)]
+pub enum Step {
+    Start(Serve),
+    /// ringdisk is killed so soon after it was started.
+    StartKilled {
+        serve: Serve,
+        after_us: u64,
+    },
+    /// The guest sends these, and goes on when all, or so many, have been answered.
+    Requests {
+        list: Vec<Request>,
+        until: Option<u32>,
+    },
+    /// All is read through the server.
+    Verify,
+    Flush,
+    Resize(u64),
+    /// A fresh overlay is put above the image.
+    Snapshot {
+        options: &'static str,
+        drain: bool,
+    },
+    /// The disk is moved to a copy.
+    Replace {
+        qcow2: bool,
+    },
+    Reconnect,
+    Upgrade,
+    /// The image is copied while it is served.
+    CopyServed {
+        flush: bool,
+    },
+    Kill {
+        after_us: u64,
+    },
+    /// The next process does what was under way.
+    KillAndReconnect {
+        l2_cache: Option<&'static str>,
+    },
+    Terminate,
+    TerminateKilled {
+        after_us: u64,
+    },
+    UpgradeKilled {
+        after_us: u64,
+    },
+    PowerCut {
+        seed: u64,
+    },
+    FillJournal {
+        leave_kib: u64,
+    },
+    FreeJournal,
+    FillImage {
+        leave_kib: u64,
+    },
+    FreeImage,
+    /// The image is copied, by cp.
+    Backup,
+    /// A copy is put back: into the same file, or in its place. The largest number is the latest.
+    Restore {
+        number: u64,
+        in_place: bool,
+    },
+    Rename,
+    HardLink,
+    /// A copy of the image takes its place.
+    CopyOver,
+    Tool(Tool),
+}
+
+/// All that follows from a seed.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub seed: u64,
+    pub image: Image,
+    pub steps: Vec<Step>,
+}
+
+struct Draw {
+    random: Random,
+    marks: u64,
+    cluster: u64,
+    /// So many that some are in what the disk has grown by, and the others begin anew.
+    sectors: u64,
+}
+
+impl Case {
+    pub fn draw(seed: u64) -> Self {
+        let mut random = Random(seed);
+        let image = Image::draw(&mut random);
+        let mut draw = Draw {
+            random,
+            marks: 0,
+            cluster: image.cluster,
+            sectors: image.windows.iter().map(|w| w.1 as u64).sum::<u64>() * 9 / 8,
+        };
+        let mut steps = Vec::new();
+        for _ in 0..2 + draw.random.below(4) {
+            draw.round(&image, &mut steps);
+        }
+        Self { seed, image, steps }
+    }
+}
+
+impl Draw {
+    /// From one start to the next.
+    fn round(&mut self, image: &Image, steps: &mut Vec<Step>) {
+        let first = steps.len();
+        let serve = Serve::draw(&mut self.random);
+        if self.random.one_in(4) {
+            for _ in 0..=self.random.below(3) {
+                let after_us = self.random.below(60_000);
+                let mut serve = serve.clone();
+                if self.random.one_in(2) {
+                    serve.l2_cache = Some("1k");
+                }
+                steps.push(Step::StartKilled { serve, after_us });
+            }
+        }
+        let journal_full = image.journal_kib.is_some() && self.random.one_in(4);
+        let image_full = image.place == Place::Tmpfs && self.random.one_in(4);
+        if journal_full && self.random.one_in(4) {
+            steps.push(Step::FillJournal { leave_kib: 0 });
+        }
+        steps.push(Step::Start(serve));
+        if self.random.one_in(3) {
+            steps.push(Step::Verify);
+        }
+        for number in 0..1 + self.random.below(4) {
+            if number == 1 && journal_full {
+                let leave_kib = 4 * self.random.below(5);
+                steps.push(Step::FillJournal { leave_kib });
+            }
+            if number == 1 && image_full {
+                let leave_kib = 4 * self.random.below(64);
+                steps.push(Step::FillImage { leave_kib });
+            }
+            self.phase(steps);
+        }
+        if journal_full && self.random.one_in(2) {
+            steps.push(Step::FreeJournal);
+        }
+        if image_full {
+            steps.push(Step::FreeImage);
+        }
+        let copied = steps[first..]
+            .iter()
+            .any(|step| matches!(step, Step::CopyServed { .. }));
+        self.end(image, steps);
+        if copied && self.random.one_in(2) {
+            // The latest copy, while what came after it is still in the journal.
+            steps.push(Step::Restore {
+                number: u64::MAX,
+                in_place: true,
+            });
+        }
+        for _ in 0..self.random.below(4) {
+            self.between(image, steps);
+        }
+        if journal_full {
+            steps.push(Step::FreeJournal);
+        }
+    }
+
+    /// Something while it is served.
+    fn phase(&mut self, steps: &mut Vec<Step>) {
+        let most = pick(&mut self.random, &[4, 20, 100, 300]);
+        let count = 1 + self.random.below(most);
+        let list = self.requests(count, true);
+        let until = match self.random.below(3) {
+            0 => None,
+            _ => Some(self.random.below(count) as u32),
+        };
+        steps.push(Step::Requests { list, until });
+        let options = pick(
+            &mut self.random,
+            &[
+                "cluster_size=64k",
+                "cluster_size=4k",
+                "cluster_size=512",
+                "extended_l2=on,cluster_size=32k",
+            ],
+        );
+        steps.push(match self.random.below(26) {
+            0 | 1 => Step::Resize(1 + self.random.below(1000)),
+            2 => Step::Snapshot {
+                options,
+                drain: self.random.one_in(2),
+            },
+            3 => Step::Replace {
+                qcow2: !self.random.one_in(4),
+            },
+            4 | 5 => Step::Reconnect,
+            6 => Step::Upgrade,
+            7 | 8 => Step::CopyServed {
+                flush: self.random.one_in(2),
+            },
+            9..12 => Step::KillAndReconnect {
+                l2_cache: pick(&mut self.random, &[None, Some("1k"), Some("4k")]),
+            },
+            12..15 => Step::Verify,
+            15..20 => Step::Flush,
+            _ => return,
+        });
+    }
+
+    /// How the process ends.
+    fn end(&mut self, image: &Image, steps: &mut Vec<Step>) {
+        let after_us = pick(&mut self.random, &[0, 0, 300, 3000, 30_000]);
+        let after_us = if after_us == 0 {
+            0
+        } else {
+            self.random.below(after_us)
+        };
+        let seed = self.random.any();
+        let end = self.random.below(20);
+        if image.place == Place::Fuse && end < 9 {
+            steps.push(Step::PowerCut { seed });
+            return;
+        }
+        steps.push(match end {
+            0..10 => Step::Kill { after_us },
+            10..12 => Step::TerminateKilled { after_us },
+            12 => Step::UpgradeKilled {
+                after_us: self.random.below(80_000),
+            },
+            _ => Step::Terminate,
+        });
+    }
+
+    /// Something while nobody serves it.
+    fn between(&mut self, image: &Image, steps: &mut Vec<Step>) {
+        let number = self.random.below(8);
+        steps.push(match self.random.below(34) {
+            0..3 => Step::Backup,
+            3..7 => Step::Restore {
+                number,
+                in_place: !self.random.one_in(3),
+            },
+            7 | 8 => Step::Rename,
+            9 | 10 => Step::HardLink,
+            11 => Step::CopyOver,
+            12..15 => Step::Tool(Tool::Check),
+            15 | 16 => Step::Tool(Tool::Repair { all: false }),
+            17 => Step::Tool(Tool::Repair { all: true }),
+            18 | 19 => Step::Tool(Tool::SnapshotCreate),
+            20 => Step::Tool(Tool::SnapshotApply(number)),
+            21 => Step::Tool(Tool::SnapshotDelete(number)),
+            22 | 23 => {
+                let count = 1 + self.random.below(8);
+                Step::Tool(Tool::Write(self.requests(count, false)))
+            }
+            24 => {
+                let count = 1 + self.random.below(40);
+                Step::Tool(Tool::Crash {
+                    requests: self.requests(count, false),
+                    after_us: self.random.below(60_000),
+                })
+            }
+            25 | 26 => {
+                let count = 1 + self.random.below(60);
+                let kill = match self.random.below(3) {
+                    0 => None,
+                    _ => Some(self.random.below(count) as u32),
+                };
+                Step::Tool(Tool::Daemon {
+                    requests: self.requests(count, true),
+                    kill,
+                })
+            }
+            27 => Step::Tool(Tool::Resize(1 + self.random.below(1000))),
+            28 => Step::Tool(Tool::Amend(pick(
+                &mut self.random,
+                &["compat=v3", "lazy_refcounts=on", "lazy_refcounts=off"],
+            ))),
+            29 => Step::Tool(Tool::BitmapAdd),
+            30 => Step::Tool(Tool::BitmapRemove),
+            31 if image.windows.len() == 1 => Step::Tool(Tool::Convert),
+            32 if !image.backing.is_empty() => {
+                Step::Tool(pick(&mut self.random, &[Tool::Rebase, Tool::Commit]))
+            }
+            _ => Step::Tool(Tool::Compare),
+        });
+    }
+
+    fn requests(&mut self, count: u64, flushes: bool) -> Vec<Request> {
+        let random = &mut self.random;
+        // Some lists are all over the disk, and some in one corner of it.
+        let base = random.below(self.sectors);
+        let spread = pick(random, &[16, 256, self.sectors]);
+        let often_flushed = flushes && random.one_in(3);
+        let mut list = Vec::new();
+        for _ in 0..count {
+            self.marks += 1;
+            let kind = match random.below(20) {
+                0..5 => Kind::Read,
+                5..14 => Kind::Write,
+                14 => Kind::WriteNothing,
+                15 | 16 => Kind::WriteZeroes {
+                    unmap: random.one_in(2),
+                },
+                17 | 18 => Kind::Discard,
+                _ if often_flushed => Kind::Flush,
+                _ => Kind::Write,
+            };
+            let cluster = (self.cluster / 512).max(1);
+            let align = pick(random, &[1, 1, 8, cluster]);
+            let unit = pick(random, &[1, 1, align, cluster]);
+            let most = pick(random, &[1, 2, 8]);
+            let bytes = matches!(kind, Kind::Read | Kind::Write | Kind::WriteNothing);
+            let longest = if bytes { 256 } else { 4096 };
+            list.push(Request {
+                kind,
+                queue: random.below(4) as u16,
+                mark: self.marks,
+                at: (base + random.below(spread)) % self.sectors,
+                align,
+                sectors: (unit * (1 + random.below(most))).min(longest) as u32,
+            });
+        }
+        list
+    }
+}

@@ -1,0 +1,697 @@
+//! Does the steps of a case, one after the other, and judges what it sees.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
+use std::thread;
+use std::time::Duration;
+
+use super::config::Serve;
+use super::copies::Backup;
+use super::failure::{Failure, Outcome, RUINED};
+use super::files::{Files, windows};
+use super::guest::Guest;
+use super::oracle::{Oracle, SECTOR};
+use super::process::{Process, run};
+use super::steps::{Case, Kind, Request, Step};
+
+/// What a case did.
+#[derive(Clone, Debug, Default)]
+pub struct Counts {
+    pub numbers: BTreeMap<&'static str, u64>,
+    pub configurations: BTreeSet<String>,
+}
+
+impl Counts {
+    pub fn add(&mut self, what: &'static str, count: u64) {
+        *self.numbers.entry(what).or_default() += count;
+    }
+
+    pub fn merge(&mut self, other: Self) {
+        for (what, count) in other.numbers {
+            self.add(what, count);
+        }
+        self.configurations.extend(other.configurations);
+    }
+}
+
+/// What is known of an image that is not served.
+#[derive(Clone)]
+pub struct State {
+    pub oracle: Oracle,
+    /// Its snapshots, by name.
+    pub snapshots: Vec<(String, Oracle)>,
+    /// ringdisk was killed, and has not opened it again.
+    pub killed: bool,
+    /// Space may be lost in it.
+    pub leaks: bool,
+    /// ringdisk ended in order, but with a cache mode that makes nothing durable.
+    pub volatile: bool,
+}
+
+pub struct World {
+    pub files: Files,
+    pub state: State,
+    pub backups: Vec<Backup>,
+    pub counts: Counts,
+    binary: PathBuf,
+    serve: Option<Serve>,
+    process: Option<Process>,
+    guest: Option<Guest>,
+    /// There has been no space for the image since it was started.
+    full: bool,
+    marks: u64,
+}
+
+/// Runs a case in an empty directory.
+pub fn run_case(binary: &Path, directory: &Path, case: &Case) -> (Counts, Outcome<()>) {
+    let files = match Files::make(directory, &case.image) {
+        Ok(files) => files,
+        Err(e) => return (Counts::default(), Err(e)),
+    };
+    let mut world = World {
+        files,
+        state: State {
+            oracle: Oracle::new(case.image.size, &case.image.windows),
+            snapshots: Vec::new(),
+            killed: false,
+            leaks: false,
+            volatile: false,
+        },
+        backups: Vec::new(),
+        counts: Counts::default(),
+        binary: binary.into(),
+        serve: None,
+        process: None,
+        guest: None,
+        full: false,
+        marks: 1 << 32,
+    };
+    let kind = case.image.kind();
+    world.counts.configurations.insert(kind);
+    world.counts.add("cases", 1);
+    let outcome = match world.run(case) {
+        Err(e) if e.kind == RUINED => {
+            world.counts.add("images that QEMU ruined", 1);
+            Ok(())
+        }
+        outcome => outcome,
+    };
+    if let Some(guest) = world.guest.take() {
+        world.counts.add("operations", guest.completed);
+    }
+    (world.counts, outcome)
+}
+
+impl World {
+    fn run(&mut self, case: &Case) -> Outcome<()> {
+        self.adopt()?;
+        for number in 0..case.image.snapshots {
+            self.create_snapshot()?;
+            let mark = (1 << 40) + u64::from(number);
+            let request = Request {
+                kind: Kind::Write,
+                queue: 0,
+                mark,
+                at: mark.wrapping_mul(0x9e37_79b9_7f4a_7c15),
+                align: 1,
+                sectors: 64,
+            };
+            self.write_with_qemu(&[request])?;
+        }
+        if case.image.bitmaps {
+            self.tool_may_refuse(&["bitmap", "--add", "-g", "4k", "-f", "qcow2"], &["b0"])?;
+        }
+        for (number, step) in case.steps.iter().enumerate() {
+            let result = self.step(step);
+            result.map_err(|e| {
+                let mut words = format!("{step:?}");
+                words.truncate(words.floor_char_boundary(300));
+                let e = e.told(|what| format!("step {number}, {words}: {what}"));
+                Failure {
+                    step: Some(number),
+                    ..e
+                }
+            })?;
+        }
+        self.finish()
+            .map_err(|e| e.told(|what| format!("at the end: {what}")))
+    }
+
+    /// Whatever the image holds is right.
+    pub fn adopt(&mut self) -> Outcome<()> {
+        let converted = self.files.converted(None, self.state.oracle.size)?;
+        let bytes = converted.windows(&self.state.oracle)?;
+        let digests: Vec<u64> = bytes.chunks(SECTOR).map(super::oracle::digest).collect();
+        self.state.oracle.set(0..digests.len(), &digests);
+        Ok(())
+    }
+
+    fn step(&mut self, step: &Step) -> Outcome<()> {
+        let served = self.guest.is_some();
+        let starts = matches!(step, Step::Start(_) | Step::StartKilled { .. });
+        if !served && !starts {
+            self.files.wait_until_free()?;
+        }
+        match step {
+            Step::Start(serve) if !served => self.start(serve),
+            Step::StartKilled { serve, after_us } if !served => self.start_killed(serve, *after_us),
+            Step::FillJournal { leave_kib } => {
+                Ok(self.files.fill_journals(*leave_kib).map(drop)?)
+            }
+            Step::FreeJournal => {
+                self.files.free_journals();
+                Ok(())
+            }
+            Step::FillImage { leave_kib } => {
+                if self.files.fill_images(*leave_kib)? {
+                    self.full = true;
+                    self.leave();
+                }
+                Ok(())
+            }
+            Step::FreeImage => {
+                self.files.free_images();
+                Ok(())
+            }
+            Step::Backup if !served => self.back_up(),
+            Step::Restore { number, in_place } if !served => self.restore(*number, *in_place),
+            Step::Rename if !served => self.rename(),
+            Step::HardLink if !served => self.link(),
+            Step::CopyOver if !served => self.copy_over(),
+            Step::Tool(tool) if !served => {
+                self.files.free_images();
+                self.counts.add("QEMU runs", 1);
+                self.tool(tool)
+            }
+            _ if served => self.step_served(step),
+            _ => Ok(()),
+        }
+    }
+
+    fn step_served(&mut self, step: &Step) -> Outcome<()> {
+        match step {
+            Step::Requests { list, until } => {
+                let guest = self.guest.as_mut().expect("it is served");
+                guest.run(&mut self.state.oracle, list, *until)
+            }
+            Step::Verify => self.verify(),
+            Step::Flush => self.flush(),
+            Step::Resize(sectors) => self.resize(*sectors),
+            Step::Snapshot { options, drain } => self.snapshot(options, *drain),
+            Step::Replace { qcow2 } => self.replace(*qcow2),
+            Step::Reconnect => {
+                let socket = self.socket();
+                self.guest
+                    .as_mut()
+                    .expect("it is served")
+                    .reconnect(&socket)
+            }
+            Step::Upgrade => self.upgrade(),
+            Step::CopyServed { flush } => self.copy_served(*flush),
+            Step::Kill { after_us } => {
+                thread::sleep(Duration::from_micros(*after_us));
+                self.kill()
+            }
+            Step::KillAndReconnect { l2_cache } => self.kill_and_reconnect(*l2_cache),
+            Step::Terminate => self.terminate(),
+            Step::TerminateKilled { after_us } => self.terminate_killed(*after_us),
+            Step::UpgradeKilled { after_us } => self.upgrade_killed(*after_us),
+            Step::PowerCut { seed } => self.cut_power(*seed),
+            _ => Ok(()),
+        }
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.files.directory.join("disk.sock")
+    }
+
+    fn control(&self) -> PathBuf {
+        self.files.directory.join("control.qmp")
+    }
+
+    fn command(&self, serve: &Serve) -> Command {
+        let mut disk = format!(
+            "file={},name=disk,format={},socket={},queues={},queue-size=64,cache={},aio={},discard={},\
+             detect-zeroes={},werror={}",
+            self.files.image.display(),
+            self.files.format(),
+            self.socket().display(),
+            serve.queues,
+            serve.cache,
+            serve.aio,
+            serve.discard,
+            serve.detect_zeroes,
+            serve.werror,
+        );
+        if let Some(size) = serve.l2_cache.filter(|_| self.files.qcow2) {
+            disk += &format!(",l2-cache-size={size}");
+        }
+        let mut command = Command::new(&self.binary);
+        command.args(["serve", "--json"]).arg(disk);
+        command.arg(format!("--iothreads={}", serve.iothreads));
+        command.arg(format!("--control={}", self.control().display()));
+        command.arg(format!(
+            "--allow-backing={}",
+            self.files.directory.display()
+        ));
+        command.arg(format!("--allow-dir={}", self.files.directory.display()));
+        command.env("RUNTIME_DIRECTORY", &self.files.runtime);
+        command
+    }
+
+    fn spawn(&mut self, serve: &Serve) -> Outcome<Process> {
+        let _ = fs::remove_file(self.socket());
+        self.counts.add("starts", 1);
+        let configuration = format!(
+            "served {} {} {} {} l2={:?} queues={} packed={}",
+            serve.cache,
+            serve.aio,
+            serve.discard,
+            serve.detect_zeroes,
+            serve.l2_cache,
+            serve.queues,
+            serve.packed
+        );
+        self.counts.configurations.insert(configuration);
+        let command = self.command(serve);
+        Ok(Process::spawn(
+            command,
+            &self.control(),
+            &self.files.directory,
+        )?)
+    }
+
+    /// Starts it, and has it serve. What a killed one left is done again by then.
+    fn served(&mut self, serve: &Serve) -> Outcome<Process> {
+        let mut process = self.spawn(serve)?;
+        if process.ready(&self.files.directory)?.is_some() {
+            self.state.killed = false;
+            return Ok(process);
+        }
+        if self.full {
+            // There may be no space for what is to be done again; then it must succeed with space.
+            self.files.free_images();
+            self.full = false;
+            let mut process = self.spawn(serve)?;
+            if process.ready(&self.files.directory)?.is_some() {
+                self.state.killed = false;
+                return Ok(process);
+            }
+        }
+        let what = format!("ringdisk does not start: {}", self.log_end(3));
+        Err(Failure::new("start", what))
+    }
+
+    /// The last lines of the log.
+    pub fn log_end(&self, lines: usize) -> String {
+        let log = fs::read_to_string(self.files.directory.join("log")).unwrap_or_default();
+        let all: Vec<_> = log.lines().collect();
+        all[all.len().saturating_sub(lines)..].join(" | ")
+    }
+
+    fn prepare(&mut self) -> Outcome<()> {
+        // QEMU, killed before it wrote its lazy refcounts, leaves that to a repair.
+        if self.files.is_dirty() {
+            self.repair(true)?;
+        }
+        Ok(())
+    }
+
+    fn start(&mut self, serve: &Serve) -> Outcome<()> {
+        self.prepare()?;
+        let process = self.served(serve)?;
+        self.state.oracle.write_through = serve.is_write_through();
+        self.guest = Some(Guest::connect(&self.socket(), serve)?);
+        self.process = Some(process);
+        self.serve = Some(serve.clone());
+        self.leave();
+        Ok(())
+    }
+
+    fn leave(&mut self) {
+        if let (Some(guest), Some(serve)) = (&mut self.guest, &self.serve) {
+            guest.leave.fail = self.full && serve.werror == "report";
+            if self.full && serve.werror == "enospc" {
+                // Writes wait for space, and there is some soon.
+                self.files.free_images();
+                self.full = false;
+            }
+        }
+    }
+
+    fn start_killed(&mut self, serve: &Serve, after_us: u64) -> Outcome<()> {
+        self.prepare()?;
+        let mut process = self.spawn(serve)?;
+        thread::sleep(Duration::from_micros(after_us));
+        process.kill()?;
+        self.counts.add("kills at the start", 1);
+        // Even if nothing was to be done again.
+        self.mark_killed();
+        Ok(())
+    }
+
+    fn mark_killed(&mut self) {
+        self.state.killed = true;
+        self.state.leaks = true;
+        self.full = false;
+        self.state.oracle.killed();
+        if self.files.is_version_2() {
+            // It has no place to say that there is a journal.
+            self.state.oracle.power_cut();
+        }
+    }
+
+    fn kill(&mut self) -> Outcome<()> {
+        let mut process = self.process.take().expect("it is served");
+        process.kill()?;
+        self.counts.add("kills", 1);
+        self.abandon();
+        self.mark_killed();
+        Ok(())
+    }
+
+    /// The guest is gone, with what it had under way.
+    fn abandon(&mut self) {
+        if let Some(guest) = self.guest.take() {
+            self.counts.add("operations", guest.completed);
+            self.counts
+                .add("in flight at kills", guest.in_flight() as u64);
+        }
+        if self
+            .serve
+            .take()
+            .is_some_and(|serve| serve.cache == "unsafe")
+        {
+            self.state.volatile = true;
+        }
+    }
+
+    fn kill_and_reconnect(&mut self, l2_cache: Option<&'static str>) -> Outcome<()> {
+        if self.files.is_version_2() || self.full {
+            return Ok(());
+        }
+        let mut process = self.process.take().expect("it is served");
+        process.kill()?;
+        self.counts.add("kills", 1);
+        let mut serve = self.serve.clone().expect("it is served");
+        serve.l2_cache = l2_cache;
+        self.state.leaks = true;
+        self.process = Some(self.served(&serve)?);
+        let socket = self.socket();
+        self.guest
+            .as_mut()
+            .expect("it is served")
+            .reconnect(&socket)
+    }
+
+    fn cut_power(&mut self, seed: u64) -> Outcome<()> {
+        let volatile = self.serve.as_ref().is_some_and(|s| s.cache == "unsafe");
+        self.kill()?;
+        if volatile || self.state.volatile || !self.files.cut_power(seed)? {
+            return Ok(());
+        }
+        self.counts.add("power cuts", 1);
+        self.state.oracle.power_cut();
+        self.state.killed = false;
+        Ok(())
+    }
+
+    pub fn drain(&mut self) -> Outcome<()> {
+        let guest = self.guest.as_mut().expect("it is served");
+        guest.drain(&mut self.state.oracle)
+    }
+
+    fn terminate(&mut self) -> Outcome<()> {
+        self.drain()?;
+        let mut process = self.process.take().expect("it is served");
+        process.ask_to_end();
+        let status = process.ended()?;
+        self.counts.add("orderly ends", 1);
+        self.ended(status.filter(|status| !status.success()))
+    }
+
+    /// It has ended in order: all is in the image, and durable.
+    fn ended(&mut self, error: Option<ExitStatus>) -> Outcome<()> {
+        let volatile = self.serve.as_ref().is_some_and(|s| s.cache == "unsafe");
+        let full = std::mem::take(&mut self.full);
+        self.abandon();
+        self.files.free_images();
+        if let Some(error) = error {
+            if full {
+                self.mark_killed();
+                return Ok(());
+            }
+            let what = format!("ringdisk ended with {error}: {}", self.log_end(3));
+            return Err(Failure::new("end", what));
+        }
+        self.state.volatile = volatile;
+        self.state.oracle.killed();
+        if !volatile {
+            self.state.oracle.durable();
+        }
+        if full {
+            self.state.leaks = true;
+        }
+        Ok(())
+    }
+
+    fn terminate_killed(&mut self, after_us: u64) -> Outcome<()> {
+        let mut process = self.process.take().expect("it is served");
+        process.ask_to_end();
+        thread::sleep(Duration::from_micros(after_us));
+        if process.has_ended() {
+            // What was under way may have been refused: that is no part of an orderly end.
+            self.abandon();
+            self.state.oracle.killed();
+            self.full = false;
+            self.state.leaks = true;
+            return Ok(());
+        }
+        process.kill()?;
+        self.counts.add("kills at the end", 1);
+        self.abandon();
+        self.mark_killed();
+        Ok(())
+    }
+
+    fn upgrade_killed(&mut self, after_us: u64) -> Outcome<()> {
+        let mut command = Command::new(&self.binary);
+        command
+            .args(["upgrade", "--json", "--control"])
+            .arg(self.control());
+        command.env("RUNTIME_DIRECTORY", &self.files.runtime);
+        let out = fs::File::create(self.files.directory.join("said"))?;
+        command.stdout(out.try_clone()?).stderr(out);
+        let process = self.process.as_mut().expect("it is served");
+        process.may_be_upgraded();
+        let mut client = command.spawn()?;
+        thread::sleep(Duration::from_micros(after_us));
+        process.kill()?;
+        let _ = client.kill();
+        client.wait()?;
+        self.counts.add("kills in upgrades", 1);
+        self.process = None;
+        self.abandon();
+        self.mark_killed();
+        Ok(())
+    }
+
+    fn ringdisk(&self, arguments: &[&str]) -> Outcome<(Option<i32>, String)> {
+        let mut command = Command::new(&self.binary);
+        command.args(arguments).arg("--control").arg(self.control());
+        command.env("RUNTIME_DIRECTORY", &self.files.runtime);
+        run(&mut command, &self.files.directory)
+    }
+
+    fn ringdisk_must(&self, arguments: &[&str]) -> Outcome<String> {
+        match self.ringdisk(arguments)? {
+            (Some(0), said) => Ok(said),
+            (code, said) => {
+                let what = format!("{arguments:?}: {code:?}, {said}");
+                Err(Failure::new("command", what))
+            }
+        }
+    }
+
+    fn upgrade(&mut self) -> Outcome<()> {
+        if self.full {
+            return Ok(());
+        }
+        self.process
+            .as_mut()
+            .expect("it is served")
+            .may_be_upgraded();
+        let reply = self.ringdisk_must(&["upgrade", "--json"])?;
+        self.counts.add("upgrades", 1);
+        self.process
+            .as_mut()
+            .expect("it is served")
+            .was_upgraded(&reply)
+    }
+
+    fn verify(&mut self) -> Outcome<()> {
+        self.drain()?;
+        let mut list = Vec::new();
+        for (window, queue) in self.state.oracle.windows.iter().zip(0..) {
+            let mut at = 0;
+            while at < window.sectors {
+                let sectors = (window.sectors - at).min(128);
+                list.push(Request {
+                    kind: Kind::Read,
+                    queue: queue + (at / 128) as u16,
+                    mark: 0,
+                    at: (window.first + at) as u64,
+                    align: 1,
+                    sectors: sectors as u32,
+                });
+                at += sectors;
+            }
+        }
+        let guest = self.guest.as_mut().expect("it is served");
+        guest.run(&mut self.state.oracle, &list, None)
+    }
+
+    pub fn flush(&mut self) -> Outcome<()> {
+        self.marks += 1;
+        let flush = Request {
+            kind: Kind::Flush,
+            queue: self.marks as u16,
+            mark: self.marks,
+            at: 0,
+            align: 1,
+            sectors: 0,
+        };
+        let guest = self.guest.as_mut().expect("it is served");
+        guest.run(&mut self.state.oracle, &[flush], None)
+    }
+
+    fn resize(&mut self, sectors: u64) -> Outcome<()> {
+        let size = self.state.oracle.size.next_multiple_of(SECTOR as u64) + sectors * 512;
+        if self.full {
+            return Ok(());
+        }
+        let (code, said) = self.ringdisk(&["resize", "disk", &size.to_string()])?;
+        match code {
+            Some(0) => {}
+            // Some versions of the format have no size in a snapshot.
+            _ if self.files.is_version_2() && !self.state.snapshots.is_empty() => return Ok(()),
+            _ => return Err(Failure::new("command", format!("resize to {size}: {said}"))),
+        }
+        self.counts.add("resizes", 1);
+        self.grown(size);
+        Ok(())
+    }
+
+    /// The disk is longer now, with zeroes at the end.
+    pub fn grown(&mut self, size: u64) {
+        let oracle = &mut self.state.oracle;
+        let first = oracle.size.div_ceil(512);
+        oracle.size = size;
+        oracle.add_window(first, ((size / 512) - first) as usize);
+    }
+
+    fn snapshot(&mut self, options: &str, drain: bool) -> Outcome<()> {
+        if self.files.storage.is_some() || self.full {
+            return Ok(());
+        }
+        if drain {
+            self.drain()?;
+        }
+        let above = self.files.fresh();
+        let mut command = Command::new("qemu-img");
+        command.args(["create", "-q", "-f", "qcow2", "-o", options, "-b"]);
+        command
+            .arg(&self.files.image)
+            .args(["-F", self.files.format()]);
+        self.files.expect(command.arg(&above))?;
+        let name = above.display().to_string();
+        self.ringdisk_must(&["replace", "disk", &name, "--format", "qcow2"])?;
+        self.counts.add("snapshots under load", 1);
+        self.files.backing = Some((self.files.image.clone(), self.files.format()));
+        self.moved_to(above, true);
+        Ok(())
+    }
+
+    /// The disk is in another file now.
+    pub fn moved_to(&mut self, image: PathBuf, qcow2: bool) {
+        self.files.image = image;
+        self.files.data = None;
+        self.files.qcow2 = qcow2;
+        self.state.snapshots.clear();
+        self.state.leaks = false;
+        // What they build on, or their own data file, is not as it was.
+        self.backups.clear();
+    }
+
+    fn replace(&mut self, qcow2: bool) -> Outcome<()> {
+        let volatile = self.serve.as_ref().is_some_and(|s| s.cache == "unsafe");
+        if self.files.storage.is_some() || self.full || self.state.oracle.windows.len() > 4 {
+            return Ok(());
+        }
+        self.drain()?;
+        self.flush()?;
+        if self.serve.as_ref().is_some_and(|s| s.without_flush) && volatile {
+            return Ok(());
+        }
+        let other = self.files.fresh();
+        let format = if qcow2 { "qcow2" } else { "raw" };
+        let mut command = Command::new("qemu-img");
+        command.args(["convert", "-U", "-f", self.files.format(), "-O", format]);
+        self.files
+            .expect(command.arg(&self.files.image).arg(&other))?;
+        if !qcow2 {
+            // A sector that was cut off is whole in a raw file.
+            let size = self.state.oracle.size;
+            fs::File::options()
+                .write(true)
+                .open(&other)?
+                .set_len(size)?;
+        }
+        let name = other.display().to_string();
+        self.ringdisk_must(&["replace", "disk", &name, "--format", format])?;
+        self.counts.add("replacements", 1);
+        self.files.backing = None;
+        self.moved_to(other, qcow2);
+        Ok(())
+    }
+
+    /// Ends it, and looks at all of it: through the server, with QEMU, and into its snapshots.
+    fn finish(&mut self) -> Outcome<()> {
+        self.files.free_images();
+        self.files.free_journals();
+        if self.guest.is_some() {
+            self.terminate()?;
+        }
+        if self.state.killed {
+            let mut serve = Serve::draw(&mut crate::faulty::Random(1));
+            serve.queues = 2;
+            self.start(&serve)?;
+            self.verify()?;
+            self.terminate()?;
+        }
+        self.files.wait_until_free()?;
+        self.prepare()?;
+        self.check()?;
+        self.compare()?;
+        if let Some(data) = &self.files.data
+            && self.is_raw_outside()?
+        {
+            let bytes = windows(data, &self.state.oracle)?;
+            let all = 0..bytes.len() / SECTOR;
+            let saw = self.state.oracle.saw(all, &bytes);
+            saw.map_err(|e| Failure::new("content", format!("the data file: {e}")))?;
+        }
+        for (name, oracle) in self.state.snapshots.clone() {
+            self.compare_snapshot(&name, oracle)?;
+        }
+        Ok(())
+    }
+
+    /// Its data file is the disk, byte by byte.
+    fn is_raw_outside(&self) -> Outcome<bool> {
+        let header = fs::read(&self.files.image)?;
+        Ok(header.get(95).is_some_and(|bits| bits & 2 != 0))
+    }
+}
