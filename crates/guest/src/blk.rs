@@ -41,9 +41,18 @@ const ZEROES_BYTES_MAX: u64 = 256 << 20;
 /// memory a thousand times.
 const REQUEST_BYTES_MAX: u64 = 1 << 31;
 
+/// Bit of a request's type that says which way its data goes: out of the guest (virtio 1.3 §5.2.6).
+const TYPE_OUT: u32 = b::VIRTIO_BLK_T_OUT;
+
+/// Bit of a request's type with which drivers of before virtio 1.0 asked for a barrier. It is not offered, and
+/// means nothing, as in QEMU.
+const TYPE_BARRIER: u32 = 1 << 31;
+
 /// The features that a disk offers.
 pub fn features(facts: &DiskFacts) -> u64 {
     let mut bits = 1 << c::VIRTIO_F_VERSION_1
+        // Drivers of before virtio 1.0 may accept it, which QEMU offers them without asking.
+        | 1 << c::VIRTIO_F_ANY_LAYOUT
         | 1 << r::VIRTIO_RING_F_INDIRECT_DESC
         | F_EVENT_IDX
         | F_RING_PACKED
@@ -128,7 +137,8 @@ pub fn parse(
 ) -> Result<Request, Status> {
     let field = |at: usize| u32::from_le_bytes(chain.header[at..at + 4].try_into().expect("4"));
     let sector = Sector(u64::from(field(8)) | u64::from(field(12)) << 32);
-    match field(0) {
+    let kind = field(0) & !TYPE_BARRIER;
+    match kind {
         b::VIRTIO_BLK_T_IN => {
             let len = chain.writable_len;
             let at = range(sector, len, size, facts)?;
@@ -142,9 +152,7 @@ pub fn parse(
             let at = range(sector, len, size, facts)?;
             Ok(Request::Write { at, len })
         }
-        b::VIRTIO_BLK_T_FLUSH => Ok(Request::Flush),
-        b::VIRTIO_BLK_T_GET_ID => Ok(Request::GetId),
-        kind @ (b::VIRTIO_BLK_T_DISCARD | b::VIRTIO_BLK_T_WRITE_ZEROES) => {
+        b::VIRTIO_BLK_T_DISCARD | b::VIRTIO_BLK_T_WRITE_ZEROES => {
             let mut bytes = [0; 16];
             // More than one range is more than the configuration space allows.
             if facts.read_only || chain.readable_len != 16 || payload(&mut bytes) != 16 {
@@ -152,7 +160,12 @@ pub fn parse(
             }
             zeroes(kind, &bytes, size, facts)
         }
-        _ => Err(Status::Unsupported),
+        // Some drivers set the direction where there is no data: a flush is 4 or 5 (VIRTIO_BLK_T_FLUSH_OUT).
+        _ => match kind & !TYPE_OUT {
+            b::VIRTIO_BLK_T_FLUSH => Ok(Request::Flush),
+            b::VIRTIO_BLK_T_GET_ID => Ok(Request::GetId),
+            _ => Err(Status::Unsupported),
+        },
     }
 }
 

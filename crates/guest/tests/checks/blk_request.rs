@@ -60,12 +60,13 @@ pub fn check(data: &[u8]) {
 fn expected(c: &Chain, size: u64, facts: &DiskFacts, payload: &[u8; 16]) -> Option<(u64, u64)> {
     let header = u128::from_le_bytes(c.header);
     let payload = u128::from_le_bytes(*payload);
-    let (kind, sector) = (header as u32, header >> 64);
+    // Bit 31 was a barrier once.
+    let (kind, sector) = (header as u32 & !(1 << 31), header >> 64);
     let zeroes = (payload as u64 as u128, (payload >> 64) as u32 as u128 * 512);
     let (at, len) = match kind {
         0 => (sector * 512, u128::from(c.writable_len)),
         1 if !facts.read_only => (sector * 512, u128::from(c.readable_len)),
-        4 | 8 => return Some((0, 0)),
+        4 | 5 | 8 | 9 => return Some((0, 0)),
         11 | 13 if !facts.read_only && c.readable_len == 16 => {
             let flags = (payload >> 96) as u32;
             let allowed = match kind {
