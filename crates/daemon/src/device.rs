@@ -228,7 +228,9 @@ impl Device for BlockDevice<'_> {
         let disk = &self.served.disk;
         ConfigSpace {
             size: disk.size(),
-            write_cache: disk.write_cache(),
+            // The choice, not what is in force: front-ends keep what they read here for drivers that come
+            // later, and SeaBIOS, which cannot flush, would leave Linux one that never does.
+            write_cache: self.served.write_cache.load(Ordering::Relaxed),
             queues: self.served.queues(),
             seg_max: self.served.seg_max(),
         }
