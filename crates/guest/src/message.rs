@@ -12,15 +12,22 @@ use crate::memory::RegionLayout;
 /// each with one descriptor and one mapping of ours.
 pub const MAX_MEM_SLOTS: usize = 512;
 
-/// Regions in one SET_MEM_TABLE message, and descriptors in any message
-/// (VHOST_MEMORY_BASELINE_NREGIONS).
-pub(crate) const MAX_FDS: usize = 8;
+/// Regions in one SET_MEM_TABLE message, and descriptors in any message. QEMU sends 8 at most
+/// (VHOST_MEMORY_BASELINE_NREGIONS), rust-vmm's front-ends and crosvm 32 (MAX_ATTACHED_FD_ENTRIES).
+pub(crate) const MAX_FDS: usize = 32;
 
-/// Largest payload: SET_MEM_TABLE has 8 + 8 × 32 bytes, GET_CONFIG 12 + 256.
-pub(crate) const MAX_PAYLOAD: usize = 12 + MAX_CONFIG;
+/// Largest payload: SET_MEM_TABLE has 8 + 32 × 32 bytes, GET_CONFIG 12 + 256.
+pub(crate) const MAX_PAYLOAD: usize = 8 + MAX_FDS * 32;
 
 /// Largest part of a configuration space in one message.
 const MAX_CONFIG: usize = 256;
+
+/// Where virtio-mmio has a device's configuration space. Cloud Hypervisor up to version 50 reads it from here
+/// (VHOST_USER_CONFIG_OFFSET of rust-vmm); what it writes has true offsets.
+const CONFIG_OFFSET: u32 = 0x100;
+
+/// End of the largest configuration space that rust-vmm and crosvm know (VHOST_USER_CONFIG_SIZE).
+const CONFIG_END: u32 = 0x1000;
 
 pub(crate) const HEADER_BYTES: usize = 12;
 
@@ -100,12 +107,24 @@ pub(crate) fn config_change() -> [u8; HEADER_BYTES] {
 /// A window of the configuration space.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Config {
+    /// As the front-end sent it, and wants it back.
     pub offset: u32,
     pub flags: u32,
     pub bytes: Vec<u8>,
 }
 
 impl Config {
+    /// Fills the window with what a front-end reads there of `space`: zeroes beyond its end.
+    pub(crate) fn read(&mut self, space: &[u8]) {
+        let at = match self.offset {
+            at if at < CONFIG_OFFSET => at,
+            at => at - CONFIG_OFFSET,
+        };
+        for (at, byte) in (at as usize..).zip(&mut self.bytes) {
+            *byte = space.get(at).copied().unwrap_or(0);
+        }
+    }
+
     pub(crate) fn payload(&self) -> Vec<u8> {
         let mut payload = Vec::with_capacity(12 + self.bytes.len());
         for word in [self.offset, self.bytes.len() as u32, self.flags] {
@@ -322,6 +341,11 @@ pub(crate) fn inflight_payload(layout: &InflightLayout) -> Vec<u8> {
     payload
 }
 
+/// The payload of an answer to SET_LOG_BASE.
+pub(crate) fn log_payload(layout: LogLayout) -> Vec<u8> {
+    [layout.len.to_ne_bytes(), layout.file_offset.to_ne_bytes()].concat()
+}
+
 fn single_region(mut fields: Fields<'_>) -> RegionLayout {
     let _padding = fields.u64();
     region(&mut fields)
@@ -343,13 +367,12 @@ fn config(request: u32, payload: &[u8], n_fds: usize) -> Result<Config, MessageE
     };
     let mut head = Fields(head);
     let (offset, len, flags) = (head.u32(), head.u32(), head.u32());
-    if len as usize != bytes.len() {
-        return Err(length);
-    }
+    // SPDK's initiator always sends 256 bytes, however few it writes.
+    let bytes = bytes.get(..len as usize).ok_or(length)?;
     if n_fds != 0 {
         return Err(MessageError::Descriptors(request, n_fds));
     }
-    if offset as usize + bytes.len() > MAX_CONFIG {
+    if bytes.len() > MAX_CONFIG || offset > CONFIG_END - len {
         return Err(MessageError::Value(
             request,
             "beyond the configuration space",

@@ -239,6 +239,8 @@ struct Session<'a> {
 /// What a message is answered with, if with anything but an acknowledgement.
 enum Reply {
     None,
+    /// Not done, and nothing has changed: the session goes on.
+    Refused,
     Word(u64),
     Bytes(Vec<u8>),
     File(Vec<u8>, OwnedFd),
@@ -282,10 +284,11 @@ impl Session<'_> {
                 self.forget_inflight(ring as u16);
                 sent
             }
-            Ok(Reply::None) if acknowledge => {
-                socket::send_reply(self.socket, header.request, &0u64.to_ne_bytes())
+            Ok(reply @ (Reply::None | Reply::Refused)) if acknowledge => {
+                let refused = u64::from(matches!(reply, Reply::Refused));
+                socket::send_reply(self.socket, header.request, &refused.to_ne_bytes())
             }
-            Ok(Reply::None) => Ok(()),
+            Ok(Reply::None | Reply::Refused) => Ok(()),
             Err(e) => {
                 // The front-end learns that it failed if it asked; what state it assumes after
                 // that is its own guess, so that the connection ends either way.
@@ -328,8 +331,9 @@ impl Session<'_> {
                 let stopped = self.stop_all();
                 self.log = Some(Arc::new(log));
                 self.start_again(stopped)?;
-                // From here on, nothing is marked in the log before this one.
-                return Ok(Reply::Word(0));
+                // From here on, nothing is marked in the log before this one. QEMU takes an answer of any length,
+                // Cloud Hypervisor waits for as many bytes as it has sent.
+                return Ok(Reply::Bytes(message::log_payload(layout)));
             }
             Message::SetLogFd(fd) => {
                 self.log_event = event(Some(fd))?;
@@ -424,8 +428,11 @@ impl Session<'_> {
             Message::SetBackendReqFd(fd) => {
                 self.open_channel(Arc::new(fd));
             }
-            Message::GetConfig(window) => return Ok(Reply::Bytes(self.read_config(window))),
-            Message::SetConfig(window) => self.write_config(&window)?,
+            Message::GetConfig(mut window) => {
+                window.read(&self.device.config());
+                return Ok(Reply::Bytes(window.payload()));
+            }
+            Message::SetConfig(window) => return self.write_config(&window),
             Message::SetStatus(status) => {
                 self.status = status as u8;
                 if self.status == 0 {
@@ -456,31 +463,19 @@ impl Session<'_> {
         Ok(())
     }
 
-    fn read_config(&self, mut window: Config) -> Vec<u8> {
-        let space = self.device.config();
-        for (i, byte) in window.bytes.iter_mut().enumerate() {
-            *byte = space.get(window.offset as usize + i).copied().unwrap_or(0);
-        }
-        window.payload()
-    }
-
-    /// The only field that a driver may write is the write cache.
-    fn write_config(&mut self, window: &Config) -> Result<(), SessionError> {
-        let space = self.device.config();
-        for (i, &byte) in window.bytes.iter().enumerate() {
-            let at = window.offset as usize + i;
-            if at == blk::CONFIG_WRITEBACK {
-                // What completes from now on is durable only if nothing older is under way.
-                let stopped = self.stop_all();
-                self.device.set_write_cache(byte != 0);
-                self.start_again(stopped)?;
-            } else if space.get(at).copied().unwrap_or(0) != byte {
-                return Err(SessionError::Refused(
-                    "the driver wrote to a field of the configuration space that is read-only",
-                ));
-            }
-        }
-        Ok(())
+    /// The only field that a driver may write is the write cache. The rest stays as it is: crosvm passes on whatever
+    /// its guest writes, and the guest would lose its disk by it.
+    fn write_config(&mut self, window: &Config) -> Result<Reply, SessionError> {
+        let at = blk::CONFIG_WRITEBACK.checked_sub(window.offset as usize);
+        let Some(&byte) = at.and_then(|at| window.bytes.get(at)) else {
+            debug!(?window, "a write to read-only fields");
+            return Ok(Reply::Refused);
+        };
+        // What completes from now on is durable only if nothing older is under way.
+        let stopped = self.stop_all();
+        self.device.set_write_cache(byte != 0);
+        self.start_again(stopped)?;
+        Ok(Reply::None)
     }
 
     fn open_channel(&mut self, fd: Arc<OwnedFd>) {

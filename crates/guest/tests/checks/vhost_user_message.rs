@@ -8,7 +8,7 @@ use super::{Input, Seeds};
 pub fn check(data: &[u8]) {
     let mut input = Input(data);
     let header: [u8; 12] = input.bytes();
-    let n_fds = usize::from(input.u8() % 10);
+    let n_fds = usize::from(input.u8() % 34);
     let null = File::open("/dev/null").expect("there is /dev/null");
     let fd = |_| OwnedFd::from(null.try_clone().expect("there are descriptors"));
     let word = |at: usize| u32::from_ne_bytes(header[at..at + 4].try_into().expect("4 bytes"));
@@ -19,7 +19,7 @@ pub fn check(data: &[u8]) {
     let accepted = guest::accepts_message(header, &payload, (0..n_fds).map(fd).collect());
 
     let (request, flags, len) = (word(0), word(4), payload.len());
-    let header_is_good = flags & 7 == 1 && word(8) <= 12 + 256;
+    let header_is_good = flags & 7 == 1 && word(8) <= 8 + 32 * 32;
     let expected = header_is_good && is_legal(request, &payload, n_fds);
     assert_eq!(
         accepted, expected,
@@ -49,11 +49,11 @@ fn is_legal(request: u32, payload: &[u8], n_fds: usize) -> bool {
         (38, 40) => n_fds <= 1,
         (5, len @ 8..) => {
             let regions = word(0) as usize;
-            regions <= 8 && n_fds == regions && len == 8 + 32 * regions
+            regions <= 32 && n_fds == regions && len == 8 + 32 * regions
         }
         (24 | 25, len @ 12..) => {
-            let window = word(4) as usize;
-            n_fds == 0 && len == 12 + window && word(0) as usize + window <= 256
+            let (offset, window) = (word(0) as usize, word(4) as usize);
+            n_fds == 0 && window <= 256 && len >= 12 + window && offset + window <= 0x1000
         }
         _ => false,
     }
@@ -85,6 +85,10 @@ pub fn seeds() -> Seeds {
             message(18, 0, &[0, 0, 0, 0, 1, 0, 0, 0]),
         ),
         ("set_config", message(25, 0, &[&window[..], &[1]].concat())),
+        (
+            "set_config_longer",
+            message(25, 0, &[&window[..], &[1; 256]].concat()),
+        ),
         ("get_inflight_fd", message(31, 0, &[0; 24])),
         ("set_inflight_fd", message(32, 1, &[0; 24])),
         ("add_mem_reg", message(37, 1, &[0; 40])),
