@@ -4,6 +4,7 @@ mod boot;
 mod check;
 mod control;
 mod device;
+mod drivers;
 mod hostile;
 mod inflight;
 mod lab;

@@ -158,7 +158,8 @@ impl<E: Engine> Worker<E> {
             let Some(queue) = &mut self.queues[number] else {
                 break;
             };
-            // There is always a slot, unless the guest made a descriptor available twice.
+            // There is always a slot, unless the ring is larger than the table, or the guest made a descriptor
+            // available twice.
             if queue.slots.none_free() || self.engine.room() <= self.starting.len() {
                 break;
             }

@@ -70,13 +70,12 @@ pub(crate) enum State {
 
 impl Queue {
     pub fn new(disk: Arc<Disk>, new: NewQueue, place: usize, local: Option<&Local>) -> Self {
-        let size = usize::from(new.virtqueue.size());
-        let slots = Slots::new(new.virtqueue.size());
+        let requests = requests_max(&new.virtqueue);
         let mut queue = Self {
             image: Image::Null,
             ring: new.virtqueue,
-            slots,
-            tally: Tally::new(&disk, size),
+            slots: Slots::new(requests),
+            tally: Tally::new(&disk, requests.into()),
             held: Held::new(disk.clone()),
             file: None,
             pieces: Box::default(),
@@ -126,6 +125,12 @@ impl Queue {
     pub fn running(&self) -> bool {
         matches!(self.state, State::Running)
     }
+}
+
+/// Requests of a queue that are under way at a time. In a ring that is larger than any of QEMU's, the rest waits:
+/// its size is the guest's choice, and 32768 slots would take 8 MiB.
+pub(crate) fn requests_max(ring: &Virtqueue) -> u16 {
+    ring.size().min(Virtqueue::MAX_SIZE)
 }
 
 /// The token of an operation: which queue of the thread, which slot of the queue.

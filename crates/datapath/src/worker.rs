@@ -21,7 +21,7 @@ use crate::fetch::CHUNK_MAX;
 use crate::local::Local;
 use crate::merge::Buffers;
 use crate::notify::Call;
-use crate::queue::{Queue, State, TIMER, WAKE, kick_token};
+use crate::queue::{Queue, State, TIMER, WAKE, kick_token, requests_max};
 use crate::replace::Hold;
 use crate::slow::Slow;
 use crate::thread::{Command, QueueId, Wake};
@@ -275,7 +275,7 @@ impl<E: Engine> Worker<E> {
                  again when these have ended",
             ));
         }
-        let local = self.join_local(&disk, usize::from(new.virtqueue.size()))?;
+        let local = self.join_local(&disk, requests_max(&new.virtqueue).into())?;
         let free = self.queues.iter().position(Option::is_none);
         let number = free.unwrap_or(self.queues.len());
         let kick = new.kick.clone();
@@ -385,7 +385,7 @@ impl<E: Engine> Worker<E> {
     fn forget(&mut self, number: usize) {
         if let Some(queue) = self.queues[number].take() {
             self.engine.unregister(&queue.registered);
-            self.leave_local(queue.local, usize::from(queue.ring.size()));
+            self.leave_local(queue.local, queue.slots.len());
         }
     }
 

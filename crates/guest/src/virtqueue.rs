@@ -98,10 +98,10 @@ impl fmt::Debug for RingBase {
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum RingError {
     /// The size is zero, no power of two, or over the limit.
-    #[error("queue size {0} is not a power of two from 1 to {max}", max = Virtqueue::MAX_SIZE)]
+    #[error("queue size {0} is not a power of two from 1 to {max}", max = Virtqueue::SIZE_LIMIT)]
     Size(u16),
     /// The size of a packed ring is zero or over the limit.
-    #[error("size {0} of a packed queue is not from 1 to {max}", max = Virtqueue::MAX_SIZE)]
+    #[error("size {0} of a packed queue is not from 1 to {max}", max = Virtqueue::SIZE_LIMIT)]
     PackedSize(u16),
     /// A packed ring is to go on where it has no descriptor.
     #[error("ring base {0:?} is not in the ring")]
@@ -224,8 +224,12 @@ enum Ring {
 unsafe impl Send for Virtqueue {}
 
 impl Virtqueue {
-    /// The largest ring that QEMU builds (VIRTQUEUE_MAX_SIZE).
+    /// The largest ring that QEMU builds (VIRTQUEUE_MAX_SIZE). In a larger one, no chain has more descriptors than
+    /// this: drivers size them by seg_max.
     pub const MAX_SIZE: u16 = 1024;
+
+    /// The largest ring that there is (virtio 1.3 §2.7), which crosvm builds if not told otherwise.
+    pub const SIZE_LIMIT: u16 = 1 << 15;
 
     /// Takes up a ring where its layout says.
     ///
@@ -271,7 +275,8 @@ impl Virtqueue {
     ) -> Result<Self, RingError> {
         let view = View::new(memory);
         // Data, header and status.
-        let chain_limit = layout.size.max(layout.max_segments.saturating_add(2));
+        let chain_limit = layout.max_segments.saturating_add(2);
+        let chain_limit = chain_limit.max(layout.size.min(Self::MAX_SIZE));
         Ok(Self {
             ring: ring(&view, chain_limit)?,
             number: layout.number,

@@ -187,8 +187,8 @@ const BAD_RINGS: &[Message] = &[
     ("SET_VRING_NUM of 3", |d| {
         restart_with(d, SET_VRING_NUM, &words(&[0, 3]))
     }),
-    ("SET_VRING_NUM of 2048", |d| {
-        restart_with(d, SET_VRING_NUM, &words(&[0, 2048]))
+    ("SET_VRING_NUM of 40960", |d| {
+        restart_with(d, SET_VRING_NUM, &words(&[0, 40960]))
     }),
     ("SET_VRING_ADDR at guest-physical addresses", |d| {
         let offset = d.memory.regions()[0]

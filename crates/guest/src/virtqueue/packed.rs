@@ -54,7 +54,7 @@ pub(super) struct Packed {
     device: *const AtomicU32,
     size: u16,
     event_idx: bool,
-    /// Most descriptors in an indirect table.
+    /// Most descriptors in a chain.
     chain_limit: u16,
     /// The next chain to fetch.
     available: Position,
@@ -97,7 +97,7 @@ struct Descriptor {
 impl Packed {
     pub fn new(view: &View, layout: &RingLayout, chain_limit: u16) -> Result<Self, RingError> {
         let size = layout.size;
-        if size == 0 || size > Virtqueue::MAX_SIZE {
+        if size == 0 || size > Virtqueue::SIZE_LIMIT {
             return Err(RingError::PackedSize(size));
         }
         let n = u64::from(size);
@@ -199,6 +199,7 @@ impl Packed {
             indirect(view, d, &mut walk)?;
             (walk, d.id)
         } else {
+            let left = left.min(self.chain_limit);
             let mut walk = Walk::new(start.index, u32::from(left), segments);
             walk.add(view, d.addr, d.len, u32::from(d.flags))?;
             while d.flags & NEXT != 0 {

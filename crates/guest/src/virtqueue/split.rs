@@ -67,7 +67,7 @@ struct UsedElement {
 impl Split {
     pub fn new(view: &View, layout: &RingLayout, chain_limit: u16) -> Result<Self, RingError> {
         let size = layout.size;
-        if !size.is_power_of_two() || size > Virtqueue::MAX_SIZE {
+        if !size.is_power_of_two() || size > Virtqueue::SIZE_LIMIT {
             return Err(RingError::Size(size));
         }
         let n = u64::from(size);

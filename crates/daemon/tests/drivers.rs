@@ -1,0 +1,181 @@
+//! What real front-ends and drivers send that the newest QEMU and Linux do not.
+
+use std::collections::BTreeSet;
+
+use testkit::chain::{Chain, Layout, Table, header};
+use testkit::driver::{Device, DeviceConfig, DiskConfig, Op};
+use testkit::frontend::message::*;
+use testkit::frontend::{Frontend, VERSION, protocol};
+use testkit::memory::Memory;
+use virtio_bindings::virtio_blk::*;
+use virtio_bindings::virtio_config::{VIRTIO_F_ANY_LAYOUT, VIRTIO_F_VERSION_1};
+
+use crate::support::{content, serve};
+
+const OK: u8 = VIRTIO_BLK_S_OK as u8;
+const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
+
+fn words(words: &[u32]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+}
+
+/// Older illumos flushes with VIRTIO_BLK_T_FLUSH_OUT, and told that this is not supported, never flushes again. The
+/// direction means nothing without data, and a barrier, which was never offered, nothing at all.
+#[test]
+fn a_flush_has_two_types() {
+    const BARRIER: u32 = 1 << 31;
+    let (_server, disk) = serve("");
+    let mut device = Device::connect(&disk.socket, &DeviceConfig::default()).unwrap();
+    for (kind, status) in [
+        (VIRTIO_BLK_T_FLUSH, OK),
+        (VIRTIO_BLK_T_FLUSH | VIRTIO_BLK_T_OUT, OK),
+        (VIRTIO_BLK_T_FLUSH | BARRIER, OK),
+        (VIRTIO_BLK_T_OUT | BARRIER, OK),
+        // VIRTIO_BLK_T_SCSI_CMD, to the device and from it.
+        (2, UNSUPP),
+        (3, UNSUPP),
+    ] {
+        let answer = device.queues[0].run(Op::Unknown(kind), 8, 512);
+        assert_eq!(answer, status, "type {kind:#x}");
+    }
+}
+
+/// Front-ends keep the write cache that they read while firmware drives the disk, and show it to Linux.
+#[test]
+fn a_driver_that_cannot_flush_leaves_the_choice_to_the_next() {
+    let (_server, disk) = serve("");
+    let mut device = Device::connect(&disk.socket, &DeviceConfig::default()).unwrap();
+    let all = device.features;
+    let firmware = all & !(1 << VIRTIO_BLK_F_FLUSH | 1 << VIRTIO_BLK_F_CONFIG_WCE);
+    for choice in [1, 0] {
+        let set = device.frontend.set_config(DiskConfig::WCE_AT, &[choice]);
+        set.unwrap();
+        for features in [firmware, all] {
+            device.frontend.set_features(features).unwrap();
+            assert_eq!(device.config().unwrap().wce, choice);
+        }
+    }
+}
+
+/// Cloud Hypervisor before version 51 reads the configuration where virtio-mmio has it, SPDK reads and writes it with 256
+/// bytes whatever it wants of them, and crosvm passes on what the guest does.
+#[test]
+fn the_configuration_is_read_and_written_as_front_ends_do() {
+    let (_server, disk) = serve("");
+    let mut device = Device::connect(&disk.socket, &DeviceConfig::default()).unwrap();
+    let frontend = &mut device.frontend;
+    let all = frontend.config(0, 256).unwrap();
+    let (space, rest) = all.split_at(DiskConfig::LEN);
+    assert!(rest.iter().all(|&byte| byte == 0));
+    assert_eq!(frontend.config(0x100, 60).unwrap(), space);
+    assert_eq!(frontend.config(0x100 + 20, 4).unwrap(), space[20..24]);
+    assert_eq!(frontend.config(20, 4).unwrap(), space[20..24]);
+    assert_eq!(frontend.config(58, 8).unwrap(), [0; 8]);
+    assert_eq!(frontend.config(0xffc, 4).unwrap(), [0; 4]);
+
+    let mut payload = words(&[DiskConfig::WCE_AT, 1, 0]);
+    payload.extend([0; 256]);
+    frontend.command(SET_CONFIG, &payload, &[]).unwrap();
+    assert_eq!(frontend.config(DiskConfig::WCE_AT, 1).unwrap(), [0]);
+    // What it may not write stays as it is, and costs it nothing.
+    assert!(frontend.set_config(0, &[0xff; 8]).is_err());
+    frontend.set_config(28, &[1; 8]).unwrap();
+    let after = frontend.config(0, 60).unwrap();
+    assert_eq!(
+        (&after[..32], after[32], &after[33..]),
+        (&space[..32], 1, &space[33..])
+    );
+    assert_eq!(device.queues[0].read(8, 4096).unwrap(), content(8, 4096));
+}
+
+/// A driver of before virtio 1.0 accepts ANY_LAYOUT, which QEMU offers it without asking, and then has the header
+/// beside the data that it writes, and the status behind the data that it reads.
+#[test]
+fn drivers_of_before_virtio_1_have_any_layout() {
+    let (_server, disk) = serve("");
+    let mut device = Device::connect(&disk.socket, &DeviceConfig::default()).unwrap();
+    let legacy = device.features & !(1 << VIRTIO_F_VERSION_1) | 1 << VIRTIO_F_ANY_LAYOUT;
+    device.frontend.set_features(legacy).unwrap();
+    let scratch = device.memory.regions()[Device::LOW].alloc(0x10000, 4096);
+    let (from, to, table) = (scratch, scratch + 0x4000, scratch + 0x8000);
+    let queue = &mut device.queues[0];
+    let first = queue.first_free_desc();
+    let data = [0xa5; 4096];
+    for (readable, writable) in [(vec![], vec![]), (vec![7, 9, 100], vec![1, 4000])] {
+        let layout = Layout {
+            readable,
+            writable,
+            gap: 3,
+            table: Table::Direct,
+        };
+        let mut run = |request: &[u8], writable: u32| {
+            let chain = Chain::request(&device.memory, &layout, from, request, to, writable);
+            let head = chain.place(layout.table, &mut queue.ring, first, &device.memory, table);
+            queue.ring.publish([head]);
+            queue.ring.kick();
+            let used = queue.ring.next_used(testkit::driver::HANG).unwrap();
+            assert_eq!((used.id, used.len), (head.into(), writable));
+            chain.written(&device.memory)
+        };
+        let write = [&header(VIRTIO_BLK_T_OUT, 64)[..], &data].concat();
+        assert_eq!(run(&write, 1), [OK]);
+        let read = run(&header(VIRTIO_BLK_T_IN, 64), 4097);
+        assert_eq!((&read[..4096], read[4096]), (&data[..], OK));
+    }
+}
+
+/// crosvm has rings of 32768 entries if it is not told otherwise. More requests are in one of them than a ring of QEMU
+/// has room for.
+#[test]
+fn the_largest_ring_is_served() {
+    const SLOTS: u16 = 3000;
+    let (_server, disk) = serve("");
+    for packed in [false, true] {
+        let config = DeviceConfig {
+            queue_size: 1 << 15,
+            slots: SLOTS,
+            buffer_len: 4096,
+            packed,
+            ..DeviceConfig::default()
+        };
+        let mut device = Device::connect(&disk.socket, &config).unwrap();
+        let queue = &mut device.queues[0];
+        // Until both sides have begun the ring anew.
+        for round in 0..12u64 {
+            let sector = |slot: u16| (u64::from(slot) + round) * 8 % 32768;
+            for slot in 0..SLOTS {
+                queue.prepare(slot, Op::Read, sector(slot), 4096);
+            }
+            queue.submit(&(0..SLOTS).collect::<Vec<_>>());
+            let done = queue.finish(SLOTS.into());
+            let slots: BTreeSet<u16> = done.iter().map(|&(slot, _)| slot).collect();
+            assert_eq!(slots.len(), usize::from(SLOTS));
+            assert!(done.iter().all(|&(_, status)| status == OK));
+            for slot in (0..SLOTS).step_by(97) {
+                let expected = content(sector(slot), 4096);
+                assert_eq!(queue.read_buffer(slot, 4096), expected, "{slot}");
+            }
+        }
+    }
+}
+
+/// Front-ends of rust-vmm and crosvm send up to 32 regions at once, and await an answer to SET_LOG_BASE that is as long as
+/// the message.
+#[test]
+fn front_ends_of_rust_vmm_are_answered() {
+    let (_server, disk) = serve("");
+    let mut frontend = Frontend::connect(&disk.socket).unwrap();
+    let accepted = protocol::ALL & frontend.protocol_features().unwrap();
+    frontend.set_protocol_features(accepted).unwrap();
+    let layout: Vec<(u64, u64)> = (0..32).map(|i| (i << 20, 4096)).collect();
+    let memory = Memory::new(&layout).unwrap();
+    let regions: Vec<_> = memory.regions().iter().collect();
+    frontend.set_mem_table(&regions).unwrap();
+
+    let log = Memory::new(&[(0, 4096)]).unwrap();
+    let (log, payload) = (&log.regions()[0], words(&[1024, 0, 0, 0]));
+    let fds = [std::os::fd::AsFd::as_fd(&log.file)];
+    let sent = frontend.send_raw(SET_LOG_BASE, VERSION, 16, &payload, &fds);
+    sent.unwrap();
+    assert_eq!(frontend.any_reply().unwrap(), payload);
+}
