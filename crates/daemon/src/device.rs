@@ -141,8 +141,6 @@ pub struct BlockDevice<'a> {
     flushes: Option<bool>,
     /// How long it took to finish what was under way in the rings that were stopped last.
     draining: Duration,
-    /// Some of them left requests that storage has not served.
-    unfinished: bool,
 }
 
 /// A ring that is being served.
@@ -161,7 +159,6 @@ impl<'a> BlockDevice<'a> {
             running,
             flushes: None,
             draining: Duration::ZERO,
-            unfinished: false,
         };
         device.set_features(0);
         device
@@ -265,7 +262,6 @@ impl Device for BlockDevice<'_> {
 
     fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()> {
         self.be_here()?;
-        self.unfinished = false;
         let thread = self.thread(ring);
         let arrived = thread.arrive(&queue.virtqueue);
         let queue = thread.thread.start(self.served.disk.clone(), queue);
@@ -286,7 +282,6 @@ impl Device for BlockDevice<'_> {
         let began = Instant::now();
         let stopped = thread.thread.stop(running.queue);
         self.draining += began.elapsed();
-        self.unfinished |= stopped.as_ref().is_ok_and(|stopped| stopped.unfinished);
         thread.leave(running.arrived);
         stopped.unwrap_or_else(|e| {
             error!(
@@ -304,11 +299,15 @@ impl Device for BlockDevice<'_> {
             return Ok(());
         }
         let (name, began) = (&self.served.disk.name, Instant::now());
-        if self.unfinished && node.is_here() {
-            // They may still reach storage, or are not known where the VM goes on.
-            let e = "its storage has not served all requests";
+        if !self.storage_answered() && node.is_here() {
+            // What it has not answered may still be written.
+            let e = "its storage has not answered all requests";
             error!("disk {name}: is not left to another host: {e}");
-            return Err(io::Error::other(e));
+            return match moving {
+                true => Err(io::Error::other(e)),
+                // It stays here until its VM has stopped once more, or its front-end is gone.
+                false => Ok(()),
+            };
         }
         match node.give_up(&self.served.disk) {
             Ok(false) => Ok(()),
@@ -329,6 +328,10 @@ impl Device for BlockDevice<'_> {
                 Err(io::Error::other(e))
             }
         }
+    }
+
+    fn storage_answered(&self) -> bool {
+        !self.served.disk.is_abandoned()
     }
 
     fn set_signals(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>) {

@@ -45,6 +45,16 @@ struct Setup {
 }
 
 fn serve(rerror: OnError, werror: OnError, tracked: bool, patience: Duration) -> Setup {
+    let config = DeviceConfig {
+        slots: DEPTH,
+        buffer_len: LEN,
+        inflight: tracked,
+        ..DeviceConfig::default()
+    };
+    serve_to(rerror, werror, &config, patience)
+}
+
+fn serve_to(rerror: OnError, werror: OnError, config: &DeviceConfig, patience: Duration) -> Setup {
     let memory = MemoryDisk::new(DISK_BYTES as usize);
     let its_memory = memory.clone();
     let thread = IoThread::spawn("io-0".into(), Duration::from_micros(50), move || {
@@ -70,13 +80,7 @@ fn serve(rerror: OnError, werror: OnError, tracked: bool, patience: Duration) ->
     disk.on_event(move |event| its_told.lock().unwrap().push(*event));
     let threads = Arc::new(vec![thread.unwrap()]);
     let served = Served::new(disk.clone(), threads.clone(), 1, 256);
-    let config = DeviceConfig {
-        slots: DEPTH,
-        buffer_len: LEN,
-        inflight: tracked,
-        ..DeviceConfig::default()
-    };
-    let device = Device::connect(served.socket(), &config).unwrap();
+    let device = Device::connect(served.socket(), config).unwrap();
     Setup {
         memory,
         disk,
@@ -317,6 +321,118 @@ fn a_guest_that_is_being_moved_hears_nothing_of_an_outage() {
         setup.outage(None);
         setup.disk.resume(&setup.threads, false);
         assert_eq!(setup.finish(), vec![OK; usize::from(DEPTH)], "{op:?}");
+    }
+}
+
+/// A guest that is moved, or stopped and saved, takes its rings along, and not the record of what is in flight. It goes on
+/// where the base says, which is all that QEMU takes along, and everything that its storage had not served is done there.
+/// While it is moved, that is not before storage has answered: an old write could land on a newer one.
+#[test]
+fn a_guest_that_goes_on_elsewhere_takes_along_what_is_unfinished() {
+    for (packed, hangs, moving) in [
+        (false, false, false),
+        (false, false, true),
+        (false, true, false),
+        (false, true, true),
+        (true, false, false),
+        (true, false, true),
+        (true, true, false),
+        (true, true, true),
+    ] {
+        go_on_elsewhere(packed, hangs, moving);
+    }
+}
+
+fn go_on_elsewhere(packed: bool, hangs: bool, moving: bool) {
+    let case = format!("packed: {packed}, hangs: {hangs}, moving: {moving}");
+    let patience = Duration::from_millis(100);
+    let config = DeviceConfig {
+        slots: DEPTH,
+        buffer_len: LEN,
+        inflight: true,
+        // Chains of three descriptors, which lie in the ring.
+        indirect: false,
+        packed,
+        ..DeviceConfig::default()
+    };
+    let mut setup = serve_to(OnError::Retry, OnError::Retry, &config, patience);
+    let memory = Memory::new(&[(0, 1 << 20)]).unwrap();
+    if moving {
+        let (log, event) = (&memory.regions()[0], eventfd().unwrap());
+        setup.device.frontend.set_log(log, event.as_fd()).unwrap();
+        let features = setup.device.features | F_LOG_ALL;
+        setup.device.frontend.set_features(features).unwrap();
+    }
+    match hangs {
+        true => setup.hang(true),
+        false => setup.outage(Some(EIO)),
+    }
+    // Some are writes, which wait. The others are done, again and again: the ring goes round.
+    let (writes, others): (Vec<u16>, Vec<u16>) = (0..DEPTH).partition(|slot| slot % 4 == 0);
+    let queue = &mut setup.device.queues[0];
+    for &slot in &writes {
+        queue.prepare(slot, Op::Write, u64::from(slot) * 8, LEN);
+        queue.write_buffer(slot, &[slot as u8 + 1; LEN as usize]);
+    }
+    for &slot in &others {
+        queue.prepare(slot, Op::GetId, 0, 20);
+    }
+    queue.submit(&(0..DEPTH).collect::<Vec<_>>());
+    for _ in 0..20 {
+        assert_eq!(queue.finish(others.len()).len(), others.len(), "{case}");
+        queue.submit(&others);
+    }
+    queue.finish(others.len());
+    setup.until("the writes are under way", |disk| {
+        disk.stats().under_way > 0 && (hangs || disk.stalled() > 0)
+    });
+
+    let frontend = &mut setup.device.frontend;
+    let base = thread::scope(|scope| {
+        let asking = scope.spawn(|| frontend.vring_base(0).unwrap());
+        if hangs && moving {
+            thread::sleep(patience + A_WHILE);
+            assert!(!asking.is_finished(), "{case}: answered too early");
+            setup.memory.lock().unwrap().hang(false);
+        }
+        asking.join().unwrap()
+    });
+    match packed {
+        // What QEMU knows if it gets no answer.
+        false => assert_eq!(
+            base,
+            setup.device.queues[0].ring.base_after_death(),
+            "{case}"
+        ),
+        true => assert_eq!(base & 0xffff, base >> 16, "{case}"),
+    }
+    setup.hang(false);
+    setup.outage(None);
+    setup.until("storage has answered", |disk| !disk.is_abandoned());
+
+    let elsewhere = Served::new(setup.disk.clone(), setup.threads.clone(), 1, 256);
+    setup.device.inflight = None;
+    setup.device.rejoin(elsewhere.socket(), &config).unwrap();
+    setup.device.resume_queue(0, base).unwrap();
+    let queue = &mut setup.device.queues[0];
+    let mut done = queue.finish(writes.len());
+    done.sort_unstable();
+    let expected: Vec<_> = writes.iter().map(|&slot| (slot, OK)).collect();
+    assert_eq!(done, expected, "{case}");
+    for round in 0..20 {
+        for slot in 0..DEPTH {
+            queue.prepare(slot, Op::Read, u64::from(slot) * 8, LEN);
+        }
+        queue.submit(&(0..DEPTH).collect::<Vec<_>>());
+        let done = queue.finish(DEPTH.into());
+        assert!(
+            done.iter().all(|&(_, status)| status == OK),
+            "{case}, {round}"
+        );
+        for &slot in &writes {
+            let read = queue.read_buffer(slot, LEN as usize);
+            assert_eq!(read, [slot as u8 + 1; LEN as usize], "{case}");
+        }
     }
 }
 

@@ -25,6 +25,8 @@ pub struct Saved {
     pub(crate) log_event: Option<Arc<OwnedFd>>,
     pub(crate) channel: Option<Arc<OwnedFd>>,
     pub(crate) rings: Vec<SavedRing>,
+    /// The ring whose base the front-end waits for, until storage answers. Not for another process.
+    pub(crate) awaited: Option<u32>,
 }
 
 #[derive(Clone, Default)]
@@ -47,7 +49,7 @@ pub struct NotASession;
 impl Saved {
     /// Whether storage has left requests that this process alone may still finish.
     pub fn is_unfinished(&self) -> bool {
-        self.rings.iter().any(|ring| ring.unfinished)
+        self.awaited.is_some() || self.rings.iter().any(|ring| ring.unfinished)
     }
 
     /// Numbers that say what it is, for [`parse`](Self::parse).
@@ -175,6 +177,7 @@ impl Saved {
             log_event,
             channel,
             rings,
+            awaited: None,
         };
         ended.then_some(saved).ok_or(NotASession)
     }
@@ -269,6 +272,7 @@ mod tests {
             log_event: Some(fd()),
             channel: Some(fd()),
             rings: vec![ring, SavedRing::default()],
+            awaited: None,
         }
     }
 

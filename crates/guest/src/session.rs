@@ -7,6 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::Duration;
 
 use thiserror::Error;
 use tracing::debug;
@@ -17,7 +18,7 @@ use crate::inflight::{Inflight, InflightError, InflightLayout};
 use crate::log::{DirtyLog, LogError};
 use crate::lost::Lost;
 use crate::memory::{GuestMemory, MemoryError};
-use crate::message::{self, Config, MAX_MEM_SLOTS, Message, MessageError};
+use crate::message::{self, Config, Header, MAX_MEM_SLOTS, Message, MessageError};
 use crate::saved::{Saved, SavedRing};
 use crate::socket::{self, FrontendChannel, NoMessage};
 use crate::virtqueue::{RingBase, RingError, Virtqueue};
@@ -99,6 +100,9 @@ pub trait Device {
     /// # Errors
     /// What the guest wrote could not be handed over; the front-end must not think so.
     fn rest(&mut self, moving: bool) -> io::Result<()>;
+    /// Whether storage has answered, or may never answer, all that was asked of it: nothing that a ring has left
+    /// can still change the disk.
+    fn storage_answered(&self) -> bool;
     /// Changes where a ring that is being served signals to.
     fn set_signals(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>);
 }
@@ -196,6 +200,7 @@ pub fn serve_from(
         features: 0,
         protocol: 0,
         status: 0,
+        awaited: None,
     };
     let mut end = saved.and_then(|saved| session.restore(saved).err().map(End::Failed));
     let end = loop {
@@ -234,13 +239,20 @@ struct Session<'a> {
     features: u64,
     protocol: u64,
     status: u8,
+    /// The ring whose base the front-end waits for, until storage answers.
+    awaited: Option<u32>,
 }
+
+/// How often is looked whether storage has answered, while a front-end waits for it.
+const AWAIT: Duration = Duration::from_millis(200);
 
 /// What a message is answered with, if with anything but an acknowledgement.
 enum Reply {
     None,
     /// Not done, and nothing has changed: the session goes on.
     Refused,
+    /// None for now: the ring is [`awaited`](Session::awaited).
+    Later,
     Word(u64),
     Bytes(Vec<u8>),
     File(Vec<u8>, OwnedFd),
@@ -250,25 +262,31 @@ enum Reply {
 
 impl Session<'_> {
     fn step(&mut self, stop: BorrowedFd<'_>) -> Result<(), End> {
-        let incoming =
-            socket::receive(self.socket, stop, self.lost.event()).map_err(|none| match none {
-                NoMessage::Closed => End::Disconnected,
-                NoMessage::Stopped { torn } => {
-                    self.torn = torn;
-                    End::Stopped
-                }
-                NoMessage::Lost => End::Failed(SessionError::Lost),
-                NoMessage::Socket(e) => End::Failed(e.into()),
-                NoMessage::Malformed(e) => End::Failed(e.into()),
-            })?;
-        let header = incoming.header;
+        let lost = self.lost.event();
+        let incoming = match self.awaited {
+            None => socket::receive(self.socket, stop, lost).map(|incoming| {
+                let header = incoming.header;
+                let message = Message::parse(header.request, &incoming.payload, incoming.fds);
+                (header, message)
+            }),
+            Some(ring) => socket::pause(self.socket, stop, lost, AWAIT)
+                .map(|()| (Header::GET_VRING_BASE, Ok(Message::GetVringBase { ring }))),
+        };
+        let (header, message) = incoming.map_err(|none| match none {
+            NoMessage::Closed => End::Disconnected,
+            NoMessage::Stopped { torn } => {
+                self.torn = torn;
+                End::Stopped
+            }
+            NoMessage::Lost => End::Failed(SessionError::Lost),
+            NoMessage::Socket(e) => End::Failed(e.into()),
+            NoMessage::Malformed(e) => End::Failed(e.into()),
+        })?;
         let acknowledge = header.need_reply && self.protocol & P_REPLY_ACK != 0;
-        let result = Message::parse(header.request, &incoming.payload, incoming.fds)
-            .map_err(SessionError::from)
-            .and_then(|message| {
-                debug!(?message, "front-end");
-                self.handle(message)
-            });
+        let result = message.map_err(SessionError::from).and_then(|message| {
+            debug!(?message, "front-end");
+            self.handle(message)
+        });
         let sent = match result {
             Ok(Reply::Word(word)) => {
                 socket::send_reply(self.socket, header.request, &word.to_ne_bytes())
@@ -288,7 +306,7 @@ impl Session<'_> {
                 let refused = u64::from(matches!(reply, Reply::Refused));
                 socket::send_reply(self.socket, header.request, &refused.to_ne_bytes())
             }
-            Ok(Reply::None | Reply::Refused) => Ok(()),
+            Ok(Reply::None | Reply::Refused | Reply::Later) => Ok(()),
             Err(e) => {
                 // The front-end learns that it failed if it asked; what state it assumes after
                 // that is its own guess, so that the connection ends either way.
@@ -370,6 +388,17 @@ impl Session<'_> {
                 self.stop(ring as u16);
                 let first = RingBase::first(self.packed());
                 self.rings[ring as usize].kick = None;
+                // A guest that moves goes on elsewhere as soon as this is answered. What its storage has not served is
+                // in the ring again (`put_back`), and is done there. Only what storage has not even answered must
+                // not be: it may still be written, over what the guest writes there. So the front-end waits for it,
+                // as QEMU's own disks have it wait (`bdrv_drain_all`). To close the connection instead is no refusal:
+                // QEMU up to 10.0 goes on without an answer, from the used index, and for packed rings from where
+                // they began, and the guest runs without its requests (`vhost_virtqueue_stop`).
+                self.awaited = None;
+                if self.moving() && !self.device.storage_answered() {
+                    self.awaited = Some(ring);
+                    return Ok(Reply::Later);
+                }
                 // Before the answer: the front-end may then have the guest go on elsewhere.
                 self.rest()?;
                 let state = &self.rings[ring as usize];
@@ -506,6 +535,7 @@ impl Session<'_> {
             log_event: self.log_event.clone(),
             channel: self.channel.clone(),
             rings: self.rings.iter().map(ring).collect(),
+            awaited: self.awaited,
         }
     }
 
@@ -538,6 +568,7 @@ impl Session<'_> {
             self.log = Some(Arc::new(log));
         }
         self.log_event = saved.log_event;
+        self.awaited = saved.awaited;
         if let Some(channel) = saved.channel {
             self.open_channel(channel);
         }
@@ -551,6 +582,7 @@ impl Session<'_> {
                 error: saved.error,
                 enabled: saved.enabled,
                 unfinished: saved.unfinished,
+                put_back: false,
                 drained: false,
                 running: false,
             };
@@ -585,10 +617,15 @@ impl Session<'_> {
         Ok(())
     }
 
+    /// Whether the guest is being moved to another machine.
+    fn moving(&self) -> bool {
+        self.features & F_LOG_ALL != 0
+    }
+
     /// Tells the device if no ring is being served any more.
     fn rest(&mut self) -> Result<(), SessionError> {
-        let moving = self.features & F_LOG_ALL != 0;
-        if moving && self.rings.iter().any(|r| r.unfinished) {
+        let moving = self.moving();
+        if moving && self.rings.iter().any(|r| r.unfinished && !r.put_back) {
             return Err(SessionError::Refused(
                 "the guest cannot move while its storage does not answer requests in flight",
             ));

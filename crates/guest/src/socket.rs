@@ -5,8 +5,9 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, send, sendmsg,
@@ -68,6 +69,35 @@ pub(crate) fn receive(
         payload,
         fds,
     })
+}
+
+/// Waits for a while, or until the front-end is gone, or `stop` or `lost` becomes readable. What the front-end sends stays
+/// where it is.
+pub(crate) fn pause(
+    socket: &UnixStream,
+    stop: BorrowedFd<'_>,
+    lost: BorrowedFd<'_>,
+    time: Duration,
+) -> Result<(), NoMessage> {
+    let mut ready = [
+        PollFd::new(&stop, PollFlags::IN),
+        PollFd::new(&lost, PollFlags::IN),
+        PollFd::new(socket, PollFlags::RDHUP),
+    ];
+    let time = Timespec {
+        tv_sec: time.as_secs() as i64,
+        tv_nsec: time.subsec_nanos().into(),
+    };
+    match poll(&mut ready, Some(&time)) {
+        Err(rustix::io::Errno::INTR) => {}
+        result => drop(result.map_err(io::Error::from)?),
+    }
+    match ready.map(|fd| !fd.revents().is_empty()) {
+        [true, ..] => Err(NoMessage::Stopped { torn: false }),
+        [_, true, _] => Err(NoMessage::Lost),
+        [.., true] => Err(NoMessage::Closed),
+        _ => Ok(()),
+    }
 }
 
 fn fill(

@@ -355,6 +355,17 @@ impl Virtqueue {
         }
     }
 
+    /// Puts the requests that a predecessor had fetched and not given back into the ring again, so that whoever goes on
+    /// at the base that this returns fetches them first, without the region in which they are written down. `None`
+    /// if they are not written down. The ring is not served meanwhile.
+    pub fn put_back(&mut self) -> Option<RingBase> {
+        match &mut self.ring {
+            Ring::TrackedSplit(ring) => Some(ring.put_back()),
+            Ring::TrackedPacked(ring) => Some(ring.put_back()),
+            Ring::Split(_) | Ring::Packed(_) | Ring::Logged(_) => None,
+        }
+    }
+
     /// Number of requests that a predecessor had fetched and not given back, and that were not fetched again yet.
     pub fn resubmits(&self) -> usize {
         self.ring.resubmits()

@@ -135,6 +135,10 @@ impl Device for Queues {
         Ok(())
     }
 
+    fn storage_answered(&self) -> bool {
+        !self.disk.is_abandoned()
+    }
+
     fn set_signals(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>) {
         if let Some(id) = self.running[usize::from(ring)] {
             self.thread(ring).set_signals(id, call, error);

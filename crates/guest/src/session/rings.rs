@@ -23,6 +23,8 @@ pub(super) struct Ring {
     pub base: Option<RingBase>,
     /// When it stopped, it left requests in flight.
     pub unfinished: bool,
+    /// These are available again at its base, for whoever goes on there.
+    pub put_back: bool,
     /// It has run in this session, and when it stopped, nothing was left in flight.
     pub drained: bool,
     pub kick: Option<Arc<OwnedFd>>,
@@ -61,15 +63,10 @@ impl Session<'_> {
         self.features & blk::F_RING_PACKED != 0
     }
 
-    pub(super) fn start_if_ready(&mut self, ring: u16) -> Result<(), SessionError> {
-        let packed = self.packed();
-        let state = &mut self.rings[usize::from(ring)];
-        let (false, true, Some(kick), Some(addr)) =
-            (state.running, state.enabled, &state.kick, state.addr)
-        else {
-            return Ok(());
-        };
-        let layout = RingLayout {
+    /// Where a ring is, and where it goes on.
+    fn layout(&self, ring: u16, addr: VringAddr) -> RingLayout {
+        let (state, packed) = (&self.rings[usize::from(ring)], self.packed());
+        RingLayout {
             number: ring,
             packed,
             size: state.size,
@@ -79,6 +76,21 @@ impl Session<'_> {
             base: state.base.unwrap_or(RingBase::first(packed)),
             event_idx: self.features & blk::F_EVENT_IDX != 0,
             max_segments: self.device.seg_max(),
+        }
+    }
+
+    pub(super) fn start_if_ready(&mut self, ring: u16) -> Result<(), SessionError> {
+        let packed = self.packed();
+        let state = &self.rings[usize::from(ring)];
+        let (false, true, Some(_), Some(addr)) =
+            (state.running, state.enabled, &state.kick, state.addr)
+        else {
+            return Ok(());
+        };
+        let layout = self.layout(ring, addr);
+        let state = &mut self.rings[usize::from(ring)];
+        let Some(kick) = &state.kick else {
+            return Ok(());
         };
         let memory = self.memory.clone();
         let virtqueue = match &self.inflight {
@@ -130,6 +142,39 @@ impl Session<'_> {
             let stopped = self.device.stop(ring);
             (state.base, state.unfinished) = (Some(stopped.base), stopped.unfinished);
             state.drained = !stopped.unfinished;
+            state.put_back = false;
+            if stopped.unfinished {
+                self.put_back(ring);
+            }
+        }
+    }
+
+    /// Makes the requests that a ring has left available again. The record of them is for whoever connects here
+    /// next; a guest that goes on elsewhere, or is saved, takes the ring along, and not the record.
+    fn put_back(&mut self, ring: u16) {
+        let Some(addr) = self.rings[usize::from(ring)].addr else {
+            return;
+        };
+        let layout = self.layout(ring, addr);
+        let queue = |inflight: &Inflight| inflight.queue(ring, layout.packed).ok();
+        let Some(region) = self.inflight.as_ref().and_then(queue) else {
+            return;
+        };
+        let queue = Virtqueue::tracked(self.memory.clone(), layout, region);
+        let Some(base) = queue.ok().and_then(|mut queue| queue.put_back()) else {
+            return;
+        };
+        let state = &mut self.rings[usize::from(ring)];
+        (state.base, state.put_back) = (Some(base), true);
+        if let Some(log) = &self.log {
+            let size = u64::from(layout.size);
+            let (user, len) = match layout.packed {
+                true => (layout.descriptors, 16 * size),
+                false => (layout.available, 6 + 2 * size),
+            };
+            if let Some(guest) = self.memory.guest_of_user(user, len) {
+                log.mark(guest, len);
+            }
         }
     }
 

@@ -323,6 +323,10 @@ impl Device for FakeDevice {
         Ok(())
     }
 
+    fn storage_answered(&self) -> bool {
+        true
+    }
+
     fn set_signals(&mut self, ring: u16, _: Option<Arc<OwnedFd>>, _: Option<Arc<OwnedFd>>) {
         assert!(self.running.contains(&ring));
     }

@@ -32,6 +32,7 @@
 //! descriptors ahead of its used position as are in flight, which is where the successor goes on. The
 //! front-end knows neither after a kill: it says what it last heard.
 
+use std::ptr;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use block::Segment;
@@ -227,6 +228,37 @@ impl TrackedPacked {
         self.header()
             .heads
             .store(both(free, free), Ordering::Release);
+    }
+
+    /// Makes what is in flight available again in the ring itself, from the next used element on: there is room for as
+    /// many descriptors as are in flight. A driver that looks for used elements finds none of these.
+    pub fn put_back(&mut self) -> RingBase {
+        let used = self.ring.used;
+        let mut position = used;
+        for chain in self.resubmit.iter().rev() {
+            let mut at = chain.first;
+            loop {
+                let entry = &self.entries()[usize::from(at)];
+                let flags = entry.flags.load(Ordering::Relaxed) & !(AVAIL | USED);
+                let descriptor = Descriptor {
+                    addr: entry.addr.load(Ordering::Relaxed),
+                    len: entry.len.load(Ordering::Relaxed),
+                    id: entry.id.load(Ordering::Relaxed),
+                    flags: flags | position.turn,
+                };
+                // SAFETY: positions are below the ring's size, and the ring is mapped and aligned.
+                unsafe {
+                    let place = self.ring.ring.add(usize::from(position.index));
+                    ptr::write_volatile(place, descriptor);
+                }
+                position.advance(1, self.ring.size);
+                if at == chain.last {
+                    break;
+                }
+                at = self.next[usize::from(at)];
+            }
+        }
+        RingBase::packed(used.encode(), used.encode())
     }
 
     pub fn address(&self) -> usize {

@@ -21,6 +21,7 @@
 //! fetched as were given back and are in flight: that is where the successor goes on. What the
 //! front-end says of the base is not needed, and would be a guess.
 
+use std::ptr;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering};
 
 use block::Segment;
@@ -130,6 +131,18 @@ impl TrackedSplit {
         self.ring.next_available = next_available;
         self.ring.seen_available = next_available;
         Ok(())
+    }
+
+    /// Makes what is in flight available again in the ring itself, from where the used ring ends: there are as many
+    /// entries between that and the next request. No driver reads what it has made available.
+    pub fn put_back(&mut self) -> RingBase {
+        let (first, mask) = (self.ring.next_used, self.ring.size - 1);
+        for (i, &head) in (0..).zip(self.resubmit.iter().rev()) {
+            let entry = usize::from(first.wrapping_add(i) & mask);
+            // SAFETY: `entry` is below the ring's size, and the ring is mapped to be written, too.
+            unsafe { ptr::write_volatile(self.ring.available_ring.add(entry).cast_mut(), head) };
+        }
+        RingBase::split(first)
     }
 
     pub fn address(&self) -> usize {
