@@ -3,14 +3,14 @@
 use std::collections::BTreeSet;
 
 use testkit::chain::{Chain, Layout, Table, header};
-use testkit::driver::{Device, DeviceConfig, DiskConfig, Op};
+use testkit::driver::{Device, DeviceConfig, DiskConfig, Op, segment};
 use testkit::frontend::message::*;
 use testkit::frontend::{Frontend, VERSION, protocol};
 use testkit::memory::Memory;
 use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_config::{VIRTIO_F_ANY_LAYOUT, VIRTIO_F_VERSION_1};
 
-use crate::support::{content, serve};
+use crate::support::{content, serve, serve_all};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
@@ -122,6 +122,26 @@ fn drivers_of_before_virtio_1_have_any_layout() {
         let read = run(&header(VIRTIO_BLK_T_IN, 64), 4097);
         assert_eq!((&read[..4096], read[4096]), (&data[..], OK));
     }
+}
+
+/// QEMU connects again with the features that its guest has accepted, also if the disk has other options by then.
+#[test]
+fn a_guest_keeps_the_features_that_it_was_offered_before() {
+    let (mut server, disk) = serve("");
+    let accepted = {
+        let device = Device::connect(&disk.socket, &DeviceConfig::default()).unwrap();
+        device.features
+    };
+    assert_ne!(accepted & 1 << VIRTIO_BLK_F_DISCARD, 0);
+    assert!(server.terminate().unwrap().success());
+    let _server = serve_all(&[disk.argument("discard=ignore")]);
+    let mut device = Device::connect(&disk.socket, &DeviceConfig::default()).unwrap();
+    assert_eq!(device.features & 1 << VIRTIO_BLK_F_DISCARD, 0);
+    device.frontend.set_features(accepted).unwrap();
+    let queue = &mut device.queues[0];
+    queue.write_buffer(0, &segment(8, 8, 0));
+    assert_eq!(queue.run(Op::Discard, 0, 16), UNSUPP);
+    assert_eq!(queue.read(8, 4096).unwrap(), content(8, 4096));
 }
 
 /// crosvm has rings of 32768 entries if it is not told otherwise. More requests are in one of them than a ring of QEMU

@@ -33,6 +33,11 @@ pub const F_EVENT_IDX: u64 = 1 << r::VIRTIO_RING_F_EVENT_IDX;
 /// VIRTIO_F_RING_PACKED.
 pub const F_RING_PACKED: u64 = 1 << c::VIRTIO_F_RING_PACKED;
 
+/// What only some disks offer. A guest that connects again may have accepted it when its disk was on other storage, or had other
+/// options: such a request is answered as unsupported.
+pub const F_OF_SOME_DISKS: u64 =
+    1 << b::VIRTIO_BLK_F_DISCARD | 1 << b::VIRTIO_BLK_F_WRITE_ZEROES | 1 << b::VIRTIO_BLK_F_RO;
+
 /// Most bytes that one discard or write-zeroes request may cover: it bounds how long one takes where
 /// zeroes must be written, and so how long a queue takes to stop.
 const ZEROES_BYTES_MAX: u64 = 256 << 20;

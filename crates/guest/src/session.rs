@@ -473,8 +473,14 @@ impl Session<'_> {
         Ok(Reply::None)
     }
 
+    /// Whether a front-end may accept these features: what is offered, and what it may have been offered before.
+    fn acceptable(&self, bits: u64) -> bool {
+        let known = self.device.features() | blk::F_OF_SOME_DISKS | SESSION_FEATURES;
+        bits & !known == 0
+    }
+
     fn set_features(&mut self, bits: u64) -> Result<(), SessionError> {
-        if bits & !(self.device.features() | SESSION_FEATURES) != 0 {
+        if !self.acceptable(bits) {
             return Err(SessionError::Features(bits));
         }
         // QEMU switches the log while the guest runs.
@@ -542,7 +548,7 @@ impl Session<'_> {
     /// Goes on with what was saved.
     fn restore(&mut self, saved: Saved) -> Result<(), SessionError> {
         let fits = saved.rings.len() == self.rings.len()
-            && saved.features & !(self.device.features() | SESSION_FEATURES) == 0
+            && self.acceptable(saved.features)
             && saved.protocol & !PROTOCOL_FEATURES == 0;
         if !fits {
             return Err(SessionError::Refused(

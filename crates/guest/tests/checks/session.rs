@@ -289,7 +289,7 @@ impl Device for FakeDevice {
     fn set_write_cache(&mut self, _on: bool) {}
 
     fn set_features(&mut self, accepted: u64) {
-        assert_eq!(accepted & !features(), 0);
+        assert_eq!(accepted & !(features() | blk::F_OF_SOME_DISKS), 0);
     }
 
     fn set_frontend(&mut self, channel: Option<FrontendChannel>) {
