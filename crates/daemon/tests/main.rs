@@ -5,6 +5,7 @@ mod check;
 mod control;
 mod device;
 mod drivers;
+mod front_ends;
 mod hostile;
 mod inflight;
 mod lab;

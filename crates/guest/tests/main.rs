@@ -6,5 +6,4 @@ mod hugepages;
 mod inflight;
 mod log;
 mod lost;
-mod moving;
 mod virtqueue;

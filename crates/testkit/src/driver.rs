@@ -30,6 +30,8 @@ pub struct DeviceConfig {
     pub buffer_len: u32,
     /// Bytes from the start of a page to that of a data buffer. With 0, an O_DIRECT disk can use them in place.
     pub buffer_offset: u32,
+    /// Bytes from the start of a file to that of the first region of memory; of the second, twice that, and so on.
+    pub file_offset: u64,
     /// Accept INDIRECT_DESC and use it for every request.
     pub indirect: bool,
     /// Accept EVENT_IDX.
@@ -52,6 +54,7 @@ impl Default for DeviceConfig {
             slots: 16,
             buffer_len: 128 << 10,
             buffer_offset: 0,
+            file_offset: 0x1_0000,
             indirect: true,
             event_idx: true,
             packed: false,
@@ -106,35 +109,19 @@ impl Device {
             true => Some(frontend.inflight(config.queues, config.queue_size)?),
             false => None,
         };
-        let memory = Arc::new(guest_memory(config)?);
-        let event_idx = features & 1 << VIRTIO_RING_F_EVENT_IDX != 0;
-        let indirect = features & 1 << VIRTIO_RING_F_INDIRECT_DESC != 0;
-        let regions = memory.regions();
+        let (memory, queues) = lay_out(config, features)?;
         let mut device = Self {
             frontend,
-            memory: memory.clone(),
-            queues: Vec::new(),
+            memory,
+            queues,
             features,
             protocol,
             inflight,
         };
         device.announce()?;
-        for index in 0..config.queues {
-            let make = match features & 1 << VIRTIO_F_RING_PACKED {
-                0 => Ring::new,
-                _ => Ring::packed,
-            };
-            let ring = make(&memory, &regions[Self::RINGS], config.queue_size, event_idx)?;
-            let base = ring.first_base();
-            let data = if index % 2 == 0 {
-                Self::LOW
-            } else {
-                Self::HIGH
-            };
-            device
-                .queues
-                .push(Queue::new(index, ring, &memory, indirect, config, data));
-            device.start_queue(usize::from(index), base)?;
+        for index in 0..device.queues.len() {
+            let base = device.queues[index].ring.first_base();
+            device.start_queue(index, base)?;
         }
         device.set_driver_ok()?;
         Ok(device)
@@ -333,6 +320,25 @@ pub const DISK_FEATURES: u64 = 1 << VIRTIO_BLK_F_SIZE_MAX
     | 1 << VIRTIO_BLK_F_DISCARD
     | 1 << VIRTIO_BLK_F_WRITE_ZEROES;
 
+/// A driver's memory and its queues, for a front-end that tells the device of them in its own way.
+pub fn lay_out(config: &DeviceConfig, features: u64) -> io::Result<(Arc<Memory>, Vec<Queue>)> {
+    let memory = Arc::new(guest_memory(config)?);
+    let event_idx = features & 1 << VIRTIO_RING_F_EVENT_IDX != 0;
+    let indirect = features & 1 << VIRTIO_RING_F_INDIRECT_DESC != 0;
+    let make = match features & 1 << VIRTIO_F_RING_PACKED {
+        0 => Ring::new,
+        _ => Ring::packed,
+    };
+    let queue = |index| {
+        let rings = &memory.regions()[Device::RINGS];
+        let ring = make(&memory, rings, config.queue_size, event_idx)?;
+        let data = [Device::LOW, Device::HIGH][usize::from(index % 2)];
+        Ok(Queue::new(index, ring, &memory, indirect, config, data))
+    };
+    let queues = (0..config.queues).map(queue).collect::<io::Result<_>>()?;
+    Ok((memory, queues))
+}
+
 fn guest_memory(config: &DeviceConfig) -> io::Result<Memory> {
     let (size, slots) = (u64::from(config.queue_size), u64::from(config.slots));
     let page = |bytes: u64| bytes.next_multiple_of(4096);
@@ -342,12 +348,13 @@ fn guest_memory(config: &DeviceConfig) -> io::Result<Memory> {
     let high = u64::from(config.queues / 2) * per_queue + SCRATCH;
     let base = 0x10_0000;
     let spare = (base + rings + low + high).next_multiple_of(1 << 30) + (4 << 30);
-    Memory::new(&[
+    let layout = [
         (base, rings),
         (base + rings, low),
         (base + rings + low, high),
         (spare, SCRATCH),
-    ])
+    ];
+    Memory::with_offsets(&layout, config.file_offset)
 }
 
 /// A request, without its place on the disk.
@@ -455,7 +462,7 @@ impl Queue {
     }
 
     /// Forgets what is in flight and puts the ring to index `base`.
-    fn restart(&mut self, base: u16) {
+    pub fn restart(&mut self, base: u16) {
         self.ring.restart(base);
         self.slots.iter_mut().for_each(|s| s.in_flight = false);
     }

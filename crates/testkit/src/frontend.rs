@@ -3,7 +3,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
@@ -12,6 +12,8 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
+
+use vmm_sys_util::eventfd::EventFd;
 
 use crate::memory::Region;
 
@@ -102,6 +104,24 @@ pub struct Inflight {
 }
 
 impl Inflight {
+    /// What was answered to GET_INFLIGHT_FD.
+    ///
+    /// # Errors
+    /// It is something else.
+    pub fn from_reply(reply: &[u8], mut fds: Vec<OwnedFd>) -> io::Result<Self> {
+        let word = |at: usize| {
+            let bytes = reply.get(at..at + 8)?;
+            Some(u64::from_le_bytes(bytes.try_into().expect("8 bytes")))
+        };
+        match (word(0), word(8), word(16), fds.pop()) {
+            (Some(size), Some(offset), Some(numbers), Some(file)) => Ok(Self {
+                description: (size, offset, numbers as u16, (numbers >> 16) as u16),
+                file,
+            }),
+            _ => Err(invalid(format!("GET_INFLIGHT_FD answered {reply:x?}"))),
+        }
+    }
+
     /// The description as it is sent.
     pub fn payload(description: (u64, u64, u16, u16)) -> Vec<u8> {
         let (size, offset, queues, queue_size) = description;
@@ -315,18 +335,8 @@ impl Frontend {
         let payload = Inflight::payload((0, 0, queues, queue_size));
         let (request, len) = (message::GET_INFLIGHT_FD, payload.len() as u32);
         self.send_raw(request, VERSION, len, &payload, &[])?;
-        let (reply, mut fds) = self.reply_with_fds(request)?;
-        let word = |at: usize| {
-            let bytes = reply.get(at..at + 8)?;
-            Some(u64::from_le_bytes(bytes.try_into().expect("8 bytes")))
-        };
-        match (word(0), word(8), word(16), fds.pop()) {
-            (Some(size), Some(offset), Some(numbers), Some(file)) => Ok(Inflight {
-                description: (size, offset, numbers as u16, (numbers >> 16) as u16),
-                file,
-            }),
-            _ => Err(invalid(format!("GET_INFLIGHT_FD answered {reply:x?}"))),
-        }
+        let (reply, fds) = self.reply_with_fds(request)?;
+        Inflight::from_reply(&reply, fds)
     }
 
     /// Hands this memory to the back-end.
@@ -400,13 +410,22 @@ impl Frontend {
         })?))
     }
 
-    fn reply(&self, request: u32) -> io::Result<Vec<u8>> {
+    /// Waits for the answer to a message; gives its payload.
+    ///
+    /// # Errors
+    /// It is the answer to another one, or no answer.
+    pub fn reply(&self, request: u32) -> io::Result<Vec<u8>> {
         self.reply_with_fds(request).map(|(payload, _)| payload)
     }
 
-    fn reply_with_fds(&self, request: u32) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+    /// As [`reply`](Self::reply), with the descriptors that came with it.
+    ///
+    /// # Errors
+    /// It is the answer to another one, or no answer.
+    pub fn reply_with_fds(&self, request: u32) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
         let (got, flags, payload, fds) = receive(&self.socket)?;
-        if got != request || flags & (REPLY | 3) != REPLY | VERSION {
+        // SPDK takes these flags and no others.
+        if got != request || flags != REPLY | VERSION {
             return Err(invalid(format!(
                 "message {request} was answered by message {got} with flags {flags:#x}"
             )));
@@ -485,6 +504,13 @@ fn region_bytes(region: &Region) -> Vec<u8> {
 
 fn invalid(what: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
+/// An eventfd as rust-vmm's crates want it: another descriptor of the same.
+pub fn rust_vmm_eventfd(fd: &OwnedFd) -> io::Result<EventFd> {
+    let copy = fd.try_clone()?.into_raw_fd();
+    // SAFETY: the copy is open, and nobody else's.
+    Ok(unsafe { EventFd::from_raw_fd(copy) })
 }
 
 /// An eventfd as QEMU makes them: it starts at 0 and does not block.

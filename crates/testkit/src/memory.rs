@@ -24,7 +24,7 @@ pub struct Region {
     pub size: u64,
     /// What the front-end claims to be its own address of this region. Nothing is mapped there.
     pub user: u64,
-    /// Where in the memfd the region starts; never 0, so that a device which ignores it is caught.
+    /// Where in the memfd the region starts; not 0 unless that is asked for, so that a device which ignores it is caught.
     pub mmap_offset: u64,
     /// The memfd.
     pub file: OwnedFd,
@@ -40,10 +40,15 @@ unsafe impl Sync for Region {}
 impl Memory {
     /// Maps one region per `(guest-physical address, size)`, both multiples of 4096.
     pub fn new(layout: &[(u64, u64)]) -> io::Result<Self> {
+        Self::with_offsets(layout, 0x1_0000)
+    }
+
+    /// The same where the first region begins at `offset` in its file, the second at twice that, and so on.
+    pub fn with_offsets(layout: &[(u64, u64)], offset: u64) -> io::Result<Self> {
         let regions = layout
             .iter()
             .zip(1..)
-            .map(|(&(gpa, size), number)| Region::new(gpa, size, number));
+            .map(|(&(gpa, size), number)| Region::new(gpa, size, number, number * offset));
         Ok(Self {
             regions: regions.collect::<io::Result<_>>()?,
         })
@@ -111,9 +116,8 @@ impl Memory {
 }
 
 impl Region {
-    fn new(gpa: u64, size: u64, number: u64) -> io::Result<Self> {
+    fn new(gpa: u64, size: u64, number: u64, mmap_offset: u64) -> io::Result<Self> {
         let file = memfd_create("guest", MemfdFlags::CLOEXEC)?;
-        let mmap_offset = number * 0x1_0000;
         ftruncate(&file, mmap_offset + size)?;
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
         let protection = ProtFlags::READ | ProtFlags::WRITE;

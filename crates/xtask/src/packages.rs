@@ -17,7 +17,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use testkit::vm::{Kernel, find_program, kernel_cache};
 
-/// Programs that are called, and the Debian packages that hold them.
+/// Programs that are called or, with their whole path, booted, and the Debian packages that hold them.
 const PROGRAMS: &[(&str, &str)] = &[
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("qemu-img", "qemu-utils"),
@@ -35,6 +35,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("virt-qemu-run", "libvirt-daemon-driver-qemu"),
     ("patch", "patch"),
     ("xmllint", "libxml2-utils"),
+    ("/usr/lib/u-boot/qemu-x86_64/u-boot.rom", "u-boot-qemu"),
 ];
 
 /// A meta package: it depends on the newest kernel of the release.

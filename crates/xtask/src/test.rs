@@ -39,6 +39,7 @@ const GROUPS: [Group; 7] = [
         name: "guests",
         tests: &[
             "ringdisk boot::",
+            "ringdisk front_ends::u_boot::",
             "ringdisk inflight::a_guest",
             "ringdisk libvirt::",
             "ringdisk moving::",

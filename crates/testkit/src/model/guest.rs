@@ -12,7 +12,6 @@ use super::failure::{Failure, Outcome, hang};
 use super::oracle::{Oracle, SECTOR, content, digest};
 use super::steps::{Kind, Request};
 use crate::driver::{DISK_FEATURES, Device, DeviceConfig, Op};
-use crate::frontend::protocol;
 
 const OK: u8 = 0;
 const UNSUPPORTED: u8 = 2;
@@ -89,7 +88,7 @@ impl Guest {
             packed: serve.packed,
             inflight: true,
             features: !without,
-            protocol: protocol::ALL,
+            ..DeviceConfig::default()
         };
         let device = Device::connect(socket, &config)
             .map_err(|e| Failure::new("connect", format!("no connection: {e}")))?;
