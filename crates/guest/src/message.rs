@@ -67,13 +67,6 @@ pub(crate) struct Header {
 }
 
 impl Header {
-    /// That of a GET_VRING_BASE.
-    pub(crate) const GET_VRING_BASE: Self = Self {
-        request: 11,
-        payload_len: 8,
-        need_reply: false,
-    };
-
     pub(crate) fn parse(bytes: [u8; HEADER_BYTES]) -> Result<Self, MessageError> {
         let mut fields = Fields(&bytes);
         let (request, flags, len) = (fields.u32(), fields.u32(), fields.u32());

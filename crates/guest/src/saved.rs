@@ -7,7 +7,8 @@ use std::sync::Arc;
 use crate::inflight::InflightLayout;
 use crate::log::LogLayout;
 use crate::memory::RegionLayout;
-use crate::message::{MAX_MEM_SLOTS, VringAddr};
+use crate::message::{Header, MAX_MEM_SLOTS, VringAddr};
+use crate::session::Awaited;
 use crate::virtqueue::RingBase;
 
 /// Rings of a device at most, far more than any has.
@@ -25,8 +26,8 @@ pub struct Saved {
     pub(crate) log_event: Option<Arc<OwnedFd>>,
     pub(crate) channel: Option<Arc<OwnedFd>>,
     pub(crate) rings: Vec<SavedRing>,
-    /// The ring whose base the front-end waits for, until storage answers. Not for another process.
-    pub(crate) awaited: Option<u32>,
+    /// What the front-end waits for, until storage answers. Not for another process.
+    pub(crate) awaited: Option<(Header, Awaited)>,
 }
 
 #[derive(Clone, Default)]

@@ -239,8 +239,24 @@ struct Session<'a> {
     features: u64,
     protocol: u64,
     status: u8,
-    /// The ring whose base the front-end waits for, until storage answers.
-    awaited: Option<u32>,
+    /// What the front-end waits for, until storage answers.
+    awaited: Option<(Header, Awaited)>,
+}
+
+/// A message that is done once storage has answered.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Awaited {
+    VringBase { ring: u32 },
+    Reset,
+}
+
+impl From<Awaited> for Message {
+    fn from(awaited: Awaited) -> Self {
+        match awaited {
+            Awaited::VringBase { ring } => Self::GetVringBase { ring },
+            Awaited::Reset => Self::SetStatus(0),
+        }
+    }
 }
 
 /// How often is looked whether storage has answered, while a front-end waits for it.
@@ -251,8 +267,8 @@ enum Reply {
     None,
     /// Not done, and nothing has changed: the session goes on.
     Refused,
-    /// None for now: the ring is [`awaited`](Session::awaited).
-    Later,
+    /// None for now: this is [`awaited`](Session::awaited).
+    Later(Awaited),
     Word(u64),
     Bytes(Vec<u8>),
     File(Vec<u8>, OwnedFd),
@@ -263,14 +279,18 @@ enum Reply {
 impl Session<'_> {
     fn step(&mut self, stop: BorrowedFd<'_>) -> Result<(), End> {
         let lost = self.lost.event();
-        let incoming = match self.awaited {
+        let incoming = match self.awaited.take() {
             None => socket::receive(self.socket, stop, lost).map(|incoming| {
                 let header = incoming.header;
                 let message = Message::parse(header.request, &incoming.payload, incoming.fds);
                 (header, message)
             }),
-            Some(ring) => socket::pause(self.socket, stop, lost, AWAIT)
-                .map(|()| (Header::GET_VRING_BASE, Ok(Message::GetVringBase { ring }))),
+            Some((header, awaited)) => {
+                let paused = socket::pause(self.socket, stop, lost, AWAIT);
+                // Whoever goes on with the session goes on with this.
+                self.awaited = paused.is_err().then_some((header, awaited));
+                paused.map(|()| (header, Ok(awaited.into())))
+            }
         };
         let (header, message) = incoming.map_err(|none| match none {
             NoMessage::Closed => End::Disconnected,
@@ -306,7 +326,11 @@ impl Session<'_> {
                 let refused = u64::from(matches!(reply, Reply::Refused));
                 socket::send_reply(self.socket, header.request, &refused.to_ne_bytes())
             }
-            Ok(Reply::None | Reply::Refused | Reply::Later) => Ok(()),
+            Ok(Reply::Later(awaited)) => {
+                self.awaited = Some((header, awaited));
+                Ok(())
+            }
+            Ok(Reply::None | Reply::Refused) => Ok(()),
             Err(e) => {
                 // The front-end learns that it failed if it asked; what state it assumes after
                 // that is its own guess, so that the connection ends either way.
@@ -394,10 +418,8 @@ impl Session<'_> {
                 // as QEMU's own disks have it wait (`bdrv_drain_all`). To close the connection instead is no refusal:
                 // QEMU up to 10.0 goes on without an answer, from the used index, and for packed rings from where
                 // they began, and the guest runs without its requests (`vhost_virtqueue_stop`).
-                self.awaited = None;
                 if self.moving() && !self.device.storage_answered() {
-                    self.awaited = Some(ring);
-                    return Ok(Reply::Later);
+                    return Ok(Reply::Later(Awaited::VringBase { ring }));
                 }
                 // Before the answer: the front-end may then have the guest go on elsewhere.
                 self.rest()?;
@@ -463,10 +485,15 @@ impl Session<'_> {
             }
             Message::SetConfig(window) => return self.write_config(&window),
             Message::SetStatus(status) => {
-                self.status = status as u8;
-                if self.status == 0 {
+                if status == 0 {
+                    // QEMU 7.2 sends this before it asks where the rings are, and waits for that.
+                    self.stop_all();
+                    if self.moving() && !self.device.storage_answered() {
+                        return Ok(Reply::Later(Awaited::Reset));
+                    }
                     self.reset()?;
                 }
+                self.status = status as u8;
             }
             Message::GetStatus => return Ok(Reply::Word(u64::from(self.status))),
         }
@@ -593,7 +620,11 @@ impl Session<'_> {
                 running: false,
             };
         }
-        self.start_again((0..self.device.queues()).collect())
+        match self.awaited {
+            None => self.start_again((0..self.device.queues()).collect()),
+            // The front-end is stopping them all.
+            Some(_) => Ok(()),
+        }
     }
 
     fn negotiated(&self, protocol: u64) -> Result<(), SessionError> {

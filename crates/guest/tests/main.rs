@@ -6,4 +6,5 @@ mod hugepages;
 mod inflight;
 mod log;
 mod lost;
+mod moving;
 mod virtqueue;
