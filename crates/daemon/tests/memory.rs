@@ -71,6 +71,58 @@ fn requests_under_way_outlive_changes_of_memory() {
     }
 }
 
+/// Requests that come while their memory is away wait for it, whatever the front-end keeps a record of; those that were
+/// fetched before are given back meanwhile.
+#[test]
+fn requests_wait_for_memory_that_is_away() {
+    for (packed, inflight) in [(false, false), (true, false), (false, true), (true, true)] {
+        let (server, _disk) = serve("iops=50");
+        let config = DeviceConfig {
+            packed,
+            inflight,
+            ..DeviceConfig::default()
+        };
+        let mut device = Device::connect(server.socket(), &config).unwrap();
+        let memory = device.memory.clone();
+        let region = &memory.regions()[Device::LOW];
+        let queue = &mut device.queues[0];
+        for slot in 0..4 {
+            queue.prepare(slot, Op::Read, u64::from(slot) * 8, 4096);
+        }
+        for round in 0..3 {
+            // The last of them has its buffer elsewhere, and is behind the others.
+            device.frontend.rem_mem_reg(region).unwrap();
+            let queue = &mut device.queues[0];
+            queue.submit(&[0, 1, 2, 3]);
+            assert!(queue.ring.broken(HANG), "{packed} {inflight}: {round}");
+            // It is still away after another change.
+            let spare = &memory.regions()[Device::SPARE];
+            device.frontend.add_mem_reg(spare).unwrap();
+            device.frontend.rem_mem_reg(spare).unwrap();
+            device.frontend.add_mem_reg(region).unwrap();
+            let done = device.queues[0].finish(4);
+            assert!(done.iter().all(|&(_, status)| status == 0), "{done:?}");
+            for slot in 0..4 {
+                let read = device.queues[0].read_buffer(slot, 4096);
+                assert_eq!(read, content(u64::from(slot) * 8, 4096));
+                device.queues[0].prepare(slot, Op::Read, u64::from(slot) * 8, 4096);
+            }
+        }
+        // Some are on their way when the memory of the next goes.
+        let queue = &mut device.queues[0];
+        queue.submit(&[0, 1]);
+        queue.prepare_at(2, Op::Read, 0, 4096, memory.regions()[Device::SPARE].gpa);
+        queue.submit(&[2]);
+        assert!(queue.ring.broken(HANG));
+        assert_eq!(queue.finish(2).len(), 2);
+        device
+            .frontend
+            .add_mem_reg(&memory.regions()[Device::SPARE])
+            .unwrap();
+        assert_eq!(device.queues[0].finish(1), [(2, 0)]);
+    }
+}
+
 /// Writes and reads back in every slot, each as soon as it is free; gives the number of requests.
 fn keep_busy(queue: &mut Queue, stop: &AtomicBool) -> u64 {
     // For each slot, what was written last, and whether it is being read back.

@@ -57,11 +57,11 @@ impl<E: Engine> Worker<E> {
                     queue.held.drop_all(&mut queue.slots);
                     Verdict::Empty
                 }
-                Some(queue) if queue.running() && queue.disk.is_stopped() => {
+                Some(queue) if queue.goes_on() && queue.disk.is_stopped() => {
                     queue.held.until = u64::MAX;
                     continue;
                 }
-                Some(queue) if queue.running() && queue.disk.admission.limits_any() => {
+                Some(queue) if queue.goes_on() && queue.disk.admission.limits_any() => {
                     if now < queue.held.until {
                         again = again.min(queue.held.until);
                         continue;

@@ -256,19 +256,27 @@ impl<E: Engine> Worker<E> {
         self.starting = starting;
     }
 
-    /// Gives up a queue whose ring cannot be trusted, until the driver resets it. What is under way
-    /// goes on to its end, and is not given back.
+    /// Gives up a queue whose ring cannot be trusted, until the driver resets it: what is under way goes on to its end,
+    /// and is not given back. A buffer that is not in guest memory says nothing against the ring: front-ends take memory
+    /// away for a moment, and put it back.
     fn retire(&mut self, number: usize, reason: &RingError) {
         self.notify_queue(number);
         self.cool(number);
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
-        queue.state = State::Retired;
+        let (state, until) = match reason {
+            RingError::Buffer(..) => (
+                State::Unmapped,
+                "its front-end maps memory there, or the guest resets the device",
+            ),
+            _ => (State::Retired, "the guest resets the device"),
+        };
+        queue.state = state;
         let disk = &queue.disk;
         disk.errors.log(|left_out| {
             warn!(
-                "disk {}: queue {} is given up at {:?} until the guest resets the device: {reason}{left_out}",
+                "disk {}: queue {} is given up at {:?} until {until}: {reason}{left_out}",
                 disk.name,
                 queue.ring.number(),
                 queue.ring.base(),

@@ -55,6 +55,9 @@ pub(crate) enum State {
     Running,
     /// Nothing is fetched for now: the disk's file is being replaced.
     Held,
+    /// A buffer is not in guest memory. Nothing is fetched until the front-end changes its memory, and with that stops
+    /// and starts the queue; what was fetched before goes on.
+    Unmapped,
     /// The guest broke the protocol: nothing is fetched or given back any more.
     Retired,
     /// Nothing is fetched any more; whoever asked is told when nothing is under way, or at `until`, in
@@ -124,6 +127,11 @@ impl Queue {
 
     pub fn running(&self) -> bool {
         matches!(self.state, State::Running)
+    }
+
+    /// Whether what was fetched goes on as ever: nobody waits for it to end.
+    pub fn goes_on(&self) -> bool {
+        matches!(self.state, State::Running | State::Unmapped)
     }
 }
 

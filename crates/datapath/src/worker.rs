@@ -321,9 +321,9 @@ impl<E: Engine> Worker<E> {
             now_ns(),
             stop.since.saturating_add(patience.as_nanos() as u64),
         );
-        let fetches = matches!(queue.state, State::Running | State::Held);
-        if fetches && queue.ring.resubmits() > 0 {
-            if now < until {
+        if !queue.retired() && queue.ring.resubmits() > 0 {
+            let fetches = matches!(queue.state, State::Running | State::Held);
+            if fetches && now < until {
                 // Whoever goes on where the ring stops would never do it.
                 self.postponed.push(stop);
                 self.wake.up();
@@ -378,7 +378,7 @@ impl<E: Engine> Worker<E> {
                 self.forget(number);
                 disk.answered();
             }
-            State::Running | State::Held | State::Retired => {}
+            State::Running | State::Held | State::Unmapped | State::Retired => {}
         }
     }
 

@@ -475,6 +475,11 @@ impl Queue {
     /// Builds the descriptor chain of a request in a free slot. `len` is in bytes; a discard or write-zeroes request puts
     /// its one segment into the slot's buffer.
     pub fn prepare(&mut self, slot: u16, op: Op, sector: u64, len: u32) {
+        self.prepare_at(slot, op, sector, len, self.buffer(slot));
+    }
+
+    /// The same with a buffer at any guest-physical address.
+    pub fn prepare_at(&mut self, slot: u16, op: Op, sector: u64, len: u32, data: u64) {
         let (kind, data_len, device_writes) = match op {
             Op::Read => (VIRTIO_BLK_T_IN, len, true),
             Op::Write => (VIRTIO_BLK_T_OUT, len, false),
@@ -490,7 +495,6 @@ impl Queue {
         }
         let Slot {
             control,
-            data,
             header,
             in_flight,
             ..

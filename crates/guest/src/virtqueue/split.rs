@@ -125,9 +125,10 @@ impl Split {
     pub fn fetch(&mut self, view: &mut View, segments: &mut [Segment]) -> Result<Chain, RingError> {
         debug_assert_ne!(self.seen_available, self.next_available);
         self.prefetch(view);
-        let head = self.head(0);
+        let chain = self.walk(view, self.head(0), segments)?;
+        // Not before: what cannot be fetched now can be once the front-end has put its memory back.
         self.next_available = self.next_available.wrapping_add(1);
-        self.walk(view, head, segments)
+        Ok(chain)
     }
 
     /// The head of the chain that is `ahead` of the next one.

@@ -283,8 +283,10 @@ impl TrackedPacked {
 
     #[inline(never)]
     pub fn fetch(&mut self, view: &mut View, segments: &mut [Segment]) -> Result<Chain, RingError> {
-        if let Some(chain) = self.resubmit.pop() {
-            return self.fetch_again(chain, view, segments);
+        if let Some(&entries) = self.resubmit.last() {
+            let chain = self.fetch_again(entries, view, segments)?;
+            self.resubmit.pop();
+            return Ok(chain);
         }
         let start = self.ring.available.index;
         let (first, mut last, mut at) = (self.free, self.free, self.free);

@@ -167,8 +167,10 @@ impl TrackedSplit {
 
     #[inline(never)]
     pub fn fetch(&mut self, view: &mut View, segments: &mut [Segment]) -> Result<Chain, RingError> {
-        if let Some(head) = self.resubmit.pop() {
-            return self.ring.walk(view, head, segments);
+        if let Some(&head) = self.resubmit.last() {
+            let chain = self.ring.walk(view, head, segments)?;
+            self.resubmit.pop();
+            return Ok(chain);
         }
         let chain = self.ring.fetch(view, segments)?;
         let entry = &self.entries()[usize::from(chain.head)];
