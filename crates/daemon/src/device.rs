@@ -260,6 +260,10 @@ impl Device for BlockDevice<'_> {
         self.served.disk.ring_failed(ring, error);
     }
 
+    fn unrecorded(&self, ring: u16, size: u16) {
+        self.served.disk.ring_unrecorded(ring, size);
+    }
+
     fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()> {
         self.be_here()?;
         let thread = self.thread(ring);

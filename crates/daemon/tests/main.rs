@@ -16,6 +16,7 @@ mod outage;
 mod packed;
 mod qcow2;
 mod rbd;
+mod regions;
 mod sandbox;
 mod serve;
 mod soak;

@@ -420,4 +420,17 @@ impl Disk {
             );
         });
     }
+
+    /// Logs that a queue is served without a record of its requests in flight.
+    pub fn ring_unrecorded(&self, ring: u16, size: u16) {
+        self.errors.log(|left_out| {
+            warn!(
+                "disk {}: queue {ring} is served without a record of its requests in flight: the region that the \
+                 front-end keeps for it has fewer entries than the queue, which has {size}; it is slower, and if \
+                 ringdisk is killed, its guest may have to be reset; reboot or reset the guest (or unplug and plug \
+                 the disk) to get a larger region{left_out}",
+                self.name
+            );
+        });
+    }
 }

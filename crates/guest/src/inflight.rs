@@ -18,7 +18,7 @@ use thiserror::Error;
 
 use crate::lost::Lost;
 use crate::memory::{Mapping, MemoryError, RegionLayout};
-use crate::virtqueue::{RingError, Virtqueue};
+use crate::virtqueue::{RingBase, RingError, Virtqueue};
 
 /// Queues begin on cache lines of their own.
 const QUEUE_ALIGN: u64 = 64;
@@ -32,6 +32,19 @@ const PACKED_BYTES: (u64, u64) = (32, 32);
 /// The only version of what is written down; 0 is a queue of which nothing is.
 const VERSION: u16 = 1;
 
+/// In place of a version: a packed queue for which there is too little room is being served.
+const UNRECORDED: u16 = 0xffff;
+
+/// In place of a version: such a queue has stopped, with nothing in flight, where the number of entries says.
+const PARKED: u16 = 0xfffe;
+
+/// Entries per queue of a region that is made here, at least. QEMU asks for `queue-size` of them; yet some of its versions
+/// (10.0.13 is one) let the driver set up rings of 1024 descriptors whatever that is.
+const ENTRIES_MIN: u16 = 1024;
+
+/// Entries per queue at most.
+const ENTRIES_MAX: u16 = Virtqueue::SIZE_LIMIT;
+
 /// Where the region is in its file, and for how many queues (vhost-user: "Inflight description").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InflightLayout {
@@ -41,7 +54,7 @@ pub struct InflightLayout {
     pub file_offset: u64,
     /// Number of queues.
     pub queues: u16,
-    /// Most descriptors that a queue may have.
+    /// Most descriptors that a queue may have. QEMU repeats here what it asked for, and not what it was given.
     pub queue_size: u16,
 }
 
@@ -60,6 +73,12 @@ pub enum InflightError {
 }
 
 impl InflightLayout {
+    /// A region for a front-end that asked for `queue_size` entries per queue: large enough for every ring that its guest
+    /// may set up.
+    pub fn answering(queues: u16, queue_size: u16, packed: bool) -> Self {
+        Self::new(queues, queue_size.clamp(ENTRIES_MIN, ENTRIES_MAX), packed)
+    }
+
     /// A region for rings of one kind, at the start of a file of its own.
     pub fn new(queues: u16, queue_size: u16, packed: bool) -> Self {
         Self {
@@ -72,9 +91,8 @@ impl InflightLayout {
 
     /// Checks what a front-end says of a region for a disk with `queues` queues.
     fn check(self, queues: u16) -> Result<(), InflightError> {
-        let len_max = u64::from(queues) * queue_bytes(Virtqueue::MAX_SIZE, true);
+        let len_max = u64::from(queues) * queue_bytes(ENTRIES_MAX, true);
         let sound = (1..=queues).contains(&self.queues)
-            && (1..=Virtqueue::MAX_SIZE).contains(&self.queue_size)
             && (1..=len_max).contains(&self.len)
             && self.file_offset.is_multiple_of(8);
         match sound {
@@ -82,11 +100,32 @@ impl InflightLayout {
             false => Err(InflightError::Malformed(self, queues)),
         }
     }
+
+    /// Bytes from one queue to the next, and the entries of each. Whoever made the region divided its length evenly, so
+    /// that the length says more than the number of entries that the front-end names. That number counts only for a
+    /// length that is no whole number of queues.
+    fn division(&self, packed: bool) -> (u64, u16) {
+        let even = self.len / u64::from(self.queues);
+        let named = queue_bytes(self.queue_size, packed);
+        let divides = even * u64::from(self.queues) == self.len && even.is_multiple_of(QUEUE_ALIGN);
+        if !divides || even == named {
+            return (named, self.queue_size);
+        }
+        let (head, entry) = entry_bytes(packed);
+        // Whole fours: of what is over, some may be padding.
+        let entries = ((even - head) / entry) & !3;
+        (even, entries.min(u64::from(ENTRIES_MAX)) as u16)
+    }
+}
+
+/// Bytes before the entries of a queue, and of each of these.
+fn entry_bytes(packed: bool) -> (u64, u64) {
+    if packed { PACKED_BYTES } else { SPLIT_BYTES }
 }
 
 /// Bytes of one queue in a region.
 fn queue_bytes(queue_size: u16, packed: bool) -> u64 {
-    let (head, entry) = if packed { PACKED_BYTES } else { SPLIT_BYTES };
+    let (head, entry) = entry_bytes(packed);
     (head + entry * u64::from(queue_size)).next_multiple_of(QUEUE_ALIGN)
 }
 
@@ -149,24 +188,25 @@ impl Inflight {
         })
     }
 
-    /// Where it is, and its file.
-    pub(crate) fn region(&self) -> (InflightLayout, Arc<OwnedFd>) {
-        (self.layout, self.file.clone())
+    /// Where it is, for rings of one kind, and its file.
+    pub(crate) fn region(&self, packed: bool) -> (InflightLayout, Arc<OwnedFd>) {
+        // Another version of this program may go by the number of entries.
+        let (_, queue_size) = self.layout.division(packed);
+        let layout = InflightLayout {
+            queue_size,
+            ..self.layout
+        };
+        (layout, self.file.clone())
     }
 
-    /// The part of a ring.
-    ///
-    /// # Errors
-    /// The region has none for it, or not one of this kind.
-    pub fn queue(&self, ring: u16, packed: bool) -> Result<InflightQueue, RingError> {
-        let bytes = queue_bytes(self.layout.queue_size, packed);
+    /// The part of a ring; none if the region ends before it.
+    pub fn queue(&self, ring: u16, packed: bool) -> Option<InflightQueue> {
+        let (bytes, entries) = self.layout.division(packed);
         let start = u64::from(ring) * bytes;
-        if ring >= self.layout.queues || start + bytes > self.layout.len {
-            return Err(RingError::Inflight("has no room for it"));
-        }
-        Ok(InflightQueue {
+        let there = ring < self.layout.queues && start + bytes <= self.layout.len;
+        there.then(|| InflightQueue {
             addr: self.base + start as usize,
-            entries: self.layout.queue_size,
+            entries,
             _mapping: self.mapping.clone(),
         })
     }
@@ -177,6 +217,7 @@ impl Inflight {
 pub struct InflightQueue {
     /// A multiple of 8.
     addr: usize,
+    /// As many as there is room for, or fewer if a predecessor used fewer.
     entries: u16,
     _mapping: Arc<Mapping>,
 }
@@ -190,23 +231,63 @@ struct Preamble {
 }
 
 impl InflightQueue {
-    /// Whether nothing is written down of the queue, so that it begins where the front-end says.
+    /// Whether there is room for the requests of a ring of this size.
+    pub fn fits(&self, size: u16) -> bool {
+        self.entries >= size
+    }
+
+    /// Whether nothing is written down of a ring of `size`, so that it begins where the front-end says.
     ///
     /// # Errors
     /// What is there is of another version or length.
-    pub(crate) fn is_blank(&self) -> Result<bool, RingError> {
+    pub(crate) fn is_blank(&mut self, size: u16) -> Result<bool, RingError> {
         let preamble = self.preamble();
         match preamble.version.load(Ordering::Acquire) {
             0 => Ok(true),
             VERSION if preamble.features.load(Ordering::Relaxed) != 0 => {
                 Err(RingError::Inflight("has features that are not known"))
             }
-            VERSION if preamble.entries.load(Ordering::Relaxed) != self.entries => {
-                Err(RingError::Inflight("is for queues of another size"))
-            }
-            VERSION => Ok(false),
+            VERSION => match preamble.entries.load(Ordering::Relaxed) {
+                n if n > self.entries => Err(RingError::Inflight("is for larger queues")),
+                // Of a smaller ring, which is gone.
+                n if n < size => Ok(true),
+                n => {
+                    self.entries = n;
+                    Ok(false)
+                }
+            },
+            // Of a larger ring, which is gone as well.
+            UNRECORDED | PARKED => Ok(true),
             _ => Err(RingError::Inflight("is of a version that is not known")),
         }
+    }
+
+    /// Where a packed ring for which there is too little room goes on, if that is written down.
+    ///
+    /// # Errors
+    /// A process was killed that served it.
+    pub(crate) fn parked(&self) -> Result<Option<RingBase>, RingError> {
+        let preamble = self.preamble();
+        match preamble.version.load(Ordering::Acquire) {
+            UNRECORDED => Err(RingError::Unrecorded),
+            PARKED => {
+                let position = preamble.entries.load(Ordering::Relaxed);
+                Ok(Some(RingBase::packed(position, position)))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Such a ring is being served from here on.
+    pub(crate) fn unpark(&self) {
+        self.preamble().version.store(UNRECORDED, Ordering::Release);
+    }
+
+    /// Such a ring has stopped, with nothing in flight.
+    pub(crate) fn park(&self, base: RingBase) {
+        let preamble = self.preamble();
+        preamble.entries.store(base.0 as u16, Ordering::Relaxed);
+        preamble.version.store(PARKED, Ordering::Release);
     }
 
     /// Makes the queue one of which something is written down. All else of it has been written.
@@ -256,14 +337,6 @@ mod tests {
         for layout in [
             InflightLayout { queues: 3, ..good },
             InflightLayout { queues: 0, ..good },
-            InflightLayout {
-                queue_size: 0,
-                ..good
-            },
-            InflightLayout {
-                queue_size: 1025,
-                ..good
-            },
             InflightLayout { len: 0, ..good },
             InflightLayout {
                 len: u64::MAX,
@@ -300,15 +373,68 @@ mod tests {
         }
     }
 
-    /// What is too short for packed rings may do for split ones.
+    /// The length counts, and not the number of entries that a front-end names.
     #[test]
-    fn a_queue_lies_in_its_region_or_is_refused() {
-        let layout = InflightLayout::new(2, 128, false);
-        let file = Inflight::make(layout, 2).unwrap();
-        let inflight = Inflight::map(layout, &file, 2).unwrap();
-        assert!(inflight.queue(1, false).is_ok());
-        assert!(inflight.queue(2, false).is_err());
-        assert!(inflight.queue(0, true).is_ok());
-        assert!(inflight.queue(1, true).is_err());
+    fn a_queue_lies_where_the_length_says() {
+        for packed in [false, true] {
+            let answered = InflightLayout::answering(3, 128, packed);
+            assert_eq!(answered, InflightLayout::new(3, 1024, packed));
+            let file = Inflight::make(answered, 3).unwrap();
+            for queue_size in [0, 1, 128, 1024, u16::MAX] {
+                let layout = InflightLayout {
+                    queue_size,
+                    ..answered
+                };
+                let inflight = Inflight::map(layout, &file, 3).unwrap();
+                let at = |ring| inflight.queue(ring, packed).unwrap().addr as u64;
+                assert_eq!(at(2) - at(0), 2 * queue_bytes(1024, packed));
+                assert!(inflight.queue(2, packed).unwrap().fits(1024));
+                assert!(!inflight.queue(0, packed).unwrap().fits(1028));
+                assert!(inflight.queue(3, packed).is_none());
+                assert_eq!(inflight.region(packed).0, answered);
+            }
+        }
+    }
+
+    /// Regions of any size that somebody made for their own rings, of which a front-end says how large these are.
+    #[test]
+    fn a_region_has_the_entries_for_which_it_was_made() {
+        for packed in [false, true] {
+            for size in 1..=1024 {
+                let layout = InflightLayout::new(2, size, packed);
+                assert_eq!(layout.division(packed), (layout.len / 2, size));
+                let (_, entries) = InflightLayout {
+                    queue_size: 128,
+                    ..layout
+                }
+                .division(packed);
+                assert!(size == 128 || entries + 3 >= size, "{size}: {entries}");
+                assert!(u64::from(entries) * 16 < layout.len);
+            }
+        }
+    }
+
+    /// One that ends in the midst of a page, say, is divided as the front-end says; what does not fit is not there.
+    #[test]
+    fn a_length_that_does_not_divide_says_nothing() {
+        let layout = InflightLayout {
+            len: 8192,
+            ..InflightLayout::new(3, 128, false)
+        };
+        assert_eq!(layout.division(false), (2112, 128));
+        let file = Inflight::make(layout, 3).unwrap();
+        let inflight = Inflight::map(layout, &file, 3).unwrap();
+        assert!(inflight.queue(2, false).unwrap().fits(128));
+        let packed = |ring| inflight.queue(ring, true);
+        assert!(packed(0).unwrap().fits(128) && packed(1).is_none());
+        for queue_size in [0, u16::MAX] {
+            let layout = InflightLayout {
+                queue_size,
+                ..layout
+            };
+            let inflight = Inflight::map(layout, &file, 3).unwrap();
+            let fits = |ring| inflight.queue(ring, false).is_some_and(|q| q.fits(1));
+            assert!((0..4).all(|ring| !fits(ring)), "{queue_size}");
+        }
     }
 }

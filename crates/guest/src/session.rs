@@ -86,6 +86,9 @@ pub trait Device {
     fn set_frontend(&mut self, channel: Option<FrontendChannel>);
     /// A ring cannot be served where or as large as the guest says.
     fn ring_failed(&self, ring: u16, error: &RingError);
+    /// A ring of `size` descriptors is served without a record of its requests in flight, for want of room in the
+    /// front-end's region. Told once in a session.
+    fn unrecorded(&self, ring: u16, size: u16);
     /// Starts to serve a ring that is not being served.
     ///
     /// # Errors
@@ -197,6 +200,7 @@ pub fn serve_from(
         log_event: None,
         channel: None,
         torn: false,
+        told_unrecorded: false,
         features: 0,
         protocol: 0,
         status: 0,
@@ -236,6 +240,8 @@ struct Session<'a> {
     channel: Option<Arc<OwnedFd>>,
     /// The stop came in the middle of a message.
     torn: bool,
+    /// The device was told of a ring for which the region is too small.
+    told_unrecorded: bool,
     features: u64,
     protocol: u64,
     status: u8,
@@ -458,7 +464,7 @@ impl Session<'_> {
 
             Message::GetInflightFd { queues, queue_size } => {
                 self.negotiated(P_INFLIGHT_SHMFD)?;
-                let layout = InflightLayout::new(queues, queue_size, self.packed());
+                let layout = InflightLayout::answering(queues, queue_size, self.packed());
                 let file = Inflight::make(layout, self.device.queues())?;
                 return Ok(Reply::File(message::inflight_payload(&layout), file));
             }
@@ -472,7 +478,9 @@ impl Session<'_> {
                 )?;
                 let stopped = self.stop_all();
                 self.inflight = Some(inflight);
-                self.rings.iter_mut().for_each(|ring| ring.drained = false);
+                for ring in &mut self.rings {
+                    (ring.drained, ring.unrecorded) = (false, false);
+                }
                 self.start_again(stopped)?;
             }
 
@@ -563,7 +571,7 @@ impl Session<'_> {
             protocol: self.protocol,
             status: self.status,
             memory: self.memory.regions().collect(),
-            inflight: self.inflight.as_ref().map(Inflight::region),
+            inflight: (self.inflight.as_ref()).map(|i| i.region(self.packed())),
             log: self.log.as_ref().map(|log| log.region()),
             log_event: self.log_event.clone(),
             channel: self.channel.clone(),
@@ -615,9 +623,7 @@ impl Session<'_> {
                 error: saved.error,
                 enabled: saved.enabled,
                 unfinished: saved.unfinished,
-                put_back: false,
-                drained: false,
-                running: false,
+                ..Ring::default()
             };
         }
         match self.awaited {

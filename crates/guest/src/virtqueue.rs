@@ -27,7 +27,7 @@ use crate::log::LogError;
 use crate::memory::GuestMemory;
 use logged::Logged;
 use packed::{Packed, TrackedPacked};
-use split::{Split, TrackedSplit};
+use split::{InOrderSplit, Split, TrackedSplit};
 use walk::View;
 
 pub use logged::DirtyMarks;
@@ -154,6 +154,12 @@ pub enum RingError {
     /// What is written down of the requests in flight cannot be so.
     #[error("the in-flight region of the queue {0}")]
     Inflight(&'static str),
+    /// Nobody knows which requests are in flight.
+    #[error(
+        "its in-flight region was too small, and the process that served it was killed, so that nobody knows which \
+         requests it had in flight; reset the guest"
+    )]
+    Unrecorded,
     /// A buffer is not in guest memory.
     #[error("guest address {0:#x} with {1} bytes is not in guest memory")]
     Buffer(u64, u32),
@@ -216,6 +222,7 @@ enum Ring {
     // In boxes, because most rings are not tracked, and the others need not be larger for it.
     TrackedSplit(Box<TrackedSplit>),
     TrackedPacked(Box<TrackedPacked>),
+    InOrder(Box<InOrderSplit>),
     Logged(Box<Logged>),
 }
 
@@ -266,6 +273,21 @@ impl Virtqueue {
                 }
             })
         })
+    }
+
+    /// The same without a region, since the one that there is has too few entries. A split ring gives its requests back in
+    /// order, and goes on where its used ring ends, so that this says what is in flight; of a packed ring, nothing does.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn unrecorded(memory: Arc<GuestMemory>, layout: RingLayout) -> Result<Self, RingError> {
+        match layout.packed {
+            true => Self::new(memory, layout),
+            false => Self::take_up(memory, layout, |view, limit| {
+                let ring = InOrderSplit::new(view, &layout, limit)?;
+                Ok(Ring::InOrder(Box::new(ring)))
+            }),
+        }
     }
 
     fn take_up(
@@ -342,7 +364,7 @@ impl Virtqueue {
         self.ring.waiting()
     }
 
-    /// Whether what is in flight is written down, for whoever takes the ring up next.
+    /// Whether whoever takes the ring up next finds out what is in flight.
     pub fn is_tracked(&self) -> bool {
         self.ring.is_tracked()
     }
@@ -362,7 +384,7 @@ impl Virtqueue {
         match &mut self.ring {
             Ring::TrackedSplit(ring) => Some(ring.put_back()),
             Ring::TrackedPacked(ring) => Some(ring.put_back()),
-            Ring::Split(_) | Ring::Packed(_) | Ring::Logged(_) => None,
+            Ring::Split(_) | Ring::Packed(_) | Ring::InOrder(_) | Ring::Logged(_) => None,
         }
     }
 
@@ -463,6 +485,7 @@ impl Ring {
             Self::Packed(ring) => ring.address(),
             Self::TrackedSplit(ring) => ring.address(),
             Self::TrackedPacked(ring) => ring.address(),
+            Self::InOrder(ring) => ring.address(),
             Self::Logged(logged) => logged.ring.address(),
         }
     }
@@ -473,6 +496,7 @@ impl Ring {
             Self::Packed(ring) => ring.base(),
             Self::TrackedSplit(ring) => ring.base(),
             Self::TrackedPacked(ring) => ring.base(),
+            Self::InOrder(ring) => ring.base(),
             Self::Logged(logged) => logged.ring.base(),
         }
     }
@@ -480,7 +504,7 @@ impl Ring {
     fn is_tracked(&self) -> bool {
         match self {
             Self::Split(_) | Self::Packed(_) => false,
-            Self::TrackedSplit(_) | Self::TrackedPacked(_) => true,
+            Self::TrackedSplit(_) | Self::TrackedPacked(_) | Self::InOrder(_) => true,
             Self::Logged(logged) => logged.ring.is_tracked(),
         }
     }
@@ -492,13 +516,14 @@ impl Ring {
             Self::Packed(ring) => Ok(ring.waiting()),
             Self::TrackedSplit(ring) => ring.waiting(),
             Self::TrackedPacked(ring) => Ok(ring.waiting()),
+            Self::InOrder(ring) => ring.waiting(),
             Self::Logged(logged) => logged.waiting(),
         }
     }
 
     fn resubmits(&self) -> usize {
         match self {
-            Self::Split(_) | Self::Packed(_) => 0,
+            Self::Split(_) | Self::Packed(_) | Self::InOrder(_) => 0,
             Self::TrackedSplit(ring) => ring.resubmits(),
             Self::TrackedPacked(ring) => ring.resubmits(),
             Self::Logged(logged) => logged.ring.resubmits(),
@@ -512,6 +537,7 @@ impl Ring {
             Self::Packed(ring) => ring.fetch(view, segments),
             Self::TrackedSplit(ring) => ring.fetch(view, segments),
             Self::TrackedPacked(ring) => ring.fetch(view, segments),
+            Self::InOrder(ring) => ring.fetch(view, segments),
             Self::Logged(logged) => logged.fetch(view, segments),
         }
     }
@@ -523,6 +549,7 @@ impl Ring {
             Self::Packed(ring) => ring.complete(ticket, written),
             Self::TrackedSplit(ring) => ring.complete(ticket, written),
             Self::TrackedPacked(ring) => ring.complete(ticket, written),
+            Self::InOrder(ring) => ring.complete(ticket, written),
             Self::Logged(logged) => logged.complete(ticket, written),
         }
     }
@@ -534,6 +561,7 @@ impl Ring {
             Self::Packed(ring) => ring.publish(),
             Self::TrackedSplit(ring) => ring.publish(),
             Self::TrackedPacked(ring) => ring.publish(),
+            Self::InOrder(ring) => ring.publish(),
             Self::Logged(logged) => logged.publish(),
         }
     }
@@ -545,6 +573,7 @@ impl Ring {
             Self::Packed(ring) => ring.enable_kicks(),
             Self::TrackedSplit(ring) => ring.enable_kicks(),
             Self::TrackedPacked(ring) => ring.enable_kicks(),
+            Self::InOrder(ring) => ring.enable_kicks(),
             Self::Logged(logged) => logged.enable_kicks(),
         }
     }
@@ -556,6 +585,7 @@ impl Ring {
             Self::Packed(ring) => ring.disable_kicks(),
             Self::TrackedSplit(ring) => ring.disable_kicks(),
             Self::TrackedPacked(ring) => ring.disable_kicks(),
+            Self::InOrder(ring) => ring.disable_kicks(),
             Self::Logged(logged) => logged.disable_kicks(),
         }
     }

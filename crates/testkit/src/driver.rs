@@ -40,10 +40,21 @@ pub struct DeviceConfig {
     pub packed: bool,
     /// Have what is in flight written down, where that is offered.
     pub inflight: bool,
+    /// Entries of each queue in the region for that, if not as many as the queue has descriptors.
+    pub region: Option<RegionEntries>,
     /// Virtio features to accept where they are offered.
     pub features: u64,
     /// Protocol features to accept where they are offered.
     pub protocol: u64,
+}
+
+/// How large a region for requests in flight is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RegionEntries {
+    /// The device is asked for one of so many.
+    Asked(u16),
+    /// The front-end makes one of so many, as the specification has it.
+    Made(u16),
 }
 
 impl Default for DeviceConfig {
@@ -59,6 +70,7 @@ impl Default for DeviceConfig {
             event_idx: true,
             packed: false,
             inflight: false,
+            region: None,
             features: !0,
             protocol: protocol::ALL,
         }
@@ -106,7 +118,7 @@ impl Device {
         let mut frontend = Frontend::connect(socket)?;
         let (features, protocol) = negotiate(&mut frontend, config)?;
         let inflight = match config.inflight && protocol & protocol::INFLIGHT_SHMFD != 0 {
-            true => Some(frontend.inflight(config.queues, config.queue_size)?),
+            true => Some(region(&mut frontend, config)?),
             false => None,
         };
         let (memory, queues) = lay_out(config, features)?;
@@ -125,6 +137,35 @@ impl Device {
         }
         device.set_driver_ok()?;
         Ok(device)
+    }
+
+    /// Stops all queues as QEMU does when a VM is paused, and gives where each of them goes on. QEMU 7.2 resets the
+    /// device first, and later ones last.
+    pub fn pause(&mut self, reset_first: bool) -> io::Result<Vec<u32>> {
+        if reset_first {
+            self.frontend.set_status(0)?;
+        }
+        for queue in &self.queues {
+            self.frontend.set_vring_enable(queue.index, false)?;
+        }
+        let each = self.queues.iter().map(|queue| queue.index);
+        let bases = each.map(|queue| self.frontend.vring_base(queue)).collect();
+        if !reset_first {
+            self.frontend.set_status(0)?;
+        }
+        bases
+    }
+
+    /// Goes on after a pause, with all that is in flight.
+    pub fn go_on(&mut self, bases: &[u32]) -> io::Result<()> {
+        self.frontend.set_features(self.features)?;
+        if let Some(inflight) = &self.inflight {
+            self.frontend.set_inflight(inflight)?;
+        }
+        for (index, &base) in bases.iter().enumerate() {
+            self.resume_queue(index, base)?;
+        }
+        self.set_driver_ok()
     }
 
     /// Connects anew after the device has died, and goes on: the rings stay as they are, with all that is in flight.
@@ -217,6 +258,20 @@ impl Device {
         self.frontend
             .config(0, DiskConfig::LEN as u32)
             .map(|bytes| DiskConfig::parse(&bytes))
+    }
+}
+
+/// A region for requests in flight, as large as is wanted.
+fn region(frontend: &mut Frontend, config: &DeviceConfig) -> io::Result<Inflight> {
+    let asked = RegionEntries::Asked(config.queue_size);
+    match config.region.unwrap_or(asked) {
+        RegionEntries::Asked(entries) => {
+            let mut region = frontend.inflight(config.queues, entries)?;
+            // QEMU repeats what it asked for.
+            region.description.3 = entries;
+            Ok(region)
+        }
+        RegionEntries::Made(entries) => Inflight::made(config.queues, entries, config.packed),
     }
 }
 

@@ -8,6 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
@@ -120,6 +121,19 @@ impl Inflight {
             }),
             _ => Err(invalid(format!("GET_INFLIGHT_FD answered {reply:x?}"))),
         }
+    }
+
+    /// A region that the front-end makes itself, as the specification has it.
+    pub fn made(queues: u16, queue_size: u16, packed: bool) -> io::Result<Self> {
+        let bytes = if packed { 32 } else { 16 };
+        let queue = (bytes * (1 + u64::from(queue_size))).next_multiple_of(64);
+        let size = u64::from(queues) * queue;
+        let file = memfd_create("region", MemfdFlags::CLOEXEC)?;
+        ftruncate(&file, size)?;
+        Ok(Self {
+            description: (size, 0, queues, queue_size),
+            file,
+        })
     }
 
     /// The description as it is sent.

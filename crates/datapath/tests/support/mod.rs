@@ -106,6 +106,8 @@ impl Device for Queues {
         .bytes(&self.disk.facts)
     }
 
+    fn unrecorded(&self, _ring: u16, _size: u16) {}
+
     fn set_write_cache(&mut self, on: bool) {
         self.disk.set_write_cache(on);
     }

@@ -9,10 +9,10 @@ use tracing::debug;
 
 use super::{F_LOG_ALL, NewQueue, Session, SessionError};
 use crate::blk;
-use crate::inflight::Inflight;
+use crate::inflight::{Inflight, InflightQueue};
 use crate::memory::GuestMemory;
 use crate::message::VringAddr;
-use crate::virtqueue::{DirtyMarks, RingBase, RingLayout, Virtqueue};
+use crate::virtqueue::{DirtyMarks, RingBase, RingError, RingLayout, Virtqueue};
 
 /// What the front-end has said of a ring so far.
 #[derive(Default)]
@@ -25,8 +25,10 @@ pub(super) struct Ring {
     pub unfinished: bool,
     /// These are available again at its base, for whoever goes on there.
     pub put_back: bool,
-    /// It has run in this session, and when it stopped, nothing was left in flight.
+    /// It has run in this session, and when it stopped, the region said of no request that it is in flight.
     pub drained: bool,
+    /// It is served in this session although the region has too few entries for it.
+    pub unrecorded: bool,
     pub kick: Option<Arc<OwnedFd>>,
     pub call: Option<Arc<OwnedFd>>,
     pub error: Option<Arc<OwnedFd>>,
@@ -81,6 +83,7 @@ impl Session<'_> {
 
     pub(super) fn start_if_ready(&mut self, ring: u16) -> Result<(), SessionError> {
         let packed = self.packed();
+        let region = self.inflight.as_ref().map(|i| i.queue(ring, packed));
         let state = &self.rings[usize::from(ring)];
         let (false, true, Some(_), Some(addr)) =
             (state.running, state.enabled, &state.kick, state.addr)
@@ -92,16 +95,9 @@ impl Session<'_> {
         let Some(kick) = &state.kick else {
             return Ok(());
         };
-        let memory = self.memory.clone();
-        let virtqueue = match &self.inflight {
-            None => Virtqueue::new(memory, layout),
-            Some(inflight) => inflight
-                .queue(ring, packed)
-                .and_then(|region| Virtqueue::tracked(memory, layout, region)),
-        };
-        // Where a ring lies and how large it is, is the guest's choice: a bad one costs it that ring.
-        let virtqueue = match virtqueue {
-            Ok(virtqueue) => virtqueue,
+        let (virtqueue, too_small) = match take_up(self.memory.clone(), layout, region) {
+            Ok(taken_up) => taken_up,
+            // Where a ring lies and how large it is, is the guest's choice: a bad one costs it that ring.
             Err(e) => {
                 self.device.ring_failed(ring, &e);
                 if let Some(error) = &state.error
@@ -112,6 +108,7 @@ impl Session<'_> {
                 return Ok(());
             }
         };
+        let base = virtqueue.base();
         let wanted = self.features & F_LOG_ALL != 0 || addr.log.is_some();
         let (virtqueue, marked) = match &self.log {
             Some(log) if wanted => {
@@ -131,21 +128,47 @@ impl Session<'_> {
             marked,
             lost: self.lost.clone(),
         };
-        self.device.start(ring, queue)?;
+        state.unrecorded = too_small.is_some();
+        let region = too_small.flatten();
+        // Before a request is fetched: what the region says is not of this ring, and no successor must do it.
+        match &region {
+            Some(region) if packed => region.unpark(),
+            Some(region) => region.forget(),
+            None => {}
+        }
+        if let Err(e) = self.device.start(ring, queue) {
+            if let Some(region) = region.filter(|_| packed) {
+                region.park(base);
+            }
+            return Err(e.into());
+        }
         state.running = true;
+        if state.unrecorded && !std::mem::replace(&mut self.told_unrecorded, true) {
+            self.device.unrecorded(ring, layout.size);
+        }
         Ok(())
     }
 
     pub(super) fn stop(&mut self, ring: u16) {
+        let packed = self.packed();
         let state = &mut self.rings[usize::from(ring)];
-        if std::mem::take(&mut state.running) {
-            let stopped = self.device.stop(ring);
-            (state.base, state.unfinished) = (Some(stopped.base), stopped.unfinished);
-            state.drained = !stopped.unfinished;
-            state.put_back = false;
-            if stopped.unfinished {
-                self.put_back(ring);
+        if !std::mem::take(&mut state.running) {
+            return;
+        }
+        let stopped = self.device.stop(ring);
+        (state.base, state.unfinished) = (Some(stopped.base), stopped.unfinished);
+        state.drained = !stopped.unfinished || state.unrecorded;
+        // One that gives back in order begins with what it left.
+        state.put_back = state.unrecorded && !packed;
+        let region = || self.inflight.as_ref()?.queue(ring, packed);
+        match (state.unrecorded, stopped.unfinished) {
+            (true, false) if packed => {
+                if let Some(region) = region() {
+                    region.park(stopped.base);
+                }
             }
+            (false, true) => self.put_back(ring),
+            _ => {}
         }
     }
 
@@ -156,7 +179,7 @@ impl Session<'_> {
             return;
         };
         let layout = self.layout(ring, addr);
-        let queue = |inflight: &Inflight| inflight.queue(ring, layout.packed).ok();
+        let queue = |inflight: &Inflight| inflight.queue(ring, layout.packed);
         let Some(region) = self.inflight.as_ref().and_then(queue) else {
             return;
         };
@@ -188,7 +211,7 @@ impl Session<'_> {
     /// Has a ring begin anew in the region of requests in flight. Those that are written down there will
     /// not be done again.
     pub(super) fn forget_inflight(&self, ring: u16) {
-        let queue = |inflight: &Inflight| inflight.queue(ring, self.packed()).ok();
+        let queue = |inflight: &Inflight| inflight.queue(ring, self.packed());
         if let Some(queue) = self.inflight.as_ref().and_then(queue) {
             queue.forget();
         }
@@ -215,6 +238,29 @@ impl Session<'_> {
         if state.running {
             let (call, error) = (state.call.clone(), state.error.clone());
             self.device.set_signals(ring, call, error);
+        }
+    }
+}
+
+/// Takes up a ring for which the front-end keeps no region, or this one, or one that ends before the ring's part. With it
+/// comes that part, if it is too small for the ring.
+fn take_up(
+    memory: Arc<GuestMemory>,
+    mut layout: RingLayout,
+    region: Option<Option<InflightQueue>>,
+) -> Result<(Virtqueue, Option<Option<InflightQueue>>), RingError> {
+    match region {
+        None => Ok((Virtqueue::new(memory, layout)?, None)),
+        Some(Some(region)) if region.fits(layout.size) => {
+            Ok((Virtqueue::tracked(memory, layout, region)?, None))
+        }
+        Some(region) => {
+            if let Some(region) = region.as_ref().filter(|_| layout.packed)
+                && let Some(base) = region.parked()?
+            {
+                layout.base = base;
+            }
+            Ok((Virtqueue::unrecorded(memory, layout)?, Some(region)))
         }
     }
 }

@@ -1,5 +1,6 @@
 //! A split ring (virtio 1.3 §2.7): descriptors in a table, and one ring for each direction.
 
+mod in_order;
 mod inflight;
 
 use std::ptr;
@@ -13,6 +14,7 @@ use virtio_bindings::virtio_ring::{
 use super::walk::{View, Walk, prefetch};
 use super::{Chain, DESCRIPTOR_BYTES, RingBase, RingError, RingLayout, Ticket, Virtqueue, place};
 
+pub(super) use in_order::InOrderSplit;
 pub(super) use inflight::TrackedSplit;
 
 pub(super) struct Split {
@@ -261,13 +263,18 @@ impl Split {
 
     #[inline]
     pub fn complete(&mut self, ticket: &Ticket, written: u32) {
+        self.give_back(ticket.head, written);
+    }
+
+    #[inline]
+    fn give_back(&mut self, head: u16, written: u32) {
         let entry = usize::from(self.next_used & (self.size - 1));
         // SAFETY: `entry` is below the ring's size.
         unsafe {
             ptr::write_volatile(
                 self.used_ring.add(entry),
                 UsedElement {
-                    id: u32::from(ticket.head),
+                    id: u32::from(head),
                     len: written,
                 },
             );

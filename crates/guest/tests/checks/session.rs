@@ -286,6 +286,10 @@ impl Device for FakeDevice {
         .bytes(&FACTS)
     }
 
+    fn unrecorded(&self, ring: u16, _size: u16) {
+        assert!(self.running.contains(&ring));
+    }
+
     fn set_write_cache(&mut self, _on: bool) {}
 
     fn set_features(&mut self, accepted: u64) {

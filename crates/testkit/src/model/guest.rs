@@ -87,6 +87,7 @@ impl Guest {
             event_idx: serve.event_idx,
             packed: serve.packed,
             inflight: true,
+            region: None,
             features: !without,
             ..DeviceConfig::default()
         };

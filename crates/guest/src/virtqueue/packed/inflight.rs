@@ -97,13 +97,14 @@ impl TrackedPacked {
         view: &View,
         layout: &RingLayout,
         chain_limit: u16,
-        region: InflightQueue,
+        mut region: InflightQueue,
     ) -> Result<Self, RingError> {
         let ring = Packed::new(view, layout, chain_limit)?;
-        let entries = region.entries();
-        if entries < layout.size {
+        let blank = region.is_blank(layout.size)?;
+        if !region.fits(layout.size) {
             return Err(RingError::Inflight("has fewer entries than the queue"));
         }
+        let entries = region.entries();
         let mut tracked = Self {
             ring,
             region,
@@ -114,7 +115,7 @@ impl TrackedPacked {
             counter: 0,
             resubmit: Vec::new(),
         };
-        match tracked.region.is_blank()? {
+        match blank {
             true => tracked.begin(layout.base)?,
             false => tracked.recover()?,
         }

@@ -64,10 +64,11 @@ impl TrackedSplit {
         view: &View,
         layout: &RingLayout,
         chain_limit: u16,
-        region: InflightQueue,
+        mut region: InflightQueue,
     ) -> Result<Self, RingError> {
         let ring = Split::new(view, layout, chain_limit)?;
-        if region.entries() < layout.size {
+        let blank = region.is_blank(layout.size)?;
+        if !region.fits(layout.size) {
             return Err(RingError::Inflight("has fewer entries than the queue"));
         }
         let mut tracked = Self {
@@ -77,7 +78,7 @@ impl TrackedSplit {
             resubmit: Vec::new(),
             batch: vec![0; usize::from(layout.size)].into(),
         };
-        match tracked.region.is_blank()? {
+        match blank {
             true => tracked.begin(),
             false => tracked.recover()?,
         }

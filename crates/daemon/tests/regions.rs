@@ -1,0 +1,193 @@
+//! Regions of requests in flight that are not as large as the rings: who made them, and what becomes of the queues.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use rustix::process::Signal;
+use testkit::driver::{Device, DeviceConfig, HANG, Op, RegionEntries};
+use testkit::frontend::Inflight;
+use testkit::server::Server;
+
+use super::support::Disk;
+
+const OK: u8 = 0;
+
+/// What is said of a queue whose requests in flight are not written down.
+const UNRECORDED: &str = "without a record of its requests in flight";
+
+/// Rings four times as large as the region that was made for them.
+fn too_small(packed: bool) -> DeviceConfig {
+    DeviceConfig {
+        queues: 2,
+        packed,
+        inflight: true,
+        region: Some(RegionEntries::Made(64)),
+        ..DeviceConfig::default()
+    }
+}
+
+fn start(disk: &Disk, options: &str) -> Server {
+    Server::ringdisk(
+        env!("CARGO_BIN_EXE_ringdisk"),
+        &[disk.argument(&format!("queues=2{options}"))],
+    )
+    .unwrap()
+}
+
+/// Starts where another was killed: the kernel may still be at its writes, and keep the file locked.
+fn start_after_kill(disk: &Disk) -> Server {
+    let argument = [disk.argument("queues=2")];
+    loop {
+        match Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &argument) {
+            Ok(server) => return server,
+            Err(e) => assert!(e.to_string().contains("in use"), "{e}"),
+        }
+    }
+}
+
+/// The version that a queue's part of a region begins with.
+fn version(region: &Inflight, queue: u64) -> u16 {
+    let mut bytes = [0; 2];
+    let (len, _, queues, _) = region.description;
+    let at = queue * (len / u64::from(queues)) + 8;
+    let file = File::from(region.file.try_clone().unwrap());
+    file.read_exact_at(&mut bytes, at).unwrap();
+    u16::from_le_bytes(bytes)
+}
+
+/// Any request for a region is answered with one for 1024 entries, which every queue finds at the same place, whatever
+/// number the front-end names when it hands it back.
+#[test]
+fn a_region_has_room_for_the_largest_ring() {
+    let disk = Disk::new();
+    let server = start(&disk, "");
+    for packed in [false, true] {
+        for asked in [0, 1, 128, 1000, 1024] {
+            let config = DeviceConfig {
+                queue_size: 1024,
+                region: Some(RegionEntries::Asked(asked)),
+                ..too_small(packed)
+            };
+            let mut device = Device::connect(server.socket(), &config).unwrap();
+            let region = device.inflight.take().unwrap();
+            let entry = if packed { 32 } else { 16 };
+            assert_eq!(region.description.0, 2 * (entry * 1025 + 64 - entry % 64));
+            for queue in &mut device.queues {
+                assert_eq!(queue.run(Op::Read, 8, 4096), OK);
+            }
+            for number in [0, asked, 1024, u16::MAX] {
+                let mut again = Inflight {
+                    description: region.description,
+                    file: region.file.try_clone().unwrap(),
+                };
+                again.description.3 = number;
+                device.frontend.set_inflight(&again).unwrap();
+                for queue in &mut device.queues {
+                    assert_eq!(queue.run(Op::Read, 8, 4096), OK);
+                }
+                assert_eq!([0, 1].map(|queue| version(&region, queue)), [1, 1]);
+            }
+        }
+    }
+    let log = server.log();
+    assert!(!log.contains("queue"), "{log}");
+}
+
+/// A queue that its region has no room for is served, and said to be without a record, once; what is in the region is not
+/// of this queue, and nobody does it. With another region, the next connection has a record again.
+#[test]
+fn a_region_that_is_too_small_costs_no_disk() {
+    let disk = Disk::new();
+    for packed in [false, true] {
+        let server = start(&disk, "");
+        let config = too_small(packed);
+        let mut device = Device::connect(server.socket(), &config).unwrap();
+        let region = device.inflight.take().unwrap();
+        let file = File::from(region.file.try_clone().unwrap());
+        // A smaller queue had a request in flight.
+        file.write_all_at(&[1, 0, 64, 0], 8).unwrap();
+        file.write_all_at(&[1], if packed { 32 } else { 16 })
+            .unwrap();
+        device.frontend.set_inflight(&region).unwrap();
+        for _ in 0..3 {
+            for queue in &mut device.queues {
+                assert_eq!(queue.run(Op::Read, 8, 4096), OK);
+            }
+            let bases = device.pause(false).unwrap();
+            assert_eq!([0, 1].map(|queue| version(&region, queue)), [0, 0]);
+            device.go_on(&bases).unwrap();
+        }
+        let log = server.log();
+        // Of the connection's first region, and of the one that was put in its place.
+        assert_eq!(log.matches(UNRECORDED).count(), 1, "{log}");
+        assert!(log.contains("reboot or reset the guest"), "{log}");
+        device.frontend.reset_device().unwrap();
+        drop(device);
+        // The smaller one comes back.
+        let small = DeviceConfig {
+            queue_size: 64,
+            ..config.clone()
+        };
+        let mut device = Device::connect(server.socket(), &small).unwrap();
+        device.frontend.set_inflight(&region).unwrap();
+        assert_eq!(device.queues[0].run(Op::Read, 8, 4096), OK);
+        assert_eq!(version(&region, 0), 1);
+        drop(device);
+        let log = server.log();
+        assert!(!log.contains("are done again"), "{log}");
+        drop(server);
+
+        // Another region: there is a record.
+        let config = DeviceConfig {
+            region: None,
+            ..config
+        };
+        let slow = start(&disk, ",iops=1");
+        let mut device = Device::connect(slow.socket(), &config).unwrap();
+        let slots = [0, 1, 2, 3];
+        for slot in slots {
+            device.queues[0].prepare(slot, Op::Read, 8, 4096);
+        }
+        device.queues[0].submit(&slots);
+        let done = device.queues[0].finish(1).len();
+        slow.signal(Signal::KILL);
+        drop(slow);
+        let server = start_after_kill(&disk);
+        device.reconnect(server.socket(), &config).unwrap();
+        device.queues[0].finish(slots.len() - done);
+        let log = server.logged(&["are done again"]);
+        assert!(!log.contains(UNRECORDED), "{log}");
+    }
+}
+
+/// Of a packed ring without a record, a kill loses what is in flight: nothing is guessed then. An orderly end loses nothing,
+/// and neither does the reset of the guest.
+#[test]
+fn a_packed_ring_without_a_record_is_not_guessed() {
+    let disk = Disk::new();
+    let config = too_small(true);
+    let server = start(&disk, "");
+    let mut device = Device::connect(server.socket(), &config).unwrap();
+    // Some laps, so that what the front-end remembers is not where the ring is.
+    for _ in 0..300 {
+        assert_eq!(device.queues[0].run(Op::Read, 8, 4096), OK);
+    }
+    let mut server = server;
+    assert!(server.terminate().unwrap().success());
+    drop(server);
+    let server = start(&disk, "");
+    device.reconnect(server.socket(), &config).unwrap();
+    for _ in 0..300 {
+        assert_eq!(device.queues[0].run(Op::Read, 8, 4096), OK);
+    }
+    server.signal(Signal::KILL);
+    drop(server);
+    let server = start_after_kill(&disk);
+    device.reconnect(server.socket(), &config).unwrap();
+    assert!(device.queues[0].ring.broken(HANG));
+    server.logged(&["queue 0 cannot be served", "reset the guest"]);
+    device.frontend.reset_device().unwrap();
+    drop(device);
+    let mut device = Device::connect(server.socket(), &config).unwrap();
+    assert_eq!(device.queues[0].run(Op::Read, 8, 4096), OK);
+}
