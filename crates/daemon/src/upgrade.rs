@@ -368,7 +368,8 @@ fn pause(host: &Host, deadline: Instant) -> Result<Vec<PausedExport>, UpgradeErr
         let left = deadline.saturating_duration_since(Instant::now());
         let unfinished = |paused: &Paused| {
             let session = paused.connection.as_ref();
-            session.is_some_and(|(_, saved)| saved.is_unfinished())
+            pausing.device.disk.is_abandoned()
+                || session.is_some_and(|(_, saved)| saved.is_unfinished())
         };
         match pausing.paused.recv_timeout(left) {
             Ok(paused) if unfinished(&paused) => Err(UpgradeError::Stuck(pausing.id)),

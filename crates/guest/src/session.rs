@@ -363,7 +363,12 @@ impl Session<'_> {
                 self.protocol = bits;
             }
             Message::SetOwner => {}
-            Message::ResetOwner | Message::ResetDevice => self.reset()?,
+            Message::ResetOwner | Message::ResetDevice => {
+                self.reset()?;
+                (0..self.device.queues()).for_each(|ring| self.forget_inflight(ring));
+                self.rings.iter_mut().for_each(|r| r.unfinished = false);
+                self.features = 0;
+            }
             Message::GetQueueNum => return Ok(Reply::Word(u64::from(self.device.queues()))),
 
             Message::SetMemTable(table) => {
@@ -430,7 +435,7 @@ impl Session<'_> {
                 // Before the answer: the front-end may then have the guest go on elsewhere.
                 self.rest()?;
                 let state = &self.rings[ring as usize];
-                let base = state.base.unwrap_or(first);
+                let base = state.base.or(state.base_at_reset).unwrap_or(first);
                 return Ok(match state.drained {
                     true => Reply::Base(ring, base),
                     // What is written down of it still counts, also if it has not been started here yet.
@@ -479,7 +484,7 @@ impl Session<'_> {
                 let stopped = self.stop_all();
                 self.inflight = Some(inflight);
                 for ring in &mut self.rings {
-                    (ring.drained, ring.unrecorded) = (false, false);
+                    (ring.drained, ring.outdated, ring.unrecorded) = (false, false, false);
                 }
                 self.start_again(stopped)?;
             }
@@ -559,7 +564,7 @@ impl Session<'_> {
         let ring = |ring: &Ring| SavedRing {
             size: ring.size,
             addr: ring.addr,
-            base: ring.base,
+            base: ring.base.or(ring.base_at_reset),
             kick: ring.kick.clone(),
             call: ring.call.clone(),
             error: ring.error.clone(),
@@ -642,20 +647,28 @@ impl Session<'_> {
         }
     }
 
+    /// The front-end has the device begin anew, which need not be the guest's wish: QEMU says so (SET_STATUS 0) whenever
+    /// the VM is stopped, and starts the same rings when it goes on. Requests that storage has not served by then are
+    /// still in flight. A guest that has reset its device gets another region, or RESET_DEVICE is sent as well.
     fn reset(&mut self) -> Result<(), SessionError> {
         self.stop_all();
         self.rest()?;
-        (0..self.device.queues()).for_each(|ring| self.forget_inflight(ring));
         for ring in &mut self.rings {
-            // The signals stay: QEMU sends them once, when it connects.
             *ring = Ring {
+                // The signals stay: QEMU sends them once, when it connects.
                 call: ring.call.take(),
                 error: ring.error.take(),
+                base_at_reset: ring.base.or(ring.base_at_reset),
+                unfinished: ring.unfinished,
+                put_back: ring.put_back,
+                drained: ring.drained,
+                outdated: ring.drained,
                 ..Ring::default()
             };
         }
         self.status = 0;
-        self.features = 0;
+        // QEMU 7.2 asks where the rings are only now.
+        self.features &= blk::F_RING_PACKED;
         self.device.set_features(0);
         Ok(())
     }

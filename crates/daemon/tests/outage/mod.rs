@@ -2,6 +2,7 @@
 //! cache mode: what a guest sees of it, and what it does to others.
 
 mod hung;
+mod pauses;
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;

@@ -21,12 +21,16 @@ pub(super) struct Ring {
     pub addr: Option<VringAddr>,
     /// Where the device goes on; where it begins, unless that was said.
     pub base: Option<RingBase>,
+    /// Where it stopped before the device was reset. QEMU 7.2 asks for it only then.
+    pub base_at_reset: Option<RingBase>,
     /// When it stopped, it left requests in flight.
     pub unfinished: bool,
     /// These are available again at its base, for whoever goes on there.
     pub put_back: bool,
     /// It has run in this session, and when it stopped, the region said of no request that it is in flight.
     pub drained: bool,
+    /// What the region says of it is of no use to whoever starts it next.
+    pub outdated: bool,
     /// It is served in this session although the region has too few entries for it.
     pub unrecorded: bool,
     pub kick: Option<Arc<OwnedFd>>,
@@ -92,6 +96,11 @@ impl Session<'_> {
         };
         let layout = self.layout(ring, addr);
         let state = &mut self.rings[usize::from(ring)];
+        if std::mem::take(&mut state.outdated)
+            && let Some(Some(region)) = &region
+        {
+            region.forget();
+        }
         let Some(kick) = &state.kick else {
             return Ok(());
         };
