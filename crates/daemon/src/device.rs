@@ -2,10 +2,11 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use block::SECTOR_BYTES;
 use datapath::{Disk, IoThread, QueueId};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
 use guest::{Device, FrontendChannel, NewQueue, RingBase, RingError, Stopped};
@@ -33,17 +34,22 @@ pub struct ServedDisk {
     chosen: Box<dyn Fn() + Send + Sync>,
     /// The front-end that is connected, if it wants to be told of changes.
     frontend: Mutex<Option<FrontendChannel>>,
+    /// The size that the front-end has read, in sectors; [`NEVER_READ`] if it has read none.
+    capacity_read: AtomicU64,
 }
 
+const NEVER_READ: u64 = u64::MAX;
+
 impl ServedDisk {
-    /// A disk with one queue for each of `threads`, and a choice that its guest has made before. `chosen` is
-    /// called when it makes another.
+    /// A disk with one queue for each of `threads`, a choice that its guest has made before, and the size that its
+    /// front-end has read from another process. `chosen` is called when the guest makes another choice.
     pub fn new(
         disk: Arc<Disk>,
         node: Arc<Node>,
         queue_size: u16,
         threads: Vec<NamedThread>,
         choice: Option<bool>,
+        capacity_read: Option<u64>,
         chosen: Box<dyn Fn() + Send + Sync>,
     ) -> Self {
         let write_cache_default = disk.write_cache();
@@ -57,6 +63,7 @@ impl ServedDisk {
             threads,
             write_cache,
             frontend: Mutex::default(),
+            capacity_read: AtomicU64::new(capacity_read.unwrap_or(NEVER_READ)),
         }
     }
 
@@ -119,6 +126,21 @@ impl ServedDisk {
     /// Most data segments in a request: the ring less a header and a status.
     fn seg_max(&self) -> u16 {
         self.queue_size - 2
+    }
+
+    /// The size that the front-end has read, if any, in sectors.
+    pub fn capacity_read(&self) -> Option<u64> {
+        let read = self.capacity_read.load(Ordering::Relaxed);
+        (read != NEVER_READ).then_some(read)
+    }
+
+    /// Tells the guest to look at the size of its disk, if its front-end does not know it: QEMU reads it once, and drops
+    /// what it is told while the VM is paused, or its driver is not up. A front-end that has not read it from this
+    /// process may have read it from the one before.
+    fn tell_size_if_not_read(&self) {
+        if self.capacity_read() != Some(self.disk.size() / SECTOR_BYTES) {
+            self.tell_size();
+        }
     }
 
     /// Tells the guest to look at the size of its disk again, if its front-end listens.
@@ -234,6 +256,10 @@ impl Device for BlockDevice<'_> {
         .bytes(&disk.facts)
     }
 
+    fn capacity_read(&self, sectors: u64) {
+        self.served.capacity_read.store(sectors, Ordering::Relaxed);
+    }
+
     fn set_write_cache(&mut self, on: bool) {
         let was = self.served.write_cache.swap(on, Ordering::Relaxed);
         self.apply_write_cache();
@@ -266,11 +292,16 @@ impl Device for BlockDevice<'_> {
 
     fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()> {
         self.be_here()?;
+        let first = self.running.iter().all(Option::is_none);
         let thread = self.thread(ring);
         let arrived = thread.arrive(&queue.virtqueue);
         let queue = thread.thread.start(self.served.disk.clone(), queue);
         let queue = queue.inspect_err(|_| thread.leave(arrived))?;
         self.running[usize::from(ring)] = Some(Running { queue, arrived });
+        if first {
+            // QEMU listens by now: its device has started before its rings do.
+            self.served.tell_size_if_not_read();
+        }
         Ok(())
     }
 

@@ -84,6 +84,8 @@ pub struct Around {
     pub events: Arc<EventHub>,
     /// What the guest chose of its write cache when it was last served.
     pub write_cache: Option<bool>,
+    /// The size that the front-end which is handed over has read, in sectors.
+    pub capacity_read: Option<u64>,
     /// Called when the guest has chosen anew.
     pub changed: Box<dyn Fn() + Send + Sync>,
     /// What another process has served until now.
@@ -123,6 +125,7 @@ impl Export {
         let Around {
             events,
             write_cache,
+            capacity_read,
             changed,
             inherited,
         } = around;
@@ -157,6 +160,7 @@ impl Export {
             spec.queue_size,
             threads,
             write_cache,
+            capacity_read,
             changed,
         ));
         tell_changes(&node, &disk, &device);

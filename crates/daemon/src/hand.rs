@@ -119,6 +119,9 @@ pub struct HandedExport {
     pub file: Option<FileIdentity>,
     /// The guest's choice of a write cache, if it is not the default.
     pub write_cache: Option<bool>,
+    /// The size that the front-end has read, in sectors.
+    #[serde(default)]
+    pub capacity_read: Option<u64>,
     pub session: Option<HandedSession>,
 }
 

@@ -350,6 +350,7 @@ impl Host {
                 Some(export) => export.write_cache,
                 None => remembered,
             },
+            capacity_read: inherited.as_ref().and_then(|e| e.capacity_read),
             inherited,
             changed: Box::new(move || {
                 if let Some(host) = me.upgrade() {

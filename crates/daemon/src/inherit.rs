@@ -68,6 +68,7 @@ pub struct InheritedExport {
     pub file: Option<FileIdentity>,
     pub session: Option<(UnixStream, Saved)>,
     pub write_cache: Option<bool>,
+    pub capacity_read: Option<u64>,
     /// Nobody is to be served before it opens.
     pub gate: Arc<Gate>,
 }
@@ -143,6 +144,7 @@ impl Inherited {
                 file: handed.file,
                 session,
                 write_cache: handed.write_cache,
+                capacity_read: handed.capacity_read,
                 gate: gate.clone(),
             };
             Ok((handed.socket, export))

@@ -378,6 +378,7 @@ fn pause(host: &Host, deadline: Instant) -> Result<Vec<PausedExport>, UpgradeErr
                 file: pausing.node.identity(),
                 // As its last front-end has left it.
                 write_cache: pausing.device.chosen_write_cache(),
+                capacity_read: pausing.device.capacity_read(),
                 listener: paused.listener,
                 connection: paused.connection,
                 leave: paused.leave,
@@ -403,6 +404,7 @@ struct PausedExport {
     socket: PathBuf,
     file: Option<FileIdentity>,
     write_cache: Option<bool>,
+    capacity_read: Option<u64>,
     listener: OwnedFd,
     connection: Option<(OwnedFd, guest::Saved)>,
     leave: Sender<()>,
@@ -448,6 +450,7 @@ fn hand(
             socket: export.socket.clone(),
             file: export.file,
             write_cache: export.write_cache,
+            capacity_read: export.capacity_read,
             session,
         });
     }

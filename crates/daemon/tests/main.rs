@@ -17,6 +17,7 @@ mod packed;
 mod qcow2;
 mod rbd;
 mod regions;
+mod resized;
 mod sandbox;
 mod serve;
 mod soak;

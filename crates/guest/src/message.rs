@@ -114,15 +114,25 @@ pub(crate) struct Config {
 }
 
 impl Config {
+    /// Where in the space a front-end reads.
+    fn start(&self) -> usize {
+        match self.offset {
+            at if at < CONFIG_OFFSET => at as usize,
+            at => (at - CONFIG_OFFSET) as usize,
+        }
+    }
+
     /// Fills the window with what a front-end reads there of `space`: zeroes beyond its end.
     pub(crate) fn read(&mut self, space: &[u8]) {
-        let at = match self.offset {
-            at if at < CONFIG_OFFSET => at,
-            at => at - CONFIG_OFFSET,
-        };
-        for (at, byte) in (at as usize..).zip(&mut self.bytes) {
+        for (at, byte) in (self.start()..).zip(&mut self.bytes) {
             *byte = space.get(at).copied().unwrap_or(0);
         }
+    }
+
+    /// The size of the disk in sectors, if that was read.
+    pub(crate) fn capacity(&self) -> Option<u64> {
+        let bytes = self.bytes.first_chunk().filter(|_| self.start() == 0)?;
+        Some(u64::from_le_bytes(*bytes))
     }
 
     pub(crate) fn payload(&self) -> Vec<u8> {

@@ -78,6 +78,8 @@ pub trait Device {
     fn seg_max(&self) -> u16;
     /// The configuration space.
     fn config(&self) -> [u8; CONFIG_BYTES];
+    /// The front-end has read this size of the disk from there, in sectors.
+    fn capacity_read(&self, sectors: u64);
     /// The driver switches the write cache on or off.
     fn set_write_cache(&mut self, on: bool);
     /// The driver has accepted these features.
@@ -494,6 +496,9 @@ impl Session<'_> {
             }
             Message::GetConfig(mut window) => {
                 window.read(&self.device.config());
+                if let Some(sectors) = window.capacity() {
+                    self.device.capacity_read(sectors);
+                }
                 return Ok(Reply::Bytes(window.payload()));
             }
             Message::SetConfig(window) => return self.write_config(&window),

@@ -106,6 +106,8 @@ impl Device for Queues {
         .bytes(&self.disk.facts)
     }
 
+    fn capacity_read(&self, _sectors: u64) {}
+
     fn unrecorded(&self, _ring: u16, _size: u16) {}
 
     fn set_write_cache(&mut self, on: bool) {

@@ -286,6 +286,10 @@ impl Device for FakeDevice {
         .bytes(&FACTS)
     }
 
+    fn capacity_read(&self, sectors: u64) {
+        assert_eq!(sectors, (1 << 30) / 512);
+    }
+
     fn unrecorded(&self, ring: u16, _size: u16) {
         assert!(self.running.contains(&ring));
     }
