@@ -4,6 +4,7 @@
 //! A [case](steps::Case) follows from a seed: an image, and a list of steps. What fails is run again, made shorter, and
 //! told with its seed. Requests are sent in the order of the list, but the kernel decides what is done first.
 
+mod commands;
 mod config;
 mod copies;
 mod failure;
@@ -25,7 +26,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use config::Place;
+use config::{Journal, Place};
 use failure::{Failure, HANG_S, Outcome};
 use steps::Case;
 use world::{Counts, run_case};
@@ -101,7 +102,7 @@ pub fn run(options: &Options) -> io::Result<Report> {
             let seed = options.seed.wrapping_add(number);
             let mut case = Case::draw(seed);
             if !mounts {
-                (case.image.place, case.image.journal_kib) = (Place::Plain, None);
+                (case.image.place, case.image.journal) = (Place::Plain, Journal::Plain);
             }
             let (counts, outcome) = attempt(options, &case);
             let finding = outcome

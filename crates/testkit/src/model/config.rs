@@ -14,6 +14,17 @@ pub enum Place {
     Fuse,
 }
 
+/// Where the journal is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Journal {
+    /// In a directory like any other.
+    Plain,
+    /// In a tmpfs of so many KiB, which can be filled.
+    Tmpfs(u64),
+    /// There can be none.
+    Unusable,
+}
+
 /// A backing file.
 #[derive(Clone, Debug)]
 pub struct Backing {
@@ -41,8 +52,7 @@ pub struct Image {
     pub snapshots: u32,
     pub bitmaps: bool,
     pub place: Place,
-    /// KiB of a tmpfs in which the journal is.
-    pub journal_kib: Option<u64>,
+    pub journal: Journal,
     /// Where the contents that it is made with begin.
     pub seed: u64,
 }
@@ -134,7 +144,12 @@ impl Image {
             snapshots: 0,
             bitmaps: false,
             place,
-            journal_kib: pick(random, &[None, Some(64), Some(256)]),
+            journal: match random.below(8) {
+                0 => Journal::Unusable,
+                1 | 2 => Journal::Tmpfs(64),
+                3 | 4 => Journal::Tmpfs(256),
+                _ => Journal::Plain,
+            },
             seed: random.any(),
         };
         match random.below(16) {
@@ -155,7 +170,7 @@ impl Image {
         self.draw_size(random, true);
         self.draw_backing(random);
         self.compressed = random.one_in(3);
-        self.snapshots = random.below(3) as u32;
+        self.draw_snapshots(random);
     }
 
     fn make_version_3(&mut self, random: &mut Random) {
@@ -191,9 +206,8 @@ impl Image {
         self.data_file_raw = self.data_file && self.backing.is_empty() && random.one_in(2);
         // Neither is for data files; refcounts of few bits count few users of a cluster.
         self.compressed = !self.data_file && bits >= 16 && random.one_in(3);
-        if !self.data_file {
-            let most = if bits == 1 { 1 } else { 3 };
-            self.snapshots = random.below(most) as u32;
+        if !self.data_file && bits > 1 {
+            self.draw_snapshots(random);
         }
         self.bitmaps = random.one_in(5);
         self.options = options;
@@ -226,6 +240,13 @@ impl Image {
         let size = (64 << 10) + random.below(most);
         self.size = (size / unit * unit).max(unit);
         self.windows = vec![(0, self.size as usize / SECTOR)];
+    }
+
+    /// In a few only: there is no journal then.
+    fn draw_snapshots(&mut self, random: &mut Random) {
+        if random.one_in(4) {
+            self.snapshots = 1 + random.below(2) as u32;
+        }
     }
 
     fn draw_backing(&mut self, random: &mut Random) {

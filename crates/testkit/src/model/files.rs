@@ -11,7 +11,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::config::{Image, Place};
+use super::config::{Image, Journal, Place};
 use super::failure::{Failure, Outcome, hang};
 use super::oracle::{Oracle, SECTOR};
 use super::process::run;
@@ -97,9 +97,14 @@ impl Files {
                 Place::Tmpfs => Some(mount(&disks, IMAGE_ROOM)?),
                 _ => None,
             },
-            journal_mount: match image.journal_kib {
-                Some(kib) => Some(mount(&runtime, kib << 10)?),
-                None => None,
+            journal_mount: match image.journal {
+                Journal::Tmpfs(kib) => Some(mount(&runtime, kib << 10)?),
+                Journal::Plain => None,
+                Journal::Unusable => {
+                    // No directory can be made there.
+                    fs::write(runtime.join("journals"), [])?;
+                    None
+                }
             },
             image: disks.join("disk"),
             data: image.data_file.then(|| disks.join("data")),
@@ -228,9 +233,13 @@ impl Files {
         read.map_or(0, |()| u32::from_be_bytes(bytes))
     }
 
-    /// It has no place to say that there is a journal.
     pub fn is_version_2(&self) -> bool {
         self.qcow2 && self.header(4) == 2
+    }
+
+    /// Its bitmaps are in use (autoclear bit 0).
+    pub fn has_bitmaps(&self) -> bool {
+        self.qcow2 && self.header(4) > 2 && self.header(92) & 1 != 0
     }
 
     /// Its refcounts are to be repaired, QEMU said.

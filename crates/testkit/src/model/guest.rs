@@ -11,7 +11,7 @@ use super::config::Serve;
 use super::failure::{Failure, Outcome, hang};
 use super::oracle::{Oracle, SECTOR, content, digest};
 use super::steps::{Kind, Request};
-use crate::driver::{DISK_FEATURES, Device, DeviceConfig, Op};
+use crate::driver::{DISK_FEATURES, Device, DeviceConfig, DiskConfig, Op};
 
 const OK: u8 = 0;
 const UNSUPPORTED: u8 = 2;
@@ -125,7 +125,14 @@ impl Guest {
         until: Option<u32>,
     ) -> Outcome<()> {
         let enough = until.map(|n| self.completed + u64::from(n));
+        // So many more are sent, to be under way then.
+        let ahead = list.len().min(2 * self.under_way.len());
+        let mut left = until.map(|n| n as usize + ahead);
         for request in list {
+            if left == Some(0) {
+                break;
+            }
+            left = left.map(|left| left - 1);
             let queue = usize::from(request.queue) % self.under_way.len();
             let free = |under_way: &Vec<Vec<Option<UnderWay>>>| {
                 under_way[queue].iter().position(Option::is_none)
@@ -134,9 +141,6 @@ impl Guest {
             let slot = loop {
                 if self.take(oracle)? > 0 {
                     since = Instant::now();
-                }
-                if enough.is_some_and(|n| self.completed >= n) {
-                    return Ok(());
                 }
                 if let Some(slot) = free(&self.under_way) {
                     break slot;
@@ -245,6 +249,21 @@ impl Guest {
         };
         debug_assert!(DISK_FEATURES & 1 << bit != 0);
         self.device.features & 1 << bit != 0
+    }
+
+    /// Switches the write cache, if that can be done; whether it was.
+    ///
+    /// # Errors
+    /// The device does not answer.
+    pub fn switch_write_cache(&mut self, on: bool) -> Outcome<bool> {
+        if self.device.features & 1 << VIRTIO_BLK_F_CONFIG_WCE == 0 {
+            return Ok(false);
+        }
+        let frontend = &mut self.device.frontend;
+        frontend.set_config(DiskConfig::WCE_AT, &[u8::from(on)])?;
+        // It has been done when the device answers the next message.
+        frontend.config(DiskConfig::WCE_AT, 1)?;
+        Ok(true)
     }
 
     /// Takes what has been answered.

@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use super::config::{Image, Place, Serve, pick};
+use super::config::{Image, Journal, Place, Serve, pick};
 use crate::faulty::Random;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,6 +94,9 @@ pub enum Step {
     /// All is read through the server.
     Verify,
     Flush,
+    WriteCache {
+        on: bool,
+    },
     Resize(u64),
     /// A fresh overlay is put above the image.
     Snapshot {
@@ -187,7 +190,21 @@ impl Draw {
     /// From one start to the next.
     fn round(&mut self, image: &Image, steps: &mut Vec<Step>) {
         let first = steps.len();
-        let serve = Serve::draw(&mut self.random);
+        let mut serve = Serve::draw(&mut self.random);
+        if self.random.one_in(5) {
+            // Nothing but what a killed one left is done.
+            serve.l2_cache = pick(
+                &mut self.random,
+                &[Some("1k"), Some("1k"), Some("4k"), None],
+            );
+            steps.push(Step::Start(serve));
+            match self.random.below(3) {
+                0 => steps.push(Step::Verify),
+                1 => steps.push(Step::Flush),
+                _ => {}
+            }
+            return self.end(image, steps);
+        }
         if self.random.one_in(4) {
             for _ in 0..=self.random.below(3) {
                 let after_us = self.random.below(60_000);
@@ -198,7 +215,7 @@ impl Draw {
                 steps.push(Step::StartKilled { serve, after_us });
             }
         }
-        let journal_full = image.journal_kib.is_some() && self.random.one_in(4);
+        let journal_full = matches!(image.journal, Journal::Tmpfs(_)) && self.random.one_in(4);
         let image_full = image.place == Place::Tmpfs && self.random.one_in(4);
         if journal_full && self.random.one_in(4) {
             steps.push(Step::FillJournal { leave_kib: 0 });
@@ -235,7 +252,7 @@ impl Draw {
                 in_place: true,
             });
         }
-        for _ in 0..self.random.below(4) {
+        for _ in 0..pick(&mut self.random, &[0, 0, 1, 2, 3]) {
             self.between(image, steps);
         }
         if journal_full {
@@ -262,7 +279,7 @@ impl Draw {
                 "extended_l2=on,cluster_size=32k",
             ],
         );
-        steps.push(match self.random.below(26) {
+        steps.push(match self.random.below(28) {
             0 | 1 => Step::Resize(1 + self.random.below(1000)),
             2 => Step::Snapshot {
                 options,
@@ -281,6 +298,9 @@ impl Draw {
             },
             12..15 => Step::Verify,
             15..20 => Step::Flush,
+            26 | 27 => Step::WriteCache {
+                on: self.random.one_in(2),
+            },
             _ => return,
         });
     }
@@ -293,6 +313,14 @@ impl Draw {
         } else {
             self.random.below(after_us)
         };
+        if self.random.one_in(4) {
+            // The end comes while a flush is under way.
+            let list = self.requests(4, true);
+            steps.push(Step::Requests {
+                list: list.into_iter().map(to_flush).collect(),
+                until: Some(0),
+            });
+        }
         let seed = self.random.any();
         let end = self.random.below(20);
         if image.place == Place::Fuse && end < 9 {
@@ -400,5 +428,16 @@ impl Draw {
             });
         }
         list
+    }
+}
+
+/// Every other request is a flush instead.
+fn to_flush(request: Request) -> Request {
+    match request.mark % 2 {
+        0 => request,
+        _ => Request {
+            kind: Kind::Flush,
+            ..request
+        },
     }
 }

@@ -13,7 +13,7 @@ use super::failure::{Failure, Outcome, RUINED};
 use super::files::{Files, windows};
 use super::guest::Guest;
 use super::oracle::{Oracle, SECTOR};
-use super::process::{Process, run};
+use super::process::Process;
 use super::steps::{Case, Kind, Request, Step};
 
 /// What a case did.
@@ -55,12 +55,12 @@ pub struct World {
     pub state: State,
     pub backups: Vec<Backup>,
     pub counts: Counts,
-    binary: PathBuf,
-    serve: Option<Serve>,
-    process: Option<Process>,
-    guest: Option<Guest>,
+    pub binary: PathBuf,
+    pub serve: Option<Serve>,
+    pub process: Option<Process>,
+    pub guest: Option<Guest>,
     /// There has been no space for the image since it was started.
-    full: bool,
+    pub full: bool,
     marks: u64,
 }
 
@@ -198,6 +198,7 @@ impl World {
             }
             Step::Verify => self.verify(),
             Step::Flush => self.flush(),
+            Step::WriteCache { on } => self.switch_write_cache(*on),
             Step::Resize(sectors) => self.resize(*sectors),
             Step::Snapshot { options, drain } => self.snapshot(options, *drain),
             Step::Replace { qcow2 } => self.replace(*qcow2),
@@ -227,7 +228,7 @@ impl World {
         self.files.directory.join("disk.sock")
     }
 
-    fn control(&self) -> PathBuf {
+    pub fn control(&self) -> PathBuf {
         self.files.directory.join("control.qmp")
     }
 
@@ -357,10 +358,6 @@ impl World {
         self.state.leaks = true;
         self.full = false;
         self.state.oracle.killed();
-        if self.files.is_version_2() {
-            // It has no place to say that there is a journal.
-            self.state.oracle.power_cut();
-        }
     }
 
     fn kill(&mut self) -> Outcome<()> {
@@ -389,7 +386,7 @@ impl World {
     }
 
     fn kill_and_reconnect(&mut self, l2_cache: Option<&'static str>) -> Outcome<()> {
-        if self.files.is_version_2() || self.full {
+        if self.full {
             return Ok(());
         }
         let mut process = self.process.take().expect("it is served");
@@ -399,6 +396,8 @@ impl World {
         serve.l2_cache = l2_cache;
         self.state.leaks = true;
         self.process = Some(self.served(&serve)?);
+        // What the guest has switched is forgotten.
+        self.state.oracle.write_through = serve.is_write_through();
         let socket = self.socket();
         self.guest
             .as_mut()
@@ -498,39 +497,6 @@ impl World {
         Ok(())
     }
 
-    fn ringdisk(&self, arguments: &[&str]) -> Outcome<(Option<i32>, String)> {
-        let mut command = Command::new(&self.binary);
-        command.args(arguments).arg("--control").arg(self.control());
-        command.env("RUNTIME_DIRECTORY", &self.files.runtime);
-        run(&mut command, &self.files.directory)
-    }
-
-    fn ringdisk_must(&self, arguments: &[&str]) -> Outcome<String> {
-        match self.ringdisk(arguments)? {
-            (Some(0), said) => Ok(said),
-            (code, said) => {
-                let what = format!("{arguments:?}: {code:?}, {said}");
-                Err(Failure::new("command", what))
-            }
-        }
-    }
-
-    fn upgrade(&mut self) -> Outcome<()> {
-        if self.full {
-            return Ok(());
-        }
-        self.process
-            .as_mut()
-            .expect("it is served")
-            .may_be_upgraded();
-        let reply = self.ringdisk_must(&["upgrade", "--json"])?;
-        self.counts.add("upgrades", 1);
-        self.process
-            .as_mut()
-            .expect("it is served")
-            .was_upgraded(&reply)
-    }
-
     fn verify(&mut self) -> Outcome<()> {
         self.drain()?;
         let mut list = Vec::new();
@@ -567,96 +533,6 @@ impl World {
         guest.run(&mut self.state.oracle, &[flush], None)
     }
 
-    fn resize(&mut self, sectors: u64) -> Outcome<()> {
-        let size = self.state.oracle.size.next_multiple_of(SECTOR as u64) + sectors * 512;
-        if self.full {
-            return Ok(());
-        }
-        let (code, said) = self.ringdisk(&["resize", "disk", &size.to_string()])?;
-        match code {
-            Some(0) => {}
-            // Some versions of the format have no size in a snapshot.
-            _ if self.files.is_version_2() && !self.state.snapshots.is_empty() => return Ok(()),
-            _ => return Err(Failure::new("command", format!("resize to {size}: {said}"))),
-        }
-        self.counts.add("resizes", 1);
-        self.grown(size);
-        Ok(())
-    }
-
-    /// The disk is longer now, with zeroes at the end.
-    pub fn grown(&mut self, size: u64) {
-        let oracle = &mut self.state.oracle;
-        let first = oracle.size.div_ceil(512);
-        oracle.size = size;
-        oracle.add_window(first, ((size / 512) - first) as usize);
-    }
-
-    fn snapshot(&mut self, options: &str, drain: bool) -> Outcome<()> {
-        if self.files.storage.is_some() || self.full {
-            return Ok(());
-        }
-        if drain {
-            self.drain()?;
-        }
-        let above = self.files.fresh();
-        let mut command = Command::new("qemu-img");
-        command.args(["create", "-q", "-f", "qcow2", "-o", options, "-b"]);
-        command
-            .arg(&self.files.image)
-            .args(["-F", self.files.format()]);
-        self.files.expect(command.arg(&above))?;
-        let name = above.display().to_string();
-        self.ringdisk_must(&["replace", "disk", &name, "--format", "qcow2"])?;
-        self.counts.add("snapshots under load", 1);
-        self.files.backing = Some((self.files.image.clone(), self.files.format()));
-        self.moved_to(above, true);
-        Ok(())
-    }
-
-    /// The disk is in another file now.
-    pub fn moved_to(&mut self, image: PathBuf, qcow2: bool) {
-        self.files.image = image;
-        self.files.data = None;
-        self.files.qcow2 = qcow2;
-        self.state.snapshots.clear();
-        self.state.leaks = false;
-        // What they build on, or their own data file, is not as it was.
-        self.backups.clear();
-    }
-
-    fn replace(&mut self, qcow2: bool) -> Outcome<()> {
-        let volatile = self.serve.as_ref().is_some_and(|s| s.cache == "unsafe");
-        if self.files.storage.is_some() || self.full || self.state.oracle.windows.len() > 4 {
-            return Ok(());
-        }
-        self.drain()?;
-        self.flush()?;
-        if self.serve.as_ref().is_some_and(|s| s.without_flush) && volatile {
-            return Ok(());
-        }
-        let other = self.files.fresh();
-        let format = if qcow2 { "qcow2" } else { "raw" };
-        let mut command = Command::new("qemu-img");
-        command.args(["convert", "-U", "-f", self.files.format(), "-O", format]);
-        self.files
-            .expect(command.arg(&self.files.image).arg(&other))?;
-        if !qcow2 {
-            // A sector that was cut off is whole in a raw file.
-            let size = self.state.oracle.size;
-            fs::File::options()
-                .write(true)
-                .open(&other)?
-                .set_len(size)?;
-        }
-        let name = other.display().to_string();
-        self.ringdisk_must(&["replace", "disk", &name, "--format", format])?;
-        self.counts.add("replacements", 1);
-        self.files.backing = None;
-        self.moved_to(other, qcow2);
-        Ok(())
-    }
-
     /// Ends it, and looks at all of it: through the server, with QEMU, and into its snapshots.
     fn finish(&mut self) -> Outcome<()> {
         self.files.free_images();
@@ -665,10 +541,11 @@ impl World {
             self.terminate()?;
         }
         if self.state.killed {
-            let mut serve = Serve::draw(&mut crate::faulty::Random(1));
-            serve.queues = 2;
-            self.start(&serve)?;
-            self.verify()?;
+            let mut random = crate::faulty::Random(self.state.oracle.now());
+            self.start(&Serve::draw(&mut random))?;
+            if random.one_in(2) {
+                self.verify()?;
+            }
             self.terminate()?;
         }
         self.files.wait_until_free()?;
