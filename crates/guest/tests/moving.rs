@@ -30,6 +30,8 @@ impl Device for &Hung {
     fn seg_max(&self) -> u16 {
         1
     }
+    fn capacity_read(&self, _: u64) {}
+    fn unrecorded(&self, _: u16, _: u16) {}
     fn config(&self) -> [u8; CONFIG_BYTES] {
         [0; CONFIG_BYTES]
     }
