@@ -22,6 +22,7 @@ impl World {
         }
         let mut state = self.state.clone();
         state.oracle = state.oracle.copied(false);
+        state.tables_lost |= !flush;
         state.leaks = true;
         state.killed = false;
         self.keep_copy(state)
@@ -54,6 +55,7 @@ impl World {
         if state.killed {
             state.oracle.power_cut();
             state.killed = false;
+            state.tables_lost = true;
         }
         state
     }
