@@ -82,8 +82,8 @@ impl Journals {
             Ok(place) => place.map(Some),
             Err(e) => {
                 warn!(
-                    "disk {disk}: no journal can be kept in {}: {e}; after a kill of ringdisk, what was \
-                     written to new clusters and not flushed is lost",
+                    "disk {disk}: no journal can be kept in {}: {e}; each write to new clusters is flushed before it \
+                     completes, which is slow",
                     self.directory.display()
                 );
                 Ok(None)
@@ -158,17 +158,35 @@ impl Journals {
                 "disk {disk}: {n} changes to its image that a killed process had acknowledged are done again"
             ),
             JournalEvent::Outdated => warn!(
-                "disk {disk}: {at} is of no use: the image is another one, or was written by something else \
-                 since; what a killed process had not flushed is lost"
+                "disk {disk}: {at} is not used: it belongs to another image, or to another state of this one (a backup \
+                 that was put back, or an image that another program has written to); writes that the guest had not \
+                 flushed when ringdisk was killed are not in this image"
             ),
-            JournalEvent::Missing => warn!(
-                "disk {disk}: its image says that it has a journal, and none is at {at}: after a crash of the host, and in \
-                 a copy of a disk in use, that is as it must be; after a kill of ringdisk, what was not flushed is lost, \
-                 unless it is stopped now and started as the user and with the runtime directory that it had"
-            ),
+            JournalEvent::Missing { snapshots } => {
+                warn!(
+                    "disk {disk}: its image says that it has a journal, and there is none at {at}. That is normal after a \
+                     crash of the host, and for a copy of a disk in use. After a kill of ringdisk, stop it now, and start \
+                     it as the same user and with the same runtime directory as before: once this disk has been \
+                     written to, what was not flushed before the kill is lost"
+                );
+                if snapshots {
+                    warn!(
+                        "disk {disk}: until ringdisk has written to this image and closed it, 'qemu-img check -r' would \
+                         DESTROY its internal snapshots; without ringdisk, run 'qemu-img amend -o compat=v3' on it first"
+                    );
+                }
+            }
             JournalEvent::Failed(e) => error!(
-                "disk {disk}: {at} cannot be written: {e}; until it can, writes to new clusters are flushed, \
-                 and slow"
+                "disk {disk}: {at} cannot be written: {e}; until it can, each write to new clusters is flushed before it \
+                 completes, which is slow"
+            ),
+            JournalEvent::NotForVersion2 => warn!(
+                "disk {disk}: a qcow2 image of version 2 can have no journal: each write to new clusters is flushed before \
+                 it completes, which is slow; 'qemu-img amend -o compat=v3' makes it version 3 (stop ringdisk first)"
+            ),
+            JournalEvent::NotWithSnapshots => info!(
+                "disk {disk}: an image with internal snapshots has no journal: each write to new clusters is flushed \
+                 before it completes, which is slow"
             ),
         };
         Ok(JournalPlace {

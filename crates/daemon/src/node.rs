@@ -9,6 +9,7 @@ use std::io;
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use block::{Aio, Backing, BlockSizeError, CacheMode, Discard, DiskFacts, format_size};
@@ -595,7 +596,7 @@ fn open_chain(
         path,
         format: LayerFormat::Qcow2,
     };
-    let mut repair = Progress::new(format!("{}: repairing", path.display()));
+    let mut repair = Progress::new(format!("{}: opening", path.display()));
     let (journal, journal_path) = match read_only {
         true => None,
         false => {
@@ -611,9 +612,13 @@ fn open_chain(
         l2_cache_bytes: spec.l2_cache_bytes,
         punch: spec.discard == Discard::Unmap,
         journal,
+        flush_changes: true,
         progress: &mut |progress| {
             repair.at(progress.done, progress.total);
-            ControlFlow::Continue(())
+            match places.stop.load(SeqCst) {
+                true => ControlFlow::Break(()),
+                false => ControlFlow::Continue(()),
+            }
         },
     };
     let chain = Chain::open(top, &gate, &mut opener, options)?;

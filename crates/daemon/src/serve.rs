@@ -4,6 +4,7 @@ use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -201,6 +202,12 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
     check_together(&specs)?;
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
         .map_err(|e| ServeError::System("cannot handle signals", e))?;
+    // Heard while disks are opened, too.
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGTERM, SIGINT] {
+        signal_hook::flag::register(signal, stop.clone())
+            .map_err(|e| ServeError::System("cannot handle signals", e))?;
+    }
 
     // What is said on the command line goes before what the file says.
     let iothreads = args.iothreads.map(usize::from).or(config.iothreads);
@@ -271,6 +278,7 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
         Places {
             allow_backing,
             journals,
+            stop,
             inherited: inherited.clone(),
         },
         sandbox.clone(),

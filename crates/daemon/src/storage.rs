@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use block::{Backing, CacheMode, FileOffset};
 use engine::{DiskFile, Identity, Locking, OpenError};
@@ -67,6 +68,8 @@ impl AllowBacking {
 pub struct Places {
     pub allow_backing: AllowBacking,
     pub journals: Journals,
+    /// This process has been told to end: what takes long is not waited for.
+    pub stop: Arc<AtomicBool>,
     /// What another process has open.
     pub inherited: Arc<Inherited>,
 }

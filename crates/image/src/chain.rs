@@ -376,6 +376,12 @@ impl Chain {
         self.top().is_some_and(Qcow2::needs_flush)
     }
 
+    /// As [`Qcow2::must_flush`].
+    #[inline]
+    pub fn must_flush(&self) -> bool {
+        self.top().is_some_and(Qcow2::must_flush)
+    }
+
     /// Makes all that was written and committed before this call durable. Blocks.
     ///
     /// # Errors

@@ -39,7 +39,7 @@ mod zero;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::Waker;
 
 pub use check::CheckReport;
@@ -86,8 +86,10 @@ pub struct Qcow2 {
     /// Flushes asked for.
     asked: AtomicU64,
     /// Changes to the tables in memory, and how many of them are durable.
-    changes: AtomicU64,
+    changes: ChangeCount,
     durable: AtomicU64,
+    /// Some of them are neither recorded in the journal nor flushed.
+    unrecorded: AtomicBool,
     compression: Compression,
     read_only: bool,
     /// The data file is the disk at any time.
@@ -111,6 +113,10 @@ struct State {
     refcounts: Refcounts,
     metadata: Metadata,
     journal: Option<Journal>,
+    /// There is none, and so changes are flushed before they are acknowledged.
+    flush_changes: bool,
+    /// How often changes could not be recorded.
+    unrecorded: u64,
     /// On their way to the journal, but for those of refcounts.
     changes: Changes,
     /// Slices being loaded, and the frames they are loaded into.
@@ -131,6 +137,13 @@ struct State {
     unlinked_clusters: u64,
     /// Clusters that no table leads to, but requests may that began before.
     limbo: Vec<(Mark, Vec<Run>)>,
+}
+
+impl State {
+    /// Whether nothing is marked as changed that a flush would write.
+    fn is_clean(&self) -> bool {
+        self.dirty_l2.is_empty() && self.dirty_l1.is_empty() && self.refcounts.dirty_bytes() == 0
+    }
 }
 
 impl Qcow2 {
@@ -225,9 +238,21 @@ impl Qcow2 {
         self.file
             .write_at("writing the header", 0, &state.header_block)
     }
+}
 
-    /// Something in the tables has changed; the next flush has work to do.
-    fn changed(&self) {
-        self.changes.fetch_add(1, SeqCst);
+/// Counts changes to the tables in memory. Whatever makes one counts it itself, before it can be found, under the lock of
+/// the state: a flush writes what is marked as changed, and counts as durable what had been counted when it looked.
+#[derive(Clone, Default)]
+pub(crate) struct ChangeCount(Arc<AtomicU64>);
+
+impl ChangeCount {
+    #[inline]
+    fn get(&self) -> u64 {
+        self.0.load(SeqCst)
+    }
+
+    #[inline]
+    fn add(&self) {
+        self.0.fetch_add(1, SeqCst);
     }
 }

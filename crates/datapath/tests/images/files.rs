@@ -13,7 +13,9 @@ use std::time::Duration;
 
 use block::{Aio, Backing, DiskFacts, FileOffset};
 use datapath::{Disk, Options};
-use image::{Chain, ChainOptions, Gate, Image, LayerFormat, OpenFiles, Role, Storage, Top};
+use image::{
+    Chain, ChainOptions, Gate, Image, JournalPlace, LayerFormat, OpenFiles, Role, Storage, Top,
+};
 use testkit::faulty::{MemoryDisk, Random};
 
 /// A file may become longer by as much as it had, and this many bytes, so that it grows by little.
@@ -163,6 +165,8 @@ pub struct Files {
     opened: HashMap<PathBuf, Arc<Memory>>,
     room: u64,
     pub trouble: Arc<Trouble>,
+    /// What happens to the journal of the images that are opened from now on, if they are to have one.
+    pub journal: Option<Arc<Trouble>>,
 }
 
 impl OpenFiles for Files {
@@ -216,7 +220,16 @@ impl Files {
             allow_corrupt: false,
             l2_cache_bytes: cache,
             punch: true,
-            journal: None,
+            journal: self.journal.clone().map(|trouble| JournalPlace {
+                storage: Arc::new(Memory {
+                    bytes_max: u64::MAX,
+                    disk: MemoryDisk::file(Vec::new()),
+                    trouble,
+                }),
+                identity: [7; 32],
+                tell: Box::new(drop),
+            }),
+            flush_changes: self.journal.is_some(),
             progress: &mut |_| ControlFlow::Continue(()),
         };
         let chain = Chain::open(top, &gate, self, options).unwrap();

@@ -62,6 +62,7 @@ impl Lying {
             l2_cache_bytes: None,
             punch: true,
             journal: None,
+            flush_changes: false,
             progress: &mut |_| ControlFlow::Continue(()),
         };
         let gate = Gate::beside(&path).unwrap();

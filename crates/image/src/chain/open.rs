@@ -94,6 +94,8 @@ pub struct ChainOptions<'a> {
     /// Of the first image, as in [`OpenOptions`].
     pub journal: Option<JournalPlace>,
     /// As in [`OpenOptions`].
+    pub flush_changes: bool,
+    /// As in [`OpenOptions`].
     pub progress: &'a mut dyn FnMut(Progress) -> ControlFlow<()>,
 }
 
@@ -235,6 +237,7 @@ impl Opening<'_> {
             l2_cache_bytes,
             punch: self.options.punch,
             journal: self.options.journal.take().filter(|_| is_top),
+            flush_changes: self.options.flush_changes,
             progress: self.options.progress,
         };
         let image = Qcow2::open(storage, data, (header, first), options)?;

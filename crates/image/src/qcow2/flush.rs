@@ -24,8 +24,8 @@
 //! has lost comes back with none, and so from then on every flush fails, and no table is written that
 //! leads to what may not be there ([`FileEnd::flush`]).
 //!
-//! Where the [journal](super::journal) could not take all changes, the header says so before 1: what a kill of this
-//! process (which loses no write, and so keeps their order) leaves must be told from what the journal has.
+//! A kill of this process, unlike a crash of the host, loses no write, and so keeps their order. What it leaves is
+//! completed from the [journal](super::journal). Where that could not take all changes, the header says so before 1.
 //!
 //! The header changes where a larger refcount or L1 table takes the place of the old one: what it
 //! will lead to is durable before, and its fields share one sector.
@@ -63,8 +63,8 @@ struct Batch {
     entries: Vec<Piece>,
     unlinked: Vec<Run>,
     unlinked_clusters: u64,
-    /// The header, where it must say something of the journal before anything else is written.
-    before: Option<Piece>,
+    /// Changes that only this flush keeps.
+    unrecorded: u64,
     journal: Option<Rotated>,
 }
 
@@ -101,7 +101,7 @@ impl Qcow2 {
 
     fn has_changes(&self) -> bool {
         let unflushed = |file: &FileEnd| file.unflushed();
-        self.changes.load(SeqCst) != self.durable.load(SeqCst)
+        self.changes.get() != self.durable.load(SeqCst)
             || unflushed(&self.file)
             || self.data.as_ref().is_some_and(unflushed)
     }
@@ -151,12 +151,12 @@ impl Qcow2 {
     /// Writes all changes, in the order above. The lock of the flush is held.
     fn write_back(&self) -> Result<(), ImageError> {
         self.check_writable()?;
-        if !self.has_changes() {
+        if !self.has_changes() && self.lock().is_clean() {
             // What the guest wrote in place.
             self.data.as_ref().unwrap_or(&self.file).flush()?;
             return self.free_what_can_be();
         }
-        let batch = self.take_batch();
+        let batch = self.take_batch()?;
         if let Err(error) = self.write_batch(&batch) {
             self.put_back(batch);
             return Err(error);
@@ -170,8 +170,12 @@ impl Qcow2 {
             state.limbo.push((self.pins.mark(), batch.unlinked));
         }
         self.durable.store(batch.changes, SeqCst);
+        let all = state.unrecorded == batch.unrecorded;
         if let Some(rotated) = &batch.journal {
-            state.checkpoint_journal(rotated);
+            state.checkpoint_journal(rotated, all);
+        }
+        if all {
+            self.unrecorded.store(false, SeqCst);
         }
         // A slice may wait for a frame.
         self.loaded.notify_all();
@@ -190,11 +194,12 @@ impl Qcow2 {
         })
     }
 
-    fn take_batch(&self) -> Batch {
+    fn take_batch(&self) -> Result<Batch, ImageError> {
         let mut state = self.lock();
         let state = &mut *state;
-        let changes = self.changes.load(SeqCst);
-        let (refcounts, mut blocks) = state.refcounts.take_dirty_blocks();
+        let journal = self.rotate_journal(state)?;
+        let changes = self.changes.get();
+        let (refcounts, blocks) = state.refcounts.take_dirty_blocks();
         let table = state.refcounts.table_pieces(&refcounts);
         let l2 = std::mem::take(&mut state.dirty_l2);
         let l1 = std::mem::take(&mut state.dirty_l1);
@@ -204,18 +209,13 @@ impl Qcow2 {
             self.l2_pieces(state, frame, pieces, &mut entries);
         }
         entries.extend(l1.iter().map(|&piece| self.l1_piece(state, piece)));
-        let mut before = None;
-        let journal = state.rotate_journal().map(|(rotated, header, first)| {
-            before = first;
-            // Only the journal asks for it, which is nothing once the host has crashed: no flush of its own.
-            match entries.is_empty() {
-                true => blocks.push(header),
-                false => entries.push(header),
-            }
+        let journal = journal.map(|(rotated, header)| {
+            // The last: with it, the journal fits no more.
+            entries.extend(header);
             rotated
         });
-        Batch {
-            before,
+        Ok(Batch {
+            unrecorded: state.unrecorded,
             journal,
             changes,
             refcounts,
@@ -226,7 +226,7 @@ impl Qcow2 {
             entries,
             unlinked: std::mem::take(&mut state.unlinked),
             unlinked_clusters: std::mem::take(&mut state.unlinked_clusters),
-        }
+        })
     }
 
     fn l2_pieces(&self, state: &State, frame: usize, pieces: u32, entries: &mut Vec<Piece>) {
@@ -268,9 +268,6 @@ impl Qcow2 {
     }
 
     fn write_batch(&self, batch: &Batch) -> Result<(), ImageError> {
-        if let Some(Piece { at, bytes }) = &batch.before {
-            self.file.write_at("writing the header", at.0, bytes)?;
-        }
         self.file.write("writing refcounts", &batch.blocks)?;
         if !batch.table.is_empty() {
             self.file.flush()?;
@@ -330,7 +327,6 @@ impl Qcow2 {
                 self.free_later(&mut state, iter::once(cluster).chain(rest));
                 return Err(self.report(&mut state, error));
             }
-            self.changed();
         }
         drop(state);
         if last_users.is_empty() {
@@ -338,7 +334,6 @@ impl Qcow2 {
         }
         self.punch(&last_users);
         let mut state = self.lock();
-        self.changed();
         while let Some(cluster) = last_users.pop_first() {
             if let Err(error) = state.refcounts.release(&self.file, cluster) {
                 self.free_later(&mut state, iter::once(cluster).chain(last_users));
@@ -406,7 +401,6 @@ impl Qcow2 {
         for cluster in old.first..old.first + old.clusters {
             state.refcounts.release(end, cluster)?;
         }
-        self.changed();
         Ok(())
     }
 
@@ -436,7 +430,7 @@ impl Qcow2 {
     /// Writes a header that leads elsewhere than the last one. If that fails, nobody knows which of
     /// the two is in the file, and they will soon not mean the same: nothing is written any more.
     pub(super) fn switch_header(&self, state: &mut State) -> Result<(), ImageError> {
-        state.keep_changes_or_say();
+        self.record_or_say(state);
         let written = self.write_header(state).and_then(|()| self.file.flush());
         written.map_err(|_| {
             let what = "its header could not be written, and may be the old or the new one";

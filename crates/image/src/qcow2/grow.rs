@@ -122,7 +122,6 @@ impl Qcow2 {
                 state.refcounts.release(&self.file, cluster)?;
             }
             self.l1.extend((self.l1.entries()..entries).map(|_| 0));
-            self.changed();
         }
         Ok(())
     }

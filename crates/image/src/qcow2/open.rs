@@ -20,7 +20,7 @@ use super::pins::Pins;
 use super::refcount::Refcounts;
 use super::repair::repair;
 use super::scan::snapshots;
-use super::{Qcow2, State};
+use super::{ChangeCount, Qcow2, State};
 use crate::bytes::be64;
 use crate::storage::{Storage, read_padded};
 
@@ -42,10 +42,12 @@ pub struct OpenOptions<'a> {
     pub l2_cache_bytes: Option<u64>,
     /// Space that is no longer used is given back to the file system (`discard=unmap`).
     pub punch: bool,
-    /// Where changes are written down that are only in memory, so that they outlive a kill of this
-    /// process. Not for images of version 2, which cannot say that a journal is theirs.
+    /// Where changes are recorded that are only in memory, so that they outlive a kill of this
+    /// process. An image of version 2, or with internal snapshots, has none, and changes are flushed.
     pub journal: Option<JournalPlace>,
-    /// Told how far a repair is; it may stop it, and the image is not opened.
+    /// Without a journal, changes outlive a kill of this process too: they are flushed before they are acknowledged.
+    pub flush_changes: bool,
+    /// Told how far a repair or a replay is; it may stop it, and the image is not opened.
     pub progress: &'a mut dyn FnMut(Progress) -> ControlFlow<()>,
 }
 
@@ -90,8 +92,10 @@ pub enum Qcow2Error {
         'qemu-img check -r all' on it"
     )]
     TooMuchToRepair,
-    /// Whoever was told of the progress did not want any more.
-    #[error("its repair was stopped")]
+    /// The caller did not want to wait for a repair or a replay any longer.
+    #[error(
+        "stopped while it was being opened; nothing is lost, and the next start goes on with it"
+    )]
     Stopped,
     /// A journal cannot be read.
     #[error(
@@ -156,7 +160,7 @@ impl Qcow2 {
         let image = Self::assemble(storage, data, header, header_block, &options)
             .map_err(Qcow2Error::Image)?;
         if let Some(place) = journal.filter(|_| !options.read_only) {
-            image.take_up(place)?;
+            image.take_up(place, options.progress)?;
         }
         Ok(image)
     }
@@ -188,10 +192,12 @@ impl Qcow2 {
             None => None,
         };
         let l1 = read_l1(&file, &header)?;
+        let changes = ChangeCount::default();
         let (refcounts, metadata) = if options.read_only {
-            (Refcounts::new(g, &[], 0, &file), Metadata::default())
+            let none = Refcounts::new(g, &[], 0, &file, changes.clone());
+            (none, Metadata::default())
         } else {
-            let refcounts = read_refcounts(&file, g, &header)?;
+            let refcounts = read_refcounts(&file, g, &header, &changes)?;
             let metadata = find_metadata(&file, g, &header, &refcounts, &l1)?;
             (refcounts, metadata)
         };
@@ -213,8 +219,9 @@ impl Qcow2 {
             flushing: Mutex::new(Flushed::default()),
             growing: Mutex::default(),
             asked: AtomicU64::new(0),
-            changes: AtomicU64::new(0),
+            changes,
             durable: AtomicU64::new(0),
+            unrecorded: AtomicBool::new(false),
             compression: header.compression,
             read_only: options.read_only,
             raw_external: header.raw_external(),
@@ -228,6 +235,8 @@ impl Qcow2 {
                 refcounts,
                 metadata,
                 journal: None,
+                flush_changes: options.flush_changes,
+                unrecorded: 0,
                 changes: Changes::default(),
                 loading: HashMap::new(),
                 dirty_l2: BTreeMap::new(),
@@ -256,14 +265,19 @@ fn read_l1(file: &FileEnd, header: &Header) -> Result<L1, ImageError> {
     Ok(l1)
 }
 
-fn read_refcounts(file: &FileEnd, g: Geometry, header: &Header) -> Result<Refcounts, ImageError> {
+fn read_refcounts(
+    file: &FileEnd,
+    g: Geometry,
+    header: &Header,
+    changes: &ChangeCount,
+) -> Result<Refcounts, ImageError> {
     let at = header.refcount_table_at;
     let bytes = u64::from(header.refcount_table_clusters) << g.cluster_bits;
     if at == 0 || bytes == 0 {
         return Err(ImageError::damaged("it has no refcount table", at));
     }
     let table = read_all(file, at, bytes, "the refcount table")?;
-    let refcounts = Refcounts::new(g, &table, at, file);
+    let refcounts = Refcounts::new(g, &table, at, file, changes.clone());
     // A few bytes could say of any number of clusters that they are in use.
     let mut blocks: Vec<u64> = refcounts.block_offsets().collect();
     blocks.sort_unstable();

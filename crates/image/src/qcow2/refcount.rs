@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use block::FileOffset;
 
+use super::ChangeCount;
 use super::error::{Doing, ImageError};
 use super::file::FileEnd;
 use super::geometry::Geometry;
@@ -97,6 +98,7 @@ pub(crate) struct Refcounts {
     clock: u64,
     /// On their way to the journal.
     pub changes: Changes,
+    count: ChangeCount,
 }
 
 struct Block {
@@ -106,9 +108,16 @@ struct Block {
 
 impl Refcounts {
     /// With a table as it is in the file.
-    pub fn new(g: Geometry, table: &[u8], table_at: u64, end: &FileEnd) -> Self {
+    pub fn new(
+        g: Geometry,
+        table: &[u8],
+        table_at: u64,
+        end: &FileEnd,
+        count: ChangeCount,
+    ) -> Self {
         Self {
             g,
+            count,
             table: (0..table.len())
                 .step_by(8)
                 .map(|at| be64(table, at))
@@ -151,6 +160,7 @@ impl Refcounts {
     fn set(&mut self, end: &FileEnd, cluster: u64, refcount: u64) -> Result<(), ImageError> {
         let (block, entry) = self.place(cluster);
         let order = self.g.refcount_order;
+        self.count.add();
         put(&mut self.load(end, block)?.bytes, order, entry, refcount);
         let byte = (entry << order) / 8;
         self.dirty_blocks.insert((block, byte / self.g.piece()));
@@ -388,6 +398,7 @@ impl Refcounts {
 
     /// An empty block, in memory.
     fn insert_block(&mut self, block: u64, offset: u64) {
+        self.count.add();
         let bytes = vec![0; self.g.cluster() as usize].into_boxed_slice();
         self.table[block as usize] = offset;
         let used = self.clock;
@@ -464,7 +475,7 @@ impl Refcounts {
         }
     }
 
-    /// Bytes of changes that are only in memory.
+    /// Bytes of changes that are only in memory, and not on their way to the file.
     pub fn dirty_bytes(&self) -> u64 {
         (self.dirty_blocks.len() + self.dirty_table.len()) as u64 * self.g.piece()
     }

@@ -1,80 +1,152 @@
-//! A journal's changes, done again in an image that has just been opened, and then flushed. A kill in the
-//! midst of that leaves the journal as it was, and the image with some of the changes: the next one does
-//! them all again.
+//! A journal's changes, done again in an image that has just been opened.
+//!
+//! 1. All changes are checked against the image and against each other, and the refcounts and the L1 table changed in
+//!    memory. If anything cannot be, the image is not opened, and nothing has been written.
+//! 2. Refcounts, and then the L1 table, are flushed, as with [any flush](super::flush).
+//! 3. L2 entries are written straight to the file, and flushed. No slice of a table is in memory yet.
+//! 4. What no table leads to any more is freed by later flushes, as ever.
+//!
+//! All of this takes two passes over the changes and as many flushes as any other flush, whatever the size of the
+//! cache. A kill in 1 leaves {the file as it was}. One in 2 or 3 leaves, for every table and entry by itself, {old} or {new},
+//! and the journal and what the image says of it as they were: the next process does all changes again, and those that are
+//! done change nothing. A crash of the host leaves the same, and no journal: as after 2 all that entries lead to is
+//! counted and durable, the image is sound, with {any part} of what had not been flushed. The image says that it has
+//! another journal, or none, only with the first write that follows, after the flush of 3.
 //!
 //! Clusters that the changes give up stay counted only if more than one change of an entry came between
-//! two flushes; `qemu-img check -r leaks` gives these back.
+//! two flushes: space that is lost until the image is checked and repaired.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 
-use super::entry::{COPIED, Entry, Standard, table_at};
-use super::error::ImageError;
-use super::journal::{AUTOCLEAR_JOURNAL, Change, Found, Journal, JournalEvent, JournalPlace, read};
-use super::refcount::{Run, Stop};
-use super::{Load, Qcow2, Qcow2Error, State};
+use block::FileOffset;
+
+use super::entry::{COPIED, Entry, table_at};
+use super::error::{Doing, ImageError};
+use super::journal::{Change, Found, Journal, JournalEvent, JournalPlace, read, said};
+use super::open::Progress;
+use super::refcount::{Piece, Run};
+use super::{Qcow2, Qcow2Error, State};
+use crate::bytes::{be64, put64};
+use crate::storage::read_padded;
+
+/// Told how far it is; may stop it.
+type Tell<'a> = &'a mut dyn FnMut(Progress) -> ControlFlow<()>;
+
+/// An entry of an L2 table as it is to be: the cluster of the disk, and its words.
+type NewEntry = (u64, [u64; 2]);
+
+/// Where entries are in a piece, in bytes, with their clusters and words.
+type Places<'a> = &'a mut dyn Iterator<Item = (usize, u64, [u64; 2])>;
+
+/// Changes between two calls of the caller's function.
+const TELL_EVERY: u64 = 1024;
+
+enum Stop {
+    Image(ImageError),
+    /// The caller does not want to wait any longer.
+    Stopped,
+}
+
+impl From<ImageError> for Stop {
+    fn from(error: ImageError) -> Self {
+        Self::Image(error)
+    }
+}
 
 impl Qcow2 {
     /// Takes up the journal of an image that has just been opened for writing, and does what it has.
-    pub(super) fn take_up(&self, place: JournalPlace) -> Result<(), Qcow2Error> {
-        let said = self.lock().header.autoclear & AUTOCLEAR_JOURNAL;
+    pub(super) fn take_up(&self, place: JournalPlace, tell: Tell<'_>) -> Result<(), Qcow2Error> {
+        let (said, snapshots) = {
+            let header = &self.lock().header;
+            (said(header), header.snapshots > 0)
+        };
         let found = read(&place, said).map_err(Qcow2Error::Journal)?;
-        let ended = !matches!(found, Found::Outdated | Found::Missing);
+        // What an image with internal snapshots says puts these at risk: it stays only for a journal that may be found.
+        let elsewhere = match &found {
+            Found::Missing => true,
+            Found::Outdated => !snapshots,
+            Found::Nothing | Found::Changes { .. } => false,
+        };
         match found {
             Found::Nothing => {}
             Found::Outdated => (place.tell)(JournalEvent::Outdated),
-            Found::Missing => (place.tell)(JournalEvent::Missing),
+            Found::Missing => (place.tell)(JournalEvent::Missing { snapshots }),
             Found::Changes { changes, .. } if changes.is_empty() => {}
             Found::Changes { changes, all } => {
-                let done = self.replay(&changes, all).and_then(|()| self.flush());
-                done.map_err(Qcow2Error::Replay)?;
+                self.replay(&changes, all, tell)
+                    .map_err(|stop| match stop {
+                        Stop::Image(error) => Qcow2Error::Replay(error),
+                        Stop::Stopped => Qcow2Error::Stopped,
+                    })?;
                 (place.tell)(JournalEvent::Replayed(changes.len() as u64));
             }
         }
-        self.lock().journal = Some(Journal::new(place, ended));
+        self.lock().journal = Some(Journal::new(place, !elsewhere));
         Ok(())
     }
 
     /// `all`: nothing in the file is newer than these.
-    fn replay(&self, changes: &[Change], all: bool) -> Result<(), ImageError> {
-        let mut entries = BTreeMap::new();
-        {
+    fn replay(&self, changes: &[Change], all: bool, tell: Tell<'_>) -> Result<(), Stop> {
+        let mut count = Counted {
+            tell,
+            done: 0,
+            total: 3 * changes.len() as u64,
+        };
+        let (entries, unlinked) = {
             let mut state = self.lock();
-            for &change in changes {
-                let done = match change {
-                    Change::Block { number, at } => self.replay_block(&mut state, number, at),
-                    Change::Refcount {
-                        first,
-                        clusters,
-                        refcount,
-                    } => self.replay_refcounts(
-                        &mut state,
-                        first..first.saturating_add(clusters),
-                        refcount,
-                        all,
-                    ),
-                    Change::Table { index, word } => self.replay_table(&mut state, index, word),
-                    Change::Entry { cluster, words } => {
-                        entries.insert(cluster, words);
-                        Ok(())
-                    }
-                };
-                done?;
+            let entries = self.replay_tables(&mut state, changes, all, &mut count)?;
+            let unlinked = self.check_entries(&mut state, &entries, &mut count)?;
+            (entries, unlinked)
+        };
+        self.flush()?;
+        self.write_entries(&entries, &mut count)?;
+        self.file.flush()?;
+        let mut state = self.lock();
+        for (old, host) in unlinked {
+            self.unlink(&mut state, old, host);
+        }
+        self.changes.add();
+        drop(state);
+        Ok(self.flush()?)
+    }
+
+    /// Changes refcounts and the L1 table in memory; returns the entries that are to be changed.
+    fn replay_tables(
+        &self,
+        state: &mut State,
+        changes: &[Change],
+        all: bool,
+        count: &mut Counted<'_>,
+    ) -> Result<Vec<NewEntry>, Stop> {
+        let mut entries = BTreeMap::new();
+        for &change in changes {
+            count.some(1)?;
+            match change {
+                Change::Block { number, at } => self.replay_block(state, number, at)?,
+                Change::Refcount {
+                    first,
+                    clusters,
+                    refcount,
+                } => {
+                    let clusters = first..first.saturating_add(clusters);
+                    self.replay_refcounts(state, clusters, refcount, all, count)?;
+                }
+                Change::Table { index, word } => self.replay_table(state, index, word)?,
+                Change::Entry { cluster, words } => {
+                    entries.insert(cluster, words);
+                }
             }
-            self.changed();
         }
-        for (cluster, words) in entries {
-            self.replay_entry(cluster, words)?;
-        }
-        Ok(())
+        Ok(entries.into_iter().collect())
     }
 
     fn replay_block(&self, state: &mut State, number: u64, at: u64) -> Result<(), ImageError> {
-        let known = at.is_multiple_of(self.g.cluster()) && at >> 56 == 0 && at != 0;
-        if !known || !state.refcounts.put_block(number, at) {
+        let cluster = self.g.cluster();
+        let known = at.is_multiple_of(cluster) && at >> 56 == 0 && at != 0;
+        if !known || at + cluster > self.file.get() || !state.refcounts.put_block(number, at) {
             return misfit("a refcount block is elsewhere", at);
         }
-        self.file.grow(at + self.g.cluster())?;
         state.metadata.add_table(at >> self.g.cluster_bits);
         Ok(())
     }
@@ -85,22 +157,23 @@ impl Qcow2 {
         clusters: Range<u64>,
         refcount: u64,
         all: bool,
-    ) -> Result<(), ImageError> {
+        count: &mut Counted<'_>,
+    ) -> Result<(), Stop> {
         let (first, end) = (clusters.start, clusters.end);
         if end > 1 << (56 - self.g.cluster_bits) {
-            return misfit("a refcount is that of no cluster", first);
+            misfit("a refcount is that of no cluster", first)?;
         }
         // No process takes more clusters at a time than its file has.
         if end - first > self.g.clusters(self.file.get()) {
-            return misfit(
-                "the file is shorter than it was",
-                end << self.g.cluster_bits,
-            );
+            let end = end << self.g.cluster_bits;
+            misfit("the file is shorter than it was", end)?;
         }
         for cluster in clusters {
-            state
-                .refcounts
-                .put_refcount(&self.file, cluster, refcount, all)?;
+            let refcounts = &mut state.refcounts;
+            refcounts.put_refcount(&self.file, cluster, refcount, all)?;
+            if cluster % TELL_EVERY == 0 {
+                count.tell()?;
+            }
         }
         Ok(())
     }
@@ -127,70 +200,145 @@ impl Qcow2 {
             });
         }
         state.metadata.add_table(at >> self.g.cluster_bits);
-        self.l1.set(index, word);
-        state.dirty_l1.insert(index * 8 / self.g.piece());
+        self.set_table(state, index, word);
         Ok(())
     }
 
-    fn replay_entry(&self, cluster: u64, words: [u64; 2]) -> Result<(), ImageError> {
-        let disk_at = cluster << self.g.cluster_bits;
-        let new = match Entry::decode(&self.g, words[0], words[1]) {
-            // Also behind the end of the disk, where it was about to grow.
-            Ok(new @ Entry::Standard(_)) if self.addresses(cluster) => new,
-            _ => return misfit("an L2 entry cannot be; offset of the disk", disk_at),
-        };
-        loop {
-            let mut state = self.lock();
-            let stop = if self.is_full(&state) {
-                Stop::CacheFull
-            } else {
-                match self.replay_entry_in(&mut state, cluster, new) {
-                    Ok(()) => return Ok(()),
-                    Err(Stop::Error(error)) => return Err(error),
-                    Err(stop) => stop,
+    /// Looks whether the entries can be, with tables and refcounts as they are in memory by now. Returns the entries in
+    /// the file that they replace, and what is kept of what those lead to.
+    fn check_entries(
+        &self,
+        state: &mut State,
+        entries: &[NewEntry],
+        count: &mut Counted<'_>,
+    ) -> Result<Vec<(Entry, Option<u64>)>, Stop> {
+        let mut replaced = Vec::new();
+        self.each_piece(entries, count, |piece, changes| {
+            for (place, cluster, words) in changes {
+                let disk_at = cluster << self.g.cluster_bits;
+                let new = match Entry::decode(&self.g, words[0], words[1]) {
+                    Ok(Entry::Standard(new)) => new,
+                    _ => return misfit("an L2 entry cannot be; offset of the disk", disk_at),
+                };
+                let bitmap = match self.g.extended {
+                    true => be64(&piece.bytes, place + 8),
+                    false => 0,
+                };
+                let Ok(old) = Entry::decode(&self.g, be64(&piece.bytes, place), bitmap) else {
+                    return misfit("an L2 entry leads nowhere; offset of the disk", disk_at);
+                };
+                if let Some(host) = new.host.filter(|_| !self.g.external) {
+                    self.check_host(state, host, new.data != 0)?;
                 }
+                if old != Entry::Standard(new) {
+                    replaced.push((old, new.host));
+                }
+            }
+            Ok(())
+        })?;
+        Ok(replaced)
+    }
+
+    /// Looks whether guest data can be in a cluster, and its data in the file.
+    fn check_host(&self, state: &mut State, host: u64, data: bool) -> Result<(), ImageError> {
+        let number = host >> self.g.cluster_bits;
+        let there = !data || host + self.g.cluster() <= self.file.get();
+        if !there
+            || state.metadata.within(number, 1).is_some()
+            || state.refcounts.get(&self.file, number)? == 0
+        {
+            return misfit("data is where it cannot be", host);
+        }
+        Ok(())
+    }
+
+    fn write_entries(&self, entries: &[NewEntry], count: &mut Counted<'_>) -> Result<(), Stop> {
+        self.each_piece(entries, count, |piece, changes| {
+            for (place, _, words) in changes {
+                let words = &words[..self.g.words()];
+                for (at, &word) in (place..).step_by(8).zip(words) {
+                    put64(&mut piece.bytes, at, word);
+                }
+            }
+            self.file
+                .write_at("writing an L2 table", piece.at.0, &piece.bytes)
+        })
+    }
+
+    /// Calls `visit` for each piece of an L2 table that has entries among these, with the piece as it is in the file,
+    /// and with where in it each of them is, its cluster and its words.
+    fn each_piece(
+        &self,
+        entries: &[NewEntry],
+        count: &mut Counted<'_>,
+        mut visit: impl FnMut(&mut Piece, Places<'_>) -> Result<(), ImageError>,
+    ) -> Result<(), Stop> {
+        let entry_bytes = 8 * self.g.words();
+        let per_piece = self.g.piece() / entry_bytes as u64;
+        for group in entries.chunk_by(|a, b| a.0 / per_piece == b.0 / per_piece) {
+            let first = group[0].0 / per_piece * per_piece;
+            let (table, place) = (
+                first / self.g.table_entries(),
+                first % self.g.table_entries(),
+            );
+            let word = self.l1.get(table);
+            let Ok(Some(at)) = table_at(&self.g, word) else {
+                return Ok(misfit(
+                    "an L2 entry has no table; cluster of the disk",
+                    first,
+                )?);
             };
-            drop(state);
-            match stop {
-                Stop::Load(slice) => {
-                    let (table, _) = self.g.table_of(slice);
-                    if self.l1.get(table) & COPIED == 0 {
-                        return misfit("an L2 entry has no table; offset of the disk", disk_at);
-                    }
-                    self.load(Load::Slice(slice))?;
-                }
-                // What the file has then is as sound as any: entries lead to what is counted.
-                _ => self.flush()?,
+            if word & COPIED == 0 {
+                misfit(
+                    "an L2 entry has no table of its own; cluster of the disk",
+                    first,
+                )?;
             }
-        }
-    }
-
-    /// Whether there is an entry of the L1 table for a cluster of the disk.
-    fn addresses(&self, cluster: u64) -> bool {
-        let (table, _) = self.g.table_of(self.g.slice_of(cluster).0);
-        table < self.l1.entries()
-    }
-
-    fn replay_entry_in(&self, state: &mut State, cluster: u64, new: Entry) -> Result<(), Stop> {
-        let old = self.entry(cluster)?;
-        let Entry::Standard(Standard { host, data, .. }) = new else {
-            return Ok(());
-        };
-        if let Some(host) = host.filter(|_| !self.g.external) {
-            let number = host >> self.g.cluster_bits;
-            let there = data == 0 || host + self.g.cluster() <= self.file.get();
-            if !there
-                || state.metadata.within(number, 1).is_some()
-                || state.refcounts.get(&self.file, number)? == 0
-            {
-                misfit("data is where it cannot be", host)?;
+            let at = at + place * entry_bytes as u64;
+            let mut bytes = vec![0; self.g.piece() as usize];
+            let read = read_padded(self.file.storage(), FileOffset(at), &mut bytes);
+            if read.doing("reading an L2 table", at)? < bytes.len() {
+                misfit("the file ends before an L2 table", at)?;
             }
-        }
-        if old != new {
-            self.set_entry(state, cluster, new)?;
-            self.unlink(state, old, host);
+            let mut piece = Piece {
+                at: FileOffset(at),
+                bytes,
+            };
+            let places = group.iter().map(|&(cluster, words)| {
+                let place = (cluster - first) as usize * entry_bytes;
+                (place, cluster, words)
+            });
+            visit(&mut piece, &mut { places })?;
+            count.some(group.len() as u64)?;
         }
         Ok(())
+    }
+}
+
+/// Tells the caller how far a replay is.
+struct Counted<'a> {
+    tell: Tell<'a>,
+    done: u64,
+    total: u64,
+}
+
+impl Counted<'_> {
+    /// So many more changes are done.
+    fn some(&mut self, changes: u64) -> Result<(), Stop> {
+        let before = self.done / TELL_EVERY;
+        self.done += changes;
+        match self.done / TELL_EVERY == before {
+            true => Ok(()),
+            false => self.tell(),
+        }
+    }
+
+    fn tell(&mut self) -> Result<(), Stop> {
+        let (done, total) = (self.done, self.total);
+        match (self.tell)(Progress { done, total }) {
+            ControlFlow::Continue(()) => Ok(()),
+            ControlFlow::Break(()) => Err(Stop::Stopped),
+        }
     }
 }
 

@@ -123,14 +123,14 @@ impl Qcow2 {
     /// # Errors
     /// It would: nothing was done.
     pub fn try_commit(&self, allocation: Allocation) -> Result<(), Allocation> {
-        let Some(mut state) = self.ready() else {
+        let state = self.ready().filter(|state| !state.recording_blocks());
+        let Some(mut state) = state else {
             return Err(allocation);
         };
-        match self.commit_in(&mut state, &allocation) {
-            // It is committed; the second time, only a flush follows.
-            Ok(()) if !state.keep_changes() => Err(allocation),
-            Ok(()) => Ok(()),
-            Err(_) => Err(allocation),
+        match self.commit_in(&mut state, &allocation, May::NotBlock) {
+            Ok(true) => Ok(()),
+            // If it is committed, only a flush follows the second time.
+            Ok(false) | Err(_) => Err(allocation),
         }
     }
 
@@ -140,7 +140,7 @@ impl Qcow2 {
             return None;
         }
         let state = self.state.try_lock().ok()?;
-        (!self.is_full(&state) && !state.journal_broken()).then_some(state)
+        (!self.is_full(&state)).then_some(state)
     }
 
     /// Whether so much is held back that it must be flushed first.
@@ -171,10 +171,7 @@ impl Qcow2 {
     /// The range is as it was before; or as with [`commit`](Self::commit).
     #[expect(clippy::result_large_err, reason = "an error is rare, and moved once")]
     pub fn commit_or_keep(&self, allocation: Allocation) -> Result<(), (ImageError, Allocation)> {
-        let committed = self.change(|state| {
-            self.commit_in(state, &allocation)?;
-            Ok(state.keep_changes())
-        });
+        let committed = self.change(|state| self.commit_in(state, &allocation, May::Block));
         let kept = match committed {
             Ok(true) => Ok(()),
             Ok(false) => self.flush(),
@@ -196,7 +193,6 @@ impl Qcow2 {
                 // What can't be given back is lost space, which `qemu-img check` finds.
                 let _ = state.refcounts.release(&self.file, cluster);
             }
-            self.changed();
         }
         end_of(&mut state, &allocation);
     }
@@ -354,7 +350,6 @@ impl Qcow2 {
         state.tokens += 1;
         let token = state.tokens;
         state.pending.insert(first, (last, token));
-        self.changed();
         Ok(Prepared::Allocated(Allocation {
             at,
             len: end - at,
@@ -413,22 +408,34 @@ impl Qcow2 {
         })
     }
 
-    /// Changes the entry of a cluster.
+    /// Changes the entry of a cluster. Whoever makes changes records them before the lock is given up.
     pub(super) fn set_entry(
         &self,
         state: &mut State,
         cluster: u64,
         entry: Entry,
     ) -> Result<(), Stop> {
+        self.will_set_entry(state, cluster, entry);
+        self.publish_entry(state, cluster, entry)
+    }
+
+    /// Has a change to be recorded, which is made after that.
+    fn will_set_entry(&self, state: &mut State, cluster: u64, entry: Entry) {
+        state.changes.push(Change::Entry {
+            cluster,
+            words: entry.encode(&self.g),
+        });
+    }
+
+    /// Has the entry of a cluster found from now on, and written by the next flush.
+    fn publish_entry(&self, state: &mut State, cluster: u64, entry: Entry) -> Result<(), Stop> {
         let (slice, place) = self.g.slice_of(cluster);
         let frame = self.cache.find(slice).ok_or(Stop::Load(slice))?.frame;
         let words = self.g.words();
-        let encoded = entry.encode(&self.g);
-        self.cache.set(frame, place, &encoded[..words]);
-        state.changes.push(Change::Entry {
-            cluster,
-            words: encoded,
-        });
+        // Before it is found: who writes there asks whether it must be flushed.
+        self.changes.add();
+        self.cache
+            .set(frame, place, &entry.encode(&self.g)[..words]);
         let piece = (place * words * 8) as u64 / self.g.piece();
         *state.dirty_l2.entry(frame).or_default() |= 1 << piece;
         Ok(())
@@ -515,44 +522,56 @@ impl Qcow2 {
         Ok(true)
     }
 
-    fn commit_in(&self, state: &mut State, allocation: &Allocation) -> Result<(), Stop> {
-        let g = &self.g;
+    /// Makes data that is there the disk's, and says whether that outlives this process; otherwise it must be flushed.
+    fn commit_in(
+        &self,
+        state: &mut State,
+        allocation: &Allocation,
+        may: May,
+    ) -> Result<bool, Stop> {
+        let clusters = || (allocation.first..).zip(self.host_clusters(allocation));
         if !is_pending(state, allocation) {
-            // It was committed, and only not kept: since then, its clusters may have been given up, and be
+            // It was committed, and only not recorded: since then, its clusters may have been given up, and be
             // somebody else's.
-            return Ok(());
+            return Ok(self.record(state, may));
         }
         // All that can fail comes first.
-        for cluster in allocation.first..=allocation.last {
+        for (cluster, _) in clusters() {
             self.entry(cluster)?;
         }
-        // Before it is found: who writes there asks whether it must be flushed.
-        self.changed();
-        let end = allocation.at + allocation.len;
-        for (cluster, host) in (allocation.first..).zip(self.host_clusters(allocation)) {
-            let (start, host) = (cluster << g.cluster_bits, host << g.cluster_bits);
-            let from = allocation.at.max(start) - start;
-            let touched = g.touched(from, end.min(start + g.cluster()) - start);
+        for (cluster, host) in clusters() {
+            let new = self.committed(allocation, self.entry(cluster)?, cluster, host);
+            self.will_set_entry(state, cluster, new);
+        }
+        // Before it can be found, or a write into it could be acknowledged first, and be lost with it.
+        let recorded = self.record(state, may);
+        for (cluster, host) in clusters() {
             let old = self.entry(cluster)?;
-            let new = match old {
-                Entry::Standard(s) if !is_copied_whole(&old) => Standard {
-                    host: Some(host),
-                    own: true,
-                    data: s.data | touched,
-                    zero: s.zero & !touched,
-                },
-                _ => Standard {
-                    host: Some(host),
-                    own: true,
-                    data: g.all(),
-                    zero: 0,
-                },
-            };
-            self.set_entry(state, cluster, Entry::Standard(new))?;
-            self.unlink(state, old, Some(host));
+            let new = self.committed(allocation, old, cluster, host);
+            self.publish_entry(state, cluster, new)?;
+            self.unlink(state, old, Some(host << self.g.cluster_bits));
         }
         end_of(state, allocation);
-        Ok(())
+        Ok(recorded)
+    }
+
+    /// What the entry of a cluster becomes with an allocation.
+    fn committed(&self, allocation: &Allocation, old: Entry, cluster: u64, host: u64) -> Entry {
+        let g = &self.g;
+        let (start, host) = (cluster << g.cluster_bits, host << g.cluster_bits);
+        let from = allocation.at.max(start) - start;
+        let end = allocation.at + allocation.len;
+        let touched = g.touched(from, end.min(start + g.cluster()) - start);
+        let (data, zero) = match old {
+            Entry::Standard(s) if !is_copied_whole(&old) => (s.data | touched, s.zero & !touched),
+            _ => (g.all(), 0),
+        };
+        Entry::Standard(Standard {
+            host: Some(host),
+            own: true,
+            data,
+            zero,
+        })
     }
 
     /// Nothing leads to what this entry led to any more, if that is not `kept`.
@@ -612,14 +631,19 @@ impl Qcow2 {
                 clusters: 1,
             });
         }
-        self.l1.set(table, at | COPIED);
+        self.set_table(state, table, at | COPIED);
         state.changes.push(Change::Table {
             index: table,
             word: at | COPIED,
         });
-        state.dirty_l1.insert(table * 8 / g.piece());
-        self.changed();
         Ok(())
+    }
+
+    /// Changes an entry of the L1 table.
+    pub(super) fn set_table(&self, state: &mut State, index: u64, word: u64) {
+        self.changes.add();
+        self.l1.set(index, word);
+        state.dirty_l1.insert(index * 8 / self.g.piece());
     }
 
     fn write_table(&self, old: Option<u64>, at: u64, fresh: bool) -> Result<(), ImageError> {

@@ -8,7 +8,7 @@ use block::FileOffset;
 use super::entry::{Entry, Kind, Standard, table_at};
 use super::error::ImageError;
 use super::file::FileEnd;
-use super::refcount::Stop;
+use super::refcount::{May, Stop};
 use super::write::Waiting;
 use super::{Qcow2, State};
 
@@ -54,11 +54,11 @@ impl Qcow2 {
         why: Zeroing,
         zeroes_around: bool,
     ) -> Result<ZeroStep, ImageError> {
-        let (step, kept) = self.change(|state| {
+        let (step, recorded) = self.change(|state| {
             let step = self.try_zero(state, at, len, why, zeroes_around)?;
-            Ok((step, state.keep_changes()))
+            Ok((step, self.record(state, May::Block)))
         })?;
-        if !kept {
+        if !recorded {
             self.flush()?;
         }
         if let (ZeroStep::Done(done), Some(data)) = (step, &self.data)
@@ -198,7 +198,6 @@ impl Qcow2 {
         };
         if new != old {
             self.set_entry(state, cluster, Entry::Standard(new))?;
-            self.changed();
         }
         Ok(ZeroStep::Done(len))
     }
@@ -259,7 +258,6 @@ impl Qcow2 {
             };
             self.set_entry(state, cluster, new)?;
             self.unlink(state, old, kept);
-            self.changed();
         }
         Ok(true)
     }

@@ -95,13 +95,14 @@ pub fn image(data: &[u8]) {
 }
 
 /// The input is a journal of a sound image: if its first byte is odd, the file itself, or else the changes in it, each of
-/// 25 bytes. Returns how many were done again.
+/// 25 bytes; if it is 2 more than a multiple of 4, in version 1 of the format. Returns how many were done again.
 pub fn journal(data: &[u8]) -> u64 {
     let Some((kind, rest)) = data.split_first() else {
         return 0;
     };
-    let bytes = match kind % 2 {
-        0 => journal_of(rest),
+    let bytes = match kind % 4 {
+        0 => journal_of(b"ringdkJ2", rest),
+        2 => journal_of(b"ringdkJ1", rest),
         _ => rest.to_vec(),
     };
     let mut image = Made::new();
@@ -132,22 +133,25 @@ const IDENTITY: [u8; 32] = [7; 32];
 const GENERATION: u64 = 5;
 
 /// A journal with one record, as it would be written.
-fn journal_of(changes: &[u8]) -> Vec<u8> {
+fn journal_of(version: &[u8; 8], changes: &[u8]) -> Vec<u8> {
     const RECORDS_AT: u64 = 4096;
     let session = 9_u64;
     let (sequence, slot_at) = (1_u64, 128);
-    let magic = u64::from_be_bytes(*b"ringdkJ1");
+    let magic = u64::from_be_bytes(*version);
     let said = [magic, sequence, session, GENERATION, RECORDS_AT];
     let mut slot: Vec<u8> = said.iter().flat_map(|word| word.to_le_bytes()).collect();
     slot.extend(IDENTITY);
     slot.extend(crc32(&slot).to_le_bytes());
-    let body = &changes[..changes.len() / 25 * 25];
+    let mut body = changes[..changes.len() / 25 * 25].to_vec();
+    if version == b"ringdkJ2" {
+        body.splice(..0, GENERATION.to_le_bytes());
+    }
     let len = (body.len() as u32).to_le_bytes();
     let place = [RECORDS_AT.to_le_bytes(), session.to_le_bytes()].concat();
     let mut file = vec![0; RECORDS_AT as usize];
     file[slot_at..slot_at + slot.len()].copy_from_slice(&slot);
     file.extend(len);
-    file.extend(crc32(&[&len[..], &place, body].concat()).to_le_bytes());
+    file.extend(crc32(&[&len[..], &place, &body].concat()).to_le_bytes());
     file.extend(body);
     file
 }
@@ -174,6 +178,7 @@ pub fn journal_seeds() -> Seeds {
     let refcount = |first, clusters, count| change(3, [first, clusters, count]);
     let block = |number, at| change(4, [number, at, 0]);
     let all = |changes: &[Vec<u8>]| [&[0][..], &changes.concat()].concat();
+    let file = |version| journal_of(version, &refcount(7, 1, 1));
     let copied = 1 << 63;
     vec![
         (
@@ -199,10 +204,12 @@ pub fn journal_seeds() -> Seeds {
         ("block_far", all(&[block(u64::MAX, 1 << 55)])),
         ("unknown", all(&[change(9, [0; 3])])),
         ("none", all(&[])),
-        ("file", [&[1][..], &journal_of(&refcount(7, 1, 1))].concat()),
+        ("file", [&[1][..], &file(b"ringdkJ2")].concat()),
+        ("cut_off", [&[1][..], &file(b"ringdkJ2")[..4110]].concat()),
+        ("file_version_1", [&[1][..], &file(b"ringdkJ1")].concat()),
         (
-            "cut_off",
-            [&[1][..], &journal_of(&refcount(7, 1, 1))[..4110]].concat(),
+            "version_1",
+            [&[2][..], &refcount(7, 1, 1), &entry(3, copied | (7 * 512))].concat(),
         ),
     ]
 }
@@ -220,6 +227,7 @@ fn open(file: Arc<Bytes>, read_only: bool, journal: Option<JournalPlace>) -> Opt
         l2_cache_bytes: Some(1 << 16),
         punch: true,
         journal,
+        flush_changes: false,
         progress: &mut |progress| match progress.done > 1000 {
             true => ControlFlow::Break(()),
             false => ControlFlow::Continue(()),

@@ -81,6 +81,49 @@ fn a_journal_is_of_no_older_state_of_its_image() {
     assert_eq!(Host::sector(&disk, 100 << 10), [0; 512]);
 }
 
+/// A backup that was made while the disk was in use and all was flushed, or a moment after something that was not, is put
+/// back into the same file after a kill. Nothing that came after it may be done again there.
+#[test]
+fn a_journal_is_of_no_backup_that_was_made_in_its_time() {
+    if !qemu::is_there("a_journal_is_of_no_backup_that_was_made_in_its_time") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let (at, beside, len) = (100 << 10, 120 << 10, 16 << 10);
+    for flushed in [true, false] {
+        let host = killed(directory);
+        let disk = host.open(directory).unwrap();
+        disk.write(at, &pattern(4, len)).unwrap();
+        if flushed {
+            disk.flush().unwrap();
+        }
+        let backup = host.image.bytes();
+        if !flushed {
+            // Between two flushes, copies are told apart by the time that has passed.
+            std::thread::sleep(std::time::Duration::from_millis(101));
+        }
+        disk.zero(at, len, Zeroing::Zeroes { unmap: true }).unwrap();
+        disk.write(beside, &pattern(5, 4096)).unwrap();
+        drop(disk);
+        let put_back = Host {
+            image: Memory::new(backup.clone()),
+            journal: Memory::new(host.journal.bytes()),
+            ..Host::new(Vec::new())
+        };
+        put_back.life.live(i64::MAX);
+        let disk = put_back.open(directory).unwrap();
+        assert!(put_back.told("Outdated") && !put_back.told("Replayed"));
+        let expected = if flushed { 4 } else { 0 };
+        assert_eq!(Host::sector(&disk, at), pattern(expected, 512));
+        assert_eq!(Host::sector(&disk, beside), [0; 512]);
+        // In the file that it was written for, the same journal is done.
+        let disk = host.open(directory).unwrap();
+        assert_eq!(Host::sector(&disk, at), [0; 512]);
+        assert_eq!(Host::sector(&disk, beside), pattern(5, 512));
+    }
+}
+
 /// A last record that is not whole, and any byte of the file that is another one: nothing that it says
 /// is done, or all of it.
 #[test]

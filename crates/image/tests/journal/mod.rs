@@ -3,6 +3,8 @@
 
 mod belonging;
 mod no_room;
+mod replay;
+mod snapshots;
 
 use std::io;
 use std::path::Path;
@@ -10,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
 use crate::support::memory::Memory;
-use crate::support::{Disk, HostFiles, WRITE};
+use crate::support::{Disk, HostFiles, How, WRITE};
 use block::FileOffset;
 use image::{
     Allocation, ChainError, Gate, ImageError, JournalEvent, JournalPlace, LayerFormat, Prepared,
@@ -124,6 +126,10 @@ impl Host {
     }
 
     fn open(&self, directory: &Path) -> Result<Disk, ChainError> {
+        self.open_as(directory, WRITE)
+    }
+
+    fn open_as(&self, directory: &Path, how: How) -> Result<Disk, ChainError> {
         let path = directory.join("disk.qcow2");
         let gate = Gate::beside(&path).unwrap();
         let mortal = |file: &Memory, is_journal| Mortal {
@@ -151,7 +157,7 @@ impl Host {
             &path,
             format,
             &gate,
-            WRITE,
+            how,
             (&mut HostFiles, Some(journal)),
         )
     }

@@ -30,12 +30,15 @@ pub struct How {
     pub read_only: bool,
     pub allow_corrupt: bool,
     pub l2_cache_bytes: Option<u64>,
+    /// What takes long while it is opened is stopped.
+    pub stopped: bool,
 }
 
 pub const READ: How = How {
     read_only: true,
     allow_corrupt: false,
     l2_cache_bytes: None,
+    stopped: false,
 };
 
 pub const WRITE: How = How {
@@ -102,8 +105,12 @@ impl Disk {
             allow_corrupt: how.allow_corrupt,
             l2_cache_bytes: how.l2_cache_bytes,
             punch: true,
+            flush_changes: journal.is_some(),
             journal,
-            progress: &mut |_| ControlFlow::Continue(()),
+            progress: &mut |_| match how.stopped {
+                true => ControlFlow::Break(()),
+                false => ControlFlow::Continue(()),
+            },
         };
         let chain = Chain::open(top, gate, files, options)?;
         Ok(Self { chain })

@@ -1,0 +1,287 @@
+//! What is in a journal's file: two slots, of which the newer one says where the records begin, and the
+//! records behind them. All numbers are little-endian.
+//!
+//! | slot, 76 bytes | | record | |
+//! |---|---|---|---|
+//! | 0 | magic | 0 | bytes from 8 on |
+//! | 8 | sequence: the higher one counts | 4 | CRC-32 |
+//! | 16 | session | 8 | generation of the image |
+//! | 24 | generation of the image | 16 | changes of 25 bytes each |
+//! | 32 | where the records begin | | |
+//! | 40 | identity of the image's file | | |
+//! | 72 | CRC-32 | | |
+//!
+//! A record's checksum also covers its position and the session, so that a record of an earlier session at the
+//! same place does not count. The first record that is not whole ends the journal.
+//!
+//! Version 1 of the format has no generation in its records; it is read, and not written.
+
+use std::io;
+
+use block::FileOffset;
+use flate2::Crc;
+
+use crate::storage::{Storage, read_padded};
+
+/// Bytes of records that are read; one record may go beyond what a journal holds.
+pub const READ_MAX: u64 = 64 << 20;
+
+/// Where the first record is.
+pub const RECORDS_AT: u64 = 4096;
+
+const SLOT: u64 = 128;
+const SLOT_BYTES: usize = 76;
+const MAGIC_1: u64 = u64::from_be_bytes(*b"ringdkJ1");
+const MAGIC: u64 = u64::from_be_bytes(*b"ringdkJ2");
+
+/// Length and checksum.
+const HEAD: usize = 8;
+const GENERATION: usize = 8;
+const CHANGE: usize = 25;
+
+/// A change to a table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// The words of the L2 entry of a cluster of the disk.
+    Entry { cluster: u64, words: [u64; 2] },
+    /// An entry of the L1 table.
+    Table { index: u64, word: u64 },
+    /// The refcount of clusters beside each other.
+    Refcount {
+        first: u64,
+        clusters: u64,
+        refcount: u64,
+    },
+    /// A new refcount block, and where it is.
+    Block { number: u64, at: u64 },
+}
+
+/// Changes that are not in the journal yet, if there is one.
+#[derive(Default)]
+pub struct Changes {
+    pub on: bool,
+    changes: Vec<Change>,
+}
+
+impl Changes {
+    pub fn is_empty(&self) -> bool {
+        self.changes.is_empty()
+    }
+
+    pub fn clear(&mut self) {
+        self.changes.clear();
+    }
+
+    pub fn push(&mut self, change: Change) {
+        if !self.on {
+            return;
+        }
+        if let Change::Refcount {
+            first,
+            clusters,
+            refcount,
+        } = change
+            && let Some(Change::Refcount {
+                first: before,
+                clusters: so_far,
+                refcount: same,
+            }) = self.changes.last_mut()
+            && *same == refcount
+            && *before + *so_far == first
+        {
+            *so_far += clusters;
+            return;
+        }
+        self.changes.push(change);
+    }
+
+    /// Leaves out what was said of refcount blocks from one on, which count clusters from one on: they were
+    /// made for a larger table that never came into force, and the next one may have them elsewhere.
+    pub fn forget_blocks(&mut self, from: u64, from_cluster: u64) {
+        self.changes.retain_mut(|change| match change {
+            Change::Block { number, .. } => *number < from,
+            Change::Refcount {
+                first, clusters, ..
+            } => {
+                *clusters = from_cluster.saturating_sub(*first).min(*clusters);
+                *clusters > 0
+            }
+            Change::Entry { .. } | Change::Table { .. } => true,
+        });
+    }
+}
+
+/// What a journal says of the whole.
+pub struct Slot {
+    pub sequence: u64,
+    pub session: u64,
+    pub generation: u64,
+    /// Where the records begin that no flush has made unnecessary.
+    pub start: u64,
+    pub identity: [u8; 32],
+    /// Its records have no generation of their own.
+    version_1: bool,
+}
+
+impl Slot {
+    pub fn new(
+        sequence: u64,
+        session: u64,
+        generation: u64,
+        start: u64,
+        identity: [u8; 32],
+    ) -> Self {
+        Self {
+            sequence,
+            session,
+            generation,
+            start,
+            identity,
+            version_1: false,
+        }
+    }
+
+    /// Writes it over the older one of the two.
+    pub fn write(&self, journal: &dyn Storage) -> io::Result<()> {
+        let mut slot = Vec::with_capacity(SLOT_BYTES);
+        for word in [
+            MAGIC,
+            self.sequence,
+            self.session,
+            self.generation,
+            self.start,
+        ] {
+            slot.extend(word.to_le_bytes());
+        }
+        slot.extend(self.identity);
+        slot.extend(checksum(&[&slot]).to_le_bytes());
+        journal.write_at(FileOffset(self.sequence % 2 * SLOT), &slot)
+    }
+
+    /// The newer one of the two.
+    pub fn newest(journal: &dyn Storage) -> io::Result<Option<Self>> {
+        let mut slots = [0; 2 * SLOT as usize];
+        read_padded(journal, FileOffset(0), &mut slots)?;
+        let slots = slots.chunks_exact(SLOT as usize);
+        Ok(slots.filter_map(Self::parse).max_by_key(|s| s.sequence))
+    }
+
+    fn parse(bytes: &[u8]) -> Option<Self> {
+        let (said, sum) = bytes.get(..SLOT_BYTES)?.split_at(SLOT_BYTES - 4);
+        let word = |i: usize| le64(said, 8 * i);
+        let sound = [MAGIC, MAGIC_1].contains(&word(0)) && sum == checksum(&[said]).to_le_bytes();
+        let slot = Self {
+            sequence: word(1),
+            session: word(2),
+            generation: word(3),
+            start: word(4),
+            identity: said[40..72].try_into().ok()?,
+            version_1: word(0) == MAGIC_1,
+        };
+        (sound && slot.start >= RECORDS_AT).then_some(slot)
+    }
+
+    /// The changes in the records that are whole, up to the first that is not, and the generation of the last of them.
+    pub fn changes(&self, records: &[u8]) -> (Vec<Change>, u64) {
+        let mut changes = Vec::new();
+        let mut generation = self.generation;
+        let before = if self.version_1 { 0 } else { GENERATION };
+        let mut at = 0;
+        while let Some(head) = records.get(at..at + HEAD) {
+            let len = u32::from_le_bytes([head[0], head[1], head[2], head[3]]) as usize;
+            let end = (at + HEAD).saturating_add(len);
+            let Some(body) = records.get(at + HEAD..end) else {
+                break;
+            };
+            let sum = record_checksum(head, body, self.start + at as u64, self.session);
+            let these = body.get(before..).unwrap_or_default();
+            let whole = !these.is_empty() && these.len().is_multiple_of(CHANGE);
+            if !whole || head[4..] != sum.to_le_bytes() {
+                break;
+            }
+            let these = these.chunks_exact(CHANGE).map(get);
+            let Some(these) = these.collect::<Option<Vec<_>>>() else {
+                break;
+            };
+            changes.extend(these);
+            if before > 0 {
+                generation = le64(body, 0);
+            }
+            at = end;
+        }
+        (changes, generation)
+    }
+}
+
+/// Takes all changes out of the lists into one record, for this place in the journal.
+pub fn record(
+    bytes: &mut Vec<u8>,
+    lists: [&mut Changes; 2],
+    generation: u64,
+    at: u64,
+    session: u64,
+) {
+    bytes.clear();
+    bytes.resize(HEAD, 0);
+    bytes.extend(generation.to_le_bytes());
+    for list in lists {
+        for change in list.changes.drain(..) {
+            put(bytes, change);
+        }
+    }
+    let len = (bytes.len() - HEAD) as u32;
+    bytes[..4].copy_from_slice(&len.to_le_bytes());
+    let (head, body) = bytes.split_at(HEAD);
+    let sum = record_checksum(head, body, at, session);
+    bytes[4..HEAD].copy_from_slice(&sum.to_le_bytes());
+}
+
+fn record_checksum(head: &[u8], body: &[u8], at: u64, session: u64) -> u32 {
+    checksum(&[&head[..4], &at.to_le_bytes(), &session.to_le_bytes(), body])
+}
+
+fn checksum(parts: &[&[u8]]) -> u32 {
+    let mut crc = Crc::new();
+    parts.iter().for_each(|part| crc.update(part));
+    crc.sum()
+}
+
+fn put(record: &mut Vec<u8>, change: Change) {
+    let (kind, words) = match change {
+        Change::Entry { cluster, words } => (1, [cluster, words[0], words[1]]),
+        Change::Table { index, word } => (2, [index, word, 0]),
+        Change::Refcount {
+            first,
+            clusters,
+            refcount,
+        } => (3, [first, clusters, refcount]),
+        Change::Block { number, at } => (4, [number, at, 0]),
+    };
+    record.push(kind);
+    words
+        .iter()
+        .for_each(|word| record.extend(word.to_le_bytes()));
+}
+
+fn get(bytes: &[u8]) -> Option<Change> {
+    let [a, b, c] = [1, 9, 17].map(|at| le64(bytes, at));
+    Some(match bytes.first()? {
+        1 => Change::Entry {
+            cluster: a,
+            words: [b, c],
+        },
+        2 => Change::Table { index: a, word: b },
+        3 => Change::Refcount {
+            first: a,
+            clusters: b,
+            refcount: c,
+        },
+        4 => Change::Block { number: a, at: b },
+        _ => return None,
+    })
+}
+
+fn le64(bytes: &[u8], at: usize) -> u64 {
+    let word = bytes.get(at..at + 8).and_then(|word| word.try_into().ok());
+    word.map_or(0, u64::from_le_bytes)
+}
