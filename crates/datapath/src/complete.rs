@@ -124,7 +124,9 @@ impl<E: Engine> Worker<E> {
             Request::Write { .. } | Request::Discard { .. } | Request::WriteZeroes { .. }
                 // A write that is stable by itself may be to a cluster that no table in the file leads to yet.
                 if queue.disk.completes_when_durable()
-                    && (s.unstable || queue.image.chain().is_some_and(|c| c.needs_flush())) =>
+                    && (s.unstable || queue.image.chain().is_some_and(|c| c.needs_flush()))
+                    // Whatever the cache mode: it may rest on a change that a kill would take back.
+                    || queue.image.chain().is_some_and(|c| c.must_flush()) =>
             {
                 self.settle(number, slot);
             }

@@ -10,7 +10,7 @@ use testkit::driver::{Device, DeviceConfig, Op};
 use testkit::faulty::{Faults, Faulty};
 use testkit::qemu_img as qemu;
 
-use super::files::{Files, disk};
+use super::files::{Files, Trouble, disk};
 use crate::support::{FACTS, Served};
 
 const OK: u8 = 0;
@@ -128,4 +128,60 @@ fn a_write_in_place_is_durable_with_its_table() {
     trouble.broken.store(true, Relaxed);
     assert_eq!(queue.write(cluster / 512, &[5; 4096]), OK);
     assert!(after_a_power_cut()[cluster as usize..][..4096] == [5; 4096]);
+}
+
+/// The journal cannot be written, nor can the tables be made durable: a write into new clusters fails. One beside it, in the
+/// same cluster, must not succeed either, though it goes in place and the guest has a write cache: a kill would take
+/// back the table that leads there, and both writes with it. So it was acknowledged before.
+#[test]
+fn a_write_in_place_rests_on_what_is_recorded() {
+    let test = "a_write_in_place_rests_on_what_is_recorded";
+    if !qemu::is_there(test) {
+        return;
+    }
+    for begun in [true, false] {
+        let directory = tempfile::tempdir().unwrap();
+        qemu::img(directory.path(), "create -q -f qcow2 disk.qcow2 1M");
+        let journal = Arc::new(Trouble::default());
+        let mut files = Files::default();
+        files.journal = Some(journal.clone());
+        let trouble = files.trouble.clone();
+        let (chain, its_files) = files.chain(&directory.path().join("disk.qcow2"), None);
+        let bytes: Vec<_> = its_files.iter().map(|f| f.disk.clone()).collect();
+        let make = move || Faulty::over(bytes, FAULTS, 1);
+        let thread = IoThread::spawn("io-0".into(), Duration::ZERO, make).unwrap();
+        let options = Options {
+            cache: CacheMode::None,
+            werror: OnError::Report,
+            ..Options::default()
+        };
+        let disk = disk(Arc::new(chain), 1, FACTS, options);
+        let served = Served::new(disk, Arc::new(vec![thread]), 1, 64);
+        let mut device = Device::connect(served.socket(), &DeviceConfig::default()).unwrap();
+        let queue = &mut device.queues[0];
+        let (cluster, sector) = (64 << 10, 16 << 10);
+
+        journal.full.store(!begun, Relaxed);
+        assert_eq!(queue.write(0, &[1; 4096]), OK);
+        journal.full.store(true, Relaxed);
+        trouble.broken.store(true, Relaxed);
+        assert_eq!(queue.write(cluster / 512, &[2; 4096]), IOERR, "{begun}");
+        let beside = |n: u64| (cluster + n * sector) / 512;
+        assert_eq!(queue.write(beside(1), &[3; 4096]), IOERR, "{begun}");
+        trouble.broken.store(false, Relaxed);
+        assert_eq!(queue.write(beside(2), &[4; 4096]), OK);
+        // What a kill leaves at this moment, without any journal.
+        let left = tempfile::tempdir().unwrap();
+        files.save(left.path());
+        let content = qemu::content(left.path(), "disk.qcow2", "qcow2");
+        for (at, byte) in [
+            (0, 1),
+            (cluster, 2),
+            (cluster + sector, 3),
+            (cluster + 2 * sector, 4),
+        ] {
+            let at = at as usize;
+            assert!(content[at..at + 4096] == [byte; 4096], "what is at {at}");
+        }
+    }
 }
