@@ -8,6 +8,7 @@ mod drivers;
 mod front_ends;
 mod hostile;
 mod inflight;
+mod journal;
 mod lab;
 mod libvirt;
 mod memory;
