@@ -462,7 +462,7 @@ impl Soak {
             self.look(i);
         }
         let log = self.first.log();
-        for bad in ["panicked", "given up", "is of no use"] {
+        for bad in ["panicked", "given up", "is not used"] {
             assert!(!log.contains(bad), "{log}");
         }
         let drivers = std::mem::take(&mut self.disks);
