@@ -106,7 +106,8 @@ impl<E: Engine> Worker<E> {
         };
         match next {
             Next::Finish(Status::Ok) => self.moved(number, slot),
-            Next::Again => self.submit(number, slot),
+            // What completed before it in this batch may have taken the room that it left.
+            Next::Again => self.submit_or_starve(number, slot),
             Next::Fail => self.fail(number, slot, -result, Redo::Operation),
             Next::Finish(status) => self.finish(number, slot, status, result),
         }

@@ -55,10 +55,20 @@ fn serve(rerror: OnError, werror: OnError, tracked: bool, patience: Duration) ->
 }
 
 fn serve_to(rerror: OnError, werror: OnError, config: &DeviceConfig, patience: Duration) -> Setup {
+    serve_on(FAULTS, rerror, werror, config, patience)
+}
+
+fn serve_on(
+    faults: Faults,
+    rerror: OnError,
+    werror: OnError,
+    config: &DeviceConfig,
+    patience: Duration,
+) -> Setup {
     let memory = MemoryDisk::new(DISK_BYTES as usize);
     let its_memory = memory.clone();
     let thread = IoThread::spawn("io-0".into(), Duration::from_micros(50), move || {
-        Faulty::new(its_memory, FAULTS, 7)
+        Faulty::new(its_memory, faults, 7)
     });
     let file = tempfile::tempfile().unwrap().into();
     let disk = Arc::new(Disk::new(
@@ -220,6 +230,31 @@ fn with_retry_a_guest_sees_nothing_of_an_outage_but_time() {
         "{rounds} rounds of {DEPTH}, away for {away:?}, {} events",
         actions.len()
     );
+}
+
+/// What the kernel had no means for, and what has waited for its storage, is tried again at once: never more than the
+/// engine has room for. Once, what had waited took the room of what came back in the same batch, and the I/O thread ended.
+#[test]
+fn retries_keep_to_the_room_of_the_engine() {
+    let faults = Faults {
+        again: 400,
+        room: 3,
+        ..FAULTS
+    };
+    let config = DeviceConfig {
+        slots: DEPTH,
+        buffer_len: LEN,
+        ..DeviceConfig::default()
+    };
+    let mut setup = serve_on(faults, OnError::Retry, OnError::Retry, &config, HANG);
+    for round in 0..40 {
+        setup.outage(Some(EIO));
+        setup.submit(Op::Write);
+        setup.until("all wait", |disk| disk.stalled() == u64::from(DEPTH));
+        setup.outage(None);
+        let done = setup.device.queues[0].finish(DEPTH.into());
+        assert!(done.iter().all(|&(_, status)| status == OK), "{round}");
+    }
 }
 
 #[test]

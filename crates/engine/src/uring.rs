@@ -313,7 +313,7 @@ impl Engine for Uring {
 
     #[inline]
     fn room(&self) -> usize {
-        IN_FLIGHT_MAX - self.in_flight
+        IN_FLIGHT_MAX.saturating_sub(self.in_flight)
     }
 
     #[inline]
