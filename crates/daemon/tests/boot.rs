@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
+use testkit::compatibility::Record;
 use testkit::qemu_img as qemu;
 use testkit::vm::{self, Vm};
 
@@ -40,6 +41,7 @@ fn a_guest_boots_by_its_boot_loader() {
         fi
         verify --verify_only
         echo 'second boot'
+        cat /sys/class/dmi/id/bios_version
         sync
         mount -o remount,ro /";
     let installed = directory.join("installed.raw");
@@ -69,7 +71,22 @@ fn a_guest_boots_by_its_boot_loader() {
         .boot_loader()
         .may_reboot();
     let output = guest.run("", GUEST_LIMIT).unwrap().checked().unwrap();
-    assert_eq!(output.lines, ["first boot", "second boot"]);
+    let [first, second, firmware] = &output.lines[..] else {
+        panic!("{:?}", output.lines)
+    };
+    assert_eq!([first, second], ["first boot", "second boot"]);
+    let loader = Command::new("grub-mkimage").arg("--version").output();
+    let loader = String::from_utf8(loader.unwrap().stdout).unwrap();
+    let loader = loader.split_whitespace().last().unwrap();
+    let kernel = vm::Kernel::cached().unwrap().release;
+    for (name, version) in [
+        ("SeaBIOS", firmware.as_str()),
+        ("GRUB", loader),
+        ("Linux", &kernel),
+    ] {
+        let mut record = Record::new(name, version);
+        record.step("boot from qcow2 on qcow2, write, verify, boot again", || ());
+    }
     assert!(server.terminate().unwrap().success(), "{}", server.log());
 
     qemu::check(directory, "boot.qcow2", false);

@@ -1,6 +1,6 @@
 //! `cargo xtask ci`: the rules of this project, as code, and then the tests.
 
-use crate::{cargo, miri, root, test};
+use crate::{cargo, compatibility, miri, root, test};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use std::fs;
@@ -26,6 +26,7 @@ const CHECKS: &[(&str, Check)] = &[
     ("clocks that jump", clocks),
     ("licences of all dependencies", licences),
     ("documents", documents),
+    ("table of front-ends", compatibility::is_generated),
     ("names that belong to one machine", machine_names),
     ("clippy", clippy),
     ("fuzz targets", fuzz_targets),
@@ -45,11 +46,12 @@ pub fn run(args: &Args) -> Result<()> {
             println!("check: {name}: ok after {} s", started.elapsed().as_secs());
         }
     }
-    if !args.no_tests
-        && let Err(error) = test::run(&test::Args::default())
-    {
-        println!("tests: FAILED: {error:#}");
-        failed.push("tests");
+    if !args.no_tests {
+        let tested = test::run(&test::Args::default());
+        if let Err(error) = tested.and_then(|()| compatibility::is_up_to_date()) {
+            println!("tests: FAILED: {error:#}");
+            failed.push("tests");
+        }
     }
     ensure!(failed.is_empty(), "failed: {}", failed.join(", "));
     Ok(())

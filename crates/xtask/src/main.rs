@@ -3,6 +3,7 @@
 mod bench;
 mod ceph;
 mod ci;
+mod compatibility;
 mod deb;
 mod demo;
 mod fuzz;
@@ -41,6 +42,8 @@ enum Xtask {
     Deb,
     /// Run what CI runs: format, clippy, crate borders, unsafe policy, licences, documents, and the tests
     Ci(ci::Args),
+    /// Write docs/compatibility.md from what the last `cargo xtask test` has run
+    Compatibility,
     /// Install what the other commands need, on Debian
     Install,
 }
@@ -57,6 +60,7 @@ fn main() -> ExitCode {
         Xtask::Miri => miri::run(),
         Xtask::Deb => deb::run(),
         Xtask::Ci(args) => ci::run(&args),
+        Xtask::Compatibility => compatibility::run(),
         Xtask::Install => packages::ALL.iter().try_for_each(|(ensure, _)| ensure()),
     };
     match result {

@@ -3,7 +3,7 @@
 //! The test programs are built once and then run here, a group of tests at a time, so that the time of each group is
 //! seen, and so that each group runs with as many threads as suit it.
 
-use crate::{cargo, packages, root};
+use crate::{cargo, compatibility, packages, root};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
@@ -89,6 +89,9 @@ const GROUPS: [Group; 7] = [
 /// Runs the tests, and closes with what was skipped and why.
 pub fn run(args: &Args) -> Result<()> {
     install();
+    if args.group.is_empty() {
+        compatibility::forget()?;
+    }
     let started = Instant::now();
     let programs = build()?;
     let mut times = vec![("build", started.elapsed())];
