@@ -53,9 +53,13 @@ impl Kernel {
             .collect();
         packages.sort();
         for (_, package) in packages.into_iter().rev() {
+            // From Debian 13 on, /lib is no folder of packages any more.
+            let modules = ["lib/modules", "usr/lib/modules"];
             if let (Some(image), Some(modules)) = (
                 only_child(&package.join("boot"), "vmlinuz-"),
-                only_child(&package.join("lib/modules"), ""),
+                modules
+                    .iter()
+                    .find_map(|at| only_child(&package.join(at), "")),
             ) {
                 let release = modules
                     .file_name()
