@@ -240,8 +240,9 @@ fn a_guest_is_moved(test: &str, format: &str, cache: &str, packed: bool) -> Resu
         guest = guest.packed();
     }
     let mut moves = Vec::new();
-    let output = guest.run_moving(
-        [disks(0), disks(1)],
+    let guests = [0, 1].map(|host| disks(host).into_iter().fold(guest.clone(), Vm::disk));
+    let output = vm::run_moving(
+        &guests,
         MOVES,
         "load() {
              fio --name=load --filename=/dev/vda --direct=1 --ioengine=libaio --iodepth=16 --rw=randrw --bsrange=4k-64k \\

@@ -1,5 +1,5 @@
-//! What was tried with which front-end: one file per front-end and version in the target folder's `compatibility`, of
-//! which `docs/compatibility.md` is made.
+//! What was tried with which front-end: one file per front-end, version and test in the target folder's `compatibility`,
+//! of which `docs/compatibility.md` is made.
 
 use std::fs;
 use std::path::PathBuf;
@@ -48,10 +48,20 @@ impl Record {
 
     /// Runs a step, such as `live resize`. A panic in it is written down as its failure.
     pub fn step<T>(&mut self, what: &str, run: impl FnOnce() -> T) -> T {
-        self.running = Some(what.to_owned());
+        self.begin(what);
         let result = run();
-        self.trial.steps.extend(self.running.take());
+        self.passed();
         result
+    }
+
+    /// A step begins. It counts as failed if the record is dropped before it has [`passed`](Self::passed).
+    pub fn begin(&mut self, what: &str) {
+        self.running = Some(what.to_owned());
+    }
+
+    /// The step that has begun worked.
+    pub fn passed(&mut self) {
+        self.trial.steps.extend(self.running.take());
     }
 }
 
@@ -74,7 +84,9 @@ fn write(trial: &Trial) -> Result<()> {
             '-'
         }
     };
-    let name = format!("{} {}.json", trial.front_end, trial.version).to_lowercase();
+    let thread = std::thread::current();
+    let test = thread.name().unwrap_or("test");
+    let name = format!("{} {} {test}.json", trial.front_end, trial.version).to_lowercase();
     let path = folder.join(name.chars().map(plain).collect::<String>());
     let text = serde_json::to_string_pretty(trial)? + "\n";
     fs::write(&path, text).with_context(|| format!("writing {}", path.display()))
@@ -111,7 +123,7 @@ mod tests {
             record.step("fails", || panic!("as it must"));
         });
         trial.join().unwrap_err();
-        let path = folder().unwrap().join("test-1.0--here-.json");
+        let path = folder().unwrap().join("test-1.0--here--test.json");
         let written: Trial = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
         fs::remove_file(path).unwrap();
         assert_eq!(

@@ -11,7 +11,7 @@ mod system;
 
 pub use boot::{install_loader, missing_loader};
 pub use initramfs::{Kernel, cache_dir, find_program, kernel_cache};
-pub use moving::Moved;
+pub use moving::{Moved, run_moving};
 pub use qmp::Qmp;
 pub use system::install;
 
@@ -42,7 +42,11 @@ pub struct Vm {
     packed: bool,
     hugepages: bool,
     qmp: Option<PathBuf>,
+    more_memory: bool,
     qemu: PathBuf,
+    machine: &'static str,
+    cpu_model: Option<&'static str>,
+    ovmf: Option<[PathBuf; 2]>,
 }
 
 /// A virtio-blk disk of a guest.
@@ -113,7 +117,11 @@ impl Vm {
             packed: false,
             hugepages: false,
             qmp: None,
+            more_memory: false,
             qemu: "qemu-system-x86_64".into(),
+            machine: "q35",
+            cpu_model: None,
+            ovmf: None,
         }
     }
 
@@ -152,7 +160,7 @@ impl Vm {
         }
     }
 
-    /// Lets the firmware boot from the first disk, on which a boot loader is [`install_loader`]ed, and with it all else:
+    /// Lets the firmware boot from a disk, on which a boot loader is [`install_loader`]ed, and with it all else:
     /// its script is run instead of the one that [`Vm::run`] is given.
     #[must_use]
     pub fn boot_loader(self) -> Vm {
@@ -198,11 +206,40 @@ impl Vm {
         }
     }
 
-    /// Lets [`Qmp`] plug memory in while the guest runs, up to 2 GiB in all; QEMU listens at `socket`.
+    /// Lets [`Qmp`] connect to QEMU at `socket`.
+    #[must_use]
+    pub fn qmp(self, socket: impl Into<PathBuf>) -> Vm {
+        Vm {
+            qmp: Some(socket.into()),
+            ..self
+        }
+    }
+
+    /// As [`Vm::qmp`], and lets it plug memory in while the guest runs, up to 2 GiB in all.
     #[must_use]
     pub fn more_memory_by(self, socket: impl Into<PathBuf>) -> Vm {
         Vm {
-            qmp: Some(socket.into()),
+            more_memory: true,
+            ..self.qmp(socket)
+        }
+    }
+
+    /// Fixes what a guest that moves to another version of QEMU must find there: a versioned machine, such as
+    /// `pc-q35-7.2`, and a processor.
+    #[must_use]
+    pub fn hardware(self, machine: &'static str, cpu_model: &'static str) -> Vm {
+        Vm {
+            machine,
+            cpu_model: Some(cpu_model),
+            ..self
+        }
+    }
+
+    /// Boots by UEFI: by this code, with a copy of these variables (see [`Release::ovmf`]). Otherwise it is SeaBIOS.
+    #[must_use]
+    pub fn uefi(self, ovmf: [PathBuf; 2]) -> Vm {
+        Vm {
+            ovmf: Some(ovmf),
             ..self
         }
     }
@@ -327,7 +364,11 @@ impl Vm {
     /// Starts QEMU; with `incoming`, for a guest that comes from another one over this socket.
     fn start(&self, accel: Accel, boot: &BootFiles, incoming: Option<&Path>) -> Result<Guest> {
         let memory = self.memory_mib;
-        let slots = self.qmp.as_ref().map_or("", |_| ",slots=4,maxmem=2G");
+        let slots = if self.more_memory {
+            ",slots=4,maxmem=2G"
+        } else {
+            ""
+        };
         let huge = if self.hugepages { ",hugetlb=on" } else { "" };
         // setpriv: a guest must not outlive a test run that is killed.
         let mut qemu = Command::new("setpriv");
@@ -344,7 +385,7 @@ impl Vm {
             ])
             .args([
                 "-machine",
-                "q35,memory-backend=mem",
+                &format!("{},memory-backend=mem", self.machine),
                 "-m",
                 &format!("{memory}M{slots}"),
             ])
@@ -353,7 +394,8 @@ impl Vm {
                 &format!("memory-backend-memfd,id=mem,size={memory}M,share=on{huge}"),
             ])
             .args(["-smp", &self.cpus.to_string()])
-            .args(accel.arguments())
+            .args(["-accel", accel.option()])
+            .args(["-cpu", self.cpu_model.unwrap_or(accel.cpu_model())])
             .args(log_port("console", &self.console(), incoming))
             .args(log_port(
                 "results",
@@ -364,6 +406,18 @@ impl Vm {
             qemu.arg("-kernel").arg(&boot.kernel);
             qemu.arg("-initrd").arg(&boot.initrd);
             qemu.args(["-append", boot.command_line]);
+        }
+        if let Some([code, variables]) = &self.ovmf {
+            let own = self.folder.join("variables.fd");
+            fs::copy(variables, &own)
+                .with_context(|| format!("copying {}", variables.display()))?;
+            let flash = |file: &Path, read_only| {
+                format!(
+                    "if=pflash,format=raw,readonly={read_only},file={}",
+                    file.display()
+                )
+            };
+            qemu.args(["-drive", &flash(code, "on"), "-drive", &flash(&own, "off")]);
         }
         if let Some(socket) = incoming {
             qemu.args(["-incoming", &format!("unix:{}", socket.display())]);
@@ -547,10 +601,17 @@ pub enum Accel {
 }
 
 impl Accel {
-    fn arguments(self) -> [&'static str; 4] {
+    fn option(self) -> &'static str {
         match self {
-            Accel::Kvm => ["-accel", "kvm", "-cpu", "host"],
-            Accel::Tcg => ["-accel", "tcg,thread=multi", "-cpu", "max"],
+            Accel::Kvm => "kvm",
+            Accel::Tcg => "tcg,thread=multi",
+        }
+    }
+
+    fn cpu_model(self) -> &'static str {
+        match self {
+            Accel::Kvm => "host",
+            Accel::Tcg => "max",
         }
     }
 }

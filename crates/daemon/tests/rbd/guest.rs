@@ -149,8 +149,9 @@ fn a_guest_on_an_image_is_moved() {
     let logs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm").join(test);
     let guest = Vm::new(logs).cpus(2).memory_mib(384).fio();
     let mut moves = 0;
-    let output = guest.run_moving(
-        [disks(0), disks(1)],
+    let guests = [0, 1].map(|host| disks(host).into_iter().fold(guest.clone(), Vm::disk));
+    let output = vm::run_moving(
+        &guests,
         MOVES,
         "load() {
              fio --name=load --filename=/dev/vda --direct=1 --ioengine=libaio --iodepth=16 --rw=randrw --bs=4k \

@@ -1,4 +1,5 @@
-//! A disk that the firmware boots from: GRUB, and behind it a partition that holds the rest, the kernel included.
+//! A disk that the firmware boots from, SeaBIOS by its first sectors and UEFI by a partition of its own. Both lead to
+//! GRUB, and that to a partition that holds the rest, the kernel included.
 
 use anyhow::{Context, Result, ensure};
 use initramfs::{Kernel, find_program};
@@ -16,14 +17,22 @@ const BOOT_IMAGE: &str = "/usr/lib/grub/i386-pc/boot.img";
 /// Its code ends before the disk's signature and the table of partitions.
 const BOOT_CODE: usize = 440;
 
+/// What GRUB for UEFI is made of.
+const EFI_MODULES: &str = "/usr/lib/grub/x86_64-efi/linux.mod";
+
 const SECTOR: u64 = 512;
 /// Where the partition begins.
 const PARTITION_AT: u64 = 1 << 20;
+/// The length of UEFI's partition, which is the last.
+const EFI_BYTES: u64 = 8 << 20;
 
 /// What is missing for [`install_loader`], if anything is.
 pub fn missing_loader() -> Option<String> {
-    let there = find_program("grub-mkimage").is_some() && Path::new(BOOT_IMAGE).is_file();
-    (!there).then(|| "GRUB is missing; 'apt-get install grub-pc-bin' installs it".into())
+    let programs =
+        ["grub-mkimage", "mformat", "mmd", "mcopy"].map(|name| find_program(name).is_some());
+    let files = [BOOT_IMAGE, EFI_MODULES].map(|file| Path::new(file).is_file());
+    let there = programs.iter().chain(&files).all(|there| *there);
+    (!there).then(|| "GRUB or mtools is missing; `cargo xtask install` installs them".into())
 }
 
 /// Makes a file of `bytes` from which a machine boots by itself: a boot loader, a kernel, and a system with fio, which
@@ -32,6 +41,7 @@ pub fn missing_loader() -> Option<String> {
 /// # Errors
 /// A program is missing, or there is no room.
 pub fn install_loader(target: &Path, bytes: u64, serial: &str, script: &str) -> Result<()> {
+    let efi_at = bytes - EFI_BYTES;
     let kernel = Kernel::cached()?;
     let mut files = system::system(true)?;
     files.file("/script", script.as_bytes(), false);
@@ -51,18 +61,19 @@ pub fn install_loader(target: &Path, bytes: u64, serial: &str, script: &str) -> 
         .args(["-E", &format!("offset={PARTITION_AT}"), "-d"])
         .arg(tree.path())
         .arg(target)
-        .arg(format!("{}k", (bytes - PARTITION_AT) / 1024));
+        .arg(format!("{}k", (efi_at - PARTITION_AT) / 1024));
     run(&mut mkfs)?;
 
     let (config, core) = (tree.path().join("grub.cfg"), tree.path().join("core.img"));
     let commands = format!(
-        "set root=(hd0,msdos1)\nlinux /boot/vmlinuz {COMMAND_LINE}\ninitrd /boot/initrd\nboot\n"
+        "search --set=root --file /boot/initrd\nlinux /boot/vmlinuz {COMMAND_LINE}\ninitrd /boot/initrd\nboot\n"
     );
     fs::write(&config, commands)?;
     let mut mkimage = Command::new(find_program("grub-mkimage").context("GRUB is missing")?);
     mkimage.args(["-O", "i386-pc", "-p", "/boot", "-c"]);
     mkimage.arg(&config).arg("-o").arg(&core);
-    run(mkimage.args(["biosdisk", "part_msdos", "ext2", "linux"]))?;
+    mkimage.args(["biosdisk", "part_msdos", "ext2", "search", "linux"]);
+    run(&mut mkimage)?;
     let core = fs::read(core)?;
     ensure!(
         core.len() as u64 <= PARTITION_AT - SECTOR,
@@ -75,15 +86,40 @@ pub fn install_loader(target: &Path, bytes: u64, serial: &str, script: &str) -> 
         .get(..BOOT_CODE)
         .context("GRUB's first sector is too short")?;
     first[..BOOT_CODE].copy_from_slice(code);
-    // One partition, active, for Linux.
-    let (at, sectors) = (PARTITION_AT / SECTOR, (bytes - PARTITION_AT) / SECTOR);
-    (first[446], first[450]) = (0x80, 0x83);
-    first[454..458].copy_from_slice(&u32::try_from(at)?.to_le_bytes());
-    first[458..462].copy_from_slice(&u32::try_from(sectors)?.to_le_bytes());
+    // Active and for Linux; for UEFI.
+    let partitions = [
+        (0x80, 0x83, PARTITION_AT, efi_at - PARTITION_AT),
+        (0, 0xef, efi_at, EFI_BYTES),
+    ];
+    for (entry, (active, kind, at, length)) in first[446..].chunks_mut(16).zip(partitions) {
+        (entry[0], entry[4]) = (active, kind);
+        entry[8..12].copy_from_slice(&u32::try_from(at / SECTOR)?.to_le_bytes());
+        entry[12..16].copy_from_slice(&u32::try_from(length / SECTOR)?.to_le_bytes());
+    }
     first[510..].copy_from_slice(&[0x55, 0xaa]);
     disk.write_all_at(&first, 0)?;
     disk.write_all_at(&core, SECTOR)?;
-    Ok(())
+    install_efi(target, efi_at, &config)
+}
+
+/// Makes UEFI's partition, with a GRUB that obeys `config`.
+fn install_efi(target: &Path, at: u64, config: &Path) -> Result<()> {
+    let grub = config.with_file_name("grub.efi");
+    let mut mkimage = Command::new(find_program("grub-mkimage").context("GRUB is missing")?);
+    mkimage.args(["-O", "x86_64-efi", "-p", "/boot", "-c"]);
+    mkimage.arg(config).arg("-o").arg(&grub);
+    mkimage.args(["part_msdos", "fat", "ext2", "search", "linux"]);
+    run(&mut mkimage)?;
+    let mtool = |name: &str, arguments: &[&str]| {
+        let mut mtool = Command::new(find_program(name).context("mtools are missing")?);
+        mtool.arg("-i").arg(format!("{}@@{at}", target.display()));
+        run(mtool.args(arguments))
+    };
+    let sectors = (EFI_BYTES / SECTOR).to_string();
+    mtool("mformat", &["-T", &sectors, "-h", "16", "-s", "63", "::"])?;
+    mtool("mmd", &["::EFI", "::EFI/BOOT"])?;
+    let grub = grub.to_string_lossy();
+    mtool("mcopy", &[&grub, "::EFI/BOOT/BOOTX64.EFI"])
 }
 
 fn run(command: &mut Command) -> Result<()> {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
-use super::{Disk, Guest, Lines, Output, Qmp, Vm, accel};
+use super::{Guest, Lines, Output, Qmp, Vm, accel};
 
 /// How a guest came from one QEMU to another.
 #[derive(Clone, Copy, Debug)]
@@ -18,65 +18,62 @@ pub struct Moved {
     pub downtime: Duration,
 }
 
-impl Vm {
-    /// Boots the guest, runs `script` in it as [`Vm::run`] does, and once that has printed `move me`, moves the guest
-    /// `moves` times to another QEMU, while it runs. Its disks are those of `hosts` in turn. `moved` is called after
-    /// each time; after the last, the script must come to its end.
-    ///
-    /// # Errors
-    /// As [`Vm::run`], or a move failed, or the script ended before the last.
-    pub fn run_moving(
-        &self,
-        hosts: [Vec<Disk>; 2],
-        moves: usize,
-        script: &str,
-        limit: Duration,
-        moved: &mut dyn FnMut(usize, Moved) -> Result<()>,
-    ) -> Result<Output> {
-        let accel = accel()?;
-        let boot = self.boot_files(script)?;
-        // Short, as a socket's path is limited to 108 bytes.
-        let sockets = tempfile::tempdir().context("making a folder for sockets")?;
-        let on_host = |number: usize| Vm {
-            disks: hosts[number % 2].clone(),
-            qmp: Some(sockets.path().join(format!("qmp{number}"))),
-            ..self.clone()
-        };
+/// Boots the guest of the first host, runs `script` in it as [`Vm::run`] does, and once that has printed `move me`,
+/// moves the guest `moves` times to another QEMU, while it runs: those of `hosts` in turn. `moved` is called after
+/// each time; after the last, the script must come to its end. All hosts have the same folder.
+///
+/// # Errors
+/// As [`Vm::run`], or a move failed, or the script ended before the last.
+pub fn run_moving(
+    hosts: &[Vm],
+    moves: usize,
+    script: &str,
+    limit: Duration,
+    moved: &mut dyn FnMut(usize, Moved) -> Result<()>,
+) -> Result<Output> {
+    let accel = accel()?;
+    let first = hosts.first().context("there is no host")?;
+    let boot = first.boot_files(script)?;
+    // Short, as a socket's path is limited to 108 bytes.
+    let sockets = tempfile::tempdir().context("making a folder for sockets")?;
+    let on_host = |number: usize| {
+        let vm = hosts[number % hosts.len()].clone();
+        vm.qmp(sockets.path().join(format!("qmp{number}")))
+    };
 
-        let started = Instant::now();
-        let mut lines = Lines::of(self.folder.join("results.log"))?;
-        let (mut number, mut asked) = (0, false);
-        let mut guest = on_host(0).start(accel, &boot, None)?;
-        let ended = loop {
-            let ended = guest.0.try_wait().context("waiting for QEMU")?;
-            lines.read(&mut |line| asked |= line == "move me")?;
-            if ended.is_some() || started.elapsed() > limit {
-                break ended;
-            }
-            if asked && number < moves {
-                let incoming = sockets.path().join(format!("move{number}"));
-                let there = on_host(number + 1).start(accel, &boot, Some(&incoming))?;
-                let qmp = |n: usize| sockets.path().join(format!("qmp{n}"));
-                let deadline = started + limit;
-                let result = move_guest(&qmp(number), &qmp(number + 1), &incoming, deadline)
-                    .with_context(|| format!("move {number}{}", self.last_words()))?;
-                leave(guest, &qmp(number))?;
-                guest = there;
-                moved(number, result)?;
-                number += 1;
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        };
-        drop(guest);
-        fs::remove_file(&boot.initrd).ok();
-        let output = self.output(ended, lines, started, accel, limit)?;
-        ensure!(
-            number == moves,
-            "the script ended after {number} moves: {:?}",
-            output.lines
-        );
-        Ok(output)
-    }
+    let started = Instant::now();
+    let mut lines = Lines::of(first.folder.join("results.log"))?;
+    let (mut number, mut asked) = (0, false);
+    let mut guest = on_host(0).start(accel, &boot, None)?;
+    let ended = loop {
+        let ended = guest.0.try_wait().context("waiting for QEMU")?;
+        lines.read(&mut |line| asked |= line == "move me")?;
+        if ended.is_some() || started.elapsed() > limit {
+            break ended;
+        }
+        if asked && number < moves {
+            let incoming = sockets.path().join(format!("move{number}"));
+            let there = on_host(number + 1).start(accel, &boot, Some(&incoming))?;
+            let qmp = |n: usize| sockets.path().join(format!("qmp{n}"));
+            let deadline = started + limit;
+            let result = move_guest(&qmp(number), &qmp(number + 1), &incoming, deadline)
+                .with_context(|| format!("move {number}{}", first.last_words()))?;
+            leave(guest, &qmp(number))?;
+            guest = there;
+            moved(number, result)?;
+            number += 1;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    drop(guest);
+    fs::remove_file(&boot.initrd).ok();
+    let output = first.output(ended, lines, started, accel, limit)?;
+    ensure!(
+        number == moves,
+        "the script ended after {number} moves: {:?}",
+        output.lines
+    );
+    Ok(output)
 }
 
 fn move_guest(from: &Path, to: &Path, socket: &Path, deadline: Instant) -> Result<Moved> {

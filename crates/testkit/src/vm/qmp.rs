@@ -73,6 +73,16 @@ impl Qmp {
     /// # Errors
     /// QEMU refuses, or the guest does.
     pub fn unplug_memory(&mut self, name: &str) -> Result<()> {
+        self.unplug(name)?;
+        self.execute("object-del", json!({ "id": format!("{name}-memory") }))?;
+        Ok(())
+    }
+
+    /// Asks the guest to give a device back, and waits until it has.
+    ///
+    /// # Errors
+    /// QEMU refuses, or the guest does.
+    pub fn unplug(&mut self, name: &str) -> Result<()> {
         // Not `execute`, which would skip what the guest says before QEMU answers.
         let message = json!({ "execute": "device_del", "arguments": { "id": name } });
         writeln!(self.0.get_ref(), "{message}")?;
@@ -82,11 +92,9 @@ impl Qmp {
                 bail!("unplugging {name}: {message}");
             }
             if message["event"] == "DEVICE_DELETED" && message["data"]["device"] == name {
-                break;
+                return Ok(());
             }
         }
-        self.execute("object-del", json!({ "id": format!("{name}-memory") }))?;
-        Ok(())
     }
 
     fn read(&mut self) -> Result<Value> {
