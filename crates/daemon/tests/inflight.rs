@@ -8,11 +8,11 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use crate::support::{Disk, content, seed};
+use crate::support::{Disk, content, seed, successor};
 use rustix::process::Signal;
-use testkit::driver::{Device, DeviceConfig, HANG, Op, RegionEntries};
+use testkit::driver::{Device, DeviceConfig, Op, RegionEntries};
 use testkit::faulty::Random;
 use testkit::frontend::message::{GET_INFLIGHT_FD, SET_INFLIGHT_FD};
 use testkit::frontend::{Frontend, Inflight, protocol};
@@ -250,21 +250,6 @@ fn survive_on(
     };
     loads.iter().for_each(|load| load.verify(&file).unwrap());
     log
-}
-
-/// Starts a server where another has been killed: the kernel may still be at its writes, and keeps the file locked as
-/// long. On a busy disk that can be longer than a server waits.
-fn successor(binary: &str, arguments: &[String]) -> Server {
-    let start = Instant::now();
-    loop {
-        match Server::ringdisk(binary, arguments) {
-            Ok(server) => return server,
-            Err(e) => assert!(
-                e.to_string().contains("in use") && start.elapsed() < HANG,
-                "{e}"
-            ),
-        }
-    }
 }
 
 /// What QEMU reads in an image that is sound, but for leaks.

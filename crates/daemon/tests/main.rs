@@ -11,6 +11,7 @@ mod inflight;
 mod journal;
 mod lab;
 mod libvirt;
+mod matrix;
 mod memory;
 mod moving;
 mod outage;

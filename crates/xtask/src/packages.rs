@@ -27,7 +27,10 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("mkfs.ext4", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
     ("sfdisk", "fdisk"),
-    ("grub-mkimage", "grub-pc-bin"),
+    ("grub-mkimage", "grub-common"),
+    ("/usr/lib/grub/i386-pc/boot.img", "grub-pc-bin"),
+    ("/usr/lib/grub/x86_64-efi/linux.mod", "grub-efi-amd64-bin"),
+    ("mcopy", "mtools"),
     ("modprobe", "kmod"),
     ("sshd", "openssh-server"),
     ("virsh", "libvirt-clients"),
@@ -35,6 +38,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("virt-qemu-run", "libvirt-daemon-driver-qemu"),
     ("patch", "patch"),
     ("xmllint", "libxml2-utils"),
+    ("xz", "xz-utils"),
     ("/usr/lib/u-boot/qemu-x86_64/u-boot.rom", "u-boot-qemu"),
 ];
 

@@ -4,8 +4,10 @@ pub mod loop_device;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Instant;
 
 use tempfile::TempDir;
+use testkit::driver::HANG;
 pub use testkit::load::content;
 use testkit::server::Server;
 
@@ -67,6 +69,21 @@ pub fn serve(options: &str) -> (Server, Disk) {
 /// Serves disks, given as arguments.
 pub fn serve_all(disks: &[String]) -> Server {
     Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), disks).unwrap()
+}
+
+/// Starts a server where another has been killed: the kernel may still be at its writes, and keeps the file locked as
+/// long. On a busy disk that can be longer than a server waits.
+pub fn successor(binary: &str, arguments: &[String]) -> Server {
+    let start = Instant::now();
+    loop {
+        match Server::ringdisk(binary, arguments) {
+            Ok(server) => return server,
+            Err(e) => assert!(
+                e.to_string().contains("in use") && start.elapsed() < HANG,
+                "{e}"
+            ),
+        }
+    }
 }
 
 /// A seed for random tests, printed so that a failure can be repeated.
