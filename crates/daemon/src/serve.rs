@@ -235,7 +235,13 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
     let control_path = control.clone().unwrap_or_else(qmp::default_path);
     let mut entrance = match args.take_over {
         true => None,
-        false => Entrance::open(&control_path),
+        // Where nobody said so, it may well be another's that goes on.
+        false => Entrance::open(
+            &control_path,
+            control
+                .as_ref()
+                .map_or(Duration::ZERO, |_| Duration::from_secs(3)),
+        ),
     };
     // While this is the only thread.
     let sandbox = Sandbox::enter(

@@ -27,7 +27,7 @@ use crate::launch::{self, Launch, beside};
 use crate::log;
 use crate::manager;
 use crate::node::Node;
-use crate::socket::Socket;
+use crate::socket::{Socket, SocketError};
 
 /// How long the new process may take for anything while guests go on.
 const PATIENCE: Duration = Duration::from_secs(15);
@@ -159,9 +159,18 @@ pub struct Entrance {
 
 impl Entrance {
     /// Makes it, beside a control socket, while this process may still write there. Without one, it is served all the
-    /// same.
-    pub fn open(control: &Path) -> Option<Self> {
-        let socket = Socket::bind_for_packets(&beside(control, "upgrade"));
+    /// same. With `patience`, a process that is just ending may still have it for a moment.
+    pub fn open(control: &Path, patience: Duration) -> Option<Self> {
+        let path = beside(control, "upgrade");
+        let deadline = Instant::now() + patience;
+        let socket = loop {
+            match Socket::bind_for_packets(&path) {
+                Err(SocketError::InUse(_)) if Instant::now() < deadline => {
+                    thread::sleep(Duration::from_millis(20));
+                }
+                socket => break socket,
+            }
+        };
         // Nobody else is here.
         let entrance = socket.map_err(io::Error::other).and_then(|socket| {
             Launch::here()?.write(control)?;
