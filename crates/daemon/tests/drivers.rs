@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use testkit::chain::{Chain, Layout, Table, header};
 use testkit::driver::{Device, DeviceConfig, DiskConfig, Op, segment};
 use testkit::frontend::message::*;
-use testkit::frontend::{Frontend, VERSION, protocol};
+use testkit::frontend::{F_PROTOCOL_FEATURES, Frontend, VERSION, protocol};
 use testkit::memory::Memory;
 use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_config::{VIRTIO_F_ANY_LAYOUT, VIRTIO_F_VERSION_1};
@@ -198,4 +198,43 @@ fn front_ends_of_rust_vmm_are_answered() {
     let sent = frontend.send_raw(SET_LOG_BASE, VERSION, 16, &payload, &fds);
     sent.unwrap();
     assert_eq!(frontend.any_reply().unwrap(), payload);
+}
+
+/// QEMU 7.2 whose back-end was started again while the VM was paused goes on in the middle of the conversation: it neither
+/// asks for protocol features again nor sets them, and uses them.
+#[test]
+fn a_front_end_that_went_on_without_asking_is_served() {
+    let (_server, disk) = serve("");
+    let device = Device::connect(&disk.socket, &DeviceConfig::default()).unwrap();
+    let features = device.features;
+    drop(device);
+    let mut frontend = Frontend::connect(&disk.socket).unwrap();
+    frontend
+        .set_features(features | F_PROTOCOL_FEATURES)
+        .unwrap();
+    assert_eq!(frontend.status().unwrap(), 0);
+    frontend.set_status(8).unwrap();
+    let inflight = frontend.inflight(1, 128).unwrap();
+    frontend.set_inflight(&inflight).unwrap();
+    drop(frontend);
+    // One that has asked, and set none, has none.
+    let mut frontend = Frontend::connect(&disk.socket).unwrap();
+    frontend.protocol_features().unwrap();
+    frontend
+        .set_features(features | F_PROTOCOL_FEATURES)
+        .unwrap();
+    assert!(frontend.inflight(1, 128).is_err());
+}
+
+/// QEMU keeps the connection of a chardev when its device is unplugged. The one that is plugged in next begins on it from
+/// the start, with the same memory.
+#[test]
+fn a_device_is_plugged_in_again_on_the_same_connection() {
+    let (_server, disk) = serve("");
+    let mut device = Device::connect(&disk.socket, &DeviceConfig::default()).unwrap();
+    for _ in 0..2 {
+        assert!(device.queues[0].read(0, 512).is_ok());
+        device.frontend.vring_base(0).unwrap();
+        device.plug_in_again(&DeviceConfig::default()).unwrap();
+    }
 }

@@ -295,8 +295,7 @@ impl<E: Engine> Worker<E> {
             && queue.ring.resubmits() > 0
         {
             info!(
-                "disk {}: queue {} had {} requests in flight when the process that served it \
-                 ended; they are done again",
+                "disk {}: queue {}: {} requests in flight had no answer when it was last served; they are done again",
                 queue.disk.name,
                 queue.ring.number(),
                 queue.ring.resubmits(),

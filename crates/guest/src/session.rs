@@ -204,7 +204,8 @@ pub fn serve_from(
         torn: false,
         told_unrecorded: false,
         features: 0,
-        protocol: 0,
+        owned: false,
+        protocol: None,
         status: 0,
         awaited: None,
     };
@@ -245,7 +246,10 @@ struct Session<'a> {
     /// The device was told of a ring for which the region is too small.
     told_unrecorded: bool,
     features: u64,
-    protocol: u64,
+    /// A device was made of this connection.
+    owned: bool,
+    /// The protocol features, once the front-end has asked for them or set them.
+    protocol: Option<u64>,
     status: u8,
     /// What the front-end waits for, until storage answers.
     awaited: Option<(Header, Awaited)>,
@@ -310,7 +314,7 @@ impl Session<'_> {
             NoMessage::Socket(e) => End::Failed(e.into()),
             NoMessage::Malformed(e) => End::Failed(e.into()),
         })?;
-        let acknowledge = header.need_reply && self.protocol & P_REPLY_ACK != 0;
+        let acknowledge = header.need_reply && self.protocol() & P_REPLY_ACK != 0;
         let result = message.map_err(SessionError::from).and_then(|message| {
             debug!(?message, "front-end");
             self.handle(message)
@@ -357,14 +361,17 @@ impl Session<'_> {
                 return Ok(Reply::Word(self.device.features() | SESSION_FEATURES));
             }
             Message::SetFeatures(bits) => self.set_features(bits)?,
-            Message::GetProtocolFeatures => return Ok(Reply::Word(PROTOCOL_FEATURES)),
+            Message::GetProtocolFeatures => {
+                self.protocol.get_or_insert(0);
+                return Ok(Reply::Word(PROTOCOL_FEATURES));
+            }
             Message::SetProtocolFeatures(bits) => {
                 if bits & !PROTOCOL_FEATURES != 0 {
                     return Err(SessionError::Features(bits));
                 }
-                self.protocol = bits;
+                self.protocol = Some(bits);
             }
-            Message::SetOwner => {}
+            Message::SetOwner => self.begin_anew(),
             Message::ResetOwner | Message::ResetDevice => {
                 self.reset()?;
                 (0..self.device.queues()).for_each(|ring| self.forget_inflight(ring));
@@ -578,7 +585,7 @@ impl Session<'_> {
         };
         Saved {
             features: self.features,
-            protocol: self.protocol,
+            protocol: self.protocol(),
             status: self.status,
             memory: self.memory.regions().collect(),
             inflight: (self.inflight.as_ref()).map(|i| i.region(self.packed())),
@@ -600,8 +607,9 @@ impl Session<'_> {
                 "the disk is another than that with which the session began; it may connect again",
             ));
         }
+        self.owned = true;
         (self.features, self.protocol, self.status) =
-            (saved.features, saved.protocol, saved.status);
+            (saved.features, Some(saved.protocol), saved.status);
         if saved.features != 0 {
             self.device.set_features(saved.features & !F_LOG_ALL);
         }
@@ -633,6 +641,8 @@ impl Session<'_> {
                 error: saved.error,
                 enabled: saved.enabled,
                 unfinished: saved.unfinished,
+                // It was as the ring stopped, where there is a region.
+                put_back: saved.unfinished && self.inflight.is_some(),
                 ..Ring::default()
             };
         }
@@ -643,13 +653,34 @@ impl Session<'_> {
         }
     }
 
+    /// The protocol features. Where the back-end was started again while the VM was paused, QEMU 7.2 does not ask for them
+    /// again, but goes on as if the connection were the old one (`vhost_user_async_close_bh` has not marked it as closed).
+    fn protocol(&self) -> u64 {
+        match self.protocol {
+            None if self.features & F_PROTOCOL_FEATURES != 0 => PROTOCOL_FEATURES,
+            protocol => protocol.unwrap_or(0),
+        }
+    }
+
     fn negotiated(&self, protocol: u64) -> Result<(), SessionError> {
-        match self.protocol & protocol {
+        match self.protocol() & protocol {
             0 => Err(SessionError::Refused(
                 "a message came of a protocol feature that was not negotiated",
             )),
             _ => Ok(()),
         }
+    }
+
+    /// The front-end has made a device of this connection. If it is not the first one, as where QEMU's device was unplugged
+    /// and another plugged in on the same chardev, nothing of the one before counts.
+    fn begin_anew(&mut self) {
+        if !std::mem::replace(&mut self.owned, true) {
+            return;
+        }
+        self.stop_all();
+        self.rings.fill_with(Ring::default);
+        self.memory = Arc::new(GuestMemory::watched(self.lost.clone()));
+        (self.inflight, self.log, self.log_event) = (None, None, None);
     }
 
     /// The front-end has the device begin anew, which need not be the guest's wish: QEMU says so (SET_STATUS 0) whenever

@@ -190,6 +190,18 @@ impl Device {
         self.announce()
     }
 
+    /// Makes another device of the connection and of the memory, as QEMU does where one is unplugged and the next one is
+    /// plugged in on the same chardev. The queues must have stopped.
+    pub fn plug_in_again(&mut self, config: &DeviceConfig) -> io::Result<()> {
+        negotiate(&mut self.frontend, config)?;
+        self.announce()?;
+        for index in 0..self.queues.len() {
+            let base = self.queues[index].ring.first_base();
+            self.start_queue(index, base)?;
+        }
+        self.set_driver_ok()
+    }
+
     /// Tells the device of the memory, and where to write down what is in flight.
     fn announce(&mut self) -> io::Result<()> {
         if let Some(inflight) = &self.inflight {

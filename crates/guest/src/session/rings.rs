@@ -151,7 +151,8 @@ impl Session<'_> {
             }
             return Err(e.into());
         }
-        state.running = true;
+        // What it had left is under way again.
+        (state.running, state.unfinished, state.put_back) = (true, false, false);
         if state.unrecorded && !std::mem::replace(&mut self.told_unrecorded, true) {
             self.device.unrecorded(ring, layout.size);
         }
