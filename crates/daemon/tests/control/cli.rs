@@ -266,7 +266,7 @@ fn the_default_socket() {
         chown(dir.path(), Some(65534), Some(65534)).unwrap();
     }
     let binary = dir.path().join("program");
-    fs::copy(env!("CARGO_BIN_EXE_ringdisk"), &binary).unwrap();
+    crate::support::copy_ringdisk(&binary);
     let serve = || {
         let mut command = Command::new(&binary);
         as_user(command.args(["serve", "--json", "null:1M"]));

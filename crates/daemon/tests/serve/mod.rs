@@ -26,7 +26,7 @@ mod no_io_uring;
 mod pinned;
 mod printed;
 mod refused;
-use crate::support::{DISK_BYTES, Disk, content, serve, serve_all};
+use crate::support::{DISK_BYTES, Disk, content, copy_ringdisk, serve, serve_all};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 
@@ -341,7 +341,7 @@ fn as_nobody(test: &str) -> Option<(Command, TempDir)> {
     }
     // The build directory may not be open to everybody.
     let binary = home.path().join("binary");
-    fs::copy(env!("CARGO_BIN_EXE_ringdisk"), &binary).unwrap();
+    copy_ringdisk(&binary);
     fs::set_permissions(&binary, PermissionsExt::from_mode(0o755)).unwrap();
     fs::set_permissions(home.path(), PermissionsExt::from_mode(0o777)).unwrap();
     let mut command = Command::new("setpriv");

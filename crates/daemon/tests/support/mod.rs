@@ -93,3 +93,11 @@ pub fn seed() -> u64 {
     println!("seed {seed}: repeat with RINGDISK_TEST_SEED={seed}");
     seed
 }
+
+/// Copies ringdisk itself to `to`, to be run there. Another process does: while this one had the copy open for writing, a
+/// program that another test starts would have it open as well for a moment, and it could not be run (ETXTBSY).
+pub fn copy_ringdisk(to: &std::path::Path) {
+    let mut cp = std::process::Command::new("cp");
+    let status = cp.arg(env!("CARGO_BIN_EXE_ringdisk")).arg(to).status();
+    assert!(status.unwrap().success());
+}
