@@ -101,7 +101,7 @@ impl InflightLayout {
         }
     }
 
-    /// Bytes from one queue to the next, and the entries of each. Whoever made the region divided its length evenly, so
+    /// Bytes from one queue to the next, and the entries of each. The process that made the region divided its length evenly, so
     /// that the length says more than the number of entries that the front-end names. That number counts only for a
     /// length that is no whole number of queues.
     fn division(&self, packed: bool) -> (u64, u16) {

@@ -299,7 +299,7 @@ impl Session<'_> {
             }),
             Some((header, awaited)) => {
                 let paused = socket::pause(self.socket, stop, lost, AWAIT);
-                // Whoever goes on with the session goes on with this.
+                // A process that takes the session over goes on with this.
                 self.awaited = paused.is_err().then_some((header, awaited));
                 paused.map(|()| (header, Ok(awaited.into())))
             }
@@ -683,7 +683,7 @@ impl Session<'_> {
         (self.inflight, self.log, self.log_event) = (None, None, None);
     }
 
-    /// The front-end has the device begin anew, which need not be the guest's wish: QEMU says so (SET_STATUS 0) whenever
+    /// The front-end resets the device, which need not be the guest's wish: QEMU says so (SET_STATUS 0) whenever
     /// the VM is stopped, and starts the same rings when it goes on. Requests that storage has not served by then are
     /// still in flight. A guest that has reset its device gets another region, or RESET_DEVICE is sent as well.
     fn reset(&mut self) -> Result<(), SessionError> {

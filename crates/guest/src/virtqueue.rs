@@ -364,7 +364,7 @@ impl Virtqueue {
         self.ring.waiting()
     }
 
-    /// Whether whoever takes the ring up next finds out what is in flight.
+    /// Whether the next process to take the ring up finds out what is in flight.
     pub fn is_tracked(&self) -> bool {
         self.ring.is_tracked()
     }
@@ -377,7 +377,7 @@ impl Virtqueue {
         }
     }
 
-    /// Puts the requests that a predecessor had fetched and not given back into the ring again, so that whoever goes on
+    /// Puts the requests that a predecessor had fetched and not given back into the ring again, so that the process that goes on
     /// at the base that this returns fetches them first, without the region in which they are written down. `None`
     /// if they are not written down. The ring is not served meanwhile.
     pub fn put_back(&mut self) -> Option<RingBase> {

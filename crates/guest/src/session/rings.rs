@@ -25,11 +25,11 @@ pub(super) struct Ring {
     pub base_at_reset: Option<RingBase>,
     /// When it stopped, it left requests in flight.
     pub unfinished: bool,
-    /// These are available again at its base, for whoever goes on there.
+    /// These are available again at its base, for the process that goes on there.
     pub put_back: bool,
     /// It has run in this session, and when it stopped, the region said of no request that it is in flight.
     pub drained: bool,
-    /// What the region says of it is of no use to whoever starts it next.
+    /// What the region says of it is of no use when it is started next.
     pub outdated: bool,
     /// It is served in this session although the region has too few entries for it.
     pub unrecorded: bool,
@@ -182,7 +182,7 @@ impl Session<'_> {
         }
     }
 
-    /// Makes the requests that a ring has left available again. The record of them is for whoever connects here
+    /// Makes the requests that a ring has left available again. The record of them is for the process that is connected here
     /// next; a guest that goes on elsewhere, or is saved, takes the ring along, and not the record.
     fn put_back(&mut self, ring: u16) {
         let Some(addr) = self.rings[usize::from(ring)].addr else {

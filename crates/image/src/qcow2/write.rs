@@ -408,7 +408,7 @@ impl Qcow2 {
         })
     }
 
-    /// Changes the entry of a cluster. Whoever makes changes records them before the lock is given up.
+    /// Changes the entry of a cluster. The caller records its changes before the lock is given up.
     pub(super) fn set_entry(
         &self,
         state: &mut State,

@@ -1,7 +1,7 @@
 //! What a disk may hold: for every sector, each content that is allowed.
 //!
 //! A content is known by its digest. Several are allowed where requests overlap in time, where one has failed, where one
-//! was under way at a kill, and for what was discarded. Besides these, the oracle remembers what a power cut may bring
+//! was under way at a kill, and for what was discarded. The oracle also remembers what a power cut may bring
 //! back: each content that was superseded after the last flush was sent.
 
 use std::collections::BTreeMap;
