@@ -299,7 +299,7 @@ impl Device for BlockDevice<'_> {
         let queue = queue.inspect_err(|_| thread.leave(arrived))?;
         self.running[usize::from(ring)] = Some(Running { queue, arrived });
         if first {
-            // QEMU listens by now: its device has started before its rings do.
+            // QEMU listens here: its device has started before its rings do.
             self.served.tell_size_if_not_read();
         }
         Ok(())

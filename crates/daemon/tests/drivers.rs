@@ -160,7 +160,7 @@ fn the_largest_ring_is_served() {
         };
         let mut device = Device::connect(&disk.socket, &config).unwrap();
         let queue = &mut device.queues[0];
-        // Until both sides have begun the ring anew.
+        // Until both sides have set the ring up again.
         for round in 0..12u64 {
             let sector = |slot: u16| (u64::from(slot) + round) * 8 % 32768;
             for slot in 0..SLOTS {

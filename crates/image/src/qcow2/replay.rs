@@ -204,7 +204,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Looks whether the entries can be, with tables and refcounts as they are in memory by now. Returns the entries in
+    /// Looks whether the entries can be, with tables and refcounts as they are in memory now. Returns the entries in
     /// the file that they replace, and what is kept of what those lead to.
     fn check_entries(
         &self,

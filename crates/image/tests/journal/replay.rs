@@ -108,7 +108,7 @@ fn a_kill_during_a_replay_costs_nothing() {
     assert!(kills > 20, "{kills}");
 }
 
-/// Who has asked for the end does not wait for a replay. The next start goes on with it.
+/// A process that is told to end does not wait for a replay. The next start goes on with it.
 #[test]
 fn a_replay_can_be_stopped() {
     if !qemu::is_there("a_replay_can_be_stopped") {

@@ -122,7 +122,7 @@ fn what_an_earlier_version_left_is_made_safe() {
         repair(directory, &other);
     }
 
-    // There is none here. It may be found until something is written, and who is told is told of the snapshots as well.
+    // There is none here. It may still be found until something is written, and the message names the snapshots as well.
     let host = left_by_an_earlier_version(directory);
     let elsewhere = Host {
         image: host.image.clone(),

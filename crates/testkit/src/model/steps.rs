@@ -164,7 +164,7 @@ struct Draw {
     random: Random,
     marks: u64,
     cluster: u64,
-    /// So many that some are in what the disk has grown by, and the others begin anew.
+    /// So many that some are in what the disk has grown by, and the others start over.
     sectors: u64,
 }
 

@@ -349,7 +349,7 @@ impl World {
         (serve.queues, serve.packed, serve.without_flush) = (2, false, false);
         let oracle = &mut self.state.oracle;
         oracle.write_through = false;
-        // QEMU frees a cluster though a write to it is under way, which then hits whoever gets it next.
+        // QEMU frees a cluster though a write to it is under way, which then hits the cluster's next user.
         let frees =
             |r: &&Request| matches!(r.kind, Kind::Discard | Kind::WriteZeroes { unmap: true });
         let requests: Vec<Request> = requests.iter().filter(|r| !frees(r)).copied().collect();
