@@ -105,8 +105,10 @@ pub struct Paused {
 pub enum ExportError {
     #[error(transparent)]
     Socket(#[from] SocketError),
-    #[error("disk {0}: cannot {1}: {2}")]
+    #[error("disk {0}: cannot {1}: {cause}", cause = block::explain(.2, ""))]
     System(String, &'static str, io::Error),
+    #[error("disk {0}: cannot start a thread: {cause}", cause = block::explain_thread(.1))]
+    Thread(String, io::Error),
 }
 
 impl Export {
@@ -178,7 +180,7 @@ impl Export {
         let listener = thread::Builder::new()
             .name(format!("vhost-{id}"))
             .spawn(move || front.serve(its_stop.as_fd(), first))
-            .map_err(system("start a thread"))?;
+            .map_err(|e| ExportError::Thread(id.clone(), e))?;
         Ok(Self {
             id,
             node,
@@ -287,7 +289,7 @@ fn told(export: &str, node: &str, event: &IoEvent) -> Event {
 fn io_error(export: &str, node: &str, failure: &IoFailure) -> Event {
     let reason = match failure.errno {
         0 => "the file ends before the disk does".into(),
-        errno => io::Error::from_raw_os_error(errno).to_string(),
+        errno => block::explain(&io::Error::from_raw_os_error(errno), ""),
     };
     Event::BlockIoError(BlockIoError {
         qom_path: None,

@@ -86,7 +86,7 @@ pub enum IoThreadError {
     Affinity(String, Cpus, io::Error),
     #[error(transparent)]
     Uring(#[from] UringError),
-    #[error("cannot start an I/O thread: {0}")]
+    #[error("cannot start an I/O thread: {cause}", cause = block::explain_thread(.0))]
     Thread(#[from] io::Error),
 }
 

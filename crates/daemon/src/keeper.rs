@@ -61,7 +61,8 @@ pub struct Inventory {
 #[derive(Debug, Error)]
 pub enum KeepError {
     #[error(
-        "{0}: cannot be used to keep state in: {1}; --state names a directory of this user's own"
+        "{0}: cannot be used to keep state in: {cause}",
+        cause = block::explain(.1, "--state names a directory of this user's own")
     )]
     Directory(PathBuf, io::Error),
     #[error(

@@ -26,6 +26,7 @@ mod paste;
 mod progress;
 mod qmp;
 mod reload;
+mod resource_limits;
 mod sandbox;
 mod serve;
 mod socket;
@@ -40,7 +41,6 @@ use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
-use rustix::process::{Resource, getrlimit, setrlimit};
 use tracing_subscriber::EnvFilter;
 
 #[derive(Parser)]
@@ -113,7 +113,7 @@ fn main() -> ExitCode {
         // Without a thread, lines are written at the end.
         let _ = log::start();
     }
-    raise_file_limit();
+    resource_limits::raise_file_limit();
     let result = run(&cli.command);
     log::finish();
     match result {
@@ -196,12 +196,4 @@ impl From<manual::ManualError> for Failure {
         let (code, problem) = (1, e.to_string());
         Self { code, problem }
     }
-}
-
-/// Each queue takes a few descriptors, and shells and services start with a limit of 1024 that any
-/// process may raise to the hard one.
-fn raise_file_limit() {
-    let mut limit = getrlimit(Resource::Nofile);
-    limit.current = limit.maximum;
-    let _ = setrlimit(Resource::Nofile, limit);
 }

@@ -105,7 +105,7 @@ pub enum NodeError {
     Above(String, &'static str, String, Format),
     #[error("{0}: {AWAY}")]
     Away(String),
-    #[error("{0}: cannot {1}: {2}")]
+    #[error("{0}: cannot {1}: {cause}", cause = block::explain(.2, ""))]
     Io(String, &'static str, io::Error),
 }
 
@@ -496,7 +496,7 @@ impl Node {
             )),
             Ordering::Greater if self.facts.read_only => Err("it is read-only".into()),
             Ordering::Greater => rustix::fs::ftruncate(&file, size)
-                .map_err(|e| format!("making its file longer: {e}")),
+                .map_err(|e| format!("making its file longer: {}", block::explain(&e.into(), ""))),
         }
     }
 

@@ -28,6 +28,7 @@ use crate::metrics;
 use crate::paste::{self, Ready};
 use crate::qmp::{self, ControlSocket, Qmp};
 use crate::reload::Reloader;
+use crate::resource_limits::warn_of_limits;
 use crate::sandbox::people::{self, Person};
 use crate::sandbox::{self, Sandbox, SandboxError, Wishes};
 use crate::socket::{Socket, SocketError};
@@ -171,10 +172,11 @@ pub enum ServeError {
     #[error(transparent)]
     Socket(#[from] SocketError),
     #[error(
-        "metrics cannot be served at {0}: {1}; --metrics takes an address of this machine and a free port"
+        "metrics cannot be served at {0}: {cause}",
+        cause = block::explain(.1, "--metrics takes an address of this machine and a free port")
     )]
     Metrics(SocketAddr, io::Error),
-    #[error("{0}: {1}")]
+    #[error("{0}: {cause}", cause = block::explain(.1, ""))]
     System(&'static str, io::Error),
 }
 
@@ -188,6 +190,8 @@ impl ServeError {
 }
 
 pub fn run(args: &Args) -> Result<(), ServeError> {
+    engine::ignore_signals();
+    warn_of_limits();
     let mut specs: Vec<DiskSpec> = args
         .disks
         .iter()

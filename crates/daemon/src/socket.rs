@@ -26,8 +26,8 @@ pub enum SocketError {
     #[error("{0}: is there and not a socket; remove it, or choose another with socket=PATH")]
     NotASocket(PathBuf),
     #[error(
-        "{0}: cannot make the socket: {1}; choose a directory that this user may write to \
-        with socket=PATH (--control PATH)"
+        "{0}: cannot make the socket: {cause}",
+        cause = block::explain(.1, "choose a directory that this user may write to with socket=PATH (--control PATH)")
     )]
     Bind(PathBuf, io::Error),
     #[error(

@@ -139,7 +139,7 @@ enum UpgradeError {
     Storage(String),
     #[error("requests under way on disk {0} do not end; is its storage stuck?")]
     Stuck(String),
-    #[error("disks could not be handed over: {0}")]
+    #[error("disks could not be handed over: {cause}", cause = block::explain(.0, ""))]
     Hand(io::Error),
     #[error(
         "the new process cannot serve what this one does: {0}; what it has written to the log says why"

@@ -22,6 +22,7 @@ mod regions;
 mod resized;
 mod sandbox;
 mod serve;
+mod signals;
 mod soak;
 mod starved;
 mod stats;

@@ -23,7 +23,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-use block::{Engine, OnError, Request};
+use block::{Engine, OnError, Request, explain};
 use guest::Stopped;
 use guest::blk::Status;
 use rustix::io::Errno;
@@ -172,7 +172,7 @@ fn log(disk: &Disk, slot: &Slot, errno: i32, then: &str) {
         let cause = match errno {
             _ if slot.settling && disk.has_lost(errno) => lost(errno).to_string(),
             0 => "the file ends here, it was cut short while it was served".to_owned(),
-            e => std::io::Error::from_raw_os_error(e).to_string(),
+            e => explain(&std::io::Error::from_raw_os_error(e), ""),
         };
         error!(
             "disk {}: {:?} failed at {} of its file, with {} bytes to go: {cause}{then}{left_out}",

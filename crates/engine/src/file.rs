@@ -132,7 +132,7 @@ pub enum OpenError {
     )]
     Direct(String),
     /// Anything else that the kernel said.
-    #[error("{0}: cannot {1}: {2}")]
+    #[error("{0}: cannot {1}: {cause}", cause = block::explain(.2, ""))]
     Io(String, &'static str, io::Error),
 }
 

@@ -12,6 +12,7 @@ mod native;
 mod numa;
 mod poller;
 mod ranges;
+mod signals;
 mod uring;
 mod workers;
 
@@ -20,4 +21,5 @@ pub use engines::Engines;
 pub use file::{DiskFile, Identity, Locking, OpenError};
 pub use native::NativeError;
 pub use numa::node_of;
+pub use signals::ignore_signals;
 pub use uring::{Uring, UringError};
