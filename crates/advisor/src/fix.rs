@@ -1,5 +1,7 @@
 //! Fixes: settings that rules name, which every front-end writes in its own syntax, as few bytes as it can.
 
+mod unknown;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 
@@ -154,10 +156,21 @@ pub struct Wanted<'a> {
 pub struct Fixed {
     /// It, read again.
     pub input: Input,
-    /// What was done: the rule, and where.
-    pub done: Vec<(String, String)>,
+    /// What was done.
+    pub done: Vec<Change>,
     /// What was not, and why.
     pub left: Vec<(String, String, String)>,
+}
+
+/// A change that was made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Change {
+    /// The rule that asked for it.
+    pub rule: String,
+    /// The machine and the disk.
+    pub place: String,
+    /// What it depends on that the input and the facts do not say; with that the other way, it does harm.
+    pub unknown: Option<String>,
 }
 
 /// Applies the fixes of all findings; what comes to light by one is fixed too.
@@ -268,8 +281,13 @@ fn fix_text(
         };
         match all(&target, rule) {
             Ok(sources) => {
-                fixed.input = reread(&input, sources)?;
-                fixed.done.push((rule.id.clone(), finding.place()));
+                let changed = reread(&input, sources)?;
+                fixed.done.push(Change {
+                    rule: rule.id.clone(),
+                    place: finding.place(),
+                    unknown: unknown::of(&target, &rule.fix, facts),
+                });
+                fixed.input = changed;
                 vain.clear();
                 *times.entry(rule.id.clone()).or_default() += 1;
             }

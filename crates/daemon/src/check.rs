@@ -1,14 +1,14 @@
 //! `ringdisk check`: what slows a VM's disk. Reads files and prints; what there is to know is in the crate `advisor`.
 
 use std::fs;
-use std::io::{self, Read, Write};
+use std::io::{self, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
 
 use ::lab::measured;
 use advisor::check::{check, check_host};
 use advisor::convert::{self, Direction};
 use advisor::facts::{self, Facts};
-use advisor::fix::{self, Wanted};
+use advisor::fix::{self, Change, Wanted};
 use advisor::input::{Input, Surroundings, read};
 use advisor::measured::{Added, Measured};
 use advisor::model::{Origin, Table};
@@ -81,9 +81,12 @@ pub struct Args {
     /// Print a patch that fixes what can be fixed
     #[arg(long)]
     fix: bool,
-    /// Change the files instead
+    /// Change the files instead; asks first if a change depends on what is not known
     #[arg(long, requires = "fix")]
     in_place: bool,
+    /// Change them without asking
+    #[arg(long, requires = "in_place")]
+    yes: bool,
     /// Fix also by this rule, which lowers durability or is a note
     #[arg(long, value_name = "RULE", requires = "fix")]
     fix_rule: Vec<String>,
@@ -475,6 +478,7 @@ fn fix(
 ) -> Result<Outcome, String> {
     let before = inputs.clone();
     let mut said = Vec::new();
+    let mut uncertain = 0;
     let after = match args.to {
         Some(to) => {
             let direction = match to {
@@ -497,6 +501,13 @@ fn fix(
             let mut after = Vec::new();
             for input in inputs {
                 let fixed = fix::fix(input, rules, facts, wanted).map_err(|e| e.to_string())?;
+                for change in &fixed.done {
+                    if let Some(unknown) = &change.unknown {
+                        uncertain += 1;
+                        let Change { rule, place, .. } = change;
+                        said.push(format!("{place}: {rule}: it is not known {unknown}"));
+                    }
+                }
                 for (rule, place, why) in &fixed.left {
                     said.push(format!("{place}: {rule} is left: {why}"));
                 }
@@ -507,6 +518,9 @@ fn fix(
     };
     for line in &said {
         eprintln!("ringdisk: {line}");
+    }
+    if args.in_place && uncertain > 0 && !args.yes {
+        confirm(uncertain)?;
     }
     let mut changed = false;
     for (before, after) in before.iter().zip(&after) {
@@ -528,6 +542,29 @@ fn fix(
     } else {
         Outcome::Clean
     })
+}
+
+/// Asks on the terminal whether the files are to be changed; where there is none, they are not.
+fn confirm(uncertain: usize) -> Result<(), String> {
+    let changes = match uncertain {
+        1 => "1 change depends".to_owned(),
+        count => format!("{count} changes depend"),
+    };
+    if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
+        return Err(format!(
+            "no file was changed: {changes} on what is not known (above); find it out with --host on the machine's \
+             host, or say --yes"
+        ));
+    }
+    eprint!("ringdisk: {changes} on what is not known (above). Change the files? [y/N] ");
+    let mut answer = String::new();
+    io::stdin()
+        .read_line(&mut answer)
+        .map_err(|e| format!("no file was changed: the answer cannot be read: {e}"))?;
+    match answer.trim() {
+        "y" | "Y" | "yes" => Ok(()),
+        _ => Err("no file was changed".into()),
+    }
 }
 
 /// All of a file or nothing.

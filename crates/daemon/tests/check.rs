@@ -65,3 +65,57 @@ fn nothing_measured_is_not_worth_a_word() {
         "{out}{error}"
     );
 }
+
+/// A change that may keep a machine from starting is named as such, and made in a file only when somebody says so.
+#[test]
+fn what_is_not_known_is_said_and_asked() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("vm.sh");
+    let text = "qemu-system-x86_64 -accel kvm -machine q35 -object iothread,id=i0 \
+        -drive file=/vms/a.img,format=raw,if=none,id=a,discard=unmap -device virtio-blk-pci,drive=a,iothread=i0\n";
+    fs::write(&file, text).unwrap();
+    let name = file.to_str().unwrap();
+
+    let (code, patch, error) = check(&["--fix", name]);
+    assert_eq!(code, Some(1), "{error}");
+    assert!(patch.contains("cache=none"), "{patch}");
+    for unknown in [
+        "cache-host-page: it is not known whether the file system of /vms/a.img supports O_DIRECT",
+        "aio-threads-file: it is not known whether the host's kernel allows io_uring",
+    ] {
+        assert!(error.contains(unknown), "{error}");
+    }
+
+    let (code, _, error) = check(&["--fix", "--in-place", name]);
+    assert_eq!(code, Some(2), "{error}");
+    assert!(
+        error.contains("no file was changed: 2 changes depend") && error.contains("--yes"),
+        "{error}"
+    );
+    assert_eq!(fs::read_to_string(&file).unwrap(), text);
+
+    let (code, _, error) = check(&["--fix", "--in-place", "--yes", name]);
+    assert_eq!(code, Some(1), "{error}");
+    assert!(
+        fs::read_to_string(&file).unwrap().contains("cache=none"),
+        "{error}"
+    );
+}
+
+/// What the host is known to have is not asked about.
+#[test]
+fn what_is_known_is_not_asked() {
+    let dir = tempfile::tempdir().unwrap();
+    let [file, facts] = ["vm.sh", "facts.json"].map(|name| dir.path().join(name));
+    let text = "qemu-system-x86_64 -accel kvm -machine q35 -object iothread,id=i0 \
+        -drive file=/vms/a.img,format=raw,if=none,id=a,discard=unmap -device virtio-blk-pci,drive=a,iothread=i0\n";
+    fs::write(&file, text).unwrap();
+    let known = r#"{ "format": "ringdisk-facts-1", "name": "h", "host": { "io-uring": "on", "qemu": "9.0.0" },
+        "files": { "/vms/a.img": { "kind": "file", "fs": "xfs", "direct": "yes" } } }"#;
+    fs::write(&facts, known).unwrap();
+    let [file, facts] = [&file, &facts].map(|path| path.to_str().unwrap());
+    let (code, _, error) = check(&["--fix", "--in-place", "--facts", facts, file]);
+    assert_eq!(code, Some(1), "{error}");
+    assert!(!error.contains("not known"), "{error}");
+    assert!(fs::read_to_string(file).unwrap().contains("aio=io_uring"));
+}
