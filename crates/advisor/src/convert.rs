@@ -1,14 +1,13 @@
 //! Disks from QEMU to ringdisk and back: the configuration of the guest and that of the host, together.
 
+use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write;
 
-use roxmltree::Node;
-
-use crate::fix::{Setting, Target, reread};
+use crate::fix::{Setting, Target, machines, reread};
 use crate::input::{Input, Kind};
 use crate::model::Disk;
-use crate::model::carried::{Carried, Dialect};
-use crate::text::{Edit, Span, apply};
+use crate::model::carried::Dialect;
+use crate::text::{Edit, apply};
 use crate::{libvirt, qemu};
 
 /// Where sockets are that ringdisk makes as a service.
@@ -62,133 +61,233 @@ pub fn as_new_file(config: &str) -> String {
 }
 
 fn to_ringdisk(inputs: Vec<Input>) -> Result<Converted, String> {
-    let mut converted = Converted {
-        inputs: Vec::new(),
-        said: Vec::new(),
-        config: None,
-    };
-    let mut config = String::new();
-    let mut names: Vec<String> = Vec::new();
-    // Groups of throttles are a machine's own with QEMU, and the host's with ringdisk.
-    let mut groups: Vec<((String, String), String)> = Vec::new();
-    for mut input in inputs {
-        for index in 0..input.vms.len() {
-            let mut moved = false;
-            // One after the other: places move as the text is changed.
-            let mut at = 0;
-            while let Some(disk) = input.vms.get(index).and_then(|vm| vm.disks.get(at)) {
-                let vm = &input.vms[index];
-                let place = format!("{} {}", vm.name, disk.name);
-                at += 1;
-                let groups_before = groups.len();
-                if let Err(why) = movable(&input, disk) {
-                    if !why.is_empty() {
-                        converted.said.push(format!("{place} stays: {why}"));
-                    }
-                    continue;
-                }
-                let vcpus = vm.table.number("vm.vcpus").unwrap_or(1).clamp(1, 256);
-                let name = unique(&names, &named(&vm.name, &disk.name));
-                let served = Served {
-                    socket: format!("{SOCKETS}/{name}.sock"),
-                    name,
-                    queues: disk
-                        .table
-                        .number("disk.queues")
-                        .filter(|_| disk.table.given("disk.queues").is_some())
-                        .unwrap_or(vcpus),
-                    queue_size: 256,
-                };
-                let group = disk.carried.group.as_ref().map(|group| {
-                    let group = (vm.name.clone(), group.clone());
-                    let known = groups.iter().position(|(known, _)| *known == group);
-                    known.unwrap_or_else(|| {
-                        let taken: Vec<String> =
-                            groups.iter().map(|(_, name)| name.clone()).collect();
-                        let name = unique(&taken, &named(&group.0, &group.1));
-                        groups.push((group, name));
-                        groups.len() - 1
-                    })
-                });
-                let is_new = group.is_some() && groups.len() > groups_before;
-                let group = group.map(|place| groups[place].1.as_str());
-                let mut problems = Vec::new();
-                let table = toml_of(disk, &served, group, is_new, &mut problems);
-                for problem in problems {
-                    converted.said.push(format!("{place}: {problem}"));
-                }
-                let target = Target {
-                    input: &input,
-                    vm: index,
-                    disk: Some(at - 1),
-                };
-                let edits = match input.kind {
-                    Kind::Libvirt => libvirt_to_ringdisk(&target, &served),
-                    _ => qemu::to_ringdisk(
-                        &target,
-                        &served.name,
-                        &served.socket,
-                        served.queues,
-                        served.queue_size,
-                    ),
-                };
-                match edits.and_then(|edits| again(&input, &edits)) {
-                    Ok(changed) => {
-                        let before = input.vms[index].disks.len();
-                        input = changed;
-                        // A device may have moved in the order, but none is gone.
-                        debug_assert_eq!(before, input.vms[index].disks.len());
-                        names.push(served.name);
-                        config.push_str(&table);
-                        moved = true;
-                    }
-                    Err(why) => {
-                        groups.truncate(groups_before);
-                        converted.said.push(format!("{place} stays: {why}"));
-                    }
-                }
-            }
-            if !moved {
-                continue;
-            }
-            let after = [Setting::SharedMemory, Setting::TrimThreads];
-            for setting in after {
-                let vm = &input.vms[index];
-                let needed = match setting {
-                    Setting::SharedMemory => vm.table.word("vm.memory-shared") == Some("no"),
-                    _ => vm.table.number("vm.threads-unused").unwrap_or(0) > 0,
-                };
-                if !needed {
-                    continue;
-                }
-                let target = Target {
-                    input: &input,
-                    vm: index,
-                    disk: None,
-                };
-                let edits = match input.kind {
-                    Kind::Libvirt => libvirt::edits(&target, setting),
-                    _ => qemu::edits(&target, setting),
-                };
-                match edits.and_then(|edits| again(&input, &edits)) {
-                    Ok(changed) => input = changed,
-                    Err(why) => converted
-                        .said
-                        .push(format!("{}: {why}", input.vms[index].name)),
-                }
-            }
-        }
-        converted.inputs.push(input);
+    let mut move_ = Move::default();
+    let mut changed = Vec::new();
+    for input in inputs {
+        changed.push(move_.input(input));
     }
+    let Move { said, config, .. } = move_;
     match config.is_empty() {
-        true if converted.said.is_empty() => {
-            Err("there is no disk that ringdisk could serve".into())
+        true if said.is_empty() => Err("there is no disk that ringdisk could serve".into()),
+        true => Err(said.join("; ")),
+        false => Ok(Converted {
+            inputs: changed,
+            said,
+            config: Some(config),
+        }),
+    }
+}
+
+/// What disks of all inputs have in common on their way to ringdisk.
+#[derive(Default)]
+struct Move {
+    said: Vec<String>,
+    config: String,
+    names: Names,
+    groups: Names,
+}
+
+/// Names that are taken, with the number that the next one of the same name gets.
+#[derive(Default)]
+struct Names(HashMap<String, u64>);
+
+impl Names {
+    /// The name if it is free, or one like it.
+    fn take(&mut self, name: &str) -> String {
+        let mut candidate = name.to_owned();
+        while self.0.contains_key(&candidate) {
+            let number = self.0.entry(name.to_owned()).or_insert(1);
+            *number += 1;
+            candidate = format!("{name}-{number}");
         }
-        true => Err(converted.said.join("; ")),
-        false => {
-            converted.config = Some(config);
-            Ok(converted)
+        self.0.insert(candidate.clone(), 1);
+        candidate
+    }
+}
+
+/// A disk that can go.
+struct Going {
+    disk: usize,
+    group: Option<String>,
+    served: Served,
+    edits: Vec<Edit>,
+}
+
+impl Move {
+    fn input(&mut self, input: Input) -> Input {
+        // Each machine as a text of its own: it is read again after the changes.
+        let Some(machines) = machines(&input) else {
+            return (0..input.vms.len()).fold(input, |input, vm| self.vm(input, vm));
+        };
+        let mut edits = Vec::new();
+        for (vm, machine) in input.vms.iter().zip(machines) {
+            let moved = self.vm(machine, 0);
+            edits.push(Edit::replace(vm.span, moved.sources[0].text.as_str()));
         }
+        again(&input, &edits).unwrap_or(input)
+    }
+
+    /// Moves the disks of a machine: all that can go, or none if the machine cannot have them.
+    fn vm(&mut self, input: Input, index: usize) -> Input {
+        let vm = &input.vms[index];
+        let (mut going, mut staying) = (Vec::new(), Vec::new());
+        for at in 0..vm.disks.len() {
+            match self.disk(&input, index, at) {
+                Ok(disk) => going.push(disk),
+                Err(why) => staying.push((at, why)),
+            }
+        }
+        // Disks that share limits go together.
+        let mut apart = BTreeMap::new();
+        for (disk, _) in &staying {
+            if let Some(group) = &vm.disks[*disk].carried.group {
+                apart.insert(group.clone(), vm.disks[*disk].name.clone());
+            }
+        }
+        going.retain(|disk| {
+            let other = disk.group.as_ref().and_then(|group| apart.get(group));
+            if let Some(other) = other {
+                staying.push((
+                    disk.disk,
+                    format!("it shares its limits with {other}, which stays"),
+                ));
+            }
+            other.is_none()
+        });
+        let changed = match going.is_empty() {
+            true => None,
+            false => match moved(&input, index, &going) {
+                Ok(changed) => Some(changed),
+                Err(why) => {
+                    staying.extend(going.drain(..).map(|disk| (disk.disk, why.clone())));
+                    None
+                }
+            },
+        };
+        staying.sort();
+        for (at, why) in staying {
+            if !why.is_empty() {
+                self.said
+                    .push(format!("{} {} stays: {why}", vm.name, vm.disks[at].name));
+            }
+        }
+        let mut groups: BTreeMap<String, String> = BTreeMap::new();
+        for Going {
+            disk,
+            group,
+            served,
+            ..
+        } in &going
+        {
+            let disk = &vm.disks[*disk];
+            let mut is_new = false;
+            let group = group.as_ref().map(|group| {
+                groups.entry(group.clone()).or_insert_with(|| {
+                    is_new = true;
+                    self.groups.take(&named(&vm.name, group))
+                })
+            });
+            let group = group.map(|group| group.as_str());
+            self.config.push_str(&toml_of(disk, served, group, is_new));
+            for note in notes(disk) {
+                self.said.push(format!("{} {}: {note}", vm.name, disk.name));
+            }
+        }
+        let Some(changed) = changed else {
+            return input;
+        };
+        if changed.vms[index]
+            .table
+            .number("vm.threads-unused")
+            .unwrap_or(0)
+            == 0
+        {
+            return changed;
+        }
+        match set(&changed, index, Setting::TrimThreads).and_then(|edits| again(&changed, &edits)) {
+            Ok(trimmed) => trimmed,
+            Err(why) => {
+                self.said
+                    .push(format!("{}: {why}", changed.vms[index].name));
+                changed
+            }
+        }
+    }
+
+    /// What moves a disk; why it stays, or nothing for what is no disk of QEMU's at all.
+    fn disk(&mut self, input: &Input, vm: usize, at: usize) -> Result<Going, String> {
+        let machine = &input.vms[vm];
+        let disk = &machine.disks[at];
+        movable(input, disk)?;
+        let vcpus = machine.table.number("vm.vcpus").unwrap_or(1).clamp(1, 256);
+        let given = |name| {
+            let number = disk.table.number(name)?;
+            disk.table.given(name).map(|_| number)
+        };
+        let name = named(&machine.name, &disk.name);
+        let mut served = Served {
+            socket: String::new(),
+            name,
+            queues: given("disk.queues").unwrap_or(vcpus).clamp(1, 256),
+            queue_size: 256,
+        };
+        let target = Target {
+            input,
+            vm,
+            disk: Some(at),
+        };
+        served.name = self.names.take(&served.name);
+        served.socket = format!("{SOCKETS}/{}.sock", served.name);
+        let edits = match input.kind {
+            Kind::Libvirt => {
+                libvirt::to_ringdisk(&target, &served.socket, served.queues, served.queue_size)
+            }
+            _ => qemu::to_ringdisk(
+                &target,
+                &served.name,
+                &served.socket,
+                served.queues,
+                served.queue_size,
+            ),
+        };
+        match edits {
+            Ok(edits) => Ok(Going {
+                disk: at,
+                group: disk.carried.group.clone(),
+                served,
+                edits,
+            }),
+            Err(why) => {
+                self.names.0.remove(&served.name);
+                Err(why)
+            }
+        }
+    }
+}
+
+/// The machine with its disks moved and its memory shared: both or nothing, since it would not start with one alone.
+fn moved(input: &Input, vm: usize, going: &[Going]) -> Result<Input, String> {
+    let mut edits: Vec<Edit> = Vec::new();
+    for disk in going {
+        edits.extend(disk.edits.iter().cloned());
+    }
+    if input.vms[vm].table.word("vm.memory-shared") == Some("no") {
+        let shared = set(input, vm, Setting::SharedMemory);
+        edits
+            .extend(shared.map_err(|why| format!("the machine's memory cannot be shared: {why}"))?);
+    }
+    again(input, &edits)
+}
+
+fn set(input: &Input, vm: usize, setting: Setting) -> Result<Vec<Edit>, String> {
+    let target = Target {
+        input,
+        vm,
+        disk: None,
+    };
+    match input.kind {
+        Kind::Libvirt => libvirt::edits(&target, setting),
+        _ => qemu::edits(&target, setting),
     }
 }
 
@@ -233,6 +332,14 @@ fn movable(input: &Input, disk: &Disk) -> Result<(), String> {
             word("disk.bus")
         ));
     }
+    disk.carried.serial()?;
+    for bytes in [disk.carried.logical_block, disk.carried.physical_block] {
+        if let Some(bytes) = bytes.filter(|bytes| !matches!(bytes, 512 | 4096)) {
+            return Err(format!(
+                "it has blocks of {bytes} bytes, and ringdisk has 512 and 4096"
+            ));
+        }
+    }
     Ok(())
 }
 
@@ -253,28 +360,12 @@ fn named(vm: &str, own: &str) -> String {
     }
 }
 
-fn unique(names: &[String], name: &str) -> String {
-    let mut candidate = name.to_owned();
-    let mut number = 2;
-    while names.contains(&candidate) {
-        candidate = format!("{name}-{number}");
-        number += 1;
-    }
-    candidate
-}
-
 fn quoted(text: &str) -> String {
     toml::Value::String(text.to_owned()).to_string()
 }
 
 /// The tables of a disk, and of its group of throttles if that is new.
-fn toml_of(
-    disk: &Disk,
-    served: &Served,
-    group: Option<&str>,
-    is_new: bool,
-    problems: &mut Vec<String>,
-) -> String {
+fn toml_of(disk: &Disk, served: &Served, group: Option<&str>, is_new: bool) -> String {
     let word = |name| disk.table.word(name).unwrap_or_default();
     let mut limits = String::new();
     for (limit, value) in &disk.carried.limits {
@@ -305,136 +396,58 @@ fn toml_of(
     put("cache", quoted(cache));
     put("queues", served.queues.to_string());
     put("queue-size", served.queue_size.to_string());
-    if word("disk.discard") == "ignore" {
+    let discards = word("disk.discard") != "ignore";
+    if !discards {
         put("discard", quoted("ignore"));
     }
     if disk.table.is_yes("disk.readonly") {
         put("readonly", "true".into());
     }
-    if let found @ ("on" | "unmap") = word("disk.detect-zeroes") {
-        put("detect-zeroes", quoted(found));
+    match word("disk.detect-zeroes") {
+        // Without discard, QEMU writes zeroes instead of unmapping.
+        "unmap" if discards => put("detect-zeroes", quoted("unmap")),
+        "on" | "unmap" => put("detect-zeroes", quoted("on")),
+        _ => {}
     }
-    match disk.carried.serial() {
-        Ok(Some(serial)) => put("serial", quoted(serial)),
-        Ok(None) => {}
-        Err(problem) => problems.push(problem),
+    for (key, policy) in [
+        ("rerror", &disk.carried.rerror),
+        ("werror", &disk.carried.werror),
+    ] {
+        if let Some(policy) = policy {
+            put(key, quoted(policy));
+        }
+    }
+    if let (Some(bytes), "qcow2") = (disk.table.number("disk.l2-cache-size"), word("disk.format")) {
+        put("l2-cache-size", bytes.to_string());
+    }
+    if let Ok(Some(serial)) = disk.carried.serial() {
+        put("serial", quoted(serial));
     }
     // A partition table counts in them; QEMU's are of 512 bytes whatever is behind the disk.
     let logical = disk.carried.logical_block.unwrap_or(512);
-    let physical = disk.carried.physical_block;
-    for (key, bytes) in [("logical", Some(logical)), ("physical", physical)] {
-        match bytes {
-            Some(512 | 4096) => put(
-                &format!("{key}-block-size"),
-                bytes.unwrap_or(512).to_string(),
-            ),
-            Some(other) => problems.push(format!(
-                "its {key} blocks of {other} bytes are left out; ringdisk has 512 and 4096"
-            )),
-            None => {}
-        }
+    put("logical-block-size", logical.to_string());
+    if let Some(physical) = disk.carried.physical_block {
+        put("physical-block-size", physical.to_string());
     }
     text.push_str(&limits);
     text.push('\n');
     text
 }
 
-/// The disk's element, written anew; what says where the guest sees it stays.
-fn libvirt_to_ringdisk(target: &Target<'_>, served: &Served) -> Result<Vec<Edit>, String> {
-    let driver = format!(
-        "<driver name='qemu' type='raw' queues='{}' queue_size='{}'/>",
-        served.queues, served.queue_size
-    );
-    let source = format!("<source type='unix' path='{}'>", escaped(&served.socket));
-    with_disk(target, "vhostuser", &|indent| {
-        vec![
-            driver.clone(),
-            format!(
-                "{source}\n{indent}  <reconnect enabled='yes' timeout='1'/>\n{indent}</source>"
-            ),
-        ]
-    })
-}
-
-fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('\'', "&apos;")
-}
-
-/// Replaces what is behind a disk: its type, driver and source.
-fn with_disk(
-    target: &Target<'_>,
-    kind: &str,
-    written: &dyn Fn(&str) -> Vec<String>,
-) -> Result<Vec<Edit>, String> {
-    let text = target
-        .input
-        .sources
-        .first()
-        .map_or("", |source| source.text.as_str());
-    let document = libvirt::parse(text).map_err(|_| "is no XML")?;
-    let span = target.disk()?.span;
-    let of = |node: &Node<'_, '_>| Span::new(0, node.range().start, node.range().end);
-    let disk = document
-        .descendants()
-        .find(|node| node.has_tag_name("disk") && of(node) == span)
-        .ok_or("the disk is not there")?;
-    let elements: Vec<_> = disk.children().filter(Node::is_element).collect();
-    let first = elements.first().ok_or("the disk is empty")?;
-    let line = text[..first.range().start]
-        .rfind('\n')
-        .map_or(0, |at| at + 1);
-    let indent = &text[line..first.range().start];
-    let indent = if indent.chars().all(char::is_whitespace) {
-        indent
-    } else {
-        ""
-    };
-    let mut edits = Vec::new();
-    match disk.attribute_node("type") {
-        Some(attribute) => {
-            let range = attribute.range_value();
-            edits.push(Edit::replace(Span::new(0, range.start, range.end), kind));
-        }
-        None => return Err("the disk has no type".into()),
+/// What a person has to know of a disk that goes to ringdisk.
+fn notes(disk: &Disk) -> Vec<&'static str> {
+    let mut notes = Vec::new();
+    let stops = |policy: &Option<String>| policy.as_deref() == Some("stop");
+    if stops(&disk.carried.werror) || stops(&disk.carried.rerror) {
+        notes.push(
+            "where QEMU paused the VM after an I/O error, ringdisk lets requests wait until 'ringdisk resume', \
+             and the VM runs on",
+        );
     }
-    // What belongs to the old storage goes with it.
-    let goes = [
-        "driver",
-        "source",
-        "backingStore",
-        "iotune",
-        "serial",
-        "blockio",
-        "encryption",
-        "mirror",
-        "auth",
-        "transient",
-    ];
-    let mut place = None;
-    for node in &elements {
-        if !goes.contains(&node.tag_name().name()) {
-            continue;
-        }
-        let range = node.range();
-        match place {
-            None => place = Some(range),
-            Some(_) => {
-                let start = text[..range.start].trim_end().len();
-                edits.push(Edit::replace(Span::new(0, start, range.end), ""));
-            }
-        }
+    if !disk.file.starts_with('/') {
+        notes.push("its file has no absolute path: ringdisk looks for it where it is started");
     }
-    let written = written(indent).join(&format!("\n{indent}"));
-    match place {
-        Some(range) => edits.push(Edit::replace(Span::new(0, range.start, range.end), written)),
-        None => edits.push(Edit::replace(
-            of(first).before(),
-            format!("{written}\n{indent}"),
-        )),
-    }
-    Ok(edits)
+    notes
 }
 
 fn to_qemu(inputs: Vec<Input>) -> Result<Converted, String> {
@@ -484,7 +497,7 @@ fn to_qemu(inputs: Vec<Input>) -> Result<Converted, String> {
                     ));
                 }
                 let edits = match input.kind {
-                    Kind::Libvirt => libvirt_to_qemu(&target, storage),
+                    Kind::Libvirt => libvirt::from_ringdisk(&target, storage),
                     _ => qemu::from_ringdisk(&target, storage),
                 };
                 match edits.and_then(|edits| again(&input, &edits)) {
@@ -506,70 +519,4 @@ fn to_qemu(inputs: Vec<Input>) -> Result<Converted, String> {
         }),
         _ => Ok(converted),
     }
-}
-
-fn libvirt_to_qemu(target: &Target<'_>, storage: &Disk) -> Result<Vec<Edit>, String> {
-    let word = |name| storage.table.word(name).unwrap_or_default();
-    let block = word("disk.protocol") == "block";
-    let format = match word("disk.format") {
-        "" if storage.file.ends_with(".qcow2") => "qcow2",
-        "" => "raw",
-        format => format,
-    };
-    let mut driver = format!(
-        "<driver name='qemu' type='{format}' cache='{}'",
-        word("disk.cache")
-    );
-    if storage.table.word("disk.direct") == Some("yes") {
-        driver.push_str(if block {
-            " io='native'"
-        } else {
-            " io='io_uring'"
-        });
-    }
-    let _ = write!(driver, " discard='{}'", word("disk.discard"));
-    if let found @ ("on" | "unmap") = word("disk.detect-zeroes") {
-        let _ = write!(driver, " detect_zeroes='{found}'");
-    }
-    driver.push_str("/>");
-    let attribute = if block { "dev" } else { "file" };
-    let source = format!("<source {attribute}='{}'/>", escaped(&storage.file));
-    with_disk(target, if block { "block" } else { "file" }, &|indent| {
-        let mut elements = vec![driver.clone(), source.clone()];
-        elements.extend(libvirt_carried(&storage.carried, indent));
-        elements
-    })
-}
-
-/// Elements for what goes with a disk.
-fn libvirt_carried(carried: &Carried, indent: &str) -> Vec<String> {
-    let mut elements = Vec::new();
-    let sizes: String = carried
-        .block_sizes()
-        .into_iter()
-        .filter_map(|(name, bytes)| Some(format!(" {name}='{}'", bytes?)))
-        .collect();
-    if !sizes.is_empty() {
-        elements.push(format!("<blockio{sizes}/>"));
-    }
-    if !carried.limits.is_empty() {
-        let mut tune = String::from("<iotune>");
-        for (limit, value) in &carried.limits {
-            let name = limit.name(Dialect::Libvirt);
-            let _ = write!(tune, "\n{indent}  <{name}>{value}</{name}>");
-        }
-        if let Some(group) = &carried.group {
-            let _ = write!(
-                tune,
-                "\n{indent}  <group_name>{}</group_name>",
-                escaped(group)
-            );
-        }
-        let _ = write!(tune, "\n{indent}</iotune>");
-        elements.push(tune);
-    }
-    if let Some(serial) = carried.serial.as_deref().filter(|text| !text.is_empty()) {
-        elements.push(format!("<serial>{}</serial>", escaped(serial)));
-    }
-    elements
 }

@@ -207,7 +207,7 @@ pub fn fix(
 }
 
 /// Each machine of an input as an input of its own; none if there is one alone, or where they hang together.
-fn machines(input: &Input) -> Option<Vec<Input>> {
+pub fn machines(input: &Input) -> Option<Vec<Input>> {
     let [source] = input.sources.as_slice() else {
         return None;
     };

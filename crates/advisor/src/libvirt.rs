@@ -1,7 +1,9 @@
 //! libvirt domains (<https://libvirt.org/formatdomain.html>).
 
+mod convert;
 mod edit;
 
+pub use convert::{from_ringdisk, to_ringdisk};
 pub use edit::edits;
 
 use roxmltree::{Attribute, Document, Node, ParsingOptions};
@@ -464,6 +466,14 @@ fn disk(
             }
         }
     }
+    let policy = |name| {
+        let (word, _) = attribute(child(node, "driver"), name)?;
+        Some(if word == "enospace" { "enospc" } else { word }.to_owned())
+    };
+    disk.carried.werror = policy("error_policy");
+    // For reads libvirt takes the policy for writes, which may not be this one.
+    disk.carried.rerror = policy("rerror_policy")
+        .or_else(|| disk.carried.werror.clone().filter(|word| word != "enospc"));
     disk.carried.serial = child(node, "serial").map(|serial| text(serial).0.to_owned());
     let blocks = |name| attribute(child(node, "blockio"), name)?.0.parse().ok();
     disk.carried.logical_block = blocks("logical_block_size");

@@ -180,6 +180,8 @@ fn read_disk(
                 }
             }
             "serial" => disk.carried.serial = Some(word),
+            "werror" => disk.carried.werror = Some(word),
+            "rerror" => disk.carried.rerror = Some(word),
             "logical-block-size" => disk.carried.logical_block = word.parse().ok(),
             "physical-block-size" => disk.carried.physical_block = word.parse().ok(),
             "throttle-group" => disk.carried.group = Some(word),

@@ -83,6 +83,22 @@ fn limits_of_a_command_line() {
     assert_eq!(carried(&before)[0].limits.len(), 4);
 }
 
+/// A disk that may not be written may not be written afterwards either, whoever serves it.
+#[test]
+fn a_read_only_drive() {
+    let line = "qemu-system-x86_64 -m 1G -drive \
+                id=a,if=none,file=/srv/a.raw,format=raw,readonly=on -device \
+                virtio-blk-pci,drive=a,werror=report\n";
+    let before = input("vm.sh", line);
+    let there = convert(vec![before.clone()], Direction::ToRingdisk).unwrap();
+    let config = there.config.clone().unwrap();
+    assert!(config.contains("readonly = true"), "{config}");
+    let back = back(there, &config);
+    let text = &back.inputs[0].sources[0].text;
+    assert!(text.contains(",readonly=on"), "{text}");
+    assert!(text.contains(",werror=report"), "{text}");
+}
+
 #[test]
 fn limits_of_a_node() {
     let (before, there, config) = there("qemu/throttle-node.sh");
@@ -90,6 +106,222 @@ fn limits_of_a_node() {
     let back = back(there, &config);
     let limits = |input: &Input| carried(input)[0].limits.clone();
     assert_eq!(limits(&back.inputs[0]), limits(&before), "{config}");
+}
+
+/// A domain with one disk, as somebody wrote it.
+fn domain(disk: &str) -> Input {
+    let text = format!(
+        "<domain type='kvm' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
+  <name>vm</name>
+  <memory unit='GiB'>1</memory>
+  <vcpu>2</vcpu>
+  <os><type arch='x86_64' machine='q35'>hvm</type></os>
+  <devices>
+    {disk}
+  </devices>
+</domain>
+"
+    );
+    input("vm.xml", &text)
+}
+
+fn disk(attributes: &str, driver: &str, source: &str, more: &str) -> String {
+    format!(
+        "<disk type='file' device='disk' {attributes}>
+      <driver name='qemu' type='raw' {driver}/>
+      <source file='/srv/a.raw'>{source}</source>
+      <target dev='vda' bus='virtio'/>
+      {more}
+    </disk>"
+    )
+}
+
+/// A disk of which ringdisk cannot do all stays with QEMU: were the part left out, the guest would get other bytes, or
+/// several guests would write to what they share.
+#[test]
+fn what_ringdisk_cannot_do_stays() {
+    let secret = "<secret type='passphrase' uuid='00000000-0000-0000-0000-000000000000'/>";
+    let luks = format!("<encryption format='luks'>{secret}</encryption>");
+    let slice = "<slices><slice type='storage' offset='1048576' size='1048576'/></slices>";
+    let backing = "<backingStore type='file'><source file='/srv/b'/></backingStore>";
+    for (attributes, driver, source, more, says) in [
+        ("", "", "", luks.as_str(), "<encryption>"),
+        ("", "", luks.as_str(), "", "<encryption> in <source>"),
+        ("", "", slice, "", "<slices> in <source>"),
+        ("", "", "<reservations/>", "", "<reservations>"),
+        ("", "", "", "<transient/>", "<transient>"),
+        ("", "", "", "<mirror type='file' job='copy'/>", "<mirror>"),
+        ("", "", "", "<shareable/>", "<shareable>"),
+        ("", "", "", "<auth username='a'/>", "<auth>"),
+        ("", "", "", "<wwn>5000c50015ea71ad</wwn>", "<wwn>"),
+        ("", "", "", "<geometry cyls='1'/>", "<geometry>"),
+        ("", "", "", "<serial>\u{e9}</serial>", "not ASCII"),
+        ("", "", "", "<blockio logical_block_size='1024'/>", "1024"),
+        (
+            "",
+            "",
+            "",
+            "<blockio discard_granularity='1'/>",
+            "discard_granularity",
+        ),
+        ("", "", "", "<iotune><new>1</new></iotune>", "<new>"),
+        ("", "", "", "<new-in-libvirt/>", "<new-in-libvirt>"),
+        ("", "", "", backing, "type='file' of <backingStore>"),
+        ("snapshot='internal'", "", "", "", "snapshot='internal'"),
+        ("rawio='yes'", "", "", "", "rawio='yes'"),
+        ("", "copy_on_read='on'", "", "", "copy_on_read='on'"),
+        ("", "iommu='on'", "", "", "iommu='on'"),
+        ("", "ats='on'", "", "", "ats='on'"),
+        ("", "error_policy='ignore'", "", "", "error_policy='ignore'"),
+        ("", "new='1'", "", "", "new='1'"),
+    ] {
+        let before = domain(&disk(attributes, driver, source, more));
+        let why = convert(vec![before], Direction::ToRingdisk).unwrap_err();
+        assert!(
+            why.contains("vm vda stays") && why.contains(says),
+            "{attributes} {driver} {source} {more}: {why}"
+        );
+    }
+}
+
+/// What goes with a disk is in ringdisk's configuration or in the new element, and comes back.
+#[test]
+fn what_ringdisk_can_do_goes_along() {
+    let driver = "error_policy='stop' packed='on' iommu='off' event_idx='off' cache='directsync' \
+                  detect_zeroes='unmap'";
+    let more = "<readonly/>\n      <boot order='1'/>";
+    let before = domain(&disk("", driver, "", more));
+    let there = convert(vec![before.clone()], Direction::ToRingdisk).unwrap();
+    let config = there.config.clone().unwrap();
+    for line in [
+        "readonly = true",
+        "werror = \"stop\"",
+        "rerror = \"stop\"",
+        "cache = \"directsync\"",
+        "discard = \"ignore\"",
+        // QEMU writes zeroes where it may not discard.
+        "detect-zeroes = \"on\"",
+    ] {
+        assert!(config.lines().any(|l| l == line), "{line}:\n{config}");
+    }
+    let text = &there.inputs[0].sources[0].text;
+    for kept in ["packed='on'", "iommu='off'", "event_idx='off'", "order='1'"] {
+        assert!(text.contains(kept), "{kept}: {text}");
+    }
+    assert!(!text.contains("readonly"), "{text}");
+    assert!(!text.contains("error_policy"), "{text}");
+    assert!(there.said[0].contains("the VM runs on"), "{:?}", there.said);
+    let back = back(there, &config);
+    let text = &back.inputs[0].sources[0].text;
+    for kept in [
+        "<readonly/>",
+        " error_policy='stop'",
+        "packed='on'",
+        "cache='directsync'",
+    ] {
+        assert!(text.contains(kept), "{kept}: {text}");
+    }
+    let mut expected = carried(&before);
+    // Written down, because the disk must have them on whatever it lies.
+    expected[0].logical_block = None;
+    assert_eq!(carried(&back.inputs[0]), expected);
+}
+
+/// Disks stay if their machine cannot have vhost-user disks: alone they would keep it from starting.
+#[test]
+fn a_machine_that_cannot_stays_as_it_is() {
+    let text = domain(&disk("", "", "", "")).sources[0].text.clone();
+    let sealed = "<launchSecurity type='sev'/>\n</domain>";
+    let set = "<qemu:commandline><qemu:arg value='-set'/><qemu:arg \
+               value='device.virtio-disk0.config-wce=off'/></qemu:commandline>\n</domain>";
+    for (text, says) in [
+        (text.replace("</domain>", sealed), "encrypted"),
+        (text.replace("</domain>", set), "names a disk"),
+        (text.replace("type='kvm'", "type='xen'"), "type 'xen'"),
+        (text.replace("x86_64", "s390x"), "s390x"),
+    ] {
+        let why = convert(vec![input("vm.xml", &text)], Direction::ToRingdisk).unwrap_err();
+        assert!(why.contains(says), "{says}: {why}");
+    }
+    let line = "qemu-system-x86_64 -m 1G -mem-path /dev/hugepages -drive \
+                id=a,if=none,file=/srv/a.raw,format=raw -device virtio-blk-pci,drive=a\n";
+    let why = convert(vec![input("vm.sh", line)], Direction::ToRingdisk).unwrap_err();
+    assert!(why.contains("memory cannot be shared"), "{why}");
+}
+
+/// The same on a command line.
+#[test]
+fn what_ringdisk_cannot_do_stays_on_a_command_line() {
+    let drive = |more: &str| format!("-drive id=a,if=none,file=/srv/a.raw,format=raw{more}");
+    let device = |more: &str| format!("-device virtio-blk-pci,drive=a{more}");
+    let node = |json: &str| format!("-blockdev '{{\"node-name\":\"a\",{json}}}'");
+    let file = r#""file":{"driver":"file","filename":"/srv/a"}"#;
+    for (storage, device, says) in [
+        (drive(",offset=1048576"), device(""), "offset=1048576"),
+        (
+            drive(",encrypt.format=luks"),
+            device(""),
+            "encrypt.format=luks",
+        ),
+        (drive(",snapshot=on"), device(""), "snapshot=on"),
+        (drive("") + " -snapshot", device(""), "-snapshot"),
+        (drive(",copy-on-read=on"), device(""), "copy-on-read=on"),
+        (drive(",werror=ignore"), device(""), "werror=ignore"),
+        (drive(",backing.driver=raw"), device(""), "backing.driver"),
+        (drive(""), device(",iommu_platform=on"), "iommu_platform=on"),
+        (drive(""), device(",share-rw=on"), "share-rw=on"),
+        (drive(""), device(",discard=off"), "discard=off"),
+        (drive(""), device(",secs=63"), "secs=63"),
+        (
+            drive("") + " -device ide-hd,drive=a",
+            device(""),
+            "-device uses 'a' too",
+        ),
+        (
+            drive("").replace("/srv/", "$DIR/"),
+            device(""),
+            "variable of the shell",
+        ),
+        (
+            node(&format!(r#""driver":"raw","offset":512,{file}"#)),
+            device(""),
+            "offset=512",
+        ),
+        (
+            node(&format!(r#""driver":"luks","key-secret":"s",{file}"#)),
+            device(""),
+            "neither raw nor qcow2",
+        ),
+        (
+            node(&format!(
+                r#""driver":"qcow2","file":{{"driver":"raw",{file}}}"#
+            )),
+            device(""),
+            "a format inside another",
+        ),
+    ] {
+        let line = format!("qemu-system-x86_64 -m 1G {storage} {device}\n");
+        let there = convert(vec![input("vm.sh", &line)], Direction::ToRingdisk);
+        let why = there.map(|there| there.config).unwrap_err();
+        assert!(why.contains(says), "{line} {says}: {why}");
+    }
+}
+
+/// Disks that share limits go together or not at all: apart, each would have all of them.
+#[test]
+fn a_group_stays_together() {
+    let tune = "<iotune><total_iops_sec>100</total_iops_sec><group_name>g</group_name></iotune>";
+    let first = disk("", "", "", tune);
+    let second = disk("", "", "", &format!("<shareable/>{tune}")).replace("vda", "vdb");
+    let third = disk("", "", "", "").replace("vda", "vdc");
+    let before = domain(&format!("{first}\n    {second}\n    {third}"));
+    let there = convert(vec![before], Direction::ToRingdisk).unwrap();
+    assert_eq!(there.config.unwrap().matches("[[disk]]").count(), 1);
+    let said = there.said.join("\n");
+    assert!(
+        said.contains("vda stays: it shares its limits with vdb"),
+        "{said}"
+    );
 }
 
 /// A disk's own limits count besides those of its group with ringdisk; QEMU has either.

@@ -83,6 +83,10 @@ pub struct Carried {
     pub logical_block: Option<u64>,
     /// Bytes of a physical block.
     pub physical_block: Option<u64>,
+    /// What is done about a write that storage fails to serve, in QEMU's words, if that is given.
+    pub werror: Option<String>,
+    /// The same for reads.
+    pub rerror: Option<String>,
     /// Limits; none of them is 0, which is no limit.
     pub limits: BTreeMap<Limit, u64>,
     /// The group of disks that has these limits together.
@@ -112,13 +116,13 @@ impl Carried {
     /// The serial number as a guest has it: QEMU cuts what is longer.
     ///
     /// # Errors
-    /// It has characters that ringdisk refuses.
+    /// ringdisk refuses some of its characters.
     pub fn serial(&self) -> Result<Option<&str>, String> {
         let Some(serial) = self.serial.as_deref().filter(|serial| !serial.is_empty()) else {
             return Ok(None);
         };
         if !serial.chars().all(|c| c.is_ascii_graphic() || c == ' ') {
-            return Err("its serial number is not ASCII and is left out".into());
+            return Err("its serial number is not ASCII".into());
         }
         Ok(serial.get(..serial.len().min(SERIAL_MAX)))
     }

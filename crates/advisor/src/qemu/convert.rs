@@ -3,14 +3,227 @@
 use std::fmt::Write;
 
 use super::edit::Changed;
-use super::options::{Opt, Syntax};
+use super::options::{Opt, Pair, Syntax};
 use super::words;
 use crate::fix::{Edits, Target};
 use crate::model::Disk;
-use crate::model::carried::Dialect;
+use crate::model::carried::{Dialect, Limit};
 use crate::text::{Edit, Span};
 
-/// A disk of virtio-blk goes to ringdisk: the device becomes vhost-user-blk, and its drive a socket.
+/// What the device of a disk that ringdisk can serve may say, with the values of each key; no values stand for any.
+const DEVICE: &[Known] = &[
+    (
+        "driver",
+        &[
+            "virtio-blk",
+            "virtio-blk-pci",
+            "virtio-blk-pci-transitional",
+            "virtio-blk-pci-non-transitional",
+        ],
+    ),
+    ("drive", &[]),
+    ("id", &[]),
+    ("bootindex", &[]),
+    ("bus", &[]),
+    ("addr", &[]),
+    ("multifunction", &[]),
+    ("acpi-index", &[]),
+    ("packed", &[]),
+    ("event_idx", &[]),
+    ("indirect_desc", &[]),
+    ("page-per-vq", &[]),
+    ("disable-legacy", &[]),
+    ("disable-modern", &[]),
+    ("num-queues", &[]),
+    ("queue-size", &[]),
+    ("iothread", &[]),
+    ("iothread-vq-mapping.", &[]),
+    ("ioeventfd", &[]),
+    ("scsi", &["off"]),
+    ("serial", &[]),
+    ("logical_block_size", &["512", "4096"]),
+    ("physical_block_size", &["512", "4096"]),
+    ("write-cache", &[]),
+    ("config-wce", &["on"]),
+    ("request-merging", &[]),
+    ("discard", &["on"]),
+    ("write-zeroes", &["on"]),
+    ("share-rw", &["off"]),
+    ("iommu_platform", &["off"]),
+    ("ats", &["off"]),
+    ("werror", &["auto", "report", "stop", "enospc"]),
+    ("rerror", &["auto", "report", "stop"]),
+];
+
+/// What of that stays: the guest sees it of the new device too.
+const KEPT: &[&str] = &[
+    "driver",
+    "id",
+    "bootindex",
+    "bus",
+    "addr",
+    "multifunction",
+    "acpi-index",
+    "packed",
+    "event_idx",
+    "indirect_desc",
+    "page-per-vq",
+    "disable-legacy",
+    "disable-modern",
+];
+
+/// The same of a `-drive`.
+const DRIVE: &[Known] = &[
+    ("id", &[]),
+    ("node-name", &[]),
+    ("if", &["none"]),
+    ("media", &["disk"]),
+    ("index", &[]),
+    ("file", &[]),
+    ("file.filename", &[]),
+    ("file.driver", &["file", "host_device"]),
+    ("format", &["raw", "qcow2"]),
+    ("driver", &["raw", "qcow2"]),
+    ("cache", &[]),
+    ("cache.direct", &[]),
+    ("cache.no-flush", &[]),
+    ("cache.writeback", &[]),
+    ("aio", &[]),
+    ("discard", &[]),
+    ("detect-zeroes", &[]),
+    ("readonly", &[]),
+    ("read-only", &[]),
+    ("auto-read-only", &[]),
+    ("snapshot", &["off"]),
+    ("copy-on-read", &["off"]),
+    ("l2-cache-size", &[]),
+    ("serial", &[]),
+    ("werror", &["auto", "report", "stop", "enospc"]),
+    ("rerror", &["auto", "report", "stop"]),
+    ("throttling.group", &[]),
+];
+
+/// The same of a node of `-blockdev`.
+const NODE: &[Known] = &[
+    (
+        "driver",
+        &["raw", "qcow2", "throttle", "file", "host_device"],
+    ),
+    ("node-name", &[]),
+    ("filename", &[]),
+    ("file", &[]),
+    ("file.", &[]),
+    // The end of a chain, as libvirt writes it.
+    ("backing", &["null"]),
+    ("cache.direct", &[]),
+    ("cache.no-flush", &[]),
+    ("aio", &[]),
+    ("discard", &[]),
+    ("detect-zeroes", &[]),
+    ("read-only", &[]),
+    ("auto-read-only", &[]),
+    ("force-share", &["off"]),
+    ("locking", &["auto", "on"]),
+    ("l2-cache-size", &[]),
+    ("throttle-group", &[]),
+];
+
+/// A key, or the beginning of keys if it ends with a point, and its values.
+type Known = (&'static str, &'static [&'static str]);
+
+fn is_known(known: &[Known], pair: &Pair, key: &str) -> bool {
+    known.iter().any(|(name, values)| {
+        (*name == key || (name.ends_with('.') && key.starts_with(name)))
+            && (values.is_empty() || values.contains(&pair.value.as_str()))
+    })
+}
+
+/// Whether ringdisk can do all that a device and the nodes behind it say.
+fn is_movable(changed: &Changed<'_>, device: &Opt, nodes: &[(&Opt, String)]) -> Result<(), String> {
+    let foreign = |option: &Opt, pair: &Pair| {
+        let Pair { key, value, .. } = pair;
+        Err(format!(
+            "ringdisk has no counterpart for {key}={value} of -{}",
+            option.group
+        ))
+    };
+    for pair in &device.pairs {
+        if !is_known(DEVICE, pair, &pair.key) {
+            return foreign(device, pair);
+        }
+    }
+    let mut formats = 0;
+    for (option, prefix) in nodes {
+        if option.expanded || device.expanded {
+            return Err("a variable of the shell is in it".into());
+        }
+        let is_drive = option.group == "drive";
+        for pair in &option.pairs {
+            let Some(key) = pair.key.strip_prefix(prefix.as_str()) else {
+                continue;
+            };
+            let limit = key.strip_prefix("throttling.").map_or_else(
+                || Limit::named(key, Dialect::OldDrive),
+                |name| Limit::named(name, Dialect::Qemu),
+            );
+            let known = match is_drive {
+                true => limit.is_some() || is_known(DRIVE, pair, key),
+                false => is_known(NODE, pair, key),
+            };
+            if !known {
+                return foreign(option, pair);
+            }
+            formats +=
+                usize::from(key == "driver" && matches!(pair.value.as_str(), "raw" | "qcow2"));
+        }
+    }
+    if formats > 1 {
+        return Err("it has a format inside another".into());
+    }
+    let options = &changed.line.options;
+    if options.iter().any(|option| option.group == "snapshot") {
+        return Err("-snapshot throws away what is written".into());
+    }
+    // Whatever else knows one of these by its name would not find it any more.
+    let mut names: Vec<&str> = Vec::new();
+    for (option, prefix) in nodes {
+        for key in ["id", "node-name"] {
+            names.extend(option.value(&format!("{prefix}{key}")));
+        }
+    }
+    let is_own = |option: &Opt| {
+        option.whole == device.whole || nodes.iter().any(|(node, _)| node.whole == option.whole)
+    };
+    for option in options.iter().filter(|option| !is_own(option)) {
+        let named = option.pairs.iter().find(|pair| {
+            let is_name = |key: &str| {
+                matches!(
+                    key,
+                    "drive" | "file" | "backing" | "node" | "top" | "device"
+                ) || key.ends_with(".file")
+            };
+            is_name(&pair.key) && names.contains(&pair.value.as_str())
+        });
+        if let Some(pair) = named {
+            return Err(format!("-{} uses '{}' too", option.group, pair.value));
+        }
+        let set = option.group == "set"
+            && option.pairs.first().is_some_and(|pair| {
+                let id = pair.key.split('.').nth(1);
+                id.is_some()
+                    && (id == device.value("id") || id.is_some_and(|id| names.contains(&id)))
+            });
+        if set {
+            return Err("-set changes it".into());
+        }
+    }
+    Ok(())
+}
+
+/// The edits that bring a disk of virtio-blk to ringdisk: the device becomes vhost-user-blk, and its drive a socket.
+///
+/// # Errors
+/// What the disk has that ringdisk cannot do.
 pub fn to_ringdisk(
     target: &Target<'_>,
     name: &str,
@@ -21,35 +234,27 @@ pub fn to_ringdisk(
     let changed = Changed::of(target)?;
     let disk = target.disk()?;
     let device = changed.device(disk)?;
-    let mut edits = changed.set(device, "", "driver", "vhost-user-blk-pci");
+    let nodes = changed.nodes(disk)?;
+    is_movable(&changed, device, &nodes)?;
     let old = device.get("drive").ok_or("the device has no drive")?;
-    match device.syntax {
-        Syntax::Pairs => edits.push(Edit::replace(
-            old.span,
-            format!("chardev={name},num-queues={queues},queue-size={queue_size}"),
-        )),
-        _ => return Err("its device is not written as key=value".into()),
+    if device.syntax != Syntax::Pairs {
+        return Err("its device is not written as key=value".into());
     }
-    let stays = [
-        "id",
-        "bootindex",
-        "bus",
-        "addr",
-        "multifunction",
-        "packed",
-        "disable-legacy",
-        "disable-modern",
-    ];
+    let driver = match device.value("driver") {
+        Some("virtio-blk-pci-transitional") => "vhost-user-blk-pci-transitional",
+        Some("virtio-blk-pci-non-transitional") => "vhost-user-blk-pci-non-transitional",
+        _ => "vhost-user-blk-pci",
+    };
+    let mut edits = changed.set(device, "", "driver", driver);
+    edits.push(Edit::replace(
+        old.span,
+        format!("chardev={name},num-queues={queues},queue-size={queue_size}"),
+    ));
     for pair in &device.pairs {
-        if !stays.contains(&pair.key.as_str()) && pair.key != "driver" && pair.key != "drive" {
+        if !KEPT.contains(&pair.key.as_str()) && pair.key != "drive" {
             edits.push(changed.without(device, &pair.key)?);
         }
     }
-    let described: Vec<&Opt> = changed
-        .nodes(disk)?
-        .into_iter()
-        .map(|(option, _)| option)
-        .collect();
     let chardev = format!(
         "-chardev {}",
         words::quoted(&format!(
@@ -57,28 +262,25 @@ pub fn to_ringdisk(
             socket.replace(',', ",,")
         ))
     );
-    let mut first = true;
     let mut done: Vec<Span> = Vec::new();
-    for option in described {
+    for (option, _) in nodes {
         if done.contains(&option.whole) {
             continue;
         }
-        done.push(option.whole);
         if option.syntax == Syntax::Section {
             return Err("its drive is in a file for -readconfig".into());
         }
-        match first {
-            true => edits.push(Edit::replace(option.whole, chardev.clone())),
-            false => {
-                let apart = changed.before(option, "").text.len() as u32;
-                let span = Span {
-                    start: option.whole.start.saturating_sub(apart),
-                    ..option.whole
-                };
-                edits.push(Edit::replace(span, ""));
-            }
+        if done.is_empty() {
+            edits.push(Edit::replace(option.whole, chardev.clone()));
+        } else {
+            let apart = changed.before(option, "").text.len() as u32;
+            let span = Span {
+                start: option.whole.start.saturating_sub(apart),
+                ..option.whole
+            };
+            edits.push(Edit::replace(span, ""));
         }
-        first = false;
+        done.push(option.whole);
     }
     Ok(edits)
 }
@@ -116,6 +318,9 @@ pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
     if let found @ ("on" | "unmap") = word("disk.detect-zeroes") {
         let _ = write!(drive, ",detect-zeroes={found}");
     }
+    if storage.table.is_yes("disk.readonly") {
+        drive.push_str(",readonly=on");
+    }
     let carried = &storage.carried;
     for (limit, value) in &carried.limits {
         let _ = write!(drive, ",throttling.{}={value}", limit.name(Dialect::Qemu));
@@ -134,6 +339,14 @@ pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
     for (key, bytes) in carried.block_sizes() {
         if let Some(bytes) = bytes {
             let _ = write!(of_device, ",{key}={bytes}");
+        }
+    }
+    for (key, policy) in [("rerror", &carried.rerror), ("werror", &carried.werror)] {
+        match policy.as_deref() {
+            // QEMU does not try again by itself; to stop keeps the error from the guest too.
+            Some("retry") => of_device.push_str(&format!(",{key}=stop")),
+            Some(word) => of_device.push_str(&format!(",{key}={word}")),
+            None => {}
         }
     }
     let mut edits = vec![Edit::replace(

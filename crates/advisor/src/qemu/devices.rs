@@ -216,6 +216,7 @@ fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
     if let Some(serial) = device.value("serial") {
         disk.carried.serial = Some(serial.to_owned());
     }
+    graph::policies(device, &mut disk);
     disk.carried.logical_block = device.number("logical_block_size");
     disk.carried.physical_block = device.number("physical_block_size");
     let table = &mut disk.table;

@@ -182,6 +182,7 @@ impl<'a> Graph<'a> {
         if let Some(serial) = drive.value("serial") {
             disk.carried.serial = Some(serial.to_owned());
         }
+        policies(drive, disk);
         cache_size(drive, "", disk);
         let format = drive.get("format").or(drive.get("driver"));
         let format = format.map(|pair| (pair.value.clone(), pair.span));
@@ -313,9 +314,12 @@ impl<'a> Graph<'a> {
                         self.group(group, disk);
                     }
                 }
-                format => disk
-                    .table
-                    .give("disk.format", format.to_owned(), driver.span),
+                // What the guest's disk is made of is said by the first one; those below it are of that image.
+                format if disk.table.get("disk.format").is_none() => {
+                    disk.table
+                        .give("disk.format", format.to_owned(), driver.span);
+                }
+                _ => {}
             }
             driver_above = Some(&driver.value);
             first = false;
@@ -353,6 +357,20 @@ fn limit(name: &str, dialect: Dialect, pair: &Pair, disk: &mut Disk) {
     }
     // Without units: QEMU expects a number.
     disk.carried.limit(name, dialect, pair.value.parse().ok());
+}
+
+/// What a drive or a device does about errors of storage, if that is not its default.
+pub fn policies(option: &Opt, disk: &mut Disk) {
+    let given = |key| {
+        let word = option.value(key).filter(|word| *word != "auto")?;
+        Some(word.to_owned())
+    };
+    if let Some(werror) = given("werror") {
+        disk.carried.werror = Some(werror);
+    }
+    if let Some(rerror) = given("rerror") {
+        disk.carried.rerror = Some(rerror);
+    }
 }
 
 /// The cache mode that QEMU has a name for.

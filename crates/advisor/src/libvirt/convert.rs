@@ -1,0 +1,401 @@
+//! A disk from QEMU to ringdisk and back, in a domain.
+
+use std::fmt::Write;
+
+use roxmltree::Node;
+
+use super::{child, parse, span};
+use crate::fix::{Edits, Target};
+use crate::model::Disk;
+use crate::model::carried::{Carried, Dialect, Limit};
+use crate::text::{Edit, Span};
+
+/// What a disk that ringdisk can serve may consist of: paths from its element, with the values of each; no values stand for
+/// any. A disk with anything else stays with QEMU: ringdisk would not do it.
+const MOVABLE: &[(&str, &[&str])] = &[
+    ("@type", &["file", "block"]),
+    ("@device", &["disk"]),
+    (
+        "@model",
+        &["virtio", "virtio-transitional", "virtio-non-transitional"],
+    ),
+    ("@snapshot", &["no"]),
+    ("driver", &[]),
+    ("driver@name", &["qemu"]),
+    ("driver@type", &["raw", "qcow2"]),
+    (
+        "driver@cache",
+        &[
+            "default",
+            "none",
+            "writeback",
+            "writethrough",
+            "directsync",
+            "unsafe",
+        ],
+    ),
+    ("driver@io", &["threads", "native", "io_uring"]),
+    ("driver@ioeventfd", &[]),
+    ("driver@copy_on_read", &["off"]),
+    ("driver@discard", &["ignore", "unmap"]),
+    ("driver@detect_zeroes", &["off", "on", "unmap"]),
+    ("driver@queues", &[]),
+    ("driver@queue_size", &[]),
+    ("driver@error_policy", &["report", "stop", "enospace"]),
+    ("driver@rerror_policy", &["report", "stop"]),
+    ("driver@event_idx", &[]),
+    ("driver@packed", &[]),
+    ("driver@page_per_vq", &[]),
+    ("driver@iommu", &["off"]),
+    ("driver@ats", &["off"]),
+    ("driver@iothread", &[]),
+    ("driver/iothreads", &[]),
+    ("driver/iothreads/iothread", &[]),
+    ("driver/iothreads/iothread@id", &[]),
+    ("driver/iothreads/iothread/queue", &[]),
+    ("driver/iothreads/iothread/queue@id", &[]),
+    ("driver/metadata_cache", &[]),
+    ("driver/metadata_cache/max_size", &[]),
+    ("driver/metadata_cache/max_size@unit", &[]),
+    ("driver/metadata_cache/max_size#", &[]),
+    ("source", &[]),
+    ("source@file", &[]),
+    ("source@dev", &[]),
+    ("source@index", &[]),
+    ("source@startupPolicy", &["mandatory"]),
+    // Files that an image names are found as it names them.
+    ("backingStore", &[]),
+    ("target", &[]),
+    ("target@dev", &[]),
+    ("target@bus", &["virtio"]),
+    ("iotune", &[]),
+    ("iotune/group_name", &[]),
+    ("iotune/group_name#", &[]),
+    ("serial", &[]),
+    ("serial#", &[]),
+    ("blockio", &[]),
+    ("blockio@logical_block_size", &["512", "4096"]),
+    ("blockio@physical_block_size", &["512", "4096"]),
+    ("readonly", &[]),
+    ("boot", &[]),
+    ("boot@order", &[]),
+    ("alias", &[]),
+    ("alias@name", &[]),
+    ("acpi", &[]),
+    ("acpi@index", &[]),
+    ("address", &[]),
+    ("address@type", &["pci", "virtio-mmio"]),
+    ("address@domain", &[]),
+    ("address@bus", &[]),
+    ("address@slot", &[]),
+    ("address@function", &[]),
+    ("address@multifunction", &[]),
+];
+
+/// What belongs to the old storage and goes with it. The rest says where the guest sees the disk.
+const REPLACED: &[&str] = &[
+    "driver",
+    "source",
+    "backingStore",
+    "iotune",
+    "serial",
+    "blockio",
+    "readonly",
+];
+
+/// What is between the guest and QEMU's device, whoever is behind that.
+const KEPT: &[&str] = &["event_idx", "packed", "page_per_vq", "iommu", "ats"];
+
+/// The edits that bring a disk to ringdisk.
+///
+/// # Errors
+/// What the disk has that ringdisk cannot do.
+pub fn to_ringdisk(target: &Target<'_>, socket: &str, queues: u64, queue_size: u64) -> Edits {
+    let text = text(target);
+    let document = parse(text).map_err(|_| "is no XML")?;
+    let disk = element(&document, target.disk()?.span)?;
+    if let Some(foreign) = foreign(disk, "") {
+        return Err(format!("ringdisk has no counterpart for {foreign}"));
+    }
+    machine(disk)?;
+    let mut driver =
+        format!("<driver name='qemu' type='raw' queues='{queues}' queue_size='{queue_size}'");
+    for name in KEPT {
+        let value = child(disk, "driver").and_then(|driver| driver.attribute(*name));
+        if let Some(value) = value {
+            let _ = write!(driver, " {name}='{}'", escaped(value));
+        }
+    }
+    driver.push_str("/>");
+    let source = format!("<source type='unix' path='{}'>", escaped(socket));
+    replace_storage(text, disk, "vhostuser", &|apart| {
+        let inner = if apart.is_empty() { "" } else { "  " };
+        vec![
+            driver.clone(),
+            format!("{source}{apart}{inner}<reconnect enabled='yes' timeout='1'/>{apart}</source>"),
+        ]
+    })
+}
+
+/// The first part of a disk that is not in [`MOVABLE`], as a reader finds it.
+fn foreign(node: Node<'_, '_>, path: &str) -> Option<String> {
+    let name = node.tag_name().name();
+    let allowed = |path: &str, value: &str| {
+        let known = MOVABLE.iter().find(|(known, _)| *known == path);
+        known.is_some_and(|(_, values)| values.is_empty() || values.contains(&value))
+    };
+    if node.tag_name().namespace().is_some() {
+        return Some(format!("<{name}> of another namespace"));
+    }
+    for attribute in node.attributes() {
+        let key = attribute.name();
+        if attribute.namespace().is_some() || !allowed(&format!("{path}@{key}"), attribute.value())
+        {
+            return Some(format!("{key}='{}' of <{name}>", attribute.value()));
+        }
+    }
+    for inner in node.children() {
+        if inner.is_text() {
+            let text = inner.text().unwrap_or_default().trim();
+            if !text.is_empty() && !allowed(&format!("{path}#"), text) {
+                return Some(format!("the text of <{name}>"));
+            }
+        }
+        if !inner.is_element() {
+            continue;
+        }
+        let inner_name = inner.tag_name().name();
+        if path == "iotune" && Limit::named(inner_name, Dialect::Libvirt).is_some() {
+            let is_number = inner
+                .text()
+                .unwrap_or_default()
+                .trim()
+                .parse::<u64>()
+                .is_ok();
+            if is_number && inner.attributes().len() == 0 {
+                continue;
+            }
+        }
+        let at = match path {
+            "" => inner_name.to_owned(),
+            path => format!("{path}/{inner_name}"),
+        };
+        match at.as_str() {
+            path if allowed(path, "") => {}
+            _ if path.is_empty() => return Some(format!("<{inner_name}>")),
+            _ => return Some(format!("<{inner_name}> in <{name}>")),
+        }
+        if let Some(found) = foreign(inner, &at) {
+            return Some(found);
+        }
+    }
+    None
+}
+
+/// Whether a vhost-user disk can be in the machine of a disk at all.
+fn machine(disk: Node<'_, '_>) -> Result<(), String> {
+    let domain = disk.ancestors().find(|node| node.has_tag_name("domain"));
+    let domain = domain.ok_or("the domain is not there")?;
+    match domain.attribute("type") {
+        Some("kvm" | "qemu") => {}
+        Some(other) => {
+            return Err(format!(
+                "a domain of type '{other}' has no vhost-user disks on Linux"
+            ));
+        }
+        None => return Err("the domain has no type".into()),
+    }
+    let os = child(domain, "os").and_then(|os| child(os, "type"));
+    if os.is_some_and(|os| {
+        os.attribute("arch")
+            .is_some_and(|arch| arch.starts_with("s390"))
+    }) {
+        return Err("QEMU has no vhost-user-blk for s390x".into());
+    }
+    if child(domain, "launchSecurity").is_some() {
+        return Err(
+            "its memory is encrypted (<launchSecurity>), so ringdisk could not read it".into(),
+        );
+    }
+    // Arguments past libvirt may set what this program does not see.
+    let own = child(disk, "alias").and_then(|alias| alias.attribute("name"));
+    let names_disk =
+        |text: &str| text.contains("-disk") || own.is_some_and(|own| text.contains(own));
+    let by_hand = domain.children().filter(|node| {
+        matches!(node.tag_name().name(), "commandline" | "override")
+            && node.tag_name().namespace().is_some()
+    });
+    for node in by_hand.flat_map(|node| node.descendants()) {
+        let named = ["value", "alias"]
+            .iter()
+            .find_map(|name| node.attribute(*name));
+        if let Some(named) = named.filter(|named| names_disk(named)) {
+            return Err(format!(
+                "<{}> names a disk: '{named}'",
+                node.tag_name().name()
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn text<'a>(target: &Target<'a>) -> &'a str {
+    let source = target.input.sources.first();
+    source.map_or("", |source| source.text.as_str())
+}
+
+fn element<'a, 'i>(
+    document: &'a roxmltree::Document<'i>,
+    place: Span,
+) -> Result<Node<'a, 'i>, String> {
+    let found = document
+        .descendants()
+        .find(|node| node.has_tag_name("disk") && span(*node) == place);
+    found.ok_or_else(|| "the disk is not there".into())
+}
+
+fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('\'', "&apos;")
+}
+
+/// Replaces what is behind a disk: its type, driver and source. `written` makes the elements, from what sets elements of this
+/// disk apart: a new line and its indentation, or nothing.
+fn replace_storage(
+    text: &str,
+    disk: Node<'_, '_>,
+    kind: &str,
+    written: &dyn Fn(&str) -> Vec<String>,
+) -> Edits {
+    let elements: Vec<_> = disk.children().filter(Node::is_element).collect();
+    let first = elements.first().ok_or("the disk is empty")?;
+    let before = &text[..first.range().start];
+    let blank = before.len() - before.trim_end().len();
+    let apart = &before[before.len() - blank..];
+    // Of several empty lines, one.
+    let apart = apart.rfind('\n').map_or("", |newline| &apart[newline..]);
+    let kind_now = disk.attribute_node("type").ok_or("the disk has no type")?;
+    let range = kind_now.range_value();
+    let mut edits = vec![Edit::replace(Span::new(0, range.start, range.end), kind)];
+    let mut place = None;
+    for node in &elements {
+        if !REPLACED.contains(&node.tag_name().name()) {
+            continue;
+        }
+        let range = node.range();
+        match place {
+            None => place = Some(range),
+            Some(_) => {
+                let start = text[..range.start].trim_end().len();
+                edits.push(Edit::replace(Span::new(0, start, range.end), ""));
+            }
+        }
+    }
+    let written = written(apart).join(apart);
+    edits.push(match place {
+        Some(range) => Edit::replace(Span::new(0, range.start, range.end), written),
+        None => Edit::replace(span(*first).before(), format!("{written}{apart}")),
+    });
+    Ok(edits)
+}
+
+/// The edits that bring a disk back to QEMU.
+///
+/// # Errors
+/// Why there are none.
+pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
+    let text = text(target);
+    let document = parse(text).map_err(|_| "is no XML")?;
+    let disk = element(&document, target.disk()?.span)?;
+    let word = |name| storage.table.word(name).unwrap_or_default();
+    let block = word("disk.protocol") == "block";
+    let format = match word("disk.format") {
+        "" if storage.file.ends_with(".qcow2") => "qcow2",
+        "" => "raw",
+        format => format,
+    };
+    let mut driver = format!(
+        "<driver name='qemu' type='{format}' cache='{}'",
+        word("disk.cache")
+    );
+    if storage.table.word("disk.direct") == Some("yes") {
+        driver.push_str(if block {
+            " io='native'"
+        } else {
+            " io='io_uring'"
+        });
+    }
+    let _ = write!(driver, " discard='{}'", word("disk.discard"));
+    if let found @ ("on" | "unmap") = word("disk.detect-zeroes") {
+        let _ = write!(driver, " detect_zeroes='{found}'");
+    }
+    let policies = [
+        ("error_policy", &storage.carried.werror),
+        ("rerror_policy", &storage.carried.rerror),
+    ];
+    for (name, policy) in policies {
+        match policy.as_deref() {
+            Some("enospc") => {
+                let _ = write!(driver, " {name}='enospace'");
+            }
+            // libvirt has no word that tries again; the nearest also keeps the error from the guest.
+            Some("retry" | "stop") => {
+                let _ = write!(driver, " {name}='stop'");
+            }
+            Some(word) => {
+                let _ = write!(driver, " {name}='{word}'");
+            }
+            None => {}
+        }
+    }
+    for name in KEPT {
+        let value = child(disk, "driver").and_then(|driver| driver.attribute(*name));
+        if let Some(value) = value {
+            let _ = write!(driver, " {name}='{}'", escaped(value));
+        }
+    }
+    driver.push_str("/>");
+    let attribute = if block { "dev" } else { "file" };
+    let source = format!("<source {attribute}='{}'/>", escaped(&storage.file));
+    let kind = if block { "block" } else { "file" };
+    replace_storage(text, disk, kind, &|apart| {
+        let mut elements = vec![driver.clone(), source.clone()];
+        elements.extend(carried(&storage.carried, apart));
+        if storage.table.is_yes("disk.readonly") {
+            elements.push("<readonly/>".into());
+        }
+        elements
+    })
+}
+
+/// Elements for what goes with a disk.
+fn carried(carried: &Carried, apart: &str) -> Vec<String> {
+    let inner = if apart.is_empty() { "" } else { "  " };
+    let mut elements = Vec::new();
+    let sizes: String = carried
+        .block_sizes()
+        .into_iter()
+        .filter_map(|(name, bytes)| Some(format!(" {name}='{}'", bytes?)))
+        .collect();
+    if !sizes.is_empty() {
+        elements.push(format!("<blockio{sizes}/>"));
+    }
+    if !carried.limits.is_empty() {
+        let mut tune = String::from("<iotune>");
+        for (limit, value) in &carried.limits {
+            let name = limit.name(Dialect::Libvirt);
+            let _ = write!(tune, "{apart}{inner}<{name}>{value}</{name}>");
+        }
+        if let Some(group) = &carried.group {
+            let group = escaped(group);
+            let _ = write!(tune, "{apart}{inner}<group_name>{group}</group_name>");
+        }
+        let _ = write!(tune, "{apart}</iotune>");
+        elements.push(tune);
+    }
+    if let Some(serial) = carried.serial.as_deref().filter(|text| !text.is_empty()) {
+        elements.push(format!("<serial>{}</serial>", escaped(serial)));
+    }
+    elements
+}
