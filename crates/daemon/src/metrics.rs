@@ -1,30 +1,33 @@
 //! `--metrics ADDR`: what disks and I/O threads do, for Prometheus (text exposition format 0.0.4).
+//!
+//! The text is sent as it is written, a piece at a time, so that a scrape takes the same memory with thousands of
+//! disks as with one.
 
-use std::fmt::Write as _;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use datapath::{DiskStats, Histogram, ThreadStats};
+use datapath::{DiskStats, Histogram, RequestStats, ThreadStats};
 use tracing::{info, warn};
 
 use crate::host::Host;
 
-/// Upper bounds of the buckets, in microseconds.
-const BOUNDS_US: [u64; 22] = [
-    1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000,
-    200_000, 500_000, 1_000_000, 2_000_000, 5_000_000, 10_000_000,
+/// Upper bounds of the buckets, in microseconds: two or three to a power of ten where storage differs, and one beyond.
+const BOUNDS_US: [u64; 13] = [
+    10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000, 1_000_000, 10_000_000,
 ];
 
 /// A scraper's request has no body, and few headers.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
 const HEADERS_MAX: usize = 64;
 
-/// One or two are there at a time. Each costs a thread.
-const CLIENTS_MAX: usize = 8;
+/// Scrapes at a time; others wait for their turn. One or two scrapers are usual.
+const THREADS: usize = 4;
+
+/// Bytes that are sent at a time.
+const PIECE: usize = 32 << 10;
 
 /// How long a client may take to send its request, and then to take what it asked for.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -48,62 +51,49 @@ pub fn start(
     let _ = host.handing.metrics.set(listener.try_clone()?.into());
     let address = listener.local_addr()?;
     host.watch_always();
-    thread::Builder::new()
-        .name("metrics".into())
-        .spawn(move || listen(&listener, &host))?;
+    let listener = Arc::new(Mutex::new(listener));
+    for _ in 0..THREADS {
+        let (listener, host) = (listener.clone(), host.clone());
+        thread::Builder::new()
+            .name("metrics".into())
+            .spawn(move || listen(&listener, &host))?;
+    }
     info!("metrics: http://{address}/metrics");
     Ok(address)
 }
 
-fn listen(listener: &TcpListener, host: &Arc<Host>) {
-    let clients = Arc::new(AtomicUsize::new(0));
+fn listen(listener: &Mutex<TcpListener>, host: &Host) {
     loop {
-        let served = listener.accept().and_then(|(stream, _)| {
-            if clients.load(Ordering::Relaxed) >= CLIENTS_MAX {
-                return Ok(()); // hung up on
-            }
-            let client = Client::new(&clients);
-            let host = host.clone();
-            thread::Builder::new()
-                .name("metrics-client".into())
-                .spawn(move || {
-                    let _client = client;
-                    // It is the client's loss.
-                    let _ = answer(&stream, || metrics(&host));
-                })
-                .map(drop)
-        });
-        if let Err(e) = served {
-            warn!("metrics: cannot serve a client: {e}");
-            thread::sleep(Duration::from_secs(1));
+        if let Some(stream) = accept(listener) {
+            // It is the client's loss.
+            let _ = answer(&stream, |text| metrics(host, text));
         }
     }
 }
 
-/// Counted as long as it lives.
-struct Client(Arc<AtomicUsize>);
-
-impl Client {
-    fn new(clients: &Arc<AtomicUsize>) -> Self {
-        clients.fetch_add(1, Ordering::Relaxed);
-        Self(clients.clone())
+/// The next client. One thread waits for it at a time, so that one thread says why there is none.
+fn accept(listener: &Mutex<TcpListener>) -> Option<TcpStream> {
+    let listener = listener.lock().unwrap_or_else(PoisonError::into_inner);
+    match listener.accept() {
+        Ok((stream, _)) => Some(stream),
+        Err(e) => {
+            warn!("metrics: cannot serve a client: {}", block::explain(&e, ""));
+            thread::sleep(Duration::from_secs(1));
+            None
+        }
     }
 }
 
-impl Drop for Client {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-fn answer(mut stream: &TcpStream, metrics: impl Fn() -> String) -> io::Result<()> {
-    stream.set_write_timeout(Some(PATIENCE))?;
+fn answer(
+    mut stream: &TcpStream,
+    metrics: impl Fn(&mut Body<'_>) -> io::Result<()>,
+) -> io::Result<()> {
     let deadline = Instant::now() + PATIENCE;
     let mut request = Vec::with_capacity(1024);
-    let (status, body) = loop {
+    let parsed = loop {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            break ("408 Request Timeout", "the request took too long\n".into());
+            break Parsed::Refused("408 Request Timeout", "the request took too long\n");
         }
         stream.set_read_timeout(Some(left))?;
         let mut part = [0; 1024];
@@ -113,20 +103,37 @@ fn answer(mut stream: &TcpStream, metrics: impl Fn() -> String) -> io::Result<()
         };
         request.extend_from_slice(&part[..n]);
         match path(&request) {
-            Parsed::Path => break ("200 OK", metrics()),
-            Parsed::Refused(status, why) => break (status, why.into()),
             Parsed::More if n == 0 || request.len() > REQUEST_BYTES_MAX => {
-                break ("400 Bad Request", "this is no whole HTTP request\n".into());
+                break Parsed::Refused("400 Bad Request", "this is no whole HTTP request\n");
             }
             Parsed::More => {}
+            parsed => break parsed,
         }
     };
-    let head = format!(
-        "HTTP/1.1 {status}\r\nContent-Type: {TEXT}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
-        body.len()
-    );
-    stream.write_all(head.as_bytes())?;
-    stream.write_all(body.as_bytes())?;
+    let (status, chunked) = match parsed {
+        Parsed::Path { chunked } => ("200 OK", chunked),
+        Parsed::Refused(status, _) => (status, false),
+        Parsed::More => return Ok(()),
+    };
+    let mut body = Body {
+        stream,
+        deadline: Instant::now() + PATIENCE,
+        chunked,
+        piece: Vec::with_capacity(2 * PIECE),
+    };
+    let encoding = if chunked {
+        "Transfer-Encoding: chunked\r\n"
+    } else {
+        ""
+    };
+    let head =
+        format!("HTTP/1.1 {status}\r\nContent-Type: {TEXT}\r\n{encoding}Connection: close\r\n\r\n");
+    body.send(head.as_bytes())?;
+    match parsed {
+        Parsed::Refused(_, why) => body.write_all(why.as_bytes())?,
+        _ => metrics(&mut body)?,
+    }
+    body.end()?;
     // Closed with something unread, the connection would be reset, and the answer with it.
     stream.shutdown(Shutdown::Write)?;
     stream.set_read_timeout(Some(Duration::from_millis(100)))?;
@@ -134,11 +141,76 @@ fn answer(mut stream: &TcpStream, metrics: impl Fn() -> String) -> io::Result<()
     rest.map(drop)
 }
 
+/// The body of an answer, sent when there is a piece of it. In chunks (RFC 9112, 7.1), so that a client knows whether
+/// it has all of it; one that speaks HTTP/1.0 has it all when the connection ends.
+struct Body<'a> {
+    stream: &'a TcpStream,
+    deadline: Instant,
+    chunked: bool,
+    piece: Vec<u8>,
+}
+
+impl Write for Body<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.piece.extend_from_slice(bytes);
+        if self.piece.len() >= PIECE {
+            self.flush()?;
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        if self.piece.is_empty() {
+            return Ok(());
+        }
+        let piece = std::mem::take(&mut self.piece);
+        if self.chunked {
+            self.send(format!("{:x}\r\n", piece.len()).as_bytes())?;
+        }
+        self.send(&piece)?;
+        if self.chunked {
+            self.send(b"\r\n")?;
+        }
+        self.piece = piece;
+        self.piece.clear();
+        Ok(())
+    }
+}
+
+impl Body<'_> {
+    fn end(&mut self) -> io::Result<()> {
+        self.flush()?;
+        match self.chunked {
+            true => self.send(b"0\r\n\r\n"),
+            false => Ok(()),
+        }
+    }
+
+    fn send(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            self.stream.set_write_timeout(Some(left))?;
+            match self.stream.write(bytes) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(n) => bytes = &bytes[n..],
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+}
+
 #[derive(Debug, PartialEq)]
 enum Parsed {
     More,
-    /// What is asked for is there.
-    Path,
+    /// What is asked for is there, and may be sent in chunks (not to HTTP/1.0).
+    Path {
+        chunked: bool,
+    },
     Refused(&'static str, &'static str),
 }
 
@@ -152,7 +224,9 @@ fn path(request: &[u8]) -> Parsed {
     }
     let path = parsed.path.unwrap_or_default();
     match (parsed.method, path.split('?').next()) {
-        (Some("GET"), Some("/metrics")) => Parsed::Path,
+        (Some("GET"), Some("/metrics")) => Parsed::Path {
+            chunked: parsed.version == Some(1),
+        },
         (Some("GET"), _) => Parsed::Refused("404 Not Found", "there is /metrics\n"),
         _ => Parsed::Refused("405 Method Not Allowed", "only GET is allowed\n"),
     }
@@ -163,154 +237,162 @@ struct Shown {
     name: String,
     size: u64,
     connected: bool,
-    stats: DiskStats,
+    /// Without latencies.
+    counts: DiskStats,
 }
 
 /// Everything, as text.
-fn metrics(host: &Host) -> String {
+fn metrics(host: &Host, to: &mut impl Write) -> io::Result<()> {
     let mut disks = Vec::new();
     host.each(|disk| {
         disks.extend(disk.export.map(|export| Shown {
             name: export.id.clone(),
             size: export.disk.size(),
             connected: export.connected(),
-            stats: export.disk.stats(),
+            counts: export.disk.counts(),
         }));
     });
+    let mut text = Text(to);
+    write_counts(&mut text, &disks)?;
+    text.family(
+        REQUEST_SECONDS,
+        "histogram",
+        "From the available ring to the used ring, by operation, for disks and operations that were in use. Its parts, \
+         of which only sum and count are given: held back, in the image, in the engine, and on the way to the used ring.",
+    )?;
+    for disk in disks.iter().filter(|disk| was_used(&disk.counts)) {
+        // One disk's at a time: they are larger than all else.
+        if let Some(stats) = host.served(&disk.name, |export| export.disk.stats()) {
+            write_latencies(&mut text, &disk.name, &stats)?;
+        }
+    }
     let threads = host.threads.running().into_iter();
     let threads: Vec<_> = threads
         .map(|(thread, _)| (thread.id, thread.thread.stats()))
         .collect();
-    let mut text = Text::default();
-    write_disks(&mut text, &disks);
-    write_threads(&mut text, &threads);
-    text.0
+    write_threads(&mut text, &threads)
 }
 
-fn write_disks(text: &mut Text, disks: &[Shown]) {
-    text.family(
+const REQUEST_SECONDS: &str = "ringdisk_disk_request_seconds";
+
+fn was_used(stats: &DiskStats) -> bool {
+    let kinds = stats.kinds();
+    kinds.iter().any(|(_, r)| r.operations + r.errors > 0)
+}
+
+/// A family of one value for each disk: its name, its type, what it is, and the value.
+type OfDisk = (&'static str, &'static str, &'static str, fn(&Shown) -> u64);
+
+const OF_DISKS: [OfDisk; 5] = [
+    (
         "ringdisk_disk_size_bytes",
         "gauge",
         "Size that the guest sees.",
-    );
-    for disk in disks {
-        text.value(
-            "ringdisk_disk_size_bytes",
-            &[("disk", &disk.name)],
-            disk.size,
-        );
-    }
-    text.family(
+        |disk| disk.size,
+    ),
+    (
         "ringdisk_disk_connected",
         "gauge",
         "Whether a VM is connected.",
-    );
-    for disk in disks {
-        let labels = [("disk", &*disk.name)];
-        text.value("ringdisk_disk_connected", &labels, disk.connected.into());
-    }
-    text.family(
+        |disk| disk.connected.into(),
+    ),
+    (
         "ringdisk_disk_requests_under_way",
         "gauge",
         "Requests under way, with those that a limit holds back.",
-    );
-    for disk in disks {
-        let labels = [("disk", &*disk.name)];
-        text.value(
-            "ringdisk_disk_requests_under_way",
-            &labels,
-            disk.stats.under_way,
-        );
-    }
-    text.family(
+        |disk| disk.counts.under_way,
+    ),
+    (
         "ringdisk_disk_requests_stalled",
         "gauge",
         "Requests that storage failed to serve, and that wait for it to work again.",
-    );
-    for disk in disks {
-        let labels = [("disk", &*disk.name)];
-        text.value(
-            "ringdisk_disk_requests_stalled",
-            &labels,
-            disk.stats.stalled,
-        );
-    }
-    text.family(
+        |disk| disk.counts.stalled,
+    ),
+    (
         "ringdisk_disk_refused_total",
         "counter",
         "Requests that the disk does not allow.",
-    );
-    for disk in disks {
-        let labels = [("disk", &*disk.name)];
-        text.value("ringdisk_disk_refused_total", &labels, disk.stats.refused);
-    }
-    type Count = fn(&datapath::RequestStats) -> u64;
-    let counters: [(&str, &str, Count); 3] = [
-        (
-            "ringdisk_disk_operations_total",
-            "Requests completed with success.",
-            |r| r.operations,
-        ),
-        ("ringdisk_disk_bytes_total", "Bytes of these.", |r| r.bytes),
-        (
-            "ringdisk_disk_errors_total",
-            "Requests completed with an error.",
-            |r| r.errors,
-        ),
-    ];
-    for (name, help, count) in counters {
-        text.family(name, "counter", help);
+        |disk| disk.counts.refused,
+    ),
+];
+
+/// The same for each operation of each disk; all are counters.
+type OfOperation = (&'static str, &'static str, fn(&RequestStats) -> u64);
+
+const OF_OPERATIONS: [OfOperation; 3] = [
+    (
+        "ringdisk_disk_operations_total",
+        "Requests completed with success.",
+        |requests| requests.operations,
+    ),
+    ("ringdisk_disk_bytes_total", "Bytes of these.", |requests| {
+        requests.bytes
+    }),
+    (
+        "ringdisk_disk_errors_total",
+        "Requests completed with an error.",
+        |requests| requests.errors,
+    ),
+];
+
+fn write_counts(text: &mut Text<'_, impl Write>, disks: &[Shown]) -> io::Result<()> {
+    for (name, kind, help, value) in OF_DISKS {
+        text.family(name, kind, help)?;
         for disk in disks {
-            for (operation, requests) in disk.stats.kinds() {
+            text.value(name, &[("disk", &disk.name)], value(disk))?;
+        }
+    }
+    for (name, help, count) in OF_OPERATIONS {
+        text.family(name, "counter", help)?;
+        for disk in disks {
+            for (operation, requests) in disk.counts.kinds() {
                 let labels = [("disk", &*disk.name), ("operation", operation)];
-                text.value(name, &labels, count(requests));
+                text.value(name, &labels, count(requests))?;
             }
         }
     }
-    text.family(
-        "ringdisk_disk_request_seconds",
-        "histogram",
-        "From the available ring to the used ring: in total, and held back, in the image, in the engine, \
-         and on the way to the used ring.",
-    );
-    for disk in disks {
-        for (operation, requests) in disk.stats.kinds() {
-            for (stage, histogram) in requests.latency.stages() {
-                let labels = [
-                    ("disk", &*disk.name),
-                    ("operation", operation),
-                    ("stage", stage),
-                ];
-                text.histogram("ringdisk_disk_request_seconds", &labels, histogram);
-            }
-        }
-    }
+    Ok(())
 }
 
-fn write_threads(text: &mut Text, threads: &[(String, ThreadStats)]) {
-    text.family(
-        "ringdisk_iothread_cpu_seconds_total",
-        "counter",
-        "CPU time, user and kernel.",
-    );
-    for (id, stats) in threads {
-        if let Some(cpu_ns) = stats.cpu_ns {
-            let labels = [("iothread", &**id)];
-            text.seconds("ringdisk_iothread_cpu_seconds_total", &labels, cpu_ns);
+/// The histograms of a disk, for operations that were measured.
+fn write_latencies(
+    text: &mut Text<'_, impl Write>,
+    disk: &str,
+    stats: &DiskStats,
+) -> io::Result<()> {
+    for (operation, requests) in stats.kinds() {
+        if requests.latency.total.count() == 0 {
+            continue;
+        }
+        for (stage, histogram) in requests.latency.stages() {
+            let labels = [("disk", disk), ("operation", operation), ("stage", stage)];
+            let bounds = if stage == "total" {
+                &BOUNDS_US[..]
+            } else {
+                &[]
+            };
+            text.histogram(REQUEST_SECONDS, &labels, histogram, bounds)?;
         }
     }
-    text.family(
-        "ringdisk_iothread_poll_seconds_total",
-        "counter",
-        "Time spent looking out for guests and completions.",
-    );
+    Ok(())
+}
+
+fn write_threads(
+    text: &mut Text<'_, impl Write>,
+    threads: &[(String, ThreadStats)],
+) -> io::Result<()> {
+    let name = "ringdisk_iothread_cpu_seconds_total";
+    text.family(name, "counter", "CPU time, user and kernel.")?;
     for (id, stats) in threads {
-        let labels = [("iothread", &**id)];
-        text.seconds(
-            "ringdisk_iothread_poll_seconds_total",
-            &labels,
-            stats.polled_ns,
-        );
+        if let Some(cpu_ns) = stats.cpu_ns {
+            text.seconds(name, &[("iothread", id)], cpu_ns)?;
+        }
+    }
+    let name = "ringdisk_iothread_poll_seconds_total";
+    let help = "Time spent looking out for guests and completions.";
+    text.family(name, "counter", help)?;
+    for (id, stats) in threads {
+        text.seconds(name, &[("iothread", id)], stats.polled_ns)?;
     }
     type Count = fn(&ThreadStats) -> u64;
     let counters: [(&str, &str, Count); 3] = [
@@ -331,62 +413,82 @@ fn write_threads(text: &mut Text, threads: &[(String, ThreadStats)]) {
         ),
     ];
     for (name, help, count) in counters {
-        text.family(name, "counter", help);
+        text.family(name, "counter", help)?;
         for (id, stats) in threads {
-            text.value(name, &[("iothread", id)], count(stats));
+            text.value(name, &[("iothread", id)], count(stats))?;
         }
     }
+    Ok(())
 }
 
-#[derive(Default)]
-struct Text(String);
+/// Writes the text format.
+struct Text<'a, W>(&'a mut W);
 
-impl Text {
-    fn family(&mut self, name: &str, kind: &str, help: &str) {
-        let _ = write!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}\n");
+impl<W: Write> Text<'_, W> {
+    fn family(&mut self, name: &str, kind: &str, help: &str) -> io::Result<()> {
+        write!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}\n")
     }
 
-    fn value(&mut self, name: &str, labels: &[(&str, &str)], value: u64) {
-        self.name(name, labels, None);
-        let _ = writeln!(self.0, " {value}");
+    fn value(&mut self, name: &str, labels: &[(&str, &str)], value: u64) -> io::Result<()> {
+        self.name(name, "", labels, None)?;
+        writeln!(self.0, " {value}")
     }
 
-    fn seconds(&mut self, name: &str, labels: &[(&str, &str)], ns: u64) {
-        self.name(name, labels, None);
-        let _ = writeln!(self.0, " {}", Seconds(ns));
+    fn seconds(&mut self, name: &str, labels: &[(&str, &str)], ns: u64) -> io::Result<()> {
+        self.name(name, "", labels, None)?;
+        writeln!(self.0, " {}", Seconds(ns))
     }
 
-    fn histogram(&mut self, name: &str, labels: &[(&str, &str)], histogram: &Histogram) {
+    fn histogram(
+        &mut self,
+        name: &str,
+        labels: &[(&str, &str)],
+        histogram: &Histogram,
+        bounds_us: &[u64],
+    ) -> io::Result<()> {
         let count = histogram.count();
-        let bucket = format!("{name}_bucket");
-        for us in BOUNDS_US {
+        for us in bounds_us {
             let ns = us * 1000;
-            self.name(&bucket, labels, Some(&Seconds(ns).to_string()));
-            let _ = writeln!(self.0, " {}", histogram.count_up_to(ns));
+            self.name(name, "_bucket", labels, Some(&Seconds(ns).to_string()))?;
+            writeln!(self.0, " {}", histogram.count_up_to(ns))?;
         }
-        self.name(&bucket, labels, Some("+Inf"));
-        let _ = writeln!(self.0, " {count}");
-        self.seconds(&format!("{name}_sum"), labels, histogram.sum_ns());
-        self.value(&format!("{name}_count"), labels, count);
+        self.name(name, "_bucket", labels, Some("+Inf"))?;
+        writeln!(self.0, " {count}")?;
+        self.name(name, "_sum", labels, None)?;
+        writeln!(self.0, " {}", Seconds(histogram.sum_ns()))?;
+        self.name(name, "_count", labels, None)?;
+        writeln!(self.0, " {count}")
     }
 
-    fn name(&mut self, name: &str, labels: &[(&str, &str)], le: Option<&str>) {
-        self.0.push_str(name);
+    fn name(
+        &mut self,
+        name: &str,
+        suffix: &str,
+        labels: &[(&str, &str)],
+        le: Option<&str>,
+    ) -> io::Result<()> {
+        write!(self.0, "{name}{suffix}")?;
         let labels = labels.iter().copied().chain(le.map(|le| ("le", le)));
         for (i, (key, value)) in labels.enumerate() {
             let open = if i == 0 { '{' } else { ',' };
-            let _ = write!(self.0, "{open}{key}=\"");
-            for c in value.chars() {
-                match c {
-                    '\\' => self.0.push_str("\\\\"),
-                    '"' => self.0.push_str("\\\""),
-                    '\n' => self.0.push_str("\\n"),
-                    c => self.0.push(c),
-                }
+            write!(self.0, "{open}{key}=\"")?;
+            for part in value.split_inclusive(['\\', '"', '\n']) {
+                let escaped = match part.as_bytes().last() {
+                    Some(b'\\') => "\\\\",
+                    Some(b'"') => "\\\"",
+                    Some(b'\n') => "\\n",
+                    _ => "",
+                };
+                let plain = if escaped.is_empty() {
+                    part
+                } else {
+                    &part[..part.len() - 1]
+                };
+                write!(self.0, "{plain}{escaped}")?;
             }
-            self.0.push('"');
+            self.0.write_all(b"\"")?;
         }
-        self.0.push('}');
+        self.0.write_all(b"}")
     }
 }
 
@@ -411,9 +513,9 @@ mod tests {
     fn requests_are_understood_or_refused() {
         assert_eq!(path(b"GET /met"), Parsed::More);
         let whole = b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: */*\r\n\r\n";
-        assert_eq!(path(whole), Parsed::Path);
+        assert_eq!(path(whole), Parsed::Path { chunked: true });
         let query = b"GET /metrics?a=b HTTP/1.0\r\n\r\n";
-        assert_eq!(path(query), Parsed::Path);
+        assert_eq!(path(query), Parsed::Path { chunked: false });
         let refused = |request: &[u8], start: &str| match path(request) {
             Parsed::Refused(status, _) => assert!(status.starts_with(start), "{status}"),
             other => panic!("{other:?}"),
@@ -427,28 +529,34 @@ mod tests {
 
     #[test]
     fn what_is_written_is_the_text_format() {
-        let mut disk = Shown {
-            name: "odd \"name\"\\".into(),
+        let name = "odd \"name\"\\";
+        let mut stats = DiskStats::default();
+        stats.read.operations = 12;
+        let disk = Shown {
+            name: name.into(),
             size: 1 << 30,
             connected: true,
-            stats: DiskStats::default(),
+            counts: stats.clone(),
         };
-        disk.stats.read.operations = 12;
         let times = [(1_001, 3), (300_000, 4), (20_000_000_000, 5)];
-        disk.stats.read.latency.total = Histogram::from_buckets(times, 1_500_000_000);
-        let mut text = Text::default();
-        write_disks(&mut text, &[disk]);
-        write_threads(&mut text, &[("iothread0".into(), ThreadStats::default())]);
+        stats.read.latency.total = Histogram::from_buckets(times, 1_500_000_000);
+        let mut bytes = Vec::new();
+        let mut text = Text(&mut bytes);
+        write_counts(&mut text, &[disk]).unwrap();
+        text.family(REQUEST_SECONDS, "histogram", "").unwrap();
+        write_latencies(&mut text, name, &stats).unwrap();
+        write_threads(&mut text, &[("iothread0".into(), ThreadStats::default())]).unwrap();
+        let text = String::from_utf8(bytes).unwrap();
         let has = |line: &str| {
-            let found = text.0.lines().any(|l| l == line);
-            assert!(found, "{line} is not in\n{}", text.0);
+            let found = text.lines().any(|l| l == line);
+            assert!(found, "{line} is not in\n{}", text);
         };
         let name = r#"disk="odd \"name\"\\",operation="read""#;
         has(&format!("ringdisk_disk_operations_total{{{name}}} 12"));
         let bucket = |le: &str| {
             format!("ringdisk_disk_request_seconds_bucket{{{name},stage=\"total\",le=\"{le}\"}}")
         };
-        has(&format!("{} 3", bucket("0.000001")));
+        has(&format!("{} 3", bucket("0.00001")));
         has(&format!("{} 3", bucket("0.0002")));
         has(&format!("{} 7", bucket("0.0005")));
         has(&format!("{} 7", bucket("10")));
@@ -458,7 +566,7 @@ mod tests {
         has("ringdisk_iothread_polls_total{iothread=\"iothread0\"} 0");
         // Every sample belongs to a family that was announced before it, once.
         let mut families = Vec::new();
-        for line in text.0.lines() {
+        for line in text.lines() {
             if let Some(rest) = line.strip_prefix("# TYPE ") {
                 let family = rest.split(' ').next().unwrap();
                 assert!(!families.contains(&family), "{family} twice");

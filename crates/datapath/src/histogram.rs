@@ -35,8 +35,11 @@ impl Filling {
     }
 
     pub fn add_to(&self, sum: &mut Histogram) {
-        for (sum, bucket) in sum.buckets.iter_mut().zip(&self.buckets) {
-            *sum += bucket.load(Ordering::Relaxed);
+        for (i, bucket) in self.buckets.iter().enumerate() {
+            let n = bucket.load(Ordering::Relaxed);
+            if n > 0 {
+                sum.buckets_mut()[i] += n;
+            }
         }
         sum.sum_ns = sum.sum_ns.wrapping_add(self.sum_ns.load(Ordering::Relaxed));
     }
@@ -77,22 +80,27 @@ fn bounds(bucket: usize) -> (u64, u64) {
 }
 
 /// How often what took how long.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub struct Histogram {
-    buckets: Box<[u64]>,
+    /// None before there is something to count: most disks see no requests of most kinds.
+    buckets: Vec<u64>,
     sum_ns: u64,
 }
 
-impl Default for Histogram {
-    fn default() -> Self {
-        Self {
-            buckets: vec![0; BUCKETS].into(),
-            sum_ns: 0,
-        }
+impl PartialEq for Histogram {
+    fn eq(&self, other: &Self) -> bool {
+        self.sum_ns == other.sum_ns && self.buckets().eq(other.buckets())
     }
 }
 
+impl Eq for Histogram {}
+
 impl Histogram {
+    fn buckets_mut(&mut self) -> &mut [u64] {
+        self.buckets.resize(BUCKETS, 0);
+        &mut self.buckets
+    }
+
     /// Values.
     pub fn count(&self) -> u64 {
         self.buckets.iter().sum()
@@ -126,7 +134,7 @@ impl Histogram {
 
     /// How many values are at most `time_ns`, to the bucket: for cumulative histograms.
     pub fn count_up_to(&self, time_ns: u64) -> u64 {
-        self.buckets[..=bucket(time_ns)].iter().sum()
+        self.buckets.iter().take(bucket(time_ns) + 1).sum()
     }
 
     /// The buckets that hold anything: the first value beyond each in nanoseconds, and how many.
@@ -142,7 +150,7 @@ impl Histogram {
             ..Self::default()
         };
         for (end, n) in buckets {
-            let sum = &mut histogram.buckets[bucket(end.saturating_sub(1))];
+            let sum = &mut histogram.buckets_mut()[bucket(end.saturating_sub(1))];
             *sum = sum.saturating_add(n);
         }
         histogram
@@ -150,8 +158,9 @@ impl Histogram {
 
     /// Adds the values of another one.
     pub fn add(&mut self, other: &Self) {
-        for (n, more) in self.buckets.iter_mut().zip(&other.buckets) {
-            *n += more;
+        if !other.buckets.is_empty() {
+            let all = self.buckets_mut().iter_mut().zip(&other.buckets);
+            all.for_each(|(n, more)| *n += more);
         }
         self.sum_ns = self.sum_ns.wrapping_add(other.sum_ns);
     }
@@ -159,7 +168,8 @@ impl Histogram {
     /// What came since `earlier`, an older state of the same histogram.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
-        let both = self.buckets.iter().zip(&earlier.buckets);
+        let before = earlier.buckets.iter().chain(std::iter::repeat(&0));
+        let both = self.buckets.iter().zip(before);
         Self {
             buckets: both.map(|(n, old)| n.saturating_sub(*old)).collect(),
             sum_ns: self.sum_ns.wrapping_sub(earlier.sum_ns),

@@ -456,8 +456,8 @@ impl Drop for Measuring {
 }
 
 impl Disk {
-    /// What has been counted so far.
-    pub fn stats(&self) -> DiskStats {
+    /// What has been counted so far, without how long it took: this allocates nothing.
+    pub fn counts(&self) -> DiskStats {
         let mut stats = DiskStats {
             at_ns: now_ns(),
             stalled: self.stalled(),
@@ -469,15 +469,26 @@ impl Disk {
                 sum.operations += load(&counters.operations[kind]);
                 sum.bytes = sum.bytes.wrapping_add(load(&counters.bytes[kind]));
                 sum.errors += load(&counters.errors[kind]);
-                if let Some(times) = counters.times.get() {
-                    for (filling, (_, sum)) in times[kind].iter().zip(sum.latency.stages_mut()) {
-                        filling.add_to(sum);
-                    }
-                }
             }
             stats.refused += load(&counters.refused);
             stats.under_way += load(&counters.under_way);
             stats.queues += u64::from(counters.in_use.load(Ordering::Relaxed));
+        }
+        stats
+    }
+
+    /// What has been counted and measured so far.
+    pub fn stats(&self) -> DiskStats {
+        let mut stats = self.counts();
+        for counters in &*self.statistics.queues() {
+            let Some(times) = counters.times.get() else {
+                continue;
+            };
+            for (times, (_, sum)) in times.iter().zip(stats.kinds_mut()) {
+                for (filling, (_, sum)) in times.iter().zip(sum.latency.stages_mut()) {
+                    filling.add_to(sum);
+                }
+            }
         }
         stats
     }

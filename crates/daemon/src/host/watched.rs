@@ -52,14 +52,21 @@ impl Host {
     pub fn each(&self, mut look: impl FnMut(Look<'_>)) {
         let state = self.state();
         for entry in state.nodes.values() {
-            let mut exports = state.exports.values();
+            let its = |export: &&Export| Arc::ptr_eq(&export.node, &entry.node);
+            // Most have the same name, and there can be thousands.
+            let same = state.exports.get(entry.node.name()).filter(its);
             look(Look {
                 node: &entry.node,
-                export: exports.find(|e| Arc::ptr_eq(&e.node, &entry.node)),
+                export: same.or_else(|| state.exports.values().find(its)),
                 limits: &entry.limits,
                 group: entry.group.as_deref(),
             });
         }
+    }
+
+    /// Looks at what is served under this name, if it is. It may not wait for anything.
+    pub fn served<T>(&self, id: &str, look: impl FnOnce(&Export) -> T) -> Option<T> {
+        self.state().exports.get(id).map(look)
     }
 
     /// Finds out anew what is shown of files, of all or of those that are not served: a disk knows its size. Of storage
