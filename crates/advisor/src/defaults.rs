@@ -1,6 +1,6 @@
 //! What QEMU does where a configuration says nothing, by its version and the machine's; the same for every front-end.
 
-use crate::model::{Data, Disk, Vm};
+use crate::model::{Data, Disk, Origin, Table, Thread, Value, Vm};
 use crate::version::Version;
 
 /// Since this machine type, `num-queues` is the number of vCPUs; before, 1 (QEMU, `hw_compat_5_1`).
@@ -22,7 +22,7 @@ pub fn fill(vm: &mut Vm) {
     let machine = vm.table.version("vm.machine-version");
     let name = vm.table.word("vm.machine").unwrap_or_default();
     let ccw = name.starts_with("s390");
-    let vcpus = vm.table.number("vm.vcpus").unwrap_or(1);
+    let vcpus = vm.table.number("vm.vcpus");
     for disk in &mut vm.disks {
         fill_disk(disk, machine, ccw, vcpus);
     }
@@ -53,9 +53,44 @@ pub fn fill(vm: &mut Vm) {
     vm.table.derive("vm.rbd-disks", rbd, "counted in the input");
     vm.table
         .derive("vm.virtqueues", queues, "counted in the input");
+    hide(vm);
 }
 
-fn fill_disk(disk: &mut Disk, machine: Option<Version>, ccw: bool, vcpus: u64) {
+/// Takes back what is only assumed of a machine or a disk that may have more options than the input shows.
+fn hide(vm: &mut Vm) {
+    let why = "the input does not show all options";
+    if vm.open {
+        vm.table.hide_assumed(why);
+    }
+    let is_known = |value: Option<&Value>| value.is_some_and(|value| value.data != Data::Unknown);
+    let machine =
+        is_known(vm.table.get("vm.machine")) || vm.table.word("vm.front-end") != Some("qemu");
+    for disk in &mut vm.disks {
+        let is_default = |table: &Table, name| {
+            matches!(
+                table.get(name),
+                Some(Value {
+                    origin: Origin::Default(_),
+                    ..
+                })
+            )
+        };
+        for name in ["disk.bus", "disk.queues", "disk.queue-size"] {
+            if (vm.open || !machine) && is_default(&disk.table, name) {
+                disk.table.hide(name, why);
+            }
+        }
+        if vm.open && disk.table.get("disk.thread-missing").is_some() {
+            disk.table.remove("disk.thread-missing");
+            disk.table.hide("disk.threads", why);
+        }
+        if disk.open {
+            disk.table.hide_assumed(why);
+        }
+    }
+}
+
+fn fill_disk(disk: &mut Disk, machine: Option<Version>, ccw: bool, vcpus: Option<u64>) {
     let table = &mut disk.table;
     table.default_to("disk.device", "disk", "QEMU");
     table.default_to("disk.readonly", false, "QEMU");
@@ -67,14 +102,18 @@ fn fill_disk(disk: &mut Disk, machine: Option<Version>, ccw: bool, vcpus: u64) {
         table.default_to("disk.cache", "writeback", "QEMU");
         table.default_to("disk.discard", "ignore", "QEMU");
         table.default_to("disk.detect-zeroes", "off", "QEMU");
-        let cache = table.word("disk.cache").unwrap_or("writeback").to_owned();
-        let direct = matches!(cache.as_str(), "none" | "directsync");
-        table.derive("disk.direct", direct, "follows from the cache mode");
-        table.derive(
-            "disk.flush",
-            cache != "unsafe",
-            "follows from the cache mode",
-        );
+        let how = "follows from the cache mode";
+        match table.word("disk.cache").map(str::to_owned) {
+            Some(cache) => {
+                let direct = matches!(cache.as_str(), "none" | "directsync");
+                table.derive("disk.direct", direct, how);
+                table.derive("disk.flush", cache != "unsafe", how);
+            }
+            None => {
+                table.hide("disk.direct", how);
+                table.hide("disk.flush", how);
+            }
+        }
         // Only these two of QEMU's protocols have an aio option.
         if matches!(table.word("disk.protocol"), Some("file" | "block")) {
             table.default_to("disk.aio", "threads", "QEMU");
@@ -90,7 +129,10 @@ fn fill_disk(disk: &mut Disk, machine: Option<Version>, ccw: bool, vcpus: u64) {
             Some(version) if version < QUEUES_AUTO => {
                 table.default_to("disk.queues", 1u64, "machine types before 5.2");
             }
-            _ => table.default_to("disk.queues", vcpus, "QEMU since 5.2: one per vCPU"),
+            _ => {
+                let queues = vcpus.map_or(Data::Unknown, Data::Number);
+                table.default_to("disk.queues", queues, "QEMU since 5.2: one per vCPU");
+            }
         }
         match machine {
             _ if vhost_user => {
@@ -163,12 +205,24 @@ fn threads(vm: &mut Vm) {
             disk.table.give("disk.mapping-problem", problem, span);
         }
     }
-    let unused = used.iter().filter(|&&disks| disks == 0).count();
-    let span = vm.threads.iter().zip(&used).find(|(_, disks)| **disks == 0);
+    let elsewhere = |thread: &Thread| vm.threads_elsewhere.contains(&thread.id);
+    let unused: Vec<&Thread> = vm
+        .threads
+        .iter()
+        .zip(&used)
+        .filter(|(thread, disks)| **disks == 0 && !elsewhere(thread))
+        .map(|(thread, _)| thread)
+        .collect();
     vm.table
         .derive("vm.threads-defined", defined.len(), "counted in the input");
-    match span {
-        Some((thread, _)) => vm.table.give("vm.threads-unused", unused, thread.span),
+    match unused.first() {
+        // What is not shown may use it.
+        _ if vm.open => vm
+            .table
+            .hide("vm.threads-unused", "the input does not show all options"),
+        Some(thread) => vm
+            .table
+            .give("vm.threads-unused", unused.len(), thread.span),
         None => vm
             .table
             .derive("vm.threads-unused", 0u64, "counted in the input"),

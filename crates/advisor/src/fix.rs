@@ -57,6 +57,7 @@ impl FromStr for Setting {
         Ok(match text {
             "bus=virtio" => Self::Virtio,
             "cache=none" => Self::Cache("none"),
+            "cache=writeback" => Self::Cache("writeback"),
             "cache=direct" => Self::CacheDirect,
             "aio=native" => Self::Aio("native"),
             "aio=threads" => Self::Aio("threads"),
@@ -118,19 +119,13 @@ impl Target<'_> {
         disk.ok_or_else(|| "it is no matter of one disk".into())
     }
 
-    /// An I/O thread that no disk of the machine names, and that can be named without quotes.
+    /// An I/O thread that nothing of the machine names, and that can be named without quotes.
     pub fn unused_thread(&self) -> Option<&str> {
         let vm = self.vm().ok()?;
-        let used = |id: &str| {
-            vm.disks
-                .iter()
-                .flat_map(|disk| &disk.threads)
-                .any(|u| u.id == id)
-        };
         vm.threads
             .iter()
             .map(|thread| thread.id.as_str())
-            .find(|id| is_plain(id) && !used(id))
+            .find(|id| is_plain(id) && !vm.uses_thread(id))
     }
 }
 

@@ -222,6 +222,17 @@ fn detect(text: &str) -> Result<Kind, Mistake> {
     if start.starts_with('<') {
         return Ok(Kind::Libvirt);
     }
+    let has_line = |start: &str| {
+        text.lines()
+            .any(|line| line.trim_start().starts_with(start))
+    };
+    if has_line("[Service]") && has_line("Exec") {
+        return Err(Mistake::new(
+            text.len() - start.len(),
+            "is a unit of systemd, in which quotes and variables are not those of a shell; check the QEMU that it starts: \
+             --pid",
+        ));
+    }
     if qemu::has_command(text) {
         return Ok(Kind::Qemu);
     }

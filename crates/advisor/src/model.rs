@@ -142,6 +142,21 @@ impl Table {
         self.set(name, data, Origin::Derived(how.into()));
     }
 
+    /// Says that a property has a value that the input does not show.
+    pub fn hide(&mut self, name: &'static str, why: &'static str) {
+        self.set(name, Data::Unknown, Origin::Derived(why.into()));
+    }
+
+    /// Says so of every property that does not stand in the input.
+    pub fn hide_assumed(&mut self, why: &'static str) {
+        for value in self.0.values_mut() {
+            if matches!(value.origin, Origin::Default(_) | Origin::Derived(_)) {
+                value.data = Data::Unknown;
+                value.origin = Origin::Derived(why.into());
+            }
+        }
+    }
+
     /// Takes a property away.
     pub fn remove(&mut self, name: &str) {
         self.0.remove(name);
@@ -202,6 +217,18 @@ pub struct Vm {
     pub disks: Vec<Disk>,
     /// The I/O threads that it defines.
     pub threads: Vec<Thread>,
+    /// Those that serve something other than a disk: a controller, a balloon.
+    pub threads_elsewhere: Vec<String>,
+    /// Whether it may have options that the input does not show: a variable of the shell stands for them.
+    pub open: bool,
+}
+
+impl Vm {
+    /// Whether a disk or another device is on that I/O thread.
+    pub fn uses_thread(&self, id: &str) -> bool {
+        let by_disk = |disk: &Disk| disk.threads.iter().any(|u| u.id == id);
+        self.disks.iter().any(by_disk) || self.threads_elsewhere.iter().any(|other| other == id)
+    }
 }
 
 /// One disk.
@@ -219,6 +246,8 @@ pub struct Disk {
     pub threads: Vec<ThreadUse>,
     /// What goes with it to another program.
     pub carried: carried::Carried,
+    /// Whether its description may say more than the input shows.
+    pub open: bool,
 }
 
 /// An I/O thread that is defined.

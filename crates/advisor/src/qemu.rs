@@ -6,7 +6,9 @@ mod devices;
 mod edit;
 mod graph;
 mod json;
+mod line;
 mod options;
+mod script;
 mod words;
 
 pub use convert::{from_ringdisk, to_ringdisk};
@@ -15,153 +17,16 @@ pub use words::shell;
 
 use crate::input::{Mistake, Reading, Surroundings};
 use crate::model::{Disk, Thread, Vm};
-use crate::text::{Source, Span};
+use crate::text::Span;
 use crate::version::Version;
+use line::{FILES_MAX, Line, line, set_pair};
 use options::Opt;
-use words::{Command, Word};
-
-/// Options that stand alone; after any other, a word without a dash is its value.
-const FLAGS: &[&str] = &[
-    "S",
-    "s",
-    "h",
-    "help",
-    "version",
-    "enable-kvm",
-    "nographic",
-    "daemonize",
-    "no-reboot",
-    "no-shutdown",
-    "snapshot",
-    "nodefaults",
-    "no-user-config",
-    "mem-prealloc",
-    "full-screen",
-    "no-fd-bootchk",
-    "no-acpi",
-    "no-hpet",
-    "usb",
-    "win2k-hack",
-    "only-migratable",
-    "preconfig",
-    "singlestep",
-    "portrait",
-    "no-quit",
-    "alt-grab",
-    "ctrl-grab",
-    "semihosting",
-    "old-param",
-    "nouserconfig",
-    "prom-env-none",
-    "no-kvm",
-];
-
-/// Options that say nothing of disks; what is neither here nor understood gets a note.
-const PASSED: &[&str] = &[
-    "name",
-    "uuid",
-    "rtc",
-    "boot",
-    "bios",
-    "kernel",
-    "initrd",
-    "append",
-    "dtb",
-    "vga",
-    "display",
-    "vnc",
-    "spice",
-    "k",
-    "audio",
-    "audiodev",
-    "net",
-    "netdev",
-    "nic",
-    "serial",
-    "parallel",
-    "monitor",
-    "mon",
-    "qmp",
-    "qmp-pretty",
-    "pidfile",
-    "runas",
-    "chroot",
-    "sandbox",
-    "msg",
-    "D",
-    "d",
-    "trace",
-    "usbdevice",
-    "smbios",
-    "fw_cfg",
-    "tpmdev",
-    "watchdog",
-    "watchdog-action",
-    "action",
-    "global",
-    "set",
-    "incoming",
-    "add-fd",
-    "debugcon",
-    "gdb",
-    "icount",
-    "overcommit",
-    "loadvm",
-    "dump-vmstate",
-    "plugin",
-    "compat",
-    "run-with",
-    "fsdev",
-    "virtfs",
-    "iscsi",
-    "g",
-    "L",
-    "smp-cpus",
-    "acpitable",
-    "echr",
-    "prom-env",
-    "seed",
-    "option-rom",
-    "semihosting-config",
-    "xen-domid",
-    "pflash",
-    "fda",
-    "fdb",
-    "mtdblock",
-    "soundhw",
-    "mem-path",
-    "no-kvm-pit-reinjection",
-];
-
-/// A command line, with what it names.
-#[derive(Default)]
-pub struct Line {
-    /// All of them, in their order.
-    pub options: Vec<Opt>,
-}
-
-/// The group, the id and the pair of `-set GROUP.ID.KEY=VALUE`.
-fn set_pair(set: &Opt) -> Option<(&str, &str, options::Pair)> {
-    let first = set.pairs.first()?;
-    let mut parts = first.key.splitn(3, '.');
-    let (group, id, key) = (parts.next()?, parts.next()?, parts.next()?);
-    let pair = options::Pair {
-        key: key.to_owned(),
-        value: first.value.clone(),
-        // It goes as a whole.
-        span: set.whole,
-        value_span: first.value_span,
-    };
-    Some((group, id, pair))
-}
-
-/// Files of arguments that belong to one command line at most.
-const FILES_MAX: usize = 16;
+use words::Command;
 
 /// Files that the commands of a text name: `-readconfig FILE` and `@FILE`.
 pub fn files_named(text: &str) -> Vec<String> {
     let mut names = Vec::new();
-    for command in words::commands(text, 0).0 {
+    for command in words::commands(text, 0).commands {
         for (i, word) in command.arguments.iter().enumerate() {
             let before = i.checked_sub(1).and_then(|i| command.arguments.get(i));
             let is_config =
@@ -179,7 +44,7 @@ pub fn files_named(text: &str) -> Vec<String> {
 
 /// Whether some command in a text starts QEMU.
 pub fn has_command(text: &str) -> bool {
-    !words::commands(text, 0).0.is_empty()
+    !words::commands(text, 0).commands.is_empty()
 }
 
 /// The machine type without its version, and that: `pc-q35-8.2`, `pc-i440fx-rhel7.6.0`, `virt-9.0`, `q35`.
@@ -240,7 +105,14 @@ pub fn read(
     surroundings: &Surroundings,
     reading: &mut Reading,
 ) -> Result<(), Mistake> {
-    let (commands, comments) = words::commands(text, 0);
+    let words::Found {
+        commands,
+        comments,
+        broken,
+    } = words::commands(text, 0);
+    if let Some((at, problem)) = broken {
+        return Err(Mistake::new(at, problem));
+    }
     for (text, span) in comments {
         reading.comment(&text, span);
     }
@@ -257,184 +129,6 @@ pub fn read(
         reading.vms.push(vm);
     }
     Ok(())
-}
-
-/// The options of a command, with those of the files that it names.
-fn line(
-    command: &Command,
-    surroundings: &Surroundings,
-    reading: &mut Reading,
-    tell: bool,
-) -> Result<Line, Mistake> {
-    let mut line = Line::default();
-    let mut words: std::collections::VecDeque<Word> = command.arguments.iter().cloned().collect();
-    // A file that names itself would come again and again.
-    let mut files: Vec<&str> = Vec::new();
-    while let Some(word) = words.pop_front() {
-        if let Some(file) = word.text.strip_prefix('@') {
-            let source = named(surroundings, file);
-            let problem = match source {
-                None => "could not be read",
-                Some(source) if files.contains(&source.name.as_str()) => {
-                    "was read before, and is not read again"
-                }
-                Some(_) if files.len() == FILES_MAX => "is one too many, and passed over",
-                Some(_) => "",
-            };
-            let Some(source) = source.filter(|_| problem.is_empty()) else {
-                let note = format!("the file '{file}' of arguments {problem}");
-                reading.note(word.outer, note);
-                continue;
-            };
-            files.push(&source.name);
-            let place = place(reading, source);
-            let text = format!("qemu-system-any {}", source.text.replace('\n', " "));
-            // Lines are no commands there. The places of its words are moved by what was set before them.
-            let (mut commands, _) = words::commands(&text, place);
-            let shift = (text.len() - source.text.len()) as u32;
-            for word in commands
-                .drain(..)
-                .flat_map(|command| command.arguments)
-                .rev()
-            {
-                words.push_front(word.moved(shift));
-            }
-            continue;
-        }
-        let Some(option) = word
-            .text
-            .strip_prefix('-')
-            .filter(|option| !option.is_empty())
-        else {
-            // QEMU takes a word alone for its first hard disk.
-            let mut opt = options::read("hda", &word, word.outer, "file")?;
-            opt.whole = word.outer;
-            line.options.push(opt);
-            continue;
-        };
-        let option = option.strip_prefix('-').unwrap_or(option).to_owned();
-        if FLAGS.contains(&option.as_str()) {
-            let nothing = Word::plain("", 0, 0);
-            let flag = options::read(&option, &nothing, word.outer, "")?;
-            line.options.push(flag);
-            continue;
-        }
-        let Some(value) = words.pop_front() else {
-            reading.note(word.outer, format!("-{option} has no value"));
-            continue;
-        };
-        let whole = Span {
-            end: value.outer.end,
-            ..word.outer
-        };
-        let first = match option.as_str() {
-            "drive" => "file",
-            "blockdev" | "device" => "driver",
-            "object" => "qom-type",
-            "machine" | "M" => "type",
-            "smp" => "cpus",
-            "m" => "size",
-            "accel" => "accel",
-            "cpu" => "model",
-            "chardev" => "backend",
-            "readconfig" | "hda" | "hdb" | "hdc" | "hdd" | "cdrom" | "sd" => "file",
-            other => {
-                if tell && !PASSED.contains(&other) {
-                    reading.note(
-                        word.outer,
-                        format!("-{other} is not known here, and passed over"),
-                    );
-                }
-                if !matches!(other, "mem-path" | "name" | "set" | "global") {
-                    continue;
-                }
-                "value"
-            }
-        };
-        if option == "readconfig" {
-            match named(surroundings, &value.text) {
-                Some(source) => {
-                    let place = place(reading, source);
-                    line.options.extend(options::sections(&source.text, place));
-                }
-                None => reading.note(value.outer, format!("'{}' could not be read", value.text)),
-            }
-            continue;
-        }
-        let option = if option == "M" {
-            "machine".into()
-        } else {
-            option
-        };
-        let opt = options::read(&option, &value, whole, first)?;
-        if opt.expanded && matches!(option.as_str(), "drive" | "blockdev" | "device") {
-            reading.note(
-                value.outer,
-                "what a variable of the shell stands for is not known",
-            );
-        }
-        line.options.push(opt);
-    }
-    line.apply_sets();
-    Ok(line)
-}
-
-fn named<'a>(surroundings: &'a Surroundings, name: &str) -> Option<&'a Source> {
-    surroundings.files.iter().find(|source| source.name == name)
-}
-
-/// The number of a text among those of the input.
-fn place(reading: &mut Reading, source: &Source) -> u16 {
-    let known = reading
-        .more
-        .iter()
-        .position(|more| more.name == source.name);
-    let place = known.unwrap_or_else(|| {
-        reading.more.push(source.clone());
-        reading.more.len() - 1
-    });
-    place as u16 + 1
-}
-
-impl Line {
-    /// `-set GROUP.ID.KEY=VALUE` is one more pair of the option that it names; what is named nowhere stays.
-    fn apply_sets(&mut self) {
-        let (sets, mut options): (Vec<_>, Vec<_>) = std::mem::take(&mut self.options)
-            .into_iter()
-            .partition(|option| option.group == "set");
-        for set in sets {
-            let named = set_pair(&set).and_then(|(group, id, pair)| {
-                let named = |option: &&mut Opt| {
-                    option.group == group
-                        && option.value("id") == Some(id)
-                        && option.syntax == options::Syntax::Pairs
-                };
-                Some((options.iter_mut().find(named)?, pair))
-            });
-            match named {
-                Some((option, pair)) => option.pairs.push(pair),
-                None => options.push(set),
-            }
-        }
-        self.options = options;
-    }
-
-    fn group<'a>(&'a self, group: &str) -> impl DoubleEndedIterator<Item = &'a Opt> + use<'a> {
-        let group = group.to_owned();
-        self.options
-            .iter()
-            .filter(move |option| option.group == group)
-    }
-
-    fn last(&self, group: &str, key: &str) -> Option<&options::Pair> {
-        self.group(group).rev().find_map(|option| option.get(key))
-    }
-
-    /// The -object of that id.
-    fn object(&self, id: &str) -> Option<&Opt> {
-        self.group("object")
-            .find(|object| object.value("id") == Some(id))
-    }
 }
 
 fn machine(command: &Command, line: &Line, reading: &mut Reading) -> Vm {
@@ -527,6 +221,18 @@ fn say(line: &Line, vm: &mut Vm, reading: &mut Reading) {
     {
         vm.table.give("vm.pass-through", true, device.span);
     }
+    vm.open |= line.open;
+    hide(line, vm);
+    // Controllers, balloons and objects name threads as disks do.
+    let users = line.options.iter().flat_map(|option| &option.pairs);
+    let users = users.filter(|pair| pair.key == "iothread" || pair.key.ends_with(".iothread"));
+    vm.threads_elsewhere
+        .extend(users.clone().map(|pair| pair.value.clone()));
+    let may_use_any = line.group("device").any(|device| device.open);
+    if may_use_any || users.clone().any(|pair| pair.unknown) {
+        let all = vm.threads.iter().map(|thread| thread.id.clone());
+        vm.threads_elsewhere.extend(all);
+    }
     let graph = graph::Graph::new(line);
     devices::disks(line, &graph, vm, reading);
     for set in line.group("set") {
@@ -541,11 +247,54 @@ fn say(line: &Line, vm: &mut Vm, reading: &mut Reading) {
     }
 }
 
+/// Takes back what a machine is said to be where a variable of the shell says it.
+fn hide(line: &Line, vm: &mut Vm) {
+    for option in &line.options {
+        let is_unknown = |key: &str| {
+            option.open
+                || option
+                    .pairs
+                    .iter()
+                    .any(|pair| pair.unknown && pair.key == key)
+        };
+        let any = option.is_unknown();
+        let mut hide = |property: &'static str| vm.table.hide(property, graph::SHELL);
+        match option.group.as_str() {
+            "smp" if any => hide("vm.vcpus"),
+            "m" if is_unknown("size") => hide("vm.memory"),
+            "accel" if is_unknown("accel") => hide("vm.accel"),
+            "numa" if is_unknown("memdev") => hide("vm.memory-shared"),
+            "cpu" if any => {
+                hide("vm.cpu-x2apic");
+                hide("vm.cpu-pv-eoi");
+            }
+            "machine" => {
+                for (key, properties) in [
+                    ("type", &["vm.machine", "vm.machine-version"][..]),
+                    ("accel", &["vm.accel"]),
+                    ("memory-backend", &["vm.memory-shared"]),
+                ] {
+                    if is_unknown(key) {
+                        properties.iter().for_each(|property| hide(property));
+                    }
+                }
+            }
+            "object" => {
+                if is_unknown("share") {
+                    hide("vm.memory-shared");
+                }
+                vm.open |= is_unknown("id") || is_unknown("qom-type");
+            }
+            _ => {}
+        }
+    }
+}
+
 /// The command that options in another front-end's configuration are part of; their places are those in its text.
 fn fragment(options: &str, start: usize) -> Option<Command> {
     let program = "kvm ";
     let text = " ".repeat(start.saturating_sub(program.len())) + program + options;
-    words::commands(&text, 0).0.into_iter().next()
+    words::arguments(&text)
 }
 
 /// Adds what options say that Proxmox hands to QEMU as they are (`args:`); they start at the byte `start` of its text.

@@ -5,3 +5,4 @@ mod checks;
 mod convert;
 mod corpus;
 mod outside;
+mod scripts;

@@ -154,7 +154,7 @@ fn is_movable(changed: &Changed<'_>, device: &Opt, nodes: &[(&Opt, String)]) -> 
     }
     let mut formats = 0;
     for (option, prefix) in nodes {
-        if option.expanded || device.expanded {
+        if option.is_unknown() || device.is_unknown() {
             return Err("a variable of the shell is in it".into());
         }
         let is_drive = option.group == "drive";

@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 
+use super::graph;
+use super::line::Line;
 use super::options::{Opt, Pair};
-use super::{Line, graph};
 use crate::input::Reading;
 use crate::model::{Disk, ThreadUse, Vm};
 
@@ -244,6 +245,8 @@ fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
         }
     }
     uses(carrier, &mut disk);
+    graph::hide(device, &mut disk);
+    graph::hide(carrier, &mut disk);
     Some(disk)
 }
 

@@ -1,8 +1,9 @@
 //! Changes to a command line, in the syntax in which each option is written.
 
 use super::devices::scsi_bus;
+use super::line::{Line, line};
 use super::options::{Opt, Pair, Syntax};
-use super::{Line, fragment, line, words};
+use super::{fragment, words};
 use crate::fix::{Edits, Setting, Target, is_plain};
 use crate::input::{Kind, Reading};
 use crate::model::Disk;
@@ -23,12 +24,27 @@ pub struct Changed<'a> {
 /// Why there are none.
 pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
     let changed = Changed::of(target)?;
+    let is_of_others = matches!(
+        setting,
+        Setting::Virtio
+            | Setting::OwnThread
+            | Setting::DefineThread
+            | Setting::TrimThreads
+            | Setting::SharedMemory
+            | Setting::QueuesAsVcpus
+    );
+    if target.vm()?.open && is_of_others {
+        return Err("the command has options that only a running shell knows".into());
+    }
     match setting {
         Setting::TrimThreads => return changed.trim_threads(),
         Setting::SharedMemory => return changed.share_memory(),
         _ => {}
     }
     let disk = target.disk()?;
+    if disk.open {
+        return Err("only a running shell knows all of its options".into());
+    }
     match setting {
         Setting::Virtio => changed.virtio(disk),
         Setting::Cache(_) | Setting::CacheDirect => changed.cache(disk, setting),
@@ -121,6 +137,7 @@ fn set_in(source: &str, option: &Opt, prefix: &str, key: &str, value: &str) -> V
                 None => Vec::new(),
             }
         }
+        (Syntax::Patchwork, _) => Vec::new(),
         (Syntax::Section, Some(pair)) => {
             vec![Edit::replace(pair.value_span, format!("\"{value}\""))]
         }
@@ -178,7 +195,7 @@ impl<'a> Changed<'a> {
             Kind::Proxmox => {
                 proxmox::options(text).and_then(|(options, start)| fragment(options, start))
             }
-            _ => words::commands(text, 0).0.into_iter().nth(target.vm),
+            _ => words::commands(text, 0).commands.into_iter().nth(target.vm),
         };
         let command = command.ok_or("the command is not there")?;
         let mut reading = Reading::default();
@@ -323,6 +340,9 @@ impl<'a> Changed<'a> {
             .first()
             .is_some_and(|(option, _)| option.group != "blockdev");
         if let (Some((option, _)), true) = (nodes.first(), is_drive) {
+            if mode == "writeback" && option.get("cache.no-flush").is_some() {
+                return self.written(self.set(option, "", "cache.no-flush", "off"));
+            }
             for key in ["cache.direct", "cache.no-flush", "cache.writeback"] {
                 if option.get(key).is_some() {
                     edits.push(self.without(option, key)?);
@@ -334,7 +354,7 @@ impl<'a> Changed<'a> {
         // A node inside the description of another has its cache options from there.
         for (option, prefix) in &nodes {
             let direct = format!("{prefix}cache.direct");
-            if prefix.is_empty() || option.get(&direct).is_some() {
+            if mode != "writeback" && (prefix.is_empty() || option.get(&direct).is_some()) {
                 edits.extend(self.set(option, prefix, "cache.direct", "on"));
             }
             let flush = format!("{prefix}cache.no-flush");
@@ -352,9 +372,14 @@ impl<'a> Changed<'a> {
     pub fn without(&self, option: &Opt, key: &str) -> Result<Edit, String> {
         let pair = option.get(key).ok_or("it is not given")?;
         match option.syntax {
+            Syntax::Patchwork => Err("it stands in quotes of its own".into()),
             Syntax::Pairs => {
                 let first = option.pairs.first() == Some(pair);
                 let mut span = pair.span;
+                // A quote that starts or ends in what goes would take what follows with it.
+                if self.text(span).contains(['\'', '"', '\\']) {
+                    return Err("it stands in quotes of its own".into());
+                }
                 match first {
                     true if option.pairs.len() > 1 => span.end += 1,
                     true => {}
@@ -557,27 +582,12 @@ impl<'a> Changed<'a> {
 
     fn trim_threads(&self) -> Edits {
         let vm = self.target.vm()?;
-        let used = |id: &str| {
-            vm.disks
-                .iter()
-                .flat_map(|disk| &disk.threads)
-                .any(|u| u.id == id)
-        };
         let mut edits = Vec::new();
         for object in self.line.group("object") {
-            let Some(id) = object
-                .value("id")
-                .filter(|id| object.value("qom-type") == Some("iothread") && !used(id))
-            else {
+            let is_thread = object.value("qom-type") == Some("iothread");
+            let unused = |id: &&str| is_thread && !vm.uses_thread(id);
+            if object.value("id").filter(unused).is_none() {
                 continue;
-            };
-            let elsewhere = self
-                .line
-                .options
-                .iter()
-                .any(|option| option.value("iothread") == Some(id));
-            if elsewhere {
-                return Err(format!("'{id}' serves a device that is no disk"));
             }
             // With what sets it apart from the option before it.
             let apart = match object.syntax {

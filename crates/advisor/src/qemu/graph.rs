@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::Line;
+use super::line::Line;
 use super::options::{Opt, Pair};
 use crate::model::carried::{Dialect, is_limit};
 use crate::model::{Data, Disk, Origin};
@@ -121,12 +121,19 @@ impl<'a> Graph<'a> {
             return false;
         };
         disk.table.give("disk.syntax", "blockdev", node.span);
-        self.node(node, disk);
+        let mut visited = Vec::new();
+        self.node(node, disk, &mut visited);
+        visited.into_iter().for_each(|option| hide(option, disk));
         true
     }
 
     /// Adds what a `-drive` says.
     pub fn drive(&self, drive: &Opt, disk: &mut Disk) {
+        self.say_drive(drive, disk);
+        hide(drive, disk);
+    }
+
+    fn say_drive(&self, drive: &Opt, disk: &mut Disk) {
         let table = &mut disk.table;
         table.give("disk.syntax", "drive", drive.span);
         words(
@@ -231,8 +238,9 @@ impl<'a> Graph<'a> {
     }
 
     /// Adds what a node says, and the nodes below it.
-    fn node(&self, top: &Opt, disk: &mut Disk) {
+    fn node<'b>(&'b self, top: &'b Opt, disk: &mut Disk, visited: &mut Vec<&'b Opt>) {
         let mut option = top;
+        visited.push(top);
         let mut prefix = String::new();
         let mut first = true;
         let mut driver_above: Option<&str> = None;
@@ -328,6 +336,7 @@ impl<'a> Graph<'a> {
                 Some(file) => match self.nodes.get(file.value.as_str()) {
                     Some(node) => {
                         option = node;
+                        visited.push(node);
                         prefix.clear();
                         (direct, no_flush) = (None, None);
                     }
@@ -479,5 +488,90 @@ fn words(option: &Opt, (keys, property, words): Words, disk: &mut Disk) {
 fn set(option: &Opt, key: &str, property: &'static str, word: &'static str, disk: &mut Disk) {
     if let Some(pair) = option.get(key) {
         disk.table.give(property, word, pair.span);
+    }
+}
+
+/// Why a value is unknown.
+pub const SHELL: &str = "only a running shell knows it";
+
+/// What the keys of drives, nodes and devices say of a disk.
+const SAYS: &[(&str, &[&str])] = &[
+    ("aio", &["disk.aio"]),
+    ("cache", &["disk.cache"]),
+    ("cache.direct", &["disk.cache"]),
+    ("cache.no-flush", &["disk.cache"]),
+    ("cache.writeback", &["disk.cache"]),
+    ("detect-zeroes", &["disk.detect-zeroes"]),
+    ("discard", &["disk.discard"]),
+    ("driver", &["disk.protocol", "disk.format"]),
+    ("format", &["disk.format"]),
+    ("if", &["disk.bus"]),
+    ("l2-cache-size", &["disk.l2-cache-size"]),
+    ("media", &["disk.device"]),
+    ("num-queues", &["disk.queues"]),
+    ("num_queues", &["disk.queues"]),
+    ("queue-size", &["disk.queue-size"]),
+    ("read-only", &["disk.readonly"]),
+    ("readonly", &["disk.readonly"]),
+    ("virtqueue_size", &["disk.queue-size"]),
+];
+
+/// Keys of which no value changes what is found.
+const NAMES: &[&str] = &[
+    "addr",
+    "backing",
+    "bootindex",
+    "bps",
+    "bus",
+    "chardev",
+    "drive",
+    "file",
+    "filename",
+    "host",
+    "id",
+    "image",
+    "index",
+    "iops",
+    "logical_block_size",
+    "node-name",
+    "path",
+    "physical_block_size",
+    "pool",
+    "port",
+    "serial",
+    "server",
+    "size",
+    "throttle-group",
+    "unit",
+    "user",
+    "werror",
+    "rerror",
+];
+
+/// Takes back what a disk is said to be where a variable of the shell says it.
+pub fn hide(option: &Opt, disk: &mut Disk) {
+    disk.open |= option.open;
+    for pair in option.pairs.iter().filter(|pair| pair.unknown) {
+        let is = |key: &str| {
+            let before = pair.key.strip_suffix(key);
+            before.is_some_and(|before| before.is_empty() || before.ends_with('.'))
+        };
+        // A path may have a variable in it; what is a variable from its first byte on may be any URL.
+        let is_storage = is("file") || is("filename") || is("path");
+        if is_storage && pair.value.starts_with(['$', '`']) {
+            disk.table.hide("disk.protocol", SHELL);
+            disk.table.remove("disk.block-as-file");
+        }
+        match SAYS.iter().find(|(key, _)| is(key)) {
+            Some((_, properties)) => properties
+                .iter()
+                .for_each(|property| disk.table.hide(property, SHELL)),
+            None => {
+                let is_limit = pair.key.starts_with("throttling.")
+                    || pair.key.contains("iops")
+                    || pair.key.contains("bps");
+                disk.open |= !is_limit && !NAMES.iter().any(|name| is(name));
+            }
+        }
     }
 }

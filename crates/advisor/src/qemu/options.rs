@@ -14,6 +14,8 @@ pub enum Syntax {
     Pairs,
     /// `{"key": "value"}`, and the quote that a shell has around it.
     Json(Option<char>),
+    /// JSON of which parts stand in different quotes, as around a variable: it is read, and not changed.
+    Patchwork,
     /// A section of a file for `-readconfig`.
     Section,
 }
@@ -31,8 +33,8 @@ pub struct Opt {
     pub span: Span,
     /// The same with the option itself before it.
     pub whole: Span,
-    /// Whether a variable of the shell is in it.
-    pub expanded: bool,
+    /// Whether it may say more than is written here: a variable of the shell stands for some of its keys.
+    pub open: bool,
 }
 
 /// A key with its value.
@@ -46,6 +48,8 @@ pub struct Pair {
     pub span: Span,
     /// Where the value stands, quotes of JSON included.
     pub value_span: Span,
+    /// Whether only a running shell knows the value.
+    pub unknown: bool,
 }
 
 impl Opt {
@@ -59,6 +63,11 @@ impl Opt {
         self.get(key).map(|pair| pair.value.as_str())
     }
 
+    /// Whether only a running shell knows a part of it.
+    pub fn is_unknown(&self) -> bool {
+        self.open || self.pairs.iter().any(|pair| pair.unknown)
+    }
+
     /// The number that a key is.
     pub fn number(&self, key: &str) -> Option<u64> {
         self.value(key)?.parse().ok()
@@ -67,34 +76,49 @@ impl Opt {
 
 /// Reads the value of an option. `first` is the key that the first part may leave out.
 ///
+/// A value that is a variable is taken for one value: that it has a comma and another key in it is possible, and nothing that
+/// anybody writes.
+///
 /// # Errors
 /// It is broken JSON.
 pub fn read(group: &str, word: &Word, whole: Span, first: &str) -> Result<Opt, Mistake> {
     let is_json = word.text.trim_start().starts_with('{');
-    let (pairs, syntax) = match is_json {
-        true => (json_pairs(word)?, Syntax::Json(word.quote)),
-        false => (pairs(word, first), Syntax::Pairs),
-    };
-    Ok(Opt {
+    let mut opt = Opt {
         group: group.to_owned(),
-        pairs,
-        syntax,
+        pairs: Vec::new(),
+        syntax: Syntax::Pairs,
         span: word.inner(),
         whole,
-        expanded: word.expanded,
-    })
+        open: false,
+    };
+    if is_json {
+        opt.syntax = match word.mixed {
+            true => Syntax::Patchwork,
+            false => Syntax::Json(word.quote),
+        };
+        match json_pairs(word) {
+            Ok(pairs) => opt.pairs = pairs,
+            Err(mistake) if word.unknown.is_empty() => return Err(mistake),
+            Err(_) => opt.open = true,
+        }
+    } else {
+        (opt.pairs, opt.open) = pairs(word, first);
+    }
+    Ok(opt)
 }
 
-/// Splits at single commas; a doubled one is a comma in a value.
-fn pairs(word: &Word, first: &str) -> Vec<Pair> {
+/// Splits at single commas; a doubled one is a comma in a value. Whether there may be more pairs than are written.
+fn pairs(word: &Word, first: &str) -> (Vec<Pair>, bool) {
     let text = &word.text;
     let bytes = text.as_bytes();
     let mut pairs = Vec::new();
+    let mut open = false;
     let mut start = 0;
     while start <= text.len() && !(start == text.len() && start > 0) {
         let mut end = start;
         while end < bytes.len() {
             match (bytes[end], bytes.get(end + 1)) {
+                _ if !word.knows(end, end + 1) => end += 1,
                 (b',', Some(b',')) => end += 2,
                 (b',', _) => break,
                 _ => end += 1,
@@ -108,17 +132,25 @@ fn pairs(word: &Word, first: &str) -> Vec<Pair> {
             // As in `-drive file=a,snapshot`; a negation as in `nosnapshot` is of the past.
             _ => (part, "on", end),
         };
+        // A variable where a key is due may be any number of pairs.
+        let key_end = if value_start > start && value_start < end {
+            value_start
+        } else {
+            end
+        };
+        open |= !word.knows(start, key_end);
         if !part.is_empty() {
             pairs.push(Pair {
                 key: key.to_owned(),
                 value: value.replace(",,", ","),
                 span: word.span(start, end),
                 value_span: word.span(value_start, end),
+                unknown: !word.knows(start, end),
             });
         }
         start = end + 1;
     }
-    pairs
+    (pairs, open)
 }
 
 fn is_key(text: &str) -> bool {
@@ -146,6 +178,7 @@ fn json_pairs(word: &Word) -> Result<Vec<Pair>, Mistake> {
             value,
             span: value_span,
             value_span,
+            unknown: !word.knows(leaf.start, leaf.end),
         }
     };
     Ok(leaves.into_iter().map(pair).collect())
@@ -173,7 +206,7 @@ pub fn sections(text: &str, source: u16) -> Vec<Opt> {
                 syntax: Syntax::Section,
                 span,
                 whole: span,
-                expanded: false,
+                open: false,
             };
             if !id.is_empty() {
                 option.pairs.push(Pair {
@@ -181,6 +214,7 @@ pub fn sections(text: &str, source: u16) -> Vec<Opt> {
                     value: id.into(),
                     span,
                     value_span: span,
+                    unknown: false,
                 });
             }
             options.push(option);
@@ -197,6 +231,7 @@ pub fn sections(text: &str, source: u16) -> Vec<Opt> {
                 value: value.trim_matches('"').to_owned(),
                 span,
                 value_span,
+                unknown: false,
             });
             option.span.end = span.end;
             option.whole.end = span.end;

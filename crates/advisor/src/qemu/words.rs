@@ -1,11 +1,14 @@
-//! Commands of a shell, as far as they start QEMU: words with the place of each of their bytes.
+//! Commands that start QEMU: words with the place of each of their bytes.
 
+use std::ops::Range;
+
+use super::script;
 use crate::text::Span;
 
 /// One word, without quotes and escapes.
 #[derive(Clone, Debug, Default)]
 pub struct Word {
-    /// What the shell makes of it.
+    /// What the shell makes of it; what only a running shell knows is as it is written.
     pub text: String,
     /// Where each byte of it stands.
     at: Vec<u32>,
@@ -15,11 +18,39 @@ pub struct Word {
     pub outer: Span,
     /// The quote that its last byte stands in.
     pub quote: Option<char>,
-    /// Whether it has a variable or a command in it, the value of which nobody knows here.
-    pub expanded: bool,
+    /// Whether its bytes stand in different quotes.
+    pub mixed: bool,
+    /// The bytes of `text` that are a variable, a command or a pattern, of which the value is not known here.
+    pub unknown: Vec<Range<usize>>,
 }
 
 impl Word {
+    /// An empty word at that byte of a text.
+    pub fn new(source: u16, start: usize) -> Self {
+        Self {
+            source,
+            outer: Span::new(source, start, start),
+            ..Self::default()
+        }
+    }
+
+    /// Adds a character that stands at the byte `at`, in a quote or in none.
+    pub fn push(&mut self, c: char, at: usize, quote: Option<char>) {
+        self.mixed |= !self.text.is_empty() && self.quote != quote;
+        self.quote = quote;
+        self.text.push(c);
+        self.at
+            .extend((at..at + c.len_utf8()).map(|at| u32::try_from(at).unwrap_or(u32::MAX)));
+    }
+
+    /// Whether the bytes `start..end` of it are known.
+    pub fn knows(&self, start: usize, end: usize) -> bool {
+        !self
+            .unknown
+            .iter()
+            .any(|unknown| unknown.start < end && start < unknown.end)
+    }
+
     /// A word that stands in a text as it is.
     pub fn plain(text: &str, source: u16, start: usize) -> Self {
         Self {
@@ -27,8 +58,7 @@ impl Word {
             at: (start..start + text.len()).map(|at| at as u32).collect(),
             source,
             outer: Span::new(source, start, start + text.len()),
-            quote: None,
-            expanded: false,
+            ..Self::default()
         }
     }
 
@@ -45,16 +75,6 @@ impl Word {
             start: from,
             end: to,
         }
-    }
-
-    /// The same word where the text begins `shift` bytes later.
-    pub fn moved(mut self, shift: u32) -> Self {
-        for at in &mut self.at {
-            *at = at.saturating_sub(shift);
-        }
-        self.outer.start = self.outer.start.saturating_sub(shift);
-        self.outer.end = self.outer.end.saturating_sub(shift);
-        self
     }
 
     /// All of it, without its quotes.
@@ -74,6 +94,8 @@ pub struct Command {
     pub program: Word,
     /// What follows it.
     pub arguments: Vec<Word>,
+    /// Where redirections stand among these.
+    pub redirections: Vec<Span>,
 }
 
 impl Command {
@@ -91,14 +113,77 @@ impl Command {
 /// A comment.
 pub type Comment = (String, Span);
 
+/// What a script has of QEMU.
+#[derive(Debug, Default)]
+pub struct Found {
+    /// The commands that start it.
+    pub commands: Vec<Command>,
+    /// All comments.
+    pub comments: Vec<Comment>,
+    /// The byte from which on the script is not understood, and why.
+    pub broken: Option<(usize, &'static str)>,
+}
+
+/// Words of a shell that stand before a command.
+const RESERVED: &[&str] = &[
+    "if", "then", "elif", "else", "while", "until", "do", "!", "{", "time",
+];
+
+/// Programs that start the command in their arguments.
+const WRAPPERS: &[&str] = &[
+    "builtin",
+    "catchsegv",
+    "cgexec",
+    "chroot",
+    "chrt",
+    "command",
+    "doas",
+    "env",
+    "exec",
+    "firejail",
+    "gdb",
+    "ionice",
+    "ltrace",
+    "nice",
+    "nohup",
+    "nsenter",
+    "numactl",
+    "perf",
+    "prlimit",
+    "record",
+    "rlwrap",
+    "runuser",
+    "screen",
+    "setpriv",
+    "setsid",
+    "stat",
+    "stdbuf",
+    "strace",
+    "sudo",
+    "systemd-run",
+    "taskset",
+    "time",
+    "timeout",
+    "unshare",
+    "valgrind",
+];
+
 /// The commands in a text that start QEMU, and its comments.
-pub fn commands(text: &str, source: u16) -> (Vec<Command>, Vec<Comment>) {
-    let (lists, comments) = split(text, source);
-    let mut found = Vec::new();
+pub fn commands(text: &str, source: u16) -> Found {
+    let script = script::split(text, source);
+    let mut found = Found {
+        comments: script.comments,
+        broken: script.broken,
+        ..Found::default()
+    };
     let mut set: Vec<(String, Word)> = Vec::new();
     let mut exported: Vec<(String, Word)> = Vec::new();
-    for words in lists {
-        let mut words = words.into_iter().peekable();
+    for simple in script.commands {
+        let mut words = simple.words.into_iter().peekable();
+        while words
+            .next_if(|word| RESERVED.contains(&word.text.as_str()))
+            .is_some()
+        {}
         let mut variables = exported.clone();
         let mut own = Vec::new();
         while let Some(variable) = words.peek().and_then(assignment) {
@@ -122,21 +207,61 @@ pub fn commands(text: &str, source: u16) -> (Vec<Command>, Vec<Comment>) {
             continue;
         }
         variables.extend(own);
+        let words: Vec<Word> = words.collect();
+        let Some(place) = program(&words) else {
+            continue;
+        };
         // What stands before it, as in `sudo nice -n 5 env A=b qemu-system-x86_64`, may set variables too.
-        while let Some(word) = words.next() {
-            if is_qemu(&word.text) {
-                found.push(Command {
-                    variables,
-                    not_exported: set.clone(),
-                    program: word,
-                    arguments: words.collect(),
-                });
-                break;
-            }
-            variables.extend(assignment(&word));
-        }
+        variables.extend(words[..place].iter().filter_map(assignment));
+        let mut words = words.into_iter().skip(place);
+        found.commands.push(Command {
+            variables,
+            not_exported: set.clone(),
+            program: words.next().unwrap_or_default(),
+            arguments: words.collect(),
+            redirections: simple.redirections,
+        });
     }
-    (found, comments)
+    found
+}
+
+/// The options of QEMU that another configuration hands to it without a shell.
+pub fn arguments(text: &str) -> Option<Command> {
+    let mut words = script::arguments(text, 0).words.into_iter();
+    Some(Command {
+        program: words.next()?,
+        arguments: words.collect(),
+        ..Command::default()
+    })
+}
+
+/// Which word of a command is the QEMU that it starts, by itself or through programs that start others.
+fn program(words: &[Word]) -> Option<usize> {
+    let name = |word: &Word| word.text.rsplit('/').next().unwrap_or_default().to_owned();
+    let mut after_option = false;
+    let mut looks_up = false;
+    for (place, word) in words.iter().enumerate() {
+        let is_option = word.text.starts_with('-');
+        let starts_others = WRAPPERS.contains(&name(word).as_str());
+        // As in `sudo -u qemu qemu-system-x86_64`: what follows an option may be its value.
+        let is_whole = name(word).starts_with("qemu-system-");
+        if is_qemu(&word.text) && (is_whole || !after_option) {
+            return (!looks_up && word.unknown.is_empty()).then_some(place);
+        }
+        let is_value = after_option || word.text.starts_with(|c: char| c.is_ascii_digit());
+        let passes = starts_others || is_option || is_value || assignment(word).is_some();
+        if !passes || place == 0 && !starts_others {
+            return None;
+        }
+        // `command -v` only says where a program is.
+        looks_up |= place > 0
+            && name(&words[0]) == "command"
+            && is_option
+            && word.text != "-p"
+            && word.text != "--";
+        after_option = is_option && word.text != "--";
+    }
+    None
 }
 
 /// Whether a word is a program of QEMU that runs machines.
@@ -160,104 +285,12 @@ fn assignment(word: &Word) -> Option<(String, Word)> {
     let mut part = word.clone();
     part.text = value.to_owned();
     part.at = word.at.get(start..).unwrap_or_default().to_vec();
+    part.unknown = word
+        .unknown
+        .iter()
+        .map(|unknown| unknown.start.saturating_sub(start)..unknown.end.saturating_sub(start))
+        .collect();
     Some((name.to_owned(), part))
-}
-
-/// Splits a text as a shell does: into commands, these into words.
-fn split(text: &str, source: u16) -> (Vec<Vec<Word>>, Vec<Comment>) {
-    let mut commands = vec![Vec::new()];
-    let mut comments = Vec::new();
-    let mut word: Option<Word> = None;
-    let mut quote: Option<char> = None;
-    let mut chars = text.char_indices().peekable();
-    let finish = |word: &mut Option<Word>, commands: &mut Vec<Vec<Word>>, end: usize| {
-        if let Some(mut word) = word.take() {
-            word.outer.end = Span::new(source, end, end).end;
-            if let Some(command) = commands.last_mut() {
-                command.push(word);
-            }
-        }
-    };
-    while let Some((at, c)) = chars.next() {
-        let started = word.is_some();
-        let next = chars.peek().map(|(_, next)| *next);
-        match (quote, c) {
-            (None, '\\') | (Some('"'), '\\') if next == Some('\n') => {
-                chars.next();
-            }
-            (None, '\\') => {
-                if let Some((at, c)) = chars.next() {
-                    push(&mut word, c, at, at - 1, None, source);
-                }
-            }
-            (Some('"'), '\\') if matches!(next, Some('"' | '\\' | '$' | '`')) => {
-                if let Some((at, c)) = chars.next() {
-                    push(&mut word, c, at, at - 1, quote, source);
-                }
-            }
-            (Some(open), c) if c == open => quote = None,
-            (Some(_), c) => {
-                push(&mut word, c, at, at, quote, source);
-                if quote == Some('"')
-                    && matches!(c, '$' | '`')
-                    && let Some(word) = &mut word
-                {
-                    word.expanded = true;
-                }
-            }
-            (None, '\'' | '"') => {
-                quote = Some(c);
-                word.get_or_insert_with(|| Word {
-                    source,
-                    outer: Span::new(source, at, at),
-                    ..Word::default()
-                });
-            }
-            (None, '#') if !started => {
-                let mut end = at + 1;
-                while let Some((next, c)) = chars.next_if(|(_, c)| *c != '\n') {
-                    end = next + c.len_utf8();
-                }
-                comments.push((text[at..end].to_owned(), Span::new(source, at, end)));
-            }
-            (None, '\n' | ';' | '&' | '|' | '(' | ')') => {
-                finish(&mut word, &mut commands, at);
-                if commands.last().is_some_and(|command| !command.is_empty()) {
-                    commands.push(Vec::new());
-                }
-            }
-            (None, c) if c.is_whitespace() => finish(&mut word, &mut commands, at),
-            (None, c) => {
-                push(&mut word, c, at, at, None, source);
-                if matches!(c, '$' | '`')
-                    && let Some(word) = &mut word
-                {
-                    word.expanded = true;
-                }
-            }
-        }
-    }
-    finish(&mut word, &mut commands, text.len());
-    commands.retain(|command| !command.is_empty());
-    (commands, comments)
-}
-
-fn push(
-    word: &mut Option<Word>,
-    c: char,
-    at: usize,
-    start: usize,
-    quote: Option<char>,
-    source: u16,
-) {
-    let word = word.get_or_insert_with(|| Word {
-        source,
-        outer: Span::new(source, start, start),
-        ..Word::default()
-    });
-    word.text.push(c);
-    word.at.extend((at..at + c.len_utf8()).map(|at| at as u32));
-    word.quote = quote;
 }
 
 /// A command line as a shell takes it: an option and its value on each line.
@@ -286,65 +319,5 @@ pub fn quoted(word: &str) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn commands_are_found_with_their_places() {
-        let text = "# one\nLIB=/usr/local/lib\nLD_PRELOAD=\"/usr/lib/libtcmalloc.so\" sudo /usr/libexec/qemu-kvm \
-                    -m 16 \\\n -drive 'file=a,,b c.raw,if=none' -x \"q\\\"q\"; echo qemu; qemu-system-x86_64";
-        let (commands, comments) = commands(text, 0);
-        assert_eq!(comments[0].0, "# one");
-        assert_eq!(commands.len(), 3, "{commands:?}");
-        let first = &commands[0];
-        assert_eq!(first.variables[0].0, "LD_PRELOAD");
-        assert_eq!(first.variables[0].1.text, "/usr/lib/libtcmalloc.so");
-        assert_eq!(first.not_exported[0].0, "LIB");
-        let words: Vec<_> = first
-            .arguments
-            .iter()
-            .map(|word| word.text.as_str())
-            .collect();
-        assert_eq!(
-            words,
-            [
-                "-m",
-                "16",
-                "-drive",
-                "file=a,,b c.raw,if=none",
-                "-x",
-                "q\"q"
-            ]
-        );
-        for word in &first.arguments {
-            assert!(text[word.outer.range()].len() >= word.text.len());
-        }
-        assert_eq!(
-            &text[first.arguments[3].inner().range()],
-            "file=a,,b c.raw,if=none"
-        );
-        assert_eq!(&text[first.arguments[3].span(5, 9).range()], "a,,b");
-    }
-
-    #[test]
-    fn a_shell_reads_back_what_is_written() {
-        let arguments: Vec<_> = [
-            "qemu-system-x86_64",
-            "-blockdev",
-            "{\"driver\":\"file\"}",
-            "-S",
-            "it's",
-            "",
-        ]
-        .map(String::from)
-        .into();
-        let text = shell(&arguments);
-        let (commands, _) = commands(&text, 0);
-        let words: Vec<_> = commands[0]
-            .arguments
-            .iter()
-            .map(|word| word.text.clone())
-            .collect();
-        assert_eq!(words, arguments[1..]);
-    }
-}
+#[path = "words/tests.rs"]
+mod tests;

@@ -1,0 +1,379 @@
+//! The options of a command line, with those in the files that it names.
+
+use std::collections::VecDeque;
+
+use super::options::{self, Opt};
+use super::script;
+use super::words::{Command, Word};
+use crate::input::{Mistake, Reading, Surroundings};
+use crate::text::{Source, Span};
+
+/// Options that stand alone; after any other, a word without a dash is its value.
+const FLAGS: &[&str] = &[
+    "S",
+    "s",
+    "h",
+    "help",
+    "version",
+    "enable-kvm",
+    "nographic",
+    "daemonize",
+    "no-reboot",
+    "no-shutdown",
+    "snapshot",
+    "nodefaults",
+    "no-user-config",
+    "mem-prealloc",
+    "full-screen",
+    "no-fd-bootchk",
+    "no-acpi",
+    "no-hpet",
+    "usb",
+    "win2k-hack",
+    "only-migratable",
+    "preconfig",
+    "singlestep",
+    "portrait",
+    "no-quit",
+    "alt-grab",
+    "ctrl-grab",
+    "semihosting",
+    "old-param",
+    "nouserconfig",
+    "no-kvm",
+    "async-teardown",
+    "audio-help",
+    "curses",
+    "enable-sync-profile",
+    "jitdump",
+    "no-frame",
+    "nodefconfig",
+    "no-kvm-irqchip",
+    "no-kvm-pit",
+    "no-kvm-pit-reinjection",
+    "perfmap",
+    "sdl",
+    "show-cursor",
+    "xen-attach",
+    "xen-domid-restrict",
+];
+
+/// Options with a value that say nothing of disks; what is neither here nor understood gets a note.
+const PASSED: &[&str] = &[
+    "uuid",
+    "rtc",
+    "bios",
+    "kernel",
+    "initrd",
+    "append",
+    "dtb",
+    "vga",
+    "display",
+    "vnc",
+    "spice",
+    "k",
+    "audio",
+    "audiodev",
+    "net",
+    "netdev",
+    "nic",
+    "serial",
+    "parallel",
+    "monitor",
+    "mon",
+    "qmp",
+    "qmp-pretty",
+    "pidfile",
+    "runas",
+    "chroot",
+    "sandbox",
+    "msg",
+    "D",
+    "d",
+    "trace",
+    "usbdevice",
+    "smbios",
+    "fw_cfg",
+    "tpmdev",
+    "watchdog",
+    "watchdog-action",
+    "action",
+    "incoming",
+    "add-fd",
+    "debugcon",
+    "gdb",
+    "icount",
+    "overcommit",
+    "loadvm",
+    "dump-vmstate",
+    "plugin",
+    "compat",
+    "run-with",
+    "fsdev",
+    "virtfs",
+    "iscsi",
+    "g",
+    "L",
+    "acpitable",
+    "echr",
+    "prom-env",
+    "seed",
+    "option-rom",
+    "semihosting-config",
+    "xen-domid",
+    "pflash",
+    "fda",
+    "fdb",
+    "mtdblock",
+    "soundhw",
+    "balloon",
+    "bt",
+    "clock",
+    "dfilter",
+    "hdachs",
+    "qtest",
+    "qtest-log",
+    "rotate",
+    "shim",
+    "tb-size",
+    "writeconfig",
+];
+
+/// A command line, with what it names.
+#[derive(Default)]
+pub struct Line {
+    /// All of them, in their order.
+    pub options: Vec<Opt>,
+    /// Whether there may be others, which only a running shell knows.
+    pub open: bool,
+}
+
+/// The group, the id and the pair of `-set GROUP.ID.KEY=VALUE`.
+pub fn set_pair(set: &Opt) -> Option<(&str, &str, options::Pair)> {
+    let first = set.pairs.first()?;
+    let mut parts = first.key.splitn(3, '.');
+    let (group, id, key) = (parts.next()?, parts.next()?, parts.next()?);
+    let pair = options::Pair {
+        key: key.to_owned(),
+        value: first.value.clone(),
+        // It goes as a whole.
+        span: set.whole,
+        value_span: first.value_span,
+        unknown: first.unknown,
+    };
+    Some((group, id, pair))
+}
+
+/// Files of arguments that belong to one command line at most.
+pub const FILES_MAX: usize = 16;
+
+/// The options of a command, with those of the files that it names.
+pub fn line(
+    command: &Command,
+    surroundings: &Surroundings,
+    reading: &mut Reading,
+    tell: bool,
+) -> Result<Line, Mistake> {
+    let mut line = Line::default();
+    let mut words: VecDeque<Word> = command.arguments.iter().cloned().collect();
+    // A file that names itself would come again and again.
+    let mut files: Vec<&str> = Vec::new();
+    let mut after_unknown = false;
+    while let Some(word) = words.pop_front() {
+        let may_be_value = std::mem::take(&mut after_unknown);
+        if let Some(file) = word.text.strip_prefix('@') {
+            let source = named(surroundings, file);
+            let problem = match source {
+                None => "could not be read",
+                Some(source) if files.contains(&source.name.as_str()) => {
+                    "was read before, and is not read again"
+                }
+                Some(_) if files.len() == FILES_MAX => "is one too many, and passed over",
+                Some(_) => "",
+            };
+            let Some(source) = source.filter(|_| problem.is_empty()) else {
+                line.open |= source.is_none();
+                let note = format!("the file '{file}' of arguments {problem}");
+                reading.note(word.outer, note);
+                continue;
+            };
+            files.push(&source.name);
+            let place = place(reading, source);
+            let arguments = script::arguments(&source.text, place).words;
+            arguments
+                .into_iter()
+                .rev()
+                .for_each(|word| words.push_front(word));
+            continue;
+        }
+        let is_option = word.text.starts_with('-') && word.text.len() > 1;
+        if !word.knows(0, 1) || is_option && !word.unknown.is_empty() {
+            let note = format!(
+                "'{}' may be any options: what it stands for is not known",
+                word.text
+            );
+            reading.note(word.outer, note);
+            line.open = true;
+            after_unknown = true;
+            continue;
+        }
+        if !is_option {
+            if may_be_value {
+                let note = format!(
+                    "'{}' may belong to what stands before it, and is passed over",
+                    word.text
+                );
+                reading.note(word.outer, note);
+                continue;
+            }
+            // QEMU takes a word alone for its first hard disk.
+            let mut opt = options::read("hda", &word, word.outer, "file")?;
+            opt.whole = word.outer;
+            opt.open = false;
+            line.options.push(opt);
+            continue;
+        }
+        let option = word.text.trim_start_matches('-').to_owned();
+        if FLAGS.contains(&option.as_str()) {
+            let nothing = Word::plain("", 0, 0);
+            let flag = options::read(&option, &nothing, word.outer, "")?;
+            line.options.push(flag);
+            continue;
+        }
+        let first = first_key(&option);
+        if first.is_none() && !PASSED.contains(&option.as_str()) {
+            if tell {
+                reading.note(
+                    word.outer,
+                    format!("-{option} is not known here, and passed over"),
+                );
+            }
+            // Whether it takes a value nobody knows; an option is none.
+            words.pop_front_if(|next| !next.text.starts_with('-') || next.text.len() == 1);
+            continue;
+        }
+        let Some(value) = words.pop_front() else {
+            reading.note(word.outer, format!("-{option} has no value"));
+            continue;
+        };
+        let Some(first) = first else {
+            continue;
+        };
+        let whole = Span {
+            end: value.outer.end,
+            ..word.outer
+        };
+        if option == "readconfig" {
+            match named(surroundings, &value.text) {
+                Some(source) => {
+                    let place = place(reading, source);
+                    line.options.extend(options::sections(&source.text, place));
+                }
+                None => {
+                    line.open = true;
+                    reading.note(value.outer, format!("'{}' could not be read", value.text));
+                }
+            }
+            continue;
+        }
+        let option = if option == "M" {
+            "machine".into()
+        } else {
+            option
+        };
+        let mut opt = options::read(&option, &value, whole, first)?;
+        // All of these is one name.
+        opt.open &= !matches!(first, "file" | "value") || option == "drive";
+        // A redirection between an option and its value would go with them.
+        opt.open |= command.redirections.iter().any(|redirection| {
+            redirection.source == whole.source
+                && whole.start <= redirection.start
+                && redirection.end <= whole.end
+        });
+        if opt.is_unknown() && matches!(option.as_str(), "drive" | "blockdev" | "device") {
+            reading.note(
+                value.outer,
+                "what a variable of the shell stands for is not known",
+            );
+        }
+        line.options.push(opt);
+    }
+    line.apply_sets();
+    Ok(line)
+}
+
+/// The key that the first part of an option's value may leave out, if the option is one that says something here.
+fn first_key(option: &str) -> Option<&'static str> {
+    Some(match option {
+        "drive" | "readconfig" | "hda" | "hdb" | "hdc" | "hdd" | "cdrom" | "sd" => "file",
+        "blockdev" | "device" => "driver",
+        "object" => "qom-type",
+        "machine" | "M" | "numa" => "type",
+        "smp" => "cpus",
+        "m" => "size",
+        "accel" => "accel",
+        "cpu" => "model",
+        "chardev" => "backend",
+        "boot" => "order",
+        "mem-path" | "name" | "set" | "global" => "value",
+        _ => return None,
+    })
+}
+
+fn named<'a>(surroundings: &'a Surroundings, name: &str) -> Option<&'a Source> {
+    surroundings.files.iter().find(|source| source.name == name)
+}
+
+/// The number of a text among those of the input.
+fn place(reading: &mut Reading, source: &Source) -> u16 {
+    let known = reading
+        .more
+        .iter()
+        .position(|more| more.name == source.name);
+    let place = known.unwrap_or_else(|| {
+        reading.more.push(source.clone());
+        reading.more.len() - 1
+    });
+    place as u16 + 1
+}
+
+impl Line {
+    /// `-set GROUP.ID.KEY=VALUE` is one more pair of the option that it names; what is named nowhere stays.
+    fn apply_sets(&mut self) {
+        let (sets, mut options): (Vec<_>, Vec<_>) = std::mem::take(&mut self.options)
+            .into_iter()
+            .partition(|option| option.group == "set");
+        for set in sets {
+            let named = set_pair(&set).and_then(|(group, id, pair)| {
+                let named = |option: &&mut Opt| {
+                    option.group == group
+                        && option.value("id") == Some(id)
+                        && option.syntax == options::Syntax::Pairs
+                };
+                Some((options.iter_mut().find(named)?, pair))
+            });
+            match named {
+                Some((option, pair)) => option.pairs.push(pair),
+                None => options.push(set),
+            }
+        }
+        self.options = options;
+    }
+
+    pub fn group<'a>(&'a self, group: &str) -> impl DoubleEndedIterator<Item = &'a Opt> + use<'a> {
+        let group = group.to_owned();
+        self.options
+            .iter()
+            .filter(move |option| option.group == group)
+    }
+
+    pub fn last(&self, group: &str, key: &str) -> Option<&options::Pair> {
+        self.group(group).rev().find_map(|option| option.get(key))
+    }
+
+    /// The -object of that id.
+    pub fn object(&self, id: &str) -> Option<&Opt> {
+        self.group("object")
+            .find(|object| object.value("id") == Some(id))
+    }
+}

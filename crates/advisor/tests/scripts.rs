@@ -1,0 +1,182 @@
+//! Scripts of a shell: what is redirected, substituted or not understood is no disk, rests no finding, and stays as it is.
+
+use advisor::check::check;
+use advisor::fix::{Fixed, Wanted, fix};
+use advisor::input::{Input, Surroundings, read};
+use advisor::rules::{Rules, Severity};
+use advisor::text::Source;
+
+fn input(text: &str) -> Input {
+    read(Source::new("vm.sh", text), Surroundings::default()).unwrap_or_else(|e| panic!("{e}"))
+}
+
+fn fixed(text: &str) -> Fixed {
+    let rules = Rules::built_in().unwrap();
+    fix(input(text), &rules, None, Wanted::default()).unwrap()
+}
+
+fn text(fixed: &Fixed) -> &str {
+    &fixed.input.sources[0].text
+}
+
+fn findings(text: &str) -> Vec<String> {
+    let rules = Rules::built_in().unwrap();
+    let mut input = input(text);
+    let found = check(&mut input, &rules, None, &[]).findings.into_iter();
+    let bad = found.filter(|finding| finding.severity != Severity::Info);
+    bad.map(|finding| finding.rule).collect()
+}
+
+fn files(input: &Input) -> Vec<&str> {
+    let disks = input.vms.iter().flat_map(|vm| &vm.disks);
+    disks.map(|disk| disk.file.as_str()).collect()
+}
+
+const GOOD: &str = "-accel kvm -machine q35 -object iothread,id=i0 \
+                    -drive file=/dev/vg0/a,format=raw,if=none,id=a,cache=none,aio=native,discard=unmap \
+                    -device virtio-blk-pci,drive=a,iothread=i0";
+
+#[test]
+fn what_is_redirected_is_no_disk() {
+    for tail in [
+        "> /var/log/vm.log 2>&1",
+        "2>/dev/null",
+        ">>log </dev/null",
+        "&> log",
+        "2>&1 | tee /var/log/vm.log",
+        "<<< 'quit'",
+        "<<EOF\nquit\nEOF",
+        "& echo $! > /run/vm.pid",
+        "&& rm /run/vm.pid || exit 1",
+        "; rm -f /run/vm.pid # done",
+    ] {
+        let good = format!("#!/bin/sh\nqemu-system-x86_64 {GOOD} {tail}\n");
+        assert_eq!(files(&input(&good)), ["/dev/vg0/a"], "{tail}");
+        assert_eq!(findings(&good), Vec::<String>::new(), "{tail}");
+        assert_eq!(text(&fixed(&good)), good, "{tail}");
+        // What is changed leaves what follows as it is.
+        let slow = format!(
+            "#!/bin/sh\nqemu-system-x86_64 -accel kvm -drive file=/dev/vg0/a,format=raw,if=virtio {tail}\n"
+        );
+        let fixed = fixed(&slow);
+        assert!(
+            !fixed.done.is_empty() && fixed.left.is_empty(),
+            "{tail}: {:?}",
+            fixed.left
+        );
+        assert!(
+            text(&fixed).ends_with(&format!(" {tail}\n")),
+            "{}",
+            text(&fixed)
+        );
+        assert_eq!(files(&fixed.input), ["/dev/vg0/a"], "{tail}");
+    }
+}
+
+/// A redirection in the midst of a command stays in its place, also if it separates an option from its value.
+#[test]
+fn redirections_stand_anywhere() {
+    let slow = "qemu-system-x86_64 >log -accel 2>&1 kvm -drive file=/dev/vg0/a,format=raw,if=virtio 2>err -m 1G\n";
+    let fixed = fixed(slow);
+    assert_eq!(files(&fixed.input), ["/dev/vg0/a"]);
+    for part in ["-64 >log -accel 2>&1 kvm ", " 2>err -m 1G\n"] {
+        assert!(
+            text(&fixed).contains(part.trim_start_matches("-64")),
+            "{}",
+            text(&fixed)
+        );
+    }
+    let split = "qemu-system-x86_64 -accel kvm -drive >log file=/dev/vg0/a,format=raw,if=virtio\n";
+    assert_eq!(text(&self::fixed(split)), split);
+}
+
+/// Machine type, accelerator, threads and the rest may be in a variable: what is not written is not known.
+#[test]
+fn variables_may_say_anything() {
+    for script in [
+        "qemu-system-x86_64 -drive file=/dev/vg0/a,format=raw,cache=none,aio=native \"$@\"",
+        "qemu-system-x86_64 $OPTS -drive file=/dev/vg0/a,format=raw,cache=none,aio=native",
+        "qemu-system-x86_64 ${OPTS[@]} -device virtio-blk-pci,drive=a,iothread=i7 \
+         -drive file=/dev/vg0/a,format=raw,if=none,id=a,cache=none,aio=native,discard=unmap",
+        "qemu-system-x86_64 \"$@\" -chardev socket,id=c,path=/run/a,reconnect-ms=1000 -device vhost-user-blk-pci,chardev=c",
+        "qemu-system-x86_64 $(options) -object iothread,id=i0",
+        "qemu-system-x86_64 -$ACCEL kvm -object iothread,id=i0",
+        "qemu-system-x86_64 -accel $ACCEL -machine $MACHINE -smp $CPUS \
+         -drive file=/dev/vg0/a,format=raw,cache=none,aio=native,discard=unmap",
+        "qemu-system-x86_64 -accel kvm -drive file=/vms/a.img,if=virtio,$MORE",
+        "qemu-system-x86_64 -accel kvm -drive $DRIVE",
+        "qemu-system-x86_64 -accel kvm -drive file=/vms/a.img,format=raw,cache=none,aio=io_uring,if=$IF",
+        "qemu-system-x86_64 -accel kvm -object iothread,id=i0 -device virtio-blk-pci,drive=a,$IOTHREAD \
+         -drive file=/dev/vg0/a,format=raw,if=none,id=a,cache=$CACHE,aio=threads,discard=unmap",
+        "qemu-system-x86_64 -readconfig there-is-none.cfg -drive file=/dev/vg0/a,format=raw,cache=none,aio=native",
+        "qemu-system-x86_64 @there-is-none -drive file=/dev/vg0/a,format=raw,cache=none,aio=native",
+    ] {
+        assert_eq!(findings(script), Vec::<String>::new(), "{script}");
+        assert_eq!(text(&fixed(script)), script);
+    }
+}
+
+/// A variable for the name of a file says nothing of the rest; and what is said with values is found as ever.
+#[test]
+fn what_is_written_beside_variables_counts() {
+    let script = "IMG=$HOME/a.img\nqemu-system-x86_64 -accel kvm -m $MEM -drive file=\"$HOME\"/vms/a.img,format=raw,if=ide \
+                  -drive file=$B,format=raw,if=ide,cache=unsafe \"$@\"\n";
+    let found = findings(script);
+    assert_eq!(found, ["cache-unsafe", "emulated-bus", "emulated-bus"]);
+    let fixed = fixed(script);
+    assert!(
+        text(&fixed).contains("file=$B,format=raw,if=ide,cache=writeback \"$@\""),
+        "{}",
+        text(&fixed)
+    );
+    assert!(
+        text(&fixed).contains("file=\"$HOME\"/vms/a.img,format=raw,if=ide "),
+        "{}",
+        text(&fixed)
+    );
+}
+
+/// A word that may belong to an option that is not known is no disk.
+#[test]
+fn options_that_are_not_known_take_nothing_with_them() {
+    let script = "qemu-system-x86_64 -new-flag -drive file=/vms/a.img,format=raw -new-option value -m 1G $X what";
+    assert_eq!(files(&input(script)), ["/vms/a.img"]);
+}
+
+/// What goes takes no quote with it that belongs to what stays.
+#[test]
+fn quotes_stay_in_pairs() {
+    let script = "qemu-system-x86_64 -accel kvm -machine q35 -object iothread,id=i0 \
+                  -drive file=/dev/vg0/a,format=raw,if=none,id=a,cache=none,aio=native,discard=unmap \
+                  -device virtio-blk-pci,drive=a,ioeventfd=\"off\",iothread=i0\n";
+    let fixed = fixed(script);
+    assert_eq!(text(&fixed), script, "{:?}", fixed.left);
+    assert_eq!(fixed.left.len(), 1);
+}
+
+/// Only a shell's scripts are read; what else starts programs has quotes and variables of its own.
+#[test]
+fn other_languages_are_refused() {
+    for (script, why) in [
+        (
+            "[Unit]\nDescription=a\n[Service]\nExecStart=/usr/bin/env qemu-system-x86_64 -drive file=a\n",
+            "systemd",
+        ),
+        (
+            "qemu-system-x86_64 ^\r\n  -drive file=C:\\vms\\a.img\r\n",
+            "batch file",
+        ),
+        ("qemu-system-x86_64 -drive file='a\n", "quote"),
+    ] {
+        let error = read(Source::new("vm", script), Surroundings::default()).unwrap_err();
+        assert!(error.problem.contains(why), "{error}");
+    }
+}
+
+/// No shell reads what Proxmox hands to QEMU: there, `>` and `$` are letters.
+#[test]
+fn no_shell_reads_the_arguments_in_proxmox() {
+    let text = "scsihw: virtio-scsi-single\nmemory: 2048\nargs: -device vmgenid,guid=$X;y -drive file=/a>b,if=none,id=x \
+                -device virtio-blk-pci,drive=x\n";
+    assert_eq!(files(&input(text)), ["/a>b"]);
+}
