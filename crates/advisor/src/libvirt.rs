@@ -219,6 +219,16 @@ fn domain(node: Node<'_, '_>, input: &str, reading: &mut Reading) -> Vm {
         .children()
         .filter(|node| node.has_tag_name("disk"))
         .collect();
+    vm.threads_elsewhere = devices
+        .children()
+        .filter(|node| !node.has_tag_name("disk"))
+        .flat_map(|node| node.descendants())
+        .filter_map(|node| match node.tag_name().name() {
+            "iothread" => node.attribute("id"),
+            _ => node.attribute("iothread"),
+        })
+        .map(str::to_owned)
+        .collect();
     let controllers: Vec<_> = devices
         .children()
         .filter(|node| node.has_tag_name("controller"))

@@ -4,5 +4,6 @@ mod any_bytes;
 mod checks;
 mod convert;
 mod corpus;
+mod meaning;
 mod outside;
 mod scripts;

@@ -310,18 +310,12 @@ impl<'a, 'i> Domain<'a, 'i> {
         if pinned {
             return Err("its I/O threads are pinned in <cputune>".into());
         }
-        let used = |id: &str| {
-            vm.disks
-                .iter()
-                .flat_map(|disk| &disk.threads)
-                .any(|u| u.id == id)
-        };
         let ids = child(self.node, "iothreadids");
         let count = child(self.node, "iothreads");
         let needed: Vec<_> = vm
             .threads
             .iter()
-            .filter(|thread| used(&thread.id))
+            .filter(|thread| vm.uses_thread(&thread.id))
             .collect();
         if needed.is_empty() {
             return Ok(ids
