@@ -321,6 +321,7 @@ fn movable(input: &Input, disk: &Disk) -> Result<(), String> {
                     .into(),
             );
         }
+        "" => return Err("a variable of the shell says what is behind it".into()),
         other => return Err(format!("ringdisk does not serve {other}")),
     }
     if !matches!(word("disk.format"), "raw" | "qcow2") {
