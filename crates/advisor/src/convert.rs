@@ -7,6 +7,7 @@ use crate::fix::{Setting, Target, machines, reread};
 use crate::input::{Input, Kind};
 use crate::model::Disk;
 use crate::model::carried::Dialect;
+use crate::round::Round;
 use crate::text::{Edit, apply};
 use crate::{libvirt, qemu};
 
@@ -130,9 +131,10 @@ impl Move {
     /// Moves the disks of a machine: all that can go, or none if the machine cannot have them.
     fn vm(&mut self, input: Input, index: usize) -> Input {
         let vm = &input.vms[index];
+        let round = Round::new(&input);
         let (mut going, mut staying) = (Vec::new(), Vec::new());
         for at in 0..vm.disks.len() {
-            match self.disk(&input, index, at) {
+            match self.disk(&round, index, at) {
                 Ok(disk) => going.push(disk),
                 Err(why) => staying.push((at, why)),
             }
@@ -215,7 +217,8 @@ impl Move {
     }
 
     /// What moves a disk; why it stays, or nothing for what is no disk of QEMU's at all.
-    fn disk(&mut self, input: &Input, vm: usize, at: usize) -> Result<Going, String> {
+    fn disk(&mut self, round: &Round<'_>, vm: usize, at: usize) -> Result<Going, String> {
+        let input = round.input;
         let machine = &input.vms[vm];
         let disk = &machine.disks[at];
         movable(input, disk)?;
@@ -231,11 +234,7 @@ impl Move {
             queues: given("disk.queues").unwrap_or(vcpus).clamp(1, 256),
             queue_size: 256,
         };
-        let target = Target {
-            input,
-            vm,
-            disk: Some(at),
-        };
+        let target = Target::new(round, vm, Some(at));
         served.name = self.names.take(&served.name);
         served.socket = format!("{SOCKETS}/{}.sock", served.name);
         let edits = match input.kind {
@@ -280,11 +279,8 @@ fn moved(input: &Input, vm: usize, going: &[Going]) -> Result<Input, String> {
 }
 
 fn set(input: &Input, vm: usize, setting: Setting) -> Result<Vec<Edit>, String> {
-    let target = Target {
-        input,
-        vm,
-        disk: None,
-    };
+    let round = Round::new(input);
+    let target = Target::new(&round, vm, None);
     match input.kind {
         Kind::Libvirt => libvirt::edits(&target, setting),
         _ => qemu::edits(&target, setting),
@@ -487,11 +483,8 @@ fn to_qemu(inputs: Vec<Input>) -> Result<Converted, String> {
                     ));
                     continue;
                 };
-                let target = Target {
-                    input: &input,
-                    vm: index,
-                    disk: Some(at - 1),
-                };
+                let round = Round::new(&input);
+                let target = Target::new(&round, index, Some(at - 1));
                 if storage.carried.own_besides {
                     converted.said.push(format!(
                         "{place}: it keeps the limits of its group, not those of its own"

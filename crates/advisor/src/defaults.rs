@@ -1,5 +1,7 @@
 //! What QEMU does where a configuration says nothing, by its version and the machine's; the same for every front-end.
 
+use std::collections::HashMap;
+
 use crate::model::{Data, Disk, Origin, Table, Thread, Value, Vm};
 use crate::version::Version;
 
@@ -159,7 +161,11 @@ fn threads(vm: &mut Vm) {
             Some("virtio-blk" | "virtio-scsi")
         ) && !disk.table.is_yes("disk.thread-ignored")
     };
-    let place = |id: &str| defined.iter().position(|known| known == id);
+    let mut places: HashMap<&str, usize> = HashMap::new();
+    for (place, id) in defined.iter().enumerate() {
+        places.entry(id).or_insert(place);
+    }
+    let place = |id: &str| places.get(id).copied();
     for disk in vm.disks.iter().filter(|disk| effective(disk)) {
         let mut places: Vec<_> = disk.threads.iter().filter_map(|u| place(&u.id)).collect();
         places.sort_unstable();

@@ -2,18 +2,21 @@
 
 mod unknown;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, HashSet};
 use std::str::FromStr;
 
-use crate::check::{Checked, check};
+use crate::check::{Checked, Finding, check};
 use crate::facts::Facts;
 use crate::input::{Input, Kind, ReadError, Surroundings, read};
+use crate::model::{Disk, Vm};
+use crate::round::Round;
 use crate::rules::{Rule, Rules, Severity};
-use crate::text::{Edit, Source, apply};
+use crate::text::{Changes, Edit, Source, apply};
 use crate::{libvirt, proxmox, qemu, ringdisk};
 
-/// Most changes to one input; a machine has far fewer settings.
-const CHANGES_MAX: usize = 2000;
+/// How often an input is changed and checked again, at most. Each time all its disks are changed that need it, one setting
+/// each; a disk has about a dozen. What is still found then is told.
+const ROUNDS_MAX: usize = 64;
 
 /// What a fix does, in no syntax.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,6 +89,8 @@ impl FromStr for Setting {
 pub struct Target<'a> {
     /// The input.
     pub input: &'a Input,
+    /// What it has in common with other changes.
+    pub round: &'a Round<'a>,
     /// Number of its machine.
     pub vm: usize,
     /// Number of its disk.
@@ -95,7 +100,17 @@ pub struct Target<'a> {
 /// The changes for a setting; why there are none.
 pub type Edits = Result<Vec<Edit>, String>;
 
-impl Target<'_> {
+impl<'a> Target<'a> {
+    /// A machine, or one of its disks.
+    pub fn new(round: &'a Round<'a>, vm: usize, disk: Option<usize>) -> Self {
+        Self {
+            input: round.input,
+            round,
+            vm,
+            disk,
+        }
+    }
+
     fn edits(&self, setting: Setting) -> Edits {
         match self.input.kind {
             Kind::Libvirt => libvirt::edits(self, setting),
@@ -106,7 +121,7 @@ impl Target<'_> {
     }
 
     /// The machine.
-    pub fn vm(&self) -> Result<&crate::model::Vm, String> {
+    pub fn vm(&self) -> Result<&'a Vm, String> {
         self.input
             .vms
             .get(self.vm)
@@ -114,18 +129,9 @@ impl Target<'_> {
     }
 
     /// The disk.
-    pub fn disk(&self) -> Result<&crate::model::Disk, String> {
+    pub fn disk(&self) -> Result<&'a Disk, String> {
         let disk = self.disk.and_then(|disk| self.vm().ok()?.disks.get(disk));
         disk.ok_or_else(|| "it is no matter of one disk".into())
-    }
-
-    /// An I/O thread that nothing of the machine names, and that can be named without quotes.
-    pub fn unused_thread(&self) -> Option<&str> {
-        let vm = self.vm().ok()?;
-        vm.threads
-            .iter()
-            .map(|thread| thread.id.as_str())
-            .find(|id| is_plain(id) && !vm.uses_thread(id))
     }
 }
 
@@ -155,6 +161,8 @@ pub struct Fixed {
     pub done: Vec<Change>,
     /// What was not, and why.
     pub left: Vec<(String, String, String)>,
+    /// How often the text was changed as a whole.
+    pub rounds: usize,
 }
 
 /// A change that was made.
@@ -189,16 +197,23 @@ pub fn fix(
         ..wanted
     };
     let (mut done, mut left, mut edits) = (Vec::new(), Vec::new(), Vec::new());
+    let mut rounds = 0;
     for (vm, machine) in input.vms.iter().zip(machines) {
         let mut fixed = fix_text(machine, rules, facts, wanted)?;
         done.append(&mut fixed.done);
         left.append(&mut fixed.left);
+        rounds = rounds.max(fixed.rounds);
         let text = fixed.input.sources.swap_remove(0).text;
         edits.push(Edit::replace(vm.span, text));
     }
     let sources = apply(&input.sources, &edits).unwrap_or_else(|| input.sources.clone());
     let input = reread(&input, sources)?;
-    Ok(Fixed { input, done, left })
+    Ok(Fixed {
+        input,
+        done,
+        left,
+        rounds,
+    })
 }
 
 /// Each machine of an input as an input of its own; none if there is one alone, or where they hang together.
@@ -206,11 +221,11 @@ pub fn machines(input: &Input) -> Option<Vec<Input>> {
     let [source] = input.sources.as_slice() else {
         return None;
     };
-    let apart = |pair: &[crate::model::Vm]| pair[0].span.end <= pair[1].span.start;
+    let apart = |pair: &[Vm]| pair[0].span.end <= pair[1].span.start;
     if input.vms.len() < 2 || !input.vms.windows(2).all(apart) {
         return None;
     }
-    let one = |vm: &crate::model::Vm| {
+    let one = |vm: &Vm| {
         let surroundings = Surroundings {
             name: Some(vm.name.clone()),
             ..input.surroundings.clone()
@@ -229,7 +244,8 @@ pub fn machines(input: &Input) -> Option<Vec<Input>> {
     input.vms.iter().map(one).collect()
 }
 
-/// The same for a text with few machines, one change after the other.
+/// The same for a text with few machines, in rounds: all that is found is changed together, as far as changes do not touch
+/// each other, and then the text is checked again. So the work grows with the number of disks, and not with its square.
 fn fix_text(
     input: Input,
     rules: &Rules,
@@ -240,61 +256,111 @@ fn fix_text(
         input,
         done: Vec::new(),
         left: Vec::new(),
+        rounds: 0,
     };
-    // Disks change names and places with a change, so what was tried in vain is known by its place until the next one. A
-    // rule may hold of a disk twice, for another reason: two threads that are not defined. But not without end.
-    let mut vain: BTreeSet<(String, Option<usize>, Option<usize>, String)> = BTreeSet::new();
-    let mut times: BTreeMap<String, usize> = BTreeMap::new();
-    let disks: usize = fixed.input.vms.iter().map(|vm| vm.disks.len()).sum();
-    let times_max = 8 + 2 * disks;
-    for _ in 0..CHANGES_MAX {
+    loop {
         let mut input = fixed.input.clone();
         let Checked { findings, .. } = check(&mut input, rules, facts, wanted.ignore);
-        let next = findings.iter().find_map(|finding| {
-            let rule = rules.get(&finding.rule)?;
-            let key = (
-                rule.id.clone(),
-                finding.vm_index,
-                finding.disk_index,
-                finding.text.clone(),
-            );
-            let often = times.get(&rule.id).copied().unwrap_or(0) >= times_max;
-            let open = !often && !vain.contains(&key) && is_wanted(rule, wanted);
-            open.then_some((rule, finding, key))
-        });
-        let Some((rule, finding, key)) = next else {
+        let (sources, left) = match fixed.rounds < ROUNDS_MAX {
+            true => {
+                let (sources, done, left) = round(&input, &findings, rules, facts, wanted);
+                fixed.done.extend(done);
+                (sources, left)
+            }
+            false => {
+                let why = format!("it is found again after {ROUNDS_MAX} changes");
+                let again = findings.iter().filter(|finding| {
+                    rules
+                        .get(&finding.rule)
+                        .is_some_and(|rule| is_wanted(rule, wanted))
+                });
+                let again = again.map(|f| (f.rule.clone(), f.place(), why.clone()));
+                (None, again.collect())
+            }
+        };
+        fixed.left = left;
+        let Some(sources) = sources else {
             return Ok(fixed);
         };
-        vain.insert(key);
-        let Some(vm) = finding.vm_index else {
+        fixed.input = reread(&input, sources)?;
+        fixed.rounds += 1;
+    }
+}
+
+/// What is not fixed: the rule, where, and why.
+type Left = Vec<(String, String, String)>;
+
+/// Fixes what is found as far as it can be done at once: the texts, or none if nothing changes, what was done, and what is
+/// left.
+fn round(
+    input: &Input,
+    findings: &[Finding],
+    rules: &Rules,
+    facts: Option<&Facts>,
+    wanted: Wanted<'_>,
+) -> (Option<Vec<Source>>, Vec<Change>, Left) {
+    let round = Round::new(input);
+    let mut changes = Changes::default();
+    let (mut done, mut left) = (Vec::new(), Left::new());
+    // One change of a disk at a time, and of a machine as a whole: each sees what the one before has left.
+    let mut disks: HashSet<(usize, usize)> = HashSet::new();
+    let mut machines: BTreeMap<usize, bool> = BTreeMap::new();
+    for finding in findings {
+        let (Some(rule), Some(vm)) = (rules.get(&finding.rule), finding.vm_index) else {
             continue;
         };
-        let target = Target {
-            input: &input,
-            vm,
-            disk: finding.disk_index,
+        let waits = match (finding.disk_index, machines.get(&vm)) {
+            (_, Some(true)) => true,
+            (Some(disk), _) => disks.contains(&(vm, disk)),
+            (None, changed) => changed.is_some(),
         };
-        match all(&target, rule) {
-            Ok(sources) => {
-                let changed = reread(&input, sources)?;
-                fixed.done.push(Change {
-                    rule: rule.id.clone(),
-                    place: finding.place(),
-                    unknown: unknown::of(&target, &rule.fix, facts),
-                });
-                fixed.input = changed;
-                vain.clear();
-                *times.entry(rule.id.clone()).or_default() += 1;
+        if waits || !is_wanted(rule, wanted) {
+            continue;
+        }
+        round.begin(vm);
+        let threads = round.threads(vm);
+        let target = Target::new(&round, vm, finding.disk_index);
+        let edits = all(&target, rule).and_then(|edits| {
+            match edits.is_empty() && round.threads(vm) == threads {
+                true => Err("nothing would change".into()),
+                false => Ok(edits),
             }
+        });
+        let edits = match edits {
+            Ok(edits) => edits,
             Err(why) => {
-                let left = (rule.id.clone(), finding.place(), why);
-                if !fixed.left.contains(&left) {
-                    fixed.left.push(left);
-                }
+                round.undo(vm);
+                left.push((rule.id.clone(), finding.place(), why));
+                continue;
             }
+        };
+        if !changes.add(edits) {
+            // Another change is in the way; the next round comes back to this one.
+            round.undo(vm);
+            continue;
+        }
+        done.push(Change {
+            rule: rule.id.clone(),
+            place: finding.place(),
+            unknown: unknown::of(&target, &rule.fix, facts),
+        });
+        machines.insert(vm, finding.disk_index.is_none());
+        disks.extend(finding.disk_index.map(|disk| (vm, disk)));
+    }
+    for vm in machines.into_keys() {
+        if let Some(count) = round.threads(vm)
+            && let Ok(edits) = libvirt::count_threads(&Target::new(&round, vm, None), count)
+        {
+            let added = changes.add(edits);
+            debug_assert!(added, "nothing else changes the number of threads");
         }
     }
-    Ok(fixed)
+    left.dedup();
+    let sources = match changes.is_empty() {
+        true => None,
+        false => changes.apply(&input.sources),
+    };
+    (sources, done, left)
 }
 
 fn is_wanted(rule: &Rule, wanted: Wanted<'_>) -> bool {
@@ -302,26 +368,20 @@ fn is_wanted(rule: &Rule, wanted: Wanted<'_>) -> bool {
     !rule.fix.is_empty() && (named || (!rule.lowers_durability && rule.severity != Severity::Info))
 }
 
-/// All settings of a rule, each in the text that the one before left.
-fn all(target: &Target<'_>, rule: &Rule) -> Result<Vec<Source>, String> {
-    let mut input = target.input.clone();
+/// The edits for all settings of a rule; none if they would change nothing.
+fn all(target: &Target<'_>, rule: &Rule) -> Edits {
+    let mut edits = Vec::new();
     for setting in &rule.fix {
-        let target = Target {
-            input: &input,
-            ..*target
-        };
-        let edits = target.edits(*setting)?;
-        let sources = apply(&input.sources, &edits).ok_or("two changes at one place")?;
-        input = reread(&input, sources).map_err(|e| format!("it would not be read again: {e}"))?;
+        edits.extend(target.edits(*setting)?);
     }
-    match input
-        .sources
-        .iter()
-        .zip(&target.input.sources)
-        .all(|(a, b)| a.text == b.text)
-    {
-        true => Err("nothing would change".into()),
-        false => Ok(input.sources),
+    let changes = |edit: &Edit| {
+        let source = target.input.sources.get(usize::from(edit.span.source));
+        let now = source.and_then(|source| source.text.get(edit.span.range()));
+        now != Some(edit.text.as_str())
+    };
+    match edits.iter().any(changes) {
+        true => Ok(edits),
+        false => Ok(Vec::new()),
     }
 }
 

@@ -99,9 +99,20 @@ pub struct Reading {
     pub vms: Vec<Vm>,
     notes: Vec<Note>,
     ignores: Vec<Ignore>,
+    /// I/O threads that are only counted, of all machines together.
+    threads: u64,
 }
 
+/// Most I/O threads that machines of one input have by their number alone: each takes memory here, and a number is short.
+pub const THREADS_MAX: u64 = 65_536;
+
 impl Reading {
+    /// Whether there may be that many more I/O threads.
+    pub fn has_threads(&mut self, more: u64) -> bool {
+        self.threads = self.threads.saturating_add(more);
+        self.threads <= THREADS_MAX
+    }
+
     /// Says that something was passed over.
     pub fn note(&mut self, span: Span, text: impl Into<String>) {
         // A hostile input may have a mistake in every byte.

@@ -19,6 +19,7 @@ mod proxmox;
 mod qemu;
 pub mod report;
 mod ringdisk;
+mod round;
 pub mod rules;
 pub mod steps;
 pub mod text;

@@ -4,11 +4,13 @@ mod convert;
 mod edit;
 
 pub use convert::{from_ringdisk, to_ringdisk};
-pub use edit::edits;
+pub use edit::{Xml, count_threads, edits};
+
+use std::collections::{HashMap, HashSet};
 
 use roxmltree::{Attribute, Document, Node, ParsingOptions};
 
-use crate::input::{Mistake, Reading};
+use crate::input::{Mistake, Reading, THREADS_MAX};
 use crate::model::carried::{Dialect, is_limit};
 use crate::model::{Disk, Thread, ThreadUse, Vm};
 use crate::qemu::machine_version;
@@ -229,13 +231,11 @@ fn domain(node: Node<'_, '_>, input: &str, reading: &mut Reading) -> Vm {
         })
         .map(str::to_owned)
         .collect();
-    let controllers: Vec<_> = devices
-        .children()
-        .filter(|node| node.has_tag_name("controller"))
-        .collect();
+    let controllers = Controllers::of(devices);
+    let mates = controllers.count(&disks);
     for node in &disks {
         vm.disks
-            .push(disk(*node, &controllers, &disks, &vm, reading));
+            .push(disk(*node, &controllers, &mates, &vm, reading));
     }
     vm
 }
@@ -346,37 +346,74 @@ fn threads(node: Node<'_, '_>, vm: &mut Vm, reading: &mut Reading) {
     };
     let (number, at) = text(count);
     match number.parse::<u64>() {
-        // More than that no machine has, and each takes memory here.
-        Ok(number) if number <= 4096 => {
+        Ok(number) if reading.has_threads(number) => {
+            let mut known: HashSet<String> =
+                vm.threads.iter().map(|thread| thread.id.clone()).collect();
             let mut next = 1u64;
             while (vm.threads.len() as u64) < number {
                 let id = next.to_string();
-                if !vm.threads.iter().any(|thread| thread.id == id) {
+                if known.insert(id.clone()) {
                     vm.threads.push(Thread { id, span: at });
                 }
                 next += 1;
             }
         }
-        _ => reading.note(at, "the number of I/O threads is not one up to 4096"),
+        _ => {
+            let text = format!("the number of I/O threads is not one up to {THREADS_MAX}");
+            reading.note(at, text);
+        }
     }
 }
 
-/// The controller that a SCSI disk hangs on.
-fn controller<'a, 'i>(disk: Node<'a, 'i>, controllers: &[Node<'a, 'i>]) -> Option<Node<'a, 'i>> {
-    let index = child(disk, "address")
-        .and_then(|node| node.attribute("controller"))
-        .unwrap_or("0");
-    let mut scsi = controllers
-        .iter()
-        .filter(|node| node.attribute("type") == Some("scsi"));
-    scsi.find(|node| node.attribute("index").unwrap_or("0") == index)
-        .copied()
+/// The SCSI controllers of a domain, by their index.
+pub struct Controllers<'a, 'i>(HashMap<&'a str, Node<'a, 'i>>);
+
+impl<'a, 'i> Controllers<'a, 'i> {
+    /// Those in a domain, or in its devices.
+    fn of(node: Node<'a, 'i>) -> Self {
+        let devices = child(node, "devices").unwrap_or(node);
+        let scsi = devices.children().filter(|node| {
+            node.has_tag_name("controller") && node.attribute("type") == Some("scsi")
+        });
+        let mut found = HashMap::new();
+        for controller in scsi {
+            let index = controller.attribute("index").unwrap_or("0");
+            found.entry(index).or_insert(controller);
+        }
+        Self(found)
+    }
+
+    /// The one that a SCSI disk hangs on.
+    fn of_disk(&self, disk: Node<'_, '_>) -> Option<Node<'a, 'i>> {
+        let index = child(disk, "address")
+            .and_then(|node| node.attribute("controller"))
+            .unwrap_or("0");
+        self.0.get(index).copied()
+    }
+
+    /// How many SCSI disks each index has.
+    fn count(&self, disks: &[Node<'a, 'i>]) -> HashMap<&'a str, usize> {
+        let mut counts = HashMap::new();
+        for disk in disks {
+            let bus = child(*disk, "target").and_then(|node| node.attribute("bus"));
+            if bus == Some("scsi") {
+                *counts.entry(index(self.of_disk(*disk))).or_default() += 1;
+            }
+        }
+        counts
+    }
+}
+
+/// The index of a controller; that of the first one if it is not written down.
+fn index<'a>(controller: Option<Node<'a, '_>>) -> &'a str {
+    let index = controller.and_then(|node| node.attribute("index"));
+    index.unwrap_or("0")
 }
 
 fn disk(
     node: Node<'_, '_>,
-    controllers: &[Node<'_, '_>],
-    all: &[Node<'_, '_>],
+    controllers: &Controllers<'_, '_>,
+    mates: &HashMap<&str, usize>,
     vm: &Vm,
     reading: &mut Reading,
 ) -> Disk {
@@ -400,9 +437,7 @@ fn disk(
     let table = &mut disk.table;
     let vhost_user = table.word("disk.protocol") == Some("vhost-user");
     let (bus, bus_at) = attribute(target, "bus").unwrap_or_else(|| (bus_of_name(name), name_at));
-    let scsi = (bus == "scsi")
-        .then(|| controller(node, controllers))
-        .flatten();
+    let scsi = (bus == "scsi").then(|| controllers.of_disk(node)).flatten();
     let word = match bus {
         "virtio" if vhost_user => "vhost-user-blk",
         "virtio" => "virtio-blk",
@@ -437,17 +472,7 @@ fn disk(
             &mut disk,
             reading,
         );
-        let index = scsi.and_then(|node| node.attribute("index")).unwrap_or("0");
-        let mates = all.iter().filter(|other| {
-            let scsi_bus =
-                child(**other, "target").and_then(|node| node.attribute("bus")) == Some("scsi");
-            scsi_bus
-                && controller(**other, controllers)
-                    .and_then(|node| node.attribute("index"))
-                    .unwrap_or("0")
-                    == index
-        });
-        let alone = mates.count() <= 1;
+        let alone = mates.get(index(scsi)).is_none_or(|count| *count <= 1);
         disk.table.derive(
             "disk.controller",
             if alone { "own" } else { "shared" },

@@ -6,7 +6,7 @@
 //! latter it is said that it could not be known.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 
 use crate::text::Span;
@@ -224,10 +224,13 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Whether a disk or another device is on that I/O thread.
-    pub fn uses_thread(&self, id: &str) -> bool {
-        let by_disk = |disk: &Disk| disk.threads.iter().any(|u| u.id == id);
-        self.disks.iter().any(by_disk) || self.threads_elsewhere.iter().any(|other| other == id)
+    /// The I/O threads that disks and other devices name.
+    pub fn threads_used(&self) -> HashSet<&str> {
+        let by_disks = self.disks.iter().flat_map(|disk| &disk.threads);
+        let by_disks = by_disks.map(|used| used.id.as_str());
+        by_disks
+            .chain(self.threads_elsewhere.iter().map(String::as_str))
+            .collect()
     }
 }
 

@@ -12,7 +12,7 @@ mod script;
 mod words;
 
 pub use convert::{from_ringdisk, to_ringdisk};
-pub use edit::edits;
+pub use edit::{Parsed, edits};
 pub use words::shell;
 
 use crate::input::{Mistake, Reading, Surroundings};

@@ -1,10 +1,11 @@
 //! Texts that configurations are in, places in them, and changes to them.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::OnceLock;
 
-/// Largest text that is read. The largest domain that libvirt takes is far below it.
-pub const BYTES_MAX: usize = 4 << 20;
+/// Largest text that is read: a domain with ten thousand disks has about 4 MiB.
+pub const BYTES_MAX: usize = 16 << 20;
 
 /// One text: a file, standard input, a command line.
 #[derive(Clone, Debug)]
@@ -129,33 +130,89 @@ impl Edit {
     }
 }
 
+/// Changes that can be made together: none of them touches the bytes of another.
+#[derive(Default)]
+pub struct Changes {
+    by_place: BTreeMap<(u16, u32, u32), Vec<Edit>>,
+}
+
+impl Changes {
+    /// Adds edits that belong together, all of them or none. Refused are those that change the same bytes as earlier ones,
+    /// or insert at the same place: each would have to know of the other.
+    pub fn add(&mut self, edits: Vec<Edit>) -> bool {
+        let key = |edit: &Edit| (edit.span.source, edit.span.start, edit.span.end);
+        let is_free = |edit: &Edit| {
+            let place @ (source, start, end) = key(edit);
+            let before = self.by_place.range(..=place).next_back();
+            let after = self.by_place.range(place..).next();
+            before
+                .is_none_or(|(other, _)| other.0 != source || (other.2 <= start && *other != place))
+                && after.is_none_or(|(other, _)| other.0 != source || other.1 >= end)
+        };
+        let mut own: Vec<_> = edits.iter().map(key).collect();
+        own.sort_unstable();
+        let apart = own
+            .windows(2)
+            .all(|pair| pair[0].0 != pair[1].0 || pair[0].2 <= pair[1].1);
+        if !apart || !edits.iter().all(is_free) {
+            return false;
+        }
+        for edit in edits {
+            self.by_place.entry(key(&edit)).or_default().push(edit);
+        }
+        true
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.by_place.is_empty()
+    }
+
+    /// The texts with all changes; `None` if one is not inside its text.
+    pub fn apply(&self, sources: &[Source]) -> Option<Vec<Source>> {
+        let mut changed: Vec<String> = vec![String::new(); sources.len()];
+        let mut ends = vec![0; sources.len()];
+        // Lines that are added end as the first line of their text does.
+        let has_crlf = |source: &Source| {
+            source
+                .text
+                .find('\n')
+                .is_some_and(|at| source.text[..at].ends_with('\r'))
+        };
+        let crlf: Vec<bool> = sources.iter().map(has_crlf).collect();
+        for edit in self.by_place.values().flatten() {
+            let place = usize::from(edit.span.source);
+            let text = &sources.get(place)?.text;
+            let range = edit.span.range();
+            text.get(range.clone())?;
+            changed[place].push_str(text.get(ends[place]..range.start)?);
+            match crlf[place] {
+                true => {
+                    let lines = edit.text.replace("\r\n", "\n");
+                    changed[place].push_str(&lines.replace('\n', "\r\n"));
+                }
+                false => changed[place].push_str(&edit.text),
+            }
+            ends[place] = range.end;
+        }
+        let whole = sources.iter().zip(changed).zip(ends);
+        Some(
+            whole
+                .map(|((source, text), end)| Source::new(&source.name, text + &source.text[end..]))
+                .collect(),
+        )
+    }
+}
+
 /// Makes changes to the texts of an input. Insertions at one place stay in their order.
 ///
 /// `None` if two of them change the same bytes, or one is not inside its text.
 pub fn apply(sources: &[Source], edits: &[Edit]) -> Option<Vec<Source>> {
-    let mut edits: Vec<_> = edits.iter().collect();
-    edits.sort_by_key(|edit| (edit.span.source, edit.span.start, edit.span.end));
-    let mut changed: Vec<Source> = sources
-        .iter()
-        .map(|source| Source::new(&source.name, &source.text))
-        .collect();
-    let mut last: Option<Span> = None;
-    for pair in edits.windows(2) {
-        let (a, b) = (pair[0].span, pair[1].span);
-        if a.source == b.source && a.end > b.start {
-            return None;
-        }
+    let mut changes = Changes::default();
+    match changes.add(edits.to_vec()) {
+        true => changes.apply(sources),
+        false => None,
     }
-    for edit in edits.iter().rev() {
-        let text = &mut changed.get_mut(usize::from(edit.span.source))?.text;
-        let range = edit.span.range();
-        text.get(range.clone())?;
-        // From the last to the first, so that the places of those before stay true.
-        debug_assert!(last.is_none_or(|last| last >= edit.span));
-        last = Some(edit.span);
-        text.replace_range(range, &edit.text);
-    }
-    Some(changed)
 }
 
 /// `text` without what a terminal would take for an order, for messages.

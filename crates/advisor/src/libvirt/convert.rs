@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use roxmltree::Node;
 
-use super::{child, parse, span};
+use super::{child, span};
 use crate::fix::{Edits, Target};
 use crate::model::Disk;
 use crate::model::carried::{Carried, Dialect, Limit};
@@ -111,9 +111,9 @@ const KEPT: &[&str] = &["event_idx", "packed", "page_per_vq", "iommu", "ats"];
 /// # Errors
 /// What the disk has that ringdisk cannot do.
 pub fn to_ringdisk(target: &Target<'_>, socket: &str, queues: u64, queue_size: u64) -> Edits {
-    let text = text(target);
-    let document = parse(text).map_err(|_| "is no XML")?;
-    let disk = element(&document, target.disk()?.span)?;
+    let xml = target.round.xml()?;
+    let text = xml.text();
+    let disk = xml.at(target.disk()?.span).ok_or("the disk is not there")?;
     if let Some(foreign) = foreign(disk, "") {
         return Err(format!("ringdisk has no counterpart for {foreign}"));
     }
@@ -239,21 +239,6 @@ fn machine(disk: Node<'_, '_>) -> Result<(), String> {
     Ok(())
 }
 
-fn text<'a>(target: &Target<'a>) -> &'a str {
-    let source = target.input.sources.first();
-    source.map_or("", |source| source.text.as_str())
-}
-
-fn element<'a, 'i>(
-    document: &'a roxmltree::Document<'i>,
-    place: Span,
-) -> Result<Node<'a, 'i>, String> {
-    let found = document
-        .descendants()
-        .find(|node| node.has_tag_name("disk") && span(*node) == place);
-    found.ok_or_else(|| "the disk is not there".into())
-}
-
 fn escaped(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('<', "&lt;")
@@ -305,9 +290,9 @@ fn replace_storage(
 /// # Errors
 /// Why there are none.
 pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
-    let text = text(target);
-    let document = parse(text).map_err(|_| "is no XML")?;
-    let disk = element(&document, target.disk()?.span)?;
+    let xml = target.round.xml()?;
+    let text = xml.text();
+    let disk = xml.at(target.disk()?.span).ok_or("the disk is not there")?;
     let word = |name| storage.table.word(name).unwrap_or_default();
     let block = word("disk.protocol") == "block";
     let format = match word("disk.format") {

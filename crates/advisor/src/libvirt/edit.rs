@@ -1,10 +1,62 @@
 //! Changes to a domain, attribute by attribute.
 
-use roxmltree::{Document, Node};
+use std::collections::{HashMap, HashSet};
 
-use super::{at, attribute, child, controller, parse, span};
+use roxmltree::{Document, Node, NodeId};
+
+use super::{Controllers, at, attribute, child, parse, span};
 use crate::fix::{Edits, Setting, Target};
 use crate::text::{Edit, Span};
+
+/// A text with its tree, in which elements are found by their places.
+pub struct Xml<'i> {
+    text: &'i str,
+    document: Document<'i>,
+    elements: HashMap<Span, NodeId>,
+    /// SCSI controllers by domain and index.
+    controllers: HashMap<(Span, String), NodeId>,
+}
+
+impl<'i> Xml<'i> {
+    /// `None` if it is no XML.
+    pub fn parse(text: &'i str) -> Option<Self> {
+        let document = parse(text).ok()?;
+        let elements = document.descendants().filter(|node| {
+            matches!(node.tag_name().name(), "domain" | "disk") && node.is_element()
+        });
+        let elements = elements.map(|node| (span(node), node.id())).collect();
+        let mut controllers = HashMap::new();
+        let domains = document.descendants();
+        for domain in domains.filter(|node| node.has_tag_name("domain")) {
+            for (index, node) in Controllers::of(domain).0 {
+                controllers.insert((span(domain), index.to_owned()), node.id());
+            }
+        }
+        Some(Self {
+            text,
+            document,
+            elements,
+            controllers,
+        })
+    }
+
+    /// The domain or the disk at that place.
+    pub fn at(&self, place: Span) -> Option<Node<'_, 'i>> {
+        self.document.get_node(*self.elements.get(&place)?)
+    }
+
+    /// The SCSI controller that a disk of a domain hangs on.
+    fn controller(&self, domain: Span, disk: Node<'_, '_>) -> Option<Node<'_, 'i>> {
+        let index = child(disk, "address").and_then(|node| node.attribute("controller"));
+        let key = (domain, index.unwrap_or("0").to_owned());
+        self.document.get_node(*self.controllers.get(&key)?)
+    }
+
+    /// All of it.
+    pub fn text(&self) -> &'i str {
+        self.text
+    }
+}
 
 /// The text that is changed, with its tree.
 struct Domain<'a, 'i> {
@@ -12,40 +64,34 @@ struct Domain<'a, 'i> {
     node: Node<'a, 'i>,
 }
 
+/// The element that says how many I/O threads there are.
+///
+/// # Errors
+/// There is no place for it.
+pub fn count_threads(target: &Target<'_>, count: u64) -> Edits {
+    Domain::of(target)?.count_threads(count)
+}
+
 /// The changes for a setting.
 ///
 /// # Errors
 /// Why there are none.
 pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
-    let text = target
-        .input
-        .sources
-        .first()
-        .map_or("", |source| source.text.as_str());
-    let document: Document<'_> = parse(text).map_err(|_| "is no XML")?;
+    let domain = Domain::of(target)?;
     let vm = target.vm()?;
-    let node = document
-        .descendants()
-        .find(|node| node.has_tag_name("domain") && span(*node) == vm.span)
-        .ok_or("the domain is not there")?;
-    let domain = Domain { text, node };
     match setting {
         Setting::SharedMemory => return domain.share_memory(),
         Setting::TrimThreads => return domain.trim_threads(target),
         _ => {}
     }
     let disk = target.disk()?;
-    let node = node
-        .descendants()
-        .find(|node| span(*node) == disk.span)
-        .ok_or("the disk is not there")?;
+    let xml = target.round.xml()?;
+    let node = xml.at(disk.span).ok_or("the disk is not there")?;
     let scsi = disk.table.word("disk.bus") == Some("virtio-scsi");
-    let controllers: Vec<_> = domain
-        .node
-        .descendants()
-        .filter(|node| node.has_tag_name("controller"))
-        .collect();
-    let scsi_controller = controller(node, &controllers);
+    let scsi_controller = match disk.table.word("disk.bus") {
+        Some("virtio-scsi" | "scsi-emulated") => xml.controller(vm.span, node),
+        _ => None,
+    };
     // What carries queues and threads.
     let carrier = if scsi {
         scsi_controller.ok_or("the SCSI controller is not written down")?
@@ -53,7 +99,7 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
         node
     };
     match setting {
-        Setting::Virtio => domain.virtio(node, disk.table.word("disk.bus"), scsi_controller),
+        Setting::Virtio => domain.virtio(target, node, scsi_controller),
         Setting::Cache(mode) => domain.driver(node, "cache", mode),
         Setting::CacheDirect => {
             let mode = match disk.table.word("disk.cache") {
@@ -68,17 +114,21 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
             let vcpus = vm.table.number("vm.vcpus").unwrap_or(1);
             domain.driver(carrier, "queues", &vcpus.to_string())
         }
-        Setting::OwnThread => match target.unused_thread() {
-            Some(id) => domain.driver(carrier, "iothread", id),
-            None => {
-                let id = (1u64..)
-                    .map(|id| id.to_string())
-                    .find(|id| !vm.threads.iter().any(|thread| thread.id == *id));
-                let mut edits = domain.count_threads(vm.threads.len() as u64 + 1)?;
-                edits.extend(domain.driver(carrier, "iothread", &id.unwrap_or_default())?);
-                Ok(edits)
+        Setting::OwnThread => {
+            if let Some(id) = target.round.unused_thread(target.vm) {
+                return domain.driver(carrier, "iothread", &id);
             }
-        },
+            let defined = || vm.threads.iter().map(|thread| thread.id.clone()).collect();
+            let id = target
+                .round
+                .name(target.vm, "thread", defined, |n| (n + 1).to_string());
+            let least = match child(domain.node, "iothreadids") {
+                Some(_) => 0,
+                None => id.parse().unwrap_or(0),
+            };
+            domain.want_threads(target, 1, least)?;
+            domain.driver(carrier, "iothread", &id)
+        }
         Setting::DefineThread => {
             let id = disk
                 .table
@@ -90,7 +140,8 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
             if child(domain.node, "iothreadids").is_some() {
                 return Err("the ids of its I/O threads are listed by hand".into());
             }
-            domain.count_threads(id)
+            domain.want_threads(target, 0, id)?;
+            Ok(Vec::new())
         }
         Setting::Remove("iothread") => domain.without(child(carrier, "driver"), "iothread"),
         Setting::Remove("ioeventfd") => domain.without(child(carrier, "driver"), "ioeventfd"),
@@ -139,6 +190,22 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
 }
 
 impl<'a, 'i> Domain<'a, 'i> {
+    fn of(target: &Target<'a>) -> Result<Domain<'a, 'a>, String> {
+        let xml = target.round.xml()?;
+        let node = xml.at(target.vm()?.span).ok_or("the domain is not there")?;
+        Ok(Domain {
+            text: xml.text(),
+            node,
+        })
+    }
+
+    /// The count is written once for all disks that want threads.
+    fn want_threads(&self, target: &Target<'_>, more: u64, least: u64) -> Result<(), String> {
+        let now = target.vm()?.threads.len() as u64;
+        let count = target.round.want_threads(target.vm, now, more, least);
+        self.count_threads(count).map(drop)
+    }
+
     /// The white space before an element, from the end of the line before.
     fn indent(&self, node: Node<'_, '_>) -> &'i str {
         let before = &self.text[..node.range().start];
@@ -196,9 +263,8 @@ impl<'a, 'i> Domain<'a, 'i> {
     fn remove(&self, node: Node<'_, '_>) -> Edit {
         let range = node.range();
         let start = self.text[..range.start].trim_end_matches([' ', '\t']).len();
-        let start = self.text[..start]
-            .strip_suffix('\n')
-            .map_or(start, str::len);
+        let line = self.text[..start].strip_suffix('\n');
+        let start = line.map_or(start, |line| line.strip_suffix('\r').unwrap_or(line).len());
         Edit::replace(Span::new(0, start, range.end), "")
     }
 
@@ -256,28 +322,29 @@ impl<'a, 'i> Domain<'a, 'i> {
         Ok(vec![self.add_before(first, &xml)])
     }
 
-    fn virtio(&self, disk: Node<'_, '_>, bus: Option<&str>, scsi: Option<Node<'_, '_>>) -> Edits {
-        if bus == Some("scsi-emulated")
+    fn virtio(&self, target: &Target<'_>, disk: Node<'_, '_>, scsi: Option<Node<'_, '_>>) -> Edits {
+        if target.disk()?.table.word("disk.bus") == Some("scsi-emulated")
             && let Some(controller) = scsi
         {
             return Ok(self.set(controller, "model", "virtio-scsi"));
         }
-        let target = child(disk, "target").ok_or("the disk has no <target>")?;
-        let used: Vec<&str> = self
-            .node
-            .descendants()
-            .filter(|node| node.has_tag_name("target"))
-            .filter_map(|node| node.attribute("dev"))
-            .collect();
-        let free = ('a'..='z')
-            .map(|letter| format!("vd{letter}"))
-            .find(|name| !used.contains(&name.as_str()));
-        let free = free.ok_or("all names from vda to vdz are taken")?;
-        let mut edits = self.set(target, "dev", &free);
-        edits.extend(self.set(target, "bus", "virtio"));
+        let element = child(disk, "target").ok_or("the disk has no <target>")?;
+        let used = || -> HashSet<String> {
+            let targets = self
+                .node
+                .descendants()
+                .filter(|node| node.has_tag_name("target"));
+            let names = targets.filter_map(|node| node.attribute("dev"));
+            names.map(str::to_owned).collect()
+        };
+        let free = target.round.name(target.vm, "target", used, |number| {
+            format!("vd{}", letters(number))
+        });
+        let mut edits = self.set(element, "dev", &free);
+        edits.extend(self.set(element, "bus", "virtio"));
         for name in ["rotation_rate", "removable"] {
-            if target.has_attribute(name) {
-                edits.extend(self.without(Some(target), name)?);
+            if element.has_attribute(name) {
+                edits.extend(self.without(Some(element), name)?);
             }
         }
         // A place on the old bus means nothing on the new one; libvirt finds another.
@@ -312,10 +379,12 @@ impl<'a, 'i> Domain<'a, 'i> {
         }
         let ids = child(self.node, "iothreadids");
         let count = child(self.node, "iothreads");
-        let needed: Vec<_> = vm
+        let used = vm.threads_used();
+        let needed: HashSet<&str> = vm
             .threads
             .iter()
-            .filter(|thread| vm.uses_thread(&thread.id))
+            .map(|thread| thread.id.as_str())
+            .filter(|id| used.contains(id))
             .collect();
         if needed.is_empty() {
             return Ok(ids
@@ -324,8 +393,7 @@ impl<'a, 'i> Domain<'a, 'i> {
                 .map(|node| self.remove(node))
                 .collect());
         }
-        let in_order =
-            (1..=needed.len()).all(|id| needed.iter().any(|thread| thread.id == id.to_string()));
+        let in_order = (1..=needed.len()).all(|id| needed.contains(id.to_string().as_str()));
         match (ids, in_order) {
             (None, true) => self.count_threads(needed.len() as u64),
             _ => Err("their ids are not 1, 2, 3 and on: take them away by hand".into()),
@@ -360,5 +428,14 @@ impl<'a, 'i> Domain<'a, 'i> {
             "<memoryBacking>\n{indent}  <source type='memfd'/>\n{indent}  <access mode='shared'/>\n{indent}</memoryBacking>"
         );
         Ok(vec![self.add_after(node, &xml)])
+    }
+}
+
+/// What the kernel calls the disk of that number: a to z, aa, ab, and on.
+fn letters(number: u64) -> String {
+    let last = char::from(b'a' + (number % 26) as u8);
+    match number / 26 {
+        0 => last.to_string(),
+        more => letters(more - 1) + &last.to_string(),
     }
 }

@@ -1,21 +1,65 @@
 //! Changes to a command line, in the syntax in which each option is written.
 
+use std::collections::{BTreeMap, HashMap, HashSet};
+
 use super::devices::scsi_bus;
 use super::line::{Line, line};
 use super::options::{Opt, Pair, Syntax};
 use super::{fragment, words};
 use crate::fix::{Edits, Setting, Target, is_plain};
-use crate::input::{Kind, Reading};
+use crate::input::{Input, Kind, Reading};
 use crate::model::Disk;
 use crate::proxmox;
 use crate::text::{Edit, Span};
 
-/// The command that is changed, read again.
+/// A command with its options, which are found by their places and their names.
+pub struct Parsed {
+    command: words::Command,
+    line: Line,
+    /// Numbers of options, by source and first byte.
+    places: BTreeMap<(u16, u32), usize>,
+    /// The same of nodes, by name.
+    nodes: HashMap<String, usize>,
+}
+
+impl Parsed {
+    /// # Errors
+    /// The command is not there, or is broken.
+    pub fn of(input: &Input, vm: usize) -> Result<Self, String> {
+        let text = input.sources.first().map_or("", |source| &source.text);
+        let command = match input.kind {
+            Kind::Proxmox => {
+                proxmox::options(text).and_then(|(options, start)| fragment(options, start))
+            }
+            _ => words::commands(text, 0).commands.into_iter().nth(vm),
+        };
+        let command = command.ok_or("the command is not there")?;
+        let mut reading = Reading::default();
+        let line =
+            line(&command, &input.surroundings, &mut reading, false).map_err(|_| "it is broken")?;
+        let options = line.options.iter().enumerate();
+        let places = options.map(|(at, option)| ((option.span.source, option.span.start), at));
+        let nodes = line.options.iter().enumerate().filter_map(|(at, option)| {
+            let name = option
+                .value("node-name")
+                .filter(|_| option.group == "blockdev");
+            Some((name?.to_owned(), at))
+        });
+        Ok(Self {
+            places: places.collect(),
+            nodes: nodes.collect(),
+            command,
+            line,
+        })
+    }
+}
+
+/// The command that is changed.
 pub struct Changed<'a> {
     target: &'a Target<'a>,
-    command: words::Command,
+    parsed: &'a Parsed,
     /// Its options.
-    pub line: Line,
+    pub line: &'a Line,
 }
 
 /// The changes for a setting.
@@ -186,25 +230,14 @@ fn key_start(source: &str, option: &Opt, pair: &Pair) -> Option<Span> {
 
 impl<'a> Changed<'a> {
     pub fn of(target: &'a Target<'a>) -> Result<Self, String> {
-        let text = target
-            .input
-            .sources
-            .first()
-            .map_or("", |source| source.text.as_str());
-        let command = match target.input.kind {
-            Kind::Proxmox => {
-                proxmox::options(text).and_then(|(options, start)| fragment(options, start))
-            }
-            _ => words::commands(text, 0).commands.into_iter().nth(target.vm),
-        };
-        let command = command.ok_or("the command is not there")?;
-        let mut reading = Reading::default();
-        let line = line(&command, &target.input.surroundings, &mut reading, false)
-            .map_err(|_| "it is broken")?;
+        let parsed = target.round.command(match target.input.kind {
+            Kind::Proxmox => 0,
+            _ => target.vm,
+        })?;
         Ok(Self {
             target,
-            command,
-            line,
+            parsed,
+            line: &parsed.line,
         })
     }
 
@@ -225,11 +258,21 @@ impl<'a> Changed<'a> {
 
     /// The option that has these bytes.
     fn at(&self, span: Span) -> Option<&Opt> {
-        self.line.options.iter().find(|option| {
-            option.span.source == span.source
-                && option.span.start <= span.start
-                && span.end <= option.span.end
-        })
+        let key = (span.source, span.start);
+        let (_, at) = self.parsed.places.range(..=key).next_back()?;
+        let option = self.line.options.get(*at)?;
+        let is_inside = option.span.source == span.source && span.end <= option.span.end;
+        is_inside.then_some(option)
+    }
+
+    /// The ids of all options.
+    fn ids(&self) -> HashSet<String> {
+        let ids = self
+            .line
+            .options
+            .iter()
+            .filter_map(|option| option.value("id"));
+        ids.map(str::to_owned).collect()
     }
 
     fn text(&self, span: Span) -> &str {
@@ -285,14 +328,10 @@ impl<'a> Changed<'a> {
         for _ in 0..32 {
             let key = format!("{prefix}file");
             if let Some(name) = option.value(&key) {
-                let Some(next) = self
-                    .line
-                    .group("blockdev")
-                    .find(|node| node.value("node-name") == Some(name))
-                else {
+                let Some(next) = self.parsed.nodes.get(name) else {
                     break;
                 };
-                option = next;
+                option = &self.line.options[*next];
                 prefix.clear();
             } else if option.get(&format!("{prefix}file.driver")).is_some() {
                 prefix = format!("{prefix}file.");
@@ -457,17 +496,12 @@ impl<'a> Changed<'a> {
     }
 
     fn own_thread(&self, disk: &Disk) -> Edits {
-        let taken = |id: &str| {
-            self.line
-                .options
-                .iter()
-                .any(|option| option.value("id") == Some(id))
-        };
-        let unused = self.target.unused_thread().map(str::to_owned);
-        let id = unused
-            .clone()
-            .or_else(|| (0..).map(|n| format!("iothread{n}")).find(|id| !taken(id)));
-        let id = id.unwrap_or_default();
+        let Target { round, vm, .. } = *self.target;
+        let unused = round.unused_thread(vm);
+        let id = unused.clone().unwrap_or_else(|| {
+            let ids = || self.ids();
+            round.name(vm, "thread", ids, |number| format!("iothread{number}"))
+        });
         let Ok(carrier) = self.carrier(disk) else {
             return self.device_for(disk, &id, unused.is_some());
         };
@@ -492,16 +526,8 @@ impl<'a> Changed<'a> {
         let id = match drive.value("id") {
             Some(id) => id.to_owned(),
             None => {
-                let taken = |id: &str| {
-                    self.line
-                        .options
-                        .iter()
-                        .any(|option| option.value("id") == Some(id))
-                };
-                let id = (0..)
-                    .map(|n| format!("disk{n}"))
-                    .find(|id| !taken(id))
-                    .unwrap_or_default();
+                let Target { round, vm, .. } = *self.target;
+                let id = round.name(vm, "disk", || self.ids(), |number| format!("disk{number}"));
                 edits.extend(self.set(drive, "", "id", &id));
                 id
             }
@@ -581,11 +607,11 @@ impl<'a> Changed<'a> {
     }
 
     fn trim_threads(&self) -> Edits {
-        let vm = self.target.vm()?;
+        let used = self.target.vm()?.threads_used();
         let mut edits = Vec::new();
         for object in self.line.group("object") {
             let is_thread = object.value("qom-type") == Some("iothread");
-            let unused = |id: &&str| is_thread && !vm.uses_thread(id);
+            let unused = |id: &&str| is_thread && !used.contains(id);
             if object.value("id").filter(unused).is_none() {
                 continue;
             }
@@ -620,7 +646,7 @@ impl<'a> Changed<'a> {
                     .into(),
             );
         }
-        let first = self.command.arguments.first().and_then(|word| {
+        let first = self.parsed.command.arguments.first().and_then(|word| {
             self.line
                 .options
                 .iter()
