@@ -4,6 +4,8 @@
 //! It needs no systemd and no root, and a manager only where somebody has to know how much is stored. What makes it quick to start is that the monitor does not wait to
 //! gather changes (`paxos propose interval`); what keeps it small are the caches of its OSDs.
 
+mod release;
+
 use std::fs::{self, File};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -15,7 +17,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::vm::find_program;
+pub use release::{PRODUCT, Release, UNPACKED, WITH_LIBRARIES};
 
 /// Programs that a cluster needs, and the Debian packages that hold them.
 pub const PROGRAMS: &[(&str, &str)] = &[
@@ -24,6 +26,7 @@ pub const PROGRAMS: &[(&str, &str)] = &[
     ("ceph-mgr", "ceph-mgr"),
     ("ceph", "ceph-common"),
     ("rbd", "ceph-common"),
+    ("rados", "ceph-common"),
     ("ceph-authtool", "ceph-common"),
     ("monmaptool", "ceph-base"),
 ];
@@ -34,27 +37,11 @@ pub const POOL: &str = "rbd";
 /// How long anything may take that a cluster does; a busy machine needs a tenth of it.
 const PATIENCE: Duration = Duration::from_secs(90);
 
-/// Says which programs are missing.
-///
-/// # Errors
-/// There are some; the error names their packages.
-pub fn available() -> Result<()> {
-    let missing: Vec<&str> = PROGRAMS
-        .iter()
-        .filter(|(program, _)| find_program(program).is_none())
-        .map(|(_, package)| *package)
-        .collect();
-    ensure!(
-        missing.is_empty(),
-        "Ceph is not installed ({}); `cargo xtask install` installs it",
-        missing.join(", ")
-    );
-    Ok(())
-}
-
 /// What kind of cluster.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Options {
+    /// Which Ceph.
+    pub release: Release,
     /// How many OSDs.
     pub osds: usize,
     /// Copies of each object, at most as many.
@@ -66,6 +53,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
+            release: Release::default(),
             osds: 3,
             replicas: 3,
             in_memory: false,
@@ -79,6 +67,7 @@ pub struct Ceph {
     mon: Daemon,
     mgr: Daemon,
     osds: Vec<Daemon>,
+    release: Release,
     starter: Starter,
     kept: bool,
 }
@@ -106,7 +95,6 @@ impl Ceph {
     }
 
     fn start_with(folder: &Path, options: Options, bound: bool) -> Result<Self> {
-        available()?;
         fs::create_dir_all(folder.parent().unwrap_or(folder))?;
         fs::create_dir(folder)
             .with_context(|| format!("making {}; is a cluster left there?", folder.display()))?;
@@ -118,15 +106,16 @@ impl Ceph {
                 .map(|i| Daemon::new("osd", &i.to_string()))
                 .collect(),
             folder,
+            release: options.release.clone(),
             starter: Starter::new(bound),
             kept: false,
         };
-        ceph.bring_up(options)
+        ceph.bring_up(&options)
             .with_context(|| format!("starting Ceph in {}", ceph.folder.display()))?;
         Ok(ceph)
     }
 
-    fn bring_up(&mut self, options: Options) -> Result<()> {
+    fn bring_up(&mut self, options: &Options) -> Result<()> {
         let fsid = uuid()?;
         // Whoever takes this port until the monitor has it makes its start fail, and says so in its log.
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
@@ -151,7 +140,7 @@ impl Ceph {
             self.take_key(&keyring)?;
         }
         let map = self.folder.join("monmap");
-        run(Command::new("monmaptool")
+        run(Command::new(self.release.program("monmaptool"))
             .args(["--create", "--addv", "a", &address, "--fsid", &fsid])
             .arg(&map))?;
         run(self
@@ -160,7 +149,7 @@ impl Ceph {
             .arg(&map)
             .arg("--keyring")
             .arg(self.folder.join("mon.keyring")))?;
-        self.mon.start(&self.folder, &self.starter)?;
+        self.mon.start(&self.folder, &self.release, &self.starter)?;
         for i in 0..options.osds {
             let id = uuid()?;
             let number = self.ceph(&["osd", "new", &id])?;
@@ -171,11 +160,16 @@ impl Ceph {
             run(self
                 .program("ceph-osd")
                 .args(["--mkfs", "-i", number.trim(), "--osd-uuid", &id]))?;
-            self.osds[i].start(&self.folder, &self.starter)?;
+            self.osds[i].start(&self.folder, &self.release, &self.starter)?;
         }
         self.wait_for_osds()?;
         self.ceph(&["osd", "pool", "create", POOL, "16"])?;
         self.rbd(&["pool", "init", POOL]).map(drop)
+    }
+
+    /// Which Ceph it is.
+    pub fn release(&self) -> &Release {
+        &self.release
     }
 
     /// Its configuration file.
@@ -214,6 +208,14 @@ impl Ceph {
         run(self.program("rbd").args(arguments))
     }
 
+    /// Runs `rados ARGUMENTS` as its administrator, and returns what it prints.
+    ///
+    /// # Errors
+    /// It fails; the error holds what it said.
+    pub fn rados(&self, arguments: &[&str]) -> Result<String> {
+        run(self.program("rados").args(arguments))
+    }
+
     /// Makes an image of so many MiB in the pool.
     ///
     /// # Errors
@@ -236,7 +238,7 @@ impl Ceph {
     /// # Errors
     /// It can't be started.
     pub fn start_osd(&mut self, number: usize) -> Result<()> {
-        self.osds[number].start(&self.folder, &self.starter)
+        self.osds[number].start(&self.folder, &self.release, &self.starter)
     }
 
     /// Kills the monitor (SIGKILL), and starts it again.
@@ -245,7 +247,7 @@ impl Ceph {
     /// It did not run, or can't be started.
     pub fn restart_mon(&mut self) -> Result<()> {
         self.mon.kill()?;
-        self.mon.start(&self.folder, &self.starter)
+        self.mon.start(&self.folder, &self.release, &self.starter)
     }
 
     /// Waits until an OSD that was killed is called down, so that the others serve without it.
@@ -307,7 +309,7 @@ impl Ceph {
             let caps = [("mon", "allow profile mgr"), ("osd", all)];
             self.make_key("mgr.a", "mgr.a/keyring", &caps)?;
             self.ceph(&["auth", "add", "mgr.a", "-i", &file.display().to_string()])?;
-            self.mgr.start(&self.folder, &self.starter)?;
+            self.mgr.start(&self.folder, &self.release, &self.starter)?;
         }
         let bytes = bytes.to_string();
         self.ceph(&["osd", "pool", "set-quota", POOL, "max_bytes", &bytes])?;
@@ -372,13 +374,13 @@ impl Ceph {
     }
 
     fn program(&self, name: &str) -> Command {
-        let mut command = Command::new(name);
+        let mut command = Command::new(self.release.program(name));
         command.arg("--conf").arg(self.conf());
         command
     }
 
     fn make_key(&self, name: &str, file: &str, caps: &[(&str, &str)]) -> Result<()> {
-        let mut make = Command::new("ceph-authtool");
+        let mut make = Command::new(self.release.program("ceph-authtool"));
         make.arg("--create-keyring").arg(self.folder.join(file));
         make.args(["--gen-key", "--name", name]);
         for (of, cap) in caps {
@@ -389,7 +391,7 @@ impl Ceph {
 
     /// Puts a key into what the monitor starts with.
     fn take_key(&self, file: &str) -> Result<()> {
-        run(Command::new("ceph-authtool")
+        run(Command::new(self.release.program("ceph-authtool"))
             .arg(self.folder.join("mon.keyring"))
             .arg("--import-keyring")
             .arg(self.folder.join(file)))
@@ -454,10 +456,10 @@ impl Daemon {
         }
     }
 
-    fn start(&mut self, folder: &Path, starter: &Starter) -> Result<()> {
+    fn start(&mut self, folder: &Path, release: &Release, starter: &Starter) -> Result<()> {
         let (kind, id) = self.name.split_once('.').context("a name without a dot")?;
         let output = File::create(folder.join(format!("{}.out", self.name)))?;
-        let program = format!("ceph-{kind}");
+        let program = release.program(&format!("ceph-{kind}"));
         let mut command = starter.program(&program);
         command
             .arg("--conf")
@@ -467,7 +469,7 @@ impl Daemon {
             .stdout(output.try_clone()?)
             .stderr(output);
         let child = starter.start(command);
-        self.child = Some(child.with_context(|| format!("starting {program}"))?);
+        self.child = Some(child.with_context(|| format!("starting {}", program.display()))?);
         Ok(())
     }
 
@@ -500,12 +502,12 @@ impl Starter {
         Self { bound, commands }
     }
 
-    fn program(&self, name: &str) -> Command {
+    fn program(&self, name: &Path) -> Command {
         if !self.bound {
             return Command::new(name);
         }
         let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL", name]);
+        command.args(["--pdeathsig", "KILL"]).arg(name);
         command
     }
 
@@ -517,11 +519,9 @@ impl Starter {
 }
 
 /// Sizes in bytes, times in seconds.
-fn configuration(folder: &Path, fsid: &str, mon: &str, options: Options) -> String {
+fn configuration(folder: &Path, fsid: &str, mon: &str, options: &Options) -> String {
     let folder = folder.display();
-    let Options {
-        osds: _, replicas, ..
-    } = options;
+    let (replicas, places) = (options.replicas, options.release.places());
     let store = match options.in_memory {
         true => {
             "osd objectstore = memstore\nmemstore device bytes = 8589934592\nmemstore page set = true"
@@ -570,7 +570,7 @@ osd max pg log entries = 100
 # Those who die without a word are forgotten sooner than after 30 s.
 osd client watch timeout = 5
 {store}
-[client]
+{places}[client]
 log file =
 [client.admin]
 keyring = {folder}/keyring

@@ -18,4 +18,5 @@ pub mod qmp;
 pub mod ring;
 pub mod server;
 pub mod storage;
+pub mod unpacked;
 pub mod vm;

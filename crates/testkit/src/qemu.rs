@@ -1,13 +1,14 @@
-//! The QEMU of several Debian releases, each unpacked in the cache with its libraries and firmware.
-//!
-//! `cargo xtask install` and `cargo xtask test` fetch them. A program of a release is a script that starts the real
-//! one with that release's dynamic loader, libraries, modules and firmware; the host needs none of them.
+//! The QEMU of several Debian releases, each [unpacked](crate::unpacked) in the cache with its libraries, modules and
+//! firmware.
 
-use std::fs;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
-use initramfs::cache_dir;
+use anyhow::Result;
+
+use crate::unpacked::Unpacked;
+
+/// What it is called in the cache.
+pub const PRODUCT: &str = "qemu";
 
 /// The releases that the tests run on, oldest QEMU first.
 pub const RELEASES: [&str; 4] = [
@@ -16,9 +17,6 @@ pub const RELEASES: [&str; 4] = [
     "debian-13",
     "debian-unstable",
 ];
-
-/// The file in an unpacked release with QEMU's version and the package's, in one line.
-pub const VERSIONS: &str = "versions";
 
 /// An unpacked QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,18 +36,15 @@ impl Release {
     /// # Errors
     /// It is not in the cache. The message says how to fetch it.
     pub fn find(name: &str) -> Result<Self> {
-        let folder = folder(name);
-        let versions = fs::read_to_string(folder.join(VERSIONS)).ok();
-        let versions = versions
-            .as_deref()
-            .and_then(|both| both.trim().split_once(' '));
-        let (version, package) = versions.with_context(|| {
-            format!("the QEMU of {name} is not in the cache; `cargo xtask install` fetches it")
-        })?;
+        let Unpacked {
+            version,
+            package,
+            folder,
+        } = Unpacked::find(PRODUCT, name)?;
         Ok(Self {
             name: name.to_owned(),
-            version: version.to_owned(),
-            package: package.to_owned(),
+            version,
+            package,
             folder,
         })
     }
@@ -69,9 +64,4 @@ impl Release {
         let files = ["OVMF_CODE_4M.fd", "OVMF_VARS_4M.fd"];
         files.map(|file| self.folder.join("root/usr/share/OVMF").join(file))
     }
-}
-
-/// Where the release with this name is unpacked.
-pub fn folder(name: &str) -> PathBuf {
-    cache_dir().join("qemu").join(name)
 }

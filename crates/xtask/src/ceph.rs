@@ -51,6 +51,7 @@ pub fn run(args: &Args) -> Result<()> {
                     osds,
                     replicas: osds,
                     in_memory,
+                    ..Options::default()
                 },
             )?;
             let (conf, options) = (ceph.conf(), ceph.options());

@@ -10,6 +10,7 @@ pub mod debian;
 pub mod qemu;
 pub mod qmp;
 pub mod tcmalloc;
+mod unpacked;
 
 use anyhow::{Context, Result, ensure};
 use std::fs;
@@ -51,7 +52,7 @@ const QEMU_MAJOR_MIN: u32 = 8;
 type Ensure = fn() -> Result<()>;
 
 /// Everything that the tests need, and what happens without it.
-pub const ALL: [(Ensure, &str); 8] = [
+pub const ALL: [(Ensure, &str); 9] = [
     (ensure, "tests that need a guest are skipped"),
     (qmp::ensure, "tests with QEMU's QMP client are skipped"),
     (deb::ensure, "the test of the Debian package is skipped"),
@@ -61,6 +62,10 @@ pub const ALL: [(Ensure, &str); 8] = [
     ),
     (qemu::ensure, "the matrix leaves out"),
     (ceph::ensure, "tests on a Ceph cluster are skipped"),
+    (
+        ceph::ensure_newer,
+        "tests on a cluster of a newer Ceph are skipped",
+    ),
     (
         browser::ensure,
         "the tests that look at reports are skipped",

@@ -1,43 +1,72 @@
-//! The cluster that all tests of this program share, one after another.
+//! The clusters that all tests of this program share, one after another: one of each Ceph.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
-use testkit::ceph::{self, Ceph, Options, POOL};
+use testkit::ceph::{Ceph, Options, POOL, Release};
 use testkit::server::Server;
 
-static CLUSTER: Mutex<Option<Ceph>> = Mutex::new(None);
+/// Which Ceph a test runs on.
+#[derive(Clone, Copy, Debug)]
+pub enum Which {
+    /// The system's own.
+    System,
+    /// The one that is unpacked in the cache.
+    Newer,
+}
 
-/// Tests that have the cluster or wait for it.
-static USERS: AtomicUsize = AtomicUsize::new(0);
+/// A cluster of each.
+static CLUSTERS: [Mutex<Option<Ceph>>; 2] = [const { Mutex::new(None) }; 2];
+
+/// Tests that have a cluster or wait for it.
+static USERS: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 
 /// The cluster, for one test. The last of the tests that wait for it ends it.
 pub struct Cluster {
+    which: Which,
+    release: Release,
     guard: MutexGuard<'static, Option<Ceph>>,
     pub folder: tempfile::TempDir,
 }
 
 impl Cluster {
     /// `None` where there is no Ceph, which is said.
-    pub fn get(test: &str) -> Option<Self> {
-        if let Err(why) = ceph::available() {
-            println!("skipped: {test}: {why}");
-            return None;
-        }
-        USERS.fetch_add(1, Ordering::SeqCst);
-        let mut guard = CLUSTER.lock().unwrap_or_else(|e| e.into_inner());
+    pub fn get(which: Which, test: &str) -> Option<Self> {
+        let release = match which {
+            Which::System => Release::system(),
+            Which::Newer => Release::newer(),
+        };
+        let release = match release {
+            Ok(release) => release,
+            Err(why) => {
+                println!("skipped: {test} on the {which:?} Ceph: {why}");
+                return None;
+            }
+        };
+        USERS[which as usize].fetch_add(1, Ordering::SeqCst);
+        let cluster = &CLUSTERS[which as usize];
+        let mut guard = cluster.lock().unwrap_or_else(|e| e.into_inner());
         if guard.is_none() {
             // Those of failed tests leave their logs.
             static NUMBER: AtomicUsize = AtomicUsize::new(0);
             let number = NUMBER.fetch_add(1, Ordering::SeqCst);
             let folder = format!("ceph-{}-{number}", std::process::id());
             let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(folder);
-            *guard = Some(Ceph::start(&folder, Options::default()).unwrap());
+            let options = Options {
+                release: release.clone(),
+                ..Options::default()
+            };
+            *guard = Some(Ceph::start(&folder, options).unwrap());
         }
         let folder = tempfile::tempdir().unwrap();
-        Some(Self { guard, folder })
+        Some(Self {
+            which,
+            release,
+            guard,
+            folder,
+        })
     }
 
     pub fn ceph(&mut self) -> &mut Ceph {
@@ -69,17 +98,29 @@ impl Cluster {
 
     /// Serves disks, with a control socket.
     pub fn serve(&self, disks: &[&str]) -> Server {
-        let mut arguments = vec!["--control".to_owned(), self.control().display().to_string()];
-        arguments.extend(disks.iter().map(|&disk| disk.to_owned()));
-        Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &arguments).unwrap()
+        let control = self.control().display().to_string();
+        self.start(&[&["--control", &control], disks].concat())
+    }
+
+    /// Runs `ringdisk serve` with these arguments.
+    pub fn start(&self, arguments: &[&str]) -> Server {
+        let mut command = self.release.command(env!("CARGO_BIN_EXE_ringdisk"));
+        command.args(["serve", "--json"]).args(arguments);
+        Server::ringdisk_command(command).unwrap()
     }
 
     /// Serves one that is to be refused, and returns what is said.
     pub fn refused(&mut self, name: &str, options: &str) -> String {
-        let disk = &self.disk(name, options);
+        let disk = self.disk(name, options);
+        self.refused_as(&disk)
+    }
+
+    /// The same, of a disk that is written as `ringdisk serve` wants it.
+    pub fn refused_as(&self, disk: &str) -> String {
         let control = self.control().display().to_string();
-        let arguments = ["serve", "--control", &control, disk];
-        let output = ringdisk(&arguments);
+        let mut command = self.release.command(env!("CARGO_BIN_EXE_ringdisk"));
+        command.args(["serve", "--control", &control, disk]);
+        let output = command.output().unwrap();
         assert!(!output.status.success(), "{disk} is served");
         String::from_utf8_lossy(&output.stderr).into_owned()
     }
@@ -105,7 +146,9 @@ pub fn ringdisk(arguments: &[&str]) -> std::process::Output {
 impl Drop for Cluster {
     fn drop(&mut self) {
         // After a failure the next test gets a cluster of its own.
-        if USERS.fetch_sub(1, Ordering::SeqCst) == 1 || std::thread::panicking() {
+        if USERS[self.which as usize].fetch_sub(1, Ordering::SeqCst) == 1
+            || std::thread::panicking()
+        {
             *self.guard = None;
         }
     }

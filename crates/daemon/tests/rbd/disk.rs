@@ -6,8 +6,17 @@ use std::time::Instant;
 use testkit::ceph::POOL;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 
-use super::cluster::{Cluster, ringdisk};
+use super::cluster::{Cluster, Which, ringdisk};
 use super::driver::Load;
+
+on_each_release!(
+    what_stands_side_by_side_goes_as_one,
+    what_is_written_is_read_and_lies_in_the_image,
+    operations_end_as_they_should,
+    snapshots_and_clones,
+    a_longer_image_is_a_longer_disk,
+    settings_are_explained,
+);
 
 const OK: u8 = 0;
 const IOERR: u8 = 1;
@@ -21,10 +30,9 @@ fn config() -> DeviceConfig {
 
 /// Writes that stand beside each other, in buffers of their own, go to the cluster together; so do reads. What belongs to
 /// whom is kept apart.
-#[test]
-fn what_stands_side_by_side_goes_as_one() {
+fn what_stands_side_by_side_goes_as_one(which: Which) {
     const EACH: usize = 4096;
-    let Some(mut cluster) = Cluster::get("what_stands_side_by_side_goes_as_one") else {
+    let Some(mut cluster) = Cluster::get(which, "what_stands_side_by_side_goes_as_one") else {
         return;
     };
     let disk = cluster.image("beside", 64, "cache=none");
@@ -68,9 +76,9 @@ fn what_stands_side_by_side_goes_as_one() {
 }
 
 /// With and without librbd's cache, with encryption and without, over two queues on two threads.
-#[test]
-fn what_is_written_is_read_and_lies_in_the_image() {
-    let Some(mut cluster) = Cluster::get("what_is_written_is_read_and_lies_in_the_image") else {
+fn what_is_written_is_read_and_lies_in_the_image(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "what_is_written_is_read_and_lies_in_the_image")
+    else {
         return;
     };
     for (image, options, access) in [
@@ -112,9 +120,8 @@ fn what_is_written_is_read_and_lies_in_the_image() {
 }
 
 /// Discards, write-zeroes, a long scatter-gather list, the end of the disk.
-#[test]
-fn operations_end_as_they_should() {
-    let Some(mut cluster) = Cluster::get("operations_end_as_they_should") else {
+fn operations_end_as_they_should(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "operations_end_as_they_should") else {
         return;
     };
     let disk = cluster.image("operations", 64, "queues=1,serial=in-ceph");
@@ -149,9 +156,8 @@ fn operations_end_as_they_should() {
 }
 
 /// What Ceph has beside images: snapshots, which are read-only, and clones, which are not.
-#[test]
-fn snapshots_and_clones() {
-    let Some(mut cluster) = Cluster::get("snapshots_and_clones") else {
+fn snapshots_and_clones(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "snapshots_and_clones") else {
         return;
     };
     let disk = cluster.image("base", 32, "");
@@ -176,9 +182,7 @@ fn snapshots_and_clones() {
         .join("others.qmp")
         .display()
         .to_string();
-    let binary = env!("CARGO_BIN_EXE_ringdisk");
-    let arguments = ["--control", &others, &frozen, &copy];
-    let second = testkit::server::Server::ringdisk(binary, &arguments).unwrap();
+    let second = cluster.start(&["--control", &others, &frozen, &copy]);
     assert_eq!(second.ready["disks"][0]["readonly"], true);
     let mut frozen = Device::connect(&second.sockets[0], &DeviceConfig::default()).unwrap();
     let mut copy = Device::connect(&second.sockets[1], &DeviceConfig::default()).unwrap();
@@ -206,9 +210,8 @@ fn snapshots_and_clones() {
 }
 
 /// By us, and by Ceph's own program; the guest is told at once.
-#[test]
-fn a_longer_image_is_a_longer_disk() {
-    let Some(mut cluster) = Cluster::get("a_longer_image_is_a_longer_disk") else {
+fn a_longer_image_is_a_longer_disk(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "a_longer_image_is_a_longer_disk") else {
         return;
     };
     let disk = cluster.image("growing", 32, "");
@@ -247,9 +250,8 @@ fn a_longer_image_is_a_longer_disk() {
 }
 
 /// Who says what an image's settings are, and whose word does not count.
-#[test]
-fn settings_are_explained() {
-    let Some(mut cluster) = Cluster::get("settings_are_explained") else {
+fn settings_are_explained(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "settings_are_explained") else {
         return;
     };
     let conf = cluster.ceph().conf().with_file_name("other.conf");

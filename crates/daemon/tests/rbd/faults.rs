@@ -5,18 +5,27 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use testkit::ceph::POOL;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
-use testkit::server::Server;
 
-use super::cluster::{Cluster, ringdisk};
+use super::cluster::{Cluster, Which, ringdisk};
 use super::driver::Load;
+
+on_each_release!(
+    an_osd_and_the_monitor_go_and_come_back,
+    the_lock_is_handed_over,
+    a_killed_ringdisk_has_a_successor,
+    a_blocklisted_client_stops_and_says_so,
+    a_cluster_that_does_not_answer,
+    a_pool_that_is_full,
+    a_pool_at_its_quota_stops_a_disk,
+    a_disk_is_put_on_an_image_while_it_runs,
+);
 
 const OK: u8 = 0;
 const IOERR: u8 = 1;
 
 /// An OSD is killed and comes back, and so does the monitor: requests wait, and none is lost.
-#[test]
-fn an_osd_and_the_monitor_go_and_come_back() {
-    let Some(mut cluster) = Cluster::get("an_osd_and_the_monitor_go_and_come_back") else {
+fn an_osd_and_the_monitor_go_and_come_back(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "an_osd_and_the_monitor_go_and_come_back") else {
         return;
     };
     let disk = cluster.image("hardy", 64, "queues=2");
@@ -47,9 +56,8 @@ fn an_osd_and_the_monitor_go_and_come_back() {
 }
 
 /// The lock goes to who writes, and all that was written before is there.
-#[test]
-fn the_lock_is_handed_over() {
-    let Some(mut cluster) = Cluster::get("the_lock_is_handed_over") else {
+fn the_lock_is_handed_over(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "the_lock_is_handed_over") else {
         return;
     };
     let disk = cluster.image("moving", 32, "");
@@ -64,8 +72,7 @@ fn the_lock_is_handed_over() {
         .to_string();
     let control = target_folder.path().join("c.qmp").display().to_string();
     let disk = disk.replace(&cluster.socket("moving").display().to_string(), &socket);
-    let binary = env!("CARGO_BIN_EXE_ringdisk");
-    let target = Server::ringdisk(binary, &["--control", &control, &disk]).unwrap();
+    let target = cluster.start(&["--control", &control, &disk]);
     let mut at_target = Device::connect(target.socket(), &DeviceConfig::default()).unwrap();
     assert_eq!(at_target.queues[0].read(8, 4096).unwrap(), [1; 4096]);
     assert_eq!(at_source.queues[0].write(16, &[2; 4096]), OK);
@@ -88,10 +95,9 @@ fn the_lock_is_handed_over() {
     }
 }
 
-/// `kill -9`, and the next ringdisk takes the lock over and does what was in flight.
-#[test]
-fn a_killed_ringdisk_has_a_successor() {
-    let Some(mut cluster) = Cluster::get("a_killed_ringdisk_has_a_successor") else {
+/// `kill -9` or SIGTERM, and the next ringdisk takes the lock over and does what was in flight.
+fn a_killed_ringdisk_has_a_successor(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "a_killed_ringdisk_has_a_successor") else {
         return;
     };
     let disk = cluster.image("survivor", 64, "queues=2,queue-size=64");
@@ -105,11 +111,11 @@ fn a_killed_ringdisk_has_a_successor() {
     let mut device = Device::connect(server.socket(), &config).unwrap();
     assert!(device.inflight.is_some(), "not offered");
     let mut load = Load::new(&device, 1024);
-    for _ in 0..3 {
+    for signal in [Signal::KILL, Signal::TERM, Signal::KILL] {
         load.run(&mut device, 200);
         load.fill(&mut device);
-        server.signal(Signal::KILL);
-        drop(server);
+        server.signal(signal);
+        server.ended().unwrap();
         server = cluster.serve(&[&disk]);
         device.reconnect(server.socket(), &config).unwrap();
     }
@@ -121,9 +127,8 @@ fn a_killed_ringdisk_has_a_successor() {
 }
 
 /// A client on the blocklist writes nothing more, and says why.
-#[test]
-fn a_blocklisted_client_stops_and_says_so() {
-    let Some(mut cluster) = Cluster::get("a_blocklisted_client_stops_and_says_so") else {
+fn a_blocklisted_client_stops_and_says_so(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "a_blocklisted_client_stops_and_says_so") else {
         return;
     };
     let disk = cluster.image("banned", 32, "");
@@ -162,9 +167,8 @@ fn a_blocklisted_client_stops_and_says_so() {
 }
 
 /// With a limit of time, the guest gets an error instead of nothing, and goes on when the cluster is there again.
-#[test]
-fn a_cluster_that_does_not_answer() {
-    let Some(mut cluster) = Cluster::get("a_cluster_that_does_not_answer") else {
+fn a_cluster_that_does_not_answer(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "a_cluster_that_does_not_answer") else {
         return;
     };
     let disk = cluster.image("alone", 32, "");
@@ -190,9 +194,8 @@ fn a_cluster_that_does_not_answer() {
 
 /// Where the pool is full, what needs space waits, and is told of; reads and what needs none get through. Where a disk is
 /// to report, the guest is told.
-#[test]
-fn a_pool_that_is_full() {
-    let Some(mut cluster) = Cluster::get("a_pool_that_is_full") else {
+fn a_pool_that_is_full(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "a_pool_that_is_full") else {
         return;
     };
     let patient = cluster.image("patient", 32, "name=patient,queues=2");
@@ -252,9 +255,8 @@ fn a_pool_that_is_full() {
 }
 
 /// A disk whose pool is at its quota stops, and goes on when it is told to, with nothing lost.
-#[test]
-fn a_pool_at_its_quota_stops_a_disk() {
-    let Some(mut cluster) = Cluster::get("a_pool_at_its_quota_stops_a_disk") else {
+fn a_pool_at_its_quota_stops_a_disk(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "a_pool_at_its_quota_stops_a_disk") else {
         return;
     };
     let disk = cluster.image("stopping", 64, "name=stopping,queues=2,werror=stop");
@@ -332,9 +334,8 @@ fn event(
 }
 
 /// A disk moves to an image while it is written to, and to another, and back to a file: nothing is lost on the way.
-#[test]
-fn a_disk_is_put_on_an_image_while_it_runs() {
-    let Some(mut cluster) = Cluster::get("a_disk_is_put_on_an_image_while_it_runs") else {
+fn a_disk_is_put_on_an_image_while_it_runs(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "a_disk_is_put_on_an_image_while_it_runs") else {
         return;
     };
     let file = cluster.folder.path().join("moved.raw");

@@ -1,14 +1,18 @@
 //! A real guest on an image: it writes and verifies all the time, while the cluster and ringdisk lose their parts.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::process::Signal;
 use testkit::ceph::POOL;
-use testkit::server::Server;
 use testkit::vm::{self, Vm};
 
-use super::cluster::Cluster;
+use super::cluster::{Cluster, Which};
+
+on_each_release!(
+    a_guest_notices_nothing_but_a_longer_disk,
+    a_guest_on_an_image_is_moved,
+);
 
 /// With all that happens, a guest is done in half a minute where nothing else runs.
 const LIMIT: Duration = Duration::from_secs(400);
@@ -24,13 +28,12 @@ const STEPS: [&str; 7] = [
     "longer",
 ];
 
-#[test]
-fn a_guest_notices_nothing_but_a_longer_disk() {
+fn a_guest_notices_nothing_but_a_longer_disk(which: Which) {
     let test = "a_guest_notices_nothing_but_a_longer_disk";
     if let Some(missing) = vm::missing(true) {
-        return println!("skipped: {test}: {missing}");
+        return println!("skipped: {test} on the {which:?} Ceph: {missing}");
     }
-    let Some(mut cluster) = Cluster::get(test) else {
+    let Some(mut cluster) = Cluster::get(which, test) else {
         return;
     };
     let disk = cluster.image("guest", 64, "queues=1,serial=in-ceph");
@@ -57,7 +60,7 @@ fn a_guest_notices_nothing_but_a_longer_disk() {
         "vhost-user-blk-pci,chardev=disk,num-queues=1",
     ];
     let pasted = pasted.map(str::to_owned).to_vec();
-    let logs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm").join(test);
+    let logs = logs_of(which, test);
     let mut guest = Vm::new(logs).cpus(2).fio().disk(vm::Disk::Pasted(pasted));
     guest = guest.memory_mib(512);
     let mut done = Vec::new();
@@ -77,7 +80,7 @@ fn a_guest_notices_nothing_but_a_longer_disk() {
             cluster.ceph().rbd(&make).unwrap();
         }
         "step ringdisk-killed" => {
-            let killed: Server = server.take().unwrap();
+            let killed = server.take().unwrap();
             killed.signal(Signal::KILL);
             drop(killed);
             server = Some(cluster.serve(&[&disk]));
@@ -99,13 +102,12 @@ const MOVES: usize = 4;
 
 /// A guest that writes and verifies is moved between two QEMUs, each with its own ringdisk on the same image: the
 /// image's lock goes with it.
-#[test]
-fn a_guest_on_an_image_is_moved() {
+fn a_guest_on_an_image_is_moved(which: Which) {
     let test = "a_guest_on_an_image_is_moved";
     if let Some(missing) = vm::missing(true) {
-        return println!("skipped: {test}: {missing}");
+        return println!("skipped: {test} on the {which:?} Ceph: {missing}");
     }
-    let Some(mut cluster) = Cluster::get(test) else {
+    let Some(mut cluster) = Cluster::get(which, test) else {
         return;
     };
     let here = cluster.image("moves", 64, "queues=1");
@@ -120,11 +122,7 @@ fn a_guest_on_an_image_is_moved() {
         .to_string();
     let mut servers = [
         cluster.serve(&[&here]),
-        Server::ringdisk(
-            env!("CARGO_BIN_EXE_ringdisk"),
-            &["--control", &control, &there],
-        )
-        .unwrap(),
+        cluster.start(&["--control", &control, &there]),
     ];
     let signal = cluster.folder.path().join("signal.raw");
     std::fs::write(&signal, [0; 4096]).unwrap();
@@ -146,7 +144,7 @@ fn a_guest_on_an_image_is_moved() {
             },
         ]
     };
-    let logs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm").join(test);
+    let logs = logs_of(which, test);
     let guest = Vm::new(logs).cpus(2).memory_mib(384).fio();
     let mut moves = 0;
     let guests = [0, 1].map(|host| disks(host).into_iter().fold(guest.clone(), Vm::disk));
@@ -184,4 +182,9 @@ fn a_guest_on_an_image_is_moved() {
             server.log()
         );
     }
+}
+
+fn logs_of(which: Which, test: &str) -> PathBuf {
+    let name = format!("{test}-{which:?}");
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm").join(name)
 }

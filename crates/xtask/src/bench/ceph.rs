@@ -187,6 +187,7 @@ pub fn run(bench: &Bench) -> Result<()> {
         osds: 1,
         replicas: 1,
         in_memory: true,
+        ..Options::default()
     };
     let ceph = Ceph::start(&folder, options)?;
     let most = args.images.iter().max().copied().unwrap_or(1);

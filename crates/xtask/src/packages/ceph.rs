@@ -1,11 +1,71 @@
-//! Ceph itself, for a cluster on the loopback interface.
+//! Ceph itself, for a cluster on the loopback interface: the system's own, and a newer one beside it.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::process::Command;
-use testkit::ceph::{PROGRAMS, available};
+use testkit::ceph::{PRODUCT, PROGRAMS, Release, UNPACKED, WITH_LIBRARIES};
 use testkit::vm::find_program;
 
-use super::install;
+use super::unpacked::{Product, Source, ensure_unpacked};
+use super::{install, output};
+
+const CEPH: Product = Product {
+    name: PRODUCT,
+    packages: &[
+        "ceph-osd",
+        "ceph-mon",
+        "ceph-mgr",
+        "ceph-common",
+        "librbd1",
+        "libtcmalloc-minimal4t64",
+    ],
+    write_programs,
+};
+
+const SOURCE: Source = Source {
+    name: UNPACKED,
+    codename: "sid",
+    suites: &["sid"],
+};
+
+/// The newer one.
+pub fn ensure_newer() -> Result<()> {
+    ensure_unpacked(&CEPH, &SOURCE)
+}
+
+/// Writes a script for every program, and one that starts any other program with the same libraries.
+fn write_programs(folder: &Path) -> Result<String> {
+    let programs = folder.join("bin");
+    fs::create_dir(&programs).context("making the folder of programs")?;
+    let python = "export PYTHONHOME=\"$root/usr\"\n";
+    let write = |name: &str, setting: &str, started: &str| {
+        let script = format!(
+            "#!/bin/sh\n\
+             root=${{0%/*}}/../root\n\
+             libraries=\"$root/usr/lib/x86_64-linux-gnu\"\n\
+             {setting}exec \"$libraries/ld-linux-x86-64.so.2\" --library-path \"$libraries:$libraries/ceph\" \\\n\
+             \x20   {started} \"$@\"\n"
+        );
+        let program = programs.join(name);
+        fs::write(&program, script)?;
+        fs::set_permissions(&program, Permissions::from_mode(0o755))
+    };
+    write(WITH_LIBRARIES, "", "")?;
+    for (name, _) in PROGRAMS {
+        let program = match *name {
+            "ceph" => "\"$root/usr/bin/python3\" \"$root/usr/bin/ceph\"".to_owned(),
+            name => format!("--argv0 {name} \"$root/usr/bin/{name}\""),
+        };
+        write(name, python, &program)?;
+    }
+    let said = output(&programs.join("rbd").to_string_lossy(), &["--version"])?;
+    let version = said.split_whitespace().nth(2);
+    Ok(version
+        .with_context(|| format!("no version in {said}"))?
+        .to_owned())
+}
 
 /// Installs what is missing; quick, and without apt, when nothing is.
 pub fn ensure() -> Result<()> {
@@ -19,7 +79,7 @@ pub fn ensure() -> Result<()> {
     if !packages.is_empty() {
         install(&packages)?;
     }
-    available()
+    Release::system().map(drop)
 }
 
 /// The same, and QEMU's own rbd driver to compare with, which is a package of its own.
