@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 use crate::host::Look;
 use crate::iothreads::NamedThread;
 use crate::limits;
+use crate::node::Node;
 
 /// The percentiles that are named beside each histogram.
 pub const PERCENTILES: [(&str, f64); 3] = [("p50-ns", 50.0), ("p99-ns", 99.0), ("p99.9-ns", 99.9)];
@@ -38,7 +39,7 @@ pub fn disk(look: &Look<'_>) -> Value {
         disk["export"] = export.id.clone().into();
         disk["socket"] = export.socket.display().to_string().into();
         disk["connected"] = export.connected().into();
-        disk["storage"] = storage_state(&export.disk).into();
+        disk["storage"] = storage_state(node, &export.disk).into();
         disk["queues"] = threads.len().into();
         disk["queue-size"] = export.device.queue_size.into();
         disk["write-cache"] = export.disk.write_cache().into();
@@ -50,8 +51,10 @@ pub fn disk(look: &Look<'_>) -> Value {
 }
 
 /// How the storage of a disk does, in a word.
-fn storage_state(disk: &Disk) -> &'static str {
-    if disk.is_abandoned() {
+fn storage_state(node: &Node, disk: &Disk) -> &'static str {
+    if node.rbd().is_some_and(|rbd| rbd.is_blocklisted()) {
+        "blocklisted"
+    } else if disk.is_abandoned() {
         "hangs"
     } else if disk.is_stopped() {
         "stopped"

@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, Weak};
 
-use crate::error::{RbdError, error_of};
+use crate::error::{BLOCKLISTED, RbdError, error_of};
 use crate::library::{Library, Pointer};
 use crate::location::{Access, Location};
 use crate::settings::{OF_CLUSTER, OF_IMAGE, OURS, Origin, Setting};
@@ -24,6 +25,8 @@ pub(crate) struct Connection {
     pub number: usize,
     /// What was said about each setting so far.
     settings: Vec<Setting>,
+    /// The cluster refuses all that this client asks for, until it is forgotten: no image is opened on it any more.
+    blocklisted: AtomicBool,
 }
 
 // SAFETY: a `rados_t` may be used by any thread, several at a time.
@@ -36,7 +39,7 @@ type Key = (Access, bool);
 
 impl Connection {
     /// A connection for this image: a new one, as long as there are fewer than the disks with this access may have;
-    /// then the one that has the fewest images.
+    /// then the one that has the fewest images. Those that are known to be on the cluster's blocklist do not count.
     ///
     /// # Errors
     /// There is no library, or no cluster that lets us in.
@@ -53,8 +56,9 @@ impl Connection {
             let connections = all.entry(key.clone()).or_default();
             connections.retain(|c| c.strong_count() > 0);
             let there: Vec<_> = connections.iter().filter_map(Weak::upgrade).collect();
-            if there.len() >= max
-                && let Some(least) = there.iter().min_by_key(|c| Arc::strong_count(c))
+            let usable = there.iter().filter(|c| !c.is_blocklisted());
+            if usable.clone().count() >= max
+                && let Some(least) = usable.min_by_key(|c| Arc::strong_count(c))
             {
                 return Ok(least.clone());
             }
@@ -86,6 +90,7 @@ impl Connection {
             cluster,
             number,
             settings: Vec::new(),
+            blocklisted: AtomicBool::new(false),
         };
         for &(key, about) in OF_CLUSTER.iter().chain(OF_IMAGE) {
             if let Some(value) = this.get(key) {
@@ -199,6 +204,25 @@ impl Connection {
 
     pub fn cluster(&self) -> Pointer {
         self.cluster
+    }
+
+    /// What a function of the libraries returned for something on this connection, which tells here too whether the
+    /// client is on the cluster's blocklist.
+    pub fn check(&self, result: i32) -> std::io::Result<()> {
+        if result == -BLOCKLISTED {
+            self.set_blocklisted();
+        }
+        check(result)
+    }
+
+    #[cold]
+    pub fn set_blocklisted(&self) {
+        self.blocklisted.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the cluster has refused something because this client is on its blocklist.
+    pub fn is_blocklisted(&self) -> bool {
+        self.blocklisted.load(Ordering::Relaxed)
     }
 }
 

@@ -15,6 +15,7 @@ use crate::error::BLOCKLISTED;
 use crate::image::RbdImage;
 use crate::inbox::{Inbox, Operation};
 use crate::library::{Library, Pointer};
+use crate::watch::Size;
 
 /// Marks the number of an image.
 const IMAGE: u32 = 1 << 30;
@@ -79,6 +80,8 @@ struct Slot {
     /// Of the first of a run: bytes of all, and, if there are more than one, the segments of all.
     run_bytes: usize,
     run_segments: Vec<Segment>,
+    /// Of the first of a run: how often the image had changed when it was handed to librbd.
+    changes: u64,
 }
 
 /// Operations, one or more, that go as one.
@@ -149,6 +152,7 @@ impl<E: Engine> WithRbd<E> {
                 next: None,
                 run_bytes: 0,
                 run_segments: Vec::new(),
+                changes: 0,
             });
             place
         });
@@ -188,32 +192,49 @@ impl<E: Engine> WithRbd<E> {
         });
     }
 
-    /// Nothing more comes that could go with the run: starts it, if its image has not too much under way.
+    /// Nothing more comes that could go with the run.
     #[inline]
     fn end_run(&mut self) {
-        let Some(Run { first, .. }) = self.run.take() else {
-            return;
-        };
-        let Slot {
-            image, run_bytes, ..
-        } = self.slots[first];
-        if let Some(image) = &mut self.images[image]
-            && (!image.waiting.is_empty()
-                || (image.bytes > 0 && image.bytes + run_bytes > IMAGE_BYTES_MAX))
-        {
-            return image.waiting.push_back(first);
+        if let Some(Run { first, .. }) = self.run.take() {
+            self.start_or_wait(first);
         }
-        self.start(first);
+    }
+
+    /// Starts a run, unless its image has too much under way or its size is not known.
+    #[inline]
+    fn start_or_wait(&mut self, first: usize) {
+        let slot = &self.slots[first];
+        match &mut self.images[slot.image] {
+            Some(image) if !image.waiting.is_empty() || !image.takes(slot) => {
+                image.waiting.push_back(first);
+            }
+            _ => self.start(first),
+        }
     }
 
     /// Hands a run to librbd.
     fn start(&mut self, place: usize) {
         gather(&mut self.slots, place);
-        let slot = &self.slots[place];
+        let slot = &mut self.slots[place];
         let Some(attached) = &mut self.images[slot.image] else {
             debug_assert!(false, "the image is attached while it is used");
             return;
         };
+        if let Some(end) = slot.changes_up_to() {
+            let known = attached.image.watched().known();
+            slot.changes = known.changes;
+            match known.size {
+                Size::Bytes(size) if end <= size => {}
+                // Some of it may lie before the end.
+                Size::Bytes(_) if slot.next.is_some() => return self.start_each(place),
+                Size::Bytes(_) => {
+                    let result = slot.beyond_end();
+                    return self.finish(place, result);
+                }
+                Size::Unknown => return attached.waiting.push_front(place),
+                Size::Failed(errno) => return self.finish(place, -errno),
+            }
+        }
         attached.bytes += slot.run_bytes;
         let (library, image) = (attached.image.library(), attached.image.handle());
         let mut completion = ptr::null_mut();
@@ -235,38 +256,53 @@ impl<E: Engine> WithRbd<E> {
         }
     }
 
-    /// A run has ended: gives the places of all in it back. If it failed, each is tried by itself: where one cannot be
-    /// read or written, the others may be.
-    fn end(&mut self, first: usize, result: isize) {
-        let Slot {
-            image,
-            run_bytes,
-            next,
-            ..
-        } = self.slots[first];
-        if result < 0
-            && next.is_some()
-            && let Some(attached) = &mut self.images[image]
-        {
-            attached.bytes -= run_bytes;
-            let mut next = Some(first);
-            while let Some(place) = next {
-                let slot = &mut self.slots[place];
-                (next, slot.run_bytes) = (slot.next.take(), slot.bytes);
-                self.start(place);
-            }
-            return;
+    /// Starts all in a run, each by itself.
+    fn start_each(&mut self, first: usize) {
+        let mut next = Some(first);
+        while let Some(place) = next {
+            let slot = &mut self.slots[place];
+            (next, slot.run_bytes) = (slot.next.take(), slot.bytes);
+            self.start_or_wait(place);
         }
-        let result = match (
-            i32::try_from(result).unwrap_or(-libc::EIO),
-            self.slots[first].what,
-        ) {
-            // librbd says 0 for a write that is done.
-            (0, What::Move { write: true, .. }) => run_bytes as i32,
-            // A quota is as good as a full disk.
-            (result, _) if result == -libc::EDQUOT => -libc::ENOSPC,
-            (result, _) => result,
+    }
+
+    /// librbd has ended a run. If it failed, each in it is tried by itself: where one cannot be read or written, the
+    /// others may be.
+    fn end(&mut self, first: usize, result: isize) {
+        let slot = &self.slots[first];
+        let Some(attached) = &mut self.images[slot.image] else {
+            debug_assert!(false, "the image is attached while it is used");
+            return;
         };
+        attached.bytes -= slot.run_bytes;
+        let result = i32::try_from(result).unwrap_or(-libc::EIO);
+        if result < 0 && slot.next.is_some() {
+            return self.start_each(first);
+        }
+        // librbd may have cut it off at an end that was not known when it was handed over.
+        if result >= 0
+            && slot.changes_up_to().is_some()
+            && slot.changes != attached.image.watched().changes()
+        {
+            return self.start_or_wait(first);
+        }
+        let result = match slot.what {
+            // librbd says 0 for a write that is done.
+            What::Move { write: true, .. } if result == 0 => slot.run_bytes as i32,
+            // A quota is as good as a full disk.
+            _ if result == -libc::EDQUOT => -libc::ENOSPC,
+            _ => result,
+        };
+        self.finish(first, result);
+    }
+
+    /// Gives the places of all in a run back.
+    fn finish(&mut self, first: usize, result: i32) {
+        if result == -BLOCKLISTED
+            && let Some(attached) = &self.images[self.slots[first].image]
+        {
+            attached.image.say_blocklisted();
+        }
         let (mut next, mut left) = (Some(first), result);
         while let Some(place) = next {
             let slot = &self.slots[place];
@@ -280,13 +316,6 @@ impl<E: Engine> WithRbd<E> {
             self.ended.push_back(Completion { token, result });
             self.free.push(place);
         }
-        let Some(attached) = &mut self.images[image] else {
-            return;
-        };
-        attached.bytes -= run_bytes;
-        if result == -BLOCKLISTED {
-            attached.image.is_blocklisted();
-        }
     }
 
     /// Takes what has ended, and starts what waited for that.
@@ -296,8 +325,7 @@ impl<E: Engine> WithRbd<E> {
         for image in 0..self.images.len() {
             while let Some(attached) = &mut self.images[image]
                 && let Some(&place) = attached.waiting.front()
-                && (attached.bytes == 0
-                    || attached.bytes + self.slots[place].run_bytes <= IMAGE_BYTES_MAX)
+                && attached.takes(&self.slots[place])
             {
                 attached.waiting.pop_front();
                 self.start(place);
@@ -307,6 +335,16 @@ impl<E: Engine> WithRbd<E> {
 
     fn idle(&self) -> bool {
         self.in_flight == 0
+    }
+}
+
+impl Attached {
+    /// Whether a run can be started now.
+    #[inline]
+    fn takes(&self, run: &Slot) -> bool {
+        let has_room = self.bytes == 0 || self.bytes + run.run_bytes <= IMAGE_BYTES_MAX;
+        has_room
+            && (run.changes_up_to().is_none() || self.image.watched().known().size != Size::Unknown)
     }
 }
 
@@ -352,6 +390,28 @@ fn gather(slots: &mut [Slot], first: usize) {
 }
 
 impl Slot {
+    /// Where a run ends in its image, if it changes that.
+    #[inline]
+    fn changes_up_to(&self) -> Option<u64> {
+        let (at, len) = match self.what {
+            What::Move {
+                write: true, at, ..
+            } => (at, self.run_bytes as u64),
+            What::Discard { at, len } | What::Zero { at, len, .. } => (at, len),
+            What::Move { .. } | What::Flush => return None,
+        };
+        Some(at.saturating_add(len))
+    }
+
+    /// What becomes of an operation that lies beyond the end of the image, or partly so.
+    fn beyond_end(&self) -> i32 {
+        match self.what {
+            // As of a file that ends there.
+            What::Move { .. } => 0,
+            _ => -libc::EIO,
+        }
+    }
+
     /// Takes as much of the segments as goes at once.
     fn moves(&mut self, write: bool, at: u64, segments: &[Segment]) -> What {
         let mut n = 0;
@@ -448,6 +508,7 @@ impl<E: Engine> Engine for WithRbd<E> {
         }
         let free = self.images.iter().position(Option::is_none);
         let number = free.unwrap_or(self.images.len());
+        image.watched().wake(&self.inbox);
         let attached = Some(Attached {
             image,
             bytes: 0,

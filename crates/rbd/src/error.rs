@@ -98,5 +98,10 @@ pub(crate) fn error_of(result: impl Into<i64>) -> io::Error {
     }
 }
 
+/// The errno of an error that [`error_of`] made.
+pub(crate) fn errno_of(error: &io::Error) -> i32 {
+    error.raw_os_error().unwrap_or(BLOCKLISTED)
+}
+
 /// Ceph's EBLOCKLISTED.
 pub(crate) const BLOCKLISTED: i32 = libc::ESHUTDOWN;

@@ -3,18 +3,18 @@
 use std::ffi::{c_int, c_void};
 use std::io;
 use std::ptr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, JoinHandle};
 
 use block::{CacheMode, DiskFacts, Remote};
 use tracing::error;
 
-use crate::cluster::{Connection, c_string, check, text_of};
-use crate::error::RbdError;
+use crate::cluster::{Connection, c_string, text_of};
+use crate::error::{BLOCKLISTED, RbdError};
 use crate::library::{Library, Pointer, allocator};
 use crate::location::Location;
 use crate::settings::{OF_IMAGE, Origin, Setting};
+use crate::watch::{OnChange, Watch, Watched};
 
 /// What BlueStore writes without reading first, by default.
 const PHYSICAL_BLOCK: u32 = 4096;
@@ -44,8 +44,12 @@ pub struct RbdImage {
     image: Pointer,
     facts: DiskFacts,
     settings: Vec<Setting>,
+    watched: Arc<Watched>,
     watch: Option<Watch>,
-    blocklisted: AtomicBool,
+    /// librbd's cache is on, which keeps writes until a flush.
+    cached: bool,
+    /// It is said that the client is on the blocklist.
+    said: AtomicBool,
 }
 
 // SAFETY: an `rbd_image_t` may be used by any thread, several at a time.
@@ -59,15 +63,26 @@ impl RbdImage {
     /// # Errors
     /// It cannot be served as asked; the error says why and what to do.
     pub fn open(open: Open) -> Result<Arc<Self>, RbdError> {
-        let Open {
-            location,
-            cache,
-            read_only,
-        } = open;
+        let cached = matches!(open.cache, CacheMode::Writeback | CacheMode::Unsafe);
+        loop {
+            let connection = Connection::to(&open.location, cached)?;
+            let is_shared = Arc::strong_count(&connection) > 1;
+            let opened = Self::open_on(connection.clone(), &open, cached);
+            // Nobody may have found out yet that a client is on the blocklist. The next connection is another one.
+            if opened.is_ok() || !is_shared || !connection.is_blocklisted() {
+                return opened;
+            }
+        }
+    }
+
+    fn open_on(
+        connection: Arc<Connection>,
+        open: &Open,
+        cached: bool,
+    ) -> Result<Arc<Self>, RbdError> {
+        let (location, cache) = (open.location.clone(), open.cache);
         let name = location.to_string();
-        let read_only = read_only || location.snapshot.is_some();
-        let cached = matches!(cache, CacheMode::Writeback | CacheMode::Unsafe);
-        let connection = Connection::to(&location, cached)?;
+        let read_only = open.read_only || location.snapshot.is_some();
         let library = connection.library;
         let pool_name = c_string(&location.pool);
         let mut pool = ptr::null_mut();
@@ -75,10 +90,12 @@ impl RbdImage {
         let found = unsafe {
             (library.rados_ioctx_create)(connection.cluster(), pool_name.as_ptr(), &mut pool)
         };
-        check(found).map_err(|e| match e.raw_os_error() {
-            Some(libc::ENOENT) => RbdError::Pool(name.clone(), location.pool.clone()),
-            _ => RbdError::Io(name.clone(), "open its pool", e),
-        })?;
+        connection
+            .check(found)
+            .map_err(|e| match e.raw_os_error() {
+                Some(libc::ENOENT) => RbdError::Pool(name.clone(), location.pool.clone()),
+                _ => RbdError::Io(name.clone(), "open its pool", e),
+            })?;
         let mut this = Self {
             location,
             connection,
@@ -94,8 +111,10 @@ impl RbdImage {
                 read_only,
             },
             settings: Vec::new(),
+            watched: Watched::new(),
             watch: None,
-            blocklisted: AtomicBool::new(false),
+            cached,
+            said: AtomicBool::new(false),
         };
         // Where the pool is full, librbd keeps every write until it is not, and nobody learns of it. Asked to try, it says
         // no to those that need space, and overwrites and discards get through; what becomes of the others is the disk's
@@ -105,7 +124,12 @@ impl RbdImage {
             unsafe { try_it(this.pool) };
         }
         this.open_image(read_only)?;
-        let size = this.size().map_err(|e| this.io("find out its size", e))?;
+        if !read_only {
+            this.watch = Some(Watch::start(&this).map_err(|e| this.io("watch for changes", e))?);
+        }
+        let size = this.size();
+        this.watched.learn(&size);
+        let size = size.map_err(|e| this.io("find out its size", e))?;
         if size == 0 || !size.is_multiple_of(512) {
             return Err(RbdError::Size(name, size));
         }
@@ -128,7 +152,6 @@ impl RbdImage {
         this.facts.optimal_io = u32::try_from(unit).unwrap_or(0);
         if !read_only {
             this.facts.discard_granularity = granularity.unwrap_or(0).max(512);
-            this.watch = Some(Watch::start(&this).map_err(|e| this.io("watch for changes", e))?);
         }
         Ok(Arc::new(this))
     }
@@ -149,7 +172,8 @@ impl RbdImage {
         };
         // SAFETY: the names end with zero bytes and outlive the call.
         let opened = unsafe { open(self.pool, image.as_ptr(), &mut self.image, snapshot) };
-        check(opened).map_err(|e| match e.raw_os_error() {
+        let opened = self.connection.check(opened);
+        opened.map_err(|e| match e.raw_os_error() {
             Some(libc::ENOENT) => RbdError::Missing(location.to_string()),
             Some(libc::EPERM | libc::EACCES) => RbdError::Permission(location.to_string()),
             _ => self.io("open it", e),
@@ -177,7 +201,7 @@ impl RbdImage {
     pub fn size(&self) -> io::Result<u64> {
         let mut size = 0;
         // SAFETY: the image is open; writes one number.
-        check(unsafe { (self.library().rbd_get_size)(self.image, &mut size) })?;
+        self.check(unsafe { (self.library().rbd_get_size)(self.image, &mut size) })?;
         Ok(size)
     }
 
@@ -193,15 +217,13 @@ impl RbdImage {
         let grown = unsafe {
             (self.library().rbd_resize2)(self.image, size, false, progress, ptr::null_mut())
         };
-        check(grown)
+        self.check(grown)
     }
 
     /// Has `tell` called, by a thread for the purpose, when somebody may have changed the image, by a resize or a
     /// snapshot; `None` for nobody any more. An image that was opened read-only is not watched.
     pub fn on_change(&self, tell: Option<OnChange>) {
-        if let Some(watch) = &self.watch {
-            watch.shared.lock().tell = tell.map(Arc::from);
-        }
+        self.watched.on_change(tell);
     }
 
     /// Whether it has an exclusive lock, and if so, whether that is ours now.
@@ -280,10 +302,31 @@ impl RbdImage {
         self.image
     }
 
-    /// The cluster lets this client do nothing any more.
+    pub(crate) fn connection(&self) -> &Arc<Connection> {
+        &self.connection
+    }
+
+    pub(crate) fn watched(&self) -> &Arc<Watched> {
+        &self.watched
+    }
+
+    /// Whether the cluster lets this client do nothing any more.
+    pub fn is_blocklisted(&self) -> bool {
+        self.connection.is_blocklisted()
+    }
+
+    fn check(&self, result: c_int) -> io::Result<()> {
+        if result == -BLOCKLISTED {
+            self.say_blocklisted();
+        }
+        self.connection.check(result)
+    }
+
+    /// The cluster has refused something because the client is on its blocklist.
     #[cold]
-    pub(crate) fn is_blocklisted(&self) {
-        if !self.blocklisted.swap(true, Ordering::Relaxed) {
+    pub(crate) fn say_blocklisted(&self) {
+        self.connection.set_blocklisted();
+        if !self.said.swap(true, Ordering::Relaxed) {
             error!(
                 "{}: this client (client.{}) is on the cluster's blocklist (RBD_BLOCKLISTED): another one has taken its \
                  lock over, or an administrator put it there. Nothing more is read or written, so that nothing is \
@@ -299,7 +342,12 @@ impl RbdImage {
 impl Remote for RbdImage {
     fn sync(&self) -> io::Result<()> {
         // SAFETY: the image is open.
-        check(unsafe { (self.library().rbd_flush)(self.image) })
+        let flushed = self.check(unsafe { (self.library().rbd_flush)(self.image) });
+        match flushed {
+            // What has completed is in the cluster, which did so before it refused everything.
+            Err(_) if self.is_blocklisted() && !self.cached => Ok(()),
+            flushed => flushed,
+        }
     }
 }
 
@@ -310,9 +358,9 @@ impl Drop for RbdImage {
         }
         if !self.image.is_null() {
             // SAFETY: the image is open, and whoever uses it has an `Arc` of this.
-            let closed = check(unsafe { (self.library().rbd_close)(self.image) });
-            if let Err(e) = closed
-                && !self.blocklisted.load(Ordering::Relaxed)
+            let closed = unsafe { (self.library().rbd_close)(self.image) };
+            if let Err(e) = self.connection.check(closed)
+                && !self.is_blocklisted()
             {
                 error!("{}: closing it failed: {e}", self.location);
             }
@@ -336,102 +384,4 @@ fn metadata(get: MetadataGet, of: Pointer, key: &str) -> Option<String> {
     // as `get` needs it.
     let got = unsafe { get(of, key.as_ptr(), buffer.as_mut_ptr().cast(), &mut len) };
     (got >= 0).then(|| text_of(&buffer))
-}
-
-/// What is called when an image may have changed.
-pub type OnChange = Box<dyn Fn() + Send + Sync>;
-
-/// Waits for changes of an image. librbd calls from a thread that must not wait for librbd, so that another one tells.
-struct Watch {
-    handle: u64,
-    shared: Arc<Shared>,
-    thread: JoinHandle<()>,
-}
-
-#[derive(Default)]
-struct Shared {
-    state: Mutex<State>,
-    change: Condvar,
-}
-
-#[derive(Default)]
-struct State {
-    changed: bool,
-    ended: bool,
-    tell: Option<Arc<dyn Fn() + Send + Sync>>,
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn tell_of_changes(&self) {
-        let mut state = self.lock();
-        loop {
-            while !state.changed && !state.ended {
-                let waited = self.change.wait(state);
-                state = waited.unwrap_or_else(PoisonError::into_inner);
-            }
-            if state.ended {
-                return;
-            }
-            state.changed = false;
-            let tell = state.tell.clone();
-            drop(state);
-            if let Some(tell) = tell {
-                tell();
-            }
-            state = self.lock();
-        }
-    }
-}
-
-impl Watch {
-    fn start(image: &RbdImage) -> io::Result<Self> {
-        extern "C" fn changed(shared: *mut c_void) {
-            // SAFETY: this was made of an `Arc<Shared>`, which `stop` gives back after the last call.
-            let shared = unsafe { &*shared.cast::<Shared>() };
-            shared.lock().changed = true;
-            shared.change.notify_one();
-        }
-        let shared = Arc::new(Shared::default());
-        let its = shared.clone();
-        let thread = thread::Builder::new()
-            .name("rbd-watch".into())
-            .spawn(move || its.tell_of_changes())?;
-        let mut handle = 0;
-        let arg = Arc::into_raw(shared.clone()).cast_mut().cast();
-        // SAFETY: the argument is what the function takes it for, for as long as it may be called.
-        let watched =
-            unsafe { (image.library().rbd_update_watch)(image.image, &mut handle, changed, arg) };
-        let watch = Self {
-            handle,
-            shared,
-            thread,
-        };
-        if let Err(e) = check(watched) {
-            watch.end(arg);
-            return Err(e);
-        }
-        Ok(watch)
-    }
-
-    fn stop(self, image: &RbdImage) {
-        // SAFETY: the handle is that of a watch of this image. After this, nothing is called any more.
-        unsafe { (image.library().rbd_update_unwatch)(image.image, self.handle) };
-        let arg = Arc::as_ptr(&self.shared).cast_mut().cast();
-        self.end(arg);
-    }
-
-    fn end(self, arg: *mut c_void) {
-        // SAFETY: `start` has turned one `Arc` into this pointer, and nobody uses it any more.
-        drop(unsafe { Arc::from_raw(arg.cast::<Shared>().cast_const()) });
-        self.shared.lock().ended = true;
-        self.shared.change.notify_one();
-        // What it tells may be what drops the image: then it ends by itself.
-        if thread::current().id() != self.thread.thread().id() {
-            let _ = self.thread.join();
-        }
-    }
 }

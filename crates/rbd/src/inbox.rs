@@ -36,6 +36,8 @@ pub(crate) struct Inbox {
     first: AtomicPtr<Operation>,
     /// The I/O thread sleeps, or is about to.
     sleeping: AtomicBool,
+    /// There is something to be done that waited for more than an operation.
+    nudged: AtomicBool,
     event: OwnedFd,
 }
 
@@ -74,10 +76,7 @@ impl Operation {
                 Err(now) => first = now,
             }
         }
-        if inbox.sleeping.load(Ordering::SeqCst) && inbox.sleeping.swap(false, Ordering::SeqCst) {
-            // The counter is never read, and has room for more than will ever be written.
-            let _ = rustix::io::write(&inbox.event, &1u64.to_ne_bytes());
-        }
+        inbox.wake();
     }
 }
 
@@ -86,6 +85,7 @@ impl Inbox {
         Ok(Arc::new(Self {
             first: AtomicPtr::new(ptr::null_mut()),
             sleeping: AtomicBool::new(false),
+            nudged: AtomicBool::new(false),
             event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
         }))
     }
@@ -104,11 +104,25 @@ impl Inbox {
     pub fn fall_asleep(&self) -> bool {
         self.sleeping.store(true, Ordering::SeqCst);
         // What came before `sleeping` was seen has to be seen here.
-        let empty = self.first.load(Ordering::SeqCst).is_null();
+        let nudged = self.nudged.swap(false, Ordering::SeqCst);
+        let empty = self.first.load(Ordering::SeqCst).is_null() && !nudged;
         if !empty {
             self.wake_up();
         }
         empty
+    }
+
+    /// Has the thread not sleep before it has looked at what waits.
+    pub fn nudge(&self) {
+        self.nudged.store(true, Ordering::SeqCst);
+        self.wake();
+    }
+
+    fn wake(&self) {
+        if self.sleeping.load(Ordering::SeqCst) && self.sleeping.swap(false, Ordering::SeqCst) {
+            // The counter is never read, and has room for more than will ever be written.
+            let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+        }
     }
 
     /// The thread is awake, and looks by itself.
@@ -189,6 +203,20 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn a_nudge_keeps_from_sleeping_once() {
+        let inbox = Inbox::new().unwrap();
+        inbox.nudge();
+        assert!(!inbox.fall_asleep());
+        assert!(inbox.fall_asleep());
+        inbox.nudge();
+        let mut ready = [rustix::event::PollFd::new(
+            &inbox.event,
+            rustix::event::PollFlags::IN,
+        )];
+        assert_eq!(rustix::event::poll(&mut ready, None), Ok(1));
     }
 
     #[test]

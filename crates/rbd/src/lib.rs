@@ -12,6 +12,7 @@ mod inbox;
 mod library;
 mod location;
 mod settings;
+mod watch;
 
 pub use cluster::CONNECTIONS_MAX;
 pub use engine::WithRbd;

@@ -13,7 +13,6 @@ on_each_release!(
     an_osd_and_the_monitor_go_and_come_back,
     the_lock_is_handed_over,
     a_killed_ringdisk_has_a_successor,
-    a_blocklisted_client_stops_and_says_so,
     a_cluster_that_does_not_answer,
     a_pool_that_is_full,
     a_pool_at_its_quota_stops_a_disk,
@@ -124,46 +123,6 @@ fn a_killed_ringdisk_has_a_successor(which: Which) {
     drop(device);
     assert!(server.terminate().unwrap().success());
     load.compare(&cluster.content("survivor"));
-}
-
-/// A client on the blocklist writes nothing more, and says why.
-fn a_blocklisted_client_stops_and_says_so(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "a_blocklisted_client_stops_and_says_so") else {
-        return;
-    };
-    let disk = cluster.image("banned", 32, "");
-    let server = cluster.serve(&[&disk]);
-    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
-    assert_eq!(device.queues[0].write(8, &[1; 4096]), OK);
-    let image = format!("{POOL}/banned");
-    let watchers = cluster
-        .ceph()
-        .rbd(&["status", "--format=json", &image])
-        .unwrap();
-    let watchers: serde_json::Value = serde_json::from_str(&watchers).unwrap();
-    let address = watchers["watchers"][0]["address"]
-        .as_str()
-        .unwrap()
-        .to_owned();
-    cluster
-        .ceph()
-        .ceph(&["osd", "blocklist", "add", &address])
-        .unwrap();
-    let start = Instant::now();
-    while device.queues[0].write(8, &[2; 4096]) == OK {
-        assert!(start.elapsed() < HANG, "it still writes");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    assert_eq!(device.queues[0].write(16, &[2; 4096]), IOERR);
-    server.logged(&["RBD_BLOCKLISTED"]);
-    let times = server.log().matches("RBD_BLOCKLISTED").count();
-    assert_eq!(times, 1);
-    drop(device);
-    drop(server);
-    // Served anew, it is a new client.
-    let server = cluster.serve(&[&disk]);
-    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
-    assert_eq!(device.queues[0].write(16, &[3; 4096]), OK);
 }
 
 /// With a limit of time, the guest gets an error instead of nothing, and goes on when the cluster is there again.

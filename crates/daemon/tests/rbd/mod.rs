@@ -24,8 +24,10 @@ macro_rules! on_each_release {
     };
 }
 
+mod blocklist;
 mod cluster;
 mod disk;
 mod driver;
+mod end;
 mod faults;
 mod guest;

@@ -1,0 +1,167 @@
+//! Clients that the cluster has put on its blocklist: what becomes of their disks, and of others in the same process.
+
+use std::time::{Duration, Instant};
+
+use testkit::ceph::POOL;
+use testkit::driver::{Device, DeviceConfig, HANG};
+
+use super::cluster::{Cluster, Which, ringdisk};
+
+on_each_release!(
+    a_blocklisted_client_stops_and_says_so,
+    other_disks_get_another_client,
+    nobody_has_noticed,
+);
+
+const OK: u8 = 0;
+const IOERR: u8 = 1;
+
+/// Puts the client that has an image open on the blocklist.
+fn ban(cluster: &mut Cluster, image: &str) {
+    let image = format!("{POOL}/{image}");
+    let ceph = cluster.ceph();
+    let status = ceph.rbd(&["status", "--format=json", &image]).unwrap();
+    let status: serde_json::Value = serde_json::from_str(&status).unwrap();
+    let address = status["watchers"][0]["address"].as_str().unwrap();
+    ceph.ceph(&["osd", "blocklist", "add", address]).unwrap();
+}
+
+fn connect(socket: impl AsRef<std::path::Path>) -> Device {
+    Device::connect(socket, &DeviceConfig::default()).unwrap()
+}
+
+/// Writes until that fails: the OSDs learn of the blocklist with their next map.
+fn until_it_fails(device: &mut Device) {
+    let start = Instant::now();
+    while device.queues[0].write(8, &[2; 4096]) == OK {
+        assert!(start.elapsed() < HANG, "it still writes");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn storage(cluster: &Cluster, name: &str) -> String {
+    let control = cluster.control().display().to_string();
+    let listed = ringdisk(&["list", "--json", "--control", &control]);
+    let listed: serde_json::Value = serde_json::from_slice(&listed.stdout).unwrap();
+    let mut disks = listed.as_array().unwrap().iter();
+    let disk = disks.find(|disk| disk["name"] == name);
+    disk.map_or("gone".into(), |disk| {
+        disk["storage"].as_str().unwrap_or("-").to_owned()
+    })
+}
+
+/// Runs a command that must succeed at once.
+fn done(cluster: &Cluster, arguments: &[&str]) {
+    let control = cluster.control().display().to_string();
+    let output = ringdisk(&[arguments, &["--control", &control]].concat());
+    assert!(output.status.success(), "{arguments:?}: {output:?}");
+}
+
+/// It writes nothing more, and says why; served again, it is another client.
+fn a_blocklisted_client_stops_and_says_so(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "a_blocklisted_client_stops_and_says_so") else {
+        return;
+    };
+    let disk = cluster.image("banned", 32, "");
+    let server = cluster.serve(&[&disk]);
+    let mut device = connect(server.socket());
+    assert_eq!(device.queues[0].write(8, &[1; 4096]), OK);
+    ban(&mut cluster, "banned");
+    until_it_fails(&mut device);
+    assert_eq!(device.queues[0].write(16, &[2; 4096]), IOERR);
+    server.logged(&["RBD_BLOCKLISTED"]);
+    let times = server.log().matches("RBD_BLOCKLISTED").count();
+    assert_eq!(times, 1);
+    drop(device);
+    drop(server);
+    let server = cluster.serve(&[&disk]);
+    let mut device = connect(server.socket());
+    assert_eq!(device.queues[0].write(16, &[3; 4096]), OK);
+}
+
+/// Disks that share a connection fail together, but each is cured by itself, and a disk that comes is not put on it.
+fn other_disks_get_another_client(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "other_disks_get_another_client") else {
+        return;
+    };
+    let disks = ["sick", "neighbour"].map(|name| {
+        let more = format!("name={name},connections=1");
+        cluster.image(name, 32, &more)
+    });
+    let fresh = cluster.image("fresh", 32, "name=fresh,connections=1");
+    cluster.image("target", 32, "");
+    let file = cluster.folder.path().join("healthy.raw");
+    let made = std::fs::File::create(&file).unwrap();
+    made.set_len(32 << 20).unwrap();
+    let socket = cluster.socket("healthy").display().to_string();
+    let healthy = format!("file={},socket={socket},name=healthy", file.display());
+    let server = cluster.serve(&[&disks[0], &disks[1], &healthy]);
+    let mut sick = connect(&server.sockets[0]);
+    let mut neighbour = connect(&server.sockets[1]);
+    let mut device = connect(&server.sockets[2]);
+    assert_eq!(sick.queues[0].write(8, &[1; 4096]), OK);
+    assert_eq!(neighbour.queues[0].write(8, &[1; 4096]), OK);
+    assert_eq!(storage(&cluster, "sick"), "works");
+    ban(&mut cluster, "sick");
+    until_it_fails(&mut sick);
+    for name in ["sick", "neighbour"] {
+        assert_eq!(storage(&cluster, name), "blocklisted");
+    }
+    assert_eq!(storage(&cluster, "healthy"), "works");
+    // As the log advises; with cache=none, nothing is lost.
+    drop(sick);
+    done(&cluster, &["detach", "sick"]);
+    assert_eq!(storage(&cluster, "sick"), "gone");
+    done(&cluster, &["attach", &disks[0]]);
+    let mut sick = connect(&server.sockets[0]);
+    assert_eq!(sick.queues[0].write(8, &[3; 4096]), OK);
+    assert_eq!(storage(&cluster, "sick"), "works");
+    // One that was never used, and one that is moved.
+    done(&cluster, &["attach", &fresh]);
+    let mut fresh = connect(cluster.socket("fresh"));
+    assert_eq!(fresh.queues[0].write(8, &[4; 4096]), OK);
+    let access = cluster.ceph().options().replace(',', ":");
+    let target = format!("rbd:{POOL}/target:connections=1{access}");
+    done(&cluster, &["replace", "healthy", &target]);
+    assert_eq!(device.queues[0].write(8, &[5; 4096]), OK);
+    // Nobody has served this one again.
+    assert_eq!(neighbour.queues[0].write(16, &[6; 4096]), IOERR);
+    assert_eq!(storage(&cluster, "neighbour"), "blocklisted");
+    drop(neighbour);
+    done(&cluster, &["detach", "neighbour"]);
+    done(&cluster, &["attach", &disks[1]]);
+    let mut neighbour = connect(&server.sockets[1]);
+    assert_eq!(neighbour.queues[0].write(16, &[7; 4096]), OK);
+    drop((sick, neighbour, fresh, device, server));
+    for (image, at, byte) in [("sick", 8, 3), ("neighbour", 16, 7), ("target", 8, 5)] {
+        let content = cluster.content(image);
+        assert!(content[at << 9..][..4096] == [byte; 4096], "{image}");
+    }
+}
+
+/// The first to find out is a disk that is to be opened, and it is opened all the same.
+fn nobody_has_noticed(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "nobody_has_noticed") else {
+        return;
+    };
+    let idle = cluster.image("idle", 32, "name=idle,connections=1");
+    let next = cluster.image("next", 32, "name=next,connections=1");
+    let server = cluster.serve(&[&idle]);
+    let mut device = connect(server.socket());
+    assert_eq!(device.queues[0].write(8, &[1; 4096]), OK);
+    ban(&mut cluster, "idle");
+    done(&cluster, &["attach", &next]);
+    let mut other = connect(cluster.socket("next"));
+    let start = Instant::now();
+    // The OSD may have taken it for a moment.
+    while other.queues[0].write(8, &[2; 4096]) != OK {
+        assert!(start.elapsed() < HANG, "it never writes");
+        drop(other);
+        done(&cluster, &["detach", "next"]);
+        done(&cluster, &["attach", &next]);
+        other = connect(cluster.socket("next"));
+    }
+    assert_eq!(device.queues[0].write(8, &[3; 4096]), IOERR);
+    drop(device);
+    done(&cluster, &["detach", "idle"]);
+}
