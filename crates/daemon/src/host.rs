@@ -170,6 +170,21 @@ pub enum HostError {
          file stays locked until the kernel gives up"
     )]
     Hangs(String),
+    #[error(
+        "disk {0}: its cluster does not answer, or another client has the image's lock ('rbd status', 'rbd lock ls'); \
+         requests of its VM are not done, and what cache=writeback kept may be lost"
+    )]
+    ClusterHangs(String),
+}
+
+impl HostError {
+    /// The same, of a disk that is in a cluster.
+    fn in_cluster(self) -> Self {
+        match self {
+            Self::Hangs(name) => Self::ClusterHangs(name),
+            error => error,
+        }
+    }
 }
 
 impl Host {

@@ -1,5 +1,6 @@
 //! How the end of a disk is waited for: until what is under way is done and durable, but not for ever.
 
+use std::io;
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -41,35 +42,42 @@ impl Host {
         let exports = exports.into_values();
         let stopped = all_in_time(
             deadline,
-            exports.map(|export| (export.id.clone(), move || stop(export))),
+            exports.map(|export| {
+                let (id, in_cluster) = (export.id.clone(), export.node.rbd().is_some());
+                (id, in_cluster, move || stop(export))
+            }),
         );
         // Once no export uses them any more. One that lies on another has the same file.
         nodes.retain(|_, entry| entry.child.is_none());
         let nodes = nodes.into_iter();
         let closed = all_in_time(
             deadline,
-            nodes.map(|(name, entry)| (name, move || sync(&entry.node))),
+            nodes.map(|(name, entry)| {
+                let in_cluster = entry.node.rbd().is_some();
+                (name, in_cluster, move || sync(&entry.node))
+            }),
         );
         closed.and(stopped)
     }
 }
 
-/// Does all of it at once. Logs what fails, and returns the last of that.
+/// Does all of it at once, of each disk with whether it is in a cluster. Logs what fails, and returns the last of that.
 fn all_in_time<W>(
     deadline: Instant,
-    works: impl Iterator<Item = (String, W)>,
+    works: impl Iterator<Item = (String, bool, W)>,
 ) -> Result<(), HostError>
 where
     W: FnOnce() -> Result<(), HostError> + Send + 'static,
 {
-    let tasks = works.map(|(name, work)| {
+    let tasks = works.map(|(name, in_cluster, work)| {
         let task = begin(&name, work);
-        (name, task)
+        (name, in_cluster, task)
     });
     let tasks: Vec<_> = tasks.collect();
     let mut result = Ok(());
-    for (name, task) in tasks {
+    for (name, in_cluster, task) in tasks {
         if let Err(e) = task.and_then(|task| end(&name, deadline, &task)) {
+            let e = if in_cluster { e.in_cluster() } else { e };
             error!("{e}");
             result = Err(e);
         }
@@ -114,16 +122,49 @@ pub(super) fn in_time<T: Send + 'static>(
 /// Waits until what is under way is finished, and makes it durable. The disk knows what its page cache has
 /// lost, which its file does not tell twice.
 pub(super) fn stop(export: Export) -> Result<(), HostError> {
-    let disk = export.disk.clone();
+    let (disk, node) = (export.disk.clone(), export.node.clone());
     drop(export);
     if disk.is_abandoned() {
         return Err(HostError::Hangs(disk.name.clone()));
     }
-    disk.sync()
-        .map_err(|e| HostError::Sync(disk.name.clone(), e))
+    disk.sync().map_err(|e| {
+        let e = match node.rbd() {
+            Some(rbd) if rbd.is_blocklisted() => io::Error::other(
+                "this client is on the cluster's blocklist, and what librbd's cache kept cannot be written any more",
+            ),
+            _ => e,
+        };
+        HostError::Sync(disk.name.clone(), e)
+    })
 }
 
 pub(super) fn sync(node: &Node) -> Result<(), HostError> {
     let name = node.name();
     node.sync().map_err(|e| HostError::Sync(name.to_owned(), e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cluster_that_keeps_one_waiting_locks_no_file() {
+        let (answer, storage) = mpsc::channel::<()>();
+        let storage = std::sync::Arc::new(std::sync::Mutex::new(storage));
+        for (in_cluster, part) in [(false, "stays locked"), (true, "'rbd status'")] {
+            let storage = storage.clone();
+            let waits = move || {
+                let _ = storage.lock().unwrap().recv();
+                Ok(())
+            };
+            let ended = all_in_time(
+                Instant::now(),
+                [("vm".into(), in_cluster, waits)].into_iter(),
+            );
+            let said = ended.unwrap_err().to_string();
+            assert!(said.contains(part), "{said}");
+            assert_eq!(said.contains("file"), !in_cluster, "{said}");
+        }
+        drop(answer);
+    }
 }
