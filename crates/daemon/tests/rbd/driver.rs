@@ -19,6 +19,8 @@ pub struct Load {
     /// What each slot of each queue is doing.
     doing: Vec<Vec<Doing>>,
     random: Random,
+    /// What is written is what the block holds already.
+    repeats: bool,
     count: u64,
     pub completed: u64,
 }
@@ -30,9 +32,15 @@ impl Load {
             written: vec![None; blocks],
             doing: device.queues.iter().map(slots).collect(),
             random: Random(7),
+            repeats: false,
             count: 0,
             completed: 0,
         }
+    }
+
+    /// From now on, nothing changes: where something is to be written, it is what was written last.
+    pub fn repeat(&mut self) {
+        self.repeats = true;
     }
 
     /// What a block holds.
@@ -66,10 +74,14 @@ impl Load {
                 if self.doing[q][slot].is_some() || self.doing[q].iter().any(taken) {
                     continue;
                 }
-                let number = write.then(|| {
-                    self.count += 1;
-                    self.count
-                });
+                let number = match (write, self.repeats) {
+                    (true, false) => {
+                        self.count += 1;
+                        Some(self.count)
+                    }
+                    (true, true) => self.written[block],
+                    (false, _) => None,
+                };
                 let (op, bytes) = match number {
                     Some(_) => (Op::Write, self.expected(block, number)),
                     None => (Op::Read, vec![0xa5; 512 * SECTORS as usize]),

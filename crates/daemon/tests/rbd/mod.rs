@@ -25,6 +25,7 @@ macro_rules! on_each_release {
 }
 
 mod blocklist;
+mod changes;
 mod cluster;
 mod disk;
 mod driver;
