@@ -1,5 +1,7 @@
 //! `ringdisk check`: what slows a VM's disk. Reads files and prints; what there is to know is in the crate `advisor`.
 
+mod in_place;
+
 use std::fs;
 use std::io::{self, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
@@ -16,6 +18,8 @@ use advisor::report::{self, Report};
 use advisor::rules::Rules;
 use advisor::steps;
 use advisor::text::{BYTES_MAX, Source};
+
+use in_place::InPlace;
 
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
@@ -90,6 +94,9 @@ pub struct Args {
     /// Fix also by this rule, which lowers durability or is a note
     #[arg(long, value_name = "RULE", requires = "fix")]
     fix_rule: Vec<String>,
+    /// With --to ringdisk: the file for ringdisk's configuration, which must not be there yet
+    #[arg(long, value_name = "FILE", requires = "in_place")]
+    config: Option<PathBuf>,
     /// Bring disks to ringdisk, or back to QEMU
     #[arg(long, value_name = "WHERE", requires = "fix")]
     to: Option<To>,
@@ -479,6 +486,18 @@ fn fix(
     let before = inputs.clone();
     let mut said = Vec::new();
     let mut uncertain = 0;
+    let mut in_place = InPlace::default();
+    match (args.to, args.in_place, &args.config) {
+        (Some(To::Ringdisk), true, None) => {
+            return Err(
+                "no file was changed: say with --config FILE where ringdisk's configuration \
+                 goes, without which the machine does not start"
+                    .into(),
+            );
+        }
+        (Some(To::Ringdisk), ..) | (_, _, None) => {}
+        _ => return Err("--config is for --to ringdisk".into()),
+    }
     let after = match args.to {
         Some(to) => {
             let direction = match to {
@@ -488,8 +507,14 @@ fn fix(
             let converted = convert::convert(inputs, direction)?;
             said = converted.said;
             if let Some(config) = converted.config {
-                said.push("a ringdisk.toml with these disks:".into());
-                print(&convert::as_new_file(&config));
+                match &args.config {
+                    // Put into force before the machine needs it.
+                    Some(path) => in_place.create(path, &config)?,
+                    None => {
+                        said.push("a ringdisk.toml with these disks:".into());
+                        print(&convert::as_new_file(&config));
+                    }
+                }
             }
             converted.inputs
         }
@@ -532,10 +557,12 @@ fn fix(
         }
         for (before, after) in before.sources.iter().zip(&after.sources) {
             if before.text != after.text {
-                write(Path::new(&after.name), &after.text)?;
-                eprintln!("ringdisk: {}: changed", after.name);
+                in_place.change(&after.name, &before.text, &after.text)?;
             }
         }
+    }
+    for name in in_place.commit()? {
+        eprintln!("ringdisk: {name}: changed");
     }
     Ok(if changed {
         Outcome::Findings
@@ -565,21 +592,4 @@ fn confirm(uncertain: usize) -> Result<(), String> {
         "y" | "Y" | "yes" => Ok(()),
         _ => Err("no file was changed".into()),
     }
-}
-
-/// All of a file or nothing.
-fn write(path: &Path, text: &str) -> Result<(), String> {
-    let fail = |e: io::Error| format!("{}: cannot be changed: {e}", path.display());
-    let metadata = fs::metadata(path).map_err(fail)?;
-    let mut name = path.file_name().unwrap_or_default().to_owned();
-    name.push(".ringdisk-new");
-    let new = path.with_file_name(name);
-    let done = fs::write(&new, text)
-        .and_then(|()| fs::set_permissions(&new, metadata.permissions()))
-        .and_then(|()| fs::File::open(&new)?.sync_all())
-        .and_then(|()| fs::rename(&new, path));
-    done.map_err(|e| {
-        let _ = fs::remove_file(&new);
-        fail(e)
-    })
 }

@@ -1,6 +1,7 @@
 //! `ringdisk check` as people and scripts run it: what it answers, and how it ends.
 
 use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::process::{Command, Output};
 
 fn check(arguments: &[&str]) -> (Option<i32>, String, String) {
@@ -118,4 +119,70 @@ fn what_is_known_is_not_asked() {
     assert_eq!(code, Some(1), "{error}");
     assert!(!error.contains("not known"), "{error}");
     assert!(fs::read_to_string(file).unwrap().contains("aio=io_uring"));
+}
+
+/// A file is changed where it lies, with its mode, also if it is named by a link.
+#[test]
+fn a_link_still_points_to_the_file_that_is_changed() {
+    let dir = tempfile::tempdir().unwrap();
+    let [file, link] = ["vm.sh", "link.sh"].map(|name| dir.path().join(name));
+    let text = "qemu-system-x86_64 -accel kvm -object iothread,id=spare -drive \
+                file=/vms/a.img,format=raw,if=none,id=a,cache=unsafe -device virtio-blk-pci,drive=a\n";
+    fs::write(&file, text).unwrap();
+    fs::set_permissions(&file, fs::Permissions::from_mode(0o750)).unwrap();
+    symlink("vm.sh", &link).unwrap();
+    let (code, _, error) = check(&["--fix", "--in-place", "--yes", link.to_str().unwrap()]);
+    assert_eq!(code, Some(1), "{error}");
+    assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+    assert!(!fs::read_to_string(&file).unwrap().contains("unsafe"));
+    let mode = fs::metadata(&file).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o750);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+}
+
+/// The machine and ringdisk's configuration change together: either alone would be a machine that does not start.
+#[test]
+fn a_move_in_place_writes_both_or_neither() {
+    let dir = tempfile::tempdir().unwrap();
+    let [file, config] = ["vm.sh", "ringdisk.toml"].map(|name| dir.path().join(name));
+    let text = "qemu-system-x86_64 -accel kvm -drive file=/vms/a.img,format=raw,if=none,id=a \
+                -device virtio-blk-pci,drive=a\n";
+    fs::write(&file, text).unwrap();
+    let name = file.to_str().unwrap();
+    let there = |config: &[&str]| {
+        check(
+            &[
+                &["--fix", "--to", "ringdisk", "--in-place", "--yes", name],
+                config,
+            ]
+            .concat(),
+        )
+    };
+    let unchanged = || assert_eq!(fs::read_to_string(&file).unwrap(), text);
+
+    let (code, _, error) = there(&[]);
+    assert_eq!(code, Some(2), "{error}");
+    assert!(error.contains("--config FILE"), "{error}");
+    unchanged();
+
+    let path = config.to_str().unwrap();
+    fs::write(&config, "# mine\n").unwrap();
+    let (code, _, error) = there(&["--config", path]);
+    assert_eq!(code, Some(2), "{error}");
+    assert!(error.contains("is there already"), "{error}");
+    unchanged();
+
+    let nowhere = dir.path().join("none/ringdisk.toml");
+    let (code, _, error) = there(&["--config", nowhere.to_str().unwrap()]);
+    assert_eq!(code, Some(2), "{error}");
+    unchanged();
+
+    fs::remove_file(&config).unwrap();
+    let (code, _, error) = there(&["--config", path]);
+    assert_eq!(code, Some(1), "{error}");
+    let disk = fs::read_to_string(&config).unwrap();
+    assert!(disk.contains("file = \"/vms/a.img\""), "{disk}");
+    let machine = fs::read_to_string(&file).unwrap();
+    assert!(machine.contains("vhost-user-blk-pci"), "{machine}");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
 }
