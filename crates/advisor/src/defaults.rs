@@ -21,6 +21,12 @@ pub fn fill(vm: &mut Vm) {
     vm.table.default_to("vm.cpu-x2apic", "on", "KVM");
     vm.table.default_to("vm.cpu-pv-eoi", "on", "KVM");
     vm.table.default_to("vm.vcpus", 1u64, "QEMU");
+    match vm.table.word("vm.accel") {
+        _ if vm.table.get("vm.host").is_some() => {}
+        Some("kvm" | "xen") => vm.table.derive("vm.host", "linux", "from the accelerator"),
+        Some("hvf") => vm.table.derive("vm.host", "other", "from the accelerator"),
+        _ => {}
+    }
     let machine = vm.table.version("vm.machine-version");
     let name = vm.table.word("vm.machine").unwrap_or_default();
     let ccw = name.starts_with("s390");
@@ -96,6 +102,9 @@ fn fill_disk(disk: &mut Disk, machine: Option<Version>, ccw: bool, vcpus: Option
     let table = &mut disk.table;
     table.default_to("disk.device", "disk", "QEMU");
     table.default_to("disk.readonly", false, "QEMU");
+    if is_cd(&disk.file) {
+        table.derive("disk.iso", true, "from its name");
+    }
     let bus = table.word("disk.bus").unwrap_or("other").to_owned();
     let vhost_user = bus.starts_with("vhost-user");
     let local = !vhost_user && bus != "pass-through" && table.word("disk.protocol").is_some();
@@ -149,6 +158,15 @@ fn fill_disk(disk: &mut Disk, machine: Option<Version>, ccw: bool, vcpus: Option
     } else if table.get("disk.queues").is_some() {
         table.derive("disk.queues-inert", true, "this device has no such queues");
     }
+}
+
+/// Whether a file is the image of a CD: of an installer, or of cloud-init.
+fn is_cd(file: &str) -> bool {
+    let name = file.rsplit('/').next().unwrap_or(file).to_ascii_lowercase();
+    let is_seed = ["cidata", "cloud-init", "cloudinit"]
+        .iter()
+        .any(|seed| name.contains(seed));
+    name.ends_with(".iso") || is_seed
 }
 
 /// Which I/O threads serve which disks, and what is wrong with what is asked for.

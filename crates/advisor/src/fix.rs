@@ -112,6 +112,16 @@ impl<'a> Target<'a> {
     }
 
     fn edits(&self, setting: Setting) -> Edits {
+        if let (Setting::Virtio | Setting::SingleController, Ok(disk)) = (setting, self.disk()) {
+            let os = self.vm()?.table.word("vm.os");
+            let is_virtio = disk
+                .table
+                .word("disk.bus")
+                .is_some_and(|bus| bus.starts_with("virtio"));
+            if !is_virtio && matches!(os, Some("windows" | "other")) {
+                return Err("the guest may have no virtio driver".into());
+            }
+        }
         match self.input.kind {
             Kind::Libvirt => libvirt::edits(self, setting),
             Kind::Qemu => qemu::edits(self, setting),
@@ -348,6 +358,19 @@ fn round(
         disks.extend(finding.disk_index.map(|disk| (vm, disk)));
     }
     for vm in machines.into_keys() {
+        let moved = round.moved(vm);
+        if !moved.is_empty()
+            && let Ok(edits) = libvirt::keep_boot_order(&Target::new(&round, vm, None), &moved)
+            && !changes.add(edits)
+        {
+            // Nothing else changes these places; if it does, nothing is better than another disk.
+            let why = "its boot order cannot be kept".to_owned();
+            return (
+                None,
+                Vec::new(),
+                vec![("emulated-bus".into(), String::new(), why)],
+            );
+        }
         if let Some(count) = round.threads(vm)
             && let Ok(edits) = libvirt::count_threads(&Target::new(&round, vm, None), count)
         {

@@ -1,10 +1,11 @@
 //! libvirt domains (<https://libvirt.org/formatdomain.html>).
 
+mod boot;
 mod convert;
 mod edit;
 
 pub use convert::{from_ringdisk, to_ringdisk};
-pub use edit::{Xml, count_threads, edits};
+pub use edit::{Xml, count_threads, edits, keep_boot_order};
 
 use std::collections::{HashMap, HashSet};
 
@@ -12,7 +13,7 @@ use roxmltree::{Attribute, Document, Node, ParsingOptions};
 
 use crate::input::{Mistake, Reading, THREADS_MAX};
 use crate::model::carried::{Dialect, is_limit};
-use crate::model::{Disk, Thread, ThreadUse, Vm};
+use crate::model::{Disk, Thread, ThreadUse, Vm, is_device};
 use crate::qemu::machine_version;
 use crate::text::Span;
 
@@ -21,6 +22,17 @@ const NODES_MAX: u32 = 500_000;
 
 /// Deepest nesting; a domain has about ten levels, and the parser's stack is not endless.
 const DEPTH_MAX: usize = 200;
+
+/// Models of SCSI controllers that imitate a PCI device, so that virtio-scsi can take their place.
+pub const EMULATED_SCSI: &[&str] = &[
+    "am53c974",
+    "buslogic",
+    "dc390",
+    "lsilogic",
+    "lsisas1068",
+    "lsisas1078",
+    "vmpvscsi",
+];
 
 /// Parses XML within limits.
 pub fn parse(text: &str) -> Result<Document<'_>, Mistake> {
@@ -55,20 +67,50 @@ pub fn parse(text: &str) -> Result<Document<'_>, Mistake> {
     })
 }
 
-/// Where elements nest too deeply; comments and texts may be taken for elements, which counts too much and never
-/// too little.
+/// Where elements nest too deeply. Comments, texts and values are passed over.
 fn too_deep(text: &str) -> Option<usize> {
-    let bytes = text.as_bytes();
     let mut depth = 0usize;
-    for (at, window) in bytes.windows(2).enumerate() {
-        match window {
-            b"</" | b"/>" => depth = depth.saturating_sub(1),
-            [b'<', c] if !matches!(c, b'!' | b'?') => depth += 1,
-            _ => {}
+    let mut at = 0;
+    while let Some(found) = text[at..].find('<') {
+        let start = at + found;
+        let rest = &text[start..];
+        let skipped = [
+            ("<!--", "-->"),
+            ("<![CDATA[", "]]>"),
+            ("<?", "?>"),
+            ("<!", ">"),
+            ("</", ">"),
+        ];
+        if let Some((open, close)) = skipped.iter().find(|(open, _)| rest.starts_with(open)) {
+            if *open == "</" {
+                depth = depth.saturating_sub(1);
+            }
+            let end = rest[open.len()..].find(close)?;
+            at = start + open.len() + end + close.len();
+            continue;
         }
+        depth += 1;
         if depth > DEPTH_MAX {
-            return Some(at);
+            return Some(start);
         }
+        let mut quote = None;
+        let end = rest.bytes().position(|byte| match (quote, byte) {
+            (Some(open), byte) => {
+                quote = quote.filter(|_| byte != open);
+                false
+            }
+            (None, b'"' | b'\'') => {
+                quote = Some(byte);
+                false
+            }
+            (None, byte) => byte == b'>',
+        });
+        // What does not end is refused by the parser.
+        let end = start + end?;
+        if text[..end].ends_with('/') {
+            depth -= 1;
+        }
+        at = end + 1;
     }
     None
 }
@@ -153,7 +195,17 @@ fn domain(node: Node<'_, '_>, input: &str, reading: &mut Reading) -> Vm {
     };
     let table = &mut vm.table;
     table.give("vm.front-end", "libvirt", vm.span);
+    let mut is_qemu = true;
     if let Some((kind, at)) = attribute(Some(node), "type") {
+        is_qemu = matches!(kind, "kvm" | "qemu" | "hvf" | "kqemu");
+        if !is_qemu {
+            reading.note(
+                at,
+                format!(
+                    "a domain of the type '{kind}' does not run in QEMU; its disks are passed over"
+                ),
+            );
+        }
         let accel = match kind {
             "kvm" => "kvm",
             "qemu" => "tcg",
@@ -182,12 +234,19 @@ fn domain(node: Node<'_, '_>, input: &str, reading: &mut Reading) -> Vm {
             None => reading.note(at, "the amount of memory is not one"),
         }
     }
-    if let Some((machine, at)) = attribute(self::at(node, &["os", "type"]), "machine") {
-        let (name, version) = machine_version(machine);
-        table.give("vm.machine", name.to_owned(), at);
-        if let Some(version) = version {
-            table.give("vm.machine-version", version, at);
+    let os_type = self::at(node, &["os", "type"]);
+    match (attribute(os_type, "machine"), attribute(os_type, "arch")) {
+        (Some((machine, at)), _) => {
+            let (name, version) = machine_version(machine);
+            table.give("vm.machine", name.to_owned(), at);
+            if let Some(version) = version {
+                table.give("vm.machine-version", version, at);
+            }
         }
+        (None, None | Some(("x86_64" | "i686", _))) => {
+            table.default_to("vm.machine", "pc", "libvirt")
+        }
+        _ => {}
     }
     memory_backing(node, &mut vm);
     cpu(node, &mut vm);
@@ -233,7 +292,7 @@ fn domain(node: Node<'_, '_>, input: &str, reading: &mut Reading) -> Vm {
         .collect();
     let controllers = Controllers::of(devices);
     let mates = controllers.count(&disks);
-    for node in &disks {
+    for node in disks.iter().filter(|_| is_qemu) {
         vm.disks
             .push(disk(*node, &controllers, &mates, &vm, reading));
     }
@@ -303,6 +362,40 @@ fn cpu(node: Node<'_, '_>, vm: &mut Vm) {
     }
 }
 
+/// Who makes Linux, in the ids of libosinfo.
+const LINUX: &[&str] = &[
+    "almalinux.org",
+    "alpinelinux.org",
+    "altlinux.org",
+    "amazon.com",
+    "archlinux.org",
+    "centos.org",
+    "circle-linux.org",
+    "debian.org",
+    "endlessos.com",
+    "euro-linux.com",
+    "fedoraproject.org",
+    "gentoo.org",
+    "guix.gnu.org",
+    "kali.org",
+    "libosinfo.org",
+    "mageia.org",
+    "mandriva.com",
+    "manjaro.org",
+    "miraclelinux.com",
+    "nixos.org",
+    "opensuse.org",
+    "oracle.com",
+    "pop-os.org",
+    "redhat.com",
+    "rockylinux.org",
+    "scientificlinux.org",
+    "slackware.com",
+    "suse.com",
+    "ubuntu.com",
+    "voidlinux.org",
+];
+
 /// What libosinfo's metadata says of the guest, or Hyper-V's enlightenments.
 fn guest_system(node: Node<'_, '_>, vm: &mut Vm) {
     let os = child(node, "metadata")
@@ -310,12 +403,11 @@ fn guest_system(node: Node<'_, '_>, vm: &mut Vm) {
         .flat_map(|metadata| metadata.descendants())
         .find(|node| node.tag_name().name() == "os" && node.has_attribute("id"));
     if let Some((id, at)) = attribute(os, "id") {
-        let system = match () {
-            () if id.contains("microsoft.com") => "windows",
-            () if id.contains("freebsd") || id.contains("openbsd") || id.contains("netbsd") => {
-                "other"
-            }
-            () => "linux",
+        let system = match id.split('/').nth(2).unwrap_or(id) {
+            "microsoft.com" => "windows",
+            _ if id.contains("solaris") => "other",
+            vendor if LINUX.contains(&vendor) => "linux",
+            _ => "other",
         };
         vm.table.give("vm.os", system, at);
     } else if let Some(hyperv) = at(node, &["features", "hyperv"]) {
@@ -441,17 +533,16 @@ fn disk(
     let word = match bus {
         "virtio" if vhost_user => "vhost-user-blk",
         "virtio" => "virtio-blk",
-        "scsi" => match attribute(scsi, "model") {
-            Some((model, _)) if model.starts_with("virtio") => "virtio-scsi",
-            Some(_) => "scsi-emulated",
-            None if vm
-                .table
-                .word("vm.machine")
-                .is_some_and(|m| m.starts_with("s390") || m == "virt") =>
-            {
-                "virtio-scsi"
-            }
-            None => "scsi-emulated",
+        "scsi" => match attribute(scsi, "model").map(|(model, _)| model) {
+            Some(model) if model.starts_with("virtio") => "virtio-scsi",
+            Some(model) if EMULATED_SCSI.contains(&model) => "scsi-emulated",
+            None | Some("auto") => match vm.table.word("vm.machine").unwrap_or("pc") {
+                machine if machine.starts_with("s390") || machine == "virt" => "virtio-scsi",
+                "pc" | "q35" => "scsi-emulated",
+                _ => "other",
+            },
+            // ibmvscsi is as virtual as virtio-scsi, and others are on no PCI bus.
+            Some(_) => "other",
         },
         "ide" => "ide",
         "sata" => "sata",
@@ -482,7 +573,7 @@ fn disk(
     if let Some(at) = child(node, "readonly") {
         disk.table.give("disk.readonly", true, span(at));
     }
-    if child(node, "shareable").is_some() {
+    if child(node, "shareable").is_some() && child(node, "readonly").is_none() {
         disk.table
             .default_to("disk.cache", "none", "libvirt for shareable disks");
     }
@@ -519,6 +610,9 @@ fn disk(
             Some((enabled, at)) => disk.table.give("disk.reconnect", enabled == "yes", at),
             None => disk.table.default_to("disk.reconnect", false, "libvirt"),
         }
+    }
+    if let Some((removable, at)) = attribute(target, "removable") {
+        disk.table.give("disk.removable", removable == "on", at);
     }
     if let Some((rate, at)) = attribute(target, "rotation_rate") {
         disk.table.give("disk.ssd", rate == "1", at);
@@ -588,7 +682,7 @@ fn source(node: Node<'_, '_>, disk: &mut Disk, reading: &mut Reading) {
     }
     let table_at = attribute(source, "protocol").map_or(at, |(_, at)| at);
     table.give("disk.protocol", protocol, table_at);
-    if protocol == "file" && disk.file.starts_with("/dev/") && !disk.file.starts_with("/dev/shm/") {
+    if protocol == "file" && is_device(&disk.file) {
         disk.table.give("disk.block-as-file", true, at);
     }
 }

@@ -204,6 +204,15 @@ impl From<bool> for Data {
     }
 }
 
+/// Whether a path is that of a block device, rather than of a file, a descriptor or a terminal in `/dev`.
+pub fn is_device(path: &str) -> bool {
+    let others = [
+        "fd/", "fdset/", "full", "null", "shm/", "std", "tty", "zero",
+    ];
+    path.strip_prefix("/dev/")
+        .is_some_and(|name| !others.iter().any(|other| name.starts_with(other)))
+}
+
 /// One machine.
 #[derive(Clone, Debug, Default)]
 pub struct Vm {

@@ -5,7 +5,7 @@ mod edit;
 pub use edit::edits;
 
 use crate::input::{Mistake, Reading, Surroundings};
-use crate::model::{Disk, Origin, Thread, ThreadUse, Vm};
+use crate::model::{Disk, Origin, Thread, ThreadUse, Vm, is_device};
 use crate::qemu::{self, machine_version};
 use crate::text::Span;
 
@@ -275,20 +275,30 @@ pub fn read(
         Some((_, at)) => table.give("vm.balloon", true, at),
         None => table.default_to("vm.balloon", "yes", "Proxmox"),
     }
+    // Proxmox makes shared memory for these.
+    let shared = lines
+        .iter()
+        .find(|line| line.key == "hugepages" || line.key.starts_with("virtiofs"));
+    if let Some(line) = shared {
+        table.give("vm.memory-shared", true, line.span);
+    }
     let numa = get("numa0").filter(|line| line.value.contains("hostnodes="));
     match numa {
         Some(line) => table.give("vm.numa-bound", true, line.value_span),
         None => table.default_to("vm.numa-bound", "no", "Proxmox"),
     }
-    if let Some(line) = get("ostype") {
-        let system = match line.value {
-            "l24" | "l26" => "linux",
-            "wxp" | "w2k" | "w2k3" | "w2k8" | "wvista" | "win7" | "win8" | "win10" | "win11" => {
-                "windows"
-            }
-            _ => "other",
-        };
-        table.give("vm.os", system, line.value_span);
+    match get("ostype") {
+        Some(line) => {
+            let system = match line.value {
+                "l26" => "linux",
+                "wxp" | "w2k" | "w2k3" | "w2k8" | "wvista" | "win7" | "win8" | "win10"
+                | "win11" => "windows",
+                // Linux 2.4 is older than virtio.
+                _ => "other",
+            };
+            table.give("vm.os", system, line.value_span);
+        }
+        None => table.default_to("vm.os", "other", "Proxmox: ostype other"),
     }
     if let Some(line) = lines.iter().find(|line| line.key.starts_with("hostpci")) {
         table.give("vm.pass-through", true, line.span);
@@ -551,11 +561,7 @@ impl Storage<'_> {
         };
         table.give("disk.format", format, at);
         if volume.starts_with('/') {
-            let word = if volume.starts_with("/dev/") {
-                "block"
-            } else {
-                "file"
-            };
+            let word = if is_device(&volume) { "block" } else { "file" };
             table.give("disk.protocol", word, at);
             return;
         }

@@ -1,6 +1,7 @@
 //! QEMU's command line: `-drive`, `-blockdev` and `-device` as pairs and as JSON, `-object`, `-machine`, `-readconfig`
 //! and files of arguments (`@file`).
 
+mod bus;
 mod convert;
 mod devices;
 mod edit;
@@ -71,7 +72,13 @@ pub fn machine_version(machine: &str) -> (&str, Option<Version>) {
             "" => (before, Some(version)),
             short => (short, Some(version)),
         },
-        Err(()) => (machine, None),
+        // As `pc-q35-jammy`, of a distribution.
+        Err(()) => match machine {
+            _ if machine.starts_with("pc-q35-") => ("q35", None),
+            _ if machine.starts_with("pc-i440fx-") => ("pc", None),
+            _ if machine.starts_with("pseries-") => ("pseries", None),
+            _ => (machine, None),
+        },
     }
 }
 
@@ -317,20 +324,28 @@ pub fn add_options(
 }
 
 fn accelerator(line: &Line, vm: &mut Vm) {
-    let word = |name: &str| match name {
-        "kvm" => "kvm",
-        "tcg" => "tcg",
-        "xen" => "xen",
-        "hvf" => "hvf",
+    let given = line.group("accel").filter_map(|option| option.get("accel"));
+    let mut given: Vec<&options::Pair> = given.collect();
+    if given.is_empty() {
+        given.extend(line.last("machine", "accel"));
+    }
+    let names = given.iter().flat_map(|pair| pair.value.split(':'));
+    // QEMU takes the first that works. Where one is of macOS, Windows or NetBSD, the host may be.
+    if names
+        .clone()
+        .any(|name| matches!(name, "hvf" | "whpx" | "nvmm"))
+    {
+        vm.table.derive("vm.host", "other", "from the accelerators");
+    }
+    let word = match names.clone().next() {
+        Some("kvm") => "kvm",
+        Some("tcg") => "tcg",
+        Some("xen") => "xen",
+        Some("hvf") => "hvf",
         _ => "other",
     };
-    let given = line
-        .group("accel")
-        .next()
-        .and_then(|option| option.get("accel"));
-    if let Some(pair) = given.or_else(|| line.last("machine", "accel")) {
-        let first = pair.value.split(':').next().unwrap_or_default();
-        vm.table.give("vm.accel", word(first), pair.value_span);
+    if let Some(pair) = given.first() {
+        vm.table.give("vm.accel", word, pair.value_span);
     } else if let Some(option) = line.group("enable-kvm").next() {
         vm.table.give("vm.accel", "kvm", option.whole);
     }

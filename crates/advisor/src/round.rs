@@ -7,6 +7,7 @@ use crate::fix::is_plain;
 use crate::input::{Input, Kind};
 use crate::libvirt::Xml;
 use crate::qemu::Parsed;
+use crate::text::Span;
 
 /// An input in one state.
 pub struct Round<'a> {
@@ -25,6 +26,8 @@ struct Taken {
     unused: Option<VecDeque<String>>,
     /// How many threads there must be in the end, where they are counted and not named.
     threads: Option<u64>,
+    /// Disks that go to virtio, with their new names.
+    moves: HashMap<Span, String>,
     /// How to take back what the last change took.
     undo: Vec<Undo>,
 }
@@ -39,6 +42,7 @@ enum Undo {
     Name(&'static str, String, u64),
     Unused(String),
     Threads(Option<u64>),
+    Move(Span),
 }
 
 impl<'a> Round<'a> {
@@ -94,6 +98,9 @@ impl<'a> Round<'a> {
                     }
                 }
                 Undo::Threads(before) => taken.threads = before,
+                Undo::Move(disk) => {
+                    taken.moves.remove(&disk);
+                }
             }
         }
     }
@@ -153,6 +160,21 @@ impl<'a> Round<'a> {
         taken.threads = Some(wanted);
         taken.undo.push(Undo::Threads(before));
         wanted
+    }
+
+    /// Says that a disk goes to virtio under that name.
+    pub fn moves(&self, vm: usize, disk: Span, name: &str) {
+        if let Some(taken) = self.taken.get(vm) {
+            let taken = &mut *taken.borrow_mut();
+            taken.moves.insert(disk, name.to_owned());
+            taken.undo.push(Undo::Move(disk));
+        }
+    }
+
+    /// The disks of which that was said.
+    pub fn moved(&self, vm: usize) -> HashMap<Span, String> {
+        let taken = self.taken.get(vm);
+        taken.map_or_else(HashMap::new, |taken| taken.borrow().moves.clone())
     }
 
     /// How many threads a machine must have, if that was said.

@@ -237,7 +237,7 @@ fn a_machine_that_cannot_stays_as_it_is() {
     for (text, says) in [
         (text.replace("</domain>", sealed), "encrypted"),
         (text.replace("</domain>", set), "names a disk"),
-        (text.replace("type='kvm'", "type='xen'"), "type 'xen'"),
+        (text.replace("type='kvm'", "type='xen'"), "no disk"),
         (text.replace("x86_64", "s390x"), "s390x"),
     ] {
         let why = convert(vec![input("vm.xml", &text)], Direction::ToRingdisk).unwrap_err();

@@ -59,3 +59,411 @@ fn threads_of_other_devices_stay() {
     assert_eq!(findings(&one), ["iothreads-unused"]);
     assert_eq!(text(&self::fixed(&one)), balloon);
 }
+
+/// The disk that libvirt boots is the same afterwards; where its order changes, it is written down.
+#[test]
+fn libvirt_boots_the_same_disk() {
+    let boot = "<os>\n    <type arch='x86_64' machine='pc'>hvm</type>\n    <boot dev='cdrom'/>\n    <boot dev='hd'/>\n  </os>";
+    let disk = |name: &str, bus: &str, device: &str| {
+        format!(
+            "<disk type='block' device='{device}'>\n      <driver name='qemu' type='raw' cache='none' io='native'/>\n      \
+             <source dev='/dev/vg0/{name}'/>\n      <target dev='{name}' bus='{bus}'/>\n    </disk>"
+        )
+    };
+    let two = domain(
+        boot,
+        &[
+            disk("hda", "ide", "disk"),
+            disk("vda", "virtio", "disk"),
+            disk("hdc", "ide", "cdrom"),
+        ]
+        .join("\n    "),
+    );
+    let fixed = self::fixed(&two);
+    let now = text(&fixed);
+    assert!(
+        now.contains("<target dev='vdb' bus='virtio'/>\n      <boot order='2'/>"),
+        "{now}"
+    );
+    assert!(
+        now.contains("bus='ide'/>\n      <boot order='1'/>") && !now.contains("<boot dev"),
+        "{now}"
+    );
+    // Where nothing changes, nothing is written.
+    let one = domain(boot, &disk("hda", "ide", "disk"));
+    assert!(text(&self::fixed(&one)).contains("<boot dev='hd'/>"));
+    let own = two
+        .replace("<boot dev='cdrom'/>\n    <boot dev='hd'/>", "")
+        .replace(
+            "<target dev='hda' bus='ide'/>",
+            "<target dev='hda' bus='ide'/>\n      <boot order='1'/>",
+        );
+    assert_eq!(text(&self::fixed(&own)).matches("<boot order=").count(), 1);
+}
+
+/// Without a bootindex, QEMU's firmware takes the first disk of the first kind of controller.
+#[test]
+fn qemu_boots_the_same_disk() {
+    let line = |drives: &str| format!("qemu-system-x86_64 -accel kvm {drives}\n");
+    let end = "cache=none,aio=native";
+    let drive =
+        |file: &str, bus: &str| format!("-drive file=/dev/vg0/{file},format=raw,{end},if={bus}");
+    // Another disk would be first.
+    let other = line(&format!("{} {}", drive("b", "virtio"), drive("a", "ide")));
+    let fixed = self::fixed(&other);
+    assert!(
+        text(&fixed).contains("/a,format=raw,cache=none,aio=native,if=ide"),
+        "{}",
+        text(&fixed)
+    );
+    assert!(
+        fixed
+            .left
+            .iter()
+            .any(|(.., why)| why.contains("boot from another")),
+        "{:?}",
+        fixed.left
+    );
+    // The order stays, if the last goes first.
+    let both = line(&format!("{} {}", drive("a", "ide"), drive("b", "ide")));
+    let fixed = self::fixed(&both);
+    assert!(!text(&fixed).contains("if=ide"), "{}", text(&fixed));
+    // A device comes before what QEMU makes for a drive: the first gets one first.
+    let left = line(&format!(
+        "{},$MORE {}",
+        drive("a", "virtio"),
+        drive("b", "virtio")
+    ));
+    assert_eq!(text(&self::fixed(&left)), left);
+    let virtio = line(&format!(
+        "{} {}",
+        drive("a", "virtio"),
+        drive("b", "virtio")
+    ));
+    let files: Vec<String> = self::fixed(&virtio).input.vms[0]
+        .disks
+        .iter()
+        .map(|disk| disk.file.clone())
+        .collect();
+    assert_eq!(files, ["/dev/vg0/a", "/dev/vg0/b"]);
+    // With a bootindex, it does not matter where a disk is.
+    let index = line(&format!(
+        "{} -drive file=/dev/vg0/a,format=raw,if=none,id=a,{end} -device ide-hd,drive=a,bootindex=1",
+        drive("b", "virtio")
+    ));
+    assert!(text(&self::fixed(&index)).contains("-device virtio-blk-pci,drive=a,bootindex=1"));
+}
+
+/// So does Proxmox, which goes through the buses in an order of its own.
+#[test]
+fn proxmox_boots_the_same_disk() {
+    let conf = |boot: &str| {
+        format!(
+            "{boot}ostype: l26\nscsihw: virtio-scsi-single\nide0: local-lvm:a\nscsi0: local-lvm:b,iothread=1\n"
+        )
+    };
+    let fixed = self::fixed(&conf(""));
+    assert_eq!(text(&fixed), conf(""));
+    assert!(
+        fixed.left[0].2.contains("another disk than ide0"),
+        "{:?}",
+        fixed.left
+    );
+    let fixed = self::fixed(&conf("boot: order=ide0\n"));
+    assert!(
+        text(&fixed).contains("boot: order=scsi1") && text(&fixed).contains("scsi1: local-lvm:a"),
+        "{}",
+        text(&fixed)
+    );
+}
+
+/// Disks that move at the same time keep their order, and get names of their own.
+#[test]
+fn disks_that_move_together_keep_their_order() {
+    let disk = |name: &str, bus: &str| {
+        format!(
+            "<disk type='block' device='disk'>\n      <driver name='qemu' type='raw' cache='none' io='native'/>\n      \
+             <source dev='/dev/vg0/{name}'/>\n      <target dev='{name}' bus='{bus}'/>\n      \
+             <address type='drive' controller='0' bus='0' target='0' unit='0'/>\n    </disk>"
+        )
+    };
+    let pc = "<os><type arch='x86_64' machine='pc'>hvm</type></os>";
+    // The first of them is named second.
+    let fixed = self::fixed(&domain(
+        pc,
+        &[disk("sda", "sata"), disk("hda", "ide")].join("\n    "),
+    ));
+    let now = text(&fixed);
+    assert!(
+        now.contains(
+            "/sda'/>\n      <target dev='vdb' bus='virtio'/>\n      <boot order='1'/>\n    </disk>"
+        ),
+        "{now}"
+    );
+    assert!(
+        !now.contains("address") && now.contains("dev='vda' bus='virtio'"),
+        "{now}"
+    );
+    // Nothing is written where the order is the same.
+    let fixed = self::fixed(&domain(
+        pc,
+        &[disk("hda", "ide"), disk("hdb", "ide")].join("\n    "),
+    ));
+    assert!(!text(&fixed).contains("<boot"), "{}", text(&fixed));
+
+    let conf = "boot: order=ide0\nostype: l26\nscsihw: virtio-scsi-single\nide0: local-lvm:a\nsata0: local-lvm:b\nide1: local-lvm:c\n";
+    let fixed = self::fixed(conf);
+    for key in ["scsi0: ", "scsi1: ", "scsi2: "] {
+        assert_eq!(text(&fixed).matches(key).count(), 1, "{}", text(&fixed));
+    }
+    let first = text(&fixed)
+        .lines()
+        .find(|line| line.contains("local-lvm:a"))
+        .unwrap();
+    let key = first.split(':').next().unwrap();
+    assert!(
+        text(&fixed).contains(&format!("boot: order={key}\n")),
+        "{}",
+        text(&fixed)
+    );
+    // Without that line, the first goes last, and comes behind: so it stays.
+    let fixed = self::fixed(&conf.replace("boot: order=ide0\n", ""));
+    assert!(
+        text(&fixed).contains("\nide0: local-lvm:a"),
+        "{}",
+        text(&fixed)
+    );
+}
+
+/// Nodes of NUMA may have shared memory each.
+#[test]
+fn memory_of_numa_nodes_is_shared() {
+    let line = |share: &str| {
+        format!(
+            "qemu-system-x86_64 -accel kvm -m 2G -object memory-backend-memfd,id=m0,size=1G{share} \
+             -object '{{\"qom-type\":\"memory-backend-ram\",\"id\":\"m1\",\"size\":1073741824,\"share\":true}}' \
+             -numa node,nodeid=0,memdev=m0 -numa node,nodeid=1,memdev=m1 \
+             -chardev socket,id=c,path=/run/c,reconnect-ms=1000 -device vhost-user-blk-pci,chardev=c\n"
+        )
+    };
+    for share in ["", ",share=on"] {
+        assert_eq!(findings(&line(share)), Vec::<String>::new(), "{share}");
+    }
+    assert_eq!(findings(&line(",share=off")), ["vhost-user-unshared"]);
+    assert_eq!(text(&fixed(&line(",share=off"))), line(",share=on"));
+    // Proxmox shares what it takes from huge pages.
+    let conf = "hugepages: 2\nnuma: 1\nmemory: 2048\nostype: l26\nscsihw: virtio-scsi-single\n\
+                args: -chardev socket,id=c,path=/run/c,reconnect-ms=1000 -device vhost-user-blk-pci,chardev=c\n";
+    assert_eq!(findings(conf), Vec::<String>::new());
+}
+
+/// libvirt looks at the cache mode that is written, not at the one that is in force.
+#[test]
+fn native_needs_a_cache_mode_in_libvirt() {
+    let shareable = domain(
+        "",
+        "<disk type='block' device='disk'>\n      <driver name='qemu' type='raw'/>\n      <source dev='/dev/a'/>\n      \
+         <target dev='vda' bus='virtio'/>\n      <shareable/>\n    </disk>",
+    );
+    let now = self::fixed(&shareable);
+    assert!(
+        text(&now).contains("type='raw' cache='none' io='native'"),
+        "{}",
+        text(&now)
+    );
+    // libvirt's default is of disks that are written to.
+    let readonly = shareable.replace("<shareable/>", "<shareable/>\n      <readonly/>");
+    assert!(
+        findings(&readonly).contains(&"cache-host-page".to_owned()),
+        "{:?}",
+        findings(&readonly)
+    );
+}
+
+/// A disk that has what virtio-blk has not stays where it is.
+#[test]
+fn what_names_a_disk_keeps_it_on_its_bus() {
+    for (element, target) in [
+        ("<wwn>5000c50015ea71ad</wwn>", ""),
+        ("<vendor>SEAGATE</vendor>", ""),
+        ("<product>ST3146707LC</product>", ""),
+        (
+            "<geometry cyls='16383' heads='16' secs='63' trans='lba'/>",
+            "",
+        ),
+        ("", " tray='open'"),
+    ] {
+        let ide = domain(
+            "",
+            &format!(
+                "<disk type='block' device='disk'>\n      <driver name='qemu' type='raw' cache='none' io='native'/>\n      \
+                 <source dev='/dev/a'/>\n      <target dev='hda' bus='ide'{target}/>{element}\n    </disk>"
+            ),
+        );
+        let fixed = self::fixed(&ide);
+        assert_eq!(text(&fixed), ide);
+        assert!(
+            fixed.left[0].2.contains("virtio-blk has no"),
+            "{:?}",
+            fixed.left
+        );
+    }
+    for key in ["wwn=1", "model=x", "ver=1"] {
+        let line = format!(
+            "qemu-system-x86_64 -accel kvm -drive file=/dev/a,format=raw,if=none,id=a,cache=none,aio=native \
+             -device ide-hd,drive=a,{key}\n"
+        );
+        assert_eq!(text(&fixed(&line)), line);
+    }
+}
+
+/// Advice for Linux is none where the host is another system.
+#[test]
+fn other_hosts_have_no_linux() {
+    for accel in [
+        "-accel hvf",
+        "-machine q35,accel=kvm:hvf:tcg",
+        "-accel whpx -accel tcg",
+    ] {
+        let line = format!(
+            "qemu-system-x86_64 {accel} -object iothread,id=i0 -drive file=/vms/a.img,format=raw,if=none,id=a,discard=unmap \
+             -drive file=/vms/b.img,format=raw,if=none,id=b,cache=none \
+             -device virtio-blk-pci,drive=a,iothread=i0 -device virtio-blk-pci,drive=b,iothread=i0\n"
+        );
+        assert_eq!(findings(&line), Vec::<String>::new(), "{accel}");
+    }
+    let mac = domain("", "").replace("type='kvm'", "type='hvf'");
+    let mac = mac.replace("<devices>", "<devices><disk type='file' device='disk'><source file='/a'/><target dev='vda' bus='virtio'/></disk>");
+    assert_eq!(findings(&mac), ["no-iothread"]);
+    // What does not run in QEMU has none of its disks.
+    let other = mac.replace("type='hvf'", "type='vmware'");
+    assert_eq!(findings(&other), Vec::<String>::new());
+}
+
+/// A guest that may have no virtio driver keeps its bus, whatever rule would change it.
+#[test]
+fn guests_without_virtio_keep_their_bus() {
+    for os in [
+        "ostype: l24\n",
+        "ostype: solaris\n",
+        "ostype: other\n",
+        "",
+        "ostype: win11\n",
+    ] {
+        for disk in [
+            "ide0: local-lvm:a\n",
+            "scsihw: lsi\nscsi0: local-lvm:a,iothread=1\n",
+        ] {
+            let conf = format!("{os}boot: order=ide0\nmemory: 1024\n{disk}");
+            assert_eq!(text(&fixed(&conf)), conf, "{os}");
+        }
+    }
+    for (line, why) in [
+        (
+            "qemu-system-arm -M raspi2b -drive file=/dev/a,format=raw,if=sd,cache=none,aio=native",
+            "an SD card",
+        ),
+        (
+            "qemu-system-x86_64 -accel kvm -drive file=/dev/a,format=raw,if=none,id=a,cache=none,aio=native \
+          -device usb-storage,drive=a,removable=on",
+            "a stick",
+        ),
+        (
+            "qemu-system-x86_64 -accel kvm -drive file=/isos/seed.iso,format=raw",
+            "an ISO",
+        ),
+        (
+            "qemu-system-x86_64 -accel kvm -drive file=/var/lib/cloud-init/cidata.img,format=raw,if=virtio",
+            "a seed",
+        ),
+        (
+            "qemu-system-x86_64 -accel kvm -M isapc -drive file=/dev/a,format=raw,cache=none,aio=native",
+            "no PCI bus",
+        ),
+    ] {
+        assert_eq!(text(&fixed(line)), line, "{why}");
+    }
+    let haiku = domain(
+        "<metadata><o:os xmlns:o='x' id='http://haiku-os.org/haiku/r1beta4'/></metadata>",
+        "<disk type='block' device='disk'>\n      <driver name='qemu' type='raw' cache='none' io='native'/>\n      \
+         <source dev='/dev/a'/>\n      <target dev='hda' bus='ide'/>\n    </disk>",
+    );
+    assert_eq!(text(&fixed(&haiku)), haiku);
+}
+
+/// Only a controller that is a PCI device gives its place to virtio-scsi.
+#[test]
+fn controllers_of_other_buses_stay() {
+    let scsi = |machine: &str, controller: &str| {
+        domain(
+            &format!("<os><type arch='ppc64' machine='{machine}'>hvm</type></os>"),
+            &format!(
+                "<disk type='block' device='disk'>\n      <driver name='qemu' type='raw' cache='none' io='native'/>\n      \
+                 <source dev='/dev/a'/>\n      <target dev='sda' bus='scsi'/>\n    </disk>\n    {controller}"
+            ),
+        )
+    };
+    for (machine, controller) in [
+        (
+            "pseries",
+            "<controller type='scsi' index='0' model='ibmvscsi'>\n      <address type='spapr-vio' reg='0x2000'/>\n    </controller>",
+        ),
+        ("pseries", "<controller type='scsi' index='0'/>"),
+        (
+            "pc",
+            "<controller type='scsi' index='0' model='lsilogic'>\n      <address type='spapr-vio' reg='0x2000'/>\n    </controller>",
+        ),
+    ] {
+        let xml = scsi(machine, controller);
+        assert_eq!(text(&fixed(&xml)), xml, "{controller}");
+    }
+    let lsi = scsi("pc", "<controller type='scsi' index='0' model='lsilogic'/>");
+    assert!(text(&fixed(&lsi)).contains("model='virtio-scsi'"));
+}
+
+/// What an open descriptor is of, nobody says; and not all in `/dev` is a block device.
+#[test]
+fn descriptors_are_no_block_devices() {
+    for node in [
+        "-drive file=/dev/fdset/1,format=raw,if=none,id=a",
+        "-blockdev driver=file,filename=/dev/fdset/1,node-name=f -blockdev driver=raw,file=f,node-name=a",
+        "-blockdev driver=host_device,filename=/dev/fdset/1,node-name=f -blockdev driver=raw,file=f,node-name=a",
+    ] {
+        let line = format!(
+            "qemu-system-x86_64 -accel kvm -object iothread,id=i0 {node} -device virtio-blk-pci,drive=a,iothread=i0\n"
+        );
+        assert_eq!(findings(&line), Vec::<String>::new(), "{node}");
+    }
+}
+
+/// Comments and values are no elements, however many there are.
+#[test]
+fn comments_are_no_elements() {
+    let many = "<!-- <disk> -->".repeat(300) + &"<![CDATA[<a><b>]]>".repeat(300);
+    let xml = domain(&format!("<title>{many}</title>"), "");
+    assert!(read(Source::new("x", xml.as_str()), Surroundings::default()).is_ok());
+    let values = domain(&"<x a='/>' b=\">-->'\"><y/></x>".repeat(300), "");
+    assert!(read(Source::new("x", values), Surroundings::default()).is_ok());
+    let deep = domain(&format!("{}{}", "<a>".repeat(250), "</a>".repeat(250)), "");
+    let error = read(Source::new("x", deep), Surroundings::default()).unwrap_err();
+    assert!(error.problem.contains("one in the other"), "{error}");
+}
+
+/// Nothing in a file's name ends a cell of a table.
+#[test]
+fn tables_keep_their_cells() {
+    let rules = Rules::built_in().unwrap();
+    let mut input = read(
+        Source::new("a|b`c\\|d.sh", "qemu-system-x86_64 -accel kvm -name 'x|y\\|`z' -drive file=/vms/a.img,format=raw,if=virtio"),
+        Surroundings::default(),
+    )
+    .unwrap();
+    let checked = check(&mut input, &rules, None, &[]);
+    let mut report = advisor::report::Report::default();
+    report.add(&input, checked);
+    let markdown = advisor::report::markdown(&report, &rules, true);
+    let rows = markdown.lines().filter(|line| line.starts_with('|'));
+    for row in rows {
+        assert_eq!(row.matches('|').count(), 6, "{row}");
+    }
+}

@@ -119,7 +119,7 @@ fn variables_may_say_anything() {
 /// A variable for the name of a file says nothing of the rest; and what is said with values is found as ever.
 #[test]
 fn what_is_written_beside_variables_counts() {
-    let script = "IMG=$HOME/a.img\nqemu-system-x86_64 -accel kvm -m $MEM -drive file=\"$HOME\"/vms/a.img,format=raw,if=ide \
+    let script = "IMG=$HOME/a.img\nqemu-system-x86_64 -accel kvm -machine q35 -m $MEM -drive file=\"$HOME\"/vms/a.img,format=raw,if=ide \
                   -drive file=$B,format=raw,if=ide,cache=unsafe \"$@\"\n";
     let found = findings(script);
     assert_eq!(found, ["cache-unsafe", "emulated-bus", "emulated-bus"]);
@@ -152,6 +152,20 @@ fn quotes_stay_in_pairs() {
     let fixed = fixed(script);
     assert_eq!(text(&fixed), script, "{:?}", fixed.left);
     assert_eq!(fixed.left.len(), 1);
+}
+
+/// What -hda and its like name is a file, commas and all.
+#[test]
+fn names_of_files_have_commas() {
+    let script = "qemu-system-x86_64 -accel kvm -hda /dev/a,format=raw\n";
+    assert_eq!(files(&input(script)), ["/dev/a,format=raw"]);
+    let fixed = fixed(script);
+    assert_eq!(
+        files(&fixed.input),
+        ["/dev/a,format=raw"],
+        "{}",
+        text(&fixed)
+    );
 }
 
 /// Only a shell's scripts are read; what else starts programs has quotes and variables of its own.

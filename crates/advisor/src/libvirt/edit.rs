@@ -4,7 +4,8 @@ use std::collections::{HashMap, HashSet};
 
 use roxmltree::{Document, Node, NodeId};
 
-use super::{Controllers, at, attribute, child, parse, span};
+use super::boot;
+use super::{Controllers, EMULATED_SCSI, at, attribute, child, parse, span};
 use crate::fix::{Edits, Setting, Target};
 use crate::text::{Edit, Span};
 
@@ -72,6 +73,14 @@ pub fn count_threads(target: &Target<'_>, count: u64) -> Edits {
     Domain::of(target)?.count_threads(count)
 }
 
+/// What keeps the boot order after disks have gone to virtio, each under a new name.
+///
+/// # Errors
+/// The domain is not there.
+pub fn keep_boot_order(target: &Target<'_>, moves: &HashMap<Span, String>) -> Edits {
+    Ok(Domain::of(target)?.keep_boot_order(moves))
+}
+
 /// The changes for a setting.
 ///
 /// # Errors
@@ -107,6 +116,11 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
                 _ => "none",
             };
             domain.driver(node, "cache", mode)
+        }
+        // Without a cache mode, libvirt takes its default for too little, though it is enough for a shareable disk.
+        Setting::Aio("native") => {
+            let cache = disk.table.word("disk.cache").unwrap_or("none");
+            domain.attributes(node, &[("cache", cache), ("io", "native")])
         }
         Setting::Aio(word) => domain.driver(node, "io", word),
         Setting::Discard => domain.driver(node, "discard", "unmap"),
@@ -308,17 +322,31 @@ impl<'a, 'i> Domain<'a, 'i> {
 
     /// Sets an attribute of `<driver>`, which is made if there is none.
     fn driver(&self, node: Node<'_, '_>, name: &str, value: &str) -> Edits {
+        self.attributes(node, &[(name, value)])
+    }
+
+    /// The same for several.
+    fn attributes(&self, node: Node<'_, '_>, values: &[(&str, &str)]) -> Edits {
         if let Some(driver) = child(node, "driver") {
-            return Ok(self.set(driver, name, value));
+            let set = values
+                .iter()
+                .filter(|(name, value)| driver.attribute(*name) != Some(*value));
+            return Ok(set
+                .flat_map(|(name, value)| self.set(driver, name, value))
+                .collect());
         }
+        let values: String = values
+            .iter()
+            .map(|(name, value)| format!(" {name}='{value}'"))
+            .collect();
         if node.has_tag_name("controller") {
-            return Ok(self.add_child(node, &format!("<driver {name}='{value}'/>")));
+            return Ok(self.add_child(node, &format!("<driver{values}/>")));
         }
         let first = node
             .children()
             .find(Node::is_element)
             .ok_or("the disk is empty")?;
-        let xml = format!("<driver name='qemu' type='raw' {name}='{value}'/>");
+        let xml = format!("<driver name='qemu' type='raw'{values}/>");
         Ok(vec![self.add_before(first, &xml)])
     }
 
@@ -326,9 +354,21 @@ impl<'a, 'i> Domain<'a, 'i> {
         if target.disk()?.table.word("disk.bus") == Some("scsi-emulated")
             && let Some(controller) = scsi
         {
+            let model = controller.attribute("model");
+            let address = child(controller, "address").and_then(|node| node.attribute("type"));
+            let is_emulated =
+                model.is_none_or(|model| model == "auto" || EMULATED_SCSI.contains(&model));
+            if !is_emulated || address.is_some_and(|kind| kind != "pci") {
+                return Err("its controller is not on a PCI bus".into());
+            }
             return Ok(self.set(controller, "model", "virtio-scsi"));
         }
         let element = child(disk, "target").ok_or("the disk has no <target>")?;
+        if let Some(foreign) = foreign_to_virtio(disk, element) {
+            return Err(format!(
+                "virtio-blk has no {foreign}, which the guest may know the disk by"
+            ));
+        }
         let used = || -> HashSet<String> {
             let targets = self
                 .node
@@ -340,6 +380,7 @@ impl<'a, 'i> Domain<'a, 'i> {
         let free = target.round.name(target.vm, "target", used, |number| {
             format!("vd{}", letters(number))
         });
+        target.round.moves(target.vm, span(disk), &free);
         let mut edits = self.set(element, "dev", &free);
         edits.extend(self.set(element, "bus", "virtio"));
         for name in ["rotation_rate", "removable"] {
@@ -350,6 +391,27 @@ impl<'a, 'i> Domain<'a, 'i> {
         // A place on the old bus means nothing on the new one; libvirt finds another.
         edits.extend(child(disk, "address").map(|address| self.remove(address)));
         Ok(edits)
+    }
+
+    /// Writes down which devices are booted, if disks that get another bus and name would change that.
+    fn keep_boot_order(&self, moves: &HashMap<Span, String>) -> Vec<Edit> {
+        let before = boot::order(self.node, &HashMap::new());
+        let after = boot::order(self.node, moves);
+        let Some(devices) = before.filter(|before| Some(before) != after.as_ref()) else {
+            return Vec::new();
+        };
+        let mut edits: Vec<Edit> = boot::elements(self.node)
+            .into_iter()
+            .map(|node| self.remove(node))
+            .collect();
+        for (place, device) in devices {
+            let element = format!("<boot order='{place}'/>");
+            match child(device, "target").filter(|_| device.has_tag_name("disk")) {
+                Some(target) => edits.push(self.add_after(target, &element)),
+                None => edits.extend(self.add_child(device, &element)),
+            }
+        }
+        edits
     }
 
     fn count_threads(&self, count: u64) -> Edits {
@@ -438,4 +500,44 @@ fn letters(number: u64) -> String {
         0 => last.to_string(),
         more => letters(more - 1) + &last.to_string(),
     }
+}
+
+/// What an IDE, SATA or USB disk has and a virtio disk has not.
+fn foreign_to_virtio(disk: Node<'_, '_>, target: Node<'_, '_>) -> Option<String> {
+    let shared = [
+        "address",
+        "alias",
+        "auth",
+        "backingStore",
+        "blockio",
+        "boot",
+        "driver",
+        "encryption",
+        "geometry",
+        "iotune",
+        "mirror",
+        "readonly",
+        "serial",
+        "shareable",
+        "source",
+        "target",
+        "throttlefilters",
+        "transient",
+    ];
+    let element = disk
+        .children()
+        .filter(Node::is_element)
+        .find(|node| !shared.contains(&node.tag_name().name()));
+    if let Some(element) = element {
+        return Some(format!("<{}>", element.tag_name().name()));
+    }
+    if child(disk, "geometry").is_some_and(|node| node.has_attribute("trans")) {
+        return Some("translated geometry".into());
+    }
+    let known = ["dev", "bus", "rotation_rate"];
+    let attribute = target.attributes().find(|attribute| {
+        let is_off = attribute.name() == "removable" && attribute.value() == "off";
+        !known.contains(&attribute.name()) && !is_off
+    });
+    attribute.map(|attribute| format!("{}='{}'", attribute.name(), attribute.value()))
 }

@@ -187,6 +187,16 @@ pub const PROPERTIES: &[Property] = &[
         YES_NO,
         "whether ringdisk registers the guest's memory",
     ),
+    p(
+        "disk.iso",
+        YES_NO,
+        "whether it is the image of a CD, as of an installer or of cloud-init",
+    ),
+    p(
+        "disk.removable",
+        YES_NO,
+        "whether the guest may take it out",
+    ),
     p("disk.served", YES_NO, "whether it is what ringdisk serves"),
     p(
         "disk.threads",
@@ -354,6 +364,11 @@ pub const PROPERTIES: &[Property] = &[
         "vm.accel",
         Kind::Word(&["kvm", "tcg", "xen", "hvf", "other"]),
         "accelerator",
+    ),
+    p(
+        "vm.host",
+        Kind::Word(&["linux", "other"]),
+        "the host's system, as far as accelerators say it",
     ),
     p("vm.vcpus", Kind::Number, "virtual CPUs"),
     p("vm.memory", Kind::Number, "bytes of memory"),

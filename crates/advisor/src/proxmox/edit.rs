@@ -63,7 +63,12 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
         Setting::Aio(word) => Ok(set("aio", word)),
         Setting::Discard => Ok(set("discard", "on")),
         Setting::OwnThread => Ok(set("iothread", "1")),
-        Setting::SingleController => controller(&lines),
+        Setting::SingleController if disk.table.word("disk.bus") == Some("virtio-scsi") => {
+            controller(&lines)
+        }
+        Setting::SingleController => {
+            Err("it is not on virtio-scsi; bring it there first, or take iothread away".into())
+        }
         Setting::QueuesAsVcpus if disk.name.starts_with("scsi") => {
             let vcpus = target.vm()?.table.number("vm.vcpus").unwrap_or(1);
             Ok(set("queues", &vcpus.to_string()))
@@ -72,7 +77,7 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
             Err("Proxmox has queues only for SCSI disks; raise the machine version instead".into())
         }
         Setting::Virtio if disk.name.starts_with("scsi") => controller(&lines),
-        Setting::Virtio => to_scsi(&lines, line),
+        Setting::Virtio => to_scsi(target, &lines, line),
         _ => Err("Proxmox has no such setting".into()),
     }
 }
@@ -92,11 +97,29 @@ fn controller(lines: &[Line<'_>]) -> Edits {
 }
 
 /// Moves a disk to the SCSI bus, and its name in the boot order.
-fn to_scsi(lines: &[Line<'_>], line: &Line<'_>) -> Edits {
-    let free = (0..31)
-        .map(|index| format!("scsi{index}"))
-        .find(|key| !lines.iter().any(|line| line.key == key));
-    let free = free.ok_or("all SCSI disks are taken")?;
+fn to_scsi(target: &Target<'_>, lines: &[Line<'_>], line: &Line<'_>) -> Edits {
+    // No two disks of one round get the same name.
+    let keys = || lines.iter().map(|line| line.key.to_owned()).collect();
+    let free = target
+        .round
+        .name(target.vm, "scsi", keys, |index| format!("scsi{index}"));
+    if !disk_key(&free) {
+        return Err("all SCSI disks are taken".into());
+    }
+    let boots = first_disk(lines, None);
+    let is_first = boots.as_deref() == Some(line.key);
+    let others_move = lines.iter().any(|other| {
+        let is_disk = disk_key(other.key) && !is_cdrom(other) && other.key != line.key;
+        is_disk && (other.key.starts_with("ide") || other.key.starts_with("sata"))
+    });
+    // The disk that is booted goes last, when the order of the others is as it will be.
+    let changes = boots != first_disk(lines, Some((line.key, &free))) || is_first && others_move;
+    if changes && !has_boot_disk(lines) {
+        return Err(format!(
+            "Proxmox might boot from another disk than {}: say which with 'boot: order='",
+            boots.unwrap_or_default()
+        ));
+    }
     let start = line.span.start as usize;
     let mut edits = vec![Edit::replace(
         Span::new(0, start, start + line.key.len()),
@@ -148,4 +171,36 @@ fn to_scsi(lines: &[Line<'_>], line: &Line<'_>) -> Edits {
         ),
     }
     Ok(edits)
+}
+
+fn is_cdrom(line: &Line<'_>) -> bool {
+    line.value.contains("media=cdrom") || line.value.contains("cloudinit")
+}
+
+/// Whether the configuration says by name which disk is booted.
+fn has_boot_disk(lines: &[Line<'_>]) -> bool {
+    lines.iter().any(|line| match line.key {
+        "boot" => line.value.contains("order="),
+        "bootdisk" => true,
+        _ => false,
+    })
+}
+
+/// The disk that Proxmox boots from where nothing says which, under the name that it has now; `renamed` gives one another.
+fn first_disk(lines: &[Line<'_>], renamed: Option<(&str, &str)>) -> Option<String> {
+    // In this order Proxmox goes through them (PVE::QemuServer::Drive, `valid_drive_names`).
+    let buses = ["ide", "scsi", "virtio", "sata"];
+    let place = |key: &str| {
+        let bus = key.trim_end_matches(|c: char| c.is_ascii_digit());
+        let index: usize = key.get(bus.len()..)?.parse().ok()?;
+        Some((buses.iter().position(|name| *name == bus)?, index))
+    };
+    lines
+        .iter()
+        .filter(|line| disk_key(line.key) && !is_cdrom(line))
+        .min_by_key(|line| match renamed {
+            Some((old, new)) if old == line.key => place(new),
+            _ => place(line.key),
+        })
+        .map(|line| line.key.to_owned())
 }

@@ -221,6 +221,9 @@ fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
     disk.carried.logical_block = device.number("logical_block_size");
     disk.carried.physical_block = device.number("physical_block_size");
     let table = &mut disk.table;
+    if let Some(pair) = device.get("removable") {
+        table.give("disk.removable", pair.value == "on", pair.span);
+    }
     if let Some(pair) = device.get("rotation_rate") {
         table.give("disk.ssd", pair.value == "1", pair.span);
     }

@@ -1,7 +1,9 @@
 //! Changes to a command line, in the syntax in which each option is written.
 
+use std::cell::OnceCell;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
+use super::bus::Boot;
 use super::devices::scsi_bus;
 use super::line::{Line, line};
 use super::options::{Opt, Pair, Syntax};
@@ -20,6 +22,8 @@ pub struct Parsed {
     places: BTreeMap<(u16, u32), usize>,
     /// The same of nodes, by name.
     nodes: HashMap<String, usize>,
+    /// What is booted.
+    pub boot: OnceCell<Boot>,
 }
 
 impl Parsed {
@@ -48,6 +52,7 @@ impl Parsed {
         Ok(Self {
             places: places.collect(),
             nodes: nodes.collect(),
+            boot: OnceCell::new(),
             command,
             line,
         })
@@ -56,8 +61,8 @@ impl Parsed {
 
 /// The command that is changed.
 pub struct Changed<'a> {
-    target: &'a Target<'a>,
-    parsed: &'a Parsed,
+    pub target: &'a Target<'a>,
+    pub parsed: &'a Parsed,
     /// Its options.
     pub line: &'a Line,
 }
@@ -257,7 +262,7 @@ impl<'a> Changed<'a> {
     }
 
     /// The option that has these bytes.
-    fn at(&self, span: Span) -> Option<&Opt> {
+    pub fn at(&self, span: Span) -> Option<&Opt> {
         let key = (span.source, span.start);
         let (_, at) = self.parsed.places.range(..=key).next_back()?;
         let option = self.line.options.get(*at)?;
@@ -522,6 +527,7 @@ impl<'a> Changed<'a> {
         {
             return Err("the disk has no -device of its own".into());
         }
+        self.may_have_device(disk)?;
         let mut edits = self.set(drive, "", "if", "none");
         let id = match drive.value("id") {
             Some(id) => id.to_owned(),
@@ -549,61 +555,6 @@ impl<'a> Changed<'a> {
             ),
         ));
         Ok(edits)
-    }
-
-    fn virtio(&self, disk: &Disk) -> Edits {
-        let option = self.at(disk.span).ok_or("the disk is not there")?;
-        match option.group.as_str() {
-            "device" => {
-                let driver = option.value("driver").unwrap_or_default();
-                if disk.table.word("disk.bus") == Some("scsi-emulated") {
-                    let id = scsi_bus(option);
-                    let mut controllers = self.line.group("device").filter(|other| {
-                        let driver = other.value("driver").unwrap_or_default();
-                        ["lsi", "megasas", "mptsas", "pvscsi", "am53c974", "dc390"]
-                            .iter()
-                            .any(|name| driver.starts_with(name))
-                    });
-                    let controller = controllers
-                        .find(|other| id.is_none() || other.value("id") == id)
-                        .ok_or("its controller is not there")?;
-                    return Ok(self.set(controller, "", "driver", "virtio-scsi-pci"));
-                }
-                if !matches!(driver, "ide-hd" | "usb-storage") {
-                    return Err(format!("{driver} has no counterpart"));
-                }
-                let mut edits = self.set(option, "", "driver", "virtio-blk-pci");
-                for key in [
-                    "bus",
-                    "unit",
-                    "rotation_rate",
-                    "wwn",
-                    "model",
-                    "ver",
-                    "removable",
-                    "port",
-                ] {
-                    if option.get(key).is_some() {
-                        edits.push(self.without(option, key)?);
-                    }
-                }
-                Ok(edits)
-            }
-            "drive" => {
-                let mut edits = self.set(option, "", "if", "virtio");
-                for key in ["bus", "unit"] {
-                    if option.get(key).is_some() {
-                        edits.push(self.without(option, key)?);
-                    }
-                }
-                Ok(edits)
-            }
-            _ => {
-                let file = option.value("file").unwrap_or_default().replace(',', ",,");
-                let word = words::quoted(&format!("file={file},if=virtio"));
-                Ok(vec![Edit::replace(option.whole, format!("-drive {word}"))])
-            }
-        }
     }
 
     fn trim_threads(&self) -> Edits {
@@ -638,6 +589,15 @@ impl<'a> Changed<'a> {
         let backend = self.line.last("machine", "memory-backend");
         if let Some(object) = backend.and_then(|pair| self.line.object(&pair.value)) {
             return Ok(self.set(object, "", "share", "on"));
+        }
+        let nodes: Vec<_> = self
+            .line
+            .group("numa")
+            .filter_map(|node| self.line.object(node.value("memdev")?))
+            .collect();
+        if !nodes.is_empty() {
+            let share = |object| self.set(object, "", "share", "on");
+            return self.written(nodes.into_iter().flat_map(share).collect());
         }
         if self.line.group("mem-path").next().is_some() || self.line.group("numa").next().is_some()
         {

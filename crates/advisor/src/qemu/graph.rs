@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use super::line::Line;
 use super::options::{Opt, Pair};
 use crate::model::carried::{Dialect, is_limit};
-use crate::model::{Data, Disk, Origin};
+use crate::model::{Data, Disk, Origin, is_device};
 use crate::text::Span;
 
 /// Most nodes between a device and its storage.
@@ -299,10 +299,12 @@ impl<'a> Graph<'a> {
                 if let (Some(pool), "rbd") = (option.value(&key("pool")), protocol) {
                     disk.file = format!("{pool}/{}", disk.file);
                 }
-                if driver.value == "file"
-                    && disk.file.starts_with("/dev/")
-                    && !disk.file.starts_with("/dev/shm/")
+                if matches!(driver.value.as_str(), "file" | "host_device")
+                    && disk.file.starts_with("/dev/fdset/")
                 {
+                    disk.table.give("disk.protocol", "other", driver.span);
+                }
+                if driver.value == "file" && is_device(&disk.file) {
                     disk.table.give("disk.block-as-file", true, driver.span);
                 }
                 if let Some(pair) = option.get(&key("aio"))
@@ -436,7 +438,9 @@ fn of_name(pair: &Pair, disk: &mut Disk) {
         Some("http" | "https" | "ftp" | "ftps") => "http",
         Some("null-co" | "null-aio") => "null",
         Some("fat") => "other",
-        _ if name.starts_with("/dev/") && !name.starts_with("/dev/shm/") => "block",
+        // What an open descriptor is of, nobody says.
+        _ if name.starts_with("/dev/fdset/") => "other",
+        _ if is_device(name) => "block",
         _ => "file",
     };
     let path = match protocol {

@@ -146,6 +146,10 @@ pub struct Line {
     pub options: Vec<Opt>,
     /// Whether there may be others, which only a running shell knows.
     pub open: bool,
+    /// Whether it names a kernel, which is booted whatever disks there are.
+    pub kernel: bool,
+    /// Whether it names a firmware of its own.
+    pub firmware: bool,
 }
 
 /// The group, the id and the pair of `-set GROUP.ID.KEY=VALUE`.
@@ -227,10 +231,8 @@ pub fn line(
                 continue;
             }
             // QEMU takes a word alone for its first hard disk.
-            let mut opt = options::read("hda", &word, word.outer, "file")?;
-            opt.whole = word.outer;
-            opt.open = false;
-            line.options.push(opt);
+            line.options
+                .push(options::name("hda", &word, word.outer, "file"));
             continue;
         }
         let option = word.text.trim_start_matches('-').to_owned();
@@ -256,6 +258,8 @@ pub fn line(
             reading.note(word.outer, format!("-{option} has no value"));
             continue;
         };
+        line.kernel |= option == "kernel";
+        line.firmware |= matches!(option.as_str(), "bios" | "pflash");
         let Some(first) = first else {
             continue;
         };
@@ -281,9 +285,14 @@ pub fn line(
         } else {
             option
         };
-        let mut opt = options::read(&option, &value, whole, first)?;
-        // All of these is one name.
-        opt.open &= !matches!(first, "file" | "value") || option == "drive";
+        let is_name = matches!(
+            option.as_str(),
+            "hda" | "hdb" | "hdc" | "hdd" | "cdrom" | "sd" | "mem-path"
+        );
+        let mut opt = match is_name {
+            true => options::name(&option, &value, whole, first),
+            false => options::read(&option, &value, whole, first)?,
+        };
         // A redirection between an option and its value would go with them.
         opt.open |= command.redirections.iter().any(|redirection| {
             redirection.source == whole.source
@@ -296,6 +305,7 @@ pub fn line(
                 "what a variable of the shell stands for is not known",
             );
         }
+        line.firmware |= opt.value("if") == Some("pflash") || opt.get("pflash0").is_some();
         line.options.push(opt);
     }
     line.apply_sets();

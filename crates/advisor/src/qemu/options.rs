@@ -107,6 +107,30 @@ pub fn read(group: &str, word: &Word, whole: Span, first: &str) -> Result<Opt, M
     Ok(opt)
 }
 
+/// An option of which the value is one name, commas and all.
+pub fn name(group: &str, word: &Word, whole: Span, key: &str) -> Opt {
+    let span = word.inner();
+    let pair = Pair {
+        key: key.to_owned(),
+        value: word.text.clone(),
+        span,
+        value_span: span,
+        unknown: !word.unknown.is_empty(),
+    };
+    Opt {
+        group: group.to_owned(),
+        pairs: if word.text.is_empty() {
+            Vec::new()
+        } else {
+            vec![pair]
+        },
+        syntax: Syntax::Pairs,
+        span,
+        whole,
+        open: false,
+    }
+}
+
 /// Splits at single commas; a doubled one is a comma in a value. Whether there may be more pairs than are written.
 fn pairs(word: &Word, first: &str) -> (Vec<Pair>, bool) {
     let text = &word.text;
