@@ -14,7 +14,7 @@ pub fn markdown(report: &Report, rules: &Rules, notes: bool) -> String {
             continue;
         };
         let at = finding.at.map_or(String::new(), |at| {
-            format!(" `{}:{at}`", finding.file.replace('`', "'"))
+            format!(" <code>{}:{at}</code>", cell(&finding.file))
         });
         let _ = writeln!(
             text,
@@ -36,9 +36,21 @@ pub fn markdown(report: &Report, rules: &Rules, notes: bool) -> String {
     text
 }
 
-/// Text in a cell of a table: nothing in it ends the cell.
+/// Text in a cell of a table: nothing in it ends the cell, or is a mark or an element.
 fn cell(text: &str) -> String {
-    text.replace('|', "\\|")
-        .replace('<', "&lt;")
-        .replace('\n', " ")
+    let mut cell = String::new();
+    for c in text.chars() {
+        match c {
+            // A backslash before it may have one before itself.
+            '|' => cell.push_str("&#124;"),
+            '&' => cell.push_str("&amp;"),
+            '<' => cell.push_str("&lt;"),
+            '`' | '*' | '[' | '\\' => {
+                let _ = write!(cell, "&#{};", u32::from(c));
+            }
+            '\n' => cell.push(' '),
+            c => cell.push(c),
+        }
+    }
+    cell
 }
