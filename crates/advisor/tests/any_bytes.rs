@@ -121,6 +121,15 @@ proptest! {
     }
 
     #[test]
+    fn any_script(words in prop::collection::vec(
+        "qemu-system-x86_64|-drive file=/a,format=raw,if=(ide|virtio)|-device virtio-blk-pci,drive=a|[-><&|;()\\[\\]{}$`'\"#*?=\\\\ \n]{1,3}|\
+         <<E|\nE\n|\\$[A-Z@]{1,2}|\"\\$@\"|2>&1|-[a-z]{1,6}|[a-z]{1,3}",
+        0..14,
+    )) {
+        checks::input(&RULES, &format!("kvm -m 1 {}", words.join(" ")));
+    }
+
+    #[test]
     fn any_facts(text in changed(seeds("check_facts"))) {
         checks::facts(&RULES, &text);
     }

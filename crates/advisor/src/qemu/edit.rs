@@ -159,7 +159,13 @@ fn set_in(source: &str, option: &Opt, prefix: &str, key: &str, value: &str) -> V
     match (&option.syntax, known) {
         (Syntax::Pairs, Some(pair)) => vec![Edit::replace(pair.value_span, value)],
         (Syntax::Pairs, None) => {
-            let comma = if option.pairs.is_empty() { "" } else { "," };
+            // After a comma at the end, another one would make both a comma in the value.
+            let text = source.get(option.span.range()).unwrap_or_default();
+            let commas = text.len() - text.trim_end_matches(',').len();
+            let comma = match option.pairs.is_empty() || commas % 2 == 1 {
+                true => "",
+                false => ",",
+            };
             vec![Edit::replace(
                 option.span.after(),
                 format!("{comma}{full}={value}"),

@@ -4,7 +4,7 @@ use advisor::check::{check, check_host};
 use advisor::convert::{Direction, convert};
 use advisor::facts::Facts;
 use advisor::fix::{Wanted, fix, patch};
-use advisor::input::{Surroundings, files_named, read};
+use advisor::input::{Input, Kind, Surroundings, files_named, read};
 use advisor::measured::Measured;
 use advisor::model::Table;
 use advisor::report::{self, Report};
@@ -78,9 +78,38 @@ pub fn input(rules: &Rules, text: &str) {
             "{:?} then {:?}",
             fixed.done, again.done
         );
+        outside_of_commands(&input, &fixed.input);
         let _ = convert(vec![input.clone()], Direction::ToRingdisk);
         let _ = convert(vec![input], Direction::ToQemu);
     }
+}
+
+/// What a script does besides starting QEMU stays, byte for byte, and no disk comes or goes.
+fn outside_of_commands(before: &Input, after: &Input) {
+    if before.kind != Kind::Qemu || before.sources.len() > 1 {
+        return;
+    }
+    let (old, new) = (&before.sources[0].text, &after.sources[0].text);
+    let start = before.vms.iter().map(|vm| vm.span.start).min();
+    let end = before.vms.iter().map(|vm| vm.span.end).max();
+    let (Some(start), Some(end)) = (start, end) else {
+        return;
+    };
+    assert!(
+        new.starts_with(&old[..start as usize]),
+        "{old:?} became {new:?}"
+    );
+    assert!(
+        new.ends_with(&old[end as usize..]),
+        "{old:?} became {new:?}"
+    );
+    let files = |input: &Input| {
+        let disks = input.vms.iter().flat_map(|vm| &vm.disks);
+        let mut files: Vec<String> = disks.map(|disk| disk.file.clone()).collect();
+        files.sort();
+        files
+    };
+    assert_eq!(files(before), files(after), "{old:?} became {new:?}");
 }
 
 /// A file of facts is refused, or joins any host's rules.
