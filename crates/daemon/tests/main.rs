@@ -13,6 +13,7 @@ mod lab;
 mod libvirt;
 mod matrix;
 mod memory;
+mod model;
 mod moving;
 mod outage;
 mod packed;

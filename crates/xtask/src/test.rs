@@ -63,7 +63,7 @@ const GROUPS: [Group; 8] = [
     },
     Group {
         name: "soak",
-        tests: &["ringdisk soak::"],
+        tests: &["ringdisk model::", "ringdisk soak::"],
         threads: "1",
     },
     // The processors are busy.
