@@ -10,6 +10,7 @@ mod copies;
 mod failure;
 mod files;
 mod guest;
+mod neighbour;
 mod oracle;
 mod process;
 mod shrink;

@@ -51,6 +51,8 @@ pub struct Image {
     pub compressed: bool,
     pub snapshots: u32,
     pub bitmaps: bool,
+    /// Options of another image, which the same process serves as a disk of its own.
+    pub neighbour: Option<String>,
     pub place: Place,
     pub journal: Journal,
     /// Where the contents that it is made with begin.
@@ -66,6 +68,7 @@ pub struct Serve {
     pub detect_zeroes: &'static str,
     pub l2_cache: Option<&'static str>,
     pub werror: &'static str,
+    pub lock: &'static str,
     pub iothreads: u64,
     pub queues: u16,
     pub slots: u16,
@@ -105,6 +108,7 @@ impl Serve {
                 &[None, None, Some("1k"), Some("1k"), Some("4k"), Some("64k")],
             ),
             werror: pick(random, &["enospc", "report"]),
+            lock: pick(random, &["on", "on", "running"]),
             iothreads: 1 + random.below(3),
             queues: 1 + random.below(4) as u16,
             slots: pick(random, &[2, 8, 16]),
@@ -143,6 +147,7 @@ impl Image {
             compressed: false,
             snapshots: 0,
             bitmaps: false,
+            neighbour: None,
             place,
             journal: match random.below(8) {
                 0 => Journal::Unusable,
@@ -156,6 +161,11 @@ impl Image {
             0 => image.make_raw(random),
             1 | 2 => image.make_version_2(random),
             _ => image.make_version_3(random),
+        }
+        if random.one_in(3) {
+            let cluster = 1 << (9 + random.below(8));
+            let lazy = pick(random, &["on", "off"]);
+            image.neighbour = Some(format!("cluster_size={cluster},lazy_refcounts={lazy}"));
         }
         image
     }
@@ -279,7 +289,8 @@ impl Image {
             Some(_) => "qcow2",
         };
         format!(
-            "{} {} data={}{} backing={backing} place={:?} sparse={} snapshots={} bitmaps={} compressed={}",
+            "{} {} data={}{} backing={backing} place={:?} sparse={} snapshots={} bitmaps={} compressed={} \
+             neighbour={}",
             if self.qcow2 { "qcow2" } else { "raw" },
             self.options,
             u8::from(self.data_file),
@@ -289,6 +300,7 @@ impl Image {
             self.snapshots > 0,
             self.bitmaps,
             self.compressed,
+            self.neighbour.is_some(),
         )
     }
 }

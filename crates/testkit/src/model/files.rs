@@ -70,6 +70,8 @@ pub struct Files {
     /// The image, by the name that it has now.
     pub image: PathBuf,
     pub data: Option<PathBuf>,
+    /// It was made with one.
+    pub has_data_file: bool,
     pub qcow2: bool,
     /// Below the image when it was made: its file and format.
     pub backing: Option<(PathBuf, &'static str)>,
@@ -108,6 +110,7 @@ impl Files {
             },
             image: disks.join("disk"),
             data: image.data_file.then(|| disks.join("data")),
+            has_data_file: image.data_file,
             directory: directory.into(),
             qcow2: image.qcow2,
             backing: None,
@@ -242,9 +245,15 @@ impl Files {
         self.qcow2 && self.header(4) > 2 && self.header(92) & 1 != 0
     }
 
-    /// Its refcounts are to be repaired, QEMU said.
+    /// Its refcounts are to be repaired, QEMU said. With a journal of ringdisk's (autoclear bit 63) it is dirty, and they
+    /// are right.
     pub fn is_dirty(&self) -> bool {
-        self.qcow2 && self.header(4) > 2 && self.header(76) & 1 != 0
+        self.qcow2 && self.header(4) > 2 && self.header(76) & 1 != 0 && !self.has_journal()
+    }
+
+    /// It says that it has a journal.
+    pub fn has_journal(&self) -> bool {
+        self.qcow2 && self.header(4) > 2 && self.header(88) >> 31 != 0
     }
 
     /// The content as QEMU sees it, of the image or of a snapshot in it.

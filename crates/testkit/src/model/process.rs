@@ -11,6 +11,44 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use super::failure::{Failure, Outcome, hang};
+use super::steps::Moment;
+
+/// How long a line of the log is waited for, which may never come.
+const LINE_WAIT: Duration = Duration::from_millis(200);
+
+/// The log of a case, as it grows.
+pub struct Log {
+    path: PathBuf,
+    /// Bytes that were in it at first.
+    before: u64,
+}
+
+impl Log {
+    /// All that comes into it from now on.
+    pub fn new(directory: &Path) -> Self {
+        let path = directory.join("log");
+        let before = fs::metadata(&path).map_or(0, |m| m.len());
+        Self { path, before }
+    }
+
+    /// Waits until a moment has come, or `ended`.
+    pub fn wait_for(&self, moment: Moment, mut ended: impl FnMut() -> bool) {
+        let lines = match moment {
+            Moment::Us(us) => return thread::sleep(Duration::from_micros(us)),
+            Moment::Line(lines) => lines,
+        };
+        let start = Instant::now();
+        while self.lines() < lines && !ended() && start.elapsed() < LINE_WAIT {
+            thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    fn lines(&self) -> u64 {
+        let log = fs::read(&self.path).unwrap_or_default();
+        let new = log.get(self.before as usize..).unwrap_or_default();
+        new.iter().filter(|byte| **byte == b'\n').count() as u64
+    }
+}
 
 /// A ringdisk that serves, and those that took over from it.
 pub struct Process {

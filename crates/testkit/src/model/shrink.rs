@@ -104,6 +104,7 @@ fn requests(case: &mut Case, step: usize) -> Option<&mut Vec<Request>> {
         Step::Requests { list, .. } => Some(list),
         Step::Tool(
             Tool::Write(list)
+            | Tool::CommitInto(list)
             | Tool::Crash { requests: list, .. }
             | Tool::Daemon { requests: list, .. },
         ) => Some(list),

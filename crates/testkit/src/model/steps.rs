@@ -67,6 +67,8 @@ pub enum Tool {
         requests: Vec<Request>,
         kill: Option<u32>,
     },
+    /// qemu-io writes to an overlay, which is then committed: QEMU opens the image for reading first.
+    CommitInto(Vec<Request>),
     Resize(u64),
     Amend(&'static str),
     BitmapAdd,
@@ -78,13 +80,22 @@ pub enum Tool {
     Commit,
 }
 
+/// When a process is killed.
+#[derive(Clone, Copy, Debug)]
+pub enum Moment {
+    /// After so many microseconds.
+    Us(u64),
+    /// As so many lines more are in the log of ringdisk.
+    Line(u64),
+}
+
 #[derive(Clone, Debug)]
 pub enum Step {
     Start(Serve),
-    /// ringdisk is killed so soon after it was started.
+    /// ringdisk is killed soon after it was started.
     StartKilled {
         serve: Serve,
-        after_us: u64,
+        when: Moment,
     },
     /// The guest sends these, and goes on when all, or so many, have been answered.
     Requests {
@@ -122,10 +133,10 @@ pub enum Step {
     },
     Terminate,
     TerminateKilled {
-        after_us: u64,
+        when: Moment,
     },
     UpgradeKilled {
-        after_us: u64,
+        when: Moment,
     },
     PowerCut {
         seed: u64,
@@ -207,12 +218,12 @@ impl Draw {
         }
         if self.random.one_in(4) {
             for _ in 0..=self.random.below(3) {
-                let after_us = self.random.below(60_000);
+                let when = self.moment(60_000, 4);
                 let mut serve = serve.clone();
                 if self.random.one_in(2) {
                     serve.l2_cache = Some("1k");
                 }
-                steps.push(Step::StartKilled { serve, after_us });
+                steps.push(Step::StartKilled { serve, when });
             }
         }
         let journal_full = matches!(image.journal, Journal::Tmpfs(_)) && self.random.one_in(4);
@@ -305,6 +316,13 @@ impl Draw {
         });
     }
 
+    fn moment(&mut self, us: u64, lines: u64) -> Moment {
+        match self.random.below(3) {
+            0 => Moment::Line(1 + self.random.below(lines)),
+            _ => Moment::Us(self.random.below(us)),
+        }
+    }
+
     /// How the process ends.
     fn end(&mut self, image: &Image, steps: &mut Vec<Step>) {
         let after_us = pick(&mut self.random, &[0, 0, 300, 3000, 30_000]);
@@ -329,9 +347,11 @@ impl Draw {
         }
         steps.push(match end {
             0..10 => Step::Kill { after_us },
-            10..12 => Step::TerminateKilled { after_us },
+            10..12 => Step::TerminateKilled {
+                when: self.moment(after_us.max(1), 3),
+            },
             12 => Step::UpgradeKilled {
-                after_us: self.random.below(80_000),
+                when: self.moment(80_000, 8),
             },
             _ => Step::Terminate,
         });
@@ -340,7 +360,7 @@ impl Draw {
     /// Something while nobody serves it.
     fn between(&mut self, image: &Image, steps: &mut Vec<Step>) {
         let number = self.random.below(8);
-        steps.push(match self.random.below(34) {
+        steps.push(match self.random.below(36) {
             0..3 => Step::Backup,
             3..7 => Step::Restore {
                 number,
@@ -376,6 +396,10 @@ impl Draw {
                     requests: self.requests(count, true),
                     kill,
                 })
+            }
+            34 | 35 => {
+                let count = 1 + self.random.below(8);
+                Step::Tool(Tool::CommitInto(self.requests(count, false)))
             }
             27 => Step::Tool(Tool::Resize(1 + self.random.below(1000))),
             28 => Step::Tool(Tool::Amend(pick(

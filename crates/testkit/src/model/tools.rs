@@ -33,6 +33,7 @@ impl World {
             }
             Tool::SnapshotApply(_) | Tool::SnapshotDelete(_) => Ok(()),
             Tool::Write(requests) => self.write_with_qemu(requests),
+            Tool::CommitInto(requests) => self.commit_into(requests),
             Tool::Crash { requests, after_us } => self.crash_qemu(requests, *after_us),
             Tool::Daemon { requests, kill } => self.serve_with_qemu(requests, *kill),
             Tool::Resize(sectors) => {
@@ -171,6 +172,8 @@ impl World {
         let saw = match self.state.killed {
             // The journal changes that yet.
             true => self.as_flushed().oracle.saw(all, &bytes),
+            // So does that of a copy that was made in the instant before a kill.
+            false if self.files.has_journal() => self.state.oracle.clone().saw(all, &bytes),
             false => self.state.oracle.saw(all, &bytes),
         };
         self.counts.add("comparisons", 1);
@@ -268,6 +271,36 @@ impl World {
         }
         self.files.expect(command.arg(&self.files.image))?;
         self.look_for_snapshots("qemu-io")
+    }
+
+    fn commit_into(&mut self, requests: &[Request]) -> Outcome<()> {
+        self.opened_by_qemu()?;
+        let above = self.files.directory.join("above");
+        let mut create = Command::new("qemu-img");
+        create.args([
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-F",
+            self.files.format(),
+            "-b",
+        ]);
+        self.files
+            .expect(create.arg(&self.files.image).arg(&above))?;
+        let mut write = Command::new("qemu-io");
+        write.args(["-t", "writeback", "-d", "unmap", "-f", "qcow2"]);
+        for (words, range, digests) in self.commands(requests) {
+            write.args(["-c", &words]);
+            self.state.oracle.set(range, &digests);
+        }
+        self.files.expect(write.arg(&above))?;
+        let mut commit = Command::new("qemu-img");
+        commit.args(["commit", "-q", "-f", "qcow2"]);
+        self.files.expect(commit.arg(&above))?;
+        fs::remove_file(above)?;
+        self.counts.add("commits into it", 1);
+        self.look_for_snapshots("commit")
     }
 
     fn crash_qemu(&mut self, requests: &[Request], after_us: u64) -> Outcome<()> {

@@ -12,9 +12,10 @@ use super::copies::Backup;
 use super::failure::{Failure, Outcome, RUINED};
 use super::files::{Files, windows};
 use super::guest::Guest;
+use super::neighbour::Neighbour;
 use super::oracle::{Oracle, SECTOR};
-use super::process::Process;
-use super::steps::{Case, Kind, Request, Step};
+use super::process::{Log, Process};
+use super::steps::{Case, Kind, Moment, Request, Step};
 
 /// What a case did.
 #[derive(Clone, Debug, Default)]
@@ -61,6 +62,7 @@ pub struct World {
     pub serve: Option<Serve>,
     pub process: Option<Process>,
     pub guest: Option<Guest>,
+    neighbour: Option<Neighbour>,
     /// There has been no space for the image since it was started.
     pub full: bool,
     marks: u64,
@@ -68,8 +70,13 @@ pub struct World {
 
 /// Runs a case in an empty directory.
 pub fn run_case(binary: &Path, directory: &Path, case: &Case) -> (Counts, Outcome<()>) {
-    let files = match Files::make(directory, &case.image) {
-        Ok(files) => files,
+    let made = Files::make(directory, &case.image).and_then(|files| {
+        let options = case.image.neighbour.as_ref();
+        let neighbour = options.map(|options| Neighbour::make(directory, options));
+        Ok((files, neighbour.transpose()?))
+    });
+    let (files, neighbour) = match made {
+        Ok(made) => made,
         Err(e) => return (Counts::default(), Err(e)),
     };
     let mut world = World {
@@ -88,6 +95,7 @@ pub fn run_case(binary: &Path, directory: &Path, case: &Case) -> (Counts, Outcom
         serve: None,
         process: None,
         guest: None,
+        neighbour,
         full: false,
         marks: 1 << 32,
     };
@@ -101,9 +109,7 @@ pub fn run_case(binary: &Path, directory: &Path, case: &Case) -> (Counts, Outcom
         }
         outcome => outcome,
     };
-    if let Some(guest) = world.guest.take() {
-        world.counts.add("operations", guest.completed);
-    }
+    world.guests_ended();
     (world.counts, outcome)
 }
 
@@ -159,7 +165,7 @@ impl World {
         }
         match step {
             Step::Start(serve) if !served => self.start(serve),
-            Step::StartKilled { serve, after_us } if !served => self.start_killed(serve, *after_us),
+            Step::StartKilled { serve, when } if !served => self.start_killed(serve, *when),
             Step::FillJournal { leave_kib } => {
                 Ok(self.files.fill_journals(*leave_kib).map(drop)?)
             }
@@ -196,6 +202,9 @@ impl World {
     fn step_served(&mut self, step: &Step) -> Outcome<()> {
         match step {
             Step::Requests { list, until } => {
+                if let Some(neighbour) = &mut self.neighbour {
+                    neighbour.run(list)?;
+                }
                 let guest = self.guest.as_mut().expect("it is served");
                 guest.run(&mut self.state.oracle, list, *until)
             }
@@ -205,13 +214,7 @@ impl World {
             Step::Resize(sectors) => self.resize(*sectors),
             Step::Snapshot { options, drain } => self.snapshot(options, *drain),
             Step::Replace { qcow2 } => self.replace(*qcow2),
-            Step::Reconnect => {
-                let socket = self.socket();
-                self.guest
-                    .as_mut()
-                    .expect("it is served")
-                    .reconnect(&socket)
-            }
+            Step::Reconnect => self.reconnect(),
             Step::Upgrade => self.upgrade(),
             Step::CopyServed { flush } => self.copy_served(*flush),
             Step::Kill { after_us } => {
@@ -220,8 +223,8 @@ impl World {
             }
             Step::KillAndReconnect { l2_cache } => self.kill_and_reconnect(*l2_cache),
             Step::Terminate => self.terminate(),
-            Step::TerminateKilled { after_us } => self.terminate_killed(*after_us),
-            Step::UpgradeKilled { after_us } => self.upgrade_killed(*after_us),
+            Step::TerminateKilled { when } => self.terminate_killed(*when),
+            Step::UpgradeKilled { when } => self.upgrade_killed(*when),
             Step::PowerCut { seed } => self.cut_power(*seed),
             _ => Ok(()),
         }
@@ -252,8 +255,15 @@ impl World {
         if let Some(size) = serve.l2_cache.filter(|_| self.files.qcow2) {
             disk += &format!(",l2-cache-size={size}");
         }
+        // A data file, of whatever it builds on as well, cannot be shared with another host.
+        if serve.lock == "running" && !self.files.has_data_file {
+            disk += ",lock=running";
+        }
         let mut command = Command::new(&self.binary);
         command.args(["serve", "--json"]).arg(disk);
+        if let Some(neighbour) = &self.neighbour {
+            command.arg(neighbour.disk(serve));
+        }
         command.arg(format!("--iothreads={}", serve.iothreads));
         command.arg(format!("--control={}", self.control().display()));
         command.arg(format!(
@@ -328,6 +338,9 @@ impl World {
         let process = self.served(serve)?;
         self.state.oracle.write_through = serve.is_write_through();
         self.guest = Some(Guest::connect(&self.socket(), serve)?);
+        if let Some(neighbour) = &mut self.neighbour {
+            neighbour.connect(serve)?;
+        }
         self.process = Some(process);
         self.serve = Some(serve.clone());
         self.leave();
@@ -345,10 +358,11 @@ impl World {
         }
     }
 
-    fn start_killed(&mut self, serve: &Serve, after_us: u64) -> Outcome<()> {
+    fn start_killed(&mut self, serve: &Serve, when: Moment) -> Outcome<()> {
         self.prepare()?;
+        let log = self.log();
         let mut process = self.spawn(serve)?;
-        thread::sleep(Duration::from_micros(after_us));
+        log.wait_for(when, || process.has_ended());
         process.kill()?;
         self.counts.add("kills at the start", 1);
         // Even if nothing was to be done again.
@@ -361,6 +375,9 @@ impl World {
         self.state.leaks = true;
         self.full = false;
         self.state.oracle.killed();
+        if let Some(neighbour) = &mut self.neighbour {
+            neighbour.killed = true;
+        }
     }
 
     fn kill(&mut self) -> Outcome<()> {
@@ -372,13 +389,21 @@ impl World {
         Ok(())
     }
 
-    /// The guest is gone, with what it had under way.
-    fn abandon(&mut self) {
+    fn guests_ended(&mut self) {
         if let Some(guest) = self.guest.take() {
             self.counts.add("operations", guest.completed);
             self.counts
                 .add("in flight at kills", guest.in_flight() as u64);
         }
+        if let Some(neighbour) = &mut self.neighbour {
+            let completed = neighbour.ended();
+            self.counts.add("operations beside", completed);
+        }
+    }
+
+    /// The guests are gone, with what they had under way.
+    fn abandon(&mut self) {
+        self.guests_ended();
         if self
             .serve
             .take()
@@ -401,11 +426,15 @@ impl World {
         self.process = Some(self.served(&serve)?);
         // What the guest has switched is forgotten.
         self.state.oracle.write_through = serve.is_write_through();
+        self.reconnect()
+    }
+
+    /// The guests connect again, with all that is under way.
+    fn reconnect(&mut self) -> Outcome<()> {
         let socket = self.socket();
-        self.guest
-            .as_mut()
-            .expect("it is served")
-            .reconnect(&socket)
+        let guest = self.guest.as_mut().expect("it is served");
+        guest.reconnect(&socket)?;
+        self.neighbour.as_mut().map_or(Ok(()), Neighbour::reconnect)
     }
 
     fn cut_power(&mut self, seed: u64) -> Outcome<()> {
@@ -416,6 +445,9 @@ impl World {
         }
         self.counts.add("power cuts", 1);
         self.state.oracle.power_cut();
+        if let Some(neighbour) = &mut self.neighbour {
+            neighbour.power_cut();
+        }
         self.state.killed = false;
         Ok(())
     }
@@ -425,8 +457,16 @@ impl World {
         guest.drain(&mut self.state.oracle)
     }
 
+    /// What is written to the log from now on.
+    fn log(&self) -> Log {
+        Log::new(&self.files.directory)
+    }
+
     fn terminate(&mut self) -> Outcome<()> {
         self.drain()?;
+        if let Some(neighbour) = &mut self.neighbour {
+            neighbour.drain()?;
+        }
         let mut process = self.process.take().expect("it is served");
         process.ask_to_end();
         let status = process.ended()?;
@@ -452,6 +492,9 @@ impl World {
         self.state.oracle.killed();
         if !volatile {
             self.state.oracle.durable();
+            if let Some(neighbour) = &mut self.neighbour {
+                neighbour.durable();
+            }
         }
         if full {
             self.state.leaks = true;
@@ -459,10 +502,11 @@ impl World {
         Ok(())
     }
 
-    fn terminate_killed(&mut self, after_us: u64) -> Outcome<()> {
+    fn terminate_killed(&mut self, when: Moment) -> Outcome<()> {
         let mut process = self.process.take().expect("it is served");
+        let log = self.log();
         process.ask_to_end();
-        thread::sleep(Duration::from_micros(after_us));
+        log.wait_for(when, || process.has_ended());
         if process.has_ended() {
             // What was under way may have been refused: that is no part of an orderly end.
             self.abandon();
@@ -478,7 +522,7 @@ impl World {
         Ok(())
     }
 
-    fn upgrade_killed(&mut self, after_us: u64) -> Outcome<()> {
+    fn upgrade_killed(&mut self, when: Moment) -> Outcome<()> {
         let mut command = Command::new(&self.binary);
         command
             .args(["upgrade", "--json", "--control"])
@@ -488,8 +532,9 @@ impl World {
         command.stdout(out.try_clone()?).stderr(out);
         let process = self.process.as_mut().expect("it is served");
         process.may_be_upgraded();
+        let log = Log::new(&self.files.directory);
         let mut client = command.spawn()?;
-        thread::sleep(Duration::from_micros(after_us));
+        log.wait_for(when, || matches!(client.try_wait(), Ok(Some(_))));
         process.kill()?;
         let _ = client.kill();
         client.wait()?;
@@ -518,6 +563,9 @@ impl World {
                 at += sectors;
             }
         }
+        if let Some(neighbour) = &mut self.neighbour {
+            neighbour.verify()?;
+        }
         let guest = self.guest.as_mut().expect("it is served");
         guest.run(&mut self.state.oracle, &list, None)
     }
@@ -543,7 +591,8 @@ impl World {
         if self.guest.is_some() {
             self.terminate()?;
         }
-        if self.state.killed {
+        let neighbour_killed = self.neighbour.as_ref().is_some_and(|n| n.killed);
+        if self.state.killed || neighbour_killed {
             let mut random = crate::faulty::Random(self.state.oracle.now());
             self.start(&Serve::draw(&mut random))?;
             if random.one_in(2) {
@@ -555,6 +604,9 @@ impl World {
         self.prepare()?;
         self.check()?;
         self.compare()?;
+        if let Some(neighbour) = &mut self.neighbour {
+            neighbour.compare()?;
+        }
         if let Some(data) = &self.files.data
             && !self.state.tables_lost
             && self.is_raw_outside()?
