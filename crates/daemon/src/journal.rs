@@ -2,6 +2,7 @@
 
 use std::fs::OpenOptions;
 use std::io;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -41,6 +42,13 @@ pub enum JournalError {
         path = .0.display(), error = .1
     )]
     Unusable(PathBuf, io::Error),
+    #[error(
+        "what a killed ringdisk had acknowledged is not in {image} yet, but in its journal {journal}, and would be missed: \
+         serve that image itself once, to be written to, with the user and the directory that ringdisk had, and stop \
+         ringdisk (SIGTERM); after that, this works",
+        image = .image.display(), journal = .journal.display()
+    )]
+    Waits { image: PathBuf, journal: PathBuf },
 }
 
 impl Journals {
@@ -91,6 +99,34 @@ impl Journals {
         }
     }
 
+    /// Looks for the journal of an image that says that it has one, and that is only read. If there is none, there is a
+    /// warning.
+    ///
+    /// # Errors
+    /// There is: what is read is not what was acknowledged.
+    pub fn look_for(&self, disk: &str, file: &Arc<DiskFile>) -> Result<(), JournalError> {
+        let name = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
+        let image = std::fs::read_link(name).unwrap_or_default();
+        let identity = Identity::of(file).ok();
+        let found = identity.and_then(|identity| {
+            let path = self.directory.join(&identity.file_name);
+            match is_journal_at(&path, &identity, file) {
+                Some(true) => Some(path),
+                _ => self.another_users(disk, file, &identity),
+            }
+        });
+        if let Some(journal) = found {
+            return Err(JournalError::Waits { image, journal });
+        }
+        warn!(
+            "disk {disk}: {} says that it has a journal, and there is none in {}. That is normal after a crash of the host, and \
+             for a copy of a disk in use. After a kill of ringdisk, what the guest had not flushed is missing in it",
+            image.display(),
+            self.directory.display()
+        );
+        Ok(())
+    }
+
     /// A journal of this image, as the image says, in the directory of another user. It is not done again from there:
     /// whoever wrote it need not be allowed to write the image. Only root can look there, and only while it is root.
     fn another_users(
@@ -99,10 +135,6 @@ impl Journals {
         file: &Arc<DiskFile>,
         identity: &Identity,
     ) -> Option<PathBuf> {
-        let image = FileStorage {
-            file: file.clone(),
-            flushes: false,
-        };
         let beside = std::fs::read_dir(self.directory.parent()?).ok()?.flatten();
         let mut paths = beside
             .filter(|entry| {
@@ -115,22 +147,15 @@ impl Journals {
             .filter(|directory| *directory != self.directory)
             .map(|directory| directory.join(&identity.file_name));
         paths.find(|path| {
-            let file = OpenOptions::new()
-                .read(true)
-                .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-                .open(path);
-            let Ok(journal) = file.map(PlainFile) else {
-                return false;
-            };
-            let fits = is_journal_of(&journal, &identity.bytes, &image);
-            if !fits {
+            let fits = is_journal_at(path, identity, file);
+            if fits == Some(false) {
                 warn!(
                     "disk {disk}: {} is not that of this image, which has another one or none; it is left alone, and can \
                      be removed",
                     path.display()
                 );
             }
-            fits
+            fits == Some(true)
         })
     }
 
@@ -166,7 +191,8 @@ impl Journals {
                 warn!(
                     "disk {disk}: its image says that it has a journal, and there is none at {at}. That is normal after a \
                      crash of the host, and for a copy of a disk in use. After a kill of ringdisk, stop it now, and start \
-                     it as the same user and with the same runtime directory as before: once this disk has been \
+                     it as the same user, with the same runtime directory and on the same device number as before (another \
+                     mount, or another number of a loop device or a volume, is another place): once this disk has been \
                      written to, what was not flushed before the kill is lost"
                 );
                 if snapshots {
@@ -195,6 +221,20 @@ impl Journals {
             tell: Box::new(tell),
         })
     }
+}
+
+/// Whether the journal of an image is at a path; `None` if nothing can be read there.
+fn is_journal_at(path: &Path, identity: &Identity, file: &Arc<DiskFile>) -> Option<bool> {
+    let journal = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(path);
+    let image = FileStorage {
+        file: file.clone(),
+        flushes: false,
+    };
+    let journal = PlainFile(journal.ok()?);
+    Some(is_journal_of(&journal, &identity.bytes, &image))
 }
 
 /// Which image a journal is of, since the host was started.

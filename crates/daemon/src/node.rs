@@ -624,10 +624,21 @@ fn open_chain(
     let chain = Chain::open(top, &gate, &mut opener, options)?;
     let files = chain.files().iter();
     let files = files.map(|storage| opener.file_of(storage));
-    let files = files.collect::<Option<_>>().ok_or_else(|| {
+    let files = files.collect::<Option<Vec<_>>>().ok_or_else(|| {
         let e = io::Error::other("one of its files is not known");
         NodeError::Io(filename(), "be opened", e)
     })?;
+    for waiting in chain.waiting() {
+        let file = &files[usize::from(waiting.0)];
+        // What is looked at only is opened again, with its journal, before it is written; and what this process writes to
+        // has one that is being written.
+        let is_top = Arc::ptr_eq(file, &files[0]);
+        let opened_again = is_top && locking == Locking::Later && !spec.read_only;
+        if !opened_again && !ours.contains(&file.identity()) {
+            let looked = places.journals.look_for(&spec.name, file);
+            looked.map_err(|e| NodeError::Journal(filename(), e))?;
+        }
+    }
     Ok(OpenedChain {
         chain,
         files,

@@ -3,16 +3,19 @@
 use crate::support;
 
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::thread;
 
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 use testkit::driver::{Device, DeviceConfig, Op};
 use testkit::qemu_img;
 use testkit::server::Server;
+use testkit::storage::Storage;
 
-use support::{Disk, content};
+use support::small_fs::SmallFs;
+use support::{Disk, content, seed};
 
 /// An image, of 64 MiB, and where it is served.
 struct Image {
@@ -54,17 +57,22 @@ impl Image {
         }
     }
 
-    fn serve(&self, options: &str) -> Server {
+    fn command(&self, options: &str) -> Command {
         let (file, socket) = (self.directory().join(&self.name), &self.disk.socket);
         let (file, socket) = (file.display(), socket.display());
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+        command.args([
+            "serve",
+            "--json",
+            &format!("file={file},socket={socket}{options}"),
+        ]);
+        command.env("RUNTIME_DIRECTORY", self.directory().join("runtime"));
+        command
+    }
+
+    fn serve(&self, options: &str) -> Server {
         loop {
-            let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
-            command.args([
-                "serve",
-                "--json",
-                &format!("file={file},socket={socket}{options}"),
-            ]);
-            command.env("RUNTIME_DIRECTORY", self.directory().join("runtime"));
+            let command = self.command(options);
             match Server::ringdisk_command(command) {
                 // The kernel may still be at the writes of the one that was killed.
                 Err(e) if e.to_string().contains("in use") => {}
@@ -183,4 +191,198 @@ fn images_without_a_journal_lose_nothing() {
             assert!(before[..1 << 20] == content(1, 1 << 20));
         }
     }
+}
+
+/// A start that takes long is told to end: it does, and the next one does what the first has left.
+#[test]
+fn a_start_can_be_stopped_while_it_replays() -> io::Result<()> {
+    let test = "a_start_can_be_stopped_while_it_replays";
+    const REACH: u64 = 64;
+    const TABLES: u64 = 300;
+    let Some(mut image) = Image::new(test, "-o cluster_size=512") else {
+        return Ok(());
+    };
+    let mount = image.directory().join("mount");
+    fs::create_dir(&mount)?;
+    let file = fs::read(image.directory().join(&image.name))?;
+    let storage = match Storage::mount(&mount, file, seed()) {
+        Ok(storage) => storage,
+        Err(e) => {
+            println!("skipped: {test}: {e}");
+            return Ok(());
+        }
+    };
+    image.name = "mount/disk".into();
+    let server = image.serve(",format=qcow2");
+    let mut device = connect(&server);
+    for table in 0..TABLES {
+        let written = device.queues[0].write(table * REACH, &content(table, 512));
+        assert_eq!(written, 0);
+    }
+    kill(server);
+    storage.change(|c| c.mishaps.late_ms = 20);
+    // Opening takes fewer operations, and each table of a replay takes several.
+    let enough = storage.control().answered + 200;
+    let mut starting = image.command(",format=qcow2,l2-cache-size=1k");
+    let mut starting = starting.stderr(Stdio::piped()).spawn()?;
+    while storage.control().answered < enough {
+        assert!(starting.try_wait()?.is_none(), "it has ended");
+        thread::yield_now();
+    }
+    kill_process(Pid::from_child(&starting), Signal::TERM)?;
+    let ended = starting.wait_with_output()?;
+    storage.change(|c| c.mishaps.late_ms = 0);
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert!(!said.contains("are done again"), "{said}");
+    assert!(said.contains("stopped"), "{said}");
+    let server = image.serve(",format=qcow2,l2-cache-size=1k");
+    server.logged(&["are done again"]);
+    let mut device = connect(&server);
+    for table in 0..TABLES {
+        let found = device.queues[0].read(table * REACH, 512).unwrap();
+        assert!(found == content(table, 512), "{table}");
+    }
+    Ok(())
+}
+
+/// The file system of the journals is full: what is acknowledged is durable without them.
+#[test]
+fn a_full_runtime_directory_loses_nothing() -> io::Result<()> {
+    let test = "a_full_runtime_directory_loses_nothing";
+    for trial in 0..15 {
+        let Some(image) = Image::new(test, "") else {
+            return Ok(());
+        };
+        let runtime = image.directory().join("runtime");
+        let Some(_mounted) = SmallFs::mount(&runtime, "64k") else {
+            return Ok(());
+        };
+        let server = image.serve("");
+        let mut device = connect(&server);
+        let queue = &mut device.queues[0];
+        let mut filler = fs::File::create(runtime.join("filler"))?;
+        while filler.write_all(&[1; 512]).is_ok() {}
+        // Into a new cluster, and beside it: the second is written in place while the first one's table is flushed.
+        let writes = [(0, content(1, 4096)), (16, content(2, 4096))];
+        for (slot, (sector, bytes)) in (0..).zip(&writes) {
+            queue.write_buffer(slot, bytes);
+            queue.prepare(slot, Op::Write, *sector, bytes.len() as u32);
+        }
+        queue.submit(&[0, 1]);
+        let mut done = [false; 2];
+        let first = trial % 2;
+        while !done[first] {
+            queue.poll(|slot, status| done[usize::from(slot)] = status == 0);
+        }
+        kill(server);
+        fs::remove_file(runtime.join("filler"))?;
+        let server = image.serve("");
+        let mut device = connect(&server);
+        for ((sector, bytes), done) in writes.iter().zip(done) {
+            let found = device.queues[0].read(*sector, bytes.len()).unwrap();
+            assert!(!done || found == *bytes, "{trial}: sector {sector}");
+        }
+    }
+    Ok(())
+}
+
+/// QEMU commits an overlay to the image of a killed ringdisk. It opens the image for reading, and for writing only then,
+/// which leaves unknown autoclear bits as they are: the journal must not be done again all the same.
+#[test]
+fn an_overlay_that_was_committed_is_not_overwritten() {
+    let test = "an_overlay_that_was_committed_is_not_overwritten";
+    let Some(image) = Image::new(test, "") else {
+        return;
+    };
+    let server = image.serve("");
+    let mut device = connect(&server);
+    let queue = &mut device.queues[0];
+    assert_eq!(queue.write(0, &content(1, 1 << 16)), 0);
+    assert_eq!(queue.run(Op::Flush, 0, 0), 0);
+    assert_eq!(queue.write(16 << 11, &content(2, 1 << 18)), 0);
+    kill(server);
+    image.qemu_img_after_kill("info");
+    let at = image.directory();
+    qemu_img::img(at, "create -q -f qcow2 -b image.qcow2 -F qcow2 above");
+    qemu_img::io(
+        at,
+        "above",
+        &["-f", "qcow2"],
+        &["write -q -P 7 32M 256k".into()],
+    );
+    qemu_img::img(at, "commit -q above");
+    let mut server = image.serve("");
+    server.logged(&["WARN", "is not used"]);
+    let mut device = connect(&server);
+    let queue = &mut device.queues[0];
+    assert!(queue.read(0, 1 << 16).unwrap() == content(1, 1 << 16));
+    assert!(queue.read(32 << 11, 1 << 18).unwrap() == vec![7; 1 << 18]);
+    // What takes clusters takes those of nobody else.
+    assert_eq!(queue.write(48 << 11, &content(3, 1 << 20)), 0);
+    assert!(queue.read(32 << 11, 1 << 18).unwrap() == vec![7; 1 << 18]);
+    assert!(server.terminate().unwrap().success());
+    image.qemu_img_after_kill("check -q");
+}
+
+/// What a killed ringdisk has in a journal is missing in its image: as long as that is so, nothing builds on the image, and
+/// nothing but the disk itself is served from it. A backup that takes its place does not cost it its journal.
+#[test]
+fn an_image_whose_journal_waits_is_not_read_without_it() -> io::Result<()> {
+    let test = "an_image_whose_journal_waits_is_not_read_without_it";
+    let Some(mut image) = Image::new(test, "") else {
+        return Ok(());
+    };
+    let at = image.directory().to_owned();
+    fs::copy(at.join("image.qcow2"), at.join("backup"))?;
+    let server = image.serve("");
+    let mut device = connect(&server);
+    assert_eq!(device.queues[0].write(0, &content(1, 1 << 16)), 0);
+    kill(server);
+    image.qemu_img_after_kill("info");
+    qemu_img::img(
+        &at,
+        "create -q -f qcow2 -b image.qcow2 -F qcow2 above.qcow2",
+    );
+    for (name, options) in [("image.qcow2", ",readonly=on"), ("above.qcow2", "")] {
+        image.name = name.into();
+        let output = image.command(options).output()?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        let told = said.contains("serve that image itself once") && said.contains(".journal");
+        assert!(!output.status.success() && told, "{name}: {said}");
+    }
+    image.name = "image.qcow2".into();
+    // The backup gets the same name, and the same inode.
+    let killed = fs::read(at.join("image.qcow2"))?;
+    fs::copy(at.join("backup"), at.join("image.qcow2"))?;
+    let mut server = image.serve("");
+    assert!(connect(&server).queues[0].read(0, 1 << 16).unwrap() == vec![0; 1 << 16]);
+    assert!(server.terminate()?.success());
+    fs::write(at.join("image.qcow2"), killed)?;
+    let mut server = image.serve("");
+    server.logged(&["are done again"]);
+    assert!(connect(&server).queues[0].read(0, 1 << 16).unwrap() == content(1, 1 << 16));
+    assert!(server.terminate()?.success());
+    image.name = "above.qcow2".into();
+    let server = image.serve("");
+    assert!(connect(&server).queues[0].read(0, 1 << 16).unwrap() == content(1, 1 << 16));
+    drop(server);
+    // Nowhere to look for a journal.
+    image.name = "image.qcow2".into();
+    let server = image.serve("");
+    let mut device = connect(&server);
+    assert_eq!(device.queues[0].write(1 << 11, &content(2, 1 << 16)), 0);
+    kill(server);
+    let runtime = at.join("runtime");
+    fs::rename(&runtime, at.join("elsewhere"))?;
+    fs::create_dir(&runtime)?;
+    fs::write(runtime.join("journals"), [])?;
+    let mut server = image.serve("");
+    server.logged(&["WARN", "says that it has a journal"]);
+    assert!(server.terminate()?.success());
+    // Nothing was written, so that it is still the image's.
+    fs::remove_dir_all(&runtime)?;
+    fs::rename(at.join("elsewhere"), &runtime)?;
+    let server = image.serve("");
+    assert!(connect(&server).queues[0].read(1 << 11, 1 << 16).unwrap() == content(2, 1 << 16));
+    Ok(())
 }

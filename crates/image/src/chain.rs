@@ -142,6 +142,18 @@ impl Chain {
         &self.files
     }
 
+    /// The files of images that [say that they have a journal](Qcow2::journal_waits) which nobody does.
+    pub fn waiting(&self) -> Vec<FileIndex> {
+        let waiting = self.layers.iter().filter_map(|layer| match &layer.image {
+            // Its data file comes next.
+            LayerImage::Qcow2(image) if image.journal_waits() => {
+                Some(FileIndex(layer.file.0 - u16::from(image.has_data_file())))
+            }
+            _ => None,
+        });
+        waiting.collect()
+    }
+
     /// The file that holds what the guest writes.
     pub fn written_file(&self) -> FileIndex {
         self.layers[0].file

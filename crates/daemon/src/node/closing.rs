@@ -122,7 +122,8 @@ impl Node {
         }
         files.iter().try_for_each(|file| file.sync())?;
         let journal = self.content().journal.take();
-        if let Some(path) = journal {
+        // One that has something in it is that of another image, or of an image that could not be closed.
+        if let Some(path) = journal.filter(|path| path.metadata().is_ok_and(|m| m.len() == 0)) {
             // What stays does no harm: the image knows that it is not its journal.
             let _ = fs::remove_file(path);
         }

@@ -2,11 +2,12 @@
 //! leaves what it has measured.
 
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 
 use super::{Bench, errors, have, have_guests, said, spawn, succeed, wait_for, write_program};
 use rustix::process::{Pid, Signal, kill_process};
+
+use crate::support::small_fs::SmallFs;
 
 const ON_HOST: &str = "guest = 'none'\nblocks = 2\n[storage]\nsize = '16M'\n[config]\ncache = ['writeback', 'none']\n\
     [fio]\nrw = 'randread'\nruntime = '1s'\nramp = '0s'\n";
@@ -132,29 +133,6 @@ fn a_fio_that_dies_is_a_cell_with_its_last_lines() {
     bench.assert_report(3);
 }
 
-/// A small file system of one's own; `None` without the right to mount.
-struct Small(PathBuf);
-
-impl Small {
-    fn mount(at: PathBuf, size: &str) -> Option<Self> {
-        fs::create_dir(&at).unwrap();
-        let mut mount = Command::new("mount");
-        mount.args(["-t", "tmpfs", "-o", &format!("size={size}"), "small"]);
-        let mounted = mount.arg(&at).output();
-        if !mounted.is_ok_and(|output| output.status.success()) {
-            println!("skipped: a full disk: a file system cannot be mounted here");
-            return None;
-        }
-        Some(Self(at))
-    }
-}
-
-impl Drop for Small {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
-    }
-}
-
 #[test]
 fn a_full_disk_is_a_cell_and_a_full_journal_goes_on_later() {
     if !have(
@@ -164,7 +142,7 @@ fn a_full_disk_is_a_cell_and_a_full_journal_goes_on_later() {
         return;
     }
     let bench = Bench::new("");
-    let Some(small) = Small::mount(bench.path("small"), "300M") else {
+    let Some(small) = SmallFs::mount(&bench.path("small"), "300M") else {
         return;
     };
     // One disk fits with the reserve of 256 MiB that the lab leaves, and a second does not.

@@ -1,6 +1,7 @@
 //! Disks to test with, and ringdisk serving them.
 
 pub mod loop_device;
+pub mod small_fs;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};

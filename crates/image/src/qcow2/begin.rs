@@ -80,13 +80,13 @@ impl Qcow2 {
             known |= AUTOCLEAR_BITMAPS;
         }
         let journal = state.journal.as_ref().map_or(0, Journal::autoclear);
-        let before = state.header.autoclear;
-        let autoclear = before & known | journal;
-        let differs = autoclear != before;
+        let before = state.header.clone();
+        state.header.autoclear &= known;
+        state.header.set_journal(journal);
+        let differs = state.header.features() != before.features();
         if differs {
-            state.header.autoclear = autoclear;
             self.write_header(state)
-                .inspect_err(|_| state.header.autoclear = before)?;
+                .inspect_err(|_| state.header = before)?;
         }
         // What an earlier attempt has written may not be durable.
         if differs || self.file.unflushed() {

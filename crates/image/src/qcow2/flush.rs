@@ -99,6 +99,11 @@ impl Qcow2 {
         self.has_changes() || data.forgets()
     }
 
+    /// Whether its data is in another file.
+    pub fn has_data_file(&self) -> bool {
+        self.data.is_some()
+    }
+
     fn has_changes(&self) -> bool {
         let unflushed = |file: &FileEnd| file.unflushed();
         self.changes.get() != self.durable.load(SeqCst)

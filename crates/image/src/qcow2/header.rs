@@ -24,11 +24,16 @@ const CORRUPT: u64 = 1 << 1;
 const EXTERNAL_DATA: u64 = 1 << 2;
 const COMPRESSION: u64 = 1 << 3;
 const EXTENDED_L2: u64 = 1 << 4;
+/// A compatible feature.
+const LAZY_REFCOUNTS: u64 = 1;
 const INCOMPATIBLE_KNOWN: u64 = DIRTY | CORRUPT | EXTERNAL_DATA | COMPRESSION | EXTENDED_L2;
 /// The bitmaps are consistent.
 pub(crate) const AUTOCLEAR_BITMAPS: u64 = 1;
 /// The external data file is the disk, byte for byte.
 pub(crate) const AUTOCLEAR_RAW_EXTERNAL: u64 = 1 << 1;
+
+/// The bits of the autoclear features that are the journal's.
+pub(super) const AUTOCLEAR_JOURNAL: u64 = !0 << 24;
 
 /// What the header says, checked as far as it can be without reading anything else.
 #[derive(Clone, Debug)]
@@ -45,6 +50,8 @@ pub(crate) struct Header {
     pub snapshots: u32,
     pub snapshots_at: u64,
     incompatible: u64,
+    /// QEMU may leave refcounts wrong, and the image dirty.
+    pub lazy_refcounts: bool,
     pub autoclear: u64,
     pub compression: Compression,
     /// Name of the backing file, and its format if the image says it.
@@ -155,6 +162,7 @@ impl Header {
             snapshots: be32(first, 60),
             snapshots_at: be64(first, 64),
             incompatible,
+            lazy_refcounts: of_v3(80) & LAZY_REFCOUNTS != 0,
             autoclear: of_v3(88),
             compression,
             backing: backing(first, cluster, extensions.backing_format)?,
@@ -238,7 +246,12 @@ impl Header {
         Ok(())
     }
 
-    /// Refcounts may be wrong.
+    /// Incompatible and autoclear features.
+    pub fn features(&self) -> (u64, u64) {
+        (self.incompatible, self.autoclear)
+    }
+
+    /// Refcounts may be wrong, or there is a [journal](Self::set_journal).
     pub fn dirty(&self) -> bool {
         self.incompatible & DIRTY != 0
     }
@@ -269,6 +282,16 @@ impl Header {
 
     pub fn clear_dirty(&mut self) {
         self.incompatible &= !DIRTY;
+    }
+
+    /// What the image says of its journal: [bits](AUTOCLEAR_JOURNAL), or 0 for none. With any, it is "dirty" as well,
+    /// which every program clears that has written to it, also one that did not clear the bits when it opened it.
+    pub fn set_journal(&mut self, bits: u64) {
+        self.autoclear = self.autoclear & !AUTOCLEAR_JOURNAL | bits;
+        match bits {
+            0 => self.incompatible &= !DIRTY,
+            _ => self.incompatible |= DIRTY,
+        }
     }
 
     /// Writes the fields that change in the life of an image over those in `first`, the first bytes

@@ -28,7 +28,9 @@
 //! journal names the boot of the host and the file (device and inode). The image names the journal, by its
 //! *generation*: 38 of its autoclear features, with one more to say that there is one. Autoclear features are bits
 //! that every program clears which opens an image for writing and does not know them (qcow2.txt:
-//! "autoclear_features"), and QEMU does. The generation is drawn when the first change is recorded, and raised in
+//! "autoclear_features"), and QEMU does, unless it has opened the image for reading and opens it again (a commit into it).
+//! So the image is also "dirty" while it has a journal (qcow2.txt: "incompatible_features"), and QEMU clears that when it has
+//! written and ends, in any case. The generation is drawn when the first change is recorded, and raised in
 //! the image ([`Qcow2::stamp`])
 //!
 //! - before the first change after a flush is recorded, so that a copy made while all was flushed is another;
@@ -75,7 +77,7 @@ use block::FileOffset;
 pub(super) use records::{Change, Changes};
 use records::{READ_MAX, RECORDS_AT, Slot, record};
 
-use super::header::Header;
+use super::header::{AUTOCLEAR_JOURNAL, Header};
 use super::open::read_header;
 use super::refcount::{May, Piece};
 use super::{ImageError, Qcow2, State};
@@ -93,8 +95,6 @@ const PUNCH: u64 = 1 << 20;
 const STAMP_MS: (u64, u64) = (1, 100);
 const STAMP_SHARE: u32 = 50;
 
-/// The bits of the autoclear features that are the journal's.
-pub(super) const AUTOCLEAR_JOURNAL: u64 = MARK | OVERTAKEN | GENERATION << GENERATION_SHIFT;
 const MARK: u64 = 1 << 63;
 /// Tables in the file may be newer than the end of the journal.
 const OVERTAKEN: u64 = 1 << 62;
@@ -140,6 +140,8 @@ pub(super) struct Journal {
     active: bool,
     /// What the image says is about a journal of which all has been done.
     ended: bool,
+    /// What is in the file is that of another image, or of another state of this one.
+    foreign: bool,
     session: u64,
     sequence: u64,
     /// What the image says.
@@ -167,12 +169,14 @@ pub(super) struct Rotated {
 }
 
 impl Journal {
-    /// With nothing in it. What the image says is about an earlier one, which has `ended` or is elsewhere.
-    pub fn new(place: JournalPlace, ended: bool) -> Self {
+    /// With nothing in it. What the image says is about an earlier one, which has `ended` or is elsewhere. What is in its
+    /// file may be `foreign`.
+    pub fn new(place: JournalPlace, ended: bool, foreign: bool) -> Self {
         Self {
             place,
             active: false,
             ended,
+            foreign,
             session: 0,
             sequence: 0,
             generation: 0,
@@ -192,7 +196,8 @@ impl Journal {
     fn begin(&mut self) {
         self.generation = random() & GENERATION;
         self.stamped = None;
-        // What is there has been done, or is another image's.
+        self.foreign = false;
+        // What is there has been done, or is of no use since the image is written now.
         let emptied = self.place.storage.set_size(0);
         match emptied.and_then(|()| self.restart()) {
             Ok(()) => (self.active, self.broken) = (true, false),
@@ -216,11 +221,12 @@ impl Journal {
         }
     }
 
-    /// Ends it, when the image is closed and says nothing of it any more.
+    /// Ends it, when the image is closed and says nothing of it any more. What is left of it belongs to no image.
     fn end(&mut self) {
         self.active = false;
-        // What is left of it belongs to no image.
-        let _ = self.place.storage.set_size(0);
+        if !self.foreign {
+            let _ = self.place.storage.set_size(0);
+        }
     }
 
     pub fn tell(&self, event: JournalEvent) {
@@ -276,10 +282,13 @@ impl Journal {
         self.start = rotated.end;
         self.stamped = None;
         self.overtaken = false;
+        let was_broken = self.broken;
         self.broken &= !all;
         let storage = &self.place.storage;
         let mut result = Ok(());
-        if self.start == self.end && self.end - RECORDS_AT > PUNCH {
+        // There may be no space but what is given back here.
+        let worth_it = self.end - RECORDS_AT > PUNCH || was_broken;
+        if self.start == self.end && worth_it {
             result = self
                 .restart()
                 .and_then(|()| self.place.storage.set_size(RECORDS_AT));
@@ -355,8 +364,7 @@ impl State {
     /// Has the header in memory say of the journal what is so.
     fn say_of_journal(&mut self) {
         if let Some(journal) = self.journal.as_ref().filter(|journal| journal.active) {
-            let others = self.header.autoclear & !AUTOCLEAR_JOURNAL;
-            self.header.autoclear = others | journal.autoclear();
+            self.header.set_journal(journal.autoclear());
         }
     }
 
@@ -424,8 +432,7 @@ impl Qcow2 {
         };
         let before = journal.generation;
         journal.generation = next(before, 1);
-        let old = state.header.autoclear;
-        state.header.autoclear = old & !AUTOCLEAR_JOURNAL | journal.autoclear();
+        state.header.set_journal(journal.autoclear());
         let begun = Instant::now();
         match self.write_header(state) {
             Ok(()) => {
@@ -435,7 +442,7 @@ impl Qcow2 {
             }
             Err(e) => {
                 journal.generation = before;
-                state.header.autoclear = old;
+                state.header.set_journal(journal.autoclear());
                 journal.failed(io::Error::other(e));
             }
         }
@@ -464,8 +471,7 @@ impl Qcow2 {
             let generation = next(journal.generation, 2);
             rotated.generation = Some(generation);
             let mut header = state.header.clone();
-            let others = header.autoclear & !AUTOCLEAR_JOURNAL;
-            header.autoclear = others | autoclear(generation);
+            header.set_journal(autoclear(generation));
             let mut bytes = state.header_block.clone();
             header.put(&mut bytes);
             let at = FileOffset(0);
@@ -496,15 +502,24 @@ impl Qcow2 {
         self.write_header(state)
     }
 
-    /// Ends the journal of an image that is being closed, of which all is in the file.
+    /// Whether the image says that it has a journal, and nobody was to do what is in it: it is only read, or there is no
+    /// place for journals.
+    pub fn journal_waits(&self) -> bool {
+        let state = self.lock();
+        state.journal.is_none() && said(&state.header).bits != 0 && !self.begun.load(SeqCst)
+    }
+
+    /// Ends the journal of an image that is being closed, of which all is in the file. A journal's file is empty then, unless
+    /// it has what may still be wanted.
     pub(super) fn end_journal(&self, state: &mut State) -> Result<(), ImageError> {
         // One that is elsewhere may still be found: then the image must know it.
-        let says = state.header.autoclear & AUTOCLEAR_JOURNAL != 0;
-        let is_ours = |journal: &Journal| journal.active || says && journal.ended;
+        let is_ours = |journal: &Journal| journal.active || journal.ended;
         if state.journal.as_ref().is_some_and(is_ours) {
-            state.header.autoclear &= !AUTOCLEAR_JOURNAL;
-            self.write_header(state)?;
-            self.file.flush()?;
+            if said(&state.header).bits != 0 {
+                state.header.set_journal(0);
+                self.write_header(state)?;
+                self.file.flush()?;
+            }
             if let Some(journal) = &mut state.journal {
                 journal.end();
             }
@@ -517,32 +532,55 @@ impl Qcow2 {
 }
 
 /// What an image says of its journal.
-pub(super) fn said(header: &Header) -> u64 {
-    header.autoclear & AUTOCLEAR_JOURNAL
+#[derive(Clone, Copy)]
+pub(super) struct Said {
+    bits: u64,
+    /// It is dirty, as well: nobody has written to it and closed it since.
+    dirty: bool,
+}
+
+impl Said {
+    /// It is dirty because it has a journal, and its refcounts are right, unless it was dirty before as well.
+    pub fn is_why_dirty(self) -> bool {
+        self.dirty && self.bits & MARK != 0
+    }
+}
+
+pub(super) fn said(header: &Header) -> Said {
+    Said {
+        bits: header.autoclear & AUTOCLEAR_JOURNAL,
+        dirty: header.dirty(),
+    }
 }
 
 /// What is in a journal for an image that says this.
 ///
 /// # Errors
 /// It cannot be read, or is longer than any.
-pub(super) fn read(place: &JournalPlace, image: u64) -> io::Result<Found> {
+pub(super) fn read(place: &JournalPlace, image: Said) -> io::Result<Found> {
     let Some(contents) = Contents::read(&*place.storage)? else {
-        return Ok(match image & MARK {
+        return Ok(match image.bits & MARK {
             0 => Found::Nothing,
             _ => Found::Missing,
         });
     };
     let fits = contents.fit(&place.identity, image);
-    Ok(match (fits, contents.empty, image & MARK) {
+    Ok(match (fits, contents.empty, image.bits & MARK) {
         (true, true, _) | (false, true, 0) => Found::Nothing,
         // An old one, of which all has been done, is not the one that the image means.
         (false, true, _) => Found::Missing,
         (false, ..) => Found::Outdated,
         (true, ..) => Found::Changes {
             changes: contents.changes,
-            all: image & OVERTAKEN == 0,
+            all: image.bits & OVERTAKEN == 0,
         },
     })
+}
+
+/// Whether there is a journal here for an image that says this.
+pub(super) fn fits(place: &JournalPlace, image: Said) -> bool {
+    let found = Contents::read(&*place.storage);
+    found.is_ok_and(|found| found.is_some_and(|c| c.fit(&place.identity, image)))
 }
 
 /// Whether a journal that was found somewhere is that of an image, as both say: the image has a number that nobody knows
@@ -551,8 +589,8 @@ pub fn is_journal_of(journal: &dyn Storage, identity: &[u8; 32], image: &dyn Sto
     let Ok((header, _)) = read_header(image) else {
         return false;
     };
-    let contents = Contents::read(journal);
-    contents.is_ok_and(|found| found.is_some_and(|c| c.fit(identity, said(&header))))
+    let found = Contents::read(journal);
+    found.is_ok_and(|found| found.is_some_and(|c| c.fit(identity, said(&header))))
 }
 
 pub(super) enum Found {
@@ -599,10 +637,13 @@ impl Contents {
     }
 
     /// Whether it is that of an image that says this.
-    fn fit(&self, identity: &[u8; 32], image: u64) -> bool {
+    fn fit(&self, identity: &[u8; 32], image: Said) -> bool {
         let generations = [self.generation, next(self.generation, 1)];
-        let fits = generations.map(autoclear).contains(&(image & !OVERTAKEN));
-        self.slot.identity == *identity && self.generation <= GENERATION && fits
+        let fits = generations
+            .map(autoclear)
+            .contains(&(image.bits & !OVERTAKEN));
+        let untouched = image.dirty || !self.slot.image_is_dirty();
+        self.slot.identity == *identity && self.generation <= GENERATION && fits && untouched
     }
 }
 

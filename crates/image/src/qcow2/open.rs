@@ -13,7 +13,7 @@ use super::file::FileEnd;
 use super::flush::Flushed;
 use super::geometry::Geometry;
 use super::header::{HEADER_BYTES, Header, HeaderError};
-use super::journal::{Changes, JournalPlace};
+use super::journal::{self, Changes, JournalPlace};
 use super::l1::L1;
 use super::metadata::Metadata;
 use super::pins::Pins;
@@ -88,8 +88,8 @@ pub enum Qcow2Error {
     },
     /// A repair would take too long for a start.
     #[error(
-        "it was not closed cleanly, and is too large to be repaired here; run \
-        'qemu-img check -r all' on it"
+        "it was not closed cleanly, and is too large to be repaired here; 'qemu-io -c quit IMAGE' \
+        repairs it"
     )]
     TooMuchToRepair,
     /// The caller did not want to wait for a repair or a replay any longer.
@@ -153,10 +153,10 @@ impl Qcow2 {
         }
         let unit = (block as usize).max(512).max(HEADER_BYTES);
         let mut header_block = first[..unit.min(first.len())].to_vec();
-        if header.dirty() && !options.read_only {
+        let journal = options.journal.take();
+        if header.dirty() && !options.read_only && !counts_are_right(&header, journal.as_ref()) {
             repair(&*storage, &mut header, &mut header_block, options.progress)?;
         }
-        let journal = options.journal.take();
         let image = Self::assemble(storage, data, header, header_block, &options)
             .map_err(Qcow2Error::Image)?;
         if let Some(place) = journal.filter(|_| !options.read_only) {
@@ -251,6 +251,14 @@ impl Qcow2 {
             }),
         })
     }
+}
+
+/// Whether a dirty image is dirty because of its journal alone, which comes with right refcounts. One with lazy refcounts
+/// may be so for both reasons, if QEMU has written to it since and did not end in order.
+fn counts_are_right(header: &Header, journal: Option<&JournalPlace>) -> bool {
+    let said = journal::said(header);
+    let found = || journal.is_some_and(|place| journal::fits(place, said));
+    said.is_why_dirty() && (!header.lazy_refcounts || found())
 }
 
 fn read_l1(file: &FileEnd, header: &Header) -> Result<L1, ImageError> {

@@ -39,8 +39,9 @@ type NewEntry = (u64, [u64; 2]);
 /// Where entries are in a piece, in bytes, with their clusters and words.
 type Places<'a> = &'a mut dyn Iterator<Item = (usize, u64, [u64; 2])>;
 
-/// Changes between two calls of the caller's function.
-const TELL_EVERY: u64 = 1024;
+/// Changes in memory between two calls of the caller's function. Each of them may have to read a refcount block; storage
+/// may be slow.
+const TELL_EVERY: u64 = 64;
 
 enum Stop {
     Image(ImageError),
@@ -68,6 +69,7 @@ impl Qcow2 {
             Found::Outdated => !snapshots,
             Found::Nothing | Found::Changes { .. } => false,
         };
+        let foreign = matches!(found, Found::Outdated);
         match found {
             Found::Nothing => {}
             Found::Outdated => (place.tell)(JournalEvent::Outdated),
@@ -82,7 +84,7 @@ impl Qcow2 {
                 (place.tell)(JournalEvent::Replayed(changes.len() as u64));
             }
         }
-        self.lock().journal = Some(Journal::new(place, !elsewhere));
+        self.lock().journal = Some(Journal::new(place, !elsewhere, foreign));
         Ok(())
     }
 
@@ -121,7 +123,7 @@ impl Qcow2 {
     ) -> Result<Vec<NewEntry>, Stop> {
         let mut entries = BTreeMap::new();
         for &change in changes {
-            count.some(1)?;
+            count.one()?;
             match change {
                 Change::Block { number, at } => self.replay_block(state, number, at)?,
                 Change::Refcount {
@@ -309,7 +311,8 @@ impl Qcow2 {
                 (place, cluster, words)
             });
             visit(&mut piece, &mut { places })?;
-            count.some(group.len() as u64)?;
+            count.done += group.len() as u64;
+            count.tell()?;
         }
         Ok(())
     }
@@ -323,13 +326,12 @@ struct Counted<'a> {
 }
 
 impl Counted<'_> {
-    /// So many more changes are done.
-    fn some(&mut self, changes: u64) -> Result<(), Stop> {
-        let before = self.done / TELL_EVERY;
-        self.done += changes;
-        match self.done / TELL_EVERY == before {
-            true => Ok(()),
-            false => self.tell(),
+    /// One more change is done.
+    fn one(&mut self) -> Result<(), Stop> {
+        self.done += 1;
+        match self.done.is_multiple_of(TELL_EVERY) {
+            true => self.tell(),
+            false => Ok(()),
         }
     }
 

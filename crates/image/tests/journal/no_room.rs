@@ -41,6 +41,27 @@ fn without_room_for_a_journal_changes_are_flushed() {
     assert_eq!(check(&host.image).unwrap().errors, 0);
 }
 
+/// Where there was no room once, there is none until what a flush has made unnecessary is given back.
+#[test]
+fn a_journal_without_room_gives_its_space_back() {
+    if !qemu::is_there("a_journal_without_room_gives_its_space_back") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let host = killed(directory.path());
+    let disk = host.open(directory.path()).unwrap();
+    for n in 0..8_u16 {
+        let at = (68 << 10) + u64::from(n) * 2048;
+        disk.write(at, &pattern(n, 2048)).unwrap();
+    }
+    let before = host.journal.bytes().len();
+    host.journal.fail_in(1);
+    disk.write(100 << 10, &pattern(9, 2048)).unwrap();
+    disk.flush().unwrap();
+    let after = host.journal.bytes().len();
+    assert!(before > 4096 && after == 4096, "{before} {after}");
+}
+
 /// Neither the journal nor a flush can be written: the disk has what was committed all the same, and its clusters
 /// belong to nobody else.
 #[test]

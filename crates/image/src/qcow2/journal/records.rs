@@ -14,7 +14,8 @@
 //! A record's checksum also covers its position and the session, so that a record of an earlier session at the
 //! same place does not count. The first record that is not whole ends the journal.
 //!
-//! Version 1 of the format has no generation in its records; it is read, and not written.
+//! Versions 1 and 2 of the format are read, and not written. Version 1 has no generation in its records. Only with
+//! version 3 is the image "dirty" as well.
 
 use std::io;
 
@@ -31,8 +32,9 @@ pub const RECORDS_AT: u64 = 4096;
 
 const SLOT: u64 = 128;
 const SLOT_BYTES: usize = 76;
-const MAGIC_1: u64 = u64::from_be_bytes(*b"ringdkJ1");
-const MAGIC: u64 = u64::from_be_bytes(*b"ringdkJ2");
+/// Ends in the version, as a digit.
+const MAGIC: u64 = u64::from_be_bytes(*b"ringdkJ0");
+const VERSION: u64 = 3;
 
 /// Length and checksum.
 const HEAD: usize = 8;
@@ -119,8 +121,7 @@ pub struct Slot {
     /// Where the records begin that no flush has made unnecessary.
     pub start: u64,
     pub identity: [u8; 32],
-    /// Its records have no generation of their own.
-    version_1: bool,
+    version: u64,
 }
 
 impl Slot {
@@ -137,7 +138,7 @@ impl Slot {
             generation,
             start,
             identity,
-            version_1: false,
+            version: VERSION,
         }
     }
 
@@ -145,7 +146,7 @@ impl Slot {
     pub fn write(&self, journal: &dyn Storage) -> io::Result<()> {
         let mut slot = Vec::with_capacity(SLOT_BYTES);
         for word in [
-            MAGIC,
+            MAGIC + self.version,
             self.sequence,
             self.session,
             self.generation,
@@ -169,23 +170,29 @@ impl Slot {
     fn parse(bytes: &[u8]) -> Option<Self> {
         let (said, sum) = bytes.get(..SLOT_BYTES)?.split_at(SLOT_BYTES - 4);
         let word = |i: usize| le64(said, 8 * i);
-        let sound = [MAGIC, MAGIC_1].contains(&word(0)) && sum == checksum(&[said]).to_le_bytes();
+        let version = word(0).wrapping_sub(MAGIC);
+        let sound = (1..=VERSION).contains(&version) && sum == checksum(&[said]).to_le_bytes();
         let slot = Self {
             sequence: word(1),
             session: word(2),
             generation: word(3),
             start: word(4),
             identity: said[40..72].try_into().ok()?,
-            version_1: word(0) == MAGIC_1,
+            version,
         };
         (sound && slot.start >= RECORDS_AT).then_some(slot)
+    }
+
+    /// Whether an image that says that it has this journal is also dirty.
+    pub fn image_is_dirty(&self) -> bool {
+        self.version >= 3
     }
 
     /// The changes in the records that are whole, up to the first that is not, and the generation of the last of them.
     pub fn changes(&self, records: &[u8]) -> (Vec<Change>, u64) {
         let mut changes = Vec::new();
         let mut generation = self.generation;
-        let before = if self.version_1 { 0 } else { GENERATION };
+        let before = if self.version == 1 { 0 } else { GENERATION };
         let mut at = 0;
         while let Some(head) = records.get(at..at + HEAD) {
             let len = u32::from_le_bytes([head[0], head[1], head[2], head[3]]) as usize;
