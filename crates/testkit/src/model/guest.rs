@@ -23,6 +23,8 @@ const BUFFER: u32 = 128 << 10;
 pub struct Leave {
     /// What writes may fail: there is no space.
     pub fail: bool,
+    /// So may reads: tables that cannot be written fill the cache, and those that a read needs have no room in it.
+    pub fail_reads: bool,
     /// Discards are refused.
     pub no_discard: bool,
 }
@@ -100,6 +102,7 @@ impl Guest {
             config,
             leave: Leave {
                 fail: false,
+                fail_reads: serve.l2_cache.is_some(),
                 no_discard: serve.discard == "ignore",
             },
             completed: 0,
@@ -298,7 +301,7 @@ impl Guest {
             .take()
             .ok_or_else(|| Failure::new("status", format!("slot {slot} was not in flight")))?;
         let kind = request.kind;
-        let may_fail = self.leave.fail && kind != Kind::Read
+        let may_fail = self.leave.fail && (kind != Kind::Read || self.leave.fail_reads)
             || kind == Kind::Discard && self.leave.no_discard && status == UNSUPPORTED;
         if status != OK && !may_fail {
             let what = format!("{request:?} at sector {sector}: status {status}");
@@ -307,7 +310,7 @@ impl Guest {
         match kind {
             Kind::Flush if status == OK => oracle.flushed(sent),
             Kind::Flush => {}
-            Kind::Read if mixed => {}
+            Kind::Read if mixed || status != OK => {}
             Kind::Read => {
                 let bytes = self.device.queues[number].read_buffer(slot, range.len() * SECTOR);
                 oracle
