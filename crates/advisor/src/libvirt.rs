@@ -3,6 +3,7 @@
 mod boot;
 mod convert;
 mod edit;
+mod guest;
 
 pub use convert::{from_ringdisk, to_ringdisk};
 pub use edit::{Xml, count_threads, edits, keep_boot_order};
@@ -258,7 +259,7 @@ fn domain(node: Node<'_, '_>, input: &str, reading: &mut Reading) -> Vm {
     } else {
         vm.table.default_to("vm.numa-bound", false, "libvirt");
     }
-    guest_system(node, &mut vm);
+    guest::system(node, &mut vm);
     threads(node, &mut vm, reading);
     let Some(devices) = child(node, "devices") else {
         reading.note(vm.span, "the domain has no <devices>");
@@ -359,59 +360,6 @@ fn cpu(node: Node<'_, '_>, vm: &mut Vm) {
     }
     if let Some(("off", at)) = attribute(at(node, &["features", "apic"]), "eoi") {
         vm.table.give("vm.cpu-pv-eoi", "off", at);
-    }
-}
-
-/// Who makes Linux, in the ids of libosinfo.
-const LINUX: &[&str] = &[
-    "almalinux.org",
-    "alpinelinux.org",
-    "altlinux.org",
-    "amazon.com",
-    "archlinux.org",
-    "centos.org",
-    "circle-linux.org",
-    "debian.org",
-    "endlessos.com",
-    "euro-linux.com",
-    "fedoraproject.org",
-    "gentoo.org",
-    "guix.gnu.org",
-    "kali.org",
-    "libosinfo.org",
-    "mageia.org",
-    "mandriva.com",
-    "manjaro.org",
-    "miraclelinux.com",
-    "nixos.org",
-    "opensuse.org",
-    "oracle.com",
-    "pop-os.org",
-    "redhat.com",
-    "rockylinux.org",
-    "scientificlinux.org",
-    "slackware.com",
-    "suse.com",
-    "ubuntu.com",
-    "voidlinux.org",
-];
-
-/// What libosinfo's metadata says of the guest, or Hyper-V's enlightenments.
-fn guest_system(node: Node<'_, '_>, vm: &mut Vm) {
-    let os = child(node, "metadata")
-        .into_iter()
-        .flat_map(|metadata| metadata.descendants())
-        .find(|node| node.tag_name().name() == "os" && node.has_attribute("id"));
-    if let Some((id, at)) = attribute(os, "id") {
-        let system = match id.split('/').nth(2).unwrap_or(id) {
-            "microsoft.com" => "windows",
-            _ if id.contains("solaris") => "other",
-            vendor if LINUX.contains(&vendor) => "linux",
-            _ => "other",
-        };
-        vm.table.give("vm.os", system, at);
-    } else if let Some(hyperv) = at(node, &["features", "hyperv"]) {
-        vm.table.give("vm.os", "windows", span(hyperv));
     }
 }
 
