@@ -123,6 +123,24 @@ impl ServedDisk {
         Ok(())
     }
 
+    /// Has the file that the disk is on go by another name. `record` makes that durable.
+    ///
+    /// # Errors
+    /// `record` failed; it goes by the name that it had.
+    pub fn rename(
+        &self,
+        new: &Arc<Node>,
+        record: impl FnOnce() -> io::Result<()>,
+    ) -> Result<(), ExportError> {
+        let mut node = self.node();
+        record().map_err(|e| {
+            let what = "have the new name of its file kept";
+            ExportError::System(self.disk.name.clone(), what, e)
+        })?;
+        *node = new.clone();
+        Ok(())
+    }
+
     /// Most data segments in a request: the ring less a header and a status.
     fn seg_max(&self) -> u16 {
         self.queue_size - 2

@@ -110,6 +110,9 @@ pub struct HandedDisk {
     pub disk: String,
     /// As it is written down, as far as that is in force.
     pub written: Option<String>,
+    /// What it is on, if that is a file and here: its name may lead nowhere by now.
+    #[serde(default)]
+    pub file: Option<FileIdentity>,
 }
 
 #[derive(Serialize, Deserialize)]

@@ -123,9 +123,10 @@ pub enum HostError {
     FileInUse(PathBuf, String),
     #[error(
         "disk '{0}' is on another file than the disk that is served at {socket}, whose VM is to go on in it; have what is \
-         written down put into force first ('ringdisk reload'), or see what is at its path by now", socket = .1.display()
+         written down put into force first ('ringdisk reload'); if another file lies at {path} by now, \
+         'ringdisk replace {0} PATH' says where the VM's own is", socket = .1.display(), path = .2
     )]
-    OtherFile(String, PathBuf),
+    OtherFile(String, PathBuf, String),
     #[error(
         "disk '{0}' is on {1} already, as {2}; it cannot be served as another format while its guest runs: detach it, \
          and attach it with format="
@@ -355,7 +356,8 @@ impl Host {
             .as_ref()
             .is_some_and(|export| export.file != node.identity())
         {
-            return Err(HostError::OtherFile(name.into(), spec.socket.clone()));
+            let (socket, path) = (spec.socket.clone(), node.filename.clone());
+            return Err(HostError::OtherFile(name.into(), socket, path));
         }
         let remembered = state.write_caches.remove(&spec.id);
         let around = Around {

@@ -17,7 +17,7 @@ use tracing::warn;
 
 use crate::config::Config;
 use crate::hand::{Channel, FileIdentity, Handed, HandedDisk, HandedExport, Hello, PROTOCOL, Step};
-use crate::spec::{DiskSpec, SpecError};
+use crate::spec::{DiskSpec, FileSpec, SpecError};
 
 /// How long the old process may take to pause all disks. It gives up sooner.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -48,6 +48,7 @@ struct State {
 struct OnFile {
     disk: DiskSpec,
     written: Option<DiskSpec>,
+    file: Option<FileIdentity>,
 }
 
 impl TryFrom<&HandedDisk> for OnFile {
@@ -57,6 +58,7 @@ impl TryFrom<&HandedDisk> for OnFile {
         Ok(Self {
             disk: handed.disk.parse()?,
             written: handed.written.as_deref().map(str::parse).transpose()?,
+            file: handed.file,
         })
     }
 }
@@ -175,20 +177,32 @@ impl Inherited {
         })
     }
 
-    /// The file at a path, as the old process has it open.
-    pub fn file(&self, path: &Path, write: bool) -> Option<OwnedFd> {
-        self.same_as(Identity::of(&fs::metadata(path).ok()?), write)
+    /// The file of a disk at a path, as the old process has it open. If nothing is at the path any more, that is what the
+    /// old process had there for this disk: its guest goes on in it.
+    pub fn file(&self, disk: &str, path: &Path, write: bool) -> Option<OwnedFd> {
+        let there = match fs::metadata(path) {
+            Ok(there) => Identity::of(&there).into(),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                let state = self.state();
+                let handed = state.disks.get(disk)?;
+                let was_there =
+                    matches!(&handed.disk.file, FileSpec::Path(before) if before == path);
+                handed.file.filter(|_| was_there)?
+            }
+            Err(_) => return None,
+        };
+        self.same_as(there, write)
     }
 
     /// The same file as this one, as the old process has it open.
     pub fn file_like(&self, file: &OwnedFd, write: bool) -> Option<OwnedFd> {
-        self.same_as(Identity::of_open(file).ok()?, write)
+        self.same_as(Identity::of_open(file).ok()?.into(), write)
     }
 
-    fn same_as(&self, wanted: Identity, write: bool) -> Option<OwnedFd> {
+    fn same_as(&self, wanted: FileIdentity, write: bool) -> Option<OwnedFd> {
         let mut state = self.state();
         let place = state.files.iter().position(|fd| {
-            let same = Identity::of_open(fd).is_ok_and(|there| there == wanted);
+            let same = Identity::of_open(fd).is_ok_and(|there| wanted == there.into());
             let access = fcntl_getfl(fd).unwrap_or(OFlags::empty()) & OFlags::ACCMODE;
             same && (access == OFlags::RDWR) == write
         })?;

@@ -26,7 +26,7 @@ use crate::hand::FileIdentity;
 use crate::journal::JournalError;
 use crate::progress::Progress;
 use crate::spec::{DiskSpec, FileSpec, Lock};
-use crate::storage::{Opener, Places};
+use crate::storage::{FileStorage, Opener, Places};
 
 /// An opened disk. Its file stays locked as long as this lives, but while it is [away](Node::give_up).
 pub struct Node {
@@ -103,6 +103,11 @@ pub enum NodeError {
         "{0}: {1}, and so does not hold what the disk does; make another one with 'qemu-img create -f qcow2 -b {2} -F {3} NAME'"
     )]
     Above(String, &'static str, String, Format),
+    #[error(
+        "{0}: is the image that the disk is on, but from there it would not find the files that it builds on{1}; leave it \
+         in its directory as long as the disk is served"
+    )]
+    Elsewhere(String, String),
     #[error("{0}: {AWAY}")]
     Away(String),
     #[error("{0}: cannot {1}: {cause}", cause = block::explain(.2, ""))]
@@ -155,9 +160,13 @@ impl Node {
             FileSpec::Path(path) => {
                 let filename = path.display().to_string();
                 let file;
-                (file, locking) = places.open(path, spec.cache, spec.read_only, locking)?;
+                (file, locking) =
+                    places.open(&spec.name, path, spec.cache, spec.read_only, locking)?;
                 format = format_of(&spec, path, file.backing())?;
                 let file = Arc::new(file);
+                if locking == Locking::Held {
+                    tell_if_renamed(&spec.name, path, &file);
+                }
                 match format {
                     Format::Raw => {
                         let size = file.raw_size(path)?;
@@ -241,7 +250,7 @@ impl Node {
         Some(file.identity().into())
     }
 
-    /// The same file under another name, for a node that lies on this one.
+    /// The same for a disk of another name, for a node that lies on this one.
     pub fn renamed(&self, spec: DiskSpec) -> Self {
         Self {
             spec,
@@ -254,6 +263,51 @@ impl Node {
             filename: self.filename.clone(),
             format: self.format,
         }
+    }
+
+    /// The same file by another of its names, from now on.
+    ///
+    /// # Errors
+    /// It is an image, and its names would lead to other files from there.
+    pub fn at(&self, spec: DiskSpec, path: &Path) -> Result<Self, NodeError> {
+        let filename = path.display().to_string();
+        let (image, file, files) = {
+            let content = self.content();
+            (
+                content.image.clone(),
+                content.file.clone(),
+                content.files.clone(),
+            )
+        };
+        if let (Some(Image::Chain(_)), Some(file)) = (image, file) {
+            let top = Top {
+                storage: Arc::new(FileStorage {
+                    file,
+                    flushes: false,
+                }),
+                path: &std::path::absolute(path)
+                    .map_err(|e| NodeError::Allow(filename.clone(), e))?,
+                format: LayerFormat::Qcow2,
+            };
+            let gate = self.places.allow_backing.gate(path);
+            let gate = gate.map_err(|e| NodeError::Allow(filename.clone(), e))?;
+            let named = Chain::names(top, &gate)
+                .map_err(|e| NodeError::Elsewhere(filename.clone(), format!(" ({e})")))?;
+            let named = named.iter();
+            let named = named.map(|&(device, inode)| Identity { device, inode });
+            if !named.eq(files.iter().skip(1).map(|file| file.identity())) {
+                return Err(NodeError::Elsewhere(filename, String::new()));
+            }
+        }
+        Ok(Self {
+            filename,
+            ..self.renamed(spec)
+        })
+    }
+
+    /// Whether both are on one opened file.
+    pub fn shares_file(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
     }
 
     pub fn name(&self) -> &str {
@@ -518,6 +572,25 @@ impl Node {
     /// The image in a Ceph cluster that it is on.
     pub fn rbd(&self) -> Option<&Arc<RbdImage>> {
         self.rbd.as_ref()
+    }
+}
+
+/// A file that was taken over need not be where it was opened.
+fn tell_if_renamed(disk: &str, path: &Path, file: &DiskFile) {
+    if !path.exists() {
+        let now = match file.path_now() {
+            Some(now) => format!(
+                "which is at {0} by now; 'ringdisk replace {disk} {0}' has a restart find it there",
+                now.display()
+            ),
+            None => {
+                "which is at no path that can be found, and gone when the disk is closed".into()
+            }
+        };
+        warn!(
+            "disk {disk}: nothing is at {} any more; it goes on in the file that it has, {now}",
+            path.display()
+        );
     }
 }
 

@@ -75,19 +75,20 @@ pub struct Places {
 }
 
 impl Places {
-    /// Opens the file that an operator named, and locks it when that is asked for. Returns how it is locked: one that
-    /// is taken over is so already.
+    /// Opens the file that an operator named for a disk, and locks it when that is asked for. Returns how it is locked:
+    /// one that is taken over is so already.
     ///
     /// # Errors
     /// It cannot be served as asked; the error says why and what to do.
     pub fn open(
         &self,
+        disk: &str,
         path: &Path,
         cache: CacheMode,
         read_only: bool,
         locking: Locking,
     ) -> Result<(DiskFile, Locking), OpenError> {
-        let (opened, locking) = match self.inherited.file(path, !read_only) {
+        let (opened, locking) = match self.inherited.file(disk, path, !read_only) {
             Some(file) => {
                 let held = Locking::Held;
                 (DiskFile::adopt(file, path, cache, read_only, held), held)

@@ -2,7 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -313,6 +313,13 @@ impl DiskFile {
     /// Which it is; found out when it was opened.
     pub fn identity(&self) -> Identity {
         self.identity
+    }
+
+    /// A path at which it is now, whatever it was called when it was opened, as far as the kernel knows one.
+    pub fn path_now(&self) -> Option<PathBuf> {
+        let path = fs::read_link(format!("/proc/self/fd/{}", self.file.as_raw_fd())).ok()?;
+        let there = Identity::of(&fs::metadata(&path).ok()?);
+        (there == self.identity).then_some(path)
     }
 
     /// File or block device.

@@ -92,6 +92,7 @@ impl Host {
         let spec = |entry: &NodeEntry| HandedDisk {
             disk: entry.spec().to_string(),
             written: written.get(entry.node.name()).map(ToString::to_string),
+            file: entry.node.identity(),
         };
         state.nodes.values().map(spec).collect()
     }

@@ -1,5 +1,8 @@
 //! Other files for disks whose guests run.
 
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -12,12 +15,67 @@ use crate::device::ServedDisk;
 use crate::node::{Node, format_of};
 use crate::spec::{DiskSpec, FileSpec, Problem};
 
+/// What a disk is to be put on.
+enum To<'a> {
+    /// What a command says of it. The rest follows from the file before ([`DiskSpec::moved`]).
+    Said(FileSpec, Option<Format>),
+    /// A disk that is written down, where all is said of its file.
+    Written(&'a DiskSpec),
+}
+
+impl To<'_> {
+    fn file(&self) -> &FileSpec {
+        match self {
+            Self::Said(file, _) => file,
+            Self::Written(disk) => &disk.file,
+        }
+    }
+
+    /// The disk, once it is there.
+    fn spec(&self, disk: &DiskSpec) -> Result<DiskSpec, Problem> {
+        match self {
+            Self::Said(file, format) => disk.moved(file.clone(), *format),
+            Self::Written(written) => {
+                let mut disk = disk.clone();
+                disk.follow(written);
+                Ok(disk)
+            }
+        }
+    }
+
+    /// The same, if that is another name of the file that it is on. Where neither a command nor the name says a format,
+    /// it has the one that it had.
+    fn spec_of_same(&self, disk: &Node, path: &Path) -> Result<DiskSpec, HostError> {
+        let spec = match self {
+            Self::Said(_, format) => {
+                let format = format.or(disk.spec.format).or(Format::of_name(path));
+                DiskSpec {
+                    file: self.file().clone(),
+                    format: format.or(Some(disk.format)),
+                    ..disk.spec.clone()
+                }
+            }
+            Self::Written(_) => self
+                .spec(&disk.spec)
+                .map_err(|problem| HostError::Unfit(disk.name().into(), problem))?,
+        };
+        if let Some(backing) = disk.backing()
+            && format_of(&spec, path, backing)? != disk.format
+        {
+            let (name, its) = (disk.name().into(), disk.filename.clone());
+            return Err(HostError::SameFile(name, its, disk.format));
+        }
+        Ok(spec)
+    }
+}
+
 impl Host {
     /// Puts a disk on another file while its guest runs, or on another image with all that this builds on. The
     /// new one must hold the same bytes, and be as long or longer. What is not said of it follows from the file
     /// before ([`DiskSpec::moved`]).
     ///
-    /// The new one is locked before the old one is let go, so that nobody gets hold of either in between.
+    /// The new one is locked before the old one is let go, so that nobody gets hold of either in between. If it is the
+    /// file that the disk is on, by another name, the disk goes by that name from now on.
     ///
     /// # Errors
     /// The disk goes on with the file that it had.
@@ -27,38 +85,43 @@ impl Host {
         file: FileSpec,
         format: Option<Format>,
     ) -> Result<(), HostError> {
-        self.put_on(name, &file, |disk| disk.moved(file.clone(), format))
+        self.put_on(name, &To::Said(file, format))
     }
 
     /// The same, where all that is to be said of the file is written down.
     pub fn follow(&self, name: &str, written: &DiskSpec) -> Result<(), HostError> {
-        self.put_on(name, &written.file, |disk| {
-            let mut disk = disk.clone();
-            disk.follow(written);
-            Ok(disk)
-        })
+        self.put_on(name, &To::Written(written))
     }
 
-    fn put_on(
-        &self,
-        name: &str,
-        file: &FileSpec,
-        spec: impl FnOnce(&DiskSpec) -> Result<DiskSpec, Problem>,
-    ) -> Result<(), HostError> {
+    fn put_on(&self, name: &str, to: &To<'_>) -> Result<(), HostError> {
+        let file = to.file();
         self.sandbox.check_file(file)?;
+        let unfit = |problem| HostError::Unfit(name.into(), problem);
+        if let FileSpec::Path(path) = file
+            && is_in_proc(path)
+        {
+            let problem = format!(
+                "{} is a name for a descriptor of one process, and leads elsewhere in the next; give the file's own name",
+                path.display()
+            );
+            return Err(unfit(Problem::Value("file", problem)));
+        }
         let there = identity(file);
-        let (before, spec) = {
-            let state = self.state();
-            let before = state.top(name)?.node.clone();
-            if there.is_some_and(|there| before.is_on(there)) {
-                return stays(&before, spec(&before.spec));
+        let before = self.state().top(name)?.node.clone();
+        if let (FileSpec::Path(path), Some(there)) = (file, there)
+            && before.is_on(there)
+        {
+            let spec = to.spec_of_same(&before, path)?;
+            if spec == before.spec {
+                info!("disk {name}: is on {} already", before.filename);
+                return Ok(());
             }
-            let unfit = |problem| HostError::Unfit(name.into(), problem);
-            let spec = spec(&before.spec).map_err(unfit)?;
-            spec.check_rbd().map_err(unfit)?;
-            state.check_file(&spec, there)?;
-            (before, spec)
-        };
+            let new = Arc::new(before.at(spec, path)?);
+            return self.exchange(name, &before, &new);
+        }
+        let spec = to.spec(&before.spec).map_err(unfit)?;
+        spec.check_rbd().map_err(unfit)?;
+        self.state().check_file(&spec, there)?;
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
         let new = Arc::new(Node::open(spec, &self.places, &before.written())?);
         self.watch_damage(&new);
@@ -121,7 +184,10 @@ impl Host {
             state.put_on(new);
             drop(state);
             let (was, is) = (&before.filename, &new.filename);
-            info!("disk {name}: was on {was}, is on {is}");
+            match before.shares_file(new) {
+                true => info!("disk {name}: its file, {was} until now, goes by {is}"),
+                false => info!("disk {name}: was on {was}, is on {is}"),
+            }
             // Who keeps what there is looks here while it is kept.
             if let Some(keeper) = self.keeper.get() {
                 keeper.is_moved(before.name());
@@ -143,25 +209,25 @@ impl Host {
             Some(keeper) => keeper.keep_moved(self, &new.spec),
             None => Ok(()),
         };
+        let same = before.shares_file(new);
         match served {
+            Some(served) if same => Ok(served.rename(new, keep)?),
             Some(served) => Ok(served.replace(new, keep)?),
             None => {
-                new.read_after(before)?;
+                if !same {
+                    new.read_after(before)?;
+                }
                 keep().map_err(|e| HostError::Keep(new.name().into(), e))
             }
         }
     }
 }
 
-/// A disk is on the file already that it is to be put on. Where nothing is said of its format, that is what it was.
-fn stays(disk: &Node, said: Result<DiskSpec, Problem>) -> Result<(), HostError> {
-    if let (Ok(said), Some(backing)) = (said, disk.backing())
-        && let FileSpec::Path(path) = &said.file
-        && format_of(&said, path, backing)? != disk.format
-    {
-        let (name, its) = (disk.name().into(), disk.filename.clone());
-        return Err(HostError::SameFile(name, its, disk.format));
+/// Whether a path is one of those by which the kernel names what processes have open.
+fn is_in_proc(path: &Path) -> bool {
+    let device = |path: &Path| fs::metadata(path).map(|there| there.dev());
+    match (path.parent().map(device), device(Path::new("/proc"))) {
+        (Some(Ok(directory)), Ok(proc)) => directory == proc,
+        _ => false,
     }
-    info!("disk {}: is on {} already", disk.name(), disk.filename);
-    Ok(())
 }

@@ -32,6 +32,10 @@ impl Places {
     pub fn disk(&mut self, path: &Path) {
         // Devices are found by links.
         let Ok(path) = fs::canonicalize(path) else {
+            // A file that has been renamed, which a process has open that hands it over. Among devices, no other.
+            let directory = path.parent().and_then(|d| fs::canonicalize(d).ok());
+            self.storage
+                .extend(directory.filter(|d| !d.starts_with("/dev")));
             return;
         };
         let is_device = fs::metadata(&path).is_ok_and(|m| m.file_type().is_block_device());

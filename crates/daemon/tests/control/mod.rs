@@ -6,6 +6,7 @@ mod cli;
 mod config;
 mod limits;
 mod qemu;
+mod renamed;
 mod replace;
 mod running;
 mod snapshot;

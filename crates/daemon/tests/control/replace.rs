@@ -97,7 +97,7 @@ fn a_longer_file_makes_the_disk_grow() {
     assert_eq!(ringdisk.disk("disk")["size"], 32 * MIB);
 }
 
-/// By another of its names, the file that the disk is on is no other file.
+/// By another of its names, the file that the disk is on is no other file; it goes by that name from then on.
 #[test]
 fn the_same_file_stays() {
     let ringdisk = Controlled::start(&[]);
@@ -109,11 +109,13 @@ fn the_same_file_stays() {
     for name in ["disk.raw", "link.raw", "symlink.raw"] {
         ringdisk.json(&["replace", "disk", name]);
         rewrite(&mut device.queues[0]);
-        assert_eq!(ringdisk.disk("disk")["file"], file.to_str().unwrap());
+        let path = ringdisk.path(name);
+        assert_eq!(ringdisk.disk("disk")["file"], path.to_str().unwrap());
         // But not as something else.
+        let words = format!("{name} already, as raw");
         ringdisk
             .ringdisk(&["replace", "disk", name, "--format", "qcow2"])
-            .assert_fails(1, &["disk.raw already, as raw"]);
+            .assert_fails(1, &[&words]);
         ringdisk.json(&["replace", "disk", name, "--format", "raw"]);
     }
 }

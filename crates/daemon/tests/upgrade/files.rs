@@ -232,6 +232,45 @@ fn a_disk_is_put_on_the_file_that_is_written_down_since() {
     served.end();
 }
 
+/// A file that was renamed is handed over as it is open, whether ringdisk has been told of its new name or not.
+#[test]
+fn a_file_that_was_renamed_is_handed_over() {
+    let files = Files::new(&["a.raw", "b.raw"]);
+    let here = files.config();
+    let disks = [("a", "a.raw", "a.sock"), ("b", "b.raw", "b.sock")];
+    here.write(&disks, "");
+    let mut served = files.serve(&[]);
+    let connect = |name| Device::connect(here.path(name), &config()).unwrap();
+    let (mut a, mut b) = (connect("a.sock"), connect("b.sock"));
+    for disk in ["a", "b"] {
+        let file = |name: &str| here.path(&format!("{disk}{name}.raw"));
+        fs::rename(file(""), file("2")).unwrap();
+    }
+    served.upgrade(&[]);
+    served
+        .first
+        .logged(&["disk a", "a.raw", "a2.raw", "ringdisk replace a"]);
+    here.write_goes_to(&mut a, 8, "a2.raw", &["b2.raw"]);
+    // By command, and by the configuration.
+    served.replace("a", &here.path("a2.raw"));
+    here.write(&[("a", "a.raw", "a.sock"), ("b", "b2.raw", "b.sock")], "");
+    served.upgrade(&[]);
+    served.first.logged(&["disk b", "goes by", "b2.raw"]);
+    for (disk, file) in [("a", "a2.raw"), ("b", "b2.raw")] {
+        let file = here.path(file);
+        assert_eq!(served.disk(disk)["file"], file.to_str().unwrap());
+    }
+    here.write_goes_to(&mut a, 16, "a2.raw", &["b2.raw"]);
+    here.write_goes_to(&mut b, 24, "b2.raw", &["a2.raw"]);
+    // The name of another is not taken for it.
+    fs::rename(here.path("b2.raw"), here.path("b3.raw")).unwrap();
+    fs::copy(here.path("b3.raw"), here.path("b2.raw")).unwrap();
+    served.fail(Path::new(BINARY), "cannot serve");
+    served.first.logged(&["b2.raw", "ringdisk replace b"]);
+    here.write_goes_to(&mut b, 32, "b3.raw", &["b2.raw"]);
+    served.end();
+}
+
 /// A guest is never handed to a process that would serve it another file: under the same path, or at the socket of a
 /// disk that has another name by now.
 #[test]

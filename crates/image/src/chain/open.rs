@@ -1,4 +1,5 @@
 use std::collections::HashSet;
+use std::fs::File;
 use std::io;
 use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
@@ -13,7 +14,7 @@ use super::{Chain, FileIndex, Layer, LayerImage};
 use crate::gate::{Gate, GateError, Identity, Passed};
 use crate::qcow2::header::Header;
 use crate::qcow2::{JournalPlace, OpenOptions, Pins, Progress, Qcow2, Qcow2Error, read_header};
-use crate::storage::Storage;
+use crate::storage::{PlainFile, Storage};
 
 /// Most layers, as in QEMU's tests; deeper ones are mistakes.
 const DEPTH_MAX: usize = 200;
@@ -156,12 +157,14 @@ impl Chain {
         let seen = rustix::fs::stat(&path).ok();
         let seen = seen.map(|stat| (stat.st_dev, stat.st_ino));
         let mut opening = Opening {
-            gate,
+            named: Named {
+                gate,
+                seen: seen.into_iter().collect(),
+            },
             files,
             options,
             layers: Vec::new(),
             opened: Vec::new(),
-            seen: seen.into_iter().collect(),
             l1_bytes: 0,
             cache_bytes: BACKING_CACHE_BYTES,
         };
@@ -183,15 +186,104 @@ impl Chain {
         }
         Ok(chain)
     }
+
+    /// The files that an image leads to, found by their names from where it is: device and inode of each, in the order in
+    /// which an opened chain has them, without the first. Only headers are read, so that the image may be in use.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open), as far as names and formats are concerned.
+    pub fn names(top: Top<'_>, gate: &Gate) -> Result<Vec<(u64, u64)>, ChainError> {
+        let mut named = Named {
+            gate,
+            seen: HashSet::new(),
+        };
+        let mut files = Vec::new();
+        let mut depth = 0;
+        let mut next = Some((top.storage, top.path.to_owned(), top.format));
+        while let Some((storage, path, format)) = next.take() {
+            if format == LayerFormat::Raw {
+                break;
+            }
+            depth += 1;
+            let mut layer = || -> Result<Next, LayerError> {
+                let (header, _) = read_header(&*storage)?;
+                let data = named.data_file(&path, &header, false)?;
+                files.extend(data.map(|data| data.identity));
+                let Some((backing, format)) = named.backing(&path, &header, depth)? else {
+                    return Ok(None);
+                };
+                files.push(backing.identity);
+                let storage = Arc::new(PlainFile(File::from(backing.fd)));
+                Ok(Some((storage, backing.path, format)))
+            };
+            next = layer().map_err(|source| ChainError {
+                path: path.clone(),
+                source,
+            })?;
+        }
+        Ok(files)
+    }
+}
+
+/// The files that images name, each of which a chain has once.
+struct Named<'a> {
+    gate: &'a Gate,
+    seen: HashSet<Identity>,
+}
+
+impl Named<'_> {
+    fn pass(&mut self, path: &Path, name: &str, write: bool) -> Result<Passed, LayerError> {
+        let passed = self.gate.pass(path.parent().unwrap_or(path), name, write)?;
+        if !self.seen.insert(passed.identity) {
+            return Err(LayerError::Loop);
+        }
+        Ok(passed)
+    }
+
+    /// The backing file of the layer with this number, counted from 1.
+    fn backing(
+        &mut self,
+        path: &Path,
+        header: &Header,
+        depth: usize,
+    ) -> Result<Option<(Passed, LayerFormat)>, LayerError> {
+        let Some((name, format)) = &header.backing else {
+            return Ok(None);
+        };
+        if depth >= DEPTH_MAX {
+            return Err(LayerError::Depth);
+        }
+        let Some(format) = format else {
+            return Err(LayerError::FormatUnsaid(name.clone()));
+        };
+        let format = format
+            .parse()
+            .map_err(|why| LayerError::Format(name.clone(), why))?;
+        Ok(Some((self.pass(path, name, false)?, format)))
+    }
+
+    fn data_file(
+        &mut self,
+        path: &Path,
+        header: &Header,
+        write: bool,
+    ) -> Result<Option<Passed>, LayerError> {
+        if !header.external_data() {
+            return Ok(None);
+        }
+        let Some(name) = &header.data_file else {
+            return Err(LayerError::DataFileUnnamed);
+        };
+        self.pass(path, name, write).map(Some)
+    }
 }
 
 struct Opening<'a> {
-    gate: &'a Gate,
+    named: Named<'a>,
     files: &'a mut dyn OpenFiles,
     options: ChainOptions<'a>,
     layers: Vec<Layer>,
     opened: Vec<Arc<dyn Storage>>,
-    seen: HashSet<Identity>,
     l1_bytes: u64,
     cache_bytes: u64,
 }
@@ -257,28 +349,11 @@ impl Opening<'_> {
         index
     }
 
-    fn pass(&mut self, path: &Path, name: &str, write: bool) -> Result<Passed, LayerError> {
-        let passed = self.gate.pass(path.parent().unwrap_or(path), name, write)?;
-        if !self.seen.insert(passed.identity) {
-            return Err(LayerError::Loop);
-        }
-        Ok(passed)
-    }
-
     fn backing(&mut self, path: &Path, header: &Header) -> Result<Next, LayerError> {
-        let Some((name, format)) = &header.backing else {
+        let depth = self.layers.len() + 1;
+        let Some((passed, format)) = self.named.backing(path, header, depth)? else {
             return Ok(None);
         };
-        if self.layers.len() + 1 >= DEPTH_MAX {
-            return Err(LayerError::Depth);
-        }
-        let Some(format) = format else {
-            return Err(LayerError::FormatUnsaid(name.clone()));
-        };
-        let format = format
-            .parse()
-            .map_err(|why| LayerError::Format(name.clone(), why))?;
-        let passed = self.pass(path, name, false)?;
         let storage = self.files.open(passed.fd, &passed.path, Role::Backing)?;
         Ok(Some((storage, passed.path, format)))
     }
@@ -289,13 +364,9 @@ impl Opening<'_> {
         header: &Header,
         write: bool,
     ) -> Result<Option<Arc<dyn Storage>>, LayerError> {
-        if !header.external_data() {
+        let Some(passed) = self.named.data_file(path, header, write)? else {
             return Ok(None);
-        }
-        let Some(name) = &header.data_file else {
-            return Err(LayerError::DataFileUnnamed);
         };
-        let passed = self.pass(path, name, write)?;
         let role = Role::Data { write };
         Ok(Some(self.files.open(passed.fd, &passed.path, role)?))
     }

@@ -1,0 +1,213 @@
+//! The file of a running disk gets another name: ringdisk is told, by command or by the configuration, and from then on
+//! knows it by that name alone.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use rustix::process::Signal;
+use testkit::driver::{Device, DeviceConfig};
+use testkit::qemu_img as qemu;
+
+use super::running::{Controlled, rewrite};
+use crate::support::content;
+
+const MIB: u64 = 1 << 20;
+
+/// A ringdisk that keeps state, with disks of a configuration in a directory of their own.
+struct Renamed {
+    ringdisk: Controlled,
+    arguments: Vec<String>,
+}
+
+impl Renamed {
+    fn start(disks: &[(&str, &str)]) -> Self {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = |name: &str| dir.path().join(name);
+        for (_, file) in disks.iter().filter(|(_, file)| file.ends_with(".raw")) {
+            fs::write(path(file), content(0, 16 * MIB as usize)).unwrap();
+        }
+        let arguments = vec![
+            format!("--state={}", path("state").display()),
+            format!("--config={}", path("config.toml").display()),
+        ];
+        write_config(dir.path(), disks);
+        let ringdisk = Controlled::start_in(dir, &arguments);
+        Self {
+            ringdisk,
+            arguments,
+        }
+    }
+
+    /// Kills it, and starts it with the same arguments.
+    fn restart(self) -> Self {
+        let Controlled { server, dir, .. } = self.ringdisk;
+        server.signal(Signal::KILL);
+        drop(server);
+        let ringdisk = Controlled::start_in(dir, &self.arguments);
+        Self { ringdisk, ..self }
+    }
+
+    fn path(&self, name: &str) -> std::path::PathBuf {
+        self.ringdisk.path(name)
+    }
+
+    fn rename(&self, from: &str, to: &str) {
+        fs::rename(self.path(from), self.path(to)).unwrap();
+    }
+
+    fn configure(&self, disks: &[(&str, &str)]) {
+        write_config(self.ringdisk.dir.path(), disks);
+    }
+
+    fn connect(&self, name: &str) -> Device {
+        let socket = self.path(&format!("{name}.sock"));
+        Device::connect(socket, &DeviceConfig::default()).unwrap()
+    }
+
+    #[track_caller]
+    fn assert_on(&self, disk: &str, file: &str) {
+        let there = self.ringdisk.disk(disk);
+        assert_eq!(there["file"], self.path(file).to_str().unwrap(), "{there}");
+    }
+}
+
+fn write_config(dir: &Path, disks: &[(&str, &str)]) {
+    let at = dir.display();
+    let text = disks.iter().map(|(name, file)| {
+        format!(
+            "[[disk]]\nname = \"{name}\"\nfile = \"{at}/{file}\"\nsocket = \"{at}/{name}.sock\"\n"
+        )
+    });
+    fs::write(dir.join("config.toml"), text.collect::<String>()).unwrap();
+}
+
+/// An old copy that lies at the old name is not what a restart serves.
+#[test]
+fn a_restart_finds_the_file_by_its_new_name() {
+    for link in [false, true] {
+        let served = Renamed::start(&[("a", "a.raw")]);
+        let mut device = served.connect("a");
+        fs::copy(served.path("a.raw"), served.path("copy")).unwrap();
+        let new = content(4711, 4096);
+        assert_eq!(device.queues[0].write(16000, &new), 0);
+        match link {
+            true => fs::hard_link(served.path("a.raw"), served.path("live.raw")).unwrap(),
+            false => served.rename("a.raw", "live.raw"),
+        }
+        served.ringdisk.json(&["replace", "a", "live.raw"]);
+        served.assert_on("a", "live.raw");
+        served.rename("copy", "a.raw");
+        assert_eq!(device.queues[0].read(16000, 4096).unwrap(), new);
+        drop(device);
+        let served = served.restart();
+        served.assert_on("a", "live.raw");
+        let mut device = served.connect("a");
+        assert_eq!(device.queues[0].read(16000, 4096).unwrap(), new);
+    }
+}
+
+/// What is written down of a disk is compared with what it is on by then.
+#[test]
+fn a_reload_follows_a_name() {
+    let served = Renamed::start(&[("a", "a.raw"), ("b", "b.raw")]);
+    let mut device = served.connect("a");
+    served.rename("a.raw", "live.raw");
+    served.configure(&[("a", "live.raw"), ("b", "b.raw")]);
+    served.ringdisk.json(&["reload"]);
+    served.assert_on("a", "live.raw");
+    rewrite(&mut device.queues[0]);
+    // By the file and by command, in either order.
+    served.rename("live.raw", "later.raw");
+    served.ringdisk.json(&["replace", "a", "later.raw"]);
+    served.configure(&[("a", "later.raw"), ("b", "b.raw")]);
+    served.ringdisk.json(&["reload"]);
+    served.assert_on("a", "later.raw");
+    rewrite(&mut device.queues[0]);
+    // It is as it is written down, so that there is nothing to be kept.
+    let state = fs::read_to_string(served.path("state/state.json")).unwrap();
+    assert!(!state.contains("instead-of"), "{state}");
+    let log = served.ringdisk.server.log();
+    assert_eq!(log.matches("disk a: front-end").count(), 1, "{log}");
+}
+
+/// The old name may be another disk's at once, and the locks are those of the file.
+#[test]
+fn an_old_name_is_free() {
+    let served = Renamed::start(&[("a", "a.raw")]);
+    let mut device = served.connect("a");
+    served.rename("a.raw", "live.raw");
+    served.ringdisk.json(&["replace", "a", "live.raw"]);
+    served.ringdisk.file("a.raw", 16 * MIB);
+    let other = format!("a.raw,name=b,socket={}", served.path("b.sock").display());
+    served.ringdisk.json(&["attach", &other]);
+    fs::hard_link(served.path("live.raw"), served.path("again.raw")).unwrap();
+    let again = format!(
+        "again.raw,name=c,socket={}",
+        served.path("c.sock").display()
+    );
+    let refused = served.ringdisk.ringdisk(&["attach", &again]);
+    refused.assert_fails(1, &["again.raw", "in use by disk 'a'"]);
+    rewrite(&mut device.queues[0]);
+    // Its end is in order, whatever it was called.
+    drop(device);
+    served.ringdisk.json(&["detach", "a"]);
+    served.ringdisk.json(&["attach", &again]);
+}
+
+/// A name that no other process would find is refused.
+#[test]
+fn a_descriptor_is_no_name() {
+    let served = Renamed::start(&[("a", "a.raw")]);
+    let open = fs::File::open(served.path("a.raw")).unwrap();
+    let descriptor = format!(
+        "/proc/{}/fd/{}",
+        std::process::id(),
+        std::os::fd::AsRawFd::as_raw_fd(&open)
+    );
+    let refused = served.ringdisk.ringdisk(&["replace", "a", &descriptor]);
+    refused.assert_fails(1, &["the file's own name"]);
+    served.assert_on("a", "a.raw");
+}
+
+/// An image leads to other files by names that are relative to its own directory: it is only told of a name from which it
+/// finds the same.
+#[test]
+fn an_image_keeps_what_it_builds_on() {
+    if !qemu::is_there("an_image_keeps_what_it_builds_on") {
+        return;
+    }
+    let served = Renamed::start(&[("a", "a.raw")]);
+    let at = served.ringdisk.dir.path();
+    qemu::img(at, "convert -U -f raw -O qcow2 a.raw base.qcow2");
+    qemu::img(at, "create -q -f qcow2 -b base.qcow2 -F qcow2 top.qcow2");
+    let mut device = served.connect("a");
+    served.ringdisk.json(&["replace", "a", "top.qcow2"]);
+    let new = content(4711, 4096);
+    assert_eq!(device.queues[0].write(16000, &new), 0);
+
+    fs::create_dir(at.join("other")).unwrap();
+    symlink(at.join("top.qcow2"), at.join("other/link.qcow2")).unwrap();
+    let away = ["replace", "a", "other/link.qcow2"];
+    let refused = served.ringdisk.ringdisk(&away);
+    refused.assert_fails(1, &["link.qcow2", "builds on", "base.qcow2"]);
+    // Nor does it go on with a copy of what it builds on.
+    fs::copy(at.join("base.qcow2"), at.join("other/base.qcow2")).unwrap();
+    let refused = served.ringdisk.ringdisk(&away);
+    refused.assert_fails(1, &["link.qcow2", "builds on"]);
+    served.assert_on("a", "top.qcow2");
+
+    served.rename("top.qcow2", "live");
+    served.ringdisk.json(&["replace", "a", "live"]);
+    served.assert_on("a", "live");
+    drop(device);
+    // What was not flushed is in a journal, which is the file's under whatever name.
+    let served = served.restart();
+    served.assert_on("a", "live");
+    let mut device = served.connect("a");
+    assert_eq!(device.queues[0].read(16000, 4096).unwrap(), new);
+    rewrite(&mut device.queues[0]);
+    drop(device);
+    served.ringdisk.json(&["detach", "a"]);
+    qemu::check(served.ringdisk.dir.path(), "live", false);
+}
