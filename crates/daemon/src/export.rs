@@ -90,6 +90,8 @@ pub struct Around {
     pub changed: Box<dyn Fn() + Send + Sync>,
     /// What another process has served until now.
     pub inherited: Option<InheritedExport>,
+    /// Where it is to listen, if that has been made before.
+    pub socket: Option<Socket>,
 }
 
 /// An export that serves nobody for now: its socket, and the front-end that is connected, with its session. These are
@@ -130,6 +132,7 @@ impl Export {
             capacity_read,
             changed,
             inherited,
+            socket,
         } = around;
         let id = spec.id.clone();
         let system = |what| {
@@ -138,7 +141,10 @@ impl Export {
         };
         let (bound, first) = match inherited {
             None => {
-                let bound = Socket::bind(&spec.socket, spec.socket_access)?;
+                let bound = match socket {
+                    Some(socket) => socket,
+                    None => Socket::bind(&spec.socket, spec.socket_access)?,
+                };
                 (bound, First::default())
             }
             Some(inherited) => (

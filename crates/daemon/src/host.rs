@@ -4,6 +4,7 @@
 mod ending;
 mod handing;
 mod kept;
+mod prepared;
 mod replacing;
 mod watched;
 
@@ -27,12 +28,15 @@ use crate::keeper::{Keeper, Written};
 use crate::node::{DiskWanted, Node, NodeError};
 use crate::paste::Ready;
 use crate::sandbox::{Outside, Sandbox};
+use crate::socket::Socket;
 use crate::spec::{DiskSpec, FileSpec, Problem};
 use crate::storage::Places;
 use crate::together::TogetherError;
 use crate::upgrade::Handing;
 
 use ending::{ANSWER, SHUTDOWN, in_time, stop, sync};
+pub use prepared::{EndState, Prepared};
+pub use replacing::Move;
 pub use watched::Look;
 use watched::Watch;
 
@@ -236,7 +240,6 @@ impl Host {
     /// Opens a disk without serving it.
     pub fn add_node(&self, spec: DiskSpec) -> Result<(), HostError> {
         let spec = self.places.inherited.on_its_file(spec);
-        let name = spec.name.clone();
         self.sandbox.check_file(&spec.file)?;
         let there = identity(&spec.file);
         {
@@ -244,9 +247,13 @@ impl Host {
             state.check_new_node(&spec)?;
             state.check_file(&spec, there)?;
         }
-        let (limits, group) = (spec.limits, spec.throttle_group.clone());
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
-        let node = Node::open(spec, &self.places, &[])?;
+        self.add_opened(Node::open(spec, &self.places, &[])?)
+    }
+
+    fn add_opened(&self, node: Node) -> Result<(), HostError> {
+        let (name, limits) = (node.name().to_owned(), node.spec.limits);
+        let group = node.spec.throttle_group.clone();
         self.watch_damage(&node);
         let mut state = self.state();
         state.check_new_node(&node.spec)?;
@@ -314,6 +321,16 @@ impl Host {
 
     /// Serves an opened disk. Returns what to paste.
     pub fn add_export(&self, name: &str, spec: &ExportSpec) -> Result<Ready, HostError> {
+        self.add_export_at(name, spec, None)
+    }
+
+    /// The same at a socket that has been made for it.
+    fn add_export_at(
+        &self,
+        name: &str,
+        spec: &ExportSpec,
+        socket: Option<Socket>,
+    ) -> Result<Ready, HostError> {
         self.sandbox.check_socket(&spec.socket)?;
         let node = self.state().entry(name)?.node.clone();
         // For the disk that is made of it.
@@ -369,6 +386,7 @@ impl Host {
             },
             capacity_read: inherited.as_ref().and_then(|e| e.capacity_read),
             inherited,
+            socket,
             changed: Box::new(move || {
                 if let Some(host) = me.upgrade() {
                     host.keep_choice();

@@ -239,6 +239,47 @@ impl Node {
         })
     }
 
+    /// Looks whether what a disk is on could be opened, but for its lock: it is another's, or that of the same disk as it
+    /// is served now. Changes nothing.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open).
+    pub fn look(spec: &DiskSpec, places: &Places) -> Result<(), NodeError> {
+        let FileSpec::Path(path) = &spec.file else {
+            return Ok(());
+        };
+        let filename = path.display().to_string();
+        let file = DiskFile::open_and(path, spec.cache, spec.read_only, Locking::Later)?;
+        let choice = choose(file.as_fd(), file.backing(), spec.aio, &Support::here());
+        choice.map_err(|e| NodeError::Aio(filename.clone(), e))?;
+        let (facts, mut size) = (file.facts(), 0);
+        match format_of(spec, path, file.backing())? {
+            Format::Raw => size = file.raw_size(path)?,
+            Format::Qcow2 => drop(names_of(Arc::new(file), path, places)?),
+        }
+        let facts = facts.with_blocks(spec.logical_block, spec.physical_block, size);
+        facts.map(drop).map_err(|e| NodeError::Blocks(filename, e))
+    }
+
+    /// Whether the lock of its file could be taken for a disk, in place of the one that it has.
+    ///
+    /// # Errors
+    /// Somebody else has one that conflicts.
+    pub fn check_lock(&self, spec: &DiskSpec) -> Result<(), NodeError> {
+        let Some(file) = self.is_here().then(|| self.file()).flatten() else {
+            return Ok(());
+        };
+        match spec.lock == Lock::Always && file.facts().read_only && !spec.read_only {
+            true => Ok(file.check_lock(&self.filename)?),
+            false => Ok(()),
+        }
+    }
+
+    /// What it is on, here or not.
+    pub fn file_identity(&self) -> Option<Identity> {
+        self.file().map(|file| file.identity())
+    }
+
     /// Whether it is on this file or device.
     pub fn is_on(&self, there: Identity) -> bool {
         self.file().is_some_and(|file| file.identity() == there)
@@ -280,22 +321,12 @@ impl Node {
             )
         };
         if let (Some(Image::Chain(_)), Some(file)) = (image, file) {
-            let top = Top {
-                storage: Arc::new(FileStorage {
-                    file,
-                    flushes: false,
-                }),
-                path: &std::path::absolute(path)
-                    .map_err(|e| NodeError::Allow(filename.clone(), e))?,
-                format: LayerFormat::Qcow2,
-            };
-            let gate = self.places.allow_backing.gate(path);
-            let gate = gate.map_err(|e| NodeError::Allow(filename.clone(), e))?;
-            let named = Chain::names(top, &gate)
+            let named = names_of(file, path, &self.places)
                 .map_err(|e| NodeError::Elsewhere(filename.clone(), format!(" ({e})")))?;
-            let named = named.iter();
-            let named = named.map(|&(device, inode)| Identity { device, inode });
-            if !named.eq(files.iter().skip(1).map(|file| file.identity())) {
+            if !named
+                .into_iter()
+                .eq(files.iter().skip(1).map(|file| file.identity()))
+            {
                 return Err(NodeError::Elsewhere(filename, String::new()));
             }
         }
@@ -639,6 +670,21 @@ pub fn format_of(spec: &DiskSpec, path: &Path, backing: Backing) -> Result<Forma
         named.map_err(|e| NodeError::Format(path.display().to_string(), e))
     };
     spec.format.map_or_else(named, Ok)
+}
+
+/// The files to which an image leads from a path, in the order in which an opened one has them.
+fn names_of(file: Arc<DiskFile>, path: &Path, places: &Places) -> Result<Vec<Identity>, NodeError> {
+    let allow = |e| NodeError::Allow(path.display().to_string(), e);
+    let flushes = false;
+    let top = Top {
+        storage: Arc::new(FileStorage { file, flushes }),
+        path: &std::path::absolute(path).map_err(allow)?,
+        format: LayerFormat::Qcow2,
+    };
+    let gate = places.allow_backing.gate(path).map_err(allow)?;
+    let named = Chain::names(top, &gate)?.into_iter();
+    let named = named.map(|(device, inode)| Identity { device, inode });
+    Ok(named.collect())
 }
 
 /// Opens an image and all that it builds on.

@@ -8,7 +8,7 @@ use thiserror::Error;
 use tracing::{error, info, warn};
 
 use crate::config::{Config, ConfigError, ThreadSpec};
-use crate::host::{Host, HostError, Removal};
+use crate::host::{EndState, Host, HostError, Move, Prepared, Removal};
 use crate::iothreads::IoThreadError;
 use crate::keeper::Written;
 use crate::spec::{DiskSpec, FileSpec};
@@ -25,12 +25,29 @@ pub struct Reloader {
 pub enum ReloadError {
     #[error("{0}; nothing has been changed")]
     Config(#[from] ConfigError),
+    #[error("disk '{0}': {1}; nothing has been changed")]
+    Disk(String, HostError),
+    #[error(
+        "disks '{0}' and '{1}' cannot exchange files while their VMs run; detach one of them first, or give them other \
+         sockets as well; nothing has been changed"
+    )]
+    Circle(String, String),
     #[error("{0}; nothing has been changed")]
     Host(#[from] HostError),
     #[error("{0}; nothing has been changed")]
     IoThread(#[from] IoThreadError),
-    #[error("{0} of the changes could not be made, the log says why; all others are in force")]
-    Partly(usize),
+    #[error("{} of the changes could not be made, all others are in force: {}", .0.len(), reasons(.0))]
+    Partly(Vec<String>),
+}
+
+/// The first of them, as far as they fit into a line.
+fn reasons(all: &[String]) -> String {
+    const SHOWN: usize = 3;
+    let mut shown = all[..all.len().min(SHOWN)].join("; ");
+    if all.len() > SHOWN {
+        shown += &format!("; and {} more, which the log has", all.len() - SHOWN);
+    }
+    shown
 }
 
 impl Reloader {
@@ -44,26 +61,27 @@ impl Reloader {
     }
 
     /// Reads the file anew, and adds, removes and changes what differs. Disks that stay as they are notice
-    /// nothing.
+    /// nothing. The changes are judged together, by what they come to in the end.
     ///
     /// # Errors
-    /// There is a mistake in the file, or what it adds cannot be opened, and nothing was changed; or
-    /// something failed later, which the log names.
+    /// There is a mistake in the file, or what it says cannot be served, and nothing was changed; or
+    /// something failed later, and all else is in force.
     pub fn reload(&self, host: &Host) -> Result<(), ReloadError> {
         let mut old = self.in_force.lock().unwrap_or_else(PoisonError::into_inner);
         let new = Config::read(&self.path)?;
         let change = Change::between(&old, &new, host);
-        change.prepare(host)?;
-        let failed = change.carry_out(host);
+        let prepared = change.prepare(host)?;
+        let failed = change.carry_out(host, prepared);
         change.tell_what_needs_a_restart(&old, &new);
         let path = self.path.display();
         info!("{path}: read anew: {}", change.summary());
-        let (in_force, count) = (failed.in_force(&new), failed.count);
+        let in_force = failed.in_force(&new);
+        let reasons = failed.reasons;
         *old = in_force;
         host.set_written(Written::new(&self.disks, &old));
-        match count {
-            0 => Ok(()),
-            n => Err(ReloadError::Partly(n)),
+        match reasons.is_empty() {
+            true => Ok(()),
+            false => Err(ReloadError::Partly(reasons)),
         }
     }
 }
@@ -77,8 +95,55 @@ struct Change<'a> {
     throttled: Vec<&'a DiskSpec>,
     /// As they are to be: as before but for the file, and for their limits.
     moved: Vec<&'a DiskSpec>,
-    /// As they were, and as they are to be.
-    changed: Vec<(&'a DiskSpec, &'a DiskSpec)>,
+    changed: Vec<Changed<'a>>,
+}
+
+/// A disk that is to be served otherwise than before, which its front-end sees as a lost connection.
+struct Changed<'a> {
+    /// As it was written down.
+    before: &'a DiskSpec,
+    /// As it is served, which need not be the same.
+    now: DiskSpec,
+    /// As it is to be. It stays on what it was put on by command, unless another file is written down.
+    then: DiskSpec,
+}
+
+impl<'a> Changed<'a> {
+    fn new(before: &'a DiskSpec, disk: &DiskSpec, host: &Host) -> Self {
+        let now = host.spec_of(&disk.name);
+        let now = now.unwrap_or_else(|| before.clone());
+        let then = match before.is_written_on_file_of(disk) {
+            true => disk.on_file_of(&now),
+            false => disk.clone(),
+        };
+        Self { before, now, then }
+    }
+}
+
+/// What has been made for the changes before the first disk is disturbed.
+#[derive(Default)]
+struct Ready<'a> {
+    threads: Vec<&'a str>,
+    groups: Vec<&'a str>,
+    /// In the order in which each finds its file free.
+    moves: Vec<Move>,
+    changed: Vec<Prepared>,
+    added: Vec<Prepared>,
+}
+
+impl Ready<'_> {
+    fn undo(self, host: &Host) {
+        for prepared in self.changed.into_iter().chain(self.added) {
+            host.forget(prepared);
+        }
+        self.moves.into_iter().for_each(|moved| host.give_up(moved));
+        for name in self.groups {
+            let _ = host.remove_group(name);
+        }
+        for id in self.threads {
+            let _ = host.threads.remove(id);
+        }
+    }
 }
 
 impl<'a> Change<'a> {
@@ -101,7 +166,7 @@ impl<'a> Change<'a> {
                 Some(before) if before == disk => {}
                 Some(before) if same_but_for_limits(before, disk) => change.throttled.push(disk),
                 Some(before) if same_but_for_file(before, disk) => change.moved.push(disk),
-                Some(before) => change.changed.push((before, disk)),
+                Some(before) => change.changed.push(Changed::new(before, disk, host)),
             }
         }
         // One that was detached by command needs no removal.
@@ -113,89 +178,94 @@ impl<'a> Change<'a> {
         change
     }
 
-    /// Makes what is new, so far as that disturbs nobody: threads, groups, opened files. All or nothing.
-    fn prepare(&self, host: &Host) -> Result<(), ReloadError> {
-        let mut undo: Vec<Box<dyn Fn() + '_>> = Vec::new();
-        let result = self.prepare_with(host, &mut undo);
-        if result.is_err() {
-            undo.iter().rev().for_each(|undo| undo());
+    /// Makes what is new, so far as that disturbs nobody: threads, groups, sockets, opened files. All or nothing.
+    fn prepare(&self, host: &Host) -> Result<Ready<'a>, ReloadError> {
+        let mut ready = Ready::default();
+        match self.prepare_in(host, &mut ready) {
+            Ok(()) => Ok(ready),
+            Err(e) => {
+                ready.undo(host);
+                Err(e)
+            }
         }
-        result
     }
 
-    fn prepare_with<'b>(
-        &'b self,
-        host: &'b Host,
-        undo: &mut Vec<Box<dyn Fn() + 'b>>,
-    ) -> Result<(), ReloadError> {
-        for (id, spec) in self
-            .new
-            .threads
-            .iter()
-            .filter(|(id, _)| !has(&self.old.threads, id))
-        {
+    fn prepare_in(&self, host: &Host, ready: &mut Ready<'a>) -> Result<(), ReloadError> {
+        let threads = self.new.threads.iter();
+        for (id, spec) in threads.filter(|(id, _)| !has(&self.old.threads, id)) {
             host.threads.add(id, spec.clone())?;
-            undo.push(Box::new(|| drop(host.threads.remove(id))));
+            ready.threads.push(id);
         }
-        for (name, limits) in self
-            .new
-            .groups
-            .iter()
-            .filter(|(name, _)| !has(&self.old.groups, name))
-        {
+        let groups = self.new.groups.iter();
+        for (name, limits) in groups.filter(|(name, _)| !has(&self.old.groups, name)) {
             host.add_group(name, limits)?;
-            undo.push(Box::new(|| drop(host.remove_group(name))));
+            ready.groups.push(name);
         }
-        // Before a front-end is disconnected for a disk that cannot be served as it is to be.
-        let changed = self.changed.iter().map(|(_, disk)| disk);
-        for disk in self.added.iter().chain(changed) {
-            host.threads.check(&disk.iothreads)?;
+        let changed = self.changed.iter().map(|changed| &changed.then);
+        let ends = self.removed.iter().copied().chain(changed.clone());
+        let end = EndState {
+            ends: ends.map(|disk| disk.name.as_str()).collect(),
+            starts: changed.chain(self.added.iter().copied()).collect(),
+            moves: self.moved.clone(),
+        };
+        let checked = host.check_end_state(&end);
+        checked.map_err(|(disk, e)| ReloadError::Disk(disk, e))?;
+        let leaves = |disk: &str| end.leaves(disk);
+        for &disk in &self.moved {
+            let moved = host.prepare_to_follow(disk, &leaves);
+            ready.moves.push(of(disk, moved)?);
         }
-        for disk in &self.added {
-            match host.add_node((*disk).clone()) {
-                // A disk that gets another name is opened when the old one is gone.
-                Err(HostError::FileInUse(_, user)) if self.removes(&user) => continue,
-                result => result?,
-            }
-            undo.push(Box::new(|| drop(host.remove_node(&disk.name))));
+        in_order(&mut ready.moves)?;
+        for Changed { then, .. } in &self.changed {
+            let prepared = host.prepare(then.clone(), &leaves);
+            ready.changed.push(of(then, prepared)?);
+        }
+        for &disk in &self.added {
+            let prepared = host.prepare(disk.clone(), &leaves);
+            ready.added.push(of(disk, prepared)?);
         }
         Ok(())
     }
 
-    fn removes(&self, name: &str) -> bool {
-        self.removed.iter().any(|disk| disk.name == name)
-    }
-
     /// Does the rest, of which some may fail.
-    fn carry_out(&self, host: &Host) -> Failed<'a> {
+    fn carry_out(&self, host: &Host, ready: Ready<'a>) -> Failed<'a> {
         let mut failed = Failed::default();
         for &disk in &self.removed {
             let result = host.detach(&disk.name, Removal::Hard);
             let remains = host.node_of(&disk.name).map(|_| disk);
             failed.disk("removing disk", disk, result, remains);
         }
-        for &(before, disk) in &self.changed {
-            let result = exchange(host, before, disk);
-            let remains = host.spec_of(&disk.name).map(|_| before);
-            failed.disk("changing disk", disk, result, remains);
+        // All of them, before the first is served anew: they may be on each other's files.
+        let changed = self.changed.iter().zip(ready.changed);
+        let stopped = changed.map(|(changed, prepared)| (changed, stop(host, changed), prepared));
+        let stopped: Vec<_> = stopped.collect();
+        let before = |disk: &str| self.old.disks.iter().find(|d| d.name == disk);
+        for moved in ready.moves {
+            let name = moved.disk().to_owned();
+            if let Some(disk) = self.moved.iter().find(|disk| disk.name == name) {
+                let result = host.carry_out(moved);
+                failed.disk("moving disk", disk, result, before(&name));
+            }
         }
-        for &disk in &self.added {
-            let served = match host.node_of(&disk.name) {
-                Some(_) => host.add_export(&disk.name, &disk.into()).inspect_err(|_| {
-                    let _ = host.remove_node(&disk.name);
-                }),
-                None => host.attach(disk.clone()),
+        for (changed, stopped, prepared) in stopped {
+            let result = match stopped {
+                Ok(()) => start(host, changed, prepared),
+                Err(e) => {
+                    host.forget(prepared);
+                    Err(e)
+                }
             };
-            failed.disk("serving disk", disk, served.map(drop), None);
+            let Changed { before, then, .. } = changed;
+            let remains = host.spec_of(&then.name).map(|_| *before);
+            failed.disk("changing disk", before, result, remains);
         }
-        let before = |disk: &DiskSpec| self.old.disks.iter().find(|d| d.name == disk.name);
-        for &disk in &self.moved {
-            let result = host.follow(&disk.name, disk);
-            failed.disk("moving disk", disk, result, before(disk));
+        for (&disk, prepared) in self.added.iter().zip(ready.added) {
+            let served = host.serve(prepared).map(drop);
+            failed.disk("serving disk", disk, served, None);
         }
         for &disk in self.throttled.iter().chain(&self.moved) {
             let result = host.throttle(&disk.name, &disk.limits, disk.throttle_group.as_deref());
-            failed.disk("limiting disk", disk, result, before(disk));
+            failed.disk("limiting disk", disk, result, before(&disk.name));
         }
         for (name, limits) in &self.new.groups {
             let before = self.old.groups.iter().find(|(other, _)| other == name);
@@ -256,7 +326,7 @@ impl<'a> Change<'a> {
 /// Changes that could not be made. The next reload is to try them again.
 #[derive(Default)]
 struct Failed<'a> {
-    count: usize,
+    reasons: Vec<String>,
     /// Names of disks that are not as they should be, and what they are instead.
     disks: Vec<(&'a str, Option<&'a DiskSpec>)>,
     groups: Vec<&'a (String, ThrottleLimits)>,
@@ -269,8 +339,9 @@ impl<'a> Failed<'a> {
         let Err(e) = result else {
             return false;
         };
-        error!("{what} '{name}': {e}");
-        self.count += 1;
+        let reason = format!("{what} '{name}': {e}");
+        error!("{reason}");
+        self.reasons.push(reason);
         true
     }
 
@@ -299,36 +370,62 @@ impl<'a> Failed<'a> {
     }
 }
 
-/// Serves a disk otherwise than before, which its front-end sees as a lost connection; if that cannot be,
-/// goes on as before. It stays on what it was put on by command, unless another file is written down.
-fn exchange(host: &Host, before: &DiskSpec, disk: &DiskSpec) -> Result<(), HostError> {
-    warn!(
-        "disk {}: its front-end is disconnected, and may connect again, for what has changed",
-        disk.name
-    );
-    let now = host.spec_of(&disk.name);
-    let now = now.unwrap_or_else(|| before.clone());
-    let disk = match before.is_written_on_file_of(disk) {
-        true => disk.on_file_of(&now),
-        false => disk.clone(),
-    };
-    match host.detach(&disk.name, Removal::Hard) {
-        // It is gone all the same, and its VM must not be left without it.
-        Err(e @ HostError::Sync(..)) => error!("{e}"),
-        // Somebody has detached it, and the configuration says that it is to be served.
-        Err(HostError::NoNode(_)) => {}
-        result => result?,
-    }
-    let name = disk.name.clone();
-    match host.attach(disk) {
-        Ok(_) => Ok(()),
-        Err(e) => {
-            if let Err(e) = host.attach(now) {
-                error!("disk {name}: cannot go on as before: {e}");
-            }
-            Err(e)
+/// What failed, with the disk that is the reason.
+fn of<T>(disk: &DiskSpec, result: Result<T, HostError>) -> Result<T, ReloadError> {
+    result.map_err(|e| ReloadError::Disk(disk.name.clone(), e))
+}
+
+/// Puts moves into an order in which each disk finds its file free: those last that wait for others.
+fn in_order(moves: &mut Vec<Move>) -> Result<(), ReloadError> {
+    let mut left = std::mem::take(moves);
+    while !left.is_empty() {
+        let waits: Vec<String> = left.iter().map(|moved| moved.disk().to_owned()).collect();
+        let is_stuck = |moved: &Move| {
+            let user = moved.waits_for();
+            user.is_some_and(|user| waits.iter().any(|waits| waits == user))
+        };
+        let (stuck, free): (Vec<_>, Vec<_>) = left.into_iter().partition(is_stuck);
+        if free.is_empty() {
+            let last = &stuck[0];
+            let (disk, user) = (last.disk().to_owned(), last.waits_for().unwrap_or_default());
+            let circle = ReloadError::Circle(disk, user.to_owned());
+            // To be given up by the caller.
+            moves.extend(stuck);
+            return Err(circle);
         }
+        moves.extend(free);
+        left = stuck;
     }
+    Ok(())
+}
+
+/// Ends the service of a disk that is to be served otherwise.
+fn stop(host: &Host, changed: &Changed<'_>) -> Result<(), HostError> {
+    let name = &changed.then.name;
+    warn!(
+        "disk {name}: its front-end is disconnected, and may connect again, for what has changed"
+    );
+    match host.detach(name, Removal::Hard) {
+        // It is gone all the same, and its VM must not be left without it.
+        Err(e @ HostError::Sync(..)) => {
+            error!("{e}");
+            Ok(())
+        }
+        // Somebody has detached it, and the configuration says that it is to be served.
+        Err(HostError::NoNode(_)) => Ok(()),
+        result => result,
+    }
+}
+
+/// Serves it again; if that cannot be as it is to be, as before.
+fn start(host: &Host, changed: &Changed<'_>, prepared: Prepared) -> Result<(), HostError> {
+    let Err(e) = host.serve(prepared) else {
+        return Ok(());
+    };
+    if let Err(e) = host.attach(changed.now.clone()) {
+        error!("disk {}: cannot go on as before: {e}", changed.now.name);
+    }
+    Err(e)
 }
 
 fn same_but_for_limits(a: &DiskSpec, b: &DiskSpec) -> bool {

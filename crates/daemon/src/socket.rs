@@ -72,6 +72,26 @@ impl Socket {
         Self::bind_for(path, Some(private), SocketType::SEQPACKET)
     }
 
+    /// Listens beside `path`, where another socket of this process is until this one is [moved there](Self::move_to).
+    pub fn bind_beside(path: &Path, access: SocketAccess) -> Result<Self, SocketError> {
+        let mut name = path.file_name().unwrap_or_default().to_owned();
+        name.push(".new");
+        match Self::bind(&path.with_file_name(name), access) {
+            // A path of a socket has an end.
+            Err(SocketError::Bind(_, e)) if e.raw_os_error() == Some(libc::ENAMETOOLONG) => {
+                Self::bind(&path.with_file_name(".new"), access)
+            }
+            result => result,
+        }
+    }
+
+    /// Takes this place, whatever socket is there.
+    pub fn move_to(&mut self, path: &Path) -> Result<(), SocketError> {
+        fs::rename(&self.path, path).map_err(|e| SocketError::Bind(path.into(), e))?;
+        self.path = path.into();
+        Ok(())
+    }
+
     /// Takes a socket that another process listens at, and that stays that one's until it is [`own`](Self::own)ed.
     pub fn adopt(listener: UnixListener, path: &Path) -> Self {
         Self {
@@ -184,6 +204,17 @@ impl Drop for Socket {
 fn identity(path: &Path) -> Option<Identity> {
     let there = fs::symlink_metadata(path).ok()?;
     Some(Identity::of(&there))
+}
+
+/// The one path of a socket, however its directory is written.
+pub fn place(path: &Path) -> PathBuf {
+    let directory = path
+        .parent()
+        .and_then(|directory| fs::canonicalize(directory).ok());
+    match (directory, path.file_name()) {
+        (Some(directory), Some(name)) => directory.join(name),
+        _ => path.into(),
+    }
 }
 
 /// Where a disk's socket is.

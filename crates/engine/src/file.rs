@@ -267,6 +267,18 @@ impl DiskFile {
         }
     }
 
+    /// Whether a lock to write could be had in place of the one that this has.
+    ///
+    /// # Errors
+    /// Somebody else has one that conflicts.
+    pub fn check_lock(&self, name: &str) -> Result<(), OpenError> {
+        match lock::is_free(self.file.as_fd(), true) {
+            Ok(false) => Err(OpenError::Locked(name.into())),
+            // Without locks, as without one: see where they are taken.
+            Ok(true) | Err(_) => Ok(()),
+        }
+    }
+
     /// Whether it is read and written through the page cache.
     pub fn is_cached(&self) -> bool {
         self.cached

@@ -27,12 +27,23 @@ pub(crate) fn acquire(file: BorrowedFd<'_>, writable: bool) -> io::Result<bool> 
     if writable {
         set(file, USED + WRITE, libc::F_RDLCK)?;
     }
+    let free = is_free(file, writable)?;
+    if !free {
+        // What we hold must not keep the rightful owner's next one away.
+        release(file)?;
+    }
+    Ok(free)
+}
+
+/// Whether nobody else holds a lock that conflicts, whatever this descriptor holds.
+///
+/// # Errors
+/// The file system does not know such locks.
+pub(crate) fn is_free(file: BorrowedFd<'_>, writable: bool) -> io::Result<bool> {
     let conflicting = [NOT_SHARED + CONSISTENT_READ, USED + WRITE, USED + RESIZE];
     let to_write = writable.then_some(NOT_SHARED + WRITE);
     for byte in conflicting.into_iter().chain(to_write) {
         if held_by_other(file, byte)? {
-            // What we hold must not keep the rightful owner's next one away.
-            release(file)?;
             return Ok(false);
         }
     }

@@ -69,6 +69,38 @@ impl To<'_> {
     }
 }
 
+/// A disk that is about to be put on something else.
+pub struct Move {
+    name: String,
+    before: Arc<Node>,
+    new: New,
+}
+
+enum New {
+    /// What it is on.
+    Same,
+    /// The file that it is on, by another name.
+    Name(Arc<Node>),
+    /// Another, open and locked.
+    File(Arc<Node>),
+    /// Another, once the disk of this name has left it.
+    After(String, DiskSpec),
+}
+
+impl Move {
+    pub fn disk(&self) -> &str {
+        &self.name
+    }
+
+    /// The disk that has to leave the file first.
+    pub fn waits_for(&self) -> Option<&str> {
+        match &self.new {
+            New::After(user, _) => Some(user),
+            New::Same | New::Name(_) | New::File(_) => None,
+        }
+    }
+}
+
 impl Host {
     /// Puts a disk on another file while its guest runs, or on another image with all that this builds on. The
     /// new one must hold the same bytes, and be as long or longer. What is not said of it follows from the file
@@ -94,6 +126,29 @@ impl Host {
     }
 
     fn put_on(&self, name: &str, to: &To<'_>) -> Result<(), HostError> {
+        let prepared = self.prepare_to_put(name, to, &|_| false)?;
+        self.carry_out(prepared)
+    }
+
+    /// Opens what a disk is to be put on as it is written down, and changes nothing. A file that another disk is on which
+    /// `leaves` it is only looked at.
+    ///
+    /// # Errors
+    /// As for [`follow`](Self::follow), as far as can be known.
+    pub fn prepare_to_follow(
+        &self,
+        written: &DiskSpec,
+        leaves: &dyn Fn(&str) -> bool,
+    ) -> Result<Move, HostError> {
+        self.prepare_to_put(&written.name, &To::Written(written), leaves)
+    }
+
+    fn prepare_to_put(
+        &self,
+        name: &str,
+        to: &To<'_>,
+        leaves: &dyn Fn(&str) -> bool,
+    ) -> Result<Move, HostError> {
         let file = to.file();
         self.sandbox.check_file(file)?;
         let unfit = |problem| HostError::Unfit(name.into(), problem);
@@ -108,23 +163,52 @@ impl Host {
         }
         let there = identity(file);
         let before = self.state().top(name)?.node.clone();
+        let prepared = |new| Move {
+            name: name.to_owned(),
+            before: before.clone(),
+            new,
+        };
         if let (FileSpec::Path(path), Some(there)) = (file, there)
             && before.is_on(there)
         {
             let spec = to.spec_of_same(&before, path)?;
-            if spec == before.spec {
-                info!("disk {name}: is on {} already", before.filename);
-                return Ok(());
-            }
-            let new = Arc::new(before.at(spec, path)?);
-            return self.exchange(name, &before, &new);
+            return Ok(prepared(match spec == before.spec {
+                true => New::Same,
+                false => New::Name(Arc::new(before.at(spec, path)?)),
+            }));
         }
         let spec = to.spec(&before.spec).map_err(unfit)?;
         spec.check_rbd().map_err(unfit)?;
-        self.state().check_file(&spec, there)?;
+        let in_use = self.state().check_file(&spec, there);
+        match in_use {
+            Err(HostError::FileInUse(_, user)) if leaves(&user) => {
+                Node::look(&spec, &self.places)?;
+                return Ok(prepared(New::After(user, spec)));
+            }
+            in_use => in_use?,
+        }
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
         let new = Arc::new(Node::open(spec, &self.places, &before.written())?);
         self.watch_damage(&new);
+        Ok(prepared(New::File(new)))
+    }
+
+    /// Puts a disk on what has been prepared.
+    ///
+    /// # Errors
+    /// The disk goes on with the file that it had.
+    pub fn carry_out(&self, prepared: Move) -> Result<(), HostError> {
+        let Move { name, before, new } = prepared;
+        let name = name.as_str();
+        let new = match new {
+            New::File(new) => new,
+            New::Name(new) => return self.exchange(name, &before, &new),
+            New::After(_, spec) => return self.follow(name, &spec),
+            New::Same => {
+                info!("disk {name}: is on {} already", before.filename);
+                return Ok(());
+            }
+        };
         // Whoever made it, be it a moment ago: once it is recorded, a loss of power must not take it away.
         let durable = new.make_durable().map_err(HostError::from);
         let moved = durable.and_then(|()| self.exchange(name, &before, &new));
@@ -133,21 +217,20 @@ impl Host {
             Ok(()) => (before, true),
             Err(_) => (new, false),
         };
-        let (its_name, filename) = (name.to_owned(), left.filename.clone());
-        let closed = in_time(name, Instant::now() + SHUTDOWN, move || {
-            left.close().map_err(|e| HostError::Sync(its_name, e))
-        });
-        match closed {
+        let role = match is_old {
             // All of it is durable, and the disk is elsewhere.
-            Err(e) if is_old => {
-                warn!("disk {name}: {filename}, where it was, is not closed in order: {e}")
-            }
-            Err(e) => {
-                warn!("disk {name}: {filename}, where it was to be, is not closed in order: {e}")
-            }
-            Ok(()) => {}
-        }
+            true => "where it was",
+            false => "where it was to be",
+        };
+        close(left, role);
         moved
+    }
+
+    /// Lets go of what has been opened.
+    pub fn give_up(&self, prepared: Move) {
+        if let New::File(new) = prepared.new {
+            close(new, "where it was to be");
+        }
     }
 
     /// Has a disk go on with another node.
@@ -220,6 +303,18 @@ impl Host {
                 keep().map_err(|e| HostError::Keep(new.name().into(), e))
             }
         }
+    }
+}
+
+/// Closes what no disk is on.
+pub(super) fn close(node: Arc<Node>, role: &str) {
+    let (name, filename) = (node.name().to_owned(), node.filename.clone());
+    let its_name = name.clone();
+    let closed = in_time(&name, Instant::now() + SHUTDOWN, move || {
+        node.close().map_err(|e| HostError::Sync(its_name, e))
+    });
+    if let Err(e) = closed {
+        warn!("disk {name}: {filename}, {role}, is not closed in order: {e}");
     }
 }
 

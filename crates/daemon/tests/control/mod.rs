@@ -4,6 +4,7 @@
 mod churn;
 mod cli;
 mod config;
+mod end_state;
 mod limits;
 mod qemu;
 mod renamed;

@@ -151,7 +151,7 @@ fn an_old_name_is_free() {
     rewrite(&mut device.queues[0]);
     // Its end is in order, whatever it was called.
     drop(device);
-    served.ringdisk.json(&["detach", "a"]);
+    served.ringdisk.json(&["detach", "a", "--force"]);
     served.ringdisk.json(&["attach", &again]);
 }
 
@@ -208,6 +208,6 @@ fn an_image_keeps_what_it_builds_on() {
     assert_eq!(device.queues[0].read(16000, 4096).unwrap(), new);
     rewrite(&mut device.queues[0]);
     drop(device);
-    served.ringdisk.json(&["detach", "a"]);
+    served.ringdisk.json(&["detach", "a", "--force"]);
     qemu::check(served.ringdisk.dir.path(), "live", false);
 }

@@ -1,0 +1,295 @@
+//! A configuration that is reread is judged by what it comes to in the end: disks may change places, and what cannot be is
+//! refused as a whole, before the first front-end is disconnected.
+
+use std::fs;
+use std::path::PathBuf;
+
+use rustix::process::Signal;
+use testkit::driver::{Device, DeviceConfig};
+
+use super::running::{Controlled, rewrite, until};
+use crate::support::{content, serve_all};
+
+const MIB: u64 = 1 << 20;
+
+/// Name, file and socket of a disk, and further lines.
+type Disk<'a> = (&'a str, &'a str, &'a str, &'a str);
+
+struct Configured {
+    ringdisk: Controlled,
+    devices: Vec<Device>,
+}
+
+impl Configured {
+    /// Disks a, b and c, on a.raw, b.raw and c.raw, at a.sock, b.sock and c.sock, each with a front-end. Every file has its
+    /// own first sector.
+    fn start(more: &[String]) -> Self {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        for name in ["a", "b", "c", "free"] {
+            let mut bytes = content(0, 16 * MIB as usize);
+            bytes[16000 * 512..16001 * 512].fill(name.as_bytes()[0]);
+            fs::write(dir.path().join(format!("{name}.raw")), bytes).unwrap();
+        }
+        let path = dir.path().join("config.toml");
+        fs::write(&path, text(dir.path(), &AS_STARTED)).unwrap();
+        let config = format!("--config={}", path.display());
+        let ringdisk = Controlled::start_in(dir, &[&[config][..], more].concat());
+        let mut configured = Self {
+            ringdisk,
+            devices: Vec::new(),
+        };
+        configured.devices = ["a", "b", "c"].map(|name| configured.connect(name)).into();
+        configured
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.ringdisk.path(name)
+    }
+
+    fn connect(&self, socket: &str) -> Device {
+        let path = self.path(&format!("{socket}.sock"));
+        Device::connect(path, &DeviceConfig::default()).unwrap()
+    }
+
+    fn write(&self, disks: &[Disk<'_>]) {
+        let text = text(self.ringdisk.dir.path(), disks);
+        fs::write(self.path("config.toml"), text).unwrap();
+    }
+
+    fn reload(&self, disks: &[Disk<'_>]) {
+        self.write(disks);
+        self.ringdisk.json(&["reload"]);
+    }
+
+    /// A configuration that is refused, with these words, by command and by signal: no front-end notices anything.
+    fn refuses(&mut self, disks: &[Disk<'_>], words: &[&str]) {
+        self.write(disks);
+        let before = self.ringdisk.json(&["list"]);
+        for _ in 0..2 {
+            let refused = self.ringdisk.ringdisk(&["reload"]);
+            refused.assert_fails(1, &[&["nothing has been changed"], words].concat());
+            let refusals = || {
+                let log = self.ringdisk.server.log();
+                log.matches("nothing has been changed").count()
+            };
+            let so_far = refusals();
+            self.ringdisk.server.signal(Signal::HUP);
+            until("the refusal", || refusals() > so_far);
+        }
+        assert_eq!(self.ringdisk.json(&["list"]), before);
+        for device in &mut self.devices {
+            rewrite(&mut device.queues[0]);
+        }
+        let log = self.ringdisk.server.log();
+        assert!(!log.contains("is disconnected"), "{log}");
+        // Nothing is left of it.
+        let mut left = fs::read_dir(self.ringdisk.dir.path()).unwrap();
+        assert!(!left.any(|file| {
+            file.unwrap()
+                .file_name()
+                .to_string_lossy()
+                .ends_with(".new")
+        }));
+    }
+
+    /// What a front-end finds at each socket: the file of this name.
+    #[track_caller]
+    fn assert_finds(&self, sockets: &[(&str, &str)]) {
+        for (socket, file) in sockets {
+            let mut device = self.connect(socket);
+            let there = device.queues[0].read(16000, 512).unwrap();
+            let right = file.as_bytes()[0];
+            assert_eq!(
+                there,
+                [right; 512],
+                "{socket} is on {}",
+                char::from(there[0])
+            );
+        }
+    }
+}
+
+const AS_STARTED: [Disk<'_>; 3] = [
+    ("a", "a", "a", ""),
+    ("b", "b", "b", ""),
+    ("c", "c", "c", ""),
+];
+
+fn text(dir: &std::path::Path, disks: &[Disk<'_>]) -> String {
+    let at = dir.display();
+    let disks = disks.iter().map(|(name, file, socket, more)| {
+        format!(
+            "[[disk]]\nname = \"{name}\"\nfile = \"{at}/{file}.raw\"\nsocket = \"{at}/{socket}.sock\"\n{more}\n"
+        )
+    });
+    disks.collect()
+}
+
+/// All that is possible in the end is done, though no order of single steps would do it.
+#[test]
+fn disks_change_places() {
+    let mut served = Configured::start(&[]);
+    let stays = |served: &mut Configured, device: usize| {
+        rewrite(&mut served.devices[device].queues[0]);
+    };
+    println!("sockets");
+    served.reload(&[
+        ("a", "a", "b", ""),
+        ("b", "b", "a", ""),
+        ("c", "c", "c", ""),
+    ]);
+    served.assert_finds(&[("b", "a"), ("a", "b")]);
+    stays(&mut served, 2);
+    println!("names");
+    served.reload(&[
+        ("b", "a", "b", ""),
+        ("a", "b", "a", ""),
+        ("c", "c", "c", ""),
+    ]);
+    served.assert_finds(&[("b", "a"), ("a", "b")]);
+    assert_eq!(
+        served.ringdisk.disk("a")["file"],
+        served.path("b.raw").to_str().unwrap()
+    );
+    println!("files and all else");
+    let more = "queues = 1";
+    served.reload(&[
+        ("a", "a", "a", more),
+        ("b", "b", "b", more),
+        ("c", "c", "c", ""),
+    ]);
+    served.assert_finds(&[("a", "a"), ("b", "b")]);
+    println!("names, in a row");
+    served.reload(&[
+        ("b", "a", "a", ""),
+        ("x", "b", "b", ""),
+        ("c", "c", "c", ""),
+    ]);
+    served.assert_finds(&[("a", "a"), ("b", "b")]);
+    stays(&mut served, 2);
+    println!("a file that another leaves while its VM runs");
+    served.reload(&[
+        ("b", "a", "a", ""),
+        ("x", "c", "b", ""),
+        ("c", "free", "c", ""),
+    ]);
+    served.assert_finds(&[("b", "c")]);
+    let there = served.devices[2].queues[0].read(16000, 512).unwrap();
+    assert_eq!(there, [b'f'; 512]);
+    println!("everything anew");
+    served.reload(&[
+        ("a", "c", "c", ""),
+        ("b", "free", "b", ""),
+        ("z", "a", "a", ""),
+    ]);
+    served.assert_finds(&[("c", "c"), ("b", "free"), ("a", "a")]);
+    let log = served.ringdisk.server.log();
+    assert!(!log.contains("ERROR"), "{log}");
+}
+
+#[test]
+fn what_cannot_be_cuts_nobody_off() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    fs::write(path("held.raw"), content(0, 16 * MIB as usize)).unwrap();
+    let _other = serve_all(&[
+        format!("{},socket={}", path("held.raw"), path("held.sock")),
+        "--sandbox=off".into(),
+    ]);
+    fs::write(path("mine.raw"), content(0, 16 * MIB as usize)).unwrap();
+    let more = [
+        format!("{},socket={}", path("mine.raw"), path("mine.sock")),
+        format!("--allow-dir={}", dir.path().display()),
+    ];
+    let mut served = Configured::start(&more);
+    let there = served.ringdisk.dir.path().to_owned();
+    let out = |name: &str| {
+        let up = there.parent().unwrap();
+        let below = dir.path().strip_prefix(up).unwrap();
+        format!("../{}/{name}", below.display())
+    };
+    let [_, b, c] = AS_STARTED;
+    fs::create_dir(served.path("directory.sock")).unwrap();
+    fs::create_dir(served.path("directory.raw")).unwrap();
+    fs::write(served.path("empty.raw"), b"").unwrap();
+    fs::write(served.path("odd.raw"), vec![0; 513]).unwrap();
+    fs::hard_link(served.path("b.raw"), served.path("link.raw")).unwrap();
+
+    // A front-end would be disconnected for this, were it possible.
+    let changed =
+        |file: &'static str, socket: &'static str, more: &'static str| ("a", file, socket, more);
+    for (disk, words) in [
+        (
+            changed("a", "directory", ""),
+            &["disk 'a'", "directory.sock"][..],
+        ),
+        (changed("a", "missing/a", ""), &["disk 'a'", "missing"]),
+        (
+            changed("missing", "a", "queues = 1"),
+            &["disk 'a'", "missing.raw"],
+        ),
+        (
+            changed("directory", "a", "queues = 1"),
+            &["disk 'a'", "directory.raw"],
+        ),
+        (
+            changed("empty", "a", "queues = 1"),
+            &["disk 'a'", "empty.raw"],
+        ),
+        (changed("odd", "a", "queues = 1"), &["disk 'a'", "odd.raw"]),
+        (
+            changed("b", "a", "queues = 1"),
+            &["disk 'a'", "b.raw", "disk 'b'"],
+        ),
+        (
+            changed("link", "a", "queues = 1"),
+            &["disk 'a'", "link.raw", "disk 'b'"],
+        ),
+        (
+            changed("a", "a", "aio = \"native\"\ncache = \"writeback\""),
+            &["disk 'a'", "a.raw"],
+        ),
+        (changed("missing", "a", ""), &["disk 'a'", "missing.raw"]),
+        (changed("b", "a", ""), &["disk 'a'", "b.raw", "disk 'b'"]),
+    ] {
+        println!("{disk:?}");
+        served.refuses(&[disk, b, c], words);
+    }
+    println!("what another process has");
+    let held = out("held");
+    served.refuses(
+        &[("a", &held, "a", "queues = 1"), b, c],
+        &["held.raw", "another process"],
+    );
+    served.refuses(&[("a", "a", &held, ""), b, c], &["disk 'a'", "held.sock"]);
+    println!("what is the command line's");
+    let mine = out("mine");
+    served.refuses(
+        &[("a", &mine, "a", "queues = 1"), b, c],
+        &["mine.raw", "'mine'"],
+    );
+    served.refuses(&[("a", "a", &mine, ""), b, c], &["'mine'", "mine.sock"]);
+    served.refuses(&[("mine", "a", "a", ""), b, c], &["'mine' already"]);
+    println!("a change that could be made, beside one that cannot");
+    served.refuses(
+        &[
+            ("a", "a", "b", ""),
+            ("b", "b", "a", ""),
+            ("c", "missing", "c", "queues = 1"),
+        ],
+        &["disk 'c'", "missing.raw"],
+    );
+    println!("files that two running disks would exchange");
+    served.refuses(
+        &[("a", "b", "a", ""), ("b", "a", "b", ""), c],
+        &["'a'", "'b'", "exchange files"],
+    );
+    println!("a file that is there no more");
+    fs::rename(served.path("a.raw"), served.path("renamed.raw")).unwrap();
+    served.refuses(
+        &[("a", "a", "a", "queues = 1"), b, c],
+        &["disk 'a'", "a.raw"],
+    );
+    served.reload(&[("a", "renamed", "a", ""), b, c]);
+    rewrite(&mut served.devices[0].queues[0]);
+}
