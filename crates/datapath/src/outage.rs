@@ -68,8 +68,18 @@ pub(crate) struct Outage {
     stalled: AtomicUsize,
     /// Queues with operations that storage has not answered, and that nobody waits for.
     pub abandoned: AtomicUsize,
-    /// Since when.
-    since: Mutex<Option<Instant>>,
+    course: Mutex<Course>,
+}
+
+#[derive(Default)]
+struct Course {
+    /// When the first request failed.
+    since: Option<Instant>,
+    /// Requests of which the guest was told.
+    given_up: u64,
+    /// If the last ones were left to whoever takes up their rings next: since when it lasts, and how many requests had been
+    /// served by then. It goes on if none has been since.
+    left: Option<(Instant, u64)>,
 }
 
 impl Outage {
@@ -78,21 +88,39 @@ impl Outage {
         self.stalled.load(Ordering::Relaxed)
     }
 
-    fn since(&self) -> std::sync::MutexGuard<'_, Option<Instant>> {
-        self.since.lock().unwrap_or_else(|e| e.into_inner())
+    fn course(&self) -> std::sync::MutexGuard<'_, Course> {
+        self.course.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn begin(&self) {
+    /// One is stalled; `served` says how many requests of the disk have been served.
+    fn begin(&self, served: impl FnOnce() -> u64) {
         if self.stalled.fetch_add(1, Ordering::Relaxed) == 0 {
-            self.since().get_or_insert_with(Instant::now);
+            let mut course = self.course();
+            let left = course.left.take().filter(|(_, before)| *before == served());
+            let since = left.map_or_else(Instant::now, |(since, _)| since);
+            course.since.get_or_insert(since);
         }
     }
 
-    /// One is not stalled any more. If it was the last one, says how long the outage took.
-    fn end(&self) -> Option<std::time::Duration> {
+    /// One is not stalled any more, because it was served, or its guest told. If it was the last one, says how the outage was.
+    fn end(&self, is_served: bool) -> Option<IoResumed> {
+        let mut course = self.course();
+        course.given_up += u64::from(!is_served);
         match self.stalled.fetch_sub(1, Ordering::Relaxed) {
-            1 => Some(self.since().take()?.elapsed()),
+            1 => Some(IoResumed {
+                lasted: course.since.take()?.elapsed(),
+                given_up: std::mem::take(&mut course.given_up),
+            }),
             _ => None,
+        }
+    }
+
+    /// One is left to whoever takes up its ring next.
+    fn leave(&self, served: impl FnOnce() -> u64) {
+        let mut course = self.course();
+        if self.stalled.fetch_sub(1, Ordering::Relaxed) == 1 {
+            course.given_up = 0;
+            course.left = course.since.take().map(|since| (since, served()));
         }
     }
 }
@@ -109,6 +137,19 @@ fn action(policy: OnError, errno: i32) -> IoAction {
 }
 
 impl Disk {
+    /// Requests that have been served.
+    fn served(&self) -> u64 {
+        let stats = self.stats();
+        let kinds = [
+            stats.read,
+            stats.write,
+            stats.flush,
+            stats.discard,
+            stats.write_zeroes,
+        ];
+        kinds.iter().map(|kind| kind.operations).sum()
+    }
+
     fn action(&self, slot: &Slot, errno: i32) -> IoAction {
         let policy = match slot.request {
             Request::Read { .. } => self.options.rerror,
@@ -184,7 +225,7 @@ fn log(disk: &Disk, slot: &Slot, errno: i32, then: &str) {
 /// A stalled request is done, with this status.
 #[cold]
 pub(crate) fn ended(disk: &Disk, local: Option<&mut Local>, timer: &mut Timer, status: Status) {
-    let ended = disk.outage.end();
+    let ended = disk.outage.end(status == Status::Ok);
     if let Some(local) = local
         && status == Status::Ok
     {
@@ -195,15 +236,20 @@ pub(crate) fn ended(disk: &Disk, local: Option<&mut Local>, timer: &mut Timer, s
             timer.set(stalled.at, stalled.at);
         }
     }
-    if let Some(lasted) = ended
+    if let Some(resumed) = ended
         && !disk.is_stopped()
     {
-        info!(
-            "disk {}: storage works again, after {:.1} s; nothing waits for it any more",
-            disk.name,
-            lasted.as_secs_f32()
-        );
-        disk.tell(&IoEvent::Resumed(IoResumed { lasted }));
+        let (name, seconds) = (&disk.name, resumed.lasted.as_secs_f32());
+        match resumed.given_up {
+            0 => info!(
+                "disk {name}: storage works again, after {seconds:.1} s; nothing waits for it any more"
+            ),
+            n => warn!(
+                "disk {name}: nothing waits for its storage any more, after {seconds:.1} s: {n} requests were given up, and \
+                 the guest was told of errors"
+            ),
+        }
+        disk.tell(&IoEvent::Resumed(resumed));
     }
 }
 
@@ -224,7 +270,7 @@ impl<E: Engine> Worker<E> {
         s.redo = redo;
         if !s.stalled {
             s.stalled = true;
-            queue.disk.outage.begin();
+            queue.disk.outage.begin(|| queue.disk.served());
         }
         let now = now_ns();
         if s.stamps.fetched == 0 {
@@ -403,7 +449,7 @@ impl<E: Engine> Worker<E> {
         };
         queue.release_piece(slot, &mut self.locals, &mut self.merges);
         if std::mem::take(&mut queue.slots.get(slot).stalled) {
-            queue.disk.outage.end();
+            queue.disk.outage.leave(|| queue.disk.served());
         }
         queue.slots.give_back(slot);
         queue.unfinished = true;
@@ -463,10 +509,28 @@ mod tests {
     #[test]
     fn the_last_one_ends_the_outage() {
         let outage = Outage::default();
-        outage.begin();
-        outage.begin();
-        assert_eq!((outage.stalled(), outage.end()), (2, None));
-        assert!(outage.end().is_some());
+        outage.begin(|| 0);
+        outage.begin(|| 0);
+        assert_eq!((outage.stalled(), outage.end(false)), (2, None));
+        assert_eq!(outage.end(true).unwrap().given_up, 1);
         assert_eq!(outage.stalled(), 0);
+        outage.begin(|| 0);
+        assert_eq!(outage.end(true).unwrap().given_up, 0);
+    }
+
+    /// As long as nothing is served between two rings, it is one outage.
+    #[test]
+    fn what_is_left_goes_on_waiting() {
+        const PAUSE: std::time::Duration = std::time::Duration::from_millis(20);
+        for (served, goes_on) in [(7, true), (8, false)] {
+            let outage = Outage::default();
+            outage.begin(|| 7);
+            std::thread::sleep(PAUSE);
+            outage.leave(|| 7);
+            let between = Instant::now();
+            outage.begin(|| served);
+            let lasted = outage.end(true).unwrap().lasted;
+            assert_eq!(lasted > between.elapsed(), goes_on, "{lasted:?}");
+        }
     }
 }

@@ -34,6 +34,8 @@ pub enum IoAction {
 pub struct IoResumed {
     /// Since the first failure.
     pub lasted: Duration,
+    /// Requests that were given up: the guest was told of their errors.
+    pub given_up: u64,
 }
 
 /// A request that storage failed to serve.

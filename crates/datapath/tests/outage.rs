@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::support::{FACTS, Served};
 use block::{Aio, Backing, OnError};
-use datapath::{Disk, IoAction, IoEvent, IoThread, Options, Replacement};
+use datapath::{Disk, IoAction, IoEvent, IoResumed, IoThread, Options, Replacement};
 use image::Image;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::faulty::{Faults, Faulty, MemoryDisk, Random};
@@ -137,6 +137,17 @@ impl Setup {
         let told = self.told.lock().unwrap();
         let is = |event: &&IoEvent| matches!(event, IoEvent::Resumed(_));
         told.iter().filter(is).count()
+    }
+
+    /// How the last outage was; waits for the first to end.
+    fn last_resumed(&self) -> IoResumed {
+        self.until("it is told", |_| self.resumed() > 0);
+        let told = self.told.lock().unwrap();
+        let resumed = told.iter().rev().find_map(|event| match event {
+            IoEvent::Resumed(resumed) => Some(*resumed),
+            IoEvent::Failed(_) => None,
+        });
+        resumed.unwrap()
     }
 
     fn actions(&self) -> Vec<IoAction> {
@@ -332,6 +343,30 @@ fn a_queue_that_stops_leaves_what_is_stalled_for_the_next() {
     }
 }
 
+/// How long an outage has lasted is counted from its first failure, though the ring was stopped and started in it.
+#[test]
+fn an_outage_lasts_from_its_first_failure() {
+    let mut setup = serve(OnError::Retry, OnError::Retry, true, HANG);
+    setup.outage(Some(EIO));
+    setup.submit(Op::Write);
+    setup.until("all wait", |disk| disk.stalled() == u64::from(DEPTH));
+    let since = Instant::now();
+    for _ in 0..3 {
+        std::thread::sleep(A_WHILE);
+        let base = setup.device.stop_queue(0).unwrap();
+        assert_eq!(setup.disk.stalled(), 0);
+        setup.device.resume_queue(0, u32::from(base)).unwrap();
+        setup.until("all wait again", |disk| disk.stalled() == u64::from(DEPTH));
+    }
+    let lasts = since.elapsed();
+    setup.outage(None);
+    assert_eq!(setup.finish(), vec![OK; usize::from(DEPTH)]);
+    setup.until("it is over", |disk| disk.stalled() == 0);
+    let resumed = setup.last_resumed();
+    assert!(resumed.lasted >= lasts, "{resumed:?}, {lasts:?}");
+    assert_eq!(resumed.given_up, 0);
+}
+
 /// The same where the ring stops and goes on because the dirty log is switched: a move to another machine that begins, or
 /// is given up, during an outage.
 #[test]
@@ -524,6 +559,10 @@ fn a_queue_without_a_record_of_what_is_in_flight_answers_when_it_stops() {
         let base = setup.device.stop_queue(0).unwrap();
         assert_eq!(setup.finish(), vec![IO_ERROR; usize::from(DEPTH)], "{op:?}");
         assert_eq!(setup.disk.stalled(), 0);
+        // Nobody says that storage works again.
+        if op == Op::Read {
+            assert_eq!(setup.last_resumed().given_up, u64::from(DEPTH));
+        }
         setup.disk.resume(&setup.threads, false);
         setup.outage(None);
         setup.device.start_queue(0, base).unwrap();
