@@ -150,6 +150,16 @@ pub enum Step {
     Prepared,
     Commit,
     Serving,
+    /// The new process ends, and why. It may come instead of whatever the old one waits for.
+    Failed(String),
+}
+
+/// What the new process begins with.
+#[derive(Deserialize)]
+#[serde(untagged)]
+pub enum Greeting {
+    Hello(Hello),
+    Failed(Step),
 }
 
 /// What a message begins with. A short one is one packet, which comes as a whole or not at all.

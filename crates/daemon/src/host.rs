@@ -2,6 +2,7 @@
 //! configuration, the control socket) comes here.
 
 mod ending;
+mod growing;
 mod handing;
 mod kept;
 mod prepared;
@@ -11,7 +12,7 @@ mod watched;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use std::{fs, io};
 
 use block::{ThrottleError, ThrottleLimits};
@@ -20,12 +21,12 @@ use datapath::ThrottleGroup;
 use engine::Identity;
 use image::Format;
 use thiserror::Error;
-use tracing::{error, info, warn};
+use tracing::{error, info};
 
 use crate::export::{Around, Export, ExportError, ExportSpec};
 use crate::iothreads::{IoThreadError, IoThreads};
 use crate::keeper::{Keeper, Written};
-use crate::node::{DiskWanted, Node, NodeError};
+use crate::node::{DiskWanted, Node, NodeError, Use};
 use crate::paste::Ready;
 use crate::sandbox::{Outside, Sandbox};
 use crate::socket::Socket;
@@ -34,7 +35,7 @@ use crate::storage::Places;
 use crate::together::TogetherError;
 use crate::upgrade::Handing;
 
-use ending::{ANSWER, SHUTDOWN, in_time, stop, sync};
+use ending::{SHUTDOWN, in_time, stop, sync};
 pub use prepared::{EndState, Prepared};
 pub use replacing::Move;
 pub use watched::Look;
@@ -76,6 +77,8 @@ struct State {
     stopping: Vec<(String, Arc<Node>)>,
     /// Disks that are being moved to other files.
     moving: Vec<String>,
+    /// Disks that have ended, and the files of which their storage had not let go by then.
+    not_let_go: Vec<(String, Vec<Identity>)>,
     /// What guests chose of their write caches before this process ran, by export.
     write_caches: BTreeMap<String, bool>,
     /// When what guests chose was last written down.
@@ -126,21 +129,33 @@ pub enum HostError {
     #[error("{0}: in use by disk '{1}'; detach that first, or serve both with readonly=on")]
     FileInUse(PathBuf, String),
     #[error(
+        "{0}: in use by this process: disk '{1}', which was on it, has been detached, but its storage has not answered \
+         since; try again when it does"
+    )]
+    NotLetGo(PathBuf, String),
+    #[error("{0}; the disk is detached all the same, and nothing of it is left to detach")]
+    Detached(Box<HostError>),
+    #[error("{}", with_disk(.0, .1))]
+    Disk(String, Box<HostError>),
+    #[error(
         "disk '{0}' is on another file than the disk that is served at {socket}, whose VM is to go on in it; have what is \
          written down put into force first ('ringdisk reload'); if another file lies at {path} by now, \
          'ringdisk replace {0} PATH' says where the VM's own is", socket = .1.display(), path = .2
     )]
     OtherFile(String, PathBuf, String),
     #[error(
-        "disk '{0}' is on {1} already, as {2}; it cannot be served as another format while its guest runs: detach it, \
-         and attach it with format="
+        "disk '{0}' is on {1} already, as {2} (format={2}), and cannot be served as anything else: its guest would overwrite \
+         what it has"
     )]
     SameFile(String, String, Format),
     #[error("disk '{0}' was changed by somebody else meanwhile; look at it again")]
     Changed(String),
-    #[error("disk '{0}' is being put on another file; try again in a moment")]
+    #[error("disk '{0}' is being put on another file, and stays as it is; try again in a moment")]
     Moving(String),
-    #[error("a VM is connected to disk '{0}'; shut it down first, or force the removal")]
+    #[error(
+        "a VM is connected to disk '{0}', which stays; shut the VM down first, or force the removal: then its disk answers \
+         nothing any more"
+    )]
     Connected(String),
     #[error("disk '{0}' is read-only; it can only be exported with writable=false")]
     ReadOnly(String),
@@ -192,6 +207,21 @@ impl HostError {
     }
 }
 
+impl HostError {
+    /// The same, with the name of the disk that it is about.
+    pub fn of_disk(self, disk: &str) -> Self {
+        Self::Disk(disk.to_owned(), Box::new(self))
+    }
+}
+
+fn with_disk(disk: &str, problem: &HostError) -> String {
+    let text = problem.to_string();
+    match text.starts_with(&format!("disk {disk}: ")) || text.contains(&format!("disk '{disk}'")) {
+        true => text,
+        false => format!("disk '{disk}': {text}"),
+    }
+}
+
 impl Host {
     pub fn new(threads: IoThreads, places: Places, sandbox: Arc<Sandbox>) -> Arc<Self> {
         Arc::new_cyclic(|me| Self {
@@ -223,7 +253,8 @@ impl Host {
     ///
     /// # Errors
     /// There is none of this name; or a VM is connected, and it is to be removed safely; or it is being put on another
-    /// file; or what the VM wrote could not be made durable, in which case the disk is gone all the same.
+    /// file; or ([`HostError::Detached`]) what the VM wrote could not be made durable, or its storage does not answer, in
+    /// which case the disk is gone all the same.
     pub fn detach(&self, name: &str, removal: Removal) -> Result<(), HostError> {
         let export = {
             let state = self.state();
@@ -231,10 +262,35 @@ impl Host {
             let export = exports.find(|e| e.node.name() == name);
             export.map(|e| e.id.clone())
         };
-        if let Some(export) = export {
-            self.remove_export(&export, removal)?;
+        let ended = match export {
+            Some(export) => self.remove_export(&export, removal),
+            None => Ok(()),
+        };
+        let wait = match &ended {
+            Ok(()) | Err(HostError::Sync(..)) => SHUTDOWN,
+            // It has been waited for.
+            Err(HostError::Hangs(_)) => {
+                let mut state = self.state();
+                let files = state.nodes.get(name).map(|entry| entry.node.files());
+                let files = files.map(|files| (name.to_owned(), files));
+                state.not_let_go.extend(files);
+                Duration::ZERO
+            }
+            Err(_) => return ended,
+        };
+        let removed = self.remove_node_within(name, wait);
+        match ended.and(removed) {
+            Err(e @ (HostError::Sync(..) | HostError::Hangs(_))) => {
+                Err(HostError::Detached(Box::new(e)))
+            }
+            result => result,
         }
-        self.remove_node(name)
+    }
+
+    /// The same at the start, where the error has to say of which disk it is.
+    pub fn attach_at_start(&self, spec: DiskSpec) -> Result<Ready, HostError> {
+        let name = spec.name.clone();
+        self.attach(spec).map_err(|e| e.of_disk(&name))
     }
 
     /// Opens a disk without serving it.
@@ -248,7 +304,31 @@ impl Host {
             state.check_file(&spec, there)?;
         }
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
-        self.add_opened(Node::open(spec, &self.places, &[])?)
+        self.add_opened(self.open(spec, &[])?)
+    }
+
+    /// Opens and locks what a disk is on; see [`Node::open`]. Who has it locked is told if that is a disk of this process.
+    fn open(&self, spec: DiskSpec, ours: &[Identity]) -> Result<Node, HostError> {
+        Node::open(spec, &self.places, ours).map_err(|e| self.whose(e))
+    }
+
+    fn whose(&self, error: NodeError) -> HostError {
+        let Some(path) = error.locked().map(PathBuf::from) else {
+            return error.into();
+        };
+        let Ok(there) = fs::metadata(&path).map(|file| Identity::of(&file)) else {
+            return error.into();
+        };
+        let state = self.state();
+        let mut nodes = state.nodes.values().map(|entry| &entry.node);
+        if let Some(node) = nodes.find(|node| node.uses(there).is_some()) {
+            return HostError::FileInUse(path, node.name().into());
+        }
+        let mut ended = state.not_let_go.iter();
+        match ended.find(|(_, files)| files.contains(&there)) {
+            Some((name, _)) => HostError::NotLetGo(path, name.clone()),
+            None => error.into(),
+        }
     }
 
     fn add_opened(&self, node: Node) -> Result<(), HostError> {
@@ -257,6 +337,9 @@ impl Host {
         self.watch_damage(&node);
         let mut state = self.state();
         state.check_new_node(&node.spec)?;
+        if let Some(file) = node.file_identity() {
+            state.not_let_go.retain(|(_, files)| !files.contains(&file));
+        }
         let entry = NodeEntry {
             node: Arc::new(node),
             limits,
@@ -306,6 +389,10 @@ impl Host {
     /// There is none of this name, or it is served; or what was written could not be made durable, in
     /// which case it is closed all the same.
     pub fn remove_node(&self, name: &str) -> Result<(), HostError> {
+        self.remove_node_within(name, SHUTDOWN)
+    }
+
+    fn remove_node_within(&self, name: &str, wait: Duration) -> Result<(), HostError> {
         let mut state = self.state();
         state.entry(name)?;
         state.check_unused(name)?;
@@ -314,7 +401,14 @@ impl Host {
         match entry {
             // Closing an image writes to it, and another process goes on with this one.
             Some(_) if self.places.inherited.is_only_asked_for() => Ok(()),
-            Some(entry) => in_time(name, Instant::now() + SHUTDOWN, move || sync(&entry.node)),
+            Some(entry) => {
+                let files = entry.node.files();
+                let ended = in_time(name, Instant::now() + wait, move || sync(&entry.node));
+                if let Err(HostError::Hangs(_)) = ended {
+                    self.state().not_let_go.push((name.into(), files));
+                }
+                ended
+            }
             None => Ok(()),
         }
     }
@@ -433,49 +527,6 @@ impl Host {
         result
     }
 
-    /// Makes a disk longer, or finds out that it has become longer, and tells its guest. Without a size it
-    /// becomes as long as its file. Returns its size in bytes.
-    pub fn resize(&self, name: &str, size: Option<u64>) -> Result<u64, HostError> {
-        let node = {
-            let state = self.state();
-            let node = &state.top(name)?.node;
-            if state.is_moving(node.name()) {
-                return Err(HostError::Moving(name.into()));
-            }
-            node.clone()
-        };
-        if let Some(size) = size {
-            // Its storage may not answer, which is no reason for others to wait.
-            node.grow_file(size)
-                .map_err(|e| HostError::Resize(name.into(), e))?;
-        }
-        let size = node.file_size();
-        match self.let_grow(&node, &size)? {
-            Some(size) => Ok(size),
-            None => size.map_err(|e| HostError::Resize(name.into(), e.to_string())),
-        }
-    }
-
-    /// Lets the disk on a node grow to what its file is now, as far as that is known. Returns its size, if it is served.
-    fn let_grow(&self, node: &Arc<Node>, size: &io::Result<u64>) -> Result<Option<u64>, HostError> {
-        let state = self.state();
-        let export = state.exports.values().find(|e| Arc::ptr_eq(&e.node, node));
-        match export {
-            // The other file may not be as long.
-            Some(_) if state.is_moving(node.name()) => Err(HostError::Moving(node.name().into())),
-            Some(export) => {
-                Node::let_grow(&export.disk, size);
-                // Also if it grew earlier: the front-end may have been away then.
-                export.device.tell_size();
-                Ok(Some(export.disk.size()))
-            }
-            None if !Arc::ptr_eq(&state.top(node.name())?.node, node) => {
-                Err(HostError::Changed(node.name().into()))
-            }
-            None => Ok(None),
-        }
-    }
-
     /// Has requests of a disk go on that wait because storage failed to serve them: they are tried again at
     /// once, or, with `report`, the guest is told of their errors.
     pub fn resume(&self, name: &str, report: bool) -> Result<(), HostError> {
@@ -485,27 +536,6 @@ impl Host {
         let export = export.ok_or_else(|| HostError::NoExport(name.into()))?;
         export.resume(report);
         Ok(())
-    }
-
-    /// Looks at all disks for growth.
-    pub fn look_for_growth(&self) {
-        let nodes: Vec<_> = {
-            let state = self.state();
-            state.exports.values().map(|e| e.node.clone()).collect()
-        };
-        // One after the other, and each in a thread of its own, in which it stays if its storage does not answer.
-        let deadline = Instant::now() + ANSWER;
-        for node in nodes {
-            let its = node.clone();
-            match in_time(node.name(), deadline, move || Ok(its.file_size())) {
-                // What is being put on another file is as long as that in a moment.
-                Ok(size) => drop(self.let_grow(&node, &size)),
-                Err(_) => warn!(
-                    "disk {}: its storage does not answer; whether it has grown is not known",
-                    node.name()
-                ),
-            }
-        }
     }
 
     /// Sets a disk's own limits, and the group whose limits it shares.
@@ -635,8 +665,12 @@ impl State {
             }
             FileSpec::Null(_) => return Ok(()),
         };
-        let same = |node: &Node| there.is_some_and(|there| node.is_on(there));
-        let excludes = |node: &Node| !(node.spec.read_only && spec.read_only) && same(node);
+        let uses = |node: &Node| there.and_then(|there| node.uses(there));
+        let excludes = |node: &Node| match uses(node) {
+            None => false,
+            Some(Use::Read) => !spec.read_only,
+            Some(Use::Write) => true,
+        };
         match self.nodes.values().find(|entry| excludes(&entry.node)) {
             Some(entry) => {
                 let name = entry.node.name().to_owned();

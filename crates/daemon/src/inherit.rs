@@ -331,6 +331,14 @@ impl Inherited {
     }
 }
 
+/// Tells the old process, at the other end of standard input, why this one does not take over. It goes on anyway.
+pub fn give_up(why: &str) {
+    if let Ok(end) = io::stdin().as_fd().try_clone_to_owned() {
+        let soon = Instant::now() + Duration::from_secs(1);
+        let _ = Channel::from(end).send(&Step::Failed(why.into()), &[], soon);
+    }
+}
+
 fn is_at(listener: &UnixListener, path: &Path) -> bool {
     let at = listener.local_addr();
     at.is_ok_and(|at| at.as_pathname() == Some(path))

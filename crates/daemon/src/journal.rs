@@ -32,13 +32,19 @@ pub struct Journals {
 pub enum JournalError {
     #[error(
         "{} is the journal that a killed ringdisk left, which ran as another user: start with the --user that it had, \
-         so that what it had acknowledged is done again; or remove that file, if all that was not flushed may be lost",
+         so that what it had acknowledged is done again; without that file, all that was not flushed is lost",
         .0.display()
     )]
     AnotherUsers(PathBuf),
     #[error(
-        "its journal {path} cannot be opened: {error}; it may have what a killed ringdisk had acknowledged: make it a \
-         file that this user can read and write, or remove it, if all that was not flushed may be lost",
+        "its journal {path} cannot be opened: {error}; it may have what a killed ringdisk had acknowledged: {advice}; without \
+         it, all that was not flushed is lost",
+        advice = match .1.raw_os_error() {
+            Some(libc::EACCES | libc::EPERM | libc::ELOOP | libc::EISDIR | libc::ENXIO) => {
+                "make it a file that this user can read and write"
+            }
+            _ => "leave it there, and start again when this is mended",
+        },
         path = .0.display(), error = .1
     )]
     Unusable(PathBuf, io::Error),
@@ -150,8 +156,8 @@ impl Journals {
             let fits = is_journal_at(path, identity, file);
             if fits == Some(false) {
                 warn!(
-                    "disk {disk}: {} is not that of this image, which has another one or none; it is left alone, and can \
-                     be removed",
+                    "disk {disk}: {} has the name of this image's journal, but is not that of this image, as far as can be \
+                     read; it is left alone",
                     path.display()
                 );
             }

@@ -69,7 +69,10 @@ pub enum KeepError {
         "{0}: another ringdisk keeps its state there; stop that one, or give each its own with --state"
     )]
     InUse(PathBuf),
-    #[error("{0}: cannot be read: {1}; move it away to start without what was changed")]
+    #[error(
+        "{0}: cannot be read: {1}; mend that if it can be. Move it away only to start with what is written down: disks that \
+         were put on other files by command would be served from those that they left"
+    )]
     Read(PathBuf, String),
 }
 
@@ -241,12 +244,17 @@ impl Keeper {
             }
         }
         host.remember_write_caches(&changed.write_caches);
-        let ready = start.disks.into_iter().map(|spec| host.attach(spec));
+        let ready = start
+            .disks
+            .into_iter()
+            .map(|spec| host.attach_at_start(spec));
         let mut ready: Vec<Ready> = ready.collect::<Result<_, _>>()?;
         for disk in start.more {
             match host.attach(disk.clone()) {
                 Ok(attached) => ready.push(attached),
-                Err(e) if must(&disk.name) => return Err(e),
+                Err(e) if must(&disk.name) => {
+                    return Err(e.of_disk(&disk.name));
+                }
                 Err(e) => {
                     missing("disk", &disk.name, &e);
                     absent.disks.push(ChangedDisk {

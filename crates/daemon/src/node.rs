@@ -3,6 +3,7 @@
 mod above;
 mod away;
 mod closing;
+mod names;
 
 use std::cmp::Ordering;
 use std::io;
@@ -26,7 +27,10 @@ use crate::hand::FileIdentity;
 use crate::journal::JournalError;
 use crate::progress::Progress;
 use crate::spec::{DiskSpec, FileSpec, Lock};
-use crate::storage::{FileStorage, Opener, Places};
+use crate::storage::{Opener, Places};
+
+pub use names::Use;
+use names::tell_if_renamed;
 
 /// An opened disk. Its file stays locked as long as this lives, but while it is [away](Node::give_up).
 pub struct Node {
@@ -100,7 +104,8 @@ pub enum NodeError {
     #[error("{0}: {1}")]
     Journal(String, JournalError),
     #[error(
-        "{0}: {1}, and so does not hold what the disk does; make another one with 'qemu-img create -f qcow2 -b {2} -F {3} NAME'"
+        "{0}: {1}, and so does not hold what the disk does; leave it, and make another one, under a name that nothing has, \
+         with 'qemu-img create -f qcow2 -b {2} -F {3} NAME'"
     )]
     Above(String, &'static str, String, Format),
     #[error(
@@ -108,6 +113,18 @@ pub enum NodeError {
          in its directory as long as the disk is served"
     )]
     Elsewhere(String, String),
+    #[error("{1} (the journal is {path})", path = .0.display())]
+    Replay(PathBuf, ChainError),
+    #[error(
+        "{0}: is another file by now than the one that the disk is on{1}; put that back, or say where it is ('ringdisk \
+         replace', or the configuration)"
+    )]
+    Another(String, String),
+    #[error(
+        "{0}: nothing is there any more, where the disk's file was{1}; put it back, or say where it is ('ringdisk replace', or \
+             the configuration); what the guest has is not in a new file"
+    )]
+    Gone(String, String),
     #[error("{0}: {AWAY}")]
     Away(String),
     #[error("{0}: cannot {1}: {cause}", cause = block::explain(.2, ""))]
@@ -239,47 +256,6 @@ impl Node {
         })
     }
 
-    /// Looks whether what a disk is on could be opened, but for its lock: it is another's, or that of the same disk as it
-    /// is served now. Changes nothing.
-    ///
-    /// # Errors
-    /// As for [`open`](Self::open).
-    pub fn look(spec: &DiskSpec, places: &Places) -> Result<(), NodeError> {
-        let FileSpec::Path(path) = &spec.file else {
-            return Ok(());
-        };
-        let filename = path.display().to_string();
-        let file = DiskFile::open_and(path, spec.cache, spec.read_only, Locking::Later)?;
-        let choice = choose(file.as_fd(), file.backing(), spec.aio, &Support::here());
-        choice.map_err(|e| NodeError::Aio(filename.clone(), e))?;
-        let (facts, mut size) = (file.facts(), 0);
-        match format_of(spec, path, file.backing())? {
-            Format::Raw => size = file.raw_size(path)?,
-            Format::Qcow2 => drop(names_of(Arc::new(file), path, places)?),
-        }
-        let facts = facts.with_blocks(spec.logical_block, spec.physical_block, size);
-        facts.map(drop).map_err(|e| NodeError::Blocks(filename, e))
-    }
-
-    /// Whether the lock of its file could be taken for a disk, in place of the one that it has.
-    ///
-    /// # Errors
-    /// Somebody else has one that conflicts.
-    pub fn check_lock(&self, spec: &DiskSpec) -> Result<(), NodeError> {
-        let Some(file) = self.is_here().then(|| self.file()).flatten() else {
-            return Ok(());
-        };
-        match spec.lock == Lock::Always && file.facts().read_only && !spec.read_only {
-            true => Ok(file.check_lock(&self.filename)?),
-            false => Ok(()),
-        }
-    }
-
-    /// What it is on, here or not.
-    pub fn file_identity(&self) -> Option<Identity> {
-        self.file().map(|file| file.identity())
-    }
-
     /// Whether it is on this file or device.
     pub fn is_on(&self, there: Identity) -> bool {
         self.file().is_some_and(|file| file.identity() == there)
@@ -304,41 +280,6 @@ impl Node {
             filename: self.filename.clone(),
             format: self.format,
         }
-    }
-
-    /// The same file by another of its names, from now on.
-    ///
-    /// # Errors
-    /// It is an image, and its names would lead to other files from there.
-    pub fn at(&self, spec: DiskSpec, path: &Path) -> Result<Self, NodeError> {
-        let filename = path.display().to_string();
-        let (image, file, files) = {
-            let content = self.content();
-            (
-                content.image.clone(),
-                content.file.clone(),
-                content.files.clone(),
-            )
-        };
-        if let (Some(Image::Chain(_)), Some(file)) = (image, file) {
-            let named = names_of(file, path, &self.places)
-                .map_err(|e| NodeError::Elsewhere(filename.clone(), format!(" ({e})")))?;
-            if !named
-                .into_iter()
-                .eq(files.iter().skip(1).map(|file| file.identity()))
-            {
-                return Err(NodeError::Elsewhere(filename, String::new()));
-            }
-        }
-        Ok(Self {
-            filename,
-            ..self.renamed(spec)
-        })
-    }
-
-    /// Whether both are on one opened file.
-    pub fn shares_file(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.shared, &other.shared)
     }
 
     pub fn name(&self) -> &str {
@@ -606,25 +547,6 @@ impl Node {
     }
 }
 
-/// A file that was taken over need not be where it was opened.
-fn tell_if_renamed(disk: &str, path: &Path, file: &DiskFile) {
-    if !path.exists() {
-        let now = match file.path_now() {
-            Some(now) => format!(
-                "which is at {0} by now; 'ringdisk replace {disk} {0}' has a restart find it there",
-                now.display()
-            ),
-            None => {
-                "which is at no path that can be found, and gone when the disk is closed".into()
-            }
-        };
-        warn!(
-            "disk {disk}: nothing is at {} any more; it goes on in the file that it has, {now}",
-            path.display()
-        );
-    }
-}
-
 fn cut_off(now: u64) -> String {
     format!(
         "it has {} and cannot become shorter, which would cut off what the guest has stored",
@@ -639,6 +561,21 @@ impl Content {
         if let (Some(image), Some(tell)) = (image, &self.on_damage) {
             let tell = tell.clone();
             image.on_damage(move |damage| tell(damage));
+        }
+    }
+}
+
+impl NodeError {
+    /// The file that could not be locked, if that is what it is about.
+    pub fn locked(&self) -> Option<&str> {
+        let open = match self {
+            Self::Open(error) => error,
+            Self::Chain(error) => error.of_file()?.get_ref()?.downcast_ref::<OpenError>()?,
+            _ => return None,
+        };
+        match open {
+            OpenError::Locked(file) | OpenError::InUse(file) => Some(file),
+            _ => None,
         }
     }
 }
@@ -670,21 +607,6 @@ pub fn format_of(spec: &DiskSpec, path: &Path, backing: Backing) -> Result<Forma
         named.map_err(|e| NodeError::Format(path.display().to_string(), e))
     };
     spec.format.map_or_else(named, Ok)
-}
-
-/// The files to which an image leads from a path, in the order in which an opened one has them.
-fn names_of(file: Arc<DiskFile>, path: &Path, places: &Places) -> Result<Vec<Identity>, NodeError> {
-    let allow = |e| NodeError::Allow(path.display().to_string(), e);
-    let flushes = false;
-    let top = Top {
-        storage: Arc::new(FileStorage { file, flushes }),
-        path: &std::path::absolute(path).map_err(allow)?,
-        format: LayerFormat::Qcow2,
-    };
-    let gate = places.allow_backing.gate(path).map_err(allow)?;
-    let named = Chain::names(top, &gate)?.into_iter();
-    let named = named.map(|(device, inode)| Identity { device, inode });
-    Ok(named.collect())
 }
 
 /// Opens an image and all that it builds on.
@@ -740,7 +662,11 @@ fn open_chain(
             }
         },
     };
-    let chain = Chain::open(top, &gate, &mut opener, options)?;
+    let chain = Chain::open(top, &gate, &mut opener, options);
+    let chain = chain.map_err(|e| match &journal_path {
+        Some(path) if e.is_of_journal() => NodeError::Replay(path.clone(), e),
+        _ => e.into(),
+    })?;
     let files = chain.files().iter();
     let files = files.map(|storage| opener.file_of(storage));
     let files = files.collect::<Option<Vec<_>>>().ok_or_else(|| {

@@ -25,8 +25,6 @@ pub struct Reloader {
 pub enum ReloadError {
     #[error("{0}; nothing has been changed")]
     Config(#[from] ConfigError),
-    #[error("disk '{0}': {1}; nothing has been changed")]
-    Disk(String, HostError),
     #[error(
         "disks '{0}' and '{1}' cannot exchange files while their VMs run; detach one of them first, or give them other \
          sockets as well; nothing has been changed"
@@ -208,8 +206,7 @@ impl<'a> Change<'a> {
             starts: changed.chain(self.added.iter().copied()).collect(),
             moves: self.moved.clone(),
         };
-        let checked = host.check_end_state(&end);
-        checked.map_err(|(disk, e)| ReloadError::Disk(disk, e))?;
+        host.check_end_state(&end)?;
         let leaves = |disk: &str| end.leaves(disk);
         for &disk in &self.moved {
             let moved = host.prepare_to_follow(disk, &leaves);
@@ -371,8 +368,8 @@ impl<'a> Failed<'a> {
 }
 
 /// What failed, with the disk that is the reason.
-fn of<T>(disk: &DiskSpec, result: Result<T, HostError>) -> Result<T, ReloadError> {
-    result.map_err(|e| ReloadError::Disk(disk.name.clone(), e))
+fn of<T>(disk: &DiskSpec, result: Result<T, HostError>) -> Result<T, HostError> {
+    result.map_err(|e| e.of_disk(&disk.name))
 }
 
 /// Puts moves into an order in which each disk finds its file free: those last that wait for others.
@@ -407,7 +404,7 @@ fn stop(host: &Host, changed: &Changed<'_>) -> Result<(), HostError> {
     );
     match host.detach(name, Removal::Hard) {
         // It is gone all the same, and its VM must not be left without it.
-        Err(e @ HostError::Sync(..)) => {
+        Err(e @ HostError::Detached(_)) => {
             error!("{e}");
             Ok(())
         }

@@ -18,7 +18,7 @@ use crate::config::{self, Config, ConfigError, POLL_MAX_DEFAULT, POLL_MAX_US_MAX
 use crate::cpus::Cpus;
 use crate::explain;
 use crate::host::{Host, HostError};
-use crate::inherit::Inherited;
+use crate::inherit::{self, Inherited};
 use crate::iothreads::IoThreads;
 use crate::journal::Journals;
 use crate::keeper::{KeepError, Keeper, Written};
@@ -190,6 +190,16 @@ impl ServeError {
 }
 
 pub fn run(args: &Args) -> Result<(), ServeError> {
+    let served = serve(args);
+    if let Err(e) = &served
+        && args.take_over
+    {
+        inherit::give_up(&e.to_string());
+    }
+    served
+}
+
+fn serve(args: &Args) -> Result<(), ServeError> {
     engine::ignore_signals();
     warn_of_limits();
     let mut specs: Vec<DiskSpec> = args
@@ -354,6 +364,7 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
         Ok(started) => started,
         Err(e) if args.take_over => {
             // Nothing is this process's yet, to be put in order or removed.
+            inherit::give_up(&e.to_string());
             log::finish();
             eprintln!("ringdisk: {e}");
             std::process::exit(i32::from(e.exit_code()));
@@ -439,7 +450,7 @@ fn start(
     }
     let Some((keeper, changed)) = keeper else {
         let disks = written.disks.iter().cloned();
-        let attached = disks.map(|spec| host.attach(spec));
+        let attached = disks.map(|spec| host.attach_at_start(spec));
         return Ok(attached.collect::<Result<_, _>>()?);
     };
     Ok(keeper.start(host, written, changed)?)

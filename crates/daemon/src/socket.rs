@@ -20,10 +20,13 @@ use crate::spec::{DiskSpec, SocketAccess};
 #[derive(Debug, Error)]
 pub enum SocketError {
     #[error(
-        "{0}: a live server has this socket; stop it, or choose another with socket=PATH (--control PATH)"
+        "{0}: a live server has this socket; choose another with socket=PATH (--control PATH), or stop that server if no VM \
+         uses it"
     )]
     InUse(PathBuf),
-    #[error("{0}: is there and not a socket; remove it, or choose another with socket=PATH")]
+    #[error(
+        "{0}: is there and not a socket, and is left alone; choose another path with socket=PATH (--control PATH)"
+    )]
     NotASocket(PathBuf),
     #[error(
         "{0}: cannot make the socket: {cause}",

@@ -18,7 +18,7 @@ use tracing::{error, info, warn};
 use crate::device::ServedDisk;
 use crate::export::Paused;
 use crate::hand::{
-    Answer, Ask, Channel, FileIdentity, Handed, HandedExport, HandedSession, Hello, Launched,
+    Answer, Ask, Channel, FileIdentity, Greeting, Handed, HandedExport, HandedSession, Launched,
     Outcome, PROTOCOL, Step, program,
 };
 use crate::host::Host;
@@ -129,7 +129,7 @@ impl Handing {
 enum UpgradeError {
     #[error("'ringdisk upgrade' has not started a new process: {0}")]
     Launch(io::Error),
-    #[error("the new process has not come up: {0}")]
+    #[error("the new process has not come up: {}", told(.0))]
     Start(io::Error),
     #[error("the new process speaks version {0} of the hand-over, and this one {PROTOCOL}")]
     Protocol(u32),
@@ -141,14 +141,23 @@ enum UpgradeError {
     Stuck(String),
     #[error("disks could not be handed over: {cause}", cause = block::explain(.0, ""))]
     Hand(io::Error),
-    #[error(
-        "the new process cannot serve what this one does: {0}; what it has written to the log says why"
-    )]
+    #[error("the new process cannot serve what this one does: {}", told(.0))]
     Prepare(io::Error),
     #[error("this process has been told to stop")]
     Stopping,
     #[error("the new process has failed as it took over: {0}")]
     Take(io::Error),
+}
+
+/// What the new process has said, or where it may have said it.
+fn told(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => {
+            "it has ended without a word; what it has written to the log says why".into()
+        }
+        io::ErrorKind::TimedOut => "it does not answer".into(),
+        _ => error.to_string(),
+    }
 }
 
 /// Where `ringdisk upgrade` asks, and how this process was started.
@@ -280,9 +289,11 @@ struct Successor {
 fn hand_over(host: &Host, launcher: &Channel, outcome: &mut Outcome) -> Result<u32, UpgradeError> {
     let deadline = Instant::now() + PATIENCE;
     let Successor { channel, pid } = launch(launcher, deadline).map_err(UpgradeError::Launch)?;
-    let (hello, _) = channel
-        .receive::<Hello>(deadline)
-        .map_err(UpgradeError::Start)?;
+    let hello = match channel.receive::<Greeting>(deadline) {
+        Ok((Greeting::Hello(hello), _)) => hello,
+        Ok((Greeting::Failed(step), _)) => return Err(UpgradeError::Start(unexpected(step))),
+        Err(e) => return Err(UpgradeError::Start(e)),
+    };
     if hello.protocol != PROTOCOL {
         return Err(UpgradeError::Protocol(hello.protocol));
     }
@@ -470,8 +481,14 @@ fn expect(channel: &Channel, step: Step, deadline: Instant) -> io::Result<()> {
     let (came, _) = channel.receive::<Step>(deadline)?;
     match came == step {
         true => Ok(()),
-        false => Err(io::Error::other(format!(
-            "{came:?} came instead of {step:?}"
-        ))),
+        false => Err(unexpected(came)),
+    }
+}
+
+/// Why what came is no success.
+fn unexpected(step: Step) -> io::Error {
+    match step {
+        Step::Failed(why) => io::Error::other(why),
+        step => io::Error::other(format!("{step:?} came, which was not its turn")),
     }
 }

@@ -66,6 +66,32 @@ fn size_mib(device: &mut Device) -> u64 {
     device.config().unwrap().capacity * 512 / MIB
 }
 
+/// A file that was cut is not made long again, as if it held what it did: the disk is not what it was, and who asks is told.
+#[test]
+fn a_file_that_was_cut_is_told_of() {
+    let served = Served::start();
+    let (mut device, _) = served.connect();
+    let file = std::fs::File::options().write(true).open(&served.disk.file);
+    file.unwrap().set_len(10 * MIB).unwrap();
+    let mut client = control::Client::connect(&served.control, HANG).unwrap();
+    for arguments in [
+        json!({ "id": "disk" }),
+        json!({ "id": "disk", "size": 12 * MIB }),
+        json!({ "id": "disk", "size": 16 * MIB }),
+        json!({ "id": "disk", "size": 20 * MIB }),
+    ] {
+        let refused = client.call("x-ringdisk-resize", arguments).unwrap_err();
+        let refused = refused.to_string();
+        println!("{refused}");
+        for word in ["disk disk", "only 10M", "the disk 16M"] {
+            assert!(refused.contains(word), "{word}: {refused}");
+        }
+    }
+    let length = std::fs::metadata(&served.disk.file).unwrap().len();
+    assert_eq!(length, 10 * MIB);
+    assert_eq!(size_mib(&mut device), 16);
+}
+
 /// It is announced again when the queues start, until the front-end has read it, and then no more.
 #[test]
 fn a_size_is_announced_until_it_has_been_read() {

@@ -77,7 +77,8 @@ pub enum Locking {
 #[derive(Debug, Error)]
 pub enum OpenError {
     /// It is not there.
-    #[error("{0}: no such file; create it with 'qemu-img create -f {format} {0} 10G', or check the path",
+    #[error("{0}: no such file; is the path right, and its file system mounted? For a disk that is to be new and empty, \
+        'qemu-img create -f {format} {0} 10G' makes one",
         format = if .0.ends_with(".qcow2") { "qcow2" } else { "raw" })]
     Missing(String),
     /// We may not open it.
@@ -123,8 +124,14 @@ pub enum OpenError {
         hint: &'static str,
     },
     /// It is empty.
-    #[error("{0}: is empty; give it a size with 'truncate -s 10G {0}'")]
+    #[error(
+        "{0}: is empty; has a copy or a restore not ended, or is it to be a new disk? Of that, 'truncate -s 10G {0}' \
+        sets the size"
+    )]
     Empty(String),
+    /// It is a device without any.
+    #[error("{0}: the block device has no size; is it set up, and its medium there?")]
+    EmptyDevice(String),
     /// The file system has no O_DIRECT.
     #[error(
         "{0}: the file system does not support O_DIRECT, which cache=none needs; \
@@ -300,7 +307,10 @@ impl DiskFile {
         let size = self.size();
         let size = size.map_err(|e| OpenError::Io(name.clone(), "find out its size", e))?;
         if size == 0 {
-            return Err(OpenError::Empty(name));
+            return Err(match self.backing {
+                Backing::File => OpenError::Empty(name),
+                Backing::BlockDevice => OpenError::EmptyDevice(name),
+            });
         }
         if !size.is_multiple_of(u64::from(facts.logical_block)) {
             let hint = match facts.logical_block > 512 {

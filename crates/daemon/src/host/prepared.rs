@@ -45,8 +45,8 @@ impl Host {
     ///
     /// # Errors
     /// It cannot, and why, with the disk that is the reason.
-    pub fn check_end_state(&self, end: &EndState<'_>) -> Result<(), (String, HostError)> {
-        let fail = |disk: &str, e: HostError| (disk.to_owned(), e);
+    pub fn check_end_state(&self, end: &EndState<'_>) -> Result<(), HostError> {
+        let fail = |disk: &str, e: HostError| e.of_disk(disk);
         let new = end.starts.iter().chain(&end.moves);
         // Before anybody has to wait for it.
         let new = new.map(|&disk| (disk, identity(&disk.file)));
@@ -124,6 +124,14 @@ impl Host {
                 }
             }
         };
+        let served = {
+            let state = self.state();
+            let entry = state.nodes.get(&spec.name);
+            entry.map(|entry| entry.node.clone())
+        };
+        if let Some(served) = served.filter(|served| served.spec.file == spec.file) {
+            served.check_same()?;
+        }
         let export = ExportSpec::from(&spec);
         let node = match user {
             Some(user) => {
@@ -131,7 +139,7 @@ impl Host {
                 user.check_lock(&spec)?;
                 None
             }
-            None => Some(Node::open(spec.clone(), &self.places, &[])?),
+            None => Some(self.open(spec.clone(), &[])?),
         };
         match self.make_socket(&export) {
             Ok(socket) => Ok(Prepared { spec, node, socket }),
@@ -151,7 +159,9 @@ impl Host {
             state.exports.values().map(|e| e.socket.clone()).collect()
         };
         let place = socket::place(path);
-        let socket = match ours.iter().any(|other| socket::place(other) == place) {
+        let same = |other: &&PathBuf| other.file_name() == path.file_name();
+        let mut same = ours.iter().filter(same);
+        let socket = match same.any(|other| socket::place(other) == place) {
             true => Socket::bind_beside(path, access),
             false => Socket::bind(path, access),
         };

@@ -84,7 +84,7 @@ enum New {
     /// Another, open and locked.
     File(Arc<Node>),
     /// Another, once the disk of this name has left it.
-    After(String, DiskSpec),
+    After(String, Box<DiskSpec>),
 }
 
 impl Move {
@@ -183,12 +183,12 @@ impl Host {
         match in_use {
             Err(HostError::FileInUse(_, user)) if leaves(&user) => {
                 Node::look(&spec, &self.places)?;
-                return Ok(prepared(New::After(user, spec)));
+                return Ok(prepared(New::After(user, Box::new(spec))));
             }
             in_use => in_use?,
         }
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
-        let new = Arc::new(Node::open(spec, &self.places, &before.written())?);
+        let new = Arc::new(self.open(spec, &before.written())?);
         self.watch_damage(&new);
         Ok(prepared(New::File(new)))
     }

@@ -116,6 +116,7 @@ impl Node {
         if self.is_here() || self.file().is_none() {
             return Ok(false);
         }
+        self.check_there()?;
         // Anew: so do network file systems learn what was written elsewhere.
         let file = Arc::new(DiskFile::open(path, self.spec.cache, false)?);
         file.forget_cached();

@@ -170,6 +170,11 @@ fn refusals_say_what_to_do_next() {
             &["vm1.sock", "same socket"],
         ),
         (
+            &["attach", "small.raw,socket=vm1.raw"],
+            1,
+            &["vm1.raw", "not a socket", "is left alone"],
+        ),
+        (
             &["attach", "small.raw,socket=s.sock,iothreads=io9"],
             1,
             &["io9", "iothread0"],

@@ -286,9 +286,12 @@ fn what_cannot_be_cuts_nobody_off() {
     );
     println!("a file that is there no more");
     fs::rename(served.path("a.raw"), served.path("renamed.raw")).unwrap();
+    let moved = ("a", "a", "a", "queues = 1");
+    served.refuses(&[moved, b, c], &["disk 'a'", "a.raw", "renamed.raw by now"]);
+    fs::copy(served.path("renamed.raw"), served.path("a.raw")).unwrap();
     served.refuses(
-        &[("a", "a", "a", "queues = 1"), b, c],
-        &["disk 'a'", "a.raw"],
+        &[moved, b, c],
+        &["disk 'a'", "another file", "renamed.raw by now"],
     );
     served.reload(&[("a", "renamed", "a", ""), b, c]);
     rewrite(&mut served.devices[0].queues[0]);

@@ -211,3 +211,31 @@ fn an_image_keeps_what_it_builds_on() {
     served.ringdisk.json(&["detach", "a", "--force"]);
     qemu::check(served.ringdisk.dir.path(), "live", false);
 }
+
+/// What a disk builds on is this process's as well, and whoever wants to write to it is told by which disk.
+#[test]
+fn what_a_disk_builds_on_is_in_use_by_it() {
+    if !qemu::is_there("what_a_disk_builds_on_is_in_use_by_it") {
+        return;
+    }
+    let served = Renamed::start(&[("a", "a.raw")]);
+    let at = served.ringdisk.dir.path();
+    for name in ["b", "c"] {
+        fs::copy(at.join("a.raw"), at.join(format!("{name}.raw"))).unwrap();
+        let image = format!("create -q -f qcow2 -b {name}.raw -F raw {name}.qcow2");
+        qemu::img(at, &image);
+    }
+    let disk = |file: &str, name: &str| format!("{file},name={name},socket={name}.sock");
+    served.ringdisk.json(&["attach", &disk("b.qcow2", "b")]);
+    let below = ["attach", &disk("b.raw", "x")];
+    let refused = served.ringdisk.ringdisk(&below);
+    refused.assert_fails(1, &["b.raw", "in use by disk 'b'"]);
+    // The other way round.
+    served.ringdisk.json(&["attach", &disk("c.raw", "c")]);
+    let above = ["attach", &disk("c.qcow2", "y")];
+    let refused = served.ringdisk.ringdisk(&above);
+    refused.assert_fails(1, &["c.raw", "in use by disk 'c'"]);
+    // Readers do each other no harm.
+    let reader = disk("b.raw", "z") + ",readonly=on";
+    served.ringdisk.json(&["attach", &reader]);
+}

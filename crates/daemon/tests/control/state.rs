@@ -421,7 +421,7 @@ fn a_directory_is_one_processs_and_a_damaged_file_is_refused() {
         while ran.err.contains("another ringdisk") {
             ran = serve("null:1M");
         }
-        ran.assert_fails(1, &["state.json", says, "move it away"]);
+        ran.assert_fails(1, &["state.json", says, "Move it away"]);
     }
     fs::write(&file, text).unwrap();
     let server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &[state, "null:1M".into()]);

@@ -55,6 +55,47 @@ fn storage_that_hangs_keeps_nobody() {
     }
 }
 
+/// A disk is detached by one command, also if its storage does not answer: that says so, and there is nothing left for
+/// another one. Who then wants the file is told who has it.
+#[test]
+fn a_disk_that_hangs_is_detached_once() {
+    let Some(setup) = Setup::new("raw", 21) else {
+        return;
+    };
+    let server = setup.serve("cache=none", &[]);
+    let mut device = setup.connect();
+    setup.storage.change(|s| s.hangs = true);
+    submit(&mut device, Op::Write);
+    until("storage has them", || setup.storage.control().held > 0);
+    let mut client = control::Client::connect(setup.control(), HANG).unwrap();
+    let mut call = |command: &str, arguments| client.call(command, arguments);
+    let id = || json!({ "id": "disk", "force": true });
+    let failed = call("x-ringdisk-detach", id()).unwrap_err().to_string();
+    println!("{failed}");
+    for word in ["disk disk", "does not answer", "detached all the same"] {
+        assert!(failed.contains(word), "{word}: {failed}");
+    }
+    let again = call("x-ringdisk-detach", id()).unwrap_err().to_string();
+    assert!(again.contains("no disk 'disk'"), "{again}");
+    let disk = format!(
+        "file={},name=other,format=raw,socket={}",
+        setup.storage.file().display(),
+        setup.dir.path().join("other.sock").display()
+    );
+    let refused = call("x-ringdisk-attach", json!({ "disk": disk })).unwrap_err();
+    let refused = refused.to_string();
+    println!("{refused}");
+    assert!(
+        refused.contains("by this process: disk 'disk'"),
+        "{refused}"
+    );
+    setup.storage.change(|s| s.hangs = false);
+    server.logged(&["can be served again"]);
+    until("the file is free", || {
+        call("x-ringdisk-attach", json!({ "disk": disk })).is_ok()
+    });
+}
+
 /// Nobody takes over while requests are with storage that does not answer: who would finish them? All go on.
 #[test]
 fn storage_that_hangs_keeps_the_process() {

@@ -41,7 +41,11 @@ fn a_live_socket_is_left_alone() {
 #[test]
 fn what_is_no_socket_is_not_deleted() {
     let disk = Disk::new();
-    let words = [disk.socket.to_str().unwrap(), "not a socket", "remove it"];
+    let words = [
+        disk.socket.to_str().unwrap(),
+        "not a socket",
+        "another path",
+    ];
     fs::write(&disk.socket, "precious").unwrap();
     assert_refused(&[&disk.argument("")], 1, &words);
     assert_eq!(fs::read(&disk.socket).unwrap(), b"precious");

@@ -62,7 +62,7 @@ fn files_that_are_no_disks() {
     // The way out that is named leads out.
     let odd = format!("file={},socket={}", path("odd.raw"), path("s.sock"));
     let (_, text) = run(ringdisk().args(["serve", &odd]));
-    let fix = text.split('\'').nth(1).expect("a command in quotes");
+    let fix = text.split('\'').nth(3).expect("a command in quotes");
     println!("{fix}");
     assert_eq!(run(Command::new("sh").args(["-c", fix])).0, Some(0));
     drop(serve_all(&[odd]));

@@ -78,9 +78,11 @@ fn a_failed_hand_over_leaves_the_old_one_serving() {
         for (name, text, words) in programs {
             served.fail(&served.script(name, &text), words);
         }
-        // The right program, for a disk that cannot be opened any more.
+        // The right program, for a disk that cannot be opened any more; the reason is in the reply.
         fs::rename(&raw.file, &gone_file).unwrap();
-        served.fail(Path::new(BINARY), "cannot serve");
+        fs::create_dir(&raw.file).unwrap();
+        served.fail(Path::new(BINARY), "is a directory");
+        fs::remove_dir(&raw.file).unwrap();
         fs::rename(&gone_file, &raw.file).unwrap();
         served.fail(Path::new("/nonexistent/ringdisk"), "cannot be started");
     });

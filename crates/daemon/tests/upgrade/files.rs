@@ -265,8 +265,7 @@ fn a_file_that_was_renamed_is_handed_over() {
     // The name of another is not taken for it.
     fs::rename(here.path("b2.raw"), here.path("b3.raw")).unwrap();
     fs::copy(here.path("b3.raw"), here.path("b2.raw")).unwrap();
-    served.fail(Path::new(BINARY), "cannot serve");
-    served.first.logged(&["b2.raw", "ringdisk replace b"]);
+    served.fail(Path::new(BINARY), "b2.raw by now, 'ringdisk replace b");
     here.write_goes_to(&mut b, 32, "b3.raw", &["b2.raw"]);
     served.end();
 }
@@ -287,11 +286,11 @@ fn no_guest_is_put_on_another_file() {
     };
 
     here.write(&[("a", "a.raw", "b.sock"), ("b", "b.raw", "a.sock")], "");
-    served.fail(Path::new(BINARY), "cannot serve");
-    log(
-        &served,
-        "disk 'a' is on another file than the disk that is served at",
-    );
+    let words = "disk 'a' is on another file than the disk that is served at";
+    served.fail(Path::new(BINARY), words);
+    log(&served, words);
+    fs::write(here.path("config.toml"), "disks = 2").unwrap();
+    served.fail(Path::new(BINARY), "config.toml, line 1");
     here.write(&[("b", "a.raw", "c.sock"), ("c", "b.raw", "a.sock")], "");
     served.fail(Path::new(BINARY), "cannot serve");
     here.write(&disks, "");

@@ -108,6 +108,24 @@ pub struct ChainError {
     source: LayerError,
 }
 
+impl ChainError {
+    /// Whether it is about the journal of the first image.
+    pub fn is_of_journal(&self) -> bool {
+        let LayerError::Image(error) = &self.source else {
+            return false;
+        };
+        matches!(error, Qcow2Error::Journal(_) | Qcow2Error::Replay(_))
+    }
+
+    /// What [`OpenFiles`] said, if a file that an image names could not be used.
+    pub fn of_file(&self) -> Option<&io::Error> {
+        match &self.source {
+            LayerError::Io(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
 #[derive(Debug, Error)]
 enum LayerError {
     #[error(transparent)]
@@ -126,8 +144,8 @@ enum LayerError {
     #[error("it is its own backing file, by way of others; 'qemu-img rebase' changes that")]
     Loop,
     #[error(
-        "it is the {DEPTH_MAX}th backing file in a row and has another; 'qemu-img rebase' \
-        or 'qemu-img commit' makes the chain shorter"
+        "it is the {DEPTH_MAX}th backing file in a row and has another; 'qemu-img rebase' of the first image \
+        makes the chain shorter"
     )]
     Depth,
     #[error(

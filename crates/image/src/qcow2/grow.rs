@@ -87,8 +87,8 @@ impl Qcow2 {
         let unsupported = |why| Err(ImageError::Unsupported(why).into());
         if size < old {
             return unsupported(
-                "a disk cannot become smaller while it is in use; \
-                stop it and use 'qemu-img resize --shrink'",
+                "a disk cannot become smaller while it is in use; once it is detached, 'qemu-img resize --shrink' cuts off \
+                what is behind the new end, which the guest must have given up before",
             );
         }
         if !size.is_multiple_of(512) {

@@ -71,7 +71,10 @@ pub(crate) struct BitmapsExtension {
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum HeaderError {
     /// The first bytes are not those of the format.
-    #[error("it is not a qcow2 image; if it is a raw disk, say format=raw")]
+    #[error(
+        "it is not a qcow2 image, or its beginning is damaged; say format=raw only if a guest has used it as a raw disk: \
+        whatever else it is would be overwritten"
+    )]
     Magic,
     /// Neither 2 nor 3.
     #[error("version {0} of qcow2 is not known; 'qemu-img convert -O qcow2' makes one that is")]

@@ -99,14 +99,22 @@ pub enum Qcow2Error {
     Stopped,
     /// A journal cannot be read.
     #[error(
-        "the journal of what a killed process had acknowledged cannot be read: {0}; remove it to go on \
-        without, which loses writes that the guest had not flushed"
+        "the journal of what a killed process had acknowledged cannot be read: {0}; leave it there, and start again \
+        when that is mended; only if it cannot be, move it away, which loses writes that the guest had not flushed"
     )]
     Journal(#[source] std::io::Error),
     /// A journal is its own, and cannot be done again.
     #[error(
-        "what a killed process had acknowledged cannot be done again: {0}; remove the journal to go on \
-        without, which loses writes that the guest had not flushed"
+        "what a killed process had acknowledged cannot be done again: {0}; {advice}",
+        advice = match .0 {
+            ImageError::Damaged(_) | ImageError::Unsupported(_) => {
+                "keep a copy of the image and of the journal; without the journal, which can be moved away, writes that the \
+                 guest had not flushed are lost"
+            }
+            _ => {
+                "nothing is lost: leave the journal there, and start again when there is space, or the storage works"
+            }
+        }
     )]
     Replay(#[source] ImageError),
     /// Its data is in another file, which was not given.

@@ -108,6 +108,28 @@ fn a_kill_during_a_replay_costs_nothing() {
     assert!(kills > 20, "{kills}");
 }
 
+/// Nothing is lost for want of space while a journal is done again: nobody is told to go on without it.
+#[test]
+fn a_replay_without_space_keeps_the_journal() {
+    if !qemu::is_there("a_replay_without_space_keeps_the_journal") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let host = killed(directory);
+    host.fill_up(true, false);
+    let error = host.open(directory).err().unwrap().to_string();
+    println!("{error}");
+    assert!(error.contains("leave the journal there"), "{error}");
+    assert!(
+        !error.contains("remove") && !error.contains("moved away"),
+        "{error}"
+    );
+    host.fill_up(false, false);
+    let disk = host.open(directory).unwrap();
+    assert_eq!(Host::sector(&disk, 64 << 10), pattern(9, 512));
+}
+
 /// A process that is told to end does not wait for a replay. The next start goes on with it.
 #[test]
 fn a_replay_can_be_stopped() {

@@ -1,0 +1,191 @@
+//! What is at the path of a disk's file, before it is opened and after: files are renamed, linked and exchanged while they
+//! are served.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::Arc;
+
+use engine::{DiskFile, Identity, Locking, Support, choose};
+use image::{Chain, Format, Image, LayerFormat, Top};
+use tracing::warn;
+
+use super::{Node, NodeError, format_of};
+use crate::spec::{DiskSpec, FileSpec, Lock};
+use crate::storage::{FileStorage, Places};
+
+/// What a disk does with a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    Read,
+    Write,
+}
+
+impl Node {
+    /// Looks whether what a disk is on could be opened, but for its lock: it is another's, or that of the same disk as it
+    /// is served now. Changes nothing.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open).
+    pub fn look(spec: &DiskSpec, places: &Places) -> Result<(), NodeError> {
+        let FileSpec::Path(path) = &spec.file else {
+            return Ok(());
+        };
+        let filename = path.display().to_string();
+        let file = DiskFile::open_and(path, spec.cache, spec.read_only, Locking::Later)?;
+        let choice = choose(file.as_fd(), file.backing(), spec.aio, &Support::here());
+        choice.map_err(|e| NodeError::Aio(filename.clone(), e))?;
+        let (facts, mut size) = (file.facts(), 0);
+        match format_of(spec, path, file.backing())? {
+            Format::Raw => size = file.raw_size(path)?,
+            Format::Qcow2 => drop(names_of(Arc::new(file), path, places)?),
+        }
+        let facts = facts.with_blocks(spec.logical_block, spec.physical_block, size);
+        facts.map(drop).map_err(|e| NodeError::Blocks(filename, e))
+    }
+
+    /// Whether the lock of its file could be taken for a disk, in place of the one that it has.
+    ///
+    /// # Errors
+    /// Somebody else has one that conflicts.
+    pub fn check_lock(&self, spec: &DiskSpec) -> Result<(), NodeError> {
+        let Some(file) = self.is_here().then(|| self.file()).flatten() else {
+            return Ok(());
+        };
+        match spec.lock == Lock::Always && file.facts().read_only && !spec.read_only {
+            true => Ok(file.check_lock(&self.filename)?),
+            false => Ok(()),
+        }
+    }
+
+    /// Whether something is still at the path of its file.
+    ///
+    /// # Errors
+    /// Nothing is, and where the file is if that can be found out.
+    pub fn check_there(&self) -> Result<(), NodeError> {
+        let (FileSpec::Path(path), Some(file)) = (&self.spec.file, self.file()) else {
+            return Ok(());
+        };
+        match std::fs::metadata(path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                Err(NodeError::Gone(self.filename.clone(), place_now(&file)))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether its file is still at its path, so that whoever opens that finds it.
+    ///
+    /// # Errors
+    /// It is not, and where it is if that can be found out.
+    pub fn check_same(&self) -> Result<(), NodeError> {
+        self.check_there()?;
+        let (FileSpec::Path(path), Some(file)) = (&self.spec.file, self.file()) else {
+            return Ok(());
+        };
+        match std::fs::metadata(path) {
+            Ok(there) if Identity::of(&there) != file.identity() => {
+                Err(NodeError::Another(self.filename.clone(), place_now(&file)))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether it has this file or device open, as its own or as one that it builds on, and whether only to read it.
+    pub fn uses(&self, there: Identity) -> Option<Use> {
+        let content = self.content();
+        let mut files = content.file.iter().chain(&content.files);
+        let file = files.find(|file| file.identity() == there)?;
+        Some(match file.facts().read_only {
+            true => Use::Read,
+            false => Use::Write,
+        })
+    }
+
+    /// All files that it has open.
+    pub fn files(&self) -> Vec<Identity> {
+        let content = self.content();
+        let files = content.file.iter().chain(&content.files);
+        files.map(|file| file.identity()).collect()
+    }
+
+    /// What it is on, here or not.
+    pub fn file_identity(&self) -> Option<Identity> {
+        self.file().map(|file| file.identity())
+    }
+
+    /// The same file by another of its names, from now on.
+    ///
+    /// # Errors
+    /// It is an image, and its names would lead to other files from there.
+    pub fn at(&self, spec: DiskSpec, path: &Path) -> Result<Self, NodeError> {
+        let filename = path.display().to_string();
+        let (image, file, files) = {
+            let content = self.content();
+            (
+                content.image.clone(),
+                content.file.clone(),
+                content.files.clone(),
+            )
+        };
+        if let (Some(Image::Chain(_)), Some(file)) = (image, file) {
+            let named = names_of(file, path, &self.places)
+                .map_err(|e| NodeError::Elsewhere(filename.clone(), format!(" ({e})")))?;
+            if !named
+                .into_iter()
+                .eq(files.iter().skip(1).map(|file| file.identity()))
+            {
+                return Err(NodeError::Elsewhere(filename, String::new()));
+            }
+        }
+        Ok(Self {
+            filename,
+            ..self.renamed(spec)
+        })
+    }
+
+    /// Whether both are on one opened file.
+    pub fn shares_file(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+}
+
+/// The files to which an image leads from a path, in the order in which an opened one has them.
+fn names_of(file: Arc<DiskFile>, path: &Path, places: &Places) -> Result<Vec<Identity>, NodeError> {
+    let allow = |e| NodeError::Allow(path.display().to_string(), e);
+    let flushes = false;
+    let top = Top {
+        storage: Arc::new(FileStorage { file, flushes }),
+        path: &std::path::absolute(path).map_err(allow)?,
+        format: LayerFormat::Qcow2,
+    };
+    let gate = places.allow_backing.gate(path).map_err(allow)?;
+    let named = Chain::names(top, &gate)?.into_iter();
+    let named = named.map(|(device, inode)| Identity { device, inode });
+    Ok(named.collect())
+}
+
+/// A file that was taken over need not be where it was opened.
+pub(super) fn tell_if_renamed(disk: &str, path: &Path, file: &DiskFile) {
+    if !path.exists() {
+        let now = match file.path_now() {
+            Some(now) => format!(
+                "which is at {0} by now; 'ringdisk replace {disk} {0}' has a restart find it there",
+                now.display()
+            ),
+            None => {
+                "which is at no path that can be found, and gone when the disk is closed".into()
+            }
+        };
+        warn!(
+            "disk {disk}: nothing is at {} any more; it goes on in the file that it has, {now}",
+            path.display()
+        );
+    }
+}
+
+fn place_now(file: &DiskFile) -> String {
+    let now = file.path_now();
+    let now = now.map(|now| format!(", and that is at {} by now", now.display()));
+    now.unwrap_or_default()
+}
