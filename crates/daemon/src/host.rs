@@ -256,11 +256,13 @@ impl Host {
     /// file; or ([`HostError::Detached`]) what the VM wrote could not be made durable, or its storage does not answer, in
     /// which case the disk is gone all the same.
     pub fn detach(&self, name: &str, removal: Removal) -> Result<(), HostError> {
-        let export = {
+        let (export, in_cluster) = {
             let state = self.state();
             let mut exports = state.exports.values();
             let export = exports.find(|e| e.node.name() == name);
-            export.map(|e| e.id.clone())
+            let node = state.nodes.get(name);
+            let in_cluster = node.is_some_and(|entry| entry.node.rbd().is_some());
+            (export.map(|e| e.id.clone()), in_cluster)
         };
         let ended = match export {
             Some(export) => self.remove_export(&export, removal),
@@ -281,6 +283,7 @@ impl Host {
         let removed = self.remove_node_within(name, wait);
         match ended.and(removed) {
             Err(e @ (HostError::Sync(..) | HostError::Hangs(_))) => {
+                let e = if in_cluster { e.in_cluster() } else { e };
                 Err(HostError::Detached(Box::new(e)))
             }
             result => result,

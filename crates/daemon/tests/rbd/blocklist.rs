@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use testkit::ceph::POOL;
-use testkit::driver::{Device, DeviceConfig, HANG};
+use testkit::driver::{Device, DeviceConfig, HANG, Op};
 
 use super::cluster::{Cluster, Which, ringdisk};
 
@@ -11,6 +11,7 @@ on_each_release!(
     a_blocklisted_client_stops_and_says_so,
     other_disks_get_another_client,
     nobody_has_noticed,
+    what_the_cache_kept_is_lost,
 );
 
 const OK: u8 = 0;
@@ -164,4 +165,38 @@ fn nobody_has_noticed(which: Which) {
     assert_eq!(device.queues[0].write(8, &[3; 4096]), IOERR);
     drop(device);
     done(&cluster, &["detach", "idle"]);
+}
+
+/// With `cache=writeback` a detach says what is lost, and that it need not be repeated.
+fn what_the_cache_kept_is_lost(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "what_the_cache_kept_is_lost") else {
+        return;
+    };
+    let disk = cluster.image("keeping", 32, "name=keeping,cache=writeback");
+    let server = cluster.serve(&[&disk]);
+    let mut device = connect(server.socket());
+    assert_eq!(device.queues[0].write(8, &[1; 4096]), OK);
+    assert_eq!(device.queues[0].run(Op::Flush, 0, 0), OK);
+    ban(&mut cluster, "keeping");
+    let start = Instant::now();
+    loop {
+        assert!(start.elapsed() < HANG, "it still flushes");
+        let written = device.queues[0].write(8, &[2; 4096]);
+        if written != OK || device.queues[0].run(Op::Flush, 0, 0) != OK {
+            break;
+        }
+    }
+    drop(device);
+    let control = cluster.control().display().to_string();
+    let output = ringdisk(&["detach", "keeping", "--control", &control]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success(), "{output:?}");
+    for part in ["detached all the same", "blocklist"] {
+        assert!(said.contains(part), "{said}");
+    }
+    assert_eq!(storage(&cluster, "keeping"), "gone");
+    done(&cluster, &["attach", &disk]);
+    let mut device = connect(server.socket());
+    assert_eq!(device.queues[0].write(16, &[3; 4096]), OK);
+    assert_eq!(device.queues[0].run(Op::Flush, 0, 0), OK);
 }
