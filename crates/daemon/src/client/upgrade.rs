@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::socket_peercred;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::json;
 
 use super::{CommandLineError, Connection, Done};
@@ -85,7 +86,8 @@ fn take_over(
     };
     let outcome = server.receive::<Outcome>(deadline);
     let failed = |why: String, child: &mut Child| {
-        let _ = child.kill();
+        // With all that it has started: they have the log, and a socket to the one that serves.
+        let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
         // Not for ever: it may be in the kernel, with storage that does not answer.
         while let Ok(None) = child.try_wait()
             && Instant::now() < deadline

@@ -28,6 +28,15 @@ fn a_failed_hand_over_leaves_the_old_one_serving() {
     let serving = say(r#""Serving""#);
     let [too_late, tried] = ["too-late", "tried"].map(|name| served.dir.path().join(name));
     let gone_file = served.dir.path().join("gone");
+    // Of what a new process has started, this is not killed with it.
+    let late = served.script(
+        "later",
+        &format!(
+            "sleep 6; {serving} && touch {}; touch {}",
+            too_late.display(),
+            tried.display()
+        ),
+    );
     let programs = [
         ("exits", "exit 1".to_owned(), "has not come up"),
         ("other", format!("{other}; exec sleep 1000"), "version 99"),
@@ -61,10 +70,9 @@ fn a_failed_hand_over_leaves_the_old_one_serving() {
             "late",
             format!(
                 "{hello}; {HEAR}; {prepared}; {HEAR}; exec 3<&0
-                 (exec <&3; sleep 6; {serving} && touch {}; touch {}) &
+                 setsid {} <&3 &
                  wait",
-                too_late.display(),
-                tried.display()
+                late.display()
             ),
             "as it took over",
         ),
@@ -156,4 +164,17 @@ fn a_stop_meanwhile_is_a_stop() {
     }
     println!("{stopped} stopped, {handed} handed over");
     assert!(stopped > 0);
+}
+
+/// What the new program has started goes with it: it has the log, and a socket to the process that serves.
+#[test]
+fn a_refused_program_leaves_no_children() {
+    let disk = Disk::new();
+    let served = Served::start(&[disk.argument("")]);
+    let child = served.dir.path().join("child");
+    let script = format!("sleep 1000 & echo $! > {}; exit 1", child.display());
+    served.fail(&served.script("parent", &script), "has not come up");
+    let pid = fs::read_to_string(&child).unwrap();
+    gone(pid.trim().parse().unwrap());
+    served.end();
 }
