@@ -98,6 +98,9 @@ pub struct Handed {
     pub upgrade: bool,
     pub metrics: bool,
     pub disks: Vec<HandedDisk>,
+    /// Disks that are written down and not served, by name: they were detached by command.
+    #[serde(default)]
+    pub detached: Vec<String>,
     /// Disks that are left to other hosts for now, by name.
     pub away: Vec<String>,
     pub exports: Vec<HandedExport>,

@@ -39,6 +39,7 @@ struct State {
     metrics: Option<TcpListener>,
     /// By name.
     disks: BTreeMap<String, OnFile>,
+    detached: Vec<String>,
     away: Vec<String>,
     exports: Vec<(PathBuf, InheritedExport)>,
     gate: Option<Arc<Gate>>,
@@ -170,6 +171,7 @@ impl Inherited {
                 upgrade: upgrade.map(UnixListener::from),
                 metrics: metrics.map(TcpListener::from),
                 disks,
+                detached: handed.detached,
                 away: handed.away,
                 exports,
                 gate: Some(gate),
@@ -237,6 +239,11 @@ impl Inherited {
     /// Whether the old process has a disk of this name.
     pub fn has_disk(&self, name: &str) -> bool {
         self.state().disks.contains_key(name)
+    }
+
+    /// Whether a disk that is written down was detached by command.
+    pub fn is_detached(&self, disk: &str) -> bool {
+        self.state().detached.iter().any(|name| name == disk)
     }
 
     pub fn lock(&self) -> Option<File> {
@@ -314,6 +321,7 @@ impl Inherited {
         state.metrics = None;
         // What has the name of one of them from now on is another disk.
         state.disks.clear();
+        state.detached.clear();
         state.away.clear();
         for file in state.files.drain(..) {
             if let Err(e) = rustix::fs::fdatasync(&file) {

@@ -449,7 +449,10 @@ fn start(
         host.add_group(name, limits)?;
     }
     let Some((keeper, changed)) = keeper else {
+        // What is kept says so itself.
+        let inherited = &host.places.inherited;
         let disks = written.disks.iter().cloned();
+        let disks = disks.filter(|disk| !inherited.is_detached(&disk.name));
         let attached = disks.map(|spec| host.attach_at_start(spec));
         return Ok(attached.collect::<Result<_, _>>()?);
     };

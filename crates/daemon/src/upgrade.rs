@@ -448,6 +448,7 @@ fn hand(
         upgrade: upgrade.is_some(),
         metrics: metrics.is_some(),
         disks: host.handed_disks(),
+        detached: host.detached(),
         away: host.away(),
         exports: Vec::new(),
     };

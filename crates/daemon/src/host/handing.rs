@@ -97,6 +97,14 @@ impl Host {
         state.nodes.values().map(spec).collect()
     }
 
+    /// Names of disks that are written down and not served.
+    pub fn detached(&self) -> Vec<String> {
+        let state = self.state();
+        let written = state.written.disks.iter();
+        let detached = written.filter(|disk| !state.nodes.contains_key(&disk.name));
+        detached.map(|disk| disk.name.clone()).collect()
+    }
+
     /// Names of disks that are left to other hosts for now.
     pub fn away(&self) -> Vec<String> {
         let state = self.state();

@@ -204,6 +204,55 @@ fn a_disk_stays_on_the_file_that_it_was_put_on() {
     }
 }
 
+/// What was detached is not served by the next process either, be its file there or not: it does not come back by itself,
+/// and keeps nobody from an upgrade.
+#[test]
+fn a_disk_that_was_detached_stays_so() {
+    for state in [false, true] {
+        println!("with state: {state}");
+        let files = Files::new(&["a.raw", "b.raw", "c.raw", "d.raw", "e.raw"]);
+        let here = files.config();
+        let disks = [("c", "c.raw", "c.sock"), ("d", "d.raw", "d.sock")];
+        here.write(&disks, "");
+        let mut arguments = vec![here.argument("a"), here.argument("b")];
+        if state {
+            arguments.push(format!("--state={}", here.path("state").display()));
+        }
+        let mut served = files.serve(&arguments);
+        let mut device = Device::connect(here.path("b.sock"), &config()).unwrap();
+        let works = |served: &Served, arguments: &[&str]| {
+            let output = served.ringdisk(arguments);
+            assert!(output.status.success(), "{arguments:?}: {output:?}");
+        };
+        works(&served, &["detach", "a"]);
+        works(&served, &["detach", "c"]);
+        fs::remove_file(here.path("a.raw")).unwrap();
+        let names = |served: &Served| {
+            let list = served.ringdisk(&["list", "--json"]).stdout;
+            let list: Value = serde_json::from_slice(&list).unwrap();
+            let disks = list.as_array().unwrap().clone();
+            let names = disks.into_iter().map(|disk| disk["name"].clone());
+            names.collect::<Vec<_>>()
+        };
+        // The second time, it is the new process that hands over.
+        for round in 0..2 {
+            served.upgrade(&[]);
+            assert_eq!(names(&served), ["b", "d"], "round {round}");
+            here.write_goes_to(&mut device, 8 + 8 * round, "b.raw", &["d.raw"]);
+            works(&served, &["reload"]);
+            assert_eq!(names(&served), ["b", "d"], "round {round}");
+        }
+        // What is written down since is served.
+        here.write(&[disks[0], disks[1], ("e", "e.raw", "e.sock")], "");
+        served.upgrade(&[]);
+        assert_eq!(names(&served), ["b", "d", "e"]);
+        works(&served, &["attach", &here.argument("c")]);
+        served.upgrade(&[]);
+        assert_eq!(names(&served), ["b", "c", "d", "e"]);
+        served.end();
+    }
+}
+
 /// Where the configuration says another file by now, the disk is put there as by a reload: when it has been taken over.
 #[test]
 fn a_disk_is_put_on_the_file_that_is_written_down_since() {
