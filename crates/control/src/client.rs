@@ -36,7 +36,7 @@ pub struct Client {
 #[derive(Debug, Error)]
 pub enum ClientError {
     /// There is no socket.
-    #[error("there is no socket {path}; is `ringdisk serve` running, with --control {path}?", path = .0.display())]
+    #[error("there is no socket {path}; is `ringdisk serve` running, with --control {path}? If it is, and something has removed the socket, SIGHUP makes it again", path = .0.display())]
     NoSocket(PathBuf),
     /// Nobody listens there.
     #[error(

@@ -43,6 +43,8 @@ pub struct Export {
     pause: Arc<Mutex<Option<Sender<Paused>>>>,
     /// It is told to stop for good, whoever wants a pause.
     stopping: Arc<AtomicBool>,
+    /// It is to make its socket again.
+    remake: Arc<AtomicBool>,
     listener: Option<JoinHandle<()>>,
 }
 
@@ -177,11 +179,14 @@ impl Export {
             socket: bound,
             device: device.clone(),
             connected: connected.clone(),
+            access: spec.socket_access,
             pause: Arc::default(),
             stopping: Arc::default(),
+            remake: Arc::default(),
             lines: Lines::default(),
         };
         let (pause, stopping) = (front.pause.clone(), front.stopping.clone());
+        let remake = front.remake.clone();
         let its_stop = stop.clone();
         let listener = thread::Builder::new()
             .name(format!("vhost-{id}"))
@@ -199,6 +204,7 @@ impl Export {
             stop,
             pause,
             stopping,
+            remake,
             listener: Some(listener),
         })
     }
@@ -226,6 +232,14 @@ impl Export {
 
     fn interrupt(&self) {
         let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+    }
+
+    /// Has it make its socket again, if somebody has removed that.
+    pub fn look_at_socket(&self) {
+        if socket::is_removed(&self.socket) {
+            self.remake.store(true, Ordering::Release);
+            self.interrupt();
+        }
     }
 
     /// Asks it to pause. The answer comes when nothing of it is under way.
@@ -326,9 +340,11 @@ struct Frontends {
     name: String,
     socket: Socket,
     device: Arc<ServedDisk>,
+    access: SocketAccess,
     connected: Arc<AtomicBool>,
     pause: Arc<Mutex<Option<Sender<Paused>>>>,
     stopping: Arc<AtomicBool>,
+    remake: Arc<AtomicBool>,
     lines: Lines,
 }
 
@@ -430,20 +446,41 @@ impl Frontends {
         None
     }
 
-    /// After a stop: hands out copies to whoever wants a pause, and goes on if they don't. `None` if this is the
-    /// end.
+    fn make_socket_again(&mut self) {
+        let (name, path) = (&self.name, self.socket.path().to_owned());
+        match Socket::bind(&path, self.access) {
+            Ok(socket) => {
+                warn!(
+                    "disk {name}: {} had been removed, and is there again",
+                    path.display()
+                );
+                self.socket = socket;
+            }
+            Err(e) => {
+                error!("disk {name}: its socket had been removed, and cannot be made again: {e}")
+            }
+        }
+    }
+
+    /// After a stop: makes the socket again if it is to, hands out copies to whoever wants a pause, and goes on if they
+    /// don't. `None` if this is the end.
     fn paused(
         &mut self,
         session: Option<(UnixStream, Saved)>,
         stop: BorrowedFd<'_>,
     ) -> Option<Option<(UnixStream, Saved)>> {
-        let wanted = self.pause.lock();
-        let wanted = wanted.unwrap_or_else(PoisonError::into_inner).take()?;
         // It is not to be stopped again by the same word.
         let _ = rustix::io::read(stop, &mut [0; 8]);
         if self.stopping.load(Ordering::Acquire) {
             return None;
         }
+        if self.remake.swap(false, Ordering::AcqRel) && self.socket.is_removed() {
+            self.make_socket_again();
+        }
+        let wanted = self.pause.lock();
+        let Some(wanted) = wanted.unwrap_or_else(PoisonError::into_inner).take() else {
+            return Some(session);
+        };
         let copy = || {
             let listener = self.socket.listener.as_fd().try_clone_to_owned()?;
             let copy = |(socket, saved): &(UnixStream, Saved)| {

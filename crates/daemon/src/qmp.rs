@@ -1,7 +1,7 @@
 //! The control socket: QMP commands as changes of the [`Host`].
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -35,7 +35,7 @@ use crate::reload::Reloader;
 use crate::socket::{self, Socket};
 use crate::spec::{DiskSpec, FileSpec, SocketAccess};
 use crate::stats;
-use crate::upgrade::BeingHandedOver;
+use crate::upgrade::{BeingHandedOver, locked};
 
 /// Executes commands on a host.
 pub struct Qmp {
@@ -135,6 +135,7 @@ impl Qmp {
                 Some(config) => {
                     let reloaded = config.reload(host);
                     host.look_for_growth();
+                    host.look_at_sockets();
                     reloaded
                         .map(done)
                         .map_err(|e| CommandError::generic(e.to_string()))
@@ -557,12 +558,12 @@ impl ControlSocket {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = Arc::new(eventfd(0, flags)?);
         let hub = qmp.host.events.clone();
-        let listener = socket.listener.as_fd().try_clone_to_owned()?;
-        let _ = qmp.host.handing.control.set(listener);
-        let its_stop = stop.clone();
+        let handing = &qmp.host.handing;
+        *locked(&handing.control) = Some(socket.listener.as_fd().try_clone_to_owned()?);
+        let wakers = [stop.clone(), handing.looker()?];
         let listener = thread::Builder::new()
             .name("control".into())
-            .spawn(move || listen(&socket, &Arc::new(qmp), its_stop.as_fd()))?;
+            .spawn(move || listen(socket, &Arc::new(qmp), &wakers))?;
         Ok(Self {
             hub,
             stop,
@@ -593,29 +594,38 @@ impl Drop for ControlSocket {
 /// How long the end waits for commands under way.
 pub const AT_END: Duration = Duration::from_secs(10);
 
-fn listen(socket: &Socket, qmp: &Arc<Qmp>, stop: BorrowedFd<'_>) {
+/// `wakers` become readable at the end, and when the socket is to be looked at.
+fn listen(mut socket: Socket, qmp: &Arc<Qmp>, wakers: &[Arc<OwnedFd>; 2]) {
     let mut clients = Vec::new();
-    accept_clients(socket, qmp, stop, &mut clients);
+    accept_clients(&mut socket, qmp, wakers, &mut clients);
     for client in clients {
         let _ = client.join();
     }
 }
 
 fn accept_clients(
-    socket: &Socket,
+    socket: &mut Socket,
     qmp: &Arc<Qmp>,
-    stop: BorrowedFd<'_>,
+    [stop, looker]: &[Arc<OwnedFd>; 2],
     clients: &mut Vec<JoinHandle<()>>,
 ) {
     loop {
         let mut ready = [
-            PollFd::new(&stop, PollFlags::IN),
+            PollFd::new(stop, PollFlags::IN),
+            PollFd::new(looker, PollFlags::IN),
             PollFd::new(&socket.listener, PollFlags::IN),
         ];
         match poll(&mut ready, None) {
             Err(rustix::io::Errno::INTR) => continue,
             Err(e) => return error!("control socket: cannot wait for clients: {e}"),
             Ok(_) if !ready[0].revents().is_empty() => return,
+            Ok(_) if !ready[1].revents().is_empty() => {
+                let _ = rustix::io::read(looker, &mut [0; 8]);
+                if let Err(e) = make_again(socket, &qmp.host) {
+                    error!("control socket: was removed, and cannot be made again: {e}");
+                }
+                continue;
+            }
             Ok(_) => {}
         }
         let accepted = socket.listener.accept().and_then(|(stream, _)| {
@@ -639,6 +649,20 @@ fn accept_clients(
             }
         }
     }
+}
+
+/// Makes the socket again if somebody has removed it.
+fn make_again(socket: &mut Socket, host: &Host) -> io::Result<()> {
+    if socket.is_removed() {
+        let new = Socket::bind_private(socket.path()).map_err(io::Error::other)?;
+        *locked(&host.handing.control) = Some(new.listener.as_fd().try_clone_to_owned()?);
+        warn!(
+            "{} had been removed, and is there again",
+            new.path().display()
+        );
+        *socket = new;
+    }
+    Ok(())
 }
 
 /// Where the control socket is if the operator does not say. Disks' sockets end in `.sock`, so that none

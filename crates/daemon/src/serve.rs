@@ -424,6 +424,7 @@ fn reread(host: &Host, config: Option<&Reloader>) {
         error!("{e}");
     }
     host.look_for_growth();
+    host.look_at_sockets();
     manager::tell(manager::READY);
 }
 

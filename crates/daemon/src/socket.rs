@@ -49,6 +49,8 @@ pub struct Socket {
     path: PathBuf,
     /// Device and inode of what was made.
     made: Option<Identity>,
+    /// It goes away with this value, whatever has become of its file.
+    owned: bool,
 }
 
 impl Socket {
@@ -100,22 +102,43 @@ impl Socket {
         Self {
             listener,
             path: path.into(),
+            owned: false,
             made: None,
         }
     }
 
     /// It goes away with this value from now on.
     pub fn own(&mut self) {
+        self.owned = true;
         self.made = identity(&self.path);
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether somebody has removed it: who is connected goes on, and nobody else can connect.
+    pub fn is_removed(&self) -> bool {
+        self.owned && is_removed(&self.path)
     }
 
     /// Whether it goes away with this value.
     pub fn is_own(&self) -> bool {
-        self.made.is_some()
+        self.owned
+    }
+
+    /// Removes its file, if it is its own.
+    pub fn remove(&mut self) {
+        let made = self.made.take();
+        // Not if somebody has put another one there.
+        if made.is_some() && identity(&self.path) == made {
+            let _ = fs::remove_file(&self.path);
+        }
     }
 
     /// It stays when this value goes.
     pub fn disown(&mut self) {
+        self.owned = false;
         self.made = None;
     }
 
@@ -142,6 +165,7 @@ impl Socket {
         Ok(Self {
             listener,
             path: path.into(),
+            owned: true,
             made,
         })
     }
@@ -197,11 +221,14 @@ fn make(path: &Path, mode: Option<Mode>, kind: SocketType) -> Result<UnixListene
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        // Not if somebody has put another one there.
-        if self.made.is_some() && identity(&self.path) == self.made {
-            let _ = fs::remove_file(&self.path);
-        }
+        self.remove();
     }
+}
+
+/// Whether nothing is there.
+pub fn is_removed(path: &Path) -> bool {
+    let there = fs::symlink_metadata(path);
+    there.is_err_and(|e| e.kind() == io::ErrorKind::NotFound)
 }
 
 fn identity(path: &Path) -> Option<Identity> {

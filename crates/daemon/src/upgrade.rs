@@ -2,14 +2,19 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
+use std::sync::{
+    Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+    TryLockError,
+};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::geteuid;
 use thiserror::Error;
@@ -44,13 +49,20 @@ const SETTLED: Duration = Duration::from_millis(15);
 #[derive(Default)]
 pub struct Handing {
     /// The listening sockets, as far as there are any.
-    pub control: OnceLock<OwnedFd>,
-    pub upgrade: OnceLock<OwnedFd>,
+    pub control: Mutex<Option<OwnedFd>>,
+    pub upgrade: Mutex<Option<OwnedFd>>,
     pub metrics: OnceLock<OwnedFd>,
+    /// Readable for those who listen and are to look at their sockets.
+    lookers: Mutex<Vec<Arc<OwnedFd>>>,
     /// Whether all has been handed over. Read by whoever changes something, written by who hands over.
     gone: RwLock<bool>,
     /// This process is told to stop.
     stopping: AtomicBool,
+}
+
+/// The content of a lock that nobody leaves half changed.
+pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Keeps everything from being handed over.
@@ -62,6 +74,25 @@ pub type Staying<'a> = RwLockReadGuard<'a, bool>;
 pub struct BeingHandedOver;
 
 impl Handing {
+    /// For somebody who listens at a socket: what becomes readable when the socket may have been removed, and is to be made
+    /// again.
+    ///
+    /// # Errors
+    /// There is no event descriptor to be had.
+    pub fn looker(&self) -> io::Result<Arc<OwnedFd>> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let looker = Arc::new(eventfd(0, flags)?);
+        locked(&self.lookers).push(looker.clone());
+        Ok(looker)
+    }
+
+    /// Tells all of them.
+    pub fn look_at_sockets(&self) {
+        for looker in &*locked(&self.lookers) {
+            let _ = rustix::io::write(looker, &1u64.to_ne_bytes());
+        }
+    }
+
     /// Keeps everything from being handed over as long as this is there.
     ///
     /// # Errors
@@ -162,7 +193,8 @@ fn told(error: &io::Error) -> String {
 
 /// Where `ringdisk upgrade` asks, and how this process was started.
 pub struct Entrance {
-    socket: Socket,
+    /// Shared with who listens there.
+    socket: Arc<Mutex<Socket>>,
     launch: PathBuf,
 }
 
@@ -184,6 +216,7 @@ impl Entrance {
         let entrance = socket.map_err(io::Error::other).and_then(|socket| {
             Launch::here()?.write(control)?;
             let launch = launch::path(control);
+            let socket = Arc::new(Mutex::new(socket));
             Ok(Self { socket, launch })
         });
         entrance
@@ -196,14 +229,14 @@ impl Entrance {
         let path = beside(control, "upgrade");
         let listener = inherited.upgrade(&path)?;
         Some(Self {
-            socket: Socket::adopt(listener, &path),
+            socket: Arc::new(Mutex::new(Socket::adopt(listener, &path))),
             launch: launch::path(control),
         })
     }
 
     /// It goes away with this value from now on.
-    pub fn own(&mut self) {
-        self.socket.own();
+    pub fn own(&self) {
+        locked(&self.socket).own();
     }
 
     /// Serves it, from a thread of its own.
@@ -211,17 +244,23 @@ impl Entrance {
     /// # Errors
     /// There is no thread or descriptor to be had.
     pub fn serve(&self, host: &Arc<Host>) -> io::Result<()> {
-        let listener = self.socket.listener.try_clone()?;
-        let its = self.socket.listener.try_clone()?;
-        // There is one.
-        let _ = host.handing.upgrade.set(its.into());
+        let socket = self.socket.clone();
+        let mut listener = listener_of(&socket, host)?;
+        let looker = host.handing.looker()?;
         // Asked now: its file may be replaced.
         let (program, host) = (program(), host.clone());
         let thread = thread::Builder::new().name("upgrade".into());
         let serve = move || {
             loop {
-                match listener.accept() {
-                    Ok((stream, _)) => upgrade(&host, OwnedFd::from(stream), program.as_deref()),
+                match wait_for_client(&looker, &listener) {
+                    Ok(Some(stream)) => upgrade(&host, stream, program.as_deref()),
+                    Ok(None) => match make_again(&socket, &host) {
+                        Ok(Some(new)) => listener = new,
+                        Ok(None) => {}
+                        Err(e) => error!(
+                            "upgrade: the socket for it was removed and cannot be made again: {e}"
+                        ),
+                    },
                     Err(e) => {
                         warn!("upgrade: cannot be asked for one: {e}; trying again in a second");
                         thread::sleep(Duration::from_secs(1));
@@ -233,9 +272,51 @@ impl Entrance {
     }
 }
 
+/// A copy of where it listens, of which another is handed over.
+fn listener_of(socket: &Mutex<Socket>, host: &Host) -> io::Result<UnixListener> {
+    let socket = locked(socket);
+    *locked(&host.handing.upgrade) = Some(socket.listener.as_fd().try_clone_to_owned()?);
+    socket.listener.try_clone()
+}
+
+/// Makes the socket again if somebody has removed it; where it listens then.
+fn make_again(socket: &Mutex<Socket>, host: &Host) -> io::Result<Option<UnixListener>> {
+    {
+        let mut socket = locked(socket);
+        if !socket.is_removed() {
+            return Ok(None);
+        }
+        let new = Socket::bind_for_packets(socket.path()).map_err(io::Error::other)?;
+        *socket = new;
+    }
+    listener_of(socket, host).map(Some)
+}
+
+/// A client, or `None` if the socket is to be looked at.
+fn wait_for_client(looker: &OwnedFd, listener: &UnixListener) -> io::Result<Option<OwnedFd>> {
+    let mut ready = [
+        PollFd::new(looker, PollFlags::IN),
+        PollFd::new(listener, PollFlags::IN),
+    ];
+    loop {
+        match poll(&mut ready, None) {
+            Err(rustix::io::Errno::INTR) => continue,
+            polled => polled?,
+        };
+        if !ready[0].revents().is_empty() {
+            let _ = rustix::io::read(looker, &mut [0; 8]);
+            return Ok(None);
+        }
+        return Ok(Some(listener.accept()?.0.into()));
+    }
+}
+
 impl Drop for Entrance {
     fn drop(&mut self) {
-        if self.socket.is_own() {
+        // Whoever listens ends with the process, and does not put this in order.
+        let mut socket = locked(&self.socket);
+        if socket.is_own() {
+            socket.remove();
             let _ = std::fs::remove_file(&self.launch);
         }
     }
@@ -439,8 +520,8 @@ fn hand(
     let files = host.descriptors()?;
     let lock = host.state_lock()?;
     let handing = &host.handing;
-    let (control, metrics) = (handing.control.get(), handing.metrics.get());
-    let upgrade = handing.upgrade.get();
+    let (control, upgrade) = (locked(&handing.control), locked(&handing.upgrade));
+    let (control, upgrade, metrics) = (control.as_ref(), upgrade.as_ref(), handing.metrics.get());
     let mut handed = Handed {
         files: files.len(),
         lock: lock.is_some(),

@@ -69,6 +69,13 @@ impl Host {
         self.state().exports.get(id).map(look)
     }
 
+    /// Has all sockets made again that somebody has removed.
+    pub fn look_at_sockets(&self) {
+        let state = self.state();
+        state.exports.values().for_each(Export::look_at_socket);
+        self.handing.look_at_sockets();
+    }
+
     /// Finds out anew what is shown of files, of all or of those that are not served: a disk knows its size. Of storage
     /// that does not answer, what it has said last is shown.
     pub fn ask(&self, all: bool) {

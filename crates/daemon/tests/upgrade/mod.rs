@@ -637,3 +637,43 @@ fn a_real_guest_goes_on() {
     output.unwrap().checked().unwrap();
     served.end();
 }
+
+/// Something has tidied up the directory of the sockets: who is connected goes on, and after SIGHUP all can connect again,
+/// also to the next process.
+#[test]
+fn sockets_that_were_removed_come_back() {
+    let disk = Disk::new();
+    let mut served = Served::start(&[disk.argument("queues=2,queue-size=64")]);
+    let mut random = Random(seed());
+    let device = Device::connect(&disk.socket, &config()).unwrap();
+    let loads = Load::all(&device, 512, Held::Content, false);
+    let mut devices = vec![(device, loads)];
+    let upgrade = served.dir.path().join("control.qmp.upgrade");
+    let name = disk.file.file_stem().unwrap().to_str().unwrap().to_owned();
+    let control = served.control.clone();
+    under_load(&mut devices, &mut random, || {
+        for round in 0..3 {
+            let sockets = [&disk.socket, &control, &upgrade];
+            for socket in sockets {
+                fs::remove_file(socket).unwrap();
+            }
+            let pid = Pid::from_raw(served.pid as i32).unwrap();
+            kill_process(pid, Signal::HUP).unwrap();
+            sockets.into_iter().for_each(|socket| until_there(socket));
+            assert_eq!(served.disk(&name)["connected"], true);
+            if round == 1 {
+                served.upgrade(&[]);
+            }
+        }
+    });
+    let (device, loads) = &mut devices[0];
+    Load::finish(loads, device);
+    devices.clear();
+    let mut device = Device::connect(&disk.socket, &config()).unwrap();
+    assert_eq!(device.queues[0].run(Op::Read, 8, 4096), 0);
+    let sockets = [disk.socket.clone(), control, upgrade];
+    served.end();
+    sockets
+        .iter()
+        .for_each(|socket| assert!(!socket.exists(), "{socket:?}"));
+}
