@@ -35,8 +35,13 @@ pub fn explain_thread(error: &io::Error) -> String {
             "{error}; there are as many threads as there may be (RLIMIT_NPROC, TasksMax= of systemd, pids.max), or \
              there is no memory for one more"
         ),
-        _ => error.to_string(),
+        _ => explain(error, ""),
     }
+}
+
+/// Whether neither this process nor the host may have more files open.
+pub fn is_open_files(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(EMFILE | ENFILE))
 }
 
 #[cfg(test)]

@@ -109,7 +109,7 @@ impl Keeper {
             .mode(0o600)
             .custom_flags(AS_IT_IS)
             .open(directory.join("lock"))
-            .map_err(|e| fail(io::Error::new(e.kind(), format!("its file lock: {e}"))))?;
+            .map_err(|e| KeepError::Directory(directory.join("lock"), e))?;
         let there = Identity::of_open(&its).map_err(fail)?;
         // The other process may have had another directory.
         let is_its = |lock: &File| Identity::of_open(lock).is_ok_and(|handed| handed == there);

@@ -84,6 +84,100 @@ fn without_descriptors_no_disk_is_added_and_all_others_go_on() {
     assert!(server.terminate().unwrap().success());
 }
 
+/// Whichever descriptor is the one too many: the error is about the limit, and not about the file or directory that was to be
+/// opened, and the socket of the disk is not left behind.
+#[test]
+fn a_limit_on_descriptors_is_named() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mut server = serve(dir.path(), None);
+    let mut client = control::Client::connect(dir.path().join("control.qmp"), HANG).unwrap();
+    let mut image = Command::new("qemu-img");
+    image
+        .args(["create", "-q", "-f", "qcow2"])
+        .arg(dir.path().join("more.qcow2"));
+    if !image
+        .arg("1M")
+        .status()
+        .is_ok_and(|status| status.success())
+    {
+        return println!("skipped: a_limit_on_descriptors_is_named: there is no qemu-img");
+    }
+    let file = dir.path().join("more.raw");
+    File::create(file).unwrap().set_len(1 << 20).unwrap();
+    let pid = Pid::from_raw(server.pid() as i32);
+    let limit = getrlimit(Resource::Nofile);
+    for format in ["raw", "qcow2"] {
+        let socket = dir.path().join("more.sock");
+        let disk = format!(
+            "file={},socket={},queues=1",
+            dir.path().join(format!("more.{format}")).display(),
+            socket.display()
+        );
+        let mut refused = 0;
+        loop {
+            let open = std::fs::read_dir(format!("/proc/{}/fd", server.pid()));
+            let current = Some(open.unwrap().count() as u64 + refused);
+            prlimit(pid, Resource::Nofile, Rlimit { current, ..limit }).unwrap();
+            let attached = client.call("x-ringdisk-attach", json!({ "disk": disk }));
+            prlimit(pid, Resource::Nofile, limit).unwrap();
+            let Err(e) = attached else { break };
+            let said = e.to_string();
+            println!("{format}, {refused} more: {said}");
+            assert!(said.contains("RLIMIT_NOFILE"), "{said}");
+            assert!(!socket.exists(), "the socket is left behind");
+            refused += 1;
+            assert!(refused < 64, "64 descriptors are enough for a disk");
+        }
+        assert!(refused > 2, "{refused}");
+        let gone = json!({ "id": "more", "force": true });
+        client.call("x-ringdisk-detach", gone).unwrap();
+    }
+    assert!(server.terminate().unwrap().success());
+}
+
+/// The same at the start.
+#[test]
+fn a_limit_on_descriptors_is_named_at_the_start() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = |name: &str| dir.path().join(name);
+    File::create(path("disk.raw"))
+        .unwrap()
+        .set_len(1 << 20)
+        .unwrap();
+    let mut refused = 0;
+    for limit in 8.. {
+        let mut command = Command::new("prlimit");
+        command.arg(format!("--nofile={limit}:{limit}"));
+        command.args([
+            env!("CARGO_BIN_EXE_ringdisk"),
+            "serve",
+            "--json",
+            "--iothreads=1",
+        ]);
+        command.arg(format!(
+            "file={},socket={}",
+            path("disk.raw").display(),
+            path("disk.sock").display()
+        ));
+        command.arg(format!("--control={}", path("control.qmp").display()));
+        command.arg(format!("--state={}", path("state").display()));
+        command.arg("--metrics=127.0.0.1:0");
+        let said = match Server::ringdisk_command(command) {
+            Ok(_) => break,
+            Err(e) => e.to_string(),
+        };
+        let last = said.lines().last().unwrap_or_default();
+        println!("{limit}: {last}");
+        assert!(
+            last.contains("RLIMIT_NOFILE") || last.contains("ulimit -n"),
+            "{said}"
+        );
+        refused += 1;
+        assert!(refused < 64, "it does not start");
+    }
+    assert!(refused > 5, "{refused}");
+}
+
 /// Without a descriptor to leave its disk with, a VM that stops keeps it, whole: who comes next goes on with it, and can
 /// leave it.
 #[test]

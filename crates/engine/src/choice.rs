@@ -4,7 +4,7 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use block::{Aio, Backing};
 use rustix::fs::{OFlags, fcntl_getfl, fstat, fstatfs, major, minor};
@@ -24,10 +24,20 @@ pub struct Support {
 }
 
 impl Support {
-    /// What works in this process, tried once.
+    /// What works in this process, tried once; again if there was no descriptor to try it with.
     pub fn here() -> Arc<Self> {
-        static HERE: LazyLock<Arc<Support>> = LazyLock::new(|| Arc::new(Support::probe()));
-        HERE.clone()
+        static HERE: Mutex<Option<Arc<Support>>> = Mutex::new(None);
+        let mut here = HERE.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(here) = &*here {
+            return here.clone();
+        }
+        let found = Arc::new(Self::probe());
+        let no_ring = found.io_uring.as_ref().is_err_and(UringError::is_limit);
+        let no_native = found.native.as_ref().is_err_and(NativeError::is_limit);
+        if !no_ring && !no_native {
+            *here = Some(found.clone());
+        }
+        found
     }
 
     /// Tries what there is.
@@ -54,6 +64,9 @@ pub enum ChoiceError {
     /// There is no io_uring here.
     #[error("aio=io_uring: {0}; or use aio=auto, which does without")]
     IoUring(String),
+    /// What works here cannot be found out for want of descriptors.
+    #[error("{0}")]
+    Limit(String),
     /// There is no Linux AIO here.
     #[error("aio=native: {0}; or use aio=auto, which does without")]
     Native(String),
@@ -65,7 +78,7 @@ pub enum ChoiceError {
     )]
     Buffered,
     /// The kernel does not say what the file is.
-    #[error("cannot find out how the file was opened: {0}")]
+    #[error("cannot find out how the file was opened: {cause}", cause = block::explain(.0, ""))]
     File(#[from] io::Error),
 }
 
@@ -114,6 +127,10 @@ pub fn choose(
             let Err(no_ring) = &support.io_uring else {
                 return choice(Aio::IoUring, what);
             };
+            // Another way is not chosen for that: the disk would be served so until it is detached.
+            if no_ring.is_limit() {
+                return Err(ChoiceError::Limit(no_ring.to_string()));
+            }
             let no_ring = no_ring.cause();
             match &support.native {
                 _ if in_memory => choice(Aio::Threads, format!("{what}; {no_ring}")),

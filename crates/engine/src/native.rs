@@ -52,8 +52,15 @@ pub enum NativeError {
     #[error("this kernel has no Linux AIO (CONFIG_AIO)")]
     Absent,
     /// Anything else.
-    #[error("Linux AIO cannot be set up: {0}")]
+    #[error("Linux AIO cannot be set up: {cause}", cause = block::explain(.0, ""))]
     Other(io::Error),
+}
+
+impl NativeError {
+    /// Whether it was for want of descriptors, and says nothing of what works here.
+    pub(crate) fn is_limit(&self) -> bool {
+        matches!(self, Self::Other(e) if block::is_open_files(e))
+    }
 }
 
 /// A context of Linux AIO, and what waits to be handed to it.

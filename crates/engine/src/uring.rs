@@ -59,14 +59,8 @@ pub enum UringError {
     /// The kernel is older than 5.1 or built without it.
     #[error("this kernel has no io_uring; Linux 5.19 or newer has what is needed")]
     Absent,
-    /// The process may not have more descriptors.
-    #[error(
-        "io_uring cannot be set up: too many open files; raise the limit with 'ulimit -n 65536' \
-        (systemd: LimitNOFILE=65536)"
-    )]
-    OpenFiles,
     /// Anything else.
-    #[error("io_uring cannot be set up: {0}")]
+    #[error("io_uring cannot be set up: {cause}", cause = block::explain(.0, ""))]
     Other(io::Error),
 }
 
@@ -79,8 +73,13 @@ impl UringError {
             }
             Self::Forbidden(_) => "io_uring is forbidden here by a seccomp filter".into(),
             Self::Absent => "this kernel has no io_uring".into(),
-            Self::OpenFiles | Self::Other(_) => self.to_string(),
+            Self::Other(_) => self.to_string(),
         }
+    }
+
+    /// Whether it was for want of descriptors, and says nothing of what works here.
+    pub(crate) fn is_limit(&self) -> bool {
+        matches!(self, Self::Other(e) if block::is_open_files(e))
     }
 }
 
@@ -231,7 +230,6 @@ fn explain(e: io::Error) -> UringError {
         },
         Some(libc::EACCES) => UringError::Forbidden(e),
         Some(libc::ENOSYS) => UringError::Absent,
-        Some(libc::EMFILE | libc::ENFILE) => UringError::OpenFiles,
         _ => UringError::Other(e),
     }
 }

@@ -445,7 +445,7 @@ fn links_and_pipes_in_the_directory_are_refused() {
         assert!(said.contains(says), "{said}");
     };
     for (name, says) in [
-        ("lock", "state: cannot be used"),
+        ("lock", "state/lock: cannot be used"),
         ("state.json", "state.json: cannot be read"),
     ] {
         let file = state.join(name);
