@@ -1,15 +1,18 @@
-//! `cargo xtask soak`: the soak test, for as long as one likes.
+//! `cargo xtask soak`: the soak tests, for as long as one likes.
 
 use crate::{cargo, packages};
 use anyhow::{Context, Result, ensure};
+use std::path::PathBuf;
 
 /// How long, and from where.
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
   cargo xtask soak --minutes 60
   cargo xtask soak --seed 4711       the same random choices again
+  cargo xtask soak --only 4711       one case of the random operations again
 
-What goes wrong is printed with the seed; the exit code is 1 then.")]
+Two tests share the time: everything at once, and random sequences of operations against a model of what is to be served,
+listed and kept. What goes wrong is printed with the seed; the exit code is 1 then.")]
 pub struct Args {
     /// Minutes that it lasts
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=100_000))]
@@ -17,25 +20,47 @@ pub struct Args {
     /// Where random choices begin; default: another one each time
     #[arg(long, value_name = "NUMBER")]
     seed: Option<u64>,
+    /// The only case of random operations
+    #[arg(long, value_name = "NUMBER", conflicts_with = "seed")]
+    only: Option<u64>,
+    /// Random sequences of operations alone
+    #[arg(long)]
+    operations: bool,
+    /// Seconds for which steps are left out of a case that fails
+    #[arg(long, value_name = "S", default_value_t = 300)]
+    shrink: u64,
     /// Test the program as it is built for use, and not with the checks of a debug build
     #[arg(long)]
     release: bool,
+    /// Test this program
+    #[arg(long, value_name = "PATH")]
+    program: Option<PathBuf>,
 }
 
 /// Runs it, with what it needs installed first.
 pub fn run(args: &Args) -> Result<()> {
     packages::ensure()?;
+    let alone = args.operations || args.only.is_some();
+    let (tests, seconds) = match alone {
+        true => ("soak::operations", args.minutes * 60),
+        false => ("soak::", args.minutes * 30),
+    };
     let mut test = cargo();
-    test.args([
-        "test", "--locked", "-p", "ringdisk", "--test", "all", "soak::",
-    ]);
+    test.args(["test", "--locked", "-p", "ringdisk", "--test", "all", tests]);
     if args.release {
         test.arg("--release");
     }
-    test.args(["--", "--nocapture"]);
-    test.env("RINGDISK_SOAK_SECONDS", (args.minutes * 60).to_string());
-    if let Some(seed) = args.seed {
+    test.args(["--", "--nocapture", "--test-threads=1"]);
+    test.env("RINGDISK_SOAK_SECONDS", seconds.to_string());
+    test.env("RINGDISK_SOAK_SHRINK_SECONDS", args.shrink.to_string());
+    if let Some(seed) = args.only.or(args.seed) {
         test.env("RINGDISK_TEST_SEED", seed.to_string());
+    }
+    if args.only.is_some() {
+        test.env("RINGDISK_SOAK_ONLY", "1");
+    }
+    if let Some(program) = &args.program {
+        test.env("RINGDISK_SOAK_PROGRAM", program.canonicalize()?);
     }
     let status = test.status().context("starting cargo test")?;
     ensure!(status.success(), "something went wrong ({status})");

@@ -7,22 +7,22 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::support::{content, seed};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
-use testkit::driver::{Device, DeviceConfig, HANG};
+use testkit::driver::HANG;
 use testkit::faulty::Random;
-use testkit::load::{BLOCK, Held, Load};
+use testkit::load::Held;
 use testkit::qemu_img;
 use testkit::server::{Server, gone};
 
-const BINARY: &str = env!("CARGO_BIN_EXE_ringdisk");
-const QUEUES: u16 = 2;
+use super::driver::{Driver, Guest, Order, QUEUES};
+use super::program;
+
 /// Blocks that the load of a queue works on.
 const BLOCKS: usize = 512;
 /// Bytes of a disk at first, and what it may grow to.
@@ -65,123 +65,6 @@ enum Make {
     Qcow2(&'static str),
     /// A qcow2 image over a raw file that has all the content.
     Overlay,
-}
-
-/// What a driver is told to do. It answers when it has.
-enum Order {
-    /// Finish what is under way, and disconnect.
-    Rest,
-    /// Compare this file with what the disk must hold.
-    Verify(PathBuf),
-    /// Connect.
-    Work,
-    /// Connect again with all that is under way: the connection is gone, or is given up.
-    Reconnect,
-}
-
-/// The guest of one disk, in a thread of its own.
-struct Driver {
-    orders: Sender<Order>,
-    done: Receiver<()>,
-    thread: Option<JoinHandle<u64>>,
-}
-
-impl Driver {
-    fn start(socket: PathBuf, held: Held, packed: bool, seed: u64) -> Self {
-        let (orders, ordered) = mpsc::channel();
-        let (tell, done) = mpsc::channel();
-        let thread = thread::spawn(move || drive(&socket, held, packed, seed, &ordered, &tell));
-        Self {
-            orders,
-            done,
-            thread: Some(thread),
-        }
-    }
-
-    fn send(&self, order: Order) {
-        // If it has ended, `wait` tells.
-        let _ = self.orders.send(order);
-    }
-
-    fn wait(&mut self) {
-        if self.done.recv().is_err() {
-            let thread = self.thread.take().expect("it is waited for once");
-            std::panic::resume_unwind(thread.join().expect_err("it ends when it is told to"));
-        }
-    }
-
-    fn order(&mut self, order: Order) {
-        self.send(order);
-        self.wait();
-    }
-
-    /// Ends it; returns how many requests have completed.
-    fn end(mut self) -> u64 {
-        drop(self.orders);
-        let thread = self.thread.take().expect("it is waited for once");
-        thread
-            .join()
-            .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-    }
-}
-
-fn drive(
-    socket: &Path,
-    held: Held,
-    packed: bool,
-    seed: u64,
-    orders: &Receiver<Order>,
-    done: &Sender<()>,
-) -> u64 {
-    let config = DeviceConfig {
-        queues: QUEUES,
-        queue_size: if packed { 50 } else { 64 },
-        packed,
-        inflight: true,
-        buffer_len: BLOCK as u32,
-        ..DeviceConfig::default()
-    };
-    let mut random = Random(seed);
-    let mut loads: Vec<Load> = Vec::new();
-    let mut device: Option<Device> = None;
-    loop {
-        let order = match &device {
-            None => orders.recv().map_err(|_| TryRecvError::Disconnected),
-            Some(_) => orders.try_recv(),
-        };
-        match order {
-            Ok(Order::Rest) => {
-                if let Some(mut device) = device.take() {
-                    Load::finish(&mut loads, &mut device);
-                }
-            }
-            Ok(Order::Verify(file)) => loads.iter().for_each(|load| load.verify(&file).unwrap()),
-            Ok(Order::Work) => {
-                let new = Device::connect(socket, &config).unwrap();
-                if loads.is_empty() {
-                    loads = Load::all(&new, BLOCKS, held, true);
-                }
-                device = Some(new);
-            }
-            Ok(Order::Reconnect) => {
-                if let Some(device) = &mut device {
-                    device.reconnect(socket, &config).unwrap();
-                }
-            }
-            Err(TryRecvError::Empty) => {
-                if let Some(device) = &mut device {
-                    Load::run(&mut loads, device, &mut random, Duration::from_micros(100));
-                    // There are more drivers than CPUs, and the server is to get one.
-                    thread::sleep(Duration::from_micros(random.below(2000)));
-                }
-                continue;
-            }
-            Err(TryRecvError::Disconnected) => {
-                return loads.iter().map(|load| load.completed).sum();
-            }
-        }
-        let _ = done.send(());
-    }
 }
 
 /// One of the disks, and its guest.
@@ -261,7 +144,7 @@ impl Soak {
 
     /// Runs `ringdisk ARGUMENTS`, which must work; what it printed.
     fn ringdisk(&self, arguments: &[&str]) -> String {
-        let mut command = Command::new(BINARY);
+        let mut command = Command::new(program());
         command.args(arguments).arg("--control").arg(&self.control);
         let output = command.output().unwrap();
         assert!(output.status.success(), "{arguments:?}: {output:?}");
@@ -472,7 +355,7 @@ impl Soak {
 
 /// Starts a ringdisk whose journals and other files of its own are in this directory.
 fn serve(directory: &Path, arguments: &[String]) -> Server {
-    let mut command = Command::new(BINARY);
+    let mut command = Command::new(program());
     command.args(["serve", "--json"]).args(arguments);
     command.env("RUNTIME_DIRECTORY", directory);
     Server::ringdisk_command(command).unwrap()
@@ -523,7 +406,14 @@ fn make(
         size: SIZE,
         snapshots: Vec::new(),
         killed: false,
-        driver: Driver::start(socket, *held, *packed, random.below(u64::MAX)),
+        driver: Driver::start(Guest {
+            socket,
+            held: *held,
+            packed: *packed,
+            seed: random.below(u64::MAX),
+            blocks: BLOCKS,
+            pause_us: 2000,
+        }),
     }
 }
 

@@ -1,0 +1,253 @@
+//! What is done, one after the other. A step that does not fit does nothing, so that any list of them can be run.
+
+use testkit::faulty::Random;
+
+pub const DISKS: usize = 10;
+
+/// Disks on a file system that can be filled.
+pub const ON_SMALL: [usize; 2] = [6, 9];
+
+/// One operation. Disks are numbers; files and sockets are named in the order in which they are made.
+#[derive(Clone, Debug)]
+pub enum Step {
+    /// `throttle`, with so many operations a second or no limit, and in the group or not.
+    Throttle {
+        disk: usize,
+        iops: u32,
+        group: bool,
+    },
+    /// Longer by so many MiB.
+    Resize {
+        disk: usize,
+        mib: u64,
+    },
+    /// The front-end connects again, with all that is under way.
+    Reconnect {
+        disk: usize,
+    },
+    /// Once the VM has gone, or from under it.
+    Detach {
+        disk: usize,
+        force: bool,
+    },
+    Attach {
+        disk: usize,
+    },
+    /// Onto a copy.
+    Replace {
+        disk: usize,
+        qcow2: bool,
+    },
+    /// Onto a new image above its own.
+    Snapshot {
+        disk: usize,
+    },
+    /// Its file gets another name, and ringdisk is told; then something else may be at the old name.
+    Rename {
+        disk: usize,
+        decoy: bool,
+    },
+    /// The same with a second name.
+    Link {
+        disk: usize,
+        decoy: bool,
+    },
+    /// `reload` of a configuration with these changes.
+    Reload {
+        edits: Vec<(usize, Edit)>,
+    },
+    /// The same changes, and `kill -9` and a start instead of a reload.
+    KillAndEdit {
+        edits: Vec<(usize, Edit)>,
+    },
+    /// `reload` of a configuration that cannot be put into force: nothing changes.
+    BadReload {
+        disk: usize,
+        bad: Bad,
+    },
+    /// Something removes the socket of a disk and those for commands, and SIGHUP brings them back.
+    RemoveSockets {
+        disk: usize,
+    },
+    Upgrade,
+    /// An upgrade while the file of a disk has another name: it is refused, or the disk goes on.
+    UpgradeWithout {
+        disk: usize,
+    },
+    /// `kill -9`, and the same command again.
+    Kill,
+    /// SIGTERM, and the same command again.
+    Stop,
+    /// There is no space for a while, in which something is done with another disk.
+    Full {
+        disk: usize,
+        then: Box<Step>,
+    },
+    /// Files may not be larger than this for a while, in which something is done that may fail.
+    FileSize {
+        mib: u64,
+        then: Box<Step>,
+    },
+    /// The process may have so many more files open for a while, in which something is done that may fail.
+    Descriptors {
+        more: u64,
+        then: Box<Step>,
+    },
+}
+
+/// A change of what the configuration says of a disk.
+#[derive(Clone, Debug)]
+pub enum Edit {
+    Limit(u32),
+    Group(bool),
+    Serial(u32),
+    /// Another socket.
+    Socket,
+    /// The sockets of two.
+    SwapSockets(usize),
+    /// A copy.
+    File,
+    /// The same file by another name.
+    Rename,
+    Remove,
+    Add,
+}
+
+/// What is wrong with a configuration.
+#[derive(Clone, Debug)]
+pub enum Bad {
+    Key,
+    /// A new disk without a file.
+    MissingFile,
+    /// A new disk at the socket of this one.
+    SameSocket,
+    /// This disk is to have a socket where something else is.
+    NoSocket,
+    NoGroup,
+}
+
+/// What follows from a seed.
+pub fn draw(seed: u64) -> Vec<Step> {
+    let mut random = Random(seed);
+    let count = 15 + random.below(30);
+    (0..count).map(|_| step(&mut random)).collect()
+}
+
+fn step(random: &mut Random) -> Step {
+    match random.below(100) {
+        0..8 => Step::Reload {
+            edits: edits(random),
+        },
+        8..12 => Step::KillAndEdit {
+            edits: edits(random),
+        },
+        12..17 => Step::BadReload {
+            disk: disk(random),
+            bad: match random.below(5) {
+                0 => Bad::Key,
+                1 => Bad::MissingFile,
+                2 => Bad::SameSocket,
+                3 => Bad::NoSocket,
+                _ => Bad::NoGroup,
+            },
+        },
+        17..23 => Step::Upgrade,
+        23..25 => Step::UpgradeWithout { disk: disk(random) },
+        25..27 => Step::RemoveSockets { disk: disk(random) },
+        27..32 => Step::Kill,
+        32..35 => Step::Stop,
+        35..39 => Step::Full {
+            disk: ON_SMALL[random.below(2) as usize],
+            then: Box::new(nested(random)),
+        },
+        39..43 => Step::FileSize {
+            mib: 1 + random.below(4),
+            then: Box::new(nested(random)),
+        },
+        43..48 => Step::Descriptors {
+            more: 2 + random.below(30),
+            then: Box::new(nested(random)),
+        },
+        _ => simple(random),
+    }
+}
+
+/// What is done while something is short.
+fn nested(random: &mut Random) -> Step {
+    match random.below(8) {
+        0 => Step::Kill,
+        1 => Step::Upgrade,
+        2 => Step::Stop,
+        _ => simple(random),
+    }
+}
+
+/// An operation on one disk.
+fn simple(random: &mut Random) -> Step {
+    let disk = disk(random);
+    match random.below(60) {
+        0..8 => Step::Throttle {
+            disk,
+            iops: limit(random),
+            group: random.one_in(3),
+        },
+        8..13 => Step::Resize {
+            disk,
+            mib: 1 + random.below(3),
+        },
+        13..17 => Step::Reconnect { disk },
+        17..25 => Step::Detach {
+            disk,
+            force: random.one_in(3),
+        },
+        25..35 => Step::Attach { disk },
+        35..42 => Step::Replace {
+            disk,
+            qcow2: random.one_in(2),
+        },
+        42..48 => Step::Snapshot { disk },
+        48..54 => Step::Rename {
+            disk,
+            decoy: random.one_in(2),
+        },
+        _ => Step::Link {
+            disk,
+            decoy: random.one_in(2),
+        },
+    }
+}
+
+/// A few changes, mostly of disks that are written down at first.
+fn edits(random: &mut Random) -> Vec<(usize, Edit)> {
+    let count = 1 + random.below(4);
+    let edits = (0..count).map(|_| match random.one_in(6) {
+        true => (disk(random), edit(random)),
+        false => (3 + random.below(4) as usize, edit(random)),
+    });
+    edits.collect()
+}
+
+fn edit(random: &mut Random) -> Edit {
+    match random.below(20) {
+        0..4 => Edit::Limit(limit(random)),
+        4..6 => Edit::Group(random.one_in(2)),
+        6..8 => Edit::Serial(random.below(100) as u32),
+        8..10 => Edit::Socket,
+        10..12 => Edit::SwapSockets(3 + random.below(4) as usize),
+        12..14 => Edit::File,
+        14..16 => Edit::Rename,
+        16..17 => Edit::Remove,
+        _ => Edit::Add,
+    }
+}
+
+fn disk(random: &mut Random) -> usize {
+    random.below(DISKS as u64) as usize
+}
+
+fn limit(random: &mut Random) -> u32 {
+    match random.one_in(2) {
+        true => 0,
+        false => 200 + random.below(20_000) as u32,
+    }
+}
