@@ -245,3 +245,102 @@ fn qemu_starts_with_what_is_fixed() {
         "{started} started, {were_refused} were refused before"
     );
 }
+
+/// What a machine boots: the number that its disk's boot sector ends QEMU with.
+fn booted(command: &str) -> Option<i32> {
+    let status = Command::new("sh")
+        .args(["-c", command])
+        .stdin(Stdio::null())
+        .status()
+        .unwrap();
+    // QEMU's debug-exit doubles it and adds 1.
+    status.code().map(|code| code >> 1)
+}
+
+/// QEMU's firmware boots the same disk before and after, and takes disks in the order that is assumed.
+#[test]
+fn the_firmware_boots_the_same_disk() {
+    if Command::new("qemu-system-x86_64")
+        .arg("--version")
+        .output()
+        .is_err()
+    {
+        return eprintln!("skipped: qemu-system-x86_64 is not installed");
+    }
+    let rules = Rules::built_in().unwrap();
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for number in [2, 3] {
+        // mov dx, 0x501; mov al, NUMBER; out dx, al
+        let mut sector = vec![0xba, 0x01, 0x05, 0xb0, number, 0xee];
+        sector.resize(510, 0);
+        sector.extend([0x55, 0xaa]);
+        sector.resize(1 << 20, 0);
+        fs::write(directory.path().join(format!("disk{number}")), sector).unwrap();
+    }
+    let drive = |number: u8, rest: &str| {
+        format!(
+            "-drive file={}/disk{number},format=raw,{rest}",
+            directory.path().display()
+        )
+    };
+    for (disks, boots) in [
+        (format!("{} {}", drive(2, "if=ide"), drive(3, "if=ide")), 2),
+        (
+            format!("{} {}", drive(2, "if=virtio"), drive(3, "if=ide")),
+            3,
+        ),
+        (
+            format!("{} {}", drive(2, "if=virtio"), drive(3, "if=virtio")),
+            2,
+        ),
+        (
+            format!(
+                "{} {} -device virtio-blk-pci,drive=b",
+                drive(2, "if=virtio"),
+                drive(3, "if=none,id=b")
+            ),
+            3,
+        ),
+        (
+            format!(
+                "{} -device ide-hd,drive=a,bus=ide.1 {} -device ide-hd,drive=b,bus=ide.0",
+                drive(2, "if=none,id=a"),
+                drive(3, "if=none,id=b")
+            ),
+            3,
+        ),
+        (
+            format!(
+                "-device lsi53c895a {} -device scsi-hd,drive=a {}",
+                drive(2, "if=none,id=a"),
+                drive(3, "if=virtio")
+            ),
+            3,
+        ),
+        (
+            format!(
+                "-usb {} -device usb-storage,drive=a {}",
+                drive(2, "if=none,id=a"),
+                drive(3, "if=virtio")
+            ),
+            3,
+        ),
+        (
+            format!(
+                "{} -device ide-hd,drive=a,bootindex=1 {}",
+                drive(2, "if=none,id=a"),
+                drive(3, "if=virtio")
+            ),
+            2,
+        ),
+    ] {
+        let command = format!(
+            "qemu-system-x86_64 -accel tcg -m 64 -display none -nic none -device isa-debug-exit,iobase=0x501,iosize=2 {disks}"
+        );
+        assert_eq!(booted(&command), Some(boots), "{command}");
+        let fixed = fix(input("vm.sh", &command), &rules, None, Wanted::default()).unwrap();
+        let now = &fixed.input.sources[0].text;
+        assert!(*now != command, "{command}: {:?}", fixed.left);
+        assert_eq!(booted(now), Some(boots), "{command}\n{now}");
+    }
+}

@@ -186,9 +186,14 @@ impl Changed<'_> {
             Boot::Fixed => Ok(()),
             Boot::First {
                 disk: first,
-                rank: (kind, is_drive, _),
+                rank: (kind, is_drive, place),
                 ..
-            } if first == disk.span || kind < VIRTIO_BLK || !is_drive => Ok(()),
+            } if first == disk.span
+                || kind < VIRTIO_BLK
+                || (!is_drive && place < disk.span.start) =>
+            {
+                Ok(())
+            }
             _ => Err(ANOTHER.into()),
         }
     }
