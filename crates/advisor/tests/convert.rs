@@ -237,6 +237,20 @@ fn a_machine_that_cannot_stays_as_it_is() {
     for (text, says) in [
         (text.replace("</domain>", sealed), "encrypted"),
         (text.replace("</domain>", set), "names a disk"),
+        (
+            text.replace(
+                "</devices>",
+                "<memory model='nvdimm'><target/></memory></devices>",
+            ),
+            "NVDIMM",
+        ),
+        (
+            text.replace(
+                "<devices>",
+                "<cpu><numa><cell id='0' memAccess='private'/></numa></cpu><devices>",
+            ),
+            "NUMA cell",
+        ),
         (text.replace("type='kvm'", "type='xen'"), "no disk"),
         (text.replace("x86_64", "s390x"), "s390x"),
     ] {
@@ -305,6 +319,26 @@ fn what_ringdisk_cannot_do_stays_on_a_command_line() {
         let why = there.map(|there| there.config).unwrap_err();
         assert!(why.contains(says), "{line} {says}: {why}");
     }
+}
+
+/// A file keeps its lines: one alone stays one, and lines with CRLF get such lines.
+#[test]
+fn lines_stay_as_they_are() {
+    let text = domain(&disk("", "", "", "")).sources[0].text.clone();
+    let lines: Vec<&str> = text.lines().map(str::trim).collect();
+    let there = |text: &str| {
+        let there = convert(vec![input("vm.xml", text)], Direction::ToRingdisk).unwrap();
+        let text = there.inputs[0].sources[0].text.clone();
+        assert!(
+            text.contains("vhostuser") && text.contains("memfd"),
+            "{text}"
+        );
+        text
+    };
+    let one = there(&lines.concat());
+    assert!(!one.contains('\n'), "{one}");
+    let crlf = there(&text.replace('\n', "\r\n"));
+    assert_eq!(crlf, there(&text).replace('\n', "\r\n"));
 }
 
 /// Disks that share limits go together or not at all: apart, each would have all of them.

@@ -4,6 +4,7 @@ mod any_bytes;
 mod checks;
 mod convert;
 mod corpus;
+mod libvirt;
 mod many;
 mod meaning;
 mod outside;

@@ -7,6 +7,7 @@ pub mod browser;
 pub mod ceph;
 pub mod deb;
 pub mod debian;
+pub mod libvirt;
 pub mod qemu;
 pub mod qmp;
 pub mod tcmalloc;
@@ -52,7 +53,7 @@ const QEMU_MAJOR_MIN: u32 = 8;
 type Ensure = fn() -> Result<()>;
 
 /// Everything that the tests need, and what happens without it.
-pub const ALL: [(Ensure, &str); 9] = [
+pub const ALL: [(Ensure, &str); 10] = [
     (ensure, "tests that need a guest are skipped"),
     (qmp::ensure, "tests with QEMU's QMP client are skipped"),
     (deb::ensure, "the test of the Debian package is skipped"),
@@ -61,6 +62,10 @@ pub const ALL: [(Ensure, &str); 9] = [
         "the test of the service in a real systemd is skipped",
     ),
     (qemu::ensure, "the matrix leaves out"),
+    (
+        libvirt::ensure,
+        "libvirt's own domains are not fixed and moved",
+    ),
     (ceph::ensure, "tests on a Ceph cluster are skipped"),
     (
         ceph::ensure_newer,

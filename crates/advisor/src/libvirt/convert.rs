@@ -217,6 +217,26 @@ fn machine(disk: Node<'_, '_>) -> Result<(), String> {
             "its memory is encrypted (<launchSecurity>), so ringdisk could not read it".into(),
         );
     }
+    let devices = child(domain, "devices");
+    let modules = devices.into_iter().flat_map(|devices| devices.children());
+    let private = modules
+        .filter(|node| node.has_tag_name("memory"))
+        .any(|node| {
+            node.attribute("model") == Some("nvdimm") && node.attribute("access") != Some("shared")
+        });
+    if private {
+        return Err(
+            "it has an NVDIMM without access='shared', which ringdisk could not map".into(),
+        );
+    }
+    let cells = child(domain, "cpu").and_then(|cpu| child(cpu, "numa"));
+    let cells = cells.into_iter().flat_map(|numa| numa.children());
+    if cells
+        .into_iter()
+        .any(|cell| cell.attribute("memAccess") == Some("private"))
+    {
+        return Err("a NUMA cell has memAccess='private', which ringdisk could not map".into());
+    }
     // Arguments past libvirt may set what this program does not see.
     let own = child(disk, "alias").and_then(|alias| alias.attribute("name"));
     let names_disk =

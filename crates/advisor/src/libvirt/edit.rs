@@ -475,7 +475,9 @@ impl<'a, 'i> Domain<'a, 'i> {
                         || format!("{}  ", self.indent(backing)),
                         |last| self.indent(last).to_owned(),
                     );
-                    format!("<source type='memfd'/>\n{indent}<access mode='shared'/>")
+                    let newline = self.newline(last.unwrap_or(backing));
+                    let indent = if newline.is_empty() { "" } else { &indent };
+                    format!("<source type='memfd'/>{newline}{indent}<access mode='shared'/>")
                 }
             };
             return Ok(self.add_child(backing, &xml));
@@ -485,9 +487,13 @@ impl<'a, 'i> Domain<'a, 'i> {
             .iter()
             .find_map(|name| child(self.node, name))
             .ok_or("the domain has no <memory>")?;
-        let indent = self.indent(node);
+        let (newline, indent) = (self.newline(node), self.indent(node));
+        let inner = match newline {
+            "" => String::new(),
+            newline => format!("{newline}{indent}  "),
+        };
         let xml = format!(
-            "<memoryBacking>\n{indent}  <source type='memfd'/>\n{indent}  <access mode='shared'/>\n{indent}</memoryBacking>"
+            "<memoryBacking>{inner}<source type='memfd'/>{inner}<access mode='shared'/>{newline}{indent}</memoryBacking>"
         );
         Ok(vec![self.add_after(node, &xml)])
     }

@@ -176,6 +176,8 @@ fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
         .to_owned();
     if matches!(base, "ide-cd" | "scsi-cd") {
         table.give("disk.device", "cdrom", driver_span);
+    } else if base == "floppy" {
+        table.give("disk.device", "floppy", driver_span);
     } else if matches!(base, "scsi-block" | "scsi-generic") {
         table.give("disk.device", "lun", driver_span);
     }

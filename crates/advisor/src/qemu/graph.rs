@@ -324,6 +324,9 @@ impl<'a> Graph<'a> {
                         self.group(group, disk);
                     }
                 }
+                // They change nothing of what they are put over.
+                "copy-on-read" | "compress" | "preallocate" | "blkdebug" | "blkverify"
+                | "blklogwrites" | "snapshot-access" => {}
                 // What the guest's disk is made of is said by the first one; those below it are of that image.
                 format if disk.table.get("disk.format").is_none() => {
                     disk.table

@@ -141,7 +141,7 @@ fn refresh(product: &Product, source: &Source) -> Result<()> {
 }
 
 /// apt on a folder of its own.
-struct Apt {
+pub struct Apt {
     folder: PathBuf,
     /// The mirror of the system's release, and the one of its security updates if there is one.
     mirror: String,
@@ -174,7 +174,7 @@ Dpkg::Use-Pty "false";
 "#;
 
 impl Apt {
-    fn open() -> Result<Self> {
+    pub fn open() -> Result<Self> {
         let folder = apt_folder();
         for made in ["lists/partial", "archives/partial"] {
             let made = folder.join(made);
@@ -216,7 +216,7 @@ impl Apt {
     /// keys of later releases, which an old installation lacks.
     fn newer_keyring(&mut self, release: &str) -> Result<()> {
         let sources = self.folder.join("keyring.list");
-        fs::write(&sources, self.line(release)?)?;
+        fs::write(&sources, self.line("deb", release)?)?;
         self.get(&sources, &["update"])?;
         let place = tempfile::tempdir_in(&self.folder).context("making a folder for keys")?;
         let mut download = self.command("apt-get", &sources);
@@ -233,27 +233,41 @@ impl Apt {
     }
 
     /// The line of a list of sources for a suite.
-    fn line(&self, suite: &str) -> Result<String> {
+    fn line(&self, kind: &str, suite: &str) -> Result<String> {
         let mirror = match (suite.ends_with("-security"), &self.security) {
             (false, _) => &self.mirror,
             (true, Some(security)) => security,
             (true, None) => bail!("apt's sources name no mirror of security updates"),
         };
         Ok(format!(
-            "deb [signed-by={}] {mirror} {suite} main\n",
+            "{kind} [signed-by={}] {mirror} {suite} main\n",
             self.keyring.display()
         ))
     }
 
     /// The list of sources for a release.
     fn sources(&self, source: &Source) -> Result<PathBuf> {
-        let lines: Result<String> = source.suites.iter().map(|suite| self.line(suite)).collect();
+        let lines: Result<String> = source
+            .suites
+            .iter()
+            .map(|suite| self.line("deb", suite))
+            .collect();
         let path = self.folder.join(format!("{}.list", source.name));
         fs::write(&path, lines?).with_context(|| format!("writing {}", path.display()))?;
         Ok(path)
     }
 
-    fn command(&self, program: &str, sources: &Path) -> Command {
+    /// The list of sources for the source packages of a release, from all suites that the system has a mirror of.
+    pub fn source_packages(&self, release: &str) -> Result<PathBuf> {
+        let suites = ["", "-updates", "-security", "-backports"];
+        let lines = suites.map(|end| self.line("deb-src", &format!("{release}{end}")));
+        let path = self.folder.join("source-packages.list");
+        fs::write(&path, lines.into_iter().flatten().collect::<String>())
+            .with_context(|| format!("writing {}", path.display()))?;
+        Ok(path)
+    }
+
+    pub fn command(&self, program: &str, sources: &Path) -> Command {
         let mut command = Command::new(program);
         let configuration = self.folder.join("configuration");
         command.arg(format!("--config-file={}", configuration.display()));
@@ -262,7 +276,7 @@ impl Apt {
         command
     }
 
-    fn get(&self, sources: &Path, arguments: &[&str]) -> Result<()> {
+    pub fn get(&self, sources: &Path, arguments: &[&str]) -> Result<()> {
         let mut apt = self.command("apt-get", sources);
         apt.arg("--quiet=2").args(arguments);
         let output = apt.output().context("starting apt-get")?;
