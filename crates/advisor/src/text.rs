@@ -16,7 +16,12 @@ pub struct Source {
     pub text: String,
     /// Where each line starts.
     lines: OnceLock<Vec<usize>>,
+    /// Characters before each block of bytes: a line may be the whole text.
+    characters: OnceLock<Vec<usize>>,
 }
+
+/// Bytes of a block in which characters are counted one by one.
+const BLOCK: usize = 1024;
 
 /// A part of a text, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -84,7 +89,22 @@ impl Source {
             name: name.into(),
             text: text.into(),
             lines: OnceLock::new(),
+            characters: OnceLock::new(),
         }
+    }
+
+    fn characters_before(&self, at: usize) -> usize {
+        // Each has one byte that does not continue it.
+        let count = |bytes: &[u8]| bytes.iter().filter(|byte| **byte & 0xc0 != 0x80).count();
+        let bytes = self.text.as_bytes();
+        let blocks = self.characters.get_or_init(|| {
+            let mut before = vec![0];
+            for block in bytes.chunks(BLOCK) {
+                before.push(before.last().unwrap_or(&0) + count(block));
+            }
+            before
+        });
+        blocks[at / BLOCK] + count(&bytes[at / BLOCK * BLOCK..at])
     }
 
     /// Where the byte `at` is. What lies behind the end is at the end.
@@ -108,7 +128,7 @@ impl Source {
             .unwrap_or(0);
         Position {
             line,
-            column: 1 + self.text[start..at].chars().count(),
+            column: 1 + self.characters_before(at) - self.characters_before(start),
         }
     }
 }
