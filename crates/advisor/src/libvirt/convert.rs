@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use roxmltree::Node;
 
+use super::edit::Xml;
 use super::{child, span};
 use crate::fix::{Edits, Target};
 use crate::model::Disk;
@@ -117,7 +118,7 @@ pub fn to_ringdisk(target: &Target<'_>, socket: &str, queues: u64, queue_size: u
     if let Some(foreign) = foreign(disk, "") {
         return Err(format!("ringdisk has no counterpart for {foreign}"));
     }
-    machine(disk)?;
+    machine(xml, disk)?;
     let mut driver =
         format!("<driver name='qemu' type='raw' queues='{queues}' queue_size='{queue_size}'");
     for name in KEPT {
@@ -193,7 +194,7 @@ fn foreign(node: Node<'_, '_>, path: &str) -> Option<String> {
 }
 
 /// Whether a vhost-user disk can be in the machine of a disk at all.
-fn machine(disk: Node<'_, '_>) -> Result<(), String> {
+fn machine(xml: &Xml<'_>, disk: Node<'_, '_>) -> Result<(), String> {
     let domain = disk.ancestors().find(|node| node.has_tag_name("domain"));
     let domain = domain.ok_or("the domain is not there")?;
     match domain.attribute("type") {
@@ -217,14 +218,7 @@ fn machine(disk: Node<'_, '_>) -> Result<(), String> {
             "its memory is encrypted (<launchSecurity>), so ringdisk could not read it".into(),
         );
     }
-    let devices = child(domain, "devices");
-    let modules = devices.into_iter().flat_map(|devices| devices.children());
-    let private = modules
-        .filter(|node| node.has_tag_name("memory"))
-        .any(|node| {
-            node.attribute("model") == Some("nvdimm") && node.attribute("access") != Some("shared")
-        });
-    if private {
+    if xml.has_private_memory(span(domain)) {
         return Err(
             "it has an NVDIMM without access='shared', which ringdisk could not map".into(),
         );

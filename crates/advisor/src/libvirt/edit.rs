@@ -16,6 +16,8 @@ pub struct Xml<'i> {
     elements: HashMap<Span, NodeId>,
     /// SCSI controllers by domain and index.
     controllers: HashMap<(Span, String), NodeId>,
+    /// Domains with an NVDIMM that other processes cannot map.
+    private: HashSet<Span>,
 }
 
 impl<'i> Xml<'i> {
@@ -27,10 +29,20 @@ impl<'i> Xml<'i> {
         });
         let elements = elements.map(|node| (span(node), node.id())).collect();
         let mut controllers = HashMap::new();
+        let mut private = HashSet::new();
         let domains = document.descendants();
         for domain in domains.filter(|node| node.has_tag_name("domain")) {
             for (index, node) in Controllers::of(domain).0 {
                 controllers.insert((span(domain), index.to_owned()), node.id());
+            }
+            let devices = child(domain, "devices").into_iter();
+            let mut devices = devices.flat_map(|devices| devices.children());
+            if devices.any(|node| {
+                node.has_tag_name("memory")
+                    && node.attribute("model") == Some("nvdimm")
+                    && node.attribute("access") != Some("shared")
+            }) {
+                private.insert(span(domain));
             }
         }
         Some(Self {
@@ -38,6 +50,7 @@ impl<'i> Xml<'i> {
             document,
             elements,
             controllers,
+            private,
         })
     }
 
@@ -51,6 +64,11 @@ impl<'i> Xml<'i> {
         let index = child(disk, "address").and_then(|node| node.attribute("controller"));
         let key = (domain, index.unwrap_or("0").to_owned());
         self.document.get_node(*self.controllers.get(&key)?)
+    }
+
+    /// Whether the domain at that place has memory that other processes cannot map.
+    pub fn has_private_memory(&self, domain: Span) -> bool {
+        self.private.contains(&domain)
     }
 
     /// All of it.
