@@ -180,8 +180,7 @@ fn is_movable(changed: &Changed<'_>, device: &Opt, nodes: &[(&Opt, String)]) -> 
     if formats > 1 {
         return Err("it has a format inside another".into());
     }
-    let options = &changed.line.options;
-    if options.iter().any(|option| option.group == "snapshot") {
+    if changed.parsed.is_snapshot {
         return Err("-snapshot throws away what is written".into());
     }
     // Whatever else knows one of these by its name would not find it any more.
@@ -194,7 +193,12 @@ fn is_movable(changed: &Changed<'_>, device: &Opt, nodes: &[(&Opt, String)]) -> 
     let is_own = |option: &Opt| {
         option.whole == device.whole || nodes.iter().any(|(node, _)| node.whole == option.whole)
     };
-    for option in options.iter().filter(|option| !is_own(option)) {
+    let known: Vec<&str> = names.iter().copied().chain(device.value("id")).collect();
+    for option in changed
+        .parsed
+        .users(&known)
+        .filter(|option| !is_own(option))
+    {
         let named = option.pairs.iter().find(|pair| {
             let is_name = |key: &str| {
                 matches!(

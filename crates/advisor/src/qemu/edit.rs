@@ -24,9 +24,19 @@ pub struct Parsed {
     nodes: HashMap<String, usize>,
     /// What is booted.
     pub boot: OnceCell<Boot>,
+    /// The same of options that name another one, or set something of it, by its name.
+    uses: HashMap<String, Vec<usize>>,
+    /// Whether what is written is thrown away.
+    pub is_snapshot: bool,
 }
 
 impl Parsed {
+    /// The options that may name one of these.
+    pub fn users<'a>(&'a self, names: &'a [&str]) -> impl Iterator<Item = &'a Opt> {
+        let users = names.iter().filter_map(|name| self.uses.get(*name));
+        users.flatten().map(|at| &self.line.options[*at])
+    }
+
     /// # Errors
     /// The command is not there, or is broken.
     pub fn of(input: &Input, vm: usize) -> Result<Self, String> {
@@ -49,7 +59,18 @@ impl Parsed {
                 .filter(|_| option.group == "blockdev");
             Some((name?.to_owned(), at))
         });
+        let mut uses: HashMap<String, Vec<usize>> = HashMap::new();
+        for (at, option) in line.options.iter().enumerate() {
+            for pair in &option.pairs {
+                uses.entry(pair.value.clone()).or_default().push(at);
+                if let Some(id) = pair.key.split('.').nth(1).filter(|_| option.group == "set") {
+                    uses.entry(id.to_owned()).or_default().push(at);
+                }
+            }
+        }
         Ok(Self {
+            uses,
+            is_snapshot: line.options.iter().any(|option| option.group == "snapshot"),
             places: places.collect(),
             nodes: nodes.collect(),
             boot: OnceCell::new(),
