@@ -98,9 +98,10 @@ pub struct Handed {
     pub upgrade: bool,
     pub metrics: bool,
     pub disks: Vec<HandedDisk>,
-    /// Disks that are written down and not served, by name: they were detached by command.
+    /// How what is served differs from what is written down, in the words of the file in which that is kept. Without it,
+    /// that file has to do.
     #[serde(default)]
-    pub detached: Vec<String>,
+    pub changed: Option<String>,
     /// Disks that are left to other hosts for now, by name.
     pub away: Vec<String>,
     pub exports: Vec<HandedExport>,

@@ -18,6 +18,7 @@ use tracing::warn;
 use crate::config::Config;
 use crate::hand::{Channel, FileIdentity, Handed, HandedDisk, HandedExport, Hello, PROTOCOL, Step};
 use crate::spec::{DiskSpec, FileSpec, SpecError};
+use crate::state::Changed;
 
 /// How long the old process may take to pause all disks. It gives up sooner.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -39,7 +40,7 @@ struct State {
     metrics: Option<TcpListener>,
     /// By name.
     disks: BTreeMap<String, OnFile>,
-    detached: Vec<String>,
+    changed: Option<Changed>,
     away: Vec<String>,
     exports: Vec<(PathBuf, InheritedExport)>,
     gate: Option<Arc<Gate>>,
@@ -162,6 +163,12 @@ impl Inherited {
         let disks = disks.collect::<Result<_, _>>();
         let disks =
             disks.map_err(|e| io::Error::other(format!("a disk came that is none: {e}")))?;
+        let changed = handed.changed.map(|text| Changed::parse(text.as_bytes()));
+        let changed = changed.transpose().map_err(|e| {
+            io::Error::other(format!(
+                "what was changed by command came with a mistake: {e}"
+            ))
+        })?;
         Ok(Self {
             state: Mutex::new(State {
                 channel: Some(channel),
@@ -171,7 +178,7 @@ impl Inherited {
                 upgrade: upgrade.map(UnixListener::from),
                 metrics: metrics.map(TcpListener::from),
                 disks,
-                detached: handed.detached,
+                changed,
                 away: handed.away,
                 exports,
                 gate: Some(gate),
@@ -241,9 +248,9 @@ impl Inherited {
         self.state().disks.contains_key(name)
     }
 
-    /// Whether a disk that is written down was detached by command.
-    pub fn is_detached(&self, disk: &str) -> bool {
-        self.state().detached.iter().any(|name| name == disk)
+    /// How what the old process serves differs from what is written down, if it has said so.
+    pub fn changed(&self) -> Option<Changed> {
+        self.state().changed.take()
     }
 
     pub fn lock(&self) -> Option<File> {
@@ -321,7 +328,6 @@ impl Inherited {
         state.metrics = None;
         // What has the name of one of them from now on is another disk.
         state.disks.clear();
-        state.detached.clear();
         state.away.clear();
         for file in state.files.drain(..) {
             if let Err(e) = rustix::fs::fdatasync(&file) {
@@ -329,6 +335,10 @@ impl Inherited {
             }
         }
         for (socket, _) in state.exports.drain(..) {
+            warn!(
+                "{}: the disk that was served there is no longer written down, and no longer served",
+                socket.display()
+            );
             let _ = fs::remove_file(socket);
         }
         Ok(())

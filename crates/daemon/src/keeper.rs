@@ -168,12 +168,7 @@ impl Keeper {
 
     /// The lock is held over all of it, so that the newest is written last.
     fn write(&self, inner: &mut Inner, host: &Host) -> io::Result<()> {
-        let mut inventory = host.inventory();
-        inner
-            .moved
-            .iter()
-            .for_each(|moved| inventory.move_to(moved));
-        let text = inventory.difference(&inner.absent).text();
+        let text = inner.difference(host).text();
         if inner.text.as_ref() == Some(&text) {
             return Ok(());
         }
@@ -205,92 +200,107 @@ impl Keeper {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Serves what is written down, as it was changed, and what was added. Only what is written down must work.
-    ///
-    /// # Errors
-    /// A disk that is written down cannot be served.
-    pub fn start(
-        &self,
-        host: &Host,
-        written: &Written,
-        changed: &Changed,
-    ) -> Result<Vec<Ready>, HostError> {
-        let start = changed.apply(&written.disks);
-        for name in &start.outdated {
-            info!(
-                "disk {name}: is served as it is written down by now, not as it was changed before"
-            );
-        }
-        let mut absent = Changed::default();
-        // What guests are served must be taken over, or stay where it is.
-        let must = |name: &str| host.places.inherited.has_disk(name);
-        let missing = |what: &str, name: &str, e: &HostError| {
-            error!("{what} {name}, which was added while the last process ran, cannot be: {e}");
-        };
-        for (id, thread) in &changed.threads {
-            if !written.threads.iter().any(|(other, _)| other == id)
-                && let Err(e) = host.threads.add(id, thread.clone())
-            {
-                missing("I/O thread", id, &e.into());
-                absent.threads.push((id.clone(), thread.clone()));
-            }
-        }
-        for (name, limits) in &changed.groups {
-            if !written.groups.iter().any(|(other, _)| other == name)
-                && let Err(e) = host.add_group(name, limits)
-            {
-                missing("throttle group", name, &e);
-                absent.groups.push((name.clone(), *limits));
-            }
-        }
-        host.remember_write_caches(&changed.write_caches);
-        let ready = start
-            .disks
-            .into_iter()
-            .map(|spec| host.attach_at_start(spec));
-        let mut ready: Vec<Ready> = ready.collect::<Result<_, _>>()?;
-        for disk in start.more {
-            match host.attach(disk.clone()) {
-                Ok(attached) => ready.push(attached),
-                Err(e) if must(&disk.name) => {
-                    return Err(e.of_disk(&disk.name));
-                }
-                Err(e) => {
-                    missing("disk", &disk.name, &e);
-                    absent.disks.push(ChangedDisk {
-                        disk,
-                        instead_of: None,
-                    });
-                }
-            }
-        }
-        // Each lies on one before it.
-        for node in &changed.nodes {
-            let added = match &node.over {
-                None => host.add_node(node.disk.clone()),
-                Some(child) => host.add_node_over(child, node.disk.clone()),
-            };
-            if let Err(e) = added {
-                if must(&node.disk.name) {
-                    return Err(e);
-                }
-                missing("node", &node.disk.name, &e);
-                absent.nodes.push(node.clone());
-            }
-        }
-        for export in &changed.exports {
-            match host.add_export(&export.node, &export_spec(export)) {
-                Ok(exported) => ready.push(exported),
-                Err(e) if must(&export.node) => return Err(e),
-                Err(e) => {
-                    missing("export", &export.id, &e);
-                    absent.exports.push(export.clone());
-                }
-            }
-        }
-        self.inner().absent = absent;
-        Ok(ready)
+    /// How a host differs from what is written down.
+    pub fn changed(&self, host: &Host) -> Changed {
+        self.inner().difference(host)
     }
+
+    /// What could not be served when this process started.
+    pub fn set_absent(&self, absent: Changed) {
+        self.inner().absent = absent;
+    }
+}
+
+impl Inner {
+    fn difference(&self, host: &Host) -> Changed {
+        let mut inventory = host.inventory();
+        self.moved.iter().for_each(|moved| inventory.move_to(moved));
+        inventory.difference(&self.absent)
+    }
+}
+
+/// Serves what is written down, as it was changed, and what was added. Only what is written down must work;
+/// returns also what of the rest could not be served.
+///
+/// # Errors
+/// A disk that is written down cannot be served.
+pub fn start(
+    host: &Host,
+    written: &Written,
+    changed: &Changed,
+) -> Result<(Vec<Ready>, Changed), HostError> {
+    let start = changed.apply(&written.disks);
+    for name in &start.outdated {
+        info!("disk {name}: is served as it is written down by now, not as it was changed before");
+    }
+    let mut absent = Changed::default();
+    // What guests are served must be taken over, or stay where it is.
+    let must = |name: &str| host.places.inherited.has_disk(name);
+    let missing = |what: &str, name: &str, e: &HostError| {
+        error!("{what} {name}, which was added while the last process ran, cannot be: {e}");
+    };
+    for (id, thread) in &changed.threads {
+        if !written.threads.iter().any(|(other, _)| other == id)
+            && let Err(e) = host.threads.add(id, thread.clone())
+        {
+            missing("I/O thread", id, &e.into());
+            absent.threads.push((id.clone(), thread.clone()));
+        }
+    }
+    for (name, limits) in &changed.groups {
+        if !written.groups.iter().any(|(other, _)| other == name)
+            && let Err(e) = host.add_group(name, limits)
+        {
+            missing("throttle group", name, &e);
+            absent.groups.push((name.clone(), *limits));
+        }
+    }
+    host.remember_write_caches(&changed.write_caches);
+    let ready = start
+        .disks
+        .into_iter()
+        .map(|spec| host.attach_at_start(spec));
+    let mut ready: Vec<Ready> = ready.collect::<Result<_, _>>()?;
+    for disk in start.more {
+        match host.attach(disk.clone()) {
+            Ok(attached) => ready.push(attached),
+            Err(e) if must(&disk.name) => {
+                return Err(e.of_disk(&disk.name));
+            }
+            Err(e) => {
+                missing("disk", &disk.name, &e);
+                absent.disks.push(ChangedDisk {
+                    disk,
+                    instead_of: None,
+                });
+            }
+        }
+    }
+    // Each lies on one before it.
+    for node in &changed.nodes {
+        let added = match &node.over {
+            None => host.add_node(node.disk.clone()),
+            Some(child) => host.add_node_over(child, node.disk.clone()),
+        };
+        if let Err(e) = added {
+            if must(&node.disk.name) {
+                return Err(e);
+            }
+            missing("node", &node.disk.name, &e);
+            absent.nodes.push(node.clone());
+        }
+    }
+    for export in &changed.exports {
+        match host.add_export(&export.node, &export_spec(export)) {
+            Ok(exported) => ready.push(exported),
+            Err(e) if must(&export.node) => return Err(e),
+            Err(e) => {
+                missing("export", &export.id, &e);
+                absent.exports.push(export.clone());
+            }
+        }
+    }
+    Ok((ready, absent))
 }
 
 impl Inventory {
@@ -316,7 +326,8 @@ impl Inventory {
             && exports.next().is_none()
     }
 
-    fn difference(&self, absent: &Changed) -> Changed {
+    /// How it differs from what is written down, with what is to be there besides.
+    pub fn difference(&self, absent: &Changed) -> Changed {
         let written = &self.written;
         let mut changed = absent.clone();
         let here = |name: &String| self.nodes.iter().any(|node| node.disk.name == *name);

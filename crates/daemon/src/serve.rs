@@ -21,7 +21,7 @@ use crate::host::{Host, HostError};
 use crate::inherit::{self, Inherited};
 use crate::iothreads::IoThreads;
 use crate::journal::Journals;
-use crate::keeper::{KeepError, Keeper, Written};
+use crate::keeper::{self, KeepError, Keeper, Written};
 use crate::log;
 use crate::manager;
 use crate::metrics;
@@ -312,8 +312,8 @@ fn serve(args: &Args) -> Result<(), ServeError> {
     let reload = inherited.keep_files(&mut config);
     let written = Written::new(&command_line, &config);
     host.set_written(written.clone());
-    let result = start(&host, &config, &written, keeper.as_ref());
-    let keeper = keeper.map(|(keeper, _)| keeper);
+    let (keeper, kept) = keeper.unzip();
+    let result = start(&host, &config, &written, kept, keeper.as_ref());
     drop(ready_threads);
     let config = args
         .config
@@ -439,7 +439,8 @@ fn start(
     host: &Host,
     config: &Config,
     written: &Written,
-    keeper: Option<&(Keeper, Changed)>,
+    kept: Option<Changed>,
+    keeper: Option<&Keeper>,
 ) -> Result<Vec<Ready>, ServeError> {
     for (id, spec) in &config.threads {
         host.threads
@@ -449,15 +450,26 @@ fn start(
     for (name, limits) in &config.groups {
         host.add_group(name, limits)?;
     }
-    let Some((keeper, changed)) = keeper else {
-        // What is kept says so itself.
-        let inherited = &host.places.inherited;
-        let disks = written.disks.iter().cloned();
-        let disks = disks.filter(|disk| !inherited.is_detached(&disk.name));
-        let attached = disks.map(|spec| host.attach_at_start(spec));
-        return Ok(attached.collect::<Result<_, _>>()?);
+    // Who serves knows better than a file that may not have been written.
+    let (ready, absent) = match (host.places.inherited.changed(), kept) {
+        (Some(changed), _) => {
+            let written = without_detached(written, &changed);
+            keeper::start(host, &written, &changed)?
+        }
+        (None, kept) => keeper::start(host, written, &kept.unwrap_or_default())?,
     };
-    Ok(keeper.start(host, written, changed)?)
+    if let Some(keeper) = keeper {
+        keeper.set_absent(absent);
+    }
+    Ok(ready)
+}
+
+/// What was detached by command does not come back by itself with another program, whatever is said of it by now.
+fn without_detached(written: &Written, changed: &Changed) -> Written {
+    let mut written = written.clone();
+    let is_gone = |disk: &DiskSpec| changed.gone.iter().any(|gone| gone.name == disk.name);
+    written.disks.retain(|disk| !is_gone(disk));
+    written
 }
 
 /// Without a path of the operator's choice, there is no control socket where another ringdisk has it.

@@ -529,7 +529,7 @@ fn hand(
         upgrade: upgrade.is_some(),
         metrics: metrics.is_some(),
         disks: host.handed_disks(),
-        detached: host.detached(),
+        changed: Some(host.changed().text()),
         away: host.away(),
         exports: Vec::new(),
     };

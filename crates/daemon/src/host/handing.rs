@@ -12,6 +12,7 @@ use super::ending::in_time;
 use super::{Host, HostError, NodeEntry};
 use crate::hand::HandedDisk;
 use crate::node::Node;
+use crate::state::Changed;
 use crate::upgrade::Pausing;
 
 impl Host {
@@ -97,12 +98,12 @@ impl Host {
         state.nodes.values().map(spec).collect()
     }
 
-    /// Names of disks that are written down and not served.
-    pub fn detached(&self) -> Vec<String> {
-        let state = self.state();
-        let written = state.written.disks.iter();
-        let detached = written.filter(|disk| !state.nodes.contains_key(&disk.name));
-        detached.map(|disk| disk.name.clone()).collect()
+    /// How what is served differs from what is written down, be that kept or not.
+    pub fn changed(&self) -> Changed {
+        match self.keeper.get() {
+            Some(keeper) => keeper.changed(self),
+            None => self.inventory().difference(&Changed::default()),
+        }
     }
 
     /// Names of disks that are left to other hosts for now.

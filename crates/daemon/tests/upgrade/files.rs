@@ -253,6 +253,51 @@ fn a_disk_that_was_detached_stays_so() {
     }
 }
 
+/// What was changed by command is handed over, be it kept nowhere, or where nothing can be written: the guest of a disk
+/// that was attached would lose it.
+#[test]
+fn what_was_changed_is_handed_over_though_it_is_not_kept() {
+    for state in [false, true] {
+        println!("with state: {state}");
+        let files = Files::new(&["a.raw", "b.raw", "c.raw"]);
+        let here = files.config();
+        here.write(&[("b", "b.raw", "b.sock")], "");
+        let mut arguments = vec![here.argument("a")];
+        if state {
+            arguments.push(format!("--state={}", here.path("state").display()));
+        }
+        let mut served = files.serve(&arguments);
+        if state {
+            // No file can be written by this name.
+            fs::create_dir(here.path("state/state.new")).unwrap();
+        }
+        let works = |served: &Served, arguments: &[&str]| {
+            let output = served.ringdisk(arguments);
+            assert!(output.status.success(), "{arguments:?}: {output:?}");
+        };
+        works(&served, &["attach", &here.argument("c")]);
+        works(&served, &["detach", "b"]);
+        works(&served, &["throttle", "a", "iops=77"]);
+        let mut device = Device::connect(here.path("c.sock"), &config()).unwrap();
+        for round in 0..2 {
+            served.upgrade(&[]);
+            let list = served.ringdisk(&["list", "--json"]).stdout;
+            let list: Value = serde_json::from_slice(&list).unwrap();
+            let list = list.as_array().unwrap().iter();
+            let names: Vec<_> = list.map(|disk| disk["name"].clone()).collect();
+            assert_eq!(names, ["a", "c"], "round {round}");
+            assert_eq!(served.disk("a")["limits"]["iops"], 77);
+            here.write_goes_to(&mut device, 8 + 8 * round, "c.raw", &["a.raw"]);
+        }
+        // What is said of a disk that is detached does not bring it back.
+        here.write(&[("b", "b.raw", "b.sock")], "serial = \"new\"");
+        served.upgrade(&[]);
+        assert!(!here.path("b.sock").exists());
+        here.write_goes_to(&mut device, 24, "c.raw", &["a.raw"]);
+        served.end();
+    }
+}
+
 /// Where the configuration says another file by now, the disk is put there as by a reload: when it has been taken over.
 #[test]
 fn a_disk_is_put_on_the_file_that_is_written_down_since() {
