@@ -103,7 +103,7 @@ commands! {
     /// Ends serving a disk and closes it.
     RingdiskDetach(RingdiskDetach) -> Empty = "x-ringdisk-detach",
     /// Rereads the configuration.
-    RingdiskReload(Empty) -> Empty = "x-ringdisk-reload",
+    RingdiskReload(Empty) -> Value = "x-ringdisk-reload",
     /// Puts another file under a disk while the guest runs.
     RingdiskReplace(RingdiskReplace) -> Empty = "x-ringdisk-replace",
     /// Makes a disk longer, or tells its guest that it has become longer.

@@ -388,8 +388,14 @@ pub fn reload(args: &ReloadArgs) -> Done {
     if args.upgrade && upgrade::upgrade_if_changed(&args.connection)? {
         return Ok(());
     }
+    let mut client = args.connection.open()?;
+    let reply = client.call("x-ringdisk-reload", json!({}))?;
+    let left_out = reply["left-out"].as_array().into_iter().flatten();
+    let left_out = left_out.filter_map(Value::as_str);
     let done = "the configuration was read anew, and is in force";
-    args.connection.order("x-ringdisk-reload", json!({}), done)
+    let lines: Vec<&str> = [done].into_iter().chain(left_out).collect();
+    args.connection.say(&reply, &lines.join("\n"));
+    Ok(())
 }
 
 /// All disks and I/O threads with their statistics.

@@ -137,7 +137,10 @@ impl Qmp {
                     host.look_for_growth();
                     host.look_at_sockets();
                     reloaded
-                        .map(done)
+                        .map(|left_out| match left_out.is_empty() {
+                            true => json!({}),
+                            false => json!({ "left-out": left_out }),
+                        })
                         .map_err(|e| CommandError::generic(e.to_string()))
                 }
                 None => Err(CommandError::generic(

@@ -59,12 +59,13 @@ impl Reloader {
     }
 
     /// Reads the file anew, and adds, removes and changes what differs. Disks that stay as they are notice
-    /// nothing. The changes are judged together, by what they come to in the end.
+    /// nothing. The changes are judged together, by what they come to in the end. Returns what was left out, a sentence for
+    /// each disk.
     ///
     /// # Errors
     /// There is a mistake in the file, or what it says cannot be served, and nothing was changed; or
     /// something failed later, and all else is in force.
-    pub fn reload(&self, host: &Host) -> Result<(), ReloadError> {
+    pub fn reload(&self, host: &Host) -> Result<Vec<String>, ReloadError> {
         let mut old = self.in_force.lock().unwrap_or_else(PoisonError::into_inner);
         let new = Config::read(&self.path)?;
         let change = Change::between(&old, &new, host);
@@ -75,10 +76,12 @@ impl Reloader {
         info!("{path}: read anew: {}", change.summary());
         let in_force = failed.in_force(&new);
         let reasons = failed.reasons;
+        let left_out: Vec<String> = change.detached.iter().map(|disk| left_out(disk)).collect();
+        left_out.iter().for_each(|sentence| warn!("{sentence}"));
         *old = in_force;
         host.set_written(Written::new(&self.disks, &old));
         match reasons.is_empty() {
-            true => Ok(()),
+            true => Ok(left_out),
             false => Err(ReloadError::Partly(reasons)),
         }
     }
@@ -94,6 +97,8 @@ struct Change<'a> {
     /// As they are to be: as before but for the file, and for their limits.
     moved: Vec<&'a DiskSpec>,
     changed: Vec<Changed<'a>>,
+    /// Disks of which something else is written down, and that were detached by command, and stay so.
+    detached: Vec<&'a DiskSpec>,
 }
 
 /// A disk that is to be served otherwise than before, which its front-end sees as a lost connection.
@@ -154,6 +159,7 @@ impl<'a> Change<'a> {
             throttled: Vec::new(),
             moved: Vec::new(),
             changed: Vec::new(),
+            detached: Vec::new(),
         };
         for disk in &new.disks {
             match old.disks.iter().find(|other| other.name == disk.name) {
@@ -162,6 +168,7 @@ impl<'a> Change<'a> {
                 None if host.spec_of(&disk.name).as_ref() == Some(disk) => {}
                 None => change.added.push(disk),
                 Some(before) if before == disk => {}
+                Some(_) if host.node_of(&disk.name).is_none() => change.detached.push(disk),
                 Some(before) if same_but_for_limits(before, disk) => change.throttled.push(disk),
                 Some(before) if same_but_for_file(before, disk) => change.moved.push(disk),
                 Some(before) => change.changed.push(Changed::new(before, disk, host)),
@@ -365,6 +372,14 @@ impl<'a> Failed<'a> {
         config.threads.extend(self.threads.iter().copied().cloned());
         config
     }
+}
+
+fn left_out(disk: &DiskSpec) -> String {
+    format!(
+        "disk {}: was detached by command, and stays so; what has changed of it is left out. 'ringdisk attach' serves it again: \
+         from the file that it was on last, which need not be the one that is written down",
+        disk.name
+    )
 }
 
 /// What failed, with the disk that is the reason.

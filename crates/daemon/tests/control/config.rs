@@ -332,6 +332,49 @@ fn commands_and_the_file_agree() {
     verify(&mut device.queues[0]);
 }
 
+/// What is said anew of a disk that was detached by command is left out, which is said; all else gets through.
+#[test]
+fn a_detached_disk_is_in_nobodys_way() {
+    let three = |more: &str| disk("a", "") + &disk("b", "") + &disk("c", more);
+    let config = Configured::start(&three(""));
+    let mut device = config.device("a");
+    config.ringdisk.json(&["detach", "c"]);
+    fs::rename(config.ringdisk.path("c.raw"), config.ringdisk.path("d.raw")).unwrap();
+    let other_file = three("").replace("c.raw\"", "d.raw\"\nname = \"c\"");
+    for (round, text) in [
+        three("iops = 77"),
+        three("serial = \"new\""),
+        other_file.clone(),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let iops = 1000 + round as u64;
+        let first = disk("a", "");
+        let text = text.replace(&first, &disk("a", &format!("iops = {iops}")));
+        config.write(&text);
+        let ran = config.ringdisk.ringdisk(&["reload"]);
+        assert_eq!(ran.code, Some(0), "{ran:?}");
+        for words in ["in force", "disk c", "detached", "ringdisk attach"] {
+            assert!(ran.out.contains(words), "{ran:?}");
+        }
+        assert_eq!(config.names(), ["a", "b"]);
+        assert_eq!(config.ringdisk.disk("a")["limits"]["iops"], iops);
+    }
+    verify(&mut device.queues[0]);
+    // What is attached again stays as it is written down.
+    let attached = format!(
+        "{},name=c,socket={}",
+        config.ringdisk.path("d.raw").display(),
+        config.socket("c").display()
+    );
+    config.ringdisk.json(&["attach", &attached]);
+    let reloaded = config.ringdisk.json(&["reload"]);
+    assert_eq!(reloaded, json!({}));
+    assert_eq!(config.names(), ["a", "b", "c"]);
+    verify(&mut config.device("c").queues[0]);
+}
+
 /// A disk is put on an image, and back, by the file alone; its guest notices a pause.
 #[test]
 fn a_disk_gets_another_format() {
