@@ -194,3 +194,72 @@ fn no_shell_reads_the_arguments_in_proxmox() {
                 -device virtio-blk-pci,drive=x\n";
     assert_eq!(files(&input(text)), ["/a>b"]);
 }
+
+/// What is written into JSON goes into the object that it is of, once, whatever stands first in it.
+#[test]
+fn json_keys_go_into_their_object() {
+    let lines = [
+        (
+            "-blockdev '{\"driver\":\"qcow2\",\"node-name\":\"f0\",\"file\":{\"driver\":\"file\",\"filename\":\"/vms/a.qcow2\"}}'",
+            "",
+        ),
+        (
+            "-blockdev '{\"file\":{\"driver\":\"file\",\"filename\":\"/vms/a.qcow2\"},\"driver\":\"qcow2\",\"node-name\":\"f0\"}'",
+            "",
+        ),
+        (
+            "-blockdev '{\"cache\":{\"direct\":true},\"driver\":\"file\",\"node-name\":\"f0\",\"filename\":\"/vms/a.img\"}'",
+            "",
+        ),
+        (
+            "-blockdev '{\"driver\":\"raw\",\"node-name\":\"f0\",\"cache\":{\"no-flush\":false},\"file\":{\"driver\":\"file\",\"filename\":\"/vms/a.img\"}}'",
+            "\"cache\":{\"direct\":true,\"no-flush\":false}",
+        ),
+        (
+            "-blockdev \"{\\\"cache\\\": {}, \\\"driver\\\":\\\"file\\\",\\\"node-name\\\":\\\"f0\\\",\\\"filename\\\":\\\"/vms/a.img\\\"}\"",
+            "\\\"cache\\\": {\\\"direct\\\":true}",
+        ),
+    ];
+    for (blockdev, part) in lines {
+        let line = format!(
+            "qemu-system-x86_64 -accel kvm -machine q35 {blockdev} -device virtio-blk-pci,drive=f0\n"
+        );
+        let fixed = fixed(&line);
+        let now = text(&fixed);
+        assert!(now.contains(part), "{now}");
+        assert_ne!(now, line);
+        for key in ["cache", "direct", "discard", "aio"] {
+            let most = match key {
+                "discard" => blockdev.matches("driver").count(),
+                _ => 1,
+            };
+            let found = now.matches(&format!("{key}\\\":")).count()
+                + now.matches(&format!("{key}\":")).count();
+            assert!(found <= most, "{key}: {now}");
+        }
+        assert!(fixed.rounds < 10, "{now}");
+        assert_eq!(text(&self::fixed(now)), now);
+    }
+}
+
+/// What is taken from JSON takes one comma with it, also with white space around it.
+#[test]
+fn json_stays_json_where_a_key_goes() {
+    for device in [
+        "{\"driver\":\"virtio-blk-pci\", \"drive\":\"a\", \"iothread\":\"i0\", \"ioeventfd\":false}",
+        "{\"driver\":\"virtio-blk-pci\", \"ioeventfd\":false , \"drive\":\"a\", \"iothread\":\"i0\"}",
+    ] {
+        let line = format!(
+            "qemu-system-x86_64 -accel kvm -machine q35 -object iothread,id=i0 \
+             -drive file=/dev/vg0/a,format=raw,if=none,id=a,cache=none,aio=native,discard=unmap -device '{device}'\n"
+        );
+        let fixed = fixed(&line);
+        let now = text(&fixed);
+        assert!(!now.contains("ioeventfd"), "{now}");
+        let json = now.split('\'').nth(1).unwrap();
+        assert!(
+            serde_json::from_str::<serde_json::Value>(json).is_ok(),
+            "{json}"
+        );
+    }
+}

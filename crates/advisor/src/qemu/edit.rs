@@ -197,19 +197,43 @@ fn set_in(source: &str, option: &Opt, prefix: &str, key: &str, value: &str) -> V
             escaped(&json(value), *quote),
         )],
         (Syntax::Json(quote), None) => {
-            let object = format!("\"{key}\":{}", json(value));
-            let body = match key.split_once('.') {
-                Some((outer, inner)) => format!("\"{outer}\":{{\"{inner}\":{}}}", json(value)),
-                None => object,
+            // Into the object that the key is of, before its first value that is no object itself. An object that is
+            // not there is made, an empty one is filled.
+            let inside = |prefix: &str| {
+                let own = option.pairs.iter().filter(|pair| {
+                    let key = pair.key.strip_prefix(prefix);
+                    key.is_some_and(|key| !key.contains('.'))
+                });
+                own.min_by_key(|pair| pair.value_span.start)
             };
-            // Before the first value of the same node, that is before its key.
-            let before = option
-                .pairs
-                .iter()
-                .filter(|pair| pair.key.starts_with(prefix))
-                .min_by_key(|pair| pair.value_span.start);
-            match before.and_then(|pair| key_start(source, option, pair)) {
-                Some(at) => vec![Edit::replace(at, escaped(&format!("{body},"), *quote))],
+            let starts = |prefix: &str| {
+                let mut pairs = option.pairs.iter();
+                pairs.any(|pair| pair.key.starts_with(prefix))
+            };
+            let (prefix, key, body) = match key.split_once('.') {
+                Some((outer, inner)) => {
+                    let object = format!("{{\"{inner}\":{}}}", json(value));
+                    let whole = format!("{prefix}{outer}");
+                    if let Some(pair) = option.get(&whole) {
+                        return match pair.value.as_str() {
+                            "{}" => vec![Edit::replace(pair.value_span, escaped(&object, *quote))],
+                            _ => Vec::new(),
+                        };
+                    }
+                    match format!("{whole}.") {
+                        there if starts(&there) => (there, inner, json(value)),
+                        _ => (prefix.to_owned(), outer, object),
+                    }
+                }
+                // As a list or an object it is there already.
+                None if starts(&format!("{full}.")) => return Vec::new(),
+                None => (prefix.to_owned(), key, json(value)),
+            };
+            match inside(&prefix).and_then(|pair| key_start(source, option, pair)) {
+                Some(at) => vec![Edit::replace(
+                    at,
+                    escaped(&format!("\"{key}\":{body},"), *quote),
+                )],
                 None => Vec::new(),
             }
         }
@@ -482,16 +506,18 @@ impl<'a> Changed<'a> {
                     .sources
                     .get(usize::from(start.source))
                     .ok_or("no text")?;
-                let bytes = source.text.as_bytes();
-                let (mut from, mut to) = (start.start as usize, pair.value_span.end as usize);
-                match (
-                    bytes.get(to),
-                    from.checked_sub(1).and_then(|at| bytes.get(at)),
-                ) {
-                    (Some(b','), _) => to += 1,
-                    (_, Some(b',')) => from -= 1,
-                    _ => {}
-                }
+                // With the comma after it, or the one before the last, whatever white space there is.
+                let (from, to) = (start.start as usize, pair.value_span.end as usize);
+                let after = &source.text[to..];
+                let before = source.text[..from].trim_end();
+                let (from, to) = match after.trim_start() {
+                    rest if rest.starts_with(',') => (from, to + after.len() - rest.len() + 1),
+                    _ => match before.strip_suffix(',') {
+                        Some(before) => (before.len(), to),
+                        None if before.ends_with('{') => (from, to),
+                        None => return Err("its place in the JSON is not clear".into()),
+                    },
+                };
                 Ok(Edit::replace(Span::new(start.source, from, to), ""))
             }
         }

@@ -5,7 +5,7 @@ use serde_json::Value;
 /// Deepest nesting that is read; a graph of block nodes in one option has about ten levels.
 const DEPTH_MAX: usize = 64;
 
-/// A value that is neither an object nor a list.
+/// A value that holds no other: a scalar, an empty object, an empty list.
 #[derive(Debug, PartialEq)]
 pub struct Leaf {
     /// Keys and places on the way to it, with points between them.
@@ -68,8 +68,8 @@ impl Reader<'_> {
         }
         self.space();
         match self.rest().chars().next() {
-            Some('{') => self.object(&path, depth),
-            Some('[') => self.list(&path, depth),
+            Some('{') => self.object(path, depth),
+            Some('[') => self.list(path, depth),
             Some(_) => {
                 let start = self.at;
                 let value = self.scalar()?;
@@ -86,9 +86,11 @@ impl Reader<'_> {
         }
     }
 
-    fn object(&mut self, path: &str, depth: usize) -> Read<()> {
+    fn object(&mut self, path: String, depth: usize) -> Read<()> {
+        let start = self.at;
         self.eat('{');
         if self.eat('}') {
+            self.empty(path, Value::Object(serde_json::Map::new()), start);
             return Ok(());
         }
         loop {
@@ -99,7 +101,7 @@ impl Reader<'_> {
             if !self.eat(':') {
                 return self.fail("':'");
             }
-            self.value(join(path, &key), depth + 1)?;
+            self.value(join(&path, &key), depth + 1)?;
             match (self.eat(','), self.eat('}')) {
                 (true, false) => {}
                 (false, true) => return Ok(()),
@@ -108,13 +110,15 @@ impl Reader<'_> {
         }
     }
 
-    fn list(&mut self, path: &str, depth: usize) -> Read<()> {
+    fn list(&mut self, path: String, depth: usize) -> Read<()> {
+        let start = self.at;
         self.eat('[');
         if self.eat(']') {
+            self.empty(path, Value::Array(Vec::new()), start);
             return Ok(());
         }
         for place in 0.. {
-            self.value(join(path, &place.to_string()), depth + 1)?;
+            self.value(join(&path, &place.to_string()), depth + 1)?;
             match (self.eat(','), self.eat(']')) {
                 (true, false) => {}
                 (false, true) => return Ok(()),
@@ -122,6 +126,19 @@ impl Reader<'_> {
             }
         }
         Ok(())
+    }
+
+    fn empty(&mut self, path: String, value: Value, start: usize) {
+        // The option as a whole is no value of a key.
+        if !path.is_empty() {
+            let end = self.at;
+            self.leaves.push(Leaf {
+                path,
+                value,
+                start,
+                end,
+            });
+        }
     }
 
     fn scalar(&mut self) -> Read<Value> {
@@ -177,7 +194,8 @@ mod tests {
                 "cache.direct=true",
                 "vqs.0=1",
                 "vqs.1=2",
-                r#"s="a\"b\\""#
+                r#"s="a\"b\\""#,
+                "e={}"
             ]
         );
     }
