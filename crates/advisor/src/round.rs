@@ -28,8 +28,23 @@ struct Taken {
     threads: Option<u64>,
     /// Disks that go to virtio, with their new names.
     moves: HashMap<Span, String>,
+    /// What changes do to the order of disks.
+    order: OrderChange,
     /// How to take back what the last change took.
     undo: Vec<Undo>,
+}
+
+/// What the changes of a round have done to the order in which the firmware tries disks. Each is judged against the order
+/// at the start of the round, so not all go together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OrderChange {
+    /// Nothing.
+    #[default]
+    Nothing,
+    /// A disk has gone to another bus.
+    Moved,
+    /// So many drives have got devices of their own, from the first one on.
+    Devices(usize),
 }
 
 #[derive(Default)]
@@ -43,6 +58,7 @@ enum Undo {
     Unused(String),
     Threads(Option<u64>),
     Move(Span),
+    Order(OrderChange),
 }
 
 impl<'a> Round<'a> {
@@ -98,6 +114,7 @@ impl<'a> Round<'a> {
                     }
                 }
                 Undo::Threads(before) => taken.threads = before,
+                Undo::Order(before) => taken.order = before,
                 Undo::Move(disk) => {
                     taken.moves.remove(&disk);
                 }
@@ -160,6 +177,21 @@ impl<'a> Round<'a> {
         taken.threads = Some(wanted);
         taken.undo.push(Undo::Threads(before));
         wanted
+    }
+
+    /// What the changes to a machine have done to the order of its disks.
+    pub fn order(&self, vm: usize) -> OrderChange {
+        let taken = self.taken.get(vm);
+        taken.map_or(OrderChange::Nothing, |taken| taken.borrow().order)
+    }
+
+    /// Says what they have done now.
+    pub fn reorder(&self, vm: usize, order: OrderChange) {
+        if let Some(taken) = self.taken.get(vm) {
+            let taken = &mut *taken.borrow_mut();
+            taken.undo.push(Undo::Order(taken.order));
+            taken.order = order;
+        }
     }
 
     /// Says that a disk goes to virtio under that name.

@@ -333,6 +333,38 @@ fn the_firmware_boots_the_same_disk() {
             ),
             2,
         ),
+        (
+            format!(
+                "{} {} -device ide-hd,drive=b",
+                drive(2, "if=virtio"),
+                drive(3, "if=none,id=b")
+            ),
+            3,
+        ),
+        (
+            format!(
+                "{} -device ide-hd,drive=a {}",
+                drive(2, "if=none,id=a"),
+                drive(3, "if=ide")
+            ),
+            3,
+        ),
+        (
+            format!(
+                "{} -device virtio-blk-pci,drive=a {} -device virtio-net-pci,romfile=,bootindex=9",
+                drive(2, "if=none,id=a"),
+                drive(3, "if=ide")
+            ),
+            3,
+        ),
+        (
+            format!(
+                "{} -device '{{\"driver\":\"virtio-blk-pci\",\"drive\":\"a\"}}' {}",
+                drive(2, "if=none,id=a"),
+                drive(3, "if=virtio")
+            ),
+            3,
+        ),
     ] {
         let command = format!(
             "qemu-system-x86_64 -accel tcg -m 64 -display none -nic none -device isa-debug-exit,iobase=0x501,iosize=2 {disks}"

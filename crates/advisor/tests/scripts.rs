@@ -263,3 +263,95 @@ fn json_stays_json_where_a_key_goes() {
         );
     }
 }
+
+/// A drive that is as it should be, but for its bus.
+fn disk(id: &str, interface: &str) -> String {
+    format!(
+        "-drive file=/dev/vg0/{id},format=raw,cache=none,aio=native,discard=unmap,if={interface},id={id}"
+    )
+}
+
+/// Disks with their buses.
+fn buses(fixed: &Fixed) -> Vec<(&str, &str)> {
+    let disks = fixed.input.vms.iter().flat_map(|vm| &vm.disks);
+    disks
+        .map(|disk| {
+            (
+                disk.name.as_str(),
+                disk.table.word("disk.bus").unwrap_or_default(),
+            )
+        })
+        .collect()
+}
+
+/// Changes that are right one by one do not boot another disk together.
+#[test]
+fn changes_of_a_round_keep_the_boot_disk() {
+    let line = |text: &str| format!("qemu-system-x86_64 -accel kvm {text}\n");
+    // The IDE disk is booted, so it must not come behind c.
+    let both = line(&format!(
+        "{} {} -device ide-hd,drive=h",
+        disk("c", "virtio"),
+        disk("h", "none")
+    ));
+    let fixed = self::fixed(&both);
+    let first = text(&fixed).find("drive=h").unwrap();
+    let other = text(&fixed).find("drive=c").unwrap_or(usize::MAX);
+    let is_ide = buses(&fixed).contains(&("h", "ide"));
+    assert!(is_ide || first < other, "{}", text(&fixed));
+    // QEMU attaches a drive before it makes a device.
+    let mixed = line(&format!(
+        "{} -device ide-hd,drive=d {}",
+        disk("d", "none"),
+        disk("g", "ide")
+    ));
+    let fixed = self::fixed(&mixed);
+    assert!(buses(&fixed).contains(&("g", "ide")), "{}", text(&fixed));
+}
+
+/// The place of a network card or a CD-ROM in the boot order does not order the disks.
+#[test]
+fn the_bootindex_of_others_orders_no_disks() {
+    for other in [
+        "-device virtio-net-pci,romfile=,bootindex=9",
+        "-drive file=/a.iso,if=none,id=cd,media=cdrom -device ide-cd,drive=cd,bootindex=1",
+    ] {
+        let line = format!(
+            "qemu-system-x86_64 -accel kvm {} -device virtio-blk-pci,drive=b {} {other}\n",
+            disk("b", "none"),
+            disk("c", "ide")
+        );
+        let fixed = fixed(&line);
+        assert!(buses(&fixed).contains(&("c", "ide")), "{}", text(&fixed));
+    }
+    // That of a disk does.
+    let line = format!(
+        "qemu-system-x86_64 -accel kvm {} -device virtio-blk-pci,drive=b,bootindex=1 {}\n",
+        disk("b", "none"),
+        disk("c", "ide")
+    );
+    assert!(!text(&fixed(&line)).contains("if=ide"));
+}
+
+/// A drive's own device stands behind all others: QEMU makes those for drives last, and a network card keeps its PCI slot.
+#[test]
+fn a_new_device_moves_no_other() {
+    let line = format!(
+        "qemu-system-x86_64 -accel kvm -machine q35 {} -netdev user,id=n -device virtio-net-pci,netdev=n {} -m 1G\n",
+        disk("a", "virtio"),
+        disk("b", "virtio")
+    );
+    let fixed = fixed(&line);
+    let now = text(&fixed);
+    let at = |part: &str| now.find(part).unwrap_or_else(|| panic!("{part}: {now}"));
+    assert!(at("virtio-net-pci") < at("virtio-blk-pci,drive=a"), "{now}");
+    assert!(at("blk-pci,drive=a") < at("blk-pci,drive=b"), "{now}");
+    assert!(fixed.left.is_empty(), "{:?}", fixed.left);
+    // Behind a drive that keeps its device, nothing changes.
+    let left = format!(
+        "qemu-system-x86_64 -accel kvm -machine q35 {},$MORE {}\n",
+        disk("a", "virtio"),
+        disk("b", "virtio")
+    );
+    assert_eq!(text(&self::fixed(&left)), left);
+}

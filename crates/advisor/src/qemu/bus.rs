@@ -1,11 +1,14 @@
 //! A disk goes to virtio-blk, and the guest boots from the same one as before.
 
+use std::collections::HashSet;
+
 use super::devices::scsi_bus;
 use super::edit::Changed;
-use super::options::Opt;
+use super::options::{Opt, Syntax};
 use super::words;
-use crate::fix::Edits;
+use crate::fix::{Edits, Target};
 use crate::model::Disk;
+use crate::round::OrderChange;
 use crate::text::{Edit, Span};
 
 /// SCSI controllers of a PCI bus that virtio-scsi can take the place of.
@@ -38,11 +41,33 @@ const KEPT: &[&str] = &[
 const DROPPED: &[&str] = &["bus", "unit", "port", "rotation_rate", "removable"];
 
 /// Where a device stands in the order in which SeaBIOS tries what has no bootindex: by the kind of its controller (SeaBIOS,
-/// `DTYPE_`), then in the order of the command line: devices first, then those that QEMU makes for drives.
-type Rank = (u8, bool, u32);
+/// `DTYPE_`), then in the order in which QEMU makes the devices, then in that of the command line.
+pub type Rank = (u8, Made, u32);
+
+/// When QEMU makes a device: those that are written as pairs first, then those for drives, then those that are JSON.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Made {
+    /// With the machine: what is on its own IDE or SATA buses.
+    Machine,
+    Pairs,
+    Drive,
+    Json,
+}
+
+impl Made {
+    fn of(option: &Opt) -> Self {
+        match (option.group.as_str(), &option.syntax) {
+            ("device", Syntax::Json(_) | Syntax::Patchwork) => Self::Json,
+            ("device", _) => Self::Pairs,
+            _ => Self::Drive,
+        }
+    }
+}
 
 /// Why a disk stays.
 const ANOTHER: &str = "no disk has a bootindex, and the guest might boot from another one";
+
+const ONE_BY_ONE: &str = "disks change their places one after the other";
 
 const VIRTIO_SCSI: u8 = 0x60;
 const VIRTIO_BLK: u8 = 0x61;
@@ -64,7 +89,7 @@ pub enum Boot {
     },
 }
 
-impl Changed<'_> {
+impl<'a> Changed<'a> {
     /// The changes that bring a disk to virtio.
     pub fn virtio(&self, disk: &Disk) -> Edits {
         let option = self.at(disk.span).ok_or("the disk is not there")?;
@@ -143,6 +168,13 @@ impl Changed<'_> {
     fn boots_the_same(&self, moved: &Disk) -> Result<(), String> {
         let vm = self.target.vm()?;
         let boot = self.parsed.boot.get_or_init(|| self.boot(&vm.disks));
+        let Target { round, vm, .. } = *self.target;
+        if !matches!(boot, Boot::Fixed) {
+            if round.order(vm) != OrderChange::Nothing {
+                return Err(ONE_BY_ONE.into());
+            }
+            round.reorder(vm, OrderChange::Moved);
+        }
         let is_same = match *boot {
             Boot::Fixed => true,
             Boot::Unclear => false,
@@ -162,8 +194,7 @@ impl Changed<'_> {
                 // The one that is booted goes last.
                 let stays_first = || {
                     let option = self.at(moved.span);
-                    let new =
-                        option.map(|option| (kind, option.group != "device", option.whole.start));
+                    let new = option.map(|option| (kind, Made::of(option), option.whole.start));
                     last_to_move && kind == VIRTIO_BLK && new.is_some_and(|new| new < second)
                 };
                 match is_first {
@@ -178,23 +209,42 @@ impl Changed<'_> {
         }
     }
 
-    /// Whether the guest boots from the same disk after the drive of this one has got a device of its own: devices come
-    /// before those that QEMU makes for drives.
-    pub fn may_have_device(&self, disk: &Disk) -> Result<(), String> {
-        let vm = self.target.vm()?;
-        match *self.parsed.boot.get_or_init(|| self.boot(&vm.disks)) {
-            Boot::Fixed => Ok(()),
-            Boot::First {
-                disk: first,
-                rank: (kind, is_drive, place),
-                ..
-            } if first == disk.span
-                || kind < VIRTIO_BLK
-                || (!is_drive && place < disk.span.start) =>
-            {
-                Ok(())
-            }
-            _ => Err(ANOTHER.into()),
+    /// After which option a drive gets a device of its own. QEMU makes the devices that are written as pairs, in their order,
+    /// and then those for drives. So the drives are changed from the first one on, each with its device behind all that
+    /// there are: then nothing changes its place on the PCI bus, or in the boot order.
+    pub fn may_have_device(&self, disk: &Disk, drive: &'a Opt) -> Result<&'a Opt, String> {
+        let Target { round, vm, .. } = *self.target;
+        let drives = self.parsed.virtio_drives.get_or_init(|| {
+            let disks = self.target.vm().map_or(&[][..], |vm| &vm.disks);
+            let made = |disk: &&Disk| {
+                let option = self.at(disk.span);
+                disk_bus(disk) == "virtio-blk"
+                    && option.is_some_and(|option| Made::of(option) == Made::Drive)
+            };
+            disks.iter().filter(made).map(|disk| disk.span).collect()
+        });
+        let done = match round.order(vm) {
+            OrderChange::Nothing => 0,
+            OrderChange::Moved => return Err(ONE_BY_ONE.into()),
+            OrderChange::Devices(count) => count,
+        };
+        if drives.get(done) != Some(&disk.span) {
+            return Err(
+                "a drive before it has no -device of its own, and the disks would change places"
+                    .into(),
+            );
+        }
+        round.reorder(vm, OrderChange::Devices(done + 1));
+        // These too make devices that are pairs.
+        let makes_device = |option: &&Opt| match option.group.as_str() {
+            "device" => Made::of(option) == Made::Pairs,
+            group => matches!(group, "virtfs" | "watchdog" | "balloon"),
+        };
+        let mut options = self.line.options.iter().rev();
+        let last = options.find(|option| makes_device(option) || std::ptr::eq(*option, drive));
+        match last {
+            Some(option) if option.span.source == drive.span.source => Ok(option),
+            _ => Err("its device would have to stand behind one of another file".into()),
         }
     }
 
@@ -204,10 +254,13 @@ impl Changed<'_> {
             .iter()
             .filter(|disk| !matches!(disk.table.word("disk.device"), Some("cdrom" | "floppy")))
             .collect();
-        let is_ordered = self
-            .line
-            .group("device")
-            .any(|device| device.get("bootindex").is_some());
+        // The first of the disks that have one comes before all that have none. What others have, as a network card, says
+        // nothing of the disks.
+        let is_ordered = disks.iter().any(|disk| {
+            let device = self.at(disk.span).filter(|option| option.group == "device");
+            let index = device.and_then(|device| device.number("bootindex"));
+            index.is_some()
+        });
         if disks.len() < 2 || is_ordered || self.line.kernel {
             return Boot::Fixed;
         }
@@ -217,11 +270,13 @@ impl Changed<'_> {
         let ata = disks
             .iter()
             .filter(|disk| matches!(disk_bus(disk), "ide" | "sata"))
-            .map(|disk| {
-                self.at(disk.span)
-                    .is_some_and(|option| ata_place(option).is_some())
-            });
-        let ata: Vec<bool> = ata.collect();
+            .filter_map(|disk| self.at(disk.span));
+        // Either all have a place of their own, on the buses of one controller, or none has.
+        let ata: Vec<_> = ata
+            .map(|option| ata_place(option).map(|_| ata_controller(option)))
+            .collect();
+        // The order of the command line is that of one text.
+        let sources: HashSet<u16> = disks.iter().map(|disk| disk.span.source).collect();
         // Where a device has a place of its own on the PCI bus, the order of the command line is not that of the devices.
         let is_placed = disks.iter().any(|disk| {
             let device = self.at(disk.span).filter(|option| option.group == "device");
@@ -237,7 +292,7 @@ impl Changed<'_> {
             .collect();
         let (Some(mut ranks), true, false) = (
             ranks,
-            ata.windows(2).all(|pair| pair[0] == pair[1]),
+            ata.windows(2).all(|pair| pair[0] == pair[1]) && sources.len() == 1,
             is_placed,
         ) else {
             return Boot::Unclear;
@@ -282,12 +337,22 @@ impl Changed<'_> {
             _ => return None,
         };
         let option = self.at(disk.span)?;
-        let place = option.whole.start;
-        match kind {
-            0x20 | 0x50 => Some((kind, false, ata_place(option).unwrap_or(place))),
-            _ => Some((kind, option.group != "device", place)),
-        }
+        let made = Made::of(option);
+        Some(match (kind, ata_place(option)) {
+            // A SATA bus has one disk only.
+            (0x50, Some(place)) if made == Made::Drive => (kind, Made::Machine, place * 2),
+            (0x20 | 0x50, Some(place)) => (kind, Made::Machine, place),
+            // QEMU puts drives on the buses before it makes any device.
+            (0x20 | 0x50, None) if made == Made::Drive => (kind, Made::Machine, option.whole.start),
+            _ => (kind, made, option.whole.start),
+        })
     }
+}
+
+/// The controller that an IDE or SATA disk is on; that of the machine is `ide`.
+fn ata_controller(option: &Opt) -> &str {
+    let bus = option.value("bus").filter(|_| option.group == "device");
+    bus.and_then(|bus| bus.split('.').next()).unwrap_or("ide")
 }
 
 /// The place of a disk on the IDE or SATA buses, if it is given one.
@@ -298,7 +363,8 @@ fn ata_place(option: &Opt) -> Option<u32> {
         "hdb" => Some(1),
         "hdc" => Some(2),
         "hdd" => Some(3),
-        "drive" => number(option.value("index")?),
+        // Its index is below 8 or so.
+        "drive" => number(option.value("index")?).filter(|index| *index < 1 << 16),
         _ => {
             let (_, bus) = option.value("bus")?.rsplit_once('.')?;
             let unit = option.value("unit").map_or(Some(0), number)?;

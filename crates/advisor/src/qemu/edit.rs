@@ -24,6 +24,8 @@ pub struct Parsed {
     nodes: HashMap<String, usize>,
     /// What is booted.
     pub boot: OnceCell<Boot>,
+    /// The drives for which QEMU makes a virtio device, in its order.
+    pub virtio_drives: OnceCell<Vec<Span>>,
     /// The same of options that name another one, or set something of it, by its name.
     uses: HashMap<String, Vec<usize>>,
     /// Whether what is written is thrown away.
@@ -74,6 +76,7 @@ impl Parsed {
             places: places.collect(),
             nodes: nodes.collect(),
             boot: OnceCell::new(),
+            virtio_drives: OnceCell::new(),
             command,
             line,
         })
@@ -580,7 +583,7 @@ impl<'a> Changed<'a> {
         {
             return Err("the disk has no -device of its own".into());
         }
-        self.may_have_device(disk)?;
+        let anchor = self.may_have_device(disk, drive)?;
         let mut edits = self.set(drive, "", "if", "none");
         let id = match drive.value("id") {
             Some(id) => id.to_owned(),
@@ -599,13 +602,10 @@ impl<'a> Changed<'a> {
         if !defined {
             edits.push(self.before(drive, &format!("-object iothread,id={thread}")));
         }
-        let after = self.before(drive, "");
+        let apart = self.before(drive, "").text;
         edits.push(Edit::replace(
-            drive.whole.after(),
-            format!(
-                "{}-device virtio-blk-pci,drive={id},iothread={thread}",
-                after.text
-            ),
+            anchor.whole.after(),
+            format!("{apart}-device virtio-blk-pci,drive={id},iothread={thread}"),
         ));
         Ok(edits)
     }
