@@ -73,6 +73,8 @@ struct State {
     watch: Watch,
     /// What the operator has written down, as far as that is in force.
     written: Written,
+    /// Disks that are written down and not served, as they were last, if that was on another file.
+    left: Vec<DiskSpec>,
     /// Exports by id that finish what is under way, with the nodes to which that goes.
     stopping: Vec<(String, Arc<Node>)>,
     /// Disks that are being moved to other files.
@@ -400,6 +402,10 @@ impl Host {
         state.entry(name)?;
         state.check_unused(name)?;
         let entry = state.nodes.remove(name);
+        let last = entry.as_ref().map(NodeEntry::spec);
+        state.left.retain(|left| left.name != name);
+        let left = last.filter(|last| state.is_elsewhere(last));
+        state.left.extend(left);
         drop(state);
         match entry {
             // Closing an image writes to it, and another process goes on with this one.
@@ -636,6 +642,13 @@ impl State {
     fn entry(&self, name: &str) -> Result<&NodeEntry, HostError> {
         let entry = self.nodes.get(name);
         entry.ok_or_else(|| HostError::NoNode(name.into()))
+    }
+
+    /// Whether a disk that is written down is on another file than that says.
+    fn is_elsewhere(&self, disk: &DiskSpec) -> bool {
+        let mut written = self.written.disks.iter();
+        let its = written.find(|other| other.name == disk.name);
+        its.is_some_and(|its| !its.is_written_on_file_of(disk))
     }
 
     fn check_new_node(&self, spec: &DiskSpec) -> Result<(), HostError> {

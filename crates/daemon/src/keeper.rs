@@ -49,6 +49,8 @@ impl Written {
 /// All that a host serves, as it would have to be written down.
 pub struct Inventory {
     pub written: Written,
+    /// Disks that are not served, as they were last, if that was on another file than is written down.
+    pub left: Vec<DiskSpec>,
     /// Opened files, with the limits of the disks on them.
     pub nodes: Vec<ChangedNode>,
     pub exports: Vec<ChangedExport>,
@@ -255,6 +257,7 @@ pub fn start(
             absent.groups.push((name.clone(), *limits));
         }
     }
+    host.remember_left(changed);
     host.remember_write_caches(&changed.write_caches);
     let ready = start
         .disks
@@ -352,8 +355,15 @@ impl Inventory {
                 }
             }
         }
-        let gone = written.disks.iter().filter(|disk| !here(&disk.name));
-        changed.gone.extend(gone.cloned());
+        for before in written.disks.iter().filter(|disk| !here(&disk.name)) {
+            changed.gone.push(before.clone());
+            // When it comes back, it is on the file that has what was written last.
+            let left = self.left.iter().find(|left| left.name == before.name);
+            changed.disks.extend(left.map(|left| ChangedDisk {
+                disk: left.clone(),
+                instead_of: Some(before.clone()),
+            }));
+        }
         // Nodes stand behind those that they lie on.
         let depth = |node: &ChangedNode| {
             let mut depth = 0;

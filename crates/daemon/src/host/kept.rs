@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 use datapath::ThrottleGroup;
 use tracing::error;
 
-use super::{Host, NodeEntry};
+use super::{Host, NodeEntry, State};
 use crate::export::Export;
 use crate::keeper::{Inventory, Keeper, Written};
-use crate::state::{ChangedExport, ChangedNode};
+use crate::spec::DiskSpec;
+use crate::state::{Changed, ChangedExport, ChangedNode};
 
 /// Between two times that guests have their choices written down.
 const CHOICES: Duration = Duration::from_secs(1);
@@ -70,8 +71,28 @@ impl Host {
 
     /// The operator has written this down, from now on.
     pub fn set_written(&self, written: Written) {
-        self.state().written = written;
+        {
+            let mut state = self.state();
+            let before = std::mem::replace(&mut state.written, written);
+            let State { left, written, .. } = &mut *state;
+            // Where another file is written down since, that is meant.
+            left.retain(|left| {
+                let its = |all: &Written| all.disks.iter().find(|d| d.name == left.name).cloned();
+                let both = its(&before).zip(its(written));
+                both.is_some_and(|(before, now)| before.is_written_on_file_of(&now))
+            });
+        }
         self.keep();
+    }
+
+    /// What disks were on that were detached before this process ran, as they were last.
+    pub fn remember_left(&self, changed: &Changed) {
+        let is_gone = |disk: &DiskSpec| changed.gone.iter().any(|gone| gone.name == disk.name);
+        let mut state = self.state();
+        let disks = changed.disks.iter().map(|changed| &changed.disk);
+        let left = disks.filter(|disk| is_gone(disk) && !state.nodes.contains_key(&disk.name));
+        let left: Vec<_> = left.cloned().collect();
+        state.left.extend(left);
     }
 
     /// What guests had chosen of their write caches, for exports that will be added.
@@ -103,6 +124,7 @@ impl Host {
             |export: &Export| Some((export.id.clone(), export.device.chosen_write_cache()?));
         Inventory {
             written: state.written.clone(),
+            left: state.left.clone(),
             nodes: state.nodes.values().map(node).collect(),
             exports: state.exports.values().map(export).collect(),
             groups: state.groups.iter().map(group).collect(),

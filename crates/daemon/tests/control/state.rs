@@ -279,6 +279,40 @@ fn what_the_configuration_says_later_wins() {
     assert_eq!(kept.disk("b")["limits"]["iops"], 78);
 }
 
+/// A disk that was put on another file, then detached, does not come back on the one that it left long ago: not by another
+/// line of the configuration, at a reload or at a start.
+#[test]
+fn a_disk_that_is_detached_comes_back_where_it_was() {
+    let kept = Kept::start();
+    let path = |kept: &Kept, name| kept.ringdisk.path(name).display().to_string();
+    let [e, c] = ["e.raw", "c.raw"].map(|name| path(&kept, name));
+    kept.ringdisk.json(&["replace", "a", &e]);
+    kept.ringdisk.json(&["detach", "a"]);
+    let dir = kept.ringdisk.dir.path().display().to_string();
+    let write = |kept: &Kept, text: &str| {
+        fs::write(kept.ringdisk.path("config.toml"), text).unwrap();
+    };
+    // Also if it has been kept by more than one process.
+    let kept = kept.restart();
+    assert_eq!(kept.disk("a"), json!(null));
+    write(&kept, &config(&dir, "iops = 76"));
+    kept.ringdisk.json(&["reload"]);
+    let kept = kept.restart();
+    assert_eq!(kept.disk("a"), json!(null));
+    write(&kept, &config(&dir, "iops = 77"));
+    let kept = kept.restart();
+    assert_eq!(kept.disk("a")["file"], e);
+    assert_eq!(kept.disk("a")["limits"]["iops"], 77);
+    // Another file is meant.
+    kept.ringdisk.json(&["detach", "a"]);
+    let other = |more| config(&dir, more).replacen("/a.raw", "/c.raw\"\nname = \"a", 1);
+    write(&kept, &other("iops = 78"));
+    kept.ringdisk.json(&["reload"]);
+    write(&kept, &other("iops = 79"));
+    let kept = kept.restart();
+    assert_eq!(kept.disk("a")["file"], c);
+}
+
 /// But what a disk is on is not outdated by what else is said of it: at a start, and at a reload that takes its front-end
 /// away. Only another file is one.
 #[test]
