@@ -150,6 +150,15 @@ pub enum HostError {
          what it has"
     )]
     SameFile(String, String, Format),
+    #[error(
+        "{path}: {problem}; is the path right, its file system mounted, and what was to be put there done? It must hold what \
+         disk '{disk}' holds: a new and empty file would take all of that from its VM"
+    )]
+    NothingThere {
+        disk: String,
+        path: String,
+        problem: &'static str,
+    },
     #[error("disk '{0}' was changed by somebody else meanwhile; look at it again")]
     Changed(String),
     #[error("disk '{0}' is being put on another file, and stays as it is; try again in a moment")]

@@ -6,13 +6,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
+use engine::OpenError;
 use image::Format;
 use tracing::{info, warn};
 
 use super::ending::{SHUTDOWN, in_time};
 use super::{Host, HostError, identity};
 use crate::device::ServedDisk;
-use crate::node::{Node, format_of};
+use crate::node::{Node, NodeError, format_of};
 use crate::spec::{DiskSpec, FileSpec, Problem};
 
 /// What a disk is to be put on.
@@ -188,7 +189,8 @@ impl Host {
             in_use => in_use?,
         }
         // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
-        let new = Arc::new(self.open(spec, &before.written())?);
+        let new = self.open(spec, &before.written());
+        let new = Arc::new(new.map_err(|e| nothing_there(name, e))?);
         self.watch_damage(&new);
         Ok(prepared(New::File(new)))
     }
@@ -303,6 +305,21 @@ impl Host {
                 keep().map_err(|e| HostError::Keep(new.name().into(), e))
             }
         }
+    }
+}
+
+/// That there is nothing is told otherwise of a disk that is to be new.
+fn nothing_there(disk: &str, error: HostError) -> HostError {
+    let (path, problem) = match error {
+        HostError::Node(NodeError::Open(OpenError::Missing(path))) => (path, "no such file"),
+        HostError::Node(NodeError::Open(OpenError::Empty(path))) => (path, "is empty"),
+        error => return error,
+    };
+    let disk = disk.to_owned();
+    HostError::NothingThere {
+        disk,
+        path,
+        problem,
     }
 }
 

@@ -164,9 +164,19 @@ fn what_cannot_be_leaves_the_disk_as_it_was() {
             ("small.raw", &["16776704", "16777216"][..]),
             ("locked.raw", &["locked.raw", "another process"]),
             ("other.raw", &["other.raw", "in use by disk 'other'"]),
-            ("absent.raw", &["absent.raw", "no such file"]),
+            (
+                "absent.raw",
+                &[
+                    "absent.raw",
+                    "no such file",
+                    "must hold what disk 'disk' holds",
+                ],
+            ),
             ("directory", &["directory"]),
-            ("empty.raw", &["empty"]),
+            (
+                "empty.raw",
+                &["is empty", "must hold what disk 'disk' holds"],
+            ),
         ] {
             ringdisk
                 .ringdisk(&["replace", "disk", new])
