@@ -190,7 +190,12 @@ impl Keeper {
                 ),
             }
         }
-        Err(problem.error)
+        let text = format!(
+            "{} cannot be written: {}; make room there, or let this user write there",
+            self.directory.join(NAME).display(),
+            problem.error
+        );
+        Err(io::Error::new(problem.error.kind(), text))
     }
 
     /// What happens from now on is the end of the process, and is not kept.

@@ -144,7 +144,8 @@ fn it_survives_a_kill() {
 
     // What is changed back is no longer kept, and the rest still is.
     kept.attach("b");
-    kept.ringdisk.json(&["detach", "c"]);
+    // That its front-end has gone may not have been seen yet.
+    kept.ringdisk.json(&["detach", "c", "--force"]);
     let mut kept = kept.restart();
     assert_eq!(kept.disk("c"), json!(null));
     assert_ne!(kept.disk("b"), json!(null));
@@ -254,6 +255,16 @@ fn disks_that_are_moved_at_once_are_kept_where_they_are() {
         let file = kept.ringdisk.path(&format!("{name}-1.raw"));
         assert_eq!(kept.disk(name)["file"], file.to_str().unwrap());
     }
+}
+
+/// It is not the disk's file system that is full.
+#[test]
+fn what_cannot_be_kept_says_where() {
+    let kept = Kept::start();
+    // No file can be written by this name.
+    fs::create_dir(kept.ringdisk.path("state/state.new")).unwrap();
+    let replaced = kept.ringdisk.ringdisk(&["replace", "a", "e.raw"]);
+    replaced.assert_fails(1, &["disk", "/state/state.json", "make room there"]);
 }
 
 #[test]
