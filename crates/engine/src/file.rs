@@ -110,7 +110,7 @@ pub enum OpenError {
     Locked(String),
     /// The size does not fit.
     #[error(
-        "{path}: size {size} is not a multiple of {unit} bytes; \
+        "{path}: size {size} is not a multiple of {unit} bytes; is it a disk at all? If so, \
         'truncate -s %{unit} {path}' makes it longer{hint}"
     )]
     Size {

@@ -35,7 +35,10 @@ fn files_that_are_no_disks() {
         ("fifo.raw", &["a FIFO", disk]),
         ("socket.raw", &["a socket", disk]),
         ("empty.raw", &["is empty", "truncate -s"]),
-        ("odd.raw", &["1000000", "multiple of", "truncate -s %"]),
+        (
+            "odd.raw",
+            &["1000000", "multiple of", "is it a disk", "truncate -s %"],
+        ),
         ("odd.raw,cache=writeback", &["1000000", "multiple of 512"]),
         (
             "odd.raw,cache=writeback,logical-block-size=4096",
