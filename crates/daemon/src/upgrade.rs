@@ -170,6 +170,11 @@ enum UpgradeError {
     Storage(String),
     #[error("requests under way on disk {0} do not end; is its storage stuck?")]
     Stuck(String),
+    #[error(
+        "requests of disk {0} wait for its storage to work again: it may be full, and the log says more; once it works, \
+         'ringdisk resume {0}' has them tried again, and 'ringdisk resume {0} --report' ends them with errors; then upgrade"
+    )]
+    Waiting(String),
     #[error("disks could not be handed over: {cause}", cause = block::explain(.0, ""))]
     Hand(io::Error),
     #[error("the new process cannot serve what this one does: {}", told(.0))]
@@ -472,8 +477,12 @@ fn pause(host: &Host, deadline: Instant) -> Result<Vec<PausedExport>, UpgradeErr
             pausing.device.disk.is_abandoned()
                 || session.is_some_and(|(_, saved)| saved.is_unfinished())
         };
+        let unended = |id| match pausing.waits {
+            true => UpgradeError::Waiting(id),
+            false => UpgradeError::Stuck(id),
+        };
         match pausing.paused.recv_timeout(left) {
-            Ok(paused) if unfinished(&paused) => Err(UpgradeError::Stuck(pausing.id)),
+            Ok(paused) if unfinished(&paused) => Err(unended(pausing.id)),
             Ok(paused) => Ok(PausedExport {
                 socket: pausing.socket,
                 file: pausing.node.identity(),
@@ -485,7 +494,7 @@ fn pause(host: &Host, deadline: Instant) -> Result<Vec<PausedExport>, UpgradeErr
                 leave: paused.leave,
             }),
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                Err(UpgradeError::Stuck(pausing.id))
+                Err(unended(pausing.id))
             }
         }
     });
@@ -498,6 +507,8 @@ pub struct Pausing {
     pub socket: PathBuf,
     pub node: Arc<Node>,
     pub device: Arc<ServedDisk>,
+    /// Requests waited for its storage to work again before it was asked.
+    pub waits: bool,
     pub paused: Receiver<Paused>,
 }
 

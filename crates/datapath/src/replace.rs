@@ -206,9 +206,10 @@ impl<E: Engine> Worker<E> {
         let same = |hold: &&mut Hold| Arc::ptr_eq(&hold.disk, disk);
         for hold in self.holds.iter_mut().filter(same) {
             if let Some(reply) = hold.drained.take() {
-                let _ = reply.send(Err(io::Error::other(
-                    "requests wait for its storage to work again; 'ringdisk resume --report' ends them",
-                )));
+                let _ = reply.send(Err(io::Error::other(format!(
+                    "requests wait for its storage to work again; 'ringdisk resume {} --report' ends them",
+                    disk.name
+                ))));
             }
         }
     }

@@ -61,6 +61,7 @@ impl Host {
             socket: export.socket.clone(),
             node: export.node.clone(),
             device: export.device.clone(),
+            waits: export.disk.stalled() > 0,
             paused: export.pause(),
         });
         pausing.collect()

@@ -240,7 +240,8 @@ fn writes_wait_for_space() {
         let Some(setup) = Setup::new(format, 4) else {
             return;
         };
-        let _server = setup.serve("cache=none", &[]);
+        let allow = format!("--allow-dir={}", setup.dir.path().display());
+        let _server = setup.serve("cache=none", &[allow]);
         let mut device = setup.connect();
         setup.storage.change(|s| s.full = true);
         submit(&mut device, Op::Write);
@@ -249,6 +250,17 @@ fn writes_wait_for_space() {
         });
         let waiting = stats(&setup.control())["stats"]["stalled"].clone();
         assert!(waiting.as_u64().unwrap() > 0, "{waiting}");
+        // What has to wait for them says what ends them.
+        let new = setup.dir.path().join("new.raw");
+        std::fs::write(&new, vec![0; DISK_BYTES as usize]).unwrap();
+        for command in [&["upgrade"][..], &["replace", "disk", "new.raw"]] {
+            let mut ringdisk = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+            ringdisk.args(command).arg("--control").arg(setup.control());
+            let failed = ringdisk.current_dir(setup.dir.path()).output().unwrap();
+            assert_eq!(failed.status.code(), Some(1), "{failed:?}");
+            let said = String::from_utf8(failed.stderr).unwrap();
+            assert!(said.contains("'ringdisk resume disk --report'"), "{said}");
+        }
         setup.storage.change(|s| s.full = false);
         assert_eq!(
             finish(&mut device),
