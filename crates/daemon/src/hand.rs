@@ -65,6 +65,15 @@ pub enum Answer {
     SameProgram,
 }
 
+/// What comes to who has asked.
+#[derive(Deserialize)]
+#[serde(untagged)]
+pub enum Answered {
+    Answer(Answer),
+    /// No new process can be had started.
+    Failed(Outcome),
+}
+
 #[derive(Serialize, Deserialize)]
 pub struct Launched {
     pub pid: u32,
@@ -395,6 +404,28 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
     use rustix::event::{EventfdFlags, eventfd};
+
+    /// Why nothing can be started reaches who has asked, in place of the answer.
+    #[test]
+    fn a_refusal_is_an_answer() {
+        let (ours, theirs) = Channel::pair().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let refusal = Outcome {
+            error: Some("no".into()),
+            pause_us: 0,
+            disks: 0,
+            connected: 0,
+        };
+        ours.send(&Answer::Start, &[], deadline).unwrap();
+        ours.send(&refusal, &[], deadline).unwrap();
+        let (first, _) = theirs.receive(deadline).unwrap();
+        assert!(matches!(first, Answered::Answer(Answer::Start)));
+        let (second, _) = theirs.receive(deadline).unwrap();
+        match second {
+            Answered::Failed(outcome) => assert_eq!(outcome.error, refusal.error),
+            Answered::Answer(answer) => panic!("{answer:?}"),
+        }
+    }
 
     /// What fuzzing starts from, and what it has found.
     fn seeds() -> Vec<Vec<u8>> {

@@ -158,7 +158,10 @@ impl Handing {
 
 #[derive(Debug, Error)]
 enum UpgradeError {
-    #[error("'ringdisk upgrade' has not started a new process: {0}")]
+    #[error(
+        "'ringdisk upgrade' has not started a new process: {cause}",
+        cause = block::explain(.0, "the log says more")
+    )]
     Launch(io::Error),
     #[error("the new process has not come up: {}", told(.0))]
     Start(io::Error),

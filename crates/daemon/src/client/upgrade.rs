@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::json;
 
 use super::{CommandLineError, Connection, Done};
-use crate::hand::{Answer, Ask, Channel, Launched, Outcome, program};
+use crate::hand::{Answer, Answered, Ask, Channel, Launched, Outcome, program};
 use crate::launch::{Launch, beside};
 use crate::qmp;
 
@@ -145,7 +145,14 @@ fn launch(
     program: Option<&Path>,
     deadline: Instant,
 ) -> io::Result<Option<(Child, u32)>> {
-    let (answer, mut descriptors) = server.receive::<Answer>(deadline)?;
+    let (answered, mut descriptors) = server.receive(deadline)?;
+    let answer = match answered {
+        Answered::Answer(answer) => answer,
+        Answered::Failed(outcome) => {
+            let why = outcome.error.unwrap_or_default();
+            return Err(io::Error::other(format!("who serves says: {why}")));
+        }
+    };
     if answer == Answer::SameProgram {
         return Ok(None);
     }
