@@ -35,6 +35,14 @@ pub const EMULATED_SCSI: &[&str] = &[
     "vmpvscsi",
 ];
 
+/// Documents with a domain that belongs to something that was saved, or that libvirt writes for itself.
+const STATES: &[(&str, &str)] = &[
+    ("domainsnapshot", "a snapshot of libvirt"),
+    ("domaincheckpoint", "a checkpoint of libvirt"),
+    ("domstatus", "the state of a domain that runs"),
+    ("qemu-migration", "the state of a domain that migrates"),
+];
+
 /// Parses XML within limits.
 pub fn parse(text: &str) -> Result<Document<'_>, Mistake> {
     if let Some(at) = too_deep(text) {
@@ -136,8 +144,17 @@ pub fn read(text: &str, name: &str, reading: &mut Reading) -> Result<(), Mistake
     let root = document.root_element();
     let domains: Vec<_> = root
         .descendants()
-        .filter(|node| node.has_tag_name("domain"))
+        .filter(|node| node.has_tag_name("domain") && !is_of_another(*node))
         .collect();
+    if let Some((name, what)) = STATES
+        .iter()
+        .find(|(name, _)| domains.iter().any(|domain| is_inside(*domain, name)))
+    {
+        let problem = format!(
+            "is <{name}>, {what}: its domain has to stay as it is; check what 'virsh dumpxml --inactive' says"
+        );
+        return Err(Mistake::new(root.range().start, problem));
+    }
     if domains.is_empty() {
         let span = root.range();
         let problem = format!(
@@ -154,6 +171,17 @@ pub fn read(text: &str, name: &str, reading: &mut Reading) -> Result<(), Mistake
         reading.vms.push(vm);
     }
     Ok(())
+}
+
+fn is_inside(node: Node<'_, '_>, name: &str) -> bool {
+    node.ancestors()
+        .skip(1)
+        .any(|above| above.has_tag_name(name))
+}
+
+/// Whether an element that looks like a domain is a part of one, as of the metadata that another program keeps there.
+fn is_of_another(node: Node<'_, '_>) -> bool {
+    is_inside(node, "domain") || is_inside(node, "metadata")
 }
 
 /// The part of the text that is an element.

@@ -467,3 +467,31 @@ fn tables_keep_their_cells() {
         assert_eq!(row.matches('|').count(), 6, "{row}");
     }
 }
+
+/// What another program keeps in a domain's metadata is no machine.
+#[test]
+fn metadata_stays_as_it_is() {
+    let disk = "<disk type='file' device='disk'><source file='/vms/a.img'/><target dev='vda' bus='ide'/></disk>";
+    let kept = format!(
+        "<metadata><a:x xmlns:a='u'><domain><name>b</name><devices>{disk}</devices></domain></a:x></metadata>"
+    );
+    let whole = domain(&kept, disk);
+    assert_eq!(input(&whole).vms.len(), 1);
+    let fixed = self::fixed(&whole);
+    assert!(text(&fixed).contains(&kept), "{}", text(&fixed));
+    assert_ne!(text(&fixed), whole);
+}
+
+/// The domain of a snapshot belongs to a saved state, and has to fit it.
+#[test]
+fn domains_of_saved_states_are_refused() {
+    let disk = "<disk type='file' device='disk'><source file='/vms/a.img'/><target dev='hda' bus='ide'/></disk>";
+    let one = domain("", disk);
+    for root in ["domainsnapshot", "domaincheckpoint", "domstatus"] {
+        let whole = format!("<{root}><name>s</name>{one}</{root}>");
+        let error = read(Source::new("vm", whole), Surroundings::default()).unwrap_err();
+        assert!(error.problem.contains(root), "{error}");
+    }
+    // Several domains in one file are served as before.
+    assert_eq!(input(&format!("<all>{one}{one}</all>")).vms.len(), 2);
+}
