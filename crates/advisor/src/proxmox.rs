@@ -133,6 +133,22 @@ pub fn disk_key(key: &str) -> bool {
     })
 }
 
+/// A key that Proxmox will set at the next start and that says which disks there are, or what they hang on.
+pub fn pending(text: &str) -> Option<&str> {
+    let mut section = text
+        .lines()
+        .skip_while(|line| line.trim_end() != "[PENDING]");
+    section.next()?;
+    let keys = section
+        .take_while(|line| !line.starts_with('['))
+        .filter_map(|line| Some(line.split_once(':')?.0.trim()));
+    let others = [
+        "args", "bios", "boot", "bootdisk", "delete", "machine", "ostype", "scsihw",
+    ];
+    let mut keys = keys.filter(|key| disk_key(key) || others.contains(key));
+    keys.next()
+}
+
 /// The lines of the first section, and where its comments are; the others are snapshots.
 pub fn lines(text: &str) -> (Vec<Line<'_>>, Vec<(String, Span)>) {
     let mut lines = Vec::new();

@@ -495,3 +495,35 @@ fn domains_of_saved_states_are_refused() {
     // Several domains in one file are served as before.
     assert_eq!(input(&format!("<all>{one}{one}</all>")).vms.len(), 2);
 }
+
+/// What Proxmox sets at the next start may name the same disk, or take its new name.
+#[test]
+fn pending_changes_of_disks_stop_others() {
+    let conf = "boot: order=sata0\nostype: l26\nsata0: local:107/vm-107-disk-0.raw,size=10G\n";
+    for pending in [
+        "scsi0: local:107/vm-107-disk-1.raw",
+        "scsihw: lsi",
+        "boot: order=sata0;net0",
+        "delete: sata0",
+        "sata0: local:107/vm-107-disk-0.raw,cache=writeback",
+    ] {
+        let text = format!("{conf}\n[PENDING]\n{pending}\n\n[before]\nscsi1: local:a\n");
+        let fixed = self::fixed(&text);
+        assert_eq!(self::text(&fixed), text);
+        assert!(fixed.left[0].2.contains("[PENDING]"), "{:?}", fixed.left);
+    }
+    let other = format!("{conf}\n[PENDING]\nmemory: 4096\n\n[before]\nscsi1: local:a\n");
+    assert!(text(&fixed(&other)).contains("scsi0: local:107"));
+}
+
+/// Disks that move together write the controller once.
+#[test]
+fn the_controller_is_written_once() {
+    let conf = "boot: order=sata0\nostype: l26\nsata0: local:a\nsata1: local:b\nsata2: local:c\n";
+    let fixed = self::fixed(conf);
+    let now = text(&fixed);
+    assert_eq!(now.matches("scsihw:").count(), 1, "{now}");
+    for disk in ["scsi0: local:a", "scsi1: local:b", "scsi2: local:c"] {
+        assert!(now.contains(disk), "{now}");
+    }
+}

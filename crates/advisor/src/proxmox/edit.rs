@@ -1,6 +1,6 @@
 //! Changes to a VM's configuration, line by line.
 
-use super::{Line, disk_key, lines, parts};
+use super::{Line, disk_key, lines, parts, pending};
 use crate::fix::{Edits, Setting, Target};
 use crate::qemu;
 use crate::text::{Edit, Span};
@@ -15,6 +15,12 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
         .sources
         .first()
         .map_or("", |source| source.text.as_str());
+    if let Some(key) = pending(text) {
+        return Err(format!(
+            "[PENDING] sets {key} at the next start, which may undo this or touch the same disk: stop and start the VM \
+             first"
+        ));
+    }
     let (lines, _) = lines(text);
     let args = lines.iter().rev().find(|line| line.key == "args");
     let in_args = |span: Span| {
@@ -165,10 +171,8 @@ fn to_scsi(target: &Target<'_>, lines: &[Line<'_>], line: &Line<'_>) -> Edits {
             );
         }
         Some(model) => edits.push(Edit::replace(model.value_span, "virtio-scsi-single")),
-        None => edits.insert(
-            0,
-            Edit::replace(line.span.before(), "scsihw: virtio-scsi-single\n"),
-        ),
+        // At one place, so that two disks of a round do not both write it.
+        None => edits.splice(0..0, controller(lines)?).for_each(drop),
     }
     Ok(edits)
 }
