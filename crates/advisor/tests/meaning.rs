@@ -527,3 +527,14 @@ fn the_controller_is_written_once() {
         assert!(now.contains(disk), "{now}");
     }
 }
+
+/// Virtio devices are on PCI where it is known that they are.
+#[test]
+fn machines_without_pci_get_no_pci_device() {
+    for program in ["qemu-system-s390x", "/usr/bin/qemu-system-m68k -M virt"] {
+        let line = format!(
+            "{program} -accel kvm -m 1G -drive file=/dev/vg0/a,if=virtio,format=raw,cache=none,aio=native,discard=unmap\n"
+        );
+        assert!(!text(&fixed(&line)).contains("virtio-blk-pci"));
+    }
+}

@@ -103,6 +103,7 @@ impl<'a> Changed<'a> {
                 if !matches!(driver, "ide-hd" | "usb-storage") {
                     return Err(format!("{driver} has no counterpart"));
                 }
+                self.has_virtio_pci()?;
                 let mut edits = self.set(option, "", "driver", "virtio-blk-pci");
                 for pair in &option.pairs {
                     match pair.key.as_str() {

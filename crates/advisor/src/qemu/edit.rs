@@ -574,6 +574,22 @@ impl<'a> Changed<'a> {
         Ok(edits)
     }
 
+    /// Whether virtio devices are on PCI: on s390x they are not, nor on m68k.
+    pub fn has_virtio_pci(&self) -> Result<(), String> {
+        let program = &self.parsed.command.program.text;
+        let known = ["x86_64", "i386", "aarch64"];
+        let is_other = program
+            .rsplit_once("qemu-system-")
+            .is_some_and(|(_, architecture)| {
+                !known.iter().any(|known| architecture.starts_with(known))
+            });
+        let machine = self.target.vm()?.table.word("vm.machine");
+        match is_other || machine.is_some_and(|machine| machine.starts_with("s390")) {
+            true => Err("whether this machine has virtio devices on PCI is not known".into()),
+            false => Ok(()),
+        }
+    }
+
     /// A drive with `if=virtio` cannot name a thread: it gets a device.
     fn device_for(&self, disk: &Disk, thread: &str, defined: bool) -> Edits {
         let drive = self.at(disk.span).ok_or("the drive is not there")?;
@@ -583,6 +599,7 @@ impl<'a> Changed<'a> {
         {
             return Err("the disk has no -device of its own".into());
         }
+        self.has_virtio_pci()?;
         let anchor = self.may_have_device(disk, drive)?;
         let mut edits = self.set(drive, "", "if", "none");
         let id = match drive.value("id") {
