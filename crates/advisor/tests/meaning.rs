@@ -538,3 +538,17 @@ fn machines_without_pci_get_no_pci_device() {
         assert!(!text(&fixed(&line)).contains("virtio-blk-pci"));
     }
 }
+
+/// A disk that comes to the PCI bus may move what stands behind it on the line; whoever says yes to it is told.
+#[test]
+fn a_new_place_on_the_pci_bus_is_told() {
+    let line = "qemu-system-x86_64 -accel kvm -drive file=/dev/vg0/a,format=raw,if=none,id=a,cache=none,aio=native,discard=unmap \
+                -device ide-hd,drive=a -netdev user,id=n -device virtio-net-pci,netdev=n\n";
+    let fixed = fixed(line);
+    let told = fixed.done.iter().filter_map(|done| done.unknown.as_ref());
+    assert!(
+        told.clone().any(|told| told.contains("network cards")),
+        "{:?}",
+        fixed.done
+    );
+}

@@ -18,11 +18,18 @@ fn of_setting(target: &Target<'_>, setting: Setting, facts: Option<&Facts>) -> O
     match setting {
         Setting::Cache("none" | "directsync") | Setting::CacheDirect => direct(target),
         Setting::Aio("io_uring") => io_uring(target, facts),
-        Setting::Virtio => Some(
-            "whether the guest has virtio drivers where it boots from, and finds its file systems by UUID or label: \
-             its disk gets another name, and without a driver the guest does not boot"
-                .into(),
-        ),
+        Setting::Virtio => {
+            let guest = "whether the guest has virtio drivers where it boots from, and finds its file systems by UUID or \
+                         label: its disk gets another name, and without a driver the guest does not boot";
+            // A device takes the next free slot of the PCI bus.
+            let slots = "; and whether it knows its network cards by their MAC addresses: the devices behind the disk on \
+                         the line may get other PCI addresses, and so other names";
+            let more = match target.input.kind {
+                Kind::Qemu => slots,
+                _ => "",
+            };
+            Some(format!("{guest}{more}"))
+        }
         Setting::SingleController => Some(
             "whether the guest finds its file systems by UUID or label: its disks get other addresses".into(),
         ),
