@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_config::{VIRTIO_F_RING_PACKED, VIRTIO_F_VERSION_1};
@@ -677,6 +677,11 @@ impl Queue {
     /// Sleeps until the device has completed something.
     pub fn wait(&mut self) {
         self.ring.wait();
+    }
+
+    /// Sleeps until the device has completed something, or (false) until `deadline`.
+    pub fn wait_until(&mut self, deadline: Instant) -> bool {
+        self.ring.wait_until(deadline)
     }
 
     /// Sleeps until the device has completed something on one of `queues`.

@@ -9,7 +9,7 @@ mod split;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::frontend::{RingAddresses, eventfd, eventfd_wait, eventfd_wait_any};
 use crate::memory::{Memory, Region};
@@ -282,6 +282,20 @@ impl Ring {
             eventfd_wait(&self.call, None).expect("the call eventfd is readable");
         }
         self.want_calls(false);
+    }
+
+    /// Like `wait`, but until `deadline` at most (false). Calls stay wanted then, as in a guest that does something else.
+    pub fn wait_until(&mut self, deadline: Instant) -> bool {
+        self.want_calls(true);
+        while !self.has_used() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            eventfd_wait(&self.call, Some(left)).expect("the call eventfd is readable");
+        }
+        self.want_calls(false);
+        true
     }
 
     /// Sleeps on the call eventfds of all `rings` until the device has used a buffer of one.

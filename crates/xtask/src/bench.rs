@@ -10,6 +10,7 @@ mod client;
 mod images;
 mod instructions;
 mod neighbours;
+mod open_loop;
 mod picture;
 mod plan;
 mod process;
@@ -45,6 +46,9 @@ pub struct Args {
 
     #[command(flatten)]
     ceph: ceph::Args,
+
+    #[command(flatten)]
+    open_loop: open_loop::Args,
 
     /// Backings to measure [default: all]
     #[arg(long, value_delimiter = ',', value_name = "BACKING")]
@@ -82,12 +86,9 @@ pub struct Args {
     #[arg(long, value_delimiter = ',')]
     ring: Vec<Ring>,
 
-    /// Contestants; the baseline takes part when --baseline is given
-    #[arg(
-        long,
-        value_delimiter = ',',
-        default_value = "ringdisk,ringdisk-fixed,qsd,host"
-    )]
+    /// Contestants; the baseline takes part when --baseline is given [default: ringdisk,ringdisk-fixed,qsd,host; with
+    /// --open-loop ringdisk,ringdisk-no-polling,qsd-native,qsd]
+    #[arg(long, value_delimiter = ',')]
     servers: Vec<Server>,
 
     /// Another ringdisk binary, measured in the same rounds
@@ -110,25 +111,21 @@ pub struct Args {
     #[arg(long)]
     quick: bool,
 
-    /// Samples per contestant and cell [default: 5]
+    /// Samples per contestant and cell [default: 5; with --open-loop 3]
     #[arg(long)]
     rounds: Option<usize>,
 
-    /// Seconds per sample, after the warm-up [default: 2]
+    /// Seconds per sample, after the warm-up [default: 2; with --open-loop 0.7, and more where requests are few]
     #[arg(long, value_name = "SECONDS")]
     runtime: Option<f64>,
 
-    /// Seconds of I/O before each sample
-    #[arg(long, value_name = "SECONDS", default_value_t = 0.5)]
-    warmup: f64,
+    /// Seconds of I/O before each sample [default: 0.5; with --open-loop 0.3]
+    #[arg(long, value_name = "SECONDS")]
+    warmup: Option<f64>,
 
     /// Measure the CPU use of a connected disk without I/O, over 30 s per server, instead of the workloads
     #[arg(long)]
     idle: bool,
-
-    /// With --idle: so many null disks of ringdisk on one I/O thread instead
-    #[arg(long, requires = "idle", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
-    disks: Option<u16>,
 
     /// Measure what a disk at depth 128 does to the latency of one at depth 1 on the same I/O thread, on the first backing
     /// of --only [default: null], instead of the workloads
@@ -191,6 +188,12 @@ enum Internal {
         /// A [`Job`] as JSON
         job: String,
     },
+    /// The same with a schedule
+    #[command(hide = true)]
+    PacedClient {
+        /// A job of the open loop as JSON
+        job: String,
+    },
     /// Print the table of an earlier run again, and draw its picture
     Show {
         /// The JSON of that run
@@ -203,10 +206,19 @@ enum Internal {
 
 const IDLE_SECONDS: f64 = 30.0;
 
+/// The contestants if none are named.
+const SERVERS: [Server; 4] = [
+    Server::Ringdisk,
+    Server::RingdiskFixed,
+    Server::Qsd,
+    Server::Host,
+];
+
 /// Runs the bench as `args` say.
 pub fn run(args: Args) -> anyhow::Result<()> {
     match &args.internal {
         Some(Internal::Client { job }) => return client::run(job),
+        Some(Internal::PacedClient { job }) => return open_loop::client(job),
         Some(Internal::Show { json, svg }) => return report::show(json, svg.as_deref()),
         None => {}
     }
@@ -214,13 +226,12 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     if bench.args.ceph.ceph {
         return ceph::run(&bench);
     }
-    if let Some(disks) = bench.args.disks {
-        return neighbours::idle(&bench.programs, &bench.dir, disks.into(), IDLE_SECONDS);
-    }
     if bench.args.fairness {
         return bench.fairness();
     }
-    let report = if bench.args.idle {
+    let report = if bench.args.open_loop.wanted() {
+        open_loop::measure(&bench)?
+    } else if bench.args.idle {
         bench.idle()?
     } else if bench.args.scaling {
         bench.scaling()?
@@ -256,7 +267,7 @@ impl Bench {
         let target = target_dir();
         let dir = args.dir.clone().unwrap_or_else(|| target.join("bench"));
         std::fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
-        let build_ringdisk = args.ringdisk.is_none() && args.servers.contains(&Server::Ringdisk);
+        let build_ringdisk = args.ringdisk.is_none() && serves_ringdisk(&args.servers);
         if args.ceph.ceph {
             crate::packages::tcmalloc::ensure()?;
         }
@@ -303,7 +314,7 @@ impl Bench {
                 group
             })
             .collect();
-        if self.args.servers.contains(&Server::Host) && cell.backing != Backing::Null {
+        if self.named_servers().contains(&Server::Host) && cell.backing != Backing::Null {
             groups.push(vec![(Server::Host, None)]);
         }
         random.shuffle(&mut groups);
@@ -312,10 +323,17 @@ impl Bench {
 
     fn servers(&self) -> impl Iterator<Item = Server> {
         let baseline = self.args.baseline.as_ref().map(|_| Server::Baseline);
-        let named = self.args.servers.iter().copied();
+        let named = self.named_servers().iter().copied();
         named
             .filter(|server| !matches!(server, Server::Host | Server::Baseline))
             .chain(baseline)
+    }
+
+    fn named_servers(&self) -> &[Server] {
+        match &self.args.servers[..] {
+            [] => &SERVERS,
+            named => named,
+        }
     }
 
     fn measure(&self) -> anyhow::Result<Report> {
@@ -361,7 +379,7 @@ impl Bench {
                                 return Ok(report);
                             }
                             let (place, cell) = (first + cell, &cells[cell]);
-                            progress.show(cell, server, round);
+                            progress.show(&cell.to_string(), server, round);
                             match self.sample(cell, server, client, &backing, random.next()) {
                                 Ok(sample) => report.cells[place].records.push(Record {
                                     round,
@@ -398,7 +416,7 @@ impl Bench {
         backing.settle(cell.setting.cache_on(cell.backing))?;
         process::wait_for_quiet(Duration::from_secs_f64(self.args.patience))?;
         match client {
-            None => server::host(backing, cell, self.args.warmup, self.runtime(), seed),
+            None => server::host(backing, cell, self.warmup(), self.runtime(), seed),
             Some(client) => {
                 let setting = cell.setting;
                 let running = Running::start(server, backing, setting, &self.programs, &self.dir)?;
@@ -496,7 +514,7 @@ impl Bench {
             programs: &self.programs,
             dir: &self.dir,
             rounds: self.rounds(),
-            warmup_s: self.args.warmup,
+            warmup_s: self.warmup(),
             runtime_s: self.runtime(),
             patience_s: self.args.patience,
             depth: self.args.depth.first().copied().unwrap_or(32),
@@ -520,7 +538,7 @@ impl Bench {
             dir: std::path::absolute(&self.dir)?,
             bytes: self.args.size << 30,
             rounds: self.rounds(),
-            warmup_s: self.args.warmup,
+            warmup_s: self.warmup(),
             runtime_s: self.runtime(),
             patience_s: self.args.patience,
             works: self.args.work.clone(),
@@ -556,7 +574,7 @@ impl Bench {
             packed: setting.ring == Ring::Packed,
             client,
             workload,
-            warmup_s: self.args.warmup,
+            warmup_s: self.warmup(),
             runtime_s: self.runtime(),
             cooldown_s: 0.0,
             idle_s: None,
@@ -579,22 +597,28 @@ impl Bench {
 
     fn save(&self, report: &Report) -> anyhow::Result<()> {
         report.write_json(&self.json())?;
-        if !report.cells.is_empty() {
-            picture::write(report, &self.svg())?;
-        }
-        Ok(())
+        report.draw(&self.svg())
     }
 
     fn rounds(&self) -> usize {
+        let few = self.args.quick || self.args.open_loop.wanted();
+        self.args.rounds.unwrap_or(if few { 3 } else { 5 })
+    }
+
+    fn warmup(&self) -> f64 {
+        let open_loop = self.args.open_loop.wanted();
         self.args
-            .rounds
-            .unwrap_or(if self.args.quick { 3 } else { 5 })
+            .warmup
+            .unwrap_or(if open_loop { 0.3 } else { 0.5 })
     }
 
     fn runtime(&self) -> f64 {
-        self.args
-            .runtime
-            .unwrap_or(if self.args.quick { 1.0 } else { 2.0 })
+        let usual = match (self.args.open_loop.wanted(), self.args.quick) {
+            (true, quick) => open_loop::runtime_s(quick),
+            (false, true) => 1.0,
+            (false, false) => 2.0,
+        };
+        self.args.runtime.unwrap_or(usual)
     }
 
     fn json(&self) -> PathBuf {
@@ -649,6 +673,16 @@ fn build(ringdisk: bool, ceph: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Whether a contestant is the binary under test, in whatever setting. None named is the default, which it is part of.
+fn serves_ringdisk(servers: &[Server]) -> bool {
+    let ours = [
+        Server::Ringdisk,
+        Server::RingdiskFixed,
+        Server::RingdiskNoPolling,
+    ];
+    servers.is_empty() || servers.iter().any(|server| ours.contains(server))
+}
+
 /// The bench's own randomness: the order of the contestants and the clients' seeds.
 struct Random(u64);
 
@@ -684,7 +718,7 @@ impl Progress {
     }
 
     /// To be called before each sample.
-    fn show(&mut self, cell: &Cell, server: Server, round: usize) {
+    fn show(&mut self, cell: &str, server: Server, round: usize) {
         let left = match self.done {
             0 => String::new(),
             done => {
@@ -693,14 +727,7 @@ impl Progress {
                 format!(", {}:{:02} left", seconds / 60, seconds % 60)
             }
         };
-        let line = format!(
-            "[{}/{}{left}] {} {} {}",
-            self.done + 1,
-            self.total,
-            cell.backing,
-            cell.workload,
-            cell.setting
-        );
+        let line = format!("[{}/{}{left}] {cell}", self.done + 1, self.total);
         if self.on_terminal {
             eprint!("\r\x1b[K{line}, round {}: {server}", round + 1);
         } else if round == 0 && self.done.is_multiple_of(8) {

@@ -79,7 +79,7 @@ impl Prepared {
 }
 
 /// A file whose every block was written: an allocated but unwritten extent reads as zeros without touching the disk.
-fn written_file(dir: &Path, name: &str, bytes: u64) -> anyhow::Result<PathBuf> {
+pub fn written_file(dir: &Path, name: &str, bytes: u64) -> anyhow::Result<PathBuf> {
     // The size is in the name, and the name appears last: a file that exists is whole.
     let path = dir.join(format!("{name}-{}M.raw", bytes >> 20));
     if !path.exists() {

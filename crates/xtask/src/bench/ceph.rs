@@ -332,7 +332,7 @@ fn osds(ceph: &Ceph) -> Result<f64> {
 
 fn sample(bench: &Bench, ceph: &Ceph, cell: &Cell, who: Contestant, seed: u64) -> Result<Sample> {
     let conf = conf(ceph, cell.wire);
-    let (warmup, runtime) = (bench.args.warmup, bench.runtime());
+    let (warmup, runtime) = (bench.warmup(), bench.runtime());
     if who.program == Program::Fio {
         let images: Vec<String> = (0..cell.images as u8).map(image).collect();
         let mut command = who.command(bench)?;

@@ -85,11 +85,11 @@ pub fn run(job: &str) -> anyhow::Result<()> {
     let sample = match job.client {
         Client::Blkio => {
             let (drivers, _devices) = BlkioDriver::connect(&job)?;
-            measure(&job, drivers)?
+            measure(&job, drivers, drive)?.0
         }
         Client::Ring | Client::RingPoll => {
             let (drivers, _devices) = RingDriver::connect(&job)?;
-            measure(&job, drivers)?
+            measure(&job, drivers, drive)?.0
         }
     };
     println!("{}", serde_json::to_string(&sample)?);
@@ -97,7 +97,7 @@ pub fn run(job: &str) -> anyhow::Result<()> {
 }
 
 /// A server that loses a request must not hang the bench: with nothing completing, a sleeping client never wakes.
-fn watchdog(job: &Job) {
+pub fn watchdog(job: &Job) {
     let limit = Duration::from_secs_f64(
         job.warmup_s + job.runtime_s + job.cooldown_s + job.idle_s.unwrap_or(0.0) + 20.0,
     );
@@ -109,7 +109,7 @@ fn watchdog(job: &Job) {
 }
 
 /// A virtio-blk driver with a fixed set of request slots, each with its own buffer.
-trait Driver: Send {
+pub trait Driver: Send {
     fn capacity(&self) -> u64;
     /// The numbers of its slots.
     fn slots(&self) -> Vec<usize>;
@@ -118,27 +118,49 @@ trait Driver: Send {
     fn submit(&mut self) -> anyhow::Result<()>;
     /// Appends the slots that have completed; a sleeping client blocks until there is one, a polling one may add none.
     fn reap(&mut self, done: &mut Vec<usize>) -> anyhow::Result<()>;
+    /// Appends the slots that have completed; blocks until there is one or it is `until`. One request at least is under
+    /// way.
+    fn reap_until(&mut self, until: Instant, done: &mut Vec<usize>) -> anyhow::Result<()>;
 }
 
-/// A thread per driver. All stand still while the counters are read.
-fn measure(job: &Job, drivers: Vec<impl Driver>) -> anyhow::Result<Sample> {
+/// What a thread did between the edges of the window.
+pub struct Lap {
+    pub latencies_ns: Histogram<u64>,
+    /// As many as the latencies, or more where not each one counts.
+    pub ios: u64,
+    /// Requests that were due, but could not be sent.
+    pub unsent: u64,
+}
+
+/// A thread per driver, each of which runs `drive`. All stand still while the counters are read.
+pub fn measure<D: Driver>(
+    job: &Job,
+    drivers: Vec<D>,
+    drive: impl Fn(&Job, usize, D, &Barrier) -> anyhow::Result<Lap> + Sync,
+) -> anyhow::Result<(Sample, Lap)> {
     let edge = Barrier::new(drivers.len() + 1);
     thread::scope(|scope| {
-        let drive = |(number, driver)| {
-            let edge = &edge;
+        let start = |(number, driver)| {
+            let (drive, edge) = (&drive, &edge);
             // The others would wait for it at the next edge.
             scope.spawn(move || drive(job, number, driver, edge).unwrap_or_else(|e| give_up(&e)))
         };
-        let laps: Vec<_> = drivers.into_iter().enumerate().map(drive).collect();
+        let laps: Vec<_> = drivers.into_iter().enumerate().map(start).collect();
         let used = window(job, &edge).unwrap_or_else(|e| give_up(&e));
-        let mut latencies_ns = new_histogram();
+        let mut all = Lap {
+            latencies_ns: new_histogram(),
+            ios: 0,
+            unsent: 0,
+        };
         for lap in laps {
             let its = lap
                 .join()
                 .map_err(|_| anyhow!("a client thread panicked"))?;
-            latencies_ns.add(its)?;
+            all.latencies_ns.add(its.latencies_ns)?;
+            all.ios += its.ios;
+            all.unsent += its.unsent;
         }
-        Ok(used.sample(&latencies_ns))
+        Ok((used.sample(&all), all))
     })
 }
 
@@ -149,12 +171,7 @@ fn give_up(error: &anyhow::Error) -> ! {
 }
 
 /// The I/O of one thread, with the edges of the window where all threads meet; gives the latencies within it.
-fn drive(
-    job: &Job,
-    number: usize,
-    mut driver: impl Driver,
-    edge: &Barrier,
-) -> anyhow::Result<Histogram<u64>> {
+fn drive(job: &Job, number: usize, mut driver: impl Driver, edge: &Barrier) -> anyhow::Result<Lap> {
     if let Some(cpu) = job.cpus.get(number) {
         process::pin_thread(*cpu)?;
     }
@@ -177,7 +194,11 @@ fn drive(
         lap.run(&mut driver, Duration::from_secs_f64(job.cooldown_s))?;
         lap.drain(&mut driver)?;
     }
-    Ok(latencies_ns)
+    Ok(Lap {
+        ios: latencies_ns.len(),
+        latencies_ns,
+        unsent: 0,
+    })
 }
 
 /// What was used between the edges.
@@ -376,7 +397,7 @@ pub fn mix(x: u64) -> u64 {
 }
 
 /// 3 digits, 1 ns to 60 s.
-fn new_histogram() -> Histogram<u64> {
+pub fn new_histogram() -> Histogram<u64> {
     Histogram::new_with_bounds(1, 60_000_000_000, 3).expect("the bounds are constants")
 }
 
@@ -416,14 +437,15 @@ struct Window {
 }
 
 impl Window {
-    fn sample(&self, latencies_ns: &Histogram<u64>) -> Sample {
+    fn sample(&self, lap: &Lap) -> Sample {
+        let latencies_ns = &lap.latencies_ns;
         let us = |q: f64| latencies_ns.value_at_quantile(q) as f64 / 1e3;
-        let ios = latencies_ns.len() as f64;
+        let ios = lap.ios as f64;
         let per_io = |total: f64| if ios > 0.0 { total / ios } else { 0.0 };
         let (server_s, client_s) = (self.server.ran_s(), self.client.ran_s());
         Sample {
             iops: ios / self.seconds,
-            ios: latencies_ns.len(),
+            ios: lap.ios,
             mean_us: latencies_ns.mean() / 1e3,
             p50_us: us(0.50),
             p99_us: us(0.99),
@@ -450,7 +472,7 @@ pub fn noise(len: usize, seed: u64) -> Vec<u8> {
 }
 
 /// testkit's ring driver: as little client as possible. Chains are built once, then only sectors change.
-struct RingDriver {
+pub struct RingDriver {
     lanes: Vec<Lane>,
     /// A slot's number is that of its lane above that within the lane.
     lane_shift: u32,
@@ -467,7 +489,7 @@ struct Lane {
 
 impl RingDriver {
     /// The devices behind the drivers come with them: dropping one would end its connection.
-    fn connect(job: &Job) -> anyhow::Result<(Vec<RingDriver>, Vec<Device>)> {
+    pub fn connect(job: &Job) -> anyhow::Result<(Vec<RingDriver>, Vec<Device>)> {
         let Workload { depth, block, .. } = job.workload;
         let config = DeviceConfig {
             queues: job.queues,
@@ -584,20 +606,30 @@ impl Driver for RingDriver {
             }
         }
     }
+
+    fn reap_until(&mut self, until: Instant, done: &mut Vec<usize>) -> anyhow::Result<()> {
+        let [lane] = &mut self.lanes[..] else {
+            bail!("a client with a schedule drives one queue per thread");
+        };
+        if !lane.queue.wait_until(until) {
+            return Ok(());
+        }
+        self.reap(done)
+    }
 }
 
 /// Descriptors of a queue: blkio uses three per request and no indirect ones, so 128 requests need 384.
 const QUEUE_SIZE: u16 = 512;
 
 /// The blkio crate's virtio-blk: a driver that ringdisk's authors did not write.
-struct BlkioDriver {
+pub struct BlkioDriver {
     queue: vhost::Queue,
     capacity: u64,
 }
 
 impl BlkioDriver {
     /// A driver per queue: it sleeps on one queue only.
-    fn connect(job: &Job) -> anyhow::Result<(Vec<BlkioDriver>, vhost::Device)> {
+    pub fn connect(job: &Job) -> anyhow::Result<(Vec<BlkioDriver>, vhost::Device)> {
         let [socket] = &job.sockets[..] else {
             bail!("this client drives one disk");
         };
@@ -638,10 +670,15 @@ impl Driver for BlkioDriver {
     fn reap(&mut self, done: &mut Vec<usize>) -> anyhow::Result<()> {
         self.queue.reap(1, None, done)
     }
+
+    fn reap_until(&mut self, until: Instant, done: &mut Vec<usize>) -> anyhow::Result<()> {
+        let left = until.saturating_duration_since(Instant::now());
+        self.queue.reap(1, Some(left), done)
+    }
 }
 
 /// A server makes its sockets before it listens on them.
-fn wait_for(sockets: &[PathBuf]) -> anyhow::Result<()> {
+pub fn wait_for(sockets: &[PathBuf]) -> anyhow::Result<()> {
     let deadline = Instant::now() + Duration::from_secs(5);
     for path in sockets {
         while !path.exists() {

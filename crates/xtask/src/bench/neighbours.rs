@@ -1,16 +1,15 @@
-//! What disks on one I/O thread cost each other: `--fairness`, and `--idle --disks N`.
+//! What disks on one I/O thread cost each other: `--fairness`.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, bail};
-use testkit::driver::{Device, DeviceConfig};
 use testkit::server::Server;
 
 use super::client::{Job, Sample};
 use super::plan::{Client, Workload};
-use super::process::{self, Usage};
+use super::process;
 use super::server::{CLIENT_CPU, Programs, SERVER_CPU};
 
 /// Depth of the disk that has much to do.
@@ -18,9 +17,6 @@ const BUSY_DEPTH: usize = 128;
 
 /// What the quiet disk's p99 may be with a busy neighbour, times its p99 alone.
 const RATIO_MAX: f64 = 3.0;
-
-/// CPU use of idle disks, in percent of a core.
-const IDLE_PERCENT_MAX: f64 = 0.5;
 
 /// The latency at depth 1 of a disk, alone and beside one at depth 128, on one I/O thread. `files` are two disks, as
 /// `ringdisk serve` takes them.
@@ -81,39 +77,6 @@ pub fn fairness(
     println!(
         "{}p99 ratio, median: {median:.2}",
         verdict(median <= RATIO_MAX)
-    );
-    Ok(())
-}
-
-/// The CPU time that so many connected disks without I/O take.
-pub fn idle(programs: &Programs, dir: &Path, disks: usize, seconds: f64) -> anyhow::Result<()> {
-    let files = vec!["null:1G".to_owned(); disks];
-    let server = Serving::ONE.start(&programs.ringdisk, programs, dir, &files)?;
-    let config = DeviceConfig {
-        slots: 1,
-        buffer_len: 4096,
-        ..DeviceConfig::default()
-    };
-    let connect = |socket| -> anyhow::Result<Device> {
-        let mut device = Device::connect(socket, &config)?;
-        // Each has had something to do.
-        let read = device.queues[0].read(0, 4096);
-        read.map_err(|status| anyhow::anyhow!("a read failed with status {status}"))?;
-        Ok(device)
-    };
-    let _devices: Vec<Device> = server
-        .sockets
-        .iter()
-        .map(connect)
-        .collect::<Result<_, _>>()?;
-    std::thread::sleep(Duration::from_secs(1));
-    let (start, before) = (Instant::now(), Usage::of(server.pid())?);
-    std::thread::sleep(Duration::from_secs_f64(seconds));
-    let used = Usage::of(server.pid())?.since(&before);
-    let percent = used.ran_s() / start.elapsed().as_secs_f64() * 100.0;
-    println!(
-        "{}{disks} disks on one I/O thread, connected and idle for {seconds} s: {percent:.3} % of a core",
-        verdict(percent < IDLE_PERCENT_MAX)
     );
     Ok(())
 }

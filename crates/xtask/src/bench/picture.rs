@@ -221,7 +221,7 @@ fn label(backing: Backing, client: Client) -> String {
     }
 }
 
-fn text(
+pub fn text(
     out: &mut String,
     x: usize,
     y: usize,

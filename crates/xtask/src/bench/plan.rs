@@ -31,6 +31,8 @@ pub enum Server {
     Ringdisk,
     /// ringdisk with `fixed-buffers=on`, for guests whose memory is never taken away.
     RingdiskFixed,
+    /// ringdisk with `--poll-max-us 0`.
+    RingdiskNoPolling,
     /// An earlier ringdisk binary, named by `--baseline`.
     Baseline,
     /// qemu-storage-daemon with `aio=io_uring`.
@@ -350,6 +352,12 @@ impl fmt::Display for Workload {
     }
 }
 
+impl fmt::Display for Cell {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{} {} {}", self.backing, self.workload, self.setting)
+    }
+}
+
 impl fmt::Display for Backing {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.pad(match self {
@@ -366,6 +374,7 @@ impl fmt::Display for Server {
         f.pad(match self {
             Server::Ringdisk => "ringdisk",
             Server::RingdiskFixed => "fixed",
+            Server::RingdiskNoPolling => "no-polling",
             Server::Baseline => "baseline",
             Server::Qsd => "qsd",
             Server::QsdNative => "qsd-native",

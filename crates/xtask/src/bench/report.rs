@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::client::Sample;
 use super::images::{self, Imaged};
 use super::instructions::{self, Instructions};
+use super::open_loop::{self, Measured};
 use super::picture;
 use super::plan::{Backing, Cell, Client, Limit, Metric, Server, TARGETS, Target};
 use super::scaling::{self, Scaled};
@@ -34,6 +35,8 @@ pub struct Report {
     pub scaling: Vec<Scaled>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub images: Vec<Imaged>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub open_loop: Vec<Measured>,
     /// Backings and settings that could not be measured here, with the reason.
     pub skipped: Vec<String>,
     pub failures: Vec<String>,
@@ -88,7 +91,7 @@ pub fn show(json: &Path, svg: Option<&Path>) -> anyhow::Result<()> {
     let report: Report =
         serde_json::from_str(&text).with_context(|| format!("parsing {}", json.display()))?;
     print!("{}", report.table());
-    svg.map_or(Ok(()), |svg| picture::write(&report, svg))
+    svg.map_or(Ok(()), |svg| report.draw(svg))
 }
 
 impl Report {
@@ -103,6 +106,7 @@ impl Report {
             instructions: Vec::new(),
             scaling: Vec::new(),
             images: Vec::new(),
+            open_loop: Vec::new(),
             skipped: Vec::new(),
             failures: Vec::new(),
         }
@@ -111,6 +115,17 @@ impl Report {
     pub fn write_json(&self, path: &Path) -> anyhow::Result<()> {
         fs::write(path, serde_json::to_string_pretty(self)?)
             .with_context(|| format!("writing {}", path.display()))
+    }
+
+    /// Draws the picture, if there is one of what was measured.
+    pub fn draw(&self, path: &Path) -> anyhow::Result<()> {
+        if !self.open_loop.is_empty() {
+            open_loop::draw(self, path)
+        } else if !self.cells.is_empty() {
+            picture::write(self, path)
+        } else {
+            Ok(())
+        }
     }
 
     /// The run as text: figures first, then the targets.
@@ -172,6 +187,7 @@ impl Report {
         }
         scaling::write(out, &self.scaling)?;
         images::write(out, &self.images)?;
+        open_loop::write(out, &self.open_loop)?;
         instructions::write(out, &self.instructions)?;
         self.write_targets(out)?;
         for reason in &self.skipped {

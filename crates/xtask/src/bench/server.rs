@@ -14,7 +14,7 @@ use super::backing::{NULL_BYTES, Prepared};
 use super::client::{Job, Sample};
 use super::plan::{Cell, Server, Workload};
 use super::process::{self, Cores, Usage};
-use super::setting::{Cache, Setting};
+use super::setting::{Cache, Poll, Setting};
 
 /// Which core each side has to itself.
 pub const SERVER_CPU: usize = 0;
@@ -49,10 +49,17 @@ impl Running {
         let socket = dir.join(format!("{server}.sock"));
         let log = dir.join(format!("{server}.log"));
         let _ = fs::remove_file(&socket);
+        let setting = match server {
+            Server::RingdiskNoPolling => Setting {
+                poll: Some(Poll::Off),
+                ..setting
+            },
+            _ => setting,
+        };
         let ours =
             |binary: &Path, more| ringdisk(binary, programs, backing, setting, &socket, more);
         let mut command = match server {
-            Server::Ringdisk => ours(&programs.ringdisk, ""),
+            Server::Ringdisk | Server::RingdiskNoPolling => ours(&programs.ringdisk, ""),
             Server::RingdiskFixed => ours(&programs.ringdisk, ",fixed-buffers=on"),
             Server::Baseline => {
                 let binary = programs.baseline.as_ref();
@@ -109,20 +116,24 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        let pid = Pid::from_child(&self.child);
-        // Fails only if it has ended already.
-        let _ = kill_process(pid, Signal::TERM);
-        let deadline = Instant::now() + Duration::from_secs(5);
-        while let Ok(None) = self.child.try_wait() {
-            if Instant::now() > deadline {
-                eprintln!("server {} ignores SIGTERM; killed", self.child.id());
-                let _ = self.child.kill();
-                let _ = self.child.wait();
-                break;
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        stop(&mut self.child);
         let _ = fs::remove_file(&self.socket);
+    }
+}
+
+/// Ends a server, and waits until it has ended.
+pub fn stop(server: &mut Child) {
+    // Fails only if it has ended already.
+    let _ = kill_process(Pid::from_child(server), Signal::TERM);
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while let Ok(None) = server.try_wait() {
+        if Instant::now() > deadline {
+            eprintln!("server {} ignores SIGTERM; killed", server.id());
+            let _ = server.kill();
+            let _ = server.wait();
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(2));
     }
 }
 
@@ -205,7 +216,7 @@ fn qsd(aio: &str, backing: &Prepared, setting: Setting, socket: &Path) -> Comman
 }
 
 /// QEMU's option syntax, and ringdisk's: a comma in a value is doubled.
-fn doubled_commas(path: &Path) -> String {
+pub fn doubled_commas(path: &Path) -> String {
     path.display().to_string().replace(',', ",,")
 }
 

@@ -156,6 +156,7 @@ impl Setting {
             Server::RingdiskFixed => {
                 backing == Backing::Disk && matches!(self.aio, None | Some(Aio::IoUring))
             }
+            Server::RingdiskNoPolling => self.poll.is_none(),
             Server::Ringdisk | Server::Baseline | Server::Host => true,
         }
     }
