@@ -19,12 +19,12 @@ mod scaling;
 mod server;
 mod setting;
 mod stats;
+mod turns;
 
-use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -36,6 +36,7 @@ use plan::{Backing, Cell, Client, Rw, Server, Workload};
 use report::{CellResult, Idle, Record, Report};
 use server::{CLIENT_CPU, Programs, Running, SERVER_CPU};
 use setting::{Aio, Cache, Lists, Poll, Ring, Setting};
+use turns::{Progress, Random};
 
 /// Measure ringdisk beside qemu-storage-daemon and fio on the host
 #[derive(clap::Args)]
@@ -681,69 +682,4 @@ fn serves_ringdisk(servers: &[Server]) -> bool {
         Server::RingdiskNoPolling,
     ];
     servers.is_empty() || servers.iter().any(|server| ours.contains(server))
-}
-
-/// The bench's own randomness: the order of the contestants and the clients' seeds.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        client::mix(self.0)
-    }
-
-    fn shuffle<T>(&mut self, items: &mut [T]) {
-        for i in (1..items.len()).rev() {
-            items.swap(i, (self.next() % (i as u64 + 1)) as usize);
-        }
-    }
-}
-
-/// One line on the terminal that says where the run is and how long it takes.
-struct Progress {
-    begun: Instant,
-    done: usize,
-    total: usize,
-    on_terminal: bool,
-}
-
-impl Progress {
-    fn new(total: usize) -> Progress {
-        Progress {
-            begun: Instant::now(),
-            done: 0,
-            total,
-            on_terminal: std::io::stderr().is_terminal(),
-        }
-    }
-
-    /// To be called before each sample.
-    fn show(&mut self, cell: &str, server: Server, round: usize) {
-        let left = match self.done {
-            0 => String::new(),
-            done => {
-                let seconds =
-                    self.begun.elapsed().as_secs() * (self.total - done) as u64 / done as u64;
-                format!(", {}:{:02} left", seconds / 60, seconds % 60)
-            }
-        };
-        let line = format!("[{}/{}{left}] {cell}", self.done + 1, self.total);
-        if self.on_terminal {
-            eprint!("\r\x1b[K{line}, round {}: {server}", round + 1);
-        } else if round == 0 && self.done.is_multiple_of(8) {
-            eprintln!("{line}");
-        }
-        self.done += 1;
-    }
-
-    fn complain(&self, text: &str) {
-        self.clear();
-        eprintln!("{text}");
-    }
-
-    fn clear(&self) {
-        if self.on_terminal {
-            eprint!("\r\x1b[K");
-        }
-    }
 }

@@ -18,6 +18,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use serde::{Deserialize, Serialize};
 
+use super::Bench;
 use super::backing::{Prepared, written_file};
 use super::client::{Job, Sample};
 use super::plan::{Backing, Client, Rw, Server, Workload};
@@ -25,7 +26,7 @@ use super::process;
 use super::report::Report;
 use super::server::{CLIENT_CPU, SERVER_CPU};
 use super::setting::{Cache, Setting};
-use super::{Bench, Progress, Random};
+use super::turns::{Progress, Random};
 use client::PacedJob;
 use idle::Idle;
 use pace::{Arrivals, Pace};
