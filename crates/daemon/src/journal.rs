@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use engine::DiskFile;
-use image::{JournalEvent, JournalPlace, PlainFile, is_journal_of};
+use image::{JournalEvent, JournalOf, JournalPlace, PlainFile, journal_of};
 use thiserror::Error;
 use tracing::{error, info, warn};
 
@@ -116,8 +116,9 @@ impl Journals {
         let identity = Identity::of(file).ok();
         let found = identity.and_then(|identity| {
             let path = self.directory.join(&identity.file_name);
-            match is_journal_at(&path, &identity, file) {
-                Some(true) => Some(path),
+            match journal_at(&path, &identity, file) {
+                // Whoever opens the image to be written to is told what is wrong with it.
+                Some(JournalOf::ThisImage | JournalOf::Unreadable) => Some(path),
                 _ => self.another_users(disk, file, &identity),
             }
         });
@@ -153,15 +154,16 @@ impl Journals {
             .filter(|directory| *directory != self.directory)
             .map(|directory| directory.join(&identity.file_name));
         paths.find(|path| {
-            let fits = is_journal_at(path, identity, file);
-            if fits == Some(false) {
+            let found = journal_at(path, identity, file);
+            let is_its = found == Some(JournalOf::ThisImage);
+            if found.is_some() && !is_its {
                 warn!(
                     "disk {disk}: {} has the name of this image's journal, but is not that of this image, as far as can be \
                      read; it is left alone",
                     path.display()
                 );
             }
-            fits == Some(true)
+            is_its
         })
     }
 
@@ -195,7 +197,7 @@ impl Journals {
             ),
             JournalEvent::Missing { snapshots } => {
                 warn!(
-                    "disk {disk}: its image says that it has a journal, and there is none at {at}. That is normal after a \
+                    "disk {disk}: its image says that it has a journal, and there is none at {at}, or an empty one. That is normal after a \
                      crash of the host, and for a copy of a disk in use. After a kill of ringdisk, stop it now, and start \
                      it as the same user, with the same runtime directory and on the same device number as before (another \
                      mount, or another number of a loop device or a volume, is another place): once this disk has been \
@@ -229,8 +231,8 @@ impl Journals {
     }
 }
 
-/// Whether the journal of an image is at a path; `None` if nothing can be read there.
-fn is_journal_at(path: &Path, identity: &Identity, file: &Arc<DiskFile>) -> Option<bool> {
+/// Whose journal is at a path, if it is this image's or another's; `None` if nothing can be opened there.
+fn journal_at(path: &Path, identity: &Identity, file: &Arc<DiskFile>) -> Option<JournalOf> {
     let journal = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
@@ -240,7 +242,7 @@ fn is_journal_at(path: &Path, identity: &Identity, file: &Arc<DiskFile>) -> Opti
         flushes: false,
     };
     let journal = PlainFile(journal.ok()?);
-    Some(is_journal_of(&journal, &identity.bytes, &image))
+    Some(journal_of(&journal, &identity.bytes, &image))
 }
 
 /// Which image a journal is of, since the host was started.

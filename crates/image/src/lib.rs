@@ -18,8 +18,8 @@ pub use gate::{Gate, GateError};
 pub use qcow2::check::check;
 pub use qcow2::{
     Allocation, CheckReport, Compression, Damage, Fill, HeaderError, ImageError, JournalEvent,
-    JournalPlace, OpenOptions, Pin, Pins, Prepared, Progress, Qcow2, Qcow2Error, ThreadPins,
-    Waiting, ZeroStep, Zeroing, is_journal_of,
+    JournalOf, JournalPlace, OpenOptions, Pin, Pins, Prepared, Progress, Qcow2, Qcow2Error,
+    ThreadPins, Waiting, ZeroStep, Zeroing, journal_of,
 };
 pub use storage::{PlainFile, Storage};
 

@@ -46,7 +46,7 @@ pub use check::CheckReport;
 pub use compressed::Compression;
 pub use error::{Damage, ImageError};
 pub use header::HeaderError;
-pub use journal::{JournalEvent, JournalPlace, is_journal_of};
+pub use journal::{JournalEvent, JournalOf, JournalPlace, journal_of};
 pub use open::{OpenOptions, Progress, Qcow2Error};
 pub use pins::{Pin, Pins, ThreadPins};
 pub use write::{Allocation, Fill, Prepared, Waiting};

@@ -54,7 +54,15 @@
 //!
 //! Changes that could not be recorded are flushed. Before that flush writes anything, the image says so with another
 //! bit ([`OVERTAKEN`]): a cluster that was free when the journal ended may be in use in the file, and a replay
-//! lowers no refcount. With the last write of that flush the generation rises by two, and the journal fits no more.
+//! lowers no refcount. With the last write of that flush the image gets a generation that is drawn anew, and the journal fits
+//! no more.
+//!
+//! # When the journal is older than the image
+//!
+//! A generation rises by one with each stamp, and everything that makes a journal unnecessary draws another. So an image
+//! that is only a few stamps ahead of the last record has lost records that had been acknowledged: somebody has cut the
+//! journal off, or damaged it. It is then not opened, and neither is an image with a journal of which the slots cannot be
+//! read. Records of the last stamp are the exception: that the last of them is missing is what a kill leaves, too.
 //!
 //! # Internal snapshots
 //!
@@ -63,6 +71,7 @@
 //! are, and so removes them all. Each change to such an image is flushed before it is acknowledged, as to one of
 //! version 2, which has no such bits.
 
+mod found;
 mod records;
 
 use std::collections::hash_map::RandomState;
@@ -74,14 +83,14 @@ use std::time::{Duration, Instant};
 
 use block::FileOffset;
 
+pub(super) use found::{Found, fits, read, said};
+pub use found::{JournalOf, journal_of};
 pub(super) use records::{Change, Changes};
-use records::{READ_MAX, RECORDS_AT, Slot, record};
+use records::{READ_MAX, RECORD_MIN, RECORDS_AT, Slot, record};
 
-use super::header::{AUTOCLEAR_JOURNAL, Header};
-use super::open::read_header;
 use super::refcount::{May, Piece};
 use super::{ImageError, Qcow2, State};
-use crate::storage::{Storage, read_padded};
+use crate::storage::Storage;
 
 /// Bytes of records that a flush makes unnecessary before they become more: 25 for each cluster and 25
 /// for each run of refcounts, so that a flush comes after about 70,000 small writes that allocate.
@@ -94,6 +103,11 @@ const PUNCH: u64 = 1 << 20;
 /// one took: they take 2% of the time.
 const STAMP_MS: (u64, u64) = (1, 100);
 const STAMP_SHARE: u32 = 50;
+
+/// How far an image can be ahead of the last record of its journal that can still be found. Each stamp comes with a record,
+/// a flush comes before they are more than `BYTES_MAX`, and the older slot, if the newer is damaged, is one flush older:
+/// 2 × 4 MiB / 41 bytes = 204,601.
+const STAMPS_MAX: u64 = 2 * (BYTES_MAX / RECORD_MIN + 1);
 
 const MARK: u64 = 1 << 63;
 /// Tables in the file may be newer than the end of the journal.
@@ -431,7 +445,7 @@ impl Qcow2 {
             return;
         };
         let before = journal.generation;
-        journal.generation = next(before, 1);
+        journal.generation = next(before);
         state.header.set_journal(journal.autoclear());
         let begun = Instant::now();
         match self.write_header(state) {
@@ -468,7 +482,7 @@ impl Qcow2 {
         let mut after = None;
         if journal.active && journal.overtaken {
             // Done again, what is in the journal would undo the flush: it must fit no more.
-            let generation = next(journal.generation, 2);
+            let generation = random() & GENERATION;
             rotated.generation = Some(generation);
             let mut header = state.header.clone();
             header.set_journal(autoclear(generation));
@@ -502,11 +516,18 @@ impl Qcow2 {
         self.write_header(state)
     }
 
+    /// Whether all that was acknowledged and not flushed is in the journal: it outlives this process, though not the host.
+    pub fn is_kept(&self) -> bool {
+        let state = self.lock();
+        let journal = state.journal.as_ref();
+        journal.is_some_and(|journal| journal.active && !journal.broken) && !self.must_flush()
+    }
+
     /// Whether the image says that it has a journal, and nobody was to do what is in it: it is only read, or there is no
     /// place for journals.
     pub fn journal_waits(&self) -> bool {
         let state = self.lock();
-        state.journal.is_none() && said(&state.header).bits != 0 && !self.begun.load(SeqCst)
+        state.journal.is_none() && said(&state.header).has_any() && !self.begun.load(SeqCst)
     }
 
     /// Ends the journal of an image that is being closed, of which all is in the file. A journal's file is empty then, unless
@@ -515,7 +536,7 @@ impl Qcow2 {
         // One that is elsewhere may still be found: then the image must know it.
         let is_ours = |journal: &Journal| journal.active || journal.ended;
         if state.journal.as_ref().is_some_and(is_ours) {
-            if said(&state.header).bits != 0 {
+            if said(&state.header).has_any() {
                 state.header.set_journal(0);
                 self.write_header(state)?;
                 self.file.flush()?;
@@ -531,128 +552,17 @@ impl Qcow2 {
     }
 }
 
-/// What an image says of its journal.
-#[derive(Clone, Copy)]
-pub(super) struct Said {
-    bits: u64,
-    /// It is dirty, as well: nobody has written to it and closed it since.
-    dirty: bool,
-}
-
-impl Said {
-    /// It is dirty because it has a journal, and its refcounts are right, unless it was dirty before as well.
-    pub fn is_why_dirty(self) -> bool {
-        self.dirty && self.bits & MARK != 0
-    }
-}
-
-pub(super) fn said(header: &Header) -> Said {
-    Said {
-        bits: header.autoclear & AUTOCLEAR_JOURNAL,
-        dirty: header.dirty(),
-    }
-}
-
-/// What is in a journal for an image that says this.
-///
-/// # Errors
-/// It cannot be read, or is longer than any.
-pub(super) fn read(place: &JournalPlace, image: Said) -> io::Result<Found> {
-    let Some(contents) = Contents::read(&*place.storage)? else {
-        return Ok(match image.bits & MARK {
-            0 => Found::Nothing,
-            _ => Found::Missing,
-        });
-    };
-    let fits = contents.fit(&place.identity, image);
-    Ok(match (fits, contents.empty, image.bits & MARK) {
-        (true, true, _) | (false, true, 0) => Found::Nothing,
-        // An old one, of which all has been done, is not the one that the image means.
-        (false, true, _) => Found::Missing,
-        (false, ..) => Found::Outdated,
-        (true, ..) => Found::Changes {
-            changes: contents.changes,
-            all: image.bits & OVERTAKEN == 0,
-        },
-    })
-}
-
-/// Whether there is a journal here for an image that says this.
-pub(super) fn fits(place: &JournalPlace, image: Said) -> bool {
-    let found = Contents::read(&*place.storage);
-    found.is_ok_and(|found| found.is_some_and(|c| c.fit(&place.identity, image)))
-}
-
-/// Whether a journal that was found somewhere is that of an image, as both say: the image has a number that nobody knows
-/// who cannot read it.
-pub fn is_journal_of(journal: &dyn Storage, identity: &[u8; 32], image: &dyn Storage) -> bool {
-    let Ok((header, _)) = read_header(image) else {
-        return false;
-    };
-    let found = Contents::read(journal);
-    found.is_ok_and(|found| found.is_some_and(|c| c.fit(identity, said(&header))))
-}
-
-pub(super) enum Found {
-    Nothing,
-    /// Nothing, and the image says otherwise.
-    Missing,
-    /// Something, but not of this image as it is.
-    Outdated,
-    Changes {
-        changes: Vec<Change>,
-        /// Nothing in the file is newer.
-        all: bool,
-    },
-}
-
-/// What a journal's file has.
-struct Contents {
-    slot: Slot,
-    changes: Vec<Change>,
-    /// What the image had with the last of them.
-    generation: u64,
-    /// There is nothing behind the start, not even a part of a record.
-    empty: bool,
-}
-
-impl Contents {
-    fn read(journal: &dyn Storage) -> io::Result<Option<Self>> {
-        let Some(slot) = Slot::newest(journal)? else {
-            return Ok(None);
-        };
-        let bytes = journal.size()?.saturating_sub(slot.start);
-        if bytes > READ_MAX {
-            return Err(io::Error::other(format!("it has {bytes} bytes")));
-        }
-        let mut records = vec![0; bytes as usize];
-        read_padded(journal, FileOffset(slot.start), &mut records)?;
-        let (changes, generation) = slot.changes(&records);
-        Ok(Some(Self {
-            slot,
-            changes,
-            generation,
-            empty: bytes == 0,
-        }))
-    }
-
-    /// Whether it is that of an image that says this.
-    fn fit(&self, identity: &[u8; 32], image: Said) -> bool {
-        let generations = [self.generation, next(self.generation, 1)];
-        let fits = generations
-            .map(autoclear)
-            .contains(&(image.bits & !OVERTAKEN));
-        let untouched = image.dirty || !self.slot.image_is_dirty();
-        self.slot.identity == *identity && self.generation <= GENERATION && fits && untouched
-    }
-}
-
-fn next(generation: u64, by: u64) -> u64 {
-    (generation + by) & GENERATION
+fn next(generation: u64) -> u64 {
+    (generation + 1) & GENERATION
 }
 
 fn autoclear(generation: u64) -> u64 {
     MARK | generation << GENERATION_SHIFT
+}
+
+/// That of an image with these bits.
+fn generation(bits: u64) -> u64 {
+    bits >> GENERATION_SHIFT & GENERATION
 }
 
 /// A number that nobody has had, most likely.

@@ -169,6 +169,91 @@ fn a_damaged_journal_is_cut_off() {
     }
 }
 
+/// What the image says of its journal, without the bit for what a flush has overtaken.
+fn generation(host: &Host) -> u64 {
+    u64::from_be_bytes(host.image.bytes()[88..96].try_into().unwrap())
+}
+
+/// Whether an image opens with a journal, or says that it cannot be read; nothing is written to it then.
+fn opens(host: &Host, directory: &Path, journal: Vec<u8>) -> bool {
+    let image = host.image.bytes();
+    let host = Host {
+        image: Memory::new(image.clone()),
+        journal: Memory::new(journal),
+        ..Host::new(Vec::new())
+    };
+    host.life.live(i64::MAX);
+    let Err(e) = host.open(directory) else {
+        return true;
+    };
+    let said = e.to_string();
+    assert!(
+        e.is_of_journal() && said.contains("leave it there"),
+        "{said}"
+    );
+    assert_eq!(host.image.bytes(), image);
+    false
+}
+
+/// More than a last record is missing, which no kill leaves: what was acknowledged would be lost without a word.
+#[test]
+fn a_journal_that_somebody_has_cut_off_is_not_passed_over() {
+    if !qemu::is_there("a_journal_that_somebody_has_cut_off_is_not_passed_over") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let host = killed(directory);
+    let disk = host.open(directory).unwrap();
+    disk.write(0, &pattern(2, 512)).unwrap();
+    disk.flush().unwrap();
+    let mut lengths = Vec::new();
+    // Stamps come with time.
+    while lengths.len() < 6 {
+        let before = generation(&host);
+        disk.zero(64 << 10, 4096, Zeroing::Zeroes { unmap: true })
+            .unwrap();
+        disk.write(64 << 10, &pattern(3, 4096)).unwrap();
+        if generation(&host) != before {
+            lengths.push(host.journal.bytes().len());
+        }
+    }
+    let journal = host.journal.bytes();
+    assert!(opens(&host, directory, journal.clone()));
+    // A last record that is not whole is what a kill leaves.
+    assert!(opens(
+        &host,
+        directory,
+        journal[..journal.len() - 1].to_vec()
+    ));
+    for &len in &lengths[..3] {
+        assert!(!opens(&host, directory, journal[..len].to_vec()), "{len}");
+        let mut damaged = journal.clone();
+        damaged[len + 9] ^= 1;
+        assert!(!opens(&host, directory, damaged), "{len}");
+    }
+    // Not even the first is there.
+    assert!(!opens(&host, directory, journal[..4096].to_vec()));
+}
+
+/// What says where its records are cannot be read: they are there all the same.
+#[test]
+fn a_journal_without_a_head_is_not_passed_over() {
+    if !qemu::is_there("a_journal_without_a_head_is_not_passed_over") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let host = killed(directory);
+    let mut journal = host.journal.bytes();
+    journal[..4096].fill(0);
+    assert!(!opens(&host, directory, journal.clone()));
+    // Of an image that has none, it says nothing.
+    let disk = host.open(directory).unwrap();
+    disk.chain.close().unwrap();
+    assert!(opens(&host, directory, journal));
+}
+
 /// An earlier process was killed when its journal had nothing. That is no answer to where a later one's is.
 #[test]
 fn an_old_journal_with_nothing_in_it_does_not_stand_for_another() {

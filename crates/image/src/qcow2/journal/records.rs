@@ -41,6 +41,9 @@ const HEAD: usize = 8;
 const GENERATION: usize = 8;
 const CHANGE: usize = 25;
 
+/// Bytes of the shortest record.
+pub const RECORD_MIN: u64 = (HEAD + GENERATION + CHANGE) as u64;
+
 /// A change to a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
