@@ -10,8 +10,8 @@ use thiserror::Error;
 ///
 /// A name in an image is input from whoever made the image. The kernel holds the border while it
 /// resolves the name (`openat2`, `RESOLVE_BENEATH`), so that neither `..` nor a symbolic link leads out
-/// of a directory, whatever changes at the same time. Links inside work. Only regular files and block
-/// devices are let through.
+/// of a directory, whatever changes at the same time. Links inside work, also absolute ones: what these lead to is
+/// found out first, and then opened in the same way. Only regular files and block devices are let through.
 #[derive(Debug)]
 pub struct Gate {
     directories: Vec<Directory>,
@@ -52,6 +52,19 @@ pub enum GateError {
     Outside {
         /// The name in the image.
         name: String,
+        /// The directories.
+        allowed: String,
+    },
+    /// It is a link that leads out of the directories.
+    #[error(
+        "it names '{name}', a symbolic link to '{target}', which is in none of the directories that its images may be in \
+        ({allowed}); --allow-backing DIR allows another one, if you trust whoever made the image"
+    )]
+    Link {
+        /// The name in the image.
+        name: String,
+        /// Where it leads.
+        target: String,
         /// The directories.
         allowed: String,
     },
@@ -113,6 +126,11 @@ impl Gate {
         }
         let path = from.join(plain);
         let straight = without_dots(&path);
+        let open_error = |errno: Errno| GateError::Open {
+            name: name.to_owned(),
+            source: errno.into(),
+        };
+        let mut leads_out = false;
         for directory in &self.directories {
             let below = [&path, &straight].into_iter().find_map(|path| {
                 let mut paths = directory.paths.iter();
@@ -121,18 +139,24 @@ impl Gate {
             let Some(below) = below.filter(|below| !below.as_os_str().is_empty()) else {
                 continue;
             };
-            let access = if write { OFlags::RDWR } else { OFlags::RDONLY };
-            // Opening a pipe must not block; what it is shows after.
-            let flags = access | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-            let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
-            match openat2(&directory.fd, below, flags, Mode::empty(), resolve) {
+            match directory.open(below, write) {
                 Ok(fd) => return passed(fd, straight, name),
-                Err(Errno::XDEV) => {}
-                Err(errno) => {
-                    return Err(GateError::Open {
-                        name: name.to_owned(),
-                        source: errno.into(),
-                    });
+                Err(Errno::XDEV) => leads_out = true,
+                Err(errno) => return Err(open_error(errno)),
+            }
+        }
+        // An absolute link leads out of any directory, as the kernel sees it, also to a file that is in one.
+        let target = leads_out.then(|| path.canonicalize().ok()).flatten();
+        if let Some(target) = &target {
+            for directory in &self.directories {
+                let Ok(below) = target.strip_prefix(&directory.paths[1]) else {
+                    continue;
+                };
+                // If it has changed meanwhile, the border still holds.
+                match directory.open(below, write) {
+                    Ok(fd) => return passed(fd, straight, name),
+                    Err(Errno::XDEV) => {}
+                    Err(errno) => return Err(open_error(errno)),
                 }
             }
         }
@@ -140,10 +164,26 @@ impl Gate {
             .directories
             .iter()
             .map(|d| d.paths[0].display().to_string());
-        Err(GateError::Outside {
-            name: name.to_owned(),
-            allowed: allowed.collect::<Vec<_>>().join(", "),
+        let (name, allowed) = (name.to_owned(), allowed.collect::<Vec<_>>().join(", "));
+        Err(match target.map(|target| target.display().to_string()) {
+            Some(target) => GateError::Link {
+                name,
+                target,
+                allowed,
+            },
+            None => GateError::Outside { name, allowed },
         })
+    }
+}
+
+impl Directory {
+    /// Opens what is below it, with whatever links are in between.
+    fn open(&self, below: &Path, write: bool) -> Result<OwnedFd, Errno> {
+        let access = if write { OFlags::RDWR } else { OFlags::RDONLY };
+        // Opening a pipe must not block; what it is shows after.
+        let flags = access | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+        openat2(&self.fd, below, flags, Mode::empty(), resolve)
     }
 }
 

@@ -55,6 +55,21 @@ fn names_lead_to_files_below_the_directories() {
     }
     symlink("../base/b", place.path("images/vm/link")).unwrap();
     assert_eq!(place.pass(&["images"], "link").unwrap(), "images/base/b");
+    // Wherever a link is written to lead, it is where it leads that counts.
+    symlink(
+        place.path("images/base/b"),
+        place.path("images/vm/absolute"),
+    )
+    .unwrap();
+    for allowed in [&["images"][..], &["images/vm", "images/base"]] {
+        assert_eq!(place.pass(allowed, "absolute").unwrap(), "images/base/b");
+    }
+    let error = place.pass(&own, "absolute").unwrap_err();
+    let target = place.path("images/base/b").display().to_string();
+    assert!(
+        error.contains(&format!("a symbolic link to '{target}'")),
+        "{error}"
+    );
 }
 
 #[test]
