@@ -12,7 +12,7 @@ mod words;
 
 pub use engine::{Completion, Engine, FileId, Op, Remote, Segment, Token};
 pub use facts::{Backing, BlockSizeError, DiskFacts};
-pub use limits::{explain, explain_thread, is_open_files};
+pub use limits::{explain, explain_thread, is_no_space, is_open_files};
 pub use request::Request;
 pub use throttle::{Rate, ThrottleError, ThrottleLimits};
 pub use units::{DiskOffset, FileOffset, SECTOR_BYTES, Sector, format_size, parse_size};

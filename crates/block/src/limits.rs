@@ -6,6 +6,8 @@ use std::io;
 const ENFILE: i32 = 23;
 const EMFILE: i32 = 24;
 const EFBIG: i32 = 27;
+const ENOSPC: i32 = 28;
+const EDQUOT: i32 = 122;
 
 /// An error with the next step: which limit to raise, if that is what it comes from; `otherwise`, which may be empty, if
 /// not.
@@ -42,6 +44,14 @@ pub fn explain_thread(error: &io::Error) -> String {
 /// Whether neither this process nor the host may have more files open.
 pub fn is_open_files(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(EMFILE | ENFILE))
+}
+
+/// Whether there is no space for what was to be written. A quota that is used up is no other case: for whoever runs VMs,
+/// both end when somebody makes room, and until then a guest is better kept waiting than told of broken storage. Which of the
+/// two errors it is depends on the file system (XFS says ENOSPC of a project's quota, ext4 EDQUOT of a user's). QEMU takes
+/// ENOSPC alone for a want of space.
+pub fn is_no_space(errno: i32) -> bool {
+    matches!(errno, ENOSPC | EDQUOT)
 }
 
 #[cfg(test)]

@@ -129,7 +129,7 @@ impl Outage {
 fn action(policy: OnError, errno: i32) -> IoAction {
     match policy {
         OnError::Report => IoAction::Report,
-        OnError::Enospc if errno == Errno::NOSPC.raw_os_error() => IoAction::Retry,
+        OnError::Enospc if block::is_no_space(errno) => IoAction::Retry,
         OnError::Enospc => IoAction::Report,
         OnError::Stop => IoAction::Stop,
         OnError::Retry => IoAction::Retry,
@@ -501,7 +501,9 @@ mod tests {
             (OnError::Stop, IoAction::Stop, IoAction::Stop),
             (OnError::Retry, IoAction::Retry, IoAction::Retry),
         ] {
+            let quota = Errno::DQUOT.raw_os_error();
             assert_eq!(action(policy, nospace), no_space, "{policy}");
+            assert_eq!(action(policy, quota), no_space, "{policy}");
             assert_eq!(action(policy, broken), other, "{policy}");
         }
     }
