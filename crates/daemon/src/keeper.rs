@@ -10,7 +10,7 @@ use block::ThrottleLimits;
 use engine::Identity;
 use rustix::fs::{FlockOperation, flock};
 use thiserror::Error;
-use tracing::{error, info};
+use tracing::{error, info, warn};
 
 use crate::config::{Config, ThreadSpec};
 use crate::export::ExportSpec;
@@ -239,6 +239,13 @@ pub fn start(
     let start = changed.apply(&written.disks);
     for name in &start.outdated {
         info!("disk {name}: is served as it is written down by now, not as it was changed before");
+    }
+    let gone = |name: &str| changed.gone.iter().any(|gone| gone.name == name);
+    for DiskSpec { name, file, .. } in start.disks.iter().filter(|disk| gone(&disk.name)) {
+        warn!(
+            "disk {name}: was detached by command, and is served again, from {file}: something else has been written down of \
+             it since; 'ringdisk detach {name}' ends that"
+        );
     }
     let mut absent = Changed::default();
     // What guests are served must be taken over, or stay where it is.

@@ -107,7 +107,7 @@ struct Changed<'a> {
     before: &'a DiskSpec,
     /// As it is served, which need not be the same.
     now: DiskSpec,
-    /// As it is to be. It stays on what it was put on by command, unless another file is written down.
+    /// As it is to be. It keeps what commands have changed of it, unless something else is written down.
     then: DiskSpec,
 }
 
@@ -115,10 +115,7 @@ impl<'a> Changed<'a> {
     fn new(before: &'a DiskSpec, disk: &DiskSpec, host: &Host) -> Self {
         let now = host.spec_of(&disk.name);
         let now = now.unwrap_or_else(|| before.clone());
-        let then = match before.is_written_on_file_of(disk) {
-            true => disk.on_file_of(&now),
-            false => disk.clone(),
-        };
+        let then = disk.as_changed(before, &now);
         Self { before, now, then }
     }
 }
@@ -267,7 +264,10 @@ impl<'a> Change<'a> {
             let served = host.serve(prepared).map(drop);
             failed.disk("serving disk", disk, served, None);
         }
-        for &disk in self.throttled.iter().chain(&self.moved) {
+        let limits_stay =
+            |disk: &DiskSpec| before(&disk.name).is_some_and(|b| b.has_limits_of(disk));
+        let moved = self.moved.iter().filter(|disk| !limits_stay(disk));
+        for &disk in self.throttled.iter().chain(moved) {
             let result = host.throttle(&disk.name, &disk.limits, disk.throttle_group.as_deref());
             failed.disk("limiting disk", disk, result, before(&disk.name));
         }

@@ -307,6 +307,25 @@ impl DiskSpec {
         }
     }
 
+    /// Whether both have the same limits written down.
+    pub fn has_limits_of(&self, other: &Self) -> bool {
+        (&self.limits, &self.throttle_group) == (&other.limits, &other.throttle_group)
+    }
+
+    /// The disk as it is written down by now, with what commands have changed of it since `before` was: its file and its
+    /// limits, each unless something else is written of it since.
+    pub fn as_changed(&self, before: &Self, now: &Self) -> Self {
+        let mut disk = match before.is_written_on_file_of(self) {
+            true => self.on_file_of(now),
+            false => self.clone(),
+        };
+        if before.has_limits_of(self) {
+            disk.limits = now.limits;
+            disk.throttle_group = now.throttle_group.clone();
+        }
+        disk
+    }
+
     /// Is on the file that another is on.
     pub fn follow(&mut self, other: &Self) {
         self.file = other.file.clone();
@@ -343,15 +362,21 @@ impl DiskSpec {
     }
 }
 
+impl Display for FileSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Path(path) => path.display().fmt(f),
+            Self::Rbd(location) => write!(f, "rbd:{}", location.written()),
+            Self::Null(size) => write!(f, "null:{size}"),
+        }
+    }
+}
+
 /// As on a command line, with every choice that does not follow from others written out.
 impl Display for DiskSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let on_off = |on| if on { "on" } else { "off" };
-        let file = match &self.file {
-            FileSpec::Path(path) => path.display().to_string(),
-            FileSpec::Rbd(location) => format!("rbd:{}", location.written()),
-            FileSpec::Null(size) => format!("null:{size}"),
-        };
+        let file = self.file.to_string();
         let bytes = |size: Option<u64>| size.map(|n| n.to_string());
         let block = |size: Option<u32>| size.map(|n| n.to_string());
         let given = |text: &str| (!text.is_empty()).then(|| text.to_owned());

@@ -265,7 +265,7 @@ impl Changed {
             match instead {
                 _ if self.gone.contains(disk) => {}
                 Some(changed) => start.disks.push(changed.disk.clone()),
-                None => start.disks.push(self.on_its_file(disk)),
+                None => start.disks.push(self.as_changed(disk)),
             }
         }
         for changed in &self.disks {
@@ -282,16 +282,15 @@ impl Changed {
     }
 
     /// A disk of which something else is written down by now. Only who writes down another file means that: its guest
-    /// has long left the one that was written down before.
-    fn on_its_file(&self, disk: &DiskSpec) -> DiskSpec {
-        let moved = self.disks.iter().find(|changed| {
+    /// has long left the one that was written down before. The same holds for limits.
+    fn as_changed(&self, disk: &DiskSpec) -> DiskSpec {
+        let mut its = self.disks.iter();
+        let changed = its.find_map(|changed| {
             let before = changed.instead_of.as_ref();
-            before.is_some_and(|b| b.name == disk.name && b.is_written_on_file_of(disk))
+            let before = before.filter(|before| before.name == disk.name)?;
+            Some(disk.as_changed(before, &changed.disk))
         });
-        match moved {
-            Some(ChangedDisk { disk: now, .. }) => disk.on_file_of(now),
-            None => disk.clone(),
-        }
+        changed.unwrap_or_else(|| disk.clone())
     }
 }
 
@@ -302,7 +301,8 @@ pub struct Start {
     pub disks: Vec<DiskSpec>,
     /// What was attached besides.
     pub more: Vec<DiskSpec>,
-    /// Disks of which what is written down has changed since, but for the file that they were put on if that has not.
+    /// Disks of which what is written down has changed since; their files and limits have not, if these are written down as
+    /// before.
     pub outdated: Vec<String>,
 }
 
@@ -393,18 +393,23 @@ mod tests {
         assert_eq!(names(&start.more), ["new"]);
         assert!(start.outdated.is_empty());
 
-        // What it is on is not outdated by what else is said of it.
-        let later = ["/vms/b.raw,queues=9", "/vms/b.raw,format=raw"].map(disk);
+        // What it is on, and its limits, are not outdated by what else is said of it.
+        let later = ["/vms/b.raw,queues=9", "/vms/b.raw,format=raw,iops=8"].map(disk);
         let start = later
             .each_ref()
             .map(|b| changed.apply(std::slice::from_ref(b)));
-        assert_eq!(start[0].disks, [disk("/vms/b,,2.raw,name=b,queues=9")]);
+        assert_eq!(
+            start[0].disks,
+            [disk("/vms/b,,2.raw,name=b,queues=9,iops=7")]
+        );
         assert_eq!(start[1].disks, later[1..]);
         assert_eq!(start[0].outdated, ["b"]);
 
         let later = ["/x/b.raw,queues=9", "/vms/gone.raw,queues=9", "/x/new.raw"].map(disk);
         let start = changed.apply(&later);
-        assert_eq!(start.disks, later);
+        let limited = disk("/x/b.raw,queues=9,iops=7");
+        assert_eq!(start.disks[0], limited);
+        assert_eq!(start.disks[1..], later[1..]);
         assert!(start.more.is_empty());
         assert_eq!(start.outdated, ["b", "new"]);
     }

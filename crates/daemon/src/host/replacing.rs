@@ -270,6 +270,8 @@ impl Host {
             drop(state);
             let (was, is) = (&before.filename, &new.filename);
             match before.shares_file(new) {
+                // Of the same name, something else has been said.
+                true if was == is => {}
                 true => info!("disk {name}: its file, {was} until now, goes by {is}"),
                 false => info!("disk {name}: was on {was}, is on {is}"),
             }

@@ -279,6 +279,13 @@ fn what_the_configuration_says_later_wins() {
     let kept = kept.restart();
     assert_eq!(kept.disk("a")["limits"]["iops"], 77);
     assert_eq!(kept.disk("b")["limits"]["iops"], 77);
+    let said = [
+        "disk b",
+        "was detached by command",
+        "served again, from",
+        "b.raw",
+    ];
+    kept.ringdisk.server.logged(&said);
     assert_ne!(kept.disk("c"), json!(null), "which it does not speak of");
 
     // The same without a restart: what is reread is what is written down.
@@ -288,6 +295,14 @@ fn what_the_configuration_says_later_wins() {
     let kept = kept.restart();
     assert_eq!(kept.disk("a")["limits"]["iops"], 78);
     assert_eq!(kept.disk("b")["limits"]["iops"], 78);
+
+    // Of limits, nothing else is written down.
+    kept.ringdisk.json(&["throttle", "b", "iops=6"]);
+    let text = config(&dir, "iops = 78\nserial = 'new'");
+    fs::write(kept.ringdisk.path("config.toml"), text).unwrap();
+    let kept = kept.restart();
+    assert_eq!(kept.disk("a")["limits"]["iops"], 78);
+    assert_eq!(kept.disk("b")["limits"]["iops"], 6);
 }
 
 /// A disk that was put on another file, then detached, does not come back on the one that it left long ago: not by another

@@ -564,7 +564,11 @@ impl World {
                 self.count("removed by reload");
                 continue;
             };
-            (its.iops, its.group) = (new.iops, new.group);
+            // What a command has said of limits goes on until something else is written of them.
+            let limits = |entry: &Entry| (entry.iops, entry.group);
+            if old.as_ref().map(limits) != Some(limits(&new)) {
+                (its.iops, its.group) = limits(&new);
+            }
             let Some(old) = old else {
                 its.attached = true;
                 its.origin = Origin::Config;
