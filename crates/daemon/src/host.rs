@@ -140,9 +140,9 @@ pub enum HostError {
     #[error("{}", with_disk(.0, .1))]
     Disk(String, Box<HostError>),
     #[error(
-        "disk '{0}' is on another file than the disk that is served at {socket}, whose VM is to go on in it; have what is \
-         written down put into force first ('ringdisk reload'); if another file lies at {path} by now, \
-         'ringdisk replace {0} PATH' says where the VM's own is", socket = .1.display(), path = .2
+        "disk '{0}' is on another file than the disk that is served at {socket}, whose VM is to go on in it; if another file \
+         lies at {path} by now, 'ringdisk replace {0} PATH' says where the VM's own is; if the configuration has other files \
+         or sockets by now, put it into force first ('ringdisk reload')", socket = .1.display(), path = .2
     )]
     OtherFile(String, PathBuf, String),
     #[error(
@@ -196,6 +196,11 @@ pub enum HostError {
     Keep(String, io::Error),
     #[error("{0} could not be made durable, acknowledged writes may be lost: {1}")]
     Sync(String, io::Error),
+    #[error(
+        "{0}: its image cannot be closed: {1}; all that was acknowledged is in the journal {journal}, as long as the host does \
+         not crash: make room, and serve the image with ringdisk again before anything else uses it", journal = .2.display()
+    )]
+    Kept(String, io::Error, PathBuf),
     #[error(
         "disk {0}: its storage does not answer; what the VM wrote and did not flush may be lost, and the \
          file stays locked until the kernel gives up"
@@ -280,7 +285,7 @@ impl Host {
             None => Ok(()),
         };
         let wait = match &ended {
-            Ok(()) | Err(HostError::Sync(..)) => SHUTDOWN,
+            Ok(()) | Err(HostError::Sync(..) | HostError::Kept(..)) => SHUTDOWN,
             // It has been waited for.
             Err(HostError::Hangs(_)) => {
                 let mut state = self.state();
@@ -293,7 +298,7 @@ impl Host {
         };
         let removed = self.remove_node_within(name, wait);
         match ended.and(removed) {
-            Err(e @ (HostError::Sync(..) | HostError::Hangs(_))) => {
+            Err(e @ (HostError::Sync(..) | HostError::Kept(..) | HostError::Hangs(_))) => {
                 let e = if in_cluster { e.in_cluster() } else { e };
                 Err(HostError::Detached(Box::new(e)))
             }

@@ -286,6 +286,51 @@ fn a_full_runtime_directory_loses_nothing() -> io::Result<()> {
     Ok(())
 }
 
+/// SIGTERM where the image's file system has no room for its tables: what was acknowledged is in the journal, which is what
+/// the log says, and is there once there is room.
+#[test]
+fn an_end_on_a_full_file_system_loses_nothing() -> io::Result<()> {
+    let test = "an_end_on_a_full_file_system_loses_nothing";
+    // Sectors that a table of 4096 bytes maps.
+    const REACH: u64 = 4096;
+    let Some(mut image) = Image::new(test, "-o cluster_size=4k") else {
+        return Ok(());
+    };
+    let small = image.directory().join("small");
+    let Some(_mounted) = SmallFs::mount(&small, "4M") else {
+        return Ok(());
+    };
+    fs::copy(
+        image.directory().join(&image.name),
+        small.join("image.qcow2"),
+    )?;
+    image.name = "small/image.qcow2".into();
+    let mut server = image.serve(",cache=writeback");
+    let mut device = connect(&server);
+    for table in 0..16 {
+        let written = device.queues[0].write(table * REACH, &content(table, 4096));
+        assert_eq!(written, 0);
+    }
+    let mut filler = fs::File::create(small.join("filler"))?;
+    while filler.write_all(&[1; 512]).is_ok() {}
+    assert!(!server.terminate()?.success());
+    let log = server.log();
+    assert!(
+        log.contains("is in the journal") && !log.contains("may be lost"),
+        "{log}"
+    );
+    drop(filler);
+    fs::remove_file(small.join("filler"))?;
+    let server = image.serve(",cache=writeback");
+    server.logged(&["are done again"]);
+    let mut device = connect(&server);
+    for table in 0..16 {
+        let found = device.queues[0].read(table * REACH, 4096).unwrap();
+        assert!(found == content(table, 4096), "{table}");
+    }
+    Ok(())
+}
+
 /// QEMU commits an overlay to the image of a killed ringdisk. It opens the image for reading, and for writing only then,
 /// which leaves unknown autoclear bits as they are: the journal must not be done again all the same.
 #[test]
@@ -384,5 +429,37 @@ fn an_image_whose_journal_waits_is_not_read_without_it() -> io::Result<()> {
     fs::rename(at.join("elsewhere"), &runtime)?;
     let server = image.serve("");
     assert!(connect(&server).queues[0].read(1 << 11, 1 << 16).unwrap() == content(2, 1 << 16));
+    Ok(())
+}
+
+/// Somebody has damaged the journal of a killed ringdisk: the image is not opened as if there were none, neither to be written
+/// to nor to be read.
+#[test]
+fn an_image_waits_for_a_journal_that_is_damaged() -> io::Result<()> {
+    let Some(image) = Image::new("an_image_waits_for_a_journal_that_is_damaged", "") else {
+        return Ok(());
+    };
+    let server = image.serve("");
+    let mut device = connect(&server);
+    assert_eq!(device.queues[0].write(0, &content(1, 1 << 16)), 0);
+    kill(server);
+    image.qemu_img_after_kill("info");
+    let mut journals = fs::read_dir(image.directory().join("runtime/journals"))?;
+    let journal = journals.next().unwrap()?.path();
+    let whole = fs::read(&journal)?;
+    let mut damaged = whole.clone();
+    damaged[..4096].fill(0);
+    fs::write(&journal, damaged)?;
+    for options in ["", ",readonly=on"] {
+        let output = image.command(options).output()?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        let told = said.contains(&*journal.to_string_lossy());
+        assert!(!output.status.success() && told, "{options}: {said}");
+    }
+    fs::write(&journal, whole)?;
+    let mut server = image.serve("");
+    server.logged(&["are done again"]);
+    assert!(connect(&server).queues[0].read(0, 1 << 16).unwrap() == content(1, 1 << 16));
+    assert!(server.terminate()?.success());
     Ok(())
 }

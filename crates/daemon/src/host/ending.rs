@@ -134,13 +134,20 @@ pub(super) fn stop(export: Export) -> Result<(), HostError> {
             ),
             _ => e,
         };
-        HostError::Sync(disk.name.clone(), e)
+        not_synced(&node, &disk.name, e)
     })
+}
+
+fn not_synced(node: &Node, name: &str, error: io::Error) -> HostError {
+    match node.journal_of_all(&error) {
+        Some(journal) => HostError::Kept(name.into(), error, journal),
+        None => HostError::Sync(name.into(), error),
+    }
 }
 
 pub(super) fn sync(node: &Node) -> Result<(), HostError> {
     let name = node.name();
-    node.sync().map_err(|e| HostError::Sync(name.to_owned(), e))
+    node.sync().map_err(|e| not_synced(node, name, e))
 }
 
 #[cfg(test)]

@@ -1,10 +1,11 @@
 //! The end of what is written to a disk's files: for now, or for good.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::{fs, io};
 
 use engine::DiskFile;
-use image::Image;
+use image::{Image, ImageError};
 
 use super::{Node, NodeError};
 
@@ -90,6 +91,19 @@ impl Node {
             (Some(file), _) => file.sync(),
             (None, Some(rbd)) => block::Remote::sync(&**rbd),
             (None, None) => Ok(()),
+        }
+    }
+
+    /// The journal in which all is that guests wrote, if what an image has in memory could not be written for want of space.
+    pub fn journal_of_all(&self, error: &io::Error) -> Option<PathBuf> {
+        let error = error.get_ref()?.downcast_ref::<ImageError>()?;
+        // Another error may have cost data.
+        let is_space = !error.is_lasting() && block::is_no_space(error.errno());
+        let content = self.content();
+        let image = content.image.as_ref()?.chain()?.image()?;
+        match is_space && image.is_kept() {
+            true => content.journal.clone(),
+            false => None,
         }
     }
 

@@ -6,6 +6,7 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
 
+use block::Backing;
 use engine::{DiskFile, Identity, Locking, Support, choose};
 use image::{Chain, Format, Image, LayerFormat, Top};
 use tracing::warn;
@@ -169,6 +170,10 @@ fn names_of(file: Arc<DiskFile>, path: &Path, places: &Places) -> Result<Vec<Ide
 pub(super) fn tell_if_renamed(disk: &str, path: &Path, file: &DiskFile) {
     if !path.exists() {
         let now = match file.path_now() {
+            None if file.backing() == Backing::BlockDevice => format!(
+                "to which no node leads in its directory; a restart needs one at that path, or another: 'ringdisk replace {disk} \
+                 PATH' says which"
+            ),
             Some(now) => format!(
                 "which is at {0} by now; 'ringdisk replace {disk} {0}' has a restart find it there",
                 now.display()
@@ -177,8 +182,12 @@ pub(super) fn tell_if_renamed(disk: &str, path: &Path, file: &DiskFile) {
                 "which is at no path that can be found, and gone when the disk is closed".into()
             }
         };
+        let file = match file.backing() {
+            Backing::BlockDevice => "on the device",
+            Backing::File => "in the file",
+        };
         warn!(
-            "disk {disk}: nothing is at {} any more; it goes on in the file that it has, {now}",
+            "disk {disk}: nothing is at {} any more; it goes on {file} that it has, {now}",
             path.display()
         );
     }
