@@ -74,6 +74,9 @@ pub enum ClientError {
         path = .0.display()
     )]
     HungUp(PathBuf),
+    /// The server does not serve one more client, and says why.
+    #[error("{path}: the server cannot serve this client: {1}", path = .0.display())]
+    NotServed(PathBuf, String),
     /// What came is not QMP.
     #[error("{path} is no QMP server: {problem}", path = .path.display())]
     Protocol {
@@ -115,6 +118,9 @@ impl Client {
         match greeting.get_mut("QMP").filter(|value| value.is_object()) {
             Some(value) => client.greeting = value.take(),
             None => {
+                if let Some(why) = greeting["error"]["desc"].as_str() {
+                    return Err(ClientError::NotServed(client.path, why.into()));
+                }
                 return Err(
                     client.protocol(format!("it greets with {}", excerpt(&greeting.to_string())))
                 );

@@ -30,5 +30,5 @@ pub use events::{
 pub use framing::{Framer, FramingError, Limits};
 pub use qapi::{At, Id, Qapi, Schema};
 pub use replies::*;
-pub use serve::{serve, serve_socket};
+pub use serve::{refuse, serve, serve_socket};
 pub use session::{Handler, Session};

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+use serde_json::json;
 
 use crate::events::{Pending, Subscription};
-use crate::session::{Handler, Session};
+use crate::session::{Handler, Session, line};
 
 /// How long a client may leave a reply or an event unread.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -26,6 +27,16 @@ pub fn serve_socket(
 ) -> io::Result<()> {
     socket.set_write_timeout(Some(WRITE_TIMEOUT))?;
     serve(&mut &*socket, events, handler)
+}
+
+/// Tells a client why it is not served, in place of the greeting.
+///
+/// # Errors
+/// It does not take it.
+pub fn refuse(socket: &UnixStream, why: &str) -> io::Result<()> {
+    socket.set_write_timeout(Some(WRITE_TIMEOUT))?;
+    let error = json!({ "class": "GenericError", "desc": why });
+    (&*socket).write_all(&line(&json!({ "error": error })))
 }
 
 /// As [`serve_socket`], over anything that can be waited for. Whether a client that does not read is given up is up to

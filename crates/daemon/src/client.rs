@@ -390,10 +390,13 @@ pub fn reload(args: &ReloadArgs) -> Done {
     }
     let mut client = args.connection.open()?;
     let reply = client.call("x-ringdisk-reload", json!({}))?;
-    let left_out = reply["left-out"].as_array().into_iter().flatten();
-    let left_out = left_out.filter_map(Value::as_str);
+    let sentences = ["left-out", "unreachable"].map(|key| reply[key].as_array());
+    let sentences = sentences.into_iter().flatten().flatten();
     let done = "the configuration was read anew, and is in force";
-    let lines: Vec<&str> = [done].into_iter().chain(left_out).collect();
+    let lines = [done]
+        .into_iter()
+        .chain(sentences.filter_map(Value::as_str));
+    let lines: Vec<&str> = lines.collect();
     args.connection.say(&reply, &lines.join("\n"));
     Ok(())
 }

@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
 use std::{io, mem};
 
 use block::{CacheMode, Request};
@@ -18,12 +17,13 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use thiserror::Error;
 use tracing::{error, info, warn};
 
+use crate::accept::BackOff;
 use crate::device::{BlockDevice, ServedDisk};
 use crate::inherit::{Gate, InheritedExport};
 use crate::iothreads::NamedThread;
 use crate::node::Node;
 use crate::paste::{self, Ready};
-use crate::socket::{self, Socket, SocketError};
+use crate::socket::{self, Socket, SocketError, There};
 use crate::spec::{DiskSpec, SocketAccess};
 
 /// A node in service. Dropping it stops that: what is under way is finished, the front-end is disconnected,
@@ -33,6 +33,8 @@ pub struct Export {
     pub node: Arc<Node>,
     pub disk: Arc<Disk>,
     pub socket: PathBuf,
+    /// Where that is now, and what was made there.
+    pub place: Arc<socket::Place>,
     pub spec: ExportSpec,
     pub device: Arc<ServedDisk>,
     /// Latencies are measured as long as this is there.
@@ -40,7 +42,7 @@ pub struct Export {
     connected: Arc<AtomicBool>,
     stop: Arc<OwnedFd>,
     /// Who wants it to pause, when it is told to stop.
-    pause: Arc<Mutex<Option<Sender<Paused>>>>,
+    pause: Arc<Mutex<Option<Sender<io::Result<Paused>>>>>,
     /// It is told to stop for good, whoever wants a pause.
     stopping: Arc<AtomicBool>,
     /// It is to make its socket again.
@@ -150,7 +152,7 @@ impl Export {
                 (bound, First::default())
             }
             Some(inherited) => (
-                Socket::adopt(inherited.listener, &spec.socket),
+                Socket::adopt(inherited.listener, &spec.socket, inherited.made),
                 First {
                     session: inherited.session,
                     gate: Some(inherited.gate),
@@ -174,6 +176,7 @@ impl Export {
             changed,
         ));
         tell_changes(&node, &disk, &device);
+        let place = bound.place().clone();
         let front = Frontends {
             name: id.clone(),
             socket: bound,
@@ -184,6 +187,7 @@ impl Export {
             stopping: Arc::default(),
             remake: Arc::default(),
             lines: Lines::default(),
+            accepting: BackOff::default(),
         };
         let (pause, stopping) = (front.pause.clone(), front.stopping.clone());
         let remake = front.remake.clone();
@@ -197,6 +201,7 @@ impl Export {
             node,
             disk,
             socket: spec.socket.clone(),
+            place,
             spec: spec.clone(),
             device,
             measuring: None,
@@ -234,16 +239,22 @@ impl Export {
         let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
     }
 
-    /// Has it make its socket again, if somebody has removed that.
-    pub fn look_at_socket(&self) {
-        if socket::is_removed(&self.socket) {
-            self.remake.store(true, Ordering::Release);
-            self.interrupt();
+    /// Has it make its socket again, if somebody has removed that. What else is there now, if anything is.
+    pub fn look_at_socket(&self) -> Option<String> {
+        match self.place.look() {
+            There::Itself => None,
+            There::Nothing => {
+                self.remake.store(true, Ordering::Release);
+                self.interrupt();
+                None
+            }
+            There::Other(what) => Some(what),
         }
     }
 
-    /// Asks it to pause. The answer comes when nothing of it is under way.
-    pub fn pause(&self) -> Receiver<Paused> {
+    /// Asks it to pause. The answer comes when nothing of it is under way, and is an error if there are no descriptors for
+    /// it: then it goes on.
+    pub fn pause(&self) -> Receiver<io::Result<Paused>> {
         let (sender, paused) = mpsc::channel();
         *self.pause.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender);
         self.interrupt();
@@ -323,7 +334,7 @@ fn io_error(export: &str, node: &str, failure: &IoFailure) -> Event {
             IoAction::Report => BlockErrorAction::Report,
             IoAction::Stop | IoAction::Retry => BlockErrorAction::Stop,
         },
-        nospace: Some(failure.errno == rustix::io::Errno::NOSPC.raw_os_error()),
+        nospace: Some(block::is_no_space(failure.errno)),
         reason,
     })
 }
@@ -342,10 +353,11 @@ struct Frontends {
     device: Arc<ServedDisk>,
     access: SocketAccess,
     connected: Arc<AtomicBool>,
-    pause: Arc<Mutex<Option<Sender<Paused>>>>,
+    pause: Arc<Mutex<Option<Sender<io::Result<Paused>>>>>,
     stopping: Arc<AtomicBool>,
     remake: Arc<AtomicBool>,
     lines: Lines,
+    accepting: BackOff,
 }
 
 /// What is said of front-ends, which can come and go as often as they like.
@@ -395,7 +407,7 @@ impl Frontends {
         }
     }
 
-    fn wait(&self, stop: BorrowedFd<'_>) -> Waited {
+    fn wait(&mut self, stop: BorrowedFd<'_>) -> Waited {
         let name = &self.name;
         loop {
             let mut ready = [
@@ -412,12 +424,15 @@ impl Frontends {
                 Ok(_) => {}
             }
             match self.socket.listener.accept() {
-                Ok((socket, _)) => return Waited::Connected(socket),
-                Err(e) => {
-                    // Out of descriptors, most likely: those in service go on, this one waits.
-                    warn!("disk {name}: cannot accept a front-end: {e}; trying again in a second");
-                    thread::sleep(Duration::from_secs(1));
+                Ok((socket, _)) => {
+                    self.accepting.succeeded();
+                    return Waited::Connected(socket);
                 }
+                // Out of descriptors, most likely: those in service go on, this one waits.
+                Err(e) => self.accepting.failed(|left_out| {
+                    let e = block::explain(&e, "it is tried again");
+                    warn!("disk {name}: cannot accept a front-end, which waits: {e}{left_out}");
+                }),
             }
         }
     }
@@ -454,7 +469,7 @@ impl Frontends {
                     "disk {name}: {} had been removed, and is there again",
                     path.display()
                 );
-                self.socket = socket;
+                self.socket.renew(socket);
             }
             Err(e) => {
                 error!("disk {name}: its socket had been removed, and cannot be made again: {e}")
@@ -490,13 +505,13 @@ impl Frontends {
         };
         let (leave, left) = mpsc::channel();
         let told = match copy() {
-            Ok((listener, connection)) => wanted.send(Paused {
+            Ok((listener, connection)) => wanted.send(Ok(Paused {
                 listener,
                 connection,
                 leave,
-            }),
+            })),
             Err(e) => {
-                warn!("disk {}: cannot pause: {e}", self.name);
+                let _ = wanted.send(Err(e));
                 return Some(session);
             }
         };

@@ -31,8 +31,9 @@ use engine::Identity;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg,
+    sendmsg, socketpair,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -113,6 +114,9 @@ pub struct Handed {
     pub changed: Option<String>,
     /// Disks that are left to other hosts for now, by name.
     pub away: Vec<String>,
+    /// What was made at the sockets: whatever else is there by now is somebody else's.
+    #[serde(default)]
+    pub sockets: Vec<(PathBuf, FileIdentity)>,
     pub exports: Vec<HandedExport>,
 }
 
@@ -154,6 +158,12 @@ pub struct FileIdentity(u64, u64);
 impl From<Identity> for FileIdentity {
     fn from(file: Identity) -> Self {
         Self(file.device, file.inode)
+    }
+}
+
+impl From<FileIdentity> for Identity {
+    fn from(FileIdentity(device, inode): FileIdentity) -> Self {
+        Self { device, inode }
     }
 }
 
@@ -332,6 +342,10 @@ impl Channel {
                 if let RecvAncillaryMessage::ScmRights(list) = part {
                     descriptors.extend(list);
                 }
+            }
+            if received.flags.contains(ReturnFlags::CTRUNC) {
+                // There is room for all that one packet has: it is this process that may have no more.
+                return Err(Errno::MFILE.into());
             }
             if received.bytes == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());

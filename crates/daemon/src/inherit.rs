@@ -5,6 +5,7 @@ use std::fs::{self, File};
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -42,6 +43,7 @@ struct State {
     disks: BTreeMap<String, OnFile>,
     changed: Option<Changed>,
     away: Vec<String>,
+    sockets: Vec<(PathBuf, FileIdentity)>,
     exports: Vec<(PathBuf, InheritedExport)>,
     gate: Option<Arc<Gate>>,
 }
@@ -68,6 +70,8 @@ impl TryFrom<&HandedDisk> for OnFile {
 /// An export's socket, and the front-end that is connected there.
 pub struct InheritedExport {
     pub listener: UnixListener,
+    /// What was made where it listens, if that is known.
+    pub made: Option<Identity>,
     /// What its guest has been served, if that is a file and here.
     pub file: Option<FileIdentity>,
     pub session: Option<(UnixStream, Saved)>,
@@ -94,6 +98,24 @@ impl Gate {
     fn open(&self) {
         *self.open.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.opened.notify_all();
+    }
+}
+
+fn made_at(sockets: &[(PathBuf, FileIdentity)], path: &Path) -> Option<Identity> {
+    let mut sockets = sockets.iter();
+    let made = sockets.find(|(socket, _)| socket == path)?.1;
+    Some(made.into())
+}
+
+/// Removes a socket, unless something else is there by now.
+fn remove_made(sockets: &[(PathBuf, FileIdentity)], path: &Path) {
+    let there = fs::symlink_metadata(path);
+    let is_it = |there: fs::Metadata| match made_at(sockets, path) {
+        Some(made) => Identity::of(&there) == made,
+        None => there.file_type().is_socket(),
+    };
+    if there.is_ok_and(is_it) {
+        let _ = fs::remove_file(path);
     }
 }
 
@@ -130,6 +152,8 @@ impl Inherited {
         let control = handed.control.then(&mut next).transpose()?;
         let upgrade = handed.upgrade.then(&mut next).transpose()?;
         let metrics = handed.metrics.then(&mut next).transpose()?;
+        let sockets = handed.sockets;
+        let made_at = |path: &Path| made_at(&sockets, path);
         let mut export = |handed: HandedExport| {
             let listener = next()?.into();
             let session = match handed.session {
@@ -145,6 +169,7 @@ impl Inherited {
             };
             let export = InheritedExport {
                 listener,
+                made: made_at(&handed.socket),
                 file: handed.file,
                 session,
                 write_cache: handed.write_cache,
@@ -180,10 +205,16 @@ impl Inherited {
                 disks,
                 changed,
                 away: handed.away,
+                sockets,
                 exports,
                 gate: Some(gate),
             }),
         })
+    }
+
+    /// What the old process made at a socket, if it said so.
+    pub fn made(&self, socket: &Path) -> Option<Identity> {
+        made_at(&self.state().sockets, socket)
     }
 
     /// The file of a disk at a path, as the old process has it open. If nothing is at the path any more, that is what the
@@ -322,7 +353,7 @@ impl Inherited {
                 .as_ref()
                 .and_then(|at| at.as_pathname())
             {
-                let _ = fs::remove_file(path);
+                remove_made(&state.sockets, path);
             }
         }
         state.metrics = None;
@@ -334,12 +365,13 @@ impl Inherited {
                 warn!("a disk that is no longer served could not be made durable: {e}");
             }
         }
+        let sockets = std::mem::take(&mut state.sockets);
         for (socket, _) in state.exports.drain(..) {
             warn!(
                 "{}: the disk that was served there is no longer written down, and no longer served",
                 socket.display()
             );
-            let _ = fs::remove_file(socket);
+            remove_made(&sockets, &socket);
         }
         Ok(())
     }

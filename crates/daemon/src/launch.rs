@@ -23,6 +23,9 @@ const ENVIRONMENT: [&str; 6] = [
     "RINGDISK_LOG",
 ];
 
+/// The argument of a process that is to take over.
+pub const TAKE_OVER: &str = "--take-over";
+
 /// Longest file that is read, in bytes; the kernel takes 2 MiB of arguments.
 const BYTES_MAX: u64 = 32 << 20;
 
@@ -42,8 +45,11 @@ impl Launch {
     /// The directory is gone.
     pub fn here() -> io::Result<Self> {
         let set = |name: &str| Some((name.to_owned(), std::env::var_os(name)?));
+        // Whoever took over was told so by another argument, which is no part of how ringdisk is started.
+        let arguments = std::env::args_os().skip(1);
+        let arguments = arguments.filter(|argument| argument != TAKE_OVER);
         Ok(Self {
-            arguments: std::env::args_os().skip(1).collect(),
+            arguments: arguments.collect(),
             environment: ENVIRONMENT.into_iter().filter_map(set).collect(),
             directory: std::env::current_dir()?,
         })
@@ -87,8 +93,14 @@ impl Launch {
         let file = OpenOptions::new()
             .read(true)
             .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-            .open(&path)
-            .map_err(fail)?;
+            .open(&path);
+        let file = file.map_err(|e| match e.kind() {
+            io::ErrorKind::NotFound => fail(io::Error::other(
+                "something has removed this file, which says how ringdisk was started. SIGHUP has it written again if \
+                 ringdisk's sandbox lets it; otherwise restart ringdisk instead, after which VMs that connect again go on",
+            )),
+            _ => fail(e),
+        })?;
         let stat = file.metadata().map_err(fail)?;
         let ours = [0, rustix::process::geteuid().as_raw()].contains(&stat.uid());
         if !ours {

@@ -1,5 +1,6 @@
 //! `ringdisk`: virtual disks for QEMU/KVM at the speed of the hardware beneath them.
 
+mod accept;
 mod check;
 mod client;
 mod config;

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use datapath::{DiskStats, Histogram, RequestStats, ThreadStats};
 use tracing::{info, warn};
 
+use crate::accept::BackOff;
 use crate::host::Host;
 
 /// Upper bounds of the buckets, in microseconds: two or three to a power of ten where storage differs, and one beyond.
@@ -51,7 +52,10 @@ pub fn start(
     let _ = host.handing.metrics.set(listener.try_clone()?.into());
     let address = listener.local_addr()?;
     host.watch_always();
-    let listener = Arc::new(Mutex::new(listener));
+    let listener = Arc::new(Mutex::new(Listener {
+        socket: listener,
+        accepting: BackOff::default(),
+    }));
     for _ in 0..THREADS {
         let (listener, host) = (listener.clone(), host.clone());
         thread::Builder::new()
@@ -62,7 +66,12 @@ pub fn start(
     Ok(address)
 }
 
-fn listen(listener: &Mutex<TcpListener>, host: &Host) {
+struct Listener {
+    socket: TcpListener,
+    accepting: BackOff,
+}
+
+fn listen(listener: &Mutex<Listener>, host: &Host) {
     loop {
         if let Some(stream) = accept(listener) {
             // It is the client's loss.
@@ -72,13 +81,18 @@ fn listen(listener: &Mutex<TcpListener>, host: &Host) {
 }
 
 /// The next client. One thread waits for it at a time, so that one thread says why there is none.
-fn accept(listener: &Mutex<TcpListener>) -> Option<TcpStream> {
-    let listener = listener.lock().unwrap_or_else(PoisonError::into_inner);
-    match listener.accept() {
-        Ok((stream, _)) => Some(stream),
+fn accept(listener: &Mutex<Listener>) -> Option<TcpStream> {
+    let mut listener = listener.lock().unwrap_or_else(PoisonError::into_inner);
+    match listener.socket.accept() {
+        Ok((stream, _)) => {
+            listener.accepting.succeeded();
+            Some(stream)
+        }
         Err(e) => {
-            warn!("metrics: cannot serve a client: {}", block::explain(&e, ""));
-            thread::sleep(Duration::from_secs(1));
+            listener.accepting.failed(|left_out| {
+                let e = block::explain(&e, "it is tried again");
+                warn!("metrics: cannot serve a client: {e}{left_out}");
+            });
             None
         }
     }

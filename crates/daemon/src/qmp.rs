@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -16,7 +17,7 @@ use control::{
     Handler, ImageFormat, ImageInfo, IoThreadInfo, NULL_BYTES_DEFAULT, ObjectOptions, ObjectType,
     Qapi, RingdiskResized,
 };
-use datapath::DiskStats;
+use datapath::{DiskStats, Limiter};
 use image::Format;
 use rbd::Location;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -24,6 +25,7 @@ use rustix::process::{Signal, getpid, kill_process};
 use serde_json::{Value, json};
 use tracing::{debug, error, warn};
 
+use crate::accept::{Acceptor, BackOff};
 use crate::config::ThreadSpec;
 use crate::cpus::Cpus;
 use crate::explain;
@@ -131,22 +133,23 @@ impl Qmp {
                 };
                 Ok(host.detach(&node_of(host, &which.id)?, removal).map(done)?)
             }
-            Command::RingdiskReload(_) => match &self.config {
-                Some(config) => {
-                    let reloaded = config.reload(host);
-                    host.look_for_growth();
-                    host.look_at_sockets();
-                    reloaded
-                        .map(|left_out| match left_out.is_empty() {
-                            true => json!({}),
-                            false => json!({ "left-out": left_out }),
-                        })
-                        .map_err(|e| CommandError::generic(e.to_string()))
+            Command::RingdiskReload(_) => {
+                let reloaded = self.config.as_ref().map(|config| config.reload(host));
+                host.look_for_growth();
+                let unreachable = host.look_at_sockets();
+                let none =
+                    "there is no configuration to be read anew; start ringdisk with --config FILE";
+                let left_out = reloaded
+                    .ok_or_else(|| CommandError::generic(none))?
+                    .map_err(|e| CommandError::generic(e.to_string()))?;
+                let mut reply = json!({});
+                for (key, sentences) in [("left-out", left_out), ("unreachable", unreachable)] {
+                    if !sentences.is_empty() {
+                        reply[key] = sentences.into();
+                    }
                 }
-                None => Err(CommandError::generic(
-                    "there is no configuration to be read anew; start ringdisk with --config FILE",
-                )),
-            },
+                Ok(reply)
+            }
             Command::RingdiskResize(wanted) => {
                 let size = host.resize(&node_of(host, &wanted.id)?, wanted.size)?;
                 Ok(RingdiskResized { size }.to_json())
@@ -563,7 +566,7 @@ impl ControlSocket {
         let hub = qmp.host.events.clone();
         let handing = &qmp.host.handing;
         *locked(&handing.control) = Some(socket.listener.as_fd().try_clone_to_owned()?);
-        let wakers = [stop.clone(), handing.looker()?];
+        let wakers = [stop.clone(), handing.looker(socket.place())?];
         let listener = thread::Builder::new()
             .name("control".into())
             .spawn(move || listen(socket, &Arc::new(qmp), &wakers))?;
@@ -612,6 +615,8 @@ fn accept_clients(
     [stop, looker]: &[Arc<OwnedFd>; 2],
     clients: &mut Vec<JoinHandle<()>>,
 ) {
+    let (mut acceptor, mut accepting) = (Acceptor::new(), BackOff::default());
+    let refusals = Limiter::default();
     loop {
         let mut ready = [
             PollFd::new(stop, PollFlags::IN),
@@ -631,27 +636,44 @@ fn accept_clients(
             }
             Ok(_) => {}
         }
-        let accepted = socket.listener.accept().and_then(|(stream, _)| {
-            let qmp = qmp.clone();
-            // Over the limit of clients it is dropped here, which hangs up.
-            let events = qmp.host.events.subscribe().map_err(io::Error::other)?;
-            thread::Builder::new()
-                .name("control-client".into())
-                .spawn(move || {
-                    if let Err(e) = control::serve_socket(&stream, &events, &*qmp) {
-                        debug!("control socket: a client was cut off: {e}");
-                    }
-                })
-        });
         clients.retain(|client| !client.is_finished());
-        match accepted {
-            Ok(client) => clients.push(client),
-            Err(e) => {
-                warn!("control socket: cannot serve a client: {e}");
-                thread::sleep(Duration::from_millis(100));
+        match acceptor.accept(&socket.listener) {
+            Ok((stream, refused)) => {
+                accepting.succeeded();
+                let stream = Arc::new(stream);
+                let started = match refused {
+                    None => start_client(&stream, qmp),
+                    Some(e) => Err(block::explain(&e, "")),
+                };
+                match started {
+                    Ok(client) => clients.push(client),
+                    Err(why) => {
+                        refusals.log(|left_out| {
+                            warn!("control socket: cannot serve a client: {why}{left_out}");
+                        });
+                        let _ = control::refuse(&stream, &why);
+                    }
+                }
             }
+            Err(e) => accepting.failed(|left_out| {
+                let e = block::explain(&e, "it is tried again");
+                warn!("control socket: cannot accept a client, which waits: {e}{left_out}");
+            }),
         }
     }
+}
+
+/// Serves a client from a thread of its own; or says why not.
+fn start_client(stream: &Arc<UnixStream>, qmp: &Arc<Qmp>) -> Result<JoinHandle<()>, String> {
+    let events = qmp.host.events.subscribe().map_err(|e| e.to_string())?;
+    let (stream, qmp) = (stream.clone(), qmp.clone());
+    let serve = move || {
+        if let Err(e) = control::serve_socket(&stream, &events, &*qmp) {
+            debug!("control socket: a client was cut off: {e}");
+        }
+    };
+    let thread = thread::Builder::new().name("control-client".into());
+    thread.spawn(serve).map_err(|e| block::explain_thread(&e))
 }
 
 /// Makes the socket again if somebody has removed it.
@@ -663,7 +685,7 @@ fn make_again(socket: &mut Socket, host: &Host) -> io::Result<()> {
             "{} had been removed, and is there again",
             new.path().display()
         );
-        *socket = new;
+        socket.renew(new);
     }
     Ok(())
 }

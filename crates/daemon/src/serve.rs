@@ -424,7 +424,7 @@ fn reread(host: &Host, config: Option<&Reloader>) {
         error!("{e}");
     }
     host.look_for_growth();
-    host.look_at_sockets();
+    let _ = host.look_at_sockets();
     manager::tell(manager::READY);
 }
 
@@ -476,7 +476,8 @@ fn without_detached(written: &Written, changed: &Changed) -> Written {
 fn bind_control(path: Option<&Path>, inherited: &Inherited) -> Result<Option<Socket>, ServeError> {
     let default = qmp::default_path();
     if let Some(listener) = inherited.control(path.unwrap_or(&default)) {
-        return Ok(Some(Socket::adopt(listener, path.unwrap_or(&default))));
+        let path = path.unwrap_or(&default);
+        return Ok(Some(Socket::adopt(listener, path, inherited.made(path))));
     }
     match path {
         Some(path) => Ok(Some(Socket::bind_private(path)?)),

@@ -6,6 +6,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 use engine::Identity;
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid, chmod, chownat, fchmod, fstat, open};
@@ -16,6 +17,7 @@ use rustix::process::geteuid;
 use thiserror::Error;
 
 use crate::spec::{DiskSpec, SocketAccess};
+use crate::upgrade::locked;
 
 #[derive(Debug, Error)]
 pub enum SocketError {
@@ -46,11 +48,60 @@ const BACKLOG: i32 = 128;
 /// A listening socket that goes away with this value.
 pub struct Socket {
     pub listener: UnixListener,
-    path: PathBuf,
-    /// Device and inode of what was made.
-    made: Option<Identity>,
+    place: Arc<Place>,
     /// It goes away with this value, whatever has become of its file.
     owned: bool,
+}
+
+/// Where a socket is, for those who look whether it is still there.
+pub struct Place {
+    path: PathBuf,
+    /// Device and inode of what was made.
+    made: Mutex<Option<Identity>>,
+}
+
+/// What is at the path of a socket.
+#[derive(Debug, PartialEq, Eq)]
+pub enum There {
+    Itself,
+    Nothing,
+    /// Something that somebody else has put there.
+    Other(String),
+}
+
+impl Place {
+    fn new(path: &Path, made: Option<Identity>) -> Arc<Self> {
+        let (path, made) = (path.into(), Mutex::new(made));
+        Arc::new(Self { path, made })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What was made there, unless that is another's by now.
+    pub fn made(&self) -> Option<Identity> {
+        *locked(&self.made)
+    }
+
+    pub fn look(&self) -> There {
+        match fs::symlink_metadata(&self.path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => There::Nothing,
+            Err(e) => There::Other(format!("what cannot be looked at ({e})")),
+            Ok(there) if Some(Identity::of(&there)) == self.made() => There::Itself,
+            Ok(there) => There::Other(kind(there.file_type()).into()),
+        }
+    }
+}
+
+fn kind(file: fs::FileType) -> &'static str {
+    match () {
+        () if file.is_socket() => "another socket",
+        () if file.is_dir() => "a directory",
+        () if file.is_symlink() => "a symbolic link",
+        () if file.is_file() => "a file",
+        () => "a device or pipe",
+    }
 }
 
 impl Socket {
@@ -92,34 +143,45 @@ impl Socket {
 
     /// Takes this place, whatever socket is there.
     pub fn move_to(&mut self, path: &Path) -> Result<(), SocketError> {
-        fs::rename(&self.path, path).map_err(|e| SocketError::Bind(path.into(), e))?;
-        self.path = path.into();
+        fs::rename(self.path(), path).map_err(|e| SocketError::Bind(path.into(), e))?;
+        self.place = Place::new(path, self.place.made());
         Ok(())
     }
 
-    /// Takes a socket that another process listens at, and that stays that one's until it is [`own`](Self::own)ed.
-    pub fn adopt(listener: UnixListener, path: &Path) -> Self {
+    /// Takes a socket that another process listens at, and has `made`, as far as is known. It stays that one's until it is
+    /// [`own`](Self::own)ed.
+    pub fn adopt(listener: UnixListener, path: &Path, made: Option<Identity>) -> Self {
         Self {
             listener,
-            path: path.into(),
+            place: Place::new(path, made),
             owned: false,
-            made: None,
         }
     }
 
     /// It goes away with this value from now on.
     pub fn own(&mut self) {
         self.owned = true;
-        self.made = identity(&self.path);
+        let mut made = locked(&self.place.made);
+        *made = made.or_else(|| identity(&self.place.path));
     }
 
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.place.path
+    }
+
+    pub fn place(&self) -> &Arc<Place> {
+        &self.place
     }
 
     /// Whether somebody has removed it: who is connected goes on, and nobody else can connect.
     pub fn is_removed(&self) -> bool {
-        self.owned && is_removed(&self.path)
+        self.owned && self.place.look() == There::Nothing
+    }
+
+    /// Listens where `new` does from now on, which has been made in its place.
+    pub fn renew(&mut self, mut new: Self) {
+        std::mem::swap(&mut self.listener, &mut new.listener);
+        *locked(&self.place.made) = locked(&new.place.made).take();
     }
 
     /// Whether it goes away with this value.
@@ -129,17 +191,17 @@ impl Socket {
 
     /// Removes its file, if it is its own.
     pub fn remove(&mut self) {
-        let made = self.made.take();
         // Not if somebody has put another one there.
-        if made.is_some() && identity(&self.path) == made {
-            let _ = fs::remove_file(&self.path);
+        let is_its = self.place.look() == There::Itself;
+        if locked(&self.place.made).take().is_some() && is_its {
+            let _ = fs::remove_file(self.path());
         }
     }
 
     /// It stays when this value goes.
     pub fn disown(&mut self) {
         self.owned = false;
-        self.made = None;
+        *locked(&self.place.made) = None;
     }
 
     fn bind_for(path: &Path, mode: Option<Mode>, kind: SocketType) -> Result<Self, SocketError> {
@@ -161,12 +223,10 @@ impl Socket {
             }
         }
         let listener = make(path, mode, kind).map_err(|e| fail(e.into()))?;
-        let made = identity(path);
         Ok(Self {
             listener,
-            path: path.into(),
+            place: Place::new(path, identity(path)),
             owned: true,
-            made,
         })
     }
 }
@@ -223,12 +283,6 @@ impl Drop for Socket {
     fn drop(&mut self) {
         self.remove();
     }
-}
-
-/// Whether nothing is there.
-pub fn is_removed(path: &Path) -> bool {
-    let there = fs::symlink_metadata(path);
-    there.is_err_and(|e| e.kind() == io::ErrorKind::NotFound)
 }
 
 fn identity(path: &Path) -> Option<Identity> {

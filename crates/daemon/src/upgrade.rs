@@ -20,6 +20,7 @@ use rustix::process::geteuid;
 use thiserror::Error;
 use tracing::{error, info, warn};
 
+use crate::accept::{Acceptor, BackOff, Client};
 use crate::device::ServedDisk;
 use crate::export::Paused;
 use crate::hand::{
@@ -32,7 +33,7 @@ use crate::launch::{self, Launch, beside};
 use crate::log;
 use crate::manager;
 use crate::node::Node;
-use crate::socket::{Socket, SocketError};
+use crate::socket::{Place, Socket, SocketError, There};
 
 /// How long the new process may take for anything while guests go on.
 const PATIENCE: Duration = Duration::from_secs(15);
@@ -52,8 +53,8 @@ pub struct Handing {
     pub control: Mutex<Option<OwnedFd>>,
     pub upgrade: Mutex<Option<OwnedFd>>,
     pub metrics: OnceLock<OwnedFd>,
-    /// Readable for those who listen and are to look at their sockets.
-    lookers: Mutex<Vec<Arc<OwnedFd>>>,
+    /// Sockets that are not disks', with what becomes readable for those who listen there and are to look at them.
+    lookers: Mutex<Vec<(Arc<Place>, Arc<OwnedFd>)>>,
     /// Whether all has been handed over. Read by whoever changes something, written by who hands over.
     gone: RwLock<bool>,
     /// This process is told to stop.
@@ -79,18 +80,34 @@ impl Handing {
     ///
     /// # Errors
     /// There is no event descriptor to be had.
-    pub fn looker(&self) -> io::Result<Arc<OwnedFd>> {
+    pub fn looker(&self, place: &Arc<Place>) -> io::Result<Arc<OwnedFd>> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let looker = Arc::new(eventfd(0, flags)?);
-        locked(&self.lookers).push(looker.clone());
+        locked(&self.lookers).push((place.clone(), looker.clone()));
         Ok(looker)
     }
 
-    /// Tells all of them.
-    pub fn look_at_sockets(&self) {
-        for looker in &*locked(&self.lookers) {
+    /// Tells all of them. Returns a sentence for each socket in whose place something else is.
+    pub fn look_at_sockets(&self) -> Vec<String> {
+        let mut taken = Vec::new();
+        for (place, looker) in &*locked(&self.lookers) {
             let _ = rustix::io::write(looker, &1u64.to_ne_bytes());
+            if let There::Other(what) = place.look() {
+                taken.push(format!(
+                    "no command gets to {path} any more: {what} is there by now, which is left alone; move it away, and SIGHUP \
+                     makes the socket again",
+                    path = place.path().display()
+                ));
+            }
         }
+        taken
+    }
+
+    /// What was made at the sockets that are not disks'.
+    fn made(&self) -> Vec<(PathBuf, FileIdentity)> {
+        let lookers = locked(&self.lookers);
+        let made = lookers.iter().map(|(place, _)| place);
+        made.filter_map(made_at).collect()
     }
 
     /// Keeps everything from being handed over as long as this is there.
@@ -171,6 +188,11 @@ enum UpgradeError {
     Busy,
     #[error("{0}")]
     Storage(String),
+    #[error(
+        "there are no descriptors to hand disk {0} over with: {cause}; then upgrade again",
+        cause = block::explain(.1, "the process that serves goes on")
+    )]
+    Descriptors(String, io::Error),
     #[error("requests under way on disk {0} do not end; is its storage stuck?")]
     Stuck(String),
     #[error(
@@ -203,7 +225,8 @@ fn told(error: &io::Error) -> String {
 pub struct Entrance {
     /// Shared with who listens there.
     socket: Arc<Mutex<Socket>>,
-    launch: PathBuf,
+    /// The control socket, beside which all of it is.
+    control: PathBuf,
 }
 
 impl Entrance {
@@ -223,9 +246,8 @@ impl Entrance {
         // Nobody else is here.
         let entrance = socket.map_err(io::Error::other).and_then(|socket| {
             Launch::here()?.write(control)?;
-            let launch = launch::path(control);
-            let socket = Arc::new(Mutex::new(socket));
-            Ok(Self { socket, launch })
+            let (socket, control) = (Arc::new(Mutex::new(socket)), control.into());
+            Ok(Self { socket, control })
         });
         entrance
             .inspect_err(|e| warn!("no upgrade without a restart: {e}"))
@@ -237,8 +259,12 @@ impl Entrance {
         let path = beside(control, "upgrade");
         let listener = inherited.upgrade(&path)?;
         Some(Self {
-            socket: Arc::new(Mutex::new(Socket::adopt(listener, &path))),
-            launch: launch::path(control),
+            socket: Arc::new(Mutex::new(Socket::adopt(
+                listener,
+                &path,
+                inherited.made(&path),
+            ))),
+            control: control.into(),
         })
     }
 
@@ -254,25 +280,32 @@ impl Entrance {
     pub fn serve(&self, host: &Arc<Host>) -> io::Result<()> {
         let socket = self.socket.clone();
         let mut listener = listener_of(&socket, host)?;
-        let looker = host.handing.looker()?;
+        let looker = host.handing.looker(locked(&socket).place())?;
         // Asked now: its file may be replaced.
-        let (program, host) = (program(), host.clone());
+        let (program, host, control) = (program(), host.clone(), self.control.clone());
         let thread = thread::Builder::new().name("upgrade".into());
         let serve = move || {
+            let (mut acceptor, mut accepting) = (Acceptor::new(), BackOff::default());
             loop {
-                match wait_for_client(&looker, &listener) {
-                    Ok(Some(stream)) => upgrade(&host, stream, program.as_deref()),
-                    Ok(None) => match make_again(&socket, &host) {
-                        Ok(Some(new)) => listener = new,
-                        Ok(None) => {}
-                        Err(e) => error!(
-                            "upgrade: the socket for it was removed and cannot be made again: {e}"
-                        ),
-                    },
-                    Err(e) => {
-                        warn!("upgrade: cannot be asked for one: {e}; trying again in a second");
-                        thread::sleep(Duration::from_secs(1));
+                match wait_for_client(&looker, &listener, &mut acceptor) {
+                    Ok(Some(client)) => {
+                        accepting.succeeded();
+                        upgrade(&host, client, program.as_deref());
                     }
+                    Ok(None) => {
+                        write_start_again(&control);
+                        match make_again(&socket, &host) {
+                            Ok(Some(new)) => listener = new,
+                            Ok(None) => {}
+                            Err(e) => error!(
+                                "upgrade: the socket for it was removed and cannot be made again: {e}"
+                            ),
+                        }
+                    }
+                    Err(e) => accepting.failed(|left_out| {
+                        let e = block::explain(&e, "it is tried again");
+                        warn!("upgrade: cannot be asked for one: {e}{left_out}");
+                    }),
                 }
             }
         };
@@ -287,6 +320,22 @@ fn listener_of(socket: &Mutex<Socket>, host: &Host) -> io::Result<UnixListener> 
     socket.listener.try_clone()
 }
 
+/// Writes down again how this process was started, if somebody has removed that. Its sandbox may not let it.
+fn write_start_again(control: &Path) {
+    let path = launch::path(control);
+    if path.symlink_metadata().is_ok() {
+        return;
+    }
+    let path = path.display();
+    match Launch::here().and_then(|launch| launch.write(control)) {
+        Ok(()) => warn!("{path} had been removed, and is there again"),
+        Err(e) => warn!(
+            "no upgrade without a restart: {path} has been removed, which says how ringdisk was started, and cannot be \
+             written again: {e}"
+        ),
+    }
+}
+
 /// Makes the socket again if somebody has removed it; where it listens then.
 fn make_again(socket: &Mutex<Socket>, host: &Host) -> io::Result<Option<UnixListener>> {
     {
@@ -295,13 +344,21 @@ fn make_again(socket: &Mutex<Socket>, host: &Host) -> io::Result<Option<UnixList
             return Ok(None);
         }
         let new = Socket::bind_for_packets(socket.path()).map_err(io::Error::other)?;
-        *socket = new;
+        warn!(
+            "{} had been removed, and is there again",
+            new.path().display()
+        );
+        socket.renew(new);
     }
     listener_of(socket, host).map(Some)
 }
 
 /// A client, or `None` if the socket is to be looked at.
-fn wait_for_client(looker: &OwnedFd, listener: &UnixListener) -> io::Result<Option<OwnedFd>> {
+fn wait_for_client(
+    looker: &OwnedFd,
+    listener: &UnixListener,
+    acceptor: &mut Acceptor,
+) -> io::Result<Option<Client>> {
     let mut ready = [
         PollFd::new(looker, PollFlags::IN),
         PollFd::new(listener, PollFlags::IN),
@@ -315,7 +372,7 @@ fn wait_for_client(looker: &OwnedFd, listener: &UnixListener) -> io::Result<Opti
             let _ = rustix::io::read(looker, &mut [0; 8]);
             return Ok(None);
         }
-        return Ok(Some(listener.accept()?.0.into()));
+        return acceptor.accept(listener).map(Some);
     }
 }
 
@@ -325,17 +382,17 @@ impl Drop for Entrance {
         let mut socket = locked(&self.socket);
         if socket.is_own() {
             socket.remove();
-            let _ = std::fs::remove_file(&self.launch);
+            let _ = std::fs::remove_file(launch::path(&self.control));
         }
     }
 }
 
-fn upgrade(host: &Host, asks: OwnedFd, program: Option<&str>) {
+fn upgrade(host: &Host, (asks, refused): Client, program: Option<&str>) {
     match socket_peercred(&asks).map(|who| who.uid) {
         Ok(user) if user == geteuid() || user.is_root() => {}
         _ => return warn!("upgrade: another user has asked for one, and is not answered"),
     }
-    let launcher = Channel::from(asks);
+    let launcher = Channel::from(OwnedFd::from(asks));
     let deadline = Instant::now() + PATIENCE;
     let unless = match launcher.receive::<Ask>(deadline) {
         Ok((Ask { unless_running }, _)) => unless_running,
@@ -351,7 +408,10 @@ fn upgrade(host: &Host, asks: OwnedFd, program: Option<&str>) {
         disks: 0,
         connected: 0,
     };
-    let done = hand_over(host, &launcher, &mut outcome);
+    let done = match refused {
+        None => hand_over(host, &launcher, &mut outcome),
+        Some(e) => Err(UpgradeError::Launch(e)),
+    };
     let soon = Instant::now() + PATIENCE;
     match done {
         Ok(pid) => {
@@ -485,9 +545,10 @@ fn pause(host: &Host, deadline: Instant) -> Result<Vec<PausedExport>, UpgradeErr
             false => UpgradeError::Stuck(id),
         };
         match pausing.paused.recv_timeout(left) {
-            Ok(paused) if unfinished(&paused) => Err(unended(pausing.id)),
-            Ok(paused) => Ok(PausedExport {
-                socket: pausing.socket,
+            Ok(Err(e)) => Err(UpgradeError::Descriptors(pausing.id, e)),
+            Ok(Ok(paused)) if unfinished(&paused) => Err(unended(pausing.id)),
+            Ok(Ok(paused)) => Ok(PausedExport {
+                place: pausing.place,
                 file: pausing.node.identity(),
                 // As its last front-end has left it.
                 write_cache: pausing.device.chosen_write_cache(),
@@ -507,22 +568,26 @@ fn pause(host: &Host, deadline: Instant) -> Result<Vec<PausedExport>, UpgradeErr
 /// An export that is asked to pause.
 pub struct Pausing {
     pub id: String,
-    pub socket: PathBuf,
+    pub place: Arc<Place>,
     pub node: Arc<Node>,
     pub device: Arc<ServedDisk>,
     /// Requests waited for its storage to work again before it was asked.
     pub waits: bool,
-    pub paused: Receiver<Paused>,
+    pub paused: Receiver<io::Result<Paused>>,
 }
 
 struct PausedExport {
-    socket: PathBuf,
+    place: Arc<Place>,
     file: Option<FileIdentity>,
     write_cache: Option<bool>,
     capacity_read: Option<u64>,
     listener: OwnedFd,
     connection: Option<(OwnedFd, guest::Saved)>,
     leave: Sender<()>,
+}
+
+fn made_at(place: &Arc<Place>) -> Option<(PathBuf, FileIdentity)> {
+    Some((place.path().into(), place.made()?.into()))
 }
 
 fn hand(
@@ -545,8 +610,11 @@ fn hand(
         disks: host.handed_disks(),
         changed: Some(host.changed().text()),
         away: host.away(),
+        sockets: handing.made(),
         exports: Vec::new(),
     };
+    let exports = paused.iter().map(|export| &export.place);
+    handed.sockets.extend(exports.filter_map(made_at));
     let singles = lock.iter().chain(control).chain(upgrade).chain(metrics);
     let mut descriptors: Vec<BorrowedFd<'_>> =
         files.iter().chain(singles).map(AsFd::as_fd).collect();
@@ -563,7 +631,7 @@ fn hand(
             session
         });
         handed.exports.push(HandedExport {
-            socket: export.socket.clone(),
+            socket: export.place.path().into(),
             file: export.file,
             write_cache: export.write_cache,
             capacity_read: export.capacity_read,

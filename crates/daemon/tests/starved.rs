@@ -6,10 +6,10 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, prlimit};
 use serde_json::json;
 use testkit::driver::{Device, DeviceConfig, HANG};
-use testkit::server::Server;
+use testkit::server::{Server, gone};
 
 fn serve(dir: &Path, limit: Option<u64>) -> Server {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
@@ -133,6 +133,94 @@ fn a_limit_on_descriptors_is_named() {
         client.call("x-ringdisk-detach", gone).unwrap();
     }
     assert!(server.terminate().unwrap().success());
+}
+
+/// Whoever asks for something is told at once, also when there is no descriptor for a client, and the log is not filled. A VM
+/// that is cut off for want of descriptors has done nothing wrong, and an idle disk no storage that is stuck.
+#[test]
+fn without_descriptors_everybody_is_told_why() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mut server = serve(dir.path(), None);
+    let control = format!("--control={}", dir.path().join("control.qmp").display());
+    let ringdisk = |command: &str| {
+        let mut ringdisk = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+        ringdisk.args([command, &control]).output().unwrap()
+    };
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    let pid = Pid::from_raw(server.pid() as i32);
+    let limit = getrlimit(Resource::Nofile);
+    let with = |more: u64, work: &mut dyn FnMut() -> Result<String, String>| {
+        let open = std::fs::read_dir(format!("/proc/{}/fd", server.pid()));
+        let current = Some(open.unwrap().count() as u64 + more);
+        prlimit(pid, Resource::Nofile, Rlimit { current, ..limit }).unwrap();
+        let done = work();
+        // It may have ended.
+        let _ = prlimit(pid, Resource::Nofile, limit);
+        done
+    };
+    let run = |command: &str| {
+        let output = ringdisk(command);
+        let [out, error] =
+            [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
+        match output.status.success() {
+            true => Ok(out),
+            false => Err(error),
+        }
+    };
+    let mut refused = 0;
+    while let Err(said) = with(refused, &mut || run("list")) {
+        println!("list, {refused} more: {said}");
+        assert!(said.contains("RLIMIT_NOFILE"), "{said}");
+        refused += 1;
+        assert!(refused < 64, "64 descriptors are enough");
+    }
+    assert!(refused > 0);
+    works(&mut device);
+    drop(device);
+    server.logged(&["front-end disconnected"]);
+    // Without any, it waits until there is one.
+    for more in 1..64 {
+        let connect = &mut || {
+            let device = Device::connect(server.socket(), &DeviceConfig::default());
+            device.map(|_| String::new()).map_err(|e| e.to_string())
+        };
+        if with(more, connect).is_ok() {
+            break;
+        }
+        println!("a VM, {more} more");
+        server.logged(&["front-end cut off", "RLIMIT_NOFILE"]);
+    }
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    let mut refused = 0;
+    let next = loop {
+        match with(refused, &mut || run("upgrade")) {
+            Ok(said) => break said.split(' ').nth(1).unwrap().parse().unwrap(),
+            Err(said) => {
+                println!("upgrade, {refused} more: {said}");
+                assert!(
+                    said.contains("RLIMIT_NOFILE") && said.contains("goes on"),
+                    "{said}"
+                );
+            }
+        }
+        refused += 1;
+        assert!(refused < 64, "64 descriptors are enough");
+    };
+    assert!(refused > 0);
+    works(&mut device);
+    let log = server.log();
+    assert!(
+        !log.contains("4294967295") && !log.contains("stuck"),
+        "{log}"
+    );
+    let lines = log
+        .lines()
+        .filter(|line| line.contains("cannot serve a client"));
+    assert!(lines.count() < 16, "{log}");
+    let next = Pid::from_raw(next).unwrap();
+    kill_process(next, Signal::TERM).unwrap();
+    gone(next.as_raw_nonzero().get() as u32);
+    assert!(server.ended().unwrap().success());
 }
 
 /// The same at the start.

@@ -51,6 +51,9 @@ pub enum MessageError {
     /// The wrong number of descriptors.
     #[error("message {0} came with {1} file descriptors, which is not what it needs")]
     Descriptors(u32, usize),
+    /// More descriptors than any message needs.
+    #[error("a message came with more than {MAX_FDS} file descriptors, which none needs")]
+    TooManyDescriptors,
     /// A field has a value that is not allowed.
     #[error("message {0}: {1}")]
     Value(u32, &'static str),

@@ -167,7 +167,7 @@ pub enum SessionError {
     #[error("{0}")]
     Refused(&'static str),
     /// The socket or an event descriptor failed.
-    #[error(transparent)]
+    #[error("{cause}", cause = block::explain(.0, ""))]
     Io(#[from] io::Error),
 }
 

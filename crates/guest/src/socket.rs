@@ -144,8 +144,15 @@ fn fill(
                 fds.extend(list);
             }
         }
-        if received.flags.contains(ReturnFlags::CTRUNC) || fds.len() > MAX_FDS {
-            return Err(MessageError::Descriptors(u32::MAX, MAX_FDS + 1).into());
+        if fds.len() > MAX_FDS {
+            return Err(MessageError::TooManyDescriptors.into());
+        }
+        if received.flags.contains(ReturnFlags::CTRUNC) {
+            // There was room for as many as a message may have: more came, or this process may have no more.
+            return Err(match fds.len() == MAX_FDS {
+                true => MessageError::TooManyDescriptors.into(),
+                false => io::Error::from(rustix::io::Errno::MFILE).into(),
+            });
         }
         match received.bytes {
             0 if done == 0 => return Err(NoMessage::Closed),

@@ -67,9 +67,7 @@ pub enum TooManySessions {
     #[error("ringdisk is shutting down")]
     Closed,
     /// No descriptor to wake the session with.
-    #[error(
-        "no event descriptor for the session: {0}; more files may have to be allowed (ulimit -n)"
-    )]
+    #[error("no event descriptor for the session: {cause}", cause = block::explain(.0, ""))]
     Wake(io::Error),
 }
 

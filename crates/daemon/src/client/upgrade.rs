@@ -14,7 +14,7 @@ use serde_json::json;
 
 use super::{CommandLineError, Connection, Done};
 use crate::hand::{Answer, Answered, Ask, Channel, Launched, Outcome, program};
-use crate::launch::{Launch, beside};
+use crate::launch::{Launch, TAKE_OVER, beside};
 use crate::qmp;
 
 /// How long all of it may take; the server gives up sooner.
@@ -174,7 +174,7 @@ fn launch(
     }
     let child = Command::new(&program)
         .args(launch.arguments)
-        .arg("--take-over")
+        .arg(TAKE_OVER)
         .env_clear()
         .envs(launch.environment)
         .current_dir(launch.directory)

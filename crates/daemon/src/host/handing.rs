@@ -58,7 +58,7 @@ impl Host {
         let state = self.state();
         let pausing = state.exports.values().map(|export| Pausing {
             id: export.id.clone(),
-            socket: export.socket.clone(),
+            place: export.place.clone(),
             node: export.node.clone(),
             device: export.device.clone(),
             waits: export.disk.stalled() > 0,

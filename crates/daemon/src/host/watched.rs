@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use block::{CacheMode, ThrottleLimits};
-use tracing::warn;
+use tracing::{error, warn};
 
 use super::ending::{ANSWER, in_time};
 use super::{Host, State};
@@ -69,11 +69,24 @@ impl Host {
         self.state().exports.get(id).map(look)
     }
 
-    /// Has all sockets made again that somebody has removed.
-    pub fn look_at_sockets(&self) {
-        let state = self.state();
-        state.exports.values().for_each(Export::look_at_socket);
-        self.handing.look_at_sockets();
+    /// Has all sockets made again that somebody has removed. Returns, and logs, a sentence for each of those in whose place
+    /// something else is.
+    pub fn look_at_sockets(&self) -> Vec<String> {
+        let mut taken: Vec<String> = {
+            let state = self.state();
+            let taken = |export: &Export| {
+                let what = export.look_at_socket()?;
+                let (id, path) = (&export.id, export.socket.display());
+                Some(format!(
+                    "disk {id}: no VM can connect any more: {what} is at {path} by now, where its socket was. It is left alone; \
+                     move it away, and 'ringdisk reload' or SIGHUP makes the socket again. A VM that is connected goes on"
+                ))
+            };
+            state.exports.values().filter_map(taken).collect()
+        };
+        taken.extend(self.handing.look_at_sockets());
+        taken.iter().for_each(|sentence| error!("{sentence}"));
+        taken
     }
 
     /// Finds out anew what is shown of files, of all or of those that are not served: a disk knows its size. Of storage

@@ -332,6 +332,69 @@ fn commands_and_the_file_agree() {
     verify(&mut device.queues[0]);
 }
 
+/// Limits that a command has set go on until others are written down, whatever else is written.
+#[test]
+fn limits_stay_as_long_as_no_others_are_written_down() {
+    let config = Configured::start(&disk("a", ""));
+    let limits = || config.ringdisk.disk("a")["limits"]["iops"].clone();
+    config.ringdisk.json(&["throttle", "a", "iops=900"]);
+    fs::rename(
+        config.ringdisk.path("a.raw"),
+        config.ringdisk.path("a1.raw"),
+    )
+    .unwrap();
+    config.ringdisk.json(&["replace", "a", "a1.raw"]);
+    let renamed = |more: &str| disk("a", more).replace("a.raw\"", "a1.raw\"\nname = \"a\"");
+    for more in ["", "serial = \"new\"", "serial = \"newer\""] {
+        config.reload(&renamed(more));
+        assert_eq!(limits(), 900, "{more}");
+    }
+    config.reload(&renamed("iops = 77"));
+    assert_eq!(limits(), 77);
+    let log = config.ringdisk.server.log();
+    let names = log.lines().filter(|line| line.contains("goes by"));
+    assert_eq!(names.count(), 1, "{log}");
+}
+
+/// Who has put something in the place of a socket is told so, and it is left alone.
+#[test]
+fn a_reload_tells_of_disks_that_cannot_be_reached() {
+    let text = disk("a", "") + &disk("b", "");
+    let mut config = Configured::start(&text);
+    let mut device = config.device("a");
+    let socket = config.socket("a");
+    for directory in [true, false] {
+        fs::remove_file(&socket).unwrap();
+        match directory {
+            true => fs::create_dir(&socket).unwrap(),
+            false => fs::write(&socket, "precious").unwrap(),
+        }
+        for _ in 0..2 {
+            let ran = config.ringdisk.ringdisk(&["reload"]);
+            assert_eq!(ran.code, Some(0), "{ran:?}");
+            let what = if directory { "a directory" } else { "a file" };
+            for words in ["disk a", "no VM can connect", what, "move it away"] {
+                assert!(ran.out.contains(words), "{ran:?}");
+            }
+            let reply = config.ringdisk.json(&["reload"]);
+            assert_eq!(reply["unreachable"].as_array().unwrap().len(), 1, "{reply}");
+        }
+        verify(&mut device.queues[0]);
+        match directory {
+            true => fs::remove_dir(&socket).unwrap(),
+            false => fs::remove_file(&socket).unwrap(),
+        }
+        assert_eq!(config.ringdisk.json(&["reload"]), json!({}));
+        config.ringdisk.server.logged(&["WARN", "is there again"]);
+        until("the socket is there again", || socket.exists());
+    }
+    fs::remove_file(&socket).unwrap();
+    fs::write(&socket, "precious").unwrap();
+    drop(device);
+    assert!(config.ringdisk.server.terminate().unwrap().success());
+    assert_eq!(fs::read_to_string(&socket).unwrap(), "precious");
+}
+
 /// What is said anew of a disk that was detached by command is left out, which is said; all else gets through.
 #[test]
 fn a_detached_disk_is_in_nobodys_way() {

@@ -638,6 +638,70 @@ fn a_real_guest_goes_on() {
     served.end();
 }
 
+/// Something else is where a socket was: it is left alone, by the next process too, which is not told apart from what the one
+/// before has made.
+#[test]
+fn what_took_the_place_of_a_socket_is_left_alone() {
+    let disk = Disk::new();
+    let mut served = Served::start(&[disk.argument("queues=2,queue-size=64")]);
+    let mut device = Device::connect(&disk.socket, &config()).unwrap();
+    let upgrade = served.dir.path().join("control.qmp.upgrade");
+    fs::remove_file(&disk.socket).unwrap();
+    let foreign = std::os::unix::net::UnixListener::bind(&disk.socket).unwrap();
+    let pid = Pid::from_raw(served.pid as i32).unwrap();
+    kill_process(pid, Signal::HUP).unwrap();
+    served
+        .first
+        .logged(&["ERROR", "no VM can connect", "another socket"]);
+    served.upgrade(&[]);
+    assert_eq!(device.queues[1].run(Op::Read, 8, 4096), 0);
+    fs::remove_file(&upgrade).unwrap();
+    fs::create_dir(&upgrade).unwrap();
+    let pid = Pid::from_raw(served.pid as i32).unwrap();
+    kill_process(pid, Signal::HUP).unwrap();
+    let said = [
+        "ERROR",
+        "no command gets to",
+        "control.qmp.upgrade",
+        "a directory",
+    ];
+    served.first.logged(&said);
+    kill_process(Pid::from_raw(served.pid as i32).unwrap(), Signal::TERM).unwrap();
+    gone(served.pid);
+    served.pid = served.first.pid();
+    assert!(upgrade.is_dir());
+    std::os::unix::net::UnixStream::connect(&disk.socket).unwrap();
+    drop(foreign);
+}
+
+/// What says how ringdisk was started is removed: whoever asks for an upgrade is told what that means, and where the sandbox
+/// does not keep ringdisk from it, SIGHUP has it written again.
+#[test]
+fn how_it_was_started_can_be_written_again() {
+    let disk = Disk::new();
+    let off = "--sandbox=off".to_owned();
+    let mut served = Served::start(&[disk.argument("queues=1"), off]);
+    let start = served.dir.path().join("control.qmp.start");
+    for round in 0..3 {
+        let before = fs::read(&start).unwrap();
+        fs::remove_file(&start).unwrap();
+        let output = served.ringdisk(&["upgrade"]);
+        let said = String::from_utf8_lossy(&output.stderr);
+        let told = said.contains("control.qmp.start") && said.contains("restart ringdisk");
+        assert!(!output.status.success() && told, "{said}");
+        let pid = Pid::from_raw(served.pid as i32).unwrap();
+        kill_process(pid, Signal::HUP).unwrap();
+        until_there(&start);
+        while fs::read(&start).unwrap() != before {
+            thread::yield_now();
+        }
+        if round < 2 {
+            served.upgrade(&[]);
+        }
+    }
+    served.end();
+}
+
 /// Something has tidied up the directory of the sockets: who is connected goes on, and after SIGHUP all can connect again,
 /// also to the next process.
 #[test]
