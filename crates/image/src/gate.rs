@@ -68,6 +68,12 @@ pub enum GateError {
         /// The directories.
         allowed: String,
     },
+    /// It is not there.
+    #[error(
+        "it names '{0}', and there is no such file; put it back where it was: the image needs what is in it, which is not in \
+        a new and empty one"
+    )]
+    Missing(String),
     /// The kernel does not open it.
     #[error("it names '{name}', which cannot be opened: {source}")]
     Open {
@@ -126,9 +132,12 @@ impl Gate {
         }
         let path = from.join(plain);
         let straight = without_dots(&path);
-        let open_error = |errno: Errno| GateError::Open {
-            name: name.to_owned(),
-            source: errno.into(),
+        let open_error = |errno: Errno| match errno {
+            Errno::NOENT => GateError::Missing(name.to_owned()),
+            errno => GateError::Open {
+                name: name.to_owned(),
+                source: errno.into(),
+            },
         };
         let mut leads_out = false;
         for directory in &self.directories {

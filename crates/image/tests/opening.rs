@@ -267,7 +267,7 @@ fn what_cannot_be_opened_says_why_and_what_to_do() {
     make("-u -b itself -F qcow2");
     refused(&["its own backing file"]);
     make("-u -b gone.raw -F raw");
-    refused(&["gone.raw", "cannot be opened"]);
+    refused(&["gone.raw", "put it back"]);
     let secret = "--object secret,id=s,data=abc -o encrypt.format=luks,encrypt.key-secret=s";
     let secret = format!("{secret},encrypt.iter-time=10");
     make(&secret);

@@ -1,6 +1,11 @@
 //! What file a guest is on after another process has taken over.
 
+use std::os::unix::fs::MetadataExt;
+
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+
 use super::*;
+use crate::support::loop_device::LoopDevice;
 
 /// A disk that was put on an image is handed over as such, and so is one that was put on another above that.
 #[test]
@@ -47,6 +52,30 @@ fn a_disk_on_another_image_is_handed_over() {
         load.verify(&at.join("converted")).unwrap();
     }
     assert!(fs::read(&raw.file).unwrap() == vec![0; 64 << 20]);
+}
+
+/// The node of a block device is removed: its guest goes on, and nobody is told that the device is gone.
+#[test]
+fn a_device_without_a_node_is_handed_over() {
+    let Some(device) = LoopDevice::new() else {
+        return;
+    };
+    let (node, socket) = (device.dir.path().join("node"), device.dir.path().join("s"));
+    let rdev = fs::metadata(&device.device).unwrap().rdev();
+    let mode = Mode::RUSR | Mode::WUSR;
+    mknodat(CWD, &node, FileType::BlockDevice, mode, rdev).unwrap();
+    let disk = format!("file={},name=d,socket={}", node.display(), socket.display());
+    let mut served = Served::start(&[disk]);
+    let mut device = Device::connect(&socket, &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].write(8, &[7; 4096]), 0);
+    fs::remove_file(&node).unwrap();
+    served.upgrade(&[]);
+    served
+        .first
+        .logged(&["disk d", "on the device that it has", "no node"]);
+    assert!(!served.first.log().contains("gone when"));
+    assert_eq!(device.queues[0].read(8, 4096).unwrap(), [7; 4096]);
+    served.end();
 }
 
 /// What is handed over of a guest's write cache is newer than what was written down: a guest that has switched it off again

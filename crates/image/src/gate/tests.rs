@@ -112,7 +112,7 @@ fn only_files_are_opened() {
         ("", "not a file"),
         ("pipe", "neither a file"),
         (".", "none of the directories"),
-        ("missing", "cannot be opened"),
+        ("missing", "put it back"),
     ] {
         let error = place.pass(&["images/vm"], name).unwrap_err();
         assert!(error.contains(says), "{name}: {error}");
