@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use engine::Identity;
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid, chmod, chownat, fchmod, fstat, open};
@@ -17,7 +17,6 @@ use rustix::process::geteuid;
 use thiserror::Error;
 
 use crate::spec::{DiskSpec, SocketAccess};
-use crate::upgrade::locked;
 
 #[derive(Debug, Error)]
 pub enum SocketError {
@@ -81,7 +80,12 @@ impl Place {
 
     /// What was made there, unless that is another's by now.
     pub fn made(&self) -> Option<Identity> {
-        *locked(&self.made)
+        *self.lock()
+    }
+
+    /// Nobody leaves it half changed.
+    fn lock(&self) -> MutexGuard<'_, Option<Identity>> {
+        self.made.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub fn look(&self) -> There {
@@ -161,7 +165,7 @@ impl Socket {
     /// It goes away with this value from now on.
     pub fn own(&mut self) {
         self.owned = true;
-        let mut made = locked(&self.place.made);
+        let mut made = self.place.lock();
         *made = made.or_else(|| identity(&self.place.path));
     }
 
@@ -181,7 +185,7 @@ impl Socket {
     /// Listens where `new` does from now on, which has been made in its place.
     pub fn renew(&mut self, mut new: Self) {
         std::mem::swap(&mut self.listener, &mut new.listener);
-        *locked(&self.place.made) = locked(&new.place.made).take();
+        *self.place.lock() = new.place.lock().take();
     }
 
     /// Whether it goes away with this value.
@@ -193,7 +197,7 @@ impl Socket {
     pub fn remove(&mut self) {
         // Not if somebody has put another one there.
         let is_its = self.place.look() == There::Itself;
-        if locked(&self.place.made).take().is_some() && is_its {
+        if self.place.lock().take().is_some() && is_its {
             let _ = fs::remove_file(self.path());
         }
     }
@@ -201,7 +205,7 @@ impl Socket {
     /// It stays when this value goes.
     pub fn disown(&mut self) {
         self.owned = false;
-        *locked(&self.place.made) = None;
+        *self.place.lock() = None;
     }
 
     fn bind_for(path: &Path, mode: Option<Mode>, kind: SocketType) -> Result<Self, SocketError> {
