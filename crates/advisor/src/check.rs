@@ -1,11 +1,11 @@
 //! Rules are asked of machines, disks and hosts; what holds is a finding.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use serde::Serialize;
 
 use crate::facts::Facts;
-use crate::input::Input;
+use crate::input::{Input, Kind};
 use crate::measured::Gain;
 use crate::model::{Origin, Table, Vm};
 use crate::rules::{Clause, Lookup, Rule, Rules, Scope, Severity, Verdict, evaluate, say};
@@ -35,8 +35,6 @@ pub struct Finding {
     pub measured: Vec<Gain>,
     #[serde(skip)]
     pub(crate) vm_index: Option<usize>,
-    #[serde(skip)]
-    pub(crate) disk_index: Option<usize>,
     /// Its bytes in the first text of the input.
     #[serde(skip)]
     pub span: Span,
@@ -49,11 +47,15 @@ fn position<S: serde::Serializer>(at: &Option<Position>, to: S) -> Result<S::Ok,
 impl Finding {
     /// The machine and the disk.
     pub fn place(&self) -> String {
-        match (self.vm.as_str(), self.disk.as_str()) {
-            (vm, "") => vm.to_owned(),
-            ("", disk) => disk.to_owned(),
-            (vm, disk) => format!("{vm} {disk}"),
-        }
+        place(&self.vm, &self.disk)
+    }
+}
+
+fn place(vm: &str, disk: &str) -> String {
+    match (vm, disk) {
+        (vm, "") => vm.to_owned(),
+        ("", disk) => disk.to_owned(),
+        (vm, disk) => format!("{vm} {disk}"),
     }
 }
 
@@ -79,6 +81,38 @@ pub struct Checked {
     pub unknown: BTreeMap<&'static str, BTreeSet<String>>,
 }
 
+/// A rule that holds of a machine, or of one of its disks.
+#[derive(Clone, Copy)]
+pub(crate) struct Hit<'a> {
+    /// The rule.
+    pub rule: &'a Rule,
+    /// Number of the machine.
+    pub vm: usize,
+    /// Number of its disk.
+    pub disk: Option<usize>,
+}
+
+impl Hit<'_> {
+    /// The machine and the disk.
+    pub fn place(&self, input: &Input) -> String {
+        let vm = input.vms.get(self.vm);
+        let disk = self.disk.and_then(|disk| vm?.disks.get(disk));
+        let vm = vm.map_or("", |vm| &vm.name);
+        place(
+            &printable(vm),
+            &printable(disk.map_or("", |disk| &disk.name)),
+        )
+    }
+}
+
+/// What holds of an input to which the facts of its host were added.
+pub(crate) struct Hits<'a> {
+    /// The worst first; those of one rule in the order in which disks change.
+    pub hits: Vec<Hit<'a>>,
+    ignored: usize,
+    unknown: BTreeMap<&'static str, BTreeSet<String>>,
+}
+
 /// Asks all rules of an input, after adding to it what is known of the host.
 pub fn check(
     input: &mut Input,
@@ -86,62 +120,86 @@ pub fn check(
     facts: Option<&Facts>,
     ignore: &[String],
 ) -> Checked {
-    let mut checked = Checked::default();
     if let Some(facts) = facts {
         input.vms.iter_mut().for_each(|vm| facts.join(vm));
     }
+    let Hits {
+        hits,
+        ignored,
+        unknown,
+    } = hits(input, rules, facts, ignore);
     let host = facts.map(Facts::table);
-    let ignored: Vec<&str> = input
-        .ignores
-        .iter()
-        .map(|ignore| ignore.rule.as_str())
-        .collect();
-    for (vm_index, vm) in input.vms.iter().enumerate() {
-        for rule in &rules.rules {
-            if ignore.contains(&rule.id) {
-                continue;
-            }
-            let mut found = Vec::new();
-            match rule.scope {
-                Scope::Vm => found.push((
-                    None,
-                    Lookup {
-                        own: None,
-                        vm: Some(&vm.table),
-                        host: host.as_ref(),
-                    },
-                )),
-                Scope::Disk => found.extend(vm.disks.iter().enumerate().map(|(index, disk)| {
-                    (
-                        Some(index),
-                        Lookup {
-                            own: Some(&disk.table),
-                            vm: Some(&vm.table),
-                            host: host.as_ref(),
-                        },
-                    )
-                })),
-                Scope::Host | Scope::Device => {}
-            }
-            for (disk_index, lookup) in found {
-                match evaluate(&rule.when, &lookup) {
-                    Verdict::Holds if ignored.contains(&rule.id.as_str()) => checked.ignored += 1,
-                    Verdict::Holds => checked.findings.push(finding(
-                        rule,
-                        vm,
-                        vm_index,
-                        disk_index,
-                        &lookup,
-                        &input.sources,
-                    )),
-                    Verdict::Unknown(names) => open(&mut checked, rule, &names),
-                    Verdict::Fails => {}
-                }
+    let findings = hits.iter().filter_map(|hit| {
+        let vm = input.vms.get(hit.vm)?;
+        let lookup = lookup(vm, hit.disk, host.as_ref());
+        Some(finding(hit, vm, &lookup, &input.sources))
+    });
+    let mut findings: Vec<Finding> = findings.collect();
+    sort(&mut findings);
+    Checked {
+        findings,
+        ignored,
+        unknown,
+    }
+}
+
+/// The rules that hold, without the words in which a finding says so.
+pub(crate) fn hits<'a>(
+    input: &Input,
+    rules: &'a Rules,
+    facts: Option<&Facts>,
+    ignore: &[String],
+) -> Hits<'a> {
+    let mut found = Hits {
+        hits: Vec::new(),
+        ignored: 0,
+        unknown: BTreeMap::new(),
+    };
+    let host = facts.map(Facts::table);
+    let ignored: HashSet<&str> = input.ignores.iter().map(|i| i.rule.as_str()).collect();
+    let of_scope = |scope| {
+        let asked = |rule: &&Rule| rule.scope == scope && !ignore.contains(&rule.id);
+        rules.rules.iter().filter(asked).collect::<Vec<&Rule>>()
+    };
+    let (of_machines, of_disks) = (of_scope(Scope::Vm), of_scope(Scope::Disk));
+    let mut ask = |rules: &[&'a Rule], vm: usize, disk: Option<usize>, lookup: &Lookup<'_>| {
+        for &rule in rules {
+            match evaluate(&rule.when, lookup) {
+                Verdict::Holds if ignored.contains(rule.id.as_str()) => found.ignored += 1,
+                Verdict::Holds => found.hits.push(Hit { rule, vm, disk }),
+                Verdict::Unknown(names) => open(&mut found.unknown, rule, &names),
+                Verdict::Fails => {}
             }
         }
+    };
+    for (number, vm) in input.vms.iter().enumerate() {
+        ask(&of_machines, number, None, &lookup(vm, None, host.as_ref()));
+        // All rules of one disk after the other: its table is in the processor's cache then.
+        for disk in 0..vm.disks.len() {
+            let lookup = lookup(vm, Some(disk), host.as_ref());
+            ask(&of_disks, number, Some(disk), &lookup);
+        }
     }
-    sort(&mut checked.findings);
-    checked
+    // Disks of a command line change one after the other; elsewhere they are renamed in the order of their names.
+    let is_named = input.kind != Kind::Qemu;
+    let place = |hit: &Hit<'_>| {
+        let disk = hit.disk.filter(|_| is_named);
+        let name = disk.map_or("", |disk| input.vms[hit.vm].disks[disk].name.as_str());
+        (hit.vm, name.len(), name, hit.disk)
+    };
+    found.hits.sort_by(|a, b| {
+        let rules = (a.rule.severity, &a.rule.id).cmp(&(b.rule.severity, &b.rule.id));
+        rules.then_with(|| place(a).cmp(&place(b)))
+    });
+    found
+}
+
+fn lookup<'a>(vm: &'a Vm, disk: Option<usize>, host: Option<&'a Table>) -> Lookup<'a> {
+    Lookup {
+        own: disk.and_then(|disk| Some(&vm.disks.get(disk)?.table)),
+        vm: Some(&vm.table),
+        host,
+    }
 }
 
 /// Asks the rules for a host of it and of its devices.
@@ -185,10 +243,9 @@ pub fn check_host(facts: &Facts, extra: Table, rules: &Rules, ignore: &[String])
                     because: because(&rule.when, &lookup, &[]),
                     measured: Vec::new(),
                     vm_index: None,
-                    disk_index: None,
                     span: Span::default(),
                 }),
-                Verdict::Unknown(names) => open(&mut checked, rule, &names),
+                Verdict::Unknown(names) => open(&mut checked.unknown, rule, &names),
                 Verdict::Fails => {}
             }
         }
@@ -198,28 +255,25 @@ pub fn check_host(facts: &Facts, extra: Table, rules: &Rules, ignore: &[String])
 }
 
 /// What could not be known is worth telling only where it would have been a finding.
-fn open(checked: &mut Checked, rule: &Rule, names: &[&'static str]) {
+fn open(
+    unknown: &mut BTreeMap<&'static str, BTreeSet<String>>,
+    rule: &Rule,
+    names: &[&'static str],
+) {
     if rule.severity == Severity::Info {
         return;
     }
     for name in names {
-        checked
-            .unknown
-            .entry(name)
-            .or_default()
-            .insert(rule.id.clone());
+        let rules = unknown.entry(name).or_default();
+        if !rules.contains(&rule.id) {
+            rules.insert(rule.id.clone());
+        }
     }
 }
 
-fn finding(
-    rule: &Rule,
-    vm: &Vm,
-    vm_index: usize,
-    disk_index: Option<usize>,
-    lookup: &Lookup<'_>,
-    sources: &[Source],
-) -> Finding {
-    let disk = disk_index.and_then(|index| vm.disks.get(index));
+fn finding(hit: &Hit<'_>, vm: &Vm, lookup: &Lookup<'_>, sources: &[Source]) -> Finding {
+    let rule = hit.rule;
+    let disk = hit.disk.and_then(|index| vm.disks.get(index));
     // The value that is wrong is the last that is given, of those that the rule compares; else the disk it is of.
     let given = rule
         .when
@@ -255,8 +309,7 @@ fn finding(
         at: source.map(|source| source.position(span.start)),
         because: because(&rule.when, lookup, sources),
         measured: Vec::new(),
-        vm_index: Some(vm_index),
-        disk_index,
+        vm_index: Some(hit.vm),
         span,
     }
 }

@@ -1,11 +1,14 @@
 //! Fixes: settings that rules name, which every front-end writes in its own syntax, as few bytes as it can.
 
+#[cfg(test)]
+mod tests;
 mod unknown;
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
 use std::str::FromStr;
 
-use crate::check::{Checked, Finding, check};
+use crate::check::{Hit, hits};
 use crate::facts::Facts;
 use crate::input::{Input, Kind, ReadError, Surroundings, read};
 use crate::model::{Disk, Vm};
@@ -269,22 +272,18 @@ fn fix_text(
         rounds: 0,
     };
     loop {
-        let mut input = fixed.input.clone();
-        let Checked { findings, .. } = check(&mut input, rules, facts, wanted.ignore);
+        let input = with_facts(&fixed.input, facts);
+        let hits = hits(&input, rules, facts, wanted.ignore).hits;
         let (sources, left) = match fixed.rounds < ROUNDS_MAX {
             true => {
-                let (sources, done, left) = round(&input, &findings, rules, facts, wanted);
+                let (sources, done, left) = round(&input, &hits, facts, wanted);
                 fixed.done.extend(done);
                 (sources, left)
             }
             false => {
                 let why = format!("it is found again after {ROUNDS_MAX} changes");
-                let again = findings.iter().filter(|finding| {
-                    rules
-                        .get(&finding.rule)
-                        .is_some_and(|rule| is_wanted(rule, wanted))
-                });
-                let again = again.map(|f| (f.rule.clone(), f.place(), why.clone()));
+                let again = hits.iter().filter(|hit| is_wanted(hit.rule, wanted));
+                let again = again.map(|hit| (hit.rule.id.clone(), hit.place(&input), why.clone()));
                 (None, again.collect())
             }
         };
@@ -297,6 +296,16 @@ fn fix_text(
     }
 }
 
+/// An input with what is known of its host.
+fn with_facts<'a>(input: &'a Input, facts: Option<&Facts>) -> Cow<'a, Input> {
+    let mut input = Cow::Borrowed(input);
+    if let Some(facts) = facts {
+        let vms = &mut input.to_mut().vms;
+        vms.iter_mut().for_each(|vm| facts.join(vm));
+    }
+    input
+}
+
 /// What is not fixed: the rule, where, and why.
 type Left = Vec<(String, String, String)>;
 
@@ -304,8 +313,7 @@ type Left = Vec<(String, String, String)>;
 /// left.
 fn round(
     input: &Input,
-    findings: &[Finding],
-    rules: &Rules,
+    hits: &[Hit<'_>],
     facts: Option<&Facts>,
     wanted: Wanted<'_>,
 ) -> (Option<Vec<Source>>, Vec<Change>, Left) {
@@ -315,11 +323,9 @@ fn round(
     // One change of a disk at a time, and of a machine as a whole: each sees what the one before has left.
     let mut disks: HashSet<(usize, usize)> = HashSet::new();
     let mut machines: BTreeMap<usize, bool> = BTreeMap::new();
-    for finding in findings {
-        let (Some(rule), Some(vm)) = (rules.get(&finding.rule), finding.vm_index) else {
-            continue;
-        };
-        let waits = match (finding.disk_index, machines.get(&vm)) {
+    for hit in hits {
+        let Hit { rule, vm, disk } = *hit;
+        let waits = match (disk, machines.get(&vm)) {
             (_, Some(true)) => true,
             (Some(disk), _) => disks.contains(&(vm, disk)),
             (None, changed) => changed.is_some(),
@@ -329,7 +335,7 @@ fn round(
         }
         round.begin(vm);
         let threads = round.threads(vm);
-        let target = Target::new(&round, vm, finding.disk_index);
+        let target = Target::new(&round, vm, disk);
         let edits = all(&target, rule).and_then(|edits| {
             match edits.is_empty() && round.threads(vm) == threads {
                 true => Err("nothing would change".into()),
@@ -340,7 +346,7 @@ fn round(
             Ok(edits) => edits,
             Err(why) => {
                 round.undo(vm);
-                left.push((rule.id.clone(), finding.place(), why));
+                left.push((rule.id.clone(), hit.place(input), why));
                 continue;
             }
         };
@@ -351,11 +357,11 @@ fn round(
         }
         done.push(Change {
             rule: rule.id.clone(),
-            place: finding.place(),
+            place: hit.place(input),
             unknown: unknown::of(&target, &rule.fix, facts),
         });
-        machines.insert(vm, finding.disk_index.is_none());
-        disks.extend(finding.disk_index.map(|disk| (vm, disk)));
+        machines.insert(vm, disk.is_none());
+        disks.extend(disk.map(|disk| (vm, disk)));
     }
     for vm in machines.into_keys() {
         let moved = round.moved(vm);

@@ -24,6 +24,7 @@ pub mod rules;
 pub mod steps;
 pub mod text;
 mod version;
+mod work;
 
 pub use qemu::{has_command as is_qemu, shell as command_line};
 pub use version::Version;

@@ -17,6 +17,7 @@ use crate::model::carried::{Dialect, is_limit};
 use crate::model::{Disk, Thread, ThreadUse, Vm, is_device};
 use crate::qemu::machine_version;
 use crate::text::Span;
+use crate::work;
 
 /// Most elements and attributes that are read; a domain with a thousand disks has about twenty thousand.
 const NODES_MAX: u32 = 500_000;
@@ -197,7 +198,8 @@ fn value_span(attribute: Attribute<'_, '_>) -> Span {
 
 /// The child of that name.
 fn child<'a, 'i>(node: Node<'a, 'i>, name: &str) -> Option<Node<'a, 'i>> {
-    node.children().find(|node| node.has_tag_name(name))
+    let mut children = node.children().inspect(|_| work::step());
+    children.find(|node| node.has_tag_name(name))
 }
 
 /// The descendant at that path.

@@ -227,7 +227,7 @@ pub struct Vm {
     /// The I/O threads that it defines.
     pub threads: Vec<Thread>,
     /// Those that serve something other than a disk: a controller, a balloon.
-    pub threads_elsewhere: Vec<String>,
+    pub threads_elsewhere: HashSet<String>,
     /// Whether it may have options that the input does not show: a variable of the shell stands for them.
     pub open: bool,
 }

@@ -231,7 +231,7 @@ fn say(line: &Line, vm: &mut Vm, reading: &mut Reading) {
     vm.open |= line.open;
     hide(line, vm);
     // Controllers, balloons and objects name threads as disks do.
-    let users = line.options.iter().flat_map(|option| &option.pairs);
+    let users = line.all().flat_map(|option| &option.pairs);
     let users = users.filter(|pair| pair.key == "iothread" || pair.key.ends_with(".iothread"));
     vm.threads_elsewhere
         .extend(users.clone().map(|pair| pair.value.clone()));
@@ -256,7 +256,7 @@ fn say(line: &Line, vm: &mut Vm, reading: &mut Reading) {
 
 /// Takes back what a machine is said to be where a variable of the shell says it.
 fn hide(line: &Line, vm: &mut Vm) {
-    for option in &line.options {
+    for option in line.all() {
         let is_unknown = |key: &str| {
             option.open
                 || option
@@ -401,12 +401,12 @@ fn memory(line: &Line, vm: &mut Vm, reading: &mut Reading) {
     let mut shared: Option<(bool, Span)> = None;
     let backend = line.last("machine", "memory-backend");
     let mut used: Vec<&Opt> = backend
-        .and_then(|pair| line.object(&pair.value))
+        .and_then(|pair| line.find("object", &pair.value))
         .into_iter()
         .collect();
     let nodes = line
         .group("numa")
-        .filter_map(|numa| line.object(numa.value("memdev")?));
+        .filter_map(|numa| line.find("object", numa.value("memdev")?));
     used.extend(nodes);
     for object in used {
         let kind = object

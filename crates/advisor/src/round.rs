@@ -43,6 +43,8 @@ pub enum OrderChange {
     Nothing,
     /// A disk has gone to another bus.
     Moved,
+    /// Disks have gone to another bus, and the one that is booted stays before all of them.
+    MovedBehind,
     /// So many drives have got devices of their own, from the first one on.
     Devices(usize),
 }

@@ -5,7 +5,6 @@ mod checks;
 mod convert;
 mod corpus;
 mod libvirt;
-mod many;
 mod meaning;
 mod outside;
 mod scripts;

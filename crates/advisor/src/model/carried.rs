@@ -60,7 +60,14 @@ impl Limit {
 
     /// The limit of that name.
     pub fn named(name: &str, dialect: Dialect) -> Option<Self> {
-        Self::all().find(|limit| limit.name(dialect) == name)
+        let place = dialect as usize;
+        let is = |limit: &Self| match RATES.get(limit.0 / PARTS.len()) {
+            Some(rate) => {
+                name.strip_prefix(rate[place]) == Some(PARTS[limit.0 % PARTS.len()][place])
+            }
+            None => name == SIZE[place],
+        };
+        Self::all().find(is)
     }
 
     /// Whether it is a rate; bursts and sizes limit nothing without one.

@@ -2,7 +2,6 @@
 
 use std::collections::HashSet;
 
-use super::devices::scsi_bus;
 use super::edit::Changed;
 use super::options::{Opt, Syntax};
 use super::words;
@@ -12,7 +11,7 @@ use crate::round::OrderChange;
 use crate::text::{Edit, Span};
 
 /// SCSI controllers of a PCI bus that virtio-scsi can take the place of.
-const EMULATED_SCSI: &[&str] = &["lsi", "megasas", "mptsas", "pvscsi", "am53c974", "dc390"];
+pub const EMULATED_SCSI: &[&str] = &["lsi", "megasas", "mptsas", "pvscsi", "am53c974", "dc390"];
 
 /// What a device keeps when it becomes virtio-blk.
 const KEPT: &[&str] = &[
@@ -141,14 +140,8 @@ impl<'a> Changed<'a> {
 
     /// The controller of a SCSI disk becomes virtio-scsi.
     fn virtio_scsi(&self, device: &Opt) -> Edits {
-        let id = scsi_bus(device);
-        let mut controllers = self.line.group("device").filter(|other| {
-            let driver = other.value("driver").unwrap_or_default();
-            EMULATED_SCSI.iter().any(|name| driver.starts_with(name))
-        });
-        let controller = controllers
-            .find(|other| id.is_none() || other.value("id") == id)
-            .ok_or("its controller is not there")?;
+        let controller = self.line.scsi_controller(device);
+        let controller = controller.ok_or("its controller is not there")?;
         let kept = ["driver", "id", "bus", "addr", "multifunction"];
         if let Some(pair) = controller
             .pairs
@@ -170,17 +163,11 @@ impl<'a> Changed<'a> {
         let vm = self.target.vm()?;
         let boot = self.parsed.boot.get_or_init(|| self.boot(&vm.disks));
         let Target { round, vm, .. } = *self.target;
-        if !matches!(boot, Boot::Fixed) {
-            if round.order(vm) != OrderChange::Nothing {
-                return Err(ONE_BY_ONE.into());
-            }
-            round.reorder(vm, OrderChange::Moved);
-        }
-        let is_same = match *boot {
-            Boot::Fixed => true,
-            Boot::Unclear => false,
+        let (is_same, order) = match *boot {
+            Boot::Fixed => return Ok(()),
+            Boot::Unclear => (false, OrderChange::Moved),
             // All go together, in their order.
-            Boot::OneController => disk_bus(moved) == "scsi-emulated",
+            Boot::OneController => (disk_bus(moved) == "scsi-emulated", OrderChange::Moved),
             Boot::First {
                 disk,
                 rank,
@@ -199,11 +186,17 @@ impl<'a> Changed<'a> {
                     last_to_move && kind == VIRTIO_BLK && new.is_some_and(|new| new < second)
                 };
                 match is_first {
-                    true => stays_first(),
-                    false => rank.0 < kind,
+                    true => (stays_first(), OrderChange::Moved),
+                    // Behind it, they may go together.
+                    false => (rank.0 < kind, OrderChange::MovedBehind),
                 }
             }
         };
+        match (round.order(vm), order) {
+            (OrderChange::Nothing, _) | (OrderChange::MovedBehind, OrderChange::MovedBehind) => {}
+            _ => return Err(ONE_BY_ONE.into()),
+        }
+        round.reorder(vm, order);
         match is_same {
             true => Ok(()),
             false => Err(ANOTHER.into()),
@@ -226,7 +219,7 @@ impl<'a> Changed<'a> {
         });
         let done = match round.order(vm) {
             OrderChange::Nothing => 0,
-            OrderChange::Moved => return Err(ONE_BY_ONE.into()),
+            OrderChange::Moved | OrderChange::MovedBehind => return Err(ONE_BY_ONE.into()),
             OrderChange::Devices(count) => count,
         };
         if drives.get(done) != Some(&disk.span) {
@@ -236,14 +229,16 @@ impl<'a> Changed<'a> {
             );
         }
         round.reorder(vm, OrderChange::Devices(done + 1));
-        // These too make devices that are pairs.
-        let makes_device = |option: &&Opt| match option.group.as_str() {
-            "device" => Made::of(option) == Made::Pairs,
-            group => matches!(group, "virtfs" | "watchdog" | "balloon"),
-        };
-        let mut options = self.line.options.iter().rev();
-        let last = options.find(|option| makes_device(option) || std::ptr::eq(*option, drive));
-        match last {
+        let last = self.parsed.last_device.get_or_init(|| {
+            let makes_device = |option: &Opt| match option.group.as_str() {
+                "device" => Made::of(option) == Made::Pairs,
+                // These too make devices that are pairs.
+                group => matches!(group, "virtfs" | "watchdog" | "balloon"),
+            };
+            self.line.all().rposition(makes_device)
+        });
+        let own = self.place(drive.span);
+        match own.max(*last).map(|at| self.line.at(at)) {
             Some(option) if option.span.source == drive.span.source => Ok(option),
             _ => Err("its device would have to stand behind one of another file".into()),
         }

@@ -294,11 +294,8 @@ pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
     let changed = Changed::of(target)?;
     let device = changed.device(target.disk()?)?;
     let id = device.value("chardev").ok_or("the device has no chardev")?;
-    let chardev = changed
-        .line
-        .group("chardev")
-        .find(|chardev| chardev.value("id") == Some(id))
-        .ok_or("its chardev is not there")?;
+    let chardev = changed.line.find("chardev", id);
+    let chardev = chardev.ok_or("its chardev is not there")?;
     if device.syntax != Syntax::Pairs || chardev.syntax == Syntax::Section {
         return Err("its device is not written as key=value".into());
     }

@@ -46,7 +46,7 @@ pub fn disks(line: &Line, graph: &graph::Graph<'_>, vm: &mut Vm, reading: &mut R
         vm.disks.push(disk);
     }
     // Drives with a device of their own, that QEMU makes by itself.
-    for drive in &line.options {
+    for drive in line.all() {
         let Some(interface) =
             graph::interface(drive, vm.table.word("vm.machine").unwrap_or_default())
         else {
@@ -111,40 +111,18 @@ fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
         "ide-hd" | "ide-cd" | "ide-drive" => {
             let sata = match device.value("bus") {
                 Some(bus) => {
-                    line.group("device").any(|other| {
-                        other
-                            .value("driver")
-                            .is_some_and(|driver| driver.contains("ahci"))
-                            && other.value("id").is_some_and(|id| bus.starts_with(id))
-                    }) || vm.table.word("vm.machine") == Some("q35")
+                    let id = bus.split('.').next().unwrap_or(bus);
+                    let controller = line.find("device", id);
+                    let driver = controller.and_then(|controller| controller.value("driver"));
+                    driver.is_some_and(|driver| driver.contains("ahci"))
+                        || vm.table.word("vm.machine") == Some("q35")
                 }
                 None => vm.table.word("vm.machine") == Some("q35"),
             };
             if sata { "sata" } else { "ide" }
         }
         "scsi-hd" | "scsi-cd" | "scsi-disk" | "scsi-block" | "scsi-generic" => {
-            let is_controller = |other: &&Opt| {
-                let driver = other.value("driver").unwrap_or_default();
-                let scsi = [
-                    "virtio-scsi",
-                    "lsi",
-                    "megasas",
-                    "mptsas",
-                    "pvscsi",
-                    "am53c974",
-                    "dc390",
-                ];
-                scsi.iter().any(|name| driver.starts_with(name))
-            };
-            let wanted = scsi_bus(device);
-            let mut controllers = line.group("device").filter(is_controller);
-            let found = match wanted {
-                Some(id) => controllers.find(|other| {
-                    other.value("id") == Some(id) || (other.get("id").is_none() && id == "scsi")
-                }),
-                None => controllers.next(),
-            };
-            match found {
+            match line.scsi_controller(device) {
                 Some(controller)
                     if controller
                         .value("driver")
@@ -230,10 +208,8 @@ fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
         table.give("disk.ssd", pair.value == "1", pair.span);
     }
     if bus.starts_with("vhost-user") {
-        let chardev = device.value("chardev").and_then(|id| {
-            line.group("chardev")
-                .find(|chardev| chardev.value("id") == Some(id))
-        });
+        let chardev = device.value("chardev");
+        let chardev = chardev.and_then(|id| line.find("chardev", id));
         table.derive("disk.protocol", "vhost-user", "from the device");
         disk.file = chardev
             .and_then(|chardev| chardev.value("path"))

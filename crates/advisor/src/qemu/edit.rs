@@ -4,7 +4,6 @@ use std::cell::OnceCell;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::bus::Boot;
-use super::devices::scsi_bus;
 use super::line::{Line, line};
 use super::options::{Opt, Pair, Syntax};
 use super::{fragment, words};
@@ -24,6 +23,8 @@ pub struct Parsed {
     nodes: HashMap<String, usize>,
     /// What is booted.
     pub boot: OnceCell<Boot>,
+    /// The last option that makes a device as one that is written as pairs does.
+    pub last_device: OnceCell<Option<usize>>,
     /// The drives for which QEMU makes a virtio device, in its order.
     pub virtio_drives: OnceCell<Vec<Span>>,
     /// The same of options that name another one, or set something of it, by its name.
@@ -36,7 +37,7 @@ impl Parsed {
     /// The options that may name one of these.
     pub fn users<'a>(&'a self, names: &'a [&str]) -> impl Iterator<Item = &'a Opt> {
         let users = names.iter().filter_map(|name| self.uses.get(*name));
-        users.flatten().map(|at| &self.line.options[*at])
+        users.flatten().map(|at| self.line.at(*at))
     }
 
     /// # Errors
@@ -53,16 +54,16 @@ impl Parsed {
         let mut reading = Reading::default();
         let line =
             line(&command, &input.surroundings, &mut reading, false).map_err(|_| "it is broken")?;
-        let options = line.options.iter().enumerate();
+        let options = line.all().enumerate();
         let places = options.map(|(at, option)| ((option.span.source, option.span.start), at));
-        let nodes = line.options.iter().enumerate().filter_map(|(at, option)| {
+        let nodes = line.all().enumerate().filter_map(|(at, option)| {
             let name = option
                 .value("node-name")
                 .filter(|_| option.group == "blockdev");
             Some((name?.to_owned(), at))
         });
         let mut uses: HashMap<String, Vec<usize>> = HashMap::new();
-        for (at, option) in line.options.iter().enumerate() {
+        for (at, option) in line.all().enumerate() {
             for pair in &option.pairs {
                 uses.entry(pair.value.clone()).or_default().push(at);
                 if let Some(id) = pair.key.split('.').nth(1).filter(|_| option.group == "set") {
@@ -70,12 +71,14 @@ impl Parsed {
                 }
             }
         }
+        let is_snapshot = line.group("snapshot").next().is_some();
         Ok(Self {
             uses,
-            is_snapshot: line.options.iter().any(|option| option.group == "snapshot"),
+            is_snapshot,
             places: places.collect(),
             nodes: nodes.collect(),
             boot: OnceCell::new(),
+            last_device: OnceCell::new(),
             virtio_drives: OnceCell::new(),
             command,
             line,
@@ -316,21 +319,22 @@ impl<'a> Changed<'a> {
     }
 
     /// The option that has these bytes.
-    pub fn at(&self, span: Span) -> Option<&Opt> {
+    pub fn at(&self, span: Span) -> Option<&'a Opt> {
+        Some(self.line.at(self.place(span)?))
+    }
+
+    /// Its number.
+    pub fn place(&self, span: Span) -> Option<usize> {
         let key = (span.source, span.start);
         let (_, at) = self.parsed.places.range(..=key).next_back()?;
-        let option = self.line.options.get(*at)?;
+        let option = self.line.at(*at);
         let is_inside = option.span.source == span.source && span.end <= option.span.end;
-        is_inside.then_some(option)
+        is_inside.then_some(*at)
     }
 
     /// The ids of all options.
     fn ids(&self) -> HashSet<String> {
-        let ids = self
-            .line
-            .options
-            .iter()
-            .filter_map(|option| option.value("id"));
+        let ids = self.line.all().filter_map(|option| option.value("id"));
         ids.map(str::to_owned).collect()
     }
 
@@ -355,19 +359,8 @@ impl<'a> Changed<'a> {
         if disk.table.word("disk.bus") != Some("virtio-scsi") {
             return Ok(device);
         }
-        let wanted = scsi_bus(device);
-        let mut controllers = self.line.group("device").filter(|other| {
-            other
-                .value("driver")
-                .is_some_and(|driver| driver.starts_with("virtio-scsi"))
-        });
-        let found = match wanted {
-            Some(id) => controllers.find(|other| {
-                other.value("id") == Some(id) || (other.get("id").is_none() && id == "scsi")
-            }),
-            None => controllers.next(),
-        };
-        found.ok_or_else(|| "its controller is not there".into())
+        let controller = self.line.scsi_controller(device);
+        controller.ok_or_else(|| "its controller is not there".into())
     }
 
     /// The options that describe what is behind a disk, from the device to the storage, with the prefix of each node.
@@ -390,7 +383,7 @@ impl<'a> Changed<'a> {
                 let Some(next) = self.parsed.nodes.get(name) else {
                     break;
                 };
-                option = &self.line.options[*next];
+                option = self.line.at(*next);
                 prefix.clear();
             } else if option.get(&format!("{prefix}file.driver")).is_some() {
                 prefix = format!("{prefix}file.");
@@ -657,13 +650,13 @@ impl<'a> Changed<'a> {
         let vm = self.target.vm()?;
         let machine = self.line.group("machine").next_back();
         let backend = self.line.last("machine", "memory-backend");
-        if let Some(object) = backend.and_then(|pair| self.line.object(&pair.value)) {
+        if let Some(object) = backend.and_then(|pair| self.line.find("object", &pair.value)) {
             return Ok(self.set(object, "", "share", "on"));
         }
         let nodes: Vec<_> = self
             .line
             .group("numa")
-            .filter_map(|node| self.line.object(node.value("memdev")?))
+            .filter_map(|node| self.line.find("object", node.value("memdev")?))
             .collect();
         if !nodes.is_empty() {
             let share = |object| self.set(object, "", "share", "on");
@@ -678,8 +671,7 @@ impl<'a> Changed<'a> {
         }
         let first = self.parsed.command.arguments.first().and_then(|word| {
             self.line
-                .options
-                .iter()
+                .all()
                 .find(|option| option.whole.start == word.outer.start)
         });
         let anchor = machine.or(first).ok_or("the command has no options")?;
@@ -702,12 +694,9 @@ impl<'a> Changed<'a> {
 
     fn reconnect(&self, disk: &Disk) -> Edits {
         let device = self.device(disk)?;
-        let id = device.value("chardev");
-        let chardev = self
-            .line
-            .group("chardev")
-            .find(|chardev| chardev.value("id") == id)
-            .ok_or("its chardev is not there")?;
+        let id = device.value("chardev").unwrap_or_default();
+        let chardev = self.line.find("chardev", id);
+        let chardev = chardev.ok_or("its chardev is not there")?;
         let old = self
             .target
             .vm()?

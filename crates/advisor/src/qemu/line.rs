@@ -1,12 +1,15 @@
 //! The options of a command line, with those in the files that it names.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
+use super::bus::EMULATED_SCSI;
+use super::devices::scsi_bus;
 use super::options::{self, Opt};
 use super::script;
 use super::words::{Command, Word};
 use crate::input::{Mistake, Reading, Surroundings};
 use crate::text::{Source, Span};
+use crate::work;
 
 /// Options that stand alone; after any other, a word without a dash is its value.
 const FLAGS: &[&str] = &[
@@ -143,13 +146,59 @@ const PASSED: &[&str] = &[
 #[derive(Default)]
 pub struct Line {
     /// All of them, in their order.
-    pub options: Vec<Opt>,
+    options: Vec<Opt>,
     /// Whether there may be others, which only a running shell knows.
     pub open: bool,
     /// Whether it names a kernel, which is booted whatever disks there are.
     pub kernel: bool,
     /// Whether it names a firmware of its own.
     pub firmware: bool,
+    index: Index,
+}
+
+/// Numbers of options, so that a line of many devices need not be searched for each of them.
+#[derive(Default)]
+struct Index {
+    groups: HashMap<String, Vec<usize>>,
+    /// The first option of each group and id.
+    ids: HashMap<String, HashMap<String, usize>>,
+    /// The first SCSI controller, and the first that has no id.
+    scsi: Option<usize>,
+    scsi_unnamed: Option<usize>,
+}
+
+impl Index {
+    fn new(options: &[Opt]) -> Self {
+        let mut index = Self::default();
+        for (at, option) in options.iter().enumerate() {
+            let is_scsi = option.group == "device" && is_scsi_controller(option);
+            if is_scsi {
+                index.scsi.get_or_insert(at);
+            }
+            match option.value("id") {
+                Some(id) => {
+                    let ids = index.ids.entry(option.group.clone()).or_default();
+                    ids.entry(id.to_owned()).or_insert(at);
+                }
+                None if is_scsi => drop(index.scsi_unnamed.get_or_insert(at)),
+                None => {}
+            }
+            match index.groups.get_mut(&option.group) {
+                Some(group) => group.push(at),
+                None => drop(index.groups.insert(option.group.clone(), vec![at])),
+            }
+        }
+        index
+    }
+
+    fn find(&self, group: &str, id: &str) -> Option<usize> {
+        self.ids.get(group)?.get(id).copied()
+    }
+}
+
+fn is_scsi_controller(device: &Opt) -> bool {
+    let driver = device.value("driver").unwrap_or_default();
+    driver.starts_with("virtio-scsi") || EMULATED_SCSI.iter().any(|name| driver.starts_with(name))
 }
 
 /// The group, the id and the pair of `-set GROUP.ID.KEY=VALUE`.
@@ -309,6 +358,7 @@ pub fn line(
         line.options.push(opt);
     }
     line.apply_sets();
+    line.index = Index::new(&line.options);
     Ok(line)
 }
 
@@ -353,14 +403,14 @@ impl Line {
         let (sets, mut options): (Vec<_>, Vec<_>) = std::mem::take(&mut self.options)
             .into_iter()
             .partition(|option| option.group == "set");
+        let index = match sets.is_empty() {
+            true => Index::default(),
+            false => Index::new(&options),
+        };
         for set in sets {
             let named = set_pair(&set).and_then(|(group, id, pair)| {
-                let named = |option: &&mut Opt| {
-                    option.group == group
-                        && option.value("id") == Some(id)
-                        && option.syntax == options::Syntax::Pairs
-                };
-                Some((options.iter_mut().find(named)?, pair))
+                let option = options.get_mut(index.find(group, id)?)?;
+                (option.syntax == options::Syntax::Pairs).then_some((option, pair))
             });
             match named {
                 Some((option, pair)) => option.pairs.push(pair),
@@ -370,20 +420,46 @@ impl Line {
         self.options = options;
     }
 
+    /// All options, in their order.
+    pub fn all(&self) -> impl DoubleEndedIterator<Item = &Opt> + ExactSizeIterator + Clone {
+        self.options.iter().inspect(|_| work::step())
+    }
+
+    /// The option of that number.
+    pub fn at(&self, number: usize) -> &Opt {
+        &self.options[number]
+    }
+
+    /// The options of that name, in their order.
     pub fn group<'a>(&'a self, group: &str) -> impl DoubleEndedIterator<Item = &'a Opt> + use<'a> {
-        let group = group.to_owned();
-        self.options
-            .iter()
-            .filter(move |option| option.group == group)
+        let numbers = self.index.groups.get(group).map_or(&[][..], Vec::as_slice);
+        let numbers = numbers.iter().inspect(|_| work::step());
+        numbers.map(|at| &self.options[*at])
     }
 
     pub fn last(&self, group: &str, key: &str) -> Option<&options::Pair> {
         self.group(group).rev().find_map(|option| option.get(key))
     }
 
-    /// The -object of that id.
-    pub fn object(&self, id: &str) -> Option<&Opt> {
-        self.group("object")
-            .find(|object| object.value("id") == Some(id))
+    /// The first option of that name and id.
+    pub fn find(&self, group: &str, id: &str) -> Option<&Opt> {
+        Some(self.at(self.index.find(group, id)?))
+    }
+
+    /// The controller that a SCSI disk hangs on.
+    pub fn scsi_controller(&self, disk: &Opt) -> Option<&Opt> {
+        let Index {
+            scsi, scsi_unnamed, ..
+        } = self.index;
+        let at = match scsi_bus(disk) {
+            Some(id) => match self.find("device", id) {
+                Some(device) if is_scsi_controller(device) => return Some(device),
+                // The bus of a controller without an id is `scsi.0`.
+                _ if id == "scsi" => scsi_unnamed,
+                _ => None,
+            },
+            None => scsi,
+        };
+        Some(self.at(at?))
     }
 }

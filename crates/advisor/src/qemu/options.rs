@@ -6,6 +6,7 @@ use super::json;
 use super::words::Word;
 use crate::input::Mistake;
 use crate::text::Span;
+use crate::work;
 
 /// How an option is written, which says how it is changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,7 +56,8 @@ pub struct Pair {
 impl Opt {
     /// The last value of a key, which is the one in force.
     pub fn get(&self, key: &str) -> Option<&Pair> {
-        self.pairs.iter().rev().find(|pair| pair.key == key)
+        let mut pairs = self.pairs.iter().rev().inspect(|_| work::step());
+        pairs.find(|pair| pair.key == key)
     }
 
     /// The same as text.

@@ -184,7 +184,6 @@ pub fn commands(text: &str, source: u16) -> Found {
             .next_if(|word| RESERVED.contains(&word.text.as_str()))
             .is_some()
         {}
-        let mut variables = exported.clone();
         let mut own = Vec::new();
         while let Some(variable) = words.peek().and_then(assignment) {
             own.push(variable);
@@ -206,11 +205,12 @@ pub fn commands(text: &str, source: u16) -> Found {
             }
             continue;
         }
-        variables.extend(own);
         let words: Vec<Word> = words.collect();
         let Some(place) = program(&words) else {
             continue;
         };
+        let mut variables = exported.clone();
+        variables.extend(own);
         // What stands before it, as in `sudo nice -n 5 env A=b qemu-system-x86_64`, may set variables too.
         variables.extend(words[..place].iter().filter_map(assignment));
         let mut words = words.into_iter().skip(place);

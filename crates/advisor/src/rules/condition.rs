@@ -14,6 +14,7 @@
 
 use super::Scope;
 use crate::model::{Data, Kind, Origin, PROPERTIES, Table, Value};
+use crate::work;
 
 /// Some of these must hold.
 pub type Clause = Vec<Atom>;
@@ -211,6 +212,7 @@ impl Atom {
     }
 
     fn evaluate(&self, lookup: &Lookup<'_>) -> Verdict {
+        work::step();
         let found = lookup.get(self.property);
         let value = match found.map(|value| &value.data) {
             None if may_be_unknown(self.property) && self.is_possible(lookup) => None,
