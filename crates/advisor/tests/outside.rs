@@ -4,6 +4,7 @@
 
 use std::fs;
 use std::io::{ErrorKind, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -243,6 +244,84 @@ fn qemu_starts_with_what_is_fixed() {
     assert!(
         started >= 15 && were_refused == 4,
         "{started} started, {were_refused} were refused before"
+    );
+}
+
+/// Discards get to the file through all nodes or not at all: a node inside the description of another passes them on by
+/// default, and a node with a name does not.
+#[test]
+fn discards_pass_the_nodes_that_are_said_to_pass_them() {
+    if Command::new("qemu-system-x86_64")
+        .arg("--version")
+        .output()
+        .is_err()
+    {
+        return eprintln!("skipped: qemu-system-x86_64 is not installed");
+    }
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let file = directory.path().join("disk.img");
+    let name = file.display();
+    let group = "-object throttle-group,id=g,x-iops-total=1000";
+    let named = format!("-blockdev driver=file,node-name=p,filename={name}");
+    let passes = |nodes: &str| {
+        fs::write(&file, vec![1; 1 << 20]).unwrap();
+        fs::File::open(&file).unwrap().sync_all().unwrap();
+        let discard = "{\"execute\":\"human-monitor-command\",\"arguments\":{\"command-line\":\"qemu-io a \\\"discard 0 1M\\\"\"}}";
+        let command = format!(
+            "printf '%s\\n' '{{\"execute\":\"qmp_capabilities\"}}' '{discard}' '{{\"execute\":\"quit\"}}' | \
+             qemu-system-x86_64 -M none -S -nodefaults -display none -qmp stdio {nodes}"
+        );
+        let output = Command::new("sh").args(["-c", &command]).output().unwrap();
+        assert!(output.status.success(), "{nodes}: {output:?}");
+        fs::metadata(&file).unwrap().blocks() == 0
+    };
+    for (nodes, expected) in [
+        (
+            format!("{named} -blockdev driver=raw,node-name=a,file=p,discard=unmap"),
+            false,
+        ),
+        (
+            format!("{named},discard=unmap -blockdev driver=raw,node-name=a,file=p,discard=unmap"),
+            true,
+        ),
+        (
+            format!("{named},discard=unmap -blockdev driver=raw,node-name=a,file=p"),
+            false,
+        ),
+        (
+            format!(
+                "-blockdev driver=raw,node-name=a,discard=unmap,file.driver=file,file.filename={name}"
+            ),
+            true,
+        ),
+        (
+            format!(
+                "-blockdev driver=raw,node-name=a,discard=unmap,file.driver=file,file.filename={name},file.discard=ignore"
+            ),
+            false,
+        ),
+        (
+            format!(
+                "{group} {named},discard=unmap -blockdev driver=throttle,throttle-group=g,node-name=t,file=p \
+                 -blockdev driver=raw,node-name=a,file=t,discard=unmap"
+            ),
+            false,
+        ),
+    ] {
+        assert_eq!(passes(&nodes), expected, "{nodes}");
+        let line =
+            format!("qemu-system-x86_64 -accel kvm {nodes} -device virtio-blk-pci,drive=a\n");
+        let read = input("vm.sh", &line);
+        let said = read.vms[0].disks[0].table.word("disk.discard");
+        assert_eq!(said == Some("unmap"), expected, "{nodes}");
+    }
+    let line = "qemu-system-x86_64 -accel kvm -blockdev driver=file,node-name=p,filename=/vms/a.qcow2 \
+                -blockdev driver=qcow2,node-name=a,file=p,discard=unmap -device virtio-blk-pci,drive=a\n";
+    let rules = Rules::built_in().unwrap();
+    let fixed = fix(input("vm.sh", line), &rules, None, Wanted::default()).unwrap();
+    assert_eq!(
+        fixed.input.sources[0].text.matches("discard=unmap").count(),
+        2
     );
 }
 

@@ -270,8 +270,11 @@ impl<'a> Graph<'a> {
                 if first || word == "ignore" {
                     disk.table.give("disk.discard", word, pair.span);
                 }
-            } else if first {
-                disk.table.default_to("disk.discard", "ignore", "QEMU");
+            } else if prefix.is_empty() {
+                // A node inside the description of another passes discards on by default, and one with a name does not
+                // (QEMU, `bdrv_inherited_options`).
+                let origin = Origin::Default("QEMU for a node of its own".into());
+                disk.table.set("disk.discard", "ignore", origin);
             }
             for (name, words) in [("detect-zeroes", &["off", "on", "unmap"])] {
                 if let Some(pair) = option.get(&key(name))
