@@ -1,11 +1,11 @@
 //! libvirt's own test domains, through `--fix` and `--fix --to ringdisk`, before the real libvirt.
 //!
-//! `cargo xtask install` fetches them: they are in Debian's source package of the libvirt that is installed. Some 1,000
-//! domains take a minute.
+//! `cargo xtask install` fetches them: they are in Debian's source packages of the libvirt that is installed, and of a newer
+//! one. Of the latter, the installed libvirt is asked too, and what it does not know it refuses before any change.
 
 mod virsh;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs;
 use std::path::PathBuf;
 
@@ -22,7 +22,7 @@ use virsh::Virsh;
 /// What tests/ is called in the releases that were looked at.
 const FOLDERS: [&str; 2] = ["qemuxml2argvdata", "qemuxmlconfdata"];
 
-/// The domains, from the newest package in the cache.
+/// The domains of the libvirt that is installed, and those that a newer one has besides or has changed.
 fn domains() -> Result<Vec<PathBuf>, String> {
     let cache = initramfs::cache_dir().join("libvirt");
     let packages = fs::read_dir(&cache).map_err(|_| {
@@ -31,24 +31,31 @@ fn domains() -> Result<Vec<PathBuf>, String> {
             cache.display()
         )
     })?;
-    let mut packages: Vec<_> = packages.flatten().map(|entry| entry.path()).collect();
-    packages.sort();
-    let folders = packages
-        .iter()
-        .rev()
-        .flat_map(|package| FOLDERS.map(|folder| package.join("tests").join(folder)));
-    let folder = folders
-        .into_iter()
-        .find(|folder| folder.is_dir())
-        .ok_or("there is no package in the cache")?;
-    let mut files: Vec<_> = fs::read_dir(folder)
-        .unwrap()
-        .flatten()
-        .map(|entry| entry.path())
-        .filter(|path| path.extension().is_some_and(|suffix| suffix == "xml"))
-        .collect();
-    files.sort();
-    Ok(files)
+    let packages = packages.flatten().map(|entry| entry.path());
+    // Those of the installed one are called by its version, and older ones may still lie beside it.
+    let (mut newer, mut installed): (Vec<_>, Vec<_>) =
+        packages.partition(|path| path.file_name().is_some_and(|name| name == "debian-13"));
+    installed.sort();
+    let mut files = Vec::new();
+    let mut seen = HashSet::new();
+    for package in installed.pop().into_iter().chain(newer.pop()) {
+        let folders = FOLDERS.map(|folder| package.join("tests").join(folder));
+        let folder = folders.into_iter().find(|folder| folder.is_dir());
+        let folder = folder.ok_or_else(|| format!("no domains in {}", package.display()))?;
+        let mut domains: Vec<_> = fs::read_dir(folder)
+            .unwrap()
+            .flatten()
+            .map(|entry| entry.path())
+            .filter(|path| path.extension().is_some_and(|suffix| suffix == "xml"))
+            .collect();
+        domains.sort();
+        domains.retain(|path| seen.insert(fs::read(path).unwrap_or_default()));
+        files.append(&mut domains);
+    }
+    match files.is_empty() {
+        true => Err(format!("there is no package in {}", cache.display())),
+        false => Ok(files),
+    }
 }
 
 /// The domain as this machine's libvirt can accept it: without KVM, of a machine type that its QEMU has, and without what
@@ -472,10 +479,20 @@ const DIFFERENT: &[(&str, &str, &str)] = &[
     ),
     (
         "no-iothread",
-        "hostdev-scsi-virtio-scsi",
+        "hostdev-scsi-",
         "a SCSI device that is passed through is a <hostdev>, and a disk of QEMU's",
     ),
     ("no-iothread", "name-escape", "the same"),
+    (
+        "no-iothread",
+        "disk-network-source-curl-nbdkit",
+        "the nbdkit that libvirt starts for a URL is an NBD server in the arguments",
+    ),
+    (
+        "emulated-bus",
+        "disk-startuppolicy-optional-drop",
+        "a disk that may be missing, and is, is not in the arguments",
+    ),
     (
         "cache-host-page",
         "disk-discard",

@@ -257,12 +257,11 @@ impl Apt {
         Ok(path)
     }
 
-    /// The list of sources for the source packages of a release, from all suites that the system has a mirror of.
-    pub fn source_packages(&self, release: &str) -> Result<PathBuf> {
-        let suites = ["", "-updates", "-security", "-backports"];
-        let lines = suites.map(|end| self.line("deb-src", &format!("{release}{end}")));
+    /// The list of sources for the source packages of those suites that the system has a mirror of.
+    pub fn source_packages(&self, suites: &[String]) -> Result<PathBuf> {
+        let lines = suites.iter().flat_map(|suite| self.line("deb-src", suite));
         let path = self.folder.join("source-packages.list");
-        fs::write(&path, lines.into_iter().flatten().collect::<String>())
+        fs::write(&path, lines.collect::<String>())
             .with_context(|| format!("writing {}", path.display()))?;
         Ok(path)
     }
