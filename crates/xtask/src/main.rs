@@ -83,3 +83,14 @@ fn cargo() -> Command {
     cargo.current_dir(root());
     cargo
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    /// clap checks a command only when it is used, and then panics.
+    #[test]
+    fn the_options_of_all_commands_agree() {
+        super::Xtask::command().debug_assert();
+    }
+}

@@ -38,6 +38,7 @@ pub use report::write;
 
 /// Options of `--open-loop`.
 #[derive(clap::Args)]
+#[group(skip)]
 pub struct Args {
     /// Measure what disks cost that are not at full load [default: all parts], instead of the workloads
     #[arg(long, value_delimiter = ',', num_args = 0.., value_name = "PART")]
