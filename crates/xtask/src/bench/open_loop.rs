@@ -97,8 +97,8 @@ pub enum Load {
     },
     /// One request, a pause, the next one.
     Think { pause_us: u64 },
-    /// A closed loop on a disk that may do `iops`.
-    Throttle { iops: u32, depth: usize },
+    /// A closed loop on a disk with a limit of so many IOPS.
+    Throttle { limit: u32, depth: usize },
     /// Each of the disks has an open loop.
     Disks {
         disks: usize,
@@ -309,14 +309,14 @@ fn cells(bench: &Bench) -> Vec<Cell> {
                     [] => &LIMITED_DEPTHS[..],
                     named => named,
                 };
-                for iops in LIMITS {
+                for &limit in if quick { &LIMITS[1..] } else { &LIMITS[..] } {
                     for &depth in depths {
-                        add(Load::Throttle { iops, depth });
+                        add(Load::Throttle { limit, depth });
                     }
                 }
             }
             if part(Part::Bursts) && asked && here {
-                for requests in BURSTS {
+                for &requests in if quick { &BURSTS[..1] } else { &BURSTS[..] } {
                     add(Load::Bursts { requests });
                 }
             }
@@ -330,13 +330,13 @@ fn cells(bench: &Bench) -> Vec<Cell> {
     };
     let real = args.only.is_empty() || args.only.contains(&Backing::Disk);
     if part(Part::Disks) && real {
-        cells.extend([1, 2].map(|iothreads| {
-            cell(Load::Disks {
+        for iothreads in 1..=if quick { 1 } else { 2 } {
+            cells.push(cell(Load::Disks {
                 disks: DISKS,
                 iothreads,
                 per_second: DISKS_PER_SECOND,
-            })
-        }));
+            }));
+        }
     }
     if part(Part::Idle) && real {
         let disks = args.open_loop.disks.map_or(IDLE_DISKS, usize::from);
@@ -413,7 +413,7 @@ fn sample(
     process::wait_for_quiet(Duration::from_secs_f64(bench.args.patience))?;
     let (iothreads, iops) = match cell.load {
         Load::Disks { iothreads, .. } => (iothreads, None),
-        Load::Throttle { iops, .. } => (1, Some(iops)),
+        Load::Throttle { limit, .. } => (1, Some(limit)),
         _ => (1, None),
     };
     let serving = Serving {
@@ -496,10 +496,10 @@ impl Load {
 
     /// Seconds of a sample that show more than chance, if none are named.
     fn runtime_s(self, quick: bool) -> f64 {
-        let usual = runtime_s(quick);
+        let (usual, few) = (runtime_s(quick), if quick { 1.0 } else { 2.0 });
         match self {
-            Load::Rates { per_second, .. } => (150.0 / f64::from(per_second)).max(usual),
-            Load::Bursts { .. } | Load::Disks { .. } => 2.0,
+            Load::Rates { per_second, .. } => (150.0 / f64::from(per_second)).clamp(usual, few),
+            Load::Bursts { .. } | Load::Disks { .. } => few,
             _ => usual,
         }
     }

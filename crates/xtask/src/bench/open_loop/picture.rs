@@ -123,7 +123,8 @@ fn panel(out: &mut String, rows: &[&Row], left: usize, top: usize) -> std::fmt::
         all.iter().flat_map(|it| [it.min, it.max]),
         (top + 28 + PLOT) as f64,
         (top + 28) as f64,
-    );
+    )
+    .rounded();
     let x = Scale::new(
         rows.iter().map(|row| offered(row)),
         (left + AXIS + 20) as f64,
@@ -229,13 +230,28 @@ impl Scale {
         self.from + part * (self.to - self.from)
     }
 
-    /// 1, 2 and 5 of each power of ten that lies between.
+    /// The same from a round number to a round number.
+    fn rounded(self) -> Scale {
+        let below = round_numbers().filter(|it| *it <= self.least);
+        let mut above = round_numbers().filter(|it| *it >= self.most);
+        Scale {
+            least: below.last().unwrap_or(self.least),
+            most: above.next().unwrap_or(self.most),
+            ..self
+        }
+    }
+
+    /// The round numbers that lie between.
     fn ticks(&self) -> Vec<f64> {
-        let powers = (-3..7).flat_map(|power| [1.0, 2.0, 5.0].map(|it| it * 10_f64.powi(power)));
-        powers
+        round_numbers()
             .filter(|it| (self.least..=self.most).contains(it))
             .collect()
     }
+}
+
+/// 1, 2 and 5 of each power of ten.
+fn round_numbers() -> impl Iterator<Item = f64> + Clone {
+    (-3..7).flat_map(|power| [1.0, 2.0, 5.0].map(|it| it * 10_f64.powi(power)))
 }
 
 #[cfg(test)]
@@ -251,5 +267,7 @@ mod tests {
             scale.ticks(),
             [10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0]
         );
+        let rounded = Scale::new([7.3, 41.0].into_iter(), 0.0, 100.0).rounded();
+        assert_eq!(rounded.ticks(), [5.0, 10.0, 20.0, 50.0]);
     }
 }

@@ -56,7 +56,7 @@ impl Load {
         match self {
             Load::Rates { per_second, .. } => (0, 0, per_second.into()),
             Load::Think { pause_us } => (1, 0, pause_us),
-            Load::Throttle { iops, depth } => (2, iops.into(), depth as u64),
+            Load::Throttle { limit, depth } => (2, limit.into(), depth as u64),
             Load::Disks { iothreads, .. } => (3, 0, iothreads as u64),
             Load::Idle { disks } => (4, 0, disks as u64),
             Load::Bursts { requests } => (5, 0, requests as u64),
@@ -488,7 +488,7 @@ impl fmt::Display for Load {
         match self {
             Load::Rates { per_second, .. } => write!(f, "{per_second}/s"),
             Load::Think { pause_us } => write!(f, "think {pause_us} µs"),
-            Load::Throttle { iops, depth } => write!(f, "{iops} IOPS, depth {depth}"),
+            Load::Throttle { limit, depth } => write!(f, "{limit} IOPS, depth {depth}"),
             Load::Disks {
                 disks,
                 iothreads: 1,
@@ -588,19 +588,37 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_keeps_all_its_facts_as_json() {
-        let mut sample = measured(at(100), Server::RingdiskNoPolling, 2, 74.0, 3);
-        sample.idle = Some(Idle {
-            disks: 1000,
-            ready_s: 0.5,
-            one: Default::default(),
-            listening: Default::default(),
-            connected: Default::default(),
-        });
-        let text = serde_json::to_string(&sample).unwrap();
-        let back: Measured = serde_json::from_str(&text).unwrap();
-        assert_eq!(back.cell, sample.cell);
-        assert_eq!(serde_json::to_string(&back).unwrap(), text);
+    fn samples_of_all_parts_keep_their_facts_as_json() {
+        let loads = [
+            at(100).load,
+            Load::Think { pause_us: 20 },
+            Load::Throttle {
+                limit: 500,
+                depth: 32,
+            },
+            Load::Disks {
+                disks: 64,
+                iothreads: 2,
+                per_second: 100,
+            },
+            Load::Idle { disks: 1000 },
+            Load::Bursts { requests: 8 },
+        ];
+        for load in loads {
+            let cell = Cell { load, ..at(100) };
+            let mut sample = measured(cell, Server::RingdiskNoPolling, 2, 74.0, 3);
+            sample.idle = Some(Idle {
+                disks: 1000,
+                ready_s: 0.5,
+                one: Default::default(),
+                listening: Default::default(),
+                connected: Default::default(),
+            });
+            let text = serde_json::to_string(&sample).unwrap();
+            let back: Measured = serde_json::from_str(&text).unwrap();
+            assert_eq!(back.cell, cell);
+            assert_eq!(serde_json::to_string(&back).unwrap(), text);
+        }
     }
 
     #[test]
