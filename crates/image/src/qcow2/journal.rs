@@ -298,8 +298,7 @@ impl Journal {
         self.overtaken = false;
         let was_broken = self.broken;
         self.broken &= !all;
-        let storage = &self.place.storage;
-        let mut result = Ok(());
+        let mut result;
         // There may be no space but what is given back here.
         let worth_it = self.end - RECORDS_AT > PUNCH || was_broken;
         if self.start == self.end && worth_it {
@@ -307,16 +306,17 @@ impl Journal {
                 .restart()
                 .and_then(|()| self.place.storage.set_size(RECORDS_AT));
         } else {
-            if self.start - self.punched > PUNCH {
+            // First what says that the records there are needed no longer.
+            result = self.write_slot();
+            if result.is_ok() && self.start - self.punched > PUNCH {
                 let (at, len) = (FileOffset(self.punched), self.start - self.punched);
-                match storage.punch(at, len) {
+                match self.place.storage.punch(at, len) {
                     Ok(()) => self.punched = self.start,
                     // What takes no more records soon begins again.
                     Err(e) if len > READ_MAX => result = Err(e),
                     Err(_) => {}
                 }
             }
-            result = result.and_then(|()| self.write_slot());
         }
         if let Err(e) = result {
             // The next process finds changes that the image has already, or a journal that does not fit.
@@ -568,4 +568,79 @@ fn generation(bits: u64) -> u64 {
 /// A number that nobody has had, most likely.
 fn random() -> u64 {
     RandomState::new().build_hasher().finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    /// Knows what was asked of it.
+    #[derive(Default)]
+    struct Asked(Mutex<Vec<&'static str>>);
+
+    impl Asked {
+        fn for_it(&self, what: &'static str) -> io::Result<()> {
+            self.0.lock().unwrap().push(what);
+            Ok(())
+        }
+    }
+
+    impl Storage for Asked {
+        fn read_at(&self, _: FileOffset, _: &mut [u8]) -> io::Result<usize> {
+            Ok(0)
+        }
+
+        fn write_at(&self, _: FileOffset, _: &[u8]) -> io::Result<()> {
+            self.for_it("write")
+        }
+
+        fn flush(&self) -> io::Result<()> {
+            self.for_it("flush")
+        }
+
+        fn forgets(&self) -> bool {
+            false
+        }
+
+        fn size(&self) -> io::Result<u64> {
+            Ok(0)
+        }
+
+        fn set_size(&self, _: u64) -> io::Result<()> {
+            self.for_it("set size")
+        }
+
+        fn punch(&self, _: FileOffset, _: u64) -> io::Result<()> {
+            self.for_it("punch")
+        }
+
+        fn block(&self) -> u32 {
+            512
+        }
+    }
+
+    /// A kill between the two must not leave a slot that says that the records begin where nothing is: those behind them,
+    /// which came while the flush was under way, would be lost.
+    #[test]
+    fn records_are_given_back_when_no_slot_needs_them() {
+        let storage = Arc::new(Asked::default());
+        let place = JournalPlace {
+            storage: storage.clone(),
+            identity: [7; 32],
+            tell: Box::new(|_| ()),
+        };
+        let mut journal = Journal::new(place, true, false);
+        journal.begin();
+        let end = RECORDS_AT + 2 * PUNCH;
+        journal.end = end + 100;
+        storage.0.lock().unwrap().clear();
+        let rotated = Rotated {
+            end,
+            generation: None,
+        };
+        journal.checkpoint(&rotated, true);
+        assert_eq!(*storage.0.lock().unwrap(), ["write", "punch"]);
+    }
 }

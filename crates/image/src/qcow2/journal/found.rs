@@ -69,12 +69,13 @@ pub(in crate::qcow2) fn read(place: &JournalPlace, image: Said) -> io::Result<Fo
     }
 }
 
-/// Whether there is a journal here for an image that says this.
+/// Whether there is a journal here for an image that says this, be it one that keeps the image from being opened.
 pub(in crate::qcow2) fn fits(place: &JournalPlace, image: Said) -> bool {
-    let found = Contents::read(&*place.storage);
-    found.is_ok_and(|found| {
-        found.is_ok_and(|found| found.belonging(&place.identity, image) == Belonging::Whole)
-    })
+    match Contents::read(&*place.storage) {
+        Ok(Ok(found)) => found.belonging(&place.identity, image) != Belonging::Other,
+        Ok(Err(NoSlot::Empty)) => false,
+        Ok(Err(NoSlot::Damaged)) | Err(_) => image.bits & MARK != 0,
+    }
 }
 
 /// Whose a journal is that was found somewhere.
