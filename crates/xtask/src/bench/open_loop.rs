@@ -242,9 +242,11 @@ fn rounds(bench: &Bench, cell: &Cell) -> usize {
 
 /// Who takes part in a cell.
 fn servers(bench: &Bench, cell: &Cell) -> Vec<Server> {
-    let named = match &bench.args.servers[..] {
-        [] => &SERVERS[..],
-        named => named,
+    let named = match (&bench.args.servers[..], cell.load) {
+        // With native AIO, qemu-storage-daemon takes a minute to open so many files.
+        ([], Load::Idle { .. }) => &[Server::Ringdisk, Server::Qsd],
+        ([], _) => &SERVERS[..],
+        (named, _) => named,
     };
     let baseline = bench.args.baseline.as_ref().map(|_| Server::Baseline);
     let others = named.iter().copied();

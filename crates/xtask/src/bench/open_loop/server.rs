@@ -21,7 +21,7 @@ use crate::bench::server::{self, CLIENT_CPU, Programs, SERVER_CPU, doubled_comma
 use crate::bench::setting::Cache;
 
 /// Longest time until a server must be ready.
-const START_MAX: Duration = Duration::from_secs(60);
+const START_MAX: Duration = Duration::from_secs(180);
 
 /// A disk that a server is given.
 #[derive(Clone, Debug)]
