@@ -85,7 +85,8 @@ pub struct Args {
     /// Print a patch that fixes what can be fixed
     #[arg(long)]
     fix: bool,
-    /// Change the files instead; asks first if a change depends on what is not known
+    /// Change the files instead, none of which may have other hard links; asks first if a change depends on what is not
+    /// known
     #[arg(long, requires = "fix")]
     in_place: bool,
     /// Change them without asking

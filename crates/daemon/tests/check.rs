@@ -140,6 +140,29 @@ fn a_link_still_points_to_the_file_that_is_changed() {
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
 }
 
+/// A new file takes the place of the old one, so another hard link would be left with the old text.
+#[test]
+fn a_file_with_hard_links_is_not_changed() {
+    let dir = tempfile::tempdir().unwrap();
+    let [file, other] = ["vm.sh", "other.sh"].map(|name| dir.path().join(name));
+    let text = "qemu-system-x86_64 -accel kvm -object iothread,id=spare -drive \
+                file=/vms/a.img,format=raw,if=none,id=a,cache=unsafe -device virtio-blk-pci,drive=a\n";
+    fs::write(&file, text).unwrap();
+    fs::hard_link(&file, &other).unwrap();
+    let change = || check(&["--fix", "--in-place", "--yes", file.to_str().unwrap()]);
+    let (code, _, error) = change();
+    assert_eq!(code, Some(2), "{error}");
+    assert!(error.contains("vm.sh: has 2 hard links"), "{error}");
+    assert!(error.contains("no file was changed"), "{error}");
+    assert_eq!(fs::read_to_string(&file).unwrap(), text);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+
+    fs::remove_file(other).unwrap();
+    let (code, _, error) = change();
+    assert_eq!(code, Some(1), "{error}");
+    assert!(!fs::read_to_string(&file).unwrap().contains("unsafe"));
+}
+
 /// The machine and ringdisk's configuration change together: either alone would be a machine that does not start.
 #[test]
 fn a_move_in_place_writes_both_or_neither() {

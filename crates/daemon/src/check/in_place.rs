@@ -24,7 +24,8 @@ struct Staged {
 
 impl InPlace {
     /// Stages the change of a file, which must still have the text `before`. It keeps its owner and mode; a symbolic link
-    /// keeps pointing to it.
+    /// keeps pointing to it. A file with several hard links is refused: a new file takes the place of the old one, which the
+    /// other links would keep.
     ///
     /// # Errors
     /// It cannot be written; nothing has changed.
@@ -37,6 +38,13 @@ impl InPlace {
             ));
         }
         let metadata = fs::metadata(&path).map_err(fail)?;
+        if metadata.nlink() > 1 {
+            return Err(format!(
+                "{name}: has {} hard links, of which only this one would change; no file was changed, make it a file of \
+                 its own, or apply what --fix prints by hand",
+                metadata.nlink()
+            ));
+        }
         let new = self.stage(name, path, false);
         let file = create(&new, metadata.mode()).map_err(fail)?;
         if metadata.uid() != file.metadata().map_err(fail)?.uid()
