@@ -355,3 +355,35 @@ fn a_new_device_moves_no_other() {
     );
     assert_eq!(text(&self::fixed(&left)), left);
 }
+
+/// A device of which only the shell knows the driver may be the disk that is booted once another one has left its bus.
+#[test]
+fn a_device_of_the_shell_may_be_the_boot_disk() {
+    for device in [
+        "\"$DEV\"",
+        "$T,drive=b",
+        "driver=$T,drive=b",
+        "$(echo ide-hd,drive=b)",
+        "ide-hd,drive=b,$MORE",
+        "'{\"driver\":\"'$T'\",\"drive\":\"b\"}'",
+    ] {
+        let line = |more: &str| {
+            format!(
+                "qemu-system-x86_64 -accel kvm {} -device ide-hd,drive=a{more} {} -device {device}\n",
+                disk("a", "none"),
+                disk("b", "none")
+            )
+        };
+        let fixed = fixed(&line(""));
+        assert!(text(&fixed).contains("ide-hd,drive=a "), "{}", text(&fixed));
+        let says = |(_, _, why): &(String, String, String)| why.contains("another one");
+        assert!(fixed.left.iter().any(says), "{device}: {:?}", fixed.left);
+        // With a bootindex, the buses say nothing.
+        let ordered = self::fixed(&line(",bootindex=1"));
+        assert!(
+            text(&ordered).contains("virtio-blk-pci,drive=a,bootindex=1"),
+            "{}",
+            text(&ordered)
+        );
+    }
+}

@@ -257,10 +257,19 @@ impl<'a> Changed<'a> {
             let index = device.and_then(|device| device.number("bootindex"));
             index.is_some()
         });
-        if disks.len() < 2 || is_ordered || self.line.kernel {
+        if is_ordered || self.line.kernel {
             return Boot::Fixed;
         }
-        if self.line.firmware {
+        // A device of which only a running shell knows the driver may be a disk before any other.
+        let mut devices = self.line.group("device");
+        if devices.any(|device| device.get("driver").is_none_or(|pair| pair.unknown)) {
+            return Boot::Unclear;
+        }
+        if disks.len() < 2 {
+            return Boot::Fixed;
+        }
+        let mut options = disks.iter().filter_map(|disk| self.at(disk.span));
+        if self.line.firmware || options.any(has_unknown_place) {
             return Boot::Unclear;
         }
         let ata = disks
@@ -343,6 +352,13 @@ impl<'a> Changed<'a> {
             _ => (kind, made, option.whole.start),
         })
     }
+}
+
+/// Whether only a running shell knows where a disk is.
+fn has_unknown_place(option: &Opt) -> bool {
+    let is_place = |key: &str| matches!(key, "addr" | "bus" | "if" | "index" | "unit");
+    let mut pairs = option.pairs.iter();
+    option.open || pairs.any(|pair| pair.unknown && is_place(&pair.key))
 }
 
 /// The controller that an IDE or SATA disk is on; that of the machine is `ide`.
