@@ -5,6 +5,7 @@ mod bus;
 mod convert;
 mod devices;
 mod edit;
+mod global;
 mod graph;
 mod json;
 mod line;

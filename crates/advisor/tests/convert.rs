@@ -379,3 +379,33 @@ fn what_has_no_counterpart_is_told() {
             .contains("throttling.iops-total=9,throttling.group=g")
     );
 }
+
+/// A line with one disk that would go to ringdisk, and with this.
+fn with(more: &str) -> Input {
+    let line = format!(
+        "qemu-system-x86_64 -m 1G -drive file=/srv/a.raw,format=raw,if=none,id=a -device \
+         virtio-blk-pci,drive=a,id=d{more}\n"
+    );
+    input("vm.sh", &line)
+}
+
+/// What a `-global` gives virtio-blk, as its block size or its serial number, is nothing that ringdisk would have.
+#[test]
+fn a_disk_with_globals_stays() {
+    for global in [
+        "virtio-blk-pci.logical_block_size=4096",
+        "virtio-blk-pci.write-cache=off",
+        "driver=virtio-blk-pci,property=serial,value=GG",
+        "vhost-user-blk-pci.num-queues=3",
+        "\"$GLOBAL\"",
+    ] {
+        let why = convert(
+            vec![with(&format!(" -global {global}"))],
+            Direction::ToRingdisk,
+        )
+        .unwrap_err();
+        assert!(why.contains("-global"), "{global}: {why}");
+    }
+    let other = with(" -global ICH9-LPC.disable_s3=1");
+    assert!(convert(vec![other], Direction::ToRingdisk).is_ok());
+}

@@ -387,3 +387,39 @@ fn a_device_of_the_shell_may_be_the_boot_disk() {
         );
     }
 }
+
+/// What a `-global` gives a driver, a disk would lose with it, or get with another one.
+#[test]
+fn a_global_of_a_driver_keeps_the_bus() {
+    let line = |global: &str, device: &str| {
+        format!(
+            "qemu-system-x86_64 -accel kvm {} -device {device},drive=a {global}\n",
+            disk("a", "none")
+        )
+    };
+    for global in [
+        "-global ide-hd.write-cache=off",
+        "-global driver=ide-hd,property=serial,value=a",
+        "-global virtio-blk-pci.serial=GG",
+        "-global ide-device.serial=a",
+        "-global \"$GLOBAL\"",
+        "-global $DRIVER.serial=a",
+        "-global driver=$DRIVER,property=serial,value=a",
+        "-global driver=isa-fdc,$MORE",
+    ] {
+        let line = line(global, "ide-hd");
+        let fixed = fixed(&line);
+        assert_eq!(text(&fixed), line, "{global}");
+        let says = |(_, _, why): &(String, String, String)| why.contains("-global");
+        assert!(fixed.left.iter().any(says), "{global}: {:?}", fixed.left);
+    }
+    // Other drivers are no matter of disks.
+    for global in [
+        "-global ICH9-LPC.disable_s3=1",
+        "-global driver=cfi.pflash01,property=secure,value=on",
+        "-global kvm-pit.lost_tick_policy=$POLICY",
+    ] {
+        let fixed = fixed(&line(global, "usb-storage"));
+        assert_eq!(buses(&fixed), [("a", "virtio-blk")], "{global}");
+    }
+}

@@ -92,6 +92,7 @@ impl<'a> Changed<'a> {
     /// The changes that bring a disk to virtio.
     pub fn virtio(&self, disk: &Disk) -> Edits {
         let option = self.at(disk.span).ok_or("the disk is not there")?;
+        self.keeps_globals()?;
         self.boots_the_same(disk)?;
         match option.group.as_str() {
             "device" => {

@@ -239,6 +239,7 @@ pub fn to_ringdisk(
     let disk = target.disk()?;
     let device = changed.device(disk)?;
     let nodes = changed.nodes(disk)?;
+    changed.keeps_globals()?;
     is_movable(&changed, device, &nodes)?;
     let old = device.get("drive").ok_or("the device has no drive")?;
     if device.syntax != Syntax::Pairs {
@@ -292,6 +293,7 @@ pub fn to_ringdisk(
 /// The way back.
 pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
     let changed = Changed::of(target)?;
+    changed.keeps_globals()?;
     let device = changed.device(target.disk()?)?;
     let id = device.value("chardev").ok_or("the device has no chardev")?;
     let chardev = changed.line.find("chardev", id);
