@@ -104,7 +104,7 @@ impl<'a> Changed<'a> {
                     return Err(format!("{driver} has no counterpart"));
                 }
                 self.has_virtio_pci()?;
-                let mut edits = self.set(option, "", "driver", "virtio-blk-pci");
+                let mut edits = self.set(option, "", "driver", "virtio-blk-pci")?;
                 for pair in &option.pairs {
                     match pair.key.as_str() {
                         "removable" if pair.value == "on" => {
@@ -122,7 +122,7 @@ impl<'a> Changed<'a> {
                 Ok(edits)
             }
             "drive" => {
-                let mut edits = self.set(option, "", "if", "virtio");
+                let mut edits = self.set(option, "", "if", "virtio")?;
                 for key in ["bus", "unit"] {
                     if option.get(key).is_some() {
                         edits.push(self.without(option, key)?);
@@ -154,7 +154,7 @@ impl<'a> Changed<'a> {
                 pair.key
             ));
         }
-        Ok(self.set(controller, "", "driver", "virtio-scsi-pci"))
+        self.set(controller, "", "driver", "virtio-scsi-pci")
     }
 
     /// Whether the guest boots from the same disk after this one has gone to virtio, and others that may go with it.

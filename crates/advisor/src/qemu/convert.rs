@@ -250,7 +250,7 @@ pub fn to_ringdisk(
         Some("virtio-blk-pci-non-transitional") => "vhost-user-blk-pci-non-transitional",
         _ => "vhost-user-blk-pci",
     };
-    let mut edits = changed.set(device, "", "driver", driver);
+    let mut edits = changed.set(device, "", "driver", driver)?;
     edits.push(Edit::replace(
         old.span,
         format!("chardev={name},num-queues={queues},queue-size={queue_size}"),
@@ -356,7 +356,7 @@ pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
         chardev.whole,
         format!("-drive {}", words::quoted(&drive)),
     )];
-    edits.extend(changed.set(device, "", "driver", "virtio-blk-pci"));
+    edits.extend(changed.set(device, "", "driver", "virtio-blk-pci")?);
     if let Some(pair) = device.get("chardev") {
         edits.push(Edit::replace(pair.span, of_device));
     }

@@ -137,7 +137,7 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
                 .or(disk.table.given("disk.syntax"))
                 .ok_or("no option says its format")?;
             let option = changed.at(span).ok_or("the option is not there")?;
-            Ok(changed.set(option, "", "l2-cache-size", &needed.to_string()))
+            changed.set(option, "", "l2-cache-size", &needed.to_string())
         }
         Setting::OwnThread => changed.own_thread(disk),
         Setting::DefineThread => {
@@ -159,12 +159,8 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
                 .to_string();
             let carrier = changed.carrier(disk)?;
             let scsi = disk.table.word("disk.bus") == Some("virtio-scsi");
-            Ok(changed.set(
-                carrier,
-                "",
-                if scsi { "num_queues" } else { "num-queues" },
-                &vcpus,
-            ))
+            let key = if scsi { "num_queues" } else { "num-queues" };
+            changed.set(carrier, "", key, &vcpus)
         }
         Setting::Remove(key) => Ok(vec![changed.without(changed.carrier(disk)?, key)?]),
         Setting::EvenMapping => changed.even_mapping(disk),
@@ -198,10 +194,17 @@ fn set_in(source: &str, option: &Opt, prefix: &str, key: &str, value: &str) -> V
                 format!("{comma}{full}={value}"),
             )]
         }
-        (Syntax::Json(quote), Some(pair)) => vec![Edit::replace(
-            pair.value_span,
-            escaped(&json(value), *quote),
-        )],
+        (Syntax::Json(quote), Some(pair)) => {
+            // Of a quote that is escaped for a shell, the backslash is no part of the value.
+            let before = source.get(..pair.value_span.start as usize);
+            match before.is_some_and(|before| before.ends_with('\\')) {
+                true => Vec::new(),
+                false => vec![Edit::replace(
+                    pair.value_span,
+                    escaped(&json(value), *quote),
+                )],
+            }
+        }
         (Syntax::Json(quote), None) => {
             // Into the object that the key is of, before its first value that is no object itself. An object that is
             // not there is made, an empty one is filled.
@@ -314,8 +317,8 @@ impl<'a> Changed<'a> {
     }
 
     /// Sets a pair of an option; `prefix` is of a node inside another.
-    pub fn set(&self, option: &Opt, prefix: &str, key: &str, value: &str) -> Vec<Edit> {
-        set_in(self.source(option), option, prefix, key, value)
+    pub fn set(&self, option: &Opt, prefix: &str, key: &str, value: &str) -> Edits {
+        self.written(set_in(self.source(option), option, prefix, key, value))
     }
 
     /// The option that has these bytes.
@@ -398,7 +401,7 @@ impl<'a> Changed<'a> {
     fn storage(&self, disk: &Disk, key: &str, value: &str) -> Edits {
         let nodes = self.nodes(disk)?;
         let (option, prefix) = nodes.last().ok_or("no node")?;
-        self.written(self.set(option, prefix, key, value))
+        self.set(option, prefix, key, value)
     }
 
     fn all_nodes(&self, disk: &Disk, key: &str, value: &str) -> Edits {
@@ -406,7 +409,8 @@ impl<'a> Changed<'a> {
         self.written(
             nodes
                 .iter()
-                .flat_map(|(option, prefix)| self.set(option, prefix, key, value))
+                .filter_map(|(option, prefix)| self.set(option, prefix, key, value).ok())
+                .flatten()
                 .collect(),
         )
     }
@@ -432,29 +436,29 @@ impl<'a> Changed<'a> {
             .is_some_and(|(option, _)| option.group != "blockdev");
         if let (Some((option, _)), true) = (nodes.first(), is_drive) {
             if mode == "writeback" && option.get("cache.no-flush").is_some() {
-                return self.written(self.set(option, "", "cache.no-flush", "off"));
+                return self.set(option, "", "cache.no-flush", "off");
             }
             for key in ["cache.direct", "cache.no-flush", "cache.writeback"] {
                 if option.get(key).is_some() {
                     edits.push(self.without(option, key)?);
                 }
             }
-            edits.extend(self.set(option, "", "cache", mode));
-            return self.written(edits);
+            edits.extend(self.set(option, "", "cache", mode)?);
+            return Ok(edits);
         }
         // A node inside the description of another has its cache options from there.
         for (option, prefix) in &nodes {
             let direct = format!("{prefix}cache.direct");
             if mode != "writeback" && (prefix.is_empty() || option.get(&direct).is_some()) {
-                edits.extend(self.set(option, prefix, "cache.direct", "on"));
+                edits.extend(self.set(option, prefix, "cache.direct", "on")?);
             }
             let flush = format!("{prefix}cache.no-flush");
             if option.value(&flush) == Some("on") {
-                edits.extend(self.set(option, prefix, "cache.no-flush", "off"));
+                edits.extend(self.set(option, prefix, "cache.no-flush", "off")?);
             }
         }
         if mode == "none" && disk.table.word("disk.write-cache") == Some("off") {
-            edits.extend(self.set(self.device(disk)?, "", "write-cache", "on"));
+            edits.extend(self.set(self.device(disk)?, "", "write-cache", "on")?);
         }
         self.written(edits)
     }
@@ -563,7 +567,7 @@ impl<'a> Changed<'a> {
         if unused.is_none() {
             edits.extend(self.define_thread(&id, carrier)?);
         }
-        edits.extend(self.set(carrier, "", "iothread", &id));
+        edits.extend(self.set(carrier, "", "iothread", &id)?);
         Ok(edits)
     }
 
@@ -594,13 +598,13 @@ impl<'a> Changed<'a> {
         }
         self.has_virtio_pci()?;
         let anchor = self.may_have_device(disk, drive)?;
-        let mut edits = self.set(drive, "", "if", "none");
+        let mut edits = self.set(drive, "", "if", "none")?;
         let id = match drive.value("id") {
             Some(id) => id.to_owned(),
             None => {
                 let Target { round, vm, .. } = *self.target;
                 let id = round.name(vm, "disk", || self.ids(), |number| format!("disk{number}"));
-                edits.extend(self.set(drive, "", "id", &id));
+                edits.extend(self.set(drive, "", "id", &id)?);
                 id
             }
         };
@@ -651,7 +655,7 @@ impl<'a> Changed<'a> {
         let machine = self.line.group("machine").next_back();
         let backend = self.line.last("machine", "memory-backend");
         if let Some(object) = backend.and_then(|pair| self.line.find("object", &pair.value)) {
-            return Ok(self.set(object, "", "share", "on"));
+            return self.set(object, "", "share", "on");
         }
         let nodes: Vec<_> = self
             .line
@@ -659,8 +663,11 @@ impl<'a> Changed<'a> {
             .filter_map(|node| self.line.find("object", node.value("memdev")?))
             .collect();
         if !nodes.is_empty() {
-            let share = |object| self.set(object, "", "share", "on");
-            return self.written(nodes.into_iter().flat_map(share).collect());
+            let mut edits = Vec::new();
+            for object in nodes {
+                edits.extend(self.set(object, "", "share", "on")?);
+            }
+            return Ok(edits);
         }
         if self.line.group("mem-path").next().is_some() || self.line.group("numa").next().is_some()
         {
@@ -682,7 +689,7 @@ impl<'a> Changed<'a> {
         let mut object = format!("-object memory-backend-memfd,id=mem,size={mib}M,share=on");
         let mut edits = Vec::new();
         match machine {
-            Some(machine) => edits.extend(self.set(machine, "", "memory-backend", "mem")),
+            Some(machine) => edits.extend(self.set(machine, "", "memory-backend", "mem")?),
             None => {
                 let apart = self.before(anchor, "").text;
                 object = format!("{object}{apart}-machine memory-backend=mem");
@@ -703,10 +710,10 @@ impl<'a> Changed<'a> {
             .table
             .version("vm.qemu")
             .is_some_and(|version| version < crate::version::Version(9, 2, 0));
-        Ok(match old {
+        match old {
             true => self.set(chardev, "", "reconnect", "1"),
             false => self.set(chardev, "", "reconnect-ms", "1000"),
-        })
+        }
     }
 
     fn even_mapping(&self, disk: &Disk) -> Edits {
