@@ -19,7 +19,7 @@ use crate::plan::{self, Plan};
 use crate::slot::{Slot, Slots};
 use crate::stats::Stamps;
 use crate::throttle::{
-    Direction, Gate, PAUSE_MIN_NS, Sharer, Shares, ThrottleGroup, Work, try_lock,
+    Direction, Gate, PAUSE_MIN_NS, Sharer, Shares, TICK_NS, ThrottleGroup, Work, try_lock,
 };
 use crate::worker::Worker;
 
@@ -471,8 +471,10 @@ impl Gates<'_> {
         };
         let (own, group) = (&mut self.own, &mut self.group);
         if !own.open_for(&work) || group.as_ref().is_some_and(|gate| !gate.open_for(&work)) {
-            let at = group.as_ref().map_or(0, |gate| gate.turn(&work));
-            let at = at.max(own.turn(&work));
+            let at = match group {
+                None => own.turn(&work).next_multiple_of(TICK_NS),
+                Some(gate) => own.turn(&work).max(gate.turn(&work)),
+            };
             own.ask_again(at);
             if let Some(gate) = group {
                 gate.ask_again(at);

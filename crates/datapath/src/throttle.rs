@@ -82,8 +82,14 @@ pub(crate) struct Work {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sharer(usize);
 
-/// Time between two looks at what is held. It bounds what the clock costs: at 200,000 requests a
-/// second, 20 of them go at a time.
+/// What a disk's own limits hold is looked at when the clock passes a multiple of this, so that one
+/// wake-up lets go what is due at nearly the same time: of a disk with 10,000 requests a second ten, and
+/// with them those of all other disks of the thread. A bucket has room for fifty times as much
+/// ([`SLACK_S`]), so that what goes later than it could does not make the rate lower. In a group, where a
+/// disk of little depth would come too late for its share, it is not done.
+pub(crate) const TICK_NS: u64 = 1_000_000;
+
+/// Time after which one asks again who found the limits of a group locked by another thread.
 pub(crate) const PAUSE_MIN_NS: u64 = 100_000;
 
 /// The same, so that a change of limits is seen soon.
