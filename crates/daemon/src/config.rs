@@ -6,12 +6,13 @@ use std::fmt::Display;
 use std::fs;
 use std::io::{self, Read};
 use std::net::SocketAddr;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
 use block::ThrottleLimits;
+use datapath::Polling;
 use thiserror::Error;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -26,10 +27,11 @@ use crate::together::check_together;
 const BYTES_MAX: u64 = 4 << 20;
 
 /// The keys of the file itself, and its tables.
-const KEYS: [&str; 10] = [
+const KEYS: [&str; 11] = [
     "iothreads",
     "cpus",
     "poll-max-us",
+    "poll-cpu",
     "control",
     "metrics",
     "allow-backing",
@@ -41,13 +43,13 @@ const KEYS: [&str; 10] = [
 const TABLES: &str = "[[disk]], [[iothread]], [[throttle-group]]";
 
 /// The keys of an `[[iothread]]`.
-const THREAD_KEYS: [&str; 3] = ["id", "cpus", "poll-max-us"];
+const THREAD_KEYS: [&str; 4] = ["id", "cpus", "poll-max-us", "poll-cpu"];
 
-/// Longest look-out of an I/O thread, in microseconds.
+/// Longest that an I/O thread may be told to poll before a sleep, in microseconds.
 pub const POLL_MAX_US_MAX: u64 = 10_000;
 
-/// The same by default.
-pub const POLL_MAX_DEFAULT: Duration = Duration::from_micros(100);
+/// What polling may cost beyond the sleeps that it saves, in percent of a core.
+pub const POLL_CPU: RangeInclusive<u64> = 1..=100;
 
 /// Most threads of the pool, and of those added by name.
 pub const THREADS_MAX: usize = 256;
@@ -58,6 +60,7 @@ pub struct Config {
     pub iothreads: Option<usize>,
     pub cpus: Option<Cpus>,
     pub poll_max: Option<Duration>,
+    pub poll_cpu: Option<u8>,
     pub control: Option<PathBuf>,
     pub metrics: Option<SocketAddr>,
     /// Directory in which is kept what is changed while disks are served.
@@ -82,8 +85,7 @@ pub struct ThreadSpec {
     /// CPUs that it may run on; if none are named, all, or on a host with several NUMA nodes those of the
     /// node where the rings lie that it serves.
     pub cpus: Cpus,
-    /// Longest look-out for guests before it sleeps.
-    pub poll_max: Duration,
+    pub polling: Polling,
 }
 
 #[derive(Debug, Error)]
@@ -102,6 +104,15 @@ pub enum ConfigError {
 }
 
 impl Config {
+    /// How threads poll that are not told otherwise.
+    pub fn polling(&self) -> Polling {
+        let default = Polling::default();
+        Polling {
+            max: self.poll_max.unwrap_or(default.max),
+            cpu: self.poll_cpu.unwrap_or(default.cpu),
+        }
+    }
+
     /// Reads and checks a file.
     ///
     /// # Errors
@@ -151,6 +162,7 @@ impl Config {
                     let us = number(name, value, 0..=POLL_MAX_US_MAX)?;
                     config.poll_max = Some(Duration::from_micros(us));
                 }
+                "poll-cpu" => config.poll_cpu = Some(number(name, value, POLL_CPU)? as u8),
                 "state" => config.state = Some(scalar()?.into()),
                 "control" => config.control = Some(scalar()?.into()),
                 "metrics" => {
@@ -170,9 +182,9 @@ impl Config {
                 _ => return unknown(),
             }
         }
-        let poll_max = config.poll_max.unwrap_or(POLL_MAX_DEFAULT);
+        let polling = config.polling();
         for table in &tables.threads {
-            config.threads.push(thread(table, poll_max)?);
+            config.threads.push(thread(table, polling)?);
         }
         for table in &tables.groups {
             config.groups.push(group(table)?);
@@ -232,7 +244,7 @@ impl Config {
                 .iothreads
                 .is_none_or(|n| (1..=THREADS_MAX).contains(&n))
         );
-        let polls = config.threads.iter().map(|(_, spec)| spec.poll_max);
+        let polls = config.threads.iter().map(|(_, spec)| spec.polling.max);
         for poll in polls.chain(config.poll_max) {
             assert!(poll <= Duration::from_micros(POLL_MAX_US_MAX), "{config:?}");
         }
@@ -377,10 +389,10 @@ fn number(
     }
 }
 
-fn thread(table: &Table<'_>, poll_max: Duration) -> Result<(String, ThreadSpec), Mistake> {
+fn thread(table: &Table<'_>, polling: Polling) -> Result<(String, ThreadSpec), Mistake> {
     let mut id = None;
     let mut spec = ThreadSpec {
-        poll_max,
+        polling,
         ..ThreadSpec::default()
     };
     for (key, value) in table.1 {
@@ -395,8 +407,10 @@ fn thread(table: &Table<'_>, poll_max: Duration) -> Result<(String, ThreadSpec),
             "id" => id = Some(named(name, value)?),
             "cpus" => spec.cpus = parsed(name, value, &scalar(name, value)?)?,
             "poll-max-us" => {
-                spec.poll_max = Duration::from_micros(number(name, value, 0..=POLL_MAX_US_MAX)?);
+                let us = number(name, value, 0..=POLL_MAX_US_MAX)?;
+                spec.polling.max = Duration::from_micros(us);
             }
+            "poll-cpu" => spec.polling.cpu = number(name, value, POLL_CPU)? as u8,
             _ => return unknown(),
         }
     }

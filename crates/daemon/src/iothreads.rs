@@ -4,9 +4,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
 
-use datapath::IoThread;
+use datapath::{IoThread, Polling};
 use engine::{Engines, Support, UringError};
 use guest::Virtqueue;
 use rbd::WithRbd;
@@ -91,16 +90,16 @@ pub enum IoThreadError {
 }
 
 impl IoThreads {
-    /// A pool of `n` threads, by default one per CPU, all with the same look-out, the i-th on the i-th of
+    /// A pool of `n` threads, by default one per CPU, all polling alike, the i-th on the i-th of
     /// `cpus` in turn.
-    pub fn new(n: Option<usize>, cpus: &Cpus, poll_max: Duration) -> Self {
+    pub fn new(n: Option<usize>, cpus: &Cpus, polling: Polling) -> Self {
         let n = n.unwrap_or_else(|| {
             thread::available_parallelism().map_or(1, |n| n.get().min(DEFAULT_MAX))
         });
         let pool = (0..n)
             .map(|i| ThreadSpec {
                 cpus: cpus.turn(i),
-                poll_max,
+                polling,
             })
             .collect();
         Self {
@@ -110,9 +109,9 @@ impl IoThreads {
         }
     }
 
-    /// Longest look-out of a thread that is not told otherwise.
-    pub fn poll_max(&self) -> Duration {
-        self.pool[0].poll_max
+    /// How a thread polls that is not told otherwise.
+    pub fn polling(&self) -> Polling {
+        self.pool[0].polling
     }
 
     /// All threads of the pool, started.
@@ -241,8 +240,8 @@ impl IoThreads {
         id: &str,
         spec: ThreadSpec,
     ) -> Result<NamedThread, IoThreadError> {
-        let (poll_max, cpus, its_id) = (spec.poll_max, spec.cpus.clone(), id.to_owned());
-        let thread = IoThread::spawn(id.to_owned(), poll_max, move || {
+        let (polling, cpus, its_id) = (spec.polling, spec.cpus.clone(), id.to_owned());
+        let thread = IoThread::spawn(id.to_owned(), polling, move || {
             // Before the ring is made, whose kernel workers inherit it.
             if !cpus.is_empty() {
                 let mut set = CpuSet::new();

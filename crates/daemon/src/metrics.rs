@@ -403,16 +403,22 @@ fn write_threads(
         }
     }
     let name = "ringdisk_iothread_poll_seconds_total";
-    let help = "Time spent looking out for guests and completions.";
+    let help = "Time spent polling for guests and completions.";
     text.family(name, "counter", help)?;
     for (id, stats) in threads {
         text.seconds(name, &[("iothread", id)], stats.polled_ns)?;
+    }
+    let name = "ringdisk_iothread_poll_saved_seconds_total";
+    let help = "CPU time of the sleeps that polling saved.";
+    text.family(name, "counter", help)?;
+    for (id, stats) in threads {
+        text.seconds(name, &[("iothread", id)], stats.poll_saved_ns)?;
     }
     type Count = fn(&ThreadStats) -> u64;
     let counters: [(&str, &str, Count); 3] = [
         (
             "ringdisk_iothread_polls_total",
-            "Times that it looked out.",
+            "Times that it polled.",
             |s| s.polls,
         ),
         (

@@ -17,7 +17,7 @@ use control::{
     Handler, ImageFormat, ImageInfo, IoThreadInfo, NULL_BYTES_DEFAULT, ObjectOptions, ObjectType,
     Qapi, RingdiskResized,
 };
-use datapath::{DiskStats, Limiter};
+use datapath::{DiskStats, Limiter, Polling};
 use image::Format;
 use rbd::Location;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -415,9 +415,12 @@ fn add_object(host: &Host, options: &ObjectOptions) -> Result<(), CommandError> 
         ObjectType::Iothread(thread) => {
             let spec = ThreadSpec {
                 cpus: Cpus::default(),
-                poll_max: match thread.poll_max_ns {
-                    Some(ns) => Duration::from_nanos(ns).min(Duration::from_millis(10)),
-                    None => host.threads.poll_max(),
+                polling: Polling {
+                    max: match thread.poll_max_ns {
+                        Some(ns) => Duration::from_nanos(ns).min(Duration::from_millis(10)),
+                        None => host.threads.polling().max,
+                    },
+                    ..host.threads.polling()
                 },
             };
             Ok(host.threads.add(&id, spec)?)
@@ -498,7 +501,7 @@ fn iothreads(host: &Host) -> Vec<IoThreadInfo> {
     let info = |(thread, spec): (crate::iothreads::NamedThread, ThreadSpec)| IoThreadInfo {
         id: thread.id,
         thread_id: thread.thread.thread_id(),
-        poll_max_ns: spec.poll_max.as_nanos() as u64,
+        poll_max_ns: spec.polling.max.as_nanos() as u64,
         // The look-out follows an average, and is not grown and shrunk in steps.
         poll_grow: 0,
         poll_shrink: 0,

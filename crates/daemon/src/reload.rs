@@ -302,6 +302,7 @@ impl<'a> Change<'a> {
             ("iothreads", old.iothreads != new.iothreads),
             ("cpus", old.cpus != new.cpus),
             ("poll-max-us", old.poll_max != new.poll_max),
+            ("poll-cpu", old.poll_cpu != new.poll_cpu),
             ("control", old.control != new.control),
             ("state", old.state != new.state),
             ("metrics", old.metrics != new.metrics),

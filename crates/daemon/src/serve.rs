@@ -14,7 +14,7 @@ use signal_hook::iterator::Signals;
 use thiserror::Error;
 use tracing::{error, info, warn};
 
-use crate::config::{self, Config, ConfigError, POLL_MAX_DEFAULT, POLL_MAX_US_MAX};
+use crate::config::{self, Config, ConfigError, POLL_CPU, POLL_MAX_US_MAX};
 use crate::cpus::Cpus;
 use crate::explain;
 use crate::host::{Host, HostError};
@@ -137,10 +137,15 @@ pub struct Args {
     #[arg(long, value_name = "LIST")]
     cpus: Option<Cpus>,
 
-    /// How long a thread with little to do looks out for its guests, or for a lone operation, before it
-    /// sleeps, at most, in microseconds; it adapts to what pays; 0 is never; default: 100
+    /// How long an I/O thread polls before it sleeps, at most, in microseconds, for a guest that waits for
+    /// each request before it sends the next; 0 is never; default: 100
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u64).range(0..=POLL_MAX_US_MAX))]
     poll_max_us: Option<u64>,
+
+    /// What polling may cost beyond the sleeps that it saves, in percent of a core for each I/O thread;
+    /// default: 80
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u8).range(*POLL_CPU.start() as i64..=*POLL_CPU.end() as i64))]
+    poll_cpu: Option<u8>,
 
     /// Print what decides the speed of each disk, who said so, and what is overridden
     #[arg(long)]
@@ -226,8 +231,9 @@ fn serve(args: &Args) -> Result<(), ServeError> {
     // What is said on the command line goes before what the file says.
     let iothreads = args.iothreads.map(usize::from).or(config.iothreads);
     let cpus = args.cpus.clone().or(config.cpus.clone());
-    let poll_max = args.poll_max_us.map(Duration::from_micros);
-    let poll_max = poll_max.or(config.poll_max).unwrap_or(POLL_MAX_DEFAULT);
+    let mut polling = config.polling();
+    polling.max = args.poll_max_us.map_or(polling.max, Duration::from_micros);
+    polling.cpu = args.poll_cpu.unwrap_or(polling.cpu);
     let control = args.control.clone().or(config.control.clone());
     let metrics = args.metrics.or(config.metrics);
     let backing = match &args.allow_backing[..] {
@@ -273,7 +279,7 @@ fn serve(args: &Args) -> Result<(), ServeError> {
     )?;
     let sandbox = Arc::new(sandbox);
     log::start().map_err(|e| ServeError::System("cannot start a thread for the log", e))?;
-    let threads = IoThreads::new(iothreads, &cpus.unwrap_or_default(), poll_max);
+    let threads = IoThreads::new(iothreads, &cpus.unwrap_or_default(), polling);
     // What takes time is done before guests begin to wait.
     let ready_threads = args.take_over.then(|| {
         engine::Support::here();

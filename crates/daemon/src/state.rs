@@ -8,9 +8,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use block::{CacheMode, ThrottleLimits};
+use datapath::Polling;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{POLL_MAX_US_MAX, ThreadSpec};
+use crate::config::{POLL_CPU, POLL_MAX_US_MAX, ThreadSpec};
 use crate::limits;
 use crate::spec::{self, DiskSpec, SocketAccess};
 
@@ -121,6 +122,8 @@ struct ThreadEntry {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     cpus: Option<String>,
     poll_max_us: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    poll_cpu: Option<u8>,
 }
 
 impl Changed {
@@ -195,10 +198,17 @@ impl Changed {
                 if entry.poll_max_us > POLL_MAX_US_MAX {
                     return Err(format!("I/O thread '{}': poll-max-us", entry.id));
                 }
+                let poll_cpu = entry.poll_cpu.unwrap_or(Polling::default().cpu);
+                if !POLL_CPU.contains(&poll_cpu.into()) {
+                    return Err(format!("I/O thread '{}': poll-cpu", entry.id));
+                }
                 let cpus = entry.cpus.as_deref().map(str::parse).transpose()?;
                 let thread = ThreadSpec {
                     cpus: cpus.unwrap_or_default(),
-                    poll_max: Duration::from_micros(entry.poll_max_us),
+                    polling: Polling {
+                        max: Duration::from_micros(entry.poll_max_us),
+                        cpu: poll_cpu,
+                    },
                 };
                 Ok((name(&entry.id)?, thread))
             })?,
@@ -246,7 +256,8 @@ impl Changed {
             iothreads: collect(&self.threads, |(id, thread)| ThreadEntry {
                 id: id.clone(),
                 cpus: (!thread.cpus.is_empty()).then(|| thread.cpus.to_string()),
-                poll_max_us: thread.poll_max.as_micros() as u64,
+                poll_max_us: thread.polling.max.as_micros() as u64,
+                poll_cpu: Some(thread.polling.cpu).filter(|&cpu| cpu != Polling::default().cpu),
             }),
             write_caches: self.write_caches.clone(),
         };
@@ -426,9 +437,14 @@ mod tests {
             (",socket=/run/e.sock", "", "no socket"),
             ("4096", "4095", "logical-block-size"),
             (
-                "\"poll-max-us\": 0",
+                "\"poll-max-us\": 100",
                 "\"poll-max-us\": 99999999",
                 "poll-max-us",
+            ),
+            (
+                "\"poll-max-us\": 100",
+                "\"poll-max-us\": 100, \"poll-cpu\": 0",
+                "poll-cpu",
             ),
         ] {
             assert!(text.contains(from), "{from}: {text}");

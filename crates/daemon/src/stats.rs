@@ -72,6 +72,7 @@ pub fn thread(thread: &NamedThread) -> Value {
         polls,
         polls_hit,
         polled_ns,
+        poll_saved_ns,
         sleeps,
     } = thread.thread.stats();
     json!({
@@ -81,6 +82,7 @@ pub fn thread(thread: &NamedThread) -> Value {
         "polls": polls,
         "polls-hit": polls_hit,
         "polled-ns": polled_ns,
+        "poll-saved-ns": poll_saved_ns,
         "sleeps": sleeps,
     })
 }

@@ -1,7 +1,6 @@
 //! What an I/O thread does with its time.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::time::Duration;
 
 use crate::histogram::add;
 
@@ -11,12 +10,14 @@ pub struct ThreadStats {
     /// CPU time in nanoseconds, user and kernel; `None` where the kernel does not count it
     /// (`CONFIG_SCHED_INFO`) or does not show it (no `/proc`).
     pub cpu_ns: Option<u64>,
-    /// Times that it looked out for a guest or a completion.
+    /// Times that it polled for a guest or a completion.
     pub polls: u64,
     /// Times that something came meanwhile.
     pub polls_hit: u64,
-    /// Nanoseconds that it looked out.
+    /// Nanoseconds that it polled.
     pub polled_ns: u64,
+    /// CPU time in nanoseconds of the sleeps that this saved, as measured on the thread.
+    pub poll_saved_ns: u64,
     /// Times that it slept, or would have had nothing come just then.
     pub sleeps: u64,
 }
@@ -29,6 +30,7 @@ pub(crate) struct Activity {
     polls: AtomicU64,
     polls_hit: AtomicU64,
     polled_ns: AtomicU64,
+    poll_saved_ns: AtomicU64,
     sleeps: AtomicU64,
 }
 
@@ -39,10 +41,11 @@ impl Activity {
         self.tid.store(tid as u32, Ordering::Relaxed);
     }
 
-    pub fn polled(&self, hit: bool, time: Duration) {
+    pub fn polled(&self, hit: bool, ns: u64, saved_ns: u64) {
         add(&self.polls, 1);
         add(&self.polls_hit, u64::from(hit));
-        add(&self.polled_ns, time.as_nanos() as u64);
+        add(&self.polled_ns, ns);
+        add(&self.poll_saved_ns, saved_ns);
     }
 
     pub fn slept(&self) {
@@ -55,6 +58,7 @@ impl Activity {
             polls: self.polls.load(Ordering::Relaxed),
             polls_hit: self.polls_hit.load(Ordering::Relaxed),
             polled_ns: self.polled_ns.load(Ordering::Relaxed),
+            poll_saved_ns: self.poll_saved_ns.load(Ordering::Relaxed),
             sleeps: self.sleeps.load(Ordering::Relaxed),
         }
     }

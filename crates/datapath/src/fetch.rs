@@ -8,6 +8,7 @@ use guest::{Chain, RingError};
 use tracing::warn;
 
 use crate::admit::Held;
+use crate::clock::now_ns;
 use crate::disk::Disk;
 use crate::plan::{self, Plan};
 use crate::queue::{Queue, State};
@@ -112,6 +113,11 @@ impl<E: Engine> Worker<E> {
         let waiting = usize::from(queue.ring.waiting()?);
         if waiting == 0 {
             return Ok(Fetched::Nothing);
+        }
+        if queue.slots.taken() == 0
+            && let Some(local) = &mut self.locals[queue.local]
+        {
+            self.poller.came(&mut local.habits, now_ns);
         }
         let chunk = match self.instant {
             true => (waiting / 2).clamp(CHUNK_INSTANT_MIN, CHUNK_INSTANT_MAX),

@@ -2,6 +2,7 @@
 //! that leads it through is [`Worker::turn`](worker::Worker), and all that each stage knows of a
 //! request under way is its [slot](slot).
 
+mod polling;
 mod wait;
 
 mod fetch;
@@ -45,6 +46,7 @@ mod zeroes;
 pub use activity::ThreadStats;
 pub use disk::{Disk, Options};
 pub use histogram::Histogram;
+pub use polling::Polling;
 pub use replace::Replacement;
 pub use report::{IoAction, IoEvent, IoFailure, IoResumed, LeftOut, Limiter};
 pub use source::Place;

@@ -9,6 +9,7 @@ use image::ThreadPins;
 
 use crate::disk::{Content, Disk};
 use crate::outage::Stalled;
+use crate::polling::Habits;
 use crate::source::Source;
 use crate::syncs::Syncs;
 use crate::worker::Worker;
@@ -39,6 +40,8 @@ pub(crate) struct Local {
     pub stalled: Stalled,
     /// Bounce buffers that its requests have.
     pub bounces: usize,
+    /// What decides whether to poll for it.
+    pub habits: Habits,
 }
 
 /// What a disk is in, as a thread's engine knows it: as in [`Local`].
@@ -121,6 +124,7 @@ impl<E: Engine> Worker<E> {
             zeroing: VecDeque::new(),
             stalled: Stalled::default(),
             bounces: 0,
+            habits: Habits::default(),
         });
         let free = self.locals.iter().position(Option::is_none);
         let place = free.unwrap_or(self.locals.len());

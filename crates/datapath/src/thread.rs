@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, mpsc::Receiver};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
 
 use block::Engine;
 use guest::{NewQueue, Stopped};
@@ -14,6 +13,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::activity::{Activity, ThreadStats};
 use crate::disk::{Content, Disk};
+use crate::polling::Polling;
 use crate::source::Source;
 use crate::worker::Worker;
 
@@ -74,14 +74,13 @@ pub(crate) enum Command {
 }
 
 impl IoThread {
-    /// Starts a thread whose engine `make` builds, in the thread itself. Before it sleeps, it looks
-    /// out for its guests for `poll_max` at most.
+    /// Starts a thread whose engine `make` builds, in the thread itself.
     ///
     /// # Errors
     /// The thread or its engine could not be made.
     pub fn spawn<E: Engine, X: From<io::Error> + Send + 'static>(
         name: String,
-        poll_max: Duration,
+        polling: Polling,
         make: impl FnOnce() -> Result<E, X> + Send + 'static,
     ) -> Result<Self, X> {
         let (commands, queue) = mpsc::channel();
@@ -91,7 +90,7 @@ impl IoThread {
         let (its_wake, its_activity) = (wake.clone(), activity.clone());
         let thread = thread::Builder::new().name(name).spawn(move || {
             let worker = make().and_then(|engine| {
-                Worker::new(engine, poll_max, queue, its_wake, its_activity).map_err(X::from)
+                Worker::new(engine, polling, queue, its_wake, its_activity).map_err(X::from)
             });
             match worker {
                 Ok(worker) => {

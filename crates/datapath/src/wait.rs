@@ -1,17 +1,13 @@
 //! Stage 4: hand over what was submitted, and wait: for completions, for the guest, or not at all.
-//!
-//! To sleep and be woken costs about 10 µs of CPU and twice that in latency. So a thread that has
-//! nothing under way looks at its hot queues for a while before it sleeps, but only where the guest
-//! has lately come back within that while: the length of the wait is learned, and nothing is spent
-//! on a guest that does not come. Where operations themselves take long, the latency that this saves is
-//! no matter, and it is done only as long as it costs no more than sleep.
 
 use std::io;
-use std::time::{Duration, Instant};
 
 use block::Engine;
 
+use crate::clock::{now_ns, thread_cpu_ns};
 use crate::fetch::Fetched;
+use crate::polling::For;
+use crate::queue::About;
 use crate::worker::Worker;
 
 impl<E: Engine> Worker<E> {
@@ -20,6 +16,7 @@ impl<E: Engine> Worker<E> {
         let more_to_reap = self.completions.len() == self.completions.capacity();
         self.completions.clear();
         let under_way = self.engine.in_flight();
+        let mut waited_since = None;
         match fetched {
             _ if more_to_reap => self.engine.push()?,
             Fetched::More => self.engine.push()?,
@@ -27,9 +24,18 @@ impl<E: Engine> Worker<E> {
             // Nothing needed an operation; or what did is done in the kernel's first breath, and
             // needs no waiting. Other queues' kicks are looked for all the same.
             Fetched::All if under_way == 0 || self.instant => self.engine.push()?,
-            _ => self.look_out_or_sleep(under_way)?,
+            _ => {
+                let now = now_ns();
+                waited_since = Some(now);
+                self.poll_or_sleep(under_way, now)?;
+            }
         }
         self.engine.reap(&mut self.completions);
+        if let Some(start) = waited_since
+            && (1..=FEW).contains(&under_way)
+        {
+            self.learn_operations(start);
+        }
         if fetched != Fetched::Nothing {
             self.instant = self.engine.in_flight() == 0;
         }
@@ -37,31 +43,17 @@ impl<E: Engine> Worker<E> {
     }
 
     /// Waits for the guest if nothing is under way, else for what is under way and for the guest.
-    fn look_out_or_sleep(&mut self, under_way: usize) -> io::Result<()> {
-        let start = Instant::now();
-        let window = match under_way {
-            0 if self.operations.are_slow() && !self.instant => self.guests.window_within(SLEEP),
-            0 => self.guests.window(),
-            1..=FEW => self.operations.window(),
-            _ => Duration::ZERO,
-        };
-        if !window.is_zero() && !self.hot.is_empty() {
+    fn poll_or_sleep(&mut self, under_way: usize, start: u64) -> io::Result<()> {
+        let window = self.poll_window(under_way, start);
+        if self.poller.may(start, window) {
             self.engine.push()?;
-            let seen = self.look_out(start, window);
-            let hit = !matches!(seen, Seen::Nothing);
-            self.activity.polled(hit, start.elapsed());
+            let seen = self.poll(start, window);
+            let time = now_ns().saturating_sub(start);
+            let saved = self.poller.polled(time, seen != Seen::Nothing);
+            self.activity.polled(seen != Seen::Nothing, time, saved);
             match seen {
-                Seen::Request if under_way == 0 => {
-                    self.guests.came_after(start.elapsed());
-                    return Ok(());
-                }
                 Seen::Request => return Ok(()),
-                Seen::Completion => {
-                    if under_way > 0 {
-                        self.operations.came_after(start.elapsed());
-                    }
-                    return self.engine.push();
-                }
+                Seen::Completion => return self.engine.push(),
                 Seen::Nothing => {}
             }
         }
@@ -69,17 +61,58 @@ impl<E: Engine> Worker<E> {
             return self.engine.push();
         }
         self.activity.slept();
+        let measure = under_way == 0 && self.poller.measures();
+        let before = if measure { thread_cpu_ns() } else { 0 };
         self.engine.wait()?;
-        match under_way {
-            0 => self.guests.came_after(start.elapsed()),
-            1..=FEW => self.operations.came_after(start.elapsed()),
-            _ => {}
+        if measure {
+            self.poller.measured(thread_cpu_ns().saturating_sub(before));
         }
         Ok(())
     }
 
-    /// Polls the hot queues, and the engine.
-    fn look_out(&mut self, start: Instant, window: Duration) -> Seen {
+    /// How long to poll for the disks that are likely to come soonest; 0 for not at all.
+    fn poll_window(&mut self, under_way: usize, now: u64) -> u64 {
+        if under_way > FEW || self.poller.never() {
+            return 0;
+        }
+        let mut window = 0;
+        for &number in &self.hot {
+            let Some(queue) = &self.queues[number] else {
+                continue;
+            };
+            let Some(local) = &mut self.locals[queue.local] else {
+                continue;
+            };
+            let what = match (under_way, queue.slots.taken()) {
+                (0, 0) => For::Guest,
+                (1.., 1) => For::Operation,
+                _ => continue,
+            };
+            if what == For::Guest {
+                local.habits.quiet(now);
+            }
+            let limited = queue.disk.admission.limits_any();
+            window = window.max(self.poller.window(&local.habits, what, limited));
+        }
+        window
+    }
+
+    /// What has completed by now took this long.
+    fn learn_operations(&mut self, start: u64) {
+        let mut time = None;
+        for completion in &self.completions {
+            if let About::Operation { queue, .. } = About::from(completion.token)
+                && let Some(queue) = &self.queues[queue]
+                && let Some(local) = &mut self.locals[queue.local]
+            {
+                let time = *time.get_or_insert_with(|| now_ns().saturating_sub(start));
+                self.poller.operated(&mut local.habits, time);
+            }
+        }
+    }
+
+    /// Looks at the hot queues, and at the engine.
+    fn poll(&mut self, start: u64, window: u64) -> Seen {
         loop {
             // The clock costs more than a look at a ring.
             for _ in 0..LOOKS {
@@ -98,7 +131,7 @@ impl<E: Engine> Worker<E> {
                 }
                 std::hint::spin_loop();
             }
-            if start.elapsed() >= window {
+            if now_ns().saturating_sub(start) >= window {
                 return Seen::Nothing;
             }
         }
@@ -151,120 +184,14 @@ impl<E: Engine> Worker<E> {
 /// Looks at the rings between two looks at the clock.
 const LOOKS: usize = 16;
 
-/// Operations under way up to which a look-out for the first to end pays. With more, sleep costs each
+/// Operations under way up to which polling for the first to end can pay. With more, a sleep costs each
 /// of them less than it costs one.
 const FEW: usize = 2;
 
-/// CPU time of a sleep and of being woken, about: to look out for so long costs no more.
-const SLEEP: Duration = Duration::from_micros(10);
-
-/// What a look-out brought.
+/// What polling brought.
+#[derive(PartialEq, Eq)]
 enum Seen {
     Request,
     Completion,
     Nothing,
-}
-
-/// What a thread has learned about how long something takes to come.
-pub(crate) struct Learned {
-    max: Duration,
-    /// Moving average of the time from nothing to do to something to do.
-    average: Duration,
-}
-
-impl Learned {
-    /// Looks out for `max` at most; zero for never.
-    pub fn new(max: Duration) -> Self {
-        Self {
-            max,
-            average: max * 2,
-        }
-    }
-
-    /// How long to look out now.
-    #[inline]
-    fn window(&self) -> Duration {
-        self.window_within(self.max)
-    }
-
-    /// The same, and no longer than this.
-    #[inline]
-    fn window_within(&self, max: Duration) -> Duration {
-        let max = max.min(self.max);
-        match self.average <= max {
-            // Twice the average catches nearly all.
-            true => (self.average * 2).clamp(max / 8, max),
-            false => Duration::ZERO,
-        }
-    }
-
-    /// They take longer than twice the longest look-out, so that what one saves is a small part of it.
-    #[inline]
-    fn are_slow(&self) -> bool {
-        self.average > self.max * 2
-    }
-
-    /// It came after this long.
-    #[inline]
-    fn came_after(&mut self, time: Duration) {
-        // Bounded, so that an hour of silence is forgotten as fast as a millisecond of it.
-        let time = time.min(self.max * 4);
-        self.average = (self.average * 7 + time) / 8;
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const MAX: Duration = Duration::from_micros(50);
-
-    #[test]
-    fn a_guest_that_comes_back_soon_is_waited_for_and_one_that_stays_away_is_not() {
-        let mut guests = Learned::new(MAX);
-        assert_eq!(guests.window(), Duration::ZERO);
-        for _ in 0..32 {
-            guests.came_after(Duration::from_micros(10));
-        }
-        let window = guests.window();
-        assert!(
-            window >= Duration::from_micros(10) && window <= MAX,
-            "{window:?}"
-        );
-        guests.came_after(Duration::from_secs(3600));
-        for _ in 0..8 {
-            guests.came_after(Duration::from_millis(1));
-        }
-        assert_eq!(guests.window(), Duration::ZERO);
-    }
-
-    #[test]
-    fn where_operations_are_slow_a_guest_is_waited_for_as_long_as_sleep_costs() {
-        let (mut operations, mut guests) = (Learned::new(MAX), Learned::new(MAX));
-        assert!(!operations.are_slow(), "nothing is known yet");
-        for _ in 0..32 {
-            operations.came_after(MAX * 3 / 2);
-        }
-        assert!(!operations.are_slow());
-        for _ in 0..32 {
-            operations.came_after(Duration::from_millis(1));
-            guests.came_after(Duration::from_micros(20));
-        }
-        assert!(operations.are_slow());
-        assert_eq!(guests.window_within(SLEEP), Duration::ZERO);
-        for _ in 0..32 {
-            guests.came_after(Duration::from_micros(4));
-        }
-        let window = guests.window_within(SLEEP);
-        assert!(!window.is_zero() && window <= SLEEP, "{window:?}");
-    }
-
-    #[test]
-    fn zero_means_never() {
-        let mut guests = Learned::new(Duration::ZERO);
-        for _ in 0..100 {
-            guests.came_after(Duration::ZERO);
-        }
-        assert_eq!(guests.window(), Duration::ZERO);
-    }
 }

@@ -21,12 +21,12 @@ use crate::fetch::CHUNK_MAX;
 use crate::local::Local;
 use crate::merge::Buffers;
 use crate::notify::Call;
+use crate::polling::{Poller, Polling};
 use crate::queue::{Queue, State, TIMER, WAKE, kick_token, requests_max};
 use crate::replace::Hold;
 use crate::slow::Slow;
 use crate::thread::{Command, QueueId, Wake};
 use crate::timer::Timer;
-use crate::wait::Learned;
 
 /// Completions handled before the guest is told of them. Small, so that the guest works on the first
 /// while we are at the last; large enough to share the cost of telling.
@@ -74,10 +74,7 @@ pub(crate) struct Worker<E> {
     pub zeroes_left: u64,
     /// Some fdatasync could not begin for want of room.
     pub syncs_postponed: bool,
-    /// When guests come back, while nothing is under way.
-    pub guests: Learned,
-    /// When operations end, while few are under way.
-    pub operations: Learned,
+    pub poller: Poller,
     /// The last operations were done by the time that they were handed over.
     pub instant: bool,
     /// When the completions at hand were reaped, once somebody asked; else 0.
@@ -103,7 +100,7 @@ struct Stop {
 impl<E: Engine> Worker<E> {
     pub fn new(
         engine: E,
-        poll_max: Duration,
+        polling: Polling,
         commands: Receiver<Command>,
         wake: Arc<Wake>,
         activity: Arc<Activity>,
@@ -131,8 +128,7 @@ impl<E: Engine> Worker<E> {
             zeroed: 0,
             zeroes_left: 0,
             syncs_postponed: false,
-            guests: Learned::new(poll_max),
-            operations: Learned::new(poll_max),
+            poller: Poller::new(polling),
             instant: false,
             reaped_ns: 0,
             activity,

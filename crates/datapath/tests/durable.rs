@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::support::{FACTS, Served};
 use block::{Aio, Backing, CacheMode, DetectZeroes, Discard, DiskFacts};
-use datapath::{Disk, IoThread, Options};
+use datapath::{Disk, IoThread, Options, Polling};
 use image::Image;
 use testkit::driver::{Device, DeviceConfig, DiskConfig, HANG, Op};
 use testkit::faulty::{Faults, Faulty, MemoryDisk, Random};
@@ -65,7 +65,12 @@ fn serve_with(
     let thread = |i| {
         let bytes = bytes.clone();
         let make = move || Faulty::new(bytes, faults, seed + i);
-        IoThread::spawn(format!("io-{i}"), Duration::from_micros(50), make).unwrap()
+        IoThread::spawn(
+            format!("io-{i}"),
+            Polling::up_to(Duration::from_micros(50)),
+            make,
+        )
+        .unwrap()
     };
     let file = tempfile::tempfile().unwrap().into();
     let disk = Arc::new(Disk::new(

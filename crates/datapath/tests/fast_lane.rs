@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use crate::support::{FACTS, Served};
 use block::{Aio, CacheMode, DiskFacts};
-use datapath::{Disk, IoThread, Options};
+use datapath::{Disk, IoThread, Options, Polling};
 use engine::{DiskFile, OpenError, Uring, UringError};
 use image::Image;
 use tempfile::TempDir;
@@ -72,10 +72,14 @@ static ALLOCATOR: Counting = Counting;
 /// Serves a disk with io_uring; the counter counts what its I/O thread does. `None` where there is no io_uring.
 fn serve(disk: Disk) -> Option<(Served, &'static AtomicU64)> {
     let counter: &'static AtomicU64 = Box::leak(Box::default());
-    let thread = IoThread::spawn("io-0".into(), Duration::from_micros(50), move || {
-        COUNTER.set(Some(counter));
-        Ok(Uring::new()?)
-    });
+    let thread = IoThread::spawn(
+        "io-0".into(),
+        Polling::up_to(Duration::from_micros(50)),
+        move || {
+            COUNTER.set(Some(counter));
+            Ok(Uring::new()?)
+        },
+    );
     let thread = thread.map_err(|e: Box<dyn Error + Send + Sync>| {
         let missing = matches!(
             e.downcast_ref(),

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::support::{FACTS, Served};
 use block::{Aio, Backing, DiskFacts, OnError};
-use datapath::{Disk, IoThread, Options};
+use datapath::{Disk, IoThread, Options, Polling};
 use image::Image;
 use testkit::chain::{Chain, Layout, Table, header};
 use testkit::driver::{Device, DeviceConfig, DiskConfig, HANG, Op, segment};
@@ -90,9 +90,11 @@ impl Guest {
         };
         let disk = MemoryDisk::new(DISK_BYTES as usize);
         let its_disk = disk.clone();
-        let thread = IoThread::spawn("io-0".into(), Duration::from_micros(50), move || {
-            Faulty::new(its_disk, faults, seed)
-        });
+        let thread = IoThread::spawn(
+            "io-0".into(),
+            Polling::up_to(Duration::from_micros(50)),
+            move || Faulty::new(its_disk, faults, seed),
+        );
         // The engine knows its file itself, but a disk has one.
         let file = tempfile::tempfile().unwrap().into();
         let served = Served::new(

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::support::{FACTS, Served};
 use block::{Aio, Backing, DiskFacts};
-use datapath::{Disk, IoThread, Options};
+use datapath::{Disk, IoThread, Options, Polling};
 use image::Image;
 use testkit::chain::{Chain, Layout, Table, header};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
@@ -39,7 +39,12 @@ fn neighbours(
     let bytes = MemoryDisk::new(DISK_BYTES as usize);
     let its_bytes = bytes.clone();
     let make = move || Faulty::new(its_bytes, faults, 1);
-    let thread = IoThread::spawn("io-0".into(), Duration::from_micros(50), make).unwrap();
+    let thread = IoThread::spawn(
+        "io-0".into(),
+        Polling::up_to(Duration::from_micros(50)),
+        make,
+    )
+    .unwrap();
     let threads = Arc::new(vec![thread]);
     let serve = |name: &str| {
         let file = tempfile::tempfile().unwrap().into();

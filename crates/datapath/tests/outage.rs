@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::support::{FACTS, Served};
 use block::{Aio, Backing, OnError};
-use datapath::{Disk, IoAction, IoEvent, IoResumed, IoThread, Options, Replacement};
+use datapath::{Disk, IoAction, IoEvent, IoResumed, IoThread, Options, Polling, Replacement};
 use image::Image;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::faulty::{Faults, Faulty, MemoryDisk, Random};
@@ -67,9 +67,11 @@ fn serve_on(
 ) -> Setup {
     let memory = MemoryDisk::new(DISK_BYTES as usize);
     let its_memory = memory.clone();
-    let thread = IoThread::spawn("io-0".into(), Duration::from_micros(50), move || {
-        Faulty::new(its_memory, faults, 7)
-    });
+    let thread = IoThread::spawn(
+        "io-0".into(),
+        Polling::up_to(Duration::from_micros(50)),
+        move || Faulty::new(its_memory, faults, 7),
+    );
     let file = tempfile::tempfile().unwrap().into();
     let disk = Arc::new(Disk::new(
         "out".into(),

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::support::{FACTS, Served};
 use block::{CacheMode, DiskFacts};
-use datapath::{Disk, IoThread, Options, Place, Replacement};
+use datapath::{Disk, IoThread, Options, Place, Polling, Replacement};
 use engine::{Uring, UringError};
 use image::Image;
 use lying::Lying;
@@ -56,7 +56,11 @@ fn setup(threads: usize) -> Option<Setup> {
     let disk = Arc::new(disk);
     let thread = |i| {
         let make = || Ok(Uring::new()?);
-        let thread = IoThread::spawn(format!("io-{i}"), Duration::from_micros(50), make);
+        let thread = IoThread::spawn(
+            format!("io-{i}"),
+            Polling::up_to(Duration::from_micros(50)),
+            make,
+        );
         thread.map_err(|e: Box<dyn std::error::Error + Send + Sync>| {
             let known = e.downcast_ref::<UringError>();
             assert!(!matches!(known, None | Some(UringError::Other(_))), "{e}");

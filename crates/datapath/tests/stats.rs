@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::support::{FACTS, Served};
 use block::{Aio, Backing, DetectZeroes, Rate, Request, ThrottleLimits};
-use datapath::{Disk, DiskStats, IoAction, IoEvent, IoThread, Options, RequestStats};
+use datapath::{Disk, DiskStats, IoAction, IoEvent, IoThread, Options, Polling, RequestStats};
 use image::Image;
 use testkit::driver::{Device, DeviceConfig, Op};
 use testkit::faulty::{Faults, Faulty, MemoryDisk};
@@ -29,9 +29,11 @@ fn serve_with(null: bool, fail: u32, options: Options) -> (Arc<Disk>, Served, De
         length_alignment: 1,
     };
     let memory = MemoryDisk::new(DISK_BYTES as usize);
-    let thread = IoThread::spawn("io-0".into(), Duration::from_micros(50), move || {
-        Faulty::new(memory, faults, 1)
-    });
+    let thread = IoThread::spawn(
+        "io-0".into(),
+        Polling::up_to(Duration::from_micros(50)),
+        move || Faulty::new(memory, faults, 1),
+    );
     let (image, file) = match null {
         true => (Image::Null, None),
         false => {
@@ -233,18 +235,22 @@ fn failures_of_storage_are_told_and_only_these() {
 
 #[test]
 fn a_thread_counts_its_time() {
-    let thread = IoThread::spawn("io-0".into(), Duration::from_micros(50), move || {
-        let faults = Faults {
-            short: 0,
-            again: 0,
-            fail: 0,
-            late: 0,
-            room: 16,
-            address_alignment: 1,
-            length_alignment: 1,
-        };
-        Faulty::new(MemoryDisk::new(DISK_BYTES as usize), faults, 1)
-    });
+    let thread = IoThread::spawn(
+        "io-0".into(),
+        Polling::up_to(Duration::from_micros(50)),
+        move || {
+            let faults = Faults {
+                short: 0,
+                again: 0,
+                fail: 0,
+                late: 0,
+                room: 16,
+                address_alignment: 1,
+                length_alignment: 1,
+            };
+            Faulty::new(MemoryDisk::new(DISK_BYTES as usize), faults, 1)
+        },
+    );
     let thread = thread.unwrap();
     loop {
         let stats = thread.stats();

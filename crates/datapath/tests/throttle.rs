@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::support::{FACTS, Served};
 use block::{Aio, Backing, Rate, ThrottleLimits};
-use datapath::{Disk, IoThread, Options, ThrottleGroup};
+use datapath::{Disk, IoThread, Options, Polling, ThrottleGroup};
 use image::Image;
 use testkit::driver::{Device, DeviceConfig, Op};
 use testkit::faulty::{Faults, Faulty, MemoryDisk};
@@ -44,9 +44,11 @@ fn serve(null: bool) -> (Arc<Disk>, Served, Device) {
         length_alignment: 1,
     };
     let memory = MemoryDisk::new(DISK_BYTES as usize);
-    let thread = IoThread::spawn("io-0".into(), Duration::from_micros(50), move || {
-        Faulty::new(memory, faults, 1)
-    });
+    let thread = IoThread::spawn(
+        "io-0".into(),
+        Polling::up_to(Duration::from_micros(50)),
+        move || Faulty::new(memory, faults, 1),
+    );
     let (image, file) = match null {
         true => (Image::Null, None),
         false => {

@@ -24,6 +24,7 @@ WAIT, IMAGE, ENGINE, BACK
         not in memory, in the engine and the storage below,
         on the way back to the VM
 
+Below the table: what all I/O threads together polled, if they did (--poll-max-us, --poll-cpu).
 Latencies are measured while somebody asks, and for two minutes after; always with 'ringdisk serve --metrics'.
 With --json there are also all counters and histograms since the disk was first served, in 'total'.")]
 pub struct StatsArgs {
@@ -53,15 +54,19 @@ pub fn stats(args: &StatsArgs) -> Done {
     }
     let first = Sample::new(&first);
     thread::sleep(Duration::from_secs(args.seconds));
-    let mut rates = Sample::new(&answer(&mut client)?).since(&first);
+    let second = Sample::new(&answer(&mut client)?);
+    let mut rates = second.since(&first);
     rates.retain(|disk| args.names.is_empty() || args.names.contains(&disk.name));
     let json: Value = rates.iter().map(Rates::to_json).collect();
     let mut rows = vec![row(HEADINGS)];
     rows.extend(rates.iter().map(cells));
-    let text = match rates.is_empty() {
+    let mut text = match rates.is_empty() {
         true => "no disk is served; 'ringdisk attach FILE' serves one".into(),
         false => table(&rows),
     };
+    if let Some(polling) = second.polling_since(&first) {
+        text = format!("{}\n\n{polling}", text.trim_end());
+    }
     args.connection.say(&json, &text);
     Ok(())
 }

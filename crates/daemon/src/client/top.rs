@@ -68,7 +68,7 @@ pub fn top(args: &TopArgs) -> Done {
         match answer(&mut client) {
             Ok(answer) => {
                 let now = Sample::new(&answer);
-                view.update(now.since(&sample));
+                view.update(now.since(&sample), now.polling_since(&sample));
                 sample = now;
             }
             Err(e) => break Err(e.into()),
@@ -98,6 +98,8 @@ enum Go {
 #[derive(Default)]
 struct View {
     disks: Vec<Rates>,
+    /// What the I/O threads polled.
+    polling: Option<String>,
     /// Operations per second, the latest last.
     past: BTreeMap<String, VecDeque<u64>>,
     chosen: Option<String>,
@@ -108,10 +110,11 @@ struct View {
 }
 
 impl View {
-    fn update(&mut self, disks: Vec<Rates>) {
+    fn update(&mut self, disks: Vec<Rates>, polling: Option<String>) {
         if self.halted {
             return;
         }
+        self.polling = polling;
         self.past
             .retain(|name, _| disks.iter().any(|disk| disk.name == *name));
         for disk in &disks {
@@ -166,13 +169,17 @@ impl View {
     }
 
     fn draw(&self, frame: &mut Frame<'_>) {
-        let [head, table, below] = Layout::vertical([
+        let [head, polling, table, below] = Layout::vertical([
             Constraint::Length(1),
+            Constraint::Length(self.polling.is_some().into()),
             Constraint::Min(3),
             Constraint::Percentage(40),
         ])
         .areas(frame.area());
         frame.render_widget(self.heading(), head);
+        if let Some(text) = &self.polling {
+            frame.render_widget(Line::from(&**text), polling);
+        }
         self.draw_table(frame, table);
         if let Some(disk) = self.disks.get(self.chosen()) {
             let [left, right] =
@@ -320,7 +327,7 @@ mod tests {
         let mut view = View::default();
         let samples: Vec<_> = (1..5).map(|i| Sample::new(&answer(i))).collect();
         for two in samples.windows(2) {
-            view.update(two[1].since(&two[0]));
+            view.update(two[1].since(&two[0]), two[1].polling_since(&two[0]));
         }
         view
     }
@@ -331,6 +338,7 @@ mod tests {
         let text = screen(&view, 130, 24);
         for expected in [
             "2 disks, 12k operations/s",
+            "polling takes 12% of a core",
             "P99.9",
             "25MB/s",
             " a: 8000 operations/s",

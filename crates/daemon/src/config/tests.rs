@@ -46,7 +46,7 @@ fn a_whole_file() {
     );
     assert_eq!(config.iothreads, Some(4));
     assert_eq!(config.threads[0].0, "fast");
-    assert_eq!(config.threads[0].1.poll_max, Duration::from_micros(50));
+    assert_eq!(config.threads[0].1.polling.max, Duration::from_micros(50));
     assert_eq!(config.groups[0].1.iops_total.average, 10_000);
     assert_eq!(config.groups[0].1.bps_total.max, 100 << 20);
     let [first, second] = &config.disks[..] else {

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use datapath::{IoThread, Options};
+use datapath::{IoThread, Options, Polling};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::faulty::{Faults, Faulty, Random};
 use testkit::qemu_img as qemu;
@@ -44,7 +44,7 @@ fn tables_that_are_hit_by_other_writes() {
         let bytes: Vec<_> = its_files.iter().map(|f| f.disk.clone()).collect();
         let its_bytes = bytes.clone();
         let make = move || Faulty::over(its_bytes, FAULTS, seed);
-        let thread = IoThread::spawn("io-0".into(), Duration::ZERO, make).unwrap();
+        let thread = IoThread::spawn("io-0".into(), Polling::up_to(Duration::ZERO), make).unwrap();
         let disk = disk(Arc::new(chain), 1, FACTS, Options::default());
         let served = Served::new(disk, Arc::new(vec![thread]), 1, 64);
         let config = DeviceConfig {

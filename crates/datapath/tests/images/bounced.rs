@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use block::{Aio, Backing, DiskFacts, OnError};
-use datapath::{Disk, IoThread, Options};
+use datapath::{Disk, IoThread, Options, Polling};
 use image::Image;
 use testkit::driver::{Device, DeviceConfig, Op};
 use testkit::faulty::{Faults, Faulty, MemoryDisk};
@@ -61,7 +61,7 @@ fn a_copy_after_a_bounced_piece_is_not_bounced() {
     let bytes: Vec<_> = its_files.iter().map(|f| f.disk.clone()).collect();
     let its_bytes = bytes.clone();
     let make = move || Faulty::over(its_bytes, FAULTS, 1);
-    let thread = IoThread::spawn("io-0".into(), Duration::ZERO, make).unwrap();
+    let thread = IoThread::spawn("io-0".into(), Polling::up_to(Duration::ZERO), make).unwrap();
     let disk = disk(Arc::new(chain), its_files.len(), NEEDS, Options::default());
     let served = Served::new(disk, Arc::new(vec![thread]), 1, 64);
     let mut device = Device::connect(served.socket(), &misaligned()).unwrap();
@@ -101,7 +101,7 @@ fn a_buffer_that_comes_free_beside_the_thread_is_taken() {
     let disks = vec![bytes.clone(), hung.clone()];
     let make = move || Faulty::over(disks, FAULTS, 1);
     let threads = Arc::new(vec![
-        IoThread::spawn("io-0".into(), Duration::ZERO, make).unwrap(),
+        IoThread::spawn("io-0".into(), Polling::up_to(Duration::ZERO), make).unwrap(),
     ]);
     let options = Options {
         werror: OnError::Report,

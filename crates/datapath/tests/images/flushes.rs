@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use block::{CacheMode, OnError};
-use datapath::{IoThread, Options};
+use datapath::{IoThread, Options, Polling};
 use testkit::driver::{Device, DeviceConfig, Op};
 use testkit::faulty::{Faults, Faulty};
 use testkit::qemu_img as qemu;
@@ -41,7 +41,7 @@ fn only_what_the_page_cache_has_lost_is_final() {
         let (chain, its_files) = files.chain(&directory.path().join("disk.qcow2"), None);
         let bytes: Vec<_> = its_files.iter().map(|f| f.disk.clone()).collect();
         let make = move || Faulty::over(bytes, FAULTS, 1);
-        let thread = IoThread::spawn("io-0".into(), Duration::ZERO, make).unwrap();
+        let thread = IoThread::spawn("io-0".into(), Polling::up_to(Duration::ZERO), make).unwrap();
         let options = Options {
             cache: match cached {
                 true => CacheMode::Writeback,
@@ -91,7 +91,7 @@ fn a_write_in_place_is_durable_with_its_table() {
     let (chain, its_files) = files.chain(&directory.path().join("disk.qcow2"), None);
     let bytes: Vec<_> = its_files.iter().map(|f| f.disk.clone()).collect();
     let make = move || Faulty::over(bytes, FAULTS, 1);
-    let thread = IoThread::spawn("io-0".into(), Duration::ZERO, make).unwrap();
+    let thread = IoThread::spawn("io-0".into(), Polling::up_to(Duration::ZERO), make).unwrap();
     let options = Options {
         cache: CacheMode::Directsync,
         werror: OnError::Report,
@@ -149,7 +149,7 @@ fn a_write_in_place_rests_on_what_is_recorded() {
         let (chain, its_files) = files.chain(&directory.path().join("disk.qcow2"), None);
         let bytes: Vec<_> = its_files.iter().map(|f| f.disk.clone()).collect();
         let make = move || Faulty::over(bytes, FAULTS, 1);
-        let thread = IoThread::spawn("io-0".into(), Duration::ZERO, make).unwrap();
+        let thread = IoThread::spawn("io-0".into(), Polling::up_to(Duration::ZERO), make).unwrap();
         let options = Options {
             cache: CacheMode::None,
             werror: OnError::Report,

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use block::{Aio, Backing, OnError};
-use datapath::{Disk, IoThread, Options};
+use datapath::{Disk, IoThread, Options, Polling};
 use image::Image;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::faulty::{Faults, Faulty, MemoryDisk};
@@ -56,7 +56,7 @@ fn what_is_given_back_holds_up_no_neighbour() {
     let disks = vec![bytes.clone(), other];
     let make = move || Faulty::over(disks, FAULTS, 1);
     let threads = Arc::new(vec![
-        IoThread::spawn("io-0".into(), Duration::ZERO, make).unwrap(),
+        IoThread::spawn("io-0".into(), Polling::up_to(Duration::ZERO), make).unwrap(),
     ]);
     let options = Options {
         werror: OnError::Report,

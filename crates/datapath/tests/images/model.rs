@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use block::{CacheMode, DetectZeroes, Discard, DiskFacts};
-use datapath::{Disk, IoThread, Options};
+use datapath::{Disk, IoThread, Options, Polling};
 use image::Chain;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
@@ -250,7 +250,12 @@ impl<'a> Run<'a> {
                 length_alignment: SECTOR as u32,
             };
             let make = move || Faulty::over(disks, faults, seed ^ number);
-            IoThread::spawn(format!("io-{number}"), Duration::from_micros(50), make).unwrap()
+            IoThread::spawn(
+                format!("io-{number}"),
+                Polling::up_to(Duration::from_micros(50)),
+                make,
+            )
+            .unwrap()
         });
         let facts = DiskFacts {
             address_alignment: alignment,

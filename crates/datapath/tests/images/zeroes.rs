@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use block::{Aio, Backing, DetectZeroes};
-use datapath::{Disk, IoThread, Options};
+use datapath::{Disk, IoThread, Options, Polling};
 use image::Image;
 use testkit::chain::{Chain, Table, header};
 use testkit::driver::{Device, DeviceConfig, HANG, Queue};
@@ -47,7 +47,7 @@ fn a_long_read_of_zeroes_goes_by_turns() {
     let bytes: Vec<_> = its_files.iter().map(|f| f.disk.clone()).collect();
     let its_bytes = bytes.clone();
     let make = move || Faulty::over(its_bytes, FAULTS, 1);
-    let thread = IoThread::spawn("io-0".into(), Duration::ZERO, make).unwrap();
+    let thread = IoThread::spawn("io-0".into(), Polling::up_to(Duration::ZERO), make).unwrap();
     let disk = disk(Arc::new(chain), 1, FACTS, Options::default());
     let served = Served::new(disk, Arc::new(vec![thread]), 1, 512);
     let config = DeviceConfig {
@@ -106,7 +106,7 @@ fn zeroes_are_looked_for_by_turns() {
         };
         let its_bytes = bytes.clone();
         let make = move || Faulty::over(vec![its_bytes], FAULTS, 1);
-        let thread = IoThread::spawn("io-0".into(), Duration::ZERO, make).unwrap();
+        let thread = IoThread::spawn("io-0".into(), Polling::up_to(Duration::ZERO), make).unwrap();
         let served = Served::new(disk, Arc::new(vec![thread]), 1, 512);
         let config = DeviceConfig {
             queue_size: 512,

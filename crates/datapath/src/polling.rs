@@ -1,0 +1,462 @@
+//! When a thread polls before it sleeps: what it has learned of each disk, what a sleep costs here, and how
+//! much CPU polling may take. Pure: the caller brings the clocks. Times are in nanoseconds.
+//!
+//! Polling saves a sleep and a wake-up, their CPU and their latency. The latency is worth something only if
+//! the guest waits for this very request: it has one request at a time, and sends the next one soon
+//! after it was given the last. Such a guest always takes some time to come back. One that
+//! sends requests at times of its own is often there at once, and is not polled for, unless it comes so soon that polling
+//! takes less CPU than a sleep.
+
+use std::time::Duration;
+
+/// How an I/O thread may poll before it sleeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Polling {
+    /// Longest time before one sleep; zero for never.
+    pub max: Duration,
+    /// What polling may cost beyond the sleeps that it saves, in percent of a core: 1 to 100.
+    pub cpu: u8,
+}
+
+impl Default for Polling {
+    fn default() -> Self {
+        Self {
+            max: Duration::from_micros(100),
+            cpu: 80,
+        }
+    }
+}
+
+impl Polling {
+    /// Never longer than this, and the default otherwise.
+    pub fn up_to(max: Duration) -> Self {
+        Self {
+            max,
+            ..Self::default()
+        }
+    }
+}
+
+/// How long something takes: the moving average, and how far it is off on average. Zero before the first.
+#[derive(Clone, Copy, Default)]
+struct Time {
+    mean: u64,
+    deviation: u64,
+    /// Of 1024, how many took less than half of the mean.
+    early: u64,
+}
+
+impl Time {
+    fn took(&mut self, ns: u64) {
+        if self.mean == 0 {
+            (self.mean, self.deviation, self.early) = (ns.max(1), ns, EARLY_MAX * 5 / 4);
+            return;
+        }
+        let early = if ns * 2 < self.mean { 1024 } else { 0 };
+        self.early = (self.early * 15 + early) / 16;
+        self.deviation = (self.deviation * 7 + ns.abs_diff(self.mean)) / 8;
+        self.mean = (self.mean * 7 + ns) / 8;
+    }
+
+    /// As long as nearly all of them take.
+    fn most(&self) -> u64 {
+        self.mean + 2 * self.deviation
+    }
+
+    /// They all take some time, and some take longer. Of times between events that know nothing of each other,
+    /// 39 % are less than half of the mean.
+    fn is_steady(&self) -> bool {
+        self.early <= EARLY_MAX
+    }
+}
+
+const EARLY_MAX: u64 = 230;
+
+/// What a thread has learned of a disk.
+#[derive(Default)]
+pub(crate) struct Habits {
+    /// From the end of the only request under way to the guest's next one, where the thread polled.
+    back: Time,
+    /// The same where it slept: longer by a wake-up.
+    back_asleep: Time,
+    /// An operation of a request that is alone.
+    operation: Time,
+    /// When it was first seen that nothing is under way; 0 while something is.
+    quiet_since: u64,
+    /// The guest is polled for.
+    polls: bool,
+    /// A trial has shown that it pays.
+    judged: bool,
+    /// Requests of a trial that were seen, or that are left until the next one.
+    count: u8,
+}
+
+/// Requests for which polling is tried before it is judged.
+const TRIAL: u8 = 8;
+
+/// Requests until it is tried again where it did not pay.
+const TRIED_EACH: u8 = 200;
+
+impl Habits {
+    /// Nothing of the disk is under way.
+    #[inline]
+    pub fn quiet(&mut self, now: u64) {
+        if self.quiet_since == 0 {
+            self.quiet_since = now;
+        }
+    }
+
+    /// The guest came back after this long.
+    fn came_after(&mut self, ns: u64, polled: bool, max: u64, sleep: u64) {
+        match (self.polls, polled) {
+            (true, true) => {
+                // A single time that the thread had to wait for a CPU, or the guest for something else, says little.
+                self.back.took(ns.min(max * 3 / 5));
+                self.count = (self.count + 1).min(TRIAL);
+                if self.count == TRIAL {
+                    self.judged = self.pays(max, sleep);
+                    if !self.judged {
+                        (self.polls, self.count) = (false, TRIED_EACH);
+                    }
+                }
+            }
+            // It may not poll now.
+            (true, false) => {}
+            (false, _) => {
+                self.back_asleep.took(ns.min(max * 3 / 2));
+                self.count = self.count.saturating_sub(1);
+                let Time {
+                    mean, deviation, ..
+                } = self.back_asleep;
+                if self.count == 0 && mean <= max && deviation * 2 <= mean {
+                    self.back = Time::default();
+                    self.polls = true;
+                }
+            }
+        }
+    }
+
+    /// Whether to poll for the guest: it comes sooner than a sleep costs; or it waits for each request before it
+    /// sends the next one, so soon that a wake-up is a good part of the time that a request takes it.
+    fn pays(&self, max: u64, sleep: u64) -> bool {
+        let instant = self.operation.mean <= max / 10;
+        let soon = self.comes_at_once(max) || instant && self.back.mean <= max * 11 / 20;
+        self.back.most() <= sleep || soon && self.back.is_steady() && self.operation.mean <= max * 2
+    }
+
+    /// Whether the guest has little else to do than to wait: what it does takes little, or half as long as an
+    /// operation. Only then does it pay to poll through operations too.
+    fn comes_at_once(&self, max: u64) -> bool {
+        let little = (max * 3 / 10).max(self.operation.mean / 2);
+        // What was found to pay goes on until it clearly does not.
+        let little = if self.judged { little * 3 / 2 } else { little };
+        self.back.mean <= little.min(max * 11 / 20)
+    }
+}
+
+/// Decides for a thread.
+pub(crate) struct Poller {
+    max: u64,
+    /// Parts in a hundred of the time that polling may cost.
+    share: u64,
+    /// What it may cost now; below zero after it has cost too much. Refilled at `refilled`.
+    left: i64,
+    refilled: u64,
+    /// CPU time of a sleep and of being woken.
+    sleep: u64,
+    sleeps: u32,
+    /// Whether it polled the last time that it waited.
+    has_polled: bool,
+}
+
+/// What the disk that polling is for waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum For {
+    Guest,
+    Operation,
+}
+
+/// What a sleep is thought to cost before one was measured.
+const SLEEP_NS: u64 = 10_000;
+
+/// No sleep costs more: what was measured beyond was something else.
+const SLEEP_MAX_NS: u64 = 40_000;
+
+/// The first sleeps are measured, and then each one after so many.
+const MEASURED_FIRST: u32 = 8;
+const MEASURED_EACH: u32 = 32;
+
+/// Time for which what polling may cost is saved up.
+const SAVED_UP_NS: i64 = 10_000_000;
+
+impl Poller {
+    pub fn new(polling: Polling) -> Self {
+        let mut poller = Self {
+            max: polling.max.as_nanos() as u64,
+            share: u64::from(polling.cpu.clamp(1, 100)),
+            left: 0,
+            refilled: 0,
+            sleep: SLEEP_NS,
+            sleeps: 0,
+            has_polled: false,
+        };
+        poller.left = poller.full();
+        poller
+    }
+
+    /// Whether it ever polls.
+    #[inline]
+    pub fn never(&self) -> bool {
+        self.max == 0
+    }
+
+    /// How long to poll for this disk. What one with limits waits for is mostly the limit, so that
+    /// it is polled for only where that takes less CPU than a sleep.
+    #[inline]
+    pub fn window(&self, habits: &Habits, what: For, limited: bool) -> u64 {
+        let Habits {
+            back, operation, ..
+        } = habits;
+        if !habits.polls || limited && back.most() > self.sleep {
+            return 0;
+        }
+        match what {
+            For::Guest if habits.count < TRIAL => self.max * 3 / 5,
+            For::Guest => back.most().min(self.max),
+            For::Operation
+                if !limited
+                    && habits.count == TRIAL
+                    && habits.comes_at_once(self.max)
+                    // As long as the thread sleeps, this is longer by a wake-up.
+                    && operation.mean <= self.max * 3 / 2 =>
+            {
+                operation.most().min(self.max)
+            }
+            For::Operation => 0,
+        }
+    }
+
+    /// The guest of this disk has sent a request; `now` is asked for only if it was quiet.
+    #[inline]
+    pub fn came(&self, habits: &mut Habits, now: impl FnOnce() -> u64) {
+        if habits.quiet_since > 0 {
+            let time = now().saturating_sub(habits.quiet_since);
+            habits.quiet_since = 0;
+            habits.came_after(time, self.has_polled, self.max, self.sleep);
+        }
+    }
+
+    /// A lone operation of this disk took this long.
+    #[inline]
+    pub fn operated(&self, habits: &mut Habits, ns: u64) {
+        habits.operation.took(ns.min(self.max * 4));
+    }
+
+    /// Whether to poll now for so long.
+    #[inline]
+    pub fn may(&mut self, now: u64, window: u64) -> bool {
+        self.has_polled = false;
+        if window == 0 {
+            return false;
+        }
+        let time = now.saturating_sub(self.refilled).min(1_000_000_000);
+        self.refilled = now;
+        let more = (time * self.share / 100) as i64;
+        self.left = self.left.saturating_add(more).min(self.full());
+        self.left >= 0
+    }
+
+    /// It polled for so long. Returns what this saved.
+    #[inline]
+    pub fn polled(&mut self, ns: u64, hit: bool) -> u64 {
+        self.has_polled = true;
+        let saved = if hit { self.sleep } else { 0 };
+        // What it took beyond the longest time it spent waiting for a CPU.
+        let ns = ns.min(self.max);
+        self.left = (self.left + saved as i64 - ns as i64).min(self.full());
+        saved
+    }
+
+    /// Whether to measure the sleep that comes now.
+    #[inline]
+    pub fn measures(&mut self) -> bool {
+        self.sleeps = self.sleeps.wrapping_add(1);
+        !self.never()
+            && (self.sleeps <= MEASURED_FIRST || self.sleeps.is_multiple_of(MEASURED_EACH))
+    }
+
+    /// A sleep took so much CPU time.
+    pub fn measured(&mut self, cpu_ns: u64) {
+        self.sleep = (self.sleep * 3 + cpu_ns.min(SLEEP_MAX_NS)) / 4;
+    }
+
+    fn full(&self) -> i64 {
+        SAVED_UP_NS * self.share as i64 / 100
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAX: u64 = 100_000;
+
+    fn poller(cpu: u8) -> Poller {
+        Poller::new(Polling {
+            max: Duration::from_nanos(MAX),
+            cpu,
+        })
+    }
+
+    /// What a wake-up takes.
+    const WAKE: u64 = 30_000;
+
+    /// The guest of this disk sends requests after these times, one after another.
+    fn send(habits: &mut Habits, times: impl IntoIterator<Item = u64>) {
+        let mut poller = poller(50);
+        for time in times {
+            let polls = poller.window(habits, For::Guest, false);
+            poller.has_polled = polls > 0;
+            let seen = if time <= polls { time } else { time + WAKE };
+            habits.quiet(1);
+            poller.came(habits, || seen + 1);
+        }
+    }
+
+    fn guest(times: impl IntoIterator<Item = u64>) -> Habits {
+        let mut habits = Habits::default();
+        send(&mut habits, times);
+        habits
+    }
+
+    /// Times between requests that know nothing of each other, so long on average.
+    fn independent(mean: f64) -> impl Iterator<Item = u64> {
+        let mut state = 1u64;
+        std::iter::repeat_with(move || {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            let uniform = ((state >> 11) as f64 + 1.0) / (1u64 << 53) as f64;
+            (-uniform.ln() * mean) as u64
+        })
+    }
+
+    #[test]
+    fn a_guest_that_waits_for_each_request_is_polled_for_and_a_silent_one_is_not() {
+        let poller = poller(50);
+        let window = |habits: &Habits, what| poller.window(habits, what, false);
+        assert_eq!(window(&Habits::default(), For::Guest), 0);
+        assert_eq!(window(&Habits::default(), For::Operation), 0);
+
+        let times = [18_000, 20_000, 21_000, 19_000].repeat(16);
+        let mut habits = guest(times.clone());
+        poller.operated(&mut habits, 80_000);
+        let guest_window = window(&habits, For::Guest);
+        assert!((20_000..=30_000).contains(&guest_window), "{guest_window}");
+        assert_eq!(window(&habits, For::Operation), MAX);
+
+        send(&mut habits, [1 << 50]);
+        assert!(window(&habits, For::Guest) > 0, "once is no habit");
+        send(&mut habits, [1 << 50; 32]);
+        assert_eq!(window(&habits, For::Guest), 0, "it does not wait");
+        send(&mut habits, times.repeat(4));
+        assert!(window(&habits, For::Guest) > 0, "it is forgotten");
+    }
+
+    #[test]
+    fn a_guest_that_thinks_is_polled_for_where_operations_take_no_time() {
+        let poller = poller(50);
+        for (think, operation, guest_polled, operation_polled) in [
+            (25_000, 80_000, true, true),
+            (35_000, 80_000, true, true),
+            (50_000, 80_000, false, false),
+            (50_000, 0, true, false),
+            (80_000, 0, false, false),
+            (25_000, 5_000_000, false, false),
+            (4_000, 5_000_000, true, false),
+        ] {
+            let mut habits = Habits::default();
+            let mut polled = [0, 0];
+            for _ in 0..1000 {
+                send(&mut habits, [think]);
+                if operation > 0 {
+                    poller.operated(&mut habits, operation);
+                }
+                for (n, what) in polled.iter_mut().zip([For::Guest, For::Operation]) {
+                    *n += u32::from(poller.window(&habits, what, false) > 0);
+                }
+            }
+            for (n, wanted) in polled.into_iter().zip([guest_polled, operation_polled]) {
+                let right = if wanted { n > 900 } else { n < 150 };
+                assert!(right, "{think} {operation}: {polled:?} of 1000");
+            }
+        }
+    }
+
+    #[test]
+    fn requests_at_times_of_their_own_are_not_polled_for() {
+        for mean in [15_000.0, 62_500.0, 250_000.0, 1e6, 1e7] {
+            let mut habits = Habits::default();
+            let poller = poller(50);
+            let mut polled = 0;
+            for time in independent(mean).take(10_000) {
+                polled += time.min(poller.window(&habits, For::Guest, false));
+                send(&mut habits, [time]);
+            }
+            assert!(
+                polled < 10_000 * 2_500,
+                "{} ns each at {mean}",
+                polled / 10_000
+            );
+        }
+    }
+
+    #[test]
+    fn a_limit_is_not_polled_for() {
+        let poller = poller(50);
+        let often = guest([3_000; 64]);
+        assert!(
+            poller.window(&often, For::Guest, true) > 0,
+            "a sleep costs more"
+        );
+        assert_eq!(poller.window(&often, For::Operation, true), 0);
+        let waits = guest([25_000; 64]);
+        assert!(poller.window(&waits, For::Guest, false) > 0);
+        assert_eq!(poller.window(&waits, For::Guest, true), 0);
+    }
+
+    #[test]
+    fn what_polling_costs_is_bounded_and_what_it_saves_is_not_counted() {
+        for (cpu, saved_each) in [(1, 0), (10, 0), (50, 0), (50, SLEEP_NS)] {
+            let mut poller = poller(cpu);
+            let (mut now, mut cost) = (1_000_000_000, 0u64);
+            let start = now;
+            while now < start + 1_000_000_000 {
+                if poller.may(now, 50_000) {
+                    now += 50_000;
+                    let saved = poller.polled(50_000, saved_each > 0);
+                    assert_eq!(saved, saved_each);
+                    cost += 50_000 - saved;
+                }
+                now += 1_000;
+            }
+            let bound = 10_100_000 * u64::from(cpu) + 50_000;
+            assert!(cost <= bound, "{cpu} %: {cost} ns of a second");
+            assert!(cost * 10 >= bound * 8, "{cpu} %: {cost} ns of a second");
+        }
+    }
+
+    #[test]
+    fn a_sleep_is_measured_and_zero_means_never() {
+        let mut poller = poller(50);
+        let measured = (0..MEASURED_EACH * 10)
+            .filter(|_| poller.measures())
+            .count();
+        assert_eq!(measured, 8 + 10);
+        (0..32).for_each(|_| poller.measured(3_000));
+        assert!(poller.polled(1, true).abs_diff(3_000) < 10);
+        let mut never = Poller::new(Polling::up_to(Duration::ZERO));
+        assert!(never.never() && !never.measures());
+        assert_eq!(never.window(&guest([0; 64]), For::Guest, false), 0);
+    }
+}
