@@ -250,6 +250,10 @@ fn say(line: &Line, vm: &mut Vm, reading: &mut Reading) {
         });
         match disk {
             Some((disk, pair)) => devices::set(disk, &pair),
+            None if set.open => reading.note(
+                set.whole,
+                "-set may set anything of what has an id: what it stands for is not known",
+            ),
             None => reading.note(set.whole, "-set names nothing that is known here"),
         }
     }

@@ -409,3 +409,31 @@ fn a_disk_with_globals_stays() {
     let other = with(" -global ICH9-LPC.disable_s3=1");
     assert!(convert(vec![other], Direction::ToRingdisk).is_ok());
 }
+
+/// A `-set` of a drive that goes has nothing to set any more, and QEMU would not start: it goes too, and what it sets comes
+/// along.
+#[test]
+fn what_sets_a_drive_goes_with_it() {
+    let before =
+        with(" -set drive.a.cache=directsync -set drive.a.iops=100 -set device.d.serial=GG -S");
+    let there = convert(vec![before], Direction::ToRingdisk).unwrap();
+    let text = there.inputs[0].sources[0].text.clone();
+    assert!(!text.contains("-set"), "{text}");
+    assert!(text.ends_with(" -S\n"), "{text}");
+    let config = there.config.clone().unwrap();
+    for said in ["cache = \"directsync\"", "iops = 100", "serial = \"GG\""] {
+        assert!(config.contains(said), "{said}: {config}");
+    }
+    // One for the socket goes on the way back.
+    let mut there = there;
+    let line = text.replace(" -S", " -set chardev.vm-d.reconnect=1");
+    there.inputs = vec![input("vm.sh", &line)];
+    let back = back(there, &config);
+    let text = &back.inputs[0].sources[0].text;
+    assert!(!text.contains("-set") && text.contains("-drive"), "{text}");
+    // What only the shell knows may set anything of it.
+    for set in ["\"$V\"", "drive.a.cache=$CACHE", "device.d.drive=a"] {
+        let stays = convert(vec![with(&format!(" -set {set}"))], Direction::ToRingdisk);
+        assert!(stays.is_err(), "{set}");
+    }
+}

@@ -455,3 +455,40 @@ fn escaped_json_of_a_device_is_left() {
         assert_eq!(device(text(&fixed).trim_end()), device(line.trim_end()));
     }
 }
+
+/// A `-set` of which only the shell knows the text may set what would be written, and QEMU takes no value twice.
+#[test]
+fn a_set_of_the_shell_may_set_anything() {
+    for set in [
+        "\"$V\"",
+        "$V",
+        "drive.a.$KEY=writeback",
+        "drive.$ID.cache=none",
+        "$(cat set)",
+    ] {
+        let line = format!(
+            "qemu-system-x86_64 -accel kvm -drive file=/dev/vg0/a,format=raw,if=none,id=a,aio=native \
+             -device ide-hd,drive=a -object iothread,id=x -set {set}\n"
+        );
+        let fixed = fixed(&line);
+        assert_eq!(text(&fixed), line, "{set}");
+    }
+    // A drive without an id is none of its matters.
+    let line = "qemu-system-x86_64 -accel kvm -machine q35 -drive file=/dev/vg0/a,format=raw,if=ide,cache=unsafe -set \"$V\"\n";
+    let beside = fixed(line);
+    assert!(
+        text(&beside).contains(",cache=none"),
+        "{}: {:?}",
+        text(&beside),
+        beside.left
+    );
+    // With a key that is known, it says what it says.
+    let line = "qemu-system-x86_64 -accel kvm -drive file=/dev/vg0/a,format=raw,if=none,id=a -device virtio-blk-pci,drive=a \
+                -set drive.a.cache=writeback\n";
+    let fixed = fixed(line);
+    assert!(
+        text(&fixed).contains("-set drive.a.cache=none") && !text(&fixed).contains(",cache="),
+        "{}",
+        text(&fixed)
+    );
+}

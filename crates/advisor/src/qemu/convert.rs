@@ -240,9 +240,12 @@ pub fn to_ringdisk(
     let device = changed.device(disk)?;
     let nodes = changed.nodes(disk)?;
     changed.keeps_globals()?;
+    if changed.line.open {
+        return Err("the command has options that only a running shell knows".into());
+    }
     is_movable(&changed, device, &nodes)?;
     let old = device.get("drive").ok_or("the device has no drive")?;
-    if device.syntax != Syntax::Pairs {
+    if device.syntax != Syntax::Pairs || !device.writes(old) {
         return Err("its device is not written as key=value".into());
     }
     let driver = match device.value("driver") {
@@ -278,13 +281,9 @@ pub fn to_ringdisk(
         if done.is_empty() {
             edits.push(Edit::replace(option.whole, chardev.clone()));
         } else {
-            let apart = changed.before(option, "").text.len() as u32;
-            let span = Span {
-                start: option.whole.start.saturating_sub(apart),
-                ..option.whole
-            };
-            edits.push(Edit::replace(span, ""));
+            edits.push(changed.taken(option.whole));
         }
+        edits.extend(changed.sets_taken(option));
         done.push(option.whole);
     }
     Ok(edits)
@@ -298,7 +297,10 @@ pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
     let id = device.value("chardev").ok_or("the device has no chardev")?;
     let chardev = changed.line.find("chardev", id);
     let chardev = chardev.ok_or("its chardev is not there")?;
-    if device.syntax != Syntax::Pairs || chardev.syntax == Syntax::Section {
+    let is_written = device
+        .get("chardev")
+        .is_some_and(|pair| device.writes(pair));
+    if device.syntax != Syntax::Pairs || !is_written || chardev.syntax == Syntax::Section {
         return Err("its device is not written as key=value".into());
     }
     let word = |name| storage.table.word(name).unwrap_or_default();
@@ -356,6 +358,7 @@ pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
         chardev.whole,
         format!("-drive {}", words::quoted(&drive)),
     )];
+    edits.extend(changed.sets_taken(chardev));
     edits.extend(changed.set(device, "", "driver", "virtio-blk-pci")?);
     if let Some(pair) = device.get("chardev") {
         edits.push(Edit::replace(pair.span, of_device));

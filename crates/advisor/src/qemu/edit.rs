@@ -523,9 +523,9 @@ impl<'a> Changed<'a> {
         }
     }
 
-    /// Another option before this one, set apart as this one is.
-    pub fn before(&self, option: &Opt, text: &str) -> Edit {
-        let at = option.whole.before();
+    /// What sets an option apart from the one before it.
+    fn apart(&self, whole: Span) -> &str {
+        let at = whole.before();
         let source = self.target.input.sources.get(usize::from(at.source));
         let before = source.map_or("", |source| &source.text[..at.start as usize]);
         let mut start = before.len();
@@ -536,11 +536,28 @@ impl<'a> Changed<'a> {
             }
             start -= c.len_utf8();
         }
-        let apart = match &before[start..] {
+        &before[start..]
+    }
+
+    /// Another option before this one, set apart as this one is.
+    pub fn before(&self, option: &Opt, text: &str) -> Edit {
+        let apart = match self.apart(option.whole) {
             "" => " ",
             apart => apart,
         };
-        Edit::replace(at, format!("{text}{apart}"))
+        Edit::replace(option.whole.before(), format!("{text}{apart}"))
+    }
+
+    /// The change that takes an option away, with what sets it apart from the one before it.
+    pub fn taken(&self, whole: Span) -> Edit {
+        let start = whole.start - self.apart(whole).len() as u32;
+        Edit::replace(Span { start, ..whole }, "")
+    }
+
+    /// The changes that take every `-set` of an option away, as it goes itself.
+    pub fn sets_taken(&self, option: &Opt) -> Vec<Edit> {
+        let sets = option.pairs.iter().filter(|pair| !option.writes(pair));
+        sets.map(|pair| self.taken(pair.span)).collect()
     }
 
     fn define_thread(&self, id: &str, before: &Opt) -> Edits {
@@ -633,19 +650,11 @@ impl<'a> Changed<'a> {
             if object.value("id").filter(unused).is_none() {
                 continue;
             }
-            // With what sets it apart from the option before it.
-            let apart = match object.syntax {
-                Syntax::Section => 0,
-                _ => self.before(object, "").text.len() as u32,
-            };
-            let span = object.whole;
-            edits.push(Edit::replace(
-                Span {
-                    start: span.start.saturating_sub(apart),
-                    ..span
-                },
-                "",
-            ));
+            edits.push(match object.syntax {
+                Syntax::Section => Edit::replace(object.whole, ""),
+                _ => self.taken(object.whole),
+            });
+            edits.extend(self.sets_taken(object));
         }
         self.written(edits)
     }

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 
 use super::bus::EMULATED_SCSI;
 use super::devices::scsi_bus;
-use super::options::{self, Opt};
+use super::options::{self, Opt, Syntax};
 use super::script;
 use super::words::{Command, Word};
 use crate::input::{Mistake, Reading, Surroundings};
@@ -398,7 +398,8 @@ fn place(reading: &mut Reading, source: &Source) -> u16 {
 }
 
 impl Line {
-    /// `-set GROUP.ID.KEY=VALUE` is one more pair of the option that it names; what is named nowhere stays.
+    /// `-set GROUP.ID.KEY=VALUE` is one more pair of the option that it names; what is named nowhere stays. One of which only
+    /// a running shell knows the key may set anything of whatever has an id.
     fn apply_sets(&mut self) {
         let (sets, mut options): (Vec<_>, Vec<_>) = std::mem::take(&mut self.options)
             .into_iter()
@@ -407,13 +408,24 @@ impl Line {
             true => Index::default(),
             false => Index::new(&options),
         };
+        let any = sets.iter().any(|set| set.open);
+        self.open |= any;
+        for option in &mut options {
+            let is_settable = matches!(option.syntax, Syntax::Pairs | Syntax::Section);
+            option.open |= any && is_settable && option.get("id").is_some();
+        }
         for set in sets {
             let named = set_pair(&set).and_then(|(group, id, pair)| {
-                let option = options.get_mut(index.find(group, id)?)?;
-                (option.syntax == options::Syntax::Pairs).then_some((option, pair))
+                Some((options.get_mut(index.find(group, id)?)?, pair))
             });
             match named {
-                Some((option, pair)) => option.pairs.push(pair),
+                Some((option, pair)) if option.syntax == Syntax::Pairs && !set.open => {
+                    option.pairs.push(pair);
+                }
+                Some((option, _)) => {
+                    option.open |= option.syntax == Syntax::Section;
+                    options.push(set);
+                }
                 None => options.push(set),
             }
         }

@@ -70,6 +70,12 @@ impl Opt {
         self.open || self.pairs.iter().any(|pair| pair.unknown)
     }
 
+    /// Whether a pair of it stands in it, and not in a `-set`.
+    pub fn writes(&self, pair: &Pair) -> bool {
+        let Span { source, start, end } = self.whole;
+        source == pair.span.source && start <= pair.span.start && pair.span.end <= end
+    }
+
     /// The number that a key is.
     pub fn number(&self, key: &str) -> Option<u64> {
         self.value(key)?.parse().ok()
