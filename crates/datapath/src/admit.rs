@@ -26,6 +26,10 @@ use crate::worker::Worker;
 #[cfg(test)]
 mod tests;
 
+/// For so long after a limit kept a request from going, the disk is one that waits for its limit: as long as what was
+/// saved up can flow.
+const KEPT_NS: u64 = 50_000_000;
+
 /// Requests let go in one turn for one queue: the other queues wait meanwhile.
 pub(crate) const RELEASE: usize = 64;
 
@@ -91,6 +95,7 @@ impl<E: Engine> Worker<E> {
                     again = again.min(at);
                     if let Some(queue) = &mut self.queues[number] {
                         queue.held.until = at;
+                        queue.held.kept = now;
                     }
                 }
             }
@@ -153,6 +158,8 @@ pub(crate) struct Held {
     next: u32,
     /// Until then, nothing of what is held may go.
     until: u64,
+    /// When a limit last kept something from going.
+    kept: u64,
     /// The lane that goes first when they go apart; then the other one.
     first: usize,
 }
@@ -173,6 +180,7 @@ impl Held {
             lanes: Default::default(),
             next: 0,
             until: 0,
+            kept: 0,
             first: 0,
         }
     }
@@ -217,6 +225,11 @@ impl Held {
 
     pub fn is_empty(&self) -> bool {
         self.lanes.iter().all(VecDeque::is_empty)
+    }
+
+    /// Whether a limit is what the guest lately waited for.
+    pub fn is_kept(&self, now: u64) -> bool {
+        now.saturating_sub(self.kept) < KEPT_NS
     }
 
     /// Asks the limits again at once.

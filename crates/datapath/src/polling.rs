@@ -210,7 +210,7 @@ impl Poller {
         self.max == 0
     }
 
-    /// How long to poll for this disk. What one with limits waits for is mostly the limit, so that
+    /// How long to poll for this disk. What one that its limits hold waits for is mostly the limit, so that
     /// it is polled for only where that takes less CPU than a sleep.
     #[inline]
     pub fn window(&self, habits: &Habits, what: For, limited: bool) -> u64 {

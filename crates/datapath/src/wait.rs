@@ -91,7 +91,7 @@ impl<E: Engine> Worker<E> {
             if what == For::Guest {
                 local.habits.quiet(now);
             }
-            let limited = queue.disk.admission.limits_any();
+            let limited = queue.held.is_kept(now);
             window = window.max(self.poller.window(&local.habits, what, limited));
         }
         window
