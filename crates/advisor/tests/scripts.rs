@@ -492,3 +492,121 @@ fn a_set_of_the_shell_may_set_anything() {
         text(&fixed)
     );
 }
+
+/// A machine with two disks, each behind what is written before it.
+fn two_disks(first: &str, second: &str) -> String {
+    format!(
+        "qemu-system-x86_64 -accel kvm -object iothread,id=t {} {first} {} {second}\n",
+        disk("a", "none"),
+        disk("b", "none")
+    )
+}
+
+/// The devices of a line.
+fn devices(text: &str) -> Vec<&str> {
+    let parts = text.trim_end().split(" -");
+    parts.filter(|part| part.starts_with("device ")).collect()
+}
+
+/// Which of several SCSI controllers a disk is on is known by the id of the controller only: QEMU numbers the buses of those
+/// that have none, and puts a disk without a bus on the last one that was made before it.
+#[test]
+fn a_scsi_disk_of_an_unclear_controller_stays() {
+    for (first, second) in [
+        (
+            "-device lsi -device virtio-scsi-pci -device scsi-hd,drive=a,bus=scsi.0",
+            "-device scsi-hd,drive=b,bus=scsi.1",
+        ),
+        (
+            "-device lsi -device pvscsi -device scsi-hd,drive=a,bus=scsi.0",
+            "-device scsi-hd,drive=b,bus=scsi.1",
+        ),
+        (
+            "-device virtio-scsi-pci -device virtio-scsi-pci -device virtio-blk-pci,drive=a,iothread=t",
+            "-device scsi-hd,drive=b,bus=scsi.1",
+        ),
+        (
+            "-device lsi,id=z -device virtio-scsi-pci,id=y -device scsi-hd,drive=a,bus=z.0",
+            "-device scsi-hd,drive=b",
+        ),
+        (
+            "-device lsi -device scsi-hd,drive=a",
+            "-device virtio-scsi-pci -device scsi-hd,drive=b",
+        ),
+        (
+            "-device lsi -device scsi-hd,drive=a",
+            "-device usb-uas,id=u -device scsi-hd,drive=b",
+        ),
+        (
+            "-device lsi -device scsi-hd,drive=a",
+            "-device \"$HBA\" -device scsi-hd,drive=b",
+        ),
+        (
+            "-device lsi,id=scsi -device virtio-scsi-pci -device scsi-hd,drive=a,bus=scsi.0",
+            "-device scsi-hd,drive=b,bus=scsi.0",
+        ),
+    ] {
+        // Neither its bus, nor its controller, nor that one's thread; a bootindex says nothing of the controller.
+        for more in ["", ",bootindex=1"] {
+            let line = two_disks(first, &format!("{second}{more}"));
+            let fixed = fixed(&line);
+            assert_eq!(devices(text(&fixed)), devices(&line));
+            let says = |note: &advisor::model::Note| note.text.contains("SCSI controller");
+            assert!(fixed.input.notes.iter().any(says), "{line}");
+        }
+    }
+    // With one controller, or with ids, it is clear.
+    for (first, second) in [
+        (
+            "-device lsi -device scsi-hd,drive=a,bus=scsi.0",
+            "-device scsi-hd,drive=b",
+        ),
+        (
+            "-device virtio-scsi-pci,id=y -device lsi,id=z -device scsi-hd,drive=a,bus=z.0",
+            "-device scsi-hd,drive=b,bus=z.0",
+        ),
+    ] {
+        let fixed = fixed(&two_disks(first, second));
+        assert_eq!(
+            buses(&fixed),
+            [("a", "virtio-scsi"), ("b", "virtio-scsi")],
+            "{}",
+            text(&fixed)
+        );
+    }
+}
+
+/// The same of IDE disks, where the machine has a controller of its own.
+#[test]
+fn an_ide_disk_of_an_unclear_controller_stays() {
+    for (first, second) in [
+        (
+            "-device ahci,id=h -device ide-hd,drive=a",
+            "-device ide-hd,drive=b,bus=ide.0",
+        ),
+        (
+            "-device ahci -device ide-hd,drive=a,bus=ide.2",
+            "-device ide-hd,drive=b,bus=ide.0",
+        ),
+        (
+            "-device piix3-ide,id=h -device ide-hd,drive=a",
+            "-device virtio-blk-pci,drive=b,iothread=t",
+        ),
+    ] {
+        let line = two_disks(first, second);
+        let fixed = fixed(&line);
+        assert_eq!(devices(text(&fixed)), devices(&line));
+        let says = |(_, _, why): &(String, String, String)| why.contains("several controllers");
+        assert!(fixed.left.iter().any(says), "{:?}", fixed.left);
+    }
+    let named = two_disks(
+        "-device ahci,id=h -device ide-hd,drive=a,bus=h.0",
+        "-device ide-hd,drive=b,bus=h.1",
+    );
+    let fixed = fixed(&named);
+    assert!(
+        buses(&fixed).contains(&("b", "virtio-blk")),
+        "{}",
+        text(&fixed)
+    );
+}

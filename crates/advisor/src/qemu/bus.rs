@@ -93,6 +93,11 @@ impl<'a> Changed<'a> {
     pub fn virtio(&self, disk: &Disk) -> Edits {
         let option = self.at(disk.span).ok_or("the disk is not there")?;
         self.keeps_globals()?;
+        if !self.line.is_ata_clear(option) {
+            return Err(
+                "there are several controllers, and its bus does not name one by its id".into(),
+            );
+        }
         self.boots_the_same(disk)?;
         match option.group.as_str() {
             "device" => {
@@ -143,6 +148,12 @@ impl<'a> Changed<'a> {
     fn virtio_scsi(&self, device: &Opt) -> Edits {
         let controller = self.line.scsi_controller(device);
         let controller = controller.ok_or("its controller is not there")?;
+        if self.line.is_scsi_unclear() {
+            return Err(
+                "another disk, of which the controller is not clear, may be on its controller"
+                    .into(),
+            );
+        }
         let kept = ["driver", "id", "bus", "addr", "multifunction"];
         if let Some(pair) = controller
             .pairs
@@ -263,14 +274,15 @@ impl<'a> Changed<'a> {
         }
         // A device of which only a running shell knows the driver may be a disk before any other.
         let mut devices = self.line.group("device");
-        if devices.any(|device| device.get("driver").is_none_or(|pair| pair.unknown)) {
+        if devices.any(Opt::has_unknown_driver) {
             return Boot::Unclear;
         }
         if disks.len() < 2 {
             return Boot::Fixed;
         }
         let mut options = disks.iter().filter_map(|disk| self.at(disk.span));
-        if self.line.firmware || options.any(has_unknown_place) {
+        let is_unclear = |option| has_unknown_place(option) || !self.line.is_ata_clear(option);
+        if self.line.firmware || self.line.is_scsi_unclear() || options.any(is_unclear) {
             return Boot::Unclear;
         }
         let ata = disks

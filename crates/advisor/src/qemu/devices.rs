@@ -7,17 +7,26 @@ use super::line::Line;
 use super::options::{Opt, Pair};
 use crate::input::Reading;
 use crate::model::{Disk, ThreadUse, Vm};
+use crate::text::Span;
 
 /// The disks of a command line: of devices, and of drives for which QEMU makes one.
 pub fn disks(line: &Line, graph: &graph::Graph<'_>, vm: &mut Vm, reading: &mut Reading) {
     let mut attached: HashMap<&str, ()> = HashMap::new();
-    let mut mates: HashMap<Option<&str>, u64> = HashMap::new();
+    let mut mates: HashMap<Span, u64> = HashMap::new();
     for device in line.group("device") {
-        if device
+        if !device
             .value("driver")
             .is_some_and(|driver| driver.starts_with("scsi-"))
         {
-            *mates.entry(scsi_bus(device)).or_default() += 1;
+            continue;
+        }
+        match line.scsi_controller(device) {
+            Some(controller) => *mates.entry(controller.span).or_default() += 1,
+            None => reading.note(
+                device.span,
+                "it is not clear which SCSI controller this disk is on, and its bus stays: \
+                 bus=ID.0 would name a controller by its id",
+            ),
         }
     }
     for device in line.group("device") {
@@ -28,7 +37,9 @@ pub fn disks(line: &Line, graph: &graph::Graph<'_>, vm: &mut Vm, reading: &mut R
             continue;
         };
         if disk.table.word("disk.bus") == Some("virtio-scsi") {
-            let alone = mates.get(&scsi_bus(device)).is_none_or(|count| *count <= 1);
+            let controller = line.scsi_controller(device);
+            let count = controller.and_then(|controller| mates.get(&controller.span));
+            let alone = count == Some(&1) && !line.is_scsi_unclear();
             let word = if alone { "own" } else { "shared" };
             disk.table
                 .derive("disk.controller", word, "counted in the input");

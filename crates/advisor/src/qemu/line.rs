@@ -162,26 +162,29 @@ struct Index {
     groups: HashMap<String, Vec<usize>>,
     /// The first option of each group and id.
     ids: HashMap<String, HashMap<String, usize>>,
-    /// The first SCSI controller, and the first that has no id.
+    /// The first SCSI controller.
     scsi: Option<usize>,
-    scsi_unnamed: Option<usize>,
+    /// How many devices may be SCSI controllers, and how many are IDE or SATA controllers beside that of the machine.
+    scsi_count: usize,
+    ata_count: usize,
+    /// Whether a SCSI disk is on a controller that is not known.
+    is_scsi_unclear: bool,
 }
 
 impl Index {
     fn new(options: &[Opt]) -> Self {
         let mut index = Self::default();
         for (at, option) in options.iter().enumerate() {
-            let is_scsi = option.group == "device" && is_scsi_controller(option);
-            if is_scsi {
-                index.scsi.get_or_insert(at);
-            }
-            match option.value("id") {
-                Some(id) => {
-                    let ids = index.ids.entry(option.group.clone()).or_default();
-                    ids.entry(id.to_owned()).or_insert(at);
+            if option.group == "device" {
+                if is_scsi_controller(option) {
+                    index.scsi.get_or_insert(at);
                 }
-                None if is_scsi => drop(index.scsi_unnamed.get_or_insert(at)),
-                None => {}
+                index.scsi_count += usize::from(may_be_scsi_controller(option));
+                index.ata_count += usize::from(is_ata_controller(option));
+            }
+            if let Some(id) = option.value("id") {
+                let ids = index.ids.entry(option.group.clone()).or_default();
+                ids.entry(id.to_owned()).or_insert(at);
             }
             match index.groups.get_mut(&option.group) {
                 Some(group) => group.push(at),
@@ -199,6 +202,21 @@ impl Index {
 fn is_scsi_controller(device: &Opt) -> bool {
     let driver = device.value("driver").unwrap_or_default();
     driver.starts_with("virtio-scsi") || EMULATED_SCSI.iter().any(|name| driver.starts_with(name))
+}
+
+/// Whether a device may have a bus for SCSI disks, as USB storage has one of its own.
+fn may_be_scsi_controller(device: &Opt) -> bool {
+    const OTHER: &[&str] = &["esp", "usb-bot", "usb-storage", "usb-uas"];
+    let driver = device.value("driver").unwrap_or_default();
+    is_scsi_controller(device)
+        || device.has_unknown_driver()
+        || OTHER.contains(&driver)
+        || driver.contains("scsi") && !driver.starts_with("scsi-")
+}
+
+fn is_ata_controller(device: &Opt) -> bool {
+    let driver = device.value("driver").unwrap_or_default();
+    driver.contains("ahci") || driver.contains("-ide") || driver == "sii3112"
 }
 
 /// The group, the id and the pair of `-set GROUP.ID.KEY=VALUE`.
@@ -359,6 +377,12 @@ pub fn line(
     }
     line.apply_sets();
     line.index = Index::new(&line.options);
+    let is_unclear = |device: &Opt| {
+        let driver = device.value("driver").unwrap_or_default();
+        driver.starts_with("scsi-") && line.scsi_controller(device).is_none()
+    };
+    let is_scsi_unclear = line.group("device").any(is_unclear);
+    line.index.is_scsi_unclear = is_scsi_unclear;
     Ok(line)
 }
 
@@ -458,20 +482,34 @@ impl Line {
         Some(self.at(self.index.find(group, id)?))
     }
 
-    /// The controller that a SCSI disk hangs on.
+    /// The controller that a SCSI disk is on, if it is clear.
+    ///
+    /// QEMU puts a disk without a bus on the last controller that was made before it, and numbers the buses of controllers
+    /// that have no id: here that is clear only if there is one controller.
     pub fn scsi_controller(&self, disk: &Opt) -> Option<&Opt> {
-        let Index {
-            scsi, scsi_unnamed, ..
-        } = self.index;
-        let at = match scsi_bus(disk) {
-            Some(id) => match self.find("device", id) {
-                Some(device) if is_scsi_controller(device) => return Some(device),
-                // The bus of a controller without an id is `scsi.0`.
-                _ if id == "scsi" => scsi_unnamed,
-                _ => None,
-            },
-            None => scsi,
+        let named = match scsi_bus(disk) {
+            Some(id) if id != "scsi" => self.find("device", id)?,
+            _ if self.index.scsi_count == 1 => self.at(self.index.scsi?),
+            _ => return None,
         };
-        Some(self.at(at?))
+        is_scsi_controller(named).then_some(named)
+    }
+
+    /// Whether any SCSI disk is on a controller that is not clear.
+    pub fn is_scsi_unclear(&self) -> bool {
+        self.index.is_scsi_unclear
+    }
+
+    /// Whether the controller that an IDE or SATA disk is on is clear; with others beside that of the machine, only those
+    /// with an id are.
+    pub fn is_ata_clear(&self, disk: &Opt) -> bool {
+        let is_disk = disk.group == "device"
+            && disk
+                .value("driver")
+                .is_some_and(|driver| driver.starts_with("ide-"));
+        let has_id = disk
+            .value("bus")
+            .is_some_and(|bus| !bus.starts_with("ide."));
+        !is_disk || has_id || self.index.ata_count == 0
     }
 }

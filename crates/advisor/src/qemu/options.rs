@@ -76,6 +76,11 @@ impl Opt {
         source == pair.span.source && start <= pair.span.start && pair.span.end <= end
     }
 
+    /// Whether only a running shell knows the driver.
+    pub fn has_unknown_driver(&self) -> bool {
+        self.get("driver").is_none_or(|pair| pair.unknown)
+    }
+
     /// The number that a key is.
     pub fn number(&self, key: &str) -> Option<u64> {
         self.value(key)?.parse().ok()
