@@ -539,7 +539,7 @@ fn machines_without_pci_get_no_pci_device() {
     }
 }
 
-/// A disk that comes to the PCI bus may move what stands behind it on the line; whoever says yes to it is told.
+/// A disk that is added to the PCI bus may move the devices after it on the line; the question says so.
 #[test]
 fn a_new_place_on_the_pci_bus_is_told() {
     let line = "qemu-system-x86_64 -accel kvm -drive file=/dev/vg0/a,format=raw,if=none,id=a,cache=none,aio=native,discard=unmap \

@@ -46,10 +46,9 @@ pub fn is_open_files(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(EMFILE | ENFILE))
 }
 
-/// Whether there is no space for what was to be written. A quota that is used up is no other case: for whoever runs VMs,
-/// both end when somebody makes room, and until then a guest is better kept waiting than told of broken storage. Which of the
-/// two errors it is depends on the file system (XFS says ENOSPC of a project's quota, ext4 EDQUOT of a user's). QEMU takes
-/// ENOSPC alone for a want of space.
+/// Whether there is no space for a write. A quota that is used up counts as well: both end when somebody makes room, and
+/// until then it is better that the guest waits than that it sees broken storage. Which of the two errors it is depends
+/// on the file system (for a project's quota, XFS says ENOSPC; for a user's, ext4 says EDQUOT). QEMU counts ENOSPC alone.
 pub fn is_no_space(errno: i32) -> bool {
     matches!(errno, ENOSPC | EDQUOT)
 }

@@ -66,7 +66,7 @@ pub enum Answer {
     SameProgram,
 }
 
-/// What comes to who has asked.
+/// The answer to the process that asked.
 #[derive(Deserialize)]
 #[serde(untagged)]
 pub enum Answered {
@@ -114,7 +114,7 @@ pub struct Handed {
     pub changed: Option<String>,
     /// Disks that are left to other hosts for now, by name.
     pub away: Vec<String>,
-    /// What was made at the sockets: whatever else is there by now is somebody else's.
+    /// The sockets that were made, by identity: another file at one of their paths is not ours.
     #[serde(default)]
     pub sockets: Vec<(PathBuf, FileIdentity)>,
     pub exports: Vec<HandedExport>,
@@ -419,7 +419,7 @@ mod tests {
     use proptest::prelude::*;
     use rustix::event::{EventfdFlags, eventfd};
 
-    /// Why nothing can be started reaches who has asked, in place of the answer.
+    /// If nothing can be started, the process that asked is told why, in place of the answer.
     #[test]
     fn a_refusal_is_an_answer() {
         let (ours, theirs) = Channel::pair().unwrap();

@@ -117,7 +117,7 @@ impl Journals {
         let found = identity.and_then(|identity| {
             let path = self.directory.join(&identity.file_name);
             match journal_at(&path, &identity, file) {
-                // Whoever opens the image to be written to is told what is wrong with it.
+                // What is wrong with it is reported when the image is opened for writing.
                 Some(JournalOf::ThisImage | JournalOf::Unreadable) => Some(path),
                 _ => self.another_users(disk, file, &identity),
             }

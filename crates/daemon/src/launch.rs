@@ -45,7 +45,7 @@ impl Launch {
     /// The directory is gone.
     pub fn here() -> io::Result<Self> {
         let set = |name: &str| Some((name.to_owned(), std::env::var_os(name)?));
-        // Whoever took over was told so by another argument, which is no part of how ringdisk is started.
+        // The argument that told a process to take over is not one of those that the user gave.
         let arguments = std::env::args_os().skip(1);
         let arguments = arguments.filter(|argument| argument != TAKE_OVER);
         Ok(Self {

@@ -22,7 +22,7 @@ use virsh::Virsh;
 /// What tests/ is called in the releases that were looked at.
 const FOLDERS: [&str; 2] = ["qemuxml2argvdata", "qemuxmlconfdata"];
 
-/// The domains of the libvirt that is installed, and those that a newer one has besides or has changed.
+/// The test domains of the installed libvirt, and those that are new or different in a newer one.
 fn domains() -> Result<Vec<PathBuf>, String> {
     let cache = initramfs::cache_dir().join("libvirt");
     let packages = fs::read_dir(&cache).map_err(|_| {
