@@ -59,6 +59,17 @@ impl Record {
         self.running = Some(what.to_owned());
     }
 
+    /// How many steps have worked.
+    pub fn steps(&self) -> usize {
+        self.trial.steps.len()
+    }
+
+    /// Forgets the steps after the first `steps`, and the one that has begun: they are tried again.
+    pub fn forget_after(&mut self, steps: usize) {
+        self.trial.steps.truncate(steps);
+        self.running = None;
+    }
+
     /// The step that has begun worked.
     pub fn passed(&mut self) {
         self.trial.steps.extend(self.running.take());

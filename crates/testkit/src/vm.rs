@@ -287,7 +287,7 @@ impl Vm {
                 break ended;
             }
             if ended.is_some() {
-                if !lines.all.is_empty() || !self.translation_failed(accel) {
+                if !lines.all.is_empty() || !translation_failed(&self.folder) {
                     break ended;
                 }
                 println!("QEMU's translation failed while the guest booted; it is started again");
@@ -447,14 +447,6 @@ impl Vm {
         )?))
     }
 
-    /// Whether QEMU has ended by a mistake of its own: without KVM, one processor of a guest may look up an address while
-    /// another one changes the memory map, as at boot (QEMU's issue 1921, seen in 10.0).
-    fn translation_failed(&self, accel: Accel) -> bool {
-        let said = fs::read(self.folder.join("qemu.log")).unwrap_or_default();
-        accel == Accel::Tcg
-            && String::from_utf8_lossy(&said).contains("iotlb_to_section: Assertion")
-    }
-
     fn console(&self) -> PathBuf {
         self.folder.join("console.log")
     }
@@ -473,6 +465,14 @@ impl Vm {
             read("console.log"),
         )
     }
+}
+
+/// Whether the QEMU of the guest in this folder has ended by a mistake of its own: without KVM, one processor of a guest
+/// may look up an address while another one changes the memory map, as at boot and where devices come and go (QEMU's
+/// issue 1921, seen in 10.0).
+pub fn translation_failed(folder: &Path) -> bool {
+    let said = fs::read(folder.join("qemu.log")).unwrap_or_default();
+    String::from_utf8_lossy(&said).contains("iotlb_to_section: Assertion")
 }
 
 impl Output {

@@ -6,6 +6,7 @@
 mod moved;
 
 use std::fs;
+use std::panic::{self, AssertUnwindSafe};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -22,6 +23,9 @@ use crate::support::successor;
 
 /// A guest is done within a minute; the machine may be busy.
 const LIMIT: Duration = Duration::from_secs(600);
+
+/// How often a guest is started whose QEMU ends by a mistake of its own.
+const TRIES: u32 = 3;
 
 /// Of a data disk at first. What is written later lies behind it.
 const DATA_BYTES: u64 = 64 << 20;
@@ -129,7 +133,20 @@ fn on(release: &str) {
     let mut record = Record::new("QEMU", &format!("{} ({})", release.version, release.name));
     let start = Instant::now();
     for guest in &GUESTS {
-        Running::start(&release, guest).run(&mut record);
+        let steps = record.steps();
+        for tries_left in (0..TRIES).rev() {
+            let running = Running::start(&release, guest);
+            let logs = running.logs();
+            let run = AssertUnwindSafe(|| running.run(&mut record));
+            match panic::catch_unwind(run) {
+                Ok(()) => break,
+                Err(_) if tries_left > 0 && vm::translation_failed(&logs) => {
+                    println!("QEMU's translation failed; the guest is started again");
+                    record.forget_after(steps);
+                }
+                Err(panic) => panic::resume_unwind(panic),
+            }
+        }
     }
     report(&release, "both guests", start);
 }
@@ -205,6 +222,14 @@ impl<'a> Running<'a> {
         }
     }
 
+    /// Where QEMU and the guest write what they say.
+    fn logs(&self) -> PathBuf {
+        let name = format!("{}-{}", self.release.name, self.guest.firmware);
+        Path::new(env!("CARGO_TARGET_TMPDIR"))
+            .join("vm/matrix")
+            .join(name)
+    }
+
     /// Leads the guest through all parts, and looks at its disks in the end.
     fn run(mut self, record: &mut Record) {
         let firmware = self.guest.firmware;
@@ -213,9 +238,7 @@ impl<'a> Running<'a> {
                 record.begin(&format!("{firmware}: {what}"));
             }
         };
-        let logs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm/matrix");
-        let logs = logs.join(format!("{}-{firmware}", self.release.name));
-        let mut vm = Vm::new(logs)
+        let mut vm = Vm::new(self.logs())
             .qemu(self.release)
             .cpus(4)
             .boot_loader()
