@@ -30,6 +30,13 @@ mod tests;
 /// saved up can flow.
 const KEPT_NS: u64 = 50_000_000;
 
+/// A limit that lets nothing go for at least so long, and at most so long, makes kicks useless until then: whatever the
+/// guest sends is taken when the limit lets it go. A flush is never limited, so a guest that has sent one
+/// within [`FREE_NS`] can kick at any time.
+const SHUT_MIN_NS: u64 = 200_000;
+const SHUT_MAX_NS: u64 = 3_000_000;
+const FREE_NS: u64 = 1_000_000_000;
+
 /// Requests let go in one turn for one queue: the other queues wait meanwhile.
 pub(crate) const RELEASE: usize = 64;
 
@@ -160,6 +167,10 @@ pub(crate) struct Held {
     until: u64,
     /// When a limit last kept something from going.
     kept: u64,
+    /// Until then, nothing that a limit concerns may go, held or not.
+    shut: u64,
+    /// When the guest last sent something that no limit concerns.
+    free: u64,
     /// The lane that goes first when they go apart; then the other one.
     first: usize,
 }
@@ -181,6 +192,8 @@ impl Held {
             next: 0,
             until: 0,
             kept: 0,
+            shut: 0,
+            free: 0,
             first: 0,
         }
     }
@@ -230,6 +243,19 @@ impl Held {
     /// Whether a limit is what the guest lately waited for.
     pub fn is_kept(&self, now: u64) -> bool {
         now.saturating_sub(self.kept) < KEPT_NS
+    }
+
+    /// The guest has sent something that no limit concerns.
+    #[cold]
+    pub fn passed_by(&mut self, now: u64) {
+        self.free = now;
+    }
+
+    /// Until when the guest need not kick, if a limit lets nothing go that it is likely to send.
+    pub fn is_shut_until(&self, now: u64) -> Option<u64> {
+        let time = self.shut.saturating_sub(now);
+        let shut = (SHUT_MIN_NS..=SHUT_MAX_NS).contains(&time);
+        (shut && now.saturating_sub(self.free) >= FREE_NS).then_some(self.shut)
     }
 
     /// Asks the limits again at once.
@@ -438,6 +464,11 @@ impl Admission {
                 shares.rest(*sharer, lane);
             }
         }
+        held.shut = match (split, &group) {
+            (false, None) => Some(own.due(now)).filter(|&due| due > now),
+            _ => None,
+        }
+        .map_or(0, |due| due.next_multiple_of(TICK_NS));
         match held.is_empty() {
             true => Verdict::Empty,
             false if released.len() == room => Verdict::NoRoom,

@@ -196,12 +196,15 @@ impl<E: Engine> Worker<E> {
                 Request::Read { .. } => writable,
                 _ => readable,
             };
-            if limited && Held::concerns(&request) {
-                if held.is_empty() {
-                    self.holding.push(number);
+            if limited {
+                if Held::concerns(&request) {
+                    if held.is_empty() {
+                        self.holding.push(number);
+                    }
+                    held.hold(slots, chain.ticket(), request, segments, stamps.fetched);
+                    continue;
                 }
-                held.hold(slots, chain.ticket(), request, segments, stamps.fetched);
-                continue;
+                held.passed_by(now_ns());
             }
             match plan::plan(disk, image, request) {
                 Plan::Done(status, written) => {

@@ -130,6 +130,16 @@ impl Shares {
             .any(|rate| rate.average > 0)
     }
 
+    /// When the next request may go, whatever it is. Only where reads and writes wait for each other.
+    pub fn due(&self, now: u64) -> u64 {
+        debug_assert!(!self.split());
+        let any = Work {
+            direction: Direction::Read,
+            bytes: 0,
+        };
+        self.buckets.due(&any, now)
+    }
+
     pub fn join(&mut self) -> Sharer {
         let sharer = self.turns[0].join();
         assert_eq!(self.turns[1].join(), sharer, "both lanes have the same");

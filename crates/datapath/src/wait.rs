@@ -57,7 +57,7 @@ impl<E: Engine> Worker<E> {
                 Seen::Nothing => {}
             }
         }
-        if self.enable_kicks() {
+        if self.enable_kicks(start) {
             return self.engine.push();
         }
         self.activity.slept();
@@ -157,13 +157,17 @@ impl<E: Engine> Worker<E> {
         self.engine.wait()
     }
 
-    /// Asks the guest to kick, on every hot queue. If something has come meanwhile, says so, and
-    /// leaves the queues hot.
-    fn enable_kicks(&mut self) -> bool {
+    /// Asks the guest to kick, on every hot queue but those whose limits let nothing go for now: they stay hot, and the
+    /// timer goes off when they may. If something has come meanwhile, says so, and leaves all queues hot.
+    fn enable_kicks(&mut self, now: u64) -> bool {
+        let mut shut_until = u64::MAX;
         for i in 0..self.hot.len() {
-            if let Some(queue) = &mut self.queues[self.hot[i]]
-                && queue.ring.enable_kicks()
-            {
+            let Some(queue) = &mut self.queues[self.hot[i]] else {
+                continue;
+            };
+            if let Some(until) = queue.held.is_shut_until(now) {
+                shut_until = shut_until.min(until);
+            } else if queue.ring.enable_kicks() {
                 self.hot[..=i].iter().for_each(|&number| {
                     if let Some(queue) = &mut self.queues[number] {
                         queue.ring.disable_kicks();
@@ -172,10 +176,16 @@ impl<E: Engine> Worker<E> {
                 return true;
             }
         }
-        for number in self.hot.drain(..) {
-            if let Some(queue) = &mut self.queues[number] {
-                queue.hot = false;
-            }
+        let queues = &mut self.queues;
+        self.hot.retain(|&number| {
+            let Some(queue) = &mut queues[number] else {
+                return false;
+            };
+            queue.hot = queue.held.is_shut_until(now).is_some();
+            queue.hot
+        });
+        if shut_until < u64::MAX {
+            self.timer.set(now, shut_until);
         }
         false
     }

@@ -113,6 +113,20 @@ fn no_more_is_done_than_the_limit_says() {
     }
 }
 
+/// With such a limit, kicks are not asked for most of the time.
+#[test]
+fn one_request_after_another_is_served_and_so_are_flushes_between() {
+    let (disk, _served, mut device) = serve(false);
+    disk.set_limits(&iops(500)).unwrap();
+    load(&mut device, 100);
+    for op in [Op::Read, Op::Write, Op::Flush, Op::Write, Op::Flush] {
+        for _ in 0..10 {
+            submit(&mut device, op, 0..1);
+            assert_eq!(device.queues[0].finish(1), [(0, 0)]);
+        }
+    }
+}
+
 #[test]
 fn two_disks_of_a_group_do_no_more_than_it_may() {
     let group = Arc::new(ThrottleGroup::new("group".into(), &iops(2000)).unwrap());

@@ -10,6 +10,11 @@ use crate::disk::Options;
 const SECOND: u64 = 1_000_000_000;
 const SLOTS: u16 = 256;
 
+/// Later than any real time while the tests run: limits that are changed in between ask the real clock.
+fn start() -> u64 {
+    now_ns() + 3600 * SECOND
+}
+
 const FACTS: DiskFacts = DiskFacts {
     logical_block: 512,
     physical_block: 4096,
@@ -181,8 +186,8 @@ fn seconds(rate: u64) -> f64 {
 /// What flows at once at first counts in ten seconds, as it does for a guest, and not in less.
 fn warm_up(sims: &mut [Sim], seconds: f64) -> u64 {
     match seconds < 10.0 {
-        true => run(sims, now_ns(), 0.2),
-        false => now_ns(),
+        true => run(sims, start(), 0.2),
+        false => start(),
     }
 }
 
@@ -218,7 +223,7 @@ fn a_thread_that_is_kept_away_now_and_then_makes_up_for_it() {
     disk.set_limits(&iops(20_000)).unwrap();
     let mut sims = [Sim::new(&disk, 128, &[read(4096)])];
     sims[0].late = 4_000_000;
-    run(&mut sims, now_ns(), 10.0);
+    run(&mut sims, start(), 10.0);
     within("IOPS", sims[0].all() as f64 / 10.0, 20_000.0, 2.0);
 }
 
@@ -235,7 +240,7 @@ fn a_burst_lasts_until_the_bucket_is_full() {
     };
     disk.set_limits(&limits).unwrap();
     let mut sims = [Sim::new(&disk, 32, &[read(4096)])];
-    let now = run(&mut sims, now_ns(), 1.0);
+    let now = run(&mut sims, start(), 1.0);
     // No more than `max` in any second, even the first.
     within("first second", sims[0].all() as f64, 2100.0, 1.0);
     // It leaks at 100 while it is filled at 2000: full after 6000 / 1900 s.
@@ -261,7 +266,7 @@ fn large_requests_count_in_proportion() {
         };
         disk.set_limits(&limits).unwrap();
         let mut sims = [Sim::new(&disk, 32, &[read(len)])];
-        run(&mut sims, now_ns(), 10.0);
+        run(&mut sims, start(), 10.0);
         within("IOPS", sims[0].all() as f64 / 10.0, 10_000.0 / count, 2.0);
     }
 }
@@ -281,7 +286,7 @@ fn bytes_are_limited_and_discards_count_as_writes() {
         let disk = disk();
         disk.set_limits(&limits).unwrap();
         let mut sims = [Sim::new(&disk, 16, &[request])];
-        run(&mut sims, now_ns(), 10.0);
+        run(&mut sims, start(), 10.0);
         within("per second", sims[0].all() as f64 / 10.0, 1600.0, 2.0);
     }
     // One that is larger than all of a second passes as a whole, and the next waits for it.
@@ -292,7 +297,7 @@ fn bytes_are_limited_and_discards_count_as_writes() {
     };
     disk.set_limits(&limits).unwrap();
     let mut sims = [Sim::new(&disk, 4, &[write(4 << 20)])];
-    run(&mut sims, now_ns(), 39.0);
+    run(&mut sims, start(), 39.0);
     assert_eq!(sims[0].all(), 10);
 }
 
@@ -306,7 +311,7 @@ fn writes_do_not_wait_for_reads_that_are_limited() {
     disk.set_limits(&limits).unwrap();
     let mut sims = [Sim::new(&disk, 64, &[read(4096), write(4096)])];
     let mut released = Vec::new();
-    let now = now_ns();
+    let now = start();
     sims[0].turn(now, &mut Random(1), &mut released);
     // 50 ms' worth of reads goes at once, and one; all the writes go.
     assert_eq!(sims[0].done, [21, 32]);
@@ -351,7 +356,7 @@ fn disks_of_a_group_share_alike_whatever_their_depth() {
     }
     // One request at a time is enough for a share that is small enough.
     let (_group, mut sims) = group(&iops(2000), &[1, 128]);
-    run(&mut sims, now_ns(), 10.0);
+    run(&mut sims, start(), 10.0);
     within("shallow", sims[0].all() as f64 / 10.0, 1000.0, 5.0);
     within("deep", sims[1].all() as f64 / 10.0, 1000.0, 5.0);
 }
@@ -366,7 +371,7 @@ fn more_queues_get_no_more_and_each_gets_some() {
         }
         // The first thread is quicker than all others.
         sims[0].late = 0;
-        run(&mut sims, now_ns(), 10.0);
+        run(&mut sims, start(), 10.0);
         let shares: Vec<u64> = sims.iter().map(Sim::all).collect();
         println!("{average:6} IOPS: {shares:?} in 10 s");
         let four = shares[0] + shares[2] + shares[3] + shares[4];
@@ -383,7 +388,7 @@ fn what_one_disk_leaves_the_others_take() {
     let (_group, mut sims) = group(&iops(10_000), &[1, 64, 64]);
     // 500 a second, of the 3333 that it could have.
     sims[0].service = 2_000_000;
-    run(&mut sims, now_ns(), 10.0);
+    run(&mut sims, start(), 10.0);
     within("slow", sims[0].all() as f64 / 10.0, 490.0, 5.0);
     within("others", sims[1].all() as f64 / 10.0, 4755.0, 3.0);
     within("others", sims[2].all() as f64 / 10.0, 4755.0, 3.0);
@@ -393,7 +398,7 @@ fn what_one_disk_leaves_the_others_take() {
 fn a_disk_keeps_its_own_limits_in_a_group() {
     let (group, mut sims) = group(&iops(10_000), &[64, 64]);
     sims[0].disk.set_limits(&iops(1000)).unwrap();
-    let now = run(&mut sims, now_ns(), 10.0);
+    let now = run(&mut sims, start(), 10.0);
     within("own", sims[0].all() as f64 / 10.0, 1000.0, 2.0);
     within("rest", sims[1].all() as f64 / 10.0, 9000.0, 2.0);
 
@@ -414,7 +419,7 @@ fn a_disk_keeps_its_own_limits_in_a_group() {
 fn a_thread_that_is_stuck_does_not_stop_its_group() {
     let (_group, mut sims) = group(&iops(10_000), &[64, 64]);
     let mut released = Vec::new();
-    let now = now_ns();
+    let now = start();
     // It has a claim, and never comes back.
     sims[0].turn(now, &mut Random(1), &mut released);
     let before = sims[0].all();
@@ -437,4 +442,40 @@ fn limits_that_contradict_each_other_change_nothing() {
     disk.set_limits(&ThrottleLimits::NONE).unwrap();
     assert!(!disk.admission.limits_any());
     assert!(ThrottleGroup::new("group".into(), &wrong).is_err());
+}
+
+#[test]
+fn kicks_are_useless_only_while_the_limit_lets_nothing_go() {
+    let shut_after_release = |average: u64, depth: usize| {
+        let disk = self::disk();
+        disk.set_limits(&iops(average)).unwrap();
+        let mut sims = [Sim::new(&disk, depth, &[read(4096)])];
+        run(&mut sims, start(), 1.0);
+        let [sim] = sims;
+        (sim.last, sim.held.is_shut_until(sim.last), sim)
+    };
+    for (average, depth) in [(500, 1), (500, 32), (2000, 1), (10_000, 128)] {
+        let (last, until, mut sim) = shut_after_release(average, depth);
+        let until = until.unwrap();
+        assert!((last + 1..=last + SHUT_MAX_NS).contains(&until));
+        assert_eq!(sim.held.is_shut_until(until), None);
+        // A flush does not wait for it, nor does the one that is likely to follow.
+        sim.held.passed_by(last);
+        assert_eq!(sim.held.is_shut_until(last + 1), None);
+    }
+    // A flush would wait for too long.
+    assert_eq!(shut_after_release(100, 1).1, None);
+    // The limit is above what the guest wants.
+    let disk = disk();
+    disk.set_limits(&iops(1_000_000)).unwrap();
+    let mut sims = [Sim::new(&disk, 1, &[read(4096)])];
+    let mut now = start();
+    for _ in 0..20 {
+        now = run(&mut sims, now, 0.000_57);
+        assert_eq!(sims[0].held.is_shut_until(sims[0].last), None);
+    }
+    // Others may leave it something at any time.
+    let (_group, mut sims) = group(&iops(500), &[1, 1]);
+    run(&mut sims, start(), 1.0);
+    assert_eq!(sims[0].held.is_shut_until(sims[0].last), None);
 }
