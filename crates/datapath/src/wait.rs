@@ -36,7 +36,8 @@ impl<E: Engine> Worker<E> {
         {
             self.learn_operations(start);
         }
-        if fetched != Fetched::Nothing {
+        // Where all that was fetched is held or answered, no operation says how long they take.
+        if fetched != Fetched::Nothing && under_way > 0 {
             self.instant = self.engine.in_flight() == 0;
         }
         Ok(())
