@@ -136,21 +136,23 @@ impl Habits {
         }
     }
 
-    /// Whether to poll for the guest: it comes sooner than a sleep costs; or it waits for each request before it
+    /// Whether to poll for the guest: this takes about as much CPU as a sleep; or it waits for each request before it
     /// sends the next one, so soon that a wake-up is a good part of the time that a request takes it.
     fn pays(&self, max: u64, sleep: u64) -> bool {
-        let instant = self.operation.mean <= max / 10;
-        let soon = self.comes_at_once(max) || instant && self.back.mean <= max * 11 / 20;
-        self.back.most() <= sleep || soon && self.back.is_steady() && self.operation.mean <= max * 2
-    }
-
-    /// Whether the guest has little else to do than to wait: what it does takes little, or half as long as an
-    /// operation. Only then does it pay to poll through operations too.
-    fn comes_at_once(&self, max: u64) -> bool {
         let little = (max * 3 / 10).max(self.operation.mean / 2);
         // What was found to pay goes on until it clearly does not.
         let little = if self.judged { little * 3 / 2 } else { little };
-        self.back.mean <= little.min(max * 11 / 20)
+        let instant = self.operation.mean <= max / 10;
+        let soon = self.back.mean <= max * 11 / 20 && (instant || self.back.mean <= little);
+        self.back.mean <= sleep * 3 / 2
+            || soon && self.back.is_steady() && self.operation.mean <= max * 2
+    }
+
+    /// Whether to poll through operations too: they take about as much CPU as a sleep, or the guest does nothing but
+    /// wait for them.
+    fn pays_for_operations(&self, max: u64, sleep: u64) -> bool {
+        let waits = if self.judged { max / 4 } else { max / 5 };
+        self.operation.most() <= sleep * 2 || self.back.mean <= waits.max(sleep * 3 / 2)
     }
 }
 
@@ -226,7 +228,7 @@ impl Poller {
             For::Operation
                 if !limited
                     && habits.count == TRIAL
-                    && habits.comes_at_once(self.max)
+                    && habits.pays_for_operations(self.max, self.sleep)
                     // As long as the thread sleeps, this is longer by a wake-up.
                     && operation.mean <= self.max * 3 / 2 =>
             {
@@ -367,8 +369,10 @@ mod tests {
     fn a_guest_that_thinks_is_polled_for_where_operations_take_no_time() {
         let poller = poller(50);
         for (think, operation, guest_polled, operation_polled) in [
-            (25_000, 80_000, true, true),
-            (35_000, 80_000, true, true),
+            (12_000, 80_000, true, true),
+            (28_000, 80_000, true, false),
+            (28_000, 8_000, true, true),
+            (35_000, 80_000, true, false),
             (50_000, 80_000, false, false),
             (50_000, 0, true, false),
             (80_000, 0, false, false),
