@@ -24,7 +24,7 @@ const ENVIRONMENT: [&str; 6] = [
 ];
 
 /// The argument of a process that is to take over.
-pub const TAKE_OVER: &str = "--take-over";
+const TAKE_OVER: &str = "--take-over";
 
 /// Longest file that is read, in bytes; the kernel takes 2 MiB of arguments.
 const BYTES_MAX: u64 = 32 << 20;
@@ -53,6 +53,15 @@ impl Launch {
             environment: ENVIRONMENT.into_iter().filter_map(set).collect(),
             directory: std::env::current_dir()?,
         })
+    }
+
+    /// The arguments of a process that takes over from this one.
+    pub fn taking_over(&self) -> Vec<OsString> {
+        let mut arguments = self.arguments.clone();
+        // Right after the name of the command: `--` makes names of disks of what follows it.
+        let at = arguments.len().min(1);
+        arguments.insert(at, TAKE_OVER.into());
+        arguments
     }
 
     /// Whether a service manager is told of what becomes of this process.
@@ -191,6 +200,21 @@ mod tests {
             sound += usize::from(Launch::parse(&bytes).is_ok());
         }
         assert_eq!(sound, 1);
+    }
+
+    #[test]
+    fn a_process_takes_over_whatever_its_arguments_are() {
+        for (arguments, taking_over) in [
+            ("serve", "serve --take-over"),
+            ("serve --json -- a.raw", "serve --take-over --json -- a.raw"),
+        ] {
+            let words = |text: &str| text.split(' ').map(OsString::from).collect::<Vec<_>>();
+            let launch = Launch {
+                arguments: words(arguments),
+                ..Launch::here().unwrap()
+            };
+            assert_eq!(launch.taking_over(), words(taking_over));
+        }
     }
 
     #[test]

@@ -14,7 +14,7 @@ use serde_json::json;
 
 use super::{CommandLineError, Connection, Done};
 use crate::hand::{Answer, Answered, Ask, Channel, Launched, Outcome, program};
-use crate::launch::{Launch, TAKE_OVER, beside};
+use crate::launch::{Launch, beside};
 use crate::qmp;
 
 /// How long all of it may take; the server gives up sooner.
@@ -173,8 +173,7 @@ fn launch(
         ));
     }
     let child = Command::new(&program)
-        .args(launch.arguments)
-        .arg(TAKE_OVER)
+        .args(launch.taking_over())
         .env_clear()
         .envs(launch.environment)
         .current_dir(launch.directory)
