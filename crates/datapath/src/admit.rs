@@ -2,11 +2,11 @@
 //!
 //! A disk without limits pays one look per batch. With limits, each request takes a slot as soon as it
 //! is fetched, and waits there: there is one for every request that a guest can have under way, so
-//! nothing needs bounds of its own. Reads wait apart from writes, discards and zeroes; flushes do not
-//! wait. A timer wakes the thread.
+//! nothing needs bounds of its own. Reads wait apart from writes, discards and zeroes; flushes are not
+//! held. A timer wakes the thread.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use block::{Engine, FileOffset, Request, Segment, ThrottleError, ThrottleLimits};
@@ -31,8 +31,8 @@ mod tests;
 const KEPT_NS: u64 = 50_000_000;
 
 /// A limit that lets nothing go for at least so long, and at most so long, makes kicks useless until then: whatever the
-/// guest sends is taken when the limit lets it go. A flush is never limited, so a guest that has sent one
-/// within [`FREE_NS`] can kick at any time.
+/// guest sends is taken when the limit lets it go. Flushes have no limit, so a guest that has sent one to the disk
+/// within [`FREE_NS`] can kick at any time. The first flush after that may wait for [`SHUT_MAX_NS`].
 const SHUT_MIN_NS: u64 = 200_000;
 const SHUT_MAX_NS: u64 = 3_000_000;
 const FREE_NS: u64 = 1_000_000_000;
@@ -169,8 +169,6 @@ pub(crate) struct Held {
     kept: u64,
     /// Until then, nothing that a limit concerns may go, held or not.
     shut: u64,
-    /// When the guest last sent something that no limit concerns.
-    free: u64,
     /// The lane that goes first when they go apart; then the other one.
     first: usize,
 }
@@ -193,7 +191,6 @@ impl Held {
             until: 0,
             kept: 0,
             shut: 0,
-            free: 0,
             first: 0,
         }
     }
@@ -247,15 +244,18 @@ impl Held {
 
     /// The guest has sent something that no limit concerns.
     #[cold]
-    pub fn passed_by(&mut self, now: u64) {
-        self.free = now;
+    pub fn passed_by(&self, now: u64) {
+        self.disk.admission.free.store(now, Ordering::Relaxed);
     }
 
     /// Until when the guest need not kick, if a limit lets nothing go that it is likely to send.
     pub fn is_shut_until(&self, now: u64) -> Option<u64> {
         let time = self.shut.saturating_sub(now);
-        let shut = (SHUT_MIN_NS..=SHUT_MAX_NS).contains(&time);
-        (shut && now.saturating_sub(self.free) >= FREE_NS).then_some(self.shut)
+        if !(SHUT_MIN_NS..=SHUT_MAX_NS).contains(&time) {
+            return None;
+        }
+        let free = self.disk.admission.free.load(Ordering::Relaxed);
+        (now.saturating_sub(free) >= FREE_NS).then_some(self.shut)
     }
 
     /// Asks the limits again at once.
@@ -323,6 +323,8 @@ pub(crate) struct Admission {
     /// There are limits, or the disk is stopped.
     limits_any: AtomicBool,
     stopped: AtomicBool,
+    /// When the guest last sent something that no limit concerns, by any queue.
+    free: AtomicU64,
     state: Mutex<State>,
 }
 
@@ -341,6 +343,7 @@ impl Default for Admission {
         Self {
             limits_any: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
+            free: AtomicU64::new(0),
             state: Mutex::new(State {
                 own: Shares::new(&ThrottleLimits::NONE),
                 group: None,
