@@ -46,7 +46,13 @@ impl Host {
                 its.settle().map_err(|e| HostError::Sync(name, e))
             };
             match node.format {
-                Format::Qcow2 => in_time(node.name(), deadline, settle).map_err(|e| e.to_string()),
+                Format::Qcow2 => in_time(node.name(), deadline, settle).map_err(|e| match e {
+                    HostError::Hangs(name) => format!(
+                        "disk {name}: its storage does not answer in time; this process goes on serving, try again \
+                         when the storage answers"
+                    ),
+                    e => e.to_string(),
+                }),
                 Format::Raw => Ok(()),
             }
         };
