@@ -1,5 +1,5 @@
-//! ringdisk's own configuration (`docs/operations.md`), as far as it says how fast its disks are. What is wrong with it
-//! `ringdisk serve` says better.
+//! ringdisk's own configuration (`docs/operating/configuration.md`), as far as it decides how fast its disks are.
+//! `ringdisk serve` reports its errors.
 
 mod edit;
 

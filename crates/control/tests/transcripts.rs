@@ -36,7 +36,7 @@ fn schema() {
 #[test]
 fn every_command_and_event_is_in_the_documents() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let document = fs::read_to_string(root.join("docs/operations.md")).unwrap();
+    let document = fs::read_to_string(root.join("docs/operating/qmp.md")).unwrap();
     let (mut session, disks) = (Session::new(), FakeDisks::default());
     let asked = r#"{"execute": "qmp_capabilities"}{"execute": "query-qmp-schema"}"#;
     let mut input = asked.as_bytes();

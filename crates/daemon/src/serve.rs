@@ -91,8 +91,8 @@ pub struct Args {
     #[arg(required_unless_present_any = ["config", "control"], value_name = "DISK")]
     disks: Vec<String>,
 
-    /// Disks, groups and I/O threads, in TOML; docs/operations.md (/usr/share/doc/ringdisk) describes each
-    /// key, and what SIGHUP, which reads it anew, does with a change
+    /// Disks, groups and I/O threads, in TOML; operating/configuration.md in /usr/share/doc/ringdisk describes
+    /// each key, and what SIGHUP, which reloads the file, does with a change
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 

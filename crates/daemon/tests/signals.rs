@@ -1,4 +1,4 @@
-//! Signals and limits of the process, with the question what each does to the disks: docs/operations.md answers it.
+//! Signals and resource limits, and what each does to the disks: the tables of docs/operating/restart.md.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
