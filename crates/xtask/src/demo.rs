@@ -33,7 +33,7 @@ pub struct Args {
     /// Show an image in a Ceph cluster, which is started for it on the loopback interface
     #[arg(long, conflicts_with = "lab")]
     ceph: bool,
-    /// Draw the lab's report anew for the README
+    /// Draw the picture of the lab's report in docs/lab.md
     #[arg(long, requires = "lab")]
     picture: bool,
     /// The ringdisk to use; default: one that is built
