@@ -1,5 +1,7 @@
 //! `cargo xtask ci`: the rules of this project, as code, and then the tests.
 
+mod documents;
+
 use crate::{cargo, compatibility, miri, root, test};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
@@ -25,7 +27,8 @@ const CHECKS: &[(&str, Check)] = &[
     ("unsafe policy", unsafe_policy),
     ("clocks that jump", clocks),
     ("licences of all dependencies", licences),
-    ("documents", documents),
+    ("links between documents", documents::links),
+    ("plain English in documents", documents::plain_english),
     ("table of front-ends", compatibility::is_generated),
     ("names that belong to one machine", machine_names),
     ("clippy", clippy),
@@ -265,26 +268,6 @@ fn is_allowed(expression: &str) -> bool {
         all.split(" AND ")
             .all(|licence| LICENCES.contains(&licence.trim()))
     })
-}
-
-/// Links between documents lead somewhere.
-fn documents() -> Result<()> {
-    let mut wrong = Vec::new();
-    for file in files("md")? {
-        let content = read(&file)?;
-        for link in content
-            .split("](")
-            .skip(1)
-            .filter_map(|rest| rest.split(')').next())
-        {
-            let path = link.split(['#', ' ']).next().unwrap_or_default();
-            let elsewhere = path.is_empty() || path.contains("://") || path.starts_with("mailto:");
-            if !elsewhere && !root().join(&file).with_file_name(path).exists() {
-                wrong.push(format!("{}: {path} does not exist", file.display()));
-            }
-        }
-    }
-    none(wrong)
 }
 
 /// What may differ on the next machine: mirrors of package registries, and where people keep their files.
