@@ -10,9 +10,9 @@ const DOCUMENT: &str = "docs/compatibility.md";
 
 const BEFORE: &str = "# Compatibility
 
-What ringdisk's disks were used by, in tests of `cargo xtask test`. This file is generated: after a whole run of the tests,
-`cargo xtask compatibility` writes it again. Versions are those of the packages that Debian had on that day. A *replay*
-sends what a front-end's sources send, in their order, and then reads and writes through the rings.
+The front-ends, firmware and kernels with which `cargo xtask test` has used ringdisk's disks. This file is generated:
+`cargo xtask compatibility` writes it after a complete run of the tests. Versions are those of Debian's packages on that day. A
+*replay* sends the messages of a front-end's source code, in the same order, and then reads and writes through the rings.
 
 ";
 
