@@ -1,6 +1,6 @@
 use std::any::Any;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use crate::{Aio, Backing, FileOffset};
@@ -91,12 +91,12 @@ pub struct Completion {
 /// The submitter checks `room` before it submits, validates offsets and lengths against the disk,
 /// and splits nothing: an engine does one operation per call and reports what the kernel said.
 pub trait Engine {
-    /// Makes a file known; the id is valid until [`detach`](Self::detach). Its bytes are moved as `aio`
-    /// says, by an engine that knows several ways.
+    /// Makes a file known, which stays open until [`detach`](Self::detach); so long the id is valid. Its bytes are moved
+    /// as `aio` says, by an engine that knows several ways.
     ///
     /// # Errors
     /// The table of files is full, the kernel refused, or the file cannot be served that way.
-    fn attach(&mut self, file: BorrowedFd<'_>, backing: Backing, aio: Aio) -> io::Result<FileId>;
+    fn attach(&mut self, file: &Arc<OwnedFd>, backing: Backing, aio: Aio) -> io::Result<FileId>;
 
     /// The same for what is no file; its id is used like that of one.
     ///

@@ -336,12 +336,12 @@ impl Node {
             ));
         }
         let content = self.content();
-        let files = self.descriptors(&content)?;
+        let files = self.descriptors(&content);
         // Which it is, turns out when it is taken.
         let image = content.image.clone().unwrap_or(Image::Raw);
         let disk = Disk::new(name, image, files, facts, size, serial, options);
         if content.image.is_none() {
-            disk.go_away(self.descriptors(&content)?.pop());
+            disk.go_away(self.descriptors(&content).pop());
         }
         Ok(disk)
     }
@@ -361,17 +361,18 @@ impl Node {
         self.content().file.clone()
     }
 
-    /// Descriptors of what it is in, for the data path.
-    fn descriptors(&self, content: &Content) -> Result<Vec<(OwnedFd, Backing, Aio)>, NodeError> {
+    /// Descriptors of what it is in, for the data path, which shares them.
+    fn descriptors(&self, content: &Content) -> Vec<(Arc<OwnedFd>, Backing, Aio)> {
         let files = match content.image {
             Some(Image::Chain(_)) => &content.files[..],
             _ => content.file.as_slice(),
         };
-        let files = files.iter().map(|file| {
-            let descriptor = duplicate(file, &self.filename)?;
-            Ok((descriptor, file.backing(), self.spec.aio))
-        });
+        let files = files.iter().map(|file| self.described(file));
         files.collect()
+    }
+
+    fn described(&self, file: &DiskFile) -> (Arc<OwnedFd>, Backing, Aio) {
+        (file.descriptor().clone(), file.backing(), self.spec.aio)
     }
 
     /// What the data path needs to put this node in the place of another.
@@ -394,7 +395,7 @@ impl Node {
         let places = match &self.rbd {
             Some(rbd) => vec![Place::Remote(rbd.clone())],
             None => {
-                let files = self.descriptors(&content)?.into_iter();
+                let files = self.descriptors(&content).into_iter();
                 files.map(Place::from).collect()
             }
         };
@@ -713,12 +714,6 @@ fn chain_facts(chain: &Chain, files: &[Arc<DiskFile>]) -> DiskFacts {
             ..all
         },
     )
-}
-
-fn duplicate(file: &DiskFile, filename: &str) -> Result<OwnedFd, NodeError> {
-    file.as_fd()
-        .try_clone_to_owned()
-        .map_err(|e| NodeError::Io(filename.into(), "duplicate its descriptor", e))
 }
 
 fn null_facts(read_only: bool) -> DiskFacts {

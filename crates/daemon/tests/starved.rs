@@ -128,7 +128,7 @@ fn a_limit_on_descriptors_is_named() {
             refused += 1;
             assert!(refused < 64, "64 descriptors are enough for a disk");
         }
-        assert!(refused > 2, "{refused}");
+        assert!(refused > 1, "{refused}");
         let gone = json!({ "id": "more", "force": true });
         client.call("x-ringdisk-detach", gone).unwrap();
     }
@@ -266,10 +266,10 @@ fn a_limit_on_descriptors_is_named_at_the_start() {
     assert!(refused > 5, "{refused}");
 }
 
-/// Without a descriptor to leave its disk with, a VM that stops keeps it, whole: who comes next goes on with it, and can
-/// leave it.
+/// A VM that stops leaves its disk, whole, though there is no descriptor to open the file with once more: who comes next
+/// takes it, and can leave it.
 #[test]
-fn without_descriptors_a_disk_is_not_left_by_halves() {
+fn without_descriptors_a_disk_is_left_as_ever() {
     for format in ["raw", "qcow2"] {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let disk = dir.path().join(format!("disk.{format}"));
@@ -292,19 +292,23 @@ fn without_descriptors_a_disk_is_not_left_by_halves() {
         let mut limit = getrlimit(Resource::Nofile);
         let before = limit.current.replace(3);
         prlimit(pid, Resource::Nofile, limit).unwrap();
-        assert!(device.stop_queue(0).is_err(), "{format}");
-        server.logged(&["is not left to another host", "duplicate its descriptor"]);
+        device.stop_queue(0).unwrap();
+        server.logged(&["RLIMIT_NOFILE", "what is open of it stays so"]);
         limit.current = before;
         prlimit(pid, Resource::Nofile, limit).unwrap();
+        let is_left = || {
+            let mut check = Command::new("qemu-img");
+            check.args(["info", "-f", format]).arg(&disk);
+            assert!(check.output().unwrap().status.success(), "nobody has it");
+        };
+        is_left();
 
         drop(device);
         let mut device = Device::connect(&socket, &DeviceConfig::default())
             .unwrap_or_else(|e| panic!("{format}: {e}: {}", server.log()));
         works(&mut device);
         device.stop_queue(0).unwrap();
-        let mut check = Command::new("qemu-img");
-        check.args(["info", "-f", format]).arg(&disk);
-        assert!(check.output().unwrap().status.success(), "nobody has it");
+        is_left();
         assert!(server.terminate().unwrap().success());
     }
 }

@@ -128,7 +128,7 @@ impl Disk {
     pub fn new(
         name: String,
         image: Image,
-        files: impl IntoIterator<Item = (OwnedFd, Backing, Aio)>,
+        files: impl IntoIterator<Item = (Arc<OwnedFd>, Backing, Aio)>,
         facts: DiskFacts,
         size: u64,
         serial: &str,
@@ -216,7 +216,7 @@ impl Disk {
     /// Leaves what it is in to somebody else, who may change it. It is durable, and no queue is served before
     /// [`come_back`](Self::come_back). Nothing of it is kept open but `file`, of which nothing is
     /// read or written.
-    pub fn go_away(&self, file: Option<(OwnedFd, Backing, Aio)>) {
+    pub fn go_away(&self, file: Option<(Arc<OwnedFd>, Backing, Aio)>) {
         self.away.store(true, Ordering::Relaxed);
         let cache = self.options.cache;
         let (content, source) = Content::new(Image::Raw, file, &self.facts, cache);
@@ -240,7 +240,7 @@ impl Disk {
     pub fn come_back(
         &self,
         image: Image,
-        files: impl IntoIterator<Item = (OwnedFd, Backing, Aio)>,
+        files: impl IntoIterator<Item = (Arc<OwnedFd>, Backing, Aio)>,
         facts: &DiskFacts,
         size: u64,
     ) -> io::Result<()> {

@@ -1,7 +1,7 @@
 //! The file that holds a disk. It may be replaced by another while the disk is served.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, MutexGuard};
 
 use block::{Aio, Backing, DiskFacts, Engine, FileId, Remote};
@@ -18,13 +18,13 @@ pub(crate) struct Source {
 /// Where bytes are.
 pub enum Place {
     /// In a file: open as the disk's cache mode demands, and locked; and how its bytes are to be moved.
-    File(OwnedFd, Backing, Aio),
+    File(Arc<OwnedFd>, Backing, Aio),
     /// In storage that is no file.
     Remote(Arc<dyn Remote>),
 }
 
-impl From<(OwnedFd, Backing, Aio)> for Place {
-    fn from((file, backing, aio): (OwnedFd, Backing, Aio)) -> Self {
+impl From<(Arc<OwnedFd>, Backing, Aio)> for Place {
+    fn from((file, backing, aio): (Arc<OwnedFd>, Backing, Aio)) -> Self {
         Self::File(file, backing, aio)
     }
 }
@@ -53,7 +53,7 @@ impl Source {
     /// Makes it known to an engine.
     pub fn attach(&self, engine: &mut impl Engine) -> io::Result<FileId> {
         match &self.place {
-            Place::File(fd, backing, aio) => engine.attach(fd.as_fd(), *backing, *aio),
+            Place::File(fd, backing, aio) => engine.attach(fd, *backing, *aio),
             Place::Remote(remote) => engine.attach_remote(remote),
         }
     }

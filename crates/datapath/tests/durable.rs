@@ -72,7 +72,7 @@ fn serve_with(
         )
         .unwrap()
     };
-    let file = tempfile::tempfile().unwrap().into();
+    let file = Arc::new(tempfile::tempfile().unwrap().into());
     let disk = Arc::new(Disk::new(
         "durable".into(),
         Image::Raw,

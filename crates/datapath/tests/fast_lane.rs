@@ -187,10 +187,8 @@ fn open(
     std::fs::write(&path, vec![1; DISK_BYTES as usize]).unwrap();
     let file = DiskFile::open(&path, cache, false)?;
     let facts = change(file.facts());
-    // The lock is not what is tested here.
-    let fd = rustix::io::dup(&file).unwrap();
     let name = "file".to_owned();
-    let backing = Some((fd, file.backing(), Aio::Auto));
+    let backing = Some((file.descriptor().clone(), file.backing(), Aio::Auto));
     Ok(Disk::new(
         name,
         Image::Raw,

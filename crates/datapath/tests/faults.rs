@@ -96,7 +96,7 @@ impl Guest {
             move || Faulty::new(its_disk, faults, seed),
         );
         // The engine knows its file itself, but a disk has one.
-        let file = tempfile::tempfile().unwrap().into();
+        let file = Arc::new(tempfile::tempfile().unwrap().into());
         let served = Served::new(
             Arc::new(Disk::new(
                 "faulty".into(),

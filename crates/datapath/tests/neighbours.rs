@@ -47,7 +47,7 @@ fn neighbours(
     .unwrap();
     let threads = Arc::new(vec![thread]);
     let serve = |name: &str| {
-        let file = tempfile::tempfile().unwrap().into();
+        let file = Arc::new(tempfile::tempfile().unwrap().into());
         let disk = Disk::new(
             name.into(),
             Image::Raw,

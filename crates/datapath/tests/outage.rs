@@ -72,7 +72,7 @@ fn serve_on(
         Polling::up_to(Duration::from_micros(50)),
         move || Faulty::new(its_memory, faults, 7),
     );
-    let file = tempfile::tempfile().unwrap().into();
+    let file = Arc::new(tempfile::tempfile().unwrap().into());
     let disk = Arc::new(Disk::new(
         "out".into(),
         Image::Raw,
@@ -526,7 +526,7 @@ fn a_queue_that_stops_while_its_disk_is_replaced_forgets_nothing() {
     });
     let (disk, threads) = (setup.disk.clone(), setup.threads.clone());
     let replacing = thread::spawn(move || {
-        let file = tempfile::tempfile().unwrap().into();
+        let file = Arc::new(tempfile::tempfile().unwrap().into());
         let new = Replacement {
             image: Image::Raw,
             places: vec![(file, Backing::File, Aio::Auto).into()],

@@ -37,7 +37,7 @@ fn serve_with(null: bool, fail: u32, options: Options) -> (Arc<Disk>, Served, De
     let (image, file) = match null {
         true => (Image::Null, None),
         false => {
-            let file = tempfile::tempfile().unwrap().into();
+            let file = Arc::new(tempfile::tempfile().unwrap().into());
             (Image::Raw, Some((file, Backing::File, Aio::Auto)))
         }
     };

@@ -52,7 +52,7 @@ fn serve(null: bool) -> (Arc<Disk>, Served, Device) {
     let (image, file) = match null {
         true => (Image::Null, None),
         false => {
-            let file = tempfile::tempfile().unwrap().into();
+            let file = Arc::new(tempfile::tempfile().unwrap().into());
             (Image::Raw, Some((file, Backing::File, Aio::Auto)))
         }
     };

@@ -7,7 +7,6 @@
 //! `Engine::room` bounds.
 
 use std::collections::VecDeque;
-use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -30,7 +29,7 @@ const IDLE: Duration = Duration::from_secs(10);
 
 /// What an operation works on.
 pub(crate) struct Target {
-    pub file: File,
+    pub file: Arc<OwnedFd>,
     pub backing: Backing,
 }
 

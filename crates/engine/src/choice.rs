@@ -1,7 +1,6 @@
 //! Which way of moving bytes suits a file, and why.
 
 use std::fmt;
-use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -115,14 +114,14 @@ pub fn choose(
         Aio::Native if !direct => Err(ChoiceError::Buffered),
         Aio::Native => match &support.native {
             Ok(()) => {
-                let what = what_in(in_memory(file, backing)?);
+                let what = what_in(in_memory(file, backing));
                 choice(wanted, format!("asked for; {what}"))
             }
             Err(e) => Err(ChoiceError::Native(e.to_string())),
         },
         Aio::Threads => choice(wanted, format!("asked for; {}", what())),
         Aio::Auto => {
-            let in_memory = in_memory(file, backing)?;
+            let in_memory = in_memory(file, backing);
             let what = what_in(in_memory);
             let Err(no_ring) = &support.io_uring else {
                 return choice(Aio::IoUring, what);
@@ -143,9 +142,8 @@ pub fn choose(
 }
 
 /// Whether the file is one for plain calls on the I/O thread itself.
-fn in_memory(file: BorrowedFd<'_>, backing: Backing) -> io::Result<bool> {
-    let file = File::from(file.try_clone_to_owned()?);
-    Ok(!matches!(Inline::probe(&file, backing), Inline::NoNeed))
+fn in_memory(file: BorrowedFd<'_>, backing: Backing) -> bool {
+    !matches!(Inline::probe(file, backing), Inline::NoNeed)
 }
 
 /// Such as "O_DIRECT file on ext4".

@@ -1,9 +1,8 @@
 //! All ways of moving bytes, behind one [`Engine`]: each file is served in the way that suits it, and
 //! a thread waits for all of them in one place.
 
-use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use block::{Aio, Backing, Completion, Engine, FileId, Op, Remote, Segment, Token};
@@ -79,7 +78,7 @@ impl Engines {
 
     fn attach_beside(
         &mut self,
-        file: BorrowedFd<'_>,
+        file: &Arc<OwnedFd>,
         backing: Backing,
         native: bool,
         aio: Aio,
@@ -94,14 +93,16 @@ impl Engines {
                 "one I/O thread serves at most {FILES_MAX} queues; use more --iothreads"
             )));
         }
-        let file = File::from(file.try_clone_to_owned()?);
         let beside = Some(Beside {
             inline: match aio {
                 // What `io_submit` does at once costs more that way.
-                Aio::Auto | Aio::Native => Inline::probe(&file, backing),
+                Aio::Auto | Aio::Native => Inline::probe(file.as_fd(), backing),
                 Aio::IoUring | Aio::Threads => Inline::NoNeed,
             },
-            target: Arc::new(Target { file, backing }),
+            target: Arc::new(Target {
+                file: file.clone(),
+                backing,
+            }),
             native,
         });
         match free {
@@ -138,7 +139,10 @@ impl Engines {
         {
             self.beside += 1;
             // SAFETY: the caller's promise.
-            let result = unsafe { file.inline.run(&file.target.file, write, at, segments) };
+            let result = unsafe {
+                file.inline
+                    .run(file.target.file.as_fd(), write, at, segments)
+            };
             return self.done.push(Completion { token, result });
         }
         let ranged = matches!(op, Op::Discard { .. } | Op::WriteZeroes { .. });
@@ -178,8 +182,8 @@ impl Main {
 }
 
 impl Engine for Engines {
-    fn attach(&mut self, file: BorrowedFd<'_>, backing: Backing, aio: Aio) -> io::Result<FileId> {
-        let choice = choose(file, backing, aio, &self.support).map_err(io::Error::other)?;
+    fn attach(&mut self, file: &Arc<OwnedFd>, backing: Backing, aio: Aio) -> io::Result<FileId> {
+        let choice = choose(file.as_fd(), backing, aio, &self.support).map_err(io::Error::other)?;
         match (choice.aio, &mut self.main) {
             (Aio::IoUring | Aio::Auto, Main::Ring(ring)) => ring.attach(file, backing, aio),
             (chosen, _) => self.attach_beside(file, backing, chosen == Aio::Native, aio),

@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -22,7 +23,7 @@ const BLOCK_MAX: u32 = 4096;
 
 /// A disk's file or block device, open, and locked unless it is said otherwise.
 pub struct DiskFile {
-    file: File,
+    file: Arc<OwnedFd>,
     backing: Backing,
     identity: Identity,
     facts: DiskFacts,
@@ -252,7 +253,7 @@ impl DiskFile {
         let identity = Identity::of_open(&file);
         let identity = identity.map_err(|e| OpenError::Io(name, "find out which it is", e))?;
         Ok(Self {
-            file,
+            file: Arc::new(file.into()),
             backing,
             identity,
             facts,
@@ -260,7 +261,12 @@ impl DiskFile {
         })
     }
 
-    /// Gives the lock up, before the last duplicate of its descriptor is closed. All that was written must be
+    /// Its descriptor. As long as anything holds it, the file is open, and locked unless that was given up.
+    pub fn descriptor(&self) -> &Arc<OwnedFd> {
+        &self.file
+    }
+
+    /// Gives the lock up, before its descriptor and the last duplicate of it are closed. All that was written must be
     /// durable by now.
     ///
     /// # Errors
@@ -362,7 +368,9 @@ impl DiskFile {
     /// # Errors
     /// It could not be made durable.
     pub fn sync(&self) -> io::Result<()> {
-        self.file.sync_data()
+        Ok(rustix::io::retry_on_intr(|| {
+            rustix::fs::fdatasync(&self.file)
+        })?)
     }
 }
 

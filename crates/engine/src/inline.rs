@@ -6,9 +6,8 @@
 //! all its disks), and a RAM disk whose operations come to wait is given back to the kernel's threads.
 
 use std::ffi::OsStr;
-use std::fs::File;
 use std::io::{self, IoSliceMut};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -79,7 +78,7 @@ fn sleeps() -> i64 {
 impl Inline {
     /// Finds out whether this file is in memory and io_uring would need a kernel thread for it.
     /// Does not block.
-    pub fn probe(file: &File, backing: Backing) -> Self {
+    pub fn probe(file: BorrowedFd<'_>, backing: Backing) -> Self {
         if !in_memory(file, backing) {
             return Self::NoNeed;
         }
@@ -127,7 +126,7 @@ impl Inline {
     #[expect(unsafe_code, reason = "the kernel works on memory that segments name")]
     pub unsafe fn run(
         &mut self,
-        file: &File,
+        file: BorrowedFd<'_>,
         write: bool,
         at: FileOffset,
         segments: &[Segment],
@@ -191,7 +190,7 @@ impl Judge {
 }
 
 /// Whether a file lies in this machine's memory and nowhere else.
-fn in_memory(file: &File, backing: Backing) -> bool {
+fn in_memory(file: BorrowedFd<'_>, backing: Backing) -> bool {
     const TMPFS_MAGIC: u64 = 0x0102_1994;
     match backing {
         Backing::File => {

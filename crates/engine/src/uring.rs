@@ -1,8 +1,7 @@
 //! The io_uring engine: one ring, owned by one thread.
 
-use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
 use block::{Aio, Backing, Completion, Engine, FileId, Op, Remote, Segment, Token};
@@ -235,7 +234,7 @@ fn explain(e: io::Error) -> UringError {
 }
 
 impl Engine for Uring {
-    fn attach(&mut self, file: BorrowedFd<'_>, backing: Backing, aio: Aio) -> io::Result<FileId> {
+    fn attach(&mut self, file: &Arc<OwnedFd>, backing: Backing, aio: Aio) -> io::Result<FileId> {
         let free = self.files.iter().position(Option::is_none);
         let id = free.unwrap_or(self.files.len()) as u32;
         if id == self.files_max {
@@ -247,13 +246,15 @@ impl Engine for Uring {
         self.workers.follow(&self.ring);
         let submitter = self.ring.submitter();
         submitter.register_files_update(id, &[file.as_raw_fd()])?;
-        let file = File::from(file.try_clone_to_owned()?);
         let target = Target {
             inline: match aio {
-                Aio::Auto => Inline::probe(&file, backing),
+                Aio::Auto => Inline::probe(file.as_fd(), backing),
                 _ => Inline::NoNeed,
             },
-            file: Arc::new(BlockingTarget { file, backing }),
+            file: Arc::new(BlockingTarget {
+                file: file.clone(),
+                backing,
+            }),
         };
         match free {
             Some(free) => self.files[free] = Some(target),
@@ -329,7 +330,11 @@ impl Engine for Uring {
             && target.inline.wanted()
         {
             // SAFETY: the caller's promise.
-            let result = unsafe { target.inline.run(&target.file.file, write, at, segments) };
+            let result = unsafe {
+                target
+                    .inline
+                    .run(target.file.file.as_fd(), write, at, segments)
+            };
             return self.inline.push(Completion { token, result });
         }
         let fixed = Fixed(file.0);
@@ -497,7 +502,6 @@ pub(crate) fn iovec(segments: &[Segment]) -> (*const libc::iovec, u32) {
 mod tests {
     use super::*;
     use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
-    use std::os::fd::AsFd;
 
     /// An fdatasync is done by a worker; this one is kept to one CPU, where its thread is not.
     #[test]
@@ -505,8 +509,8 @@ mod tests {
     fn workers_run_where_they_are_told_to() {
         let flush = |cpu: usize| {
             let mut engine = Uring::new().unwrap();
-            let file = tempfile::tempfile().unwrap();
-            let id = engine.attach(file.as_fd(), Backing::File, Aio::IoUring);
+            let file = Arc::new(tempfile::tempfile().unwrap().into());
+            let id = engine.attach(&file, Backing::File, Aio::IoUring);
             engine.workers.run_on(&engine.ring, only(cpu));
             // SAFETY: a flush names no memory.
             unsafe { engine.submit(id.unwrap(), Op::Flush, Token(1)) };
@@ -527,12 +531,12 @@ mod tests {
     #[test]
     fn workers_follow_their_thread() {
         let mut engine = Uring::new().unwrap();
-        let file = tempfile::tempfile().unwrap();
+        let file = Arc::new(tempfile::tempfile().unwrap().into());
         for cpu in usable_cpus() {
             let mut set = CpuSet::new();
             set.set(cpu);
             sched_setaffinity(None, &set).unwrap();
-            let id = engine.attach(file.as_fd(), Backing::File, Aio::IoUring);
+            let id = engine.attach(&file, Backing::File, Aio::IoUring);
             engine.detach(id.unwrap());
             let cpus = engine.workers.cpus();
             assert_eq!(cpus, [cpu]);

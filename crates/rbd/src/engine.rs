@@ -4,7 +4,7 @@ use std::any::Any;
 use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr;
 use std::sync::Arc;
 
@@ -493,7 +493,7 @@ extern "C" fn completed(completion: Pointer, operation: *mut c_void) {
 }
 
 impl<E: Engine> Engine for WithRbd<E> {
-    fn attach(&mut self, file: BorrowedFd<'_>, backing: Backing, aio: Aio) -> io::Result<FileId> {
+    fn attach(&mut self, file: &Arc<OwnedFd>, backing: Backing, aio: Aio) -> io::Result<FileId> {
         self.inner.attach(file, backing, aio)
     }
 

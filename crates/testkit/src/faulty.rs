@@ -497,7 +497,7 @@ impl Faulty {
 }
 
 impl Engine for Faulty {
-    fn attach(&mut self, _: BorrowedFd<'_>, _: Backing, _: Aio) -> io::Result<FileId> {
+    fn attach(&mut self, _: &Arc<OwnedFd>, _: Backing, _: Aio) -> io::Result<FileId> {
         self.files += 1;
         Ok(FileId(self.files - 1))
     }

@@ -1,6 +1,6 @@
 //! The faulty engine is an engine: what it does to its submitter is what storage may do, and no more.
 
-use std::os::fd::AsFd;
+use std::sync::Arc;
 
 use block::{Aio, Backing, Engine};
 use proptest::prelude::*;
@@ -21,11 +21,9 @@ const NONE: Faults = Faults {
 
 fn engine(faults: Faults, seed: u64) -> (Faulty, Subject) {
     let mut engine = Faulty::new(MemoryDisk::new(BYTES), faults, seed).unwrap();
-    let file = tempfile::tempfile().unwrap();
+    let file = Arc::new(tempfile::tempfile().unwrap().into());
     let subject = Subject {
-        file: engine
-            .attach(file.as_fd(), Backing::File, Aio::Auto)
-            .unwrap(),
+        file: engine.attach(&file, Backing::File, Aio::Auto).unwrap(),
         model: vec![0; BYTES],
         unit: 512,
         address_unit: 512,

@@ -21,7 +21,7 @@ use image::{Format, Image};
 use tracing::warn;
 
 use super::closing::unlock;
-use super::{Content, Node, NodeError, chain_facts, duplicate, open_chain};
+use super::{Content, Node, NodeError, chain_facts, open_chain};
 use crate::spec::FileSpec;
 
 impl Node {
@@ -61,8 +61,7 @@ impl Node {
                 file
             }
         };
-        let left = duplicate(&unlocked, &self.filename)?;
-        let left = (left, unlocked.backing(), self.spec.aio);
+        let left = self.described(&unlocked);
         disk.sync().map_err(|e| fail("be made durable", e))?;
         let written = files.iter().filter(|file| !file.facts().read_only);
         let written: Vec<_> = written.cloned().collect();
@@ -88,7 +87,7 @@ impl Node {
     pub fn take_back(&self, disk: &Disk) -> Result<bool, NodeError> {
         self.take(&[], |content, facts| {
             let image = content.image.clone().unwrap_or(Image::Raw);
-            let files = self.descriptors(content)?;
+            let files = self.descriptors(content);
             disk.come_back(image, files, facts, content.size)
                 .map_err(|e| NodeError::Io(self.filename.clone(), "be taken back", e))
         })

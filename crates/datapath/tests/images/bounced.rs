@@ -114,7 +114,7 @@ fn a_buffer_that_comes_free_beside_the_thread_is_taken() {
     let queue = &mut device.queues[0];
     assert_eq!(queue.write(0, &[1; 4096]), OK);
 
-    let file = tempfile::tempfile().unwrap().into();
+    let file = Arc::new(tempfile::tempfile().unwrap().into());
     let raw = Disk::new(
         "raw".into(),
         Image::Raw,

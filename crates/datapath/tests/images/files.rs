@@ -256,7 +256,7 @@ pub fn disk(chain: Arc<Chain>, files: usize, facts: DiskFacts, options: Options)
     // The engine knows its files itself, but a disk has some.
     let file = || {
         (
-            tempfile::tempfile().unwrap().into(),
+            Arc::new(tempfile::tempfile().unwrap().into()),
             Backing::File,
             Aio::Auto,
         )

@@ -72,7 +72,7 @@ fn what_is_given_back_holds_up_no_neighbour() {
         "raw".into(),
         Image::Raw,
         Some((
-            tempfile::tempfile().unwrap().into(),
+            Arc::new(tempfile::tempfile().unwrap().into()),
             Backing::File,
             Aio::Auto,
         )),

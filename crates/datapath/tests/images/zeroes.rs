@@ -97,7 +97,7 @@ fn zeroes_are_looked_for_by_turns() {
             ),
             true => {
                 let size = PIECES * MIB;
-                let file = tempfile::tempfile().unwrap().into();
+                let file = Arc::new(tempfile::tempfile().unwrap().into());
                 let files = [(file, Backing::File, Aio::Auto)];
                 let name = "raw".into();
                 let disk = Disk::new(name, Image::Raw, files, FACTS, size, "", options);

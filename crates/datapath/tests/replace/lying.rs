@@ -82,9 +82,12 @@ impl Lying {
     }
 
     /// For a disk.
-    pub fn files(&self) -> impl Iterator<Item = (OwnedFd, Backing, Aio)> {
+    pub fn files(&self) -> impl Iterator<Item = (Arc<OwnedFd>, Backing, Aio)> {
         let files = self.files.iter();
-        files.map(|file| (file.try_clone().unwrap().into(), Backing::File, Aio::Auto))
+        files.map(|file| {
+            let file = Arc::new(file.try_clone().unwrap().into());
+            (file, Backing::File, Aio::Auto)
+        })
     }
 
     /// Makes a raw one longer.

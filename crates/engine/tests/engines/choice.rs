@@ -59,7 +59,7 @@ fn what_is_asked_for_is_done_or_refused_with_the_next_step() {
         let file = place.open(false).unwrap();
         let mut engines = Engines::new(support(false)).unwrap();
         let error = engines
-            .attach(file.as_fd(), file.backing(), Aio::IoUring)
+            .attach(file.descriptor(), file.backing(), Aio::IoUring)
             .unwrap_err();
         assert!(error.to_string().contains("aio=auto"), "{error}");
     }

@@ -3,8 +3,6 @@
 mod choice;
 mod places;
 
-use std::os::fd::AsFd;
-
 use block::{Aio, CacheMode, Engine, FileOffset, Op};
 use places::{BYTES, Place, WAYS, Way};
 use proptest::prelude::*;
@@ -127,7 +125,7 @@ fn a_file_that_was_opened_to_be_read_is_not_written() {
             let file = place.open(true).unwrap();
             let facts = file.facts();
             let id = engines
-                .attach(file.as_fd(), file.backing(), way.aio)
+                .attach(file.descriptor(), file.backing(), way.aio)
                 .unwrap();
             let subject = Subject {
                 file: id,
@@ -170,7 +168,7 @@ fn a_full_file_system() {
         let file = engine::DiskFile::open(&path, CacheMode::Writeback, false).unwrap();
         let mut engines = way.engines();
         let id = engines
-            .attach(file.as_fd(), file.backing(), way.aio)
+            .attach(file.descriptor(), file.backing(), way.aio)
             .unwrap();
         let subject = Subject {
             file: id,
@@ -245,7 +243,7 @@ fn files_that_come_and_go() {
             if way.serves(place.cache) {
                 let file = place.open(false).unwrap();
                 let id = engines
-                    .attach(file.as_fd(), file.backing(), way.aio)
+                    .attach(file.descriptor(), file.backing(), way.aio)
                     .unwrap();
                 assert_ne!(id, s.file);
                 engines.detach(id);

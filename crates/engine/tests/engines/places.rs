@@ -1,7 +1,6 @@
 //! Where the files under test lie, and the engines that they are tried with.
 
 use std::fs::File;
-use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -147,7 +146,9 @@ impl Place {
     /// The file, and what the engine and the model know of it.
     pub fn attach(&self, engines: &mut Engines, aio: Aio) -> (DiskFile, Subject) {
         let file = self.open(false).unwrap();
-        let id = engines.attach(file.as_fd(), file.backing(), aio).unwrap();
+        let id = engines
+            .attach(file.descriptor(), file.backing(), aio)
+            .unwrap();
         let facts = file.facts();
         let subject = Subject {
             file: id,
