@@ -94,6 +94,24 @@ impl Piece {
     }
 }
 
+/// What is known of the request in this slot.
+#[inline]
+pub(crate) fn piece_of(pieces: &mut Vec<Piece>, slot: u16) -> &mut Piece {
+    let place = usize::from(slot);
+    if place >= pieces.len() {
+        add(pieces, place + 1);
+    }
+    &mut pieces[place]
+}
+
+/// Makes those that are not there, for which there is memory.
+#[cold]
+#[inline(never)]
+fn add(pieces: &mut Vec<Piece>, len: usize) {
+    debug_assert!(len <= pieces.capacity());
+    pieces.resize_with(len, Piece::new);
+}
+
 /// Has a request looked at anew.
 struct Anew<F>(F);
 
@@ -136,10 +154,10 @@ impl<E: Engine> Worker<E> {
         else {
             return;
         };
+        let piece = piece_of(pieces, slot);
         if !zeroes::detect(disk, ring, s, &mut self.zeroes_left) {
             return self.zero_later(number, slot);
         }
-        let piece = &mut pieces[usize::from(slot)];
         let (Request::Read { at, len }
         | Request::Write { at, len }
         | Request::Discard { at, len }
@@ -425,7 +443,7 @@ impl<E: Engine> Worker<E> {
                 return self.synced(place, 0);
             }
             if let Some(local) = &self.locals[queue.local] {
-                queue.pieces[usize::from(slot)].file = local.written();
+                piece_of(&mut queue.pieces, slot).file = local.written();
             }
         }
         self.submit(number, slot);

@@ -29,8 +29,8 @@ pub(crate) struct Queue {
     pub held: Held,
     /// The disk's file, as this thread's engine knows it; none if each piece says where it is.
     pub file: Option<FileId>,
-    /// By slot, for a disk whose image goes by tables.
-    pub pieces: Box<[Piece]>,
+    /// By slot, for a disk whose image goes by tables; [made](crate::pieces::piece_of) as slots are first taken, like these.
+    pub pieces: Vec<Piece>,
     pub alignment: Alignment,
     /// Place of what the thread keeps for the disk.
     pub local: usize,
@@ -81,7 +81,7 @@ impl Queue {
             tally: Tally::new(&disk, requests.into()),
             held: Held::new(disk.clone()),
             file: None,
-            pieces: Box::default(),
+            pieces: Vec::new(),
             alignment: Alignment { address: 1, len: 1 },
             local: place,
             registered: Vec::new(),
@@ -104,9 +104,11 @@ impl Queue {
         self.image = self.disk.content().image;
         let by_tables = self.image.chain().is_some();
         self.file = local.and_then(|l| l.file).filter(|_| !by_tables);
-        let pieces = if by_tables { self.slots.len() } else { 0 };
-        if self.pieces.len() != pieces {
-            self.pieces = (0..pieces).map(|_| Piece::new()).collect();
+        match by_tables {
+            true => self
+                .pieces
+                .reserve_exact(self.slots.len() - self.pieces.len()),
+            false => self.pieces = Vec::new(),
         }
         if let Some(source) = local.and_then(|l| l.source.as_ref()) {
             self.alignment = source.alignment;

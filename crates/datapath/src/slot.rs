@@ -1,7 +1,8 @@
 //! The slot table of a queue: all that is known of the requests under way.
 //!
-//! It is sized when the queue starts. A slot owns the list of segments that the kernel works on
-//! until its completion has been reaped.
+//! It is sized when the queue starts, and filled as slots are first needed: most queues never have more than a few
+//! requests under way, and memory that is not written to costs nothing. A slot owns the list of segments that the kernel
+//! works on until its completion has been reaped, so that no slot ever moves.
 
 use block::{FileOffset, Request, Segment};
 use guest::Ticket;
@@ -123,15 +124,19 @@ impl Slot {
 
 /// A fixed number of slots, taken and given back in constant time.
 pub(crate) struct Slots {
-    slots: Box<[Slot]>,
+    /// Those that have been taken before. Memory for all of them is reserved.
+    slots: Vec<Slot>,
+    /// The last one is taken next. Those that have never been taken are at the beginning, in descending order.
     free: Vec<u16>,
+    max: usize,
 }
 
 impl Slots {
     pub fn new(n: u16) -> Self {
         Self {
-            slots: (0..n).map(|_| Slot::empty()).collect(),
+            slots: Vec::with_capacity(n.into()),
             free: (0..n).rev().collect(),
+            max: n.into(),
         }
     }
 
@@ -151,6 +156,9 @@ impl Slots {
         stamps: Stamps,
     ) -> u16 {
         let number = self.free.pop().expect("the caller saw a free slot");
+        if usize::from(number) == self.slots.len() {
+            self.add_slot();
+        }
         let slot = self.get(number);
         slot.ticket = ticket;
         slot.request = request;
@@ -173,19 +181,27 @@ impl Slots {
         number
     }
 
+    /// Makes the next slot, for which there is memory.
+    #[cold]
+    #[inline(never)]
+    fn add_slot(&mut self) {
+        assert!(self.slots.len() < self.max);
+        self.slots.push(Slot::empty());
+    }
+
     pub fn give_back(&mut self, slot: u16) {
-        debug_assert!(self.free.len() < self.slots.len());
+        debug_assert!(self.taken() > 0);
         self.free.push(slot);
     }
 
     /// Slots, taken or not.
     pub fn len(&self) -> usize {
-        self.slots.len()
+        self.max
     }
 
     /// Requests under way.
     pub fn taken(&self) -> usize {
-        self.slots.len() - self.free.len()
+        self.max - self.free.len()
     }
 
     #[inline]

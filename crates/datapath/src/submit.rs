@@ -4,6 +4,7 @@
 use block::{Engine, Op, Request, Segment};
 
 use crate::bounce::{self, PIECE};
+use crate::pieces::piece_of;
 use crate::queue::{Queue, token};
 use crate::worker::Worker;
 use crate::zeroes;
@@ -19,7 +20,7 @@ impl<E: Engine> Worker<E> {
         let (file, copying) = match queue.file {
             Some(file) => (file, false),
             None => {
-                let piece = &queue.pieces[usize::from(slot)];
+                let piece = piece_of(&mut queue.pieces, slot);
                 (piece.file, piece.copying)
             }
         };
