@@ -211,6 +211,8 @@ pub(crate) struct Tally {
     /// their times: this is the last such run, and these are the ones before.
     run: Run,
     runs: Vec<Run>,
+    /// Most runs that are kept. Memory for all of them is taken with the first.
+    runs_max: usize,
 }
 
 #[derive(Default)]
@@ -240,7 +242,8 @@ impl Tally {
             writes: count(WRITE),
             counters,
             run: Run::default(),
-            runs: Vec::with_capacity(requests),
+            runs: Vec::new(),
+            runs_max: requests,
         }
     }
 
@@ -300,7 +303,10 @@ impl Tally {
     fn measured_apart(&mut self, kind: usize, stamps: Stamps, reaped: u64) {
         // It has room for all that can be under way; a guest that makes a request available twice
         // gets one measurement less.
-        if self.run.n > 0 && self.runs.len() < self.runs.capacity() {
+        if self.run.n > 0 && self.runs.len() < self.runs_max {
+            if self.runs.capacity() == 0 {
+                self.runs.reserve_exact(self.runs_max);
+            }
             self.runs.push(self.run);
         }
         self.run = Run {
@@ -339,20 +345,19 @@ impl Tally {
     #[cold]
     fn publish_times(&mut self) {
         let now = now_ns();
-        if let Some(times) = self.counters.times.get() {
-            for run in self.runs.iter().chain([&self.run]) {
-                let Stamps {
-                    fetched,
-                    admitted,
-                    submitted,
-                } = run.stamps;
-                let [total, waiting, image, engine, publishing] = &times[run.kind];
-                total.add(now.saturating_sub(fetched), run.n);
-                waiting.add(admitted.saturating_sub(fetched), run.n);
-                image.add(submitted.saturating_sub(admitted), run.n);
-                engine.add(run.reaped.saturating_sub(submitted), run.n);
-                publishing.add(now.saturating_sub(run.reaped), run.n);
-            }
+        for run in self.runs.iter().chain([&self.run]) {
+            let Stamps {
+                fetched,
+                admitted,
+                submitted,
+            } = run.stamps;
+            let times = self.counters.times[run.kind].get_or_init(Times::new);
+            let [total, waiting, image, engine, publishing] = &times.0;
+            total.add(now.saturating_sub(fetched), run.n);
+            waiting.add(admitted.saturating_sub(fetched), run.n);
+            image.add(submitted.saturating_sub(admitted), run.n);
+            engine.add(run.reaped.saturating_sub(submitted), run.n);
+            publishing.add(now.saturating_sub(run.reaped), run.n);
         }
         self.runs.clear();
         self.run.n = 0;
@@ -376,25 +381,24 @@ struct Counters {
     errors: [AtomicU64; KINDS],
     refused: AtomicU64,
     under_way: AtomicU64,
-    /// 106 KiB, made when times are first asked for.
-    times: OnceLock<Box<Times>>,
+    /// Of each kind, made when the first request of it has been measured: a queue that has none needs none.
+    times: [OnceLock<Box<Times>>; KINDS],
 }
 
-type Times = [[Filling; STAGES]; KINDS];
+/// How long requests of one kind took: 21 KiB.
+struct Times([Filling; STAGES]);
+
+impl Times {
+    fn new() -> Box<Self> {
+        Box::new(Self(std::array::from_fn(|_| Filling::new())))
+    }
+}
 
 impl Counters {
     #[inline]
     fn count(&self, kind: usize, bytes: u64) {
         add(&self.operations[kind], 1);
         add(&self.bytes[kind], bytes);
-    }
-
-    fn make_times(&self) {
-        self.times.get_or_init(|| {
-            Box::new(std::array::from_fn(|_| {
-                std::array::from_fn(|_| Filling::new())
-            }))
-        });
     }
 }
 
@@ -423,9 +427,6 @@ impl Statistics {
             }
         };
         counters.in_use.store(true, Ordering::Relaxed);
-        if self.measuring() {
-            counters.make_times();
-        }
         counters
     }
 
@@ -481,11 +482,9 @@ impl Disk {
     pub fn stats(&self) -> DiskStats {
         let mut stats = self.counts();
         for counters in &*self.statistics.queues() {
-            let Some(times) = counters.times.get() else {
-                continue;
-            };
-            for (times, (_, sum)) in times.iter().zip(stats.kinds_mut()) {
-                for (filling, (_, sum)) in times.iter().zip(sum.latency.stages_mut()) {
+            for (times, (_, sum)) in counters.times.iter().zip(stats.kinds_mut()) {
+                let fillings = times.get().into_iter().flat_map(|times| &times.0);
+                for (filling, (_, sum)) in fillings.zip(sum.latency.stages_mut()) {
                     filling.add_to(sum);
                 }
             }
@@ -495,9 +494,42 @@ impl Disk {
 
     /// Measures latencies from now on, for as long as the returned value lives.
     pub fn measure(self: &Arc<Self>) -> Measuring {
-        let queues = self.statistics.queues();
         self.statistics.measured_for.fetch_add(1, Ordering::Relaxed);
-        queues.iter().for_each(|counters| counters.make_times());
         Measuring(self.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// They are larger than all else that a queue needs, and most disks of a host have no discards, and little to do.
+    #[test]
+    fn a_queue_has_histograms_of_what_it_was_asked_for() {
+        let statistics = Statistics::default();
+        statistics.measured_for.fetch_add(1, Ordering::Relaxed);
+        let mut tally = Tally {
+            counters: statistics.join(),
+            reads: Count::default(),
+            writes: Count::default(),
+            run: Run::default(),
+            runs: Vec::new(),
+            runs_max: 2,
+        };
+        let made = |tally: &Tally| tally.counters.times.each_ref().map(|t| t.get().is_some());
+        tally.publish();
+        assert_eq!(made(&tally), [false; KINDS]);
+        let at = block::DiskOffset(0);
+        let read = Request::Read { at, len: 512 };
+        for (request, from) in [(read, 1), (Request::Flush, 2), (read, 3), (read, 4)] {
+            tally.measured(&request, Stamps::all(from), from);
+        }
+        tally.publish();
+        assert_eq!(made(&tally), [true, false, true, false, false]);
+        let mut total = Histogram::default();
+        let [reads, ..] = tally.counters.times.each_ref().map(|times| times.get());
+        reads.unwrap().0[0].add_to(&mut total);
+        // Of four runs, one found no room.
+        assert_eq!(total.count(), 2);
     }
 }
