@@ -7,6 +7,7 @@ mod device;
 mod drivers;
 mod front_ends;
 mod hostile;
+mod idle;
 mod inflight;
 mod journal;
 mod lab;
