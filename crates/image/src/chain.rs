@@ -11,8 +11,8 @@ use block::FileOffset;
 pub use open::{ChainError, ChainOptions, LayerFormat, OpenFiles, Role, Top};
 
 use crate::qcow2::{
-    Allocation, Compression, Damage, ImageError, Load, Pin, Pins, Prepared, Qcow2, Where,
-    WhereToWrite, ZeroStep, Zeroing,
+    Allocation, Compression, Damage, ImageError, Load, Mapping, Pin, Pins, Prepared, Qcow2,
+    WriteMapping, ZeroStep, Zeroing,
 };
 use crate::storage::Storage;
 
@@ -215,18 +215,18 @@ impl Chain {
                 LayerImage::Qcow2(image) => image,
             };
             match image.map(pin, at, len) {
-                Where::Hole { len: hole } => len = hole,
-                Where::Data { at, len } => {
+                Mapping::Hole { len: hole } => len = hole,
+                Mapping::Data { at, len } => {
                     let at = FileOffset(at);
                     return Place::Data { file, at, len };
                 }
-                Where::Zero { len } => return Place::Zero { len },
-                Where::Damaged { len } => return Place::Damaged { len },
-                Where::Load(what) => {
+                Mapping::Zero { len } => return Place::Zero { len },
+                Mapping::Damaged { len } => return Place::Damaged { len },
+                Mapping::Load(what) => {
                     let layer = number as u16;
                     return Place::Load(Missing { layer, what });
                 }
-                Where::Compressed { from, skip, len } => {
+                Mapping::Compressed { from, skip, len } => {
                     return Place::Compressed(Compressed {
                         file,
                         at: FileOffset(from.at),
@@ -265,13 +265,13 @@ impl Chain {
             return WritePlace::InPlace { file, at, len };
         };
         match image.map_write(pin, at, len) {
-            WhereToWrite::InPlace { at, len } => {
+            WriteMapping::InPlace { at, len } => {
                 let at = FileOffset(at);
                 WritePlace::InPlace { file, at, len }
             }
-            WhereToWrite::Allocate { len } => WritePlace::Allocate { len },
-            WhereToWrite::Load(what) => WritePlace::Load(Missing { layer: 0, what }),
-            WhereToWrite::Damaged { len } => WritePlace::Damaged { len },
+            WriteMapping::Allocate { len } => WritePlace::Allocate { len },
+            WriteMapping::Load(what) => WritePlace::Load(Missing { layer: 0, what }),
+            WriteMapping::Damaged { len } => WritePlace::Damaged { len },
         }
     }
 

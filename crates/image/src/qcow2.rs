@@ -52,7 +52,7 @@ pub use pins::{Pin, Pins, ThreadPins};
 pub use write::{Allocation, Fill, Prepared, Waiting};
 pub use zero::{ZeroStep, Zeroing};
 
-pub(crate) use map::{Load, Where, WhereToWrite};
+pub(crate) use map::{Load, Mapping, WriteMapping};
 pub(crate) use open::read_header;
 
 use cache::Cache;
@@ -136,7 +136,7 @@ struct State {
     unlinked: Vec<Run>,
     unlinked_clusters: u64,
     /// Clusters that no table leads to, but requests may that began before.
-    limbo: Vec<(Mark, Vec<Run>)>,
+    deferred_frees: Vec<(Mark, Vec<Run>)>,
 }
 
 impl State {

@@ -8,7 +8,7 @@ use block::FileOffset;
 
 use super::{Chain, Compressed, FileIndex, LayerImage, Place, WritePlace};
 use crate::qcow2::{
-    Allocation, Damage, ImageError, Pin, Prepared, Qcow2, Waiting, Where, ZeroStep, Zeroing,
+    Allocation, Damage, ImageError, Mapping, Pin, Prepared, Qcow2, Waiting, ZeroStep, Zeroing,
 };
 use crate::storage::Storage;
 
@@ -164,8 +164,8 @@ impl Chain {
         self.pinned(|pin| {
             loop {
                 match image.map(pin, at, 1) {
-                    Where::Load(what) => image.load(what)?,
-                    Where::Hole { .. } if self.depth() > 1 => break,
+                    Mapping::Load(what) => image.load(what)?,
+                    Mapping::Hole { .. } if self.depth() > 1 => break,
                     _ => return Ok(false),
                 }
             }

@@ -172,7 +172,9 @@ impl Qcow2 {
             state.writing_l2.remove(frame);
         }
         if !batch.unlinked.is_empty() {
-            state.limbo.push((self.pins.mark(), batch.unlinked));
+            state
+                .deferred_frees
+                .push((self.pins.mark(), batch.unlinked));
         }
         self.durable.store(batch.changes, SeqCst);
         let all = state.unrecorded == batch.unrecorded;
@@ -307,11 +309,11 @@ impl Qcow2 {
     /// Frees what nobody uses any more. The lock of the flush is held.
     fn free_unused(&self) -> Result<(), ImageError> {
         let mut state = self.lock();
-        let limbo = std::mem::take(&mut state.limbo);
-        let (gone, used): (Vec<_>, Vec<_>) = limbo
+        let deferred_frees = std::mem::take(&mut state.deferred_frees);
+        let (gone, used): (Vec<_>, Vec<_>) = deferred_frees
             .into_iter()
             .partition(|(mark, _)| self.pins.passed(*mark));
-        state.limbo = used;
+        state.deferred_frees = used;
         let mut last_users = BTreeSet::new();
         let runs = gone.into_iter().flat_map(|(_, runs)| runs);
         let mut clusters = runs.flat_map(|run| run.first..run.first + run.clusters);
@@ -352,7 +354,9 @@ impl Qcow2 {
     /// Has clusters freed by another flush, since this one failed at it.
     fn free_later(&self, state: &mut State, clusters: impl Iterator<Item = u64>) {
         let runs = clusters.map(|first| Run { first, clusters: 1 });
-        state.limbo.push((self.pins.mark(), runs.collect()));
+        state
+            .deferred_frees
+            .push((self.pins.mark(), runs.collect()));
     }
 
     /// Gives space back to the file system. Nothing relies on it: the clusters are free either way.

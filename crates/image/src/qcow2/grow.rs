@@ -16,7 +16,7 @@ use std::sync::{MutexGuard, PoisonError};
 
 use super::error::ImageError;
 use super::header::L1_BYTES_MAX;
-use super::refcount::Stop;
+use super::refcount::Retry;
 use super::{Qcow2, State};
 
 /// A disk that is being made longer, by nobody else at the time.
@@ -45,9 +45,9 @@ impl Qcow2 {
                         _alone: alone,
                     });
                 }
-                Err(Stop::TableFull) => {}
-                Err(Stop::Error(error)) => return Err(self.report(&mut state, error)),
-                Err(Stop::Load(_) | Stop::CacheFull | Stop::Blocks | Stop::Later) => {
+                Err(Retry::TableFull) => {}
+                Err(Retry::Error(error)) => return Err(self.report(&mut state, error)),
+                Err(Retry::Load(_) | Retry::CacheFull | Retry::WouldBlock | Retry::Later) => {
                     return Err(ImageError::Unsupported(
                         "an L1 table needs no L2 table to grow",
                     ));
@@ -82,7 +82,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    fn reach_to(&self, state: &mut State, size: u64) -> Result<(), Stop> {
+    fn reach_to(&self, state: &mut State, size: u64) -> Result<(), Retry> {
         let old = self.size();
         let unsupported = |why| Err(ImageError::Unsupported(why).into());
         if size < old {
@@ -129,7 +129,7 @@ impl Qcow2 {
     /// Writes an L1 table with so many entries, durably, and all that it leads to as far as it is only
     /// in memory: refcounts (new L2 tables are in the file since they were made). The header in memory
     /// leads to it; returns where the old one is.
-    fn write_larger_l1(&self, state: &mut State, entries: u64) -> Result<(u64, u64), Stop> {
+    fn write_larger_l1(&self, state: &mut State, entries: u64) -> Result<(u64, u64), Retry> {
         let g = &self.g;
         let clusters = g.clusters(entries * 8);
         let (file, refcounts) = (&self.file, &mut state.refcounts);

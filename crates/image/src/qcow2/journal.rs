@@ -88,7 +88,7 @@ pub use found::{JournalOf, journal_of};
 pub(super) use records::{Change, Changes};
 use records::{READ_MAX, RECORD_MIN, RECORDS_AT, Slot, record};
 
-use super::refcount::{May, Piece};
+use super::refcount::{MayBlock, Piece};
 use super::{ImageError, Qcow2, State};
 use crate::storage::Storage;
 
@@ -396,11 +396,11 @@ impl Qcow2 {
     /// do so, and [`must_flush`](Self::must_flush) holds until there was one. Nothing may rest on the changes before
     /// this returns.
     #[must_use]
-    pub(super) fn record(&self, state: &mut State, may: May) -> bool {
+    pub(super) fn record(&self, state: &mut State, may_block: MayBlock) -> bool {
         if state.nothing_to_record() {
             return !self.must_flush();
         }
-        let recorded = self.try_record(state, may);
+        let recorded = self.try_record(state, may_block);
         if !recorded {
             state.unrecorded += 1;
             self.unrecorded.store(true, SeqCst);
@@ -416,10 +416,10 @@ impl Qcow2 {
     }
 
     /// The same without the consequence, for changes that nobody else can find before a flush has written them.
-    fn try_record(&self, state: &mut State, may: May) -> bool {
+    fn try_record(&self, state: &mut State, may_block: MayBlock) -> bool {
         // Who may not block has asked `recording_blocks`, under the same lock.
         let needs_stamp = || state.journal.as_ref().is_some_and(Journal::needs_stamp);
-        if may == May::Block && !state.nothing_to_record() && needs_stamp() {
+        if may_block == MayBlock::Yes && !state.nothing_to_record() && needs_stamp() {
             self.stamp(state);
         }
         let State {
@@ -470,7 +470,7 @@ impl Qcow2 {
         &self,
         state: &mut State,
     ) -> Result<Option<(Rotated, Option<Piece>)>, ImageError> {
-        let recorded = self.try_record(state, May::Block);
+        let recorded = self.try_record(state, MayBlock::Yes);
         self.say_if_overtaken(state, recorded)?;
         let Some(journal) = &state.journal else {
             return Ok(None);
@@ -497,7 +497,7 @@ impl Qcow2 {
     /// Before a header leads to tables elsewhere: of the clusters that these are in, the journal must say
     /// nothing older. The header in memory is to be written.
     pub(super) fn record_or_say(&self, state: &mut State) {
-        let recorded = self.try_record(state, May::Block);
+        let recorded = self.try_record(state, MayBlock::Yes);
         if let Some(journal) = &mut state.journal {
             journal.overtaken |= !recorded;
         }

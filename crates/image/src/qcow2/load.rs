@@ -5,7 +5,7 @@ use block::FileOffset;
 use super::entry::{BAD, Entry, table_at};
 use super::error::{Doing, ImageError};
 use super::metadata::Metadata;
-use super::refcount::Stop;
+use super::refcount::Retry;
 use super::{Load, Qcow2, State};
 use crate::bytes::be64;
 use crate::storage::read_padded;
@@ -82,9 +82,9 @@ impl Qcow2 {
     }
 
     /// Puts a slice of a new table into memory: nothing but zeroes.
-    pub(super) fn insert_empty(&self, state: &State, slice: u64) -> Result<(), Stop> {
+    pub(super) fn insert_empty(&self, state: &State, slice: u64) -> Result<(), Retry> {
         if self.cache.find(slice).is_none() {
-            let frame = self.evict_for(state, slice).ok_or(Stop::CacheFull)?;
+            let frame = self.evict_for(state, slice).ok_or(Retry::CacheFull)?;
             self.cache.fill(frame, slice, std::iter::empty());
         }
         Ok(())

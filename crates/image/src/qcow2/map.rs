@@ -5,9 +5,9 @@ use super::cache::Found;
 use super::entry::{Compressed, Entry, Kind, Standard, table_at};
 use super::{Pin, Qcow2};
 
-/// Where a range begins that is to be read, and for how many bytes that holds.
+/// Mapping a range begins that is to be read, and for how many bytes that holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Where {
+pub(crate) enum Mapping {
     /// In the file, or the data file if there is one.
     Data {
         at: u64,
@@ -33,9 +33,9 @@ pub(crate) enum Where {
     },
 }
 
-/// Where a range begins that is to be written.
+/// Mapping a range begins that is to be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum WhereToWrite {
+pub(crate) enum WriteMapping {
     /// In the file, or the data file if there is one.
     InPlace {
         at: u64,
@@ -77,12 +77,12 @@ struct Walk<'a> {
 }
 
 impl Qcow2 {
-    /// Where the range is that starts at `at`, inside the disk: the longest piece that is in one
+    /// Mapping the range is that starts at `at`, inside the disk: the longest piece that is in one
     /// place. `_pin` keeps it there.
     #[inline]
-    pub(crate) fn map(&self, _pin: &Pin, at: u64, len: u64) -> Where {
+    pub(crate) fn map(&self, _pin: &Pin, at: u64, len: u64) -> Mapping {
         if let Some((host, _)) = self.data_of_one(at, len) {
-            return Where::Data { at: host, len };
+            return Mapping::Data { at: host, len };
         }
         let mut walk = Walk {
             image: self,
@@ -90,9 +90,9 @@ impl Qcow2 {
         };
         let (first, len) = match walk.runs(at, len, false) {
             Ok(first) => first,
-            Err(Step::Load(slice)) => return Where::Load(Load::Slice(slice)),
+            Err(Step::Load(slice)) => return Mapping::Load(Load::Slice(slice)),
             Err(_) => {
-                return Where::Damaged {
+                return Mapping::Damaged {
                     len: self.one_cluster(at, len),
                 };
             }
@@ -100,15 +100,15 @@ impl Qcow2 {
         match first {
             // What was never written may lie behind the end of the file.
             Kind::Data(host) => match self.data_end().checked_sub(host) {
-                None | Some(0) => Where::Zero { len },
-                Some(there) => Where::Data {
+                None | Some(0) => Mapping::Zero { len },
+                Some(there) => Mapping::Data {
                     at: host,
                     len: len.min(there),
                 },
             },
-            Kind::Zero => Where::Zero { len },
-            Kind::Hole => Where::Hole { len },
-            Kind::Compressed(from) => Where::Compressed {
+            Kind::Zero => Mapping::Zero { len },
+            Kind::Hole => Mapping::Hole { len },
+            Kind::Compressed(from) => Mapping::Compressed {
                 from,
                 skip: at & (self.g.cluster() - 1),
                 len,
@@ -116,14 +116,14 @@ impl Qcow2 {
         }
     }
 
-    /// Where a write goes that starts at `at`, inside the disk. `_pin` keeps that free for it.
+    /// Mapping a write goes that starts at `at`, inside the disk. `_pin` keeps that free for it.
     #[inline]
-    pub(crate) fn map_write(&self, _pin: &Pin, at: u64, len: u64) -> WhereToWrite {
+    pub(crate) fn map_write(&self, _pin: &Pin, at: u64, len: u64) -> WriteMapping {
         if !self.begun.load(SeqCst) {
-            return WhereToWrite::Load(Load::Begin);
+            return WriteMapping::Load(Load::Begin);
         }
         if let Some((host, true)) = self.data_of_one(at, len) {
-            return WhereToWrite::InPlace { at: host, len };
+            return WriteMapping::InPlace { at: host, len };
         }
         let mut walk = Walk {
             image: self,
@@ -132,12 +132,12 @@ impl Qcow2 {
         match walk.runs(at, len, true) {
             Ok((Kind::Data(host), len)) => match self.there(host, len) {
                 // To prepare the write makes the file longer.
-                0 => WhereToWrite::Allocate { len },
-                len => WhereToWrite::InPlace { at: host, len },
+                0 => WriteMapping::Allocate { len },
+                len => WriteMapping::InPlace { at: host, len },
             },
-            Ok((_, len)) => WhereToWrite::Allocate { len },
-            Err(Step::Load(slice)) => WhereToWrite::Load(Load::Slice(slice)),
-            Err(_) => WhereToWrite::Damaged {
+            Ok((_, len)) => WriteMapping::Allocate { len },
+            Err(Step::Load(slice)) => WriteMapping::Load(Load::Slice(slice)),
+            Err(_) => WriteMapping::Damaged {
                 len: self.one_cluster(at, len),
             },
         }

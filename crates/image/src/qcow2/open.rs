@@ -255,7 +255,7 @@ impl Qcow2 {
                 waiters: HashMap::new(),
                 unlinked: Vec::new(),
                 unlinked_clusters: 0,
-                limbo: Vec::new(),
+                deferred_frees: Vec::new(),
             }),
         })
     }

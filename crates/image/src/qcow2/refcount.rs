@@ -44,7 +44,7 @@ pub(crate) struct Piece {
 
 /// Why a change under the lock of the state stops: something must be done first, without that lock.
 #[derive(Debug)]
-pub(crate) enum Stop {
+pub(crate) enum Retry {
     /// The refcount table must grow.
     TableFull,
     /// A slice must be loaded.
@@ -52,7 +52,7 @@ pub(crate) enum Stop {
     /// All places for a slice have changes that must be written.
     CacheFull,
     /// The file must be read or made longer, or more be looked at than the caller has time for.
-    Blocks,
+    WouldBlock,
     /// So much has been looked at that others come first; it goes on where it was.
     Later,
     Error(ImageError),
@@ -60,22 +60,22 @@ pub(crate) enum Stop {
 
 /// Whether a change may read the file and make it longer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum May {
-    Block,
-    NotBlock,
+pub(crate) enum MayBlock {
+    Yes,
+    No,
 }
 
-impl May {
+impl MayBlock {
     /// Whether the file reaches so far, or may be made to.
-    pub fn grow(self, end: &FileEnd, to: u64) -> Result<(), Stop> {
+    pub fn grow(self, end: &FileEnd, to: u64) -> Result<(), Retry> {
         match self {
-            Self::NotBlock if end.get() < to => Err(Stop::Blocks),
+            Self::No if end.get() < to => Err(Retry::WouldBlock),
             _ => Ok(()),
         }
     }
 }
 
-impl From<ImageError> for Stop {
+impl From<ImageError> for Retry {
     fn from(error: ImageError) -> Self {
         Self::Error(error)
     }
@@ -248,13 +248,13 @@ impl Refcounts {
         end: &FileEnd,
         metadata: &mut Metadata,
         want: u64,
-        may: May,
-    ) -> Result<(Run, bool), Stop> {
+        may_block: MayBlock,
+    ) -> Result<(Run, bool), Retry> {
         let per_block = self.g.block_entries();
         let mut at = self.cursor;
-        let (mut left, later) = match may {
-            May::Block => (SEARCH.0, Stop::Later),
-            May::NotBlock => (SEARCH.1, Stop::Blocks),
+        let (mut left, later) = match may_block {
+            MayBlock::Yes => (SEARCH.0, Retry::Later),
+            MayBlock::No => (SEARCH.1, Retry::WouldBlock),
         };
         loop {
             // All before it are in use.
@@ -265,12 +265,12 @@ impl Refcounts {
             let block = at / per_block;
             self.check_reach(block)?;
             if self.table[block as usize] == 0 {
-                may.grow(end, self.end_of(at))?;
+                may_block.grow(end, self.end_of(at))?;
                 self.make_block(end, metadata, block, at)?;
                 at += 1;
                 continue;
             }
-            self.have(block, may)?;
+            self.have(block, may_block)?;
             let order = self.g.refcount_order;
             let bytes = &self.load(end, block)?.bytes;
             let from = at % per_block;
@@ -285,7 +285,7 @@ impl Refcounts {
                 first: block * per_block + run.start,
                 clusters: run.end - run.start,
             };
-            may.grow(end, self.end_of(run.first + run.clusters - 1))?;
+            may_block.grow(end, self.end_of(run.first + run.clusters - 1))?;
             self.take(end, metadata, run)?;
             let fresh = self.is_fresh(run.first);
             self.cursor = run.first + run.clusters;
@@ -300,7 +300,7 @@ impl Refcounts {
         end: &FileEnd,
         metadata: &mut Metadata,
         clusters: u64,
-    ) -> Result<Run, Stop> {
+    ) -> Result<Run, Retry> {
         let per_block = self.g.block_entries();
         // Room for the blocks that may be missing, which count themselves too: one for each that is touched.
         let mut need = clusters;
@@ -333,12 +333,12 @@ impl Refcounts {
         Ok(run)
     }
 
-    fn check_reach(&self, block: u64) -> Result<(), Stop> {
+    fn check_reach(&self, block: u64) -> Result<(), Retry> {
         if block * self.g.block_entries() >= 1 << (56 - self.g.cluster_bits) {
             return Err(ImageError::Full("qcow2 addresses 64 PiB of a file").into());
         }
         if block >= self.table.len() as u64 {
-            return Err(Stop::TableFull);
+            return Err(Retry::TableFull);
         }
         Ok(())
     }
@@ -416,13 +416,13 @@ impl Refcounts {
     }
 
     /// Whether the block that counts a cluster can be looked at.
-    pub fn have_cluster(&self, cluster: u64, may: May) -> Result<(), Stop> {
-        self.have(self.place(cluster).0, may)
+    pub fn have_cluster(&self, cluster: u64, may_block: MayBlock) -> Result<(), Retry> {
+        self.have(self.place(cluster).0, may_block)
     }
 
-    fn have(&self, block: u64, may: May) -> Result<(), Stop> {
-        match may {
-            May::NotBlock if !self.blocks.contains_key(&block) => Err(Stop::Blocks),
+    fn have(&self, block: u64, may_block: MayBlock) -> Result<(), Retry> {
+        match may_block {
+            MayBlock::No if !self.blocks.contains_key(&block) => Err(Retry::WouldBlock),
             _ => Ok(()),
         }
     }
@@ -562,7 +562,7 @@ impl Refcounts {
                 self.forget_table(metadata, len);
                 self.cursor = cursor;
                 Err(match stop {
-                    Stop::Error(error) => error,
+                    Retry::Error(error) => error,
                     _ => ImageError::Full("its refcount table cannot grow"),
                 })
             }

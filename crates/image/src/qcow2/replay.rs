@@ -43,13 +43,13 @@ type Places<'a> = &'a mut dyn Iterator<Item = (usize, u64, [u64; 2])>;
 /// may be slow.
 const TELL_EVERY: u64 = 64;
 
-enum Stop {
+enum ReplayError {
     Image(ImageError),
     /// The caller does not want to wait any longer.
     Stopped,
 }
 
-impl From<ImageError> for Stop {
+impl From<ImageError> for ReplayError {
     fn from(error: ImageError) -> Self {
         Self::Image(error)
     }
@@ -78,8 +78,8 @@ impl Qcow2 {
             Found::Changes { changes, all } => {
                 self.replay(&changes, all, tell)
                     .map_err(|stop| match stop {
-                        Stop::Image(error) => Qcow2Error::Replay(error),
-                        Stop::Stopped => Qcow2Error::Stopped,
+                        ReplayError::Image(error) => Qcow2Error::Replay(error),
+                        ReplayError::Stopped => Qcow2Error::Stopped,
                     })?;
                 (place.tell)(JournalEvent::Replayed(changes.len() as u64));
             }
@@ -89,7 +89,7 @@ impl Qcow2 {
     }
 
     /// `all`: nothing in the file is newer than these.
-    fn replay(&self, changes: &[Change], all: bool, tell: Tell<'_>) -> Result<(), Stop> {
+    fn replay(&self, changes: &[Change], all: bool, tell: Tell<'_>) -> Result<(), ReplayError> {
         let mut count = Counted {
             tell,
             done: 0,
@@ -120,7 +120,7 @@ impl Qcow2 {
         changes: &[Change],
         all: bool,
         count: &mut Counted<'_>,
-    ) -> Result<Vec<NewEntry>, Stop> {
+    ) -> Result<Vec<NewEntry>, ReplayError> {
         let mut entries = BTreeMap::new();
         for &change in changes {
             count.one()?;
@@ -160,7 +160,7 @@ impl Qcow2 {
         refcount: u64,
         all: bool,
         count: &mut Counted<'_>,
-    ) -> Result<(), Stop> {
+    ) -> Result<(), ReplayError> {
         let (first, end) = (clusters.start, clusters.end);
         if end > 1 << (56 - self.g.cluster_bits) {
             misfit("a refcount is that of no cluster", first)?;
@@ -213,7 +213,7 @@ impl Qcow2 {
         state: &mut State,
         entries: &[NewEntry],
         count: &mut Counted<'_>,
-    ) -> Result<Vec<(Entry, Option<u64>)>, Stop> {
+    ) -> Result<Vec<(Entry, Option<u64>)>, ReplayError> {
         let mut replaced = Vec::new();
         self.each_piece(entries, count, |piece, changes| {
             for (place, cluster, words) in changes {
@@ -254,7 +254,11 @@ impl Qcow2 {
         Ok(())
     }
 
-    fn write_entries(&self, entries: &[NewEntry], count: &mut Counted<'_>) -> Result<(), Stop> {
+    fn write_entries(
+        &self,
+        entries: &[NewEntry],
+        count: &mut Counted<'_>,
+    ) -> Result<(), ReplayError> {
         self.each_piece(entries, count, |piece, changes| {
             for (place, _, words) in changes {
                 let words = &words[..self.g.words()];
@@ -274,7 +278,7 @@ impl Qcow2 {
         entries: &[NewEntry],
         count: &mut Counted<'_>,
         mut visit: impl FnMut(&mut Piece, Places<'_>) -> Result<(), ImageError>,
-    ) -> Result<(), Stop> {
+    ) -> Result<(), ReplayError> {
         let entry_bytes = 8 * self.g.words();
         let per_piece = self.g.piece() / entry_bytes as u64;
         for group in entries.chunk_by(|a, b| a.0 / per_piece == b.0 / per_piece) {
@@ -327,7 +331,7 @@ struct Counted<'a> {
 
 impl Counted<'_> {
     /// One more change is done.
-    fn one(&mut self) -> Result<(), Stop> {
+    fn one(&mut self) -> Result<(), ReplayError> {
         self.done += 1;
         match self.done.is_multiple_of(TELL_EVERY) {
             true => self.tell(),
@@ -335,11 +339,11 @@ impl Counted<'_> {
         }
     }
 
-    fn tell(&mut self) -> Result<(), Stop> {
+    fn tell(&mut self) -> Result<(), ReplayError> {
         let (done, total) = (self.done, self.total);
         match (self.tell)(Progress { done, total }) {
             ControlFlow::Continue(()) => Ok(()),
-            ControlFlow::Break(()) => Err(Stop::Stopped),
+            ControlFlow::Break(()) => Err(ReplayError::Stopped),
         }
     }
 }

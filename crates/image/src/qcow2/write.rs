@@ -13,7 +13,7 @@ use block::FileOffset;
 use super::entry::{COPIED, Entry, Kind, Standard, table_at};
 use super::error::{Doing, ImageError};
 use super::journal::Change;
-use super::refcount::{May, Run, Stop};
+use super::refcount::{MayBlock, Retry, Run};
 use super::{Qcow2, State};
 use crate::storage::read_padded;
 
@@ -99,7 +99,7 @@ impl Qcow2 {
     /// # Errors
     /// The write cannot be done.
     pub fn prepare_write(&self, at: u64, len: u64) -> Result<Prepared, ImageError> {
-        self.change(|state| self.prepare_in(state, at, len, May::Block))
+        self.change(|state| self.prepare_in(state, at, len, MayBlock::Yes))
     }
 
     /// The same, if it needs neither to wait for a lock nor to read or write the file, and clusters can
@@ -112,7 +112,7 @@ impl Qcow2 {
         if self.l1.get(table) & COPIED == 0 {
             return None;
         }
-        match self.prepare_in(&mut state, at, len, May::NotBlock) {
+        match self.prepare_in(&mut state, at, len, MayBlock::No) {
             Ok(Prepared::Allocated(allocation)) => Some(allocation),
             _ => None,
         }
@@ -127,7 +127,7 @@ impl Qcow2 {
         let Some(mut state) = state else {
             return Err(allocation);
         };
-        match self.commit_in(&mut state, &allocation, May::NotBlock) {
+        match self.commit_in(&mut state, &allocation, MayBlock::No) {
             Ok(true) => Ok(()),
             // If it is committed, only a flush follows the second time.
             Ok(false) | Err(_) => Err(allocation),
@@ -171,7 +171,7 @@ impl Qcow2 {
     /// The range is as it was before; or as with [`commit`](Self::commit).
     #[expect(clippy::result_large_err, reason = "an error is rare, and moved once")]
     pub fn commit_or_keep(&self, allocation: Allocation) -> Result<(), (ImageError, Allocation)> {
-        let committed = self.change(|state| self.commit_in(state, &allocation, May::Block));
+        let committed = self.change(|state| self.commit_in(state, &allocation, MayBlock::Yes));
         let kept = match committed {
             Ok(true) => Ok(()),
             Ok(false) => self.flush(),
@@ -242,29 +242,29 @@ impl Qcow2 {
     /// Does a change under the lock of the state, and whatever it needs done first without it.
     pub(super) fn change<T>(
         &self,
-        mut change: impl FnMut(&mut State) -> Result<T, Stop>,
+        mut change: impl FnMut(&mut State) -> Result<T, Retry>,
     ) -> Result<T, ImageError> {
         self.check_writable()?;
         self.begin()?;
         loop {
             let mut state = self.lock();
             let stop = if self.is_full(&state) {
-                Stop::CacheFull
+                Retry::CacheFull
             } else {
                 match change(&mut state) {
                     Ok(done) => return Ok(done),
-                    Err(Stop::Error(error)) => return Err(self.report(&mut state, error)),
+                    Err(Retry::Error(error)) => return Err(self.report(&mut state, error)),
                     Err(stop) => stop,
                 }
             };
             drop(state);
             match stop {
-                Stop::Load(slice) => self.load(super::Load::Slice(slice))?,
-                Stop::TableFull => self.grow_refcount_table()?,
-                Stop::CacheFull => self.flush()?,
-                Stop::Later => {}
-                Stop::Blocks => unreachable!("it may block"),
-                Stop::Error(error) => return Err(error),
+                Retry::Load(slice) => self.load(super::Load::Slice(slice))?,
+                Retry::TableFull => self.grow_refcount_table()?,
+                Retry::CacheFull => self.flush()?,
+                Retry::Later => {}
+                Retry::WouldBlock => unreachable!("it may block"),
+                Retry::Error(error) => return Err(error),
             }
         }
     }
@@ -278,7 +278,13 @@ impl Qcow2 {
         Some((at.max(first), Waiting { token }))
     }
 
-    fn prepare_in(&self, state: &mut State, at: u64, len: u64, may: May) -> Result<Prepared, Stop> {
+    fn prepare_in(
+        &self,
+        state: &mut State,
+        at: u64,
+        len: u64,
+        may_block: MayBlock,
+    ) -> Result<Prepared, Retry> {
         let g = &self.g;
         let first = at >> g.cluster_bits;
         // Within one slice, so that all of it is at hand at the end.
@@ -298,20 +304,22 @@ impl Qcow2 {
             (at.max(start) - start, end.min(start + g.cluster()) - start)
         };
         let (from, to) = part(first);
-        let place = match self.place_of(first, from, to)? {
-            Place::There(host) => {
+        let target = match self.write_target(first, from, to)? {
+            WriteTarget::InPlace(host) => {
                 // A cluster that the file does not reach yet; so the look-up sent us here.
-                self.reach(state, host, may)?;
+                self.reach(state, host, may_block)?;
                 return Ok(Prepared::Mapped);
             }
-            place => place,
+            target => target,
         };
         let mut clusters = 1;
         while first + clusters <= last {
             let (from, to) = part(first + clusters);
-            let goes_on = match (place, self.place_of(first + clusters, from, to)?) {
-                (Place::New, Place::New) => true,
-                (Place::At(host), Place::At(next)) => next == host + (clusters << g.cluster_bits),
+            let goes_on = match (target, self.write_target(first + clusters, from, to)?) {
+                (WriteTarget::New, WriteTarget::New) => true,
+                (WriteTarget::Owned(host), WriteTarget::Owned(next)) => {
+                    next == host + (clusters << g.cluster_bits)
+                }
                 _ => false,
             };
             if !goes_on {
@@ -320,29 +328,29 @@ impl Qcow2 {
             clusters += 1;
         }
         let mut end = end.min((first + clusters) << g.cluster_bits);
-        if let Place::At(host) = place {
+        if let WriteTarget::Owned(host) = target {
             // Subclusters at the edges that are data by now are written in place, also by others at this
             // moment: what stands in them is not to be copied.
             if self.has_data(at)? {
-                self.reach(state, host, may)?;
+                self.reach(state, host, may_block)?;
                 return Ok(Prepared::Mapped);
             }
             if self.has_data(end - 1)? {
                 end = (end - 1) & !(self.allocation_bytes() - 1);
             }
         }
-        let (host, new, fresh) = match place {
-            Place::At(host) => (host, false, false),
+        let (host, new, fresh) = match target {
+            WriteTarget::Owned(host) => (host, false, false),
             _ => {
                 let refcounts = &mut state.refcounts;
                 let (run, fresh) =
-                    refcounts.allocate(&self.file, &mut state.metadata, clusters, may)?;
+                    refcounts.allocate(&self.file, &mut state.metadata, clusters, may_block)?;
                 clusters = run.clusters;
                 (run.first << g.cluster_bits, true, fresh)
             }
         };
         if !new {
-            self.reach(state, host + ((clusters - 1) << g.cluster_bits), may)?;
+            self.reach(state, host + ((clusters - 1) << g.cluster_bits), may_block)?;
         }
         let last = first + clusters - 1;
         let end = end.min((last + 1) << g.cluster_bits);
@@ -365,7 +373,7 @@ impl Qcow2 {
     }
 
     /// Where a part of a cluster, which its slice is loaded for, can be written.
-    fn place_of(&self, cluster: u64, from: u64, to: u64) -> Result<Place, Stop> {
+    fn write_target(&self, cluster: u64, from: u64, to: u64) -> Result<WriteTarget, Retry> {
         let g = &self.g;
         let entry = self.entry(cluster)?;
         let external = cluster << g.cluster_bits;
@@ -380,27 +388,27 @@ impl Qcow2 {
                 ..
             }) => {
                 if entry.in_place(g.touched(from, to)) {
-                    Place::There(host)
+                    WriteTarget::InPlace(host)
                 } else {
-                    Place::At(host)
+                    WriteTarget::Owned(host)
                 }
             }
-            _ if g.external => Place::At(external),
-            _ => Place::New,
+            _ if g.external => WriteTarget::Owned(external),
+            _ => WriteTarget::New,
         })
     }
 
     /// Whether the subcluster at a place on the disk is data.
-    fn has_data(&self, at: u64) -> Result<bool, Stop> {
+    fn has_data(&self, at: u64) -> Result<bool, Retry> {
         let offset = at & (self.g.cluster() - 1);
         let (kind, _) = self.entry(at >> self.g.cluster_bits)?.at(&self.g, offset);
         Ok(matches!(kind, Kind::Data(_)))
     }
 
     /// The entry of a cluster.
-    pub(super) fn entry(&self, cluster: u64) -> Result<Entry, Stop> {
+    pub(super) fn entry(&self, cluster: u64) -> Result<Entry, Retry> {
         let (slice, entry) = self.g.slice_of(cluster);
-        let found = self.cache.find(slice).ok_or(Stop::Load(slice))?;
+        let found = self.cache.find(slice).ok_or(Retry::Load(slice))?;
         let (word, bitmap) = found.words(&self.g, entry);
         Entry::decode(&self.g, word, bitmap).map_err(|_| {
             let what = "an L2 entry leads nowhere, or to metadata; offset of the disk";
@@ -414,7 +422,7 @@ impl Qcow2 {
         state: &mut State,
         cluster: u64,
         entry: Entry,
-    ) -> Result<(), Stop> {
+    ) -> Result<(), Retry> {
         self.will_set_entry(state, cluster, entry);
         self.publish_entry(state, cluster, entry)
     }
@@ -428,9 +436,9 @@ impl Qcow2 {
     }
 
     /// Has the entry of a cluster found from now on, and written by the next flush.
-    fn publish_entry(&self, state: &mut State, cluster: u64, entry: Entry) -> Result<(), Stop> {
+    fn publish_entry(&self, state: &mut State, cluster: u64, entry: Entry) -> Result<(), Retry> {
         let (slice, place) = self.g.slice_of(cluster);
-        let frame = self.cache.find(slice).ok_or(Stop::Load(slice))?.frame;
+        let frame = self.cache.find(slice).ok_or(Retry::Load(slice))?.frame;
         let words = self.g.words();
         // Before it is found: who writes there asks whether it must be flushed.
         self.changes.add();
@@ -442,16 +450,16 @@ impl Qcow2 {
     }
 
     /// Makes the file reach to the end of a cluster that it should have.
-    fn reach(&self, state: &mut State, host: u64, may: May) -> Result<(), Stop> {
+    fn reach(&self, state: &mut State, host: u64, may_block: MayBlock) -> Result<(), Retry> {
         let end = host + self.g.cluster();
-        may.grow(self.data.as_ref().unwrap_or(&self.file), end)?;
+        may_block.grow(self.data.as_ref().unwrap_or(&self.file), end)?;
         match &self.data {
             // A raw disk ends where it ends.
             Some(data) if self.raw_external => Ok(data.grow_exactly(end.min(self.size()))?),
             Some(data) => Ok(data.grow_exactly(end)?),
             None => {
                 let cluster = host >> self.g.cluster_bits;
-                state.refcounts.have_cluster(cluster, may)?;
+                state.refcounts.have_cluster(cluster, may_block)?;
                 if state.refcounts.get(&self.file, cluster)? == 0 {
                     let what = "a cluster in use has the refcount 0";
                     return Err(ImageError::damaged(what, host).into());
@@ -464,7 +472,7 @@ impl Qcow2 {
     }
 
     /// What comes into the clusters beside the range from `at` to `end`; the first is at `host`.
-    fn fills(&self, at: u64, end: u64, host: u64, fresh: bool) -> Result<Vec<Fill>, Stop> {
+    fn fills(&self, at: u64, end: u64, host: u64, fresh: bool) -> Result<Vec<Fill>, Retry> {
         let g = &self.g;
         let mask = g.cluster() - 1;
         let (first, last) = (at & !mask, (end - 1) & !mask);
@@ -501,12 +509,12 @@ impl Qcow2 {
     }
 
     /// Whether a cluster, when it gets a new place, takes all of its data there.
-    fn copied_whole(&self, cluster: u64) -> Result<bool, Stop> {
+    fn copied_whole(&self, cluster: u64) -> Result<bool, Retry> {
         Ok(is_copied_whole(&self.entry(cluster)?))
     }
 
     /// Whether a part of one cluster is known to read as zeroes.
-    fn reads_zero(&self, from: u64, to: u64) -> Result<bool, Stop> {
+    fn reads_zero(&self, from: u64, to: u64) -> Result<bool, Retry> {
         let entry = self.entry(from >> self.g.cluster_bits)?;
         let backing = self.backing_size.load(SeqCst);
         let mut at = from;
@@ -527,13 +535,13 @@ impl Qcow2 {
         &self,
         state: &mut State,
         allocation: &Allocation,
-        may: May,
-    ) -> Result<bool, Stop> {
+        may_block: MayBlock,
+    ) -> Result<bool, Retry> {
         let clusters = || (allocation.first..).zip(self.host_clusters(allocation));
         if !is_pending(state, allocation) {
             // It was committed, and only not recorded: since then, its clusters may have been given up, and be
             // somebody else's.
-            return Ok(self.record(state, may));
+            return Ok(self.record(state, may_block));
         }
         // All that can fail comes first.
         for (cluster, _) in clusters() {
@@ -544,7 +552,7 @@ impl Qcow2 {
             self.will_set_entry(state, cluster, new);
         }
         // Before it can be found, or a write into it could be acknowledged first, and be lost with it.
-        let recorded = self.record(state, may);
+        let recorded = self.record(state, may_block);
         for (cluster, host) in clusters() {
             let old = self.entry(cluster)?;
             let new = self.committed(allocation, old, cluster, host);
@@ -600,7 +608,7 @@ impl Qcow2 {
     ///
     /// A new table is written here, as it is at first: empty, or a copy. The L1 table in the file does
     /// not lead to it before that is durable, see [`flush`](super::flush).
-    pub(super) fn own_table(&self, state: &mut State, slice: u64) -> Result<(), Stop> {
+    pub(super) fn own_table(&self, state: &mut State, slice: u64) -> Result<(), Retry> {
         let g = &self.g;
         let (table, _) = g.table_of(slice);
         let l1_entry = self.l1.get(table);
@@ -608,7 +616,7 @@ impl Qcow2 {
             return Err(ImageError::damaged("an L1 entry leads nowhere", l1_entry).into());
         };
         if old.is_some() && self.cache.find(slice).is_none() {
-            return Err(Stop::Load(slice));
+            return Err(Retry::Load(slice));
         }
         if l1_entry & COPIED != 0 {
             return Ok(());
@@ -617,7 +625,7 @@ impl Qcow2 {
             self.insert_empty(state, slice)?;
         }
         let refcounts = &mut state.refcounts;
-        let (run, fresh) = refcounts.allocate(&self.file, &mut state.metadata, 1, May::Block)?;
+        let (run, fresh) = refcounts.allocate(&self.file, &mut state.metadata, 1, MayBlock::Yes)?;
         let at = run.first << g.cluster_bits;
         if let Err(error) = self.write_table(old, at, fresh) {
             let _ = state.refcounts.release(&self.file, run.first);
@@ -661,11 +669,11 @@ impl Qcow2 {
 
 /// Where a part of a cluster is written.
 #[derive(Clone, Copy, Debug)]
-enum Place {
+enum WriteTarget {
     /// Where it is.
-    There(u64),
+    InPlace(u64),
     /// In a cluster that is the disk's already, but what stands in it does not count.
-    At(u64),
+    Owned(u64),
     /// In a cluster that is to be taken.
     New,
 }

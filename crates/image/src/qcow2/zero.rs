@@ -8,7 +8,7 @@ use block::FileOffset;
 use super::entry::{Entry, Kind, Standard, table_at};
 use super::error::ImageError;
 use super::file::FileEnd;
-use super::refcount::{May, Stop};
+use super::refcount::{MayBlock, Retry};
 use super::write::Waiting;
 use super::{Qcow2, State};
 
@@ -56,7 +56,7 @@ impl Qcow2 {
     ) -> Result<ZeroStep, ImageError> {
         let (step, recorded) = self.change(|state| {
             let step = self.try_zero(state, at, len, why, zeroes_around)?;
-            Ok((step, self.record(state, May::Block)))
+            Ok((step, self.record(state, MayBlock::Yes)))
         })?;
         if !recorded {
             self.flush()?;
@@ -96,7 +96,7 @@ impl Qcow2 {
         len: u64,
         why: Zeroing,
         zeroes_around: bool,
-    ) -> Result<ZeroStep, Stop> {
+    ) -> Result<ZeroStep, Retry> {
         let g = &self.g;
         let first = at >> g.cluster_bits;
         let (slice, entry_in_slice) = g.slice_of(first);
@@ -160,7 +160,7 @@ impl Qcow2 {
         (at, end): (u64, u64),
         why: Zeroing,
         zeroes_around: bool,
-    ) -> Result<ZeroStep, Stop> {
+    ) -> Result<ZeroStep, Retry> {
         let g = &self.g;
         let cluster = at >> g.cluster_bits;
         let end = at + self.one_cluster(at, end - at);
@@ -203,7 +203,7 @@ impl Qcow2 {
     }
 
     /// The kind of the subcluster of `at`.
-    fn kind_of_part(&self, at: u64) -> Result<Kind, Stop> {
+    fn kind_of_part(&self, at: u64) -> Result<Kind, Retry> {
         let g = &self.g;
         let cluster = at >> g.cluster_bits;
         let (table, _) = g.table_of(g.slice_of(cluster).0);
@@ -227,7 +227,7 @@ impl Qcow2 {
     }
 
     /// Gives up a cluster; false if it must be written instead.
-    fn zero_cluster(&self, state: &mut State, cluster: u64, why: Zeroing) -> Result<bool, Stop> {
+    fn zero_cluster(&self, state: &mut State, cluster: u64, why: Zeroing) -> Result<bool, Retry> {
         let g = &self.g;
         let old = self.entry(cluster)?;
         let backed = cluster << g.cluster_bits < self.backing_size.load(SeqCst);
