@@ -3,10 +3,10 @@
 //!
 //! - [`map`] answers where a range is, from memory, without locks; or that a table must be loaded.
 //! - [`write`] takes clusters for a write and, when the data is there, makes them the disk's;
-//!   [`zero`] gives them up.
+//!   [`zero`] gives them up. Both change tables in memory by [`change`].
 //! - [`flush`] writes what these changed, and says in which order and why.
 //! - [`journal`] has what a kill must not cost, and [`replay`] does it again.
-//! - [`open`], [`begin`], [`grow`] and [`close`](Qcow2::close) are the events in an image's life.
+//! - [`open`], [`begin`], [`grow`] and [`close`] are the events in an image's life.
 //! - [`check`](mod@check) compares refcounts with references, and repairs them.
 //!
 //! Locks, in the order in which they are taken: that of growing, that of the flush, that of the state.
@@ -14,7 +14,9 @@
 
 mod begin;
 mod cache;
+mod change;
 pub(crate) mod check;
+mod close;
 mod compressed;
 mod entry;
 mod error;

@@ -27,8 +27,7 @@
 //! A kill of this process, unlike a crash of the host, loses no write, and so keeps their order. What it leaves is
 //! completed from the [journal](super::journal). Where that could not take all changes, the header says so before 1.
 //!
-//! The header changes where a larger refcount or L1 table takes the place of the old one: what it
-//! will lead to is durable before, and its fields share one sector.
+//! How a larger table takes the place of one that is full, see [`grow`](super::grow).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter;
@@ -104,53 +103,11 @@ impl Qcow2 {
         self.data.is_some()
     }
 
-    fn has_changes(&self) -> bool {
+    pub(super) fn has_changes(&self) -> bool {
         let unflushed = |file: &FileEnd| file.unflushed();
         self.changes.get() != self.durable.load(SeqCst)
             || unflushed(&self.file)
             || self.data.as_ref().is_some_and(unflushed)
-    }
-
-    /// Closes the image, when nobody uses it any more: what was given up is freed, and the file ends
-    /// where it is used. An image that is not closed is just as sound, and may have lost some space.
-    ///
-    /// # Errors
-    /// Something may not be durable.
-    pub fn close(&self) -> Result<(), ImageError> {
-        self.flush()?;
-        if self.read_only || self.damage.get().is_some() {
-            return Ok(());
-        }
-        // What the flush has freed.
-        self.flush()?;
-        let mut state = self.lock();
-        if let Some(end) = state.refcounts.used_end(&self.file)? {
-            self.file.trim(end << self.g.cluster_bits)?;
-        }
-        self.end_journal(&mut state)
-    }
-
-    /// Writes what only this process knows, so that another one can go on with the file. What is begun meanwhile is left
-    /// out, and what was given up by then may stay counted.
-    ///
-    /// # Errors
-    /// As of [`flush`](Self::flush).
-    pub fn settle(&self) -> Result<(), ImageError> {
-        if self.read_only || self.damage.get().is_some() {
-            return Ok(());
-        }
-        // Each flush frees what the next one writes; the last is that of what the second has freed.
-        for _ in 0..3 {
-            let flushing = self.flushing.lock();
-            let flushing = flushing.unwrap_or_else(PoisonError::into_inner);
-            self.free_unused()?;
-            drop(flushing);
-            if !self.has_changes() {
-                break;
-            }
-            self.flush()?;
-        }
-        Ok(())
     }
 
     /// Writes all changes, in the order above. The lock of the flush is held.
@@ -307,7 +264,7 @@ impl Qcow2 {
     }
 
     /// Frees what nobody uses any more. The lock of the flush is held.
-    fn free_unused(&self) -> Result<(), ImageError> {
+    pub(super) fn free_unused(&self) -> Result<(), ImageError> {
         let mut state = self.lock();
         let deferred_frees = std::mem::take(&mut state.deferred_frees);
         let (gone, used): (Vec<_>, Vec<_>) = deferred_frees
@@ -377,73 +334,5 @@ impl Qcow2 {
                 self.punch.store(false, SeqCst);
             }
         }
-    }
-
-    /// Makes the refcount table larger. Blocks.
-    pub(super) fn grow_refcount_table(&self) -> Result<(), ImageError> {
-        let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut state = self.lock();
-        let state = &mut *state;
-        let end = &self.file;
-        let larger = match state.refcounts.larger_table(end, &mut state.metadata) {
-            Ok(larger) => larger,
-            Err(error) => return Err(self.report(state, error)),
-        };
-        let at = larger.run.first << self.g.cluster_bits;
-        let table = state.refcounts.whole_table();
-        let written = self
-            .write_refcount_blocks(state)
-            .and_then(|()| end.write_at("writing the refcount table", at, &table))
-            .and_then(|()| end.flush());
-        if let Err(error) = written {
-            state.refcounts.revoke(end, &mut state.metadata, &larger);
-            return Err(error);
-        }
-        let clusters = larger.run.clusters;
-        state.header.refcount_table_at = at;
-        state.header.refcount_table_clusters = clusters as u32;
-        self.switch_header(state)?;
-        let old = state.refcounts.adopt(&larger);
-        state.metadata.remove_run(old.first);
-        let (first, name) = (larger.run.first, "the refcount table");
-        state.metadata.add_run(first, clusters, name);
-        for cluster in old.first..old.first + old.clusters {
-            state.refcounts.release(end, cluster)?;
-        }
-        Ok(())
-    }
-
-    /// Writes the refcounts that have changed; the table stays as it is. They stay marked as changed,
-    /// so that the next flush makes sure of them.
-    fn write_refcount_blocks(&self, state: &mut State) -> Result<(), ImageError> {
-        let (dirty, blocks) = state.refcounts.take_dirty_blocks();
-        let written = self.file.write("writing refcounts", &blocks);
-        state.refcounts.not_written(dirty);
-        written
-    }
-
-    /// The same, and what the table in force must say of them; all of it durable.
-    pub(super) fn write_refcounts(&self, state: &mut State) -> Result<(), ImageError> {
-        let (dirty, blocks) = state.refcounts.take_dirty_blocks();
-        let table = state.refcounts.table_pieces(&dirty);
-        let written = self
-            .file
-            .write("writing refcounts", &blocks)
-            .and_then(|()| self.file.flush())
-            .and_then(|()| self.file.write("writing the refcount table", &table))
-            .and_then(|()| self.file.flush());
-        state.refcounts.not_written(dirty);
-        written
-    }
-
-    /// Writes a header that leads elsewhere than the last one. If that fails, nobody knows which of
-    /// the two is in the file, and they will soon not mean the same: nothing is written any more.
-    pub(super) fn switch_header(&self, state: &mut State) -> Result<(), ImageError> {
-        self.record_or_say(state);
-        let written = self.write_header(state).and_then(|()| self.file.flush());
-        written.map_err(|_| {
-            let what = "its header could not be written, and may be the old or the new one";
-            self.report(state, ImageError::damaged(what, 0))
-        })
     }
 }

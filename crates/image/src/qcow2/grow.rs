@@ -1,4 +1,6 @@
-//! A disk becomes longer. What its image, or a backing or data file, has behind the old end is not the
+//! Growth: of the disk, and of the refcount table of a file that becomes longer.
+//!
+//! When a disk becomes longer, what its image, or a backing or data file, has behind the old end is not the
 //! guest's, so the length is the last that changes:
 //!
 //! 1. What the new part needs to be addressed: an L1 table that reaches so far, and a data file that is
@@ -9,14 +11,17 @@
 //! A crash before the end of 2 leaves {the old length}, and behind it what nobody sees: whoever makes
 //! the disk longer next zeroes it again. One before the end of 3 leaves {the old length} or {the new
 //! one, and zeroes}.
+//!
+//! Where a larger refcount or L1 table takes the place of the old one, the header changes. What it
+//! will lead to is durable before, and its fields share one sector: a crash leaves {the old table} or {the new one}.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{MutexGuard, PoisonError};
 
+use super::change::Retry;
 use super::error::ImageError;
 use super::header::L1_BYTES_MAX;
-use super::refcount::Retry;
 use super::{Qcow2, State};
 
 /// A disk that is being made longer, by nobody else at the time.
@@ -153,5 +158,73 @@ impl Qcow2 {
         state.header.l1_at = at;
         state.header.l1_entries = entries as u32;
         Ok(old)
+    }
+
+    /// Makes the refcount table larger. Blocks.
+    pub(super) fn grow_refcount_table(&self) -> Result<(), ImageError> {
+        let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.lock();
+        let state = &mut *state;
+        let end = &self.file;
+        let larger = match state.refcounts.larger_table(end, &mut state.metadata) {
+            Ok(larger) => larger,
+            Err(error) => return Err(self.report(state, error)),
+        };
+        let at = larger.run.first << self.g.cluster_bits;
+        let table = state.refcounts.whole_table();
+        let written = self
+            .write_refcount_blocks(state)
+            .and_then(|()| end.write_at("writing the refcount table", at, &table))
+            .and_then(|()| end.flush());
+        if let Err(error) = written {
+            state.refcounts.revoke(end, &mut state.metadata, &larger);
+            return Err(error);
+        }
+        let clusters = larger.run.clusters;
+        state.header.refcount_table_at = at;
+        state.header.refcount_table_clusters = clusters as u32;
+        self.switch_header(state)?;
+        let old = state.refcounts.adopt(&larger);
+        state.metadata.remove_run(old.first);
+        let (first, name) = (larger.run.first, "the refcount table");
+        state.metadata.add_run(first, clusters, name);
+        for cluster in old.first..old.first + old.clusters {
+            state.refcounts.release(end, cluster)?;
+        }
+        Ok(())
+    }
+
+    /// Writes the refcounts that have changed; the table stays as it is. They stay marked as changed,
+    /// so that the next flush makes sure of them.
+    fn write_refcount_blocks(&self, state: &mut State) -> Result<(), ImageError> {
+        let (dirty, blocks) = state.refcounts.take_dirty_blocks();
+        let written = self.file.write("writing refcounts", &blocks);
+        state.refcounts.not_written(dirty);
+        written
+    }
+
+    /// The same, and what the table in force must say of them; all of it durable.
+    pub(super) fn write_refcounts(&self, state: &mut State) -> Result<(), ImageError> {
+        let (dirty, blocks) = state.refcounts.take_dirty_blocks();
+        let table = state.refcounts.table_pieces(&dirty);
+        let written = self
+            .file
+            .write("writing refcounts", &blocks)
+            .and_then(|()| self.file.flush())
+            .and_then(|()| self.file.write("writing the refcount table", &table))
+            .and_then(|()| self.file.flush());
+        state.refcounts.not_written(dirty);
+        written
+    }
+
+    /// Writes a header that leads elsewhere than the last one. If that fails, nobody knows which of
+    /// the two is in the file, and they will soon not mean the same: nothing is written any more.
+    pub(super) fn switch_header(&self, state: &mut State) -> Result<(), ImageError> {
+        self.record_or_say(state);
+        let written = self.write_header(state).and_then(|()| self.file.flush());
+        written.map_err(|_| {
+            let what = "its header could not be written, and may be the old or the new one";
+            self.report(state, ImageError::damaged(what, 0))
+        })
     }
 }

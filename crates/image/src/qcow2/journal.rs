@@ -88,7 +88,8 @@ pub use found::{JournalOf, journal_of};
 pub(super) use records::{Change, Changes};
 use records::{READ_MAX, RECORD_MIN, RECORDS_AT, Slot, record};
 
-use super::refcount::{MayBlock, Piece};
+use super::change::MayBlock;
+use super::refcount::Piece;
 use super::{ImageError, Qcow2, State};
 use crate::storage::Storage;
 

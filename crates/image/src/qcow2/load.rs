@@ -2,10 +2,10 @@ use std::sync::PoisonError;
 
 use block::FileOffset;
 
+use super::change::Retry;
 use super::entry::{BAD, Entry, table_at};
 use super::error::{Doing, ImageError};
 use super::metadata::Metadata;
-use super::refcount::Retry;
 use super::{Load, Qcow2, State};
 use crate::bytes::be64;
 use crate::storage::read_padded;

@@ -1,16 +1,18 @@
 //! Refcounts, and the search for clusters whose refcount is 0 (docs/interop/qcow2 "Host cluster
 //! management"). All of it is under the lock of the image's state.
 
+mod larger;
+
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 
 use block::FileOffset;
 
 use super::ChangeCount;
+use super::change::{MayBlock, Retry};
 use super::error::{Doing, ImageError};
 use super::file::FileEnd;
 use super::geometry::Geometry;
-use super::header::REFCOUNT_TABLE_BYTES_MAX;
 use super::journal::{Change, Changes};
 use super::metadata::Metadata;
 use crate::bytes::{be64, put64};
@@ -40,45 +42,6 @@ pub(crate) struct Run {
 pub(crate) struct Piece {
     pub at: FileOffset,
     pub bytes: Vec<u8>,
-}
-
-/// Why a change under the lock of the state stops: something must be done first, without that lock.
-#[derive(Debug)]
-pub(crate) enum Retry {
-    /// The refcount table must grow.
-    TableFull,
-    /// A slice must be loaded.
-    Load(u64),
-    /// All places for a slice have changes that must be written.
-    CacheFull,
-    /// The file must be read or made longer, or more be looked at than the caller has time for.
-    WouldBlock,
-    /// So much has been looked at that others come first; it goes on where it was.
-    Later,
-    Error(ImageError),
-}
-
-/// Whether a change may read the file and make it longer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum MayBlock {
-    Yes,
-    No,
-}
-
-impl MayBlock {
-    /// Whether the file reaches so far, or may be made to.
-    pub fn grow(self, end: &FileEnd, to: u64) -> Result<(), Retry> {
-        match self {
-            Self::No if end.get() < to => Err(Retry::WouldBlock),
-            _ => Ok(()),
-        }
-    }
-}
-
-impl From<ImageError> for Retry {
-    fn from(error: ImageError) -> Self {
-        Self::Error(error)
-    }
 }
 
 pub(crate) struct Refcounts {
@@ -537,82 +500,6 @@ impl Refcounts {
         self.dirty_table.extend(dirty.table);
     }
 
-    /// A larger table, in memory only, and the clusters for it. It is in force when it is
-    /// [`adopt`](Self::adopt)ed.
-    pub fn larger_table(
-        &mut self,
-        end: &FileEnd,
-        metadata: &mut Metadata,
-    ) -> Result<LargerTable, ImageError> {
-        let (len, cursor) = (self.table.len(), self.cursor);
-        let per_cluster = self.g.cluster() as usize / 8;
-        let entries = (len * 3 / 2 + 1).next_multiple_of(per_cluster);
-        let most = (REFCOUNT_TABLE_BYTES_MAX / 8) as usize;
-        let entries = entries.min(most);
-        if entries <= len {
-            return Err(ImageError::Full(
-                "its refcount table has 8 MiB, which is the most",
-            ));
-        }
-        self.table.resize(entries, 0);
-        let clusters = self.g.clusters(entries as u64 * 8);
-        match self.allocate_contiguous(end, metadata, clusters) {
-            Ok(run) => Ok(LargerTable { len, cursor, run }),
-            Err(stop) => {
-                self.forget_table(metadata, len);
-                self.cursor = cursor;
-                Err(match stop {
-                    Retry::Error(error) => error,
-                    _ => ImageError::Full("its refcount table cannot grow"),
-                })
-            }
-        }
-    }
-
-    /// All of the table's bytes.
-    pub fn whole_table(&self) -> Vec<u8> {
-        self.table_bytes(0..self.table.len() as u64)
-    }
-
-    /// Takes the larger table for the one in force; returns where the old one was.
-    pub fn adopt(&mut self, larger: &LargerTable) -> Run {
-        let old = Run {
-            first: self.table_at >> self.g.cluster_bits,
-            clusters: self.g.clusters(larger.len as u64 * 8),
-        };
-        self.table_at = larger.run.first << self.g.cluster_bits;
-        self.dirty_table.clear();
-        old
-    }
-
-    /// Takes the larger table back.
-    pub fn revoke(&mut self, end: &FileEnd, metadata: &mut Metadata, larger: &LargerTable) {
-        let covered = larger.len as u64 * self.g.block_entries();
-        for cluster in larger.run.first..larger.run.first + larger.run.clusters {
-            if cluster < covered {
-                // What is not given back is leaked, no more.
-                let _ = self.release(end, cluster);
-            }
-        }
-        self.forget_table(metadata, larger.len);
-        self.cursor = larger.cursor;
-    }
-
-    fn forget_table(&mut self, metadata: &mut Metadata, len: usize) {
-        for &at in self.table[len..].iter().filter(|&&at| at != 0) {
-            metadata.remove_table(at >> self.g.cluster_bits);
-        }
-        self.table.truncate(len);
-        let len = len as u64;
-        self.changes
-            .forget_blocks(len, len * self.g.block_entries());
-        self.blocks.retain(|&block, _| block < len);
-        self.dirty_blocks.retain(|&(block, _)| block < len);
-        self.writing.retain(|&block| block < len);
-        let pieces = (len * 8).div_ceil(self.g.piece());
-        self.dirty_table.retain(|&piece| piece < pieces);
-    }
-
     /// The cluster behind the last one that is in use, unless that takes long to find.
     pub fn used_end(&mut self, end: &FileEnd) -> Result<Option<u64>, ImageError> {
         let per_block = self.g.block_entries();
@@ -639,13 +526,6 @@ impl Refcounts {
 pub(crate) struct Dirty {
     blocks: BTreeSet<(u64, u64)>,
     table: BTreeSet<u64>,
-}
-
-/// A larger table that is not in force yet.
-pub(crate) struct LargerTable {
-    len: usize,
-    cursor: u64,
-    pub run: Run,
 }
 
 /// The first free entries, up to `want` beside each other.

@@ -10,19 +10,10 @@ use std::thread::{self, Thread};
 
 use block::FileOffset;
 
-use super::entry::{COPIED, Entry, Kind, Standard, table_at};
-use super::error::{Doing, ImageError};
-use super::journal::Change;
-use super::refcount::{MayBlock, Retry, Run};
+use super::change::{MayBlock, Retry};
+use super::entry::{COPIED, Entry, Kind, Standard};
+use super::error::ImageError;
 use super::{Qcow2, State};
-use crate::storage::read_padded;
-
-/// Changed metadata that is held back for the next flush, in bytes: 8192 pieces of 4 KiB, which is
-/// what 4 Mi allocated clusters change, if they are beside each other.
-const DIRTY_BYTES_MAX: u64 = 32 << 20;
-
-/// Clusters that are given up, but may be reused only after a flush: 1 GiB at 64 KiB a cluster.
-const UNLINKED_MAX: u64 = 16384;
 
 /// What is to be done for a write that needs clusters.
 #[derive(Debug)]
@@ -143,15 +134,6 @@ impl Qcow2 {
         (!self.is_full(&state)).then_some(state)
     }
 
-    /// Whether so much is held back that it must be flushed first.
-    pub(super) fn is_full(&self, state: &State) -> bool {
-        let held_back = (state.dirty_l2.len() + state.dirty_l1.len()) as u64 * self.g.piece()
-            + state.refcounts.dirty_bytes();
-        held_back > DIRTY_BYTES_MAX
-            || state.unlinked_clusters > UNLINKED_MAX
-            || state.journal_full()
-    }
-
     /// The data is there: makes it the disk's. It is found from now on, and durable after the next
     /// [`flush`](Self::flush) that begins from now on.
     ///
@@ -236,36 +218,6 @@ impl Qcow2 {
             .is_pending()
         {
             thread::park();
-        }
-    }
-
-    /// Does a change under the lock of the state, and whatever it needs done first without it.
-    pub(super) fn change<T>(
-        &self,
-        mut change: impl FnMut(&mut State) -> Result<T, Retry>,
-    ) -> Result<T, ImageError> {
-        self.check_writable()?;
-        self.begin()?;
-        loop {
-            let mut state = self.lock();
-            let stop = if self.is_full(&state) {
-                Retry::CacheFull
-            } else {
-                match change(&mut state) {
-                    Ok(done) => return Ok(done),
-                    Err(Retry::Error(error)) => return Err(self.report(&mut state, error)),
-                    Err(stop) => stop,
-                }
-            };
-            drop(state);
-            match stop {
-                Retry::Load(slice) => self.load(super::Load::Slice(slice))?,
-                Retry::TableFull => self.grow_refcount_table()?,
-                Retry::CacheFull => self.flush()?,
-                Retry::Later => {}
-                Retry::WouldBlock => unreachable!("it may block"),
-                Retry::Error(error) => return Err(error),
-            }
         }
     }
 
@@ -405,50 +357,6 @@ impl Qcow2 {
         Ok(matches!(kind, Kind::Data(_)))
     }
 
-    /// The entry of a cluster.
-    pub(super) fn entry(&self, cluster: u64) -> Result<Entry, Retry> {
-        let (slice, entry) = self.g.slice_of(cluster);
-        let found = self.cache.find(slice).ok_or(Retry::Load(slice))?;
-        let (word, bitmap) = found.words(&self.g, entry);
-        Entry::decode(&self.g, word, bitmap).map_err(|_| {
-            let what = "an L2 entry leads nowhere, or to metadata; offset of the disk";
-            ImageError::damaged(what, cluster << self.g.cluster_bits).into()
-        })
-    }
-
-    /// Changes the entry of a cluster. The caller records its changes before the lock is given up.
-    pub(super) fn set_entry(
-        &self,
-        state: &mut State,
-        cluster: u64,
-        entry: Entry,
-    ) -> Result<(), Retry> {
-        self.will_set_entry(state, cluster, entry);
-        self.publish_entry(state, cluster, entry)
-    }
-
-    /// Has a change to be recorded, which is made after that.
-    fn will_set_entry(&self, state: &mut State, cluster: u64, entry: Entry) {
-        state.changes.push(Change::Entry {
-            cluster,
-            words: entry.encode(&self.g),
-        });
-    }
-
-    /// Has the entry of a cluster found from now on, and written by the next flush.
-    fn publish_entry(&self, state: &mut State, cluster: u64, entry: Entry) -> Result<(), Retry> {
-        let (slice, place) = self.g.slice_of(cluster);
-        let frame = self.cache.find(slice).ok_or(Retry::Load(slice))?.frame;
-        let words = self.g.words();
-        // Before it is found: who writes there asks whether it must be flushed.
-        self.changes.add();
-        self.cache
-            .set(frame, place, &entry.encode(&self.g)[..words]);
-        let piece = (place * words * 8) as u64 / self.g.piece();
-        *state.dirty_l2.entry(frame).or_default() |= 1 << piece;
-        Ok(())
-    }
-
     /// Makes the file reach to the end of a cluster that it should have.
     fn reach(&self, state: &mut State, host: u64, may_block: MayBlock) -> Result<(), Retry> {
         let end = host + self.g.cluster();
@@ -580,90 +488,6 @@ impl Qcow2 {
             data,
             zero,
         })
-    }
-
-    /// Nothing leads to what this entry led to any more, if that is not `kept`.
-    pub(super) fn unlink(&self, state: &mut State, entry: Entry, kept: Option<u64>) {
-        let run = match entry {
-            Entry::Compressed(compressed) => {
-                let (first, clusters) = compressed.clusters(&self.g);
-                Run { first, clusters }
-            }
-            Entry::Standard(Standard {
-                host: Some(host), ..
-            }) if Some(host) != kept && !self.g.external => Run {
-                first: host >> self.g.cluster_bits,
-                clusters: 1,
-            },
-            Entry::Standard(_) => return,
-        };
-        state.unlinked_clusters += run.clusters;
-        match state.unlinked.last_mut() {
-            Some(last) if last.first + last.clusters == run.first => last.clusters += run.clusters,
-            _ => state.unlinked.push(run),
-        }
-    }
-
-    /// Sees to it that a slice is in memory, and its table nobody else's.
-    ///
-    /// A new table is written here, as it is at first: empty, or a copy. The L1 table in the file does
-    /// not lead to it before that is durable, see [`flush`](super::flush).
-    pub(super) fn own_table(&self, state: &mut State, slice: u64) -> Result<(), Retry> {
-        let g = &self.g;
-        let (table, _) = g.table_of(slice);
-        let l1_entry = self.l1.get(table);
-        let Ok(old) = table_at(g, l1_entry) else {
-            return Err(ImageError::damaged("an L1 entry leads nowhere", l1_entry).into());
-        };
-        if old.is_some() && self.cache.find(slice).is_none() {
-            return Err(Retry::Load(slice));
-        }
-        if l1_entry & COPIED != 0 {
-            return Ok(());
-        }
-        if old.is_none() {
-            self.insert_empty(state, slice)?;
-        }
-        let refcounts = &mut state.refcounts;
-        let (run, fresh) = refcounts.allocate(&self.file, &mut state.metadata, 1, MayBlock::Yes)?;
-        let at = run.first << g.cluster_bits;
-        if let Err(error) = self.write_table(old, at, fresh) {
-            let _ = state.refcounts.release(&self.file, run.first);
-            return Err(error.into());
-        }
-        state.metadata.add_table(run.first);
-        if let Some(old) = old {
-            state.unlinked_clusters += 1;
-            state.unlinked.push(Run {
-                first: old >> g.cluster_bits,
-                clusters: 1,
-            });
-        }
-        self.set_table(state, table, at | COPIED);
-        state.changes.push(Change::Table {
-            index: table,
-            word: at | COPIED,
-        });
-        Ok(())
-    }
-
-    /// Changes an entry of the L1 table.
-    pub(super) fn set_table(&self, state: &mut State, index: u64, word: u64) {
-        self.changes.add();
-        self.l1.set(index, word);
-        state.dirty_l1.insert(index * 8 / self.g.piece());
-    }
-
-    fn write_table(&self, old: Option<u64>, at: u64, fresh: bool) -> Result<(), ImageError> {
-        let mut bytes = vec![0; self.g.cluster() as usize];
-        if let Some(old) = old {
-            let read = read_padded(self.file.storage(), FileOffset(old), &mut bytes);
-            read.doing("reading an L2 table", old)?;
-        }
-        if fresh && old.is_none() {
-            return Ok(());
-        }
-        self.file.write_at("writing a new L2 table", at, &bytes)
     }
 }
 

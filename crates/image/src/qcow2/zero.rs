@@ -5,10 +5,10 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use block::FileOffset;
 
+use super::change::{MayBlock, Retry};
 use super::entry::{Entry, Kind, Standard, table_at};
 use super::error::ImageError;
 use super::file::FileEnd;
-use super::refcount::{MayBlock, Retry};
 use super::write::Waiting;
 use super::{Qcow2, State};
 

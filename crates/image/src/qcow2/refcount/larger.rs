@@ -1,0 +1,93 @@
+//! A larger refcount table, for a file that has outgrown the one in force.
+
+use super::{Refcounts, Run};
+use crate::qcow2::change::Retry;
+use crate::qcow2::error::ImageError;
+use crate::qcow2::file::FileEnd;
+use crate::qcow2::header::REFCOUNT_TABLE_BYTES_MAX;
+use crate::qcow2::metadata::Metadata;
+
+/// A larger table that is not in force yet.
+pub(crate) struct LargerTable {
+    len: usize,
+    cursor: u64,
+    pub run: Run,
+}
+
+impl Refcounts {
+    /// A larger table, in memory only, and the clusters for it. It is in force when it is
+    /// [`adopt`](Self::adopt)ed.
+    pub fn larger_table(
+        &mut self,
+        end: &FileEnd,
+        metadata: &mut Metadata,
+    ) -> Result<LargerTable, ImageError> {
+        let (len, cursor) = (self.table.len(), self.cursor);
+        let per_cluster = self.g.cluster() as usize / 8;
+        let entries = (len * 3 / 2 + 1).next_multiple_of(per_cluster);
+        let most = (REFCOUNT_TABLE_BYTES_MAX / 8) as usize;
+        let entries = entries.min(most);
+        if entries <= len {
+            return Err(ImageError::Full(
+                "its refcount table has 8 MiB, which is the most",
+            ));
+        }
+        self.table.resize(entries, 0);
+        let clusters = self.g.clusters(entries as u64 * 8);
+        match self.allocate_contiguous(end, metadata, clusters) {
+            Ok(run) => Ok(LargerTable { len, cursor, run }),
+            Err(stop) => {
+                self.forget_table(metadata, len);
+                self.cursor = cursor;
+                Err(match stop {
+                    Retry::Error(error) => error,
+                    _ => ImageError::Full("its refcount table cannot grow"),
+                })
+            }
+        }
+    }
+
+    /// All of the table's bytes.
+    pub fn whole_table(&self) -> Vec<u8> {
+        self.table_bytes(0..self.table.len() as u64)
+    }
+
+    /// Takes the larger table for the one in force; returns where the old one was.
+    pub fn adopt(&mut self, larger: &LargerTable) -> Run {
+        let old = Run {
+            first: self.table_at >> self.g.cluster_bits,
+            clusters: self.g.clusters(larger.len as u64 * 8),
+        };
+        self.table_at = larger.run.first << self.g.cluster_bits;
+        self.dirty_table.clear();
+        old
+    }
+
+    /// Takes the larger table back.
+    pub fn revoke(&mut self, end: &FileEnd, metadata: &mut Metadata, larger: &LargerTable) {
+        let covered = larger.len as u64 * self.g.block_entries();
+        for cluster in larger.run.first..larger.run.first + larger.run.clusters {
+            if cluster < covered {
+                // What is not given back is leaked, no more.
+                let _ = self.release(end, cluster);
+            }
+        }
+        self.forget_table(metadata, larger.len);
+        self.cursor = larger.cursor;
+    }
+
+    fn forget_table(&mut self, metadata: &mut Metadata, len: usize) {
+        for &at in self.table[len..].iter().filter(|&&at| at != 0) {
+            metadata.remove_table(at >> self.g.cluster_bits);
+        }
+        self.table.truncate(len);
+        let len = len as u64;
+        self.changes
+            .forget_blocks(len, len * self.g.block_entries());
+        self.blocks.retain(|&block, _| block < len);
+        self.dirty_blocks.retain(|&(block, _)| block < len);
+        self.writing.retain(|&block| block < len);
+        let pieces = (len * 8).div_ceil(self.g.piece());
+        self.dirty_table.retain(|&piece| piece < pieces);
+    }
+}
