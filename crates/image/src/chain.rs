@@ -217,7 +217,7 @@ impl Chain {
             match image.map(pin, at, len) {
                 Mapping::Hole { len: hole } => len = hole,
                 Mapping::Data { at, len } => {
-                    let at = FileOffset(at);
+                    let at = at.in_file();
                     return Place::Data { file, at, len };
                 }
                 Mapping::Zero { len } => return Place::Zero { len },
@@ -229,7 +229,7 @@ impl Chain {
                 Mapping::Compressed { from, skip, len } => {
                     return Place::Compressed(Compressed {
                         file,
-                        at: FileOffset(from.at),
+                        at: from.at.in_file(),
                         bytes: from.len,
                         compression: image.compression(),
                         cluster_bytes: image.cluster_bytes(),
@@ -266,7 +266,7 @@ impl Chain {
         };
         match image.map_write(pin, at, len) {
             WriteMapping::InPlace { at, len } => {
-                let at = FileOffset(at);
+                let at = at.in_file();
                 WritePlace::InPlace { file, at, len }
             }
             WriteMapping::Allocate { len } => WritePlace::Allocate { len },

@@ -36,6 +36,7 @@ mod refcount;
 mod repair;
 mod replay;
 mod scan;
+mod types;
 mod write;
 mod zero;
 
@@ -65,7 +66,8 @@ use journal::{Changes, Journal};
 use l1::L1;
 use metadata::Metadata;
 use pins::Mark;
-use refcount::{Refcounts, Run};
+use refcount::Refcounts;
+use types::{HostOffset, Run};
 
 /// An image that is open. Any number of threads use it at once.
 pub struct Qcow2 {
@@ -238,7 +240,7 @@ impl Qcow2 {
     fn write_header(&self, state: &mut State) -> Result<(), ImageError> {
         state.header.put(&mut state.header_block);
         self.file
-            .write_at("writing the header", 0, &state.header_block)
+            .write_at("writing the header", HostOffset::START, &state.header_block)
     }
 }
 

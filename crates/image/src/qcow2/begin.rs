@@ -4,14 +4,12 @@
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::SeqCst;
 
-use block::FileOffset;
-
-use super::error::{Doing, ImageError};
+use super::error::ImageError;
 use super::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_EXTERNAL};
 use super::journal::Journal;
+use super::types::HostOffset;
 use super::{Qcow2, State};
 use crate::bytes::{be16, be32, be64, put32};
-use crate::storage::read_padded;
 
 /// Most bytes of a bitmap directory: 65535 bitmaps, as in QEMU, of 1024 bytes.
 pub(crate) const BITMAP_DIRECTORY_BYTES_MAX: u64 = 65535 * 1024;
@@ -26,7 +24,7 @@ pub(crate) struct BitmapEntry {
     /// Where in the directory it begins, in bytes.
     pub at: usize,
     /// The table that says where the bitmap's bits are.
-    pub table_at: u64,
+    pub table_at: HostOffset,
     pub table_entries: u32,
     flags: u32,
 }
@@ -44,7 +42,7 @@ pub(crate) fn bitmap_directory(directory: &[u8], bitmaps: u32) -> Option<Vec<Bit
         }
         entries.push(BitmapEntry {
             at,
-            table_at: be64(entry, 0),
+            table_at: HostOffset::new(be64(entry, 0)),
             table_entries: be32(entry, 8),
             flags,
         });
@@ -101,17 +99,15 @@ impl Qcow2 {
             return Ok(false);
         };
         let (at, len) = (extension.directory_at, extension.directory_bytes);
-        let sound = len <= BITMAP_DIRECTORY_BYTES_MAX
-            && at.is_multiple_of(self.g.cluster())
-            && at >> 56 == 0;
+        let sound = len <= BITMAP_DIRECTORY_BYTES_MAX && at.is_of_cluster(self.g.cluster());
         if state.header.autoclear & AUTOCLEAR_BITMAPS == 0 || !sound {
             return Ok(false);
         }
         // Whole pieces are written; the rest of a cluster of the directory is the directory's.
         let piece = self.g.piece();
         let mut bytes = vec![0; len.next_multiple_of(piece) as usize];
-        read_padded(self.file.storage(), FileOffset(at), &mut bytes)
-            .doing("reading the bitmap directory", at)?;
+        self.file
+            .read_at("reading the bitmap directory", at, &mut bytes)?;
         let Some(entries) = bitmap_directory(&bytes[..len as usize], extension.bitmaps) else {
             return Ok(false);
         };

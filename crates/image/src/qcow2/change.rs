@@ -4,15 +4,12 @@
 //! lock; [`Qcow2::change`] does that and tries again. Nothing here writes to the file, except the first content of a
 //! new L2 table; [`flush`](super::flush) writes the rest, in an order that a crash cannot break.
 
-use block::FileOffset;
-
 use super::entry::{COPIED, Entry, Standard, table_at};
-use super::error::{Doing, ImageError};
+use super::error::ImageError;
 use super::file::FileEnd;
 use super::journal::Change;
-use super::refcount::Run;
+use super::types::{HostOffset, Run};
 use super::{Load, Qcow2, State};
-use crate::storage::read_padded;
 
 /// Changed metadata that is held back for the next flush, in bytes: 8192 pieces of 4 KiB, which is
 /// what 4 Mi allocated clusters change, if they are beside each other.
@@ -52,7 +49,7 @@ pub(crate) enum MayBlock {
 
 impl MayBlock {
     /// Whether the file reaches so far, or may be made to.
-    pub fn grow(self, end: &FileEnd, to: u64) -> Result<(), Retry> {
+    pub fn grow(self, end: &FileEnd, to: HostOffset) -> Result<(), Retry> {
         match self {
             Self::No if end.get() < to => Err(Retry::WouldBlock),
             _ => Ok(()),
@@ -171,7 +168,7 @@ impl Qcow2 {
         }
         let refcounts = &mut state.refcounts;
         let (run, fresh) = refcounts.allocate(&self.file, &mut state.metadata, 1, MayBlock::Yes)?;
-        let at = run.first << g.cluster_bits;
+        let at = run.first.start(g);
         if let Err(error) = self.write_table(old, at, fresh) {
             let _ = state.refcounts.release(&self.file, run.first);
             return Err(error.into());
@@ -179,16 +176,11 @@ impl Qcow2 {
         state.metadata.add_table(run.first);
         if let Some(old) = old {
             state.unlinked_clusters += 1;
-            state.unlinked.push(Run {
-                first: old >> g.cluster_bits,
-                clusters: 1,
-            });
+            state.unlinked.push(Run::one(old.cluster(g)));
         }
-        self.set_table(state, table, at | COPIED);
-        state.changes.push(Change::Table {
-            index: table,
-            word: at | COPIED,
-        });
+        let word = at.bytes() | COPIED;
+        self.set_table(state, table, word);
+        state.changes.push(Change::Table { index: table, word });
         Ok(())
     }
 
@@ -199,11 +191,15 @@ impl Qcow2 {
         state.dirty_l1.insert(index * 8 / self.g.piece());
     }
 
-    fn write_table(&self, old: Option<u64>, at: u64, fresh: bool) -> Result<(), ImageError> {
+    fn write_table(
+        &self,
+        old: Option<HostOffset>,
+        at: HostOffset,
+        fresh: bool,
+    ) -> Result<(), ImageError> {
         let mut bytes = vec![0; self.g.cluster() as usize];
         if let Some(old) = old {
-            let read = read_padded(self.file.storage(), FileOffset(old), &mut bytes);
-            read.doing("reading an L2 table", old)?;
+            self.file.read_at("reading an L2 table", old, &mut bytes)?;
         }
         if fresh && old.is_none() {
             return Ok(());
@@ -212,23 +208,17 @@ impl Qcow2 {
     }
 
     /// Nothing leads to what this entry led to any more, if that is not `kept`.
-    pub(super) fn unlink(&self, state: &mut State, entry: Entry, kept: Option<u64>) {
+    pub(super) fn unlink(&self, state: &mut State, entry: Entry, kept: Option<HostOffset>) {
         let run = match entry {
-            Entry::Compressed(compressed) => {
-                let (first, clusters) = compressed.clusters(&self.g);
-                Run { first, clusters }
-            }
+            Entry::Compressed(compressed) => compressed.clusters(&self.g),
             Entry::Standard(Standard {
                 host: Some(host), ..
-            }) if Some(host) != kept && !self.g.external => Run {
-                first: host >> self.g.cluster_bits,
-                clusters: 1,
-            },
+            }) if Some(host) != kept && !self.g.external => Run::one(host.cluster(&self.g)),
             Entry::Standard(_) => return,
         };
         state.unlinked_clusters += run.clusters;
         match state.unlinked.last_mut() {
-            Some(last) if last.first + last.clusters == run.first => last.clusters += run.clusters,
+            Some(last) if last.end() == run.first => last.clusters += run.clusters,
             _ => state.unlinked.push(run),
         }
     }

@@ -2,12 +2,11 @@
 
 use std::ops::ControlFlow;
 
-use block::FileOffset;
-
 use super::error::{Doing, ImageError};
 use super::open::Qcow2Error;
 use super::refcount::get;
 use super::scan::{Scan, ScanError};
+use super::types::{BlockIndex, HostOffset, Run};
 use crate::storage::{Storage, read_padded};
 
 /// Findings that are kept for display.
@@ -45,10 +44,10 @@ pub fn check(storage: &dyn Storage) -> Result<CheckReport, Qcow2Error> {
         let (range, counts) = scan
             .count(window, &mut |_| ControlFlow::Continue(()))
             .map_err(Qcow2Error::from_scan)?;
-        let compared = compare(storage, &scan, &mut report, range.clone(), &counts);
+        let compared = compare(storage, &scan, &mut report, range, &counts);
         compared.map_err(Qcow2Error::Image)?;
         let copied = scan.wrong_copied(&range, &counts, |at, _| {
-            report.error("an entry says wrongly whose its cluster is", at);
+            report.error("an entry says wrongly whose its cluster is", at.bytes());
             Ok(())
         });
         copied.map_err(Qcow2Error::from_scan)?;
@@ -63,47 +62,44 @@ fn compare(
     storage: &dyn Storage,
     scan: &Scan<'_>,
     report: &mut CheckReport,
-    range: std::ops::Range<u64>,
+    range: Run,
     counts: &[u32],
 ) -> Result<(), ImageError> {
     let per_block = scan.g.block_entries();
-    let last = scan.windows() * super::scan::WINDOW <= range.end || range.end == scan.clusters;
+    let (g, end) = (&scan.g, range.end());
+    let last = scan.windows() * super::scan::WINDOW <= end.number() || end == scan.clusters.end();
     let blocks = match last {
         true => scan.refcount_table.len() as u64,
-        false => range.end.div_ceil(per_block),
+        false => end.number().div_ceil(per_block),
     };
-    let used = |cluster: u64| match cluster.checked_sub(range.start) {
-        Some(place) => counts.get(place as usize).copied().unwrap_or(0),
-        None => 0,
+    let used = |cluster| {
+        let place = range.place_of(cluster);
+        place.map_or(0, |place| counts.get(place).copied().unwrap_or(0))
     };
-    for block in range.start / per_block..blocks.max(range.end.div_ceil(per_block)) {
-        let at = scan
-            .refcount_table
-            .get(block as usize)
-            .copied()
-            .unwrap_or(0);
-        let clusters = block * per_block..(block + 1) * per_block;
-        let clusters = clusters.start.max(range.start)..clusters.end;
-        let mut bytes = vec![0; scan.g.cluster() as usize];
-        if at == 0 {
-            if clusters.start >= range.end {
+    let first_block = g.block_of(range.first).0.number();
+    for block in first_block..blocks.max(end.number().div_ceil(per_block)) {
+        let at = scan.refcount_table.get(block as usize).copied();
+        let at = at.unwrap_or_default();
+        let block = BlockIndex::new(block);
+        let first = g.counted_by(block).max(range.first);
+        let mut bytes = vec![0; g.cluster() as usize];
+        if at == HostOffset::START {
+            if first >= end {
                 continue;
             }
         } else {
-            read_padded(storage, FileOffset(at), &mut bytes).doing("reading refcounts", at)?;
+            let read = read_padded(storage, at.in_file(), &mut bytes);
+            read.doing("reading refcounts", at.bytes())?;
         }
-        for cluster in clusters {
-            if !last && cluster >= range.end {
+        for cluster in Run::between(first, g.counted_by(block + 1)).each() {
+            if !last && cluster >= end {
                 break;
             }
-            let has = get(&bytes, scan.g.refcount_order, cluster % per_block);
+            let has = get(&bytes, g.refcount_order, g.block_of(cluster).1);
             let should = u64::from(used(cluster));
-            let offset = cluster << scan.g.cluster_bits;
             if has < should {
-                report.error(
-                    "a cluster is used more often than its refcount says",
-                    offset,
-                );
+                let what = "a cluster is used more often than its refcount says";
+                report.error(what, cluster.start(g).bytes());
             } else if has > should {
                 report.leaks += 1;
             }

@@ -20,7 +20,7 @@ impl Qcow2 {
         self.flush()?;
         let mut state = self.lock();
         if let Some(end) = state.refcounts.used_end(&self.file)? {
-            self.file.trim(end << self.g.cluster_bits)?;
+            self.file.trim(end.start(&self.g))?;
         }
         self.end_journal(&mut state)
     }

@@ -1,6 +1,7 @@
 //! L1 and L2 entries (docs/interop/qcow2 "Cluster mapping", "Extended L2 Entries").
 
 use super::geometry::Geometry;
+use super::types::{HOST_BITS, HostOffset, Run};
 
 /// Of an L1 or L2 entry: what it points to belongs to nobody else.
 pub(crate) const COPIED: u64 = 1 << 63;
@@ -18,7 +19,7 @@ pub(crate) const BAD: u64 = 1 << 61;
 /// # Errors
 /// The entry is not one that the format knows.
 #[inline]
-pub(crate) fn table_at(geometry: &Geometry, entry: u64) -> Result<Option<u64>, BadEntry> {
+pub(crate) fn table_at(geometry: &Geometry, entry: u64) -> Result<Option<HostOffset>, BadEntry> {
     let at = entry & OFFSET;
     if entry & !(OFFSET | COPIED) != 0 || !at.is_multiple_of(geometry.cluster()) {
         return Err(BadEntry);
@@ -27,7 +28,7 @@ pub(crate) fn table_at(geometry: &Geometry, entry: u64) -> Result<Option<u64>, B
         // The header is no table.
         return if entry == 0 { Ok(None) } else { Err(BadEntry) };
     }
-    Ok(Some(at))
+    Ok(Some(HostOffset::new(at)))
 }
 
 /// The entry cannot be: reserved bits are set, or an offset is not that of a cluster.
@@ -44,7 +45,7 @@ pub(crate) enum Entry {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Standard {
     /// Offset of the host cluster.
-    pub host: Option<u64>,
+    pub host: Option<HostOffset>,
     /// Nobody else has that host cluster.
     pub own: bool,
     /// Subclusters whose data is there.
@@ -56,7 +57,7 @@ pub(crate) struct Standard {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Compressed {
     /// Where the compressed bytes begin.
-    pub at: u64,
+    pub at: HostOffset,
     /// How many there are at most.
     pub len: u64,
     word: u64,
@@ -66,7 +67,7 @@ pub(crate) struct Compressed {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// In the file, from here on.
-    Data(u64),
+    Data(HostOffset),
     Zero,
     Compressed(Compressed),
     /// In the backing file, if there is one.
@@ -93,7 +94,7 @@ impl Entry {
         let own = word & COPIED != 0 || g.external && at != 0;
         let bad = word & RESERVED != 0 || !at.is_multiple_of(g.cluster());
         // Offset 0 is that of the header, or of the first cluster of an external file.
-        let host = (at != 0 || g.external && own).then_some(at);
+        let host = (at != 0 || g.external && own).then_some(HostOffset::new(at));
         let (data, zero) = if g.extended {
             (bitmap as u32, (bitmap >> 32) as u32)
         } else {
@@ -119,7 +120,7 @@ impl Entry {
             Self::Compressed(c) => [c.word, 0],
             Self::Standard(s) => {
                 let own = if s.own { COPIED } else { 0 };
-                let word = s.host.unwrap_or(0) | own;
+                let word = s.host.unwrap_or_default().bytes() | own;
                 if g.extended {
                     [word, u64::from(s.zero) << 32 | u64::from(s.data)]
                 } else {
@@ -138,7 +139,7 @@ impl Entry {
         };
         let sub = (offset >> g.subcluster_bits()) as u32;
         let (mask, kind) = if s.data >> sub & 1 != 0 {
-            (s.data, Kind::Data(s.host.unwrap_or(0) + offset))
+            (s.data, Kind::Data(s.host.unwrap_or_default() + offset))
         } else if s.zero >> sub & 1 != 0 {
             (s.zero, Kind::Zero)
         } else {
@@ -163,19 +164,19 @@ impl Compressed {
         }
         let x = 62 - (g.cluster_bits - 8);
         let at = word & ((1 << x) - 1);
-        if at >> 56 != 0 {
+        if at >> HOST_BITS != 0 {
             return Err(BadEntry);
         }
         let more_sectors = (word & (COMPRESSED - 1)) >> x;
         let len = (more_sectors + 1) * 512 - at % 512;
+        let at = HostOffset::new(at);
         Ok(Self { at, len, word })
     }
 
-    /// The host clusters that it lies in: the first, and how many.
-    pub fn clusters(&self, g: &Geometry) -> (u64, u64) {
-        let first = self.at >> g.cluster_bits;
-        let last = (self.at + self.len - 1) >> g.cluster_bits;
-        (first, last - first + 1)
+    /// The host clusters that it lies in.
+    pub fn clusters(&self, g: &Geometry) -> Run {
+        let last = (self.at + (self.len - 1)).cluster(g);
+        Run::between(self.at.cluster(g), last + 1)
     }
 }
 

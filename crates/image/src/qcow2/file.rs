@@ -2,11 +2,9 @@ use std::io::{self, ErrorKind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, OnceLock};
 
-use block::FileOffset;
-
 use super::error::{Doing, ImageError};
-use super::refcount::Piece;
-use crate::storage::Storage;
+use super::types::HostOffset;
+use crate::storage::{Storage, read_padded};
 
 /// The file grows by a sixteenth of what it has, within these bounds in bytes, so that it seldom
 /// does. What is too much costs no space, and is cut off when the image is closed.
@@ -14,12 +12,20 @@ const GROWTH: (u64, u64) = (16 << 20, 1 << 30);
 
 const EIO: i32 = 5;
 
+/// Metadata to be written, or written.
+#[derive(Debug)]
+pub(crate) struct Piece {
+    pub at: HostOffset,
+    pub bytes: Vec<u8>,
+}
+
 /// An image's file, and where it ends.
 pub(crate) struct FileEnd {
     storage: Arc<dyn Storage>,
+    /// In bytes.
     end: AtomicU64,
     /// Its length when it was opened.
-    first: u64,
+    first: HostOffset,
     forgets: bool,
     /// A flush has failed, and none has succeeded since.
     unflushed: AtomicBool,
@@ -28,12 +34,12 @@ pub(crate) struct FileEnd {
 }
 
 impl FileEnd {
-    pub fn new(storage: Arc<dyn Storage>, end: u64) -> Self {
+    pub fn new(storage: Arc<dyn Storage>, bytes: u64) -> Self {
         let forgets = storage.forgets();
         Self {
             storage,
-            end: AtomicU64::new(end),
-            first: end,
+            end: AtomicU64::new(bytes),
+            first: HostOffset::new(bytes),
             forgets,
             unflushed: AtomicBool::new(false),
             lost: OnceLock::new(),
@@ -44,18 +50,19 @@ impl FileEnd {
         &*self.storage
     }
 
-    /// Bytes of the file. What lies behind reads as zeroes.
+    /// Where the file ends. What lies behind reads as zeroes.
     #[inline]
-    pub fn get(&self) -> u64 {
-        self.end.load(SeqCst)
+    pub fn get(&self) -> HostOffset {
+        HostOffset::new(self.end.load(SeqCst))
     }
 
     /// Makes the file at least so long. One thread at a time may do that.
-    pub fn grow(&self, to: u64) -> Result<(), ImageError> {
+    pub fn grow(&self, to: HostOffset) -> Result<(), ImageError> {
         let end = self.get();
         if to <= end {
             return Ok(());
         }
+        let (end, to) = (end.bytes(), to.bytes());
         let more = (end / 16).clamp(GROWTH.0, GROWTH.1);
         let ample = end.saturating_add(more).max(to).min(i64::MAX as u64);
         let mut reached = ample;
@@ -77,9 +84,10 @@ impl FileEnd {
     }
 
     /// Cuts off what is behind, as far as the file was made longer here.
-    pub fn trim(&self, to: u64) -> Result<(), ImageError> {
+    pub fn trim(&self, to: HostOffset) -> Result<(), ImageError> {
         let to = to.max(self.first);
         if to < self.get() {
+            let to = to.bytes();
             self.storage
                 .set_size(to)
                 .doing("cutting the file's end off", to)?;
@@ -90,8 +98,9 @@ impl FileEnd {
 
     /// Makes the file at least so long, and no longer: others may read a data file, and take its
     /// length for that of the disk. One thread at a time may do that.
-    pub fn grow_exactly(&self, to: u64) -> Result<(), ImageError> {
+    pub fn grow_exactly(&self, to: HostOffset) -> Result<(), ImageError> {
         if to > self.get() {
+            let to = to.bytes();
             let grown = self.storage.set_size(to);
             grown.doing("making the data file longer", to)?;
             self.end.store(to, SeqCst);
@@ -106,19 +115,35 @@ impl FileEnd {
             let mut bytes = std::borrow::Cow::Borrowed(&first.bytes);
             let mut next = at + 1;
             while let Some(piece) = pieces.get(next)
-                && piece.at.0 == first.at.0 + bytes.len() as u64
+                && piece.at == first.at + bytes.len() as u64
             {
                 bytes.to_mut().extend_from_slice(&piece.bytes);
                 next += 1;
             }
-            self.write_at(doing, first.at.0, &bytes)?;
+            self.write_at(doing, first.at, &bytes)?;
             at = next;
         }
         Ok(())
     }
 
-    pub fn write_at(&self, doing: &'static str, at: u64, from: &[u8]) -> Result<(), ImageError> {
-        self.storage.write_at(FileOffset(at), from).doing(doing, at)
+    pub fn write_at(
+        &self,
+        doing: &'static str,
+        at: HostOffset,
+        from: &[u8],
+    ) -> Result<(), ImageError> {
+        let written = self.storage.write_at(at.in_file(), from);
+        written.doing(doing, at.bytes())
+    }
+
+    /// Fills `to`, with zeroes behind the end of the file; returns how many bytes the file had.
+    pub fn read_at(
+        &self,
+        doing: &'static str,
+        at: HostOffset,
+        to: &mut [u8],
+    ) -> Result<usize, ImageError> {
+        read_padded(&*self.storage, at.in_file(), to).doing(doing, at.bytes())
     }
 
     /// Makes everything durable that was written. One thread at a time may do that: the kernel tells of what

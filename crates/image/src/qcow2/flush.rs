@@ -34,13 +34,12 @@ use std::iter;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::SeqCst;
 
-use block::FileOffset;
-
 use super::entry::table_at;
 use super::error::ImageError;
-use super::file::FileEnd;
+use super::file::{FileEnd, Piece};
 use super::journal::Rotated;
-use super::refcount::{Dirty, Piece, Run};
+use super::refcount::Dirty;
+use super::types::{HostCluster, Run};
 use super::{Qcow2, State};
 use crate::bytes::put64;
 
@@ -208,7 +207,7 @@ impl Qcow2 {
             let mut copy = self.cache.copy(frame, from..from + words);
             self.unmark(&state.metadata, &mut copy);
             entries.push(Piece {
-                at: FileOffset(at + offset + number * piece),
+                at: at + (offset + number * piece),
                 bytes: copy.iter().flat_map(|word| word.to_be_bytes()).collect(),
             });
         }
@@ -217,7 +216,7 @@ impl Qcow2 {
     fn l1_piece(&self, state: &State, number: u64) -> Piece {
         let piece = self.g.piece();
         Piece {
-            at: FileOffset(state.header.l1_at + number * piece),
+            at: state.header.l1_at + number * piece,
             bytes: self.l1_bytes(number * piece / 8, piece / 8),
         }
     }
@@ -273,7 +272,7 @@ impl Qcow2 {
         state.deferred_frees = used;
         let mut last_users = BTreeSet::new();
         let runs = gone.into_iter().flat_map(|(_, runs)| runs);
-        let mut clusters = runs.flat_map(|run| run.first..run.first + run.clusters);
+        let mut clusters = runs.flat_map(Run::each);
         while let Some(cluster) = clusters.next() {
             // The last user goes when the space has been given back: from then on, the cluster
             // can be somebody else's. Of a compressed cluster's, there may be several.
@@ -281,7 +280,7 @@ impl Qcow2 {
                 Ok(1) if last_users.insert(cluster) => continue,
                 Ok(1) => Err(ImageError::damaged(
                     "a cluster is used more often than its refcount says",
-                    cluster << self.g.cluster_bits,
+                    cluster.start(&self.g).bytes(),
                 )),
                 Ok(_) => state.refcounts.release(&self.file, cluster),
                 Err(error) => Err(error),
@@ -309,28 +308,25 @@ impl Qcow2 {
     }
 
     /// Has clusters freed by another flush, since this one failed at it.
-    fn free_later(&self, state: &mut State, clusters: impl Iterator<Item = u64>) {
-        let runs = clusters.map(|first| Run { first, clusters: 1 });
+    fn free_later(&self, state: &mut State, clusters: impl Iterator<Item = HostCluster>) {
+        let runs = clusters.map(Run::one);
         state
             .deferred_frees
             .push((self.pins.mark(), runs.collect()));
     }
 
     /// Gives space back to the file system. Nothing relies on it: the clusters are free either way.
-    fn punch(&self, clusters: &BTreeSet<u64>) {
+    fn punch(&self, clusters: &BTreeSet<HostCluster>) {
         let mut clusters = clusters.iter().copied().peekable();
         while self.punch.load(SeqCst)
             && let Some(first) = clusters.next()
         {
             let mut end = first + 1;
             while clusters.next_if_eq(&end).is_some() {
-                end += 1;
+                end = end + 1;
             }
-            let (at, len) = (
-                first << self.g.cluster_bits,
-                (end - first) << self.g.cluster_bits,
-            );
-            if self.file.storage().punch(FileOffset(at), len).is_err() {
+            let (at, end) = (first.start(&self.g), end.start(&self.g));
+            if self.file.storage().punch(at.in_file(), end - at).is_err() {
                 self.punch.store(false, SeqCst);
             }
         }

@@ -1,4 +1,5 @@
 use super::header::Header;
+use super::types::{BlockIndex, HostCluster};
 
 /// Largest slice of an L2 table that is read and kept at a time, in bytes: 8192 clusters, 512 MiB of
 /// disk at 64 KiB a cluster.
@@ -115,6 +116,19 @@ impl Geometry {
     #[inline]
     pub fn block_entries(&self) -> u64 {
         (self.cluster() * 8) >> self.refcount_order
+    }
+
+    /// The block that counts a cluster, and which of its refcounts does.
+    #[inline]
+    pub fn block_of(&self, cluster: HostCluster) -> (BlockIndex, u64) {
+        let (cluster, entries) = (cluster.number(), self.block_entries());
+        (BlockIndex::new(cluster / entries), cluster % entries)
+    }
+
+    /// The first cluster that a block counts.
+    #[inline]
+    pub fn counted_by(&self, block: BlockIndex) -> HostCluster {
+        HostCluster::new(block.number() * self.block_entries())
     }
 
     /// Unit in which changed metadata is written, in bytes.

@@ -22,6 +22,7 @@ use std::sync::{MutexGuard, PoisonError};
 use super::change::Retry;
 use super::error::ImageError;
 use super::header::L1_BYTES_MAX;
+use super::types::{HostOffset, Run};
 use super::{Qcow2, State};
 
 /// A disk that is being made longer, by nobody else at the time.
@@ -117,13 +118,13 @@ impl Qcow2 {
         }
         self.outdate_bitmaps(state, true)?;
         if let Some(data) = &self.data {
-            data.grow_exactly(size)?;
+            data.grow_exactly(HostOffset::new(size))?;
         }
         if entries > self.l1.entries() {
-            let (first, clusters) = self.write_larger_l1(state, entries)?;
+            let old = self.write_larger_l1(state, entries)?;
             self.switch_header(state)?;
-            state.metadata.remove_run(first);
-            for cluster in first..first + clusters {
+            state.metadata.remove_run(old.first);
+            for cluster in old.each() {
                 state.refcounts.release(&self.file, cluster)?;
             }
             self.l1.extend((self.l1.entries()..entries).map(|_| 0));
@@ -134,27 +135,27 @@ impl Qcow2 {
     /// Writes an L1 table with so many entries, durably, and all that it leads to as far as it is only
     /// in memory: refcounts (new L2 tables are in the file since they were made). The header in memory
     /// leads to it; returns where the old one is.
-    fn write_larger_l1(&self, state: &mut State, entries: u64) -> Result<(u64, u64), Retry> {
+    fn write_larger_l1(&self, state: &mut State, entries: u64) -> Result<Run, Retry> {
         let g = &self.g;
         let clusters = g.clusters(entries * 8);
         let (file, refcounts) = (&self.file, &mut state.refcounts);
         let run = refcounts.allocate_contiguous(file, &mut state.metadata, clusters)?;
-        let at = run.first << g.cluster_bits;
+        let at = run.first.start(g);
         let bytes = self.l1_bytes(0, clusters * g.cluster() / 8);
         let written = file
             .write_at("writing a larger L1 table", at, &bytes)
             .and_then(|()| self.write_refcounts(state));
         if let Err(error) = written {
-            for cluster in run.first..run.first + run.clusters {
+            for cluster in run.each() {
                 state.refcounts.release(file, cluster)?;
             }
             return Err(error.into());
         }
-        state
-            .metadata
-            .add_run(run.first, run.clusters, "the L1 table");
-        let old_clusters = g.clusters(u64::from(state.header.l1_entries) * 8);
-        let old = (state.header.l1_at >> g.cluster_bits, old_clusters);
+        state.metadata.add_run(run, "the L1 table");
+        let old = Run {
+            first: state.header.l1_at.cluster(g),
+            clusters: g.clusters(u64::from(state.header.l1_entries) * 8),
+        };
         state.header.l1_at = at;
         state.header.l1_entries = entries as u32;
         Ok(old)
@@ -170,7 +171,7 @@ impl Qcow2 {
             Ok(larger) => larger,
             Err(error) => return Err(self.report(state, error)),
         };
-        let at = larger.run.first << self.g.cluster_bits;
+        let at = larger.run.first.start(&self.g);
         let table = state.refcounts.whole_table();
         let written = self
             .write_refcount_blocks(state)
@@ -180,15 +181,13 @@ impl Qcow2 {
             state.refcounts.revoke(end, &mut state.metadata, &larger);
             return Err(error);
         }
-        let clusters = larger.run.clusters;
         state.header.refcount_table_at = at;
-        state.header.refcount_table_clusters = clusters as u32;
+        state.header.refcount_table_clusters = larger.run.clusters as u32;
         self.switch_header(state)?;
         let old = state.refcounts.adopt(&larger);
         state.metadata.remove_run(old.first);
-        let (first, name) = (larger.run.first, "the refcount table");
-        state.metadata.add_run(first, clusters, name);
-        for cluster in old.first..old.first + old.clusters {
+        state.metadata.add_run(larger.run, "the refcount table");
+        for cluster in old.each() {
             state.refcounts.release(end, cluster)?;
         }
         Ok(())

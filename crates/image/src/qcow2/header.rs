@@ -3,6 +3,7 @@
 use thiserror::Error;
 
 use super::compressed::Compression;
+use super::types::{HOST_BITS, HostOffset};
 use crate::bytes::{be16, be32, be64, put32, put64};
 
 /// Largest cluster, as in QEMU.
@@ -44,11 +45,11 @@ pub(crate) struct Header {
     /// Bytes of the disk.
     pub size: u64,
     pub l1_entries: u32,
-    pub l1_at: u64,
-    pub refcount_table_at: u64,
+    pub l1_at: HostOffset,
+    pub refcount_table_at: HostOffset,
     pub refcount_table_clusters: u32,
     pub snapshots: u32,
-    pub snapshots_at: u64,
+    pub snapshots_at: HostOffset,
     incompatible: u64,
     /// QEMU may leave refcounts wrong, and the image dirty.
     pub lazy_refcounts: bool,
@@ -64,7 +65,8 @@ pub(crate) struct Header {
 pub(crate) struct BitmapsExtension {
     pub bitmaps: u32,
     pub directory_bytes: u64,
-    pub directory_at: u64,
+    /// Any number: nothing but the bitmaps depends on it.
+    pub directory_at: HostOffset,
 }
 
 /// Why a header is refused.
@@ -159,11 +161,11 @@ impl Header {
             refcount_order,
             size: be64(first, 24),
             l1_entries: be32(first, 36),
-            l1_at: be64(first, 40),
-            refcount_table_at: be64(first, 48),
+            l1_at: HostOffset::new(be64(first, 40)),
+            refcount_table_at: HostOffset::new(be64(first, 48)),
             refcount_table_clusters: be32(first, 56),
             snapshots: be32(first, 60),
-            snapshots_at: be64(first, 64),
+            snapshots_at: HostOffset::new(be64(first, 64)),
             incompatible,
             lazy_refcounts: of_v3(80) & LAZY_REFCOUNTS != 0,
             autoclear: of_v3(88),
@@ -184,7 +186,10 @@ impl Header {
 
     fn check(&self) -> Result<(), HeaderError> {
         let cluster = 1_u64 << self.cluster_bits;
-        let ends_in_reach = |at: u64, len: u64| at.checked_add(len).is_some_and(|e| e < 1 << 56);
+        let ends_in_reach = |at: HostOffset, len: u64| {
+            let end = at.bytes().checked_add(len);
+            end.is_some_and(|end| end < 1 << HOST_BITS)
+        };
         if self.refcount_order > 6 {
             return Err(field("refcount_order", self.refcount_order, "more than 6"));
         }
@@ -200,13 +205,13 @@ impl Header {
                 if self.snapshots > 0 {
                     self.snapshots_at
                 } else {
-                    0
+                    HostOffset::START
                 },
             ),
         ];
         for (name, at) in aligned {
-            if !at.is_multiple_of(cluster) || at >> 56 != 0 {
-                return Err(field(name, at, "not the offset of a cluster"));
+            if !at.is_of_cluster(cluster) {
+                return Err(field(name, at.bytes(), "not the offset of a cluster"));
             }
         }
         let l1_bytes = u64::from(self.l1_entries) * 8;
@@ -226,7 +231,7 @@ impl Header {
         if self.size > i64::MAX as u64 {
             return Err(field("size", self.size, "more than 63 bits"));
         }
-        if self.l1_entries > 0 && self.l1_at == 0 {
+        if self.l1_entries > 0 && self.l1_at == HostOffset::START {
             return Err(field("l1_table_offset", 0_u32, "the offset of the header"));
         }
         let clusters = self.refcount_table_clusters;
@@ -303,8 +308,8 @@ impl Header {
     pub fn put(&self, first: &mut [u8]) {
         put64(first, 24, self.size);
         put32(first, 36, self.l1_entries);
-        put64(first, 40, self.l1_at);
-        put64(first, 48, self.refcount_table_at);
+        put64(first, 40, self.l1_at.bytes());
+        put64(first, 48, self.refcount_table_at.bytes());
         put32(first, 56, self.refcount_table_clusters);
         if self.version >= 3 {
             put64(first, 72, self.incompatible);
@@ -385,7 +390,7 @@ impl<'a> Extensions<'a> {
                     found.bitmaps = Some(BitmapsExtension {
                         bitmaps: be32(data, 0),
                         directory_bytes: be64(data, 8),
-                        directory_at: be64(data, 16),
+                        directory_at: HostOffset::new(be64(data, 16)),
                     });
                 }
                 0x2385_2875 => return Err(field("bitmaps extension", len as u64, "not 24 bytes")),
@@ -414,7 +419,7 @@ impl<'a> Extensions<'a> {
 /// What a snapshot table says: the L1 table of each snapshot (docs/interop/qcow2 "Snapshots").
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Snapshot {
-    pub l1_at: u64,
+    pub l1_at: HostOffset,
     pub l1_entries: u32,
 }
 
@@ -423,11 +428,11 @@ pub(crate) struct Snapshot {
 /// # Errors
 /// The L1 table cannot be where the entry says.
 pub(crate) fn snapshot(cluster: u64, entry: &[u8]) -> Result<(Snapshot, u64), HeaderError> {
-    let (l1_at, l1_entries) = (be64(entry, 0), be32(entry, 8));
-    if !l1_at.is_multiple_of(cluster) || l1_at >> 56 != 0 {
+    let (l1_at, l1_entries) = (HostOffset::new(be64(entry, 0)), be32(entry, 8));
+    if !l1_at.is_of_cluster(cluster) {
         return Err(field(
             "l1_table_offset of a snapshot",
-            l1_at,
+            l1_at.bytes(),
             "not that of a cluster",
         ));
     }

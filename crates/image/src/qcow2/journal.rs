@@ -89,7 +89,8 @@ pub(super) use records::{Change, Changes};
 use records::{READ_MAX, RECORD_MIN, RECORDS_AT, Slot, record};
 
 use super::change::MayBlock;
-use super::refcount::Piece;
+use super::file::Piece;
+use super::types::HostOffset;
 use super::{ImageError, Qcow2, State};
 use crate::storage::Storage;
 
@@ -489,7 +490,7 @@ impl Qcow2 {
             header.set_journal(autoclear(generation));
             let mut bytes = state.header_block.clone();
             header.put(&mut bytes);
-            let at = FileOffset(0);
+            let at = HostOffset::START;
             after = Some(Piece { at, bytes });
         }
         Ok(Some((rotated, after)))

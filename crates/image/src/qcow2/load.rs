@@ -1,14 +1,12 @@
 use std::sync::PoisonError;
 
-use block::FileOffset;
-
 use super::change::Retry;
 use super::entry::{BAD, Entry, table_at};
-use super::error::{Doing, ImageError};
+use super::error::ImageError;
 use super::metadata::Metadata;
+use super::types::Run;
 use super::{Load, Qcow2, State};
 use crate::bytes::be64;
-use crate::storage::read_padded;
 
 impl Qcow2 {
     /// Does what a look-up found missing. Blocks.
@@ -54,18 +52,18 @@ impl Qcow2 {
         state.loading.insert(slice, frame);
         drop(state);
         let mut bytes = vec![0; self.g.slice_bytes() as usize];
-        let read = read_padded(self.file.storage(), FileOffset(at), &mut bytes);
+        let read = self.file.read_at("reading an L2 table", at, &mut bytes);
         let mut state = self.lock();
         state.loading.remove(&slice);
         self.loaded.notify_all();
-        match read.doing("reading an L2 table", at) {
+        match read {
             Ok(read) if read == bytes.len() => {
                 let words = self.checked(&state, &bytes);
                 self.cache.fill(frame, slice, words.into_iter());
                 Ok(())
             }
             Ok(_) => {
-                let error = ImageError::damaged("the file ends before an L2 table", at);
+                let error = ImageError::damaged("the file ends before an L2 table", at.bytes());
                 Err(self.report(&mut state, error))
             }
             Err(error) => Err(error),
@@ -130,7 +128,7 @@ impl Qcow2 {
         let Ok(Entry::Standard(standard)) = Entry::decode(&self.g, entry[0], bitmap) else {
             return false;
         };
-        let host = standard.host.map(|host| host >> self.g.cluster_bits);
-        host.is_some_and(|host| metadata.within(host, 1).is_some())
+        let host = standard.host.map(|host| Run::one(host.cluster(&self.g)));
+        host.is_some_and(|host| metadata.within(host).is_some())
     }
 }

@@ -3,6 +3,7 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use super::cache::Found;
 use super::entry::{Compressed, Entry, Kind, Standard, table_at};
+use super::types::HostOffset;
 use super::{Pin, Qcow2};
 
 /// Mapping a range begins that is to be read, and for how many bytes that holds.
@@ -10,7 +11,7 @@ use super::{Pin, Qcow2};
 pub(crate) enum Mapping {
     /// In the file, or the data file if there is one.
     Data {
-        at: u64,
+        at: HostOffset,
         len: u64,
     },
     Zero {
@@ -38,7 +39,7 @@ pub(crate) enum Mapping {
 pub(crate) enum WriteMapping {
     /// In the file, or the data file if there is one.
     InPlace {
-        at: u64,
+        at: HostOffset,
         len: u64,
     },
     /// In clusters that are to be taken for it.
@@ -99,11 +100,11 @@ impl Qcow2 {
         };
         match first {
             // What was never written may lie behind the end of the file.
-            Kind::Data(host) => match self.data_end().checked_sub(host) {
-                None | Some(0) => Mapping::Zero { len },
-                Some(there) => Mapping::Data {
+            Kind::Data(host) => match self.data_end() {
+                end if end <= host => Mapping::Zero { len },
+                end => Mapping::Data {
                     at: host,
-                    len: len.min(there),
+                    len: len.min(end - host),
                 },
             },
             Kind::Zero => Mapping::Zero { len },
@@ -146,7 +147,7 @@ impl Qcow2 {
     /// What nearly every look-up finds, without the generality of [`Walk`]: where a range within one cluster is,
     /// all of it data that the file reaches, and whether nobody else has it. `None` says nothing.
     #[inline]
-    fn data_of_one(&self, at: u64, len: u64) -> Option<(u64, bool)> {
+    fn data_of_one(&self, at: u64, len: u64) -> Option<(HostOffset, bool)> {
         let g = &self.g;
         let offset = at & (g.cluster() - 1);
         if len == 0 || len > g.cluster() - offset {
@@ -168,7 +169,7 @@ impl Qcow2 {
             return None;
         };
         let touched = g.touched(offset, offset + len);
-        let there = data & touched == touched && host + offset + len <= self.data_end();
+        let there = data & touched == touched && host + (offset + len) <= self.data_end();
         there.then_some((host + offset, own))
     }
 
@@ -186,16 +187,16 @@ impl Qcow2 {
 
     /// How much of a run the file reaches to: all of it, or whole clusters.
     #[inline]
-    fn there(&self, host: u64, len: u64) -> u64 {
+    fn there(&self, host: HostOffset, len: u64) -> u64 {
         let end = self.data_end();
         if host + len <= end {
             return len;
         }
-        (end & !(self.g.cluster() - 1)).saturating_sub(host)
+        end.cluster(&self.g).start(&self.g).distance_from(host)
     }
 
     #[inline]
-    fn data_end(&self) -> u64 {
+    fn data_end(&self) -> HostOffset {
         self.data.as_ref().unwrap_or(&self.file).get()
     }
 

@@ -3,43 +3,45 @@
 
 use std::collections::BTreeSet;
 
+use super::types::{HostCluster, Run};
+
 /// What is stored where. Tables of clusters are kept as their cluster numbers, runs as ranges.
 #[derive(Default)]
 pub(crate) struct Metadata {
-    /// First cluster, number of clusters, name.
-    runs: Vec<(u64, u64, &'static str)>,
+    /// With their names.
+    runs: Vec<(Run, &'static str)>,
     /// L2 tables and refcount blocks that were there at first, sorted: 8 bytes for each, and at most
     /// 4 Mi + 1 Mi of them.
-    first: Vec<u64>,
-    added: BTreeSet<u64>,
+    first: Vec<HostCluster>,
+    added: BTreeSet<HostCluster>,
 }
 
 impl Metadata {
     /// Adds what is in one piece.
-    pub fn add_run(&mut self, first: u64, clusters: u64, name: &'static str) {
-        if clusters > 0 {
-            self.runs.push((first, clusters, name));
+    pub fn add_run(&mut self, run: Run, name: &'static str) {
+        if run.clusters > 0 {
+            self.runs.push((run, name));
         }
     }
 
     /// Forgets what is in one piece.
-    pub fn remove_run(&mut self, first: u64) {
-        self.runs.retain(|&(at, ..)| at != first);
+    pub fn remove_run(&mut self, first: HostCluster) {
+        self.runs.retain(|(run, _)| run.first != first);
     }
 
     /// Sets the L2 tables and refcount blocks that there are when an image is opened.
-    pub fn set_tables(&mut self, mut tables: Vec<u64>) {
+    pub fn set_tables(&mut self, mut tables: Vec<HostCluster>) {
         tables.sort_unstable();
         tables.dedup();
         self.first = tables;
     }
 
-    pub fn add_table(&mut self, cluster: u64) {
+    pub fn add_table(&mut self, cluster: HostCluster) {
         self.added.insert(cluster);
     }
 
     /// Forgets a table.
-    pub fn remove_table(&mut self, cluster: u64) {
+    pub fn remove_table(&mut self, cluster: HostCluster) {
         self.added.remove(&cluster);
         if let Ok(place) = self.first.binary_search(&cluster) {
             self.first.remove(place);
@@ -47,10 +49,10 @@ impl Metadata {
     }
 
     /// What is in one of these clusters.
-    pub fn within(&self, first: u64, clusters: u64) -> Option<&'static str> {
-        let end = first.saturating_add(clusters);
-        let overlaps = |&&(at, len, _): &&(u64, u64, _)| at < end && first < at + len;
-        if let Some((_, _, name)) = self.runs.iter().find(overlaps) {
+    pub fn within(&self, clusters: Run) -> Option<&'static str> {
+        let (first, end) = (clusters.first, clusters.end());
+        let overlaps = |(run, _): &&(Run, _)| run.first < end && first < run.end();
+        if let Some((_, name)) = self.runs.iter().find(overlaps) {
             return Some(name);
         }
         let place = self.first.partition_point(|&at| at < first);
@@ -67,9 +69,14 @@ mod tests {
     #[test]
     fn what_overlaps_is_found() {
         let mut metadata = Metadata::default();
-        metadata.add_run(10, 3, "L1");
-        metadata.set_tables(vec![30, 20]);
-        metadata.add_table(25);
+        let cluster = HostCluster::new;
+        let run = |first, clusters| Run {
+            first: cluster(first),
+            clusters,
+        };
+        metadata.add_run(run(10, 3), "L1");
+        metadata.set_tables(vec![cluster(30), cluster(20)]);
+        metadata.add_table(cluster(25));
         for (first, clusters, found) in [
             (0, 10, false),
             (12, 1, true),
@@ -79,11 +86,11 @@ mod tests {
             (26, 4, false),
             (26, 5, true),
         ] {
-            let found_here = metadata.within(first, clusters).is_some();
+            let found_here = metadata.within(run(first, clusters)).is_some();
             assert_eq!(found_here, found, "{first}+{clusters}");
         }
-        metadata.remove_run(10);
-        metadata.remove_table(20);
-        assert_eq!(metadata.within(0, 25), None);
+        metadata.remove_run(cluster(10));
+        metadata.remove_table(cluster(20));
+        assert_eq!(metadata.within(run(0, 25)), None);
     }
 }

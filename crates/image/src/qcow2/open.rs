@@ -20,6 +20,7 @@ use super::pins::Pins;
 use super::refcount::Refcounts;
 use super::repair::repair;
 use super::scan::snapshots;
+use super::types::{HostOffset, Run};
 use super::{ChangeCount, Qcow2, State};
 use crate::bytes::be64;
 use crate::storage::{Storage, read_padded};
@@ -193,7 +194,7 @@ impl Qcow2 {
                 let size = data.size().doing("asking for the data file's size", 0)?;
                 let data = FileEnd::new(data, size);
                 if !options.read_only {
-                    data.grow_exactly(header.size)?;
+                    data.grow_exactly(HostOffset::new(header.size))?;
                 }
                 Some(data)
             }
@@ -202,7 +203,7 @@ impl Qcow2 {
         let l1 = read_l1(&file, &header)?;
         let changes = ChangeCount::default();
         let (refcounts, metadata) = if options.read_only {
-            let none = Refcounts::new(g, &[], 0, &file, changes.clone());
+            let none = Refcounts::new(g, &[], HostOffset::START, &file, changes.clone());
             (none, Metadata::default())
         } else {
             let refcounts = read_refcounts(&file, g, &header, &changes)?;
@@ -289,18 +290,19 @@ fn read_refcounts(
 ) -> Result<Refcounts, ImageError> {
     let at = header.refcount_table_at;
     let bytes = u64::from(header.refcount_table_clusters) << g.cluster_bits;
-    if at == 0 || bytes == 0 {
-        return Err(ImageError::damaged("it has no refcount table", at));
+    if at == HostOffset::START || bytes == 0 {
+        let what = "it has no refcount table";
+        return Err(ImageError::damaged(what, at.bytes()));
     }
     let table = read_all(file, at, bytes, "the refcount table")?;
     let refcounts = Refcounts::new(g, &table, at, file, changes.clone());
     // A few bytes could say of any number of clusters that they are in use.
-    let mut blocks: Vec<u64> = refcounts.block_offsets().collect();
+    let mut blocks: Vec<_> = refcounts.block_offsets().collect();
     blocks.sort_unstable();
     match blocks.windows(2).find(|two| two[0] == two[1]) {
         Some(two) => Err(ImageError::damaged(
             "its refcount table leads to one block more than once",
-            two[0],
+            two[0].bytes(),
         )),
         None => Ok(refcounts),
     }
@@ -309,19 +311,17 @@ fn read_refcounts(
 /// All of a table that the header leads to.
 fn read_all(
     file: &FileEnd,
-    at: u64,
+    at: HostOffset,
     bytes: u64,
     name: &'static str,
 ) -> Result<Vec<u8>, ImageError> {
     // Only what the file has takes memory.
-    if at.saturating_add(bytes) > file.get().next_multiple_of(512) {
-        return Err(ImageError::damaged(
-            "the file ends before a table; was it cut off?",
-            at,
-        ));
+    if at.bytes().saturating_add(bytes) > file.get().bytes().next_multiple_of(512) {
+        let what = "the file ends before a table; was it cut off?";
+        return Err(ImageError::damaged(what, at.bytes()));
     }
     let mut buffer = vec![0; bytes as usize];
-    read_padded(file.storage(), FileOffset(at), &mut buffer).doing(name, at)?;
+    file.read_at(name, at, &mut buffer)?;
     Ok(buffer)
 }
 
@@ -334,10 +334,14 @@ fn find_metadata(
     l1: &L1,
 ) -> Result<Metadata, ImageError> {
     let mut metadata = Metadata::default();
-    let mut add = |at: u64, bytes: u64, name| {
-        metadata.add_run(at >> g.cluster_bits, g.clusters(bytes), name);
+    let mut add = |at: HostOffset, bytes: u64, name| {
+        let run = Run {
+            first: at.cluster(&g),
+            clusters: g.clusters(bytes),
+        };
+        metadata.add_run(run, name);
     };
-    add(0, 1, "the header");
+    add(HostOffset::START, 1, "the header");
     add(
         header.l1_at,
         u64::from(header.l1_entries) * 8,
@@ -368,6 +372,6 @@ fn find_metadata(
     let entries = (0..l1.entries()).map(|index| l1.get(index));
     let tables = entries.filter_map(|entry| table_at(&g, entry).ok().flatten());
     let all = refcounts.block_offsets().chain(tables);
-    metadata.set_tables(all.map(|at| at >> g.cluster_bits).collect());
+    metadata.set_tables(all.map(|at| at.cluster(&g)).collect());
     Ok(metadata)
 }

@@ -6,17 +6,15 @@ mod larger;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 
-use block::FileOffset;
-
 use super::ChangeCount;
 use super::change::{MayBlock, Retry};
-use super::error::{Doing, ImageError};
-use super::file::FileEnd;
+use super::error::ImageError;
+use super::file::{FileEnd, Piece};
 use super::geometry::Geometry;
 use super::journal::{Change, Changes};
 use super::metadata::Metadata;
+use super::types::{BlockIndex, HOST_BITS, HostCluster, HostOffset, Run};
 use crate::bytes::{be64, put64};
-use crate::storage::read_padded;
 
 /// Refcount blocks kept in memory, in bytes, beside those with changes: 32 MiB are those of 1 TiB
 /// with 64 KiB clusters and 16 bits.
@@ -30,34 +28,21 @@ const SEARCH_BLOCK: u64 = 4096;
 /// Bytes of refcounts that are read to find the end of what is used; what is free behind that costs no space.
 const USED_END_BYTES: u64 = 64 << 20;
 
-/// Clusters beside each other in the file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Run {
-    pub first: u64,
-    pub clusters: u64,
-}
-
-/// Metadata to be written, or written.
-#[derive(Debug)]
-pub(crate) struct Piece {
-    pub at: FileOffset,
-    pub bytes: Vec<u8>,
-}
-
 pub(crate) struct Refcounts {
     g: Geometry,
-    /// Offsets of the blocks; 0 where there is none.
-    table: Vec<u64>,
-    table_at: u64,
-    blocks: HashMap<u64, Block>,
-    dirty_blocks: BTreeSet<(u64, u64)>,
+    /// Where the blocks are, as the file says it; [`HostOffset::START`] where there is none.
+    table: Vec<HostOffset>,
+    table_at: HostOffset,
+    blocks: HashMap<BlockIndex, Block>,
+    /// With the pieces of each.
+    dirty_blocks: BTreeSet<(BlockIndex, u64)>,
     dirty_table: BTreeSet<u64>,
     /// Blocks whose pieces are on their way to the file: what is there is old.
-    writing: HashSet<u64>,
+    writing: HashSet<BlockIndex>,
     /// No cluster before this one is free.
-    cursor: u64,
+    cursor: HostCluster,
     /// From this cluster on, nothing was ever used: the file grew for it, and it reads as zeroes.
-    fresh: u64,
+    fresh: HostCluster,
     clock: u64,
     /// On their way to the journal.
     pub changes: Changes,
@@ -74,7 +59,7 @@ impl Refcounts {
     pub fn new(
         g: Geometry,
         table: &[u8],
-        table_at: u64,
+        table_at: HostOffset,
         end: &FileEnd,
         count: ChangeCount,
     ) -> Self {
@@ -83,36 +68,48 @@ impl Refcounts {
             count,
             table: (0..table.len())
                 .step_by(8)
-                .map(|at| be64(table, at))
+                .map(|at| HostOffset::new(be64(table, at)))
                 .collect(),
             table_at,
             blocks: HashMap::new(),
             dirty_blocks: BTreeSet::new(),
             dirty_table: BTreeSet::new(),
             writing: HashSet::new(),
-            cursor: 0,
-            fresh: g.clusters(end.get()),
+            cursor: HostCluster::default(),
+            fresh: HostCluster::new(g.clusters(end.get().bytes())),
             clock: 0,
             changes: Changes::default(),
         }
     }
 
     /// Offsets of the blocks that there are.
-    pub fn block_offsets(&self) -> impl Iterator<Item = u64> {
-        self.table.iter().copied().filter(|&at| at != 0)
+    pub fn block_offsets(&self) -> impl Iterator<Item = HostOffset> {
+        let there = |at: &HostOffset| *at != HostOffset::START;
+        self.table.iter().copied().filter(there)
     }
 
     pub fn table_run(&self) -> Run {
         Run {
-            first: self.table_at >> self.g.cluster_bits,
+            first: self.table_at.cluster(&self.g),
             clusters: self.g.clusters(self.table.len() as u64 * 8),
         }
     }
 
+    /// The entry of the table for a block: `None` behind the end of the table.
+    fn in_table(&self, block: BlockIndex) -> Option<HostOffset> {
+        self.table.get(block.number() as usize).copied()
+    }
+
+    /// Whether there is a block.
+    fn has_block(&self, block: BlockIndex) -> bool {
+        self.in_table(block)
+            .is_some_and(|at| at != HostOffset::START)
+    }
+
     /// How often a cluster is used.
-    pub fn get(&mut self, end: &FileEnd, cluster: u64) -> Result<u64, ImageError> {
-        let (block, entry) = self.place(cluster);
-        if self.table.get(block as usize).is_none_or(|&at| at == 0) {
+    pub fn get(&mut self, end: &FileEnd, cluster: HostCluster) -> Result<u64, ImageError> {
+        let (block, entry) = self.g.block_of(cluster);
+        if !self.has_block(block) {
             return Ok(0);
         }
         let order = self.g.refcount_order;
@@ -120,16 +117,20 @@ impl Refcounts {
     }
 
     /// Changes a refcount whose block exists.
-    fn set(&mut self, end: &FileEnd, cluster: u64, refcount: u64) -> Result<(), ImageError> {
-        let (block, entry) = self.place(cluster);
+    fn set(
+        &mut self,
+        end: &FileEnd,
+        cluster: HostCluster,
+        refcount: u64,
+    ) -> Result<(), ImageError> {
+        let (block, entry) = self.g.block_of(cluster);
         let order = self.g.refcount_order;
         self.count.add();
         put(&mut self.load(end, block)?.bytes, order, entry, refcount);
         let byte = (entry << order) / 8;
         self.dirty_blocks.insert((block, byte / self.g.piece()));
         self.changes.push(Change::Refcount {
-            first: cluster,
-            clusters: 1,
+            run: Run::one(cluster),
             refcount,
         });
         Ok(())
@@ -140,16 +141,16 @@ impl Refcounts {
     pub fn put_refcount(
         &mut self,
         end: &FileEnd,
-        cluster: u64,
+        cluster: HostCluster,
         refcount: u64,
         also_less: bool,
     ) -> Result<(), ImageError> {
-        let (block, _) = self.place(cluster);
-        match self.table.get(block as usize) {
+        let (block, _) = self.g.block_of(cluster);
+        match self.in_table(block) {
             None => Ok(()),
-            Some(0) => {
-                let at = cluster << self.g.cluster_bits;
-                Err(ImageError::damaged("a cluster has no refcount", at))
+            Some(HostOffset::START) => {
+                let at = cluster.start(&self.g);
+                Err(ImageError::damaged("a cluster has no refcount", at.bytes()))
             }
             Some(_) => {
                 if also_less || self.get(end, cluster)? < refcount {
@@ -164,27 +165,24 @@ impl Refcounts {
     }
 
     /// Has a block where a journal has made one; false if it is elsewhere.
-    pub fn put_block(&mut self, block: u64, at: u64) -> bool {
-        match self.table.get(block as usize) {
+    pub fn put_block(&mut self, block: BlockIndex, at: HostOffset) -> bool {
+        match self.in_table(block) {
             // Of a larger table that never came into force.
             None => true,
-            Some(0) => {
+            Some(HostOffset::START) => {
                 self.insert_block(block, at);
                 true
             }
-            Some(&there) => there == at,
+            Some(there) => there == at,
         }
     }
 
     /// One user less of a cluster that has one.
-    pub fn release(&mut self, end: &FileEnd, cluster: u64) -> Result<(), ImageError> {
+    pub fn release(&mut self, end: &FileEnd, cluster: HostCluster) -> Result<(), ImageError> {
         let refcount = self.get(end, cluster)?;
         let Some(less) = refcount.checked_sub(1) else {
-            let at = cluster << self.g.cluster_bits;
-            return Err(ImageError::damaged(
-                "a cluster in use has the refcount 0",
-                at,
-            ));
+            let what = "a cluster in use has the refcount 0";
+            return Err(ImageError::damaged(what, cluster.start(&self.g).bytes()));
         };
         self.set(end, cluster, less)?;
         if less == 0 {
@@ -195,12 +193,12 @@ impl Refcounts {
 
     /// Whether a run reads as zeroes because nothing was ever written there; asked before it is
     /// allocated.
-    pub fn is_fresh(&self, cluster: u64) -> bool {
+    pub fn is_fresh(&self, cluster: HostCluster) -> bool {
         cluster >= self.fresh
     }
 
     /// Nothing before this cluster may be taken for fresh any more.
-    pub fn used_up_to(&mut self, cluster: u64) {
+    pub fn used_up_to(&mut self, cluster: HostCluster) {
         self.fresh = self.fresh.max(cluster);
     }
 
@@ -225,33 +223,32 @@ impl Refcounts {
             if left == 0 {
                 return Err(later);
             }
-            let block = at / per_block;
+            let (block, from) = self.g.block_of(at);
             self.check_reach(block)?;
-            if self.table[block as usize] == 0 {
-                may_block.grow(end, self.end_of(at))?;
+            if !self.has_block(block) {
+                may_block.grow(end, (at + 1).start(&self.g))?;
                 self.make_block(end, metadata, block, at)?;
-                at += 1;
+                at = at + 1;
                 continue;
             }
             self.have(block, may_block)?;
             let order = self.g.refcount_order;
             let bytes = &self.load(end, block)?.bytes;
-            let from = at % per_block;
             let entries = from..per_block.min(from + left);
             let looked = entries.end - from;
             let Some(run) = free_run(bytes, order, entries, want) else {
-                at += looked;
+                at = at + looked;
                 left = left.saturating_sub(looked.max(SEARCH_BLOCK));
                 continue;
             };
             let run = Run {
-                first: block * per_block + run.start,
+                first: self.g.counted_by(block) + run.start,
                 clusters: run.end - run.start,
             };
-            may_block.grow(end, self.end_of(run.first + run.clusters - 1))?;
+            may_block.grow(end, run.end().start(&self.g))?;
             self.take(end, metadata, run)?;
             let fresh = self.is_fresh(run.first);
-            self.cursor = run.first + run.clusters;
+            self.cursor = run.end();
             self.used_up_to(self.cursor);
             return Ok((run, fresh));
         }
@@ -277,18 +274,21 @@ impl Refcounts {
         let mut start = self.cursor;
         let mut at = start;
         while at < start + need {
-            self.check_reach(at / per_block)?;
+            self.check_reach(self.g.block_of(at).0)?;
             if self.get(end, at)? != 0 {
                 start = at + 1;
             }
-            at += 1;
+            at = at + 1;
         }
         let mut first = start;
-        for block in start / per_block..=(start + need - 1) / per_block {
-            if self.table[block as usize] == 0 {
+        let last = self.g.block_of(start + (need - 1)).0;
+        let mut block = self.g.block_of(start).0;
+        while block <= last {
+            if !self.has_block(block) {
                 self.make_block_in(end, metadata, block, first, start + need)?;
-                first += 1;
+                first = first + 1;
             }
+            block = block + 1;
         }
         let run = Run { first, clusters };
         self.take(end, metadata, run)?;
@@ -296,11 +296,11 @@ impl Refcounts {
         Ok(run)
     }
 
-    fn check_reach(&self, block: u64) -> Result<(), Retry> {
-        if block * self.g.block_entries() >= 1 << (56 - self.g.cluster_bits) {
+    fn check_reach(&self, block: BlockIndex) -> Result<(), Retry> {
+        if self.g.counted_by(block).number() >= 1 << (HOST_BITS - self.g.cluster_bits) {
             return Err(ImageError::Full("qcow2 addresses 64 PiB of a file").into());
         }
-        if block >= self.table.len() as u64 {
+        if block.number() >= self.table.len() as u64 {
             return Err(Retry::TableFull);
         }
         Ok(())
@@ -308,12 +308,12 @@ impl Refcounts {
 
     /// Sets refcounts of 0 to 1, and makes the file long enough.
     fn take(&mut self, end: &FileEnd, metadata: &Metadata, run: Run) -> Result<(), ImageError> {
-        if let Some(_what) = metadata.within(run.first, run.clusters) {
+        if let Some(_what) = metadata.within(run) {
             let what = "metadata is in a cluster that has the refcount 0";
-            return Err(ImageError::damaged(what, run.first << self.g.cluster_bits));
+            return Err(ImageError::damaged(what, run.first.start(&self.g).bytes()));
         }
-        end.grow((run.first + run.clusters) << self.g.cluster_bits)?;
-        for cluster in run.first..run.first + run.clusters {
+        end.grow(run.end().start(&self.g))?;
+        for cluster in run.each() {
             self.set(end, cluster, 1)?;
         }
         Ok(())
@@ -325,8 +325,8 @@ impl Refcounts {
         &mut self,
         end: &FileEnd,
         metadata: &mut Metadata,
-        block: u64,
-        at: u64,
+        block: BlockIndex,
+        at: HostCluster,
     ) -> Result<(), ImageError> {
         self.make_block_in(end, metadata, block, at, at + 1)
     }
@@ -337,15 +337,15 @@ impl Refcounts {
         &mut self,
         end: &FileEnd,
         metadata: &mut Metadata,
-        block: u64,
-        at: u64,
-        clear: u64,
+        block: BlockIndex,
+        at: HostCluster,
+        clear: HostCluster,
     ) -> Result<(), ImageError> {
         debug_assert!(at < clear);
-        let offset = at << self.g.cluster_bits;
-        if metadata.within(at, 1).is_some() {
+        let offset = at.start(&self.g);
+        if metadata.within(Run::one(at)).is_some() {
             let what = "metadata is in a cluster that has the refcount 0";
-            return Err(ImageError::damaged(what, offset));
+            return Err(ImageError::damaged(what, offset.bytes()));
         }
         end.grow(offset + self.g.cluster())?;
         self.insert_block(block, offset);
@@ -360,59 +360,45 @@ impl Refcounts {
     }
 
     /// An empty block, in memory.
-    fn insert_block(&mut self, block: u64, offset: u64) {
+    fn insert_block(&mut self, block: BlockIndex, offset: HostOffset) {
         self.count.add();
         let bytes = vec![0; self.g.cluster() as usize].into_boxed_slice();
-        self.table[block as usize] = offset;
+        self.table[block.number() as usize] = offset;
         let used = self.clock;
         self.blocks.insert(block, Block { bytes, used });
         // All of it: whatever was in that cluster is not zeroes.
         let pieces = self.g.cluster() / self.g.piece();
         self.dirty_blocks
             .extend((0..pieces).map(|piece| (block, piece)));
-        self.dirty_table.insert(block * 8 / self.g.piece());
-    }
-
-    /// Where the file's bytes of a cluster end.
-    fn end_of(&self, cluster: u64) -> u64 {
-        (cluster + 1) << self.g.cluster_bits
+        self.dirty_table.insert(block.number() * 8 / self.g.piece());
     }
 
     /// Whether the block that counts a cluster can be looked at.
-    pub fn have_cluster(&self, cluster: u64, may_block: MayBlock) -> Result<(), Retry> {
-        self.have(self.place(cluster).0, may_block)
+    pub fn have_cluster(&self, cluster: HostCluster, may_block: MayBlock) -> Result<(), Retry> {
+        self.have(self.g.block_of(cluster).0, may_block)
     }
 
-    fn have(&self, block: u64, may_block: MayBlock) -> Result<(), Retry> {
+    fn have(&self, block: BlockIndex, may_block: MayBlock) -> Result<(), Retry> {
         match may_block {
             MayBlock::No if !self.blocks.contains_key(&block) => Err(Retry::WouldBlock),
             _ => Ok(()),
         }
     }
 
-    fn place(&self, cluster: u64) -> (u64, u64) {
-        let per_block = self.g.block_entries();
-        (cluster / per_block, cluster % per_block)
-    }
-
-    fn load(&mut self, end: &FileEnd, block: u64) -> Result<&mut Block, ImageError> {
+    fn load(&mut self, end: &FileEnd, block: BlockIndex) -> Result<&mut Block, ImageError> {
         self.clock += 1;
         if !self.blocks.contains_key(&block) {
-            let at = self.table[block as usize];
-            if at == 0 || !at.is_multiple_of(self.g.cluster()) || at >> 56 != 0 {
-                return Err(ImageError::damaged(
-                    "a refcount block cannot be where it should",
-                    at,
-                ));
-            }
+            let said = self.table[block.number() as usize].bytes();
+            let at = HostOffset::of_cluster(said, &self.g).filter(|&at| at != HostOffset::START);
+            let Some(at) = at else {
+                let what = "a refcount block cannot be where it should";
+                return Err(ImageError::damaged(what, said));
+            };
             self.make_room();
             let mut bytes = vec![0; self.g.cluster() as usize].into_boxed_slice();
-            let read = read_padded(end.storage(), FileOffset(at), &mut bytes);
-            if read.doing("reading refcounts", at)? < bytes.len() {
-                return Err(ImageError::damaged(
-                    "the file ends before its refcounts",
-                    at,
-                ));
+            if end.read_at("reading refcounts", at, &mut bytes)? < bytes.len() {
+                let what = "the file ends before its refcounts";
+                return Err(ImageError::damaged(what, at.bytes()));
             }
             self.blocks.insert(block, Block { bytes, used: 0 });
         }
@@ -427,7 +413,7 @@ impl Refcounts {
         if self.blocks.len() < most {
             return;
         }
-        let pieces = |block| (block, 0)..(block + 1, 0);
+        let pieces = |block: BlockIndex| (block, 0)..(block + 1, 0);
         let clean = self.blocks.iter().filter(|&(&block, _)| {
             !self.writing.contains(&block)
                 && self.dirty_blocks.range(pieces(block)).next().is_none()
@@ -452,7 +438,7 @@ impl Refcounts {
         let copies = dirty.iter().map(|&(block, number)| {
             let from = number as usize * piece;
             Piece {
-                at: FileOffset(self.table[block as usize] + from as u64),
+                at: self.table[block.number() as usize] + from as u64,
                 bytes: self.blocks[&block].bytes[from..from + piece].to_vec(),
             }
         });
@@ -471,7 +457,7 @@ impl Refcounts {
     pub fn table_pieces(&self, dirty: &Dirty) -> Vec<Piece> {
         let piece = self.g.piece();
         let copies = dirty.table.iter().map(|&number| Piece {
-            at: FileOffset(self.table_at + number * piece),
+            at: self.table_at + number * piece,
             bytes: self.table_bytes(number * piece / 8..(number + 1) * piece / 8),
         });
         copies.collect()
@@ -480,8 +466,8 @@ impl Refcounts {
     fn table_bytes(&self, entries: Range<u64>) -> Vec<u8> {
         let mut bytes = vec![0; (entries.end - entries.start) as usize * 8];
         for (place, entry) in entries.enumerate() {
-            let at = self.table.get(entry as usize).copied().unwrap_or(0);
-            put64(&mut bytes, place * 8, at);
+            let at = self.in_table(BlockIndex::new(entry)).unwrap_or_default();
+            put64(&mut bytes, place * 8, at.bytes());
         }
         bytes
     }
@@ -501,12 +487,10 @@ impl Refcounts {
     }
 
     /// The cluster behind the last one that is in use, unless that takes long to find.
-    pub fn used_end(&mut self, end: &FileEnd) -> Result<Option<u64>, ImageError> {
+    pub fn used_end(&mut self, end: &FileEnd) -> Result<Option<HostCluster>, ImageError> {
         let per_block = self.g.block_entries();
-        let there = (0..self.table.len() as u64).rev();
-        let there: Vec<u64> = there
-            .filter(|&block| self.table[block as usize] != 0)
-            .collect();
+        let blocks = (0..self.table.len() as u64).rev().map(BlockIndex::new);
+        let there: Vec<_> = blocks.filter(|&block| self.has_block(block)).collect();
         let most = (USED_END_BYTES >> self.g.cluster_bits) as usize;
         for &block in there.iter().take(most) {
             let order = self.g.refcount_order;
@@ -515,7 +499,7 @@ impl Refcounts {
                 .rev()
                 .find(|&entry| get(bytes, order, entry) != 0);
             if let Some(last) = last {
-                return Ok(Some(block * per_block + last + 1));
+                return Ok(Some(self.g.counted_by(block) + (last + 1)));
             }
         }
         Ok(None)
@@ -524,7 +508,7 @@ impl Refcounts {
 
 /// Changes that were taken to be written: blocks with their pieces, and pieces of the table.
 pub(crate) struct Dirty {
-    blocks: BTreeSet<(u64, u64)>,
+    blocks: BTreeSet<(BlockIndex, u64)>,
     table: BTreeSet<u64>,
 }
 

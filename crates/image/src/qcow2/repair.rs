@@ -5,14 +5,13 @@
 
 use std::ops::ControlFlow;
 
-use block::FileOffset;
-
 use super::error::{Doing, ImageError};
 use super::geometry::Geometry;
 use super::header::{Header, REFCOUNT_TABLE_BYTES_MAX};
 use super::open::{Progress, Qcow2Error};
 use super::refcount::{put, refcount_max};
 use super::scan::Scan;
+use super::types::{BlockIndex, HostCluster, HostOffset, Run};
 use crate::bytes::put64;
 use crate::storage::{Storage, read_padded};
 
@@ -28,10 +27,10 @@ pub(super) fn repair(
     let mut blocks = Blocks {
         storage,
         g: scan.g,
-        next: scan.clusters,
+        next: scan.clusters.end(),
         table: Vec::new(),
         block: vec![0; scan.g.cluster() as usize],
-        number: 0,
+        number: BlockIndex::default(),
         used: false,
     };
     for window in 0..scan.windows() {
@@ -40,34 +39,35 @@ pub(super) fn repair(
         if let Some(&(what, at)) = scan.findings.first() {
             return Err(Qcow2Error::Image(ImageError::damaged(what, at)));
         }
-        for (cluster, &count) in range.clone().zip(&counts) {
+        for (cluster, &count) in range.each().zip(&counts) {
             if u64::from(count) > refcount_max(scan.g.refcount_order) {
-                let at = cluster << scan.g.cluster_bits;
+                let at = cluster.start(&scan.g);
                 let what = "a cluster is used more often than refcounts can say";
-                return Err(Qcow2Error::Image(ImageError::damaged(what, at)));
+                return Err(Qcow2Error::Image(ImageError::damaged(what, at.bytes())));
             }
             blocks.set(cluster, count).map_err(Qcow2Error::Image)?;
         }
         let piece = scan.g.piece();
         let fixed = scan.wrong_copied(&range, &counts, |at, entry| {
             let mut bytes = vec![0; piece as usize];
-            let start = at / piece * piece;
-            read_padded(storage, FileOffset(start), &mut bytes).doing("reading a table", at)?;
+            let start = at.down_to(piece);
+            let read = read_padded(storage, start.in_file(), &mut bytes);
+            read.doing("reading a table", at.bytes())?;
             bytes[(at - start) as usize..][..8].copy_from_slice(&entry);
-            storage
-                .write_at(FileOffset(start), &bytes)
-                .doing("writing a table", at)
+            let written = storage.write_at(start.in_file(), &bytes);
+            written.doing("writing a table", at.bytes())
         });
         fixed.map_err(Qcow2Error::from_scan)?;
     }
-    let (table_at, table_clusters) = blocks.finish(scan.clusters).map_err(Qcow2Error::Image)?;
-    header.refcount_table_at = table_at;
-    header.refcount_table_clusters = table_clusters as u32;
+    let finished = blocks.finish(scan.clusters.end());
+    let table = finished.map_err(Qcow2Error::Image)?;
+    header.refcount_table_at = table.first.start(&scan.g);
+    header.refcount_table_clusters = table.clusters as u32;
     header.clear_dirty();
     header.put(header_block);
     let written = storage
         .flush()
-        .and_then(|()| storage.write_at(FileOffset(0), header_block))
+        .and_then(|()| storage.write_at(HostOffset::START.in_file(), header_block))
         .and_then(|()| storage.flush());
     written
         .doing("writing the header", 0)
@@ -79,22 +79,22 @@ struct Blocks<'a> {
     storage: &'a dyn Storage,
     g: Geometry,
     /// The next cluster behind all that is used.
-    next: u64,
-    table: Vec<u64>,
+    next: HostCluster,
+    /// Where the blocks are that were written.
+    table: Vec<HostOffset>,
     block: Vec<u8>,
-    number: u64,
+    number: BlockIndex,
     /// The block counts something.
     used: bool,
 }
 
 impl Blocks<'_> {
-    fn set(&mut self, cluster: u64, count: u32) -> Result<(), ImageError> {
-        let per_block = self.g.block_entries();
-        while cluster / per_block > self.number {
+    fn set(&mut self, cluster: HostCluster, count: u32) -> Result<(), ImageError> {
+        let (block, entry) = self.g.block_of(cluster);
+        while block > self.number {
             self.end_block()?;
         }
         if count > 0 {
-            let entry = cluster % per_block;
             put(
                 &mut self.block,
                 self.g.refcount_order,
@@ -108,31 +108,31 @@ impl Blocks<'_> {
 
     /// Writes the block at hand, if it counts anything.
     fn end_block(&mut self) -> Result<(), ImageError> {
-        let mut at = 0;
+        let mut at = HostOffset::START;
         if self.used {
-            at = self.next << self.g.cluster_bits;
-            self.next += 1;
-            let written = self.storage.write_at(FileOffset(at), &self.block);
-            written.doing("writing refcounts", at)?;
+            at = self.next.start(&self.g);
+            self.next = self.next + 1;
+            let written = self.storage.write_at(at.in_file(), &self.block);
+            written.doing("writing refcounts", at.bytes())?;
             self.block.fill(0);
             self.used = false;
         }
         self.table.push(at);
-        self.number += 1;
+        self.number = self.number + 1;
         Ok(())
     }
 
-    /// Counts the new refcounts themselves, which lie from `first` on, and writes the table.
-    fn finish(mut self, first: u64) -> Result<(u64, u64), ImageError> {
+    /// Counts the new refcounts themselves, which lie from `first` on, and writes the table; returns where it is.
+    fn finish(mut self, first: HostCluster) -> Result<Run, ImageError> {
         let per_block = self.g.block_entries();
         // The blocks not yet written, of which the first is at hand, count what is behind `first`:
         // those that are written, themselves, and the table.
         let written = self.next - first;
         let (mut more, mut table) = (1, 1);
         loop {
-            let end = first + written + more + table;
-            let blocks = end.div_ceil(per_block);
-            let need = (blocks - self.number, self.g.clusters(blocks * 8));
+            let end = first + (written + more + table);
+            let blocks = end.number().div_ceil(per_block);
+            let need = (blocks - self.number.number(), self.g.clusters(blocks * 8));
             if need.0 <= more && need.1 <= table {
                 break;
             }
@@ -143,9 +143,9 @@ impl Blocks<'_> {
                 "its refcount table would have more than 8 MiB",
             ));
         }
-        let end = first + written + more + table;
+        let end = first + (written + more + table);
         let last_block = self.number + more;
-        for cluster in first..end {
+        for cluster in Run::between(first, end).each() {
             self.set(cluster, 1)?;
         }
         while self.number < last_block {
@@ -153,13 +153,16 @@ impl Blocks<'_> {
             self.used = true;
             self.end_block()?;
         }
-        let at = self.next << self.g.cluster_bits;
         let mut bytes = vec![0; (table << self.g.cluster_bits) as usize];
         for (place, &block) in self.table.iter().enumerate() {
-            put64(&mut bytes, place * 8, block);
+            put64(&mut bytes, place * 8, block.bytes());
         }
-        let wrote = self.storage.write_at(FileOffset(at), &bytes);
-        wrote.doing("writing the refcount table", at)?;
-        Ok((at, table))
+        let at = self.next.start(&self.g);
+        let wrote = self.storage.write_at(at.in_file(), &bytes);
+        wrote.doing("writing the refcount table", at.bytes())?;
+        Ok(Run {
+            first: self.next,
+            clusters: table,
+        })
     }
 }

@@ -17,18 +17,16 @@
 //! two flushes: space that is lost until the image is checked and repaired.
 
 use std::collections::BTreeMap;
-use std::ops::{ControlFlow, Range};
-
-use block::FileOffset;
+use std::ops::ControlFlow;
 
 use super::entry::{COPIED, Entry, table_at};
-use super::error::{Doing, ImageError};
+use super::error::ImageError;
+use super::file::Piece;
 use super::journal::{Change, Found, Journal, JournalEvent, JournalPlace, read, said};
 use super::open::Progress;
-use super::refcount::{Piece, Run};
+use super::types::{BlockIndex, HOST_BITS, HostOffset, Run};
 use super::{Qcow2, Qcow2Error, State};
 use crate::bytes::{be64, put64};
-use crate::storage::read_padded;
 
 /// Told how far it is; may stop it.
 type Tell<'a> = &'a mut dyn FnMut(Progress) -> ControlFlow<()>;
@@ -126,13 +124,8 @@ impl Qcow2 {
             count.one()?;
             match change {
                 Change::Block { number, at } => self.replay_block(state, number, at)?,
-                Change::Refcount {
-                    first,
-                    clusters,
-                    refcount,
-                } => {
-                    let clusters = first..first.saturating_add(clusters);
-                    self.replay_refcounts(state, clusters, refcount, all, count)?;
+                Change::Refcount { run, refcount } => {
+                    self.replay_refcounts(state, run, refcount, all, count)?;
                 }
                 Change::Table { index, word } => self.replay_table(state, index, word)?,
                 Change::Entry { cluster, words } => {
@@ -143,37 +136,41 @@ impl Qcow2 {
         Ok(entries.into_iter().collect())
     }
 
-    fn replay_block(&self, state: &mut State, number: u64, at: u64) -> Result<(), ImageError> {
+    fn replay_block(
+        &self,
+        state: &mut State,
+        number: BlockIndex,
+        at: HostOffset,
+    ) -> Result<(), ImageError> {
         let cluster = self.g.cluster();
-        let known = at.is_multiple_of(cluster) && at >> 56 == 0 && at != 0;
+        let known = at.is_of_cluster(cluster) && at != HostOffset::START;
         if !known || at + cluster > self.file.get() || !state.refcounts.put_block(number, at) {
-            return misfit("a refcount block is elsewhere", at);
+            return misfit("a refcount block is elsewhere", at.bytes());
         }
-        state.metadata.add_table(at >> self.g.cluster_bits);
+        state.metadata.add_table(at.cluster(&self.g));
         Ok(())
     }
 
     fn replay_refcounts(
         &self,
         state: &mut State,
-        clusters: Range<u64>,
+        run: Run,
         refcount: u64,
         all: bool,
         count: &mut Counted<'_>,
     ) -> Result<(), ReplayError> {
-        let (first, end) = (clusters.start, clusters.end);
-        if end > 1 << (56 - self.g.cluster_bits) {
-            misfit("a refcount is that of no cluster", first)?;
+        if run.end().number() > 1 << (HOST_BITS - self.g.cluster_bits) {
+            misfit("a refcount is that of no cluster", run.first.number())?;
         }
         // No process takes more clusters at a time than its file has.
-        if end - first > self.g.clusters(self.file.get()) {
-            let end = end << self.g.cluster_bits;
-            misfit("the file is shorter than it was", end)?;
+        if run.clusters > self.g.clusters(self.file.get().bytes()) {
+            let end = run.end().start(&self.g);
+            misfit("the file is shorter than it was", end.bytes())?;
         }
-        for cluster in clusters {
+        for cluster in run.each() {
             let refcounts = &mut state.refcounts;
             refcounts.put_refcount(&self.file, cluster, refcount, all)?;
-            if cluster % TELL_EVERY == 0 {
+            if cluster.number() % TELL_EVERY == 0 {
                 count.tell()?;
             }
         }
@@ -186,7 +183,7 @@ impl Qcow2 {
         };
         let file_end = self.file.get();
         if word & COPIED == 0 || index >= self.l1.entries() || at + self.g.cluster() > file_end {
-            return misfit("an L2 table is elsewhere", at);
+            return misfit("an L2 table is elsewhere", at.bytes());
         }
         let Ok(old) = table_at(&self.g, self.l1.get(index)) else {
             return misfit("an L1 entry leads nowhere", self.l1.get(index));
@@ -196,12 +193,9 @@ impl Qcow2 {
         }
         if let Some(old) = old {
             state.unlinked_clusters += 1;
-            state.unlinked.push(Run {
-                first: old >> self.g.cluster_bits,
-                clusters: 1,
-            });
+            state.unlinked.push(Run::one(old.cluster(&self.g)));
         }
-        state.metadata.add_table(at >> self.g.cluster_bits);
+        state.metadata.add_table(at.cluster(&self.g));
         self.set_table(state, index, word);
         Ok(())
     }
@@ -213,7 +207,7 @@ impl Qcow2 {
         state: &mut State,
         entries: &[NewEntry],
         count: &mut Counted<'_>,
-    ) -> Result<Vec<(Entry, Option<u64>)>, ReplayError> {
+    ) -> Result<Vec<(Entry, Option<HostOffset>)>, ReplayError> {
         let mut replaced = Vec::new();
         self.each_piece(entries, count, |piece, changes| {
             for (place, cluster, words) in changes {
@@ -242,14 +236,19 @@ impl Qcow2 {
     }
 
     /// Looks whether guest data can be in a cluster, and its data in the file.
-    fn check_host(&self, state: &mut State, host: u64, data: bool) -> Result<(), ImageError> {
-        let number = host >> self.g.cluster_bits;
+    fn check_host(
+        &self,
+        state: &mut State,
+        host: HostOffset,
+        data: bool,
+    ) -> Result<(), ImageError> {
+        let cluster = host.cluster(&self.g);
         let there = !data || host + self.g.cluster() <= self.file.get();
         if !there
-            || state.metadata.within(number, 1).is_some()
-            || state.refcounts.get(&self.file, number)? == 0
+            || state.metadata.within(Run::one(cluster)).is_some()
+            || state.refcounts.get(&self.file, cluster)? == 0
         {
-            return misfit("data is where it cannot be", host);
+            return misfit("data is where it cannot be", host.bytes());
         }
         Ok(())
     }
@@ -267,7 +266,7 @@ impl Qcow2 {
                 }
             }
             self.file
-                .write_at("writing an L2 table", piece.at.0, &piece.bytes)
+                .write_at("writing an L2 table", piece.at, &piece.bytes)
         })
     }
 
@@ -302,14 +301,11 @@ impl Qcow2 {
             }
             let at = at + place * entry_bytes as u64;
             let mut bytes = vec![0; self.g.piece() as usize];
-            let read = read_padded(self.file.storage(), FileOffset(at), &mut bytes);
-            if read.doing("reading an L2 table", at)? < bytes.len() {
-                misfit("the file ends before an L2 table", at)?;
+            let read = self.file.read_at("reading an L2 table", at, &mut bytes)?;
+            if read < bytes.len() {
+                misfit("the file ends before an L2 table", at.bytes())?;
             }
-            let mut piece = Piece {
-                at: FileOffset(at),
-                bytes,
-            };
+            let mut piece = Piece { at, bytes };
             let places = group.iter().map(|&(cluster, words)| {
                 let place = (cluster - first) as usize * entry_bytes;
                 (place, cluster, words)

@@ -1,9 +1,7 @@
 //! All references of an image to its clusters: for checks and repairs, which see the file as it is.
 
 use std::collections::BTreeMap;
-use std::ops::{ControlFlow, Range};
-
-use block::FileOffset;
+use std::ops::ControlFlow;
 
 use super::begin::{BITMAP_DIRECTORY_BYTES_MAX, bitmap_directory};
 use super::entry::{COPIED, Entry, table_at};
@@ -11,6 +9,7 @@ use super::error::{Doing, ImageError};
 use super::geometry::Geometry;
 use super::header::{AUTOCLEAR_BITMAPS, Header, Snapshot, snapshot};
 use super::open::Progress;
+use super::types::{HostCluster, HostOffset, Run};
 use crate::bytes::{be64, put64};
 use crate::storage::{Storage, read_padded};
 
@@ -38,14 +37,15 @@ pub(crate) struct Scan<'a> {
     header: &'a Header,
     pub g: Geometry,
     /// Runs of clusters, each used once.
-    runs: Vec<(u64, u64)>,
-    /// Offsets of L2 tables, how often each is used, and whether by the active L1 table.
-    tables: BTreeMap<u64, (u32, bool)>,
+    runs: Vec<Run>,
+    /// Where L2 tables are, how often each is used, and whether by the active L1 table.
+    tables: BTreeMap<HostOffset, (u32, bool)>,
     /// Entries of the active L1 table.
     l1: Vec<u64>,
-    /// The refcount table.
-    pub refcount_table: Vec<u64>,
-    pub clusters: u64,
+    /// The refcount table; [`HostOffset::START`] where there is no block.
+    pub refcount_table: Vec<HostOffset>,
+    /// All clusters of the file.
+    pub clusters: Run,
     pub findings: Vec<Finding>,
 }
 
@@ -79,14 +79,17 @@ impl<'a> Scan<'a> {
             storage,
             header,
             g,
-            runs: vec![(0, 1)],
+            runs: vec![Run::one(HostCluster::default())],
             tables: BTreeMap::new(),
             l1: Vec::new(),
             refcount_table: Vec::new(),
-            clusters: g.clusters(size),
+            clusters: Run {
+                first: HostCluster::default(),
+                clusters: g.clusters(size),
+            },
             findings: Vec::new(),
         };
-        if scan.clusters > WINDOW * WINDOWS_MAX {
+        if scan.clusters.clusters > WINDOW * WINDOWS_MAX {
             return Err(ScanError::TooMuch);
         }
         if refcounts {
@@ -100,13 +103,14 @@ impl<'a> Scan<'a> {
         Ok(scan)
     }
 
-    fn read(&self, at: u64, bytes: u64) -> Result<Vec<u8>, ImageError> {
+    fn read(&self, at: HostOffset, bytes: u64) -> Result<Vec<u8>, ImageError> {
         let mut buffer = vec![0; bytes as usize];
-        read_padded(self.storage, FileOffset(at), &mut buffer).doing("reading a table", at)?;
+        let read = read_padded(self.storage, at.in_file(), &mut buffer);
+        read.doing("reading a table", at.bytes())?;
         Ok(buffer)
     }
 
-    fn words(&self, at: u64, entries: u64) -> Result<Vec<u64>, ImageError> {
+    fn words(&self, at: HostOffset, entries: u64) -> Result<Vec<u64>, ImageError> {
         let bytes = self.read(at, entries * 8)?;
         Ok((0..bytes.len())
             .step_by(8)
@@ -115,26 +119,28 @@ impl<'a> Scan<'a> {
     }
 
     /// Something in one piece.
-    fn run(&mut self, at: u64, bytes: u64) {
-        self.runs
-            .push((at >> self.g.cluster_bits, self.g.clusters(bytes)));
+    fn run(&mut self, at: HostOffset, bytes: u64) {
+        self.runs.push(Run {
+            first: at.cluster(&self.g),
+            clusters: self.g.clusters(bytes),
+        });
     }
 
     fn refcounts(&mut self) -> Result<(), ScanError> {
         let bytes = u64::from(self.header.refcount_table_clusters) << self.g.cluster_bits;
         self.run(self.header.refcount_table_at, bytes);
-        self.refcount_table = self.words(self.header.refcount_table_at, bytes / 8)?;
-        let mut blocks = std::mem::take(&mut self.refcount_table);
-        for at in blocks.iter_mut().filter(|at| **at != 0) {
-            if at.is_multiple_of(self.g.cluster()) && *at >> 56 == 0 {
-                self.run(*at, self.g.cluster());
-            } else {
-                self.findings
-                    .push(("a refcount block cannot be where it should", *at));
-                *at = 0;
+        for word in self.words(self.header.refcount_table_at, bytes / 8)? {
+            let at = HostOffset::of_cluster(word, &self.g);
+            match at {
+                Some(HostOffset::START) => {}
+                Some(at) => self.run(at, self.g.cluster()),
+                None => {
+                    let what = "a refcount block cannot be where it should";
+                    self.findings.push((what, word));
+                }
             }
+            self.refcount_table.push(at.unwrap_or_default());
         }
-        self.refcount_table = blocks;
         Ok(())
     }
 
@@ -180,7 +186,7 @@ impl<'a> Scan<'a> {
             return Ok(());
         };
         let (at, len) = (extension.directory_at, extension.directory_bytes);
-        let sound = at.is_multiple_of(self.g.cluster()) && at >> 56 == 0;
+        let sound = at.is_of_cluster(self.g.cluster());
         if self.header.autoclear & AUTOCLEAR_BITMAPS == 0 {
             return Ok(());
         }
@@ -190,7 +196,7 @@ impl<'a> Scan<'a> {
         };
         let Some(entries) = entries else {
             self.findings
-                .push(("the bitmap directory is not understood", at));
+                .push(("the bitmap directory is not understood", at.bytes()));
             return Ok(());
         };
         self.run(at, len);
@@ -207,7 +213,7 @@ impl<'a> Scan<'a> {
             for word in self.words(bitmap.table_at, entries)? {
                 let at = word & 0x00ff_ffff_ffff_fe00;
                 if at != 0 {
-                    self.run(at, self.g.cluster());
+                    self.run(HostOffset::new(at), self.g.cluster());
                 }
             }
         }
@@ -216,7 +222,7 @@ impl<'a> Scan<'a> {
 
     /// How many windows there are.
     pub fn windows(&self) -> u64 {
-        self.clusters.div_ceil(WINDOW).max(1)
+        self.clusters.clusters.div_ceil(WINDOW).max(1)
     }
 
     /// How often each cluster of a window is used.
@@ -224,43 +230,46 @@ impl<'a> Scan<'a> {
         &mut self,
         window: u64,
         progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
-    ) -> Result<(Range<u64>, Vec<u32>), ScanError> {
-        let range = window * WINDOW..((window + 1) * WINDOW).min(self.clusters);
-        let mut counts = vec![0_u32; (range.end - range.start) as usize];
+    ) -> Result<(Run, Vec<u32>), ScanError> {
+        let first = HostCluster::new(window * WINDOW);
+        let range = Run::between(first, (first + WINDOW).min(self.clusters.end()));
+        let mut counts = vec![0_u32; range.clusters as usize];
         let mut beyond = Vec::new();
-        let mut add = |first: u64, clusters: u64, uses: u32| {
-            let from = first.max(range.start);
-            let to = first.saturating_add(clusters).min(range.end);
-            for cluster in from..to.max(from) {
-                let count = &mut counts[(cluster - range.start) as usize];
+        let mut add = |run: Run, uses: u32| {
+            let from = run.first.max(range.first);
+            let to = run.end().min(range.end()).max(from);
+            for cluster in Run::between(from, to).each() {
+                let count = &mut counts[(cluster - range.first) as usize];
                 *count = count.saturating_add(uses);
             }
-            let ends = first.saturating_add(clusters) <= self.clusters;
+            let ends = run.end() <= self.clusters.end();
             if window == 0 && !ends && beyond.len() < FINDINGS_MAX {
-                beyond.push(("a reference leads behind the end of the file", first));
+                let what = "a reference leads behind the end of the file";
+                beyond.push((what, run.first.number()));
             }
         };
-        for &(first, clusters) in &self.runs {
-            add(first, clusters, 1);
+        for &run in &self.runs {
+            add(run, 1);
         }
         let total = self.windows() * self.tables.len() as u64;
         let done = window * self.tables.len() as u64;
         let mut bad = Vec::new();
         for (number, (&at, &(uses, _))) in (done..).zip(&self.tables) {
-            add(at >> self.g.cluster_bits, 1, uses);
+            add(Run::one(at.cluster(&self.g)), uses);
             let words = self.words(at, self.g.cluster() / 8)?;
             for entry in words.chunks_exact(self.g.words()) {
                 let bitmap = entry.get(1).copied().unwrap_or(0);
                 match Entry::decode(&self.g, entry[0], bitmap) {
                     Ok(Entry::Compressed(compressed)) => {
-                        let (first, clusters) = compressed.clusters(&self.g);
+                        let mut run = compressed.clusters(&self.g);
                         // The last sectors may be of a cluster that the file ends in or before.
-                        let there = self.clusters.saturating_sub(first).clamp(1, clusters);
-                        add(first, there, uses);
+                        let there = self.clusters.end().max(run.first) - run.first;
+                        run.clusters = there.clamp(1, run.clusters);
+                        add(run, uses);
                     }
                     Ok(Entry::Standard(standard)) if !self.g.external => {
                         if let Some(host) = standard.host {
-                            add(host >> self.g.cluster_bits, 1, uses);
+                            add(Run::one(host.cluster(&self.g)), uses);
                         }
                     }
                     Ok(Entry::Standard(_)) => {}
@@ -289,16 +298,15 @@ impl<'a> Scan<'a> {
     /// whether what it leads to is its own: with where the entry is in the file, and what it should be.
     pub fn wrong_copied(
         &self,
-        range: &Range<u64>,
+        range: &Run,
         counts: &[u32],
-        mut wrong: impl FnMut(u64, [u8; 8]) -> Result<(), ImageError>,
+        mut wrong: impl FnMut(HostOffset, [u8; 8]) -> Result<(), ImageError>,
     ) -> Result<(), ScanError> {
-        let mut check = |at: u64, word: u64, host: u64| {
-            let cluster = host >> self.g.cluster_bits;
-            if !range.contains(&cluster) {
+        let mut check = |at: HostOffset, word: u64, host: HostOffset| {
+            let Some(place) = range.place_of(host.cluster(&self.g)) else {
                 return Ok(());
-            }
-            let own = counts[(cluster - range.start) as usize] == 1;
+            };
+            let own = counts[place] == 1;
             if own == (word & COPIED != 0) {
                 return Ok(());
             }
@@ -340,17 +348,17 @@ pub(crate) fn snapshots(
     let mut at = start;
     for _ in 0..header.snapshots {
         let mut entry = [0; 40];
-        let read = read_padded(storage, FileOffset(at), &mut entry);
-        if read.doing("reading the snapshot table", at)? < entry.len() {
-            return Err(ImageError::damaged(
-                "the file ends before its snapshot table",
-                at,
-            ));
+        let read = read_padded(storage, at.in_file(), &mut entry);
+        if read.doing("reading the snapshot table", at.bytes())? < entry.len() {
+            let what = "the file ends before its snapshot table";
+            return Err(ImageError::damaged(what, at.bytes()));
         }
-        let (found, len) = snapshot(1 << header.cluster_bits, &entry)
-            .map_err(|_| ImageError::damaged("an entry of the snapshot table cannot be", at))?;
+        let (found, len) = snapshot(1 << header.cluster_bits, &entry).map_err(|_| {
+            let what = "an entry of the snapshot table cannot be";
+            ImageError::damaged(what, at.bytes())
+        })?;
         snapshots.push(found);
-        at += len;
+        at = at + len;
     }
     Ok((snapshots, at - start))
 }

@@ -13,6 +13,7 @@ use block::FileOffset;
 use super::change::{MayBlock, Retry};
 use super::entry::{COPIED, Entry, Kind, Standard};
 use super::error::ImageError;
+use super::types::{HostCluster, HostOffset, Run};
 use super::{Qcow2, State};
 
 /// What is to be done for a write that needs clusters.
@@ -46,7 +47,7 @@ pub struct Allocation {
     first: u64,
     last: u64,
     /// Where the first cluster is.
-    host: u64,
+    host: HostOffset,
     /// The clusters were free before.
     new: bool,
     /// They read as zeroes.
@@ -179,9 +180,12 @@ impl Qcow2 {
         end_of(&mut state, &allocation);
     }
 
-    fn host_clusters(&self, allocation: &Allocation) -> std::ops::Range<u64> {
-        let first = allocation.host >> self.g.cluster_bits;
-        first..first + (allocation.last - allocation.first + 1)
+    fn host_clusters(&self, allocation: &Allocation) -> impl Iterator<Item = HostCluster> {
+        let run = Run {
+            first: allocation.host.cluster(&self.g),
+            clusters: allocation.last - allocation.first + 1,
+        };
+        run.each()
     }
 
     /// Ready when what was waited for has ended; else `waker` is woken then.
@@ -298,7 +302,7 @@ impl Qcow2 {
                 let (run, fresh) =
                     refcounts.allocate(&self.file, &mut state.metadata, clusters, may_block)?;
                 clusters = run.clusters;
-                (run.first << g.cluster_bits, true, fresh)
+                (run.first.start(g), true, fresh)
             }
         };
         if !new {
@@ -313,7 +317,7 @@ impl Qcow2 {
         Ok(Prepared::Allocated(Allocation {
             at,
             len: end - at,
-            to: FileOffset(host + from),
+            to: (host + from).in_file(),
             fills,
             token,
             first,
@@ -328,11 +332,12 @@ impl Qcow2 {
     fn write_target(&self, cluster: u64, from: u64, to: u64) -> Result<WriteTarget, Retry> {
         let g = &self.g;
         let entry = self.entry(cluster)?;
-        let external = cluster << g.cluster_bits;
+        let disk_at = cluster << g.cluster_bits;
+        let in_data_file = HostOffset::new(disk_at);
         Ok(match entry {
-            Entry::Standard(s) if g.external && s.host.is_some_and(|host| host != external) => {
+            Entry::Standard(s) if g.external && s.host.is_some_and(|host| host != in_data_file) => {
                 let what = "data is not where it should be in the data file; offset of the disk";
-                return Err(ImageError::damaged(what, external).into());
+                return Err(ImageError::damaged(what, disk_at).into());
             }
             Entry::Standard(Standard {
                 host: Some(host),
@@ -345,7 +350,7 @@ impl Qcow2 {
                     WriteTarget::Owned(host)
                 }
             }
-            _ if g.external => WriteTarget::Owned(external),
+            _ if g.external => WriteTarget::Owned(in_data_file),
             _ => WriteTarget::New,
         })
     }
@@ -358,19 +363,21 @@ impl Qcow2 {
     }
 
     /// Makes the file reach to the end of a cluster that it should have.
-    fn reach(&self, state: &mut State, host: u64, may_block: MayBlock) -> Result<(), Retry> {
+    fn reach(&self, state: &mut State, host: HostOffset, may_block: MayBlock) -> Result<(), Retry> {
         let end = host + self.g.cluster();
         may_block.grow(self.data.as_ref().unwrap_or(&self.file), end)?;
         match &self.data {
             // A raw disk ends where it ends.
-            Some(data) if self.raw_external => Ok(data.grow_exactly(end.min(self.size()))?),
+            Some(data) if self.raw_external => {
+                Ok(data.grow_exactly(end.min(HostOffset::new(self.size())))?)
+            }
             Some(data) => Ok(data.grow_exactly(end)?),
             None => {
-                let cluster = host >> self.g.cluster_bits;
+                let cluster = host.cluster(&self.g);
                 state.refcounts.have_cluster(cluster, may_block)?;
                 if state.refcounts.get(&self.file, cluster)? == 0 {
                     let what = "a cluster in use has the refcount 0";
-                    return Err(ImageError::damaged(what, host).into());
+                    return Err(ImageError::damaged(what, host.bytes()).into());
                 }
                 self.file.grow(end)?;
                 state.refcounts.used_up_to(cluster + 1);
@@ -380,7 +387,7 @@ impl Qcow2 {
     }
 
     /// What comes into the clusters beside the range from `at` to `end`; the first is at `host`.
-    fn fills(&self, at: u64, end: u64, host: u64, fresh: bool) -> Result<Vec<Fill>, Retry> {
+    fn fills(&self, at: u64, end: u64, host: HostOffset, fresh: bool) -> Result<Vec<Fill>, Retry> {
         let g = &self.g;
         let mask = g.cluster() - 1;
         let (first, last) = (at & !mask, (end - 1) & !mask);
@@ -407,7 +414,7 @@ impl Qcow2 {
             let zero = !on_disk || self.reads_zero(from, to)?;
             if !(zero && fresh) {
                 fills.push(Fill {
-                    to: FileOffset(host + (from - first)),
+                    to: (host + (from - first)).in_file(),
                     len: to - from,
                     from: (!zero).then_some(from),
                 });
@@ -465,16 +472,22 @@ impl Qcow2 {
             let old = self.entry(cluster)?;
             let new = self.committed(allocation, old, cluster, host);
             self.publish_entry(state, cluster, new)?;
-            self.unlink(state, old, Some(host << self.g.cluster_bits));
+            self.unlink(state, old, Some(host.start(&self.g)));
         }
         end_of(state, allocation);
         Ok(recorded)
     }
 
     /// What the entry of a cluster becomes with an allocation.
-    fn committed(&self, allocation: &Allocation, old: Entry, cluster: u64, host: u64) -> Entry {
+    fn committed(
+        &self,
+        allocation: &Allocation,
+        old: Entry,
+        cluster: u64,
+        host: HostCluster,
+    ) -> Entry {
         let g = &self.g;
-        let (start, host) = (cluster << g.cluster_bits, host << g.cluster_bits);
+        let start = cluster << g.cluster_bits;
         let from = allocation.at.max(start) - start;
         let end = allocation.at + allocation.len;
         let touched = g.touched(from, end.min(start + g.cluster()) - start);
@@ -483,7 +496,7 @@ impl Qcow2 {
             _ => (g.all(), 0),
         };
         Entry::Standard(Standard {
-            host: Some(host),
+            host: Some(host.start(g)),
             own: true,
             data,
             zero,
@@ -495,9 +508,9 @@ impl Qcow2 {
 #[derive(Clone, Copy, Debug)]
 enum WriteTarget {
     /// Where it is.
-    InPlace(u64),
+    InPlace(HostOffset),
     /// In a cluster that is the disk's already, but what stands in it does not count.
-    Owned(u64),
+    Owned(HostOffset),
     /// In a cluster that is to be taken.
     New,
 }

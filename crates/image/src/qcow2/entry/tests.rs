@@ -1,4 +1,5 @@
 use super::*;
+use crate::qcow2::types::{HostCluster, HostOffset};
 
 fn geometry(extended: bool, version: u32) -> Geometry {
     Geometry {
@@ -53,7 +54,10 @@ fn entries_that_cannot_be() {
 fn runs_end_where_the_kind_changes() {
     let g = geometry(true, 3);
     let entry = Entry::decode(&g, COPIED | 0x5_0000, 0b1100 << 32 | 0b0011).unwrap();
-    assert_eq!(entry.at(&g, 100), (Kind::Data(0x5_0000 + 100), 4096 - 100));
+    assert_eq!(
+        entry.at(&g, 100),
+        (Kind::Data(HostOffset::new(0x5_0000 + 100)), 4096 - 100)
+    );
     assert_eq!(entry.at(&g, 4096), (Kind::Zero, 4096));
     assert_eq!(entry.at(&g, 8192 + 1), (Kind::Hole, 65536 - 8193));
     assert!(entry.in_place(0b11));
@@ -67,7 +71,11 @@ fn compressed_data_ends_with_a_sector() {
     let Ok(Entry::Compressed(c)) = Entry::decode(&g, word, 0) else {
         panic!("compressed");
     };
-    assert_eq!((c.at, c.len), (0x1_ff10, 0x1_fe00 + 4 * 512 - 0x1_ff10));
-    assert_eq!(c.clusters(&g), (1, 2));
+    assert_eq!(
+        (c.at.bytes(), c.len),
+        (0x1_ff10, 0x1_fe00 + 4 * 512 - 0x1_ff10)
+    );
+    let first = HostCluster::new(1);
+    assert_eq!(c.clusters(&g), Run { first, clusters: 2 });
     assert_eq!(Entry::Compressed(c).encode(&g)[0], word);
 }

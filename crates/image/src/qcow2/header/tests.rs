@@ -32,7 +32,7 @@ fn a_header_is_read_and_written() {
     bytes[end + 8..end + 12].copy_from_slice(b"base");
     let mut header = Header::parse(&bytes).unwrap();
     assert_eq!(header.backing, Some(("base".into(), Some("raw".into()))));
-    assert_eq!((header.size, header.l1_at), (1 << 20, 0x3_0000));
+    assert_eq!((header.size, header.l1_at.bytes()), (1 << 20, 0x3_0000));
     let before = bytes.clone();
     header.put(&mut bytes);
     assert!(bytes == before);

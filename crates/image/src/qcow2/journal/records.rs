@@ -22,6 +22,7 @@ use std::io;
 use block::FileOffset;
 use flate2::Crc;
 
+use crate::qcow2::types::{BlockIndex, HostCluster, HostOffset, Run};
 use crate::storage::{Storage, read_padded};
 
 /// Bytes of records that are read; one record may go beyond what a journal holds.
@@ -52,13 +53,9 @@ pub enum Change {
     /// An entry of the L1 table.
     Table { index: u64, word: u64 },
     /// The refcount of clusters beside each other.
-    Refcount {
-        first: u64,
-        clusters: u64,
-        refcount: u64,
-    },
+    Refcount { run: Run, refcount: u64 },
     /// A new refcount block, and where it is.
-    Block { number: u64, at: u64 },
+    Block { number: BlockIndex, at: HostOffset },
 }
 
 /// Changes that are not in the journal yet, if there is one.
@@ -81,20 +78,15 @@ impl Changes {
         if !self.on {
             return;
         }
-        if let Change::Refcount {
-            first,
-            clusters,
-            refcount,
-        } = change
+        if let Change::Refcount { run, refcount } = change
             && let Some(Change::Refcount {
-                first: before,
-                clusters: so_far,
+                run: before,
                 refcount: same,
             }) = self.changes.last_mut()
             && *same == refcount
-            && *before + *so_far == first
+            && before.end() == run.first
         {
-            *so_far += clusters;
+            before.clusters += run.clusters;
             return;
         }
         self.changes.push(change);
@@ -102,14 +94,12 @@ impl Changes {
 
     /// Leaves out what was said of refcount blocks from one on, which count clusters from one on: they were
     /// made for a larger table that never came into force, and the next one may have them elsewhere.
-    pub fn forget_blocks(&mut self, from: u64, from_cluster: u64) {
+    pub fn forget_blocks(&mut self, from: BlockIndex, from_cluster: HostCluster) {
         self.changes.retain_mut(|change| match change {
             Change::Block { number, .. } => *number < from,
-            Change::Refcount {
-                first, clusters, ..
-            } => {
-                *clusters = from_cluster.saturating_sub(*first).min(*clusters);
-                *clusters > 0
+            Change::Refcount { run, .. } => {
+                *run = Run::between(run.first, run.end().min(from_cluster).max(run.first));
+                run.clusters > 0
             }
             Change::Entry { .. } | Change::Table { .. } => true,
         });
@@ -260,12 +250,8 @@ fn put(record: &mut Vec<u8>, change: Change) {
     let (kind, words) = match change {
         Change::Entry { cluster, words } => (1, [cluster, words[0], words[1]]),
         Change::Table { index, word } => (2, [index, word, 0]),
-        Change::Refcount {
-            first,
-            clusters,
-            refcount,
-        } => (3, [first, clusters, refcount]),
-        Change::Block { number, at } => (4, [number, at, 0]),
+        Change::Refcount { run, refcount } => (3, [run.first.number(), run.clusters, refcount]),
+        Change::Block { number, at } => (4, [number.number(), at.bytes(), 0]),
     };
     record.push(kind);
     words
@@ -282,11 +268,16 @@ fn get(bytes: &[u8]) -> Option<Change> {
         },
         2 => Change::Table { index: a, word: b },
         3 => Change::Refcount {
-            first: a,
-            clusters: b,
+            run: Run {
+                first: HostCluster::new(a),
+                clusters: b,
+            },
             refcount: c,
         },
-        4 => Change::Block { number: a, at: b },
+        4 => Change::Block {
+            number: BlockIndex::new(a),
+            at: HostOffset::new(b),
+        },
         _ => return None,
     })
 }

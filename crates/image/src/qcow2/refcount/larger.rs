@@ -1,16 +1,17 @@
 //! A larger refcount table, for a file that has outgrown the one in force.
 
-use super::{Refcounts, Run};
+use super::Refcounts;
 use crate::qcow2::change::Retry;
 use crate::qcow2::error::ImageError;
 use crate::qcow2::file::FileEnd;
 use crate::qcow2::header::REFCOUNT_TABLE_BYTES_MAX;
 use crate::qcow2::metadata::Metadata;
+use crate::qcow2::types::{BlockIndex, HostCluster, HostOffset, Run};
 
 /// A larger table that is not in force yet.
 pub(crate) struct LargerTable {
     len: usize,
-    cursor: u64,
+    cursor: HostCluster,
     pub run: Run,
 }
 
@@ -32,7 +33,7 @@ impl Refcounts {
                 "its refcount table has 8 MiB, which is the most",
             ));
         }
-        self.table.resize(entries, 0);
+        self.table.resize(entries, HostOffset::START);
         let clusters = self.g.clusters(entries as u64 * 8);
         match self.allocate_contiguous(end, metadata, clusters) {
             Ok(run) => Ok(LargerTable { len, cursor, run }),
@@ -55,19 +56,19 @@ impl Refcounts {
     /// Takes the larger table for the one in force; returns where the old one was.
     pub fn adopt(&mut self, larger: &LargerTable) -> Run {
         let old = Run {
-            first: self.table_at >> self.g.cluster_bits,
+            first: self.table_at.cluster(&self.g),
             clusters: self.g.clusters(larger.len as u64 * 8),
         };
-        self.table_at = larger.run.first << self.g.cluster_bits;
+        self.table_at = larger.run.first.start(&self.g);
         self.dirty_table.clear();
         old
     }
 
     /// Takes the larger table back.
     pub fn revoke(&mut self, end: &FileEnd, metadata: &mut Metadata, larger: &LargerTable) {
-        let covered = larger.len as u64 * self.g.block_entries();
-        for cluster in larger.run.first..larger.run.first + larger.run.clusters {
-            if cluster < covered {
+        let covered_end = self.g.counted_by(BlockIndex::new(larger.len as u64));
+        for cluster in larger.run.each() {
+            if cluster < covered_end {
                 // What is not given back is leaked, no more.
                 let _ = self.release(end, cluster);
             }
@@ -77,17 +78,18 @@ impl Refcounts {
     }
 
     fn forget_table(&mut self, metadata: &mut Metadata, len: usize) {
-        for &at in self.table[len..].iter().filter(|&&at| at != 0) {
-            metadata.remove_table(at >> self.g.cluster_bits);
+        for &at in &self.table[len..] {
+            if at != HostOffset::START {
+                metadata.remove_table(at.cluster(&self.g));
+            }
         }
         self.table.truncate(len);
-        let len = len as u64;
-        self.changes
-            .forget_blocks(len, len * self.g.block_entries());
-        self.blocks.retain(|&block, _| block < len);
-        self.dirty_blocks.retain(|&(block, _)| block < len);
-        self.writing.retain(|&block| block < len);
-        let pieces = (len * 8).div_ceil(self.g.piece());
+        let end = BlockIndex::new(len as u64);
+        self.changes.forget_blocks(end, self.g.counted_by(end));
+        self.blocks.retain(|&block, _| block < end);
+        self.dirty_blocks.retain(|&(block, _)| block < end);
+        self.writing.retain(|&block| block < end);
+        let pieces = (len as u64 * 8).div_ceil(self.g.piece());
         self.dirty_table.retain(|&piece| piece < pieces);
     }
 }
