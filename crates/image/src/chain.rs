@@ -11,8 +11,8 @@ use block::FileOffset;
 pub use open::{ChainError, ChainOptions, LayerFormat, OpenFiles, Role, Top};
 
 use crate::qcow2::{
-    Allocation, Compression, Damage, ImageError, Load, Mapping, Pin, Pins, Prepared, Qcow2,
-    WriteMapping, ZeroStep, Zeroing,
+    Allocation, Compression, Damage, GuestOffset, ImageError, Load, Mapping, Pin, Pins, Prepared,
+    Qcow2, WriteMapping, ZeroStep, Zeroing,
 };
 use crate::storage::Storage;
 
@@ -214,7 +214,7 @@ impl Chain {
                 }
                 LayerImage::Qcow2(image) => image,
             };
-            match image.map(pin, at, len) {
+            match image.map(pin, GuestOffset::new(at), len) {
                 Mapping::Hole { len: hole } => len = hole,
                 Mapping::Data { at, len } => {
                     let at = at.in_file();
@@ -249,7 +249,7 @@ impl Chain {
     pub fn touch(&self, at: u64) {
         for layer in &self.layers {
             match &layer.image {
-                LayerImage::Qcow2(image) if !image.touch(at) => {}
+                LayerImage::Qcow2(image) if !image.touch(GuestOffset::new(at)) => {}
                 _ => return,
             }
         }
@@ -264,7 +264,7 @@ impl Chain {
             let at = FileOffset(at);
             return WritePlace::InPlace { file, at, len };
         };
-        match image.map_write(pin, at, len) {
+        match image.map_write(pin, GuestOffset::new(at), len) {
             WriteMapping::InPlace { at, len } => {
                 let at = at.in_file();
                 WritePlace::InPlace { file, at, len }
@@ -370,10 +370,10 @@ impl Chain {
             return Ok(ZeroStep::File(len));
         };
         let zeroes_around = match why {
-            Zeroing::Zeroes { .. } => self.has_zeroes_around(image, at, len)?,
+            Zeroing::Zeroes { .. } => self.has_zeroes_around(image, GuestOffset::new(at), len)?,
             Zeroing::Discard => false,
         };
-        image.zero_step(at, len, why, zeroes_around)
+        image.zero_step(GuestOffset::new(at), len, why, zeroes_around)
     }
 
     /// The image that is written, for what only images do.

@@ -67,7 +67,9 @@ use l1::L1;
 use metadata::Metadata;
 use pins::Mark;
 use refcount::Refcounts;
-use types::{HostOffset, Run};
+use types::{GuestCluster, HostOffset, L1Index, Run, SliceIndex};
+
+pub(crate) use types::GuestOffset;
 
 /// An image that is open. Any number of threads use it at once.
 pub struct Qcow2 {
@@ -124,7 +126,7 @@ struct State {
     /// On their way to the journal, but for those of refcounts.
     changes: Changes,
     /// Slices being loaded, and the frames they are loaded into.
-    loading: HashMap<u64, usize>,
+    loading: HashMap<SliceIndex, usize>,
     /// Frames with changes, and in which pieces.
     dirty_l2: BTreeMap<usize, u32>,
     /// Frames on their way to the file.
@@ -132,7 +134,7 @@ struct State {
     /// Pieces of the L1 table with changes.
     dirty_l1: BTreeSet<u64>,
     /// Clusters of the disk for which data is on its way: the first, and the last with the token.
-    pending: BTreeMap<u64, (u64, u64)>,
+    pending: BTreeMap<GuestCluster, (GuestCluster, u64)>,
     tokens: u64,
     /// Who waits for a token.
     waiters: HashMap<u64, Vec<Waker>>,
@@ -157,6 +159,18 @@ impl Qcow2 {
         self.size.load(SeqCst)
     }
 
+    /// Where the disk ends.
+    #[inline]
+    fn end(&self) -> GuestOffset {
+        GuestOffset::new(self.size())
+    }
+
+    /// Where the backing file ends, on the disk.
+    #[inline]
+    fn backing_end(&self) -> GuestOffset {
+        GuestOffset::new(self.backing_size.load(SeqCst))
+    }
+
     /// Bytes of a cluster.
     pub fn cluster_bytes(&self) -> u64 {
         self.g.cluster()
@@ -164,7 +178,7 @@ impl Qcow2 {
 
     /// Whether no table leads anywhere: all of it is its backing file's.
     pub(crate) fn is_bare(&self) -> bool {
-        (0..self.l1.entries()).all(|table| self.l1.get(table) == 0)
+        (0..self.l1.entries()).all(|table| self.l1.get(L1Index::new(table)) == 0)
     }
 
     /// Unit, in bytes, in which a write that allocates needs nothing copied: a cluster or subcluster.

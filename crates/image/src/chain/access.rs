@@ -8,7 +8,8 @@ use block::FileOffset;
 
 use super::{Chain, Compressed, FileIndex, LayerImage, Place, WritePlace};
 use crate::qcow2::{
-    Allocation, Damage, ImageError, Mapping, Pin, Prepared, Qcow2, Waiting, ZeroStep, Zeroing,
+    Allocation, Damage, GuestOffset, ImageError, Mapping, Pin, Prepared, Qcow2, Waiting, ZeroStep,
+    Zeroing,
 };
 use crate::storage::Storage;
 
@@ -154,7 +155,7 @@ impl Chain {
     pub(super) fn has_zeroes_around(
         &self,
         image: &Qcow2,
-        at: u64,
+        at: GuestOffset,
         len: u64,
     ) -> Result<bool, ImageError> {
         let (end, around) = (at + len, image.subcluster_of(at));
@@ -174,15 +175,20 @@ impl Chain {
         })
     }
 
-    fn holds_zeroes(&self, pin: &Pin, mut from: u64, to: u64) -> Result<bool, ImageError> {
+    fn holds_zeroes(
+        &self,
+        pin: &Pin,
+        mut from: GuestOffset,
+        to: GuestOffset,
+    ) -> Result<bool, ImageError> {
         let mut bytes = [0; 4096];
         while from < to {
             let part = &mut bytes[..(to - from).min(4096) as usize];
-            self.read(pin, from, part)?;
+            self.read(pin, from.bytes(), part)?;
             if part.iter().any(|&byte| byte != 0) {
                 return Ok(false);
             }
-            from += part.len() as u64;
+            from = from + part.len() as u64;
         }
         Ok(true)
     }
@@ -201,8 +207,8 @@ impl Chain {
         let mut new = growth.new.clone();
         while !new.is_empty() {
             let why = Zeroing::Zeroes { unmap: true };
-            let (done, waiting) = self.zero(new.start, new.end - new.start, why)?;
-            new.start += done;
+            let (done, waiting) = self.zero(new.start.bytes(), new.end - new.start, why)?;
+            new.start = new.start + done;
             if let Some(waiting) = waiting {
                 image.wait(&waiting);
             }

@@ -4,6 +4,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
 
 use super::geometry::Geometry;
+use super::types::{L2Index, SliceIndex};
 
 /// Places where a slice may be. They stand beside each other, in half a cache line.
 const WAYS: usize = 4;
@@ -58,18 +59,18 @@ impl Cache {
     }
 
     #[inline]
-    fn first_way(&self, slice: u64) -> usize {
-        (slice & (self.sets - 1)) as usize * WAYS
+    fn first_way(&self, slice: SliceIndex) -> usize {
+        (slice.number() & (self.sets - 1)) as usize * WAYS
     }
 
     /// Finds a slice.
     #[inline]
-    pub fn find(&self, slice: u64) -> Option<Found<'_>> {
+    pub fn find(&self, slice: SliceIndex) -> Option<Found<'_>> {
         let first = self.first_way(slice);
         for frame in first..first + WAYS {
             let tag = &self.tags[frame];
             let expected = tag.load(SeqCst);
-            if expected >> COUNT_BITS == slice + 1 {
+            if expected >> COUNT_BITS == slice.number() + 1 {
                 if !self.used[frame].load(SeqCst) {
                     self.used[frame].store(true, SeqCst);
                 }
@@ -85,13 +86,14 @@ impl Cache {
     }
 
     /// The slice in a frame.
-    pub fn slice_in(&self, frame: usize) -> Option<u64> {
-        (self.tags[frame].load(SeqCst) >> COUNT_BITS).checked_sub(1)
+    pub fn slice_in(&self, frame: usize) -> Option<SliceIndex> {
+        let slice = (self.tags[frame].load(SeqCst) >> COUNT_BITS).checked_sub(1);
+        slice.map(SliceIndex::new)
     }
 
     /// Empties a frame where `slice` may go, unless all of them are `kept`. Whoever holds the lock of
     /// the state may call this.
-    pub fn evict_for(&self, slice: u64, kept: impl Fn(usize) -> bool) -> Option<usize> {
+    pub fn evict_for(&self, slice: SliceIndex, kept: impl Fn(usize) -> bool) -> Option<usize> {
         let first = self.first_way(slice);
         let candidates = || (first..first + WAYS).filter(|&frame| !kept(frame));
         let empty = candidates().find(|&frame| self.slice_in(frame).is_none());
@@ -115,14 +117,14 @@ impl Cache {
         self.tags[frame].store(count, SeqCst);
     }
 
-    fn give_tag(&self, frame: usize, slice: u64) {
+    fn give_tag(&self, frame: usize, slice: SliceIndex) {
         let count = self.tags[frame].load(SeqCst) & ((1 << COUNT_BITS) - 1);
         self.used[frame].store(true, SeqCst);
-        self.tags[frame].store((slice + 1) << COUNT_BITS | count, SeqCst);
+        self.tags[frame].store((slice.number() + 1) << COUNT_BITS | count, SeqCst);
     }
 
     /// Fills a frame that was emptied.
-    pub fn fill(&self, frame: usize, slice: u64, words: impl Iterator<Item = u64>) {
+    pub fn fill(&self, frame: usize, slice: SliceIndex, words: impl Iterator<Item = u64>) {
         let places =
             self.frames[frame].get_or_init(|| (0..self.words).map(|_| AtomicU64::new(0)).collect());
         let mut words = words;
@@ -133,7 +135,8 @@ impl Cache {
     }
 
     /// Changes one entry of the slice in this frame.
-    pub fn set(&self, frame: usize, entry: usize, entry_words: &[u64]) {
+    pub fn set(&self, frame: usize, entry: L2Index, entry_words: &[u64]) {
+        let entry = entry.number();
         let Some(words) = self.frames[frame].get() else {
             return;
         };
@@ -161,7 +164,8 @@ impl Cache {
 
 impl Found<'_> {
     #[inline]
-    pub fn words(&self, g: &Geometry, entry: usize) -> (u64, u64) {
+    pub fn words(&self, g: &Geometry, entry: L2Index) -> (u64, u64) {
+        let entry = entry.number();
         if g.extended {
             let word = self.words[2 * entry].load(SeqCst);
             (word, self.words[2 * entry + 1].load(SeqCst))

@@ -8,7 +8,7 @@ use super::entry::{COPIED, Entry, Standard, table_at};
 use super::error::ImageError;
 use super::file::FileEnd;
 use super::journal::Change;
-use super::types::{HostOffset, Run};
+use super::types::{GuestCluster, HostOffset, L1Index, Run, SliceIndex};
 use super::{Load, Qcow2, State};
 
 /// Changed metadata that is held back for the next flush, in bytes: 8192 pieces of 4 KiB, which is
@@ -24,7 +24,7 @@ pub(crate) enum Retry {
     /// The refcount table must grow.
     TableFull,
     /// A slice must be loaded.
-    Load(u64),
+    Load(SliceIndex),
     /// All places for a slice have changes that must be written.
     CacheFull,
     /// The file must be read or made longer, or more be looked at than the caller has time for.
@@ -98,13 +98,13 @@ impl Qcow2 {
     }
 
     /// The entry of a cluster.
-    pub(super) fn entry(&self, cluster: u64) -> Result<Entry, Retry> {
+    pub(super) fn entry(&self, cluster: GuestCluster) -> Result<Entry, Retry> {
         let (slice, entry) = self.g.slice_of(cluster);
         let found = self.cache.find(slice).ok_or(Retry::Load(slice))?;
         let (word, bitmap) = found.words(&self.g, entry);
         Entry::decode(&self.g, word, bitmap).map_err(|_| {
             let what = "an L2 entry leads nowhere, or to metadata; offset of the disk";
-            ImageError::damaged(what, cluster << self.g.cluster_bits).into()
+            ImageError::damaged(what, cluster.start(&self.g).bytes()).into()
         })
     }
 
@@ -112,7 +112,7 @@ impl Qcow2 {
     pub(super) fn set_entry(
         &self,
         state: &mut State,
-        cluster: u64,
+        cluster: GuestCluster,
         entry: Entry,
     ) -> Result<(), Retry> {
         self.will_set_entry(state, cluster, entry);
@@ -120,7 +120,7 @@ impl Qcow2 {
     }
 
     /// Has a change to be recorded, which is made after that.
-    pub(super) fn will_set_entry(&self, state: &mut State, cluster: u64, entry: Entry) {
+    pub(super) fn will_set_entry(&self, state: &mut State, cluster: GuestCluster, entry: Entry) {
         state.changes.push(Change::Entry {
             cluster,
             words: entry.encode(&self.g),
@@ -131,7 +131,7 @@ impl Qcow2 {
     pub(super) fn publish_entry(
         &self,
         state: &mut State,
-        cluster: u64,
+        cluster: GuestCluster,
         entry: Entry,
     ) -> Result<(), Retry> {
         let (slice, place) = self.g.slice_of(cluster);
@@ -141,7 +141,7 @@ impl Qcow2 {
         self.changes.add();
         self.cache
             .set(frame, place, &entry.encode(&self.g)[..words]);
-        let piece = (place * words * 8) as u64 / self.g.piece();
+        let piece = (place.number() * words * 8) as u64 / self.g.piece();
         *state.dirty_l2.entry(frame).or_default() |= 1 << piece;
         Ok(())
     }
@@ -150,7 +150,7 @@ impl Qcow2 {
     ///
     /// A new table is written here, as it is at first: empty, or a copy. The L1 table in the file does
     /// not lead to it before that is durable, see [`flush`](super::flush).
-    pub(super) fn own_table(&self, state: &mut State, slice: u64) -> Result<(), Retry> {
+    pub(super) fn own_table(&self, state: &mut State, slice: SliceIndex) -> Result<(), Retry> {
         let g = &self.g;
         let (table, _) = g.table_of(slice);
         let l1_entry = self.l1.get(table);
@@ -185,10 +185,10 @@ impl Qcow2 {
     }
 
     /// Changes an entry of the L1 table.
-    pub(super) fn set_table(&self, state: &mut State, index: u64, word: u64) {
+    pub(super) fn set_table(&self, state: &mut State, index: L1Index, word: u64) {
         self.changes.add();
         self.l1.set(index, word);
-        state.dirty_l1.insert(index * 8 / self.g.piece());
+        state.dirty_l1.insert(index.number() * 8 / self.g.piece());
     }
 
     fn write_table(

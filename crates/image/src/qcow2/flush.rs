@@ -39,7 +39,7 @@ use super::error::ImageError;
 use super::file::{FileEnd, Piece};
 use super::journal::Rotated;
 use super::refcount::Dirty;
-use super::types::{HostCluster, Run};
+use super::types::{HostCluster, L1Index, Run};
 use super::{Qcow2, State};
 use crate::bytes::put64;
 
@@ -217,12 +217,12 @@ impl Qcow2 {
         let piece = self.g.piece();
         Piece {
             at: state.header.l1_at + number * piece,
-            bytes: self.l1_bytes(number * piece / 8, piece / 8),
+            bytes: self.l1_bytes(L1Index::new(number * piece / 8), piece / 8),
         }
     }
 
     /// Entries of the L1 table as they are written; those behind its end are 0.
-    pub(super) fn l1_bytes(&self, first: u64, entries: u64) -> Vec<u8> {
+    pub(super) fn l1_bytes(&self, first: L1Index, entries: u64) -> Vec<u8> {
         let mut bytes = vec![0; entries as usize * 8];
         for place in 0..entries {
             put64(&mut bytes, place as usize * 8, self.l1.get(first + place));

@@ -1,5 +1,7 @@
 use super::header::Header;
-use super::types::{BlockIndex, HostCluster};
+use super::types::{
+    BlockIndex, GuestCluster, GuestOffset, HostCluster, L1Index, L2Index, SliceIndex,
+};
 
 /// Largest slice of an L2 table that is read and kept at a time, in bytes: 8192 clusters, 512 MiB of
 /// disk at 64 KiB a cluster.
@@ -78,18 +80,36 @@ impl Geometry {
         1 << (self.slice_bits() - self.entry_bits())
     }
 
-    /// The slice that maps a cluster, counted over the whole disk, and the entry in it.
+    /// The slice that maps a cluster, and the entry in it.
     #[inline]
-    pub fn slice_of(&self, cluster: u64) -> (u64, usize) {
-        let entries = self.slice_entries();
-        (cluster / entries, (cluster % entries) as usize)
+    pub fn slice_of(&self, cluster: GuestCluster) -> (SliceIndex, L2Index) {
+        let (cluster, entries) = (cluster.number(), self.slice_entries());
+        (
+            SliceIndex::new(cluster / entries),
+            L2Index::new((cluster % entries) as usize),
+        )
+    }
+
+    /// The first cluster behind those that a slice maps.
+    #[inline]
+    pub fn slice_end(&self, slice: SliceIndex) -> GuestCluster {
+        GuestCluster::new((slice.number() + 1) * self.slice_entries())
     }
 
     /// The L2 table that a slice belongs to, and where in it, in bytes.
     #[inline]
-    pub fn table_of(&self, slice: u64) -> (u64, u64) {
-        let slices = self.cluster() / self.slice_bytes();
-        (slice / slices, slice % slices * self.slice_bytes())
+    pub fn table_of(&self, slice: SliceIndex) -> (L1Index, u64) {
+        let (slice, slices) = (slice.number(), self.cluster() / self.slice_bytes());
+        (
+            L1Index::new(slice / slices),
+            slice % slices * self.slice_bytes(),
+        )
+    }
+
+    /// The first byte that an L2 table maps.
+    #[inline]
+    pub fn table_start(&self, table: L1Index) -> GuestOffset {
+        GuestOffset::new(table.number() * self.table_reach())
     }
 
     #[inline]
@@ -168,11 +188,16 @@ mod tests {
             let g = geometry(bits, extended);
             let entry_bytes = 8 * g.words() as u64;
             for cluster in [0, 1, g.slice_entries(), g.table_entries() * 3 + 17] {
-                let (slice, entry) = g.slice_of(cluster);
+                let (slice, entry) = g.slice_of(GuestCluster::new(cluster));
                 let (table, at) = g.table_of(slice);
-                assert_eq!(table, cluster / g.table_entries());
+                assert_eq!(table.number(), cluster / g.table_entries());
+                assert_eq!(
+                    g.slice_end(slice) - GuestCluster::new(cluster),
+                    g.slice_entries() - entry.number() as u64
+                );
                 let want = cluster % g.table_entries() * entry_bytes;
-                assert_eq!(at + entry as u64 * entry_bytes, want, "{bits} {extended}");
+                let found = at + entry.number() as u64 * entry_bytes;
+                assert_eq!(found, want, "{bits} {extended}");
             }
         }
     }

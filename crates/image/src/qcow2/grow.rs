@@ -22,13 +22,13 @@ use std::sync::{MutexGuard, PoisonError};
 use super::change::Retry;
 use super::error::ImageError;
 use super::header::L1_BYTES_MAX;
-use super::types::{HostOffset, Run};
+use super::types::{GuestOffset, L1Index, Run};
 use super::{Qcow2, State};
 
 /// A disk that is being made longer, by nobody else at the time.
 pub(crate) struct Growth<'a> {
     /// What is new of it, and to be zeroed.
-    pub new: Range<u64>,
+    pub new: Range<GuestOffset>,
     _alone: MutexGuard<'a, ()>,
 }
 
@@ -47,7 +47,7 @@ impl Qcow2 {
             match self.reach_to(&mut state, size) {
                 Ok(()) => {
                     return Ok(Growth {
-                        new: self.size()..size,
+                        new: self.end()..GuestOffset::new(size),
                         _alone: alone,
                     });
                 }
@@ -76,15 +76,15 @@ impl Qcow2 {
         self.check_writable()?;
         let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.lock();
-        state.header.size = growth.new.end;
+        state.header.size = growth.new.end.bytes();
         let written = self
             .write_header(&mut state)
             .and_then(|()| self.file.flush());
         if let Err(error) = written {
-            state.header.size = growth.new.start;
+            state.header.size = growth.new.start.bytes();
             return Err(error);
         }
-        self.size.store(growth.new.end, SeqCst);
+        self.size.store(growth.new.end.bytes(), SeqCst);
         Ok(())
     }
 
@@ -118,7 +118,7 @@ impl Qcow2 {
         }
         self.outdate_bitmaps(state, true)?;
         if let Some(data) = &self.data {
-            data.grow_exactly(HostOffset::new(size))?;
+            data.grow_exactly(GuestOffset::new(size).in_data_file())?;
         }
         if entries > self.l1.entries() {
             let old = self.write_larger_l1(state, entries)?;
@@ -141,7 +141,7 @@ impl Qcow2 {
         let (file, refcounts) = (&self.file, &mut state.refcounts);
         let run = refcounts.allocate_contiguous(file, &mut state.metadata, clusters)?;
         let at = run.first.start(g);
-        let bytes = self.l1_bytes(0, clusters * g.cluster() / 8);
+        let bytes = self.l1_bytes(L1Index::default(), clusters * g.cluster() / 8);
         let written = file
             .write_at("writing a larger L1 table", at, &bytes)
             .and_then(|()| self.write_refcounts(state));

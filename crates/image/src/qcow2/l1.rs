@@ -1,6 +1,8 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
+use super::types::L1Index;
+
 /// Entries of the first segment; each further one has twice as many.
 const FIRST: u64 = 1024;
 /// 1024 * (2^13 - 1) entries are more than the 4 Mi of the largest table.
@@ -14,6 +16,7 @@ pub(crate) struct L1 {
 }
 
 impl L1 {
+    /// How many there are.
     pub fn entries(&self) -> u64 {
         self.entries.load(SeqCst)
     }
@@ -22,7 +25,7 @@ impl L1 {
     pub fn extend(&self, entries: impl Iterator<Item = u64>) {
         let mut at = self.entries();
         for entry in entries {
-            let (segment, place) = place(at);
+            let (segment, place) = place(L1Index::new(at));
             let segment = self.segments[segment].get_or_init(|| {
                 let len = FIRST << segment;
                 (0..len).map(|_| AtomicU64::new(0)).collect()
@@ -35,8 +38,8 @@ impl L1 {
 
     /// An entry; 0 behind the end.
     #[inline]
-    pub fn get(&self, index: u64) -> u64 {
-        if index >= self.entries() {
+    pub fn get(&self, index: L1Index) -> u64 {
+        if index.number() >= self.entries() {
             return 0;
         }
         let (segment, place) = place(index);
@@ -45,7 +48,7 @@ impl L1 {
     }
 
     /// Changes an entry that is there.
-    pub fn set(&self, index: u64, entry: u64) {
+    pub fn set(&self, index: L1Index, entry: u64) {
         let (segment, place) = place(index);
         if let Some(segment) = self.segments[segment].get() {
             segment[place].store(entry, SeqCst);
@@ -54,7 +57,8 @@ impl L1 {
 }
 
 #[inline]
-fn place(index: u64) -> (usize, usize) {
+fn place(index: L1Index) -> (usize, usize) {
+    let index = index.number();
     let segment = (index / FIRST + 1).ilog2();
     let before = FIRST * ((1 << segment) - 1);
     (segment as usize, (index - before) as usize)
@@ -69,11 +73,12 @@ mod tests {
         let l1 = L1::default();
         l1.extend(0..5000);
         l1.extend(5000..20_000);
-        assert!((0..20_000).all(|i| l1.get(i) == i));
-        assert_eq!((l1.get(20_000), l1.entries()), (0, 20_000));
-        l1.set(1024, 7);
-        assert_eq!((l1.get(1023), l1.get(1024)), (1023, 7));
-        let (last, _) = place(4 << 20);
+        let get = |index| l1.get(L1Index::new(index));
+        assert!((0..20_000).all(|i| get(i) == i));
+        assert_eq!((get(20_000), l1.entries()), (0, 20_000));
+        l1.set(L1Index::new(1024), 7);
+        assert_eq!((get(1023), get(1024)), (1023, 7));
+        let (last, _) = place(L1Index::new(4 << 20));
         assert!(last < SEGMENTS);
     }
 }

@@ -4,7 +4,7 @@ use super::change::Retry;
 use super::entry::{BAD, Entry, table_at};
 use super::error::ImageError;
 use super::metadata::Metadata;
-use super::types::Run;
+use super::types::{Run, SliceIndex};
 use super::{Load, Qcow2, State};
 use crate::bytes::be64;
 
@@ -19,7 +19,7 @@ impl Qcow2 {
 
     /// Brings a slice of an L2 table into memory, unless another thread is just doing that: then it
     /// waits.
-    fn load_slice(&self, slice: u64) -> Result<(), ImageError> {
+    fn load_slice(&self, slice: SliceIndex) -> Result<(), ImageError> {
         let (table, offset) = self.g.table_of(slice);
         let mut state = self.lock();
         let (frame, at) = loop {
@@ -71,7 +71,7 @@ impl Qcow2 {
     }
 
     /// A frame where a slice may be put.
-    fn evict_for(&self, state: &State, slice: u64) -> Option<usize> {
+    fn evict_for(&self, state: &State, slice: SliceIndex) -> Option<usize> {
         self.cache.evict_for(slice, |frame| {
             state.dirty_l2.contains_key(&frame)
                 || state.writing_l2.contains(&frame)
@@ -80,7 +80,7 @@ impl Qcow2 {
     }
 
     /// Puts a slice of a new table into memory: nothing but zeroes.
-    pub(super) fn insert_empty(&self, state: &State, slice: u64) -> Result<(), Retry> {
+    pub(super) fn insert_empty(&self, state: &State, slice: SliceIndex) -> Result<(), Retry> {
         if self.cache.find(slice).is_none() {
             let frame = self.evict_for(state, slice).ok_or(Retry::CacheFull)?;
             self.cache.fill(frame, slice, std::iter::empty());

@@ -3,7 +3,7 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use super::cache::Found;
 use super::entry::{Compressed, Entry, Kind, Standard, table_at};
-use super::types::HostOffset;
+use super::types::{GuestOffset, HostOffset, SliceIndex};
 use super::{Pin, Qcow2};
 
 /// Mapping a range begins that is to be read, and for how many bytes that holds.
@@ -59,7 +59,7 @@ const STEPS_MAX: u32 = 4096;
 /// What must be done, by a thread that may block, before a range can be mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Load {
-    Slice(u64),
+    Slice(SliceIndex),
     /// The image is not prepared for writes yet.
     Begin,
 }
@@ -67,21 +67,21 @@ pub(crate) enum Load {
 /// One step of a look-up.
 enum Step {
     Run { kind: Kind, own: bool, len: u64 },
-    Load(u64),
+    Load(SliceIndex),
     Damaged,
 }
 
 /// Steps on, and keeps the slice at hand.
 struct Walk<'a> {
     image: &'a Qcow2,
-    slice: Option<(u64, Found<'a>)>,
+    slice: Option<(SliceIndex, Found<'a>)>,
 }
 
 impl Qcow2 {
     /// Mapping the range is that starts at `at`, inside the disk: the longest piece that is in one
     /// place. `_pin` keeps it there.
     #[inline]
-    pub(crate) fn map(&self, _pin: &Pin, at: u64, len: u64) -> Mapping {
+    pub(crate) fn map(&self, _pin: &Pin, at: GuestOffset, len: u64) -> Mapping {
         if let Some((host, _)) = self.data_of_one(at, len) {
             return Mapping::Data { at: host, len };
         }
@@ -111,7 +111,7 @@ impl Qcow2 {
             Kind::Hole => Mapping::Hole { len },
             Kind::Compressed(from) => Mapping::Compressed {
                 from,
-                skip: at & (self.g.cluster() - 1),
+                skip: at.in_cluster(&self.g),
                 len,
             },
         }
@@ -119,7 +119,7 @@ impl Qcow2 {
 
     /// Mapping a write goes that starts at `at`, inside the disk. `_pin` keeps that free for it.
     #[inline]
-    pub(crate) fn map_write(&self, _pin: &Pin, at: u64, len: u64) -> WriteMapping {
+    pub(crate) fn map_write(&self, _pin: &Pin, at: GuestOffset, len: u64) -> WriteMapping {
         if !self.begun.load(SeqCst) {
             return WriteMapping::Load(Load::Begin);
         }
@@ -147,13 +147,13 @@ impl Qcow2 {
     /// What nearly every look-up finds, without the generality of [`Walk`]: where a range within one cluster is,
     /// all of it data that the file reaches, and whether nobody else has it. `None` says nothing.
     #[inline]
-    fn data_of_one(&self, at: u64, len: u64) -> Option<(HostOffset, bool)> {
+    fn data_of_one(&self, at: GuestOffset, len: u64) -> Option<(HostOffset, bool)> {
         let g = &self.g;
-        let offset = at & (g.cluster() - 1);
+        let offset = at.in_cluster(g);
         if len == 0 || len > g.cluster() - offset {
             return None;
         }
-        let (slice, entry) = g.slice_of(at >> g.cluster_bits);
+        let (slice, entry) = g.slice_of(at.cluster(g));
         let found = self.cache.find(slice)?;
         let (word, bitmap) = found.words(g, entry);
         if !found.valid() {
@@ -176,8 +176,8 @@ impl Qcow2 {
     /// Has the processor bring the entry for `at` closer, which a look-up is about to read; false if no
     /// slice that is in memory has one.
     #[inline]
-    pub(crate) fn touch(&self, at: u64) -> bool {
-        let (slice, entry) = self.g.slice_of(at >> self.g.cluster_bits);
+    pub(crate) fn touch(&self, at: GuestOffset) -> bool {
+        let (slice, entry) = self.g.slice_of(at.cluster(&self.g));
         let found = self.cache.find(slice);
         found.is_some_and(|found| {
             black_box(found.words(&self.g, entry));
@@ -201,15 +201,15 @@ impl Qcow2 {
     }
 
     /// What is left of a cluster from `at` on, at most `len`.
-    pub(super) fn one_cluster(&self, at: u64, len: u64) -> u64 {
-        len.min(self.g.cluster() - (at & (self.g.cluster() - 1)))
+    pub(super) fn one_cluster(&self, at: GuestOffset, len: u64) -> u64 {
+        len.min(self.g.cluster() - at.in_cluster(&self.g))
     }
 }
 
 impl<'a> Walk<'a> {
     /// The kind of what is at `at`, and how far it goes on like that in one piece, as far as it looked. For a
     /// write, all that can't be written in place is one kind, a hole.
-    fn runs(&mut self, at: u64, len: u64, write: bool) -> Result<(Kind, u64), Step> {
+    fn runs(&mut self, at: GuestOffset, len: u64, write: bool) -> Result<(Kind, u64), Step> {
         let mut found: Option<(Kind, u64)> = None;
         let mut done = 0;
         for _ in 0..STEPS_MAX {
@@ -248,10 +248,10 @@ impl<'a> Walk<'a> {
     }
 
     #[inline]
-    fn step(&mut self, at: u64) -> Step {
+    fn step(&mut self, at: GuestOffset) -> Step {
         let image = self.image;
         let g = &image.g;
-        let (slice, entry) = g.slice_of(at >> g.cluster_bits);
+        let (slice, entry) = g.slice_of(at.cluster(g));
         let found = match self.slice {
             Some((number, found)) if number == slice => found,
             _ => match image.cache.find(slice) {
@@ -264,7 +264,7 @@ impl<'a> Walk<'a> {
             return Step::Load(slice);
         }
         self.slice = Some((slice, found));
-        let offset = at & (g.cluster() - 1);
+        let offset = at.in_cluster(g);
         match Entry::decode(g, word, bitmap) {
             Ok(entry) => {
                 let own = matches!(entry, Entry::Standard(s) if s.own);
@@ -276,14 +276,14 @@ impl<'a> Walk<'a> {
     }
 
     #[inline]
-    fn without_slice(&self, at: u64, slice: u64) -> Step {
+    fn without_slice(&self, at: GuestOffset, slice: SliceIndex) -> Step {
         let g = &self.image.g;
         let (table, _) = g.table_of(slice);
         match table_at(g, self.image.l1.get(table)) {
             Ok(None) => Step::Run {
                 kind: Kind::Hole,
                 own: false,
-                len: (table + 1) * g.table_reach() - at,
+                len: g.table_start(table + 1) - at,
             },
             Ok(Some(_)) => Step::Load(slice),
             Err(_) => Step::Damaged,

@@ -20,7 +20,7 @@ use super::pins::Pins;
 use super::refcount::Refcounts;
 use super::repair::repair;
 use super::scan::snapshots;
-use super::types::{HostOffset, Run};
+use super::types::{GuestOffset, HostOffset, L1Index, Run};
 use super::{ChangeCount, Qcow2, State};
 use crate::bytes::be64;
 use crate::storage::{Storage, read_padded};
@@ -194,7 +194,7 @@ impl Qcow2 {
                 let size = data.size().doing("asking for the data file's size", 0)?;
                 let data = FileEnd::new(data, size);
                 if !options.read_only {
-                    data.grow_exactly(HostOffset::new(header.size))?;
+                    data.grow_exactly(GuestOffset::new(header.size).in_data_file())?;
                 }
                 Some(data)
             }
@@ -369,7 +369,7 @@ fn find_metadata(
             "the bitmap directory",
         );
     }
-    let entries = (0..l1.entries()).map(|index| l1.get(index));
+    let entries = (0..l1.entries()).map(|index| l1.get(L1Index::new(index)));
     let tables = entries.filter_map(|entry| table_at(&g, entry).ok().flatten());
     let all = refcounts.block_offsets().chain(tables);
     metadata.set_tables(all.map(|at| at.cluster(&g)).collect());

@@ -24,7 +24,7 @@ use super::error::ImageError;
 use super::file::Piece;
 use super::journal::{Change, Found, Journal, JournalEvent, JournalPlace, read, said};
 use super::open::Progress;
-use super::types::{BlockIndex, HOST_BITS, HostOffset, Run};
+use super::types::{BlockIndex, GuestCluster, HOST_BITS, HostOffset, L1Index, Run};
 use super::{Qcow2, Qcow2Error, State};
 use crate::bytes::{be64, put64};
 
@@ -32,10 +32,10 @@ use crate::bytes::{be64, put64};
 type Tell<'a> = &'a mut dyn FnMut(Progress) -> ControlFlow<()>;
 
 /// An entry of an L2 table as it is to be: the cluster of the disk, and its words.
-type NewEntry = (u64, [u64; 2]);
+type NewEntry = (GuestCluster, [u64; 2]);
 
 /// Where entries are in a piece, in bytes, with their clusters and words.
-type Places<'a> = &'a mut dyn Iterator<Item = (usize, u64, [u64; 2])>;
+type Places<'a> = &'a mut dyn Iterator<Item = (usize, GuestCluster, [u64; 2])>;
 
 /// Changes in memory between two calls of the caller's function. Each of them may have to read a refcount block; storage
 /// may be slow.
@@ -177,12 +177,15 @@ impl Qcow2 {
         Ok(())
     }
 
-    fn replay_table(&self, state: &mut State, index: u64, word: u64) -> Result<(), ImageError> {
+    fn replay_table(&self, state: &mut State, index: L1Index, word: u64) -> Result<(), ImageError> {
         let Ok(Some(at)) = table_at(&self.g, word) else {
             return misfit("an L1 entry leads nowhere", word);
         };
         let file_end = self.file.get();
-        if word & COPIED == 0 || index >= self.l1.entries() || at + self.g.cluster() > file_end {
+        if word & COPIED == 0
+            || index.number() >= self.l1.entries()
+            || at + self.g.cluster() > file_end
+        {
             return misfit("an L2 table is elsewhere", at.bytes());
         }
         let Ok(old) = table_at(&self.g, self.l1.get(index)) else {
@@ -211,7 +214,7 @@ impl Qcow2 {
         let mut replaced = Vec::new();
         self.each_piece(entries, count, |piece, changes| {
             for (place, cluster, words) in changes {
-                let disk_at = cluster << self.g.cluster_bits;
+                let disk_at = cluster.start(&self.g).bytes();
                 let new = match Entry::decode(&self.g, words[0], words[1]) {
                     Ok(Entry::Standard(new)) => new,
                     _ => return misfit("an L2 entry cannot be; offset of the disk", disk_at),
@@ -280,13 +283,14 @@ impl Qcow2 {
     ) -> Result<(), ReplayError> {
         let entry_bytes = 8 * self.g.words();
         let per_piece = self.g.piece() / entry_bytes as u64;
-        for group in entries.chunk_by(|a, b| a.0 / per_piece == b.0 / per_piece) {
-            let first = group[0].0 / per_piece * per_piece;
+        let piece_of = |(cluster, _): &NewEntry| cluster.number() / per_piece;
+        for group in entries.chunk_by(|a, b| piece_of(a) == piece_of(b)) {
+            let first = piece_of(&group[0]) * per_piece;
             let (table, place) = (
                 first / self.g.table_entries(),
                 first % self.g.table_entries(),
             );
-            let word = self.l1.get(table);
+            let word = self.l1.get(L1Index::new(table));
             let Ok(Some(at)) = table_at(&self.g, word) else {
                 return Ok(misfit(
                     "an L2 entry has no table; cluster of the disk",
@@ -307,7 +311,7 @@ impl Qcow2 {
             }
             let mut piece = Piece { at, bytes };
             let places = group.iter().map(|&(cluster, words)| {
-                let place = (cluster - first) as usize * entry_bytes;
+                let place = (cluster.number() - first) as usize * entry_bytes;
                 (place, cluster, words)
             });
             visit(&mut piece, &mut { places })?;

@@ -66,10 +66,103 @@ coordinate!(
 );
 
 coordinate!(
+    /// A position on the guest's disk, in bytes.
+    GuestOffset,
+    bytes
+);
+
+coordinate!(
+    /// A cluster of the disk, counted from its start.
+    GuestCluster,
+    number
+);
+
+coordinate!(
+    /// An entry of the L1 table, and the L2 table that it leads to.
+    L1Index,
+    number
+);
+
+coordinate!(
+    /// A slice of an L2 table, counted over the whole disk.
+    SliceIndex,
+    number
+);
+
+/// An entry of an L2 table, counted from the start of its slice.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct L2Index(usize);
+
+coordinate!(
     /// A refcount block, by the number of its entry in the refcount table.
     BlockIndex,
     number
 );
+
+impl GuestOffset {
+    /// The cluster that it is in.
+    #[inline]
+    pub fn cluster(self, g: &Geometry) -> GuestCluster {
+        GuestCluster(self.0 >> g.cluster_bits)
+    }
+
+    /// Bytes of its cluster before it.
+    #[inline]
+    pub fn in_cluster(self, g: &Geometry) -> u64 {
+        self.0 & (g.cluster() - 1)
+    }
+
+    /// The same place in an external data file.
+    #[inline]
+    pub fn in_data_file(self) -> HostOffset {
+        HostOffset(self.0)
+    }
+
+    /// The byte before, of an end that is not that of an empty range.
+    #[inline]
+    pub fn before(self) -> Self {
+        Self(self.0 - 1)
+    }
+
+    /// The multiple of `unit` at or before it; `unit` is a power of two.
+    #[inline]
+    pub fn down_to(self, unit: u64) -> Self {
+        Self(self.0 & !(unit - 1))
+    }
+
+    /// The multiple of `unit` at or behind it.
+    #[inline]
+    pub fn up_to(self, unit: u64) -> Self {
+        Self(self.0.next_multiple_of(unit))
+    }
+}
+
+impl GuestCluster {
+    /// Where it begins.
+    #[inline]
+    pub fn start(self, g: &Geometry) -> GuestOffset {
+        GuestOffset(self.0 << g.cluster_bits)
+    }
+
+    /// The one before, of a cluster that is not the first.
+    #[inline]
+    pub fn before(self) -> Self {
+        Self(self.0 - 1)
+    }
+}
+
+impl L2Index {
+    #[inline]
+    pub const fn new(number: usize) -> Self {
+        Self(number)
+    }
+
+    #[inline]
+    pub const fn number(self) -> usize {
+        self.0
+    }
+}
 
 impl HostOffset {
     /// The header's, and the start of an external data file.

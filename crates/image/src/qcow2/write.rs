@@ -13,7 +13,7 @@ use block::FileOffset;
 use super::change::{MayBlock, Retry};
 use super::entry::{COPIED, Entry, Kind, Standard};
 use super::error::ImageError;
-use super::types::{HostCluster, HostOffset, Run};
+use super::types::{GuestCluster, GuestOffset, HostCluster, HostOffset, Run};
 use super::{Qcow2, State};
 
 /// What is to be done for a write that needs clusters.
@@ -44,8 +44,8 @@ pub struct Allocation {
     /// What stands beside them in the same clusters, to be put there by the caller.
     pub fills: Vec<Fill>,
     token: u64,
-    first: u64,
-    last: u64,
+    first: GuestCluster,
+    last: GuestCluster,
     /// Where the first cluster is.
     host: HostOffset,
     /// The clusters were free before.
@@ -91,6 +91,7 @@ impl Qcow2 {
     /// # Errors
     /// The write cannot be done.
     pub fn prepare_write(&self, at: u64, len: u64) -> Result<Prepared, ImageError> {
+        let at = GuestOffset::new(at);
         self.change(|state| self.prepare_in(state, at, len, MayBlock::Yes))
     }
 
@@ -98,9 +99,9 @@ impl Qcow2 {
     /// be taken.
     pub fn try_prepare_write(&self, at: u64, len: u64) -> Option<Allocation> {
         let mut state = self.ready()?;
-        let (table, _) = self
-            .g
-            .table_of(self.g.slice_of(at >> self.g.cluster_bits).0);
+        let at = GuestOffset::new(at);
+        let (slice, _) = self.g.slice_of(at.cluster(&self.g));
+        let (table, _) = self.g.table_of(slice);
         if self.l1.get(table) & COPIED == 0 {
             return None;
         }
@@ -226,7 +227,11 @@ impl Qcow2 {
     }
 
     /// Whoever has data on its way to a cluster among these, and the first such cluster.
-    pub(super) fn pending_in(state: &State, first: u64, last: u64) -> Option<(u64, Waiting)> {
+    pub(super) fn pending_in(
+        state: &State,
+        first: GuestCluster,
+        last: GuestCluster,
+    ) -> Option<(GuestCluster, Waiting)> {
         let before = state.pending.range(..=first).next_back();
         let over = before.filter(|(_, (end, _))| *end >= first);
         let next = || state.pending.range(first..=last).next();
@@ -237,26 +242,25 @@ impl Qcow2 {
     fn prepare_in(
         &self,
         state: &mut State,
-        at: u64,
+        at: GuestOffset,
         len: u64,
         may_block: MayBlock,
     ) -> Result<Prepared, Retry> {
         let g = &self.g;
-        let first = at >> g.cluster_bits;
+        let first = at.cluster(g);
         // Within one slice, so that all of it is at hand at the end.
-        let (slice, entry_in_slice) = g.slice_of(first);
-        let slice_end = first + (g.slice_entries() - entry_in_slice as u64);
-        let end = (at + len).min(slice_end << g.cluster_bits);
-        let mut last = (end - 1) >> g.cluster_bits;
+        let (slice, _) = g.slice_of(first);
+        let end = (at + len).min(g.slice_end(slice).start(g));
+        let mut last = end.before().cluster(g);
         if let Some((cluster, waiting)) = Self::pending_in(state, first, last) {
             if cluster == first {
                 return Ok(Prepared::Wait(waiting));
             }
-            last = cluster - 1;
+            last = cluster.before();
         }
         self.own_table(state, slice)?;
-        let part = |cluster: u64| {
-            let start = cluster << g.cluster_bits;
+        let part = |cluster: GuestCluster| {
+            let start = cluster.start(g);
             (at.max(start) - start, end.min(start + g.cluster()) - start)
         };
         let (from, to) = part(first);
@@ -283,7 +287,7 @@ impl Qcow2 {
             }
             clusters += 1;
         }
-        let mut end = end.min((first + clusters) << g.cluster_bits);
+        let mut end = end.min((first + clusters).start(g));
         if let WriteTarget::Owned(host) = target {
             // Subclusters at the edges that are data by now are written in place, also by others at this
             // moment: what stands in them is not to be copied.
@@ -291,8 +295,8 @@ impl Qcow2 {
                 self.reach(state, host, may_block)?;
                 return Ok(Prepared::Mapped);
             }
-            if self.has_data(end - 1)? {
-                end = (end - 1) & !(self.allocation_bytes() - 1);
+            if self.has_data(end.before())? {
+                end = end.before().down_to(self.allocation_bytes());
             }
         }
         let (host, new, fresh) = match target {
@@ -308,14 +312,14 @@ impl Qcow2 {
         if !new {
             self.reach(state, host + ((clusters - 1) << g.cluster_bits), may_block)?;
         }
-        let last = first + clusters - 1;
-        let end = end.min((last + 1) << g.cluster_bits);
+        let last = first + (clusters - 1);
+        let end = end.min((last + 1).start(g));
         let fills = self.fills(at, end, host, fresh)?;
         state.tokens += 1;
         let token = state.tokens;
         state.pending.insert(first, (last, token));
         Ok(Prepared::Allocated(Allocation {
-            at,
+            at: at.bytes(),
             len: end - at,
             to: (host + from).in_file(),
             fills,
@@ -329,15 +333,19 @@ impl Qcow2 {
     }
 
     /// Where a part of a cluster, which its slice is loaded for, can be written.
-    fn write_target(&self, cluster: u64, from: u64, to: u64) -> Result<WriteTarget, Retry> {
+    fn write_target(
+        &self,
+        cluster: GuestCluster,
+        from: u64,
+        to: u64,
+    ) -> Result<WriteTarget, Retry> {
         let g = &self.g;
         let entry = self.entry(cluster)?;
-        let disk_at = cluster << g.cluster_bits;
-        let in_data_file = HostOffset::new(disk_at);
+        let in_data_file = cluster.start(g).in_data_file();
         Ok(match entry {
             Entry::Standard(s) if g.external && s.host.is_some_and(|host| host != in_data_file) => {
                 let what = "data is not where it should be in the data file; offset of the disk";
-                return Err(ImageError::damaged(what, disk_at).into());
+                return Err(ImageError::damaged(what, cluster.start(g).bytes()).into());
             }
             Entry::Standard(Standard {
                 host: Some(host),
@@ -356,9 +364,9 @@ impl Qcow2 {
     }
 
     /// Whether the subcluster at a place on the disk is data.
-    fn has_data(&self, at: u64) -> Result<bool, Retry> {
-        let offset = at & (self.g.cluster() - 1);
-        let (kind, _) = self.entry(at >> self.g.cluster_bits)?.at(&self.g, offset);
+    fn has_data(&self, at: GuestOffset) -> Result<bool, Retry> {
+        let entry = self.entry(at.cluster(&self.g))?;
+        let (kind, _) = entry.at(&self.g, at.in_cluster(&self.g));
         Ok(matches!(kind, Kind::Data(_)))
     }
 
@@ -369,7 +377,7 @@ impl Qcow2 {
         match &self.data {
             // A raw disk ends where it ends.
             Some(data) if self.raw_external => {
-                Ok(data.grow_exactly(end.min(HostOffset::new(self.size())))?)
+                Ok(data.grow_exactly(end.min(self.end().in_data_file()))?)
             }
             Some(data) => Ok(data.grow_exactly(end)?),
             None => {
@@ -387,26 +395,31 @@ impl Qcow2 {
     }
 
     /// What comes into the clusters beside the range from `at` to `end`; the first is at `host`.
-    fn fills(&self, at: u64, end: u64, host: HostOffset, fresh: bool) -> Result<Vec<Fill>, Retry> {
+    fn fills(
+        &self,
+        at: GuestOffset,
+        end: GuestOffset,
+        host: HostOffset,
+        fresh: bool,
+    ) -> Result<Vec<Fill>, Retry> {
         let g = &self.g;
-        let mask = g.cluster() - 1;
-        let (first, last) = (at & !mask, (end - 1) & !mask);
-        let begin = match self.copied_whole(first >> g.cluster_bits)? {
-            true => first,
-            false => at & !(self.allocation_bytes() - 1),
+        let (first, last) = (at.cluster(g), end.before().cluster(g));
+        let begin = match self.copied_whole(first)? {
+            true => first.start(g),
+            false => at.down_to(self.allocation_bytes()),
         };
-        let stop = match self.copied_whole(last >> g.cluster_bits)? {
-            true => last + g.cluster(),
-            false => end.next_multiple_of(self.allocation_bytes()),
+        let stop = match self.copied_whole(last)? {
+            true => (last + 1).start(g),
+            false => end.up_to(self.allocation_bytes()),
         };
         let mut fills = Vec::new();
         // What lies behind the end of the disk is nobody's: zeroes, where there is room for it.
-        let size = self.size().max(end);
-        let room = if self.raw_external { size } else { stop };
+        let disk_end = self.end().max(end);
+        let room = if self.raw_external { disk_end } else { stop };
         for (from, to, on_disk) in [
             (begin, at, true),
-            (end, stop.min(size), true),
-            (stop.min(size), stop.min(room), false),
+            (end, stop.min(disk_end), true),
+            (stop.min(disk_end), stop.min(room), false),
         ] {
             if from >= to {
                 continue;
@@ -414,9 +427,9 @@ impl Qcow2 {
             let zero = !on_disk || self.reads_zero(from, to)?;
             if !(zero && fresh) {
                 fills.push(Fill {
-                    to: (host + (from - first)).in_file(),
+                    to: (host + (from - first.start(g))).in_file(),
                     len: to - from,
-                    from: (!zero).then_some(from),
+                    from: (!zero).then_some(from.bytes()),
                 });
             }
         }
@@ -424,23 +437,23 @@ impl Qcow2 {
     }
 
     /// Whether a cluster, when it gets a new place, takes all of its data there.
-    fn copied_whole(&self, cluster: u64) -> Result<bool, Retry> {
+    fn copied_whole(&self, cluster: GuestCluster) -> Result<bool, Retry> {
         Ok(is_copied_whole(&self.entry(cluster)?))
     }
 
     /// Whether a part of one cluster is known to read as zeroes.
-    fn reads_zero(&self, from: u64, to: u64) -> Result<bool, Retry> {
-        let entry = self.entry(from >> self.g.cluster_bits)?;
-        let backing = self.backing_size.load(SeqCst);
+    fn reads_zero(&self, from: GuestOffset, to: GuestOffset) -> Result<bool, Retry> {
+        let entry = self.entry(from.cluster(&self.g))?;
+        let backing_end = self.backing_end();
         let mut at = from;
         while at < to {
-            let (kind, len) = entry.at(&self.g, at & (self.g.cluster() - 1));
+            let (kind, len) = entry.at(&self.g, at.in_cluster(&self.g));
             match kind {
                 Kind::Zero => {}
-                Kind::Hole if at >= backing => {}
+                Kind::Hole if at >= backing_end => {}
                 _ => return Ok(false),
             }
-            at += len;
+            at = at + len;
         }
         Ok(true)
     }
@@ -452,7 +465,10 @@ impl Qcow2 {
         allocation: &Allocation,
         may_block: MayBlock,
     ) -> Result<bool, Retry> {
-        let clusters = || (allocation.first..).zip(self.host_clusters(allocation));
+        let clusters = || {
+            let hosts = (0..).zip(self.host_clusters(allocation));
+            hosts.map(|(place, host)| (allocation.first + place, host))
+        };
         if !is_pending(state, allocation) {
             // It was committed, and only not recorded: since then, its clusters may have been given up, and be
             // somebody else's.
@@ -483,13 +499,13 @@ impl Qcow2 {
         &self,
         allocation: &Allocation,
         old: Entry,
-        cluster: u64,
+        cluster: GuestCluster,
         host: HostCluster,
     ) -> Entry {
         let g = &self.g;
-        let start = cluster << g.cluster_bits;
-        let from = allocation.at.max(start) - start;
-        let end = allocation.at + allocation.len;
+        let (start, at) = (cluster.start(g), GuestOffset::new(allocation.at));
+        let from = at.max(start) - start;
+        let end = at + allocation.len;
         let touched = g.touched(from, end.min(start + g.cluster()) - start);
         let (data, zero) = match old {
             Entry::Standard(s) if !is_copied_whole(&old) => (s.data | touched, s.zero & !touched),

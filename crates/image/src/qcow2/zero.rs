@@ -3,12 +3,11 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering::SeqCst;
 
-use block::FileOffset;
-
 use super::change::{MayBlock, Retry};
 use super::entry::{Entry, Kind, Standard, table_at};
 use super::error::ImageError;
 use super::file::FileEnd;
+use super::types::{GuestCluster, GuestOffset};
 use super::write::Waiting;
 use super::{Qcow2, State};
 
@@ -49,7 +48,7 @@ impl Qcow2 {
     /// It cannot be done; the rest of the range is as it was.
     pub(crate) fn zero_step(
         &self,
-        at: u64,
+        at: GuestOffset,
         len: u64,
         why: Zeroing,
         zeroes_around: bool,
@@ -72,19 +71,17 @@ impl Qcow2 {
     /// Gives the space of what now reads as zeroes back that is in a data file. There, a cluster keeps its
     /// place, and nobody else ever gets it; who writes to it meanwhile writes to what is being given up.
     /// Before the tables are durable that say so, the range reads as zeroes from the file.
-    fn punch_outside(&self, data: &FileEnd, at: u64, len: u64) {
+    fn punch_outside(&self, data: &FileEnd, at: GuestOffset, len: u64) {
         let unit = 1 << self.g.subcluster_bits();
         let end = at + len;
-        let end = if end < self.size() {
-            end - end % unit
+        let end = if end < self.end() {
+            end.down_to(unit)
         } else {
             end
         };
-        let at = at.next_multiple_of(unit);
-        if at < end
-            && self.punch.load(SeqCst)
-            && data.storage().punch(FileOffset(at), end - at).is_err()
-        {
+        let at = at.up_to(unit);
+        let in_file = at.in_data_file().in_file();
+        if at < end && self.punch.load(SeqCst) && data.storage().punch(in_file, end - at).is_err() {
             self.punch.store(false, SeqCst);
         }
     }
@@ -92,39 +89,37 @@ impl Qcow2 {
     fn try_zero(
         &self,
         state: &mut State,
-        at: u64,
+        at: GuestOffset,
         len: u64,
         why: Zeroing,
         zeroes_around: bool,
     ) -> Result<ZeroStep, Retry> {
         let g = &self.g;
-        let first = at >> g.cluster_bits;
-        let (slice, entry_in_slice) = g.slice_of(first);
-        let slice_end = (first + (g.slice_entries() - entry_in_slice as u64)) << g.cluster_bits;
-        let mut end = (at + len).min(slice_end);
-        if let Some((cluster, waiting)) =
-            Self::pending_in(state, first, (end - 1) >> g.cluster_bits)
-        {
+        let first = at.cluster(g);
+        let (slice, _) = g.slice_of(first);
+        let mut end = (at + len).min(g.slice_end(slice).start(g));
+        let last = end.before().cluster(g);
+        if let Some((cluster, waiting)) = Self::pending_in(state, first, last) {
             if cluster == first {
                 return Ok(ZeroStep::Wait(waiting));
             }
-            end = cluster << g.cluster_bits;
+            end = cluster.start(g);
         }
         if self.raw_external {
             return Ok(ZeroStep::File(end - at));
         }
         let (table, _) = g.table_of(slice);
         let empty = matches!(table_at(g, self.l1.get(table)), Ok(None));
-        if empty && at >= self.backing_size.load(SeqCst) {
+        if empty && at >= self.backing_end() {
             return Ok(ZeroStep::Done(end - at));
         }
         if empty && g.version < 3 {
             return Ok(self.left(why, end - at));
         }
         // A part of a cluster that reaches to the end of the disk is all of it.
-        let disk_end = self.size();
-        let whole = |cluster: u64| {
-            let start = cluster << g.cluster_bits;
+        let disk_end = self.end();
+        let whole = |cluster: GuestCluster| {
+            let start = cluster.start(g);
             start >= at && (start + g.cluster()).min(disk_end) <= end
         };
         if !whole(first) {
@@ -132,13 +127,14 @@ impl Qcow2 {
         }
         self.own_table(state, slice)?;
         let mut cluster = first;
-        while cluster << g.cluster_bits < end && whole(cluster) {
+        while cluster.start(g) < end && whole(cluster) {
             if !self.zero_cluster(state, cluster, why)? {
                 break;
             }
-            cluster += 1;
+            cluster = cluster + 1;
         }
-        let done = (cluster << g.cluster_bits).min(end) - at.min(cluster << g.cluster_bits);
+        let reached = cluster.start(g);
+        let done = reached.min(end) - at.min(reached);
         Ok(match done {
             0 => self.left(why, self.one_cluster(at, end - at)),
             done => ZeroStep::Done(done),
@@ -157,17 +153,17 @@ impl Qcow2 {
     fn zero_part(
         &self,
         state: &mut State,
-        (at, end): (u64, u64),
+        (at, end): (GuestOffset, GuestOffset),
         why: Zeroing,
         zeroes_around: bool,
     ) -> Result<ZeroStep, Retry> {
         let g = &self.g;
-        let cluster = at >> g.cluster_bits;
+        let cluster = at.cluster(g);
         let end = at + self.one_cluster(at, end - at);
         let first = self.subcluster_of(at);
         let whole = first.start == at && first.end <= end;
         let end = if whole {
-            first.end.max(end & !((1 << g.subcluster_bits()) - 1))
+            first.end.max(end.down_to(self.allocation_bytes()))
         } else {
             first.end.min(end)
         };
@@ -178,7 +174,7 @@ impl Qcow2 {
         if !whole {
             match self.kind_of_part(at)? {
                 Kind::Zero => return Ok(ZeroStep::Done(len)),
-                Kind::Hole if at >= self.backing_size.load(SeqCst) => {
+                Kind::Hole if at >= self.backing_end() => {
                     return Ok(ZeroStep::Done(len));
                 }
                 Kind::Hole if zeroes_around && g.version >= 3 => {}
@@ -189,7 +185,7 @@ impl Qcow2 {
         let Entry::Standard(old) = self.entry(cluster)? else {
             return Ok(self.left(why, len));
         };
-        let start = cluster << g.cluster_bits;
+        let start = cluster.start(g);
         let touched = g.touched(at - start, end - start);
         let new = Standard {
             data: old.data & !touched,
@@ -203,34 +199,38 @@ impl Qcow2 {
     }
 
     /// The kind of the subcluster of `at`.
-    fn kind_of_part(&self, at: u64) -> Result<Kind, Retry> {
+    fn kind_of_part(&self, at: GuestOffset) -> Result<Kind, Retry> {
         let g = &self.g;
-        let cluster = at >> g.cluster_bits;
+        let cluster = at.cluster(g);
         let (table, _) = g.table_of(g.slice_of(cluster).0);
         if let Ok(None) = table_at(g, self.l1.get(table)) {
             return Ok(Kind::Hole);
         }
-        let (kind, _) = self.entry(cluster)?.at(g, at & (g.cluster() - 1));
+        let (kind, _) = self.entry(cluster)?.at(g, at.in_cluster(g));
         Ok(kind)
     }
 
     /// What is of one kind around a place: its subcluster, or its cluster if there are none, as far as it is in the disk.
-    pub(crate) fn subcluster_of(&self, at: u64) -> Range<u64> {
-        let unit = 1 << self.g.subcluster_bits();
-        let start = at & !(unit - 1);
-        let size = self.size();
-        if at < size {
-            start..size.min(start + unit)
+    pub(crate) fn subcluster_of(&self, at: GuestOffset) -> Range<GuestOffset> {
+        let unit = self.allocation_bytes();
+        let (start, end) = (at.down_to(unit), self.end());
+        if at < end {
+            start..end.min(start + unit)
         } else {
             start..start + unit
         }
     }
 
     /// Gives up a cluster; false if it must be written instead.
-    fn zero_cluster(&self, state: &mut State, cluster: u64, why: Zeroing) -> Result<bool, Retry> {
+    fn zero_cluster(
+        &self,
+        state: &mut State,
+        cluster: GuestCluster,
+        why: Zeroing,
+    ) -> Result<bool, Retry> {
         let g = &self.g;
         let old = self.entry(cluster)?;
-        let backed = cluster << g.cluster_bits < self.backing_size.load(SeqCst);
+        let backed = cluster.start(g) < self.backing_end();
         let unmap = why != Zeroing::Zeroes { unmap: false };
         if !backed && old == Entry::NONE {
             return Ok(true);

@@ -22,7 +22,7 @@ use std::io;
 use block::FileOffset;
 use flate2::Crc;
 
-use crate::qcow2::types::{BlockIndex, HostCluster, HostOffset, Run};
+use crate::qcow2::types::{BlockIndex, GuestCluster, HostCluster, HostOffset, L1Index, Run};
 use crate::storage::{Storage, read_padded};
 
 /// Bytes of records that are read; one record may go beyond what a journal holds.
@@ -49,9 +49,12 @@ pub const RECORD_MIN: u64 = (HEAD + GENERATION + CHANGE) as u64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     /// The words of the L2 entry of a cluster of the disk.
-    Entry { cluster: u64, words: [u64; 2] },
+    Entry {
+        cluster: GuestCluster,
+        words: [u64; 2],
+    },
     /// An entry of the L1 table.
-    Table { index: u64, word: u64 },
+    Table { index: L1Index, word: u64 },
     /// The refcount of clusters beside each other.
     Refcount { run: Run, refcount: u64 },
     /// A new refcount block, and where it is.
@@ -248,8 +251,8 @@ fn checksum(parts: &[&[u8]]) -> u32 {
 
 fn put(record: &mut Vec<u8>, change: Change) {
     let (kind, words) = match change {
-        Change::Entry { cluster, words } => (1, [cluster, words[0], words[1]]),
-        Change::Table { index, word } => (2, [index, word, 0]),
+        Change::Entry { cluster, words } => (1, [cluster.number(), words[0], words[1]]),
+        Change::Table { index, word } => (2, [index.number(), word, 0]),
         Change::Refcount { run, refcount } => (3, [run.first.number(), run.clusters, refcount]),
         Change::Block { number, at } => (4, [number.number(), at.bytes(), 0]),
     };
@@ -263,10 +266,13 @@ fn get(bytes: &[u8]) -> Option<Change> {
     let [a, b, c] = [1, 9, 17].map(|at| le64(bytes, at));
     Some(match bytes.first()? {
         1 => Change::Entry {
-            cluster: a,
+            cluster: GuestCluster::new(a),
             words: [b, c],
         },
-        2 => Change::Table { index: a, word: b },
+        2 => Change::Table {
+            index: L1Index::new(a),
+            word: b,
+        },
         3 => Change::Refcount {
             run: Run {
                 first: HostCluster::new(a),
