@@ -1,5 +1,5 @@
-//! Big-endian numbers in bytes. What is beyond the end reads as zeroes: input may end anywhere, and a
-//! number that is not there is one that is not allowed to be 0.
+//! Big-endian numbers in byte slices. Bytes beyond the end read as zeroes: input may end anywhere, and the
+//! checks that follow reject a 0 in any field that must be present.
 
 pub(crate) fn be64(bytes: &[u8], at: usize) -> u64 {
     u64::from_be_bytes(array(bytes, at))

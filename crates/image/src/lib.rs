@@ -1,6 +1,6 @@
-//! What lies where: the formats of disk images, as maps from the guest's disk to the host's file.
+//! Disk image formats: maps from the guest's disk to the host's files.
 //!
-//! An image never moves payload; it says where a range is, and an engine goes there.
+//! An image never moves guest data. It says where a range is; an engine reads or writes it there.
 
 mod bytes;
 mod chain;
@@ -32,21 +32,21 @@ use block::{DiskOffset, FileOffset};
 pub enum Image {
     /// The file is the disk, byte for byte.
     Raw,
-    /// It goes by tables, piece by piece.
+    /// A mapped image: its tables say where each piece is.
     Chain(Arc<Chain>),
-    /// There is no file: requests complete at once, and reads leave the guest's buffers as they
-    /// are. It measures the path of a request, and nothing else.
+    /// No file: requests complete at once, and reads leave the guest's buffers unchanged. For
+    /// measuring the request path alone.
     Null,
 }
 
 /// Where a range of the disk is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extent {
-    /// In the file, from here on, in one piece.
+    /// In the file, contiguous from this offset.
     File(FileOffset),
-    /// In pieces, which the [`Chain`] knows.
+    /// In pieces; the [`Chain`] maps them.
     Pieces,
-    /// Nowhere: there is nothing to be done.
+    /// Nowhere: there is nothing to do.
     Nowhere,
 }
 
@@ -61,7 +61,7 @@ impl Image {
         }
     }
 
-    /// The image, if it goes by tables.
+    /// The chain of a mapped image.
     #[inline]
     pub fn chain(&self) -> Option<&Arc<Chain>> {
         match self {

@@ -1,16 +1,16 @@
-//! qcow2, versions 2 and 3 (docs/interop/qcow2): where the parts of a disk are in a file, and how they
-//! come to be there. Guest data is moved by whoever asks.
+//! qcow2, versions 2 and 3 (docs/interop/qcow2): where each part of the disk is in the file, and how
+//! clusters are allocated and freed. The caller moves guest data.
 //!
-//! - [`map`] answers where a range is, from memory, without locks; or that a table must be loaded.
-//! - [`write`] takes clusters for a write and, when the data is there, makes them the disk's;
-//!   [`zero`] gives them up. Both change tables in memory by [`change`].
-//! - [`flush`] writes what these changed, and says in which order and why.
-//! - [`journal`] has what a kill must not cost, and [`replay`] does it again.
+//! - [`types`] has one type per coordinate: offsets and clusters of the disk and of the file.
+//! - [`map`] looks up a range in memory, without locks, or reports that a table must be loaded.
+//! - [`write`] allocates clusters for a write and, once the data is written, links them into the tables;
+//!   [`zero`] unlinks them. Both change the tables in memory through [`change`].
+//! - [`flush`] writes the changed tables; its comment explains the order.
+//! - [`journal`] records acknowledged changes so that they survive a kill of the process; [`replay`] applies them.
 //! - [`open`], [`begin`], [`grow`] and [`close`] are the events in an image's life.
-//! - [`check`](mod@check) compares refcounts with references, and repairs them.
+//! - [`check`](mod@check) compares refcounts with references; [`repair`] rebuilds them.
 //!
-//! Locks, in the order in which they are taken: that of growing, that of the flush, that of the state.
-//! Tables are loaded without any.
+//! Lock order: `growing`, `flushing`, `state`. Tables are loaded without any lock held.
 
 mod begin;
 mod cache;
@@ -71,47 +71,47 @@ use types::{GuestCluster, HostOffset, L1Index, Run, SliceIndex};
 
 pub(crate) use types::GuestOffset;
 
-/// An image that is open. Any number of threads use it at once.
+/// An open image, shared by any number of threads.
 pub struct Qcow2 {
     g: Geometry,
     file: FileEnd,
-    /// Guest data, if that has a file of its own.
+    /// The external data file, if there is one.
     data: Option<FileEnd>,
     size: AtomicU64,
-    /// Bytes of disk, from the start, for which there is something in a backing file.
+    /// Bytes of the disk, from the start, that a backing file covers.
     backing_size: AtomicU64,
     l1: L1,
     cache: Cache,
     pins: Pins,
     state: Mutex<State>,
-    /// A slice was loaded, or not.
+    /// Signalled when loading a slice has succeeded or failed.
     loaded: Condvar,
     flushing: Mutex<flush::Flushed>,
-    /// Held while the disk becomes longer.
+    /// Held while the disk grows.
     growing: Mutex<()>,
-    /// Flushes asked for.
+    /// Flushes requested so far.
     asked: AtomicU64,
-    /// Changes to the tables in memory, and how many of them are durable.
+    /// Changes to the tables in memory so far, and how many of them are durable.
     changes: ChangeCount,
     durable: AtomicU64,
-    /// Some of them are neither recorded in the journal nor flushed.
+    /// Some changes are neither recorded in the journal nor flushed.
     unrecorded: AtomicBool,
     compression: Compression,
     read_only: bool,
-    /// The data file is the disk at any time.
+    /// The data file must equal the disk at all times (`data_file_raw`).
     raw_external: bool,
-    /// Space that is no longer used is given back to the file system.
+    /// Unused space is returned to the file system.
     punch: AtomicBool,
-    /// What must be done before the first write was done.
+    /// The preparations for the first write are done.
     begun: AtomicBool,
-    /// Why nothing is written any more.
+    /// Why writing has stopped.
     damage: OnceLock<Damage>,
     on_damage: OnceLock<OnDamage>,
 }
 
 type OnDamage = Box<dyn Fn(&Damage) + Send + Sync>;
 
-/// All that changes, except what readers look at.
+/// The mutable state, except the parts that lookups read without a lock.
 struct State {
     header: Header,
     /// The first bytes of the file.
@@ -119,34 +119,34 @@ struct State {
     refcounts: Refcounts,
     metadata: Metadata,
     journal: Option<Journal>,
-    /// There is none, and so changes are flushed before they are acknowledged.
+    /// There is no journal, so changes are flushed before they are acknowledged.
     flush_changes: bool,
-    /// How often changes could not be recorded.
+    /// How many times changes could not be recorded.
     unrecorded: u64,
-    /// On their way to the journal, but for those of refcounts.
+    /// Changes not recorded yet, except those of refcounts.
     changes: Changes,
-    /// Slices being loaded, and the frames they are loaded into.
+    /// Slices being loaded, with the frame for each.
     loading: HashMap<SliceIndex, usize>,
-    /// Frames with changes, and in which pieces.
+    /// Frames with changes, with a mask of the changed pieces.
     dirty_l2: BTreeMap<usize, u32>,
-    /// Frames on their way to the file.
+    /// Frames that a flush is writing.
     writing_l2: HashSet<usize>,
     /// Pieces of the L1 table with changes.
     dirty_l1: BTreeSet<u64>,
-    /// Clusters of the disk for which data is on its way: the first, and the last with the token.
+    /// Ranges of clusters with an allocation in progress: first cluster to last cluster and token.
     pending: BTreeMap<GuestCluster, (GuestCluster, u64)>,
     tokens: u64,
-    /// Who waits for a token.
+    /// Wakers of those that wait for the allocation with a token to end.
     waiters: HashMap<u64, Vec<Waker>>,
-    /// Clusters that the tables in memory no longer lead to; those in the file still may.
+    /// Clusters unlinked from the tables in memory; the tables in the file may still refer to them.
     unlinked: Vec<Run>,
     unlinked_clusters: u64,
-    /// Clusters that no table leads to, but requests may that began before.
+    /// Clusters that no table refers to, but older requests may still access.
     deferred_frees: Vec<(Mark, Vec<Run>)>,
 }
 
 impl State {
-    /// Whether nothing is marked as changed that a flush would write.
+    /// Whether a flush has nothing to write.
     fn is_clean(&self) -> bool {
         self.dirty_l2.is_empty() && self.dirty_l1.is_empty() && self.refcounts.dirty_bytes() == 0
     }
@@ -176,39 +176,39 @@ impl Qcow2 {
         self.g.cluster()
     }
 
-    /// Whether no table leads anywhere: all of it is its backing file's.
+    /// Whether the image has no L2 tables: everything is in its backing file.
     pub(crate) fn is_bare(&self) -> bool {
         (0..self.l1.entries()).all(|table| self.l1.get(L1Index::new(table)) == 0)
     }
 
-    /// Unit, in bytes, in which a write that allocates needs nothing copied: a cluster or subcluster.
+    /// Unit, in bytes, in which an allocating write needs no copy: a cluster or subcluster.
     pub fn allocation_bytes(&self) -> u64 {
         1 << self.g.subcluster_bits()
     }
 
-    /// How its compressed clusters are compressed.
+    /// The compression type of the header.
     pub fn compression(&self) -> Compression {
         self.compression
     }
 
-    /// Who looks things up, so that nothing is reused under them.
+    /// The pins that keep looked-up clusters from being reused.
     #[inline]
     pub fn pins(&self) -> &Pins {
         &self.pins
     }
 
-    /// Why nothing is written any more, if that is so.
+    /// Why writing has stopped, if it has.
     pub fn damage(&self) -> Option<&Damage> {
         self.damage.get()
     }
 
-    /// Has `tell` called once, when the image is found to contradict itself. It can be set once;
-    /// returns whether it was.
+    /// Sets `tell`, which is called once, when the image is found to be damaged. It can be set only once;
+    /// returns false if it was set already.
     pub fn on_damage(&self, tell: impl Fn(&Damage) + Send + Sync + 'static) -> bool {
         self.on_damage.set(Box::new(tell)).is_ok()
     }
 
-    /// Whether space that is no longer used is given back to the file system (`discard=unmap`).
+    /// Whether to return unused space to the file system (`discard=unmap`).
     pub fn set_punch(&self, punch: bool) {
         self.punch.store(punch, SeqCst);
     }
@@ -233,8 +233,8 @@ impl Qcow2 {
         }
     }
 
-    /// Stops all writing, if this error says that the image contradicts itself, and has the file say
-    /// so as well. The flag is best effort: nothing is written either way.
+    /// Stops all writing if the error says that the image is damaged, and sets the corrupt bit in the
+    /// file. The bit is best effort: nothing more is written either way.
     fn report(&self, state: &mut State, error: ImageError) -> ImageError {
         if let ImageError::Damaged(damage) = &error
             && !self.read_only
@@ -258,8 +258,8 @@ impl Qcow2 {
     }
 }
 
-/// Counts changes to the tables in memory. Whatever makes one counts it itself, before it can be found, under the lock of
-/// the state: a flush writes what is marked as changed, and counts as durable what had been counted when it looked.
+/// Counts changes to the tables in memory. A change is counted under the state lock, before a lookup can find it. A
+/// flush writes what is marked as changed, and then counts as durable all changes counted when it began.
 #[derive(Clone, Default)]
 pub(crate) struct ChangeCount(Arc<AtomicU64>);
 

@@ -7,19 +7,19 @@ use rustix::fs::{FallocateFlags, fallocate};
 
 /// A file or block device, as an image reads and writes its own tables in it.
 ///
-/// Calls block; they are made from threads that may. Any number of them come at the same time, for
-/// ranges that may touch but are never written twice at once. Guest data does not come this way.
+/// Calls block, so only threads that may block make them. Calls run concurrently; no range is written by
+/// two calls at once. Guest data does not take this path.
 ///
-/// Whoever implements it for files that need aligned I/O aligns: an image writes whole
-/// [`block`](Self::block)s, but reads what it likes.
+/// An image writes whole [`block`](Self::block)s, but reads at any offset and length. An implementation for
+/// files that need aligned I/O must align reads itself.
 pub trait Storage: Send + Sync {
-    /// Fills `to` from there on, as far as the file reaches; returns how many bytes that were.
+    /// Reads into `to` until it is full or the file ends; returns the number of bytes read.
     ///
     /// # Errors
     /// What the kernel said.
     fn read_at(&self, at: FileOffset, to: &mut [u8]) -> io::Result<usize>;
 
-    /// Writes all of `from`; a file grows where it must.
+    /// Writes all of `from`; a regular file grows if necessary.
     ///
     /// # Errors
     /// What the kernel said; any part may have been written.
@@ -31,34 +31,34 @@ pub trait Storage: Send + Sync {
     /// What the kernel said; what was written since the last success may be lost.
     fn flush(&self) -> io::Result<()>;
 
-    /// Whether a failed [`flush`](Self::flush) forgets what it has not written, as that of the page cache
-    /// does: the next one succeeds, and it is lost all the same.
+    /// Whether a failed [`flush`](Self::flush) drops the data that it could not write, as the page cache
+    /// does: the next flush succeeds although that data is lost.
     fn forgets(&self) -> bool;
 
-    /// Bytes.
+    /// The size in bytes.
     ///
     /// # Errors
     /// What the kernel said.
     fn size(&self) -> io::Result<u64>;
 
-    /// Makes a regular file longer or shorter; what is added reads as zeroes.
+    /// Sets the length of a regular file; an added part reads as zeroes.
     ///
     /// # Errors
-    /// What the kernel said; `Unsupported` for what has a fixed length.
+    /// What the kernel said; `Unsupported` for a block device, which has a fixed length.
     fn set_size(&self, size: u64) -> io::Result<()>;
 
-    /// Gives the space back; from then on, the range reads as zeroes.
+    /// Frees the space of a range, which reads as zeroes afterwards.
     ///
     /// # Errors
     /// What the kernel said; `Unsupported` if it can't.
     fn punch(&self, at: FileOffset, len: u64) -> io::Result<()>;
 
-    /// What a write must be a multiple of in place and length to disturb nothing beside it, in
-    /// bytes; a power of two.
+    /// The unit of writes in bytes, a power of two: a write whose offset and length are multiples of it
+    /// changes no byte outside its range.
     fn block(&self) -> u32;
 }
 
-/// A file that is read and written through the page cache, and never made durable: for a journal, and for tests.
+/// A file used through the page cache and never made durable: for journals and tests.
 pub struct PlainFile(pub File);
 
 impl Storage for PlainFile {
@@ -103,7 +103,7 @@ impl Storage for PlainFile {
     }
 }
 
-/// Fills `to`; what lies behind the end of the file reads as zeroes.
+/// Fills `to`, with zeroes after the end of the file; returns the number of bytes that the file had.
 pub(crate) fn read_padded(
     storage: &dyn Storage,
     at: FileOffset,

@@ -1,8 +1,8 @@
-//! Changes to the metadata in memory: how one is made under the lock of the state, and the entries that it sets.
+//! Changes to the tables in memory, made under the state lock.
 //!
-//! A change that finds something missing gives up with a [`Retry`], which says what must be done first without the
-//! lock; [`Qcow2::change`] does that and tries again. Nothing here writes to the file, except the first content of a
-//! new L2 table; [`flush`](super::flush) writes the rest, in an order that a crash cannot break.
+//! A change that needs something first returns a [`Retry`], which names it. [`Qcow2::change`] does that without the
+//! lock and tries again. Nothing here writes to the file except the first content of a new L2 table;
+//! [`flush`](super::flush) writes the tables, in an order that keeps the image consistent after a crash.
 
 use super::entry::{COPIED, Entry, Standard, table_at};
 use super::error::ImageError;
@@ -11,25 +11,25 @@ use super::journal::Change;
 use super::types::{GuestCluster, HostOffset, L1Index, Run, SliceIndex};
 use super::{Load, Qcow2, State};
 
-/// Changed metadata that is held back for the next flush, in bytes: 8192 pieces of 4 KiB, which is
-/// what 4 Mi allocated clusters change, if they are beside each other.
+/// Changed metadata kept for the next flush at most, in bytes: 8192 pieces of 4 KiB, which is what 4 Mi
+/// contiguous allocated clusters change.
 const DIRTY_BYTES_MAX: u64 = 32 << 20;
 
-/// Clusters that are given up, but may be reused only after a flush: 1 GiB at 64 KiB a cluster.
+/// Unlinked clusters, which only a flush makes reusable, at most: 1 GiB at 64 KiB a cluster.
 const UNLINKED_MAX: u64 = 16384;
 
-/// Why a change under the lock of the state stops: something must be done first, without that lock.
+/// What must be done without the state lock before a change can be tried again.
 #[derive(Debug)]
 pub(crate) enum Retry {
     /// The refcount table must grow.
     TableFull,
     /// A slice must be loaded.
     Load(SliceIndex),
-    /// All places for a slice have changes that must be written.
+    /// All frames for a slice have changes that must be written.
     CacheFull,
-    /// The file must be read or made longer, or more be looked at than the caller has time for.
+    /// The file must be read or extended, or the search takes longer than the caller may spend.
     WouldBlock,
-    /// So much has been looked at that others come first; it goes on where it was.
+    /// The search was interrupted so that others get the lock; it continues where it stopped.
     Later,
     Error(ImageError),
 }
@@ -40,7 +40,7 @@ impl From<ImageError> for Retry {
     }
 }
 
-/// Whether a change may read the file and make it longer.
+/// Whether a change may read or extend the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MayBlock {
     Yes,
@@ -48,7 +48,7 @@ pub(crate) enum MayBlock {
 }
 
 impl MayBlock {
-    /// Whether the file reaches so far, or may be made to.
+    /// Fails if the file must be extended to `to` and the caller may not block.
     pub fn grow(self, end: &FileEnd, to: HostOffset) -> Result<(), Retry> {
         match self {
             Self::No if end.get() < to => Err(Retry::WouldBlock),
@@ -58,7 +58,7 @@ impl MayBlock {
 }
 
 impl Qcow2 {
-    /// Does a change under the lock of the state, and whatever it needs done first without it.
+    /// Makes a change under the state lock, after doing what it needs without the lock.
     pub(super) fn change<T>(
         &self,
         mut change: impl FnMut(&mut State) -> Result<T, Retry>,
@@ -88,7 +88,7 @@ impl Qcow2 {
         }
     }
 
-    /// Whether so much is held back that it must be flushed first.
+    /// Whether so many changes are only in memory that a flush must come first.
     pub(super) fn is_full(&self, state: &State) -> bool {
         let held_back = (state.dirty_l2.len() + state.dirty_l1.len()) as u64 * self.g.piece()
             + state.refcounts.dirty_bytes();
@@ -97,7 +97,7 @@ impl Qcow2 {
             || state.journal_full()
     }
 
-    /// The entry of a cluster.
+    /// The L2 entry of a cluster.
     pub(super) fn entry(&self, cluster: GuestCluster) -> Result<Entry, Retry> {
         let (slice, entry) = self.g.slice_of(cluster);
         let found = self.cache.find(slice).ok_or(Retry::Load(slice))?;
@@ -108,7 +108,7 @@ impl Qcow2 {
         })
     }
 
-    /// Changes the entry of a cluster. The caller records its changes before the lock is given up.
+    /// Changes the L2 entry of a cluster. The caller records its changes before it releases the lock.
     pub(super) fn set_entry(
         &self,
         state: &mut State,
@@ -119,7 +119,7 @@ impl Qcow2 {
         self.publish_entry(state, cluster, entry)
     }
 
-    /// Has a change to be recorded, which is made after that.
+    /// Queues a change for the journal; the change itself is made after it is recorded.
     pub(super) fn will_set_entry(&self, state: &mut State, cluster: GuestCluster, entry: Entry) {
         state.changes.push(Change::Entry {
             cluster,
@@ -127,7 +127,7 @@ impl Qcow2 {
         });
     }
 
-    /// Has the entry of a cluster found from now on, and written by the next flush.
+    /// Makes an entry visible to lookups, and marks it for the next flush.
     pub(super) fn publish_entry(
         &self,
         state: &mut State,
@@ -137,7 +137,7 @@ impl Qcow2 {
         let (slice, place) = self.g.slice_of(cluster);
         let frame = self.cache.find(slice).ok_or(Retry::Load(slice))?.frame;
         let words = self.g.words();
-        // Before it is found: who writes there asks whether it must be flushed.
+        // Before a lookup can find it: a writer that finds it asks whether a flush is needed.
         self.changes.add();
         self.cache
             .set(frame, place, &entry.encode(&self.g)[..words]);
@@ -146,10 +146,10 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Sees to it that a slice is in memory, and its table nobody else's.
+    /// Ensures that a slice is in memory, and that its L2 table is not shared.
     ///
-    /// A new table is written here, as it is at first: empty, or a copy. The L1 table in the file does
-    /// not lead to it before that is durable, see [`flush`](super::flush).
+    /// The first content of a new table, empty or a copy, is written here. The L1 table in the file refers to
+    /// it only after that is durable, see [`flush`](super::flush).
     pub(super) fn own_table(&self, state: &mut State, slice: SliceIndex) -> Result<(), Retry> {
         let g = &self.g;
         let (table, _) = g.table_of(slice);
@@ -207,7 +207,7 @@ impl Qcow2 {
         self.file.write_at("writing a new L2 table", at, &bytes)
     }
 
-    /// Nothing leads to what this entry led to any more, if that is not `kept`.
+    /// Unlinks the clusters of an entry that was replaced, except the one at `kept`.
     pub(super) fn unlink(&self, state: &mut State, entry: Entry, kept: Option<HostOffset>) {
         let run = match entry {
             Entry::Compressed(compressed) => compressed.clusters(&self.g),

@@ -1,4 +1,4 @@
-//! The end of an image's life in this process: closed for good, or left to another process.
+//! Closing an image, or leaving it to another process.
 
 use std::sync::PoisonError;
 
@@ -6,8 +6,8 @@ use super::Qcow2;
 use super::error::ImageError;
 
 impl Qcow2 {
-    /// Closes the image, when nobody uses it any more: what was given up is freed, and the file ends
-    /// where it is used. An image that is not closed is just as sound, and may have lost some space.
+    /// Closes the image after its last use: frees unlinked clusters, and truncates the file after the last
+    /// used cluster. An image that is not closed is equally consistent, but may have leaked space.
     ///
     /// # Errors
     /// Something may not be durable.
@@ -16,7 +16,7 @@ impl Qcow2 {
         if self.read_only || self.damage.get().is_some() {
             return Ok(());
         }
-        // What the flush has freed.
+        // Writes the refcounts of what the first flush has freed.
         self.flush()?;
         let mut state = self.lock();
         if let Some(end) = state.refcounts.used_end(&self.file)? {
@@ -25,8 +25,8 @@ impl Qcow2 {
         self.end_journal(&mut state)
     }
 
-    /// Writes what only this process knows, so that another one can go on with the file. What is begun meanwhile is left
-    /// out, and what was given up by then may stay counted.
+    /// Writes what only this process knows, so that another process can continue with the file. Allocations in progress
+    /// are left out, and clusters unlinked recently may stay counted.
     ///
     /// # Errors
     /// As of [`flush`](Self::flush).
@@ -34,7 +34,7 @@ impl Qcow2 {
         if self.read_only || self.damage.get().is_some() {
             return Ok(());
         }
-        // Each flush frees what the next one writes; the last is that of what the second has freed.
+        // Each flush frees clusters whose refcounts the next one writes.
         for _ in 0..3 {
             let flushing = self.flushing.lock();
             let flushing = flushing.unwrap_or_else(PoisonError::into_inner);

@@ -1,8 +1,9 @@
-//! One type per coordinate: an offset on the disk is none in the file, a byte is no cluster, and the compiler knows it.
+//! One type per coordinate, so that the compiler rejects an offset on the disk where one in the file is meant, or
+//! a byte offset where a cluster number is.
 //!
-//! A coordinate is made of a number by `new`, where its meaning is known, and turned into another by a method that
-//! says which. Where the number comes from the file, [`HostOffset::of_cluster`] checks it; all other arithmetic is
-//! that of `u64`, for values that were checked. All of it compiles to what it would be without the types.
+//! `new` makes a coordinate from a number, and named methods convert it into another one. Numbers that come from
+//! the file are checked by [`HostOffset::of_cluster`] or [`HostOffset::is_of_cluster`]; all other arithmetic is plain
+//! `u64` arithmetic on checked values. The types cost nothing at run time.
 
 use std::ops::{Add, Sub};
 
@@ -10,10 +11,10 @@ use block::FileOffset;
 
 use super::geometry::Geometry;
 
-/// Offsets in a file that a table entry can hold have so many bits.
+/// Bits of the offsets that table entries can hold.
 pub(crate) const HOST_BITS: u32 = 56;
 
-/// Defines a coordinate: a number in a type of its own, to which a distance can be added.
+/// Defines a coordinate: a number to which a distance can be added.
 macro_rules! coordinate {
     ($(#[$doc:meta])* $name:ident, $number:ident) => {
         $(#[$doc])*
@@ -101,37 +102,37 @@ coordinate!(
 );
 
 impl GuestOffset {
-    /// The cluster that it is in.
+    /// The cluster that contains it.
     #[inline]
     pub fn cluster(self, g: &Geometry) -> GuestCluster {
         GuestCluster(self.0 >> g.cluster_bits)
     }
 
-    /// Bytes of its cluster before it.
+    /// The offset within its cluster, in bytes.
     #[inline]
     pub fn in_cluster(self, g: &Geometry) -> u64 {
         self.0 & (g.cluster() - 1)
     }
 
-    /// The same place in an external data file.
+    /// The offset in an external data file, which is the same.
     #[inline]
     pub fn in_data_file(self) -> HostOffset {
         HostOffset(self.0)
     }
 
-    /// The byte before, of an end that is not that of an empty range.
+    /// The byte before; not for offset 0.
     #[inline]
     pub fn before(self) -> Self {
         Self(self.0 - 1)
     }
 
-    /// The multiple of `unit` at or before it; `unit` is a power of two.
+    /// Rounds down to a multiple of `unit`, a power of two.
     #[inline]
     pub fn down_to(self, unit: u64) -> Self {
         Self(self.0 & !(unit - 1))
     }
 
-    /// The multiple of `unit` at or behind it.
+    /// Rounds up to a multiple of `unit`.
     #[inline]
     pub fn up_to(self, unit: u64) -> Self {
         Self(self.0.next_multiple_of(unit))
@@ -145,7 +146,7 @@ impl GuestCluster {
         GuestOffset(self.0 << g.cluster_bits)
     }
 
-    /// The one before, of a cluster that is not the first.
+    /// The cluster before; not for cluster 0.
     #[inline]
     pub fn before(self) -> Self {
         Self(self.0 - 1)
@@ -165,40 +166,40 @@ impl L2Index {
 }
 
 impl HostOffset {
-    /// The header's, and the start of an external data file.
+    /// The offset of the header, and of the start of an external data file.
     pub const START: Self = Self(0);
 
-    /// A number from the file, if a cluster can be there.
+    /// Checks a number from the file: an offset where a cluster can be.
     #[inline]
     pub fn of_cluster(bytes: u64, g: &Geometry) -> Option<Self> {
         Some(Self(bytes)).filter(|at| at.is_of_cluster(g.cluster()))
     }
 
-    /// Whether a cluster of so many bytes can be there.
+    /// Whether a cluster of `cluster_bytes` can be at this offset.
     #[inline]
     pub fn is_of_cluster(self, cluster_bytes: u64) -> bool {
         self.0.is_multiple_of(cluster_bytes) && self.0 >> HOST_BITS == 0
     }
 
-    /// The cluster that it is in.
+    /// The cluster that contains it.
     #[inline]
     pub fn cluster(self, g: &Geometry) -> HostCluster {
         HostCluster(self.0 >> g.cluster_bits)
     }
 
-    /// The same for a [`Storage`](crate::Storage).
+    /// The same offset, for a [`Storage`](crate::Storage).
     #[inline]
     pub fn in_file(self) -> FileOffset {
         FileOffset(self.0)
     }
 
-    /// How far it is behind `before`, or 0.
+    /// The distance from `before`, or 0 if this is less.
     #[inline]
     pub fn distance_from(self, before: Self) -> u64 {
         self.0.saturating_sub(before.0)
     }
 
-    /// The multiple of `unit` at or before it.
+    /// Rounds down to a multiple of `unit`.
     #[inline]
     pub fn down_to(self, unit: u64) -> Self {
         Self(self.0 / unit * unit)
@@ -213,7 +214,7 @@ impl HostCluster {
     }
 }
 
-/// Clusters beside each other in the file.
+/// A contiguous run of clusters in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Run {
     pub first: HostCluster,
@@ -228,7 +229,7 @@ impl Run {
         }
     }
 
-    /// The clusters from one to another, which is not one of them.
+    /// The clusters from `first` up to, but not including, `end`.
     pub fn between(first: HostCluster, end: HostCluster) -> Self {
         Self {
             first,
@@ -236,12 +237,12 @@ impl Run {
         }
     }
 
-    /// The cluster behind the last.
+    /// The cluster after the last.
     pub fn end(&self) -> HostCluster {
         HostCluster(self.first.0.saturating_add(self.clusters))
     }
 
-    /// Which of the clusters this is, counted from 0.
+    /// The position of a cluster in the run, if it is in it.
     pub fn place_of(&self, cluster: HostCluster) -> Option<usize> {
         let inside = self.first <= cluster && cluster < self.end();
         inside.then(|| (cluster - self.first) as usize)
