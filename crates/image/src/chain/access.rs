@@ -188,7 +188,7 @@ impl Chain {
             if part.iter().any(|&byte| byte != 0) {
                 return Ok(false);
             }
-            from = from + part.len() as u64;
+            from += part.len() as u64;
         }
         Ok(true)
     }
@@ -208,7 +208,7 @@ impl Chain {
         while !new.is_empty() {
             let why = Zeroing::Zeroes { unmap: true };
             let (done, waiting) = self.zero(new.start.bytes(), new.end - new.start, why)?;
-            new.start = new.start + done;
+            new.start += done;
             if let Some(waiting) = waiting {
                 image.wait(&waiting);
             }

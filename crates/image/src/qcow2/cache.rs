@@ -6,30 +6,30 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
 use super::geometry::Geometry;
 use super::types::{L2Index, SliceIndex};
 
-/// Places where a slice may be. They stand beside each other, in half a cache line.
+/// Frames that a slice may be in; their tags are adjacent, in half a cache line.
 const WAYS: usize = 4;
 
-/// Bits of a tag that count how often its frame was filled anew: a reader would have to be asleep
-/// between two instructions while that happens a million times, to be misled.
+/// Bits of a tag that count how often its frame was refilled. To be misled, a reader would have to be
+/// suspended between two instructions for exactly a multiple of a million refills.
 const COUNT_BITS: u32 = 20;
 
 /// A set-associative cache of slices.
 ///
-/// A reader compares tags, reads entries, and looks at the tag again: if it is still the same, the
-/// entries were the slice's. Whoever fills a frame takes the tag away first. All changes are made
-/// under the lock of the image's state. The order of all this is SeqCst, for the sake of
-/// [`Pins`](super::Pins): on x86, that costs readers nothing.
+/// A reader compares tags, reads entries, and then reads the tag again: if it has not changed, the
+/// entries belong to the slice. A writer clears the tag before it refills a frame. All changes are made
+/// under the state lock. All accesses are SeqCst, because [`Pins`](super::Pins) requires it; on x86 this
+/// costs readers nothing.
 pub(crate) struct Cache {
     tags: Box<[AtomicU64]>,
     used: Box<[AtomicBool]>,
-    /// Memory comes when a frame is first filled.
+    /// Allocated when a frame is first filled.
     frames: Box<[OnceLock<Box<[AtomicU64]>>]>,
     words: usize,
     sets: u64,
     hand: AtomicUsize,
 }
 
-/// A slice that was found. What is read from it counts only if it is [`valid`](Self::valid) after.
+/// A slice that was found. Entries read from it are usable only if it is still [`valid`](Self::valid) afterwards.
 #[derive(Clone, Copy)]
 pub(crate) struct Found<'a> {
     tag: &'a AtomicU64,
@@ -39,7 +39,7 @@ pub(crate) struct Found<'a> {
 }
 
 impl Cache {
-    /// A cache of about so many slices.
+    /// A cache of at least `slices` slices.
     pub fn new(geometry: &Geometry, slices: u64) -> Self {
         let sets = slices.div_ceil(WAYS as u64).next_power_of_two();
         let frames = sets as usize * WAYS;
@@ -53,7 +53,7 @@ impl Cache {
         }
     }
 
-    /// Slices that there is room for.
+    /// The capacity in slices.
     pub fn slices(&self) -> u64 {
         self.sets * WAYS as u64
     }
@@ -91,14 +91,13 @@ impl Cache {
         slice.map(SliceIndex::new)
     }
 
-    /// Empties a frame where `slice` may go, unless all of them are `kept`. Whoever holds the lock of
-    /// the state may call this.
+    /// Empties a frame for `slice`, unless all candidates are `kept`. The caller holds the state lock.
     pub fn evict_for(&self, slice: SliceIndex, kept: impl Fn(usize) -> bool) -> Option<usize> {
         let first = self.first_way(slice);
         let candidates = || (first..first + WAYS).filter(|&frame| !kept(frame));
         let empty = candidates().find(|&frame| self.slice_in(frame).is_none());
         let victim = empty.or_else(|| {
-            // Each that was used since is spared once.
+            // Second chance: a frame that was used since is spared once.
             let hand = self.hand.fetch_add(1, SeqCst) % WAYS;
             let in_turn = || {
                 let ways = (0..WAYS).map(move |way| first + (hand + way) % WAYS);
@@ -111,7 +110,7 @@ impl Cache {
         Some(victim)
     }
 
-    /// Takes the tag away; what remains of it is the count, one more than before.
+    /// Clears the tag; only its counter remains, increased by one.
     fn take_tag(&self, frame: usize) {
         let count = self.tags[frame].load(SeqCst).wrapping_add(1) & ((1 << COUNT_BITS) - 1);
         self.tags[frame].store(count, SeqCst);
@@ -141,12 +140,12 @@ impl Cache {
             return;
         };
         if let [word] = entry_words {
-            // One word changes at once, for a reader.
+            // A reader sees a single word change atomically.
             words[entry].store(*word, SeqCst);
         } else if let [word, bitmap] = entry_words
             && let Some(slice) = self.slice_in(frame)
         {
-            // Readers of two must not see one old and one new.
+            // A reader of two words must not see one old and one new.
             self.take_tag(frame);
             words[2 * entry].store(*word, SeqCst);
             words[2 * entry + 1].store(*bitmap, SeqCst);
@@ -174,7 +173,7 @@ impl Found<'_> {
         }
     }
 
-    /// Whether what was read before this call was the slice's.
+    /// Whether the entries read before this call belong to the slice.
     #[inline]
     pub fn valid(&self) -> bool {
         self.tag.load(SeqCst) == self.expected

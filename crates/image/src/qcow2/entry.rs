@@ -3,7 +3,7 @@
 use super::geometry::Geometry;
 use super::types::{HOST_BITS, HostOffset, Run};
 
-/// Of an L1 or L2 entry: what it points to belongs to nobody else.
+/// Of an L1 or L2 entry: the refcount of the table or cluster that it refers to is 1.
 pub(crate) const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
 const ZERO: u64 = 1;
@@ -11,13 +11,13 @@ const ZERO: u64 = 1;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 /// Bits of a standard L2 entry that must be 0.
 const RESERVED: u64 = 0x3f00_0000_0000_01fe;
-/// Only in memory: this entry leads to metadata. It is one of the reserved bits.
+/// Only in memory: the entry refers to a metadata cluster. Uses one of the reserved bits.
 pub(crate) const BAD: u64 = 1 << 61;
 
-/// Where an L1 entry leads: no table, or a table at this offset.
+/// The L2 table of an L1 entry, if it has one.
 ///
 /// # Errors
-/// The entry is not one that the format knows.
+/// The entry is invalid.
 #[inline]
 pub(crate) fn table_at(geometry: &Geometry, entry: u64) -> Result<Option<HostOffset>, BadEntry> {
     let at = entry & OFFSET;
@@ -25,17 +25,17 @@ pub(crate) fn table_at(geometry: &Geometry, entry: u64) -> Result<Option<HostOff
         return Err(BadEntry);
     }
     if at == 0 {
-        // The header is no table.
+        // The header is not a table.
         return if entry == 0 { Ok(None) } else { Err(BadEntry) };
     }
     Ok(Some(HostOffset::new(at)))
 }
 
-/// The entry cannot be: reserved bits are set, or an offset is not that of a cluster.
+/// The entry is invalid: reserved bits are set, or its offset is not that of a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BadEntry;
 
-/// What an L2 entry says of a cluster. Images without subclusters are those with one.
+/// A decoded L2 entry. Images without subclusters are treated as having one per cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Entry {
     Standard(Standard),
@@ -46,11 +46,11 @@ pub(crate) enum Entry {
 pub(crate) struct Standard {
     /// Offset of the host cluster.
     pub host: Option<HostOffset>,
-    /// Nobody else has that host cluster.
+    /// The host cluster is not shared.
     pub own: bool,
-    /// Subclusters whose data is there.
+    /// Subclusters with data in the host cluster.
     pub data: u32,
-    /// Subclusters that read as zeroes. Those in neither mask are read from the backing file.
+    /// Subclusters that read as zeroes. Those in neither mask read from the backing file.
     pub zero: u32,
 }
 
@@ -58,15 +58,15 @@ pub(crate) struct Standard {
 pub(crate) struct Compressed {
     /// Where the compressed bytes begin.
     pub at: HostOffset,
-    /// How many there are at most.
+    /// The upper bound of their length.
     pub len: u64,
     word: u64,
 }
 
-/// What a run of bytes within a cluster is.
+/// The kind of a run of bytes within a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// In the file, from here on.
+    /// In the file, from this offset.
     Data(HostOffset),
     Zero,
     Compressed(Compressed),
@@ -83,14 +83,14 @@ impl Entry {
     });
 
     /// # Errors
-    /// The entry cannot be.
+    /// The entry is invalid.
     #[inline]
     pub fn decode(g: &Geometry, word: u64, bitmap: u64) -> Result<Self, BadEntry> {
         if word & COMPRESSED != 0 {
             return Compressed::decode(g, word).map(Self::Compressed);
         }
         let at = word & OFFSET;
-        // In an external file, every cluster has its own place.
+        // In an external data file, every cluster has its own fixed offset.
         let own = word & COPIED != 0 || g.external && at != 0;
         let bad = word & RESERVED != 0 || !at.is_multiple_of(g.cluster());
         // Offset 0 is that of the header, or of the first cluster of an external file.
@@ -114,7 +114,7 @@ impl Entry {
         }))
     }
 
-    /// The words of the entry; the second is for extended entries.
+    /// The words of the entry; only extended entries have the second.
     pub fn encode(self, g: &Geometry) -> [u64; 2] {
         match self {
             Self::Compressed(c) => [c.word, 0],
@@ -130,7 +130,7 @@ impl Entry {
         }
     }
 
-    /// What is at an offset within the cluster, and for how many bytes that holds.
+    /// The kind of data at an offset within the cluster, and for how many bytes that holds.
     #[inline]
     pub fn at(&self, g: &Geometry, offset: u64) -> (Kind, u64) {
         let s = match self {
@@ -150,7 +150,7 @@ impl Entry {
         (kind, end - offset)
     }
 
-    /// Whether these subclusters can be written where they are.
+    /// Whether these subclusters can be written in place.
     #[inline]
     pub fn in_place(&self, touched: u32) -> bool {
         matches!(self, Self::Standard(s) if s.own && s.data & touched == touched)
@@ -173,7 +173,7 @@ impl Compressed {
         Ok(Self { at, len, word })
     }
 
-    /// The host clusters that it lies in.
+    /// The host clusters that contain it.
     pub fn clusters(&self, g: &Geometry) -> Run {
         let last = (self.at + (self.len - 1)).cluster(g);
         Run::between(self.at.cluster(g), last + 1)

@@ -6,8 +6,8 @@ use super::error::{Doing, ImageError};
 use super::types::HostOffset;
 use crate::storage::{Storage, read_padded};
 
-/// The file grows by a sixteenth of what it has, within these bounds in bytes, so that it seldom
-/// does. What is too much costs no space, and is cut off when the image is closed.
+/// The file is extended by a sixteenth of its length, within these bounds in bytes, so that this is rare.
+/// The excess occupies no space, and is truncated when the image is closed.
 const GROWTH: (u64, u64) = (16 << 20, 1 << 30);
 
 const EIO: i32 = 5;
@@ -24,12 +24,12 @@ pub(crate) struct FileEnd {
     storage: Arc<dyn Storage>,
     /// In bytes.
     end: AtomicU64,
-    /// Its length when it was opened.
+    /// Where the file ended when it was opened.
     first: HostOffset,
     forgets: bool,
     /// A flush has failed, and none has succeeded since.
     unflushed: AtomicBool,
-    /// The errno with which a flush has lost something for good.
+    /// The errno of a flush that has lost data for good.
     lost: OnceLock<i32>,
 }
 
@@ -50,13 +50,13 @@ impl FileEnd {
         &*self.storage
     }
 
-    /// Where the file ends. What lies behind reads as zeroes.
+    /// Where the file ends. Reads after the end return zeroes.
     #[inline]
     pub fn get(&self) -> HostOffset {
         HostOffset::new(self.end.load(SeqCst))
     }
 
-    /// Makes the file at least so long. One thread at a time may do that.
+    /// Extends the file to at least `to`. Only one thread at a time may call this.
     pub fn grow(&self, to: HostOffset) -> Result<(), ImageError> {
         let end = self.get();
         if to <= end {
@@ -83,7 +83,7 @@ impl FileEnd {
         }
     }
 
-    /// Cuts off what is behind, as far as the file was made longer here.
+    /// Truncates the file to `to`, but not below the length that it had when it was opened.
     pub fn trim(&self, to: HostOffset) -> Result<(), ImageError> {
         let to = to.max(self.first);
         if to < self.get() {
@@ -96,8 +96,8 @@ impl FileEnd {
         Ok(())
     }
 
-    /// Makes the file at least so long, and no longer: others may read a data file, and take its
-    /// length for that of the disk. One thread at a time may do that.
+    /// Extends the file to exactly `to`, if it is shorter: other programs may read a data file, and take its
+    /// length for that of the disk. Only one thread at a time may call this.
     pub fn grow_exactly(&self, to: HostOffset) -> Result<(), ImageError> {
         if to > self.get() {
             let to = to.bytes();
@@ -109,7 +109,7 @@ impl FileEnd {
     }
 
     pub fn write(&self, doing: &'static str, pieces: &[Piece]) -> Result<(), ImageError> {
-        // Neighbours go together.
+        // Adjacent pieces are written together.
         let mut at = 0;
         while let Some(first) = pieces.get(at) {
             let mut bytes = std::borrow::Cow::Borrowed(&first.bytes);
@@ -136,7 +136,7 @@ impl FileEnd {
         written.doing(doing, at.bytes())
     }
 
-    /// Fills `to`, with zeroes behind the end of the file; returns how many bytes the file had.
+    /// Fills `to`, with zeroes after the end of the file; returns the number of bytes that the file had.
     pub fn read_at(
         &self,
         doing: &'static str,
@@ -146,8 +146,8 @@ impl FileEnd {
         read_padded(&*self.storage, at.in_file(), to).doing(doing, at.bytes())
     }
 
-    /// Makes everything durable that was written. One thread at a time may do that: the kernel tells of what
-    /// it could not write once, and the other one would take it for durable.
+    /// Makes everything durable that was written. Only one thread at a time may call this: the kernel reports a write
+    /// error once, and a second thread would take the lost data for durable.
     pub fn flush(&self) -> Result<(), ImageError> {
         if let Some(&errno) = self.lost.get() {
             let source = io::Error::from_raw_os_error(errno);
@@ -166,14 +166,13 @@ impl FileEnd {
         Err(source).doing("making the image durable", 0)
     }
 
-    /// Whether a flush that fails is the last one.
+    /// Whether no flush can succeed after one that failed.
     #[inline]
     pub fn forgets(&self) -> bool {
         self.forgets
     }
 
-    /// Whether the last flush failed: something that was written may not be durable, whatever was not changed
-    /// since.
+    /// Whether the last flush failed: data may not be durable although nothing was changed since.
     pub fn unflushed(&self) -> bool {
         self.unflushed.load(SeqCst)
     }

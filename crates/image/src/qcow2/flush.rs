@@ -323,7 +323,7 @@ impl Qcow2 {
         {
             let mut end = first + 1;
             while clusters.next_if_eq(&end).is_some() {
-                end = end + 1;
+                end += 1;
             }
             let (at, end) = (first.start(&self.g), end.start(&self.g));
             if self.file.storage().punch(at.in_file(), end - at).is_err() {

@@ -3,12 +3,12 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use super::types::L1Index;
 
-/// Entries of the first segment; each further one has twice as many.
+/// Entries of the first segment; each further segment has twice as many.
 const FIRST: u64 = 1024;
 /// 1024 * (2^13 - 1) entries are more than the 4 Mi of the largest table.
 const SEGMENTS: usize = 13;
 
-/// The active L1 table. It is read without a lock while it grows: what is there never moves.
+/// The active L1 table. Readers take no lock, also while it grows: entries never move.
 #[derive(Default)]
 pub(crate) struct L1 {
     segments: [OnceLock<Box<[AtomicU64]>>; SEGMENTS],
@@ -21,7 +21,7 @@ impl L1 {
         self.entries.load(SeqCst)
     }
 
-    /// Adds entries at the end. One thread at a time may do that.
+    /// Appends entries. Only one thread at a time may call this.
     pub fn extend(&self, entries: impl Iterator<Item = u64>) {
         let mut at = self.entries();
         for entry in entries {
@@ -36,7 +36,7 @@ impl L1 {
         self.entries.store(at, SeqCst);
     }
 
-    /// An entry; 0 behind the end.
+    /// An entry; 0 after the end.
     #[inline]
     pub fn get(&self, index: L1Index) -> u64 {
         if index.number() >= self.entries() {
@@ -47,7 +47,7 @@ impl L1 {
         segment.map_or(0, |segment| segment[place].load(SeqCst))
     }
 
-    /// Changes an entry that is there.
+    /// Changes an existing entry.
     pub fn set(&self, index: L1Index, entry: u64) {
         let (segment, place) = place(index);
         if let Some(segment) = self.segments[segment].get() {

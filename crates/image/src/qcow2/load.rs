@@ -9,7 +9,7 @@ use super::{Load, Qcow2, State};
 use crate::bytes::be64;
 
 impl Qcow2 {
-    /// Does what a look-up found missing. Blocks.
+    /// Does what a lookup found missing. Blocks.
     pub(crate) fn load(&self, what: Load) -> Result<(), ImageError> {
         match what {
             Load::Slice(slice) => self.load_slice(slice),
@@ -17,8 +17,7 @@ impl Qcow2 {
         }
     }
 
-    /// Brings a slice of an L2 table into memory, unless another thread is just doing that: then it
-    /// waits.
+    /// Loads a slice of an L2 table. If another thread is loading it, waits for that.
     fn load_slice(&self, slice: SliceIndex) -> Result<(), ImageError> {
         let (table, offset) = self.g.table_of(slice);
         let mut state = self.lock();
@@ -70,7 +69,7 @@ impl Qcow2 {
         }
     }
 
-    /// A frame where a slice may be put.
+    /// Empties a frame for a slice, if there is one without changes.
     fn evict_for(&self, state: &State, slice: SliceIndex) -> Option<usize> {
         self.cache.evict_for(slice, |frame| {
             state.dirty_l2.contains_key(&frame)
@@ -79,7 +78,7 @@ impl Qcow2 {
         })
     }
 
-    /// Puts a slice of a new table into memory: nothing but zeroes.
+    /// Adds a slice of a new table to the cache: all zeroes.
     pub(super) fn insert_empty(&self, state: &State, slice: SliceIndex) -> Result<(), Retry> {
         if self.cache.find(slice).is_none() {
             let frame = self.evict_for(state, slice).ok_or(Retry::CacheFull)?;
@@ -88,8 +87,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// The words of a slice. Entries that lead to metadata are marked: where refcounts are kept up,
-    /// guest data must never get there.
+    /// The words of a slice. In an image that is written, entries that refer to metadata are marked, so that no guest
+    /// data is ever written there.
     fn checked(&self, state: &State, bytes: &[u8]) -> Vec<u64> {
         let words: Vec<u64> = (0..bytes.len())
             .step_by(8)
@@ -107,13 +106,13 @@ impl Qcow2 {
         checked
     }
 
-    /// Takes the marks off again, for the file: there, an entry stays as it is.
+    /// Removes the marks before the words are written: the file keeps such entries unchanged.
     pub(super) fn unmark(&self, metadata: &Metadata, words: &mut [u64]) {
         if self.g.external {
             return;
         }
         for entry in words.chunks_exact_mut(self.g.words()) {
-            // A mark that was not made here is the file's own damage.
+            // A mark that was not set here is damage in the file itself.
             if entry[0] & BAD != 0 {
                 entry[0] &= !BAD;
                 if !self.leads_to_metadata(metadata, entry) {

@@ -6,7 +6,7 @@ use super::entry::{Compressed, Entry, Kind, Standard, table_at};
 use super::types::{GuestOffset, HostOffset, SliceIndex};
 use super::{Pin, Qcow2};
 
-/// Mapping a range begins that is to be read, and for how many bytes that holds.
+/// Where a range that is to be read begins, and for how many bytes that holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mapping {
     /// In the file, or the data file if there is one.
@@ -26,15 +26,15 @@ pub(crate) enum Mapping {
     Hole {
         len: u64,
     },
-    /// Not known before this is done.
+    /// Unknown until this is loaded.
     Load(Load),
-    /// In no place that could be.
+    /// The entry is invalid.
     Damaged {
         len: u64,
     },
 }
 
-/// Mapping a range begins that is to be written.
+/// Where a range that is to be written begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WriteMapping {
     /// In the file, or the data file if there is one.
@@ -42,7 +42,7 @@ pub(crate) enum WriteMapping {
         at: HostOffset,
         len: u64,
     },
-    /// In clusters that are to be taken for it.
+    /// In clusters that must be allocated.
     Allocate {
         len: u64,
     },
@@ -52,34 +52,34 @@ pub(crate) enum WriteMapping {
     },
 }
 
-/// Pieces that one look-up looks at, which are 2 MiB of disk at least: what lies behind is looked up when
-/// these have been moved, so that a long request holds up nobody.
+/// Steps of one lookup at most, which cover 2 MiB of disk or more. The rest is looked up after these bytes have
+/// been moved, so that a long request does not delay others.
 const STEPS_MAX: u32 = 4096;
 
-/// What must be done, by a thread that may block, before a range can be mapped.
+/// What a thread that may block must do before a range can be mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Load {
     Slice(SliceIndex),
-    /// The image is not prepared for writes yet.
+    /// Prepare the image for its first write.
     Begin,
 }
 
-/// One step of a look-up.
+/// One step of a lookup.
 enum Step {
     Run { kind: Kind, own: bool, len: u64 },
     Load(SliceIndex),
     Damaged,
 }
 
-/// Steps on, and keeps the slice at hand.
+/// Looks up one step after the other, and remembers the current slice.
 struct Walk<'a> {
     image: &'a Qcow2,
     slice: Option<(SliceIndex, Found<'a>)>,
 }
 
 impl Qcow2 {
-    /// Mapping the range is that starts at `at`, inside the disk: the longest piece that is in one
-    /// place. `_pin` keeps it there.
+    /// Where the range that starts at `at`, inside the disk, is: the longest contiguous piece. `_pin` keeps
+    /// its clusters from being reused.
     #[inline]
     pub(crate) fn map(&self, _pin: &Pin, at: GuestOffset, len: u64) -> Mapping {
         if let Some((host, _)) = self.data_of_one(at, len) {
@@ -99,7 +99,7 @@ impl Qcow2 {
             }
         };
         match first {
-            // What was never written may lie behind the end of the file.
+            // A cluster that was never written may be after the end of the file.
             Kind::Data(host) => match self.data_end() {
                 end if end <= host => Mapping::Zero { len },
                 end => Mapping::Data {
@@ -117,7 +117,7 @@ impl Qcow2 {
         }
     }
 
-    /// Mapping a write goes that starts at `at`, inside the disk. `_pin` keeps that free for it.
+    /// Where a write that starts at `at`, inside the disk, goes. `_pin` keeps its clusters from being reused.
     #[inline]
     pub(crate) fn map_write(&self, _pin: &Pin, at: GuestOffset, len: u64) -> WriteMapping {
         if !self.begun.load(SeqCst) {
@@ -132,7 +132,7 @@ impl Qcow2 {
         };
         match walk.runs(at, len, true) {
             Ok((Kind::Data(host), len)) => match self.there(host, len) {
-                // To prepare the write makes the file longer.
+                // Preparing the write extends the file.
                 0 => WriteMapping::Allocate { len },
                 len => WriteMapping::InPlace { at: host, len },
             },
@@ -144,8 +144,8 @@ impl Qcow2 {
         }
     }
 
-    /// What nearly every look-up finds, without the generality of [`Walk`]: where a range within one cluster is,
-    /// all of it data that the file reaches, and whether nobody else has it. `None` says nothing.
+    /// Fast path for the usual case: a range within one cluster, all of it data inside the file. Returns where it
+    /// is, and whether the cluster is not shared. `None` means that [`Walk`] must decide.
     #[inline]
     fn data_of_one(&self, at: GuestOffset, len: u64) -> Option<(HostOffset, bool)> {
         let g = &self.g;
@@ -173,8 +173,7 @@ impl Qcow2 {
         there.then_some((host + offset, own))
     }
 
-    /// Has the processor bring the entry for `at` closer, which a look-up is about to read; false if no
-    /// slice that is in memory has one.
+    /// Prefetches the L2 entry for `at` into the processor's cache; false if its slice is not in memory.
     #[inline]
     pub(crate) fn touch(&self, at: GuestOffset) -> bool {
         let (slice, entry) = self.g.slice_of(at.cluster(&self.g));
@@ -185,7 +184,7 @@ impl Qcow2 {
         })
     }
 
-    /// How much of a run the file reaches to: all of it, or whole clusters.
+    /// How many bytes of a run are inside the file: all of them, or whole clusters.
     #[inline]
     fn there(&self, host: HostOffset, len: u64) -> u64 {
         let end = self.data_end();
@@ -200,15 +199,15 @@ impl Qcow2 {
         self.data.as_ref().unwrap_or(&self.file).get()
     }
 
-    /// What is left of a cluster from `at` on, at most `len`.
+    /// The bytes from `at` to the end of its cluster, at most `len`.
     pub(super) fn one_cluster(&self, at: GuestOffset, len: u64) -> u64 {
         len.min(self.g.cluster() - at.in_cluster(&self.g))
     }
 }
 
 impl<'a> Walk<'a> {
-    /// The kind of what is at `at`, and how far it goes on like that in one piece, as far as it looked. For a
-    /// write, all that can't be written in place is one kind, a hole.
+    /// The kind of data at `at`, and the length of the contiguous run of that kind, as far as the lookup went. For a
+    /// write, everything that cannot be written in place counts as a hole.
     fn runs(&mut self, at: GuestOffset, len: u64, write: bool) -> Result<(Kind, u64), Step> {
         let mut found: Option<(Kind, u64)> = None;
         let mut done = 0;

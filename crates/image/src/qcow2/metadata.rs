@@ -1,35 +1,35 @@
-//! Which clusters hold metadata, so that nothing else is ever put there: an allocation from refcounts
-//! that are wrong, or guest data through an entry that is (CVE-2014-0143 and others began so).
+//! Which clusters hold metadata. Nothing else may be written there, neither by an allocation from wrong
+//! refcounts nor as guest data through a wrong entry (CVE-2014-0143 and others began that way).
 
 use std::collections::BTreeSet;
 
 use super::types::{HostCluster, Run};
 
-/// What is stored where. Tables of clusters are kept as their cluster numbers, runs as ranges.
+/// The clusters that hold metadata: L2 tables and refcount blocks one by one, larger structures as runs.
 #[derive(Default)]
 pub(crate) struct Metadata {
     /// With their names.
     runs: Vec<(Run, &'static str)>,
-    /// L2 tables and refcount blocks that were there at first, sorted: 8 bytes for each, and at most
+    /// L2 tables and refcount blocks that the image had when it was opened, sorted: 8 bytes each, and at most
     /// 4 Mi + 1 Mi of them.
     first: Vec<HostCluster>,
     added: BTreeSet<HostCluster>,
 }
 
 impl Metadata {
-    /// Adds what is in one piece.
+    /// Adds a structure that is a contiguous run.
     pub fn add_run(&mut self, run: Run, name: &'static str) {
         if run.clusters > 0 {
             self.runs.push((run, name));
         }
     }
 
-    /// Forgets what is in one piece.
+    /// Removes the run that begins at `first`.
     pub fn remove_run(&mut self, first: HostCluster) {
         self.runs.retain(|(run, _)| run.first != first);
     }
 
-    /// Sets the L2 tables and refcount blocks that there are when an image is opened.
+    /// Sets the L2 tables and refcount blocks of an image that is being opened.
     pub fn set_tables(&mut self, mut tables: Vec<HostCluster>) {
         tables.sort_unstable();
         tables.dedup();
@@ -40,7 +40,7 @@ impl Metadata {
         self.added.insert(cluster);
     }
 
-    /// Forgets a table.
+    /// Removes a table.
     pub fn remove_table(&mut self, cluster: HostCluster) {
         self.added.remove(&cluster);
         if let Ok(place) = self.first.binary_search(&cluster) {
@@ -48,7 +48,7 @@ impl Metadata {
         }
     }
 
-    /// What is in one of these clusters.
+    /// The name of a structure that is in one of these clusters, if any.
     pub fn within(&self, clusters: Run) -> Option<&'static str> {
         let (first, end) = (clusters.first, clusters.end());
         let overlaps = |(run, _): &&(Run, _)| run.first < end && first < run.end();

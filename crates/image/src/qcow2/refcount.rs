@@ -228,7 +228,7 @@ impl Refcounts {
             if !self.has_block(block) {
                 may_block.grow(end, (at + 1).start(&self.g))?;
                 self.make_block(end, metadata, block, at)?;
-                at = at + 1;
+                at += 1;
                 continue;
             }
             self.have(block, may_block)?;
@@ -237,7 +237,7 @@ impl Refcounts {
             let entries = from..per_block.min(from + left);
             let looked = entries.end - from;
             let Some(run) = free_run(bytes, order, entries, want) else {
-                at = at + looked;
+                at += looked;
                 left = left.saturating_sub(looked.max(SEARCH_BLOCK));
                 continue;
             };
@@ -278,7 +278,7 @@ impl Refcounts {
             if self.get(end, at)? != 0 {
                 start = at + 1;
             }
-            at = at + 1;
+            at += 1;
         }
         let mut first = start;
         let last = self.g.block_of(start + (need - 1)).0;
@@ -286,9 +286,9 @@ impl Refcounts {
         while block <= last {
             if !self.has_block(block) {
                 self.make_block_in(end, metadata, block, first, start + need)?;
-                first = first + 1;
+                first += 1;
             }
-            block = block + 1;
+            block += 1;
         }
         let run = Run { first, clusters };
         self.take(end, metadata, run)?;

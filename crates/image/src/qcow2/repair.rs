@@ -111,14 +111,14 @@ impl Blocks<'_> {
         let mut at = HostOffset::START;
         if self.used {
             at = self.next.start(&self.g);
-            self.next = self.next + 1;
+            self.next += 1;
             let written = self.storage.write_at(at.in_file(), &self.block);
             written.doing("writing refcounts", at.bytes())?;
             self.block.fill(0);
             self.used = false;
         }
         self.table.push(at);
-        self.number = self.number + 1;
+        self.number += 1;
         Ok(())
     }
 

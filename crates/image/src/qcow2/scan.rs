@@ -358,7 +358,7 @@ pub(crate) fn snapshots(
             ImageError::damaged(what, at.bytes())
         })?;
         snapshots.push(found);
-        at = at + len;
+        at += len;
     }
     Ok((snapshots, at - start))
 }

@@ -5,7 +5,7 @@
 //! the file are checked by [`HostOffset::of_cluster`] or [`HostOffset::is_of_cluster`]; all other arithmetic is plain
 //! `u64` arithmetic on checked values. The types cost nothing at run time.
 
-use std::ops::{Add, Sub};
+use std::ops::{Add, AddAssign, Sub};
 
 use block::FileOffset;
 
@@ -40,6 +40,13 @@ macro_rules! coordinate {
             #[inline]
             fn add(self, distance: u64) -> Self {
                 Self(self.0 + distance)
+            }
+        }
+
+        impl AddAssign<u64> for $name {
+            #[inline]
+            fn add_assign(&mut self, distance: u64) {
+                self.0 += distance;
             }
         }
 

@@ -1,6 +1,5 @@
-//! Writes that need clusters. Nothing here writes anything but new, empty L2 tables: the clusters are
-//! taken in memory, the caller moves the data, and then the tables in memory change. What comes into
-//! the file, and when, is decided in [`flush`](super::flush).
+//! Writes that need clusters: clusters are allocated in memory, the caller writes the data, and then the
+//! tables in memory change. [`flush`](super::flush) decides what is written to the file, and when.
 
 use std::pin::pin;
 use std::sync::atomic::Ordering::SeqCst;
@@ -16,32 +15,31 @@ use super::error::ImageError;
 use super::types::{GuestCluster, GuestOffset, HostCluster, HostOffset, Run};
 use super::{Qcow2, State};
 
-/// What is to be done for a write that needs clusters.
+/// What the caller must do for a write that may need clusters.
 #[derive(Debug)]
 #[must_use]
 pub enum Prepared {
-    /// Clusters were taken for the first bytes of the range.
+    /// Clusters were allocated for the first bytes of the range.
     Allocated(Allocation),
-    /// Somebody else has taken clusters for this range, and their data is on its way: try again
-    /// after that.
+    /// Another write has an allocation in progress for this range: try again when it has ended.
     Wait(Waiting),
-    /// Nothing: look up again where the range is.
+    /// No cluster is needed: look the range up again.
     Mapped,
 }
 
-/// Clusters taken for a write. The caller does [`fills`](Self::fills), writes `len` bytes of the
-/// guest's to `to`, and then [`commit`](Qcow2::commit)s, or [`abort`](Qcow2::abort)s if any of that
+/// Clusters allocated for a write. The caller does [`fills`](Self::fills), writes `len` bytes of guest
+/// data to `to`, and then calls [`commit`](Qcow2::commit), or [`abort`](Qcow2::abort) if any of that
 /// failed. Until then the range reads as before.
 #[derive(Debug)]
 #[must_use = "others wait until it is committed or aborted"]
 pub struct Allocation {
     /// First byte on the disk.
     pub at: u64,
-    /// Bytes; may be less than was asked for.
+    /// Bytes; possibly fewer than requested.
     pub len: u64,
-    /// Where they go, in the file that holds the guest's data.
+    /// Where the guest's data goes, in the file that holds it.
     pub to: FileOffset,
-    /// What stands beside them in the same clusters, to be put there by the caller.
+    /// The rest of the clusters, which the caller must fill.
     pub fills: Vec<Fill>,
     token: u64,
     first: GuestCluster,
@@ -54,26 +52,25 @@ pub struct Allocation {
     fresh: bool,
 }
 
-/// Bytes that are not written by the guest, but come into a cluster with what is.
+/// A part of an allocated cluster that the guest does not write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fill {
-    /// Where they go, in the same file.
+    /// Where it goes, in the same file.
     pub to: FileOffset,
     /// Bytes.
     pub len: u64,
-    /// From where on the disk they are read, by the same look-up as any other read; `None` if they
-    /// are zeroes.
+    /// The offset on the disk to copy from, looked up like any other read; `None` for zeroes.
     pub from: Option<u64>,
 }
 
-/// A write of somebody else that must end first.
+/// Another write, which must end first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Waiting {
     token: u64,
 }
 
 impl Allocation {
-    /// Leaves out reading what `is_zero` knows to be zeroes.
+    /// Replaces copies of ranges for which `is_zero` is true by zeroes.
     pub(crate) fn find_zeroes(&mut self, is_zero: impl Fn(u64, u64) -> bool) {
         let fresh = self.fresh;
         self.fills.retain_mut(|fill| {
@@ -85,8 +82,8 @@ impl Allocation {
 }
 
 impl Qcow2 {
-    /// Takes clusters for a write to a range inside the disk, or for its beginning. Blocks, mostly for
-    /// a short lock; now and then to read refcounts or to write an empty L2 table.
+    /// Allocates clusters for a write inside the disk, or for its first bytes. Blocks: usually only on a short
+    /// lock, sometimes to read refcounts or to write an empty L2 table.
     ///
     /// # Errors
     /// The write cannot be done.
@@ -95,8 +92,8 @@ impl Qcow2 {
         self.change(|state| self.prepare_in(state, at, len, MayBlock::Yes))
     }
 
-    /// The same, if it needs neither to wait for a lock nor to read or write the file, and clusters can
-    /// be taken.
+    /// The same without blocking: `None` if it would have to wait for a lock or to access the file, or if no
+    /// cluster can be allocated.
     pub fn try_prepare_write(&self, at: u64, len: u64) -> Option<Allocation> {
         let mut state = self.ready()?;
         let at = GuestOffset::new(at);
@@ -111,10 +108,10 @@ impl Qcow2 {
         }
     }
 
-    /// As [`commit`](Self::commit), if that needs neither to wait for a lock nor to read or write the file.
+    /// As [`commit`](Self::commit), without blocking.
     ///
     /// # Errors
-    /// It would: nothing was done.
+    /// It would have to wait for a lock or to access the file: nothing was done.
     pub fn try_commit(&self, allocation: Allocation) -> Result<(), Allocation> {
         let state = self.ready().filter(|state| !state.recording_blocks());
         let Some(mut state) = state else {
@@ -127,7 +124,7 @@ impl Qcow2 {
         }
     }
 
-    /// The state, if a change can be made at once.
+    /// The locked state, if a change can be made without blocking.
     fn ready(&self) -> Option<MutexGuard<'_, State>> {
         if !self.begun.load(SeqCst) || self.check_writable().is_err() {
             return None;
@@ -136,12 +133,12 @@ impl Qcow2 {
         (!self.is_full(&state)).then_some(state)
     }
 
-    /// The data is there: makes it the disk's. It is found from now on, and durable after the next
-    /// [`flush`](Self::flush) that begins from now on.
+    /// Links the clusters into the tables, after the data was written. Lookups find them from now on; they are
+    /// durable after the next [`flush`](Self::flush) that begins from now on.
     ///
     /// # Errors
-    /// The range is as it was before, and the clusters were given back; or, if neither a journal nor a
-    /// flush could be written, it is the new one, and may be lost.
+    /// The range is unchanged, and the clusters were freed. Exception: if neither the journal nor a flush could
+    /// be written, the range has the new data, which may be lost.
     pub fn commit(&self, allocation: Allocation) -> Result<(), ImageError> {
         self.commit_or_keep(allocation).map_err(|(e, allocation)| {
             self.abort(allocation);
@@ -149,10 +146,10 @@ impl Qcow2 {
         })
     }
 
-    /// The same for whoever wants to try it again: the allocation comes back with the error.
+    /// The same for a caller that may try again: the error comes with the allocation.
     ///
     /// # Errors
-    /// The range is as it was before; or as with [`commit`](Self::commit).
+    /// The range is unchanged; the exception of [`commit`](Self::commit) applies.
     #[expect(clippy::result_large_err, reason = "an error is rare, and moved once")]
     pub fn commit_or_keep(&self, allocation: Allocation) -> Result<(), (ImageError, Allocation)> {
         let committed = self.change(|state| self.commit_in(state, &allocation, MayBlock::Yes));
@@ -164,8 +161,8 @@ impl Qcow2 {
         kept.map_err(|e| (e, allocation))
     }
 
-    /// The data is not there: gives the clusters back, and the range is as it was before. One that the disk
-    /// has already, because a commit got so far and could not be kept, stays the disk's.
+    /// Frees the clusters, after writing the data failed; the range is unchanged. Does nothing for an allocation
+    /// that is linked already, because a commit got that far and then could not be recorded.
     #[expect(clippy::needless_pass_by_value, reason = "an allocation ends once")]
     pub fn abort(&self, allocation: Allocation) {
         let mut state = self.lock();
@@ -174,7 +171,7 @@ impl Qcow2 {
         }
         if allocation.new {
             for cluster in self.host_clusters(&allocation) {
-                // What can't be given back is lost space, which `qemu-img check` finds.
+                // A cluster that cannot be freed is leaked; `qemu-img check` finds it.
                 let _ = state.refcounts.release(&self.file, cluster);
             }
         }
@@ -189,7 +186,7 @@ impl Qcow2 {
         run.each()
     }
 
-    /// Ready when what was waited for has ended; else `waker` is woken then.
+    /// Ready when the other write has ended; otherwise wakes `waker` when it ends.
     pub fn poll_wait(&self, waiting: &Waiting, waker: &Waker) -> Poll<()> {
         let mut state = self.lock();
         if state
@@ -226,7 +223,7 @@ impl Qcow2 {
         }
     }
 
-    /// Whoever has data on its way to a cluster among these, and the first such cluster.
+    /// The first of these clusters with an allocation in progress, and that allocation.
     pub(super) fn pending_in(
         state: &State,
         first: GuestCluster,
@@ -248,7 +245,7 @@ impl Qcow2 {
     ) -> Result<Prepared, Retry> {
         let g = &self.g;
         let first = at.cluster(g);
-        // Within one slice, so that all of it is at hand at the end.
+        // Within one slice, so that a commit needs only that slice.
         let (slice, _) = g.slice_of(first);
         let end = (at + len).min(g.slice_end(slice).start(g));
         let mut last = end.before().cluster(g);
@@ -266,7 +263,7 @@ impl Qcow2 {
         let (from, to) = part(first);
         let target = match self.write_target(first, from, to)? {
             WriteTarget::InPlace(host) => {
-                // A cluster that the file does not reach yet; so the look-up sent us here.
+                // The lookup led here because the file ends before this cluster.
                 self.reach(state, host, may_block)?;
                 return Ok(Prepared::Mapped);
             }
@@ -289,8 +286,8 @@ impl Qcow2 {
         }
         let mut end = end.min((first + clusters).start(g));
         if let WriteTarget::Owned(host) = target {
-            // Subclusters at the edges that are data by now are written in place, also by others at this
-            // moment: what stands in them is not to be copied.
+            // Subclusters at the edges that hold data are written in place, possibly by other requests at this
+            // moment: they must not be copied.
             if self.has_data(at)? {
                 self.reach(state, host, may_block)?;
                 return Ok(Prepared::Mapped);
@@ -332,7 +329,7 @@ impl Qcow2 {
         }))
     }
 
-    /// Where a part of a cluster, which its slice is loaded for, can be written.
+    /// Where a part of a cluster can be written; its slice is loaded.
     fn write_target(
         &self,
         cluster: GuestCluster,
@@ -363,19 +360,19 @@ impl Qcow2 {
         })
     }
 
-    /// Whether the subcluster at a place on the disk is data.
+    /// Whether the subcluster at an offset of the disk holds data.
     fn has_data(&self, at: GuestOffset) -> Result<bool, Retry> {
         let entry = self.entry(at.cluster(&self.g))?;
         let (kind, _) = entry.at(&self.g, at.in_cluster(&self.g));
         Ok(matches!(kind, Kind::Data(_)))
     }
 
-    /// Makes the file reach to the end of a cluster that it should have.
+    /// Extends the file to the end of an allocated cluster.
     fn reach(&self, state: &mut State, host: HostOffset, may_block: MayBlock) -> Result<(), Retry> {
         let end = host + self.g.cluster();
         may_block.grow(self.data.as_ref().unwrap_or(&self.file), end)?;
         match &self.data {
-            // A raw disk ends where it ends.
+            // A raw data file ends where the disk ends.
             Some(data) if self.raw_external => {
                 Ok(data.grow_exactly(end.min(self.end().in_data_file()))?)
             }
@@ -394,7 +391,7 @@ impl Qcow2 {
         }
     }
 
-    /// What comes into the clusters beside the range from `at` to `end`; the first is at `host`.
+    /// The fills around the range from `at` to `end`; its first cluster is at `host`.
     fn fills(
         &self,
         at: GuestOffset,
@@ -413,7 +410,7 @@ impl Qcow2 {
             false => end.up_to(self.allocation_bytes()),
         };
         let mut fills = Vec::new();
-        // What lies behind the end of the disk is nobody's: zeroes, where there is room for it.
+        // The part after the end of the disk becomes zeroes, as far as the file may have it.
         let disk_end = self.end().max(end);
         let room = if self.raw_external { disk_end } else { stop };
         for (from, to, on_disk) in [
@@ -436,7 +433,7 @@ impl Qcow2 {
         Ok(fills)
     }
 
-    /// Whether a cluster, when it gets a new place, takes all of its data there.
+    /// Whether a cluster is copied as a whole when it is allocated anew.
     fn copied_whole(&self, cluster: GuestCluster) -> Result<bool, Retry> {
         Ok(is_copied_whole(&self.entry(cluster)?))
     }
@@ -453,12 +450,13 @@ impl Qcow2 {
                 Kind::Hole if at >= backing_end => {}
                 _ => return Ok(false),
             }
-            at = at + len;
+            at += len;
         }
         Ok(true)
     }
 
-    /// Makes data that is there the disk's, and says whether that outlives this process; otherwise it must be flushed.
+    /// Links the clusters of an allocation into the tables. Returns whether the change is recorded; otherwise it must be
+    /// flushed before the write is acknowledged.
     fn commit_in(
         &self,
         state: &mut State,
@@ -470,11 +468,10 @@ impl Qcow2 {
             hosts.map(|(place, host)| (allocation.first + place, host))
         };
         if !is_pending(state, allocation) {
-            // It was committed, and only not recorded: since then, its clusters may have been given up, and be
-            // somebody else's.
+            // It was linked before, and only not recorded. Its clusters may have been freed and reused since.
             return Ok(self.record(state, may_block));
         }
-        // All that can fail comes first.
+        // Everything that can fail comes first.
         for (cluster, _) in clusters() {
             self.entry(cluster)?;
         }
@@ -482,7 +479,7 @@ impl Qcow2 {
             let new = self.committed(allocation, self.entry(cluster)?, cluster, host);
             self.will_set_entry(state, cluster, new);
         }
-        // Before it can be found, or a write into it could be acknowledged first, and be lost with it.
+        // Before lookups can find it. Otherwise a write into it could be acknowledged first, and a kill would lose it.
         let recorded = self.record(state, may_block);
         for (cluster, host) in clusters() {
             let old = self.entry(cluster)?;
@@ -494,7 +491,7 @@ impl Qcow2 {
         Ok(recorded)
     }
 
-    /// What the entry of a cluster becomes with an allocation.
+    /// The new L2 entry of a cluster of an allocation.
     fn committed(
         &self,
         allocation: &Allocation,
@@ -523,16 +520,16 @@ impl Qcow2 {
 /// Where a part of a cluster is written.
 #[derive(Clone, Copy, Debug)]
 enum WriteTarget {
-    /// Where it is.
+    /// In place.
     InPlace(HostOffset),
-    /// In a cluster that is the disk's already, but what stands in it does not count.
+    /// In the cluster that it has already, whose content is not in use.
     Owned(HostOffset),
-    /// In a cluster that is to be taken.
+    /// In a cluster that must be allocated.
     New,
 }
 
-/// Compressed clusters, and those that somebody else has too. Of subclusters, all become data: what is
-/// zero or in the backing file is copied with the rest.
+/// True for compressed and shared clusters. All of their subclusters become data: those that are zero or in
+/// the backing file are copied too.
 fn is_copied_whole(entry: &Entry) -> bool {
     match entry {
         Entry::Compressed(_) => true,
@@ -540,13 +537,13 @@ fn is_copied_whole(entry: &Entry) -> bool {
     }
 }
 
-/// Whether its data is still on its way: it was neither committed nor aborted.
+/// Whether an allocation was neither committed nor aborted yet.
 fn is_pending(state: &State, allocation: &Allocation) -> bool {
     let pending = state.pending.get(&allocation.first);
     pending.is_some_and(|&(_, token)| token == allocation.token)
 }
 
-/// The clusters are nobody's to wait for any more.
+/// Ends an allocation, and wakes those that wait for it.
 fn end_of(state: &mut State, allocation: &Allocation) {
     state.pending.remove(&allocation.first);
     for waiter in state.waiters.remove(&allocation.token).unwrap_or_default() {

@@ -1,4 +1,4 @@
-//! Ranges that are to read as zeroes, or are not needed any more.
+//! Write-zeroes and discards.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::SeqCst;
@@ -11,41 +11,41 @@ use super::types::{GuestCluster, GuestOffset};
 use super::write::Waiting;
 use super::{Qcow2, State};
 
-/// Why a range is given up.
+/// How a range is zeroed or discarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Zeroing {
-    /// It must read as zeroes. With `unmap`, its space may be given back.
+    /// It must read as zeroes.
     Zeroes {
-        /// Whether its space may be given back.
+        /// Whether its space may be freed.
         unmap: bool,
     },
-    /// It may read as anything: as before, or as zeroes, but never as something from below.
+    /// It may read as before or as zeroes, but never as data of the backing file.
     Discard,
 }
 
-/// What to do with the first bytes of a range that is given up.
+/// What the caller must do with the first bytes of the range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum ZeroStep {
-    /// Nothing more; so many bytes are done.
+    /// Nothing: this many bytes are done.
     Done(u64),
-    /// So many bytes must be written as zeroes, like any other write (if they don't read as zeroes).
+    /// Write this many zero bytes like any other write, unless they read as zeroes already.
     Write(u64),
-    /// So many bytes must be zeroed in the data file, where they have the same offset.
+    /// Zero this many bytes in the data file, at the same offset.
     File(u64),
-    /// Somebody else's write must end first.
+    /// Wait for another write to end first.
     Wait(Waiting),
 }
 
 impl Qcow2 {
-    /// Gives up the beginning of a range inside the disk; the caller goes on with the rest. Blocks,
-    /// mostly for a short lock. What is done is durable after the next flush.
+    /// Zeroes or discards the first bytes of a range inside the disk; the caller continues with the rest. Blocks,
+    /// usually only on a short lock. The change is durable after the next flush.
     ///
-    /// `zeroes_around` says that the backing file has nothing but zeroes in the rest of the subcluster of `at`
-    /// ([`subcluster_of`](Self::subcluster_of)), which then becomes a zero subcluster.
+    /// `zeroes_around`: the backing file has only zeroes in the rest of the subcluster of `at`
+    /// ([`subcluster_of`](Self::subcluster_of)), so that all of it may become a zero subcluster.
     ///
     /// # Errors
-    /// It cannot be done; the rest of the range is as it was.
+    /// It failed; the rest of the range is unchanged.
     pub(crate) fn zero_step(
         &self,
         at: GuestOffset,
@@ -68,9 +68,9 @@ impl Qcow2 {
         Ok(step)
     }
 
-    /// Gives the space of what now reads as zeroes back that is in a data file. There, a cluster keeps its
-    /// place, and nobody else ever gets it; who writes to it meanwhile writes to what is being given up.
-    /// Before the tables are durable that say so, the range reads as zeroes from the file.
+    /// Frees the space of a range in the data file after it was zeroed or discarded. This needs no flush first: a cluster
+    /// has the same offset there forever and is never reused, and a concurrent write to the range has no defined order
+    /// with the discard. If a crash leaves the old tables, the range reads as zeroes from the file.
     fn punch_outside(&self, data: &FileEnd, at: GuestOffset, len: u64) {
         let unit = 1 << self.g.subcluster_bits();
         let end = at + len;
@@ -116,7 +116,7 @@ impl Qcow2 {
         if empty && g.version < 3 {
             return Ok(self.left(why, end - at));
         }
-        // A part of a cluster that reaches to the end of the disk is all of it.
+        // The cluster at the end of the disk counts as whole if all of it inside the disk is.
         let disk_end = self.end();
         let whole = |cluster: GuestCluster| {
             let start = cluster.start(g);
@@ -131,7 +131,7 @@ impl Qcow2 {
             if !self.zero_cluster(state, cluster, why)? {
                 break;
             }
-            cluster = cluster + 1;
+            cluster += 1;
         }
         let reached = cluster.start(g);
         let done = reached.min(end) - at.min(reached);
@@ -141,7 +141,7 @@ impl Qcow2 {
         })
     }
 
-    /// What can't be done by changing tables.
+    /// The step for a part that the tables cannot express.
     fn left(&self, why: Zeroing, len: u64) -> ZeroStep {
         match why {
             Zeroing::Zeroes { .. } => ZeroStep::Write(len),
@@ -149,7 +149,7 @@ impl Qcow2 {
         }
     }
 
-    /// Gives up a part of a cluster: whole subclusters, or a part of one whose rest reads as zeroes.
+    /// Handles a part of a cluster: whole subclusters, or a part of one whose rest reads as zeroes.
     fn zero_part(
         &self,
         state: &mut State,
@@ -210,7 +210,7 @@ impl Qcow2 {
         Ok(kind)
     }
 
-    /// What is of one kind around a place: its subcluster, or its cluster if there are none, as far as it is in the disk.
+    /// The subcluster that contains an offset, or the cluster if there are no subclusters, up to the end of the disk.
     pub(crate) fn subcluster_of(&self, at: GuestOffset) -> Range<GuestOffset> {
         let unit = self.allocation_bytes();
         let (start, end) = (at.down_to(unit), self.end());
@@ -221,7 +221,7 @@ impl Qcow2 {
         }
     }
 
-    /// Gives up a cluster; false if it must be written instead.
+    /// Zeroes or discards a whole cluster; false if zeroes must be written instead.
     fn zero_cluster(
         &self,
         state: &mut State,
