@@ -1,5 +1,5 @@
-//! What must be done before the first write to an image (docs/interop/qcow2 "autoclear_features",
-//! "Bitmap directory"): whoever finds it afterwards must not rely on what is not kept up here.
+//! Preparing an image for its first write (docs/interop/qcow2 "autoclear_features", "Bitmap directory"):
+//! programs that open it later must not rely on structures that ringdisk does not update.
 
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::SeqCst;
@@ -23,13 +23,13 @@ const FLAGS_KNOWN: u32 = 7;
 pub(crate) struct BitmapEntry {
     /// Where in the directory it begins, in bytes.
     pub at: usize,
-    /// The table that says where the bitmap's bits are.
+    /// The bitmap table, which refers to the clusters of the bitmap.
     pub table_at: HostOffset,
     pub table_entries: u32,
     flags: u32,
 }
 
-/// Reads a bitmap directory; `None` if there is anything in it that is not known.
+/// Parses a bitmap directory; `None` if it contains anything unknown.
 pub(crate) fn bitmap_directory(directory: &[u8], bitmaps: u32) -> Option<Vec<BitmapEntry>> {
     let mut entries = Vec::new();
     let mut at = 0;
@@ -52,7 +52,7 @@ pub(crate) fn bitmap_directory(directory: &[u8], bitmaps: u32) -> Option<Vec<Bit
 }
 
 impl Qcow2 {
-    /// Prepares the image for being written. Done once; blocks.
+    /// Prepares the image for its first write. Later calls do nothing. Blocks.
     pub(super) fn begin(&self) -> Result<(), ImageError> {
         if self.begun.load(SeqCst) {
             return Ok(());
@@ -69,9 +69,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Has the image say that its bitmaps don't follow: those that should (or all of them, if the disk
-    /// changes its size) are marked as in use, which is what their owner finds and acts on. Features
-    /// that are not known are cleared, as the format wants it.
+    /// Marks bitmaps that should track writes (or all of them, if the disk changes its size) as in use, so that
+    /// their owner knows that they are outdated. Clears unknown autoclear features, as the format requires.
     pub(super) fn outdate_bitmaps(&self, state: &mut State, all: bool) -> Result<(), ImageError> {
         let mut known = AUTOCLEAR_RAW_EXTERNAL;
         if self.mark_bitmaps(state, all)? {
@@ -86,14 +85,14 @@ impl Qcow2 {
             self.write_header(state)
                 .inspect_err(|_| state.header = before)?;
         }
-        // What an earlier attempt has written may not be durable.
+        // A header that an earlier attempt has written may not be durable.
         if differs || self.file.unflushed() {
             self.file.flush()?;
         }
         Ok(())
     }
 
-    /// Marks bitmaps; false if they are such that the whole extension must count as outdated.
+    /// Marks bitmaps as in use; false if the whole extension must be marked as outdated.
     fn mark_bitmaps(&self, state: &mut State, all: bool) -> Result<bool, ImageError> {
         let Some(extension) = state.header.bitmaps else {
             return Ok(false);
@@ -103,7 +102,7 @@ impl Qcow2 {
         if state.header.autoclear & AUTOCLEAR_BITMAPS == 0 || !sound {
             return Ok(false);
         }
-        // Whole pieces are written; the rest of a cluster of the directory is the directory's.
+        // Whole pieces are written: the last cluster of the directory holds nothing else.
         let piece = self.g.piece();
         let mut bytes = vec![0; len.next_multiple_of(piece) as usize];
         self.file

@@ -1,33 +1,36 @@
-//! What the tables in memory say comes into the file, and in which order.
+//! Writing the changed tables to the file, in an order that keeps the image consistent after a crash.
 //!
-//! A crash may leave any part of what was written since the last fdatasync, in units of 512 bytes. So:
+//! A crash may keep any subset of the writes since the last fdatasync, in units of 512 bytes. So a flush
+//! writes:
 //!
-//! 1. Refcount blocks. A block counts only what it is led to by; if the refcount table leads to new
-//!    ones, they are made durable before it does.
+//! 1. Refcount blocks. A block takes effect only once the refcount table refers to it. If the refcount
+//!    table has changed, fdatasync: new blocks are durable before the table refers to them.
 //! 2. The refcount table. fdatasync: it also covers the data of all allocations committed so far, and
 //!    the first content (empty, or a copy) of new L2 tables, which was written when they were made.
-//! 3. L2 entries and L1 entries, in any order. An L1 entry leads to a table whose first content is
-//!    durable, and that says the same as what it replaces; an L2 entry leads to data that is durable,
-//!    in clusters whose refcounts are. fdatasync.
-//! 4. What no durable table leads to any more is free, once those have gone who found it before: its
-//!    refcount goes down in memory, and in the file with a later flush. Only then can it be used again.
+//! 3. L2 entries and L1 entries, in any order. An L1 entry refers to a table whose first content is
+//!    durable and equivalent to what it replaces; an L2 entry refers to durable data in clusters whose
+//!    refcounts are durable. fdatasync.
+//! 4. Clusters that no durable table refers to any more are freed once no request that looked them up
+//!    is left: their refcounts are decremented in memory, and a later flush writes that. Only after that
+//!    decrement can they be allocated again.
 //!
-//! A crash before the end of 2 leaves {the old state}, with clusters counted that nothing leads to:
-//! leaks. One before the end of 3 leaves, for every entry by itself, {old} or {new}; both lead to
-//! clusters that are counted. One after leaves {the new state}, with what 4 frees still counted. At
-//! no time does the file lead to a cluster that is not counted, or to one that has been given to
+//! A crash before the end of 2 leaves {the old state}, with leaks: clusters that are counted but not
+//! referenced. A crash before the end of 3 leaves {old} or {new} for each entry independently; both refer to
+//! counted clusters. A crash after that leaves {the new state}, with the clusters that 4 frees still
+//! counted. The file never refers to a cluster that is not counted, nor to one that has been reused for
 //! another part of the disk.
 //!
-//! A flush that fails leaves all that it took as changed as it was, and the next one begins anew. Any
-//! thread may have to flush, for want of room for more changes; what failed there is not forgotten either:
-//! [`needs_flush`](Qcow2::needs_flush) holds until a flush of everything has succeeded. What the page cache
-//! has lost comes back with none, and so from then on every flush fails, and no table is written that
-//! leads to what may not be there ([`FileEnd::flush`]).
+//! A flush that fails leaves everything that it took marked as changed, and the next flush starts over. Any
+//! thread may have to flush, because too many changes are only in memory. Its failure is not forgotten either:
+//! [`needs_flush`](Qcow2::needs_flush) is true until a flush of everything has succeeded. No later flush brings
+//! back what the page cache has lost, so every flush after that fails, and no table is written that refers to
+//! data that may be lost ([`FileEnd::flush`]).
 //!
-//! A kill of this process, unlike a crash of the host, loses no write, and so keeps their order. What it leaves is
-//! completed from the [journal](super::journal). Where that could not take all changes, the header says so before 1.
+//! A kill of this process, unlike a crash of the host, loses no write, so the order of writes is kept. The
+//! [journal](super::journal) completes what the kill interrupted. If the journal could not record all changes, the
+//! header says so before step 1.
 //!
-//! How a larger table takes the place of one that is full, see [`grow`](super::grow).
+//! [`grow`](super::grow) replaces a full table by a larger one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter;
@@ -43,14 +46,14 @@ use super::types::{HostCluster, L1Index, Run};
 use super::{Qcow2, State};
 use crate::bytes::put64;
 
-/// Held by whoever writes tables.
+/// Protected by the flush lock, which a thread holds while it writes tables.
 #[derive(Default)]
 pub(super) struct Flushed {
-    /// The last flush asked for that has been done.
+    /// The number of the last flush request that has been completed.
     asked: u64,
 }
 
-/// What is taken out of the state to be written.
+/// The changes that a flush takes from the state.
 struct Batch {
     changes: u64,
     refcounts: Dirty,
@@ -61,17 +64,16 @@ struct Batch {
     entries: Vec<Piece>,
     unlinked: Vec<Run>,
     unlinked_clusters: u64,
-    /// Changes that only this flush keeps.
+    /// The count of unrecorded changes, which only this flush makes survive a kill.
     unrecorded: u64,
     journal: Option<Rotated>,
 }
 
 impl Qcow2 {
-    /// Makes all that was written and committed before this call durable, guest data and tables. Blocks.
+    /// Makes everything durable that was written and committed before this call: guest data and tables. Blocks.
     ///
     /// # Errors
-    /// Something may not be durable. It may be tried again, unless the error is
-    /// [lasting](ImageError::is_lasting): then so is that.
+    /// Something may not be durable. A retry may succeed unless the error is [lasting](ImageError::is_lasting).
     pub fn flush(&self) -> Result<(), ImageError> {
         if self.read_only {
             return Ok(());
@@ -79,7 +81,7 @@ impl Qcow2 {
         let number = self.asked.fetch_add(1, SeqCst) + 1;
         let mut flushed = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
         if flushed.asked >= number {
-            // It began after this one was asked for.
+            // Another flush that began after this request has covered it.
             return Ok(());
         }
         let asked = self.asked.load(SeqCst);
@@ -89,15 +91,15 @@ impl Qcow2 {
     }
 
     /// Whether only [`flush`](Self::flush) makes everything durable: tables have changed, a flush has failed,
-    /// or the page cache is between, which tells only one of two at a time what it has lost. Otherwise, an
-    /// fdatasync of the file that holds the data does.
+    /// or the page cache is in use, which reports an error to only one of two concurrent fdatasyncs. Otherwise an
+    /// fdatasync of the file that holds the data is enough.
     #[inline]
     pub fn needs_flush(&self) -> bool {
         let data = self.data.as_ref().unwrap_or(&self.file);
         self.has_changes() || data.forgets()
     }
 
-    /// Whether its data is in another file.
+    /// Whether the image has an external data file.
     pub fn has_data_file(&self) -> bool {
         self.data.is_some()
     }
@@ -109,11 +111,11 @@ impl Qcow2 {
             || self.data.as_ref().is_some_and(unflushed)
     }
 
-    /// Writes all changes, in the order above. The lock of the flush is held.
+    /// Writes all changes in the order above. The caller holds the flush lock.
     fn write_back(&self) -> Result<(), ImageError> {
         self.check_writable()?;
         if !self.has_changes() && self.lock().is_clean() {
-            // What the guest wrote in place.
+            // Data that the guest wrote in place.
             self.data.as_ref().unwrap_or(&self.file).flush()?;
             return self.free_what_can_be();
         }
@@ -146,7 +148,7 @@ impl Qcow2 {
         self.free_what_can_be()
     }
 
-    /// All is durable, whatever becomes of this: what cannot be freed now is tried with the next flush.
+    /// Frees clusters. Everything is durable already, so an error that is not lasting is left for the next flush.
     fn free_what_can_be(&self) -> Result<(), ImageError> {
         self.free_unused().or_else(|error| {
             if error.is_lasting() {
@@ -173,7 +175,7 @@ impl Qcow2 {
         }
         entries.extend(l1.iter().map(|&piece| self.l1_piece(state, piece)));
         let journal = journal.map(|(rotated, header)| {
-            // The last: with it, the journal fits no more.
+            // The last write: from then on, the journal does not match the image.
             entries.extend(header);
             rotated
         });
@@ -221,7 +223,7 @@ impl Qcow2 {
         }
     }
 
-    /// Entries of the L1 table as they are written; those behind its end are 0.
+    /// Entries of the L1 table as written to the file; entries after its end are 0.
     pub(super) fn l1_bytes(&self, first: L1Index, entries: u64) -> Vec<u8> {
         let mut bytes = vec![0; entries as usize * 8];
         for place in 0..entries {
@@ -262,7 +264,7 @@ impl Qcow2 {
         self.loaded.notify_all();
     }
 
-    /// Frees what nobody uses any more. The lock of the flush is held.
+    /// Frees unlinked clusters that no request uses any more. The caller holds the flush lock.
     pub(super) fn free_unused(&self) -> Result<(), ImageError> {
         let mut state = self.lock();
         let deferred_frees = std::mem::take(&mut state.deferred_frees);
@@ -274,8 +276,8 @@ impl Qcow2 {
         let runs = gone.into_iter().flat_map(|(_, runs)| runs);
         let mut clusters = runs.flat_map(Run::each);
         while let Some(cluster) = clusters.next() {
-            // The last user goes when the space has been given back: from then on, the cluster
-            // can be somebody else's. Of a compressed cluster's, there may be several.
+            // The last reference is dropped only after the space was punched, because the cluster can be
+            // reused from then on. Clusters with compressed data may have several references.
             let freed = match state.refcounts.get(&self.file, cluster) {
                 Ok(1) if last_users.insert(cluster) => continue,
                 Ok(1) => Err(ImageError::damaged(
@@ -307,7 +309,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Has clusters freed by another flush, since this one failed at it.
+    /// Leaves clusters that could not be freed to the next flush.
     fn free_later(&self, state: &mut State, clusters: impl Iterator<Item = HostCluster>) {
         let runs = clusters.map(Run::one);
         state
@@ -315,7 +317,7 @@ impl Qcow2 {
             .push((self.pins.mark(), runs.collect()));
     }
 
-    /// Gives space back to the file system. Nothing relies on it: the clusters are free either way.
+    /// Returns space to the file system. Nothing depends on it: the clusters are free either way.
     fn punch(&self, clusters: &BTreeSet<HostCluster>) {
         let mut clusters = clusters.iter().copied().peekable();
         while self.punch.load(SeqCst)

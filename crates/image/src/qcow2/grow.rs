@@ -1,19 +1,18 @@
 //! Growth: of the disk, and of the refcount table of a file that becomes longer.
 //!
-//! When a disk becomes longer, what its image, or a backing or data file, has behind the old end is not the
-//! guest's, so the length is the last that changes:
+//! The guest must not see what the image, a backing file or a data file has after the old end of the disk. So
+//! the size in the header changes last:
 //!
-//! 1. What the new part needs to be addressed: an L1 table that reaches so far, and a data file that is
-//!    long enough. Durable. The disk is as long as it was.
-//! 2. The new part is given up like any range that must read as zeroes, and that is flushed.
-//! 3. The header gets the new length. Durable. Only then do requests go there.
+//! 1. Make the new part addressable: an L1 table and a data file that are large enough. Durable. The size
+//!    of the disk is unchanged.
+//! 2. Zero the new part like a write-zeroes request, and flush.
+//! 3. Write the new size to the header. Durable. Only then are requests to the new part accepted.
 //!
-//! A crash before the end of 2 leaves {the old length}, and behind it what nobody sees: whoever makes
-//! the disk longer next zeroes it again. One before the end of 3 leaves {the old length} or {the new
-//! one, and zeroes}.
+//! A crash before the end of 2 leaves {the old size}; what is after it is invisible, and the next attempt zeroes
+//! it again. A crash before the end of 3 leaves {the old size} or {the new size, and zeroes}.
 //!
-//! Where a larger refcount or L1 table takes the place of the old one, the header changes. What it
-//! will lead to is durable before, and its fields share one sector: a crash leaves {the old table} or {the new one}.
+//! The header also changes where a larger refcount or L1 table replaces the old one. The new table, and all that it
+//! refers to, is durable before, and the fields are in one sector: a crash leaves {the old table} or {the new one}.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::SeqCst;
@@ -25,9 +24,9 @@ use super::header::L1_BYTES_MAX;
 use super::types::{GuestOffset, L1Index, Run};
 use super::{Qcow2, State};
 
-/// A disk that is being made longer, by nobody else at the time.
+/// A disk that is being enlarged, by one thread at a time.
 pub(crate) struct Growth<'a> {
-    /// What is new of it, and to be zeroed.
+    /// The new part, which must be zeroed.
     pub new: Range<GuestOffset>,
     _alone: MutexGuard<'a, ()>,
 }
@@ -36,7 +35,7 @@ impl Qcow2 {
     /// Step 1. Blocks.
     ///
     /// # Errors
-    /// The disk cannot become so long, or not now.
+    /// The disk cannot have this size, or I/O failed.
     pub(crate) fn begin_growing(&self, size: u64) -> Result<Growth<'_>, ImageError> {
         self.check_writable()?;
         self.begin()?;
@@ -65,10 +64,10 @@ impl Qcow2 {
         }
     }
 
-    /// Step 3, after the new part reads as zeroes durably. Blocks.
+    /// Step 3, after the zeroes of step 2 are durable. Blocks.
     ///
     /// # Errors
-    /// The disk stays as long as it was, until it is opened anew: then it may be longer.
+    /// The disk keeps its size until it is opened again: then it may have the new one.
     pub(crate) fn end_growing(&self, growth: &Growth<'_>) -> Result<(), ImageError> {
         if growth.new.is_empty() {
             return Ok(());
@@ -132,9 +131,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Writes an L1 table with so many entries, durably, and all that it leads to as far as it is only
-    /// in memory: refcounts (new L2 tables are in the file since they were made). The header in memory
-    /// leads to it; returns where the old one is.
+    /// Writes a larger L1 table, durably, and the refcounts that are only in memory (new L2 tables were written
+    /// when they were made). The header in memory refers to it afterwards; returns where the old table is.
     fn write_larger_l1(&self, state: &mut State, entries: u64) -> Result<Run, Retry> {
         let g = &self.g;
         let clusters = g.clusters(entries * 8);
@@ -161,7 +159,7 @@ impl Qcow2 {
         Ok(old)
     }
 
-    /// Makes the refcount table larger. Blocks.
+    /// Enlarges the refcount table. Blocks.
     pub(super) fn grow_refcount_table(&self) -> Result<(), ImageError> {
         let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.lock();
@@ -193,8 +191,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Writes the refcounts that have changed; the table stays as it is. They stay marked as changed,
-    /// so that the next flush makes sure of them.
+    /// Writes changed refcount blocks, not the table. They stay marked as changed, so that the next flush
+    /// writes them again and makes them durable.
     fn write_refcount_blocks(&self, state: &mut State) -> Result<(), ImageError> {
         let (dirty, blocks) = state.refcounts.take_dirty_blocks();
         let written = self.file.write("writing refcounts", &blocks);
@@ -202,7 +200,7 @@ impl Qcow2 {
         written
     }
 
-    /// The same, and what the table in force must say of them; all of it durable.
+    /// The same, and the changed entries of the current table; all of it durable.
     pub(super) fn write_refcounts(&self, state: &mut State) -> Result<(), ImageError> {
         let (dirty, blocks) = state.refcounts.take_dirty_blocks();
         let table = state.refcounts.table_pieces(&dirty);
@@ -216,8 +214,8 @@ impl Qcow2 {
         written
     }
 
-    /// Writes a header that leads elsewhere than the last one. If that fails, nobody knows which of
-    /// the two is in the file, and they will soon not mean the same: nothing is written any more.
+    /// Writes a header that refers to other tables. If that fails, the file may have the old or the new header,
+    /// and the tables of the two would soon differ: so writing stops.
     pub(super) fn switch_header(&self, state: &mut State) -> Result<(), ImageError> {
         self.record_or_say(state);
         let written = self.write_header(state).and_then(|()| self.file.flush());

@@ -1,14 +1,14 @@
-//! Who still uses what was looked up, so that a freed cluster is not given to another part of the
-//! disk while a read or write of the old one is on its way.
+//! Tracking of requests that use looked-up clusters, so that a freed cluster is not reused for another part
+//! of the disk while a read or write of the old one is in progress.
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
-/// Counters are spread over so many places, so that threads don't share cache lines.
+/// The number of counter pairs, so that threads do not share cache lines.
 const LANES: usize = 64;
 
-/// Keeps what was looked up under it from being reused. It belongs to one request, from before the
-/// first look-up to after the last operation, and is given back by [`Pins::unpin`]: one that is lost
-/// keeps freed space from ever being used again.
+/// Keeps clusters that were looked up under it from being reused. A request holds it from before its first
+/// lookup until after its last operation, and returns it with [`Pins::unpin`]. A lost pin keeps freed
+/// space from ever being reused.
 #[derive(Debug)]
 #[must_use = "a pin that is not given back keeps freed space from being reused"]
 pub struct Pin {
@@ -18,14 +18,14 @@ pub struct Pin {
 
 /// Requests under way, counted by the epoch in which they began.
 ///
-/// The epoch goes from e to e + 1 only when no request that began in e - 1 is left. So two steps
-/// after something was unlinked, everybody who can have found it has gone: each of the two counters
-/// has been seen at zero since. (Who reads the epoch and counts itself late counts where it may hold
-/// up a step, never where it is overlooked: it counts before it looks anything up.)
+/// The epoch advances from e to e + 1 only when no request that began in e - 1 is left. So two steps
+/// after a cluster was unlinked, every request that can have found it has ended: each of the two counters
+/// has been seen at zero since. (A request that reads the epoch and is counted late may delay a step, but is
+/// never missed: it is counted before it looks anything up.)
 ///
-/// Counting before looking up, and unlinking before looking at the counters, only exclude each
-/// other if all four are seen in one order by all: everything here, and the look-up itself, is SeqCst.
-/// On x86 that makes only the counting an atomic instruction, on a line that no other thread uses.
+/// A request is counted before its lookup; a cluster is unlinked before the counters are read. These exclude each
+/// other only if all threads see the four accesses in one order, so all accesses here, and the lookup
+/// itself, are SeqCst. On x86 only the counting needs an atomic instruction, on a cache line that no other thread uses.
 pub struct Pins {
     epoch: AtomicU64,
     lanes: Box<[Lane]>,
@@ -35,13 +35,13 @@ pub struct Pins {
 #[repr(align(128))]
 struct Lane([AtomicU64; 2]);
 
-/// The pins of one thread's requests to one disk: those that begin in the same epoch are counted as one, so that of
-/// many under way only the first and the last touch the counters that all threads see.
+/// The pins of one thread's requests to one disk. Requests that begin in the same epoch are counted as one, so
+/// that of many only the first and the last access the shared counters.
 ///
-/// A request that joins others is as safe as the first of them. As long as one of these is under way, the epoch is
-/// the one in which they began or the next; so whatever is unlinked after the look-up of the one that joined
-/// waits for all of them. And they hold up nothing for ever: as soon as the epoch has moved on, requests
-/// that begin join the others, and the old ones come to an end.
+/// A request that joins others is as safe as the first of them. While one of them is in progress, the epoch is
+/// the one in which they began or the next; so a cluster that is unlinked after the joining request's lookup
+/// waits for all of them. They do not delay the epoch forever: once it has advanced, new requests
+/// are counted with the other parity, and the old ones end.
 #[derive(Debug)]
 pub struct ThreadPins {
     lane: u8,
@@ -49,7 +49,7 @@ pub struct ThreadPins {
 }
 
 impl ThreadPins {
-    /// Threads that pass different numbers for `lane` don't disturb each other.
+    /// Threads that pass different numbers for `lane` do not share a cache line.
     pub fn new(lane: usize) -> Self {
         Self {
             lane: (lane % LANES) as u8,
@@ -69,12 +69,12 @@ impl ThreadPins {
         }
     }
 
-    /// Whether none is under way: only then may the next be of another disk.
+    /// Whether no request is in progress: only then may the next one be for another disk.
     pub fn none(&self) -> bool {
         self.users == [0; 2]
     }
 
-    /// Ends a request that this has begun.
+    /// Ends a request that began here.
     #[inline]
     pub fn unpin(&mut self, pins: &Pins, pin: Pin) {
         let users = &mut self.users[usize::from(pin.parity)];
@@ -86,7 +86,7 @@ impl ThreadPins {
     }
 }
 
-/// When something was unlinked.
+/// The epoch in which something was unlinked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Mark(u64);
 
@@ -124,12 +124,12 @@ impl Pins {
         debug_assert!(before > 0);
     }
 
-    /// To be taken after something was unlinked.
+    /// To be called after something was unlinked.
     pub(crate) fn mark(&self) -> Mark {
         Mark(self.epoch.load(SeqCst))
     }
 
-    /// Whether all who were there before the mark have gone.
+    /// Whether all requests that began before the mark have ended.
     pub(crate) fn passed(&self, mark: Mark) -> bool {
         for _ in 0..2 {
             let epoch = self.epoch.load(SeqCst);
@@ -140,7 +140,7 @@ impl Pins {
             if self.lanes.iter().any(|lane| lane.0[next].load(SeqCst) != 0) {
                 return false;
             }
-            // Somebody else may have taken the step.
+            // Another thread may have advanced it already.
             let _ = self
                 .epoch
                 .compare_exchange(epoch, epoch + 1, SeqCst, SeqCst);
@@ -163,7 +163,7 @@ mod tests {
         let second = pins.pin(1);
         assert!(!pins.passed(mark));
         pins.unpin(first);
-        // Others that come later don't hold it up for ever.
+        // Later requests do not delay it forever.
         let mut held = second;
         for lane in 0..4 {
             let next = pins.pin(lane);

@@ -1,5 +1,5 @@
-//! Refcounts, and the search for clusters whose refcount is 0 (docs/interop/qcow2 "Host cluster
-//! management"). All of it is under the lock of the image's state.
+//! Refcounts, and the allocation of free clusters (docs/interop/qcow2 "Host cluster management"). The
+//! caller holds the state lock.
 
 mod larger;
 
@@ -16,35 +16,36 @@ use super::metadata::Metadata;
 use super::types::{BlockIndex, HOST_BITS, HostCluster, HostOffset, Run};
 use crate::bytes::{be64, put64};
 
-/// Refcount blocks kept in memory, in bytes, beside those with changes: 32 MiB are those of 1 TiB
-/// with 64 KiB clusters and 16 bits.
+/// Refcount blocks kept in memory, in bytes, in addition to those with changes: 32 MiB count 1 TiB of
+/// 64 KiB clusters with 16 bits each.
 const CACHE_BYTES: u64 = 32 << 20;
 
-/// Refcounts that a search for free clusters looks at before somebody else has a turn: by a thread that may
-/// block, and by one that may not. One block counts as [`SEARCH_BLOCK`] at least.
+/// Refcounts that a search for free clusters examines before it releases the lock: by a thread that may
+/// block, and by one that may not. A block counts as [`SEARCH_BLOCK`] at least.
 const SEARCH: (u64, u64) = (1 << 20, 1 << 16);
 const SEARCH_BLOCK: u64 = 4096;
 
-/// Bytes of refcounts that are read to find the end of what is used; what is free behind that costs no space.
+/// Bytes of refcounts that are read to find the last used cluster. If more are free, the file is not truncated, which
+/// costs no space.
 const USED_END_BYTES: u64 = 64 << 20;
 
 pub(crate) struct Refcounts {
     g: Geometry,
-    /// Where the blocks are, as the file says it; [`HostOffset::START`] where there is none.
+    /// Offsets of the blocks as in the file, unchecked; [`HostOffset::START`] where there is none.
     table: Vec<HostOffset>,
     table_at: HostOffset,
     blocks: HashMap<BlockIndex, Block>,
-    /// With the pieces of each.
+    /// Blocks, each with one of its changed pieces.
     dirty_blocks: BTreeSet<(BlockIndex, u64)>,
     dirty_table: BTreeSet<u64>,
-    /// Blocks whose pieces are on their way to the file: what is there is old.
+    /// Blocks that a flush is writing: the file still has old ones.
     writing: HashSet<BlockIndex>,
     /// No cluster before this one is free.
     cursor: HostCluster,
-    /// From this cluster on, nothing was ever used: the file grew for it, and it reads as zeroes.
+    /// From this cluster on, no cluster was ever used: the file was extended for them, and they read as zeroes.
     fresh: HostCluster,
     clock: u64,
-    /// On their way to the journal.
+    /// Changes not recorded in the journal yet.
     pub changes: Changes,
     count: ChangeCount,
 }
@@ -55,7 +56,7 @@ struct Block {
 }
 
 impl Refcounts {
-    /// With a table as it is in the file.
+    /// Makes it from the table in the file.
     pub fn new(
         g: Geometry,
         table: &[u8],
@@ -82,7 +83,7 @@ impl Refcounts {
         }
     }
 
-    /// Offsets of the blocks that there are.
+    /// Offsets of all blocks.
     pub fn block_offsets(&self) -> impl Iterator<Item = HostOffset> {
         let there = |at: &HostOffset| *at != HostOffset::START;
         self.table.iter().copied().filter(there)
@@ -95,18 +96,18 @@ impl Refcounts {
         }
     }
 
-    /// The entry of the table for a block: `None` behind the end of the table.
+    /// The entry of the table for a block; `None` after the end of the table.
     fn in_table(&self, block: BlockIndex) -> Option<HostOffset> {
         self.table.get(block.number() as usize).copied()
     }
 
-    /// Whether there is a block.
+    /// Whether the table has such a block.
     fn has_block(&self, block: BlockIndex) -> bool {
         self.in_table(block)
             .is_some_and(|at| at != HostOffset::START)
     }
 
-    /// How often a cluster is used.
+    /// The refcount of a cluster.
     pub fn get(&mut self, end: &FileEnd, cluster: HostCluster) -> Result<u64, ImageError> {
         let (block, entry) = self.g.block_of(cluster);
         if !self.has_block(block) {
@@ -116,7 +117,7 @@ impl Refcounts {
         Ok(get(&self.load(end, block)?.bytes, order, entry))
     }
 
-    /// Changes a refcount whose block exists.
+    /// Sets a refcount whose block exists.
     fn set(
         &mut self,
         end: &FileEnd,
@@ -136,8 +137,8 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Sets a refcount as a journal has it; unless `also_less`, only to more than there is. It may be one of a
-    /// larger table that never came into force.
+    /// Sets a refcount from a journal; unless `also_less`, only if it increases. A refcount beyond the table is ignored:
+    /// it is of a larger table that was never adopted.
     pub fn put_refcount(
         &mut self,
         end: &FileEnd,
@@ -164,10 +165,10 @@ impl Refcounts {
         }
     }
 
-    /// Has a block where a journal has made one; false if it is elsewhere.
+    /// Adds a block from a journal; false if the table has it at another offset.
     pub fn put_block(&mut self, block: BlockIndex, at: HostOffset) -> bool {
         match self.in_table(block) {
-            // Of a larger table that never came into force.
+            // Of a larger table that was never adopted.
             None => true,
             Some(HostOffset::START) => {
                 self.insert_block(block, at);
@@ -177,7 +178,7 @@ impl Refcounts {
         }
     }
 
-    /// One user less of a cluster that has one.
+    /// Decrements the refcount of a cluster in use.
     pub fn release(&mut self, end: &FileEnd, cluster: HostCluster) -> Result<(), ImageError> {
         let refcount = self.get(end, cluster)?;
         let Some(less) = refcount.checked_sub(1) else {
@@ -191,19 +192,19 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Whether a run reads as zeroes because nothing was ever written there; asked before it is
+    /// Whether a run that begins here reads as zeroes because it was never used; call it before the run is
     /// allocated.
     pub fn is_fresh(&self, cluster: HostCluster) -> bool {
         cluster >= self.fresh
     }
 
-    /// Nothing before this cluster may be taken for fresh any more.
+    /// Notes that the clusters before this one may have been used.
     pub fn used_up_to(&mut self, cluster: HostCluster) {
         self.fresh = self.fresh.max(cluster);
     }
 
-    /// Takes from 1 to `want` clusters beside each other, and says whether they read as zeroes. The
-    /// refcounts are 1 in memory from then on, in the file some time later.
+    /// Allocates 1 to `want` contiguous clusters, and returns whether they read as zeroes. Their refcounts are
+    /// set to 1 in memory; a later flush writes them.
     pub fn allocate(
         &mut self,
         end: &FileEnd,
@@ -218,7 +219,7 @@ impl Refcounts {
             MayBlock::No => (SEARCH.1, Retry::WouldBlock),
         };
         loop {
-            // All before it are in use.
+            // All clusters before it are in use.
             self.cursor = at;
             if left == 0 {
                 return Err(later);
@@ -254,7 +255,7 @@ impl Refcounts {
         }
     }
 
-    /// Takes just so many clusters, beside each other.
+    /// Allocates exactly `clusters` contiguous clusters.
     pub fn allocate_contiguous(
         &mut self,
         end: &FileEnd,
@@ -262,7 +263,7 @@ impl Refcounts {
         clusters: u64,
     ) -> Result<Run, Retry> {
         let per_block = self.g.block_entries();
-        // Room for the blocks that may be missing, which count themselves too: one for each that is touched.
+        // Include the blocks that may be missing, which count themselves too: one for each block touched.
         let mut need = clusters;
         loop {
             let more = clusters + need.div_ceil(per_block) + 1;
@@ -306,7 +307,7 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Sets refcounts of 0 to 1, and makes the file long enough.
+    /// Sets refcounts from 0 to 1, and extends the file.
     fn take(&mut self, end: &FileEnd, metadata: &Metadata, run: Run) -> Result<(), ImageError> {
         if let Some(_what) = metadata.within(run) {
             let what = "metadata is in a cluster that has the refcount 0";
@@ -319,8 +320,7 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Makes a block for refcounts that have none yet, in the free cluster `at`, which is one of
-    /// those that it counts.
+    /// Makes a missing block, in the free cluster `at`, which is one of those that it counts.
     fn make_block(
         &mut self,
         end: &FileEnd,
@@ -331,8 +331,8 @@ impl Refcounts {
         self.make_block_in(end, metadata, block, at, at + 1)
     }
 
-    /// The same, where `at` may be counted by another block, but by one that is there or is made
-    /// already. All up to `clear` is free.
+    /// The same, where `at` may be counted by another block that exists already. All clusters from `at` to
+    /// `clear` are free.
     fn make_block_in(
         &mut self,
         end: &FileEnd,
@@ -359,21 +359,21 @@ impl Refcounts {
         Ok(())
     }
 
-    /// An empty block, in memory.
+    /// Adds an empty block in memory.
     fn insert_block(&mut self, block: BlockIndex, offset: HostOffset) {
         self.count.add();
         let bytes = vec![0; self.g.cluster() as usize].into_boxed_slice();
         self.table[block.number() as usize] = offset;
         let used = self.clock;
         self.blocks.insert(block, Block { bytes, used });
-        // All of it: whatever was in that cluster is not zeroes.
+        // All of it: the cluster in the file may hold old data.
         let pieces = self.g.cluster() / self.g.piece();
         self.dirty_blocks
             .extend((0..pieces).map(|piece| (block, piece)));
         self.dirty_table.insert(block.number() * 8 / self.g.piece());
     }
 
-    /// Whether the block that counts a cluster can be looked at.
+    /// Fails if the block that counts a cluster must be read and the caller may not block.
     pub fn have_cluster(&self, cluster: HostCluster, may_block: MayBlock) -> Result<(), Retry> {
         self.have(self.g.block_of(cluster).0, may_block)
     }
@@ -424,12 +424,12 @@ impl Refcounts {
         }
     }
 
-    /// Bytes of changes that are only in memory, and not on their way to the file.
+    /// Bytes of changes that are only in memory, and that no flush is writing.
     pub fn dirty_bytes(&self) -> u64 {
         (self.dirty_blocks.len() + self.dirty_table.len()) as u64 * self.g.piece()
     }
 
-    /// Copies of the blocks' changes, which are on their way to the file from then on: until
+    /// Takes the changes to be written, with copies of those of blocks. The caller ends this with
     /// [`written`](Self::written) or [`not_written`](Self::not_written).
     pub fn take_dirty_blocks(&mut self) -> (Dirty, Vec<Piece>) {
         let dirty = std::mem::take(&mut self.dirty_blocks);
@@ -453,7 +453,7 @@ impl Refcounts {
         )
     }
 
-    /// Copies of the table's changes among these.
+    /// Copies of the changed pieces of the table.
     pub fn table_pieces(&self, dirty: &Dirty) -> Vec<Piece> {
         let piece = self.g.piece();
         let copies = dirty.table.iter().map(|&number| Piece {
@@ -472,21 +472,21 @@ impl Refcounts {
         bytes
     }
 
-    /// These are in the file.
+    /// These changes are in the file.
     pub fn written(&mut self, dirty: &Dirty) {
         for (block, _) in &dirty.blocks {
             self.writing.remove(block);
         }
     }
 
-    /// These may not be in the file.
+    /// These changes may not be in the file: marks them as changed again.
     pub fn not_written(&mut self, dirty: Dirty) {
         self.written(&dirty);
         self.dirty_blocks.extend(dirty.blocks);
         self.dirty_table.extend(dirty.table);
     }
 
-    /// The cluster behind the last one that is in use, unless that takes long to find.
+    /// The cluster after the last one in use; `None` if finding it would take long.
     pub fn used_end(&mut self, end: &FileEnd) -> Result<Option<HostCluster>, ImageError> {
         let per_block = self.g.block_entries();
         let blocks = (0..self.table.len() as u64).rev().map(BlockIndex::new);
@@ -506,13 +506,13 @@ impl Refcounts {
     }
 }
 
-/// Changes that were taken to be written: blocks with their pieces, and pieces of the table.
+/// Changes taken to be written: blocks with their pieces, and pieces of the table.
 pub(crate) struct Dirty {
     blocks: BTreeSet<(BlockIndex, u64)>,
     table: BTreeSet<u64>,
 }
 
-/// The first free entries, up to `want` beside each other.
+/// The first run of free entries, at most `want`.
 fn free_run(bytes: &[u8], order: u32, within: Range<u64>, want: u64) -> Option<Range<u64>> {
     let mut entries = within.clone();
     let first = entries.find(|&entry| get(bytes, order, entry) == 0)?;
@@ -521,7 +521,7 @@ fn free_run(bytes: &[u8], order: u32, within: Range<u64>, want: u64) -> Option<R
     Some(first..end.unwrap_or(most))
 }
 
-/// A refcount of `1 << order` bits. Those of less than a byte begin with the lowest bits.
+/// Reads a refcount of `1 << order` bits. Refcounts narrower than a byte begin with the lowest bits.
 #[inline]
 pub(crate) fn get(bytes: &[u8], order: u32, entry: u64) -> u64 {
     let width = 1_usize << order;
@@ -536,7 +536,7 @@ pub(crate) fn get(bytes: &[u8], order: u32, entry: u64) -> u64 {
     value.fold(0, |value, &byte| value << 8 | u64::from(byte))
 }
 
-/// Writes a refcount; what does not fit is the most that fits.
+/// Writes a refcount, limited to the highest that fits.
 pub(crate) fn put(bytes: &mut [u8], order: u32, entry: u64, refcount: u64) {
     let width = 1_usize << order;
     let refcount = refcount.min(refcount_max(order));

@@ -1,7 +1,8 @@
-//! Refcounts made anew, for an image that says that its own may be wrong (lazy refcounts).
+//! Rebuilding the refcounts of an image that is marked dirty (lazy refcounts).
 //!
-//! They are written behind everything else; the header then leads to them, and says that the image is
-//! clean, in one sector. A crash before leaves the image as it was. What held the old ones is free.
+//! The new refcounts are written after everything else in the file. Then the header, in one sector, refers to
+//! them and marks the image as clean. A crash before that leaves the image unchanged. The clusters of the old
+//! refcounts are free afterwards.
 
 use std::ops::ControlFlow;
 
@@ -15,7 +16,7 @@ use super::types::{BlockIndex, HostCluster, HostOffset, Run};
 use crate::bytes::put64;
 use crate::storage::{Storage, read_padded};
 
-/// Writes right refcounts, and a header that leads to them.
+/// Writes new refcounts, and a header that refers to them.
 pub(super) fn repair(
     storage: &dyn Storage,
     header: &mut Header,
@@ -74,17 +75,17 @@ pub(super) fn repair(
         .map_err(Qcow2Error::Image)
 }
 
-/// Refcounts on their way to the file, in ascending order.
+/// Writes refcounts to the file, in ascending order.
 struct Blocks<'a> {
     storage: &'a dyn Storage,
     g: Geometry,
-    /// The next cluster behind all that is used.
+    /// The next cluster after all that are in use.
     next: HostCluster,
-    /// Where the blocks are that were written.
+    /// Where the written blocks are.
     table: Vec<HostOffset>,
     block: Vec<u8>,
     number: BlockIndex,
-    /// The block counts something.
+    /// The current block has a refcount that is not 0.
     used: bool,
 }
 
@@ -106,7 +107,7 @@ impl Blocks<'_> {
         Ok(())
     }
 
-    /// Writes the block at hand, if it counts anything.
+    /// Writes the current block, if it has a refcount that is not 0.
     fn end_block(&mut self) -> Result<(), ImageError> {
         let mut at = HostOffset::START;
         if self.used {
@@ -122,11 +123,11 @@ impl Blocks<'_> {
         Ok(())
     }
 
-    /// Counts the new refcounts themselves, which lie from `first` on, and writes the table; returns where it is.
+    /// Counts the clusters of the new refcounts, which begin at `first`, and writes the table; returns where it is.
     fn finish(mut self, first: HostCluster) -> Result<Run, ImageError> {
         let per_block = self.g.block_entries();
-        // The blocks not yet written, of which the first is at hand, count what is behind `first`:
-        // those that are written, themselves, and the table.
+        // The blocks not written yet, beginning with the current one, count the clusters from `first` on:
+        // the written blocks, themselves, and the table.
         let written = self.next - first;
         let (mut more, mut table) = (1, 1);
         loop {
@@ -149,7 +150,7 @@ impl Blocks<'_> {
             self.set(cluster, 1)?;
         }
         while self.number < last_block {
-            // All of them, so that they are as many as were counted.
+            // Write all of them, so that their number is the one that was counted.
             self.used = true;
             self.end_block()?;
         }

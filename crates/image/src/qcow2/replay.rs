@@ -1,20 +1,20 @@
-//! A journal's changes, done again in an image that has just been opened.
+//! Replay of a journal in an image that has just been opened.
 //!
-//! 1. All changes are checked against the image and against each other, and the refcounts and the L1 table changed in
-//!    memory. If anything cannot be, the image is not opened, and nothing has been written.
-//! 2. Refcounts, and then the L1 table, are flushed, as with [any flush](super::flush).
-//! 3. L2 entries are written straight to the file, and flushed. No slice of a table is in memory yet.
-//! 4. What no table leads to any more is freed by later flushes, as ever.
+//! 1. Check all changes against the image and against each other, and change the refcounts and the L1 table in
+//!    memory. If a change is invalid, the image is not opened, and nothing has been written.
+//! 2. Flush the refcounts and then the L1 table, like [any flush](super::flush).
+//! 3. Write L2 entries directly to the file, and flush. No slice of a table is in memory yet.
+//! 4. Later flushes free the clusters that no table refers to any more, as usual.
 //!
-//! All of this takes two passes over the changes and as many flushes as any other flush, whatever the size of the
-//! cache. A kill in 1 leaves {the file as it was}. One in 2 or 3 leaves, for every table and entry by itself, {old} or {new},
-//! and the journal and what the image says of it as they were: the next process does all changes again, and those that are
-//! done change nothing. A crash of the host leaves the same, and no journal: as after 2 all that entries lead to is
-//! counted and durable, the image is sound, with {any part} of what had not been flushed. The image says that it has
-//! another journal, or none, only with the first write that follows, after the flush of 3.
+//! This takes two passes over the changes and a fixed number of flushes, whatever the size of the cache. A kill in
+//! step 1 leaves {the file unchanged}. A kill in 2 or 3 leaves {old} or {new} for each table and entry independently, and
+//! the journal and the journal bits of the image unchanged: the next process replays all changes, and those that are in
+//! the file already change nothing. A crash of the host leaves the same, and no journal: after 2 everything that entries
+//! refer to is counted and durable, so the image is consistent, with {any part} of what was not flushed. The image gets
+//! the bits of another journal, or none, only with the first write that follows, after the flush of 3.
 //!
-//! Clusters that the changes give up stay counted only if more than one change of an entry came between
-//! two flushes: space that is lost until the image is checked and repaired.
+//! Clusters that the changes unlink stay counted only if an entry changed more than once between two flushes. They are
+//! leaked until the image is checked and repaired.
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -28,22 +28,21 @@ use super::types::{BlockIndex, GuestCluster, HOST_BITS, HostOffset, L1Index, Run
 use super::{Qcow2, Qcow2Error, State};
 use crate::bytes::{be64, put64};
 
-/// Told how far it is; may stop it.
+/// Receives the progress; may stop the replay.
 type Tell<'a> = &'a mut dyn FnMut(Progress) -> ControlFlow<()>;
 
-/// An entry of an L2 table as it is to be: the cluster of the disk, and its words.
+/// A new L2 entry: the cluster of the disk, and the words of its entry.
 type NewEntry = (GuestCluster, [u64; 2]);
 
-/// Where entries are in a piece, in bytes, with their clusters and words.
+/// Entries in a piece: the offset in it in bytes, the cluster and the words.
 type Places<'a> = &'a mut dyn Iterator<Item = (usize, GuestCluster, [u64; 2])>;
 
-/// Changes in memory between two calls of the caller's function. Each of them may have to read a refcount block; storage
-/// may be slow.
+/// Changes between two progress reports. Each change may have to read a refcount block from slow storage.
 const TELL_EVERY: u64 = 64;
 
 enum ReplayError {
     Image(ImageError),
-    /// The caller does not want to wait any longer.
+    /// The caller has stopped it.
     Stopped,
 }
 
@@ -54,14 +53,14 @@ impl From<ImageError> for ReplayError {
 }
 
 impl Qcow2 {
-    /// Takes up the journal of an image that has just been opened for writing, and does what it has.
+    /// Reads the journal of an image that has just been opened for writing, and replays it.
     pub(super) fn take_up(&self, place: JournalPlace, tell: Tell<'_>) -> Result<(), Qcow2Error> {
         let (said, snapshots) = {
             let header = &self.lock().header;
             (said(header), header.snapshots > 0)
         };
         let found = read(&place, said).map_err(Qcow2Error::Journal)?;
-        // What an image with internal snapshots says puts these at risk: it stays only for a journal that may be found.
+        // Journal bits put internal snapshots at risk: they stay only if the journal may still be found.
         let elsewhere = match &found {
             Found::Missing => true,
             Found::Outdated => !snapshots,
@@ -86,7 +85,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// `all`: nothing in the file is newer than these.
+    /// `all`: nothing in the file is newer than these changes.
     fn replay(&self, changes: &[Change], all: bool, tell: Tell<'_>) -> Result<(), ReplayError> {
         let mut count = Counted {
             tell,
@@ -111,7 +110,7 @@ impl Qcow2 {
         Ok(self.flush()?)
     }
 
-    /// Changes refcounts and the L1 table in memory; returns the entries that are to be changed.
+    /// Changes refcounts and the L1 table in memory; returns the new L2 entries.
     fn replay_tables(
         &self,
         state: &mut State,
@@ -203,8 +202,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Looks whether the entries can be, with tables and refcounts as they are in memory now. Returns the entries in
-    /// the file that they replace, and what is kept of what those lead to.
+    /// Checks the new entries against the tables and refcounts in memory. Returns the entries in the file that they
+    /// replace, each with the host cluster that stays in use.
     fn check_entries(
         &self,
         state: &mut State,
@@ -238,7 +237,7 @@ impl Qcow2 {
         Ok(replaced)
     }
 
-    /// Looks whether guest data can be in a cluster, and its data in the file.
+    /// Checks that a cluster may hold guest data, and that the data is inside the file.
     fn check_host(
         &self,
         state: &mut State,
@@ -273,8 +272,8 @@ impl Qcow2 {
         })
     }
 
-    /// Calls `visit` for each piece of an L2 table that has entries among these, with the piece as it is in the file,
-    /// and with where in it each of them is, its cluster and its words.
+    /// Calls `visit` for each piece of an L2 table that contains some of these entries, with the piece as in the file
+    /// and its entries.
     fn each_piece(
         &self,
         entries: &[NewEntry],
@@ -322,7 +321,7 @@ impl Qcow2 {
     }
 }
 
-/// Tells the caller how far a replay is.
+/// Reports progress to the caller.
 struct Counted<'a> {
     tell: Tell<'a>,
     done: u64,
@@ -330,7 +329,7 @@ struct Counted<'a> {
 }
 
 impl Counted<'_> {
-    /// One more change is done.
+    /// Counts a change.
     fn one(&mut self) -> Result<(), ReplayError> {
         self.done += 1;
         match self.done.is_multiple_of(TELL_EVERY) {
@@ -348,7 +347,7 @@ impl Counted<'_> {
     }
 }
 
-/// The journal is this image's, and says what cannot be.
+/// An error: the journal belongs to this image, but a change in it is invalid.
 fn misfit(what: &'static str, at: u64) -> Result<(), ImageError> {
     Err(ImageError::damaged(what, at))
 }

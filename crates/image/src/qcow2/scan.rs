@@ -1,4 +1,4 @@
-//! All references of an image to its clusters: for checks and repairs, which see the file as it is.
+//! All references of an image to its clusters, read from the file for checks and repairs.
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -15,30 +15,30 @@ use crate::storage::{Storage, read_padded};
 
 /// Clusters counted at a time: 64 MiB of memory, 1 TiB of file at 64 KiB a cluster.
 pub(crate) const WINDOW: u64 = 1 << 24;
-/// Times that all L2 tables are read, at most: 64 TiB of file at 64 KiB a cluster.
+/// Passes over all L2 tables at most: 64 TiB of file at 64 KiB a cluster.
 const WINDOWS_MAX: u64 = 64;
 /// L1 tables of an image and its snapshots, in bytes.
 const L1_BYTES_MAX: u64 = 256 << 20;
-/// Different L2 tables: 2 PiB of disk at 64 KiB a cluster.
+/// Distinct L2 tables at most: 2 PiB of disk at 64 KiB a cluster.
 const TABLES_MAX: usize = 4 << 20;
 /// Bytes of all L2 tables: what a disk reads in some minutes.
 const TABLE_BYTES_MAX: u64 = 64 << 30;
 /// Bytes of all bitmaps' tables and directories.
 const BITMAP_BYTES_MAX: u64 = 16 << 20;
-/// Findings that are counted; one is enough to refuse an image.
+/// Findings kept at most; one is enough to refuse an image.
 const FINDINGS_MAX: usize = 10_000;
 
-/// What is wrong with an image's structure, beside refcounts.
+/// An error in an image's structure other than a refcount: what, and where.
 pub(crate) type Finding = (&'static str, u64);
 
-/// An image's references, except those of L2 tables, which are read again and again.
+/// An image's references. L2 tables are not kept: each pass reads them again.
 pub(crate) struct Scan<'a> {
     storage: &'a dyn Storage,
     header: &'a Header,
     pub g: Geometry,
-    /// Runs of clusters, each used once.
+    /// Runs of clusters, each referenced once.
     runs: Vec<Run>,
-    /// Where L2 tables are, how often each is used, and whether by the active L1 table.
+    /// The L2 tables, with the number of references to each, and whether the active L1 table has one.
     tables: BTreeMap<HostOffset, (u32, bool)>,
     /// Entries of the active L1 table.
     l1: Vec<u64>,
@@ -49,14 +49,14 @@ pub(crate) struct Scan<'a> {
     pub findings: Vec<Finding>,
 }
 
-/// Why there is no answer.
+/// Why a scan has no result.
 #[derive(Debug)]
 pub(crate) enum ScanError {
     /// A table could not be read.
     Image(ImageError),
-    /// There is more than would be done in a sensible time.
+    /// The image is too large to be scanned in a reasonable time.
     TooMuch,
-    /// The caller does not want it any more.
+    /// The caller has stopped it.
     Stopped,
 }
 
@@ -67,7 +67,7 @@ impl From<ImageError> for ScanError {
 }
 
 impl<'a> Scan<'a> {
-    /// Reads all but the L2 tables. With `refcounts`, what refcounts are stored in counts too.
+    /// Reads everything but the L2 tables. With `refcounts`, the refcount structures count as references too.
     pub fn new(
         storage: &'a dyn Storage,
         header: &'a Header,
@@ -118,7 +118,7 @@ impl<'a> Scan<'a> {
             .collect())
     }
 
-    /// Something in one piece.
+    /// Adds a contiguous structure.
     fn run(&mut self, at: HostOffset, bytes: u64) {
         self.runs.push(Run {
             first: at.cluster(&self.g),
@@ -220,12 +220,12 @@ impl<'a> Scan<'a> {
         Ok(())
     }
 
-    /// How many windows there are.
+    /// The number of windows.
     pub fn windows(&self) -> u64 {
         self.clusters.clusters.div_ceil(WINDOW).max(1)
     }
 
-    /// How often each cluster of a window is used.
+    /// The clusters of a window, and the number of references to each.
     pub fn count(
         &mut self,
         window: u64,
@@ -262,7 +262,7 @@ impl<'a> Scan<'a> {
                 match Entry::decode(&self.g, entry[0], bitmap) {
                     Ok(Entry::Compressed(compressed)) => {
                         let mut run = compressed.clusters(&self.g);
-                        // The last sectors may be of a cluster that the file ends in or before.
+                        // The last sectors may be in a cluster at or after the end of the file.
                         let there = self.clusters.end().max(run.first) - run.first;
                         run.clusters = there.clamp(1, run.clusters);
                         add(run, uses);
@@ -294,8 +294,8 @@ impl<'a> Scan<'a> {
         Ok((range, counts))
     }
 
-    /// Calls `wrong` for every entry of the active tables that leads into a window and says wrongly
-    /// whether what it leads to is its own: with where the entry is in the file, and what it should be.
+    /// Calls `wrong` for every entry of the active tables that refers to a cluster of a window and has a wrong
+    /// [`COPIED`] bit: with the offset of the entry in the file, and its right value.
     pub fn wrong_copied(
         &self,
         range: &Run,
@@ -338,7 +338,7 @@ impl<'a> Scan<'a> {
     }
 }
 
-/// The snapshot table: what it says, and how long it is in bytes.
+/// Reads the snapshot table; returns the snapshots, and its length in bytes.
 pub(crate) fn snapshots(
     storage: &dyn Storage,
     header: &Header,

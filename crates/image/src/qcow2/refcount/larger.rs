@@ -1,4 +1,4 @@
-//! A larger refcount table, for a file that has outgrown the one in force.
+//! A larger refcount table, for a file that has outgrown the current one.
 
 use super::Refcounts;
 use crate::qcow2::change::Retry;
@@ -8,7 +8,7 @@ use crate::qcow2::header::REFCOUNT_TABLE_BYTES_MAX;
 use crate::qcow2::metadata::Metadata;
 use crate::qcow2::types::{BlockIndex, HostCluster, HostOffset, Run};
 
-/// A larger table that is not in force yet.
+/// A larger table that is not the current one yet.
 pub(crate) struct LargerTable {
     len: usize,
     cursor: HostCluster,
@@ -16,8 +16,8 @@ pub(crate) struct LargerTable {
 }
 
 impl Refcounts {
-    /// A larger table, in memory only, and the clusters for it. It is in force when it is
-    /// [`adopt`](Self::adopt)ed.
+    /// Enlarges the table in memory, and allocates clusters for it. The file uses it only after
+    /// [`adopt`](Self::adopt).
     pub fn larger_table(
         &mut self,
         end: &FileEnd,
@@ -48,12 +48,12 @@ impl Refcounts {
         }
     }
 
-    /// All of the table's bytes.
+    /// The bytes of the whole table.
     pub fn whole_table(&self) -> Vec<u8> {
         self.table_bytes(0..self.table.len() as u64)
     }
 
-    /// Takes the larger table for the one in force; returns where the old one was.
+    /// Makes the larger table the current one; returns where the old one was.
     pub fn adopt(&mut self, larger: &LargerTable) -> Run {
         let old = Run {
             first: self.table_at.cluster(&self.g),
@@ -64,12 +64,12 @@ impl Refcounts {
         old
     }
 
-    /// Takes the larger table back.
+    /// Drops the larger table again.
     pub fn revoke(&mut self, end: &FileEnd, metadata: &mut Metadata, larger: &LargerTable) {
         let covered_end = self.g.counted_by(BlockIndex::new(larger.len as u64));
         for cluster in larger.run.each() {
             if cluster < covered_end {
-                // What is not given back is leaked, no more.
+                // A cluster that is not released is only leaked.
                 let _ = self.release(end, cluster);
             }
         }
