@@ -136,7 +136,7 @@ impl Habits {
         }
     }
 
-    /// Whether to poll for the guest: this takes about as much CPU as a sleep; or it waits for each request before it
+    /// Whether to poll for the guest: this takes no more CPU than a sleep; or it waits for each request before it
     /// sends the next one, so soon that a wake-up is a good part of the time that a request takes it.
     fn pays(&self, max: u64, sleep: u64) -> bool {
         let little = (max * 3 / 10).max(self.operation.mean / 2);
@@ -144,7 +144,7 @@ impl Habits {
         let little = if self.judged { little * 3 / 2 } else { little };
         let instant = self.operation.mean <= max / 10;
         let soon = self.back.mean <= max * 11 / 20 && (instant || self.back.mean <= little);
-        self.back.mean <= sleep * 3 / 2
+        self.back.mean <= sleep
             || soon && self.back.is_steady() && self.operation.mean <= max * 2
     }
 
