@@ -600,6 +600,9 @@ impl Drop for ControlSocket {
     }
 }
 
+/// Time between two looks whether the new process has taken over.
+const LEAVING_PAUSE: Duration = Duration::from_millis(10);
+
 /// How long the end waits for commands under way.
 pub const AT_END: Duration = Duration::from_secs(10);
 
@@ -638,6 +641,11 @@ fn accept_clients(
                 continue;
             }
             Ok(_) => {}
+        }
+        if qmp.host.handing.is_leaving() {
+            // It waits in the socket's queue for the new process, or for this one if that fails.
+            thread::sleep(LEAVING_PAUSE);
+            continue;
         }
         clients.retain(|client| !client.is_finished());
         match acceptor.accept(&socket.listener) {

@@ -59,6 +59,8 @@ pub struct Handing {
     gone: RwLock<bool>,
     /// This process is told to stop.
     stopping: AtomicBool,
+    /// The new process is told to serve, and accepts the clients that come from now on.
+    leaving: AtomicBool,
 }
 
 /// The content of a lock that nobody leaves half changed.
@@ -85,6 +87,11 @@ impl Handing {
         let looker = Arc::new(eventfd(0, flags)?);
         locked(&self.lookers).push((place.clone(), looker.clone()));
         Ok(looker)
+    }
+
+    /// Whether clients are to be left to the new process: this one may end at any time.
+    pub fn is_leaving(&self) -> bool {
+        self.leaving.load(Ordering::Acquire)
     }
 
     /// Tells all of them. Returns a sentence for each socket in whose place something else is.
@@ -478,7 +485,11 @@ fn hand_over(host: &Host, launcher: &Channel, outcome: &mut Outcome) -> Result<u
     hand(host, &paused, &channel, deadline).map_err(UpgradeError::Hand)?;
     expect(&channel, Step::Prepared, deadline).map_err(UpgradeError::Prepare)?;
     host.handing.check_going_on()?;
-    commit(&channel).map_err(UpgradeError::Take)?;
+    host.handing.leaving.store(true, Ordering::Release);
+    if let Err(e) = commit(&channel) {
+        host.handing.leaving.store(false, Ordering::Release);
+        return Err(UpgradeError::Take(e));
+    }
     let all = begin.elapsed();
     outcome.pause_us = all.as_micros() as u64;
     info!(

@@ -22,7 +22,7 @@ use testkit::frontend::{F_LOG_ALL, eventfd, eventfd_wait};
 use testkit::load::{Held, Load};
 use testkit::memory::Memory;
 use testkit::server::{Server, gone};
-use testkit::vm::{self, Vm};
+use testkit::vm::{self, Qmp, Vm};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_ringdisk");
 
@@ -589,6 +589,29 @@ fn a_limit_holds_nothing_up() {
     loads
         .iter()
         .for_each(|load| load.verify(&disk.file).unwrap());
+}
+
+/// The process that served may still be there, but accepts nobody.
+#[test]
+fn a_client_that_connects_after_an_upgrade_has_its_answers() {
+    let disk = Disk::new();
+    let mut served = Served::start(&[disk.argument("queues=1")]);
+    for _ in 0..15 {
+        let output = served.ringdisk(&["upgrade", "--json"]);
+        let mut clients: Vec<_> = (0..8)
+            .map(|_| Qmp::connect(&served.control).unwrap())
+            .collect();
+        for client in &mut clients {
+            client
+                .execute("query-version", serde_json::json!({}))
+                .unwrap();
+        }
+        let before = served.pid;
+        let reply: Value = serde_json::from_slice(&output.stdout).unwrap();
+        served.pid = reply["pid"].as_u64().unwrap() as u32;
+        gone(before);
+    }
+    served.end();
 }
 
 /// A front-end that is in the middle of a message keeps nobody from an upgrade; it alone is cut off.
