@@ -1,4 +1,4 @@
-//! Connections to clusters, which images share.
+//! Connections to clusters. Images share them.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -11,38 +11,40 @@ use crate::library::{Library, Pointer};
 use crate::location::{Access, Location};
 use crate::settings::{OF_CLUSTER, OF_IMAGE, OURS, Origin, Setting};
 
-/// Most connections that the disks with the same access share.
+/// The largest number of connections that disks with the same access may share.
 pub const CONNECTIONS_MAX: usize = 64;
 
-/// The same by default, if there are as many CPUs: each has threads of its own.
+/// The default limit, if the machine has as many CPUs: each connection has its own threads.
 const CONNECTIONS_DEFAULT_MAX: usize = 4;
 
 /// A connection to a cluster (`rados_t`), with its own messenger and its own threads.
 pub(crate) struct Connection {
     pub library: &'static Library,
     cluster: Pointer,
-    /// Which of those with the same access it is, from 0.
+    /// The number of this connection among those with the same access, from 0.
     pub number: usize,
-    /// What was said about each setting so far.
+    /// Each setting, with what every source has said about it so far.
     settings: Vec<Setting>,
-    /// The cluster refuses all that this client asks for, until it is forgotten: no image is opened on it any more.
+    /// The cluster refuses every request of this client until it removes the client from its blocklist. No further
+    /// image is opened on this connection.
     blocklisted: AtomicBool,
 }
 
-// SAFETY: a `rados_t` may be used by any thread, several at a time.
+// SAFETY: any thread may use a `rados_t`, and several threads may use it at a time.
 unsafe impl Send for Connection {}
 // SAFETY: as above.
 unsafe impl Sync for Connection {}
 
-/// Who may share a connection: the same access and the same cache.
+/// Images share a connection if they have the same access and the same cache setting.
 type Key = (Access, bool);
 
 impl Connection {
-    /// A connection for this image: a new one, as long as there are fewer than the disks with this access may have;
-    /// then the one that has the fewest images. Those that are known to be on the cluster's blocklist do not count.
+    /// Returns a connection for this image. A new one is made while there are fewer than the disks with this access may
+    /// have; after that, the one with the fewest images is shared. Connections that are known to be on the cluster's
+    /// blocklist do not count.
     ///
     /// # Errors
-    /// There is no library, or no cluster that lets us in.
+    /// The libraries cannot be loaded, or the cluster does not admit this client.
     pub fn to(location: &Location, cache: bool) -> Result<Arc<Self>, RbdError> {
         static ALL: LazyLock<Mutex<HashMap<Key, Vec<Weak<Connection>>>>> =
             LazyLock::new(Mutex::default);
@@ -64,7 +66,7 @@ impl Connection {
             }
             (0..).find(|n| there.iter().all(|c| c.number != *n))
         };
-        // Without the lock: it may take as long as a cluster does that does not answer.
+        // The lock is released here: connecting to a cluster that does not answer may take long.
         let connection = Arc::new(Self::new(location, cache, number.unwrap_or(0))?);
         let mut all = ALL.lock().unwrap_or_else(|e| e.into_inner());
         let connections = all.entry(key).or_default();
@@ -108,7 +110,7 @@ impl Connection {
         this.notice(Origin::Conf);
         for (&(key, value), before) in OURS.iter().zip(before) {
             let given = access.options.iter().any(|(k, _)| k == key);
-            // What this version does not know it does without.
+            // A setting that this version of the library does not know is left out.
             if !given && before.is_some() && this.get(key) == before {
                 this.set(&name, key, value)?;
             }
@@ -122,7 +124,7 @@ impl Connection {
         }
         this.set(&name, "rbd_cache", if cache { "true" } else { "false" })?;
         this.notice(Origin::CommandLine);
-        // SAFETY: the cluster was made above.
+        // SAFETY: `rados_create2` made the cluster above.
         let connected = unsafe { (library.rados_connect)(this.cluster) };
         check(connected).map_err(|error| RbdError::Connect {
             image: name,
@@ -148,10 +150,10 @@ impl Connection {
         let path = location.access.conf.as_ref();
         let text = path.map(|path| c_string(&path.to_string_lossy()));
         let text_ptr = text.as_ref().map_or(ptr::null(), |text| text.as_ptr());
-        // SAFETY: no path, or one that ends with a zero byte and outlives the call.
+        // SAFETY: the path is null, or ends with a zero byte and outlives the call.
         let read = unsafe { (self.library.rados_conf_read_file)(self.cluster, text_ptr) };
         match check(read) {
-            // All may be said by options.
+            // The default file is optional: options may give everything.
             Err(e) if path.is_none() && e.raw_os_error() == Some(libc::ENOENT) => Ok(()),
             result => result.map_err(|error| RbdError::Conf {
                 image: location.to_string(),
@@ -161,7 +163,7 @@ impl Connection {
         }
     }
 
-    /// Looks what the settings are by now.
+    /// Reads all settings again and records `origin` as the source of every value that has changed.
     fn notice(&mut self, origin: Origin) {
         for i in 0..self.settings.len() {
             if let Some(value) = self.get(&self.settings[i].name) {
@@ -182,21 +184,21 @@ impl Connection {
         })
     }
 
-    /// What an option is.
+    /// The current value of an option; `None` if the library does not know it.
     pub fn get(&self, key: &str) -> Option<String> {
         let (key, mut buffer) = (c_string(key), [0u8; 1024]);
         let (start, len) = (buffer.as_mut_ptr().cast(), buffer.len());
-        // SAFETY: the key ends with a zero byte; the buffer has so many bytes.
+        // SAFETY: the key ends with a zero byte; the buffer is `len` bytes long.
         let got = unsafe { (self.library.rados_conf_get)(self.cluster, key.as_ptr(), start, len) };
         (got == 0).then(|| text_of(&buffer))
     }
 
-    /// What is known of the settings of all its images.
+    /// The settings that apply to all images of this connection.
     pub fn settings(&self) -> &[Setting] {
         &self.settings
     }
 
-    /// Its number among the clients of the cluster, as `ceph osd blocklist ls` and `rbd lock ls` show it.
+    /// The client's number in the cluster, as `ceph osd blocklist ls` and `rbd lock ls` show it.
     pub fn client(&self) -> u64 {
         // SAFETY: the cluster is connected.
         unsafe { (self.library.rados_get_instance_id)(self.cluster) }
@@ -206,7 +208,7 @@ impl Connection {
         self.cluster
     }
 
-    /// What a function of the libraries returned for something on this connection, which tells here too whether the
+    /// Converts a return value of the libraries for an operation on this connection. It also records here whether the
     /// client is on the cluster's blocklist.
     pub fn check(&self, result: i32) -> std::io::Result<()> {
         if result == -BLOCKLISTED {
@@ -220,7 +222,7 @@ impl Connection {
         self.blocklisted.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the cluster has refused something because this client is on its blocklist.
+    /// Whether the cluster has refused a request because this client is on its blocklist.
     pub fn is_blocklisted(&self) -> bool {
         self.blocklisted.load(Ordering::Relaxed)
     }
@@ -228,7 +230,8 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // SAFETY: the cluster was made, and whoever uses it has an `Arc` of this.
+        // SAFETY: `rados_create2` made the cluster, and every user of it holds an `Arc` of this connection, so none is
+        // left.
         unsafe { (self.library.rados_shutdown)(self.cluster) };
     }
 }
@@ -240,7 +243,7 @@ pub(crate) fn check(result: i32) -> std::io::Result<()> {
     }
 }
 
-/// For the libraries. What was parsed has no zero byte inside.
+/// A string for the libraries. Parsed text has no zero byte inside.
 pub(crate) fn c_string(text: &str) -> CString {
     let end = text.find('\0').unwrap_or(text.len());
     CString::new(&text[..end]).unwrap_or_default()

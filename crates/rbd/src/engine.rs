@@ -1,4 +1,4 @@
-//! The engine: what is asked of images goes to librbd, all else to the engine beneath, on which the thread sleeps.
+//! The engine: it sends requests for images to librbd and all others to the inner engine, on which the thread sleeps.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -17,74 +17,76 @@ use crate::inbox::{Inbox, Operation};
 use crate::library::{Library, Pointer};
 use crate::watch::Size;
 
-/// Marks the number of an image.
+/// The bit that marks the `FileId` of an image.
 const IMAGE: u32 = 1 << 30;
 
-/// Operations of one thread: as many as the engine beneath has room for.
+/// The largest number of operations of one thread: as many as the inner engine accepts.
 const IN_FLIGHT_MAX: usize = 4096;
 
-/// Bytes of one operation, which librbd holds copies of; a longer one comes back short and goes on.
+/// The largest operation in bytes: librbd keeps copies of the data. A longer request completes short, and the caller
+/// submits the rest.
 const BYTES_MAX: usize = 4 << 20;
 
-/// Reads, or writes, that stand beside each other go as one operation, of so many bytes and segments at most. A cluster
-/// does so much per operation that this is what sequential I/O in small pieces lives by.
+/// Adjacent reads, or adjacent writes, are merged into one operation (a run) of at most this many bytes and segments. A
+/// cluster does so much work per operation that the speed of small sequential I/O depends on this.
 const RUN_BYTES_MAX: usize = 512 << 10;
 const RUN_SEGMENTS_MAX: usize = 256;
 
-/// Bytes that one thread may have under way of one image; what comes then waits here, and nobody else with it. Twice
-/// what a network of 100 Gbit/s moves in 2 ms.
+/// Bytes that one thread may have in flight for one image. Further operations wait here, and delay no other image. This
+/// is twice what a network of 100 Gbit/s moves in 2 ms.
 const IMAGE_BYTES_MAX: usize = 64 << 20;
 
-/// With this the engine beneath reports that something is in the inbox.
+/// The token with which the inner engine reports that the inbox's event was written.
 const CAME: Token = Token(1 << 58);
 
-/// RBD_WRITE_ZEROES_FLAG_THICK_PROVISION: zeroes are written, not punched.
+/// RBD_WRITE_ZEROES_FLAG_THICK_PROVISION: librbd writes zeroes and does not punch a hole.
 const THICK: i32 = 1;
 
-/// An engine that knows images too, beside another one.
+/// An engine that serves images itself and passes everything else to another engine.
 pub struct WithRbd<E> {
     inner: E,
     inbox: Arc<Inbox>,
-    /// The engine beneath watches the inbox.
+    /// The inner engine watches the inbox's event.
     watched: bool,
     images: Vec<Option<Attached>>,
     slots: Vec<Slot>,
     free: Vec<usize>,
-    /// Not handed to librbd yet: what comes next may follow on it.
+    /// The run that librbd does not have yet, because the next operation may extend it.
     run: Option<Run>,
-    /// Under way, or ended and not reaped.
+    /// Operations in flight, or completed and not yet reaped.
     in_flight: usize,
-    /// Ended, not reaped.
+    /// Completions that have not been reaped.
     ended: VecDeque<Completion>,
 }
 
 struct Attached {
     image: Arc<RbdImage>,
-    /// Bytes under way.
+    /// Bytes in flight.
     bytes: usize,
-    /// Operations that wait until there are fewer.
+    /// Runs that wait until fewer bytes are in flight, or until the size is known; each by the index of its first
+    /// operation.
     waiting: VecDeque<usize>,
 }
 
-/// An operation that has a place in the table.
+/// An operation in the engine's table.
 struct Slot {
-    /// What librbd gives back; it is never moved.
+    /// The pointer that librbd passes back; what it points to is never moved.
     operation: *mut Operation,
     token: Token,
     image: usize,
-    /// Bytes that it moves; 0 if none.
+    /// Bytes to transfer; 0 if the operation transfers none.
     bytes: usize,
     what: What,
-    /// The one behind it in its run.
+    /// The next operation in the run.
     next: Option<usize>,
-    /// Of the first of a run: bytes of all, and, if there are more than one, the segments of all.
+    /// In the first operation of a run: the bytes of the run, and its segments if it has more than one operation.
     run_bytes: usize,
     run_segments: Vec<Segment>,
-    /// Of the first of a run: how often the image had changed when it was handed to librbd.
+    /// In the first operation of a run: the image's number of changes when the run was submitted to librbd.
     changes: u64,
 }
 
-/// Operations, one or more, that go as one.
+/// One or more operations that are submitted as one.
 #[derive(Clone, Copy)]
 struct Run {
     first: usize,
@@ -112,15 +114,15 @@ enum What {
     },
 }
 
-// SAFETY: the pointers are to operations that belong to this engine, and to lists of segments that their submitters have
-// promised to keep.
+// SAFETY: the pointers are to operations that this engine owns, and to lists of segments that their submitters have
+// promised to keep valid.
 unsafe impl<E: Send> Send for WithRbd<E> {}
 
 impl<E: Engine> WithRbd<E> {
-    /// Puts images beside what `inner` serves.
+    /// Adds images to what `inner` serves.
     ///
     /// # Errors
-    /// There is no event descriptor to be had.
+    /// The system cannot create an event descriptor.
     pub fn new(inner: E) -> io::Result<Self> {
         Ok(Self {
             inner,
@@ -135,7 +137,7 @@ impl<E: Engine> WithRbd<E> {
         })
     }
 
-    /// Gives an operation a place in the table, and in the run before it if it can go with that.
+    /// Adds an operation to the table, and to the current run if it extends it.
     ///
     /// # Safety
     /// As for [`Engine::submit`].
@@ -192,7 +194,7 @@ impl<E: Engine> WithRbd<E> {
         });
     }
 
-    /// Nothing more comes that could go with the run.
+    /// Ends the current run: no further operation will extend it.
     #[inline]
     fn end_run(&mut self) {
         if let Some(Run { first, .. }) = self.run.take() {
@@ -200,7 +202,7 @@ impl<E: Engine> WithRbd<E> {
         }
     }
 
-    /// Starts a run, unless its image has too much under way or its size is not known.
+    /// Starts a run, or queues it if its image has too many bytes in flight or its size is not known.
     #[inline]
     fn start_or_wait(&mut self, first: usize) {
         let slot = &self.slots[first];
@@ -212,7 +214,7 @@ impl<E: Engine> WithRbd<E> {
         }
     }
 
-    /// Hands a run to librbd.
+    /// Submits a run to librbd.
     fn start(&mut self, place: usize) {
         gather(&mut self.slots, place);
         let slot = &mut self.slots[place];
@@ -225,7 +227,7 @@ impl<E: Engine> WithRbd<E> {
             slot.changes = known.changes;
             match known.size {
                 Size::Bytes(size) if end <= size => {}
-                // Some of it may lie before the end.
+                // Some of its operations may lie before the end.
                 Size::Bytes(_) if slot.next.is_some() => return self.start_each(place),
                 Size::Bytes(_) => {
                     let result = slot.beyond_end();
@@ -238,15 +240,15 @@ impl<E: Engine> WithRbd<E> {
         attached.bytes += slot.run_bytes;
         let (library, image) = (attached.image.library(), attached.image.handle());
         let mut completion = ptr::null_mut();
-        // SAFETY: the operation stays where it is until it has been taken from the inbox, into which `completed` puts it.
+        // SAFETY: the operation is not moved until it has been taken from the inbox, to which `completed` adds it.
         let result = unsafe {
             (library.rbd_aio_create_completion)(slot.operation.cast(), completed, &mut completion)
         };
-        // SAFETY: memory and list are valid until the operation has ended, as its submitter promised; the completion is
-        // fresh, and the image open.
+        // SAFETY: memory and list are valid until the operation completes, as its submitter promised; the completion is
+        // new, and the image open.
         let result = check(result).and_then(|()| unsafe {
             check(slot.call(library, image, completion)).inspect_err(|_| {
-                // It was not taken, so that nobody else has it.
+                // librbd did not accept the operation, so only this function holds the completion.
                 (library.rbd_aio_release)(completion);
             })
         });
@@ -256,7 +258,7 @@ impl<E: Engine> WithRbd<E> {
         }
     }
 
-    /// Starts all in a run, each by itself.
+    /// Starts each operation of a run on its own.
     fn start_each(&mut self, first: usize) {
         let mut next = Some(first);
         while let Some(place) = next {
@@ -266,8 +268,8 @@ impl<E: Engine> WithRbd<E> {
         }
     }
 
-    /// librbd has ended a run. If it failed, each in it is tried by itself: where one cannot be read or written, the
-    /// others may be.
+    /// Handles the completion of a run. If the run failed, each of its operations is tried on its own: the error may
+    /// concern only one of them.
     fn end(&mut self, first: usize, result: isize) {
         let slot = &self.slots[first];
         let Some(attached) = &mut self.images[slot.image] else {
@@ -279,7 +281,7 @@ impl<E: Engine> WithRbd<E> {
         if result < 0 && slot.next.is_some() {
             return self.start_each(first);
         }
-        // librbd may have cut it off at an end that was not known when it was handed over.
+        // librbd may have truncated the operation at an end that was not known when it was submitted.
         if result >= 0
             && slot.changes_up_to().is_some()
             && slot.changes != attached.image.watched().changes()
@@ -287,16 +289,16 @@ impl<E: Engine> WithRbd<E> {
             return self.start_or_wait(first);
         }
         let result = match slot.what {
-            // librbd says 0 for a write that is done.
+            // librbd returns 0 for a completed write.
             What::Move { write: true, .. } if result == 0 => slot.run_bytes as i32,
-            // A quota is as good as a full disk.
+            // The guest sees an exhausted quota as a full disk.
             _ if result == -libc::EDQUOT => -libc::ENOSPC,
             _ => result,
         };
         self.finish(first, result);
     }
 
-    /// Gives the places of all in a run back.
+    /// Completes all operations of a run and frees their entries in the table.
     fn finish(&mut self, first: usize, result: i32) {
         if result == -BLOCKLISTED
             && let Some(attached) = &self.images[self.slots[first].image]
@@ -318,7 +320,7 @@ impl<E: Engine> WithRbd<E> {
         }
     }
 
-    /// Takes what has ended, and starts what waited for that.
+    /// Handles completed operations, and starts the runs that waited for them.
     fn collect(&mut self) {
         let inbox = self.inbox.clone();
         inbox.take(|place, result| self.end(place, result));
@@ -348,7 +350,7 @@ impl Attached {
     }
 }
 
-/// Whether an operation with so many segments goes on where a run ends.
+/// Whether an operation with `segments` segments extends the run.
 fn follows(slots: &[Slot], run: &Run, place: usize, segments: usize) -> bool {
     let (first, last, this) = (&slots[run.first], &slots[run.last], &slots[place]);
     match (last.what, this.what) {
@@ -370,7 +372,7 @@ fn follows(slots: &[Slot], run: &Run, place: usize, segments: usize) -> bool {
     }
 }
 
-/// Makes one list of the segments of all in a run.
+/// Gathers the segments of all operations of a run in one list.
 fn gather(slots: &mut [Slot], first: usize) {
     if slots[first].next.is_none() {
         return;
@@ -380,8 +382,8 @@ fn gather(slots: &mut [Slot], first: usize) {
     let mut next = Some(first);
     while let Some(place) = next {
         if let What::Move { list, n, .. } = slots[place].what {
-            // SAFETY: the list is valid until its operation has ended, as its submitter promised, or it is in the
-            // operation itself, which nobody has yet.
+            // SAFETY: the list is valid until its operation completes, as its submitter promised; or it is the segment
+            // in the operation itself, which librbd does not have yet.
             all.extend_from_slice(unsafe { std::slice::from_raw_parts(list, n) });
         }
         next = slots[place].next;
@@ -390,7 +392,7 @@ fn gather(slots: &mut [Slot], first: usize) {
 }
 
 impl Slot {
-    /// Where a run ends in its image, if it changes that.
+    /// The end of a run in the image, in bytes, if the run changes the image.
     #[inline]
     fn changes_up_to(&self) -> Option<u64> {
         let (at, len) = match self.what {
@@ -403,16 +405,16 @@ impl Slot {
         Some(at.saturating_add(len))
     }
 
-    /// What becomes of an operation that lies beyond the end of the image, or partly so.
+    /// The result of an operation that ends beyond the end of the image.
     fn beyond_end(&self) -> i32 {
         match self.what {
-            // As of a file that ends there.
+            // The result at the end of a file.
             What::Move { .. } => 0,
             _ => -libc::EIO,
         }
     }
 
-    /// Takes as much of the segments as goes at once.
+    /// Takes as many of the segments as one operation may hold, and returns the transfer.
     fn moves(&mut self, write: bool, at: u64, segments: &[Segment]) -> What {
         let mut n = 0;
         for segment in segments {
@@ -423,14 +425,15 @@ impl Slot {
             n += 1;
         }
         let list = match segments {
-            // One that may be in a place that does not stay, or that is too long, which is cut.
+            // A single segment is copied into the operation, because the list may not outlive this call, and shortened
+            // if it is too long.
             &[first, ..] if n == 1 => {
                 self.bytes = first.len.min(BYTES_MAX);
                 let one = Segment {
                     addr: first.addr,
                     len: self.bytes,
                 };
-                // SAFETY: the operation is not under way, so that nobody else looks at it.
+                // SAFETY: the operation is not in flight, so no other thread reads it.
                 unsafe {
                     *(*self.operation).one.get() = one;
                     (*self.operation).one.get().cast_const()
@@ -441,16 +444,16 @@ impl Slot {
         What::Move { write, at, list, n }
     }
 
-    /// Calls librbd.
+    /// Calls librbd's function for this operation.
     ///
     /// # Safety
-    /// Memory and list of segments are valid until the operation ends; the image is open, and the completion fresh.
+    /// Memory and list of segments are valid until the operation completes; the image is open, and the completion new.
     unsafe fn call(&self, library: &Library, image: Pointer, completion: Pointer) -> i32 {
         const {
             assert!(size_of::<Segment>() == size_of::<libc::iovec>());
             assert!(align_of::<Segment>() == align_of::<libc::iovec>());
         }
-        // SAFETY: the caller's promise. A segment is laid out like an iovec.
+        // SAFETY: the caller guarantees it. A segment has the layout of an iovec.
         unsafe {
             match self.what {
                 What::Move { write, at, list, n } => {
@@ -478,13 +481,14 @@ impl Slot {
     }
 }
 
-/// librbd's threads call this.
+/// The callback for librbd's threads.
 extern "C" fn completed(completion: Pointer, operation: *mut c_void) {
-    // The libraries are loaded, or nobody would call.
+    // librbd makes this call, so the libraries are loaded and this never fails.
     let Ok(library) = Library::get() else {
         return;
     };
-    // SAFETY: the completion has ended and is ours to release; the operation was given with it, and this is called once.
+    // SAFETY: the completion has ended and belongs to this function to release; the operation was passed with it, and
+    // librbd makes this call once.
     unsafe {
         let result = (library.rbd_aio_get_return_value)(completion);
         (library.rbd_aio_release)(completion);
@@ -529,7 +533,7 @@ impl<E: Engine> Engine for WithRbd<E> {
     }
 
     unsafe fn register(&mut self, memory: &[Segment]) -> io::Result<()> {
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller makes the same promise to this function.
         unsafe { self.inner.register(memory) }
     }
 
@@ -564,9 +568,9 @@ impl<E: Engine> Engine for WithRbd<E> {
     #[inline]
     unsafe fn submit(&mut self, file: FileId, op: Op<'_>, token: Token) {
         match file.0 & (IMAGE | 1 << 31) {
-            // SAFETY: the caller's promise.
+            // SAFETY: as the caller promised.
             IMAGE => unsafe { self.submit_to_image(file, op, token) },
-            // SAFETY: the caller's promise.
+            // SAFETY: as the caller promised.
             _ => unsafe { self.inner.submit(file, op, token) },
         }
     }
@@ -598,7 +602,7 @@ impl<E: Engine> Engine for WithRbd<E> {
         if !self.watched {
             return;
         }
-        // It has done what it is for, which is to end the sleep.
+        // The token's only purpose is to end the sleep; the caller does not see it.
         let mut i = before;
         while i < out.len() {
             match out[i].token == CAME {
@@ -618,10 +622,10 @@ impl<E: Engine> Engine for WithRbd<E> {
 
 impl<E> Drop for WithRbd<E> {
     fn drop(&mut self) {
-        // With some under way, librbd still has them; then they stay where they are.
+        // If operations are in flight, librbd still uses them, so none is freed.
         if self.in_flight == 0 {
             for slot in &self.slots {
-                // SAFETY: it was made of a box, and nothing of it is under way.
+                // SAFETY: the pointer came from a box, and no operation is in flight.
                 drop(unsafe { Box::from_raw(slot.operation) });
             }
         }

@@ -4,10 +4,10 @@ use thiserror::Error;
 
 use crate::library::LibraryError;
 
-/// An image cannot be served or changed. Each says what to do next.
+/// Why an image cannot be served or changed. Each message says what to do next.
 #[derive(Debug, Error)]
 pub enum RbdError {
-    /// There is no librbd.
+    /// librbd cannot be loaded.
     #[error("{0}: {1}")]
     Library(String, LibraryError),
     /// The configuration file cannot be read.
@@ -15,78 +15,78 @@ pub enum RbdError {
         "{image}: Ceph's configuration {file} cannot be read: {error}; conf=PATH names another"
     )]
     Conf {
-        /// The image.
+        /// The image's name.
         image: String,
-        /// The file.
+        /// The configuration file's path.
         file: String,
-        /// Why.
+        /// The error that the library reported.
         error: io::Error,
     },
-    /// The library does not take an option.
+    /// The library does not accept an option.
     #[error("{image}: librados refuses {key}={value}: {error}")]
     Option {
-        /// The image.
+        /// The image's name.
         image: String,
         /// The option's name.
         key: String,
-        /// What it was to be.
+        /// The value that was refused.
         value: String,
-        /// Why.
+        /// The error that the library reported.
         error: io::Error,
     },
-    /// The cluster lets nobody in of this name, or does not answer.
+    /// The cluster does not admit this user, or does not answer.
     #[error("{image}: cannot connect to the cluster as client.{id}: {error}; {hint}")]
     Connect {
-        /// The image.
+        /// The image's name.
         image: String,
-        /// The user.
+        /// The user, without `client.`.
         id: String,
-        /// Why.
+        /// The error that the library reported.
         error: io::Error,
-        /// What to look at.
+        /// What to check next.
         hint: &'static str,
     },
-    /// There is no such pool.
+    /// The pool does not exist, or this user may not see it.
     #[error(
         "{0}: there is no pool '{1}', or this user may not see it; `ceph osd lspools` lists them"
     )]
     Pool(String, String),
-    /// There is no such image or snapshot.
+    /// The image or snapshot does not exist.
     #[error(
         "{0}: there is no such image or snapshot; `rbd ls` and `rbd snap ls` list them, and `rbd create` makes one"
     )]
     Missing(String),
-    /// It may not be opened.
+    /// This user may not open the image.
     #[error(
         "{0}: this user may not open it; it needs the capabilities \"mon 'profile rbd' osd 'profile rbd'\", \
         or 'profile rbd-read-only' and readonly=on"
     )]
     Permission(String),
-    /// It has a size that no disk has.
+    /// The image's size is zero or not a multiple of 512 bytes.
     #[error(
         "{0}: its size, {1} bytes, is not a multiple of 512, or nothing; `rbd resize` makes it longer"
     )]
     Size(String, u64),
-    /// The image's own settings switch the cache on, where each write must be durable.
+    /// The image's own settings enable the cache, although each write must be durable.
     #[error(
         "{image}: {origin} switches rbd_cache on, which goes before what ringdisk says, and with cache={cache} each \
          write must be durable when it is done; `rbd config image rm {image} rbd_cache` (or `rbd config pool rm`) \
          removes it, or use cache=writeback"
     )]
     Cached {
-        /// The image.
+        /// The image's name.
         image: String,
-        /// Where it says so.
+        /// Where the cache is enabled.
         origin: String,
         /// The disk's cache mode.
         cache: String,
     },
-    /// Anything else.
+    /// Any other operation failed: the image, the operation and the error.
     #[error("{0}: cannot {1}: {2}")]
     Io(String, &'static str, io::Error),
 }
 
-/// The error that a negative return value of the libraries stands for.
+/// Converts a negative return value of the libraries to an error.
 pub(crate) fn error_of(result: impl Into<i64>) -> io::Error {
     let errno = i32::try_from(-result.into()).unwrap_or(libc::EIO);
     match errno {
@@ -98,7 +98,7 @@ pub(crate) fn error_of(result: impl Into<i64>) -> io::Error {
     }
 }
 
-/// The errno of an error that [`error_of`] made.
+/// The errno from which [`error_of`] made an error.
 pub(crate) fn errno_of(error: &io::Error) -> i32 {
     error.raw_os_error().unwrap_or(BLOCKLISTED)
 }

@@ -16,26 +16,26 @@ use crate::location::Location;
 use crate::settings::{OF_IMAGE, Origin, Setting};
 use crate::watch::{OnChange, Watch, Watched};
 
-/// What BlueStore writes without reading first, by default.
+/// The unit in bytes that BlueStore by default writes without reading first.
 const PHYSICAL_BLOCK: u32 = 4096;
 
 /// RBD_FEATURE_EXCLUSIVE_LOCK of `rbd/features.h`.
 const FEATURE_EXCLUSIVE_LOCK: u64 = 1 << 2;
 
-/// An image to be opened.
+/// How to open an image.
 #[derive(Clone, Debug)]
 pub struct Open {
-    /// Which, and how its cluster is reached.
+    /// The image, and how to reach its cluster.
     pub location: Location,
-    /// How caches are used: librbd's own is on with `writeback` and `unsafe` only.
+    /// How caches are used. librbd's cache is on with `writeback` and `unsafe` only.
     pub cache: CacheMode,
-    /// Writes are refused. A snapshot is always opened so.
+    /// Refuse writes. A snapshot is always opened read-only.
     pub read_only: bool,
 }
 
-/// An opened image (`rbd_image_t`). It is closed when this is dropped, once all that is under way has ended.
+/// An opened image (`rbd_image_t`). Dropping it closes the image once all operations in flight have completed.
 ///
-/// Where the image has an exclusive lock, librbd takes it with the first write, and gives it to another client that
+/// If the image has an exclusive lock, librbd acquires it with the first write, and releases it to another client that
 /// asks for it.
 pub struct RbdImage {
     location: Location,
@@ -46,13 +46,13 @@ pub struct RbdImage {
     settings: Vec<Setting>,
     watched: Arc<Watched>,
     watch: Option<Watch>,
-    /// librbd's cache is on, which keeps writes until a flush.
+    /// librbd's cache is on; it holds writes back until a flush.
     cached: bool,
-    /// It is said that the client is on the blocklist.
+    /// The log already says that the client is on the blocklist.
     said: AtomicBool,
 }
 
-// SAFETY: an `rbd_image_t` may be used by any thread, several at a time.
+// SAFETY: any thread may use an `rbd_image_t`, and several threads may use it at a time.
 unsafe impl Send for RbdImage {}
 // SAFETY: as above.
 unsafe impl Sync for RbdImage {}
@@ -61,14 +61,15 @@ impl RbdImage {
     /// Opens an image.
     ///
     /// # Errors
-    /// It cannot be served as asked; the error says why and what to do.
+    /// The image cannot be served as requested; the error says why and what to do.
     pub fn open(open: Open) -> Result<Arc<Self>, RbdError> {
         let cached = matches!(open.cache, CacheMode::Writeback | CacheMode::Unsafe);
         loop {
             let connection = Connection::to(&open.location, cached)?;
             let is_shared = Arc::strong_count(&connection) > 1;
             let opened = Self::open_on(connection.clone(), &open, cached);
-            // Nobody may have found out yet that a client is on the blocklist. The next connection is another one.
+            // A shared connection may turn out only here to be on the blocklist. The next attempt uses another
+            // connection.
             if opened.is_ok() || !is_shared || !connection.is_blocklisted() {
                 return opened;
             }
@@ -116,9 +117,10 @@ impl RbdImage {
             cached,
             said: AtomicBool::new(false),
         };
-        // Where the pool is full, librbd keeps every write until it is not, and nobody learns of it. Asked to try, it says
-        // no to those that need space, and overwrites and discards get through; what becomes of the others is the disk's
-        // `werror`. What librbd's cache has taken could not be refused any more.
+        // When the pool is full, librbd by default holds every write until the pool has space, and reports nothing.
+        // With this setting the cluster refuses the writes that need space, and completes overwrites and discards; the
+        // disk's `werror` decides what happens to refused writes. It is not set with librbd's cache: a write that the
+        // cache has accepted can no longer be refused.
         if let (false, Some(try_it)) = (cached, library.rados_set_pool_full_try) {
             // SAFETY: the pool was opened above.
             unsafe { try_it(this.pool) };
@@ -147,7 +149,7 @@ impl RbdImage {
         let granularity = this.setting("rbd_discard_granularity_bytes");
         let granularity = granularity.and_then(|s| s.value.parse::<u32>().ok());
         let mut unit = 0;
-        // SAFETY: writes one number.
+        // SAFETY: the image is open; the call writes one number.
         unsafe { (library.rbd_get_stripe_unit)(this.image, &mut unit) };
         this.facts.optimal_io = u32::try_from(unit).unwrap_or(0);
         if !read_only {
@@ -184,52 +186,52 @@ impl RbdImage {
         RbdError::Io(self.location.to_string(), what, e)
     }
 
-    /// Which image it is.
+    /// The image's pool, name and cluster access.
     pub fn location(&self) -> &Location {
         &self.location
     }
 
-    /// What never changes about it.
+    /// The properties that never change while the image is open.
     pub fn facts(&self) -> DiskFacts {
         self.facts
     }
 
-    /// Its size in bytes, now.
+    /// The current size in bytes.
     ///
     /// # Errors
-    /// The cluster does not say.
+    /// The cluster does not report the size.
     pub fn size(&self) -> io::Result<u64> {
         let mut size = 0;
-        // SAFETY: the image is open; writes one number.
+        // SAFETY: the image is open; the call writes one number.
         self.check(unsafe { (self.library().rbd_get_size)(self.image, &mut size) })?;
         Ok(size)
     }
 
-    /// Makes it longer.
+    /// Grows the image to `size` bytes.
     ///
     /// # Errors
-    /// It would become shorter, or the cluster refuses.
+    /// `size` is less than the current size, or the cluster refuses.
     pub fn grow(&self, size: u64) -> io::Result<()> {
         extern "C" fn progress(_: u64, _: u64, _: *mut c_void) -> c_int {
             0
         }
-        // SAFETY: the image is open; the progress needs no argument.
+        // SAFETY: the image is open; the progress callback needs no argument.
         let grown = unsafe {
             (self.library().rbd_resize2)(self.image, size, false, progress, ptr::null_mut())
         };
         self.check(grown)
     }
 
-    /// Has `tell` called, by a thread for the purpose, when somebody may have changed the image, by a resize or a
-    /// snapshot; `None` for nobody any more. An image that was opened read-only is not watched.
+    /// Sets the callback for changes: a dedicated thread calls `tell` when another client may have resized the image or
+    /// made a snapshot. `None` removes the callback. An image that was opened read-only is not watched.
     pub fn on_change(&self, tell: Option<OnChange>) {
         self.watched.on_change(tell);
     }
 
-    /// Whether it has an exclusive lock, and if so, whether that is ours now.
+    /// Whether this client holds the exclusive lock; `None` if the image has none.
     pub fn lock(&self) -> Option<bool> {
         let (mut features, mut owner) = (0, 0);
-        // SAFETY: the image is open; each writes one number.
+        // SAFETY: the image is open; each call writes one number.
         unsafe {
             if (self.library().rbd_get_features)(self.image, &mut features) < 0
                 || features & FEATURE_EXCLUSIVE_LOCK == 0
@@ -241,7 +243,7 @@ impl RbdImage {
         Some(owner != 0)
     }
 
-    /// What decides its speed, and who said so.
+    /// The settings that decide the image's speed, and their sources.
     pub fn settings(&self) -> &[Setting] {
         &self.settings
     }
@@ -310,7 +312,7 @@ impl RbdImage {
         &self.watched
     }
 
-    /// Whether the cluster lets this client do nothing any more.
+    /// Whether the cluster refuses all requests of this client.
     pub fn is_blocklisted(&self) -> bool {
         self.connection.is_blocklisted()
     }
@@ -322,7 +324,7 @@ impl RbdImage {
         self.connection.check(result)
     }
 
-    /// The cluster has refused something because the client is on its blocklist.
+    /// Records that the cluster refused a request because the client is on its blocklist, and logs it once per image.
     #[cold]
     pub(crate) fn say_blocklisted(&self) {
         self.connection.set_blocklisted();
@@ -344,7 +346,7 @@ impl Remote for RbdImage {
         // SAFETY: the image is open.
         let flushed = self.check(unsafe { (self.library().rbd_flush)(self.image) });
         match flushed {
-            // What has completed is in the cluster, which did so before it refused everything.
+            // Completed writes are in the cluster: it completed them before it refused any request.
             Err(_) if self.is_blocklisted() && !self.cached => Ok(()),
             flushed => flushed,
         }
@@ -357,7 +359,7 @@ impl Drop for RbdImage {
             watch.stop(self);
         }
         if !self.image.is_null() {
-            // SAFETY: the image is open, and whoever uses it has an `Arc` of this.
+            // SAFETY: the image is open, and every user of it holds an `Arc` of this, so none is left.
             let closed = unsafe { (self.library().rbd_close)(self.image) };
             if let Err(e) = self.connection.check(closed)
                 && !self.is_blocklisted()
@@ -365,7 +367,7 @@ impl Drop for RbdImage {
                 error!("{}: closing it failed: {e}", self.location);
             }
         }
-        // SAFETY: the pool was opened, and its image is closed.
+        // SAFETY: the pool is open, and its image is closed.
         unsafe { (self.library().rados_ioctx_destroy)(self.pool) };
     }
 }
@@ -380,8 +382,8 @@ type MetadataGet = unsafe extern "C" fn(
 fn metadata(get: MetadataGet, of: Pointer, key: &str) -> Option<String> {
     let (key, mut buffer) = (c_string(key), [0u8; 256]);
     let mut len = buffer.len();
-    // SAFETY: the key ends with a zero byte; the buffer has as many bytes as `len` says; `of` is an open image or pool,
-    // as `get` needs it.
+    // SAFETY: the key ends with a zero byte; the buffer is `len` bytes long; `of` is an open image or pool, whichever
+    // `get` takes.
     let got = unsafe { get(of, key.as_ptr(), buffer.as_mut_ptr().cast(), &mut len) };
     (got >= 0).then(|| text_of(&buffer))
 }

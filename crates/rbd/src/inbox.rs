@@ -1,8 +1,8 @@
-//! Where librbd's threads put what they have finished, and the I/O thread takes it from.
+//! A list of completed operations: librbd's threads add to it, and the I/O thread takes them from it.
 //!
-//! librbd can write to an event descriptor for each completion, and keep a list of them for each image
-//! (`rbd_set_image_notification`). That is one system call for each I/O, and one list for all threads that serve the
-//! image. Here each thread has a list of its own, and is written to only when it sleeps.
+//! librbd itself can write to an event descriptor for each completion, and keep a list of completions for each image
+//! (`rbd_set_image_notification`). That takes one system call per I/O, and all threads that serve the image share one
+//! list. Here each thread has its own list, and its event is written only while the thread sleeps.
 
 use std::cell::UnsafeCell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,21 +13,21 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use block::Segment;
 use rustix::event::{EventfdFlags, eventfd};
 
-/// An operation under way, where librbd finds it: it stays where it is until it has been taken from the inbox.
+/// An operation in flight, at an address that librbd holds. It is not moved until it has been taken from the inbox.
 pub(crate) struct Operation {
     inbox: Arc<Inbox>,
     /// The next one in the inbox.
     next: UnsafeCell<*mut Operation>,
-    /// What the library returned.
+    /// The library's return value.
     result: UnsafeCell<isize>,
-    /// Its place in the engine's table.
+    /// Its index in the engine's table.
     pub place: usize,
-    /// Its only segment, if it has no more, for the library to find for as long as it looks.
+    /// The segment of an operation that has only one. librbd reads it here while the operation is in flight.
     pub one: UnsafeCell<Segment>,
 }
 
-// SAFETY: `next` and `result` are written by the thread that finishes the operation, before it puts it into the inbox,
-// and read by the one that takes it from there; `one` is written before the operation is under way.
+// SAFETY: the thread that finishes the operation writes `next` and `result` before it adds the operation to the inbox,
+// and the thread that takes it from there reads them; `one` is written before the operation is in flight.
 unsafe impl Send for Operation {}
 // SAFETY: as above.
 unsafe impl Sync for Operation {}
@@ -36,7 +36,7 @@ pub(crate) struct Inbox {
     first: AtomicPtr<Operation>,
     /// The I/O thread sleeps, or is about to.
     sleeping: AtomicBool,
-    /// There is something to be done that waited for more than an operation.
+    /// Work is ready that was waiting for something other than a completion.
     nudged: AtomicBool,
     event: OwnedFd,
 }
@@ -52,13 +52,13 @@ impl Operation {
         })
     }
 
-    /// It has ended; the thread that it belongs to will find it.
+    /// Marks the operation as completed, for its thread to find.
     ///
     /// # Safety
-    /// `this` is under way, and this is called once for it. It must not be used after.
+    /// `this` is in flight, and this is called once for it. The caller must not use it afterwards.
     pub unsafe fn finish(this: *mut Self, result: isize) {
-        // SAFETY: it is under way, so that it is there, and nobody else looks at its result or the next one. The inbox is
-        // kept for as long as its event is written to, by which time the operation may be somebody else's.
+        // SAFETY: the operation is in flight, so it exists, and no other thread accesses its result or its `next`. This
+        // `Arc` keeps the inbox alive while its event is written; by then another request may use the operation.
         let inbox = unsafe {
             *(*this).result.get() = result;
             (*this).inbox.clone()
@@ -90,7 +90,7 @@ impl Inbox {
         }))
     }
 
-    /// Is written to when something comes while the thread sleeps.
+    /// The event that is written when an operation completes, or work becomes ready, while the thread sleeps.
     pub fn event(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
     }
@@ -100,10 +100,11 @@ impl Inbox {
         self.first.load(Ordering::Acquire).is_null()
     }
 
-    /// From now on, what comes writes to the event. Whether there is nothing yet, so that there is to be slept.
+    /// From now on, a completion writes to the event. Returns whether nothing has arrived yet, so that the thread may
+    /// sleep.
     pub fn fall_asleep(&self) -> bool {
         self.sleeping.store(true, Ordering::SeqCst);
-        // What came before `sleeping` was seen has to be seen here.
+        // A thread that did not see `sleeping` has not written the event, so its work must be seen here.
         let nudged = self.nudged.swap(false, Ordering::SeqCst);
         let empty = self.first.load(Ordering::SeqCst).is_null() && !nudged;
         if !empty {
@@ -112,7 +113,7 @@ impl Inbox {
         empty
     }
 
-    /// Has the thread not sleep before it has looked at what waits.
+    /// Makes the thread check its waiting operations before it sleeps again.
     pub fn nudge(&self) {
         self.nudged.store(true, Ordering::SeqCst);
         self.wake();
@@ -120,27 +121,28 @@ impl Inbox {
 
     fn wake(&self) {
         if self.sleeping.load(Ordering::SeqCst) && self.sleeping.swap(false, Ordering::SeqCst) {
-            // The counter is never read, and has room for more than will ever be written.
+            // The counter is never read; it cannot overflow within the number of writes that are possible.
             let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
         }
     }
 
-    /// The thread is awake, and looks by itself.
+    /// The thread is awake, and checks the inbox without the event.
     pub fn wake_up(&self) {
         self.sleeping.store(false, Ordering::Relaxed);
     }
 
-    /// Takes all that has come, the oldest first: its place in the table, and what the library returned.
+    /// Takes all completed operations, the oldest first, and passes each one's index in the table and the library's
+    /// return value to `each`.
     pub fn take(&self, mut each: impl FnMut(usize, isize)) {
         if self.is_empty() {
             return;
         }
-        // The list has the newest first; turned round, it gives back what came first, first.
+        // The list starts with the newest; reversed, it starts with the oldest.
         let mut newest = self.first.swap(ptr::null_mut(), Ordering::Acquire);
         let mut oldest = ptr::null_mut::<Operation>();
         while !newest.is_null() {
-            // SAFETY: what is in the inbox is there until the engine, whose thread this is, has been told of it below; and
-            // whoever put it there has let go of it.
+            // SAFETY: an operation in the inbox exists until `each` below tells the engine, on this thread, that it has
+            // completed; the thread that added it no longer uses it.
             unsafe {
                 let next = *(*newest).next.get();
                 *(*newest).next.get() = oldest;
@@ -148,7 +150,7 @@ impl Inbox {
             }
         }
         while !oldest.is_null() {
-            // SAFETY: as above; it is read before the engine is told.
+            // SAFETY: as above; the operation is read before the engine is told.
             let (place, result, next) = unsafe {
                 let result = *(*oldest).result.get();
                 ((*oldest).place, result, *(*oldest).next.get())
@@ -182,7 +184,7 @@ mod tests {
                 scope.spawn(move || {
                     for &pointer in part {
                         let this = pointer as *mut Operation;
-                        // SAFETY: each is finished once, and lives until the end of the test.
+                        // SAFETY: each operation is finished once, and lives until the end of the test.
                         unsafe { Operation::finish(this, 7) };
                     }
                 });
@@ -226,7 +228,7 @@ mod tests {
             .map(|place| Operation::new(inbox.clone(), place))
             .collect();
         for operation in &mut operations {
-            // SAFETY: each is finished once.
+            // SAFETY: each operation is finished once.
             unsafe { Operation::finish(&mut **operation, operation.place as isize) };
         }
         let mut came = Vec::new();

@@ -1,8 +1,8 @@
 //! Disks that are images in a Ceph cluster.
 //!
-//! librbd and librados are loaded at run time, so that whoever has no such disk needs no such library. An opened
-//! [`RbdImage`] is a [`block::Remote`]; [`WithRbd`] is an engine that knows what to do with one, beside another engine
-//! that serves everything else and on which the thread sleeps.
+//! librbd and librados are loaded at run time, so a host without such disks does not need the libraries. An opened
+//! [`RbdImage`] is a [`block::Remote`]. [`WithRbd`] is an engine that sends requests for such images to librbd; it
+//! wraps another engine, which serves everything else and on which the thread sleeps.
 
 mod cluster;
 mod engine;

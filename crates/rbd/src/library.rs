@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
 use thiserror::Error;
 
-/// `rados_t`, `rados_ioctx_t`, `rbd_image_t` and `rbd_completion_t` are all pointers to what only the library knows.
+/// An opaque pointer of the libraries: `rados_t`, `rados_ioctx_t`, `rbd_image_t` or `rbd_completion_t`.
 pub(crate) type Pointer = *mut c_void;
 
 /// `rbd_callback_t`
@@ -15,10 +15,10 @@ pub(crate) type OnComplete = extern "C" fn(completion: Pointer, arg: *mut c_void
 /// `rbd_update_callback_t`
 pub(crate) type OnUpdate = extern "C" fn(arg: *mut c_void);
 
-/// Why there is no librbd.
+/// Why librbd and librados cannot be used.
 #[derive(Clone, Debug, Error)]
 pub enum LibraryError {
-    /// A library is not there.
+    /// A library cannot be loaded.
     #[error(
         "rbd: needs {name}, which cannot be loaded ({why}); it is in the package {package} of Debian, Ubuntu, Fedora \
          and RHEL"
@@ -26,24 +26,24 @@ pub enum LibraryError {
     Missing {
         /// Its soname.
         name: &'static str,
-        /// What holds it.
+        /// The package that contains it.
         package: &'static str,
-        /// What the dynamic linker says.
+        /// The dynamic linker's message.
         why: String,
     },
-    /// A function is not there.
+    /// A library lacks a function.
     #[error("{name} has no {function}, so it is older than Ceph 14; a newer one is needed")]
     Old {
         /// The library's soname.
         name: &'static str,
-        /// What it lacks.
+        /// The missing function.
         function: &'static str,
     },
 }
 
 macro_rules! functions {
     ($($library:ident = $soname:literal in $package:literal { $(fn $name:ident($($arg:ty),*) $(-> $ret:ty)?;)+ })+) => {
-        /// The functions that are used, as `rados/librados.h` and `rbd/librbd.h` declare them.
+        /// The functions that ringdisk calls, as `rados/librados.h` and `rbd/librbd.h` declare them.
         #[derive(Debug)]
         pub struct Library {
             $($(pub(crate) $name: unsafe extern "C" fn($($arg),*) $(-> $ret)?,)+)+
@@ -57,7 +57,7 @@ macro_rules! functions {
 
         fn load() -> Result<Library, LibraryError> {
             $(let $library = open($soname, $package)?;)+
-            // SAFETY: the types are those of the functions' declarations.
+            // SAFETY: the types match the functions' declarations.
             let library = unsafe {
                 Library {
                     $($($name: find(&$library, $soname, stringify!($name))?,)+)+
@@ -69,7 +69,7 @@ macro_rules! functions {
                         .find_map(|library| find(library, "", "rados_set_pool_full_try").ok()),
                 }
             };
-            // Their threads may run for as long as this process does.
+            // Never unload the libraries: their threads may run as long as this process does.
             std::mem::forget([$($library),+]);
             Ok(library)
         }
@@ -116,10 +116,10 @@ functions! {
 }
 
 impl Library {
-    /// The libraries, loaded once.
+    /// Loads the libraries at the first call, and returns them.
     ///
     /// # Errors
-    /// They are not installed, or too old.
+    /// The libraries are not installed, or too old.
     pub fn get() -> Result<&'static Self, LibraryError> {
         static LIBRARY: LazyLock<Result<Library, LibraryError>> = LazyLock::new(load);
         LIBRARY.as_ref().map_err(Clone::clone)
@@ -130,7 +130,7 @@ impl Library {
         let of = |version: unsafe extern "C" fn(*mut c_int, *mut c_int, *mut c_int)| {
             let mut parts = [0; 3];
             let [major, minor, extra] = &mut parts;
-            // SAFETY: writes three numbers.
+            // SAFETY: the call writes three numbers.
             unsafe { version(major, minor, extra) };
             parts.map(|n| n.to_string()).join(".")
         };
@@ -139,7 +139,7 @@ impl Library {
 }
 
 fn open(name: &'static str, package: &'static str) -> Result<Handle, LibraryError> {
-    // SAFETY: what a library does as it is loaded is as sound as the library; these are the system's own.
+    // SAFETY: a library's initialisation code is as sound as the library; these are the system's own libraries.
     let handle = unsafe { Handle::open(Some(name), RTLD_NOW | RTLD_LOCAL) };
     handle.map_err(|e| LibraryError::Missing {
         name,
@@ -149,20 +149,21 @@ fn open(name: &'static str, package: &'static str) -> Result<Handle, LibraryErro
 }
 
 /// # Safety
-/// `T` is a pointer to a function as the library declares this one.
+/// `T` must be a pointer to a function of the type that the library declares.
 unsafe fn find<T: Copy>(
     library: &Handle,
     name: &'static str,
     function: &'static str,
 ) -> Result<T, LibraryError> {
-    // SAFETY: the caller's promise; the library is never unloaded.
+    // SAFETY: the caller guarantees the type, and the library is never unloaded.
     match unsafe { library.get::<T>(function.as_bytes()) } {
         Ok(found) => Ok(*found),
         Err(_) => Err(LibraryError::Old { name, function }),
     }
 }
 
-// Nothing of it is called by name: it defines malloc before the C library does, for this process and for what it loads.
+// ringdisk calls no function of this library by name. The library defines malloc, in place of the C library, for this
+// process and the libraries that it loads.
 #[cfg(feature = "tcmalloc")]
 #[link(
     name = "libtcmalloc_minimal.so.4",
@@ -171,10 +172,11 @@ unsafe fn find<T: Copy>(
 )]
 unsafe extern "C" {}
 
-/// Which allocator this process has, by the functions that only that one defines, and what that means.
+/// Names this process's allocator, and says what that means. Each allocator is identified by a function that only it
+/// defines.
 pub(crate) fn allocator() -> (&'static str, &'static str) {
     let this = Handle::this();
-    // SAFETY: the symbol is looked up, not called.
+    // SAFETY: the symbol is only looked up, not called.
     let has = |name: &str| unsafe { this.get::<*const c_void>(name.as_bytes()).is_ok() };
     let name = match () {
         () if has("tc_version") => "tcmalloc",

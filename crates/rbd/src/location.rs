@@ -1,55 +1,55 @@
-//! Which image, in QEMU's words: `POOL[/NAMESPACE]/IMAGE[@SNAP][:KEY=VALUE...]`.
+//! The location of an image, in QEMU's syntax: `POOL[/NAMESPACE]/IMAGE[@SNAP][:KEY=VALUE...]`.
 
 use std::fmt;
 use std::path::PathBuf;
 
-/// Longest name of anything, in bytes: librbd's `RBD_MAX_IMAGE_NAME_SIZE`.
+/// The longest name of a pool, image or option, in bytes: librbd's `RBD_MAX_IMAGE_NAME_SIZE`.
 const NAME_MAX: usize = 96;
 
-/// Longest value of an option, in bytes.
+/// The longest value of an option, in bytes.
 const VALUE_MAX: usize = 1024;
 
-/// Most options of one disk.
+/// The largest number of options of one disk.
 const OPTIONS_MAX: usize = 64;
 
 /// An image, or a snapshot of one.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Location {
-    /// The pool that it is in.
+    /// The pool that contains the image.
     pub pool: String,
     /// The pool's namespace.
     pub namespace: Option<String>,
-    /// Its name.
+    /// The image's name.
     pub image: String,
-    /// Which of its snapshots, which is read-only.
+    /// The snapshot to open, read-only; the image itself if absent.
     pub snapshot: Option<String>,
     /// How to reach the cluster.
     pub access: Access,
 }
 
-/// How to reach a cluster, and as whom.
+/// How to reach a cluster, and as which user.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Access {
-    /// Its configuration file; the library's own search (`/etc/ceph/CLUSTER.conf`) if absent.
+    /// Ceph's configuration file; if absent, the library searches for it (`/etc/ceph/CLUSTER.conf`).
     pub conf: Option<PathBuf>,
     /// The user, without `client.`; `admin` if absent.
     pub id: Option<String>,
-    /// Where the user's key is.
+    /// The file with the user's key.
     pub keyring: Option<PathBuf>,
     /// The cluster's name; `ceph` if absent.
     pub cluster: Option<String>,
-    /// Options of librados and librbd, by their names.
+    /// Other options of librados and librbd: name and value.
     pub options: Vec<(String, String)>,
-    /// How many connections to the cluster the disks with the same access share; as many as CPUs, up to four, if
-    /// absent.
+    /// The number of connections to the cluster that disks with the same access share; if absent, as many as there are
+    /// CPUs, up to four.
     pub connections: Option<usize>,
 }
 
 impl Location {
-    /// Parses what follows `rbd:`. A backslash takes its meaning from the character behind it, as in QEMU.
+    /// Parses the text after `rbd:`. A backslash escapes the next character, as in QEMU.
     ///
     /// # Errors
-    /// A sentence that says what was wrong.
+    /// A sentence that says what is wrong.
     pub fn parse(text: &str) -> Result<Self, String> {
         if text.contains('\0') {
             return Err("has a zero byte inside".into());
@@ -85,10 +85,10 @@ impl Location {
         Ok(location)
     }
 
-    /// An image by its names.
+    /// Makes a location from names, without options.
     ///
     /// # Errors
-    /// A sentence that says which of them is none.
+    /// A sentence that says which name is invalid.
     pub fn new(
         pool: &str,
         namespace: Option<&str>,
@@ -107,7 +107,7 @@ impl Location {
         })
     }
 
-    /// As `parse` reads it, without how the cluster is reached.
+    /// The text that `parse` reads, without how to reach the cluster and without escapes.
     pub fn short(&self) -> String {
         let namespace = self.namespace.as_deref();
         let namespace = namespace.map(|n| format!("{n}/")).unwrap_or_default();
@@ -116,7 +116,7 @@ impl Location {
         format!("{}/{namespace}{}{snapshot}", self.pool, self.image)
     }
 
-    /// All of it, as [`parse`](Self::parse) reads it.
+    /// The complete text, which [`parse`](Self::parse) reads back.
     pub fn written(&self) -> String {
         let mut text = escaped(&self.pool);
         if let Some(namespace) = &self.namespace {
@@ -145,7 +145,7 @@ impl Location {
         text
     }
 
-    /// Whether both name the same image of the same cluster, so far as their words tell.
+    /// Whether both name the same image of the same cluster, as far as their text shows.
     pub fn same_image(&self, other: &Self) -> bool {
         let key = |l: &Self| {
             let snapshot = l.snapshot.clone();
@@ -168,10 +168,10 @@ impl fmt::Display for Location {
 }
 
 impl Access {
-    /// Takes one more option.
+    /// Adds an option.
     ///
     /// # Errors
-    /// A sentence that says what was wrong.
+    /// A sentence that says what is wrong.
     pub fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
         if value.is_empty() || value.len() > VALUE_MAX || value.contains('\0') {
             return Err(format!(
@@ -219,11 +219,11 @@ impl Access {
     }
 }
 
-/// Stand for the `/` and the `@` that separate; those that belong to a name have been escaped.
+/// Placeholders for an unescaped, separating `/` or `@`; an escaped one is part of a name and stays as it is.
 const SLASH: char = '\u{1}';
 const AT: char = '\u{2}';
 
-/// What comes before an unescaped `end`, with escapes resolved; and what comes behind it.
+/// Splits `text` at the first unescaped `end`: the part before it, with escapes resolved, and the part after it.
 fn until<'a>(text: &'a str, end: &str) -> (String, Option<&'a str>) {
     let mut part = String::new();
     let mut chars = text.char_indices();
@@ -239,7 +239,7 @@ fn until<'a>(text: &'a str, end: &str) -> (String, Option<&'a str>) {
     (part, None)
 }
 
-/// Text in which nothing will separate.
+/// Escapes `text` so that none of its characters is read as a separator.
 fn escaped(text: &str) -> String {
     let mut escaped = String::new();
     for c in text.chars() {
@@ -251,7 +251,7 @@ fn escaped(text: &str) -> String {
     escaped
 }
 
-/// Text in which nothing separates.
+/// Replaces the placeholders with the characters that they stand for.
 fn plain(text: &str) -> String {
     text.replace(SLASH, "/").replace(AT, "@")
 }

@@ -1,8 +1,8 @@
-//! What decides the speed of an image, what it is, and who said so.
+//! The settings that decide the speed of an image, their values and their sources.
 
 use std::fmt;
 
-/// Who a setting comes from; who stands further down goes before those above.
+/// The source of a setting. A later variant overrides the earlier ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Origin {
     /// The library's own default.
@@ -11,7 +11,7 @@ pub enum Origin {
     Conf,
     /// The monitors' configuration (`ceph config set`).
     Monitors,
-    /// ringdisk, where nobody else had said anything but the library.
+    /// ringdisk, where only the library's default applied.
     Ringdisk,
     /// The disk's options.
     CommandLine,
@@ -22,7 +22,7 @@ pub enum Origin {
 }
 
 impl Origin {
-    /// What it is called in lists.
+    /// The name that lists show.
     pub fn word(self) -> &'static str {
         match self {
             Self::Default => "default",
@@ -42,30 +42,30 @@ impl fmt::Display for Origin {
     }
 }
 
-/// A setting as it is in effect.
+/// A setting that is in effect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setting {
-    /// Ceph's name for it, or ours.
+    /// Ceph's name for it, or ringdisk's.
     pub name: String,
-    /// What it is.
+    /// The value in effect.
     pub value: String,
-    /// Who said so.
+    /// The source of the value.
     pub origin: Origin,
-    /// Who said something else, and what, the strongest last.
+    /// Sources that gave another value, with that value; the one with the highest priority is last.
     pub overridden: Vec<(Origin, String)>,
-    /// What it decides.
+    /// What the setting decides.
     pub about: &'static str,
 }
 
 impl Setting {
-    /// Somebody says what it is to be; who says so later goes before who did earlier.
+    /// Records a value from `origin`. It overrides the values of earlier calls.
     pub(crate) fn say(&mut self, origin: Origin, value: &str) {
         if value != self.value {
             let before = (
                 self.origin,
                 std::mem::replace(&mut self.value, value.into()),
             );
-            // That a library has a default goes without saying.
+            // A library default that is overridden is not worth listing.
             if before.0 != Origin::Default {
                 self.overridden.push(before);
             }
@@ -74,8 +74,8 @@ impl Setting {
     }
 }
 
-/// The settings of librados that decide the speed of an image, and what each decides. Which of them there are
-/// depends on the library's version.
+/// The settings of librados that decide the speed of an image, and what each decides. The library's version decides
+/// which of them exist.
 pub(crate) const OF_CLUSTER: &[(&str, &str)] = &[
     (
         "ms_client_mode",
@@ -102,7 +102,7 @@ pub(crate) const OF_CLUSTER: &[(&str, &str)] = &[
     ),
 ];
 
-/// The same of librbd, which pools and images may have of their own.
+/// The same for librbd. A pool or an image may have its own values for these.
 pub(crate) const OF_IMAGE: &[(&str, &str)] = &[
     (
         "rbd_cache",
@@ -132,18 +132,19 @@ pub(crate) const OF_IMAGE: &[(&str, &str)] = &[
     ),
 ];
 
-/// What ringdisk sets where neither the configuration file nor the disk's options have said anything.
+/// The values that ringdisk sets where neither the configuration file nor the disk's options give one.
 ///
-/// - One messenger thread and one of librados: with the library's three and two, each I/O wakes one more thread, and
-///   4k reads at depth 32 take 1.8 times as much CPU.
-/// - No limit of librados on what is on its way, which would stop the thread that starts one more, with all of its
-///   disks: [the engine](crate::WithRbd) has limits of its own, at which a disk waits for itself.
-/// - No scheduler of librbd, which has writes wait so that others may join them, and takes a quarter of the CPU of 4k
-///   writes for that. What stands side by side in a batch goes as one [from here](crate::WithRbd), and nothing waits.
-/// - A cluster that does not answer is given up after half a minute, not after five.
+/// - One messenger thread and one librados thread. With the library's defaults of three and two, each I/O wakes one
+///   more thread, and 4k reads at depth 32 take 1.8 times as much CPU.
+/// - No librados limit on operations in flight. At such a limit librados blocks the thread that starts one more, and
+///   with it all disks of the thread. [The engine](crate::WithRbd) has its own limits, at which only the disk concerned
+///   waits.
+/// - No librbd scheduler. It delays writes so that others may join them, and takes a quarter of the CPU of 4k writes.
+///   Instead, [the engine](crate::WithRbd) merges adjacent operations of a batch, and none is delayed.
+/// - ringdisk gives up on a cluster that does not answer after half a minute instead of five minutes.
 ///
-/// What stays as it is: `rbd_non_blocking_aio`, which hands each I/O to another thread. Without it, 4k reads take the
-/// same, and the I/O thread may have to wait within librbd, and all of its disks with it.
+/// `rbd_non_blocking_aio`, which hands each I/O to another thread, keeps its default. Without it, 4k reads take the
+/// same CPU, and the I/O thread may block inside librbd, and all of its disks with it.
 pub(crate) const OURS: &[(&str, &str)] = &[
     ("ms_async_op_threads", "1"),
     ("librados_thread_count", "1"),

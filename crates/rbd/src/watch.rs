@@ -1,20 +1,22 @@
-//! Changes of an image that other clients make: who is told of them, and what its size is since.
+//! Watches an image for changes by other clients: reports them, and keeps the image's size up to date.
 //!
-//! librbd cuts off a write, discard or write-zeroes that goes beyond the end of its image, and returns 0 as if it had
-//! done all of it. Its end is where librbd knows it to be when the operation begins, which it may have learnt a moment
-//! ago. So the [engine](crate::engine) submits only what ends within the size that is known here, and takes a success
-//! only if the image did not change since; otherwise it does the operation again.
+//! librbd truncates a write, discard or write-zeroes that exceeds the end of its image, and returns 0 as if the whole
+//! operation were done. It uses the size that it knows when the operation begins, which it may have learnt only a
+//! moment before. The [engine](crate::engine) therefore submits only operations that end within the size known here,
+//! and accepts a success only if the image has not changed since; otherwise it repeats the operation.
 //!
-//! That is enough because of how a shrink goes. A client that wants one has the owner of the exclusive lock do it, which
-//! is this process while its guest writes, and is told that it is done after every client that watches the image has
-//! acknowledged the change. librbd does so for us after [`Watched::change`] has returned. An operation that completed
-//! before was under way at the same time as the shrink, and is as good as one that was done in full just before it: the
-//! shrink took away what lay beyond the end. One that completes later is found to be older than the change.
+//! This suffices because of how a shrink proceeds. A client that shrinks the image asks the owner of the exclusive lock
+//! to do it; while the guest writes, that owner is this process. The client is told of the completion after every
+//! client that watches the image has acknowledged the change. librbd acknowledges it for ringdisk after
+//! [`Watched::change`] has returned. An operation that completed before then was in flight at the same time as the
+//! shrink. It is equivalent to one that was done in full just before the shrink, which then removed what lay beyond the
+//! end. An operation that completes later is recognised as older than the change.
 //!
-//! What this cannot do: a client is no longer waited for when it has not acknowledged a change for 10 s
-//! (`client_notify_timeout`, say of a process that is stopped or cut off from the cluster). With an exclusive lock, such
-//! a process writes nothing before it has the lock again, and librbd reads the size anew for that. Without one, it learns
-//! of the change when it is connected again, and acknowledges until then what it writes beyond the end.
+//! One case is not covered: the cluster stops waiting for a client that has not acknowledged a change for 10 s
+//! (`client_notify_timeout`), for example a process that is stopped or cut off from the cluster. If the image has an
+//! exclusive lock, such a process writes nothing until it holds the lock again, and librbd then reads the size again.
+//! If it has none, the process learns of the change when it is connected again; until then it acknowledges writes
+//! beyond the end.
 
 use std::ffi::c_void;
 use std::io;
@@ -29,32 +31,33 @@ use crate::image::RbdImage;
 use crate::inbox::Inbox;
 use crate::library::Pointer;
 
-/// What is called when an image may have changed.
+/// The callback for a possible change of an image.
 pub type OnChange = Box<dyn Fn() + Send + Sync>;
 
-/// The image has changed, and its size since is not known yet.
+/// The image has changed, and its new size is not known yet.
 const UNKNOWN: i64 = i64::MIN;
 
-/// Between attempts to find out the size, where the cluster does not say.
+/// The delay before the size is requested again after the cluster failed to report it.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Waits for changes of an image. librbd calls from a thread that must not wait for librbd, so that another one asks
-/// for the size, and tells.
+/// Watches an image. librbd reports changes on a thread that must not wait for librbd, so ringdisk has its own thread,
+/// which requests the size and calls the callback.
 pub(crate) struct Watch {
     handle: u64,
     watched: Arc<Watched>,
     thread: JoinHandle<()>,
 }
 
-/// What is known of an image.
+/// What ringdisk knows of a watched image.
 pub(crate) struct Watched {
-    /// Bytes; [`UNKNOWN`]; or the negated errno with which the cluster refuses to say. Written under the lock of `state`.
+    /// The size in bytes; [`UNKNOWN`]; or the negated errno with which the cluster refused to report it. Written under
+    /// the lock of `state`.
     size: AtomicI64,
-    /// How often the image has changed.
+    /// The number of changes so far.
     changes: AtomicU64,
     state: Mutex<State>,
     change: Condvar,
-    /// Of threads whose operations may wait for the size.
+    /// The inboxes of threads whose operations may wait for the size.
     inboxes: Mutex<Vec<Weak<Inbox>>>,
 }
 
@@ -75,25 +78,25 @@ pub(crate) struct Known {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Size {
     Bytes(u64),
-    /// It is being asked for.
+    /// A request for the size is under way.
     Unknown,
-    /// The cluster refuses to say, with this errno.
+    /// The cluster refuses to report the size, with this errno.
     Failed(i32),
 }
 
-/// An opened image, for the thread that asks for its size.
+/// An opened image, for the thread that requests its size.
 struct Handle {
     connection: Arc<Connection>,
     image: Pointer,
 }
 
-// SAFETY: an `rbd_image_t` may be used by any thread, several at a time.
+// SAFETY: any thread may use an `rbd_image_t`, and several threads may use it at a time.
 unsafe impl Send for Handle {}
 
 impl Handle {
     fn size(&self) -> io::Result<u64> {
         let mut size = 0;
-        // SAFETY: the image is open until this thread has ended; writes one number.
+        // SAFETY: the image stays open until this thread has ended; the call writes one number.
         let asked = unsafe { (self.connection.library.rbd_get_size)(self.image, &mut size) };
         self.connection.check(asked)?;
         Ok(size)
@@ -101,7 +104,7 @@ impl Handle {
 }
 
 impl Watched {
-    /// Of an image whose size is not known yet.
+    /// State for an image whose size is not known yet.
     pub fn new() -> Arc<Self> {
         Arc::new(Self {
             size: AtomicI64::new(UNKNOWN),
@@ -112,10 +115,11 @@ impl Watched {
         })
     }
 
-    /// What is known now.
+    /// The current size and number of changes.
     #[inline]
     pub fn known(&self) -> Known {
-        // A size that belongs to a later change than this one is no harm: what completes is found to be older.
+        // The number of changes is read first. A size that belongs to a later change does no harm: the operation is
+        // recognised as older when it completes.
         let changes = self.changes();
         let size = match self.size.load(Ordering::SeqCst) {
             UNKNOWN => Size::Unknown,
@@ -125,20 +129,20 @@ impl Watched {
         Known { size, changes }
     }
 
-    /// How often the image has changed.
+    /// The number of changes so far.
     #[inline]
     pub fn changes(&self) -> u64 {
         self.changes.load(Ordering::SeqCst)
     }
 
-    /// Has a thread woken up when the size is known.
+    /// Registers a thread's inbox, to be woken when the size becomes known.
     pub fn wake(&self, inbox: &Arc<Inbox>) {
         let mut inboxes = self.inboxes.lock().unwrap_or_else(PoisonError::into_inner);
         inboxes.retain(|other| other.upgrade().is_some_and(|o| !Arc::ptr_eq(&o, inbox)));
         inboxes.push(Arc::downgrade(inbox));
     }
 
-    /// Has `tell` called, by a thread for the purpose, when the image may have changed.
+    /// Sets the callback for changes; a dedicated thread calls it. `None` removes it.
     pub fn on_change(&self, tell: Option<OnChange>) {
         self.lock().tell = tell.map(Arc::from);
     }
@@ -147,7 +151,7 @@ impl Watched {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The image has changed.
+    /// Records a change of the image. librbd's callback calls this.
     fn change(&self) {
         let mut state = self.lock();
         state.changed = true;
@@ -156,7 +160,7 @@ impl Watched {
         self.change.notify_one();
     }
 
-    /// Notes what the size is, unless the image has changed since that was asked.
+    /// Records the size, unless the image has changed since it was requested.
     pub fn learn(&self, size: &io::Result<u64>) {
         let state = self.lock();
         if state.changed {
@@ -175,7 +179,7 @@ impl Watched {
             .for_each(|inbox| inbox.nudge());
     }
 
-    /// Asks for the size after each change, and tells of the change.
+    /// Requests the size after each change, and calls the callback. This is the dedicated thread's loop.
     fn follow(&self, image: &Handle) {
         let mut again = false;
         let mut state = self.lock();
@@ -213,7 +217,7 @@ impl Watched {
 impl Watch {
     pub fn start(image: &RbdImage) -> io::Result<Self> {
         extern "C" fn changed(watched: *mut c_void) {
-            // SAFETY: this was made of an `Arc<Watched>`, which `stop` gives back after the last call.
+            // SAFETY: the pointer was made from an `Arc<Watched>`, which `stop` releases only after the last call.
             unsafe { &*watched.cast::<Watched>() }.change();
         }
         let watched = image.watched().clone();
@@ -227,7 +231,7 @@ impl Watch {
             .spawn(move || its.follow(&opened))?;
         let mut handle = 0;
         let arg = Arc::into_raw(watched.clone()).cast_mut().cast();
-        // SAFETY: the argument is what the function takes it for, for as long as it may be called.
+        // SAFETY: the argument is the `Watched` that `changed` expects, and stays valid as long as librbd may call it.
         let result = unsafe {
             (image.library().rbd_update_watch)(image.handle(), &mut handle, changed, arg)
         };
@@ -244,18 +248,18 @@ impl Watch {
     }
 
     pub fn stop(self, image: &RbdImage) {
-        // SAFETY: the handle is that of a watch of this image. After this, nothing is called any more.
+        // SAFETY: the handle belongs to a watch of this image. librbd makes no call after this one returns.
         unsafe { (image.library().rbd_update_unwatch)(image.handle(), self.handle) };
         let arg = Arc::as_ptr(&self.watched).cast_mut().cast();
         self.end(arg);
     }
 
     fn end(self, arg: *mut c_void) {
-        // SAFETY: `start` has turned one `Arc` into this pointer, and nobody uses it any more.
+        // SAFETY: `start` turned one `Arc` into this pointer, and librbd no longer uses it.
         drop(unsafe { Arc::from_raw(arg.cast::<Watched>().cast_const()) });
         self.watched.lock().ended = true;
         self.watched.change.notify_one();
-        // What it tells may be what drops the image: then it ends by itself.
+        // The callback may drop the image on this very thread, which cannot join itself; it then ends on its own.
         if thread::current().id() != self.thread.thread().id() {
             let _ = self.thread.join();
         }
