@@ -5,125 +5,126 @@ use std::sync::Arc;
 
 use crate::{Aio, Backing, FileOffset};
 
-/// A stretch of memory that the kernel reads from or writes to, with the layout of `struct iovec`.
+/// A contiguous range of memory for the kernel to read or write, laid out like `struct iovec`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// First byte, an address of this process.
+    /// Address of the first byte in this process.
     pub addr: usize,
-    /// Bytes.
+    /// Length in bytes.
     pub len: usize,
 }
 
-/// The submitter's own number for an operation; it comes back with the completion. The highest bit
-/// and bits 56 to 58 belong to the engines.
+/// The number that the submitter gives an operation; its completion carries the same number. Bit 63 and bits
+/// 56 to 58 are reserved for the engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Token(pub u64);
 
-/// A file that an engine was given by [`Engine::attach`].
+/// A file that was attached to an engine with [`Engine::attach`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileId(pub u32);
 
-/// What holds a disk's bytes where that is no file: a library of its own moves them, and an engine that knows
-/// this kind of holder calls it.
+/// Disk storage that is not a file: a library moves the bytes, and an engine that knows this type of storage
+/// calls the library.
 pub trait Remote: Any + Send + Sync {
-    /// Makes every write that has completed durable, waiting for it.
+    /// Makes every completed write durable, and waits until it is.
     ///
     /// # Errors
-    /// It could not be made durable.
+    /// The writes could not be made durable.
     fn sync(&self) -> io::Result<()>;
 }
 
-/// One movement of bytes between memory and a file.
+/// One I/O operation on a file.
 #[derive(Clone, Copy, Debug)]
 pub enum Op<'a> {
-    /// File to memory. May come back short.
+    /// File to memory. May complete short.
     Read {
-        /// Where in the file.
+        /// Offset in the file.
         at: FileOffset,
-        /// Where in memory; at least one segment.
+        /// Destination in memory; at least one segment.
         to: &'a [Segment],
     },
-    /// Memory to file. May come back short.
+    /// Memory to file. May complete short.
     Write {
-        /// Where in the file.
+        /// Offset in the file.
         at: FileOffset,
-        /// Where in memory; at least one segment.
+        /// Source in memory; at least one segment.
         from: &'a [Segment],
-        /// Complete only once these bytes are on stable storage.
+        /// Complete only when these bytes are on stable storage.
         stable: bool,
     },
-    /// Complete only once every write that completed before is on stable storage.
+    /// Complete only when every write that has completed before is on stable storage.
     Flush,
-    /// Give the space back. What cannot be given back stays as it is, which is no error.
+    /// Deallocate the range. A part that cannot be deallocated stays as it is; that is not an error.
     Discard {
-        /// Where in the file.
+        /// Offset in the file.
         at: FileOffset,
-        /// Bytes.
+        /// Length in bytes.
         len: u64,
-        /// Complete only once the result is on stable storage.
+        /// Complete only when the result is on stable storage.
         stable: bool,
     },
     /// Make the range read as zeroes.
     WriteZeroes {
-        /// Where in the file.
+        /// Offset in the file.
         at: FileOffset,
-        /// Bytes.
+        /// Length in bytes.
         len: u64,
-        /// The space may be given back.
+        /// The range may be deallocated.
         unmap: bool,
-        /// Complete only once the result is on stable storage.
+        /// Complete only when the result is on stable storage.
         stable: bool,
     },
 }
 
-/// An operation that has ended.
+/// A finished operation.
 #[derive(Clone, Copy, Debug)]
 pub struct Completion {
-    /// The submitter's number for it.
+    /// The token that the operation was submitted with.
     pub token: Token,
-    /// Bytes moved, or a negated errno.
+    /// Number of bytes moved, or a negated errno.
     pub result: i32,
 }
 
-/// Moves bytes between memory and files, many operations at a time. One thread owns it.
+/// Moves bytes between memory and files, with many operations in flight. One thread owns an engine.
 ///
-/// The submitter checks `room` before it submits, validates offsets and lengths against the disk,
-/// and splits nothing: an engine does one operation per call and reports what the kernel said.
+/// The submitter checks `room` before it submits, validates offsets and lengths against the disk, and does
+/// not expect the engine to split anything: an engine performs one operation per call and reports the
+/// kernel's result.
 pub trait Engine {
-    /// Makes a file known, which stays open until [`detach`](Self::detach); so long the id is valid. Its bytes are moved
-    /// as `aio` says, by an engine that knows several ways.
+    /// Attaches a file. The file stays open and its id stays valid until [`detach`](Self::detach). An engine
+    /// with several I/O methods uses the one that `aio` selects.
     ///
     /// # Errors
-    /// The table of files is full, the kernel refused, or the file cannot be served that way.
+    /// The file table is full, the kernel refused, or the file does not support this method.
     fn attach(&mut self, file: &Arc<OwnedFd>, backing: Backing, aio: Aio) -> io::Result<FileId>;
 
-    /// The same for what is no file; its id is used like that of one.
+    /// Attaches storage that is not a file; its id is used like a file's.
     ///
     /// # Errors
-    /// The engine does not know this kind, or has no room for it.
+    /// The engine does not know this type of storage, or its table is full.
     fn attach_remote(&mut self, remote: &Arc<dyn Remote>) -> io::Result<FileId>;
 
-    /// Forgets a file that has nothing in flight.
+    /// Detaches a file that has no operation in flight.
     fn detach(&mut self, file: FileId);
 
-    /// Prepares for operations on this memory, by pinning its pages, so that each of them costs
-    /// less. An engine that cannot gain by it does nothing.
+    /// Pins the pages of this memory, so that each operation on it costs less. An engine that does not
+    /// benefit from this does nothing.
     ///
     /// # Errors
     /// The pages cannot be pinned; operations work as before.
     ///
     /// # Safety
-    /// Until [`unregister`](Self::unregister) with the same memory, it must stay mapped, and no page
-    /// of it may be replaced by another one: the engine would go on with the old one.
+    /// The memory must stay mapped until [`unregister`](Self::unregister) is called with the same memory, and
+    /// none of its pages may be replaced: the engine would continue to use the old page.
     #[expect(unsafe_code, reason = "a promise about memory that this call names")]
     unsafe fn register(&mut self, memory: &[Segment]) -> io::Result<()>;
 
-    /// Undoes a [`register`](Self::register) that succeeded. Nothing in this memory is in flight.
+    /// Undoes a [`register`](Self::register) that succeeded. No operation may be in flight on this memory.
     fn unregister(&mut self, memory: &[Segment]);
 
-    /// Reports `token` whenever `fd` becomes readable, until [`unwatch`](Self::unwatch). The
-    /// descriptor is never read from.
+    /// Reports `token` whenever `fd` becomes readable, until [`unwatch`](Self::unwatch). The engine never
+    /// reads from the descriptor.
     ///
     /// # Errors
     /// The kernel refused.
@@ -135,41 +136,41 @@ pub trait Engine {
     /// The kernel refused.
     fn unwatch(&mut self, token: Token) -> io::Result<()>;
 
-    /// How many operations can be submitted before completions must be reaped.
+    /// Number of operations that can be submitted before completions must be reaped.
     fn room(&self) -> usize;
 
-    /// Operations submitted whose completion has not been reaped.
+    /// Number of submitted operations whose completion has not been reaped.
     fn in_flight(&self) -> usize;
 
-    /// Whether a [`push`](Self::push) is likely to bring something to reap. Cheap, and never enters
-    /// the kernel: it is asked again and again while the submitter looks out for a completion.
+    /// Whether a [`push`](Self::push) is likely to yield a completion. This is cheap and never enters the
+    /// kernel: the submitter calls it in a loop while it polls.
     fn ready(&mut self) -> bool;
 
-    /// Queues an operation; [`push`](Self::push) or [`wait`](Self::wait) hands it to the kernel.
+    /// Queues an operation; [`push`](Self::push) or [`wait`](Self::wait) submits it to the kernel.
     ///
     /// # Safety
-    /// The memory that `op`'s segments name must stay valid until the completion with `token` has been
-    /// reaped, and must be writable if `op` is a read. The slice of segments itself must stay valid
-    /// and not move until then too, unless it has only one, which the engine copies.
+    /// The memory of `op`'s segments must stay valid until the completion with `token` has been reaped, and
+    /// must be writable if `op` is a read. The slice of segments must also stay valid and must not move until
+    /// then. The exception is a slice of one segment, which the engine copies.
     #[expect(
         unsafe_code,
         reason = "the kernel writes to memory that this call names"
     )]
     unsafe fn submit(&mut self, file: FileId, op: Op<'_>, token: Token);
 
-    /// Hands what is queued to the kernel, without waiting.
+    /// Submits all queued operations to the kernel, without waiting.
     ///
     /// # Errors
-    /// The kernel refused; nothing that was queued is lost.
+    /// The kernel refused; no queued operation is lost.
     fn push(&mut self) -> io::Result<()>;
 
-    /// Hands what is queued to the kernel and sleeps until there is something to reap.
+    /// Submits all queued operations to the kernel and sleeps until there is something to reap.
     ///
     /// # Errors
-    /// The kernel refused; nothing that was queued is lost.
+    /// The kernel refused; no queued operation is lost.
     fn wait(&mut self) -> io::Result<()>;
 
-    /// Moves completions to `out`, at most up to its capacity, without entering the kernel. Some may
-    /// be there before anything was pushed: an engine may do an operation where it is submitted.
+    /// Moves completions to `out`, up to its capacity, without entering the kernel. There may be completions
+    /// before the first push, because an engine may perform an operation as it is submitted.
     fn reap(&mut self, out: &mut Vec<Completion>);
 }

@@ -2,7 +2,7 @@ use thiserror::Error;
 
 use crate::CacheMode;
 
-/// What kind of thing holds the bytes; it decides how space is zeroed and given back.
+/// What kind of object holds the bytes; it decides how space is zeroed and deallocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
     /// A regular file.
@@ -11,53 +11,54 @@ pub enum Backing {
     BlockDevice,
 }
 
-/// What never changes while a disk is served, read once when it is opened. Sizes in bytes.
+/// Properties that never change while a disk is served; they are read when it is opened. Sizes are in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskFacts {
     /// Unit in which the guest must address the disk.
     pub logical_block: u32,
-    /// Unit that the backing writes without reading first; a power of two, at least `logical_block`.
+    /// Unit that the backing writes without a read-modify-write; a power of two, at least `logical_block`.
     pub physical_block: u32,
-    /// I/O size that the backing likes best; 0 if it does not say.
+    /// Preferred I/O size of the backing; 0 if it reports none.
     pub optimal_io: u32,
-    /// What a buffer's address must be a multiple of to reach the backing without a copy; a power
-    /// of two, 1 if anything goes.
+    /// Alignment that a buffer's address needs to reach the backing without a copy; a power of two, 1 if
+    /// there is no requirement.
     pub address_alignment: u32,
-    /// What a buffer's length must be a multiple of, likewise.
+    /// Alignment that a buffer's length needs to reach the backing without a copy.
     pub length_alignment: u32,
-    /// Unit in which space can be given back; 0 where it cannot.
+    /// Unit in which space can be deallocated; 0 if it cannot be.
     pub discard_granularity: u32,
-    /// Writes are refused.
+    /// The guest may not write.
     pub read_only: bool,
 }
 
-/// Sizes of blocks that a disk cannot have. Each says what to do next.
+/// Block sizes that a disk cannot have. Each message says what to do next.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum BlockSizeError {
-    /// The guest would write what the backing cannot.
+    /// The logical block size is smaller than the backing can write.
     #[error(
         "logical-block-size={asked} is less than the {backing} bytes that its file is written in; \
         leave it out or give {backing}, or, if cache={direct} is what asks for {backing}, use \
         cache={cached}", direct = CacheMode::None, cached = CacheMode::Writeback
     )]
     Logical {
-        /// What was asked for, in bytes.
+        /// The requested size in bytes.
         asked: u32,
-        /// What the backing needs, in bytes.
+        /// The smallest size that the backing supports, in bytes.
         backing: u32,
     },
-    /// A physical block holds whole logical ones.
+    /// The physical block size is smaller than the logical one: a physical block consists of whole logical
+    /// blocks.
     #[error(
         "physical-block-size={asked} is less than the logical block size of {logical}; \
         leave it out or give {logical} or more"
     )]
     Physical {
-        /// What was asked for, in bytes.
+        /// The requested size in bytes.
         asked: u32,
         /// The logical block size, in bytes.
         logical: u32,
     },
-    /// The disk would end within a block.
+    /// The disk would end inside a block.
     #[error(
         "the size, {size} bytes, is not a multiple of logical-block-size={logical}; make the file \
         longer ('truncate -s %{logical} FILE'), or leave logical-block-size out"
@@ -71,11 +72,11 @@ pub enum BlockSizeError {
 }
 
 impl DiskFacts {
-    /// The same disk with block sizes of the operator's choice, as the guest sees them; `size` is the
-    /// disk's. What the backing needs of buffers stays as it is.
+    /// Returns these facts with the block sizes that the operator chose for the guest; `size` is the disk's
+    /// size. The alignment that the backing needs for buffers does not change.
     ///
     /// # Errors
-    /// The backing or the size does not allow it.
+    /// The backing or the disk's size does not allow these block sizes.
     pub fn with_blocks(
         self,
         logical: Option<u32>,

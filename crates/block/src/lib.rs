@@ -1,6 +1,6 @@
-//! The vocabulary of ringdisk: units, requests, facts of a disk, and the border to engines.
+//! Types that all of ringdisk shares: units, requests, disk properties and the interface of I/O engines.
 //!
-//! Nothing here does I/O. Every other crate speaks these words.
+//! Nothing here does I/O. Every other crate uses these types.
 
 mod engine;
 mod facts;

@@ -1,16 +1,16 @@
-//! Limits of the process and of the host, where an error comes from one.
+//! Errors that come from a limit of the process or the host.
 
 use std::io;
 
-/// Numbers of errors, the same on all architectures that Linux runs ringdisk on.
+/// Error numbers; they are the same on all architectures on which ringdisk runs under Linux.
 const ENFILE: i32 = 23;
 const EMFILE: i32 = 24;
 const EFBIG: i32 = 27;
 const ENOSPC: i32 = 28;
 const EDQUOT: i32 = 122;
 
-/// An error with the next step: which limit to raise, if that is what it comes from; `otherwise`, which may be empty, if
-/// not.
+/// The text of an error and the next step. The step names the limit to raise if a limit caused the error;
+/// otherwise it is `otherwise`, which may be empty.
 pub fn explain(error: &io::Error, otherwise: &str) -> String {
     let step = match error.raw_os_error() {
         Some(EMFILE) => {
@@ -30,7 +30,7 @@ pub fn explain(error: &io::Error, otherwise: &str) -> String {
     }
 }
 
-/// The same for a thread that cannot be started.
+/// Like [`explain`], for a thread that cannot be started.
 pub fn explain_thread(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::WouldBlock => format!(
@@ -41,14 +41,15 @@ pub fn explain_thread(error: &io::Error) -> String {
     }
 }
 
-/// Whether neither this process nor the host may have more files open.
+/// Whether the process or the host has reached its limit of open files.
 pub fn is_open_files(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(EMFILE | ENFILE))
 }
 
-/// Whether there is no space for a write. A quota that is used up counts as well: both end when somebody makes room, and
-/// until then it is better that the guest waits than that it sees broken storage. Which of the two errors it is depends
-/// on the file system (for a project's quota, XFS says ENOSPC; for a user's, ext4 says EDQUOT). QEMU counts ENOSPC alone.
+/// Whether a write failed for lack of space. An exhausted quota counts as well: both conditions end when an
+/// operator frees space, and until then a guest that waits is better than a guest that sees broken storage.
+/// The file system decides which error it reports (XFS reports ENOSPC for a project quota, ext4 reports
+/// EDQUOT for a user quota). QEMU counts only ENOSPC.
 pub fn is_no_space(errno: i32) -> bool {
     matches!(errno, ENOSPC | EDQUOT)
 }

@@ -1,42 +1,42 @@
 use crate::DiskOffset;
 
-/// What a guest asks of its disk, parsed and checked against the disk's size and block size.
+/// A guest's request to its disk, parsed and checked against the disk's size and block size.
 ///
-/// Payload is not here: it stays in guest memory, as [`Segment`](crate::Segment)s beside it.
+/// The payload is not included: it stays in guest memory, described by separate [`Segment`](crate::Segment)s.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
     /// Fill the guest's buffers from the disk.
     Read {
         /// First byte on the disk.
         at: DiskOffset,
-        /// Bytes, a multiple of the logical block size.
+        /// Length in bytes, a multiple of the logical block size.
         len: u64,
     },
     /// Write the guest's buffers to the disk.
     Write {
         /// First byte on the disk.
         at: DiskOffset,
-        /// Bytes, a multiple of the logical block size.
+        /// Length in bytes, a multiple of the logical block size.
         len: u64,
     },
-    /// Make every write that has completed durable.
+    /// Make every completed write durable.
     Flush,
-    /// The content of this range is no longer needed; it may read as anything after.
+    /// The guest no longer needs this range; later reads may return anything.
     Discard {
         /// First byte on the disk.
         at: DiskOffset,
-        /// Bytes.
+        /// Length in bytes.
         len: u64,
     },
     /// This range reads as zeroes from now on.
     WriteZeroes {
         /// First byte on the disk.
         at: DiskOffset,
-        /// Bytes.
+        /// Length in bytes.
         len: u64,
-        /// Space may be given back.
+        /// The space may be deallocated.
         unmap: bool,
     },
-    /// The disk's serial, 20 bytes.
+    /// Return the disk's serial number, 20 bytes.
     GetId,
 }

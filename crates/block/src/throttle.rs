@@ -1,18 +1,18 @@
 use thiserror::Error;
 
-/// How much one kind of traffic may flow.
+/// The limit of one kind of traffic.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rate {
-    /// Per second, on average; 0 for no limit.
+    /// Average per second; 0 for no limit.
     pub average: u64,
-    /// Per second, in a burst; 0 for none beyond what makes up for a late timer.
+    /// Burst rate per second; 0 allows no burst, except to compensate for a late timer.
     pub max: u64,
-    /// Seconds that a burst at `max` may last.
+    /// How long a burst at `max` may last, in seconds.
     pub max_length: u64,
 }
 
-/// The limits of a disk, or of a group of disks, in QEMU's words (`ThrottleLimits` in its QAPI schema).
-/// Bandwidth in bytes.
+/// The limits of a disk or of a group of disks, with QEMU's names (`ThrottleLimits` in its QAPI schema).
+/// Bandwidth is in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ThrottleLimits {
     /// `bps`, `bps-total`.
@@ -27,35 +27,35 @@ pub struct ThrottleLimits {
     pub iops_read: Rate,
     /// `iops_wr`, `iops-write`.
     pub iops_write: Rate,
-    /// A request that is larger than this many bytes counts in proportion, as one and a half if it is
-    /// half as large again; 0: as one whatever its size.
+    /// A request larger than this many bytes counts in proportion to its size (as 1.5 requests if it is 1.5
+    /// times as large). With 0, every request counts as one.
     pub iops_size: u64,
 }
 
-/// Why limits are refused.
+/// Why throttle limits are rejected.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum ThrottleError {
-    /// A total and one of its parts.
+    /// A total limit was combined with a read or write limit.
     #[error("{0} total and {0} read or write limits exclude each other; give one or the other")]
     TotalAndPart(&'static str),
-    /// A burst of something that has no limit.
+    /// A burst was given for a value without a limit.
     #[error("{0}: a burst (max) needs a limit of its own, as in {0}=1000")]
     BurstWithoutLimit(&'static str),
-    /// A burst slower than the average.
+    /// The burst rate is below the average rate.
     #[error("{0}: a burst (max) below the limit would never be reached; make it larger")]
     BurstBelowLimit(&'static str),
-    /// A length of no burst.
+    /// A burst length was given without a burst rate.
     #[error("{0}: a length of bursts (max-length) needs a burst, {0} max")]
     LengthWithoutBurst(&'static str),
-    /// Beyond what is counted without overflow.
+    /// A value is larger than the arithmetic supports without overflow.
     #[error("{0}: {1} is more than the largest limit, {LIMIT_MAX}")]
     TooLarge(&'static str, u64),
-    /// A size per operation without a limit of operations.
+    /// `iops-size` was given without an operation limit.
     #[error("iops-size without a limit of operations; give iops")]
     SizeWithoutIops,
 }
 
-/// Largest rate, and largest product of a burst's rate and length, as in QEMU.
+/// The largest rate, and the largest product of a burst's rate and length; the same as in QEMU.
 const LIMIT_MAX: u64 = 1_000_000_000_000_000;
 
 impl Default for ThrottleLimits {
@@ -83,7 +83,7 @@ impl ThrottleLimits {
         }
     };
 
-    /// Whether anything is limited.
+    /// Whether any limit is set.
     pub fn any(&self) -> bool {
         self.rates().iter().any(|(_, rate)| rate.average > 0)
     }
@@ -99,7 +99,7 @@ impl ThrottleLimits {
         ]
     }
 
-    /// Checks what QEMU checks.
+    /// Makes the same checks as QEMU.
     ///
     /// # Errors
     /// The limits contradict each other.

@@ -1,14 +1,14 @@
 use std::fmt;
 
-/// Bytes in a virtio-blk sector, whatever the block size of the disk (virtio 1.3 §5.2.4).
+/// Bytes in a virtio-blk sector, independent of the disk's block size (virtio 1.3 §5.2.4).
 pub const SECTOR_BYTES: u64 = 512;
 
-/// A position on the guest's disk in 512-byte sectors, as a guest sent it: any value is possible.
+/// A position on the guest's disk in 512-byte sectors, as the guest sent it: any value is possible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Sector(pub u64);
 
 impl Sector {
-    /// The same position in bytes, or `None` where that exceeds 64 bits.
+    /// The same position in bytes, or `None` if it exceeds 64 bits.
     #[inline]
     pub fn offset(self) -> Option<DiskOffset> {
         self.0.checked_mul(SECTOR_BYTES).map(DiskOffset)
@@ -35,11 +35,11 @@ impl fmt::Display for FileOffset {
     }
 }
 
-/// Parses a size as QEMU writes it: a number of bytes, or one with a suffix `k`, `M`, `G`, `T` or
-/// `P` (powers of 1024, either case).
+/// Parses a size in QEMU's notation: a number of bytes, with an optional suffix `k`, `M`, `G`, `T` or `P`
+/// (powers of 1024, either case).
 ///
 /// # Errors
-/// A sentence that says what was wrong with the text.
+/// The text is not a size; the error is a sentence that says why.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let shift = match &text[digits.len()..] {
@@ -63,7 +63,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
         .ok_or_else(|| format!("'{text}' is more than 64 bits of bytes"))
 }
 
-/// Writes a size in the largest unit that keeps it whole: `65536` is `64k`.
+/// Formats a size in the largest unit that leaves a whole number: `65536` becomes `64k`.
 pub fn format_size(bytes: u64) -> String {
     let units = [(50, 'P'), (40, 'T'), (30, 'G'), (20, 'M'), (10, 'k')];
     for (shift, unit) in units {

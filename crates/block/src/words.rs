@@ -1,8 +1,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// An enum whose values are words of QEMU, with the same spelling on the command line, in the
-/// configuration and in messages.
+/// Defines an enum whose values have QEMU's names, spelled the same on the command line, in the configuration
+/// and in messages.
 macro_rules! words {
     ($(#[$doc:meta])* $name:ident { $($(#[$value_doc:meta])* $value:ident = $word:literal,)+ }) => {
         $(#[$doc])*
@@ -12,10 +12,10 @@ macro_rules! words {
         }
 
         impl $name {
-            /// Every value, in the order in which they are shown.
+            /// Every value, in the order in which messages list them.
             pub const ALL: &[Self] = &[$(Self::$value),+];
 
-            /// The word for it.
+            /// The name of this value.
             pub fn word(self) -> &'static str {
                 match self {
                     $(Self::$value => $word,)+
@@ -44,87 +44,87 @@ macro_rules! words {
 }
 
 words! {
-    /// How caches are used, with QEMU's meaning and names.
+    /// The cache mode of a disk, with QEMU's names and meanings.
     CacheMode {
-        /// O_DIRECT; the guest's flush reaches the device.
+        /// O_DIRECT; a guest flush reaches the device.
         None = "none",
-        /// Through the host's page cache; the guest's flush reaches the device.
+        /// The host's page cache is used; a guest flush reaches the device.
         Writeback = "writeback",
-        /// Through the host's page cache, and every completed write is on stable storage.
+        /// The host's page cache is used, and every completed write is on stable storage.
         Writethrough = "writethrough",
         /// O_DIRECT, and every completed write is on stable storage.
         Directsync = "directsync",
-        /// Through the host's page cache, and the guest's flush is ignored: a crash of the host
-        /// loses data that the guest made durable.
+        /// The host's page cache is used, and guest flushes are ignored: a host crash loses data that the
+        /// guest believes durable.
         Unsafe = "unsafe",
     }
 }
 
 impl CacheMode {
-    /// Whether I/O goes past the page cache.
+    /// Whether I/O bypasses the page cache.
     pub fn direct(self) -> bool {
         matches!(self, Self::None | Self::Directsync)
     }
 
-    /// Whether the guest is told of a write cache at first, so that a completed write may be lost until
-    /// the next flush. The guest may change it.
+    /// Whether the guest initially sees a write cache, so that a completed write may be lost until the next
+    /// flush. The guest may change this setting.
     pub fn write_cache(self) -> bool {
         !matches!(self, Self::Writethrough | Self::Directsync)
     }
 
-    /// Whether the guest's flush is obeyed.
+    /// Whether guest flushes are carried out.
     pub fn flushes(self) -> bool {
         self != Self::Unsafe
     }
 }
 
 words! {
-    /// How bytes are moved, with QEMU's names.
+    /// The I/O method of a disk, with QEMU's names.
     Aio {
-        /// Whichever suits the file and works here.
+        /// The method that suits the file, among those that work on this host.
         Auto = "auto",
         /// io_uring.
         IoUring = "io_uring",
         /// Linux AIO: `io_submit`.
         Native = "native",
-        /// Plain calls on a pool of threads.
+        /// Blocking system calls on a pool of threads.
         Threads = "threads",
     }
 }
 
 words! {
-    /// What becomes of the guest's discards.
+    /// How the guest's discards are handled.
     Discard {
-        /// The space is given back.
+        /// The space is deallocated.
         Unmap = "unmap",
-        /// Nothing, and the guest is not offered any.
+        /// Discards do nothing, and the guest is not offered them.
         Ignore = "ignore",
     }
 }
 
 words! {
-    /// What becomes of writes of nothing but zeroes.
+    /// How writes that contain only zeroes are handled.
     DetectZeroes {
-        /// They are written like any other.
+        /// They are written like other data.
         Off = "off",
-        /// The range is zeroed by the cheapest means that keeps its space allocated.
+        /// The range is zeroed in the cheapest way that keeps its space allocated.
         On = "on",
-        /// The range is zeroed by giving its space back, if `discard=unmap`.
+        /// The range is zeroed by deallocating its space if `discard=unmap` is set.
         Unmap = "unmap",
     }
 }
 
 words! {
-    /// What is done about a request that storage failed to serve, with QEMU's names where it has them.
+    /// How a request is handled after storage failed to serve it, with QEMU's names where QEMU has one.
     OnError {
-        /// The guest is told.
+        /// The error is reported to the guest.
         Report = "report",
-        /// A write for which there is no space waits, and is tried again now and then; of all else the
-        /// guest is told.
+        /// A write that failed for lack of space waits and is retried periodically; all other errors are
+        /// reported to the guest.
         Enospc = "enospc",
-        /// It waits, and so does all that the guest sends after it, until the operator has them go on.
+        /// The request waits, and so do all later requests of the guest, until the operator resumes the disk.
         Stop = "stop",
-        /// It waits, and is tried again with growing pauses.
+        /// The request waits and is retried with increasing pauses.
         Retry = "retry",
     }
 }
