@@ -1,10 +1,9 @@
-//! Plain system calls on a few threads: for `aio=threads`, and for the operations that an engine cannot
-//! do without blocking.
+//! A thread pool for blocking system calls: it serves `aio=threads`, and operations that an engine cannot
+//! perform without blocking.
 //!
-//! The lock between the I/O thread and the pool is taken once for all that is handed over, once for all
-//! that is collected, and once per operation by the thread that does it, where it leaves what it has
-//! done and takes the next. Nothing is allocated once the lists have grown to what is in flight, which
-//! `Engine::room` bounds.
+//! The I/O thread takes the pool's lock once per batch of submissions and once per batch of completions. A
+//! pool thread takes it once per operation, to store the finished operation and fetch the next. After the
+//! lists have grown to the number of operations in flight, which `Engine::room` limits, nothing is allocated.
 
 use std::collections::VecDeque;
 use std::io;
@@ -20,32 +19,32 @@ use rustix::io::Errno;
 
 use crate::ranges::{self, Range};
 
-/// Threads per engine, started as they are needed: what keeps a disk array or a file server busy, and
-/// little enough memory.
+/// Maximum number of threads per engine; they start on demand. This keeps a disk array or a file server busy
+/// and uses little memory.
 pub(crate) const THREADS_MAX: usize = 16;
 
-/// A thread that has had nothing to do for this long ends.
+/// A thread ends after it has been idle for this long.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// What an operation works on.
+/// The file that an operation works on.
 pub(crate) struct Target {
     pub file: Arc<OwnedFd>,
     pub backing: Backing,
 }
 
-/// An operation, on its way to a thread.
+/// An operation for a pool thread.
 pub(crate) struct Job {
     target: Arc<Target>,
     work: Work,
     token: Token,
 }
 
-/// A pool of threads that block in the engine's place.
+/// A pool of threads that make blocking system calls for an engine.
 pub(crate) struct Blocking {
     shared: Arc<Shared>,
-    /// What [`push`](Self::push) hands over.
+    /// Operations that the next [`push`](Self::push) hands to the threads.
     queued: Vec<Job>,
-    /// Started, and not collected.
+    /// Operations that were started and not collected.
     pending: usize,
 }
 
@@ -63,18 +62,18 @@ impl Blocking {
         })
     }
 
-    /// Is written to when there is something to collect after there was nothing, and never read from.
+    /// An eventfd that is written when the list of completions becomes non-empty. It is never read.
     pub fn event(&self) -> BorrowedFd<'_> {
         self.shared.event.as_fd()
     }
 
-    /// Takes an operation, to be handed over with the next [`push`](Self::push).
+    /// Queues an operation for the next [`push`](Self::push).
     pub fn start(&mut self, job: Job) {
         self.pending += 1;
         self.queued.push(job);
     }
 
-    /// Hands over what was started.
+    /// Hands all queued operations to the threads.
     #[inline]
     pub fn push(&mut self) {
         if !self.queued.is_empty() {
@@ -82,19 +81,19 @@ impl Blocking {
         }
     }
 
-    /// Whether [`collect`](Self::collect) will find something.
+    /// Whether [`collect`](Self::collect) will find a completion.
     #[inline]
     pub fn ready(&self) -> bool {
         self.shared.done.load(Ordering::Acquire) > 0
     }
 
-    /// Started, and not collected.
+    /// Number of operations that were started and not collected.
     #[inline]
     pub fn pending(&self) -> usize {
         self.pending
     }
 
-    /// Takes what has ended, as long as `out` has room.
+    /// Moves completions to `out`, up to its capacity.
     #[inline]
     pub fn collect(&mut self, out: &mut Vec<Completion>) {
         if self.pending == 0 || !self.ready() {
@@ -126,7 +125,8 @@ impl Blocking {
         }
     }
 
-    /// No thread can be started. With none at all, the jobs are done here: late, but done.
+    /// Called when no thread can be started. If the pool has no thread at all, the calling thread performs
+    /// the jobs: late, but they complete.
     #[cold]
     fn do_without(&self, start: usize) {
         let mut state = self.shared.lock();
@@ -144,7 +144,7 @@ impl Blocking {
 }
 
 impl Drop for Blocking {
-    /// The threads end when they have done what was handed over.
+    /// The threads end after they have performed all operations that were handed over.
     fn drop(&mut self) {
         self.shared.lock().closed = true;
         self.shared.work.notify_all();
@@ -153,9 +153,9 @@ impl Drop for Blocking {
 
 struct Shared {
     state: Mutex<State>,
-    /// There are jobs.
+    /// Signalled when there are jobs.
     work: Condvar,
-    /// Length of `state.done`, for looking without the lock.
+    /// Length of `state.done`, so that it can be read without the lock.
     done: AtomicUsize,
     event: OwnedFd,
 }
@@ -175,11 +175,11 @@ impl Shared {
     }
 
     fn signal(&self) {
-        // Never full: it would take 2⁶⁴ − 2 signals.
+        // The counter never overflows: that would take 2⁶⁴ − 2 signals.
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
     }
 
-    /// What a thread does.
+    /// The main loop of a pool thread.
     fn work(&self) {
         let mut done = None;
         loop {
@@ -195,8 +195,8 @@ impl Shared {
         }
     }
 
-    /// Leaves what is done and takes the next job. The engine is to be told if nothing was there yet;
-    /// otherwise it has been told, and has not come to collect.
+    /// Stores a completion and fetches the next job. Returns whether the engine must be signalled: only if
+    /// the list was empty before. Otherwise the engine was signalled already and has not collected yet.
     fn exchange(&self, done: Option<Completion>) -> (Option<Job>, bool) {
         let mut state = self.lock();
         let signal = match done {
@@ -212,7 +212,7 @@ impl Shared {
         state.done.len() == 1
     }
 
-    /// Waits for a job. False means that the thread has to end.
+    /// Waits for a job. Returns false if the thread must end.
     fn sleep(&self) -> bool {
         let mut state = self.lock();
         while state.jobs.is_empty() {
@@ -236,7 +236,7 @@ impl Shared {
     }
 }
 
-/// An [`Op`] without its lifetime, which is the submitter's promise.
+/// An [`Op`] without its lifetime; the submitter guarantees that its memory stays valid.
 enum Work {
     Read(FileOffset, List),
     Write(FileOffset, List, bool),
@@ -245,14 +245,14 @@ enum Work {
     WriteZeroes(FileOffset, u64, bool, bool),
 }
 
-/// Segments: a single one by value, a longer list by its address.
+/// Segments of an operation: a single one by value, a longer list by its address.
 enum List {
     One(Segment),
     Many(*const Segment, usize),
 }
 
-// SAFETY: whoever makes a job promises that the list and what it names stay valid until the job's
-// completion has been reaped, on whichever thread it is done.
+// SAFETY: the creator of a job guarantees that the list and the memory it names stay valid until the job's
+// completion has been reaped, on whichever thread the job runs.
 #[expect(unsafe_code, reason = "a raw pointer goes to another thread")]
 unsafe impl Send for List {}
 
@@ -260,7 +260,7 @@ impl Job {
     /// An operation on a file.
     ///
     /// # Safety
-    /// As for `block::Engine::submit`, from now on.
+    /// As for `block::Engine::submit`, starting with this call.
     #[expect(
         unsafe_code,
         reason = "the caller promises that the memory stays valid"
@@ -322,7 +322,7 @@ impl List {
         }
     }
 
-    /// Reads, or writes and perhaps makes it stable.
+    /// Reads if `write` is `None`; otherwise writes, and makes the data stable if it is `Some(true)`.
     fn transfer(&self, fd: RawFd, at: FileOffset, write: Option<bool>) -> Result<i32, Errno> {
         let (list, n) = match self {
             Self::One(segment) => crate::uring::iovec(std::slice::from_ref(segment)),
@@ -330,8 +330,8 @@ impl List {
         };
         let (n, at) = (n as libc::c_int, at.0 as libc::off_t);
         loop {
-            // SAFETY: whoever made the job promised that the list and the memory that it names are valid
-            // until its completion has been reaped, which is later; a segment is laid out like an iovec.
+            // SAFETY: the creator of the job guarantees that the list and the memory it names stay valid
+            // until its completion has been reaped, which happens later; a segment is laid out like an iovec.
             #[expect(unsafe_code, reason = "the kernel works on memory that segments name")]
             let moved = unsafe {
                 match write {
@@ -342,7 +342,7 @@ impl List {
             };
             match i32::try_from(moved) {
                 Ok(moved @ 0..) => return Ok(moved),
-                // More than 2 GiB never moves at once.
+                // One call never transfers more than 2 GiB.
                 _ => match Errno::from_io_error(&io::Error::last_os_error()) {
                     Some(Errno::INTR) => {}
                     e => return Err(e.unwrap_or(Errno::IO)),

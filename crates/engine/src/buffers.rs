@@ -1,5 +1,5 @@
-//! Guest memory registered with a ring: its pages are pinned, and an operation names a buffer instead
-//! of having its pages looked up.
+//! Guest memory registered with a ring. The kernel pins its pages, and an operation names a buffer, so that
+//! the kernel need not look up the pages.
 
 use std::io;
 use std::ptr;
@@ -7,18 +7,18 @@ use std::ptr;
 use block::Segment;
 use io_uring::Submitter;
 
-/// Entries of the ring's table, the kernel's limit.
+/// Entries in the ring's buffer table; this is the kernel's limit.
 const BUFFERS_MAX: u32 = 1 << 14;
 
-/// Bytes of the largest buffer that the kernel takes.
+/// Largest buffer that the kernel accepts, in bytes.
 const BUFFER_BYTES: usize = 1 << 30;
 
 /// The registered buffers of a ring.
 #[derive(Default)]
 pub(crate) struct Buffers {
-    /// By address, without overlap.
+    /// Sorted by address, without overlap.
     list: Vec<Buffer>,
-    /// Free entries of the table; `None` until the table was made.
+    /// Free entries of the table; `None` until the table has been registered.
     free: Option<Vec<u16>>,
 }
 
@@ -29,7 +29,7 @@ struct Buffer {
 }
 
 impl Buffers {
-    /// Registers memory in pieces, each once however often it comes.
+    /// Registers memory in pieces. Memory that is added several times is registered only once.
     ///
     /// # Safety
     /// As for `block::Engine::register`.
@@ -111,7 +111,7 @@ impl Buffers {
         }
     }
 
-    /// The entry of the buffer that holds all of `segment`.
+    /// The table entry of the buffer that contains the whole `segment`.
     #[inline]
     pub fn find(&self, segment: Segment) -> Option<u16> {
         if self.list.is_empty() {
@@ -125,7 +125,7 @@ impl Buffers {
     }
 }
 
-/// Memory in pieces that the kernel takes.
+/// Splits memory into pieces that the kernel accepts as buffers.
 fn pieces(memory: &[Segment]) -> impl Iterator<Item = Segment> + '_ {
     memory.iter().flat_map(|m| {
         (0..m.len).step_by(BUFFER_BYTES).map(move |offset| Segment {

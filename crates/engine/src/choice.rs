@@ -1,4 +1,4 @@
-//! Which way of moving bytes suits a file, and why.
+//! Selects the I/O method for a file and gives the reason.
 
 use std::fmt;
 use std::io;
@@ -13,17 +13,18 @@ use crate::inline::Inline;
 use crate::native::{Native, NativeError};
 use crate::uring::{Uring, UringError};
 
-/// What works in this process.
+/// The I/O methods that work in this process.
 #[derive(Debug)]
 pub struct Support {
-    /// io_uring, or why not.
+    /// Success, or why io_uring is not available.
     pub io_uring: Result<(), UringError>,
-    /// Linux AIO, or why not.
+    /// Success, or why Linux AIO is not available.
     pub native: Result<(), NativeError>,
 }
 
 impl Support {
-    /// What works in this process, tried once; again if there was no descriptor to try it with.
+    /// The I/O methods that work in this process. They are tested once, and again if the test failed for lack
+    /// of file descriptors.
     pub fn here() -> Arc<Self> {
         static HERE: Mutex<Option<Arc<Support>>> = Mutex::new(None);
         let mut here = HERE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -39,7 +40,7 @@ impl Support {
         found
     }
 
-    /// Tries what there is.
+    /// Tests every method.
     pub fn probe() -> Self {
         Self {
             io_uring: Uring::new().map(drop),
@@ -48,35 +49,35 @@ impl Support {
     }
 }
 
-/// How a file is served.
+/// The I/O method of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Choice {
-    /// Never `Auto`.
+    /// The method; never `Auto`.
     pub aio: Aio,
-    /// Why, to be read after the word for `aio`: "O_DIRECT file on ext4".
+    /// Why it was chosen; messages show it after the name of `aio`: "O_DIRECT file on ext4".
     pub reason: String,
 }
 
-/// A file cannot be served as the operator asked for. Each says what to do next.
+/// Why a file cannot be served with the requested method. Each message says what to do next.
 #[derive(Debug, Error)]
 pub enum ChoiceError {
-    /// There is no io_uring here.
+    /// io_uring is not available.
     #[error("aio=io_uring: {0}; or use aio=auto, which does without")]
     IoUring(String),
-    /// What works here cannot be found out for want of descriptors.
+    /// The test failed for lack of file descriptors.
     #[error("{0}")]
     Limit(String),
-    /// There is no Linux AIO here.
+    /// Linux AIO is not available.
     #[error("aio=native: {0}; or use aio=auto, which does without")]
     Native(String),
-    /// Linux AIO is not asynchronous on the page cache.
+    /// Linux AIO is not asynchronous through the page cache.
     #[error(
         "aio=native needs cache=none or cache=directsync: through the page cache, io_submit blocks \
         until the data is there, and with it every disk of the I/O thread; use one of these, or \
         aio=io_uring or aio=threads"
     )]
     Buffered,
-    /// The kernel does not say what the file is.
+    /// The kernel does not report the file's flags.
     #[error("cannot find out how the file was opened: {cause}", cause = block::explain(.0, ""))]
     File(#[from] io::Error),
 }
@@ -87,10 +88,11 @@ impl fmt::Display for Choice {
     }
 }
 
-/// Says how a file is to be served, the way that the operator `wanted` or the one that suits it best.
+/// Selects the I/O method for a file: the one that the operator `wanted`, or with `auto` the one that suits
+/// the file best.
 ///
 /// # Errors
-/// What is wanted does not work.
+/// The requested method does not work for this file.
 pub fn choose(
     file: BorrowedFd<'_>,
     backing: Backing,
@@ -126,7 +128,7 @@ pub fn choose(
             let Err(no_ring) = &support.io_uring else {
                 return choice(Aio::IoUring, what);
             };
-            // Another way is not chosen for that: the disk would be served so until it is detached.
+            // Another method is no alternative here: the disk would use it until it is detached.
             if no_ring.is_limit() {
                 return Err(ChoiceError::Limit(no_ring.to_string()));
             }
@@ -141,12 +143,12 @@ pub fn choose(
     }
 }
 
-/// Whether the file is one for plain calls on the I/O thread itself.
+/// Whether the I/O thread itself should perform the file's operations, by plain system calls.
 fn in_memory(file: BorrowedFd<'_>, backing: Backing) -> bool {
     !matches!(Inline::probe(file, backing), Inline::NoNeed)
 }
 
-/// Such as "O_DIRECT file on ext4".
+/// Describes a file, for example "O_DIRECT file on ext4".
 fn describe(file: BorrowedFd<'_>, backing: Backing, direct: bool) -> String {
     let how = if direct { "O_DIRECT" } else { "buffered" };
     match backing {
@@ -155,7 +157,7 @@ fn describe(file: BorrowedFd<'_>, backing: Backing, direct: bool) -> String {
     }
 }
 
-/// The kernel's name of a block device, as in /sys/block.
+/// The kernel's name for a block device, as in /sys/block.
 fn device(file: BorrowedFd<'_>) -> String {
     let Ok(stat) = fstat(file) else {
         return format!("(descriptor {})", file.as_raw_fd());
@@ -168,7 +170,7 @@ fn device(file: BorrowedFd<'_>) -> String {
     }
 }
 
-/// The name of the file system that holds a file, by its number in `linux/magic.h`.
+/// The name of the file system that holds a file, found by its magic number (`linux/magic.h`).
 fn file_system(file: BorrowedFd<'_>) -> String {
     let Ok(stat) = fstatfs(file.as_fd()) else {
         return "an unknown file system".into();

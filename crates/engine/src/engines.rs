@@ -1,5 +1,5 @@
-//! All ways of moving bytes, behind one [`Engine`]: each file is served in the way that suits it, and
-//! a thread waits for all of them in one place.
+//! All I/O methods behind one [`Engine`]: each file uses the method that suits it, and a thread waits for all
+//! of them in one place.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -14,32 +14,31 @@ use crate::native::Native;
 use crate::poller::Poller;
 use crate::uring::{IN_FLIGHT_MAX, Uring, UringError};
 
-/// Marks the number of a file that is not the ring's.
+/// Marks the id of a file that the ring does not serve.
 const BESIDE: u32 = 1 << 31;
 
-/// Files that are not the ring's, one per queue of every disk.
+/// Maximum number of files outside the ring, one per queue of every disk.
 const FILES_MAX: usize = 16384;
 
-/// io_uring, Linux AIO and a pool of threads for the files of one thread, which must be the one that
-/// makes it.
+/// io_uring, Linux AIO and a thread pool for the files of one thread. That thread must create this value.
 ///
-/// Where io_uring works, its ring is what the thread waits on, and files served by it cost no more than
-/// they do without the others. Where it does not, the thread waits on an epoll instance. Linux AIO and
-/// the pool are set up when the first file wants them.
+/// If io_uring works, the thread waits on its ring, and the other methods add no cost to files that the ring
+/// serves. Otherwise the thread waits on an epoll instance. Linux AIO and the pool are set up when the first
+/// file needs them.
 pub struct Engines {
     main: Main,
     native: Option<Native>,
-    /// Completions of operations that were done where they were submitted.
+    /// Completions of operations that were performed as they were submitted.
     done: Vec<Completion>,
-    /// Operations of Linux AIO, and those done where they were submitted, that have not been reaped; a number
-    /// of its own, because the ring's path looks at it.
+    /// Number of operations not yet reaped that were given to Linux AIO or performed as they were submitted.
+    /// It is counted separately because the ring's path reads it.
     beside: usize,
-    /// Files that are not the ring's.
+    /// Files that the ring does not serve.
     files: Vec<Option<Beside>>,
     support: Arc<Support>,
 }
 
-/// What the thread waits on.
+/// The object that the thread waits on.
 #[expect(
     clippy::large_enum_variant,
     reason = "there is one per thread, and the large one is the fast one"
@@ -49,7 +48,7 @@ enum Main {
     Poller { poller: Poller, pool: Blocking },
 }
 
-/// A file that is not the ring's.
+/// A file that the ring does not serve.
 struct Beside {
     target: Arc<Target>,
     native: bool,
@@ -57,10 +56,10 @@ struct Beside {
 }
 
 impl Engines {
-    /// Sets up what `support` says there is, for the calling thread.
+    /// Sets up the methods that `support` lists, for the calling thread.
     ///
     /// # Errors
-    /// The kernel refuses after all.
+    /// The kernel refuses, although the test of the method succeeded.
     pub fn new(support: Arc<Support>) -> Result<Self, UringError> {
         let main = match &support.io_uring {
             Ok(()) => Main::Ring(Uring::new()?),
@@ -95,7 +94,7 @@ impl Engines {
         }
         let beside = Some(Beside {
             inline: match aio {
-                // What `io_submit` does at once costs more that way.
+                // If `io_submit` performs an operation synchronously, it costs more than a plain system call.
                 Aio::Auto | Aio::Native => Inline::probe(file.as_fd(), backing),
                 Aio::IoUring | Aio::Threads => Inline::NoNeed,
             },
@@ -126,7 +125,7 @@ impl Engines {
             && (!self.done.is_empty() || self.native.as_ref().is_some_and(Native::ready))
     }
 
-    /// Submits an operation on a file that is not the ring's.
+    /// Submits an operation on a file that the ring does not serve.
     ///
     /// # Safety
     /// As for [`Engine::submit`].
@@ -152,7 +151,7 @@ impl Engines {
             && (native.flushes || !matches!(op, Op::Flush))
         {
             self.beside += 1;
-            // SAFETY: the caller's promise; the file is open as long as it is attached.
+            // SAFETY: the caller's promise; the file stays open while it is attached.
             return unsafe { native.submit(file.target.file.as_raw_fd(), op, token) };
         }
         // SAFETY: the caller's promise.

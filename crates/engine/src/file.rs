@@ -1,4 +1,4 @@
-//! Opening the file or block device that holds a disk, and finding out what is true of it.
+//! Opens the file or block device that holds a disk and determines its properties.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -17,11 +17,11 @@ use tracing::{info, warn};
 
 use crate::lock;
 
-/// The largest unit of address that a disk may ask of a guest, and the buffer alignment that any
+/// The largest logical block size that a disk may require of a guest, and a buffer alignment that every
 /// backing accepts.
 const BLOCK_MAX: u32 = 4096;
 
-/// A disk's file or block device, open, and locked unless it is said otherwise.
+/// A disk's file or block device, open and, depending on [`Locking`], locked.
 pub struct DiskFile {
     file: Arc<OwnedFd>,
     backing: Backing,
@@ -30,19 +30,19 @@ pub struct DiskFile {
     cached: bool,
 }
 
-/// Which file or device something is, under whatever name.
+/// Identifies a file or device independently of its path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
-    /// The device that the file is on, or a marker for one that is a device itself.
+    /// The device that holds the file, or a marker if the object is itself a device.
     pub device: u64,
-    /// The number of the file there, or of the device.
+    /// The inode number of the file, or the number of the device.
     pub inode: u64,
 }
 
 impl Identity {
-    /// Of what these are the facts of.
+    /// The identity of the file with this metadata.
     pub fn of(file: &fs::Metadata) -> Self {
-        // Any number of nodes lead to one device.
+        // Several device nodes may refer to one device.
         let (device, inode) = match file.file_type().is_block_device() {
             true => (u64::MAX, file.rdev()),
             false => (file.dev(), file.ino()),
@@ -50,10 +50,10 @@ impl Identity {
         Self { device, inode }
     }
 
-    /// Of what is open.
+    /// The identity of an open file.
     ///
     /// # Errors
-    /// The kernel cannot say.
+    /// The kernel does not return the file's metadata.
     pub fn of_open(file: impl AsFd) -> io::Result<Self> {
         let file = File::from(file.as_fd().try_clone_to_owned()?);
         Ok(Self::of(&file.metadata()?))
@@ -63,38 +63,38 @@ impl Identity {
 /// When a file is locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Locking {
-    /// As it is opened.
+    /// When it is opened.
     Now,
-    /// It is locked already, through this very descriptor.
+    /// It is already locked, through this descriptor.
     Held,
-    /// As it is opened, to be read: this process has it locked through another descriptor to write to it, and is to give that
-    /// up. By then nobody else can get hold of it to write.
+    /// When it is opened, for reading: this process holds a write lock through another descriptor and will
+    /// release it. When it does, no other process can obtain a write lock.
     Handover,
-    /// Not at all: it is only looked at, and somebody else may be writing to it.
+    /// Not at all: the file is only inspected, and another process may be writing to it.
     Later,
 }
 
-/// Why a file cannot be served. Each says what to do next.
+/// Why a file cannot be served. Each message says what to do next.
 #[derive(Debug, Error)]
 pub enum OpenError {
-    /// It is not there.
+    /// The file does not exist.
     #[error("{0}: no such file; is the path right, and its file system mounted? For a disk that is to be new and empty, \
         'qemu-img create -f {format} {0} 10G' makes one",
         format = if .0.ends_with(".qcow2") { "qcow2" } else { "raw" })]
     Missing(String),
-    /// We may not open it.
+    /// ringdisk has no permission to open it.
     #[error("{path}: permission denied{}; let this user read{} it, or run as one who may",
         if *.write { " for writing" } else { "" }, if *.write { " and write" } else { "" })]
     Permission {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// It was to be written.
+        /// Whether it was opened for writing.
         write: bool,
     },
-    /// It lies where nothing can be written.
+    /// Its file system or device is read-only.
     #[error("{0}: its file system or device is read-only; serve it with readonly=on")]
     ReadOnly(String),
-    /// It is something else than a disk can be.
+    /// It is neither a regular file nor a block device.
     #[error("{0}: is {1}; a disk is a regular file or a block device")]
     Kind(String, &'static str),
     /// The block device is in use by the host.
@@ -103,43 +103,43 @@ pub enum OpenError {
         'lsblk {0}' shows by what, and it must be released first"
     )]
     InUse(String),
-    /// Somebody else has locked it.
+    /// Another process holds a lock on it.
     #[error(
         "{0}: in use by another process (another ringdisk, or QEMU); stop that one first, \
         or serve it with readonly=on if the other only reads"
     )]
     Locked(String),
-    /// The size does not fit.
+    /// The size is not a multiple of the block size.
     #[error(
         "{path}: size {size} is not a multiple of {unit} bytes; is it a disk at all? If so, \
         'truncate -s %{unit} {path}' makes it longer{hint}"
     )]
     Size {
-        /// The file.
+        /// Path of the file.
         path: String,
         /// Its size in bytes.
         size: u64,
-        /// What it must be a multiple of.
+        /// The unit that its size must be a multiple of.
         unit: u32,
-        /// Another way out, if there is one.
+        /// An alternative remedy, or an empty string.
         hint: &'static str,
     },
-    /// It is empty.
+    /// The file is empty.
     #[error(
         "{0}: is empty; has a copy or a restore not ended, or is it to be a new disk? Of that, 'truncate -s 10G {0}' \
         sets the size"
     )]
     Empty(String),
-    /// It is a device without any.
+    /// The block device has no size.
     #[error("{0}: the block device has no size; is it set up, and its medium there?")]
     EmptyDevice(String),
-    /// The file system has no O_DIRECT.
+    /// The file system does not support O_DIRECT.
     #[error(
         "{0}: the file system does not support O_DIRECT, which cache=none needs; \
         use cache=writeback, or move the file to one that does (ext4, XFS)"
     )]
     Direct(String),
-    /// Anything else that the kernel said.
+    /// Another error of the kernel.
     #[error("{0}: cannot {1}: {cause}", cause = block::explain(.2, ""))]
     Io(String, &'static str, io::Error),
 }
@@ -148,15 +148,15 @@ impl DiskFile {
     /// Opens and locks a file or block device of any size.
     ///
     /// # Errors
-    /// It cannot be served as asked; the error says why and what to do.
+    /// The file cannot be served as requested; the error gives the cause and the next step.
     pub fn open(path: &Path, cache: CacheMode, read_only: bool) -> Result<Self, OpenError> {
         Self::open_and(path, cache, read_only, Locking::Now)
     }
 
-    /// Opens a file or block device of any size, and locks it now or not yet.
+    /// Opens a file or block device of any size, and locks it as `locking` says.
     ///
     /// # Errors
-    /// As above.
+    /// As for [`open`](Self::open).
     pub fn open_and(
         path: &Path,
         cache: CacheMode,
@@ -164,7 +164,7 @@ impl DiskFile {
         locking: Locking,
     ) -> Result<Self, OpenError> {
         let name = path.display().to_string();
-        // Looked at before it is opened: opening a FIFO or a tape has effects.
+        // The type is checked before the file is opened, because opening a FIFO or a tape has side effects.
         let kind = fs::metadata(path)
             .map_err(|e| open_failed(&name, e, cache, read_only))?
             .file_type();
@@ -180,7 +180,7 @@ impl DiskFile {
             flags |= libc::O_DIRECT;
         }
         if backing == Backing::BlockDevice && !read_only && locking == Locking::Now {
-            // The kernel refuses this while the device is mounted or part of another one.
+            // The kernel refuses this flag while the device is mounted or part of another device.
             flags |= libc::O_EXCL;
         }
         let mut options = OpenOptions::new();
@@ -191,10 +191,10 @@ impl DiskFile {
         Self::of(file, backing, name, cache, read_only, locking)
     }
 
-    /// Makes a disk's file of one that somebody else has opened, and locks it.
+    /// Takes over a file that another process or component has opened, and locks it as `locking` says.
     ///
     /// # Errors
-    /// It cannot be served as asked; the error says why and what to do.
+    /// The file cannot be served as requested; the error gives the cause and the next step.
     pub fn adopt(
         file: OwnedFd,
         path: &Path,
@@ -228,8 +228,8 @@ impl DiskFile {
         read_only: bool,
         locking: Locking,
     ) -> Result<Self, OpenError> {
-        // The time of the last read would be looked at for every read. Only the owner may switch that
-        // off, so that it is tried, and not asked for when opening.
+        // Without O_NOATIME, the kernel considers updating the access time for every read. Only the file's
+        // owner may set the flag; therefore it is attempted here and not passed to open.
         if let Ok(flags) = rustix::fs::fcntl_getfl(&file) {
             let _ = rustix::fs::fcntl_setfl(&file, flags | OFlags::NOATIME);
         }
@@ -242,7 +242,7 @@ impl DiskFile {
         match locked {
             Ok(true) => {}
             Ok(false) => return Err(OpenError::Locked(name)),
-            // QEMU goes on without locks where a file system has none (some NFS mounts).
+            // QEMU also continues without locks if a file system does not support them (some NFS mounts).
             Err(e) => warn!("{name}: cannot be locked ({e}); nothing keeps a second writer away"),
         }
         let facts = match backing {
@@ -261,53 +261,56 @@ impl DiskFile {
         })
     }
 
-    /// Its descriptor. As long as anything holds it, the file is open, and locked unless that was given up.
+    /// The file's descriptor. While any clone of it exists, the file stays open, and also locked unless the
+    /// lock was released.
     pub fn descriptor(&self) -> &Arc<OwnedFd> {
         &self.file
     }
 
-    /// Gives the lock up, before its descriptor and the last duplicate of it are closed. All that was written must be
-    /// durable by now.
+    /// Releases the lock before the descriptor and its last duplicate are closed. All written data must
+    /// already be durable.
     ///
     /// # Errors
     /// The kernel refuses.
     pub fn unlock(&self) -> io::Result<()> {
         self.forget_cached();
         match lock::release(self.file.as_fd()) {
-            // There was none, and a line in the log that says so.
+            // The file system has no locks; a log line has already said so.
             Err(e) if e.raw_os_error() == Some(libc::ENOLCK) => Ok(()),
             result => result,
         }
     }
 
-    /// Whether a lock to write could be had in place of the one that this has.
+    /// Checks whether a write lock could be obtained in place of the current lock.
     ///
     /// # Errors
-    /// Somebody else has one that conflicts.
+    /// Another process holds a conflicting lock.
     pub fn check_lock(&self, name: &str) -> Result<(), OpenError> {
         match lock::is_free(self.file.as_fd(), true) {
             Ok(false) => Err(OpenError::Locked(name.into())),
-            // Without locks, as without one: see where they are taken.
+            // A file system without locks is treated as unlocked, as in `of`.
             Ok(true) | Err(_) => Ok(()),
         }
     }
 
-    /// Whether it is read and written through the page cache.
+    /// Whether reads and writes go through the page cache.
     pub fn is_cached(&self) -> bool {
         self.cached
     }
 
-    /// Has what was written elsewhere read anew: nobody tells our page cache.
+    /// Drops the file's pages from the page cache, so that data written on another host is read again. This
+    /// host's page cache is not notified of such writes.
     pub fn forget_cached(&self) {
         if self.cached {
             let _ = rustix::fs::fadvise(&self.file, 0, None, rustix::fs::Advice::DontNeed);
         }
     }
 
-    /// Its size in bytes, as that of a raw disk: it has some, and ends with a block.
+    /// The file's size in bytes, checked for use as a raw disk: it is not zero and is a multiple of the block
+    /// size.
     ///
     /// # Errors
-    /// It is no such size, and what to do.
+    /// The size is not valid; the error says what to do.
     pub fn raw_size(&self, path: &Path) -> Result<u64, OpenError> {
         let (name, facts) = (path.display().to_string(), self.facts);
         let size = self.size();
@@ -333,40 +336,41 @@ impl DiskFile {
         Ok(size)
     }
 
-    /// What never changes about it.
+    /// Properties of the file that never change while it is open.
     pub fn facts(&self) -> DiskFacts {
         self.facts
     }
 
-    /// Which it is; found out when it was opened.
+    /// The file's identity, determined when it was opened.
     pub fn identity(&self) -> Identity {
         self.identity
     }
 
-    /// A path at which it is now, whatever it was called when it was opened, as far as the kernel knows one.
+    /// A current path of the file, if the kernel knows one; it may differ from the path at which it was
+    /// opened.
     pub fn path_now(&self) -> Option<PathBuf> {
         let path = fs::read_link(format!("/proc/self/fd/{}", self.file.as_raw_fd())).ok()?;
         let there = Identity::of(&fs::metadata(&path).ok()?);
         (there == self.identity).then_some(path)
     }
 
-    /// File or block device.
+    /// Whether it is a regular file or a block device.
     pub fn backing(&self) -> Backing {
         self.backing
     }
 
-    /// Its size in bytes, now.
+    /// The current size in bytes.
     ///
     /// # Errors
-    /// The kernel cannot say.
+    /// The kernel does not return the size.
     pub fn size(&self) -> io::Result<u64> {
         Ok(rustix::fs::seek(&self.file, rustix::fs::SeekFrom::End(0))?)
     }
 
-    /// Makes every completed write durable, waiting for it.
+    /// Makes every completed write durable, and waits until it is.
     ///
     /// # Errors
-    /// It could not be made durable.
+    /// The writes could not be made durable.
     pub fn sync(&self) -> io::Result<()> {
         Ok(rustix::io::retry_on_intr(|| {
             rustix::fs::fdatasync(&self.file)
@@ -380,12 +384,13 @@ impl AsFd for DiskFile {
     }
 }
 
-/// How long a file may still be held by a process that was killed: until the kernel has finished its I/O
-/// and taken down its ring, and only then is it safe to go on.
+/// How long to wait for a file that a killed process still holds. The kernel releases it after it has
+/// finished the process's I/O and torn down its ring; only then is it safe to continue.
 const PAUSE: Duration = Duration::from_millis(50);
 const PAUSES: u32 = 60;
 
-/// Opens it, or gives up after a few seconds if it is a block device that somebody else holds.
+/// Opens the file. If it is a block device that another process holds, retries for a few seconds and then
+/// gives up.
 fn open_patiently(options: &OpenOptions, path: &Path, name: &str) -> io::Result<File> {
     for pause in 0..PAUSES {
         match options.open(path) {
@@ -397,7 +402,7 @@ fn open_patiently(options: &OpenOptions, path: &Path, name: &str) -> io::Result<
     options.open(path)
 }
 
-/// Takes the lock, or gives up after a few seconds.
+/// Takes the lock; retries for a few seconds and then gives up.
 fn lock_patiently(file: &File, name: &str, writable: bool) -> io::Result<bool> {
     for pause in 0..PAUSES {
         if lock::acquire(file.as_fd(), writable)? {
@@ -445,7 +450,7 @@ fn regular_facts(
     let fs_block = (stat.blksize() as u32)
         .next_power_of_two()
         .clamp(512, BLOCK_MAX);
-    // The device below, where the file system stands on one that sysfs names.
+    // The device under the file system, if sysfs lists one.
     let device = PathBuf::from(queue_directory(stat.dev()));
     let number = |name| read_number(&device.join(name));
     let physical_block = number("physical_block_size").unwrap_or(512).max(fs_block);
@@ -487,7 +492,7 @@ fn device_facts(file: &File, cache: CacheMode, read_only: bool) -> io::Result<Di
     })
 }
 
-/// What O_DIRECT asks of offsets and of buffers, in bytes.
+/// The alignment that O_DIRECT requires of offsets and of buffers, in bytes.
 fn direct_alignment(file: &File) -> io::Result<(u32, u32)> {
     let stat = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
     if let Ok(s) = stat
@@ -496,7 +501,8 @@ fn direct_alignment(file: &File) -> io::Result<(u32, u32)> {
         let offset = s.stx_dio_offset_align.max(512);
         return Ok((offset, s.stx_dio_mem_align.max(1)));
     }
-    // Before Linux 6.1: what reads at all. A buffer aligned like an offset is always good.
+    // Before Linux 6.1: the smallest read that succeeds. A buffer that is aligned like an offset is always
+    // valid.
     let unit = [512u32, 1024, 2048, BLOCK_MAX].into_iter().find(|&unit| {
         let mut buffer = vec![0u8; 2 * BLOCK_MAX as usize];
         let skip = buffer.as_ptr().align_offset(BLOCK_MAX as usize);
@@ -507,8 +513,8 @@ fn direct_alignment(file: &File) -> io::Result<(u32, u32)> {
         .ok_or_else(|| io::Error::other("no read with O_DIRECT succeeds"))
 }
 
-/// Whether the file system can punch holes: tried beyond the end, where there is nothing to lose. While
-/// somebody else may be making the file longer, that is far beyond.
+/// Tests whether the file system can punch holes. The test punches beyond the end of the file, where there is
+/// no data, and far beyond it if another process may be extending the file.
 fn can_punch(file: &File, size: u64, locking: Locking) -> bool {
     const FAR: u64 = 1 << 40;
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -518,13 +524,14 @@ fn can_punch(file: &File, size: u64, locking: Locking) -> bool {
         Locking::Held | Locking::Handover | Locking::Later => end + FAR,
     };
     match rustix::fs::fallocate(file, flags, beyond, u64::from(BLOCK_MAX)) {
-        // Files may not be so long here. If it cannot, the guest is told at its first discard.
+        // The file system does not allow files of this length. If it cannot punch holes, the guest gets an
+        // error at its first discard.
         Err(Errno::FBIG) => true,
         result => result.is_ok(),
     }
 }
 
-/// Where sysfs describes the request queue of a device; a partition has its disk's.
+/// The sysfs directory of a device's request queue; a partition uses the queue of its disk.
 fn queue_directory(device: u64) -> String {
     let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
     let node = format!("/sys/dev/block/{major}:{minor}");
@@ -544,10 +551,10 @@ fn read_number(path: &Path) -> Option<u32> {
 mod tests {
     use super::*;
 
-    /// We own the file, so that the kernel must have agreed, and O_DIRECT must have outlived it.
+    /// The test owns the file, so the kernel must have accepted O_NOATIME, and O_DIRECT must have been kept.
     #[test]
     fn reads_of_our_own_file_leave_no_time_behind_and_stay_direct() {
-        // Where the test was built: the file system for temporary files may have no O_DIRECT.
+        // The directory of the build: the file system for temporary files may not support O_DIRECT.
         let built = std::env::current_exe().unwrap();
         let directory = tempfile::tempdir_in(built.parent().unwrap()).unwrap();
         let path = directory.path().join("disk.raw");

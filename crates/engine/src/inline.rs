@@ -1,9 +1,9 @@
-//! Operations done where they are submitted, by a plain system call.
+//! Operations that the I/O thread performs as they are submitted, by a plain system call.
 //!
-//! On RAM disks and tmpfs, which do not know RWF_NOWAIT, io_uring hands every operation to a kernel
-//! thread, which costs more than the operation itself and takes CPU time on other cores. There it is
-//! better to wait for it. Nothing else is tried this way (a dead NFS server would stop the thread and
-//! all its disks), and a RAM disk whose operations come to wait is given back to the kernel's threads.
+//! RAM disks and tmpfs do not support RWF_NOWAIT, so io_uring hands every operation on them to a kernel
+//! thread. That costs more than the operation itself and takes CPU time on other cores; a synchronous call is
+//! cheaper. Other files are never handled this way, because a dead NFS server would block the thread and all
+//! its disks. A RAM disk whose operations start to block is returned to the kernel threads.
 
 use std::ffi::OsStr;
 use std::io::{self, IoSliceMut};
@@ -15,41 +15,41 @@ use block::{Backing, FileOffset, Op, Segment};
 use nix::sys::resource::{UsageWho, getrusage};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
-/// What an operation may take on average: this, and so much more for each page of 4 KiB.
+/// Average time that an operation may take: a base, plus an amount for each page of 4 KiB.
 const BASE: Duration = Duration::from_micros(10);
 const EACH_PAGE: Duration = Duration::from_micros(2);
 
-/// One operation counts for at most this many times what it may take, and moves the average by one
-/// part in so many: a file that waits once now and then is not judged by it, while one whose every
-/// operation takes ten times too long is given up after seven.
+/// An operation that takes longer than its allowance counts for at most `WORST` times that allowance, and
+/// moves the average by one part in `PARTS`. A file that blocks only occasionally therefore stays below the
+/// limit; a file whose every operation takes ten times too long is given up after seven operations.
 const WORST: f32 = 16.0;
 const PARTS: f32 = 64.0;
 
-/// One operation in so many is looked at, and each that follows on a slow one.
+/// One operation in this many is timed, and each one that follows a slow operation.
 const LOOK_EACH: u32 = 16;
 
-/// Operations that go to the kernel's threads before the file is given another chance.
+/// Number of operations that use the kernel threads before the file is tried again.
 const PENANCE: u32 = 65_536;
 
-/// What is known of a file.
+/// Whether a file's operations are performed inline.
 pub(crate) enum Inline {
-    /// The kernel does its operations without a thread: no need.
+    /// The kernel performs its operations without a thread, so there is no need.
     NoNeed,
     Judged(Judge),
 }
 
-/// Whether a file's operations are quick.
+/// Estimates whether a file's operations are fast.
 #[derive(Default)]
 pub(crate) struct Judge {
-    /// Moving average of the time that operations waited, 1 being what they may take.
+    /// Moving average of the time that operations were blocked; 1 is the allowance.
     load: f32,
-    /// Operations until the next trial.
+    /// Number of operations until the next trial.
     penance: u32,
-    /// Operations that nobody looks at, until the next that is.
+    /// Number of operations that are not timed before the next one that is.
     unseen: u32,
 }
 
-/// An operation that is looked at.
+/// An operation that is being timed.
 struct Look {
     start: Instant,
     sleeps: i64,
@@ -62,28 +62,27 @@ impl Look {
         Self { start, sleeps }
     }
 
-    /// How long the operation took, and whether it waited for something. If not, it took so long
-    /// because it had much to do, or because the host gave the core to somebody else, which a kernel
-    /// thread would not have mended.
+    /// Returns how long the operation took and whether it slept. If it did not sleep, it took long because it
+    /// had much data to move or because the host gave the core to another task; a kernel thread would not
+    /// improve either case.
     fn end(self) -> (Duration, bool) {
         (self.start.elapsed(), sleeps() != self.sleeps)
     }
 }
 
-/// Times that this thread has gone to sleep.
+/// Number of times that this thread has gone to sleep.
 fn sleeps() -> i64 {
     getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.voluntary_context_switches())
 }
 
 impl Inline {
-    /// Finds out whether this file is in memory and io_uring would need a kernel thread for it.
-    /// Does not block.
+    /// Tests whether this file is in memory and io_uring would need a kernel thread for it. Does not block.
     pub fn probe(file: BorrowedFd<'_>, backing: Backing) -> Self {
         if !in_memory(file, backing) {
             return Self::NoNeed;
         }
         let mut buffer = vec![0; 8192];
-        // O_DIRECT wants an aligned buffer.
+        // O_DIRECT requires an aligned buffer.
         let skip = buffer.as_ptr().align_offset(4096);
         let mut part = [IoSliceMut::new(&mut buffer[skip..skip + 4096])];
         match preadv2(file, &mut part, 0, ReadWriteFlags::NOWAIT) {
@@ -92,7 +91,8 @@ impl Inline {
         }
     }
 
-    /// What may be done at once: a read, or (true) a write that need not be made stable.
+    /// Returns the parameters of an operation that can be performed inline: a read, or (true) a write that
+    /// need not be stable.
     #[inline]
     pub fn suits(op: Op<'_>) -> Option<(bool, FileOffset, &[Segment])> {
         match op {
@@ -106,7 +106,7 @@ impl Inline {
         }
     }
 
-    /// Whether the next operation is to be done at once.
+    /// Whether the next operation should be performed inline.
     #[inline]
     pub fn wanted(&mut self) -> bool {
         match self {
@@ -119,10 +119,10 @@ impl Inline {
         }
     }
 
-    /// Reads or writes, and returns what io_uring would.
+    /// Reads or writes, and returns the result that io_uring would return.
     ///
     /// # Safety
-    /// The memory that the segments name must be valid, and writable if it is read into.
+    /// The memory of the segments must be valid, and writable for a read.
     #[expect(unsafe_code, reason = "the kernel works on memory that segments name")]
     pub unsafe fn run(
         &mut self,
@@ -154,7 +154,7 @@ impl Inline {
                 }
                 moved
             }
-            // More than 2 GiB never moves at once.
+            // One call never transfers more than 2 GiB.
             _ => -io::Error::last_os_error()
                 .raw_os_error()
                 .unwrap_or(libc::EIO),
@@ -163,7 +163,7 @@ impl Inline {
 }
 
 impl Judge {
-    /// The next operation, if it is to be looked at.
+    /// Starts timing the next operation, if it is to be timed.
     #[inline]
     fn look(&mut self) -> Option<Look> {
         match self.unseen {
@@ -189,7 +189,7 @@ impl Judge {
     }
 }
 
-/// Whether a file lies in this machine's memory and nowhere else.
+/// Whether a file is held only in this machine's memory.
 fn in_memory(file: BorrowedFd<'_>, backing: Backing) -> bool {
     const TMPFS_MAGIC: u64 = 0x0102_1994;
     match backing {
@@ -228,7 +228,7 @@ mod tests {
         for _ in 0..1000 {
             judge.took(Duration::from_micros(5), true, 4096);
         }
-        // Once is no reason.
+        // A single slow operation is not enough.
         judge.took(Duration::from_secs(1), true, 4096);
         assert_eq!(judge.penance, 0);
         for _ in 0..8 {

@@ -1,4 +1,4 @@
-//! Moves bytes between memory and files: opening and locking a file, and the engines that do the
+//! Moves bytes between memory and files: opens and locks files, and provides the engines that perform the
 //! operations of [`block::Engine`].
 
 mod blocking;

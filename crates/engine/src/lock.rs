@@ -1,7 +1,8 @@
-//! File locks that QEMU's own locks respect (QEMU's `block/file-posix.c`, "image locking").
+//! File locks that are compatible with QEMU's locks (QEMU's `block/file-posix.c`, "image locking").
 //!
-//! QEMU holds a shared lock on byte 100+p for each permission p that it uses and on byte 200+p for
-//! each that it does not let others have. Whoever opens a file tests the bytes that conflict.
+//! QEMU holds a shared lock on byte 100+p for each permission p that it uses, and on byte 200+p for each
+//! permission that it denies to other processes. A process that opens a file tests the bytes that conflict
+//! with its use.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -13,32 +14,33 @@ const CONSISTENT_READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
 
-/// Locks an open file as a running VM does: others may not write to it, and those that want it to stay
-/// unchanged while they read (`qemu-img convert`) are refused unless they say otherwise (`-U`). The lock ends with the last duplicate
-/// of the descriptor, also when the process dies.
+/// Locks an open file as a running VM does. Other processes may not write to it. Processes that need it
+/// unchanged while they read it (`qemu-img convert`) are refused unless they override the lock (`-U`). The
+/// lock ends when the last duplicate of the descriptor is closed, also if the process dies.
 ///
-/// Returns whether the lock was granted; `false` if somebody holds one that conflicts.
+/// Returns whether the lock was granted; `false` if another process holds a conflicting lock.
 ///
 /// # Errors
-/// The file system does not know such locks.
+/// The file system does not support such locks.
 pub(crate) fn acquire(file: BorrowedFd<'_>, writable: bool) -> io::Result<bool> {
-    // Take first and test then: of two that start at once, at least one sees the other.
+    // Lock first, then test: if two processes start at the same time, at least one sees the other.
     share(file)?;
     if writable {
         set(file, USED + WRITE, libc::F_RDLCK)?;
     }
     let free = is_free(file, writable)?;
     if !free {
-        // What we hold must not keep the rightful owner's next one away.
+        // Release our lock so that it does not block the next attempt of the process that may use the file.
         release(file)?;
     }
     Ok(free)
 }
 
-/// Whether nobody else holds a lock that conflicts, whatever this descriptor holds.
+/// Whether no other open file description holds a conflicting lock; the locks of this descriptor do not
+/// count.
 ///
 /// # Errors
-/// The file system does not know such locks.
+/// The file system does not support such locks.
 pub(crate) fn is_free(file: BorrowedFd<'_>, writable: bool) -> io::Result<bool> {
     let conflicting = [NOT_SHARED + CONSISTENT_READ, USED + WRITE, USED + RESIZE];
     let to_write = writable.then_some(NOT_SHARED + WRITE);
@@ -50,11 +52,11 @@ pub(crate) fn is_free(file: BorrowedFd<'_>, writable: bool) -> io::Result<bool> 
     Ok(true)
 }
 
-/// Locks an open file to be read, as [`acquire`] does, and asks nobody: who has it locked to write, through whatever
-/// descriptor, knows of this, and has kept all others away.
+/// Takes a read lock as [`acquire`] does, but does not test for conflicts: the owner of the existing write
+/// lock, whichever descriptor holds it, knows of this lock and has kept all other processes away.
 ///
 /// # Errors
-/// The file system does not know such locks.
+/// The file system does not support such locks.
 pub(crate) fn share(file: BorrowedFd<'_>) -> io::Result<()> {
     let bytes = [
         USED + CONSISTENT_READ,
@@ -65,10 +67,10 @@ pub(crate) fn share(file: BorrowedFd<'_>) -> io::Result<()> {
     bytes.try_for_each(|&byte| set(file, byte, libc::F_RDLCK))
 }
 
-/// Gives the lock up, whichever it was.
+/// Releases the lock, for reading or writing.
 ///
 /// # Errors
-/// The file system does not know such locks.
+/// The file system does not support such locks.
 pub(crate) fn release(file: BorrowedFd<'_>) -> io::Result<()> {
     let held = [
         USED + CONSISTENT_READ,
@@ -84,7 +86,7 @@ fn set(file: BorrowedFd<'_>, byte: i64, kind: i32) -> io::Result<()> {
     fcntl(file, libc::F_OFD_SETLK, &mut one_byte(byte, kind))
 }
 
-/// Whether somebody else has any lock on this byte: an exclusive one would not be granted.
+/// Whether another open file description has any lock on this byte; tested by asking for an exclusive lock.
 fn held_by_other(file: BorrowedFd<'_>, byte: i64) -> io::Result<bool> {
     let mut lock = one_byte(byte, libc::F_WRLCK);
     fcntl(file, libc::F_OFD_GETLK, &mut lock)?;

@@ -1,7 +1,7 @@
 //! Linux AIO: `io_submit`, with completions read from the ring that the kernel maps into the process.
 //!
-//! `io_submit` does not block on O_DIRECT files whose space is allocated, as long as the device's queue
-//! has room. Where it does block, all that its thread serves waits with it, so its time is taken.
+//! `io_submit` does not block on an O_DIRECT file whose space is allocated while the device's queue has room.
+//! When it does block, everything that its thread serves waits with it; therefore its time is measured.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,27 +16,29 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use thiserror::Error;
 use tracing::warn;
 
-/// Operations that the kernel takes at a time; the rest waits here. The limit for the whole machine is
-/// 65536 (fs.aio-max-nr), of which each I/O thread takes this much, or less if so much is not left.
+/// Number of operations that the kernel accepts at a time; further operations wait here. The limit for the
+/// whole machine is 65536 (fs.aio-max-nr). Each I/O thread takes `EVENTS_MAX` of that, or less if less is
+/// left.
 const EVENTS_MAX: u32 = 1024;
 const EVENTS_MIN: u32 = 64;
 
-/// Operations handed over by one call.
+/// Maximum number of operations in one `io_submit` call.
 const BATCH: usize = 64;
 
-/// Bytes in one operation on one segment; longer ones come back short and go on.
+/// Maximum length of an operation on one segment, in bytes. A longer operation completes short, and the
+/// submitter continues it.
 const LEN_MAX: usize = 1 << 30;
 
-/// An `io_submit` that takes this long has blocked, whatever else the processor had to do meanwhile.
+/// An `io_submit` call that takes this long has blocked, even allowing for other work of the processor.
 const BLOCKED: Duration = Duration::from_millis(10);
 
-/// Warnings about it are at least this far apart.
+/// Minimum time between two warnings about blocked calls.
 const WARN_EACH: Duration = Duration::from_secs(60);
 
-/// Why there is no Linux AIO.
+/// Why Linux AIO is not available.
 #[derive(Debug, Error)]
 pub enum NativeError {
-    /// Others have taken what the machine allows.
+    /// Other users have exhausted the machine's limit.
     #[error(
         "Linux AIO has no room left (fs.aio-nr has reached fs.aio-max-nr); \
         'sysctl -w fs.aio-max-nr=1048576' makes more"
@@ -48,31 +50,31 @@ pub enum NativeError {
         call io_setup, and must be told to let it pass"
     )]
     Forbidden(io::Error),
-    /// The kernel is built without it.
+    /// The kernel was built without Linux AIO.
     #[error("this kernel has no Linux AIO (CONFIG_AIO)")]
     Absent,
-    /// Anything else.
+    /// Another error.
     #[error("Linux AIO cannot be set up: {cause}", cause = block::explain(.0, ""))]
     Other(io::Error),
 }
 
 impl NativeError {
-    /// Whether it was for want of descriptors, and says nothing of what works here.
+    /// Whether this was a lack of file descriptors, which says nothing about the method.
     pub(crate) fn is_limit(&self) -> bool {
         matches!(self, Self::Other(e) if block::is_open_files(e))
     }
 }
 
-/// A context of Linux AIO, and what waits to be handed to it.
+/// A context of Linux AIO and the operations that wait to be submitted to it.
 pub(crate) struct Native {
     context: Context,
-    /// IOCB_CMD_FDSYNC is there (Linux 4.18); else somebody else must flush.
+    /// Whether IOCB_CMD_FDSYNC is available (Linux 4.18); otherwise the caller must flush in another way.
     pub flushes: bool,
     event: OwnedFd,
     queued: VecDeque<Iocb>,
-    /// Refused as they were handed over.
+    /// Operations that the kernel refused at submission.
     failed: Vec<Completion>,
-    /// In the kernel, or completed and not reaped.
+    /// Number of operations that are in the kernel or completed but not reaped.
     submitted: usize,
     warned: Option<Instant>,
     left_out: u32,
@@ -94,12 +96,12 @@ impl Native {
         })
     }
 
-    /// Is written to with each completion, and never read from.
+    /// An eventfd that is written with each completion. It is never read.
     pub fn event(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
     }
 
-    /// Operations submitted whose completion has not been reaped.
+    /// Number of submitted operations whose completion has not been reaped.
     #[inline]
     pub fn in_flight(&self) -> usize {
         self.queued.len() + self.failed.len() + self.submitted
@@ -144,7 +146,7 @@ impl Native {
         self.queued.push_back(iocb);
     }
 
-    /// Hands over as much as the kernel takes.
+    /// Submits as many operations as the kernel accepts.
     #[inline]
     pub fn push(&mut self) -> io::Result<()> {
         while !self.queued.is_empty() {
@@ -155,7 +157,7 @@ impl Native {
         Ok(())
     }
 
-    /// Hands over some; whether the kernel may take more.
+    /// Submits one batch; returns whether the kernel may accept more.
     fn push_batch(&mut self) -> io::Result<bool> {
         let mut batch = [ptr::null_mut(); BATCH];
         let n = self.queued.len().min(BATCH);
@@ -163,9 +165,9 @@ impl Native {
             *place = iocb;
         }
         let start = Instant::now();
-        // SAFETY: the pointers name control blocks that stay where they are during the call, which is as
-        // long as the kernel looks at them; whoever submitted them promised that the memory that they
-        // name is valid until their completions have been reaped.
+        // SAFETY: the pointers name control blocks that do not move during the call, and the kernel reads
+        // them only during the call. The submitters guarantee that the memory named in them is valid until
+        // their completions have been reaped.
         #[expect(unsafe_code, reason = "control blocks name memory")]
         let result = unsafe { self.context.submit(&mut batch[..n]) };
         let took = start.elapsed();
@@ -176,17 +178,17 @@ impl Native {
             Ok(taken) => {
                 self.queued.drain(..taken);
                 self.submitted += taken;
-                // A shorter count is told the reason for when the rest is tried.
+                // If the kernel accepted fewer, the next attempt returns the reason.
                 Ok(true)
             }
-            // No room: the rest is kept until something has completed.
+            // The kernel's queue is full: the remaining operations stay queued until one has completed.
             Err(e) if e.raw_os_error() == Some(libc::EAGAIN) && self.submitted > 0 => Ok(false),
             Err(e) if e.raw_os_error() == Some(libc::EINTR) => Ok(false),
             Err(e) => self.refused(e),
         }
     }
 
-    /// The kernel does not take the first one.
+    /// Handles an operation, the first in the queue, that the kernel does not accept.
     #[cold]
     fn refused(&mut self, e: io::Error) -> io::Result<bool> {
         let errno = e.raw_os_error().ok_or(e)?;
@@ -238,14 +240,14 @@ fn path_of(fd: u32) -> String {
     }
 }
 
-/// `aio_context_t`, which is the address at which the kernel mapped the ring of completions.
+/// `aio_context_t`: the address at which the kernel mapped the completion ring.
 struct Context(libc::c_ulong);
 
-/// How the ring begins (`struct aio_ring` of the kernel, which libaio, fio and QEMU rely on).
+/// Header of the completion ring (`struct aio_ring` of the kernel, which libaio, fio and QEMU rely on).
 #[repr(C)]
 struct RingHead {
     id: u32,
-    /// Events in the ring.
+    /// Number of events that the ring holds.
     count: u32,
     head: AtomicU32,
     tail: AtomicU32,
@@ -288,7 +290,7 @@ impl Context {
         }
     }
 
-    /// Whether the kernel can flush by itself: tried on a file in memory.
+    /// Tests, on a file in memory, whether the kernel can flush through Linux AIO.
     fn flushes(&self) -> bool {
         let Ok(file) = memfd_create("ringdisk", MemfdFlags::CLOEXEC) else {
             return false;
@@ -308,12 +310,12 @@ impl Context {
         done.first().is_some_and(|c| c.result == 0)
     }
 
-    /// The mapped ring, if it is of the kind that we know.
+    /// The mapped ring, if it has the known format.
     #[inline]
     #[expect(unsafe_code, reason = "the ring is memory that the kernel mapped")]
     fn ring(&self) -> Option<&RingHead> {
-        // SAFETY: a context's number is the address of its ring, at least one page, mapped until
-        // `io_destroy`, which only `drop` calls. The kernel changes nothing but `head` and `tail`.
+        // SAFETY: a context's number is the address of its ring. The ring is at least one page and stays
+        // mapped until `io_destroy`, which only `drop` calls. The kernel changes only `head` and `tail`.
         let ring = unsafe { &*(self.0 as *const RingHead) };
         let known = ring.magic == RING_MAGIC
             && ring.incompatible == 0
@@ -321,7 +323,7 @@ impl Context {
         known.then_some(ring)
     }
 
-    /// Whether there is a completion; also when only the kernel can tell.
+    /// Whether there is a completion; also true if only the kernel can tell.
     #[inline]
     fn ready(&self) -> bool {
         self.ring().is_none_or(|ring| {
@@ -331,7 +333,7 @@ impl Context {
 
     #[expect(unsafe_code, reason = "libc has no wrapper for io_submit")]
     unsafe fn submit(&self, batch: &mut [*mut Iocb]) -> io::Result<usize> {
-        // SAFETY: the caller's promise; the kernel reads as many pointers as there are.
+        // SAFETY: the caller's promise; the kernel reads as many pointers as the batch has.
         let taken = unsafe {
             libc::syscall(
                 libc::SYS_io_submit,
@@ -352,18 +354,18 @@ impl Context {
         let mut head = ring.head.load(Ordering::Relaxed);
         let events = ptr::from_ref(ring).wrapping_add(1).cast::<Event>();
         while head != tail && out.len() < out.capacity() {
-            // SAFETY: the events follow the head of the ring, `count` of them; `head` is below it, and
-            // the kernel has finished those before `tail`.
+            // SAFETY: the ring's header is followed by `count` events; `head` is less than `count`, and the
+            // kernel has finished the events before `tail`.
             #[expect(unsafe_code, reason = "the ring is memory that the kernel mapped")]
             let event = unsafe { events.add((head % ring.count) as usize).read() };
             out.push(event.into());
             head = (head + 1) % ring.count;
         }
-        // The kernel may use again what lies before.
+        // The kernel may now reuse the entries before `head`.
         ring.head.store(head, Ordering::Release);
     }
 
-    /// Reaps by a system call, waiting until there are at least so many.
+    /// Reaps with a system call, and waits until there are at least `least` completions.
     #[cold]
     #[expect(unsafe_code, reason = "libc has no wrapper for io_getevents")]
     fn get_events(&self, least: usize, out: &mut Vec<Completion>) {
@@ -377,21 +379,21 @@ impl Context {
                 least as libc::c_long,
                 most as libc::c_long,
                 events.as_mut_ptr(),
-                // No limit of time, which is of no matter where nothing is waited for.
+                // No timeout; it has no effect if `least` is 0.
                 ptr::null::<libc::timespec>(),
             )
         };
-        // Nothing is lost by an error: the events stay where they are.
+        // An error loses nothing: the events stay in the ring.
         let n = usize::try_from(n).unwrap_or(0);
         out.extend(events[..n].iter().map(|&event| Completion::from(event)));
     }
 }
 
 impl Drop for Context {
-    /// The kernel waits for what is in flight.
+    /// The kernel waits for the operations in flight.
     #[expect(unsafe_code, reason = "libc has no wrapper for io_destroy")]
     fn drop(&mut self) {
-        // SAFETY: the context is ours, and nobody uses it or its ring after this.
+        // SAFETY: this value owns the context, and nothing uses the context or its ring after this.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.0) };
     }
 }
@@ -401,7 +403,7 @@ impl From<Event> for Completion {
     fn from(event: Event) -> Self {
         Self {
             token: Token(event.data),
-            // Less than 2 GiB moves at once, and an errno is small.
+            // One operation transfers less than 2 GiB, and an errno is small.
             result: event.result as i32,
         }
     }
@@ -421,12 +423,12 @@ struct Iocb {
     priority: i16,
     fd: u32,
     address: u64,
-    /// Bytes, or segments.
+    /// Length in bytes, or number of segments.
     length: u64,
     offset: i64,
     reserved: u64,
     flags: u32,
-    /// What is signalled on completion.
+    /// The eventfd that is signalled on completion.
     event: u32,
 }
 

@@ -1,20 +1,20 @@
-//! Which memory is near.
+//! NUMA placement of memory.
 
 use std::io;
 use std::ptr;
 
-/// The NUMA node that holds the page at `address` of this process. A page that is not there yet is made, as
-/// touching it would.
+/// The NUMA node that holds the page at `address` of this process. A page that is not yet present is
+/// allocated, as on first access.
 ///
 /// # Errors
-/// Nothing can be read there, or the kernel knows no nodes.
+/// The address is not readable, or the kernel does not support NUMA nodes.
 pub fn node_of(address: usize) -> io::Result<u32> {
-    /// Of `linux/mempolicy.h`.
+    /// Flags of `linux/mempolicy.h`.
     const MPOL_F_NODE: libc::c_ulong = 1 << 0;
     const MPOL_F_ADDR: libc::c_ulong = 1 << 1;
     let mut node: libc::c_int = 0;
-    // SAFETY: get_mempolicy(2) with MPOL_F_NODE writes one integer, which there is room for; it is given no
-    // mask, and it looks the address up without trusting it.
+    // SAFETY: get_mempolicy(2) with MPOL_F_NODE writes one integer, and `node` has room for it. No mask is
+    // passed, and the kernel validates the address itself.
     #[expect(unsafe_code, reason = "libc has no function for it")]
     let result = unsafe {
         libc::syscall(

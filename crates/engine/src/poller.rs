@@ -1,5 +1,5 @@
-//! Waiting without io_uring: one epoll instance for kicks, for wake-ups and for what Linux AIO and the
-//! pool of threads have done.
+//! Waits without io_uring: one epoll instance for kicks, wake-ups, and completions of Linux AIO and the
+//! thread pool.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -7,19 +7,20 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use block::{Completion, Token};
 use rustix::event::{Timespec, epoll};
 
-/// Events taken at once; more are taken the next time.
+/// Maximum number of events per call; the next call returns the remaining ones.
 const EVENTS: usize = 64;
 
-/// Marks an event that only says that there is something to collect.
+/// Marks an event that only says that there are completions to collect.
 const INTERNAL: u64 = u64::MAX;
 
-/// A look without sleep is taken at every so many opportunities: it costs a system call, and kicks
-/// that arrive while the thread is busy may wait for as long as a few batches take.
+/// Every this many opportunities, events are checked without sleeping. The check costs a system call, so
+/// kicks that arrive while the thread is busy may wait for a few batches.
 const LOOK_EACH: u32 = 8;
 
 pub(crate) struct Poller {
     epoll: OwnedFd,
-    /// With descriptors of our own: one that somebody else closes would stay in the set, without a name.
+    /// Duplicates of the descriptors, owned here: if the owner closed the only descriptor, the file would
+    /// stay in the epoll set without a way to remove it.
     watches: Vec<(Token, OwnedFd)>,
     woken: Vec<Token>,
     opportunities: u32,
@@ -35,7 +36,7 @@ impl Poller {
         })
     }
 
-    /// Ends a sleep when `event` is written to.
+    /// Ends a sleep when `event` is written; reports no token.
     pub fn watch_quietly(&self, event: BorrowedFd<'_>) -> io::Result<()> {
         self.add(event, INTERNAL)
     }
@@ -57,7 +58,7 @@ impl Poller {
     }
 
     fn add(&self, fd: BorrowedFd<'_>, data: u64) -> io::Result<()> {
-        // Each write to the descriptor is an edge, whether it is read or not.
+        // Each write to the descriptor is an edge, even if the descriptor is never read.
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
         Ok(epoll::add(
             &self.epoll,
@@ -67,7 +68,7 @@ impl Poller {
         )?)
     }
 
-    /// Looks for events, now and then.
+    /// Checks for events without sleeping, at one in `LOOK_EACH` calls.
     pub fn glance(&mut self) -> io::Result<()> {
         self.opportunities = self.opportunities.wrapping_add(1);
         match self.opportunities.is_multiple_of(LOOK_EACH) {
@@ -76,7 +77,7 @@ impl Poller {
         }
     }
 
-    /// Takes what woke up, after sleeping until something does if `sleep`.
+    /// Fetches events; if `sleep` is set, sleeps until there is one.
     pub fn look(&mut self, sleep: bool) -> io::Result<()> {
         if !self.woken.is_empty() {
             return Ok(());
@@ -101,7 +102,7 @@ impl Poller {
         Ok(())
     }
 
-    /// Whether something woke up that has not been reaped.
+    /// Whether there are events that have not been reaped.
     #[inline]
     pub fn ready(&self) -> bool {
         !self.woken.is_empty()

@@ -1,5 +1,5 @@
-//! Giving space back and zeroing: for this the kernel has no asynchronous form on every version and
-//! backing, and what works differs from one backing to the next.
+//! Deallocates and zeroes ranges. The kernel has no asynchronous interface for this on every version and
+//! backing, and backings differ in what they support.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -10,17 +10,18 @@ use rustix::io::Errno;
 
 use crate::blocking::Target;
 
-/// Zeroes are written in pieces of this size where the file system can do no better.
+/// If the file system supports no faster way, zeroes are written in pieces of this size.
 const ZEROES: usize = 1 << 20;
 
-/// Bytes of a file, from an offset on.
+/// A byte range of a file.
 pub(crate) struct Range<'a> {
     pub target: &'a Target,
     pub at: FileOffset,
     pub len: u64,
 }
 
-/// Gives space back. Not being able to is no error: the guest only said that it needs it no more.
+/// Deallocates a range. A backing that cannot deallocate is not an error: the guest only said that it no
+/// longer needs the data.
 pub(crate) fn discard(range: &Range<'_>) -> Result<(), Errno> {
     let result = match range.target.backing {
         Backing::File => fallocate(
@@ -32,16 +33,16 @@ pub(crate) fn discard(range: &Range<'_>) -> Result<(), Errno> {
     ignore_unsupported(result)
 }
 
-/// Makes a range zero by the first way that the backing knows, best one first.
+/// Zeroes a range in the best way that the backing supports.
 pub(crate) fn write_zeroes(range: &Range<'_>, unmap: bool) -> Result<(), Errno> {
     const PUNCH: FallocateFlags = FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE);
     const ZERO: FallocateFlags = FallocateFlags::ZERO_RANGE.union(FallocateFlags::KEEP_SIZE);
     let done = match (range.target.backing, unmap) {
-        // On a device, to punch is to zero and unmap, or to fail; BLKZEROOUT zeroes in any case.
+        // On a device, punching a hole zeroes and unmaps, or fails; BLKZEROOUT always zeroes.
         (_, true) => fallocate(range, PUNCH),
         (Backing::BlockDevice, false) => ioctl_range(range, BLKZEROOUT),
         (Backing::File, false) => match fallocate(range, ZERO) {
-            // A hole reads as zeroes, and allocated again it still does (tmpfs has no other way).
+            // A hole reads as zeroes, also after it is allocated again (tmpfs supports no other way).
             Err(Errno::OPNOTSUPP) => {
                 fallocate(range, PUNCH).and_then(|()| fallocate(range, FallocateFlags::KEEP_SIZE))
             }
@@ -62,7 +63,7 @@ pub(crate) fn write_zeroes(range: &Range<'_>, unmap: bool) -> Result<(), Errno> 
 }
 
 fn pwrite_zeroes(range: &Range<'_>) -> Result<(), Errno> {
-    // O_DIRECT wants an aligned buffer.
+    // O_DIRECT requires an aligned buffer.
     let storage = vec![0u8; ZEROES + 4096];
     let skip = storage.as_ptr().align_offset(4096);
     let zeroes = &storage[skip..skip + ZEROES];

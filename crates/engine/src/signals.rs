@@ -1,12 +1,17 @@
-//! Signals of which a process ends or stops that says nothing else, and with it all disks that it serves.
+//! Ignores signals whose default action would end or stop the process, and with it all disks that it serves.
 
 #![expect(unsafe_code, reason = "signal actions")]
 
 use std::ptr;
 
-/// What nobody sends to end ringdisk: the kernel, where a limit is reached (RLIMIT_FSIZE, RLIMIT_CPU: the call fails as
-/// well, or the hard limit ends the process), and for a log on a terminal that another job has; and those who take it for a
-/// program to which these two mean something. Rust ignores SIGPIPE.
+/// Signals that nobody sends to end ringdisk. Their sources are:
+///
+/// - the kernel, when a limit is reached (RLIMIT_FSIZE, RLIMIT_CPU); the system call fails as well, or the
+///   hard limit ends the process;
+/// - the kernel, when ringdisk logs to a terminal that another job owns;
+/// - users who expect SIGUSR1 or SIGUSR2 to have a meaning, as in other programs.
+///
+/// Rust's runtime already ignores SIGPIPE.
 const IGNORED: [i32; 6] = [
     libc::SIGXFSZ,
     libc::SIGXCPU,
@@ -16,10 +21,10 @@ const IGNORED: [i32; 6] = [
     libc::SIGUSR2,
 ];
 
-/// Ignores them from now on.
+/// Ignores these signals for the whole process.
 pub fn ignore_signals() {
     for signal in IGNORED {
-        // SAFETY: all zeroes is a signal action, and the call is given a valid one, which runs no code.
+        // SAFETY: an all-zero `sigaction` is valid, and the call gets a valid action that runs no code.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = libc::SIG_IGN;

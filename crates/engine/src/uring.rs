@@ -16,34 +16,34 @@ use crate::buffers::Buffers;
 use crate::inline::Inline;
 use crate::workers::Workers;
 
-/// Submissions that can wait for one entry into the kernel. When there are more, it is entered
-/// sooner.
+/// Number of submissions that can be queued for one system call. If there are more, the call is made earlier.
 const SUBMISSIONS: u32 = 256;
 
-/// Operations in flight on one ring: four of the largest queues. Beyond it requests wait in their
-/// virtqueues. The completion queue has twice the room, for kicks and wake-ups too.
+/// Maximum number of operations in flight on one ring: four of the largest queues. Further requests wait in
+/// their virtqueues. The completion queue has twice this size, because it also carries kicks and wake-ups.
 pub(crate) const IN_FLIGHT_MAX: usize = 4096;
 
-/// Files that one thread can serve: one per queue of every disk.
+/// Maximum number of files per thread: one per queue of every disk.
 const FILES_MAX: u32 = 16384;
 
-/// Bytes in one operation on one segment; longer ones come back short and go on.
+/// Maximum length of an operation on one segment, in bytes. A longer operation completes short, and the
+/// submitter continues it.
 const LEN_MAX: usize = 1 << 30;
 
-/// Segments in one operation (UIO_MAXIOV).
+/// Maximum number of segments in one operation (UIO_MAXIOV).
 pub(crate) const SEGMENTS_MAX: usize = 1024;
 
-/// Marks, in what the kernel hands back, what is not an operation of the submitter.
+/// Bits in the user data of a completion that is not an operation of the submitter.
 const WATCH: u64 = 1 << 63;
 const INTERNAL: u64 = 3 << 62;
 const IGNORED: u64 = INTERNAL;
 const BLOCKING_DONE: u64 = INTERNAL | 1;
 const BESIDE_DONE: u64 = INTERNAL | 2;
 
-/// Why there is no ring.
+/// Why io_uring is not available.
 #[derive(Debug, Error)]
 pub enum UringError {
-    /// The administrator switched io_uring off.
+    /// The administrator disabled io_uring.
     #[error(
         "io_uring is switched off (kernel.io_uring_disabled = {0}); \
         'sysctl -w kernel.io_uring_disabled=0' switches it on"
@@ -55,16 +55,16 @@ pub enum UringError {
         call io_uring_setup, and must be told to let it pass"
     )]
     Forbidden(io::Error),
-    /// The kernel is older than 5.1 or built without it.
+    /// The kernel is older than 5.1 or was built without io_uring.
     #[error("this kernel has no io_uring; Linux 5.19 or newer has what is needed")]
     Absent,
-    /// Anything else.
+    /// Another error.
     #[error("io_uring cannot be set up: {cause}", cause = block::explain(.0, ""))]
     Other(io::Error),
 }
 
 impl UringError {
-    /// The cause alone, without the next step: for saying why something else is used.
+    /// The cause without the next step, for a message that says why another method is used.
     pub(crate) fn cause(&self) -> String {
         match self {
             Self::Disabled(value) => {
@@ -76,23 +76,23 @@ impl UringError {
         }
     }
 
-    /// Whether it was for want of descriptors, and says nothing of what works here.
+    /// Whether this was a lack of file descriptors, which says nothing about the method.
     pub(crate) fn is_limit(&self) -> bool {
         matches!(self, Self::Other(e) if block::is_open_files(e))
     }
 }
 
-/// An engine over one io_uring.
+/// An engine that uses one io_uring.
 pub struct Uring {
     ring: IoUring,
     workers: Workers,
     files_max: u32,
     files: Vec<Option<Target>>,
-    /// What is watched, by user data, with descriptors that their owner keeps open.
+    /// Watched descriptors by user data; their owners keep them open.
     watches: Vec<(u64, RawFd)>,
     buffers: Buffers,
     blocking: Blocking,
-    /// Operations that were done where they were submitted.
+    /// Completions of operations that were performed as they were submitted.
     inline: Vec<Completion>,
     in_flight: usize,
 }
@@ -103,14 +103,14 @@ struct Target {
 }
 
 impl Uring {
-    /// Sets up a ring for the calling thread, which must be the one that uses it.
+    /// Sets up a ring for the calling thread; only that thread may use it.
     ///
     /// # Errors
-    /// There is no io_uring here; the error says why and what to do.
+    /// io_uring is not available; the error gives the cause and the next step.
     pub fn new() -> Result<Self, UringError> {
         let ring = set_up().map_err(explain)?;
         let workers = Workers::of(&ring);
-        // The kernel takes no table with more entries than the process may have descriptors.
+        // The kernel rejects a table with more entries than the process may have descriptors.
         let limit = rustix::process::getrlimit(Resource::Nofile).current;
         let files_max = limit.map_or(FILES_MAX, |n| n.min(FILES_MAX.into()) as u32);
         ring.submitter()
@@ -136,18 +136,18 @@ impl Uring {
     }
 
     fn arm(&mut self, fd: RawFd, user_data: u64) {
-        // A multishot poll reports each wake-up and needs no reading of the event counter.
+        // A multishot poll reports each wake-up, and the event counter need not be read.
         let poll = opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).multi(true);
         self.queue(poll.build().user_data(user_data));
     }
 
     fn queue(&mut self, entry: squeue::Entry) {
-        // SAFETY: what an entry names is either ours (descriptors) or, for `submit`, kept valid by
-        // the caller until completion.
+        // SAFETY: an entry names either descriptors that this engine watches or, for `submit`, memory that
+        // the caller keeps valid until completion.
         #[expect(unsafe_code, reason = "submission queue entries name memory")]
         while unsafe { self.ring.submission().push(&entry) }.is_err() {
-            // Full: hand over what is there. The kernel takes at least one entry, or tells in
-            // `push` and `wait`, which are called next, why it does not.
+            // The queue is full: submit what it holds. The kernel accepts at least one entry; otherwise
+            // `push` and `wait`, which are called next, return its error.
             let _ = self.ring.submit();
         }
     }
@@ -162,7 +162,7 @@ impl Uring {
         };
         match result {
             Ok(_) => Ok(()),
-            // A signal; or completions must be reaped first, which is what happens next.
+            // A signal arrived, or completions must be reaped first, which happens next.
             Err(e)
                 if matches!(
                     e.raw_os_error(),
@@ -182,7 +182,7 @@ fn set_up() -> io::Result<IoUring> {
         .setup_cqsize(2 * IN_FLIGHT_MAX as u32)
         .setup_clamp()
         .setup_r_disabled();
-    // Linux 6.1: completions are worked off when this thread asks for them, and not before.
+    // Linux 6.1: completions are processed only when this thread asks for them.
     let modern = builder
         .clone()
         .setup_single_issuer()
@@ -195,11 +195,10 @@ fn set_up() -> io::Result<IoUring> {
     }
 }
 
-/// Lets nothing be done through the ring from now on but what this file does: who takes over the process
-/// finds no other system calls in it. Enables the ring, for the calling thread.
+/// Restricts the ring to the operations that this file uses, so that an attacker who takes over the process
+/// cannot make other system calls through it. Enables the ring for the calling thread.
 fn restrict(ring: &IoUring) -> io::Result<()> {
-    /// `IORING_REGISTER_FILES_UPDATE`, `_BUFFERS2`, `_BUFFERS_UPDATE` and `_IOWQ_AFF` of
-    /// `linux/io_uring.h`.
+    /// `IORING_REGISTER_FILES_UPDATE`, `_BUFFERS2`, `_BUFFERS_UPDATE` and `_IOWQ_AFF` of `linux/io_uring.h`.
     const REGISTRATIONS: [u8; 4] = [6, 15, 16, 17];
     const OPERATIONS: [u8; 9] = [
         opcode::Read::CODE,
@@ -394,7 +393,8 @@ impl Engine for Uring {
         self.blocking.push();
         let all_done = self.inline.len() == self.in_flight;
         let queue = self.ring.submission();
-        // Kicks and wake-ups too wait for an entry, which the flag tells.
+        // Kicks and wake-ups also need a system call to be reported; the taskrun flag shows that there are
+        // some.
         let nothing_to_do = all_done && queue.is_empty() && !queue.taskrun();
         drop(queue);
         match nothing_to_do {
@@ -404,7 +404,7 @@ impl Engine for Uring {
     }
 
     fn wait(&mut self) -> io::Result<()> {
-        // What was left when there was no room for it brings no event.
+        // Completions that did not fit into the last reap cause no further event.
         match self.inline.is_empty() && !self.blocking.ready() {
             true => {
                 self.blocking.push();
@@ -432,7 +432,7 @@ impl Engine for Uring {
                 let result = entry.result();
                 out.push(Completion { token, result });
             } else if entry.result() != -libc::ECANCELED && user_data != IGNORED {
-                // A poll that failed for want of memory is as good as an event: it is set up anew.
+                // A poll that failed for lack of memory counts as an event, and is armed again.
                 if user_data & INTERNAL != INTERNAL {
                     let token = Token(user_data & !WATCH);
                     out.push(Completion { token, result: 0 });
@@ -446,8 +446,8 @@ impl Engine for Uring {
                 break;
             }
         }
-        // After the ring, which tells that there is something: what a thread adds later brings an
-        // event of its own.
+        // The pool is collected after the ring, which reports its event: a completion that a pool thread adds
+        // later causes another event.
         self.blocking.collect(out);
         self.in_flight -= out.len() - before - watched;
         if let Some(user_data) = rearm {
@@ -457,20 +457,21 @@ impl Engine for Uring {
 }
 
 impl Uring {
-    /// Does an operation on a file that is not attached here, on a thread.
+    /// Performs an operation on a file that is not attached to this ring, on a pool thread.
     pub(crate) fn start(&mut self, job: Job) {
         self.in_flight += 1;
         self.blocking.start(job);
     }
 
-    /// Ends a wait when `fd`, which its owner keeps open as long as this ring is there, is written to.
+    /// Ends a wait when `fd` is written; reports no token. The owner must keep `fd` open as long as this ring
+    /// exists.
     pub(crate) fn watch_quietly(&mut self, fd: BorrowedFd<'_>) -> io::Result<()> {
         self.watches.push((BESIDE_DONE, fd.as_raw_fd()));
         self.arm(fd.as_raw_fd(), BESIDE_DONE);
         self.push()
     }
 
-    /// The kernel ends a multishot poll when its completion queue overflows.
+    /// Arms a poll again: the kernel ends a multishot poll when its completion queue overflows.
     fn rearm(&mut self, user_data: u64) {
         if user_data == BLOCKING_DONE {
             let event = self.blocking.event().as_raw_fd();
@@ -485,8 +486,8 @@ fn write_flags(stable: bool) -> i32 {
     if stable { libc::RWF_DSYNC } else { 0 }
 }
 
-/// A list of segments for the kernel, which takes no more than [`SEGMENTS_MAX`] of them: a longer
-/// list comes back short. A [`Segment`] is laid out like an iovec.
+/// Converts a list of segments for the kernel, which accepts at most [`SEGMENTS_MAX`] of them: an operation
+/// on a longer list completes short. A [`Segment`] is laid out like an iovec.
 pub(crate) fn iovec(segments: &[Segment]) -> (*const libc::iovec, u32) {
     const {
         assert!(size_of::<Segment>() == size_of::<libc::iovec>());
@@ -503,7 +504,8 @@ mod tests {
     use super::*;
     use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-    /// An fdatasync is done by a worker; this one is kept to one CPU, where its thread is not.
+    /// An io-wq worker performs an fdatasync; this test restricts the worker to a CPU other than its
+    /// thread's.
     #[test]
     #[expect(unsafe_code, reason = "the contract of submit")]
     fn workers_run_where_they_are_told_to() {
@@ -527,7 +529,8 @@ mod tests {
         }
     }
 
-    /// When its next file is attached, that is, for which it may have been moved.
+    /// The workers move when the thread attaches its next file, because the thread may have been moved for
+    /// that file.
     #[test]
     fn workers_follow_their_thread() {
         let mut engine = Uring::new().unwrap();
@@ -551,7 +554,7 @@ mod tests {
 
     #[expect(unsafe_code, reason = "libc's sets of CPUs")]
     fn only(cpu: usize) -> libc::cpu_set_t {
-        // SAFETY: all zeroes is an empty set, and this CPU was found in one.
+        // SAFETY: an all-zero set is empty, and `cpu` was found in a set, so it is in range.
         unsafe {
             let mut set = std::mem::zeroed();
             libc::CPU_SET(cpu, &mut set);
@@ -559,7 +562,7 @@ mod tests {
         }
     }
 
-    /// The CPUs of the calling thread's workers, each list once.
+    /// The allowed CPUs of the calling thread's workers; each list appears once.
     fn workers_cpus() -> Vec<String> {
         let name = format!("iou-wrk-{}", rustix::thread::gettid());
         let tasks = std::fs::read_dir("/proc/self/task").unwrap();
@@ -582,7 +585,7 @@ mod tests {
         let unused = [
             opcode::Nop::new().build(),
             opcode::Close::new(Fd(1)).build(),
-            // A flag that is not used, on an operation that is.
+            // An unused flag on an operation that is used.
             opcode::PollRemove::new(9)
                 .build()
                 .flags(squeue::Flags::ASYNC),
