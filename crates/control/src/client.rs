@@ -15,7 +15,7 @@ use crate::framing::{Framer, Limits};
 use crate::session::line;
 use crate::{Command, CommandError, ErrorClass, json};
 
-/// Most events that wait to be fetched; the oldest give way.
+/// The most events that are kept until they are fetched; after that, the oldest are dropped.
 const EVENTS_MAX: usize = 1024;
 
 /// A client of ringdisk's control socket, or of any QMP server.
@@ -24,7 +24,7 @@ pub struct Client {
     stream: UnixStream,
     framer: Framer,
     buffer: Box<[u8]>,
-    /// What of the buffer has been received and not been looked at.
+    /// The part of the buffer that has been received and not been parsed.
     unread: std::ops::Range<usize>,
     events: VecDeque<Value>,
     greeting: Value,
@@ -32,65 +32,65 @@ pub struct Client {
     timeout: Duration,
 }
 
-/// Why a command has no reply.
+/// Why a command got no result.
 #[derive(Debug, Error)]
 pub enum ClientError {
-    /// There is no socket.
+    /// The socket does not exist.
     #[error("there is no socket {path}; is `ringdisk serve` running, with --control {path}? If it is, and something has removed the socket, SIGHUP makes it again", path = .0.display())]
     NoSocket(PathBuf),
-    /// Nobody listens there.
+    /// No process listens on the socket.
     #[error(
         "nobody listens on {path}: whoever made it has gone; start `ringdisk serve` with --control {path}",
         path = .0.display()
     )]
     NobodyListens(PathBuf),
-    /// The socket is somebody else's.
+    /// This user has no access to the socket.
     #[error("{path} may not be used by this user; become the one that runs ringdisk, or ask for access", path = .0.display())]
     Denied(PathBuf),
-    /// Anything else of the system.
+    /// Another system call failed.
     #[error("{path}: {what}: {source}", path = .path.display())]
     Io {
-        /// The socket.
+        /// The socket's path.
         path: PathBuf,
-        /// What was being done.
+        /// The operation that failed.
         what: &'static str,
-        /// Why it failed.
+        /// The system's error.
         source: io::Error,
     },
-    /// No answer.
+    /// The server did not answer in time.
     #[error(
         "{path}: no answer within {seconds} s; the server is busy or stuck, its log may tell",
         path = .path.display(), seconds = .timeout.as_secs_f32()
     )]
     Timeout {
-        /// The socket.
+        /// The socket's path.
         path: PathBuf,
-        /// How long was waited.
+        /// The time waited.
         timeout: Duration,
     },
-    /// The server has hung up.
+    /// The server has closed the connection.
     #[error(
         "{path}: the server has hung up; it has ended, or has as many clients as it takes",
         path = .0.display()
     )]
     HungUp(PathBuf),
-    /// The server does not serve one more client, and says why.
+    /// The server does not accept another client, and says why.
     #[error("{path}: the server cannot serve this client: {1}", path = .0.display())]
     NotServed(PathBuf, String),
-    /// What came is not QMP.
+    /// The other end does not speak QMP.
     #[error("{path} is no QMP server: {problem}", path = .path.display())]
     Protocol {
-        /// The socket.
+        /// The socket's path.
         path: PathBuf,
-        /// What came in place of it.
+        /// What was received instead.
         problem: String,
     },
     /// The server has refused the command.
     #[error("{command}: {error}")]
     Refused {
-        /// Which.
+        /// The command's name.
         command: String,
-        /// Why.
+        /// The server's error.
         error: CommandError,
     },
 }
@@ -99,7 +99,7 @@ impl Client {
     /// Connects and negotiates. `timeout` also bounds each `call`.
     ///
     /// # Errors
-    /// Nobody answers there, or it is no QMP server.
+    /// No server answers on the socket, or it does not speak QMP.
     pub fn connect(path: impl AsRef<Path>, timeout: Duration) -> Result<Self, ClientError> {
         let path = path.as_ref();
         let deadline = Instant::now() + timeout;
@@ -130,20 +130,21 @@ impl Client {
         Ok(client)
     }
 
-    /// What the server said of itself: `version` and `capabilities`.
+    /// The server's greeting: `version` and `capabilities`.
     pub fn greeting(&self) -> &Value {
         &self.greeting
     }
 
-    /// Has a command executed, and returns what it returns.
+    /// Sends a command, and returns its result.
     ///
     /// # Errors
-    /// The server refuses it, or there is no reply. After any error but `Refused` the connection is of no more use.
+    /// The server refuses the command, or does not reply. After any error but `Refused` the connection cannot be used
+    /// any more.
     pub fn call(&mut self, command: &str, arguments: Value) -> Result<Value, ClientError> {
         self.call_by(command, arguments, Instant::now() + self.timeout)
     }
 
-    /// As `call`, with a command that has been checked here.
+    /// As `call`, for a command that this side has already checked.
     ///
     /// # Errors
     /// As `call`.
@@ -151,10 +152,10 @@ impl Client {
         self.call(command.name(), command.arguments())
     }
 
-    /// The next event; `None` if there is none within `timeout`.
+    /// Returns the next event; `None` if none arrives within `timeout`.
     ///
     /// # Errors
-    /// The server has hung up, or talks nonsense.
+    /// The server has closed the connection, or has sent something other than an event.
     pub fn event(&mut self, timeout: Duration) -> Result<Option<Value>, ClientError> {
         if let Some(event) = self.events.pop_front() {
             return Ok(Some(event));
@@ -189,7 +190,7 @@ impl Client {
                 self.events.push_back(message);
                 continue;
             }
-            // An error in a message that the server could not read has no id. There is only one command under way.
+            // The server's error for an unreadable message has no id; it belongs to the only command in flight.
             let is_answer = message.get("id").is_none_or(|got| *got == id);
             if let Some(value) = message.get_mut("return").filter(|_| is_answer) {
                 return Ok(value.take());
@@ -216,7 +217,7 @@ impl Client {
         sent.map_err(|error| self.failed("sending", error))
     }
 
-    /// The next message, whatever it is.
+    /// Returns the next message of any kind.
     fn receive(&mut self, deadline: Instant) -> Result<Value, ClientError> {
         loop {
             let mut input = &self.buffer[self.unread.clone()];
@@ -239,7 +240,7 @@ impl Client {
         }
     }
 
-    /// Until the deadline; an error behind it, as of a socket's own timeout.
+    /// The time left until the deadline. After the deadline, the error is the same as for a socket's own timeout.
     fn left(&self, deadline: Instant) -> io::Result<Duration> {
         match deadline.saturating_duration_since(Instant::now()) {
             Duration::ZERO => Err(io::ErrorKind::WouldBlock.into()),
@@ -265,8 +266,8 @@ impl Client {
     }
 }
 
-/// Connects. A server that has no room in its queue at the moment is asked again until the deadline: the system has no
-/// timeout for this.
+/// Connects. While the server's queue is full, the attempt is repeated until the deadline: the system has no timeout
+/// for this.
 fn connect_by(
     path: &Path,
     deadline: Instant,

@@ -1,4 +1,4 @@
-//! The commands: one table, from which come the parser, `query-commands` and `query-qmp-schema`.
+//! The commands, in one table: the parser, `query-commands` and `query-qmp-schema` are generated from it.
 
 mod blockdev;
 mod export;
@@ -20,24 +20,24 @@ use crate::replies::{BlockDeviceInfo, BlockExportInfo, BlockStats, IoThreadInfo,
 use crate::{CommandError, ErrorClass};
 
 record! {
-    /// No arguments, or a reply that only says that it is done.
+    /// No arguments, or a reply that only reports success.
     Empty {}
 }
 
 /// One line for each command: `Name(arguments) -> reply = "name"`.
 macro_rules! commands {
     ($($(#[$doc:meta])* $name:ident($arguments:ty) -> $reply:ty = $word:literal,)+) => {
-        /// What a client asks for, checked as far as that can be done without knowing the disks.
+        /// A client's command, checked as far as possible without knowledge of the disks.
         #[derive(Clone, Debug, PartialEq)]
         pub enum Command {
             $($(#[$doc])* $name($arguments),)+
         }
 
         impl Command {
-            /// Reads a command.
+            /// Parses a command.
             ///
             /// # Errors
-            /// There is none of this name, or its arguments are wrong.
+            /// No command has this name, or its arguments are wrong.
             pub fn parse(name: &str, arguments: Map<String, Value>) -> Result<Self, CommandError> {
                 match name {
                     $($word => <$arguments>::from_json(arguments.into(), &At::ARGUMENTS).map(Self::$name),)+
@@ -45,14 +45,14 @@ macro_rules! commands {
                 }
             }
 
-            /// Its name in QMP.
+            /// The command's name in QMP.
             pub fn name(&self) -> &'static str {
                 match self {
                     $(Self::$name(_) => $word,)+
                 }
             }
 
-            /// Its arguments, as `parse` takes them.
+            /// The command's arguments, in the form that `parse` reads.
             pub fn arguments(&self) -> Value {
                 match self {
                     $(Self::$name(arguments) => arguments.to_json(),)+
@@ -70,51 +70,51 @@ macro_rules! commands {
 }
 
 commands! {
-    /// Makes a block node: opens a file.
+    /// Creates a block node: opens a file.
     BlockdevAdd(BlockdevOptions) -> Empty = "blockdev-add",
-    /// Closes a block node that nothing uses.
+    /// Closes a block node that is not in use.
     BlockdevDel(BlockdevDel) -> Empty = "blockdev-del",
-    /// Serves a block node.
+    /// Exports a block node.
     BlockExportAdd(BlockExportOptions) -> Empty = "block-export-add",
-    /// Ends serving a block node; `BLOCK_EXPORT_DELETED` tells when it is done.
+    /// Removes an export; `BLOCK_EXPORT_DELETED` is sent when this is done.
     BlockExportDel(BlockExportDel) -> Empty = "block-export-del",
     /// Grows or shrinks a disk.
     BlockResize(BlockResize) -> Empty = "block_resize",
-    /// Sets all limits of a disk.
+    /// Sets all I/O limits of a disk.
     BlockSetIoThrottle(BlockSetIoThrottle) -> Empty = "block_set_io_throttle",
-    /// Makes a throttle group or an I/O thread.
+    /// Creates a throttle group or an I/O thread.
     ObjectAdd(ObjectOptions) -> Empty = "object-add",
-    /// Removes an object that nothing uses.
+    /// Removes an object that is not in use.
     ObjectDel(ObjectDel) -> Empty = "object-del",
-    /// What is served.
+    /// Lists the exports.
     QueryBlockExports(Empty) -> Vec<BlockExportInfo> = "query-block-exports",
-    /// What each disk has done.
+    /// Returns the I/O statistics of each disk.
     QueryBlockstats(QueryBlockstats) -> Vec<BlockStats> = "query-blockstats",
-    /// The I/O threads.
+    /// Lists the I/O threads.
     QueryIothreads(Empty) -> Vec<IoThreadInfo> = "query-iothreads",
-    /// The block nodes.
+    /// Lists the block nodes.
     QueryNamedBlockNodes(QueryNamedBlockNodes) -> Vec<BlockDeviceInfo> = "query-named-block-nodes",
     /// Ends the program as SIGTERM does.
     Quit(Empty) -> Empty = "quit",
-    /// What decides the speed of each disk, and who said so.
+    /// Returns the settings that decide the speed of each disk, and their sources.
     RingdiskExplain(Empty) -> Value = "x-ringdisk-explain",
-    /// Opens and serves a disk, written as for `ringdisk serve`. The reply says what to paste.
+    /// Opens and serves a disk, in the syntax of `ringdisk serve`. The reply says how to connect a front-end.
     RingdiskAttach(RingdiskAttach) -> Value = "x-ringdisk-attach",
-    /// Ends serving a disk and closes it.
+    /// Stops serving a disk, and closes it.
     RingdiskDetach(RingdiskDetach) -> Empty = "x-ringdisk-detach",
-    /// Rereads the configuration.
+    /// Reloads the configuration.
     RingdiskReload(Empty) -> Value = "x-ringdisk-reload",
-    /// Puts another file under a disk while the guest runs.
+    /// Replaces the file of a disk while the guest runs.
     RingdiskReplace(RingdiskReplace) -> Empty = "x-ringdisk-replace",
-    /// Makes a disk longer, or tells its guest that it has become longer.
+    /// Grows a disk, or tells its guest that the disk has grown.
     RingdiskResize(RingdiskResize) -> RingdiskResized = "x-ringdisk-resize",
-    /// Has requests go on that wait because storage failed to serve them.
+    /// Resumes requests that wait after an I/O error of the storage.
     RingdiskResume(RingdiskResume) -> Empty = "x-ringdisk-resume",
-    /// Every disk, with histograms.
+    /// Returns statistics of every disk, with histograms.
     RingdiskStats(Empty) -> Value = "x-ringdisk-stats",
 }
 
-/// What the session answers by itself.
+/// Commands that the session answers itself.
 pub(crate) const SESSION_TABLE: &[Row] = &[
     Row {
         name: "qmp_capabilities",
@@ -131,7 +131,7 @@ pub(crate) const SESSION_TABLE: &[Row] = &[
     Row {
         name: "query-qmp-schema",
         arguments: <Empty as Qapi>::describe,
-        // `[SchemaInfo]` in QEMU: a description of descriptions, of which clients make no use.
+        // In QEMU the reply is `[SchemaInfo]`: a description of descriptions, which clients do not use.
         reply: <Vec<Value> as Qapi>::describe,
         check: |_| Ok(()),
     },
@@ -143,7 +143,7 @@ pub(crate) const SESSION_TABLE: &[Row] = &[
     },
 ];
 
-/// A command, for all who need not know which.
+/// A command's row in the table, without its Rust types.
 pub(crate) struct Row {
     pub name: &'static str,
     arguments: fn(&mut Schema) -> String,
@@ -151,7 +151,7 @@ pub(crate) struct Row {
     check: fn(&Value) -> Result<(), CommandError>,
 }
 
-/// All commands, in the order of their names.
+/// All commands, sorted by name.
 pub(crate) fn rows() -> Vec<&'static Row> {
     let mut rows: Vec<_> = SESSION_TABLE.iter().chain(TABLE).collect();
     rows.sort_by_key(|row| row.name);
@@ -167,7 +167,7 @@ pub(crate) fn describe(schema: &mut Schema) {
     }
 }
 
-/// Whether a reply is what the schema promises of the command.
+/// Checks that a reply conforms to the schema of its command.
 pub(crate) fn check_reply(name: &str, reply: &Value) -> Result<(), CommandError> {
     let row = TABLE.iter().find(|row| row.name == name);
     row.map_or(Ok(()), |row| (row.check)(reply))
@@ -186,7 +186,7 @@ pub(crate) fn unknown(name: &str) -> CommandError {
 record! {
     /// Arguments of `qmp_capabilities`.
     QmpCapabilities {
-        /// Those of the greeting that the client wants.
+        /// The capabilities from the greeting that the client wants.
         enable: Option<Vec<QmpCapability>> = "enable",
     }
 }
@@ -194,7 +194,7 @@ record! {
 words! {
     /// `QMPCapability`
     QmpCapability {
-        /// Commands out of band; not offered.
+        /// Out-of-band commands; ringdisk does not offer them.
         Oob = "oob",
     }
 }
@@ -202,7 +202,7 @@ words! {
 record! {
     /// An element of the reply to `query-commands`.
     CommandInfo {
-        /// Its name.
+        /// The command's name.
         name: String = "name",
     }
 }

@@ -4,13 +4,13 @@ use block::ThrottleError;
 use serde_json::{Value, json};
 use thiserror::Error;
 
-/// Why a command was refused or has failed: what a client gets as `error` (QMP specification, "Error Responses").
+/// Why a command was refused or has failed: the `error` that a client receives (QMP specification, "Error Responses").
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("{desc}")]
 pub struct CommandError {
-    /// What a program may look at.
+    /// The class, for programs.
     pub class: ErrorClass,
-    /// For people: which object, what happened, what to do next.
+    /// The description, for users: which object, what happened, what to do next.
     pub desc: String,
 }
 
@@ -19,28 +19,28 @@ pub struct CommandError {
 pub enum ErrorClass {
     /// Most errors.
     GenericError,
-    /// There is no such command, or not in this state of the session.
+    /// The command does not exist, or is not allowed in this state of the session.
     CommandNotFound,
-    /// The device is there and has not been started.
+    /// The device exists and has not been started.
     DeviceNotActive,
-    /// There is no such device.
+    /// The device does not exist.
     DeviceNotFound,
-    /// The host can't do it.
+    /// The host lacks a capability.
     KvmMissingCap,
 }
 
 impl CommandError {
-    /// A `GenericError`.
+    /// Makes a `GenericError`.
     pub fn generic(desc: impl Into<String>) -> Self {
         Self::new(ErrorClass::GenericError, desc)
     }
 
-    /// A `DeviceNotFound`.
+    /// Makes a `DeviceNotFound`.
     pub fn device_not_found(desc: impl Into<String>) -> Self {
         Self::new(ErrorClass::DeviceNotFound, desc)
     }
 
-    /// An error of this class.
+    /// Makes an error of any class.
     pub fn new(class: ErrorClass, desc: impl Into<String>) -> Self {
         let desc = desc.into();
         Self { class, desc }
@@ -52,7 +52,7 @@ impl CommandError {
 }
 
 impl ErrorClass {
-    /// As it stands in `class`.
+    /// The value of `class`.
     pub fn word(self) -> &'static str {
         match self {
             Self::GenericError => "GenericError",
@@ -63,7 +63,7 @@ impl ErrorClass {
         }
     }
 
-    /// Reads `class`. Clients are to treat a class that they don't know as the general one.
+    /// Parses `class`. QMP asks clients to treat a class that they do not know as `GenericError`.
     pub(crate) fn of_word(word: &str) -> Self {
         let all = [
             Self::CommandNotFound,
@@ -82,7 +82,7 @@ impl From<ThrottleError> for CommandError {
     }
 }
 
-/// The beginning of what the other side sent, for an error message.
+/// The beginning of a text from the other side, for an error message.
 pub(crate) fn excerpt(text: &str) -> Cow<'_, str> {
     match text.char_indices().nth(100) {
         Some((end, _)) => format!("{}…", &text[..end]).into(),

@@ -1,4 +1,4 @@
-//! Events: what happens without having been asked for, and how it reaches every session.
+//! Events: asynchronous messages, and their distribution to every session.
 
 mod hub;
 
@@ -11,21 +11,21 @@ use crate::qapi::{Qapi, Schema};
 /// One line for each event: `Name(data) = "NAME"`.
 macro_rules! events {
     ($($(#[$doc:meta])* $name:ident($data:ty) = $word:literal,)+) => {
-        /// What has happened.
+        /// An event to be sent to the clients.
         #[derive(Clone, Debug, PartialEq)]
         pub enum Event {
             $($(#[$doc])* $name($data),)+
         }
 
         impl Event {
-            /// Its name in QMP.
+            /// The event's name in QMP.
             pub fn name(&self) -> &'static str {
                 match self {
                     $(Self::$name(_) => $word,)+
                 }
             }
 
-            /// What is told of it.
+            /// The event's `data` member.
             pub fn data(&self) -> Value {
                 match self {
                     $(Self::$name(data) => data.to_json(),)+
@@ -43,19 +43,20 @@ macro_rules! events {
 }
 
 events! {
-    /// An export is gone, and its node may be deleted.
+    /// An export has been removed, so its node may be deleted.
     BlockExportDeleted(BlockExportDeleted) = "BLOCK_EXPORT_DELETED",
-    /// A request of a guest has failed. Of each disk and operation at most one a second is sent, and if there were
-    /// more, the last of them.
+    /// A guest's request has failed. At most one event per second is sent for each disk and operation; if more requests
+    /// fail, the last failure is sent.
     BlockIoError(BlockIoError) = "BLOCK_IO_ERROR",
-    /// Nothing waits any more for the storage of a disk to work again.
+    /// No request waits for the disk's storage to recover any more.
     BlockIoResumed(BlockIoResumed) = "BLOCK_IO_RESUMED",
-    /// An image contradicts itself, and nothing more is written to it.
+    /// An image is inconsistent, and ringdisk no longer writes to it.
     BlockImageCorrupted(BlockImageCorrupted) = "BLOCK_IMAGE_CORRUPTED",
 }
 
 impl Event {
-    /// For events that a guest can cause at will: what they are counted by, one of each a second.
+    /// The key by which an event is rate-limited to one per second; `None` for events that a guest cannot cause at
+    /// will.
     fn rate_limited_by(&self) -> Option<String> {
         match self {
             Self::BlockExportDeleted(_) | Self::BlockImageCorrupted(_) => None,
@@ -84,19 +85,20 @@ record! {
 record! {
     /// Data of `BLOCK_IO_ERROR`.
     BlockIoError {
-        /// The path of the device in QEMU's tree, which has none here; there for clients that look at it.
+        /// The device's path in QEMU's object tree. ringdisk has no such tree; the member exists for clients that read
+        /// it.
         qom_path: Option<String> = "qom-path",
         /// The id of the export.
         device: String = "device",
-        /// The node.
+        /// The node's name.
         node_name: Option<String> = "node-name",
-        /// What the guest wanted.
+        /// The operation that failed.
         operation: IoOperationType = "operation",
-        /// What was done about it.
+        /// What was done about the error.
         action: BlockErrorAction = "action",
-        /// Whether there was no space left.
+        /// Whether the error was that no space was left.
         nospace: Option<bool> = "nospace",
-        /// For people.
+        /// The error message, for users.
         reason: String = "reason",
     }
 }
@@ -106,7 +108,7 @@ record! {
     BlockIoResumed {
         /// The id of the export.
         device: String = "device",
-        /// The node.
+        /// The node's name.
         node_name: Option<String> = "node-name",
     }
 }
@@ -114,17 +116,17 @@ record! {
 record! {
     /// Data of `BLOCK_IMAGE_CORRUPTED`.
     BlockImageCorrupted {
-        /// The id of the export; empty if it is not served.
+        /// The id of the export; empty if the image is not exported.
         device: String = "device",
-        /// The node.
+        /// The node's name.
         node_name: Option<String> = "node-name",
-        /// For people.
+        /// The message, for users.
         msg: String = "msg",
-        /// Where, in bytes.
+        /// The offset of the inconsistency, in bytes.
         offset: Option<u64> = "offset",
-        /// Bytes concerned.
+        /// The bytes concerned.
         size: Option<u64> = "size",
-        /// Whether nothing more is written.
+        /// Whether ringdisk has stopped writing to the image.
         fatal: bool = "fatal",
     }
 }
@@ -134,7 +136,7 @@ words! {
     IoOperationType {
         /// A read.
         Read = "read",
-        /// Anything else: write, flush, discard.
+        /// Any other operation: write, flush or discard.
         Write = "write",
     }
 }
@@ -142,11 +144,11 @@ words! {
 words! {
     /// `BlockErrorAction`
     BlockErrorAction {
-        /// The guest was told of success.
+        /// The guest was told that the request succeeded.
         Ignore = "ignore",
         /// The guest was told of the error.
         Report = "report",
-        /// The guest waits.
+        /// The request waits, and the guest with it.
         Stop = "stop",
     }
 }

@@ -1,40 +1,41 @@
-//! Where one JSON value of a stream ends and the next begins. There need not be anything between them.
+//! Splits a byte stream into JSON values. The values need not be separated.
 
 use thiserror::Error;
 
-/// How much a message may be.
+/// The largest message that is accepted.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Bytes.
+    /// The longest message, in bytes.
     pub bytes: usize,
-    /// Values and names. One costs up to 350 bytes once parsed: an object with one member, which is two tokens, is a
-    /// tree node for eleven.
+    /// The most values and names in a message. Each costs up to 350 bytes once parsed: an object with one member, which
+    /// is two tokens, takes a tree node with space for eleven.
     pub tokens: usize,
 }
 
 impl Limits {
-    /// Of what a client sends. The longest sensible command, a `blockdev-add` with a path of 4 kB, has 50 tokens.
-    /// Text, strings and the rest of a parsed command are 2 * 1 MiB + 10,000 * 350 bytes at most: less than 6 MB.
+    /// For messages from a client. The longest sensible command, a `blockdev-add` with a path of 4 kB, has 50 tokens.
+    /// The text, the strings and the rest of a parsed command take at most 2 * 1 MiB + 10,000 * 350 bytes: less than 6
+    /// MB.
     pub const COMMAND: Self = Self {
         bytes: 1 << 20,
         tokens: 10_000,
     };
 
-    /// Of what a server sends, whom the client has chosen: histograms of a thousand disks.
+    /// For messages from a server, which the client has chosen: enough for histograms of a thousand disks.
     pub const REPLY: Self = Self {
         bytes: 64 << 20,
         tokens: 4_000_000,
     };
 }
 
-/// Deepest nesting of objects and arrays. `blockdev-add` needs 3; less than what `serde_json` takes (128).
+/// The deepest nesting of objects and arrays. `blockdev-add` needs 3; `serde_json` allows 128.
 const DEPTH_MAX: usize = 64;
 
-/// Cuts a stream of bytes into messages.
+/// Splits a byte stream into messages.
 ///
-/// After an error it goes on where a message may begin: behind the offending byte, or, if a message went past a
-/// limit, behind the next control character (say, a newline) or 0xFF, whichever comes first. As in QEMU, a client
-/// that has lost its place sends 0xFF, gets an error, and is in step again.
+/// After an error the framer continues where a message may begin: after the offending byte or, if a message exceeded a
+/// limit, after the next control character (such as a newline) or 0xFF, whichever comes first. As in QEMU, a client
+/// that has lost synchronisation sends 0xFF, gets an error, and is synchronised again.
 pub struct Framer {
     limits: Limits,
     message: Vec<u8>,
@@ -49,39 +50,39 @@ enum State {
     /// Between values of an object or an array, or between messages.
     Between,
     String,
-    /// Behind a backslash.
+    /// After a backslash.
     Escape,
-    /// A number or a keyword that is a message by itself; whatever can't be part of it ends it.
+    /// A number or a keyword that is a message by itself; any byte that cannot be part of it ends it.
     Word,
-    /// A message was too much; what is left of it is skipped.
+    /// A message exceeded a limit; the rest of it is skipped.
     Skipping,
 }
 
-/// Why bytes are no message.
+/// Why bytes are not a valid message.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum FramingError {
-    /// 0xFF, which no text contains.
+    /// The byte 0xFF, which is never part of a text.
     #[error("byte 0xFF, which is no text: what came before it is forgotten")]
     Reset,
-    /// A closing bracket without its opening one.
+    /// A closing bracket without a matching opening bracket.
     #[error("'{0}' closes nothing that is open")]
     Unbalanced(char),
-    /// As it is.
+    /// An unescaped control character in a string.
     #[error("control character {0:#04x} in a string; write it as an escape")]
     Control(u8),
-    /// Too long.
+    /// The message has too many bytes.
     #[error("a message of more than {0} bytes")]
     TooLong(usize),
-    /// Too deep.
+    /// The message is nested too deeply.
     #[error("more than {DEPTH_MAX} objects and arrays in each other")]
     TooDeep,
-    /// Too much.
+    /// The message has too many values and names.
     #[error("more than {0} values and names")]
     TooMany(usize),
 }
 
 impl Framer {
-    /// A framer for messages within `limits`.
+    /// A framer that accepts messages within `limits`.
     pub fn new(limits: Limits) -> Self {
         Self {
             limits,
@@ -92,15 +93,14 @@ impl Framer {
         }
     }
 
-    /// Takes bytes off the front of `input` until a message is whole, and returns that; `None` when the input is
-    /// used up.
+    /// Consumes `input` up to the end of a message, and returns the message; `None` when the input is used up.
     ///
     /// # Errors
-    /// The bytes are no message. Calling again goes on behind them.
+    /// The bytes are not a message. The next call continues after them.
     pub fn next(&mut self, input: &mut &[u8]) -> Option<Result<Vec<u8>, FramingError>> {
         while let Some((&byte, rest)) = input.split_first() {
             if self.state == State::Word && ends_word(byte) {
-                return Some(Ok(self.finish())); // the byte stays for the next message
+                return Some(Ok(self.finish())); // the byte belongs to the next message
             }
             *input = rest;
             match self.take(byte) {
@@ -122,12 +122,12 @@ impl Framer {
         None
     }
 
-    /// Whether a message has begun and is not whole.
+    /// Whether a message has begun and is incomplete.
     pub fn is_midway(&self) -> bool {
         !self.message.is_empty()
     }
 
-    /// Takes a byte; true if it ends a message.
+    /// Consumes a byte. Returns true if it ends a message.
     fn take(&mut self, byte: u8) -> Result<bool, FramingError> {
         if byte == 0xff {
             return Err(FramingError::Reset);
@@ -171,7 +171,7 @@ impl Framer {
                 }
                 return Ok(self.open.is_empty());
             }
-            (_, b',' | b':') if self.open.is_empty() => return Ok(true), // no value, as the parser will say
+            (_, b',' | b':') if self.open.is_empty() => return Ok(true), // not a value; the parser reports it
             (_, b',' | b':') => self.count()?,
             _ if self.open.is_empty() => self.state = State::Word,
             _ => {}
@@ -187,7 +187,7 @@ impl Framer {
         }
     }
 
-    /// Returns what has been gathered, and is ready for the next message.
+    /// Returns the bytes of the message, and prepares for the next one.
     fn finish(&mut self) -> Vec<u8> {
         self.open.clear();
         self.tokens = 0;

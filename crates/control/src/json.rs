@@ -1,12 +1,12 @@
-//! JSON text → value, more strictly than `serde_json` by itself: a member that stands twice is an error, as in QEMU.
-//! (What one program reads from the first and another from the second is how checks are evaded.)
+//! JSON parsing, more strictly than `serde_json`: a duplicate member is an error, as in QEMU. Otherwise a check could
+//! be evaded if one program reads the first of two members and another reads the second.
 
 use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
-/// Reads one value. The caller has bounded its length and its depth.
+/// Parses one value. The caller has bounded its length and depth.
 pub fn parse(text: &[u8]) -> Result<Value, String> {
     let text = std::str::from_utf8(text)
         .map_err(|error| format!("bytes from {} on are not UTF-8", error.valid_up_to()))?;

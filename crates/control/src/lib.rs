@@ -1,11 +1,11 @@
-//! QMP, the language in which QEMU's tools talk to a running disk server: framing, schema, commands, replies, events,
-//! for both ends of the socket.
+//! QMP, the protocol in which QEMU's tools talk to a running disk server: framing, schema, commands, replies and
+//! events, for both ends of the socket.
 //!
-//! Bytes become a [`Command`] once, in a [`Session`]; a [`Handler`] executes it. What each command takes and returns
-//! is written down once (`commands.rs`, `replies.rs`, `events.rs`), and parser, `query-commands` and
-//! `query-qmp-schema` all come from there, so what clients are told is what is served.
+//! A [`Session`] parses bytes into a [`Command`] once; a [`Handler`] executes it. The arguments and reply of each
+//! command are defined once (`commands.rs`, `replies.rs`, `events.rs`). The parser, `query-commands` and
+//! `query-qmp-schema` are all generated from that definition, so the schema always describes what the server accepts.
 //!
-//! Nothing here starts a thread or knows how disks are served.
+//! This crate starts no threads and does not know how disks are served.
 
 #[macro_use]
 mod qapi;

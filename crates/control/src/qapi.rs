@@ -1,5 +1,5 @@
-//! Types of QEMU's interface language (QAPI). One definition of a type reads it from JSON, writes it as JSON and
-//! describes it in `query-qmp-schema`.
+//! Types of QEMU's interface language (QAPI). Each type is defined once; the definition parses it from JSON, writes it
+//! as JSON and describes it in `query-qmp-schema`.
 
 #[macro_use]
 mod macros;
@@ -16,36 +16,36 @@ use serde_json::{Map, Value};
 use crate::CommandError;
 use crate::error::excerpt;
 
-/// A value of an argument, a reply or an event.
+/// A type of argument, reply or event.
 pub trait Qapi: Sized {
-    /// Adds this type to the schema, and returns its name there.
+    /// Adds this type to the schema, and returns the type's name there.
     fn describe(schema: &mut Schema) -> String;
 
-    /// Reads a value that stands `at` some place of the arguments.
+    /// Parses a value at position `at` of the arguments.
     ///
     /// # Errors
-    /// It is of another type, lacks a member, has one too many, or is out of range.
+    /// The value has another type, lacks a member, has an unknown member, or is out of range.
     fn from_json(value: Value, at: &At<'_>) -> Result<Self, CommandError>;
 
-    /// Writes the value as it is sent.
+    /// Converts the value to the JSON that is sent.
     fn to_json(&self) -> Value;
 }
 
 /// A JSON object with the members of a Rust struct.
 pub trait Record: Sized {
-    /// Its name in the schema.
+    /// The type's name in the schema.
     const NAME: &'static str;
 
-    /// Its members, for the schema.
+    /// Describes the members for the schema.
     fn object(schema: &mut Schema) -> Object;
 
-    /// Takes its members out of an object that may have others.
+    /// Takes the members of this type from an object that may have others.
     ///
     /// # Errors
     /// As `Qapi::from_json`.
     fn take_members(fields: &mut Fields<'_>) -> Result<Self, CommandError>;
 
-    /// Adds its members to an object.
+    /// Adds the members to an object.
     fn put_members(&self, map: &mut Map<String, Value>);
 }
 
@@ -57,7 +57,7 @@ pub trait Member: Sized {
     /// As `Qapi::describe`.
     fn describe(schema: &mut Schema) -> String;
 
-    /// Takes the member out of the object.
+    /// Takes the member from an object.
     ///
     /// # Errors
     /// As `Qapi::from_json`.
@@ -67,7 +67,7 @@ pub trait Member: Sized {
     fn put(&self, name: &str, map: &mut Map<String, Value>);
 }
 
-/// Where a value stands in the arguments of a command: `file.cache.direct`, `iothread[1]`.
+/// The position of a value in the arguments of a command: `file.cache.direct`, `iothread[1]`.
 pub struct At<'a> {
     parent: Option<&'a At<'a>>,
     place: Place<'a>,
@@ -80,20 +80,20 @@ enum Place<'a> {
 }
 
 impl At<'_> {
-    /// The arguments themselves.
+    /// The position of the arguments as a whole.
     pub const ARGUMENTS: At<'static> = At {
         parent: None,
         place: Place::Arguments,
     };
 
-    /// The value has another type.
+    /// The error for a value of another type.
     pub fn expected(&self, what: &str) -> CommandError {
         CommandError::generic(format!(
             "Invalid parameter type for '{self}', expected: {what}"
         ))
     }
 
-    /// The value has the right type, and is none of those that are allowed.
+    /// The error for a value of the right type that is not allowed.
     pub fn refused(&self, problem: impl fmt::Display) -> CommandError {
         CommandError::generic(format!("Parameter '{self}': {problem}"))
     }
@@ -123,10 +123,10 @@ pub struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    /// The members of `value`.
+    /// Starts to take the members of `value`.
     ///
     /// # Errors
-    /// It is no object.
+    /// The value is not an object.
     pub fn open(value: Value, at: &'a At<'a>) -> Result<Self, CommandError> {
         match value {
             Value::Object(left) => Ok(Self { left, at }),
@@ -134,12 +134,12 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Where the object stands.
+    /// The position of the object.
     pub fn at(&self) -> &At<'a> {
         self.at
     }
 
-    /// Takes a member that may be absent.
+    /// Takes an optional member.
     ///
     /// # Errors
     /// As `Qapi::from_json`.
@@ -149,10 +149,10 @@ impl<'a> Fields<'a> {
         value.map(|value| T::from_json(value, &at)).transpose()
     }
 
-    /// Takes a member that must be there.
+    /// Takes a mandatory member.
     ///
     /// # Errors
-    /// It is missing, or as `Qapi::from_json`.
+    /// The member is missing; otherwise as `Qapi::from_json`.
     pub fn take_required<T: Qapi>(&mut self, name: &str) -> Result<T, CommandError> {
         self.take_optional(name)?.ok_or_else(|| {
             let at = member(self.at, name);
@@ -160,19 +160,19 @@ impl<'a> Fields<'a> {
         })
     }
 
-    /// Takes the member that says which variant the object is: its place in `cases`.
+    /// Takes the member that selects the variant, and returns its index in `cases`.
     ///
     /// # Errors
-    /// It is missing or none of the cases.
+    /// The member is missing, or is not one of the cases.
     pub fn take_case(&mut self, name: &str, cases: &[&'static str]) -> Result<usize, CommandError> {
         let word: String = self.take_required(name)?;
         word_index(&word, cases, &member(self.at, name))
     }
 
-    /// Ends reading.
+    /// Ends the parsing of the object.
     ///
     /// # Errors
-    /// A member is left that nobody has asked for.
+    /// A member is left that was not taken.
     pub fn close(self) -> Result<(), CommandError> {
         match self.left.keys().next() {
             None => Ok(()),
@@ -194,7 +194,7 @@ fn member<'a>(parent: &'a At<'a>, name: &'a str) -> At<'a> {
     }
 }
 
-/// The place of `word` among `words`.
+/// The index of `word` in `words`, or the error for a value that is not allowed.
 pub fn word_index(word: &str, words: &[&'static str], at: &At<'_>) -> Result<usize, CommandError> {
     words
         .iter()

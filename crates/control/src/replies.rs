@@ -1,4 +1,4 @@
-//! What commands return, with QEMU's names.
+//! The replies to commands, with QEMU's names.
 
 use block::{DetectZeroes, ThrottleLimits};
 use serde_json::{Map, Value};
@@ -10,9 +10,9 @@ use crate::qapi::{Fields, Member, Object, Record, Schema};
 record! {
     /// `VersionInfo`
     VersionInfo {
-        /// The QEMU whose commands these are.
+        /// The version of QEMU whose commands are implemented.
         qemu: VersionTriple = "qemu",
-        /// Which program this is.
+        /// The name and version of this program.
         package: String = "package",
     }
 }
@@ -32,13 +32,13 @@ record! {
 record! {
     /// `BlockExportInfo`
     BlockExportInfo {
-        /// Its name.
+        /// The export's id.
         id: String = "id",
         /// `vhost-user-blk`
         kind: ExportKind = "type",
-        /// The node that is served.
+        /// The exported node.
         node_name: String = "node-name",
-        /// Whether it is on its way out.
+        /// Whether the export is being removed.
         shutting_down: bool = "shutting-down",
     }
 }
@@ -51,41 +51,41 @@ words! {
     }
 }
 
-/// `BlockDeviceInfo`: a node, and the limits of the disk that it is.
+/// `BlockDeviceInfo`: a node, and the I/O limits of its disk.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockDeviceInfo {
-    /// The node.
+    /// The members about the node.
     pub node: BlockNodeInfo,
-    /// The limits.
+    /// The I/O limits.
     pub limits: ThrottleLimits,
-    /// The throttle group that it is in.
+    /// The throttle group that the disk is a member of.
     pub group: Option<String>,
 }
 
 record! {
-    /// The part of `BlockDeviceInfo` that is not about limits.
+    /// The part of `BlockDeviceInfo` that does not concern limits.
     BlockNodeInfo {
-        /// Its path.
+        /// The path of the node's file.
         file: String = "file",
-        /// Its name.
+        /// The node's name.
         node_name: Option<String> = "node-name",
-        /// Whether writes are refused.
+        /// Whether the node is read-only.
         ro: bool = "ro",
-        /// What kind of node it is: the `driver` of `blockdev-add`.
+        /// The kind of node: the `driver` of `blockdev-add`.
         drv: String = "drv",
-        /// How many backing files are below it.
+        /// The number of backing files below the node.
         backing_file_depth: u64 = "backing_file_depth",
-        /// Whether it may be used; false only on the passive side of a migration.
+        /// Whether the node is active; false only on the destination of a migration.
         active: bool = "active",
         /// Always false.
         encrypted: bool = "encrypted",
-        /// What becomes of writes of zeroes.
+        /// How writes of zeroes are handled.
         detect_zeroes: DetectZeroes = "detect_zeroes",
-        /// The image.
+        /// The node's image.
         image: ImageInfo = "image",
-        /// How caches are used.
+        /// The node's cache mode.
         cache: BlockdevCacheInfo = "cache",
-        /// Always 0: no threshold.
+        /// Always 0: no threshold is set.
         write_threshold: u64 = "write_threshold",
     }
 }
@@ -120,13 +120,13 @@ impl Record for BlockDeviceInfo {
 record! {
     /// `ImageInfo`
     ImageInfo {
-        /// Its path.
+        /// The image's path.
         filename: String = "filename",
         /// `raw`
         format: String = "format",
-        /// Bytes that the guest sees.
+        /// The size in bytes that the guest sees.
         virtual_size: u64 = "virtual-size",
-        /// Bytes that it takes up.
+        /// The bytes allocated on the host.
         actual_size: Option<u64> = "actual-size",
     }
 }
@@ -136,7 +136,7 @@ record! {
     BlockdevCacheInfo {
         /// Whether a completed write may be lost until the next flush.
         writeback: bool = "writeback",
-        /// Whether I/O goes past the page cache.
+        /// Whether I/O bypasses the page cache.
         direct: bool = "direct",
         /// Whether the guest's flushes are ignored.
         no_flush: bool = "no-flush",
@@ -146,51 +146,51 @@ record! {
 record! {
     /// `BlockStats`
     BlockStats {
-        /// The id of the export.
+        /// The export's id.
         device: Option<String> = "device",
-        /// The name of the node.
+        /// The node's name.
         node_name: Option<String> = "node-name",
-        /// What has been done.
+        /// The node's I/O statistics.
         stats: BlockDeviceStats = "stats",
     }
 }
 
 record! {
-    /// `BlockDeviceStats`: since the disk was first served. Times are sums over requests, while they are measured:
-    /// for two minutes after each question, or always where metrics are served.
+    /// `BlockDeviceStats`, counted since the disk was first served. Times are sums over the requests that were made
+    /// while times were measured: for two minutes after each query, or always if metrics are served.
     #[derive(Default)]
     BlockDeviceStats {
         /// Bytes read.
         rd_bytes: u64 = "rd_bytes",
         /// Bytes written.
         wr_bytes: u64 = "wr_bytes",
-        /// Always 0: there are no zoned disks.
+        /// Always 0: ringdisk has no zoned disks.
         zone_append_bytes: u64 = "zone_append_bytes",
         /// Bytes discarded.
         unmap_bytes: u64 = "unmap_bytes",
-        /// Reads done.
+        /// Completed reads.
         rd_operations: u64 = "rd_operations",
-        /// Writes done.
+        /// Completed writes.
         wr_operations: u64 = "wr_operations",
         /// Always 0.
         zone_append_operations: u64 = "zone_append_operations",
-        /// Flushes done.
+        /// Completed flushes.
         flush_operations: u64 = "flush_operations",
-        /// Discards done.
+        /// Completed discards.
         unmap_operations: u64 = "unmap_operations",
-        /// Time in reads, in nanoseconds.
+        /// The total time of reads, in nanoseconds.
         rd_total_time_ns: u64 = "rd_total_time_ns",
-        /// Time in writes, in nanoseconds.
+        /// The total time of writes, in nanoseconds.
         wr_total_time_ns: u64 = "wr_total_time_ns",
         /// Always 0.
         zone_append_total_time_ns: u64 = "zone_append_total_time_ns",
-        /// Time in flushes, in nanoseconds.
+        /// The total time of flushes, in nanoseconds.
         flush_total_time_ns: u64 = "flush_total_time_ns",
-        /// Time in discards, in nanoseconds.
+        /// The total time of discards, in nanoseconds.
         unmap_total_time_ns: u64 = "unmap_total_time_ns",
-        /// Always 0: not known.
+        /// Always 0: not measured.
         wr_highest_offset: u64 = "wr_highest_offset",
-        /// Always 0: none are merged.
+        /// Always 0: requests are not merged.
         rd_merged: u64 = "rd_merged",
         /// Always 0.
         wr_merged: u64 = "wr_merged",
@@ -198,19 +198,19 @@ record! {
         zone_append_merged: u64 = "zone_append_merged",
         /// Always 0.
         unmap_merged: u64 = "unmap_merged",
-        /// Always absent: not known.
+        /// Always absent: not measured.
         idle_time_ns: Option<u64> = "idle_time_ns",
-        /// Reads that failed.
+        /// Failed reads.
         failed_rd_operations: u64 = "failed_rd_operations",
-        /// Writes that failed.
+        /// Failed writes.
         failed_wr_operations: u64 = "failed_wr_operations",
         /// Always 0.
         failed_zone_append_operations: u64 = "failed_zone_append_operations",
-        /// Flushes that failed.
+        /// Failed flushes.
         failed_flush_operations: u64 = "failed_flush_operations",
-        /// Discards that failed.
+        /// Failed discards.
         failed_unmap_operations: u64 = "failed_unmap_operations",
-        /// Always 0: what was no request is counted in `x-ringdisk-stats`, for all kinds together.
+        /// Always 0: `x-ringdisk-stats` counts invalid requests, for all kinds together.
         invalid_rd_operations: u64 = "invalid_rd_operations",
         /// Always 0.
         invalid_wr_operations: u64 = "invalid_wr_operations",
@@ -220,32 +220,33 @@ record! {
         invalid_flush_operations: u64 = "invalid_flush_operations",
         /// Always 0.
         invalid_unmap_operations: u64 = "invalid_unmap_operations",
-        /// Whether the idle time counts from invalid requests too.
+        /// Whether the idle time is also counted from invalid requests.
         account_invalid: bool = "account_invalid",
-        /// Whether times and the idle time count failed requests too.
+        /// Whether times and the idle time include failed requests.
         account_failed: bool = "account_failed",
         /// Always empty: `x-ringdisk-stats` has histograms.
         timed_stats: Vec<BlockDeviceTimedStats> = "timed_stats",
-        /// Always absent, as the next two: `x-ringdisk-stats` has them.
+        /// Always absent, as are the next two: `x-ringdisk-stats` has the histograms.
         rd_latency_histogram: Option<BlockLatencyHistogramInfo> = "rd_latency_histogram",
-        /// How long writes took; absent.
+        /// The latency of writes; always absent.
         wr_latency_histogram: Option<BlockLatencyHistogramInfo> = "wr_latency_histogram",
-        /// How long flushes took; absent.
+        /// The latency of flushes; always absent.
         flush_latency_histogram: Option<BlockLatencyHistogramInfo> = "flush_latency_histogram",
     }
 }
 
 record! {
-    /// `BlockDeviceTimedStats`; there are none.
+    /// `BlockDeviceTimedStats`; no such statistics exist.
     BlockDeviceTimedStats {}
 }
 
 record! {
-    /// `BlockLatencyHistogramInfo`: bin i counts what took from boundary i-1 up to less than boundary i.
+    /// `BlockLatencyHistogramInfo`: bin i counts the requests whose latency is at least boundary i-1 and less than
+    /// boundary i.
     BlockLatencyHistogramInfo {
-        /// Nanoseconds, ascending; one fewer than bins.
+        /// The boundaries in nanoseconds, ascending; one fewer than the bins.
         boundaries: Vec<u64> = "boundaries",
-        /// Requests in each.
+        /// The number of requests in each bin.
         bins: Vec<u64> = "bins",
     }
 }
@@ -253,17 +254,18 @@ record! {
 record! {
     /// `IOThreadInfo`
     IoThreadInfo {
-        /// Its name.
+        /// The thread's id.
         id: String = "id",
-        /// The kernel's id of the thread.
+        /// The kernel's thread id.
         thread_id: u32 = "thread-id",
-        /// Longest look-out for the guest before the thread sleeps, in nanoseconds; 0: none.
+        /// The longest time that the thread polls for guest requests before it sleeps, in nanoseconds; 0 disables
+        /// polling.
         poll_max_ns: u64 = "poll-max-ns",
-        /// 0: ringdisk measures how long to look out, and does not grow it step by step.
+        /// Always 0: ringdisk measures how long to poll instead of increasing the time step by step.
         poll_grow: u64 = "poll-grow",
-        /// 0
+        /// Always 0.
         poll_shrink: u64 = "poll-shrink",
-        /// Most requests that are handed to the kernel at once; 0: as the engine likes.
+        /// The most requests that are submitted to the kernel at once; 0: the engine decides.
         aio_max_batch: u64 = "aio-max-batch",
     }
 }

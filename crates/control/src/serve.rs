@@ -10,16 +10,15 @@ use serde_json::json;
 use crate::events::{Pending, Subscription};
 use crate::session::{Handler, Session, line};
 
-/// How long a client may leave a reply or an event unread.
+/// The longest time that a client may leave a reply or an event unread.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Serves one client until it hangs up or the hub is closed. Returns when the conversation is over.
+/// Serves one client, and returns when it disconnects or the hub is closed.
 ///
-/// Commands are executed on this thread, one after the other; events go out between them.
+/// Commands are executed on this thread, one at a time; events are sent between them.
 ///
 /// # Errors
-/// The client has not read what was sent to it for 10 seconds or has left too many events waiting, or the socket has
-/// failed.
+/// The client has left data unread for 10 seconds or too many events pending, or the socket has failed.
 pub fn serve_socket(
     socket: &UnixStream,
     events: &Subscription,
@@ -29,18 +28,18 @@ pub fn serve_socket(
     serve(&mut &*socket, events, handler)
 }
 
-/// Tells a client why it is not served, in place of the greeting.
+/// Sends the client the reason why it is not served, in place of the greeting.
 ///
 /// # Errors
-/// It does not take it.
+/// The message cannot be sent.
 pub fn refuse(socket: &UnixStream, why: &str) -> io::Result<()> {
     socket.set_write_timeout(Some(WRITE_TIMEOUT))?;
     let error = json!({ "class": "GenericError", "desc": why });
     (&*socket).write_all(&line(&json!({ "error": error })))
 }
 
-/// As [`serve_socket`], over anything that can be waited for. Whether a client that does not read is given up is up to
-/// the stream.
+/// As [`serve_socket`], for any stream that can be polled. The stream decides whether a client that does not read is
+/// disconnected.
 ///
 /// # Errors
 /// As [`serve_socket`].
@@ -75,7 +74,7 @@ pub fn serve<S: Read + Write + AsFd>(
     }
 }
 
-/// Sends the events that wait; false if the session is to end.
+/// Sends the pending events. Returns false if the session is to end.
 fn send_events<S: Write>(
     stream: &mut S,
     session: &Session,
@@ -95,7 +94,7 @@ fn send_events<S: Write>(
     }
 }
 
-/// Waits for bytes of the client or for events; true for the former.
+/// Waits for bytes from the client or for events. Returns true if there may be bytes to read.
 fn wait<S: AsFd>(stream: &S, events: &Subscription) -> io::Result<bool> {
     let wake = events.wake_fd();
     let mut fds = [

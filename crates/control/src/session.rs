@@ -9,16 +9,16 @@ use crate::qapi::{At, Qapi, Schema};
 use crate::replies::{VersionInfo, VersionTriple};
 use crate::{CommandError, ErrorClass};
 
-/// Who executes commands.
+/// Executes the commands of a session.
 pub trait Handler {
-    /// Executes a command, and returns what the schema says of it. Debug builds panic if it is something else.
+    /// Executes a command, and returns a value that conforms to the schema. Debug builds panic if it does not.
     ///
     /// # Errors
-    /// What the client is told.
+    /// The error that the client receives.
     fn execute(&self, command: Command) -> Result<Value, CommandError>;
 }
 
-/// One client's conversation: bytes in, bytes out (QMP specification, "Protocol Specification").
+/// One client's session: bytes in, bytes out (QMP specification, "Protocol Specification").
 pub struct Session {
     framer: Framer,
     negotiated: bool,
@@ -31,7 +31,7 @@ impl Default for Session {
 }
 
 impl Session {
-    /// A session that has just been opened. The client is to get `greeting` first.
+    /// Starts a session. The client must receive `greeting` first.
     pub fn new() -> Self {
         Self {
             framer: Framer::new(Limits::COMMAND),
@@ -45,8 +45,8 @@ impl Session {
         line(&json!({ "QMP": { "version": version, "capabilities": [] } }))
     }
 
-    /// Takes bytes off the front of `input` until a message is whole, executes it, and returns the reply to be sent;
-    /// `None` when the input is used up. What has no sense gets an error for a reply.
+    /// Consumes `input` up to the end of a message, executes the message, and returns the reply to be sent; `None` when
+    /// the input is used up. An invalid message gets an error as its reply.
     pub fn receive(&mut self, input: &mut &[u8], handler: &dyn Handler) -> Option<Vec<u8>> {
         let message = self.framer.next(input)?;
         let parsed = match &message {
@@ -63,8 +63,8 @@ impl Session {
         Some(line(&reply))
     }
 
-    /// An event, as [`Pending`](crate::Pending) has it, in the form in which this client gets it: not at all before it has
-    /// negotiated.
+    /// Formats an event from [`Pending`](crate::Pending) for this client; `None` before the client has negotiated, as
+    /// it then gets no events.
     pub fn event(&self, message: &Value) -> Option<Vec<u8>> {
         self.negotiated.then(|| line(message))
     }
@@ -123,7 +123,7 @@ impl Session {
         }
     }
 
-    /// Whether the command may come now: `qmp_capabilities` first, and once.
+    /// Checks that the command is allowed now: `qmp_capabilities` must come first, and only once.
     fn check_mode(&self, name: &str) -> Result<(), CommandError> {
         let problem = match (self.negotiated, name == "qmp_capabilities") {
             (false, false) => {
@@ -170,7 +170,7 @@ fn schema() -> Value {
     schema.into_entries().into()
 }
 
-/// Clients look at the version to learn what they may ask: the QEMU whose commands and members these are.
+/// The version of QEMU whose commands and members are implemented; clients derive from it what they may use.
 fn version() -> VersionInfo {
     VersionInfo {
         qemu: VersionTriple {
@@ -182,7 +182,7 @@ fn version() -> VersionInfo {
     }
 }
 
-/// A message as it is sent: on a line of its own, for people and for clients that read lines.
+/// Formats a message for sending: on a line of its own, for people and for clients that read lines.
 pub(crate) fn line(message: &Value) -> Vec<u8> {
     let mut bytes = message.to_string().into_bytes();
     bytes.extend(b"\r\n");

@@ -7,26 +7,26 @@ use crate::CommandError;
 use crate::qapi::{At, Id, Qapi, Schema};
 
 union! {
-    /// `BlockdevOptions`: a block node to be.
+    /// `BlockdevOptions`: a block node to be created.
     BlockdevOptions {
-        /// Its name. The node that a command makes must have one; one inside it may.
+        /// The node's name. Mandatory for the node that a command creates, optional for a node inside it.
         node_name: Option<Id> = "node-name",
-        /// What becomes of the guest's discards; `ignore` if absent.
+        /// How the guest's discards are handled; `ignore` if absent.
         discard: Option<Discard> = "discard",
-        /// How caches are used.
+        /// The cache mode.
         cache: Option<BlockdevCacheOptions> = "cache",
-        /// Whether writes are refused.
+        /// Whether the node is read-only.
         read_only: Option<bool> = "read-only",
-        /// Whether it may be opened read-only if it can't be written.
+        /// Whether the node may be opened read-only if it cannot be written.
         auto_read_only: Option<bool> = "auto-read-only",
-        /// What becomes of writes of zeroes; `off` if absent.
+        /// How writes of zeroes are handled; `off` if absent.
         detect_zeroes: Option<DetectZeroes> = "detect-zeroes",
     }
-    /// What kind of node it is.
+    /// The kind of node.
     driver: BlockdevDriver = "driver" {
         /// The raw format, on another node.
         Raw(BlockdevOptionsRaw) = "raw",
-        /// A qcow2 image, on a file. What it builds on, it names itself.
+        /// A qcow2 image in a file. The image itself names its backing file.
         Qcow2(BlockdevOptionsQcow2) = "qcow2",
         /// A regular file.
         File(BlockdevOptionsFile) = "file",
@@ -34,7 +34,7 @@ union! {
         HostDevice(BlockdevOptionsFile) = "host_device",
         /// An image in a Ceph cluster.
         Rbd(BlockdevOptionsRbd) = "rbd",
-        /// Nothing: requests complete at once.
+        /// No storage: requests complete immediately.
         NullCo(BlockdevOptionsNull) = "null-co",
     }
 }
@@ -42,7 +42,7 @@ union! {
 record! {
     /// `BlockdevOptionsGenericFormat`
     BlockdevOptionsRaw {
-        /// What the disk lies on.
+        /// The node or file that contains the disk.
         file: BlockdevRef = "file",
     }
 }
@@ -50,19 +50,19 @@ record! {
 record! {
     /// `BlockdevOptionsQcow2`
     BlockdevOptionsQcow2 {
-        /// The file that it is in.
+        /// The node or file that contains the image.
         file: BlockdevRef = "file",
-        /// Memory for its L2 tables in bytes; enough for all of them, up to 1 GiB, if absent.
+        /// The memory for the image's L2 tables in bytes; if absent, enough for all of them, up to 1 GiB.
         l2_cache_size: Option<u64> = "l2-cache-size",
     }
 }
 
 alternate! {
-    /// `BlockdevRef`: a node that there is, by its name, or one to be made.
+    /// `BlockdevRef`: an existing node, by its name, or a new one.
     BlockdevRef = "BlockdevRef" {
-        /// To be made, and to go with the node that it is for.
+        /// The options of a new node, which is closed together with the node that uses it.
         Definition(Box<BlockdevOptions>) if is_object,
-        /// The name of one that there is.
+        /// The name of an existing node.
         Reference(String) if is_string,
     }
 }
@@ -84,9 +84,9 @@ impl Qapi for Box<BlockdevOptions> {
 record! {
     /// `BlockdevOptionsFile`
     BlockdevOptionsFile {
-        /// Its path.
+        /// The file's path.
         filename: FilePath = "filename",
-        /// How bytes are moved; ringdisk chooses if absent.
+        /// The AIO method; ringdisk chooses if absent.
         aio: Option<BlockdevAioOptions> = "aio",
         /// Whether other programs are locked out; `auto` if absent.
         locking: Option<OnOffAuto> = "locking",
@@ -94,25 +94,25 @@ record! {
 }
 
 record! {
-    /// `BlockdevOptionsRbd`, with what QEMU takes only from Ceph's configuration file.
+    /// `BlockdevOptionsRbd`, with members for what QEMU accepts only from Ceph's configuration file.
     BlockdevOptionsRbd {
-        /// The pool that it is in.
+        /// The pool that contains the image.
         pool: String = "pool",
         /// The pool's namespace.
         namespace: Option<String> = "namespace",
-        /// Its name.
+        /// The image's name.
         image: String = "image",
         /// Ceph's configuration file.
         conf: Option<String> = "conf",
-        /// Which of its snapshots, which is read-only.
+        /// The snapshot to open, read-only; the image itself if absent.
         snapshot: Option<String> = "snapshot",
         /// The user, without `client.`.
         user: Option<String> = "user",
-        /// Where the user's key is.
+        /// The file with the user's key.
         keyring: Option<String> = "x-ringdisk-keyring",
-        /// Connections that disks with the same access share.
+        /// The number of connections that disks with the same access share.
         connections: Option<u64> = "x-ringdisk-connections",
-        /// Options of librados and librbd, each `KEY=VALUE`.
+        /// Options of librados and librbd, each as `KEY=VALUE`.
         options: Option<Vec<String>> = "x-ringdisk-options",
     }
 }
@@ -120,18 +120,18 @@ record! {
 record! {
     /// `BlockdevOptionsNull`
     BlockdevOptionsNull {
-        /// Bytes; `NULL_BYTES_DEFAULT` if absent.
+        /// The size in bytes; `NULL_BYTES_DEFAULT` if absent.
         size: Option<u64> = "size",
     }
 }
 
-/// Size of a `null-co` node of which none is given, as in QEMU.
+/// The default size in bytes of a `null-co` node, as in QEMU.
 pub const NULL_BYTES_DEFAULT: u64 = 1 << 30;
 
 record! {
     /// `BlockdevCacheOptions`
     BlockdevCacheOptions {
-        /// Whether I/O goes past the page cache; false if absent.
+        /// Whether I/O bypasses the page cache; false if absent.
         direct: Option<bool> = "direct",
         /// Whether the guest's flushes are ignored; false if absent.
         no_flush: Option<bool> = "no-flush",
@@ -139,17 +139,17 @@ record! {
 }
 
 impl BlockdevOptions {
-    /// The name of the node that a command makes.
+    /// The name of the node that a command creates.
     ///
     /// # Errors
-    /// There is none.
+    /// The options give no name.
     pub fn root_node_name(&self) -> Result<&Id, CommandError> {
         self.node_name
             .as_ref()
             .ok_or_else(|| CommandError::generic("'node-name' must be given, to name the node by"))
     }
 
-    /// The mode that the cache options of the node make together with `writethrough` of its export.
+    /// The cache mode for the node's cache options and `writethrough` of its export.
     ///
     /// # Errors
     /// ringdisk has no such mode.
@@ -176,7 +176,7 @@ impl BlockdevOptions {
 words! {
     /// `BlockdevAioOptions`
     BlockdevAioOptions {
-        /// Plain calls on a pool of threads.
+        /// Synchronous calls on a thread pool.
         Threads = "threads",
         /// Linux AIO.
         Native = "native",
@@ -198,7 +198,7 @@ impl From<BlockdevAioOptions> for Aio {
 words! {
     /// `OnOffAuto`
     OnOffAuto {
-        /// If it works here.
+        /// On if it works here.
         Auto = "auto",
         /// Always.
         On = "on",
@@ -214,7 +214,7 @@ words_of! { DetectZeroes as BlockdevDetectZeroesOptions { Off = "off", On = "on"
 record! {
     /// Arguments of `blockdev-del`.
     BlockdevDel {
-        /// Which.
+        /// The node's name.
         node_name: String = "node-name",
     }
 }
@@ -222,21 +222,21 @@ record! {
 record! {
     /// Arguments of `block_resize`.
     BlockResize {
-        /// The disk, by the id of its export; this or `node-name`.
+        /// The disk, by the id of its export. Either this or `node-name` is given.
         device: Option<String> = "device",
-        /// The disk, by its node; this or `device`.
+        /// The disk, by the name of its node. Either this or `device` is given.
         node_name: Option<String> = "node-name",
-        /// Bytes.
+        /// The new size in bytes.
         size: u64 = "size",
     }
 }
 
-/// A path that the system takes: neither empty nor with a zero inside.
+/// A path that the system accepts: not empty, and without a zero byte.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FilePath(pub PathBuf);
 
 impl FilePath {
-    /// Longest, in bytes: Linux' PATH_MAX, less its closing zero.
+    /// The longest path in bytes: Linux' PATH_MAX, less the terminating zero.
     pub const BYTES_MAX: usize = 4095;
 }
 
@@ -259,7 +259,7 @@ impl Qapi for FilePath {
     }
 
     fn to_json(&self) -> Value {
-        // It was a string once.
+        // The path was made from a string, so nothing is lost.
         self.0.to_string_lossy().into()
     }
 }

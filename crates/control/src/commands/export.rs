@@ -6,19 +6,19 @@ use crate::CommandError;
 use crate::qapi::{At, Id, Qapi, Schema};
 
 union! {
-    /// `BlockExportOptions`: how to serve a block node.
+    /// `BlockExportOptions`: how to export a block node.
     BlockExportOptions {
-        /// Its name.
+        /// The export's id.
         id: Id = "id",
-        /// The node to be served.
+        /// The node to export.
         node_name: String = "node-name",
         /// Whether the guest may write; false if absent.
         writable: Option<bool> = "writable",
         /// Whether a completed write is on stable storage; false if absent.
         writethrough: Option<bool> = "writethrough",
-        /// The I/O threads to serve it with; ringdisk chooses if absent.
+        /// The I/O threads that serve the export; ringdisk chooses if absent.
         iothread: Option<BlockExportIothreads> = "iothread",
-        /// Whether it must stay on these I/O threads; it always does.
+        /// Whether the export must stay on these I/O threads; it always does.
         fixed_iothread: Option<bool> = "fixed-iothread",
     }
     /// `BlockExportType`: the protocol.
@@ -31,11 +31,11 @@ union! {
 record! {
     /// `BlockExportOptionsVhostUserBlk`
     BlockExportOptionsVhostUserBlk {
-        /// Where to listen.
+        /// The address to listen on.
         addr: SocketAddress = "addr",
-        /// Bytes; 512 if absent.
+        /// The logical block size in bytes; 512 if absent.
         logical_block_size: Option<u64> = "logical-block-size",
-        /// Virtqueues at most; 1 if absent.
+        /// The largest number of virtqueues; 1 if absent.
         num_queues: Option<u16> = "num-queues",
     }
 }
@@ -43,15 +43,15 @@ record! {
 alternate! {
     /// `BlockExportIothreads`
     BlockExportIothreads = "BlockExportIothreads" {
-        /// For all virtqueues.
+        /// One I/O thread for all virtqueues.
         Single(String) if is_string,
-        /// The virtqueues spread over these.
+        /// Several I/O threads; the virtqueues are distributed over them.
         Multi(Vec<String>) if is_array,
     }
 }
 
 impl BlockExportIothreads {
-    /// Their ids.
+    /// The ids of the I/O threads.
     pub fn ids(&self) -> &[String] {
         match self {
             Self::Single(id) => std::slice::from_ref(id),
@@ -65,13 +65,13 @@ union! {
     SocketAddress {}
     /// `SocketAddressType`
     kind: SocketAddressType = "type" {
-        /// A socket with a path.
+        /// A Unix socket.
         Unix(UnixSocketAddress) = "unix",
     }
 }
 
 impl SocketAddress {
-    /// Where to listen.
+    /// The path of the socket to listen on.
     pub fn path(&self) -> &PathBuf {
         let SocketAddressType::Unix(address) = &self.kind;
         &address.path.0
@@ -81,17 +81,17 @@ impl SocketAddress {
 record! {
     /// `UnixSocketAddress`
     UnixSocketAddress {
-        /// Where.
+        /// The path of the socket.
         path: SocketPath = "path",
     }
 }
 
-/// A path that a socket can have.
+/// A path that is valid for a Unix socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SocketPath(pub PathBuf);
 
 impl SocketPath {
-    /// Longest, in bytes: `sockaddr_un` has room for 108, the last of which is a zero.
+    /// The longest path in bytes: `sockaddr_un` has 108 bytes, the last of which is a zero.
     pub const BYTES_MAX: usize = 107;
 }
 
@@ -114,7 +114,7 @@ impl Qapi for SocketPath {
     }
 
     fn to_json(&self) -> Value {
-        // It was a string once.
+        // The path was made from a string, so nothing is lost.
         self.0.to_string_lossy().into()
     }
 }
@@ -122,9 +122,9 @@ impl Qapi for SocketPath {
 record! {
     /// Arguments of `block-export-del`.
     BlockExportDel {
-        /// Which.
+        /// The export's id.
         id: String = "id",
-        /// Whether a front-end may be cut off; `safe` if absent.
+        /// Whether a connected front-end may be disconnected; `safe` if absent.
         mode: Option<BlockExportRemoveMode> = "mode",
     }
 }
@@ -132,9 +132,9 @@ record! {
 words! {
     /// `BlockExportRemoveMode`
     BlockExportRemoveMode {
-        /// Only if no front-end is connected.
+        /// Remove the export only if no front-end is connected.
         Safe = "safe",
-        /// Front-ends are disconnected.
+        /// Disconnect the front-ends.
         Hard = "hard",
     }
 }
@@ -142,7 +142,7 @@ words! {
 record! {
     /// Arguments of `query-blockstats`.
     QueryBlockstats {
-        /// Every node by its name, rather than what is served; false if absent.
+        /// Whether to list every node by its name instead of the exports; false if absent.
         query_nodes: Option<bool> = "query-nodes",
     }
 }
@@ -150,7 +150,7 @@ record! {
 record! {
     /// Arguments of `query-named-block-nodes`.
     QueryNamedBlockNodes {
-        /// Whether the images below a node are left out of it; ringdisk always does.
+        /// Whether to leave out the images below a node; ringdisk always does.
         flat: Option<bool> = "flat",
     }
 }

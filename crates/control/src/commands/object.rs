@@ -3,14 +3,14 @@ use crate::qapi::Id;
 use super::throttle::ThrottleGroupProperties;
 
 union! {
-    /// `ObjectOptions`: an object to be.
+    /// `ObjectOptions`: an object to be created.
     ObjectOptions {
-        /// Its name.
+        /// The object's id.
         id: Id = "id",
     }
     /// `ObjectType`
     kind: ObjectType = "qom-type" {
-        /// Limits that several disks share.
+        /// I/O limits that several disks share.
         ThrottleGroup(ThrottleGroupProperties) = "throttle-group",
         /// A thread that serves virtqueues.
         Iothread(IothreadProperties) = "iothread",
@@ -20,7 +20,8 @@ union! {
 record! {
     /// `IothreadProperties`
     IothreadProperties {
-        /// Longest look-out for the guest before the thread sleeps, in nanoseconds; 0: none.
+        /// The longest time that the thread polls for guest requests before it sleeps, in nanoseconds; 0 disables
+        /// polling.
         poll_max_ns: Option<u64> = "poll-max-ns",
     }
 }
@@ -28,7 +29,7 @@ record! {
 record! {
     /// Arguments of `object-del`.
     ObjectDel {
-        /// Which.
+        /// The object's id.
         id: String = "id",
     }
 }

@@ -1,13 +1,13 @@
-//! What QEMU has no command for. The prefix keeps these names out of the way of QEMU's (QAPI: "x-", and a vendor's name).
+//! Commands that QEMU does not have. The prefix keeps their names apart from QEMU's (QAPI: "x-", and a vendor's name).
 
 use super::FilePath;
 
 record! {
     /// Arguments of `x-ringdisk-attach`.
     RingdiskAttach {
-        /// The disk, as `ringdisk serve` takes it: `file=vm2.raw,name=vm2`.
+        /// The disk, in the syntax of `ringdisk serve`: `file=vm2.raw,name=vm2`.
         disk: String = "disk",
-        /// What relative paths in it are relative to; the server's working directory if absent.
+        /// The directory for relative paths in `disk`; the server's working directory if absent.
         directory: Option<FilePath> = "directory",
     }
 }
@@ -15,9 +15,9 @@ record! {
 record! {
     /// Arguments of `x-ringdisk-resize`.
     RingdiskResize {
-        /// The name of the disk.
+        /// The disk's name.
         id: String = "id",
-        /// Bytes, never less than now; what its file has if absent.
+        /// The new size in bytes, never less than the current size; the size of its file if absent.
         size: Option<u64> = "size",
     }
 }
@@ -25,7 +25,7 @@ record! {
 record! {
     /// Reply to `x-ringdisk-resize`.
     RingdiskResized {
-        /// Bytes that the guest can address from now on.
+        /// The size in bytes that the guest can address from now on.
         size: u64 = "size",
     }
 }
@@ -33,9 +33,9 @@ record! {
 record! {
     /// Arguments of `x-ringdisk-detach`.
     RingdiskDetach {
-        /// The name of the disk.
+        /// The disk's name.
         id: String = "id",
-        /// Whether a front-end that is connected is cut off; if not, the disk stays. False if absent.
+        /// Whether a connected front-end is disconnected; otherwise the disk stays. False if absent.
         force: Option<bool> = "force",
     }
 }
@@ -43,11 +43,12 @@ record! {
 record! {
     /// Arguments of `x-ringdisk-replace`.
     RingdiskReplace {
-        /// The name of the disk.
+        /// The disk's name.
         id: String = "id",
-        /// The file that is to hold it from now on.
+        /// The file that contains the disk from now on.
         file: FilePath = "file",
-        /// The format of that file; what its name says if absent, or else the format of the file before.
+        /// The format of that file. If absent, the file's name decides; if the name does not tell, it is the format of
+        /// the previous file.
         format: Option<ImageFormat> = "format",
     }
 }
@@ -55,9 +56,9 @@ record! {
 words! {
     /// The format of a file.
     ImageFormat {
-        /// Every byte of it is the disk's.
+        /// The file contains the bytes of the disk.
         Raw = "raw",
-        /// It goes by tables.
+        /// The file is a mapped image.
         Qcow2 = "qcow2",
     }
 }
@@ -65,9 +66,9 @@ words! {
 record! {
     /// Arguments of `x-ringdisk-resume`.
     RingdiskResume {
-        /// The name of the disk.
+        /// The disk's name.
         id: String = "id",
-        /// Whether the guest is told of the errors; if not, the requests are tried again. False if absent.
+        /// Whether the errors are reported to the guest; otherwise the requests are retried. False if absent.
         report: Option<bool> = "report",
     }
 }

@@ -7,17 +7,17 @@ use serde_json::{Map, Value};
 use crate::CommandError;
 use crate::qapi::{Fields, Member, Object, Qapi, Record, Schema};
 
-/// Arguments of `block_set_io_throttle` (`BlockIOThrottle`). All six rates are always given; what is not given of the
-/// rest is as with no limit.
+/// Arguments of `block_set_io_throttle` (`BlockIOThrottle`). All six rates are mandatory; absent optional members mean
+/// no limit.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockSetIoThrottle {
-    /// The disk, by the name of its node or its export. This or `id` is there.
+    /// The disk, by the name of its node or its export. Either this or `id` is given.
     pub device: Option<String>,
     /// The disk, by the id of its export.
     pub id: Option<String>,
-    /// The new limits, which do not contradict each other.
+    /// The new limits, which have been checked for contradictions.
     pub limits: ThrottleLimits,
-    /// The throttle group to be in; one of its own if absent.
+    /// The throttle group to join; a group of its own if absent.
     pub group: Option<String>,
 }
 
@@ -62,10 +62,10 @@ impl Record for BlockSetIoThrottle {
     }
 }
 
-/// `ThrottleGroupProperties`: `limits`, or the same as flat properties, `x-iops-total` and so on.
+/// `ThrottleGroupProperties`: `limits`, or the same values as flat properties (`x-iops-total` and so on).
 #[derive(Clone, Debug, PartialEq)]
 pub struct ThrottleGroupProperties {
-    /// The limits of the group, which do not contradict each other.
+    /// The group's limits, which have been checked for contradictions.
     pub limits: ThrottleLimits,
 }
 
@@ -126,16 +126,16 @@ impl Record for LimitsProperty {
     }
 }
 
-/// How the members are spelt that hold limits.
+/// The spelling of the members that hold limits.
 #[derive(Clone, Copy)]
 pub(crate) struct Spelling {
     prefix: &'static str,
-    /// In the order of `rates`.
+    /// The names of the six rates, in the order of `rates_mut`.
     rates: [&'static str; 6],
     separator: char,
 }
 
-/// Of commands and replies.
+/// The spelling in commands and replies.
 pub(crate) const COMMAND: Spelling = Spelling {
     prefix: "",
     rates: ["bps", "bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr"],
@@ -179,7 +179,7 @@ impl Spelling {
     }
 }
 
-/// The members that hold limits; those of the averages may be `required`.
+/// Describes the members that hold limits; those for the averages may be `required`.
 pub(crate) fn limit_members(schema: &mut Schema, spelling: Spelling, required: bool) -> Vec<Value> {
     let mut members = Vec::new();
     for rate in 0..spelling.rates.len() {
@@ -195,7 +195,7 @@ pub(crate) fn limit_members(schema: &mut Schema, spelling: Spelling, required: b
     members
 }
 
-/// Takes limits, none in place of what is absent, and tells whether anything was there.
+/// Takes the limits. An absent member means no limit. Also returns whether any member was present.
 pub(crate) fn take_limits(
     fields: &mut Fields<'_>,
     spelling: Spelling,
@@ -229,7 +229,7 @@ pub(crate) fn take_limits(
     Ok((limits, any))
 }
 
-/// Writes limits. Of bursts only what there is, as QEMU's replies do.
+/// Writes the limits. Members for bursts are written only if a burst is set, as in QEMU's replies.
 pub(crate) fn put_limits(
     limits: &ThrottleLimits,
     spelling: Spelling,
@@ -248,7 +248,7 @@ pub(crate) fn put_limits(
     }
 }
 
-/// In the order of `Spelling::rates`.
+/// The six rates, in the order of `Spelling::rates`.
 fn rates_mut(limits: &mut ThrottleLimits) -> [&mut Rate; 6] {
     [
         &mut limits.bps_total,

@@ -10,20 +10,20 @@ use thiserror::Error;
 
 use super::Event;
 
-/// Most sessions at a time: QEMU's tools need one or two, and each costs a thread.
+/// The most sessions at a time: QEMU's tools need one or two, and each costs a thread.
 const SESSIONS_MAX: usize = 16;
 
-/// Most events that wait for a session. One that leaves so many lying is stuck, for what a guest can cause is limited
-/// to one a second for each disk.
+/// The most events that may be pending for a session. A session that reaches this is stuck, because the events that a
+/// guest can cause are limited to one per second for each disk.
 const WAITING_MAX: usize = 256;
 
-/// Between two events of a kind that is limited.
+/// The least time between two events with the same rate-limiting key.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Most kinds that are limited at a time: disks times two operations. Events beyond are dropped.
+/// The most rate-limiting keys at a time: disks times two operations. Events with a further key are dropped.
 const KINDS_MAX: usize = 4096;
 
-/// Where events are thrown in, and every session gets them all, in the same order.
+/// Distributes events to all sessions, in the same order.
 #[derive(Default)]
 pub struct EventHub {
     state: Mutex<State>,
@@ -43,43 +43,43 @@ struct Mailbox {
     wake: Arc<OwnedFd>,
 }
 
-/// A kind of event that has been sent less than a period ago.
+/// An event key that was sent less than a period ago.
 struct Recent {
     until: Instant,
-    /// The latest since then, which goes out when the period ends.
+    /// The latest event since then; it is sent when the period ends.
     held: Option<Arc<Value>>,
 }
 
-/// A session's place at the hub, given up when dropped.
+/// A session's registration at the hub; dropping it ends the registration.
 pub struct Subscription {
     hub: Arc<EventHub>,
     session: u64,
     wake: Arc<OwnedFd>,
 }
 
-/// Why a session has no place at the hub.
+/// Why a session cannot be registered.
 #[derive(Debug, Error)]
 pub enum TooManySessions {
-    /// The limit.
+    /// `SESSIONS_MAX` sessions are registered already.
     #[error("there are {SESSIONS_MAX} sessions already; close one")]
     Limit,
     /// The hub is closed.
     #[error("ringdisk is shutting down")]
     Closed,
-    /// No descriptor to wake the session with.
+    /// The system cannot create the event descriptor that wakes the session.
     #[error("no event descriptor for the session: {cause}", cause = block::explain(.0, ""))]
     Wake(io::Error),
 }
 
-/// What a session has to send.
+/// What a session has to do next.
 #[derive(Debug, PartialEq)]
 pub enum Pending {
-    /// These, as messages; none if nothing has happened.
+    /// Send these messages; there are none if no event is pending.
     Events(Vec<Arc<Value>>),
-    /// More than wait for a session. It must end: a client that has missed an event without knowing would wait for it
-    /// for ever, and one that connects again asks how things stand.
+    /// More events came than may be pending; the session must end. A client that missed an event unawares would wait
+    /// for it for ever; one that connects again queries the current state.
     Overflow,
-    /// The program ends. Events that were waiting have been handed out.
+    /// The program ends. All pending events have been returned before.
     Closed,
 }
 
@@ -89,7 +89,7 @@ impl EventHub {
         Arc::default()
     }
 
-    /// Sends an event to every session, stamped with the time of now. Never blocks on a client.
+    /// Sends an event to every session, with the current time as its timestamp. Never blocks on a client.
     pub fn emit(&self, event: &Event) {
         self.emit_at(event, Instant::now(), SystemTime::now());
     }
@@ -110,7 +110,7 @@ impl EventHub {
             if let Some(recent) = state.recent.get_mut(&kind) {
                 let first = recent.held.replace(message).is_none();
                 if first {
-                    state.wake_all(); // they wait no longer than until the period ends
+                    state.wake_all(); // so that each waits no longer than until the period ends
                 }
                 return;
             }
@@ -123,10 +123,10 @@ impl EventHub {
         state.send(&message);
     }
 
-    /// Makes room for a session.
+    /// Registers a session.
     ///
     /// # Errors
-    /// There is none.
+    /// The hub is full or closed, or the system has no event descriptor.
     pub fn subscribe(self: &Arc<Self>) -> Result<Subscription, TooManySessions> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let wake = eventfd(0, flags).map_err(|errno| TooManySessions::Wake(errno.into()))?;
@@ -150,7 +150,7 @@ impl EventHub {
         Ok(Subscription { hub, session, wake })
     }
 
-    /// Ends every session, once it has sent what was waiting.
+    /// Ends every session, once it has sent its pending events.
     pub fn close(&self) {
         let mut state = self.lock();
         state.closed = true;
@@ -174,7 +174,7 @@ impl State {
         self.wake_all();
     }
 
-    /// Sends what was held back until now.
+    /// Sends the held events whose period has ended.
     fn release(&mut self, now: Instant) {
         let mut due = Vec::new();
         self.recent.retain(|_, recent| {
@@ -194,14 +194,14 @@ impl State {
 
     fn wake_all(&self) {
         for mailbox in self.sessions.values() {
-            // It fails only if the counter is full, and then the session is awake.
+            // A write fails only if the counter is full, and then the session has been woken already.
             let _ = rustix::io::write(&mailbox.wake, &1u64.to_ne_bytes());
         }
     }
 }
 
 impl Subscription {
-    /// What the session has to send now.
+    /// Returns what the session has to do now.
     pub fn pending(&self) -> Pending {
         self.pending_at(Instant::now())
     }
@@ -214,7 +214,8 @@ impl Subscription {
             return Pending::Closed;
         };
         if !closed {
-            // Otherwise it stays readable: what comes after the last events is `Closed`, without another wake-up.
+            // After `close`, the descriptor stays readable, so that the session finds `Closed` after the last events
+            // without another wake-up.
             let _ = rustix::io::read(&mailbox.wake, &mut [0; 8]);
         }
         match (mailbox.overflown, mailbox.waiting.is_empty()) {
@@ -224,7 +225,8 @@ impl Subscription {
         }
     }
 
-    /// How long the session may wait for [`Subscription::wake_fd`] before it asks again; `None` for any time.
+    /// How long the session may wait for [`Subscription::wake_fd`] before it calls `pending` again; `None` for no
+    /// limit.
     pub fn timeout(&self) -> Option<Duration> {
         let state = self.hub.lock();
         let held = state.recent.values().filter(|recent| recent.held.is_some());
@@ -232,7 +234,7 @@ impl Subscription {
         Some(next.saturating_duration_since(Instant::now()))
     }
 
-    /// Readable when there is something pending.
+    /// A descriptor that is readable when something is pending.
     pub fn wake_fd(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }

@@ -1,4 +1,4 @@
-//! Types that QAPI has by itself, and ids.
+//! QAPI's built-in types, and ids.
 
 use std::fmt;
 
@@ -72,7 +72,7 @@ impl Qapi for bool {
     }
 }
 
-/// The schema of QAPI knows one type of integers, whatever their range.
+/// The QAPI schema has a single integer type, whatever the range.
 macro_rules! integers {
     ($($type:ty)*) => { $(
         impl Qapi for $type {
@@ -97,7 +97,7 @@ macro_rules! integers {
 
 integers! { u16 u32 u64 }
 
-/// Any JSON value, for what has a form of its own.
+/// Any JSON value, for data without a fixed type.
 impl Qapi for Value {
     fn describe(schema: &mut Schema) -> String {
         define_builtin(schema, "any", "value")
@@ -112,18 +112,18 @@ impl Qapi for Value {
     }
 }
 
-/// The name of something that a client makes. QEMU's rule: a letter, then letters, digits, `-`, `.` and `_`.
+/// The id of an object that a client creates. QEMU's rule: a letter, followed by letters, digits, `-`, `.` and `_`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Id(String);
 
 impl Id {
-    /// Longest, in bytes: as a disk's name on the command line.
+    /// The longest id in bytes, which is also the limit for a disk's name on the command line.
     pub const BYTES_MAX: usize = 64;
 
-    /// Checks a name.
+    /// Checks an id.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// A sentence that says what is wrong.
     pub fn new(text: impl Into<String>) -> Result<Self, String> {
         let text = text.into();
         let good = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
@@ -140,7 +140,7 @@ impl Id {
         }
     }
 
-    /// As a text.
+    /// The id as a string.
     pub fn as_str(&self) -> &str {
         &self.0
     }

@@ -1,6 +1,6 @@
-//! A type of QAPI in one place: its Rust type, its reader, its writer, its description.
+//! Macros that define a QAPI type in one place: its Rust type, its parser, its writer and its description.
 
-/// An object with these members.
+/// Defines an object with these members.
 macro_rules! record {
     ($(#[$doc:meta])* $name:ident { $($(#[$member_doc:meta])* $field:ident: $type:ty = $member:literal,)* }) => {
         $(#[$doc])*
@@ -30,7 +30,7 @@ macro_rules! record {
     };
 }
 
-/// An object of which one member, the tag, says what others it has.
+/// Defines an object in which one member, the tag, decides which other members it has.
 macro_rules! union {
     (
         $(#[$doc:meta])* $name:ident { $($(#[$member_doc:meta])* $field:ident: $type:ty = $member:literal,)* }
@@ -53,7 +53,7 @@ macro_rules! union {
         }
 
         impl $tag {
-            /// The word for it.
+            /// The value of the tag.
             pub fn word(&self) -> &'static str {
                 match self {
                     $(Self::$case(_) => $word,)+
@@ -98,7 +98,7 @@ macro_rules! union {
     };
 }
 
-/// An enumeration whose values are words.
+/// Defines an enumeration whose values are words.
 macro_rules! words {
     ($(#[$doc:meta])* $name:ident { $($(#[$value_doc:meta])* $value:ident = $word:literal,)+ }) => {
         $(#[$doc])*
@@ -111,7 +111,7 @@ macro_rules! words {
     };
 }
 
-/// An enumeration that is defined elsewhere, under its name in QAPI.
+/// Implements `Qapi`, under its QAPI name, for an enumeration that is defined elsewhere.
 macro_rules! words_of {
     ($type:ty as $qapi:ident { $($value:ident = $word:literal,)+ }) => {
         impl $crate::qapi::Qapi for $type {
@@ -137,7 +137,7 @@ macro_rules! words_of {
     };
 }
 
-/// A value that is one of several types, told apart by what JSON it is.
+/// Defines a value that has one of several types, which its JSON type selects.
 macro_rules! alternate {
     ($(#[$doc:meta])* $name:ident = $qapi:literal {
         $($(#[$case_doc:meta])* $case:ident($type:ty) if $is:ident,)+

@@ -4,15 +4,15 @@ use serde_json::{Value, json};
 
 use super::{Member, Record};
 
-/// What an object has, for the schema.
+/// The members of an object, for the schema.
 pub struct Object {
-    /// `SchemaInfoObjectMember`s
+    /// Its `SchemaInfoObjectMember`s.
     pub members: Vec<Value>,
-    /// The member that says which variant it is, and `SchemaInfoObjectVariant`s.
+    /// The name of the tag, and the `SchemaInfoObjectVariant`s.
     pub variants: Option<(&'static str, Vec<Value>)>,
 }
 
-/// The answer to `query-qmp-schema` in the making: `SchemaInfo`s.
+/// Builds the reply to `query-qmp-schema`: a list of `SchemaInfo`s.
 #[derive(Default)]
 pub struct Schema {
     entries: Vec<Value>,
@@ -20,9 +20,9 @@ pub struct Schema {
 }
 
 impl Schema {
-    /// Adds an entity, unless it is known, and returns its name. `make` gives all but the name.
+    /// Adds an entity unless it is defined already, and returns its name. `make` returns everything but the name.
     pub fn define(&mut self, name: &str, make: impl FnOnce(&mut Self) -> Value) -> String {
-        // Known before it is made: a type may have itself inside.
+        // Insert the name first: a type may contain itself.
         if self.known.insert(name.to_owned()) {
             let mut entry = make(self);
             entry["name"] = name.into();
@@ -31,16 +31,16 @@ impl Schema {
         name.to_owned()
     }
 
-    /// Adds an enumeration.
+    /// Adds an enumeration, and returns its name.
     pub fn define_words(&mut self, name: &str, words: &[&'static str]) -> String {
         self.define(name, |_| {
             let members: Vec<_> = words.iter().map(|word| json!({ "name": word })).collect();
-            // `values` is what clients of QEMU before 6.2 look at.
+            // Clients for QEMU before 6.2 read `values`.
             json!({ "meta-type": "enum", "members": members, "values": words })
         })
     }
 
-    /// Adds the type of a record's objects.
+    /// Adds the object type of a record, and returns its name.
     pub fn define_record<T: Record>(&mut self) -> String {
         self.define(T::NAME, |schema| {
             let object = T::object(schema);
@@ -53,7 +53,7 @@ impl Schema {
         })
     }
 
-    /// A `SchemaInfoObjectMember`.
+    /// Makes a `SchemaInfoObjectMember`.
     pub fn member<T: Member>(&mut self, name: &str) -> Value {
         let mut member = json!({ "name": name, "type": T::describe(self) });
         if T::OPTIONAL {
@@ -62,7 +62,7 @@ impl Schema {
         member
     }
 
-    /// All that has been added.
+    /// All entries that were added.
     pub fn into_entries(self) -> Vec<Value> {
         self.entries
     }

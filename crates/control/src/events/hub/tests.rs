@@ -18,7 +18,7 @@ fn failed(device: &str, reason: &str) -> Event {
     })
 }
 
-/// The ids or reasons of the events that wait.
+/// The ids or reasons of the pending events.
 fn taken(session: &Subscription, now: Instant) -> Vec<String> {
     let Pending::Events(messages) = session.pending_at(now) else {
         panic!("the session has ended");
@@ -51,7 +51,7 @@ fn a_session_is_woken_for_what_waits_and_sleeps_otherwise() {
     assert!(is_awake(&session));
     assert_eq!(taken(&session, Instant::now()), ["a", "b"]);
     assert!(!is_awake(&session));
-    // What is held back changes how long it may sleep.
+    // A held event shortens the time that the session may wait.
     for reason in ["1", "2"] {
         hub.emit(&failed("vm1", reason));
         assert!(is_awake(&session));
@@ -99,11 +99,11 @@ fn errors_of_a_disk_come_once_a_second_and_the_last_of_them_is_not_lost() {
     assert_eq!(taken(&session, at(999)), ["1", "other disk"]);
     assert!(session.timeout().is_some());
     assert_eq!(taken(&session, at(1000)), ["3"]);
-    // What was sent late counts as well.
+    // An event that was held and sent late also starts a period.
     emit("vm1", "4", 1500);
     assert_eq!(taken(&session, at(1999)), [""; 0]);
     assert_eq!(taken(&session, at(2000)), ["4"]);
-    // And when nothing was held back, the next goes out at once.
+    // If no event was held, the next one is sent immediately.
     assert_eq!(taken(&session, at(3000)), [""; 0]);
     assert_eq!(session.timeout(), None);
     emit("vm1", "5", 3000);
@@ -131,7 +131,7 @@ fn kinds_of_events_are_bounded() {
         hub.emit_at(&failed(&format!("vm{disk}"), ""), start, UNIX_EPOCH);
     }
     assert_eq!(hub.lock().recent.len(), KINDS_MAX);
-    // They do not stay.
+    // Keys are removed after the period.
     hub.emit_at(&failed("vm", ""), start + PERIOD, UNIX_EPOCH);
     assert_eq!(hub.lock().recent.len(), 1);
 }
