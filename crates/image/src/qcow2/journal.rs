@@ -1,75 +1,79 @@
-//! The journal keeps what a kill of this process must not cost: changes to tables that were acknowledged and
-//! that no flush has written yet.
+//! The journal keeps acknowledged changes to tables that no flush has written yet, so that a kill of this process
+//! does not lose them.
 //!
-//! A write into new clusters is acknowledged when its data is in the file and the tables *in memory* lead
-//! there. A crash of the host may take that back until the guest flushes. A kill of this process may not: the
-//! guest goes on and believes what it was told. Writing the tables with each such write would take two
-//! fdatasyncs, because a crash must find them in order ([`flush`](super::flush)). Instead, before a change is
-//! acknowledged it is appended to a journal: a file that outlives the process but not the host, on a tmpfs. That
-//! is one call of about 80 bytes for each write that allocates, and nothing for any other. The next process
-//! that opens the image does the changes again and flushes them ([`replay`](super::replay)).
+//! A write into new clusters is acknowledged once its data is in the file and the tables *in memory* refer to it. A
+//! crash of the host may lose that write until the guest flushes. A kill of this process must not lose it: the
+//! guest keeps running and relies on the acknowledgement. Writing the tables with each such write would take two
+//! fdatasyncs, because a crash must find the writes in order ([`flush`](super::flush)). Instead, each change is
+//! appended to a journal before it is acknowledged. The journal is a file that outlives the process but not the
+//! host, on a tmpfs. This costs one call of about 80 bytes for each write that allocates, and nothing for any
+//! other. The next process that opens the image applies the changes again and flushes them
+//! ([`replay`](super::replay)).
 //!
-//! - A change is absolute (entry 17 *is* this, the refcount of cluster 9 *is* 1): doing it twice, or after a
-//!   flush has written it, leaves the same.
-//! - **A change is recorded before it can be found** ([`Qcow2::record`], then the entry in memory). If it cannot be
-//!   recorded, [`Qcow2::must_flush`] holds before it can be found, and until a flush has written it: no write is
-//!   acknowledged meanwhile without a flush, since it may rest on that change.
-//! - Changes stand in the order in which they were made. Those before [`Journal::rotate`] are written by the
-//!   flush that follows; when it has succeeded, the journal begins behind them.
-//! - A record counts only with its checksum, over its position and its session too; the first that does not ends
-//!   the journal. What was cut off there had not been acknowledged.
-//! - A journal that cannot be written (a full tmpfs) makes nothing unsafe, but slow: until a flush has made what is
-//!   missing in it unnecessary, each change is flushed before it is acknowledged.
+//! - A change is absolute (entry 17 *is* this, the refcount of cluster 9 *is* 1). Applying it twice, or after a
+//!   flush has written it, gives the same result.
+//! - **A change is recorded before a lookup can find it** ([`Qcow2::record`], then the entry in memory). If it
+//!   cannot be recorded, [`Qcow2::must_flush`] becomes true before a lookup can find the change, and stays true
+//!   until a flush has written it. Meanwhile no write is acknowledged without a flush, because the write may depend
+//!   on that change.
+//! - Changes are in the order in which they were made. A flush writes the changes made before it calls
+//!   [`Qcow2::rotate_journal`]; when the flush has succeeded, the journal begins after them.
+//! - A record is valid only if its checksum is right, which also covers its position and its session. The first
+//!   invalid record ends the journal. The changes cut off there had not been acknowledged.
+//! - A journal that cannot be written (a full tmpfs) makes writes slow, but not unsafe: each change is flushed
+//!   before it is acknowledged, until a flush has made the changes that the journal lacks unnecessary.
 //!
 //! # Which image a journal belongs to
 //!
-//! A journal must never be replayed on anything but the very file, in the very state, that it was written for:
-//! not on a backup that was put back in its place, nor on an image that another program has written since. The
-//! journal names the boot of the host and the file (device and inode). The image names the journal, by its
-//! *generation*: 38 of its autoclear features, with one more to say that there is one. Autoclear features are bits
-//! that every program clears which opens an image for writing and does not know them (qcow2.txt:
-//! "autoclear_features"), and QEMU does, unless it has opened the image for reading and opens it again (a commit into it).
-//! So the image is also "dirty" while it has a journal (qcow2.txt: "incompatible_features"), and QEMU clears that when it has
-//! written and ends, in any case. The generation is drawn when the first change is recorded, and raised in
-//! the image ([`Qcow2::stamp`])
+//! A journal must be replayed only on the file that it was written for, and only if that file is in the state that
+//! it was written for. It must not be replayed on a backup that was restored in place of the file, nor on an image
+//! that another program has written since. The journal names the boot of the host and the file (device and inode).
+//! The image names the journal by a *generation*: 38 of its autoclear feature bits contain the generation, and
+//! another one says that there is a journal. Every program that opens an image for writing clears the autoclear
+//! bits that it does not know (qcow2.txt: "autoclear_features"). QEMU does so, unless it has opened the image for
+//! reading and then reopens it (a commit into it). So the image is also marked "dirty" while it has a journal
+//! (qcow2.txt: "incompatible_features"): QEMU always clears that bit when it exits after writing. A random
+//! generation is chosen when the first change is recorded, and is then incremented in the image ([`Qcow2::stamp`]):
 //!
-//! - before the first change after a flush is recorded, so that a copy made while all was flushed is another;
-//! - before a change is recorded when the last stamp is older than [`STAMP_MS`], so that the same holds for a copy
+//! - before the first change after a flush is recorded, so that a copy made while everything was flushed has
+//!   another generation;
+//! - before a change is recorded if the last stamp is older than [`STAMP_MS`], so that the same is true of a copy
 //!   made between two flushes.
 //!
-//! Each record has the generation that the image had when it was written. The journal fits an image that has the
-//! generation of its last record, or the next one. What a kill leaves, step by step:
+//! Each record contains the generation that the image had when the record was written. The journal matches an image
+//! that has the generation of the last record, or the next one. A kill leaves, step by step:
 //!
 //! | the process dies after | image | last record | the journal |
 //! |---|---|---|---|
-//! | a record | g | g | fits |
-//! | the stamp, before the record | g + 1 | g | fits; what has no record was not acknowledged |
-//! | the record | g + 1 | g + 1 | fits |
+//! | a record | g | g | matches |
+//! | the stamp, before the record | g + 1 | g | matches; changes without a record were not acknowledged |
+//! | the record | g + 1 | g + 1 | matches |
 //!
-//! A copy has the generation of the moment at which its first sector was read. Either that is another one than the
-//! last record's, and the journal does not fit, or all records were written before or within the same
-//! interval, and the data that they lead to before them.
+//! A copy of the image has the generation of the moment at which its first sector was read. Either this is not the
+//! generation of the last record, and the journal does not match. Or all records were written before that moment or
+//! within the same interval, and the data that they refer to was written before them.
 //!
 //! # When the image becomes newer than the journal
 //!
-//! Changes that could not be recorded are flushed. Before that flush writes anything, the image says so with another
-//! bit ([`OVERTAKEN`]): a cluster that was free when the journal ended may be in use in the file, and a replay
-//! lowers no refcount. With the last write of that flush the image gets a generation that is drawn anew, and the journal fits
-//! no more.
+//! Changes that could not be recorded are flushed. Before that flush writes anything, it sets another bit in the
+//! image ([`OVERTAKEN`]): a cluster that was free when the journal ended may now be in use in the file, so a replay
+//! decreases no refcount. The last write of that flush gives the image a new random generation, and the journal no
+//! longer matches.
 //!
 //! # When the journal is older than the image
 //!
-//! A generation rises by one with each stamp, and everything that makes a journal unnecessary draws another. So an image
-//! that is only a few stamps ahead of the last record has lost records that had been acknowledged: somebody has cut the
-//! journal off, or damaged it. It is then not opened, and neither is an image with a journal of which the slots cannot be
-//! read. Records of the last stamp are the exception: that the last of them is missing is what a kill leaves, too.
+//! Each stamp increments the generation, and everything that makes a journal unnecessary chooses a new random one.
+//! So if the image is only a few stamps ahead of the last record, the journal has lost records of acknowledged
+//! changes: it was truncated or damaged. The image is then not opened. An image with a journal whose slots cannot
+//! be read is not opened either. The records of the last stamp are an exception: a kill, too, leaves a journal
+//! without the last of them.
 //!
 //! # Internal snapshots
 //!
-//! An image with internal snapshots has no journal, and never these bits: `qemu-img check -r` of every QEMU from 4.2
-//! on writes the header of an image that has unknown autoclear bits before it has read how many snapshots there
-//! are, and so removes them all. Each change to such an image is flushed before it is acknowledged, as to one of
-//! version 2, which has no such bits.
+//! An image with internal snapshots has no journal, and never has these bits. If an image has unknown autoclear
+//! bits, `qemu-img check -r` of every QEMU from 4.2 on writes the header before it has read the number of
+//! snapshots, and so removes all of them. Each change to such an image is flushed before it is acknowledged. The
+//! same applies to an image of version 2, which has no autoclear bits.
 
 mod found;
 mod records;
@@ -94,21 +98,21 @@ use super::types::HostOffset;
 use super::{ImageError, Qcow2, State};
 use crate::storage::Storage;
 
-/// Bytes of records that a flush makes unnecessary before they become more: 25 for each cluster and 25
-/// for each run of refcounts, so that a flush comes after about 70,000 small writes that allocate.
+/// The bytes of records beyond which a flush must make them unnecessary. A record has 25 bytes for each cluster and
+/// 25 for each run of refcounts, so a flush comes after about 70,000 small writes that allocate.
 const BYTES_MAX: u64 = 4 << 20;
 
-/// Space that no record counts in is given back in pieces of so many bytes.
+/// The space of records that are no longer needed is freed in pieces of this many bytes.
 const PUNCH: u64 = 1 << 20;
 
-/// Least and most milliseconds between two stamps while changes are recorded. In between, it is 50 times as long as the last
-/// one took: they take 2% of the time.
+/// The minimum and maximum interval between two stamps while changes are recorded, in milliseconds. In between, the
+/// interval is 50 times as long as the last stamp took, so stamps take 2% of the time.
 const STAMP_MS: (u64, u64) = (1, 100);
 const STAMP_SHARE: u32 = 50;
 
-/// How far an image can be ahead of the last record of its journal that can still be found. Each stamp comes with a record,
-/// a flush comes before they are more than `BYTES_MAX`, and the older slot, if the newer is damaged, is one flush older:
-/// 2 × 4 MiB / 41 bytes = 204,601.
+/// The most stamps by which an image can be ahead of the last record that can still be found in its journal. Each
+/// stamp comes with a record, and a flush comes before the records exceed `BYTES_MAX`. If the newer slot is
+/// damaged, the older one is from one flush earlier. So the limit is 2 × 4 MiB / 41 bytes = 204,601.
 const STAMPS_MAX: u64 = 2 * (BYTES_MAX / RECORD_MIN + 1);
 
 const MARK: u64 = 1 << 63;
@@ -119,59 +123,60 @@ const GENERATION_SHIFT: u32 = 24;
 
 /// Where the journal of an image is kept.
 pub struct JournalPlace {
-    /// A file of its own, which nobody else uses, and which need not be durable.
+    /// The journal's own file, which nothing else uses. It need not be durable.
     pub storage: Arc<dyn Storage>,
-    /// Names the file that the image is in, and the boot of the host.
+    /// Identifies the image's file and the boot of the host.
     pub identity: [u8; 32],
-    /// Is told what becomes of the journal. It must not use the image.
+    /// Called for each event of the journal. It must not use the image.
     pub tell: Box<dyn Fn(JournalEvent) + Send + Sync>,
 }
 
-/// What became of a journal.
+/// An event of a journal.
 #[derive(Debug)]
 pub enum JournalEvent {
-    /// So many changes that a killed process had acknowledged were in it. They are in the image now.
+    /// This many changes, which a killed process had acknowledged, were replayed. They are in the image now.
     Replayed(u64),
-    /// It was not used: the image has been written by another program since, or is another one.
+    /// The journal was not used: another program has written the image since, or it is another image.
     Outdated,
-    /// There is none, though the image says that it has one: the host has crashed since, or the image is a copy of
-    /// one that was in use, or the journal of a killed process is elsewhere.
+    /// There is no journal, although the image says that it has one. The host has crashed since, the image is a
+    /// copy of one that was in use, or the journal of a killed process is elsewhere.
     Missing {
-        /// The image has internal snapshots, which `qemu-img check -r` removes while the image says so.
+        /// The image has internal snapshots, which `qemu-img check -r` removes while the image says that it has a
+        /// journal.
         snapshots: bool,
     },
-    /// It cannot be written. Until it can, changes to tables are flushed before they are acknowledged.
+    /// The journal cannot be written. Until it can, changes to tables are flushed before they are acknowledged.
     Failed(io::Error),
-    /// None is kept for an image of version 2, which cannot say that a journal is its own: changes to tables are flushed
-    /// before they are acknowledged.
+    /// An image of version 2 has no journal, because it cannot say which journal is its own. Changes to tables are
+    /// flushed before they are acknowledged.
     NotForVersion2,
-    /// None is kept for an image with internal snapshots, with the same consequence.
+    /// An image with internal snapshots has no journal. Changes to tables are flushed before they are acknowledged.
     NotWithSnapshots,
 }
 
 /// A journal that is being written.
 pub(super) struct Journal {
     place: JournalPlace,
-    /// It has been begun, and what the image says is about it.
+    /// The journal has begun, and the journal bits of the image are about it.
     active: bool,
-    /// What the image says is about a journal of which all has been done.
+    /// The journal bits of the image are about a journal whose changes have all been applied.
     ended: bool,
-    /// What is in the file is that of another image, or of another state of this one.
+    /// The journal's file contains the journal of another image, or of another state of this one.
     foreign: bool,
     session: u64,
     sequence: u64,
-    /// What the image says.
+    /// The generation that the image has.
     generation: u64,
-    /// When the image got it, if it need not get another one before the next record.
+    /// When the image got that generation; `None` if the next record needs another one.
     stamped: Option<Instant>,
     stamp_interval: Duration,
-    /// Where the records begin that no flush has made unnecessary, and where they end.
+    /// Where the records that no flush has made unnecessary begin, and where they end.
     start: u64,
     end: u64,
     punched: u64,
-    /// Changes were left out: what comes after them must not be recorded.
+    /// Changes were left out, so later changes must not be recorded.
     broken: bool,
-    /// Some of these may be in the file.
+    /// Some of the changes left out may be in the file.
     overtaken: bool,
     told: bool,
     record: Vec<u8>,
@@ -180,13 +185,13 @@ pub(super) struct Journal {
 /// How far a flush makes the journal unnecessary.
 pub(super) struct Rotated {
     end: u64,
-    /// What the image says afterwards, if the flush changes it.
+    /// The generation that the image has after the flush, if the flush changes it.
     generation: Option<u64>,
 }
 
 impl Journal {
-    /// With nothing in it. What the image says is about an earlier one, which has `ended` or is elsewhere. What is in its
-    /// file may be `foreign`.
+    /// An empty journal. The journal bits of the image are about an earlier one, which has `ended` or is elsewhere.
+    /// The content of the file may be `foreign`.
     pub fn new(place: JournalPlace, ended: bool, foreign: bool) -> Self {
         Self {
             place,
@@ -208,12 +213,13 @@ impl Journal {
         }
     }
 
-    /// Empties it. What the image must say from now on is [`autoclear`](Self::autoclear).
+    /// Empties the file and begins the journal. From now on, the image must have the bits of
+    /// [`autoclear`](Self::autoclear).
     fn begin(&mut self) {
         self.generation = random() & GENERATION;
         self.stamped = None;
         self.foreign = false;
-        // What is there has been done, or is of no use since the image is written now.
+        // The old content has been applied, or is useless because the image is now written.
         let emptied = self.place.storage.set_size(0);
         match emptied.and_then(|()| self.restart()) {
             Ok(()) => (self.active, self.broken) = (true, false),
@@ -221,14 +227,14 @@ impl Journal {
         }
     }
 
-    /// Begins at the start of its file again. Records that are still there count no longer.
+    /// Begins at the start of the file again. Records that are still there are no longer valid.
     fn restart(&mut self) -> io::Result<()> {
         self.session = random();
         (self.start, self.end, self.punched) = (RECORDS_AT, RECORDS_AT, RECORDS_AT);
         self.write_slot()
     }
 
-    /// What the image says of the journal.
+    /// The journal bits that the image must have.
     pub fn autoclear(&self) -> u64 {
         match (self.active, self.overtaken) {
             (false, _) => 0,
@@ -237,7 +243,8 @@ impl Journal {
         }
     }
 
-    /// Ends it, when the image is closed and says nothing of it any more. What is left of it belongs to no image.
+    /// Ends the journal when the image is closed and no longer has journal bits. Content left in the file belongs
+    /// to no image.
     fn end(&mut self) {
         self.active = false;
         if !self.foreign {
@@ -255,7 +262,7 @@ impl Journal {
         !self.broken && self.stamped.is_none_or(due)
     }
 
-    /// Appends changes. Whether they, and all before them, outlive this process now.
+    /// Appends changes. Returns whether they, and all changes before them, survive a kill of this process.
     fn append(&mut self, lists: [&mut Changes; 2]) -> bool {
         if lists.iter().all(|list| list.is_empty()) {
             return !self.broken;
@@ -286,7 +293,8 @@ impl Journal {
         }
     }
 
-    /// That flush has succeeded, and has written all changes that were left out if it was a flush of `all`.
+    /// Call it when the flush of `rotated` has succeeded. `all`: the flush has written every change that was left
+    /// out.
     fn checkpoint(&mut self, rotated: &Rotated, all: bool) {
         if !self.active {
             if all {
@@ -301,27 +309,27 @@ impl Journal {
         let was_broken = self.broken;
         self.broken &= !all;
         let mut result;
-        // There may be no space but what is given back here.
+        // The space that is freed here may be the only free space.
         let worth_it = self.end - RECORDS_AT > PUNCH || was_broken;
         if self.start == self.end && worth_it {
             result = self
                 .restart()
                 .and_then(|()| self.place.storage.set_size(RECORDS_AT));
         } else {
-            // First what says that the records there are needed no longer.
+            // First write the slot, which says that the records before `start` are no longer needed.
             result = self.write_slot();
             if result.is_ok() && self.start - self.punched > PUNCH {
                 let (at, len) = (FileOffset(self.punched), self.start - self.punched);
                 match self.place.storage.punch(at, len) {
                     Ok(()) => self.punched = self.start,
-                    // What takes no more records soon begins again.
+                    // A journal that takes no more records is soon restarted.
                     Err(e) if len > READ_MAX => result = Err(e),
                     Err(_) => {}
                 }
             }
         }
         if let Err(e) = result {
-            // The next process finds changes that the image has already, or a journal that does not fit.
+            // The next process finds changes that the image has already, or a journal that does not match.
             self.failed(e);
         }
     }
@@ -340,7 +348,7 @@ impl Journal {
 }
 
 impl State {
-    /// Begins the journal, with the first write to the image. What the image must say of it is for the caller to write.
+    /// Begins the journal, at the first write to the image. The caller writes the journal bits to the image.
     pub(super) fn begin_journal(&mut self) {
         let why_not = match &self.header {
             header if header.version < 3 => Some(JournalEvent::NotForVersion2),
@@ -359,7 +367,7 @@ impl State {
         (self.changes.on, self.refcounts.changes.on) = (on, on);
     }
 
-    /// Whether to record a change takes a flush, or what only a thread that may block can do.
+    /// Whether recording a change takes a flush, or something that only a thread that may block can do.
     pub(super) fn recording_blocks(&self) -> bool {
         match &self.journal {
             Some(journal) => journal.broken || journal.needs_stamp(),
@@ -377,7 +385,7 @@ impl State {
         journal.is_some_and(|journal| journal.end - journal.start > BYTES_MAX)
     }
 
-    /// Has the header in memory say of the journal what is so.
+    /// Updates the journal bits in the header in memory.
     fn say_of_journal(&mut self) {
         if let Some(journal) = self.journal.as_ref().filter(|journal| journal.active) {
             self.header.set_journal(journal.autoclear());
@@ -394,9 +402,9 @@ impl State {
 }
 
 impl Qcow2 {
-    /// Records the changes so far, so that they outlive this process. If it returns false, only a flush makes them
-    /// do so, and [`must_flush`](Self::must_flush) holds until there was one. Nothing may rest on the changes before
-    /// this returns.
+    /// Records all changes so far, so that they survive a kill of this process. If it returns false, they survive
+    /// only after a flush, and [`must_flush`](Self::must_flush) is true until then. Nothing may depend on the
+    /// changes before this returns.
     #[must_use]
     pub(super) fn record(&self, state: &mut State, may_block: MayBlock) -> bool {
         if state.nothing_to_record() {
@@ -410,16 +418,17 @@ impl Qcow2 {
         recorded
     }
 
-    /// Whether changes are in memory that neither the journal nor a flush has kept: a write that completes now may rest
-    /// on them, and is not to be acknowledged before a [`flush`](Self::flush).
+    /// Whether some changes in memory are neither in the journal nor flushed. A write that completes now may depend
+    /// on them, and must not be acknowledged before a [`flush`](Self::flush).
     #[inline]
     pub fn must_flush(&self) -> bool {
         self.unrecorded.load(SeqCst)
     }
 
-    /// The same without the consequence, for changes that nobody else can find before a flush has written them.
+    /// As [`record`](Self::record), but without setting `must_flush`: for changes that no lookup can find before a
+    /// flush has written them.
     fn try_record(&self, state: &mut State, may_block: MayBlock) -> bool {
-        // Who may not block has asked `recording_blocks`, under the same lock.
+        // A caller that may not block has called `recording_blocks` under the same lock.
         let needs_stamp = || state.journal.as_ref().is_some_and(Journal::needs_stamp);
         if may_block == MayBlock::Yes && !state.nothing_to_record() && needs_stamp() {
             self.stamp(state);
@@ -440,8 +449,8 @@ impl Qcow2 {
         }
     }
 
-    /// Gives the image another generation. If that fails, nothing is recorded with it, and the file has the old or the new
-    /// one: the journal fits either.
+    /// Gives the image the next generation. If that fails, nothing is recorded with it, and the file has the old or
+    /// the new generation: the journal matches both.
     fn stamp(&self, state: &mut State) {
         let Some(mut journal) = state.journal.take() else {
             return;
@@ -465,9 +474,9 @@ impl Qcow2 {
         state.journal = Some(journal);
     }
 
-    /// A flush of all changes so far begins: records what is not recorded yet, or has the file say, before anything else is
-    /// written to it, that it will be newer than the journal. Returns how far the flush makes the journal unnecessary, and
-    /// the header to be written with the end of the flush, if any.
+    /// Called when a flush of all changes so far begins. Records the changes that are not recorded yet. If that
+    /// fails, marks the file as newer than the journal before anything else is written to it. Returns how far the
+    /// flush makes the journal unnecessary, and the header to be written at the end of the flush, if any.
     pub(super) fn rotate_journal(
         &self,
         state: &mut State,
@@ -483,7 +492,7 @@ impl Qcow2 {
         };
         let mut after = None;
         if journal.active && journal.overtaken {
-            // Done again, what is in the journal would undo the flush: it must fit no more.
+            // A replay of this journal would undo the flush: the journal must no longer match.
             let generation = random() & GENERATION;
             rotated.generation = Some(generation);
             let mut header = state.header.clone();
@@ -496,8 +505,8 @@ impl Qcow2 {
         Ok(Some((rotated, after)))
     }
 
-    /// Before a header leads to tables elsewhere: of the clusters that these are in, the journal must say
-    /// nothing older. The header in memory is to be written.
+    /// Called before a header that refers to tables in other clusters is written: the journal must not contain
+    /// anything older about these clusters. The caller writes the header in memory.
     pub(super) fn record_or_say(&self, state: &mut State) {
         let recorded = self.try_record(state, MayBlock::Yes);
         if let Some(journal) = &mut state.journal {
@@ -518,24 +527,25 @@ impl Qcow2 {
         self.write_header(state)
     }
 
-    /// Whether all that was acknowledged and not flushed is in the journal: it outlives this process, though not the host.
+    /// Whether the journal contains everything that was acknowledged and not flushed. That survives a kill of this
+    /// process, but not a crash of the host.
     pub fn is_kept(&self) -> bool {
         let state = self.lock();
         let journal = state.journal.as_ref();
         journal.is_some_and(|journal| journal.active && !journal.broken) && !self.must_flush()
     }
 
-    /// Whether the image says that it has a journal, and nobody was to do what is in it: it is only read, or there is no
-    /// place for journals.
+    /// Whether the image says that it has a journal, but no process was to replay it: the image is open for reading
+    /// only, or there is no place for journals.
     pub fn journal_waits(&self) -> bool {
         let state = self.lock();
         state.journal.is_none() && said(&state.header).has_any() && !self.begun.load(SeqCst)
     }
 
-    /// Ends the journal of an image that is being closed, of which all is in the file. A journal's file is empty then, unless
-    /// it has what may still be wanted.
+    /// Ends the journal of an image that is being closed and whose changes are all in the file. The journal's file
+    /// is empty then, unless its content may still be wanted.
     pub(super) fn end_journal(&self, state: &mut State) -> Result<(), ImageError> {
-        // One that is elsewhere may still be found: then the image must know it.
+        // A journal that is elsewhere may still be found, so the image must keep the bits of that one.
         let is_ours = |journal: &Journal| journal.active || journal.ended;
         if state.journal.as_ref().is_some_and(is_ours) {
             if said(&state.header).has_any() {
@@ -547,7 +557,7 @@ impl Qcow2 {
                 journal.end();
             }
             (state.changes.on, state.refcounts.changes.on) = (false, false);
-            // The next write begins it again.
+            // The next write begins the journal again.
             self.begun.store(false, SeqCst);
         }
         Ok(())
@@ -562,12 +572,12 @@ fn autoclear(generation: u64) -> u64 {
     MARK | generation << GENERATION_SHIFT
 }
 
-/// That of an image with these bits.
+/// The generation in these bits.
 fn generation(bits: u64) -> u64 {
     bits >> GENERATION_SHIFT & GENERATION
 }
 
-/// A number that nobody has had, most likely.
+/// A random number, most likely never used before.
 fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
@@ -578,7 +588,7 @@ mod tests {
 
     use super::*;
 
-    /// Knows what was asked of it.
+    /// Records the calls to it.
     #[derive(Default)]
     struct Asked(Mutex<Vec<&'static str>>);
 
@@ -623,8 +633,8 @@ mod tests {
         }
     }
 
-    /// A kill between the two must not leave a slot that says that the records begin where nothing is: those behind them,
-    /// which came while the flush was under way, would be lost.
+    /// A kill between the two calls must not leave a slot that says that the records begin where the file has been
+    /// punched: the records after that, appended while the flush was in progress, would be lost.
     #[test]
     fn records_are_given_back_when_no_slot_needs_them() {
         let storage = Arc::new(Asked::default());

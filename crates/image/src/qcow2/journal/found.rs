@@ -1,4 +1,4 @@
-//! Which journal is an image's, and what is in it.
+//! Whether a journal belongs to an image, and what is in it.
 
 use std::io;
 
@@ -10,21 +10,22 @@ use crate::qcow2::header::{AUTOCLEAR_JOURNAL, Header};
 use crate::qcow2::open::read_header;
 use crate::storage::{Storage, read_padded};
 
-/// What an image says of its journal.
+/// What the header of an image says about its journal.
 #[derive(Clone, Copy)]
 pub(in crate::qcow2) struct Said {
     bits: u64,
-    /// It is dirty, as well: nobody has written to it and closed it since.
+    /// The image is also dirty: no program has written to it and closed it since.
     dirty: bool,
 }
 
 impl Said {
-    /// It has one, or had one.
+    /// Whether the image has a journal, or had one.
     pub fn has_any(self) -> bool {
         self.bits != 0
     }
 
-    /// It is dirty because it has a journal, and its refcounts are right, unless it was dirty before as well.
+    /// Whether the image is dirty because it has a journal. Its refcounts are then right, unless it was dirty
+    /// before as well.
     pub fn is_why_dirty(self) -> bool {
         self.dirty && self.bits & MARK != 0
     }
@@ -37,10 +38,10 @@ pub(in crate::qcow2) fn said(header: &Header) -> Said {
     }
 }
 
-/// What is in a journal for an image that says this.
+/// Reads the journal for an image whose header says this.
 ///
 /// # Errors
-/// It cannot be read, or has lost what had been acknowledged, or is longer than any.
+/// The journal cannot be read, has lost acknowledged changes, or is longer than any journal can be.
 pub(in crate::qcow2) fn read(place: &JournalPlace, image: Said) -> io::Result<Found> {
     let marked = image.bits & MARK != 0;
     let contents = match Contents::read(&*place.storage)? {
@@ -62,14 +63,15 @@ pub(in crate::qcow2) fn read(place: &JournalPlace, image: Said) -> io::Result<Fo
         (Belonging::CutOff, _) => Err(io::Error::other(
             "its end is missing, or damaged, and with it what had been acknowledged",
         )),
-        // An old one, of which all has been done, is not the one that the image means.
+        // The image does not mean this old journal, whose changes have all been applied.
         (Belonging::Other, true) if marked => Ok(Found::Missing),
         (Belonging::Other, true) => Ok(Found::Nothing),
         (Belonging::Other, false) => Ok(Found::Outdated),
     }
 }
 
-/// Whether there is a journal here for an image that says this, be it one that keeps the image from being opened.
+/// Whether there is a journal here for an image whose header says this, even one that keeps the image from being
+/// opened.
 pub(in crate::qcow2) fn fits(place: &JournalPlace, image: Said) -> bool {
     match Contents::read(&*place.storage) {
         Ok(Ok(found)) => found.belonging(&place.identity, image) != Belonging::Other,
@@ -78,18 +80,18 @@ pub(in crate::qcow2) fn fits(place: &JournalPlace, image: Said) -> bool {
     }
 }
 
-/// Whose a journal is that was found somewhere.
+/// The image that a journal found somewhere belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum JournalOf {
-    /// That of this image, as both say: the image has a number that nobody knows who cannot read it.
+    /// This image, as both say: only a program that can read the image knows the generation in it.
     ThisImage,
-    /// Nobody can say: it cannot be read, and this image has a journal.
+    /// Unknown: the journal cannot be read, and this image has a journal.
     Unreadable,
-    /// That of another image, or of an earlier state of this one, or of none.
+    /// Another image, an earlier state of this one, or none.
     Other,
 }
 
-/// Whether a journal that was found somewhere is that of an image.
+/// Whether a journal that was found somewhere belongs to an image.
 pub fn journal_of(journal: &dyn Storage, identity: &[u8; 32], image: &dyn Storage) -> JournalOf {
     let Ok((header, _)) = read_header(image) else {
         return JournalOf::Other;
@@ -107,43 +109,43 @@ pub fn journal_of(journal: &dyn Storage, identity: &[u8; 32], image: &dyn Storag
 
 pub(in crate::qcow2) enum Found {
     Nothing,
-    /// Nothing, and the image says otherwise.
+    /// There is no journal, although the image says that it has one.
     Missing,
-    /// Something, but not of this image as it is.
+    /// There is a journal, but not one of this image in its current state.
     Outdated,
     Changes {
         changes: Vec<Change>,
-        /// Nothing in the file is newer.
+        /// Nothing in the file is newer than these changes.
         all: bool,
     },
 }
 
-/// What a journal's file has.
+/// The content of a journal's file.
 struct Contents {
     slot: Slot,
     changes: Vec<Change>,
-    /// What the image had with the last of them.
+    /// The generation that the image had with the last of the changes.
     generation: u64,
-    /// There is nothing behind the start, not even a part of a record.
+    /// There is nothing after the start, not even a part of a record.
     empty: bool,
 }
 
-/// Why nothing says what is in a journal's file.
+/// Why a journal's file has no valid slot.
 enum NoSlot {
-    /// Nothing was ever in it.
+    /// Nothing was ever written to it.
     Empty,
-    /// There are records in it, before which a slot was written.
+    /// It contains records, and a slot is always written before records.
     Damaged,
 }
 
-/// How a journal and an image belong together.
+/// How a journal relates to an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Belonging {
-    /// It is the image's, with all that was acknowledged.
+    /// It is the image's journal, with everything that was acknowledged.
     Whole,
-    /// It was the image's, and has lost what was acknowledged.
+    /// It was the image's journal, and has lost acknowledged changes.
     CutOff,
-    /// It is that of another image, or of another state of this one.
+    /// It is the journal of another image, or of another state of this one.
     Other,
 }
 

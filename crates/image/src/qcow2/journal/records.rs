@@ -1,21 +1,21 @@
-//! What is in a journal's file: two slots, of which the newer one says where the records begin, and the
-//! records behind them. All numbers are little-endian.
+//! The format of a journal's file: two slots, of which the newer one says where the records begin, and the records
+//! after them. All numbers are little-endian.
 //!
 //! | slot, 76 bytes | | record | |
 //! |---|---|---|---|
-//! | 0 | magic | 0 | bytes from 8 on |
-//! | 8 | sequence: the higher one counts | 4 | CRC-32 |
+//! | 0 | magic | 0 | bytes from offset 8 on |
+//! | 8 | sequence: the slot with the higher one is newer | 4 | CRC-32 |
 //! | 16 | session | 8 | generation of the image |
 //! | 24 | generation of the image | 16 | changes of 25 bytes each |
 //! | 32 | where the records begin | | |
 //! | 40 | identity of the image's file | | |
 //! | 72 | CRC-32 | | |
 //!
-//! A record's checksum also covers its position and the session, so that a record of an earlier session at the
-//! same place does not count. The first record that is not whole ends the journal.
+//! A record's checksum also covers its position and the session, so a record of an earlier session at the same
+//! position is invalid. The first invalid or incomplete record ends the journal.
 //!
-//! Versions 1 and 2 of the format are read, and not written. Version 1 has no generation in its records. Only with
-//! version 3 is the image "dirty" as well.
+//! Versions 1 and 2 of the format are read but not written. Version 1 has no generation in its records. Only with
+//! version 3 is the image marked "dirty" as well.
 
 use std::io;
 
@@ -25,24 +25,24 @@ use flate2::Crc;
 use crate::qcow2::types::{BlockIndex, GuestCluster, HostCluster, HostOffset, L1Index, Run};
 use crate::storage::{Storage, read_padded};
 
-/// Bytes of records that are read; one record may go beyond what a journal holds.
+/// Bytes of records that are read at most. The last record may exceed the size at which a journal is flushed.
 pub const READ_MAX: u64 = 64 << 20;
 
-/// Where the first record is.
+/// The offset of the first record.
 pub const RECORDS_AT: u64 = 4096;
 
 const SLOT: u64 = 128;
 const SLOT_BYTES: usize = 76;
-/// Ends in the version, as a digit.
+/// The last byte is the version, as a digit.
 const MAGIC: u64 = u64::from_be_bytes(*b"ringdkJ0");
 const VERSION: u64 = 3;
 
-/// Length and checksum.
+/// The length and checksum at the start of a record, in bytes.
 const HEAD: usize = 8;
 const GENERATION: usize = 8;
 const CHANGE: usize = 25;
 
-/// Bytes of the shortest record.
+/// The length of the shortest record in bytes.
 pub const RECORD_MIN: u64 = (HEAD + GENERATION + CHANGE) as u64;
 
 /// A change to a table.
@@ -55,13 +55,13 @@ pub enum Change {
     },
     /// An entry of the L1 table.
     Table { index: L1Index, word: u64 },
-    /// The refcount of clusters beside each other.
+    /// The refcount of a contiguous run of clusters.
     Refcount { run: Run, refcount: u64 },
     /// A new refcount block, and where it is.
     Block { number: BlockIndex, at: HostOffset },
 }
 
-/// Changes that are not in the journal yet, if there is one.
+/// Changes that are not in the journal yet; collected only while `on`.
 #[derive(Default)]
 pub struct Changes {
     pub on: bool,
@@ -95,8 +95,9 @@ impl Changes {
         self.changes.push(change);
     }
 
-    /// Leaves out what was said of refcount blocks from one on, which count clusters from one on: they were
-    /// made for a larger table that never came into force, and the next one may have them elsewhere.
+    /// Drops the changes about refcount blocks from `from` on, which count the clusters from `from_cluster` on.
+    /// These blocks were made for a larger table that was never adopted, and the next larger table may have them
+    /// elsewhere.
     pub fn forget_blocks(&mut self, from: BlockIndex, from_cluster: HostCluster) {
         self.changes.retain_mut(|change| match change {
             Change::Block { number, .. } => *number < from,
@@ -109,12 +110,12 @@ impl Changes {
     }
 }
 
-/// What a journal says of the whole.
+/// What is true of the journal as a whole.
 pub struct Slot {
     pub sequence: u64,
     pub session: u64,
     pub generation: u64,
-    /// Where the records begin that no flush has made unnecessary.
+    /// Where the records that no flush has made unnecessary begin.
     pub start: u64,
     pub identity: [u8; 32],
     version: u64,
@@ -138,7 +139,7 @@ impl Slot {
         }
     }
 
-    /// Writes it over the older one of the two.
+    /// Writes the slot over the older one of the two.
     pub fn write(&self, journal: &dyn Storage) -> io::Result<()> {
         let mut slot = Vec::with_capacity(SLOT_BYTES);
         for word in [
@@ -155,7 +156,7 @@ impl Slot {
         journal.write_at(FileOffset(self.sequence % 2 * SLOT), &slot)
     }
 
-    /// The newer one of the two.
+    /// The newer one of the two slots.
     pub fn newest(journal: &dyn Storage) -> io::Result<Option<Self>> {
         let mut slots = [0; 2 * SLOT as usize];
         read_padded(journal, FileOffset(0), &mut slots)?;
@@ -184,7 +185,7 @@ impl Slot {
         self.version >= 3
     }
 
-    /// The changes in the records that are whole, up to the first that is not, and the generation of the last of them.
+    /// The changes in the records before the first invalid one, and the generation of the last of these records.
     pub fn changes(&self, records: &[u8]) -> (Vec<Change>, u64) {
         let mut changes = Vec::new();
         let mut generation = self.generation;
@@ -216,7 +217,7 @@ impl Slot {
     }
 }
 
-/// Takes all changes out of the lists into one record, for this place in the journal.
+/// Moves all changes from the lists into one record, for position `at` in the journal.
 pub fn record(
     bytes: &mut Vec<u8>,
     lists: [&mut Changes; 2],
