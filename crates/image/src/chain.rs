@@ -1,4 +1,4 @@
-//! A disk as its image and all that this builds on: overlays, their backing files, their data files.
+//! A disk as a chain: images, their backing files and their data files.
 
 mod access;
 mod open;
@@ -16,120 +16,119 @@ use crate::qcow2::{
 };
 use crate::storage::Storage;
 
-/// A file of a chain, by its number in [`Chain::files`].
+/// A file of a chain, by its index in [`Chain::files`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FileIndex(pub u16);
 
-/// A disk. The first layer is what the guest writes to; where it has nothing, the next one shows.
+/// A disk. The guest writes to the first layer. Where a layer has no data, the next one is visible.
 ///
-/// Every request takes a [`Pin`] from [`pins`](Self::pins), itself or by its thread's
-/// [`ThreadPins`](crate::ThreadPins), looks up where its range is, piece by piece, moves the bytes, and
-/// gives the pin back:
+/// Every request takes a [`Pin`] from [`pins`](Self::pins), directly or through its thread's
+/// [`ThreadPins`](crate::ThreadPins). It looks up its range piece by piece, moves the bytes, and returns the pin:
 ///
-/// - A read asks [`map`](Self::map), and follows the [`Place`].
-/// - A write asks [`map_write`](Self::map_write). Where that says that clusters must be taken, a thread
-///   that may block calls [`prepare_write`](Self::prepare_write), does the fills, writes the guest's
-///   bytes, and calls [`commit`](Self::commit), before the write completes.
-/// - Write-zeroes and discards go by [`zero_step`](Self::zero_step).
-/// - A flush is [`flush`](Self::flush), if [`needs_flush`](Self::needs_flush) says so when the guest's
-///   request arrives; else an fdatasync of [`written_file`](Self::written_file) does.
+/// - A read calls [`map`](Self::map), and does what the [`Place`] says.
+/// - A write calls [`map_write`](Self::map_write). If clusters must be allocated, a thread that may block calls
+///   [`prepare_write`](Self::prepare_write), does the fills, writes the guest's bytes, and calls
+///   [`commit`](Self::commit), before the write completes.
+/// - Write-zeroes and discards use [`zero_step`](Self::zero_step).
+/// - A flush calls [`flush`](Self::flush) if [`needs_flush`](Self::needs_flush) is true when the guest's request
+///   arrives. Otherwise an fdatasync of [`written_file`](Self::written_file) is enough.
 ///
-/// Requests for overlapping ranges may be under way at once; each byte is then that of one of them.
+/// Requests for overlapping ranges may be in progress at once. Each byte then has the value that one of them wrote.
 pub struct Chain {
     layers: Vec<Layer>,
     files: Vec<Arc<dyn Storage>>,
-    /// Of a first layer that has none of its own.
+    /// Used if the first layer has no pins of its own.
     pins: Pins,
 }
 
 struct Layer {
     image: LayerImage,
-    /// Where its guest data is.
+    /// The file that contains its guest data.
     file: FileIndex,
 }
 
 enum LayerImage {
-    /// Bytes.
+    /// The size in bytes.
     Raw(AtomicU64),
     Qcow2(Box<Qcow2>),
 }
 
-/// Where a piece of a disk is that is to be read.
+/// Where to read a piece of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// In a file, beside each other.
+    /// In a file, contiguous.
     Data {
-        /// Which file.
+        /// The file.
         file: FileIndex,
-        /// Where in it.
+        /// The offset in the file.
         at: FileOffset,
-        /// Bytes.
+        /// The length in bytes.
         len: u64,
     },
-    /// Nowhere: it reads as zeroes.
+    /// In no file: it reads as zeroes.
     Zero {
-        /// Bytes.
+        /// The length in bytes.
         len: u64,
     },
     /// In a compressed cluster.
     Compressed(Compressed),
-    /// Not known before [`Chain::load`] has been called, by a thread that may block; then ask again.
+    /// Unknown until a thread that may block has called [`Chain::load`]. Then look the range up again.
     Load(Missing),
-    /// Nowhere that could be: reading it is an error.
+    /// The table entry is invalid: reading it is an error.
     Damaged {
-        /// Bytes.
+        /// The length in bytes.
         len: u64,
     },
 }
 
-/// Where a piece of a disk goes that is to be written.
+/// Where to write a piece of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WritePlace {
-    /// To a file, beside each other.
+    /// To a file, contiguous.
     InPlace {
-        /// Which file.
+        /// The file.
         file: FileIndex,
-        /// Where in it.
+        /// The offset in the file.
         at: FileOffset,
-        /// Bytes.
+        /// The length in bytes.
         len: u64,
     },
-    /// To clusters that [`Chain::prepare_write`] takes for it.
+    /// To clusters that [`Chain::prepare_write`] allocates for it.
     Allocate {
-        /// Bytes.
+        /// The length in bytes.
         len: u64,
     },
     /// As with [`Place::Load`].
     Load(Missing),
-    /// Writing it is an error.
+    /// The table entry is invalid: writing it is an error.
     Damaged {
-        /// Bytes.
+        /// The length in bytes.
         len: u64,
     },
 }
 
-/// A piece of a compressed cluster. Read `bytes` from the file at `at` (fewer, if it ends before),
-/// have [`inflate`](Compression::inflate) fill a buffer of `cluster_bytes`, and take `len` from there,
-/// from `skip` on.
+/// A piece of a compressed cluster. To read it, read `bytes` from the file at `at` (fewer if the file ends before),
+/// have [`inflate`](Compression::inflate) fill a buffer of `cluster_bytes`, and take `len` bytes of the buffer from
+/// `skip` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Compressed {
-    /// Which file.
+    /// The file.
     pub file: FileIndex,
-    /// Where in it; not aligned to anything.
+    /// The offset in the file, not aligned to anything.
     pub at: FileOffset,
-    /// Compressed bytes, at most two clusters.
+    /// The compressed length in bytes: at most two clusters.
     pub bytes: u64,
     /// How it is compressed.
     pub compression: Compression,
-    /// What it decompresses to, in bytes.
+    /// The decompressed length in bytes.
     pub cluster_bytes: u64,
-    /// Bytes before the piece.
+    /// Bytes in the decompressed cluster before the piece.
     pub skip: u64,
-    /// Bytes of the piece.
+    /// The length of the piece in bytes.
     pub len: u64,
 }
 
-/// Metadata that is not in memory.
+/// Metadata that is not in memory; [`Chain::load`] loads it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Missing {
     layer: u16,
@@ -137,15 +136,16 @@ pub struct Missing {
 }
 
 impl Chain {
-    /// All files, in the order of their numbers: what an engine must know to move bytes.
+    /// All files, by [`FileIndex`]. An I/O engine needs them to move bytes.
     pub fn files(&self) -> &[Arc<dyn Storage>] {
         &self.files
     }
 
-    /// The files of images that [say that they have a journal](Qcow2::journal_waits) which nobody does.
+    /// The files of images that [say that they have a journal](Qcow2::journal_waits) which no process was to
+    /// replay.
     pub fn waiting(&self) -> Vec<FileIndex> {
         let waiting = self.layers.iter().filter_map(|layer| match &layer.image {
-            // Its data file comes next.
+            // If there is a data file, `layer.file` is that; the image is the file before it.
             LayerImage::Qcow2(image) if image.journal_waits() => {
                 Some(FileIndex(layer.file.0 - u16::from(image.has_data_file())))
             }
@@ -154,31 +154,32 @@ impl Chain {
         waiting.collect()
     }
 
-    /// The file that holds what the guest writes.
+    /// The file that contains what the guest writes.
     pub fn written_file(&self) -> FileIndex {
         self.layers[0].file
     }
 
-    /// Whether a layer is a file byte by byte.
+    /// Whether this file is a raw layer: the layer's content byte for byte.
     pub fn is_raw(&self, file: FileIndex) -> bool {
         let raw = |layer: &Layer| layer.file == file && matches!(layer.image, LayerImage::Raw(_));
         self.layers.iter().any(raw)
     }
 
-    /// Whether nothing has been written to the images above that which this file is, or is the first of.
+    /// Whether nothing has been written to the images above the layer of this file. If that layer has two files,
+    /// this must be the first.
     pub fn is_bare_above(&self, file: FileIndex) -> bool {
-        // Files are numbered from the top.
+        // Files are numbered from the top layer.
         let mut above = self.layers.iter().take_while(|layer| layer.file.0 < file.0);
         above.all(|layer| matches!(&layer.image, LayerImage::Qcow2(image) if image.is_bare()))
     }
 
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     #[inline]
     pub fn size(&self) -> u64 {
         self.layers[0].size()
     }
 
-    /// How many layers there are.
+    /// The number of layers.
     pub fn depth(&self) -> usize {
         self.layers.len()
     }
@@ -190,14 +191,14 @@ impl Chain {
         }
     }
 
-    /// Who looks things up.
+    /// The pins that keep looked-up clusters from being reused.
     #[inline]
     pub fn pins(&self) -> &Pins {
         self.top().map_or(&self.pins, Qcow2::pins)
     }
 
-    /// Where the range is that starts at `at`: the longest piece that is in one place. From memory,
-    /// without locks or system calls. What is behind the end of the disk reads as zeroes.
+    /// Where the range that starts at `at` is: the longest piece that is in one place. Uses memory only, without
+    /// locks or system calls. Bytes after the end of the disk read as zeroes.
     #[inline]
     pub fn map(&self, pin: &Pin, at: u64, len: u64) -> Place {
         let mut len = len;
@@ -242,9 +243,9 @@ impl Chain {
         Place::Zero { len }
     }
 
-    /// To be called for each of several requests before the first of them is looked up: their entries are
-    /// all over a large table, and the processor then waits for all of them at once, instead of for
-    /// one after the other. Changes nothing but that.
+    /// Prefetches the entry for `at` into the processor's cache. Call it for each of several requests before
+    /// looking up the first of them. Their entries are spread over a large table, and the processor then waits for
+    /// all of them at once instead of one after the other. There is no other effect.
     #[inline]
     pub fn touch(&self, at: u64) {
         for layer in &self.layers {
@@ -255,8 +256,8 @@ impl Chain {
         }
     }
 
-    /// Where a write goes that starts at `at` and ends inside the disk. From memory, without locks or
-    /// system calls.
+    /// Where a write goes that starts at `at` and ends inside the disk. Uses memory only, without locks or system
+    /// calls.
     #[inline]
     pub fn map_write(&self, pin: &Pin, at: u64, len: u64) -> WritePlace {
         let file = self.written_file();
@@ -275,8 +276,8 @@ impl Chain {
         }
     }
 
-    /// Brings into memory what a look-up found missing. Blocks. Threads that ask for the same wait for
-    /// one of them.
+    /// Loads what a lookup found missing. Blocks. If several threads ask for the same, one of them loads it and the
+    /// others wait.
     ///
     /// # Errors
     /// It could not be read.
@@ -287,7 +288,7 @@ impl Chain {
         }
     }
 
-    /// Takes clusters for a write, as [`Qcow2::prepare_write`]; they are in
+    /// Allocates clusters for a write, as [`Qcow2::prepare_write`]. They are in
     /// [`written_file`](Self::written_file).
     ///
     /// # Errors
@@ -316,7 +317,8 @@ impl Chain {
         true
     }
 
-    /// The same without blocking: `None` if it would have to block, or anything else is to be said.
+    /// As [`prepare_write`](Self::prepare_write), without blocking. `None` if it would have to block, or if the
+    /// result is anything but an allocation.
     #[inline]
     pub fn try_prepare_write(&self, pin: &Pin, at: u64, len: u64) -> Option<Allocation> {
         let mut allocation = self.top()?.try_prepare_write(at, len)?;
@@ -327,7 +329,7 @@ impl Chain {
     /// As [`Qcow2::try_commit`].
     ///
     /// # Errors
-    /// It would have to block: [`commit`](Self::commit) does it.
+    /// It would have to block. Call [`commit`](Self::commit) instead.
     pub fn try_commit(&self, allocation: Allocation) -> Result<(), Allocation> {
         match self.top() {
             Some(image) => image.try_commit(allocation),
@@ -338,7 +340,7 @@ impl Chain {
     /// As [`Qcow2::commit`].
     ///
     /// # Errors
-    /// The range is as it was before.
+    /// The range is unchanged; the exception of [`Qcow2::commit`] applies.
     pub fn commit(&self, allocation: Allocation) -> Result<(), ImageError> {
         self.top().map_or(Ok(()), |image| image.commit(allocation))
     }
@@ -346,7 +348,7 @@ impl Chain {
     /// As [`Qcow2::commit_or_keep`].
     ///
     /// # Errors
-    /// The range is as it was before.
+    /// The range is unchanged; the exception of [`Qcow2::commit`] applies.
     #[expect(clippy::result_large_err, reason = "an error is rare, and moved once")]
     pub fn commit_or_keep(&self, allocation: Allocation) -> Result<(), (ImageError, Allocation)> {
         let commit = |image: &Qcow2| image.commit_or_keep(allocation);
@@ -360,11 +362,12 @@ impl Chain {
         }
     }
 
-    /// Gives up the beginning of a range inside the disk; the caller goes on with the rest. All of a raw disk is
-    /// [`ZeroStep::File`]. Blocks. What is done is durable after the next flush.
+    /// Zeroes or discards the first bytes of a range inside the disk; the caller continues with the rest. For a raw
+    /// disk, the step is [`ZeroStep::File`] for the whole range. Blocks. The change is durable after the next
+    /// flush.
     ///
     /// # Errors
-    /// The rest of the range is as it was.
+    /// The rest of the range is unchanged.
     pub fn zero_step(&self, at: u64, len: u64, why: Zeroing) -> Result<ZeroStep, ImageError> {
         let Some(image) = self.top() else {
             return Ok(ZeroStep::File(len));
@@ -376,13 +379,13 @@ impl Chain {
         image.zero_step(GuestOffset::new(at), len, why, zeroes_around)
     }
 
-    /// The image that is written, for what only images do.
+    /// The image that the guest writes to, for operations that only images have.
     pub fn image(&self) -> Option<&Qcow2> {
         self.top()
     }
 
-    /// Whether only [`flush`](Self::flush) makes everything durable; otherwise an fdatasync of
-    /// [`written_file`](Self::written_file) does.
+    /// Whether only [`flush`](Self::flush) makes everything durable. Otherwise an fdatasync of
+    /// [`written_file`](Self::written_file) is enough.
     #[inline]
     pub fn needs_flush(&self) -> bool {
         self.top().is_some_and(Qcow2::needs_flush)
@@ -394,7 +397,7 @@ impl Chain {
         self.top().is_some_and(Qcow2::must_flush)
     }
 
-    /// Makes all that was written and committed before this call durable. Blocks.
+    /// Makes everything durable that was written and committed before this call. Blocks.
     ///
     /// # Errors
     /// Something may not be durable.
@@ -415,15 +418,15 @@ impl Chain {
         }
     }
 
-    /// Writes what only this process knows of it, so that another one can go on with its files.
+    /// Writes what only this process knows, so that another process can continue with the files.
     ///
     /// # Errors
-    /// Something may not be written.
+    /// Something may not have been written.
     pub fn settle(&self) -> Result<(), ImageError> {
         self.top().map_or(Ok(()), Qcow2::settle)
     }
 
-    /// Closes the disk, when nobody uses it any more.
+    /// Closes the disk after its last use.
     ///
     /// # Errors
     /// Something may not be durable.
@@ -434,7 +437,7 @@ impl Chain {
         }
     }
 
-    /// Why nothing is written any more, if that is so.
+    /// Why writing has stopped, if it has.
     pub fn damage(&self) -> Option<&Damage> {
         self.top().and_then(Qcow2::damage)
     }

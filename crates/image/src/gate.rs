@@ -6,12 +6,13 @@ use rustix::fs::{FileType, Mode, OFlags, ResolveFlags, fstat, open, openat2};
 use rustix::io::Errno;
 use thiserror::Error;
 
-/// Which files an image may name: those below directories that the operator allows.
+/// The files that an image may name: those below directories that the operator allows.
 ///
-/// A name in an image is input from whoever made the image. The kernel holds the border while it
-/// resolves the name (`openat2`, `RESOLVE_BENEATH`), so that neither `..` nor a symbolic link leads out
-/// of a directory, whatever changes at the same time. Links inside work, also absolute ones: what these lead to is
-/// found out first, and then opened in the same way. Only regular files and block devices are let through.
+/// A name in an image is input from the person who made the image. The kernel enforces the limit while it resolves
+/// the name (`openat2`, `RESOLVE_BENEATH`): neither `..` nor a symbolic link leads out of a directory, whatever
+/// changes at the same time. Links inside the directories work, including absolute ones: the gate first finds out
+/// where an absolute link leads, and then opens that path in the same way. Only regular files and block devices are
+/// admitted.
 #[derive(Debug)]
 pub struct Gate {
     directories: Vec<Directory>,
@@ -20,11 +21,11 @@ pub struct Gate {
 #[derive(Debug)]
 struct Directory {
     fd: OwnedFd,
-    /// As the operator wrote it, and where it is.
+    /// The absolute path as the operator wrote it, and the canonical path.
     paths: [PathBuf; 2],
 }
 
-/// A file that an image named, and that it may.
+/// A file that an image names and may use.
 #[derive(Debug)]
 pub(crate) struct Passed {
     pub fd: OwnedFd,
@@ -32,19 +33,19 @@ pub(crate) struct Passed {
     pub identity: Identity,
 }
 
-/// What tells a file from all others: of what, device and inode.
+/// Identifies a file by its device and inode, or a block device by `u64::MAX` and its device number.
 pub(crate) type Identity = (u64, u64);
 
-/// Why a file is not opened that an image names.
+/// Why a file that an image names is not opened.
 #[derive(Debug, Error)]
 pub enum GateError {
-    /// Not a file at all.
+    /// The name is not the name of a file.
     #[error(
         "it names '{0}', which is not a file; only files and block devices are opened for an \
         image ('qemu-img rebase -u' changes the name)"
     )]
     Protocol(String),
-    /// In none of the directories.
+    /// The file is in none of the allowed directories.
     #[error(
         "it names '{name}', which is in none of the directories that its images may be in \
         ({allowed}); --allow-backing DIR allows another one, if you trust whoever made the image"
@@ -52,10 +53,10 @@ pub enum GateError {
     Outside {
         /// The name in the image.
         name: String,
-        /// The directories.
+        /// The allowed directories.
         allowed: String,
     },
-    /// It is a link that leads out of the directories.
+    /// The file is a symbolic link that leads out of the allowed directories.
     #[error(
         "it names '{name}', a symbolic link to '{target}', which is in none of the directories that its images may be in \
         ({allowed}); --allow-backing DIR allows another one, if you trust whoever made the image"
@@ -63,32 +64,32 @@ pub enum GateError {
     Link {
         /// The name in the image.
         name: String,
-        /// Where it leads.
+        /// The target of the link.
         target: String,
-        /// The directories.
+        /// The allowed directories.
         allowed: String,
     },
-    /// It is not there.
+    /// The file does not exist.
     #[error(
         "it names '{0}', and there is no such file; put it back where it was: the image needs what is in it, which is not in \
         a new and empty one"
     )]
     Missing(String),
-    /// The kernel does not open it.
+    /// The kernel does not open the file.
     #[error("it names '{name}', which cannot be opened: {source}")]
     Open {
         /// The name in the image.
         name: String,
-        /// What the kernel said.
+        /// The error from the kernel.
         source: io::Error,
     },
-    /// Neither a regular file nor a block device.
+    /// The file is neither a regular file nor a block device.
     #[error("it names '{0}', which is neither a file nor a block device")]
     Kind(String),
 }
 
 impl Gate {
-    /// Allows these directories, and all below them.
+    /// Allows these directories and everything below them.
     ///
     /// # Errors
     /// One of them cannot be opened; the message says which.
@@ -115,10 +116,10 @@ impl Gate {
         })
     }
 
-    /// Allows the directory of an image, which is what holds without the operator's word.
+    /// Allows the directory of an image: the default if the operator does not say otherwise.
     ///
     /// # Errors
-    /// It cannot be opened.
+    /// The directory cannot be opened.
     pub fn beside(image: &Path) -> io::Result<Self> {
         Self::new([image.parent().unwrap_or(Path::new("/"))])
     }
@@ -154,14 +155,14 @@ impl Gate {
                 Err(errno) => return Err(open_error(errno)),
             }
         }
-        // An absolute link leads out of any directory, as the kernel sees it, also to a file that is in one.
+        // To the kernel, an absolute link leads out of any directory, even to a file that is inside.
         let target = leads_out.then(|| path.canonicalize().ok()).flatten();
         if let Some(target) = &target {
             for directory in &self.directories {
                 let Ok(below) = target.strip_prefix(&directory.paths[1]) else {
                     continue;
                 };
-                // If it has changed meanwhile, the border still holds.
+                // If the link has changed meanwhile, the kernel still enforces the limit.
                 match directory.open(below, write) {
                     Ok(fd) => return passed(fd, straight, name),
                     Err(Errno::XDEV) => {}
@@ -186,10 +187,10 @@ impl Gate {
 }
 
 impl Directory {
-    /// Opens what is below it, with whatever links are in between.
+    /// Opens a file below the directory, also through symbolic links.
     fn open(&self, below: &Path, write: bool) -> Result<OwnedFd, Errno> {
         let access = if write { OFlags::RDWR } else { OFlags::RDONLY };
-        // Opening a pipe must not block; what it is shows after.
+        // Opening a pipe must not block. The kind of the file is checked afterwards.
         let flags = access | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
         openat2(&self.fd, below, flags, Mode::empty(), resolve)
@@ -203,15 +204,15 @@ fn passed(fd: OwnedFd, path: PathBuf, name: &str) -> Result<Passed, GateError> {
     })?;
     let identity = match FileType::from_raw_mode(stat.st_mode) {
         FileType::RegularFile => (stat.st_dev, stat.st_ino),
-        // Any number of nodes lead to one device.
+        // Several device nodes can refer to the same device.
         FileType::BlockDevice => (u64::MAX, stat.st_rdev),
         _ => return Err(GateError::Kind(name.to_owned())),
     };
     Ok(Passed { fd, path, identity })
 }
 
-/// The path without `.` and `..`, as if there were no links. Where a link makes that another file, it
-/// is one below the same directory.
+/// The path without `.` and `..`, as if there were no links. If a link makes this another file, that file is below
+/// the same directory too.
 fn without_dots(path: &Path) -> PathBuf {
     let mut straight = PathBuf::new();
     for component in path.components() {

@@ -1,4 +1,4 @@
-//! A disk's bytes by plain blocking calls, for threads that may: what a write copies beside it, and
+//! A disk's bytes by blocking calls, for threads that may block: for the copies that a write needs, and for
 //! compressed clusters.
 
 use std::io;
@@ -13,11 +13,11 @@ use crate::qcow2::{
 };
 use crate::storage::Storage;
 
-/// Zeroes that are written at a time where there is no other way.
+/// Zeroes to write where there is no other way to zero a range.
 static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
 
 impl Chain {
-    /// Fills `to` with what the disk holds from `at` on.
+    /// Fills `to` with the disk's content from `at` on.
     ///
     /// # Errors
     /// Something could not be read.
@@ -53,7 +53,7 @@ impl Chain {
         Ok(())
     }
 
-    /// The piece of a compressed cluster.
+    /// Reads and decompresses a piece of a compressed cluster.
     ///
     /// # Errors
     /// It could not be read, or does not decompress.
@@ -74,7 +74,7 @@ impl Chain {
         Ok(cluster)
     }
 
-    /// Writes to the file that holds what the guest writes.
+    /// Writes to the file that contains what the guest writes.
     ///
     /// # Errors
     /// Any part may have been written.
@@ -87,10 +87,10 @@ impl Chain {
         })
     }
 
-    /// Does the fills of an allocation; the guest's data is still to come.
+    /// Does the fills of an allocation. The caller writes the guest's data afterwards.
     ///
     /// # Errors
-    /// The clusters have been given back.
+    /// The clusters were freed.
     pub fn fill(&self, allocation: Allocation) -> Result<Allocation, ImageError> {
         let filled = self.pinned(|pin| {
             allocation.fills.iter().try_for_each(|fill| {
@@ -110,11 +110,11 @@ impl Chain {
         }
     }
 
-    /// Gives a range up, as far as that goes without waiting for others: so many bytes, and whom to wait
-    /// for before going on, if that is not all.
+    /// Zeroes or discards a range, as far as possible without waiting for other writes. Returns how many bytes are
+    /// done and, if that is not all, the write to wait for before continuing.
     ///
     /// # Errors
-    /// The rest of the range is as it was.
+    /// The rest of the range is unchanged.
     pub fn zero(
         &self,
         at: u64,
@@ -127,7 +127,7 @@ impl Chain {
             let step = match self.zero_step(here, len - done, why)? {
                 ZeroStep::Done(n) => Ok(n),
                 ZeroStep::File(n) if self.gives_back(here, n, why) => Ok(n),
-                // It stays as it was.
+                // The range keeps its content.
                 ZeroStep::File(n) if why == Zeroing::Discard => Ok(n),
                 ZeroStep::File(n) => {
                     for skip in (0..n).step_by(ZEROES.len()) {
@@ -150,8 +150,9 @@ impl Chain {
         Ok((done, None))
     }
 
-    /// Whether a range begins in a subcluster that is in the backing file, and has only a part of it, while the rest of it
-    /// reads as zeroes. To say so, the rest is read, which a write to the range would do too.
+    /// Whether a range begins in a subcluster that is in the backing file and covers only a part of it, and the
+    /// rest of that subcluster reads as zeroes. To find out, this reads the rest, which a write to the range would
+    /// do too.
     pub(super) fn has_zeroes_around(
         &self,
         image: &Qcow2,
@@ -193,11 +194,11 @@ impl Chain {
         Ok(true)
     }
 
-    /// Makes the disk longer, durably. What is new of it reads as zeroes, whatever is below. Blocks. In
-    /// which order, and why, is said in [`grow`](crate::qcow2) of images.
+    /// Enlarges the disk, durably. The new part reads as zeroes, whatever the layers below contain. Blocks.
+    /// [`grow`](crate::qcow2) of images explains the order of the steps.
     ///
     /// # Errors
-    /// The disk stays as long as it was; it may be tried again.
+    /// The disk keeps its size; the caller may try again.
     pub fn grow(&self, size: u64) -> Result<(), ImageError> {
         let image = match &self.layers[0].image {
             LayerImage::Qcow2(image) => image,
@@ -224,7 +225,7 @@ impl Chain {
                 "a disk cannot become smaller while it is in use",
             ));
         }
-        // A file reads as zeroes where it was made longer.
+        // The part added to a file reads as zeroes.
         file.set_size(size).map_err(|source| ImageError::Io {
             doing: "making the file longer",
             at: size,
@@ -235,8 +236,8 @@ impl Chain {
         Ok(())
     }
 
-    /// Gives the space of a range back in the file where it has the same offset, if that is wanted, and
-    /// possible.
+    /// Frees the space of a range in the file, where it is at the same offset, if that is wanted and possible;
+    /// returns whether it did.
     fn gives_back(&self, at: u64, len: u64, why: Zeroing) -> bool {
         let wanted = why != (Zeroing::Zeroes { unmap: false });
         let punches = self.image().is_some_and(Qcow2::punches);
@@ -244,7 +245,7 @@ impl Chain {
         wanted && punches && file.punch(FileOffset(at), len).is_ok()
     }
 
-    /// Writes zeroes like any other data; how many, or whom to wait for first.
+    /// Writes zeroes like any other data. Returns how many bytes were written, or the write to wait for first.
     fn write_zeroes(
         &self,
         pin: &Pin,
@@ -261,7 +262,7 @@ impl Chain {
                     self.load(missing)?;
                     continue;
                 }
-                // To prepare a damaged part says what is wrong.
+                // Preparing a write to a damaged part returns the error that describes the damage.
                 WritePlace::Allocate { len } | WritePlace::Damaged { len } => len,
             };
             match self.prepare_write(at, len)? {
@@ -281,7 +282,7 @@ impl Chain {
         }
     }
 
-    /// With a pin of a thread that is no I/O thread.
+    /// Calls `f` with a pin, for a thread that is not an I/O thread.
     fn pinned<T>(&self, f: impl FnOnce(&Pin) -> T) -> T {
         let pin = self.pins().pin(0);
         let result = f(&pin);

@@ -16,14 +16,14 @@ use crate::qcow2::header::Header;
 use crate::qcow2::{JournalPlace, OpenOptions, Pins, Progress, Qcow2, Qcow2Error, read_header};
 use crate::storage::{PlainFile, Storage};
 
-/// Most layers, as in QEMU's tests; deeper ones are mistakes.
+/// The most layers, as in QEMU's tests. A deeper chain is a mistake.
 const DEPTH_MAX: usize = 200;
 
-/// Memory for the L1 tables of all layers, in bytes: eight of the largest, or 200 of those of a disk of
-/// 80 TiB with 64 KiB clusters.
+/// The most memory for the L1 tables of all layers, in bytes: eight tables of the largest size, or 200 tables of a
+/// disk of 80 TiB with 64 KiB clusters.
 const L1_BYTES_MAX: u64 = 256 << 20;
 
-/// L2 tables of all backing files kept in memory, in bytes, and at least those of one file.
+/// The most bytes of L2 tables of all backing files kept in memory, and the limit that each file has at least.
 const BACKING_CACHE_BYTES: u64 = 1 << 30;
 const BACKING_CACHE_BYTES_MIN: u64 = 1 << 20;
 
@@ -41,7 +41,7 @@ impl FromStr for LayerFormat {
 
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
-            // How QEMU calls raw files and devices in images made by older versions.
+            // QEMU's names for raw files and devices in images made by older versions.
             "raw" | "file" | "host_device" => Ok(Self::Raw),
             "qcow2" => Ok(Self::Qcow2),
             _ => Err(format!(
@@ -51,24 +51,25 @@ impl FromStr for LayerFormat {
     }
 }
 
-/// What a file is to a chain.
+/// The role of a file in a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Only read.
+    /// A backing file, which is only read.
     Backing,
-    /// Holds the guest's data for an image.
+    /// A data file: it contains the guest's data of an image.
     Data {
-        /// It is written.
+        /// Whether it is written.
         write: bool,
     },
 }
 
-/// Makes files that a [`Gate`] let through into [`Storage`]: with locks, and the cache mode of the disk.
+/// Makes [`Storage`] of the files that a [`Gate`] admits, with locks and the cache mode of the disk.
 pub trait OpenFiles {
-    /// The file, open as its role needs it; the descriptor does not block. `path` is for messages.
+    /// The storage for a file that is open as its role needs it. The descriptor is non-blocking. `path` is for
+    /// messages.
     ///
     /// # Errors
-    /// It can't be used.
+    /// The file can't be used.
     fn open(&mut self, file: OwnedFd, path: &Path, role: Role) -> io::Result<Arc<dyn Storage>>;
 }
 
@@ -76,23 +77,23 @@ pub trait OpenFiles {
 pub struct Top<'a> {
     /// The open file.
     pub storage: Arc<dyn Storage>,
-    /// Names in it are relative to the directory of this path.
+    /// The names in the file are relative to the directory of this path.
     pub path: &'a Path,
-    /// Said by the operator, never guessed.
+    /// Given by the operator, never guessed.
     pub format: LayerFormat,
 }
 
-/// How a chain is opened.
+/// Options for opening a chain.
 pub struct ChainOptions<'a> {
     /// Nothing is written.
     pub read_only: bool,
     /// As in [`OpenOptions`].
     pub allow_corrupt: bool,
-    /// L2 tables of the first image kept in memory, in bytes; as in [`OpenOptions`].
+    /// Bytes of L2 tables of the first image kept in memory, as in [`OpenOptions`].
     pub l2_cache_bytes: Option<u64>,
     /// As in [`OpenOptions`].
     pub punch: bool,
-    /// Of the first image, as in [`OpenOptions`].
+    /// The journal of the first image, as in [`OpenOptions`].
     pub journal: Option<JournalPlace>,
     /// As in [`OpenOptions`].
     pub flush_changes: bool,
@@ -100,7 +101,7 @@ pub struct ChainOptions<'a> {
     pub progress: &'a mut dyn FnMut(Progress) -> ControlFlow<()>,
 }
 
-/// Why a chain is not opened, and which of its files is the reason.
+/// Why a chain was not opened, with the file that is the reason.
 #[derive(Debug, Error)]
 #[error("{}: {source}", path.display())]
 pub struct ChainError {
@@ -109,7 +110,7 @@ pub struct ChainError {
 }
 
 impl ChainError {
-    /// Whether it is about the journal of the first image.
+    /// Whether the error is about the journal of the first image.
     pub fn is_of_journal(&self) -> bool {
         let LayerError::Image(error) = &self.source else {
             return false;
@@ -117,7 +118,7 @@ impl ChainError {
         matches!(error, Qcow2Error::Journal(_) | Qcow2Error::Replay(_))
     }
 
-    /// What [`OpenFiles`] said, if a file that an image names could not be used.
+    /// The error of [`OpenFiles`], if a file that an image names could not be used.
     pub fn of_file(&self) -> Option<&io::Error> {
         match &self.source {
             LayerError::Io(error) => Some(error),
@@ -158,9 +159,9 @@ enum LayerError {
 }
 
 impl Chain {
-    /// Opens a disk: the file that the operator named, and all that its images name, as far as the gate
-    /// lets them. Memory and time are bounded whatever the files say, unless an image must be
-    /// repaired, which `progress` can stop.
+    /// Opens a disk: the file that the operator named, and all files that its images name, if the gate admits them.
+    /// Memory and time are bounded whatever the files contain. An exception is an image that must be repaired;
+    /// `progress` can stop the repair.
     ///
     /// # Errors
     /// One of the files can't be used; the message says which, why, and what to do.
@@ -205,11 +206,12 @@ impl Chain {
         Ok(chain)
     }
 
-    /// The files that an image leads to, found by their names from where it is: device and inode of each, in the order in
-    /// which an opened chain has them, without the first. Only headers are read, so that the image may be in use.
+    /// The files that an image refers to, found by name, relative to the path of the image. Returns the device and
+    /// inode of each, in the order in which an opened chain has the files, without the first. Reads only headers,
+    /// so the image may be in use.
     ///
     /// # Errors
-    /// As for [`open`](Self::open), as far as names and formats are concerned.
+    /// As of [`open`](Self::open), as far as names and formats are concerned.
     pub fn names(top: Top<'_>, gate: &Gate) -> Result<Vec<(u64, u64)>, ChainError> {
         let mut named = Named {
             gate,
@@ -243,7 +245,7 @@ impl Chain {
     }
 }
 
-/// The files that images name, each of which a chain has once.
+/// The files that images name. A chain contains each file only once.
 struct Named<'a> {
     gate: &'a Gate,
     seen: HashSet<Identity>,
@@ -328,7 +330,7 @@ impl Opening<'_> {
         if self.l1_bytes > L1_BYTES_MAX {
             return Err(LayerError::TooLarge);
         }
-        // What is above it is not opened for writing before all is known to be there.
+        // A layer is not opened for writing before the files that it needs are known to exist.
         let next = self.backing(path, &header)?;
         let is_top = self.layers.is_empty();
         let read_only = self.options.read_only || !is_top;
@@ -361,7 +363,7 @@ impl Opening<'_> {
     }
 
     fn add(&mut self, storage: Arc<dyn Storage>) -> FileIndex {
-        // A layer has two at most.
+        // A layer has at most two files.
         let index = FileIndex(self.opened.len() as u16);
         self.opened.push(storage);
         index

@@ -8,7 +8,7 @@ struct Place {
 }
 
 impl Place {
-    /// `images/vm` with `a`, `images/base` with `b`, and `secret` beside them.
+    /// Makes `images/vm` with `a`, `images/base` with `b`, and `secret` next to `images`.
     fn new() -> Self {
         let root = tempfile::tempdir().unwrap();
         for directory in ["images/vm", "images/base"] {
@@ -24,7 +24,7 @@ impl Place {
         self.root.path().canonicalize().unwrap().join(path)
     }
 
-    /// Which file an image in `images/vm` gets for a name.
+    /// Opens a file that an image in `images/vm` names; returns its content, which is its path.
     fn pass(&self, allowed: &[&str], name: &str) -> Result<String, String> {
         let gate = Gate::new(allowed.iter().map(|path| self.path(path))).unwrap();
         let passed = gate.pass(&self.path("images/vm"), name, false);
@@ -55,7 +55,7 @@ fn names_lead_to_files_below_the_directories() {
     }
     symlink("../base/b", place.path("images/vm/link")).unwrap();
     assert_eq!(place.pass(&["images"], "link").unwrap(), "images/base/b");
-    // Wherever a link is written to lead, it is where it leads that counts.
+    // What counts is the target of a link, not how the link is written.
     symlink(
         place.path("images/base/b"),
         place.path("images/vm/absolute"),
@@ -117,7 +117,7 @@ fn only_files_are_opened() {
         let error = place.pass(&["images/vm"], name).unwrap_err();
         assert!(error.contains(says), "{name}: {error}");
     }
-    // A colon behind a slash is part of a name.
+    // A colon after a slash is part of a name.
     fs::write(place.path("images/vm/a:b"), "colon").unwrap();
     assert_eq!(place.pass(&["images/vm"], "./a:b").unwrap(), "colon");
 }
