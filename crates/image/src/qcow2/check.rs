@@ -1,4 +1,4 @@
-//! Whether an image is sound, as `qemu-img check` sees it.
+//! Checking whether an image is consistent, like `qemu-img check`.
 
 use std::ops::ControlFlow;
 
@@ -9,17 +9,17 @@ use super::scan::{Scan, ScanError};
 use super::types::{BlockIndex, HostOffset, Run};
 use crate::storage::{Storage, read_padded};
 
-/// Findings that are kept for display.
+/// The most findings kept for display.
 const SHOWN_MAX: usize = 16;
 
-/// What a check has found.
+/// The result of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CheckReport {
-    /// Clusters that count as used more often than they are: lost space, and no more.
+    /// Clusters whose refcount is higher than the number of references: lost space, and nothing worse.
     pub leaks: u64,
-    /// Everything else.
+    /// All other errors.
     pub errors: u64,
-    /// Some of the errors, in words.
+    /// Descriptions of some of the errors.
     pub shown: Vec<String>,
 }
 
@@ -32,10 +32,10 @@ impl CheckReport {
     }
 }
 
-/// Compares all refcounts of a file with what refers to its clusters. Nobody may be writing it.
+/// Compares all refcounts of a file with the references to its clusters. Nothing may write to the file meanwhile.
 ///
 /// # Errors
-/// It is no such image, or a table could not be read.
+/// The file is not such an image, or a table could not be read.
 pub fn check(storage: &dyn Storage) -> Result<CheckReport, Qcow2Error> {
     let (header, _) = super::open::read_header(storage)?;
     let mut report = CheckReport::default();

@@ -1,14 +1,14 @@
-//! Compressed clusters. Nothing here touches an image: it runs outside of all locks.
+//! Compressed clusters. Nothing here accesses an image, so it runs outside of all locks.
 
 use std::io;
 
 use flate2::{Decompress, FlushDecompress, Status};
 
-/// Bits of the window that a decoder keeps: a cluster has at most 2 MiB, 21 bits, and an encoder that
-/// does not know its input's size may take a little more.
+/// Bits of the window that a decoder keeps at most. A cluster has at most 2 MiB, 21 bits, and an encoder that does
+/// not know the size of its input may use a slightly larger window.
 const ZSTD_WINDOW_BITS_MAX: u32 = 23;
 
-/// How an image's compressed clusters are compressed.
+/// The compression type of an image's compressed clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compression {
     /// Raw deflate, which QEMU calls zlib.
@@ -18,10 +18,11 @@ pub enum Compression {
 }
 
 impl Compression {
-    /// Fills `cluster` with what `from` decompresses to. `from` may go on behind the compressed data.
+    /// Fills `cluster` with the decompressed content of `from`. `from` may contain more bytes after the compressed
+    /// data.
     ///
     /// # Errors
-    /// `InvalidData` if that is not exactly one cluster: the image is damaged.
+    /// `InvalidData` if the result is not exactly one cluster: the image is damaged.
     pub fn inflate(self, from: &[u8], cluster: &mut [u8]) -> io::Result<()> {
         let filled = match self {
             Self::Deflate => deflate(from, cluster),
@@ -37,7 +38,7 @@ impl Compression {
     }
 }
 
-/// The bytes filled. The stream need not say that it ends: QEMU takes a full cluster for the end.
+/// Returns the number of bytes filled. The stream need not have an end: QEMU takes a full cluster as the end.
 fn deflate(from: &[u8], cluster: &mut [u8]) -> Option<usize> {
     let mut stream = Decompress::new(false);
     match stream.decompress(from, cluster, FlushDecompress::Finish) {
@@ -59,7 +60,7 @@ fn zstd(from: &[u8], cluster: &mut [u8]) -> Option<usize> {
     let mut to = OutBuffer::around(cluster);
     loop {
         let before = (from.pos(), to.pos());
-        // Of several frames, QEMU takes as many as it needs.
+        // If there are several frames, QEMU reads as many as it needs.
         let left = decoder.run(&mut from, &mut to).ok()?;
         if to.pos() == to.capacity() {
             return Some(to.pos());
@@ -96,7 +97,7 @@ mod tests {
             kind.inflate(&bytes, &mut cluster).unwrap();
             assert_eq!(cluster, sample());
             assert!(kind.inflate(&short, &mut cluster).is_err());
-            // More than there is, and nothing at all.
+            // A cluster larger than the data, and no data at all.
             assert!(kind.inflate(&bytes, &mut vec![0; 8192]).is_err());
             assert!(kind.inflate(&[], &mut cluster).is_err());
         }

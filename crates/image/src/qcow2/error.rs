@@ -3,50 +3,50 @@ use std::io;
 
 use thiserror::Error;
 
-/// Why an image could not do what was asked of it while it was in use.
+/// Why an operation on an open image failed.
 #[derive(Debug, Error)]
 pub enum ImageError {
-    /// A table could not be read or written. The change may be tried again.
+    /// A table could not be read or written. The caller may retry the change.
     #[error("{doing} at byte {at}: {source}")]
     Io {
-        /// What was to be done.
+        /// The operation that failed.
         doing: &'static str,
-        /// Where in the file.
+        /// The offset in the file.
         at: u64,
-        /// What the kernel said.
+        /// The error from the kernel.
         source: io::Error,
     },
-    /// What the page cache had to write could not be written, and is forgotten. Nothing that was written
-    /// since the last flush, or will be, counts as durable.
+    /// The kernel could not write data from the page cache, and has dropped it. Nothing that was written since the
+    /// last flush, or is written from now on, counts as durable.
     #[error(
         "an fdatasync of the image failed ({source}), and what the page cache had to write then is lost for \
         good; no flush succeeds until it is served anew: repair the storage, check the guest's file \
         systems, and restart"
     )]
     Lost {
-        /// What the kernel said.
+        /// The error from the kernel.
         source: io::Error,
     },
-    /// The image contradicts itself. Nothing is written to it any more.
+    /// The image contradicts itself. Nothing more is written to it.
     #[error("{0}; nothing more is written to it; run 'qemu-img check' on it")]
     Damaged(Damage),
     /// The file cannot grow, or the format cannot address more of it.
     #[error("the image is full: {0}")]
     Full(&'static str),
-    /// The image was opened for reading only.
+    /// The image is open for reading only.
     #[error("the image was opened read-only")]
     ReadOnly,
-    /// A change that the image cannot take.
+    /// The image does not support this change.
     #[error("{0}")]
     Unsupported(&'static str),
 }
 
-/// What an image contradicts itself in.
+/// A contradiction in an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Damage {
     /// What was found.
     pub what: &'static str,
-    /// Offset in the file, or of the disk if `what` says so.
+    /// The offset in the file, or on the disk if `what` says so.
     pub at: u64,
 }
 
@@ -61,7 +61,7 @@ impl fmt::Display for Damage {
 }
 
 impl ImageError {
-    /// The errno that says the same.
+    /// The corresponding errno.
     pub fn errno(&self) -> i32 {
         const EIO: i32 = 5;
         const ENOSPC: i32 = 28;
@@ -76,8 +76,8 @@ impl ImageError {
         }
     }
 
-    /// Whether there is no point in trying again what failed: the cause is not the storage, and does not
-    /// go away.
+    /// Whether a retry is pointless, because the cause does not go away. Only errors of the storage
+    /// ([`Io`](Self::Io)) may go away.
     pub fn is_lasting(&self) -> bool {
         !matches!(self, Self::Io { .. })
     }
@@ -87,7 +87,7 @@ impl ImageError {
     }
 }
 
-/// Gives an error of a [`Storage`](crate::Storage) its context.
+/// Adds the operation and the offset to an error of a [`Storage`](crate::Storage).
 pub(crate) trait Doing<T> {
     fn doing(self, doing: &'static str, at: u64) -> Result<T, ImageError>;
 }

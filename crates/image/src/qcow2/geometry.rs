@@ -3,23 +3,23 @@ use super::types::{
     BlockIndex, GuestCluster, GuestOffset, HostCluster, L1Index, L2Index, SliceIndex,
 };
 
-/// Largest slice of an L2 table that is read and kept at a time, in bytes: 8192 clusters, 512 MiB of
-/// disk at 64 KiB a cluster.
+/// The largest slice of an L2 table that is read and kept at a time, as a power of two in bytes: 8192 clusters, 512
+/// MiB of disk at 64 KiB a cluster.
 const SLICE_BITS_MAX: u32 = 16;
 
-/// Unit in which changed metadata is written, in bytes, where clusters are not smaller.
+/// The unit in which changed metadata is written, in bytes, unless clusters are smaller.
 const PIECE: u64 = 4096;
 
-/// How an image divides disk and file. All sizes are powers of two.
+/// How an image divides the disk and the file. All sizes are powers of two.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Geometry {
     pub cluster_bits: u32,
     pub refcount_order: u32,
     /// L2 entries have a second word, with bits for 32 subclusters.
     pub extended: bool,
-    /// Zero clusters exist.
+    /// The version of the format. Zero clusters exist from version 3 on.
     pub version: u32,
-    /// Guest data is in a file of its own, at the same offset as on the disk.
+    /// Guest data is in an external data file, at the same offset as on the disk.
     pub external: bool,
 }
 
@@ -34,13 +34,13 @@ impl Geometry {
         }
     }
 
-    /// Bytes.
+    /// The size of a cluster in bytes.
     #[inline]
     pub fn cluster(&self) -> u64 {
         1 << self.cluster_bits
     }
 
-    /// 64-bit words of an L2 entry.
+    /// The number of 64-bit words of an L2 entry.
     #[inline]
     pub fn words(&self) -> usize {
         1 + usize::from(self.extended)
@@ -51,13 +51,13 @@ impl Geometry {
         3 + u32::from(self.extended)
     }
 
-    /// Clusters that an L2 table maps.
+    /// The number of clusters that an L2 table maps.
     #[inline]
     pub fn table_entries(&self) -> u64 {
         1 << (self.cluster_bits - self.entry_bits())
     }
 
-    /// Bytes of disk that an L2 table maps.
+    /// Bytes of the disk that an L2 table maps.
     #[inline]
     pub fn table_reach(&self) -> u64 {
         self.table_entries() << self.cluster_bits
@@ -68,19 +68,19 @@ impl Geometry {
         self.cluster_bits.min(SLICE_BITS_MAX)
     }
 
-    /// Bytes of a slice of an L2 table.
+    /// The size of a slice of an L2 table in bytes.
     #[inline]
     pub fn slice_bytes(&self) -> u64 {
         1 << self.slice_bits()
     }
 
-    /// Clusters that a slice maps.
+    /// The number of clusters that a slice maps.
     #[inline]
     pub fn slice_entries(&self) -> u64 {
         1 << (self.slice_bits() - self.entry_bits())
     }
 
-    /// The slice that maps a cluster, and the entry in it.
+    /// The slice that maps a cluster, and the index of the entry in it.
     #[inline]
     pub fn slice_of(&self, cluster: GuestCluster) -> (SliceIndex, L2Index) {
         let (cluster, entries) = (cluster.number(), self.slice_entries());
@@ -90,13 +90,13 @@ impl Geometry {
         )
     }
 
-    /// The first cluster behind those that a slice maps.
+    /// The first cluster after those that a slice maps.
     #[inline]
     pub fn slice_end(&self, slice: SliceIndex) -> GuestCluster {
         GuestCluster::new((slice.number() + 1) * self.slice_entries())
     }
 
-    /// The L2 table that a slice belongs to, and where in it, in bytes.
+    /// The L2 table that a slice belongs to, and the offset of the slice in it, in bytes.
     #[inline]
     pub fn table_of(&self, slice: SliceIndex) -> (L1Index, u64) {
         let (slice, slices) = (slice.number(), self.cluster() / self.slice_bytes());
@@ -106,7 +106,7 @@ impl Geometry {
         )
     }
 
-    /// The first byte that an L2 table maps.
+    /// The first byte of the disk that an L2 table maps.
     #[inline]
     pub fn table_start(&self, table: L1Index) -> GuestOffset {
         GuestOffset::new(table.number() * self.table_reach())
@@ -117,13 +117,13 @@ impl Geometry {
         self.cluster_bits - if self.extended { 5 } else { 0 }
     }
 
-    /// One bit for each subcluster.
+    /// A mask with one bit for each subcluster.
     #[inline]
     pub fn all(&self) -> u32 {
         if self.extended { u32::MAX } else { 1 }
     }
 
-    /// The subclusters that a range within a cluster touches; not empty.
+    /// The mask of the subclusters that a range within a cluster touches. The range must not be empty.
     #[inline]
     pub fn touched(&self, from: u64, to: u64) -> u32 {
         let first = from >> self.subcluster_bits();
@@ -132,37 +132,37 @@ impl Geometry {
         upto & !((1 << first) - 1) & self.all()
     }
 
-    /// Refcounts in a block.
+    /// The number of refcounts in a block.
     #[inline]
     pub fn block_entries(&self) -> u64 {
         (self.cluster() * 8) >> self.refcount_order
     }
 
-    /// The block that counts a cluster, and which of its refcounts does.
+    /// The refcount block that counts a cluster, and the index of the cluster's refcount in it.
     #[inline]
     pub fn block_of(&self, cluster: HostCluster) -> (BlockIndex, u64) {
         let (cluster, entries) = (cluster.number(), self.block_entries());
         (BlockIndex::new(cluster / entries), cluster % entries)
     }
 
-    /// The first cluster that a block counts.
+    /// The first cluster that a refcount block counts.
     #[inline]
     pub fn counted_by(&self, block: BlockIndex) -> HostCluster {
         HostCluster::new(block.number() * self.block_entries())
     }
 
-    /// Unit in which changed metadata is written, in bytes.
+    /// The unit in which changed metadata is written, in bytes.
     #[inline]
     pub fn piece(&self) -> u64 {
         PIECE.min(self.cluster())
     }
 
-    /// L1 entries that a disk needs.
+    /// The number of L1 entries that a disk of this size needs.
     pub fn l1_entries(&self, size: u64) -> u64 {
         size.div_ceil(self.table_reach())
     }
 
-    /// Clusters that so many bytes fill.
+    /// The number of clusters that this many bytes occupy.
     pub fn clusters(&self, bytes: u64) -> u64 {
         bytes.div_ceil(self.cluster())
     }

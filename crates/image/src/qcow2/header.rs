@@ -6,17 +6,17 @@ use super::compressed::Compression;
 use super::types::{HOST_BITS, HostOffset};
 use crate::bytes::{be16, be32, be64, put32, put64};
 
-/// Largest cluster, as in QEMU.
+/// The largest cluster, as a power of two, as in QEMU.
 pub(crate) const CLUSTER_BITS_MAX: u32 = 21;
-/// Most bytes of an L1 table, as in QEMU.
+/// The largest L1 table in bytes, as in QEMU.
 pub(crate) const L1_BYTES_MAX: u64 = 32 << 20;
-/// Most bytes of the refcount table, as in QEMU.
+/// The largest refcount table in bytes, as in QEMU.
 pub(crate) const REFCOUNT_TABLE_BYTES_MAX: u64 = 8 << 20;
-/// Most internal snapshots, as in QEMU.
+/// The most internal snapshots, as in QEMU.
 const SNAPSHOTS_MAX: u32 = 65536;
-/// Longest name of a backing file, as the format says.
+/// The longest name of a backing file in bytes, from the specification.
 const BACKING_NAME_MAX: u64 = 1023;
-/// Bytes of the header that this module changes; they lie in the first sector.
+/// Bytes of the header that this module changes. They are in the first sector.
 pub(crate) const HEADER_BYTES: usize = 112;
 
 const MAGIC: u32 = 0x5146_49fb;
@@ -33,16 +33,16 @@ pub(crate) const AUTOCLEAR_BITMAPS: u64 = 1;
 /// The external data file is the disk, byte for byte.
 pub(crate) const AUTOCLEAR_RAW_EXTERNAL: u64 = 1 << 1;
 
-/// The bits of the autoclear features that are the journal's.
+/// The autoclear feature bits that belong to the journal.
 pub(super) const AUTOCLEAR_JOURNAL: u64 = !0 << 24;
 
-/// What the header says, checked as far as it can be without reading anything else.
+/// The content of the header, checked as far as possible without reading anything else.
 #[derive(Clone, Debug)]
 pub(crate) struct Header {
     pub version: u32,
     pub cluster_bits: u32,
     pub refcount_order: u32,
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     pub size: u64,
     pub l1_entries: u32,
     pub l1_at: HostOffset,
@@ -51,11 +51,11 @@ pub(crate) struct Header {
     pub snapshots: u32,
     pub snapshots_at: HostOffset,
     incompatible: u64,
-    /// QEMU may leave refcounts wrong, and the image dirty.
+    /// QEMU may leave the refcounts wrong and the image dirty.
     pub lazy_refcounts: bool,
     pub autoclear: u64,
     pub compression: Compression,
-    /// Name of the backing file, and its format if the image says it.
+    /// The name of the backing file, and its format if the image names it.
     pub backing: Option<(String, Option<String>)>,
     pub data_file: Option<String>,
     pub bitmaps: Option<BitmapsExtension>,
@@ -65,11 +65,11 @@ pub(crate) struct Header {
 pub(crate) struct BitmapsExtension {
     pub bitmaps: u32,
     pub directory_bytes: u64,
-    /// Any number: nothing but the bitmaps depends on it.
+    /// Not checked: nothing but the bitmaps depends on it.
     pub directory_at: HostOffset,
 }
 
-/// Why a header is refused.
+/// Why a header is rejected.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum HeaderError {
     /// The first bytes are not those of the format.
@@ -78,7 +78,7 @@ pub enum HeaderError {
         whatever else it is would be overwritten"
     )]
     Magic,
-    /// Neither 2 nor 3.
+    /// The version is neither 2 nor 3.
     #[error("version {0} of qcow2 is not known; 'qemu-img convert -O qcow2' makes one that is")]
     Version(u32),
     /// The guest's data cannot be read without a key.
@@ -87,29 +87,29 @@ pub enum HeaderError {
         and encrypt the disk in the guest or below the file"
     )]
     Encrypted(&'static str),
-    /// It needs something that is not there.
+    /// The image needs a feature that is not supported.
     #[error(
         "it uses what is not known here: {0}; 'qemu-img convert -O qcow2' makes an image \
         without it"
     )]
     Feature(String),
-    /// A field has a value that it cannot have.
+    /// A field has an invalid value.
     #[error("its header is damaged: {field} is {value}, {why}; try 'qemu-img check'")]
     Field {
-        /// Name in the specification.
+        /// The name of the field in the specification.
         field: &'static str,
-        /// What stands there.
+        /// The value in the header.
         value: u64,
-        /// What is wrong with it.
+        /// What is wrong with the value.
         why: &'static str,
     },
 }
 
 impl Header {
-    /// The size of the first cluster in bytes, which [`parse`](Self::parse) needs.
+    /// The size of the first cluster in bytes. [`parse`](Self::parse) needs that cluster.
     ///
     /// # Errors
-    /// This is no header.
+    /// The bytes are not a header.
     pub fn cluster_bytes(first: &[u8]) -> Result<usize, HeaderError> {
         if be32(first, 0) != MAGIC {
             return Err(HeaderError::Magic);
@@ -125,7 +125,7 @@ impl Header {
         Ok(1 << bits)
     }
 
-    /// Parses the first cluster; what is missing of it counts as zeroes.
+    /// Parses the first cluster. Missing bytes count as zeroes.
     ///
     /// # Errors
     /// The image cannot be used.
@@ -254,17 +254,17 @@ impl Header {
         Ok(())
     }
 
-    /// Incompatible and autoclear features.
+    /// The incompatible and autoclear features.
     pub fn features(&self) -> (u64, u64) {
         (self.incompatible, self.autoclear)
     }
 
-    /// Refcounts may be wrong, or there is a [journal](Self::set_journal).
+    /// Whether refcounts may be wrong, or there is a [journal](Self::set_journal).
     pub fn dirty(&self) -> bool {
         self.incompatible & DIRTY != 0
     }
 
-    /// Anything may be wrong; the image must not be written.
+    /// Whether anything may be wrong. The image must not be written.
     pub fn corrupt(&self) -> bool {
         self.incompatible & CORRUPT != 0
     }
@@ -273,7 +273,7 @@ impl Header {
         self.incompatible & EXTERNAL_DATA != 0
     }
 
-    /// The data file must be the disk at any time.
+    /// Whether the data file must equal the disk at all times.
     pub fn raw_external(&self) -> bool {
         self.external_data() && self.autoclear & AUTOCLEAR_RAW_EXTERNAL != 0
     }
@@ -282,7 +282,7 @@ impl Header {
         self.incompatible & EXTENDED_L2 != 0
     }
 
-    /// Whether there is a place for the bit that [`set_corrupt`](Self::set_corrupt) sets.
+    /// Sets the corrupt bit; false if the header has none (version 2).
     pub fn set_corrupt(&mut self) -> bool {
         self.incompatible |= if self.version >= 3 { CORRUPT } else { 0 };
         self.version >= 3
@@ -292,8 +292,9 @@ impl Header {
         self.incompatible &= !DIRTY;
     }
 
-    /// What the image says of its journal: [bits](AUTOCLEAR_JOURNAL), or 0 for none. With any, it is "dirty" as well,
-    /// which every program clears that has written to it, also one that did not clear the bits when it opened it.
+    /// Sets the [journal bits](AUTOCLEAR_JOURNAL); 0 means that there is no journal. With a journal, the image is
+    /// also "dirty". Every program clears that after it has written to the image, even one that did not clear the
+    /// journal bits when it opened the image.
     pub fn set_journal(&mut self, bits: u64) {
         self.autoclear = self.autoclear & !AUTOCLEAR_JOURNAL | bits;
         match bits {
@@ -302,9 +303,9 @@ impl Header {
         }
     }
 
-    /// Writes the fields that change in the life of an image over those in `first`, the first bytes
-    /// of the file, and leaves all else as it is. They lie in one sector, so that a crash leaves
-    /// either all of them old or all of them new.
+    /// Writes the fields that change during the life of an image into `first`, the first bytes of the file, and
+    /// leaves everything else unchanged. The fields are in one sector, so a crash leaves either all of them old or
+    /// all of them new.
     pub fn put(&self, first: &mut [u8]) {
         put64(first, 24, self.size);
         put32(first, 36, self.l1_entries);
@@ -348,7 +349,7 @@ fn backing(
     Ok(Some((text("backing_file", name)?, format)))
 }
 
-/// A name in an image. Names that are not UTF-8 are possible on the host, and rarer than damage.
+/// Decodes a name in an image, which must be UTF-8. Other names are possible on the host, but rarer than damage.
 fn text(name: &'static str, bytes: &[u8]) -> Result<String, HeaderError> {
     match std::str::from_utf8(bytes) {
         Ok(text) if !text.contains('\0') => Ok(text.to_owned()),
@@ -367,7 +368,7 @@ struct Extensions<'a> {
 impl<'a> Extensions<'a> {
     fn parse(first: &'a [u8], mut at: usize) -> Result<Self, HeaderError> {
         let mut found = Self::default();
-        // The names of backing files stand behind the extensions.
+        // The name of the backing file is after the extensions.
         let end = match be64(first, 8) {
             0 => first.len(),
             backing => first
@@ -401,7 +402,7 @@ impl<'a> Extensions<'a> {
         Ok(found)
     }
 
-    /// What the image calls these incompatible features.
+    /// The image's own names for these incompatible features.
     fn feature_names(&self, features: u64) -> String {
         let name = |bit: u8| {
             let named = |entry: &&[u8]| entry[0] == 0 && entry[1] == bit;
@@ -416,17 +417,17 @@ impl<'a> Extensions<'a> {
     }
 }
 
-/// What a snapshot table says: the L1 table of each snapshot (docs/interop/qcow2 "Snapshots").
+/// An entry of the snapshot table: the L1 table of a snapshot (docs/interop/qcow2 "Snapshots").
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Snapshot {
     pub l1_at: HostOffset,
     pub l1_entries: u32,
 }
 
-/// The first 40 bytes of an entry of the snapshot table, and how long the whole entry is.
+/// Parses the first 40 bytes of an entry of the snapshot table. Also returns the length of the whole entry.
 ///
 /// # Errors
-/// The L1 table cannot be where the entry says.
+/// The L1 table cannot be where the entry says, or is too long, or the entry has too much extra data.
 pub(crate) fn snapshot(cluster: u64, entry: &[u8]) -> Result<(Snapshot, u64), HeaderError> {
     let (l1_at, l1_entries) = (HostOffset::new(be64(entry, 0)), be32(entry, 8));
     if !l1_at.is_of_cluster(cluster) {

@@ -25,43 +25,43 @@ use super::{ChangeCount, Qcow2, State};
 use crate::bytes::be64;
 use crate::storage::{Storage, read_padded};
 
-/// L2 tables kept in memory unless the operator says otherwise, in bytes: those of 8 TiB with 64 KiB
-/// clusters. Memory is taken as tables are read, and never for more than the disk has.
+/// Bytes of L2 tables kept in memory by default: those of 8 TiB with 64 KiB clusters. Memory is allocated as tables
+/// are read, and never for more tables than the disk has.
 const L2_CACHE_BYTES: u64 = 1 << 30;
 
-/// Slices kept in memory: 25 bytes of tags and pointers for each, 6.5 MB.
+/// The most slices kept in memory: 25 bytes of tags and pointers for each, 6.5 MB.
 const SLICES_MAX: u64 = 1 << 18;
 
-/// How an image is opened.
+/// Options for opening an image.
 pub struct OpenOptions<'a> {
-    /// Nothing is written to it.
+    /// Nothing is written to the image.
     pub read_only: bool,
-    /// An image that says of itself that it is corrupt may be read. Read-only only.
+    /// An image that is marked as corrupt may be read. Only with `read_only`.
     pub allow_corrupt: bool,
-    /// L2 tables kept in memory, in bytes (`l2-cache-size`); by default those of the whole disk, up to
-    /// 1 GiB.
+    /// Bytes of L2 tables kept in memory (`l2-cache-size`). The default is those of the whole disk, up to 1 GiB.
     pub l2_cache_bytes: Option<u64>,
-    /// Space that is no longer used is given back to the file system (`discard=unmap`).
+    /// Unused space is returned to the file system (`discard=unmap`).
     pub punch: bool,
-    /// Where changes are recorded that are only in memory, so that they outlive a kill of this
-    /// process. An image of version 2, or with internal snapshots, has none, and changes are flushed.
+    /// Where changes that are only in memory are recorded, so that they survive a kill of this process. An image of
+    /// version 2 or with internal snapshots has no journal, and its changes are flushed instead.
     pub journal: Option<JournalPlace>,
-    /// Without a journal, changes outlive a kill of this process too: they are flushed before they are acknowledged.
+    /// Changes also survive a kill of this process without a journal: they are flushed before they are
+    /// acknowledged.
     pub flush_changes: bool,
-    /// Told how far a repair or a replay is; it may stop it, and the image is not opened.
+    /// Receives the progress of a repair or a replay. It may stop it, and the image is then not opened.
     pub progress: &'a mut dyn FnMut(Progress) -> ControlFlow<()>,
 }
 
-/// How far a repair is.
+/// The progress of a repair or a replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// Tables read.
+    /// Tables read so far, or changes processed by a replay.
     pub done: u64,
-    /// Tables to be read.
+    /// The value of `done` at the end.
     pub total: u64,
 }
 
-/// Why an image is not opened. Each says what to do next.
+/// Why an image was not opened. Each message says what to do next.
 #[derive(Debug, Error)]
 pub enum Qcow2Error {
     /// The header can't be used.
@@ -70,41 +70,41 @@ pub enum Qcow2Error {
     /// A table is damaged or could not be read.
     #[error(transparent)]
     Image(ImageError),
-    /// It says of itself that it is corrupt.
+    /// The image is marked as corrupt.
     #[error(
         "it is marked as corrupt; repair a copy of it with 'qemu-img check -r all', or open it \
         read-only if what can still be read is wanted"
     )]
     Corrupt,
-    /// Its clusters are smaller than what the file can be written in.
+    /// The clusters are smaller than the unit in which the file can be written.
     #[error(
         "its clusters of {cluster} bytes are smaller than the {block} that its file is written \
         in; 'qemu-img convert -o cluster_size=64k' makes an image with larger ones"
     )]
     Block {
-        /// Bytes.
+        /// The size of a cluster in bytes.
         cluster: u64,
-        /// Bytes.
+        /// The unit of writes to the file in bytes.
         block: u32,
     },
-    /// A repair would take too long for a start.
+    /// A repair would take too long while the image is opened.
     #[error(
         "it was not closed cleanly, and is too large to be repaired here; 'qemu-io -c quit IMAGE' \
         repairs it"
     )]
     TooMuchToRepair,
-    /// The caller did not want to wait for a repair or a replay any longer.
+    /// The caller has stopped a repair or a replay.
     #[error(
         "stopped while it was being opened; nothing is lost, and the next start goes on with it"
     )]
     Stopped,
-    /// A journal cannot be read.
+    /// The journal cannot be read.
     #[error(
         "the journal of what a killed process had acknowledged cannot be read: {0}; leave it there, and start again \
         when that is mended; only if it cannot be, move it away, which loses writes that the guest had not flushed"
     )]
     Journal(#[source] std::io::Error),
-    /// A journal is its own, and cannot be done again.
+    /// The journal belongs to the image, but cannot be replayed.
     #[error(
         "what a killed process had acknowledged cannot be done again: {0}; {advice}",
         advice = match .0 {
@@ -118,12 +118,12 @@ pub enum Qcow2Error {
         }
     )]
     Replay(#[source] ImageError),
-    /// Its data is in another file, which was not given.
+    /// The data is in another file, which was not given.
     #[error("its data is in another file")]
     DataFile,
 }
 
-/// The header, and the bytes of the first cluster.
+/// Reads the header. Also returns the bytes of the first cluster.
 pub(crate) fn read_header(storage: &dyn Storage) -> Result<(Header, Vec<u8>), Qcow2Error> {
     let mut first = vec![0; 512];
     let read = |bytes: &mut Vec<u8>| {
@@ -138,8 +138,8 @@ pub(crate) fn read_header(storage: &dyn Storage) -> Result<(Header, Vec<u8>), Qc
 }
 
 impl Qcow2 {
-    /// Opens an image, whose header was [read](read_header), and whose data is in `data` if the header
-    /// says that it is in another file.
+    /// Opens an image whose header was [read](read_header). `data` is the external data file if the header says
+    /// that there is one.
     pub(crate) fn open(
         storage: Arc<dyn Storage>,
         data: Option<Arc<dyn Storage>>,
@@ -174,7 +174,7 @@ impl Qcow2 {
         Ok(image)
     }
 
-    /// Bytes of L2 tables that it keeps in memory at most.
+    /// The most bytes of L2 tables that are kept in memory.
     pub(crate) fn cache_bytes(&self) -> u64 {
         self.cache.slices() * self.g.slice_bytes()
     }
@@ -262,8 +262,8 @@ impl Qcow2 {
     }
 }
 
-/// Whether a dirty image is dirty because of its journal alone, which comes with right refcounts. One with lazy refcounts
-/// may be so for both reasons, if QEMU has written to it since and did not end in order.
+/// Whether a dirty image is dirty only because of its journal; its refcounts are then right. An image with lazy
+/// refcounts may be dirty for both reasons, if QEMU has written to it since and did not exit cleanly.
 fn counts_are_right(header: &Header, journal: Option<&JournalPlace>) -> bool {
     let said = journal::said(header);
     let found = || journal.is_some_and(|place| journal::fits(place, said));
@@ -296,7 +296,7 @@ fn read_refcounts(
     }
     let table = read_all(file, at, bytes, "the refcount table")?;
     let refcounts = Refcounts::new(g, &table, at, file, changes.clone());
-    // A few bytes could say of any number of clusters that they are in use.
+    // If blocks could be shared, a few bytes could mark any number of clusters as in use.
     let mut blocks: Vec<_> = refcounts.block_offsets().collect();
     blocks.sort_unstable();
     match blocks.windows(2).find(|two| two[0] == two[1]) {
@@ -308,14 +308,14 @@ fn read_refcounts(
     }
 }
 
-/// All of a table that the header leads to.
+/// Reads all of a table that the header refers to.
 fn read_all(
     file: &FileEnd,
     at: HostOffset,
     bytes: u64,
     name: &'static str,
 ) -> Result<Vec<u8>, ImageError> {
-    // Only what the file has takes memory.
+    // Memory is allocated only for bytes that the file has.
     if at.bytes().saturating_add(bytes) > file.get().bytes().next_multiple_of(512) {
         let what = "the file ends before a table; was it cut off?";
         return Err(ImageError::damaged(what, at.bytes()));
@@ -325,7 +325,7 @@ fn read_all(
     Ok(buffer)
 }
 
-/// Where an image's own tables are, as far as that is known without reading L2 tables.
+/// Where the image's metadata is, as far as that is known without reading L2 tables.
 fn find_metadata(
     file: &FileEnd,
     g: Geometry,

@@ -176,8 +176,8 @@ mod tests {
         panic!("the mark never passed");
     }
 
-    /// However many of a thread's requests overlap without end, marks pass; and none passes before those that
-    /// were there.
+    /// Marks pass although a thread's requests overlap without end, and no mark passes before the requests that
+    /// were in progress when it was made have ended.
     #[test]
     fn requests_that_share_a_count_hold_up_what_each_alone_would() {
         let (pins, mut thread) = (Pins::new(), ThreadPins::new(7));
@@ -192,7 +192,7 @@ mod tests {
             let mark = pins.mark();
             assert!(!pins.passed(mark));
             for i in [0, 1, 0, 1] {
-                // There is always another one under way.
+                // Another request is always in progress.
                 let next = thread.pin(&pins);
                 thread.unpin(&pins, std::mem::replace(&mut held[i], next));
                 assert!((1..=2).contains(&counted()));
@@ -203,7 +203,7 @@ mod tests {
             }
         }
         assert_eq!(passed, 4);
-        // One that stays is enough.
+        // One request that stays in progress keeps a mark from passing.
         let [first, second] = held;
         thread.unpin(&pins, second);
         let mark = pins.mark();
@@ -217,14 +217,14 @@ mod tests {
         assert!(pins.passed(mark));
     }
 
-    /// One thread unlinks and reuses, others look up and use: nobody uses what was reused meanwhile.
+    /// One thread unlinks and reuses places; others look them up and use them. No place in use is reused.
     #[test]
     fn what_is_in_use_is_not_reused() {
         use std::sync::atomic::AtomicBool;
         const PLACES: usize = 4;
         const ROUNDS: usize = if cfg!(miri) { 12 } else { 20_000 };
         let pins = Pins::new();
-        // Where the data is now; each place says whether it belongs to something else by now.
+        // `here` is where the data is now; `reused` says of each place whether it now belongs to something else.
         let here = AtomicU64::new(0);
         let reused: [AtomicBool; PLACES] = Default::default();
         let end = AtomicBool::new(false);
@@ -233,7 +233,7 @@ mod tests {
                 let (pins, here, reused, end) = (&pins, &here, &reused, &end);
                 scope.spawn(move || {
                     let mut thread = ThreadPins::new(lane);
-                    // Two that overlap, and one by itself.
+                    // Two requests that overlap, and one alone.
                     let mut before: Option<(Pin, usize)> = None;
                     while !end.load(SeqCst) {
                         let pin = thread.pin(pins);

@@ -86,7 +86,7 @@ coordinate!(
 );
 
 coordinate!(
-    /// An entry of the L1 table, and the L2 table that it leads to.
+    /// An entry of the L1 table, and the L2 table that it refers to.
     L1Index,
     number
 );

@@ -433,7 +433,7 @@ impl Qcow2 {
         Ok(fills)
     }
 
-    /// Whether a cluster is copied as a whole when it is allocated anew.
+    /// Whether a cluster is copied as a whole when it is allocated again.
     fn copied_whole(&self, cluster: GuestCluster) -> Result<bool, Retry> {
         Ok(is_copied_whole(&self.entry(cluster)?))
     }
@@ -455,8 +455,8 @@ impl Qcow2 {
         Ok(true)
     }
 
-    /// Links the clusters of an allocation into the tables. Returns whether the change is recorded; otherwise it must be
-    /// flushed before the write is acknowledged.
+    /// Links the clusters of an allocation into the tables. Returns whether the change is recorded; otherwise it must
+    /// be flushed before the write is acknowledged.
     fn commit_in(
         &self,
         state: &mut State,
