@@ -5,58 +5,58 @@ use virtio_bindings::{virtio_blk as b, virtio_config as c, virtio_ring as r};
 
 use crate::Chain;
 
-/// What the status byte of a request says (virtio 1.3 §5.2.6).
+/// The status byte of a request (virtio 1.3 §5.2.6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {
-    /// Done.
+    /// The request succeeded.
     Ok = b::VIRTIO_BLK_S_OK as u8,
-    /// Not done, or not allowed.
+    /// The request failed or is not allowed.
     IoError = b::VIRTIO_BLK_S_IOERR as u8,
-    /// The device does not know this request.
+    /// The device does not support this request type.
     Unsupported = b::VIRTIO_BLK_S_UNSUPP as u8,
 }
 
-/// Bytes of the answer to GET_ID.
+/// Length of the reply to GET_ID in bytes.
 pub const ID_BYTES: usize = b::VIRTIO_BLK_ID_BYTES as usize;
 
-/// Bytes of the configuration space up to and with `write_zeroes_may_unmap`, padded.
+/// Length of the configuration space up to and including `write_zeroes_may_unmap`, padded, in bytes.
 pub const CONFIG_BYTES: usize = 60;
 
-/// Position of `writeback` in the configuration space.
+/// Offset of `writeback` in the configuration space.
 pub const CONFIG_WRITEBACK: usize = 32;
 
-/// VIRTIO_BLK_F_FLUSH: without it, the driver cannot ask for durability and must get it always.
+/// VIRTIO_BLK_F_FLUSH: without it, the driver cannot request durability, so every write must be durable.
 pub const F_FLUSH: u64 = 1 << b::VIRTIO_BLK_F_FLUSH;
 /// VIRTIO_RING_F_EVENT_IDX.
 pub const F_EVENT_IDX: u64 = 1 << r::VIRTIO_RING_F_EVENT_IDX;
 /// VIRTIO_F_RING_PACKED.
 pub const F_RING_PACKED: u64 = 1 << c::VIRTIO_F_RING_PACKED;
 
-/// What only some disks offer. A guest that connects again may have accepted it when its disk was on other storage, or had other
-/// options: such a request is answered as unsupported.
+/// Features that only some disks offer. A guest that reconnects may have accepted them when its disk was on
+/// other storage or had other options; such requests are then answered as unsupported.
 pub const F_OF_SOME_DISKS: u64 =
     1 << b::VIRTIO_BLK_F_DISCARD | 1 << b::VIRTIO_BLK_F_WRITE_ZEROES | 1 << b::VIRTIO_BLK_F_RO;
 
-/// Most bytes that one discard or write-zeroes request may cover: it bounds how long one takes where
-/// zeroes must be written, and so how long a queue takes to stop.
+/// Maximum length of a discard or write-zeroes request in bytes. It limits how long such a request takes if
+/// zeroes must be written, and therefore how long a queue takes to stop.
 const ZEROES_BYTES_MAX: u64 = 256 << 20;
 
-/// Most bytes in one read or write, as in QEMU (BDRV_REQUEST_MAX_BYTES): a chain can name the same
+/// Maximum length of a read or write in bytes, as in QEMU (BDRV_REQUEST_MAX_BYTES): a chain can name the same
 /// memory a thousand times.
 const REQUEST_BYTES_MAX: u64 = 1 << 31;
 
-/// Bit of a request's type that says which way its data goes: out of the guest (virtio 1.3 §5.2.6).
+/// The bit of a request's type that marks a transfer from the guest to the device (virtio 1.3 §5.2.6).
 const TYPE_OUT: u32 = b::VIRTIO_BLK_T_OUT;
 
-/// Bit of a request's type with which drivers of before virtio 1.0 asked for a barrier. It is not offered, and
-/// means nothing, as in QEMU.
+/// The bit of a request's type with which drivers before virtio 1.0 requested a barrier. It is not offered
+/// and is ignored, as in QEMU.
 const TYPE_BARRIER: u32 = 1 << 31;
 
-/// The features that a disk offers.
+/// The feature bits that a disk offers.
 pub fn features(facts: &DiskFacts) -> u64 {
     let mut bits = 1 << c::VIRTIO_F_VERSION_1
-        // Drivers of before virtio 1.0 may accept it, which QEMU offers them without asking.
+        // Drivers before virtio 1.0 may accept this bit; QEMU offers it to them without asking the back-end.
         | 1 << c::VIRTIO_F_ANY_LAYOUT
         | 1 << r::VIRTIO_RING_F_INDIRECT_DESC
         | F_EVENT_IDX
@@ -78,7 +78,7 @@ pub fn features(facts: &DiskFacts) -> u64 {
     bits
 }
 
-/// What the configuration space says beyond the facts of the disk.
+/// Values in the configuration space that are not among the disk's facts.
 #[derive(Clone, Copy, Debug)]
 pub struct ConfigSpace {
     /// Size of the disk in bytes.
@@ -87,12 +87,12 @@ pub struct ConfigSpace {
     pub write_cache: bool,
     /// Number of queues.
     pub queues: u16,
-    /// Most data segments in a request.
+    /// Maximum number of data segments in a request.
     pub seg_max: u16,
 }
 
 impl ConfigSpace {
-    /// The configuration space as the guest reads it (virtio 1.3 §5.2.4).
+    /// Encodes the configuration space as the guest reads it (virtio 1.3 §5.2.4).
     pub fn bytes(&self, facts: &DiskFacts) -> [u8; CONFIG_BYTES] {
         let block = facts.logical_block;
         let sectors_per_block = block / SECTOR_BYTES as u32;
@@ -127,12 +127,12 @@ impl ConfigSpace {
     }
 }
 
-/// Parses a request. `payload` holds the first bytes that the device reads after the header; only
-/// discard and write-zeroes look at it, and they need 16.
+/// Parses a request. `payload` supplies the first bytes that the device reads after the header; only discard
+/// and write-zeroes use it, and they need 16 bytes.
 ///
 /// # Errors
-/// The status with which the request is to be answered: out of range, misaligned, of a bad length,
-/// not allowed on this disk, or unknown.
+/// The status with which to answer the request: it is out of range, misaligned, of invalid length, not
+/// allowed on this disk, or unknown.
 #[inline]
 pub fn parse(
     chain: &Chain,
@@ -159,13 +159,14 @@ pub fn parse(
         }
         b::VIRTIO_BLK_T_DISCARD | b::VIRTIO_BLK_T_WRITE_ZEROES => {
             let mut bytes = [0; 16];
-            // More than one range is more than the configuration space allows.
+            // The configuration space allows one range per request.
             if facts.read_only || chain.readable_len != 16 || payload(&mut bytes) != 16 {
                 return Err(Status::IoError);
             }
             zeroes(kind, &bytes, size, facts)
         }
-        // Some drivers set the direction where there is no data: a flush is 4 or 5 (VIRTIO_BLK_T_FLUSH_OUT).
+        // Some drivers set the direction bit on requests without data: a flush is 4 or 5
+        // (VIRTIO_BLK_T_FLUSH_OUT).
         _ => match kind & !TYPE_OUT {
             b::VIRTIO_BLK_T_FLUSH => Ok(Request::Flush),
             b::VIRTIO_BLK_T_GET_ID => Ok(Request::GetId),
@@ -174,7 +175,7 @@ pub fn parse(
     }
 }
 
-/// A discard or write-zeroes request's only range (`struct virtio_blk_discard_write_zeroes`).
+/// Parses the single range of a discard or write-zeroes request (`struct virtio_blk_discard_write_zeroes`).
 fn zeroes(kind: u32, bytes: &[u8; 16], size: u64, facts: &DiskFacts) -> Result<Request, Status> {
     let sector = Sector(u64::from_le_bytes(bytes[..8].try_into().expect("8")));
     let sectors = u32::from_le_bytes(bytes[8..12].try_into().expect("4"));

@@ -1,9 +1,9 @@
-//! Signals that hold up nobody, whatever a front-end makes of the descriptor meanwhile.
+//! Sends signals that cannot block the sender, even if a front-end changes the flags of the descriptor.
 //!
-//! A write does what the flags of the open file say, and the front-end has the same file open. The kernel itself asks
-//! for no flags: as an operation of Linux AIO ends, it adds one to the event counter that was named with the operation,
-//! or leaves it if it is full (`eventfd_signal`). So each signal is a read of no bytes from an empty file. It takes
-//! about five times as long as a write.
+//! A write obeys the flags of the open file, and the front-end has the same file open. The kernel itself
+//! ignores these flags: when an operation of Linux AIO ends, the kernel adds one to the event counter named
+//! in the operation, or leaves a full counter unchanged (`eventfd_signal`). Each signal is therefore a read
+//! of zero bytes from an empty file. It takes about five times as long as a write.
 
 #![expect(unsafe_code, reason = "libc has no wrappers for Linux AIO")]
 
@@ -15,7 +15,7 @@ use std::ptr;
 use libc::{c_long, c_ulong};
 use rustix::fs::{MemfdFlags, memfd_create};
 
-/// The signals of one thread.
+/// Sends the signals of one thread.
 #[derive(Default)]
 pub(crate) struct Careful(OnceCell<Context>);
 
@@ -46,10 +46,10 @@ const IOCB_CMD_PREAD: u16 = 0;
 const IOCB_FLAG_RESFD: u32 = 1;
 
 impl Careful {
-    /// Adds one to an event counter. One that is full is as good as one that was added to.
+    /// Adds one to an event counter. A full counter stays full, which has the same effect.
     ///
     /// # Errors
-    /// It is none, or the machine has no Linux AIO left (fs.aio-max-nr).
+    /// The descriptor is not an event counter, or the machine has no Linux AIO contexts left (fs.aio-max-nr).
     pub fn send(&self, event: &OwnedFd) -> io::Result<()> {
         let context = match self.0.get() {
             Some(context) => context,
@@ -82,7 +82,7 @@ impl Context {
             ..Iocb::default()
         };
         let mut batch = [&raw mut iocb];
-        // SAFETY: one pointer, to a control block that outlives the call and names no memory.
+        // SAFETY: there is one pointer, to a control block that outlives the call and names no memory.
         let taken = unsafe {
             libc::syscall(
                 libc::SYS_io_submit,
@@ -96,7 +96,7 @@ impl Context {
         }
         // `struct io_event`.
         let mut done = [0u64; 4];
-        // SAFETY: the kernel writes one event, which is there: the read has ended, as it does not wait for anything.
+        // SAFETY: the kernel writes one event. It is available at once, because the read waits for nothing.
         unsafe {
             libc::syscall(
                 libc::SYS_io_getevents,
@@ -113,7 +113,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: the context is ours, and nobody uses it after this.
+        // SAFETY: this value owns the context, and nothing uses the context after this.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.id) };
     }
 }
@@ -134,7 +134,7 @@ mod tests {
         }
         rustix::io::read(&event, &mut count).unwrap();
         assert_eq!(u64::from_ne_bytes(count), 1000);
-        // Whoever wrote to it now would sleep.
+        // Now a write to the counter would block.
         rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
         for _ in 0..3 {
             careful.send(&event).unwrap();

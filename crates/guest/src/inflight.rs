@@ -1,12 +1,12 @@
-//! In-flight tracking: memory that outlives this process, in which it writes down which requests it
-//! has fetched from each ring and not given back (vhost-user: "Inflight I/O tracking").
+//! In-flight tracking: memory that outlives this process and records the requests that the process has
+//! fetched from each ring and not completed (vhost-user: "Inflight I/O tracking").
 //!
-//! The front-end keeps the memory and hands it to whoever serves its rings next; that one does again
-//! what the one before had not finished. So, whatever is in there was written by a process that
-//! was killed in the midst of it, or by a front-end that lies: it is checked like any other input.
+//! The front-end keeps the memory and passes it to the next process that serves its rings. That process
+//! repeats the requests that its predecessor had not finished. The contents were therefore written by a
+//! process that was killed at any point, or by a malicious front-end, and are checked like any other input.
 //!
-//! How each kind of ring is written down, and why a kill between any two stores does no harm, is said
-//! where it is done: [split](crate::virtqueue), in `split/inflight.rs`, and packed, in `packed/inflight.rs`.
+//! The record of each ring type, and why a kill between any two stores is harmless, is described with its
+//! code: [split](crate::virtqueue) in `split/inflight.rs`, packed in `packed/inflight.rs`.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -20,66 +20,69 @@ use crate::lost::Lost;
 use crate::memory::{Mapping, MemoryError, RegionLayout};
 use crate::virtqueue::{RingBase, RingError, Virtqueue};
 
-/// Queues begin on cache lines of their own.
+/// Alignment of each queue's part: queues do not share cache lines.
 const QUEUE_ALIGN: u64 = 64;
 
-/// Bytes before the entries of a split queue, and of each of these.
+/// Split queue: length of the header and of each entry, in bytes.
 const SPLIT_BYTES: (u64, u64) = (16, 16);
 
-/// The same of a packed queue.
+/// Packed queue: length of the header and of each entry, in bytes.
 const PACKED_BYTES: (u64, u64) = (32, 32);
 
-/// The only version of what is written down; 0 is a queue of which nothing is.
+/// The only version of the record; 0 marks a queue without a record.
 const VERSION: u16 = 1;
 
-/// In place of a version: a packed queue for which there is too little room is being served.
+/// Stored in place of a version: a packed queue that has too few entries is being served.
 const UNRECORDED: u16 = 0xffff;
 
-/// In place of a version: such a queue has stopped, with nothing in flight, where the number of entries says.
+/// Stored in place of a version: a packed queue that has too few entries has stopped with nothing in flight;
+/// the field for the number of entries holds its position.
 const PARKED: u16 = 0xfffe;
 
-/// Entries per queue of a region that is made here, at least. QEMU asks for `queue-size` of them; yet some of its versions
-/// (10.0.13 is one) let the driver set up rings of 1024 descriptors whatever that is.
+/// Minimum number of entries per queue in a region that ringdisk creates. QEMU asks for `queue-size` entries,
+/// but some versions (10.0.13 for example) let the driver set up rings of 1024 descriptors regardless of that
+/// value.
 const ENTRIES_MIN: u16 = 1024;
 
-/// Entries per queue at most.
+/// Maximum number of entries per queue.
 const ENTRIES_MAX: u16 = Virtqueue::SIZE_LIMIT;
 
-/// Where the region is in its file, and for how many queues (vhost-user: "Inflight description").
+/// The region's position in its file and its number of queues (vhost-user: "Inflight description").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InflightLayout {
-    /// Bytes of the region.
+    /// Length of the region in bytes.
     pub len: u64,
-    /// Its first byte in the file.
+    /// Offset of the region in the file.
     pub file_offset: u64,
     /// Number of queues.
     pub queues: u16,
-    /// Most descriptors that a queue may have. QEMU repeats here what it asked for, and not what it was given.
+    /// Maximum number of descriptors in a queue. QEMU sends back the value that it asked for, not the one it
+    /// was given.
     pub queue_size: u16,
 }
 
-/// Why a region was refused.
+/// Why a region was rejected.
 #[derive(Debug, Error)]
 pub enum InflightError {
-    /// There are no such queues, or it does not begin where numbers may begin, or is larger than any.
+    /// The number of queues is wrong, the region's offset is misaligned, or its length is out of range.
     #[error("in-flight region {0:x?} is not that of a disk with {1} queues")]
     Malformed(InflightLayout, u16),
-    /// It cannot be mapped.
+    /// The region cannot be mapped.
     #[error("in-flight region: {0}")]
     Memory(#[from] MemoryError),
-    /// It cannot be made.
+    /// The region's file cannot be created.
     #[error("cannot make memory for an in-flight region: {0}")]
     Make(io::Error),
 }
 
 impl InflightLayout {
-    /// A region for a front-end that asked for `queue_size` entries per queue: large enough for every ring that its guest
-    /// may set up.
+    /// The layout for a front-end that asked for `queue_size` entries per queue; it is large enough for every
+    /// ring that its guest may set up.
     pub fn answering(queues: u16, queue_size: u16, packed: bool) -> Self {
         Self::new(queues, queue_size.clamp(ENTRIES_MIN, ENTRIES_MAX), packed)
     }
 
-    /// A region for rings of one kind, at the start of a file of its own.
+    /// The layout of a region for rings of one type, at the start of its own file.
     pub fn new(queues: u16, queue_size: u16, packed: bool) -> Self {
         Self {
             len: u64::from(queues) * queue_bytes(queue_size, packed),
@@ -89,7 +92,7 @@ impl InflightLayout {
         }
     }
 
-    /// Checks what a front-end says of a region for a disk with `queues` queues.
+    /// Validates a layout that a front-end sent for a disk with `queues` queues.
     fn check(self, queues: u16) -> Result<(), InflightError> {
         let len_max = u64::from(queues) * queue_bytes(ENTRIES_MAX, true);
         let sound = (1..=queues).contains(&self.queues)
@@ -101,9 +104,9 @@ impl InflightLayout {
         }
     }
 
-    /// Bytes from one queue to the next, and the entries of each. The process that made the region divided its length evenly, so
-    /// that the length says more than the number of entries that the front-end names. That number counts only for a
-    /// length that is no whole number of queues.
+    /// The length of each queue's part in bytes, and its number of entries. The process that created the
+    /// region divided its length evenly, so the length is more reliable than the number of entries that the
+    /// front-end sends. That number is used only if the length is not a whole number of queues.
     fn division(&self, packed: bool) -> (u64, u16) {
         let even = self.len / u64::from(self.queues);
         let named = queue_bytes(self.queue_size, packed);
@@ -112,38 +115,37 @@ impl InflightLayout {
             return (named, self.queue_size);
         }
         let (head, entry) = entry_bytes(packed);
-        // Whole fours: of what is over, some may be padding.
+        // Round down to a multiple of four: the remainder may be padding.
         let entries = ((even - head) / entry) & !3;
         (even, entries.min(u64::from(ENTRIES_MAX)) as u16)
     }
 }
 
-/// Bytes before the entries of a queue, and of each of these.
+/// Length of a queue's header and of each of its entries, in bytes.
 fn entry_bytes(packed: bool) -> (u64, u64) {
     if packed { PACKED_BYTES } else { SPLIT_BYTES }
 }
 
-/// Bytes of one queue in a region.
+/// Length of one queue's part of a region, in bytes.
 fn queue_bytes(queue_size: u16, packed: bool) -> u64 {
     let (head, entry) = entry_bytes(packed);
     (head + entry * u64::from(queue_size)).next_multiple_of(QUEUE_ALIGN)
 }
 
-/// A region, mapped.
+/// A mapped region.
 pub struct Inflight {
     layout: InflightLayout,
     mapping: Arc<Mapping>,
     base: usize,
-    /// For another process that goes on with it.
+    /// For another process that continues with the region.
     file: Arc<OwnedFd>,
 }
 
 impl Inflight {
-    /// Makes the file of a region of which nothing is used, for a disk with `queues` queues. Nobody can
-    /// change its size.
+    /// Creates the file of an unused region for a disk with `queues` queues. The file's size is sealed.
     ///
     /// # Errors
-    /// The disk has no such queues, or there is no memory.
+    /// The disk does not have that many queues, or there is no memory.
     pub fn make(layout: InflightLayout, queues: u16) -> Result<OwnedFd, InflightError> {
         layout.check(queues)?;
         let make = || {
@@ -156,15 +158,15 @@ impl Inflight {
         make().map_err(|e: rustix::io::Errno| InflightError::Make(e.into()))
     }
 
-    /// Maps a region that a front-end hands over, for a disk with `queues` queues.
+    /// Maps a region that a front-end sends, for a disk with `queues` queues.
     ///
     /// # Errors
-    /// It is not what such a disk needs, reaches beyond its file, or cannot be mapped.
+    /// The layout does not fit such a disk, the region extends beyond its file, or it cannot be mapped.
     pub fn map(layout: InflightLayout, file: &OwnedFd, queues: u16) -> Result<Self, InflightError> {
         Self::map_watched(layout, file, queues, None)
     }
 
-    /// The same; `lost` is told when the front-end has cut the file short.
+    /// Like [`map`](Self::map); `lost` is notified if the front-end truncates the file.
     pub(crate) fn map_watched(
         layout: InflightLayout,
         file: &OwnedFd,
@@ -188,9 +190,9 @@ impl Inflight {
         })
     }
 
-    /// Where it is, for rings of one kind, and its file.
+    /// The layout for rings of one type, and the file.
     pub(crate) fn region(&self, packed: bool) -> (InflightLayout, Arc<OwnedFd>) {
-        // Another version of this program may go by the number of entries.
+        // Another version of ringdisk may use the number of entries.
         let (_, queue_size) = self.layout.division(packed);
         let layout = InflightLayout {
             queue_size,
@@ -199,7 +201,7 @@ impl Inflight {
         (layout, self.file.clone())
     }
 
-    /// The part of a ring; none if the region ends before it.
+    /// The part of the region for a ring, or `None` if the region ends before it.
     pub fn queue(&self, ring: u16, packed: bool) -> Option<InflightQueue> {
         let (bytes, entries) = self.layout.division(packed);
         let start = u64::from(ring) * bytes;
@@ -212,17 +214,16 @@ impl Inflight {
     }
 }
 
-/// The part of a region that is one queue's. It holds as many entries as the queue has descriptors, or
-/// more.
+/// One queue's part of a region. It has at least as many entries as the queue has descriptors.
 pub struct InflightQueue {
-    /// A multiple of 8.
+    /// Address in this process, a multiple of 8.
     addr: usize,
-    /// As many as there is room for, or fewer if a predecessor used fewer.
+    /// Number of entries: as many as fit, or fewer if a predecessor used fewer.
     entries: u16,
     _mapping: Arc<Mapping>,
 }
 
-/// What a queue of either kind begins with.
+/// Start of a queue's part, the same for both ring types.
 #[repr(C)]
 struct Preamble {
     features: AtomicU64,
@@ -231,15 +232,16 @@ struct Preamble {
 }
 
 impl InflightQueue {
-    /// Whether there is room for the requests of a ring of this size.
+    /// Whether there are enough entries for a ring of this size.
     pub fn fits(&self, size: u16) -> bool {
         self.entries >= size
     }
 
-    /// Whether nothing is written down of a ring of `size`, so that it begins where the front-end says.
+    /// Whether nothing is recorded for a ring of `size`, so that the ring starts at the position that the
+    /// front-end gives.
     ///
     /// # Errors
-    /// What is there is of another version or length.
+    /// The record has another version or length.
     pub(crate) fn is_blank(&mut self, size: u16) -> Result<bool, RingError> {
         let preamble = self.preamble();
         match preamble.version.load(Ordering::Acquire) {
@@ -249,23 +251,23 @@ impl InflightQueue {
             }
             VERSION => match preamble.entries.load(Ordering::Relaxed) {
                 n if n > self.entries => Err(RingError::Inflight("is for larger queues")),
-                // Of a smaller ring, which is gone.
+                // The record belongs to a smaller ring that no longer exists.
                 n if n < size => Ok(true),
                 n => {
                     self.entries = n;
                     Ok(false)
                 }
             },
-            // Of a larger ring, which is gone as well.
+            // The record belongs to a larger ring that no longer exists.
             UNRECORDED | PARKED => Ok(true),
             _ => Err(RingError::Inflight("is of a version that is not known")),
         }
     }
 
-    /// Where a packed ring for which there is too little room goes on, if that is written down.
+    /// The recorded position of a packed ring that has too few entries, if there is one.
     ///
     /// # Errors
-    /// A process was killed that served it.
+    /// The process that served the ring was killed.
     pub(crate) fn parked(&self) -> Result<Option<RingBase>, RingError> {
         let preamble = self.preamble();
         match preamble.version.load(Ordering::Acquire) {
@@ -278,19 +280,19 @@ impl InflightQueue {
         }
     }
 
-    /// Such a ring is being served from here on.
+    /// Records that a packed ring with too few entries is being served.
     pub(crate) fn unpark(&self) {
         self.preamble().version.store(UNRECORDED, Ordering::Release);
     }
 
-    /// Such a ring has stopped, with nothing in flight.
+    /// Records that a packed ring with too few entries has stopped, with nothing in flight.
     pub(crate) fn park(&self, base: RingBase) {
         let preamble = self.preamble();
         preamble.entries.store(base.0 as u16, Ordering::Relaxed);
         preamble.version.store(PARKED, Ordering::Release);
     }
 
-    /// Makes the queue one of which something is written down. All else of it has been written.
+    /// Marks the queue as recorded. All other fields must have been written.
     pub(crate) fn begin(&self) {
         let preamble = self.preamble();
         preamble.features.store(0, Ordering::Relaxed);
@@ -298,7 +300,7 @@ impl InflightQueue {
         preamble.version.store(VERSION, Ordering::Release);
     }
 
-    /// Forgets the queue: it begins anew, where the front-end will say.
+    /// Removes the queue's record: the ring will start at the position that the front-end gives.
     pub(crate) fn forget(&self) {
         self.preamble().version.store(0, Ordering::Release);
     }
@@ -308,16 +310,16 @@ impl InflightQueue {
         self.entries
     }
 
-    /// Where it is mapped: as many bytes as a queue of its kind has, aligned to 8, for as long as this
-    /// value lives.
+    /// Address of the queue's part. It is aligned to 8 and mapped, in the full length of a queue of its type,
+    /// while this value lives.
     pub(crate) fn addr(&self) -> usize {
         self.addr
     }
 
     #[expect(unsafe_code, reason = "the region is memory shared with the front-end")]
     fn preamble(&self) -> &Preamble {
-        // SAFETY: the queue is mapped as long as `self` lives and is aligned to 8 bytes; every value is
-        // valid in an atomic, whoever else writes there.
+        // SAFETY: the queue's part is mapped while `self` lives and is aligned to 8 bytes; every value is
+        // valid in an atomic, even if another process writes there.
         unsafe { &*(self.addr as *const Preamble) }
     }
 }
@@ -373,7 +375,7 @@ mod tests {
         }
     }
 
-    /// The length counts, and not the number of entries that a front-end names.
+    /// The length determines the layout, not the number of entries that a front-end sends.
     #[test]
     fn a_queue_lies_where_the_length_says() {
         for packed in [false, true] {
@@ -396,7 +398,8 @@ mod tests {
         }
     }
 
-    /// Regions of any size that somebody made for their own rings, of which a front-end says how large these are.
+    /// Regions of any size that another program created for its own rings, with the ring size sent by a
+    /// front-end.
     #[test]
     fn a_region_has_the_entries_for_which_it_was_made() {
         for packed in [false, true] {
@@ -414,7 +417,8 @@ mod tests {
         }
     }
 
-    /// One that ends in the midst of a page, say, is divided as the front-end says; what does not fit is not there.
+    /// A length that does not divide evenly (for example up to the middle of a page) is divided as the
+    /// front-end says; queues that do not fit are absent.
     #[test]
     fn a_length_that_does_not_divide_says_nothing() {
         let layout = InflightLayout {

@@ -1,8 +1,8 @@
-//! All that reads bytes which a guest or its front-end wrote: the memory map, the vhost-user
-//! session, virtqueues and virtio-blk requests.
+//! Everything that reads bytes written by a guest or its front-end: the memory map, the vhost-user session,
+//! virtqueues and virtio-blk requests.
 //!
-//! Such bytes are hostile. They are copied once, checked, and turned into types; behind this border
-//! nobody looks at them again.
+//! Such bytes are untrusted. They are copied once, checked and converted to types; code outside this crate
+//! never reads them again.
 
 pub mod blk;
 mod careful;

@@ -1,10 +1,11 @@
-//! The dirty log: which pages of guest memory this process has written, so that a front-end that moves its guest to
-//! another machine knows what to copy once more (vhost-user: "Migration").
+//! The dirty log records which pages of guest memory this process has written, so that a front-end that
+//! migrates its guest knows which pages to copy again (vhost-user: "Migration").
 //!
-//! One bit for each page of 4096 bytes by guest physical address, the lowest bit of a byte first. The front-end
-//! clears bits while we set them, and copies a page after it has cleared its bit. So a bit is set after the
-//! page has been written: whoever sees it cleared by a copy sees what was written before. It is set
-//! even if it seems to be set already, since the copy may be under way that was told by that bit.
+//! It has one bit for each page of 4096 bytes by guest physical address, the lowest bit of a byte first. The
+//! front-end clears bits while ringdisk sets them, and copies a page after it has cleared its bit. ringdisk
+//! therefore sets a bit after it has written the page: if a copy clears the bit, the copy sees what was
+//! written before. The bit is set even if it already appears to be set, because a copy that this bit caused
+//! may be in progress.
 
 #![expect(unsafe_code, reason = "the log is memory shared with the front-end")]
 
@@ -17,34 +18,35 @@ use thiserror::Error;
 use crate::lost::Lost;
 use crate::memory::{MAX_MAPPED_BYTES, Mapping, MemoryError, RegionLayout};
 
-/// Bytes of guest memory that one bit stands for (VHOST_LOG_PAGE).
+/// Bytes of guest memory per bit (VHOST_LOG_PAGE).
 const PAGE_BYTES: u64 = 4096;
 
-/// Bytes of guest memory that one byte of the log stands for.
+/// Bytes of guest memory per byte of the log.
 const BYTE_COVERS: u64 = 8 * PAGE_BYTES;
 
-/// The longest log: physical addresses have 52 bits on x86-64 and 48 on most others, and a byte stands for 2^15.
+/// Maximum length of a log in bytes: physical addresses have 52 bits on x86-64 and 48 on most other
+/// architectures, and a byte covers 2^15 bytes.
 const LOG_BYTES_MAX: u64 = 1 << (52 - 15);
 
-/// Where a log is in its file (vhost-user: "Log description").
+/// The log's position in its file (vhost-user: "Log description").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LogLayout {
-    /// Bytes of the log.
+    /// Length of the log in bytes.
     pub len: u64,
-    /// Its first byte in the file.
+    /// Offset of the log in the file.
     pub file_offset: u64,
 }
 
-/// Why a log was refused.
+/// Why a log was rejected.
 #[derive(Debug, Error)]
 pub enum LogError {
-    /// No guest has so much memory, or none at all.
+    /// The log is empty or longer than any guest needs.
     #[error("dirty log {0:x?} has not from 1 to {LOG_BYTES_MAX} bytes")]
     Malformed(LogLayout),
-    /// It cannot be mapped.
+    /// The log cannot be mapped.
     #[error("dirty log: {0}")]
     Memory(#[from] MemoryError),
-    /// What is written there could not be marked.
+    /// The log does not cover memory that ringdisk may write.
     #[error(
         "the dirty log has {0} bytes, which do not reach to guest address {1:#x}; \
          the front-end must set a longer one before it shares that memory"
@@ -52,19 +54,19 @@ pub enum LogError {
     Short(u64, u64),
 }
 
-/// A log, mapped.
+/// A mapped dirty log.
 pub struct DirtyLog {
     mapping: Mapping,
     layout: LogLayout,
-    /// For another process that goes on with it.
+    /// For another process that continues with the log.
     file: Arc<OwnedFd>,
 }
 
 impl DirtyLog {
-    /// Maps a log that a front-end hands over. `lost` is told when it has cut the file short.
+    /// Maps a log that a front-end sends. `lost` is notified if the front-end truncates the file.
     ///
     /// # Errors
-    /// It is longer than any, reaches beyond its file, or cannot be mapped.
+    /// The log's length is invalid, it extends beyond its file, or it cannot be mapped.
     pub fn map(layout: LogLayout, file: &OwnedFd, lost: Option<Lost>) -> Result<Self, LogError> {
         if !(1..=LOG_BYTES_MAX).contains(&layout.len) {
             return Err(LogError::Malformed(layout));
@@ -85,15 +87,15 @@ impl DirtyLog {
         })
     }
 
-    /// Where it is, and its file.
+    /// The log's layout and its file.
     pub(crate) fn region(&self) -> (LogLayout, Arc<OwnedFd>) {
         (self.layout, self.file.clone())
     }
 
-    /// Finds out whether all below this guest address can be marked.
+    /// Checks that all guest addresses below `end` can be marked.
     ///
     /// # Errors
-    /// It cannot.
+    /// The log is too short.
     pub fn check_covers(&self, end: u64) -> Result<(), LogError> {
         match end.div_ceil(BYTE_COVERS) <= self.layout.len {
             true => Ok(()),
@@ -101,8 +103,8 @@ impl DirtyLog {
         }
     }
 
-    /// Marks a range of guest addresses that has been written. What the log does not cover is not marked:
-    /// whoever writes has checked that before.
+    /// Marks a range of guest addresses that has been written. Addresses that the log does not cover are not
+    /// marked; callers have checked the coverage before.
     pub(crate) fn mark(&self, guest: u64, len: u64) {
         if len == 0 {
             return;
@@ -117,7 +119,7 @@ impl DirtyLog {
             let high = (last - at * 8).min(7);
             // Bits `low` to `high`.
             let bits = (0xffu16 << low & 0xffu16 >> (7 - high)) as u8;
-            // Release: what was written there is seen by whoever sees the bit.
+            // Release: a reader that sees the bit also sees the data written before it.
             self.byte(at).fetch_or(bits, Ordering::Release);
         }
     }
@@ -125,8 +127,8 @@ impl DirtyLog {
     fn byte(&self, at: u64) -> &AtomicU8 {
         debug_assert!(at < self.layout.len);
         let addr = self.mapping.at(self.layout.file_offset + at);
-        // SAFETY: `at` is in the log, which is mapped as long as `self` lives; every value is valid in an
-        // atomic, whoever else writes there.
+        // SAFETY: `at` is inside the log, which is mapped while `self` lives; every value is valid in an
+        // atomic, even if another process writes there.
         unsafe { &*(addr as *const AtomicU8) }
     }
 }
@@ -148,7 +150,7 @@ mod tests {
     }
 
     proptest! {
-        /// Exactly the pages of each range, wherever the log begins, and nothing outside of the log.
+        /// Exactly the pages of each range are marked, at any log offset, and nothing outside the log.
         #[test]
         fn what_was_written_is_marked_and_nothing_else(
             offset in 0u64..5000,

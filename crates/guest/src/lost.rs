@@ -1,11 +1,10 @@
-//! Memory that a front-end takes away: it may cut the file short that holds its guest's memory, and whoever touches
-//! what is missing then gets a SIGBUS.
+//! Handles guest memory that a front-end takes away: it may truncate the file that holds the memory, and an
+//! access to the missing pages then raises SIGBUS.
 //!
-//! A handler puts empty memory in the place of the whole mapping, of which nobody else sees anything,
-//! and tells the session, which ends. Whatever is read from there until then is zero, and is checked like
-//! everything that comes from a guest. A SIGBUS anywhere else, say for a bad page of the host's own
-//! memory, ends the process as ever. The kernel, where it reads or writes guest memory for us, answers
-//! EFAULT instead of a signal.
+//! A signal handler replaces the whole mapping with empty memory, which is not shared, and notifies the
+//! session, which ends. Until then, reads return zeroes, which are checked like everything that a guest
+//! writes. Any other SIGBUS, for example for a bad page of the host's own memory, ends the process as usual.
+//! When the kernel itself accesses guest memory for ringdisk, it returns EFAULT and raises no signal.
 
 #![expect(unsafe_code, reason = "a signal handler, and what it may do")]
 
@@ -17,39 +16,39 @@ use std::sync::{Arc, Mutex, Once, OnceLock, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-/// Tells a session that it cannot go on.
+/// Notifies a session that it cannot continue.
 #[derive(Clone)]
 pub struct Lost(Arc<OwnedFd>);
 
 impl Lost {
-    /// Nothing is lost yet.
+    /// Creates a notifier that has not been triggered.
     ///
     /// # Errors
-    /// There are no more descriptors.
+    /// The process has no descriptors left.
     pub fn new() -> io::Result<Self> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self(Arc::new(event)))
     }
 
-    /// Has the session end. Does not block.
+    /// Makes the session end. Does not block.
     pub fn tell(&self) {
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
-    /// Readable once something is lost.
+    /// Readable after the notifier was triggered.
     pub(crate) fn event(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 }
 
-/// A mapping that the handler knows of, until dropped. It must be unmapped after that.
+/// Registers a mapping with the handler until dropped. The mapping must be unmapped after that.
 pub(crate) struct Guarded {
     place: &'static Place,
     _lost: Option<Lost>,
 }
 
 impl Guarded {
-    /// Guards whole pages at `start`, which stay mapped as long as this value lives.
+    /// Guards whole pages at `start`, which must stay mapped while this value lives.
     pub fn new(start: usize, len: usize, lost: Option<Lost>) -> Self {
         static INSTALLED: Once = Once::new();
         INSTALLED.call_once(install);
@@ -71,10 +70,10 @@ impl Drop for Guarded {
     }
 }
 
-/// Held while places change. The handler does not ask for it.
+/// Held while places change. The handler does not take it.
 static CHANGES: Mutex<()> = Mutex::new(());
 
-/// What the handler looks through: blocks of places, which are never freed, and used again.
+/// The list that the handler searches: blocks of places. Blocks are never freed; their places are reused.
 static BLOCKS: AtomicPtr<Block> = AtomicPtr::new(ptr::null_mut());
 
 const PLACES: usize = 64;
@@ -84,13 +83,13 @@ struct Block {
     next: *mut Block,
 }
 
-/// A mapping. The handler may look while it changes: then it is not the one in which somebody has just
-/// faulted, because that one stays as it is until he is done.
+/// A registered mapping. The handler may read it while it changes; a changing place is never the one in which
+/// a thread has just faulted, because that mapping does not change until the access has finished.
 struct Place {
-    /// Odd while the rest changes.
+    /// Odd while the other fields change.
     version: AtomicUsize,
     start: AtomicUsize,
-    /// 0 if nothing is mapped here.
+    /// 0 if the place is free.
     len: AtomicUsize,
     event: AtomicI32,
 }
@@ -117,7 +116,7 @@ impl Place {
             .store(version.wrapping_add(2), Ordering::Release);
     }
 
-    /// Start, length and event, if `addr` lies in it.
+    /// Start, length and event, if the mapping contains `addr`.
     fn holding(&self, addr: usize) -> Option<(usize, usize, i32)> {
         let version = self.version.load(Ordering::Acquire);
         let start = self.start.load(Ordering::Relaxed);
@@ -129,7 +128,7 @@ impl Place {
     }
 }
 
-/// A place that nothing uses; `CHANGES` is held.
+/// Returns a free place; the caller holds `CHANGES`.
 fn free_place() -> &'static Place {
     let free = |place: &&Place| place.len.load(Ordering::Relaxed) == 0;
     if let Some(place) = places().find(free) {
@@ -144,7 +143,7 @@ fn free_place() -> &'static Place {
 }
 
 fn places() -> impl Iterator<Item = &'static Place> {
-    // SAFETY: blocks are leaked, and do not change but for what is atomic in them.
+    // SAFETY: blocks are leaked, and only their atomic fields change.
     let block = |at: *mut Block| unsafe { at.as_ref::<'static>() };
     std::iter::successors(block(BLOCKS.load(Ordering::Acquire)), move |b| {
         block(b.next)
@@ -152,13 +151,12 @@ fn places() -> impl Iterator<Item = &'static Place> {
     .flat_map(|b| &b.places)
 }
 
-/// What was done at a SIGBUS before.
+/// The SIGBUS action before ours was installed.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
 fn install() {
-    // SAFETY: all zeroes is a signal action, and both calls are given valid ones. The handler does
-    // nothing but what is allowed in one (signal-safety(7)): it reads atomics, and calls mmap, write,
-    // sigaction and raise.
+    // SAFETY: an all-zero `sigaction` is valid, and both calls get valid actions. The handler does only what
+    // signal-safety(7) allows: it reads atomics and calls mmap, write, sigaction and raise.
     unsafe {
         let mut before: libc::sigaction = std::mem::zeroed();
         libc::sigaction(libc::SIGBUS, ptr::null(), &raw mut before);
@@ -172,23 +170,24 @@ fn install() {
 }
 
 extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
-    // SAFETY: the kernel hands over a valid description, which has an address if the signal is about one.
+    // SAFETY: the kernel passes a valid `siginfo_t`, which contains an address if the signal is about one.
     let (code, addr) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
-    // A page that is not in the file any more; not one that the hardware lost, nor a signal that was sent.
+    // The page is no longer in the file. Memory lost to a hardware error and signals sent by a process have
+    // other codes.
     if code == libc::BUS_ADRERR
         && let Some((start, len, event)) = places().find_map(|place| place.holding(addr))
         && replace(start, len)
     {
-        // SAFETY: writes eight bytes to an event counter that does not block, and that the mapping keeps
-        // open. It is full at worst.
+        // SAFETY: this writes eight bytes to a nonblocking event counter that the registered mapping keeps
+        // open. At worst, the counter is full.
         unsafe { libc::write(event, (&raw const ONE).cast(), size_of::<u64>()) };
         return;
     }
-    // SAFETY: both may be called in a handler, with what was in force before this one was installed, or with
-    // all zeroes, which is the default action.
+    // SAFETY: both functions may be called in a handler. The action is the one that was in force before this
+    // handler was installed, or all zeroes, which is the default action.
     unsafe {
         if code > 0 {
-            // The instruction faults again, and what would have been done before is done then.
+            // The instruction faults again, and the previous action handles that fault.
             if let Some(before) = BEFORE.get() {
                 libc::sigaction(signal, before, ptr::null_mut());
                 return;
@@ -202,12 +201,12 @@ extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, _context: *mut li
 
 static ONE: u64 = 1;
 
-/// Puts empty memory in the place of a mapping. `errno` stays as it was.
+/// Replaces a mapping with empty memory. `errno` keeps its value.
 fn replace(start: usize, len: usize) -> bool {
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-    // SAFETY: whole pages, which are a mapping of ours that stays for as long as somebody uses it, and in
-    // which somebody just faulted. Nothing in it is ever borrowed: it is read and written as what a guest
+    // SAFETY: the range is whole pages of one of our mappings, which exists while it is in use, and a thread
+    // has just faulted in it. Rust code never borrows from it: it is read and written as memory that a guest
     // can change at any time.
     unsafe {
         let errno = *libc::__errno_location();

@@ -1,4 +1,4 @@
-//! The guest's memory: regions that the front-end shares with us, mapped into this process.
+//! The guest's memory: regions that the front-end shares, mapped into this process.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -11,66 +11,66 @@ use thiserror::Error;
 
 use crate::lost::{Guarded, Lost};
 
-/// Bytes that one front-end may have mapped here: an eighth of the 128 TiB of addresses that a process
-/// has on x86-64 (47 bits), so that eight sessions with the largest guests fit, and none takes the
-/// addresses from all others. Each of the regions, of which there are
-/// [`MAX_MEM_SLOTS`](crate::MAX_MEM_SLOTS), is one mapping; the kernel's limit of 65530 of these
-/// (vm.max_map_count) is enough for 127 sessions that use all their slots.
+/// Maximum number of bytes that one front-end may have mapped: an eighth of the 128 TiB address space of a
+/// process on x86-64 (47 bits). Eight sessions with the largest guests fit, and no session can exhaust the
+/// address space. Each region is one mapping, and a session has at most
+/// [`MAX_MEM_SLOTS`](crate::MAX_MEM_SLOTS) regions; the kernel's limit of 65530 mappings (vm.max_map_count)
+/// allows 127 sessions that use all their slots.
 pub const MAX_MAPPED_BYTES: usize = 1 << 44;
 
-/// Where a region lies: in the guest, in the front-end, and in the file that holds it. Bytes
-/// (vhost-user: "Memory region description").
+/// Position of a region in the guest, in the front-end and in the file that holds it, in bytes (vhost-user:
+/// "Memory region description").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionLayout {
     /// Guest physical address of the first byte.
     pub guest: u64,
-    /// Length.
+    /// Length of the region.
     pub len: u64,
-    /// Address of the first byte in the front-end, which is how it names rings.
+    /// Address of the first byte in the front-end; the front-end uses such addresses to name rings.
     pub user: u64,
     /// Offset of the first byte in the file.
     pub file_offset: u64,
 }
 
-/// HUGETLBFS_MAGIC and FUSE_SUPER_MAGIC of `linux/magic.h`; memfd with MFD_HUGETLB are files in the first one, too.
+/// HUGETLBFS_MAGIC and FUSE_SUPER_MAGIC of `linux/magic.h`; a memfd with MFD_HUGETLB is also on hugetlbfs.
 const HUGETLBFS: u32 = 0x9584_58f6;
 const FUSE: u32 = 0x6573_5546;
 
-/// Why a memory region was refused.
+/// Why a memory region was rejected.
 #[derive(Debug, Error)]
 pub enum MemoryError {
-    /// Length zero, or a range that wraps around.
+    /// The length is zero, or a range wraps around.
     #[error("memory region {0:x?} is empty or wraps around 64 bits")]
     Malformed(RegionLayout),
     /// Two regions share addresses.
     #[error("memory region {0:x?} overlaps another one in the guest or in the front-end")]
     Overlap(RegionLayout),
-    /// The file ends before the region does; touching it would be a SIGBUS.
+    /// The file ends before the region; an access beyond its end would raise SIGBUS.
     #[error("memory region {0:x?} reaches beyond its file of {1} bytes")]
     BeyondFile(RegionLayout, u64),
-    /// All regions together are more than a front-end may have mapped.
+    /// All regions together exceed the limit of one front-end.
     #[error("with memory region {0:x?} more than {MAX_MAPPED_BYTES} bytes would be mapped")]
     TooMuch(RegionLayout),
-    /// It is read and written when a process likes, which may never.
+    /// The file is on FUSE: a user-space process answers reads and writes, possibly never.
     #[error(
         "memory region {0:x?} is in a file of FUSE; share memory in a memfd, or in tmpfs or hugetlbfs"
     )]
     Fuse(RegionLayout),
-    /// No region lies there.
+    /// No region is at this address.
     #[error("no memory region is at guest address {0:#x}")]
     Unknown(u64),
-    /// The kernel refused to map it.
+    /// The kernel refused to map the region.
     #[error("cannot map memory region {0:x?}: {1}")]
     Map(RegionLayout, io::Error),
 }
 
-/// The map of a guest's memory. A changed map is a new value; rings keep the one they started with
-/// alive until they have stopped.
+/// The map of a guest's memory. A change creates a new value; a ring keeps the map that it started with alive
+/// until it has stopped.
 #[derive(Clone, Default)]
 pub struct GuestMemory {
-    /// By guest address, without overlap.
+    /// Sorted by guest address, without overlap.
     regions: Vec<Region>,
-    /// Told when some of it is taken away.
+    /// Notified if the front-end truncates a file.
     lost: Option<Lost>,
 }
 
@@ -78,11 +78,11 @@ pub struct GuestMemory {
 struct Region {
     layout: RegionLayout,
     mapping: Arc<Mapping>,
-    /// For another process that goes on with it.
+    /// For another process that continues with the region.
     file: Arc<OwnedFd>,
 }
 
-/// Part of a region's address arithmetic, small enough to keep beside a ring.
+/// The values for translating addresses of one region, small enough to cache with a ring.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Window {
     guest: u64,
@@ -91,8 +91,8 @@ pub(crate) struct Window {
 }
 
 impl GuestMemory {
-    /// A map of nothing yet. `lost` is told when the front-end has cut a file short, so that a part of what
-    /// will be mapped is gone; zeroes are in its place then.
+    /// An empty map. `lost` is notified if the front-end truncates a file of a later region; the whole
+    /// mapping then reads as zeroes.
     pub fn watched(lost: Lost) -> Self {
         Self {
             regions: Vec::new(),
@@ -100,10 +100,10 @@ impl GuestMemory {
         }
     }
 
-    /// This map and one more region, mapped from `file`.
+    /// Returns this map with one more region, mapped from `file`.
     ///
     /// # Errors
-    /// The region is malformed, overlaps, is longer than its file, or cannot be mapped.
+    /// The region is malformed, overlaps another, extends beyond its file, or cannot be mapped.
     pub fn with_region(&self, layout: RegionLayout, file: &OwnedFd) -> Result<Self, MemoryError> {
         let fits = |start: u64| layout.len > 0 && start.checked_add(layout.len).is_some();
         if !fits(layout.guest) || !fits(layout.user) || !fits(layout.file_offset) {
@@ -137,7 +137,7 @@ impl GuestMemory {
         Ok(Self { regions, lost })
     }
 
-    /// This map less the region at `layout`'s guest and front-end address with its length.
+    /// Returns this map without the region that has `layout`'s guest address, front-end address and length.
     ///
     /// # Errors
     /// There is no such region.
@@ -155,7 +155,7 @@ impl GuestMemory {
         Ok(Self { regions, lost })
     }
 
-    /// Where its regions lie, and their files.
+    /// The layouts of the regions, and their files.
     pub(crate) fn regions(&self) -> impl Iterator<Item = (RegionLayout, Arc<OwnedFd>)> + '_ {
         self.regions.iter().map(|r| (r.layout, r.file.clone()))
     }
@@ -165,7 +165,7 @@ impl GuestMemory {
         self.regions.len()
     }
 
-    /// Whether there is no memory at all.
+    /// Whether the map has no regions.
     pub fn is_empty(&self) -> bool {
         self.regions.is_empty()
     }
@@ -178,8 +178,7 @@ impl GuestMemory {
         })
     }
 
-    /// Our address of a range that the front-end names by its own address; the range must lie in
-    /// one region.
+    /// Translates a front-end address to an address in this process; the range must be in one region.
     pub(crate) fn at_user(&self, user: u64, len: u64) -> Option<usize> {
         self.regions.iter().find_map(|r| {
             let offset = user.checked_sub(r.layout.user)?;
@@ -188,14 +187,13 @@ impl GuestMemory {
         })
     }
 
-    /// The guest address behind the last byte.
+    /// The guest address after the last byte.
     pub(crate) fn end(&self) -> u64 {
         let last = self.regions.last().map(|r| r.layout);
         last.map_or(0, |layout| layout.guest + layout.len)
     }
 
-    /// The guest address of a range that the front-end names by its own address; the range must lie in one
-    /// region.
+    /// Translates a front-end address to a guest address; the range must be in one region.
     pub(crate) fn guest_of_user(&self, user: u64, len: u64) -> Option<u64> {
         self.regions.iter().find_map(|r| {
             let offset = user.checked_sub(r.layout.user)?;
@@ -203,8 +201,8 @@ impl GuestMemory {
         })
     }
 
-    /// The parts of the guest's memory that lie in a range of ours, by guest address and length. Regions that
-    /// lie beside each other here need not do so in the guest.
+    /// The guest ranges (address and length) that a range of this process maps. Regions that are adjacent in
+    /// this process need not be adjacent in the guest.
     pub(crate) fn guest_ranges(&self, ours: Segment) -> impl Iterator<Item = (u64, u64)> + '_ {
         let end = ours.addr + ours.len;
         self.regions.iter().filter_map(move |r| {
@@ -214,7 +212,7 @@ impl GuestMemory {
         })
     }
 
-    /// The window of the region that holds `guest`.
+    /// The window of the region that contains `guest`.
     pub(crate) fn window(&self, guest: u64) -> Option<Window> {
         let after = self.regions.partition_point(|r| r.layout.guest <= guest);
         let region = &self.regions[after.checked_sub(1)?];
@@ -227,14 +225,14 @@ impl GuestMemory {
 }
 
 impl Window {
-    /// Our address of a guest range that lies wholly in this window.
+    /// Address in this process of a guest range that lies entirely in this window.
     #[inline]
     pub(crate) fn at(&self, guest: u64, len: u64) -> Option<usize> {
         let offset = guest.wrapping_sub(self.guest);
         (offset < self.len && len <= self.len - offset).then(|| self.host + offset as usize)
     }
 
-    /// As much of a guest range as lies in this window from its start; `None` if nothing does.
+    /// The part of a guest range, from its start, that lies in this window; `None` if its start does not.
     pub(crate) fn head(&self, guest: u64, len: u64) -> Option<Segment> {
         let offset = guest.wrapping_sub(self.guest);
         (offset < self.len).then(|| Segment {
@@ -250,17 +248,17 @@ impl Region {
     }
 }
 
-/// Whole pages of a file that hold a region.
+/// The mapping of the whole pages of a file that hold a region.
 pub(crate) struct Mapping {
     base: usize,
     len: usize,
     file_offset: u64,
-    /// Until it is unmapped.
+    /// Present until the mapping is unmapped.
     guarded: Option<Guarded>,
 }
 
 impl Mapping {
-    /// Where the byte at this offset of the file is mapped, which must be one of the region.
+    /// Address of the byte at this file offset, which must be inside the region.
     pub fn at(&self, file_offset: u64) -> usize {
         self.base + (file_offset - self.file_offset) as usize
     }
@@ -281,7 +279,8 @@ impl Mapping {
         if (stat.st_size as u64) < end {
             return Err(MemoryError::BeyondFile(layout, stat.st_size as u64));
         }
-        // Mappings start and end with pages; munmap of huge ones insists on it, where mmap rounds up.
+        // Mappings start and end on page boundaries. For huge pages, munmap requires an aligned length,
+        // although mmap rounds it up.
         let system = rustix::fs::fstatfs(file).map_err(fail)?;
         if system.f_type as u32 == FUSE {
             return Err(MemoryError::Fuse(layout));
@@ -295,7 +294,7 @@ impl Mapping {
         if len > len_max {
             return Err(MemoryError::TooMuch(layout));
         }
-        // SAFETY: a new mapping at an address of the kernel's choice replaces nothing.
+        // SAFETY: a new mapping at an address that the kernel chooses replaces nothing.
         let base = unsafe {
             rustix::mm::mmap(
                 ptr::null_mut(),
@@ -307,8 +306,8 @@ impl Mapping {
             )
         }
         .map_err(fail)?;
-        // What is a guest's, or a front-end's, is none of a core dump's business.
-        // SAFETY: the mapping was just made, and this changes nothing of it but what is dumped.
+        // Memory of a guest or front-end does not belong in a core dump.
+        // SAFETY: the mapping was just created, and the call changes only whether it is dumped.
         let _ = unsafe { rustix::mm::madvise(base, len, rustix::mm::Advice::LinuxDontDump) };
         Ok(Self {
             base: base as usize,
@@ -319,10 +318,10 @@ impl Mapping {
     }
 }
 
-/// The size of the pages in which a file is mapped.
+/// The page size with which a file is mapped.
 fn page_bytes(system: &rustix::fs::StatFs) -> u64 {
     match system.f_type as u32 {
-        // At least a page, and a power of two.
+        // At least the base page size, and a power of two.
         HUGETLBFS => (system.f_bsize as u64).next_power_of_two(),
         _ => rustix::param::page_size() as u64,
     }
@@ -332,8 +331,8 @@ impl Drop for Mapping {
     #[expect(unsafe_code, reason = "munmap")]
     fn drop(&mut self) {
         self.guarded = None;
-        // SAFETY: this mapping is ours, and every address in it was handed out with a
-        // `GuestMemory` that keeps this value alive until the last ring over it has stopped.
+        // SAFETY: this value owns the mapping. Every address in it was obtained from a `GuestMemory`, which
+        // keeps this value alive until the last ring that uses it has stopped.
         let result = unsafe { rustix::mm::munmap(self.base as *mut _, self.len) };
         debug_assert!(result.is_ok());
     }
@@ -382,7 +381,7 @@ mod tests {
     #[test]
     fn a_session_cannot_map_without_end() {
         const TIB: u64 = 1 << 40;
-        // Nothing of it is touched, so that it takes no memory.
+        // No page of the file is touched, so it uses no memory.
         let file = file(9 * TIB);
         let memory = GuestMemory::default()
             .with_region(layout(0, 8 * TIB), &file)
@@ -397,12 +396,12 @@ mod tests {
         let full = memory.with_region(second, &file).unwrap();
         let more = full.with_region(layout(200 * TIB, 1), &file);
         assert!(matches!(more, Err(MemoryError::TooMuch(_))));
-        // What is given back can be had again.
+        // Removing a region frees its share of the limit.
         let less = full.without_region(second).unwrap();
         assert!(less.with_region(layout(200 * TIB, 1), &file).is_ok());
     }
 
-    /// Only the pages that hold a region are mapped, and it may start anywhere in them.
+    /// Only the pages that hold a region are mapped, and the region may start anywhere in them.
     #[test]
     fn regions_start_anywhere_in_a_file() {
         let file = file(0x5000);
@@ -418,7 +417,7 @@ mod tests {
             .unwrap();
         assert_eq!(memory.regions[0].mapping.len, 0x2000);
         let at = memory.window(0x1000).and_then(|w| w.at(0x1000, 4)).unwrap();
-        // SAFETY: the window holds four bytes there.
+        // SAFETY: the window contains these four bytes.
         #[expect(unsafe_code, reason = "to look at mapped memory")]
         let found = unsafe { *(at as *const [u8; 4]) };
         assert_eq!(&found, b"here");

@@ -1,4 +1,4 @@
-//! vhost-user messages: bytes and file descriptors to types (QEMU's `docs/interop/vhost-user.rst`).
+//! Parses vhost-user messages from bytes and file descriptors (QEMU's `docs/interop/vhost-user.rst`).
 
 use std::os::fd::OwnedFd;
 
@@ -8,25 +8,26 @@ use crate::inflight::InflightLayout;
 use crate::log::LogLayout;
 use crate::memory::RegionLayout;
 
-/// Memory regions that a front-end may have at a time: what QEMU uses at most (512 slots of RAM),
-/// each with one descriptor and one mapping of ours.
+/// Maximum number of memory regions of a front-end: the most that QEMU uses (512 slots of RAM). Each needs
+/// one descriptor and one mapping in this process.
 pub const MAX_MEM_SLOTS: usize = 512;
 
-/// Regions in one SET_MEM_TABLE message, and descriptors in any message. QEMU sends 8 at most
-/// (VHOST_MEMORY_BASELINE_NREGIONS), rust-vmm's front-ends and crosvm 32 (MAX_ATTACHED_FD_ENTRIES).
+/// Maximum number of regions in one SET_MEM_TABLE message, and of descriptors in any message. QEMU sends at
+/// most 8 (VHOST_MEMORY_BASELINE_NREGIONS); rust-vmm's front-ends and crosvm send at most 32
+/// (MAX_ATTACHED_FD_ENTRIES).
 pub(crate) const MAX_FDS: usize = 32;
 
-/// Largest payload: SET_MEM_TABLE has 8 + 32 × 32 bytes, GET_CONFIG 12 + 256.
+/// Maximum payload: SET_MEM_TABLE has 8 + 32 × 32 bytes, GET_CONFIG 12 + 256.
 pub(crate) const MAX_PAYLOAD: usize = 8 + MAX_FDS * 32;
 
-/// Largest part of a configuration space in one message.
+/// Maximum length of a configuration-space access in one message.
 const MAX_CONFIG: usize = 256;
 
-/// Where virtio-mmio has a device's configuration space. Cloud Hypervisor up to version 50 reads it from here
-/// (VHOST_USER_CONFIG_OFFSET of rust-vmm); what it writes has true offsets.
+/// Offset of a device's configuration space in virtio-mmio. Cloud Hypervisor up to version 50 reads the space
+/// from this offset (VHOST_USER_CONFIG_OFFSET of rust-vmm); its writes use real offsets.
 const CONFIG_OFFSET: u32 = 0x100;
 
-/// End of the largest configuration space that rust-vmm and crosvm know (VHOST_USER_CONFIG_SIZE).
+/// End of the largest configuration space that rust-vmm and crosvm support (VHOST_USER_CONFIG_SIZE).
 const CONFIG_END: u32 = 0x1000;
 
 pub(crate) const HEADER_BYTES: usize = 12;
@@ -36,28 +37,28 @@ const VERSION_MASK: u32 = 3;
 const FLAG_REPLY: u32 = 4;
 const FLAG_NEED_REPLY: u32 = 8;
 
-/// What is wrong with a message; the front-end that sent it loses its connection.
+/// Why a message is invalid; ringdisk closes the connection of the front-end that sent it.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum MessageError {
-    /// Not version 1, or a reply where a request is due.
+    /// The version is not 1, or a reply came instead of a request.
     #[error("message {0} has flags {1:#x}, not those of a request of protocol version 1")]
     Flags(u32, u32),
-    /// Too long.
+    /// The payload is longer than any message's.
     #[error("message {0} has {1} bytes of payload, more than {MAX_PAYLOAD}")]
     TooLong(u32, u32),
-    /// The wrong number of bytes.
+    /// The payload has the wrong length.
     #[error("message {0} has {1} bytes of payload, which is not what it needs")]
     Length(u32, usize),
-    /// The wrong number of descriptors.
+    /// The message has the wrong number of descriptors.
     #[error("message {0} came with {1} file descriptors, which is not what it needs")]
     Descriptors(u32, usize),
-    /// More descriptors than any message needs.
+    /// The message has more descriptors than any message needs.
     #[error("a message came with more than {MAX_FDS} file descriptors, which none needs")]
     TooManyDescriptors,
-    /// A field has a value that is not allowed.
+    /// A field has an invalid value.
     #[error("message {0}: {1}")]
     Value(u32, &'static str),
-    /// A message that this back-end did not offer to understand.
+    /// This back-end did not offer to support the message.
     #[error("message {0} is not one that was negotiated")]
     Unknown(u32),
 }
@@ -87,7 +88,7 @@ impl Header {
     }
 }
 
-/// A reply to `request`, ready to send.
+/// Encodes a reply to `request`.
 pub(crate) fn reply(request: u32, payload: &[u8]) -> Vec<u8> {
     let len = payload.len() as u32;
     let mut bytes = Vec::with_capacity(HEADER_BYTES + payload.len());
@@ -98,7 +99,7 @@ pub(crate) fn reply(request: u32, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// The message "the configuration changed" from back-end to front-end
+/// Encodes the message that tells the front-end of a configuration change
 /// (VHOST_USER_BACKEND_CONFIG_CHANGE_MSG).
 pub(crate) fn config_change() -> [u8; HEADER_BYTES] {
     let mut bytes = [0; HEADER_BYTES];
@@ -107,17 +108,17 @@ pub(crate) fn config_change() -> [u8; HEADER_BYTES] {
     bytes
 }
 
-/// A window of the configuration space.
+/// An access to part of the configuration space.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Config {
-    /// As the front-end sent it, and wants it back.
+    /// The offset as the front-end sent it; the reply repeats it.
     pub offset: u32,
     pub flags: u32,
     pub bytes: Vec<u8>,
 }
 
 impl Config {
-    /// Where in the space a front-end reads.
+    /// The real offset in the configuration space.
     fn start(&self) -> usize {
         match self.offset {
             at if at < CONFIG_OFFSET => at as usize,
@@ -125,14 +126,14 @@ impl Config {
         }
     }
 
-    /// Fills the window with what a front-end reads there of `space`: zeroes beyond its end.
+    /// Fills the buffer from `space`; bytes beyond its end are zero.
     pub(crate) fn read(&mut self, space: &[u8]) {
         for (at, byte) in (self.start()..).zip(&mut self.bytes) {
             *byte = space.get(at).copied().unwrap_or(0);
         }
     }
 
-    /// The size of the disk in sectors, if that was read.
+    /// The size of the disk in sectors, if the access read it.
     pub(crate) fn capacity(&self) -> Option<u64> {
         let bytes = self.bytes.first_chunk().filter(|_| self.start() == 0)?;
         Some(u64::from_le_bytes(*bytes))
@@ -148,7 +149,7 @@ impl Config {
     }
 }
 
-/// A request of the front-end. Ring indices are as sent: the session checks them against its number
+/// A request of the front-end. Ring indices are not checked here: the session checks them against its number
 /// of queues.
 #[derive(Debug)]
 pub(crate) enum Message {
@@ -189,13 +190,13 @@ pub(crate) struct VringAddr {
     pub descriptors: u64,
     pub used: u64,
     pub available: u64,
-    /// Guest address of the used ring, if what is written there is to be marked in the dirty log.
+    /// Guest address of the used ring, if writes to it must be marked in the dirty log.
     pub log: Option<u64>,
 }
 
 impl Message {
-    /// Parses a payload of the length that the header promised, and the descriptors that came with
-    /// it. Descriptors that a message has no use for are refused, except where QEMU sends one.
+    /// Parses a payload, whose length the caller has matched with the header, and the descriptors that came
+    /// with it. Unexpected descriptors are rejected, except where QEMU sends one.
     pub(crate) fn parse(
         request: u32,
         payload: &[u8],
@@ -235,7 +236,7 @@ impl Message {
             9 => {
                 let mut fields = need(40, 0)?;
                 let ring = fields.u32();
-                /// VHOST_VRING_F_LOG; other bits mean nothing.
+                /// VHOST_VRING_F_LOG; other bits have no meaning.
                 const LOG: u32 = 1;
                 let flags = fields.u32();
                 Self::SetVringAddr(VringAddr {
@@ -255,7 +256,7 @@ impl Message {
                 Self::GetVringBase { ring }
             }
             12..=14 => {
-                // The lowest byte is the ring; bit 8 says that no descriptor comes along.
+                // The lowest byte is the ring; bit 8 says that the message has no descriptor.
                 const NO_FD: u64 = 1 << 8;
                 let word = Fields(payload)
                     .checked_u64()
@@ -296,7 +297,7 @@ impl Message {
             34 => need(0, 0).map(|_| Self::ResetDevice)?,
             36 => need(0, 0).map(|_| Self::GetMaxMemSlots)?,
             37 => Self::AddMemReg(single_region(need(40, 1)?), one_fd()?),
-            // QEMU sends a descriptor here too, which nobody needs.
+            // QEMU also sends a descriptor here; it is not needed.
             38 => Self::RemMemReg(single_region(need(40, n_fds.min(1))?)),
             39 => Self::SetStatus(need(8, 0)?.u64()),
             40 => need(0, 0).map(|_| Self::GetStatus)?,
@@ -306,7 +307,8 @@ impl Message {
     }
 }
 
-/// Whether a message is one that a session understands: for tests and fuzzing, which reach the parser only from here.
+/// Whether a session would accept a message. For tests and fuzzing, which can reach the parser only through
+/// this function.
 #[doc(hidden)]
 pub fn accepts_message(header: [u8; HEADER_BYTES], payload: &[u8], fds: Vec<OwnedFd>) -> bool {
     Header::parse(header).is_ok_and(|h| Message::parse(h.request, payload, fds).is_ok())
@@ -328,7 +330,7 @@ fn mem_table(request: u32, payload: &[u8], fds: Vec<OwnedFd>) -> Result<Message,
     Ok(Message::SetMemTable(table.collect()))
 }
 
-/// An inflight description as front-ends send it, with what the compiler puts behind its last field.
+/// Length of an inflight description as front-ends send it, including the padding after its last field.
 const INFLIGHT_BYTES: usize = 24;
 
 fn inflight(mut fields: Fields<'_>) -> InflightLayout {
@@ -342,7 +344,7 @@ fn inflight(mut fields: Fields<'_>) -> InflightLayout {
     }
 }
 
-/// The payload of an answer to GET_INFLIGHT_FD.
+/// The payload of the reply to GET_INFLIGHT_FD.
 pub(crate) fn inflight_payload(layout: &InflightLayout) -> Vec<u8> {
     let mut payload = Vec::with_capacity(INFLIGHT_BYTES);
     for word in [layout.len, layout.file_offset] {
@@ -354,7 +356,7 @@ pub(crate) fn inflight_payload(layout: &InflightLayout) -> Vec<u8> {
     payload
 }
 
-/// The payload of an answer to SET_LOG_BASE.
+/// The payload of the reply to SET_LOG_BASE.
 pub(crate) fn log_payload(layout: LogLayout) -> Vec<u8> {
     [layout.len.to_ne_bytes(), layout.file_offset.to_ne_bytes()].concat()
 }
@@ -380,7 +382,7 @@ fn config(request: u32, payload: &[u8], n_fds: usize) -> Result<Config, MessageE
     };
     let mut head = Fields(head);
     let (offset, len, flags) = (head.u32(), head.u32(), head.u32());
-    // SPDK's initiator always sends 256 bytes, however few it writes.
+    // SPDK's initiator always sends 256 bytes, even if it writes fewer.
     let bytes = bytes.get(..len as usize).ok_or(length)?;
     if n_fds != 0 {
         return Err(MessageError::Descriptors(request, n_fds));
@@ -398,7 +400,7 @@ fn config(request: u32, payload: &[u8], n_fds: usize) -> Result<Config, MessageE
     })
 }
 
-/// Reads fields off the front; the caller has checked the length.
+/// Reads fields from the front; the caller has checked the length.
 struct Fields<'a>(&'a [u8]);
 
 impl Fields<'_> {
@@ -456,7 +458,7 @@ mod tests {
         ));
     }
 
-    /// Every request with every payload length and up to nine descriptors: an answer, no panic.
+    /// Every request, with every payload length and up to nine descriptors, gets a result without a panic.
     #[test]
     fn any_length_and_number_of_descriptors_is_answered() {
         for request in 0..=64 {

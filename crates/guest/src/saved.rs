@@ -1,5 +1,5 @@
-//! A session that another process goes on with: what the front-end has said so far, and the descriptors
-//! that it has sent. Nothing of it is in flight.
+//! A session that another process can continue: the state that the front-end has set up, and the descriptors
+//! that it has sent. No request is in flight.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::message::{Header, MAX_MEM_SLOTS, VringAddr};
 use crate::session::Awaited;
 use crate::virtqueue::RingBase;
 
-/// Rings of a device at most, far more than any has.
+/// Maximum number of rings of a device, far more than any device has.
 const RINGS_MAX: u64 = 4096;
 
 /// A session between two messages, with all its rings stopped.
@@ -26,7 +26,7 @@ pub struct Saved {
     pub(crate) log_event: Option<Arc<OwnedFd>>,
     pub(crate) channel: Option<Arc<OwnedFd>>,
     pub(crate) rings: Vec<SavedRing>,
-    /// What the front-end waits for, until storage answers. Not for another process.
+    /// A message that the front-end waits for until storage answers. It is not passed to another process.
     pub(crate) awaited: Option<(Header, Awaited)>,
 }
 
@@ -39,21 +39,21 @@ pub(crate) struct SavedRing {
     pub call: Option<Arc<OwnedFd>>,
     pub error: Option<Arc<OwnedFd>>,
     pub enabled: bool,
-    /// Storage has left requests of it.
+    /// The ring has requests that storage has not finished.
     pub unfinished: bool,
 }
 
-/// What is said of a session is none, or needs other descriptors than came with it.
+/// The words do not describe a session, or the descriptors do not match them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NotASession;
 
 impl Saved {
-    /// Whether storage has left requests that this process alone may still finish.
+    /// Whether storage has unfinished requests, which only this process may still finish.
     pub fn is_unfinished(&self) -> bool {
         self.awaited.is_some() || self.rings.iter().any(|ring| ring.unfinished)
     }
 
-    /// Numbers that say what it is, for [`parse`](Self::parse).
+    /// Encodes the session as numbers for [`parse`](Self::parse).
     pub fn words(&self) -> Vec<u64> {
         let mut words = vec![self.features, self.protocol, u64::from(self.status)];
         words.push(self.memory.len() as u64);
@@ -89,7 +89,7 @@ impl Saved {
         words
     }
 
-    /// The descriptors, in the order in which [`parse`](Self::parse) wants them.
+    /// The descriptors, in the order that [`parse`](Self::parse) expects.
     pub fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         let memory = self.memory.iter().map(|(_, fd)| fd);
         let inflight = self.inflight.iter().map(|(_, fd)| fd);
@@ -105,10 +105,10 @@ impl Saved {
             .collect()
     }
 
-    /// A session that another process has written down.
+    /// Decodes a session that another process has encoded.
     ///
     /// # Errors
-    /// It is none.
+    /// The words and descriptors do not describe a session.
     pub fn parse(
         words: &[u64],
         descriptors: impl IntoIterator<Item = OwnedFd>,
@@ -184,7 +184,7 @@ impl Saved {
     }
 }
 
-/// 1 and what `put` adds, or 0.
+/// Encodes an option: 1 followed by the words that `put` adds, or 0.
 fn option<T>(words: &mut Vec<u64>, value: Option<T>, put: impl FnOnce(T, &mut Vec<u64>)) {
     words.push(u64::from(value.is_some()));
     if let Some(value) = value {
@@ -285,7 +285,7 @@ mod tests {
         let again = Saved::parse(&words, fds()).unwrap();
         assert_eq!(again.words(), words);
         assert_eq!(again.descriptors().len(), 8);
-        // With anything missing or left over, it is none.
+        // With a missing or an extra word or descriptor, parsing fails.
         for len in 0..words.len() {
             assert!(Saved::parse(&words[..len], fds()).is_err(), "{len}");
         }

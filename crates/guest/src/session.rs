@@ -1,5 +1,5 @@
-//! A vhost-user session, back-end side: one connected front-end, from the first message to the end
-//! of the connection (QEMU's `docs/interop/vhost-user.rst`).
+//! The back-end side of a vhost-user session: one connected front-end, from the first message to the end of
+//! the connection (QEMU's `docs/interop/vhost-user.rst`).
 
 mod rings;
 
@@ -24,13 +24,14 @@ use crate::socket::{self, FrontendChannel, NoMessage};
 use crate::virtqueue::{RingBase, RingError, Virtqueue};
 use rings::{Ring, event};
 
-/// Bit of the feature set that says "there are protocol features".
+/// The feature bit that announces protocol features.
 const F_PROTOCOL_FEATURES: u64 = 1 << 30;
 
-/// Bit of the feature set by which a front-end has all writes to guest memory marked (VHOST_F_LOG_ALL).
+/// The feature bit with which a front-end requests that all writes to guest memory are marked
+/// (VHOST_F_LOG_ALL).
 const F_LOG_ALL: u64 = 1 << 26;
 
-/// Features of the session, and not of the device.
+/// Feature bits of the session, not of the device.
 const SESSION_FEATURES: u64 = F_PROTOCOL_FEATURES | F_LOG_ALL;
 
 const P_MQ: u64 = 1 << 0;
@@ -54,116 +55,116 @@ const PROTOCOL_FEATURES: u64 = P_MQ
 
 /// A ring that the front-end has set up and enabled.
 pub struct NewQueue {
-    /// The ring itself.
+    /// The ring.
     pub virtqueue: Virtqueue,
     /// Becomes readable when the guest has made requests available.
     pub kick: Arc<OwnedFd>,
-    /// Written to when requests have been completed; without it the guest polls.
+    /// Written when requests have been completed; without it, the guest polls.
     pub call: Option<Arc<OwnedFd>>,
-    /// Written to when the ring had to be given up.
+    /// Written when the device has given up the ring.
     pub error: Option<Arc<OwnedFd>>,
-    /// Written to when something may have been marked in the dirty log.
+    /// Written when something may have been marked in the dirty log.
     pub marked: Option<Arc<OwnedFd>>,
-    /// To be told when it cannot be served any more, by no fault of the guest: the session ends.
+    /// Notified when the ring can no longer be served for a reason that is not the guest's fault; the session
+    /// then ends.
     pub lost: Lost,
 }
 
-/// What a session drives: a virtio-blk device with its queues.
+/// The device that a session drives: a virtio-blk device with its queues.
 pub trait Device {
     /// Feature bits of the virtio device.
     fn features(&self) -> u64;
     /// Number of queues.
     fn queues(&self) -> u16;
-    /// Most data segments in a request.
+    /// Maximum number of data segments in a request.
     fn seg_max(&self) -> u16;
-    /// The configuration space.
+    /// The current configuration space.
     fn config(&self) -> [u8; CONFIG_BYTES];
-    /// The front-end has read this size of the disk from there, in sectors.
+    /// Called when the front-end has read this disk size, in sectors, from the configuration space.
     fn capacity_read(&self, sectors: u64);
-    /// The driver switches the write cache on or off.
+    /// Switches the write cache on or off, at the driver's request.
     fn set_write_cache(&mut self, on: bool);
-    /// The driver has accepted these features.
+    /// Called with the feature bits that the driver has accepted.
     fn set_features(&mut self, accepted: u64);
-    /// The front-end can be told of changes from now on, or no longer.
+    /// Sets the channel for notifying the front-end of changes; `None` if there is none any more.
     fn set_frontend(&mut self, channel: Option<FrontendChannel>);
-    /// A ring cannot be served where or as large as the guest says.
+    /// Called when a ring cannot be served with the address or size that the guest set.
     fn ring_failed(&self, ring: u16, error: &RingError);
-    /// A ring of `size` descriptors is served without a record of its requests in flight, for want of room in the
-    /// front-end's region. Told once in a session.
+    /// Called when a ring of `size` descriptors is served without a record of its requests in flight, because
+    /// the front-end's region is too small. Called at most once in a session.
     fn unrecorded(&self, ring: u16, size: u16);
-    /// Starts to serve a ring that is not being served.
+    /// Starts serving a ring that is not being served.
     ///
     /// # Errors
-    /// There are no means to serve it.
+    /// The device lacks the resources to serve it.
     fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()>;
-    /// Stops serving a ring; returns once nothing of it is in flight, or once the device has waited for
+    /// Stops serving a ring. Returns when the ring has nothing in flight, or when the device has waited for
     /// its storage for long enough.
     fn stop(&mut self, ring: u16) -> Stopped;
-    /// No ring is being served, and none will be before the front-end says so. If the guest is
-    /// `moving` to another machine, it goes on there next. May be told more than once.
+    /// Called when no ring is being served and none will be until the front-end asks for it. If the guest is
+    /// `moving` to another machine, it continues there next. May be called more than once.
     ///
     /// # Errors
-    /// What the guest wrote could not be handed over; the front-end must not think so.
+    /// The guest's writes could not be handed over; the front-end must not assume that they were.
     fn rest(&mut self, moving: bool) -> io::Result<()>;
-    /// Whether storage has answered, or may never answer, all that was asked of it: nothing that a ring has left
-    /// can still change the disk.
+    /// Whether storage has answered every operation or may never answer it: no unfinished request of a
+    /// stopped ring can change the disk any more.
     fn storage_answered(&self) -> bool;
-    /// Changes where a ring that is being served signals to.
+    /// Changes the descriptors that a running ring signals.
     fn set_signals(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>);
 }
 
-/// Where a ring was when it stopped.
+/// The state of a ring when it stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stopped {
-    /// Where a successor goes on.
+    /// The position where a successor continues.
     pub base: RingBase,
-    /// Requests were left that storage has not served. What is written down of those in flight still
-    /// counts.
+    /// The ring has requests that storage has not finished. The record of requests in flight stays valid.
     pub unfinished: bool,
 }
 
-/// How a session ended.
+/// Why a session ended.
 #[derive(Debug)]
 pub enum End {
     /// The front-end closed the connection.
     Disconnected,
-    /// We were asked to stop.
+    /// `stop` became readable.
     Stopped,
     /// The front-end broke the protocol, or the socket failed.
     Failed(SessionError),
 }
 
-/// Why a session was cut off.
+/// Why ringdisk ended a session.
 #[derive(Debug, Error)]
 pub enum SessionError {
-    /// A message that makes no sense.
+    /// The front-end sent an invalid message.
     #[error(transparent)]
     Message(#[from] MessageError),
-    /// Memory that cannot be mapped.
+    /// Memory cannot be mapped.
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    /// A region for requests in flight that makes no sense.
+    /// The region for requests in flight is invalid.
     #[error(transparent)]
     Inflight(#[from] InflightError),
-    /// A dirty log that makes no sense, or is too short.
+    /// The dirty log is invalid or too short.
     #[error(transparent)]
     Log(#[from] LogError),
-    /// A ring index beyond the number of queues.
+    /// A ring index is beyond the number of queues.
     #[error("ring {0} does not exist, the disk has {1} queues")]
     NoRing(u32, u16),
-    /// Features that were not offered.
+    /// The front-end accepted features that were not offered.
     #[error("features {0:#x} were accepted that were not offered")]
     Features(u64),
-    /// More memory regions than we take.
+    /// The front-end added more memory regions than ringdisk accepts.
     #[error("more than {MAX_MEM_SLOTS} memory regions")]
     MemorySlots,
-    /// Guest memory is gone, or a thread that served a ring.
+    /// Guest memory was truncated, or a thread that served a ring failed.
     #[error(
         "its guest's memory was cut short while it was mapped, or an I/O thread failed (see above); \
          it may connect again"
     )]
     Lost,
-    /// Something that this back-end does not do.
+    /// The front-end asked for something that this back-end does not support.
     #[error("{0}")]
     Refused(&'static str),
     /// The socket or an event descriptor failed.
@@ -171,14 +172,14 @@ pub enum SessionError {
     Io(#[from] io::Error),
 }
 
-/// Serves a front-end until it disconnects, breaks the protocol, or `stop` becomes readable. No
-/// ring is being served when this returns.
+/// Serves a front-end until it disconnects, breaks the protocol, or `stop` becomes readable. No ring is being
+/// served when this returns.
 pub fn serve(socket: &UnixStream, device: &mut dyn Device, stop: BorrowedFd<'_>) -> End {
     serve_from(socket, device, stop, None).0
 }
 
-/// The same, going on with a session that was [`Saved`], by this process or another. Returns what to go on with
-/// too, if it was asked to stop, and was not in the middle of a message then.
+/// Like [`serve`], but continues a session that this process or another one [`Saved`]. If the session was
+/// asked to stop between two messages, also returns the state with which it can be continued.
 pub fn serve_from(
     socket: &UnixStream,
     device: &mut dyn Device,
@@ -218,11 +219,11 @@ pub fn serve_from(
     };
     session.stop_all();
     session.device.set_frontend(None);
-    // Whoever goes on with it finds the disk as it is, also in the midst of a migration.
+    // The process that continues the session finds the disk in its current state, also during a migration.
     if matches!(end, End::Stopped) && !session.torn {
         return (end, Some(session.save()));
     }
-    // Who asks is gone; the device has said what went wrong.
+    // The front-end is gone; the device has already reported the error.
     let _ = session.rest();
     (end, None)
 }
@@ -234,28 +235,28 @@ struct Session<'a> {
     memory: Arc<GuestMemory>,
     lost: Lost,
     signals: Careful,
-    /// Where the requests in flight are written down.
+    /// The record of requests in flight.
     inflight: Option<Inflight>,
-    /// Where is marked what is written to guest memory, while that is asked for.
+    /// Marks writes to guest memory while the front-end requests this.
     log: Option<Arc<DirtyLog>>,
     log_event: Option<Arc<OwnedFd>>,
-    /// On which the front-end is told of changes.
+    /// The channel for notifying the front-end of changes.
     channel: Option<Arc<OwnedFd>>,
-    /// The stop came in the middle of a message.
+    /// The stop arrived in the middle of a message.
     torn: bool,
-    /// The device was told of a ring for which the region is too small.
+    /// The device has been told of a ring for which the region is too small.
     told_unrecorded: bool,
     features: u64,
-    /// A device was made of this connection.
+    /// The front-end has created a device on this connection.
     owned: bool,
-    /// The protocol features, once the front-end has asked for them or set them.
+    /// The protocol features, after the front-end has asked for them or set them.
     protocol: Option<u64>,
     status: u8,
-    /// What the front-end waits for, until storage answers.
+    /// The message that the front-end waits for until storage answers.
     awaited: Option<(Header, Awaited)>,
 }
 
-/// A message that is done once storage has answered.
+/// A message that is handled after storage has answered.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Awaited {
     VringBase { ring: u32 },
@@ -271,20 +272,20 @@ impl From<Awaited> for Message {
     }
 }
 
-/// How often is looked whether storage has answered, while a front-end waits for it.
+/// Interval at which the session checks whether storage has answered while a front-end waits for it.
 const AWAIT: Duration = Duration::from_millis(200);
 
-/// What a message is answered with, if with anything but an acknowledgement.
+/// The reply to a message.
 enum Reply {
     None,
-    /// Not done, and nothing has changed: the session goes on.
+    /// The request was refused and nothing has changed: the session continues.
     Refused,
-    /// None for now: this is [`awaited`](Session::awaited).
+    /// No reply yet: the message is [`awaited`](Session::awaited).
     Later(Awaited),
     Word(u64),
     Bytes(Vec<u8>),
     File(Vec<u8>, OwnedFd),
-    /// Where a ring that has been stopped would go on.
+    /// The position at which a stopped ring would continue.
     Base(u32, RingBase),
 }
 
@@ -299,7 +300,7 @@ impl Session<'_> {
             }),
             Some((header, awaited)) => {
                 let paused = socket::pause(self.socket, stop, lost, AWAIT);
-                // A process that takes the session over goes on with this.
+                // A process that takes over the session continues with this message.
                 self.awaited = paused.is_err().then_some((header, awaited));
                 paused.map(|()| (header, Ok(awaited.into())))
             }
@@ -330,7 +331,8 @@ impl Session<'_> {
             Ok(Reply::Base(ring, base)) => {
                 let bytes = [ring.to_ne_bytes(), base.0.to_ne_bytes()].concat();
                 let sent = socket::send_reply(self.socket, header.request, &bytes);
-                // Not before: if we are killed now, the front-end has not heard where the ring is.
+                // Only after sending: if this process is killed before, the front-end does not know the
+                // ring's position.
                 self.forget_inflight(ring as u16);
                 sent
             }
@@ -344,8 +346,8 @@ impl Session<'_> {
             }
             Ok(Reply::None | Reply::Refused) => Ok(()),
             Err(e) => {
-                // The front-end learns that it failed if it asked; what state it assumes after
-                // that is its own guess, so that the connection ends either way.
+                // If the front-end asked for a reply, it learns of the failure. The state that it assumes
+                // afterwards is unknown, so the connection ends in both cases.
                 if acknowledge {
                     let _ = socket::send_reply(self.socket, header.request, &1u64.to_ne_bytes());
                 }
@@ -393,7 +395,7 @@ impl Session<'_> {
                 let stopped = self.stop_all();
                 self.log = Some(Arc::new(log));
                 self.start_again(stopped)?;
-                // From here on, nothing is marked in the log before this one. QEMU takes an answer of any length,
+                // From now on, nothing is marked in the previous log. QEMU accepts a reply of any length;
                 // Cloud Hypervisor waits for as many bytes as it has sent.
                 return Ok(Reply::Bytes(message::log_payload(layout)));
             }
@@ -432,22 +434,24 @@ impl Session<'_> {
                 self.stop(ring as u16);
                 let first = RingBase::first(self.packed());
                 self.rings[ring as usize].kick = None;
-                // A guest that moves goes on elsewhere as soon as this is answered. What its storage has not served is
-                // in the ring again (`put_back`), and is done there. Only what storage has not even answered must
-                // not be: it may still be written, over what the guest writes there. So the front-end waits for it,
-                // as QEMU's own disks have it wait (`bdrv_drain_all`). To close the connection instead is no refusal:
-                // QEMU up to 10.0 goes on without an answer, from the used index, and for packed rings from where
-                // they began, and the guest runs without its requests (`vhost_virtqueue_stop`).
+                // A migrating guest continues elsewhere as soon as this message is answered. Requests that
+                // storage has not finished are in the ring again (`put_back`) and are executed there.
+                // Operations that storage has not answered must not run there: they may still be written
+                // later, over data that the guest writes on the other machine. The front-end therefore waits,
+                // as it does for QEMU's own disks (`bdrv_drain_all`). Closing the connection would not refuse
+                // the request: QEMU up to 10.0 continues without an answer, from the used index or, for
+                // packed rings, from their start, and the guest runs without its requests
+                // (`vhost_virtqueue_stop`).
                 if self.moving() && !self.device.storage_answered() {
                     return Ok(Reply::Later(Awaited::VringBase { ring }));
                 }
-                // Before the answer: the front-end may then have the guest go on elsewhere.
+                // Before the answer, because the front-end may then let the guest continue elsewhere.
                 self.rest()?;
                 let state = &self.rings[ring as usize];
                 let base = state.base.or(state.base_at_reset).unwrap_or(first);
                 return Ok(match state.drained {
                     true => Reply::Base(ring, base),
-                    // What is written down of it still counts, also if it has not been started here yet.
+                    // The record of this ring stays valid, even if the ring has not been started here yet.
                     false => Reply::Bytes([ring.to_ne_bytes(), base.0.to_ne_bytes()].concat()),
                 });
             }
@@ -511,7 +515,7 @@ impl Session<'_> {
             Message::SetConfig(window) => return self.write_config(&window),
             Message::SetStatus(status) => {
                 if status == 0 {
-                    // QEMU 7.2 sends this before it asks where the rings are, and waits for that.
+                    // QEMU 7.2 sends this before it asks for the rings' positions, and waits for the reply.
                     self.stop_all();
                     if self.moving() && !self.device.storage_answered() {
                         return Ok(Reply::Later(Awaited::Reset));
@@ -525,7 +529,7 @@ impl Session<'_> {
         Ok(Reply::None)
     }
 
-    /// Whether a front-end may accept these features: what is offered, and what it may have been offered before.
+    /// Whether a front-end may accept these features: they are offered, or may have been offered before.
     fn acceptable(&self, bits: u64) -> bool {
         let known = self.device.features() | blk::F_OF_SOME_DISKS | SESSION_FEATURES;
         bits & !known == 0
@@ -550,15 +554,16 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// The only field that a driver may write is the write cache. The rest stays as it is: crosvm passes on whatever
-    /// its guest writes, and the guest would lose its disk by it.
+    /// Handles a write to the configuration space. A driver may write only the write cache field. Writes to
+    /// other fields are refused, and the session continues: crosvm passes on everything that its guest
+    /// writes, and the end of the session would cost the guest its disk.
     fn write_config(&mut self, window: &Config) -> Result<Reply, SessionError> {
         let at = blk::CONFIG_WRITEBACK.checked_sub(window.offset as usize);
         let Some(&byte) = at.and_then(|at| window.bytes.get(at)) else {
             debug!(?window, "a write to read-only fields");
             return Ok(Reply::Refused);
         };
-        // What completes from now on is durable only if nothing older is under way.
+        // A later completion is durable only if no older operation is in flight.
         let stopped = self.stop_all();
         self.device.set_write_cache(byte != 0);
         self.start_again(stopped)?;
@@ -571,7 +576,7 @@ impl Session<'_> {
         self.device.set_frontend(Some(channel));
     }
 
-    /// What somebody else needs to go on. All rings have stopped.
+    /// The state that another process needs to continue the session. All rings have stopped.
     fn save(&self) -> Saved {
         let ring = |ring: &Ring| SavedRing {
             size: ring.size,
@@ -597,7 +602,7 @@ impl Session<'_> {
         }
     }
 
-    /// Goes on with what was saved.
+    /// Continues a saved session.
     fn restore(&mut self, saved: Saved) -> Result<(), SessionError> {
         let fits = saved.rings.len() == self.rings.len()
             && self.acceptable(saved.features)
@@ -641,20 +646,21 @@ impl Session<'_> {
                 error: saved.error,
                 enabled: saved.enabled,
                 unfinished: saved.unfinished,
-                // It was as the ring stopped, where there is a region.
+                // If there is a region, the requests were put back when the ring stopped.
                 put_back: saved.unfinished && self.inflight.is_some(),
                 ..Ring::default()
             };
         }
         match self.awaited {
             None => self.start_again((0..self.device.queues()).collect()),
-            // The front-end is stopping them all.
+            // The front-end is stopping all rings.
             Some(_) => Ok(()),
         }
     }
 
-    /// The protocol features. Where the back-end was started again while the VM was paused, QEMU 7.2 does not ask for them
-    /// again, but goes on as if the connection were the old one (`vhost_user_async_close_bh` has not marked it as closed).
+    /// The protocol features. If the back-end was restarted while the VM was paused, QEMU 7.2 does not ask
+    /// for them again and continues as if the connection were the old one (`vhost_user_async_close_bh` has
+    /// not marked it as closed).
     fn protocol(&self) -> u64 {
         match self.protocol {
             None if self.features & F_PROTOCOL_FEATURES != 0 => PROTOCOL_FEATURES,
@@ -671,8 +677,9 @@ impl Session<'_> {
         }
     }
 
-    /// The front-end has made a device of this connection. If it is not the first one, as where QEMU's device was unplugged
-    /// and another plugged in on the same chardev, nothing of the one before counts.
+    /// The front-end has created a device on this connection. If it is not the first one (QEMU's device was
+    /// unplugged and another was plugged in on the same chardev), the state of the previous device is
+    /// discarded.
     fn begin_anew(&mut self) {
         if !std::mem::replace(&mut self.owned, true) {
             return;
@@ -683,15 +690,16 @@ impl Session<'_> {
         (self.inflight, self.log, self.log_event) = (None, None, None);
     }
 
-    /// The front-end resets the device, which need not be the guest's wish: QEMU says so (SET_STATUS 0) whenever
-    /// the VM is stopped, and starts the same rings when it goes on. Requests that storage has not served by then are
-    /// still in flight. A guest that has reset its device gets another region, or RESET_DEVICE is sent as well.
+    /// The front-end resets the device. The guest need not have asked for this: QEMU resets it (SET_STATUS 0)
+    /// whenever the VM is stopped, and starts the same rings when it continues. Requests that storage has not
+    /// finished by then are still in flight. If the guest itself has reset its device, the front-end sends
+    /// another region, or RESET_DEVICE as well.
     fn reset(&mut self) -> Result<(), SessionError> {
         self.stop_all();
         self.rest()?;
         for ring in &mut self.rings {
             *ring = Ring {
-                // The signals stay: QEMU sends them once, when it connects.
+                // The call and error descriptors stay: QEMU sends them once, when it connects.
                 call: ring.call.take(),
                 error: ring.error.take(),
                 base_at_reset: ring.base.or(ring.base_at_reset),
@@ -703,13 +711,13 @@ impl Session<'_> {
             };
         }
         self.status = 0;
-        // QEMU 7.2 asks where the rings are only now.
+        // QEMU 7.2 asks for the rings' positions only after this.
         self.features &= blk::F_RING_PACKED;
         self.device.set_features(0);
         Ok(())
     }
 
-    /// Whether the guest is being moved to another machine.
+    /// Whether the guest is being migrated to another machine.
     fn moving(&self) -> bool {
         self.features & F_LOG_ALL != 0
     }

@@ -1,11 +1,11 @@
-//! Signals to front-ends: writes to descriptors that came from there, where nobody may be held up.
+//! Signals front-ends by writing to descriptors that they sent. Such a write must not block the I/O thread.
 //!
-//! A descriptor is made not to block when it comes (vhost-user, `VHOST_USER_SET_VRING_CALL`). But that belongs to
-//! what is open, which the front-end has open as well: it can take it back, fill the counter, and have whoever
-//! writes next sleep for good, with all the disks that his thread serves. To look first whether there is room
-//! costs a system call for each signal, and proves nothing. So one thread looks about every second for others
-//! that are in such a write, and interrupts one that stays there. Whoever has been held up once can send
-//! [with care](Signals::send_with_care) from then on.
+//! ringdisk makes a descriptor nonblocking when it receives it (vhost-user, `VHOST_USER_SET_VRING_CALL`). But
+//! that flag belongs to the open file, which the front-end shares: the front-end can clear the flag and fill
+//! the counter, so that the next write blocks forever, with all disks of the writing thread. To check for
+//! room first would cost a system call per signal and prove nothing. Therefore one thread looks about every
+//! second for threads that are in such a write, and interrupts a thread that stays in one. After a thread has
+//! been blocked once, it can send [with care](Signals::send_with_care).
 
 #![expect(
     unsafe_code,
@@ -24,20 +24,20 @@ use rustix::thread::Pid;
 
 use crate::careful::Careful;
 
-/// Ignored by all who do not ask for it, and seldom asked for.
+/// A signal that is ignored by default and rarely used.
 const SIGNAL: i32 = libc::SIGURG;
-/// How often to look.
+/// Interval between two checks.
 const TICK: Duration = Duration::from_secs(1);
-/// A write that takes longer than this is one that waits, or whose thread does not run. Being interrupted does not
+/// A write that takes longer than this is blocked, or its thread is not running. An interruption does not
 /// harm the latter.
 const LONG: Duration = Duration::from_millis(10);
 
-/// A front-end has held up the thread, for up to a second: no honest one does. The next descriptor that comes from
-/// there would do so again.
+/// A front-end has blocked the thread for up to a second, which no well-behaved front-end does. The next
+/// descriptor from that front-end would do so again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeldUp;
 
-/// Sends the signals of one thread, the one that made it.
+/// Sends the signals of one thread: the thread that created it.
 pub struct Signals {
     sender: Arc<Sender>,
     careful: Careful,
@@ -45,14 +45,14 @@ pub struct Signals {
 
 struct Sender {
     thread: Pid,
-    /// Odd in a write.
+    /// Odd while the thread is in a write.
     turn: AtomicUsize,
 }
 
-/// The threads that are looked after.
+/// The threads that are monitored.
 struct Senders {
     list: Vec<Arc<Sender>>,
-    /// Somebody looks after them, or will find that there are none.
+    /// The monitoring thread runs; it ends when it finds the list empty.
     watched: bool,
 }
 
@@ -62,10 +62,10 @@ static SENDERS: Mutex<Senders> = Mutex::new(Senders {
 });
 
 impl Signals {
-    /// For the calling thread.
+    /// Creates a sender for the calling thread.
     ///
     /// # Errors
-    /// The system has no thread left to look after this one.
+    /// The system has no thread left for monitoring.
     pub fn new() -> std::io::Result<Self> {
         static INSTALLED: Once = Once::new();
         INSTALLED.call_once(install);
@@ -84,10 +84,10 @@ impl Signals {
         Ok(Self { sender, careful })
     }
 
-    /// Adds one to an event counter. A counter that is full is as good as one that was written to.
+    /// Adds one to an event counter. A full counter stays full, which has the same effect.
     ///
     /// # Errors
-    /// It is full, and blocks.
+    /// The counter is full and blocks.
     #[inline]
     pub fn send(&self, event: &OwnedFd) -> Result<(), HeldUp> {
         let turn = &self.sender.turn;
@@ -101,10 +101,10 @@ impl Signals {
         }
     }
 
-    /// The same, at about five times the cost, and never held up.
+    /// Like [`send`](Self::send), at about five times the cost, but never blocks.
     ///
     /// # Errors
-    /// It is no event counter, or the machine has no Linux AIO left (fs.aio-max-nr).
+    /// The descriptor is not an event counter, or the machine has no Linux AIO contexts left (fs.aio-max-nr).
     pub fn send_with_care(&self, event: &OwnedFd) -> std::io::Result<()> {
         self.careful.send(event)
     }
@@ -125,8 +125,8 @@ impl Sender {
     }
 
     fn interrupt(&self) {
-        // SAFETY: takes three numbers. The thread is one of this process, and lives: it takes itself out of the
-        // list, which is locked, before it ends.
+        // SAFETY: the call takes three numbers. The thread belongs to this process and is alive: before it
+        // ends, it removes itself from the list, which is locked here.
         unsafe {
             libc::syscall(
                 libc::SYS_tgkill,
@@ -142,9 +142,9 @@ fn senders() -> MutexGuard<'static, Senders> {
     SENDERS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Ends with the last sender.
+/// Monitors the senders; ends with the last one.
 fn look_after() {
-    // In a write, and at which.
+    // Senders that are in a write, with their turn.
     let mut writing: Vec<(Arc<Sender>, usize)> = Vec::new();
     loop {
         thread::sleep(TICK);
@@ -173,9 +173,10 @@ fn look_after() {
     }
 }
 
-/// Without SA_RESTART, so that a write ends instead of going on.
+/// Installs the handler without SA_RESTART, so that an interrupted write returns.
 fn install() {
-    // SAFETY: all zeroes is a signal action; the call is given a valid one, with a handler that does nothing.
+    // SAFETY: an all-zero `sigaction` is valid; the call gets a valid action with a handler that does
+    // nothing.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = nothing as *const () as usize;

@@ -1,4 +1,4 @@
-//! The socket between front-end and back-end: whole messages with their file descriptors.
+//! The socket between front-end and back-end: sends and receives whole messages with their file descriptors.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -15,22 +15,22 @@ use rustix::net::{
 
 use crate::message::{self, HEADER_BYTES, Header, MAX_FDS, MessageError};
 
-/// A message as it came from the socket.
+/// A message as received from the socket.
 pub(crate) struct Incoming {
     pub header: Header,
     pub payload: Vec<u8>,
     pub fds: Vec<OwnedFd>,
 }
 
-/// How the wait for a message ended without one.
+/// Why a wait ended without a message.
 pub(crate) enum NoMessage {
     /// The front-end closed the connection between two messages.
     Closed,
-    /// `stop` became readable; `torn` says that a part of a message had been received.
+    /// `stop` became readable; `torn` says that part of a message had been received.
     Stopped {
         torn: bool,
     },
-    /// `lost` did.
+    /// `lost` became readable.
     Lost,
     Socket(io::Error),
     Malformed(MessageError),
@@ -48,8 +48,8 @@ impl From<MessageError> for NoMessage {
     }
 }
 
-/// Waits for a whole message, or for `stop` or `lost` to become readable, also in the middle of a message: a
-/// front-end that sends half of one holds up nothing but itself.
+/// Waits for a whole message, or until `stop` or `lost` becomes readable, even in the middle of a message: a
+/// front-end that sends half a message delays only itself.
 pub(crate) fn receive(
     socket: &UnixStream,
     stop: BorrowedFd<'_>,
@@ -71,8 +71,8 @@ pub(crate) fn receive(
     })
 }
 
-/// Waits for a while, or until the front-end is gone, or `stop` or `lost` becomes readable. What the front-end sends stays
-/// where it is.
+/// Waits for `time`, or until the front-end disconnects, or `stop` or `lost` becomes readable. Messages from
+/// the front-end stay in the socket.
 pub(crate) fn pause(
     socket: &UnixStream,
     stop: BorrowedFd<'_>,
@@ -118,7 +118,7 @@ fn fill(
             Err(rustix::io::Errno::INTR) => continue,
             result => result.map_err(io::Error::from)?,
         };
-        // A message that has begun ends first, as far as it is there.
+        // If a message has begun, the bytes that have arrived are read first.
         let torn = begun || done > 0;
         let more = torn && ready[2].revents().contains(PollFlags::IN);
         if !ready[0].revents().is_empty() && !more {
@@ -148,7 +148,8 @@ fn fill(
             return Err(MessageError::TooManyDescriptors.into());
         }
         if received.flags.contains(ReturnFlags::CTRUNC) {
-            // There was room for as many as a message may have: more came, or this process may have no more.
+            // The buffer holds as many descriptors as a message may have: either the front-end sent more, or
+            // this process may not open more.
             return Err(match fds.len() == MAX_FDS {
                 true => MessageError::TooManyDescriptors.into(),
                 false => io::Error::from(rustix::io::Errno::MFILE).into(),
@@ -163,13 +164,13 @@ fn fill(
     Ok(())
 }
 
-/// Sends a whole reply. A front-end that does not read its replies is cut off: replies are far
-/// smaller than a socket buffer, and only one is ever due.
+/// Sends a whole reply. If the front-end does not read its replies, its connection ends: replies are much
+/// smaller than a socket buffer, and only one is due at a time.
 pub(crate) fn send_reply(socket: &UnixStream, request: u32, payload: &[u8]) -> io::Result<()> {
     send_whole(socket.as_fd(), &message::reply(request, payload))
 }
 
-/// Sends a whole reply that a descriptor comes with.
+/// Sends a whole reply with a descriptor.
 pub(crate) fn send_reply_with(
     socket: &UnixStream,
     request: u32,
@@ -180,7 +181,7 @@ pub(crate) fn send_reply_with(
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let fds = [fd];
-    // There is room for one.
+    // The buffer has space for one descriptor.
     control.push(SendAncillaryMessage::ScmRights(&fds));
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
     match sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, flags)? {
@@ -196,8 +197,7 @@ fn send_whole(socket: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// The channel on which the back-end tells the front-end something
-/// (vhost-user: "Back-end communication").
+/// The channel on which the back-end sends messages to the front-end (vhost-user: "Back-end communication").
 pub struct FrontendChannel(Arc<OwnedFd>);
 
 impl FrontendChannel {
@@ -208,7 +208,7 @@ impl FrontendChannel {
     /// Tells the front-end to read the configuration space again.
     ///
     /// # Errors
-    /// The front-end does not read, or is gone.
+    /// The front-end does not read from the channel, or it has disconnected.
     pub fn config_changed(&self) -> io::Result<()> {
         send_whole(self.0.as_fd(), &message::config_change())
     }

@@ -1,9 +1,9 @@
-//! A virtqueue, seen from the device: [split](split) or [packed](packed), which decides how chains come and
-//! go. What a chain is, is the same for [both](walk).
+//! A virtqueue as the device sees it. Its type, [split](split) or [packed](packed), decides how chains are
+//! fetched and returned; the content of a chain is the same for [both](walk).
 //!
-//! The walk over a descriptor chain is our own: it checks every address against a cached window of
-//! guest memory and allocates nothing. All ring memory is read once, with volatile or atomic loads,
-//! because the guest may change it at any time; what was read is what was checked.
+//! ringdisk walks descriptor chains itself: the walk checks every address against a cached window of guest
+//! memory and allocates nothing. It reads ring memory once, with volatile or atomic loads, because the guest
+//! may change it at any time; the values that were read are the values that were checked.
 
 #![expect(
     unsafe_code,
@@ -32,19 +32,19 @@ use walk::View;
 
 pub use logged::DirtyMarks;
 
-/// Bytes of a virtio-blk request header, which opens every chain.
+/// Length of a virtio-blk request header, which is at the start of every chain, in bytes.
 const HEADER_BYTES: usize = 16;
 const DESCRIPTOR_BYTES: u64 = 16;
 
-/// Where the front-end says that a ring is; addresses are the front-end's own
-/// (vhost-user: "Vring address description").
+/// The ring's layout as the front-end describes it; addresses are the front-end's own (vhost-user: "Vring
+/// address description").
 #[derive(Clone, Copy, Debug)]
 pub struct RingLayout {
-    /// The queue's number, by which errors name it.
+    /// The queue's number, which errors contain.
     pub number: u16,
     /// VIRTIO_F_RING_PACKED was negotiated.
     pub packed: bool,
-    /// Number of descriptors; of a split ring, a power of two.
+    /// Number of descriptors; a power of two for a split ring.
     pub size: u16,
     /// Descriptor table, or descriptor ring.
     pub descriptors: u64,
@@ -52,32 +52,33 @@ pub struct RingLayout {
     pub available: u64,
     /// Used ring, or device area.
     pub used: u64,
-    /// Where the device goes on.
+    /// Position at which the device continues.
     pub base: RingBase,
     /// VIRTIO_RING_F_EVENT_IDX was negotiated.
     pub event_idx: bool,
-    /// Most segments of data that the device told the driver a request may have (seg_max). It binds
-    /// indirect tables, which drivers size by it and not by the ring.
+    /// Maximum number of data segments in a request, as the device told the driver (seg_max). It limits
+    /// indirect tables, because drivers size them by this value and not by the ring.
     pub max_segments: u16,
 }
 
-/// Where the device goes on in a ring, as front-ends keep it (vhost-user: "VHOST_USER_SET_VRING_BASE").
+/// The position at which the device continues in a ring, in the front-end's encoding (vhost-user:
+/// "VHOST_USER_SET_VRING_BASE").
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct RingBase(pub u32);
 
 impl RingBase {
-    /// In a split ring: the index of the next available entry.
+    /// Position in a split ring: the index of the next available entry.
     pub const fn split(next_available: u16) -> Self {
         Self(next_available as u32)
     }
 
-    /// In a packed ring: positions of the next available descriptor and of the next used one, each
-    /// with its wrap counter on top.
+    /// Position in a packed ring: the next available descriptor and the next used one, each with its wrap
+    /// counter in the highest bit.
     pub const fn packed(available: u16, used: u16) -> Self {
         Self(available as u32 | (used as u32) << 16)
     }
 
-    /// Where a device begins.
+    /// The initial position of a device.
     pub const fn first(packed: bool) -> Self {
         match packed {
             // Both wrap counters start at 1 (virtio 1.3 §2.8.1).
@@ -93,33 +94,33 @@ impl fmt::Debug for RingBase {
     }
 }
 
-/// What is wrong with a ring. The guest broke the protocol, so that nothing in the queue can be
-/// trusted until the driver resets it.
+/// An error in a ring. The guest broke the protocol, so nothing in the queue can be trusted until the driver
+/// resets it.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum RingError {
-    /// The size is zero, no power of two, or over the limit.
+    /// The size is zero, not a power of two, or over the limit.
     #[error("queue size {0} is not a power of two from 1 to {max}", max = Virtqueue::SIZE_LIMIT)]
     Size(u16),
     /// The size of a packed ring is zero or over the limit.
     #[error("size {0} of a packed queue is not from 1 to {max}", max = Virtqueue::SIZE_LIMIT)]
     PackedSize(u16),
-    /// A packed ring is to go on where it has no descriptor.
+    /// The base of a packed ring is not inside the ring.
     #[error("ring base {0:?} is not in the ring")]
     Base(RingBase),
     /// A part of the ring is not in guest memory.
     #[error("the {0} at front-end address {1:#x} is not in guest memory or not aligned")]
     Address(&'static str, u64),
-    /// More was made available than the ring can hold.
+    /// More entries were made available than the ring can hold.
     #[error("available index {index} is {ahead} entries ahead in a ring of {size}")]
     AvailableIndex {
         /// The guest's index.
         index: u16,
-        /// Entries between ours and the guest's.
+        /// Entries between the device's index and the guest's.
         ahead: u16,
         /// Ring size.
         size: u16,
     },
-    /// An index points beyond its table.
+    /// An index is beyond the end of its table.
     #[error("descriptor index {0} is beyond a table of {1}")]
     DescriptorIndex(u16, u32),
     /// The chain is a loop, or has more descriptors than a chain may have.
@@ -127,34 +128,34 @@ pub enum RingError {
     ChainLength {
         /// First descriptor.
         head: u16,
-        /// Most descriptors that a chain may have.
+        /// Maximum number of descriptors in a chain.
         limit: u32,
     },
-    /// A chain that was available is not any more.
+    /// A chain that was available is no longer available.
     #[error("descriptor {0} was available and was taken back")]
     TakenBack(u16),
-    /// A packed chain has a name that no driver needs.
+    /// The buffer id of a packed chain is beyond the ring size, which no driver needs.
     #[error("buffer id {id} of chain {at} is beyond a queue of {size}")]
     BufferId {
-        /// What the guest calls the chain.
+        /// The guest's id of the chain.
         id: u16,
         /// First descriptor.
         at: u16,
         /// Ring size.
         size: u16,
     },
-    /// A packed chain has the name of one that is in flight.
+    /// The buffer id of a packed chain is in use by a chain in flight.
     #[error("buffer id {id} of chain {at} is that of a chain in flight")]
     BufferIdTwice {
-        /// What the guest calls both.
+        /// The guest's id of both chains.
         id: u16,
         /// First descriptor.
         at: u16,
     },
-    /// What is written down of the requests in flight cannot be so.
+    /// The record of requests in flight is invalid.
     #[error("the in-flight region of the queue {0}")]
     Inflight(&'static str),
-    /// Nobody knows which requests are in flight.
+    /// The requests in flight are unknown.
     #[error(
         "its in-flight region was too small, and the process that served it was killed, so that nobody knows which \
          requests it had in flight; reset the guest"
@@ -163,10 +164,10 @@ pub enum RingError {
     /// A buffer is not in guest memory.
     #[error("guest address {0:#x} with {1} bytes is not in guest memory")]
     Buffer(u64, u32),
-    /// An indirect table is nested, chained, empty or cut off.
+    /// An indirect table is nested, chained, empty or truncated.
     #[error("indirect descriptor with {len} bytes and flags {flags:#x} is not allowed here")]
     Indirect {
-        /// Bytes of the table.
+        /// Length of the table in bytes.
         len: u32,
         /// Flags of the descriptor.
         flags: u16,
@@ -174,74 +175,74 @@ pub enum RingError {
     /// A device-readable buffer comes after a device-writable one.
     #[error("a device-readable descriptor follows a device-writable one in chain {0}")]
     Order(u16),
-    /// Fewer than 16 readable bytes.
+    /// The chain has fewer than 16 readable bytes.
     #[error("chain {0} has no complete request header")]
     Header(u16),
-    /// No writable byte.
+    /// The chain has no writable byte.
     #[error("chain {0} has no status byte")]
     Status(u16),
 }
 
-/// A request as it lies in guest memory: its header, copied, and where its buffers are.
+/// A request in guest memory: a copy of its header, and the location of its buffers.
 ///
-/// The segments themselves are in the slice that [`Virtqueue::fetch`] filled: the device-readable
-/// ones first, then the device-writable ones, without header and status.
+/// The segments are in the slice that [`Virtqueue::fetch`] filled: the device-readable ones first, then the
+/// device-writable ones, without header and status.
 #[derive(Clone, Copy, Debug)]
 pub struct Chain {
-    /// The guest's name for the request: its first descriptor, or its buffer id.
+    /// The guest's id of the request: its first descriptor, or its buffer id.
     pub head: u16,
     /// The virtio-blk header.
     pub header: [u8; HEADER_BYTES],
-    /// Segments that the device reads.
+    /// Number of segments that the device reads.
     pub readable: u16,
-    /// Bytes that the device reads, after the header.
+    /// Number of bytes that the device reads, after the header.
     pub readable_len: u64,
-    /// Segments that the device writes.
+    /// Number of segments that the device writes.
     pub writable: u16,
-    /// Bytes that the device writes, before the status.
+    /// Number of bytes that the device writes, before the status.
     pub writable_len: u64,
-    /// Descriptors that it has in a packed ring.
+    /// Number of descriptors that the chain occupies in a packed ring.
     descriptors: u16,
-    /// Our address of the status byte.
+    /// Address of the status byte in this process.
     status: usize,
 }
 
-/// The device's end of a virtqueue.
+/// The device side of a virtqueue.
 pub struct Virtqueue {
     ring: Ring,
     number: u16,
     size: u16,
     segments_max: usize,
-    /// Keeps every address in the ring, and every one that it hands out, mapped.
+    /// Keeps the ring and every address that it returns mapped.
     view: View,
 }
 
 enum Ring {
     Split(Split),
     Packed(Packed),
-    // In boxes, because most rings are not tracked, and the others need not be larger for it.
+    // Boxed, because most rings are not tracked and must not grow for those that are.
     TrackedSplit(Box<TrackedSplit>),
     TrackedPacked(Box<TrackedPacked>),
     InOrder(Box<InOrderSplit>),
     Logged(Box<Logged>),
 }
 
-// SAFETY: the pointers lead into shared memory that `view` keeps mapped; nothing about them is
-// bound to a thread, and only the owner of this value uses them.
+// SAFETY: the pointers refer to shared memory that `view` keeps mapped. They are not bound to a thread, and
+// only the owner of this value uses them.
 unsafe impl Send for Virtqueue {}
 
 impl Virtqueue {
-    /// The largest ring that QEMU builds (VIRTQUEUE_MAX_SIZE). In a larger one, no chain has more descriptors than
-    /// this: drivers size them by seg_max.
+    /// The largest ring that QEMU creates (VIRTQUEUE_MAX_SIZE). In a larger ring, no chain has more
+    /// descriptors than this, because drivers size chains by seg_max.
     pub const MAX_SIZE: u16 = 1024;
 
-    /// The largest ring that there is (virtio 1.3 §2.7), which crosvm builds if not told otherwise.
+    /// The largest ring that the specification allows (virtio 1.3 §2.7); crosvm's default.
     pub const SIZE_LIMIT: u16 = 1 << 15;
 
-    /// Takes up a ring where its layout says.
+    /// Opens a ring with this layout.
     ///
     /// # Errors
-    /// The size is not allowed, or a part lies outside `memory` or is not aligned.
+    /// The size is not allowed, or part of the ring is outside `memory` or misaligned.
     pub fn new(memory: Arc<GuestMemory>, layout: RingLayout) -> Result<Self, RingError> {
         Self::take_up(memory, layout, |view, limit| {
             Ok(match layout.packed {
@@ -251,11 +252,12 @@ impl Virtqueue {
         })
     }
 
-    /// The same, writing down in `region` what is in flight. Where a predecessor has done so, the ring goes on
-    /// where that one ended, and what was in flight is fetched first, in the order in which it was then.
+    /// Like [`new`](Self::new), but records requests in flight in `region`. If a predecessor has done so, the
+    /// ring continues where the predecessor stopped, and the requests that were in flight are fetched first,
+    /// in their original order.
     ///
     /// # Errors
-    /// As above, or the region is not of this ring.
+    /// As for [`new`](Self::new), or the region does not belong to this ring.
     pub fn tracked(
         memory: Arc<GuestMemory>,
         layout: RingLayout,
@@ -275,11 +277,12 @@ impl Virtqueue {
         })
     }
 
-    /// The same without a region, since the one that there is has too few entries. A split ring gives its requests back in
-    /// order, and goes on where its used ring ends, so that this says what is in flight; of a packed ring, nothing does.
+    /// Like [`new`](Self::new), for a ring whose region has too few entries. A split ring then returns its
+    /// requests in order and continues where its used ring ends, so the used index shows which requests are
+    /// in flight. For a packed ring, nothing shows this.
     ///
     /// # Errors
-    /// As above.
+    /// As for [`new`](Self::new).
     pub fn unrecorded(memory: Arc<GuestMemory>, layout: RingLayout) -> Result<Self, RingError> {
         match layout.packed {
             true => Self::new(memory, layout),
@@ -308,8 +311,8 @@ impl Virtqueue {
         })
     }
 
-    /// The same queue, which marks from now on what it writes to guest memory. It was taken up where `layout`
-    /// says.
+    /// Returns the same queue, which from now on marks its writes to guest memory in a dirty log. The queue
+    /// was opened with `layout`.
     ///
     /// # Errors
     /// The log is too short for this guest.
@@ -331,45 +334,45 @@ impl Virtqueue {
         self.size
     }
 
-    /// Our address of its descriptors.
+    /// Address of the descriptors in this process.
     pub fn address(&self) -> usize {
         self.ring.address()
     }
 
-    /// Where a successor would go on.
+    /// The position at which a successor would continue.
     pub fn base(&self) -> RingBase {
         self.ring.base()
     }
 
-    /// The guest's memory as it is mapped here.
+    /// The guest's memory as mapped in this process.
     pub fn memory(&self) -> &GuestMemory {
         &self.view.memory
     }
 
-    /// Most segments that one chain can need: one for each descriptor, and one more for each border
-    /// between regions that a buffer can lie across. Longer ones are refused.
+    /// Maximum number of segments that one chain can need: one for each descriptor, and one more for each
+    /// boundary between regions that a buffer can cross. Longer chains are rejected.
     pub fn max_segments(&self) -> usize {
         self.segments_max
     }
 
-    /// What [`max_segments`](Self::max_segments) is at most.
+    /// Upper bound of [`max_segments`](Self::max_segments).
     pub const MAX_SEGMENTS: usize = Self::MAX_SIZE as usize + 2 + crate::MAX_MEM_SLOTS;
 
-    /// Number of requests that wait to be fetched; of a packed ring, as far as was looked.
+    /// Number of requests that can be fetched; for a packed ring, those found so far.
     ///
     /// # Errors
-    /// The guest's index is impossible.
+    /// The guest's index is invalid.
     #[inline]
     pub fn waiting(&mut self) -> Result<u16, RingError> {
         self.ring.waiting()
     }
 
-    /// Whether the next process to take the ring up finds out what is in flight.
+    /// Whether the next process that opens the ring can determine which requests are in flight.
     pub fn is_tracked(&self) -> bool {
         self.ring.is_tracked()
     }
 
-    /// Whether something was marked in the dirty log since this was last asked.
+    /// Whether something was marked in the dirty log since the last call.
     pub fn take_marked(&mut self) -> bool {
         match &mut self.ring {
             Ring::Logged(logged) => logged.take_marked(),
@@ -377,9 +380,9 @@ impl Virtqueue {
         }
     }
 
-    /// Puts the requests that a predecessor had fetched and not given back into the ring again, so that the process that goes on
-    /// at the base that this returns fetches them first, without the region in which they are written down. `None`
-    /// if they are not written down. The ring is not served meanwhile.
+    /// Puts the requests that a predecessor had fetched and not returned into the ring again. A process that
+    /// continues at the returned base then fetches them first, without the region that records them. Returns
+    /// `None` if they are not recorded. The ring must not be served during the call.
     pub fn put_back(&mut self) -> Option<RingBase> {
         match &mut self.ring {
             Ring::TrackedSplit(ring) => Some(ring.put_back()),
@@ -388,13 +391,14 @@ impl Virtqueue {
         }
     }
 
-    /// Number of requests that a predecessor had fetched and not given back, and that were not fetched again yet.
+    /// Number of requests that a predecessor had fetched and not returned, and that were not fetched again
+    /// yet.
     pub fn resubmits(&self) -> usize {
         self.ring.resubmits()
     }
 
-    /// Takes the next request that [`waiting`](Self::waiting) counted, and writes to `segments`
-    /// where its buffers are. A chain with more segments than fit is refused.
+    /// Fetches the next request that [`waiting`](Self::waiting) counted, and writes the location of its
+    /// buffers to `segments`. A chain with more segments than fit is rejected.
     ///
     /// # Errors
     /// The chain breaks the protocol.
@@ -403,8 +407,8 @@ impl Virtqueue {
         self.ring.fetch(&mut self.view, segments)
     }
 
-    /// Gives a request back to the guest: its status, and how many bytes were written to its
-    /// buffers. The guest sees it after [`publish`](Self::publish).
+    /// Returns a request to the guest, with its status and the number of bytes written to its buffers. The
+    /// guest sees it after [`publish`](Self::publish).
     #[inline]
     pub fn complete(&mut self, ticket: &Ticket, status: u8, written: u32) {
         // SAFETY: the status byte was found mapped when the chain was fetched from this queue.
@@ -412,8 +416,8 @@ impl Virtqueue {
         self.ring.complete(ticket, written);
     }
 
-    /// For a request that is not given back, because its queue was given up: what was written for it is marked
-    /// all the same, if that is asked for.
+    /// Called for a request that is not returned because its queue was given up. Data written for it is still
+    /// marked in the dirty log, if there is one.
     #[cold]
     pub fn abandon(&mut self, ticket: &Ticket) {
         if let Ring::Logged(logged) = &mut self.ring {
@@ -421,14 +425,14 @@ impl Virtqueue {
         }
     }
 
-    /// Shows all that was completed to the guest, and tells whether it wants an interrupt for it
+    /// Makes all completed requests visible to the guest; returns whether the guest wants an interrupt
     /// (virtio 1.3 §2.7.7, §2.8.10).
     #[inline]
     pub fn publish(&mut self) -> bool {
         self.ring.publish()
     }
 
-    /// Asks the guest for a kick at the next request, and tells whether one has come meanwhile.
+    /// Asks the guest to kick at its next request; returns whether a request has arrived in the meantime.
     #[inline]
     pub fn enable_kicks(&mut self) -> bool {
         self.ring.enable_kicks()
@@ -440,12 +444,12 @@ impl Virtqueue {
         self.ring.disable_kicks()
     }
 
-    /// Copies bytes from the segments of a chain of this queue; returns how many there were.
+    /// Copies bytes from the segments of a chain of this queue; returns the number of bytes copied.
     pub fn copy_from(&self, segments: &[Segment], to: &mut [u8]) -> usize {
         let mut done = 0;
         for segment in segments {
             let len = segment.len.min(to.len() - done);
-            // SAFETY: segments come from `fetch`, which found them mapped; `to` has room for `len`.
+            // SAFETY: segments come from `fetch`, which found them mapped; `to` has room for `len` bytes.
             unsafe {
                 ptr::copy_nonoverlapping(segment.addr as *const u8, to.as_mut_ptr().add(done), len);
             }
@@ -462,12 +466,12 @@ impl Virtqueue {
         }
     }
 
-    /// Copies bytes to the segments of a chain of this queue; returns how many there was room for.
+    /// Copies bytes to the segments of a chain of this queue; returns the number of bytes that fit.
     pub fn copy_to(&self, segments: &[Segment], from: &[u8]) -> usize {
         let mut done = 0;
         for segment in segments {
             let len = segment.len.min(from.len() - done);
-            // SAFETY: segments come from `fetch`, which found them mapped; `from` has `len` more.
+            // SAFETY: segments come from `fetch`, which found them mapped; `from` has `len` bytes left.
             unsafe {
                 ptr::copy_nonoverlapping(from.as_ptr().add(done), segment.addr as *mut u8, len);
             }
@@ -477,7 +481,7 @@ impl Virtqueue {
     }
 }
 
-// One match for each call, whatever the kind: rings that mark what they write lead here again.
+// One match per call for every ring type: rings that mark their writes call these methods again.
 impl Ring {
     fn address(&self) -> usize {
         match self {
@@ -591,7 +595,7 @@ impl Ring {
     }
 }
 
-/// What is left of a chain while its request is under way: enough to give it back.
+/// The part of a chain that is needed to return its request.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ticket {
     head: u16,
@@ -600,7 +604,7 @@ pub struct Ticket {
 }
 
 impl Chain {
-    /// What [`Virtqueue::complete`] needs.
+    /// The value that [`Virtqueue::complete`] needs.
     #[inline]
     pub fn ticket(&self) -> Ticket {
         Ticket {
@@ -611,7 +615,7 @@ impl Chain {
     }
 }
 
-/// Our address of a part of a ring, which the front-end names by its own.
+/// Translates the front-end's address of a part of a ring to an address in this process.
 fn place(
     view: &View,
     name: &'static str,

@@ -1,4 +1,4 @@
-//! The rings of a session: what the front-end says of them, and when they are served.
+//! The rings of a session: their setup by the front-end, and when they are served.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -14,24 +14,25 @@ use crate::memory::GuestMemory;
 use crate::message::VringAddr;
 use crate::virtqueue::{DirtyMarks, RingBase, RingError, RingLayout, Virtqueue};
 
-/// What the front-end has said of a ring so far.
+/// The state of a ring, as the front-end has set it so far.
 #[derive(Default)]
 pub(super) struct Ring {
     pub size: u16,
     pub addr: Option<VringAddr>,
-    /// Where the device goes on; where it begins, unless that was said.
+    /// The position at which the device continues; `None` for the initial position.
     pub base: Option<RingBase>,
-    /// Where it stopped before the device was reset. QEMU 7.2 asks for it only then.
+    /// The position at which the ring stopped before the device was reset. QEMU 7.2 asks for it only after
+    /// the reset.
     pub base_at_reset: Option<RingBase>,
-    /// When it stopped, it left requests in flight.
+    /// The ring left requests in flight when it stopped.
     pub unfinished: bool,
-    /// These are available again at its base, for the process that goes on there.
+    /// Those requests are available again at its base, for the process that continues there.
     pub put_back: bool,
-    /// It has run in this session, and when it stopped, the region said of no request that it is in flight.
+    /// The ring has run in this session, and when it stopped, the region recorded no request in flight.
     pub drained: bool,
-    /// What the region says of it is of no use when it is started next.
+    /// The region's record of this ring must be discarded at the next start.
     pub outdated: bool,
-    /// It is served in this session although the region has too few entries for it.
+    /// The ring is served in this session although the region has too few entries for it.
     pub unrecorded: bool,
     pub kick: Option<Arc<OwnedFd>>,
     pub call: Option<Arc<OwnedFd>>,
@@ -48,8 +49,8 @@ impl Session<'_> {
             .ok_or(SessionError::NoRing(ring, n))
     }
 
-    /// Changes what is known of a ring. One that runs goes on with it at once: QEMU sends addresses
-    /// again while the guest runs, when it switches the dirty log.
+    /// Changes the state of a ring. A running ring continues with it at once: QEMU sends addresses again
+    /// while the guest runs, when it switches the dirty log.
     pub(super) fn change_ring(
         &mut self,
         ring: u32,
@@ -64,12 +65,12 @@ impl Session<'_> {
         }
     }
 
-    /// Whether rings are packed.
+    /// Whether the rings are packed.
     pub(super) fn packed(&self) -> bool {
         self.features & blk::F_RING_PACKED != 0
     }
 
-    /// Where a ring is, and where it goes on.
+    /// The layout of a ring and the position at which it continues.
     fn layout(&self, ring: u16, addr: VringAddr) -> RingLayout {
         let (state, packed) = (&self.rings[usize::from(ring)], self.packed());
         RingLayout {
@@ -106,7 +107,7 @@ impl Session<'_> {
         };
         let (virtqueue, too_small) = match take_up(self.memory.clone(), layout, region) {
             Ok(taken_up) => taken_up,
-            // Where a ring lies and how large it is, is the guest's choice: a bad one costs it that ring.
+            // The guest chooses the address and size of a ring: an invalid choice costs it that ring.
             Err(e) => {
                 self.device.ring_failed(ring, &e);
                 if let Some(error) = &state.error
@@ -139,7 +140,8 @@ impl Session<'_> {
         };
         state.unrecorded = too_small.is_some();
         let region = too_small.flatten();
-        // Before a request is fetched: what the region says is not of this ring, and no successor must do it.
+        // Before a request is fetched: the region's record is not of this ring, and no successor may execute
+        // it.
         match &region {
             Some(region) if packed => region.unpark(),
             Some(region) => region.forget(),
@@ -151,7 +153,7 @@ impl Session<'_> {
             }
             return Err(e.into());
         }
-        // What it had left is under way again.
+        // Its unfinished requests are in flight again.
         (state.running, state.unfinished, state.put_back) = (true, false, false);
         if state.unrecorded && !std::mem::replace(&mut self.told_unrecorded, true) {
             self.device.unrecorded(ring, layout.size);
@@ -168,7 +170,7 @@ impl Session<'_> {
         let stopped = self.device.stop(ring);
         (state.base, state.unfinished) = (Some(stopped.base), stopped.unfinished);
         state.drained = !stopped.unfinished || state.unrecorded;
-        // One that gives back in order begins with what it left.
+        // An in-order ring starts with the requests that it left.
         state.put_back = state.unrecorded && !packed;
         let region = || self.inflight.as_ref()?.queue(ring, packed);
         match (state.unrecorded, stopped.unfinished) {
@@ -182,8 +184,9 @@ impl Session<'_> {
         }
     }
 
-    /// Makes the requests that a ring has left available again. The record of them is for the process that is connected here
-    /// next; a guest that goes on elsewhere, or is saved, takes the ring along, and not the record.
+    /// Makes the requests that a ring has left available again. The record of them is for the process that
+    /// serves this connection next; a guest that continues elsewhere or is saved takes only the ring along,
+    /// not the record.
     fn put_back(&mut self, ring: u16) {
         let Some(addr) = self.rings[usize::from(ring)].addr else {
             return;
@@ -218,8 +221,8 @@ impl Session<'_> {
         stopped
     }
 
-    /// Has a ring begin anew in the region of requests in flight. Those that are written down there will
-    /// not be done again.
+    /// Removes a ring's record from the region of requests in flight. The recorded requests will not be
+    /// repeated.
     pub(super) fn forget_inflight(&self, ring: u16) {
         let queue = |inflight: &Inflight| inflight.queue(ring, self.packed());
         if let Some(queue) = self.inflight.as_ref().and_then(queue) {
@@ -227,12 +230,12 @@ impl Session<'_> {
         }
     }
 
-    /// Puts a new map in place. Rings hold on to the map with which they started, so that those
-    /// which run are stopped and taken up anew.
+    /// Installs a new memory map. A ring keeps the map with which it started, so running rings are stopped
+    /// and started again.
     pub(super) fn change_memory(&mut self, memory: GuestMemory) -> Result<(), SessionError> {
         self.stop_all();
         self.memory = Arc::new(memory);
-        // All of them: one that had to stop when its memory went may have it again.
+        // All rings, because a ring that was stopped when its memory was removed may have it again.
         let rings = (0..self.device.queues()).collect();
         self.start_again(rings)
     }
@@ -252,8 +255,8 @@ impl Session<'_> {
     }
 }
 
-/// Takes up a ring for which the front-end keeps no region, or this one, or one that ends before the ring's part. With it
-/// comes that part, if it is too small for the ring.
+/// Opens a ring. `region` is `None` if the front-end keeps no region, and `Some(None)` if the region ends
+/// before the ring's part. If the ring's part is too small for the ring, it is returned with the queue.
 fn take_up(
     memory: Arc<GuestMemory>,
     mut layout: RingLayout,
@@ -275,14 +278,15 @@ fn take_up(
     }
 }
 
-/// A descriptor for signals. It must be an event counter: to look whether something else is readable may take for ever
-/// (an epoll descriptor asks the files that it watches, and files in FUSE ask a process), as may writing to it. It is
-/// made not to block, since I/O threads write to it, and a front-end could have filled it.
+/// Checks a descriptor for signals. It must be an event counter: polling another type of file may block
+/// forever (an epoll descriptor polls the files that it watches, and a file on FUSE asks a process), and so
+/// may writing to it. The descriptor is made nonblocking, because I/O threads write to it and the front-end
+/// could have filled it.
 pub(super) fn event(fd: Option<OwnedFd>) -> Result<Option<Arc<OwnedFd>>, SessionError> {
     let Some(fd) = fd else {
         return Ok(None);
     };
-    // The kernel makes this name, and what lies in a file system has one that begins with a slash.
+    // The kernel generates this name; the name of a file in a file system begins with a slash.
     let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
     let what = rustix::fs::readlinkat(CWD, link, Vec::new()).map_err(io::Error::from)?;
     if what.as_bytes() != b"anon_inode:[eventfd]" {

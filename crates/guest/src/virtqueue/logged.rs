@@ -1,9 +1,10 @@
-//! A ring of any kind while its guest is being moved to another machine: whatever is written to guest memory is
-//! marked in the [dirty log](crate::log).
+//! A ring whose guest is being migrated to another machine: all writes to guest memory are marked in the
+//! [dirty log](crate::log).
 //!
-//! - The buffers that a request may write, and its status, are marked when it is given back: all of it has been
-//!   written by then, whoever wrote it, and the guest cannot see it before [`publish`](Logged::publish).
-//! - What of the ring itself is ours to write is marked after each time that some of it may have been.
+//! - The writable buffers of a request and its status are marked when the request is returned. By then all of
+//!   them have been written, by this process or by the kernel, and the guest cannot see the request before
+//!   [`publish`](Logged::publish).
+//! - The parts of the ring that the device writes are marked after each operation that may have written them.
 
 use std::sync::Arc;
 
@@ -14,32 +15,32 @@ use super::{Chain, Ring, RingError, RingLayout, Ticket};
 use crate::log::{DirtyLog, LogError};
 use crate::memory::GuestMemory;
 
-/// Where a ring marks what it writes.
+/// The log of a ring's writes.
 #[derive(Clone)]
 pub struct DirtyMarks {
-    /// The log.
+    /// The dirty log.
     pub log: Arc<DirtyLog>,
-    /// Guest address by which the used ring is marked, if the front-end named one.
+    /// Guest address with which the used ring is marked, if the front-end sent one.
     pub used: Option<u64>,
 }
 
 pub(super) struct Logged {
     pub ring: Ring,
     marks: DirtyMarks,
-    /// Something was marked.
+    /// Something was marked since the last [`take_marked`](Logged::take_marked).
     marked: bool,
-    /// Something was completed and not published yet.
+    /// A request was completed and not published yet.
     completed: bool,
     memory: Arc<GuestMemory>,
-    /// Guest addresses and lengths of what we write of the ring.
+    /// Guest addresses and lengths of the parts of the ring that the device writes.
     parts: [(u64, u64); 2],
-    /// What a request under way may write, by the guest's name for it.
+    /// The segments that each request in flight may write, by the guest's id of the request.
     writes: Box<[Vec<Segment>]>,
 }
 
 impl Logged {
     /// # Errors
-    /// Something that may be written could not be marked.
+    /// Memory that may be written is not covered by the log.
     pub fn new(
         ring: Ring,
         view: &View,
@@ -49,7 +50,7 @@ impl Logged {
         let memory = view.memory.clone();
         let n = u64::from(layout.size);
         let ring_bytes = match layout.packed {
-            // Used elements take the place of available ones.
+            // Used elements overwrite available ones.
             true => [(layout.descriptors, 16 * n), (layout.used, 4)],
             false => [(0, 0), (layout.used, 6 + 8 * n)],
         };
@@ -73,12 +74,12 @@ impl Logged {
             parts,
             writes: vec![Vec::new(); usize::from(layout.size)].into(),
         };
-        // A ring that is taken up may have been tidied.
+        // Opening the ring may have changed it.
         logged.mark_ring();
         Ok(logged)
     }
 
-    // Not inlined, here and below: it would cost the rings that mark nothing.
+    // Not inlined, here and below: inlining would slow down the rings that mark nothing.
     #[inline(never)]
     pub fn waiting(&mut self) -> Result<u16, RingError> {
         self.ring.waiting()
@@ -88,8 +89,8 @@ impl Logged {
     pub fn fetch(&mut self, view: &mut View, segments: &mut [Segment]) -> Result<Chain, RingError> {
         let chain = self.ring.fetch(view, segments)?;
         let (first, count) = (usize::from(chain.readable), usize::from(chain.writable));
-        // A name is below the ring's size. Two requests of one name are a driver's mistake, which costs it
-        // the marks of the first.
+        // An id is less than the ring's size. Two requests with one id are a driver error; the marks of the
+        // first are then lost.
         if let Some(writes) = self.writes.get_mut(usize::from(chain.head)) {
             writes.clear();
             writes.extend_from_slice(&segments[first..first + count]);
@@ -97,7 +98,7 @@ impl Logged {
         Ok(chain)
     }
 
-    /// Marks what a request has written, which is all that it could.
+    /// Marks everything that a request could write.
     pub fn mark(&mut self, ticket: &Ticket) {
         let status = Segment {
             addr: ticket.status,
@@ -116,7 +117,7 @@ impl Logged {
         std::mem::take(&mut self.marked)
     }
 
-    /// As of the ring below; the status has been written.
+    /// Completes a request in the underlying ring; its status has been written.
     #[inline(never)]
     pub fn complete(&mut self, ticket: &Ticket, written: u32) {
         self.mark(ticket);

@@ -1,24 +1,24 @@
 //! A packed ring (virtio 1.3 §2.8): one ring of descriptors, which both sides write.
 //!
-//! The driver makes a chain available by writing its descriptors in order and the flags of the first
-//! one last. The device gives it back by one used descriptor, not where the chain was but where the
-//! device itself has got to; both sides then step over as many descriptors as the chain had. Two
-//! bits of the flags say whose a descriptor is, and their meaning turns over with each lap.
+//! The driver makes a chain available by writing its descriptors in order and the flags of the first one
+//! last. The device returns the chain with one used descriptor. It writes that descriptor at its own current
+//! position, not where the chain was; both sides then advance by the number of descriptors of the chain. Two
+//! bits of the flags say which side owns a descriptor, and their meaning is inverted on each lap.
 //!
-//! # What makes it right on machines that reorder memory accesses
+//! # Correctness on machines that reorder memory accesses
 //!
-//! - *Fetching.* The driver releases a chain with its first flags. We read those with acquire in
-//!   [`Packed::look`], before anything else of the chain, so that the other reads see what
-//!   the driver wrote before. A driver may also release several chains by the flags of the first
-//!   alone; we look at a chain only after the one before it was seen, so that this holds for all.
-//! - *Giving back.* All but the first element of a batch may be written in any order, because a
-//!   driver looks at an element only after it has taken the one before: until the flags of the first
-//!   are there, it looks at none. These are stored last, with release: whoever sees them sees
-//!   payload, status and all elements of the batch.
-//! - *Sleeping.* Each side writes (we: the first flags, or our wish for kicks), passes a full fence,
-//!   and reads what the other wrote (its wish for interrupts, or its next flags). In whatever order
-//!   the two writes reach memory, the side whose write is second reads the other's: no wake-up is
-//!   lost. Wish and position are one word of 32 bits, so that no half of one is ever seen.
+//! - *Fetching.* The driver releases a chain with its first flags. The device reads them with acquire in
+//!   [`Packed::look`], before anything else of the chain, so that its other reads see what the driver wrote
+//!   before. A driver may also release several chains with the flags of the first one; the device looks at a
+//!   chain only after it has seen the previous one, so the same holds for all of them.
+//! - *Completing.* All elements of a batch except the first may be written in any order, because a driver
+//!   looks at an element only after it has taken the previous one: until the flags of the first are visible,
+//!   it looks at none. These flags are stored last, with release: a driver that sees them also sees payload,
+//!   status and all elements of the batch.
+//! - *Sleeping.* Each side writes (the device: the first flags, or its kick setting), passes a full fence,
+//!   and reads what the other side wrote (the driver's interrupt setting, or its next flags). In whichever
+//!   order the two writes reach memory, the side that writes second reads the other's write, so no wake-up is
+//!   lost. Setting and position are one 32-bit word, so a partial update is never visible.
 
 mod inflight;
 
@@ -43,43 +43,44 @@ const NEXT: u16 = VRING_DESC_F_NEXT as u16;
 const WRITE: u16 = VRING_DESC_F_WRITE as u16;
 const INDIRECT: u16 = VRING_DESC_F_INDIRECT as u16;
 
-/// Chains that are looked for at a time: what one turn of an I/O thread fetches from a queue.
+/// Maximum number of chains to look for at a time: the number that an I/O thread fetches from a queue in one
+/// turn.
 const LOOK: u16 = 64;
 
 pub(super) struct Packed {
     ring: *mut Descriptor,
     /// Whether and where the driver wants to be interrupted (virtio 1.3 §2.8.14).
     driver: *const AtomicU32,
-    /// Whether and where we want to be kicked.
+    /// Whether and where the device wants to be kicked.
     device: *const AtomicU32,
     size: u16,
     event_idx: bool,
-    /// Most descriptors in a chain.
+    /// Maximum number of descriptors in a chain.
     chain_limit: u16,
-    /// The next chain to fetch.
+    /// Position of the next chain to fetch.
     available: Position,
-    /// Chains from there on that were seen to be available.
+    /// Number of chains from there that were found available.
     seen: u16,
-    /// Descriptors of chains that were fetched and not given back. A driver has no others to make
-    /// available than the rest.
+    /// Number of descriptors of chains that were fetched and not returned. A driver can make only the
+    /// remaining descriptors available.
     in_flight: u16,
-    /// Where the next used element goes.
+    /// Position of the next used element.
     used: Position,
-    /// Descriptors that used elements stand for which the guest was not shown.
+    /// Number of descriptors covered by used elements that are not visible to the guest yet.
     hidden: u16,
-    /// The first of these elements, and the flags that show it and all others.
+    /// Index of the first of these elements, and the flags that make it and all others visible.
     first_hidden: u16,
     first_flags: u16,
-    /// Nothing was published yet: the driver's event index says nothing about us.
+    /// Nothing was published yet, so the driver's event index does not refer to this device.
     first: bool,
 }
 
-/// A place in the ring, and the lap.
+/// A position in the ring, with the lap.
 #[derive(Clone, Copy)]
 struct Position {
     index: u16,
-    /// What AVAIL and USED are in a descriptor that is available on this lap: the wrap counter, and
-    /// its opposite.
+    /// The AVAIL and USED bits of a descriptor that is available on this lap: the wrap counter and its
+    /// inverse.
     turn: u16,
 }
 
@@ -92,8 +93,8 @@ struct Descriptor {
     flags: u16,
 }
 
-// What a queue does is not inlined here: inlined beside the same of a split ring, it would cost that one
-// registers, and so some ten instructions per request.
+// The queue operations are not inlined here: inlining them next to those of a split ring would cost the split
+// ring registers, about ten instructions per request.
 impl Packed {
     pub fn new(view: &View, layout: &RingLayout, chain_limit: u16) -> Result<Self, RingError> {
         let size = layout.size;
@@ -142,14 +143,14 @@ impl Packed {
         self.seen
     }
 
-    /// Counts the chains that are available, as far as it pays to know.
+    /// Counts available chains, up to `LOOK`.
     #[inline]
     fn look(&mut self) {
         let mut at = self.available;
-        // A driver that goes on beyond these says that a chain in flight is available again.
+        // A driver that makes more descriptors available has reused those of a chain in flight.
         let mut left = self.size - self.in_flight;
         while self.seen < LOOK && left > 0 {
-            // Acquire: what the driver wrote before these flags is seen by all reads after them.
+            // Acquire: all later reads see what the driver wrote before these flags.
             let mut flags = self.flags(at.index).load(Ordering::Acquire);
             if flags & (AVAIL | USED) != at.turn {
                 return;
@@ -166,15 +167,15 @@ impl Packed {
         }
     }
 
-    /// Takes the next chain. It is read anew, and for the first time as a whole; the driver may have
-    /// changed it since it was counted.
+    /// Fetches the next chain. It is read again, completely for the first time; the driver may have changed
+    /// it since it was counted.
     #[inline(never)]
     pub fn fetch(&mut self, view: &mut View, segments: &mut [Segment]) -> Result<Chain, RingError> {
         self.fetch_and(view, segments, |_| true)
     }
 
-    /// The same, showing each of its descriptors in the ring, as it was read, to `seen`, which tells
-    /// whether there is room for it.
+    /// Like [`fetch`](Self::fetch), but calls `seen` with each of the chain's ring descriptors, as it was
+    /// read; `seen` returns whether there is room for the descriptor.
     #[inline(always)]
     fn fetch_and(
         &mut self,
@@ -221,7 +222,7 @@ impl Packed {
                 }
                 walk.add(view, d.addr, d.len, u32::from(d.flags))?;
             }
-            // The last one names the buffer (virtio 1.3 §2.8.6).
+            // The last descriptor contains the buffer id (virtio 1.3 §2.8.6).
             (walk, d.id)
         };
         if id >= self.size {
@@ -237,8 +238,8 @@ impl Packed {
         Ok(chain)
     }
 
-    /// Starts to bring what the next descriptors lead to into this core's cache. Where each of them
-    /// is a chain, as with indirect tables, this is what the next chains need.
+    /// Prefetches the memory that the next descriptors refer to. If each of them is a chain, as with indirect
+    /// tables, the next chains need this memory.
     #[inline]
     fn prefetch(&self, view: &View) {
         let first = |ahead: u16| {
@@ -271,9 +272,10 @@ impl Packed {
     #[inline(never)]
     pub fn complete(&mut self, ticket: &Ticket, written: u32) {
         let at = self.used;
-        // Used on this lap: both bits are the wrap counter. The device has written: its status.
+        // Used on this lap: both bits equal the wrap counter. WRITE: the device has written at least the
+        // status.
         let flags = at.used_flags() | WRITE;
-        // SAFETY: positions are below the ring's size, and the ring is mapped and aligned.
+        // SAFETY: positions are less than the ring's size, and the ring is mapped and aligned.
         unsafe {
             let element = self.ring.add(usize::from(at.index));
             ptr::write_volatile(&raw mut (*element).len, written);
@@ -296,7 +298,7 @@ impl Packed {
         }
         self.flags(self.first_hidden)
             .store(self.first_flags, Ordering::Release);
-        // The guest writes its wish and then reads these flags; one of us must see the other.
+        // The guest writes its event setting and then reads these flags; one side must see the other's write.
         fence(Ordering::SeqCst);
         let first = std::mem::replace(&mut self.first, false);
         // SAFETY: the driver area is mapped and aligned.
@@ -306,7 +308,7 @@ impl Packed {
             VRING_PACKED_EVENT_FLAG_DESC if self.event_idx => {
                 first || self.used.passed(event as u16, moved, self.size)
             }
-            // What makes no sense is no reason to let a guest wait.
+            // An invalid value must not make the guest wait.
             _ => true,
         }
     }
@@ -317,7 +319,7 @@ impl Packed {
             true => u32::from(self.available.encode()) | VRING_PACKED_EVENT_FLAG_DESC << 16,
             false => VRING_PACKED_EVENT_FLAG_ENABLE << 16,
         });
-        // The guest writes its flags and then reads what we just wrote.
+        // The guest writes its flags and then reads the setting that was just written.
         fence(Ordering::SeqCst);
         let flags = self.flags(self.available.index).load(Ordering::Acquire);
         self.in_flight < self.size && flags & (AVAIL | USED) == self.available.turn
@@ -325,11 +327,11 @@ impl Packed {
 
     #[inline(never)]
     pub fn disable_kicks(&mut self) {
-        // A position that is left standing would be passed again two laps later.
+        // A position that stays in place would be passed again two laps later.
         self.wish(VRING_PACKED_EVENT_FLAG_DISABLE << 16);
     }
 
-    /// Takes out of the driver's sight what a predecessor wrote over descriptors that are in flight.
+    /// Hides the used elements that a predecessor wrote over descriptors in flight from the driver.
     fn hide(&mut self) {
         let mut at = self.used;
         for _ in 0..self.in_flight {
@@ -346,20 +348,20 @@ impl Packed {
     #[inline]
     fn flags(&self, index: u16) -> &AtomicU16 {
         debug_assert!(index < self.size);
-        // SAFETY: `index` is below the ring's size, and the ring is mapped and aligned.
+        // SAFETY: `index` is less than the ring's size, and the ring is mapped and aligned.
         unsafe { AtomicU16::from_ptr(&raw mut (*self.ring.add(usize::from(index))).flags) }
     }
 
     #[inline]
     fn descriptor(&self, index: u16) -> Descriptor {
         debug_assert!(index < self.size);
-        // SAFETY: `index` is below the ring's size, and the ring is mapped and aligned.
+        // SAFETY: `index` is less than the ring's size, and the ring is mapped and aligned.
         unsafe { ptr::read_volatile(self.ring.add(usize::from(index))) }
     }
 }
 
-/// Adds the buffers of an indirect table. Of its descriptors only the write flag counts, and they
-/// follow one another (virtio 1.3 §2.8.7).
+/// Adds the buffers of an indirect table. Only the write flag of its descriptors is used, and they are
+/// consecutive (virtio 1.3 §2.8.7).
 #[inline(always)]
 fn indirect(view: &mut View, d: Descriptor, walk: &mut Walk<'_>) -> Result<(), RingError> {
     let bytes = u64::from(d.len);
@@ -378,7 +380,7 @@ fn indirect(view: &mut View, d: Descriptor, walk: &mut Walk<'_>) -> Result<(), R
             None => {
                 let mut bytes = [0; DESCRIPTOR_BYTES as usize];
                 view.read(d.addr.wrapping_add(offset), &mut bytes)?;
-                // SAFETY: any 16 bytes are a descriptor.
+                // SAFETY: any 16 bytes are a valid descriptor.
                 unsafe { ptr::read_unaligned(bytes.as_ptr().cast()) }
             }
         };
@@ -388,7 +390,7 @@ fn indirect(view: &mut View, d: Descriptor, walk: &mut Walk<'_>) -> Result<(), R
 }
 
 impl Position {
-    /// From how a front-end has it: 15 bits of index, and the wrap counter.
+    /// Decodes the front-end's representation: 15 bits of index, and the wrap counter.
     fn decode(word: u16, size: u16) -> Option<Self> {
         let index = word & 0x7fff;
         let turn = if word >> 15 != 0 { AVAIL } else { USED };
@@ -405,7 +407,7 @@ impl Position {
         u16::from(self.turn == AVAIL)
     }
 
-    /// What AVAIL and USED are in a descriptor that is used on this lap.
+    /// The AVAIL and USED bits of a descriptor that is used on this lap.
     #[inline]
     fn used_flags(self) -> u16 {
         match self.turn {
@@ -414,7 +416,7 @@ impl Position {
         }
     }
 
-    /// Steps over at most a ring.
+    /// Advances by at most the size of the ring.
     #[inline]
     fn advance(&mut self, descriptors: u16, size: u16) {
         self.index += descriptors;
@@ -424,7 +426,7 @@ impl Position {
         }
     }
 
-    /// Steps back over at most a ring.
+    /// Goes back by at most the size of the ring.
     #[inline]
     fn go_back(&mut self, descriptors: u16, size: u16) {
         if self.index < descriptors {
@@ -434,15 +436,15 @@ impl Position {
         self.index -= descriptors;
     }
 
-    /// Whether the last `moved` steps led over the position `event` (virtio 1.3 §2.8.14).
+    /// Whether the last `moved` steps passed the position `event` (virtio 1.3 §2.8.14).
     #[inline]
     fn passed(self, event: u16, moved: u16, size: u16) -> bool {
         let (index, wrap) = (event & 0x7fff, event >> 15);
         if index >= size {
-            // Nowhere in the ring: better one interrupt too many.
+            // The position is not in the ring: an extra interrupt is better than a missing one.
             return true;
         }
-        // Both lie on a circle of two laps.
+        // Both positions are on a circle of two laps.
         let size = i32::from(size);
         let mut behind = i32::from(self.index) - i32::from(index) - 1;
         if self.wrap() != wrap {

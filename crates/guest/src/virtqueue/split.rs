@@ -25,17 +25,17 @@ pub(super) struct Split {
     used_ring: *mut UsedElement,
     size: u16,
     event_idx: bool,
-    /// Most descriptors in a chain.
+    /// Maximum number of descriptors in a chain.
     chain_limit: u16,
     /// Index up to which available entries have been fetched.
     next_available: u16,
-    /// The guest's index, as last read.
+    /// The guest's index as last read.
     seen_available: u16,
     /// Index up to which used entries have been written.
     next_used: u16,
-    /// Index up to which used entries have been shown to the guest.
+    /// Index up to which used entries are visible to the guest.
     published: u16,
-    /// Nothing was published yet: the driver's event index says nothing about us.
+    /// Nothing was published yet, so the driver's event index does not refer to this device.
     first: bool,
 }
 
@@ -78,7 +78,7 @@ impl Split {
         let available = place(view, "available ring", layout.available, 6 + 2 * n, 2)?;
         let used = place(view, "used ring", layout.used, 6 + 8 * n, 4)?;
         let used_head = used as *mut UsedHead;
-        // SAFETY: the used ring is mapped and aligned, as `place` found out.
+        // SAFETY: the used ring is mapped and aligned; `place` checked this.
         let next_used = unsafe { (*used_head).index.load(Ordering::Acquire) };
         let next_available = layout.base.0 as u16;
         Ok(Self {
@@ -109,7 +109,7 @@ impl Split {
     #[inline]
     pub fn waiting(&mut self) -> Result<u16, RingError> {
         if self.seen_available == self.next_available {
-            // SAFETY: `available` was checked and is kept mapped.
+            // SAFETY: `available` was checked and stays mapped.
             self.seen_available = unsafe { (*self.available).index.load(Ordering::Acquire) };
         }
         let ahead = self.seen_available.wrapping_sub(self.next_available);
@@ -128,28 +128,28 @@ impl Split {
         debug_assert_ne!(self.seen_available, self.next_available);
         self.prefetch(view);
         let chain = self.walk(view, self.head(0), segments)?;
-        // Not before: what cannot be fetched now can be once the front-end has put its memory back.
+        // Only after the walk: if a chain cannot be fetched now, it can be when the front-end has restored
+        // its memory.
         self.next_available = self.next_available.wrapping_add(1);
         Ok(chain)
     }
 
-    /// The head of the chain that is `ahead` of the next one.
+    /// The head of the chain that is `ahead` chains after the next one.
     #[inline]
     fn head(&self, ahead: u16) -> u16 {
         let entry = usize::from(self.next_available.wrapping_add(ahead) & (self.size - 1));
-        // SAFETY: `entry` is below the ring's size.
+        // SAFETY: `entry` is less than the ring's size.
         unsafe { ptr::read_volatile(self.available_ring.add(entry)) }
     }
 
-    /// Starts to bring the next chains into this core's cache. The guest has just written them on
-    /// another core; one after the other, each of the three steps from ring to header would wait for
-    /// that core.
+    /// Prefetches the next chains. The guest has just written them on another core; without the prefetch,
+    /// each of the three steps from ring to header would wait for that core in turn.
     #[inline]
     fn prefetch(&self, view: &View) {
         let left = self.seen_available.wrapping_sub(self.next_available);
         let first = |ahead: u16| -> Option<Descriptor> {
             let head = self.head(ahead);
-            // SAFETY: `head` is below the ring's size.
+            // SAFETY: `head` is less than the ring's size.
             (head < self.size)
                 .then(|| unsafe { ptr::read_volatile(self.descriptors.add(usize::from(head))) })
         };
@@ -242,11 +242,11 @@ impl Split {
     ) -> Result<Descriptor, RingError> {
         let index = usize::from(index);
         match table {
-            // SAFETY: `index` is below the ring's size, and the table is mapped and aligned.
+            // SAFETY: `index` is less than the ring's size, and the table is mapped and aligned.
             Table::Ring => Ok(unsafe { ptr::read_volatile(self.descriptors.add(index)) }),
             Table::Indirect(start) => {
-                // SAFETY: `index` is below the number of descriptors that `locate` found mapped;
-                // the guest may place the table at any address, so that the read is unaligned.
+                // SAFETY: `index` is less than the number of descriptors that `locate` found mapped. The
+                // guest may place the table at any address, so the read is unaligned.
                 Ok(unsafe { ptr::read_unaligned(start.cast::<Descriptor>().add(index)) })
             }
             Table::Scattered(start) => {
@@ -255,7 +255,7 @@ impl Split {
                     start.wrapping_add(index as u64 * DESCRIPTOR_BYTES),
                     &mut bytes,
                 )?;
-                // SAFETY: any 16 bytes are a descriptor.
+                // SAFETY: any 16 bytes are a valid descriptor.
                 Ok(unsafe { ptr::read_unaligned(bytes.as_ptr().cast()) })
             }
         }
@@ -269,7 +269,7 @@ impl Split {
     #[inline]
     fn give_back(&mut self, head: u16, written: u32) {
         let entry = usize::from(self.next_used & (self.size - 1));
-        // SAFETY: `entry` is below the ring's size.
+        // SAFETY: `entry` is less than the ring's size.
         unsafe {
             ptr::write_volatile(
                 self.used_ring.add(entry),
@@ -289,15 +289,16 @@ impl Split {
             return false;
         }
         self.published = new;
-        // SAFETY: both rings are mapped, and the event index lies behind the available ring.
+        // SAFETY: both rings are mapped, and the event index follows the available ring.
         unsafe {
             (*self.used).index.store(new, Ordering::Release);
-            // The guest writes its event index and then reads ours; one of us must see the other.
+            // The guest writes its event index and then reads the used index; one side must see the other's
+            // write.
             fence(Ordering::SeqCst);
             let first = std::mem::replace(&mut self.first, false);
             if self.event_idx {
                 let event = ptr::read_volatile(self.available_ring.add(usize::from(self.size)));
-                // virtio 1.3 §2.7.10: was `event` passed on the way from `old` to `new`?
+                // virtio 1.3 §2.7.10: was `event` passed between `old` and `new`?
                 first || new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
             } else {
                 let flags = (*self.available).flags.load(Ordering::Relaxed);
@@ -308,7 +309,7 @@ impl Split {
 
     #[inline]
     pub fn enable_kicks(&mut self) -> bool {
-        // SAFETY: both rings are mapped, and the event index lies behind the used ring.
+        // SAFETY: both rings are mapped, and the event index follows the used ring.
         unsafe {
             if self.event_idx {
                 let event = self.used_ring.add(usize::from(self.size)).cast::<u16>();
@@ -316,7 +317,7 @@ impl Split {
             } else {
                 (*self.used).flags.store(0, Ordering::Relaxed);
             }
-            // The guest writes its index and then reads what we just wrote.
+            // The guest writes its index and then reads the value that was just written.
             fence(Ordering::SeqCst);
             (*self.available).index.load(Ordering::Acquire) != self.next_available
         }
@@ -324,8 +325,8 @@ impl Split {
 
     #[inline]
     pub fn disable_kicks(&mut self) {
-        // With event indices nothing needs to be done: ours falls behind by itself, and the guest
-        // kicks only when it passes it.
+        // With event indices there is nothing to do: the device's index falls behind by itself, and the guest
+        // kicks only when its own index passes it.
         if !self.event_idx {
             // SAFETY: the used ring is mapped.
             unsafe {

@@ -1,4 +1,4 @@
-//! From the descriptors of a chain to a request: what rings of both kinds have in common.
+//! Converts the descriptors of a chain to a request; both ring types use this.
 
 use std::ptr;
 use std::sync::Arc;
@@ -9,12 +9,12 @@ use virtio_bindings::virtio_ring::VRING_DESC_F_WRITE;
 use super::{Chain, HEADER_BYTES, RingError};
 use crate::memory::{GuestMemory, Window};
 
-/// The guest's memory as one queue looks at it.
+/// The guest's memory with one queue's cache of regions.
 pub(super) struct View {
-    /// The regions last looked at. A guest has its buffers in two as often as in one: below and
-    /// above the hole for PCI.
+    /// The regions used last. Two are kept because a guest's buffers are often both below and above the PCI
+    /// hole.
     windows: [Window; 2],
-    /// Keeps every address that was handed out mapped.
+    /// Keeps every address that was returned mapped.
     pub memory: Arc<GuestMemory>,
 }
 
@@ -26,14 +26,14 @@ impl View {
         }
     }
 
-    /// Our address of a guest range, if one region holds it all.
+    /// Translates a guest range to an address in this process, if one region contains the whole range.
     #[inline]
     pub fn locate(&mut self, guest: u64, len: u64) -> Option<usize> {
         self.known(guest, len)
             .or_else(|| self.locate_anew(guest, len))
     }
 
-    /// The same, if that is in one of the regions last looked at.
+    /// Like [`locate`](Self::locate), but looks only in the regions used last.
     #[inline]
     pub fn known(&self, guest: u64, len: u64) -> Option<usize> {
         self.windows[0]
@@ -48,8 +48,8 @@ impl View {
         window.at(guest, len)
     }
 
-    /// Adds a buffer to the list, joined to the last segment where both touch and that one is not
-    /// before `from`. `None` if a byte of it is not in guest memory.
+    /// Appends a buffer to the list. It is merged with the last segment if they are adjacent and that segment
+    /// is not before `from`. Returns `None` if part of the buffer is not in guest memory.
     #[inline]
     fn append(&mut self, guest: u64, len: u32, list: &mut List<'_>, from: usize) -> Option<()> {
         if len == 0 {
@@ -84,7 +84,7 @@ impl View {
     pub fn read(&mut self, guest: u64, to: &mut [u8]) -> Result<(), RingError> {
         let outside = RingError::Buffer(guest, to.len() as u32);
         if let Some(addr) = self.locate(guest, to.len() as u64) {
-            // SAFETY: `locate` found the whole range mapped; `to` is our own memory.
+            // SAFETY: `locate` found the whole range mapped; `to` is memory of this process.
             unsafe { ptr::copy_nonoverlapping(addr as *const u8, to.as_mut_ptr(), to.len()) };
             return Ok(());
         }
@@ -112,17 +112,17 @@ impl View {
     }
 }
 
-/// A request in the making: each buffer of its chain is added in turn.
+/// A request under construction: each buffer of its chain is added in turn.
 pub(super) struct Walk<'a> {
-    /// Names the chain in errors: its first descriptor.
+    /// First descriptor of the chain, which identifies it in errors.
     start: u16,
-    /// Most descriptors that the chain may have.
+    /// Maximum number of descriptors in the chain.
     limit: u32,
     steps: u32,
     header: [u8; HEADER_BYTES],
     header_len: usize,
     list: List<'a>,
-    /// Segments that the device reads, once one that it writes has been seen.
+    /// Number of segments that the device reads; set when the first writable buffer is added.
     readable: Option<usize>,
     readable_len: u64,
     writable_len: u64,
@@ -168,7 +168,7 @@ impl<'a> Walk<'a> {
             }
             let (mut addr, mut len) = (guest, guest_len);
             if self.header_len == 0 && len as usize == HEADER_BYTES {
-                // As every driver does it: a descriptor for the header alone.
+                // The usual case: a separate descriptor for the header.
                 view.read(addr, &mut self.header)?;
                 self.header_len = HEADER_BYTES;
                 len = 0;
@@ -177,8 +177,8 @@ impl<'a> Walk<'a> {
                 let part = self.header_len..self.header_len + take;
                 view.read(addr, &mut self.header[part])?;
                 self.header_len += take;
-                // An end of 2^64 wraps to 0, which matters only if bytes remain, and those
-                // are looked up anew.
+                // An end of 2^64 wraps to 0. This matters only if bytes remain, and those are looked up
+                // again.
                 addr = addr.wrapping_add(take as u64);
                 len -= take as u32;
             }
@@ -199,14 +199,14 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// The request, whose chain took `descriptors` of a packed ring and is called `head` by the guest.
+    /// Builds the request. Its chain occupies `descriptors` of a packed ring, and `head` is the guest's id.
     #[inline(always)]
     pub fn finish(mut self, head: u16, descriptors: u16) -> Result<Chain, RingError> {
         if self.header_len < HEADER_BYTES {
             return Err(RingError::Header(self.start));
         }
         let readable = self.readable.unwrap_or(self.list.len);
-        // The status is the last writable byte, wherever it lies (virtio 1.3 §5.2.6).
+        // The status is the last writable byte, wherever it is (virtio 1.3 §5.2.6).
         if self.list.len == readable {
             return Err(RingError::Status(self.start));
         }
@@ -231,7 +231,7 @@ impl<'a> Walk<'a> {
 
 struct List<'a> {
     segments: &'a mut [Segment],
-    /// May be one more than fits, which the walk refuses.
+    /// May be one more than fits; the walk then rejects the chain.
     len: usize,
 }
 
@@ -258,11 +258,11 @@ impl List<'_> {
     }
 }
 
-/// Asks for a line of memory, which need not exist.
+/// Prefetches a cache line; the address need not be valid.
 #[inline]
 pub(super) fn prefetch(addr: *const u8) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch changes nothing and never faults, whatever the address.
+    // SAFETY: a prefetch changes nothing and never faults, at any address.
     unsafe {
         std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(addr.cast());
     }

@@ -1,36 +1,36 @@
-//! A packed ring whose requests in flight are written down, so that they survive a kill of this process
+//! A packed ring that records its requests in flight, so that they survive a kill of this process
 //! (vhost-user: "Inflight I/O tracking", "Queue region for packed virtqueue").
 //!
-//! Used elements are written over descriptors, also over those of chains in flight. So each descriptor is
-//! copied to an entry of the region when it is fetched. Entries that are free hang in a list; a chain
-//! takes as many off its front as it has descriptors, and comes back as a whole.
+//! Used elements overwrite descriptors, including those of chains in flight. Each descriptor is therefore
+//! copied to an entry of the region when it is fetched. Free entries form a list; a chain takes as many
+//! entries from the front of the list as it has descriptors, and returns them together.
 //!
-//! A kill falls between two stores. Those that matter are releases: what stands before such a store in
-//! this file has been stored when it is. The order is:
+//! A kill happens between two stores. The stores that matter are releases: everything that precedes such a
+//! store in this file has been stored before it. The order is:
 //!
 //! 1. *Fetched.* The copies, `num`, `last` and `counter`, then `inflight` = 1 in the chain's first entry,
-//!    then both heads of the free list at once. Before the last store the entries are in the free list,
-//!    which says that they are not in flight, whatever they hold: the successor counts the chain among
-//!    those that are available. After it, it is in flight. Nothing of it can have been done before.
-//! 2. *Done*: status and used element. All elements of a batch but the first are written whole, and stay
-//!    hidden behind that one; the chains are in flight still. A successor must not give back another
-//!    chain at the first place before it has taken the others out of sight again: with it, the driver
-//!    would see them (`Packed::hide`).
-//! 3. *Published*, for a batch: its chains are hung before the free list, the head (not the old one) is
-//!    moved to them, and the used position (not the old one) behind the batch; then the flags of the first
-//!    element; then `inflight` = 0 for each; then the old head is moved, then the old position. Until the
-//!    flags are stored, a successor finds two positions that differ and an element which is not used at
-//!    the old one, and goes back to the old ones: all of the batch is in flight. After that, it finds the
-//!    element used, or even what the driver put there next, and goes forward: the batch is in the free
-//!    list, and so not in flight, however many `inflight` were 0 by then. In between, none of these
-//!    entries is taken for a new chain.
+//!    then both heads of the free list in one store. Before the last store, the entries are in the free list,
+//!    so they are not in flight, whatever they contain: the successor counts the chain among the available
+//!    ones. After it, the chain is in flight. Its request cannot have been executed before.
+//! 2. *Done*: status and used element. All elements of a batch except the first are written completely and
+//!    stay hidden behind the first; the chains are still in flight. A successor must hide these elements
+//!    again before it returns another chain at the first element's position: otherwise the driver would see
+//!    them (`Packed::hide`).
+//! 3. *Published*, for a batch: its chains are linked in front of the free list; the head (not the old head)
+//!    is moved to them, and the used position (not the old one) is moved past the batch; then the flags of
+//!    the first element are stored; then `inflight` = 0 for each chain; then the old head is moved, then the
+//!    old position. Until the flags are stored, a successor finds two different positions and an element at
+//!    the old position that is not used, and returns to the old values: the whole batch is in flight. After
+//!    that, it finds the element used, or already reused by the driver, and continues with the new values:
+//!    the batch is in the free list and so not in flight, however many `inflight` fields were 0 by then. In
+//!    between, none of these entries is used for a new chain.
 //!
-//! Both positions with their wrap counters are one store, and so are both heads: there is no half of one.
-//! That a batch filled the whole ring is seen by the wrap counters, which differ where the positions do not.
+//! Both positions with their wrap counters are written in one store, and so are both heads: there is no
+//! partial update. If a batch filled the whole ring, the positions are equal but the wrap counters differ.
 //!
-//! So of every chain that was fetched, {it is in flight} or {it was given back}. The device is as many
-//! descriptors ahead of its used position as are in flight, which is where the successor goes on. The
-//! front-end knows neither after a kill: it says what it last heard.
+//! Every chain that was fetched is therefore either {in flight} or {returned}. The device is ahead of its
+//! used position by the number of descriptors in flight; the successor continues there. After a kill, the
+//! front-end knows neither position: it sends the last one that it received.
 
 use std::ptr;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
@@ -45,22 +45,22 @@ use crate::virtqueue::{Chain, RingBase, RingError, RingLayout, Ticket};
 pub struct TrackedPacked {
     ring: Packed,
     region: InflightQueue,
-    /// Which entry comes after which, in the free list and in a chain. What the region says of it is
-    /// written for a successor, and not read again.
+    /// The links between entries, in the free list and in chains. The copy in the region is written for a
+    /// successor and not read again.
     next: Box<[u16]>,
-    /// The first free entry; as many as there are entries if none is free.
+    /// The first free entry, or the number of entries if none is free.
     free: u16,
-    /// The chain in flight with each buffer id.
+    /// The chain in flight for each buffer id.
     chains: Box<[Option<Entries>]>,
-    /// What was completed and not published.
+    /// Chains that were completed and not published.
     batch: Vec<Entries>,
     /// The number of the next chain to be fetched.
     counter: u64,
-    /// What a predecessor had fetched, the oldest last.
+    /// Chains that a predecessor had fetched, the oldest last.
     resubmit: Vec<Entries>,
 }
 
-/// The entries of a chain: the first and the last.
+/// The first and last entry of a chain.
 #[derive(Clone, Copy)]
 struct Entries {
     first: u16,
@@ -92,7 +92,7 @@ struct Entry {
 }
 
 impl TrackedPacked {
-    /// Goes on where the region says, or, if it is blank, where the layout says.
+    /// Continues at the position in the region or, if the region is blank, at the position in the layout.
     pub fn new(
         view: &View,
         layout: &RingLayout,
@@ -124,7 +124,7 @@ impl TrackedPacked {
 
     fn begin(&mut self, base: RingBase) -> Result<(), RingError> {
         if self.ring.available.encode() != self.ring.used.encode() {
-            // Of what is between the two nothing is known, and it may be overwritten.
+            // The descriptors between the two positions are unknown and may be overwritten.
             return Err(RingError::Base(base));
         }
         for entry in self.entries() {
@@ -141,11 +141,11 @@ impl TrackedPacked {
 
     fn recover(&mut self) -> Result<(), RingError> {
         let size = self.ring.size;
-        // SAFETY: the region is mapped as long as `self` lives; the slice does not leave this function.
+        // SAFETY: the region is mapped while `self` lives; the slice does not leave this function.
         let entries = unsafe { entries_of(&self.region) };
         let header = self.header();
 
-        // 1. Forward or back.
+        // 1. Choose the new or the old values.
         let (used, old_used) = positions(header.used.load(Ordering::Acquire), size)
             .ok_or(RingError::Inflight("has a position beyond the ring"))?;
         let heads = halves(header.heads.load(Ordering::Acquire));
@@ -159,7 +159,7 @@ impl TrackedPacked {
         header.heads.store(both(free, free), Ordering::Release);
         header.used.store(words(used, used), Ordering::Release);
 
-        // 2. What is free is not in flight.
+        // 2. Free entries are not in flight.
         let mut taken = vec![false; entries.len()];
         let mut at = free;
         while let Some(entry) = entries.get(usize::from(at))
@@ -169,7 +169,7 @@ impl TrackedPacked {
             at = entry.next.load(Ordering::Relaxed);
         }
 
-        // 3. The rest is, if it says so; it is written down which entries belong to it.
+        // 3. Every other entry is in flight if its field says so; record which entries belong to each chain.
         taken.fill(false);
         let mut found = Vec::new();
         let mut descriptors = 0;
@@ -202,8 +202,8 @@ impl TrackedPacked {
         let resubmit = found.iter().rev().map(|&(_, chain)| chain).collect();
         (self.counter, self.resubmit) = (counter, resubmit);
 
-        // 4. All others are free. Links lead from free entries to free entries before and after and
-        // at any time between, so that a kill in here leaves a shorter list at worst.
+        // 4. All other entries are free. Before, after and during this step, links lead from free entries to
+        // free entries, so a kill leaves at worst a shorter list.
         self.free_all_but(&taken);
 
         (self.ring.used, self.ring.available) = (used, used);
@@ -213,7 +213,7 @@ impl TrackedPacked {
         Ok(())
     }
 
-    /// Makes the free list anew, of all entries but those `taken`.
+    /// Rebuilds the free list from all entries except those `taken`.
     fn free_all_but(&mut self, taken: &[bool]) {
         let mut free = self.region.entries();
         for at in (0..self.region.entries()).rev() {
@@ -231,8 +231,9 @@ impl TrackedPacked {
             .store(both(free, free), Ordering::Release);
     }
 
-    /// Makes what is in flight available again in the ring itself, from the next used element on: there is room for as
-    /// many descriptors as are in flight. A driver that looks for used elements finds none of these.
+    /// Makes the chains in flight available again in the ring itself, starting at the next used element:
+    /// there is room for as many descriptors as are in flight. A driver that looks for used elements does not
+    /// find any of these.
     pub fn put_back(&mut self) -> RingBase {
         let used = self.ring.used;
         let mut position = used;
@@ -247,7 +248,7 @@ impl TrackedPacked {
                     id: entry.id.load(Ordering::Relaxed),
                     flags: flags | position.turn,
                 };
-                // SAFETY: positions are below the ring's size, and the ring is mapped and aligned.
+                // SAFETY: positions are less than the ring's size, and the ring is mapped and aligned.
                 unsafe {
                     let place = self.ring.ring.add(usize::from(position.index));
                     ptr::write_volatile(place, descriptor);
@@ -291,7 +292,7 @@ impl TrackedPacked {
         }
         let start = self.ring.available.index;
         let (first, mut last, mut at) = (self.free, self.free, self.free);
-        // SAFETY: the region is mapped as long as `self` lives; the slice does not leave this function.
+        // SAFETY: the region is mapped while `self` lives; the slice does not leave this function.
         let entries = unsafe { entries_of(&self.region) };
         let next = &self.next;
         let copy = |d: &Descriptor| {
@@ -318,7 +319,7 @@ impl TrackedPacked {
         Ok(chain)
     }
 
-    /// Takes a chain that a predecessor had fetched, from the copies of its descriptors.
+    /// Fetches a chain that a predecessor had fetched, from the copies of its descriptors.
     #[cold]
     fn fetch_again(
         &mut self,
@@ -337,7 +338,8 @@ impl TrackedPacked {
                 id: entry.id.load(Ordering::Relaxed),
                 flags: entry.flags.load(Ordering::Relaxed),
             };
-            // As when it was fetched: a table stands alone, and only the last has no next.
+            // The same rules as in the first fetch: an indirect table is the only descriptor, and every
+            // descriptor except the last has NEXT set.
             let alone = chain.first == chain.last;
             match (d.flags & INDIRECT != 0, d.flags & NEXT != 0) {
                 (true, _) if alone => indirect(view, d, &mut walk)?,
@@ -356,7 +358,7 @@ impl TrackedPacked {
         walk.finish(id, count)
     }
 
-    /// Gives a buffer id to a chain.
+    /// Assigns a buffer id to a chain.
     fn claim(&mut self, id: u16, at: u16, chain: Entries) -> Result<(), RingError> {
         let size = self.ring.size;
         match self.chains.get_mut(usize::from(id)) {
@@ -421,29 +423,29 @@ impl TrackedPacked {
 
     #[inline]
     fn header(&self) -> &Header {
-        // SAFETY: the region is mapped as long as `self` lives, is aligned to 8, and begins with a
-        // header; every value is valid in an atomic, whoever else writes there.
+        // SAFETY: the region is mapped while `self` lives, is aligned to 8 and begins with a header; every
+        // value is valid in an atomic, even if another process writes there.
         unsafe { &*(self.region.addr() as *const Header) }
     }
 
     #[inline]
     fn entries(&self) -> &[Entry] {
-        // SAFETY: the region lives as long as `self` does.
+        // SAFETY: the region lives as long as `self`.
         unsafe { entries_of(&self.region) }
     }
 }
 
 /// # Safety
-/// The region outlives the slice.
+/// The region must outlive the slice.
 #[inline]
 unsafe fn entries_of<'a>(region: &InflightQueue) -> &'a [Entry] {
     let start = region.addr() + size_of::<Header>();
-    // SAFETY: behind the header there are so many entries, mapped as long as the region lives; every
-    // value is valid in an atomic, whoever else writes there.
+    // SAFETY: the header is followed by this many entries, mapped while the region lives; every value is
+    // valid in an atomic, even if another process writes there.
     unsafe { std::slice::from_raw_parts(start as *const Entry, usize::from(region.entries())) }
 }
 
-/// Two numbers that are stored at once, in the order in which they lie in memory.
+/// Combines two numbers for one store, in the order in which they are in memory.
 #[inline]
 fn both(new: u16, old: u16) -> u32 {
     let ([a, b], [c, d]) = (new.to_ne_bytes(), old.to_ne_bytes());
@@ -455,14 +457,14 @@ fn halves(word: u32) -> (u16, u16) {
     (u16::from_ne_bytes([a, b]), u16::from_ne_bytes([c, d]))
 }
 
-/// Two positions that are stored at once: both indices, then both wrap counters.
+/// Combines two positions for one store: both indices, then both wrap counters.
 #[inline]
 fn words(new: Position, old: Position) -> u64 {
     let ([a, b], [c, d]) = (new.index.to_ne_bytes(), old.index.to_ne_bytes());
     u64::from_ne_bytes([a, b, c, d, new.wrap() as u8, old.wrap() as u8, 0, 0])
 }
 
-/// The same, read; `None` if one is not in the ring.
+/// Splits a word into two positions; `None` if one is not in the ring.
 fn positions(word: u64, size: u16) -> Option<(Position, Position)> {
     let [a, b, c, d, new_wrap, old_wrap, ..] = word.to_ne_bytes();
     let position = |index: [u8; 2], wrap: u8| {

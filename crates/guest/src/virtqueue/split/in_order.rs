@@ -1,9 +1,10 @@
-//! A split ring that gives requests back in the order in which they were fetched, for want of a region in which they
-//! could be written down.
+//! A split ring that returns requests in the order in which they were fetched. It is used if there is no
+//! region to record its requests.
 //!
-//! The used index then says it all: as many were given back, and what was made available after these is in flight. A
-//! successor of a process that was killed begins there and does each of them once, whatever the front-end says of the
-//! base. Some that were done, and waited for an older one, are done again; their guest has not heard of them.
+//! The used index then describes the state completely: it counts the requests that were returned, and
+//! requests made available after those are in flight. A successor of a killed process starts there and
+//! executes each of them once, whatever base the front-end sends. Requests that were finished and waited for
+//! an older one are executed again; the guest has not been told of them.
 
 use block::Segment;
 
@@ -13,21 +14,21 @@ use crate::virtqueue::{Chain, RingBase, RingError, RingLayout, Ticket};
 
 pub struct InOrderSplit {
     ring: Split,
-    /// The requests that were fetched, by place in the available ring.
+    /// The fetched requests, by their place in the available ring.
     fetched: Box<[Fetched]>,
-    /// The place of each, by its head.
+    /// The place of each request, by its head.
     places: Box<[u16]>,
 }
 
 #[derive(Clone, Copy, Default)]
 struct Fetched {
     head: u16,
-    /// Once it is done, with how many bytes were written.
+    /// The number of bytes written, if the request is finished.
     done: Option<u32>,
 }
 
 impl InOrderSplit {
-    /// Goes on where the used ring ends.
+    /// Continues where the used ring ends.
     pub fn new(view: &View, layout: &RingLayout, chain_limit: u16) -> Result<Self, RingError> {
         let mut ring = Split::new(view, layout, chain_limit)?;
         ring.next_available = ring.next_used;
@@ -44,7 +45,7 @@ impl InOrderSplit {
         self.ring.address()
     }
 
-    /// The oldest request that was not given back.
+    /// The position of the oldest request that was not returned.
     pub fn base(&self) -> RingBase {
         RingBase::split(self.ring.next_used)
     }
@@ -52,7 +53,7 @@ impl InOrderSplit {
     #[inline(never)]
     pub fn waiting(&mut self) -> Result<u16, RingError> {
         let waiting = self.ring.waiting()?;
-        // What is done and waits has its place until it is given back.
+        // A finished request that waits keeps its place until it is returned.
         let (index, size) = (self.ring.seen_available, self.ring.size);
         match index.wrapping_sub(self.ring.next_used) {
             ahead if ahead > size => Err(RingError::AvailableIndex { index, ahead, size }),
@@ -101,7 +102,7 @@ impl InOrderSplit {
         self.ring.disable_kicks();
     }
 
-    /// Where the available ring has its entry of this index.
+    /// The place of the entry with this index in the available ring.
     fn place(&self, index: u16) -> usize {
         usize::from(index & (self.ring.size - 1))
     }

@@ -1,25 +1,25 @@
-//! A split ring whose requests in flight are written down, so that they survive a kill of this process
-//! (vhost-user: "Inflight I/O tracking", "Queue region for split virtqueue").
+//! A split ring that records its requests in flight, so that they survive a kill of this process (vhost-user:
+//! "Inflight I/O tracking", "Queue region for split virtqueue").
 //!
-//! Each chain has the entry of its head. A kill falls between two stores, and every store here is a
-//! release: what stands before it in this file has been stored when it is. The order is:
+//! Each chain uses the entry of its head. A kill happens between two stores, and every store here is a
+//! release: everything that precedes it in this file has been stored before it. The order is:
 //!
-//! 1. *Fetched.* `counter`, then `inflight` = 1. Before the latter the request has not been fetched:
-//!    the successor counts it among those that are available. After it, it is in flight. Nothing of it
-//!    can have been done before, since it is not handed out before.
-//! 2. *Done*: status and used element, which nobody looks at yet. The request is still in flight, and a
-//!    successor does it again; its guest has not got its buffers back.
-//! 3. *Published*, for a batch: each entry is linked to the one before, `last_batch_head` is the last of
-//!    them; then the used index of the ring; then `inflight` = 0 for each; then `used_idx`, the same
-//!    index in the region. Until the used index is stored, it equals `used_idx`: nothing was given back
-//!    since, nobody follows the links, and the whole batch is in flight. From then on they differ by the
-//!    batch, whose entries hang at `last_batch_head`, and a successor puts `inflight` = 0 itself, for all
-//!    of them, however many were done; until it, too, has stored `used_idx`. Meanwhile none of these
-//!    entries is taken for a new request, although the guest may have made it available by now.
+//! 1. *Fetched.* `counter`, then `inflight` = 1. Before the latter, the request has not been fetched: the
+//!    successor counts it among the available ones. After it, the request is in flight. It cannot have been
+//!    executed before, because it is returned to the caller only afterwards.
+//! 2. *Done*: status and used element, which the driver does not read yet. The request is still in flight,
+//!    and a successor repeats it; the guest has not got its buffers back.
+//! 3. *Published*, for a batch: each entry is linked to the previous one, and `last_batch_head` is set to the
+//!    last of them; then the used index of the ring; then `inflight` = 0 for each; then `used_idx`, the same
+//!    index in the region. Until the used index is stored, it equals `used_idx`: nothing was returned since
+//!    then, the links are not followed, and the whole batch is in flight. From then on they differ by the
+//!    batch, whose entries are linked from `last_batch_head`. A successor sets `inflight` = 0 for all of
+//!    them, however many were already done, and then stores `used_idx` itself. Until `used_idx` is stored,
+//!    none of these entries is used for a new request, although the guest may have made it available by now.
 //!
-//! So of every request that was fetched, {it is in flight} or {it was given back}, and as many were
-//! fetched as were given back and are in flight: that is where the successor goes on. What the
-//! front-end says of the base is not needed, and would be a guess.
+//! Every request that was fetched is therefore either {in flight} or {returned}. The number of fetched
+//! requests is the sum of both, and the successor continues there. The base that the front-end sends is not
+//! needed and would be a guess.
 
 use std::ptr;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering};
@@ -38,7 +38,7 @@ pub struct TrackedSplit {
     counter: u64,
     /// Heads of chains that a predecessor had fetched, the oldest last.
     resubmit: Vec<u16>,
-    /// Heads of what was completed, by place in the used ring.
+    /// Heads of completed chains, by their place in the used ring.
     batch: Box<[u16]>,
 }
 
@@ -57,9 +57,10 @@ struct Entry {
     counter: AtomicU64,
 }
 
-// Not inlined, for the same reason as with packed rings: it would cost the ones that are not tracked.
+// Not inlined, for the same reason as with packed rings: inlining would slow down the rings that are not
+// tracked.
 impl TrackedSplit {
-    /// Goes on where the region says, or, if it is blank, where the layout says.
+    /// Continues at the position in the region or, if the region is blank, at the position in the layout.
     pub fn new(
         view: &View,
         layout: &RingLayout,
@@ -134,13 +135,14 @@ impl TrackedSplit {
         Ok(())
     }
 
-    /// Makes what is in flight available again in the ring itself, from where the used ring ends: there are as many
-    /// entries between that and the next request. No driver reads what it has made available.
+    /// Makes the requests in flight available again in the ring itself, starting where the used ring ends:
+    /// there are as many entries between that position and the next request. No driver reads the entries that
+    /// it has made available.
     pub fn put_back(&mut self) -> RingBase {
         let (first, mask) = (self.ring.next_used, self.ring.size - 1);
         for (i, &head) in (0..).zip(self.resubmit.iter().rev()) {
             let entry = usize::from(first.wrapping_add(i) & mask);
-            // SAFETY: `entry` is below the ring's size, and the ring is mapped to be written, too.
+            // SAFETY: `entry` is less than the ring's size, and the ring is also mapped for writing.
             unsafe { ptr::write_volatile(self.ring.available_ring.add(entry).cast_mut(), head) };
         }
         RingBase::split(first)
@@ -194,7 +196,8 @@ impl TrackedSplit {
         if old == new {
             return false;
         }
-        // A driver that makes descriptors available twice can have more completed than there is room for.
+        // A driver that makes descriptors available twice can have more chains completed than there is room
+        // for.
         let count = new.wrapping_sub(old).min(self.ring.size);
         let (header, entries) = (self.header(), self.entries());
         let mut last = header.last_batch_head.load(Ordering::Relaxed);
@@ -216,7 +219,7 @@ impl TrackedSplit {
         wants_call
     }
 
-    /// The heads of the last `count` chains that were completed.
+    /// The heads of the last `count` completed chains.
     #[inline]
     fn batch(&self, count: u16) -> impl Iterator<Item = u16> + '_ {
         let (first, mask) = (self.ring.next_used.wrapping_sub(count), self.ring.size - 1);
@@ -235,15 +238,15 @@ impl TrackedSplit {
 
     #[inline]
     fn header(&self) -> &Header {
-        // SAFETY: the region is mapped as long as `self` lives, is aligned, and begins with a header;
-        // every value is valid in an atomic, whoever else writes there.
+        // SAFETY: the region is mapped while `self` lives, is aligned and begins with a header; every value
+        // is valid in an atomic, even if another process writes there.
         unsafe { &*(self.region.addr() as *const Header) }
     }
 
     #[inline]
     fn entries(&self) -> &[Entry] {
         let start = self.region.addr() + size_of::<Header>();
-        // SAFETY: as above; behind the header there are so many entries.
+        // SAFETY: as in `header`; the header is followed by this many entries.
         unsafe {
             std::slice::from_raw_parts(start as *const Entry, usize::from(self.region.entries()))
         }
