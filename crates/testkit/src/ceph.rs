@@ -1,8 +1,9 @@
 //! A real Ceph cluster on the loopback interface: a monitor and OSDs as ordinary processes in a folder of their own,
-//! with cephx, and with keys that are made for it.
+//! with cephx and newly made keys.
 //!
-//! It needs no systemd and no root, and a manager only where somebody has to know how much is stored. What makes it quick to start is that the monitor does not wait to
-//! gather changes (`paxos propose interval`); what keeps it small are the caches of its OSDs.
+//! The cluster needs neither systemd nor root. It has a manager only where a test needs to know how much is stored. It
+//! starts quickly because the monitor does not wait to batch changes (`paxos propose interval`), and stays small
+//! because its OSDs have small caches.
 
 mod release;
 
@@ -19,7 +20,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 pub use release::{PRODUCT, Release, UNPACKED, WITH_LIBRARIES};
 
-/// Programs that a cluster needs, and the Debian packages that hold them.
+/// The programs that a cluster needs, and the Debian packages that contain them.
 pub const PROGRAMS: &[(&str, &str)] = &[
     ("ceph-mon", "ceph-mon"),
     ("ceph-osd", "ceph-osd"),
@@ -31,22 +32,22 @@ pub const PROGRAMS: &[(&str, &str)] = &[
     ("monmaptool", "ceph-base"),
 ];
 
-/// The pool that a cluster starts with.
+/// The pool that every cluster has from the start.
 pub const POOL: &str = "rbd";
 
-/// How long anything may take that a cluster does; a busy machine needs a tenth of it.
+/// How long any operation of a cluster may take; a busy machine needs a tenth of it.
 const PATIENCE: Duration = Duration::from_secs(90);
 
-/// What kind of cluster.
+/// The kind of cluster to start.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Which Ceph.
+    /// The Ceph release.
     pub release: Release,
-    /// How many OSDs.
+    /// The number of OSDs.
     pub osds: usize,
-    /// Copies of each object, at most as many.
+    /// The number of copies of each object, at most the number of OSDs.
     pub replicas: usize,
-    /// Objects are kept in the memory of the OSDs, which takes them less time and loses them at their end.
+    /// Keep objects in the memory of the OSDs. This is faster, and an OSD that ends loses its objects.
     pub in_memory: bool,
 }
 
@@ -61,7 +62,7 @@ impl Default for Options {
     }
 }
 
-/// A running cluster. Dropping it kills its processes and removes its files, unless it is [kept](Self::keep).
+/// A running cluster. Dropping it kills its processes and removes its files, unless [`keep`](Self::keep) was called.
 pub struct Ceph {
     folder: PathBuf,
     mon: Daemon,
@@ -81,12 +82,12 @@ impl Ceph {
     /// Starts a cluster in `folder`, which must not exist.
     ///
     /// # Errors
-    /// Ceph is not installed, or does not start; the error holds what it said.
+    /// Ceph is not installed, or does not start; the error contains its output.
     pub fn start(folder: &Path, options: Options) -> Result<Self> {
         Self::start_with(folder, options, true)
     }
 
-    /// The same, of processes that may outlive this one: for [`keep`](Self::keep).
+    /// As [`start`](Self::start), with processes that may outlive this one: for [`keep`](Self::keep).
     ///
     /// # Errors
     /// As for [`start`](Self::start).
@@ -117,7 +118,7 @@ impl Ceph {
 
     fn bring_up(&mut self, options: &Options) -> Result<()> {
         let fsid = uuid()?;
-        // Whoever takes this port until the monitor has it makes its start fail, and says so in its log.
+        // If another process takes this port before the monitor does, the monitor fails to start and logs the reason.
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         let address = format!("[v2:127.0.0.1:{port}/0]");
         fs::write(
@@ -167,22 +168,22 @@ impl Ceph {
         self.rbd(&["pool", "init", POOL]).map(drop)
     }
 
-    /// Which Ceph it is.
+    /// The cluster's Ceph release.
     pub fn release(&self) -> &Release {
         &self.release
     }
 
-    /// Its configuration file.
+    /// The path of the cluster's configuration file.
     pub fn conf(&self) -> PathBuf {
         self.folder.join("ceph.conf")
     }
 
-    /// The keyring of a user `vm`, who may do with images what a hypervisor has to.
+    /// The keyring of the user `vm`, who has the capabilities that a hypervisor needs for images.
     pub fn vm_keyring(&self) -> PathBuf {
         self.folder.join("vm.keyring")
     }
 
-    /// The options with which `ringdisk serve` reaches an image as the user `vm`; a comma precedes each.
+    /// The options with which `ringdisk serve` opens an image as the user `vm`, each preceded by a comma.
     pub fn options(&self) -> String {
         format!(
             ",conf={},id=vm,keyring={}",
@@ -191,35 +192,35 @@ impl Ceph {
         )
     }
 
-    /// Runs `ceph ARGUMENTS` as its administrator, and returns what it prints.
+    /// Runs `ceph ARGUMENTS` as the administrator, and returns its output.
     ///
     /// # Errors
-    /// It fails; the error holds what it said.
+    /// The command fails; the error contains its output.
     pub fn ceph(&self, arguments: &[&str]) -> Result<String> {
         let timeout = format!("--connect-timeout={}", PATIENCE.as_secs());
         run(self.program("ceph").arg(timeout).args(arguments))
     }
 
-    /// Runs `rbd ARGUMENTS` as its administrator, and returns what it prints.
+    /// Runs `rbd ARGUMENTS` as the administrator, and returns its output.
     ///
     /// # Errors
-    /// It fails; the error holds what it said.
+    /// The command fails; the error contains its output.
     pub fn rbd(&self, arguments: &[&str]) -> Result<String> {
         run(self.program("rbd").args(arguments))
     }
 
-    /// Runs `rados ARGUMENTS` as its administrator, and returns what it prints.
+    /// Runs `rados ARGUMENTS` as the administrator, and returns its output.
     ///
     /// # Errors
-    /// It fails; the error holds what it said.
+    /// The command fails; the error contains its output.
     pub fn rados(&self, arguments: &[&str]) -> Result<String> {
         run(self.program("rados").args(arguments))
     }
 
-    /// Makes an image of so many MiB in the pool.
+    /// Creates an image of `mib` MiB in the pool.
     ///
     /// # Errors
-    /// It can't be made.
+    /// The image cannot be created.
     pub fn create(&self, image: &str, mib: u64) -> Result<()> {
         let (size, image) = (format!("{mib}M"), format!("{POOL}/{image}"));
         self.rbd(&["create", "--size", &size, &image]).map(drop)
@@ -228,7 +229,7 @@ impl Ceph {
     /// Kills an OSD (SIGKILL).
     ///
     /// # Errors
-    /// It does not run.
+    /// The OSD does not run.
     pub fn kill_osd(&mut self, number: usize) -> Result<()> {
         self.osds[number].kill()
     }
@@ -236,7 +237,7 @@ impl Ceph {
     /// Starts an OSD that was killed.
     ///
     /// # Errors
-    /// It can't be started.
+    /// The OSD cannot be started.
     pub fn start_osd(&mut self, number: usize) -> Result<()> {
         self.osds[number].start(&self.folder, &self.release, &self.starter)
     }
@@ -244,16 +245,16 @@ impl Ceph {
     /// Kills the monitor (SIGKILL), and starts it again.
     ///
     /// # Errors
-    /// It did not run, or can't be started.
+    /// The monitor did not run, or cannot be started.
     pub fn restart_mon(&mut self) -> Result<()> {
         self.mon.kill()?;
         self.mon.start(&self.folder, &self.release, &self.starter)
     }
 
-    /// Waits until an OSD that was killed is called down, so that the others serve without it.
+    /// Waits until the cluster has marked a killed OSD as down, so that the others serve without it.
     ///
     /// # Errors
-    /// It is not for too long.
+    /// The OSD is not marked as down in time.
     pub fn wait_for_down(&self, number: usize) -> Result<()> {
         self.wait(&format!("osd.{number} down"), || {
             let tree = self.ceph(&["osd", "dump", "--format=json"])?;
@@ -265,7 +266,7 @@ impl Ceph {
     /// Waits until all OSDs are up.
     ///
     /// # Errors
-    /// They are not for too long.
+    /// They are not up in time.
     pub fn wait_for_osds(&self) -> Result<()> {
         self.wait("all OSDs up", || {
             let stat = self.ceph(&["osd", "stat", "--format=json"])?;
@@ -274,10 +275,10 @@ impl Ceph {
         })
     }
 
-    /// Makes the pool full, or not: by what the OSDs are told to call full. Something has to be stored already.
+    /// Makes the pool full or no longer full, through the OSDs' full ratios. Something must be stored already.
     ///
     /// # Errors
-    /// The pool is not called so for too long.
+    /// The pool does not change its state in time.
     pub fn fill_up(&self, full: bool) -> Result<()> {
         let ratios = match full {
             true => [
@@ -297,11 +298,11 @@ impl Ceph {
         self.wait_for_full(full)
     }
 
-    /// Gives the pool a quota, or none (0), and waits until it is full because of it, or not any more. The manager that
-    /// counts what is stored is started if it does not run.
+    /// Sets the pool's quota (0 removes it), and waits until the pool is full, or no longer full, because of it. The
+    /// manager counts what is stored; it is started if it does not run.
     ///
     /// # Errors
-    /// The manager does not start, or the pool is not called so for too long.
+    /// The manager does not start, or the pool does not change its state in time.
     pub fn limit(&mut self, bytes: u64, full: bool) -> Result<()> {
         if self.mgr.child.is_none() {
             fs::create_dir_all(self.folder.join("mgr.a"))?;
@@ -334,16 +335,16 @@ impl Ceph {
         Ok(())
     }
 
-    /// The OSDs' process ids.
+    /// The process ids of the running OSDs.
     pub fn osd_pids(&self) -> Vec<u32> {
         let children = self.osds.iter().filter_map(|osd| osd.child.as_ref());
         children.map(Child::id).collect()
     }
 
-    /// How many operations the OSDs have had from clients, by one of their counters, such as `op_w`.
+    /// The number of client operations in all OSDs, from one of their counters, such as `op_w`.
     ///
     /// # Errors
-    /// One of them does not answer.
+    /// An OSD does not answer.
     pub fn operations(&self, counter: &str) -> Result<u64> {
         let mut all = 0;
         for osd in 0..self.osds.len() {
@@ -358,10 +359,10 @@ impl Ceph {
         Ok(all)
     }
 
-    /// Leaves it running; [`take_down`] ends it.
+    /// Leaves the cluster running; [`take_down`] ends it.
     ///
     /// # Errors
-    /// Its process ids can't be written down.
+    /// The process ids cannot be written to a file.
     pub fn keep(mut self) -> Result<()> {
         let pids: Vec<String> = [&self.mon, &self.mgr]
             .into_iter()
@@ -389,7 +390,7 @@ impl Ceph {
         run(&mut make).map(drop)
     }
 
-    /// Puts a key into what the monitor starts with.
+    /// Adds a key to the keyring that the monitor starts with.
     fn take_key(&self, file: &str) -> Result<()> {
         run(Command::new(self.release.program("ceph-authtool"))
             .arg(self.folder.join("mon.keyring"))
@@ -414,20 +415,20 @@ impl Drop for Ceph {
     }
 }
 
-/// Where the process ids of a cluster stand that was kept.
+/// The file with the process ids of a kept cluster.
 const PIDS: &str = "pids";
 
-/// Ends a cluster that was kept, and removes its files.
+/// Ends a kept cluster, and removes its files.
 ///
 /// # Errors
-/// There is none in this folder, or it can't be ended.
+/// The folder contains no cluster, or it cannot be ended.
 pub fn take_down(folder: &Path) -> Result<()> {
     let pids = fs::read_to_string(folder.join(PIDS))
         .with_context(|| format!("there is no cluster in {}", folder.display()))?;
     let folder = folder.canonicalize()?;
     let mut left = Vec::new();
     for pid in pids.lines().filter_map(|line| line.parse::<i32>().ok()) {
-        // The number may be somebody else's by now.
+        // The process id may have been reused.
         let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         if !String::from_utf8_lossy(&command).contains(&*folder.to_string_lossy()) {
             continue;
@@ -483,15 +484,15 @@ impl Daemon {
     }
 }
 
-/// Starts processes that are to die with this one: the kernel sees to that when the thread ends that has started them,
-/// so that one does which is there as long as they are.
+/// Starts processes that must die with this one. The kernel kills them when the thread that started them ends, so a
+/// dedicated thread starts them and stays as long as they do.
 struct Starter {
     bound: bool,
     commands: Sender<(Command, Sender<std::io::Result<Child>>)>,
 }
 
 impl Starter {
-    /// `bound` if they are to die with this process.
+    /// `bound`: the processes die with this one.
     fn new(bound: bool) -> Self {
         let (commands, queue) = mpsc::channel::<(Command, Sender<std::io::Result<Child>>)>();
         thread::spawn(move || {
@@ -518,7 +519,7 @@ impl Starter {
     }
 }
 
-/// Sizes in bytes, times in seconds.
+/// Ceph's configuration file. Sizes are in bytes, times in seconds.
 fn configuration(folder: &Path, fsid: &str, mon: &str, options: &Options) -> String {
     let folder = folder.display();
     let (replicas, places) = (options.replicas, options.release.places());

@@ -1,28 +1,28 @@
-//! Descriptor chains of any shape: what a guest may legally build, and what only a hostile one would.
+//! Descriptor chains of any shape: those that a guest may legally build, and those that only a hostile guest builds.
 //!
-//! A virtio-blk request is one stream of bytes that the device reads (header, data to write) and one that it writes
-//! (data read, status). How the streams are cut into descriptors is the driver's business (virtio 1.3 §2.7.4), so a
-//! layout is just a list of cuts for each.
+//! A virtio-blk request consists of one stream of bytes that the device reads (header, data to write) and one that it
+//! writes (data read, status). The driver decides how to split the streams into descriptors (virtio 1.3 §2.7.4), so a
+//! layout is a list of lengths for each stream.
 
 use std::sync::Arc;
 
 use crate::memory::Memory;
 use crate::ring::{Desc, Ring};
 
-/// How a request is cut into descriptors and where they stand.
+/// How a request is split into descriptors, and where those are.
 #[derive(Clone, Debug, Default)]
 pub struct Layout {
-    /// Lengths of the device-readable descriptors; what is left after the last goes into one more.
+    /// Lengths of the device-readable descriptors; one more descriptor holds the rest.
     pub readable: Vec<u32>,
-    /// Lengths of the device-writable descriptors; what is left after the last goes into one more.
+    /// Lengths of the device-writable descriptors; one more descriptor holds the rest.
     pub writable: Vec<u32>,
-    /// Bytes of memory left free between two descriptors' buffers.
+    /// Bytes of unused memory between the buffers of two descriptors.
     pub gap: u64,
-    /// Where the descriptors stand.
+    /// Where the descriptors are.
     pub table: Table,
 }
 
-/// Where the descriptors of a chain stand.
+/// Where the descriptors of a chain are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Table {
     /// In the ring, in order.
@@ -32,20 +32,20 @@ pub enum Table {
     Backwards,
     /// In one indirect table.
     Indirect,
-    /// This many in the ring, and the others in an indirect table behind them.
+    /// This many in the ring, and the rest in an indirect table at their end.
     Mixed(usize),
 }
 
 /// Descriptors in the order of the chain, before they are linked.
 #[derive(Clone, Debug, Default)]
 pub struct Chain {
-    /// Buffers; `NEXT` and `next` are set when the chain is placed.
+    /// The buffers; `place` sets `NEXT` and `next`.
     pub buffers: Vec<Desc>,
 }
 
 impl Chain {
-    /// Lays a request out: `readable` bytes are put at `from` and behind, room for `writable` bytes is taken at `to` and
-    /// behind.
+    /// Lays out a request: writes the `readable` bytes from address `from` on, and reserves `writable` bytes from `to`
+    /// on.
     pub fn request(
         memory: &Memory,
         layout: &Layout,
@@ -77,7 +77,8 @@ impl Chain {
         Self { buffers }
     }
 
-    /// Puts the chain into the descriptors of `ring` from `first` on, tables into `memory` at `table_at`. Gives the head.
+    /// Writes the chain into the descriptors of `ring` from `first` on, and tables into `memory` at `table_at`. Returns
+    /// the head.
     pub fn place(
         &self,
         table: Table,
@@ -116,7 +117,7 @@ impl Chain {
         first
     }
 
-    /// Writes the chain as an indirect table of a split ring into guest memory. Gives the descriptor that refers to it.
+    /// Writes the chain to guest memory as an indirect table of a split ring. Returns the descriptor that refers to it.
     pub fn indirect(&self, memory: &Memory, table_at: u64) -> Desc {
         self.table(memory, table_at, Desc::bytes)
     }
@@ -132,7 +133,7 @@ impl Chain {
         }
     }
 
-    /// What the device has written into the chain; of a finished request the last byte is the status.
+    /// The bytes that the device has written into the chain; the last byte of a completed request is the status.
     pub fn written(&self, memory: &Memory) -> Vec<u8> {
         let writable = self.buffers.iter().filter(|d| d.flags & Desc::WRITE != 0);
         writable
@@ -140,7 +141,7 @@ impl Chain {
             .collect()
     }
 
-    /// The buffers with `NEXT` set, at the positions that `place` gives them.
+    /// The buffers with `NEXT` set, at the positions that `place` returns.
     fn link(&self, place: impl Fn(u16) -> u16) -> impl Iterator<Item = (u16, Desc)> {
         let last = self.buffers.len() as u16 - 1;
         (0..=last)
@@ -166,14 +167,14 @@ pub fn header(kind: u32, sector: u64) -> Vec<u8> {
         .to_vec()
 }
 
-/// Layouts that the specification allows, of which most drivers use only the first.
+/// Layouts that the specification allows. Most drivers use only the first.
 pub fn legal_layouts() -> Vec<(&'static str, Layout)> {
     let layout = |readable: &[u32], writable: &[u32]| Layout {
         readable: readable.to_vec(),
         writable: writable.to_vec(),
         ..Layout::default()
     };
-    // Of the requests that the tests send, 4096 bytes of data are the usual case: 4096 cuts before the status.
+    // The tests mostly send requests with 4096 bytes of data: a length of 4096 separates the data from the status.
     let usual = layout(&[16], &[4096]);
     vec![
         ("as usual", usual.clone()),
@@ -244,7 +245,7 @@ pub fn legal_layouts() -> Vec<(&'static str, Layout)> {
     ]
 }
 
-/// Cuts `len` bytes at `at` into `(address, length)` pieces.
+/// Splits `len` bytes at `at` into `(address, length)` pieces.
 fn cut(mut at: u64, len: u32, cuts: &[u32], gap: u64) -> Vec<(u64, u32)> {
     let mut left = len;
     let mut pieces = Vec::new();

@@ -1,5 +1,5 @@
-//! What was tried with which front-end: one file per front-end, version and test in the target folder's `compatibility`,
-//! of which `docs/compatibility.md` is made.
+//! Results of tests with each front-end: one file per front-end, version and test in the target folder's
+//! `compatibility`. `docs/compatibility.md` is made from these files.
 
 use std::fs;
 use std::path::PathBuf;
@@ -8,22 +8,22 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-/// The content of a file.
+/// The content of a result file.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
 pub struct Trial {
-    /// Such as `QEMU`.
+    /// The front-end's name, such as `QEMU`.
     pub front_end: String,
-    /// Such as `10.0.13 (Debian 13)`.
+    /// The front-end's version, such as `10.0.13 (Debian 13)`.
     pub version: String,
-    /// What was run and worked, in this order.
+    /// The steps that passed, in order.
     pub steps: Vec<String>,
-    /// What was run and failed, if anything did.
+    /// The step that failed, if any.
     pub failed: Option<String>,
-    /// When, in seconds since 1970.
+    /// The start of the trial, in seconds since 1970.
     pub at_s: u64,
 }
 
-/// A trial that is under way. It is written down when it ends, as failed if that is by a panic.
+/// A trial in progress. Dropping it writes the result file; after a panic, the current step counts as failed.
 #[derive(Debug)]
 pub struct Record {
     trial: Trial,
@@ -31,7 +31,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// Begins a trial of this front-end.
+    /// Starts a trial of this front-end.
     pub fn new(front_end: &str, version: &str) -> Self {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         Self {
@@ -46,7 +46,7 @@ impl Record {
         }
     }
 
-    /// Runs a step, such as `live resize`. A panic in it is written down as its failure.
+    /// Runs a step, such as `live resize`. A panic in it is recorded as the failure of the step.
     pub fn step<T>(&mut self, what: &str, run: impl FnOnce() -> T) -> T {
         self.begin(what);
         let result = run();
@@ -54,23 +54,23 @@ impl Record {
         result
     }
 
-    /// A step begins. It counts as failed if the record is dropped before it has [`passed`](Self::passed).
+    /// Starts a step. It counts as failed if the record is dropped before [`passed`](Self::passed) is called.
     pub fn begin(&mut self, what: &str) {
         self.running = Some(what.to_owned());
     }
 
-    /// How many steps have worked.
+    /// The number of steps that passed.
     pub fn steps(&self) -> usize {
         self.trial.steps.len()
     }
 
-    /// Forgets the steps after the first `steps`, and the one that has begun: they are tried again.
+    /// Forgets all steps after the first `steps`, and the current one, so that they can be tried again.
     pub fn forget_after(&mut self, steps: usize) {
         self.trial.steps.truncate(steps);
         self.running = None;
     }
 
-    /// The step that has begun worked.
+    /// Records that the current step passed.
     pub fn passed(&mut self) {
         self.trial.steps.extend(self.running.take());
     }
@@ -103,10 +103,10 @@ fn write(trial: &Trial) -> Result<()> {
     fs::write(&path, text).with_context(|| format!("writing {}", path.display()))
 }
 
-/// Where the files are: in the target folder in which this very program lies.
+/// The folder of the result files: in the target folder that contains this program.
 ///
 /// # Errors
-/// It lies in none.
+/// This program is in no target folder.
 pub fn folder() -> Result<PathBuf> {
     let program = std::env::current_exe().context("finding this program")?;
     let profiles = ["debug", "release"];

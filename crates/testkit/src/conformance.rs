@@ -1,7 +1,8 @@
-//! What every engine must do, whatever it moves bytes with: the same operations have the same results, byte for byte.
+//! What every engine must do, whichever way it transfers bytes: the same operations have the same results, byte for
+//! byte.
 //!
-//! [`exercise`] runs any sequence of operations on any number of files of one engine, many in flight at a time, and holds
-//! each completion against a model. The other functions ask one question each.
+//! [`exercise`] runs any sequence of operations on any number of files of one engine, many of them in flight at a time,
+//! and compares each completion with a model. Each of the other functions checks one property.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -13,22 +14,22 @@ use proptest::prelude::*;
 use crate::faulty::Random;
 use crate::frontend::eventfd;
 
-/// Bytes that no operation may touch lie between segments, and are these.
+/// The value of the bytes between segments, which no operation may change.
 const CANARY: u8 = 0xa5;
 
-/// A file under test, and what must be in it.
+/// A file under test, and its expected content.
 pub struct Subject {
-    /// As the engine knows it.
+    /// The engine's id of the file.
     pub file: FileId,
-    /// Its bytes.
+    /// The bytes that the file must contain.
     pub model: Vec<u8>,
-    /// What offsets and lengths of transfers must be multiples of, in bytes.
+    /// Offsets and lengths of transfers must be multiples of this, in bytes.
     pub unit: usize,
-    /// What the address of a buffer must be a multiple of, in bytes.
+    /// The address of a buffer must be a multiple of this, in bytes.
     pub address_unit: usize,
 }
 
-/// An operation, whose numbers are made to fit the file that it comes upon.
+/// An operation. Its numbers are adapted to the file that it is applied to.
 #[derive(Clone, Debug)]
 pub struct Step {
     subject: usize,
@@ -36,9 +37,9 @@ pub struct Step {
     at: usize,
     len: usize,
     segments: usize,
-    /// The engine is told to hand over what is queued after it.
+    /// Push the queued operations to the engine afterwards.
     push: bool,
-    /// Completions are waited for after it, until so few are in flight.
+    /// Wait afterwards until at most this many operations are in flight.
     leave: usize,
 }
 
@@ -51,7 +52,7 @@ enum Kind {
     WriteZeroes { unmap: bool, stable: bool },
 }
 
-/// Any sequence of operations.
+/// Generates any sequence of operations.
 pub fn steps(longest: usize) -> impl Strategy<Value = Vec<Step>> {
     let kind = prop_oneof![
         4 => Just(Kind::Read),
@@ -60,7 +61,7 @@ pub fn steps(longest: usize) -> impl Strategy<Value = Vec<Step>> {
         1 => any::<bool>().prop_map(|stable| Kind::Discard { stable }),
         1 => any::<(bool, bool)>().prop_map(|(unmap, stable)| Kind::WriteZeroes { unmap, stable }),
     ];
-    // Mostly small, so that many are in flight.
+    // Mostly small lengths, so that many operations are in flight.
     let len = prop_oneof![4 => 1..16_384usize, 1 => 1..300_000usize];
     let segments = prop_oneof![4 => Just(1usize), 2 => 2..8usize, 1 => 8..64usize];
     let leave = prop_oneof![3 => Just(usize::MAX), 1 => 0..16usize];
@@ -85,10 +86,11 @@ pub fn steps(longest: usize) -> impl Strategy<Value = Vec<Step>> {
     proptest::collection::vec(step, 1..longest)
 }
 
-/// Does the steps and reads everything back. Short transfers go on where they ended, and what is to be tried again is.
+/// Runs the steps, and then reads all files back. Short transfers are continued, and operations that must be retried
+/// are.
 ///
 /// # Panics
-/// The engine did something else than what was asked.
+/// The engine did something other than requested.
 pub fn exercise<E: Engine>(engine: &mut E, subjects: &mut [Subject], steps: &[Step]) {
     let mut exercise = Exercise {
         engine,
@@ -123,7 +125,7 @@ struct UnderWay {
     kind: Kind,
     range: Range<usize>,
     memory: Memory,
-    /// Bytes moved so far.
+    /// Bytes transferred so far.
     moved: usize,
 }
 
@@ -139,7 +141,7 @@ impl<E: Engine> Exercise<'_, E> {
         let start = step.at % units;
         let len = step.len.div_ceil(unit).min(units - start);
         let range = start * unit..(start + len) * unit;
-        // Whose bytes win is not told where operations overlap.
+        // If operations overlap, it is not defined whose bytes remain.
         let overlaps = |u: &UnderWay| {
             u.subject == number && u.range.start < range.end && range.start < u.range.end
         };
@@ -187,9 +189,9 @@ impl<E: Engine> Exercise<'_, E> {
         submit(self.engine, s.file, token, under_way);
     }
 
-    /// Waits until so few operations are in flight.
+    /// Waits until at most `leave` operations are in flight.
     fn drain(&mut self, leave: usize) {
-        // A different number each time: an engine must keep what does not fit.
+        // The capacity varies: an engine must keep the completions that do not fit.
         let mut done = Vec::with_capacity(1 + self.next as usize % 7);
         while self.under_way.len() > leave {
             self.engine.wait().unwrap();
@@ -211,7 +213,7 @@ impl<E: Engine> Exercise<'_, E> {
         let again = [-libc::EAGAIN, -libc::EINTR].contains(&result);
         match u.kind {
             Kind::Read | Kind::Write { .. } if result > 0 => u.moved += result as usize,
-            // A transfer of nothing is no progress.
+            // A transfer of zero bytes is no progress.
             _ => assert!(
                 again || result == 0 && u.memory.len == 0,
                 "{what}: {result}"
@@ -232,7 +234,7 @@ impl<E: Engine> Exercise<'_, E> {
         }
     }
 
-    /// What was discarded is as before, or zeroes.
+    /// Checks that discarded bytes are unchanged or zero.
     fn look_after_discard(&mut self, number: usize, range: Range<usize>) {
         let (unit, address_unit) = {
             let s = &self.subjects[number];
@@ -241,7 +243,7 @@ impl<E: Engine> Exercise<'_, E> {
         let mut memory = Memory::new(range.len(), 1, unit, address_unit);
         let subject = &mut self.subjects[number];
         let mut moved = 0;
-        // Others are in flight: what they complete is kept until after.
+        // Other operations are in flight: their completions are handled afterwards.
         let mut kept = Vec::new();
         while moved < range.len() {
             let token = Token(1 << 40);
@@ -298,22 +300,22 @@ fn submit<E: Engine>(engine: &mut E, file: FileId, token: u64, u: &mut UnderWay)
             stable,
         },
     };
-    // SAFETY: the memory and the list of segments are on the heap, and kept in the table of what is under way until the
-    // completion has been reaped.
+    // SAFETY: the memory and the list of segments are on the heap, and stay in the table of operations in flight until
+    // the completion has been reaped.
     unsafe { engine.submit(file, op, Token(token)) }
 }
 
-/// Segments with canaries between them.
+/// A buffer of several segments, with canaries between them.
 pub struct Memory {
     storage: Vec<u8>,
     segments: Vec<Segment>,
-    /// What `rest` last handed out.
+    /// The list that `rest` returned last.
     rest: Vec<Segment>,
     len: usize,
 }
 
 impl Memory {
-    /// So many bytes in so many segments, or fewer where they would be smaller than `unit`.
+    /// `len` bytes in `segments` segments, or in fewer if they would be smaller than `unit`.
     pub fn new(len: usize, segments: usize, unit: usize, address_unit: usize) -> Self {
         let each = (len / segments / unit).max(1) * unit;
         let gap = address_unit.max(8);
@@ -323,7 +325,7 @@ impl Memory {
         place = place.next_multiple_of(gap);
         let (mut left, mut list) = (len, Vec::new());
         while left > 0 {
-            // The last one takes what is left over.
+            // The last segment takes the rest.
             let n = if list.len() + 1 == segments {
                 left
             } else {
@@ -344,7 +346,7 @@ impl Memory {
         }
     }
 
-    /// Writes bytes that depend on the seed.
+    /// Fills the segments with bytes that depend on the seed.
     fn fill(&mut self, seed: u64) {
         let mut random = Random(seed);
         let start = self.storage.as_ptr() as usize;
@@ -356,10 +358,10 @@ impl Memory {
         }
     }
 
-    /// What is there, one segment after the other.
+    /// The bytes of all segments, in order.
     ///
     /// # Panics
-    /// Something beside the segments was written to.
+    /// A byte outside the segments was changed.
     pub fn bytes(&self) -> Vec<u8> {
         let start = self.storage.as_ptr() as usize;
         let (mut bytes, mut end) = (Vec::with_capacity(self.len), 0);
@@ -374,7 +376,7 @@ impl Memory {
         bytes
     }
 
-    /// The segments without the first bytes of them. Valid until it is called again.
+    /// The segments without the first `skip` bytes. The list is valid until the next call.
     pub fn rest(&mut self, mut skip: usize) -> &[Segment] {
         self.rest.clear();
         for s in &self.segments {
@@ -391,7 +393,7 @@ impl Memory {
     }
 }
 
-/// Does one operation, waits for it, and returns its result.
+/// Runs one operation, waits for it, and returns its result.
 ///
 /// # Safety
 /// As for [`Engine::submit`].
@@ -399,7 +401,7 @@ impl Memory {
 /// # Panics
 /// The engine fails.
 pub unsafe fn one<E: Engine>(engine: &mut E, file: FileId, op: Op<'_>) -> i32 {
-    // SAFETY: the caller's promise; the completion is reaped before this returns.
+    // SAFETY: as the caller promises; the completion is reaped before this function returns.
     unsafe { engine.submit(file, op, Token(7)) };
     let mut done = Vec::with_capacity(1);
     while done.is_empty() {
@@ -410,7 +412,7 @@ pub unsafe fn one<E: Engine>(engine: &mut E, file: FileId, op: Op<'_>) -> i32 {
     done[0].result
 }
 
-/// Reads `len` bytes in so many segments, and returns the result.
+/// Reads `len` bytes in `segments` segments, and returns the result.
 ///
 /// # Panics
 /// The engine fails.
@@ -422,7 +424,7 @@ pub fn read<E: Engine>(engine: &mut E, s: &Subject, at: usize, len: usize, segme
     unsafe { one(engine, s.file, Op::Read { at, to }) }
 }
 
-/// Writes `len` bytes in so many segments, and returns the result.
+/// Writes `len` bytes in one segment, and returns the result.
 ///
 /// # Panics
 /// The engine fails.
@@ -435,10 +437,10 @@ pub fn write<E: Engine>(engine: &mut E, s: &Subject, at: usize, len: usize, stab
     unsafe { one(engine, s.file, Op::Write { at, from, stable }) }
 }
 
-/// As many reads as the engine says there is room for are in flight at once, and all complete.
+/// Checks that as many reads as the engine has capacity for can be in flight at once, and that all of them complete.
 ///
 /// # Panics
-/// They do not.
+/// The check fails.
 pub fn fills_its_room<E: Engine>(engine: &mut E, s: &Subject) {
     let room = engine.room();
     assert!(room > 0);
@@ -473,11 +475,11 @@ pub fn fills_its_room<E: Engine>(engine: &mut E, s: &Subject) {
     assert_eq!(engine.room(), room);
 }
 
-/// A descriptor that is written to is told of each time, without being read, also while operations are in flight; and no
-/// more once it is not watched. The engine has no other watches.
+/// Checks that the engine reports each write to a watched descriptor, although nothing reads the descriptor, even while
+/// operations are in flight, and reports none after `unwatch`. The engine must have no other watches.
 ///
 /// # Panics
-/// It is not so.
+/// The check fails.
 pub fn tells_what_it_watches<E: Engine>(engine: &mut E, s: &Subject) {
     let (first, second) = (eventfd().unwrap(), eventfd().unwrap());
     engine.watch(first.as_fd(), Token(100)).unwrap();

@@ -1,7 +1,7 @@
-//! A minimal virtio-blk driver (virtio 1.3 §5.2) over a vhost-user front-end, for tests and for the bench.
+//! A minimal virtio-blk driver (virtio 1.3 §5.2) over a vhost-user front-end, for tests and benchmarks.
 //!
-//! The bench fills every slot once with [`Queue::prepare`] and from then on only changes sectors: submitting and polling
-//! neither allocate nor rebuild descriptors.
+//! A benchmark fills every slot once with [`Queue::prepare`], and from then on changes only sectors: submitting and
+//! polling neither allocate memory nor rebuild descriptors.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -17,20 +17,20 @@ use crate::frontend::{F_PROTOCOL_FEATURES, Frontend, Inflight, RingAddresses, pr
 use crate::memory::Memory;
 use crate::ring::{Desc, Ring};
 
-/// What a device is asked for.
+/// How to configure a device.
 #[derive(Clone, Debug)]
 pub struct DeviceConfig {
     /// Number of queues to set up.
     pub queues: u16,
-    /// Descriptors per queue; of split ones, a power of two.
+    /// Descriptors per queue; for a split queue, a power of two.
     pub queue_size: u16,
     /// Requests that a queue may have in flight: at most `queue_size` with `indirect`, a third of it without.
     pub slots: u16,
     /// Bytes of data buffer per slot.
     pub buffer_len: u32,
-    /// Bytes from the start of a page to that of a data buffer. With 0, an O_DIRECT disk can use them in place.
+    /// Offset in bytes of a data buffer in its page. With 0, an O_DIRECT disk can use the buffers in place.
     pub buffer_offset: u32,
-    /// Bytes from the start of a file to that of the first region of memory; of the second, twice that, and so on.
+    /// Offset in bytes of the first memory region in its file; twice that for the second region, and so on.
     pub file_offset: u64,
     /// Accept INDIRECT_DESC and use it for every request.
     pub indirect: bool,
@@ -38,22 +38,22 @@ pub struct DeviceConfig {
     pub event_idx: bool,
     /// Accept RING_PACKED.
     pub packed: bool,
-    /// Have what is in flight written down, where that is offered.
+    /// Have the device track requests in flight in shared memory, where it offers that.
     pub inflight: bool,
-    /// Entries of each queue in the region for that, if not as many as the queue has descriptors.
+    /// Entries per queue in the region for that, if not as many as the queue has descriptors.
     pub region: Option<RegionEntries>,
-    /// Virtio features to accept where they are offered.
+    /// Virtio features to accept if they are offered.
     pub features: u64,
-    /// Protocol features to accept where they are offered.
+    /// Protocol features to accept if they are offered.
     pub protocol: u64,
 }
 
-/// How large a region for requests in flight is.
+/// The size of a region for requests in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RegionEntries {
-    /// The device is asked for one of so many.
+    /// The device is asked for a region of this many entries.
     Asked(u16),
-    /// The front-end makes one of so many, as the specification has it.
+    /// The front-end makes a region of this many entries, as the specification describes.
     Made(u16),
 }
 
@@ -86,31 +86,32 @@ impl DeviceConfig {
 
 /// A virtio-blk device at the other end of a vhost-user socket.
 pub struct Device {
-    /// The connection, for messages of one's own.
+    /// The connection, for messages that a test sends itself.
     pub frontend: Frontend,
-    /// The guest's memory: [`Device::RINGS`], [`Device::LOW`] and [`Device::HIGH`] are announced, [`Device::SPARE`] is not.
+    /// The guest's memory. The device knows [`Device::RINGS`], [`Device::LOW`] and [`Device::HIGH`], but not
+    /// [`Device::SPARE`].
     pub memory: Arc<Memory>,
-    /// The queues; take them out to drive each from a thread of its own.
+    /// The queues. A test may take them out to drive each from its own thread.
     pub queues: Vec<Queue>,
     /// The negotiated virtio features.
     pub features: u64,
     /// The negotiated protocol features.
     pub protocol: u64,
-    /// Where the device writes down what is in flight.
+    /// The region in which the device tracks requests in flight.
     pub inflight: Option<Inflight>,
 }
 
-/// Free room in LOW and in HIGH for a test's own buffers, besides those of the slots.
+/// Bytes in LOW and in HIGH for a test's own buffers, in addition to those of the slots.
 const SCRATCH: u64 = 4 << 20;
 
 impl Device {
     /// The region that holds the rings and the request headers.
     pub const RINGS: usize = 0;
-    /// A region of data buffers, those of the even queues. It is adjacent to `HIGH` in guest-physical addresses only.
+    /// The region of the even queues' data buffers. It is adjacent to `HIGH` in guest-physical addresses only.
     pub const LOW: usize = 1;
-    /// A region of data buffers, those of the odd queues.
+    /// The region of the odd queues' data buffers.
     pub const HIGH: usize = 2;
-    /// A region behind a hole that the device is not told of.
+    /// A region after a hole. The device does not know it.
     pub const SPARE: usize = 3;
 
     /// Connects, negotiates and starts the queues.
@@ -139,8 +140,8 @@ impl Device {
         Ok(device)
     }
 
-    /// Stops all queues as QEMU does when a VM is paused, and gives where each of them goes on. QEMU 7.2 resets the
-    /// device first, and later ones last.
+    /// Stops all queues as QEMU does when a VM is paused, and returns the base of each. QEMU 7.2 resets the device
+    /// first, later versions reset it last.
     pub fn pause(&mut self, reset_first: bool) -> io::Result<Vec<u32>> {
         if reset_first {
             self.frontend.set_status(0)?;
@@ -156,7 +157,7 @@ impl Device {
         bases
     }
 
-    /// Goes on after a pause, with all that is in flight.
+    /// Continues after a pause, with all requests that are in flight.
     pub fn go_on(&mut self, bases: &[u32]) -> io::Result<()> {
         self.frontend.set_features(self.features)?;
         if let Some(inflight) = &self.inflight {
@@ -168,8 +169,9 @@ impl Device {
         self.set_driver_ok()
     }
 
-    /// Connects anew after the device has died, and goes on: the rings stay as they are, with all that is in flight.
-    /// The device is told what QEMU would know: of a split ring the used index, of a packed one where it began.
+    /// Reconnects after the device has died, and continues: the rings are unchanged, and contain all requests in
+    /// flight. The device gets the base that QEMU would know: the used index of a split ring, the initial position of a
+    /// packed one.
     pub fn reconnect(&mut self, socket: impl AsRef<Path>, config: &DeviceConfig) -> io::Result<()> {
         self.rejoin(socket, config)?;
         for index in 0..self.queues.len() {
@@ -179,10 +181,10 @@ impl Device {
         self.set_driver_ok()
     }
 
-    /// Connects anew as [`reconnect`](Self::reconnect) does, and sets no queue up.
+    /// Reconnects as [`reconnect`](Self::reconnect) does, but sets up no queue.
     ///
     /// # Panics
-    /// If it is another device.
+    /// The device is not the same.
     pub fn rejoin(&mut self, socket: impl AsRef<Path>, config: &DeviceConfig) -> io::Result<()> {
         self.frontend = Frontend::connect(socket)?;
         let negotiated = negotiate(&mut self.frontend, config)?;
@@ -190,7 +192,7 @@ impl Device {
         self.announce()
     }
 
-    /// Makes another device of the connection and of the memory, as QEMU does where one is unplugged and the next one is
+    /// Uses the connection and the memory for a new device, as QEMU does when a device is unplugged and another one
     /// plugged in on the same chardev. The queues must have stopped.
     pub fn plug_in_again(&mut self, config: &DeviceConfig) -> io::Result<()> {
         negotiate(&mut self.frontend, config)?;
@@ -202,7 +204,7 @@ impl Device {
         self.set_driver_ok()
     }
 
-    /// Tells the device of the memory, and where to write down what is in flight.
+    /// Sends the memory map, and the region for requests in flight.
     fn announce(&mut self) -> io::Result<()> {
         if let Some(inflight) = &self.inflight {
             self.frontend.set_inflight(inflight)?;
@@ -226,14 +228,14 @@ impl Device {
         }
     }
 
-    /// Sets a queue up from scratch at index `base` and enables it. Nothing may be in flight on it.
+    /// Sets up a queue from scratch at index `base`, and enables it. It must have nothing in flight.
     pub fn start_queue(&mut self, index: usize, base: u16) -> io::Result<()> {
         self.queues[index].restart(base);
         let base = self.queues[index].ring.base_word(base);
         self.resume_queue(index, base)
     }
 
-    /// Sets a queue up as it is, with what is in flight and what is available, and enables it.
+    /// Sets up a queue as it is, with its requests in flight and available, and enables it.
     pub fn resume_queue(&mut self, index: usize, base: u32) -> io::Result<()> {
         let Self {
             frontend,
@@ -258,14 +260,14 @@ impl Device {
         frontend.set_vring_enable(index, true)
     }
 
-    /// Stops a queue; gives the index at which the device would go on.
+    /// Stops a queue, and returns the index at which the device would continue.
     pub fn stop_queue(&mut self, index: usize) -> io::Result<u16> {
-        // Of a packed ring, where it goes on to fetch. Nothing is in flight: the other half is the same.
+        // For a packed ring, this is the position of the next fetch. As nothing is in flight, the other half is equal.
         let base = self.frontend.vring_base(self.queues[index].index)?;
         Ok(base as u16)
     }
 
-    /// The device's config space.
+    /// Reads the device's config space.
     pub fn config(&mut self) -> io::Result<DiskConfig> {
         self.frontend
             .config(0, DiskConfig::LEN as u32)
@@ -273,13 +275,13 @@ impl Device {
     }
 }
 
-/// A region for requests in flight, as large as is wanted.
+/// Makes or requests a region for requests in flight, of the configured size.
 fn region(frontend: &mut Frontend, config: &DeviceConfig) -> io::Result<Inflight> {
     let asked = RegionEntries::Asked(config.queue_size);
     match config.region.unwrap_or(asked) {
         RegionEntries::Asked(entries) => {
             let mut region = frontend.inflight(config.queues, entries)?;
-            // QEMU repeats what it asked for.
+            // QEMU sends back the number that it asked for.
             region.description.3 = entries;
             Ok(region)
         }
@@ -287,7 +289,8 @@ fn region(frontend: &mut Frontend, config: &DeviceConfig) -> io::Result<Inflight
     }
 }
 
-/// The config space (virtio 1.3 §5.2.4, `struct virtio_blk_config`), without the geometry and what no host here offers.
+/// The config space (virtio 1.3 §5.2.4, `struct virtio_blk_config`), without the geometry and fields that no host here
+/// offers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the names are the specification's")]
 pub struct DiskConfig {
@@ -310,9 +313,9 @@ pub struct DiskConfig {
 }
 
 impl DiskConfig {
-    /// Bytes up to and with `write_zeroes_may_unmap` and its padding.
+    /// Length in bytes, up to and including `write_zeroes_may_unmap` and its padding.
     pub const LEN: usize = 60;
-    /// Where `writeback` lies.
+    /// The offset of `writeback`.
     pub const WCE_AT: u32 = 32;
 
     fn parse(bytes: &[u8]) -> Self {
@@ -375,7 +378,7 @@ fn negotiate(frontend: &mut Frontend, config: &DeviceConfig) -> io::Result<(u64,
     Ok((features, accepted))
 }
 
-/// The feature bits of virtio-blk that this driver knows (virtio 1.3 §5.2.3).
+/// The virtio-blk feature bits that this driver knows (virtio 1.3 §5.2.3).
 pub const DISK_FEATURES: u64 = 1 << VIRTIO_BLK_F_SIZE_MAX
     | 1 << VIRTIO_BLK_F_SEG_MAX
     | 1 << VIRTIO_BLK_F_RO
@@ -387,7 +390,7 @@ pub const DISK_FEATURES: u64 = 1 << VIRTIO_BLK_F_SIZE_MAX
     | 1 << VIRTIO_BLK_F_DISCARD
     | 1 << VIRTIO_BLK_F_WRITE_ZEROES;
 
-/// A driver's memory and its queues, for a front-end that tells the device of them in its own way.
+/// Makes a driver's memory and queues, for a front-end that announces them to the device in its own way.
 pub fn lay_out(config: &DeviceConfig, features: u64) -> io::Result<(Arc<Memory>, Vec<Queue>)> {
     let memory = Arc::new(guest_memory(config)?);
     let event_idx = features & 1 << VIRTIO_RING_F_EVENT_IDX != 0;
@@ -424,7 +427,7 @@ fn guest_memory(config: &DeviceConfig) -> io::Result<Memory> {
     Memory::with_offsets(&layout, config.file_offset)
 }
 
-/// A request, without its place on the disk.
+/// A request, without its sector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
     /// Read into the slot's buffer.
@@ -435,14 +438,14 @@ pub enum Op {
     Flush,
     /// Get the serial number.
     GetId,
-    /// Forget a range.
+    /// Discard a range.
     Discard,
     /// Make a range read as zeroes.
     WriteZeroes {
         /// The range may be deallocated.
         unmap: bool,
     },
-    /// A request type of no meaning, with data to the device.
+    /// A request of an undefined type, with data for the device.
     Unknown(u32),
 }
 
@@ -450,7 +453,7 @@ pub enum Op {
 pub struct Queue {
     /// Number of the queue.
     pub index: u16,
-    /// The ring beneath.
+    /// The queue's ring.
     pub ring: Ring,
     memory: Arc<Memory>,
     indirect: bool,
@@ -466,7 +469,7 @@ struct Slot {
     in_flight: bool,
 }
 
-// SAFETY: the slots' pointers lead into guest memory, which `memory` keeps mapped and which is Sync.
+// SAFETY: the slots' pointers point into guest memory, which `memory` keeps mapped and which is Sync.
 unsafe impl Send for Queue {}
 
 /// Bytes of a slot's control block. Header and status share a cache line, as they do in a guest.
@@ -528,24 +531,24 @@ impl Queue {
         self.slots.len() as u16
     }
 
-    /// Forgets what is in flight and puts the ring to index `base`.
+    /// Forgets the requests in flight, and resets the ring to index `base`.
     pub fn restart(&mut self, base: u16) {
         self.ring.restart(base);
         self.slots.iter_mut().for_each(|s| s.in_flight = false);
     }
 
-    /// The first descriptor that no slot uses: a test's own chains go there and behind.
+    /// The first descriptor that no slot uses; a test's own chains go there.
     pub fn first_free_desc(&self) -> u16 {
         self.slots.len() as u16 * if self.indirect { 1 } else { CHAIN }
     }
 
-    /// Builds the descriptor chain of a request in a free slot. `len` is in bytes; a discard or write-zeroes request puts
-    /// its one segment into the slot's buffer.
+    /// Builds the descriptor chain of a request in a free slot. `len` is in bytes. A discard or write-zeroes request
+    /// puts its only segment into the slot's buffer.
     pub fn prepare(&mut self, slot: u16, op: Op, sector: u64, len: u32) {
         self.prepare_at(slot, op, sector, len, self.buffer(slot));
     }
 
-    /// The same with a buffer at any guest-physical address.
+    /// As `prepare`, with a buffer at any guest-physical address.
     pub fn prepare_at(&mut self, slot: u16, op: Op, sector: u64, len: u32, data: u64) {
         let (kind, data_len, device_writes) = match op {
             Op::Read => (VIRTIO_BLK_T_IN, len, true),
@@ -572,7 +575,7 @@ impl Queue {
         } else {
             0
         };
-        // SAFETY: the slot is not in flight, so its header is the driver's; it is mapped and aligned.
+        // SAFETY: the slot is not in flight, so only the driver accesses its header, which is mapped and aligned.
         unsafe {
             header.write_volatile(Header {
                 kind,
@@ -633,30 +636,31 @@ impl Queue {
         }
     }
 
-    /// Changes where a prepared read or write goes.
+    /// Changes the sector of a prepared read or write.
     #[inline]
     pub fn set_sector(&mut self, slot: u16, sector: u64) {
         let slot = &self.slots[usize::from(slot)];
         debug_assert!(!slot.in_flight);
-        // SAFETY: the slot is not in flight, so its header is the driver's; it is mapped and aligned.
+        // SAFETY: the slot is not in flight, so only the driver accesses its header, which is mapped and aligned.
         unsafe { (&raw mut (*slot.header).sector).write_volatile(sector) }
     }
 
-    /// Hands prepared slots to the device, with one publication and at most one kick.
+    /// Submits prepared slots to the device, with a single publication and at most one kick.
     #[inline]
     pub fn submit(&mut self, slots: &[u16]) {
         for &slot in slots {
             let slot = &mut self.slots[usize::from(slot)];
             assert!(!slot.in_flight);
             slot.in_flight = true;
-            // SAFETY: the slot was not in flight, so its status byte is the driver's; no device writes 0xff there.
+            // SAFETY: the slot was not in flight, so only the driver accesses its status byte; no device writes 0xff
+            // there.
             unsafe { slot.status.write_volatile(0xff) };
         }
         let per_slot = if self.indirect { 1 } else { CHAIN };
         self.ring.publish(slots.iter().map(|s| s * per_slot));
     }
 
-    /// Takes what the device has completed, as `(slot, status)`. Gives the number.
+    /// Takes all completed requests as `(slot, status)`. Returns their number.
     #[inline]
     pub fn poll(&mut self, mut done: impl FnMut(u16, u8)) -> usize {
         let per_slot = if self.indirect { 1 } else { CHAIN };
@@ -669,22 +673,22 @@ impl Queue {
                 "{used:?} was not in flight"
             );
             slot.in_flight = false;
-            // SAFETY: mapped; the device is done with it.
+            // SAFETY: the byte is mapped, and the device no longer accesses it.
             done(index, unsafe { slot.status.read_volatile() });
         })
     }
 
-    /// Sleeps until the device has completed something.
+    /// Sleeps until the device has completed a request.
     pub fn wait(&mut self) {
         self.ring.wait();
     }
 
-    /// Sleeps until the device has completed something, or (false) until `deadline`.
+    /// Sleeps until the device has completed a request, or until `deadline` (false).
     pub fn wait_until(&mut self, deadline: Instant) -> bool {
         self.ring.wait_until(deadline)
     }
 
-    /// Sleeps until the device has completed something on one of `queues`.
+    /// Sleeps until the device has completed a request on one of `queues`.
     pub fn wait_any<'a>(queues: impl Iterator<Item = &'a mut Self>) {
         Ring::wait_any(queues.map(|queue| &mut queue.ring));
     }
@@ -704,17 +708,17 @@ impl Queue {
         self.slots[usize::from(slot)].data
     }
 
-    /// Runs one request in slot 0, sleeping until it is done. Gives its status.
+    /// Runs one request in slot 0, and sleeps until it is done. Returns its status.
     pub fn run(&mut self, op: Op, sector: u64, len: u32) -> u8 {
         self.prepare(0, op, sector, len);
         self.submit(&[0]);
         self.finish(1)[0].1
     }
 
-    /// Sleeps until `count` requests are done; gives them as `(slot, status)`.
+    /// Sleeps until `count` requests are done, and returns them as `(slot, status)`.
     ///
     /// # Panics
-    /// When nothing completes for 30 seconds.
+    /// No request completes for 30 seconds.
     pub fn finish(&mut self, count: usize) -> Vec<(u16, u8)> {
         let mut done = Vec::new();
         while done.len() < count {
@@ -729,13 +733,13 @@ impl Queue {
         done
     }
 
-    /// Writes `bytes`, at most a buffer's length, at a sector. Gives the status.
+    /// Writes `bytes`, at most a buffer's length, at a sector. Returns the status.
     pub fn write(&mut self, sector: u64, bytes: &[u8]) -> u8 {
         self.write_buffer(0, bytes);
         self.run(Op::Write, sector, bytes.len() as u32)
     }
 
-    /// Reads `len` bytes, at most a buffer's length, at a sector; or gives the status.
+    /// Reads `len` bytes, at most a buffer's length, at a sector; an error is the status.
     pub fn read(&mut self, sector: u64, len: usize) -> Result<Vec<u8>, u8> {
         self.write_buffer(0, &vec![0xa5; len]);
         match self.run(Op::Read, sector, len as u32) {
@@ -745,7 +749,7 @@ impl Queue {
     }
 }
 
-/// How long a request may take before a test calls it lost.
+/// How long a request may take before a test considers it lost.
 pub const HANG: Duration = Duration::from_secs(30);
 
 /// A discard or write-zeroes segment (virtio 1.3 §5.2.6, `struct virtio_blk_discard_write_zeroes`).

@@ -1,8 +1,9 @@
-//! An engine that does to its submitter all that storage may do: short transfers, errors, delays, another order, writes
-//! that go astray, completions that come late, an outage, a hang, a power cut that tears writes apart. Its disk is
-//! memory, and remembers what is stable. The same seed does the same to the same operations.
+//! An engine that does everything that storage may do: short transfers, errors, delays, reordering, misdirected writes,
+//! late completions, an outage, a hang, and a power cut that tears writes. Its disk is in memory, and records what is
+//! stable. The same seed has the same effect on the same operations.
 //!
-//! Operations are done late, just before their completion is reaped: until then, memory and lists of segments must stay.
+//! Operations are executed late, just before their completion is reaped: until then, memory and lists of segments must
+//! stay valid.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,80 +17,80 @@ use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 
 const SECTOR: u64 = 512;
 
-/// How often which fault strikes, of 1000 operations, and what the backing asks of buffers.
+/// How often each fault occurs, per 1000 operations, and what the backing requires of buffers.
 #[derive(Clone, Copy, Debug)]
 pub struct Faults {
-    /// Fewer bytes are moved than asked for.
+    /// Fewer bytes are transferred than requested.
     pub short: u32,
-    /// Nothing is moved, and the operation is to be tried again: EAGAIN or EINTR.
+    /// Nothing is transferred, and the operation must be retried: EAGAIN or EINTR.
     pub again: u32,
-    /// The operation fails, perhaps after it moved something: EIO; ENOSPC for what writes, EOPNOTSUPP for what zeroes.
+    /// The operation fails, possibly after a partial transfer: EIO; also ENOSPC for writes and zeroing, EOPNOTSUPP for
+    /// zeroing and discards.
     pub fail: u32,
-    /// Most rounds that an operation is late, during which others overtake it.
+    /// The most rounds that an operation is late, while others overtake it.
     pub late: u64,
-    /// Most operations in flight.
+    /// The most operations in flight.
     pub room: usize,
-    /// What a buffer's address must be a multiple of.
+    /// A buffer's address must be a multiple of this.
     pub address_alignment: u32,
-    /// What offsets and a buffer's length must be multiples of.
+    /// Offsets and lengths of buffers must be multiples of this.
     pub length_alignment: u32,
 }
 
-/// The bytes of a disk, and what became of them. Shared between the engine and the test.
+/// The bytes of a disk, and a record of what happened to them. The engine and the test share it.
 pub struct MemoryDisk {
-    /// What a read finds.
+    /// The bytes that a read returns.
     pub bytes: Vec<u8>,
-    /// Operations that failed for good, as the range that they were for and their errno.
+    /// Operations that failed permanently: their range (start and length in bytes) and errno.
     pub failures: Vec<(u64, u64, i32)>,
-    /// What a kernel would have refused: the submitter's mistakes.
+    /// Mistakes of the submitter, which a kernel would have refused.
     pub mistakes: Vec<String>,
-    /// How many of each fault there were: short, again, failed.
+    /// The number of each fault so far: short, again, failed.
     pub struck: [u64; 3],
-    /// Flushes that were carried out, and those of them that failed.
+    /// Flushes that were executed, and those of them that failed.
     pub flushes: [u64; 2],
-    /// Writes that were asked to be stable by themselves.
+    /// Writes that were submitted as stable.
     pub stable_writes: u64,
-    /// Ranges to be zeroed, and those of them whose space might be given back.
+    /// Ranges to be zeroed, and those of them whose space may be freed.
     pub zeroed: [u64; 2],
-    /// What a flush that fails had to make stable never becomes so, as in Linux' page cache.
+    /// Data of a failed flush never becomes stable, as in Linux' page cache.
     pub forgets: bool,
-    /// The files of the operations that were submitted, in their order, by the engine's number.
+    /// The files of the submitted operations, in order, by the engine's number.
     pub submitted: Vec<u32>,
-    /// Ranges cannot be zeroed: EOPNOTSUPP.
+    /// Zeroing fails with EOPNOTSUPP.
     pub cannot_zero: bool,
-    /// The engine itself fails, and not an operation.
+    /// The engine itself fails, instead of an operation.
     pub broken: bool,
-    /// Times that completions were asked for.
+    /// How often completions were reaped.
     pub turns: u64,
-    /// What is written behind its end makes it longer, as a file.
+    /// Writes beyond the end extend the disk, as with a file.
     pub grows: bool,
-    /// Every operation fails with this errno, and does nothing.
+    /// Every operation fails with this errno and has no effect.
     pub outage: Option<i32>,
-    /// How often, of 1000 writes, one lands somewhere else and reports success.
+    /// How many of 1000 writes go to another place and report success.
     pub misdirect: u32,
-    /// What became of those.
+    /// The writes that went to another place.
     pub misdirected: Vec<Misdirected>,
-    /// How often, of 1000 times, the completion queue has overflowed: what is done is shown only after the engine was
-    /// asked to push again.
+    /// How often, of 1000 times, the completion queue overflows: further completions appear only after the next push.
     pub overflow: u32,
     hangs: bool,
-    /// What a power cut leaves for certain, where `bytes` say something else.
+    /// The stable content of a sector, where `bytes` has another content.
     before: BTreeMap<u64, [u8; SECTOR as usize]>,
-    /// Wake the engines.
+    /// Descriptors that wake the engines.
     wakes: Vec<OwnedFd>,
-    /// By sector: the number of the last write that is not stable yet, or 0.
+    /// For each sector, the number of the last write that is not stable yet, or 0.
     unstable: Vec<u64>,
     writes: u64,
 }
 
-/// A write that landed somewhere else, in bytes.
+/// A write that went to another place, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Misdirected {
-    /// Where it should have.
+    /// The offset at which it should have been written.
     pub meant: u64,
-    /// Where it has.
+    /// The offset at which it was written.
     pub landed: u64,
-    /// How much of it.
+    /// Its length.
     pub len: u64,
 }
 
@@ -122,7 +123,7 @@ impl MemoryDisk {
         }))
     }
 
-    /// A file with this content, which writes make longer.
+    /// A file with this content. Writes beyond its end extend it.
     pub fn file(bytes: Vec<u8>) -> Arc<Mutex<Self>> {
         let file = Self::new(0);
         let mut disk = file.lock().unwrap_or_else(|e| e.into_inner());
@@ -133,21 +134,21 @@ impl MemoryDisk {
         file
     }
 
-    /// Makes it longer or shorter; what is added are zeroes.
+    /// Grows or shrinks the disk; added bytes are zero.
     pub fn set_len(&mut self, len: usize) {
         self.bytes.resize(len, 0);
         self.unstable.resize(len.div_ceil(SECTOR as usize), 0);
     }
 
-    /// Whether a power cut would leave this range as it is.
+    /// Whether this range would survive a power cut unchanged.
     pub fn is_stable(&self, at: u64, len: u64) -> bool {
         self.unstable[(at / SECTOR) as usize..(at + len).div_ceil(SECTOR) as usize]
             .iter()
             .all(|&write| write == 0)
     }
 
-    /// From now on no operation on this disk completes, and if it is the engine's first, none at all, until they may
-    /// again.
+    /// Switches a hang on or off. During a hang no operation on this disk completes; if it is the engine's first disk,
+    /// no operation of the engine does.
     pub fn hang(&mut self, on: bool) {
         self.hangs = on;
         for wake in &self.wakes {
@@ -155,7 +156,7 @@ impl MemoryDisk {
         }
     }
 
-    /// Cuts the power: of what is not stable, any sector is as it was or as it is now.
+    /// Cuts the power: each sector that is not stable gets its old or its current content.
     pub fn cut_power(&mut self, random: &mut Random) {
         for (at, old) in std::mem::take(&mut self.before) {
             let end = self.bytes.len().min((at + SECTOR) as usize);
@@ -168,19 +169,19 @@ impl MemoryDisk {
         self.unstable.fill(0);
     }
 
-    /// What a power cut may leave of a sector, besides what it is now.
+    /// The old content that a power cut may restore in a sector.
     pub fn before(&self, sector: u64) -> Option<&[u8; SECTOR as usize]> {
         self.before.get(&(sector * SECTOR))
     }
 
-    /// Takes the first failure in a range.
+    /// Removes and returns the first failure in a range.
     pub fn take_failure(&mut self, at: u64, len: u64) -> Option<i32> {
         let is_here = |f: &(u64, u64, i32)| f.0 >= at && f.0 < at + len;
         let place = self.failures.iter().position(is_here)?;
         Some(self.failures.remove(place).2)
     }
 
-    /// What became of the writes up to this number, unless they were written over since.
+    /// Records a flush for the writes up to this number that have not been overwritten since.
     fn flushed(&mut self, up_to: u64, failed: bool) {
         self.flushes[0] += 1;
         self.flushes[1] += u64::from(failed);
@@ -198,7 +199,7 @@ impl MemoryDisk {
         }
     }
 
-    /// Remembers what is about to be overwritten.
+    /// Saves the content that is about to be overwritten.
     fn keep(&mut self, at: u64, len: u64) {
         let first = at / SECTOR;
         for sector in (first..(at + len).div_ceil(SECTOR)).map(|sector| sector * SECTOR) {
@@ -228,10 +229,10 @@ impl MemoryDisk {
     }
 }
 
-/// The number of a write that no flush makes stable any more.
+/// The number of a write that no flush can make stable any more.
 const FORGOTTEN: u64 = u64::MAX;
 
-/// The engine. Its files are its disks, in turn, in the order in which they are attached.
+/// The engine. Attached files are assigned to its disks in turn.
 pub struct Faulty {
     disks: Vec<Arc<Mutex<MemoryDisk>>>,
     faults: Faults,
@@ -242,38 +243,38 @@ pub struct Faulty {
     epoll: OwnedFd,
     watches: Vec<(Token, OwnedFd)>,
     woken: Vec<Token>,
-    /// Nothing is shown before the next push.
+    /// No completion appears before the next push.
     overflowed: bool,
 }
 
-/// What the engine's own wake-up is called.
+/// The token of the engine's own wake-up.
 const UNHUNG: u64 = u64::MAX;
 
 struct Pending {
-    /// Which of the disks it is for.
+    /// The index of the operation's disk.
     disk: usize,
     token: Token,
     due: u64,
     what: What,
 }
 
-/// An [`Op`] without its lifetime, which is the submitter's promise.
+/// An [`Op`] without its lifetime: the submitter guarantees that it stays valid.
 enum What {
     Read(u64, List),
     Write(u64, List, bool),
-    /// With the number of the last write that it makes stable.
+    /// The number of the last write that the flush makes stable.
     Flush(u64),
     Discard(u64, u64, bool),
     WriteZeroes(u64, u64, bool),
 }
 
-/// Segments as io_uring takes them: a single one by value, a longer list by its address.
+/// Segments as io_uring takes them: a single segment by value, a longer list by its address.
 enum List {
     One(Segment),
     Many(*const Segment, usize),
 }
 
-// SAFETY: an operation moves with its engine to the thread that uses it, before any is submitted.
+// SAFETY: an engine moves to the thread that uses it before any operation is submitted.
 unsafe impl Send for List {}
 
 const EINTR: i32 = 4;
@@ -284,18 +285,18 @@ const ENOSPC: i32 = 28;
 const EOPNOTSUPP: i32 = 95;
 
 impl Faulty {
-    /// An engine over `disk`: all files are this one.
+    /// An engine in which every file is on `disk`.
     ///
     /// # Errors
-    /// There is no epoll instance to be had.
+    /// The system cannot create an epoll instance or an event descriptor.
     pub fn new(disk: Arc<Mutex<MemoryDisk>>, faults: Faults, seed: u64) -> io::Result<Self> {
         Self::over(vec![disk], faults, seed)
     }
 
-    /// An engine over several disks, at least one.
+    /// An engine with several disks, at least one.
     ///
     /// # Errors
-    /// There is no epoll instance to be had.
+    /// The system cannot create an epoll instance or an event descriptor.
     pub fn over(disks: Vec<Arc<Mutex<MemoryDisk>>>, faults: Faults, seed: u64) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
@@ -319,7 +320,7 @@ impl Faulty {
         })
     }
 
-    /// Of whatever concerns the engine itself, the first disk tells.
+    /// The first disk, which also controls the engine itself.
     fn disk(&self) -> MutexGuard<'_, MemoryDisk> {
         self.disk_of(0)
     }
@@ -332,7 +333,7 @@ impl Faulty {
         self.disks[number].lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Takes what woke up, waiting for it for ever, or not at all.
+    /// Collects wake-ups, and waits for one if `wait`.
     fn poll(&mut self, wait: bool) -> io::Result<()> {
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
@@ -374,7 +375,7 @@ impl Faulty {
             }
             What::Discard(at, len, stable) => match self.fails(on, *at, *len, &[EIO, EOPNOTSUPP]) {
                 Some(errno) => -errno,
-                // Whether space is given back is the backing's business.
+                // The backing decides whether a discard frees space.
                 None if self.random.below(2) == 0 => 0,
                 None => self.zero(on, *at, *len, *stable),
             },
@@ -458,7 +459,7 @@ impl Faulty {
             }
             let bytes = &mut disk.bytes[place..place + n];
             // SAFETY: the submitter promises that the segment stays valid until the completion is reaped, and `n` bytes
-            // of it are used; the disk's bytes are nobody else's memory.
+            // of it are used; the disk's bytes do not overlap it.
             unsafe {
                 match is_write {
                     true => ptr::copy_nonoverlapping(s.addr as *const u8, bytes.as_mut_ptr(), n),
@@ -488,7 +489,7 @@ impl Faulty {
         let errno = errnos[self.random.below(errnos.len() as u64) as usize];
         let mut disk = self.disk_of(on);
         disk.struck[2] += 1;
-        // Whom the failure of a flush concerns is the submitter's business.
+        // The submitter decides whom a failed flush concerns.
         if len > 0 {
             disk.failures.push((at, len, errno));
         }
@@ -516,7 +517,7 @@ impl Engine for Faulty {
 
     fn watch(&mut self, fd: BorrowedFd<'_>, token: Token) -> io::Result<()> {
         let fd = fd.try_clone_to_owned()?;
-        // Each write to the descriptor is an edge, read or not.
+        // Edge-triggered: each write to the descriptor is an edge, whether or not it is read.
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
         epoll::add(&self.epoll, &fd, epoll::EventData::new_u64(token.0), flags)?;
         self.watches.push((token, fd));
@@ -532,7 +533,7 @@ impl Engine for Faulty {
     }
 
     fn ready(&mut self) -> bool {
-        // Time passes between two looks.
+        // Time passes between two calls.
         self.round += 1;
         let due = || self.pending.iter().any(|p| p.due <= self.round);
         !self.woken.is_empty() || due() && !self.disk().hangs
@@ -593,7 +594,7 @@ impl Engine for Faulty {
             && let Some(next) = self.pending.iter().map(|p| p.due).min()
         {
             self.round = self.round.max(next);
-            // Time in which the guest goes on.
+            // Gives the guest time to run.
             if self.random.below(64) == 0 {
                 std::thread::sleep(Duration::from_micros(100));
             }
@@ -644,17 +645,17 @@ impl List {
     fn segments(&self) -> Vec<Segment> {
         match *self {
             Self::One(segment) => vec![segment],
-            // SAFETY: the submitter promises that a list stays where it is until the completion is reaped.
+            // SAFETY: the submitter promises that the list stays in place until the completion is reaped.
             Self::Many(list, len) => unsafe { std::slice::from_raw_parts(list, len) }.to_vec(),
         }
     }
 }
 
-/// Numbers that depend on nothing but the seed (SplitMix64).
+/// Random numbers that depend only on the seed (SplitMix64).
 pub struct Random(pub u64);
 
 impl Random {
-    /// Any number.
+    /// Returns a random number.
     pub fn any(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -662,22 +663,22 @@ impl Random {
         z ^ z >> 31
     }
 
-    /// A number below `end`, which is not 0.
+    /// Returns a random number below `end`, which must not be 0.
     pub fn below(&mut self, end: u64) -> u64 {
         self.any() % end
     }
 
-    /// Whether something happens that happens `often` in 1000 times.
+    /// Whether an event with a probability of `often` in 1000 occurs.
     pub fn strikes(&mut self, often: u32) -> bool {
         self.below(1000) < u64::from(often)
     }
 
-    /// Whether something happens that happens once in `n` times.
+    /// Whether an event with a probability of 1 in `n` occurs.
     pub fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
 
-    /// A range on sectors inside a disk, as its start and length in bytes; mostly short, often aligned.
+    /// Returns a range of sectors in a disk, as its start and length in bytes; mostly short, often aligned.
     pub fn range(&mut self, size: u64, cluster: u64) -> (u64, u64) {
         let unit = match self.below(4) {
             0 => cluster.min(size),
@@ -691,10 +692,10 @@ impl Random {
     }
 }
 
-/// The seeds to run: the one in the environment, or some from `base` on.
+/// The seeds to run: the one in the environment, otherwise `count` seeds from `base` on.
 ///
 /// # Panics
-/// What is in the environment is no number.
+/// The environment variable is not a number.
 pub fn seeds(base: u64, count: u64) -> Vec<u64> {
     match std::env::var("RINGDISK_TEST_SEED") {
         Ok(seed) => vec![seed.parse().expect("RINGDISK_TEST_SEED is a number")],

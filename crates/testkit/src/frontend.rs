@@ -1,5 +1,5 @@
 //! A vhost-user front-end: the client side of the socket, written from the specification
-//! (<https://qemu.readthedocs.io/en/latest/interop/vhost-user.html>) and sharing nothing with the server.
+//! (<https://qemu.readthedocs.io/en/latest/interop/vhost-user.html>), without code of the server.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -55,7 +55,7 @@ pub mod message {
     pub const REM_MEM_REG: u32 = 38;
     pub const SET_STATUS: u32 = 39;
     pub const GET_STATUS: u32 = 40;
-    /// From the back-end.
+    /// Sent by the back-end.
     pub const BACKEND_CONFIG_CHANGE: u32 = 2;
 }
 
@@ -71,7 +71,7 @@ pub mod protocol {
     pub const RESET_DEVICE: u64 = 1 << 13;
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
     pub const STATUS: u64 = 1 << 16;
-    /// All that this front-end can speak.
+    /// All protocol features that this front-end supports.
     pub const ALL: u64 = MQ
         | LOG_SHMFD
         | REPLY_ACK
@@ -86,29 +86,29 @@ pub mod protocol {
 /// `VHOST_USER_F_PROTOCOL_FEATURES`, a bit of the virtio features.
 pub const F_PROTOCOL_FEATURES: u64 = 1 << 30;
 
-/// `VHOST_F_LOG_ALL`, a bit of the virtio features: all writes to guest memory are marked.
+/// `VHOST_F_LOG_ALL`, a bit of the virtio features: the back-end marks all its writes to guest memory in the log.
 pub const F_LOG_ALL: u64 = 1 << 26;
 
 /// Header flags: version 1.
 pub const VERSION: u32 = 1;
 /// Header flag: this is a reply.
 pub const REPLY: u32 = 1 << 2;
-/// Header flag: the sender wants a reply even where the message has none.
+/// Header flag: the sender wants a reply even to a message without one.
 pub const NEED_REPLY: u32 = 1 << 3;
 
-/// The memory in which a back-end writes down what is in flight ("Inflight description").
+/// The shared memory in which a back-end tracks requests in flight ("Inflight description").
 pub struct Inflight {
-    /// Bytes, offset in the file, number of queues, size of each.
+    /// Size in bytes, offset in the file, number of queues, entries per queue.
     pub description: (u64, u64, u16, u16),
-    /// Holds it.
+    /// The file that contains the region.
     pub file: OwnedFd,
 }
 
 impl Inflight {
-    /// What was answered to GET_INFLIGHT_FD.
+    /// Parses the reply to GET_INFLIGHT_FD.
     ///
     /// # Errors
-    /// It is something else.
+    /// The reply is malformed.
     pub fn from_reply(reply: &[u8], mut fds: Vec<OwnedFd>) -> io::Result<Self> {
         let word = |at: usize| {
             let bytes = reply.get(at..at + 8)?;
@@ -123,7 +123,7 @@ impl Inflight {
         }
     }
 
-    /// A region that the front-end makes itself, as the specification has it.
+    /// A region that the front-end makes itself, as the specification describes.
     pub fn made(queues: u16, queue_size: u16, packed: bool) -> io::Result<Self> {
         let bytes = if packed { 32 } else { 16 };
         let queue = (bytes * (1 + u64::from(queue_size))).next_multiple_of(64);
@@ -136,7 +136,7 @@ impl Inflight {
         })
     }
 
-    /// The description as it is sent.
+    /// The description in the form in which it is sent.
     pub fn payload(description: (u64, u64, u16, u16)) -> Vec<u8> {
         let (size, offset, queues, queue_size) = description;
         let numbers = u64::from(queues) | u64::from(queue_size) << 16;
@@ -145,7 +145,7 @@ impl Inflight {
     }
 }
 
-/// Where the three parts of a split ring lie, as front-end user addresses.
+/// The addresses of the three parts of a split ring, as front-end user addresses.
 #[derive(Clone, Copy, Debug)]
 pub struct RingAddresses {
     /// Descriptor table.
@@ -157,7 +157,7 @@ pub struct RingAddresses {
 }
 
 impl Frontend {
-    /// Connects to a back-end's socket. Every later wait for an answer is bounded to turn hangs into errors.
+    /// Connects to a back-end's socket. Every later wait for a reply is bounded, so that a hang becomes an error.
     pub fn connect(path: impl AsRef<Path>) -> io::Result<Self> {
         let socket = UnixStream::connect(path)?;
         socket.set_read_timeout(Some(Duration::from_secs(30)))?;
@@ -167,7 +167,7 @@ impl Frontend {
         })
     }
 
-    /// Virtio features that the device offers.
+    /// The virtio features that the device offers.
     pub fn features(&mut self) -> io::Result<u64> {
         self.query_u64(message::GET_FEATURES)
     }
@@ -177,12 +177,12 @@ impl Frontend {
         self.command(message::SET_FEATURES, &features.to_ne_bytes(), &[])
     }
 
-    /// Protocol features that the back-end offers.
+    /// The protocol features that the back-end offers.
     pub fn protocol_features(&mut self) -> io::Result<u64> {
         self.query_u64(message::GET_PROTOCOL_FEATURES)
     }
 
-    /// Accepts protocol features; with REPLY_ACK among them, every later command waits for its acknowledgement.
+    /// Accepts protocol features. With REPLY_ACK among them, every later command waits for its acknowledgement.
     pub fn set_protocol_features(&mut self, features: u64) -> io::Result<()> {
         self.command(message::SET_PROTOCOL_FEATURES, &features.to_ne_bytes(), &[])?;
         self.reply_ack = features & protocol::REPLY_ACK != 0;
@@ -194,7 +194,7 @@ impl Frontend {
         self.command(message::SET_OWNER, &[], &[])
     }
 
-    /// Number of queues that the device supports.
+    /// The number of queues that the device supports.
     pub fn queue_num(&mut self) -> io::Result<u64> {
         self.query_u64(message::GET_QUEUE_NUM)
     }
@@ -207,7 +207,7 @@ impl Frontend {
         self.command(message::SET_MEM_TABLE, &payload, &fds)
     }
 
-    /// Hands over the dirty log, all of `log`, and the eventfd that tells that something was marked.
+    /// Sends the dirty log (all of `log`) and the eventfd that signals new marks.
     pub fn set_log(&mut self, log: &Region, event: BorrowedFd) -> io::Result<()> {
         let payload = [log.size, log.mmap_offset].map(u64::to_ne_bytes).concat();
         let (request, len) = (message::SET_LOG_BASE, payload.len() as u32);
@@ -216,7 +216,7 @@ impl Frontend {
         self.command(message::SET_LOG_FD, &[], &[event])
     }
 
-    /// How many regions the back-end can hold.
+    /// The number of regions that the back-end can map.
     pub fn max_mem_slots(&mut self) -> io::Result<u64> {
         self.query_u64(message::GET_MAX_MEM_SLOTS)
     }
@@ -242,7 +242,7 @@ impl Frontend {
         )
     }
 
-    /// Sets where a ring lies.
+    /// Sets the addresses of a ring.
     pub fn set_vring_addr(&mut self, queue: u16, ring: RingAddresses) -> io::Result<()> {
         let mut payload = vring_state(queue, 0);
         [ring.desc, ring.used, ring.avail, 0]
@@ -251,12 +251,12 @@ impl Frontend {
         self.command(message::SET_VRING_ADDR, &payload, &[])
     }
 
-    /// Sets where the device goes on: the next available index, or both positions of a packed ring.
+    /// Sets where the device continues: the next available index, or both positions of a packed ring.
     pub fn set_vring_base(&mut self, queue: u16, base: u32) -> io::Result<()> {
         self.command(message::SET_VRING_BASE, &vring_state(queue, base), &[])
     }
 
-    /// Stops a ring; gives where the device would have gone on.
+    /// Stops a ring, and returns where the device would have continued.
     pub fn vring_base(&mut self, queue: u16) -> io::Result<u32> {
         let reply = self.query(message::GET_VRING_BASE, &vring_state(queue, 0))?;
         let word = |at: usize| {
@@ -272,7 +272,7 @@ impl Frontend {
         }
     }
 
-    /// Hands over the eventfd that tells the device of new buffers.
+    /// Sends the eventfd that signals new buffers to the device.
     pub fn set_vring_kick(&mut self, queue: u16, fd: BorrowedFd) -> io::Result<()> {
         self.command(
             message::SET_VRING_KICK,
@@ -281,7 +281,7 @@ impl Frontend {
         )
     }
 
-    /// Hands over the eventfd that tells the driver of used buffers.
+    /// Sends the eventfd that signals used buffers to the driver.
     pub fn set_vring_call(&mut self, queue: u16, fd: BorrowedFd) -> io::Result<()> {
         self.command(
             message::SET_VRING_CALL,
@@ -290,7 +290,7 @@ impl Frontend {
         )
     }
 
-    /// Hands over the eventfd that tells of a broken ring.
+    /// Sends the eventfd that signals a broken ring.
     pub fn set_vring_err(&mut self, queue: u16, fd: BorrowedFd) -> io::Result<()> {
         self.command(
             message::SET_VRING_ERR,
@@ -314,7 +314,7 @@ impl Frontend {
         payload.resize(12 + len as usize, 0);
         let reply = self.query(message::GET_CONFIG, &payload)?;
         let header = reply.get(..12).map(<[u8]>::to_vec);
-        // The specification has a back-end answer an error with an empty payload.
+        // According to the specification, a back-end reports an error with an empty payload.
         if header != Some(payload[..12].to_vec()) || reply.len() != payload.len() {
             return Err(invalid(format!(
                 "GET_CONFIG of {len} bytes at {offset} answered {reply:x?}"
@@ -329,12 +329,12 @@ impl Frontend {
         self.command(message::SET_CONFIG, &payload, &[])
     }
 
-    /// The device status as the back-end knows it.
+    /// Reads the device status from the back-end.
     pub fn status(&mut self) -> io::Result<u64> {
         self.query_u64(message::GET_STATUS)
     }
 
-    /// Tells the back-end of the device status.
+    /// Sets the device status in the back-end.
     pub fn set_status(&mut self, status: u64) -> io::Result<()> {
         self.command(message::SET_STATUS, &status.to_ne_bytes(), &[])
     }
@@ -344,7 +344,7 @@ impl Frontend {
         self.command(message::RESET_DEVICE, &[], &[])
     }
 
-    /// Asks for memory in which the back-end writes down what is in flight.
+    /// Requests shared memory in which the back-end tracks requests in flight.
     pub fn inflight(&mut self, queues: u16, queue_size: u16) -> io::Result<Inflight> {
         let payload = Inflight::payload((0, 0, queues, queue_size));
         let (request, len) = (message::GET_INFLIGHT_FD, payload.len() as u32);
@@ -353,20 +353,20 @@ impl Frontend {
         Inflight::from_reply(&reply, fds)
     }
 
-    /// Hands this memory to the back-end.
+    /// Sends this memory to the back-end.
     pub fn set_inflight(&mut self, inflight: &Inflight) -> io::Result<()> {
         let payload = Inflight::payload(inflight.description);
         self.command(message::SET_INFLIGHT_FD, &payload, &[inflight.file.as_fd()])
     }
 
-    /// Gives the back-end a channel for its own requests.
+    /// Sends the back-end a channel for its own requests.
     pub fn open_backend_channel(&mut self) -> io::Result<BackendChannel> {
         let (ours, theirs) = UnixStream::pair()?;
         self.command(message::SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()])?;
         Ok(BackendChannel { socket: ours })
     }
 
-    /// Sends a message without an answer of its own, and waits for its acknowledgement if that was negotiated.
+    /// Sends a message that has no reply of its own, and waits for its acknowledgement if that was negotiated.
     pub fn command(&mut self, request: u32, payload: &[u8], fds: &[BorrowedFd]) -> io::Result<()> {
         let flags = VERSION | if self.reply_ack { NEED_REPLY } else { 0 };
         self.send_raw(request, flags, payload.len() as u32, payload, fds)?;
@@ -382,13 +382,13 @@ impl Frontend {
         }
     }
 
-    /// Sends a message and gives the payload of its answer.
+    /// Sends a message, and returns the payload of its reply.
     pub fn query(&mut self, request: u32, payload: &[u8]) -> io::Result<Vec<u8>> {
         self.send_raw(request, VERSION, payload.len() as u32, payload, &[])?;
         self.reply(request)
     }
 
-    /// Sends a header and bytes just as they are given, right or wrong.
+    /// Sends a header and bytes exactly as given, valid or not.
     pub fn send_raw(
         &self,
         request: u32,
@@ -411,7 +411,7 @@ impl Frontend {
         (&self.socket).write_all(&bytes[sent - header.len()..])
     }
 
-    /// Waits for a message of any kind from the back-end; gives its payload.
+    /// Waits for a message of any kind from the back-end, and returns its payload.
     pub fn any_reply(&self) -> io::Result<Vec<u8>> {
         receive(&self.socket).map(|(_, _, payload, _)| payload)
     }
@@ -424,21 +424,21 @@ impl Frontend {
         })?))
     }
 
-    /// Waits for the answer to a message; gives its payload.
+    /// Waits for the reply to a message, and returns its payload.
     ///
     /// # Errors
-    /// It is the answer to another one, or no answer.
+    /// The message that arrives is not the reply, or none arrives.
     pub fn reply(&self, request: u32) -> io::Result<Vec<u8>> {
         self.reply_with_fds(request).map(|(payload, _)| payload)
     }
 
-    /// As [`reply`](Self::reply), with the descriptors that came with it.
+    /// As [`reply`](Self::reply), with the descriptors that arrived with the reply.
     ///
     /// # Errors
-    /// It is the answer to another one, or no answer.
+    /// The message that arrives is not the reply, or none arrives.
     pub fn reply_with_fds(&self, request: u32) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
         let (got, flags, payload, fds) = receive(&self.socket)?;
-        // SPDK takes these flags and no others.
+        // SPDK accepts exactly these flags.
         if got != request || flags != REPLY | VERSION {
             return Err(invalid(format!(
                 "message {request} was answered by message {got} with flags {flags:#x}"
@@ -448,13 +448,13 @@ impl Frontend {
     }
 }
 
-/// The channel on which the back-end sends requests of its own.
+/// The channel on which the back-end sends its own requests.
 pub struct BackendChannel {
     socket: UnixStream,
 }
 
 impl BackendChannel {
-    /// Waits for the next request, acknowledges it if asked, and gives its number and payload.
+    /// Waits for the next request, acknowledges it if requested, and returns its number and payload.
     pub fn next(&mut self, timeout: Duration) -> io::Result<(u32, Vec<u8>)> {
         self.socket.set_read_timeout(Some(timeout))?;
         let (request, flags, payload, _) = receive(&self.socket)?;
@@ -473,7 +473,7 @@ fn receive(socket: &UnixStream) -> io::Result<(u32, u32, Vec<u8>, Vec<OwnedFd>)>
     let got = loop {
         let mut parts = [IoSliceMut::new(&mut header)];
         match recvmsg(socket, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
-            // A process that is stopped and goes on, where there is a time limit (signal(7)).
+            // With a receive timeout, stopping and continuing this process interrupts the call (signal(7)).
             Err(rustix::io::Errno::INTR) => continue,
             result => break result?.bytes,
         }
@@ -520,14 +520,14 @@ fn invalid(what: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
-/// An eventfd as rust-vmm's crates want it: another descriptor of the same.
+/// Converts an eventfd to the type of rust-vmm's crates, with a duplicate of its descriptor.
 pub fn rust_vmm_eventfd(fd: &OwnedFd) -> io::Result<EventFd> {
     let copy = fd.try_clone()?.into_raw_fd();
-    // SAFETY: the copy is open, and nobody else's.
+    // SAFETY: the duplicate is open, and nothing else owns it.
     Ok(unsafe { EventFd::from_raw_fd(copy) })
 }
 
-/// An eventfd as QEMU makes them: it starts at 0 and does not block.
+/// Makes an eventfd as QEMU does: it starts at 0 and is non-blocking.
 pub fn eventfd() -> io::Result<OwnedFd> {
     use rustix::event::EventfdFlags;
     Ok(rustix::event::eventfd(
@@ -536,7 +536,7 @@ pub fn eventfd() -> io::Result<OwnedFd> {
     )?)
 }
 
-/// Waits until an eventfd is signalled and takes the signal, or gives up (false) after `timeout`.
+/// Waits until an eventfd is signalled and resets it; returns false after `timeout`.
 pub fn eventfd_wait(fd: &OwnedFd, timeout: Option<Duration>) -> io::Result<bool> {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     let timeout = timeout.map(|t| Timespec {
@@ -550,7 +550,7 @@ pub fn eventfd_wait(fd: &OwnedFd, timeout: Option<Duration>) -> io::Result<bool>
     Ok(true)
 }
 
-/// Waits for one of several eventfds, and resets those that were written to.
+/// Waits for one of several eventfds, and resets those that were signalled.
 pub fn eventfd_wait_any(fds: &[&OwnedFd]) -> io::Result<()> {
     use rustix::event::{PollFd, PollFlags, poll};
     let mut polled: Vec<_> = fds

@@ -1,4 +1,4 @@
-//! Images of every kind, made by qemu-img and qemu-io.
+//! Images of every kind, made with qemu-img and qemu-io.
 
 use std::path::Path;
 
@@ -7,19 +7,19 @@ use crate::qemu_img as qemu;
 
 /// A kind of image.
 pub struct Variant {
-    /// What to call it.
+    /// The name of the kind.
     pub name: &'static str,
-    /// Options of `qemu-img create`.
+    /// Options for `qemu-img create`.
     options: &'static str,
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     size: u64,
-    /// What it builds on: the options and size of the backing file, bottom last.
+    /// The backing files, as options and size in bytes; the lowest is last.
     backing: &'static [(&'static str, u64)],
-    /// Compressed clusters among the others.
+    /// Some clusters are compressed.
     compressed: bool,
-    /// Internal snapshots, with writes between.
+    /// The image has internal snapshots, with writes between them.
     snapshots: bool,
-    /// Persistent bitmaps.
+    /// The image has persistent bitmaps.
     bitmaps: bool,
 }
 
@@ -33,7 +33,7 @@ const PLAIN: Variant = Variant {
     bitmaps: false,
 };
 
-/// Every kind there is.
+/// All kinds of images.
 pub const ALL: &[Variant] = &[
     Variant {
         name: "default",
@@ -220,32 +220,32 @@ pub const ALL: &[Variant] = &[
 ];
 
 impl Variant {
-    /// It can be made longer.
+    /// Whether the image can be grown.
     pub fn grows(&self) -> bool {
         !(self.snapshots && self.options.contains("0.10"))
     }
 
-    /// With internal snapshots.
+    /// Whether the image has internal snapshots.
     pub fn has_snapshots(&self) -> bool {
         self.snapshots
     }
 
-    /// With persistent bitmaps.
+    /// Whether the image has persistent bitmaps.
     pub fn bitmaps(&self) -> bool {
         self.bitmaps
     }
 
-    /// Guest data and tables are in the same file.
+    /// Whether guest data and tables are in the same file.
     pub fn is_one_file(&self) -> bool {
         !self.is_external()
     }
 
-    /// Its file is small enough to be looked at thousands of times.
+    /// Whether the file is small enough to be read thousands of times.
     pub fn is_small(&self) -> bool {
         self.size <= 2 << 20
     }
 
-    /// The data file is the disk.
+    /// Whether the data file is a raw image of the disk.
     pub fn is_raw_outside(&self) -> bool {
         self.options.contains("data_file_raw=on")
     }
@@ -254,12 +254,12 @@ impl Variant {
         self.options.contains("data_file")
     }
 
-    /// Makes `disk.qcow2` and what it needs in a directory.
+    /// Creates `disk.qcow2`, and the files that it needs, in a directory.
     pub fn make(&self, directory: &Path, seed: u64) {
         self.make_sized(directory, seed, self.size);
     }
 
-    /// The same with a disk of another size.
+    /// As `make`, for a disk of another size.
     ///
     /// # Panics
     /// qemu-img or qemu-io fail.
@@ -314,7 +314,7 @@ fn create(
     qemu::img(directory, &format!("{args} {file} {size}"));
 }
 
-/// Patterns all over the disk.
+/// Writes patterns all over the disk.
 fn write(directory: &Path, file: &str, format: &str, size: u64, random: &mut Random, packed: bool) {
     let mut commands = Vec::new();
     for number in 0..12 {
@@ -328,13 +328,13 @@ fn write(directory: &Path, file: &str, format: &str, size: u64, random: &mut Ran
     }
     qemu::io(directory, file, &["-f", format, "-d", "unmap"], &commands);
     if packed {
-        // Whole clusters, each by itself.
+        // Each command writes a whole cluster.
         let cluster = cluster_of(directory, file);
         let mut commands = Vec::new();
         for _ in 0..6 {
             let at = random.below(size / cluster) * cluster;
             let len = cluster.min(size - at);
-            // Only what is not allocated can be written compressed.
+            // A cluster can only be written compressed if it is not allocated.
             commands.push(format!("discard {at} {len}"));
             commands.push(format!("write -c -P {} {at} {len}", 1 + random.below(250)));
         }

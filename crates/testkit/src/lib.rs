@@ -1,5 +1,5 @@
-//! What the tests and the bench drive a disk with: a vhost-user front-end and a virtio-blk driver of our own, written
-//! from the specifications and not from the server, so that a mistake in one is not shared by the other.
+//! Tools for tests and benchmarks: a vhost-user front-end and a virtio-blk driver, written from the specifications and
+//! not from the server, so that both sides do not share a mistake.
 
 pub mod ceph;
 pub mod chain;

@@ -1,4 +1,4 @@
-//! A load that verifies all that it reads, over whatever becomes of the server meanwhile.
+//! A load that verifies everything it reads, whatever happens to the server meanwhile.
 
 use std::io;
 use std::ops::RangeInclusive;
@@ -10,56 +10,55 @@ use crate::faulty::Random;
 
 const OK: u8 = 0;
 
-/// Sectors of a block.
+/// The sectors of a block.
 pub const SECTORS: u64 = 8;
 
-/// Bytes of a block.
+/// The bytes of a block.
 pub const BLOCK: usize = 512 * SECTORS as usize;
 
-/// Bytes that differ from sector to sector and within one.
+/// Bytes that differ from sector to sector and within a sector.
 pub fn content(sector: u64, len: usize) -> Vec<u8> {
     let words =
         (0..len as u64 / 8).map(|i| (sector * 64 + i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     words.flat_map(u64::to_le_bytes).collect()
 }
 
-/// What a block holds.
+/// The content of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Held {
-    /// [`content`] of its sector, as in a fresh disk of a test.
+    /// [`content`] of its sector, as in a new disk of a test.
     Content,
     /// Zeroes.
     Zeroes,
-    /// What the write with this number put there.
+    /// The content that the write with this number wrote.
     Written(u64),
-    /// Not known: a change of it failed.
+    /// Unknown: a change of the block failed.
     Unknown,
 }
 
-/// Requests of one queue, each on a block that no other slot touches while it is in flight, so that it is known what a
-/// read must find.
+/// Requests of one queue. A block has at most one request in flight, so that the load knows what a read must return.
 pub struct Load {
     held: Vec<Held>,
-    /// What all blocks held at first.
+    /// The initial content of all blocks.
     first: Held,
-    /// Blocks, and what was to be there, in the order in which that was asked for.
+    /// Blocks and their new content, in the order in which the changes were submitted.
     changes: Vec<(usize, Held)>,
-    /// What each slot is doing: the block, what it will hold if that changes, and since when.
+    /// The request of each slot: the block, its new content if the request changes it, and the time of submission.
     doing: Vec<Option<(usize, Option<Held>, Instant)>>,
     first_block: usize,
     zeroes: bool,
     count: u64,
-    /// Requests may fail: of a block whose change did, nothing is known before the next one.
+    /// Requests may fail. After a failed change, the content of the block is unknown until the next one.
     pub may_fail: bool,
-    /// Requests that have completed.
+    /// Completed requests.
     pub completed: u64,
-    /// How long the longest of them took.
+    /// The duration of the longest request.
     pub longest: Duration,
 }
 
 impl Load {
-    /// For so many blocks, of which all hold the same kind of thing. With `zeroes`, ranges are also given up and read as
-    /// zeroes.
+    /// Makes a load for `blocks` blocks, all with the same kind of content. With `zeroes`, it also sends write-zeroes
+    /// requests that may unmap.
     pub fn new(queue: &Queue, first_block: usize, blocks: usize, held: Held, zeroes: bool) -> Self {
         Self {
             held: vec![held; blocks],
@@ -75,7 +74,7 @@ impl Load {
         }
     }
 
-    /// One for each queue of a device, side by side.
+    /// Makes a load for each queue of a device, each with its own blocks.
     pub fn all(device: &Device, blocks: usize, held: Held, zeroes: bool) -> Vec<Self> {
         let queues = device.queues.iter().enumerate();
         queues
@@ -101,7 +100,7 @@ impl Load {
         held == Held::Unknown || found == self.bytes(block, held)
     }
 
-    /// Gives every free slot something to do.
+    /// Submits a request in every free slot.
     pub fn fill(&mut self, queue: &mut Queue, random: &mut Random) {
         let mut ready = Vec::new();
         for slot in 0..self.doing.len() {
@@ -134,7 +133,8 @@ impl Load {
         queue.submit(&ready);
     }
 
-    /// Takes what has completed; panics if a read finds what it must not, or something completes that was not in flight.
+    /// Handles completed requests. Panics if a read returned unexpected data, or if a request that was not in flight
+    /// completes.
     pub fn take(&mut self, queue: &mut Queue) {
         let mut done = Vec::new();
         queue.poll(|slot, status| done.push((slot, status)));
@@ -167,7 +167,7 @@ impl Load {
         }
     }
 
-    /// Keeps queues busy for so long.
+    /// Keeps the queues busy for this long.
     pub fn run(loads: &mut [Self], device: &mut Device, random: &mut Random, length: Duration) {
         let start = Instant::now();
         while start.elapsed() < length {
@@ -190,18 +190,19 @@ impl Load {
         }
     }
 
-    /// How many requests are in flight.
+    /// The number of requests in flight.
     pub fn in_flight(&self) -> usize {
         self.doing.iter().flatten().count()
     }
 
-    /// How many changes it has asked for.
+    /// The number of changes submitted so far.
     pub fn changes(&self) -> usize {
         self.changes.len()
     }
 
-    /// Finds out of which moment a raw file is, or an image converted to one: after how many of the changes, of those that
-    /// may be. A queue's requests are taken in turn, so that there is one if the disk was stopped and copied then.
+    /// Finds the moment that a raw file, or an image converted to one, shows: the number of changes that it contains,
+    /// among the `possible` ones. The device takes a queue's requests in order, so such a moment exists if the disk was
+    /// stopped and then copied.
     ///
     /// # Errors
     /// The file cannot be read.
@@ -233,7 +234,7 @@ impl Load {
         Ok(None)
     }
 
-    /// Compares a raw file, or an image converted to one, with what the disk must hold.
+    /// Compares a raw file, or an image converted to one, with the content that the disk must have.
     ///
     /// # Errors
     /// The file cannot be read.

@@ -1,5 +1,5 @@
-//! Guest memory: memfd regions whose guest-physical, front-end user and local mapped addresses all differ, so that a
-//! device which mixes them up reads nonsense or faults instead of working by luck.
+//! Guest memory: memfd regions whose guest-physical, front-end user and local mapped addresses all differ. A device
+//! that confuses them reads garbage or faults, and cannot work by luck.
 
 use std::fs::{self, File};
 use std::io;
@@ -11,20 +11,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-/// The guest's memory, as a list of regions. Every region may be announced to the device or kept back.
+/// The guest's memory: a list of regions. A test may announce a region to the device or not.
 pub struct Memory {
     regions: Vec<Region>,
 }
 
-/// One stretch of guest-physical addresses, backed by a memfd of its own.
+/// A range of guest-physical addresses, backed by its own memfd.
 pub struct Region {
-    /// First guest-physical address.
+    /// The first guest-physical address.
     pub gpa: u64,
     /// Length in bytes.
     pub size: u64,
-    /// What the front-end claims to be its own address of this region. Nothing is mapped there.
+    /// The front-end's user address of the region, as the device is told. Nothing is mapped there.
     pub user: u64,
-    /// Where in the memfd the region starts; not 0 unless that is asked for, so that a device which ignores it is caught.
+    /// The offset of the region in the memfd. It is 0 only if a test asks for that, so that a device that ignores it is
+    /// caught.
     pub mmap_offset: u64,
     /// The memfd.
     pub file: OwnedFd,
@@ -32,9 +33,9 @@ pub struct Region {
     allocated: AtomicU64,
 }
 
-// SAFETY: `mapped` is owned by the region until it drops, and all access to it goes through raw pointers or atomics.
+// SAFETY: the region owns `mapped` until it drops, and all access to it uses raw pointers or atomics.
 unsafe impl Send for Region {}
-// SAFETY: as above; the bytes are shared with the device anyway, so nothing assumes exclusive access to them.
+// SAFETY: as above; the device shares the bytes anyway, so nothing assumes exclusive access to them.
 unsafe impl Sync for Region {}
 
 impl Memory {
@@ -43,7 +44,7 @@ impl Memory {
         Self::with_offsets(layout, 0x1_0000)
     }
 
-    /// The same where the first region begins at `offset` in its file, the second at twice that, and so on.
+    /// As `new`; the first region begins at `offset` in its file, the second at twice that, and so on.
     pub fn with_offsets(layout: &[(u64, u64)], offset: u64) -> io::Result<Self> {
         let regions = layout
             .iter()
@@ -54,7 +55,7 @@ impl Memory {
         })
     }
 
-    /// The regions in the order of `new`.
+    /// The regions, in the order of `new`.
     pub fn regions(&self) -> &[Region] {
         &self.regions
     }
@@ -65,18 +66,18 @@ impl Memory {
         region.user + (gpa - region.gpa)
     }
 
-    /// Where `len` bytes at `gpa` are mapped here. They must lie in one region.
+    /// The local address of `len` bytes at `gpa`, which must be in one region.
     pub fn ptr(&self, gpa: u64, len: usize) -> *mut u8 {
         let region = self.region(gpa);
         assert!(
             len as u64 <= region.end() - gpa,
             "{len} bytes at {gpa:#x} leave their region"
         );
-        // SAFETY: the offset was just checked to lie inside the mapping.
+        // SAFETY: the offset is inside the mapping, as just checked.
         unsafe { region.mapped.add((gpa - region.gpa) as usize) }
     }
 
-    /// Copies into guest memory, over region borders where regions are adjacent.
+    /// Copies to guest memory, across the border of adjacent regions if necessary.
     pub fn write(&self, gpa: u64, bytes: &[u8]) {
         self.pieces(gpa, bytes.len(), |at, range| {
             let source = &bytes[range];
@@ -85,7 +86,7 @@ impl Memory {
         });
     }
 
-    /// Copies out of guest memory, over region borders where regions are adjacent.
+    /// Copies from guest memory, across the border of adjacent regions if necessary.
     pub fn read(&self, gpa: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.pieces(gpa, len, |at, range| {
@@ -121,7 +122,7 @@ impl Region {
         ftruncate(&file, mmap_offset + size)?;
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a fresh mapping at an address of the kernel's choice touches nothing that exists.
+        // SAFETY: a new mapping at an address that the kernel chooses does not overlap an existing one.
         let mapped = unsafe {
             mmap(
                 ptr::null_mut(),
@@ -144,12 +145,12 @@ impl Region {
         })
     }
 
-    /// One past the last guest-physical address.
+    /// The guest-physical address after the last byte.
     pub fn end(&self) -> u64 {
         self.gpa + self.size
     }
 
-    /// Takes `len` bytes that nothing else uses, aligned to the power of two `align`; they are never given back.
+    /// Allocates `len` unused bytes, aligned to the power of two `align`. They are never freed.
     pub fn alloc(&self, len: u64, align: u64) -> u64 {
         let mut got = 0;
         let next = |used: u64| {
@@ -166,27 +167,27 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new` with this size; nobody outlives the region with a pointer into it.
+        // SAFETY: `new` made the mapping with this size; no pointer into the region is used after its drop.
         let _ = unsafe { munmap(self.mapped.cast(), self.size as usize) };
     }
 }
 
-/// Huge pages of the default size, reserved for a test until dropped.
+/// Huge pages of the default size, reserved for a test until this is dropped.
 pub struct HugePages {
-    /// Locked, so that no other test reserves meanwhile.
+    /// The kernel's setting, locked so that no other test changes it meanwhile.
     count: File,
     before: u64,
-    /// Bytes of one.
+    /// The size of a huge page in bytes.
     pub page: u64,
 }
 
 impl HugePages {
     const COUNT: &str = "/proc/sys/vm/nr_hugepages";
 
-    /// Reserves huge pages for at least `bytes`, or says why it cannot be done here.
+    /// Reserves huge pages for at least `bytes`.
     ///
     /// # Errors
-    /// This user may not, or memory has no such pages left.
+    /// A sentence that says why not: this user may not, or memory has no such pages left.
     pub fn reserve(bytes: u64) -> Result<Self, String> {
         let info = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let field = |name: &str| {
@@ -219,7 +220,7 @@ impl HugePages {
     }
 
     fn set(&self, pages: u64) -> Result<(), String> {
-        // Only what is written to the beginning counts.
+        // The kernel only accepts writes at the beginning.
         self.count
             .write_all_at(pages.to_string().as_bytes(), 0)
             .map_err(|e| format!("{}: {e}", Self::COUNT))

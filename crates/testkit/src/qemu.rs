@@ -1,4 +1,4 @@
-//! The QEMU of several Debian releases, each [unpacked](crate::unpacked) in the cache with its libraries, modules and
+//! QEMU from several Debian releases, each [unpacked](crate::unpacked) in the cache with its libraries, modules and
 //! firmware.
 
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use anyhow::Result;
 
 use crate::unpacked::Unpacked;
 
-/// What it is called in the cache.
+/// The name of QEMU in the cache.
 pub const PRODUCT: &str = "qemu";
 
 /// The releases that the tests run on, oldest QEMU first.
@@ -31,10 +31,10 @@ pub struct Release {
 }
 
 impl Release {
-    /// The release with this name.
+    /// Finds the release with this name.
     ///
     /// # Errors
-    /// It is not in the cache. The message says how to fetch it.
+    /// The release is not in the cache. The message says how to fetch it.
     pub fn find(name: &str) -> Result<Self> {
         let Unpacked {
             version,
@@ -54,12 +54,12 @@ impl Release {
         self.programs().join(name)
     }
 
-    /// The folder of the programs, to be put in front of `PATH`.
+    /// The folder of the programs, for the front of `PATH`.
     pub fn programs(&self) -> PathBuf {
         self.folder.join("bin")
     }
 
-    /// OVMF for guests without secure boot: the code, and a template of its variables, which a guest writes to.
+    /// OVMF for guests without secure boot: the code, and a template of the variables, to which a guest writes.
     pub fn ovmf(&self) -> [PathBuf; 2] {
         let files = ["OVMF_CODE_4M.fd", "OVMF_VARS_4M.fd"];
         files.map(|file| self.folder.join("root/usr/share/OVMF").join(file))

@@ -1,4 +1,4 @@
-//! qemu-img, which says what is right.
+//! qemu-img and qemu-io, the reference for what is correct.
 
 use std::ops::Range;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::process::Command;
 
 use serde::Deserialize;
 
-/// Whether qemu-img is there; says so for the test if not.
+/// Whether qemu-img is installed; if not, prints that the test is skipped.
 pub fn is_there(test: &str) -> bool {
     let found = Command::new("qemu-img").arg("--version").output();
     let found = found.is_ok_and(|output| output.status.success());
@@ -26,14 +26,14 @@ fn command(program: &str, args: &[&str], directory: &Path) -> (Option<i32>, Stri
     (output.status.code(), text.into_owned())
 }
 
-/// `qemu-img` with these words, in this directory.
+/// Runs `qemu-img` with these words as arguments, in this directory.
 pub fn img(directory: &Path, args: &str) {
     let args: Vec<&str> = args.split_whitespace().collect();
     let (code, text) = command("qemu-img", &args, directory);
     assert_eq!(code, Some(0), "qemu-img {args:?}: {text}");
 }
 
-/// `qemu-io` on a file, one command each.
+/// Runs `qemu-io` on a file with these commands.
 pub fn io(directory: &Path, file: &str, options: &[&str], commands: &[String]) {
     let mut args = options.to_vec();
     args.push(file);
@@ -44,7 +44,7 @@ pub fn io(directory: &Path, file: &str, options: &[&str], commands: &[String]) {
     assert_eq!(code, Some(0), "qemu-io {args:?}: {text}");
 }
 
-/// Asserts that QEMU, which asks for the lock of a file to write to it, is refused that.
+/// Asserts that QEMU is refused the lock that it needs to write to a file.
 pub fn is_locked(directory: &Path, file: &str, format: &str) {
     let args = ["-f", format, file, "-c", "write -q 0 512"];
     let (code, text) = command("qemu-io", &args, directory);
@@ -59,12 +59,12 @@ pub fn check(directory: &Path, file: &str, leaks: bool) {
     assert!(fine, "qemu-img check {file}: {code:?} {text}");
 }
 
-/// The code that `qemu-img check` ends with.
+/// The exit status of `qemu-img check`.
 pub fn check_code(directory: &Path, file: &str) -> Option<i32> {
     command("qemu-img", &["check", "-f", "qcow2", file], directory).0
 }
 
-/// The content of a disk, as qemu-img sees it.
+/// The content of a disk, as qemu-img reads it.
 pub fn content(directory: &Path, file: &str, format: &str) -> Vec<u8> {
     img(
         directory,
@@ -76,7 +76,7 @@ pub fn content(directory: &Path, file: &str, format: &str) -> Vec<u8> {
     content
 }
 
-/// The ranges of a disk that are data in this image itself, not in what it builds on.
+/// The ranges of a disk that are data in this image itself, not in its backing files.
 pub fn data(directory: &Path, file: &str) -> Vec<Range<u64>> {
     #[derive(Deserialize)]
     struct Extent {

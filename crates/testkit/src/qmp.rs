@@ -7,18 +7,18 @@ use anyhow::{Result, ensure};
 
 use crate::vm::cache_dir;
 
-/// The package, in the version that the tests were written for.
+/// The package, in the version for which the tests were written.
 pub const PACKAGE: &str = "qemu.qmp==0.0.6";
 
-/// Where the virtual environment lies; another version gets another one.
+/// The folder of the virtual environment; each version of the package has its own.
 pub fn environment() -> PathBuf {
     cache_dir().join("python").join(PACKAGE)
 }
 
-/// A Python that has the package.
+/// A Python interpreter that has the package.
 ///
 /// # Errors
-/// There is none; `cargo xtask install` makes it.
+/// There is none; `cargo xtask install` makes one.
 pub fn python() -> Result<PathBuf> {
     let python = environment().join("bin/python3");
     let mut import = Command::new(&python);

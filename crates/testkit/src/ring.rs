@@ -1,7 +1,7 @@
-//! The driver's side of a virtqueue, split or packed, with no opinion on what is put into it: hostile tests write nonsense
-//! through the same calls that the driver uses.
+//! The driver's side of a virtqueue, split or packed. It does not check what is written to the ring: hostile tests
+//! write invalid data through the same calls that the driver uses.
 //!
-//! Descriptors are those of a split ring, linked by index, whatever the kind: what drives the one drives the other.
+//! Callers always use descriptors of a split ring, linked by index, so that the same code drives both kinds.
 
 mod packed;
 mod split;
@@ -17,7 +17,7 @@ use crate::memory::{Memory, Region};
 pub use packed::{PackedDesc, PackedRing};
 pub use split::SplitRing;
 
-/// A descriptor (virtio 1.3 §2.7.5), as it lies in memory.
+/// A descriptor (virtio 1.3 §2.7.5), with its layout in memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Desc {
@@ -27,7 +27,7 @@ pub struct Desc {
     pub len: u32,
     /// `NEXT`, `WRITE`, `INDIRECT`.
     pub flags: u16,
-    /// The next descriptor, if `NEXT`.
+    /// The index of the next descriptor, if `NEXT` is set.
     pub next: u16,
 }
 
@@ -49,13 +49,13 @@ impl Desc {
     }
 }
 
-/// What the device says of a chain that it is done with.
+/// The device's report of a completed chain.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Used {
     /// Head of the chain.
     pub id: u32,
-    /// How many bytes the device says it wrote.
+    /// The number of bytes that the device claims to have written.
     pub len: u32,
 }
 
@@ -65,11 +65,11 @@ pub struct Ring {
     pub size: u16,
     /// Whether EVENT_IDX was negotiated.
     pub event_idx: bool,
-    /// Tells the device of new buffers.
+    /// Signals new buffers to the device.
     pub kick: OwnedFd,
-    /// Tells the driver of used buffers.
+    /// Signals used buffers to the driver.
     pub call: OwnedFd,
-    /// Tells the driver that the ring is broken.
+    /// Signals a broken ring to the driver.
     pub err: OwnedFd,
     kind: Kind,
     guest_addresses: RingAddresses,
@@ -81,7 +81,7 @@ enum Kind {
     Packed(PackedRing),
 }
 
-// SAFETY: the pointers lead into guest memory, which `_memory` keeps mapped and which is Sync.
+// SAFETY: the pointers point into guest memory, which `_memory` keeps mapped and which is Sync.
 unsafe impl Send for Ring {}
 
 impl Ring {
@@ -126,17 +126,18 @@ impl Ring {
         })
     }
 
-    /// Where the ring lies, guest-physical.
+    /// The guest-physical addresses of the ring.
     pub fn guest_addresses(&self) -> RingAddresses {
         self.guest_addresses
     }
 
-    /// Whether it is packed.
+    /// Whether the ring is packed.
     pub fn is_packed(&self) -> bool {
         matches!(self.kind, Kind::Packed(_))
     }
 
-    /// The bytes of a descriptor in an indirect table. In one of a packed ring, they follow one another unlinked.
+    /// The bytes of a descriptor in an indirect table. In a table of a packed ring, descriptors follow one another
+    /// without links.
     pub fn table_bytes(&self, desc: &Desc) -> [u8; 16] {
         match self.kind {
             Kind::Split(_) => desc.bytes(),
@@ -150,7 +151,7 @@ impl Ring {
         }
     }
 
-    /// Where a driver begins.
+    /// The base with which a driver starts.
     pub fn first_base(&self) -> u16 {
         match self.kind {
             Kind::Split(_) => 0,
@@ -158,7 +159,7 @@ impl Ring {
         }
     }
 
-    /// What SET_VRING_BASE says for a ring on which nothing is in flight.
+    /// The value for SET_VRING_BASE if nothing is in flight.
     pub fn base_word(&self, base: u16) -> u32 {
         match self.kind {
             Kind::Split(_) => u32::from(base),
@@ -166,8 +167,8 @@ impl Ring {
         }
     }
 
-    /// What SET_VRING_BASE says after the device has died, with or without requests in flight: all that a front-end
-    /// then knows.
+    /// The value for SET_VRING_BASE after the device has died, whether or not requests are in flight: it contains all
+    /// that a front-end then knows.
     pub fn base_after_death(&self) -> u32 {
         match &self.kind {
             Kind::Split(ring) => u32::from(ring.device_used_idx()),
@@ -175,7 +176,7 @@ impl Ring {
         }
     }
 
-    /// Where the driver makes the next chain available: an index, or a position with the wrap counter on top.
+    /// Where the driver makes the next chain available: an index, or a position with the wrap counter in the top bit.
     pub fn avail_idx(&self) -> u16 {
         match &self.kind {
             Kind::Split(ring) => ring.avail_idx(),
@@ -183,10 +184,10 @@ impl Ring {
         }
     }
 
-    /// The split ring itself.
+    /// Access to the split ring.
     ///
     /// # Panics
-    /// If it is packed.
+    /// The ring is packed.
     pub fn as_split(&mut self) -> &mut SplitRing {
         match &mut self.kind {
             Kind::Split(ring) => ring,
@@ -194,10 +195,10 @@ impl Ring {
         }
     }
 
-    /// The packed ring itself.
+    /// Access to the packed ring.
     ///
     /// # Panics
-    /// If it is split.
+    /// The ring is split.
     pub fn as_packed(&mut self) -> &mut PackedRing {
         match &mut self.kind {
             Kind::Split(_) => panic!("the ring is split"),
@@ -205,8 +206,8 @@ impl Ring {
         }
     }
 
-    /// Begins at `base`, or goes on there after `GET_VRING_BASE`, and makes the ring in memory as if nothing had been in
-    /// flight when it got there: the first publication kicks.
+    /// Starts at `base`, or continues there after `GET_VRING_BASE`, and initialises the ring in memory as if nothing
+    /// had been in flight at that point: the first publication kicks.
     pub fn restart(&mut self, base: u16) {
         match &mut self.kind {
             Kind::Split(ring) => ring.restart(base),
@@ -225,7 +226,7 @@ impl Ring {
         }
     }
 
-    /// Makes the chains with these heads available, and kicks the device if it asks for it.
+    /// Makes the chains with these heads available, and kicks the device if it wants that.
     #[inline]
     pub fn publish(&mut self, heads: impl IntoIterator<Item = u16>) {
         let wants_kick = match &mut self.kind {
@@ -237,14 +238,15 @@ impl Ring {
         }
     }
 
-    /// Moves the available index of a split ring on by `count` without writing heads, and kicks if asked to.
+    /// Advances the available index of a split ring by `count` without writing heads, and kicks the device if it wants
+    /// that.
     pub fn publish_jump(&mut self, count: u16) {
         if self.as_split().publish_jump(count) {
             self.kick();
         }
     }
 
-    /// Kicks the device, asked for or not.
+    /// Kicks the device, whether or not it wants that.
     pub fn kick(&self) {
         rustix::io::write(&self.kick, &1u64.to_ne_bytes()).expect("an eventfd takes 2^64 kicks");
     }
@@ -258,7 +260,7 @@ impl Ring {
         }
     }
 
-    /// Takes all that the device has used. Gives the number.
+    /// Takes all used buffers. Returns their number.
     #[inline]
     pub fn take_used(&mut self, taken: impl FnMut(Used)) -> usize {
         match &mut self.kind {
@@ -267,7 +269,7 @@ impl Ring {
         }
     }
 
-    /// Takes one chain that the device has used, waiting for it until `timeout`.
+    /// Takes one used chain; waits for it for at most `timeout`.
     pub fn next_used(&mut self, timeout: Duration) -> Option<Used> {
         self.wait_timeout(timeout).then(|| match &mut self.kind {
             Kind::Split(ring) => ring.take_one(),
@@ -284,7 +286,8 @@ impl Ring {
         self.want_calls(false);
     }
 
-    /// Like `wait`, but until `deadline` at most (false). Calls stay wanted then, as in a guest that does something else.
+    /// As `wait`, but until `deadline` at most (false). Calls then stay enabled, as in a guest that does something
+    /// else.
     pub fn wait_until(&mut self, deadline: Instant) -> bool {
         self.want_calls(true);
         while !self.has_used() {
@@ -298,7 +301,7 @@ impl Ring {
         true
     }
 
-    /// Sleeps on the call eventfds of all `rings` until the device has used a buffer of one.
+    /// Sleeps on the call eventfds of all `rings` until the device has used a buffer of one of them.
     pub fn wait_any<'a>(rings: impl Iterator<Item = &'a mut Self>) {
         let mut rings: Vec<_> = rings.collect();
         rings.iter_mut().for_each(|ring| ring.want_calls(true));
@@ -309,12 +312,12 @@ impl Ring {
         rings.iter_mut().for_each(|ring| ring.want_calls(false));
     }
 
-    /// Like `wait`, but gives up (false) when no call has come for `timeout`.
+    /// As `wait`, but returns false if no call has arrived for `timeout`.
     pub fn wait_timeout(&mut self, timeout: Duration) -> bool {
         self.want_calls(true);
         while !self.has_used() {
             if !eventfd_wait(&self.call, Some(timeout)).expect("the call eventfd is readable") {
-                // Not `has_used()`: buffers that came without the call they were asked for are a lost interrupt.
+                // Do not check `has_used()` again: used buffers without the requested call are a lost interrupt.
                 return false;
             }
         }
@@ -322,7 +325,7 @@ impl Ring {
         true
     }
 
-    /// Asks for a call at the next used buffer, or for none.
+    /// Enables or disables the call for the next used buffer.
     fn want_calls(&mut self, wanted: bool) {
         match &mut self.kind {
             Kind::Split(ring) => ring.want_calls(wanted),
@@ -330,7 +333,7 @@ impl Ring {
         }
     }
 
-    /// Whether the device has signalled the error eventfd, waiting for it until `timeout`.
+    /// Whether the device signals the error eventfd within `timeout`.
     pub fn broken(&self, timeout: Duration) -> bool {
         eventfd_wait(&self.err, Some(timeout)).expect("the err eventfd is readable")
     }

@@ -1,4 +1,4 @@
-//! Servers under test as child processes: ringdisk, and qemu-storage-daemon with the same disk to compare with.
+//! Servers under test as child processes: ringdisk, and qemu-storage-daemon with the same disk for comparison.
 
 use std::ffi::OsStr;
 use std::io::{self, BufRead, BufReader, Read};
@@ -12,36 +12,37 @@ use serde_json::Value;
 
 use crate::driver::HANG;
 
-/// A running vhost-user-blk server. Killed on drop.
+/// A running vhost-user-blk server. Dropping this kills it.
 pub struct Server {
     child: Child,
-    /// One socket per disk.
+    /// The sockets, one per disk.
     pub sockets: Vec<PathBuf>,
-    /// What ringdisk printed when it became ready; null for qemu-storage-daemon.
+    /// ringdisk's message that it is ready; null for qemu-storage-daemon.
     pub ready: Value,
     log: Arc<Mutex<String>>,
 }
 
-/// CPU time that a process has used.
+/// The CPU time of a process.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuTime {
-    /// All of it, with threads that have ended and io_uring's workers, to the nanosecond.
+    /// All CPU time, including ended threads and io_uring's workers; exact to the nanosecond.
     pub total: Duration,
-    /// The part in user mode; the kernel's estimate.
+    /// The part in user mode, as the kernel estimates it.
     pub user: Duration,
-    /// The part in the kernel; the kernel's estimate.
+    /// The part in the kernel, as the kernel estimates it.
     pub system: Duration,
 }
 
 impl Server {
-    /// Starts `ringdisk serve --json ARGS...` and waits until its sockets accept.
+    /// Starts `ringdisk serve --json ARGS...`, and waits until its sockets accept connections.
     pub fn ringdisk<S: AsRef<OsStr>>(binary: impl AsRef<OsStr>, args: &[S]) -> io::Result<Self> {
         let mut command = Command::new(binary);
         command.args(["serve", "--json"]).args(args);
         Self::ringdisk_command(command)
     }
 
-    /// Like `ringdisk`, with a command line (say, under `taskset`) that ends in what `serve --json` needs.
+    /// As `ringdisk`, with a complete command, for example under `taskset`, that ends in the arguments of `serve
+    /// --json`.
     pub fn ringdisk_command(mut command: Command) -> io::Result<Self> {
         let mut child = command
             .stdin(Stdio::null())
@@ -78,14 +79,14 @@ impl Server {
         Ok(server)
     }
 
-    /// Starts qemu-storage-daemon with one block node, given in `--blockdev` syntax without its name, say
-    /// `driver=file,filename=disk.raw,aio=io_uring,cache.direct=on`, in an I/O thread of its own, behind `socket`.
+    /// Starts qemu-storage-daemon on `socket`, with one block node in an I/O thread of its own. The node is given in
+    /// `--blockdev` syntax without its name, for example `driver=file,filename=disk.raw,aio=io_uring,cache.direct=on`.
     pub fn qemu(blockdev: &str, socket: &Path, queues: u16) -> io::Result<Self> {
         let mut command = Command::new("qemu-storage-daemon");
         Self::qemu_command(&mut command, blockdev, socket, queues)
     }
 
-    /// Like `qemu`, appended to a command line (say, `taskset -c 0 qemu-storage-daemon`).
+    /// As `qemu`, appended to a command (for example `taskset -c 0 qemu-storage-daemon`).
     pub fn qemu_command(
         command: &mut Command,
         blockdev: &str,
@@ -121,7 +122,7 @@ impl Server {
             ready: Value::Null,
             log,
         };
-        // The pid file is written when the exports listen.
+        // The daemon writes the pid file when its exports listen.
         while !pidfile.exists() {
             if let Some(status) = server.child.try_wait()? {
                 return Err(io::Error::other(format!(
@@ -139,24 +140,24 @@ impl Server {
         &self.sockets[0]
     }
 
-    /// The process.
+    /// The process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Sends a signal.
+    /// Sends a signal to the process.
     pub fn signal(&self, signal: Signal) {
         kill_process(self.rustix_pid(), signal)
             .expect("the server is our child and not waited for");
     }
 
-    /// Asks the server to end (SIGTERM), and waits until it has, but not for ever.
+    /// Sends SIGTERM, and waits for the end of the process for a limited time.
     pub fn terminate(&mut self) -> io::Result<ExitStatus> {
         self.signal(Signal::TERM);
         self.ended()
     }
 
-    /// Waits until a server that was asked to end has done so, but not for ever.
+    /// Waits for the end of a server that was asked to end, for a limited time.
     pub fn ended(&mut self) -> io::Result<ExitStatus> {
         let deadline = Instant::now() + HANG;
         while Instant::now() < deadline {
@@ -177,16 +178,16 @@ impl Server {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// What has been read of the server's stderr. A line that was written just now may be missing: see [`Self::logged`].
-    /// All of it is there when the server has ended.
+    /// The part of the server's stderr that has been read. A line that was just written may be missing: see
+    /// [`Self::logged`]. The log is complete when the server has ended.
     pub fn log(&self) -> String {
         self.log.lock().expect("no panic while logging").clone()
     }
 
-    /// Waits for a line of the log with all these `parts`, and gives it.
+    /// Waits for a line of the log that contains all `parts`, and returns it.
     ///
     /// # Panics
-    /// If none comes.
+    /// No such line appears.
     #[track_caller]
     pub fn logged(&self, parts: &[&str]) -> String {
         let deadline = Instant::now() + HANG;
@@ -201,10 +202,10 @@ impl Server {
         }
     }
 
-    /// CPU time used so far.
+    /// The CPU time used so far.
     pub fn cpu_time(&self) -> io::Result<CpuTime> {
         let total = process_clock(self.pid())?;
-        // Fields 14 and 15, counted behind the parenthesised command name, which may contain anything.
+        // Fields 14 and 15. Count after the parenthesis of the command name, which may contain anything.
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid()))?;
         let mut fields = stat
             .rsplit(')')
@@ -227,7 +228,7 @@ impl Server {
         Pid::from_child(&self.child)
     }
 
-    /// The log of a server that has ended; its collecting thread may still be at the last line.
+    /// The log of a server that has ended; waits for the thread that collects its last lines.
     fn log_at_end(&self) -> String {
         let start = Instant::now();
         while Arc::strong_count(&self.log) > 1 && start.elapsed() < Duration::from_secs(5) {
@@ -244,7 +245,7 @@ impl Drop for Server {
     }
 }
 
-/// Gathers a server's stderr, and passes it on for whoever reads a failed test.
+/// Collects a server's stderr, and also prints it for the reader of a failed test.
 fn collect(stderr: impl Read + Send + 'static) -> Arc<Mutex<String>> {
     let log = Arc::new(Mutex::new(String::new()));
     let shared = log.clone();
@@ -259,11 +260,11 @@ fn collect(stderr: impl Read + Send + 'static) -> Arc<Mutex<String>> {
     log
 }
 
-/// The CPU clock of another process (`clock_getcpuclockid(3)`): unlike a sum over /proc/PID/task it does not forget
-/// threads that have ended.
+/// The CPU clock of another process (`clock_getcpuclockid(3)`). Unlike a sum over /proc/PID/task, it includes threads
+/// that have ended.
 fn process_clock(pid: u32) -> io::Result<Duration> {
     let mut clock = 0;
-    // SAFETY: writes one clock id into the local variable.
+    // SAFETY: the call writes one clock id to the local variable.
     let failed = unsafe { libc::clock_getcpuclockid(pid as libc::pid_t, &raw mut clock) };
     if failed != 0 {
         return Err(io::Error::from_raw_os_error(failed));
@@ -272,15 +273,14 @@ fn process_clock(pid: u32) -> io::Result<Duration> {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // SAFETY: writes one timespec into the local variable.
+    // SAFETY: the call writes one timespec to the local variable.
     if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
         return Err(io::Error::last_os_error());
     }
     Ok(Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
 }
 
-/// Waits until a process has ended, and its threads, one of which may still be in the kernel. One that nobody has waited
-/// for counts as gone.
+/// Waits until a process and its threads have ended; one of them may still be in the kernel. A zombie counts as ended.
 pub fn gone(pid: u32) {
     let start = Instant::now();
     let there = || {

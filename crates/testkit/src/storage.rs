@@ -1,8 +1,8 @@
-//! Storage that does as it is told, below a server under test as it is: one file in a FUSE file system of our own. It
-//! can be away or hang, be slow, short and out of order, fail now and then, and lose at a power cut what was not made
-//! durable. What it does on its own follows from a seed.
+//! Storage with faults on command, for an unmodified server under test: one file in a FUSE file system that this module
+//! serves. It can be absent or hang; it can be slow, transfer less than requested, reorder and sometimes fail; and at a
+//! power cut it can lose what was not made durable. Its random behaviour depends on a seed.
 //!
-//! The protocol is that of `fuse(4)` and `linux/fuse.h`, as far as one file needs it.
+//! It implements the protocol of `fuse(4)` and `linux/fuse.h` as far as one file needs it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::CString;
@@ -20,10 +20,10 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use crate::faulty::Random;
 
 const SECTOR: u64 = 512;
-/// Bytes of a write at most, as we tell the kernel.
+/// The largest write in bytes that the kernel may send.
 const WRITE_MAX: usize = 1 << 20;
 const NAME: &[u8] = b"disk";
-/// The file's node; 1 is the directory.
+/// The node id of the file; 1 is the directory.
 const FILE: u64 = 2;
 
 const EIO: i32 = 5;
@@ -33,45 +33,45 @@ const ENOSPC: i32 = 28;
 const ENOSYS: i32 = 38;
 const EOPNOTSUPP: i32 = 95;
 
-/// What the storage does on its own, of 1000 operations each.
+/// How often the storage misbehaves at random, per 1000 operations.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Mishaps {
-    /// A read or write moves less than it was asked for.
+    /// A read or write transfers less than requested.
     pub short: u32,
-    /// An operation fails: EIO, ENOSPC for what writes. A write that fails may have been done in part.
+    /// An operation fails: EIO, or ENOSPC for operations that write. A failed write may have been done in part.
     pub fail: u32,
-    /// An operation is to be tried again: EAGAIN.
+    /// An operation must be retried: EAGAIN.
     pub again: u32,
-    /// Most milliseconds that an operation is late, while others overtake it.
+    /// The most milliseconds that an operation is late, while others overtake it.
     pub late_ms: u64,
 }
 
-/// The state of the storage, to be changed while it is in use.
+/// The state of the storage; a test changes it during use.
 #[derive(Default)]
 pub struct Control {
     /// Every operation fails with this errno.
     pub outage: Option<i32>,
-    /// What writes fails with ENOSPC.
+    /// Operations that write fail with ENOSPC.
     pub full: bool,
-    /// Nothing is answered that reads, writes or makes durable.
+    /// Operations that read, write or make data durable get no answer.
     pub hangs: bool,
-    /// With that, neither is anything else: whether the file is there, and how long it is.
+    /// With `hangs`, the other operations get no answer either, such as those for the file's existence and length.
     pub silent: bool,
-    /// What happens on its own.
+    /// Random faults.
     pub mishaps: Mishaps,
-    /// Operations that failed.
+    /// The number of failed operations.
     pub failed: u64,
-    /// Operations that were answered.
+    /// The number of answered operations.
     pub answered: u64,
-    /// Operations that are to be answered later.
+    /// The number of operations to be answered later.
     pub held: usize,
     bytes: Vec<u8>,
-    /// By sector: what is durable, where `bytes` say something else.
+    /// The durable content of a sector, where `bytes` has another content.
     durable: BTreeMap<u64, [u8; SECTOR as usize]>,
 }
 
 impl Control {
-    /// What a read finds now.
+    /// The bytes that a read returns now.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
@@ -109,8 +109,8 @@ impl Control {
         self.durable.clear();
     }
 
-    /// Cuts the power: of what was not made durable, each sector is as it was or as it is now. The file keeps its
-    /// length if it has grown, as files on a journaling file system do.
+    /// Cuts the power: each sector that was not made durable gets its old or its current content. A file that has grown
+    /// keeps its length, as on a journaling file system.
     pub fn cut_power(&mut self, random: &mut Random) {
         for (sector, old) in std::mem::take(&mut self.durable) {
             let from = (sector * SECTOR) as usize;
@@ -123,7 +123,7 @@ impl Control {
     }
 }
 
-/// A file system with one file, `disk`. It is unmounted when this is dropped; whatever is under way fails then.
+/// A file system with one file, `disk`. Dropping this unmounts it; operations in flight then fail.
 pub struct Storage {
     directory: PathBuf,
     control: Arc<Mutex<Control>>,
@@ -132,10 +132,10 @@ pub struct Storage {
 }
 
 impl Storage {
-    /// Mounts it at an empty directory. The file has this content, all of it durable.
+    /// Mounts the file system at an empty directory. The file has this content, all of it durable.
     ///
     /// # Errors
-    /// There is no FUSE here, or no permission to mount.
+    /// FUSE is not available, or this user may not mount.
     pub fn mount(directory: &Path, content: Vec<u8>, seed: u64) -> io::Result<Self> {
         let device = File::options().read(true).write(true).open("/dev/fuse")?;
         let text = |s: String| CString::new(s).map_err(io::Error::other);
@@ -181,17 +181,17 @@ impl Storage {
         })
     }
 
-    /// The file.
+    /// The path of the file.
     pub fn file(&self) -> PathBuf {
         self.directory.join("disk")
     }
 
-    /// The state, which is looked at before each operation.
+    /// The state, which is read before each operation.
     pub fn control(&self) -> MutexGuard<'_, Control> {
         self.control.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Changes the state, and has what was held looked at again.
+    /// Changes the state, and has the held operations checked again.
     pub fn change(&self, change: impl FnOnce(&mut Control)) {
         change(&mut self.control());
         let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
@@ -203,7 +203,7 @@ impl Drop for Storage {
         let place = CString::new(self.directory.as_os_str().as_bytes()).unwrap_or_default();
         // SAFETY: a string that outlives the call.
         unsafe { libc::umount2(place.as_ptr(), libc::MNT_DETACH | libc::MNT_FORCE) };
-        // A number that no other wake-up writes: the server ends, and with it the connection.
+        // No other wake-up writes this number: it ends the server, and with it the connection.
         let _ = rustix::io::write(&*self.wake, &END.to_ne_bytes());
         if let Some(server) = self.server.take() {
             let _ = server.join();
@@ -225,7 +225,7 @@ struct Server {
     control: Arc<Mutex<Control>>,
     wake: Arc<OwnedFd>,
     random: Random,
-    /// What is answered later, and when.
+    /// Requests to be answered later, and the time of the answer.
     late: VecDeque<(Instant, Request)>,
 }
 
@@ -275,7 +275,7 @@ impl Server {
                 Ok(_) => return,
                 Err(e) if e.raw_os_error() == Some(ENOENT) => {}
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                // It has been unmounted.
+                // The file system has been unmounted.
                 Err(_) => return,
             }
         }
@@ -320,7 +320,7 @@ impl Server {
         bytes.extend(error.to_ne_bytes());
         bytes.extend(request.unique.to_ne_bytes());
         bytes.extend(body);
-        // Whoever asked may be gone.
+        // The process that asked may have ended.
         let _ = self.device.write(&bytes);
     }
 
@@ -330,7 +330,7 @@ impl Server {
             INIT => Ok(init(body)),
             LOOKUP if body.strip_suffix(b"\0") == Some(NAME) => {
                 let mut entry = Vec::new();
-                // Never cached: lengths change behind the kernel's back at a power cut.
+                // Attributes are never cached: a power cut changes lengths without the kernel's knowledge.
                 put(&mut entry, &[FILE, 0, 0, 0, 0]);
                 entry.extend(self.attributes(FILE));
                 Ok(entry)
@@ -364,7 +364,7 @@ impl Server {
                 let (at, len) = (u64_at(body, 8), u32_at(body, 16) as usize);
                 let data = body.get(40..40 + len).ok_or(EIO)?;
                 if let Err(errno) = self.fails(true) {
-                    // Any part of it may be there.
+                    // The write may have been done in part.
                     if errno == EIO && self.control().outage.is_none() {
                         let part = self.random.below(len as u64 / SECTOR + 1) * SECTOR;
                         self.control().write(at, &data[..part as usize]);
@@ -416,7 +416,7 @@ impl Server {
         }
     }
 
-    /// Whether an operation fails now, and with which errno.
+    /// Fails, with the errno, if the operation is to fail now.
     fn fails(&mut self, writes: bool) -> Result<(), i32> {
         let Control {
             outage,

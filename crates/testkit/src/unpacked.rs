@@ -1,7 +1,7 @@
-//! Programs of other Debian releases, each unpacked in the cache with all that it depends on.
+//! Programs of other Debian releases, each unpacked in the cache with all its dependencies.
 //!
-//! `cargo xtask install` and `cargo xtask test` fetch them. A program is a script that starts the real one with its
-//! release's dynamic loader and libraries; the host needs none of them.
+//! `cargo xtask install` and `cargo xtask test` fetch them. A program is a script that starts the real one with the
+//! dynamic loader and the libraries of its release; the host needs none of them.
 
 use std::fs;
 use std::path::PathBuf;
@@ -9,25 +9,25 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use initramfs::cache_dir;
 
-/// The file in an unpacked release with the program's version and the package's, in one line.
+/// The file in an unpacked release that contains the program's version and the package's version, in one line.
 pub const VERSIONS: &str = "versions";
 
-/// What is unpacked of a release.
+/// An unpacked product of a release.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unpacked {
     /// The program's version, such as `7.2.22`.
     pub version: String,
     /// Debian's version of the package, such as `1:7.2+dfsg-7+deb12u18+b3`.
     pub package: String,
-    /// Where it is.
+    /// The folder into which it is unpacked.
     pub folder: PathBuf,
 }
 
 impl Unpacked {
-    /// What is unpacked of a product, such as `qemu`, of the release with this name, such as `debian-12`.
+    /// Finds a product, such as `qemu`, of the release with this name, such as `debian-12`.
     ///
     /// # Errors
-    /// It is not in the cache. The message says how to fetch it.
+    /// The product is not in the cache. The message says how to fetch it.
     pub fn find(product: &str, name: &str) -> Result<Self> {
         let folder = folder(product, name);
         let versions = fs::read_to_string(folder.join(VERSIONS)).ok();
@@ -50,7 +50,7 @@ impl Unpacked {
     }
 }
 
-/// Where a product of the release with this name is unpacked.
+/// The folder into which a product of a release is unpacked.
 pub fn folder(product: &str, name: &str) -> PathBuf {
     cache_dir().join(product).join(name)
 }

@@ -1,8 +1,8 @@
 //! Real Linux guests in QEMU, for tests and the demo.
 //!
-//! A guest is Debian's cloud kernel and an initramfs built on the spot. It runs one shell script and powers off; what
-//! the script prints comes back line by line over a second serial port. A guest always has a time limit, and is
-//! killed when the limit passes, when its [`Vm::run`] unwinds, and when the process that started it dies.
+//! A guest consists of Debian's cloud kernel and an initramfs that is built for it. It runs one shell script and powers
+//! off; a second serial port returns the script's output line by line. A guest always has a time limit. It is killed
+//! when the limit passes, when its [`Vm::run`] unwinds, and when the process that started it dies.
 
 mod boot;
 mod moving;
@@ -24,11 +24,12 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// What kernels are told. no_timer_check: on a busy host without KVM, timers come later than the kernel has patience for.
+/// The kernel's command line. no_timer_check: on a busy host without KVM, timers fire later than the kernel's check
+/// allows.
 const COMMAND_LINE: &str =
     "console=ttyS0 panic=-1 mitigations=off nokaslr no_timer_check quiet loglevel=5";
 
-/// A guest to be: memory, processors, disks, and the folder for its logs.
+/// The configuration of a guest: memory, processors, disks, and the folder for its logs.
 #[derive(Clone, Debug)]
 pub struct Vm {
     folder: PathBuf,
@@ -52,16 +53,16 @@ pub struct Vm {
 /// A virtio-blk disk of a guest.
 #[derive(Clone, Debug)]
 pub enum Disk {
-    /// Served by another process over vhost-user.
+    /// Served over vhost-user by another process.
     VhostUser {
-        /// Where that process listens.
+        /// The socket of that process.
         socket: PathBuf,
         /// Virtqueues, at least 1.
         queues: u16,
         /// Entries of each virtqueue.
         queue_size: u16,
     },
-    /// The `-chardev` and `-device` arguments that `ringdisk serve` printed to be pasted.
+    /// The `-chardev` and `-device` arguments that `ringdisk serve` printed for QEMU.
     Pasted(Vec<String>),
     /// QEMU's own virtio-blk on a raw file, with an iothread named `iothread`.
     Qemu {
@@ -73,37 +74,37 @@ pub enum Disk {
         aio: &'static str,
         /// Virtqueues, at least 1.
         queues: u16,
-        /// What the guest reads as the disk's serial, at most 20 bytes.
+        /// The disk's serial, at most 20 bytes.
         serial: String,
     },
 }
 
-/// What a guest boots from, where no boot loader is.
+/// The files from which a guest boots without a boot loader.
 #[derive(Debug)]
 pub struct BootFiles {
-    /// The kernel's image.
+    /// The kernel image.
     pub kernel: PathBuf,
-    /// Its initramfs.
+    /// The initramfs.
     pub initrd: PathBuf,
-    /// What it is told.
+    /// The kernel's command line.
     pub command_line: &'static str,
 }
 
-/// What a guest did.
+/// The result of a guest's run.
 #[derive(Debug)]
 pub struct Output {
-    /// What the script printed.
+    /// The lines that the script printed.
     pub lines: Vec<String>,
-    /// How the script ended; 0 is success.
+    /// The script's exit status; 0 is success.
     pub status: i32,
-    /// The guest's kernel messages.
+    /// The file with the guest's kernel messages.
     pub console: PathBuf,
-    /// From QEMU's start to its end.
+    /// The time from QEMU's start to its end.
     pub elapsed: Duration,
 }
 
 impl Vm {
-    /// A guest of 512 MiB and one processor, which writes its logs into `folder` (made if need be).
+    /// A guest with 512 MiB and one processor. It writes its logs to `folder`, which is created if necessary.
     pub fn new(folder: impl Into<PathBuf>) -> Vm {
         Vm {
             folder: folder.into(),
@@ -137,21 +138,21 @@ impl Vm {
         Vm { cpus, ..self }
     }
 
-    /// Adds a disk; they appear as vda, vdb, … in this order.
+    /// Adds a disk. Disks appear as vda, vdb, … in this order.
     #[must_use]
     pub fn disk(mut self, disk: Disk) -> Vm {
         self.disks.push(disk);
         self
     }
 
-    /// Puts `fio` into the guest. Its libraries weigh 80 MB, so it's there only on demand.
+    /// Adds `fio` to the guest. Its libraries have 80 MB, so it is optional.
     #[must_use]
     pub fn fio(self) -> Vm {
         Vm { fio: true, ..self }
     }
 
-    /// Lets the guest boot from the disk with this serial, on which a system is [`install`]ed: all but the kernel comes
-    /// from there, and its script is run instead of the one that [`Vm::run`] is given.
+    /// Lets the guest boot from the disk with this serial, on which [`install`] has put a system. Everything but the
+    /// kernel comes from that disk, and its script is run instead of the one that [`Vm::run`] is given.
     #[must_use]
     pub fn root(self, serial: &str) -> Vm {
         Vm {
@@ -160,8 +161,8 @@ impl Vm {
         }
     }
 
-    /// Lets the firmware boot from a disk, on which a boot loader is [`install_loader`]ed, and with it all else:
-    /// its script is run instead of the one that [`Vm::run`] is given.
+    /// Lets the firmware boot from a disk on which [`install_loader`] has put a boot loader. Everything comes from that
+    /// disk, and its script is run instead of the one that [`Vm::run`] is given.
     #[must_use]
     pub fn boot_loader(self) -> Vm {
         Vm {
@@ -170,7 +171,8 @@ impl Vm {
         }
     }
 
-    /// Lets the script `reboot -f`: the script is run again, in the same QEMU. Otherwise QEMU ends at the reboot.
+    /// Allows the script to `reboot -f`: the script is then run again, in the same QEMU. Otherwise QEMU ends at the
+    /// reboot.
     #[must_use]
     pub fn may_reboot(self) -> Vm {
         Vm {
@@ -179,7 +181,7 @@ impl Vm {
         }
     }
 
-    /// Runs the guest on the QEMU of this release; otherwise, it is the one that is installed.
+    /// Runs the guest on the QEMU of this release instead of the installed one.
     #[must_use]
     pub fn qemu(self, release: &Release) -> Vm {
         Vm {
@@ -188,7 +190,7 @@ impl Vm {
         }
     }
 
-    /// Gives disks that are served over vhost-user packed virtqueues (QEMU's `packed=on`).
+    /// Uses packed virtqueues (QEMU's `packed=on`) for disks that are served over vhost-user.
     #[must_use]
     pub fn packed(self) -> Vm {
         Vm {
@@ -197,7 +199,7 @@ impl Vm {
         }
     }
 
-    /// Puts the guest's memory into huge pages, which must be reserved.
+    /// Puts the guest's memory in huge pages, which must be reserved.
     #[must_use]
     pub fn hugepages(self) -> Vm {
         Vm {
@@ -215,7 +217,7 @@ impl Vm {
         }
     }
 
-    /// As [`Vm::qmp`], and lets it plug memory in while the guest runs, up to 2 GiB in all.
+    /// As [`Vm::qmp`], and allows memory to be plugged in while the guest runs, up to 2 GiB in all.
     #[must_use]
     pub fn more_memory_by(self, socket: impl Into<PathBuf>) -> Vm {
         Vm {
@@ -224,7 +226,7 @@ impl Vm {
         }
     }
 
-    /// Fixes what a guest that moves to another version of QEMU must find there: a versioned machine, such as
+    /// Fixes the hardware for a guest that migrates to another version of QEMU: a versioned machine, such as
     /// `pc-q35-7.2`, and a processor.
     #[must_use]
     pub fn hardware(self, machine: &'static str, cpu_model: &'static str) -> Vm {
@@ -235,7 +237,7 @@ impl Vm {
         }
     }
 
-    /// Boots by UEFI: by this code, with a copy of these variables (see [`Release::ovmf`]). Otherwise it is SeaBIOS.
+    /// Boots with UEFI, from this code and a copy of these variables (see [`Release::ovmf`]), instead of SeaBIOS.
     #[must_use]
     pub fn uefi(self, ovmf: [PathBuf; 2]) -> Vm {
         Vm {
@@ -246,16 +248,16 @@ impl Vm {
 
     /// Boots the guest, runs `script` in it with `sh -eu`, and waits for it to power off.
     ///
-    /// A script may call `disk SERIAL`, which prints the device that has this serial.
+    /// A script may call `disk SERIAL`, which prints the device with this serial.
     ///
     /// # Errors
-    /// If QEMU fails, or the guest has not powered off after `limit` or did so without running the script to its end.
-    /// The last console lines are part of the error. A script that ends with a status other than 0 is no error here.
+    /// QEMU fails, or the guest does not power off within `limit`, or powers off before the end of the script. The
+    /// error contains the last console lines. A script that ends with a status other than 0 is not an error here.
     pub fn run(&self, script: &str, limit: Duration) -> Result<Output> {
         self.run_watched(script, limit, &mut |_, _| {})
     }
 
-    /// [`Vm::run`] that calls `on_line(line, QEMU's process id)` as soon as the script prints a line.
+    /// As [`Vm::run`]; calls `on_line(line, QEMU's process id)` as soon as the script prints a line.
     ///
     /// # Errors
     /// As [`Vm::run`].
@@ -296,12 +298,12 @@ impl Vm {
             std::thread::sleep(Duration::from_millis(10));
         };
         drop(guest);
-        fs::remove_file(&boot.initrd).ok(); // 5 to 90 MB that nobody reads again
+        fs::remove_file(&boot.initrd).ok(); // 5 to 90 MB that nothing reads again
         self.output(ended, lines, started, accel, limit)
     }
 
-    /// Makes what another program needs to boot the guest, in its folder. Of serial ports, the first is its console, and
-    /// the second has the lines that `script` prints, then `vm-exit: STATUS`.
+    /// Makes the files that another program needs to boot the guest, in the guest's folder. The first serial port is
+    /// the guest's console; the second one receives the lines that `script` prints, then `vm-exit: STATUS`.
     ///
     /// # Errors
     /// Something is [`missing`].
@@ -322,7 +324,7 @@ impl Vm {
         })
     }
 
-    /// What a guest did that has ended, or not by its limit.
+    /// The result of a guest that has ended, or has not ended within its limit.
     fn output(
         &self,
         ended: Option<ExitStatus>,
@@ -361,7 +363,7 @@ impl Vm {
         })
     }
 
-    /// Starts QEMU; with `incoming`, for a guest that comes from another one over this socket.
+    /// Starts QEMU; with `incoming`, for a guest that migrates from another QEMU over this socket.
     fn start(&self, accel: Accel, boot: &BootFiles, incoming: Option<&Path>) -> Result<Guest> {
         let memory = self.memory_mib;
         let slots = if self.more_memory {
@@ -451,11 +453,11 @@ impl Vm {
         self.folder.join("console.log")
     }
 
-    /// What QEMU and the guest's kernel said last, for an error.
+    /// The last lines of QEMU and of the guest's kernel, for an error.
     fn last_words(&self) -> String {
         let read = |name: &str| {
             let bytes = fs::read(self.folder.join(name)).unwrap_or_default();
-            tail(&String::from_utf8_lossy(&bytes), 50) // a kernel's panic takes 40
+            tail(&String::from_utf8_lossy(&bytes), 50) // a kernel panic needs 40 lines
         };
         format!(
             "\n--- QEMU said:\n{}\n--- the script said last:\n{}\n--- the console's last lines, of {}:\n{}",
@@ -467,8 +469,8 @@ impl Vm {
     }
 }
 
-/// Whether the QEMU of the guest in this folder has ended by a mistake of its own: without KVM, one processor of a guest
-/// may look up an address while another one changes the memory map, as at boot and where devices come and go (QEMU's
+/// Whether QEMU for the guest in this folder ended because of its own bug: without KVM, one processor of a guest may
+/// look up an address while another one changes the memory map, as at boot and when devices are added or removed (QEMU
 /// issue 1921, seen in 10.0).
 pub fn translation_failed(folder: &Path) -> bool {
     let said = fs::read(folder.join("qemu.log")).unwrap_or_default();
@@ -476,10 +478,10 @@ pub fn translation_failed(folder: &Path) -> bool {
 }
 
 impl Output {
-    /// Takes a script that failed for an error.
+    /// Turns a script that failed into an error.
     ///
     /// # Errors
-    /// If the script ended with a status other than 0; with its last lines.
+    /// The script ended with a status other than 0; the error contains its last lines.
     pub fn checked(self) -> Result<Output> {
         ensure!(
             self.status == 0,
@@ -507,10 +509,10 @@ impl Disk {
                     "vhost-user-blk-pci,chardev=disk{index},num-queues={queues},queue-size={queue_size}"
                 ),
             ],
-            // The guest's memory and machine are this module's matter, the rest is taken as printed.
+            // This module configures the guest's memory and machine; everything else is used as printed.
             Disk::Pasted(arguments) => arguments
                 .chunks(2)
-                // Memory is the guest's own affair; an iothread is the disk's.
+                // An object for memory belongs to the guest; an iothread belongs to the disk.
                 .filter(|pair| match pair[0].as_str() {
                     "-object" => pair[1].starts_with("iothread,"),
                     option => ["-chardev", "-device", "-blockdev"].contains(&option),
@@ -541,7 +543,7 @@ impl Disk {
     }
 }
 
-/// A serial port whose output goes to a file; to its end, if a guest comes from elsewhere that has written to it.
+/// A serial port whose output goes to a file; it is appended if the guest migrates from a QEMU that has written to it.
 fn log_port(name: &str, file: &Path, incoming: Option<&Path>) -> [String; 4] {
     let append = if incoming.is_some() { "on" } else { "off" };
     [
@@ -552,15 +554,15 @@ fn log_port(name: &str, file: &Path, incoming: Option<&Path>) -> [String; 4] {
     ]
 }
 
-/// A script that leads the disk with this serial through a life: it's partitioned, formatted with blocks of
-/// `block_size` bytes, filled, trimmed, and what was copied to it is verified after a remount. It prints `ok STEP` after
-/// each step. The file system stays mounted on `/mnt`; it's on the first partition, at 1 MiB.
+/// A script that exercises the disk with this serial: it partitions the disk, formats it with blocks of `block_size`
+/// bytes, fills and trims it, and verifies after a remount what was copied to it. It prints `ok STEP` after each step.
+/// The file system stays mounted on `/mnt`; it is on the first partition, at 1 MiB.
 pub fn disk_life(serial: &str, block_size: u32) -> String {
     let life = include_str!("vm/life.sh");
     format!("device=$(disk {serial})\nblock_size={block_size}\n{life}")
 }
 
-/// Says what is missing for guests to run here, and what to do about it.
+/// What is missing to run guests here, and how to get it; `None` if nothing is.
 pub fn missing(fio: bool) -> Option<String> {
     if !cfg!(target_arch = "x86_64") {
         return Some("guests are x86-64 only".into());
@@ -594,9 +596,9 @@ pub fn missing(fio: bool) -> Option<String> {
 /// How QEMU runs the guest's instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Accel {
-    /// On the processor.
+    /// Directly on the processor.
     Kvm,
-    /// Translated: everything works, 10 to 50 times slower, so that absolute speeds mean nothing.
+    /// Translated: everything works, but 10 to 50 times slower, so that absolute speeds are meaningless.
     Tcg,
 }
 
@@ -616,13 +618,13 @@ impl Accel {
     }
 }
 
-/// The best accelerator that really boots a guest here.
+/// The best accelerator that can boot a guest here.
 ///
-/// A `/dev/kvm` that opens proves little: some nested hypervisors offer one on which a stock kernel never boots. So it
-/// is tried once, with a short limit, and the answer is kept until the host boots again.
+/// That `/dev/kvm` can be opened proves little: under some nested hypervisors a stock kernel then never boots. So it is
+/// tried once, with a short limit, and the result is cached until the host reboots.
 ///
 /// # Errors
-/// If the answer can't be kept.
+/// The result cannot be cached.
 pub fn accel() -> Result<Accel> {
     static ACCEL: OnceLock<Result<Accel, String>> = OnceLock::new();
     ACCEL
@@ -650,7 +652,7 @@ fn find_accel() -> Result<Accel> {
             Accel::Tcg
         });
     }
-    Kernel::cached()?; // without a kernel the trial would say no for the wrong reason
+    Kernel::cached()?; // without a kernel the trial would fail for the wrong reason
     fs::create_dir_all(cache_dir()).with_context(|| format!("making {}", cache_dir().display()))?;
     let folder = tempfile::tempdir().context("making a folder for the KVM trial")?;
     let trial = Vm::new(folder.path()).run_with(Accel::Kvm, "true", KVM_TRIAL, &mut |_, _| {});
@@ -662,14 +664,14 @@ fn find_accel() -> Result<Accel> {
     Ok(accel)
 }
 
-/// A guest boots in 2 s under a KVM that works; a host may be busy, and the one-time cost must stay bearable.
+/// A guest boots in 2 s under a working KVM. The host may be busy, and the one-time cost must stay acceptable.
 const KVM_TRIAL: Duration = Duration::from_secs(20);
 
 /// The CPU time, user and system, of the living threads of process `pid`, without those whose names start with one of
 /// `without`.
 ///
 /// # Errors
-/// If the process is gone.
+/// The process has ended.
 pub fn cpu_time(pid: u32, without: &[&str]) -> Result<Duration> {
     let tasks = PathBuf::from(format!("/proc/{pid}/task"));
     let mut total_ns = 0;
@@ -679,7 +681,7 @@ pub fn cpu_time(pid: u32, without: &[&str]) -> Result<Duration> {
     {
         let name = fs::read_to_string(task.path().join("comm")).unwrap_or_default();
         if !without.iter().any(|start| name.starts_with(start)) {
-            // In ns; stat has ticks of 10 ms, and misses half of what a thread does that often sleeps.
+            // In ns. stat has ticks of 10 ms, and misses half of the time of a thread that sleeps often.
             let schedstat = fs::read_to_string(task.path().join("schedstat")).unwrap_or_default();
             let run_ns = schedstat
                 .split_whitespace()
@@ -691,17 +693,17 @@ pub fn cpu_time(pid: u32, without: &[&str]) -> Result<Duration> {
     Ok(Duration::from_nanos(total_ns))
 }
 
-/// A running QEMU that never outlives its owner.
+/// A running QEMU. Dropping this kills it.
 struct Guest(Child);
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        self.0.kill().ok(); // fails only if it has ended by itself
+        self.0.kill().ok(); // fails only if QEMU has ended already
         self.0.wait().ok();
     }
 }
 
-/// The lines of a file that another process writes.
+/// Reads the lines of a file that another process writes.
 struct Lines {
     file: File,
     partial: Vec<u8>,
@@ -738,8 +740,8 @@ fn tail(text: &str, count: usize) -> String {
     lines[lines.len().saturating_sub(count)..].join("\n")
 }
 
-/// The script of a guest with four writers that read back what they wrote, past the guest's page cache, while it prints
-/// a word so many times, with so many seconds between.
+/// The script of a guest with four writers that read back what they wrote, bypassing the guest's page cache. Meanwhile
+/// the guest prints `word` `times` times, every `seconds` seconds.
 pub fn writers(word: &str, times: u32, seconds: u32) -> String {
     format!(
         "head -c 1048576 /dev/urandom >/tmp/data

@@ -1,4 +1,4 @@
-//! Which Ceph a cluster is of: the system's own, or a newer one that is unpacked in the cache.
+//! The Ceph release of a cluster: the system's own, or a newer one that is unpacked in the cache.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -10,26 +10,26 @@ use super::PROGRAMS;
 use crate::unpacked::Unpacked;
 use crate::vm::find_program;
 
-/// What the newer one is called in the cache.
+/// The name of the newer Ceph in the cache.
 pub const PRODUCT: &str = "ceph";
 
-/// The Debian release that it is of.
+/// The Debian release of the newer Ceph.
 pub const UNPACKED: &str = "debian-unstable";
 
-/// Its program that starts any other one, such as `ringdisk`, with its libraries.
+/// The program in the unpacked release that starts another program, such as `ringdisk`, with the release's libraries.
 pub const WITH_LIBRARIES: &str = "with-libraries";
 
-/// A Ceph. The default is the system's own.
+/// A Ceph release. The default is the system's own.
 #[derive(Clone, Debug, Default)]
 pub struct Release {
     unpacked: Option<Unpacked>,
 }
 
 impl Release {
-    /// The system's own.
+    /// The system's own Ceph.
     ///
     /// # Errors
-    /// It is not installed; the error names the packages that are missing.
+    /// Ceph is not installed; the error names the missing packages.
     pub fn system() -> Result<Self> {
         let missing: Vec<&str> = PROGRAMS
             .iter()
@@ -44,7 +44,7 @@ impl Release {
         Ok(Self::default())
     }
 
-    /// The newer one.
+    /// The newer Ceph.
     ///
     /// # Errors
     /// It is not in the cache.
@@ -55,7 +55,7 @@ impl Release {
         })
     }
 
-    /// One of Ceph's programs.
+    /// The path of one of Ceph's programs.
     pub fn program(&self, name: &str) -> PathBuf {
         match &self.unpacked {
             Some(unpacked) => unpacked.program(name),
@@ -63,7 +63,7 @@ impl Release {
         }
     }
 
-    /// Starts a program that loads librbd, with the one of this Ceph.
+    /// Makes a command for a program that loads librbd, which is then the one of this release.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         match &self.unpacked {
             Some(unpacked) => {
@@ -75,7 +75,7 @@ impl Release {
         }
     }
 
-    /// Where the daemons find what they load, for `[global]` of their configuration.
+    /// Lines for `[global]` of the configuration: the paths of what the daemons load.
     pub(super) fn places(&self) -> String {
         let Some(unpacked) = &self.unpacked else {
             return String::new();

@@ -1,7 +1,7 @@
-//! A packed ring (virtio 1.3 §2.8), written from the specification and sharing nothing with the device.
+//! A packed ring (virtio 1.3 §2.8), written from the specification, without code of the device.
 //!
-//! Chains are built in a table of the driver's own, as they are for a split ring, and copied into the ring when they are
-//! made available; the head of a chain is its buffer id.
+//! Chains are built in a private table of the driver, as for a split ring, and copied to the ring when they are made
+//! available. The head of a chain is its buffer id.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicU32, Ordering, fence};
@@ -10,7 +10,7 @@ use super::{Desc, Used};
 use crate::frontend::RingAddresses;
 use crate::memory::{Memory, Region};
 
-/// A descriptor (virtio 1.3 §2.8.13), as it lies in memory.
+/// A descriptor (virtio 1.3 §2.8.13), with its layout in memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PackedDesc {
@@ -20,14 +20,14 @@ pub struct PackedDesc {
     pub len: u32,
     /// Buffer id.
     pub id: u16,
-    /// Those of [`Desc`], `AVAIL`, `USED`.
+    /// The flags of [`Desc`], and `AVAIL` and `USED`.
     pub flags: u16,
 }
 
 impl PackedDesc {
-    /// Follows the driver's wrap counter in a descriptor that is available.
+    /// Equals the driver's wrap counter in an available descriptor.
     pub const AVAIL: u16 = 1 << 7;
-    /// Opposes it there, and agrees with `AVAIL` in one that is used.
+    /// The inverse of `AVAIL` in an available descriptor, and equal to it in a used one.
     pub const USED: u16 = 1 << 15;
 
     /// The bytes of the descriptor.
@@ -37,12 +37,12 @@ impl PackedDesc {
     }
 }
 
-/// What the flags of an event suppression structure say (virtio 1.3 §2.8.14).
+/// Values of the flags in an event suppression structure (virtio 1.3 §2.8.14).
 const ENABLE: u32 = 0;
 const DISABLE: u32 = 1;
 const DESC: u32 = 2;
 
-/// A packed ring in guest memory, which is kept mapped by the [`Ring`](super::Ring) around it.
+/// A packed ring in guest memory, which the containing [`Ring`](super::Ring) keeps mapped.
 pub struct PackedRing {
     size: u16,
     event_idx: bool,
@@ -51,9 +51,9 @@ pub struct PackedRing {
     device: *mut u32,
     avail: Position,
     used: Position,
-    /// The driver's own chains, by head.
+    /// The driver's private chains, by head.
     table: Box<[Desc]>,
-    /// Descriptors of the chain in flight with this id; 0 if there is none.
+    /// The number of descriptors of the chain in flight with this id; 0 if there is none.
     in_flight: Box<[u16]>,
 }
 
@@ -121,25 +121,25 @@ impl PackedRing {
         (ring, RingAddresses { desc, used, avail })
     }
 
-    /// Where the next chain goes: the position, and the wrap counter on top.
+    /// The position of the next chain, with the wrap counter in the top bit.
     pub fn avail(&self) -> u16 {
         self.avail.word()
     }
 
-    /// Where the next used element is looked for.
+    /// The position of the next used element, with the wrap counter in the top bit.
     pub fn used(&self) -> u16 {
         self.used.word()
     }
 
-    /// AVAIL and USED as they are in a descriptor made available at the next position.
+    /// The AVAIL and USED flags of a descriptor that is made available at the next position.
     pub fn avail_flags(&self) -> u16 {
         self.avail.avail_flags()
     }
 
-    /// Writes a descriptor of the ring itself, right or wrong.
+    /// Writes a descriptor of the ring itself, valid or not.
     pub fn write(&mut self, position: u16, desc: PackedDesc) {
         assert!(position < self.size);
-        // SAFETY: the ring has `size` descriptors. Flags last, as a driver does it.
+        // SAFETY: the ring has `size` descriptors. The flags are written last, as a driver does.
         unsafe {
             let at = self.ring.add(usize::from(position));
             (&raw mut (*at).addr).write_volatile(desc.addr);
@@ -164,7 +164,8 @@ impl PackedRing {
         (self.avail, self.used) = (start, start);
         self.in_flight.fill(0);
         for index in 0..self.size {
-            // From here on as the lap before left it, before it as this lap did.
+            // From the start position on, descriptors are as the previous lap left them; before it, as this lap left
+            // them.
             let lap = Position {
                 index,
                 wrap: start.wrap == (index < start.index),
@@ -180,14 +181,15 @@ impl PackedRing {
         self.table[usize::from(index)] = desc;
     }
 
-    /// Copies the chains with these heads into the ring. Gives whether the device wants to be kicked.
+    /// Copies the chains with these heads to the ring. Returns whether the device wants a kick.
     #[inline]
     pub(super) fn publish(&mut self, heads: impl IntoIterator<Item = u16>) -> bool {
         let mut added = 0;
         for head in heads {
             added += self.make_available(head);
         }
-        // The flags must be visible before the device's wish is read: the device writes its wish, then re-reads the flags.
+        // The flags must be visible before the device's request for kicks is read: the device writes the request, then
+        // reads the flags again.
         fence(Ordering::SeqCst);
         self.wants_kick(added)
     }
@@ -201,7 +203,7 @@ impl PackedRing {
             let desc = self.table[usize::from(index)];
             let at = self.avail;
             let flags = desc.flags | at.avail_flags();
-            // SAFETY: positions are below `size`, and the descriptors of what is not in flight are the driver's.
+            // SAFETY: positions are below `size`, and the driver owns the descriptors that are not in flight.
             unsafe {
                 let to = self.ring.add(usize::from(at.index));
                 (&raw mut (*to).addr).write_volatile(desc.addr);
@@ -214,7 +216,7 @@ impl PackedRing {
             }
             count += 1;
             self.avail.advance(1, self.size);
-            // A table with a loop becomes a chain that fills the ring.
+            // A chain with a loop ends when it fills the ring.
             if desc.flags & Desc::NEXT == 0 || count == self.size {
                 break;
             }
@@ -226,14 +228,15 @@ impl PackedRing {
         count
     }
 
-    /// Whether the last `added` descriptors led over the position at which the device wants to be kicked.
+    /// Whether the last `added` descriptors passed the position at which the device wants a kick.
     fn wants_kick(&self, added: u16) -> bool {
         let event = self.device_event().load(Ordering::Relaxed);
         match event >> 16 & 3 {
             DISABLE => false,
             DESC => {
                 assert!(self.event_idx, "DESC without EVENT_IDX");
-                // §2.8.14, counted in descriptors since the two were last at the start of a lap with wrap counter 1.
+                // §2.8.14, counted in descriptors from the last time that both were at the start of a lap with wrap
+                // counter 1.
                 let size = u32::from(self.size);
                 let lap = 2 * size;
                 let linear = |word: u32| match word >> 15 {
@@ -267,7 +270,7 @@ impl PackedRing {
         count
     }
 
-    /// Takes one element, which must be there.
+    /// Takes one element, which must exist.
     #[inline]
     pub(super) fn take_one(&mut self) -> Used {
         let element = self.read(self.used.index);
@@ -289,7 +292,7 @@ impl PackedRing {
             (true, true) => DESC << 16 | u32::from(self.used.word()),
         };
         self.driver_event().store(wish, Ordering::Relaxed);
-        // The wish must be visible before the flags are read again.
+        // The request for calls must be visible before the flags are read again.
         fence(Ordering::SeqCst);
     }
 

@@ -9,7 +9,7 @@ use super::{Desc, Used};
 use crate::frontend::RingAddresses;
 use crate::memory::{Memory, Region};
 
-/// A split ring in guest memory, which is kept mapped by the [`Ring`](super::Ring) around it.
+/// A split ring in guest memory, which the containing [`Ring`](super::Ring) keeps mapped.
 pub struct SplitRing {
     size: u16,
     event_idx: bool,
@@ -28,7 +28,7 @@ impl SplitRing {
         event_idx: bool,
     ) -> (Self, RingAddresses) {
         let n = u64::from(size);
-        // Each part on cache lines of its own, as a guest has it.
+        // Each part has its own cache lines, as in a guest.
         let desc = region.alloc(16 * n, 64);
         let avail = region.alloc(6 + 2 * n, 64);
         let used = region.alloc(6 + 8 * n, 64);
@@ -48,7 +48,7 @@ impl SplitRing {
         self.avail_idx
     }
 
-    /// How far the device has got, as it says itself.
+    /// The device's used index.
     pub(super) fn device_used_idx(&self) -> u16 {
         self.used_word(1).load(Ordering::Acquire)
     }
@@ -72,7 +72,7 @@ impl SplitRing {
         unsafe { self.desc.add(usize::from(index)).write_volatile(desc) }
     }
 
-    /// Appends heads to the available ring and publishes them together. Gives whether the device wants to be kicked.
+    /// Appends heads to the available ring and publishes them together. Returns whether the device wants a kick.
     #[inline]
     pub(super) fn publish(&mut self, heads: impl IntoIterator<Item = u16>) -> bool {
         let before = self.avail_idx;
@@ -93,7 +93,8 @@ impl SplitRing {
     #[inline]
     fn publish_index(&mut self, before: u16) -> bool {
         self.avail_word(1).store(self.avail_idx, Ordering::Release);
-        // The index must be visible before the device's wish is read: the device writes its wish, then re-reads the index.
+        // The index must be visible before the device's request for kicks is read: the device writes the request, then
+        // reads the index again.
         fence(Ordering::SeqCst);
         self.wants_kick(before)
     }
@@ -116,7 +117,7 @@ impl SplitRing {
         self.used_word(1).load(Ordering::Acquire) != self.used_idx
     }
 
-    /// Takes all entries that the device has added to the used ring. Gives their number.
+    /// Takes all entries that the device has added to the used ring. Returns their number.
     #[inline]
     pub(super) fn take_used(&mut self, mut taken: impl FnMut(Used)) -> usize {
         let end = self.used_word(1).load(Ordering::Acquire);
@@ -133,7 +134,7 @@ impl SplitRing {
         usize::from(count)
     }
 
-    /// Takes one entry, which must be there.
+    /// Takes one entry, which must exist.
     pub(super) fn take_one(&mut self) -> Used {
         let used = self.used_entry(self.used_idx);
         self.used_idx = self.used_idx.wrapping_add(1);
@@ -149,19 +150,19 @@ impl SplitRing {
             };
             self.avail_word(0).store(flags, Ordering::Relaxed);
         } else if wanted {
-            // §2.7.7.1: used_event follows the available ring. There is nothing to write for "none": a stale event
-            // is not passed again for 65536 buffers.
+            // §2.7.7.1: used_event follows the available ring. Disabling calls needs no write: the index passes an old
+            // event again only after 65536 buffers.
             self.avail_word(2 + usize::from(self.size))
                 .store(self.used_idx, Ordering::Relaxed);
         }
-        // The wish must be visible before the used index is read again.
+        // The request for calls must be visible before the used index is read again.
         fence(Ordering::SeqCst);
     }
 
     #[inline]
     fn used_entry(&self, index: u16) -> Used {
         let position = usize::from(index & (self.size - 1));
-        // SAFETY: the position is below `size`; the entry is behind the index that was loaded with Acquire.
+        // SAFETY: the position is below `size`; the entry is before the used index, which was loaded with Acquire.
         unsafe {
             self.used
                 .add(2 + 4 * position)

@@ -1,5 +1,5 @@
-//! A disk that the firmware boots from, SeaBIOS by its first sectors and UEFI by a partition of its own. Both lead to
-//! GRUB, and that to a partition that holds the rest, the kernel included.
+//! A disk that the firmware can boot: SeaBIOS by its first sectors, UEFI by a partition of its own. Both start GRUB,
+//! which loads the kernel and everything else from another partition.
 
 use anyhow::{Context, Result, ensure};
 use initramfs::{Kernel, find_program};
@@ -11,22 +11,22 @@ use std::process::Command;
 use super::COMMAND_LINE;
 use super::system::{self, Start};
 
-/// The first sector, as GRUB has it: it loads what begins in the next one.
+/// GRUB's first sector; it loads the code that begins in the next sector.
 const BOOT_IMAGE: &str = "/usr/lib/grub/i386-pc/boot.img";
 
-/// Its code ends before the disk's signature and the table of partitions.
+/// The boot code ends before the disk's signature and the partition table.
 const BOOT_CODE: usize = 440;
 
-/// What GRUB for UEFI is made of.
+/// A module of GRUB for UEFI.
 const EFI_MODULES: &str = "/usr/lib/grub/x86_64-efi/linux.mod";
 
 const SECTOR: u64 = 512;
-/// Where the partition begins.
+/// The offset of the system's partition in bytes.
 const PARTITION_AT: u64 = 1 << 20;
-/// The length of UEFI's partition, which is the last.
+/// The size in bytes of the UEFI partition, which is the last one.
 const EFI_BYTES: u64 = 8 << 20;
 
-/// What is missing for [`install_loader`], if anything is.
+/// What is missing for [`install_loader`]; `None` if nothing is.
 pub fn missing_loader() -> Option<String> {
     let programs =
         ["grub-mkimage", "mformat", "mmd", "mcopy"].map(|name| find_program(name).is_some());
@@ -35,11 +35,11 @@ pub fn missing_loader() -> Option<String> {
     (!there).then(|| "GRUB or mtools is missing; `cargo xtask install` installs them".into())
 }
 
-/// Makes a file of `bytes` from which a machine boots by itself: a boot loader, a kernel, and a system with fio, which
-/// runs `script`. It is to be the disk with this serial.
+/// Makes a file of `bytes` bytes from which a machine can boot without help: a boot loader, a kernel, and a system with
+/// fio that runs `script`. The file must be used as the disk with this serial.
 ///
 /// # Errors
-/// A program is missing, or there is no room.
+/// A program is missing, or there is not enough space.
 pub fn install_loader(target: &Path, bytes: u64, serial: &str, script: &str) -> Result<()> {
     let efi_at = bytes - EFI_BYTES;
     let kernel = Kernel::cached()?;
@@ -56,7 +56,7 @@ pub fn install_loader(target: &Path, bytes: u64, serial: &str, script: &str) -> 
     let disk = File::create(target).with_context(|| format!("making {}", target.display()))?;
     disk.set_len(bytes)?;
     let mut mkfs = Command::new(find_program("mkfs.ext4").context("mkfs.ext4 is missing")?);
-    // Nothing that GRUB cannot read.
+    // Only features that GRUB can read.
     mkfs.args(["-q", "-O", "none,has_journal,extent,filetype,sparse_super"])
         .args(["-E", &format!("offset={PARTITION_AT}"), "-d"])
         .arg(tree.path())
@@ -86,7 +86,7 @@ pub fn install_loader(target: &Path, bytes: u64, serial: &str, script: &str) -> 
         .get(..BOOT_CODE)
         .context("GRUB's first sector is too short")?;
     first[..BOOT_CODE].copy_from_slice(code);
-    // Active and for Linux; for UEFI.
+    // The first is active and for Linux, the second for UEFI.
     let partitions = [
         (0x80, 0x83, PARTITION_AT, efi_at - PARTITION_AT),
         (0, 0xef, efi_at, EFI_BYTES),
@@ -102,7 +102,7 @@ pub fn install_loader(target: &Path, bytes: u64, serial: &str, script: &str) -> 
     install_efi(target, efi_at, &config)
 }
 
-/// Makes UEFI's partition, with a GRUB that obeys `config`.
+/// Makes the UEFI partition, with a GRUB that reads `config`.
 fn install_efi(target: &Path, at: u64, config: &Path) -> Result<()> {
     let grub = config.with_file_name("grub.efi");
     let mut mkimage = Command::new(find_program("grub-mkimage").context("GRUB is missing")?);

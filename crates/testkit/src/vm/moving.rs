@@ -1,4 +1,4 @@
-//! A guest that is moved from one QEMU to another while it runs (QEMU's live migration).
+//! Live migration: a guest moves from one QEMU to another while it runs.
 
 use std::fs;
 use std::path::Path;
@@ -9,21 +9,21 @@ use serde_json::{Value, json};
 
 use super::{Guest, Lines, Output, Qmp, Vm, accel};
 
-/// How a guest came from one QEMU to another.
+/// The times of a migration.
 #[derive(Clone, Copy, Debug)]
 pub struct Moved {
-    /// From the command to the end.
+    /// The time from the command to the end.
     pub total: Duration,
-    /// How long the guest ran nowhere, as QEMU says.
+    /// The time during which the guest did not run, as QEMU reports it.
     pub downtime: Duration,
 }
 
-/// Boots the guest of the first host, runs `script` in it as [`Vm::run`] does, and once that has printed `move me`,
-/// moves the guest `moves` times to another QEMU, while it runs: those of `hosts` in turn. `moved` is called after
-/// each time; after the last, the script must come to its end. All hosts have the same folder.
+/// Boots the guest on the first host and runs `script` in it as [`Vm::run`] does. Once the script has printed `move
+/// me`, the running guest migrates `moves` times, to the QEMU of each of `hosts` in turn. `moved` is called after each
+/// migration; after the last one, the script must run to its end. All hosts use the same folder.
 ///
 /// # Errors
-/// As [`Vm::run`], or a move failed, or the script ended before the last.
+/// As [`Vm::run`]; also if a migration fails, or the script ends before the last one.
 pub fn run_moving(
     hosts: &[Vm],
     moves: usize,
@@ -34,7 +34,7 @@ pub fn run_moving(
     let accel = accel()?;
     let first = hosts.first().context("there is no host")?;
     let boot = first.boot_files(script)?;
-    // Short, as a socket's path is limited to 108 bytes.
+    // In a short path: the path of a socket is limited to 108 bytes.
     let sockets = tempfile::tempdir().context("making a folder for sockets")?;
     let on_host = |number: usize| {
         let vm = hosts[number % hosts.len()].clone();
@@ -115,11 +115,11 @@ fn move_guest(from: &Path, to: &Path, socket: &Path, deadline: Instant) -> Resul
     })
 }
 
-/// Ends the QEMU that the guest has left.
+/// Ends the QEMU from which the guest has migrated.
 fn leave(mut guest: Guest, qmp: &Path) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(60);
     let status = loop {
-        // One that ends may hang up before it has answered.
+        // QEMU may close the connection before it has replied.
         let asked = Qmp::connect(qmp).and_then(|mut qmp| qmp.execute("quit", json!({})));
         if let Some(status) = guest.0.try_wait().context("waiting for QEMU")? {
             break status;

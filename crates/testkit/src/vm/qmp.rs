@@ -1,4 +1,4 @@
-//! What tests tell QEMU while a guest runs (QEMU's QMP specification).
+//! Commands from tests to QEMU while a guest runs (QEMU's QMP specification).
 
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -14,7 +14,7 @@ impl Qmp {
     /// Connects and negotiates.
     ///
     /// # Errors
-    /// Nobody listens, or it isn't QEMU.
+    /// No process listens, or it is not QEMU.
     pub fn connect(socket: &Path) -> Result<Qmp> {
         let stream = UnixStream::connect(socket)
             .with_context(|| format!("connecting to {}", socket.display()))?;
@@ -28,10 +28,10 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Executes a command; events that come meanwhile are skipped.
+    /// Executes a command; events that arrive meanwhile are skipped.
     ///
     /// # Errors
-    /// QEMU refuses.
+    /// QEMU refuses the command.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
         let message = json!({ "execute": command, "arguments": arguments });
         writeln!(self.0.get_ref(), "{message}")?;
@@ -46,10 +46,10 @@ impl Qmp {
         }
     }
 
-    /// Plugs in a module of memory that is shared with whoever serves the guest's disks.
+    /// Plugs in a memory module that is shared with the server of the guest's disks.
     ///
     /// # Errors
-    /// QEMU refuses.
+    /// QEMU refuses the command.
     pub fn plug_memory(&mut self, name: &str, mib: u32) -> Result<()> {
         let backend = format!("{name}-memory");
         self.execute(
@@ -68,22 +68,22 @@ impl Qmp {
         Ok(())
     }
 
-    /// Asks the guest to give a module of memory back, waits until it has, and frees it.
+    /// Asks the guest to release a memory module, waits until it has, and frees the memory.
     ///
     /// # Errors
-    /// QEMU refuses, or the guest does.
+    /// QEMU or the guest refuses.
     pub fn unplug_memory(&mut self, name: &str) -> Result<()> {
         self.unplug(name)?;
         self.execute("object-del", json!({ "id": format!("{name}-memory") }))?;
         Ok(())
     }
 
-    /// Asks the guest to give a device back, and waits until it has.
+    /// Asks the guest to release a device, and waits until it has.
     ///
     /// # Errors
-    /// QEMU refuses, or the guest does.
+    /// QEMU or the guest refuses.
     pub fn unplug(&mut self, name: &str) -> Result<()> {
-        // Not `execute`, which would skip what the guest says before QEMU answers.
+        // Not `execute`, which would skip events that arrive before QEMU's reply.
         let message = json!({ "execute": "device_del", "arguments": { "id": name } });
         writeln!(self.0.get_ref(), "{message}")?;
         loop {

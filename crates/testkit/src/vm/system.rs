@@ -6,10 +6,10 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// Writes the initramfs to `target`: to run `script`, or to go on with what is installed on the disk with this serial.
+/// Writes the initramfs to `target`. It runs `script`, or continues with the system on the disk with this serial.
 ///
 /// # Errors
-/// If a program or module is missing; `cargo xtask install` installs them.
+/// A program or module is missing; `cargo xtask install` installs them.
 pub fn write(target: &Path, kernel: &Kernel, fio: bool, start: Start<'_>) -> Result<()> {
     let mut files = system(fio)?;
     files.modules(kernel, &["virtio_pci", "virtio_blk"])?;
@@ -20,20 +20,19 @@ pub fn write(target: &Path, kernel: &Kernel, fio: bool, start: Start<'_>) -> Res
     files.write(target)
 }
 
-/// What the initramfs leads to.
+/// What the initramfs starts.
 #[derive(Clone, Copy)]
 pub enum Start<'a> {
     /// This script.
     Script(&'a str),
-    /// The system that is [`install`]ed on the disk with this serial.
-    /// Or on its first partition.
+    /// The system that [`install`] has put on the disk with this serial, or on the disk's first partition.
     Disk(&'a str),
 }
 
-/// Makes a file of `bytes` that holds a system with fio, which runs `script`.
+/// Makes a file of `bytes` bytes that contains a system with fio, which runs `script`.
 ///
 /// # Errors
-/// A program is missing, or there is no room.
+/// A program is missing, or there is not enough space.
 pub fn install(target: &Path, bytes: u64, script: &str) -> Result<()> {
     let mut files = system(true)?;
     files.file("/script", script.as_bytes(), false);
@@ -56,7 +55,7 @@ pub fn install(target: &Path, bytes: u64, script: &str) -> Result<()> {
     Ok(())
 }
 
-/// All that does not depend on who boots it.
+/// The files that do not depend on how the guest boots.
 pub(super) fn system(fio: bool) -> Result<Tree> {
     let mut files = Tree::new(INIT);
     let programs = ["busybox", "mkfs.ext4", "e2fsck", "sfdisk", "fio"];
@@ -66,7 +65,7 @@ pub(super) fn system(fio: bool) -> Result<Tree> {
     Ok(files)
 }
 
-/// busybox runs its applets by itself, so that none needs a link; for that it must find `/proc/self/exe`.
+/// busybox runs its applets without links to them; for that it must find `/proc/self/exe`.
 const INIT: &str = r#"#!/bin/busybox sh
 export PATH=/bin
 /bin/busybox mount -t proc proc /proc
