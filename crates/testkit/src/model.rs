@@ -1,8 +1,9 @@
-//! A random tester of the whole program: images of every kind, served by a ringdisk that is killed, upgraded and stopped
-//! at any moment, with QEMU's tools in between, and [an oracle](oracle) that knows what each sector may hold.
+//! A random tester of the whole program. ringdisk serves images of every kind, and is killed, upgraded and stopped at
+//! any moment; QEMU's tools use the images in between; and [an oracle](oracle) knows what each sector may contain.
 //!
-//! A [case](steps::Case) follows from a seed: an image, and a list of steps. What fails is run again, made shorter, and
-//! told with its seed. Requests are sent in the order of the list, but the kernel decides what is done first.
+//! A [case](steps::Case) depends only on a seed: it is an image and a list of steps. A case that fails is run again,
+//! shortened, and reported with its seed. Requests are sent in the order of the list, but the kernel decides which is
+//! executed first.
 
 mod commands;
 mod config;
@@ -34,36 +35,36 @@ use world::{Counts, run_case};
 
 /// What to test, and for how long.
 pub struct Options {
-    /// The program.
+    /// The path of ringdisk.
     pub binary: PathBuf,
-    /// Where images are made: in a file system that knows O_DIRECT.
+    /// The directory for images, on a file system that supports O_DIRECT.
     pub directory: PathBuf,
-    /// How long.
+    /// How long to test.
     pub length: Duration,
-    /// The first seed; the others follow it.
+    /// The first seed; the following cases use the following seeds.
     pub seed: u64,
-    /// The seed is the only one.
+    /// Run the case of the first seed only.
     pub only: bool,
-    /// How many cases at a time.
+    /// The number of cases that run at a time.
     pub jobs: usize,
-    /// How long a failure is made shorter.
+    /// How long to shorten a failing case.
     pub shrink: Duration,
-    /// It goes on after a failure.
+    /// Continue after a failure.
     pub go_on: bool,
 }
 
-/// What it did.
+/// The result of a run.
 #[derive(Default)]
 pub struct Report {
     counts: Counts,
-    /// What went wrong, a paragraph each.
+    /// The failures, a paragraph each.
     pub findings: Vec<String>,
-    /// What could not be tested here.
+    /// What could not be tested on this host.
     pub skipped: Vec<String>,
 }
 
 impl Report {
-    /// What was done, in one paragraph.
+    /// A summary of the run, in one paragraph.
     pub fn summary(&self) -> String {
         let numbers = self.counts.numbers.iter();
         let numbers: Vec<_> = numbers
@@ -143,7 +144,7 @@ pub fn run(options: &Options) -> io::Result<Report> {
     Ok(report.into_inner().unwrap_or_else(|e| e.into_inner()))
 }
 
-/// Runs a case in a directory of its own.
+/// Runs a case in its own directory.
 fn attempt(options: &Options, case: &Case) -> (Counts, Outcome<()>) {
     let directory = match tempfile::tempdir_in(&options.directory) {
         Ok(directory) => directory,
@@ -182,7 +183,7 @@ fn attempt_in(options: &Options, case: &Case, directory: &Path) -> (Counts, Outc
     (counts, outcome)
 }
 
-/// Makes a failing case shorter, and puts it into words.
+/// Shortens a failing case, and describes it.
 fn explain(options: &Options, case: &Case, failure: Failure) -> String {
     println!("seed {}: {failure}", case.seed);
     let first = failure.clone();

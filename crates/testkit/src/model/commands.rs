@@ -1,4 +1,4 @@
-//! What an operator, or the guest's driver, does to a disk while it is served: upgrades, resizes, other files.
+//! Changes to a disk while it is served, by an operator or by the guest's driver: upgrades, resizes, replacements.
 
 use std::fs;
 use std::path::PathBuf;
@@ -67,7 +67,7 @@ impl World {
         let (code, said) = self.ringdisk(&["resize", "disk", &size.to_string()])?;
         match code {
             Some(0) => {}
-            // Some versions of the format have no size in a snapshot.
+            // In version 2 of the format, a snapshot does not record the disk's size.
             _ if self.files.is_version_2() && !self.state.snapshots.is_empty() => return Ok(()),
             _ => return Err(Failure::new("command", format!("resize to {size}: {said}"))),
         }
@@ -76,7 +76,7 @@ impl World {
         Ok(())
     }
 
-    /// The disk is longer now, with zeroes at the end.
+    /// Records that the disk has grown, with zeroes at the end.
     pub fn grown(&mut self, size: u64) {
         let oracle = &mut self.state.oracle;
         let first = oracle.size.div_ceil(512);
@@ -106,14 +106,14 @@ impl World {
         Ok(())
     }
 
-    /// The disk is in another file now.
+    /// Records that the disk is in another file now.
     pub fn moved_to(&mut self, image: PathBuf, qcow2: bool) {
         self.files.image = image;
         self.files.data = None;
         self.files.qcow2 = qcow2;
         self.state.snapshots.clear();
         self.state.leaks = false;
-        // What they build on, or their own data file, is not as it was.
+        // The backing or data file of the copies has changed.
         self.backups.clear();
     }
 
@@ -134,7 +134,7 @@ impl World {
         self.files
             .expect(command.arg(&self.files.image).arg(&other))?;
         if !qcow2 {
-            // A sector that was cut off is whole in a raw file.
+            // The converted file ends at a sector boundary: extend it to the disk's full size.
             let size = self.state.oracle.size;
             fs::File::options()
                 .write(true)

@@ -1,65 +1,65 @@
-//! Which image is served, and how: drawn from a seed.
+//! The image of a case, and how it is served, as drawn from a seed.
 
 use super::oracle::SECTOR;
 use crate::faulty::Random;
 
-/// Where the image's file is.
+/// The location of the image's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// In the file system of the working directory.
+    /// The file system of the working directory.
     Plain,
-    /// In a tmpfs of its own, which can be filled.
+    /// A tmpfs for this image, which can be filled.
     Tmpfs,
-    /// In a FUSE file system of our own, whose power can be cut.
+    /// A FUSE file system of the testkit, whose power can be cut.
     Fuse,
 }
 
-/// Where the journal is.
+/// The location of the journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Journal {
-    /// In a directory like any other.
+    /// An ordinary directory.
     Plain,
-    /// In a tmpfs of so many KiB, which can be filled.
+    /// A tmpfs of this many KiB, which can be filled.
     Tmpfs(u64),
-    /// There can be none.
+    /// A place where no journal can be created.
     Unusable,
 }
 
 /// A backing file.
 #[derive(Clone, Debug)]
 pub struct Backing {
-    /// Options of `qemu-img create`; none for a raw file.
+    /// Options for `qemu-img create`; none for a raw file.
     pub options: Option<String>,
     pub size: u64,
 }
 
-/// How the image is made.
+/// The image of a case.
 #[derive(Clone, Debug)]
 pub struct Image {
     pub qcow2: bool,
-    /// Options of `qemu-img create`, without a data file.
+    /// Options for `qemu-img create`, without a data file.
     pub options: String,
     pub cluster: u64,
-    /// With a data file, which may be a raw image of the disk.
+    /// The image has a data file, which may be a raw image of the disk.
     pub data_file: bool,
     pub data_file_raw: bool,
     pub size: u64,
-    /// Sectors that are used, as `(first, how many)`.
+    /// The ranges of sectors that are used, as `(first, count)`.
     pub windows: Vec<(u64, usize)>,
-    /// What it builds on, uppermost first.
+    /// The backing files, the uppermost first.
     pub backing: Vec<Backing>,
     pub compressed: bool,
     pub snapshots: u32,
     pub bitmaps: bool,
-    /// Options of another image, which the same process serves as a disk of its own.
+    /// Options for a second image, which the same process serves as another disk.
     pub neighbour: Option<String>,
     pub place: Place,
     pub journal: Journal,
-    /// Where the contents that it is made with begin.
+    /// The seed of the initial content.
     pub seed: u64,
 }
 
-/// How it is served, and used.
+/// How the image is served and used.
 #[derive(Clone, Debug)]
 pub struct Serve {
     pub cache: &'static str,
@@ -76,7 +76,7 @@ pub struct Serve {
     pub indirect: bool,
     pub event_idx: bool,
     pub buffer_offset: u32,
-    /// The driver accepts neither FLUSH nor a write cache that can be switched.
+    /// The driver accepts neither FLUSH nor a switchable write cache.
     pub without_flush: bool,
 }
 
@@ -120,7 +120,7 @@ impl Serve {
         }
     }
 
-    /// What has been answered is durable.
+    /// Whether every completed write is durable.
     pub fn is_write_through(&self) -> bool {
         self.cache == "directsync"
             || self.cache == "writethrough"
@@ -137,7 +137,7 @@ impl Image {
         let mut image = Self {
             qcow2: true,
             options: String::new(),
-            // Small ones more often: they have many tables.
+            // Small clusters are more frequent, because they need many tables.
             cluster: 1 << (9 + random.below(13).min(random.below(13))),
             data_file: false,
             data_file_raw: false,
@@ -214,7 +214,7 @@ impl Image {
         }
         self.data_file = self.place != Place::Fuse && self.windows.len() == 1 && random.one_in(8);
         self.data_file_raw = self.data_file && self.backing.is_empty() && random.one_in(2);
-        // Neither is for data files; refcounts of few bits count few users of a cluster.
+        // An image with a data file allows neither; narrow refcounts can count only few users of a cluster.
         self.compressed = !self.data_file && bits >= 16 && random.one_in(3);
         if !self.data_file && bits > 1 {
             self.draw_snapshots(random);
@@ -223,9 +223,10 @@ impl Image {
         self.options = options;
     }
 
-    /// The disk, and where it is used. It may be `sparse`: so large that it has several tables.
+    /// Draws the size of the disk and the ranges that are used. A `sparse` disk may be so large that it has several
+    /// tables.
     fn draw_size(&mut self, random: &mut Random, sparse: bool) {
-        // What one L2 table covers, of which extended entries cover half.
+        // The bytes that one L2 table covers; with extended entries it covers half.
         let table = self.cluster * self.cluster / 8;
         let large = sparse && self.qcow2 && (1 << 20..=4 << 30).contains(&table);
         if large && random.one_in(3) {
@@ -252,7 +253,7 @@ impl Image {
         self.windows = vec![(0, self.size as usize / SECTOR)];
     }
 
-    /// In a few only: there is no journal then.
+    /// Draws snapshots for a few images only, because an image with snapshots has no journal.
     fn draw_snapshots(&mut self, random: &mut Random) {
         if random.one_in(4) {
             self.snapshots = 1 + random.below(2) as u32;
@@ -260,7 +261,7 @@ impl Image {
     }
 
     fn draw_backing(&mut self, random: &mut Random) {
-        // Over a large disk, what is below is short.
+        // The backing files of a large disk are short.
         let largest = self.size.min(6 << 20);
         for _ in 0..pick(random, &[0, 0, 1, 1, 2]) {
             let size = match random.below(3) {
@@ -281,7 +282,7 @@ impl Image {
         }
     }
 
-    /// What names its kind in a list of those that were tested.
+    /// The name of the image's kind in the list of tested kinds.
     pub fn kind(&self) -> String {
         let backing = match self.backing.first() {
             None => "none",

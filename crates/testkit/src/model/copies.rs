@@ -1,4 +1,4 @@
-//! Copies of an image, made while it is served or not, and what takes the place of an image: copies, other names.
+//! Copies of an image, made while it is served or not, and replacements of an image: copies and other names.
 
 use std::fs;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use super::failure::Outcome;
 use super::files::copy;
 use super::world::{State, World};
 
-/// A copy of the image at some moment.
+/// A copy of the image, with what was known of it at that moment.
 pub struct Backup {
     pub image: PathBuf,
     pub data: Option<PathBuf>,
@@ -28,7 +28,7 @@ impl World {
         self.keep_copy(state)
     }
 
-    /// Copies the image's files, of which this is known.
+    /// Copies the image's files; `state` is what is known of the copy.
     fn keep_copy(&mut self, state: State) -> Outcome<()> {
         if self.backups.len() > 4 {
             return Ok(());
@@ -49,7 +49,7 @@ impl World {
         Ok(())
     }
 
-    /// What something else than ringdisk finds in the image, which knows of no journal.
+    /// The state for a program other than ringdisk, which ignores the journal.
     pub fn as_flushed(&self) -> State {
         let mut state = self.state.clone();
         if state.killed {
@@ -87,7 +87,7 @@ impl World {
             copy(kept, data)?;
         }
         self.state = backup.state.clone();
-        // cp makes nothing durable.
+        // cp does not make the data durable.
         self.state.volatile = true;
         self.counts.add("restores", 1);
         Ok(())

@@ -1,27 +1,27 @@
-//! What goes wrong, as the tester tells it.
+//! Failures, as the tester reports them.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// How long the tester waits where nothing happens. This bounds hangs; it says nothing of speed. One that has been found
-/// is looked for with less patience.
+/// How many seconds the tester waits without any progress. This bounds hangs and says nothing about speed. While a hang
+/// is being shortened, the limit is lower.
 pub static HANG_S: AtomicU64 = AtomicU64::new(60);
 
 pub fn hang() -> Duration {
     Duration::from_secs(HANG_S.load(Ordering::Relaxed))
 }
 
-/// The kind of what is no failure: QEMU has left an image that is not sound.
+/// The kind of a case that ends without a failure of ringdisk: QEMU has left an inconsistent image.
 pub const RUINED: &str = "ruined";
 
-/// Something that must not be.
+/// A violation that the tester found.
 #[derive(Clone, Debug)]
 pub struct Failure {
-    /// Of what kind; a smaller list of steps must fail in the same way.
+    /// The kind of failure; a shortened list of steps must fail with the same kind.
     pub kind: &'static str,
     pub what: String,
-    /// In which step; none in what comes before and after them.
+    /// The step that failed; none if it happened before or after the steps.
     pub step: Option<usize>,
 }
 
@@ -36,7 +36,7 @@ impl Failure {
         }
     }
 
-    /// The same with more to say.
+    /// The same failure, with `what` replaced by the result of `tell`.
     pub fn told(self, tell: impl FnOnce(String) -> String) -> Self {
         Self {
             what: tell(self.what),
@@ -51,7 +51,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// The tester itself cannot go on.
+/// An error of the tester itself, which cannot continue.
 impl From<std::io::Error> for Failure {
     fn from(error: std::io::Error) -> Self {
         Self::new("tester", error.to_string())

@@ -1,4 +1,5 @@
-//! The files of a case: how they are made, copied and put back, and file systems that can be full or lose their power.
+//! The files of a case: how they are made, copied and restored, and file systems that can become full or lose their
+//! power.
 
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -18,10 +19,10 @@ use super::process::run;
 use crate::faulty::Random;
 use crate::storage::Storage;
 
-/// Bytes of a tmpfs for an image.
+/// The size in bytes of a tmpfs for an image.
 const IMAGE_ROOM: u64 = 96 << 20;
 
-/// A tmpfs, as long as this is there.
+/// A tmpfs; dropping this unmounts it.
 pub struct Mount(PathBuf);
 
 impl Mount {
@@ -54,7 +55,7 @@ impl Drop for Mount {
     }
 }
 
-/// Whether file systems can be mounted here: for that it takes root, and `/dev/fuse`.
+/// Whether file systems can be mounted here, which needs root and `/dev/fuse`.
 pub fn can_mount(directory: &Path) -> bool {
     let at = directory.join("mount");
     let mounted = Mount::tmpfs(&at, 64 << 10).and_then(|_| {
@@ -67,16 +68,16 @@ pub fn can_mount(directory: &Path) -> bool {
 
 pub struct Files {
     pub directory: PathBuf,
-    /// The image, by the name that it has now.
+    /// The image's current path.
     pub image: PathBuf,
     pub data: Option<PathBuf>,
-    /// It was made with one.
+    /// The image was made with a data file.
     pub has_data_file: bool,
     pub qcow2: bool,
-    /// Below the image when it was made: its file and format.
+    /// The image's initial backing file, and its format.
     pub backing: Option<(PathBuf, &'static str)>,
     pub storage: Option<Storage>,
-    /// Where the journals are.
+    /// The directory of the journals.
     pub runtime: PathBuf,
     names: u64,
     journal_mount: Option<Mount>,
@@ -84,7 +85,7 @@ pub struct Files {
 }
 
 impl Files {
-    /// Makes an image, and what it needs.
+    /// Makes an image, and the files and mounts that it needs.
     pub fn make(directory: &Path, image: &Image) -> Outcome<Self> {
         let disks = directory.join("disks");
         let runtime = directory.join("run");
@@ -103,7 +104,7 @@ impl Files {
                 Journal::Tmpfs(kib) => Some(mount(&runtime, kib << 10)?),
                 Journal::Plain => None,
                 Journal::Unusable => {
-                    // No directory can be made there.
+                    // A file in place of the directory: it cannot be created then.
                     fs::write(runtime.join("journals"), [])?;
                     None
                 }
@@ -183,7 +184,7 @@ impl Files {
         }
     }
 
-    /// Patterns all over an image that is fresh.
+    /// Writes patterns all over a new image.
     fn scribble(
         &self,
         file: &Path,
@@ -215,21 +216,21 @@ impl Files {
             let at = random.below(size.div_ceil(cluster)) * cluster;
             let len = cluster.min(size - at);
             let pattern = 1 + random.below(250);
-            // Only what is not allocated can be written compressed.
+            // A cluster can only be written compressed if it is not allocated.
             command.args(["-c", &format!("discard -q {at} {len}")]);
             command.args(["-c", &format!("write -q -c -P {pattern} {at} {len}")]);
         }
-        // Some versions of QEMU refuse some.
+        // Some versions of QEMU refuse some of the commands.
         run(command.arg(file), &self.directory).map(drop)
     }
 
-    /// A path in the image's directory that was never used.
+    /// A new path in the image's directory.
     pub fn fresh(&mut self) -> PathBuf {
         self.names += 1;
         self.directory.join(format!("disks/disk-{}", self.names))
     }
 
-    /// A field of the header.
+    /// A 32-bit field of the image's header.
     fn header(&self, at: usize) -> u32 {
         let mut bytes = [0; 4];
         let read = File::open(&self.image).and_then(|f| f.read_exact_at(&mut bytes, at as u64));
@@ -240,23 +241,23 @@ impl Files {
         self.qcow2 && self.header(4) == 2
     }
 
-    /// Its bitmaps are in use (autoclear bit 0).
+    /// Whether the image's bitmaps are in use (autoclear bit 0).
     pub fn has_bitmaps(&self) -> bool {
         self.qcow2 && self.header(4) > 2 && self.header(92) & 1 != 0
     }
 
-    /// Its refcounts are to be repaired, QEMU said. With a journal of ringdisk's (autoclear bit 63) it is dirty, and they
-    /// are right.
+    /// Whether QEMU has marked the image's refcounts for repair. An image with a journal of ringdisk (autoclear bit 63)
+    /// is also marked dirty, but its refcounts are correct.
     pub fn is_dirty(&self) -> bool {
         self.qcow2 && self.header(4) > 2 && self.header(76) & 1 != 0 && !self.has_journal()
     }
 
-    /// It says that it has a journal.
+    /// Whether the header says that the image has a journal.
     pub fn has_journal(&self) -> bool {
         self.qcow2 && self.header(4) > 2 && self.header(88) >> 31 != 0
     }
 
-    /// The content as QEMU sees it, of the image or of a snapshot in it.
+    /// Converts the image, or a snapshot in it, to a raw file with QEMU.
     pub fn converted(&self, snapshot: Option<&str>, size: u64) -> Outcome<Converted> {
         let out = self.directory.join("content.raw");
         let _ = fs::remove_file(&out);
@@ -267,7 +268,7 @@ impl Files {
         }
         self.expect(command.arg(&self.image).arg(&out))?;
         let len = fs::metadata(&out)?.len();
-        // A snapshot is converted with the size that the disk has now.
+        // QEMU converts a snapshot with the current size of the disk.
         if snapshot.is_none() && len != size.next_multiple_of(SECTOR as u64) {
             let what = format!("the disk has {len} bytes, and must have {size}");
             return Err(Failure::new("size", what));
@@ -275,8 +276,8 @@ impl Files {
         Ok(Converted(out))
     }
 
-    /// Waits until nobody has the image: the kernel may still be at work for a process that was killed, and keeps the
-    /// lock until then.
+    /// Waits until the image is unlocked: the kernel may still be executing I/O of a killed process, and keeps its lock
+    /// until then.
     pub fn wait_until_free(&self) -> Outcome<()> {
         let start = Instant::now();
         for path in [Some(&self.image), self.data.as_ref()]
@@ -295,12 +296,12 @@ impl Files {
         Ok(())
     }
 
-    /// Fills a file system, and leaves so many KiB.
+    /// Fills a file system, and leaves `leave_kib` KiB free.
     fn fill(directory: &Path, leave_kib: u64) -> io::Result<()> {
         let path = directory.join("filler");
         let mut file = File::options().create(true).append(true).open(path)?;
         let page = [1; 4096];
-        // ENOSPC is what is wanted.
+        // ENOSPC ends the loop.
         while file.write_all(&page).is_ok() {}
         let len = file.metadata()?.len();
         file.set_len(len.saturating_sub(leave_kib << 10))
@@ -328,7 +329,8 @@ impl Files {
         let _ = fs::remove_file(self.directory.join("disks/filler"));
     }
 
-    /// Cuts the power, if it can be cut: of what was not made durable, each sector is there or not, and a tmpfs is empty.
+    /// Cuts the power, if the storage allows it: each sector that was not made durable is there or not, and a tmpfs is
+    /// empty.
     pub fn cut_power(&self, seed: u64) -> io::Result<bool> {
         let Some(storage) = &self.storage else {
             return Ok(false);
@@ -343,17 +345,17 @@ impl Files {
     }
 }
 
-/// Whether anybody has a lock on any part of a file.
+/// Whether any process has a lock on any part of a file.
 fn is_locked(file: &File) -> bool {
-    // SAFETY: all zeroes are a lock of the whole file.
+    // SAFETY: the type allows all zeroes, which mean a lock of the whole file.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
     lock.l_type = libc::F_WRLCK as libc::c_short;
-    // SAFETY: an open file, and a lock that outlives the call.
+    // SAFETY: the file is open, and the lock outlives the call.
     let failed = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
     failed == 0 && i32::from(lock.l_type) != libc::F_UNLCK
 }
 
-/// A raw file that a disk was converted to.
+/// The raw file to which a disk was converted.
 pub struct Converted(PathBuf);
 
 impl Converted {
@@ -379,7 +381,7 @@ pub fn windows(file: &Path, oracle: &Oracle) -> io::Result<Vec<u8>> {
         let (mut at, mut into) = (window.sector * SECTOR as u64, &mut all[start..]);
         while !into.is_empty() {
             match file.read_at(into, at)? {
-                // It ends in the middle of a sector, which is padded.
+                // The file ends in the middle of a sector, which is padded.
                 0 => break,
                 n => {
                     at += n as u64;
@@ -391,7 +393,7 @@ pub fn windows(file: &Path, oracle: &Oracle) -> io::Result<Vec<u8>> {
     Ok(all)
 }
 
-/// Copies a file with its holes. Into one that is there, the copy has the same inode as before.
+/// Copies a file with its holes. An existing target keeps its inode.
 pub fn copy(from: &Path, to: &Path) -> io::Result<()> {
     let mut source = File::open(from)?;
     let mut target = File::options()

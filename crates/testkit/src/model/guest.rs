@@ -1,4 +1,4 @@
-//! The guest: requests on several queues at once, whose answers the oracle judges.
+//! The guest: it sends requests on several queues at once, and the oracle checks the answers.
 
 use std::ops::Range;
 use std::path::Path;
@@ -15,15 +15,16 @@ use crate::driver::{DISK_FEATURES, Device, DeviceConfig, DiskConfig, Op};
 
 const OK: u8 = 0;
 const UNSUPPORTED: u8 = 2;
-/// Bytes of a slot's buffer, and of a read or write at most.
+/// The bytes of a slot's buffer, which also limit a read or write.
 const BUFFER: u32 = 128 << 10;
 
-/// What else than success a request may be answered with.
+/// The failures that a request may be answered with.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Leave {
-    /// What writes may fail: there is no space.
+    /// Requests that write may fail, because there is no space.
     pub fail: bool,
-    /// So may reads: tables that cannot be written fill the cache, and those that a read needs have no room in it.
+    /// Reads may fail as well: tables that cannot be written fill the cache, and leave no capacity for the tables that
+    /// a read needs.
     pub fail_reads: bool,
     /// Discards are refused.
     pub no_discard: bool,
@@ -34,7 +35,7 @@ struct UnderWay {
     sector: u64,
     range: Range<usize>,
     sent: u64,
-    /// A write touched the range meanwhile: what a read has found is not judged.
+    /// A write touched the range meanwhile, so the data of a read is not checked.
     mixed: bool,
 }
 
@@ -46,7 +47,7 @@ pub struct Guest {
     pub completed: u64,
 }
 
-/// The part of the disk that a request is for.
+/// The part of the disk that a request concerns.
 pub fn placed(oracle: &Oracle, request: &Request) -> (u64, Range<usize>) {
     let all: usize = oracle.windows.iter().map(|w| w.sectors).sum();
     let index = (request.at % all as u64) as usize;
@@ -63,7 +64,7 @@ pub fn placed(oracle: &Oracle, request: &Request) -> (u64, Range<usize>) {
     (sector, start..start + sectors)
 }
 
-/// What a request makes of its range, as bytes; nothing for one that writes none.
+/// The bytes that a request writes to its range; empty if it writes none.
 pub fn written(request: &Request, sector: u64, sectors: usize) -> Vec<u8> {
     match request.kind {
         Kind::Write => (0..sectors as u64)
@@ -109,7 +110,7 @@ impl Guest {
         })
     }
 
-    /// Connects again with all that is under way.
+    /// Reconnects with all requests in flight.
     pub fn reconnect(&mut self, socket: &Path) -> Outcome<()> {
         self.device
             .reconnect(socket, &self.config)
@@ -120,7 +121,7 @@ impl Guest {
         self.under_way.iter().flatten().flatten().count()
     }
 
-    /// Sends requests, as slots become free. Returns when all, or `until`, have been answered.
+    /// Sends requests as slots become free. Returns when all of them, or `until` of them, have been answered.
     pub fn run(
         &mut self,
         oracle: &mut Oracle,
@@ -128,7 +129,7 @@ impl Guest {
         until: Option<u32>,
     ) -> Outcome<()> {
         let enough = until.map(|n| self.completed + u64::from(n));
-        // So many more are sent, to be under way then.
+        // Send this many more, so that some are still in flight then.
         let ahead = list.len().min(2 * self.under_way.len());
         let mut left = until.map(|n| n as usize + ahead);
         for request in list {
@@ -158,7 +159,7 @@ impl Guest {
         }
     }
 
-    /// Waits until nothing is under way.
+    /// Waits until no request is in flight.
     pub fn drain(&mut self, oracle: &mut Oracle) -> Outcome<()> {
         self.wait(oracle, |guest| guest.in_flight() == 0)
     }
@@ -254,7 +255,7 @@ impl Guest {
         self.device.features & 1 << bit != 0
     }
 
-    /// Switches the write cache, if that can be done; whether it was.
+    /// Switches the write cache, if the device allows it. Returns whether it does.
     ///
     /// # Errors
     /// The device does not answer.
@@ -264,12 +265,12 @@ impl Guest {
         }
         let frontend = &mut self.device.frontend;
         frontend.set_config(DiskConfig::WCE_AT, &[u8::from(on)])?;
-        // It has been done when the device answers the next message.
+        // The device has switched the cache when it answers the next message.
         frontend.config(DiskConfig::WCE_AT, 1)?;
         Ok(true)
     }
 
-    /// Takes what has been answered.
+    /// Handles the requests that have been answered.
     fn take(&mut self, oracle: &mut Oracle) -> Outcome<usize> {
         let mut count = 0;
         for number in 0..self.under_way.len() {
@@ -317,7 +318,7 @@ impl Guest {
                     .saw(range, &bytes)
                     .map_err(|e| Failure::new("content", format!("a read: {e}")))?;
             }
-            // What fails is done in part, and what is discarded is as before, or zeroes.
+            // A failed request may have been done in part; discarded data is unchanged or zero.
             _ => oracle.answered(
                 range,
                 request.mark,

@@ -1,5 +1,5 @@
-//! A second disk of the same process, with a journal of its own in the same directory: written beside the first one, and
-//! killed with it.
+//! A second disk of the same process, with its own journal in the same directory. It is written at the same time as the
+//! first disk, and killed with it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use super::process::run;
 use super::steps::{Kind, Request};
 
 const BYTES: u64 = 2 << 20;
-/// What makes its writes others than those of the first disk.
+/// Distinguishes its writes from those of the first disk.
 const MARK: u64 = 1 << 52;
 
 pub struct Neighbour {
@@ -22,7 +22,7 @@ pub struct Neighbour {
     pub image: PathBuf,
     oracle: Oracle,
     guest: Option<Guest>,
-    /// ringdisk was killed, and has not opened it again.
+    /// ringdisk was killed, and has not opened the image since.
     pub killed: bool,
 }
 
@@ -55,7 +55,7 @@ impl Neighbour {
         self.directory.join("neighbour.sock")
     }
 
-    /// Its disk on the command line.
+    /// The disk, as given on the command line.
     pub fn disk(&self, serve: &Serve) -> String {
         let (file, socket) = (self.image.display(), self.socket());
         let Serve { cache, queues, .. } = serve;
@@ -78,7 +78,7 @@ impl Neighbour {
         self.guest.as_mut().map_or(Ok(()), |g| g.reconnect(&socket))
     }
 
-    /// Sends some of what the first disk gets, and leaves half of it under way.
+    /// Sends some of the first disk's requests, and leaves half of them in flight.
     pub fn run(&mut self, list: &[Request]) -> Outcome<()> {
         let Some(guest) = &mut self.guest else {
             return Ok(());
@@ -92,7 +92,7 @@ impl Neighbour {
         guest.run(&mut self.oracle, &own, Some(enough))
     }
 
-    /// Has all answered, and reads it.
+    /// Waits for all answers, and verifies the content of the disk.
     pub fn verify(&mut self) -> Outcome<()> {
         let Some(guest) = &mut self.guest else {
             return Ok(());
@@ -119,29 +119,30 @@ impl Neighbour {
             .map_or(Ok(()), |guest| guest.drain(&mut self.oracle))
     }
 
-    /// Its guest is gone with what it had under way; how many requests it had answers to.
+    /// Records that the guest is gone with its requests in flight. Returns how many requests were answered.
     pub fn ended(&mut self) -> u64 {
         self.oracle.killed();
         self.guest.take().map_or(0, |guest| guest.completed)
     }
 
-    /// ringdisk has ended in order.
+    /// Records an orderly end of ringdisk: all data is durable.
     pub fn durable(&mut self) {
         self.oracle.durable();
     }
 
-    /// The journals are gone with the power: of what was not flushed, any part is there.
+    /// Records a power cut, which removes the journals: of the data that was not flushed, any part may remain.
     pub fn power_cut(&mut self) {
         self.oracle.power_cut();
         self.killed = false;
     }
 
-    /// What QEMU finds in the image, which nobody serves and nobody is to replay.
+    /// Compares the image, as QEMU reads it, with the oracle. No server may have it open, and its journal must be
+    /// empty.
     pub fn compare(&mut self) -> Outcome<()> {
         let mut command = Command::new("qemu-img");
         command.args(["check", "-q", "-f", "qcow2"]);
         match run(command.arg(&self.image), &self.directory)? {
-            // Space may be lost by a kill.
+            // A kill may leak space.
             (Some(0 | 3), _) => {}
             (code, said) => {
                 let what = format!("the neighbour: qemu-img check: {code:?}, {said}");

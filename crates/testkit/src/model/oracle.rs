@@ -1,8 +1,8 @@
-//! What a disk may hold: for every sector, each content that is allowed.
+//! What a disk may contain: the set of contents that each sector may have.
 //!
-//! A content is known by its digest. Several are allowed where requests overlap in time, where one has failed, where one
-//! was under way at a kill, and for what was discarded. The oracle also remembers what a power cut may bring
-//! back: each content that was superseded after the last flush was sent.
+//! A content is identified by its digest. Several contents are allowed if requests overlap in time, if one has failed,
+//! if one was in flight at a kill, and after a discard. The oracle also remembers what a power cut may bring back: each
+//! content that was superseded after the last flush was sent.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,38 +16,38 @@ const UNDER_WAY: u64 = u64::MAX;
 #[derive(Clone, Copy, Debug)]
 struct Allowed {
     digest: u64,
-    /// The event by which this was there, or [`UNDER_WAY`].
+    /// The event at which the content was known to be there, or [`UNDER_WAY`].
     since: u64,
     /// The request that wrote it.
     request: u64,
 }
 
-/// A stretch of the disk that is used; all else stays as it was made.
+/// A range of the disk that is used; the rest stays as it was created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
-    /// Its first sector on the disk.
+    /// The first sector on the disk.
     pub sector: u64,
-    /// Its first sector in the oracle.
+    /// The index of the first sector in the oracle.
     pub first: usize,
-    /// How many.
+    /// The number of sectors.
     pub sectors: usize,
 }
 
 /// The contents that a disk may have.
 #[derive(Clone)]
 pub struct Oracle {
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     pub size: u64,
     pub windows: Vec<Window>,
     sectors: Vec<Vec<Allowed>>,
-    /// By sector: what a power cut may bring back, and the event that superseded it.
+    /// For each sector, the contents that a power cut may bring back, and the events that superseded them.
     past: BTreeMap<usize, Vec<(u64, u64)>>,
     event: u64,
-    /// There is no write cache: what has been answered is durable.
+    /// There is no write cache: a write is durable when it has been answered.
     pub write_through: bool,
 }
 
-/// What a sector holds, in short: 0 for zeroes.
+/// A digest of a sector's content; 0 for zeroes.
 pub fn digest(sector: &[u8]) -> u64 {
     let words = sector.chunks_exact(8);
     words.fold(0, |all, word| {
@@ -58,7 +58,7 @@ pub fn digest(sector: &[u8]) -> u64 {
     })
 }
 
-/// What a write puts into a sector: nothing that any other write, or this one in another sector, does.
+/// The content that a write puts into a sector. It differs from every other write and every other sector.
 pub fn content(mark: u64, sector: u64) -> [u8; SECTOR] {
     let mut bytes = [0; SECTOR];
     for (i, word) in bytes.chunks_exact_mut(8).enumerate() {
@@ -72,7 +72,7 @@ pub fn content(mark: u64, sector: u64) -> [u8; SECTOR] {
     bytes
 }
 
-/// In words, what a sector that was read holds.
+/// A description of the content of a sector that was read.
 fn described(bytes: &[u8]) -> String {
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
     let (mark, sector) = (word(0), word(8));
@@ -87,7 +87,7 @@ fn described(bytes: &[u8]) -> String {
 }
 
 impl Oracle {
-    /// With windows of sectors `(first on the disk, how many)`, all zeroes.
+    /// An oracle with these windows of sectors `(first on the disk, count)`, all zeroes.
     pub fn new(size: u64, windows: &[(u64, usize)]) -> Self {
         let mut oracle = Self {
             size,
@@ -131,12 +131,12 @@ impl Oracle {
         self.event
     }
 
-    /// The event that happened last: requests that are sent now come after it.
+    /// The latest event: requests that are sent now come after it.
     pub fn now(&self) -> u64 {
         self.event
     }
 
-    /// A request is sent that is to change a range to these digests.
+    /// Records that a request is sent which will change a range to these digests.
     pub fn sent(&mut self, range: Range<usize>, request: u64, digests: &[u64]) -> u64 {
         for (allowed, &digest) in self.sectors[range].iter_mut().zip(digests) {
             allowed.push(Allowed {
@@ -148,7 +148,8 @@ impl Oracle {
         self.next()
     }
 
-    /// A request has been answered. If it has `replaced` all that was there when it was sent, nothing older is allowed.
+    /// Records the answer to a request. If the request has `replaced` everything that was there when it was sent, no
+    /// older content is allowed any more.
     pub fn answered(&mut self, range: Range<usize>, request: u64, sent: u64, replaced: bool) {
         let now = self.next();
         for index in range {
@@ -170,7 +171,7 @@ impl Oracle {
         }
     }
 
-    /// A flush has been answered with success.
+    /// Records the successful answer to a flush.
     pub fn flushed(&mut self, sent: u64) {
         self.past.retain(|_, past| {
             past.retain(|(_, superseded)| *superseded > sent);
@@ -178,12 +179,12 @@ impl Oracle {
         });
     }
 
-    /// All that is there is durable.
+    /// Records that the current content is durable.
     pub fn durable(&mut self) {
         self.past.clear();
     }
 
-    /// What was under way is done or not, sector by sector.
+    /// Records a kill: in each sector, a request in flight is done or not.
     pub fn killed(&mut self) {
         let now = self.next();
         for allowed in &mut self.sectors {
@@ -194,7 +195,7 @@ impl Oracle {
         }
     }
 
-    /// Also what was not flushed is there or not, sector by sector.
+    /// Records a power cut: in each sector, data that was not flushed is also there or not.
     pub fn power_cut(&mut self) {
         self.killed();
         let now = self.next();
@@ -209,8 +210,8 @@ impl Oracle {
         }
     }
 
-    /// The same contents, for a copy that is made now and of which nothing is under way. One of what is not `flushed`
-    /// has, in any sector, what a power cut would leave.
+    /// The oracle for a copy that is made now, with nothing in flight. If the data is not `flushed`, each sector of the
+    /// copy may contain what a power cut would leave.
     pub fn copied(&self, flushed: bool) -> Self {
         let mut copy = self.clone();
         if flushed {
@@ -220,7 +221,7 @@ impl Oracle {
         copy
     }
 
-    /// Something else writes a range, durably.
+    /// Records that another program has written a range, durably.
     pub fn set(&mut self, range: Range<usize>, digests: &[u64]) {
         let now = self.next();
         for (index, &digest) in range.zip(digests) {
@@ -233,10 +234,11 @@ impl Oracle {
         }
     }
 
-    /// A range has been seen, with nothing under way on it: it must be what it may be, and is nothing else from now on.
+    /// Checks a range that was read while no request was in flight on it. From then on, only the content that was seen
+    /// is allowed.
     ///
     /// # Errors
-    /// What is there instead, and what may be.
+    /// A description of what was found, and of what is allowed.
     pub fn saw(&mut self, range: Range<usize>, bytes: &[u8]) -> Result<(), String> {
         let now = self.next();
         let mut wrong = Vec::new();
@@ -276,12 +278,12 @@ impl Oracle {
     }
 }
 
-/// Each content once, as of the latest event.
+/// Keeps each content once, with its latest event.
 fn unite(allowed: &mut Vec<Allowed>) {
     if allowed.len() < 2 {
         return;
     }
-    // One under way is another than one that is there: it may come yet.
+    // A content in flight is distinct from the same content that is there: the write may still happen.
     allowed.sort_by_key(|a| (a.since == UNDER_WAY, a.digest, std::cmp::Reverse(a.since)));
     allowed.dedup_by(|b, a| a.digest == b.digest && b.since != UNDER_WAY && a.since != UNDER_WAY);
 }

@@ -1,4 +1,4 @@
-//! The processes: ringdisk, whose log goes to a file, and QEMU's tools. Nothing is waited for without an end.
+//! The processes: ringdisk, whose log goes to a file, and QEMU's tools. Every wait is bounded.
 
 use std::fs::{self, File};
 use std::io;
@@ -13,25 +13,25 @@ use serde_json::Value;
 use super::failure::{Failure, Outcome, hang};
 use super::steps::Moment;
 
-/// How long a line of the log is waited for, which may never come.
+/// How long to wait for a line of the log, which may never appear.
 const LINE_WAIT: Duration = Duration::from_millis(200);
 
-/// The log of a case, as it grows.
+/// The part of a case's log that is written after this was made.
 pub struct Log {
     path: PathBuf,
-    /// Bytes that were in it at first.
+    /// The initial length of the log in bytes.
     before: u64,
 }
 
 impl Log {
-    /// All that comes into it from now on.
+    /// Starts at the current end of the log.
     pub fn new(directory: &Path) -> Self {
         let path = directory.join("log");
         let before = fs::metadata(&path).map_or(0, |m| m.len());
         Self { path, before }
     }
 
-    /// Waits until a moment has come, or `ended`.
+    /// Waits until the moment has come, or until `ended` returns true.
     pub fn wait_for(&self, moment: Moment, mut ended: impl FnMut() -> bool) {
         let lines = match moment {
             Moment::Us(us) => return thread::sleep(Duration::from_micros(us)),
@@ -50,18 +50,18 @@ impl Log {
     }
 }
 
-/// A ringdisk that serves, and those that took over from it.
+/// A ringdisk that serves, and the processes that took over from it by upgrades.
 pub struct Process {
     child: Child,
-    /// What all of them have in their command line, and nobody else.
+    /// A path that the command lines of exactly these processes contain.
     control: PathBuf,
-    /// The one that serves.
+    /// The process that serves.
     pub pid: u32,
     upgraded: bool,
 }
 
 impl Process {
-    /// Starts it, without waiting for anything.
+    /// Starts the process, without waiting for anything.
     pub fn spawn(mut command: Command, control: &Path, directory: &Path) -> io::Result<Self> {
         let log = File::options()
             .create(true)
@@ -80,7 +80,7 @@ impl Process {
         })
     }
 
-    /// Waits until it serves. `None` if it has ended instead.
+    /// Waits until the process serves. Returns `None` if it has ended instead.
     pub fn ready(&mut self, directory: &Path) -> Outcome<Option<()>> {
         let start = Instant::now();
         loop {
@@ -98,11 +98,11 @@ impl Process {
         }
     }
 
-    /// Kills it, and whatever took over or was about to.
+    /// Kills the process, and any that took over from it or was about to.
     pub fn kill(&mut self) -> Outcome<()> {
         let _ = self.child.kill();
         self.child.wait()?;
-        // Only once: the next one has the same command line.
+        // Only once: the next process has the same path in its command line.
         if std::mem::take(&mut self.upgraded) {
             self.kill_successors()?;
         }
@@ -134,7 +134,7 @@ impl Process {
         }
     }
 
-    /// Waits until it has ended. What it ended with is known only of a child.
+    /// Waits until the process has ended. Its exit status is known only if it is a child.
     pub fn ended(&mut self) -> Outcome<Option<ExitStatus>> {
         let start = Instant::now();
         loop {
@@ -150,23 +150,23 @@ impl Process {
         }
     }
 
-    /// Whether it has ended already.
+    /// Whether the process has ended already.
     pub fn has_ended(&mut self) -> bool {
         !self.upgraded && matches!(self.child.try_wait(), Ok(Some(_)))
     }
 
-    /// `ringdisk upgrade` has been started: from now on, others may serve.
+    /// Records that `ringdisk upgrade` has been started: from now on, another process may serve.
     pub fn may_be_upgraded(&mut self) {
         self.upgraded = true;
     }
 
-    /// Another process has taken over.
+    /// Records that another process has taken over.
     pub fn was_upgraded(&mut self, reply: &str) -> Outcome<()> {
         let reply: Value = serde_json::from_str(reply)
             .map_err(|e| Failure::new("upgrade", format!("{e} in {reply:?}")))?;
         let pid = reply["pid"].as_u64();
         self.pid = pid.ok_or_else(|| Failure::new("upgrade", reply.to_string()))? as u32;
-        // The old one is gone, or is about to be.
+        // The old process has ended, or is about to.
         Ok(())
     }
 }
@@ -186,7 +186,7 @@ fn is_there(pid: u32) -> bool {
     state.is_some_and(|state| state != 'Z')
 }
 
-/// What a process that hangs is doing.
+/// A description of what a hanging process is doing.
 fn busy(pid: u32) -> String {
     let threads = fs::read_dir(format!("/proc/{pid}/task"));
     let states = threads
@@ -203,7 +203,7 @@ fn busy(pid: u32) -> String {
     format!("threads: {}", states.join(", "))
 }
 
-/// Processes that have a path in their command line, and are not this one.
+/// The processes that have a path in their command line, except this one.
 fn processes_with(path: &Path) -> Vec<u32> {
     let path = path.as_os_str().as_encoded_bytes();
     let all = fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -215,7 +215,7 @@ fn processes_with(path: &Path) -> Vec<u32> {
     .collect()
 }
 
-/// Runs a tool to its end; what it ended with, and what it said.
+/// Runs a tool to its end. Returns its exit status and its output.
 pub fn run(command: &mut Command, directory: &Path) -> Outcome<(Option<i32>, String)> {
     let out = directory.join("said");
     let said = File::create(&out)?;

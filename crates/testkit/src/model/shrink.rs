@@ -1,22 +1,22 @@
-//! Makes a list of steps that fails shorter, as long as it fails in the same way.
+//! Shortens a failing list of steps while it still fails in the same way.
 
 use std::time::{Duration, Instant};
 
 use super::failure::Failure;
 use super::steps::{Case, Request, Step, Tool};
 
-/// A case that fails, and how.
+/// A failing case, and its failure.
 pub struct Shrunk {
     pub case: Case,
     pub failure: Failure,
-    /// How often the whole case failed, of how many times that it was run again.
+    /// How many times the complete case failed again, and how many times it was run again.
     pub again: (u32, u32),
 }
 
-/// How often a case is run to find out whether it fails.
+/// How many times a case is run to find out whether it fails.
 const TRIES: u32 = 5;
 
-/// Leaves out what the failure does not need. `run` gives what went wrong.
+/// Removes steps that the failure does not need. `run` runs a case and returns its failure.
 pub fn shrink(
     case: &Case,
     failure: Failure,
@@ -37,7 +37,7 @@ pub fn shrink(
     if again.0 == 0 {
         return shrunk;
     }
-    // One that depends on a race is tried until it would have failed nearly surely.
+    // A case with a race is tried often enough that it would almost certainly have failed.
     let tries = if again.0 == again.1 {
         1
     } else {
@@ -56,7 +56,7 @@ pub fn shrink(
         }
         false
     };
-    // What comes after the step that fails is not needed.
+    // Steps after the one that fails are not needed.
     if let Some(last) = shrunk.failure.step {
         let mut smaller = shrunk.case.clone();
         smaller.steps.truncate(last + 1);

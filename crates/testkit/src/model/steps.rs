@@ -1,5 +1,5 @@
-//! What happens to an image: a list of steps that is drawn from a seed. Each has in it all that it needs, and one that
-//! does not fit (nothing is served, there is no such snapshot) is left out, so that any part of a list is a list.
+//! The steps of a case, drawn from a seed. A step contains everything that it needs. A step that does not fit (nothing
+//! is served, the snapshot does not exist) is skipped, so that any part of a list is a valid list.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use crate::faulty::Random;
 pub enum Kind {
     Read,
     Write,
-    /// A write of nothing but zeroes.
+    /// A write of zeroes only.
     WriteNothing,
     WriteZeroes {
         unmap: bool,
@@ -24,11 +24,11 @@ pub enum Kind {
 pub struct Request {
     pub kind: Kind,
     pub queue: u16,
-    /// Which it is, in the whole list.
+    /// The number of the request in the whole list.
     pub mark: u64,
-    /// Where, in turn for as many sectors as there are.
+    /// The position in sectors, modulo the number of sectors.
     pub at: u64,
-    /// A power of two.
+    /// The alignment in sectors, a power of two.
     pub align: u64,
     pub sectors: u32,
 }
@@ -46,7 +46,7 @@ impl fmt::Debug for Request {
     }
 }
 
-/// What QEMU's tools do to an image that is not served.
+/// An operation of QEMU's tools on an image that is not served.
 #[derive(Clone, Debug)]
 pub enum Tool {
     Check,
@@ -57,77 +57,77 @@ pub enum Tool {
     SnapshotApply(u64),
     SnapshotDelete(u64),
     Write(Vec<Request>),
-    /// qemu-io writes, and is killed after so many microseconds.
+    /// qemu-io writes, and is killed after this many microseconds.
     Crash {
         requests: Vec<Request>,
         after_us: u64,
     },
-    /// qemu-storage-daemon serves it, and is killed after so many answers, or ends in order.
+    /// qemu-storage-daemon serves the image. It is killed after this many answers, or ends in order.
     Daemon {
         requests: Vec<Request>,
         kill: Option<u32>,
     },
-    /// qemu-io writes to an overlay, which is then committed: QEMU opens the image for reading first.
+    /// qemu-io writes to an overlay, which is then committed: QEMU first opens the image read-only.
     CommitInto(Vec<Request>),
     Resize(u64),
     Amend(&'static str),
     BitmapAdd,
     BitmapRemove,
-    /// It is replaced by a copy of itself, made by `qemu-img convert`.
+    /// A copy made by `qemu-img convert` replaces the image.
     Convert,
     Compare,
     Rebase,
     Commit,
 }
 
-/// When a process is killed.
+/// The moment at which a process is killed.
 #[derive(Clone, Copy, Debug)]
 pub enum Moment {
-    /// After so many microseconds.
+    /// After this many microseconds.
     Us(u64),
-    /// As so many lines more are in the log of ringdisk.
+    /// After this many further lines in ringdisk's log.
     Line(u64),
 }
 
 #[derive(Clone, Debug)]
 pub enum Step {
     Start(Serve),
-    /// ringdisk is killed soon after it was started.
+    /// Start ringdisk, and kill it soon afterwards.
     StartKilled {
         serve: Serve,
         when: Moment,
     },
-    /// The guest sends these, and goes on when all, or so many, have been answered.
+    /// The guest sends these requests, and continues when all or `until` of them have been answered.
     Requests {
         list: Vec<Request>,
         until: Option<u32>,
     },
-    /// All is read through the server.
+    /// Read the whole disk through the server.
     Verify,
     Flush,
     WriteCache {
         on: bool,
     },
     Resize(u64),
-    /// A fresh overlay is put above the image.
+    /// Put a new overlay above the image.
     Snapshot {
         options: &'static str,
         drain: bool,
     },
-    /// The disk is moved to a copy.
+    /// Move the disk to a copy.
     Replace {
         qcow2: bool,
     },
     Reconnect,
     Upgrade,
-    /// The image is copied while it is served.
+    /// Copy the image while it is served.
     CopyServed {
         flush: bool,
     },
     Kill {
         after_us: u64,
     },
-    /// The next process does what was under way.
+    /// Kill ringdisk; the next process executes the requests in flight.
     KillAndReconnect {
         l2_cache: Option<&'static str>,
     },
@@ -149,21 +149,21 @@ pub enum Step {
         leave_kib: u64,
     },
     FreeImage,
-    /// The image is copied, by cp.
+    /// Copy the image with cp.
     Backup,
-    /// A copy is put back: into the same file, or in its place. The largest number is the latest.
+    /// Restore a copy, in the same file or in a new one with its name. The largest number means the latest copy.
     Restore {
         number: u64,
         in_place: bool,
     },
     Rename,
     HardLink,
-    /// A copy of the image takes its place.
+    /// Replace the image by a copy of it.
     CopyOver,
     Tool(Tool),
 }
 
-/// All that follows from a seed.
+/// A test case: everything that follows from a seed.
 #[derive(Clone, Debug)]
 pub struct Case {
     pub seed: u64,
@@ -175,7 +175,8 @@ struct Draw {
     random: Random,
     marks: u64,
     cluster: u64,
-    /// So many that some are in what the disk has grown by, and the others start over.
+    /// The number of sectors to draw from. It is larger than the disk, so that some requests are in the part that a
+    /// resize has added, and otherwise wrap around.
     sectors: u64,
 }
 
@@ -198,12 +199,12 @@ impl Case {
 }
 
 impl Draw {
-    /// From one start to the next.
+    /// Draws the steps from one start to the next.
     fn round(&mut self, image: &Image, steps: &mut Vec<Step>) {
         let first = steps.len();
         let mut serve = Serve::draw(&mut self.random);
         if self.random.one_in(5) {
-            // Nothing but what a killed one left is done.
+            // Only complete what a killed process left.
             serve.l2_cache = pick(
                 &mut self.random,
                 &[Some("1k"), Some("1k"), Some("4k"), None],
@@ -257,7 +258,7 @@ impl Draw {
             .any(|step| matches!(step, Step::CopyServed { .. }));
         self.end(image, steps);
         if copied && self.random.one_in(2) {
-            // The latest copy, while what came after it is still in the journal.
+            // Restore the latest copy while the later changes are still in the journal.
             steps.push(Step::Restore {
                 number: u64::MAX,
                 in_place: true,
@@ -271,7 +272,7 @@ impl Draw {
         }
     }
 
-    /// Something while it is served.
+    /// Draws steps while the image is served.
     fn phase(&mut self, steps: &mut Vec<Step>) {
         let most = pick(&mut self.random, &[4, 20, 100, 300]);
         let count = 1 + self.random.below(most);
@@ -323,7 +324,7 @@ impl Draw {
         }
     }
 
-    /// How the process ends.
+    /// Draws how the process ends.
     fn end(&mut self, image: &Image, steps: &mut Vec<Step>) {
         let after_us = pick(&mut self.random, &[0, 0, 300, 3000, 30_000]);
         let after_us = if after_us == 0 {
@@ -332,7 +333,7 @@ impl Draw {
             self.random.below(after_us)
         };
         if self.random.one_in(4) {
-            // The end comes while a flush is under way.
+            // The process ends while a flush is in flight.
             let list = self.requests(4, true);
             steps.push(Step::Requests {
                 list: list.into_iter().map(to_flush).collect(),
@@ -357,7 +358,7 @@ impl Draw {
         });
     }
 
-    /// Something while nobody serves it.
+    /// Draws a step while the image is not served.
     fn between(&mut self, image: &Image, steps: &mut Vec<Step>) {
         let number = self.random.below(8);
         steps.push(match self.random.below(36) {
@@ -418,7 +419,7 @@ impl Draw {
 
     fn requests(&mut self, count: u64, flushes: bool) -> Vec<Request> {
         let random = &mut self.random;
-        // Some lists are all over the disk, and some in one corner of it.
+        // Some lists cover the whole disk, others a small part of it.
         let base = random.below(self.sectors);
         let spread = pick(random, &[16, 256, self.sectors]);
         let often_flushed = flushes && random.one_in(3);
@@ -455,7 +456,7 @@ impl Draw {
     }
 }
 
-/// Every other request is a flush instead.
+/// Turns every other request into a flush.
 fn to_flush(request: Request) -> Request {
     match request.mark % 2 {
         0 => request,

@@ -1,4 +1,4 @@
-//! What QEMU's tools do to an image between two times that it is served.
+//! Operations of QEMU's tools on an image while it is not served.
 
 use std::fs;
 use std::io::Write;
@@ -61,7 +61,7 @@ impl World {
         }
     }
 
-    /// QEMU opens the image to write to it: it knows of no journal, and clears what says that there is one.
+    /// Records that QEMU opens the image for writing: QEMU ignores the journal, and clears the bit that announces it.
     fn opened_by_qemu(&mut self) -> Outcome<()> {
         if self.state.killed {
             self.counts.add("images written by QEMU after a kill", 1);
@@ -79,7 +79,8 @@ impl World {
             .expect(command.args(arguments).arg(&self.files.image))
     }
 
-    /// A tool that some images are refused by; whether it did it. The image's path comes between the arguments.
+    /// Runs a tool that refuses some images; returns whether it succeeded. The image's path comes between the
+    /// arguments.
     pub fn tool_may_refuse(&mut self, before: &[&str], after: &[&str]) -> Outcome<bool> {
         self.opened_by_qemu()?;
         let mut command = Command::new("qemu-img");
@@ -88,7 +89,7 @@ impl World {
         if code.is_none() {
             return Err(Failure::new("tool", format!("{command:?}: {said}")));
         }
-        // Some that are refused have taken clusters for it.
+        // A tool that refuses an image may have allocated clusters before.
         self.state.leaks |= code != Some(0);
         Ok(code == Some(0))
     }
@@ -105,7 +106,7 @@ impl World {
         match code {
             Some(0) => Ok(()),
             Some(3) if self.state.leaks => Ok(()),
-            // With lazy refcounts, QEMU was killed before it wrote them.
+            // QEMU was killed before it wrote the lazy refcounts.
             _ if self.files.is_dirty() => Ok(()),
             _ => {
                 let what = format!("qemu-img check: {code:?}, {}", in_short(&said));
@@ -122,7 +123,7 @@ impl World {
             return Ok(());
         }
         if self.files.has_bitmaps() && !self.state.snapshots.is_empty() {
-            // With both, QEMU's repair takes the snapshots away; it has nothing to do with ringdisk.
+            // If an image has both, QEMU's repair removes the snapshots; ringdisk is not involved.
             return match all {
                 true => Err(Failure::new(RUINED, "bitmaps and snapshots")),
                 false => Ok(()),
@@ -145,7 +146,7 @@ impl World {
         self.look_for_snapshots("check -r")
     }
 
-    /// All snapshots must be there.
+    /// Checks that all snapshots exist.
     fn look_for_snapshots(&self, after: &str) -> Outcome<()> {
         if self.state.snapshots.is_empty() {
             return Ok(());
@@ -163,16 +164,16 @@ impl World {
         Ok(())
     }
 
-    /// What QEMU finds in the image must be what may be there.
+    /// Checks that the image, as QEMU reads it, contains what the oracle allows.
     pub fn compare(&mut self) -> Outcome<()> {
         let converted = self.files.converted(None, self.state.oracle.size)?;
         let bytes = converted.windows(&self.state.oracle)?;
         drop(converted);
         let all = 0..bytes.len() / SECTOR;
         let saw = match self.state.killed {
-            // The journal changes that yet.
+            // Replaying the journal will still change the content.
             true => self.as_flushed().oracle.saw(all, &bytes),
-            // So does that of a copy that was made in the instant before a kill.
+            // The same applies to a copy that was made just before a kill.
             false if self.files.has_journal() => self.state.oracle.clone().saw(all, &bytes),
             false => self.state.oracle.saw(all, &bytes),
         };
@@ -195,7 +196,7 @@ impl World {
             return Ok(());
         }
         self.opened_by_qemu()?;
-        // What it is that is kept must be known.
+        // The content that the snapshot will keep must be known.
         self.compare()?;
         self.counts.add("names", 1);
         let name = format!("s{}", self.counts.numbers["names"]);
@@ -205,7 +206,7 @@ impl World {
             .arg(&self.files.image);
         let (code, said) = run(&mut command, &self.files.directory)?;
         if code != Some(0) {
-            // Refcounts of one bit count no second user of a cluster, and so on.
+            // For example, 1-bit refcounts cannot count a second user of a cluster.
             self.state.leaks = true;
             let known = ["overflow", "not supported", "Invalid argument", "Numerical"];
             return match known.iter().any(|part| said.contains(part)) {
@@ -228,14 +229,14 @@ impl World {
         if oracle.size != self.state.oracle.size {
             return Ok(());
         }
-        // An image with a bitmap that is being recorded is refused.
+        // QEMU refuses an image with a bitmap that is being recorded.
         if self.tool_may_refuse(&["snapshot", "-a", &name], &[])? {
             self.state.oracle = oracle;
         }
         self.look_for_snapshots("snapshot -a")
     }
 
-    /// What qemu-io is told to do, and the range that is concerned. Flushes and reads are left out.
+    /// The commands for qemu-io, and the range and digests of each. Flushes and reads are omitted.
     fn commands(&self, requests: &[Request]) -> Vec<(String, std::ops::Range<usize>, Vec<u64>)> {
         let oracle = &self.state.oracle;
         let mut all = Vec::new();
@@ -250,7 +251,7 @@ impl World {
                 Kind::WriteZeroes { unmap: true } => (format!("write -q -z -u {at} {len}"), 0),
                 Kind::WriteZeroes { unmap: false } => (format!("write -q -z {at} {len}"), 0),
             };
-            // qemu-io knows no half sector at the end.
+            // qemu-io does not support the partial sector at the end.
             if at + len as u64 > oracle.size {
                 continue;
             }
@@ -304,7 +305,8 @@ impl World {
     }
 
     fn crash_qemu(&mut self, requests: &[Request], after_us: u64) -> Outcome<()> {
-        // That one may be killed before it has opened the image, which would still have its journal then.
+        // The process to be killed may be killed before it opens the image, whose journal would then remain. Open the
+        // image once before.
         self.write_with_qemu(&[])?;
         self.compare()?;
         let mut input = String::new();
@@ -320,7 +322,7 @@ impl World {
             .stderr(Stdio::null())
             .spawn()?;
         let mut stdin = child.stdin.take().expect("it is piped");
-        // It may have ended.
+        // The process may have ended.
         let _ = stdin.write_all(input.as_bytes());
         thread::sleep(Duration::from_micros(after_us));
         child.kill()?;
@@ -328,9 +330,8 @@ impl World {
         self.take_up_after_a_crash()
     }
 
-    /// QEMU was killed while it wrote. It gives clusters that are freed to others before the tables say so in the file, so
-    /// that anything may be there now; and if the image is no longer sound, that is the end of the case, and nobody
-    /// else's fault.
+    /// Handles a QEMU that was killed while it wrote. QEMU reuses freed clusters before the tables in the file say so,
+    /// so any content is possible now. If the image is inconsistent, the case ends, and ringdisk is not at fault.
     fn take_up_after_a_crash(&mut self) -> Outcome<()> {
         self.counts.add("crashes of QEMU", 1);
         self.state.leaks = true;
@@ -345,7 +346,7 @@ impl World {
         self.adopt()
     }
 
-    /// qemu-storage-daemon serves the image, and the same guest uses it.
+    /// Lets qemu-storage-daemon serve the image to the same guest.
     fn serve_with_qemu(&mut self, requests: &[Request], kill: Option<u32>) -> Outcome<()> {
         self.opened_by_qemu()?;
         self.compare()?;
@@ -382,7 +383,7 @@ impl World {
         (serve.queues, serve.packed, serve.without_flush) = (2, false, false);
         let oracle = &mut self.state.oracle;
         oracle.write_through = false;
-        // QEMU frees a cluster though a write to it is under way, which then hits the cluster's next user.
+        // QEMU frees a cluster even while a write to it is in flight; the write then hits the cluster's next user.
         let frees =
             |r: &&Request| matches!(r.kind, Kind::Discard | Kind::WriteZeroes { unmap: true });
         let requests: Vec<Request> = requests.iter().filter(|r| !frees(r)).copied().collect();
@@ -448,24 +449,24 @@ impl World {
         Ok(())
     }
 
-    /// The image becomes independent of what is below it.
+    /// Makes the image independent of its backing files.
     fn rebase(&mut self) -> Outcome<()> {
         if self.files.backing.is_none() || !self.files.qcow2 || !self.state.snapshots.is_empty() {
             return Ok(());
         }
         if self.tool_may_refuse(&["rebase", "-f", "qcow2", "-b", ""], &[])? {
             self.files.backing = None;
-            // They still build on it, which is there.
+            // Copies of the image still use the backing file, which still exists.
         }
         Ok(())
     }
 
-    /// What is in the image goes into the file below it, and the image is empty.
+    /// Commits the image to its backing file, which empties the image.
     fn commit(&mut self) -> Outcome<()> {
         if self.files.backing.is_none() || !self.files.qcow2 || !self.state.snapshots.is_empty() {
             return Ok(());
         }
-        // Copies of the image do not fit what is below any more.
+        // Copies of the image no longer match the backing file.
         self.backups.clear();
         self.compare_quietly()?;
         self.tool_may_refuse(&["commit", "-q", "-f", "qcow2"], &[])?;
@@ -478,7 +479,7 @@ impl World {
     }
 }
 
-/// What `qemu-img check` said, without the many leaks that an error makes.
+/// The output of `qemu-img check`, without the many leaks that one error causes.
 fn in_short(said: &str) -> String {
     let (leaks, rest): (Vec<_>, Vec<_>) = said.lines().partition(|l| l.starts_with("Leaked"));
     let first: Vec<_> = rest.into_iter().take(4).collect();

@@ -1,4 +1,4 @@
-//! Does the steps of a case, one after the other, and judges what it sees.
+//! Executes the steps of a case in order, and checks the results.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -17,7 +17,7 @@ use super::oracle::{Oracle, SECTOR};
 use super::process::{Log, Process};
 use super::steps::{Case, Kind, Moment, Request, Step};
 
-/// What a case did.
+/// Statistics of a case.
 #[derive(Clone, Debug, Default)]
 pub struct Counts {
     pub numbers: BTreeMap<&'static str, u64>,
@@ -41,15 +41,15 @@ impl Counts {
 #[derive(Clone)]
 pub struct State {
     pub oracle: Oracle,
-    /// Its snapshots, by name.
+    /// The image's snapshots, by name.
     pub snapshots: Vec<(String, Oracle)>,
-    /// ringdisk was killed, and has not opened it again.
+    /// ringdisk was killed, and has not opened the image since.
     pub killed: bool,
-    /// Space may be lost in it.
+    /// The image may have leaked clusters.
     pub leaks: bool,
     /// ringdisk ended in order, but with a cache mode that makes nothing durable.
     pub volatile: bool,
-    /// Tables were lost that the guest had not flushed: a data file may have more in it than they lead to.
+    /// Tables that the guest had not flushed were lost: a data file may contain data that no table refers to.
     pub tables_lost: bool,
 }
 
@@ -63,7 +63,7 @@ pub struct World {
     pub process: Option<Process>,
     pub guest: Option<Guest>,
     neighbour: Option<Neighbour>,
-    /// There has been no space for the image since it was started.
+    /// The image has had no space since ringdisk was started.
     pub full: bool,
     marks: u64,
 }
@@ -148,7 +148,7 @@ impl World {
             .map_err(|e| e.told(|what| format!("at the end: {what}")))
     }
 
-    /// Whatever the image holds is right.
+    /// Accepts the current content of the image as correct.
     pub fn adopt(&mut self) -> Outcome<()> {
         let converted = self.files.converted(None, self.state.oracle.size)?;
         let bytes = converted.windows(&self.state.oracle)?;
@@ -255,7 +255,7 @@ impl World {
         if let Some(size) = serve.l2_cache.filter(|_| self.files.qcow2) {
             disk += &format!(",l2-cache-size={size}");
         }
-        // A data file, of whatever it builds on as well, cannot be shared with another host.
+        // An image with a data file, in itself or in its backing files, cannot be shared with another host.
         if serve.lock == "running" && !self.files.has_data_file {
             disk += ",lock=running";
         }
@@ -297,7 +297,7 @@ impl World {
         )?)
     }
 
-    /// Starts it, and has it serve. What a killed one left is done again by then.
+    /// Starts ringdisk, and waits until it serves. By then, it has replayed what a killed process left.
     fn served(&mut self, serve: &Serve) -> Outcome<Process> {
         let mut process = self.spawn(serve)?;
         if process.ready(&self.files.directory)?.is_some() {
@@ -305,7 +305,7 @@ impl World {
             return Ok(process);
         }
         if self.full {
-            // There may be no space for what is to be done again; then it must succeed with space.
+            // There may be no space for the replay; with space it must succeed.
             self.files.free_images();
             self.full = false;
             let mut process = self.spawn(serve)?;
@@ -326,7 +326,7 @@ impl World {
     }
 
     fn prepare(&mut self) -> Outcome<()> {
-        // QEMU, killed before it wrote its lazy refcounts, leaves that to a repair.
+        // A QEMU that was killed before it wrote its lazy refcounts leaves them to a repair.
         if self.files.is_dirty() {
             self.repair(true)?;
         }
@@ -351,7 +351,7 @@ impl World {
         if let (Some(guest), Some(serve)) = (&mut self.guest, &self.serve) {
             guest.leave.fail = self.full && serve.werror == "report";
             if self.full && serve.werror == "enospc" {
-                // Writes wait for space, and there is some soon.
+                // Writes wait for space, which becomes available soon.
                 self.files.free_images();
                 self.full = false;
             }
@@ -365,7 +365,7 @@ impl World {
         log.wait_for(when, || process.has_ended());
         process.kill()?;
         self.counts.add("kills at the start", 1);
-        // Even if nothing was to be done again.
+        // Even if there was nothing to replay.
         self.mark_killed();
         Ok(())
     }
@@ -401,7 +401,7 @@ impl World {
         }
     }
 
-    /// The guests are gone, with what they had under way.
+    /// Records that the guests are gone, with their requests in flight.
     fn abandon(&mut self) {
         self.guests_ended();
         if self
@@ -424,12 +424,12 @@ impl World {
         serve.l2_cache = l2_cache;
         self.state.leaks = true;
         self.process = Some(self.served(&serve)?);
-        // What the guest has switched is forgotten.
+        // The new process does not know the guest's switch of the write cache.
         self.state.oracle.write_through = serve.is_write_through();
         self.reconnect()
     }
 
-    /// The guests connect again, with all that is under way.
+    /// Reconnects the guests, with all requests in flight.
     fn reconnect(&mut self) -> Outcome<()> {
         let socket = self.socket();
         let guest = self.guest.as_mut().expect("it is served");
@@ -457,7 +457,7 @@ impl World {
         guest.drain(&mut self.state.oracle)
     }
 
-    /// What is written to the log from now on.
+    /// The part of the log that is written from now on.
     fn log(&self) -> Log {
         Log::new(&self.files.directory)
     }
@@ -474,7 +474,7 @@ impl World {
         self.ended(status.filter(|status| !status.success()))
     }
 
-    /// It has ended in order: all is in the image, and durable.
+    /// Records an orderly end of ringdisk: all data is in the image, and durable.
     fn ended(&mut self, error: Option<ExitStatus>) -> Outcome<()> {
         let volatile = self.serve.as_ref().is_some_and(|s| s.cache == "unsafe");
         let full = std::mem::take(&mut self.full);
@@ -508,7 +508,7 @@ impl World {
         process.ask_to_end();
         log.wait_for(when, || process.has_ended());
         if process.has_ended() {
-            // What was under way may have been refused: that is no part of an orderly end.
+            // Requests in flight may have been refused, which an orderly end does not do.
             self.abandon();
             self.state.oracle.killed();
             self.full = false;
@@ -584,7 +584,7 @@ impl World {
         guest.run(&mut self.state.oracle, &[flush], None)
     }
 
-    /// Ends it, and looks at all of it: through the server, with QEMU, and into its snapshots.
+    /// Ends ringdisk, and checks everything: through the server, with QEMU, and in the snapshots.
     fn finish(&mut self) -> Outcome<()> {
         self.files.free_images();
         self.files.free_journals();
@@ -622,7 +622,7 @@ impl World {
         Ok(())
     }
 
-    /// Its data file is the disk, byte by byte.
+    /// Whether the data file is a raw image of the disk.
     fn is_raw_outside(&self) -> Outcome<bool> {
         let header = fs::read(&self.files.image)?;
         Ok(header.get(95).is_some_and(|bits| bits & 2 != 0))
