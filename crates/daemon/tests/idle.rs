@@ -62,7 +62,10 @@ impl Footprint {
             *descriptors.entry(kind.to_owned()).or_default() += 1;
         }
         let memory = fs::read_to_string(format!("{process}/smaps_rollup")).unwrap();
-        let private = memory.lines().filter(|line| line.starts_with("Private_"));
+        // Clean pages are the program's, and count as private only while no other test runs it.
+        let private = memory
+            .lines()
+            .filter(|line| line.starts_with("Private_Dirty"));
         let kib = private.filter_map(|line| line.split_whitespace().nth(1)?.parse::<usize>().ok());
         Self {
             descriptors,

@@ -1,6 +1,7 @@
 //! A process that runs out of something refuses what is new, says why, and goes on serving what it has.
 
 use std::fs::File;
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -383,7 +384,8 @@ fn a_log_that_is_full_stops_nobody() {
             .process_group(0);
         let mut child = command.spawn().unwrap();
         let start = Instant::now();
-        while !socket.exists() {
+        // The socket is there a moment before ringdisk listens at it.
+        while UnixStream::connect(&socket).is_err() {
             assert!(start.elapsed() < HANG, "it does not start");
             std::thread::sleep(Duration::from_millis(5));
         }
