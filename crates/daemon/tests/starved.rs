@@ -189,8 +189,8 @@ fn without_descriptors_everybody_is_told_why() {
             break;
         }
         println!("a VM, {more} more");
-        server.logged(&["front-end cut off", "RLIMIT_NOFILE"]);
     }
+    server.logged(&["front-end cut off", "RLIMIT_NOFILE"]);
     let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
     let mut refused = 0;
     let next = loop {
