@@ -147,6 +147,14 @@ fn without_descriptors_everybody_is_told_why() {
         let mut ringdisk = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
         ringdisk.args([command, &control]).output().unwrap()
     };
+    // Whether ringdisk has a VM's memory, which its session closes when it ends.
+    let has_memory = || {
+        let open = std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap();
+        let mut links = open
+            .flatten()
+            .flat_map(|entry| std::fs::read_link(entry.path()));
+        links.any(|link| link.to_string_lossy().starts_with("/memfd:"))
+    };
     let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
     let pid = Pid::from_raw(server.pid() as i32);
     let limit = getrlimit(Resource::Nofile);
@@ -179,6 +187,12 @@ fn without_descriptors_everybody_is_told_why() {
     works(&mut device);
     drop(device);
     server.logged(&["front-end disconnected"]);
+    // The session closes its descriptors after that, and the next VM must not find them free.
+    let start = Instant::now();
+    while has_memory() {
+        assert!(start.elapsed() < HANG, "descriptors stay open");
+        std::thread::sleep(Duration::from_millis(5));
+    }
     // Without any, it waits until there is one.
     for more in 1..64 {
         let connect = &mut || {
@@ -189,8 +203,8 @@ fn without_descriptors_everybody_is_told_why() {
             break;
         }
         println!("a VM, {more} more");
+        server.logged(&["front-end cut off", "RLIMIT_NOFILE"]);
     }
-    server.logged(&["front-end cut off", "RLIMIT_NOFILE"]);
     let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
     let mut refused = 0;
     let next = loop {
