@@ -9,7 +9,8 @@ mod qmp;
 mod shell;
 mod ssh;
 
-pub use initramfs::{Kernel, find_program};
+pub use harness::initramfs::Kernel;
+pub use harness::paths::find_program;
 pub use initrd::write as write_initramfs;
 pub use qemu::{Accel, Boot, Guest, Setup, Volume, accel, is_block_device, version};
 pub use qmp::Qmp;

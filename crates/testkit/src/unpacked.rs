@@ -7,7 +7,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use initramfs::cache_dir;
+use harness::paths::cache_dir;
 
 /// The file in an unpacked release that contains the program's version and the package's version, in one line.
 pub const VERSIONS: &str = "versions";

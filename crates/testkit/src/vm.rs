@@ -10,7 +10,8 @@ mod qmp;
 mod system;
 
 pub use boot::{install_loader, missing_loader};
-pub use initramfs::{Kernel, cache_dir, find_program, kernel_cache};
+pub use harness::initramfs::{Kernel, kernel_cache};
+pub use harness::paths::{cache_dir, find_program};
 pub use moving::{Moved, run_moving};
 pub use qmp::Qmp;
 pub use system::install;

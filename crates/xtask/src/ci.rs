@@ -101,8 +101,8 @@ const BORDERS: &[(&str, &[&str])] = &[
     ("engine", &["block"]),
     ("rbd", &["block"]),
     ("control", &["block"]),
-    ("initramfs", &[]),
-    ("lab", &["initramfs"]),
+    ("harness", &[]),
+    ("lab", &["harness"]),
     ("datapath", &["guest", "image", "block"]),
     (
         "ringdisk",
@@ -110,7 +110,7 @@ const BORDERS: &[(&str, &[&str])] = &[
             "advisor", "block", "guest", "image", "engine", "rbd", "datapath", "control", "lab",
         ],
     ),
-    ("testkit", &["block", "initramfs"]),
+    ("testkit", &["block", "harness"]),
     ("xtask", &["lab", "testkit"]),
 ];
 

@@ -24,7 +24,7 @@ const FOLDERS: [&str; 2] = ["qemuxml2argvdata", "qemuxmlconfdata"];
 
 /// The test domains of the installed libvirt, and those that are new or different in a newer one.
 fn domains() -> Result<Vec<PathBuf>, String> {
-    let cache = initramfs::cache_dir().join("libvirt");
+    let cache = harness::paths::cache_dir().join("libvirt");
     let packages = fs::read_dir(&cache).map_err(|_| {
         format!(
             "libvirt's test domains are not in {}; 'cargo xtask install' fetches them",

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use initramfs::{Kernel, Tree};
+use harness::initramfs::{Kernel, Tree};
 
 /// Modules for every device of a plan, and the schedulers. Those that a kernel has built in have no file.
 const MODULES: [&str; 10] = [

@@ -2,7 +2,8 @@
 //! which loads the kernel and everything else from another partition.
 
 use anyhow::{Context, Result, ensure};
-use initramfs::{Kernel, find_program};
+use harness::initramfs::Kernel;
+use harness::paths::find_program;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;

@@ -1,7 +1,8 @@
 //! The guest's file system: busybox, the tools that tests call, the modules for virtio-blk, `/init` and the script.
 
 use anyhow::{Context, Result, ensure};
-use initramfs::{Kernel, Tree, find_program};
+use harness::initramfs::{Kernel, Tree};
+use harness::paths::find_program;
 use std::fs;
 use std::path::Path;
 use std::process::Command;

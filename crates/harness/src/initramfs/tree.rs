@@ -1,4 +1,4 @@
-//! Files of a system that is small enough for memory.
+//! The files of a guest's system, in memory.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -8,12 +8,13 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use super::{Kernel, find_program};
+use super::Kernel;
+use crate::paths::find_program;
 
 /// The files of a system: as an initramfs, or below a folder.
 #[derive(Default)]
 pub struct Tree {
-    /// With their modes; those of folders before what is in them.
+    /// Name, mode and content. A folder comes before its files.
     all: Vec<(String, u32, Vec<u8>)>,
     names: BTreeSet<String>,
 }
@@ -21,7 +22,7 @@ pub struct Tree {
 const FOLDER: u32 = 0o040_755;
 
 impl Tree {
-    /// A system that starts with this script, in which `/dev`, `/proc`, `/sys`, `/mnt` and `/tmp` can be mounted on.
+    /// A system that starts with this script and has the mount points `/dev`, `/proc`, `/sys`, `/mnt` and `/tmp`.
     pub fn new(init: &str) -> Self {
         let mut tree = Self::default();
         tree.file("/init", init.as_bytes(), true);
@@ -34,7 +35,7 @@ impl Tree {
     /// Adds programs of the host to `/bin`, with their libraries.
     ///
     /// # Errors
-    /// One is missing, or lacks a library.
+    /// A program is missing, or one of its libraries is.
     pub fn programs(&mut self, names: &[&str]) -> Result<()> {
         for name in names {
             let program = find_program(name).with_context(|| format!("{name} is missing"))?;
@@ -46,11 +47,11 @@ impl Tree {
         Ok(())
     }
 
-    /// Adds modules and what they need as `/modules/NN.ko`, in the order in which to load them. A kernel that has one
-    /// built in has no file for it.
+    /// Adds modules and their dependencies as `/modules/NN.ko`, in the order in which to load them. Modules that are
+    /// built into the kernel have no file.
     ///
     /// # Errors
-    /// One cannot be read.
+    /// A module is unreadable.
     pub fn modules(&mut self, kernel: &Kernel, names: &[&str]) -> Result<()> {
         for (index, module) in kernel.modules(names)?.iter().enumerate() {
             self.file(&format!("/modules/{index:02}.ko"), module, false);
@@ -68,7 +69,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Adds a file, and the folders that it is in.
+    /// Adds a file and its parent folders.
     pub fn file(&mut self, name: &str, bytes: &[u8], executable: bool) {
         let parents: Vec<_> = Path::new(name).ancestors().skip(1).collect();
         for parent in parents
@@ -94,10 +95,10 @@ impl Tree {
         self.all.push((name, mode, bytes));
     }
 
-    /// Puts them below a folder of the host.
+    /// Writes the files below a folder of the host.
     ///
     /// # Errors
-    /// The folder cannot be written to.
+    /// The folder is not writable.
     pub fn unpack(&self, root: &Path) -> Result<()> {
         for (name, mode, bytes) in &self.all {
             let path = root.join(name);
@@ -113,11 +114,11 @@ impl Tree {
         Ok(())
     }
 
-    /// Writes them as an initramfs, in the kernel's format of cpio
+    /// Writes the files as an initramfs, in the kernel's cpio format
     /// (Documentation/driver-api/early-userspace/buffer-format.rst: "newc").
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// `target` is not writable.
     pub fn write(&self, target: &Path) -> Result<()> {
         let mut bytes = Vec::new();
         let end = ("TRAILER!!!".to_owned(), 0, Vec::new());
@@ -143,7 +144,7 @@ fn pad(bytes: &mut Vec<u8>) {
     bytes.resize(bytes.len().next_multiple_of(4), 0);
 }
 
-/// The shared libraries of a program, as the loader finds them; none if it is static.
+/// The shared libraries of a program, as the loader finds them; empty for a static program.
 fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
     let output = Command::new("ldd")
         .arg(program)

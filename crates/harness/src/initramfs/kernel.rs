@@ -1,4 +1,4 @@
-//! The guest's kernel: the host's own if it can be read, else a Debian cloud kernel in a cache.
+//! The guest's kernel: the host's own if it is readable, otherwise a Debian cloud kernel from the cache.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
+
+use crate::paths::cache_dir;
 
 /// A kernel to boot, with its modules.
 #[derive(Clone, Debug)]
@@ -18,10 +20,10 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// A kernel that can be read here: the host's own, else the newest of the cache.
+    /// A kernel that this user can read: the host's own, otherwise the newest one in the cache.
     ///
     /// # Errors
-    /// There is none; with the commands that fetch one.
+    /// There is none; the message contains the commands that fetch one.
     pub fn find() -> Result<Kernel> {
         let own = rustix::system::uname()
             .release()
@@ -39,7 +41,7 @@ impl Kernel {
         Self::cached()
     }
 
-    /// The newest kernel of the cache.
+    /// The newest kernel in the cache.
     ///
     /// # Errors
     /// There is none.
@@ -53,7 +55,7 @@ impl Kernel {
             .collect();
         packages.sort();
         for (_, package) in packages.into_iter().rev() {
-            // From Debian 13 on, /lib is no folder of packages any more.
+            // Since Debian 13, packages install modules below /usr/lib.
             let modules = ["lib/modules", "usr/lib/modules"];
             if let (Some(image), Some(modules)) = (
                 only_child(&package.join("boot"), "vmlinuz-"),
@@ -79,11 +81,11 @@ impl Kernel {
         )
     }
 
-    /// The modules `names` and what they need, unpacked, in the order in which to load them. Those that have no file
-    /// are built in, or not there.
+    /// The modules `names` and their dependencies, decompressed, in the order in which to load them. A module without a
+    /// file is skipped: it is built in, or the kernel lacks it.
     ///
     /// # Errors
-    /// A module cannot be read, or there is no program to unpack it with.
+    /// A module is unreadable, or the program that decompresses it is missing.
     pub fn modules(&self, names: &[&str]) -> Result<Vec<Vec<u8>>> {
         let mut all = Vec::new();
         walk(&self.modules, &mut all)?;
@@ -124,7 +126,7 @@ fn add_module(
     Ok(())
 }
 
-/// Distributions compress modules in ways that busybox' insmod does not undo.
+/// Decompresses a module: busybox's insmod does not support the compression that distributions use.
 fn read_module(file: &Path) -> Result<Vec<u8>> {
     let unpack = match file.extension().and_then(|extension| extension.to_str()) {
         Some("xz") => "xz",
@@ -146,7 +148,7 @@ fn read_module(file: &Path) -> Result<Vec<u8>> {
     Ok(output.stdout)
 }
 
-/// The `depends=` entry of a module's `.modinfo`: unlike `modules.dep` it is there in a package that was only unpacked.
+/// The `depends=` entry of a module's `.modinfo`. `modules.dep` is missing from a package that was only unpacked.
 fn depends(module: &[u8]) -> String {
     let key = b"\0depends=";
     let Some(start) = module.windows(key.len()).position(|window| window == key) else {
@@ -159,19 +161,7 @@ fn depends(module: &[u8]) -> String {
     String::from_utf8_lossy(value).into_owned()
 }
 
-/// Where ringdisk's tools keep what is costly to fetch or to find out: `$XDG_CACHE_HOME/ringdisk`.
-pub fn cache_dir() -> PathBuf {
-    let home = || std::env::var_os("HOME").map(|home| Path::new(&home).join(".cache"));
-    let cache = std::env::var_os("XDG_CACHE_HOME")
-        .map(PathBuf::from)
-        .filter(|path| path.is_absolute());
-    cache
-        .or_else(home)
-        .unwrap_or_else(std::env::temp_dir)
-        .join("ringdisk")
-}
-
-/// Where unpacked kernel packages lie, a folder each.
+/// The folder of unpacked kernel packages, one folder per package.
 pub fn kernel_cache() -> PathBuf {
     cache_dir().join("kernels")
 }

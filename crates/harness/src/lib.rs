@@ -1,0 +1,7 @@
+//! What every measurement and test from outside needs: guests and their kernels, programs and folders.
+//!
+//! Used by the lab, which ships, and by testkit and xtask, which do not. It depends on nothing of the data path, and on
+//! nothing that only tests need.
+
+pub mod initramfs;
+pub mod paths;
