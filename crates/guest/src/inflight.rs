@@ -162,17 +162,22 @@ impl Inflight {
     ///
     /// # Errors
     /// The layout does not fit such a disk, the region extends beyond its file, or it cannot be mapped.
-    pub fn map(layout: InflightLayout, file: &OwnedFd, queues: u16) -> Result<Self, InflightError> {
+    pub fn map(
+        layout: InflightLayout,
+        file: impl Into<Arc<OwnedFd>>,
+        queues: u16,
+    ) -> Result<Self, InflightError> {
         Self::map_watched(layout, file, queues, None)
     }
 
     /// Like [`map`](Self::map); `lost` is notified if the front-end truncates the file.
     pub(crate) fn map_watched(
         layout: InflightLayout,
-        file: &OwnedFd,
+        file: impl Into<Arc<OwnedFd>>,
         queues: u16,
         lost: Option<Lost>,
     ) -> Result<Self, InflightError> {
+        let file = file.into();
         layout.check(queues)?;
         let region = RegionLayout {
             guest: 0,
@@ -180,11 +185,10 @@ impl Inflight {
             user: 0,
             file_offset: layout.file_offset,
         };
-        let mapping = Mapping::new(region, file, crate::memory::MAX_MAPPED_BYTES, lost)?;
-        let file = file.try_clone().map_err(InflightError::Make)?;
+        let mapping = Mapping::new(region, &file, crate::memory::MAX_MAPPED_BYTES, lost)?;
         Ok(Self {
             layout,
-            file: Arc::new(file),
+            file,
             base: mapping.at(layout.file_offset),
             mapping: Arc::new(mapping),
         })
@@ -334,7 +338,7 @@ mod tests {
         assert_eq!(good.len, 2 * (16 + 128 * 16 + 48));
         let file = Inflight::make(good, 2).unwrap();
         assert!(ftruncate(&file, 0).is_err(), "its size is sealed");
-        let map = |layout| Inflight::map(layout, &file, 2);
+        let map = |layout| Inflight::map(layout, file.try_clone().unwrap(), 2);
         assert!(map(good).is_ok());
         for layout in [
             InflightLayout { queues: 3, ..good },
@@ -387,7 +391,7 @@ mod tests {
                     queue_size,
                     ..answered
                 };
-                let inflight = Inflight::map(layout, &file, 3).unwrap();
+                let inflight = Inflight::map(layout, file.try_clone().unwrap(), 3).unwrap();
                 let at = |ring| inflight.queue(ring, packed).unwrap().addr as u64;
                 assert_eq!(at(2) - at(0), 2 * queue_bytes(1024, packed));
                 assert!(inflight.queue(2, packed).unwrap().fits(1024));
@@ -427,7 +431,7 @@ mod tests {
         };
         assert_eq!(layout.division(false), (2112, 128));
         let file = Inflight::make(layout, 3).unwrap();
-        let inflight = Inflight::map(layout, &file, 3).unwrap();
+        let inflight = Inflight::map(layout, file.try_clone().unwrap(), 3).unwrap();
         assert!(inflight.queue(2, false).unwrap().fits(128));
         let packed = |ring| inflight.queue(ring, true);
         assert!(packed(0).unwrap().fits(128) && packed(1).is_none());
@@ -436,7 +440,7 @@ mod tests {
                 queue_size,
                 ..layout
             };
-            let inflight = Inflight::map(layout, &file, 3).unwrap();
+            let inflight = Inflight::map(layout, file.try_clone().unwrap(), 3).unwrap();
             let fits = |ring| inflight.queue(ring, false).is_some_and(|q| q.fits(1));
             assert!((0..4).all(|ring| !fits(ring)), "{queue_size}");
         }

@@ -67,7 +67,12 @@ impl DirtyLog {
     ///
     /// # Errors
     /// The log's length is invalid, it extends beyond its file, or it cannot be mapped.
-    pub fn map(layout: LogLayout, file: &OwnedFd, lost: Option<Lost>) -> Result<Self, LogError> {
+    pub fn map(
+        layout: LogLayout,
+        file: impl Into<Arc<OwnedFd>>,
+        lost: Option<Lost>,
+    ) -> Result<Self, LogError> {
+        let file = file.into();
         if !(1..=LOG_BYTES_MAX).contains(&layout.len) {
             return Err(LogError::Malformed(layout));
         }
@@ -77,9 +82,7 @@ impl DirtyLog {
             user: 0,
             file_offset: layout.file_offset,
         };
-        let mapping = Mapping::new(region, file, MAX_MAPPED_BYTES, lost)?;
-        let fail = |e| MemoryError::Map(region, e);
-        let file = Arc::new(file.try_clone().map_err(fail)?);
+        let mapping = Mapping::new(region, &file, MAX_MAPPED_BYTES, lost)?;
         Ok(Self {
             mapping,
             layout,
@@ -158,7 +161,7 @@ mod tests {
         ) {
             const LEN: u64 = 32;
             let file = file(offset + LEN + 8);
-            let log = DirtyLog::map(layout(LEN, offset), &file, None).unwrap();
+            let log = DirtyLog::map(layout(LEN, offset), file.try_clone().unwrap(), None).unwrap();
             let mut expected = vec![0u8; offset as usize + LEN as usize + 8];
             for &(at, len) in &ranges {
                 log.mark(at, len);
@@ -175,7 +178,7 @@ mod tests {
     #[test]
     fn logs_that_cannot_be_are_refused() {
         let file = file(4096);
-        let map = |layout| DirtyLog::map(layout, &file, None);
+        let map = |layout| DirtyLog::map(layout, file.try_clone().unwrap(), None);
         assert!(map(layout(4096, 0)).is_ok());
         for bad in [
             layout(0, 0),

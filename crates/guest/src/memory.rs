@@ -100,11 +100,17 @@ impl GuestMemory {
         }
     }
 
-    /// Returns this map with one more region, mapped from `file`.
+    /// Returns this map with one more region, mapped from `file`. Opens no descriptor, so that a session can
+    /// continue in a process that has none left.
     ///
     /// # Errors
     /// The region is malformed, overlaps another, extends beyond its file, or cannot be mapped.
-    pub fn with_region(&self, layout: RegionLayout, file: &OwnedFd) -> Result<Self, MemoryError> {
+    pub fn with_region(
+        &self,
+        layout: RegionLayout,
+        file: impl Into<Arc<OwnedFd>>,
+    ) -> Result<Self, MemoryError> {
+        let file = file.into();
         let fits = |start: u64| layout.len > 0 && start.checked_add(layout.len).is_some();
         if !fits(layout.guest) || !fits(layout.user) || !fits(layout.file_offset) {
             return Err(MemoryError::Malformed(layout));
@@ -119,14 +125,12 @@ impl GuestMemory {
         let mapped = self.regions.iter().map(|r| r.mapping.len).sum::<usize>();
         let mapping = Arc::new(Mapping::new(
             layout,
-            file,
+            &file,
             MAX_MAPPED_BYTES - mapped,
             self.lost.clone(),
         )?);
         let mut regions = self.regions.clone();
         let place = regions.partition_point(|r| r.layout.guest < layout.guest);
-        let fail = |e| MemoryError::Map(layout, e);
-        let file = Arc::new(file.try_clone().map_err(fail)?);
         let region = Region {
             layout,
             mapping,
@@ -362,9 +366,9 @@ mod tests {
     fn ranges_are_found_only_where_memory_is() {
         let file = file(0x4000);
         let memory = GuestMemory::default()
-            .with_region(layout(0x1000, 0x2000), &file)
+            .with_region(layout(0x1000, 0x2000), file.try_clone().unwrap())
             .unwrap()
-            .with_region(layout(0x10000, 0x4000), &file)
+            .with_region(layout(0x10000, 0x4000), file.try_clone().unwrap())
             .unwrap();
         let at = |guest, len| memory.window(guest).and_then(|w| w.at(guest, len));
         assert!(at(0x1000, 0x2000).is_some());
@@ -384,21 +388,31 @@ mod tests {
         // No page of the file is touched, so it uses no memory.
         let file = file(9 * TIB);
         let memory = GuestMemory::default()
-            .with_region(layout(0, 8 * TIB), &file)
+            .with_region(layout(0, 8 * TIB), file.try_clone().unwrap())
             .unwrap();
         let second = layout(100 * TIB, 8 * TIB);
         let over = RegionLayout {
             file_offset: 1,
             ..second
         };
-        let refused = |l| memory.with_region(l, &file).err().unwrap();
+        let refused = |l| {
+            memory
+                .with_region(l, file.try_clone().unwrap())
+                .err()
+                .unwrap()
+        };
         assert!(matches!(refused(over), MemoryError::TooMuch(_)));
-        let full = memory.with_region(second, &file).unwrap();
-        let more = full.with_region(layout(200 * TIB, 1), &file);
+        let full = memory
+            .with_region(second, file.try_clone().unwrap())
+            .unwrap();
+        let more = full.with_region(layout(200 * TIB, 1), file.try_clone().unwrap());
         assert!(matches!(more, Err(MemoryError::TooMuch(_))));
         // Removing a region frees its share of the limit.
         let less = full.without_region(second).unwrap();
-        assert!(less.with_region(layout(200 * TIB, 1), &file).is_ok());
+        assert!(
+            less.with_region(layout(200 * TIB, 1), file.try_clone().unwrap())
+                .is_ok()
+        );
     }
 
     /// Only the pages that hold a region are mapped, and the region may start anywhere in them.
@@ -412,7 +426,7 @@ mod tests {
                     file_offset: 0x3ffe,
                     ..layout(0x1000, 4)
                 },
-                &file,
+                file.try_clone().unwrap(),
             )
             .unwrap();
         assert_eq!(memory.regions[0].mapping.len, 0x2000);
@@ -427,9 +441,14 @@ mod tests {
     fn regions_that_cannot_be_are_refused() {
         let file = file(0x4000);
         let memory = GuestMemory::default()
-            .with_region(layout(0x1000, 0x2000), &file)
+            .with_region(layout(0x1000, 0x2000), file.try_clone().unwrap())
             .unwrap();
-        let refused = |l| memory.with_region(l, &file).err().unwrap();
+        let refused = |l| {
+            memory
+                .with_region(l, file.try_clone().unwrap())
+                .err()
+                .unwrap()
+        };
         assert!(matches!(
             refused(layout(0x2fff, 0x1000)),
             MemoryError::Overlap(_)

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use crate::inflight::InflightLayout;
 use crate::log::LogLayout;
+use crate::lost::Lost;
 use crate::memory::RegionLayout;
 use crate::message::{Header, MAX_MEM_SLOTS, VringAddr};
 use crate::session::Awaited;
@@ -28,6 +29,8 @@ pub struct Saved {
     pub(crate) rings: Vec<SavedRing>,
     /// A message that the front-end waits for until storage answers. It is not passed to another process.
     pub(crate) awaited: Option<(Header, Awaited)>,
+    /// The session's notifier, for this process only.
+    pub(crate) lost: Option<Lost>,
 }
 
 #[derive(Clone, Default)]
@@ -179,6 +182,7 @@ impl Saved {
             channel,
             rings,
             awaited: None,
+            lost: None,
         };
         ended.then_some(saved).ok_or(NotASession)
     }
@@ -274,6 +278,7 @@ mod tests {
             channel: Some(fd()),
             rings: vec![ring, SavedRing::default()],
             awaited: None,
+            lost: None,
         }
     }
 

@@ -186,7 +186,9 @@ pub fn serve_from(
     stop: BorrowedFd<'_>,
     saved: Option<Saved>,
 ) -> (End, Option<Saved>) {
-    let lost = match Lost::new() {
+    // A session that continues in this process keeps its notifier: there may be no descriptor for another.
+    let lost = saved.as_ref().and_then(|saved| saved.lost.clone());
+    let lost = match lost.map_or_else(Lost::new, Ok) {
         Ok(lost) => lost,
         Err(e) => return (End::Failed(e.into()), None),
     };
@@ -385,13 +387,13 @@ impl Session<'_> {
             Message::SetMemTable(table) => {
                 let mut memory = GuestMemory::watched(self.lost.clone());
                 for (layout, file) in table {
-                    memory = memory.with_region(layout, &file)?;
+                    memory = memory.with_region(layout, file)?;
                 }
                 self.change_memory(memory)?;
             }
             Message::SetLogBase(layout, file) => {
                 self.negotiated(P_LOG_SHMFD)?;
-                let log = DirtyLog::map(layout, &file, Some(self.lost.clone()))?;
+                let log = DirtyLog::map(layout, file, Some(self.lost.clone()))?;
                 let stopped = self.stop_all();
                 self.log = Some(Arc::new(log));
                 self.start_again(stopped)?;
@@ -409,7 +411,7 @@ impl Session<'_> {
                 if self.memory.len() == MAX_MEM_SLOTS {
                     return Err(SessionError::MemorySlots);
                 }
-                self.change_memory(self.memory.with_region(layout, &file)?)?;
+                self.change_memory(self.memory.with_region(layout, file)?)?;
             }
             Message::RemMemReg(layout) => {
                 self.change_memory(self.memory.without_region(layout)?)?;
@@ -490,7 +492,7 @@ impl Session<'_> {
                 self.negotiated(P_INFLIGHT_SHMFD)?;
                 let inflight = Inflight::map_watched(
                     layout,
-                    &file,
+                    file,
                     self.device.queues(),
                     Some(self.lost.clone()),
                 )?;
@@ -599,6 +601,7 @@ impl Session<'_> {
             channel: self.channel.clone(),
             rings: self.rings.iter().map(ring).collect(),
             awaited: self.awaited,
+            lost: Some(self.lost.clone()),
         }
     }
 
@@ -620,15 +623,15 @@ impl Session<'_> {
         }
         let mut memory = GuestMemory::watched(self.lost.clone());
         for (layout, file) in saved.memory {
-            memory = memory.with_region(layout, &file)?;
+            memory = memory.with_region(layout, file)?;
         }
         self.memory = Arc::new(memory);
         if let Some((layout, file)) = saved.inflight {
             let (queues, lost) = (self.device.queues(), Some(self.lost.clone()));
-            self.inflight = Some(Inflight::map_watched(layout, &file, queues, lost)?);
+            self.inflight = Some(Inflight::map_watched(layout, file, queues, lost)?);
         }
         if let Some((layout, file)) = saved.log {
-            let log = DirtyLog::map(layout, &file, Some(self.lost.clone()))?;
+            let log = DirtyLog::map(layout, file, Some(self.lost.clone()))?;
             self.log = Some(Arc::new(log));
         }
         self.log_event = saved.log_event;

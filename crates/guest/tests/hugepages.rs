@@ -33,7 +33,9 @@ fn regions_in_huge_pages() {
             user: 0x7000_0000_0000,
             file_offset,
         };
-        let memory = GuestMemory::default().with_region(layout, &file).unwrap();
+        let memory = GuestMemory::default()
+            .with_region(layout, file.try_clone().unwrap())
+            .unwrap();
         let region = memory.mappings().next().unwrap();
         assert_eq!(region.len as u64, len);
         assert_eq!(region.addr as u64 % page, file_offset % page);

@@ -186,9 +186,10 @@ impl World {
             file_offset: 0,
         };
         let memory = GuestMemory::default()
-            .with_region(whole, &self.guest.file)
+            .with_region(whole, self.guest.file.try_clone().unwrap())
             .unwrap();
-        let inflight = Inflight::map(self.layout, &self.region.file, 1).unwrap();
+        let region = self.region.file.try_clone().unwrap();
+        let inflight = Inflight::map(self.layout, region, 1).unwrap();
         let layout = RingLayout {
             number: 0,
             packed: self.packed,

@@ -82,7 +82,8 @@ impl Bench {
                 user: region.user,
                 file_offset: region.mmap_offset,
             };
-            guest = guest.with_region(layout, &region.file).unwrap();
+            let file = region.file.try_clone().unwrap();
+            guest = guest.with_region(layout, file).unwrap();
         }
         Arc::new(guest)
     }
@@ -93,7 +94,7 @@ impl Bench {
             file_offset: 0,
         };
         DirtyMarks {
-            log: Arc::new(DirtyLog::map(layout, &self.log, None).unwrap()),
+            log: Arc::new(DirtyLog::map(layout, self.log.try_clone().unwrap(), None).unwrap()),
             used,
         }
     }
@@ -152,7 +153,7 @@ fn everything_is_marked(packed: bool, event_idx: bool, tracked: bool, seed: u64)
         true => {
             let region = InflightLayout::new(1, SIZE, packed);
             let file = Inflight::make(region, 1).unwrap();
-            let inflight = Inflight::map(region, &file, 1).unwrap();
+            let inflight = Inflight::map(region, file, 1).unwrap();
             Virtqueue::tracked(bench.guest(), layout, inflight.queue(0, packed).unwrap())
         }
     };

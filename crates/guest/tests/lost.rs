@@ -27,7 +27,9 @@ fn guest(file: &OwnedFd) -> (GuestMemory, *mut u8) {
         file_offset: 0,
     };
     let memory = GuestMemory::watched(Lost::new().unwrap());
-    let memory = memory.with_region(layout, file).unwrap();
+    let memory = memory
+        .with_region(layout, file.try_clone().unwrap())
+        .unwrap();
     let at = memory.mappings().next().unwrap().addr;
     (memory, at as *mut u8)
 }

@@ -318,7 +318,8 @@ fn stress(make: MakeRing, event_idx: bool) {
         file_offset: region.mmap_offset,
     };
     let guest = GuestMemory::default();
-    let guest = guest.with_region(layout, &region.file).unwrap();
+    let file = region.file.try_clone().unwrap();
+    let guest = guest.with_region(layout, file).unwrap();
     let at = ring.guest_addresses();
     let layout = RingLayout {
         number: 0,

@@ -1,5 +1,7 @@
 //! A hand-over that fails, or is broken off: one process serves, and all goes on.
 
+use rustix::process::{Resource, Rlimit, getrlimit, prlimit};
+
 use super::*;
 
 #[test]
@@ -176,5 +178,47 @@ fn a_refused_program_leaves_no_children() {
     served.fail(&served.script("parent", &script), "has not come up");
     let pid = fs::read_to_string(&child).unwrap();
     gone(pid.trim().parse().unwrap());
+    served.end();
+}
+
+/// However many descriptors are left: an upgrade that has too few is refused, and no VM loses its connection.
+#[test]
+fn without_descriptors_an_upgrade_is_refused_and_vms_stay_connected() {
+    let disks = [Disk::new(), Disk::new()];
+    let options = "queues=2,queue-size=64";
+    let mut served = Served::start(&disks.each_ref().map(|disk| disk.argument(options)));
+    let config = DeviceConfig {
+        inflight: true,
+        ..config()
+    };
+    let mut devices = disks
+        .each_ref()
+        .map(|disk| Device::connect(&disk.socket, &config).unwrap());
+    let pid = Pid::from_raw(served.pid as i32);
+    let limit = getrlimit(Resource::Nofile);
+    let enough = (0..).find(|&more| {
+        let open = fs::read_dir(format!("/proc/{}/fd", served.pid)).unwrap();
+        let current = Some(open.count() as u64 + more);
+        prlimit(pid, Resource::Nofile, Rlimit { current, ..limit }).unwrap();
+        let output = served.ringdisk(&["upgrade", "--json"]);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        println!("{more} more: {}", text.trim_end());
+        if output.status.success() {
+            let reply: Value = serde_json::from_slice(&output.stdout).unwrap();
+            let before = std::mem::replace(&mut served.pid, reply["pid"].as_u64().unwrap() as u32);
+            gone(before);
+        } else {
+            prlimit(pid, Resource::Nofile, limit).unwrap();
+            assert!(more < 64, "64 descriptors are enough: {text}");
+        }
+        for device in &mut devices {
+            assert_eq!(device.queues[0].write(0, &[7; 4096]), 0, "{more} more");
+        }
+        output.status.success()
+    });
+    // One for the command, one for the new process, and those of the disks.
+    assert!(enough.unwrap() > 4, "{enough:?}");
+    let log = served.first.log();
+    assert!(!log.contains("cut off"), "{log}");
     served.end();
 }

@@ -66,7 +66,7 @@ fn serve(memory: &TestMemory, layout: guest::RingLayout, flags: u8) {
             file_offset: 0,
         };
         let marks = DirtyMarks {
-            log: Arc::new(DirtyLog::map(log, &file, None).expect("a log")),
+            log: Arc::new(DirtyLog::map(log, file, None).expect("a log")),
             used: None,
         };
         queue = queue.logged(&layout, marks).expect("long enough");

@@ -48,7 +48,8 @@ fn check_in(memory: &TestMemory, data: &[u8]) {
         max_segments: 6,
     };
     let device = || {
-        let inflight = Inflight::map(inflight_layout, &file, 1).expect("a region");
+        let inflight = Inflight::map(inflight_layout, file.try_clone().expect("a descriptor"), 1)
+            .expect("a region");
         let region = inflight.queue(0, packed).expect("a region");
         Virtqueue::tracked(memory.guest.clone(), layout, region)
     };

@@ -38,7 +38,8 @@ impl TestMemory {
                 user: Self::user(start),
                 file_offset,
             };
-            guest = guest.with_region(layout, &file).expect("a good region");
+            let file = file.try_clone().expect("a descriptor");
+            guest = guest.with_region(layout, file).expect("a good region");
         }
         let place = |(m, (_, len, _)): (Segment, (u64, u64, u64))| {
             assert_eq!(m.len as u64, len);
