@@ -1,0 +1,11 @@
+//! A virtio-blk driver over a vhost-user front-end, for the lab and for tests. It is written from the specifications and
+//! not from the server, so that both sides do not share a mistake.
+
+mod device;
+pub mod frontend;
+pub mod memory;
+mod queue;
+pub mod ring;
+
+pub use device::{DISK_FEATURES, Device, DeviceConfig, DiskConfig, RegionEntries, lay_out};
+pub use queue::{HANG, Op, Queue, segment};
