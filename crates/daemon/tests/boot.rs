@@ -15,8 +15,8 @@ const GUEST_LIMIT: Duration = Duration::from_secs(480);
 /// The firmware reads with one queue, and hands it over to a driver that uses two; the guest writes and verifies at
 /// random, and its reboot is the firmware's again.
 #[test]
-fn a_guest_boots_by_its_boot_loader() {
-    let test = "a_guest_boots_by_its_boot_loader";
+fn guest_boots_from_firmware_and_boot_loader() {
+    let test = "guest_boots_from_firmware_and_boot_loader";
     if let Some(missing) = vm::missing(true).or_else(vm::missing_loader) {
         println!("skipped: {test}: {missing}");
         return;

@@ -18,7 +18,7 @@ fn check(arguments: &[&str]) -> (Option<i32>, String, String) {
 }
 
 #[test]
-fn what_cannot_be_read_is_not_called_well() {
+fn unreadable_input_is_not_reported_as_ok() {
     let (code, out, error) = check(&["/nonexistent/vm.xml"]);
     assert_eq!((code, out.as_str()), (Some(2), ""));
     assert!(
@@ -35,7 +35,7 @@ fn what_cannot_be_read_is_not_called_well() {
 }
 
 #[test]
-fn findings_and_mistakes_have_codes() {
+fn exit_code_tells_findings_from_errors() {
     let slow = [
         "--",
         "qemu-system-x86_64",
@@ -58,7 +58,7 @@ fn findings_and_mistakes_have_codes() {
 
 /// A folder of the lab's results that is not there is no mistake of anybody's.
 #[test]
-fn nothing_measured_is_not_worth_a_word() {
+fn missing_lab_results_are_not_mentioned() {
     let (_, out, error) = check(&["--", "qemu-system-x86_64", "-drive", "file=a.raw,if=ide"]);
     assert!(out.contains("emulated-bus"), "{out}");
     assert!(
@@ -69,7 +69,7 @@ fn nothing_measured_is_not_worth_a_word() {
 
 /// A change that may keep a machine from starting is named as such, and made in a file only when somebody says so.
 #[test]
-fn what_is_not_known_is_said_and_asked() {
+fn unknown_facts_are_reported_and_asked_for() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("vm.sh");
     let text = "qemu-system-x86_64 -accel kvm -machine q35 -object iothread,id=i0 \
@@ -105,7 +105,7 @@ fn what_is_not_known_is_said_and_asked() {
 
 /// What the host is known to have is not asked about.
 #[test]
-fn what_is_known_is_not_asked() {
+fn known_facts_are_not_asked_for() {
     let dir = tempfile::tempdir().unwrap();
     let [file, facts] = ["vm.sh", "facts.json"].map(|name| dir.path().join(name));
     let text = "qemu-system-x86_64 -accel kvm -machine q35 -object iothread,id=i0 \
@@ -123,7 +123,7 @@ fn what_is_known_is_not_asked() {
 
 /// A file is changed where it lies, with its mode, also if it is named by a link.
 #[test]
-fn a_link_still_points_to_the_file_that_is_changed() {
+fn in_place_change_keeps_the_symlink_and_mode() {
     let dir = tempfile::tempdir().unwrap();
     let [file, link] = ["vm.sh", "link.sh"].map(|name| dir.path().join(name));
     let text = "qemu-system-x86_64 -accel kvm -object iothread,id=spare -drive \
@@ -142,7 +142,7 @@ fn a_link_still_points_to_the_file_that_is_changed() {
 
 /// A new file takes the place of the old one, so another hard link would be left with the old text.
 #[test]
-fn a_file_with_hard_links_is_not_changed() {
+fn file_with_hard_links_is_not_changed() {
     let dir = tempfile::tempdir().unwrap();
     let [file, other] = ["vm.sh", "other.sh"].map(|name| dir.path().join(name));
     let text = "qemu-system-x86_64 -accel kvm -object iothread,id=spare -drive \
@@ -165,7 +165,7 @@ fn a_file_with_hard_links_is_not_changed() {
 
 /// The machine and ringdisk's configuration change together: either alone would be a machine that does not start.
 #[test]
-fn a_move_in_place_writes_both_or_neither() {
+fn in_place_change_writes_both_files_or_neither() {
     let dir = tempfile::tempdir().unwrap();
     let [file, config] = ["vm.sh", "ringdisk.toml"].map(|name| dir.path().join(name));
     let text = "qemu-system-x86_64 -accel kvm -drive file=/vms/a.img,format=raw,if=none,id=a \

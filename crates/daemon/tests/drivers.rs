@@ -22,7 +22,7 @@ fn words(words: &[u32]) -> Vec<u8> {
 /// Older illumos flushes with VIRTIO_BLK_T_FLUSH_OUT, and told that this is not supported, never flushes again. The
 /// direction means nothing without data, and a barrier, which was never offered, nothing at all.
 #[test]
-fn a_flush_has_two_types() {
+fn legacy_flush_out_type_is_accepted() {
     const BARRIER: u32 = 1 << 31;
     let (_server, disk) = serve("");
     let mut device = Device::connect(&disk.socket, &DeviceConfig::default()).unwrap();
@@ -42,7 +42,7 @@ fn a_flush_has_two_types() {
 
 /// Front-ends keep the write cache that they read while firmware drives the disk, and show it to Linux.
 #[test]
-fn a_driver_that_cannot_flush_leaves_the_choice_to_the_next() {
+fn driver_without_flush_keeps_the_write_cache_for_the_next_driver() {
     let (_server, disk) = serve("");
     let mut device = Device::connect(&disk.socket, &DeviceConfig::default()).unwrap();
     let all = device.features;
@@ -60,7 +60,7 @@ fn a_driver_that_cannot_flush_leaves_the_choice_to_the_next() {
 /// Cloud Hypervisor before version 51 reads the configuration where virtio-mmio has it, SPDK reads and writes it with 256
 /// bytes whatever it wants of them, and crosvm passes on what the guest does.
 #[test]
-fn the_configuration_is_read_and_written_as_front_ends_do() {
+fn config_accesses_of_all_front_ends() {
     let (_server, disk) = serve("");
     let mut device = Device::connect(&disk.socket, &DeviceConfig::default()).unwrap();
     let frontend = &mut device.frontend;
@@ -91,7 +91,7 @@ fn the_configuration_is_read_and_written_as_front_ends_do() {
 /// A driver of before virtio 1.0 accepts ANY_LAYOUT, which QEMU offers it without asking, and then has the header
 /// beside the data that it writes, and the status behind the data that it reads.
 #[test]
-fn drivers_of_before_virtio_1_have_any_layout() {
+fn legacy_drivers_may_use_any_layout() {
     let (_server, disk) = serve("");
     let mut device = Device::connect(&disk.socket, &DeviceConfig::default()).unwrap();
     let legacy = device.features & !(1 << VIRTIO_F_VERSION_1) | 1 << VIRTIO_F_ANY_LAYOUT;
@@ -126,7 +126,7 @@ fn drivers_of_before_virtio_1_have_any_layout() {
 
 /// QEMU connects again with the features that its guest has accepted, also if the disk has other options by then.
 #[test]
-fn a_guest_keeps_the_features_that_it_was_offered_before() {
+fn reconnecting_guest_keeps_features_offered_before() {
     let (mut server, disk) = serve("");
     let accepted = {
         let device = Device::connect(&disk.socket, &DeviceConfig::default()).unwrap();
@@ -147,7 +147,7 @@ fn a_guest_keeps_the_features_that_it_was_offered_before() {
 /// crosvm has rings of 32768 entries if it is not told otherwise. More requests are in one of them than a ring of QEMU
 /// has room for.
 #[test]
-fn the_largest_ring_is_served() {
+fn ring_of_32768_entries() {
     const SLOTS: u16 = 3000;
     let (_server, disk) = serve("");
     for packed in [false, true] {
@@ -182,7 +182,7 @@ fn the_largest_ring_is_served() {
 /// Front-ends of rust-vmm and crosvm send up to 32 regions at once, and await an answer to SET_LOG_BASE that is as long as
 /// the message.
 #[test]
-fn front_ends_of_rust_vmm_are_answered() {
+fn rust_vmm_32_regions_and_set_log_base_reply() {
     let (_server, disk) = serve("");
     let mut frontend = Frontend::connect(&disk.socket).unwrap();
     let accepted = protocol::ALL & frontend.protocol_features().unwrap();
@@ -203,7 +203,7 @@ fn front_ends_of_rust_vmm_are_answered() {
 /// QEMU 7.2 whose back-end was started again while the VM was paused goes on in the middle of the conversation: it neither
 /// asks for protocol features again nor sets them, and uses them.
 #[test]
-fn a_front_end_that_went_on_without_asking_is_served() {
+fn qemu_7_2_front_end_that_skips_protocol_features_is_served() {
     let (_server, disk) = serve("");
     let device = Device::connect(&disk.socket, &DeviceConfig::default()).unwrap();
     let features = device.features;
@@ -229,7 +229,7 @@ fn a_front_end_that_went_on_without_asking_is_served() {
 /// QEMU keeps the connection of a chardev when its device is unplugged. The one that is plugged in next begins on it from
 /// the start, with the same memory.
 #[test]
-fn a_device_is_plugged_in_again_on_the_same_connection() {
+fn device_is_plugged_in_again_on_the_same_connection() {
     let (_server, disk) = serve("");
     let mut device = Device::connect(&disk.socket, &DeviceConfig::default()).unwrap();
     for _ in 0..2 {

@@ -78,7 +78,7 @@ impl Footprint {
 /// its guest's memory is gone. The front-end brings a connection, three event counters of its queue, and three regions
 /// of memory, which a process that takes over has to map again.
 #[test]
-fn an_idle_disk_takes_little_memory_and_few_descriptors() {
+fn memory_and_descriptors_per_idle_disk() {
     let (few, many) = (Footprint::of(FEW), Footprint::of(MANY));
     let more = MANY - FEW;
     let each: BTreeMap<&str, usize> = many

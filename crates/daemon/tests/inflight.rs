@@ -92,8 +92,8 @@ fn verify(server: &Server) {
 
 /// The same with an image of which each block is a cluster, taken and given up again and again, and hardly ever flushed.
 #[test]
-fn what_a_qcow2_image_has_acknowledged_survives_kills() {
-    let test = "what_a_qcow2_image_has_acknowledged_survives_kills";
+fn acknowledged_qcow2_writes_survive_kills() {
+    let test = "acknowledged_qcow2_writes_survive_kills";
     let Some(mut image) = Image::new(test, "-o cluster_size=4k") else {
         return;
     };
@@ -107,8 +107,8 @@ fn what_a_qcow2_image_has_acknowledged_survives_kills() {
 
 /// Who starts it again as another user than before is told, and loses nothing.
 #[test]
-fn another_users_journal_is_not_overlooked() {
-    let test = "another_users_journal_is_not_overlooked";
+fn journal_of_another_user_is_reported() {
+    let test = "journal_of_another_user_is_reported";
     if !rustix::process::geteuid().is_root() {
         return println!("skipped: {test}: needs root");
     }
@@ -143,8 +143,8 @@ fn another_users_journal_is_not_overlooked() {
 /// Anybody can guess of which file and boot a journal is, and put one into a directory of its own: only the number that the
 /// image has makes it the image's.
 #[test]
-fn a_journal_that_another_user_made_up_keeps_nobody_away() {
-    let test = "a_journal_that_another_user_made_up_keeps_nobody_away";
+fn forged_journal_of_another_user_is_ignored() {
+    let test = "forged_journal_of_another_user_is_ignored";
     if !rustix::process::geteuid().is_root() {
         return println!("skipped: {test}: needs root");
     }
@@ -173,8 +173,8 @@ fn a_journal_that_another_user_made_up_keeps_nobody_away() {
 
 /// Who starts it again with another directory is told where the journal was looked for, and loses nothing either.
 #[test]
-fn a_journal_that_is_elsewhere_is_missed() {
-    let Some(image) = Image::new("a_journal_that_is_elsewhere_is_missed", "") else {
+fn journal_in_another_directory_is_reported() {
+    let Some(image) = Image::new("journal_in_another_directory_is_reported", "") else {
         return;
     };
     let start = |runtime: &str| image.serve(runtime, &[]).unwrap();
@@ -294,7 +294,7 @@ fn packed_rings_survive_kills() {
 }
 
 #[test]
-fn packed_rings_of_tables_survive_kills_without_a_write_cache() {
+fn packed_rings_with_indirect_tables_survive_kills_without_a_write_cache() {
     survive(&config(true), ",queue-size=64,cache=writethrough", 20);
 }
 
@@ -308,12 +308,12 @@ fn of_1024(packed: bool) -> DeviceConfig {
 }
 
 #[test]
-fn split_rings_that_are_larger_than_was_asked_for_survive_kills() {
+fn split_rings_larger_than_requested_survive_kills() {
     survive(&of_1024(false), "", 20);
 }
 
 #[test]
-fn packed_rings_that_are_larger_than_was_asked_for_survive_kills() {
+fn packed_rings_larger_than_requested_survive_kills() {
     let config = DeviceConfig {
         indirect: false,
         ..of_1024(true)
@@ -323,7 +323,7 @@ fn packed_rings_that_are_larger_than_was_asked_for_survive_kills() {
 
 /// A region that an older ringdisk made, too small for the ring: a kill costs the guest nothing all the same.
 #[test]
-fn split_rings_survive_kills_with_a_region_that_is_too_small() {
+fn split_rings_survive_kills_with_too_small_a_region() {
     let config = DeviceConfig {
         queue_size: 256,
         region: Some(RegionEntries::Made(64)),
@@ -337,7 +337,7 @@ type BadRegion = ((u64, u64, u16, u16), u64);
 
 /// What a front-end must not say of the region.
 #[test]
-fn regions_that_cannot_be_end_the_connection() {
+fn invalid_region_closes_the_connection() {
     let (server, _disk) = support::serve("queues=2");
     let memfd = |len: u64| {
         let file = rustix::fs::memfd_create("region", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -408,7 +408,7 @@ fn regions_that_cannot_be_end_the_connection() {
 
 /// One that the front-end cuts short while it is used ends that connection, like guest memory.
 #[test]
-fn a_region_that_goes_away() {
+fn truncated_region_closes_the_connection() {
     let (mut server, _disk) = support::serve("queues=2,queue-size=64");
     for packed in [false, true] {
         let config = config(packed);
@@ -433,7 +433,7 @@ fn a_region_that_goes_away() {
 /// A region full of nonsense, written while the device uses it and before it takes it up: the queue goes on or is given
 /// up, and another disk notices nothing.
 #[test]
-fn nonsense_in_the_region() {
+fn random_region_content_harms_only_its_queue() {
     let (victim, other) = (Disk::new(), Disk::new());
     let disks = [
         victim.argument("queues=2,queue-size=64"),
@@ -483,7 +483,7 @@ fn nonsense_in_the_region() {
 /// A front-end sets a ring up, and asks where it is before it has run there: what the server before had in flight is not
 /// forgotten for that.
 #[test]
-fn a_ring_that_has_not_run_forgets_nothing() {
+fn stopping_a_ring_before_it_runs_keeps_its_inflight_requests() {
     let disk = Disk::new();
     let binary = env!("CARGO_BIN_EXE_ringdisk");
     for packed in [false, true] {
@@ -515,13 +515,13 @@ fn a_ring_that_has_not_run_forgets_nothing() {
 // A real guest
 
 #[test]
-fn a_guest_survives_kills() {
-    guest_survives("a_guest_survives_kills", false);
+fn guest_survives_kills() {
+    guest_survives("guest_survives_kills", false);
 }
 
 #[test]
-fn a_guest_with_packed_rings_survives_kills() {
-    guest_survives("a_guest_with_packed_rings_survives_kills", true);
+fn guest_with_packed_rings_survives_kills() {
+    guest_survives("guest_with_packed_rings_survives_kills", true);
 }
 
 /// Four writers that read back what they wrote, past the guest's page cache, while ringdisk is killed under them.

@@ -93,8 +93,8 @@ fn kill(server: Server) {
 
 /// One write to each of several tables, none of them flushed, and after the kill a cache with room for four.
 #[test]
-fn a_small_cache_loses_nothing() {
-    let test = "a_small_cache_loses_nothing";
+fn small_metadata_cache_loses_nothing() {
+    let test = "small_metadata_cache_loses_nothing";
     // Sectors that a table of 512 bytes maps.
     const REACH: u64 = 64;
     for tables in [5, 8, 300] {
@@ -127,8 +127,8 @@ fn a_small_cache_loses_nothing() {
 
 /// A backup is made while all is flushed, and put back into the same file after a kill.
 #[test]
-fn a_backup_that_is_put_back_gets_nothing_newer() -> io::Result<()> {
-    let test = "a_backup_that_is_put_back_gets_nothing_newer";
+fn restored_backup_is_not_overwritten_by_the_journal() -> io::Result<()> {
+    let test = "restored_backup_is_not_overwritten_by_the_journal";
     let Some(image) = Image::new(test, "") else {
         return Ok(());
     };
@@ -195,8 +195,8 @@ fn images_without_a_journal_lose_nothing() {
 
 /// A start that takes long is told to end: it does, and the next one does what the first has left.
 #[test]
-fn a_start_can_be_stopped_while_it_replays() -> io::Result<()> {
-    let test = "a_start_can_be_stopped_while_it_replays";
+fn replay_can_be_interrupted() -> io::Result<()> {
+    let test = "replay_can_be_interrupted";
     const REACH: u64 = 64;
     const TABLES: u64 = 300;
     let Some(mut image) = Image::new(test, "-o cluster_size=512") else {
@@ -247,8 +247,8 @@ fn a_start_can_be_stopped_while_it_replays() -> io::Result<()> {
 
 /// The file system of the journals is full: what is acknowledged is durable without them.
 #[test]
-fn a_full_runtime_directory_loses_nothing() -> io::Result<()> {
-    let test = "a_full_runtime_directory_loses_nothing";
+fn full_journal_directory_loses_nothing() -> io::Result<()> {
+    let test = "full_journal_directory_loses_nothing";
     for trial in 0..15 {
         let Some(image) = Image::new(test, "") else {
             return Ok(());
@@ -289,8 +289,8 @@ fn a_full_runtime_directory_loses_nothing() -> io::Result<()> {
 /// SIGTERM where the image's file system has no room for its tables: what was acknowledged is in the journal, which is what
 /// the log says, and is there once there is room.
 #[test]
-fn an_end_on_a_full_file_system_loses_nothing() -> io::Result<()> {
-    let test = "an_end_on_a_full_file_system_loses_nothing";
+fn shutdown_on_a_full_file_system_loses_nothing() -> io::Result<()> {
+    let test = "shutdown_on_a_full_file_system_loses_nothing";
     // Sectors that a table of 4096 bytes maps.
     const REACH: u64 = 4096;
     let Some(mut image) = Image::new(test, "-o cluster_size=4k") else {
@@ -334,8 +334,8 @@ fn an_end_on_a_full_file_system_loses_nothing() -> io::Result<()> {
 /// QEMU commits an overlay to the image of a killed ringdisk. It opens the image for reading, and for writing only then,
 /// which leaves unknown autoclear bits as they are: the journal must not be done again all the same.
 #[test]
-fn an_overlay_that_was_committed_is_not_overwritten() {
-    let test = "an_overlay_that_was_committed_is_not_overwritten";
+fn committed_overlay_is_not_overwritten_by_the_journal() {
+    let test = "committed_overlay_is_not_overwritten_by_the_journal";
     let Some(image) = Image::new(test, "") else {
         return;
     };
@@ -372,8 +372,8 @@ fn an_overlay_that_was_committed_is_not_overwritten() {
 /// What a killed ringdisk has in a journal is missing in its image: as long as that is so, nothing builds on the image, and
 /// nothing but the disk itself is served from it. A backup that takes its place does not cost it its journal.
 #[test]
-fn an_image_whose_journal_waits_is_not_read_without_it() -> io::Result<()> {
-    let test = "an_image_whose_journal_waits_is_not_read_without_it";
+fn image_with_a_pending_journal_is_not_read_without_it() -> io::Result<()> {
+    let test = "image_with_a_pending_journal_is_not_read_without_it";
     let Some(mut image) = Image::new(test, "") else {
         return Ok(());
     };
@@ -435,8 +435,8 @@ fn an_image_whose_journal_waits_is_not_read_without_it() -> io::Result<()> {
 /// Somebody has damaged the journal of a killed ringdisk: the image is not opened as if there were none, neither to be written
 /// to nor to be read.
 #[test]
-fn an_image_waits_for_a_journal_that_is_damaged() -> io::Result<()> {
-    let Some(image) = Image::new("an_image_waits_for_a_journal_that_is_damaged", "") else {
+fn damaged_journal_keeps_its_image_closed() -> io::Result<()> {
+    let Some(image) = Image::new("damaged_journal_keeps_its_image_closed", "") else {
         return Ok(());
     };
     let server = image.serve("");

@@ -250,8 +250,8 @@ fn printed(server: &Server, disk: usize) -> (String, String) {
 
 /// A disk that is there from the start, and outlives a kill of ringdisk; one that is plugged in, and pulled out.
 #[test]
-fn a_domain_has_what_is_printed() {
-    let Some(host) = Host::new("a_domain_has_what_is_printed") else {
+fn printed_xml_works_in_a_domain() {
+    let Some(host) = Host::new("printed_xml_works_in_a_domain") else {
         return;
     };
     let disks = ["first", "second"].map(|name| {
@@ -322,8 +322,8 @@ fn a_domain_has_what_is_printed() {
 /// A VM that is there, as libvirt writes it down, has its disk brought to ringdisk and back by the patches of
 /// `ringdisk check`; and finds on it what it wrote.
 #[test]
-fn a_vm_is_brought_over_and_back() {
-    let Some(host) = Host::new("a_vm_is_brought_over_and_back") else {
+fn check_patches_move_a_vm_to_ringdisk_and_back() {
+    let Some(host) = Host::new("check_patches_move_a_vm_to_ringdisk_and_back") else {
         return;
     };
     let dir = host.dir.path().display().to_string();

@@ -15,7 +15,7 @@ const LEN: usize = 16 << 10;
 const CHANGES: usize = 150;
 
 #[test]
-fn requests_under_way_outlive_changes_of_memory() {
+fn requests_in_flight_survive_memory_changes() {
     for (options, packed) in [
         ("cache=none", false),
         ("cache=none", true),
@@ -74,7 +74,7 @@ fn requests_under_way_outlive_changes_of_memory() {
 /// Requests that come while their memory is away wait for it, whatever the front-end keeps a record of; those that were
 /// fetched before are given back meanwhile.
 #[test]
-fn requests_wait_for_memory_that_is_away() {
+fn requests_wait_for_removed_memory() {
     for (packed, inflight) in [(false, false), (true, false), (false, true), (true, true)] {
         let (server, _disk) = serve("iops=50");
         let config = DeviceConfig {

@@ -126,17 +126,17 @@ fn one_at_a_time(format: &str, options: &str) -> Result<()> {
 }
 
 #[test]
-fn raw_is_written_by_one_host_at_a_time() -> Result<()> {
+fn raw_file_has_one_writer_at_a_time() -> Result<()> {
     one_at_a_time("raw", "cache=none")
 }
 
 #[test]
-fn raw_in_the_page_cache_is_written_by_one_host_at_a_time() -> Result<()> {
+fn raw_file_in_the_page_cache_has_one_writer_at_a_time() -> Result<()> {
     one_at_a_time("raw", "cache=writeback")
 }
 
 #[test]
-fn qcow2_is_written_by_one_host_at_a_time() -> Result<()> {
+fn qcow2_image_has_one_writer_at_a_time() -> Result<()> {
     one_at_a_time("qcow2", "cache=writeback")
 }
 
@@ -150,7 +150,7 @@ fn check(disk: &Path, format: &str) -> Result<()> {
 
 /// A disk that is away, or whose VM runs on another host, cannot be changed from here.
 #[test]
-fn a_disk_that_is_away_is_left_alone() -> Result<()> {
+fn released_disk_cannot_be_changed() -> Result<()> {
     let hosts = Hosts::new("raw", ["lock=running", "lock=running"])?;
     let resize = |host: usize| {
         Command::new(env!("CARGO_BIN_EXE_ringdisk"))
@@ -177,7 +177,7 @@ fn a_disk_that_is_away_is_left_alone() -> Result<()> {
 
 /// A host that does not know of lock=running keeps the others away for as long as it serves the disk.
 #[test]
-fn without_a_migration_the_lock_stays() -> Result<()> {
+fn lock_always_keeps_the_lock_after_the_vm_stops() -> Result<()> {
     let hosts = Hosts::new("raw", ["lock=always", "lock=running"])?;
     stop(hosts.connect(0)?)?;
     ensure!(hosts.connect(1).is_err());
@@ -188,9 +188,9 @@ fn without_a_migration_the_lock_stays() -> Result<()> {
 const MOVES: usize = 10;
 
 #[test]
-fn a_guest_on_raw_is_moved_back_and_forth() -> Result<()> {
+fn guest_on_raw_migrates_back_and_forth() -> Result<()> {
     a_guest_is_moved(
-        "a_guest_on_raw_is_moved_back_and_forth",
+        "guest_on_raw_migrates_back_and_forth",
         "raw",
         "cache=none",
         false,
@@ -198,8 +198,8 @@ fn a_guest_on_raw_is_moved_back_and_forth() -> Result<()> {
 }
 
 #[test]
-fn a_guest_on_qcow2_with_packed_rings_is_moved_back_and_forth() -> Result<()> {
-    let test = "a_guest_on_qcow2_with_packed_rings_is_moved_back_and_forth";
+fn guest_on_qcow2_with_packed_rings_migrates_back_and_forth() -> Result<()> {
+    let test = "guest_on_qcow2_with_packed_rings_migrates_back_and_forth";
     a_guest_is_moved(test, "qcow2", "cache=writeback", true)
 }
 

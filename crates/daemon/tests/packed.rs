@@ -38,7 +38,7 @@ fn assert_reads(device: &mut Device, queue: usize) {
 
 /// Sizes that are no powers of two, down to the smallest: chains of three lie over the end of the ring in every way.
 #[test]
-fn rings_of_any_size() {
+fn any_ring_size() {
     let (server, _disk) = serve("queue-size=1024");
     for queue_size in [3, 4, 5, 7, 100, 333, 1000, 1023, 1024] {
         for (indirect, event_idx) in [(false, false), (false, true), (true, true)] {
@@ -73,7 +73,7 @@ fn rings_of_any_size() {
 
 /// Requests of very different lengths end in another order than they began, and are found by their ids.
 #[test]
-fn requests_end_in_any_order() {
+fn requests_complete_out_of_order() {
     let (server, _disk) = serve("queue-size=64,cache=none");
     for indirect in [false, true] {
         let config = DeviceConfig {
@@ -113,7 +113,7 @@ fn requests_end_in_any_order() {
 
 /// A queue that stops has given back all that it took, and says so: both positions are the same. It goes on there.
 #[test]
-fn queues_stop_and_go_on() {
+fn stopped_queues_resume() {
     let (server, _disk) = serve("queue-size=64");
     for event_idx in [false, true] {
         let config = DeviceConfig {
@@ -149,7 +149,7 @@ fn queues_stop_and_go_on() {
 
 /// What was available before the device knew the ring is fetched when it starts; and an ill start costs the ring only.
 #[test]
-fn bases_beyond_the_ring_are_refused() {
+fn start_position_beyond_the_ring_is_refused() {
     let (server, _disk) = serve("queues=2");
     let config = DeviceConfig {
         queues: 2,
@@ -287,7 +287,7 @@ const BAD: &[Case] = &[
 ];
 
 #[test]
-fn bad_chains_retire_their_queue_only() {
+fn bad_chain_retires_only_its_queue() {
     for (name, cause, post) in BAD {
         println!("{name}");
         // One server each: of what a guest gets wrong, one line is logged a second.
@@ -320,7 +320,7 @@ fn bad_chains_retire_their_queue_only() {
 
 /// A guest that takes back what it made available, and changes chains and tables while the device reads them.
 #[test]
-fn descriptors_that_change_under_the_device() {
+fn descriptors_changing_under_the_device() {
     let (server, disk) = serve("queues=2");
     let config = DeviceConfig {
         queues: 2,

@@ -168,7 +168,7 @@ fn churn(queue: &mut Queue, model: &mut Model, random: &mut Random, steps: usize
 }
 
 #[test]
-fn what_qemu_wrote_is_read_and_what_is_written_qemu_reads() {
+fn qemu_and_ringdisk_read_each_others_images() {
     let options = [
         "",
         "cluster_size=4096",
@@ -206,7 +206,7 @@ fn what_qemu_wrote_is_read_and_what_is_written_qemu_reads() {
 }
 
 #[test]
-fn overlays_copy_what_they_write_beside_and_leave_what_is_below_alone() {
+fn partial_writes_copy_from_the_backing_file_unchanged() {
     let images = Images::new();
     images.raw("base.raw", 8 * MIB);
     let base = "base.raw";
@@ -266,7 +266,7 @@ fn overlays_copy_what_they_write_beside_and_leave_what_is_below_alone() {
 /// Files may end anywhere, also where O_DIRECT cannot read: a raw backing file, and the image itself behind the last
 /// byte that was written. What is not there reads as zeroes.
 #[test]
-fn files_may_end_in_the_middle_of_a_block() {
+fn unaligned_file_ends_read_as_zeroes() {
     for cache in ["none", "writeback"] {
         let images = Images::new();
         let base = MIB + 100;
@@ -306,7 +306,7 @@ fn files_may_end_in_the_middle_of_a_block() {
 
 /// Both queues, on two threads, write to the same clusters at the same time, each its own sectors.
 #[test]
-fn writes_of_two_queues_to_one_cluster_are_both_there() {
+fn concurrent_writes_to_one_cluster_are_all_kept() {
     let images = Images::new();
     images.raw("base.raw", 4 * MIB);
     images.qemu_img(&[
@@ -358,7 +358,7 @@ fn writes_of_two_queues_to_one_cluster_are_both_there() {
 
 /// A kill leaves what was flushed, and an image without errors, whatever the cache mode: the host goes on.
 #[test]
-fn a_kill_leaves_what_was_flushed() {
+fn flushed_writes_survive_a_kill() {
     for cache in ["none", "unsafe"] {
         kill_and_look(cache);
     }
@@ -393,8 +393,8 @@ fn kill_and_look(cache: &str) {
 /// A guest whose whole system is on an overlay of an installed image: it writes and verifies at random, reboots, and finds
 /// all of it. What is below stays as it was installed.
 #[test]
-fn a_guest_boots_from_an_overlay() {
-    let test = "a_guest_boots_from_an_overlay";
+fn guest_boots_from_an_overlay() {
+    let test = "guest_boots_from_an_overlay";
     if let Some(missing) = vm::missing(true) {
         println!("skipped: {test}: {missing}");
         return;
@@ -476,7 +476,7 @@ fn a_guest_boots_from_an_overlay() {
 }
 
 #[test]
-fn images_that_lead_astray_or_are_none_are_refused() {
+fn invalid_images_and_forbidden_backing_files_are_refused() {
     let images = Images::new();
     std::fs::create_dir(images.path("elsewhere")).unwrap();
     images.raw("elsewhere/base.raw", MIB);

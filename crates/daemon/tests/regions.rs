@@ -58,7 +58,7 @@ fn version(region: &Inflight, queue: u64) -> u16 {
 /// Any request for a region is answered with one for 1024 entries, which every queue finds at the same place, whatever
 /// number the front-end names when it hands it back.
 #[test]
-fn a_region_has_room_for_the_largest_ring() {
+fn region_fits_the_largest_ring() {
     let disk = Disk::new();
     let server = start(&disk, "");
     for packed in [false, true] {
@@ -96,7 +96,7 @@ fn a_region_has_room_for_the_largest_ring() {
 /// A queue that its region has no room for is served, and said to be without a record, once; what is in the region is not
 /// of this queue, and nobody does it. With another region, the next connection has a record again.
 #[test]
-fn a_region_that_is_too_small_costs_no_disk() {
+fn queue_larger_than_its_region_is_served_without_a_record() {
     let disk = Disk::new();
     for packed in [false, true] {
         let server = start(&disk, "");
@@ -163,7 +163,7 @@ fn a_region_that_is_too_small_costs_no_disk() {
 /// Of a packed ring without a record, a kill loses what is in flight: nothing is guessed then. An orderly end loses nothing,
 /// and neither does the reset of the guest.
 #[test]
-fn a_packed_ring_without_a_record_is_not_guessed() {
+fn packed_ring_without_a_record_is_not_resumed_after_a_kill() {
     let disk = Disk::new();
     let config = too_small(true);
     let server = start(&disk, "");

@@ -68,7 +68,7 @@ fn size_mib(device: &mut Device) -> u64 {
 
 /// A file that was cut is not made long again, as if it held what it did: the disk is not what it was, and who asks is told.
 #[test]
-fn a_file_that_was_cut_is_told_of() {
+fn truncated_file_is_reported_and_not_extended() {
     let served = Served::start();
     let (mut device, _) = served.connect();
     let file = std::fs::File::options().write(true).open(&served.disk.file);
@@ -94,7 +94,7 @@ fn a_file_that_was_cut_is_told_of() {
 
 /// It is announced again when the queues start, until the front-end has read it, and then no more.
 #[test]
-fn a_size_is_announced_until_it_has_been_read() {
+fn new_size_is_announced_until_it_is_read() {
     let served = Served::start();
     let (mut device, mut channel) = served.connect();
     assert_eq!(size_mib(&mut device), 16);
@@ -139,7 +139,7 @@ fn a_size_is_announced_until_it_has_been_read() {
 /// A front-end reads the size before its queues start, and has nothing to be told then. One that connects to another process
 /// may have read another size long ago.
 #[test]
-fn a_size_that_was_read_is_not_announced() {
+fn size_that_was_read_is_not_announced_again() {
     let mut served = Served::start();
     let (mut device, mut channel) = served.connect();
     assert_eq!(size_mib(&mut device), 16);

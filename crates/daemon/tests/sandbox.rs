@@ -65,7 +65,7 @@ fn reads(server: &Server) {
 }
 
 #[test]
-fn all_threads_are_in_it() {
+fn all_threads_are_sandboxed() {
     let bench = Bench::new();
     let server = bench.serve("queues=2", &["--metrics", "127.0.0.1:0"]);
     reads(&server);
@@ -73,7 +73,7 @@ fn all_threads_are_in_it() {
     let new_privileges = of_all_threads(&server, "NoNewPrivs:");
     let calls = server.logged(&["sandbox:", "system calls"]);
     if calls.contains("not restricted") {
-        println!("skipped: all_threads_are_in_it: {calls}");
+        println!("skipped: all_threads_are_sandboxed: {calls}");
         return;
     }
     assert!(seccomp.len() > 4, "{seccomp:?}");
@@ -100,7 +100,7 @@ fn all_threads_are_in_it() {
 }
 
 #[test]
-fn without_it_nothing_is_restricted() {
+fn sandbox_off_restricts_nothing() {
     let bench = Bench::new();
     let server = bench.serve("", &["--sandbox", "off"]);
     reads(&server);
@@ -112,7 +112,7 @@ fn without_it_nothing_is_restricted() {
 
 /// A disk beside another may come; one elsewhere only where the operator has said so.
 #[test]
-fn disks_come_where_they_are_allowed() {
+fn disks_are_attached_only_from_allowed_directories() {
     let (bench, elsewhere) = (Bench::new(), Disk::new());
     let beside = bench.disk.file.with_file_name("beside.raw");
     fs::copy(&bench.disk.file, &beside).unwrap();
@@ -125,7 +125,7 @@ fn disks_come_where_they_are_allowed() {
         let error = String::from_utf8_lossy(&refused.stderr).into_owned();
         let files = server.logged(&["sandbox:", "files"]);
         if files.contains("not restricted") {
-            return println!("skipped: disks_come_where_they_are_allowed: {files}");
+            return println!("skipped: disks_are_attached_only_from_allowed_directories: {files}");
         }
         let directory = elsewhere.file.parent().unwrap().display();
         assert!(!refused.status.success());
@@ -190,10 +190,10 @@ fn guest_memory_is_not_dumped() {
 }
 
 #[test]
-fn sockets_are_given_to_whom_they_are_for() {
+fn sockets_get_their_configured_owner() {
     let bench = Bench::new();
     if !rustix::process::geteuid().is_root() {
-        return println!("skipped: sockets_are_given_to_whom_they_are_for: needs root");
+        return println!("skipped: sockets_get_their_configured_owner: needs root");
     }
     let found = |options: &str| {
         let _server = bench.serve(options, &[]);
@@ -219,10 +219,10 @@ fn sockets_are_given_to_whom_they_are_for() {
 
 /// What only root may open is served by somebody else, who may do nothing of what root may.
 #[test]
-fn a_user_of_its_own() {
+fn root_files_are_served_by_an_unprivileged_user() {
     let bench = Bench::new();
     if !rustix::process::geteuid().is_root() {
-        return println!("skipped: a_user_of_its_own: needs root");
+        return println!("skipped: root_files_are_served_by_an_unprivileged_user: needs root");
     }
     fs::set_permissions(&bench.disk.file, fs::Permissions::from_mode(0o600)).unwrap();
     let mut server = bench.serve("queues=2,aio=threads", &["--user", "nobody"]);

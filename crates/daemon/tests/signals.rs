@@ -87,7 +87,7 @@ fn works(device: &mut Device) {
 /// `ulimit -f`, LimitFSIZE=: the kernel sends SIGXFSZ to who writes beyond it, of which a process dies that says nothing
 /// else; and with it all its disks would.
 #[test]
-fn a_limit_on_the_size_of_files_fails_the_writes_beyond_it_and_nothing_else() {
+fn file_size_limit_fails_only_the_writes_beyond_it() {
     let dir = directory();
     raw(&dir, "small.raw", 2 * MIB);
     let raws = [
@@ -169,7 +169,7 @@ fn a_limit_on_the_size_of_files_fails_the_writes_beyond_it_and_nothing_else() {
 
 /// What the kernel sends where a limit is reached or a terminal is another's, and what tools send that rotate logs.
 #[test]
-fn signals_that_mean_no_end_end_nothing() {
+fn unrelated_signals_are_ignored() {
     let dir = directory();
     raw(&dir, "disk.raw", MIB);
     let mut served = Served::new(dir, &["disk.raw"]);
@@ -198,7 +198,7 @@ fn signals_that_mean_no_end_end_nothing() {
 
 /// Started by hand, and the window is closed: the log has nowhere to go, and SIGHUP comes.
 #[test]
-fn a_terminal_that_goes_away_takes_no_disk_along() {
+fn closing_the_terminal_does_not_stop_it() {
     let dir = directory();
     raw(&dir, "disk.raw", MIB);
     let (file, socket) = (dir.path().join("disk.raw"), socket(dir.path(), "disk.raw"));
@@ -254,7 +254,7 @@ fn a_terminal_that_goes_away_takes_no_disk_along() {
 
 /// A process that may start no more threads refuses what needs one, says which limit that is, and serves what it has.
 #[test]
-fn a_limit_on_threads_is_named() {
+fn thread_limit_is_named() {
     let dir = directory();
     raw(&dir, "disk.raw", MIB);
     raw(&dir, "more.raw", MIB);
@@ -267,7 +267,7 @@ fn a_limit_on_threads_is_named() {
     served.limit(Resource::Nproc, Some(1));
     match client.call("x-ringdisk-attach", json!({ "disk": disk })) {
         // The limit is not root's.
-        Ok(_) => println!("skipped: a_limit_on_threads_is_named: this user has no limit"),
+        Ok(_) => println!("skipped: thread_limit_is_named: this user has no limit"),
         Err(e) => assert!(e.to_string().contains("RLIMIT_NPROC"), "{e}"),
     }
     works(&mut device);

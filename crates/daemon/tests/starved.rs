@@ -43,7 +43,7 @@ fn works(device: &mut Device) {
 }
 
 #[test]
-fn without_descriptors_no_disk_is_added_and_all_others_go_on() {
+fn descriptor_limit_refuses_new_disks_and_keeps_the_others() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let mut server = serve(dir.path(), Some(64));
     let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
@@ -88,7 +88,7 @@ fn without_descriptors_no_disk_is_added_and_all_others_go_on() {
 /// Whichever descriptor is the one too many: the error is about the limit, and not about the file or directory that was to be
 /// opened, and the socket of the disk is not left behind.
 #[test]
-fn a_limit_on_descriptors_is_named() {
+fn descriptor_limit_is_named_by_every_command() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let mut server = serve(dir.path(), None);
     let mut client = control::Client::connect(dir.path().join("control.qmp"), HANG).unwrap();
@@ -101,7 +101,9 @@ fn a_limit_on_descriptors_is_named() {
         .status()
         .is_ok_and(|status| status.success())
     {
-        return println!("skipped: a_limit_on_descriptors_is_named: there is no qemu-img");
+        return println!(
+            "skipped: descriptor_limit_is_named_by_every_command: there is no qemu-img"
+        );
     }
     let file = dir.path().join("more.raw");
     File::create(file).unwrap().set_len(1 << 20).unwrap();
@@ -139,7 +141,7 @@ fn a_limit_on_descriptors_is_named() {
 /// Whoever asks for something is told at once, also when there is no descriptor for a client, and the log is not filled. A VM
 /// that is cut off for want of descriptors has done nothing wrong, and an idle disk no storage that is stuck.
 #[test]
-fn without_descriptors_everybody_is_told_why() {
+fn descriptor_limit_is_named_to_clients_and_vms() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let mut server = serve(dir.path(), None);
     let control = format!("--control={}", dir.path().join("control.qmp").display());
@@ -240,7 +242,7 @@ fn without_descriptors_everybody_is_told_why() {
 
 /// The same at the start.
 #[test]
-fn a_limit_on_descriptors_is_named_at_the_start() {
+fn descriptor_limit_is_named_at_startup() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = |name: &str| dir.path().join(name);
     File::create(path("disk.raw"))
@@ -284,7 +286,7 @@ fn a_limit_on_descriptors_is_named_at_the_start() {
 /// A VM that stops leaves its disk, whole, though there is no descriptor to open the file with once more: who comes next
 /// takes it, and can leave it.
 #[test]
-fn without_descriptors_a_disk_is_left_as_ever() {
+fn disk_is_released_without_free_descriptors() {
     for format in ["raw", "qcow2"] {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let disk = dir.path().join(format!("disk.{format}"));
@@ -331,7 +333,7 @@ fn without_descriptors_a_disk_is_left_as_ever() {
 /// A disk needs threads, and these need stacks. Address space stands for memory here: the kernel counts it, and does not
 /// end the process as it does where it has promised more memory than there is.
 #[test]
-fn without_memory_no_disk_is_added_and_all_others_go_on() {
+fn memory_limit_refuses_new_disks_and_keeps_the_others() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let mut server = serve(dir.path(), None);
     let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
@@ -373,7 +375,7 @@ fn without_memory_no_disk_is_added_and_all_others_go_on() {
 /// A log that cannot be written costs lines, and nothing else: standard error is a full device, or a pipe that nobody
 /// reads.
 #[test]
-fn a_log_that_is_full_stops_nobody() {
+fn unwritable_log_delays_nobody() {
     let (reader, pipe) = std::io::pipe().unwrap();
     let full = File::options().write(true).open("/dev/full").unwrap();
     for stderr in [Stdio::from(full), Stdio::from(pipe)] {

@@ -148,7 +148,7 @@ fn work(device: &mut Device) {
 }
 
 #[test]
-fn every_window_shows_the_same_work() {
+fn all_interfaces_report_the_same_counts() {
     let served = Served::new("queues=2");
     let mut device = served.connect();
     work(&mut device);
@@ -222,7 +222,7 @@ fn every_window_shows_the_same_work() {
 }
 
 #[test]
-fn latencies_are_measured_once_somebody_asks() {
+fn latencies_are_measured_after_the_first_query() {
     let disk = Disk::new();
     let args = [
         disk.argument(""),
@@ -248,7 +248,7 @@ fn latencies_are_measured_once_somebody_asks() {
 }
 
 #[test]
-fn a_limit_shows_as_waiting() {
+fn throttling_is_counted_as_waiting() {
     let served = Served::new("iops=20");
     let mut device = served.connect();
     let queue = &mut device.queues[0];
@@ -266,7 +266,7 @@ fn a_limit_shows_as_waiting() {
 }
 
 #[test]
-fn people_see_rates() {
+fn text_output_shows_rates() {
     let served = Served::new("");
     let name = served.name();
     let output = std::thread::scope(|scope| {
@@ -322,7 +322,7 @@ fn people_see_rates() {
 }
 
 #[test]
-fn storage_that_fails_is_told_of() {
+fn storage_errors_are_reported() {
     let served = Served::new("");
     let mut control = served.client();
     let mut device = served.connect();
@@ -348,7 +348,7 @@ fn storage_that_fails_is_told_of() {
 }
 
 #[test]
-fn scrapers_and_others_get_an_answer() {
+fn metrics_endpoint_answers_every_client() {
     let served = Served::new("");
     let status = |request: &str| {
         let (head, _) = served.http(request);
@@ -394,7 +394,7 @@ fn memory_kib(pid: u32) -> u64 {
 /// Every scraper got memory for histograms of every disk and for the whole text, of which the process gave nothing back:
 /// 15 MiB became 756 with 301 disks and 30 scrapes.
 #[test]
-fn scrapes_of_many_disks_take_little_memory() {
+fn scrapes_of_many_disks_use_little_memory() {
     const DISKS: usize = 301;
     let dir = tempfile::tempdir().unwrap();
     let disk = |i| {
@@ -450,7 +450,7 @@ fn scrapes_of_many_disks_take_little_memory() {
 
 /// More clients at a time than are served, which never finish their requests.
 #[test]
-fn scrapers_that_say_nothing_keep_nobody_out_for_long() {
+fn silent_clients_do_not_block_scrapers() {
     let served = Served::new("");
     let idle: Vec<_> = (0..8)
         .map(|_| ask(&served.server, "GET /metrics"))

@@ -14,7 +14,7 @@ const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const MIB: u64 = 1 << 20;
 
 #[test]
-fn zeroes_take_the_space_that_was_asked_for() {
+fn write_zeroes_allocates_as_configured() {
     for (options, found, freed) in [
         ("detect-zeroes=off", false, false),
         ("detect-zeroes=on", true, false),
@@ -65,7 +65,7 @@ fn zeroes_take_the_space_that_was_asked_for() {
 
 /// Zeroes do not fill what was never written.
 #[test]
-fn a_sparse_disk_stays_sparse() {
+fn sparse_disk_stays_sparse() {
     let (_server, disk) = serve("detect-zeroes=unmap");
     let sparse = disk.file.with_extension("sparse");
     File::create(&sparse).unwrap().set_len(16 * MIB).unwrap();
@@ -83,7 +83,7 @@ fn a_sparse_disk_stays_sparse() {
 }
 
 #[test]
-fn discards_give_space_back_where_they_may() {
+fn discards_free_space_where_enabled() {
     for (options, freed) in [("discard=unmap", true), ("discard=ignore", false)] {
         let (_server, disk) = serve(options);
         let mut device = Device::connect(&disk.socket, &DeviceConfig::default()).unwrap();
@@ -101,7 +101,7 @@ fn discards_give_space_back_where_they_may() {
 /// The guest switches the write cache while its queues run. Counted on a file system of our own, which flushes now and
 /// then for itself.
 #[test]
-fn the_write_cache_is_what_the_guest_last_said() {
+fn write_cache_follows_the_guests_last_setting() {
     let Some(backing) = LoopDevice::new() else {
         return;
     };
@@ -151,7 +151,7 @@ fn the_write_cache_is_what_the_guest_last_said() {
 
 /// `cache=unsafe` flushes for nobody: not for the guest, not with the write cache off, not at the end.
 #[test]
-fn unsafe_never_flushes() {
+fn cache_unsafe_never_flushes() {
     let Some(backing) = LoopDevice::new() else {
         return;
     };

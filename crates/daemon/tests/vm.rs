@@ -18,18 +18,18 @@ use testkit::vm::{self, Disk, Qmp, Vm};
 const LIMIT: Duration = Duration::from_secs(240);
 
 #[test]
-fn a_disk_lives_with_one_queue() -> Result<()> {
-    a_disk_lives("a_disk_lives_with_one_queue", 1, 1024, false)
+fn disk_lifecycle_with_one_queue() -> Result<()> {
+    a_disk_lives("disk_lifecycle_with_one_queue", 1, 1024, false)
 }
 
 #[test]
-fn a_disk_lives_with_four_queues() -> Result<()> {
-    a_disk_lives("a_disk_lives_with_four_queues", 4, 4096, false)
+fn disk_lifecycle_with_four_queues() -> Result<()> {
+    a_disk_lives("disk_lifecycle_with_four_queues", 4, 4096, false)
 }
 
 #[test]
-fn a_disk_lives_with_packed_queues() -> Result<()> {
-    a_disk_lives("a_disk_lives_with_packed_queues", 2, 4096, true)
+fn disk_lifecycle_with_packed_queues() -> Result<()> {
+    a_disk_lives("disk_lifecycle_with_packed_queues", 2, 4096, true)
 }
 
 /// Partitioned, formatted, filled, trimmed and verified by the guest; sound and with holes on the host.
@@ -81,8 +81,8 @@ fn a_disk_lives(test: &str, queues: u16, block_size: u32, packed: bool) -> Resul
 
 /// Memory in huge pages is mapped and let go in whole ones.
 #[test]
-fn a_guest_in_huge_pages() -> Result<()> {
-    let test = "a_guest_in_huge_pages";
+fn guest_in_huge_pages() -> Result<()> {
+    let test = "guest_in_huge_pages";
     let Some(bench) = Bench::new(test)? else {
         return Ok(());
     };
@@ -142,8 +142,8 @@ fn touched_kib(server: &Server, size_kib: u64) -> u64 {
 
 /// Memory that is plugged in while the guest reads and writes: its queues go on, and use it as soon as the guest does.
 #[test]
-fn memory_is_plugged_in() -> Result<()> {
-    let Some(bench) = Bench::new("memory_is_plugged_in")? else {
+fn memory_hotplug() -> Result<()> {
+    let Some(bench) = Bench::new("memory_hotplug")? else {
         return Ok(());
     };
     let file = bench.disk("plug.raw", 192 << 20)?;
@@ -216,8 +216,8 @@ fn memory_is_plugged_in() -> Result<()> {
 /// Memory that is plugged in, used for I/O and taken away again, twice, while the guest reads and writes: its queues go
 /// on, and nothing of the module stays mapped.
 #[test]
-fn memory_is_unplugged() -> Result<()> {
-    let Some(bench) = Bench::new("memory_is_unplugged")? else {
+fn memory_unplug() -> Result<()> {
+    let Some(bench) = Bench::new("memory_unplug")? else {
         return Ok(());
     };
     let file = bench.disk("unplug.raw", 192 << 20)?;
@@ -307,8 +307,8 @@ fn memory_is_unplugged() -> Result<()> {
 
 /// A guest that reboots resets its disk and finds on it what it wrote; so does one that rebinds its driver.
 #[test]
-fn a_disk_survives_resets() -> Result<()> {
-    let Some(bench) = Bench::new("a_disk_survives_resets")? else {
+fn disk_survives_resets() -> Result<()> {
+    let Some(bench) = Bench::new("disk_survives_resets")? else {
         return Ok(());
     };
     let file = bench.disk("reset.raw", 64 << 20)?;
@@ -384,8 +384,8 @@ fn several_disks_in_one_process() -> Result<()> {
 
 /// A guest can read a read-only disk, and knows that it can't write.
 #[test]
-fn a_readonly_disk() -> Result<()> {
-    let Some(bench) = Bench::new("a_readonly_disk")? else {
+fn readonly_disk() -> Result<()> {
+    let Some(bench) = Bench::new("readonly_disk")? else {
         return Ok(());
     };
     let file = bench.disk("readonly.raw", 16 << 20)?;
@@ -416,8 +416,8 @@ fn a_readonly_disk() -> Result<()> {
 /// Each fsync of a guest is a barrier on what the disk lies on. It is lost where the config space denies the write
 /// cache, as that of qemu-storage-daemon 10 does. Counted by the block layer, on a loop device.
 #[test]
-fn guest_fsyncs_are_barriers() -> Result<()> {
-    let test = "guest_fsyncs_are_barriers";
+fn guest_fsync_is_a_barrier() -> Result<()> {
+    let test = "guest_fsync_is_a_barrier";
     let Some(bench) = Bench::new(test)? else {
         return Ok(());
     };

@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_step_that_panics_is_written_down_as_failed() {
+    fn panicking_step_is_recorded_as_failed() {
         let trial = std::thread::spawn(|| {
             let mut record = Record::new("Test", "1.0 (here)");
             record.step("works", || ());

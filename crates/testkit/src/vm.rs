@@ -772,9 +772,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_guest_that_fails_says_so() {
+    fn failing_guest_reports_its_error() {
         if let Some(missing) = missing(false) {
-            println!("skipped: a_guest_that_fails_says_so: {missing}");
+            println!("skipped: failing_guest_reports_its_error: {missing}");
             return;
         }
         let folder = tempfile::tempdir().unwrap();

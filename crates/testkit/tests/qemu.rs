@@ -54,7 +54,7 @@ fn reads_writes_and_flushes_in_every_ring_mode() {
 }
 
 #[test]
-fn every_layout_that_the_specification_allows() {
+fn every_descriptor_layout() {
     let Some((server, dir)) = qemu() else { return };
     let config = DeviceConfig {
         slots: 1,

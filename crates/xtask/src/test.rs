@@ -40,7 +40,7 @@ const GROUPS: [Group; 8] = [
         tests: &[
             "ringdisk boot::",
             "ringdisk front_ends::u_boot::",
-            "ringdisk inflight::a_guest",
+            "ringdisk inflight::guest",
             "ringdisk libvirt::",
             "ringdisk moving::",
             "ringdisk packed::",

@@ -14,7 +14,7 @@ use super::running::{Controlled, verify};
 const CYCLES: u32 = 1000;
 
 #[test]
-fn a_thousand_disks_leave_nothing_behind() {
+fn attaching_a_thousand_disks_leaks_nothing() {
     let ringdisk = Controlled::start(&["--iothreads=2".into()]);
     ringdisk.file("disk.raw", 16 << 20);
     let mut client = Client::connect(&ringdisk.control, HANG).unwrap();
@@ -128,14 +128,15 @@ impl Held {
 /// Several clients at a time do everything to the same few disks. Each command is done or refused; nothing hangs, no two
 /// disks have the same file, and in the end all can be removed.
 #[test]
-fn clients_that_disagree() {
+fn concurrent_clients_cannot_break_invariants() {
     let mut ringdisk = Controlled::start(&["--iothreads=2".into()]);
     ringdisk.file("a.raw", 1 << 20);
     ringdisk.file("b.raw", 1 << 20);
-    let third = match testkit::qemu_img::is_there("clients_that_disagree: an image") {
-        true => "c.qcow2",
-        false => "c.raw",
-    };
+    let third =
+        match testkit::qemu_img::is_there("concurrent_clients_cannot_break_invariants: an image") {
+            true => "c.qcow2",
+            false => "c.raw",
+        };
     let files = ["a.raw", "b.raw", third];
     match third {
         "c.raw" => drop(ringdisk.file(third, 1 << 20)),
@@ -213,7 +214,7 @@ fn clients_that_disagree() {
 
 /// A command that is under way when the end comes is finished and answered, and leaves nothing.
 #[test]
-fn the_end_waits_for_commands() {
+fn shutdown_waits_for_running_commands() {
     for round in 0..20 {
         let mut ringdisk = Controlled::start(&[]);
         ringdisk.file("disk.raw", 1 << 20);

@@ -12,7 +12,7 @@ use testkit::server::Server;
 use super::running::{Controlled, Ran, verify};
 
 #[test]
-fn what_a_person_reads() {
+fn text_output() {
     let ringdisk = Controlled::start(&[]);
     let file = ringdisk.file("vm1.raw", 16 << 20);
     ringdisk.file("copy.raw", 32 << 20);
@@ -80,7 +80,7 @@ fn what_a_person_reads() {
 }
 
 #[test]
-fn what_a_script_reads() {
+fn json_output() {
     let ringdisk = Controlled::start(&[]);
     ringdisk.file("vm1.raw", 16 << 20);
     let copy = ringdisk.file("copy.raw", 16 << 20);
@@ -142,7 +142,7 @@ fn what_a_script_reads() {
 }
 
 #[test]
-fn refusals_say_what_to_do_next() {
+fn errors_name_the_next_step() {
     let ringdisk = Controlled::start(&[]);
     ringdisk.file("vm1.raw", 16 << 20);
     ringdisk.file("small.raw", 8 << 20);
@@ -231,7 +231,7 @@ fn refusals_say_what_to_do_next() {
 }
 
 #[test]
-fn nobody_to_talk_to() {
+fn missing_control_socket_is_explained() {
     let ringdisk = Controlled::start(&[]);
     let list = |control: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
@@ -254,7 +254,7 @@ fn nobody_to_talk_to() {
 /// Without `--control`, the socket is beside those of the disks; the first ringdisk has it, and a second one serves its
 /// disks all the same.
 #[test]
-fn the_default_socket() {
+fn default_control_socket() {
     let dir = tempfile::tempdir().unwrap();
     let run = dir.path().join("ringdisk");
     let as_user = |command: &mut Command| {

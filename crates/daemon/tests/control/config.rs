@@ -75,7 +75,7 @@ fn disk(name: &str, options: &str) -> String {
 
 /// Disks come, go and change, while the guest of another one notices nothing.
 #[test]
-fn a_disk_that_stays_is_not_disturbed() {
+fn unchanged_disk_is_not_disturbed() {
     let stays = disk("a", "queues = 2\niops = 1_000_000");
     let config = Configured::start(&stays);
     let two = DeviceConfig {
@@ -153,7 +153,7 @@ fn a_disk_that_stays_is_not_disturbed() {
 }
 
 #[test]
-fn a_mistake_changes_nothing() {
+fn invalid_configuration_changes_nothing() {
     let text = disk("a", "") + &disk("b", "");
     let config = Configured::start(&text);
     let mut device = config.device("a");
@@ -260,7 +260,7 @@ fn a_mistake_changes_nothing() {
 
 /// What could not be done is tried again by the next reload, though the file is the same.
 #[test]
-fn what_failed_is_tried_again() {
+fn failed_change_is_retried_by_the_next_reload() {
     let config = Configured::start(&disk("a", ""));
     let mut device = config.device("a");
     fs::create_dir(config.socket("b")).unwrap();
@@ -291,7 +291,7 @@ fn what_failed_is_tried_again() {
 
 /// The file and commands may both change what is served; neither is surprised by the other.
 #[test]
-fn commands_and_the_file_agree() {
+fn commands_and_configuration_are_reconciled() {
     let config = Configured::start(&disk("a", ""));
     let ringdisk = &config.ringdisk;
     let mut device = config.device("a");
@@ -334,7 +334,7 @@ fn commands_and_the_file_agree() {
 
 /// Limits that a command has set go on until others are written down, whatever else is written.
 #[test]
-fn limits_stay_as_long_as_no_others_are_written_down() {
+fn limits_set_by_command_are_kept_until_the_file_changes_them() {
     let config = Configured::start(&disk("a", ""));
     let limits = || config.ringdisk.disk("a")["limits"]["iops"].clone();
     config.ringdisk.json(&["throttle", "a", "iops=900"]);
@@ -358,7 +358,7 @@ fn limits_stay_as_long_as_no_others_are_written_down() {
 
 /// Who has put something in the place of a socket is told so, and it is left alone.
 #[test]
-fn a_reload_tells_of_disks_that_cannot_be_reached() {
+fn occupied_socket_path_is_reported_and_left_alone() {
     let text = disk("a", "") + &disk("b", "");
     let mut config = Configured::start(&text);
     let mut device = config.device("a");
@@ -397,7 +397,7 @@ fn a_reload_tells_of_disks_that_cannot_be_reached() {
 
 /// What is said anew of a disk that was detached by command is left out, which is said; all else gets through.
 #[test]
-fn a_detached_disk_is_in_nobodys_way() {
+fn change_to_a_detached_disk_is_skipped_with_a_warning() {
     let three = |more: &str| disk("a", "") + &disk("b", "") + &disk("c", more);
     let config = Configured::start(&three(""));
     let mut device = config.device("a");
@@ -440,8 +440,8 @@ fn a_detached_disk_is_in_nobodys_way() {
 
 /// A disk is put on an image, and back, by the file alone; its guest notices a pause.
 #[test]
-fn a_disk_gets_another_format() {
-    if !testkit::qemu_img::is_there("a_disk_gets_another_format") {
+fn disk_moves_to_a_file_of_another_format() {
+    if !testkit::qemu_img::is_there("disk_moves_to_a_file_of_another_format") {
         return;
     }
     let config = Configured::start(&disk("a", "format = \"raw\""));
@@ -465,8 +465,8 @@ fn a_disk_gets_another_format() {
 /// But not the file that it is on: whoever writes down another format of that is told, and the guest goes on. So is who no
 /// longer writes down what the name does not say, which the next start would refuse.
 #[test]
-fn a_file_stays_of_its_format() {
-    if !testkit::qemu_img::is_there("a_file_stays_of_its_format") {
+fn format_of_the_current_file_cannot_change() {
+    if !testkit::qemu_img::is_there("format_of_the_current_file_cannot_change") {
         return;
     }
     let config = Configured::start(&disk("a", "format = \"raw\""));
@@ -493,7 +493,7 @@ fn a_file_stays_of_its_format() {
 
 /// A disk that gets another name is the same file.
 #[test]
-fn a_disk_gets_another_name() {
+fn renamed_disk_keeps_its_file() {
     let config = Configured::start(&disk("a", ""));
     config.reload("[[disk]]\nname = \"other\"\nfile = \"DIR/a.raw\"\nsocket = \"DIR/a.sock\"");
     assert_eq!(config.names(), ["other"]);
@@ -502,7 +502,7 @@ fn a_disk_gets_another_name() {
 
 /// Each queue is served by the thread that the file says, which is seen in what the threads have run.
 #[test]
-fn queues_are_served_by_their_threads() {
+fn queues_run_on_their_configured_threads() {
     let text = "[[iothread]]\nid = \"even\"\n[[iothread]]\nid = \"odd\"\npoll-max-us = 0\n"
         .to_owned()
         + &disk(

@@ -127,7 +127,7 @@ fn text(dir: &std::path::Path, disks: &[Disk<'_>]) -> String {
 
 /// All that is possible in the end is done, though no order of single steps would do it.
 #[test]
-fn disks_change_places() {
+fn disks_swap_files() {
     let mut served = Configured::start(&[]);
     let stays = |served: &mut Configured, device: usize| {
         rewrite(&mut served.devices[device].queues[0]);
@@ -188,7 +188,7 @@ fn disks_change_places() {
 }
 
 #[test]
-fn what_cannot_be_cuts_nobody_off() {
+fn impossible_configuration_disconnects_nobody() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = |name: &str| dir.path().join(name).display().to_string();
     fs::write(path("held.raw"), content(0, 16 * MIB as usize)).unwrap();

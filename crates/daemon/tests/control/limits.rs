@@ -14,9 +14,9 @@ const LIMIT: u64 = 100;
 const PERIOD: Duration = Duration::from_secs(2);
 
 #[test]
-fn a_limit_holds_until_it_is_lifted() {
+fn limit_applies_until_removed() {
     let ringdisk = Controlled::start(&[]);
-    let test = "a_limit_holds_until_it_is_lifted";
+    let test = "limit_applies_until_removed";
     let Some(mut qemu) = QemuClient::connect(test, &ringdisk.control) else {
         return;
     };
@@ -72,7 +72,7 @@ fn a_limit_holds_until_it_is_lifted() {
 
 /// A disk is removed, and put on another file, without waiting for what its limit holds back.
 #[test]
-fn held_requests_hold_up_nobody() {
+fn throttled_requests_do_not_delay_detach_or_replace() {
     let ringdisk = Controlled::start(&[]);
     let file = ringdisk.file("slow.raw", 1 << 20);
     let copy = ringdisk.file("copy.raw", 1 << 20);

@@ -42,9 +42,9 @@ fn two_queues() -> DeviceConfig {
 }
 
 #[test]
-fn the_life_of_a_disk() {
+fn disk_lifecycle() {
     let mut ringdisk = Controlled::start(&[]);
-    let Some(mut qemu) = QemuClient::connect("the_life_of_a_disk", &ringdisk.control) else {
+    let Some(mut qemu) = QemuClient::connect("disk_lifecycle", &ringdisk.control) else {
         return;
     };
     assert_eq!(qemu.greeting["QMP"]["version"]["qemu"]["major"], 10);
@@ -184,9 +184,9 @@ fn the_life_of_a_disk() {
 }
 
 #[test]
-fn every_kind_of_node() {
+fn every_node_driver() {
     let ringdisk = Controlled::start(&[]);
-    let Some(mut qemu) = QemuClient::connect("every_kind_of_node", &ringdisk.control) else {
+    let Some(mut qemu) = QemuClient::connect("every_node_driver", &ringdisk.control) else {
         return;
     };
     // Nothing.
@@ -290,10 +290,11 @@ fn every_kind_of_node() {
 }
 
 #[test]
-fn discards_are_as_each_node_says() {
+fn discard_follows_each_nodes_setting() {
     use std::os::unix::fs::MetadataExt;
     let ringdisk = Controlled::start(&[]);
-    let Some(mut qemu) = QemuClient::connect("discards_are_as_each_node_says", &ringdisk.control)
+    let Some(mut qemu) =
+        QemuClient::connect("discard_follows_each_nodes_setting", &ringdisk.control)
     else {
         return;
     };
@@ -330,10 +331,9 @@ fn discards_are_as_each_node_says() {
 }
 
 #[test]
-fn refusals_have_a_class_and_say_why() {
+fn errors_have_a_class_and_a_reason() {
     let ringdisk = Controlled::start(&[]);
-    let Some(mut qemu) =
-        QemuClient::connect("refusals_have_a_class_and_say_why", &ringdisk.control)
+    let Some(mut qemu) = QemuClient::connect("errors_have_a_class_and_a_reason", &ringdisk.control)
     else {
         return;
     };
@@ -656,9 +656,9 @@ fn refusals_have_a_class_and_say_why() {
 }
 
 #[test]
-fn a_block_device() {
+fn block_device() {
     let ringdisk = Controlled::start(&[]);
-    let Some(mut qemu) = QemuClient::connect("a_block_device", &ringdisk.control) else {
+    let Some(mut qemu) = QemuClient::connect("block_device", &ringdisk.control) else {
         return;
     };
     let file = ringdisk.file("backing.raw", 16 * MIB);
@@ -668,7 +668,7 @@ fn a_block_device() {
         .output();
     let device = match made {
         Ok(output) if output.status.success() => String::from_utf8(output.stdout).unwrap(),
-        other => return println!("skipped: a_block_device: no loop device: {other:?}"),
+        other => return println!("skipped: block_device: no loop device: {other:?}"),
     };
     let device = device.trim();
     let node = json!({ "driver": "host_device", "node-name": "dev", "filename": device });

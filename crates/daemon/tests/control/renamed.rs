@@ -84,7 +84,7 @@ fn write_config(dir: &Path, disks: &[(&str, &str)]) {
 
 /// An old copy that lies at the old name is not what a restart serves.
 #[test]
-fn a_restart_finds_the_file_by_its_new_name() {
+fn restart_opens_the_new_name() {
     for link in [false, true] {
         let served = Renamed::start(&[("a", "a.raw")]);
         let mut device = served.connect("a");
@@ -109,7 +109,7 @@ fn a_restart_finds_the_file_by_its_new_name() {
 
 /// What is written down of a disk is compared with what it is on by then.
 #[test]
-fn a_reload_follows_a_name() {
+fn reload_compares_with_the_current_name() {
     let served = Renamed::start(&[("a", "a.raw"), ("b", "b.raw")]);
     let mut device = served.connect("a");
     served.rename("a.raw", "live.raw");
@@ -133,7 +133,7 @@ fn a_reload_follows_a_name() {
 
 /// The old name may be another disk's at once, and the locks are those of the file.
 #[test]
-fn an_old_name_is_free() {
+fn old_name_can_be_used_by_another_disk() {
     let served = Renamed::start(&[("a", "a.raw")]);
     let mut device = served.connect("a");
     served.rename("a.raw", "live.raw");
@@ -157,7 +157,7 @@ fn an_old_name_is_free() {
 
 /// A name that no other process would find is refused.
 #[test]
-fn a_descriptor_is_no_name() {
+fn descriptor_path_is_refused_as_a_name() {
     let served = Renamed::start(&[("a", "a.raw")]);
     let open = fs::File::open(served.path("a.raw")).unwrap();
     let descriptor = format!(
@@ -173,8 +173,8 @@ fn a_descriptor_is_no_name() {
 /// An image leads to other files by names that are relative to its own directory: it is only told of a name from which it
 /// finds the same.
 #[test]
-fn an_image_keeps_what_it_builds_on() {
-    if !qemu::is_there("an_image_keeps_what_it_builds_on") {
+fn new_name_must_resolve_the_same_backing_file() {
+    if !qemu::is_there("new_name_must_resolve_the_same_backing_file") {
         return;
     }
     let served = Renamed::start(&[("a", "a.raw")]);
@@ -214,8 +214,8 @@ fn an_image_keeps_what_it_builds_on() {
 
 /// What a disk builds on is this process's as well, and whoever wants to write to it is told by which disk.
 #[test]
-fn what_a_disk_builds_on_is_in_use_by_it() {
-    if !qemu::is_there("what_a_disk_builds_on_is_in_use_by_it") {
+fn backing_file_is_reported_in_use_by_its_disk() {
+    if !qemu::is_there("backing_file_is_reported_in_use_by_its_disk") {
         return;
     }
     let served = Renamed::start(&[("a", "a.raw")]);

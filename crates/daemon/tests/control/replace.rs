@@ -17,7 +17,7 @@ const MIB: u64 = 1 << 20;
 /// Four queues on two threads are never idle, each write is read back; the disk goes from file to file under them. The
 /// guest writes what is there already, so that all files hold the same bytes.
 #[test]
-fn the_guest_goes_on() {
+fn guest_io_continues_across_replacements() {
     for options in [
         "cache=none",
         "cache=writeback",
@@ -79,7 +79,7 @@ fn the_guest_goes_on() {
 }
 
 #[test]
-fn a_longer_file_makes_the_disk_grow() {
+fn longer_file_grows_the_disk() {
     let ringdisk = Controlled::start(&[]);
     ringdisk.file("small.raw", 16 * MIB);
     ringdisk.file("large.raw", 32 * MIB);
@@ -99,7 +99,7 @@ fn a_longer_file_makes_the_disk_grow() {
 
 /// By another of its names, the file that the disk is on is no other file; it goes by that name from then on.
 #[test]
-fn the_same_file_stays() {
+fn same_file_under_another_path_is_kept() {
     let ringdisk = Controlled::start(&[]);
     let file = ringdisk.file("disk.raw", 16 * MIB);
     fs::hard_link(&file, ringdisk.path("link.raw")).unwrap();
@@ -121,7 +121,7 @@ fn the_same_file_stays() {
 }
 
 #[test]
-fn what_cannot_be_leaves_the_disk_as_it_was() {
+fn failed_replacement_leaves_the_disk_unchanged() {
     let ringdisk = Controlled::start(&[]);
     let file = ringdisk.file("disk.raw", 16 * MIB);
     for (name, bytes) in [
@@ -245,8 +245,8 @@ fn journal(ringdisk: &Controlled, image: &Path) -> PathBuf {
 /// From raw to image, from image to image, and back, under load. Whatever the disk has left is sound, closed and
 /// nobody's, and holds what it held.
 #[test]
-fn images_take_each_others_place() {
-    if !qemu::is_there("images_take_each_others_place") {
+fn raw_files_and_images_replace_each_other_under_load() {
+    if !qemu::is_there("raw_files_and_images_replace_each_other_under_load") {
         return;
     }
     for options in ["cache=none", "cache=writeback,aio=threads", "cache=unsafe"] {
@@ -338,8 +338,8 @@ fn images_take_each_others_place() {
 /// Images that are none, that others have, and that lead where they must not: the disk goes on, and what was tried is let
 /// go.
 #[test]
-fn images_that_cannot_be() {
-    if !qemu::is_there("images_that_cannot_be") {
+fn unusable_image_is_refused_and_released() {
+    if !qemu::is_there("unusable_image_is_refused_and_released") {
         return;
     }
     let ringdisk = Controlled::start(&[]);
@@ -384,8 +384,8 @@ fn images_that_cannot_be() {
 /// A guest that can write to a raw disk can write an image there: that the file before was one says nothing of the next, of
 /// which neither name nor operator says anything.
 #[test]
-fn an_image_is_only_what_somebody_calls_one() {
-    if !qemu::is_there("an_image_is_only_what_somebody_calls_one") {
+fn image_format_is_never_probed() {
+    if !qemu::is_there("image_format_is_never_probed") {
         return;
     }
     let text = "[[disk]]\nname = \"b\"\nfile = \"DIR/b.raw\"\nsocket = \"DIR/b.sock\"\n";
@@ -432,8 +432,8 @@ fn an_image_is_only_what_somebody_calls_one() {
 
 /// With `lock=running`, the new image is locked as long as the VM runs, and the old one is free at once.
 #[test]
-fn an_image_that_is_locked_while_the_vm_runs() {
-    if !qemu::is_there("an_image_that_is_locked_while_the_vm_runs") {
+fn lock_running_moves_to_the_new_image() {
+    if !qemu::is_there("lock_running_moves_to_the_new_image") {
         return;
     }
     let ringdisk = Controlled::start(&[]);

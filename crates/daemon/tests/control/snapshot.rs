@@ -132,8 +132,8 @@ const KINDS: [(&str, &str, &str); 7] = [
 /// What the disk leaves holds what it held at one moment, is sound, closed, and nobody's to write to; and what the disk goes
 /// on in has the rest.
 #[test]
-fn the_guest_goes_on_above() {
-    if !qemu::is_there("the_guest_goes_on_above") {
+fn guest_io_continues_in_the_overlay() {
+    if !qemu::is_there("guest_io_continues_in_the_overlay") {
         return;
     }
     for (base, disk, options) in KINDS {
@@ -227,8 +227,8 @@ fn the_guest_goes_on_above() {
 /// Killed at any moment while it is put above itself, the disk is afterwards on the one or the other, and has all that was
 /// acknowledged. Once the command has been answered, it is on the new one.
 #[test]
-fn a_kill_leaves_the_one_or_the_other() {
-    if !qemu::is_there("a_kill_leaves_the_one_or_the_other") {
+fn kill_leaves_the_disk_on_the_old_or_the_new_image() {
+    if !qemu::is_there("kill_leaves_the_disk_on_the_old_or_the_new_image") {
         return;
     }
     for base in ["base.raw", "base.qcow2"] {
@@ -301,8 +301,8 @@ fn a_kill_leaves_the_one_or_the_other() {
 
 /// The disk goes on where it was, locked as before, and a kill takes back nothing that was acknowledged since.
 #[test]
-fn what_cannot_be_recorded_leaves_the_disk_on_its_own_image() {
-    if !qemu::is_there("what_cannot_be_recorded_leaves_the_disk_on_its_own_image") {
+fn unsaved_snapshot_leaves_the_disk_on_its_own_image() {
+    if !qemu::is_there("unsaved_snapshot_leaves_the_disk_on_its_own_image") {
         return;
     }
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -351,8 +351,8 @@ fn what_cannot_be_recorded_leaves_the_disk_on_its_own_image() {
 
 /// Images above the disk's own that it cannot be put on: it goes on, and what was tried is let go.
 #[test]
-fn images_above_that_cannot_be() {
-    if !qemu::is_there("images_above_that_cannot_be") {
+fn unusable_overlay_is_refused_and_released() {
+    if !qemu::is_there("unusable_overlay_is_refused_and_released") {
         return;
     }
     let ringdisk = Controlled::start(&[]);
@@ -420,8 +420,8 @@ fn images_above_that_cannot_be() {
 
 /// Nodes that nobody is served, and one that lies on another.
 #[test]
-fn nodes_go_above_themselves() {
-    let test = "nodes_go_above_themselves";
+fn snapshot_of_nodes_without_an_export() {
+    let test = "snapshot_of_nodes_without_an_export";
     let ringdisk = Controlled::start(&[]);
     if !qemu::is_there(test) {
         return;

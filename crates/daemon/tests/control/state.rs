@@ -78,8 +78,8 @@ fn config(dir: &dyn std::fmt::Display, more: &str) -> String {
 /// A disk that was put on an image is there after a kill, with what was acknowledged and not flushed; and so is one that was
 /// put back on a raw file.
 #[test]
-fn an_image_that_took_another_place_survives_a_kill() {
-    if !testkit::qemu_img::is_there("an_image_that_took_another_place_survives_a_kill") {
+fn replacement_survives_a_kill() {
+    if !testkit::qemu_img::is_there("replacement_survives_a_kill") {
         return;
     }
     let kept = Kept::start();
@@ -110,7 +110,7 @@ fn an_image_that_took_another_place_survives_a_kill() {
 }
 
 #[test]
-fn it_survives_a_kill() {
+fn changes_survive_a_kill() {
     let kept = Kept::start();
     kept.attach("c");
     kept.ringdisk.json(&["throttle", "a", "iops=1234"]);
@@ -175,7 +175,7 @@ fn written(watch: &OwnedFd) -> usize {
 
 /// A guest that switches its write cache to and fro does not wear out the disk that the state is on.
 #[test]
-fn a_restless_guest_has_its_last_choice_kept() {
+fn frequent_write_cache_switches_persist_the_last_one() {
     let mut kept = Kept::start();
     let mut device =
         Device::connect(kept.ringdisk.path("a.sock"), &DeviceConfig::default()).unwrap();
@@ -212,7 +212,7 @@ fn a_restless_guest_has_its_last_choice_kept() {
 /// Many disks are moved at once, and each time what is kept of one is what was kept of it last: nobody writes down again
 /// where another disk has been.
 #[test]
-fn disks_that_are_moved_at_once_are_kept_where_they_are() {
+fn concurrent_replacements_persist_the_last_file_of_each_disk() {
     const ROUNDS: usize = 12;
     let kept = Kept::start();
     let names: Vec<_> = (0..6).map(|i| format!("disk{i}")).collect();
@@ -259,7 +259,7 @@ fn disks_that_are_moved_at_once_are_kept_where_they_are() {
 
 /// It is not the disk's file system that is full.
 #[test]
-fn what_cannot_be_kept_says_where() {
+fn failed_state_write_names_the_state_directory() {
     let kept = Kept::start();
     // No file can be written by this name.
     fs::create_dir(kept.ringdisk.path("state/state.new")).unwrap();
@@ -268,7 +268,7 @@ fn what_cannot_be_kept_says_where() {
 }
 
 #[test]
-fn what_the_configuration_says_later_wins() {
+fn later_configuration_wins_over_persisted_state() {
     let kept = Kept::start();
     kept.attach("c");
     kept.ringdisk.json(&["throttle", "a", "iops=1234"]);
@@ -308,7 +308,7 @@ fn what_the_configuration_says_later_wins() {
 /// A disk that was put on another file, then detached, does not come back on the one that it left long ago: not by another
 /// line of the configuration, at a reload or at a start.
 #[test]
-fn a_disk_that_is_detached_comes_back_where_it_was() {
+fn detached_disk_comes_back_on_its_last_file() {
     let kept = Kept::start();
     let path = |kept: &Kept, name| kept.ringdisk.path(name).display().to_string();
     let [e, c] = ["e.raw", "c.raw"].map(|name| path(&kept, name));
@@ -342,7 +342,7 @@ fn a_disk_that_is_detached_comes_back_where_it_was() {
 /// But what a disk is on is not outdated by what else is said of it: at a start, and at a reload that takes its front-end
 /// away. Only another file is one.
 #[test]
-fn a_disk_stays_where_it_was_put_whatever_else_changes() {
+fn unrelated_configuration_change_keeps_the_replaced_file() {
     let kept = Kept::start();
     let path = |kept: &Kept, name| kept.ringdisk.path(name).display().to_string();
     let [e, c] = ["e.raw", "c.raw"].map(|name| path(&kept, name));
@@ -381,9 +381,9 @@ fn a_disk_stays_where_it_was_put_whatever_else_changes() {
 
 /// Nodes and exports, as QEMU's commands make them.
 #[test]
-fn what_qemus_commands_made() {
+fn nodes_and_exports_made_by_qmp_are_restored() {
     let kept = Kept::start();
-    let test = "what_qemus_commands_made";
+    let test = "nodes_and_exports_made_by_qmp_are_restored";
     let Some(mut qemu) = QemuClient::connect(test, &kept.ringdisk.control) else {
         return;
     };
@@ -436,7 +436,7 @@ fn what_qemus_commands_made() {
 
 /// A file that is gone is told of, and does not keep the others away; nor is it forgotten.
 #[test]
-fn what_cannot_be_served_is_not_forgotten() {
+fn missing_file_is_reported_and_its_disk_kept_in_the_state() {
     let kept = Kept::start();
     kept.attach("c");
     let (file, away) = (kept.ringdisk.path("c.raw"), kept.ringdisk.path("away"));
@@ -451,7 +451,7 @@ fn what_cannot_be_served_is_not_forgotten() {
 }
 
 #[test]
-fn a_directory_is_one_processs_and_a_damaged_file_is_refused() {
+fn state_directory_is_exclusive_and_damage_is_refused() {
     let kept = Kept::start();
     kept.ringdisk.json(&["throttle", "a", "iops=1234"]);
     let state = kept.arguments[0].clone();
@@ -492,7 +492,7 @@ fn a_directory_is_one_processs_and_a_damaged_file_is_refused() {
 /// With `--user`, the directory is not root's, who reads there: whoever has put a link or a pipe there has root make no file,
 /// and nobody wait.
 #[test]
-fn links_and_pipes_in_the_directory_are_refused() {
+fn symlinks_and_fifos_in_the_state_directory_are_refused() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (state, elsewhere) = (dir.path().join("state"), dir.path().join("elsewhere"));
     let refuses = |says: &str| {

@@ -70,7 +70,7 @@ pub fn read_write_flush(queue: &mut Queue, disk: &Disk) {
 }
 
 #[test]
-fn the_last_sector_is_the_last() {
+fn no_access_beyond_the_last_sector() {
     for cache in ["none", "writeback"] {
         let (server, disk) = serve(&format!("cache={cache}"));
         let mut device = connect(&server, DeviceConfig::default());
@@ -127,7 +127,7 @@ fn several_disks_in_one_process() {
 }
 
 #[test]
-fn every_layout_that_the_specification_allows() {
+fn every_descriptor_layout() {
     for (cache, packed) in [("none", false), ("writeback", false), ("none", true)] {
         let (server, disk) = serve(&format!("cache={cache}"));
         let mut device = connect(
@@ -206,7 +206,7 @@ pub fn run_chain(
 }
 
 #[test]
-fn requests_as_large_and_as_scattered_as_allowed() {
+fn largest_and_most_scattered_requests() {
     for (cache, packed) in [("none", false), ("writeback", false), ("none", true)] {
         let (server, disk) = serve(&format!("cache={cache},queue-size=128"));
         let config = DeviceConfig {
@@ -304,7 +304,7 @@ fn requests_as_large_and_as_scattered_as_allowed() {
 }
 
 #[test]
-fn a_full_file_system_is_an_error_and_no_end() {
+fn full_file_system_fails_the_write_and_serving_continues() {
     let Some(backing) = LoopDevice::new() else {
         return;
     };
@@ -347,7 +347,7 @@ fn a_full_file_system_is_an_error_and_no_end() {
 }
 
 #[test]
-fn block_devices_of_four_kilobyte_sectors() {
+fn block_device_with_4096_byte_sectors() {
     let Some(backing) = LoopDevice::with_sectors(4096) else {
         return;
     };
@@ -402,7 +402,7 @@ fn block_devices_of_four_kilobyte_sectors() {
 }
 
 #[test]
-fn discard_and_write_zeroes_make_holes() {
+fn discard_and_write_zeroes_punch_holes() {
     let (server, disk) = serve("");
     let mut device = connect(&server, DeviceConfig::default());
     let queue = &mut device.queues[0];
@@ -463,7 +463,7 @@ fn discard_and_write_zeroes_make_holes() {
 }
 
 #[test]
-fn discard_and_write_zeroes_check_their_ranges() {
+fn discard_and_write_zeroes_ranges_are_checked() {
     let (server, disk) = serve("");
     let mut device = connect(
         &server,
@@ -552,7 +552,7 @@ fn discard_and_write_zeroes_check_their_ranges() {
 }
 
 #[test]
-fn ring_indices_wrap() {
+fn ring_indices_wrap_around() {
     for (indirect, event_idx, packed) in [
         (false, true, false),
         (true, false, false),

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn guest_flushes_reach_the_device_beneath() {
+fn guest_flushes_reach_the_block_device() {
     let Some(backing) = LoopDevice::new() else {
         return;
     };
@@ -64,7 +64,7 @@ fn guest_flushes_reach_the_device_beneath() {
 }
 
 #[test]
-fn guest_flushes_reach_the_device_beneath_the_file() {
+fn guest_flushes_reach_the_device_under_the_file_system() {
     let Some(backing) = LoopDevice::new() else {
         return;
     };

@@ -37,7 +37,7 @@ fn connect(server: &Server, config: DeviceConfig) -> Device {
 // Features and config space
 
 #[test]
-fn offers_what_it_promises() {
+fn feature_bits_are_offered() {
     let (server, _disk) = serve("queues=4,queue-size=512");
     let mut frontend = Frontend::connect(server.socket()).unwrap();
     let features = frontend.features().unwrap();
@@ -73,7 +73,7 @@ fn offers_what_it_promises() {
 }
 
 #[test]
-fn config_space_tells_the_facts_of_the_disk() {
+fn config_space_describes_the_disk() {
     let (server, disk) = serve("queues=3,queue-size=128,cache=writeback");
     let mut device = connect(
         &server,
@@ -113,7 +113,7 @@ fn config_space_tells_the_facts_of_the_disk() {
 }
 
 #[test]
-fn the_cache_mode_says_whether_there_is_a_write_cache_at_first() {
+fn cache_mode_sets_the_initial_write_cache() {
     for (cache, wce) in [
         ("none", 1),
         ("writeback", 1),
@@ -139,7 +139,7 @@ fn the_cache_mode_says_whether_there_is_a_write_cache_at_first() {
 }
 
 #[test]
-fn the_guest_sees_the_blocks_that_the_operator_chose() {
+fn configured_block_sizes_reach_the_guest() {
     let (server, _disk) = serve("cache=writeback,logical-block-size=4096");
     let mut device = connect(&server, DeviceConfig::default());
     let config = device.config().unwrap();
@@ -156,7 +156,7 @@ fn the_guest_sees_the_blocks_that_the_operator_chose() {
 }
 
 #[test]
-fn discard_can_be_left_out() {
+fn discard_can_be_disabled() {
     let (server, disk) = serve("discard=ignore");
     let mut device = connect(&server, DeviceConfig::default());
     assert_eq!(device.features & 1 << VIRTIO_BLK_F_DISCARD, 0);
@@ -183,7 +183,7 @@ fn discard_can_be_left_out() {
 }
 
 #[test]
-fn read_only_disks_are_only_read() {
+fn read_only_disk_refuses_writes() {
     let (server, disk) = serve("readonly=on");
     let mut device = connect(&server, DeviceConfig::default());
     assert!(device.features & 1 << VIRTIO_BLK_F_RO != 0);
@@ -202,7 +202,7 @@ fn read_only_disks_are_only_read() {
 }
 
 #[test]
-fn the_serial_is_what_was_asked_for() {
+fn configured_serial_reaches_the_guest() {
     let (server, _disk) = serve("serial=rd-0815");
     let mut device = connect(&server, DeviceConfig::default());
     let queue = &mut device.queues[0];
@@ -244,7 +244,7 @@ fn status_and_reset() {
 }
 
 #[test]
-fn queues_stop_and_go_on() {
+fn stopped_queues_resume() {
     let (server, _disk) = serve("queues=2");
     for event_idx in [false, true] {
         let mut device = connect(
@@ -288,7 +288,7 @@ fn queues_stop_and_go_on() {
 
 /// QEMU does this to running rings when it switches the dirty log on or off, and says nothing else.
 #[test]
-fn addresses_set_again_do_not_stop_a_ring() {
+fn setting_ring_addresses_again_does_not_stop_a_ring() {
     let (server, _disk) = serve("");
     let mut device = connect(&server, DeviceConfig::default());
     assert_eq!(device.queues[0].read(8, 4096).unwrap(), content(8, 4096));
@@ -319,7 +319,7 @@ fn disabled_queues_wait() {
 }
 
 #[test]
-fn memory_comes_and_goes_while_the_ring_runs() {
+fn memory_regions_change_while_the_ring_runs() {
     for (cache, packed) in [("none", false), ("writeback", false), ("none", true)] {
         let (server, disk) = serve(&format!("cache={cache},queues=2"));
         let mut device = connect(
@@ -368,7 +368,7 @@ fn memory_comes_and_goes_while_the_ring_runs() {
 }
 
 #[test]
-fn one_table_of_memory_does_as_well() {
+fn set_mem_table_works_as_well() {
     let (server, _disk) = serve("");
     let protocol = protocol::CONFIG | protocol::MQ;
     let mut device = connect(
@@ -383,7 +383,7 @@ fn one_table_of_memory_does_as_well() {
 }
 
 #[test]
-fn front_ends_come_back() {
+fn front_end_can_reconnect() {
     let (server, _disk) = serve("queues=2");
     for round in 0..20 {
         let mut device = connect(
@@ -435,7 +435,7 @@ fn front_ends_come_back() {
 }
 
 #[test]
-fn a_second_front_end_does_not_disturb_the_first() {
+fn second_front_end_does_not_disturb_the_first() {
     let (server, _disk) = serve("");
     let mut first = connect(&server, DeviceConfig::default());
     let second = Frontend::connect(server.socket());
@@ -455,7 +455,7 @@ fn a_second_front_end_does_not_disturb_the_first() {
 }
 
 #[test]
-fn guests_hear_of_a_grown_disk() {
+fn guest_is_notified_of_a_grown_disk() {
     let (server, disk) = serve("");
     let mut device = connect(&server, DeviceConfig::default());
     let mut channel = device.frontend.open_backend_channel().unwrap();
@@ -480,7 +480,7 @@ fn guests_hear_of_a_grown_disk() {
 /// The kernel may hold what a killed process had in its ring, and with it the lock on the file, a little longer than the
 /// process itself.
 #[test]
-fn a_killed_server_can_be_replaced_at_once() {
+fn killed_server_can_be_restarted_at_once() {
     let disk = Disk::new();
     for round in 0..10 {
         let server = serve_all(&[disk.argument("")]);
@@ -498,7 +498,7 @@ fn a_killed_server_can_be_replaced_at_once() {
 }
 
 #[test]
-fn sigterm_ends_in_order() {
+fn sigterm_shuts_down_cleanly() {
     let (mut server, disk) = serve("");
     let mut device = connect(&server, DeviceConfig::default());
     let queue = &mut device.queues[0];
@@ -522,7 +522,7 @@ fn sigterm_ends_in_order() {
 /// A thread that looks out for the guest of one queue must see the kick of another: it came as work
 /// that waits for the thread to enter the kernel, which a look-out does not do by itself.
 #[test]
-fn a_kick_is_seen_while_another_queue_is_hot() {
+fn kick_is_seen_while_the_thread_polls_another_queue() {
     let disk = Disk::new();
     for cache in ["none", "writeback"] {
         let argument = disk.argument(&format!("queues=2,cache={cache}"));

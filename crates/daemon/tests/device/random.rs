@@ -33,7 +33,7 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 #[test]
-fn random_operations_match_a_plain_array() {
+fn random_operations_match_an_array() {
     let seed = seed();
     let config = Config {
         cases: 12,

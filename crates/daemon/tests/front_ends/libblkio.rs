@@ -106,8 +106,8 @@ fn on(release: &Release, test: &str) {
 }
 
 #[test]
-fn qemu_io_and_qemu_img_over_libblkio() {
-    let test = "qemu_io_and_qemu_img_over_libblkio";
+fn qemu_io_and_qemu_img() {
+    let test = "qemu_io_and_qemu_img";
     for name in ["debian-13", "debian-unstable"] {
         match Release::find(name) {
             Ok(release) => on(&release, test),

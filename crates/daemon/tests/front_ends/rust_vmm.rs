@@ -68,7 +68,7 @@ fn read_write_flush(queues: &mut [Queue], disk: &Disk, round: u64) {
 }
 
 #[test]
-fn the_vhost_crate_is_a_front_end() {
+fn vhost_crate_as_front_end() {
     let mut record = Record::new("rust-vmm's vhost crate", "0.18");
     let (server, disk) = serve("queues=2");
     let mut frontend = Frontend::connect(server.socket(), u64::from(QUEUES)).unwrap();

@@ -91,8 +91,8 @@ impl Drop for Machine {
 }
 
 #[test]
-fn u_boot_reads_and_writes() {
-    let test = "u_boot_reads_and_writes";
+fn reads_and_writes() {
+    let test = "reads_and_writes";
     if !Path::new(ROM).exists() {
         return println!("skipped: {test}: Debian's package u-boot-qemu is not installed");
     }

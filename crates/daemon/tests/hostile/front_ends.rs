@@ -210,7 +210,7 @@ const BAD_RINGS: &[Message] = &[
 ];
 
 #[test]
-fn bad_rings_cost_the_guest_that_ring_only() {
+fn bad_ring_setup_disables_only_that_ring() {
     let disk = Disk::new();
     let server = serve_all(&[disk.argument("queues=2")]);
     let config = DeviceConfig {
@@ -278,13 +278,13 @@ fn add_region(device: &mut Device, change: impl Fn(&mut [u64; 4])) -> std::io::R
 
 /// Memory in a file that a process makes up as it is read: that could keep an I/O thread waiting for ever.
 #[test]
-fn memory_that_is_made_up_as_it_is_read_is_refused() {
+fn memory_backed_by_fuse_is_refused() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let size = 1 << 20;
     let storage = match Storage::mount(directory.path(), vec![0; size], 1) {
         Ok(storage) => storage,
         Err(e) => {
-            let test = "memory_that_is_made_up_as_it_is_read_is_refused";
+            let test = "memory_backed_by_fuse_is_refused";
             return println!("skipped: {test}: there is no FUSE: {e}");
         }
     };
@@ -321,7 +321,7 @@ fn region(device: &Device, change: impl Fn(&mut [u64; 4])) -> Vec<u8> {
 }
 
 #[test]
-fn bad_messages_end_their_connection_only() {
+fn bad_message_closes_only_its_connection() {
     let (victim, other) = (Disk::new(), Disk::new());
     let server = serve_all(&[victim.argument("queues=2"), other.argument("queues=2")]);
     let mut bystander = Device::connect(&other.socket, &DeviceConfig::default()).unwrap();
@@ -356,7 +356,7 @@ fn refused(frontend: &Frontend) -> bool {
 }
 
 #[test]
-fn halves_of_messages() {
+fn partial_messages() {
     let (server, _disk) = serve("");
     for bytes in [
         &[1u8][..],
@@ -374,7 +374,7 @@ fn halves_of_messages() {
 }
 
 #[test]
-fn a_front_end_that_stalls_holds_nobody_up() {
+fn stalled_front_end_delays_no_other() {
     let disks = [Disk::new(), Disk::new(), Disk::new()];
     let mut server = serve_all(&disks.iter().map(|d| d.argument("")).collect::<Vec<_>>());
     // One stops in the middle of a header, one never reads an answer.
@@ -406,7 +406,7 @@ fn a_front_end_that_stalls_holds_nobody_up() {
 }
 
 #[test]
-fn who_connects_for_ever_does_not_fill_the_log() {
+fn endless_connections_do_not_flood_the_log() {
     let (mut server, _disk) = serve("");
     let started = Instant::now();
     for _ in 0..2000 {
@@ -432,7 +432,7 @@ fn who_connects_for_ever_does_not_fill_the_log() {
 }
 
 #[test]
-fn descriptors_do_not_pile_up() {
+fn received_descriptors_are_closed() {
     let (server, _disk) = serve("");
     let open = || {
         std::fs::read_dir(format!("/proc/{}/fd", server.pid()))

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_guest_cannot_flood_the_log() {
+fn guest_cannot_flood_the_log() {
     let (server, _disk) = serve("queues=2");
     let config = DeviceConfig {
         queues: 2,
@@ -91,7 +91,7 @@ fn garbage_in_the_ring() {
 
 /// A guest that changes headers and tables while the device reads them: what was checked must be what is used.
 #[test]
-fn memory_that_changes_under_the_device() {
+fn memory_changing_under_the_device() {
     let (server, _disk) = serve("queues=2");
     let config = DeviceConfig {
         queues: 2,
@@ -151,7 +151,7 @@ fn memory_that_changes_under_the_device() {
 /// A front-end that takes its memory away from under the rings. For the data, the kernel answers EFAULT; the rings the
 /// device reads itself.
 #[test]
-fn memory_that_goes_away() {
+fn truncated_memory() {
     let (mut server, _disk) = serve("");
     let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
     let memory = device.memory.clone();

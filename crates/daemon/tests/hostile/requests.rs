@@ -465,12 +465,12 @@ const BAD_LINKS: &[Case] = &[
 ];
 
 #[test]
-fn bad_requests_get_their_status() {
+fn bad_request_gets_an_error_status() {
     attack_with_all(BAD_REQUESTS, DeviceConfig::default());
 }
 
 #[test]
-fn bad_chains_retire_their_queue_only() {
+fn bad_chain_retires_only_its_queue() {
     attack_with_all(BAD_CHAINS, DeviceConfig::default());
     attack_with_all(BAD_LINKS, DeviceConfig::default());
 }
@@ -486,7 +486,7 @@ fn bad_requests_and_chains_in_packed_rings() {
 }
 
 #[test]
-fn indirect_tables_that_were_not_negotiated_do_no_harm() {
+fn indirect_tables_without_negotiation_are_harmless() {
     attack_with_all(
         &[("indirect", Anything, |a| a.indirect(&a.good_table()))],
         DeviceConfig {

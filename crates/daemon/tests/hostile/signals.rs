@@ -10,13 +10,13 @@ fn full_counter() -> OwnedFd {
 }
 
 #[test]
-fn signals_that_nobody_takes_hold_nobody_up() {
+fn full_call_eventfd_delays_no_other_disk() {
     never_taken(&full_counter(), || {});
 }
 
 /// Whether a descriptor blocks belongs to what is open, which the front-end has open as well.
 #[test]
-fn signals_made_to_block_again_hold_nobody_up() {
+fn eventfd_made_blocking_again_delays_no_other_disk() {
     let signal = full_counter();
     never_taken(&signal, || block_again(&signal));
 }
@@ -75,7 +75,7 @@ fn block_again(signal: &OwnedFd) {
 
 /// Each queue, each descriptor and each connection would be another chance to hold up the thread. There is one.
 #[test]
-fn who_sends_such_signals_for_ever_holds_others_up_once() {
+fn blocking_eventfds_delay_others_only_once() {
     let (victim, other) = (Disk::new(), Disk::new());
     let mut server = serve_all(&[
         "--iothreads=1".to_owned(),
@@ -108,7 +108,7 @@ fn who_sends_such_signals_for_ever_holds_others_up_once() {
 
 /// What may take for ever to look at, or to write to.
 #[test]
-fn only_event_counters_are_taken_for_signals() {
+fn only_eventfds_are_accepted() {
     let (server, _disk) = serve("queues=2");
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     let (socket, _other) = UnixStream::pair().unwrap();
@@ -143,7 +143,7 @@ fn only_event_counters_are_taken_for_signals() {
 }
 
 #[test]
-fn a_dirty_log_whose_event_blocks_holds_nobody_up() {
+fn blocking_dirty_log_eventfd_delays_no_other_disk() {
     let (victim, other) = (Disk::new(), Disk::new());
     let mut server = serve_all(&[
         "--iothreads=1".to_owned(),
@@ -169,7 +169,7 @@ fn a_dirty_log_whose_event_blocks_holds_nobody_up() {
 
 /// The thread that speaks with the front-end reports rings that it cannot serve.
 #[test]
-fn a_bad_ring_whose_error_blocks_holds_nobody_up() {
+fn blocking_error_eventfd_delays_no_other_disk() {
     let disk = Disk::new();
     let mut server = serve_all(&[disk.argument("queues=2")]);
     let config = DeviceConfig {

@@ -97,8 +97,11 @@ fn bench(case: &str) -> Bench {
 }
 
 #[test]
-fn qemu_takes_the_patch() {
-    if !have("qemu_takes_the_patch", &["qemu-system-x86_64", "qemu-img"]) {
+fn qemu_accepts_the_patch() {
+    if !have(
+        "qemu_accepts_the_patch",
+        &["qemu-system-x86_64", "qemu-img"],
+    ) {
         return;
     }
     for case in CASES {
@@ -158,8 +161,8 @@ fn qemu_takes_the_patch() {
 
 /// What libvirt is given is a domain's, as the schema of libvirt and `ringdisk check` read it.
 #[test]
-fn libvirt_takes_the_patch() {
-    let validate = have("libvirt_takes_the_patch", &["virt-xml-validate"]);
+fn libvirt_accepts_the_patch() {
+    let validate = have("libvirt_accepts_the_patch", &["virt-xml-validate"]);
     for case in CASES {
         let bench = bench(case);
         let patch = patch(&bench, "libvirt");
@@ -208,7 +211,7 @@ const STOCK: &str = "<domain type='kvm'><name>vm</name><memory unit='MiB'>512</m
     <target dev='vda' bus='virtio'/>\n</disk>\n</devices></domain>\n";
 
 #[test]
-fn check_finds_what_was_measured_here() {
+fn check_uses_results_measured_on_this_host() {
     let bench = Bench::new("");
     let file = bench.path("vm.xml");
     fs::write(&file, STOCK).unwrap();
@@ -271,7 +274,7 @@ fn check_finds_what_was_measured_here() {
 
 /// What guests that are translated show is nothing of this host's.
 #[test]
-fn what_was_measured_without_kvm_is_not_used() {
+fn results_without_kvm_are_ignored() {
     let bench = Bench::new("");
     measured(
         &bench,

@@ -35,8 +35,8 @@ fn children(parent: u32, word: &str) -> Vec<u32> {
 }
 
 #[test]
-fn a_qemu_that_is_killed_is_one_cell_with_its_words() {
-    if !have_guests("a_qemu_that_is_killed_is_one_cell_with_its_words") {
+fn killed_qemu_fails_one_cell_with_its_last_output() {
+    if !have_guests("killed_qemu_fails_one_cell_with_its_last_output") {
         return;
     }
     let bench = Bench::new(
@@ -66,8 +66,8 @@ fn a_qemu_that_is_killed_is_one_cell_with_its_words() {
 }
 
 #[test]
-fn a_guest_that_does_not_boot_is_a_cell_with_the_consoles_last_lines() {
-    if !have_guests("a_guest_that_does_not_boot_is_a_cell_with_the_consoles_last_lines") {
+fn guest_that_does_not_boot_fails_one_cell_with_its_console() {
+    if !have_guests("guest_that_does_not_boot_fails_one_cell_with_its_console") {
         return;
     }
     let bench = Bench::new("");
@@ -97,8 +97,8 @@ fn a_guest_that_does_not_boot_is_a_cell_with_the_consoles_last_lines() {
 
 /// On the host and in a guest, which gets the host's fio.
 #[test]
-fn a_fio_that_dies_is_a_cell_with_its_last_lines() {
-    if !have_guests("a_fio_that_dies_is_a_cell_with_its_last_lines") {
+fn failed_fio_fails_one_cell_with_its_last_output() {
+    if !have_guests("failed_fio_fails_one_cell_with_its_last_output") {
         return;
     }
     let bench = Bench::new(
@@ -134,9 +134,9 @@ fn a_fio_that_dies_is_a_cell_with_its_last_lines() {
 }
 
 #[test]
-fn a_full_disk_is_a_cell_and_a_full_journal_goes_on_later() {
+fn full_disk_fails_one_cell_and_full_journal_is_resumed() {
     if !have(
-        "a_full_disk_is_a_cell_and_a_full_journal_goes_on_later",
+        "full_disk_fails_one_cell_and_full_journal_is_resumed",
         &["fio"],
     ) {
         return;
@@ -205,8 +205,8 @@ fn fill(path: &Path) {
 }
 
 #[test]
-fn a_run_that_is_killed_goes_on() {
-    if !have("a_run_that_is_killed_goes_on", &["fio"]) {
+fn killed_run_resumes() {
+    if !have("killed_run_resumes", &["fio"]) {
         return;
     }
     let bench = Bench::new(ON_HOST);
@@ -234,8 +234,8 @@ fn a_run_that_is_killed_goes_on() {
 }
 
 #[test]
-fn an_interrupted_run_leaves_a_report() {
-    if !have("an_interrupted_run_leaves_a_report", &["fio"]) {
+fn interrupted_run_writes_a_report() {
+    if !have("interrupted_run_writes_a_report", &["fio"]) {
         return;
     }
     let bench = Bench::new(&ON_HOST.replace("'1s'", "'2s'"));

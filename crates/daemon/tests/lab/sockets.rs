@@ -7,9 +7,9 @@ use super::{Bench, errors, have, said, succeed};
 use testkit::server::Server;
 
 #[test]
-fn servers_are_driven_without_a_guest() {
+fn servers_are_measured_without_a_guest() {
     if !have(
-        "servers_are_driven_without_a_guest",
+        "servers_are_measured_without_a_guest",
         &["fio", "qemu-storage-daemon"],
     ) {
         return;
@@ -62,7 +62,7 @@ fn servers_are_driven_without_a_guest() {
 }
 
 #[test]
-fn what_only_a_guest_has_is_refused_without_one() {
+fn guest_settings_are_refused_without_a_guest() {
     for (config, said_of_it) in [
         ("[[case]]\ndevice = 'virtio-blk'\n", "vhost-user-blk"),
         ("[[case]]\ndevice = 'vhost-user-blk'\nvcpus = 2\n", "vcpus"),
@@ -92,7 +92,7 @@ fn what_only_a_guest_has_is_refused_without_one() {
 
 /// A server that is limited to a rate has its knee there, or below on a machine that is too busy for it.
 #[test]
-fn the_knee_of_a_limited_disk_is_found() {
+fn knee_of_a_throttled_disk_is_found() {
     let bench = Bench::new("");
     let socket = bench.path("disk.sock");
     let disk = format!("file=null:1G,socket={},iops=1000", socket.display());

@@ -18,8 +18,8 @@ impl Drop for Sshd {
 }
 
 #[test]
-fn a_guest_over_ssh_is_measured_and_one_that_is_lost_is_a_cell() {
-    let test = "a_guest_over_ssh_is_measured_and_one_that_is_lost_is_a_cell";
+fn ssh_guest_is_measured_and_its_loss_fails_one_cell() {
+    let test = "ssh_guest_is_measured_and_its_loss_fails_one_cell";
     if !have(test, &["sshd", "ssh", "ssh-keygen", "fio"]) {
         return;
     }

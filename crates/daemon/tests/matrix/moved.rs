@@ -22,7 +22,7 @@ const DISKS: [Disk; 2] = [
 const HARDWARE: (&str, &str) = ("pc-q35-7.2", "Nehalem");
 
 #[test]
-fn to_each_newer_qemu() {
+fn migrates_to_each_newer_qemu() {
     let test = "matrix, moves";
     if let Some(missing) = vm::missing(true) {
         println!("skipped: {test}: {missing}");

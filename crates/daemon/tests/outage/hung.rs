@@ -4,7 +4,7 @@ use super::*;
 
 /// Storage that does not answer holds up neither the other disks of its thread nor the end of the process.
 #[test]
-fn storage_that_hangs_keeps_nobody() {
+fn hung_storage_delays_no_other_disk_and_no_shutdown() {
     for (format, aio) in [
         ("raw", "io_uring"),
         ("raw", "threads"),
@@ -58,7 +58,7 @@ fn storage_that_hangs_keeps_nobody() {
 /// A disk is detached by one command, also if its storage does not answer: that says so, and there is nothing left for
 /// another one. Who then wants the file is told who has it.
 #[test]
-fn a_disk_that_hangs_is_detached_once() {
+fn hung_disk_is_detached_by_one_command() {
     let Some(setup) = Setup::new("raw", 21) else {
         return;
     };
@@ -98,7 +98,7 @@ fn a_disk_that_hangs_is_detached_once() {
 
 /// Nobody takes over while requests are with storage that does not answer: who would finish them? All go on.
 #[test]
-fn storage_that_hangs_keeps_the_process() {
+fn upgrade_is_refused_while_requests_hang() {
     let Some(setup) = Setup::new("raw", 5) else {
         return;
     };
@@ -149,7 +149,7 @@ fn stuck(setup: &Setup) {
 
 /// Who is told to stop while a pause is still waited for that nobody wants any more stops.
 #[test]
-fn a_pause_that_came_too_late_swallows_no_stop() {
+fn stop_after_an_abandoned_pause_is_not_lost() {
     let Some(setup) = Setup::new("raw", 11) else {
         return;
     };
@@ -166,7 +166,7 @@ fn a_pause_that_came_too_late_swallows_no_stop() {
 
 /// A file that is being made longer keeps its lock until that is done: whoever gets it then is the only one who writes.
 #[test]
-fn nothing_is_written_once_a_lock_is_given_up() {
+fn lock_is_kept_until_a_resize_has_finished() {
     for (round, ending) in ["its VM stops", "it is put on another image"]
         .into_iter()
         .enumerate()
@@ -239,7 +239,7 @@ fn nothing_is_written_once_a_lock_is_given_up() {
 
 /// A disk that is being put on another file is not removed meanwhile, nor half removed: when that is done, it can be.
 #[test]
-fn a_disk_that_is_being_moved_is_not_removed() {
+fn disk_is_not_detached_during_a_replacement() {
     let Some(setup) = Setup::new("raw", 14) else {
         return;
     };
@@ -294,7 +294,7 @@ fn qmp(setup: &Setup, command: &str) {
 
 /// Who has a file made longer that the disk leaves meanwhile is not told that the disk is longer.
 #[test]
-fn a_file_that_was_left_meanwhile_is_not_the_disk() {
+fn resize_of_a_replaced_file_does_not_grow_the_disk() {
     let Some(setup) = Setup::new("qcow2", 15) else {
         return;
     };
@@ -334,7 +334,7 @@ fn a_file_that_was_left_meanwhile_is_not_the_disk() {
 /// Who is told to stop while tables are written for another process to find is not waited for by guests, and hands nothing
 /// over.
 #[test]
-fn a_stop_ends_what_is_done_before_a_hand_over() {
+fn stop_during_a_handover_flush_ends_the_handover() {
     let Some(setup) = Setup::new("qcow2", 16) else {
         return;
     };
@@ -364,7 +364,7 @@ fn a_stop_ends_what_is_done_before_a_hand_over() {
 /// A VM stops, and its storage does not answer as its disk is to be left to another host: that is waited for neither by
 /// an upgrade nor by a command, and what was begun is done when storage answers.
 #[test]
-fn storage_that_hangs_as_a_vm_stops_keeps_no_upgrade() {
+fn hung_release_delays_neither_upgrade_nor_commands() {
     for format in ["raw", "qcow2"] {
         let Some(setup) = Setup::new(format, 13) else {
             return;
@@ -415,7 +415,7 @@ impl Drop for Thaw<'_> {
 /// Storage that answers nothing, not even whether a file is there: commands that need an answer wait for it, and neither
 /// other commands, nor other guests, nor the end of the process wait for those.
 #[test]
-fn storage_that_says_nothing_keeps_no_command() {
+fn command_on_hung_storage_delays_no_other_command() {
     let Some(setup) = Setup::new("raw", 14) else {
         return;
     };
@@ -510,7 +510,7 @@ fn storage_that_says_nothing_keeps_no_command() {
 
 /// A disk that is written down is on storage that answers nothing: who waits for it can be stopped.
 #[test]
-fn storage_that_says_nothing_keeps_no_configuration() {
+fn reload_on_hung_storage_can_be_interrupted() {
     let Some(setup) = Setup::new("raw", 16) else {
         return;
     };

@@ -153,7 +153,7 @@ fn outage_time() -> Duration {
 
 /// With `retry`, a guest that cannot take errors notices nothing but the time, whatever moves the bytes.
 #[test]
-fn a_guest_outlives_an_outage_on_every_format_and_engine() {
+fn retry_policy_hides_an_outage_on_every_format_and_engine() {
     for format in ["raw", "qcow2"] {
         for aio in ["io_uring", "native", "threads"] {
             let Some(setup) = Setup::new(format, 1) else {
@@ -201,7 +201,7 @@ fn a_guest_outlives_an_outage_on_every_format_and_engine() {
 
 /// What waits outlives the process: the next one does it, in the region that the front-end keeps.
 #[test]
-fn what_waits_for_storage_survives_a_restart() {
+fn requests_waiting_for_storage_survive_a_restart() {
     for format in ["raw", "qcow2"] {
         let Some(setup) = Setup::new(format, 2) else {
             return;
@@ -285,7 +285,7 @@ struct Sector {
 /// Faults at random, and a power cut at the end of each round: every sector holds what the guest may expect, and what
 /// it flushed is there. The seed is printed.
 #[test]
-fn faults_and_power_cuts_leave_what_was_promised() {
+fn random_faults_and_power_cuts_keep_flushed_data() {
     let seed = seed();
     let rounds = std::env::var("RINGDISK_TEST_ROUNDS").map_or(1, |n| n.parse().unwrap());
     let mut cases = 0;

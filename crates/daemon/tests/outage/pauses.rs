@@ -51,7 +51,7 @@ fn writes_wait_for_space_across_a_pause() {
 /// What waits is not done again for a guest that has reset its device: QEMU tells of that as well, and the region may be
 /// the same.
 #[test]
-fn a_guest_that_resets_its_device_is_not_served_what_waited() {
+fn device_reset_drops_waiting_requests() {
     for packed in [false, true] {
         let Some(setup) = Setup::new("raw", 32) else {
             return;

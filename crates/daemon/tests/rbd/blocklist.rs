@@ -8,10 +8,10 @@ use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use super::cluster::{Cluster, Which, ringdisk};
 
 on_each_release!(
-    a_blocklisted_client_stops_and_says_so,
-    other_disks_get_another_client,
-    nobody_has_noticed,
-    what_the_cache_kept_is_lost,
+    blocklisted_client_stops_with_an_error,
+    other_disks_get_a_new_client,
+    opening_a_disk_detects_the_blocklist,
+    detach_reports_lost_cached_writes,
 );
 
 const OK: u8 = 0;
@@ -59,8 +59,8 @@ fn done(cluster: &Cluster, arguments: &[&str]) {
 }
 
 /// It writes nothing more, and says why; served again, it is another client.
-fn a_blocklisted_client_stops_and_says_so(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "a_blocklisted_client_stops_and_says_so") else {
+fn blocklisted_client_stops_with_an_error(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "blocklisted_client_stops_with_an_error") else {
         return;
     };
     let disk = cluster.image("banned", 32, "");
@@ -81,8 +81,8 @@ fn a_blocklisted_client_stops_and_says_so(which: Which) {
 }
 
 /// Disks that share a connection fail together, but each is cured by itself, and a disk that comes is not put on it.
-fn other_disks_get_another_client(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "other_disks_get_another_client") else {
+fn other_disks_get_a_new_client(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "other_disks_get_a_new_client") else {
         return;
     };
     let disks = ["sick", "neighbour"].map(|name| {
@@ -141,8 +141,8 @@ fn other_disks_get_another_client(which: Which) {
 }
 
 /// The first to find out is a disk that is to be opened, and it is opened all the same.
-fn nobody_has_noticed(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "nobody_has_noticed") else {
+fn opening_a_disk_detects_the_blocklist(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "opening_a_disk_detects_the_blocklist") else {
         return;
     };
     let idle = cluster.image("idle", 32, "name=idle,connections=1");
@@ -168,8 +168,8 @@ fn nobody_has_noticed(which: Which) {
 }
 
 /// With `cache=writeback` a detach says what is lost, and that it need not be repeated.
-fn what_the_cache_kept_is_lost(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "what_the_cache_kept_is_lost") else {
+fn detach_reports_lost_cached_writes(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "detach_reports_lost_cached_writes") else {
         return;
     };
     let disk = cluster.image("keeping", 32, "name=keeping,cache=writeback");

@@ -9,11 +9,11 @@ use super::cluster::{Cluster, Which, ringdisk};
 use super::driver::Load;
 
 on_each_release!(
-    a_busy_disk_is_put_on_an_image,
-    an_image_is_migrated,
-    an_image_is_removed_while_it_is_served,
-    attached_and_detached_many_times,
-    a_cluster_that_is_not_there,
+    busy_disk_moves_to_an_image_and_back,
+    image_is_migrated_in_use,
+    served_image_cannot_be_removed,
+    repeated_attach_and_detach_leaks_nothing,
+    unreachable_cluster_is_refused_and_delays_no_other_disk,
 );
 
 const OK: u8 = 0;
@@ -26,8 +26,8 @@ fn config() -> DeviceConfig {
 }
 
 /// From a file to an image, to another one and back, with reads and writes under way all the time.
-fn a_busy_disk_is_put_on_an_image(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "a_busy_disk_is_put_on_an_image") else {
+fn busy_disk_moves_to_an_image_and_back(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "busy_disk_moves_to_an_image_and_back") else {
         return;
     };
     let file = cluster.folder.path().join("busy.raw");
@@ -78,8 +78,8 @@ fn a_busy_disk_is_put_on_an_image(which: Which) {
 }
 
 /// `rbd migration`: prepared while nobody uses the image, carried out and ended while a guest does.
-fn an_image_is_migrated(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "an_image_is_migrated") else {
+fn image_is_migrated_in_use(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "image_is_migrated_in_use") else {
         return;
     };
     let disk = cluster.image("settler", 32, "queues=2");
@@ -110,8 +110,8 @@ fn an_image_is_migrated(which: Which) {
 }
 
 /// Ceph refuses to remove an image that is watched. What is left of it without its header is nobody else's trouble.
-fn an_image_is_removed_while_it_is_served(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "an_image_is_removed_while_it_is_served") else {
+fn served_image_cannot_be_removed(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "served_image_cannot_be_removed") else {
         return;
     };
     let disk = cluster.image("removed", 32, "name=removed");
@@ -154,8 +154,8 @@ fn an_image_is_removed_while_it_is_served(which: Which) {
 }
 
 /// Nothing is left of a disk: neither threads nor descriptors, nor the lock.
-fn attached_and_detached_many_times(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "attached_and_detached_many_times") else {
+fn repeated_attach_and_detach_leaks_nothing(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "repeated_attach_and_detach_leaks_nothing") else {
         return;
     };
     let stays = cluster.image("always", 8, "name=always,connections=2");
@@ -201,8 +201,11 @@ fn rounds() -> usize {
 }
 
 /// A disk whose cluster does not answer is refused with a reason, and those beside it are served meanwhile.
-fn a_cluster_that_is_not_there(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "a_cluster_that_is_not_there") else {
+fn unreachable_cluster_is_refused_and_delays_no_other_disk(which: Which) {
+    let Some(mut cluster) = Cluster::get(
+        which,
+        "unreachable_cluster_is_refused_and_delays_no_other_disk",
+    ) else {
         return;
     };
     // Nobody listens there.

@@ -10,12 +10,12 @@ use super::cluster::{Cluster, Which, ringdisk};
 use super::driver::Load;
 
 on_each_release!(
-    what_stands_side_by_side_goes_as_one,
-    what_is_written_is_read_and_lies_in_the_image,
-    operations_end_as_they_should,
+    adjacent_requests_are_merged,
+    written_data_is_read_back_and_stored_in_the_image,
+    every_operation_completes,
     snapshots_and_clones,
-    a_longer_image_is_a_longer_disk,
-    settings_are_explained,
+    resized_image_grows_the_disk,
+    settings_are_reported_with_their_source,
 );
 
 const OK: u8 = 0;
@@ -30,9 +30,9 @@ fn config() -> DeviceConfig {
 
 /// Writes that stand beside each other, in buffers of their own, go to the cluster together; so do reads. What belongs to
 /// whom is kept apart.
-fn what_stands_side_by_side_goes_as_one(which: Which) {
+fn adjacent_requests_are_merged(which: Which) {
     const EACH: usize = 4096;
-    let Some(mut cluster) = Cluster::get(which, "what_stands_side_by_side_goes_as_one") else {
+    let Some(mut cluster) = Cluster::get(which, "adjacent_requests_are_merged") else {
         return;
     };
     let disk = cluster.image("beside", 64, "cache=none");
@@ -76,8 +76,9 @@ fn what_stands_side_by_side_goes_as_one(which: Which) {
 }
 
 /// With and without librbd's cache, with encryption and without, over two queues on two threads.
-fn what_is_written_is_read_and_lies_in_the_image(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "what_is_written_is_read_and_lies_in_the_image")
+fn written_data_is_read_back_and_stored_in_the_image(which: Which) {
+    let Some(mut cluster) =
+        Cluster::get(which, "written_data_is_read_back_and_stored_in_the_image")
     else {
         return;
     };
@@ -120,8 +121,8 @@ fn what_is_written_is_read_and_lies_in_the_image(which: Which) {
 }
 
 /// Discards, write-zeroes, a long scatter-gather list, the end of the disk.
-fn operations_end_as_they_should(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "operations_end_as_they_should") else {
+fn every_operation_completes(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "every_operation_completes") else {
         return;
     };
     let disk = cluster.image("operations", 64, "queues=1,serial=in-ceph");
@@ -210,8 +211,8 @@ fn snapshots_and_clones(which: Which) {
 }
 
 /// By us, and by Ceph's own program; the guest is told at once.
-fn a_longer_image_is_a_longer_disk(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "a_longer_image_is_a_longer_disk") else {
+fn resized_image_grows_the_disk(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "resized_image_grows_the_disk") else {
         return;
     };
     let disk = cluster.image("growing", 32, "");
@@ -250,8 +251,8 @@ fn a_longer_image_is_a_longer_disk(which: Which) {
 }
 
 /// Who says what an image's settings are, and whose word does not count.
-fn settings_are_explained(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "settings_are_explained") else {
+fn settings_are_reported_with_their_source(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "settings_are_reported_with_their_source") else {
         return;
     };
     let conf = cluster.ceph().conf().with_file_name("other.conf");

@@ -7,9 +7,9 @@ use super::cluster::{Cluster, Which};
 use super::driver::Load;
 
 on_each_release!(
-    nothing_beyond_the_end_is_done,
-    without_an_exclusive_lock,
-    the_end_moves_under_load,
+    requests_beyond_the_new_end_fail,
+    requests_beyond_the_new_end_fail_without_exclusive_lock,
+    image_shrinks_and_grows_under_load,
 );
 
 const OK: u8 = 0;
@@ -23,8 +23,8 @@ fn resize(cluster: &mut Cluster, image: &str, mib: u64) {
 }
 
 /// librbd cuts off what straddles the end, and reports success.
-fn nothing_beyond_the_end_is_done(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "nothing_beyond_the_end_is_done") else {
+fn requests_beyond_the_new_end_fail(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "requests_beyond_the_new_end_fail") else {
         return;
     };
     let disk = cluster.image("shrinking", 64, "cache=none");
@@ -32,8 +32,11 @@ fn nothing_beyond_the_end_is_done(which: Which) {
 }
 
 /// The shrink is made by the other client itself.
-fn without_an_exclusive_lock(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "without_an_exclusive_lock") else {
+fn requests_beyond_the_new_end_fail_without_exclusive_lock(which: Which) {
+    let Some(mut cluster) = Cluster::get(
+        which,
+        "requests_beyond_the_new_end_fail_without_exclusive_lock",
+    ) else {
         return;
     };
     let image = format!("{POOL}/unlocked");
@@ -96,8 +99,8 @@ fn shrink(cluster: &mut Cluster, image: &str, disk: &str) {
 }
 
 /// What lies before the end is written and read all the time.
-fn the_end_moves_under_load(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "the_end_moves_under_load") else {
+fn image_shrinks_and_grows_under_load(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "image_shrinks_and_grows_under_load") else {
         return;
     };
     let disk = cluster.image("moving-end", 64, "queues=2");

@@ -10,21 +10,21 @@ use super::cluster::{Cluster, Which, ringdisk};
 use super::driver::Load;
 
 on_each_release!(
-    an_osd_and_the_monitor_go_and_come_back,
-    the_lock_is_handed_over,
-    a_killed_ringdisk_has_a_successor,
-    a_cluster_that_does_not_answer,
-    a_pool_that_is_full,
-    a_pool_at_its_quota_stops_a_disk,
-    a_disk_is_put_on_an_image_while_it_runs,
+    osd_and_monitor_restarts_lose_no_request,
+    exclusive_lock_moves_to_the_writer,
+    restarted_ringdisk_takes_over_the_lock_and_requests,
+    unresponsive_cluster_times_out_and_recovers,
+    full_pool_follows_the_error_policy,
+    pool_at_its_quota_stops_the_disk,
+    running_disk_moves_between_images_and_files,
 );
 
 const OK: u8 = 0;
 const IOERR: u8 = 1;
 
 /// An OSD is killed and comes back, and so does the monitor: requests wait, and none is lost.
-fn an_osd_and_the_monitor_go_and_come_back(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "an_osd_and_the_monitor_go_and_come_back") else {
+fn osd_and_monitor_restarts_lose_no_request(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "osd_and_monitor_restarts_lose_no_request") else {
         return;
     };
     let disk = cluster.image("hardy", 64, "queues=2");
@@ -55,8 +55,8 @@ fn an_osd_and_the_monitor_go_and_come_back(which: Which) {
 }
 
 /// The lock goes to who writes, and all that was written before is there.
-fn the_lock_is_handed_over(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "the_lock_is_handed_over") else {
+fn exclusive_lock_moves_to_the_writer(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "exclusive_lock_moves_to_the_writer") else {
         return;
     };
     let disk = cluster.image("moving", 32, "");
@@ -95,8 +95,10 @@ fn the_lock_is_handed_over(which: Which) {
 }
 
 /// `kill -9` or SIGTERM, and the next ringdisk takes the lock over and does what was in flight.
-fn a_killed_ringdisk_has_a_successor(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "a_killed_ringdisk_has_a_successor") else {
+fn restarted_ringdisk_takes_over_the_lock_and_requests(which: Which) {
+    let Some(mut cluster) =
+        Cluster::get(which, "restarted_ringdisk_takes_over_the_lock_and_requests")
+    else {
         return;
     };
     let disk = cluster.image("survivor", 64, "queues=2,queue-size=64");
@@ -126,8 +128,9 @@ fn a_killed_ringdisk_has_a_successor(which: Which) {
 }
 
 /// With a limit of time, the guest gets an error instead of nothing, and goes on when the cluster is there again.
-fn a_cluster_that_does_not_answer(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "a_cluster_that_does_not_answer") else {
+fn unresponsive_cluster_times_out_and_recovers(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "unresponsive_cluster_times_out_and_recovers")
+    else {
         return;
     };
     let disk = cluster.image("alone", 32, "");
@@ -153,8 +156,8 @@ fn a_cluster_that_does_not_answer(which: Which) {
 
 /// Where the pool is full, what needs space waits, and is told of; reads and what needs none get through. Where a disk is
 /// to report, the guest is told.
-fn a_pool_that_is_full(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "a_pool_that_is_full") else {
+fn full_pool_follows_the_error_policy(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "full_pool_follows_the_error_policy") else {
         return;
     };
     let patient = cluster.image("patient", 32, "name=patient,queues=2");
@@ -214,8 +217,8 @@ fn a_pool_that_is_full(which: Which) {
 }
 
 /// A disk whose pool is at its quota stops, and goes on when it is told to, with nothing lost.
-fn a_pool_at_its_quota_stops_a_disk(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "a_pool_at_its_quota_stops_a_disk") else {
+fn pool_at_its_quota_stops_the_disk(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "pool_at_its_quota_stops_the_disk") else {
         return;
     };
     let disk = cluster.image("stopping", 64, "name=stopping,queues=2,werror=stop");
@@ -293,8 +296,9 @@ fn event(
 }
 
 /// A disk moves to an image while it is written to, and to another, and back to a file: nothing is lost on the way.
-fn a_disk_is_put_on_an_image_while_it_runs(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "a_disk_is_put_on_an_image_while_it_runs") else {
+fn running_disk_moves_between_images_and_files(which: Which) {
+    let Some(mut cluster) = Cluster::get(which, "running_disk_moves_between_images_and_files")
+    else {
         return;
     };
     let file = cluster.folder.path().join("moved.raw");

@@ -10,8 +10,8 @@ use testkit::vm::{self, Vm};
 use super::cluster::{Cluster, Which};
 
 on_each_release!(
-    a_guest_notices_nothing_but_a_longer_disk,
-    a_guest_on_an_image_is_moved,
+    guest_survives_restarts_and_notices_only_the_resize,
+    guest_on_an_image_migrates,
 );
 
 /// With all that happens, a guest is done in half a minute where nothing else runs.
@@ -28,8 +28,8 @@ const STEPS: [&str; 7] = [
     "longer",
 ];
 
-fn a_guest_notices_nothing_but_a_longer_disk(which: Which) {
-    let test = "a_guest_notices_nothing_but_a_longer_disk";
+fn guest_survives_restarts_and_notices_only_the_resize(which: Which) {
+    let test = "guest_survives_restarts_and_notices_only_the_resize";
     if let Some(missing) = vm::missing(true) {
         return println!("skipped: {test} on the {which:?} Ceph: {missing}");
     }
@@ -102,8 +102,8 @@ const MOVES: usize = 4;
 
 /// A guest that writes and verifies is moved between two QEMUs, each with its own ringdisk on the same image: the
 /// image's lock goes with it.
-fn a_guest_on_an_image_is_moved(which: Which) {
-    let test = "a_guest_on_an_image_is_moved";
+fn guest_on_an_image_migrates(which: Which) {
+    let test = "guest_on_an_image_migrates";
     if let Some(missing) = vm::missing(true) {
         return println!("skipped: {test} on the {which:?} Ceph: {missing}");
     }

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_stale_socket_is_replaced() {
+fn stale_socket_is_replaced() {
     let disk = Disk::new();
     drop(UnixListener::bind(&disk.socket).unwrap());
     assert!(disk.socket.exists());
@@ -19,7 +19,7 @@ fn a_stale_socket_is_replaced() {
 }
 
 #[test]
-fn a_live_socket_is_left_alone() {
+fn live_socket_is_left_alone() {
     let (first, second) = (Disk::new(), Disk::new());
     let server = serve_all(&[first.argument("")]);
     let argument = format!(
@@ -39,7 +39,7 @@ fn a_live_socket_is_left_alone() {
 }
 
 #[test]
-fn what_is_no_socket_is_not_deleted() {
+fn non_socket_is_not_deleted() {
     let disk = Disk::new();
     let words = [
         disk.socket.to_str().unwrap(),
@@ -69,7 +69,7 @@ fn what_is_no_socket_is_not_deleted() {
 }
 
 #[test]
-fn a_disk_that_fails_leaves_no_socket_of_the_others() {
+fn failed_disk_leaves_no_sockets_of_the_others() {
     let (good, bad) = (Disk::new(), Disk::new());
     fs::remove_file(&bad.file).unwrap();
     let (a, b) = (good.argument(""), bad.argument(""));
@@ -81,7 +81,7 @@ fn a_disk_that_fails_leaves_no_socket_of_the_others() {
 // Files in use by others
 
 #[test]
-fn a_second_ringdisk_is_kept_away_from_a_file() {
+fn second_ringdisk_cannot_open_the_file() {
     let disk = Disk::new();
     let socket = disk.socket.with_extension("2");
     let argument = |options: &str| {
@@ -115,9 +115,9 @@ fn a_second_ringdisk_is_kept_away_from_a_file() {
 }
 
 #[test]
-fn qemus_tools_respect_the_lock() {
-    if !has("qemus_tools_respect_the_lock", "qemu-img")
-        || !has("qemus_tools_respect_the_lock", "qemu-io")
+fn qemu_tools_respect_the_lock() {
+    if !has("qemu_tools_respect_the_lock", "qemu-img")
+        || !has("qemu_tools_respect_the_lock", "qemu-io")
     {
         return;
     }
@@ -203,8 +203,8 @@ impl Drop for QemuIo {
 }
 
 #[test]
-fn a_file_that_qemu_uses_is_refused() {
-    const TEST: &str = "a_file_that_qemu_uses_is_refused";
+fn file_in_use_by_qemu_is_refused() {
+    const TEST: &str = "file_in_use_by_qemu_is_refused";
     if !has(TEST, "qemu-io") || !has(TEST, "qemu-storage-daemon") {
         return;
     }
@@ -237,7 +237,7 @@ fn a_file_that_qemu_uses_is_refused() {
 
 /// Whoever is about to let a file go is waited for: a guest that restarts finds its disk.
 #[test]
-fn a_lock_that_is_let_go_is_taken() {
+fn lock_being_released_is_waited_for() {
     let disk = Disk::new();
     let mut first = serve_all(&[disk.argument("")]);
     thread::scope(|scope| {
@@ -257,8 +257,8 @@ fn a_lock_that_is_let_go_is_taken() {
 }
 
 #[test]
-fn a_mounted_device_is_refused() {
-    const TEST: &str = "a_mounted_device_is_refused";
+fn mounted_device_is_refused() {
+    const TEST: &str = "mounted_device_is_refused";
     let backing = Disk::new();
     let file = backing.file.to_str().unwrap();
     let mount = directory();

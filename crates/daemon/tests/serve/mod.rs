@@ -159,7 +159,7 @@ fn assert_serves(socket: &Path) {
 }
 
 #[test]
-fn a_service_manager_is_told() {
+fn service_manager_is_notified() {
     let dir = directory();
     let path = dir.path().join("notify");
     is_told(path.to_str().unwrap(), &UnixDatagram::bind(&path).unwrap());
@@ -175,7 +175,7 @@ fn a_service_manager_is_told() {
 
 /// sd_notify(3): an address that begins with '@' has no place in the file system.
 #[test]
-fn a_service_manager_is_told_without_a_file() {
+fn service_manager_is_notified_at_an_abstract_socket() {
     let name = format!("ringdisk-test-{}", std::process::id());
     let address = SocketAddr::from_abstract_name(&name).unwrap();
     let manager = UnixDatagram::bind_addr(&address).unwrap();
@@ -184,7 +184,7 @@ fn a_service_manager_is_told_without_a_file() {
 
 /// systemd.exec(5): the journal knows when a line came, and is told before each how bad it is.
 #[test]
-fn the_journal_is_told_levels_and_no_times() {
+fn journald_gets_levels_and_no_timestamps() {
     for (stream, is_journal) in [
         ("$(stat -L -c %d:%i /proc/self/fd/2)", true),
         ("1:1", false),
@@ -249,7 +249,7 @@ fn is_told(address: &str, manager: &UnixDatagram) {
 }
 
 #[test]
-fn signals_end_it_in_order() {
+fn signals_shut_down_cleanly() {
     for signal in [Signal::TERM, Signal::INT] {
         for connected in [false, true] {
             let disk = Disk::new();
@@ -271,7 +271,7 @@ fn signals_end_it_in_order() {
 
 /// Whoever reads what is printed may have gone by then, and a front-end may go at any time.
 #[test]
-fn it_outlives_who_started_it() {
+fn closed_standard_output_does_not_stop_it() {
     let disk = Disk::new();
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
@@ -289,7 +289,7 @@ fn it_outlives_who_started_it() {
 }
 
 #[test]
-fn the_default_socket_is_where_this_user_may_write() {
+fn default_socket_is_in_a_writable_directory() {
     let dir = directory();
     let name = format!("test-{}", std::process::id());
     let argument = format!("file=null:1G,name={name}");
@@ -313,8 +313,7 @@ fn the_default_socket_is_where_this_user_may_write() {
     let made = format!("{}:/run/other", dir.path().join("service").display());
     command.env("RUNTIME_DIRECTORY", made);
     assert_eq!(serve(command), dir.path().join("service").join(&file));
-    let Some((mut command, home)) = as_nobody("the_default_socket_is_where_this_user_may_write")
-    else {
+    let Some((mut command, home)) = as_nobody("default_socket_is_in_a_writable_directory") else {
         return;
     };
     command.env("XDG_RUNTIME_DIR", home.path());
@@ -361,7 +360,7 @@ fn as_nobody(test: &str) -> Option<(Command, TempDir)> {
 
 /// Shells and services start with a limit of 1024 descriptors, or less.
 #[test]
-fn few_descriptors_are_enough() {
+fn starts_with_a_low_descriptor_limit() {
     let disk = Disk::new();
     let mut command = Command::new("sh");
     command

@@ -60,7 +60,7 @@ fn without_io_uring(command: &mut Command, errno: u32) {
 }
 
 #[test]
-fn io_uring_that_is_forbidden_or_absent_is_named() {
+fn forbidden_or_missing_io_uring_is_reported() {
     const EPERM: u32 = 1;
     const EACCES: u32 = 13;
     const ENOSYS: u32 = 38;
@@ -97,8 +97,8 @@ fn io_uring_that_is_forbidden_or_absent_is_named() {
 
 /// Switched off as by `sysctl`, but only as this one process sees it.
 #[test]
-fn io_uring_that_is_switched_off_is_named() {
-    const TEST: &str = "io_uring_that_is_switched_off_is_named";
+fn disabled_io_uring_is_reported() {
+    const TEST: &str = "disabled_io_uring_is_reported";
     let disk = Disk::new();
     let setting = disk.file.with_extension("setting");
     let binary = env!("CARGO_BIN_EXE_ringdisk");

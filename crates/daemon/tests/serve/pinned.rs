@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn pinned_memory_carries_the_right_bytes() {
+fn pinned_memory_transfers_correct_data() {
     for cache in ["none", "writeback"] {
         for queues in [1, 4] {
             let (server, disk) = serve(&format!(
@@ -80,7 +80,7 @@ fn rewrite(queue: &mut Queue, disk: &Disk) {
 }
 
 #[test]
-fn pinned_memory_comes_and_goes() {
+fn pinned_memory_regions_come_and_go() {
     let (server, disk) = serve("queues=2,fixed-buffers=on");
     let config = DeviceConfig {
         queues: 2,
@@ -142,7 +142,7 @@ fn read_to(device: &mut Device, header_at: u64, to: u64) -> Vec<u8> {
 /// A balloon gives a page back to the host by punching it out of the guest's memory, and the guest gets a new one when it
 /// writes there again. What is pinned is the old page, so that memory is not pinned unless the operator asks for it.
 #[test]
-fn a_page_that_was_replaced_is_written_as_the_guest_sees_it() {
+fn page_replaced_by_a_balloon_is_written_as_the_guest_sees_it() {
     const LEN: usize = 4096;
     for fixed in ["off", "on"] {
         let (_server, disk) = serve(&format!("fixed-buffers={fixed}"));

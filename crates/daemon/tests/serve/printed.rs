@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn ready_means_that_every_socket_accepts() {
+fn every_socket_accepts_once_ready_is_printed() {
     for _ in 0..10 {
         let disks = [Disk::new(), Disk::new(), Disk::new()];
         let server = Text::serve(&disks.each_ref().map(|d| d.argument("queues=1")));
@@ -47,7 +47,7 @@ fn awkward_disk() -> (Disk, PathBuf, String) {
 }
 
 #[test]
-fn json_is_one_line_with_all_that_a_script_needs() {
+fn json_is_one_complete_line() {
     let (disk, socket, argument) = awkward_disk();
     let other = Disk::new();
     let server = serve_all(&[argument, other.argument("readonly=on")]);
@@ -84,7 +84,7 @@ fn strings(list: &serde_json::Value) -> Vec<&str> {
 
 /// What is printed for a person is what scripts get: the shell reads the same arguments, and the XML is well-formed.
 #[test]
-fn the_text_can_be_pasted() {
+fn text_matches_json_and_is_valid_shell_and_xml() {
     let (_disk, socket, argument) = awkward_disk();
     let mut server = serve_all(std::slice::from_ref(&argument));
     let ready = server.ready["disks"][0].clone();
@@ -190,9 +190,9 @@ fn tag_end(text: &str) -> usize {
 }
 
 #[test]
-fn qemu_takes_the_printed_arguments() {
+fn qemu_accepts_the_printed_arguments() {
     const QEMU: &str = "qemu-system-x86_64";
-    if !has("qemu_takes_the_printed_arguments", QEMU) {
+    if !has("qemu_accepts_the_printed_arguments", QEMU) {
         return;
     }
     let (_disk, _, argument) = awkward_disk();
@@ -220,7 +220,7 @@ fn qemu_takes_the_printed_arguments() {
 }
 
 #[test]
-fn help_shows_by_example() {
+fn help_has_examples() {
     for (args, says) in [
         (&["--help"][..], &["serve", "Exit codes"][..]),
         (
@@ -243,7 +243,7 @@ fn help_shows_by_example() {
 }
 
 #[test]
-fn a_disk_that_stores_nothing_says_so_loudly() {
+fn null_disk_prints_a_warning() {
     let dir = directory();
     let socket = dir.path().join("null.sock");
     let server = serve_all(&[format!("file=null:1G,socket={}", socket.display())]);

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn files_that_are_no_disks() {
+fn unusable_files_are_refused() {
     let dir = directory();
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
     let sized = |name: &str, size: u64| {
@@ -78,8 +78,8 @@ fn files_that_are_no_disks() {
 }
 
 #[test]
-fn permission_is_asked_for_by_name() {
-    const TEST: &str = "permission_is_asked_for_by_name";
+fn missing_permission_is_named() {
+    const TEST: &str = "missing_permission_is_named";
     for (mode, options, words) in [
         (
             0o000,
@@ -136,11 +136,11 @@ fn permission_is_asked_for_by_name() {
 }
 
 #[test]
-fn a_file_system_without_o_direct_is_named() {
+fn file_system_without_o_direct_is_named() {
     // Files of sysfs have a size and are regular, but cannot be opened with O_DIRECT.
     let file = "/sys/kernel/uevent_seqnum";
     if !fs::metadata(file).is_ok_and(|m| m.is_file()) {
-        return println!("skipped: a_file_system_without_o_direct_is_named: no {file}");
+        return println!("skipped: file_system_without_o_direct_is_named: no {file}");
     }
     let dir = directory();
     let socket = dir.path().join("s.sock");
@@ -152,7 +152,7 @@ fn a_file_system_without_o_direct_is_named() {
 }
 
 #[test]
-fn wrong_words_are_wrong_usage() {
+fn invalid_options_are_usage_errors() {
     let disk = Disk::new();
     let good = disk.argument("");
     let file = disk.file.to_str().unwrap();

@@ -5,10 +5,10 @@ use rustix::process::{Resource, Rlimit, getrlimit, prlimit};
 use super::*;
 
 #[test]
-fn a_failed_hand_over_leaves_the_old_one_serving() {
+fn failed_handover_leaves_the_old_process_serving() {
     let (mut image, raw) = (Disk::new(), Disk::new());
     if !qcow2(&mut image) {
-        println!("skipped: a_failed_hand_over_leaves_the_old_one_serving: there is no qemu-img");
+        println!("skipped: failed_handover_leaves_the_old_process_serving: there is no qemu-img");
         return;
     }
     let options = "queues=2,queue-size=64";
@@ -119,7 +119,7 @@ fn a_failed_hand_over_leaves_the_old_one_serving() {
 /// Who is told to stop while another process is to take over stops, and leaves nobody behind, or it is the other that
 /// serves, with all that belongs to it.
 #[test]
-fn a_stop_meanwhile_is_a_stop() {
+fn stop_during_a_handover_stops() {
     let mut random = Random(seed());
     let (mut stopped, mut handed) = (0, 0);
     for round in 0..14 {
@@ -170,7 +170,7 @@ fn a_stop_meanwhile_is_a_stop() {
 
 /// What the new program has started goes with it: it has the log, and a socket to the process that serves.
 #[test]
-fn a_refused_program_leaves_no_children() {
+fn refused_program_leaves_no_children() {
     let disk = Disk::new();
     let served = Served::start(&[disk.argument("")]);
     let child = served.dir.path().join("child");

@@ -9,11 +9,11 @@ use crate::support::loop_device::LoopDevice;
 
 /// A disk that was put on an image is handed over as such, and so is one that was put on another above that.
 #[test]
-fn a_disk_on_another_image_is_handed_over() {
+fn replaced_disk_is_handed_over() {
     let (mut image, raw) = (Disk::new(), Disk::new());
     image.file = raw.file.with_file_name("other");
     if !qcow2(&mut image) {
-        println!("skipped: a_disk_on_another_image_is_handed_over: there is no qemu-img");
+        println!("skipped: replaced_disk_is_handed_over: there is no qemu-img");
         return;
     }
     fs::write(&raw.file, vec![0; 64 << 20]).unwrap();
@@ -56,7 +56,7 @@ fn a_disk_on_another_image_is_handed_over() {
 
 /// The node of a block device is removed: its guest goes on, and nobody is told that the device is gone.
 #[test]
-fn a_device_without_a_node_is_handed_over() {
+fn device_without_a_node_is_handed_over() {
     let Some(device) = LoopDevice::new() else {
         return;
     };
@@ -81,7 +81,7 @@ fn a_device_without_a_node_is_handed_over() {
 /// What is handed over of a guest's write cache is newer than what was written down: a guest that has switched it off again
 /// would not flush.
 #[test]
-fn a_choice_that_is_handed_over_wins() {
+fn handed_over_write_cache_wins_over_persisted_state() {
     let disk = Disk::new();
     let mut served = Served::start(&[disk.argument("queues=2,name=disk,cache=directsync")]);
     let mut device = Device::connect(&disk.socket, &config()).unwrap();
@@ -190,7 +190,7 @@ impl Config {
 /// A disk stays on the file that it was put on by command, with and without state, on the command line and in a
 /// configuration, of which something else is changed: or its guest would go on in a file that it has long left.
 #[test]
-fn a_disk_stays_on_the_file_that_it_was_put_on() {
+fn disk_stays_on_the_file_set_by_command() {
     for state in [false, true] {
         println!("with state: {state}");
         let files = Files::new(&["a.raw", "a2.raw", "b.raw", "b2.raw"]);
@@ -236,7 +236,7 @@ fn a_disk_stays_on_the_file_that_it_was_put_on() {
 /// What was detached is not served by the next process either, be its file there or not: it does not come back by itself,
 /// and keeps nobody from an upgrade.
 #[test]
-fn a_disk_that_was_detached_stays_so() {
+fn detached_disk_stays_detached() {
     for state in [false, true] {
         println!("with state: {state}");
         let files = Files::new(&["a.raw", "b.raw", "c.raw", "d.raw", "e.raw"]);
@@ -285,7 +285,7 @@ fn a_disk_that_was_detached_stays_so() {
 /// What was changed by command is handed over, be it kept nowhere, or where nothing can be written: the guest of a disk
 /// that was attached would lose it.
 #[test]
-fn what_was_changed_is_handed_over_though_it_is_not_kept() {
+fn unsaved_changes_are_handed_over() {
     for state in [false, true] {
         println!("with state: {state}");
         let files = Files::new(&["a.raw", "b.raw", "c.raw"]);
@@ -329,7 +329,7 @@ fn what_was_changed_is_handed_over_though_it_is_not_kept() {
 
 /// Where the configuration says another file by now, the disk is put there as by a reload: when it has been taken over.
 #[test]
-fn a_disk_is_put_on_the_file_that_is_written_down_since() {
+fn newly_configured_file_is_used_after_the_handover() {
     let files = Files::new(&["a.raw", "b.raw", "c.raw"]);
     let here = files.config();
     here.write(&[("disk", "a.raw", "disk.sock")], "");
@@ -357,7 +357,7 @@ fn a_disk_is_put_on_the_file_that_is_written_down_since() {
 
 /// A file that was renamed is handed over as it is open, whether ringdisk has been told of its new name or not.
 #[test]
-fn a_file_that_was_renamed_is_handed_over() {
+fn renamed_file_is_handed_over() {
     let files = Files::new(&["a.raw", "b.raw"]);
     let here = files.config();
     let disks = [("a", "a.raw", "a.sock"), ("b", "b.raw", "b.sock")];
@@ -396,7 +396,7 @@ fn a_file_that_was_renamed_is_handed_over() {
 /// A guest is never handed to a process that would serve it another file: under the same path, or at the socket of a
 /// disk that has another name by now.
 #[test]
-fn no_guest_is_put_on_another_file() {
+fn guest_never_moves_to_another_file() {
     let files = Files::new(&["a.raw", "b.raw"]);
     let here = files.config();
     let disks = [("a", "a.raw", "a.sock"), ("b", "b.raw", "b.sock")];
@@ -434,8 +434,8 @@ fn no_guest_is_put_on_another_file() {
 
 /// A new process that gives up when it has opened an image leaves that, and its journal, as they are.
 #[test]
-fn an_image_is_not_closed_by_who_gives_up() {
-    let test = "an_image_is_not_closed_by_who_gives_up";
+fn failed_successor_leaves_the_image_and_journal_unchanged() {
+    let test = "failed_successor_leaves_the_image_and_journal_unchanged";
     if !testkit::qemu_img::is_there(test) {
         return;
     }

@@ -218,10 +218,10 @@ fn rounds() -> u64 {
 /// Raw and qcow2, with and without in-flight tracking, split and packed rings, one after the other, five times or as
 /// `RINGDISK_TEST_ROUNDS` says.
 #[test]
-fn guests_go_on() {
+fn guests_continue_on_every_format_and_ring() {
     let (mut image, raw, plain, idle) = (Disk::new(), Disk::new(), Disk::new(), Disk::new());
     if !qcow2(&mut image) {
-        println!("skipped: guests_go_on: there is no qemu-img");
+        println!("skipped: guests_continue_on_every_format_and_ring: there is no qemu-img");
         return;
     }
     let options = "queues=2,queue-size=64";
@@ -369,7 +369,7 @@ impl Moving {
 
 /// In the midst of a live migration, the marks go on, and with them the migration.
 #[test]
-fn a_guest_that_is_being_moved_goes_on() {
+fn migrating_guest_continues() {
     let disks = [Disk::new(), Disk::new()];
     let options = "queues=2,queue-size=64";
     let mut served = Served::start(&disks.each_ref().map(|disk| disk.argument(options)));
@@ -413,7 +413,7 @@ fn a_guest_that_is_being_moved_goes_on() {
 
 /// `ringdisk reload --upgrade`, as the service does it: the same program rereads the configuration, another takes over.
 #[test]
-fn a_reload_takes_up_a_new_program() {
+fn reload_with_upgrade_starts_the_new_program() {
     let disk = Disk::new();
     let manager_dir = tempfile::tempdir().unwrap();
     let manager_path = manager_dir.path().join("notify");
@@ -472,9 +472,9 @@ fn status(pid: u32, key: &str) -> String {
 
 /// Who has become somebody else hands over all the same, and the next one is in the same sandbox.
 #[test]
-fn a_user_of_its_own_hands_over() {
+fn unprivileged_process_hands_over() {
     if !rustix::process::geteuid().is_root() {
-        return println!("skipped: a_user_of_its_own_hands_over: needs root");
+        return println!("skipped: unprivileged_process_hands_over: needs root");
     }
     let disk = Disk::new();
     let user = ["--user=nobody".to_owned(), disk.argument("queues=2")];
@@ -501,7 +501,7 @@ fn a_user_of_its_own_hands_over() {
 
 /// A disk that is locked only while a VM runs on it stays locked, or unlocked, as it is.
 #[test]
-fn a_disk_that_may_move_stays_as_it_is() {
+fn lock_running_disk_keeps_its_lock_state() {
     let (running, idle) = (Disk::new(), Disk::new());
     let options = "queues=2,lock=running";
     let mut served = Served::start(&[running.argument(options), idle.argument(options)]);
@@ -513,7 +513,7 @@ fn a_disk_that_may_move_stays_as_it_is() {
         io.output().ok().map(|output| output.status.success())
     };
     if write(&idle).is_none() {
-        return println!("skipped: a_disk_that_may_move_stays_as_it_is: there is no qemu-io");
+        return println!("skipped: lock_running_disk_keeps_its_lock_state: there is no qemu-io");
     }
     for _ in 0..2 {
         served.upgrade(&[]);
@@ -529,7 +529,7 @@ fn a_disk_that_may_move_stays_as_it_is() {
 
 /// What was left to another host when it was taken over is no reason not to lock what has its name later.
 #[test]
-fn a_name_that_was_away_is_locked_again() {
+fn disk_reusing_the_name_of_a_released_disk_is_locked() {
     let (idle, other) = (Disk::new(), Disk::new());
     let mut served = Served::start(&[
         idle.argument("queues=2,lock=running,name=disk"),
@@ -564,7 +564,7 @@ fn a_name_that_was_away_is_locked_again() {
 
 /// What a limit holds back is let go, not waited for.
 #[test]
-fn a_limit_holds_nothing_up() {
+fn throttled_requests_do_not_delay_it() {
     let disk = Disk::new();
     let mut served = Served::start(&[disk.argument("queues=2,queue-size=64,iops=1")]);
     let mut random = Random(seed());
@@ -593,7 +593,7 @@ fn a_limit_holds_nothing_up() {
 
 /// The process that served may still be there, but accepts nobody.
 #[test]
-fn a_client_that_connects_after_an_upgrade_has_its_answers() {
+fn client_connecting_after_it_gets_answers() {
     let disk = Disk::new();
     let mut served = Served::start(&[disk.argument("queues=1")]);
     for _ in 0..15 {
@@ -616,7 +616,7 @@ fn a_client_that_connects_after_an_upgrade_has_its_answers() {
 
 /// A front-end that is in the middle of a message keeps nobody from an upgrade; it alone is cut off.
 #[test]
-fn half_a_message_holds_nothing_up() {
+fn partial_message_does_not_delay_it() {
     use std::io::Write;
     let (disk, other) = (Disk::new(), Disk::new());
     let mut served = Served::start(&[disk.argument("queues=2"), other.argument("queues=2")]);
@@ -631,8 +631,8 @@ fn half_a_message_holds_nothing_up() {
 
 /// A guest that would not connect again notices a pause, and no more.
 #[test]
-fn a_real_guest_goes_on() {
-    let test = "a_real_guest_goes_on";
+fn linux_guest_continues() {
+    let test = "linux_guest_continues";
     if let Some(missing) = vm::missing(false) {
         println!("skipped: {test}: {missing}");
         return;
@@ -664,7 +664,7 @@ fn a_real_guest_goes_on() {
 /// Something else is where a socket was: it is left alone, by the next process too, which is not told apart from what the one
 /// before has made.
 #[test]
-fn what_took_the_place_of_a_socket_is_left_alone() {
+fn non_socket_at_a_socket_path_is_left_alone() {
     let disk = Disk::new();
     let mut served = Served::start(&[disk.argument("queues=2,queue-size=64")]);
     let mut device = Device::connect(&disk.socket, &config()).unwrap();
@@ -700,7 +700,7 @@ fn what_took_the_place_of_a_socket_is_left_alone() {
 /// What says how ringdisk was started is removed: whoever asks for an upgrade is told what that means, and where the sandbox
 /// does not keep ringdisk from it, SIGHUP has it written again.
 #[test]
-fn how_it_was_started_can_be_written_again() {
+fn removed_launch_record_can_be_rewritten() {
     let disk = Disk::new();
     let off = "--sandbox=off".to_owned();
     let mut served = Served::start(&[disk.argument("queues=1"), off]);
@@ -728,7 +728,7 @@ fn how_it_was_started_can_be_written_again() {
 /// Something has tidied up the directory of the sockets: who is connected goes on, and after SIGHUP all can connect again,
 /// also to the next process.
 #[test]
-fn sockets_that_were_removed_come_back() {
+fn removed_sockets_are_recreated() {
     let disk = Disk::new();
     let mut served = Served::start(&[disk.argument("queues=2,queue-size=64")]);
     let mut random = Random(seed());

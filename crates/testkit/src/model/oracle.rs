@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kill_takes_nothing_back_and_a_power_cut_only_what_was_not_flushed() {
+    fn kill_loses_nothing_and_power_cut_only_unflushed_writes() {
         let mut oracle = oracle();
         write(&mut oracle, 1);
         let sent = oracle.now();
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_at_once_either_is_there() {
+    fn concurrent_writes_leave_either() {
         let mut oracle = oracle();
         let sent = [1, 2].map(|mark| oracle.sent(0..1, mark, &[digest(&content(mark, 0))]));
         oracle.answered(0..1, 1, sent[0], true);
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_under_way_may_come_or_not() {
+    fn write_in_flight_may_or_may_not_be_stored() {
         let mut oracle = oracle();
         write(&mut oracle, 1);
         oracle.sent(0..1, 2, &[digest(&content(2, 0))]);

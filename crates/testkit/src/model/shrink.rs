@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_is_needed_is_left() {
+    fn shrinking_keeps_only_the_needed_steps() {
         let case = Case::draw(7);
         let fails = |case: &Case| {
             let kill = |s: &Step| matches!(s, Step::Start(_));
