@@ -42,7 +42,7 @@ const GROUPS: [Group; 8] = [
             "ringdisk front_ends::u_boot::",
             "ringdisk inflight::guest",
             "ringdisk libvirt::",
-            "ringdisk moving::",
+            "ringdisk migration::",
             "ringdisk packed::",
             "ringdisk upgrade::guests_",
             "ringdisk vm::",

@@ -9,7 +9,7 @@ use control::Client;
 use serde_json::json;
 use testkit::driver::{Device, DeviceConfig, HANG};
 
-use super::running::{Controlled, verify};
+use super::server::{Controlled, verify};
 
 const CYCLES: u32 = 1000;
 

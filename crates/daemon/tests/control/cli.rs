@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use testkit::driver::{Device, DeviceConfig, HANG};
 use testkit::server::Server;
 
-use super::running::{Controlled, Ran, verify};
+use super::server::{Controlled, Ran, verify};
 
 #[test]
 fn text_output() {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use testkit::driver::{Device, DeviceConfig, Op, Queue};
 
-use super::running::{Controlled, QemuClient};
+use super::server::{Controlled, QemuClient};
 
 /// Requests a second.
 const LIMIT: u64 = 100;

@@ -3,12 +3,12 @@
 
 mod churn;
 mod cli;
-mod config;
-mod end_state;
 mod limits;
-mod qemu;
-mod renamed;
+mod persisted_state;
+mod qemu_client;
+mod reload;
+mod reload_conflicts;
+mod rename;
 mod replace;
-mod running;
+mod server;
 mod snapshot;
-mod state;

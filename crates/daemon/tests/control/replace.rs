@@ -9,7 +9,7 @@ use std::thread;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::qemu_img as qemu;
 
-use super::running::{Controlled, Stop, rewrite, until, verify};
+use super::server::{Controlled, Stop, rewrite, until, verify};
 use crate::support::{content, serve_all};
 
 const MIB: u64 = 1 << 20;

@@ -12,7 +12,7 @@ use testkit::faulty::Random;
 use testkit::load::{Held, Load};
 use testkit::qemu_img as qemu;
 
-use super::running::{Controlled, QemuClient, rewrite, until};
+use super::server::{Controlled, QemuClient, rewrite, until};
 use crate::support::{content, seed};
 
 const MIB: u64 = 1 << 20;

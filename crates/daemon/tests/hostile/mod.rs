@@ -23,10 +23,10 @@ use testkit::ring::Desc;
 use testkit::storage::Storage;
 use virtio_bindings::virtio_blk::*;
 
+mod eventfds;
 mod front_ends;
 mod guests;
 mod requests;
-mod signals;
 use crate::support::{DISK_BYTES, Disk, content, seed, serve, serve_all};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;

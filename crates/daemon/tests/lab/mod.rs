@@ -2,8 +2,8 @@
 
 mod advice;
 mod faults;
-mod sockets;
 mod ssh;
+mod without_guest;
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -3,7 +3,7 @@
 //! Two guests for each QEMU, one of SeaBIOS and one of OVMF, both of which boot from a disk of ringdisk. Their data
 //! disks are chosen so that each two of ring format, queue size, number of queues and image format meet.
 
-mod moved;
+mod migration;
 
 use std::fs;
 use std::panic::{self, AssertUnwindSafe};

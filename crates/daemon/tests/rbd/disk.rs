@@ -7,7 +7,7 @@ use testkit::ceph::POOL;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 
 use super::cluster::{Cluster, Which, ringdisk};
-use super::driver::Load;
+use super::load::Load;
 
 on_each_release!(
     adjacent_requests_are_merged,

@@ -25,10 +25,10 @@ macro_rules! on_each_release {
 }
 
 mod blocklist;
-mod changes;
 mod cluster;
 mod disk;
-mod driver;
-mod end;
 mod faults;
 mod guest;
+mod image_changes;
+mod load;
+mod resize;

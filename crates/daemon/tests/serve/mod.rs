@@ -21,11 +21,11 @@ use testkit::driver::{Device, DeviceConfig, HANG, Op, Queue};
 use testkit::server::Server;
 use virtio_bindings::virtio_blk::*;
 
+mod fixed_buffers;
 mod in_use;
 mod no_io_uring;
-mod pinned;
-mod printed;
-mod refused;
+mod output;
+mod startup_errors;
 use crate::support::{DISK_BYTES, Disk, content, copy_ringdisk, serve, serve_all};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;

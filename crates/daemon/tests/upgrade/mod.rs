@@ -1,6 +1,6 @@
 //! Another process takes over while guests read and write; and if it cannot, the old one goes on.
 
-mod failing;
+mod failure;
 mod files;
 
 use std::fs;

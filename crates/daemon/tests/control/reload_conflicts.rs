@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use rustix::process::Signal;
 use testkit::driver::{Device, DeviceConfig};
 
-use super::running::{Controlled, rewrite, until};
+use super::server::{Controlled, rewrite, until};
 use crate::support::{content, serve_all};
 
 const MIB: u64 = 1 << 20;

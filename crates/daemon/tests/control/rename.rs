@@ -9,7 +9,7 @@ use rustix::process::Signal;
 use testkit::driver::{Device, DeviceConfig};
 use testkit::qemu_img as qemu;
 
-use super::running::{Controlled, rewrite};
+use super::server::{Controlled, rewrite};
 use crate::support::content;
 
 const MIB: u64 = 1 << 20;

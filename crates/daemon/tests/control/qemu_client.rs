@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::frontend::message;
 
-use super::running::{Controlled, QemuClient, rewrite, verify};
+use super::server::{Controlled, QemuClient, rewrite, verify};
 use crate::support::content;
 
 const MIB: u64 = 1 << 20;

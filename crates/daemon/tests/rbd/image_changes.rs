@@ -6,7 +6,7 @@ use testkit::ceph::POOL;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 
 use super::cluster::{Cluster, Which, ringdisk};
-use super::driver::Load;
+use super::load::Load;
 
 on_each_release!(
     busy_disk_moves_to_an_image_and_back,

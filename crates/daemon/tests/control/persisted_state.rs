@@ -15,7 +15,7 @@ use serde_json::json;
 use testkit::driver::{Device, DeviceConfig, HANG};
 use testkit::server::Server;
 
-use super::running::{Controlled, QemuClient, Ran};
+use super::server::{Controlled, QemuClient, Ran};
 use crate::support::content;
 
 const MIB: u64 = 1 << 20;

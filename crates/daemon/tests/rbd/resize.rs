@@ -4,7 +4,7 @@ use testkit::ceph::POOL;
 use testkit::driver::{Device, DeviceConfig, Op};
 
 use super::cluster::{Cluster, Which};
-use super::driver::Load;
+use super::load::Load;
 
 on_each_release!(
     requests_beyond_the_new_end_fail,

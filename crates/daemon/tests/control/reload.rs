@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 
-use super::running::{Controlled, Ran, Stop, rewrite, until, verify};
+use super::server::{Controlled, Ran, Stop, rewrite, until, verify};
 use crate::support::content;
 
 const MIB: u64 = 1 << 20;
@@ -454,10 +454,10 @@ fn disk_moves_to_a_file_of_another_format() {
         config.reload(&raw.replace("a.raw\"", &named));
     };
     on("image.qcow2", "qcow2");
-    super::running::rewrite(&mut device.queues[0]);
+    super::server::rewrite(&mut device.queues[0]);
     assert_eq!(config.ringdisk.disk("a")["format"], "qcow2");
     on("a.raw", "raw");
-    super::running::rewrite(&mut device.queues[0]);
+    super::server::rewrite(&mut device.queues[0]);
     assert_eq!(config.ringdisk.disk("a")["format"], "raw");
     testkit::qemu_img::check(at, "image.qcow2", false);
 }
@@ -479,7 +479,7 @@ fn format_of_the_current_file_cannot_change() {
         let reloaded = ringdisk.ringdisk(&["reload"]);
         reloaded.assert_fails(1, words);
         assert_eq!(ringdisk.disk("a")["format"], format);
-        super::running::rewrite(&mut device.queues[0]);
+        super::server::rewrite(&mut device.queues[0]);
     };
     let words = ["disk 'a'", "a.raw already, as raw", "format="];
     refused(&disk("a", "format = \"qcow2\""), &words, "raw");
