@@ -11,7 +11,7 @@ use std::{io, mem};
 
 use block::{CacheMode, Request};
 use control::{BlockErrorAction, BlockIoError, BlockIoResumed, Event, EventHub, IoOperationType};
-use datapath::{Disk, IoAction, IoEvent, IoFailure, Limiter, Measuring};
+use datapath::{Disk, IoAction, IoEvent, IoFailure, LogLimiter, Measuring};
 use guest::{End, Saved};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use thiserror::Error;
@@ -363,9 +363,9 @@ struct Frontends {
 /// What is said of front-ends, which can come and go as often as they like.
 #[derive(Default)]
 struct Lines {
-    connected: Limiter,
-    disconnected: Limiter,
-    cut_off: Limiter,
+    connected: LogLimiter,
+    disconnected: LogLimiter,
+    cut_off: LogLimiter,
 }
 
 /// How the wait for a front-end ended.

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use block::{Aio, Backing, BlockSizeError, CacheMode, Discard, DiskFacts, format_size};
-use datapath::{Disk, Options, Place, Replacement};
+use datapath::{Disk, Options, Replacement, Storage};
 use engine::{Choice, ChoiceError, DiskFile, Identity, Locking, OpenError, Support, choose};
 use image::{
     Chain, ChainError, ChainOptions, Damage, Format, Image, LayerFormat, Top, UnknownFormat,
@@ -341,7 +341,7 @@ impl Node {
         let image = content.image.clone().unwrap_or(Image::Raw);
         let disk = Disk::new(name, image, files, facts, size, serial, options);
         if content.image.is_none() {
-            disk.go_away(self.descriptors(&content).pop());
+            disk.release(self.descriptors(&content).pop());
         }
         Ok(disk)
     }
@@ -392,16 +392,16 @@ impl Node {
             Some(image) => image.clone(),
             None => return Err(NodeError::Away(self.filename.clone())),
         };
-        let places = match &self.rbd {
-            Some(rbd) => vec![Place::Remote(rbd.clone())],
+        let storage = match &self.rbd {
+            Some(rbd) => vec![Storage::Remote(rbd.clone())],
             None => {
                 let files = self.descriptors(&content).into_iter();
-                files.map(Place::from).collect()
+                files.map(Storage::from).collect()
             }
         };
         Ok(Replacement {
             image,
-            places,
+            storage,
             facts: self.facts,
             size,
         })

@@ -17,7 +17,7 @@ use control::{
     Handler, ImageFormat, ImageInfo, IoThreadInfo, NULL_BYTES_DEFAULT, ObjectOptions, ObjectType,
     Qapi, RingdiskResized,
 };
-use datapath::{DiskStats, Limiter, Polling};
+use datapath::{DiskStats, LogLimiter, Polling};
 use image::Format;
 use rbd::Location;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -622,7 +622,7 @@ fn accept_clients(
     clients: &mut Vec<JoinHandle<()>>,
 ) {
     let (mut acceptor, mut accepting) = (Acceptor::new(), BackOff::default());
-    let refusals = Limiter::default();
+    let refusals = LogLimiter::default();
     loop {
         let mut ready = [
             PollFd::new(stop, PollFlags::IN),

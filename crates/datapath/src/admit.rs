@@ -14,7 +14,7 @@ use guest::Ticket;
 
 use crate::clock::now_ns;
 use crate::disk::Disk;
-use crate::fetch::Fetched;
+use crate::fetch::FetchResult;
 use crate::plan::{self, Plan};
 use crate::slot::{Slot, Slots};
 use crate::stats::Stamps;
@@ -47,32 +47,32 @@ const DISCARD_COUNTS_MAX: u64 = 16 << 20;
 impl<E: Engine> Worker<E> {
     /// Lets go what is held and may go.
     #[inline]
-    pub fn admit(&mut self) -> Fetched {
-        match self.holding.is_empty() {
-            true => Fetched::Nothing,
+    pub fn admit(&mut self) -> FetchResult {
+        match self.throttled_queues.is_empty() {
+            true => FetchResult::Nothing,
             false => self.admit_held(),
         }
     }
 
     #[cold]
-    fn admit_held(&mut self) -> Fetched {
+    fn admit_held(&mut self) -> FetchResult {
         let now = now_ns();
         let mut again = u64::MAX;
-        let mut result = Fetched::Nothing;
+        let mut result = FetchResult::Nothing;
         let mut released = std::mem::take(&mut self.released);
-        for i in (0..self.holding.len()).rev() {
-            let number = self.holding[i];
+        for i in (0..self.throttled_queues.len()).rev() {
+            let number = self.throttled_queues[i];
             let room = self.engine.room().min(RELEASE);
             let verdict = match &mut self.queues[number] {
-                Some(queue) if queue.retired() => {
+                Some(queue) if queue.is_retired() => {
                     queue.held.drop_all(&mut queue.slots);
                     Verdict::Empty
                 }
-                Some(queue) if queue.goes_on() && queue.disk.is_stopped() => {
+                Some(queue) if queue.is_in_service() && queue.disk.is_stopped() => {
                     queue.held.until = u64::MAX;
                     continue;
                 }
-                Some(queue) if queue.goes_on() && queue.disk.admission.limits_any() => {
+                Some(queue) if queue.is_in_service() && queue.disk.admission.limits_any() => {
                     if now < queue.held.until {
                         again = again.min(queue.held.until);
                         continue;
@@ -85,17 +85,17 @@ impl<E: Engine> Worker<E> {
             };
             if !released.is_empty() {
                 // The guest is likely to follow up at once.
-                self.heat(number);
+                self.activate(number);
             }
             for slot in released.drain(..) {
                 self.start_admitted(number, slot, now);
-                result = Fetched::All;
+                result = FetchResult::All;
             }
             match verdict {
                 Verdict::Empty => {
-                    self.holding.swap_remove(i);
+                    self.throttled_queues.swap_remove(i);
                 }
-                Verdict::NoRoom if room > 0 => result = Fetched::More,
+                Verdict::NoRoom if room > 0 => result = FetchResult::More,
                 // A completion makes room, and wakes.
                 Verdict::NoRoom => {}
                 Verdict::Until(at) => {
@@ -106,7 +106,10 @@ impl<E: Engine> Worker<E> {
                     }
                 }
             }
-            if self.queues[number].as_ref().is_some_and(|q| !q.running()) {
+            if self.queues[number]
+                .as_ref()
+                .is_some_and(|q| !q.is_running())
+            {
                 self.notify_queue(number);
                 self.finish_stop(number);
             }
@@ -137,7 +140,7 @@ impl<E: Engine> Worker<E> {
                 let ticket = s.ticket;
                 queue.tally.answered(&s.request, status, s.stamps);
                 queue.slots.give_back(slot);
-                if !queue.retired() {
+                if !queue.is_retired() {
                     queue.ring.complete(&ticket, status as u8, written + 1);
                 }
             }
@@ -157,11 +160,11 @@ enum Verdict {
 }
 
 /// The requests of one queue that are held.
-pub(crate) struct Held {
+pub(crate) struct HeldRequests {
     disk: Arc<Disk>,
     sharer: Sharer,
     /// By direction, each in the order in which they came.
-    lanes: [VecDeque<Waiting>; 2],
+    lanes: [VecDeque<HeldRequest>; 2],
     next: u32,
     /// Until then, nothing of what is held may go.
     until: u64,
@@ -174,13 +177,13 @@ pub(crate) struct Held {
 }
 
 #[derive(Clone, Copy)]
-struct Waiting {
+struct HeldRequest {
     slot: u16,
     /// Its number among all of the queue.
     number: u32,
 }
 
-impl Held {
+impl HeldRequests {
     pub fn new(disk: Arc<Disk>) -> Self {
         let sharer = disk.admission.state().own.join();
         Self {
@@ -201,7 +204,7 @@ impl Held {
     }
 
     /// Takes a slot for a request and keeps it. There must be a free one.
-    pub fn hold(
+    pub fn pause(
         &mut self,
         slots: &mut Slots,
         ticket: Ticket,
@@ -226,7 +229,7 @@ impl Held {
             // It may be that nothing holds it back.
             self.until = 0;
         }
-        lane.push_back(Waiting {
+        lane.push_back(HeldRequest {
             slot,
             number: self.next,
         });
@@ -238,18 +241,18 @@ impl Held {
     }
 
     /// Whether a limit is what the guest lately waited for.
-    pub fn is_kept(&self, now: u64) -> bool {
+    pub fn was_throttled(&self, now: u64) -> bool {
         now.saturating_sub(self.kept) < KEPT_NS
     }
 
     /// The guest has sent something that no limit concerns.
     #[cold]
-    pub fn passed_by(&self, now: u64) {
+    pub fn note_unlimited(&self, now: u64) {
         self.disk.admission.free.store(now, Ordering::Relaxed);
     }
 
     /// Until when the guest need not kick, if a limit lets nothing go that it is likely to send.
-    pub fn is_shut_until(&self, now: u64) -> Option<u64> {
+    pub fn shut_until(&self, now: u64) -> Option<u64> {
         let time = self.shut.saturating_sub(now);
         if !(SHUT_MIN_NS..=SHUT_MAX_NS).contains(&time) {
             return None;
@@ -297,7 +300,7 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for HeldRequests {
     fn drop(&mut self) {
         let mut state = self.disk.admission.state();
         state.own.leave(self.sharer);
@@ -325,10 +328,10 @@ pub(crate) struct Admission {
     stopped: AtomicBool,
     /// When the guest last sent something that no limit concerns, by any queue.
     free: AtomicU64,
-    state: Mutex<State>,
+    state: Mutex<AdmissionState>,
 }
 
-struct State {
+struct AdmissionState {
     own: Shares,
     group: Option<Membership>,
 }
@@ -344,7 +347,7 @@ impl Default for Admission {
             limits_any: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
             free: AtomicU64::new(0),
-            state: Mutex::new(State {
+            state: Mutex::new(AdmissionState {
                 own: Shares::new(&ThrottleLimits::NONE),
                 group: None,
             }),
@@ -359,11 +362,11 @@ impl Admission {
         self.limits_any.load(Ordering::Relaxed)
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, AdmissionState> {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn changed(&self, state: &State) {
+    fn changed(&self, state: &AdmissionState) {
         let any = state.own.limits().any() || state.group.is_some() || self.is_stopped();
         self.limits_any.store(any, Ordering::Relaxed);
     }
@@ -409,7 +412,7 @@ impl Admission {
     /// Lets go what the limits allow of the requests held for a queue, `room` at most.
     fn pass(
         &self,
-        held: &mut Held,
+        held: &mut HeldRequests,
         slots: &mut Slots,
         now: u64,
         room: usize,
@@ -420,7 +423,7 @@ impl Admission {
         let Some(mut state) = try_lock(&self.state) else {
             return later;
         };
-        let State { own, group } = &mut *state;
+        let AdmissionState { own, group } = &mut *state;
         let mut group = match group {
             None => None,
             Some(membership) => match membership.group.try_shares() {
@@ -480,7 +483,7 @@ impl Admission {
     }
 }
 
-impl State {
+impl AdmissionState {
     fn leave_group(&mut self) {
         if let Some(Membership { group, sharer }) = self.group.take() {
             group.shares().leave(sharer);
@@ -498,7 +501,7 @@ impl State {
     }
 }
 
-impl Drop for State {
+impl Drop for AdmissionState {
     fn drop(&mut self) {
         self.leave_group();
     }

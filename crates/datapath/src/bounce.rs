@@ -13,7 +13,7 @@ use crate::worker::Worker;
 const SHARED_MAX: usize = 64;
 
 /// Bytes that move in one piece.
-pub(crate) const PIECE: usize = 256 << 10;
+pub(crate) const BOUNCE_BYTES: usize = 256 << 10;
 
 /// What every backing accepts as alignment of a buffer.
 const ALIGNMENT: usize = 4096;
@@ -25,14 +25,14 @@ pub(crate) struct Bounce {
 
 impl Bounce {
     fn new() -> Self {
-        let storage = vec![0; PIECE + ALIGNMENT].into_boxed_slice();
+        let storage = vec![0; BOUNCE_BYTES + ALIGNMENT].into_boxed_slice();
         let skip = storage.as_ptr().align_offset(ALIGNMENT);
         Self { storage, skip }
     }
 
     /// The aligned buffer.
     pub fn bytes(&mut self) -> &mut [u8] {
-        &mut self.storage[self.skip..self.skip + PIECE]
+        &mut self.storage[self.skip..self.skip + BOUNCE_BYTES]
     }
 
     /// The first `len` bytes of the buffer, as an engine wants them.
@@ -76,33 +76,33 @@ impl Pool {
 
 impl<E: Engine> Worker<E> {
     /// Submits a request once there is a buffer for it.
-    pub fn starve(&mut self, number: usize, slot: u16) {
+    pub fn wait_for_buffer(&mut self, number: usize, slot: u16) {
         if let Some(queue) = &self.queues[number]
-            && let Some(local) = &mut self.locals[queue.local]
+            && let Some(thread_disk) = &mut self.disks[queue.thread_disk]
         {
-            local.starved.push_back((number, slot));
-            self.starved += 1;
+            thread_disk.waiting_for_buffer.push_back((number, slot));
+            self.waiting_for_buffer += 1;
         }
     }
 
     /// Submits a request, once the engine has room for it.
-    pub fn submit_or_starve(&mut self, number: usize, slot: u16) {
+    pub fn submit_or_wait(&mut self, number: usize, slot: u16) {
         match self.engine.room() {
-            0 => self.starve(number, slot),
+            0 => self.wait_for_buffer(number, slot),
             _ => self.submit(number, slot),
         }
     }
 
     /// Submits requests for which there are buffers now, from each disk in turn.
-    pub fn feed_starved(&mut self) {
+    pub fn retry_bounced(&mut self) {
         let mut refused = 0;
-        while self.starved > 0 && self.engine.room() > 0 && refused < self.locals.len() {
-            self.fed = (self.fed + 1) % self.locals.len();
-            if let Some(local) = &mut self.locals[self.fed]
-                && self.bounce.has_one(local.bounces)
-                && let Some((number, slot)) = local.starved.pop_front()
+        while self.waiting_for_buffer > 0 && self.engine.room() > 0 && refused < self.disks.len() {
+            self.buffer_turn = (self.buffer_turn + 1) % self.disks.len();
+            if let Some(thread_disk) = &mut self.disks[self.buffer_turn]
+                && self.bounce.has_one(thread_disk.bounces)
+                && let Some((number, slot)) = thread_disk.waiting_for_buffer.pop_front()
             {
-                self.starved -= 1;
+                self.waiting_for_buffer -= 1;
                 self.submit(number, slot);
                 refused = 0;
             } else {
@@ -116,16 +116,16 @@ impl<E: Engine> Worker<E> {
     pub fn release_bounce(&mut self, number: usize, slot: u16) {
         if let Some(queue) = &mut self.queues[number]
             && let Some(bounce) = queue.slots.get(slot).bounce.take()
-            && let Some(local) = &mut self.locals[queue.local]
+            && let Some(thread_disk) = &mut self.disks[queue.thread_disk]
         {
-            self.bounce.give_back(bounce, &mut local.bounces);
+            self.bounce.give_back(bounce, &mut thread_disk.bounces);
         }
     }
 }
 
 /// Whether the backing can work on these segments as they are.
 #[inline]
-pub(crate) fn aligned(segments: &[Segment], address: u32, len: u32) -> bool {
+pub(crate) fn is_aligned(segments: &[Segment], address: u32, len: u32) -> bool {
     let (address, len) = (address as usize - 1, len as usize - 1);
     segments
         .iter()

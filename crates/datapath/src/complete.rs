@@ -3,11 +3,11 @@
 
 use std::mem;
 
+use crate::blocking_pool::RequestEnd;
 use crate::clock::now_ns;
-use crate::outage;
-use crate::queue::About;
+use crate::error_policy;
+use crate::queue::Event;
 use crate::slot::Redo;
-use crate::slow::End;
 use crate::worker::Worker;
 use crate::zeroes;
 use block::{Engine, Request};
@@ -21,7 +21,7 @@ const EAGAIN: i32 = -11;
 const EOPNOTSUPP: i32 = -95;
 
 /// What becomes of a request after a completion.
-enum Next {
+enum AfterCompletion {
     Finish(Status),
     Fail,
     Again,
@@ -33,25 +33,25 @@ impl<E: Engine> Worker<E> {
         self.reaped_ns = 0;
         for i in 0..self.completions.len() {
             let completion = self.completions[i];
-            match About::from(completion.token) {
-                About::Operation { queue, slot } => {
+            match Event::from(completion.token) {
+                Event::Operation { queue, slot } => {
                     self.complete_one(queue, slot, completion.result);
                 }
-                About::Kick { queue } => {
+                Event::Kick { queue } => {
                     if queue < self.queues.len() {
-                        self.heat(queue);
+                        self.activate(queue);
                     }
                 }
                 // `run` looks at the commands.
-                About::Wake => {}
-                About::Timer => self.look_at_outages(),
+                Event::Wake => {}
+                Event::Timer => self.handle_timer(),
             }
         }
-        if self.starved > 0 {
-            self.feed_starved();
+        if self.waiting_for_buffer > 0 {
+            self.retry_bounced();
         }
         if mem::take(&mut self.syncs_postponed) {
-            self.look_at_syncs();
+            self.check_syncs();
         }
         self.reaped_ns = 0;
     }
@@ -66,22 +66,22 @@ impl<E: Engine> Worker<E> {
         let next = match (result, s.request) {
             (EINTR | EAGAIN, _) if s.retries < RETRIES_MAX => {
                 s.retries += 1;
-                Next::Again
+                AfterCompletion::Again
             }
-            _ if s.settling => {
-                let place = queue.local;
-                return self.synced(place, result);
+            _ if s.is_syncing => {
+                let place = queue.thread_disk;
+                return self.sync_ended(place, result);
             }
             (EOPNOTSUPP, Request::WriteZeroes { .. }) if s.detected => {
                 zeroes::undo(&queue.disk, s);
-                Next::Again
+                AfterCompletion::Again
             }
             (EOPNOTSUPP, Request::Discard { .. } | Request::WriteZeroes { .. }) => {
-                Next::Finish(Status::Unsupported)
+                AfterCompletion::Finish(Status::Unsupported)
             }
-            (..0, _) => Next::Fail,
+            (..0, _) => AfterCompletion::Fail,
             // The file ends before the disk does.
-            (0, Request::Read { .. } | Request::Write { .. }) => Next::Fail,
+            (0, Request::Read { .. } | Request::Write { .. }) => AfterCompletion::Fail,
             (moved, Request::Read { .. } | Request::Write { .. }) => {
                 let moved = (moved as u64).min(s.left) as usize;
                 s.retries = 0;
@@ -94,27 +94,27 @@ impl<E: Engine> Worker<E> {
                 s.left -= moved as u64;
                 match s.left {
                     0 if !queue.pieces.is_empty() => return self.piece_moved(number, slot),
-                    0 => Next::Finish(Status::Ok),
+                    0 => AfterCompletion::Finish(Status::Ok),
                     _ => {
                         s.at.0 += moved as u64;
                         s.advance(moved);
-                        Next::Again
+                        AfterCompletion::Again
                     }
                 }
             }
-            _ => Next::Finish(Status::Ok),
+            _ => AfterCompletion::Finish(Status::Ok),
         };
         match next {
-            Next::Finish(Status::Ok) => self.moved(number, slot),
+            AfterCompletion::Finish(Status::Ok) => self.moved(number, slot),
             // What completed before it in this batch may have taken the room that it left.
-            Next::Again => self.submit_or_starve(number, slot),
-            Next::Fail => self.fail(number, slot, -result, Redo::Operation),
-            Next::Finish(status) => self.finish(number, slot, status, result),
+            AfterCompletion::Again => self.submit_or_wait(number, slot),
+            AfterCompletion::Fail => self.fail(number, slot, -result, Redo::Operation),
+            AfterCompletion::Finish(status) => self.finish(number, slot, status, result),
         }
     }
 
     /// All that a request moves has been moved. If it changed the disk, and that must be durable first,
-    /// it settles.
+    /// it waits for an fdatasync.
     #[inline]
     pub fn moved(&mut self, number: usize, slot: u16) {
         let Some(queue) = &mut self.queues[number] else {
@@ -129,7 +129,7 @@ impl<E: Engine> Worker<E> {
                     // Whatever the cache mode: it may rest on a change that a kill would take back.
                     || queue.image.chain().is_some_and(|c| c.must_flush()) =>
             {
-                self.settle(number, slot);
+                self.sync_request(number, slot);
             }
             _ => self.finish(number, slot, Status::Ok, 0),
         }
@@ -138,20 +138,22 @@ impl<E: Engine> Worker<E> {
     #[inline]
     pub fn finish(&mut self, number: usize, slot: u16, status: Status, result: i32) {
         self.release_bounce(number, slot);
-        if status != Status::Ok && self.aborts(number, slot, End::Finish(status, result)) {
+        if status != Status::Ok
+            && self.start_abort(number, slot, RequestEnd::Finish(status, result))
+        {
             return;
         }
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
-        queue.release_piece(slot, &mut self.locals, &mut self.merges);
+        queue.release_piece(slot, &mut self.disks, &mut self.cow_buffers);
         let s = queue.slots.get(slot);
         let written = match status {
             Status::Ok => s.written + 1,
             _ => 1,
         };
         if status != Status::Ok {
-            outage::report(&queue.disk, s, status, -result);
+            error_policy::report(&queue.disk, s, status, -result);
         }
         let ticket = s.ticket;
         let request = zeroes::asked(s);
@@ -164,18 +166,18 @@ impl<E: Engine> Worker<E> {
             // One that was stalled has stamps, wanted or not.
             if s.stalled {
                 s.stalled = false;
-                let local = self.locals[queue.local].as_mut();
-                outage::ended(&queue.disk, local, &mut self.timer, status);
+                let thread_disk = self.disks[queue.thread_disk].as_mut();
+                error_policy::stalled_ended(&queue.disk, thread_disk, &mut self.timer, status);
             }
         }
         queue.slots.give_back(slot);
-        match queue.retired() {
+        match queue.is_retired() {
             false => queue.ring.complete(&ticket, status as u8, written),
             true => queue.ring.abandon(&ticket),
         }
-        match queue.running() {
+        match queue.is_running() {
             // The guest is likely to follow up at once.
-            true => self.heat(number),
+            true => self.activate(number),
             false => {
                 self.notify_queue(number);
                 self.finish_stop(number);

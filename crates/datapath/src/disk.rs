@@ -16,9 +16,9 @@ use image::{Image, ImageError};
 use tracing::warn;
 
 use crate::admit::Admission;
-use crate::outage::Outage;
-use crate::report::{IoEvent, Limiter};
-use crate::source::{Place, Source};
+use crate::error_policy::Outage;
+use crate::report::{IoEvent, LogLimiter};
+use crate::source::{Source, Storage};
 use crate::stats::Statistics;
 use crate::thread::{Command, IoThread};
 use crate::throttle::ThrottleGroup;
@@ -34,20 +34,20 @@ pub struct Disk {
     content: Mutex<Content>,
     pub(crate) source: Option<Mutex<Arc<Source>>>,
     /// Its image goes by tables.
-    by_tables: AtomicBool,
+    is_mapped: AtomicBool,
     /// What it is in may be changed by somebody else at the moment.
-    away: AtomicBool,
+    is_released: AtomicBool,
     /// Held while the file is replaced.
     pub(crate) replacing: Mutex<()>,
     pub(crate) options: Options,
-    pub(crate) errors: Limiter,
-    image_errors: Limiter,
+    pub(crate) errors: LogLimiter,
+    image_errors: LogLimiter,
     /// A front-end of it has held up an I/O thread.
-    holds_up: AtomicBool,
+    blocks_threads: AtomicBool,
     pub(crate) admission: Admission,
     pub(crate) statistics: Statistics,
     pub(crate) outage: Outage,
-    failures: Limiter,
+    failures: LogLimiter,
     on_event: OnceLock<OnEvent>,
     size: AtomicU64,
     write_cache: AtomicBool,
@@ -66,19 +66,19 @@ pub(crate) struct Content {
 type OnEvent = Box<dyn Fn(&IoEvent) + Send + Sync>;
 
 /// Longer than any storage takes that works, and shorter than service managers wait for a process to end.
-const PATIENCE: Duration = Duration::from_secs(20);
+const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 
 impl Content {
     /// From where it is, as for [`Disk::new`]; with the one that is written.
     pub fn new(
         image: Image,
-        places: impl IntoIterator<Item = impl Into<Place>>,
+        storage: impl IntoIterator<Item = impl Into<Storage>>,
         facts: &DiskFacts,
         cache: CacheMode,
     ) -> (Self, Option<Arc<Source>>) {
-        let source = |place: Place| Arc::new(Source::new(place, facts, !cache.direct()));
-        let places = places.into_iter().map(Into::into);
-        let mut files: Vec<_> = places.map(source).collect();
+        let source = |storage: Storage| Arc::new(Source::new(storage, facts, !cache.direct()));
+        let storage = storage.into_iter().map(Into::into);
+        let mut files: Vec<_> = storage.map(source).collect();
         let source = match image.chain() {
             Some(chain) => files.get(usize::from(chain.written_file().0)).cloned(),
             None => files.pop(),
@@ -105,7 +105,7 @@ pub struct Options {
     /// The same for whatever changes the disk, and for flushes.
     pub werror: OnError,
     /// How long a queue that stops waits for operations that storage does not answer.
-    pub patience: Duration,
+    pub stop_timeout: Duration,
 }
 
 impl Default for Options {
@@ -117,7 +117,7 @@ impl Default for Options {
             fixed_buffers: false,
             rerror: OnError::Report,
             werror: OnError::Enospc,
-            patience: PATIENCE,
+            stop_timeout: STOP_TIMEOUT,
         }
     }
 }
@@ -146,14 +146,14 @@ impl Disk {
         serial: &str,
         options: Options,
     ) -> Self {
-        let place = [Place::Remote(remote)];
-        Self::at(name, Image::Raw, place, facts, size, serial, options)
+        let storage = [Storage::Remote(remote)];
+        Self::at(name, Image::Raw, storage, facts, size, serial, options)
     }
 
     fn at(
         name: String,
         image: Image,
-        places: impl IntoIterator<Item = impl Into<Place>>,
+        storage: impl IntoIterator<Item = impl Into<Storage>>,
         mut facts: DiskFacts,
         size: u64,
         serial: &str,
@@ -162,8 +162,8 @@ impl Disk {
         let mut id = [0; blk::ID_BYTES];
         let len = serial.len().min(id.len());
         id[..len].copy_from_slice(&serial.as_bytes()[..len]);
-        let by_tables = AtomicBool::new(image.chain().is_some());
-        let (content, source) = Content::new(image, places, &facts, options.cache);
+        let is_mapped = AtomicBool::new(image.chain().is_some());
+        let (content, source) = Content::new(image, storage, &facts, options.cache);
         let source = source.map(Mutex::new);
         // What cannot give space back would write the zeroes all the same, and slower.
         let detect_zeroes = options.detect_zeroes != DetectZeroes::Off
@@ -179,17 +179,17 @@ impl Disk {
             id,
             content: Mutex::new(content),
             source,
-            by_tables,
-            away: AtomicBool::new(false),
+            is_mapped,
+            is_released: AtomicBool::new(false),
             replacing: Mutex::default(),
             options,
-            errors: Limiter::default(),
-            image_errors: Limiter::default(),
-            holds_up: AtomicBool::new(false),
+            errors: LogLimiter::default(),
+            image_errors: LogLimiter::default(),
+            blocks_threads: AtomicBool::new(false),
             admission: Admission::default(),
             statistics: Statistics::default(),
             outage: Outage::default(),
-            failures: Limiter::default(),
+            failures: LogLimiter::default(),
             on_event: OnceLock::new(),
             size: AtomicU64::new(size),
             write_cache: AtomicBool::new(options.cache.write_cache()),
@@ -199,13 +199,13 @@ impl Disk {
 
     /// Whether a front-end of it has held up an I/O thread. What that one is remembered for is the disk: it may connect
     /// anew at any time.
-    pub(crate) fn holds_up(&self) -> bool {
-        self.holds_up.load(Ordering::Relaxed)
+    pub(crate) fn blocks_threads(&self) -> bool {
+        self.blocks_threads.load(Ordering::Relaxed)
     }
 
     /// It has.
-    pub(crate) fn set_holds_up(&self) {
-        self.holds_up.store(true, Ordering::Relaxed);
+    pub(crate) fn set_blocks_threads(&self) {
+        self.blocks_threads.store(true, Ordering::Relaxed);
     }
 
     pub(crate) fn content(&self) -> Content {
@@ -214,19 +214,19 @@ impl Disk {
     }
 
     /// Leaves what it is in to somebody else, who may change it. It is durable, and no queue is served before
-    /// [`come_back`](Self::come_back). Nothing of it is kept open but `file`, of which nothing is
+    /// [`reacquire`](Self::reacquire). Nothing of it is kept open but `file`, of which nothing is
     /// read or written.
-    pub fn go_away(&self, file: Option<(Arc<OwnedFd>, Backing, Aio)>) {
-        self.away.store(true, Ordering::Relaxed);
+    pub fn release(&self, file: Option<(Arc<OwnedFd>, Backing, Aio)>) {
+        self.is_released.store(true, Ordering::Relaxed);
         let cache = self.options.cache;
         let (content, source) = Content::new(Image::Raw, file, &self.facts, cache);
-        self.put_in(content, source);
+        self.set_content(content, source);
     }
 
     /// It is in this from now on. No queue of it is served meanwhile.
-    pub(crate) fn put_in(&self, content: Content, source: Option<Arc<Source>>) {
-        let by_tables = content.image.chain().is_some();
-        self.by_tables.store(by_tables, Ordering::Relaxed);
+    pub(crate) fn set_content(&self, content: Content, source: Option<Arc<Source>>) {
+        let is_mapped = content.image.chain().is_some();
+        self.is_mapped.store(is_mapped, Ordering::Relaxed);
         if let Some(source) = source {
             self.set_source(source);
         }
@@ -237,7 +237,7 @@ impl Disk {
     ///
     /// # Errors
     /// It does not fit what the guest knows of its disk, which stays away.
-    pub fn come_back(
+    pub fn reacquire(
         &self,
         image: Image,
         files: impl IntoIterator<Item = (Arc<OwnedFd>, Backing, Aio)>,
@@ -251,9 +251,9 @@ impl Disk {
         } else {
             let cache = self.options.cache;
             let (content, source) = Content::new(image, files, facts, cache);
-            self.put_in(content, source);
+            self.set_content(content, source);
             self.grow(size);
-            self.away.store(false, Ordering::Relaxed);
+            self.is_released.store(false, Ordering::Relaxed);
             return Ok(());
         };
         Err(io::Error::other(format!(
@@ -281,7 +281,7 @@ impl Disk {
     /// Whether the page cache has lost something that was written: nothing is durable any more.
     pub fn lost_writes(&self) -> bool {
         let source = self.source();
-        source.is_some_and(|source| source.syncs.lost().is_some())
+        source.is_some_and(|source| source.coalescer.lost().is_some())
     }
 
     /// Makes every write that has completed durable, waiting for it; with `cache=unsafe` it does
@@ -290,7 +290,7 @@ impl Disk {
     /// # Errors
     /// It could not be made durable, or what the page cache held was lost earlier.
     pub fn sync(&self) -> io::Result<()> {
-        if self.away.load(Ordering::Relaxed) {
+        if self.is_released.load(Ordering::Relaxed) {
             return Ok(());
         }
         if let Some(chain) = self.content().image.chain() {
@@ -325,7 +325,7 @@ impl Disk {
     /// Whether there is anything that a flush must do. With `cache=unsafe`, that is to write the changed
     /// tables of an image to its file, so that the end of this process costs nothing, as in QEMU.
     pub(crate) fn flushes(&self) -> bool {
-        let obeyed = self.options.cache.flushes() || self.by_tables.load(Ordering::Relaxed);
+        let obeyed = self.options.cache.flushes() || self.is_mapped.load(Ordering::Relaxed);
         self.source.is_some() && obeyed && !self.facts.read_only
     }
 

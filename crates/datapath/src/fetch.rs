@@ -7,11 +7,11 @@ use guest::blk::{self, Status};
 use guest::{Chain, RingError};
 use tracing::warn;
 
-use crate::admit::Held;
+use crate::admit::HeldRequests;
 use crate::clock::now_ns;
 use crate::disk::Disk;
 use crate::plan::{self, Plan};
-use crate::queue::{Queue, State};
+use crate::queue::{Queue, QueueState};
 use crate::stats::Stamps;
 use crate::worker::Worker;
 
@@ -48,14 +48,14 @@ const PUBLISH: usize = 8;
 
 /// What is wanted of a batch beside that it is served.
 #[derive(Clone, Copy, Default)]
-struct Special {
+struct BatchNeeds {
     /// Requests may have to wait for leave to go on.
     limited: bool,
     /// When they were fetched, if they are measured.
     stamps: Stamps,
 }
 
-impl Special {
+impl BatchNeeds {
     fn is_none(&self) -> bool {
         !self.limited && self.stamps.fetched == 0
     }
@@ -63,7 +63,7 @@ impl Special {
 
 /// What fetching left behind.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Fetched {
+pub(crate) enum FetchResult {
     /// Nothing was there.
     Nothing,
     /// Something was, but for want of room nothing was taken: an operation must complete first.
@@ -75,19 +75,19 @@ pub(crate) enum Fetched {
 }
 
 impl<E: Engine> Worker<E> {
-    /// Takes requests from every hot queue and submits their operations.
-    pub fn fetch(&mut self) -> Fetched {
-        let mut result = Fetched::Nothing;
+    /// Takes requests from every active queue and submits their operations.
+    pub fn fetch(&mut self) -> FetchResult {
+        let mut result = FetchResult::Nothing;
         // Where there may not be room for all, the first must not always be the same.
-        if self.hot.len() > 1 && self.engine.room() < self.hot.len() * CHUNK_INSTANT_MAX {
-            self.hot.rotate_left(1);
+        if self.active.len() > 1 && self.engine.room() < self.active.len() * CHUNK_INSTANT_MAX {
+            self.active.rotate_left(1);
         }
         // By index: a queue that is retired leaves the list.
         let mut i = 0;
-        while i < self.hot.len() {
-            let number = self.hot[i];
+        while i < self.active.len() {
+            let number = self.active[i];
             match self.fetch_queue(number) {
-                Ok(Fetched::Nothing) => {}
+                Ok(FetchResult::Nothing) => {}
                 Ok(fetched) => result = result.max(fetched),
                 Err(e) => {
                     self.retire(number, &e);
@@ -99,64 +99,64 @@ impl<E: Engine> Worker<E> {
         result
     }
 
-    fn fetch_queue(&mut self, number: usize) -> Result<Fetched, RingError> {
+    fn fetch_queue(&mut self, number: usize) -> Result<FetchResult, RingError> {
         let fetched = self.fetch_some(number);
         // Also if the ring cannot be trusted: these were taken before that showed.
         self.start_taken(number);
         fetched
     }
 
-    fn fetch_some(&mut self, number: usize) -> Result<Fetched, RingError> {
+    fn fetch_some(&mut self, number: usize) -> Result<FetchResult, RingError> {
         let Some(queue) = &mut self.queues[number] else {
-            return Ok(Fetched::Nothing);
+            return Ok(FetchResult::Nothing);
         };
         let waiting = usize::from(queue.ring.waiting()?);
         if waiting == 0 {
-            return Ok(Fetched::Nothing);
+            return Ok(FetchResult::Nothing);
         }
         if queue.slots.taken() == 0
-            && let Some(local) = &mut self.locals[queue.local]
+            && let Some(thread_disk) = &mut self.disks[queue.thread_disk]
         {
-            self.poller.came(&mut local.habits, now_ns);
+            self.poller.came(&mut thread_disk.estimator, now_ns);
         }
         let chunk = match self.instant {
             true => (waiting / 2).clamp(CHUNK_INSTANT_MIN, CHUNK_INSTANT_MAX),
             false => chunk(queue.slots.taken()),
         };
-        let special = Special {
+        let needs = BatchNeeds {
             limited: queue.disk.admission.limits_any(),
             stamps: Stamps::all(queue.disk.statistics.stamp()),
         };
-        match special.is_none() {
-            true => self.fetch_batch::<false>(number, waiting, chunk, special),
-            false => self.fetch_special(number, waiting, chunk, special),
+        match needs.is_none() {
+            true => self.fetch_batch::<false>(number, waiting, chunk, needs),
+            false => self.fetch_with_needs(number, waiting, chunk, needs),
         }
     }
 
     #[inline(never)]
-    fn fetch_special(
+    fn fetch_with_needs(
         &mut self,
         number: usize,
         waiting: usize,
         chunk: usize,
-        special: Special,
-    ) -> Result<Fetched, RingError> {
-        self.fetch_batch::<true>(number, waiting, chunk, special)
+        needs: BatchNeeds,
+    ) -> Result<FetchResult, RingError> {
+        self.fetch_batch::<true>(number, waiting, chunk, needs)
     }
 
     /// Up to `chunk` operations of the requests that wait. Twice in the program, so that where nothing special is
     /// wanted, nothing of it is looked at for each request.
     #[inline]
-    fn fetch_batch<const SPECIAL: bool>(
+    fn fetch_batch<const HAS_NEEDS: bool>(
         &mut self,
         number: usize,
         waiting: usize,
         chunk: usize,
-        special: Special,
-    ) -> Result<Fetched, RingError> {
-        let Special { limited, stamps } = match SPECIAL {
-            true => special,
-            false => Special::default(),
+        needs: BatchNeeds,
+    ) -> Result<FetchResult, RingError> {
+        let BatchNeeds { limited, stamps } = match HAS_NEEDS {
+            true => needs,
+            false => BatchNeeds::default(),
         };
         let mut submitted = 0;
         let mut fetched = 0;
@@ -197,14 +197,14 @@ impl<E: Engine> Worker<E> {
                 _ => readable,
             };
             if limited {
-                if Held::concerns(&request) {
+                if HeldRequests::concerns(&request) {
                     if held.is_empty() {
-                        self.holding.push(number);
+                        self.throttled_queues.push(number);
                     }
-                    held.hold(slots, chain.ticket(), request, segments, stamps.fetched);
+                    held.pause(slots, chain.ticket(), request, segments, stamps.fetched);
                     continue;
                 }
-                held.passed_by(now_ns());
+                held.note_unlimited(now_ns());
             }
             match plan::plan(disk, image, request) {
                 Plan::Done(status, written) => {
@@ -234,9 +234,9 @@ impl<E: Engine> Worker<E> {
             }
         }
         Ok(match fetched {
-            0 => Fetched::Full,
-            n if n < waiting => Fetched::More,
-            _ => Fetched::All,
+            0 => FetchResult::Full,
+            n if n < waiting => FetchResult::More,
+            _ => FetchResult::All,
         })
     }
 
@@ -270,16 +270,16 @@ impl<E: Engine> Worker<E> {
     /// away for a moment, and put it back.
     fn retire(&mut self, number: usize, reason: &RingError) {
         self.notify_queue(number);
-        self.cool(number);
+        self.deactivate(number);
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
         let (state, until) = match reason {
             RingError::Buffer(..) => (
-                State::Unmapped,
+                QueueState::Unmapped,
                 "its front-end maps memory there, or the guest resets the device",
             ),
-            _ => (State::Retired, "the guest resets the device"),
+            _ => (QueueState::Retired, "the guest resets the device"),
         };
         queue.state = state;
         let disk = &queue.disk;

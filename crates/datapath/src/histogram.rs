@@ -14,12 +14,12 @@ const BITS_MAX: u32 = 37;
 pub(crate) const BUCKETS: usize = SUB + (BITS_MAX - SUB_BITS) as usize * SUB;
 
 /// A histogram that one thread fills while others look at it.
-pub(crate) struct Filling {
+pub(crate) struct AtomicHistogram {
     buckets: [AtomicU64; BUCKETS],
     sum_ns: AtomicU64,
 }
 
-impl Filling {
+impl AtomicHistogram {
     pub fn new() -> Self {
         Self {
             buckets: [const { AtomicU64::new(0) }; BUCKETS],
@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn percentiles_are_those_of_the_values() {
-        let filling = Filling::new();
+        let filling = AtomicHistogram::new();
         let mut values: Vec<u64> = (1..=10_000).map(|i| i * i).collect();
         values.iter().for_each(|&value| filling.add(value, 1));
         filling.add(7, 10_000);

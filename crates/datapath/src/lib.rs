@@ -9,35 +9,35 @@ mod fetch;
 
 mod admit;
 
-mod pieces;
+mod mapped;
 mod plan;
 
 mod submit;
 
 mod complete;
 
-mod outage;
+mod error_policy;
 
-mod settle;
+mod sync;
 
-mod merge;
+mod cow;
 mod notify;
 
 mod activity;
+mod blocking_pool;
 mod bounce;
 mod clock;
 mod disk;
+mod flush_coalescer;
 mod histogram;
-mod local;
 mod queue;
 mod replace;
 mod report;
 mod slot;
-mod slow;
 mod source;
 mod stats;
-mod syncs;
 mod thread;
+mod thread_disk;
 mod throttle;
 mod timer;
 mod worker;
@@ -48,8 +48,8 @@ pub use disk::{Disk, Options};
 pub use histogram::Histogram;
 pub use polling::Polling;
 pub use replace::Replacement;
-pub use report::{IoAction, IoEvent, IoFailure, IoResumed, LeftOut, Limiter};
-pub use source::Place;
+pub use report::{IoAction, IoEvent, IoFailure, IoResumed, LeftOut, LogLimiter};
+pub use source::Storage;
 pub use stats::{DiskStats, Latency, Measuring, RequestStats};
 pub use thread::{IoThread, QueueId};
 pub use throttle::ThrottleGroup;

@@ -13,30 +13,30 @@ use crate::queue::Queue;
 use crate::worker::Worker;
 
 /// How a guest is interrupted.
-pub(crate) enum Call {
+pub(crate) enum Interrupt {
     /// It polls.
     None,
     /// By a plain write: as an operation on the ring it costs twice as much.
-    Written(Arc<OwnedFd>),
+    ByWrite(Arc<OwnedFd>),
     /// With care, since its front-end has held up a thread.
-    WithCare(Arc<OwnedFd>),
+    ByAio(Arc<OwnedFd>),
 }
 
-impl Call {
+impl Interrupt {
     pub fn new(event: Option<Arc<OwnedFd>>, disk: &Disk) -> Self {
         match event {
             None => Self::None,
-            Some(event) if disk.holds_up() => Self::WithCare(event),
-            Some(event) => Self::Written(event),
+            Some(event) if disk.blocks_threads() => Self::ByAio(event),
+            Some(event) => Self::ByWrite(event),
         }
     }
 }
 
 impl<E: Engine> Worker<E> {
-    /// Publishes what was completed this turn. Only hot queues can have anything.
+    /// Publishes what was completed this turn. Only active queues can have anything.
     pub fn notify(&mut self) {
-        for i in 0..self.hot.len() {
-            self.notify_queue(self.hot[i]);
+        for i in 0..self.active.len() {
+            self.notify_queue(self.active[i]);
         }
     }
 
@@ -46,13 +46,13 @@ impl<E: Engine> Worker<E> {
             return;
         };
         queue.tally.count(queue.slots.taken());
-        let held_up = queue.ring.publish() && queue.interrupt(&self.signals).is_err();
+        let mark_blocking = queue.ring.publish() && queue.interrupt(&self.signals).is_err();
         if queue.marked.is_some() {
             queue.tell_marks(&self.signals);
         }
         queue.tally.publish();
-        if held_up {
-            self.held_up(number);
+        if mark_blocking {
+            self.mark_blocking(number);
         }
     }
 
@@ -62,18 +62,18 @@ impl<E: Engine> Worker<E> {
         if let Some(queue) = &self.queues[number]
             && queue.interrupt(&self.signals).is_err()
         {
-            self.held_up(number);
+            self.mark_blocking(number);
         }
     }
 
     /// The front-end has held up this thread, and whoever else is served here. It could again with each queue, each
     /// descriptor that it sends and each connection that it makes.
     #[cold]
-    fn held_up(&mut self, number: usize) {
+    fn mark_blocking(&mut self, number: usize) {
         let Some(disk) = self.queues[number].as_ref().map(|q| q.disk.clone()) else {
             return;
         };
-        disk.set_holds_up();
+        disk.set_blocks_threads();
         disk.errors.log(|left_out| {
             warn!(
                 "disk {}: its front-end has held up an I/O thread, for up to a second, with a call that is full and \
@@ -83,9 +83,9 @@ impl<E: Engine> Worker<E> {
         });
         for queue in self.queues.iter_mut().flatten() {
             if Arc::ptr_eq(&queue.disk, &disk)
-                && let Call::Written(event) = &queue.call
+                && let Interrupt::ByWrite(event) = &queue.call
             {
-                queue.call = Call::WithCare(event.clone());
+                queue.call = Interrupt::ByAio(event.clone());
             }
         }
     }
@@ -95,12 +95,12 @@ impl Queue {
     #[inline]
     fn interrupt(&self, signals: &Signals) -> Result<(), HeldUp> {
         match &self.call {
-            Call::Written(event) => signals.send(event),
-            Call::WithCare(event) => {
+            Interrupt::ByWrite(event) => signals.send(event),
+            Interrupt::ByAio(event) => {
                 self.send_with_care(signals, event);
                 Ok(())
             }
-            Call::None => Ok(()),
+            Interrupt::None => Ok(()),
         }
     }
 

@@ -39,7 +39,7 @@ impl Polling {
 
 /// How long something takes. All zero before the first.
 #[derive(Clone, Copy, Default)]
-struct Time {
+struct TypicalTime {
     /// Moving average, and how far single times are off on average.
     mean: u64,
     deviation: u64,
@@ -49,7 +49,7 @@ struct Time {
     early: u64,
 }
 
-impl Time {
+impl TypicalTime {
     fn took(&mut self, ns: u64) {
         if self.mean == 0 {
             *self = Self {
@@ -88,13 +88,13 @@ const EARLY_MAX: u64 = 100;
 
 /// What a thread has learned of a disk.
 #[derive(Default)]
-pub(crate) struct Habits {
+pub(crate) struct PollEstimator {
     /// From the end of the only request under way to the guest's next one, where the thread polled.
-    back: Time,
+    back: TypicalTime,
     /// The same where it slept: longer by a wake-up.
-    back_asleep: Time,
+    back_asleep: TypicalTime,
     /// An operation of a request that is alone.
-    operation: Time,
+    operation: TypicalTime,
     /// When it was first seen that nothing is under way; 0 while something is.
     quiet_since: u64,
     /// The guest is polled for.
@@ -114,7 +114,7 @@ const TRIAL: u16 = 8;
 const PAUSE_MIN: u16 = 200;
 const PAUSE_MAX: u16 = 1600;
 
-impl Habits {
+impl PollEstimator {
     /// Nothing of the disk is under way.
     #[inline]
     pub fn quiet(&mut self, now: u64) {
@@ -145,11 +145,11 @@ impl Habits {
             (false, _) => {
                 self.back_asleep.took(ns.min(max * 3 / 2));
                 self.count = self.count.saturating_sub(1);
-                let Time {
+                let TypicalTime {
                     mean, deviation, ..
                 } = self.back_asleep;
                 if self.count == 0 && mean <= max && deviation * 2 <= mean {
-                    self.back = Time::default();
+                    self.back = TypicalTime::default();
                     self.polls = true;
                 }
             }
@@ -192,7 +192,7 @@ pub(crate) struct Poller {
 
 /// What the disk that polling is for waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum For {
+pub(crate) enum PollTarget {
     Guest,
     Operation,
 }
@@ -234,43 +234,43 @@ impl Poller {
     /// How long to poll for this disk. What one that its limits hold waits for is mostly the limit, so that
     /// it is polled for only where that takes less CPU than a sleep.
     #[inline]
-    pub fn window(&self, habits: &Habits, what: For, limited: bool) -> u64 {
-        let Habits {
+    pub fn window(&self, estimator: &PollEstimator, what: PollTarget, limited: bool) -> u64 {
+        let PollEstimator {
             back, operation, ..
-        } = habits;
-        if !habits.polls || limited && back.most() > self.sleep {
+        } = estimator;
+        if !estimator.polls || limited && back.most() > self.sleep {
             return 0;
         }
         match what {
-            For::Guest if habits.count < TRIAL => self.max * 3 / 5,
-            For::Guest => back.most().min(self.max),
-            For::Operation
+            PollTarget::Guest if estimator.count < TRIAL => self.max * 3 / 5,
+            PollTarget::Guest => back.most().min(self.max),
+            PollTarget::Operation
                 if !limited
-                    && habits.count == TRIAL
-                    && habits.pays_for_operations(self.max, self.sleep)
+                    && estimator.count == TRIAL
+                    && estimator.pays_for_operations(self.max, self.sleep)
                     // As long as the thread sleeps, this is longer by a wake-up.
                     && operation.mean <= self.max * 3 / 2 =>
             {
                 operation.most().min(self.max)
             }
-            For::Operation => 0,
+            PollTarget::Operation => 0,
         }
     }
 
     /// The guest of this disk has sent a request; `now` is asked for only if it was quiet.
     #[inline]
-    pub fn came(&self, habits: &mut Habits, now: impl FnOnce() -> u64) {
-        if habits.quiet_since > 0 {
-            let time = now().saturating_sub(habits.quiet_since);
-            habits.quiet_since = 0;
-            habits.came_after(time, self.has_polled, self.max, self.sleep);
+    pub fn came(&self, estimator: &mut PollEstimator, now: impl FnOnce() -> u64) {
+        if estimator.quiet_since > 0 {
+            let time = now().saturating_sub(estimator.quiet_since);
+            estimator.quiet_since = 0;
+            estimator.came_after(time, self.has_polled, self.max, self.sleep);
         }
     }
 
     /// A lone operation of this disk took this long.
     #[inline]
-    pub fn operated(&self, habits: &mut Habits, ns: u64) {
-        habits.operation.took(ns.min(self.max * 4));
+    pub fn operated(&self, estimator: &mut PollEstimator, ns: u64) {
+        estimator.operation.took(ns.min(self.max * 4));
     }
 
     /// Whether to poll now for so long.
@@ -333,21 +333,21 @@ mod tests {
     const WAKE: u64 = 30_000;
 
     /// The guest of this disk sends requests after these times, one after another.
-    fn send(habits: &mut Habits, times: impl IntoIterator<Item = u64>) {
+    fn send(estimator: &mut PollEstimator, times: impl IntoIterator<Item = u64>) {
         let mut poller = poller(50);
         for time in times {
-            let polls = poller.window(habits, For::Guest, false);
+            let polls = poller.window(estimator, PollTarget::Guest, false);
             poller.has_polled = polls > 0;
-            let seen = if time <= polls { time } else { time + WAKE };
-            habits.quiet(1);
-            poller.came(habits, || seen + 1);
+            let result = if time <= polls { time } else { time + WAKE };
+            estimator.quiet(1);
+            poller.came(estimator, || result + 1);
         }
     }
 
-    fn guest(times: impl IntoIterator<Item = u64>) -> Habits {
-        let mut habits = Habits::default();
-        send(&mut habits, times);
-        habits
+    fn guest(times: impl IntoIterator<Item = u64>) -> PollEstimator {
+        let mut estimator = PollEstimator::default();
+        send(&mut estimator, times);
+        estimator
     }
 
     /// Times between requests that know nothing of each other, so long on average.
@@ -365,23 +365,26 @@ mod tests {
     #[test]
     fn a_guest_that_waits_for_each_request_is_polled_for_and_a_silent_one_is_not() {
         let poller = poller(50);
-        let window = |habits: &Habits, what| poller.window(habits, what, false);
-        assert_eq!(window(&Habits::default(), For::Guest), 0);
-        assert_eq!(window(&Habits::default(), For::Operation), 0);
+        let window = |estimator: &PollEstimator, what| poller.window(estimator, what, false);
+        assert_eq!(window(&PollEstimator::default(), PollTarget::Guest), 0);
+        assert_eq!(window(&PollEstimator::default(), PollTarget::Operation), 0);
 
         let times = [18_000, 20_000, 21_000, 19_000].repeat(16);
-        let mut habits = guest(times.clone());
-        poller.operated(&mut habits, 80_000);
-        let guest_window = window(&habits, For::Guest);
+        let mut estimator = guest(times.clone());
+        poller.operated(&mut estimator, 80_000);
+        let guest_window = window(&estimator, PollTarget::Guest);
         assert!((20_000..=30_000).contains(&guest_window), "{guest_window}");
-        assert_eq!(window(&habits, For::Operation), MAX);
+        assert_eq!(window(&estimator, PollTarget::Operation), MAX);
 
-        send(&mut habits, [1 << 50]);
-        assert!(window(&habits, For::Guest) > 0, "once is no habit");
-        send(&mut habits, [1 << 50; 32]);
-        assert_eq!(window(&habits, For::Guest), 0, "it does not wait");
-        send(&mut habits, times.repeat(4));
-        assert!(window(&habits, For::Guest) > 0, "it is forgotten");
+        send(&mut estimator, [1 << 50]);
+        assert!(
+            window(&estimator, PollTarget::Guest) > 0,
+            "once is no habit"
+        );
+        send(&mut estimator, [1 << 50; 32]);
+        assert_eq!(window(&estimator, PollTarget::Guest), 0, "it does not wait");
+        send(&mut estimator, times.repeat(4));
+        assert!(window(&estimator, PollTarget::Guest) > 0, "it is forgotten");
     }
 
     #[test]
@@ -398,15 +401,18 @@ mod tests {
             (25_000, 5_000_000, false, false),
             (4_000, 5_000_000, true, false),
         ] {
-            let mut habits = Habits::default();
+            let mut estimator = PollEstimator::default();
             let mut polled = [0, 0];
             for _ in 0..1000 {
-                send(&mut habits, [think]);
+                send(&mut estimator, [think]);
                 if operation > 0 {
-                    poller.operated(&mut habits, operation);
+                    poller.operated(&mut estimator, operation);
                 }
-                for (n, what) in polled.iter_mut().zip([For::Guest, For::Operation]) {
-                    *n += u32::from(poller.window(&habits, what, false) > 0);
+                for (n, what) in polled
+                    .iter_mut()
+                    .zip([PollTarget::Guest, PollTarget::Operation])
+                {
+                    *n += u32::from(poller.window(&estimator, what, false) > 0);
                 }
             }
             for (n, wanted) in polled.into_iter().zip([guest_polled, operation_polled]) {
@@ -419,12 +425,12 @@ mod tests {
     #[test]
     fn requests_at_times_of_their_own_are_not_polled_for() {
         for mean in [15_000.0, 62_500.0, 250_000.0, 1e6, 1e7] {
-            let mut habits = Habits::default();
+            let mut estimator = PollEstimator::default();
             let poller = poller(50);
             let mut polled = 0;
             for time in independent(mean).take(10_000) {
-                polled += time.min(poller.window(&habits, For::Guest, false));
-                send(&mut habits, [time]);
+                polled += time.min(poller.window(&estimator, PollTarget::Guest, false));
+                send(&mut estimator, [time]);
             }
             assert!(
                 polled < 10_000 * 1_500,
@@ -437,14 +443,17 @@ mod tests {
     #[test]
     fn a_guest_that_is_sometimes_late_is_polled_for_all_the_same() {
         let poller = poller(50);
-        let mut habits = guest([7_000; 64]);
-        poller.operated(&mut habits, 60_000);
+        let mut estimator = guest([7_000; 64]);
+        poller.operated(&mut estimator, 60_000);
         let mut polled = [0, 0];
         for n in 0..1000 {
             let late = n % 7 == 0 || n % 11 == 0;
-            send(&mut habits, [if late { 55_000 } else { 7_000 }]);
-            for (n, what) in polled.iter_mut().zip([For::Guest, For::Operation]) {
-                *n += u32::from(poller.window(&habits, what, false) > 0);
+            send(&mut estimator, [if late { 55_000 } else { 7_000 }]);
+            for (n, what) in polled
+                .iter_mut()
+                .zip([PollTarget::Guest, PollTarget::Operation])
+            {
+                *n += u32::from(poller.window(&estimator, what, false) > 0);
             }
         }
         assert!(polled.iter().all(|&n| n > 950), "{polled:?} of 1000");
@@ -455,13 +464,13 @@ mod tests {
         let poller = poller(50);
         let often = guest([3_000; 64]);
         assert!(
-            poller.window(&often, For::Guest, true) > 0,
+            poller.window(&often, PollTarget::Guest, true) > 0,
             "a sleep costs more"
         );
-        assert_eq!(poller.window(&often, For::Operation, true), 0);
+        assert_eq!(poller.window(&often, PollTarget::Operation, true), 0);
         let waits = guest([25_000; 64]);
-        assert!(poller.window(&waits, For::Guest, false) > 0);
-        assert_eq!(poller.window(&waits, For::Guest, true), 0);
+        assert!(poller.window(&waits, PollTarget::Guest, false) > 0);
+        assert_eq!(poller.window(&waits, PollTarget::Guest, true), 0);
     }
 
     #[test]
@@ -496,6 +505,6 @@ mod tests {
         assert!(poller.polled(1, true).abs_diff(3_000) < 10);
         let mut never = Poller::new(Polling::up_to(Duration::ZERO));
         assert!(never.never() && !never.measures());
-        assert_eq!(never.window(&guest([0; 64]), For::Guest, false), 0);
+        assert_eq!(never.window(&guest([0; 64]), PollTarget::Guest, false), 0);
     }
 }

@@ -8,14 +8,14 @@ use block::{FileId, Segment, Token};
 use guest::{Lost, NewQueue, Stopped, Virtqueue};
 use image::Image;
 
-use crate::admit::Held;
+use crate::admit::HeldRequests;
 use crate::disk::Disk;
-use crate::local::Local;
-use crate::notify::Call;
-use crate::pieces::Piece;
+use crate::mapped::MappedRequest;
+use crate::notify::Interrupt;
 use crate::slot::Slots;
 use crate::source::Alignment;
 use crate::stats::Tally;
+use crate::thread_disk::ThreadDisk;
 
 pub(crate) struct Queue {
     pub disk: Arc<Disk>,
@@ -26,24 +26,24 @@ pub(crate) struct Queue {
     /// What is done and not published yet.
     pub tally: Tally,
     /// Requests that a limit holds back.
-    pub held: Held,
+    pub held: HeldRequests,
     /// The disk's file, as this thread's engine knows it; none if each piece says where it is.
     pub file: Option<FileId>,
-    /// By slot, for a disk whose image goes by tables; [made](crate::pieces::piece_of) as slots are first taken, like these.
-    pub pieces: Vec<Piece>,
+    /// By slot, for a disk whose image goes by tables; [made](crate::mapped::mapped_of) as slots are first taken, like these.
+    pub pieces: Vec<MappedRequest>,
     pub alignment: Alignment,
     /// Place of what the thread keeps for the disk.
-    pub local: usize,
+    pub thread_disk: usize,
     /// Guest memory that is registered with this thread's engine for this queue.
     pub registered: Vec<Segment>,
-    pub state: State,
+    pub state: QueueState,
     /// Some of its requests were left for whoever takes it up next.
     pub unfinished: bool,
     /// The queue is looked at every turn, and the guest need not kick.
-    pub hot: bool,
+    pub active: bool,
     /// Watched by the engine, and open as long as it is.
     _kick: Arc<OwnedFd>,
-    pub call: Call,
+    pub call: Interrupt,
     pub error: Option<Arc<OwnedFd>>,
     /// Told that something may have been marked in the dirty log.
     pub marked: Option<Arc<OwnedFd>>,
@@ -51,10 +51,10 @@ pub(crate) struct Queue {
     pub lost: Lost,
 }
 
-pub(crate) enum State {
+pub(crate) enum QueueState {
     Running,
     /// Nothing is fetched for now: the disk's file is being replaced.
-    Held,
+    HeldRequests,
     /// A buffer is not in guest memory. Nothing is fetched until the front-end changes its memory, and with that stops
     /// and starts the queue; what was fetched before goes on.
     Unmapped,
@@ -64,7 +64,7 @@ pub(crate) enum State {
     /// nanoseconds of the monotonic clock.
     Stopping {
         reply: Sender<Stopped>,
-        retired: bool,
+        is_retired: bool,
         until: u64,
     },
     /// It has stopped, with operations that storage has not answered. Nothing is given back any more.
@@ -72,68 +72,78 @@ pub(crate) enum State {
 }
 
 impl Queue {
-    pub fn new(disk: Arc<Disk>, new: NewQueue, place: usize, local: Option<&Local>) -> Self {
+    pub fn new(
+        disk: Arc<Disk>,
+        new: NewQueue,
+        place: usize,
+        thread_disk: Option<&ThreadDisk>,
+    ) -> Self {
         let requests = requests_max(&new.virtqueue);
         let mut queue = Self {
             image: Image::Null,
             ring: new.virtqueue,
             slots: Slots::new(requests),
             tally: Tally::new(&disk, requests.into()),
-            held: Held::new(disk.clone()),
+            held: HeldRequests::new(disk.clone()),
             file: None,
             pieces: Vec::new(),
             alignment: Alignment { address: 1, len: 1 },
-            local: place,
+            thread_disk: place,
             registered: Vec::new(),
-            state: State::Running,
+            state: QueueState::Running,
             unfinished: false,
-            hot: false,
+            active: false,
             _kick: new.kick,
-            call: Call::new(new.call, &disk),
+            call: Interrupt::new(new.call, &disk),
             error: new.error,
             marked: new.marked,
             lost: new.lost,
             disk,
         };
-        queue.look_where_it_is(local);
+        queue.update_content(thread_disk);
         queue
     }
 
     /// Looks where the disk is now. Nothing of the queue is under way.
-    pub fn look_where_it_is(&mut self, local: Option<&Local>) {
+    pub fn update_content(&mut self, thread_disk: Option<&ThreadDisk>) {
         self.image = self.disk.content().image;
-        let by_tables = self.image.chain().is_some();
-        self.file = local.and_then(|l| l.file).filter(|_| !by_tables);
-        match by_tables {
+        let is_mapped = self.image.chain().is_some();
+        self.file = thread_disk.and_then(|l| l.file).filter(|_| !is_mapped);
+        match is_mapped {
             true => self
                 .pieces
                 .reserve_exact(self.slots.len() - self.pieces.len()),
             false => self.pieces = Vec::new(),
         }
-        if let Some(source) = local.and_then(|l| l.source.as_ref()) {
+        if let Some(source) = thread_disk.and_then(|l| l.source.as_ref()) {
             self.alignment = source.alignment;
         }
     }
 
     /// Whether nothing is given back any more.
-    pub fn retired(&self) -> bool {
+    pub fn is_retired(&self) -> bool {
         matches!(
             self.state,
-            State::Retired | State::Abandoned | State::Stopping { retired: true, .. }
+            QueueState::Retired
+                | QueueState::Abandoned
+                | QueueState::Stopping {
+                    is_retired: true,
+                    ..
+                }
         )
     }
 
     pub fn is_stopping(&self) -> bool {
-        matches!(self.state, State::Stopping { .. })
+        matches!(self.state, QueueState::Stopping { .. })
     }
 
-    pub fn running(&self) -> bool {
-        matches!(self.state, State::Running)
+    pub fn is_running(&self) -> bool {
+        matches!(self.state, QueueState::Running)
     }
 
     /// Whether what was fetched goes on as ever: nobody waits for it to end.
-    pub fn goes_on(&self) -> bool {
-        matches!(self.state, State::Running | State::Unmapped)
+    pub fn is_in_service(&self) -> bool {
+        matches!(self.state, QueueState::Running | QueueState::Unmapped)
     }
 }
 
@@ -163,14 +173,14 @@ pub(crate) const TIMER: Token = Token(1 << 59);
 const KICK: u64 = 1 << 60;
 
 /// What a completion is about.
-pub(crate) enum About {
+pub(crate) enum Event {
     Operation { queue: usize, slot: u16 },
     Kick { queue: usize },
     Wake,
     Timer,
 }
 
-impl From<Token> for About {
+impl From<Token> for Event {
     #[inline]
     fn from(token: Token) -> Self {
         let queue = (token.0 as u32 >> 16) as usize;

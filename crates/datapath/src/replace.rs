@@ -26,10 +26,10 @@ use guest::NewQueue;
 use image::Image;
 
 use crate::disk::{Content, Disk};
-use crate::local::Attached;
-use crate::queue::State;
-use crate::source::{Place, Source};
+use crate::queue::QueueState;
+use crate::source::{Source, Storage};
 use crate::thread::{Command, IoThread, QueueId};
+use crate::thread_disk::Attached;
 use crate::worker::Worker;
 
 /// What takes the place of what a disk is in.
@@ -37,7 +37,7 @@ pub struct Replacement {
     /// Where ranges of it are.
     pub image: Image,
     /// What it is in: one place, or, if its image goes by tables, all its files by their numbers there.
-    pub places: Vec<Place>,
+    pub storage: Vec<Storage>,
     /// What is true of it.
     pub facts: DiskFacts,
     /// Its size in bytes, at least the disk's.
@@ -71,7 +71,7 @@ impl Disk {
         }
         let result = self.exchange(threads, new, ready, record);
         // A thread that has ended serves nothing that could go on.
-        let _ = ask_all(threads, |reply| Command::GoOn {
+        let _ = ask_all(threads, |reply| Command::Unpause {
             disk: self.clone(),
             replaced: result.is_ok(),
             reply,
@@ -87,7 +87,7 @@ impl Disk {
         ready: impl FnOnce(Replacement) -> io::Result<Replacement>,
         record: impl FnOnce() -> io::Result<()>,
     ) -> io::Result<()> {
-        ask_all(threads, |reply| Command::Hold {
+        ask_all(threads, |reply| Command::Pause {
             disk: self.clone(),
             reply,
         })?;
@@ -97,20 +97,20 @@ impl Disk {
         self.check(&new)?;
         let Replacement {
             image,
-            places,
+            storage,
             facts,
             size,
         } = new;
-        let (content, source) = Content::new(image, places, &facts, self.options.cache);
+        let (content, source) = Content::new(image, storage, &facts, self.options.cache);
         let source = source.ok_or_else(|| self.unfit("it is nowhere"))?;
-        ask_all(threads, |reply| Command::Adopt {
+        ask_all(threads, |reply| Command::AttachNext {
             disk: self.clone(),
             content: content.clone(),
             source: source.clone(),
             reply,
         })?;
         record()?;
-        self.put_in(content, Some(source));
+        self.set_content(content, Some(source));
         self.grow(size);
         Ok(())
     }
@@ -166,7 +166,7 @@ fn ask_all(
 pub(crate) type Start = (Arc<Disk>, NewQueue, Sender<io::Result<QueueId>>);
 
 /// A disk that a thread holds.
-pub(crate) struct Hold {
+pub(crate) struct Pause {
     pub disk: Arc<Disk>,
     /// Told when nothing of the disk is under way.
     drained: Option<Sender<io::Result<()>>>,
@@ -178,34 +178,34 @@ pub(crate) struct Hold {
 
 impl<E: Engine> Worker<E> {
     /// Fetches nothing from the disk's queues any more, and says so when all is done that was fetched.
-    pub fn hold(&mut self, disk: Arc<Disk>, drained: Sender<io::Result<()>>) {
+    pub fn pause(&mut self, disk: Arc<Disk>, drained: Sender<io::Result<()>>) {
         for number in self.queues_of(&disk) {
             self.notify_queue(number);
-            self.cool(number);
+            self.deactivate(number);
             if let Some(queue) = &mut self.queues[number]
-                && queue.running()
+                && queue.is_running()
             {
-                queue.state = State::Held;
+                queue.state = QueueState::HeldRequests;
             }
         }
         let stalled = disk.stalled() > 0;
-        self.holds.push(Hold {
+        self.pauses.push(Pause {
             disk,
             drained: Some(drained),
             next: None,
             waiting: Vec::new(),
         });
-        self.look_at_holds();
-        if stalled && let Some(disk) = self.holds.last().map(|h| h.disk.clone()) {
-            self.cancel_holds(&disk);
+        self.report_paused();
+        if stalled && let Some(disk) = self.pauses.last().map(|h| h.disk.clone()) {
+            self.cancel_pauses(&disk);
         }
     }
 
     /// Tells those who hold the disk that it will not be idle: storage failed to serve it.
-    pub fn cancel_holds(&mut self, disk: &Arc<Disk>) {
-        let same = |hold: &&mut Hold| Arc::ptr_eq(&hold.disk, disk);
-        for hold in self.holds.iter_mut().filter(same) {
-            if let Some(reply) = hold.drained.take() {
+    pub fn cancel_pauses(&mut self, disk: &Arc<Disk>) {
+        let same = |pause: &&mut Pause| Arc::ptr_eq(&pause.disk, disk);
+        for pause in self.pauses.iter_mut().filter(same) {
+            if let Some(reply) = pause.drained.take() {
                 let _ = reply.send(Err(io::Error::other(format!(
                     "requests wait for its storage to work again; 'ringdisk resume {} --report' ends them",
                     disk.name
@@ -215,54 +215,54 @@ impl<E: Engine> Worker<E> {
     }
 
     /// Tells those who hold disks of which nothing is under way any more.
-    pub fn look_at_holds(&mut self) {
-        for i in 0..self.holds.len() {
-            let disk = self.holds[i].disk.clone();
+    pub fn report_paused(&mut self) {
+        for i in 0..self.pauses.len() {
+            let disk = self.pauses[i].disk.clone();
             let idle = |&n: &usize| {
                 let queue = self.queues[n].as_ref();
                 queue.is_none_or(|q| q.slots.taken() == 0)
             };
-            if self.holds[i].drained.is_some() && self.queues_of(&disk).iter().all(idle) {
-                let drained = self.holds[i].drained.take();
+            if self.pauses[i].drained.is_some() && self.queues_of(&disk).iter().all(idle) {
+                let drained = self.pauses[i].drained.take();
                 drained.inspect(|reply| drop(reply.send(Ok(()))));
             }
         }
     }
 
     /// Makes the new file known to the engine, if this thread serves the disk.
-    pub fn adopt(
+    pub fn attach_next(
         &mut self,
         disk: &Arc<Disk>,
         content: &Content,
         source: Arc<Source>,
     ) -> io::Result<()> {
-        let same = |h: &Hold| Arc::ptr_eq(&h.disk, disk);
-        let mut locals = self.locals.iter().flatten();
-        if let Some(place) = self.holds.iter().position(same)
-            && locals.any(|l| Arc::ptr_eq(&l.disk, disk))
+        let same = |h: &Pause| Arc::ptr_eq(&h.disk, disk);
+        let mut disks = self.disks.iter().flatten();
+        if let Some(place) = self.pauses.iter().position(same)
+            && disks.any(|l| Arc::ptr_eq(&l.disk, disk))
         {
             let attached = self.attach(content, Some(&source))?;
-            self.holds[place].next = Some((source, attached));
+            self.pauses[place].next = Some((source, attached));
         }
         Ok(())
     }
 
     /// Serves the disk again, from the new file if it was replaced.
-    pub fn go_on(&mut self, disk: &Arc<Disk>, replaced: bool) -> Vec<Start> {
-        let same = |h: &Hold| Arc::ptr_eq(&h.disk, disk);
-        let Some(place) = self.holds.iter().position(same) else {
+    pub fn unpause(&mut self, disk: &Arc<Disk>, replaced: bool) -> Vec<Start> {
+        let same = |h: &Pause| Arc::ptr_eq(&h.disk, disk);
+        let Some(place) = self.pauses.iter().position(same) else {
             return Vec::new();
         };
-        let hold = self.holds.swap_remove(place);
-        let mut locals = self.locals.iter_mut().flatten();
-        let local = locals.find(|l| Arc::ptr_eq(&l.disk, disk));
-        match (hold.next, local) {
-            (Some((source, new)), Some(local)) if replaced => {
-                let old = local.put_in(source, new);
+        let pause = self.pauses.swap_remove(place);
+        let mut disks = self.disks.iter_mut().flatten();
+        let thread_disk = disks.find(|l| Arc::ptr_eq(&l.disk, disk));
+        match (pause.next, thread_disk) {
+            (Some((source, new)), Some(thread_disk)) if replaced => {
+                let old = thread_disk.set_content(source, new);
                 self.detach(old);
                 for number in self.queues_of(disk) {
                     if let Some(queue) = &mut self.queues[number] {
-                        queue.look_where_it_is(self.locals[queue.local].as_ref());
+                        queue.update_content(self.disks[queue.thread_disk].as_ref());
                     }
                     self.register_memory(number);
                 }
@@ -273,13 +273,13 @@ impl<E: Engine> Worker<E> {
         }
         for number in self.queues_of(disk) {
             if let Some(queue) = &mut self.queues[number]
-                && matches!(queue.state, State::Held)
+                && matches!(queue.state, QueueState::HeldRequests)
             {
-                queue.state = State::Running;
-                self.heat(number);
+                queue.state = QueueState::Running;
+                self.activate(number);
             }
         }
-        hold.waiting
+        pause.waiting
     }
 
     fn queues_of(&self, disk: &Arc<Disk>) -> Vec<usize> {

@@ -53,10 +53,10 @@ pub struct IoFailure {
 
 /// Lines of one kind about one disk.
 #[derive(Default)]
-pub struct Limiter(Mutex<State>);
+pub struct LogLimiter(Mutex<LimiterState>);
 
 #[derive(Default)]
-struct State {
+struct LimiterState {
     last: Option<Instant>,
     left_out: u64,
 }
@@ -74,7 +74,7 @@ impl fmt::Display for LeftOut {
     }
 }
 
-impl Limiter {
+impl LogLimiter {
     /// Calls `log` with the number of lines left out since the last one, unless that was just now.
     pub fn log(&self, log: impl FnOnce(LeftOut)) {
         let mut state = self.0.lock().unwrap_or_else(|e| e.into_inner());

@@ -28,7 +28,7 @@ pub(crate) struct Slot {
     /// Part of it was written without being made durable.
     pub unstable: bool,
     /// Moved; it completes with the end of an fdatasync.
-    pub settling: bool,
+    pub is_syncing: bool,
     /// A write of zeroes that became a write-zeroes.
     pub detected: bool,
     /// Bytes of a write that are known to be zeroes, while the rest is still to be looked at.
@@ -47,10 +47,10 @@ pub(crate) struct Slot {
 /// How a request goes on that storage failed to serve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Redo {
-    /// With the operation that failed, or, if it was settling, with another fdatasync.
+    /// With the operation that failed, or, if it waited for an fdatasync, with another fdatasync.
     Operation,
     /// With its next piece.
-    Piece,
+    MappedRequest,
     /// With what comes after the move of its piece.
     Commit,
 }
@@ -68,7 +68,7 @@ impl Slot {
             written: 0,
             retries: 0,
             unstable: false,
-            settling: false,
+            is_syncing: false,
             detected: false,
             zeroes: 0,
             stalled: false,
@@ -166,7 +166,7 @@ impl Slots {
         slot.stamps = stamps;
         slot.retries = 0;
         slot.unstable = false;
-        slot.settling = false;
+        slot.is_syncing = false;
         slot.detected = false;
         slot.zeroes = 0;
         slot.set_segments(segments);

@@ -7,23 +7,23 @@ use std::sync::{Arc, MutexGuard};
 use block::{Aio, Backing, DiskFacts, Engine, FileId, Remote};
 
 use crate::disk::Disk;
-use crate::syncs::Syncs;
+use crate::flush_coalescer::FlushCoalescer;
 
 pub(crate) struct Source {
-    place: Place,
+    storage: Storage,
     pub alignment: Alignment,
-    pub syncs: Syncs,
+    pub coalescer: FlushCoalescer,
 }
 
 /// Where bytes are.
-pub enum Place {
+pub enum Storage {
     /// In a file: open as the disk's cache mode demands, and locked; and how its bytes are to be moved.
     File(Arc<OwnedFd>, Backing, Aio),
     /// In storage that is no file.
     Remote(Arc<dyn Remote>),
 }
 
-impl From<(Arc<OwnedFd>, Backing, Aio)> for Place {
+impl From<(Arc<OwnedFd>, Backing, Aio)> for Storage {
     fn from((file, backing, aio): (Arc<OwnedFd>, Backing, Aio)) -> Self {
         Self::File(file, backing, aio)
     }
@@ -38,31 +38,31 @@ pub(crate) struct Alignment {
 
 impl Source {
     /// `cached` if it is read and written through the page cache.
-    pub fn new(place: Place, facts: &DiskFacts, cached: bool) -> Self {
+    pub fn new(storage: Storage, facts: &DiskFacts, cached: bool) -> Self {
         let alignment = Alignment {
             address: facts.address_alignment,
             len: facts.length_alignment,
         };
         Self {
-            place,
+            storage,
             alignment,
-            syncs: Syncs::new(cached),
+            coalescer: FlushCoalescer::new(cached),
         }
     }
 
     /// Makes it known to an engine.
     pub fn attach(&self, engine: &mut impl Engine) -> io::Result<FileId> {
-        match &self.place {
-            Place::File(fd, backing, aio) => engine.attach(fd, *backing, *aio),
-            Place::Remote(remote) => engine.attach_remote(remote),
+        match &self.storage {
+            Storage::File(fd, backing, aio) => engine.attach(fd, *backing, *aio),
+            Storage::Remote(remote) => engine.attach_remote(remote),
         }
     }
 
     /// Makes every write that has completed durable, waiting for it.
     pub fn sync(&self) -> io::Result<()> {
-        self.syncs.sync(|| match &self.place {
-            Place::File(fd, ..) => Ok(rustix::io::retry_on_intr(|| rustix::fs::fdatasync(fd))?),
-            Place::Remote(remote) => remote.sync(),
+        self.coalescer.sync(|| match &self.storage {
+            Storage::File(fd, ..) => Ok(rustix::io::retry_on_intr(|| rustix::fs::fdatasync(fd))?),
+            Storage::Remote(remote) => remote.sync(),
         })
     }
 }
@@ -75,7 +75,7 @@ impl Disk {
 
     /// Whether its page cache has lost something with this errno.
     pub(crate) fn has_lost(&self, errno: i32) -> bool {
-        self.source().and_then(|s| s.syncs.lost()) == Some(errno)
+        self.source().and_then(|s| s.coalescer.lost()) == Some(errno)
     }
 
     pub(crate) fn set_source(&self, new: Arc<Source>) {

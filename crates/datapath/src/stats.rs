@@ -16,7 +16,7 @@ use guest::blk::Status;
 
 use crate::clock::now_ns;
 use crate::disk::Disk;
-use crate::histogram::{Filling, Histogram, add};
+use crate::histogram::{AtomicHistogram, Histogram, add};
 
 /// The kinds of requests that are counted apart.
 const KINDS: usize = 5;
@@ -386,11 +386,11 @@ struct Counters {
 }
 
 /// How long requests of one kind took: 21 KiB.
-struct Times([Filling; STAGES]);
+struct Times([AtomicHistogram; STAGES]);
 
 impl Times {
     fn new() -> Box<Self> {
-        Box::new(Self(std::array::from_fn(|_| Filling::new())))
+        Box::new(Self(std::array::from_fn(|_| AtomicHistogram::new())))
     }
 }
 

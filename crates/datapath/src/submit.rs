@@ -3,8 +3,8 @@
 
 use block::{Engine, Op, Request, Segment};
 
-use crate::bounce::{self, PIECE};
-use crate::pieces::piece_of;
+use crate::bounce::{self, BOUNCE_BYTES};
+use crate::mapped::mapped_of;
 use crate::queue::{Queue, token};
 use crate::worker::Worker;
 use crate::zeroes;
@@ -20,29 +20,29 @@ impl<E: Engine> Worker<E> {
         let (file, copying) = match queue.file {
             Some(file) => (file, false),
             None => {
-                let piece = piece_of(&mut queue.pieces, slot);
+                let piece = mapped_of(&mut queue.pieces, slot);
                 (piece.file, piece.copying)
             }
         };
         let stable = disk.writes_are_stable();
         let s = queue.slots.get(slot);
         if queue.pieces.is_empty() && !zeroes::detect(disk, &queue.ring, s, &mut self.zeroes_left) {
-            return self.zero_later(number, slot);
+            return self.defer_zeroing(number, slot);
         }
-        if s.request == Request::Flush && !s.settling {
-            return self.settle(number, slot);
+        if s.request == Request::Flush && !s.is_syncing {
+            return self.sync_request(number, slot);
         }
         s.unstable |= !stable || !matches!(s.request, Request::Write { .. });
-        let (at, len, settling) = (s.at, s.left, s.settling);
+        let (at, len, is_syncing) = (s.at, s.left, s.is_syncing);
         let mut piece = [Segment { addr: 0, len: 0 }];
 
         if let Request::Read { .. } | Request::Write { .. } = s.request
-            && !settling
+            && !is_syncing
         {
             // What stands beside a write is read to where it is written from, whatever its other pieces need.
             let bounced = !copying
                 && (s.bounce.is_some()
-                    || !bounce::aligned(
+                    || !bounce::is_aligned(
                         s.segments(),
                         queue.alignment.address,
                         queue.alignment.len,
@@ -50,7 +50,7 @@ impl<E: Engine> Worker<E> {
             if bounced {
                 match self.prepare_bounce(number, slot) {
                     Some(segment) => piece = [segment],
-                    None => return self.starve(number, slot),
+                    None => return self.wait_for_buffer(number, slot),
                 }
             }
         }
@@ -63,7 +63,7 @@ impl<E: Engine> Worker<E> {
             _ => &piece,
         };
         let op = match s.request {
-            _ if settling => Op::Flush,
+            _ if is_syncing => Op::Flush,
             Request::Write { .. } if copying => Op::Read { at, to: segments },
             Request::Read { .. } => Op::Read { at, to: segments },
             Request::Write { .. } => Op::Write {
@@ -101,11 +101,11 @@ impl<E: Engine> Worker<E> {
         let queue = self.queues[number].as_mut()?;
         let s = queue.slots.get(slot);
         if s.bounce.is_none() {
-            let local = self.locals[queue.local].as_mut()?;
-            s.bounce = Some(self.bounce.take(&mut local.bounces)?);
+            let thread_disk = self.disks[queue.thread_disk].as_mut()?;
+            s.bounce = Some(self.bounce.take(&mut thread_disk.bounces)?);
         }
         let mut bounce = s.bounce.take()?;
-        let len = (s.left).min(PIECE as u64) as usize;
+        let len = (s.left).min(BOUNCE_BYTES as u64) as usize;
         if let Request::Write { .. } = s.request {
             queue
                 .ring

@@ -48,19 +48,19 @@ pub(crate) enum Command {
         reply: Sender<()>,
     },
     /// Serve nothing of a disk for now; the reply comes when nothing of it is under way.
-    Hold {
+    Pause {
         disk: Arc<Disk>,
         reply: Sender<io::Result<()>>,
     },
     /// Make its next file known to the engine.
-    Adopt {
+    AttachNext {
         disk: Arc<Disk>,
         content: Content,
         source: Arc<Source>,
         reply: Sender<io::Result<()>>,
     },
     /// Serve it again.
-    GoOn {
+    Unpause {
         disk: Arc<Disk>,
         replaced: bool,
         reply: Sender<io::Result<()>>,

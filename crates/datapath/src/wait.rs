@@ -5,25 +5,25 @@ use std::io;
 use block::Engine;
 
 use crate::clock::{now_ns, thread_cpu_ns};
-use crate::fetch::Fetched;
-use crate::polling::For;
-use crate::queue::About;
+use crate::fetch::FetchResult;
+use crate::polling::PollTarget;
+use crate::queue::Event;
 use crate::worker::Worker;
 
 impl<E: Engine> Worker<E> {
     /// Enters the kernel as the situation demands, and reaps.
-    pub fn wait(&mut self, fetched: Fetched) -> io::Result<()> {
+    pub fn wait(&mut self, fetched: FetchResult) -> io::Result<()> {
         let more_to_reap = self.completions.len() == self.completions.capacity();
         self.completions.clear();
         let under_way = self.engine.in_flight();
         let mut waited_since = None;
         match fetched {
             _ if more_to_reap => self.engine.push()?,
-            Fetched::More => self.engine.push()?,
-            Fetched::Full => self.wait_for_room()?,
+            FetchResult::More => self.engine.push()?,
+            FetchResult::Full => self.wait_for_room()?,
             // Nothing needed an operation; or what did is done in the kernel's first breath, and
             // needs no waiting. Other queues' kicks are looked for all the same.
-            Fetched::All if under_way == 0 || self.instant => self.engine.push()?,
+            FetchResult::All if under_way == 0 || self.instant => self.engine.push()?,
             _ => {
                 let now = now_ns();
                 waited_since = Some(now);
@@ -37,7 +37,7 @@ impl<E: Engine> Worker<E> {
             self.learn_operations(start);
         }
         // Where all that was fetched is held or answered, no operation says how long they take.
-        if fetched != Fetched::Nothing && under_way > 0 {
+        if fetched != FetchResult::Nothing && under_way > 0 {
             self.instant = self.engine.in_flight() == 0;
         }
         Ok(())
@@ -48,14 +48,15 @@ impl<E: Engine> Worker<E> {
         let window = self.poll_window(under_way, start);
         if self.poller.may(start, window) {
             self.engine.push()?;
-            let seen = self.poll(start, window);
+            let result = self.poll(start, window);
             let time = now_ns().saturating_sub(start);
-            let saved = self.poller.polled(time, seen != Seen::Nothing);
-            self.activity.polled(seen != Seen::Nothing, time, saved);
-            match seen {
-                Seen::Request => return Ok(()),
-                Seen::Completion => return self.engine.push(),
-                Seen::Nothing => {}
+            let saved = self.poller.polled(time, result != PollResult::Nothing);
+            self.activity
+                .polled(result != PollResult::Nothing, time, saved);
+            match result {
+                PollResult::Request => return Ok(()),
+                PollResult::Completion => return self.engine.push(),
+                PollResult::Nothing => {}
             }
         }
         if self.enable_kicks(start) {
@@ -77,23 +78,23 @@ impl<E: Engine> Worker<E> {
             return 0;
         }
         let mut window = 0;
-        for &number in &self.hot {
+        for &number in &self.active {
             let Some(queue) = &self.queues[number] else {
                 continue;
             };
-            let Some(local) = &mut self.locals[queue.local] else {
+            let Some(thread_disk) = &mut self.disks[queue.thread_disk] else {
                 continue;
             };
             let what = match (under_way, queue.slots.taken()) {
-                (0, 0) => For::Guest,
-                (1.., 1) => For::Operation,
+                (0, 0) => PollTarget::Guest,
+                (1.., 1) => PollTarget::Operation,
                 _ => continue,
             };
-            if what == For::Guest {
-                local.habits.quiet(now);
+            if what == PollTarget::Guest {
+                thread_disk.estimator.quiet(now);
             }
-            let limited = queue.held.is_kept(now);
-            window = window.max(self.poller.window(&local.habits, what, limited));
+            let limited = queue.held.was_throttled(now);
+            window = window.max(self.poller.window(&thread_disk.estimator, what, limited));
         }
         window
     }
@@ -102,47 +103,47 @@ impl<E: Engine> Worker<E> {
     fn learn_operations(&mut self, start: u64) {
         let mut time = None;
         for completion in &self.completions {
-            if let About::Operation { queue, .. } = About::from(completion.token)
+            if let Event::Operation { queue, .. } = Event::from(completion.token)
                 && let Some(queue) = &self.queues[queue]
-                && let Some(local) = &mut self.locals[queue.local]
+                && let Some(thread_disk) = &mut self.disks[queue.thread_disk]
             {
                 let time = *time.get_or_insert_with(|| now_ns().saturating_sub(start));
-                self.poller.operated(&mut local.habits, time);
+                self.poller.operated(&mut thread_disk.estimator, time);
             }
         }
     }
 
-    /// Looks at the hot queues, and at the engine.
-    fn poll(&mut self, start: u64, window: u64) -> Seen {
+    /// Looks at the active queues, and at the engine.
+    fn poll(&mut self, start: u64, window: u64) -> PollResult {
         loop {
             // The clock costs more than a look at a ring.
             for _ in 0..LOOKS {
-                for &number in &self.hot {
+                for &number in &self.active {
                     if let Some(queue) = &mut self.queues[number]
                         && queue.ring.waiting() != Ok(0)
                     {
-                        return Seen::Request;
+                        return PollResult::Request;
                     }
                 }
                 if self.engine.ready() {
-                    return Seen::Completion;
+                    return PollResult::Completion;
                 }
-                if self.commanded() {
-                    return Seen::Request;
+                if self.has_commands() {
+                    return PollResult::Request;
                 }
                 std::hint::spin_loop();
             }
             if now_ns().saturating_sub(start) >= window {
-                return Seen::Nothing;
+                return PollResult::Nothing;
             }
         }
     }
 
     /// Some queue has requests for which there is no room: sleeps until an operation completes. The
-    /// hot queues that are empty can be kicked meanwhile.
+    /// active queues that are empty can be kicked meanwhile.
     fn wait_for_room(&mut self) -> io::Result<()> {
-        for i in (0..self.hot.len()).rev() {
-            let Some(queue) = &mut self.queues[self.hot[i]] else {
+        for i in (0..self.active.len()).rev() {
+            let Some(queue) = &mut self.queues[self.active[i]] else {
                 continue;
             };
             if queue.ring.waiting() != Ok(0) {
@@ -152,24 +153,24 @@ impl<E: Engine> Worker<E> {
                 queue.ring.disable_kicks();
                 return self.engine.push();
             }
-            queue.hot = false;
-            self.hot.swap_remove(i);
+            queue.active = false;
+            self.active.swap_remove(i);
         }
         self.engine.wait()
     }
 
-    /// Asks the guest to kick, on every hot queue but those whose limits let nothing go for now: they stay hot, and the
-    /// timer goes off when they may. If something has come meanwhile, says so, and leaves all queues hot.
+    /// Asks the guest to kick, on every active queue but those whose limits let nothing go for now: they stay active, and the
+    /// timer goes off when they may. If something has come meanwhile, says so, and leaves all queues active.
     fn enable_kicks(&mut self, now: u64) -> bool {
         let mut shut_until = u64::MAX;
-        for i in 0..self.hot.len() {
-            let Some(queue) = &mut self.queues[self.hot[i]] else {
+        for i in 0..self.active.len() {
+            let Some(queue) = &mut self.queues[self.active[i]] else {
                 continue;
             };
-            if let Some(until) = queue.held.is_shut_until(now) {
+            if let Some(until) = queue.held.shut_until(now) {
                 shut_until = shut_until.min(until);
             } else if queue.ring.enable_kicks() {
-                self.hot[..=i].iter().for_each(|&number| {
+                self.active[..=i].iter().for_each(|&number| {
                     if let Some(queue) = &mut self.queues[number] {
                         queue.ring.disable_kicks();
                     }
@@ -178,12 +179,12 @@ impl<E: Engine> Worker<E> {
             }
         }
         let queues = &mut self.queues;
-        self.hot.retain(|&number| {
+        self.active.retain(|&number| {
             let Some(queue) = &mut queues[number] else {
                 return false;
             };
-            queue.hot = queue.held.is_shut_until(now).is_some();
-            queue.hot
+            queue.active = queue.held.shut_until(now).is_some();
+            queue.active
         });
         if shut_until < u64::MAX {
             self.timer.set(now, shut_until);
@@ -201,7 +202,7 @@ const FEW: usize = 2;
 
 /// What polling brought.
 #[derive(PartialEq, Eq)]
-enum Seen {
+enum PollResult {
     Request,
     Completion,
     Nothing,

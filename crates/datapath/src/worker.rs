@@ -14,18 +14,18 @@ use tracing::{error, info, warn};
 
 use crate::activity::Activity;
 use crate::admit::RELEASE;
+use crate::blocking_pool::BlockingPool;
 use crate::bounce::Pool;
 use crate::clock::now_ns;
+use crate::cow::CowBuffers;
 use crate::disk::Disk;
 use crate::fetch::CHUNK_MAX;
-use crate::local::Local;
-use crate::merge::Buffers;
-use crate::notify::Call;
+use crate::notify::Interrupt;
 use crate::polling::{Poller, Polling};
-use crate::queue::{Queue, State, TIMER, WAKE, kick_token, requests_max};
-use crate::replace::Hold;
-use crate::slow::Slow;
+use crate::queue::{Queue, QueueState, TIMER, WAKE, kick_token, requests_max};
+use crate::replace::Pause;
 use crate::thread::{Command, QueueId, Wake};
+use crate::thread_disk::ThreadDisk;
 use crate::timer::Timer;
 
 /// Completions handled before the guest is told of them. Small, so that the guest works on the first
@@ -41,7 +41,7 @@ pub(crate) struct Worker<E> {
     /// By number; a number is used again once its queue has stopped.
     pub queues: Vec<Option<Queue>>,
     /// Queues that are looked at every turn.
-    pub hot: Vec<usize>,
+    pub active: Vec<usize>,
     pub completions: Vec<Completion>,
     /// Fetched requests to an image that goes by tables, which start together.
     pub starting: Vec<u16>,
@@ -49,28 +49,28 @@ pub(crate) struct Worker<E> {
     pub scratch: Box<[Segment]>,
     pub bounce: Pool,
     /// Queues with requests that a limit holds back.
-    pub holding: Vec<usize>,
+    pub throttled_queues: Vec<usize>,
     /// Where those are put that it lets go.
     pub released: Vec<u16>,
     /// Goes off when it lets the next ones go.
     pub timer: Timer,
     /// What is kept for each disk; a place is used again once its last queue has stopped.
-    pub locals: Vec<Option<Local>>,
+    pub disks: Vec<Option<ThreadDisk>>,
     /// Does what blocks.
-    pub slow: Slow,
+    pub blocking_pool: BlockingPool,
     /// For copy-on-write.
-    pub merges: Buffers,
+    pub cow_buffers: CowBuffers,
     /// Which of the places that threads have for pins is this one's.
     pub lane: usize,
     /// Disks whose files are being replaced.
-    pub holds: Vec<Hold>,
+    pub pauses: Vec<Pause>,
     /// Requests of all disks that wait for a bounce buffer, and the disk whose turn it is.
-    pub starved: usize,
-    pub fed: usize,
+    pub waiting_for_buffer: usize,
+    pub buffer_turn: usize,
     /// Requests of all disks that go on with zeroes, the disk whose turn it is, and bytes that may be
     /// zeroed or looked at before others have theirs.
     pub zeroing: usize,
-    pub zeroed: usize,
+    pub zero_turn: usize,
     pub zeroes_left: u64,
     /// Some fdatasync could not begin for want of room.
     pub syncs_postponed: bool,
@@ -84,13 +84,13 @@ pub(crate) struct Worker<E> {
     pub signals: Signals,
     commands: Receiver<Command>,
     /// Stops of queues that have not done yet what a predecessor left them.
-    postponed: Vec<Stop>,
+    postponed: Vec<StopRequest>,
     pub wake: Arc<Wake>,
     quit: bool,
 }
 
 /// A queue is to stop.
-struct Stop {
+struct StopRequest {
     queue: QueueId,
     /// In nanoseconds of the monotonic clock.
     since: u64,
@@ -109,23 +109,23 @@ impl<E: Engine> Worker<E> {
         let mut worker = Self {
             engine,
             queues: Vec::new(),
-            hot: Vec::new(),
+            active: Vec::new(),
             completions: Vec::with_capacity(COMPLETIONS),
             starting: Vec::with_capacity(CHUNK_MAX),
             scratch: vec![Segment { addr: 0, len: 0 }; Virtqueue::MAX_SEGMENTS].into(),
             bounce: Pool::default(),
-            holding: Vec::new(),
+            throttled_queues: Vec::new(),
             released: Vec::with_capacity(RELEASE),
             timer: Timer::new()?,
-            locals: Vec::new(),
-            slow: Slow::new(wake.clone()),
-            merges: Buffers::default(),
+            disks: Vec::new(),
+            blocking_pool: BlockingPool::new(wake.clone()),
+            cow_buffers: CowBuffers::default(),
             lane: rustix::thread::gettid().as_raw_nonzero().get() as usize,
-            holds: Vec::new(),
-            starved: 0,
-            fed: 0,
+            pauses: Vec::new(),
+            waiting_for_buffer: 0,
+            buffer_turn: 0,
             zeroing: 0,
-            zeroed: 0,
+            zero_turn: 0,
             zeroes_left: 0,
             syncs_postponed: false,
             poller: Poller::new(polling),
@@ -146,12 +146,12 @@ impl<E: Engine> Worker<E> {
     pub fn run(mut self) {
         loop {
             if self.wake.take() {
-                self.obey();
-                self.look_at_syncs();
-                self.look_at_slow();
+                self.handle_commands();
+                self.check_syncs();
+                self.take_job_results();
                 // What has ended there may have left a buffer.
-                if self.starved > 0 {
-                    self.feed_starved();
+                if self.waiting_for_buffer > 0 {
+                    self.retry_bounced();
                 }
             }
             if self.quit {
@@ -178,21 +178,21 @@ impl<E: Engine> Worker<E> {
         // Engine and memory.
         let worker = &mut *mem::ManuallyDrop::new(self);
         for queue in worker.queues.iter_mut().flatten() {
-            queue.state = State::Retired;
+            queue.state = QueueState::Retired;
             queue.lost.tell();
         }
-        for local in worker.locals.iter().flatten().filter(|l| l.syncing) {
-            local.syncs().end(Errno::IO.raw_os_error());
+        for thread_disk in worker.disks.iter().flatten().filter(|l| l.syncing) {
+            thread_disk.coalescer().end(Errno::IO.raw_os_error());
         }
         // Whoever has asked for something learns that there is nobody any more.
         drop(mem::replace(&mut worker.commands, mpsc::channel().1));
         drop(mem::take(&mut worker.postponed));
-        drop(mem::take(&mut worker.holds));
+        drop(mem::take(&mut worker.pauses));
     }
 
     /// The path of one I/O, for as many as are there at each stage.
     fn turn(&mut self) -> io::Result<()> {
-        let fetched = self.fetch().max(self.admit()).max(self.zero_on());
+        let fetched = self.fetch().max(self.admit()).max(self.continue_zeroing());
         self.notify();
         self.wait(fetched)?;
         self.complete();
@@ -201,11 +201,11 @@ impl<E: Engine> Worker<E> {
 
     /// Whether there are commands to look at.
     #[inline]
-    pub fn commanded(&self) -> bool {
+    pub fn has_commands(&self) -> bool {
         self.wake.pending()
     }
 
-    fn obey(&mut self) {
+    fn handle_commands(&mut self) {
         for stop in mem::take(&mut self.postponed) {
             self.stop(stop);
         }
@@ -215,30 +215,30 @@ impl<E: Engine> Worker<E> {
             };
             match command {
                 Command::Start { disk, queue, reply } => {
-                    let mut holds = self.holds.iter_mut();
-                    match holds.find(|h| Arc::ptr_eq(&h.disk, &disk)) {
-                        Some(hold) => hold.waiting.push((disk, queue, reply)),
+                    let mut pauses = self.pauses.iter_mut();
+                    match pauses.find(|h| Arc::ptr_eq(&h.disk, &disk)) {
+                        Some(pause) => pause.waiting.push((disk, queue, reply)),
                         None => drop(reply.send(self.start(disk, queue))),
                     }
                 }
-                Command::Hold { disk, reply } => self.hold(disk, reply),
-                Command::Adopt {
+                Command::Pause { disk, reply } => self.pause(disk, reply),
+                Command::AttachNext {
                     disk,
                     content,
                     source,
                     reply,
-                } => drop(reply.send(self.adopt(&disk, &content, source))),
-                Command::GoOn {
+                } => drop(reply.send(self.attach_next(&disk, &content, source))),
+                Command::Unpause {
                     disk,
                     replaced,
                     reply,
                 } => {
-                    for (disk, queue, reply) in self.go_on(&disk, replaced) {
+                    for (disk, queue, reply) in self.unpause(&disk, replaced) {
                         let _ = reply.send(self.start(disk, queue));
                     }
                     let _ = reply.send(Ok(()));
                 }
-                Command::Stop { queue, reply } => self.stop(Stop {
+                Command::Stop { queue, reply } => self.stop(StopRequest {
                     queue,
                     since: now_ns(),
                     reply,
@@ -251,7 +251,7 @@ impl<E: Engine> Worker<E> {
                     reply,
                 } => {
                     if let Some(queue) = &mut self.queues[number] {
-                        queue.call = Call::new(call, &queue.disk);
+                        queue.call = Interrupt::new(call, &queue.disk);
                         queue.error = error;
                     }
                     self.interrupt(number);
@@ -271,11 +271,16 @@ impl<E: Engine> Worker<E> {
                  again when these have ended",
             ));
         }
-        let local = self.join_local(&disk, requests_max(&new.virtqueue).into())?;
+        let thread_disk = self.join_disk(&disk, requests_max(&new.virtqueue).into())?;
         let free = self.queues.iter().position(Option::is_none);
         let number = free.unwrap_or(self.queues.len());
         let kick = new.kick.clone();
-        let queue = Some(Queue::new(disk, new, local, self.locals[local].as_ref()));
+        let queue = Some(Queue::new(
+            disk,
+            new,
+            thread_disk,
+            self.disks[thread_disk].as_ref(),
+        ));
         match free {
             Some(free) => self.queues[free] = queue,
             None => self.queues.push(queue),
@@ -298,26 +303,26 @@ impl<E: Engine> Worker<E> {
             );
         }
         // Requests may have been made available before anybody watched.
-        self.heat(number);
+        self.activate(number);
         Ok(QueueId(number))
     }
 
-    fn stop(&mut self, stop: Stop) {
+    fn stop(&mut self, stop: StopRequest) {
         let number = stop.queue.0;
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
-        let patience = match queue.disk.is_abandoned() {
+        let stop_timeout = match queue.disk.is_abandoned() {
             // It has been waited for once.
             true => Duration::ZERO,
-            false => queue.disk.options.patience,
+            false => queue.disk.options.stop_timeout,
         };
         let (now, until) = (
             now_ns(),
-            stop.since.saturating_add(patience.as_nanos() as u64),
+            stop.since.saturating_add(stop_timeout.as_nanos() as u64),
         );
-        if !queue.retired() && queue.ring.resubmits() > 0 {
-            let fetches = matches!(queue.state, State::Running | State::Held);
+        if !queue.is_retired() && queue.ring.resubmits() > 0 {
+            let fetches = matches!(queue.state, QueueState::Running | QueueState::HeldRequests);
             if fetches && now < until {
                 // Whoever goes on where the ring stops would never do it.
                 self.postponed.push(stop);
@@ -327,13 +332,13 @@ impl<E: Engine> Worker<E> {
             queue.unfinished = true;
         }
         let reply = stop.reply;
-        let retired = queue.retired();
-        queue.state = State::Stopping {
+        let is_retired = queue.is_retired();
+        queue.state = QueueState::Stopping {
             reply,
-            retired,
+            is_retired,
             until,
         };
-        self.cool(number);
+        self.deactivate(number);
         self.leave_stalled(number);
         self.finish_stop(number);
         if self.queues[number].is_some() {
@@ -349,14 +354,14 @@ impl<E: Engine> Worker<E> {
         if queue.slots.taken() > 0 {
             return;
         }
-        if !self.holds.is_empty() {
-            self.look_at_holds();
+        if !self.pauses.is_empty() {
+            self.report_paused();
         }
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
         match &queue.state {
-            State::Stopping { reply, .. } => {
+            QueueState::Stopping { reply, .. } => {
                 let reply = reply.clone();
                 let stopped = Stopped {
                     base: queue.ring.base(),
@@ -367,20 +372,23 @@ impl<E: Engine> Worker<E> {
                 self.forget(number);
                 let _ = reply.send(stopped);
             }
-            State::Abandoned => {
+            QueueState::Abandoned => {
                 let disk = queue.disk.clone();
                 let _ = self.engine.unwatch(kick_token(number));
                 self.forget(number);
                 disk.answered();
             }
-            State::Running | State::Held | State::Unmapped | State::Retired => {}
+            QueueState::Running
+            | QueueState::HeldRequests
+            | QueueState::Unmapped
+            | QueueState::Retired => {}
         }
     }
 
     fn forget(&mut self, number: usize) {
         if let Some(queue) = self.queues[number].take() {
             self.engine.unregister(&queue.registered);
-            self.leave_local(queue.local, queue.slots.len());
+            self.leave_disk(queue.thread_disk, queue.slots.len());
         }
     }
 
@@ -409,22 +417,22 @@ impl<E: Engine> Worker<E> {
 
     /// From now on, the queue is looked at every turn.
     #[inline]
-    pub fn heat(&mut self, number: usize) {
+    pub fn activate(&mut self, number: usize) {
         if let Some(queue) = &mut self.queues[number]
-            && !queue.hot
-            && queue.running()
+            && !queue.active
+            && queue.is_running()
         {
-            queue.hot = true;
+            queue.active = true;
             queue.ring.disable_kicks();
-            self.hot.push(number);
+            self.active.push(number);
         }
     }
 
-    /// From now on, the queue is left alone until it is heated again.
-    pub fn cool(&mut self, number: usize) {
-        self.hot.retain(|&n| n != number);
+    /// From now on, the queue is left alone until it is activated again.
+    pub fn deactivate(&mut self, number: usize) {
+        self.active.retain(|&n| n != number);
         if let Some(queue) = &mut self.queues[number] {
-            queue.hot = false;
+            queue.active = false;
         }
     }
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::support::{FACTS, Served};
 use block::{CacheMode, DiskFacts};
-use datapath::{Disk, IoThread, Options, Place, Polling, Replacement};
+use datapath::{Disk, IoThread, Options, Polling, Replacement, Storage};
 use engine::{Uring, UringError};
 use image::Image;
 use lying::Lying;
@@ -81,7 +81,7 @@ fn setup(threads: usize) -> Option<Setup> {
 fn replacement(new: &Lying, size: u64, facts: DiskFacts) -> Replacement {
     Replacement {
         image: new.image.clone(),
-        places: new.files().map(Place::from).collect(),
+        storage: new.files().map(Storage::from).collect(),
         facts,
         size,
     }

@@ -75,7 +75,7 @@ impl Node {
         content.files.clear();
         content.file = Some(unlocked);
         drop(content);
-        disk.go_away(Some(left));
+        disk.release(Some(left));
         unlock(&files).map_err(|e| fail("give up its lock", e))?;
         Ok(true)
     }
@@ -88,7 +88,7 @@ impl Node {
         self.take(&[], |content, facts| {
             let image = content.image.clone().unwrap_or(Image::Raw);
             let files = self.descriptors(content);
-            disk.come_back(image, files, facts, content.size)
+            disk.reacquire(image, files, facts, content.size)
                 .map_err(|e| NodeError::Io(self.filename.clone(), "be taken back", e))
         })
     }

@@ -77,7 +77,7 @@ impl Random {
 /// A queue with a thread of its own, and a guest that keeps it as deep as it can.
 struct Sim {
     disk: Arc<Disk>,
-    held: Held,
+    held: HeldRequests,
     slots: Slots,
     requests: Vec<Request>,
     depth: usize,
@@ -98,7 +98,7 @@ impl Sim {
     fn new(disk: &Arc<Disk>, depth: usize, requests: &[Request]) -> Self {
         Self {
             disk: disk.clone(),
-            held: Held::new(disk.clone()),
+            held: HeldRequests::new(disk.clone()),
             slots: Slots::new(SLOTS),
             requests: requests.to_vec(),
             depth,
@@ -122,7 +122,7 @@ impl Sim {
             let request = self.requests[self.issued % self.requests.len()];
             self.issued += 1;
             self.held
-                .hold(&mut self.slots, Ticket::default(), request, &[], 0);
+                .pause(&mut self.slots, Ticket::default(), request, &[], 0);
         }
         let (held, slots) = (&mut self.held, &mut self.slots);
         let admission = &self.disk.admission;
@@ -452,16 +452,16 @@ fn kicks_are_useless_only_while_the_limit_lets_nothing_go() {
         let mut sims = [Sim::new(&disk, depth, &[read(4096)])];
         run(&mut sims, start(), 1.0);
         let [sim] = sims;
-        (sim.last, sim.held.is_shut_until(sim.last), sim)
+        (sim.last, sim.held.shut_until(sim.last), sim)
     };
     for (average, depth) in [(500, 1), (500, 32), (2000, 1), (10_000, 128)] {
         let (last, until, sim) = shut_after_release(average, depth);
         let until = until.unwrap();
         assert!((last + 1..=last + SHUT_MAX_NS).contains(&until));
-        assert_eq!(sim.held.is_shut_until(until), None);
+        assert_eq!(sim.held.shut_until(until), None);
         // After a flush, by whatever queue, the next one does not wait.
-        Held::new(sim.disk.clone()).passed_by(last);
-        assert_eq!(sim.held.is_shut_until(last + 1), None);
+        HeldRequests::new(sim.disk.clone()).note_unlimited(last);
+        assert_eq!(sim.held.shut_until(last + 1), None);
     }
     // A flush would wait for too long.
     assert_eq!(shut_after_release(100, 1).1, None);
@@ -472,10 +472,10 @@ fn kicks_are_useless_only_while_the_limit_lets_nothing_go() {
     let mut now = start();
     for _ in 0..20 {
         now = run(&mut sims, now, 0.000_57);
-        assert_eq!(sims[0].held.is_shut_until(sims[0].last), None);
+        assert_eq!(sims[0].held.shut_until(sims[0].last), None);
     }
     // Others may leave it something at any time.
     let (_group, mut sims) = group(&iops(500), &[1, 1]);
     run(&mut sims, start(), 1.0);
-    assert_eq!(sims[0].held.is_shut_until(sims[0].last), None);
+    assert_eq!(sims[0].held.shut_until(sims[0].last), None);
 }

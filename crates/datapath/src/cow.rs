@@ -2,7 +2,7 @@
 //! as one operation.
 //!
 //! What stands there is read by the engine, on the I/O thread, where it is in one piece and its table is in
-//! memory; else by the [slow lane](crate::slow).
+//! memory; else by the [blocking pool](crate::blocking_pool).
 
 use block::{FileOffset, Segment};
 use image::{Allocation, Chain, FileIndex, ImageError, Pin, Place};
@@ -21,7 +21,7 @@ const ALIGNMENT: usize = 4096;
 const BUFFERS_MAX: usize = 64;
 
 /// A write to be: what a cluster gets, with a gap for the guest's bytes.
-pub(crate) struct Merge {
+pub(crate) struct CowWrite {
     /// Where it goes.
     to: FileOffset,
     bytes: Vec<u8>,
@@ -30,28 +30,28 @@ pub(crate) struct Merge {
     len: usize,
     /// Where the guest's bytes belong, from `skip` on.
     gap: usize,
-    /// The buffer is one of [`Buffers`].
+    /// The buffer is one of [`CowBuffers`].
     pooled: bool,
 }
 
 /// What stands beside the guest's bytes.
-pub(crate) enum Beside {
+pub(crate) enum FillSource {
     /// Nothing: zeroes.
     Zeroes,
     /// This, in one piece; some of it is where the guest's bytes will be.
-    Bytes(Read),
+    Bytes(CowRead),
 }
 
-/// A read into a [`Merge`].
+/// A read into a [`CowWrite`].
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Read {
+pub(crate) struct CowRead {
     pub file: FileIndex,
     pub at: FileOffset,
     pub len: u64,
     pub to: Segment,
 }
 
-impl Merge {
+impl CowWrite {
     /// Room for what comes into the clusters; `None` if that is too much to be copied once more. What is in
     /// the buffer is anything.
     fn new(allocation: &Allocation, buffer: impl FnOnce() -> Option<Vec<u8>>) -> Option<Self> {
@@ -80,12 +80,12 @@ impl Merge {
 
     /// With all that stands beside the guest's bytes. Blocks.
     pub fn read(chain: &Chain, allocation: &Allocation) -> Result<Option<Self>, ImageError> {
-        let Some(mut merge) = Self::new(allocation, || Some(Vec::new())) else {
+        let Some(mut write) = Self::new(allocation, || Some(Vec::new())) else {
             return Ok(None);
         };
         let pin = chain.pins().pin(0);
         let read = allocation.fills.iter().try_for_each(|fill| {
-            let bytes = merge.part(fill.to, fill.len);
+            let bytes = write.part(fill.to, fill.len);
             match fill.from {
                 Some(from) => chain.read(&pin, from, bytes),
                 None => {
@@ -95,7 +95,7 @@ impl Merge {
             }
         });
         chain.pins().unpin(pin);
-        read.map(|()| Some(merge))
+        read.map(|()| Some(write))
     }
 
     /// Room for it, and where it is in one piece, if that is known without blocking and an engine can read
@@ -105,8 +105,8 @@ impl Merge {
         pin: &Pin,
         allocation: &Allocation,
         alignment: Alignment,
-        buffers: &mut Buffers,
-    ) -> Option<(Self, Beside)> {
+        buffers: &mut CowBuffers,
+    ) -> Option<(Self, FillSource)> {
         let fills = || allocation.fills.iter();
         let (first, last) = (fills().next()?, fills().next_back()?);
         let read = match (first.from, last.from) {
@@ -126,17 +126,17 @@ impl Merge {
             _ if fills().all(|f| f.from.is_none()) => None,
             _ => return None,
         };
-        let mut merge = Self::new(allocation, || buffers.take())?;
-        merge.pooled = true;
+        let mut write = Self::new(allocation, || buffers.take())?;
+        write.pooled = true;
         let beside = match read {
             Some((file, at, len)) => {
-                let to = merge.part(first.to, len);
+                let to = write.part(first.to, len);
                 let (addr, bytes) = (to.as_mut_ptr() as usize, to.len());
                 if !addr.is_multiple_of(alignment.address as usize) {
-                    buffers.give_back(merge);
+                    buffers.give_back(write);
                     return None;
                 }
-                Beside::Bytes(Read {
+                FillSource::Bytes(CowRead {
                     file,
                     at,
                     len,
@@ -144,11 +144,11 @@ impl Merge {
                 })
             }
             None => {
-                fills().for_each(|fill| merge.part(fill.to, fill.len).fill(0));
-                Beside::Zeroes
+                fills().for_each(|fill| write.part(fill.to, fill.len).fill(0));
+                FillSource::Zeroes
             }
         };
-        Some((merge, beside))
+        Some((write, beside))
     }
 
     /// What goes to this place.
@@ -174,7 +174,7 @@ impl Merge {
     }
 }
 
-impl std::fmt::Debug for Merge {
+impl std::fmt::Debug for CowWrite {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} bytes to {}", self.len, self.to)
     }
@@ -182,12 +182,12 @@ impl std::fmt::Debug for Merge {
 
 /// Buffers of a thread, used again and again.
 #[derive(Default)]
-pub(crate) struct Buffers {
+pub(crate) struct CowBuffers {
     free: Vec<Vec<u8>>,
     taken: usize,
 }
 
-impl Buffers {
+impl CowBuffers {
     fn take(&mut self) -> Option<Vec<u8>> {
         if self.taken == BUFFERS_MAX {
             return None;
@@ -197,10 +197,10 @@ impl Buffers {
     }
 
     /// Takes back what a merge had.
-    pub fn give_back(&mut self, merge: Merge) {
-        if merge.pooled {
+    pub fn give_back(&mut self, write: CowWrite) {
+        if write.pooled {
             self.taken -= 1;
-            self.free.push(merge.bytes);
+            self.free.push(write.bytes);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The slow lane: what a request needs that blocks (a table of its image that is not in memory, a
+//! What a request needs that blocks (a table of its image that is not in memory, a
 //! cluster to be copied or unpacked, a flush of what the image has changed) is done by a few threads
 //! beside the I/O thread, which goes on with other requests meanwhile.
 //!
@@ -16,7 +16,7 @@ use image::{Allocation, Waiting};
 
 use guest::blk::Status;
 
-use crate::merge::Merge;
+use crate::cow::CowWrite;
 use crate::thread::Wake;
 
 /// Jobs of one disk that are done at a time: as many reads as keep it busy.
@@ -31,14 +31,14 @@ const IDLE: Duration = Duration::from_secs(10);
 
 /// Which request a job is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct For {
+pub(crate) struct JobId {
     pub queue: usize,
     pub slot: u16,
 }
 
 /// How a request ends.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum End {
+pub(crate) enum RequestEnd {
     /// The guest is told this, and the log the result.
     Finish(Status, i32),
     /// Whoever serves the disk next does it again.
@@ -47,7 +47,7 @@ pub(crate) enum End {
 
 /// What a job came to.
 #[derive(Debug)]
-pub(crate) enum Outcome {
+pub(crate) enum JobResult {
     /// What stood in the way is gone: the request is looked at anew.
     Again,
     /// These bytes are what the guest reads next.
@@ -55,7 +55,7 @@ pub(crate) enum Outcome {
     /// Clusters are ready for the next bytes of a write.
     Prepared(Allocation),
     /// The same, with all that these clusters get but the guest's bytes: one write for both.
-    Merged(Allocation, Merge),
+    Merged(Allocation, CowWrite),
     /// What was written is the disk's.
     Committed,
     /// So many more bytes are given up.
@@ -65,7 +65,7 @@ pub(crate) enum Outcome {
     /// It has been seen to that the request is looked at anew: the I/O thread hears nothing of this.
     Waits,
     /// What was taken for the request is given back, and so it ends.
-    Aborted(End),
+    Aborted(RequestEnd),
     /// With this errno; it is of no use to try again if that lasts.
     Failed { errno: i32, lasting: bool },
     /// What was written is not the disk's yet, with this errno. It may be tried again.
@@ -74,15 +74,15 @@ pub(crate) enum Outcome {
     Flushed { errno: i32, lost: bool },
 }
 
-type Job = Box<dyn FnOnce() -> Outcome + Send>;
+type Job = Box<dyn FnOnce() -> JobResult + Send>;
 
-/// The slow lane of an I/O thread.
-pub(crate) struct Slow {
-    shared: Arc<Shared>,
+/// The blocking pool of an I/O thread.
+pub(crate) struct BlockingPool {
+    shared: Arc<PoolShared>,
 }
 
-struct Shared {
-    state: Mutex<State>,
+struct PoolShared {
+    state: Mutex<PoolState>,
     work: Condvar,
     /// Length of `state.done`, for looking without the lock.
     done: AtomicUsize,
@@ -91,11 +91,11 @@ struct Shared {
 }
 
 #[derive(Default)]
-struct State {
+struct PoolState {
     /// To be done next, with the disk of each: for these and what is under way, there are threads.
-    ready: VecDeque<(usize, For, Job)>,
+    ready: VecDeque<(usize, JobId, Job)>,
     /// By disk.
-    lanes: Vec<Lane>,
+    disks: Vec<DiskJobs>,
     /// Jobs in `lanes`.
     waiting: usize,
     /// Jobs that are ready or under way.
@@ -104,32 +104,32 @@ struct State {
     shared: usize,
     /// The disk that had a job made ready last, among those that had to wait for it.
     turn: usize,
-    done: Vec<(For, Outcome)>,
+    done: Vec<(JobId, JobResult)>,
     threads: usize,
     closed: bool,
 }
 
 /// The jobs of a disk.
 #[derive(Default)]
-struct Lane {
+struct DiskJobs {
     /// Those that wait for others to end.
-    waiting: VecDeque<(For, Job)>,
+    waiting: VecDeque<(JobId, Job)>,
     /// How many are ready or under way.
     admitted: usize,
 }
 
-impl State {
+impl PoolState {
     /// Takes a job for a disk. Whether it is ready.
-    fn add(&mut self, disk: usize, request: For, job: Job) -> bool {
-        if self.lanes.len() <= disk {
-            self.lanes.resize_with(disk + 1, Lane::default);
+    fn add(&mut self, disk: usize, request: JobId, job: Job) -> bool {
+        if self.disks.len() <= disk {
+            self.disks.resize_with(disk + 1, DiskJobs::default);
         }
         // None of its jobs waits while there is room for one.
         let room = self.has_room(disk);
         match room {
             true => self.admit(disk, request, job),
             false => {
-                self.lanes[disk].waiting.push_back((request, job));
+                self.disks[disk].waiting.push_back((request, job));
                 self.waiting += 1;
             }
         }
@@ -137,34 +137,34 @@ impl State {
     }
 
     fn has_room(&self, disk: usize) -> bool {
-        match self.lanes[disk].admitted {
+        match self.disks[disk].admitted {
             0 => true,
             admitted => admitted < DISK_MAX && self.shared < SHARED_MAX,
         }
     }
 
-    fn admit(&mut self, disk: usize, request: For, job: Job) {
-        let lane = &mut self.lanes[disk];
-        self.shared += usize::from(lane.admitted > 0);
-        lane.admitted += 1;
+    fn admit(&mut self, disk: usize, request: JobId, job: Job) {
+        let jobs = &mut self.disks[disk];
+        self.shared += usize::from(jobs.admitted > 0);
+        jobs.admitted += 1;
         self.admitted += 1;
         self.ready.push_back((disk, request, job));
     }
 
     /// A job of a disk has ended: there is room for one that waits, of each disk in turn.
     fn ended(&mut self, disk: usize) {
-        let lane = &mut self.lanes[disk];
-        lane.admitted -= 1;
+        let jobs = &mut self.disks[disk];
+        jobs.admitted -= 1;
         self.admitted -= 1;
-        self.shared -= usize::from(lane.admitted > 0);
+        self.shared -= usize::from(jobs.admitted > 0);
         if self.waiting == 0 {
             return;
         }
-        for _ in 0..self.lanes.len() {
-            self.turn = (self.turn + 1) % self.lanes.len();
+        for _ in 0..self.disks.len() {
+            self.turn = (self.turn + 1) % self.disks.len();
             let turn = self.turn;
             if self.has_room(turn)
-                && let Some((request, job)) = self.lanes[turn].waiting.pop_front()
+                && let Some((request, job)) = self.disks[turn].waiting.pop_front()
             {
                 self.waiting -= 1;
                 return self.admit(turn, request, job);
@@ -173,10 +173,10 @@ impl State {
     }
 }
 
-impl Slow {
+impl BlockingPool {
     pub fn new(wake: Arc<Wake>) -> Self {
         Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(PoolShared {
                 state: Mutex::default(),
                 work: Condvar::new(),
                 done: AtomicUsize::new(0),
@@ -186,7 +186,12 @@ impl Slow {
     }
 
     /// Has a job done for a request of a disk, which is known by a small number. The I/O thread is woken when it is.
-    pub fn start(&self, disk: usize, request: For, job: impl FnOnce() -> Outcome + Send + 'static) {
+    pub fn start(
+        &self,
+        disk: usize,
+        request: JobId,
+        job: impl FnOnce() -> JobResult + Send + 'static,
+    ) {
         let mut state = self.shared.lock();
         if !state.add(disk, request, Box::new(job)) {
             return;
@@ -197,20 +202,20 @@ impl Slow {
         state.threads += 1;
         drop(state);
         let shared = self.shared.clone();
-        let thread = thread::Builder::new().name("slow-lane".into());
+        let thread = thread::Builder::new().name("blocking".into());
         if thread.spawn(move || shared.work()).is_err() {
             self.do_without();
         }
     }
 
     /// A handle with which somebody else can say that a request is to be looked at anew.
-    pub fn waker(&self, request: For) -> impl Fn() + Send + Sync + 'static {
+    pub fn waker(&self, request: JobId) -> impl Fn() + Send + Sync + 'static {
         let shared = self.shared.clone();
-        move || shared.leave(request, Outcome::Again)
+        move || shared.leave(request, JobResult::Again)
     }
 
     /// Takes what has been done since the last time.
-    pub fn collect(&self) -> Vec<(For, Outcome)> {
+    pub fn collect(&self) -> Vec<(JobId, JobResult)> {
         if self.shared.done.load(Ordering::Acquire) == 0 {
             return Vec::new();
         }
@@ -235,7 +240,7 @@ impl Slow {
     }
 }
 
-impl Drop for Slow {
+impl Drop for BlockingPool {
     /// The threads end when they have done what there was.
     fn drop(&mut self) {
         self.shared.lock().closed = true;
@@ -243,13 +248,13 @@ impl Drop for Slow {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl PoolShared {
+    fn lock(&self) -> MutexGuard<'_, PoolState> {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn leave(&self, request: For, outcome: Outcome) {
-        if let Outcome::Waits = outcome {
+    fn leave(&self, request: JobId, outcome: JobResult) {
+        if let JobResult::Waits = outcome {
             return;
         }
         let mut state = self.lock();
@@ -273,7 +278,7 @@ impl Shared {
     }
 
     /// The next job after one of this disk; none if the thread has to end.
-    fn next(&self, last: Option<usize>) -> Option<(usize, For, Job)> {
+    fn next(&self, last: Option<usize>) -> Option<(usize, JobId, Job)> {
         let mut state = self.lock();
         if let Some(disk) = last {
             state.ended(disk);
@@ -306,12 +311,12 @@ mod tests {
 
     use super::*;
 
-    fn wait(slow: &Slow, wake: &Wake, n: usize) -> Vec<(For, Outcome)> {
+    fn wait(pool: &BlockingPool, wake: &Wake, n: usize) -> Vec<(JobId, JobResult)> {
         let mut all = Vec::new();
         while all.len() < n {
             // What comes after this brings a wake-up of its own.
             wake.take();
-            let done = slow.collect();
+            let done = pool.collect();
             if done.is_empty() {
                 let mut event = [rustix::event::PollFd::from_borrowed_fd(
                     wake.event(),
@@ -328,32 +333,32 @@ mod tests {
     #[test]
     fn every_job_is_done_once_and_many_at_a_time() {
         let wake = Arc::new(Wake::new().unwrap());
-        let slow = Slow::new(wake.clone());
+        let pool = BlockingPool::new(wake.clone());
         // None of these ends before all have begun.
         let barrier = Arc::new(Barrier::new(DISK_MAX));
         for slot in 0..DISK_MAX as u16 {
             let barrier = barrier.clone();
-            slow.start(0, For { queue: 1, slot }, move || {
+            pool.start(0, JobId { queue: 1, slot }, move || {
                 barrier.wait();
-                Outcome::Again
+                JobResult::Again
             });
         }
-        wait(&slow, &wake, DISK_MAX);
+        wait(&pool, &wake, DISK_MAX);
         for slot in 0..1000 {
-            slow.start(0, For { queue: 0, slot }, move || {
-                Outcome::Bytes(vec![slot as u8])
+            pool.start(0, JobId { queue: 0, slot }, move || {
+                JobResult::Bytes(vec![slot as u8])
             });
         }
-        let done = wait(&slow, &wake, 1000);
+        let done = wait(&pool, &wake, 1000);
         let slots: HashSet<_> = done.iter().map(|(request, _)| request.slot).collect();
         assert_eq!(slots.len(), 1000);
         for (request, outcome) in done {
-            let Outcome::Bytes(bytes) = outcome else {
+            let JobResult::Bytes(bytes) = outcome else {
                 panic!("{outcome:?}")
             };
             assert_eq!(bytes, [request.slot as u8]);
         }
-        assert!(slow.shared.lock().threads <= DISK_MAX);
+        assert!(pool.shared.lock().threads <= DISK_MAX);
     }
 
     /// Storage hangs, and all jobs of its disks with it: those of other disks are done, each once.
@@ -361,38 +366,38 @@ mod tests {
     fn a_disk_that_hangs_holds_up_no_other() {
         const HUNG: usize = 6;
         let wake = Arc::new(Wake::new().unwrap());
-        let slow = Slow::new(wake.clone());
+        let pool = BlockingPool::new(wake.clone());
         let hang = Arc::new(Mutex::new(()));
         let guard = hang.lock().unwrap();
         for slot in 0..100 {
             for disk in 0..HUNG {
                 let hang = hang.clone();
-                slow.start(disk, For { queue: disk, slot }, move || {
+                pool.start(disk, JobId { queue: disk, slot }, move || {
                     drop(hang.lock());
-                    Outcome::Again
+                    JobResult::Again
                 });
             }
         }
         let start = |slot| {
             for queue in HUNG..HUNG + 3 {
-                slow.start(queue, For { queue, slot }, || Outcome::Again);
+                pool.start(queue, JobId { queue, slot }, || JobResult::Again);
             }
         };
         (0..100).for_each(start);
-        let done = wait(&slow, &wake, 300);
+        let done = wait(&pool, &wake, 300);
         assert!(done.iter().all(|(request, _)| request.queue >= HUNG));
-        let threads = slow.shared.lock().threads;
+        let threads = pool.shared.lock().threads;
         assert!(threads <= SHARED_MAX + HUNG + 3, "{threads}");
         drop(guard);
-        let done = wait(&slow, &wake, HUNG * 100);
+        let done = wait(&pool, &wake, HUNG * 100);
         let all: HashSet<_> = done.iter().map(|(r, _)| (r.queue, r.slot)).collect();
         assert_eq!(all.len(), HUNG * 100);
         // The last ones say that they have ended after they were collected.
         loop {
-            let state = slow.shared.lock();
+            let state = pool.shared.lock();
             if state.admitted == 0 {
                 assert_eq!((state.shared, state.waiting, state.ready.len()), (0, 0, 0));
-                assert!(state.lanes.iter().all(|lane| lane.admitted == 0));
+                assert!(state.disks.iter().all(|jobs| jobs.admitted == 0));
                 break;
             }
             drop(state);
@@ -403,12 +408,12 @@ mod tests {
     #[test]
     fn others_can_have_a_request_looked_at_anew() {
         let wake = Arc::new(Wake::new().unwrap());
-        let slow = Slow::new(wake.clone());
-        let request = For { queue: 3, slot: 4 };
-        let waker = slow.waker(request);
+        let pool = BlockingPool::new(wake.clone());
+        let request = JobId { queue: 3, slot: 4 };
+        let waker = pool.waker(request);
         thread::spawn(waker);
-        let done = wait(&slow, &wake, 1);
-        assert!(matches!(done[..], [(r, Outcome::Again)] if r == request));
-        assert!(slow.collect().is_empty());
+        let done = wait(&pool, &wake, 1);
+        assert!(matches!(done[..], [(r, JobResult::Again)] if r == request));
+        assert!(pool.collect().is_empty());
     }
 }

@@ -1,6 +1,6 @@
 //! Requests to a disk whose image maps: each goes piece by piece. The image says where the next piece
 //! is, the engine moves it, and so on. What the image cannot say or do from memory goes to the
-//! [slow lane](crate::slow).
+//! [blocking pool](crate::blocking_pool).
 //!
 //! In which order things happen, and why nothing is lost by it: a write that needs clusters moves its
 //! data first, and the image's tables lead there only after that ([`Chain::commit`]), in memory. They
@@ -17,14 +17,14 @@ use block::{Engine, FileId, FileOffset, Request, Segment};
 use guest::blk::Status;
 use image::{Allocation, Chain, ImageError, Pin, Place, Prepared, WritePlace, Zeroing};
 
+use crate::blocking_pool::{JobId, JobResult, RequestEnd};
 use crate::clock::now_ns;
+use crate::cow::{CowBuffers, CowRead, CowWrite, FillSource};
 use crate::disk::Disk;
-use crate::fetch::Fetched;
-use crate::local::Local;
-use crate::merge::{Beside, Buffers, Merge, Read};
+use crate::fetch::FetchResult;
 use crate::queue::Queue;
 use crate::slot::Redo;
-use crate::slow::{End, For, Outcome};
+use crate::thread_disk::ThreadDisk;
 use crate::worker::Worker;
 use crate::zeroes;
 
@@ -33,7 +33,7 @@ use crate::zeroes;
 const ZEROES_PER_TURN: u64 = 1 << 20;
 
 /// How far a request is.
-pub(crate) struct Piece {
+pub(crate) struct MappedRequest {
     /// Where on the disk the piece under way begins.
     at: u64,
     /// Its bytes.
@@ -46,7 +46,7 @@ pub(crate) struct Piece {
     /// Taken for the piece under way.
     allocation: Option<Allocation>,
     /// What is written for it, if that is more than the guest's bytes.
-    merge: Option<Merge>,
+    merge: Option<CowWrite>,
     /// What stands beside these is being read first.
     pub copying: bool,
     /// Segments of `rest`, once the request turned out to have several pieces.
@@ -57,7 +57,7 @@ pub(crate) struct Piece {
     cut: Vec<Segment>,
 }
 
-impl Piece {
+impl MappedRequest {
     pub fn new() -> Self {
         Self {
             at: 0,
@@ -96,7 +96,7 @@ impl Piece {
 
 /// What is known of the request in this slot.
 #[inline]
-pub(crate) fn piece_of(pieces: &mut Vec<Piece>, slot: u16) -> &mut Piece {
+pub(crate) fn mapped_of(pieces: &mut Vec<MappedRequest>, slot: u16) -> &mut MappedRequest {
     let place = usize::from(slot);
     if place >= pieces.len() {
         add(pieces, place + 1);
@@ -107,30 +107,30 @@ pub(crate) fn piece_of(pieces: &mut Vec<Piece>, slot: u16) -> &mut Piece {
 /// Makes those that are not there, for which there is memory.
 #[cold]
 #[inline(never)]
-fn add(pieces: &mut Vec<Piece>, len: usize) {
+fn add(pieces: &mut Vec<MappedRequest>, len: usize) {
     debug_assert!(len <= pieces.capacity());
-    pieces.resize_with(len, Piece::new);
+    pieces.resize_with(len, MappedRequest::new);
 }
 
 /// Has a request looked at anew.
-struct Anew<F>(F);
+struct Requeue<F>(F);
 
-impl<F: Fn() + Send + Sync> TaskWake for Anew<F> {
+impl<F: Fn() + Send + Sync> TaskWake for Requeue<F> {
     fn wake(self: Arc<Self>) {
         (self.0)();
     }
 }
 
 /// What is to be done next for a request.
-enum Next {
+enum NextPiece {
     /// Its piece is ready for the engine.
     Submit,
     /// Its piece reads as zeroes, and they are there.
     Go,
     /// Its piece reads as zeroes, but first it is somebody else's turn.
     Later,
-    /// Nothing, before the slow lane has done this.
-    Slow(Box<dyn FnOnce() -> Outcome + Send>),
+    /// Nothing, before the blocking pool has done this.
+    BlockingPool(Box<dyn FnOnce() -> JobResult + Send>),
     Fail(i32),
 }
 
@@ -143,20 +143,22 @@ impl<E: Engine> Worker<E> {
             ring,
             slots,
             pieces,
-            local,
+            thread_disk,
             ..
         }) = &mut self.queues[number]
         else {
             return;
         };
-        let (Some(chain), Some(local), s) =
-            (image.chain(), &mut self.locals[*local], slots.get(slot))
-        else {
+        let (Some(chain), Some(thread_disk), s) = (
+            image.chain(),
+            &mut self.disks[*thread_disk],
+            slots.get(slot),
+        ) else {
             return;
         };
-        let piece = piece_of(pieces, slot);
+        let piece = mapped_of(pieces, slot);
         if !zeroes::detect(disk, ring, s, &mut self.zeroes_left) {
-            return self.zero_later(number, slot);
+            return self.defer_zeroing(number, slot);
         }
         let (Request::Read { at, len }
         | Request::Write { at, len }
@@ -168,7 +170,7 @@ impl<E: Engine> Worker<E> {
         (piece.at, piece.len, piece.rest) = (at.0, 0, len);
         piece.segments.clear();
         piece.first = 0;
-        piece.pin = Some(local.pins.pin(chain.pins()));
+        piece.pin = Some(thread_disk.pins.pin(chain.pins()));
         self.step(number, slot);
     }
 
@@ -182,15 +184,15 @@ impl<E: Engine> Worker<E> {
             if piece.rest == 0 {
                 return self.moved(number, slot);
             }
-            let (left, buffers) = (&mut self.zeroes_left, &mut self.merges);
-            match next(queue, slot, &self.locals, left, buffers) {
-                Next::Go => {}
-                Next::Later => return self.zero_later(number, slot),
-                Next::Submit => return self.submit_or_starve(number, slot),
-                Next::Slow(job) => {
-                    return self.start_slow(number, slot, job);
+            let (left, buffers) = (&mut self.zeroes_left, &mut self.cow_buffers);
+            match next(queue, slot, &self.disks, left, buffers) {
+                NextPiece::Go => {}
+                NextPiece::Later => return self.defer_zeroing(number, slot),
+                NextPiece::Submit => return self.submit_or_wait(number, slot),
+                NextPiece::BlockingPool(job) => {
+                    return self.start_job(number, slot, job);
                 }
-                Next::Fail(errno) => {
+                NextPiece::Fail(errno) => {
                     return self.finish(number, slot, Status::IoError, -errno);
                 }
             }
@@ -199,31 +201,31 @@ impl<E: Engine> Worker<E> {
 
     /// Others have their turn before this one goes on with zeroes.
     #[cold]
-    pub fn zero_later(&mut self, number: usize, slot: u16) {
+    pub fn defer_zeroing(&mut self, number: usize, slot: u16) {
         if let Some(queue) = &self.queues[number]
-            && let Some(local) = &mut self.locals[queue.local]
+            && let Some(thread_disk) = &mut self.disks[queue.thread_disk]
         {
-            local.zeroing.push_back((number, slot));
+            thread_disk.zeroing.push_back((number, slot));
             self.zeroing += 1;
         }
     }
 
     /// Goes on with requests that read more zeroes than one turn allows, or may write them, of each disk in
     /// turn.
-    pub fn zero_on(&mut self) -> Fetched {
+    pub fn continue_zeroing(&mut self) -> FetchResult {
         self.zeroes_left = ZEROES_PER_TURN;
         while self.zeroing > 0 && self.zeroes_left > 0 {
-            self.zeroed = (self.zeroed + 1) % self.locals.len();
-            if let Some(local) = &mut self.locals[self.zeroed]
-                && let Some((number, slot)) = local.zeroing.pop_front()
+            self.zero_turn = (self.zero_turn + 1) % self.disks.len();
+            if let Some(thread_disk) = &mut self.disks[self.zero_turn]
+                && let Some((number, slot)) = thread_disk.zeroing.pop_front()
             {
                 self.zeroing -= 1;
                 self.go_on_with_zeroes(number, slot);
             }
         }
         match self.zeroing {
-            0 => Fetched::Nothing,
-            _ => Fetched::More,
+            0 => FetchResult::Nothing,
+            _ => FetchResult::More,
         }
     }
 
@@ -231,7 +233,7 @@ impl<E: Engine> Worker<E> {
         let queue = self.queues[number].as_ref();
         match queue.map(|queue| queue.pieces.get(usize::from(slot))) {
             None => {}
-            Some(None) => self.submit_or_starve(number, slot),
+            Some(None) => self.submit_or_wait(number, slot),
             Some(Some(piece)) if piece.pin.is_none() => self.start_pieces(number, slot),
             Some(Some(_)) => self.step(number, slot),
         }
@@ -247,7 +249,7 @@ impl<E: Engine> Worker<E> {
             return self.write_merged(number, slot);
         }
         if let Some(merge) = piece.merge.take() {
-            self.merges.give_back(merge);
+            self.cow_buffers.give_back(merge);
         }
         if let Some(allocation) = piece.allocation.take() {
             queue.slots.get(slot).unstable = true;
@@ -257,7 +259,7 @@ impl<E: Engine> Worker<E> {
             if let Err(allocation) = chain.try_commit(allocation) {
                 let disk = queue.disk.clone();
                 let job = move || commit(&chain, &disk, allocation);
-                return self.start_slow(number, slot, job);
+                return self.start_job(number, slot, job);
             }
         }
         self.next_piece(number, slot);
@@ -268,11 +270,11 @@ impl<E: Engine> Worker<E> {
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
-        let Some(local) = &self.locals[queue.local] else {
+        let Some(thread_disk) = &self.disks[queue.thread_disk] else {
             return;
         };
-        join(queue, slot, local.written());
-        self.submit_or_starve(number, slot);
+        join(queue, slot, thread_disk.written());
+        self.submit_or_wait(number, slot);
     }
 
     /// Tries to commit again what could not be committed.
@@ -284,7 +286,7 @@ impl<E: Engine> Worker<E> {
         if let (Some(allocation), Some(chain)) = (allocation, queue.image.chain().cloned()) {
             let disk = queue.disk.clone();
             let job = move || commit(&chain, &disk, allocation);
-            self.start_slow(number, slot, job);
+            self.start_job(number, slot, job);
         }
     }
 
@@ -298,15 +300,15 @@ impl<E: Engine> Worker<E> {
         self.step(number, slot);
     }
 
-    /// Takes up the requests for which the slow lane has done something.
-    pub fn look_at_slow(&mut self) {
-        for (request, outcome) in self.slow.collect() {
+    /// Takes up the requests for which the blocking pool has done something.
+    pub fn take_job_results(&mut self) {
+        for (request, outcome) in self.blocking_pool.collect() {
             self.take_up(request, outcome);
         }
     }
 
-    fn take_up(&mut self, request: For, outcome: Outcome) {
-        let For {
+    fn take_up(&mut self, request: JobId, outcome: JobResult) {
+        let JobId {
             queue: number,
             slot,
         } = request;
@@ -318,99 +320,100 @@ impl<E: Engine> Worker<E> {
         let s = queue.slots.get(slot);
         let before = !matches!(
             outcome,
-            Outcome::Committed | Outcome::NotCommitted(..) | Outcome::Flushed { .. }
+            JobResult::Committed | JobResult::NotCommitted(..) | JobResult::Flushed { .. }
         );
         if s.stamps.fetched > 0 && before {
             s.stamps.submitted = now_ns();
         }
         match outcome {
-            Outcome::Again => self.step(number, slot),
-            Outcome::Bytes(bytes) => {
+            JobResult::Again => self.step(number, slot),
+            JobResult::Bytes(bytes) => {
                 whole_or_cut(s, piece, bytes.len() as u64);
                 queue.ring.copy_to(s.segments(), &bytes);
                 self.next_piece(number, slot);
             }
-            Outcome::Prepared(allocation) => {
+            JobResult::Prepared(allocation) => {
                 let (to, len) = (allocation.to, allocation.len);
                 piece.allocation = Some(allocation);
-                if let Some(local) = &self.locals[queue.local] {
-                    begin(s, piece, local.written(), to, len);
+                if let Some(thread_disk) = &self.disks[queue.thread_disk] {
+                    begin(s, piece, thread_disk.written(), to, len);
                 }
-                self.submit_or_starve(number, slot);
+                self.submit_or_wait(number, slot);
             }
-            Outcome::Merged(allocation, merge) => {
+            JobResult::Merged(allocation, merge) => {
                 (piece.allocation, piece.merge) = (Some(allocation), Some(merge));
                 self.write_merged(number, slot);
             }
-            Outcome::Committed => self.next_piece(number, slot),
-            Outcome::Zeroed { done } => {
+            JobResult::Committed => self.next_piece(number, slot),
+            JobResult::Zeroed { done } => {
                 s.unstable = true;
                 piece.at += done;
                 piece.rest -= done;
                 self.step(number, slot);
             }
-            Outcome::Wait(_) | Outcome::Waits => {
+            JobResult::Wait(_) | JobResult::Waits => {
                 debug_assert!(false, "who waits has no outcome");
             }
-            Outcome::Aborted(End::Finish(status, result)) => {
+            JobResult::Aborted(RequestEnd::Finish(status, result)) => {
                 self.finish(number, slot, status, result);
             }
-            Outcome::Aborted(End::Leave) => {
+            JobResult::Aborted(RequestEnd::Leave) => {
                 self.leave(number, slot);
                 self.finish_stop(number);
             }
-            Outcome::Failed {
+            JobResult::Failed {
                 errno,
                 lasting: true,
             } => {
                 self.finish(number, slot, Status::IoError, -errno);
             }
-            Outcome::Failed { errno, .. } => self.fail(number, slot, errno, Redo::Piece),
-            Outcome::NotCommitted(allocation, errno) => {
+            JobResult::Failed { errno, .. } => self.fail(number, slot, errno, Redo::MappedRequest),
+            JobResult::NotCommitted(allocation, errno) => {
                 piece.allocation = Some(allocation);
                 self.fail(number, slot, errno, Redo::Commit);
             }
-            Outcome::Flushed { errno, lost } => {
-                let place = queue.local;
-                self.flushed(place, errno, lost);
+            JobResult::Flushed { errno, lost } => {
+                let place = queue.thread_disk;
+                self.image_flush_ended(place, errno, lost);
             }
         }
     }
 
     /// Has something done for a request that blocks. If that has to wait for somebody else's write, the request goes on
     /// when it has ended.
-    fn start_slow(
+    fn start_job(
         &mut self,
         number: usize,
         slot: u16,
-        job: impl FnOnce() -> Outcome + Send + 'static,
+        job: impl FnOnce() -> JobResult + Send + 'static,
     ) {
         let Some(queue) = &self.queues[number] else {
             return;
         };
-        let request = For {
+        let request = JobId {
             queue: number,
             slot,
         };
-        let (image, wake) = (queue.image.clone(), self.slow.waker(request));
+        let (image, wake) = (queue.image.clone(), self.blocking_pool.waker(request));
         // Under the image's lock, which is held while its files are read and written.
-        self.slow.start(queue.local, request, move || match job() {
-            Outcome::Wait(waiting) => {
-                let image = image.chain().and_then(|chain| chain.image());
-                let waker = Waker::from(Arc::new(Anew(wake)));
-                match image.map(|image| image.poll_wait(&waiting, &waker)) {
-                    Some(Poll::Pending) => Outcome::Waits,
-                    _ => Outcome::Again,
+        self.blocking_pool
+            .start(queue.thread_disk, request, move || match job() {
+                JobResult::Wait(waiting) => {
+                    let image = image.chain().and_then(|chain| chain.image());
+                    let waker = Waker::from(Arc::new(Requeue(wake)));
+                    match image.map(|image| image.poll_wait(&waiting, &waker)) {
+                        Some(Poll::Pending) => JobResult::Waits,
+                        _ => JobResult::Again,
+                    }
                 }
-            }
-            outcome => outcome,
-        });
+                outcome => outcome,
+            });
     }
 
     /// Gives back what was taken for a request that ends before it was used; the request ends after that. Returns
     /// whether there is such.
     #[inline]
-    pub fn aborts(&mut self, number: usize, slot: u16, end: End) -> bool {
+    pub fn start_abort(&mut self, number: usize, slot: u16, end: RequestEnd) -> bool {
         let Some(queue) = &mut self.queues[number] else {
             return false;
         };
@@ -419,11 +422,11 @@ impl<E: Engine> Worker<E> {
             return false;
         };
         let image = queue.image.clone();
-        self.start_slow(number, slot, move || {
+        self.start_job(number, slot, move || {
             if let Some(chain) = image.chain() {
                 chain.abort(allocation);
             }
-            Outcome::Aborted(end)
+            JobResult::Aborted(end)
         });
         true
     }
@@ -436,14 +439,14 @@ impl<E: Engine> Worker<E> {
         if let Some(chain) = queue.image.chain() {
             if chain.needs_flush() {
                 let (chain, disk) = (chain.clone(), queue.disk.clone());
-                return self.start_slow(number, slot, move || flush(&chain, &disk));
+                return self.start_job(number, slot, move || flush(&chain, &disk));
             }
             if !queue.disk.options.cache.flushes() {
-                let place = queue.local;
-                return self.synced(place, 0);
+                let place = queue.thread_disk;
+                return self.sync_ended(place, 0);
             }
-            if let Some(local) = &self.locals[queue.local] {
-                piece_of(&mut queue.pieces, slot).file = local.written();
+            if let Some(thread_disk) = &self.disks[queue.thread_disk] {
+                mapped_of(&mut queue.pieces, slot).file = thread_disk.written();
             }
         }
         self.submit(number, slot);
@@ -456,8 +459,8 @@ impl Queue {
     pub fn release_piece(
         &mut self,
         slot: u16,
-        locals: &mut [Option<Local>],
-        buffers: &mut Buffers,
+        disks: &mut [Option<ThreadDisk>],
+        buffers: &mut CowBuffers,
     ) {
         if let Some(piece) = self.pieces.get_mut(usize::from(slot))
             && let Some(chain) = self.image.chain()
@@ -468,9 +471,9 @@ impl Queue {
                 piece.copying = false;
             }
             if let Some(pin) = piece.pin.take()
-                && let Some(local) = &mut locals[self.local]
+                && let Some(thread_disk) = &mut disks[self.thread_disk]
             {
-                local.pins.unpin(chain.pins(), pin);
+                thread_disk.pins.unpin(chain.pins(), pin);
             }
         }
     }
@@ -495,27 +498,27 @@ fn join(queue: &mut Queue, slot: u16, file: FileId) {
 fn next(
     queue: &mut Queue,
     slot: u16,
-    locals: &[Option<Local>],
+    disks: &[Option<ThreadDisk>],
     zeroes_left: &mut u64,
-    buffers: &mut Buffers,
-) -> Next {
+    buffers: &mut CowBuffers,
+) -> NextPiece {
     let Queue {
         image,
         ring,
         slots,
         pieces,
-        local,
+        thread_disk,
         alignment,
         disk,
         ..
     } = queue;
     let (s, piece) = (slots.get(slot), &mut pieces[usize::from(slot)]);
-    let (Some(chain), Some(pin), Some(local)) =
-        (image.chain(), &piece.pin, locals[*local].as_ref())
+    let (Some(chain), Some(pin), Some(thread_disk)) =
+        (image.chain(), &piece.pin, disks[*thread_disk].as_ref())
     else {
-        return Next::Fail(rustix::io::Errno::IO.raw_os_error());
+        return NextPiece::Fail(rustix::io::Errno::IO.raw_os_error());
     };
-    let damaged = Next::Fail(rustix::io::Errno::IO.raw_os_error());
+    let damaged = NextPiece::Fail(rustix::io::Errno::IO.raw_os_error());
     let (at, rest) = (piece.at, piece.rest);
     match s.request {
         Request::Read { .. } => match chain.map(pin, at, rest) {
@@ -525,84 +528,84 @@ fn next(
                 len,
             } => match whole_blocks(from, len, alignment.len) {
                 Ok(len) => {
-                    begin(s, piece, local.files[usize::from(file.0)], from, len);
-                    Next::Submit
+                    begin(s, piece, thread_disk.files[usize::from(file.0)], from, len);
+                    NextPiece::Submit
                 }
                 Err(len) => {
                     let chain = chain.clone();
-                    slow(disk, move || {
-                        part_of_block(&chain, at, len).map(Outcome::Bytes)
+                    blocking(disk, move || {
+                        part_of_block(&chain, at, len).map(JobResult::Bytes)
                     })
                 }
             },
-            Place::Zero { .. } if *zeroes_left == 0 => Next::Later,
+            Place::Zero { .. } if *zeroes_left == 0 => NextPiece::Later,
             Place::Zero { len } => {
                 let len = zeroes_now(len, zeroes_left);
                 whole_or_cut(s, piece, len);
                 ring.zero(s.segments());
                 piece.at += len;
                 piece.rest -= len;
-                Next::Go
+                NextPiece::Go
             }
             Place::Compressed(packed) => {
                 let chain = chain.clone();
-                slow(disk, move || chain.unpack(&packed).map(Outcome::Bytes))
+                blocking(disk, move || chain.unpack(&packed).map(JobResult::Bytes))
             }
             Place::Load(missing) => {
                 let chain = chain.clone();
-                slow(disk, move || chain.load(missing).map(|()| Outcome::Again))
+                blocking(disk, move || chain.load(missing).map(|()| JobResult::Again))
             }
             Place::Damaged { .. } => damaged,
         },
         Request::Write { .. } => match chain.map_write(pin, at, rest) {
             WritePlace::InPlace { file, at, len } => {
-                begin(s, piece, local.files[usize::from(file.0)], at, len);
-                Next::Submit
+                begin(s, piece, thread_disk.files[usize::from(file.0)], at, len);
+                NextPiece::Submit
             }
             WritePlace::Allocate { len } => match chain.try_prepare_write(pin, at, len) {
                 Some(allocation) if allocation.fills.is_empty() => {
                     let (to, len) = (allocation.to, allocation.len);
                     piece.allocation = Some(allocation);
-                    begin(s, piece, local.written(), to, len);
-                    Next::Submit
+                    begin(s, piece, thread_disk.written(), to, len);
+                    NextPiece::Submit
                 }
                 Some(allocation) => {
-                    let planned = Merge::plan(chain, pin, &allocation, *alignment, buffers);
+                    let planned = CowWrite::plan(chain, pin, &allocation, *alignment, buffers);
                     let Some((merge, beside)) = planned else {
                         let chain = chain.clone();
-                        return slow(disk, move || fill(&chain, allocation));
+                        return blocking(disk, move || fill(&chain, allocation));
                     };
                     (piece.allocation, piece.merge) = (Some(allocation), Some(merge));
                     match beside {
-                        Beside::Zeroes => join(queue, slot, local.written()),
-                        Beside::Bytes(read) => {
-                            copy(s, piece, local.files[usize::from(read.file.0)], read);
+                        FillSource::Zeroes => join(queue, slot, thread_disk.written()),
+                        FillSource::Bytes(read) => {
+                            copy(s, piece, thread_disk.files[usize::from(read.file.0)], read);
                         }
                     }
-                    Next::Submit
+                    NextPiece::Submit
                 }
                 None => {
                     let chain = chain.clone();
-                    slow(disk, move || prepare(&chain, at, len))
+                    blocking(disk, move || prepare(&chain, at, len))
                 }
             },
             WritePlace::Load(missing) => {
                 let chain = chain.clone();
-                slow(disk, move || chain.load(missing).map(|()| Outcome::Again))
+                blocking(disk, move || chain.load(missing).map(|()| JobResult::Again))
             }
             // To prepare it says what is wrong, and sees to it that nothing more is written.
             WritePlace::Damaged { len } => {
                 let chain = chain.clone();
-                slow(disk, move || prepare(&chain, at, len))
+                blocking(disk, move || prepare(&chain, at, len))
             }
         },
         Request::Discard { .. } => {
             let chain = chain.clone();
-            slow(disk, move || zero(&chain, at, rest, Zeroing::Discard))
+            blocking(disk, move || zero(&chain, at, rest, Zeroing::Discard))
         }
         Request::WriteZeroes { unmap, .. } => {
             let chain = chain.clone();
-            slow(disk, move || {
+            blocking(disk, move || {
                 zero(&chain, at, rest, Zeroing::Zeroes { unmap })
             })
         }
@@ -610,15 +613,15 @@ fn next(
     }
 }
 
-fn slow(
+fn blocking(
     disk: &Arc<Disk>,
-    job: impl FnOnce() -> Result<Outcome, ImageError> + Send + 'static,
-) -> Next {
+    job: impl FnOnce() -> Result<JobResult, ImageError> + Send + 'static,
+) -> NextPiece {
     let disk = disk.clone();
-    Next::Slow(Box::new(move || {
+    NextPiece::BlockingPool(Box::new(move || {
         job().unwrap_or_else(|e| {
             disk.image_failed(&e);
-            Outcome::Failed {
+            JobResult::Failed {
                 errno: e.errno(),
                 lasting: e.is_lasting(),
             }
@@ -626,45 +629,51 @@ fn slow(
     }))
 }
 
-fn commit(chain: &Chain, disk: &Disk, allocation: Allocation) -> Outcome {
+fn commit(chain: &Chain, disk: &Disk, allocation: Allocation) -> JobResult {
     let Err((e, allocation)) = chain.commit_or_keep(allocation) else {
-        return Outcome::Committed;
+        return JobResult::Committed;
     };
     disk.image_failed(&e);
     match e.is_lasting() {
         true => {
             chain.abort(allocation);
-            Outcome::Failed {
+            JobResult::Failed {
                 errno: e.errno(),
                 lasting: true,
             }
         }
-        false => Outcome::NotCommitted(allocation, e.errno()),
+        false => JobResult::NotCommitted(allocation, e.errno()),
     }
 }
 
-fn flush(chain: &Chain, disk: &Disk) -> Outcome {
+fn flush(chain: &Chain, disk: &Disk) -> JobResult {
     let Err(e) = chain.flush() else {
-        return Outcome::Flushed {
+        return JobResult::Flushed {
             errno: 0,
             lost: false,
         };
     };
     disk.image_failed(&e);
-    Outcome::Flushed {
+    JobResult::Flushed {
         errno: e.errno(),
         lost: matches!(e, ImageError::Lost { .. }),
     }
 }
 
 /// Makes a piece ready for the engine.
-fn begin(s: &mut crate::slot::Slot, piece: &mut Piece, file: FileId, at: FileOffset, len: u64) {
+fn begin(
+    s: &mut crate::slot::Slot,
+    piece: &mut MappedRequest,
+    file: FileId,
+    at: FileOffset,
+    len: u64,
+) {
     whole_or_cut(s, piece, len);
     (s.at, s.left, piece.file) = (at, len, file);
 }
 
 /// Makes a read of what stands beside a piece ready for the engine.
-fn copy(s: &mut crate::slot::Slot, piece: &mut Piece, file: FileId, read: Read) {
+fn copy(s: &mut crate::slot::Slot, piece: &mut MappedRequest, file: FileId, read: CowRead) {
     if piece.segments.is_empty() {
         // The guest's, for later.
         piece.segments.extend_from_slice(s.segments());
@@ -701,7 +710,7 @@ fn part_of_block(chain: &Chain, at: u64, len: u64) -> Result<Vec<u8>, ImageError
 }
 
 /// The slot gets the segments of the next `len` bytes.
-fn whole_or_cut(s: &mut crate::slot::Slot, piece: &mut Piece, len: u64) {
+fn whole_or_cut(s: &mut crate::slot::Slot, piece: &mut MappedRequest, len: u64) {
     piece.len = len;
     if piece.segments.is_empty() {
         if len == piece.rest {
@@ -713,21 +722,21 @@ fn whole_or_cut(s: &mut crate::slot::Slot, piece: &mut Piece, len: u64) {
 }
 
 /// Takes clusters for a write, and puts what stands beside it there.
-fn prepare(chain: &Chain, at: u64, len: u64) -> Result<Outcome, ImageError> {
+fn prepare(chain: &Chain, at: u64, len: u64) -> Result<JobResult, ImageError> {
     Ok(match chain.prepare_write(at, len)? {
-        Prepared::Mapped => Outcome::Again,
-        Prepared::Wait(waiting) => Outcome::Wait(waiting),
+        Prepared::Mapped => JobResult::Again,
+        Prepared::Wait(waiting) => JobResult::Wait(waiting),
         Prepared::Allocated(allocation) => fill(chain, allocation)?,
     })
 }
 
-fn fill(chain: &Chain, allocation: Allocation) -> Result<Outcome, ImageError> {
+fn fill(chain: &Chain, allocation: Allocation) -> Result<JobResult, ImageError> {
     if allocation.fills.is_empty() {
-        return Ok(Outcome::Prepared(allocation));
+        return Ok(JobResult::Prepared(allocation));
     }
-    match Merge::read(chain, &allocation) {
-        Ok(Some(merge)) => Ok(Outcome::Merged(allocation, merge)),
-        Ok(None) => chain.fill(allocation).map(Outcome::Prepared),
+    match CowWrite::read(chain, &allocation) {
+        Ok(Some(merge)) => Ok(JobResult::Merged(allocation, merge)),
+        Ok(None) => chain.fill(allocation).map(JobResult::Prepared),
         Err(e) => {
             chain.abort(allocation);
             Err(e)
@@ -736,10 +745,10 @@ fn fill(chain: &Chain, allocation: Allocation) -> Result<Outcome, ImageError> {
 }
 
 /// Gives a range up, as far as that goes without waiting for others.
-fn zero(chain: &Chain, at: u64, len: u64, why: Zeroing) -> Result<Outcome, ImageError> {
+fn zero(chain: &Chain, at: u64, len: u64, why: Zeroing) -> Result<JobResult, ImageError> {
     Ok(match chain.zero(at, len, why)? {
-        (0, Some(waiting)) => Outcome::Wait(waiting),
+        (0, Some(waiting)) => JobResult::Wait(waiting),
         // What is left is looked at anew.
-        (done, _) => Outcome::Zeroed { done },
+        (done, _) => JobResult::Zeroed { done },
     })
 }

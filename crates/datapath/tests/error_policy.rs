@@ -44,18 +44,23 @@ struct Setup {
     device: Device,
 }
 
-fn serve(rerror: OnError, werror: OnError, tracked: bool, patience: Duration) -> Setup {
+fn serve(rerror: OnError, werror: OnError, tracked: bool, stop_timeout: Duration) -> Setup {
     let config = DeviceConfig {
         slots: DEPTH,
         buffer_len: LEN,
         inflight: tracked,
         ..DeviceConfig::default()
     };
-    serve_to(rerror, werror, &config, patience)
+    serve_to(rerror, werror, &config, stop_timeout)
 }
 
-fn serve_to(rerror: OnError, werror: OnError, config: &DeviceConfig, patience: Duration) -> Setup {
-    serve_on(FAULTS, rerror, werror, config, patience)
+fn serve_to(
+    rerror: OnError,
+    werror: OnError,
+    config: &DeviceConfig,
+    stop_timeout: Duration,
+) -> Setup {
+    serve_on(FAULTS, rerror, werror, config, stop_timeout)
 }
 
 fn serve_on(
@@ -63,7 +68,7 @@ fn serve_on(
     rerror: OnError,
     werror: OnError,
     config: &DeviceConfig,
-    patience: Duration,
+    stop_timeout: Duration,
 ) -> Setup {
     let memory = MemoryDisk::new(DISK_BYTES as usize);
     let its_memory = memory.clone();
@@ -83,7 +88,7 @@ fn serve_on(
         Options {
             rerror,
             werror,
-            patience,
+            stop_timeout,
             ..Options::default()
         },
     ));
@@ -411,7 +416,7 @@ fn a_guest_that_goes_on_elsewhere_takes_along_what_is_unfinished() {
 fn go_on_elsewhere(packed: bool, hangs: bool, moving: bool, status_first: bool) {
     let case =
         format!("packed: {packed}, hangs: {hangs}, moving: {moving}, status first: {status_first}");
-    let patience = Duration::from_millis(100);
+    let stop_timeout = Duration::from_millis(100);
     let config = DeviceConfig {
         slots: DEPTH,
         buffer_len: LEN,
@@ -421,7 +426,7 @@ fn go_on_elsewhere(packed: bool, hangs: bool, moving: bool, status_first: bool) 
         packed,
         ..DeviceConfig::default()
     };
-    let mut setup = serve_to(OnError::Retry, OnError::Retry, &config, patience);
+    let mut setup = serve_to(OnError::Retry, OnError::Retry, &config, stop_timeout);
     let memory = Memory::new(&[(0, 1 << 20)]).unwrap();
     if moving {
         let (log, event) = (&memory.regions()[0], eventfd().unwrap());
@@ -462,7 +467,7 @@ fn go_on_elsewhere(packed: bool, hangs: bool, moving: bool, status_first: bool) 
             frontend.vring_base(0).unwrap()
         });
         if hangs && moving {
-            thread::sleep(patience + A_WHILE);
+            thread::sleep(stop_timeout + A_WHILE);
             assert!(!asking.is_finished(), "{case}: answered too early");
             setup.memory.lock().unwrap().hang(false);
         }
@@ -529,7 +534,7 @@ fn a_queue_that_stops_while_its_disk_is_replaced_forgets_nothing() {
         let file = Arc::new(tempfile::tempfile().unwrap().into());
         let new = Replacement {
             image: Image::Raw,
-            places: vec![(file, Backing::File, Aio::Auto).into()],
+            storage: vec![(file, Backing::File, Aio::Auto).into()],
             facts: FACTS,
             size: DISK_BYTES,
         };

@@ -29,19 +29,19 @@ use crate::thread::Wake;
 
 /// The fdatasyncs of one file. The lock is held for a few instructions, and only where there is
 /// something to be made durable, which takes a thousand times as long.
-pub(crate) struct Syncs {
-    state: Mutex<State>,
+pub(crate) struct FlushCoalescer {
+    state: Mutex<CoalescerState>,
     end: Condvar,
     /// What fails to reach the storage is forgotten by the page cache.
     cached: bool,
 }
 
 #[derive(Default)]
-struct State {
+struct CoalescerState {
     /// How many have begun: the number of the last one.
     begun: u64,
     /// It is under way.
-    running: bool,
+    is_running: bool,
     /// What the last one that ended said: 0 or an errno.
     result: i32,
     /// The errno with which the page cache lost something.
@@ -52,8 +52,8 @@ struct State {
 
 /// What is to be done for those who asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Turn {
-    /// The caller does an fdatasync, and then says so with [`Syncs::end`].
+pub(crate) enum SyncTurn {
+    /// The caller does an fdatasync, and then says so with [`FlushCoalescer::end`].
     Begin,
     /// Somebody else's is under way; the caller's thread is woken when it has ended.
     Wait,
@@ -63,14 +63,14 @@ pub(crate) enum Turn {
 
 /// The last fdatasync that has ended.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Ended {
+pub(crate) struct SyncEnd {
     /// Those who were told this number or a lower one are served.
     pub number: u64,
     /// 0 or an errno.
     pub result: i32,
 }
 
-impl Syncs {
+impl FlushCoalescer {
     /// For a file that is read and written through the page cache, or past it.
     pub fn new(cached: bool) -> Self {
         Self {
@@ -86,41 +86,41 @@ impl Syncs {
     }
 
     /// What a thread in which somebody has asked is to do.
-    pub fn take_turn(&self, wake: &Arc<Wake>) -> Turn {
+    pub fn take_turn(&self, wake: &Arc<Wake>) -> SyncTurn {
         let mut state = self.state();
         match state.lost {
-            Some(errno) => Turn::Lost(errno),
-            None if state.running => {
+            Some(errno) => SyncTurn::Lost(errno),
+            None if state.is_running => {
                 if !state.waiting.iter().any(|w| Arc::ptr_eq(w, wake)) {
                     state.waiting.push_back(wake.clone());
                 }
-                Turn::Wait
+                SyncTurn::Wait
             }
             None => {
                 state.begin();
-                Turn::Begin
+                SyncTurn::Begin
             }
         }
     }
 
     /// The last fdatasync that has ended.
-    pub fn ended(&self) -> Ended {
+    pub fn ended(&self) -> SyncEnd {
         self.state().ended()
     }
 
     /// The caller's fdatasync has ended, with 0 or an errno.
-    pub fn end(&self, result: i32) -> Ended {
+    pub fn end(&self, result: i32) -> SyncEnd {
         let refused = [Errno::INTR, Errno::AGAIN].map(Errno::raw_os_error);
         let lost = result != 0 && self.cached && !refused.contains(&result);
         self.end_with(result, lost)
     }
 
     /// The same, where it is known whether anything is lost.
-    pub fn end_with(&self, result: i32, lost: bool) -> Ended {
+    pub fn end_with(&self, result: i32, lost: bool) -> SyncEnd {
         let (ended, waiting) = {
             let mut state = self.state();
-            debug_assert!(state.running);
-            state.running = false;
+            debug_assert!(state.is_running);
+            state.is_running = false;
             state.result = result;
             if lost {
                 state.lost.get_or_insert(result);
@@ -158,7 +158,7 @@ impl Syncs {
                     errno => Err(io::Error::from_raw_os_error(errno)),
                 };
             }
-            if !state.running {
+            if !state.is_running {
                 break;
             }
             state = self.end.wait(state).unwrap_or_else(|e| e.into_inner());
@@ -171,20 +171,20 @@ impl Syncs {
         result
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, CoalescerState> {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 }
 
-impl State {
+impl CoalescerState {
     fn begin(&mut self) {
-        self.running = true;
+        self.is_running = true;
         self.begun += 1;
     }
 
-    fn ended(&self) -> Ended {
-        Ended {
-            number: self.begun - u64::from(self.running),
+    fn ended(&self) -> SyncEnd {
+        SyncEnd {
+            number: self.begun - u64::from(self.is_running),
             result: self.result,
         }
     }
@@ -206,61 +206,61 @@ mod tests {
 
     #[test]
     fn who_asks_while_one_is_under_way_is_served_by_the_next() {
-        let (syncs, wake) = (Syncs::new(true), Arc::new(Wake::new().unwrap()));
-        let early = syncs.ask();
-        assert_eq!(syncs.take_turn(&wake), Turn::Begin);
-        let late = syncs.ask();
-        assert_eq!(syncs.take_turn(&wake), Turn::Wait);
+        let (coalescer, wake) = (FlushCoalescer::new(true), Arc::new(Wake::new().unwrap()));
+        let early = coalescer.ask();
+        assert_eq!(coalescer.take_turn(&wake), SyncTurn::Begin);
+        let late = coalescer.ask();
+        assert_eq!(coalescer.take_turn(&wake), SyncTurn::Wait);
         assert!(!wake.pending());
-        let ended = syncs.end(0);
+        let ended = coalescer.end(0);
         assert!(wake.pending() && early <= ended.number && ended.number < late);
-        assert_eq!(syncs.take_turn(&wake), Turn::Begin);
-        assert!(late <= syncs.end(0).number);
+        assert_eq!(coalescer.take_turn(&wake), SyncTurn::Begin);
+        assert!(late <= coalescer.end(0).number);
     }
 
     #[test]
     fn what_the_page_cache_lost_stays_lost() {
-        let (syncs, wake) = (Syncs::new(true), Arc::new(Wake::new().unwrap()));
-        assert_eq!(syncs.take_turn(&wake), Turn::Begin);
-        syncs.end(5);
-        assert_eq!(syncs.take_turn(&wake), Turn::Lost(5));
-        let error = syncs.sync(|| Ok(())).unwrap_err();
+        let (coalescer, wake) = (FlushCoalescer::new(true), Arc::new(Wake::new().unwrap()));
+        assert_eq!(coalescer.take_turn(&wake), SyncTurn::Begin);
+        coalescer.end(5);
+        assert_eq!(coalescer.take_turn(&wake), SyncTurn::Lost(5));
+        let error = coalescer.sync(|| Ok(())).unwrap_err();
         assert!(error.to_string().contains("PAGECACHE_LOST"), "{error}");
     }
 
     #[test]
     fn an_image_says_what_is_lost() {
-        let (syncs, wake) = (Syncs::new(true), Arc::new(Wake::new().unwrap()));
+        let (coalescer, wake) = (FlushCoalescer::new(true), Arc::new(Wake::new().unwrap()));
         // A table for which there was no room.
-        assert_eq!(syncs.take_turn(&wake), Turn::Begin);
-        assert_eq!(syncs.end_with(28, false).result, 28);
-        assert_eq!(syncs.take_turn(&wake), Turn::Begin);
-        syncs.end_with(5, true);
-        assert_eq!(syncs.take_turn(&wake), Turn::Lost(5));
+        assert_eq!(coalescer.take_turn(&wake), SyncTurn::Begin);
+        assert_eq!(coalescer.end_with(28, false).result, 28);
+        assert_eq!(coalescer.take_turn(&wake), SyncTurn::Begin);
+        coalescer.end_with(5, true);
+        assert_eq!(coalescer.take_turn(&wake), SyncTurn::Lost(5));
     }
 
     #[test]
     fn past_the_page_cache_the_next_one_counts() {
-        let (syncs, wake) = (Syncs::new(false), Arc::new(Wake::new().unwrap()));
-        assert_eq!(syncs.take_turn(&wake), Turn::Begin);
-        assert_eq!(syncs.end(5).result, 5);
-        assert_eq!(syncs.take_turn(&wake), Turn::Begin);
-        assert_eq!(syncs.end(0).result, 0);
-        syncs.sync(|| Ok(())).unwrap();
+        let (coalescer, wake) = (FlushCoalescer::new(false), Arc::new(Wake::new().unwrap()));
+        assert_eq!(coalescer.take_turn(&wake), SyncTurn::Begin);
+        assert_eq!(coalescer.end(5).result, 5);
+        assert_eq!(coalescer.take_turn(&wake), SyncTurn::Begin);
+        assert_eq!(coalescer.end(0).result, 0);
+        coalescer.sync(|| Ok(())).unwrap();
     }
 
     /// Who blocks waits for the end of another's, and is then served by one that began later.
     #[test]
     fn a_blocking_one_waits_its_turn() {
-        let (syncs, wake) = (Syncs::new(true), Arc::new(Wake::new().unwrap()));
-        assert_eq!(syncs.take_turn(&wake), Turn::Begin);
+        let (coalescer, wake) = (FlushCoalescer::new(true), Arc::new(Wake::new().unwrap()));
+        assert_eq!(coalescer.take_turn(&wake), SyncTurn::Begin);
         std::thread::scope(|scope| {
-            let blocked = scope.spawn(|| syncs.sync(|| Ok(())));
-            let ended = syncs.end(0);
+            let blocked = scope.spawn(|| coalescer.sync(|| Ok(())));
+            let ended = coalescer.end(0);
             assert_eq!(ended.number, 1);
             blocked.join().unwrap().unwrap();
         });
         // One of its own, or, if it came late, the first that began after it asked.
-        assert_eq!(syncs.ended().number, 2);
+        assert_eq!(coalescer.ended().number, 2);
     }
 }

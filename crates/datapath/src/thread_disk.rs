@@ -8,13 +8,13 @@ use block::{Engine, FileId};
 use image::ThreadPins;
 
 use crate::disk::{Content, Disk};
-use crate::outage::Stalled;
-use crate::polling::Habits;
+use crate::error_policy::Stalled;
+use crate::flush_coalescer::FlushCoalescer;
+use crate::polling::PollEstimator;
 use crate::source::Source;
-use crate::syncs::Syncs;
 use crate::worker::Worker;
 
-pub(crate) struct Local {
+pub(crate) struct ThreadDisk {
     pub disk: Arc<Disk>,
     pub source: Option<Arc<Source>>,
     /// The file that the guest's data is written to, as this thread's engine knows it.
@@ -29,11 +29,11 @@ pub(crate) struct Local {
     requests: usize,
     /// Requests that complete once an fdatasync has ended, by the number that serves them; the first
     /// of them leads it while it is this thread's.
-    pub unsettled: VecDeque<Unsettled>,
+    pub sync_waiters: VecDeque<SyncWaiter>,
     /// The fdatasync under way is this thread's.
     pub syncing: bool,
     /// Requests that wait for a bounce buffer: queue and slot.
-    pub starved: VecDeque<(usize, u16)>,
+    pub waiting_for_buffer: VecDeque<(usize, u16)>,
     /// Requests that go on with zeroes, to be read or looked for: queue and slot.
     pub zeroing: VecDeque<(usize, u16)>,
     /// Requests that storage failed to serve.
@@ -41,18 +41,18 @@ pub(crate) struct Local {
     /// Bounce buffers that its requests have.
     pub bounces: usize,
     /// What decides whether to poll for it.
-    pub habits: Habits,
+    pub estimator: PollEstimator,
 }
 
-/// What a disk is in, as a thread's engine knows it: as in [`Local`].
+/// What a disk is in, as a thread's engine knows it: as in [`ThreadDisk`].
 pub(crate) struct Attached {
     file: Option<FileId>,
     files: Vec<FileId>,
 }
 
-impl Local {
+impl ThreadDisk {
     /// The disk is in something else from now on. Returns what it was in.
-    pub fn put_in(&mut self, source: Arc<Source>, new: Attached) -> Attached {
+    pub fn set_content(&mut self, source: Arc<Source>, new: Attached) -> Attached {
         debug_assert!(self.pins.none());
         self.source = Some(source);
         let old = Attached {
@@ -70,8 +70,8 @@ impl Local {
     }
 
     /// Of the disk's file; only disks in files have anything to make durable.
-    pub fn syncs(&self) -> &Syncs {
-        &self.source.as_ref().expect("a file").syncs
+    pub fn coalescer(&self) -> &FlushCoalescer {
+        &self.source.as_ref().expect("a file").coalescer
     }
 
     /// Where the guest's data is written to.
@@ -80,7 +80,7 @@ impl Local {
     }
 }
 
-pub(crate) struct Unsettled {
+pub(crate) struct SyncWaiter {
     pub number: u64,
     pub queue: usize,
     pub slot: u16,
@@ -88,29 +88,31 @@ pub(crate) struct Unsettled {
 
 impl<E: Engine> Worker<E> {
     /// The place of what is kept for this disk, for one more queue of it with so many requests.
-    pub fn join_local(&mut self, disk: &Arc<Disk>, requests: usize) -> io::Result<usize> {
-        let place = self.find_or_make_local(disk)?;
-        if let Some(local) = &mut self.locals[place] {
-            local.queues += 1;
-            local.requests += requests;
+    pub fn join_disk(&mut self, disk: &Arc<Disk>, requests: usize) -> io::Result<usize> {
+        let place = self.find_or_make_disk(disk)?;
+        if let Some(thread_disk) = &mut self.disks[place] {
+            thread_disk.queues += 1;
+            thread_disk.requests += requests;
             // Not while they are served.
-            local
-                .unsettled
-                .reserve(local.requests - local.unsettled.len());
-            local.starved.reserve(local.requests - local.starved.len());
-            local.reserve_zeroing();
+            thread_disk
+                .sync_waiters
+                .reserve(thread_disk.requests - thread_disk.sync_waiters.len());
+            thread_disk
+                .waiting_for_buffer
+                .reserve(thread_disk.requests - thread_disk.waiting_for_buffer.len());
+            thread_disk.reserve_zeroing();
         }
         Ok(place)
     }
 
-    fn find_or_make_local(&mut self, disk: &Arc<Disk>) -> io::Result<usize> {
-        let same = |l: &Option<Local>| l.as_ref().is_some_and(|l| Arc::ptr_eq(&l.disk, disk));
-        if let Some(place) = self.locals.iter().position(same) {
+    fn find_or_make_disk(&mut self, disk: &Arc<Disk>) -> io::Result<usize> {
+        let same = |l: &Option<ThreadDisk>| l.as_ref().is_some_and(|l| Arc::ptr_eq(&l.disk, disk));
+        if let Some(place) = self.disks.iter().position(same) {
             return Ok(place);
         }
         let source = disk.source();
         let Attached { file, files } = self.attach(&disk.content(), source.as_deref())?;
-        let local = Some(Local {
+        let thread_disk = Some(ThreadDisk {
             disk: disk.clone(),
             source,
             file,
@@ -118,19 +120,19 @@ impl<E: Engine> Worker<E> {
             pins: ThreadPins::new(self.lane),
             queues: 0,
             requests: 0,
-            unsettled: VecDeque::new(),
+            sync_waiters: VecDeque::new(),
             syncing: false,
-            starved: VecDeque::new(),
+            waiting_for_buffer: VecDeque::new(),
             zeroing: VecDeque::new(),
             stalled: Stalled::default(),
             bounces: 0,
-            habits: Habits::default(),
+            estimator: PollEstimator::default(),
         });
-        let free = self.locals.iter().position(Option::is_none);
-        let place = free.unwrap_or(self.locals.len());
+        let free = self.disks.iter().position(Option::is_none);
+        let place = free.unwrap_or(self.disks.len());
         match free {
-            Some(free) => self.locals[free] = local,
-            None => self.locals.push(local),
+            Some(free) => self.disks[free] = thread_disk,
+            None => self.disks.push(thread_disk),
         }
         Ok(place)
     }
@@ -168,19 +170,21 @@ impl<E: Engine> Worker<E> {
     }
 
     /// One queue less. Nothing of it is under way.
-    pub fn leave_local(&mut self, place: usize, requests: usize) {
-        let Some(local) = &mut self.locals[place] else {
+    pub fn leave_disk(&mut self, place: usize, requests: usize) {
+        let Some(thread_disk) = &mut self.disks[place] else {
             return;
         };
-        local.queues -= 1;
-        local.requests -= requests;
-        if local.queues > 0 {
+        thread_disk.queues -= 1;
+        thread_disk.requests -= requests;
+        if thread_disk.queues > 0 {
             return;
         }
-        debug_assert!(local.unsettled.is_empty() && local.starved.is_empty());
-        debug_assert!(local.zeroing.is_empty());
-        debug_assert!(local.stalled.waiting.is_empty());
-        if let Some(Local { file, files, .. }) = self.locals[place].take() {
+        debug_assert!(
+            thread_disk.sync_waiters.is_empty() && thread_disk.waiting_for_buffer.is_empty()
+        );
+        debug_assert!(thread_disk.zeroing.is_empty());
+        debug_assert!(thread_disk.stalled.waiting.is_empty());
+        if let Some(ThreadDisk { file, files, .. }) = self.disks[place].take() {
             self.detach(Attached { file, files });
         }
     }

@@ -29,14 +29,14 @@ use guest::blk::Status;
 use rustix::io::Errno;
 use tracing::{error, info, warn};
 
+use crate::blocking_pool::RequestEnd;
 use crate::clock::now_ns;
 use crate::disk::Disk;
-use crate::local::Local;
-use crate::queue::State;
+use crate::flush_coalescer::lost;
+use crate::queue::QueueState;
 use crate::report::{IoAction, IoEvent, IoFailure, IoResumed};
 use crate::slot::{Redo, Slot};
-use crate::slow::End;
-use crate::syncs::lost;
+use crate::thread_disk::ThreadDisk;
 use crate::timer::Timer;
 use crate::worker::Worker;
 use crate::zeroes;
@@ -68,11 +68,11 @@ pub(crate) struct Outage {
     stalled: AtomicUsize,
     /// Queues with operations that storage has not answered, and that nobody waits for.
     pub abandoned: AtomicUsize,
-    course: Mutex<Course>,
+    progress: Mutex<OutageProgress>,
 }
 
 #[derive(Default)]
-struct Course {
+struct OutageProgress {
     /// When the first request failed.
     since: Option<Instant>,
     /// Requests of which the guest was told.
@@ -88,28 +88,31 @@ impl Outage {
         self.stalled.load(Ordering::Relaxed)
     }
 
-    fn course(&self) -> std::sync::MutexGuard<'_, Course> {
-        self.course.lock().unwrap_or_else(|e| e.into_inner())
+    fn progress(&self) -> std::sync::MutexGuard<'_, OutageProgress> {
+        self.progress.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     /// One is stalled; `served` says how many requests of the disk have been served.
     fn begin(&self, served: impl FnOnce() -> u64) {
         if self.stalled.fetch_add(1, Ordering::Relaxed) == 0 {
-            let mut course = self.course();
-            let left = course.left.take().filter(|(_, before)| *before == served());
+            let mut progress = self.progress();
+            let left = progress
+                .left
+                .take()
+                .filter(|(_, before)| *before == served());
             let since = left.map_or_else(Instant::now, |(since, _)| since);
-            course.since.get_or_insert(since);
+            progress.since.get_or_insert(since);
         }
     }
 
     /// One is not stalled any more, because it was served, or its guest told. If it was the last one, says how the outage was.
     fn end(&self, is_served: bool) -> Option<IoResumed> {
-        let mut course = self.course();
-        course.given_up += u64::from(!is_served);
+        let mut progress = self.progress();
+        progress.given_up += u64::from(!is_served);
         match self.stalled.fetch_sub(1, Ordering::Relaxed) {
             1 => Some(IoResumed {
-                lasted: course.since.take()?.elapsed(),
-                given_up: std::mem::take(&mut course.given_up),
+                lasted: progress.since.take()?.elapsed(),
+                given_up: std::mem::take(&mut progress.given_up),
             }),
             _ => None,
         }
@@ -117,10 +120,10 @@ impl Outage {
 
     /// One is left to whoever takes up its ring next.
     fn leave(&self, served: impl FnOnce() -> u64) {
-        let mut course = self.course();
+        let mut progress = self.progress();
         if self.stalled.fetch_sub(1, Ordering::Relaxed) == 1 {
-            course.given_up = 0;
-            course.left = course.since.take().map(|since| (since, served()));
+            progress.given_up = 0;
+            progress.left = progress.since.take().map(|since| (since, served()));
         }
     }
 }
@@ -157,7 +160,7 @@ impl Disk {
         };
         match action(policy, errno) {
             // The next fdatasync would lie, and there is none that would tell the truth.
-            _ if slot.settling && self.has_lost(errno) => IoAction::Report,
+            _ if slot.is_syncing && self.has_lost(errno) => IoAction::Report,
             action => action,
         }
     }
@@ -211,7 +214,7 @@ fn tell(disk: &Disk, slot: &Slot, action: IoAction, errno: i32) {
 fn log(disk: &Disk, slot: &Slot, errno: i32, then: &str) {
     disk.errors.log(|left_out| {
         let cause = match errno {
-            _ if slot.settling && disk.has_lost(errno) => lost(errno).to_string(),
+            _ if slot.is_syncing && disk.has_lost(errno) => lost(errno).to_string(),
             0 => "the file ends here, it was cut short while it was served".to_owned(),
             e => explain(&std::io::Error::from_raw_os_error(e), ""),
         };
@@ -224,12 +227,17 @@ fn log(disk: &Disk, slot: &Slot, errno: i32, then: &str) {
 
 /// A stalled request is done, with this status.
 #[cold]
-pub(crate) fn ended(disk: &Disk, local: Option<&mut Local>, timer: &mut Timer, status: Status) {
+pub(crate) fn stalled_ended(
+    disk: &Disk,
+    thread_disk: Option<&mut ThreadDisk>,
+    timer: &mut Timer,
+    status: Status,
+) {
     let ended = disk.outage.end(status == Status::Ok);
-    if let Some(local) = local
+    if let Some(thread_disk) = thread_disk
         && status == Status::Ok
     {
-        let stalled = &mut local.stalled;
+        let stalled = &mut thread_disk.stalled;
         stalled.pause = 0;
         if !stalled.waiting.is_empty() && stalled.at != NEVER {
             stalled.at = now_ns();
@@ -260,11 +268,11 @@ impl<E: Engine> Worker<E> {
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
-        let retired = queue.retired();
+        let is_retired = queue.is_retired();
         let s = queue.slots.get(slot);
         let action = queue.disk.action(s, errno);
         // Of a retired queue, nobody would see it served.
-        if action == IoAction::Report || retired {
+        if action == IoAction::Report || is_retired {
             return self.finish(number, slot, Status::IoError, -errno);
         }
         s.redo = redo;
@@ -286,10 +294,10 @@ impl<E: Engine> Worker<E> {
             _ => "; it is tried again until it succeeds (rerror, werror)",
         };
         log(&queue.disk, s, errno, then);
-        let (disk, place) = (queue.disk.clone(), queue.local);
+        let (disk, place) = (queue.disk.clone(), queue.thread_disk);
         self.release_bounce(number, slot);
-        if let Some(local) = &mut self.locals[place] {
-            let stalled = &mut local.stalled;
+        if let Some(thread_disk) = &mut self.disks[place] {
+            let stalled = &mut thread_disk.stalled;
             stalled.waiting.push_back((number, slot));
             match action {
                 IoAction::Stop => {
@@ -305,7 +313,7 @@ impl<E: Engine> Worker<E> {
             }
         }
         // Who waits for the disk to have nothing under way would wait for long.
-        self.cancel_holds(&disk);
+        self.cancel_pauses(&disk);
         if self.queues[number]
             .as_ref()
             .is_some_and(|q| q.is_stopping())
@@ -316,10 +324,10 @@ impl<E: Engine> Worker<E> {
 
     /// Tries again what has waited for long enough, and gives up the queues that have.
     #[cold]
-    pub fn look_at_outages(&mut self) {
+    pub fn handle_timer(&mut self) {
         let now = now_ns();
-        for place in 0..self.locals.len() {
-            match self.locals[place].as_ref().map_or(0, |l| l.stalled.at) {
+        for place in 0..self.disks.len() {
+            match self.disks[place].as_ref().map_or(0, |l| l.stalled.at) {
                 0 | NEVER => {}
                 at if at > now => self.timer.set(now, at),
                 _ => self.try_again(place, now),
@@ -327,27 +335,29 @@ impl<E: Engine> Worker<E> {
         }
         for number in 0..self.queues.len() {
             match self.queues[number].as_ref().map(|q| &q.state) {
-                Some(State::Stopping { until, .. }) if *until > now => self.timer.set(now, *until),
-                Some(State::Stopping { .. }) => self.abandon_queue(number),
+                Some(QueueState::Stopping { until, .. }) if *until > now => {
+                    self.timer.set(now, *until)
+                }
+                Some(QueueState::Stopping { .. }) => self.abandon_queue(number),
                 _ => {}
             }
         }
     }
 
     fn try_again(&mut self, place: usize, now: u64) {
-        let Some(local) = &mut self.locals[place] else {
+        let Some(thread_disk) = &mut self.disks[place] else {
             return;
         };
-        local.stalled.at = 0;
-        for _ in 0..local.stalled.waiting.len() {
-            let Some(local) = &mut self.locals[place] else {
+        thread_disk.stalled.at = 0;
+        for _ in 0..thread_disk.stalled.waiting.len() {
+            let Some(thread_disk) = &mut self.disks[place] else {
                 return;
             };
             if self.engine.room() == 0 {
-                local.stalled.at = now + NO_ROOM_NS;
-                return self.timer.set(now, local.stalled.at);
+                thread_disk.stalled.at = now + NO_ROOM_NS;
+                return self.timer.set(now, thread_disk.stalled.at);
             }
-            if let Some((number, slot)) = local.stalled.waiting.pop_front() {
+            if let Some((number, slot)) = thread_disk.stalled.waiting.pop_front() {
                 self.redo(number, slot);
             }
         }
@@ -360,9 +370,9 @@ impl<E: Engine> Worker<E> {
         let s = queue.slots.get(slot);
         s.retries = 0;
         match s.redo {
-            _ if s.settling => self.settle(number, slot),
+            _ if s.is_syncing => self.sync_request(number, slot),
             Redo::Operation => self.submit(number, slot),
-            Redo::Piece => self.step(number, slot),
+            Redo::MappedRequest => self.step(number, slot),
             Redo::Commit => self.commit(number, slot),
         }
     }
@@ -378,15 +388,15 @@ impl<E: Engine> Worker<E> {
                 queue.held.look_again();
             }
         }
-        let same = |l: &Option<Local>| l.as_ref().is_some_and(|l| Arc::ptr_eq(&l.disk, disk));
-        let Some(place) = self.locals.iter().position(same) else {
+        let same = |l: &Option<ThreadDisk>| l.as_ref().is_some_and(|l| Arc::ptr_eq(&l.disk, disk));
+        let Some(place) = self.disks.iter().position(same) else {
             return;
         };
         if !report {
             return self.try_again(place, now);
         }
-        let waiting = match &mut self.locals[place] {
-            Some(local) => std::mem::take(&mut local.stalled.waiting),
+        let waiting = match &mut self.disks[place] {
+            Some(thread_disk) => std::mem::take(&mut thread_disk.stalled.waiting),
             None => return,
         };
         for (number, slot) in waiting {
@@ -400,11 +410,11 @@ impl<E: Engine> Worker<E> {
             return;
         };
         let tracked = queue.ring.is_tracked();
-        let Some(local) = &mut self.locals[queue.local] else {
+        let Some(thread_disk) = &mut self.disks[queue.thread_disk] else {
             return;
         };
         let mut left = Vec::new();
-        local.stalled.waiting.retain(|&(its_number, slot)| {
+        thread_disk.stalled.waiting.retain(|&(its_number, slot)| {
             let stays = its_number != number;
             left.extend((!stays).then_some(slot));
             stays
@@ -432,7 +442,7 @@ impl<E: Engine> Worker<E> {
         }
         for slot in left {
             match tracked {
-                true if self.aborts(number, slot, End::Leave) => {}
+                true if self.start_abort(number, slot, RequestEnd::Leave) => {}
                 true => self.leave(number, slot),
                 false => {
                     self.finish(number, slot, Status::IoError, -Errno::IO.raw_os_error());
@@ -447,7 +457,7 @@ impl<E: Engine> Worker<E> {
         let Some(queue) = &mut self.queues[number] else {
             return;
         };
-        queue.release_piece(slot, &mut self.locals, &mut self.merges);
+        queue.release_piece(slot, &mut self.disks, &mut self.cow_buffers);
         if std::mem::take(&mut queue.slots.get(slot).stalled) {
             queue.disk.outage.leave(|| queue.disk.served());
         }
@@ -462,7 +472,8 @@ impl<E: Engine> Worker<E> {
         };
         let under_way = queue.slots.taken();
         queue.held.drop_all(&mut queue.slots);
-        let State::Stopping { reply, .. } = std::mem::replace(&mut queue.state, State::Abandoned)
+        let QueueState::Stopping { reply, .. } =
+            std::mem::replace(&mut queue.state, QueueState::Abandoned)
         else {
             return;
         };
@@ -524,7 +535,7 @@ mod tests {
     #[test]
     fn what_is_left_goes_on_waiting() {
         const PAUSE: std::time::Duration = std::time::Duration::from_millis(20);
-        for (served, goes_on) in [(7, true), (8, false)] {
+        for (served, is_in_service) in [(7, true), (8, false)] {
             let outage = Outage::default();
             outage.begin(|| 7);
             std::thread::sleep(PAUSE);
@@ -532,7 +543,7 @@ mod tests {
             let between = Instant::now();
             outage.begin(|| served);
             let lasted = outage.end(true).unwrap().lasted;
-            assert_eq!(lasted > between.elapsed(), goes_on, "{lasted:?}");
+            assert_eq!(lasted > between.elapsed(), is_in_service, "{lasted:?}");
         }
     }
 }
