@@ -544,7 +544,15 @@ impl World {
             Edit::Limit(iops) => entry.iops = iops,
             Edit::Group(group) => entry.group = group,
             Edit::Serial(serial) => entry.serial = serial,
-            Edit::Remove => entries[disk] = None,
+            Edit::Remove => {
+                // An earlier edit may have renamed its file.
+                let file = std::mem::take(&mut entry.file);
+                let current = self.disks[disk].files.last_mut().expect("it is on one");
+                if !current.exists() {
+                    *current = file;
+                }
+                entries[disk] = None;
+            }
             _ => {}
         }
     }
