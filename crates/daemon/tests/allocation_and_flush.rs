@@ -1,4 +1,4 @@
-//! What of a guest's requests reaches the file, and when: space that zeroes take, and flushes.
+//! How zeroes and discards change the space that a file takes, and when flushes reach the storage.
 
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
@@ -27,11 +27,11 @@ fn write_zeroes_allocates_as_configured() {
         let mut device = Device::connect(&disk.socket, &DeviceConfig::default()).unwrap();
         let queue = &mut device.queues[0];
         let allocated = || fs::metadata(&disk.file).unwrap().blocks() * 512;
-        // What is allocated late is so after this.
+        // Delayed allocation has happened after this.
         File::open(&disk.file).unwrap().sync_all().unwrap();
         let before = allocated();
 
-        // Zeroes but for the last byte of each request are none.
+        // The last byte of each request differs, so the request is not all zeroes.
         let mut data = vec![0; 128 << 10];
         *data.last_mut().unwrap() = 1;
         write_mib(queue, 2 * MIB, &data);
@@ -49,7 +49,7 @@ fn write_zeroes_allocates_as_configured() {
             true => assert_eq!(lost, MIB, "{options}"),
             false => assert_eq!(lost, 0, "{options}"),
         }
-        // What was zeroed and not written reads as a hole, also where its space is kept.
+        // Zeroed and unwritten space reads as a hole, even where it stays allocated.
         assert_eq!(hole(&disk.file, 4 * MIB) == 4 * MIB, found, "{options}");
         assert_eq!(queue.read(4 * MIB / 512, 4096).unwrap(), [0; 4096]);
         for at in [4 * MIB / 512 - 8, 5 * MIB / 512] {
@@ -63,7 +63,7 @@ fn write_zeroes_allocates_as_configured() {
     }
 }
 
-/// Zeroes do not fill what was never written.
+/// Writing zeroes does not allocate space that was never written.
 #[test]
 fn sparse_disk_stays_sparse() {
     let (_server, disk) = serve("detect-zeroes=unmap");
@@ -98,8 +98,8 @@ fn discards_free_space_where_enabled() {
     }
 }
 
-/// The guest switches the write cache while its queues run. Counted on a file system of our own, which flushes now and
-/// then for itself.
+/// The guest switches the write cache while its queues run. Flushes are counted on a file system made for this test,
+/// which itself flushes now and then.
 #[test]
 fn write_cache_follows_the_guests_last_setting() {
     let Some(backing) = LoopDevice::new() else {
@@ -149,7 +149,7 @@ fn write_cache_follows_the_guests_last_setting() {
     }
 }
 
-/// `cache=unsafe` flushes for nobody: not for the guest, not with the write cache off, not at the end.
+/// `cache=unsafe` never flushes: neither for the guest, nor with the write cache off, nor at shutdown.
 #[test]
 fn cache_unsafe_never_flushes() {
     let Some(backing) = LoopDevice::new() else {
@@ -178,7 +178,7 @@ fn cache_unsafe_never_flushes() {
 
 const WRITES: u64 = 50;
 
-/// Writes over what is there, each followed by a flush or not.
+/// Overwrites existing data, with a flush after each write if `flushed`.
 fn write_each(queue: &mut Queue, flushed: bool) {
     for n in 0..WRITES {
         assert_eq!(queue.write(n * 8, &content(n + 7, 4096)), OK);
@@ -188,7 +188,7 @@ fn write_each(queue: &mut Queue, flushed: bool) {
     }
 }
 
-/// Writes one MiB, in pieces.
+/// Writes one MiB in pieces.
 fn write_mib(queue: &mut Queue, at: u64, piece: &[u8]) {
     for n in 0..MIB / piece.len() as u64 {
         assert_eq!(
@@ -202,7 +202,7 @@ fn flush(queue: &mut Queue) {
     assert_eq!(queue.run(Op::Flush, 0, 0), OK);
 }
 
-/// Where the next hole of a file is.
+/// The offset of the next hole in a file.
 fn hole(file: &Path, from: u64) -> u64 {
     let file = File::open(file).unwrap();
     rustix::fs::seek(&file, rustix::fs::SeekFrom::Hole(from)).unwrap()

@@ -1,4 +1,5 @@
-//! A guest that boots by itself: firmware, boot loader, kernel and system all come from an overlay in service.
+//! A guest that boots on its own: firmware, boot loader, kernel and system all come from an overlay that ringdisk
+//! serves.
 
 use std::path::Path;
 use std::process::Command;
@@ -12,8 +13,8 @@ use crate::support::serve_all;
 
 const GUEST_LIMIT: Duration = Duration::from_secs(480);
 
-/// The firmware reads with one queue, and hands it over to a driver that uses two; the guest writes and verifies at
-/// random, and its reboot is the firmware's again.
+/// The firmware reads with one queue; the guest's driver then uses two. The guest writes and verifies at random, then
+/// reboots through the firmware again.
 #[test]
 fn guest_boots_from_firmware_and_boot_loader() {
     let test = "guest_boots_from_firmware_and_boot_loader";

@@ -1,4 +1,4 @@
-//! `ringdisk check` as people and scripts run it: what it answers, and how it ends.
+//! `ringdisk check` as people and scripts run it: its output and its exit code.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 
 fn check(arguments: &[&str]) -> (Option<i32>, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
-    // The lab has measured nothing here.
+    // No lab results exist here.
     command.env("XDG_STATE_HOME", "/nonexistent");
     let Output {
         status,
@@ -56,7 +56,7 @@ fn exit_code_tells_findings_from_errors() {
     assert!(error.contains("--rules"), "{error}");
 }
 
-/// A folder of the lab's results that is not there is no mistake of anybody's.
+/// A missing folder of lab results is not an error.
 #[test]
 fn missing_lab_results_are_not_mentioned() {
     let (_, out, error) = check(&["--", "qemu-system-x86_64", "-drive", "file=a.raw,if=ide"]);
@@ -67,7 +67,8 @@ fn missing_lab_results_are_not_mentioned() {
     );
 }
 
-/// A change that may keep a machine from starting is named as such, and made in a file only when somebody says so.
+/// A change that may keep a machine from starting is labelled as such, and is only written to a file when the user
+/// confirms it.
 #[test]
 fn unknown_facts_are_reported_and_asked_for() {
     let dir = tempfile::tempdir().unwrap();
@@ -103,7 +104,7 @@ fn unknown_facts_are_reported_and_asked_for() {
     );
 }
 
-/// What the host is known to have is not asked about.
+/// Facts known about the host are not asked for.
 #[test]
 fn known_facts_are_not_asked_for() {
     let dir = tempfile::tempdir().unwrap();
@@ -121,7 +122,7 @@ fn known_facts_are_not_asked_for() {
     assert!(fs::read_to_string(file).unwrap().contains("aio=io_uring"));
 }
 
-/// A file is changed where it lies, with its mode, also if it is named by a link.
+/// A file named by a symlink is changed at its target, and keeps its mode.
 #[test]
 fn in_place_change_keeps_the_symlink_and_mode() {
     let dir = tempfile::tempdir().unwrap();
@@ -140,7 +141,7 @@ fn in_place_change_keeps_the_symlink_and_mode() {
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
 }
 
-/// A new file takes the place of the old one, so another hard link would be left with the old text.
+/// The change replaces the file, so another hard link would keep the old text.
 #[test]
 fn file_with_hard_links_is_not_changed() {
     let dir = tempfile::tempdir().unwrap();
@@ -163,7 +164,7 @@ fn file_with_hard_links_is_not_changed() {
     assert!(!fs::read_to_string(&file).unwrap().contains("unsafe"));
 }
 
-/// The machine and ringdisk's configuration change together: either alone would be a machine that does not start.
+/// The machine's and ringdisk's configuration change together: with only one of the two, the machine would not start.
 #[test]
 fn in_place_change_writes_both_files_or_neither() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! What real front-ends and drivers send that the newest QEMU and Linux do not.
+//! Messages and requests of real front-ends and drivers that the newest QEMU and Linux do not send.
 
 use std::collections::BTreeSet;
 
@@ -19,8 +19,8 @@ fn words(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_ne_bytes()).collect()
 }
 
-/// Older illumos flushes with VIRTIO_BLK_T_FLUSH_OUT, and told that this is not supported, never flushes again. The
-/// direction means nothing without data, and a barrier, which was never offered, nothing at all.
+/// Older illumos flushes with VIRTIO_BLK_T_FLUSH_OUT; if that is reported as unsupported, it never flushes again. The
+/// direction bit has no meaning without data, and neither does the barrier bit, which was never offered.
 #[test]
 fn legacy_flush_out_type_is_accepted() {
     const BARRIER: u32 = 1 << 31;
@@ -31,7 +31,7 @@ fn legacy_flush_out_type_is_accepted() {
         (VIRTIO_BLK_T_FLUSH | VIRTIO_BLK_T_OUT, OK),
         (VIRTIO_BLK_T_FLUSH | BARRIER, OK),
         (VIRTIO_BLK_T_OUT | BARRIER, OK),
-        // VIRTIO_BLK_T_SCSI_CMD, to the device and from it.
+        // VIRTIO_BLK_T_SCSI_CMD, in both directions.
         (2, UNSUPP),
         (3, UNSUPP),
     ] {
@@ -40,7 +40,7 @@ fn legacy_flush_out_type_is_accepted() {
     }
 }
 
-/// Front-ends keep the write cache that they read while firmware drives the disk, and show it to Linux.
+/// Front-ends keep the write cache setting that they read while firmware drives the disk, and show it to Linux.
 #[test]
 fn driver_without_flush_keeps_the_write_cache_for_the_next_driver() {
     let (_server, disk) = serve("");
@@ -57,8 +57,8 @@ fn driver_without_flush_keeps_the_write_cache_for_the_next_driver() {
     }
 }
 
-/// Cloud Hypervisor before version 51 reads the configuration where virtio-mmio has it, SPDK reads and writes it with 256
-/// bytes whatever it wants of them, and crosvm passes on what the guest does.
+/// Cloud Hypervisor before version 51 uses virtio-mmio's offset of the configuration; SPDK always reads and writes 256
+/// bytes; crosvm forwards the guest's accesses.
 #[test]
 fn config_accesses_of_all_front_ends() {
     let (_server, disk) = serve("");
@@ -77,7 +77,7 @@ fn config_accesses_of_all_front_ends() {
     payload.extend([0; 256]);
     frontend.command(SET_CONFIG, &payload, &[]).unwrap();
     assert_eq!(frontend.config(DiskConfig::WCE_AT, 1).unwrap(), [0]);
-    // What it may not write stays as it is, and costs it nothing.
+    // A refused write changes nothing and does not close the connection.
     assert!(frontend.set_config(0, &[0xff; 8]).is_err());
     frontend.set_config(28, &[1; 8]).unwrap();
     let after = frontend.config(0, 60).unwrap();
@@ -88,8 +88,8 @@ fn config_accesses_of_all_front_ends() {
     assert_eq!(device.queues[0].read(8, 4096).unwrap(), content(8, 4096));
 }
 
-/// A driver of before virtio 1.0 accepts ANY_LAYOUT, which QEMU offers it without asking, and then has the header
-/// beside the data that it writes, and the status behind the data that it reads.
+/// A driver older than virtio 1.0 accepts ANY_LAYOUT, which QEMU offers on its own, and then places the header beside
+/// the data it writes and the status after the data it reads.
 #[test]
 fn legacy_drivers_may_use_any_layout() {
     let (_server, disk) = serve("");
@@ -124,7 +124,7 @@ fn legacy_drivers_may_use_any_layout() {
     }
 }
 
-/// QEMU connects again with the features that its guest has accepted, also if the disk has other options by then.
+/// QEMU reconnects with the features that its guest accepted, even if the disk's options have changed since.
 #[test]
 fn reconnecting_guest_keeps_features_offered_before() {
     let (mut server, disk) = serve("");
@@ -144,8 +144,7 @@ fn reconnecting_guest_keeps_features_offered_before() {
     assert_eq!(queue.read(8, 4096).unwrap(), content(8, 4096));
 }
 
-/// crosvm has rings of 32768 entries if it is not told otherwise. More requests are in one of them than a ring of QEMU
-/// has room for.
+/// crosvm's rings have 32768 entries by default: one holds more requests than any ring of QEMU.
 #[test]
 fn ring_of_32768_entries() {
     const SLOTS: u16 = 3000;
@@ -160,7 +159,7 @@ fn ring_of_32768_entries() {
         };
         let mut device = Device::connect(&disk.socket, &config).unwrap();
         let queue = &mut device.queues[0];
-        // Until both sides have set the ring up again.
+        // The first rounds last until both sides have set up the ring again.
         for round in 0..12u64 {
             let sector = |slot: u16| (u64::from(slot) + round) * 8 % 32768;
             for slot in 0..SLOTS {
@@ -179,8 +178,8 @@ fn ring_of_32768_entries() {
     }
 }
 
-/// Front-ends of rust-vmm and crosvm send up to 32 regions at once, and await an answer to SET_LOG_BASE that is as long as
-/// the message.
+/// Front-ends of rust-vmm and crosvm send up to 32 regions in one message, and expect the reply to SET_LOG_BASE to be
+/// as long as the message.
 #[test]
 fn rust_vmm_32_regions_and_set_log_base_reply() {
     let (_server, disk) = serve("");
@@ -200,8 +199,8 @@ fn rust_vmm_32_regions_and_set_log_base_reply() {
     assert_eq!(frontend.any_reply().unwrap(), payload);
 }
 
-/// QEMU 7.2 whose back-end was started again while the VM was paused goes on in the middle of the conversation: it neither
-/// asks for protocol features again nor sets them, and uses them.
+/// QEMU 7.2, whose back-end restarted while the VM was paused, resumes in the middle of the handshake: it neither reads
+/// nor sets protocol features again, but uses them.
 #[test]
 fn qemu_7_2_front_end_that_skips_protocol_features_is_served() {
     let (_server, disk) = serve("");
@@ -217,7 +216,7 @@ fn qemu_7_2_front_end_that_skips_protocol_features_is_served() {
     let inflight = frontend.inflight(1, 128).unwrap();
     frontend.set_inflight(&inflight).unwrap();
     drop(frontend);
-    // One that has asked, and set none, has none.
+    // A front-end that reads the protocol features and sets none has none.
     let mut frontend = Frontend::connect(&disk.socket).unwrap();
     frontend.protocol_features().unwrap();
     frontend
@@ -226,8 +225,8 @@ fn qemu_7_2_front_end_that_skips_protocol_features_is_served() {
     assert!(frontend.inflight(1, 128).is_err());
 }
 
-/// QEMU keeps the connection of a chardev when its device is unplugged. The one that is plugged in next begins on it from
-/// the start, with the same memory.
+/// QEMU keeps a chardev's connection when its device is unplugged. The next device starts from the beginning on the
+/// same connection, with the same memory.
 #[test]
 fn device_is_plugged_in_again_on_the_same_connection() {
     let (_server, disk) = serve("");

@@ -1,5 +1,5 @@
-//! Guest memory that comes and goes while requests are under way elsewhere in it: none is lost, none is done twice, and
-//! each finds its own bytes. QEMU sends such changes when memory is plugged in and out.
+//! Guest memory is added and removed while requests use other parts of it: no request is lost or done twice, and each
+//! transfers its own bytes. QEMU sends such changes when memory is plugged in or out.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -11,7 +11,7 @@ use crate::support::{content, serve};
 /// Bytes of a request.
 const LEN: usize = 16 << 10;
 
-/// Changes of memory for each kind of disk.
+/// Memory changes per kind of disk.
 const CHANGES: usize = 150;
 
 #[test]
@@ -23,7 +23,7 @@ fn requests_in_flight_survive_memory_changes() {
         ("cache=none,aio=native", false),
         ("cache=writeback,aio=threads", true),
         ("cache=none,fixed-buffers=on", false),
-        // Most of them wait for their turn when the queue is stopped.
+        // Most of them are throttled when the queue is stopped.
         ("cache=none,iops=2000", false),
     ] {
         let (server, _disk) = serve(&format!("queues=3,{options}"));
@@ -45,7 +45,7 @@ fn requests_in_flight_survive_memory_changes() {
             let all: Vec<_> = regions[..Device::SPARE].iter().collect();
             for n in 0..CHANGES {
                 match n % 10 {
-                    // As a front-end that cannot change one region at a time.
+                    // As a front-end does that cannot change single regions.
                     9 => frontend.set_mem_table(&all).unwrap(),
                     _ => {
                         frontend.add_mem_reg(&regions[Device::SPARE]).unwrap();
@@ -71,8 +71,8 @@ fn requests_in_flight_survive_memory_changes() {
     }
 }
 
-/// Requests that come while their memory is away wait for it, whatever the front-end keeps a record of; those that were
-/// fetched before are given back meanwhile.
+/// Requests whose memory is removed wait for it, whatever record the front-end keeps; requests that were already
+/// fetched are given back meanwhile.
 #[test]
 fn requests_wait_for_removed_memory() {
     for (packed, inflight) in [(false, false), (true, false), (false, true), (true, true)] {
@@ -90,12 +90,12 @@ fn requests_wait_for_removed_memory() {
             queue.prepare(slot, Op::Read, u64::from(slot) * 8, 4096);
         }
         for round in 0..3 {
-            // The last of them has its buffer elsewhere, and is behind the others.
+            // The last request has its buffer elsewhere, and is queued behind the others.
             device.frontend.rem_mem_reg(region).unwrap();
             let queue = &mut device.queues[0];
             queue.submit(&[0, 1, 2, 3]);
             assert!(queue.ring.broken(HANG), "{packed} {inflight}: {round}");
-            // It is still away after another change.
+            // It is still removed after another change.
             let spare = &memory.regions()[Device::SPARE];
             device.frontend.add_mem_reg(spare).unwrap();
             device.frontend.rem_mem_reg(spare).unwrap();
@@ -108,7 +108,7 @@ fn requests_wait_for_removed_memory() {
                 device.queues[0].prepare(slot, Op::Read, u64::from(slot) * 8, 4096);
             }
         }
-        // Some are on their way when the memory of the next goes.
+        // Some requests are in flight when the memory of the next one is removed.
         let queue = &mut device.queues[0];
         queue.submit(&[0, 1]);
         queue.prepare_at(2, Op::Read, 0, 4096, memory.regions()[Device::SPARE].gpa);
@@ -123,9 +123,9 @@ fn requests_wait_for_removed_memory() {
     }
 }
 
-/// Writes and reads back in every slot, each as soon as it is free; gives the number of requests.
+/// Writes and reads back in every slot, each as soon as it is free; returns the number of requests.
 fn keep_busy(queue: &mut Queue, stop: &AtomicBool) -> u64 {
-    // For each slot, what was written last, and whether it is being read back.
+    // For each slot: the last content written, and whether it is being read back.
     let mut slots: Vec<(u64, bool)> = (0..queue.slots())
         .map(|slot| (u64::from(slot), false))
         .collect();
@@ -154,7 +154,7 @@ fn keep_busy(queue: &mut Queue, stop: &AtomicBool) -> u64 {
                 );
             }
             (under_way, done) = (under_way - 1, done + 1);
-            // What has been written is read back before the end.
+            // Everything written is read back before the end.
             if reading && stop.load(Ordering::Relaxed) {
                 continue;
             }

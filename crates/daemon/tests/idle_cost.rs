@@ -1,4 +1,4 @@
-//! What connected disks without I/O cost the process that serves them.
+//! What connected but idle disks cost the serving process.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,10 +10,10 @@ use crate::support::serve_all;
 const FEW: usize = 16;
 const MANY: usize = 64;
 
-/// In a build without optimizations, whose threads need more stack.
+/// For a build without optimizations, whose threads need more stack.
 const KIB_MAX: usize = 112;
 
-/// What a process holds.
+/// Resources of a process.
 struct Footprint {
     descriptors: BTreeMap<String, usize>,
     /// Memory that no other process shares.
@@ -21,7 +21,7 @@ struct Footprint {
 }
 
 impl Footprint {
-    /// Of a server of so many disks, each of which is connected and has had one request.
+    /// Of a server with this many disks, each connected and after one request.
     fn of(disks: usize) -> Self {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let disk = |number| {
@@ -62,7 +62,7 @@ impl Footprint {
             *descriptors.entry(kind.to_owned()).or_default() += 1;
         }
         let memory = fs::read_to_string(format!("{process}/smaps_rollup")).unwrap();
-        // Clean pages are the program's, and count as private only while no other test runs it.
+        // Clean pages belong to the program, and count as private only while no other test runs it.
         let private = memory
             .lines()
             .filter(|line| line.starts_with("Private_Dirty"));
@@ -74,9 +74,9 @@ impl Footprint {
     }
 }
 
-/// A disk needs its file, its socket, and two event counters of ours: one has its session stop, the other one tells it that
-/// its guest's memory is gone. The front-end brings a connection, three event counters of its queue, and three regions
-/// of memory, which a process that takes over has to map again.
+/// A disk needs its file, its socket and two eventfds of ringdisk: one stops its session, the other reports lost guest
+/// memory. The front-end adds a connection, three eventfds of its queue and three memory regions, which a successor
+/// process must map again.
 #[test]
 fn memory_and_descriptors_per_idle_disk() {
     let (few, many) = (Footprint::of(FEW), Footprint::of(MANY));

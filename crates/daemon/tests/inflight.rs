@@ -1,4 +1,4 @@
-//! `kill -9`, again and again: what a guest has in flight is done by the next ringdisk, and comes back once.
+//! Repeated `kill -9`: the next ringdisk completes the guest's requests in flight, each exactly once.
 
 use crate::support;
 
@@ -23,7 +23,7 @@ use testkit::vm::{self, Vm};
 
 const OK: u8 = 0;
 
-/// So many kills, at any moment of a load that verifies all that it reads; then the disk must hold all that was written.
+/// Kills the server `rounds` times at any moment of a verifying load; at the end the disk must hold everything written.
 fn survive(config: &DeviceConfig, options: &str, rounds: usize) {
     let disk = Disk::new();
     let argument = disk.argument(&format!("queues={}{options}", config.queues));
@@ -37,7 +37,7 @@ struct Image {
 }
 
 impl Image {
-    /// An empty one; `None` if there is no qemu-img for `test`.
+    /// An empty image; `None` if there is no qemu-img for `test`.
     fn new(test: &str, options: &str) -> Option<Self> {
         let disk = Disk::new();
         let file = disk.file.with_extension("qcow2");
@@ -63,7 +63,7 @@ impl Image {
             command.args(more);
             command.env("RUNTIME_DIRECTORY", self.file.with_file_name(runtime));
             match Server::ringdisk_command(command) {
-                // The kernel may still be at the writes of the one that was killed.
+                // The kernel may still be completing the killed process's writes.
                 Err(e) if e.to_string().contains("in use") => {}
                 result => return result,
             }
@@ -78,19 +78,19 @@ impl Image {
     }
 }
 
-/// Writes something that takes a cluster, and that nobody flushes.
+/// Writes data that takes a cluster and is never flushed.
 fn write(server: &Server) {
     let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
     assert_eq!(device.queues[0].write(9, &content(9, 4096)), 0);
 }
 
-/// Looks for it.
+/// Expects to read that data.
 fn verify(server: &Server) {
     let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
     assert_eq!(device.queues[0].read(9, 4096).unwrap(), content(9, 4096));
 }
 
-/// The same with an image of which each block is a cluster, taken and given up again and again, and hardly ever flushed.
+/// The same on an image whose blocks are clusters that are repeatedly allocated and freed, and hardly ever flushed.
 #[test]
 fn acknowledged_qcow2_writes_survive_kills() {
     let test = "acknowledged_qcow2_writes_survive_kills";
@@ -105,7 +105,7 @@ fn acknowledged_qcow2_writes_survive_kills() {
     assert!(!log.contains("is not used"), "{log}");
 }
 
-/// Who starts it again as another user than before is told, and loses nothing.
+/// Starting again as another user reports the journal and loses nothing.
 #[test]
 fn journal_of_another_user_is_reported() {
     let test = "journal_of_another_user_is_reported";
@@ -129,10 +129,10 @@ fn journal_of_another_user_is_reported() {
     verify(&server);
     server.signal(Signal::KILL);
     drop(server);
-    // Root has made it, for a user who opens it as well.
+    // Root has created it for a user who opens it as well.
     let journal = image.journal("runtime/journals-nobody");
     assert_eq!(fs::metadata(&journal).unwrap().uid(), 65534);
-    // One that cannot be opened is not passed over.
+    // A journal that cannot be opened is not skipped.
     let elsewhere = image.file.with_file_name("elsewhere");
     fs::rename(&journal, &elsewhere).unwrap();
     std::os::unix::fs::symlink(&elsewhere, &journal).unwrap();
@@ -140,8 +140,8 @@ fn journal_of_another_user_is_reported() {
     assert!(refused.contains("cannot be opened"), "{refused}");
 }
 
-/// Anybody can guess of which file and boot a journal is, and put one into a directory of its own: only the number that the
-/// image has makes it the image's.
+/// Anyone can guess a journal's file name and put a forged journal into their own directory: only the number stored in
+/// the image makes a journal belong to it.
 #[test]
 fn forged_journal_of_another_user_is_ignored() {
     let test = "forged_journal_of_another_user_is_ignored";
@@ -158,12 +158,12 @@ fn forged_journal_of_another_user_is_ignored() {
     fs::create_dir(&directory).unwrap();
     let made_up = directory.join(journal.file_name().unwrap());
     fs::copy(&journal, &made_up).unwrap();
-    // From here on, the image says that it has none.
+    // From here on, the image says that it has no journal.
     assert!(server.terminate().unwrap().success());
     let server = image.serve("runtime", &[]).unwrap();
     server.logged(&["WARN", "journals-nobody", "not that of this image"]);
     write(&server);
-    // And that it has another one.
+    // And now that it has another journal.
     server.signal(Signal::KILL);
     drop(server);
     let server = image.serve("runtime", &[]).unwrap();
@@ -171,7 +171,7 @@ fn forged_journal_of_another_user_is_ignored() {
     verify(&server);
 }
 
-/// Who starts it again with another directory is told where the journal was looked for, and loses nothing either.
+/// Starting again with another directory reports where the journal was looked for, and loses nothing.
 #[test]
 fn journal_in_another_directory_is_reported() {
     let Some(image) = Image::new("journal_in_another_directory_is_reported", "") else {
@@ -190,8 +190,8 @@ fn journal_in_another_directory_is_reported() {
     verify(&server);
 }
 
-/// Kills a server of a disk so many times (`RINGDISK_TEST_ROUNDS` times more), and compares the disk with what it must
-/// hold; returns the log.
+/// Kills a server of a disk this many times (`RINGDISK_TEST_ROUNDS` multiplies it), and compares the disk with what it
+/// must hold; returns the log.
 fn survive_on(
     config: &DeviceConfig,
     disk: &Disk,
@@ -214,7 +214,7 @@ fn survive_on(
         let length = Duration::from_micros(random.below(12_000));
         Load::run(&mut loads, &mut device, &mut random, length);
         if round % 8 == 7 {
-            // An orderly end leaves nothing in flight, and a packed ring goes on where it was all the same.
+            // A clean shutdown leaves nothing in flight, and a packed ring resumes at its position as well.
             assert!(server.terminate().unwrap().success());
         } else {
             server.signal(Signal::KILL);
@@ -226,7 +226,7 @@ fn survive_on(
         server = successor(binary, &arguments);
         device.reconnect(server.socket(), config).unwrap();
         if round % 4 == 0 {
-            // Stopped at once: what was in flight is done before the answer comes.
+            // The queue is stopped at once: requests in flight are completed before the reply.
             for index in 0..device.queues.len() {
                 let base = device.frontend.vring_base(index as u16).unwrap();
                 let ring = &device.queues[index].ring;
@@ -252,7 +252,7 @@ fn survive_on(
     log
 }
 
-/// What QEMU reads in an image that is sound, but for leaks.
+/// What QEMU reads from the image; it must be consistent except for leaks.
 fn as_raw(image: &Path) -> PathBuf {
     let run = |args: &[&str], paths: &[&Path]| {
         let mut command = Command::new("qemu-img");
@@ -298,7 +298,7 @@ fn packed_rings_with_indirect_tables_survive_kills_without_a_write_cache() {
     survive(&config(true), ",queue-size=64,cache=writethrough", 20);
 }
 
-/// QEMU asks for `queue-size` entries, and some of its versions let the driver set up rings of 1024 all the same.
+/// QEMU asks for `queue-size` entries, and some versions still let the driver set up rings of 1024.
 fn of_1024(packed: bool) -> DeviceConfig {
     DeviceConfig {
         queue_size: 1024,
@@ -321,7 +321,7 @@ fn packed_rings_larger_than_requested_survive_kills() {
     survive(&config, "", 20);
 }
 
-/// A region that an older ringdisk made, too small for the ring: a kill costs the guest nothing all the same.
+/// A region made by an older ringdisk is too small for the ring: kills still lose nothing.
 #[test]
 fn split_rings_survive_kills_with_too_small_a_region() {
     let config = DeviceConfig {
@@ -332,10 +332,10 @@ fn split_rings_survive_kills_with_too_small_a_region() {
     survive(&config, "", 40);
 }
 
-/// Length, offset, queues and their size as the front-end says, and the length of the file.
+/// Length, offset, number and size of queues as the front-end states them, and the length of the file.
 type BadRegion = ((u64, u64, u16, u16), u64);
 
-/// What a front-end must not say of the region.
+/// Invalid descriptions of the region.
 #[test]
 fn invalid_region_closes_the_connection() {
     let (server, _disk) = support::serve("queues=2");
@@ -392,7 +392,7 @@ fn invalid_region_closes_the_connection() {
             "not negotiated"
         );
     }
-    // One that is too small for this kind of ring, or that ends before the second ring, does.
+    // A region that is too small for this kind of ring, or that ends before the second ring.
     for len in [2176, 1088] {
         let mut device = Device::connect(server.socket(), &config(true)).unwrap();
         let (description, file) = ((len, 0, 2, 64), memfd(len));
@@ -406,7 +406,7 @@ fn invalid_region_closes_the_connection() {
     assert_eq!(device.queues[1].run(Op::Read, 8, 4096), OK);
 }
 
-/// One that the front-end cuts short while it is used ends that connection, like guest memory.
+/// A region that the front-end truncates while in use closes that connection, like guest memory.
 #[test]
 fn truncated_region_closes_the_connection() {
     let (mut server, _disk) = support::serve("queues=2,queue-size=64");
@@ -430,8 +430,8 @@ fn truncated_region_closes_the_connection() {
     assert!(server.is_running());
 }
 
-/// A region full of nonsense, written while the device uses it and before it takes it up: the queue goes on or is given
-/// up, and another disk notices nothing.
+/// Random bytes in the region, while the device uses it and before it reads it: the queue continues or is retired, and
+/// another disk notices nothing.
 #[test]
 fn random_region_content_harms_only_its_queue() {
     let (victim, other) = (Disk::new(), Disk::new());
@@ -449,7 +449,7 @@ fn random_region_content_harms_only_its_queue() {
         let len = inflight.description.0;
         let file = File::from(inflight.file.try_clone().unwrap());
         for _ in 0..random.below(20) {
-            // Small numbers are more of a danger than large ones.
+            // Small numbers are more dangerous than large ones.
             let (at, byte) = (random.below(len), random.below(70) as u8);
             file.write_all_at(&[byte], at).unwrap();
         }
@@ -459,7 +459,7 @@ fn random_region_content_harms_only_its_queue() {
         device.frontend.set_inflight(&inflight).unwrap();
         let garbage: Vec<u8> = (0..len).map(|_| random.below(4) as u8).collect();
         if random.below(2) == 0 {
-            // With the version that is known, and the right number of entries.
+            // With a known version and the right number of entries.
             file.write_all_at(&garbage, 0).unwrap();
             file.write_all_at(&[0; 8], 0).unwrap();
             file.write_all_at(&[1, 0], 8).unwrap();
@@ -480,15 +480,15 @@ fn random_region_content_harms_only_its_queue() {
     assert!(server.terminate().unwrap().success());
 }
 
-/// A front-end sets a ring up, and asks where it is before it has run there: what the server before had in flight is not
-/// forgotten for that.
+/// A front-end sets up a ring and asks for its position before it runs: requests in flight at the previous server are
+/// not forgotten.
 #[test]
 fn stopping_a_ring_before_it_runs_keeps_its_inflight_requests() {
     let disk = Disk::new();
     let binary = env!("CARGO_BIN_EXE_ringdisk");
     for packed in [false, true] {
         let config = config(packed);
-        // As slow as a disk may be.
+        // As slow as a disk can be.
         let slow = Server::ringdisk(binary, &[disk.argument("queues=2,iops=1")]).unwrap();
         let mut device = Device::connect(slow.socket(), &config).unwrap();
         let slots = [0, 1, 2, 3];
@@ -496,7 +496,7 @@ fn stopping_a_ring_before_it_runs_keeps_its_inflight_requests() {
             device.queues[0].prepare(slot, Op::Read, 8, 4096);
         }
         device.queues[0].submit(&slots);
-        // All have been fetched by the time that one is done.
+        // All have been fetched once one has completed.
         let mut done = device.queues[0].finish(1);
         slow.signal(Signal::KILL);
         drop(slow);
@@ -524,7 +524,7 @@ fn guest_with_packed_rings_survives_kills() {
     guest_survives("guest_with_packed_rings_survives_kills", true);
 }
 
-/// Four writers that read back what they wrote, past the guest's page cache, while ringdisk is killed under them.
+/// Four writers read back their writes, bypassing the guest's page cache, while ringdisk is killed.
 fn guest_survives(test: &str, packed: bool) {
     if let Some(missing) = vm::missing(false) {
         println!("skipped: {test}: {missing}");
@@ -538,7 +538,7 @@ fn guest_survives(test: &str, packed: bool) {
         .unwrap()
         .set_len(64 << 20)
         .unwrap();
-    // As slow as a disk may be, so that something is in flight at each kill.
+    // As slow as a disk can be, so that something is in flight at each kill.
     let arguments = [disk.argument("queues=2,iops=40")];
     let binary = env!("CARGO_BIN_EXE_ringdisk");
     let mut server = Some(Server::ringdisk(binary, &arguments).unwrap());

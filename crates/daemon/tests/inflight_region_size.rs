@@ -1,4 +1,5 @@
-//! Regions of requests in flight that are not as large as the rings: who made them, and what becomes of the queues.
+//! Inflight regions that do not match the size of the rings: which sizes ringdisk makes, and what happens to the
+//! queues.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -12,10 +13,10 @@ use super::support::Disk;
 
 const OK: u8 = 0;
 
-/// What is said of a queue whose requests in flight are not written down.
+/// The log message for a queue whose requests in flight are not recorded.
 const UNRECORDED: &str = "without a record of its requests in flight";
 
-/// Rings four times as large as the region that was made for them.
+/// Rings four times as large as their region.
 fn too_small(packed: bool) -> DeviceConfig {
     DeviceConfig {
         queues: 2,
@@ -34,7 +35,7 @@ fn start(disk: &Disk, options: &str) -> Server {
     .unwrap()
 }
 
-/// Starts where another was killed: the kernel may still be at its writes, and keep the file locked.
+/// Starts a server after a kill: the kernel may still be completing writes and hold the lock.
 fn start_after_kill(disk: &Disk) -> Server {
     let argument = [disk.argument("queues=2")];
     loop {
@@ -45,7 +46,7 @@ fn start_after_kill(disk: &Disk) -> Server {
     }
 }
 
-/// The version that a queue's part of a region begins with.
+/// The version field of a queue's part of a region.
 fn version(region: &Inflight, queue: u64) -> u16 {
     let mut bytes = [0; 2];
     let (len, _, queues, _) = region.description;
@@ -55,8 +56,8 @@ fn version(region: &Inflight, queue: u64) -> u16 {
     u16::from_le_bytes(bytes)
 }
 
-/// Any request for a region is answered with one for 1024 entries, which every queue finds at the same place, whatever
-/// number the front-end names when it hands it back.
+/// Any request for a region gets one for 1024 entries. Every queue finds its part at the same place, whatever size the
+/// front-end states when it returns the region.
 #[test]
 fn region_fits_the_largest_ring() {
     let disk = Disk::new();
@@ -93,8 +94,8 @@ fn region_fits_the_largest_ring() {
     assert!(!log.contains("queue"), "{log}");
 }
 
-/// A queue that its region has no room for is served, and said to be without a record, once; what is in the region is not
-/// of this queue, and nobody does it. With another region, the next connection has a record again.
+/// A queue that does not fit its region is served without a record, which is logged once; the region's content belongs
+/// to another queue and is not replayed. With a new region, the next connection has a record again.
 #[test]
 fn queue_larger_than_its_region_is_served_without_a_record() {
     let disk = Disk::new();
@@ -118,12 +119,12 @@ fn queue_larger_than_its_region_is_served_without_a_record() {
             device.go_on(&bases).unwrap();
         }
         let log = server.log();
-        // Of the connection's first region, and of the one that was put in its place.
+        // Once for the connection's first region and for the one that replaced it.
         assert_eq!(log.matches(UNRECORDED).count(), 1, "{log}");
         assert!(log.contains("reboot or reset the guest"), "{log}");
         device.frontend.reset_device().unwrap();
         drop(device);
-        // The smaller one comes back.
+        // The smaller queue returns.
         let small = DeviceConfig {
             queue_size: 64,
             ..config.clone()
@@ -137,7 +138,7 @@ fn queue_larger_than_its_region_is_served_without_a_record() {
         assert!(!log.contains("are done again"), "{log}");
         drop(server);
 
-        // Another region: there is a record.
+        // With another region there is a record.
         let config = DeviceConfig {
             region: None,
             ..config
@@ -160,15 +161,15 @@ fn queue_larger_than_its_region_is_served_without_a_record() {
     }
 }
 
-/// Of a packed ring without a record, a kill loses what is in flight: nothing is guessed then. An orderly end loses nothing,
-/// and neither does the reset of the guest.
+/// Without a record, a kill loses what a packed ring has in flight, and ringdisk does not guess its position. A clean
+/// shutdown loses nothing, nor does a guest reset.
 #[test]
 fn packed_ring_without_a_record_is_not_resumed_after_a_kill() {
     let disk = Disk::new();
     let config = too_small(true);
     let server = start(&disk, "");
     let mut device = Device::connect(server.socket(), &config).unwrap();
-    // Some laps, so that what the front-end remembers is not where the ring is.
+    // Some laps, so that the position the front-end remembers is outdated.
     for _ in 0..300 {
         assert_eq!(device.queues[0].run(Op::Read, 8, 4096), OK);
     }

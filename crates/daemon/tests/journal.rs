@@ -1,4 +1,4 @@
-//! What a killed ringdisk has acknowledged, and what others may do with its images before the next one starts.
+//! Acknowledged writes of a killed ringdisk, and what others may do with its images before the next start.
 
 use crate::support;
 
@@ -17,14 +17,14 @@ use testkit::storage::Storage;
 use support::small_fs::SmallFs;
 use support::{Disk, content, seed};
 
-/// An image, of 64 MiB, and where it is served.
+/// An image of 64 MiB, and its socket.
 struct Image {
     disk: Disk,
     name: String,
 }
 
 impl Image {
-    /// An empty one; `None` if there is no qemu-img for `test`.
+    /// An empty image; `None` if there is no qemu-img for `test`.
     fn new(test: &str, options: &str) -> Option<Self> {
         let disk = Disk::new();
         let name = "image.qcow2".to_owned();
@@ -43,7 +43,7 @@ impl Image {
         qemu_img::img(self.directory(), arguments);
     }
 
-    /// The same after a kill: the kernel may still be at the writes of the one that was killed.
+    /// The same after a kill, when the kernel may still be completing writes.
     fn qemu_img_after_kill(&self, arguments: &str) {
         loop {
             let mut command = Command::new("qemu-img");
@@ -74,7 +74,7 @@ impl Image {
         loop {
             let command = self.command(options);
             match Server::ringdisk_command(command) {
-                // The kernel may still be at the writes of the one that was killed.
+                // The kernel may still be completing the killed process's writes.
                 Err(e) if e.to_string().contains("in use") => {}
                 result => return result.unwrap(),
             }
@@ -91,11 +91,11 @@ fn kill(server: Server) {
     drop(server);
 }
 
-/// One write to each of several tables, none of them flushed, and after the kill a cache with room for four.
+/// One unflushed write to each of several tables; the cache after the kill holds only four tables.
 #[test]
 fn small_metadata_cache_loses_nothing() {
     let test = "small_metadata_cache_loses_nothing";
-    // Sectors that a table of 512 bytes maps.
+    // Sectors mapped by a table of 512 bytes.
     const REACH: u64 = 64;
     for tables in [5, 8, 300] {
         let Some(image) = Image::new(test, "-o cluster_size=512") else {
@@ -125,7 +125,7 @@ fn small_metadata_cache_loses_nothing() {
     }
 }
 
-/// A backup is made while all is flushed, and put back into the same file after a kill.
+/// A backup is made while everything is flushed, and copied back into the same file after a kill.
 #[test]
 fn restored_backup_is_not_overwritten_by_the_journal() -> io::Result<()> {
     let test = "restored_backup_is_not_overwritten_by_the_journal";
@@ -144,7 +144,7 @@ fn restored_backup_is_not_overwritten_by_the_journal() -> io::Result<()> {
     let zeroes = Op::WriteZeroes { unmap: true };
     assert_eq!(queue.run(zeroes, 0, 1024), 0);
     kill(server);
-    // The same inode.
+    // This keeps the inode.
     fs::copy(&backup, &file)?;
     let server = image.serve("");
     server.logged(&["WARN", "is not used", "backup"]);
@@ -155,8 +155,7 @@ fn restored_backup_is_not_overwritten_by_the_journal() -> io::Result<()> {
     Ok(())
 }
 
-/// Images that can have no journal lose nothing either; and what QEMU does to repair an image with internal snapshots leaves
-/// these.
+/// Images that cannot have a journal lose nothing either, and QEMU's repair of an image keeps its internal snapshots.
 #[test]
 fn images_without_a_journal_lose_nothing() {
     let test = "images_without_a_journal_lose_nothing";
@@ -193,7 +192,7 @@ fn images_without_a_journal_lose_nothing() {
     }
 }
 
-/// A start that takes long is told to end: it does, and the next one does what the first has left.
+/// A start is interrupted during a long replay: it stops, and the next start completes the replay.
 #[test]
 fn replay_can_be_interrupted() -> io::Result<()> {
     let test = "replay_can_be_interrupted";
@@ -221,7 +220,7 @@ fn replay_can_be_interrupted() -> io::Result<()> {
     }
     kill(server);
     storage.change(|c| c.mishaps.late_ms = 20);
-    // Opening takes fewer operations, and each table of a replay takes several.
+    // Opening takes fewer operations than this; each table of a replay takes several.
     let enough = storage.control().answered + 200;
     let mut starting = image.command(",format=qcow2,l2-cache-size=1k");
     let mut starting = starting.stderr(Stdio::piped()).spawn()?;
@@ -245,7 +244,7 @@ fn replay_can_be_interrupted() -> io::Result<()> {
     Ok(())
 }
 
-/// The file system of the journals is full: what is acknowledged is durable without them.
+/// The journals' file system is full: acknowledged writes are durable without a journal.
 #[test]
 fn full_journal_directory_loses_nothing() -> io::Result<()> {
     let test = "full_journal_directory_loses_nothing";
@@ -262,7 +261,7 @@ fn full_journal_directory_loses_nothing() -> io::Result<()> {
         let queue = &mut device.queues[0];
         let mut filler = fs::File::create(runtime.join("filler"))?;
         while filler.write_all(&[1; 512]).is_ok() {}
-        // Into a new cluster, and beside it: the second is written in place while the first one's table is flushed.
+        // Into a new cluster and beside it: the second write is done in place while the first one's table is flushed.
         let writes = [(0, content(1, 4096)), (16, content(2, 4096))];
         for (slot, (sector, bytes)) in (0..).zip(&writes) {
             queue.write_buffer(slot, bytes);
@@ -286,12 +285,12 @@ fn full_journal_directory_loses_nothing() -> io::Result<()> {
     Ok(())
 }
 
-/// SIGTERM where the image's file system has no room for its tables: what was acknowledged is in the journal, which is what
-/// the log says, and is there once there is room.
+/// SIGTERM while the image's file system has no space for its tables: acknowledged writes stay in the journal, the log
+/// says so, and they are there once there is space.
 #[test]
 fn shutdown_on_a_full_file_system_loses_nothing() -> io::Result<()> {
     let test = "shutdown_on_a_full_file_system_loses_nothing";
-    // Sectors that a table of 4096 bytes maps.
+    // Sectors mapped by a table of 4096 bytes.
     const REACH: u64 = 4096;
     let Some(mut image) = Image::new(test, "-o cluster_size=4k") else {
         return Ok(());
@@ -331,8 +330,8 @@ fn shutdown_on_a_full_file_system_loses_nothing() -> io::Result<()> {
     Ok(())
 }
 
-/// QEMU commits an overlay to the image of a killed ringdisk. It opens the image for reading, and for writing only then,
-/// which leaves unknown autoclear bits as they are: the journal must not be done again all the same.
+/// QEMU commits an overlay into a killed ringdisk's image. It first opens the image read-only, then for writing, which
+/// leaves unknown autoclear bits set: the journal must still not be replayed.
 #[test]
 fn committed_overlay_is_not_overwritten_by_the_journal() {
     let test = "committed_overlay_is_not_overwritten_by_the_journal";
@@ -362,15 +361,15 @@ fn committed_overlay_is_not_overwritten_by_the_journal() {
     let queue = &mut device.queues[0];
     assert!(queue.read(0, 1 << 16).unwrap() == content(1, 1 << 16));
     assert!(queue.read(32 << 11, 1 << 18).unwrap() == vec![7; 1 << 18]);
-    // What takes clusters takes those of nobody else.
+    // New clusters do not overlap existing ones.
     assert_eq!(queue.write(48 << 11, &content(3, 1 << 20)), 0);
     assert!(queue.read(32 << 11, 1 << 18).unwrap() == vec![7; 1 << 18]);
     assert!(server.terminate().unwrap().success());
     image.qemu_img_after_kill("check -q");
 }
 
-/// What a killed ringdisk has in a journal is missing in its image: as long as that is so, nothing builds on the image, and
-/// nothing but the disk itself is served from it. A backup that takes its place does not cost it its journal.
+/// While a killed ringdisk's journal is pending, its image is incomplete: it cannot be a backing file, and only the
+/// disk itself can be served from it. A backup copied over the image does not lose the journal.
 #[test]
 fn image_with_a_pending_journal_is_not_read_without_it() -> io::Result<()> {
     let test = "image_with_a_pending_journal_is_not_read_without_it";
@@ -396,7 +395,7 @@ fn image_with_a_pending_journal_is_not_read_without_it() -> io::Result<()> {
         assert!(!output.status.success() && told, "{name}: {said}");
     }
     image.name = "image.qcow2".into();
-    // The backup gets the same name, and the same inode.
+    // The backup gets the same name and the same inode.
     let killed = fs::read(at.join("image.qcow2"))?;
     fs::copy(at.join("backup"), at.join("image.qcow2"))?;
     let mut server = image.serve("");
@@ -411,7 +410,7 @@ fn image_with_a_pending_journal_is_not_read_without_it() -> io::Result<()> {
     let server = image.serve("");
     assert!(connect(&server).queues[0].read(0, 1 << 16).unwrap() == content(1, 1 << 16));
     drop(server);
-    // Nowhere to look for a journal.
+    // No directory for journals.
     image.name = "image.qcow2".into();
     let server = image.serve("");
     let mut device = connect(&server);
@@ -424,7 +423,7 @@ fn image_with_a_pending_journal_is_not_read_without_it() -> io::Result<()> {
     let mut server = image.serve("");
     server.logged(&["WARN", "says that it has a journal"]);
     assert!(server.terminate()?.success());
-    // Nothing was written, so that it is still the image's.
+    // Nothing was written, so the journal is still the image's.
     fs::remove_dir_all(&runtime)?;
     fs::rename(at.join("elsewhere"), &runtime)?;
     let server = image.serve("");
@@ -432,8 +431,8 @@ fn image_with_a_pending_journal_is_not_read_without_it() -> io::Result<()> {
     Ok(())
 }
 
-/// Somebody has damaged the journal of a killed ringdisk: the image is not opened as if there were none, neither to be written
-/// to nor to be read.
+/// The journal of a killed ringdisk is damaged: its image is not opened as if there were no journal, neither for
+/// writing nor for reading.
 #[test]
 fn damaged_journal_keeps_its_image_closed() -> io::Result<()> {
     let Some(image) = Image::new("damaged_journal_keeps_its_image_closed", "") else {

@@ -1,5 +1,5 @@
-//! Guests that libvirt runs: with what ringdisk prints for them, and with what `ringdisk check` makes of a VM that is
-//! there already. libvirt's driver runs in virsh itself, so that none is touched that may run on this machine.
+//! Guests that libvirt runs: with the XML that ringdisk prints, and with a VM patched by `ringdisk check`. libvirt's
+//! driver runs inside virsh, so other VMs on this machine are not touched.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
@@ -17,19 +17,19 @@ use testkit::vm::{self, Vm, find_program};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_ringdisk");
 
-/// Nobody: libvirt's own user belongs to its services, which need not be installed.
+/// An unprivileged user: libvirt's own user belongs to its services, which need not be installed.
 const USER: u32 = 65534;
 
-/// The machine may be busy, and the guest translated.
+/// The machine may be busy and the guest emulated.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// What a guest and libvirt need, as a user without privileges may have it.
+/// What a guest and libvirt need, owned by an unprivileged user.
 struct Host {
     dir: TempDir,
 }
 
 impl Host {
-    /// `None` where that cannot be had; says so.
+    /// Prints a message and returns `None` where that is impossible.
     fn new(test: &str) -> Option<Self> {
         if let Some(missing) = vm::missing(false) {
             println!("skipped: {test}: {missing}");
@@ -48,7 +48,7 @@ impl Host {
                 return None;
             }
         }
-        // Where anybody may go, and not in memory: O_DIRECT is to be that of a real file system.
+        // In a directory that any user can enter, and not in memory: the test needs O_DIRECT.
         let dir = tempfile::tempdir_in("/var/tmp").unwrap();
         fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o755)).unwrap();
         let host = Self { dir };
@@ -61,7 +61,7 @@ impl Host {
         self.dir.path().join(name)
     }
 
-    /// To whom libvirt and QEMU run as.
+    /// Gives a file to the user that libvirt and QEMU run as.
     fn give(&self, name: &str) {
         if is_root() {
             chown(self.path(name), Some(USER), Some(USER)).unwrap();
@@ -75,7 +75,7 @@ impl Host {
         file
     }
 
-    /// A domain that boots and runs `script`, whose lines are in `lines`.
+    /// A domain that boots and runs `script`, with console output in `lines`.
     fn domain(&self, script: &str, memory_backing: &str, disk: &str) -> String {
         let boot = Vm::new(self.path("vm")).boot_files(script).unwrap();
         let kernel = self.path("kernel");
@@ -134,7 +134,7 @@ impl Host {
     }
 }
 
-/// virsh, with libvirt's driver for QEMU in it.
+/// virsh with libvirt's QEMU driver inside it.
 struct Virsh {
     child: Child,
     stdin: ChildStdin,
@@ -190,7 +190,7 @@ impl Virsh {
         }
     }
 
-    /// Has it run a command; what it prints.
+    /// Runs a command and returns its output.
     fn ask(&mut self, command: &str) -> String {
         self.asked += 1;
         let end = format!("end-of-{}", self.asked);
@@ -207,13 +207,13 @@ impl Virsh {
         }
     }
 
-    /// The same, and that it says this.
+    /// The same, and expects these words in the output.
     fn does(&mut self, command: &str, says: &str) {
         let text = self.ask(command);
         assert!(text.contains(says), "virsh {command}: {text}");
     }
 
-    /// Waits until the guest has powered itself off.
+    /// Waits until the guest has powered off.
     fn until_off(&mut self) {
         let start = Instant::now();
         while !self.ask("domstate guest").contains("shut off") {
@@ -225,7 +225,7 @@ impl Virsh {
 
 impl Drop for Virsh {
     fn drop(&mut self) {
-        // With its driver, no guest is left behind.
+        // The driver stops with virsh: no guest stays behind.
         let _ = writeln!(self.stdin, "destroy guest\nquit");
         let start = Instant::now();
         while self.child.try_wait().is_ok_and(|ended| ended.is_none()) {
@@ -241,14 +241,14 @@ fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// Of a disk that is served, as it is printed: for the domain, and for its devices.
+/// The printed XML of a served disk: for the domain and for its devices.
 fn printed(server: &Server, disk: usize) -> (String, String) {
     let libvirt = &server.ready["disks"][disk]["libvirt"];
     let text = |key: &str| libvirt[key].as_str().unwrap().to_owned();
     (text("memoryBacking"), text("disk"))
 }
 
-/// A disk that is there from the start, and outlives a kill of ringdisk; one that is plugged in, and pulled out.
+/// One disk is there from the start and survives a kill of ringdisk; another is plugged in and out.
 #[test]
 fn printed_xml_works_in_a_domain() {
     let Some(host) = Host::new("printed_xml_works_in_a_domain") else {
@@ -319,8 +319,8 @@ fn printed_xml_works_in_a_domain() {
     assert!(!log.contains("cannot be served"), "{log}");
 }
 
-/// A VM that is there, as libvirt writes it down, has its disk brought to ringdisk and back by the patches of
-/// `ringdisk check`; and finds on it what it wrote.
+/// The patches of `ringdisk check` move the disk of a VM, in libvirt's own XML, to ringdisk and back; the guest finds
+/// what it wrote.
 #[test]
 fn check_patches_move_a_vm_to_ringdisk_and_back() {
     let Some(host) = Host::new("check_patches_move_a_vm_to_ringdisk_and_back") else {
@@ -332,7 +332,7 @@ fn check_patches_move_a_vm_to_ringdisk_and_back() {
         "<disk type='file' device='disk'><driver name='qemu' type='raw'/><source file='{dir}/disk.raw'/>\
          <target dev='vda' bus='virtio'/></disk>"
     );
-    // One more with each boot.
+    // One more line on each boot.
     let script = "
         boots=$(head -c 1 /dev/vda)
         printf $((boots + 1)) | dd of=/dev/vda conv=notrunc,fsync 2>/tmp/dd
@@ -362,7 +362,7 @@ fn check_patches_move_a_vm_to_ringdisk_and_back() {
     )
     .unwrap();
     bring(&host, "ringdisk", &["guest.xml"]);
-    // Where this test may have sockets, and this user may connect.
+    // In a directory where this test may create sockets and this user may connect.
     for name in ["guest.xml", "ringdisk.toml"] {
         let text = fs::read_to_string(host.path(name)).unwrap();
         assert!(text.contains("/run/ringdisk/"), "{text}");

@@ -1,4 +1,4 @@
-//! A VM that is moved between two ringdisks which share its storage, and locks that keep them from writing at once.
+//! A VM migrates between two ringdisks that share its storage, and locks allow only one writer at a time.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -15,7 +15,7 @@ use testkit::vm::{self, Vm};
 
 const SIZE: u64 = 64 << 20;
 
-/// Two hosts with one storage.
+/// Two hosts with shared storage.
 struct Hosts {
     files: TempDir,
     disk: PathBuf,
@@ -24,7 +24,7 @@ struct Hosts {
 
 impl Hosts {
     fn new(format: &str, options: [&str; 2]) -> Result<Self> {
-        // Where the test was built: the file system for temporary files may have no O_DIRECT.
+        // Where the test was built: the file system for temporary files may lack O_DIRECT.
         let files = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
         let disk = files.path().join(format!("d.{format}"));
         match format {
@@ -81,7 +81,7 @@ fn pattern(round: u8) -> Vec<u8> {
     (0..8192u32).map(|i| (i * 7) as u8 ^ round).collect()
 }
 
-/// Each host reads what the other has written, and neither gets the disk while the other has it.
+/// Each host reads what the other wrote, and neither gets the disk while the other has it.
 fn one_at_a_time(format: &str, options: &str) -> Result<()> {
     let options = format!("{options},lock=running");
     let hosts = Hosts::new(format, [&options, &options])?;
@@ -96,9 +96,9 @@ fn one_at_a_time(format: &str, options: &str) -> Result<()> {
         }
         ensure!(queue.write(sector(round), &pattern(round)) == 0);
 
-        // The other one tries for three seconds, and then says why not.
+        // The other host tries for three seconds, then gives the reason.
         ensure!(hosts.connect(there).is_err(), "two writers");
-        // The log comes a moment later than the end of the connection.
+        // The log line may come a moment after the end of the connection.
         let start = Instant::now();
         let refusals = || {
             let log = hosts.servers[there].log();
@@ -109,7 +109,7 @@ fn one_at_a_time(format: &str, options: &str) -> Result<()> {
             thread::sleep(Duration::from_millis(10));
         }
 
-        // And this one goes on, whatever the other has tried.
+        // This host continues, whatever the other one tried.
         let queue = &mut device.queues[0];
         ensure!(queue.read(sector(round), 8192) == Ok(pattern(round)));
         stop(device)?;
@@ -148,7 +148,7 @@ fn check(disk: &Path, format: &str) -> Result<()> {
     Ok(())
 }
 
-/// A disk that is away, or whose VM runs on another host, cannot be changed from here.
+/// A released disk, or one whose VM runs on another host, cannot be changed from here.
 #[test]
 fn released_disk_cannot_be_changed() -> Result<()> {
     let hosts = Hosts::new("raw", ["lock=running", "lock=running"])?;
@@ -167,7 +167,7 @@ fn released_disk_cannot_be_changed() -> Result<()> {
     let device = hosts.connect(0)?;
     ensure!(resize(0)?.status.success());
     stop(device)?;
-    // The other learns of it when its turn comes.
+    // The other host sees the change when it acquires the disk.
     let mut device = hosts.connect(1)?;
     ensure!(device.config()?.capacity == (128 << 20) / 512);
     let last = device.queues[0].read((128 << 20) / 512 - 8, 4096);
@@ -175,7 +175,7 @@ fn released_disk_cannot_be_changed() -> Result<()> {
     Ok(())
 }
 
-/// A host that does not know of lock=running keeps the others away for as long as it serves the disk.
+/// A host without lock=running keeps the lock for as long as it serves the disk.
 #[test]
 fn lock_always_keeps_the_lock_after_the_vm_stops() -> Result<()> {
     let hosts = Hosts::new("raw", ["lock=always", "lock=running"])?;
@@ -184,7 +184,7 @@ fn lock_always_keeps_the_lock_after_the_vm_stops() -> Result<()> {
     Ok(())
 }
 
-/// Times that each guest is moved.
+/// Migrations per guest.
 const MOVES: usize = 10;
 
 #[test]
@@ -203,13 +203,13 @@ fn guest_on_qcow2_with_packed_rings_migrates_back_and_forth() -> Result<()> {
     a_guest_is_moved(test, "qcow2", "cache=writeback", true)
 }
 
-/// fio verifies all that it writes, while its guest is moved between two QEMUs, each with its own ringdisk.
+/// fio verifies all its writes while its guest migrates between two QEMUs, each with its own ringdisk.
 fn a_guest_is_moved(test: &str, format: &str, cache: &str, packed: bool) -> Result<()> {
     if let Some(missing) = vm::missing(true) {
         println!("skipped: {test}: {missing}");
         return Ok(());
     }
-    // The first host is one that nobody has prepared for it.
+    // The first host was not prepared for a migration.
     let common = format!("{cache},queues=2");
     let away = format!("{common},lock=running");
     let hosts = Hosts::new(format, [&common, &away])?;

@@ -1,5 +1,5 @@
-//! What is particular to packed virtqueues, through a driver that was written from the specification. What they have in
-//! common with split ones is tested beside those.
+//! Properties of packed virtqueues, tested with a driver that was written from the specification. What they share with
+//! split queues is tested with those.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -16,7 +16,7 @@ use testkit::faulty::Random;
 use testkit::server::Server;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
-/// Long enough for anything to happen that should not happen.
+/// Long enough for an unexpected event to happen.
 const A_WHILE: Duration = Duration::from_millis(100);
 
 fn connect(server: &Server, config: DeviceConfig) -> Device {
@@ -36,7 +36,7 @@ fn assert_reads(device: &mut Device, queue: usize) {
     );
 }
 
-/// Sizes that are no powers of two, down to the smallest: chains of three lie over the end of the ring in every way.
+/// Sizes that are not powers of two, down to the smallest: chains of three cross the end of the ring in every way.
 #[test]
 fn any_ring_size() {
     let (server, _disk) = serve("queue-size=1024");
@@ -71,7 +71,7 @@ fn any_ring_size() {
     }
 }
 
-/// Requests of very different lengths end in another order than they began, and are found by their ids.
+/// Requests of very different lengths complete out of order and are identified by their ids.
 #[test]
 fn requests_complete_out_of_order() {
     let (server, _disk) = serve("queue-size=64,cache=none");
@@ -111,7 +111,7 @@ fn requests_complete_out_of_order() {
     }
 }
 
-/// A queue that stops has given back all that it took, and says so: both positions are the same. It goes on there.
+/// A stopped queue has returned everything it fetched, so both reported positions are equal, and it resumes there.
 #[test]
 fn stopped_queues_resume() {
     let (server, _disk) = serve("queue-size=64");
@@ -147,7 +147,8 @@ fn stopped_queues_resume() {
     }
 }
 
-/// What was available before the device knew the ring is fetched when it starts; and an ill start costs the ring only.
+/// Descriptors that were available before the device knew the ring are fetched at its start; an invalid start position
+/// disables only that ring.
 #[test]
 fn start_position_beyond_the_ring_is_refused() {
     let (server, _disk) = serve("queues=2");
@@ -179,14 +180,14 @@ fn start_position_beyond_the_ring_is_refused() {
 
 // Hostile guests
 
-/// Memory for the buffers of a bad chain: a header at 0, room at 0x1000, a status at 0x3000.
+/// Memory for the buffers of a bad chain: the header at 0, data at 0x1000, the status at 0x3000.
 struct Attack<'a> {
     device: &'a mut Device,
     at: u64,
 }
 
 impl Attack<'_> {
-    /// Puts descriptors at the next positions, without `AVAIL` and `USED`, and makes them available as they are.
+    /// Puts descriptors at the next positions, without `AVAIL` and `USED`, and makes them available unchanged.
     fn post(&mut self, descs: &[PackedDesc]) {
         let ring = &mut self.device.queues[0].ring;
         let size = ring.size;
@@ -226,7 +227,7 @@ impl Attack<'_> {
 
 type Case = (&'static str, &'static str, fn(&mut Attack));
 
-/// What a guest must not write into a packed ring, and what the log says of it.
+/// What a guest must not write into a packed ring, and the expected log message.
 const BAD: &[Case] = &[
     ("id beyond the ring", "buffer id 256", |a| {
         let chain = a.good(256);
@@ -290,7 +291,7 @@ const BAD: &[Case] = &[
 fn bad_chain_retires_only_its_queue() {
     for (name, cause, post) in BAD {
         println!("{name}");
-        // One server each: of what a guest gets wrong, one line is logged a second.
+        // One server per case, because guest errors are logged at most once per second.
         let (server, disk) = serve("queues=2");
         let config = DeviceConfig {
             queues: 2,
@@ -318,7 +319,7 @@ fn bad_chain_retires_only_its_queue() {
     }
 }
 
-/// A guest that takes back what it made available, and changes chains and tables while the device reads them.
+/// A guest takes back available descriptors, and changes chains and tables while the device reads them.
 #[test]
 fn descriptors_changing_under_the_device() {
     let (server, disk) = serve("queues=2");
@@ -340,7 +341,7 @@ fn descriptors_changing_under_the_device() {
             while !stop.load(Ordering::Relaxed) {
                 let flags = [0x80u16, 0x8000, 0x8080, 0][random.below(4) as usize]
                     | [0, 1, 2, 3, 4, 6][random.below(6) as usize];
-                // Those of any descriptor, at any time.
+                // The flags of any descriptor, at any time.
                 let position = random.below(8);
                 memory.write(ring + 16 * position + 14, &flags.to_le_bytes());
                 std::hint::spin_loop();
@@ -376,7 +377,7 @@ fn descriptors_changing_under_the_device() {
     assert_eq!(disk.bytes(0, 4096), content(0, 4096), "nothing was written");
 }
 
-/// Descriptors and event areas full of nonsense.
+/// Descriptors and event areas with random content.
 #[test]
 fn garbage_in_the_ring() {
     let (server, _disk) = serve("queues=2");
@@ -388,7 +389,7 @@ fn garbage_in_the_ring() {
     };
     let mut device = connect(&server, config);
     let mut random = Random(seed());
-    // Not in the region of the rings: the device would be right to write over them.
+    // Not in the rings' region: the device could rightfully write there.
     let low = device.memory.regions()[Device::LOW].gpa;
     let driver = device.queues[0].ring.guest_addresses().avail;
     let start = Instant::now();

@@ -1,5 +1,4 @@
-//! qcow2 images in service: what a guest reads and writes, compared with what QEMU's own tools make of the
-//! same files.
+//! qcow2 images in use: what a guest reads and writes, compared with what QEMU's own tools find in the same files.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -15,7 +14,7 @@ use crate::support::{content, seed, serve_all};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const MIB: u64 = 1 << 20;
-/// A guest is done within a minute even where its instructions are translated; the machine may be busy.
+/// A guest finishes within a minute even if it is emulated; the machine may be busy.
 const GUEST_LIMIT: Duration = Duration::from_secs(480);
 
 /// A directory on a real file system, for images and sockets.
@@ -66,7 +65,7 @@ impl Images {
         (server, device)
     }
 
-    /// No error and no leak, and the same content as a raw file.
+    /// Asserts that there are no errors and no leaks, and the same content as in a raw file.
     fn check(&self, image: &str, raw: &str) {
         self.qemu_img(&["check", image]);
         self.qemu_img(&["compare", "-F", "raw", image, raw]);
@@ -87,7 +86,7 @@ fn read(queue: &mut Queue, at: u64, len: usize) -> Vec<u8> {
     read.unwrap_or_else(|status| panic!("read of {len} at {at}: status {status}"))
 }
 
-/// What a disk should hold.
+/// The expected content of a disk.
 struct Model(Vec<u8>);
 
 impl Model {
@@ -111,7 +110,7 @@ impl Model {
     }
 }
 
-/// A random walk over a disk of `len` bytes, by a linear congruence.
+/// A linear congruential generator of random positions on a disk of `len` bytes.
 struct Random(u64);
 
 impl Random {
@@ -140,7 +139,7 @@ fn churn(queue: &mut Queue, model: &mut Model, random: &mut Random, steps: usize
             }
             1 => {
                 assert_eq!(queue.run(Op::Discard, at, (len * 512) as u32), OK);
-                // As before or zeroes: what it is from now on, the model learns.
+                // Either the old content or zeroes: the model takes over what is there.
                 let there = read(queue, at * 512, to - from);
                 for (i, &byte) in there.iter().enumerate() {
                     assert!(
@@ -263,8 +262,8 @@ fn partial_writes_copy_from_the_backing_file_unchanged() {
     assert!(content(0, 8 * MIB as usize) == std::fs::read(images.path("base.raw")).unwrap());
 }
 
-/// Files may end anywhere, also where O_DIRECT cannot read: a raw backing file, and the image itself behind the last
-/// byte that was written. What is not there reads as zeroes.
+/// Files may end anywhere, even where O_DIRECT cannot read: a raw backing file, and the image itself after the last
+/// byte written. What is missing reads as zeroes.
 #[test]
 fn unaligned_file_ends_read_as_zeroes() {
     for cache in ["none", "writeback"] {
@@ -275,7 +274,7 @@ fn unaligned_file_ends_read_as_zeroes() {
         images.qemu_img(&create.split(' ').collect::<Vec<_>>());
         let alone = "convert -f raw -O qcow2 base.raw alone.qcow2";
         images.qemu_img(&alone.split(' ').collect::<Vec<_>>());
-        // In the middle of its last cluster.
+        // In the middle of the image's last cluster.
         let file = std::fs::OpenOptions::new()
             .write(true)
             .open(images.path("alone.qcow2"));
@@ -293,7 +292,7 @@ fn unaligned_file_ends_read_as_zeroes() {
                 let there = read(queue, at as u64, len as usize);
                 assert!(there == model.0[at..at + len as usize], "{image} {at}");
             }
-            // Beside it, in the same cluster.
+            // Next to it in the same cluster.
             model.write(queue, beside, &content(7, 512));
             model.compare(queue);
             drop(device);
@@ -304,7 +303,7 @@ fn unaligned_file_ends_read_as_zeroes() {
     }
 }
 
-/// Both queues, on two threads, write to the same clusters at the same time, each its own sectors.
+/// Both queues, on two threads, write to the same clusters at the same time, each to its own sectors.
 #[test]
 fn concurrent_writes_to_one_cluster_are_all_kept() {
     let images = Images::new();
@@ -356,7 +355,8 @@ fn concurrent_writes_to_one_cluster_are_all_kept() {
     images.check("disk.qcow2", "model.raw");
 }
 
-/// A kill leaves what was flushed, and an image without errors, whatever the cache mode: the host goes on.
+/// After a kill, flushed data is there and the image has no errors, in every cache mode, as long as the host keeps
+/// running.
 #[test]
 fn flushed_writes_survive_a_kill() {
     for cache in ["none", "unsafe"] {
@@ -375,14 +375,14 @@ fn kill_and_look(cache: &str) {
         model.compare(queue);
         churn(queue, &mut model, &mut random, 50);
         assert_eq!(queue.run(Op::Flush, 0, 0), OK);
-        // Not flushed: it need not be there, and is the same if it is.
+        // Not flushed: it may be missing, but must not change from read to read.
         let again = read(queue, 0, 64 << 10);
         assert_eq!(queue.write(0, &again), OK);
         server.signal(rustix::process::Signal::KILL);
         let _ = server.terminate();
         drop(device);
         let output = images.try_qemu_img(&["check", "-U", "disk.qcow2"]);
-        // 3: leaks, which cost space alone.
+        // Exit code 3 means leaks, which only cost space.
         assert!(
             matches!(output.status.code(), Some(0 | 3)),
             "round {round}: {output:?}"
@@ -390,8 +390,8 @@ fn kill_and_look(cache: &str) {
     }
 }
 
-/// A guest whose whole system is on an overlay of an installed image: it writes and verifies at random, reboots, and finds
-/// all of it. What is below stays as it was installed.
+/// A guest with its whole system on an overlay of an installed image writes and verifies at random, reboots, and finds
+/// everything. The backing file stays as it was installed.
 #[test]
 fn guest_boots_from_an_overlay() {
     let test = "guest_boots_from_an_overlay";
@@ -452,7 +452,7 @@ fn guest_boots_from_an_overlay() {
 
     images.qemu_img(&["check", "root.qcow2"]);
     assert!(below == std::fs::read(images.path("installed.qcow2")).unwrap());
-    // All that the guest wrote is in the overlay, and as a file system it is whole.
+    // Everything the guest wrote is in the overlay, and its file system is consistent.
     let output = images.try_qemu_img(&["compare", "root.qcow2", "installed.qcow2"]);
     assert_eq!(output.status.code(), Some(1), "nothing has changed");
     images.qemu_img(&[

@@ -1,4 +1,4 @@
-//! A process that runs out of something refuses what is new, says why, and goes on serving what it has.
+//! A process that runs out of a resource refuses new work, reports why, and continues to serve what it has.
 
 use std::fs::File;
 use std::os::unix::net::UnixStream;
@@ -66,7 +66,7 @@ fn descriptor_limit_refuses_new_disks_and_keeps_the_others() {
     };
     assert!(refused.contains("Too many open files"), "{refused}");
     works(&mut device);
-    // One less, and there is room again.
+    // With one disk less, there is room again.
     assert!(added > 1);
     for gone in [0, 1] {
         let gone = json!({ "id": format!("more-{gone}"), "force": true });
@@ -85,8 +85,8 @@ fn descriptor_limit_refuses_new_disks_and_keeps_the_others() {
     assert!(server.terminate().unwrap().success());
 }
 
-/// Whichever descriptor is the one too many: the error is about the limit, and not about the file or directory that was to be
-/// opened, and the socket of the disk is not left behind.
+/// Whichever descriptor is the one too many, the error names the limit rather than the file or directory being opened,
+/// and the disk's socket is removed.
 #[test]
 fn descriptor_limit_is_named_by_every_command() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -138,8 +138,8 @@ fn descriptor_limit_is_named_by_every_command() {
     assert!(server.terminate().unwrap().success());
 }
 
-/// Whoever asks for something is told at once, also when there is no descriptor for a client, and the log is not filled. A VM
-/// that is cut off for want of descriptors has done nothing wrong, and an idle disk no storage that is stuck.
+/// Every client gets an error at once, even if there is no descriptor for its connection, and the log is not flooded. A
+/// VM disconnected for lack of descriptors is not reported as faulty, and an idle disk's storage not as stuck.
 #[test]
 fn descriptor_limit_is_named_to_clients_and_vms() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -165,7 +165,7 @@ fn descriptor_limit_is_named_to_clients_and_vms() {
         let current = Some(open.unwrap().count() as u64 + more);
         prlimit(pid, Resource::Nofile, Rlimit { current, ..limit }).unwrap();
         let done = work();
-        // It may have ended.
+        // The process may have ended.
         let _ = prlimit(pid, Resource::Nofile, limit);
         done
     };
@@ -195,7 +195,7 @@ fn descriptor_limit_is_named_to_clients_and_vms() {
         assert!(start.elapsed() < HANG, "descriptors stay open");
         std::thread::sleep(Duration::from_millis(5));
     }
-    // Without any, it waits until there is one.
+    // Without a descriptor, the connection waits for one.
     for more in 1..64 {
         let connect = &mut || {
             let device = Device::connect(server.socket(), &DeviceConfig::default());
@@ -240,7 +240,7 @@ fn descriptor_limit_is_named_to_clients_and_vms() {
     assert!(server.ended().unwrap().success());
 }
 
-/// The same at the start.
+/// The same at startup.
 #[test]
 fn descriptor_limit_is_named_at_startup() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -283,8 +283,8 @@ fn descriptor_limit_is_named_at_startup() {
     assert!(refused > 5, "{refused}");
 }
 
-/// A VM that stops leaves its disk, whole, though there is no descriptor to open the file with once more: who comes next
-/// takes it, and can leave it.
+/// When a VM stops, its disk is released completely even if no descriptor is free to reopen the file: the next VM can
+/// acquire and release it.
 #[test]
 fn disk_is_released_without_free_descriptors() {
     for format in ["raw", "qcow2"] {
@@ -330,8 +330,8 @@ fn disk_is_released_without_free_descriptors() {
     }
 }
 
-/// A disk needs threads, and these need stacks. Address space stands for memory here: the kernel counts it, and does not
-/// end the process as it does where it has promised more memory than there is.
+/// A disk needs threads, which need stacks. A limit on address space stands in for a lack of memory: the kernel
+/// enforces it without killing the process, as it would when it runs out of overcommitted memory.
 #[test]
 fn memory_limit_refuses_new_disks_and_keeps_the_others() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -372,8 +372,7 @@ fn memory_limit_refuses_new_disks_and_keeps_the_others() {
     assert!(server.terminate().unwrap().success());
 }
 
-/// A log that cannot be written costs lines, and nothing else: standard error is a full device, or a pipe that nobody
-/// reads.
+/// If the log cannot be written, only log lines are lost: standard error is a full device, or a pipe that nobody reads.
 #[test]
 fn unwritable_log_delays_nobody() {
     let (reader, pipe) = std::io::pipe().unwrap();
@@ -400,7 +399,7 @@ fn unwritable_log_delays_nobody() {
             .process_group(0);
         let mut child = command.spawn().unwrap();
         let start = Instant::now();
-        // The socket is there a moment before ringdisk listens at it.
+        // The socket exists a moment before ringdisk listens on it.
         while UnixStream::connect(&socket).is_err() {
             assert!(start.elapsed() < HANG, "it does not start");
             std::thread::sleep(Duration::from_millis(5));

@@ -1,4 +1,4 @@
-//! The sandbox of a ringdisk that serves: all its threads are in it, and what it may do is what it needs.
+//! The sandbox of a serving ringdisk: it covers all threads, and permits only what ringdisk needs.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -90,7 +90,7 @@ fn all_threads_are_sandboxed() {
             assert_eq!(set & !allowed, 0, "{field} {set:x}");
         }
     }
-    // A thread that is made later, too.
+    // Including a thread that starts later.
     let added = Command::new(env!("CARGO_BIN_EXE_ringdisk"))
         .args(["stats", "--seconds", "0", "--control", &bench.control])
         .output();
@@ -110,7 +110,7 @@ fn sandbox_off_restricts_nothing() {
     assert!(attached.status.success(), "{attached:?}");
 }
 
-/// A disk beside another may come; one elsewhere only where the operator has said so.
+/// A disk beside another can be attached; elsewhere only where the operator allows it.
 #[test]
 fn disks_are_attached_only_from_allowed_directories() {
     let (bench, elsewhere) = (Bench::new(), Disk::new());
@@ -133,7 +133,7 @@ fn disks_are_attached_only_from_allowed_directories() {
             error.contains(&format!("--allow-dir {directory}")),
             "{error}"
         );
-        // A disk that may come, at a socket that may not.
+        // An allowed disk file with a socket path that is not allowed.
         let third = beside.with_file_name("third.raw");
         fs::copy(&beside, &third).unwrap();
         let refused = bench.attach(&third, &elsewhere.socket);
@@ -168,7 +168,7 @@ fn disks_are_attached_only_from_allowed_directories() {
     assert!(error.contains("--allow-dir /there/is/none"), "{error}");
 }
 
-/// A core dump has nothing of a guest.
+/// A core dump contains no guest memory.
 #[test]
 fn guest_memory_is_not_dumped() {
     let bench = Bench::new();
@@ -217,7 +217,7 @@ fn sockets_get_their_configured_owner() {
     assert!(refused("socket-mode=rw").contains("0660"));
 }
 
-/// What only root may open is served by somebody else, who may do nothing of what root may.
+/// Files that only root may open are served by an unprivileged user without root's rights.
 #[test]
 fn root_files_are_served_by_an_unprivileged_user() {
     let bench = Bench::new();

@@ -1,4 +1,4 @@
-//! Signals and resource limits, and what each does to the disks: the tables of docs/operating/restart.md.
+//! Signals and resource limits, and their effect on the disks: the tables of docs/operating/restart.md.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 const MIB: u64 = 1 << 20;
 
-/// A ringdisk with disks in a directory, and the control socket there.
+/// A ringdisk that serves the disks of a directory, with a control socket there.
 struct Served {
     server: Server,
     dir: TempDir,
@@ -53,7 +53,7 @@ impl Served {
         control::Client::connect(self.dir.path().join("control.qmp"), HANG).unwrap()
     }
 
-    /// Sets the soft limit; without a number to what this process has, as the server had at its start.
+    /// Sets the soft limit; `None` restores this process's limit, which the server started with.
     fn limit(&self, resource: Resource, current: Option<u64>) {
         let pid = Pid::from_raw(self.server.pid() as i32);
         let Rlimit {
@@ -84,8 +84,8 @@ fn works(device: &mut Device) {
     assert_eq!(device.queues[0].read(8, 4096).unwrap(), bytes);
 }
 
-/// `ulimit -f`, LimitFSIZE=: the kernel sends SIGXFSZ to who writes beyond it, of which a process dies that says nothing
-/// else; and with it all its disks would.
+/// `ulimit -f`, LimitFSIZE=: the kernel sends SIGXFSZ to a process that writes beyond the limit. By default this kills
+/// the process, and with it all its disks.
 #[test]
 fn file_size_limit_fails_only_the_writes_beyond_it() {
     let dir = directory();
@@ -116,7 +116,7 @@ fn file_size_limit_fails_only_the_writes_beyond_it() {
         let mut device = served.connect(name);
         let queue = &mut device.queues[0];
         assert_eq!(queue.write(at_limit, &block), IOERR, "{disk}");
-        // Half of it is below.
+        // Half of it is below the limit.
         assert_eq!(queue.write(at_limit - 64, &block), IOERR, "{disk}");
         assert_eq!(queue.write(at_limit - 128, &block), OK, "{disk}");
         assert_eq!(queue.read(at_limit, 4096).unwrap(), vec![0; 4096], "{disk}");
@@ -125,7 +125,7 @@ fn file_size_limit_fails_only_the_writes_beyond_it() {
     }
     let said = served.server.logged(&["disk uring", "File too large"]);
     assert!(said.contains("RLIMIT_FSIZE"), "{said}");
-    // An image grows: what is beyond is refused, what is there goes on, and nothing of it is torn.
+    // An image grows: writes beyond the limit fail, existing data stays accessible, and nothing is left half written.
     let mut image = served.connect("image.qcow2");
     let queue = &mut image.queues[0];
     let written: Vec<_> = (0..512).map(|i| queue.write(i * 128, &block)).collect();
@@ -139,7 +139,7 @@ fn file_size_limit_fails_only_the_writes_beyond_it() {
         assert_eq!(queue.read(i * 128, block.len()).unwrap(), block);
     }
     works(&mut small);
-    // Files that are made longer.
+    // Growing files.
     let mut client = served.client();
     let refused = client.call(
         "x-ringdisk-resize",
@@ -151,7 +151,7 @@ fn file_size_limit_fails_only_the_writes_beyond_it() {
         "{refused}"
     );
     works(&mut small);
-    // With room, all goes on.
+    // Without the limit, everything works again.
     served.limit(Resource::Fsize, None);
     for i in 0..512 {
         assert_eq!(image.queues[0].write(i * 128, &block), OK);
@@ -167,7 +167,7 @@ fn file_size_limit_fails_only_the_writes_beyond_it() {
     qemu_img::check(served.dir.path(), "image.qcow2", false);
 }
 
-/// What the kernel sends where a limit is reached or a terminal is another's, and what tools send that rotate logs.
+/// Signals that the kernel sends when a limit is reached or for terminal access, and signals that log rotation sends.
 #[test]
 fn unrelated_signals_are_ignored() {
     let dir = directory();
@@ -196,7 +196,7 @@ fn unrelated_signals_are_ignored() {
     assert!(served.server.terminate().unwrap().success());
 }
 
-/// Started by hand, and the window is closed: the log has nowhere to go, and SIGHUP comes.
+/// Started by hand, then the window is closed: the log can no longer be written, and SIGHUP arrives.
 #[test]
 fn closing_the_terminal_does_not_stop_it() {
     let dir = directory();
@@ -210,7 +210,7 @@ fn closing_the_terminal_does_not_stop_it() {
         socket.display(),
         control.display()
     );
-    // Each message of a front-end is a line of the log.
+    // Each message of a front-end is a log line.
     let mut terminal = Command::new("script")
         .args(["-qec", &ringdisk, "/dev/null"])
         .env("RINGDISK_LOG", "debug")
@@ -252,7 +252,7 @@ fn closing_the_terminal_does_not_stop_it() {
     }
 }
 
-/// A process that may start no more threads refuses what needs one, says which limit that is, and serves what it has.
+/// A process that cannot start more threads refuses what needs one, names the limit, and serves what it has.
 #[test]
 fn thread_limit_is_named() {
     let dir = directory();
@@ -266,7 +266,7 @@ fn thread_limit_is_named() {
     let disk = format!("file={},socket={}", path("more.raw"), path("more.sock"));
     served.limit(Resource::Nproc, Some(1));
     match client.call("x-ringdisk-attach", json!({ "disk": disk })) {
-        // The limit is not root's.
+        // The limit does not apply to root.
         Ok(_) => println!("skipped: thread_limit_is_named: this user has no limit"),
         Err(e) => assert!(e.to_string().contains("RLIMIT_NPROC"), "{e}"),
     }

@@ -1,5 +1,5 @@
-//! A disk that becomes larger while nobody listens: QEMU reads the size once, and drops what it is told while the VM is
-//! paused or its driver is not up.
+//! A disk grows while nobody listens: QEMU reads the size once, and drops notifications while the VM is paused or its
+//! driver is not loaded.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -50,12 +50,12 @@ impl Served {
     }
 }
 
-/// Waits for the announcement.
+/// Waits for the notification.
 fn told(channel: &mut BackendChannel) {
     assert_eq!(channel.next(HANG).unwrap().0, BACKEND_CONFIG_CHANGE);
 }
 
-/// Nothing was announced: all that was is there, once the device has answered something.
+/// Asserts that there was no notification: all earlier ones have arrived once the device has answered a message.
 fn not_told(device: &mut Device, channel: &mut BackendChannel) {
     device.frontend.features().unwrap();
     let next = channel.next(Duration::from_millis(1));
@@ -66,7 +66,7 @@ fn size_mib(device: &mut Device) -> u64 {
     device.config().unwrap().capacity * 512 / MIB
 }
 
-/// A file that was cut is not made long again, as if it held what it did: the disk is not what it was, and who asks is told.
+/// A truncated file is not extended again as if it still had its content: the disk is damaged, and the command says so.
 #[test]
 fn truncated_file_is_reported_and_not_extended() {
     let served = Served::start();
@@ -92,7 +92,7 @@ fn truncated_file_is_reported_and_not_extended() {
     assert_eq!(size_mib(&mut device), 16);
 }
 
-/// It is announced again when the queues start, until the front-end has read it, and then no more.
+/// The notification is repeated when the queues start, until the front-end has read the size.
 #[test]
 fn new_size_is_announced_until_it_is_read() {
     let served = Served::start();
@@ -101,11 +101,11 @@ fn new_size_is_announced_until_it_is_read() {
     for (round, mib) in [(0, 20), (1, 24)] {
         let bases = device.pause(false).unwrap();
         served.resize(mib);
-        // Which QEMU drops.
+        // QEMU drops this one.
         told(&mut channel);
         let bases = match round {
             0 => bases,
-            // The next time, the guest is reset meanwhile, and its firmware does not stay for long.
+            // In the second round the guest is reset meanwhile, and its firmware uses the disk only briefly.
             _ => {
                 device.frontend.reset_device().unwrap();
                 device.frontend.set_features(device.features).unwrap();
@@ -136,8 +136,8 @@ fn new_size_is_announced_until_it_is_read() {
     }
 }
 
-/// A front-end reads the size before its queues start, and has nothing to be told then. One that connects to another process
-/// may have read another size long ago.
+/// A front-end reads the size before its queues start, so it needs no notification then. A front-end that reconnects
+/// may have read an older size from another process.
 #[test]
 fn size_that_was_read_is_not_announced_again() {
     let mut served = Served::start();
@@ -147,7 +147,7 @@ fn size_that_was_read_is_not_announced_again() {
     not_told(&mut device, &mut channel);
     drop((device, channel));
 
-    // The same front-end, once more: it does not read it again.
+    // The same front-end again: it does not read the size.
     let (mut device, mut channel) = served.connect();
     restart(&mut device);
     not_told(&mut device, &mut channel);
@@ -156,7 +156,7 @@ fn size_that_was_read_is_not_announced_again() {
     let (mut device, mut channel) = served.connect();
     restart(&mut device);
     told(&mut channel);
-    // What lies behind it is not the size.
+    // The fields after the size do not count.
     device.frontend.config(8, 8).unwrap();
     restart(&mut device);
     told(&mut channel);
@@ -170,7 +170,7 @@ fn size_that_was_read_is_not_announced_again() {
     told(&mut channel);
 }
 
-/// Has the queues start while the device may tell of something.
+/// Restarts the queues, which is when the device may send a notification.
 fn restart(device: &mut Device) {
     let bases = device.pause(false).unwrap();
     device.go_on(&bases).unwrap();

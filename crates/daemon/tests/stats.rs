@@ -1,4 +1,4 @@
-//! What ringdisk counts and measures, through every window that there is on it.
+//! ringdisk's counters and measurements, through every interface that shows them.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -18,14 +18,14 @@ use crate::support::{Disk, serve_all};
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 
-/// Where the ringdisk that serves a disk may have its control socket.
+/// The path of the control socket of a disk's server.
 fn control(disk: &Disk) -> PathBuf {
     disk.socket.with_file_name("control.qmp")
 }
 
 const SCRAPE: &str = "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n";
 
-/// Asks for something at the address of the metrics.
+/// Sends a request to the metrics address.
 fn ask(server: &Server, request: &str) -> TcpStream {
     let url = server.ready["metrics"].as_str().unwrap();
     let address = url.strip_prefix("http://").unwrap();
@@ -36,7 +36,7 @@ fn ask(server: &Server, request: &str) -> TcpStream {
     stream
 }
 
-/// What a scraper gets, head and body.
+/// The head and body of the response.
 fn http(server: &Server, request: &str) -> (String, String) {
     let mut text = String::new();
     ask(server, request).read_to_string(&mut text).unwrap();
@@ -48,7 +48,7 @@ fn http(server: &Server, request: &str) -> (String, String) {
     (head.to_owned(), body)
 }
 
-/// A whole body that came in chunks (RFC 9112, 7.1).
+/// Decodes a chunked body (RFC 9112, 7.1).
 fn unchunked(mut rest: &str) -> String {
     let mut body = String::new();
     loop {
@@ -67,7 +67,7 @@ fn unchunked(mut rest: &str) -> String {
     }
 }
 
-/// A disk in service, with its control socket, and metrics at a port of the kernel's choice.
+/// A served disk with a control socket, and metrics at a port that the kernel chose.
 struct Served {
     server: Server,
     disk: Disk,
@@ -127,7 +127,7 @@ impl Served {
     }
 }
 
-/// 30 reads of 4 KiB, 20 writes of 8 KiB, 3 flushes, a discard and a write of zeroes, and a read too far.
+/// 30 reads of 4 KiB, 20 writes of 8 KiB, 3 flushes, a discard and a write of zeroes, and a read beyond the end.
 fn work(device: &mut Device) {
     let queue = &mut device.queues[0];
     for i in 0..30 {
@@ -214,7 +214,7 @@ fn all_interfaces_report_the_same_counts() {
     assert_eq!(reply[0]["node-name"], served.name());
     assert_eq!(reply[0]["device"], Value::Null);
 
-    // A disk that its VM leaves keeps what it has counted.
+    // A disk keeps its counters when its VM disconnects.
     drop(device);
     let mut device = served.connect();
     assert_eq!(device.queues[0].run(Op::Read, 0, 512), OK);
@@ -328,7 +328,7 @@ fn storage_errors_are_reported() {
     let mut device = served.connect();
     let queue = &mut device.queues[0];
     assert_eq!(queue.run(Op::Read, 8192, 4096), OK);
-    // As when somebody takes the file away under it.
+    // The file is truncated while it is served.
     let file = File::options().write(true).open(&served.disk.file).unwrap();
     file.set_len(1 << 20).unwrap();
     assert_eq!(queue.run(Op::Read, 8192, 4096), IOERR);
@@ -342,7 +342,7 @@ fn storage_errors_are_reported() {
     assert_eq!(data["nospace"], false);
     assert_eq!(data["reason"], "the file ends before the disk does");
     assert_eq!(served.stats()["read"]["errors"], 1);
-    // What the guest did wrong is no error of the storage.
+    // The guest's own errors are not counted as storage errors.
     assert_eq!(queue.run(Op::Read, 1 << 40, 4096), IOERR);
     assert_eq!(control.event(Duration::from_secs(2)).unwrap(), None);
 }
@@ -367,7 +367,7 @@ fn metrics_endpoint_answers_every_client() {
     let endless = format!("GET /metrics HTTP/1.1\r\nA: {}", "a".repeat(7 << 10));
     assert_eq!(status(&(endless + &"b".repeat(2 << 10))), "400");
 
-    // An address that cannot be had is an error with a way out.
+    // An address in use is an error with a remedy.
     let taken = served.server.ready["metrics"].as_str().unwrap();
     let taken = taken
         .strip_prefix("http://")
@@ -391,7 +391,7 @@ fn memory_kib(pid: u32) -> u64 {
     word.unwrap().parse().unwrap()
 }
 
-/// Every scraper got memory for histograms of every disk and for the whole text, of which the process gave nothing back:
+/// Every scraper got memory for histograms of every disk and for the whole text, of which the process returned nothing:
 /// 15 MiB became 756 with 301 disks and 30 scrapes.
 #[test]
 fn scrapes_of_many_disks_use_little_memory() {
@@ -420,7 +420,7 @@ fn scrapes_of_many_disks_use_little_memory() {
     std::thread::scope(|scope| {
         for _ in 0..29 {
             scope.spawn(|| {
-                // Somebody who asks and does not read, and then does.
+                // A client that sends a request and reads the response late.
                 let mut stream = ask(&server, SCRAPE);
                 std::thread::yield_now();
                 std::io::copy(&mut stream, &mut std::io::sink()).unwrap();
@@ -448,7 +448,7 @@ fn scrapes_of_many_disks_use_little_memory() {
     assert_eq!(lines("d300"), lines("d7"));
 }
 
-/// More clients at a time than are served, which never finish their requests.
+/// More clients than are served at once, which never finish their requests.
 #[test]
 fn silent_clients_do_not_block_scrapers() {
     let served = Served::new("");

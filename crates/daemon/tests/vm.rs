@@ -1,4 +1,4 @@
-//! Real Linux guests on ringdisk's disks: what a user does with a disk, seen from the guest and from the host.
+//! Real Linux guests on ringdisk's disks: a disk's usual life, checked in the guest and on the host.
 
 use anyhow::{Context, Result, ensure};
 use rustix::process::{Pid, Signal, kill_process};
@@ -14,7 +14,7 @@ use testkit::memory::HugePages;
 use testkit::server::Server;
 use testkit::vm::{self, Disk, Qmp, Vm};
 
-/// A guest of these tests is done within 20 s even where its instructions are translated; the machine may be busy.
+/// A guest finishes within 20 s even if it is emulated; the machine may be busy.
 const LIMIT: Duration = Duration::from_secs(240);
 
 #[test]
@@ -32,7 +32,7 @@ fn disk_lifecycle_with_packed_queues() -> Result<()> {
     a_disk_lives("disk_lifecycle_with_packed_queues", 2, 4096, true)
 }
 
-/// Partitioned, formatted, filled, trimmed and verified by the guest; sound and with holes on the host.
+/// The guest partitions, formats, fills, trims and verifies the disk; on the host it is consistent and has holes.
 fn a_disk_lives(test: &str, queues: u16, block_size: u32, packed: bool) -> Result<()> {
     let Some(bench) = Bench::new(test)? else {
         return Ok(());
@@ -79,7 +79,7 @@ fn a_disk_lives(test: &str, queues: u16, block_size: u32, packed: bool) -> Resul
     check_file_system(&file)
 }
 
-/// Memory in huge pages is mapped and let go in whole ones.
+/// Huge pages are mapped and unmapped as a whole.
 #[test]
 fn guest_in_huge_pages() -> Result<()> {
     let test = "guest_in_huge_pages";
@@ -114,7 +114,7 @@ fn guest_in_huge_pages() -> Result<()> {
     check_file_system(&file)
 }
 
-/// Huge pages that the server has touched.
+/// Huge pages touched by the server, in KiB.
 fn huge_kib(server: &Server) -> u64 {
     let status = fs::read_to_string(format!("/proc/{}/status", server.pid())).unwrap_or_default();
     let line = status.lines().find_map(|l| l.strip_prefix("HugetlbPages:"));
@@ -122,7 +122,7 @@ fn huge_kib(server: &Server) -> u64 {
     count.unwrap_or(0)
 }
 
-/// How much the server has touched of the guest's memory modules of this size.
+/// How much of the guest's memory modules of this size the server has touched.
 fn touched_kib(server: &Server, size_kib: u64) -> u64 {
     let maps = fs::read_to_string(format!("/proc/{}/smaps", server.pid())).unwrap_or_default();
     let field = |line: &str, name| {
@@ -140,7 +140,8 @@ fn touched_kib(server: &Server, size_kib: u64) -> u64 {
     touched
 }
 
-/// Memory that is plugged in while the guest reads and writes: its queues go on, and use it as soon as the guest does.
+/// Memory is plugged in while the guest reads and writes: its queues continue, and use the memory as soon as the guest
+/// does.
 #[test]
 fn memory_hotplug() -> Result<()> {
     let Some(bench) = Bench::new("memory_hotplug")? else {
@@ -213,8 +214,8 @@ fn memory_hotplug() -> Result<()> {
     stop(server)
 }
 
-/// Memory that is plugged in, used for I/O and taken away again, twice, while the guest reads and writes: its queues go
-/// on, and nothing of the module stays mapped.
+/// Memory is plugged in, used for I/O and removed, twice, while the guest reads and writes: its queues continue, and
+/// the module is unmapped completely.
 #[test]
 fn memory_unplug() -> Result<()> {
     let Some(bench) = Bench::new("memory_unplug")? else {
@@ -305,7 +306,7 @@ fn memory_unplug() -> Result<()> {
     stop(server)
 }
 
-/// A guest that reboots resets its disk and finds on it what it wrote; so does one that rebinds its driver.
+/// A rebooting guest resets its disk and finds its data again; so does a guest that rebinds its driver.
 #[test]
 fn disk_survives_resets() -> Result<()> {
     let Some(bench) = Bench::new("disk_survives_resets")? else {
@@ -338,7 +339,7 @@ fn disk_survives_resets() -> Result<()> {
     stop(server)
 }
 
-/// Every disk of one process has its own serial, size and content, and none is mixed up with another.
+/// Every disk of one process has its own serial, size and content.
 #[test]
 fn several_disks_in_one_process() -> Result<()> {
     let Some(bench) = Bench::new("several_disks_in_one_process")? else {
@@ -382,7 +383,7 @@ fn several_disks_in_one_process() -> Result<()> {
     stop(server)
 }
 
-/// A guest can read a read-only disk, and knows that it can't write.
+/// A guest can read a read-only disk, and knows that it cannot write.
 #[test]
 fn readonly_disk() -> Result<()> {
     let Some(bench) = Bench::new("readonly_disk")? else {
@@ -413,8 +414,8 @@ fn readonly_disk() -> Result<()> {
     Ok(())
 }
 
-/// Each fsync of a guest is a barrier on what the disk lies on. It is lost where the config space denies the write
-/// cache, as that of qemu-storage-daemon 10 does. Counted by the block layer, on a loop device.
+/// Each fsync of a guest reaches the underlying device as a flush. It is lost where the config space denies a write
+/// cache, as that of qemu-storage-daemon 10 does. Counted by the block layer on a loop device.
 #[test]
 fn guest_fsync_is_a_barrier() -> Result<()> {
     let test = "guest_fsync_is_a_barrier";
@@ -449,16 +450,16 @@ fn guest_fsync_is_a_barrier() -> Result<()> {
     Ok(())
 }
 
-/// Where a test has its files.
+/// The files of a test.
 struct Bench {
-    /// Disks and sockets; short, as a socket's path is limited to 108 bytes.
+    /// Disks and sockets; a short path, because a socket's path is limited to 108 bytes.
     files: TempDir,
-    /// What remains to be read when the test fails.
+    /// Logs that are kept when the test fails.
     logs: PathBuf,
 }
 
 impl Bench {
-    /// None, with a line that says why, where no guest can run.
+    /// Prints a message and returns `None` where no guest can run.
     fn new(test: &str) -> Result<Option<Bench>> {
         if let Some(missing) = vm::missing(false) {
             println!("skipped: {test}: {missing}");
@@ -489,7 +490,7 @@ impl Bench {
     }
 
     fn serve(&self, disks: &[String]) -> Result<Server> {
-        // setpriv: a server must not outlive a test run that is killed.
+        // setpriv: a server must not outlive a killed test run.
         let mut command = Command::new("setpriv");
         command
             .args([
@@ -503,7 +504,7 @@ impl Bench {
         Server::ringdisk_command(command).context("starting ringdisk")
     }
 
-    /// A guest that has every disk of the server, by the very arguments that ringdisk prints for its users.
+    /// A guest with every disk of the server, using the arguments that ringdisk prints.
     fn guest(&self, server: &Server) -> Vm {
         let disks = server.ready["disks"].as_array().into_iter().flatten();
         let arguments = disks.map(|disk| {
@@ -518,7 +519,7 @@ impl Bench {
     }
 }
 
-/// SIGTERM ends ringdisk in time and without an error, and leaves no socket behind.
+/// SIGTERM shuts ringdisk down in time, without an error or a leftover socket.
 fn stop(mut server: Server) -> Result<()> {
     let pid = server.pid();
     let (sender, receiver) = mpsc::channel();
@@ -550,7 +551,7 @@ fn allocated(file: &Path) -> u64 {
     fs::metadata(file).map_or(0, |metadata| metadata.blocks() * 512)
 }
 
-/// The file system on the first partition has no error.
+/// Asserts that the file system on the first partition has no errors.
 fn check_file_system(file: &Path) -> Result<()> {
     let e2fsck = vm::find_program("e2fsck").context("e2fsck is missing")?;
     let output = Command::new(e2fsck)

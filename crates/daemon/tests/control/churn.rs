@@ -1,4 +1,4 @@
-//! What a process that runs for years is to survive: disks that come and go, and all at once.
+//! A process that runs for years: disks are attached and detached many times, and by several clients at once.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -26,7 +26,8 @@ fn attaching_a_thousand_disks_leaks_nothing() {
         );
         let attach = json!({ "disk": file, "directory": ringdisk.dir.path() });
         client.call("x-ringdisk-attach", attach).unwrap();
-        // Some are used, of these some until the end, and some have an own thread and a failure in between.
+        // Some disks are used, some of those until they are detached, and some have their own thread and a failure in
+        // between.
         let mut device = (n.is_multiple_of(4)).then(|| {
             let mut device = Device::connect(&socket, &DeviceConfig::default()).unwrap();
             verify(&mut device.queues[0]);
@@ -48,18 +49,18 @@ fn attaching_a_thousand_disks_leaks_nothing() {
         drop(device);
         assert!(!socket.exists());
     };
-    // What is made once and kept is there after a few rounds.
+    // A few rounds create everything that is allocated once and kept.
     (0..40).for_each(&mut cycle);
     let before = loop {
         let held = Held::by(&ringdisk);
-        // The one that the last disk was closed on.
+        // The thread that closed the last disk.
         if !held.threads.contains_key("closing") {
             break held;
         }
         thread::sleep(Duration::from_millis(10));
     };
     (0..CYCLES).for_each(&mut cycle);
-    // A thread that has been joined may be seen for a moment longer.
+    // A joined thread may stay visible for a moment.
     let start = Instant::now();
     loop {
         let after = Held::by(&ringdisk);
@@ -82,10 +83,10 @@ fn attaching_a_thousand_disks_leaks_nothing() {
     );
 }
 
-/// What a process has of the system.
+/// System resources held by a process.
 #[derive(Debug)]
 struct Held {
-    /// Descriptors by what they refer to.
+    /// Descriptors by target.
     descriptors: BTreeMap<String, usize>,
     threads: BTreeMap<String, usize>,
     mappings: usize,
@@ -105,7 +106,7 @@ impl Held {
         }
         let mut threads = BTreeMap::new();
         for (_, name) in ringdisk.threads() {
-            // The kernel's for io_uring, and those that wait for calls, come and go as they are needed.
+            // The kernel's io_uring threads and the threads of the blocking pool come and go on demand.
             if !name.starts_with("iou-") && !name.contains("block") {
                 *threads.entry(name).or_default() += 1;
             }
@@ -125,8 +126,8 @@ impl Held {
     }
 }
 
-/// Several clients at a time do everything to the same few disks. Each command is done or refused; nothing hangs, no two
-/// disks have the same file, and in the end all can be removed.
+/// Several clients run all commands on the same few disks at once. Each command succeeds or is refused, nothing hangs,
+/// no two disks share a file, and in the end all disks can be removed.
 #[test]
 fn concurrent_clients_cannot_break_invariants() {
     let mut ringdisk = Controlled::start(&["--iothreads=2".into()]);
@@ -180,7 +181,7 @@ fn concurrent_clients_cannot_break_invariants() {
                         Ok(_) | Err(control::ClientError::Refused { .. }) => {}
                         Err(e) => panic!("{command}: {e}"),
                     }
-                    // A guest that comes at a bad moment.
+                    // A guest that connects at a bad moment.
                     if pick(4) == 0 {
                         let _ = Device::connect(
                             ringdisk.path(&format!("{name}.sock")),
@@ -199,7 +200,7 @@ fn concurrent_clients_cannot_break_invariants() {
     for disk in ringdisk.json(&["list"]).as_array().unwrap() {
         ringdisk.json(&["detach", disk["name"].as_str().unwrap(), "--force"]);
     }
-    // Nothing is locked any more, and no socket is left.
+    // No lock and no socket is left.
     for name in files {
         ringdisk.json(&["attach", &format!("{name},socket=one-{name}.sock")]);
     }
@@ -212,7 +213,7 @@ fn concurrent_clients_cannot_break_invariants() {
     );
 }
 
-/// A command that is under way when the end comes is finished and answered, and leaves nothing.
+/// A command that is running when the shutdown begins is completed and answered, and leaves nothing behind.
 #[test]
 fn shutdown_waits_for_running_commands() {
     for round in 0..20 {

@@ -1,4 +1,4 @@
-//! The subcommands, as an operator types them and as a script reads them.
+//! The subcommands as an operator types them and as a script reads them.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -32,7 +32,7 @@ fn text_output() {
         }
     };
     expect(&["list"], &["no disk is served; 'ringdisk attach FILE'"]);
-    // Relative paths are relative to where the command is given.
+    // Relative paths are relative to the directory of the command.
     let socket = ringdisk.path("vm1.sock");
     let pasted = format!("path={}", socket.display());
     expect(
@@ -220,7 +220,7 @@ fn errors_name_the_next_step() {
         (&["reload"], 1, &["--config FILE"]),
     ] {
         ringdisk.ringdisk(arguments).assert_fails(code, words);
-        // A script reads stdout: there is nothing on it that is not the answer.
+        // Standard output holds the answer and nothing else.
         ringdisk
             .ringdisk(&[arguments, &["--json"]].concat())
             .assert_fails(code, words);
@@ -251,8 +251,8 @@ fn missing_control_socket_is_explained() {
     assert_eq!(mode & 0o777, 0o600, "others may connect");
 }
 
-/// Without `--control`, the socket is beside those of the disks; the first ringdisk has it, and a second one serves its
-/// disks all the same.
+/// Without `--control`, the socket lies beside the disks' sockets. The first ringdisk gets it; a second one serves its
+/// disks without it.
 #[test]
 fn default_control_socket() {
     let dir = tempfile::tempdir().unwrap();
@@ -262,7 +262,7 @@ fn default_control_socket() {
             .env("XDG_RUNTIME_DIR", dir.path())
             .current_dir(dir.path())
             .stdin(Stdio::null());
-        // What root has by default is for everybody on the machine.
+        // Root's default paths belong to the whole machine.
         if rustix::process::geteuid().is_root() {
             command.uid(65534).gid(65534);
         }
@@ -295,14 +295,14 @@ fn default_control_socket() {
     assert!(run.join("other.sock").exists());
     second.logged(&["no control socket", "--control PATH"]);
     assert!(second.terminate().unwrap().success());
-    // It was not the second one's to remove.
+    // The second ringdisk has not removed the first one's socket.
     assert_eq!(ringdisk(&["list"]).code, Some(0));
     assert!(first.terminate().unwrap().success());
     let left = fs::read_dir(&run).unwrap();
     let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(left, ["journals"], "sockets were left behind");
 
-    // One that was asked for by name is no default.
+    // A socket given explicitly must be available.
     let taken = dir.path().join("taken.qmp");
     let _other = std::os::unix::net::UnixListener::bind(&taken).unwrap();
     fs::set_permissions(&taken, fs::Permissions::from_mode(0o666)).unwrap();

@@ -1,4 +1,4 @@
-//! Limits of disks and groups, by what a guest gets through them.
+//! Limits of disks and groups, measured by what a guest gets through them.
 
 use std::time::{Duration, Instant};
 
@@ -7,10 +7,10 @@ use testkit::driver::{Device, DeviceConfig, Op, Queue};
 
 use super::server::{Controlled, QemuClient};
 
-/// Requests a second.
+/// Requests per second.
 const LIMIT: u64 = 100;
 
-/// How long a limited disk is looked at.
+/// How long a limited disk is measured.
 const PERIOD: Duration = Duration::from_secs(2);
 
 #[test]
@@ -38,7 +38,7 @@ fn limit_applies_until_removed() {
     assert!(done > 0, "a limit is no stop");
     assert_unlimited(&mut second.queues[0]);
 
-    // A group's limit is for all disks in it together.
+    // A group's limit applies to all its disks together.
     for name in ["first", "second"] {
         qemu.call("block_set_io_throttle", limits(name, 0, Some("both")));
     }
@@ -70,7 +70,7 @@ fn limit_applies_until_removed() {
     qemu.call("object-del", group);
 }
 
-/// A disk is removed, and put on another file, without waiting for what its limit holds back.
+/// A disk is removed, or moved to another file, without waiting for throttled requests.
 #[test]
 fn throttled_requests_do_not_delay_detach_or_replace() {
     let ringdisk = Controlled::start(&[]);
@@ -94,7 +94,7 @@ fn throttled_requests_do_not_delay_detach_or_replace() {
             .for_each(|&slot| queue.prepare(slot, Op::Read, 8, 4096));
         queue.submit(&slots);
         queue.finish(1);
-        // At one a second, fifteen more wait.
+        // At one request per second, fifteen more wait.
         ringdisk.json(command);
         if command[0] == "resize" {
             continue;
@@ -130,7 +130,7 @@ fn limits(disk: &str, iops: u64, group: Option<&str>) -> Value {
     limits
 }
 
-/// Reads for a while; gives the number of reads, and how long it was.
+/// Reads for a while; returns the number of reads and the time.
 fn requests(queue: &mut Queue) -> (u64, Duration) {
     let start = Instant::now();
     let mut done = 0;
@@ -152,12 +152,12 @@ fn batch(queue: &mut Queue) -> u64 {
     done.len() as u64
 }
 
-/// What a limit may let through: half as much again as it says, and a burst at the start.
+/// The most that a limit may let through: 1.5 times its rate, plus a burst at the start.
 fn most(time: Duration) -> u64 {
     LIMIT * time.as_millis() as u64 * 3 / 2000 + 2 * u64::from(DeviceConfig::default().slots)
 }
 
-/// Far more requests than a limit would let through meanwhile.
+/// Expects far more requests than a limit would let through in that time.
 fn assert_unlimited(queue: &mut Queue) {
     let (start, mut done) = (Instant::now(), 0);
     while done < 50 * LIMIT {

@@ -1,5 +1,5 @@
-//! A ringdisk that is led while it serves: over its control socket, by the subcommands that use it, and by a configuration
-//! that is reread.
+//! Changes to a running ringdisk: over its control socket, by the subcommands that use it, and by reloading a
+//! configuration.
 
 mod churn;
 mod cli;

@@ -1,4 +1,4 @@
-//! What was changed while disks were served is there after a `kill -9` and a start with the same arguments.
+//! Changes made to running disks survive `kill -9` and a start with the same arguments.
 
 use std::fs;
 use std::mem::MaybeUninit;
@@ -20,7 +20,7 @@ use crate::support::content;
 
 const MIB: u64 = 1 << 20;
 
-/// A ringdisk that keeps state, with a configuration of disks a and b.
+/// A ringdisk with persisted state and a configuration of disks a and b.
 struct Kept {
     ringdisk: Controlled,
     arguments: Vec<String>,
@@ -45,7 +45,7 @@ impl Kept {
         }
     }
 
-    /// Kills it, and starts it with the same arguments.
+    /// Kills the server and starts it with the same arguments.
     fn restart(self) -> Self {
         let Controlled { server, dir, .. } = self.ringdisk;
         server.signal(Signal::KILL);
@@ -75,8 +75,8 @@ fn config(dir: &dyn std::fmt::Display, more: &str) -> String {
         .concat()
 }
 
-/// A disk that was put on an image is there after a kill, with what was acknowledged and not flushed; and so is one that was
-/// put back on a raw file.
+/// A disk moved to an image is on it after a kill, with all acknowledged writes even if they were not flushed. A disk
+/// moved back to a raw file is on that file.
 #[test]
 fn replacement_survives_a_kill() {
     if !testkit::qemu_img::is_there("replacement_survives_a_kill") {
@@ -91,7 +91,7 @@ fn replacement_survives_a_kill() {
         kept.ringdisk.json(&["replace", disk, file]);
     }
     let new = content(4711, 4096);
-    // To a cluster that has to be taken.
+    // A cluster that is not yet allocated.
     let sector = 6 * MIB / 512;
     let mut device =
         Device::connect(kept.ringdisk.path("a.sock"), &DeviceConfig::default()).unwrap();
@@ -119,7 +119,7 @@ fn changes_survive_a_kill() {
     kept.ringdisk.json(&["detach", "b"]);
     let e = kept.ringdisk.path("e.raw");
     kept.ringdisk.json(&["replace", "a", e.to_str().unwrap()]);
-    // The guest of c does without a write cache.
+    // The guest of c switches the write cache off.
     let config = DeviceConfig {
         queues: 2,
         ..DeviceConfig::default()
@@ -142,9 +142,9 @@ fn changes_survive_a_kill() {
     assert_eq!(kept.disk("c")["size"], 6 * MIB);
     drop(device);
 
-    // What is changed back is no longer kept, and the rest still is.
+    // A change that was undone is no longer persisted; the others are.
     kept.attach("b");
-    // That its front-end has gone may not have been seen yet.
+    // The server may not yet have noticed that the front-end disconnected.
     kept.ringdisk.json(&["detach", "c", "--force"]);
     let mut kept = kept.restart();
     assert_eq!(kept.disk("c"), json!(null));
@@ -156,7 +156,7 @@ fn changes_survive_a_kill() {
 }
 
 impl Kept {
-    /// Starts it again after its end.
+    /// Starts the server again after it has ended.
     fn restart_ended(self) -> Self {
         let Controlled { server, dir, .. } = self.ringdisk;
         drop(server);
@@ -165,15 +165,15 @@ impl Kept {
     }
 }
 
-/// How often the state was written, by who watches the directory that it is renamed in.
+/// How often the state was written, counted by renames in its directory.
 fn written(watch: &OwnedFd) -> usize {
     let mut buffer = [MaybeUninit::uninit(); 64 << 10];
     let mut events = inotify::Reader::new(watch, &mut buffer);
-    // From one name to another: two of one kind in a row would count as one.
+    // The two names alternate: equal events in a row would be merged into one.
     std::iter::from_fn(|| events.next().ok().map(drop)).count() / 2
 }
 
-/// A guest that switches its write cache to and fro does not wear out the disk that the state is on.
+/// A guest that keeps switching its write cache does not wear out the disk that holds the state.
 #[test]
 fn frequent_write_cache_switches_persist_the_last_one() {
     let mut kept = Kept::start();
@@ -188,7 +188,7 @@ fn frequent_write_cache_switches_persist_the_last_one() {
         state["write-caches"]["a"].clone()
     };
     let start = Instant::now();
-    // The first is kept at once, the last some time later.
+    // The first switch is persisted at once, the last one some time later.
     for round in 0..500 {
         let on = u8::from(round % 2 == 1);
         device.frontend.set_config(32, &[on]).unwrap();
@@ -201,7 +201,7 @@ fn frequent_write_cache_switches_persist_the_last_one() {
     let seconds = start.elapsed().as_secs() as usize;
     println!("written {times} times in {seconds} s");
     assert!((2..=seconds + 1).contains(&times), "{times} in {seconds} s");
-    // What is chosen just before the end is kept too.
+    // A switch just before the shutdown is persisted too.
     for on in [0, 1, 0] {
         device.frontend.set_config(32, &[on]).unwrap();
     }
@@ -209,8 +209,8 @@ fn frequent_write_cache_switches_persist_the_last_one() {
     assert_eq!(choice(), json!(false));
 }
 
-/// Many disks are moved at once, and each time what is kept of one is what was kept of it last: nobody writes down again
-/// where another disk has been.
+/// Many disks move at once. After each round, the persisted file of each disk is its last one: no older record
+/// overwrites a newer one.
 #[test]
 fn concurrent_replacements_persist_the_last_file_of_each_disk() {
     const ROUNDS: usize = 12;
@@ -257,11 +257,11 @@ fn concurrent_replacements_persist_the_last_file_of_each_disk() {
     }
 }
 
-/// It is not the disk's file system that is full.
+/// The message must not blame the disk's own file system.
 #[test]
 fn failed_state_write_names_the_state_directory() {
     let kept = Kept::start();
-    // No file can be written by this name.
+    // A directory of this name prevents writing the file.
     fs::create_dir(kept.ringdisk.path("state/state.new")).unwrap();
     let replaced = kept.ringdisk.ringdisk(&["replace", "a", "e.raw"]);
     replaced.assert_fails(1, &["disk", "/state/state.json", "make room there"]);
@@ -288,7 +288,7 @@ fn later_configuration_wins_over_persisted_state() {
     kept.ringdisk.server.logged(&said);
     assert_ne!(kept.disk("c"), json!(null), "which it does not speak of");
 
-    // The same without a restart: what is reread is what is written down.
+    // The same without a restart: a reload applies the file as written.
     kept.ringdisk.json(&["throttle", "b", "iops=5"]);
     fs::write(kept.ringdisk.path("config.toml"), config(&dir, "iops = 78")).unwrap();
     kept.ringdisk.json(&["reload"]);
@@ -296,7 +296,7 @@ fn later_configuration_wins_over_persisted_state() {
     assert_eq!(kept.disk("a")["limits"]["iops"], 78);
     assert_eq!(kept.disk("b")["limits"]["iops"], 78);
 
-    // Of limits, nothing else is written down.
+    // The file sets no other limits.
     kept.ringdisk.json(&["throttle", "b", "iops=6"]);
     let text = config(&dir, "iops = 78\nserial = 'new'");
     fs::write(kept.ringdisk.path("config.toml"), text).unwrap();
@@ -305,8 +305,8 @@ fn later_configuration_wins_over_persisted_state() {
     assert_eq!(kept.disk("b")["limits"]["iops"], 6);
 }
 
-/// A disk that was put on another file, then detached, does not come back on the one that it left long ago: not by another
-/// line of the configuration, at a reload or at a start.
+/// A disk that was moved to another file and then detached never comes back on its earlier file: neither after an
+/// unrelated configuration change, nor after a reload, nor after a start.
 #[test]
 fn detached_disk_comes_back_on_its_last_file() {
     let kept = Kept::start();
@@ -318,7 +318,7 @@ fn detached_disk_comes_back_on_its_last_file() {
     let write = |kept: &Kept, text: &str| {
         fs::write(kept.ringdisk.path("config.toml"), text).unwrap();
     };
-    // Also if it has been kept by more than one process.
+    // This also holds after several processes have persisted it.
     let kept = kept.restart();
     assert_eq!(kept.disk("a"), json!(null));
     write(&kept, &config(&dir, "iops = 76"));
@@ -329,7 +329,7 @@ fn detached_disk_comes_back_on_its_last_file() {
     let kept = kept.restart();
     assert_eq!(kept.disk("a")["file"], e);
     assert_eq!(kept.disk("a")["limits"]["iops"], 77);
-    // Another file is meant.
+    // The configuration now names another file.
     kept.ringdisk.json(&["detach", "a"]);
     let other = |more| config(&dir, more).replacen("/a.raw", "/c.raw\"\nname = \"a", 1);
     write(&kept, &other("iops = 78"));
@@ -339,8 +339,8 @@ fn detached_disk_comes_back_on_its_last_file() {
     assert_eq!(kept.disk("a")["file"], c);
 }
 
-/// But what a disk is on is not outdated by what else is said of it: at a start, and at a reload that takes its front-end
-/// away. Only another file is one.
+/// Unrelated configuration changes do not undo a replacement: neither at a start nor at a reload that disconnects the
+/// front-end. Only naming another file does.
 #[test]
 fn unrelated_configuration_change_keeps_the_replaced_file() {
     let kept = Kept::start();
@@ -379,7 +379,7 @@ fn unrelated_configuration_change_keeps_the_replaced_file() {
     assert_eq!(kept.disk("a")["file"], c);
 }
 
-/// Nodes and exports, as QEMU's commands make them.
+/// Nodes and exports made by QEMU's commands.
 #[test]
 fn nodes_and_exports_made_by_qmp_are_restored() {
     let kept = Kept::start();
@@ -434,7 +434,7 @@ fn nodes_and_exports_made_by_qmp_are_restored() {
     qemu.call("object-del", json!({ "id": "g" }));
 }
 
-/// A file that is gone is told of, and does not keep the others away; nor is it forgotten.
+/// A missing file is reported, does not stop the other disks, and its disk stays in the state.
 #[test]
 fn missing_file_is_reported_and_its_disk_kept_in_the_state() {
     let kept = Kept::start();
@@ -458,7 +458,7 @@ fn state_directory_is_exclusive_and_damage_is_refused() {
     let serve = |more: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
         let control = format!("--control={}.qmp", kept.ringdisk.control.display());
-        // The last line alone.
+        // Only the last line.
         command.env("RINGDISK_LOG", "off");
         Ran::of(command.args(["serve", &state, &control, more]))
     };
@@ -476,7 +476,7 @@ fn state_directory_is_exclusive_and_damage_is_refused() {
         (String::new(), "EOF"),
     ] {
         fs::write(&file, damaged).unwrap();
-        // The lock goes with the process, which may take a moment.
+        // The lock ends with the process, which may take a moment.
         let mut ran = serve("null:1M");
         while ran.err.contains("another ringdisk") {
             ran = serve("null:1M");
@@ -489,8 +489,8 @@ fn state_directory_is_exclusive_and_damage_is_refused() {
     assert!(!log.contains("cannot be read"), "{log}");
 }
 
-/// With `--user`, the directory is not root's, who reads there: whoever has put a link or a pipe there has root make no file,
-/// and nobody wait.
+/// With `--user`, the directory belongs to that user but root reads it: a symlink or FIFO placed there must neither
+/// make root create a file nor block it.
 #[test]
 fn symlinks_and_fifos_in_the_state_directory_are_refused() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -498,7 +498,7 @@ fn symlinks_and_fifos_in_the_state_directory_are_refused() {
     let refuses = |says: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
         let disk = format!("null:1M,socket={}", dir.path().join("s").display());
-        // It is not Landlock that keeps it from there.
+        // With the sandbox off, Landlock is not what refuses it.
         command.args(["serve", "--json", "--sandbox=off", &disk, "--state"]);
         command.arg(&state).env("RUNTIME_DIRECTORY", dir.path());
         let said = Server::ringdisk_command(command).err().unwrap().to_string();

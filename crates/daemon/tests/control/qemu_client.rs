@@ -1,4 +1,4 @@
-//! QEMU's own client library leads a ringdisk, with a guest's driver on the disks.
+//! QEMU's own client library controls ringdisk while a driver uses the disks.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -104,7 +104,7 @@ fn disk_lifecycle() {
     let cache = json!({ "writeback": true, "direct": true, "no-flush": false });
     assert_eq!((&node["cache"], &node["ro"]), (&cache, &false.into()));
 
-    // The thread is there under its name, and it is the one that serves.
+    // The thread exists under its name and serves the disk.
     let threads = qemu.call("query-iothreads", json!({}));
     let thread = &threads[0];
     assert_eq!(threads.as_array().unwrap().len(), 1, "{threads}");
@@ -121,7 +121,7 @@ fn disk_lifecycle() {
         &["its-own", "detach"],
     );
 
-    // The guest hears of a new size.
+    // The guest is notified of a new size.
     let mut channel = device.frontend.open_backend_channel().unwrap();
     qemu.call(
         "block_resize",
@@ -158,12 +158,12 @@ fn disk_lifecycle() {
     assert!(device.config().is_err(), "still connected");
     assert!(!socket.exists());
 
-    // Safe enough once nobody is connected.
+    // This is safe once no front-end is connected.
     qemu.call("block-export-add", export("vm1", "node1", &socket));
     verify(&mut Device::connect(&socket, &two_queues()).unwrap().queues[1]);
     let mut refused = 0;
     while let Err((_, desc)) = qemu.try_call("block-export-del", json!({ "id": "vm1" })) {
-        // The front-end has gone, but that has to be noticed.
+        // The server must first notice that the front-end has disconnected.
         assert!(desc.contains("connected"), "{desc}");
         refused += 1;
         assert!(refused < 10_000, "the front-end stays connected");
@@ -189,7 +189,7 @@ fn every_node_driver() {
     let Some(mut qemu) = QemuClient::connect("every_node_driver", &ringdisk.control) else {
         return;
     };
-    // Nothing.
+    // An empty request.
     qemu.call(
         "blockdev-add",
         json!({ "driver": "null-co", "node-name": "nothing", "size": MIB }),
@@ -200,7 +200,7 @@ fn every_node_driver() {
     assert_eq!(device.config().unwrap().capacity, MIB / 512);
     assert_eq!(device.queues[1].write(8, &content(8, 4096)), 0);
 
-    // The raw format over a file.
+    // The raw driver over a file.
     let file = ringdisk.file("below.raw", 16 * MIB);
     let raw = json!({
         "driver": "raw",
@@ -230,7 +230,7 @@ fn every_node_driver() {
     qemu.call("block-export-del", json!({ "id": "above", "mode": "hard" }));
     qemu.call("blockdev-del", json!({ "node-name": "above" }));
 
-    // The raw format over a node that there is: whatever is done to one is done to the disk.
+    // The raw driver over an existing node: changes to either apply to the disk.
     qemu.call("blockdev-add", file_node("below", &file));
     qemu.call(
         "blockdev-add",
@@ -281,7 +281,7 @@ fn every_node_driver() {
     {
         assert_eq!(node["file"], copy.to_str().unwrap(), "{node}");
     }
-    // Nothing holds the file that it was on.
+    // The disk's previous file is no longer in use.
     qemu.call("blockdev-add", file_node("old", &file));
     qemu.call("block-export-del", json!({ "id": "disk", "mode": "hard" }));
     for node in ["above", "below", "old"] {
@@ -607,7 +607,7 @@ fn errors_have_a_class_and_a_reason() {
     ] {
         qemu.assert_refused(command, arguments, class, words);
     }
-    // On a node of its own, what is wrong with the export itself shows.
+    // On a node of its own, errors of the export itself show.
     qemu.call("blockdev-add", file_node("vm2", &other));
     let good = export("e2", "vm2", &ringdisk.path("vm2.sock"));
     for (changes, words) in [
@@ -641,7 +641,7 @@ fn errors_have_a_class_and_a_reason() {
     ] {
         qemu.assert_refused("block-export-add", with(&good, changes), generic, words);
     }
-    // None of it has left anything behind.
+    // None of these refusals left anything behind.
     qemu.call("block-export-add", good);
     let nodes = qemu.call("query-named-block-nodes", json!({}));
     assert_eq!(nodes.as_array().unwrap().len(), 2, "{nodes}");
@@ -694,7 +694,7 @@ fn block_device() {
         &["16M", "lvextend"],
     );
 
-    // As lvextend does it.
+    // This is how lvextend grows a device.
     File::options()
         .write(true)
         .open(&file)

@@ -1,4 +1,4 @@
-//! A configuration file that is reread while guests use the disks.
+//! Reloading a configuration file while guests use the disks.
 
 use std::fs;
 use std::path::PathBuf;
@@ -38,7 +38,7 @@ impl Configured {
         write(&self.ringdisk.dir, text);
     }
 
-    /// Has the file reread, which must succeed.
+    /// Reloads the file; this must succeed.
     fn reload(&self, text: &str) {
         self.write(text);
         self.ringdisk.json(&["reload"]);
@@ -61,19 +61,19 @@ impl Configured {
     }
 }
 
-/// Writes a configuration; `DIR` in it is the directory.
+/// Writes a configuration; `DIR` in it stands for the directory.
 fn write(dir: &TempDir, text: &str) -> PathBuf {
     let file = dir.path().join("ringdisk.toml");
     fs::write(&file, text.replace("DIR", dir.path().to_str().unwrap())).unwrap();
     file
 }
 
-/// A disk on a file of its own; `options` are further lines.
+/// A disk on its own file; `options` are more lines.
 fn disk(name: &str, options: &str) -> String {
     format!("[[disk]]\nfile = \"DIR/{name}.raw\"\nsocket = \"DIR/{name}.sock\"\n{options}\n")
 }
 
-/// Disks come, go and change, while the guest of another one notices nothing.
+/// Disks are added, removed and changed while the guest of another disk notices nothing.
 #[test]
 fn unchanged_disk_is_not_disturbed() {
     let stays = disk("a", "queues = 2\niops = 1_000_000");
@@ -107,7 +107,7 @@ fn unchanged_disk_is_not_disturbed() {
             verify(&mut config.device("b").queues[0]);
             assert_eq!(config.ringdisk.disk("c")["cache"], "writeback");
 
-            // What is changed while it runs, its guest may notice.
+            // The guest can notice changes made while it runs.
             let mut device = config.device("b");
             let group = "[[throttle-group]]\nname = \"bronze\"\niops = 5000\n";
             let limited = disk("b", "throttle-group = \"bronze\"\nbps = \"100M\"");
@@ -123,7 +123,7 @@ fn unchanged_disk_is_not_disturbed() {
             verify(&mut device.queues[0]);
             assert!(!config.socket("c").exists());
 
-            // What cannot be changed while it runs costs the connection.
+            // A change that is impossible while the guest runs costs the connection.
             hang_up(&(stays.clone() + &disk("b", "readonly = true")));
             until("readonly", || config.ringdisk.disk("b")["readonly"] == true);
             assert!(device.config().is_err(), "its front-end is still connected");
@@ -198,7 +198,7 @@ fn invalid_configuration_changes_nothing() {
         (disk("a", "") + "[[disk]]\n", 5, &["no file"]),
         ("iothreads = \n".to_owned() + &disk("a", ""), 1, &[]),
     ] {
-        // With a change that would be made if there were no mistake.
+        // The file also has a valid change.
         config.write(&mistake);
         let line = format!("ringdisk.toml, line {line}: ");
         let words = [&[line.as_str(), "nothing has been changed"], words].concat();
@@ -208,7 +208,7 @@ fn invalid_configuration_changes_nothing() {
             .assert_fails(1, &words);
         assert_eq!(config.names(), ["a", "b"]);
         verify(&mut device.queues[0]);
-        // A file that does not do for a start is wrong usage.
+        // A file that cannot be used at startup is a usage error.
         let control = config.ringdisk.path("other.qmp");
         let mut serve = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
         serve
@@ -220,7 +220,7 @@ fn invalid_configuration_changes_nothing() {
         assert_eq!(ran.code, Some(2), "{ran:?}");
         assert!(ran.err.contains(&line), "{ran:?}");
     }
-    // What cannot be opened is found before anything is changed, too.
+    // A file that cannot be opened is also detected before anything changes.
     for (added, words) in [
         (disk("absent", ""), &["absent.raw", "no such file"][..]),
         (disk("c", "iothreads = 99"), &["iothread99", "iothread0"]),
@@ -258,7 +258,7 @@ fn invalid_configuration_changes_nothing() {
     verify(&mut device.queues[0]);
 }
 
-/// What could not be done is tried again by the next reload, though the file is the same.
+/// A failed change is retried by the next reload, even if the file is unchanged.
 #[test]
 fn failed_change_is_retried_by_the_next_reload() {
     let config = Configured::start(&disk("a", ""));
@@ -273,7 +273,7 @@ fn failed_change_is_retried_by_the_next_reload() {
     config.ringdisk.json(&["reload"]);
     assert_eq!(config.names(), ["a", "b", "c"]);
 
-    // A change that fails leaves the disk as it was; the next one does it.
+    // A failed change leaves the disk as it was; the next reload completes it.
     fs::create_dir(config.ringdisk.path("elsewhere.sock")).unwrap();
     let moved = disk("a", "") + &disk("b", "").replace("b.sock", "elsewhere.sock") + &disk("c", "");
     config.write(&moved);
@@ -289,14 +289,14 @@ fn failed_change_is_retried_by_the_next_reload() {
     verify(&mut device.queues[0]);
 }
 
-/// The file and commands may both change what is served; neither is surprised by the other.
+/// Both the file and commands change the set of disks, and each accepts what the other has done.
 #[test]
 fn commands_and_configuration_are_reconciled() {
     let config = Configured::start(&disk("a", ""));
     let ringdisk = &config.ringdisk;
     let mut device = config.device("a");
 
-    // Attached now, and written down for the next start.
+    // Attached by command, then added to the file for the next start.
     let path = |name: &str| ringdisk.path(name).display().to_string();
     let argument = format!(
         "{},socket={},queues=2,iops=5000",
@@ -309,22 +309,22 @@ fn commands_and_configuration_are_reconciled() {
     config.reload(&both);
     verify(&mut other.queues[0]);
 
-    // Put on another file now, and written down.
+    // Moved to another file by command, then changed in the configuration.
     ringdisk.json(&["replace", "b", "c.raw"]);
     config.reload(&both.replace("b.raw\"", "c.raw\"\nname = \"b\""));
     verify(&mut other.queues[0]);
     assert_eq!(ringdisk.disk("b")["file"], path("c.raw"));
-    // And back, by the file alone.
+    // Moved back by the configuration alone.
     config.reload(&both);
     verify(&mut other.queues[0]);
     assert_eq!(ringdisk.disk("b")["file"], path("b.raw"));
 
-    // Detached now, and taken out.
+    // Detached by command, then removed from the file.
     ringdisk.json(&["detach", "b", "--force"]);
     config.reload(&disk("a", ""));
     assert_eq!(config.names(), ["a"]);
 
-    // A name that a command has given to another disk.
+    // A command has given this name to another disk.
     ringdisk.json(&["attach", &format!("c.raw,name=b,socket={}", path("c.sock"))]);
     config.write(&both);
     let words = ["disk 'b' already", "nothing has been changed"];
@@ -332,7 +332,7 @@ fn commands_and_configuration_are_reconciled() {
     verify(&mut device.queues[0]);
 }
 
-/// Limits that a command has set go on until others are written down, whatever else is written.
+/// Limits set by a command stay until the file sets other limits; other changes to the file do not affect them.
 #[test]
 fn limits_set_by_command_are_kept_until_the_file_changes_them() {
     let config = Configured::start(&disk("a", ""));
@@ -356,7 +356,7 @@ fn limits_set_by_command_are_kept_until_the_file_changes_them() {
     assert_eq!(names.count(), 1, "{log}");
 }
 
-/// Who has put something in the place of a socket is told so, and it is left alone.
+/// If something else has taken a socket's path, the reload reports it and leaves it alone.
 #[test]
 fn occupied_socket_path_is_reported_and_left_alone() {
     let text = disk("a", "") + &disk("b", "");
@@ -395,7 +395,7 @@ fn occupied_socket_path_is_reported_and_left_alone() {
     assert_eq!(fs::read_to_string(&socket).unwrap(), "precious");
 }
 
-/// What is said anew of a disk that was detached by command is left out, which is said; all else gets through.
+/// A change to a disk that a command detached is skipped with a warning; all other changes are applied.
 #[test]
 fn change_to_a_detached_disk_is_skipped_with_a_warning() {
     let three = |more: &str| disk("a", "") + &disk("b", "") + &disk("c", more);
@@ -425,7 +425,7 @@ fn change_to_a_detached_disk_is_skipped_with_a_warning() {
         assert_eq!(config.ringdisk.disk("a")["limits"]["iops"], iops);
     }
     verify(&mut device.queues[0]);
-    // What is attached again stays as it is written down.
+    // A disk that is attached again is unchanged if it matches the file.
     let attached = format!(
         "{},name=c,socket={}",
         config.ringdisk.path("d.raw").display(),
@@ -438,7 +438,7 @@ fn change_to_a_detached_disk_is_skipped_with_a_warning() {
     verify(&mut config.device("c").queues[0]);
 }
 
-/// A disk is put on an image, and back, by the file alone; its guest notices a pause.
+/// The configuration alone moves a disk to an image and back; its guest only notices a pause.
 #[test]
 fn disk_moves_to_a_file_of_another_format() {
     if !testkit::qemu_img::is_there("disk_moves_to_a_file_of_another_format") {
@@ -462,8 +462,8 @@ fn disk_moves_to_a_file_of_another_format() {
     testkit::qemu_img::check(at, "image.qcow2", false);
 }
 
-/// But not the file that it is on: whoever writes down another format of that is told, and the guest goes on. So is who no
-/// longer writes down what the name does not say, which the next start would refuse.
+/// The format of a disk's current file cannot change: the reload reports it and the guest continues. Removing a format
+/// that the file name does not imply is reported as well, because the next start would refuse it.
 #[test]
 fn format_of_the_current_file_cannot_change() {
     if !testkit::qemu_img::is_there("format_of_the_current_file_cannot_change") {
@@ -491,7 +491,7 @@ fn format_of_the_current_file_cannot_change() {
     config.reload(&image("format = \"qcow2\""));
 }
 
-/// A disk that gets another name is the same file.
+/// A renamed disk keeps its file.
 #[test]
 fn renamed_disk_keeps_its_file() {
     let config = Configured::start(&disk("a", ""));
@@ -500,7 +500,7 @@ fn renamed_disk_keeps_its_file() {
     verify(&mut config.device("a").queues[0]);
 }
 
-/// Each queue is served by the thread that the file says, which is seen in what the threads have run.
+/// Each queue runs on the thread that the file names, as the CPU time of the threads shows.
 #[test]
 fn queues_run_on_their_configured_threads() {
     let text = "[[iothread]]\nid = \"even\"\n[[iothread]]\nid = \"odd\"\npoll-max-us = 0\n"
@@ -557,7 +557,7 @@ fn queues_run_on_their_configured_threads() {
             queue.index
         );
     }
-    // A thread that is used is not taken away, and one that is not is.
+    // A thread in use is not removed; an unused one is.
     config.write(&text.replace(
         "[[iothread]]\nid = \"even\"\n",
         "[[iothread]]\nid = \"extra\"\n",

@@ -1,5 +1,5 @@
-//! A configuration that is reread is judged by what it comes to in the end: disks may change places, and what cannot be is
-//! refused as a whole, before the first front-end is disconnected.
+//! A reload is judged by its final result: disks may swap files, and an impossible configuration is refused as a whole,
+//! before any front-end is disconnected.
 
 use std::fs;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use crate::support::{content, serve_all};
 
 const MIB: u64 = 1 << 20;
 
-/// Name, file and socket of a disk, and further lines.
+/// Name, file and socket of a disk, and more lines.
 type Disk<'a> = (&'a str, &'a str, &'a str, &'a str);
 
 struct Configured {
@@ -61,7 +61,7 @@ impl Configured {
         self.ringdisk.json(&["reload"]);
     }
 
-    /// A configuration that is refused, with these words, by command and by signal: no front-end notices anything.
+    /// A configuration that is refused with these words, by command and by signal, while no front-end notices anything.
     fn refuses(&mut self, disks: &[Disk<'_>], words: &[&str]) {
         self.write(disks);
         let before = self.ringdisk.json(&["list"]);
@@ -82,7 +82,7 @@ impl Configured {
         }
         let log = self.ringdisk.server.log();
         assert!(!log.contains("is disconnected"), "{log}");
-        // Nothing is left of it.
+        // The refused configuration leaves no files.
         let mut left = fs::read_dir(self.ringdisk.dir.path()).unwrap();
         assert!(!left.any(|file| {
             file.unwrap()
@@ -92,7 +92,7 @@ impl Configured {
         }));
     }
 
-    /// What a front-end finds at each socket: the file of this name.
+    /// Expects to read the file of this name at each socket.
     #[track_caller]
     fn assert_finds(&self, sockets: &[(&str, &str)]) {
         for (socket, file) in sockets {
@@ -125,7 +125,7 @@ fn text(dir: &std::path::Path, disks: &[Disk<'_>]) -> String {
     disks.collect()
 }
 
-/// All that is possible in the end is done, though no order of single steps would do it.
+/// A configuration with a valid final result is applied even if no order of single steps would allow it.
 #[test]
 fn disks_swap_files() {
     let mut served = Configured::start(&[]);
@@ -215,7 +215,7 @@ fn impossible_configuration_disconnects_nobody() {
     fs::write(served.path("odd.raw"), vec![0; 513]).unwrap();
     fs::hard_link(served.path("b.raw"), served.path("link.raw")).unwrap();
 
-    // A front-end would be disconnected for this, were it possible.
+    // If this were possible, it would disconnect a front-end.
     let changed =
         |file: &'static str, socket: &'static str, more: &'static str| ("a", file, socket, more);
     for (disk, words) in [

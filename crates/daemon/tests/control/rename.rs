@@ -1,5 +1,5 @@
-//! The file of a running disk gets another name: ringdisk is told, by command or by the configuration, and from then on
-//! knows it by that name alone.
+//! The file of a running disk is renamed: ringdisk is told by command or by the configuration, and then uses only the
+//! new name.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -14,7 +14,7 @@ use crate::support::content;
 
 const MIB: u64 = 1 << 20;
 
-/// A ringdisk that keeps state, with disks of a configuration in a directory of their own.
+/// A ringdisk with persisted state, and configured disks in a directory of their own.
 struct Renamed {
     ringdisk: Controlled,
     arguments: Vec<String>,
@@ -39,7 +39,7 @@ impl Renamed {
         }
     }
 
-    /// Kills it, and starts it with the same arguments.
+    /// Kills the server and starts it with the same arguments.
     fn restart(self) -> Self {
         let Controlled { server, dir, .. } = self.ringdisk;
         server.signal(Signal::KILL);
@@ -82,7 +82,7 @@ fn write_config(dir: &Path, disks: &[(&str, &str)]) {
     fs::write(dir.join("config.toml"), text.collect::<String>()).unwrap();
 }
 
-/// An old copy that lies at the old name is not what a restart serves.
+/// A restart does not open an old copy that lies at the old name.
 #[test]
 fn restart_opens_the_new_name() {
     for link in [false, true] {
@@ -107,7 +107,7 @@ fn restart_opens_the_new_name() {
     }
 }
 
-/// What is written down of a disk is compared with what it is on by then.
+/// A reload compares the configuration with the disk's current name.
 #[test]
 fn reload_compares_with_the_current_name() {
     let served = Renamed::start(&[("a", "a.raw"), ("b", "b.raw")]);
@@ -117,21 +117,21 @@ fn reload_compares_with_the_current_name() {
     served.ringdisk.json(&["reload"]);
     served.assert_on("a", "live.raw");
     rewrite(&mut device.queues[0]);
-    // By the file and by command, in either order.
+    // The file and the command give the new name, in either order.
     served.rename("live.raw", "later.raw");
     served.ringdisk.json(&["replace", "a", "later.raw"]);
     served.configure(&[("a", "later.raw"), ("b", "b.raw")]);
     served.ringdisk.json(&["reload"]);
     served.assert_on("a", "later.raw");
     rewrite(&mut device.queues[0]);
-    // It is as it is written down, so that there is nothing to be kept.
+    // The disk matches its configuration, so nothing is persisted.
     let state = fs::read_to_string(served.path("state/state.json")).unwrap();
     assert!(!state.contains("instead-of"), "{state}");
     let log = served.ringdisk.server.log();
     assert_eq!(log.matches("disk a: front-end").count(), 1, "{log}");
 }
 
-/// The old name may be another disk's at once, and the locks are those of the file.
+/// Another disk can use the old name at once; locks belong to the file, not to its name.
 #[test]
 fn old_name_can_be_used_by_another_disk() {
     let served = Renamed::start(&[("a", "a.raw")]);
@@ -149,13 +149,13 @@ fn old_name_can_be_used_by_another_disk() {
     let refused = served.ringdisk.ringdisk(&["attach", &again]);
     refused.assert_fails(1, &["again.raw", "in use by disk 'a'"]);
     rewrite(&mut device.queues[0]);
-    // Its end is in order, whatever it was called.
+    // The disk closes cleanly under its new name.
     drop(device);
     served.ringdisk.json(&["detach", "a", "--force"]);
     served.ringdisk.json(&["attach", &again]);
 }
 
-/// A name that no other process would find is refused.
+/// A name that no other process could open is refused.
 #[test]
 fn descriptor_path_is_refused_as_a_name() {
     let served = Renamed::start(&[("a", "a.raw")]);
@@ -170,8 +170,8 @@ fn descriptor_path_is_refused_as_a_name() {
     served.assert_on("a", "a.raw");
 }
 
-/// An image leads to other files by names that are relative to its own directory: it is only told of a name from which it
-/// finds the same.
+/// An image names its backing file relative to its own directory: a new name is accepted only if the backing file
+/// resolves to the same file.
 #[test]
 fn new_name_must_resolve_the_same_backing_file() {
     if !qemu::is_there("new_name_must_resolve_the_same_backing_file") {
@@ -191,7 +191,7 @@ fn new_name_must_resolve_the_same_backing_file() {
     let away = ["replace", "a", "other/link.qcow2"];
     let refused = served.ringdisk.ringdisk(&away);
     refused.assert_fails(1, &["link.qcow2", "builds on", "base.qcow2"]);
-    // Nor does it go on with a copy of what it builds on.
+    // A copy of the backing file is not accepted either.
     fs::copy(at.join("base.qcow2"), at.join("other/base.qcow2")).unwrap();
     let refused = served.ringdisk.ringdisk(&away);
     refused.assert_fails(1, &["link.qcow2", "builds on"]);
@@ -201,7 +201,7 @@ fn new_name_must_resolve_the_same_backing_file() {
     served.ringdisk.json(&["replace", "a", "live"]);
     served.assert_on("a", "live");
     drop(device);
-    // What was not flushed is in a journal, which is the file's under whatever name.
+    // Unflushed writes are in a journal, which belongs to the file under any name.
     let served = served.restart();
     served.assert_on("a", "live");
     let mut device = served.connect("a");
@@ -212,7 +212,8 @@ fn new_name_must_resolve_the_same_backing_file() {
     qemu::check(served.ringdisk.dir.path(), "live", false);
 }
 
-/// What a disk builds on is this process's as well, and whoever wants to write to it is told by which disk.
+/// The backing file of a disk is in use by this process too; a disk that wants to write to it is refused, and the error
+/// names the disk.
 #[test]
 fn backing_file_is_reported_in_use_by_its_disk() {
     if !qemu::is_there("backing_file_is_reported_in_use_by_its_disk") {
@@ -230,12 +231,12 @@ fn backing_file_is_reported_in_use_by_its_disk() {
     let below = ["attach", &disk("b.raw", "x")];
     let refused = served.ringdisk.ringdisk(&below);
     refused.assert_fails(1, &["b.raw", "in use by disk 'b'"]);
-    // The other way round.
+    // The same in the other direction.
     served.ringdisk.json(&["attach", &disk("c.raw", "c")]);
     let above = ["attach", &disk("c.qcow2", "y")];
     let refused = served.ringdisk.ringdisk(&above);
     refused.assert_fails(1, &["c.raw", "in use by disk 'c'"]);
-    // Readers do each other no harm.
+    // Several readers may share a file.
     let reader = disk("b.raw", "z") + ",readonly=on";
     served.ringdisk.json(&["attach", &reader]);
 }

@@ -1,4 +1,4 @@
-//! Another file under a disk while its guest reads and writes.
+//! Replacing a disk's file while its guest reads and writes.
 
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
@@ -14,8 +14,8 @@ use crate::support::{content, serve_all};
 
 const MIB: u64 = 1 << 20;
 
-/// Four queues on two threads are never idle, each write is read back; the disk goes from file to file under them. The
-/// guest writes what is there already, so that all files hold the same bytes.
+/// Four queues on two threads are always busy and read back each write, while the disk moves from file to file. The
+/// guest rewrites existing data, so all files hold the same bytes.
 #[test]
 fn guest_io_continues_across_replacements() {
     for options in [
@@ -45,7 +45,7 @@ fn guest_io_continues_across_replacements() {
                     }
                 });
             }
-            // Ends the load also if an assertion below fails.
+            // Stops the load even if an assertion below fails.
             let _stop = Stop(&stop);
             for file in files.iter().cycle().skip(1).take(12) {
                 ringdisk.json(&["replace", "disk", file.to_str().unwrap()]);
@@ -62,7 +62,7 @@ fn guest_io_continues_across_replacements() {
             ringdisk.server.log()
         );
 
-        // From now on, what is written goes to the last file alone.
+        // From now on, writes go only to the last file.
         let new = content(4711, 4096);
         assert_eq!(queues[3].write(16000, &new), 0);
         assert_eq!(queues[0].read(16000, 4096).unwrap(), new);
@@ -71,7 +71,7 @@ fn guest_io_continues_across_replacements() {
             let bytes = &fs::read(file).unwrap()[16000 * 512..16000 * 512 + 4096];
             assert_eq!(bytes == new, has_it, "{}", file.display());
         }
-        // Of the others nothing is held.
+        // No other file is still in use.
         drop(device);
         ringdisk.json(&["attach", "b.raw,socket=b.sock"]);
         ringdisk.json(&["attach", "c.raw,socket=c.sock"]);
@@ -97,7 +97,7 @@ fn longer_file_grows_the_disk() {
     assert_eq!(ringdisk.disk("disk")["size"], 32 * MIB);
 }
 
-/// By another of its names, the file that the disk is on is no other file; it goes by that name from then on.
+/// Another path to the disk's current file is the same file; from then on the disk uses that path.
 #[test]
 fn same_file_under_another_path_is_kept() {
     let ringdisk = Controlled::start(&[]);
@@ -111,7 +111,7 @@ fn same_file_under_another_path_is_kept() {
         rewrite(&mut device.queues[0]);
         let path = ringdisk.path(name);
         assert_eq!(ringdisk.disk("disk")["file"], path.to_str().unwrap());
-        // But not as something else.
+        // The same file in another format is refused.
         let words = format!("{name} already, as raw");
         ringdisk
             .ringdisk(&["replace", "disk", name, "--format", "qcow2"])
@@ -200,12 +200,12 @@ fn failed_replacement_leaves_the_disk_unchanged() {
         fs::read(file).unwrap()[16000 * 512..16000 * 512 + 4096],
         new
     );
-    // What was tried is let go.
+    // The failed files are released.
     ringdisk.json(&["attach", "small.raw,socket=small.sock,cache=writeback"]);
 }
 
-/// A raw disk of [`content`], and images that hold the same: one that was converted, one that builds on another which is
-/// nearly the same, one with a data file of its own, and one that is longer.
+/// A raw disk of [`content`], and images with the same content: a converted one, one on a nearly equal backing file,
+/// one with an external data file, and a longer one.
 fn make_images(ringdisk: &Controlled) {
     let at = ringdisk.dir.path();
     ringdisk.file("a.raw", 16 * MIB);
@@ -232,7 +232,7 @@ fn make_images(ringdisk: &Controlled) {
     qemu::img(at, "resize -q longer.qcow2 24M");
 }
 
-/// The journal of an image in service.
+/// The journal of an image that is served.
 fn journal(ringdisk: &Controlled, image: &Path) -> PathBuf {
     let stat = fs::metadata(image).unwrap();
     let name = format!("{:x}-{:x}.journal", stat.dev(), stat.ino());
@@ -242,8 +242,8 @@ fn journal(ringdisk: &Controlled, image: &Path) -> PathBuf {
     found.unwrap_or_else(|| panic!("{} has no journal", image.display()))
 }
 
-/// From raw to image, from image to image, and back, under load. Whatever the disk has left is sound, closed and
-/// nobody's, and holds what it held.
+/// Raw to image, image to image, and back, under load. Each file that the disk leaves is consistent, closed, unlocked,
+/// and unchanged.
 #[test]
 fn raw_files_and_images_replace_each_other_under_load() {
     if !qemu::is_there("raw_files_and_images_replace_each_other_under_load") {
@@ -296,7 +296,7 @@ fn raw_files_and_images_replace_each_other_under_load() {
                 let its = (format == "qcow2").then(|| journal(&ringdisk, &ringdisk.path(new)));
                 let left = std::mem::replace(&mut journal_of_last, its);
                 assert!(!left.is_some_and(|journal| journal.exists()), "{old}");
-                // QEMU asks for the locks, so that nobody has them.
+                // QEMU takes the locks, so nobody else holds them.
                 if old.ends_with("qcow2") {
                     qemu::check(at, old, false);
                 }
@@ -309,7 +309,7 @@ fn raw_files_and_images_replace_each_other_under_load() {
             }
         });
 
-        // From now on, what is written goes to the last one alone, and is there when it is closed.
+        // From now on, writes go only to the last image, and are there when it is closed.
         ringdisk.json(&["replace", "disk", "longer.qcow2"]);
         assert_eq!(ringdisk.disk("disk")["size"], 24 * MIB);
         let new = content(4711, 4096);
@@ -335,8 +335,8 @@ fn raw_files_and_images_replace_each_other_under_load() {
     }
 }
 
-/// Images that are none, that others have, and that lead where they must not: the disk goes on, and what was tried is let
-/// go.
+/// Invalid images, images in use, and images with forbidden backing files: the disk continues, and the failed image is
+/// released.
 #[test]
 fn unusable_image_is_refused_and_released() {
     if !qemu::is_there("unusable_image_is_refused_and_released") {
@@ -369,7 +369,7 @@ fn unusable_image_is_refused_and_released() {
         assert_eq!(ringdisk.disk("disk")["file"], file.to_str().unwrap());
     }
     qemu::check(at, "small.qcow2", false);
-    // Every byte of a file is the disk's only where somebody says so.
+    // A file is raw only if somebody says so.
     let failed = ["replace", "disk", "a.raw", "--format", "qcow2"];
     ringdisk.ringdisk(&failed).assert_fails(1, &["a.raw"]);
     fs::copy(at.join("a.raw"), at.join("unnamed")).unwrap();
@@ -381,8 +381,8 @@ fn unusable_image_is_refused_and_released() {
     qemu::check(at, "plain.qcow2", false);
 }
 
-/// A guest that can write to a raw disk can write an image there: that the file before was one says nothing of the next, of
-/// which neither name nor operator says anything.
+/// A guest with a raw disk can write an image header into it. The format of the next file must come from its name or
+/// the operator, never from the previous file.
 #[test]
 fn image_format_is_never_probed() {
     if !qemu::is_there("image_format_is_never_probed") {
@@ -407,7 +407,7 @@ fn image_format_is_never_probed() {
     rewrite(&mut device.queues[0]);
     ringdisk.json(&["replace", "disk", "unnamed", "--format", "qcow2"]);
     rewrite(&mut device.queues[0]);
-    // That it is raw can be taken over: it leads nowhere.
+    // Raw may be inherited: a raw file refers to no other files.
     ringdisk.json(&["replace", "disk", "beside.qcow2"]);
     fs::copy(at.join("longer.qcow2"), at.join("bytes")).unwrap();
     fs::File::options()
@@ -421,7 +421,7 @@ fn image_format_is_never_probed() {
     assert_eq!(ringdisk.disk("disk")["format"], "raw");
     assert_eq!(ringdisk.disk("disk")["size"], 32 * MIB);
 
-    // The configuration says all that there is to be said of its disks' files.
+    // The configuration is authoritative for its disks' files.
     ringdisk.json(&["replace", "b", "image", "--format", "qcow2"]);
     fs::write(&config, text.replace("b.raw", "unnamed")).unwrap();
     let refused = ringdisk.ringdisk(&["reload"]);
@@ -430,7 +430,7 @@ fn image_format_is_never_probed() {
     assert_eq!(ringdisk.disk("b")["file"], file.to_str().unwrap());
 }
 
-/// With `lock=running`, the new image is locked as long as the VM runs, and the old one is free at once.
+/// With `lock=running`, the new image is locked while the VM runs, and the old one is unlocked at once.
 #[test]
 fn lock_running_moves_to_the_new_image() {
     if !qemu::is_there("lock_running_moves_to_the_new_image") {

@@ -1,4 +1,4 @@
-//! A ringdisk with a control socket, and who talks to it: ringdisk's own subcommands, and QEMU's client library.
+//! A ringdisk with a control socket, and its clients: ringdisk's own subcommands and QEMU's client library.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -23,14 +23,14 @@ pub struct Controlled {
 
 impl Controlled {
     pub fn start(arguments: &[String]) -> Self {
-        // Not in /tmp, which may be a tmpfs: O_DIRECT and holes are to be those of a real file system.
+        // Not in /tmp, which may be a tmpfs: the test needs O_DIRECT and holes of a real file system.
         Self::start_in(
             tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap(),
             arguments,
         )
     }
 
-    /// The same, with files that are there already.
+    /// The same, with existing files.
     pub fn start_in(dir: TempDir, arguments: &[String]) -> Self {
         let control = dir.path().join("control.qmp");
         let socket = ["--control".to_owned(), control.display().to_string()];
@@ -61,7 +61,7 @@ impl Controlled {
         Ran::of(command.current_dir(self.dir.path()))
     }
 
-    /// The same with `--json`, which must succeed.
+    /// The same with `--json`; it must succeed.
     pub fn json(&self, arguments: &[&str]) -> Value {
         let ran = self.ringdisk(&[arguments, &["--json"]].concat());
         assert_eq!(ran.code, Some(0), "{arguments:?}: {ran:?}");
@@ -69,7 +69,7 @@ impl Controlled {
         serde_json::from_str(&ran.out).unwrap()
     }
 
-    /// What `list` says of a disk.
+    /// The disk's entry in `list`.
     pub fn disk(&self, name: &str) -> Value {
         let disks = self.json(&["list"]);
         let mut disks = disks.as_array().unwrap().iter();
@@ -89,7 +89,7 @@ impl Controlled {
     }
 }
 
-/// A command that has ended.
+/// A finished command.
 #[derive(Debug)]
 pub struct Ran {
     pub code: Option<i32>,
@@ -108,7 +108,7 @@ impl Ran {
         }
     }
 
-    /// Asserts that it has failed, with one line that has all of `words`.
+    /// Asserts that it failed with a single line that contains all of `words`.
     pub fn assert_fails(&self, code: i32, words: &[&str]) {
         println!("{}", self.err.trim_end());
         assert_eq!(self.code, Some(code), "{self:?}");
@@ -123,20 +123,20 @@ impl Ran {
     }
 }
 
-/// QEMU's own QMP client, to which this end says what to send.
+/// QEMU's own QMP client, controlled by the test.
 pub struct QemuClient {
     child: Child,
     to: ChildStdin,
     from: BufReader<ChildStdout>,
-    /// What the server greeted it with.
+    /// The server's greeting.
     pub greeting: Value,
 }
 
-/// What a command was refused with: class and description.
+/// Class and description of the error of a refused command.
 pub type Refusal = (String, String);
 
 impl QemuClient {
-    /// Nobody, with a line that says why, where the package is not installed.
+    /// Returns `None` and prints the reason where the package is not installed.
     pub fn connect(test: &str, socket: &Path) -> Option<Self> {
         let python = match testkit::qmp::python() {
             Ok(python) => python,
@@ -165,7 +165,7 @@ impl QemuClient {
         Some(client)
     }
 
-    /// Has a command executed.
+    /// Runs a command.
     pub fn try_call(&mut self, command: &str, arguments: Value) -> Result<Value, Refusal> {
         let mut answer = self.ask(json!({ "execute": command, "arguments": arguments }));
         match answer.get_mut("return") {
@@ -182,7 +182,7 @@ impl QemuClient {
             .unwrap_or_else(|refusal| panic!("{command}: {refusal:?}"))
     }
 
-    /// Asserts that a command is refused, with all of `words` in the description.
+    /// Asserts that a command is refused and the description contains all of `words`.
     pub fn assert_refused(&mut self, command: &str, arguments: Value, class: &str, words: &[&str]) {
         let refusal = self.try_call(command, arguments.clone());
         let (got, desc) = refusal.expect_err(&format!("{command} {arguments} is refused"));
@@ -225,7 +225,7 @@ impl Drop for QemuClient {
     }
 }
 
-/// Waits until something has happened that nobody tells of, but not for ever.
+/// Waits until a condition holds for which there is no event; fails after [`HANG`].
 pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {
@@ -234,7 +234,7 @@ pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Tells the threads of a test to stop, also when an assertion has failed.
+/// Stops the threads of a test, even after a failed assertion.
 pub struct Stop<'a>(pub &'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -246,13 +246,12 @@ impl Drop for Stop<'_> {
 /// Bytes of each request of [`verify`].
 pub const VERIFY_BYTES: usize = 8 << 10;
 
-/// The first sector that a slot uses: no two slots of any queue share one, and no other than 64 KiB per queue and slot
-/// is used.
+/// The first sector of a slot: slots do not overlap, and each uses at most 64 KiB.
 pub fn place(queue: u16, slot: u16) -> u64 {
     u64::from(queue) * 2048 + u64::from(slot) * 128
 }
 
-/// Reads what the disk holds since [`content`] filled it, all slots at once; panics if it is something else.
+/// Reads what [`content`] wrote to the disk, all slots at once; panics on a difference.
 pub fn verify(queue: &mut Queue) {
     let slots: Vec<u16> = (0..queue.slots()).collect();
     for &slot in &slots {
@@ -272,7 +271,7 @@ pub fn verify(queue: &mut Queue) {
     }
 }
 
-/// Writes what is there already, all slots at once, flushes it and reads it back.
+/// Rewrites the existing data, all slots at once, flushes it and reads it back.
 pub fn rewrite(queue: &mut Queue) {
     let slots: Vec<u16> = (0..queue.slots()).collect();
     for &slot in &slots {

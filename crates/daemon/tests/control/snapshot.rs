@@ -1,4 +1,4 @@
-//! External snapshots: a disk goes on in an image that builds on what it was on.
+//! External snapshots: a disk continues in an overlay whose backing file is its previous image.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -29,7 +29,7 @@ fn two_queues() -> DeviceConfig {
     }
 }
 
-/// Makes an image above a file, with what else is said of it.
+/// Creates an overlay on a file with further options.
 fn overlay(at: &Path, name: &str, base: &str, options: &str) {
     let format = format_of(base);
     let create = format!("create -q -f qcow2 {options} -b {base} -F {format} {name}");
@@ -41,7 +41,7 @@ fn format_of(name: &str) -> &str {
 }
 
 impl Controlled {
-    /// `ringdisk replace disk FILE` in a process of its own.
+    /// `ringdisk replace disk FILE` as its own process.
     fn replacing(&self, file: &str) -> Child {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
         let command = command.args(["replace", "disk", file, "--control"]);
@@ -50,7 +50,7 @@ impl Controlled {
     }
 }
 
-/// A disk under load that goes from image to image above itself.
+/// A disk under load that moves from overlay to overlay.
 struct Guest {
     device: Device,
     loads: Vec<Load>,
@@ -73,7 +73,7 @@ impl Guest {
         Load::run(&mut self.loads, &mut self.device, &mut self.random, length);
     }
 
-    /// Until so many more requests have completed.
+    /// Runs until this many more requests have completed.
     fn run_until_it_has(&mut self, more: u64) {
         let completed = |loads: &[Load]| loads.iter().map(|load| load.completed).sum::<u64>();
         let before = completed(&self.loads);
@@ -83,7 +83,7 @@ impl Guest {
         });
     }
 
-    /// Nothing is under way.
+    /// Waits until nothing is in flight.
     fn finish(&mut self) {
         Load::finish(&mut self.loads, &mut self.device);
     }
@@ -92,8 +92,8 @@ impl Guest {
         self.loads.iter().map(Load::changes).collect()
     }
 
-    /// Asserts that a file holds what the disk held at a moment between those at which it had changed so often. Returns
-    /// all of its bytes.
+    /// Asserts that a file holds what the disk held at some moment between the two change counts. Returns all its
+    /// bytes.
     fn assert_moment(&self, at: &Path, name: &str, from: &[usize], to: &[usize]) -> Vec<u8> {
         let bytes = qemu::content(at, name, format_of(name));
         let raw = at.join("moment.out");
@@ -106,7 +106,7 @@ impl Guest {
     }
 }
 
-/// Raw files and images of several kinds, each with what is said of the disk and of the images above.
+/// Raw files and images of several kinds, with the options of the disk and of the overlays.
 const KINDS: [(&str, &str, &str); 7] = [
     ("base.raw", "cache=none", ""),
     (
@@ -129,8 +129,8 @@ const KINDS: [(&str, &str, &str); 7] = [
     ("beside.qcow2", "cache=none,aio=native", ""),
 ];
 
-/// What the disk leaves holds what it held at one moment, is sound, closed, and nobody's to write to; and what the disk goes
-/// on in has the rest.
+/// The previous image holds what the disk held at one moment; it is consistent, closed and locked against writers. The
+/// overlay holds the rest.
 #[test]
 fn guest_io_continues_in_the_overlay() {
     if !qemu::is_there("guest_io_continues_in_the_overlay") {
@@ -163,7 +163,7 @@ fn guest_io_continues_in_the_overlay() {
             .into_iter()
             .enumerate()
         {
-            // All of these hold what the disk holds, and the disk goes on in the last one.
+            // All of these hold what the disk holds; the disk continues in the last one.
             let mut below = now.clone();
             for image in images {
                 overlay(at, image, &below, options);
@@ -189,7 +189,7 @@ fn guest_io_continues_in_the_overlay() {
             let after = guest.changes();
             guest.run(Duration::from_millis(100));
 
-            // The old one is read, as QEMU may too, and written by nobody.
+            // The old image is open for reading, which QEMU may do too, and nobody writes to it.
             qemu::is_locked(at, &now, format_of(&now));
             let bytes = guest.assert_moment(at, &now, &before, &after);
             if now.ends_with("qcow2") {
@@ -224,8 +224,8 @@ fn guest_io_continues_in_the_overlay() {
     }
 }
 
-/// Killed at any moment while it is put above itself, the disk is afterwards on the one or the other, and has all that was
-/// acknowledged. Once the command has been answered, it is on the new one.
+/// After a kill at any moment during the snapshot, the disk is on the old or the new image and has all acknowledged
+/// writes. Once the command was answered, it is on the new image.
 #[test]
 fn kill_leaves_the_disk_on_the_old_or_the_new_image() {
     if !qemu::is_there("kill_leaves_the_disk_on_the_old_or_the_new_image") {
@@ -299,7 +299,7 @@ fn kill_leaves_the_disk_on_the_old_or_the_new_image() {
     }
 }
 
-/// The disk goes on where it was, locked as before, and a kill takes back nothing that was acknowledged since.
+/// The disk continues in its file, locked as before, and a kill loses nothing that was acknowledged since.
 #[test]
 fn unsaved_snapshot_leaves_the_disk_on_its_own_image() {
     if !qemu::is_there("unsaved_snapshot_leaves_the_disk_on_its_own_image") {
@@ -332,7 +332,7 @@ fn unsaved_snapshot_leaves_the_disk_on_its_own_image() {
         refused.assert_fails(1, &["disk", "No such file"]);
         assert_eq!(ringdisk.disk("disk")["file"], file.to_str().unwrap());
         qemu::is_locked(at, "base.qcow2", "qcow2");
-        // Each cluster is a block, taken and given up again and again.
+        // Each block is a cluster that is repeatedly allocated and freed.
         guest.run_until_it_has(200);
     }
     ringdisk.server.signal(Signal::KILL);
@@ -349,7 +349,7 @@ fn unsaved_snapshot_leaves_the_disk_on_its_own_image() {
     guest.assert_moment(ringdisk.dir.path(), "base.qcow2", &end, &end);
 }
 
-/// Images above the disk's own that it cannot be put on: it goes on, and what was tried is let go.
+/// Overlays that the disk cannot move to: it continues, and the failed overlay is released.
 #[test]
 fn unusable_overlay_is_refused_and_released() {
     if !qemu::is_there("unusable_overlay_is_refused_and_released") {
@@ -387,7 +387,7 @@ fn unusable_overlay_is_refused_and_released() {
         ("itself.qcow2", &["its own backing file", "rebase"][..]),
         ("second.qcow2", &["its own backing file", "rebase"]),
         ("small.qcow2", &["15728640", "16777216"]),
-        // What another disk writes to.
+        // An image that another disk writes to.
         ("others.qcow2", &["other.raw", "in use"]),
         ("wrong.qcow2", &["something else", "base.qcow2 -F qcow2"]),
         (
@@ -395,7 +395,7 @@ fn unusable_overlay_is_refused_and_released() {
             &["has been written to", "base.qcow2 -F qcow2"],
         ),
         ("below.qcow2", &["has been written to"]),
-        // Nothing is held of what was tried.
+        // Nothing of the failed attempt is still open.
         ("small.qcow2", &["15728640", "16777216"]),
     ] {
         let refused = ringdisk.ringdisk(&["replace", "disk", new]);
@@ -412,13 +412,13 @@ fn unusable_overlay_is_refused_and_released() {
     refused.assert_fails(1, &["a part of", "beside.qcow2 -F qcow2"]);
     overlay(at, "right.qcow2", "base.qcow2", "");
     ringdisk.json(&["replace", "disk", "right.qcow2"]);
-    // What it builds on is no longer its to write to.
+    // The backing file can no longer be opened for writing.
     let refused = ringdisk.ringdisk(&["replace", "disk", "base.qcow2"]);
     refused.assert_fails(1, &["base.qcow2", "in use"]);
     rewrite(&mut device.queues[0]);
 }
 
-/// Nodes that nobody is served, and one that lies on another.
+/// Nodes without an export, and a node on top of another.
 #[test]
 fn snapshot_of_nodes_without_an_export() {
     let test = "snapshot_of_nodes_without_an_export";

@@ -1,4 +1,4 @@
-//! Reads, writes, discards and zeroes, in any layout: the right bytes, at the edges too.
+//! Reads, writes, discards and zeroes in every layout: the right bytes, also at the edges.
 
 use super::*;
 
@@ -27,7 +27,7 @@ fn queues_and_ring_modes() {
     }
 }
 
-/// Rewrites an area of the disk that no other queue uses, and puts it back.
+/// Rewrites an area of the disk that no other queue uses, and restores it.
 pub fn read_write_flush(queue: &mut Queue, disk: &Disk) {
     let area = u64::from(queue.index) * 4096;
     let slots: Vec<u16> = (0..queue.slots()).collect();
@@ -141,8 +141,8 @@ fn every_descriptor_layout() {
         let regions = device.memory.regions();
         let border = regions[Device::HIGH].gpa;
         assert_eq!(border, regions[Device::LOW].end());
-        // The bounce for O_DIRECT depends on where buffers start; some lie over the border of two regions, with a
-        // descriptor, a sector, or the status across it.
+        // Bouncing for O_DIRECT depends on the alignment of buffers. Some buffers cross two regions, with a descriptor,
+        // a sector or the status at the border.
         let aligned = regions[Device::LOW].alloc(1 << 16, 4096);
         for (from, to) in [
             (aligned, aligned + 0x8000),
@@ -179,8 +179,8 @@ fn every_descriptor_layout() {
     }
 }
 
-/// Runs a request of any shape on queue 0: `readable` bytes at an address, and room for writable ones at another.
-/// Gives what the device wrote.
+/// Runs a request of any shape on queue 0, with `readable` bytes at one address and writable space at another. Returns
+/// what the device wrote.
 pub fn run_chain(
     device: &mut Device,
     layout: &Layout,
@@ -191,7 +191,7 @@ pub fn run_chain(
     let chain = Chain::request(
         memory, layout, readable.0, readable.1, writable.0, writable.1,
     );
-    // Over the descriptors of the slots, which are built anew before they are used again.
+    // This overwrites the slots' descriptors, which are rebuilt before they are used again.
     let table = memory.regions()[Device::RINGS].end() - 4096;
     let head = chain.place(layout.table, &mut queue.ring, 0, memory, table);
     queue.ring.publish([head]);
@@ -258,7 +258,7 @@ fn largest_and_most_scattered_requests() {
                 "{table:?}, cache={cache}"
             );
         }
-        // More data at once than any pool of bounce buffers holds, from buffers that need one.
+        // More data at once than any bounce buffer pool holds, all of it misaligned.
         let queue = &mut device.queues[0];
         let slots: Vec<u16> = (0..queue.slots()).collect();
         let (memory, free) = (&device.memory, queue.first_free_desc());
@@ -337,7 +337,7 @@ fn full_file_system_fails_the_write_and_serving_continues() {
         assert_eq!(queue.run(Op::Discard, 0, 32 << 20), OK);
         assert_eq!(queue.run(Op::Flush, 0, 0), OK);
         assert_eq!(queue.write(0, &content(3, 4096)), OK, "there is room again");
-        // As much at a time as the configuration space allows.
+        // As much at once as the configuration space allows.
         for quarter in 0..4 {
             let sector = quarter * (256 << 20) / 512;
             assert_eq!(queue.run(Op::Discard, sector, 256 << 20), OK);
@@ -438,7 +438,7 @@ fn discard_and_write_zeroes_punch_holes() {
         blocks()
     );
 
-    // What is not a whole block of the file system is zeroed all the same, and nothing beside it.
+    // A range that is not a whole block of the file system is zeroed as well, and nothing beside it.
     assert_eq!(
         queue.run(Op::WriteZeroes { unmap: true }, 8193, 4096 + 512),
         OK

@@ -1,4 +1,4 @@
-//! A guest's flushes, counted at the device below.
+//! A guest's flushes, counted at the underlying device.
 
 use super::*;
 
@@ -27,7 +27,7 @@ fn guest_flushes_reach_the_block_device() {
             "block device, cache={cache}: 50 guest flushes, {flushes} on the device beneath"
         );
 
-        // A guest that switches the cache off has every write stable when it completes.
+        // After the guest has switched the cache off, each write is durable on completion.
         device
             .frontend
             .set_config(DiskConfig::WCE_AT, &[0])
@@ -45,7 +45,7 @@ fn guest_flushes_reach_the_block_device() {
         assert_eq!(device.config().unwrap().wce, 1);
         drop(device);
 
-        // A guest that knows neither FLUSH nor CONFIG_WCE relies on it (virtio 1.3 §5.2.5.2).
+        // A guest that accepts neither FLUSH nor CONFIG_WCE relies on that (virtio 1.3 §5.2.5.2).
         let features = !(1 << VIRTIO_BLK_F_FLUSH | 1 << VIRTIO_BLK_F_CONFIG_WCE);
         let mut device = connect(
             &server,

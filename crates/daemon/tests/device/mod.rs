@@ -1,5 +1,5 @@
-//! The disk that a guest sees: every feature bit of the device and of the vhost-user session, through a driver that was
-//! written from the specifications.
+//! The disk as a guest sees it: every feature bit of the device and of the vhost-user session, tested with a driver
+//! that was written from the specifications.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -27,7 +27,7 @@ use data::{read_write_flush, run_chain};
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
-/// Long enough for anything to happen that should not happen.
+/// Long enough for an unexpected event to happen.
 const A_WHILE: Duration = Duration::from_millis(200);
 
 fn connect(server: &Server, config: DeviceConfig) -> Device {
@@ -104,7 +104,7 @@ fn config_space_describes_the_disk() {
         "{config:?}"
     );
     assert_eq!(config.write_zeroes_may_unmap, 1, "{config:?}");
-    // Any part of it can be read.
+    // Any part can be read.
     assert_eq!(device.frontend.config(4, 9).unwrap().len(), 9);
     assert_eq!(
         device.frontend.config(0, 256).unwrap()[..8],
@@ -124,7 +124,7 @@ fn cache_mode_sets_the_initial_write_cache() {
         let (server, _disk) = serve(&format!("cache={cache}"));
         let mut device = connect(&server, DeviceConfig::default());
         assert_eq!(device.config().unwrap().wce, wce, "cache={cache}");
-        // The guest may change it, and its choice outlives its connection.
+        // The guest may change it, and the setting outlives its connection.
         let other = 1 - wce;
         let frontend = &mut device.frontend;
         frontend.set_config(DiskConfig::WCE_AT, &[other]).unwrap();
@@ -168,7 +168,7 @@ fn discard_can_be_disabled() {
     );
     let queue = &mut device.queues[0];
     assert_eq!(queue.run(Op::Discard, 0, 1 << 20), UNSUPP);
-    // A driver that asks to give space back all the same gets its zeroes, and keeps the space.
+    // A driver that asks to unmap gets zeroes, and the space stays allocated.
     let allocated = || disk.file.metadata().unwrap().blocks();
     let before = allocated();
     let zeroes = Op::WriteZeroes { unmap: true };
@@ -232,13 +232,13 @@ fn status_and_reset() {
         "a reset device must not touch its rings"
     );
     assert_eq!(device.frontend.status().unwrap(), 0);
-    // It can be set up again without a new connection.
+    // It can be set up again on the same connection.
     let features = device.features;
     device.frontend.set_features(features).unwrap();
     device.start_queue(0, 0).unwrap();
     device.frontend.set_status(0x0f).unwrap();
     assert_eq!(device.queues[0].read(0, 512).unwrap(), content(0, 512));
-    // Status 0 is a reset as well.
+    // Status 0 also resets the device.
     device.frontend.set_status(0).unwrap();
     assert_eq!(device.frontend.status().unwrap(), 0);
 }
@@ -264,7 +264,8 @@ fn stopped_queues_resume() {
                     .iter()
                     .for_each(|&slot| queue.prepare(slot, Op::Read, round + u64::from(slot), 512));
                 queue.submit(&slots);
-                // With or without requests in flight: what the device took is completed before it says where it stands.
+                // With or without requests in flight: the device completes the requests it has fetched before it
+                // reports its position.
                 if round % 2 == 0 {
                     queue.finish(slots.len());
                 }
@@ -286,7 +287,7 @@ fn stopped_queues_resume() {
     }
 }
 
-/// QEMU does this to running rings when it switches the dirty log on or off, and says nothing else.
+/// QEMU does this to running rings when it switches the dirty log on or off, without any other message.
 #[test]
 fn setting_ring_addresses_again_does_not_stop_a_ring() {
     let (server, _disk) = serve("");
@@ -360,7 +361,7 @@ fn memory_regions_change_while_the_ring_runs() {
             }
             stop.store(true, std::sync::atomic::Ordering::Relaxed);
         });
-        // The whole map can be replaced under a running ring, too.
+        // The whole memory map can also be replaced under a running ring.
         let all: Vec<_> = memory.regions().iter().collect();
         device.frontend.set_mem_table(&all).unwrap();
         assert_eq!(device.queues[0].read(8, 4096).unwrap(), content(8, 4096));
@@ -394,7 +395,7 @@ fn front_end_can_reconnect() {
             },
         );
         assert_eq!(device.queues[1].read(8, 4096).unwrap(), content(8, 4096));
-        // Every other time with requests in flight.
+        // Every other round has requests in flight.
         for queue in device.queues.iter_mut().filter(|_| round % 2 == 1) {
             let slots: Vec<u16> = (0..queue.slots()).collect();
             slots
@@ -415,7 +416,7 @@ fn front_end_can_reconnect() {
             },
         );
     }
-    // The last session may still be ending when a new one is through.
+    // The last session may still be ending when the new connection is made.
     let mut device = connect(
         &server,
         DeviceConfig {
@@ -440,7 +441,7 @@ fn second_front_end_does_not_disturb_the_first() {
     let mut first = connect(&server, DeviceConfig::default());
     let second = Frontend::connect(server.socket());
     if let Ok(second) = &second {
-        // Refused, or left waiting: either way it gets no answer.
+        // Refused or left waiting: in either case it gets no answer.
         second
             .send_raw(message::GET_FEATURES, 1, 0, &[], &[])
             .unwrap_or_default();
@@ -477,8 +478,7 @@ fn guest_is_notified_of_a_grown_disk() {
     );
 }
 
-/// The kernel may hold what a killed process had in its ring, and with it the lock on the file, a little longer than the
-/// process itself.
+/// The kernel may hold the killed process's requests, and the lock on the file, a little longer than the process.
 #[test]
 fn killed_server_can_be_restarted_at_once() {
     let disk = Disk::new();
@@ -519,8 +519,8 @@ fn sigterm_shuts_down_cleanly() {
     });
 }
 
-/// A thread that looks out for the guest of one queue must see the kick of another: it came as work
-/// that waits for the thread to enter the kernel, which a look-out does not do by itself.
+/// A thread that polls for one queue's guest must still see another queue's kick. The kick arrives as work that waits
+/// for the thread to enter the kernel, which polling does not do.
 #[test]
 fn kick_is_seen_while_the_thread_polls_another_queue() {
     let disk = Disk::new();

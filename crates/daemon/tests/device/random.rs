@@ -1,8 +1,8 @@
-//! Random operations on several queues, and a plain array beside them.
+//! Random operations on several queues, compared with an array.
 
 use super::*;
 
-/// An operation on the small part of the disk that one queue has to itself.
+/// An operation on the small area of the disk that one queue has for itself.
 #[derive(Clone, Debug)]
 struct Step {
     op: Op,
@@ -67,7 +67,7 @@ fn random_operations_match_an_array() {
     }
 }
 
-/// Plays steps on a queue, as many at once as do not overlap, and compares all that is read with a model.
+/// Runs steps on a queue, in parallel where they do not overlap, and compares all reads with a model.
 fn play(queue: &mut Queue, steps: &[Step], disk: &Disk) -> Result<(), TestCaseError> {
     let area = u64::from(queue.index) * AREA_SECTORS;
     let mut model = disk.bytes(area, AREA_SECTORS as usize * 512);
@@ -108,7 +108,7 @@ fn play(queue: &mut Queue, steps: &[Step], disk: &Disk) -> Result<(), TestCaseEr
     Ok(())
 }
 
-/// The longest beginning of `steps` in which no two touch the same sector.
+/// The longest prefix of `steps` in which no two touch the same sector.
 fn independent(steps: &[Step], most: u16) -> &[Step] {
     let apart =
         |a: &Step, b: &Step| a.sector + a.sectors <= b.sector || b.sector + b.sectors <= a.sector;

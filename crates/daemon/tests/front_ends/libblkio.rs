@@ -1,4 +1,4 @@
-//! QEMU's own driver for vhost-user disks, `virtio-blk-vhost-user`, which is libblkio's.
+//! QEMU's `virtio-blk-vhost-user` block driver, which uses libblkio.
 
 use std::path::Path;
 use std::process::Command;
@@ -18,7 +18,7 @@ fn run(release: &Release, program: &str, args: &[&str]) -> String {
     text.into_owned()
 }
 
-/// What the driver writes is in the file, and what is in the file it reads.
+/// The driver's writes reach the file, and the driver reads what the file holds.
 fn on(release: &Release, test: &str) {
     let mut record = Record::new(
         "QEMU's virtio-blk-vhost-user (libblkio)",

@@ -1,4 +1,4 @@
-//! Front-ends other than QEMU's vhost-user-blk: those that can be run here, and the messages of those that cannot.
+//! Front-ends other than QEMU's vhost-user-blk device: some run here; of the others, their messages are replayed.
 
 mod libblkio;
 mod replay;

@@ -1,8 +1,9 @@
-//! Front-ends that cannot be run here: their messages, as their sources send them and in their order, and requests through
-//! the rings that they set up.
+//! Front-ends that cannot run here: the messages that their sources send, in the same order, and requests through the
+//! rings that they set up.
 //!
-//! What each of them sends is data, in [`scripts`](super::scripts). An answer must have just the size and the flags
-//! that the front-end takes.
+//!
+//! The messages of each are data in [`scripts`](super::scripts). A reply must have exactly the size and flags that the
+//! front-end accepts.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -36,12 +37,12 @@ struct Replay<'a> {
     queues: Vec<Queue>,
     /// Flags of every message.
     flags: u32,
-    /// Those that the device offers, too.
+    /// Features that the device offers, too.
     features: u64,
     protocol: u64,
     inflight: Option<Inflight>,
     log: Option<OwnedFd>,
-    /// How often requests were sent.
+    /// How many times requests were sent.
     rounds: u64,
 }
 
@@ -129,7 +130,7 @@ impl<'a> Replay<'a> {
                 self.protocol = offered & self.front_end.protocol;
             }
             Step::SetProtocol => {
-                // Told as before: whether it is acknowledged is what this message decides.
+                // This message itself decides whether it is acknowledged, so the flags are those of before.
                 self.flags = VERSION;
                 let features = self.protocol.to_ne_bytes();
                 self.tell(message::SET_PROTOCOL_FEATURES, &features, &[]);
@@ -159,7 +160,7 @@ impl<'a> Replay<'a> {
                 self.tell(message::SET_CONFIG, &payload, &[]);
             }
             Step::CacheIs(cache) => {
-                // By a message that every front-end may send, and has an answer.
+                // Through a message that every front-end may send and that has a reply.
                 let asked = [DiskConfig::WCE_AT, 1, 0].map(u32::to_ne_bytes).concat();
                 let found = self.ask(message::GET_CONFIG, &[asked, vec![0]].concat());
                 assert_eq!(found[12..], [cache]);
@@ -202,7 +203,7 @@ impl<'a> Replay<'a> {
         }
     }
 
-    /// Sends a message that is answered only if the front-end wants to know whether it arrived.
+    /// Sends a message that is acknowledged only if the front-end asks for it.
     fn tell(&self, request: u32, payload: &[u8], fds: &[&OwnedFd]) {
         self.send(request, payload, fds);
         if self.flags & NEED_REPLY != 0 {
@@ -211,7 +212,7 @@ impl<'a> Replay<'a> {
         }
     }
 
-    /// Sends a message that has an answer.
+    /// Sends a message that has a reply.
     fn ask(&self, request: u32, payload: &[u8]) -> Vec<u8> {
         self.send(request, payload, &[]);
         self.connection.reply(request).unwrap()
@@ -239,14 +240,14 @@ impl<'a> Replay<'a> {
         let reply = self.ask(message::GET_CONFIG, &payload);
         assert_eq!(reply.len(), payload.len(), "of GET_CONFIG");
         assert_eq!(reply[..8], payload[..8], "offset and size of GET_CONFIG");
-        // Whatever the front-end calls it, it is the beginning of the space that it wants.
+        // Front-ends use different offsets; the device returns the start of the space in each case.
         if offset.is_multiple_of(0x100) && len >= 8 {
             let sectors = u64::from_ne_bytes(reply[12..20].try_into().unwrap());
             assert_eq!(sectors * 512, DISK_BYTES);
         }
     }
 
-    /// Regions that the back-end is told of when the guest starts.
+    /// The number of regions sent when the guest starts.
     fn announced(&self) -> usize {
         self.memory.regions().len() - 1
     }
@@ -261,7 +262,7 @@ impl<'a> Replay<'a> {
             .collect()
     }
 
-    /// What the front-end calls an address of the guest.
+    /// The front-end's address of a guest address.
     fn user(&self, at: u64) -> u64 {
         if self.front_end.own_addresses {
             at
@@ -278,7 +279,7 @@ impl<'a> Replay<'a> {
         self.tell(message::SET_MEM_TABLE, &payload, &files);
     }
 
-    /// Asks for the region unless there is one already.
+    /// Requests an inflight region unless there is one.
     fn set_inflight(&mut self) {
         let FrontEnd {
             queues, queue_size, ..
@@ -329,7 +330,7 @@ impl<'a> Replay<'a> {
         }
     }
 
-    /// A bit for each page up to the end of memory, in a file that is as long as that needs and no longer.
+    /// One bit for each page up to the end of memory, in a file that is exactly as long.
     fn start_log(&mut self) {
         let regions = self.memory.regions().iter();
         let last = regions.map(Region::end).max().unwrap() - 1;
@@ -344,14 +345,14 @@ impl<'a> Replay<'a> {
         self.set_features(self.features | F_LOG_ALL);
     }
 
-    /// Whether a page is marked.
+    /// Whether a page is marked dirty.
     fn is_logged(log: &OwnedFd, at: u64) -> bool {
         let mut byte = [0];
         rustix::io::pread(log, &mut byte, at / 4096 / 8).unwrap();
         byte[0] >> (at / 4096 % 8) & 1 != 0
     }
 
-    /// On each queue: reads what was there, writes something else, and has it made durable.
+    /// On each queue: reads the old data, writes new data and flushes it.
     fn requests(&mut self) {
         let features = self.features;
         let has = |bit: u32| features & 1 << bit != 0;
@@ -379,7 +380,7 @@ impl<'a> Replay<'a> {
                 assert_eq!(queue.run(unmap, next, 65536), OK);
                 assert_eq!(queue.read(next, 65536), Ok(vec![0; 65536]));
             }
-            // As many as the ring can have at a time, and more than one round of a small one.
+            // As many requests as the ring can hold at once, and more than one lap of a small ring.
             let slots: Vec<u16> = (0..queue.slots()).collect();
             for _ in 0..32 {
                 for &slot in &slots {

@@ -54,7 +54,7 @@ fn start(frontend: &Frontend, memory: &Memory, queue: &Queue, base: u16) {
     frontend.set_vring_err(index, &event(&ring.err)).unwrap();
 }
 
-/// Reads what was there, writes something else, and has it made durable, on each queue.
+/// On each queue: reads the old data, writes new data and flushes it.
 fn read_write_flush(queues: &mut [Queue], disk: &Disk, round: u64) {
     for queue in queues {
         let sector = 1024 * (2 * round + u64::from(queue.index));
@@ -101,7 +101,7 @@ fn vhost_crate_as_front_end() {
             .unwrap();
         let sectors = u64::from_le_bytes(config[..8].try_into().unwrap());
         assert_eq!(sectors * 512, crate::support::DISK_BYTES);
-        // Write-through, and back.
+        // Writethrough, then back.
         for cache in [0, 1] {
             frontend
                 .set_config(DiskConfig::WCE_AT, flags, &[cache])
@@ -120,7 +120,7 @@ fn vhost_crate_as_front_end() {
     let (memory, mut queues) = lay_out(&config, features).unwrap();
     let memory: Arc<Memory> = memory;
     let regions = regions(&memory);
-    // The last of them comes and goes while the guest runs.
+    // The last region is removed and added while the guest runs.
     let (spare, regions) = regions.split_last().unwrap();
     record.step("start, with memory for what is in flight", || {
         frontend.set_mem_table(regions).unwrap();

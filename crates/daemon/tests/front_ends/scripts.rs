@@ -1,4 +1,4 @@
-//! What front-ends send in their life, read in their sources.
+//! The messages of front-ends, taken from their sources.
 
 use testkit::frontend::{F_LOG_ALL, F_PROTOCOL_FEATURES, protocol};
 use virtio_bindings::virtio_blk::*;
@@ -8,25 +8,25 @@ use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRE
 /// A front-end.
 pub struct FrontEnd {
     pub name: &'static str,
-    /// Of the sources that were read.
+    /// The version of the sources.
     pub version: &'static str,
-    /// Virtio features that it and its guest take where they are offered.
+    /// Virtio features that it and its guest accept if offered.
     pub features: u64,
-    /// Protocol features that it takes where they are offered.
+    /// Protocol features that it accepts if offered.
     pub protocol: u64,
     pub queues: u16,
     pub queue_size: u16,
-    /// It wants every message acknowledged, once REPLY_ACK is agreed on.
+    /// It asks for an acknowledgement of every message once REPLY_ACK is negotiated.
     pub needs_reply: bool,
-    /// It is its own guest: the addresses of its memory are the guest's.
+    /// It is its own guest: its addresses are guest addresses.
     pub own_addresses: bool,
-    /// Where memory begins in its files.
+    /// Offset of the memory in its files.
     pub file_offset: u64,
-    /// What it does, each part with a name.
+    /// Its steps, in named parts.
     pub script: &'static [(&'static str, &'static [Step])],
 }
 
-/// A message, or what happens between messages.
+/// A message, or an event between messages.
 #[derive(Clone, Copy)]
 pub enum Step {
     All(&'static [Step]),
@@ -36,21 +36,21 @@ pub enum Step {
     GetProtocol,
     SetProtocol,
     QueueNum,
-    /// With so many bytes of space behind the header.
+    /// With this many bytes of space after the header.
     GetConfig {
         offset: u32,
         len: u32,
         flags: u32,
         space: usize,
     },
-    /// Of one byte, with so many bytes of space behind the header.
+    /// Of one byte, with this many bytes of space after the header.
     SetConfig {
         offset: u32,
         value: u8,
         flags: u32,
         space: usize,
     },
-    /// The write cache is found to be this.
+    /// The write cache must have this value.
     CacheIs(u8),
     BackendChannel,
     /// SET_MEM_TABLE with all regions.
@@ -58,17 +58,17 @@ pub enum Step {
     AddMemory,
     /// GET_INFLIGHT_FD, if there is no region yet, and SET_INFLIGHT_FD.
     Inflight,
-    /// These for each ring, one ring after the other.
+    /// These steps for each ring in turn.
     Rings(&'static [RingStep]),
-    /// SET_LOG_BASE, and SET_FEATURES with it.
+    /// SET_LOG_BASE, and SET_FEATURES with the log feature.
     StartLog,
-    /// SET_FEATURES without.
+    /// SET_FEATURES without the log feature.
     StopLog,
     /// The guest reads and writes.
     Requests,
-    /// Another driver begins with empty rings.
+    /// A new driver starts with empty rings.
     NewGuest,
-    /// The back-end is killed and started again, and another connection made.
+    /// The back-end is killed and restarted, and the front-end reconnects.
     Reconnect,
 }
 
@@ -431,7 +431,7 @@ const SPDK: FrontEnd = FrontEnd {
 const SPDK_START: &[Step] = &[
     QueueNum,
     Rings(&[Call]),
-    // Once for each range of memory that is registered.
+    // Once for each registered memory range.
     SPDK_MEMORY,
     SPDK_MEMORY,
     Rings(&[Num, Base, Addr, Kick]),
@@ -444,5 +444,5 @@ const SPDK_CONFIG: Step = GetConfig {
     space: 256,
 };
 
-/// The answer tells that the memory is known.
+/// The reply tells that the memory is known.
 const SPDK_MEMORY: Step = All(&[Memory, GetFeatures]);

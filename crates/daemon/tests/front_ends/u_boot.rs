@@ -1,4 +1,4 @@
-//! U-Boot, whose driver for virtio disks is its own, at a disk of ringdisk.
+//! U-Boot, which has its own virtio disk driver, on a disk of ringdisk.
 
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
@@ -12,7 +12,7 @@ use testkit::qemu::Release;
 
 use crate::support::{content, serve};
 
-/// In Debian's package `u-boot-qemu`.
+/// From Debian's package `u-boot-qemu`.
 const ROM: &str = "/usr/lib/u-boot/qemu-x86_64/u-boot.rom";
 
 const PROMPT: &str = "\n=> ";
@@ -49,20 +49,20 @@ impl Machine {
         Self { qemu, serial }
     }
 
-    /// What comes up to and with these words.
+    /// Reads the output up to and including these words.
     fn until(&mut self, words: &str) -> String {
         let mut text = String::new();
         while !text.ends_with(words) {
             let mut byte = [0];
             let read = self.serial.read_exact(&mut byte);
             read.unwrap_or_else(|error| panic!("no {words:?} after {text:?}: {error}"));
-            // Of the terminal's line ends, one half is enough.
+            // Drops the carriage returns of the terminal.
             text.extend(Some(char::from(byte[0])).filter(|c| *c != '\r'));
         }
         text
     }
 
-    /// What a command prints.
+    /// Runs a command and returns its output.
     fn run(&mut self, command: &str) -> String {
         self.serial
             .write_all(format!("{command}\n").as_bytes())
@@ -109,7 +109,7 @@ fn reads_and_writes() {
         let (server, disk) = serve("queues=2");
         let mut machine = Machine::start(&release, server.socket(), device);
         let banner = machine.until("\nModel:");
-        // After that of the part that loads it.
+        // The first banner is that of the part that loads it.
         let version = banner.rsplit("U-Boot ").next().unwrap();
         let version = version.split(' ').next().unwrap();
         let record = record.get_or_insert_with(|| {

@@ -1,8 +1,8 @@
-//! Signals that cannot be sent, or that hold up who sends them.
+//! Eventfds that cannot be signalled, or that block the thread that signals them.
 
 use super::*;
 
-/// An event counter that blocks whoever adds to it.
+/// An eventfd that blocks any thread that adds to it.
 fn full_counter() -> OwnedFd {
     let fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
     rustix::io::write(&fd, &(u64::MAX - 1).to_ne_bytes()).unwrap();
@@ -14,14 +14,14 @@ fn full_call_eventfd_delays_no_other_disk() {
     never_taken(&full_counter(), || {});
 }
 
-/// Whether a descriptor blocks belongs to what is open, which the front-end has open as well.
+/// O_NONBLOCK belongs to the open file description, which the front-end shares.
 #[test]
 fn eventfd_made_blocking_again_delays_no_other_disk() {
     let signal = full_counter();
     never_taken(&signal, || block_again(&signal));
 }
 
-/// Lets a disk send its signals to a descriptor that can take no more. `then` is done once the disk has it.
+/// Gives a disk a call eventfd that is full. `then` runs once the disk has it.
 fn never_taken(signal: &OwnedFd, then: impl FnOnce()) {
     let (victim, other) = (Disk::new(), Disk::new());
     let mut server = serve_all(&[
@@ -44,7 +44,7 @@ fn never_taken(signal: &OwnedFd, then: impl FnOnce()) {
     assert_reads(&mut device, 1);
     assert_reads(&mut bystander, 0);
     assert_reads(&mut bystander, 1);
-    // A broken ring is reported, or rather is not.
+    // A broken ring is reported to the eventfd, which must not block.
     device.queues[0].ring.publish([u16::MAX]);
     assert_reads(&mut device, 1);
     assert_reads(&mut bystander, 0);
@@ -54,7 +54,7 @@ fn never_taken(signal: &OwnedFd, then: impl FnOnce()) {
     assert!(server.terminate().unwrap().success());
 }
 
-/// A read whose call never comes.
+/// A read that is never signalled.
 fn assert_reads_uncalled(device: &mut Device, queue: usize) {
     let queue = &mut device.queues[queue];
     queue.prepare(0, Op::Read, 8, 4096);
@@ -67,13 +67,13 @@ fn assert_reads_uncalled(device: &mut Device, queue: usize) {
     assert!(queue.read_buffer(0, 4096) == content(8, 4096));
 }
 
-/// Undoes what the server has done to a descriptor, so that it blocks who writes to it.
+/// Makes a descriptor blocking again, undoing the server's setting.
 fn block_again(signal: &OwnedFd) {
     let flags = rustix::fs::fcntl_getfl(signal).unwrap();
     rustix::fs::fcntl_setfl(signal, flags & !OFlags::NONBLOCK).unwrap();
 }
 
-/// Each queue, each descriptor and each connection would be another chance to hold up the thread. There is one.
+/// Each queue, each descriptor and each connection could block the thread once more. It blocks only once.
 #[test]
 fn blocking_eventfds_delay_others_only_once() {
     let (victim, other) = (Disk::new(), Disk::new());
@@ -106,7 +106,7 @@ fn blocking_eventfds_delay_others_only_once() {
     assert_eq!(log.matches("has held up an I/O thread").count(), 1, "{log}");
 }
 
-/// What may take for ever to look at, or to write to.
+/// Descriptors that may block forever when polled or written to.
 #[test]
 fn only_eventfds_are_accepted() {
     let (server, _disk) = serve("queues=2");
@@ -167,7 +167,7 @@ fn blocking_dirty_log_eventfd_delays_no_other_disk() {
     assert!(!server.log().contains("held up"), "{}", server.log());
 }
 
-/// The thread that speaks with the front-end reports rings that it cannot serve.
+/// The session thread signals rings that it cannot serve.
 #[test]
 fn blocking_error_eventfd_delays_no_other_disk() {
     let disk = Disk::new();
@@ -182,13 +182,13 @@ fn blocking_error_eventfd_delays_no_other_disk() {
         device.frontend.set_vring_err(queue, error.as_fd()).unwrap();
     }
     block_again(&error);
-    // Not aligned, as a guest may have it.
+    // Misaligned, as a guest may set it up.
     for queue in 0..2 {
         let addresses = ring_addresses(&device, queue, 1, 0);
         let frontend = &mut device.frontend;
         frontend.command(SET_VRING_ADDR, &addresses, &[]).unwrap();
     }
-    // Both rings are tried anew.
+    // Both rings are tried again.
     let spare = &device.memory.regions()[Device::SPARE];
     device.frontend.add_mem_reg(spare).unwrap();
     server.logged(&["cannot be served as the guest set it up"]);

@@ -1,10 +1,10 @@
-//! Messages that no front-end may send, and connections that come to nothing.
+//! Messages that no front-end may send, and connections that stall.
 
 use super::*;
 
 type Message = (&'static str, fn(&mut Device) -> std::io::Result<()>);
 
-/// Messages after which the connection must be closed, or which must be refused if it stays.
+/// Messages that must close the connection or be refused.
 const BAD_MESSAGES: &[Message] = &[
     ("version 0", |d| {
         d.frontend.send_raw(GET_FEATURES, NEED_REPLY, 0, &[], &[])
@@ -168,7 +168,7 @@ const BAD_MESSAGES: &[Message] = &[
     }),
 ];
 
-/// Sends a message that has the right form as far as its header goes.
+/// Sends a message with a valid header.
 fn raw(device: &mut Device, request: u32, payload: &[u8]) -> std::io::Result<()> {
     device.frontend.send_raw(
         request,
@@ -179,7 +179,7 @@ fn raw(device: &mut Device, request: u32, payload: &[u8]) -> std::io::Result<()>
     )
 }
 
-/// Rings as a guest can set them up wrongly; the front-end only passes them on.
+/// Rings that a guest can set up wrongly; the front-end only forwards them.
 const BAD_RINGS: &[Message] = &[
     ("SET_VRING_NUM of 0", |d| {
         restart_with(d, SET_VRING_NUM, &words(&[0, 0]))
@@ -223,7 +223,7 @@ fn bad_ring_setup_disables_only_that_ring() {
         assert_reads(&mut device, 1);
         send(&mut device).unwrap();
         assert!(device.queues[0].ring.broken(HANG), "no error: {name}");
-        // The other ring goes on, and this one can be set up anew.
+        // The other ring continues, and this one can be set up again.
         assert_reads(&mut device, 1);
         let base = device.stop_queue(0).unwrap();
         device.start_queue(0, base).unwrap();
@@ -232,7 +232,7 @@ fn bad_ring_setup_disables_only_that_ring() {
     drop(server);
 }
 
-/// Changes queue 0 and enables it: what is wrong with a ring shows when it starts.
+/// Changes queue 0 and enables it: errors of a ring show when it starts.
 fn restart_with(device: &mut Device, request: u32, payload: &[u8]) -> std::io::Result<()> {
     device
         .frontend
@@ -255,7 +255,7 @@ fn raw_with_fd(device: &mut Device, request: u32, payload: &[u8]) -> std::io::Re
     )
 }
 
-/// Hands over a regular file for the signals of queue 0.
+/// Sends a regular file in place of an eventfd for queue 0.
 fn raw_with_file(device: &mut Device, request: u32) -> std::io::Result<()> {
     let file = tempfile::tempfile()?;
     device
@@ -263,7 +263,7 @@ fn raw_with_file(device: &mut Device, request: u32) -> std::io::Result<()> {
         .send_raw(request, VERSION | NEED_REPLY, 8, &[0; 8], &[file.as_fd()])
 }
 
-/// Adds the spare region, spoilt by `change`.
+/// Adds the spare region, corrupted by `change`.
 fn add_region(device: &mut Device, change: impl Fn(&mut [u64; 4])) -> std::io::Result<()> {
     let payload = [vec![0; 8], region(device, change)].concat();
     let fd = device.memory.regions()[Device::SPARE].file.as_fd();
@@ -276,7 +276,7 @@ fn add_region(device: &mut Device, change: impl Fn(&mut [u64; 4])) -> std::io::R
     )
 }
 
-/// Memory in a file that a process makes up as it is read: that could keep an I/O thread waiting for ever.
+/// Memory in a FUSE file: reading it could block an I/O thread forever.
 #[test]
 fn memory_backed_by_fuse_is_refused() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -344,7 +344,7 @@ fn bad_message_closes_only_its_connection() {
     drop(server);
 }
 
-/// Whether the answer is a refusal or the end of the connection.
+/// Whether the message is refused or the connection closed.
 fn refused(frontend: &Frontend) -> bool {
     match frontend.any_reply() {
         Ok(payload) => payload != 0u64.to_ne_bytes(),
@@ -377,7 +377,7 @@ fn partial_messages() {
 fn stalled_front_end_delays_no_other() {
     let disks = [Disk::new(), Disk::new(), Disk::new()];
     let mut server = serve_all(&disks.iter().map(|d| d.argument("")).collect::<Vec<_>>());
-    // One stops in the middle of a header, one never reads an answer.
+    // One stops in the middle of a header, one never reads a reply.
     let mut halted = UnixStream::connect(&disks[0].socket).unwrap();
     halted.write_all(&[1, 0, 0, 0, 1]).unwrap();
     let mut deaf = UnixStream::connect(&disks[1].socket).unwrap();
@@ -391,7 +391,7 @@ fn stalled_front_end_delays_no_other() {
                 stalled += 1;
                 thread::sleep(A_WHILE);
             }
-            // Hanging up on it is as good.
+            // Closing the connection is also acceptable.
             Err(_) => break,
         }
     }
@@ -411,10 +411,10 @@ fn endless_connections_do_not_flood_the_log() {
     let started = Instant::now();
     for _ in 0..2000 {
         let mut socket = UnixStream::connect(server.socket()).unwrap();
-        // No message, or none that makes sense.
+        // An incomplete or invalid message.
         let _ = socket.write_all(&[0xff; 12]);
     }
-    // All others have been taken before this one.
+    // All earlier connections were accepted before this one.
     let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
     assert_reads(&mut device, 0);
     drop(device);
@@ -423,7 +423,7 @@ fn endless_connections_do_not_flood_the_log() {
     server.logged(&["front-end connected (", " more of these left out)"]);
     assert!(server.terminate().unwrap().success());
     let log = server.log();
-    // At most one a second of each kind.
+    // At most one line per second of each kind.
     let seconds = started.elapsed().as_secs() as usize + 1;
     for what in ["connected", "disconnected", "cut off"] {
         let lines = log.matches(&format!("front-end {what}")).count();
@@ -444,7 +444,7 @@ fn received_descriptors_are_closed() {
     let before = open();
     for _ in 0..50 {
         let frontend = Frontend::connect(server.socket()).unwrap();
-        // A message that takes none, and one that takes one.
+        // A message that takes no descriptor, and one that takes one.
         frontend.send_raw(SET_OWNER, VERSION, 0, &[], &fds).unwrap();
         frontend
             .send_raw(SET_VRING_CALL, VERSION, 8, &[0; 8], &fds)

@@ -1,4 +1,4 @@
-//! Guests that flood, write garbage, and change or lose their memory meanwhile.
+//! Guests that flood, write garbage, and change or lose their memory while it is used.
 
 use super::*;
 
@@ -42,7 +42,7 @@ fn garbage_in_the_ring() {
     };
     let device = RefCell::new(Device::connect(server.socket(), &config).unwrap());
     let low = device.borrow().memory.regions()[Device::LOW].gpa;
-    // Not in the region of the rings: the device would be right to write over them.
+    // Not in the rings' region: the device could rightfully write there.
     let addr = prop_oneof![8 => (0..0x8000u64).prop_map(move |at| low + at), 1 => any::<u64>()];
     let len = prop_oneof![4 => Just(16u32), 4 => Just(1), 4 => 0..2048u32, 1 => any::<u32>()];
     let flags = prop_oneof![8 => 0..4u16, 2 => 0..8u16, 1 => any::<u16>()];
@@ -89,7 +89,8 @@ fn garbage_in_the_ring() {
     assert_reads(&mut bystander, 0);
 }
 
-/// A guest that changes headers and tables while the device reads them: what was checked must be what is used.
+/// A guest changes headers and tables while the device reads them: the device must use exactly the values it has
+/// checked.
 #[test]
 fn memory_changing_under_the_device() {
     let (server, _disk) = serve("queues=2");
@@ -148,8 +149,8 @@ fn memory_changing_under_the_device() {
     assert_eq!(device.queues[1].run(Op::Read, 8, 4096), OK);
 }
 
-/// A front-end that takes its memory away from under the rings. For the data, the kernel answers EFAULT; the rings the
-/// device reads itself.
+/// A front-end truncates the memory of running rings. For data, the kernel returns EFAULT; the device reads the rings
+/// itself.
 #[test]
 fn truncated_memory() {
     let (mut server, _disk) = serve("");

@@ -1,5 +1,5 @@
-//! Guests and front-ends that mean harm. Whatever they do, it ends with a virtio status, a retired queue or a closed
-//! connection: the other queues, disks and connections go on, and the next front-end finds a working disk.
+//! Hostile guests and front-ends. The worst outcome is a virtio error status, a retired queue or a closed connection:
+//! other queues, disks and connections continue, and the next front-end finds a working disk.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -32,10 +32,10 @@ use crate::support::{DISK_BYTES, Disk, content, seed, serve, serve_all};
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
-/// Long enough for anything to happen that should not happen.
+/// Long enough for an unexpected event to happen.
 const A_WHILE: Duration = Duration::from_millis(100);
 const END: u64 = DISK_BYTES / 512;
-/// Where the status byte of all attacks goes, behind `Attack::at`.
+/// Offset of the status byte of all attacks, from `Attack::at`.
 const STATUS: u64 = 0x3000;
 const TABLE: u64 = 0x4000;
 const W: u16 = Desc::WRITE;

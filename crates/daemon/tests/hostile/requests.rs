@@ -1,28 +1,28 @@
-//! Requests and chains of descriptors that no driver may make.
+//! Requests and descriptor chains that no driver may send.
 
 use super::*;
 
-/// What a bad request must lead to.
+/// The expected result of a bad request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Expect {
-    /// It completes with this status, and its queue goes on.
+    /// It completes with this status, and its queue continues.
     Status(u8),
     /// Its queue is retired.
     Retired,
-    /// One of both: the specification leaves it open, and either is safe.
+    /// Either: the specification leaves it open, and both are safe.
     ErrorOrRetired,
-    /// As the device likes, as long as it is one of the above or success.
+    /// Any of the above, or success.
     Anything,
 }
 
 use Expect::*;
 
-/// A queue about to be given a bad request: free descriptors, and memory for the buffers.
+/// A queue for a bad request: free descriptors and memory for buffers.
 struct Attack<'a> {
     device: &'a mut Device,
     /// The first free descriptor.
     first: u16,
-    /// Start of some scratch memory: a header goes to 0, data to 0x1000, tables to 0x4000.
+    /// Start of scratch memory: the header is at 0, data at 0x1000, tables at 0x4000.
     at: u64,
 }
 
@@ -56,7 +56,7 @@ impl Attack<'_> {
         self.raw(&linked, self.first);
     }
 
-    /// Submits descriptors as they are, put into the ring from `first` on.
+    /// Submits descriptors unchanged, placed in the ring from `first` on.
     fn raw(&mut self, descs: &[Desc], head: u16) {
         let ring = &mut self.device.queues[0].ring;
         (self.first..)
@@ -65,7 +65,7 @@ impl Attack<'_> {
         ring.publish([head]);
     }
 
-    /// Submits an indirect table whose descriptors are linked as they are.
+    /// Submits an indirect table of these descriptors, unchanged.
     fn indirect(&mut self, table: &[Desc]) {
         let at = self.at + TABLE;
         (0..).zip(table).for_each(|(i, d)| {
@@ -75,7 +75,7 @@ impl Attack<'_> {
         self.chain(&[desc(at, 16 * table.len() as u32, Desc::INDIRECT)]);
     }
 
-    /// The descriptors of a good read, as an indirect table has them.
+    /// The descriptors of a valid read, as in an indirect table.
     fn good_table(&self) -> [Desc; 3] {
         let link = |d: Desc, next| Desc {
             flags: d.flags | Desc::NEXT,
@@ -92,7 +92,7 @@ impl Attack<'_> {
 
 type Case = (&'static str, Expect, fn(&mut Attack));
 
-/// Requests that are well-formed and ask for what cannot be.
+/// Well-formed requests that ask for something impossible.
 const BAD_REQUESTS: &[Case] = &[
     ("read behind the end", Status(IOERR), |a| {
         a.chain(&[a.header(VIRTIO_BLK_T_IN, END), a.data(512, W), a.status()])
@@ -381,7 +381,7 @@ const BAD_CHAINS: &[Case] = &[
         a.chain(&[desc(u64::MAX - 15, 48, Desc::INDIRECT)])
     }),
     ("indirect table as long as memory", Retired, |a| {
-        // Longer than any legal chain, and it never ends.
+        // Longer than any legal chain, and without an end.
         for i in 0..1024 {
             let endless = Desc {
                 flags: Desc::NEXT,
@@ -411,7 +411,7 @@ const BAD_CHAINS: &[Case] = &[
     }),
 ];
 
-/// Links and heads that no driver may write into a split ring. A packed one has neither.
+/// Links and heads that no driver may write into a split ring; packed rings have neither.
 const BAD_LINKS: &[Case] = &[
     ("next beyond the ring", Retired, |a| {
         let head = a.header(VIRTIO_BLK_T_IN, 0);
@@ -503,7 +503,7 @@ fn attack_with_all(cases: &[Case], config: DeviceConfig) {
         ..config
     };
     let caches: &[_] = match config.packed {
-        // What a chain leads to does not depend on the kind of ring.
+        // Where a chain leads does not depend on the kind of ring.
         true => &["none"],
         false => &["none", "writeback"],
     };
@@ -529,7 +529,7 @@ fn attack_with_all(cases: &[Case], config: DeviceConfig) {
     }
 }
 
-/// Posts a bad request on queue 0, and sees to it that it ends as expected.
+/// Posts a bad request on queue 0 and checks its result.
 fn attack(device: &mut Device, expect: Expect, post: fn(&mut Attack)) {
     let at = device.memory.regions()[Device::LOW].alloc(0x9000, 4096);
     let first = device.queues[0].first_free_desc();
@@ -558,7 +558,7 @@ fn attack(device: &mut Device, expect: Expect, post: fn(&mut Attack)) {
             accepted,
             "{used:?} with status {status}, but {expect:?} was expected"
         );
-        // Nothing is written beside the buffers that were given.
+        // Nothing outside the given buffers is written.
         assert_eq!(device.memory.read(at + STATUS + 1, 64), [0xee; 64]);
     } else {
         assert!(

@@ -1,5 +1,5 @@
-//! What a result leads to: the patches in its report are taken by those that they are for, and `ringdisk check` uses
-//! what was measured on this host.
+//! What follows from a result: programs accept the patches in its report, and `ringdisk check` uses what was measured
+//! on this host.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,7 +13,7 @@ use lab::journal::{BootRecord, Cell, Header, Record, Sample, Writer};
 use lab::plan::Plan;
 use testkit::server::Server;
 
-/// A result of this plan on this host, as if KVM worked here: each case is half as good again as the one before.
+/// A result of this plan on this host, as if KVM worked here: each case is half as good again as the previous one.
 fn measured(bench: &Bench, plan: &str) {
     let parsed = Plan::parse(Path::new("plan.toml"), plan).unwrap();
     let mut facts = lab::host::facts(bench.folder.path());
@@ -131,7 +131,7 @@ fn qemu_accepts_the_patch() {
             .replace("/PATH/OF/DISK", &image.display().to_string())
             .replace("/run/ringdisk/vm.sock", &socket.display().to_string())
             .replace("MEMORY", "64M");
-        // What serves the disk stands before the rest, which is QEMU's.
+        // The command that serves the disk comes first, then QEMU's arguments.
         let (serve, arguments) = match patch.split_once("\n\n") {
             Some((serve, arguments)) => (Some(serve), arguments),
             None => (None, patch.as_str()),
@@ -159,7 +159,7 @@ fn qemu_accepts_the_patch() {
     }
 }
 
-/// What libvirt is given is a domain's, as the schema of libvirt and `ringdisk check` read it.
+/// libvirt's schema and `ringdisk check` accept the patched domain.
 #[test]
 fn libvirt_accepts_the_patch() {
     let validate = have("libvirt_accepts_the_patch", &["virt-xml-validate"]);
@@ -177,7 +177,7 @@ fn libvirt_accepts_the_patch() {
         );
         let file = bench.path("vm.xml");
         fs::write(&file, &domain).unwrap();
-        // libvirt has mappings since 10.0, and Debian 12 an older one.
+        // libvirt has mappings since 10.0; Debian 12 has an older version.
         if validate && !patch.contains("<iothread id=") {
             let output = Command::new("virt-xml-validate")
                 .arg(&file)
@@ -227,7 +227,7 @@ fn check_uses_results_measured_on_this_host() {
         &bench,
         "[config]\niothread = ['off', 'on']\n[fio]\nrw = 'randread'\n",
     );
-    // From the result's folder, where other files lie beside it.
+    // From the result's folder, beside other files.
     let report = bench
         .lab("report")
         .arg(bench.path("result"))
@@ -247,11 +247,11 @@ fn check_uses_results_measured_on_this_host() {
         said(&named)
     );
 
-    // By itself.
+    // The results are found without an option.
     let found = said(&check(&bench, &[file]));
     assert!(found.contains("measured here +50 %"), "{found}");
 
-    // Those of another host, and what is none, are in nobody's way.
+    // Results of another host and invalid files are ignored.
     let folder = bench.path("state/ringdisk/measured");
     let kept = fs::read_dir(&folder)
         .unwrap()
@@ -272,7 +272,7 @@ fn check_uses_results_measured_on_this_host() {
     );
 }
 
-/// What guests that are translated show is nothing of this host's.
+/// Results of emulated guests say nothing about this host.
 #[test]
 fn results_without_kvm_are_ignored() {
     let bench = Bench::new("");

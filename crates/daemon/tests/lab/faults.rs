@@ -1,5 +1,5 @@
-//! What goes wrong in a cell is that cell's matter, with the last words of whoever failed; and a run that ends early
-//! leaves what it has measured.
+//! A fault affects only its own cell, which keeps the last output of the failed program; a run that ends early keeps
+//! its measurements.
 
 use std::fs;
 use std::path::Path;
@@ -17,7 +17,7 @@ fn kill(pid: u32, signal: Signal) {
     kill_process(pid, signal).unwrap();
 }
 
-/// Children of a process whose command line has this word.
+/// Children of a process whose command line contains this word.
 fn children(parent: u32, word: &str) -> Vec<u32> {
     let all = fs::read_dir("/proc").unwrap().flatten();
     let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
@@ -43,7 +43,7 @@ fn killed_qemu_fails_one_cell_with_its_last_output() {
         "blocks = 1\n[storage]\nsize = '16M'\n[fio]\nrw = 'randread'\nruntime = '4s'\nramp = '0s'\n",
     );
     let lab = spawn(&mut bench.run());
-    // Once what is in force is journaled, the load begins.
+    // The load starts once the effective settings are in the journal.
     wait_for("a guest", || bench.lines("boot") > 0);
     let qemu = children(lab.id(), "ringdisk-lab");
     assert_eq!(qemu.len(), 1, "{qemu:?}");
@@ -72,7 +72,7 @@ fn guest_that_does_not_boot_fails_one_cell_with_its_console() {
     }
     let bench = Bench::new("");
     let broken = bench.path("broken-qemu");
-    // A kernel that is told to start what is not there.
+    // A kernel that is told to start a missing program.
     write_program(
         &broken,
         "#!/bin/sh\nexec qemu-system-x86_64 \"$@\" -append 'console=ttyS0 panic=-1 rdinit=/nowhere root=/dev/none'\n",
@@ -95,7 +95,7 @@ fn guest_that_does_not_boot_fails_one_cell_with_its_console() {
     bench.assert_report(3);
 }
 
-/// On the host and in a guest, which gets the host's fio.
+/// On the host and in a guest, which uses a copy of the host's fio.
 #[test]
 fn failed_fio_fails_one_cell_with_its_last_output() {
     if !have_guests("failed_fio_fails_one_cell_with_its_last_output") {
@@ -145,7 +145,7 @@ fn full_disk_fails_one_cell_and_full_journal_is_resumed() {
     let Some(small) = SmallFs::mount(&bench.path("small"), "300M") else {
         return;
     };
-    // One disk fits with the reserve of 256 MiB that the lab leaves, and a second does not.
+    // One disk fits beside the lab's reserve of 256 MiB; a second one does not.
     let plan = format!(
         "guest = 'none'\nblocks = 1\n[storage]\nsize = '24M'\ndirectory = '{}'\n[config]\nvolumes = [1, 2]\n\
          cache = 'writeback'\n[fio]\nrw = 'randread'\nruntime = '1s'\nramp = '0s'\n",
@@ -159,7 +159,7 @@ fn full_disk_fails_one_cell_and_full_journal_is_resumed() {
     assert!(found[0].contains("MiB free"), "{}", found[0]);
     bench.assert_report(3);
 
-    // The journal's own disk fills up while the run is under way.
+    // The journal's own disk fills up during the run.
     fs::write(
         bench.path("plan.toml"),
         ON_HOST.replace(
@@ -197,7 +197,7 @@ fn full_disk_fails_one_cell_and_full_journal_is_resumed() {
     assert_eq!(whole.cells.len(), 6);
 }
 
-/// Writes a file until nothing more goes onto its disk.
+/// Writes a file until its disk is full.
 fn fill(path: &Path) {
     use std::io::Write;
     let mut file = fs::File::create(path).unwrap();

@@ -1,4 +1,4 @@
-//! `ringdisk lab` as people run it: the real program, with real guests, servers and faults.
+//! `ringdisk lab` as people run it: the real program with real guests, servers and faults.
 
 mod advice;
 mod faults;
@@ -14,14 +14,14 @@ use lab::journal::{Cell, Journal};
 use tempfile::TempDir;
 use testkit::vm::find_program;
 
-/// A folder with a plan, and the result beside it.
+/// A folder with a plan, and its result.
 struct Bench {
     folder: TempDir,
 }
 
 impl Bench {
     fn new(plan: &str) -> Self {
-        // Not in /tmp, which may be a tmpfs: O_DIRECT is to be that of a real file system.
+        // Not in /tmp, which may be a tmpfs: the test needs O_DIRECT of a real file system.
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         fs::write(folder.path().join("plan.toml"), plan).unwrap();
         Self { folder }
@@ -39,7 +39,7 @@ impl Bench {
         command
     }
 
-    /// A subcommand, with no state but this folder's.
+    /// A subcommand that uses no state outside this folder.
     fn lab(&self, subcommand: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
         command
@@ -53,7 +53,7 @@ impl Bench {
         Journal::read(&self.path("result")).unwrap()
     }
 
-    /// Lines of the journal that are whole and of this kind.
+    /// The number of complete journal lines of this kind.
     fn lines(&self, kind: &str) -> usize {
         let text = fs::read_to_string(self.path("result/journal.jsonl")).unwrap_or_default();
         let what = format!("\"what\":\"{kind}\"");
@@ -61,14 +61,14 @@ impl Bench {
         whole.filter(|line| line.contains(&what)).count()
     }
 
-    /// That there is a report for people and one for programs, of so many cells.
+    /// Asserts that there is a report for people and one for programs, with this many cells.
     fn assert_report(&self, cells: usize) {
         let page = fs::read_to_string(self.path("result/report.html")).unwrap();
         assert!(page.trim_end().ends_with("</html>"), "{page}");
         let json = fs::read_to_string(self.path("result/result.json")).unwrap();
         serde_json::from_str::<serde_json::Value>(&json).unwrap();
         let table = fs::read_to_string(self.path("result/cells.csv")).unwrap();
-        // An error has lines of its own, in quotes.
+        // An error adds quoted lines of its own.
         assert!(table.lines().count() > cells, "{table}");
     }
 }
@@ -98,7 +98,7 @@ fn succeed(command: &mut Command) -> String {
     said(&output)
 }
 
-/// A run in the background, and what it says.
+/// Starts a run in the background with its output captured.
 fn spawn(command: &mut Command) -> Child {
     command
         .stdout(Stdio::piped())
@@ -111,7 +111,7 @@ fn errors(cells: &[Cell]) -> Vec<String> {
     cells.iter().filter_map(|cell| cell.error.clone()).collect()
 }
 
-/// Whether these programs are there; says so if not.
+/// Whether these programs are installed; prints a message if not.
 fn have(test: &str, programs: &[&str]) -> bool {
     let missing: Vec<&&str> = programs
         .iter()
@@ -123,7 +123,7 @@ fn have(test: &str, programs: &[&str]) -> bool {
     missing.is_empty()
 }
 
-/// Whether guests can run here; says so if not.
+/// Whether guests can run here; prints a message if not.
 fn have_guests(test: &str) -> bool {
     let missing = testkit::vm::missing(true);
     if let Some(missing) = &missing {

@@ -1,4 +1,4 @@
-//! A guest of one's own: another machine for all that the lab knows, reached over a real sshd.
+//! A user's own guest: a separate machine as far as the lab knows, reached over a real sshd.
 
 use std::fs;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -43,13 +43,13 @@ fn ssh_guest_is_measured_and_its_loss_fails_one_cell() {
         bench.path("authorized").display()
     );
     fs::write(bench.path("sshd_config"), config).unwrap();
-    // As root it wants this folder, which its service would make.
+    // As root, sshd needs this folder, which its service would create.
     let root = rustix::process::geteuid().is_root();
     if root {
         fs::create_dir_all("/run/sshd").unwrap();
         fs::set_permissions("/run/sshd", fs::Permissions::from_mode(0o755)).unwrap();
     }
-    // sshd is started by its whole path, or refuses.
+    // sshd only starts with its full path.
     let sshd = Command::new(find_program("sshd").unwrap())
         .args(["-D", "-E"])
         .arg(bench.path("sshd.log"))
@@ -84,7 +84,7 @@ fn ssh_guest_is_measured_and_its_loss_fails_one_cell() {
     }
     bench.assert_report(2);
 
-    // A load that writes is asked about first: whose disk that is, the lab cannot know.
+    // A load that writes needs confirmation: the lab cannot know whose disk it is.
     fs::write(
         bench.path("plan.toml"),
         plan.replace("randread", "randwrite"),
@@ -102,7 +102,7 @@ fn ssh_guest_is_measured_and_its_loss_fails_one_cell() {
         super::said(&asked)
     );
 
-    // Nobody answers any more.
+    // The guest no longer answers.
     drop(sshd);
     fs::write(bench.path("plan.toml"), plan).unwrap();
     let mut lost = bench.lab("run");

@@ -35,7 +35,7 @@ fn servers_are_measured_without_a_guest() {
             sample.iops > 0.0 && sample.latencies.requests() > 0,
             "{cell:?}"
         );
-        // What a server costs is known; fio's own time is not the host's cost.
+        // The cost of a server is known; fio's own time is not a cost of the host.
         assert_eq!(
             sample.cpu_us.is_some(),
             cell.case != "host",
@@ -43,7 +43,7 @@ fn servers_are_measured_without_a_guest() {
             cell.case
         );
         if cell.workload.contains("rate") {
-            // Of each volume; a busy machine may be behind, nobody is ahead.
+            // Per volume; a busy machine may fall behind, but never runs ahead.
             let offered = if cell.case == "null" { 400.0 } else { 200.0 };
             assert!(
                 sample.iops < 1.3 * offered,
@@ -90,7 +90,7 @@ fn guest_settings_are_refused_without_a_guest() {
     }
 }
 
-/// A server that is limited to a rate has its knee there, or below on a machine that is too busy for it.
+/// A throttled server has its knee at the limit, or below it on a machine that is too busy.
 #[test]
 fn knee_of_a_throttled_disk_is_found() {
     let bench = Bench::new("");
@@ -133,7 +133,7 @@ fn knee_of_a_throttled_disk_is_found() {
     let table = fs::read_to_string(bench.path("result/cells.csv")).unwrap();
     assert!(table.contains(",open,"), "{table}");
 
-    // What was found is found again, not searched for again.
+    // A repeated run reuses the result.
     let mut again: Command = bench.run();
     again.arg("--resume");
     let said = succeed(&mut again);

@@ -1,4 +1,4 @@
-//! A guest that moves from each QEMU to the next newer one while it runs, each with a ringdisk of its own.
+//! A running guest migrates from each QEMU to the next newer one, each with its own ringdisk.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -18,7 +18,7 @@ const DISKS: [Disk; 2] = [
     disk("packed", 4, 256, "qcow2"),
 ];
 
-/// The oldest QEMU's machine, and a processor that all of them emulate.
+/// The oldest QEMU's machine type, and a CPU that all of them can emulate.
 const HARDWARE: (&str, &str) = ("pc-q35-7.2", "Nehalem");
 
 #[test]
@@ -129,7 +129,7 @@ fn migrates_to_each_newer_qemu() {
         for bad in ["cut off", "given up;", "cannot be served"] {
             assert!(!log.contains(bad), "{log}");
         }
-        // Firmware and Linux both start on the first host, and each disk once on the others.
+        // Firmware and Linux both start on the first host; on the others, each disk starts once.
         let left = log.matches("its VM has stopped to go on elsewhere").count();
         let came = log.matches("a VM starts on it;").count();
         let expected = if host < moves { DISKS.len() } else { 0 };
@@ -145,7 +145,7 @@ fn migrates_to_each_newer_qemu() {
     report(&releases[moves], "end of the moves", start);
 }
 
-/// Writes to both disks, and reads back what it wrote, until the host has moved the guest often enough.
+/// Writes to both disks and reads back its writes until the guest has migrated often enough.
 const SCRIPT: &str = "
     load() {
         fio --direct=1 --ioengine=libaio --iodepth=16 --rw=randrw --bsrange=4k-64k --size=8M \

@@ -1,7 +1,8 @@
-//! One scenario on each QEMU that users have (see [`testkit::qemu`]): what a user does with a disk, and what happens to it.
+//! One scenario on each supported QEMU (see [`testkit::qemu`]): a disk's whole life, with faults.
 //!
-//! Two guests for each QEMU, one of SeaBIOS and one of OVMF, both of which boot from a disk of ringdisk. Their data
-//! disks are chosen so that each two of ring format, queue size, number of queues and image format meet.
+//!
+//! Two guests per QEMU, one with SeaBIOS and one with OVMF, both booting from a disk of ringdisk. Their data disks are
+//! chosen so that every pair of ring format, queue size, number of queues and image format occurs.
 
 mod migration;
 
@@ -21,19 +22,19 @@ use testkit::vm::{self, Qmp, Vm};
 
 use crate::support::successor;
 
-/// A guest is done within a minute; the machine may be busy.
+/// A guest finishes within a minute; the machine may be busy.
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// How often a guest is started whose QEMU ends by a mistake of its own.
+/// How often a guest is started whose QEMU crashes because of its own bug.
 const TRIES: u32 = 3;
 
-/// Of a data disk at first. What is written later lies behind it.
+/// Initial size of a data disk. Later writes go beyond it.
 const DATA_BYTES: u64 = 64 << 20;
 
-/// Slow enough for requests to be in flight when something happens to a disk.
+/// Slow enough for requests to be in flight when a fault happens.
 const SLOW_IOPS: u64 = 40;
 
-/// A data disk, or the one to boot from.
+/// A data disk or the boot disk.
 #[derive(Clone, Copy)]
 struct Disk {
     packed: bool,
@@ -87,7 +88,7 @@ const GUESTS: [Guest; 2] = [
     },
 ];
 
-/// What a guest says that it has done, in this order, and what that is called.
+/// The guest's messages in order, and the name of each part.
 const PARTS: [(&str, &str); 6] = [
     ("boot", "boot from the disk"),
     ("life", "partition, mkfs, write, verify, discard"),
@@ -151,7 +152,7 @@ fn on(release: &str) {
     report(&release, "both guests", start);
 }
 
-/// Says how long something took.
+/// Prints how long a part took.
 fn report(release: &Release, what: &str, start: Instant) {
     println!(
         "time: {:6.1} s on QEMU {}: {what}",
@@ -160,7 +161,7 @@ fn report(release: &Release, what: &str, start: Instant) {
     );
 }
 
-/// How a character device is told to connect again after a second.
+/// The option that makes a chardev reconnect after a second.
 fn reconnects(release: &Release) -> &'static str {
     let mut numbers = release.version.split('.').map(|n| n.parse().unwrap_or(0));
     match (numbers.next(), numbers.next()) < (Some(9), Some(2)) {
@@ -169,7 +170,7 @@ fn reconnects(release: &Release) -> &'static str {
     }
 }
 
-/// A guest, and ringdisk with its disks.
+/// A guest, and the ringdisk that serves its disks.
 struct Running<'a> {
     release: &'a Release,
     guest: &'a Guest,
@@ -178,7 +179,7 @@ struct Running<'a> {
     arguments: Vec<String>,
     server: Option<Server>,
     log: String,
-    /// What the data disks are now.
+    /// The current size of the data disks.
     bytes: u64,
 }
 
@@ -222,7 +223,7 @@ impl<'a> Running<'a> {
         }
     }
 
-    /// Where QEMU and the guest write what they say.
+    /// Where QEMU and the guest write their output.
     fn logs(&self) -> PathBuf {
         let name = format!("{}-{}", self.release.name, self.guest.firmware);
         Path::new(env!("CARGO_TARGET_TMPDIR"))
@@ -230,7 +231,7 @@ impl<'a> Running<'a> {
             .join(name)
     }
 
-    /// Leads the guest through all parts, and looks at its disks in the end.
+    /// Takes the guest through all parts, and checks its disks at the end.
     fn run(mut self, record: &mut Record) {
         let firmware = self.guest.firmware;
         let begin = |record: &mut Record, part: usize| {
@@ -315,7 +316,7 @@ impl<'a> Running<'a> {
                 self.qemu().execute("system_reset", json!({})).unwrap();
                 self.limit(0);
             }
-            // Steps of a disk's life.
+            // Other output of the script.
             _ => {}
         }
     }
@@ -332,7 +333,7 @@ impl<'a> Running<'a> {
         Qmp::connect(&self.folder.path().join("c")).unwrap()
     }
 
-    /// The arguments that ringdisk prints, with what a user would change in them.
+    /// The arguments that ringdisk prints, with a user's usual changes.
     fn devices(&self) -> Vec<vm::Disk> {
         let ready = &self.server.as_ref().unwrap().ready["disks"];
         let all = [&self.guest.boot].into_iter().chain(&self.guest.data);
@@ -354,7 +355,7 @@ impl<'a> Running<'a> {
                         (_, false) => "",
                     };
                     if index > 0 {
-                        // Only such a port takes a device while the guest runs.
+                        // Only such a port accepts a device while the guest runs.
                         *argument += &format!(",bus=port{index},id=device{index}");
                     }
                 }
@@ -368,7 +369,7 @@ impl<'a> Running<'a> {
         devices.collect()
     }
 
-    /// Makes the data disks longer.
+    /// Grows the data disks.
     fn resize(&mut self) {
         self.bytes += 32 << 20;
         for disk in &self.guest.data {
@@ -377,7 +378,7 @@ impl<'a> Running<'a> {
         }
     }
 
-    /// As libvirt does it, with the connection.
+    /// As libvirt does it: the connection is closed too.
     fn unplug(&self) {
         let mut qemu = self.qemu();
         for (index, disk) in (1..).zip(&self.guest.data) {
@@ -407,7 +408,7 @@ impl<'a> Running<'a> {
         }
     }
 
-    /// Limits the data disks to so many requests a second.
+    /// Limits the data disks to this many requests per second.
     fn limit(&self, iops: u64) {
         for disk in &self.guest.data {
             let limits = json!({
@@ -420,7 +421,7 @@ impl<'a> Running<'a> {
     }
 }
 
-/// A disk to boot from, whose script is that of all guests; made once.
+/// A boot disk with the script of all guests; created once.
 fn bootable() -> &'static Path {
     static MADE: OnceLock<tempfile::TempPath> = OnceLock::new();
     MADE.get_or_init(|| {

@@ -1,4 +1,4 @@
-//! Clients that the cluster has put on its blocklist: what becomes of their disks, and of others in the same process.
+//! Clients on the cluster's blocklist: what happens to their disks, and to other disks of the same process.
 
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,7 @@ on_each_release!(
 const OK: u8 = 0;
 const IOERR: u8 = 1;
 
-/// Puts the client that has an image open on the blocklist.
+/// Puts the client that has the image open on the blocklist.
 fn ban(cluster: &mut Cluster, image: &str) {
     let image = format!("{POOL}/{image}");
     let ceph = cluster.ceph();
@@ -31,7 +31,7 @@ fn connect(socket: impl AsRef<std::path::Path>) -> Device {
     Device::connect(socket, &DeviceConfig::default()).unwrap()
 }
 
-/// Writes until that fails: the OSDs learn of the blocklist with their next map.
+/// Writes until a write fails: the OSDs learn of the blocklist from their next map.
 fn until_it_fails(device: &mut Device) {
     let start = Instant::now();
     while device.queues[0].write(8, &[2; 4096]) == OK {
@@ -51,14 +51,14 @@ fn storage(cluster: &Cluster, name: &str) -> String {
     })
 }
 
-/// Runs a command that must succeed at once.
+/// Runs a command that must succeed.
 fn done(cluster: &Cluster, arguments: &[&str]) {
     let control = cluster.control().display().to_string();
     let output = ringdisk(&[arguments, &["--control", &control]].concat());
     assert!(output.status.success(), "{arguments:?}: {output:?}");
 }
 
-/// It writes nothing more, and says why; served again, it is another client.
+/// The disk writes nothing more and reports why; after a detach and attach it has a new client.
 fn blocklisted_client_stops_with_an_error(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "blocklisted_client_stops_with_an_error") else {
         return;
@@ -80,7 +80,8 @@ fn blocklisted_client_stops_with_an_error(which: Which) {
     assert_eq!(device.queues[0].write(16, &[3; 4096]), OK);
 }
 
-/// Disks that share a connection fail together, but each is cured by itself, and a disk that comes is not put on it.
+/// Disks that share a connection fail together, but each is repaired on its own, and new disks do not use that
+/// connection.
 fn other_disks_get_a_new_client(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "other_disks_get_a_new_client") else {
         return;
@@ -117,7 +118,7 @@ fn other_disks_get_a_new_client(which: Which) {
     let mut sick = connect(&server.sockets[0]);
     assert_eq!(sick.queues[0].write(8, &[3; 4096]), OK);
     assert_eq!(storage(&cluster, "sick"), "works");
-    // One that was never used, and one that is moved.
+    // A disk that was never used, and a disk that is moved.
     done(&cluster, &["attach", &fresh]);
     let mut fresh = connect(cluster.socket("fresh"));
     assert_eq!(fresh.queues[0].write(8, &[4; 4096]), OK);
@@ -125,7 +126,7 @@ fn other_disks_get_a_new_client(which: Which) {
     let target = format!("rbd:{POOL}/target:connections=1{access}");
     done(&cluster, &["replace", "healthy", &target]);
     assert_eq!(device.queues[0].write(8, &[5; 4096]), OK);
-    // Nobody has served this one again.
+    // This disk was not detached and attached.
     assert_eq!(neighbour.queues[0].write(16, &[6; 4096]), IOERR);
     assert_eq!(storage(&cluster, "neighbour"), "blocklisted");
     drop(neighbour);
@@ -140,7 +141,7 @@ fn other_disks_get_a_new_client(which: Which) {
     }
 }
 
-/// The first to find out is a disk that is to be opened, and it is opened all the same.
+/// Opening another disk is what detects the blocklist, and the disk is opened nevertheless.
 fn opening_a_disk_detects_the_blocklist(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "opening_a_disk_detects_the_blocklist") else {
         return;
@@ -154,7 +155,7 @@ fn opening_a_disk_detects_the_blocklist(which: Which) {
     done(&cluster, &["attach", &next]);
     let mut other = connect(cluster.socket("next"));
     let start = Instant::now();
-    // The OSD may have taken it for a moment.
+    // The OSD may still block the new client for a moment.
     while other.queues[0].write(8, &[2; 4096]) != OK {
         assert!(start.elapsed() < HANG, "it never writes");
         drop(other);
@@ -167,7 +168,7 @@ fn opening_a_disk_detects_the_blocklist(which: Which) {
     done(&cluster, &["detach", "idle"]);
 }
 
-/// With `cache=writeback` a detach says what is lost, and that it need not be repeated.
+/// With `cache=writeback`, a detach reports what is lost, and that it need not be repeated.
 fn detach_reports_lost_cached_writes(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "detach_reports_lost_cached_writes") else {
         return;

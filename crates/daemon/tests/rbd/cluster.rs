@@ -1,4 +1,4 @@
-//! The clusters that all tests of this program share, one after another: one of each Ceph.
+//! The clusters that all tests share, one per version of Ceph; tests use them one at a time.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,22 +8,22 @@ use std::sync::{Mutex, MutexGuard};
 use testkit::ceph::{Ceph, Options, POOL, Release};
 use testkit::server::Server;
 
-/// Which Ceph a test runs on.
+/// The version of Ceph that a test runs on.
 #[derive(Clone, Copy, Debug)]
 pub enum Which {
-    /// The system's own.
+    /// The distribution's.
     System,
-    /// The one that is unpacked in the cache.
+    /// The newer one, unpacked in the cache.
     Newer,
 }
 
-/// A cluster of each.
+/// A cluster of each version.
 static CLUSTERS: [Mutex<Option<Ceph>>; 2] = [const { Mutex::new(None) }; 2];
 
-/// Tests that have a cluster or wait for it.
+/// Tests that use the cluster or wait for it.
 static USERS: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 
-/// The cluster, for one test. The last of the tests that wait for it ends it.
+/// The cluster, for one test. The last test that waits for it shuts it down.
 pub struct Cluster {
     which: Which,
     release: Release,
@@ -32,7 +32,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// `None` where there is no Ceph, which is said.
+    /// Prints a message and returns `None` where there is no Ceph.
     pub fn get(which: Which, test: &str) -> Option<Self> {
         let release = match which {
             Which::System => Release::system(),
@@ -49,7 +49,7 @@ impl Cluster {
         let cluster = &CLUSTERS[which as usize];
         let mut guard = cluster.lock().unwrap_or_else(|e| e.into_inner());
         if guard.is_none() {
-            // Those of failed tests leave their logs.
+            // Failed tests keep their logs.
             static NUMBER: AtomicUsize = AtomicUsize::new(0);
             let number = NUMBER.fetch_add(1, Ordering::SeqCst);
             let folder = format!("ceph-{}-{number}", std::process::id());
@@ -73,13 +73,14 @@ impl Cluster {
         self.guard.as_mut().unwrap()
     }
 
-    /// Makes an image, and returns it as `ringdisk serve` wants it, with a socket; `options` are further `key=value` pairs.
+    /// Creates an image, and returns its disk argument for `ringdisk serve`, with a socket; `options` are more
+    /// `key=value` pairs.
     pub fn image(&mut self, name: &str, mib: u64, options: &str) -> String {
         self.ceph().create(name, mib).unwrap();
         self.disk(name, options)
     }
 
-    /// The same of one that is there.
+    /// The same for an existing image.
     pub fn disk(&mut self, name: &str, options: &str) -> String {
         let socket = self.socket(name);
         let access = self.ceph().options();
@@ -109,13 +110,13 @@ impl Cluster {
         Server::ringdisk_command(command).unwrap()
     }
 
-    /// Serves one that is to be refused, and returns what is said.
+    /// Serves a disk that must be refused, and returns the error.
     pub fn refused(&mut self, name: &str, options: &str) -> String {
         let disk = self.disk(name, options);
         self.refused_as(&disk)
     }
 
-    /// The same, of a disk that is written as `ringdisk serve` wants it.
+    /// The same with a complete disk argument.
     pub fn refused_as(&self, disk: &str) -> String {
         let control = self.control().display().to_string();
         let mut command = self.release.command(env!("CARGO_BIN_EXE_ringdisk"));
@@ -125,7 +126,7 @@ impl Cluster {
         String::from_utf8_lossy(&output.stderr).into_owned()
     }
 
-    /// What an image holds, read by Ceph's own program.
+    /// The content of an image, read by Ceph's own tool.
     pub fn content(&mut self, image: &str) -> Vec<u8> {
         let file = self.folder.path().join("exported");
         let (image, path) = (format!("{POOL}/{image}"), file.display().to_string());
@@ -145,7 +146,7 @@ pub fn ringdisk(arguments: &[&str]) -> std::process::Output {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // After a failure the next test gets a cluster of its own.
+        // After a failure, the next test gets a new cluster.
         if USERS[self.which as usize].fetch_sub(1, Ordering::SeqCst) == 1
             || std::thread::panicking()
         {

@@ -1,5 +1,5 @@
-//! Every operation, with a driver in user space: what goes in comes out, and lies in the image as Ceph's own program
-//! reads it.
+//! Every operation, with a driver in user space: data is read back as written, and Ceph's own tool finds it in the
+//! image.
 
 use std::time::Instant;
 
@@ -28,8 +28,8 @@ fn config() -> DeviceConfig {
     }
 }
 
-/// Writes that stand beside each other, in buffers of their own, go to the cluster together; so do reads. What belongs to
-/// whom is kept apart.
+/// Adjacent writes from separate buffers are merged into one operation, and so are reads. Each request gets its own
+/// result.
 fn adjacent_requests_are_merged(which: Which) {
     const EACH: usize = 4096;
     let Some(mut cluster) = Cluster::get(which, "adjacent_requests_are_merged") else {
@@ -45,7 +45,7 @@ fn adjacent_requests_are_merged(which: Which) {
     let mut device = Device::connect(server.socket(), &config).unwrap();
     let queue = &mut device.queues[0];
     let slots: Vec<u16> = (0..64).collect();
-    // The one in the midst is not there, and not the last.
+    // The middle one is not adjacent, and is not the last.
     let sector = |slot: u16| match slot {
         32 => 65536,
         _ => u64::from(slot) * EACH as u64 / 512,
@@ -75,7 +75,7 @@ fn adjacent_requests_are_merged(which: Which) {
     }
 }
 
-/// With and without librbd's cache, with encryption and without, over two queues on two threads.
+/// With and without librbd's cache and encryption, over two queues on two threads.
 fn written_data_is_read_back_and_stored_in_the_image(which: Which) {
     let Some(mut cluster) =
         Cluster::get(which, "written_data_is_read_back_and_stored_in_the_image")
@@ -109,7 +109,7 @@ fn written_data_is_read_back_and_stored_in_the_image(which: Which) {
         load.finish(&mut device);
         assert_eq!(device.queues[0].run(Op::Flush, 0, 0), OK);
         if image == "cached" {
-            // What was flushed is there whatever becomes of who wrote it.
+            // Flushed data is there whatever happens to its writer.
             server.signal(rustix::process::Signal::KILL);
             drop(server);
         } else {
@@ -120,7 +120,7 @@ fn written_data_is_read_back_and_stored_in_the_image(which: Which) {
     }
 }
 
-/// Discards, write-zeroes, a long scatter-gather list, the end of the disk.
+/// Discards, write-zeroes, a long scatter-gather list, and the end of the disk.
 fn every_operation_completes(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "every_operation_completes") else {
         return;
@@ -135,7 +135,7 @@ fn every_operation_completes(which: Which) {
         .map(|i: u32| (i / 7 + i / 512) as u8)
         .collect();
     let object = 4 << 11;
-    // Across the border of two objects.
+    // Across the border between two objects.
     assert_eq!(queue.write(object - 128, &bytes), OK);
     assert_eq!(queue.read(object - 128, bytes.len()).unwrap(), bytes);
     for unmap in [false, true] {
@@ -156,7 +156,7 @@ fn every_operation_completes(which: Which) {
     assert!(content[..at].iter().all(|&b| b == 0));
 }
 
-/// What Ceph has beside images: snapshots, which are read-only, and clones, which are not.
+/// Snapshots, which are read-only, and clones, which are writable.
 fn snapshots_and_clones(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "snapshots_and_clones") else {
         return;
@@ -167,7 +167,7 @@ fn snapshots_and_clones(which: Which) {
     assert_eq!(device.queues[0].write(8, &[1; 4096]), OK);
     let (image, snap) = (format!("{POOL}/base"), format!("{POOL}/base@one"));
     let clone = format!("{POOL}/copy");
-    // While it is served.
+    // While the disk is served.
     cluster
         .ceph()
         .rbd(&["snap", "create", "--no-progress", &snap])
@@ -210,7 +210,7 @@ fn snapshots_and_clones(which: Which) {
     assert!(said.contains("rbd config image rm"), "{said}");
 }
 
-/// By us, and by Ceph's own program; the guest is told at once.
+/// The image is resized by ringdisk and by Ceph's own tool; the guest is notified at once.
 fn resized_image_grows_the_disk(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "resized_image_grows_the_disk") else {
         return;
@@ -250,7 +250,7 @@ fn resized_image_grows_the_disk(which: Which) {
     assert!(info.contains("size 64 MiB"), "{info}");
 }
 
-/// Who says what an image's settings are, and whose word does not count.
+/// Where each setting of an image comes from, and which sources are ignored.
 fn settings_are_reported_with_their_source(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "settings_are_reported_with_their_source") else {
         return;
@@ -315,7 +315,7 @@ fn settings_are_reported_with_their_source(which: Which) {
     let about = allocator["about"].as_str().unwrap();
     match cfg!(feature = "tcmalloc") {
         true => assert_eq!(allocator["value"], "tcmalloc"),
-        // What is slow comes with what to do about it.
+        // A slow setting is reported with a remedy.
         false => assert!(
             allocator["value"] != "libc malloc" || about.contains("libtcmalloc-minimal4"),
             "{allocator}"

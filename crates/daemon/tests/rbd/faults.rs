@@ -1,4 +1,4 @@
-//! What goes wrong in a cluster, and who is told.
+//! Faults in a cluster, and how they are reported.
 
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ on_each_release!(
 const OK: u8 = 0;
 const IOERR: u8 = 1;
 
-/// An OSD is killed and comes back, and so does the monitor: requests wait, and none is lost.
+/// An OSD and the monitor are killed and restarted: requests wait, and none is lost.
 fn osd_and_monitor_restarts_lose_no_request(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "osd_and_monitor_restarts_lose_no_request") else {
         return;
@@ -54,7 +54,7 @@ fn osd_and_monitor_restarts_lose_no_request(which: Which) {
     load.compare(&cluster.content("hardy"));
 }
 
-/// The lock goes to who writes, and all that was written before is there.
+/// The exclusive lock moves to the client that writes, and everything written before is there.
 fn exclusive_lock_moves_to_the_writer(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "exclusive_lock_moves_to_the_writer") else {
         return;
@@ -75,7 +75,7 @@ fn exclusive_lock_moves_to_the_writer(which: Which) {
     let mut at_target = Device::connect(target.socket(), &DeviceConfig::default()).unwrap();
     assert_eq!(at_target.queues[0].read(8, 4096).unwrap(), [1; 4096]);
     assert_eq!(at_source.queues[0].write(16, &[2; 4096]), OK);
-    // From here on the guest is there.
+    // From here on, the guest runs at the target.
     assert_eq!(at_target.queues[0].write(24, &[3; 4096]), OK);
     let owner = |control: &str| {
         let listed = ringdisk(&["list", "--explain", "--json", "--control", control]);
@@ -94,7 +94,7 @@ fn exclusive_lock_moves_to_the_writer(which: Which) {
     }
 }
 
-/// `kill -9` or SIGTERM, and the next ringdisk takes the lock over and does what was in flight.
+/// After `kill -9` or SIGTERM, the next ringdisk takes over the lock and completes the requests in flight.
 fn restarted_ringdisk_takes_over_the_lock_and_requests(which: Which) {
     let Some(mut cluster) =
         Cluster::get(which, "restarted_ringdisk_takes_over_the_lock_and_requests")
@@ -127,7 +127,7 @@ fn restarted_ringdisk_takes_over_the_lock_and_requests(which: Which) {
     load.compare(&cluster.content("survivor"));
 }
 
-/// With a limit of time, the guest gets an error instead of nothing, and goes on when the cluster is there again.
+/// With a timeout, the guest gets an error instead of waiting forever, and continues when the cluster is back.
 fn unresponsive_cluster_times_out_and_recovers(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "unresponsive_cluster_times_out_and_recovers")
     else {
@@ -154,8 +154,8 @@ fn unresponsive_cluster_times_out_and_recovers(which: Which) {
     assert_eq!(device.queues[0].read(8, 4096).unwrap(), [1; 4096]);
 }
 
-/// Where the pool is full, what needs space waits, and is told of; reads and what needs none get through. Where a disk is
-/// to report, the guest is told.
+/// In a full pool, requests that need space wait, which is reported; reads and requests that need no space complete.
+/// With the `report` policy, the guest gets the error.
 fn full_pool_follows_the_error_policy(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "full_pool_follows_the_error_policy") else {
         return;
@@ -173,14 +173,14 @@ fn full_pool_follows_the_error_policy(which: Which) {
     assert_eq!(device.queues[0].write(8, &[1; 4096]), OK);
     assert_eq!(impatient.queues[0].write(8, &[1; 4096]), OK);
     cluster.ceph().fill_up(true).unwrap();
-    // The OSDs learn of it with their next map, until when they take what comes.
+    // The OSDs learn of it from their next map, and accept writes until then.
     let start = Instant::now();
     let mut sector = 16;
     while impatient.queues[0].write(sector, &[2; 4096]) == OK {
         assert!(start.elapsed() < HANG, "it still writes");
         sector += 8;
     }
-    // Two go as one, of which one needs no space: that one's guest is not told that it failed.
+    // Two requests are merged, one of which needs no space: that one must not fail.
     let queue = &mut impatient.queues[0];
     for (slot, at) in [(0, sector - 8), (1, sector)] {
         queue.write_buffer(slot, &[5; 4096]);
@@ -197,7 +197,7 @@ fn full_pool_follows_the_error_policy(which: Which) {
     let told = event(&mut client, |e| e["data"]["device"] == "patient");
     assert_eq!(told["event"], "BLOCK_IO_ERROR");
     assert_eq!(told["data"]["nospace"], true, "{told}");
-    // The same disk, meanwhile.
+    // The same disk in the meantime.
     assert_eq!(device.queues[1].read(8, 4096).unwrap(), [1; 4096]);
     assert_eq!(device.queues[1].write(8, &[4; 4096]), OK);
     assert_eq!(impatient.queues[0].run(Op::Discard, 0, 4 << 20), OK);
@@ -216,7 +216,7 @@ fn full_pool_follows_the_error_policy(which: Which) {
     assert!(content[16 << 9..][..4096] == [3; 4096]);
 }
 
-/// A disk whose pool is at its quota stops, and goes on when it is told to, with nothing lost.
+/// A disk whose pool is at its quota stops, and resumes on command without losing anything.
 fn pool_at_its_quota_stops_the_disk(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "pool_at_its_quota_stops_the_disk") else {
         return;
@@ -261,7 +261,7 @@ fn pool_at_its_quota_stops_the_disk(which: Which) {
     assert_eq!(serde_json::json!(found), expected, "{told}");
     load.fill(&mut device);
     let resume = || ringdisk(&["resume", "stopping", "--control", &control]);
-    // Too early: it stops again.
+    // Too early: the disk stops again.
     assert!(resume().status.success());
     until(&mut client, "stopped", &mut || ());
     cluster.ceph().limit(0, false).unwrap();
@@ -282,7 +282,7 @@ fn pool_at_its_quota_stops_the_disk(which: Which) {
     load.compare(&cluster.content("stopping"));
 }
 
-/// The next event of a kind.
+/// Waits for the next event of this name.
 fn event(
     client: &mut control::Client,
     is: impl Fn(&serde_json::Value) -> bool,
@@ -295,7 +295,7 @@ fn event(
     }
 }
 
-/// A disk moves to an image while it is written to, and to another, and back to a file: nothing is lost on the way.
+/// A disk under writes moves to an image, to another image, and back to a file: nothing is lost.
 fn running_disk_moves_between_images_and_files(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "running_disk_moves_between_images_and_files")
     else {
@@ -312,7 +312,7 @@ fn running_disk_moves_between_images_and_files(which: Which) {
         file.display(),
         socket.display()
     );
-    // The sandbox leaves the network to those who have a disk in a cluster from the start.
+    // The sandbox allows network access only if a disk was in a cluster at startup.
     let other = cluster.image("other", 8, "");
     let server = cluster.serve(&[&disk, &other]);
     let mut device = Device::connect(&server.sockets[0], &DeviceConfig::default()).unwrap();
@@ -330,7 +330,7 @@ fn running_disk_moves_between_images_and_files(which: Which) {
     bring(&mut device, 1);
     let now = bring(&mut device, 2);
     for (round, image) in [(3, "first"), (4, "second")] {
-        // What the storage's own tools have copied.
+        // A copy made by Ceph's own tools.
         let copy = cluster.folder.path().join("copy");
         std::fs::write(
             &copy,
@@ -345,7 +345,7 @@ fn running_disk_moves_between_images_and_files(which: Which) {
         let copy = copy.display().to_string();
         let import = ["import", "--no-progress", &copy, &to];
         cluster.ceph().rbd(&import).unwrap();
-        // The second is where the first was: the access need not be said again.
+        // The second image is in the same cluster as the first: it needs no options for access.
         let access = if round == 3 { access.as_str() } else { "" };
         let done = replace(&format!("rbd:{to}{access}"));
         assert!(done.status.success(), "{done:?}");

@@ -1,4 +1,4 @@
-//! A real guest on an image: it writes and verifies all the time, while the cluster and ringdisk lose their parts.
+//! A real guest on an image writes and verifies throughout, while parts of the cluster and ringdisk fail.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -14,10 +14,10 @@ on_each_release!(
     guest_on_an_image_migrates,
 );
 
-/// With all that happens, a guest is done in half a minute where nothing else runs.
+/// The guest takes half a minute on an idle machine, including all faults.
 const LIMIT: Duration = Duration::from_secs(400);
 
-/// Each step writes at random and reads it all back; the host does something as it starts.
+/// Each step writes at random and reads everything back; the host causes a fault as it starts.
 const STEPS: [&str; 7] = [
     "calm",
     "osd-killed",
@@ -97,11 +97,11 @@ fn guest_survives_restarts_and_notices_only_the_resize(which: Which) {
     assert!(server.unwrap().terminate().unwrap().success());
 }
 
-/// Times that the guest is moved.
+/// Number of migrations.
 const MOVES: usize = 4;
 
-/// A guest that writes and verifies is moved between two QEMUs, each with its own ringdisk on the same image: the
-/// image's lock goes with it.
+/// A guest that writes and verifies migrates between two QEMUs, each with its own ringdisk on the same image; the
+/// image's lock moves with it.
 fn guest_on_an_image_migrates(which: Which) {
     let test = "guest_on_an_image_migrates";
     if let Some(missing) = vm::missing(true) {

@@ -1,4 +1,4 @@
-//! What operators do to images that are served, and to a server whose cluster is not there.
+//! Administrative changes to served images, and a server whose cluster is unreachable.
 
 use std::time::{Duration, Instant};
 
@@ -25,7 +25,7 @@ fn config() -> DeviceConfig {
     }
 }
 
-/// From a file to an image, to another one and back, with reads and writes under way all the time.
+/// From a file to an image, to another image and back, with reads and writes in flight.
 fn busy_disk_moves_to_an_image_and_back(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "busy_disk_moves_to_an_image_and_back") else {
         return;
@@ -35,7 +35,7 @@ fn busy_disk_moves_to_an_image_and_back(which: Which) {
     made.set_len(16 << 20).unwrap();
     let socket = cluster.socket("busy").display().to_string();
     let disk = format!("file={},socket={socket},name=busy,queues=2", file.display());
-    // The sandbox leaves the network to those who have a disk in a cluster from the start.
+    // The sandbox allows network access only if a disk was in a cluster at startup.
     let other = cluster.image("beside-busy", 8, "");
     let server = cluster.serve(&[&disk, &other]);
     let mut device = Device::connect(&server.sockets[0], &config()).unwrap();
@@ -77,7 +77,7 @@ fn busy_disk_moves_to_an_image_and_back(which: Which) {
     }
 }
 
-/// `rbd migration`: prepared while nobody uses the image, carried out and ended while a guest does.
+/// `rbd migration`: prepared while the image is unused, executed and committed while a guest uses it.
 fn image_is_migrated_in_use(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "image_is_migrated_in_use") else {
         return;
@@ -109,7 +109,7 @@ fn image_is_migrated_in_use(which: Which) {
     load.compare(&cluster.content("settled"));
 }
 
-/// Ceph refuses to remove an image that is watched. What is left of it without its header is nobody else's trouble.
+/// Ceph refuses to remove a watched image. If its header is removed by force, only this disk is affected.
 fn served_image_cannot_be_removed(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "served_image_cannot_be_removed") else {
         return;
@@ -136,7 +136,7 @@ fn served_image_cannot_be_removed(which: Which) {
     let id = info["id"].as_str().unwrap();
     let header = format!("rbd_header.{id}");
     cluster.ceph().rados(&["-p", POOL, "rm", &header]).unwrap();
-    // Its own requests may wait for ever.
+    // Requests of this disk may wait forever.
     let queue = &mut device.queues[0];
     queue.prepare(0, Op::Write, 24, 4096);
     queue.submit(&[0]);
@@ -153,7 +153,7 @@ fn served_image_cannot_be_removed(which: Which) {
     assert_eq!(text.lines().count(), 4, "{text}");
 }
 
-/// Nothing is left of a disk: neither threads nor descriptors, nor the lock.
+/// A detached disk leaves no threads, descriptors or locks.
 fn repeated_attach_and_detach_leaks_nothing(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "repeated_attach_and_detach_leaks_nothing") else {
         return;
@@ -181,7 +181,7 @@ fn repeated_attach_and_detach_leaks_nothing(which: Which) {
         }
     }
     let start = Instant::now();
-    // A thread that has ended may be seen for a moment.
+    // A thread that has ended may stay visible for a moment.
     while before.is_some_and(|(threads, fds)| count("task") > threads || count("fd") > fds) {
         let now = (count("task"), count("fd"));
         assert!(start.elapsed() < HANG, "{before:?}, {now:?}");
@@ -194,13 +194,13 @@ fn repeated_attach_and_detach_leaks_nothing(which: Which) {
     assert!(!locks.contains("client"), "{locks}");
 }
 
-/// How often; `RINGDISK_TEST_ROUNDS` says otherwise.
+/// Number of rounds, or `RINGDISK_TEST_ROUNDS`.
 fn rounds() -> usize {
     let rounds = std::env::var("RINGDISK_TEST_ROUNDS").ok();
     rounds.and_then(|n| n.parse().ok()).unwrap_or(20)
 }
 
-/// A disk whose cluster does not answer is refused with a reason, and those beside it are served meanwhile.
+/// A disk whose cluster does not answer is refused with a reason, and other disks work in the meantime.
 fn unreachable_cluster_is_refused_and_delays_no_other_disk(which: Which) {
     let Some(mut cluster) = Cluster::get(
         which,
@@ -208,7 +208,7 @@ fn unreachable_cluster_is_refused_and_delays_no_other_disk(which: Which) {
     ) else {
         return;
     };
-    // Nobody listens there.
+    // Nothing listens there.
     let away = cluster.folder.path().join("away.conf");
     let text = std::fs::read_to_string(cluster.ceph().conf()).unwrap();
     let lines = text.lines().map(|line| match line.starts_with("mon host") {
@@ -225,7 +225,7 @@ fn unreachable_cluster_is_refused_and_delays_no_other_disk(which: Which) {
             &cluster.ceph().conf().display().to_string(),
             &away.display().to_string(),
         );
-    // At the start, and beside disks that are served.
+    // At startup, and beside served disks.
     let said = cluster.refused_as(&far);
     for part in ["cannot connect to the cluster", "do its monitors run"] {
         assert!(said.contains(part), "{said}");

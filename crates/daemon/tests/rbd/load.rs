@@ -1,25 +1,25 @@
-//! A load that knows what it must read.
+//! A load that verifies what it reads.
 
 use std::time::{Duration, Instant};
 
 use testkit::driver::{Device, HANG, Op};
 use testkit::faulty::Random;
 
-/// Sectors of a block.
+/// Sectors per block.
 pub const SECTORS: u64 = 8;
 
-/// A block, and the number of the write if it is one.
+/// A block, and the number of the write if it is a write.
 type Doing = Option<(usize, Option<u64>)>;
 
-/// Reads and writes on every slot of every queue, each queue on blocks of its own: at random, or of what comes next,
-/// which may go to the cluster together.
+/// Reads and writes in every slot of every queue, each queue on its own blocks: at random, or sequentially, in which
+/// case they can be merged.
 pub struct Load {
-    /// What each block holds: the number of the write that came last, or none.
+    /// The number of the last write to each block, if any.
     written: Vec<Option<u64>>,
     /// What each slot of each queue is doing.
     doing: Vec<Vec<Doing>>,
     random: Random,
-    /// What is written is what the block holds already.
+    /// Writes repeat what the block already holds.
     repeats: bool,
     count: u64,
     pub completed: u64,
@@ -38,12 +38,12 @@ impl Load {
         }
     }
 
-    /// From now on, nothing changes: where something is to be written, it is what was written last.
+    /// From now on the content does not change: each write repeats the last one.
     pub fn repeat(&mut self) {
         self.repeats = true;
     }
 
-    /// What a block holds.
+    /// The expected content of a block.
     fn expected(&self, block: usize, number: Option<u64>) -> Vec<u8> {
         let Some(number) = number else {
             return vec![0; 512 * SECTORS as usize];
@@ -53,7 +53,7 @@ impl Load {
         words.flat_map(u64::to_le_bytes).collect()
     }
 
-    /// Gives every free slot something to do.
+    /// Starts a request in every free slot.
     pub fn fill(&mut self, device: &mut Device) {
         let queues = device.queues.len();
         for (q, queue) in device.queues.iter_mut().enumerate() {
@@ -95,7 +95,7 @@ impl Load {
         }
     }
 
-    /// Takes what has completed, and checks it.
+    /// Takes and verifies completed requests.
     pub fn take(&mut self, device: &mut Device) {
         for (q, queue) in device.queues.iter_mut().enumerate() {
             let mut done = Vec::new();
@@ -120,7 +120,7 @@ impl Load {
         }
     }
 
-    /// Goes on for so many requests.
+    /// Runs until this many requests have completed.
     pub fn run(&mut self, device: &mut Device, requests: u64) {
         let (end, start) = (self.completed + requests, Instant::now());
         while self.completed < end {
@@ -131,7 +131,7 @@ impl Load {
         }
     }
 
-    /// Waits for all that is under way.
+    /// Waits for everything in flight.
     pub fn finish(&mut self, device: &mut Device) {
         let start = Instant::now();
         while self.doing.iter().flatten().any(Option::is_some) {
@@ -141,7 +141,7 @@ impl Load {
         }
     }
 
-    /// Compares all that was written with what is there.
+    /// Compares everything written with the content.
     pub fn compare(&self, content: &[u8]) {
         let len = 512 * SECTORS as usize;
         let mut compared = 0;

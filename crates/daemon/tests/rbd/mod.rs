@@ -1,7 +1,7 @@
-//! Disks that are images in a Ceph cluster: a real one, of a monitor and three OSDs, with cephx. All of it is tested on
-//! the Ceph of the system, and on a newer one, which ringdisk then has librbd of.
+//! Disks on images in a real Ceph cluster, of one monitor and three OSDs, with cephx. All tests run on the
+//! distribution's Ceph and on a newer one, whose librbd ringdisk then uses.
 
-/// Makes tests of functions that take [`Which`](cluster::Which) Ceph they are to run on.
+/// Makes tests of functions that take the version of Ceph to run on.
 macro_rules! on_each_release {
     ($($test:ident),+ $(,)?) => {
         mod system {

@@ -1,4 +1,4 @@
-//! The end of an image that another client moves: nothing beyond it is said to be done.
+//! Another client resizes an image: no request beyond the new end succeeds.
 
 use testkit::ceph::POOL;
 use testkit::driver::{Device, DeviceConfig, Op};
@@ -22,7 +22,7 @@ fn resize(cluster: &mut Cluster, image: &str, mib: u64) {
     cluster.ceph().rbd(&resize).unwrap();
 }
 
-/// librbd cuts off what straddles the end, and reports success.
+/// librbd cuts off requests that cross the end, and reports success.
 fn requests_beyond_the_new_end_fail(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "requests_beyond_the_new_end_fail") else {
         return;
@@ -31,7 +31,7 @@ fn requests_beyond_the_new_end_fail(which: Which) {
     shrink(&mut cluster, "shrinking", &disk);
 }
 
-/// The shrink is made by the other client itself.
+/// The other client itself does the shrink.
 fn requests_beyond_the_new_end_fail_without_exclusive_lock(which: Which) {
     let Some(mut cluster) = Cluster::get(
         which,
@@ -62,7 +62,7 @@ fn shrink(cluster: &mut Cluster, image: &str, disk: &str) {
     }
     assert_eq!(queue.run(Op::Flush, 0, 0), OK);
     resize(cluster, image, 32);
-    // These go to librbd as one operation, if both may go.
+    // librbd gets these as one operation if it may.
     for (slot, sector) in [(0, end - 8), (1, end)] {
         queue.write_buffer(slot, &[4; 4096]);
         queue.prepare(slot, Op::Write, sector, 4096);
@@ -71,7 +71,7 @@ fn shrink(cluster: &mut Cluster, image: &str, disk: &str) {
     let mut done = queue.finish(2);
     done.sort_unstable();
     assert_eq!(done, [(0, OK), (1, IOERR)]);
-    // A write is at most half done, and the guest is told.
+    // A write across the end may be partly done, but is reported as failed.
     assert_eq!(queue.write(end - 8, &[2; 8192]), IOERR);
     assert_eq!(queue.write(end, &[2; 4096]), IOERR);
     for op in [
@@ -86,7 +86,7 @@ fn shrink(cluster: &mut Cluster, image: &str, disk: &str) {
     assert!(queue.read(end - 8, 8192).is_err());
     assert_eq!(queue.read(end - 8, 4096).unwrap(), [3; 4096]);
     assert_eq!(queue.run(Op::Flush, 0, 0), OK);
-    // Longer again, it takes what is written, and has nothing of what it refused.
+    // After growing again, the image accepts writes, and has none of the refused data.
     resize(cluster, image, 64);
     assert_eq!(queue.read(end, 4096).unwrap(), [0; 4096]);
     assert_eq!(queue.write(end - 8, &[5; 8192]), OK);
@@ -98,7 +98,7 @@ fn shrink(cluster: &mut Cluster, image: &str, disk: &str) {
     assert!(content[end + 4096..].iter().all(|&byte| byte == 0));
 }
 
-/// What lies before the end is written and read all the time.
+/// Everything before the end is written and read throughout.
 fn image_shrinks_and_grows_under_load(which: Which) {
     let Some(mut cluster) = Cluster::get(which, "image_shrinks_and_grows_under_load") else {
         return;

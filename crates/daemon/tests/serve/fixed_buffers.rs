@@ -1,4 +1,4 @@
-//! Guest memory that is pinned by `fixed-buffers=on`.
+//! Guest memory pinned by `fixed-buffers=on`.
 
 use super::*;
 
@@ -16,7 +16,7 @@ fn pinned_memory_transfers_correct_data() {
                     indirect,
                     ..DeviceConfig::default()
                 };
-                // Each round is a front-end that comes back.
+                // Each round is a reconnecting front-end.
                 let mut device = Device::connect(server.socket(), &config).unwrap();
                 assert!(pinned(&server) > 0, "no memory is pinned");
                 thread::scope(|scope| {
@@ -26,7 +26,7 @@ fn pinned_memory_transfers_correct_data() {
                 });
             }
             assert!(!server.log().contains("cannot be pinned"));
-            // What a session pinned goes with it.
+            // A session's pinned memory is released with it.
             let start = Instant::now();
             while pinned(&server) > 0 {
                 assert!(start.elapsed() < HANG, "memory stays pinned");
@@ -39,7 +39,7 @@ fn pinned_memory_transfers_correct_data() {
     assert_eq!(pinned(&server), 0, "not asked for");
 }
 
-/// KiB of memory that the server has pinned.
+/// KiB of memory pinned by the server.
 fn pinned(server: &Server) -> u64 {
     let status = fs::read_to_string(format!("/proc/{}/status", server.pid())).unwrap();
     let line = status.lines().find_map(|l| l.strip_prefix("VmPin:"));
@@ -47,13 +47,13 @@ fn pinned(server: &Server) -> u64 {
     number.expect("VmPin").parse().unwrap()
 }
 
-/// Writes to an area that no other queue uses and reads it back, in the guest and on the host.
+/// Writes to an area that no other queue uses, and reads it back in the guest and on the host.
 fn rewrite(queue: &mut Queue, disk: &Disk) {
     const LEN: usize = 32 << 10;
     let area = u64::from(queue.index) * 4096;
     let place = |slot: u16| area + u64::from(slot) * 64;
     let slots: Vec<u16> = (0..queue.slots()).collect();
-    // In the end it is as it was.
+    // The last round restores the content.
     for shift in [5, 77, 0] {
         for op in [Op::Write, Op::Read] {
             for &slot in &slots {
@@ -103,7 +103,7 @@ fn pinned_memory_regions_come_and_go() {
         for round in 0..20 {
             device.frontend.add_mem_reg(spare).unwrap();
             assert!(pinned(&server) > before, "round {round}");
-            // Into the new region, and over the border between two old ones.
+            // Into the new region, and across the border between two old ones.
             for to in [spare.gpa + 0x1000, low.gpa - 2048] {
                 let got = read_to(&mut device, header_at, to);
                 assert!(got == [content(8, 4096), vec![OK]].concat(), "{to:#x}");
@@ -121,7 +121,7 @@ fn pinned_memory_regions_come_and_go() {
     assert!(!server.log().contains("cannot be pinned"));
 }
 
-/// Reads 4096 bytes at sector 8 to an address of guest memory; gives them and the status.
+/// Reads 4096 bytes at sector 8 into guest memory; returns them and the status.
 fn read_to(device: &mut Device, header_at: u64, to: u64) -> Vec<u8> {
     let layout = Layout {
         readable: vec![16],
@@ -139,8 +139,8 @@ fn read_to(device: &mut Device, header_at: u64, to: u64) -> Vec<u8> {
     chain.written(memory)
 }
 
-/// A balloon gives a page back to the host by punching it out of the guest's memory, and the guest gets a new one when it
-/// writes there again. What is pinned is the old page, so that memory is not pinned unless the operator asks for it.
+/// A balloon returns a page to the host by punching it out of guest memory, and the guest gets a new page when it
+/// writes there again. The pinned page is the old one, which is why memory is pinned only on request.
 #[test]
 fn page_replaced_by_a_balloon_is_written_as_the_guest_sees_it() {
     const LEN: usize = 4096;
@@ -166,7 +166,7 @@ fn page_replaced_by_a_balloon_is_written_as_the_guest_sees_it() {
             _ => "something else",
         };
         println!("fixed-buffers={fixed}: the disk has {seen}");
-        // With it on, it depends on the pages of which the kernel makes memory.
+        // With pinning on, the result depends on the page size that the kernel chooses.
         if fixed == "off" {
             assert_eq!(seen, "what the guest wrote");
         }

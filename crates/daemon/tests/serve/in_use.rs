@@ -1,4 +1,4 @@
-//! Sockets and files that others use.
+//! Sockets and files that are in use by others.
 
 use super::*;
 
@@ -9,7 +9,7 @@ fn stale_socket_is_replaced() {
     assert!(disk.socket.exists());
     let server = serve_all(&[disk.argument("")]);
     assert_serves(&disk.socket);
-    // Killed, it leaves one itself.
+    // A killed server leaves its socket behind.
     drop(server);
     assert!(disk.socket.exists());
     let mut server = serve_all(&[disk.argument("")]);
@@ -30,7 +30,7 @@ fn live_socket_is_left_alone() {
     let words = [first.socket.to_str().unwrap(), "live server", "socket=PATH"];
     assert_refused(&[&argument], 1, &words);
     assert_serves(&first.socket);
-    // Also while a front-end occupies it.
+    // Also while a front-end is connected.
     let device = Device::connect(&first.socket, &DeviceConfig::default()).unwrap();
     assert_refused(&[&argument], 1, &words);
     drop(device);
@@ -61,7 +61,7 @@ fn non_socket_is_not_deleted() {
     assert_eq!(disk.bytes(8, 4096), content(8, 4096));
     fs::remove_file(&disk.socket).unwrap();
 
-    // The disk itself.
+    // The path of the disk itself.
     let file = disk.file.display();
     let argument = format!("file={file},socket={file}");
     assert_refused(&[&argument], 1, &["not a socket"]);
@@ -134,7 +134,7 @@ fn qemu_tools_respect_the_lock() {
         let (code, text) = run(Command::new(program).args(args));
         assert_eq!(code, Some(0), "{program} {args:?}: {text}");
     };
-    // Of a raw disk, QEMU's own too, this reads nothing that a writer could change.
+    // On a raw disk, also with QEMU as the writer, this reads nothing that a writer could change.
     works("qemu-img", &["info", "-f", "raw", file]);
     works("qemu-img", &["info", "-U", "-f", "raw", file]);
     refuses(
@@ -147,10 +147,10 @@ fn qemu_tools_respect_the_lock() {
         disk.bytes(0, DISK_BYTES as usize),
         content(0, DISK_BYTES as usize)
     );
-    // In order: a killed one keeps its lock until the kernel is done with it, and QEMU does not wait.
+    // A clean shutdown: a killed process keeps its lock until the kernel is done with it, and QEMU does not wait.
     assert!(server.terminate().unwrap().success());
 
-    // Served read-only, others may read but not write.
+    // A disk served read-only can be read by others but not written.
     let mut server = serve_all(&[disk.argument("readonly=on")]);
     works("qemu-img", &["info", "-f", "raw", file]);
     works(
@@ -163,7 +163,7 @@ fn qemu_tools_respect_the_lock() {
     works("qemu-io", &["-f", "raw", "-c", "write 0 4k", file]);
 }
 
-/// `qemu-io` with a file open, until it is dropped.
+/// `qemu-io` with a file open until it is dropped.
 struct QemuIo {
     child: Child,
     input: Option<ChildStdin>,
@@ -180,7 +180,7 @@ impl QemuIo {
             .spawn()
             .unwrap();
         let mut input = child.stdin.take().unwrap();
-        // An answer means that the file is open.
+        // The answer means that the file is open.
         writeln!(input, "length").unwrap();
         let mut out = BufReader::new(child.stdout.take().unwrap());
         let mut line = String::new();
@@ -217,7 +217,7 @@ fn file_in_use_by_qemu_is_refused() {
     assert_refused(&[&writable], 1, &words);
     assert_refused(&[&readonly], 1, &words);
     drop(other);
-    // One that only reads, and says that it does not mind writers.
+    // A reader that accepts other writers.
     let other = QemuIo::open(&["-r"], &disk.file);
     drop(serve_all(std::slice::from_ref(&writable)));
     let mut server = serve_all(std::slice::from_ref(&readonly));
@@ -235,7 +235,7 @@ fn file_in_use_by_qemu_is_refused() {
     drop(server);
 }
 
-/// Whoever is about to let a file go is waited for: a guest that restarts finds its disk.
+/// A lock that is about to be released is waited for, so that a restarting guest finds its disk.
 #[test]
 fn lock_being_released_is_waited_for() {
     let disk = Disk::new();
@@ -291,12 +291,12 @@ fn mounted_device_is_refused() {
     let server = serve_all(&[argument]);
     assert_eq!(server.ready["disks"][0]["format"], "raw");
     Device::connect(&backing.socket, &DeviceConfig::default()).unwrap();
-    // And while it is served, it cannot be mounted.
+    // While it is served, it cannot be mounted.
     assert_ne!(run(Command::new("mount").args([device, mount])).0, Some(0));
     drop(server);
 }
 
-/// Commands to run at the end of a test, however it ends.
+/// Commands to run at the end of a test, even after a failure.
 struct Undo(Vec<Vec<String>>);
 
 impl Drop for Undo {

@@ -1,5 +1,5 @@
-//! The command as an operator uses it: what `ringdisk serve` prints, whom it keeps away from a disk, how it starts and
-//! ends, and what it says when it cannot go on.
+//! `ringdisk serve` as an operator uses it: its output, how it protects disks in use, how it starts and ends, and its
+//! error messages.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -70,7 +70,7 @@ impl Text {
         Self::start(command)
     }
 
-    /// Asks it to end; gives the exit code, and what it printed after `ready`.
+    /// Signals it to end; returns the exit code and the output after `ready`.
     fn end(mut self, signal: Signal) -> (Option<i32>, String) {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
         let code = wait(&mut self.child);
@@ -87,7 +87,7 @@ impl Drop for Text {
     }
 }
 
-/// Waits for a process, but not for ever.
+/// Waits for a process, with a time limit.
 fn wait(child: &mut Child) -> Option<i32> {
     let start = Instant::now();
     while start.elapsed() < HANG {
@@ -100,7 +100,7 @@ fn wait(child: &mut Child) -> Option<i32> {
     panic!("the process does not end");
 }
 
-/// Runs a command that has to end by itself.
+/// Runs a command that must end on its own.
 fn run(command: &mut Command) -> (Option<i32>, String) {
     let mut child = command
         .stdout(Stdio::piped())
@@ -113,12 +113,12 @@ fn run(command: &mut Command) -> (Option<i32>, String) {
     (code, String::from_utf8_lossy(&text).into_owned())
 }
 
-/// Asserts that a command fails with `code` and that its last line has every one of `words`.
+/// Asserts that a command fails with `code` and that its last line contains all of `words`.
 fn assert_fails(mut command: Command, code: i32, words: &[&str]) {
     let (got, text) = run(&mut command);
     println!("{text}");
     assert_eq!(got, Some(code), "{text}");
-    // A mistake in the command line itself is explained by clap, in several lines.
+    // clap explains errors of the command line itself in several lines.
     let last = text.lines().last().unwrap_or_default();
     for word in words {
         assert!(last.contains(word), "no '{word}' in: {last}");
@@ -132,7 +132,7 @@ fn assert_refused(disks: &[&str], code: i32, words: &[&str]) {
     assert_fails(command, code, words);
 }
 
-/// A program that may be missing; says so for the test.
+/// Whether a program is installed; prints a message if not.
 fn has(test: &str, program: &str) -> bool {
     let found = Command::new(program)
         .arg("--version")
@@ -163,7 +163,7 @@ fn service_manager_is_notified() {
     let dir = directory();
     let path = dir.path().join("notify");
     is_told(path.to_str().unwrap(), &UnixDatagram::bind(&path).unwrap());
-    // A manager that is not there is no reason not to serve.
+    // A missing service manager does not prevent serving.
     let disk = Disk::new();
     let mut command = ringdisk();
     command.env("NOTIFY_SOCKET", dir.path().join("nobody"));
@@ -173,7 +173,7 @@ fn service_manager_is_notified() {
     drop(server);
 }
 
-/// sd_notify(3): an address that begins with '@' has no place in the file system.
+/// sd_notify(3): an address that begins with '@' is in the abstract namespace.
 #[test]
 fn service_manager_is_notified_at_an_abstract_socket() {
     let name = format!("ringdisk-test-{}", std::process::id());
@@ -182,7 +182,7 @@ fn service_manager_is_notified_at_an_abstract_socket() {
     is_told(&format!("@{name}"), &manager);
 }
 
-/// systemd.exec(5): the journal knows when a line came, and is told before each how bad it is.
+/// systemd.exec(5): journald records the time itself, and reads the level at the start of each line.
 #[test]
 fn journald_gets_levels_and_no_timestamps() {
     for (stream, is_journal) in [
@@ -213,7 +213,7 @@ fn journald_gets_levels_and_no_timestamps() {
     }
 }
 
-/// Serves with `address` as NOTIFY_SOCKET, at which `manager` listens.
+/// Serves with NOTIFY_SOCKET set to `address`, where `manager` listens.
 fn is_told(address: &str, manager: &UnixDatagram) {
     manager.set_read_timeout(Some(HANG)).unwrap();
     let disk = Disk::new();
@@ -228,7 +228,7 @@ fn is_told(address: &str, manager: &UnixDatagram) {
     };
     assert_eq!(told().trim_end(), "READY=1");
     assert_serves(&disk.socket);
-    // Type=notify-reload asks for the time, and takes the reload for done at the next READY=1.
+    // Type=notify-reload needs the time, and considers the reload complete at the next READY=1.
     let mut last_us = 0;
     for _ in 0..2 {
         server.signal(Signal::HUP);
@@ -269,7 +269,7 @@ fn signals_shut_down_cleanly() {
     }
 }
 
-/// Whoever reads what is printed may have gone by then, and a front-end may go at any time.
+/// The reader of the output may be gone by then, and a front-end may disconnect at any time.
 #[test]
 fn closed_standard_output_does_not_stop_it() {
     let disk = Disk::new();
@@ -308,7 +308,7 @@ fn default_socket_is_in_a_writable_directory() {
         command.env("XDG_RUNTIME_DIR", dir.path());
         assert_eq!(serve(command), Path::new("/run/ringdisk").join(&file));
     }
-    // A service manager may have made more than one, of which the first is meant.
+    // A service manager may create several directories; the first one counts.
     let mut command = ringdisk();
     let made = format!("{}:/run/other", dir.path().join("service").display());
     command.env("RUNTIME_DIRECTORY", made);
@@ -319,7 +319,7 @@ fn default_socket_is_in_a_writable_directory() {
     command.env("XDG_RUNTIME_DIR", home.path());
     assert_eq!(serve(command), home.path().join("ringdisk").join(&file));
     let (mut command, home) = as_nobody("").unwrap();
-    // Without one of its own, where it is started, and never in a directory that others write to.
+    // Without a runtime directory: in the current directory, but never in a directory that others can write to.
     let (shared, home) = (home.path().join("tmp"), home.path().join("here"));
     for directory in [&shared, &home] {
         fs::create_dir(directory).unwrap();
@@ -332,13 +332,13 @@ fn default_socket_is_in_a_writable_directory() {
     assert_eq!(serve(command), home.join(&file));
 }
 
-/// ringdisk as a user without privileges, and a directory that this user may write to.
+/// ringdisk as an unprivileged user, and a directory that this user can write to.
 fn as_nobody(test: &str) -> Option<(Command, TempDir)> {
     let home = tempfile::tempdir().unwrap();
     if !is_root() {
         return Some((ringdisk(), home));
     }
-    // The build directory may not be open to everybody.
+    // The build directory may not be accessible to all users.
     let binary = home.path().join("binary");
     copy_ringdisk(&binary);
     fs::set_permissions(&binary, PermissionsExt::from_mode(0o755)).unwrap();

@@ -1,4 +1,4 @@
-//! Where io_uring is forbidden, absent or switched off.
+//! Systems where io_uring is forbidden, missing or disabled.
 
 use super::*;
 
@@ -21,7 +21,7 @@ struct Program {
     instructions: *const Instruction,
 }
 
-/// Lets a command and what it starts see `errno` from io_uring_setup, and nobody else.
+/// Makes io_uring_setup fail with `errno` for a command and its children only.
 #[expect(unsafe_code, reason = "the standard library knows no seccomp")]
 fn without_io_uring(command: &mut Command, errno: u32) {
     const PR_SET_SECCOMP: i32 = 22;
@@ -82,7 +82,7 @@ fn forbidden_or_missing_io_uring_is_reported() {
         command.args(["serve", &disk.argument("aio=io_uring")]);
         assert_fails(command, 1, &[words, &["aio=auto"]].concat());
         assert!(!disk.socket.exists());
-        // Unless it was asked for, all goes on without.
+        // Without an explicit `aio`, the disk is served without io_uring.
         let mut command = ringdisk();
         without_io_uring(&mut command, errno);
         command.args(["serve", "--json", &disk.argument("cache=none")]);
@@ -95,7 +95,7 @@ fn forbidden_or_missing_io_uring_is_reported() {
     }
 }
 
-/// Switched off as by `sysctl`, but only as this one process sees it.
+/// Disabled as if by `sysctl`, but only for this one process.
 #[test]
 fn disabled_io_uring_is_reported() {
     const TEST: &str = "disabled_io_uring_is_reported";

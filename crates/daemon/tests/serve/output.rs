@@ -1,4 +1,4 @@
-//! What it prints, for people and for scripts.
+//! The output of `ringdisk serve`, for people and for scripts.
 
 use super::*;
 
@@ -30,7 +30,7 @@ fn every_socket_accepts_once_ready_is_printed() {
     }
 }
 
-/// A directory whose name means something to shells, to QEMU and in XML.
+/// A directory name with special characters of shells, QEMU and XML.
 const AWKWARD: &str = "a b,c'd\"e&f<g>$h";
 
 /// A disk whose socket lies in such a directory.
@@ -82,7 +82,7 @@ fn strings(list: &serde_json::Value) -> Vec<&str> {
     list.iter().map(|a| a.as_str().unwrap()).collect()
 }
 
-/// What is printed for a person is what scripts get: the shell reads the same arguments, and the XML is well-formed.
+/// The text output matches the JSON: the shell reads the same arguments, and the XML is well-formed.
 #[test]
 fn text_matches_json_and_is_valid_shell_and_xml() {
     let (_disk, socket, argument) = awkward_disk();
@@ -132,13 +132,13 @@ fn text_matches_json_and_is_valid_shell_and_xml() {
 
 type Element = (String, Vec<(String, String)>);
 
-/// The elements of XML without text in it, with their paths and attributes. Panics if it is not well-formed.
+/// The elements of XML without text content, with their paths and attributes. Panics if it is not well-formed.
 fn elements(xml: &str) -> Vec<Element> {
     let (mut elements, mut open) = (Vec::new(), Vec::<&str>::new());
     let mut rest = xml.trim_start();
     while !rest.is_empty() {
         let inside = rest.strip_prefix('<').expect("nothing but elements");
-        // No value here has an unescaped '>'; what is escaped is checked below.
+        // No value here has an unescaped '>'; escaped characters are checked below.
         let end = tag_end(inside);
         let tag = &inside[..end];
         rest = inside[end + 1..].trim_start();

@@ -1,4 +1,4 @@
-//! What cannot be served, and what it says then.
+//! Disks that cannot be served, and the error messages.
 
 use super::*;
 
@@ -62,7 +62,7 @@ fn unusable_files_are_refused() {
     assert_refused(&[&zero], 1, &["/dev/zero", "a character device", disk]);
     assert!(!Path::new(&path("missing.raw")).exists(), "it was created");
 
-    // The way out that is named leads out.
+    // The suggested remedy works.
     let odd = format!("file={},socket={}", path("odd.raw"), path("s.sock"));
     let (_, text) = run(ringdisk().args(["serve", &odd]));
     let fix = text.split('\'').nth(3).expect("a command in quotes");
@@ -109,7 +109,7 @@ fn missing_permission_is_named() {
         command.arg(format!("file={file},socket={}{options}", socket.display()));
         assert_fails(command, 1, &[&[file], words].concat());
     }
-    // Readable is enough to read.
+    // Read permission is enough for reading.
     let (mut command, home) = as_nobody(TEST).unwrap();
     let (file, socket) = (home.path().join("disk.raw"), home.path().join("s.sock"));
     fs::write(&file, content(0, 1 << 20)).unwrap();
@@ -123,7 +123,7 @@ fn missing_permission_is_named() {
     assert_serves(&socket);
     drop(server);
 
-    // A directory that is not for this user's sockets.
+    // A directory in which this user may not create sockets.
     let (mut command, home) = as_nobody(TEST).unwrap();
     let closed = home.path().join("closed");
     fs::create_dir(&closed).unwrap();

@@ -1,5 +1,7 @@
-//! Everything at once, for long: eight disks under a load that verifies all that it reads, while disks are attached,
-//! detached, resized and limited, images get snapshots, front-ends come back, and the program is killed and upgraded.
+//! Concurrent operations for a long time: eight disks under a load that verifies everything it reads, while disks are
+//! attached, detached, resized and limited, images get snapshots, front-ends reconnect, and the process is killed and
+//! upgraded.
+//!
 //!
 //! For one minute, or `RINGDISK_SOAK_SECONDS` (`cargo xtask soak`).
 
@@ -23,15 +25,15 @@ use testkit::server::{Server, gone};
 use super::driver::{Driver, Guest, Order, QUEUES};
 use super::program;
 
-/// Blocks that the load of a queue works on.
+/// Blocks in the load of a queue.
 const BLOCKS: usize = 512;
-/// Bytes of a disk at first, and what it may grow to.
+/// Initial size of a disk, and its maximum.
 const SIZE: u64 = 16 << 20;
 const SIZE_MAX: u64 = 64 << 20;
-/// Memory that a process may have more of than it had when all its disks had been in use for a moment.
+/// How much the memory of a process may grow after all its disks have been in use for a moment.
 const GROWTH_MAX_KIB: u64 = 64 << 10;
 
-/// What the disks are: how each is made, what a fresh one holds, how it is served, and whether its rings are packed.
+/// The disks: how each is made, its initial content, its options, and whether its rings are packed.
 const DISKS: [(Make, Held, &str, bool); 8] = [
     (Make::Raw, Held::Content, "", false),
     (Make::Raw, Held::Content, ",cache=writeback", false),
@@ -63,11 +65,11 @@ enum Make {
     Raw,
     /// With these options of qemu-img.
     Qcow2(&'static str),
-    /// A qcow2 image over a raw file that has all the content.
+    /// A qcow2 image on a raw file that has all the content.
     Overlay,
 }
 
-/// One of the disks, and its guest.
+/// A disk and its guest.
 struct Disk {
     name: String,
     file: PathBuf,
@@ -75,12 +77,12 @@ struct Disk {
     qcow2: bool,
     size: u64,
     snapshots: Vec<u32>,
-    /// Its process was killed: clusters may be lost in an image.
+    /// The process was killed: images may have leaked clusters.
     killed: bool,
     driver: Driver,
 }
 
-/// What a process has when none of its disks is in use.
+/// Resources of a process while none of its disks is in use.
 #[derive(Debug)]
 struct Used {
     descriptors: usize,
@@ -93,10 +95,10 @@ struct Soak {
     control: PathBuf,
     arguments: Vec<String>,
     disks: Vec<Disk>,
-    /// The process that was started, and whose log is passed on also for those that took over.
+    /// The first process; its log also has the lines of those that took over.
     first: Server,
     pid: u32,
-    /// What this process had when it was young.
+    /// The resources of this process at its start.
     young: Option<Used>,
     random: Random,
     counts: BTreeMap<&'static str, usize>,
@@ -104,7 +106,7 @@ struct Soak {
 
 impl Drop for Soak {
     fn drop(&mut self) {
-        // One that took over is not a child.
+        // A process that took over is not a child.
         if let Some(pid) = Pid::from_raw(self.pid as i32) {
             let _ = kill_process(pid, Signal::KILL);
         }
@@ -113,7 +115,7 @@ impl Drop for Soak {
 
 impl Soak {
     fn start(seed: u64) -> Self {
-        // Not in /tmp, which may be a tmpfs: O_DIRECT and holes are to be those of a real file system.
+        // Not in /tmp, which may be a tmpfs: the test needs O_DIRECT and holes of a real file system.
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let mut random = Random(seed);
         let disks: Vec<_> = DISKS
@@ -142,7 +144,7 @@ impl Soak {
         }
     }
 
-    /// Runs `ringdisk ARGUMENTS`, which must work; what it printed.
+    /// Runs `ringdisk ARGUMENTS`, which must succeed; returns the output.
     fn ringdisk(&self, arguments: &[&str]) -> String {
         let mut command = Command::new(program());
         command.args(arguments).arg("--control").arg(&self.control);
@@ -155,7 +157,7 @@ impl Soak {
         serde_json::from_str(&self.ringdisk(&["list", "--json"])).unwrap()
     }
 
-    /// Waits for the end of the connection to a disk, or with no name, to any.
+    /// Waits until a disk, or without a name any disk, has no connection.
     fn at_rest(&self, name: &str) {
         let start = Instant::now();
         let busy =
@@ -171,7 +173,7 @@ impl Soak {
         self.disks.iter_mut().for_each(|disk| disk.driver.wait());
     }
 
-    /// Nothing leaks: with all disks at rest, a process has what it had when it was young.
+    /// Nothing leaks: with all disks idle, a process has the resources of its start.
     fn compare(&mut self) {
         self.all(|| Order::Rest);
         self.at_rest("");
@@ -205,7 +207,7 @@ impl Soak {
         *self.counts.entry(what).or_default() += 1;
     }
 
-    /// One more thing happens.
+    /// Does one random operation.
     fn step(&mut self) {
         let i = self.random.below(self.disks.len() as u64) as usize;
         match self.random.below(100) {
@@ -237,7 +239,7 @@ impl Soak {
 
     fn resize(&mut self, i: usize) {
         let grown = self.disks[i].size + ((1 + self.random.below(8)) << 20);
-        // QEMU, too, refuses that with snapshots in some versions of the format.
+        // QEMU refuses this too, with snapshots in some versions of the format.
         if grown > SIZE_MAX || !self.disks[i].snapshots.is_empty() {
             return;
         }
@@ -252,7 +254,7 @@ impl Soak {
         self.list().into_iter().find(|disk| disk["name"] == name)
     }
 
-    /// A disk goes, others look at its file, and it comes back.
+    /// Detaches a disk, inspects its file, and attaches it again.
     fn detach(&mut self, i: usize) {
         self.count("detach");
         self.disks[i].driver.order(Order::Rest);
@@ -272,7 +274,7 @@ impl Soak {
         self.disks[i].driver.order(Order::Work);
     }
 
-    /// What QEMU's tools find in a file that nobody serves; and they may make a snapshot, or take one away.
+    /// Checks a file that is not served with QEMU's tools, and may create or delete a snapshot.
     fn look(&mut self, i: usize) {
         let (directory, disk) = (self.dir.path(), &mut self.disks[i]);
         let file = disk.file.file_name().and_then(|name| name.to_str());
@@ -307,7 +309,7 @@ impl Soak {
         }
     }
 
-    /// The process is killed, and started with the same arguments. All is as it was.
+    /// Kills the process and starts it with the same arguments. Nothing may have changed.
     fn kill(&mut self) {
         self.count("kill");
         let before = state(&self.list());
@@ -334,7 +336,7 @@ impl Soak {
         assert_eq!(state(&self.list()), before, "after an upgrade");
     }
 
-    /// Ends all of it, and looks at every byte.
+    /// Shuts down and compares every byte.
     fn end(mut self) -> u64 {
         self.compare();
         self.compare();
@@ -353,7 +355,7 @@ impl Soak {
     }
 }
 
-/// Starts a ringdisk whose journals and other files of its own are in this directory.
+/// Starts a ringdisk whose journals and other files are in this directory.
 fn serve(directory: &Path, arguments: &[String]) -> Server {
     let mut command = Command::new(program());
     command.args(["serve", "--json"]).args(arguments);
@@ -361,7 +363,7 @@ fn serve(directory: &Path, arguments: &[String]) -> Server {
     Server::ringdisk_command(command).unwrap()
 }
 
-/// Makes a disk.
+/// Creates a disk.
 fn make(
     directory: &Path,
     i: usize,
@@ -417,7 +419,7 @@ fn make(
     }
 }
 
-/// What a kill and an upgrade must leave as it was.
+/// What a kill and an upgrade must preserve.
 fn state(list: &[Value]) -> BTreeMap<String, [Value; 3]> {
     let of = |disk: &Value| ["size", "limits", "file"].map(|key| disk[key].clone());
     let named = list.iter();
@@ -463,7 +465,7 @@ fn all_at_once() {
     let start = Instant::now();
     let mut told = start;
     while start.elapsed() < length {
-        // Long enough for something to be under way.
+        // Long enough for requests to be in flight.
         thread::sleep(Duration::from_micros(soak.random.below(200_000)));
         if soak.young.is_none() {
             soak.compare();

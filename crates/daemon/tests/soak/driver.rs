@@ -1,4 +1,4 @@
-//! The guest of one disk, in a thread of its own: a load that verifies all that it reads.
+//! The guest of one disk, in its own thread: a load that verifies everything it reads.
 
 use std::path::PathBuf;
 use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
@@ -11,39 +11,38 @@ use testkit::load::{BLOCK, Held, Load};
 
 pub const QUEUES: u16 = 2;
 
-/// What a driver is told to do. It answers when it has.
+/// A command to the driver, which answers when it is done.
 pub enum Order {
-    /// Finish what is under way, and disconnect.
+    /// Finish everything in flight, and disconnect.
     Rest,
-    /// Compare this file with what the disk must hold.
+    /// Compare this file with the expected content of the disk.
     Verify(PathBuf),
     /// Connect.
     Work,
-    /// Connect again with all that is under way: the connection is gone, or is given up.
+    /// Reconnect with everything in flight: the connection is lost or abandoned.
     Reconnect,
-    /// Finish what is under way, flush it, and stay connected.
+    /// Finish everything in flight, flush, and stay connected.
     Pause,
-    /// Go on after a pause.
+    /// Continue after a pause.
     GoOn,
-    /// The disk is at another socket, from the next connection on.
+    /// Use another socket from the next connection on.
     Move(PathBuf),
-    /// Requests may fail from now on; or, once what is under way is finished, may not any more.
+    /// Whether requests may fail from now on; `false` takes effect once everything in flight has finished.
     MayFail(bool),
     /// Finish at least one more request.
     Progress,
 }
 
-/// What a guest has, and what it does.
+/// Parameters of a guest.
 pub struct Guest {
     pub socket: PathBuf,
-    /// What a fresh disk holds.
+    /// The content of a new disk.
     pub held: Held,
     pub packed: bool,
     pub seed: u64,
-    /// Blocks that the load of a queue works on.
+    /// Blocks in the load of a queue.
     pub blocks: usize,
-    /// How long it does nothing between short bursts, at most: there are more drivers than CPUs, and the server is to get
-    /// one.
+    /// The longest pause between short bursts: there are more drivers than CPUs, and the server needs one.
     pub pause_us: u64,
 }
 
@@ -66,7 +65,7 @@ impl Driver {
     }
 
     pub fn send(&self, order: Order) {
-        // If it has ended, `wait` tells.
+        // If the driver has ended, `wait` reports it.
         let _ = self.orders.send(order);
     }
 
@@ -82,7 +81,7 @@ impl Driver {
         self.wait();
     }
 
-    /// Ends it; returns how many requests have completed.
+    /// Ends the driver; returns the number of completed requests.
     pub fn end(mut self) -> u64 {
         drop(self.orders);
         let thread = self.thread.take().expect("it is waited for once");

@@ -1,8 +1,8 @@
-//! Storage that does not answer, for a while or for good: whom it holds up, and what must not be done meanwhile.
+//! Storage that does not answer, for a while or forever: what it delays, and what must not happen in the meantime.
 
 use super::*;
 
-/// Storage that does not answer holds up neither the other disks of its thread nor the end of the process.
+/// Storage that does not answer delays neither other disks of the same thread nor the shutdown.
 #[test]
 fn hung_storage_delays_no_other_disk_and_no_shutdown() {
     for (format, aio) in [
@@ -48,15 +48,15 @@ fn hung_storage_delays_no_other_disk_and_no_shutdown() {
                 .log()
                 .contains("what the VM wrote and did not flush may be lost")
         });
-        // The kernel may keep what is left of the process until storage answers.
+        // The kernel may keep the rest of the process until the storage answers.
         setup.storage.change(|s| s.hangs = false);
         let status = server.ended().unwrap();
         assert_eq!(status.code(), Some(1), "{format} {aio}: {status}");
     }
 }
 
-/// A disk is detached by one command, also if its storage does not answer: that says so, and there is nothing left for
-/// another one. Who then wants the file is told who has it.
+/// One command detaches a disk even if its storage does not answer; its output says so, and nothing is left to detach.
+/// A later attempt to open the file names the process that has it.
 #[test]
 fn hung_disk_is_detached_by_one_command() {
     let Some(setup) = Setup::new("raw", 21) else {
@@ -96,7 +96,8 @@ fn hung_disk_is_detached_by_one_command() {
     });
 }
 
-/// Nobody takes over while requests are with storage that does not answer: who would finish them? All go on.
+/// An upgrade is refused while requests are in flight at hung storage, because nobody could complete them. Everything
+/// continues.
 #[test]
 fn upgrade_is_refused_while_requests_hang() {
     let Some(setup) = Setup::new("raw", 5) else {
@@ -122,7 +123,7 @@ fn upgrade_is_refused_while_requests_hang() {
     assert_eq!(read, vec![OK; usize::from(DEPTH)]);
 }
 
-/// Has another process take over: its number, if that is done, and what is said.
+/// Runs an upgrade: the new process's id if it succeeded, and the output.
 fn upgrade(setup: &Setup) -> (Option<rustix::process::Pid>, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
     let output = command
@@ -137,7 +138,7 @@ fn upgrade(setup: &Setup) -> (Option<rustix::process::Pid>, String) {
     (pid.and_then(rustix::process::Pid::from_raw), text)
 }
 
-/// Nobody takes over, since requests do not end.
+/// Expects an upgrade to be refused because requests do not complete.
 fn stuck(setup: &Setup) {
     let (pid, text) = upgrade(setup);
     assert!(pid.is_none());
@@ -147,7 +148,7 @@ fn stuck(setup: &Setup) {
     );
 }
 
-/// Who is told to stop while a pause is still waited for that nobody wants any more stops.
+/// A SIGTERM stops the process even during a pause that nobody waits for any more.
 #[test]
 fn stop_after_an_abandoned_pause_is_not_lost() {
     let Some(setup) = Setup::new("raw", 11) else {
@@ -164,14 +165,14 @@ fn stop_after_an_abandoned_pause_is_not_lost() {
     assert!(server.ended().unwrap().success(), "{}", server.log());
 }
 
-/// A file that is being made longer keeps its lock until that is done: whoever gets it then is the only one who writes.
+/// A file that is being grown stays locked until that has finished: the next owner is the only writer.
 #[test]
 fn lock_is_kept_until_a_resize_has_finished() {
     for (round, ending) in ["its VM stops", "it is put on another image"]
         .into_iter()
         .enumerate()
     {
-        // Below the image that is written. What is new of that is not to show what is there.
+        // The storage holds the backing file. The new part of the overlay must not show its content.
         let Some(setup) = Setup::new("raw", 12) else {
             return;
         };
@@ -183,7 +184,8 @@ fn lock_is_kept_until_a_resize_has_finished() {
             assert!(status.unwrap().success());
         };
         let below = setup.storage.file();
-        // The old version has no other way to say zeroes than to write them, and half a cluster is read from below.
+        // Version 0.10 of the format can only represent zeroes by writing them, and half a cluster is read from the
+        // backing file.
         let options = ["-o", "compat=0.10", "-F", "raw", "-b"];
         let options = [&options[..], &[below.to_str().unwrap()]].concat();
         create(&file, &options, (1 << 20) + 4096);
@@ -219,7 +221,7 @@ fn lock_is_kept_until_a_resize_has_finished() {
                 }
                 std::fs::read(&file).unwrap()
             });
-            // Time enough to give the lock up too early.
+            // Long enough for a premature unlock to show.
             for _ in 0..100 {
                 if !at_end.is_finished() {
                     std::thread::sleep(Duration::from_millis(10));
@@ -237,7 +239,7 @@ fn lock_is_kept_until_a_resize_has_finished() {
     }
 }
 
-/// A disk that is being put on another file is not removed meanwhile, nor half removed: when that is done, it can be.
+/// A disk whose file is being replaced is not detached, not even partly; it can be detached afterwards.
 #[test]
 fn disk_is_not_detached_during_a_replacement() {
     let Some(setup) = Setup::new("raw", 14) else {
@@ -281,7 +283,7 @@ fn disk_is_not_detached_during_a_replacement() {
     assert!(server.terminate().unwrap().success());
 }
 
-/// A command of QMP, to a server that no subcommand asks for it.
+/// Sends a QMP command that no subcommand sends to this server.
 fn qmp(setup: &Setup, command: &str) {
     let mut socket = UnixStream::connect(setup.control()).unwrap();
     let lines = ["{\"execute\": \"qmp_capabilities\"}", command].map(|line| format!("{line}\n"));
@@ -292,7 +294,7 @@ fn qmp(setup: &Setup, command: &str) {
     }
 }
 
-/// Who has a file made longer that the disk leaves meanwhile is not told that the disk is longer.
+/// If a disk's file is replaced during a resize of the old file, the resize does not report that the disk has grown.
 #[test]
 fn resize_of_a_replaced_file_does_not_grow_the_disk() {
     let Some(setup) = Setup::new("qcow2", 15) else {
@@ -304,7 +306,7 @@ fn resize_of_a_replaced_file_does_not_grow_the_disk() {
     let control = format!("--control={}", setup.control().display());
     let arguments = ["null:1M".into(), control, allowed];
     let mut server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &arguments).unwrap();
-    // Nobody serves it, so that it is moved at once.
+    // The disk has no front-end, so it moves at once.
     let file = setup.storage.file();
     let add = serde_json::json!({ "execute": "blockdev-add", "arguments":
         { "driver": "qcow2", "node-name": "disk", "file": { "driver": "file", "filename": file } } });
@@ -331,8 +333,8 @@ fn resize_of_a_replaced_file_does_not_grow_the_disk() {
     assert!(server.terminate().unwrap().success());
 }
 
-/// Who is told to stop while tables are written for another process to find is not waited for by guests, and hands nothing
-/// over.
+/// A SIGTERM while tables are flushed before a handover ends the handover: guests do not wait for it, and nothing is
+/// handed over.
 #[test]
 fn stop_during_a_handover_flush_ends_the_handover() {
     let Some(setup) = Setup::new("qcow2", 16) else {
@@ -349,20 +351,20 @@ fn stop_during_a_handover_flush_ends_the_handover() {
             setup.storage.control().held > 0
         });
         server.signal(rustix::process::Signal::TERM);
-        // It has heard of it by then, most likely.
+        // The signal has most likely arrived by then.
         std::thread::sleep(Duration::from_millis(500));
         setup.storage.change(|s| s.hangs = false);
         asked.join().unwrap()
     });
     assert!(text.contains("told to stop"), "{text}");
     assert!(server.ended().unwrap().success(), "{}", server.log());
-    // The new process, which may be killed before it says so, has been handed nothing to open.
+    // The new process may be killed before it logs this, but must not have been handed a disk.
     let log = server.log();
     assert_eq!(log.matches("disk disk: aio=").count(), 1, "{log}");
 }
 
-/// A VM stops, and its storage does not answer as its disk is to be left to another host: that is waited for neither by
-/// an upgrade nor by a command, and what was begun is done when storage answers.
+/// A VM stops and its disk's release hangs: neither an upgrade nor a command waits for it, and the release completes
+/// when the storage answers.
 #[test]
 fn hung_release_delays_neither_upgrade_nor_commands() {
     for format in ["raw", "qcow2"] {
@@ -403,7 +405,7 @@ fn hung_release_delays_neither_upgrade_nor_commands() {
     }
 }
 
-/// Has storage answer again, also if an assertion fails: it keeps processes that nothing can end.
+/// Lets the storage answer again even after a failed assertion: it would keep processes that cannot be killed.
 struct Thaw<'a>(&'a Storage);
 
 impl Drop for Thaw<'_> {
@@ -412,8 +414,8 @@ impl Drop for Thaw<'_> {
     }
 }
 
-/// Storage that answers nothing, not even whether a file is there: commands that need an answer wait for it, and neither
-/// other commands, nor other guests, nor the end of the process wait for those.
+/// The storage answers nothing, not even whether a file exists: commands that need an answer wait for it, but no other
+/// command, no other guest and no shutdown waits for them.
 #[test]
 fn command_on_hung_storage_delays_no_other_command() {
     let Some(setup) = Setup::new("raw", 14) else {
@@ -435,7 +437,7 @@ fn command_on_hung_storage_delays_no_other_command() {
     let others = [
         disk(&file, &sockets[0]),
         disk(&served.storage.file(), &served.socket()) + ",name=served,format=raw",
-        // It would look at files before.
+        // The sandbox would look at the files first.
         "--sandbox=off".into(),
     ];
     let mut server = setup.serve("cache=none", &others);
@@ -453,7 +455,7 @@ fn command_on_hung_storage_delays_no_other_command() {
     for setup in [&setup, &served] {
         setup.storage.change(|s| (s.hangs, s.silent) = (true, true));
     }
-    // Each of these looks at it, in its own way.
+    // Each of these commands accesses the file in its own way.
     let export = json!({
         "type": "vhost-user-blk", "id": "export", "node-name": "idle",
         "addr": { "type": "unix", "path": setup.socket() },
@@ -472,10 +474,10 @@ fn command_on_hung_storage_delays_no_other_command() {
         let mut its = client();
         let ask = move || drop(its.call(command, arguments));
         std::thread::spawn(ask);
-        // The last one waits behind the first one, in the kernel.
+        // The last command waits in the kernel behind the first one.
         let last = command == "x-ringdisk-resize";
         until(command, || last || setup.storage.control().held > before);
-        // What is known of it is shown.
+        // Known facts are shown without access to the file.
         let nodes = client().call("query-named-block-nodes", json!({})).unwrap();
         let idle = nodes
             .as_array()
@@ -487,7 +489,7 @@ fn command_on_hung_storage_delays_no_other_command() {
         client().call("x-ringdisk-stats", json!({})).unwrap();
     }
     server.signal(rustix::process::Signal::HUP);
-    // Others are served, and added, and make choices that are kept.
+    // Other disks are served and attached, and their settings are persisted.
     beside.frontend.set_config(32, &[0]).unwrap();
     submit(&mut beside, Op::Write);
     assert_eq!(finish(&mut beside), vec![OK; usize::from(DEPTH)]);
@@ -508,7 +510,7 @@ fn command_on_hung_storage_delays_no_other_command() {
     assert_eq!(status.code(), Some(1), "{status}");
 }
 
-/// A disk that is written down is on storage that answers nothing: who waits for it can be stopped.
+/// A configured disk is on storage that answers nothing: a start or reload that waits for it can be interrupted.
 #[test]
 fn reload_on_hung_storage_can_be_interrupted() {
     let Some(setup) = Setup::new("raw", 16) else {
@@ -537,7 +539,7 @@ fn reload_on_hung_storage_can_be_interrupted() {
     assert!(server.ended().unwrap().success(), "{}", server.log());
 }
 
-/// Longer than a server waits for storage.
+/// Waits longer than a server waits for storage.
 fn until_long(what: &str, mut is: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(120);
     while !is() {

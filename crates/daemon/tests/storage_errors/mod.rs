@@ -1,5 +1,5 @@
-//! Storage that fails, fills up, hangs or loses its power under the whole server, for raw and qcow2, every engine and
-//! cache mode: what a guest sees of it, and what it does to others.
+//! Storage that fails, fills up, hangs or loses power under a whole server, for raw and qcow2, every engine and every
+//! cache mode: what the guest sees, and how other disks are affected.
 
 mod hung;
 mod pauses;
@@ -23,7 +23,7 @@ const OK: u8 = 0;
 const IO_ERROR: u8 = 1;
 const EIO: i32 = 5;
 
-/// A disk on storage that does as it is told, or `None` where that cannot be had.
+/// A disk on controllable storage, or `None` where that is impossible.
 struct Setup {
     storage: Storage,
     dir: tempfile::TempDir,
@@ -67,7 +67,7 @@ impl Setup {
         self.dir.path().join("control.qmp")
     }
 
-    /// Serves it, and others beside it.
+    /// Serves it, and other disks beside it.
     fn serve(&self, options: &str, others: &[String]) -> Server {
         let mut args = vec![format!(
             "file={},name=disk,format={},socket={},queues=1,{options}",
@@ -86,7 +86,7 @@ impl Setup {
     }
 }
 
-/// Bytes that differ from sector to sector and within one.
+/// Bytes that differ from sector to sector and within a sector.
 fn content(sector: u64, len: usize) -> Vec<u8> {
     let words =
         (0..len as u64 / 8).map(|i| (sector * 64 + i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
@@ -145,13 +145,13 @@ fn until(what: &str, mut is: impl FnMut() -> bool) {
     }
 }
 
-/// How long storage is away: RINGDISK_TEST_OUTAGE_S, in seconds.
+/// How long the storage fails: RINGDISK_TEST_OUTAGE_S, in seconds.
 fn outage_time() -> Duration {
     let given = std::env::var("RINGDISK_TEST_OUTAGE_S").ok();
     Duration::from_secs_f64(given.map_or(1.0, |s| s.parse().unwrap()))
 }
 
-/// With `retry`, a guest that cannot take errors notices nothing but the time, whatever moves the bytes.
+/// With the `retry` policy, a guest that cannot handle errors only notices a delay, with every engine.
 #[test]
 fn retry_policy_hides_an_outage_on_every_format_and_engine() {
     for format in ["raw", "qcow2"] {
@@ -174,7 +174,7 @@ fn retry_policy_hides_an_outage_on_every_format_and_engine() {
                 vec![OK; usize::from(DEPTH)],
                 "{format} {aio}"
             );
-            // In the middle of flushes and reads, too.
+            // During flushes and reads as well.
             for op in [Op::Flush, Op::Read] {
                 setup.storage.change(|s| s.outage = Some(EIO));
                 submit(&mut device, op);
@@ -199,7 +199,7 @@ fn retry_policy_hides_an_outage_on_every_format_and_engine() {
     }
 }
 
-/// What waits outlives the process: the next one does it, in the region that the front-end keeps.
+/// Waiting requests outlive the process: the next one completes them from the front-end's inflight region.
 #[test]
 fn requests_waiting_for_storage_survive_a_restart() {
     for format in ["raw", "qcow2"] {
@@ -233,7 +233,7 @@ fn requests_waiting_for_storage_survive_a_restart() {
     }
 }
 
-/// The default of `werror`: writes wait for space, and go on when it is made.
+/// The default of `werror`: writes wait for space, and continue when there is space.
 #[test]
 fn writes_wait_for_space() {
     for format in ["raw", "qcow2"] {
@@ -250,7 +250,7 @@ fn writes_wait_for_space() {
         });
         let waiting = stats(&setup.control())["stats"]["stalled"].clone();
         assert!(waiting.as_u64().unwrap() > 0, "{waiting}");
-        // What has to wait for them says what ends them.
+        // A command that must wait for these requests reports how to end the wait.
         let new = setup.dir.path().join("new.raw");
         std::fs::write(&new, vec![0; DISK_BYTES as usize]).unwrap();
         for command in [&["upgrade"][..], &["replace", "disk", "new.raw"]] {
@@ -275,15 +275,15 @@ fn writes_wait_for_space() {
     }
 }
 
-/// What a sector may hold: what was last acknowledged, or anything that was written since without being so.
+/// The possible content of a sector: the last acknowledged write, or any later unacknowledged write.
 #[derive(Clone, Default)]
 struct Sector {
-    /// Of what was made durable, or acknowledged while nothing was cut.
+    /// Durable content, or acknowledged content if there was no power cut.
     known: Vec<u64>,
 }
 
-/// Faults at random, and a power cut at the end of each round: every sector holds what the guest may expect, and what
-/// it flushed is there. The seed is printed.
+/// Random faults, with a power cut at the end of each round: every sector holds something the guest may expect, and
+/// flushed data is there. The seed is printed.
 #[test]
 fn random_faults_and_power_cuts_keep_flushed_data() {
     let seed = seed();
@@ -310,7 +310,7 @@ fn random_faults_and_power_cuts_keep_flushed_data() {
 
 fn faults_and_a_cut(format: &'static str, cache: &str, aio: &str, seed: u64) -> bool {
     const SLOTS: u64 = DEPTH as u64;
-    /// Each slot has so many places of its own.
+    /// Each slot has this many sectors of its own.
     const PLACES: u64 = 32;
     let Some(setup) = Setup::new(format, seed) else {
         return false;
@@ -321,7 +321,7 @@ fn faults_and_a_cut(format: &'static str, cache: &str, aio: &str, seed: u64) -> 
     let mut server = setup.serve(&options, &[]);
     let mut device = setup.connect();
     let mut sectors = vec![Sector { known: vec![0] }; (SLOTS * PLACES) as usize];
-    // What may be there after a cut: all since the last flush that succeeded.
+    // The possible content after a power cut: everything since the last successful flush.
     let mut since: Vec<Vec<u64>> = vec![vec![0]; sectors.len()];
     let place_of = |slot: u64, place: u64| (place * SLOTS + slot) * 64 + 8 * (place % 8);
     let mut next = 0u64;
@@ -382,7 +382,7 @@ fn faults_and_a_cut(format: &'static str, cache: &str, aio: &str, seed: u64) -> 
                         false => since[place].push(value),
                     }
                 }
-                // All of it, a part or nothing.
+                // The write may be complete, partial or missing.
                 (Op::Write, _) => {
                     sectors[place].known.push(value);
                     since[place].push(value);
@@ -397,7 +397,7 @@ fn faults_and_a_cut(format: &'static str, cache: &str, aio: &str, seed: u64) -> 
             }
         }
     }
-    // A kill, and the power goes: what is in the kernel is lost too.
+    // A kill, then a power cut: data in the kernel is lost too.
     server.signal(rustix::process::Signal::KILL);
     let _ = server.ended();
     drop(device);
@@ -414,7 +414,7 @@ fn faults_and_a_cut(format: &'static str, cache: &str, aio: &str, seed: u64) -> 
             .args(["check", "-q", "-f", "qcow2"])
             .arg(&image)
             .status();
-        // 3: space is lost, and nothing else.
+        // Exit code 3: only space is lost.
         assert!(matches!(check.unwrap().code(), Some(0 | 3)), "{context}");
     }
     if cache != "unsafe" {

@@ -1,10 +1,10 @@
-//! A VM is paused and goes on while its requests wait for storage: they are done once, as if it had not been.
+//! A VM is paused and resumed while its requests wait for storage: each is completed once, as without the pause.
 
 use testkit::driver::RegionEntries;
 
 use super::*;
 
-/// The messages of QEMU 7.2 and of later ones, for rings of both kinds, and with a region that is too small.
+/// With the messages of QEMU 7.2 and of later versions, with both kinds of rings, and with a region that is too small.
 #[test]
 fn writes_wait_for_space_across_a_pause() {
     for reset_first in [false, true] {
@@ -29,7 +29,7 @@ fn writes_wait_for_space_across_a_pause() {
                 until("writes wait", || {
                     stats(&setup.control())["storage"] == "fails"
                 });
-                // Once more before there is space, and with other messages between.
+                // A second pause before there is space, with other messages in between.
                 let bases = device.pause(reset_first).unwrap();
                 device.go_on(&bases).unwrap();
                 let bases = device.pause(reset_first).unwrap();
@@ -48,8 +48,8 @@ fn writes_wait_for_space_across_a_pause() {
     }
 }
 
-/// What waits is not done again for a guest that has reset its device: QEMU tells of that as well, and the region may be
-/// the same.
+/// Waiting requests are dropped when the guest resets its device: QEMU reports the reset, and the region may stay the
+/// same.
 #[test]
 fn device_reset_drops_waiting_requests() {
     for packed in [false, true] {

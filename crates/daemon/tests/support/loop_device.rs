@@ -1,4 +1,4 @@
-//! A device that counts the flushes which reach it.
+//! A device that counts the flushes that reach it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -35,7 +35,7 @@ impl LoopDevice {
         }
     }
 
-    /// Makes a file system on it. It is unmounted with the device.
+    /// Creates and mounts a file system on it, which is unmounted with the device.
     pub fn mount(&self) -> Option<PathBuf> {
         let mount = self.dir.path().join("mnt");
         std::fs::create_dir(&mount).unwrap();

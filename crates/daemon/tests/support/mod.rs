@@ -1,4 +1,4 @@
-//! Disks to test with, and ringdisk serving them.
+//! Disks for tests, and servers for them.
 
 pub mod loop_device;
 pub mod small_fs;
@@ -24,9 +24,9 @@ pub const DISK_BYTES: u64 = 16 << 20;
 
 impl Disk {
     pub fn new() -> Self {
-        // Not in /tmp, which may be a tmpfs: O_DIRECT and holes are to be those of a real file system.
+        // Not in /tmp, which may be a tmpfs: the tests need O_DIRECT and holes of a real file system.
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        // A disk is named for its file, and two of one name are not served together.
+        // A disk's default name is that of its file, and two disks of one name cannot be served together.
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let file = dir.path().join(format!("disk-{number}.raw"));
@@ -61,7 +61,7 @@ impl Disk {
     }
 }
 
-/// Serves one fresh disk.
+/// Serves one new disk.
 pub fn serve(options: &str) -> (Server, Disk) {
     let disk = Disk::new();
     (serve_all(&[disk.argument(options)]), disk)
@@ -72,8 +72,8 @@ pub fn serve_all(disks: &[String]) -> Server {
     Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), disks).unwrap()
 }
 
-/// Starts a server where another has been killed: the kernel may still be at its writes, and keeps the file locked as
-/// long. On a busy disk that can be longer than a server waits.
+/// Starts a server after another was killed: the kernel may still be completing writes and hold the lock, on a busy
+/// disk for longer than a server waits.
 pub fn successor(binary: &str, arguments: &[String]) -> Server {
     let start = Instant::now();
     loop {
@@ -95,8 +95,8 @@ pub fn seed() -> u64 {
     seed
 }
 
-/// Copies ringdisk itself to `to`, to be run there. Another process does: while this one had the copy open for writing, a
-/// program that another test starts would have it open as well for a moment, and it could not be run (ETXTBSY).
+/// Copies ringdisk to `to`, to be run there. `cp` does it in a process of its own: if this process wrote the copy, a
+/// program started by another test could inherit the descriptor, and running the copy would fail with ETXTBSY.
 pub fn copy_ringdisk(to: &std::path::Path) {
     let mut cp = std::process::Command::new("cp");
     let status = cp.arg(env!("CARGO_BIN_EXE_ringdisk")).arg(to).status();

@@ -1,14 +1,14 @@
-//! A small file system, to be filled.
+//! A small file system that tests can fill.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Where it is; mounted as long as this is there.
+/// Its mount point; unmounted on drop.
 pub struct SmallFs(pub PathBuf);
 
 impl SmallFs {
-    /// A tmpfs of so many bytes, as `mount` reads them; `None` without the right to mount.
+    /// A tmpfs of this size, in mount's syntax; `None` without permission to mount.
     pub fn mount(at: &Path, size: &str) -> Option<Self> {
         fs::create_dir(at).unwrap();
         let mut mount = Command::new("mount");

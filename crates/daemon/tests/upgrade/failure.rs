@@ -1,4 +1,4 @@
-//! A hand-over that fails, or is broken off: one process serves, and all goes on.
+//! A handover that fails or is aborted: exactly one process serves, and all guests continue.
 
 use rustix::process::{Resource, Rlimit, getrlimit, prlimit};
 
@@ -30,7 +30,7 @@ fn failed_handover_leaves_the_old_process_serving() {
     let serving = say(r#""Serving""#);
     let [too_late, tried] = ["too-late", "tried"].map(|name| served.dir.path().join(name));
     let gone_file = served.dir.path().join("gone");
-    // Of what a new process has started, this is not killed with it.
+    // This child of a new process is not killed with it.
     let late = served.script(
         "later",
         &format!(
@@ -88,7 +88,7 @@ fn failed_handover_leaves_the_old_process_serving() {
         for (name, text, words) in programs {
             served.fail(&served.script(name, &text), words);
         }
-        // The right program, for a disk that cannot be opened any more; the reason is in the reply.
+        // The right program, for a disk that can no longer be opened; the reply has the reason.
         fs::rename(&raw.file, &gone_file).unwrap();
         fs::create_dir(&raw.file).unwrap();
         served.fail(Path::new(BINARY), "is a directory");
@@ -98,10 +98,10 @@ fn failed_handover_leaves_the_old_process_serving() {
     });
     println!("the longest request took {longest:?}");
     assert!(served.first.is_running());
-    // Who comes when nobody waits any more knows it, and does not serve.
+    // A process that comes up too late notices it and does not serve.
     until_there(&tried);
     assert!(!too_late.exists());
-    // After all that, it can be done.
+    // After all these failures, an upgrade succeeds.
     under_load(&mut devices, &mut random, || {
         let pause = served.upgrade(&[]);
         println!("guests waited {pause:?}");
@@ -116,8 +116,7 @@ fn failed_handover_leaves_the_old_process_serving() {
         .for_each(|load| load.verify(&raw.file).unwrap());
 }
 
-/// Who is told to stop while another process is to take over stops, and leaves nobody behind, or it is the other that
-/// serves, with all that belongs to it.
+/// A SIGTERM during a handover stops everything; or the successor serves, with everything that belongs to it.
 #[test]
 fn stop_during_a_handover_stops() {
     let mut random = Random(seed());
@@ -138,7 +137,7 @@ fn stop_during_a_handover_stops() {
         thread::sleep(Duration::from_micros(
             random.below(60_000 >> (5 * (1 - round % 2))),
         ));
-        // It may be gone.
+        // The process may have ended.
         let pid = Pid::from_raw(served.pid as i32).unwrap();
         let _ = kill_process(pid, Signal::TERM);
         let output = upgrade.wait_with_output().unwrap();
@@ -168,7 +167,7 @@ fn stop_during_a_handover_stops() {
     assert!(stopped > 0);
 }
 
-/// What the new program has started goes with it: it has the log, and a socket to the process that serves.
+/// The children of a refused program are killed with it: they hold the log and a socket to the serving process.
 #[test]
 fn refused_program_leaves_no_children() {
     let disk = Disk::new();
@@ -181,7 +180,7 @@ fn refused_program_leaves_no_children() {
     served.end();
 }
 
-/// However many descriptors are left: an upgrade that has too few is refused, and no VM loses its connection.
+/// Whatever number of descriptors is free: an upgrade that has too few is refused, and no VM is disconnected.
 #[test]
 fn without_descriptors_an_upgrade_is_refused_and_vms_stay_connected() {
     let disks = [Disk::new(), Disk::new()];

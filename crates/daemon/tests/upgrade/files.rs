@@ -1,4 +1,4 @@
-//! What file a guest is on after another process has taken over.
+//! Which file a guest is on after a handover.
 
 use std::os::unix::fs::MetadataExt;
 
@@ -7,7 +7,7 @@ use rustix::fs::{CWD, FileType, Mode, mknodat};
 use super::*;
 use crate::support::loop_device::LoopDevice;
 
-/// A disk that was put on an image is handed over as such, and so is one that was put on another above that.
+/// A disk that was moved to an image, and one that was moved to an overlay of that, are handed over on those images.
 #[test]
 fn replaced_disk_is_handed_over() {
     let (mut image, raw) = (Disk::new(), Disk::new());
@@ -38,7 +38,7 @@ fn replaced_disk_is_handed_over() {
             served.upgrade(&[]);
         });
     }
-    // The one below goes from process to process, too.
+    // The backing file is handed from process to process, too.
     testkit::qemu_img::is_locked(at, below, "qcow2");
     for (device, loads) in &mut devices {
         Load::finish(loads, device);
@@ -54,7 +54,7 @@ fn replaced_disk_is_handed_over() {
     assert!(fs::read(&raw.file).unwrap() == vec![0; 64 << 20]);
 }
 
-/// The node of a block device is removed: its guest goes on, and nobody is told that the device is gone.
+/// The node of a block device is removed: its guest continues, and is not told that the device is gone.
 #[test]
 fn device_without_a_node_is_handed_over() {
     let Some(device) = LoopDevice::new() else {
@@ -78,8 +78,8 @@ fn device_without_a_node_is_handed_over() {
     served.end();
 }
 
-/// What is handed over of a guest's write cache is newer than what was written down: a guest that has switched it off again
-/// would not flush.
+/// The guest's write cache setting in the handover is newer than the persisted one: with the older one, a guest that
+/// switched the cache off would lose unflushed data.
 #[test]
 fn handed_over_write_cache_wins_over_persisted_state() {
     let disk = Disk::new();
@@ -101,7 +101,7 @@ fn handed_over_write_cache_wins_over_persisted_state() {
     };
     let older = choose(1, true.into());
     choose(0, Value::Null);
-    // As it is when the last choice has not been written yet.
+    // The state as it is before the last setting was written.
     let kept = served.dir.path().join("older");
     fs::write(&kept, older).unwrap();
     let program = served.script(
@@ -115,14 +115,14 @@ fn handed_over_write_cache_wins_over_persisted_state() {
     served.upgrade(&["--program", program.to_str().unwrap()]);
     assert_eq!(device.frontend.config(32, 1).unwrap(), [0]);
     drop(device);
-    // It does not come back with the next front-end, nor with the next process.
+    // The old setting does not come back with the next front-end or the next process.
     let mut device = Device::connect(&disk.socket, &config()).unwrap();
     served.upgrade(&[]);
     assert_eq!(device.frontend.config(32, 1).unwrap(), [0]);
     served.end();
 }
 
-/// Disks in files of one directory that hold the same, those of a configuration among them.
+/// Disks with the same content in one directory, some of them configured.
 struct Files(tempfile::TempDir);
 
 impl Files {
@@ -138,7 +138,7 @@ impl Files {
         self.0.path().join(name)
     }
 
-    /// The same by a name of its own, also when this is gone.
+    /// A configuration file beside them, which outlives this value.
     fn config(&self) -> Config {
         Config(self.0.path().to_owned())
     }
@@ -149,7 +149,7 @@ impl Files {
     }
 }
 
-/// A configuration, and the directory of its disks.
+/// A configuration, beside its disks.
 struct Config(PathBuf);
 
 impl Config {
@@ -157,7 +157,7 @@ impl Config {
         self.0.join(name)
     }
 
-    /// Disks by name, file and socket, each with two queues and further lines.
+    /// Disks by name, file and socket, each with two queues and more lines.
     fn write(&self, disks: &[(&str, &str, &str)], more: &str) {
         let dir = self.0.display();
         let text = disks.iter().map(|(name, file, socket)| {
@@ -171,7 +171,7 @@ impl Config {
         format!("{dir}/{name}.raw,socket={dir}/{name}.sock,queues=2")
     }
 
-    /// Has a guest write to one file, and looks that it goes to no other.
+    /// Lets a guest write to one file, and checks that the write reaches no other.
     fn write_goes_to(&self, device: &mut Device, sector: u64, file: &str, others: &[&str]) {
         let new = content(4711 + sector, 4096);
         assert_eq!(device.queues[1].write(sector, &new), 0);
@@ -187,8 +187,8 @@ impl Config {
     }
 }
 
-/// A disk stays on the file that it was put on by command, with and without state, on the command line and in a
-/// configuration, of which something else is changed: or its guest would go on in a file that it has long left.
+/// A disk stays on the file set by command: with and without persisted state, on the command line and in a
+/// configuration that changes something else. Otherwise its guest would continue on a file that it left long ago.
 #[test]
 fn disk_stays_on_the_file_set_by_command() {
     for state in [false, true] {
@@ -213,7 +213,7 @@ fn disk_stays_on_the_file_set_by_command() {
         served.replace("b", &here.path("b2.raw"));
         on(&served);
         for round in 0..3 {
-            // From the second time on, it was the process before that has inherited it.
+            // From the second round on, the previous process has itself inherited the file.
             if round == 1 {
                 here.write(&[("b", "b.raw", "b.sock")], "iops = 77");
             }
@@ -223,7 +223,7 @@ fn disk_stays_on_the_file_set_by_command() {
             here.write_goes_to(&mut b, 8 + 8 * round, "b2.raw", &["b.raw"]);
         }
         assert_eq!(served.disk("b")["limits"]["iops"], 77);
-        // Nor does a reload afterwards think otherwise.
+        // A later reload does not change it either.
         here.write(&[("b", "b.raw", "b.sock")], "iops = 78");
         let reloaded = served.ringdisk(&["reload"]);
         assert!(reloaded.status.success(), "{reloaded:?}");
@@ -233,8 +233,8 @@ fn disk_stays_on_the_file_set_by_command() {
     }
 }
 
-/// What was detached is not served by the next process either, be its file there or not: it does not come back by itself,
-/// and keeps nobody from an upgrade.
+/// A detached disk is not served by the next process, whether its file exists or not: it does not come back on its own,
+/// and does not prevent an upgrade.
 #[test]
 fn detached_disk_stays_detached() {
     for state in [false, true] {
@@ -263,7 +263,7 @@ fn detached_disk_stays_detached() {
             let names = disks.into_iter().map(|disk| disk["name"].clone());
             names.collect::<Vec<_>>()
         };
-        // The second time, it is the new process that hands over.
+        // In the second round, the new process hands over.
         for round in 0..2 {
             served.upgrade(&[]);
             assert_eq!(names(&served), ["b", "d"], "round {round}");
@@ -271,7 +271,7 @@ fn detached_disk_stays_detached() {
             works(&served, &["reload"]);
             assert_eq!(names(&served), ["b", "d"], "round {round}");
         }
-        // What is written down since is served.
+        // A disk that was configured since is served.
         here.write(&[disks[0], disks[1], ("e", "e.raw", "e.sock")], "");
         served.upgrade(&[]);
         assert_eq!(names(&served), ["b", "d", "e"]);
@@ -282,8 +282,8 @@ fn detached_disk_stays_detached() {
     }
 }
 
-/// What was changed by command is handed over, be it kept nowhere, or where nothing can be written: the guest of a disk
-/// that was attached would lose it.
+/// Changes made by command are handed over even if they are not persisted, or cannot be: otherwise the guest of an
+/// attached disk would lose it.
 #[test]
 fn unsaved_changes_are_handed_over() {
     for state in [false, true] {
@@ -297,7 +297,7 @@ fn unsaved_changes_are_handed_over() {
         }
         let mut served = files.serve(&arguments);
         if state {
-            // No file can be written by this name.
+            // A directory of this name prevents writing the file.
             fs::create_dir(here.path("state/state.new")).unwrap();
         }
         let works = |served: &Served, arguments: &[&str]| {
@@ -318,7 +318,7 @@ fn unsaved_changes_are_handed_over() {
             assert_eq!(served.disk("a")["limits"]["iops"], 77);
             here.write_goes_to(&mut device, 8 + 8 * round, "c.raw", &["a.raw"]);
         }
-        // What is said of a disk that is detached does not bring it back.
+        // A configuration change to a detached disk does not attach it.
         here.write(&[("b", "b.raw", "b.sock")], "serial = \"new\"");
         served.upgrade(&[]);
         assert!(!here.path("b.sock").exists());
@@ -327,7 +327,7 @@ fn unsaved_changes_are_handed_over() {
     }
 }
 
-/// Where the configuration says another file by now, the disk is put there as by a reload: when it has been taken over.
+/// If the configuration names another file since, the disk moves to it after the handover, as in a reload.
 #[test]
 fn newly_configured_file_is_used_after_the_handover() {
     let files = Files::new(&["a.raw", "b.raw", "c.raw"]);
@@ -347,7 +347,7 @@ fn newly_configured_file_is_used_after_the_handover() {
         thread::sleep(Duration::from_millis(10));
     }
     here.write_goes_to(&mut device, 8, "c.raw", &["a.raw", "b.raw"]);
-    // It stays there, and that is no longer news.
+    // It stays there, and is not reported again.
     served.upgrade(&[]);
     assert!(is_there(&served));
     assert_eq!(served.disk("disk")["limits"]["iops"], 77);
@@ -355,7 +355,7 @@ fn newly_configured_file_is_used_after_the_handover() {
     served.end();
 }
 
-/// A file that was renamed is handed over as it is open, whether ringdisk has been told of its new name or not.
+/// A renamed file is handed over as it is open, whether ringdisk knows the new name or not.
 #[test]
 fn renamed_file_is_handed_over() {
     let files = Files::new(&["a.raw", "b.raw"]);
@@ -374,7 +374,7 @@ fn renamed_file_is_handed_over() {
         .first
         .logged(&["disk a", "a.raw", "a2.raw", "ringdisk replace a"]);
     here.write_goes_to(&mut a, 8, "a2.raw", &["b2.raw"]);
-    // By command, and by the configuration.
+    // Renamed by command and by the configuration.
     served.replace("a", &here.path("a2.raw"));
     here.write(&[("a", "a.raw", "a.sock"), ("b", "b2.raw", "b.sock")], "");
     served.upgrade(&[]);
@@ -385,7 +385,7 @@ fn renamed_file_is_handed_over() {
     }
     here.write_goes_to(&mut a, 16, "a2.raw", &["b2.raw"]);
     here.write_goes_to(&mut b, 24, "b2.raw", &["a2.raw"]);
-    // The name of another is not taken for it.
+    // The name of another disk's file is not mistaken for it.
     fs::rename(here.path("b2.raw"), here.path("b3.raw")).unwrap();
     fs::copy(here.path("b3.raw"), here.path("b2.raw")).unwrap();
     served.fail(Path::new(BINARY), "b2.raw by now, 'ringdisk replace b");
@@ -394,7 +394,7 @@ fn renamed_file_is_handed_over() {
 }
 
 /// A guest is never handed to a process that would serve it another file: under the same path, or at the socket of a
-/// disk that has another name by now.
+/// renamed disk.
 #[test]
 fn guest_never_moves_to_another_file() {
     let files = Files::new(&["a.raw", "b.raw"]);
@@ -424,7 +424,7 @@ fn guest_never_moves_to_another_file() {
     here.write_goes_to(&mut a, 8, "old.raw", &["a.raw"]);
     fs::rename(here.path("old.raw"), here.path("a.raw")).unwrap();
 
-    // Another name alone is no other file.
+    // Another disk name alone is not another file.
     here.write(&[("x", "a.raw", "a.sock"), ("b", "b.raw", "b.sock")], "");
     served.upgrade(&[]);
     here.write_goes_to(&mut a, 16, "a.raw", &["b.raw"]);
@@ -432,7 +432,7 @@ fn guest_never_moves_to_another_file() {
     served.end();
 }
 
-/// A new process that gives up when it has opened an image leaves that, and its journal, as they are.
+/// A new process that fails after opening an image leaves the image and its journal unchanged.
 #[test]
 fn failed_successor_leaves_the_image_and_journal_unchanged() {
     let test = "failed_successor_leaves_the_image_and_journal_unchanged";
@@ -446,7 +446,7 @@ fn failed_successor_leaves_the_image_and_journal_unchanged() {
     here.write(&disks, "");
     let served = files.serve(&[]);
     let mut device = Device::connect(here.path("a.sock"), &config()).unwrap();
-    // To clusters that have to be taken, and not flushed.
+    // Unflushed writes to clusters that are not yet allocated.
     let write = |device: &mut Device, sector| {
         assert_eq!(device.queues[0].write(sector, &content(sector, 4096)), 0);
     };

@@ -1,4 +1,4 @@
-//! Another process takes over while guests read and write; and if it cannot, the old one goes on.
+//! Another process takes over while guests read and write; if it fails, the old one continues.
 
 mod failure;
 mod files;
@@ -26,10 +26,10 @@ use testkit::vm::{self, Qmp, Vm};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_ringdisk");
 
-/// A ringdisk that may hand over, with a control socket and state of its own.
+/// A ringdisk that can hand over, with its own control socket and state.
 struct Served {
     first: Server,
-    /// Who serves now.
+    /// The process that serves now.
     pid: u32,
     dir: tempfile::TempDir,
     /// What the new processes have said.
@@ -49,7 +49,7 @@ impl Served {
         Self::start_in(dir, &arguments, manager)
     }
 
-    /// In a directory with files that are there already.
+    /// In a directory with existing files.
     fn start_in(dir: tempfile::TempDir, arguments: &[String], manager: Option<&Path>) -> Self {
         let control = dir.path().join("control.qmp");
         let mut command = Command::new(BINARY);
@@ -74,7 +74,7 @@ impl Served {
         command.output().unwrap()
     }
 
-    /// Has a new process take over; how long guests waited.
+    /// Runs an upgrade; returns how long guests waited.
     fn upgrade(&mut self, arguments: &[&str]) -> Duration {
         let output = self.ringdisk(&[&["upgrade", "--json"], arguments].concat());
         assert!(output.status.success(), "{output:?} {}", self.first.log());
@@ -86,7 +86,7 @@ impl Served {
         Duration::from_secs_f64(reply["pause-ms"].as_f64().unwrap() / 1000.0)
     }
 
-    /// A hand-over that must fail, with these words.
+    /// A handover that must fail with these words.
     fn fail(&self, program: &Path, words: &str) {
         let program = program.to_str().unwrap();
         let output = self.ringdisk(&["upgrade", "--program", program]);
@@ -102,7 +102,7 @@ impl Served {
         self.ringdisk(&["list"]).status.code().unwrap()
     }
 
-    /// What `list` says of a disk.
+    /// The disk's entry in `list`.
     fn disk(&self, name: &str) -> Value {
         let list = self.ringdisk(&["list", "--json"]);
         let disks: Value = serde_json::from_slice(&list.stdout).unwrap();
@@ -110,7 +110,7 @@ impl Served {
         disks.find(|disk| disk["name"] == name).unwrap().clone()
     }
 
-    /// Puts a disk on another file, which holds the same.
+    /// Moves a disk to another file with the same content.
     fn replace(&self, disk: &str, file: &Path) {
         let replaced = self.ringdisk(&["replace", disk, file.to_str().unwrap()]);
         assert!(replaced.status.success(), "{replaced:?}");
@@ -133,7 +133,7 @@ impl Served {
 
 impl Drop for Served {
     fn drop(&mut self) {
-        // Of a test that has failed, the one that has taken over.
+        // After a failed test, the process that took over.
         if self.pid != self.first.pid() {
             let _ = kill_process(Pid::from_raw(self.pid as i32).unwrap(), Signal::KILL);
         }
@@ -156,7 +156,7 @@ fn config() -> DeviceConfig {
     }
 }
 
-/// Ends the load also if an assertion fails.
+/// Stops the load even after a failed assertion.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -165,7 +165,7 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// Loads devices until `during` has ended; returns the longest request of all in that time.
+/// Loads devices until `during` has ended; returns the longest request in that time.
 fn under_load(
     devices: &mut [(Device, Vec<Load>)],
     random: &mut Random,
@@ -207,7 +207,7 @@ fn say(text: &str) -> String {
     format!(r#"printf '\{:03o}{zeroes}{text}' >&0"#, text.len())
 }
 
-/// Takes a message, of up to 32 KiB, and loses its descriptors.
+/// Receives a message of up to 32 KiB, and drops its descriptors.
 const HEAR: &str = "dd bs=32768 count=1 <&0 >/dev/null 2>&1";
 
 fn rounds() -> u64 {
@@ -215,8 +215,8 @@ fn rounds() -> u64 {
     given.map_or(5, |n| n.parse().unwrap())
 }
 
-/// Raw and qcow2, with and without in-flight tracking, split and packed rings, one after the other, five times or as
-/// `RINGDISK_TEST_ROUNDS` says.
+/// Raw and qcow2, with and without an inflight region, split and packed rings, in turn, five times or
+/// `RINGDISK_TEST_ROUNDS` times.
 #[test]
 fn guests_continue_on_every_format_and_ring() {
     let (mut image, raw, plain, idle) = (Disk::new(), Disk::new(), Disk::new(), Disk::new());
@@ -260,7 +260,7 @@ fn guests_continue_on_every_format_and_ring() {
             thread::sleep(Duration::from_millis(100));
         });
         println!("round {round}: guests waited {pause:?}, the longest request took {longest:?}");
-        // The conversation with the front-end goes on too.
+        // The session with the front-end continues, too.
         for (device, _) in &mut devices {
             assert_eq!(device.config().unwrap().num_queues, 2);
         }
@@ -276,7 +276,7 @@ fn guests_continue_on_every_format_and_ring() {
         // VHOST_USER_BACKEND_CONFIG_CHANGE_MSG
         assert_eq!(channel.next(HANG).unwrap().0, 2);
     }
-    // A disk that nobody used is one that somebody may use.
+    // An idle disk can still be connected to.
     assert!(Device::connect(&idle.socket, &config()).is_ok());
     for (device, loads) in &mut devices {
         Load::finish(loads, device);
@@ -299,7 +299,7 @@ fn guests_continue_on_every_format_and_ring() {
     }
 }
 
-/// A guest that is being moved to another machine: what the device writes to its memory is marked.
+/// A migrating guest: the device marks the memory it writes as dirty.
 struct Moving {
     device: Device,
     log: Memory,
@@ -311,7 +311,7 @@ impl Moving {
         let config = DeviceConfig { packed, ..config() };
         let mut device = Device::connect(&disk.socket, &config).unwrap();
         let end = device.memory.regions()[Device::HIGH].end();
-        // A bit for each page.
+        // One bit per page.
         let log = Memory::new(&[(0, end.div_ceil(8 * 4096).next_multiple_of(4096))]).unwrap();
         let event = eventfd().unwrap();
         let frontend = &mut device.frontend;
@@ -331,7 +331,7 @@ impl Moving {
         self.log.write(0, &vec![0; bytes]);
     }
 
-    /// Has the device write to memory, and looks for all its marks.
+    /// Lets the device write to memory, and checks all its marks.
     fn round(&mut self) {
         self.clear();
         for queue in &mut self.device.queues {
@@ -351,7 +351,7 @@ impl Moving {
                 let marked = [at, at + 4096].map(|at| self.is_marked(at));
                 assert_eq!(marked, [true; 2], "queue {}, slot {slot}", queue.index);
             }
-            // The ring is marked after the guest has been shown what it says.
+            // The ring is marked after the guest has seen its content.
             let ring = queue.ring.guest_addresses();
             let written = match queue.ring.is_packed() {
                 true => ring.desc,
@@ -367,7 +367,7 @@ impl Moving {
     }
 }
 
-/// In the midst of a live migration, the marks go on, and with them the migration.
+/// In the middle of a live migration, dirty logging continues, and so does the migration.
 #[test]
 fn migrating_guest_continues() {
     let disks = [Disk::new(), Disk::new()];
@@ -400,7 +400,7 @@ fn migrating_guest_continues() {
     });
     for guest in &mut guests {
         guest.round();
-        // It has moved, or has not: nothing is marked any more.
+        // After the migration or its failure, nothing is marked.
         let features = guest.device.features;
         guest.device.frontend.set_features(features).unwrap();
         guest.clear();
@@ -411,7 +411,8 @@ fn migrating_guest_continues() {
     served.end();
 }
 
-/// `ringdisk reload --upgrade`, as the service does it: the same program rereads the configuration, another takes over.
+/// `ringdisk reload --upgrade`, as the service does it: the process reloads the configuration and then starts its
+/// successor.
 #[test]
 fn reload_with_upgrade_starts_the_new_program() {
     let disk = Disk::new();
@@ -447,7 +448,7 @@ fn reload_with_upgrade_starts_the_new_program() {
     let exe = fs::read_link(format!("/proc/{}/exe", served.pid)).unwrap();
     assert_eq!(exe, copy);
     assert!(device.queues[0].read(0, 4096).is_ok());
-    // What was changed meanwhile is known to the next one, and to the one after a kill.
+    // The next process knows the changes made meanwhile, and so does the one after a kill.
     let name = disk.file.file_stem().unwrap().to_str().unwrap().to_owned();
     assert!(
         served
@@ -470,7 +471,7 @@ fn status(pid: u32, key: &str) -> String {
     line.unwrap().split_whitespace().next().unwrap().to_owned()
 }
 
-/// Who has become somebody else hands over all the same, and the next one is in the same sandbox.
+/// A process that has changed its user can hand over too, and its successor has the same sandbox.
 #[test]
 fn unprivileged_process_hands_over() {
     if !rustix::process::geteuid().is_root() {
@@ -491,7 +492,7 @@ fn unprivileged_process_hands_over() {
         assert_eq!(status(served.pid, "CapEff:"), "0000000000000000");
         assert_eq!(status(served.pid, "Seccomp:"), seccomp);
         assert!(device.queues[1].read(0, 4096).is_ok());
-        // It could write that down.
+        // It could write to the state directory.
         let list = served.ringdisk(&["list", "--json"]);
         let list = String::from_utf8(list.stdout).unwrap();
         assert!(list.contains(&format!("{}", 7000 + round)), "{list}");
@@ -499,7 +500,7 @@ fn unprivileged_process_hands_over() {
     served.end();
 }
 
-/// A disk that is locked only while a VM runs on it stays locked, or unlocked, as it is.
+/// A disk that is locked only while its VM runs stays locked, or unlocked.
 #[test]
 fn lock_running_disk_keeps_its_lock_state() {
     let (running, idle) = (Disk::new(), Disk::new());
@@ -527,7 +528,7 @@ fn lock_running_disk_keeps_its_lock_state() {
     served.end();
 }
 
-/// What was left to another host when it was taken over is no reason not to lock what has its name later.
+/// A disk released at the handover must not prevent locking a later disk of the same name.
 #[test]
 fn disk_reusing_the_name_of_a_released_disk_is_locked() {
     let (idle, other) = (Disk::new(), Disk::new());
@@ -543,7 +544,7 @@ fn disk_reusing_the_name_of_a_released_disk_is_locked() {
     run(&["detach", "disk"]);
     run(&["detach", "other"]);
     run(&["attach", &other.argument("queues=2,name=disk")]);
-    // Which ends by itself only if it must not have the file.
+    // It ends on its own only if it is refused the file.
     let mut second = Command::new("timeout");
     let control = format!("--control={}.2", served.control.display());
     second.args([
@@ -562,7 +563,7 @@ fn disk_reusing_the_name_of_a_released_disk_is_locked() {
     served.end();
 }
 
-/// What a limit holds back is let go, not waited for.
+/// Throttled requests are released, not waited for.
 #[test]
 fn throttled_requests_do_not_delay_it() {
     let disk = Disk::new();
@@ -591,7 +592,7 @@ fn throttled_requests_do_not_delay_it() {
         .for_each(|load| load.verify(&disk.file).unwrap());
 }
 
-/// The process that served may still be there, but accepts nobody.
+/// The old process may still exist, but accepts no clients.
 #[test]
 fn client_connecting_after_it_gets_answers() {
     let disk = Disk::new();
@@ -614,7 +615,7 @@ fn client_connecting_after_it_gets_answers() {
     served.end();
 }
 
-/// A front-end that is in the middle of a message keeps nobody from an upgrade; it alone is cut off.
+/// A front-end in the middle of a message does not delay an upgrade; only that front-end is disconnected.
 #[test]
 fn partial_message_does_not_delay_it() {
     use std::io::Write;
@@ -629,7 +630,7 @@ fn partial_message_does_not_delay_it() {
     served.end();
 }
 
-/// A guest that would not connect again notices a pause, and no more.
+/// A guest whose QEMU would not reconnect only notices a pause.
 #[test]
 fn linux_guest_continues() {
     let test = "linux_guest_continues";
@@ -661,8 +662,8 @@ fn linux_guest_continues() {
     served.end();
 }
 
-/// Something else is where a socket was: it is left alone, by the next process too, which is not told apart from what the one
-/// before has made.
+/// If something else has taken a socket's path, it is left alone, by the next process too, which cannot tell it from a
+/// path that the previous process made.
 #[test]
 fn non_socket_at_a_socket_path_is_left_alone() {
     let disk = Disk::new();
@@ -697,8 +698,8 @@ fn non_socket_at_a_socket_path_is_left_alone() {
     drop(foreign);
 }
 
-/// What says how ringdisk was started is removed: whoever asks for an upgrade is told what that means, and where the sandbox
-/// does not keep ringdisk from it, SIGHUP has it written again.
+/// The record of how ringdisk was started is removed: an upgrade explains the consequence, and SIGHUP rewrites the
+/// record where the sandbox permits it.
 #[test]
 fn removed_launch_record_can_be_rewritten() {
     let disk = Disk::new();
@@ -725,8 +726,8 @@ fn removed_launch_record_can_be_rewritten() {
     served.end();
 }
 
-/// Something has tidied up the directory of the sockets: who is connected goes on, and after SIGHUP all can connect again,
-/// also to the next process.
+/// The sockets' directory is cleaned up: connected guests continue, and after SIGHUP new connections work again, with
+/// the next process too.
 #[test]
 fn removed_sockets_are_recreated() {
     let disk = Disk::new();

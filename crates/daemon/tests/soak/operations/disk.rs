@@ -1,4 +1,4 @@
-//! One of the disks: what is to be true of it, and its guest.
+//! One of the disks: its expected state, and its guest.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ pub const MIB: u64 = 1 << 20;
 pub const SIZE: u64 = 8 * MIB;
 pub const SIZE_MAX: u64 = 32 * MIB;
 
-/// Where it is written down, if it is.
+/// Where the disk is configured, if at all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
     CommandLine,
@@ -19,7 +19,7 @@ pub enum Origin {
     Command,
 }
 
-/// What each is, where it comes from, its options, and whether its rings are packed.
+/// For each disk: whether it is an image, its origin, its options, and whether its rings are packed.
 const KINDS: [(bool, Origin, &str, bool); super::steps::DISKS] = [
     (false, Origin::CommandLine, "cache=none", false),
     (true, Origin::CommandLine, "cache=none", true),
@@ -38,7 +38,7 @@ const KINDS: [(bool, Origin, &str, bool); super::steps::DISKS] = [
     (true, Origin::Command, "cache=writeback", false),
 ];
 
-/// What the configuration says of it.
+/// The disk's entry in the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     pub file: PathBuf,
@@ -50,7 +50,7 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// The same but for what is changed without cutting the VM off.
+    /// Whether a change to `new` disconnects the VM.
     pub fn is_cut_by(&self, new: &Self) -> bool {
         (self.serial, &self.socket) != (new.serial, &new.socket)
     }
@@ -65,7 +65,7 @@ pub struct Disk {
     pub options: &'static str,
     pub origin: Origin,
     pub entry: Option<Entry>,
-    /// The file that it is on, and those below.
+    /// Its file and all backing files.
     pub files: Vec<PathBuf>,
     pub qcow2: bool,
     pub size: u64,
@@ -77,13 +77,13 @@ pub struct Disk {
     pub working: bool,
     /// Its requests may fail.
     pub may_fail: bool,
-    /// Its process was killed: clusters may be lost in an image.
+    /// The process was killed: an image may have leaked clusters.
     pub killed: bool,
     pub driver: Driver,
 }
 
 impl Disk {
-    /// Makes the file of a disk in this directory, and its guest.
+    /// Creates the file of a disk in this directory, and its guest.
     pub fn make(directory: &Path, sockets: &Path, number: usize) -> Self {
         let (qcow2, origin, options, packed) = KINDS[number];
         let name = format!("d{number}");
@@ -130,7 +130,7 @@ impl Disk {
         self.files.last().expect("it is on one")
     }
 
-    /// As it is attached.
+    /// The argument of `attach`.
     pub fn argument(&self) -> String {
         format!(
             "file={},name={},format={},socket={},queues=2,queue-size=64,{}",
@@ -142,7 +142,7 @@ impl Disk {
         )
     }
 
-    /// As it is written down in a configuration.
+    /// Its section in a configuration.
     pub fn section(&self, entry: &Entry) -> String {
         let mut text = format!(
             "[[disk]]\nname = \"{}\"\nfile = \"{}\"\nformat = \"{}\"\nsocket = \"{}\"\nqueues = 2\nqueue-size = 64\n",

@@ -1,9 +1,9 @@
-//! Random sequences of all that can be done with disks, on ten of them under a load that verifies all that it reads,
-//! against [a model](world) of what is to be served, listed and kept.
+//! Random sequences of all operations on ten disks under a load that verifies everything it reads, compared with [a
+//! model](world) of what must be served, listed and persisted.
 //!
-//! A case follows from a seed. One that fails is run again without some of its steps for as long as
-//! `RINGDISK_SOAK_SHRINK_SECONDS` says (none by default), and told with its seed: `cargo xtask soak --only SEED` runs it
-//! again.
+//!
+//! A case follows from a seed. A failing case is repeated with fewer steps for up to `RINGDISK_SOAK_SHRINK_SECONDS` (0
+//! by default), and reported with its seed: `cargo xtask soak --only SEED` repeats it.
 
 mod disk;
 mod steps;
@@ -34,7 +34,7 @@ fn operations() {
     }
     let only = std::env::var_os("RINGDISK_SOAK_ONLY").is_some();
     let length = seconds("RINGDISK_SOAK_SECONDS", 120);
-    // Cases in a row have other seeds than those of a neighbouring start.
+    // Successive cases use other seeds than those of a neighbouring start.
     let first = if only {
         seed()
     } else {
@@ -63,7 +63,7 @@ fn operations() {
     println!("{cases} cases: {counts:?}");
 }
 
-/// Runs a case. What goes wrong is told with the step.
+/// Runs a case. An error names its step.
 fn run(steps: &[Step], counts: &mut Counts) -> Result<(), String> {
     let mut at = "the start".to_owned();
     let all = AssertUnwindSafe(|| {
@@ -94,7 +94,7 @@ fn words(panic: &(dyn Any + Send)) -> &str {
     text.unwrap_or("a panic without words")
 }
 
-/// Leaves out steps, ever fewer at a time, as long as what is left fails.
+/// Removes steps, fewer at a time, while the rest still fails.
 fn shrink(mut steps: Vec<Step>, failure: &str) -> Vec<Step> {
     let (start, length) = (Instant::now(), seconds("RINGDISK_SOAK_SHRINK_SECONDS", 0));
     if !length.is_zero() {

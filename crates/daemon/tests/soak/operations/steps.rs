@@ -1,4 +1,4 @@
-//! What is done, one after the other. A step that does not fit does nothing, so that any list of them can be run.
+//! The steps of a case. A step that does not apply does nothing, so any list of steps can be run.
 
 use testkit::faulty::Random;
 
@@ -7,25 +7,25 @@ pub const DISKS: usize = 10;
 /// Disks on a file system that can be filled.
 pub const ON_SMALL: [usize; 2] = [6, 9];
 
-/// One operation. Disks are numbers; files and sockets are named in the order in which they are made.
+/// One operation. Disks are numbers; files and sockets are numbered in order of creation.
 #[derive(Clone, Debug)]
 pub enum Step {
-    /// `throttle`, with so many operations a second or no limit, and in the group or not.
+    /// `throttle` with this many operations per second or without a limit, and in the group or not.
     Throttle {
         disk: usize,
         iops: u32,
         group: bool,
     },
-    /// Longer by so many MiB.
+    /// Grow by this many MiB.
     Resize {
         disk: usize,
         mib: u64,
     },
-    /// The front-end connects again, with all that is under way.
+    /// The front-end reconnects with everything in flight.
     Reconnect {
         disk: usize,
     },
-    /// Once the VM has gone, or from under it.
+    /// After the VM has stopped, or with `--force` while it runs.
     Detach {
         disk: usize,
         force: bool,
@@ -33,21 +33,21 @@ pub enum Step {
     Attach {
         disk: usize,
     },
-    /// Onto a copy.
+    /// Move to a copy.
     Replace {
         disk: usize,
         qcow2: bool,
     },
-    /// Onto a new image above its own.
+    /// Move to a new overlay.
     Snapshot {
         disk: usize,
     },
-    /// Its file gets another name, and ringdisk is told; then something else may be at the old name.
+    /// Its file is renamed, and ringdisk is told; then another file may take the old name.
     Rename {
         disk: usize,
         decoy: bool,
     },
-    /// The same with a second name.
+    /// The same with a hard link.
     Link {
         disk: usize,
         decoy: bool,
@@ -56,21 +56,21 @@ pub enum Step {
     Reload {
         edits: Vec<(usize, Edit)>,
     },
-    /// The same changes, and `kill -9` and a start instead of a reload.
+    /// The same changes, with `kill -9` and a start instead of a reload.
     KillAndEdit {
         edits: Vec<(usize, Edit)>,
     },
-    /// `reload` of a configuration that cannot be put into force: nothing changes.
+    /// `reload` of an invalid configuration: nothing changes.
     BadReload {
         disk: usize,
         bad: Bad,
     },
-    /// Something removes the socket of a disk and those for commands, and SIGHUP brings them back.
+    /// The sockets of a disk and of the control interface are removed, and SIGHUP recreates them.
     RemoveSockets {
         disk: usize,
     },
     Upgrade,
-    /// An upgrade while the file of a disk has another name: it is refused, or the disk goes on.
+    /// An upgrade while the file of a disk is renamed: it is refused, or the disk continues.
     UpgradeWithout {
         disk: usize,
     },
@@ -78,55 +78,55 @@ pub enum Step {
     Kill,
     /// SIGTERM, and the same command again.
     Stop,
-    /// There is no space for a while, in which something is done with another disk.
+    /// The file system is full for a while, during an operation on another disk.
     Full {
         disk: usize,
         then: Box<Step>,
     },
-    /// Files may not be larger than this for a while, in which something is done that may fail.
+    /// A file size limit for a while, during an operation that may fail.
     FileSize {
         mib: u64,
         then: Box<Step>,
     },
-    /// The process may have so many more files open for a while, in which something is done that may fail.
+    /// A limit of this many more descriptors for a while, during an operation that may fail.
     Descriptors {
         more: u64,
         then: Box<Step>,
     },
 }
 
-/// A change of what the configuration says of a disk.
+/// A change to a disk's configuration.
 #[derive(Clone, Debug)]
 pub enum Edit {
     Limit(u32),
     Group(bool),
     Serial(u32),
-    /// Another socket.
+    /// Another socket path.
     Socket,
-    /// The sockets of two.
+    /// Swap the sockets of two disks.
     SwapSockets(usize),
-    /// A copy.
+    /// Use a copy.
     File,
-    /// The same file by another name.
+    /// The same file under another name.
     Rename,
     Remove,
     Add,
 }
 
-/// What is wrong with a configuration.
+/// An error in a configuration.
 #[derive(Clone, Debug)]
 pub enum Bad {
     Key,
     /// A new disk without a file.
     MissingFile,
-    /// A new disk at the socket of this one.
+    /// A new disk with this disk's socket.
     SameSocket,
-    /// This disk is to have a socket where something else is.
+    /// A socket path for this disk at which something else exists.
     NoSocket,
     NoGroup,
 }
 
-/// What follows from a seed.
+/// The steps that follow from a seed.
 pub fn draw(seed: u64) -> Vec<Step> {
     let mut random = Random(seed);
     let count = 15 + random.below(30);
@@ -172,7 +172,7 @@ fn step(random: &mut Random) -> Step {
     }
 }
 
-/// What is done while something is short.
+/// An operation during a shortage.
 fn nested(random: &mut Random) -> Step {
     match random.below(8) {
         0 => Step::Kill,
@@ -217,7 +217,7 @@ fn simple(random: &mut Random) -> Step {
     }
 }
 
-/// A few changes, mostly of disks that are written down at first.
+/// A few changes, mostly to disks that are configured initially.
 fn edits(random: &mut Random) -> Vec<(usize, Edit)> {
     let count = 1 + random.below(4);
     let edits = (0..count).map(|_| match random.one_in(6) {
