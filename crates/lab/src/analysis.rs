@@ -4,6 +4,8 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use harness::histogram::Histogram;
+
 use crate::journal::{Cell, Journal, Sample};
 use crate::plan::words::Expect;
 use crate::plan::{Case, Plan, Workload};
@@ -11,7 +13,7 @@ use crate::schedule::Schedule;
 use crate::stats::judge::ERROR_RATE;
 use crate::stats::sequential::Moments;
 use crate::stats::{
-    Histogram, Interval, Judge, Sequential, Verdict, median, median::bootstrap, median_interval,
+    Interval, Judge, Sequential, Verdict, median, median::bootstrap, median_interval,
 };
 
 /// A result, analysed.

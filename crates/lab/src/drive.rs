@@ -9,13 +9,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
+use harness::histogram::{Bins, Histogram};
+use harness::random::Rng;
 
 use crate::fio::{Interval, Run};
 use crate::guest::Stop;
 use crate::host::now_ms;
 use crate::plan::words::{Arrival, Rw};
 use crate::plan::{Settings, Workload};
-use crate::stats::{Bins, Histogram, Rng};
 use crate::vhost::{DESCRIPTORS, Device, QUEUE_SIZE_MAX, Queue, Shape};
 
 /// Bytes under way at most, over all volumes: they are memory.
@@ -285,7 +286,7 @@ impl Lane {
         let write = match load.rw {
             Rw::Read | Rw::RandRead => false,
             Rw::Write | Rw::RandWrite => true,
-            Rw::ReadWrite | Rw::RandRw => self.rng.below(100) >= load.rwmixread as usize,
+            Rw::ReadWrite | Rw::RandRw => self.rng.below(100) >= u64::from(load.rwmixread),
         };
         let block = match load.rw {
             Rw::Read | Rw::Write | Rw::ReadWrite => {
@@ -293,7 +294,7 @@ impl Lane {
                 self.next_block = (block + 1) % self.blocks;
                 block
             }
-            _ => self.rng.below(self.blocks as usize) as u64,
+            _ => self.rng.below(self.blocks),
         };
         (write, block)
     }

@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use harness::histogram::Histogram;
+use harness::histogram::fio_bin_ns;
 use serde_json::Value;
 use thiserror::Error;
 
 use crate::plan::Workload;
-use crate::stats::Histogram;
-use crate::stats::histogram::fio_bin_ns;
 
 /// Most jobs of an answer, and most intervals of a job: a day of seconds.
 const JOBS_MAX: usize = 4096;

@@ -5,7 +5,6 @@
 
 mod initrd;
 mod qemu;
-mod qmp;
 mod shell;
 mod ssh;
 
@@ -13,7 +12,6 @@ pub use harness::initramfs::Kernel;
 pub use harness::paths::find_program;
 pub use initrd::write as write_initramfs;
 pub use qemu::{Accel, Boot, Guest, Setup, Volume, accel, is_block_device, version};
-pub use qmp::Qmp;
 pub use shell::{Answer, Host, Shell};
 pub use ssh::Ssh;
 

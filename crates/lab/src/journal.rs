@@ -7,12 +7,12 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use harness::histogram::Histogram;
 use serde::{Deserialize, Serialize};
 
 use crate::host::Facts;
 use crate::plan::Plan;
 use crate::run::search::RATES_MAX;
-use crate::stats::Histogram;
 use crate::window::Point;
 
 /// The journal's name in a result's folder.

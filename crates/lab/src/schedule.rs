@@ -6,9 +6,11 @@
 
 use std::time::Duration;
 
+use harness::random::Rng;
+
 use crate::plan::Plan;
 use crate::stats::judge::pairs_needed;
-use crate::stats::{Judge, Rng, Verdict};
+use crate::stats::{Judge, Verdict};
 
 /// One guest's life: a configuration is booted, and loads run in it one after the other.
 #[derive(Clone, Debug, PartialEq, Eq)]

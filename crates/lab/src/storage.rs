@@ -9,13 +9,13 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use harness::random::Rng;
 use serde_json::Value;
 
 use crate::guest::{Stop, tail};
 use crate::plan::units::size_text;
 use crate::plan::words::{Cache, Format};
 use crate::plan::{Backing, IoThread, Server, Settings};
-use crate::stats::Rng;
 
 /// Files that the lab makes, and removes when it is done.
 #[derive(Debug)]

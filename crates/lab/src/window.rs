@@ -1,9 +1,9 @@
 //! What counts: the time in which all jobs of all guests ran, and nothing before or after.
 
+use harness::histogram::Histogram;
 use serde::{Deserialize, Serialize};
 
 use crate::fio::{Interval, Run};
-use crate::stats::Histogram;
 
 /// A stretch of the host's time, in milliseconds since 1970.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

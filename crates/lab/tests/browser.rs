@@ -5,11 +5,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use harness::histogram::Histogram;
+use harness::random::Rng;
 use lab::analysis::Analysis;
 use lab::guest::find_program;
 use lab::journal::{BootRecord, Ceiling, Cell, Header, Journal, Record, Sample};
 use lab::plan::Plan;
-use lab::stats::{Histogram, Rng};
 use lab::window::Point;
 
 /// What the page is asked when it stands. Every text must lie within its drawing, and apart from all others; every

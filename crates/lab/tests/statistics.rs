@@ -3,10 +3,11 @@
 
 use std::sync::Arc;
 
+use harness::random::Rng;
 use lab::schedule::Schedule;
 use lab::stats::judge::pairs_needed;
 use lab::stats::sequential::{Moments, PAIRS_MIN};
-use lab::stats::{Judge, Rng, Sequential, Verdict, median_interval};
+use lab::stats::{Judge, Sequential, Verdict, median_interval};
 
 const LEVEL: f64 = 0.95;
 

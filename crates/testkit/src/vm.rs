@@ -6,14 +6,13 @@
 
 mod boot;
 mod moving;
-mod qmp;
 mod system;
 
 pub use boot::{install_loader, missing_loader};
 pub use harness::initramfs::{Kernel, kernel_cache};
 pub use harness::paths::{cache_dir, find_program};
+pub use harness::qmp::Qmp;
 pub use moving::{Moved, run_moving};
-pub use qmp::Qmp;
 pub use system::install;
 
 use crate::qemu::Release;

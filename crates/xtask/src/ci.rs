@@ -112,7 +112,7 @@ const BORDERS: &[(&str, &[&str])] = &[
         ],
     ),
     ("testkit", &["block", "driver", "harness"]),
-    ("xtask", &["lab", "testkit"]),
+    ("xtask", &["harness", "lab", "testkit"]),
 ];
 
 fn borders() -> Result<()> {

@@ -10,10 +10,11 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use harness::qmp::Qmp;
 use serde_json::{Value, json};
 
 use super::shell::Port;
-use super::{Answer, Kernel, Qmp, Shell, Ssh, Stop, find_program, tail};
+use super::{Answer, Kernel, Shell, Ssh, Stop, find_program, tail};
 use crate::plan::words::{Cache, Device, Syntax};
 use crate::plan::{Backing, IoThread, Settings};
 

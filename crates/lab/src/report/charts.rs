@@ -1,9 +1,11 @@
 //! The charts of a report.
 
+use harness::histogram::Histogram;
+
 use super::svg::{Anchor, Svg, short, ticks, width};
 use crate::analysis::{Analysis, Question};
 use crate::plan::workload::KEYS;
-use crate::stats::{Histogram, Verdict};
+use crate::stats::Verdict;
 
 /// Colours of the page's style: what a chart does not have room for is in the table.
 pub const COLOURS: usize = 8;

@@ -2,12 +2,13 @@
 
 use std::fmt::Write as _;
 
+use harness::histogram::Histogram;
+
 use super::advice::advice;
 use super::charts::{self, Grid, Series, latency, percent};
 use super::svg::{escape, short};
 use crate::analysis::{Analysis, Outcome, Question};
 use crate::plan::words::Against;
-use crate::stats::Histogram;
 
 const STYLE: &str = include_str!("style.css");
 

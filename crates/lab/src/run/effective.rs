@@ -106,7 +106,7 @@ pub fn of_qemu(guest: &Guest, settings: &Settings) -> Result<Effective> {
     );
     add(
         "iothreads",
-        qmp.execute("query-iothreads", &json!({}))
+        qmp.execute("query-iothreads", json!({}))
             .ok()
             .map(|list| list.as_array().map_or(0, Vec::len).into()),
     );
@@ -121,7 +121,7 @@ pub fn of_qemu(guest: &Guest, settings: &Settings) -> Result<Effective> {
     ] {
         add(key, qmp.property(device, property));
     }
-    let nodes = qmp.execute("query-named-block-nodes", &json!({ "flat": true }))?;
+    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     let node = nodes
         .as_array()
         .into_iter()

@@ -185,7 +185,7 @@ mod tests {
         });
         one("behind", &|_, _, workload, _| workload.rate = Some(1100));
         one("few", &|sample, _, _, _| {
-            sample.latencies = crate::stats::Histogram::default()
+            sample.latencies = harness::histogram::Histogram::default()
         });
         one("changed", &|sample, _, _, _| sample.mean_ns = -1.0);
     }

@@ -1,6 +1,6 @@
 //! Medians and quantiles of few samples, with intervals.
 
-use super::rng::Rng;
+use harness::random::Rng;
 
 /// An interval, and how often such a one covers the truth.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -79,7 +79,7 @@ pub fn bootstrap<T>(
         .map(|_| {
             let draw: Vec<&T> = samples
                 .iter()
-                .map(|_| &samples[rng.below(samples.len())])
+                .map(|_| &samples[rng.index(samples.len())])
                 .collect();
             statistic(&draw)
         })

@@ -5,7 +5,8 @@
 //! That probability is known: the path of t statistics does not depend on the noise, so it is simulated, once, with a
 //! fixed seed.
 
-use super::rng::Rng;
+use harness::random::Rng;
+
 use super::student::{above, quantile};
 
 /// Fewest pairs that anything is decided on.

@@ -2,15 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use harness::qmp::Qmp;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::json;
 
 use super::client::{PacedJob, PacedSample};
 use crate::bench::backing::{NULL_BYTES, Prepared};
@@ -274,7 +273,8 @@ impl Running {
     /// measurement: ringdisk measures latencies from then on.
     pub fn polling(&self) -> Option<Polling> {
         let control = self.control.as_ref()?;
-        let answer = ask(control, "x-ringdisk-stats").ok()?;
+        let mut qmp = Qmp::connect(control).ok()?;
+        let answer = qmp.execute("x-ringdisk-stats", json!({})).ok()?;
         let mut sum = Polling::default();
         for thread in answer["iothreads"].as_array()? {
             let count = |key: &str| thread[key].as_u64().unwrap_or(0);
@@ -330,30 +330,6 @@ fn kind_of(target: &Path) -> String {
         None if text.starts_with("/memfd:") => "memfd".into(),
         None => "file".into(),
     }
-}
-
-/// One QMP command without arguments, and what it returns.
-fn ask(control: &Path, command: &str) -> anyhow::Result<Value> {
-    let mut stream = UnixStream::connect(control)?;
-    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
-    let mut lines = BufReader::new(stream.try_clone()?).lines();
-    for command in ["qmp_capabilities", command] {
-        writeln!(stream, "{{\"execute\": \"{command}\"}}")?;
-    }
-    // The greeting, the answer to the first command, and maybe events, have no such member that is full.
-    for line in &mut lines {
-        let answer: Value = serde_json::from_str(&line?)?;
-        if let Some(error) = answer.get("error") {
-            bail!("{command}: {error}");
-        }
-        match answer.get("return") {
-            Some(value) if value.as_object().is_some_and(|it| !it.is_empty()) => {
-                return Ok(value.clone());
-            }
-            _ => {}
-        }
-    }
-    bail!("{command}: no answer")
 }
 
 #[cfg(test)]

@@ -1,29 +1,35 @@
-//! Commands from tests to QEMU while a guest runs (QEMU's QMP specification).
+//! A QMP client, for QEMU and for ringdisk.
 
-use anyhow::{Context, Result, bail};
-use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// A connection to QEMU's monitor.
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+
+/// The longest message that is read.
+const MESSAGE_MAX: u64 = 16 << 20;
+
+/// A connection to a QMP socket.
 pub struct Qmp(BufReader<UnixStream>);
 
 impl Qmp {
     /// Connects and negotiates.
     ///
     /// # Errors
-    /// No process listens, or it is not QEMU.
+    /// No process listens, or it does not speak QMP.
     pub fn connect(socket: &Path) -> Result<Qmp> {
         let stream = UnixStream::connect(socket)
             .with_context(|| format!("connecting to {}", socket.display()))?;
         stream.set_read_timeout(Some(Duration::from_secs(60)))?;
         let mut qmp = Qmp(BufReader::new(stream));
         let greeting = qmp.read()?;
-        if greeting.get("QMP").is_none() {
-            bail!("QEMU greeted with {greeting}");
-        }
+        ensure!(
+            greeting.get("QMP").is_some(),
+            "{} greeted with {greeting}",
+            socket.display()
+        );
         qmp.execute("qmp_capabilities", json!({}))?;
         Ok(qmp)
     }
@@ -31,19 +37,24 @@ impl Qmp {
     /// Executes a command; events that arrive meanwhile are skipped.
     ///
     /// # Errors
-    /// QEMU refuses the command.
+    /// The command fails, or the connection is closed.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
-        let message = json!({ "execute": command, "arguments": arguments });
-        writeln!(self.0.get_ref(), "{message}")?;
+        self.send(command, arguments)?;
         loop {
             let mut answer = self.read()?;
             if let Some(error) = answer.get("error") {
-                bail!("{command}: {error}");
+                bail!("the QMP command {command} failed: {error}");
             }
             if let Some(result) = answer.get_mut("return") {
                 return Ok(result.take());
             }
         }
+    }
+
+    /// A property of an object; `None` if the object does not have it.
+    pub fn property(&mut self, path: &str, property: &str) -> Option<Value> {
+        self.execute("qom-get", json!({ "path": path, "property": property }))
+            .ok()
     }
 
     /// Plugs in a memory module that is shared with the server of the guest's disks.
@@ -84,8 +95,7 @@ impl Qmp {
     /// QEMU or the guest refuses.
     pub fn unplug(&mut self, name: &str) -> Result<()> {
         // Not `execute`, which would skip events that arrive before QEMU's reply.
-        let message = json!({ "execute": "device_del", "arguments": { "id": name } });
-        writeln!(self.0.get_ref(), "{message}")?;
+        self.send("device_del", json!({ "id": name }))?;
         loop {
             let message = self.read()?;
             if message.get("error").is_some() || message["event"] == "MEM_UNPLUG_ERROR" {
@@ -97,9 +107,17 @@ impl Qmp {
         }
     }
 
+    fn send(&mut self, command: &str, arguments: Value) -> Result<()> {
+        let message = json!({ "execute": command, "arguments": arguments });
+        writeln!(self.0.get_ref(), "{message}").context("sending a QMP command")
+    }
+
     fn read(&mut self) -> Result<Value> {
         let mut line = String::new();
-        self.0.read_line(&mut line).context("reading from QEMU")?;
-        serde_json::from_str(&line).with_context(|| format!("QEMU said {line:?}"))
+        (&mut self.0)
+            .take(MESSAGE_MAX)
+            .read_line(&mut line)
+            .context("reading a QMP reply")?;
+        serde_json::from_str(&line).with_context(|| format!("the QMP reply is not JSON: {line:?}"))
     }
 }

@@ -1,11 +1,11 @@
-//! Latencies, counted. Percentiles of several guests are those of all their requests together: a mean of percentiles
-//! is a percentile of nothing.
+//! Histograms of latencies. Percentiles of several guests are computed from the merged histogram: a mean of percentiles
+//! is not a percentile.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// Requests by their latency in nanoseconds, as fine as fio counts them (1.6 %).
+/// The number of requests by latency in nanoseconds, with fio's resolution (1.6 %).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Vec<(u64, u64)>", into = "Vec<(u64, u64)>")]
 pub struct Histogram(BTreeMap<u64, u64>);
@@ -27,7 +27,7 @@ impl From<Histogram> for Vec<(u64, u64)> {
 }
 
 impl Histogram {
-    /// Counts requests of one latency.
+    /// Adds requests with the same latency.
     pub fn add(&mut self, latency_ns: u64, requests: u64) {
         if requests > 0 {
             let count = self.0.entry(latency_ns).or_default();
@@ -35,7 +35,7 @@ impl Histogram {
         }
     }
 
-    /// Counts those of another too.
+    /// Adds all requests of another histogram.
     pub fn merge(&mut self, other: &Self) {
         other
             .0
@@ -43,7 +43,7 @@ impl Histogram {
             .for_each(|(latency, requests)| self.add(*latency, *requests));
     }
 
-    /// The same, counted less finely: each latency to 3 %.
+    /// A copy with a resolution of 3 %.
     #[must_use]
     pub fn coarse(&self) -> Self {
         let mut coarse = Self::default();
@@ -54,14 +54,14 @@ impl Histogram {
         coarse
     }
 
-    /// All requests.
+    /// The number of requests.
     pub fn requests(&self) -> u64 {
         self.0
             .values()
             .fold(0, |sum, requests| sum.saturating_add(*requests))
     }
 
-    /// The latency that `share` (0.99) of all requests do not exceed; `None` without any.
+    /// The latency that `share` (0.99) of the requests do not exceed; `None` without requests.
     pub fn percentile(&self, share: f64) -> Option<u64> {
         let wanted = (share * self.requests() as f64).ceil().max(1.0) as u64;
         let mut seen: u64 = 0;
@@ -74,7 +74,7 @@ impl Histogram {
             .map(|(latency, _)| *latency)
     }
 
-    /// The mean; `None` without any.
+    /// The mean latency; `None` without requests.
     pub fn mean(&self) -> Option<f64> {
         let sum: f64 = self
             .0
@@ -84,7 +84,7 @@ impl Histogram {
         (!self.0.is_empty()).then(|| sum / self.requests() as f64)
     }
 
-    /// Latencies with their counts, from the shortest.
+    /// Latencies with their counts, shortest first.
     pub fn iter(&self) -> impl Iterator<Item = (u64, u64)> {
         self.0
             .iter()
@@ -103,7 +103,7 @@ pub fn fio_bin_ns(bin: usize) -> u64 {
     (((1 << BITS) + step) << shift) + (1_u64 << shift) / 2
 }
 
-/// Latencies as they are counted while requests run: in fio's bins, without a search for each.
+/// Counts latencies while requests run, in fio's bins: adding one needs no search.
 #[derive(Clone, Debug)]
 pub struct Bins([u64; BINS]);
 
@@ -122,7 +122,7 @@ impl Bins {
         self.0[fio_bin(latency_ns)] += 1;
     }
 
-    /// Counts them in a histogram, and begins anew.
+    /// Moves all counts to a histogram.
     pub fn move_to(&mut self, histogram: &mut Histogram) {
         for (bin, requests) in self.0.iter_mut().enumerate() {
             histogram.add(fio_bin_ns(bin), std::mem::take(requests));
@@ -130,7 +130,7 @@ impl Bins {
     }
 }
 
-/// The bin of a latency; those beyond the last are in it.
+/// The bin of a latency; the last bin also counts all longer ones.
 fn fio_bin(latency_ns: u64) -> usize {
     let bits = 64 - latency_ns.leading_zeros() as usize;
     let shift = bits.saturating_sub(7);

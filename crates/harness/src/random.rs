@@ -1,5 +1,4 @@
-//! Random numbers that are the same for the same seed, in every version of this program: a recorded seed gives the
-//! recorded order again.
+//! Random numbers. A seed gives the same numbers in every version of this program: journals record seeds.
 
 /// xoshiro256++ (Blackman and Vigna, 2019), seeded by splitmix64.
 #[derive(Clone, Debug)]
@@ -32,27 +31,32 @@ impl Rng {
         result
     }
 
-    /// A number below `end`, which is not 0.
-    pub fn below(&mut self, end: usize) -> usize {
-        // The bias is below 2^-40 for all that is shuffled here.
-        ((u128::from(self.bits()) * end as u128) >> 64) as usize
+    /// A number below `end`, which must not be 0.
+    pub fn below(&mut self, end: u64) -> u64 {
+        // The bias is below 2^-20 for ranges as large as disks.
+        ((u128::from(self.bits()) * u128::from(end)) >> 64) as u64
     }
 
-    /// A number from 0 to 1, without 1.
+    /// The index of one of `len` items; `len` must not be 0.
+    pub fn index(&mut self, len: usize) -> usize {
+        self.below(len as u64) as usize
+    }
+
+    /// A number in 0..1.
     pub fn unit(&mut self) -> f64 {
         (self.bits() >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// A number of the normal distribution with mean 0 and deviation 1 (Box and Muller).
+    /// A number from the normal distribution with mean 0 and standard deviation 1 (Box and Muller).
     pub fn normal(&mut self) -> f64 {
         let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
         radius * (std::f64::consts::TAU * self.unit()).cos()
     }
 
-    /// Brings items into any order, each as likely (Fisher and Yates).
+    /// Shuffles the items; every order is equally likely (Fisher and Yates).
     pub fn shuffle<T>(&mut self, items: &mut [T]) {
         for end in (2..=items.len()).rev() {
-            items.swap(end - 1, self.below(end));
+            items.swap(end - 1, self.index(end));
         }
     }
 }
