@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use block::SECTOR_BYTES;
 use datapath::{Disk, IoThread, QueueId};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
-use guest::{Device, FrontendChannel, NewQueue, RingBase, RingError, Stopped};
+use guest::{Device, FrontendChannel, NewQueue, RingBase, RingError, StoppedRing};
 use tracing::{error, info, warn};
 
 use crate::export::ExportError;
@@ -304,8 +304,8 @@ impl Device for BlockDevice<'_> {
         self.served.disk.ring_failed(ring, error);
     }
 
-    fn unrecorded(&self, ring: u16, size: u16) {
-        self.served.disk.ring_unrecorded(ring, size);
+    fn untracked(&self, ring: u16, size: u16) {
+        self.served.disk.ring_untracked(ring, size);
     }
 
     fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()> {
@@ -323,8 +323,8 @@ impl Device for BlockDevice<'_> {
         Ok(())
     }
 
-    fn stop(&mut self, ring: u16) -> Stopped {
-        let nowhere = Stopped {
+    fn stop(&mut self, ring: u16) -> StoppedRing {
+        let nowhere = StoppedRing {
             base: RingBase(0),
             unfinished: false,
         };
@@ -345,10 +345,10 @@ impl Device for BlockDevice<'_> {
         })
     }
 
-    fn rest(&mut self, moving: bool) -> io::Result<()> {
+    fn quiesce(&mut self, migrating: bool) -> io::Result<()> {
         let draining = std::mem::take(&mut self.draining);
         let node = self.served.node();
-        if !moving && node.spec.lock == Lock::Always {
+        if !migrating && node.spec.lock == Lock::Always {
             return Ok(());
         }
         let (name, began) = (&self.served.disk.name, Instant::now());
@@ -356,7 +356,7 @@ impl Device for BlockDevice<'_> {
             // What it has not answered may still be written.
             let e = "its storage has not answered all requests";
             error!("disk {name}: is not left to another host: {e}");
-            return match moving {
+            return match migrating {
                 true => Err(io::Error::other(e)),
                 // It stays here until its VM has stopped once more, or its front-end is gone.
                 false => Ok(()),
@@ -369,7 +369,7 @@ impl Device for BlockDevice<'_> {
                 info!(
                     "disk {name}: its VM has stopped{}; the lock of {} is given up, after {:.1} ms to finish \
                      what was under way and {:.1} ms to make it durable",
-                    if moving { " to go on elsewhere" } else { "" },
+                    if migrating { " to go on elsewhere" } else { "" },
                     node.filename,
                     ms(draining),
                     ms(began.elapsed()),
@@ -387,10 +387,15 @@ impl Device for BlockDevice<'_> {
         !self.served.disk.is_abandoned()
     }
 
-    fn set_signals(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>) {
+    fn set_event_fds(
+        &mut self,
+        ring: u16,
+        call: Option<Arc<OwnedFd>>,
+        error: Option<Arc<OwnedFd>>,
+    ) {
         if let Some(running) = self.running[usize::from(ring)] {
             let thread = &self.thread(ring).thread;
-            thread.set_signals(running.queue, call, error);
+            thread.set_event_fds(running.queue, call, error);
         }
     }
 }

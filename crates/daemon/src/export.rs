@@ -12,7 +12,7 @@ use std::{io, mem};
 use block::{CacheMode, Request};
 use control::{BlockErrorAction, BlockIoError, BlockIoResumed, Event, EventHub, IoOperationType};
 use datapath::{Disk, IoAction, IoEvent, IoFailure, LogLimiter, Measuring};
-use guest::{End, Saved};
+use guest::{SavedSession, SessionEnd};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use thiserror::Error;
 use tracing::{error, info, warn};
@@ -102,7 +102,7 @@ pub struct Around {
 /// copies; it goes on with its own unless it is told to leave.
 pub struct Paused {
     pub listener: OwnedFd,
-    pub connection: Option<(OwnedFd, Saved)>,
+    pub connection: Option<(OwnedFd, SavedSession)>,
     /// Told when somebody else goes on. Dropped, it is this export that does.
     pub leave: Sender<()>,
 }
@@ -342,7 +342,7 @@ fn io_error(export: &str, node: &str, failure: &IoFailure) -> Event {
 /// With whom to begin.
 #[derive(Default)]
 struct First {
-    session: Option<(UnixStream, Saved)>,
+    session: Option<(UnixStream, SavedSession)>,
     /// Nobody is served before it opens.
     gate: Option<Arc<Gate>>,
 }
@@ -441,20 +441,20 @@ impl Frontends {
     fn serve_one(
         &self,
         socket: UnixStream,
-        saved: Option<Saved>,
+        saved: Option<SavedSession>,
         stop: BorrowedFd<'_>,
-    ) -> Option<Option<(UnixStream, Saved)>> {
+    ) -> Option<Option<(UnixStream, SavedSession)>> {
         let name = &self.name;
         self.connected.store(true, Ordering::Relaxed);
         let mut device = BlockDevice::new(&self.device);
         let (end, saved) = guest::serve_from(&socket, &mut device, stop, saved);
         self.connected.store(false, Ordering::Relaxed);
         match end {
-            End::Disconnected => self.lines.disconnected.log(|left_out| {
+            SessionEnd::Disconnected => self.lines.disconnected.log(|left_out| {
                 info!("disk {name}: front-end disconnected{left_out}");
             }),
-            End::Stopped => return Some(saved.map(|saved| (socket, saved))),
-            End::Failed(e) => self.lines.cut_off.log(|left_out| {
+            SessionEnd::Stopped => return Some(saved.map(|saved| (socket, saved))),
+            SessionEnd::Failed(e) => self.lines.cut_off.log(|left_out| {
                 warn!("disk {name}: front-end cut off: {e}{left_out}");
             }),
         }
@@ -481,9 +481,9 @@ impl Frontends {
     /// don't. `None` if this is the end.
     fn paused(
         &mut self,
-        session: Option<(UnixStream, Saved)>,
+        session: Option<(UnixStream, SavedSession)>,
         stop: BorrowedFd<'_>,
-    ) -> Option<Option<(UnixStream, Saved)>> {
+    ) -> Option<Option<(UnixStream, SavedSession)>> {
         // It is not to be stopped again by the same word.
         let _ = rustix::io::read(stop, &mut [0; 8]);
         if self.stopping.load(Ordering::Acquire) {
@@ -498,7 +498,7 @@ impl Frontends {
         };
         let copy = || {
             let listener = self.socket.listener.as_fd().try_clone_to_owned()?;
-            let copy = |(socket, saved): &(UnixStream, Saved)| {
+            let copy = |(socket, saved): &(UnixStream, SavedSession)| {
                 Ok::<_, io::Error>((socket.as_fd().try_clone_to_owned()?, saved.clone()))
             };
             Ok::<_, io::Error>((listener, session.as_ref().map(copy).transpose()?))

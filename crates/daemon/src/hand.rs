@@ -406,7 +406,7 @@ pub fn check(bytes: &[u8]) {
         let count = session.descriptors.min(64);
         let fds = (0..count).map(|_| eventfd(0, EventfdFlags::CLOEXEC));
         let fds: Vec<_> = fds.collect::<Result<_, _>>().expect("descriptors");
-        if let Ok(saved) = guest::Saved::parse(&session.words, fds) {
+        if let Ok(saved) = guest::SavedSession::parse(&session.words, fds) {
             assert_eq!(saved.words(), session.words);
             assert_eq!(saved.descriptors().len(), count);
         }

@@ -12,7 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use engine::Identity;
-use guest::Saved;
+use guest::SavedSession;
 use rustix::fs::{OFlags, fcntl_getfl};
 use tracing::warn;
 
@@ -74,7 +74,7 @@ pub struct InheritedExport {
     pub made: Option<Identity>,
     /// What its guest has been served, if that is a file and here.
     pub file: Option<FileIdentity>,
-    pub session: Option<(UnixStream, Saved)>,
+    pub session: Option<(UnixStream, SavedSession)>,
     pub write_cache: Option<bool>,
     pub capacity_read: Option<u64>,
     /// Nobody is to be served before it opens.
@@ -162,7 +162,7 @@ impl Inherited {
                     let connection = next()?.into();
                     let its = (0..session.descriptors).map(|_| next());
                     let its = its.collect::<io::Result<Vec<_>>>()?;
-                    let saved = Saved::parse(&session.words, its)
+                    let saved = SavedSession::parse(&session.words, its)
                         .map_err(|_| io::Error::other("a session came that is none"))?;
                     Some((connection, saved))
                 }

@@ -593,7 +593,7 @@ struct PausedExport {
     write_cache: Option<bool>,
     capacity_read: Option<u64>,
     listener: OwnedFd,
-    connection: Option<(OwnedFd, guest::Saved)>,
+    connection: Option<(OwnedFd, guest::SavedSession)>,
     leave: Sender<()>,
 }
 

@@ -422,7 +422,7 @@ impl Disk {
     }
 
     /// Logs that a queue is served without a record of its requests in flight.
-    pub fn ring_unrecorded(&self, ring: u16, size: u16) {
+    pub fn ring_untracked(&self, ring: u16, size: u16) {
         self.errors.log(|left_out| {
             warn!(
                 "disk {}: queue {ring} is served without a record of its requests in flight: the region that the \

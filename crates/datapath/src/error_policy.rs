@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use block::{Engine, OnError, Request, explain};
-use guest::Stopped;
+use guest::StoppedRing;
 use guest::blk::Status;
 use rustix::io::Errno;
 use tracing::{error, info, warn};
@@ -490,7 +490,7 @@ impl<E: Engine> Worker<E> {
         );
         let base = queue.ring.base();
         self.notify_queue(number);
-        let _ = reply.send(Stopped {
+        let _ = reply.send(StoppedRing {
             base,
             unfinished: true,
         });

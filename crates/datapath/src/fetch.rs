@@ -110,7 +110,7 @@ impl<E: Engine> Worker<E> {
         let Some(queue) = &mut self.queues[number] else {
             return Ok(FetchResult::Nothing);
         };
-        let waiting = usize::from(queue.ring.waiting()?);
+        let waiting = usize::from(queue.ring.available()?);
         if waiting == 0 {
             return Ok(FetchResult::Nothing);
         }
@@ -291,7 +291,7 @@ impl<E: Engine> Worker<E> {
                 queue.ring.base(),
             );
         });
-        queue.report(&self.signals);
+        queue.report(&self.notifier);
     }
 }
 

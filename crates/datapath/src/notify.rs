@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use block::Engine;
-use guest::{HeldUp, Signals};
+use guest::{Blocked, Notifier};
 use tracing::warn;
 
 use crate::disk::Disk;
@@ -46,9 +46,9 @@ impl<E: Engine> Worker<E> {
             return;
         };
         queue.tally.count(queue.slots.taken());
-        let mark_blocking = queue.ring.publish() && queue.interrupt(&self.signals).is_err();
+        let mark_blocking = queue.ring.publish() && queue.interrupt(&self.notifier).is_err();
         if queue.marked.is_some() {
-            queue.tell_marks(&self.signals);
+            queue.tell_marks(&self.notifier);
         }
         queue.tally.publish();
         if mark_blocking {
@@ -60,7 +60,7 @@ impl<E: Engine> Worker<E> {
     #[cold]
     pub fn interrupt(&mut self, number: usize) {
         if let Some(queue) = &self.queues[number]
-            && queue.interrupt(&self.signals).is_err()
+            && queue.interrupt(&self.notifier).is_err()
         {
             self.mark_blocking(number);
         }
@@ -93,11 +93,11 @@ impl<E: Engine> Worker<E> {
 
 impl Queue {
     #[inline]
-    fn interrupt(&self, signals: &Signals) -> Result<(), HeldUp> {
+    fn interrupt(&self, notifier: &Notifier) -> Result<(), Blocked> {
         match &self.call {
-            Interrupt::ByWrite(event) => signals.send(event),
+            Interrupt::ByWrite(event) => notifier.notify(event),
             Interrupt::ByAio(event) => {
-                self.send_with_care(signals, event);
+                self.notify_by_aio(notifier, event);
                 Ok(())
             }
             Interrupt::None => Ok(()),
@@ -105,25 +105,25 @@ impl Queue {
     }
 
     /// Tells the front-end that the queue is given up.
-    pub fn report(&self, signals: &Signals) {
+    pub fn report(&self, notifier: &Notifier) {
         if let Some(error) = &self.error {
-            self.send_with_care(signals, error);
+            self.notify_by_aio(notifier, error);
         }
     }
 
     /// Tells the front-end to look at its dirty log, if there is anything new.
     #[cold]
-    fn tell_marks(&mut self, signals: &Signals) {
+    fn tell_marks(&mut self, notifier: &Notifier) {
         if self.ring.take_marked()
             && let Some(marked) = &self.marked
         {
-            self.send_with_care(signals, marked);
+            self.notify_by_aio(notifier, marked);
         }
     }
 
     #[cold]
-    fn send_with_care(&self, signals: &Signals, event: &OwnedFd) {
-        if let Err(e) = signals.send_with_care(event) {
+    fn notify_by_aio(&self, notifier: &Notifier, event: &OwnedFd) {
+        if let Err(e) = notifier.notify_by_aio(event) {
             self.disk.errors.log(|left_out| {
                 warn!(
                     "disk {}: a signal to the front-end of queue {} is lost: {e} (is fs.aio-max-nr too \

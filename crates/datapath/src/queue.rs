@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
 use block::{FileId, Segment, Token};
-use guest::{Lost, NewQueue, Stopped, Virtqueue};
+use guest::{NewQueue, SessionAbort, StoppedRing, Virtqueue};
 use image::Image;
 
 use crate::admit::HeldRequests;
@@ -48,7 +48,7 @@ pub(crate) struct Queue {
     /// Told that something may have been marked in the dirty log.
     pub marked: Option<Arc<OwnedFd>>,
     /// Told when this thread cannot go on.
-    pub lost: Lost,
+    pub abort: SessionAbort,
 }
 
 pub(crate) enum QueueState {
@@ -63,7 +63,7 @@ pub(crate) enum QueueState {
     /// Nothing is fetched any more; whoever asked is told when nothing is under way, or at `until`, in
     /// nanoseconds of the monotonic clock.
     Stopping {
-        reply: Sender<Stopped>,
+        reply: Sender<StoppedRing>,
         is_retired: bool,
         until: u64,
     },
@@ -97,7 +97,7 @@ impl Queue {
             call: Interrupt::new(new.call, &disk),
             error: new.error,
             marked: new.marked,
-            lost: new.lost,
+            abort: new.abort,
             disk,
         };
         queue.update_content(thread_disk);

@@ -8,7 +8,7 @@ use std::sync::{Arc, mpsc::Receiver};
 use std::thread::{self, JoinHandle};
 
 use block::Engine;
-use guest::{NewQueue, Stopped};
+use guest::{NewQueue, StoppedRing};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::activity::{Activity, ThreadStats};
@@ -39,9 +39,9 @@ pub(crate) enum Command {
     },
     Stop {
         queue: QueueId,
-        reply: Sender<Stopped>,
+        reply: Sender<StoppedRing>,
     },
-    Signals {
+    SetEventFds {
         queue: QueueId,
         call: Option<Arc<OwnedFd>>,
         error: Option<Arc<OwnedFd>>,
@@ -132,7 +132,7 @@ impl IoThread {
     ///
     /// # Errors
     /// The thread has ended, with a line in the log that says why.
-    pub fn stop(&self, queue: QueueId) -> io::Result<Stopped> {
+    pub fn stop(&self, queue: QueueId) -> io::Result<StoppedRing> {
         let (reply, result) = mpsc::channel();
         self.send(Command::Stop { queue, reply });
         answer(&result)
@@ -140,14 +140,14 @@ impl IoThread {
 
     /// Changes where a queue signals to, and returns once it does: a front-end that sends one descriptor after
     /// another goes at the thread's pace.
-    pub fn set_signals(
+    pub fn set_event_fds(
         &self,
         queue: QueueId,
         call: Option<Arc<OwnedFd>>,
         error: Option<Arc<OwnedFd>>,
     ) {
         let (reply, result) = mpsc::channel();
-        self.send(Command::Signals {
+        self.send(Command::SetEventFds {
             queue,
             call,
             error,

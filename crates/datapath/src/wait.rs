@@ -120,7 +120,7 @@ impl<E: Engine> Worker<E> {
             for _ in 0..LOOKS {
                 for &number in &self.active {
                     if let Some(queue) = &mut self.queues[number]
-                        && queue.ring.waiting() != Ok(0)
+                        && queue.ring.available() != Ok(0)
                     {
                         return PollResult::Request;
                     }
@@ -146,7 +146,7 @@ impl<E: Engine> Worker<E> {
             let Some(queue) = &mut self.queues[self.active[i]] else {
                 continue;
             };
-            if queue.ring.waiting() != Ok(0) {
+            if queue.ring.available() != Ok(0) {
                 continue;
             }
             if queue.ring.enable_kicks() {

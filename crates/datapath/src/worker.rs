@@ -8,7 +8,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 
 use block::{Completion, Engine, Segment};
-use guest::{NewQueue, Signals, Stopped, Virtqueue};
+use guest::{NewQueue, Notifier, StoppedRing, Virtqueue};
 use rustix::io::Errno;
 use tracing::{error, info, warn};
 
@@ -81,7 +81,7 @@ pub(crate) struct Worker<E> {
     pub reaped_ns: u64,
     /// What the thread does with its time.
     pub activity: Arc<Activity>,
-    pub signals: Signals,
+    pub notifier: Notifier,
     commands: Receiver<Command>,
     /// Stops of queues that have not done yet what a predecessor left them.
     postponed: Vec<StopRequest>,
@@ -94,7 +94,7 @@ struct StopRequest {
     queue: QueueId,
     /// In nanoseconds of the monotonic clock.
     since: u64,
-    reply: Sender<Stopped>,
+    reply: Sender<StoppedRing>,
 }
 
 impl<E: Engine> Worker<E> {
@@ -132,7 +132,7 @@ impl<E: Engine> Worker<E> {
             instant: false,
             reaped_ns: 0,
             activity,
-            signals: Signals::new()?,
+            notifier: Notifier::new()?,
             commands,
             postponed: Vec::new(),
             wake,
@@ -179,7 +179,7 @@ impl<E: Engine> Worker<E> {
         let worker = &mut *mem::ManuallyDrop::new(self);
         for queue in worker.queues.iter_mut().flatten() {
             queue.state = QueueState::Retired;
-            queue.lost.tell();
+            queue.abort.trigger();
         }
         for thread_disk in worker.disks.iter().flatten().filter(|l| l.syncing) {
             thread_disk.coalescer().end(Errno::IO.raw_os_error());
@@ -244,7 +244,7 @@ impl<E: Engine> Worker<E> {
                     reply,
                 }),
                 Command::Resume { disk, report } => self.resume(&disk, report),
-                Command::Signals {
+                Command::SetEventFds {
                     queue: QueueId(number),
                     call,
                     error,
@@ -363,7 +363,7 @@ impl<E: Engine> Worker<E> {
         match &queue.state {
             QueueState::Stopping { reply, .. } => {
                 let reply = reply.clone();
-                let stopped = Stopped {
+                let stopped = StoppedRing {
                     base: queue.ring.base(),
                     unfinished: queue.unfinished,
                 };

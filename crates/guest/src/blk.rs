@@ -35,7 +35,7 @@ pub const F_RING_PACKED: u64 = 1 << c::VIRTIO_F_RING_PACKED;
 
 /// Features that only some disks offer. A guest that reconnects may have accepted them when its disk was on
 /// other storage or had other options; such requests are then answered as unsupported.
-pub const F_OF_SOME_DISKS: u64 =
+pub const F_DISK_DEPENDENT: u64 =
     1 << b::VIRTIO_BLK_F_DISCARD | 1 << b::VIRTIO_BLK_F_WRITE_ZEROES | 1 << b::VIRTIO_BLK_F_RO;
 
 /// Maximum length of a discard or write-zeroes request in bytes. It limits how long such a request takes if

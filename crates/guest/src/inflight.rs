@@ -16,8 +16,8 @@ use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use thiserror::Error;
 
-use crate::lost::Lost;
 use crate::memory::{Mapping, MemoryError, RegionLayout};
+use crate::sigbus::SessionAbort;
 use crate::virtqueue::{RingBase, RingError, Virtqueue};
 
 /// Alignment of each queue's part: queues do not share cache lines.
@@ -33,7 +33,7 @@ const PACKED_BYTES: (u64, u64) = (32, 32);
 const VERSION: u16 = 1;
 
 /// Stored in place of a version: a packed queue that has too few entries is being served.
-const UNRECORDED: u16 = 0xffff;
+const UNTRACKED: u16 = 0xffff;
 
 /// Stored in place of a version: a packed queue that has too few entries has stopped with nothing in flight;
 /// the field for the number of entries holds its position.
@@ -78,7 +78,7 @@ pub enum InflightError {
 impl InflightLayout {
     /// The layout for a front-end that asked for `queue_size` entries per queue; it is large enough for every
     /// ring that its guest may set up.
-    pub fn answering(queues: u16, queue_size: u16, packed: bool) -> Self {
+    pub fn for_request(queues: u16, queue_size: u16, packed: bool) -> Self {
         Self::new(queues, queue_size.clamp(ENTRIES_MIN, ENTRIES_MAX), packed)
     }
 
@@ -170,12 +170,12 @@ impl Inflight {
         Self::map_watched(layout, file, queues, None)
     }
 
-    /// Like [`map`](Self::map); `lost` is notified if the front-end truncates the file.
+    /// Like [`map`](Self::map); `abort` is notified if the front-end truncates the file.
     pub(crate) fn map_watched(
         layout: InflightLayout,
         file: impl Into<Arc<OwnedFd>>,
         queues: u16,
-        lost: Option<Lost>,
+        abort: Option<SessionAbort>,
     ) -> Result<Self, InflightError> {
         let file = file.into();
         layout.check(queues)?;
@@ -185,7 +185,7 @@ impl Inflight {
             user: 0,
             file_offset: layout.file_offset,
         };
-        let mapping = Mapping::new(region, &file, crate::memory::MAX_MAPPED_BYTES, lost)?;
+        let mapping = Mapping::new(region, &file, crate::memory::MAX_MAPPED_BYTES, abort)?;
         Ok(Self {
             layout,
             file,
@@ -263,7 +263,7 @@ impl InflightQueue {
                 }
             },
             // The record belongs to a larger ring that no longer exists.
-            UNRECORDED | PARKED => Ok(true),
+            UNTRACKED | PARKED => Ok(true),
             _ => Err(RingError::Inflight("is of a version that is not known")),
         }
     }
@@ -275,7 +275,7 @@ impl InflightQueue {
     pub(crate) fn parked(&self) -> Result<Option<RingBase>, RingError> {
         let preamble = self.preamble();
         match preamble.version.load(Ordering::Acquire) {
-            UNRECORDED => Err(RingError::Unrecorded),
+            UNTRACKED => Err(RingError::Untracked),
             PARKED => {
                 let position = preamble.entries.load(Ordering::Relaxed);
                 Ok(Some(RingBase::packed(position, position)))
@@ -286,7 +286,7 @@ impl InflightQueue {
 
     /// Records that a packed ring with too few entries is being served.
     pub(crate) fn unpark(&self) {
-        self.preamble().version.store(UNRECORDED, Ordering::Release);
+        self.preamble().version.store(UNTRACKED, Ordering::Release);
     }
 
     /// Records that a packed ring with too few entries has stopped, with nothing in flight.
@@ -383,7 +383,7 @@ mod tests {
     #[test]
     fn a_queue_lies_where_the_length_says() {
         for packed in [false, true] {
-            let answered = InflightLayout::answering(3, 128, packed);
+            let answered = InflightLayout::for_request(3, 128, packed);
             assert_eq!(answered, InflightLayout::new(3, 1024, packed));
             let file = Inflight::make(answered, 3).unwrap();
             for queue_size in [0, 1, 128, 1024, u16::MAX] {

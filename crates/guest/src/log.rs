@@ -15,8 +15,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use thiserror::Error;
 
-use crate::lost::Lost;
 use crate::memory::{MAX_MAPPED_BYTES, Mapping, MemoryError, RegionLayout};
+use crate::sigbus::SessionAbort;
 
 /// Bytes of guest memory per bit (VHOST_LOG_PAGE).
 const PAGE_BYTES: u64 = 4096;
@@ -63,14 +63,14 @@ pub struct DirtyLog {
 }
 
 impl DirtyLog {
-    /// Maps a log that a front-end sends. `lost` is notified if the front-end truncates the file.
+    /// Maps a log that a front-end sends. `abort` is notified if the front-end truncates the file.
     ///
     /// # Errors
     /// The log's length is invalid, it extends beyond its file, or it cannot be mapped.
     pub fn map(
         layout: LogLayout,
         file: impl Into<Arc<OwnedFd>>,
-        lost: Option<Lost>,
+        abort: Option<SessionAbort>,
     ) -> Result<Self, LogError> {
         let file = file.into();
         if !(1..=LOG_BYTES_MAX).contains(&layout.len) {
@@ -82,7 +82,7 @@ impl DirtyLog {
             user: 0,
             file_offset: layout.file_offset,
         };
-        let mapping = Mapping::new(region, &file, MAX_MAPPED_BYTES, lost)?;
+        let mapping = Mapping::new(region, &file, MAX_MAPPED_BYTES, abort)?;
         Ok(Self {
             mapping,
             layout,

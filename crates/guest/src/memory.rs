@@ -9,7 +9,7 @@ use block::Segment;
 use rustix::mm::{MapFlags, ProtFlags};
 use thiserror::Error;
 
-use crate::lost::{Guarded, Lost};
+use crate::sigbus::{SessionAbort, SigbusGuard};
 
 /// Maximum number of bytes that one front-end may have mapped: an eighth of the 128 TiB address space of a
 /// process on x86-64 (47 bits). Eight sessions with the largest guests fit, and no session can exhaust the
@@ -71,7 +71,7 @@ pub struct GuestMemory {
     /// Sorted by guest address, without overlap.
     regions: Vec<Region>,
     /// Notified if the front-end truncates a file.
-    lost: Option<Lost>,
+    abort: Option<SessionAbort>,
 }
 
 #[derive(Clone)]
@@ -91,12 +91,12 @@ pub(crate) struct Window {
 }
 
 impl GuestMemory {
-    /// An empty map. `lost` is notified if the front-end truncates a file of a later region; the whole
+    /// An empty map. `abort` is notified if the front-end truncates a file of a later region; the whole
     /// mapping then reads as zeroes.
-    pub fn watched(lost: Lost) -> Self {
+    pub fn watched(abort: SessionAbort) -> Self {
         Self {
             regions: Vec::new(),
-            lost: Some(lost),
+            abort: Some(abort),
         }
     }
 
@@ -127,7 +127,7 @@ impl GuestMemory {
             layout,
             &file,
             MAX_MAPPED_BYTES - mapped,
-            self.lost.clone(),
+            self.abort.clone(),
         )?);
         let mut regions = self.regions.clone();
         let place = regions.partition_point(|r| r.layout.guest < layout.guest);
@@ -137,8 +137,8 @@ impl GuestMemory {
             file,
         };
         regions.insert(place, region);
-        let lost = self.lost.clone();
-        Ok(Self { regions, lost })
+        let abort = self.abort.clone();
+        Ok(Self { regions, abort })
     }
 
     /// Returns this map without the region that has `layout`'s guest address, front-end address and length.
@@ -155,8 +155,8 @@ impl GuestMemory {
             })
             .ok_or(MemoryError::Unknown(layout.guest))?;
         regions.remove(place);
-        let lost = self.lost.clone();
-        Ok(Self { regions, lost })
+        let abort = self.abort.clone();
+        Ok(Self { regions, abort })
     }
 
     /// The layouts of the regions, and their files.
@@ -258,7 +258,7 @@ pub(crate) struct Mapping {
     len: usize,
     file_offset: u64,
     /// Present until the mapping is unmapped.
-    guarded: Option<Guarded>,
+    guard: Option<SigbusGuard>,
 }
 
 impl Mapping {
@@ -272,7 +272,7 @@ impl Mapping {
         layout: RegionLayout,
         file: &OwnedFd,
         len_max: usize,
-        lost: Option<Lost>,
+        abort: Option<SessionAbort>,
     ) -> Result<Self, MemoryError> {
         let fail = |e: rustix::io::Errno| MemoryError::Map(layout, e.into());
         let end = layout
@@ -317,7 +317,7 @@ impl Mapping {
             base: base as usize,
             len,
             file_offset,
-            guarded: Some(Guarded::new(base as usize, len, lost)),
+            guard: Some(SigbusGuard::new(base as usize, len, abort)),
         })
     }
 }
@@ -334,7 +334,7 @@ fn page_bytes(system: &rustix::fs::StatFs) -> u64 {
 impl Drop for Mapping {
     #[expect(unsafe_code, reason = "munmap")]
     fn drop(&mut self) {
-        self.guarded = None;
+        self.guard = None;
         // SAFETY: this value owns the mapping. Every address in it was obtained from a `GuestMemory`, which
         // keeps this value alive until the last ring that uses it has stopped.
         let result = unsafe { rustix::mm::munmap(self.base as *mut _, self.len) };

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use crate::inflight::InflightLayout;
 use crate::log::LogLayout;
-use crate::lost::Lost;
 use crate::memory::RegionLayout;
 use crate::message::{Header, MAX_MEM_SLOTS, VringAddr};
-use crate::session::Awaited;
+use crate::session::Deferred;
+use crate::sigbus::SessionAbort;
 use crate::virtqueue::RingBase;
 
 /// Maximum number of rings of a device, far more than any device has.
@@ -17,7 +17,7 @@ const RINGS_MAX: u64 = 4096;
 
 /// A session between two messages, with all its rings stopped.
 #[derive(Clone)]
-pub struct Saved {
+pub struct SavedSession {
     pub(crate) features: u64,
     pub(crate) protocol: u64,
     pub(crate) status: u8,
@@ -28,9 +28,9 @@ pub struct Saved {
     pub(crate) channel: Option<Arc<OwnedFd>>,
     pub(crate) rings: Vec<SavedRing>,
     /// A message that the front-end waits for until storage answers. It is not passed to another process.
-    pub(crate) awaited: Option<(Header, Awaited)>,
+    pub(crate) deferred: Option<(Header, Deferred)>,
     /// The session's notifier, for this process only.
-    pub(crate) lost: Option<Lost>,
+    pub(crate) abort: Option<SessionAbort>,
 }
 
 #[derive(Clone, Default)]
@@ -48,12 +48,12 @@ pub(crate) struct SavedRing {
 
 /// The words do not describe a session, or the descriptors do not match them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NotASession;
+pub struct InvalidSession;
 
-impl Saved {
+impl SavedSession {
     /// Whether storage has unfinished requests, which only this process may still finish.
     pub fn is_unfinished(&self) -> bool {
-        self.awaited.is_some() || self.rings.iter().any(|ring| ring.unfinished)
+        self.deferred.is_some() || self.rings.iter().any(|ring| ring.unfinished)
     }
 
     /// Encodes the session as numbers for [`parse`](Self::parse).
@@ -115,7 +115,7 @@ impl Saved {
     pub fn parse(
         words: &[u64],
         descriptors: impl IntoIterator<Item = OwnedFd>,
-    ) -> Result<Self, NotASession> {
+    ) -> Result<Self, InvalidSession> {
         let mut from = Words {
             words: words.iter(),
             descriptors: descriptors.into_iter(),
@@ -181,10 +181,10 @@ impl Saved {
             log_event,
             channel,
             rings,
-            awaited: None,
-            lost: None,
+            deferred: None,
+            abort: None,
         };
-        ended.then_some(saved).ok_or(NotASession)
+        ended.then_some(saved).ok_or(InvalidSession)
     }
 }
 
@@ -202,25 +202,25 @@ struct Words<'a, I> {
 }
 
 impl<I: Iterator<Item = OwnedFd>> Words<'_, I> {
-    fn word(&mut self) -> Result<u64, NotASession> {
-        self.words.next().copied().ok_or(NotASession)
+    fn word(&mut self) -> Result<u64, InvalidSession> {
+        self.words.next().copied().ok_or(InvalidSession)
     }
 
-    fn below(&mut self, end: u64) -> Result<u64, NotASession> {
+    fn below(&mut self, end: u64) -> Result<u64, InvalidSession> {
         self.word().and_then(|word| match word < end {
             true => Ok(word),
-            false => Err(NotASession),
+            false => Err(InvalidSession),
         })
     }
 
-    fn descriptor(&mut self) -> Result<Arc<OwnedFd>, NotASession> {
-        self.descriptors.next().map(Arc::new).ok_or(NotASession)
+    fn descriptor(&mut self) -> Result<Arc<OwnedFd>, InvalidSession> {
+        self.descriptors.next().map(Arc::new).ok_or(InvalidSession)
     }
 
     fn option<T>(
         &mut self,
-        get: impl FnOnce(&mut Self) -> Result<T, NotASession>,
-    ) -> Result<Option<T>, NotASession> {
+        get: impl FnOnce(&mut Self) -> Result<T, InvalidSession>,
+    ) -> Result<Option<T>, InvalidSession> {
         match self.below(2)? {
             0 => Ok(None),
             _ => get(self).map(Some),
@@ -237,7 +237,7 @@ mod tests {
         eventfd(0, EventfdFlags::CLOEXEC).unwrap()
     }
 
-    fn saved() -> Saved {
+    fn saved() -> SavedSession {
         let fd = || Arc::new(fd());
         let region = RegionLayout {
             guest: 1,
@@ -261,7 +261,7 @@ mod tests {
             enabled: true,
             unfinished: false,
         };
-        Saved {
+        SavedSession {
             features: u64::MAX,
             protocol: 9,
             status: 15,
@@ -277,8 +277,8 @@ mod tests {
             log_event: Some(fd()),
             channel: Some(fd()),
             rings: vec![ring, SavedRing::default()],
-            awaited: None,
-            lost: None,
+            deferred: None,
+            abort: None,
         }
     }
 
@@ -287,17 +287,17 @@ mod tests {
         let (saved, fds) = (saved(), || (0..8).map(|_| fd()));
         assert_eq!(saved.descriptors().len(), 8);
         let words = saved.words();
-        let again = Saved::parse(&words, fds()).unwrap();
+        let again = SavedSession::parse(&words, fds()).unwrap();
         assert_eq!(again.words(), words);
         assert_eq!(again.descriptors().len(), 8);
         // With a missing or an extra word or descriptor, parsing fails.
         for len in 0..words.len() {
-            assert!(Saved::parse(&words[..len], fds()).is_err(), "{len}");
+            assert!(SavedSession::parse(&words[..len], fds()).is_err(), "{len}");
         }
-        assert!(Saved::parse(&words, fds().skip(1)).is_err());
-        assert!(Saved::parse(&words, fds().chain([fd()])).is_err());
+        assert!(SavedSession::parse(&words, fds().skip(1)).is_err());
+        assert!(SavedSession::parse(&words, fds().chain([fd()])).is_err());
         let more = [&words[..], &[0]].concat();
-        assert!(Saved::parse(&more, fds()).is_err());
+        assert!(SavedSession::parse(&more, fds()).is_err());
     }
 
     #[test]
@@ -307,7 +307,7 @@ mod tests {
             for to in [0, 1, 2, 257, 1 << 16, 1 << 40, u64::MAX] {
                 let mut words = words.clone();
                 words[place] = to;
-                let _ = Saved::parse(&words, (0..8).map(|_| fd()));
+                let _ = SavedSession::parse(&words, (0..8).map(|_| fd()));
             }
         }
     }

@@ -12,14 +12,14 @@ use std::time::Duration;
 use thiserror::Error;
 use tracing::debug;
 
+use crate::aio_notifier::AioNotifier;
 use crate::blk::{self, CONFIG_BYTES};
-use crate::careful::Careful;
 use crate::inflight::{Inflight, InflightError, InflightLayout};
 use crate::log::{DirtyLog, LogError};
-use crate::lost::Lost;
 use crate::memory::{GuestMemory, MemoryError};
 use crate::message::{self, Config, Header, MAX_MEM_SLOTS, Message, MessageError};
-use crate::saved::{Saved, SavedRing};
+use crate::saved::{SavedRing, SavedSession};
+use crate::sigbus::SessionAbort;
 use crate::socket::{self, FrontendChannel, NoMessage};
 use crate::virtqueue::{RingBase, RingError, Virtqueue};
 use rings::{Ring, event};
@@ -67,7 +67,7 @@ pub struct NewQueue {
     pub marked: Option<Arc<OwnedFd>>,
     /// Notified when the ring can no longer be served for a reason that is not the guest's fault; the session
     /// then ends.
-    pub lost: Lost,
+    pub abort: SessionAbort,
 }
 
 /// The device that a session drives: a virtio-blk device with its queues.
@@ -92,7 +92,7 @@ pub trait Device {
     fn ring_failed(&self, ring: u16, error: &RingError);
     /// Called when a ring of `size` descriptors is served without a record of its requests in flight, because
     /// the front-end's region is too small. Called at most once in a session.
-    fn unrecorded(&self, ring: u16, size: u16);
+    fn untracked(&self, ring: u16, size: u16);
     /// Starts serving a ring that is not being served.
     ///
     /// # Errors
@@ -100,23 +100,23 @@ pub trait Device {
     fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()>;
     /// Stops serving a ring. Returns when the ring has nothing in flight, or when the device has waited for
     /// its storage for long enough.
-    fn stop(&mut self, ring: u16) -> Stopped;
+    fn stop(&mut self, ring: u16) -> StoppedRing;
     /// Called when no ring is being served and none will be until the front-end asks for it. If the guest is
     /// `moving` to another machine, it continues there next. May be called more than once.
     ///
     /// # Errors
     /// The guest's writes could not be handed over; the front-end must not assume that they were.
-    fn rest(&mut self, moving: bool) -> io::Result<()>;
+    fn quiesce(&mut self, migrating: bool) -> io::Result<()>;
     /// Whether storage has answered every operation or may never answer it: no unfinished request of a
     /// stopped ring can change the disk any more.
     fn storage_answered(&self) -> bool;
     /// Changes the descriptors that a running ring signals.
-    fn set_signals(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>);
+    fn set_event_fds(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>);
 }
 
 /// The state of a ring when it stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stopped {
+pub struct StoppedRing {
     /// The position where a successor continues.
     pub base: RingBase,
     /// The ring has requests that storage has not finished. The record of requests in flight stays valid.
@@ -125,7 +125,7 @@ pub struct Stopped {
 
 /// Why a session ended.
 #[derive(Debug)]
-pub enum End {
+pub enum SessionEnd {
     /// The front-end closed the connection.
     Disconnected,
     /// `stop` became readable.
@@ -163,7 +163,7 @@ pub enum SessionError {
         "its guest's memory was cut short while it was mapped, or an I/O thread failed (see above); \
          it may connect again"
     )]
-    Lost,
+    Aborted,
     /// The front-end asked for something that this back-end does not support.
     #[error("{0}")]
     Refused(&'static str),
@@ -174,45 +174,45 @@ pub enum SessionError {
 
 /// Serves a front-end until it disconnects, breaks the protocol, or `stop` becomes readable. No ring is being
 /// served when this returns.
-pub fn serve(socket: &UnixStream, device: &mut dyn Device, stop: BorrowedFd<'_>) -> End {
+pub fn serve(socket: &UnixStream, device: &mut dyn Device, stop: BorrowedFd<'_>) -> SessionEnd {
     serve_from(socket, device, stop, None).0
 }
 
-/// Like [`serve`], but continues a session that this process or another one [`Saved`]. If the session was
+/// Like [`serve`], but continues a session that this process or another one [`SavedSession`]. If the session was
 /// asked to stop between two messages, also returns the state with which it can be continued.
 pub fn serve_from(
     socket: &UnixStream,
     device: &mut dyn Device,
     stop: BorrowedFd<'_>,
-    saved: Option<Saved>,
-) -> (End, Option<Saved>) {
+    saved: Option<SavedSession>,
+) -> (SessionEnd, Option<SavedSession>) {
     // A session that continues in this process keeps its notifier: there may be no descriptor for another.
-    let lost = saved.as_ref().and_then(|saved| saved.lost.clone());
-    let lost = match lost.map_or_else(Lost::new, Ok) {
-        Ok(lost) => lost,
-        Err(e) => return (End::Failed(e.into()), None),
+    let abort = saved.as_ref().and_then(|saved| saved.abort.clone());
+    let abort = match abort.map_or_else(SessionAbort::new, Ok) {
+        Ok(abort) => abort,
+        Err(e) => return (SessionEnd::Failed(e.into()), None),
     };
     let rings = (0..device.queues()).map(|_| Ring::default()).collect();
     let mut session = Session {
         socket,
         device,
         rings,
-        memory: Arc::new(GuestMemory::watched(lost.clone())),
-        lost,
-        signals: Careful::default(),
+        memory: Arc::new(GuestMemory::watched(abort.clone())),
+        abort,
+        notifier: AioNotifier::default(),
         inflight: None,
         log: None,
         log_event: None,
         channel: None,
         torn: false,
-        told_unrecorded: false,
+        reported_untracked: false,
         features: 0,
         owned: false,
         protocol: None,
         status: 0,
-        awaited: None,
+        deferred: None,
     };
-    let mut end = saved.and_then(|saved| session.restore(saved).err().map(End::Failed));
+    let mut end = saved.and_then(|saved| session.restore(saved).err().map(SessionEnd::Failed));
     let end = loop {
         match end.take() {
             Some(end) => break end,
@@ -222,11 +222,11 @@ pub fn serve_from(
     session.stop_all();
     session.device.set_frontend(None);
     // The process that continues the session finds the disk in its current state, also during a migration.
-    if matches!(end, End::Stopped) && !session.torn {
+    if matches!(end, SessionEnd::Stopped) && !session.torn {
         return (end, Some(session.save()));
     }
     // The front-end is gone; the device has already reported the error.
-    let _ = session.rest();
+    let _ = session.quiesce();
     (end, None)
 }
 
@@ -235,8 +235,8 @@ struct Session<'a> {
     device: &'a mut dyn Device,
     rings: Vec<Ring>,
     memory: Arc<GuestMemory>,
-    lost: Lost,
-    signals: Careful,
+    abort: SessionAbort,
+    notifier: AioNotifier,
     /// The record of requests in flight.
     inflight: Option<Inflight>,
     /// Marks writes to guest memory while the front-end requests this.
@@ -247,7 +247,7 @@ struct Session<'a> {
     /// The stop arrived in the middle of a message.
     torn: bool,
     /// The device has been told of a ring for which the region is too small.
-    told_unrecorded: bool,
+    reported_untracked: bool,
     features: u64,
     /// The front-end has created a device on this connection.
     owned: bool,
@@ -255,21 +255,21 @@ struct Session<'a> {
     protocol: Option<u64>,
     status: u8,
     /// The message that the front-end waits for until storage answers.
-    awaited: Option<(Header, Awaited)>,
+    deferred: Option<(Header, Deferred)>,
 }
 
 /// A message that is handled after storage has answered.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Awaited {
+pub(crate) enum Deferred {
     VringBase { ring: u32 },
     Reset,
 }
 
-impl From<Awaited> for Message {
-    fn from(awaited: Awaited) -> Self {
-        match awaited {
-            Awaited::VringBase { ring } => Self::GetVringBase { ring },
-            Awaited::Reset => Self::SetStatus(0),
+impl From<Deferred> for Message {
+    fn from(deferred: Deferred) -> Self {
+        match deferred {
+            Deferred::VringBase { ring } => Self::GetVringBase { ring },
+            Deferred::Reset => Self::SetStatus(0),
         }
     }
 }
@@ -282,8 +282,8 @@ enum Reply {
     None,
     /// The request was refused and nothing has changed: the session continues.
     Refused,
-    /// No reply yet: the message is [`awaited`](Session::awaited).
-    Later(Awaited),
+    /// No reply yet: the message is [`deferred`](Session::deferred).
+    Deferred(Deferred),
     Word(u64),
     Bytes(Vec<u8>),
     File(Vec<u8>, OwnedFd),
@@ -292,30 +292,30 @@ enum Reply {
 }
 
 impl Session<'_> {
-    fn step(&mut self, stop: BorrowedFd<'_>) -> Result<(), End> {
-        let lost = self.lost.event();
-        let incoming = match self.awaited.take() {
-            None => socket::receive(self.socket, stop, lost).map(|incoming| {
+    fn step(&mut self, stop: BorrowedFd<'_>) -> Result<(), SessionEnd> {
+        let abort = self.abort.event();
+        let incoming = match self.deferred.take() {
+            None => socket::receive(self.socket, stop, abort).map(|incoming| {
                 let header = incoming.header;
                 let message = Message::parse(header.request, &incoming.payload, incoming.fds);
                 (header, message)
             }),
-            Some((header, awaited)) => {
-                let paused = socket::pause(self.socket, stop, lost, AWAIT);
+            Some((header, deferred)) => {
+                let paused = socket::pause(self.socket, stop, abort, AWAIT);
                 // A process that takes over the session continues with this message.
-                self.awaited = paused.is_err().then_some((header, awaited));
-                paused.map(|()| (header, Ok(awaited.into())))
+                self.deferred = paused.is_err().then_some((header, deferred));
+                paused.map(|()| (header, Ok(deferred.into())))
             }
         };
         let (header, message) = incoming.map_err(|none| match none {
-            NoMessage::Closed => End::Disconnected,
+            NoMessage::Closed => SessionEnd::Disconnected,
             NoMessage::Stopped { torn } => {
                 self.torn = torn;
-                End::Stopped
+                SessionEnd::Stopped
             }
-            NoMessage::Lost => End::Failed(SessionError::Lost),
-            NoMessage::Socket(e) => End::Failed(e.into()),
-            NoMessage::Malformed(e) => End::Failed(e.into()),
+            NoMessage::Aborted => SessionEnd::Failed(SessionError::Aborted),
+            NoMessage::Socket(e) => SessionEnd::Failed(e.into()),
+            NoMessage::Malformed(e) => SessionEnd::Failed(e.into()),
         })?;
         let acknowledge = header.need_reply && self.protocol() & P_REPLY_ACK != 0;
         let result = message.map_err(SessionError::from).and_then(|message| {
@@ -342,8 +342,8 @@ impl Session<'_> {
                 let refused = u64::from(matches!(reply, Reply::Refused));
                 socket::send_reply(self.socket, header.request, &refused.to_ne_bytes())
             }
-            Ok(Reply::Later(awaited)) => {
-                self.awaited = Some((header, awaited));
+            Ok(Reply::Deferred(deferred)) => {
+                self.deferred = Some((header, deferred));
                 Ok(())
             }
             Ok(Reply::None | Reply::Refused) => Ok(()),
@@ -353,10 +353,10 @@ impl Session<'_> {
                 if acknowledge {
                     let _ = socket::send_reply(self.socket, header.request, &1u64.to_ne_bytes());
                 }
-                return Err(End::Failed(e));
+                return Err(SessionEnd::Failed(e));
             }
         };
-        sent.map_err(|e| End::Failed(e.into()))
+        sent.map_err(|e| SessionEnd::Failed(e.into()))
     }
 
     fn handle(&mut self, message: Message) -> Result<Reply, SessionError> {
@@ -375,7 +375,7 @@ impl Session<'_> {
                 }
                 self.protocol = Some(bits);
             }
-            Message::SetOwner => self.begin_anew(),
+            Message::SetOwner => self.reinitialize(),
             Message::ResetOwner | Message::ResetDevice => {
                 self.reset()?;
                 (0..self.device.queues()).for_each(|ring| self.forget_inflight(ring));
@@ -385,7 +385,7 @@ impl Session<'_> {
             Message::GetQueueNum => return Ok(Reply::Word(u64::from(self.device.queues()))),
 
             Message::SetMemTable(table) => {
-                let mut memory = GuestMemory::watched(self.lost.clone());
+                let mut memory = GuestMemory::watched(self.abort.clone());
                 for (layout, file) in table {
                     memory = memory.with_region(layout, file)?;
                 }
@@ -393,7 +393,7 @@ impl Session<'_> {
             }
             Message::SetLogBase(layout, file) => {
                 self.negotiated(P_LOG_SHMFD)?;
-                let log = DirtyLog::map(layout, file, Some(self.lost.clone()))?;
+                let log = DirtyLog::map(layout, file, Some(self.abort.clone()))?;
                 let stopped = self.stop_all();
                 self.log = Some(Arc::new(log));
                 self.start_again(stopped)?;
@@ -437,18 +437,18 @@ impl Session<'_> {
                 let first = RingBase::first(self.packed());
                 self.rings[ring as usize].kick = None;
                 // A migrating guest continues elsewhere as soon as this message is answered. Requests that
-                // storage has not finished are in the ring again (`put_back`) and are executed there.
+                // storage has not finished are in the ring again (`requeue`) and are executed there.
                 // Operations that storage has not answered must not run there: they may still be written
                 // later, over data that the guest writes on the other machine. The front-end therefore waits,
                 // as it does for QEMU's own disks (`bdrv_drain_all`). Closing the connection would not refuse
                 // the request: QEMU up to 10.0 continues without an answer, from the used index or, for
                 // packed rings, from their start, and the guest runs without its requests
                 // (`vhost_virtqueue_stop`).
-                if self.moving() && !self.device.storage_answered() {
-                    return Ok(Reply::Later(Awaited::VringBase { ring }));
+                if self.migrating() && !self.device.storage_answered() {
+                    return Ok(Reply::Deferred(Deferred::VringBase { ring }));
                 }
                 // Before the answer, because the front-end may then let the guest continue elsewhere.
-                self.rest()?;
+                self.quiesce()?;
                 let state = &self.rings[ring as usize];
                 let base = state.base.or(state.base_at_reset).unwrap_or(first);
                 return Ok(match state.drained {
@@ -468,11 +468,11 @@ impl Session<'_> {
             }
             Message::SetVringCall { ring, fd } => {
                 self.ring(ring)?.call = event(fd)?;
-                self.signals_changed(ring as u16);
+                self.update_event_fds(ring as u16);
             }
             Message::SetVringErr { ring, fd } => {
                 self.ring(ring)?.error = event(fd)?;
-                self.signals_changed(ring as u16);
+                self.update_event_fds(ring as u16);
             }
             Message::SetVringEnable { ring, on } => {
                 self.ring(ring)?.enabled = on;
@@ -484,7 +484,7 @@ impl Session<'_> {
 
             Message::GetInflightFd { queues, queue_size } => {
                 self.negotiated(P_INFLIGHT_SHMFD)?;
-                let layout = InflightLayout::answering(queues, queue_size, self.packed());
+                let layout = InflightLayout::for_request(queues, queue_size, self.packed());
                 let file = Inflight::make(layout, self.device.queues())?;
                 return Ok(Reply::File(message::inflight_payload(&layout), file));
             }
@@ -494,12 +494,12 @@ impl Session<'_> {
                     layout,
                     file,
                     self.device.queues(),
-                    Some(self.lost.clone()),
+                    Some(self.abort.clone()),
                 )?;
                 let stopped = self.stop_all();
                 self.inflight = Some(inflight);
                 for ring in &mut self.rings {
-                    (ring.drained, ring.outdated, ring.unrecorded) = (false, false, false);
+                    (ring.drained, ring.outdated, ring.untracked) = (false, false, false);
                 }
                 self.start_again(stopped)?;
             }
@@ -519,8 +519,8 @@ impl Session<'_> {
                 if status == 0 {
                     // QEMU 7.2 sends this before it asks for the rings' positions, and waits for the reply.
                     self.stop_all();
-                    if self.moving() && !self.device.storage_answered() {
-                        return Ok(Reply::Later(Awaited::Reset));
+                    if self.migrating() && !self.device.storage_answered() {
+                        return Ok(Reply::Deferred(Deferred::Reset));
                     }
                     self.reset()?;
                 }
@@ -533,7 +533,7 @@ impl Session<'_> {
 
     /// Whether a front-end may accept these features: they are offered, or may have been offered before.
     fn acceptable(&self, bits: u64) -> bool {
-        let known = self.device.features() | blk::F_OF_SOME_DISKS | SESSION_FEATURES;
+        let known = self.device.features() | blk::F_DISK_DEPENDENT | SESSION_FEATURES;
         bits & !known == 0
     }
 
@@ -579,7 +579,7 @@ impl Session<'_> {
     }
 
     /// The state that another process needs to continue the session. All rings have stopped.
-    fn save(&self) -> Saved {
+    fn save(&self) -> SavedSession {
         let ring = |ring: &Ring| SavedRing {
             size: ring.size,
             addr: ring.addr,
@@ -590,7 +590,7 @@ impl Session<'_> {
             enabled: ring.enabled,
             unfinished: ring.unfinished,
         };
-        Saved {
+        SavedSession {
             features: self.features,
             protocol: self.protocol(),
             status: self.status,
@@ -600,13 +600,13 @@ impl Session<'_> {
             log_event: self.log_event.clone(),
             channel: self.channel.clone(),
             rings: self.rings.iter().map(ring).collect(),
-            awaited: self.awaited,
-            lost: Some(self.lost.clone()),
+            deferred: self.deferred,
+            abort: Some(self.abort.clone()),
         }
     }
 
     /// Continues a saved session.
-    fn restore(&mut self, saved: Saved) -> Result<(), SessionError> {
+    fn restore(&mut self, saved: SavedSession) -> Result<(), SessionError> {
         let fits = saved.rings.len() == self.rings.len()
             && self.acceptable(saved.features)
             && saved.protocol & !PROTOCOL_FEATURES == 0;
@@ -621,21 +621,21 @@ impl Session<'_> {
         if saved.features != 0 {
             self.device.set_features(saved.features & !F_LOG_ALL);
         }
-        let mut memory = GuestMemory::watched(self.lost.clone());
+        let mut memory = GuestMemory::watched(self.abort.clone());
         for (layout, file) in saved.memory {
             memory = memory.with_region(layout, file)?;
         }
         self.memory = Arc::new(memory);
         if let Some((layout, file)) = saved.inflight {
-            let (queues, lost) = (self.device.queues(), Some(self.lost.clone()));
-            self.inflight = Some(Inflight::map_watched(layout, file, queues, lost)?);
+            let (queues, abort) = (self.device.queues(), Some(self.abort.clone()));
+            self.inflight = Some(Inflight::map_watched(layout, file, queues, abort)?);
         }
         if let Some((layout, file)) = saved.log {
-            let log = DirtyLog::map(layout, file, Some(self.lost.clone()))?;
+            let log = DirtyLog::map(layout, file, Some(self.abort.clone()))?;
             self.log = Some(Arc::new(log));
         }
         self.log_event = saved.log_event;
-        self.awaited = saved.awaited;
+        self.deferred = saved.deferred;
         if let Some(channel) = saved.channel {
             self.open_channel(channel);
         }
@@ -650,11 +650,11 @@ impl Session<'_> {
                 enabled: saved.enabled,
                 unfinished: saved.unfinished,
                 // If there is a region, the requests were put back when the ring stopped.
-                put_back: saved.unfinished && self.inflight.is_some(),
+                requeued: saved.unfinished && self.inflight.is_some(),
                 ..Ring::default()
             };
         }
-        match self.awaited {
+        match self.deferred {
             None => self.start_again((0..self.device.queues()).collect()),
             // The front-end is stopping all rings.
             Some(_) => Ok(()),
@@ -683,13 +683,13 @@ impl Session<'_> {
     /// The front-end has created a device on this connection. If it is not the first one (QEMU's device was
     /// unplugged and another was plugged in on the same chardev), the state of the previous device is
     /// discarded.
-    fn begin_anew(&mut self) {
+    fn reinitialize(&mut self) {
         if !std::mem::replace(&mut self.owned, true) {
             return;
         }
         self.stop_all();
         self.rings.fill_with(Ring::default);
-        self.memory = Arc::new(GuestMemory::watched(self.lost.clone()));
+        self.memory = Arc::new(GuestMemory::watched(self.abort.clone()));
         (self.inflight, self.log, self.log_event) = (None, None, None);
     }
 
@@ -699,7 +699,7 @@ impl Session<'_> {
     /// another region, or RESET_DEVICE as well.
     fn reset(&mut self) -> Result<(), SessionError> {
         self.stop_all();
-        self.rest()?;
+        self.quiesce()?;
         for ring in &mut self.rings {
             *ring = Ring {
                 // The call and error descriptors stay: QEMU sends them once, when it connects.
@@ -707,7 +707,7 @@ impl Session<'_> {
                 error: ring.error.take(),
                 base_at_reset: ring.base.or(ring.base_at_reset),
                 unfinished: ring.unfinished,
-                put_back: ring.put_back,
+                requeued: ring.requeued,
                 drained: ring.drained,
                 outdated: ring.drained,
                 ..Ring::default()
@@ -721,21 +721,21 @@ impl Session<'_> {
     }
 
     /// Whether the guest is being migrated to another machine.
-    fn moving(&self) -> bool {
+    fn migrating(&self) -> bool {
         self.features & F_LOG_ALL != 0
     }
 
     /// Tells the device if no ring is being served any more.
-    fn rest(&mut self) -> Result<(), SessionError> {
-        let moving = self.moving();
-        if moving && self.rings.iter().any(|r| r.unfinished && !r.put_back) {
+    fn quiesce(&mut self) -> Result<(), SessionError> {
+        let migrating = self.migrating();
+        if migrating && self.rings.iter().any(|r| r.unfinished && !r.requeued) {
             return Err(SessionError::Refused(
                 "the guest cannot move while its storage does not answer requests in flight",
             ));
         }
         match self.rings.iter().any(|r| r.running) {
             true => Ok(()),
-            false => Ok(self.device.rest(moving)?),
+            false => Ok(self.device.quiesce(migrating)?),
         }
     }
 }

@@ -30,8 +30,8 @@ pub(crate) enum NoMessage {
     Stopped {
         torn: bool,
     },
-    /// `lost` became readable.
-    Lost,
+    /// `abort` became readable.
+    Aborted,
     Socket(io::Error),
     Malformed(MessageError),
 }
@@ -48,19 +48,19 @@ impl From<MessageError> for NoMessage {
     }
 }
 
-/// Waits for a whole message, or until `stop` or `lost` becomes readable, even in the middle of a message: a
+/// Waits for a whole message, or until `stop` or `abort` becomes readable, even in the middle of a message: a
 /// front-end that sends half a message delays only itself.
 pub(crate) fn receive(
     socket: &UnixStream,
     stop: BorrowedFd<'_>,
-    lost: BorrowedFd<'_>,
+    abort: BorrowedFd<'_>,
 ) -> Result<Incoming, NoMessage> {
     let mut fds = Vec::new();
     let mut header = [0; HEADER_BYTES];
-    fill(socket, [stop, lost], &mut header, &mut fds, false)?;
+    fill(socket, [stop, abort], &mut header, &mut fds, false)?;
     let header = Header::parse(header)?;
     let mut payload = vec![0; header.payload_len];
-    fill(socket, [stop, lost], &mut payload, &mut fds, true).map_err(|end| match end {
+    fill(socket, [stop, abort], &mut payload, &mut fds, true).map_err(|end| match end {
         NoMessage::Closed => NoMessage::Socket(io::ErrorKind::UnexpectedEof.into()),
         end => end,
     })?;
@@ -71,17 +71,17 @@ pub(crate) fn receive(
     })
 }
 
-/// Waits for `time`, or until the front-end disconnects, or `stop` or `lost` becomes readable. Messages from
+/// Waits for `time`, or until the front-end disconnects, or `stop` or `abort` becomes readable. Messages from
 /// the front-end stay in the socket.
 pub(crate) fn pause(
     socket: &UnixStream,
     stop: BorrowedFd<'_>,
-    lost: BorrowedFd<'_>,
+    abort: BorrowedFd<'_>,
     time: Duration,
 ) -> Result<(), NoMessage> {
     let mut ready = [
         PollFd::new(&stop, PollFlags::IN),
-        PollFd::new(&lost, PollFlags::IN),
+        PollFd::new(&abort, PollFlags::IN),
         PollFd::new(socket, PollFlags::RDHUP),
     ];
     let time = Timespec {
@@ -94,7 +94,7 @@ pub(crate) fn pause(
     }
     match ready.map(|fd| !fd.revents().is_empty()) {
         [true, ..] => Err(NoMessage::Stopped { torn: false }),
-        [_, true, _] => Err(NoMessage::Lost),
+        [_, true, _] => Err(NoMessage::Aborted),
         [.., true] => Err(NoMessage::Closed),
         _ => Ok(()),
     }
@@ -102,7 +102,7 @@ pub(crate) fn pause(
 
 fn fill(
     socket: &UnixStream,
-    [stop, lost]: [BorrowedFd<'_>; 2],
+    [stop, abort]: [BorrowedFd<'_>; 2],
     bytes: &mut [u8],
     fds: &mut Vec<OwnedFd>,
     begun: bool,
@@ -111,7 +111,7 @@ fn fill(
     while done < bytes.len() {
         let mut ready = [
             PollFd::new(&stop, PollFlags::IN),
-            PollFd::new(&lost, PollFlags::IN),
+            PollFd::new(&abort, PollFlags::IN),
             PollFd::new(socket, PollFlags::IN),
         ];
         match poll(&mut ready, None) {
@@ -125,7 +125,7 @@ fn fill(
             return Err(NoMessage::Stopped { torn });
         }
         if !ready[1].revents().is_empty() {
-            return Err(NoMessage::Lost);
+            return Err(NoMessage::Aborted);
         }
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);

@@ -160,7 +160,7 @@ pub enum RingError {
         "its in-flight region was too small, and the process that served it was killed, so that nobody knows which \
          requests it had in flight; reset the guest"
     )]
-    Unrecorded,
+    Untracked,
     /// A buffer is not in guest memory.
     #[error("guest address {0:#x} with {1} bytes is not in guest memory")]
     Buffer(u64, u32),
@@ -244,7 +244,7 @@ impl Virtqueue {
     /// # Errors
     /// The size is not allowed, or part of the ring is outside `memory` or misaligned.
     pub fn new(memory: Arc<GuestMemory>, layout: RingLayout) -> Result<Self, RingError> {
-        Self::take_up(memory, layout, |view, limit| {
+        Self::open_ring(memory, layout, |view, limit| {
             Ok(match layout.packed {
                 true => Ring::Packed(Packed::new(view, &layout, limit)?),
                 false => Ring::Split(Split::new(view, &layout, limit)?),
@@ -263,7 +263,7 @@ impl Virtqueue {
         layout: RingLayout,
         region: InflightQueue,
     ) -> Result<Self, RingError> {
-        Self::take_up(memory, layout, |view, limit| {
+        Self::open_ring(memory, layout, |view, limit| {
             Ok(match layout.packed {
                 true => {
                     let ring = TrackedPacked::new(view, &layout, limit, region)?;
@@ -283,17 +283,17 @@ impl Virtqueue {
     ///
     /// # Errors
     /// As for [`new`](Self::new).
-    pub fn unrecorded(memory: Arc<GuestMemory>, layout: RingLayout) -> Result<Self, RingError> {
+    pub fn untracked(memory: Arc<GuestMemory>, layout: RingLayout) -> Result<Self, RingError> {
         match layout.packed {
             true => Self::new(memory, layout),
-            false => Self::take_up(memory, layout, |view, limit| {
+            false => Self::open_ring(memory, layout, |view, limit| {
                 let ring = InOrderSplit::new(view, &layout, limit)?;
                 Ok(Ring::InOrder(Box::new(ring)))
             }),
         }
     }
 
-    fn take_up(
+    fn open_ring(
         memory: Arc<GuestMemory>,
         layout: RingLayout,
         ring: impl FnOnce(&View, u16) -> Result<Ring, RingError>,
@@ -363,8 +363,8 @@ impl Virtqueue {
     /// # Errors
     /// The guest's index is invalid.
     #[inline]
-    pub fn waiting(&mut self) -> Result<u16, RingError> {
-        self.ring.waiting()
+    pub fn available(&mut self) -> Result<u16, RingError> {
+        self.ring.available()
     }
 
     /// Whether the next process that opens the ring can determine which requests are in flight.
@@ -383,10 +383,10 @@ impl Virtqueue {
     /// Puts the requests that a predecessor had fetched and not returned into the ring again. A process that
     /// continues at the returned base then fetches them first, without the region that records them. Returns
     /// `None` if they are not recorded. The ring must not be served during the call.
-    pub fn put_back(&mut self) -> Option<RingBase> {
+    pub fn requeue(&mut self) -> Option<RingBase> {
         match &mut self.ring {
-            Ring::TrackedSplit(ring) => Some(ring.put_back()),
-            Ring::TrackedPacked(ring) => Some(ring.put_back()),
+            Ring::TrackedSplit(ring) => Some(ring.requeue()),
+            Ring::TrackedPacked(ring) => Some(ring.requeue()),
             Ring::Split(_) | Ring::Packed(_) | Ring::InOrder(_) | Ring::Logged(_) => None,
         }
     }
@@ -397,7 +397,7 @@ impl Virtqueue {
         self.ring.resubmits()
     }
 
-    /// Fetches the next request that [`waiting`](Self::waiting) counted, and writes the location of its
+    /// Fetches the next request that [`available`](Self::available) counted, and writes the location of its
     /// buffers to `segments`. A chain with more segments than fit is rejected.
     ///
     /// # Errors
@@ -514,14 +514,14 @@ impl Ring {
     }
 
     #[inline]
-    fn waiting(&mut self) -> Result<u16, RingError> {
+    fn available(&mut self) -> Result<u16, RingError> {
         match self {
-            Self::Split(ring) => ring.waiting(),
-            Self::Packed(ring) => Ok(ring.waiting()),
-            Self::TrackedSplit(ring) => ring.waiting(),
-            Self::TrackedPacked(ring) => Ok(ring.waiting()),
-            Self::InOrder(ring) => ring.waiting(),
-            Self::Logged(logged) => logged.waiting(),
+            Self::Split(ring) => ring.available(),
+            Self::Packed(ring) => Ok(ring.available()),
+            Self::TrackedSplit(ring) => ring.available(),
+            Self::TrackedPacked(ring) => Ok(ring.available()),
+            Self::InOrder(ring) => ring.available(),
+            Self::Logged(logged) => logged.available(),
         }
     }
 

@@ -209,16 +209,16 @@ impl World {
     }
 
     fn device(&self, base: u16) -> Virtqueue {
-        self.take_up(self.prepare(base))
+        self.open_ring(self.prepare(base))
     }
 
-    fn take_up(
+    fn open_ring(
         &self,
         (memory, layout, region): (Arc<GuestMemory>, RingLayout, InflightQueue),
     ) -> Virtqueue {
         match self.in_order {
             false => Virtqueue::tracked(memory, layout, region).unwrap(),
-            true => Virtqueue::unrecorded(memory, layout).unwrap(),
+            true => Virtqueue::untracked(memory, layout).unwrap(),
         }
     }
 
@@ -391,7 +391,7 @@ fn segments() -> Vec<Segment> {
 /// Device and driver at work, for so many steps.
 fn run(world: &World, random: &mut Random, steps: usize) {
     let given = unwatched(|| world.prepare(world.start()));
-    let (mut device, mut segments) = (world.take_up(given), segments());
+    let (mut device, mut segments) = (world.open_ring(given), segments());
     let mut fetched: Vec<Chain> = Vec::with_capacity(IDS);
     // Of the requests, so many are done and not published, and so many published and not taken.
     let (mut done, mut published) = (0, 0);
@@ -400,7 +400,7 @@ fn run(world: &World, random: &mut Random, steps: usize) {
         match unwatched(|| choose(world, random, [waits, fetched.len(), done, published])) {
             Step::Make(id) => unwatched(|| world.make(id)),
             Step::Fetch => {
-                assert!(device.waiting().unwrap() > 0);
+                assert!(device.available().unwrap() > 0);
                 fetched.push(device.fetch(&mut segments).unwrap());
             }
             Step::Complete(which) => {
@@ -425,7 +425,7 @@ fn run(world: &World, random: &mut Random, steps: usize) {
                 fetched.clear();
                 done = 0;
                 let given = unwatched(|| world.prepare(1));
-                device = world.take_up(given);
+                device = world.open_ring(given);
             }
         }
     }
@@ -462,7 +462,7 @@ fn finish(world: &World, random: &mut Random) {
     let mut device = world.device(if blank { world.start() } else { 1 });
     let mut segments = segments();
     let mut fetched = Vec::new();
-    while device.waiting().unwrap() > 0 {
+    while device.available().unwrap() > 0 {
         fetched.push(device.fetch(&mut segments).unwrap());
     }
     assert_eq!(device.resubmits(), 0);
@@ -485,7 +485,7 @@ fn finish(world: &World, random: &mut Random) {
     );
     // And all of that is known to the next one.
     let mut next = world.device(1);
-    assert!(next.resubmits() == 0 && next.waiting().unwrap() == 0);
+    assert!(next.resubmits() == 0 && next.available().unwrap() == 0);
     assert!(next.base() == device.base());
 }
 

@@ -199,7 +199,7 @@ fn everything_is_marked(packed: bool, event_idx: bool, tracked: bool, seed: u64)
         bench.forget();
 
         let mut tickets = Vec::new();
-        while queue.waiting().unwrap() > 0 {
+        while queue.available().unwrap() > 0 {
             let chain = queue.fetch(&mut segments).unwrap();
             let from = usize::from(chain.readable);
             let writable = &segments[from..from + usize::from(chain.writable)];
@@ -288,7 +288,7 @@ fn what_is_not_given_back_is_marked_too() {
     bench.ring.set_desc(1, buffer);
     bench.ring.publish([0]);
     bench.forget();
-    assert_eq!(queue.waiting(), Ok(1));
+    assert_eq!(queue.available(), Ok(1));
     let mut segments = vec![Segment { addr: 0, len: 0 }; queue.max_segments()];
     let chain = queue.fetch(&mut segments).unwrap();
     queue.copy_to(&segments[..usize::from(chain.writable)], &[7; 5000]);

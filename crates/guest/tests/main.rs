@@ -5,6 +5,6 @@ mod checks;
 mod hugepages;
 mod inflight;
 mod log;
-mod lost;
-mod moving;
+mod migration;
+mod sigbus;
 mod virtqueue;

@@ -140,7 +140,7 @@ proptest! {
         memory.write(RING.available + 4, &head.to_le_bytes());
 
         let mut queue = Virtqueue::new(memory.guest.clone(), RING.layout()).unwrap();
-        prop_assert_eq!(queue.waiting(), Ok(1));
+        prop_assert_eq!(queue.available(), Ok(1));
         let mut segments = vec![Segment { addr: 0, len: 0 }; queue.max_segments()];
         let chain = queue.fetch(&mut segments).unwrap();
         let expected = RING.walk(&memory, head).unwrap();
@@ -215,7 +215,7 @@ proptest! {
             let event = memory.read_u16(BIG.used + 4 + 8 * u64::from(BIG.size)).unwrap();
             prop_assert_eq!(need_event(event, old.wrapping_add(more), old), ahead == 0);
         }
-        prop_assert_eq!(queue.waiting(), Ok(ahead));
+        prop_assert_eq!(queue.available(), Ok(ahead));
     }
 }
 
@@ -253,7 +253,7 @@ fn ring_in_use(next: u16, used: u16, event_idx: bool) -> (TestMemory, Virtqueue,
     memory.write(ring.available + entry, &head.to_le_bytes());
     memory.write(ring.used + 2, &used.to_le_bytes());
     let mut queue = Virtqueue::new(memory.guest.clone(), ring.layout()).unwrap();
-    assert_eq!(queue.waiting(), Ok(1));
+    assert_eq!(queue.available(), Ok(1));
     let chain = queue.fetch(&mut [Segment { addr: 0, len: 0 }; 4]).unwrap();
     (memory, queue, chain.ticket())
 }
@@ -343,7 +343,7 @@ fn stress(make: MakeRing, event_idx: bool) {
         let mut segments = vec![Segment { addr: 0, len: 0 }; queue.max_segments()];
         let mut sleeps = 0;
         while done < STRESS {
-            for _ in 0..queue.waiting().unwrap() {
+            for _ in 0..queue.available().unwrap() {
                 let chain = queue.fetch(&mut segments).unwrap();
                 queue.complete(&chain.ticket(), 0, 1);
                 done += 1;

@@ -10,7 +10,7 @@ use std::thread::{self, JoinHandle};
 use block::DiskFacts;
 use datapath::{Disk, IoThread, QueueId};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
-use guest::{Device, FrontendChannel, NewQueue, RingBase, Stopped};
+use guest::{Device, FrontendChannel, NewQueue, RingBase, StoppedRing};
 use tempfile::TempDir;
 use testkit::frontend::eventfd;
 
@@ -37,7 +37,7 @@ impl Served {
             };
             match guest::serve(&socket, &mut device, its_stop.as_fd()) {
                 // Tests break threads on purpose.
-                guest::End::Failed(e) => {
+                guest::SessionEnd::Failed(e) => {
                     let why = e.to_string();
                     let expected = ["an I/O thread failed", "has not answered"];
                     assert!(expected.iter().any(|part| why.contains(part)), "{why}");
@@ -108,7 +108,7 @@ impl Device for Queues {
 
     fn capacity_read(&self, _sectors: u64) {}
 
-    fn unrecorded(&self, _ring: u16, _size: u16) {}
+    fn untracked(&self, _ring: u16, _size: u16) {}
 
     fn set_write_cache(&mut self, on: bool) {
         self.disk.set_write_cache(on);
@@ -124,18 +124,18 @@ impl Device for Queues {
         Ok(())
     }
 
-    fn stop(&mut self, ring: u16) -> Stopped {
+    fn stop(&mut self, ring: u16) -> StoppedRing {
         let id = self.running[usize::from(ring)].take();
         let id = id.expect("a session stops what runs");
         // A thread that has failed has no answer.
         let stopped = self.thread(ring).stop(id);
-        stopped.unwrap_or(Stopped {
+        stopped.unwrap_or(StoppedRing {
             base: RingBase(0),
             unfinished: false,
         })
     }
 
-    fn rest(&mut self, _moving: bool) -> io::Result<()> {
+    fn quiesce(&mut self, _migrating: bool) -> io::Result<()> {
         Ok(())
     }
 
@@ -143,9 +143,14 @@ impl Device for Queues {
         !self.disk.is_abandoned()
     }
 
-    fn set_signals(&mut self, ring: u16, call: Option<Arc<OwnedFd>>, error: Option<Arc<OwnedFd>>) {
+    fn set_event_fds(
+        &mut self,
+        ring: u16,
+        call: Option<Arc<OwnedFd>>,
+        error: Option<Arc<OwnedFd>>,
+    ) {
         if let Some(id) = self.running[usize::from(ring)] {
-            self.thread(ring).set_signals(id, call, error);
+            self.thread(ring).set_event_fds(id, call, error);
         }
     }
 }

@@ -27,13 +27,13 @@ pub(super) struct Ring {
     /// The ring left requests in flight when it stopped.
     pub unfinished: bool,
     /// Those requests are available again at its base, for the process that continues there.
-    pub put_back: bool,
+    pub requeued: bool,
     /// The ring has run in this session, and when it stopped, the region recorded no request in flight.
     pub drained: bool,
     /// The region's record of this ring must be discarded at the next start.
     pub outdated: bool,
     /// The ring is served in this session although the region has too few entries for it.
-    pub unrecorded: bool,
+    pub untracked: bool,
     pub kick: Option<Arc<OwnedFd>>,
     pub call: Option<Arc<OwnedFd>>,
     pub error: Option<Arc<OwnedFd>>,
@@ -105,13 +105,13 @@ impl Session<'_> {
         let Some(kick) = &state.kick else {
             return Ok(());
         };
-        let (virtqueue, too_small) = match take_up(self.memory.clone(), layout, region) {
+        let (virtqueue, too_small) = match open_ring(self.memory.clone(), layout, region) {
             Ok(taken_up) => taken_up,
             // The guest chooses the address and size of a ring: an invalid choice costs it that ring.
             Err(e) => {
                 self.device.ring_failed(ring, &e);
                 if let Some(error) = &state.error
-                    && let Err(e) = self.signals.send(error)
+                    && let Err(e) = self.notifier.notify(error)
                 {
                     debug!("the front-end is not told of the ring that was given up: {e}");
                 }
@@ -136,9 +136,9 @@ impl Session<'_> {
             call: state.call.clone(),
             error: state.error.clone(),
             marked,
-            lost: self.lost.clone(),
+            abort: self.abort.clone(),
         };
-        state.unrecorded = too_small.is_some();
+        state.untracked = too_small.is_some();
         let region = too_small.flatten();
         // Before a request is fetched: the region's record is not of this ring, and no successor may execute
         // it.
@@ -154,9 +154,9 @@ impl Session<'_> {
             return Err(e.into());
         }
         // Its unfinished requests are in flight again.
-        (state.running, state.unfinished, state.put_back) = (true, false, false);
-        if state.unrecorded && !std::mem::replace(&mut self.told_unrecorded, true) {
-            self.device.unrecorded(ring, layout.size);
+        (state.running, state.unfinished, state.requeued) = (true, false, false);
+        if state.untracked && !std::mem::replace(&mut self.reported_untracked, true) {
+            self.device.untracked(ring, layout.size);
         }
         Ok(())
     }
@@ -169,17 +169,17 @@ impl Session<'_> {
         }
         let stopped = self.device.stop(ring);
         (state.base, state.unfinished) = (Some(stopped.base), stopped.unfinished);
-        state.drained = !stopped.unfinished || state.unrecorded;
+        state.drained = !stopped.unfinished || state.untracked;
         // An in-order ring starts with the requests that it left.
-        state.put_back = state.unrecorded && !packed;
+        state.requeued = state.untracked && !packed;
         let region = || self.inflight.as_ref()?.queue(ring, packed);
-        match (state.unrecorded, stopped.unfinished) {
+        match (state.untracked, stopped.unfinished) {
             (true, false) if packed => {
                 if let Some(region) = region() {
                     region.park(stopped.base);
                 }
             }
-            (false, true) => self.put_back(ring),
+            (false, true) => self.requeue(ring),
             _ => {}
         }
     }
@@ -187,7 +187,7 @@ impl Session<'_> {
     /// Makes the requests that a ring has left available again. The record of them is for the process that
     /// serves this connection next; a guest that continues elsewhere or is saved takes only the ring along,
     /// not the record.
-    fn put_back(&mut self, ring: u16) {
+    fn requeue(&mut self, ring: u16) {
         let Some(addr) = self.rings[usize::from(ring)].addr else {
             return;
         };
@@ -197,11 +197,11 @@ impl Session<'_> {
             return;
         };
         let queue = Virtqueue::tracked(self.memory.clone(), layout, region);
-        let Some(base) = queue.ok().and_then(|mut queue| queue.put_back()) else {
+        let Some(base) = queue.ok().and_then(|mut queue| queue.requeue()) else {
             return;
         };
         let state = &mut self.rings[usize::from(ring)];
-        (state.base, state.put_back) = (Some(base), true);
+        (state.base, state.requeued) = (Some(base), true);
         if let Some(log) = &self.log {
             let size = u64::from(layout.size);
             let (user, len) = match layout.packed {
@@ -246,18 +246,18 @@ impl Session<'_> {
             .try_for_each(|ring| self.start_if_ready(ring))
     }
 
-    pub(super) fn signals_changed(&mut self, ring: u16) {
+    pub(super) fn update_event_fds(&mut self, ring: u16) {
         let state = &self.rings[usize::from(ring)];
         if state.running {
             let (call, error) = (state.call.clone(), state.error.clone());
-            self.device.set_signals(ring, call, error);
+            self.device.set_event_fds(ring, call, error);
         }
     }
 }
 
 /// Opens a ring. `region` is `None` if the front-end keeps no region, and `Some(None)` if the region ends
 /// before the ring's part. If the ring's part is too small for the ring, it is returned with the queue.
-fn take_up(
+fn open_ring(
     memory: Arc<GuestMemory>,
     mut layout: RingLayout,
     region: Option<Option<InflightQueue>>,
@@ -273,7 +273,7 @@ fn take_up(
             {
                 layout.base = base;
             }
-            Ok((Virtqueue::unrecorded(memory, layout)?, Some(region)))
+            Ok((Virtqueue::untracked(memory, layout)?, Some(region)))
         }
     }
 }

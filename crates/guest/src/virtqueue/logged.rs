@@ -81,8 +81,8 @@ impl Logged {
 
     // Not inlined, here and below: inlining would slow down the rings that mark nothing.
     #[inline(never)]
-    pub fn waiting(&mut self) -> Result<u16, RingError> {
-        self.ring.waiting()
+    pub fn available(&mut self) -> Result<u16, RingError> {
+        self.ring.available()
     }
 
     #[inline(never)]

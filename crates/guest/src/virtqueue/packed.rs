@@ -136,7 +136,7 @@ impl Packed {
     }
 
     #[inline(never)]
-    pub fn waiting(&mut self) -> u16 {
+    pub fn available(&mut self) -> u16 {
         if self.seen == 0 {
             self.look();
         }

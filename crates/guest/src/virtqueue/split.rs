@@ -107,7 +107,7 @@ impl Split {
     }
 
     #[inline]
-    pub fn waiting(&mut self) -> Result<u16, RingError> {
+    pub fn available(&mut self) -> Result<u16, RingError> {
         if self.seen_available == self.next_available {
             // SAFETY: `available` was checked and stays mapped.
             self.seen_available = unsafe { (*self.available).index.load(Ordering::Acquire) };

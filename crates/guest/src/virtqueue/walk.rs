@@ -30,7 +30,7 @@ impl View {
     #[inline]
     pub fn locate(&mut self, guest: u64, len: u64) -> Option<usize> {
         self.known(guest, len)
-            .or_else(|| self.locate_anew(guest, len))
+            .or_else(|| self.locate_again(guest, len))
     }
 
     /// Like [`locate`](Self::locate), but looks only in the regions used last.
@@ -42,7 +42,7 @@ impl View {
     }
 
     #[cold]
-    fn locate_anew(&mut self, guest: u64, len: u64) -> Option<usize> {
+    fn locate_again(&mut self, guest: u64, len: u64) -> Option<usize> {
         let window = self.memory.window(guest)?;
         self.windows = [window, self.windows[0]];
         window.at(guest, len)

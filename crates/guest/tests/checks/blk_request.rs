@@ -103,7 +103,7 @@ fn chain() -> Chain {
         max_segments: 0,
     };
     let mut queue = Virtqueue::new(memory.guest.clone(), ring.layout()).expect("a ring");
-    assert_eq!(queue.waiting(), Ok(1));
+    assert_eq!(queue.available(), Ok(1));
     queue
         .fetch(&mut [Segment { addr: 0, len: 0 }; 4])
         .expect("a chain")

@@ -74,7 +74,7 @@ fn serve(memory: &TestMemory, layout: guest::RingLayout, flags: u8) {
     let mut segments = vec![Segment { addr: 0, len: 0 }; queue.max_segments()];
     let mut tickets = Vec::new();
     for n in 0..REQUESTS {
-        match queue.waiting() {
+        match queue.available() {
             Ok(waiting) if waiting > 0 => assert!(waiting <= 1024),
             _ => break,
         }

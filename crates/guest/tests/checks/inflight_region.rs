@@ -65,7 +65,7 @@ fn check_in(memory: &TestMemory, data: &[u8]) {
     let mut segments = vec![Segment { addr: 0, len: 0 }; queue.max_segments()];
     let mut under_way = Vec::new();
     for _ in 0..REQUESTS {
-        if !queue.waiting().is_ok_and(|n| n > 0) {
+        if !queue.available().is_ok_and(|n| n > 0) {
             break;
         }
         let Ok(chain) = queue.fetch(&mut segments) else {

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use block::{DiskFacts, Segment};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
-use guest::{Device, FrontendChannel, NewQueue, RingBase, Stopped};
+use guest::{Device, FrontendChannel, NewQueue, RingBase, StoppedRing};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -290,14 +290,14 @@ impl Device for FakeDevice {
         assert_eq!(sectors, (1 << 30) / 512);
     }
 
-    fn unrecorded(&self, ring: u16, _size: u16) {
+    fn untracked(&self, ring: u16, _size: u16) {
         assert!(self.running.contains(&ring));
     }
 
     fn set_write_cache(&mut self, _on: bool) {}
 
     fn set_features(&mut self, accepted: u64) {
-        assert_eq!(accepted & !(features() | blk::F_OF_SOME_DISKS), 0);
+        assert_eq!(accepted & !(features() | blk::F_DISK_DEPENDENT), 0);
     }
 
     fn set_frontend(&mut self, channel: Option<FrontendChannel>) {
@@ -308,7 +308,7 @@ impl Device for FakeDevice {
         assert!(ring < QUEUES && self.running.insert(ring));
         let mut virtqueue = queue.virtqueue;
         let mut segments = vec![Segment { addr: 0, len: 0 }; virtqueue.max_segments()];
-        for _ in 0..virtqueue.waiting().unwrap_or(0) {
+        for _ in 0..virtqueue.available().unwrap_or(0) {
             let Ok(chain) = virtqueue.fetch(&mut segments) else {
                 break;
             };
@@ -318,15 +318,15 @@ impl Device for FakeDevice {
         Ok(())
     }
 
-    fn stop(&mut self, ring: u16) -> Stopped {
+    fn stop(&mut self, ring: u16) -> StoppedRing {
         assert!(self.running.remove(&ring));
-        Stopped {
+        StoppedRing {
             base: RingBase(7),
             unfinished: false,
         }
     }
 
-    fn rest(&mut self, _moving: bool) -> io::Result<()> {
+    fn quiesce(&mut self, _moving: bool) -> io::Result<()> {
         assert!(self.running.is_empty(), "{:?} still run", self.running);
         Ok(())
     }
@@ -335,7 +335,7 @@ impl Device for FakeDevice {
         true
     }
 
-    fn set_signals(&mut self, ring: u16, _: Option<Arc<OwnedFd>>, _: Option<Arc<OwnedFd>>) {
+    fn set_event_fds(&mut self, ring: u16, _: Option<Arc<OwnedFd>>, _: Option<Arc<OwnedFd>>) {
         assert!(self.running.contains(&ring));
     }
 }

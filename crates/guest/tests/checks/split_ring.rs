@@ -37,7 +37,7 @@ fn check_in(memory: &TestMemory, data: &[u8]) {
 
     let available = |at| memory.read_u16(ring.available + at).expect("the ring");
     let ahead = available(2).wrapping_sub(ring.next_available);
-    let waiting = queue.waiting();
+    let waiting = queue.available();
     assert_eq!(waiting.is_ok(), ahead <= ring.size, "{waiting:?}");
     assert!(waiting.as_ref().is_err() || waiting == Ok(ahead));
 

@@ -234,7 +234,7 @@ impl TrackedPacked {
     /// Makes the chains in flight available again in the ring itself, starting at the next used element:
     /// there is room for as many descriptors as are in flight. A driver that looks for used elements does not
     /// find any of these.
-    pub fn put_back(&mut self) -> RingBase {
+    pub fn requeue(&mut self) -> RingBase {
         let used = self.ring.used;
         let mut position = used;
         for chain in self.resubmit.iter().rev() {
@@ -276,9 +276,9 @@ impl TrackedPacked {
     }
 
     #[inline(never)]
-    pub fn waiting(&mut self) -> u16 {
+    pub fn available(&mut self) -> u16 {
         match self.resubmit.len() {
-            0 => self.ring.waiting(),
+            0 => self.ring.available(),
             n => n as u16,
         }
     }

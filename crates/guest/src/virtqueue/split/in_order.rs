@@ -51,8 +51,8 @@ impl InOrderSplit {
     }
 
     #[inline(never)]
-    pub fn waiting(&mut self) -> Result<u16, RingError> {
-        let waiting = self.ring.waiting()?;
+    pub fn available(&mut self) -> Result<u16, RingError> {
+        let waiting = self.ring.available()?;
         // A finished request that waits keeps its place until it is returned.
         let (index, size) = (self.ring.seen_available, self.ring.size);
         match index.wrapping_sub(self.ring.next_used) {

@@ -138,7 +138,7 @@ impl TrackedSplit {
     /// Makes the requests in flight available again in the ring itself, starting where the used ring ends:
     /// there are as many entries between that position and the next request. No driver reads the entries that
     /// it has made available.
-    pub fn put_back(&mut self) -> RingBase {
+    pub fn requeue(&mut self) -> RingBase {
         let (first, mask) = (self.ring.next_used, self.ring.size - 1);
         for (i, &head) in (0..).zip(self.resubmit.iter().rev()) {
             let entry = usize::from(first.wrapping_add(i) & mask);
@@ -161,9 +161,9 @@ impl TrackedSplit {
     }
 
     #[inline(never)]
-    pub fn waiting(&mut self) -> Result<u16, RingError> {
+    pub fn available(&mut self) -> Result<u16, RingError> {
         match self.resubmit.len() {
-            0 => self.ring.waiting(),
+            0 => self.ring.available(),
             n => Ok(n as u16),
         }
     }

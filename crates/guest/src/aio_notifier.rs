@@ -17,7 +17,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 
 /// Sends the signals of one thread.
 #[derive(Default)]
-pub(crate) struct Careful(OnceCell<Context>);
+pub(crate) struct AioNotifier(OnceCell<Context>);
 
 struct Context {
     id: c_ulong,
@@ -45,12 +45,12 @@ struct Iocb {
 const IOCB_CMD_PREAD: u16 = 0;
 const IOCB_FLAG_RESFD: u32 = 1;
 
-impl Careful {
+impl AioNotifier {
     /// Adds one to an event counter. A full counter stays full, which has the same effect.
     ///
     /// # Errors
     /// The descriptor is not an event counter, or the machine has no Linux AIO contexts left (fs.aio-max-nr).
-    pub fn send(&self, event: &OwnedFd) -> io::Result<()> {
+    pub fn notify(&self, event: &OwnedFd) -> io::Result<()> {
         let context = match self.0.get() {
             Some(context) => context,
             None => {
@@ -58,7 +58,7 @@ impl Careful {
                 self.0.get_or_init(|| context)
             }
         };
-        context.send(event)
+        context.notify(event)
     }
 }
 
@@ -73,7 +73,7 @@ impl Context {
         }
     }
 
-    fn send(&self, event: &OwnedFd) -> io::Result<()> {
+    fn notify(&self, event: &OwnedFd) -> io::Result<()> {
         let mut iocb = Iocb {
             opcode: IOCB_CMD_PREAD,
             fd: self.empty.as_raw_fd() as u32,
@@ -126,23 +126,23 @@ mod tests {
 
     #[test]
     fn each_signal_adds_one_and_a_full_counter_stays_full() {
-        let careful = Careful::default();
+        let notifier = AioNotifier::default();
         let event = eventfd(0, EventfdFlags::empty()).unwrap();
         let mut count = [0; 8];
         for _ in 0..1000 {
-            careful.send(&event).unwrap();
+            notifier.notify(&event).unwrap();
         }
         rustix::io::read(&event, &mut count).unwrap();
         assert_eq!(u64::from_ne_bytes(count), 1000);
         // Now a write to the counter would block.
         rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
         for _ in 0..3 {
-            careful.send(&event).unwrap();
+            notifier.notify(&event).unwrap();
         }
         rustix::io::read(&event, &mut count).unwrap();
         assert_eq!(u64::from_ne_bytes(count), u64::MAX);
         let none = memfd_create("none", MemfdFlags::CLOEXEC).unwrap();
-        assert!(careful.send(&none).is_err());
-        careful.send(&event).unwrap();
+        assert!(notifier.notify(&none).is_err());
+        notifier.notify(&event).unwrap();
     }
 }

@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use guest::blk::{CONFIG_BYTES, F_FLUSH};
-use guest::{Device, End, FrontendChannel, NewQueue, RingBase, RingError, Saved, Stopped};
+use guest::{
+    Device, FrontendChannel, NewQueue, RingBase, RingError, SavedSession, SessionEnd, StoppedRing,
+};
 use testkit::frontend::message::{GET_VRING_BASE, SET_STATUS};
 use testkit::frontend::{F_LOG_ALL, Frontend, NEED_REPLY, VERSION, eventfd, protocol};
 
@@ -31,7 +33,7 @@ impl Device for &Hung {
         1
     }
     fn capacity_read(&self, _: u64) {}
-    fn unrecorded(&self, _: u16, _: u16) {}
+    fn untracked(&self, _: u16, _: u16) {}
     fn config(&self) -> [u8; CONFIG_BYTES] {
         [0; CONFIG_BYTES]
     }
@@ -42,32 +44,32 @@ impl Device for &Hung {
     fn start(&mut self, _: u16, _: NewQueue) -> io::Result<()> {
         panic!("nothing is to be served")
     }
-    fn stop(&mut self, _: u16) -> Stopped {
+    fn stop(&mut self, _: u16) -> StoppedRing {
         panic!("nothing is served")
     }
-    fn rest(&mut self, moving: bool) -> io::Result<()> {
-        assert!(!moving || self.storage_answered(), "left too early");
-        self.left.fetch_or(moving, Ordering::SeqCst);
+    fn quiesce(&mut self, migrating: bool) -> io::Result<()> {
+        assert!(!migrating || self.storage_answered(), "left too early");
+        self.left.fetch_or(migrating, Ordering::SeqCst);
         Ok(())
     }
     fn storage_answered(&self) -> bool {
         self.asked.store(true, Ordering::SeqCst);
         self.answered.load(Ordering::SeqCst)
     }
-    fn set_signals(&mut self, _: u16, _: Option<Arc<OwnedFd>>, _: Option<Arc<OwnedFd>>) {}
+    fn set_event_fds(&mut self, _: u16, _: Option<Arc<OwnedFd>>, _: Option<Arc<OwnedFd>>) {}
 }
 
 /// Serves until it is stopped, and then goes on as after an upgrade that came to nothing.
 fn serve_twice(socket: &UnixStream, hung: &Hung, stop: &OwnedFd, go_on: impl FnOnce()) {
     let (mut first, mut second) = (hung, hung);
     let (end, saved) = guest::serve_from(socket, &mut first, stop.as_fd(), None);
-    assert!(matches!(end, End::Stopped), "{end:?}");
-    assert!(saved.as_ref().is_some_and(Saved::is_unfinished));
+    assert!(matches!(end, SessionEnd::Stopped), "{end:?}");
+    assert!(saved.as_ref().is_some_and(SavedSession::is_unfinished));
     assert!(!hung.left.load(Ordering::SeqCst));
     rustix::io::read(stop, &mut [0; 8]).unwrap();
     go_on();
     let (end, _) = guest::serve_from(socket, &mut second, stop.as_fd(), saved);
-    assert!(matches!(end, End::Disconnected), "{end:?}");
+    assert!(matches!(end, SessionEnd::Disconnected), "{end:?}");
     assert!(hung.left.load(Ordering::SeqCst));
 }
 

@@ -5,7 +5,7 @@
 //! the counter, so that the next write blocks forever, with all disks of the writing thread. To check for
 //! room first would cost a system call per signal and prove nothing. Therefore one thread looks about every
 //! second for threads that are in such a write, and interrupts a thread that stays in one. After a thread has
-//! been blocked once, it can send [with care](Signals::send_with_care).
+//! been blocked once, it can send [without blocking](Notifier::notify_by_aio).
 
 #![expect(
     unsafe_code,
@@ -22,7 +22,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 use rustix::thread::Pid;
 
-use crate::careful::Careful;
+use crate::aio_notifier::AioNotifier;
 
 /// A signal that is ignored by default and rarely used.
 const SIGNAL: i32 = libc::SIGURG;
@@ -35,12 +35,12 @@ const LONG: Duration = Duration::from_millis(10);
 /// A front-end has blocked the thread for up to a second, which no well-behaved front-end does. The next
 /// descriptor from that front-end would do so again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HeldUp;
+pub struct Blocked;
 
-/// Sends the signals of one thread: the thread that created it.
-pub struct Signals {
+/// Signals the event counters of front-ends, on behalf of one thread: the thread that created it.
+pub struct Notifier {
     sender: Arc<Sender>,
-    careful: Careful,
+    aio: AioNotifier,
 }
 
 struct Sender {
@@ -61,7 +61,7 @@ static SENDERS: Mutex<Senders> = Mutex::new(Senders {
     watched: false,
 });
 
-impl Signals {
+impl Notifier {
     /// Creates a sender for the calling thread.
     ///
     /// # Errors
@@ -75,13 +75,13 @@ impl Signals {
         });
         let mut senders = senders();
         if !senders.watched {
-            let watch = thread::Builder::new().name("signals".to_owned());
-            watch.spawn(look_after)?;
+            let watch = thread::Builder::new().name("notifier".to_owned());
+            watch.spawn(monitor)?;
             senders.watched = true;
         }
         senders.list.push(sender.clone());
-        let careful = Careful::default();
-        Ok(Self { sender, careful })
+        let aio = AioNotifier::default();
+        Ok(Self { sender, aio })
     }
 
     /// Adds one to an event counter. A full counter stays full, which has the same effect.
@@ -89,28 +89,28 @@ impl Signals {
     /// # Errors
     /// The counter is full and blocks.
     #[inline]
-    pub fn send(&self, event: &OwnedFd) -> Result<(), HeldUp> {
+    pub fn notify(&self, event: &OwnedFd) -> Result<(), Blocked> {
         let turn = &self.sender.turn;
         let now = turn.load(Ordering::Relaxed);
         turn.store(now.wrapping_add(1), Ordering::Relaxed);
         let written = rustix::io::write(event, &1u64.to_ne_bytes());
         turn.store(now.wrapping_add(2), Ordering::Relaxed);
         match written {
-            Err(Errno::INTR) => Err(HeldUp),
+            Err(Errno::INTR) => Err(Blocked),
             _ => Ok(()),
         }
     }
 
-    /// Like [`send`](Self::send), at about five times the cost, but never blocks.
+    /// Like [`notify`](Self::notify), at about five times the cost, but never blocks.
     ///
     /// # Errors
     /// The descriptor is not an event counter, or the machine has no Linux AIO contexts left (fs.aio-max-nr).
-    pub fn send_with_care(&self, event: &OwnedFd) -> std::io::Result<()> {
-        self.careful.send(event)
+    pub fn notify_by_aio(&self, event: &OwnedFd) -> std::io::Result<()> {
+        self.aio.notify(event)
     }
 }
 
-impl Drop for Signals {
+impl Drop for Notifier {
     fn drop(&mut self) {
         let mut senders = senders();
         senders
@@ -143,7 +143,7 @@ fn senders() -> MutexGuard<'static, Senders> {
 }
 
 /// Monitors the senders; ends with the last one.
-fn look_after() {
+fn monitor() {
     // Senders that are in a write, with their turn.
     let mut writing: Vec<(Arc<Sender>, usize)> = Vec::new();
     loop {
@@ -206,13 +206,13 @@ mod tests {
         let free = eventfd(0, EventfdFlags::empty()).unwrap();
         let (done, result) = mpsc::channel();
         thread::spawn(move || {
-            let signals = Signals::new().unwrap();
-            let sent = [&free, &other, &blocking, &free].map(|event| signals.send(event));
+            let notifier = Notifier::new().unwrap();
+            let sent = [&free, &other, &blocking, &free].map(|event| notifier.notify(event));
             let mut count = [0; 8];
             rustix::io::read(&free, &mut count).unwrap();
             done.send((sent, u64::from_ne_bytes(count))).unwrap();
         });
-        let expected = ([Ok(()), Ok(()), Err(HeldUp), Ok(())], 2);
+        let expected = ([Ok(()), Ok(()), Err(Blocked), Ok(())], 2);
         let hang = Duration::from_secs(60);
         assert_eq!(result.recv_timeout(hang).expect("it hangs"), expected);
     }

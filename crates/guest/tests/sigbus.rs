@@ -4,7 +4,7 @@
 use std::os::fd::OwnedFd;
 use std::ptr;
 
-use guest::{GuestMemory, Lost, RegionLayout};
+use guest::{GuestMemory, RegionLayout, SessionAbort};
 use nix::sys::signal::{Signal, raise};
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, fork};
@@ -26,7 +26,7 @@ fn guest(file: &OwnedFd) -> (GuestMemory, *mut u8) {
         user: 0x7000_0000,
         file_offset: 0,
     };
-    let memory = GuestMemory::watched(Lost::new().unwrap());
+    let memory = GuestMemory::watched(SessionAbort::new().unwrap());
     let memory = memory
         .with_region(layout, file.try_clone().unwrap())
         .unwrap();

@@ -16,12 +16,12 @@ use std::sync::{Arc, Mutex, Once, OnceLock, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-/// Notifies a session that it cannot continue.
+/// Ends a session from another thread, or from the signal handler.
 #[derive(Clone)]
-pub struct Lost(Arc<OwnedFd>);
+pub struct SessionAbort(Arc<OwnedFd>);
 
-impl Lost {
-    /// Creates a notifier that has not been triggered.
+impl SessionAbort {
+    /// Creates a handle that has not been triggered.
     ///
     /// # Errors
     /// The process has no descriptors left.
@@ -31,70 +31,73 @@ impl Lost {
     }
 
     /// Makes the session end. Does not block.
-    pub fn tell(&self) {
+    pub fn trigger(&self) {
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
-    /// Readable after the notifier was triggered.
+    /// Readable after the handle was triggered.
     pub(crate) fn event(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 }
 
 /// Registers a mapping with the handler until dropped. The mapping must be unmapped after that.
-pub(crate) struct Guarded {
-    place: &'static Place,
-    _lost: Option<Lost>,
+pub(crate) struct SigbusGuard {
+    entry: &'static Entry,
+    _abort: Option<SessionAbort>,
 }
 
-impl Guarded {
+impl SigbusGuard {
     /// Guards whole pages at `start`, which must stay mapped while this value lives.
-    pub fn new(start: usize, len: usize, lost: Option<Lost>) -> Self {
+    pub fn new(start: usize, len: usize, abort: Option<SessionAbort>) -> Self {
         static INSTALLED: Once = Once::new();
         INSTALLED.call_once(install);
         let _alone = CHANGES.lock().unwrap_or_else(PoisonError::into_inner);
-        let place = free_place();
-        place.change(
+        let entry = free_entry();
+        entry.change(
             start,
             len,
-            lost.as_ref().map_or(-1, |lost| lost.0.as_raw_fd()),
+            abort.as_ref().map_or(-1, |abort| abort.0.as_raw_fd()),
         );
-        Self { place, _lost: lost }
+        Self {
+            entry,
+            _abort: abort,
+        }
     }
 }
 
-impl Drop for Guarded {
+impl Drop for SigbusGuard {
     fn drop(&mut self) {
         let _alone = CHANGES.lock().unwrap_or_else(PoisonError::into_inner);
-        self.place.change(0, 0, -1);
+        self.entry.change(0, 0, -1);
     }
 }
 
-/// Held while places change. The handler does not take it.
+/// Held while entries change. The handler does not take it.
 static CHANGES: Mutex<()> = Mutex::new(());
 
-/// The list that the handler searches: blocks of places. Blocks are never freed; their places are reused.
+/// The list that the handler searches: blocks of entries. Blocks are never freed; their entries are reused.
 static BLOCKS: AtomicPtr<Block> = AtomicPtr::new(ptr::null_mut());
 
-const PLACES: usize = 64;
+const BLOCK_ENTRIES: usize = 64;
 
 struct Block {
-    places: [Place; PLACES],
+    entries: [Entry; BLOCK_ENTRIES],
     next: *mut Block,
 }
 
-/// A registered mapping. The handler may read it while it changes; a changing place is never the one in which
+/// A registered mapping. The handler may read it while it changes; a changing entry is never the one in which
 /// a thread has just faulted, because that mapping does not change until the access has finished.
-struct Place {
+struct Entry {
     /// Odd while the other fields change.
     version: AtomicUsize,
     start: AtomicUsize,
-    /// 0 if the place is free.
+    /// 0 if the entry is free.
     len: AtomicUsize,
     event: AtomicI32,
 }
 
-impl Place {
+impl Entry {
     const fn empty() -> Self {
         Self {
             version: AtomicUsize::new(0),
@@ -117,7 +120,7 @@ impl Place {
     }
 
     /// Start, length and event, if the mapping contains `addr`.
-    fn holding(&self, addr: usize) -> Option<(usize, usize, i32)> {
+    fn containing(&self, addr: usize) -> Option<(usize, usize, i32)> {
         let version = self.version.load(Ordering::Acquire);
         let start = self.start.load(Ordering::Relaxed);
         let len = self.len.load(Ordering::Relaxed);
@@ -128,39 +131,39 @@ impl Place {
     }
 }
 
-/// Returns a free place; the caller holds `CHANGES`.
-fn free_place() -> &'static Place {
-    let free = |place: &&Place| place.len.load(Ordering::Relaxed) == 0;
-    if let Some(place) = places().find(free) {
-        return place;
+/// Returns a free entry; the caller holds `CHANGES`.
+fn free_entry() -> &'static Entry {
+    let free = |entry: &&Entry| entry.len.load(Ordering::Relaxed) == 0;
+    if let Some(entry) = entries().find(free) {
+        return entry;
     }
     let block = Box::leak(Box::new(Block {
-        places: [const { Place::empty() }; PLACES],
+        entries: [const { Entry::empty() }; BLOCK_ENTRIES],
         next: BLOCKS.load(Ordering::Relaxed),
     }));
     BLOCKS.store(block, Ordering::Release);
-    &block.places[0]
+    &block.entries[0]
 }
 
-fn places() -> impl Iterator<Item = &'static Place> {
+fn entries() -> impl Iterator<Item = &'static Entry> {
     // SAFETY: blocks are leaked, and only their atomic fields change.
     let block = |at: *mut Block| unsafe { at.as_ref::<'static>() };
     std::iter::successors(block(BLOCKS.load(Ordering::Acquire)), move |b| {
         block(b.next)
     })
-    .flat_map(|b| &b.places)
+    .flat_map(|b| &b.entries)
 }
 
 /// The SIGBUS action before ours was installed.
-static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
+static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 fn install() {
     // SAFETY: an all-zero `sigaction` is valid, and both calls get valid actions. The handler does only what
     // signal-safety(7) allows: it reads atomics and calls mmap, write, sigaction and raise.
     unsafe {
-        let mut before: libc::sigaction = std::mem::zeroed();
-        libc::sigaction(libc::SIGBUS, ptr::null(), &raw mut before);
-        if BEFORE.set(before).is_ok() {
+        let mut previous: libc::sigaction = std::mem::zeroed();
+        libc::sigaction(libc::SIGBUS, ptr::null(), &raw mut previous);
+        if PREVIOUS.set(previous).is_ok() {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = handler as *const () as usize;
             action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
@@ -175,7 +178,7 @@ extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, _context: *mut li
     // The page is no longer in the file. Memory lost to a hardware error and signals sent by a process have
     // other codes.
     if code == libc::BUS_ADRERR
-        && let Some((start, len, event)) = places().find_map(|place| place.holding(addr))
+        && let Some((start, len, event)) = entries().find_map(|entry| entry.containing(addr))
         && replace(start, len)
     {
         // SAFETY: this writes eight bytes to a nonblocking event counter that the registered mapping keeps
@@ -188,8 +191,8 @@ extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, _context: *mut li
     unsafe {
         if code > 0 {
             // The instruction faults again, and the previous action handles that fault.
-            if let Some(before) = BEFORE.get() {
-                libc::sigaction(signal, before, ptr::null_mut());
+            if let Some(previous) = PREVIOUS.get() {
+                libc::sigaction(signal, previous, ptr::null_mut());
                 return;
             }
         }
