@@ -1,9 +1,11 @@
 //! `cargo xtask ci`: the rules of this project, as code, and then the tests.
 
 mod documents;
+mod structure;
 
 use crate::{cargo, compatibility, miri, root, test};
 use anyhow::{Context, Result, bail, ensure};
+use clap::builder::PossibleValuesParser;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,6 +18,9 @@ pub struct Args {
     /// Only the checks
     #[arg(long)]
     no_tests: bool,
+    /// Only this check
+    #[arg(long, value_name = "CHECK", value_parser = PossibleValuesParser::new(CHECKS.iter().map(|(name, _)| *name)))]
+    only: Option<String>,
 }
 
 type Check = fn() -> Result<()>;
@@ -29,6 +34,7 @@ const CHECKS: &[(&str, Check)] = &[
     ("licences of all dependencies", licences),
     ("links between documents", documents::links),
     ("plain English in documents", documents::plain_english),
+    ("structure", structure::check),
     ("table of front-ends", compatibility::is_generated),
     ("names that belong to one machine", machine_names),
     ("clippy", clippy),
@@ -40,6 +46,9 @@ const CHECKS: &[(&str, Check)] = &[
 pub fn run(args: &Args) -> Result<()> {
     let mut failed = Vec::new();
     for (name, check) in CHECKS {
+        if args.only.as_ref().is_some_and(|only| only != name) {
+            continue;
+        }
         println!("check: {name}");
         let started = Instant::now();
         if let Err(error) = check() {
@@ -49,7 +58,7 @@ pub fn run(args: &Args) -> Result<()> {
             println!("check: {name}: ok after {} s", started.elapsed().as_secs());
         }
     }
-    if !args.no_tests {
+    if !args.no_tests && args.only.is_none() {
         let tested = test::run(&test::Args::default());
         if let Err(error) = tested.and_then(|()| compatibility::is_up_to_date()) {
             println!("tests: FAILED: {error:#}");

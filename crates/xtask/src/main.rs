@@ -40,7 +40,7 @@ enum Xtask {
     Miri,
     /// Make a Debian package of the program, its service and its manual
     Deb,
-    /// Run what CI runs: format, clippy, crate borders, unsafe policy, licences, documents, and the tests
+    /// Run what CI runs: format, clippy, crate borders, structure, unsafe policy, licences, documents, and the tests
     Ci(ci::Args),
     /// Write docs/compatibility.md from what the last `cargo xtask test` has run
     Compatibility,
