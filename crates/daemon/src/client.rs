@@ -3,11 +3,9 @@
 mod rates;
 mod stats;
 mod top;
-mod upgrade;
 
 pub use stats::{StatsArgs, stats};
 pub use top::{TopArgs, top};
-pub use upgrade::{UpgradeArgs, upgrade};
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -19,10 +17,10 @@ use image::Format;
 use serde_json::{Value, json};
 use thiserror::Error;
 
-use crate::explain;
-use crate::limits;
-use crate::qmp;
-use crate::spec::{DiskSpec, SpecError};
+use crate::config::limits;
+use crate::config::spec::{DiskSpec, SpecError};
+use crate::monitor::explain;
+use crate::monitor::qmp;
 
 /// How long a command may take. To attach a disk may mean to wait for a lock, and to detach one to wait
 /// for its I/O.
@@ -160,9 +158,9 @@ Reads the configuration anew, as SIGHUP does, and says what is wrong with it.")]
 pub struct ReloadArgs {
     /// If this program is another than the one that serves, take over from it, as 'ringdisk upgrade' does
     #[arg(long)]
-    upgrade: bool,
+    pub upgrade: bool,
     #[command(flatten)]
-    connection: Connection,
+    pub connection: Connection,
 }
 
 #[derive(Debug, Error)]
@@ -204,7 +202,7 @@ impl CommandLineError {
     }
 }
 
-type Done = Result<(), CommandLineError>;
+pub type Done = Result<(), CommandLineError>;
 
 impl Connection {
     fn open(&self) -> Result<Client, CommandLineError> {
@@ -219,7 +217,8 @@ impl Connection {
         Ok(())
     }
 
-    fn say(&self, reply: &Value, text: &str) {
+    /// Prints a reply, as JSON if the user asked for that.
+    pub fn say(&self, reply: &Value, text: &str) {
         let mut out = io::stdout().lock();
         // Who reads it may have seen enough.
         let _ = match self.json {
@@ -385,9 +384,6 @@ pub fn resume(args: &ResumeArgs) -> Done {
 }
 
 pub fn reload(args: &ReloadArgs) -> Done {
-    if args.upgrade && upgrade::upgrade_if_changed(&args.connection)? {
-        return Ok(());
-    }
     let mut client = args.connection.open()?;
     let reply = client.call("x-ringdisk-reload", json!({}))?;
     let sentences = ["left-out", "unreachable"].map(|key| reply[key].as_array());

@@ -1,6 +1,13 @@
 //! The configuration file: many disks, groups of them, and I/O threads. What it says is checked as a
 //! whole before anything of it takes effect.
 
+pub mod conflicts;
+pub mod cpus;
+pub mod limits;
+pub mod spec;
+
+mod sandbox_mode;
+
 use std::collections::HashSet;
 use std::fmt::Display;
 use std::fs;
@@ -17,11 +24,11 @@ use thiserror::Error;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use crate::cpus::Cpus;
-use crate::limits;
-use crate::sandbox;
-use crate::spec::{self, DiskSpec};
-use crate::together::check_together;
+pub use sandbox_mode::SandboxMode;
+
+use crate::config::conflicts::check_together;
+use crate::config::cpus::Cpus;
+use crate::config::spec::DiskSpec;
 
 /// Largest file that is read.
 const BYTES_MAX: u64 = 4 << 20;
@@ -67,7 +74,7 @@ pub struct Config {
     pub state: Option<PathBuf>,
     /// Directories of files that images name.
     pub allow_backing: Vec<PathBuf>,
-    pub sandbox: Option<sandbox::Mode>,
+    pub sandbox: Option<SandboxMode>,
     /// Where disks and sockets may be besides.
     pub allow: Vec<PathBuf>,
     /// Who ringdisk becomes when all is open.

@@ -1,9 +1,13 @@
 //! An opened disk: its file, and what the data path needs of it. QEMU's word for it is a block node.
 
-mod above;
-mod away;
+pub mod journal;
+pub mod progress;
+pub mod storage;
+
 mod closing;
 mod names;
+mod released;
+mod snapshot;
 
 use std::cmp::Ordering;
 use std::io;
@@ -23,11 +27,11 @@ use rbd::{RbdError, RbdImage};
 use thiserror::Error;
 use tracing::{info, warn};
 
-use crate::hand::FileIdentity;
-use crate::journal::JournalError;
-use crate::progress::Progress;
-use crate::spec::{DiskSpec, FileSpec, Lock};
-use crate::storage::{Opener, Places};
+use crate::config::spec::{DiskSpec, FileSpec, Lock};
+use crate::node::journal::JournalError;
+use crate::node::progress::Progress;
+use crate::node::storage::{Opener, Places};
+use crate::upgrade::protocol::FileIdentity;
 
 pub use names::Use;
 use names::tell_if_renamed;
@@ -53,7 +57,7 @@ pub struct Node {
 struct Shared {
     /// Held by whoever lengthens, closes or opens files, until all of that is done: one after the other, so that nothing
     /// is written to a file whose lock has been given up. That waits for storage: it is not taken by anybody who holds
-    /// what all disks need, which is above all [`Host`](crate::host::Host)'s state.
+    /// what all disks need, which is above all [`Host`](crate::server::Host)'s state.
     turn: Mutex<()>,
     /// Held by whoever asks storage what is to be shown of the files.
     asking: Mutex<()>,

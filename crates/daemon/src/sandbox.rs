@@ -13,8 +13,6 @@
 
 mod calls;
 mod files;
-mod mode;
-pub mod people;
 
 #[cfg(test)]
 mod tests;
@@ -29,14 +27,12 @@ use rustix::thread::{
 use thiserror::Error;
 use tracing::{info, warn};
 
-pub use mode::Mode;
-
 use files::{Files, Places};
-use people::Person;
 
-use crate::config::Config;
+use crate::config::spec::{DiskSpec, FileSpec};
+use crate::config::{Config, SandboxMode as Mode};
+use crate::credentials::{self, Person};
 use crate::socket;
-use crate::spec::{DiskSpec, FileSpec};
 
 /// What the operator says of it.
 #[derive(Clone, Debug, Default)]
@@ -104,7 +100,7 @@ impl Sandbox {
         kept: &[PathBuf],
     ) -> Result<Self, SandboxError> {
         // Before files cannot be read any more.
-        people::read();
+        credentials::read();
         let user = wishes.user.clone();
         if wishes.mode == Mode::Off {
             warn!("sandbox=off: this process may do whatever its user may");

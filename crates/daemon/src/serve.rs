@@ -14,29 +14,29 @@ use signal_hook::iterator::Signals;
 use thiserror::Error;
 use tracing::{error, info, warn};
 
-use crate::config::{self, Config, ConfigError, POLL_CPU, POLL_MAX_US_MAX};
-use crate::cpus::Cpus;
-use crate::explain;
-use crate::host::{Host, HostError};
-use crate::inherit::{self, Inherited};
-use crate::iothreads::IoThreads;
-use crate::journal::Journals;
-use crate::keeper::{self, KeepError, Keeper, Written};
+use crate::config::conflicts::{TogetherError, check_together};
+use crate::config::cpus::Cpus;
+use crate::config::spec::{DiskSpec, SpecError};
+use crate::config::{self, Config, ConfigError, POLL_CPU, POLL_MAX_US_MAX, SandboxMode};
+use crate::credentials::{self, Person};
 use crate::log;
-use crate::manager;
-use crate::metrics;
-use crate::paste::{self, Ready};
-use crate::qmp::{self, ControlSocket, Qmp};
-use crate::reload::Reloader;
+use crate::monitor::explain;
+use crate::monitor::metrics;
+use crate::monitor::qmp::{self, ControlSocket, Qmp};
+use crate::node::journal::Journals;
+use crate::node::storage::{AllowBacking, Places};
 use crate::resource_limits::warn_of_limits;
-use crate::sandbox::people::{self, Person};
-use crate::sandbox::{self, Sandbox, SandboxError, Wishes};
+use crate::sandbox::{Sandbox, SandboxError, Wishes};
+use crate::sd_notify;
+use crate::server::connection_info::{self, Ready};
+use crate::server::iothreads::IoThreads;
+use crate::server::reload::Reloader;
+use crate::server::{Host, HostError};
 use crate::socket::{Socket, SocketError};
-use crate::spec::{DiskSpec, SpecError};
 use crate::state::Changed;
-use crate::storage::{AllowBacking, Places};
-use crate::together::{TogetherError, check_together};
-use crate::upgrade::Entrance;
+use crate::state::store::{self, KeepError, Keeper, Written};
+use crate::upgrade::donor::Entrance;
+use crate::upgrade::successor::{self, Inherited};
 
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
@@ -113,7 +113,7 @@ pub struct Args {
     /// What this process may do once it serves: auto (default) is as much of a sandbox as works here, and the log says
     /// how much; on is all of it, or nothing is served; off is none
     #[arg(long, value_name = "MODE")]
-    sandbox: Option<sandbox::Mode>,
+    sandbox: Option<SandboxMode>,
 
     /// Directory where disks and sockets may be that come later, besides those of the disks that are named at the
     /// start; repeatable
@@ -199,7 +199,7 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
     if let Err(e) = &served
         && args.take_over
     {
-        inherit::give_up(&e.to_string());
+        successor::give_up(&e.to_string());
     }
     served
 }
@@ -248,7 +248,7 @@ fn serve(args: &Args) -> Result<(), ServeError> {
     let journals = Journals::new(user.as_ref());
     let mut kept = vec![journals.directory.clone()];
     if let Some(state) = &state {
-        people::make_directory(state, user.as_ref())
+        credentials::make_directory(state, user.as_ref())
             .map_err(|e| KeepError::Directory(state.clone(), e))?;
         kept.push(state.clone());
     }
@@ -370,7 +370,7 @@ fn serve(args: &Args) -> Result<(), ServeError> {
         Ok(started) => started,
         Err(e) if args.take_over => {
             // Nothing is this process's yet, to be put in order or removed.
-            inherit::give_up(&e.to_string());
+            successor::give_up(&e.to_string());
             log::finish();
             eprintln!("ringdisk: {e}");
             std::process::exit(i32::from(e.exit_code()));
@@ -409,7 +409,7 @@ fn serve(args: &Args) -> Result<(), ServeError> {
         }
     };
     info!("stopping: finishing what is under way");
-    manager::tell(manager::STOPPING);
+    sd_notify::tell(sd_notify::STOPPING);
     let deadline = Instant::now() + qmp::AT_END;
     drop(control);
     while rereading.iter().any(|thread| !thread.is_finished()) && Instant::now() < deadline {
@@ -423,7 +423,7 @@ fn reread(host: &Host, config: Option<&Reloader>) {
     let Ok(_staying) = host.handing.stay_after() else {
         return;
     };
-    manager::tell(&manager::reloading());
+    sd_notify::tell(&sd_notify::reloading());
     if let Some(config) = config
         && let Err(e) = config.reload(host)
     {
@@ -431,7 +431,7 @@ fn reread(host: &Host, config: Option<&Reloader>) {
     }
     host.look_for_growth();
     let _ = host.look_at_sockets();
-    manager::tell(manager::READY);
+    sd_notify::tell(sd_notify::READY);
 }
 
 /// Where a service manager has made a directory for what must be there after a restart (systemd.exec(5)).
@@ -460,9 +460,9 @@ fn start(
     let (ready, absent) = match (host.places.inherited.changed(), kept) {
         (Some(changed), _) => {
             let written = without_detached(written, &changed);
-            keeper::start(host, &written, &changed)?
+            store::start(host, &written, &changed)?
         }
-        (None, kept) => keeper::start(host, written, &kept.unwrap_or_default())?,
+        (None, kept) => store::start(host, written, &kept.unwrap_or_default())?,
     };
     if let Some(keeper) = keeper {
         keeper.set_absent(absent);
@@ -505,11 +505,11 @@ fn announce(ready: &[Ready], metrics: Option<SocketAddr>, explained: Option<Valu
         }
         false => {
             let explained = explained.map(|disks| explain::text(&disks) + "\n");
-            paste::text(ready) + &explained.unwrap_or_default() + "ready"
+            connection_info::text(ready) + &explained.unwrap_or_default() + "ready"
         }
     };
     let mut out = io::stdout().lock();
     // Nobody may be listening any more; the disks are served all the same.
     let _ = writeln!(out, "{text}").and_then(|()| out.flush());
-    manager::tell(manager::READY);
+    sd_notify::tell(sd_notify::READY);
 }

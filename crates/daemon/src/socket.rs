@@ -1,5 +1,7 @@
 //! The sockets on which front-ends connect.
 
+pub mod accept;
+
 use std::fs;
 use std::io;
 use std::os::fd::AsRawFd;
@@ -16,7 +18,7 @@ use rustix::net::{bind, connect, listen};
 use rustix::process::geteuid;
 use thiserror::Error;
 
-use crate::spec::{DiskSpec, SocketAccess};
+use crate::config::spec::{DiskSpec, SocketAccess};
 
 #[derive(Debug, Error)]
 pub enum SocketError {

@@ -3,6 +3,8 @@
 //! Only what differs from the command line and the configuration is written down, with what these said of
 //! the same then. Where they say something else by the time of the next start, they win.
 
+pub mod store;
+
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -11,9 +13,9 @@ use block::{CacheMode, ThrottleLimits};
 use datapath::Polling;
 use serde::{Deserialize, Serialize};
 
+use crate::config::limits;
+use crate::config::spec::{self, DiskSpec, SocketAccess};
 use crate::config::{POLL_CPU, POLL_MAX_US_MAX, ThreadSpec};
-use crate::limits;
-use crate::spec::{self, DiskSpec, SocketAccess};
 
 /// Longest file that is read, in bytes: 4096 disks, each of them moved, with paths of 1 KiB.
 pub const BYTES_MAX: u64 = 16 << 20;

@@ -91,8 +91,8 @@ fn clippy() -> Result<()> {
     ]))
 }
 
-/// They are a workspace of their own, which only fuzzing builds, with files of the daemon in it. Nothing is linked, so
-/// that neither the fuzzer's library nor its compiler is needed.
+/// They are a workspace of their own, which only fuzzing builds. Nothing is linked, so that neither the fuzzer's library nor
+/// its compiler is needed.
 fn fuzz_targets() -> Result<()> {
     let mut clippy = cargo();
     clippy.env("RUSTFLAGS", "--cfg fuzzing");

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use datapath::{DiskStats, Histogram, Latency, RequestStats};
 use serde_json::{Map, Value, json};
 
-use crate::stats::{self, PERCENTILES};
+use crate::monitor::stats::{self, PERCENTILES};
 
 /// One answer, parsed.
 #[derive(Default)]

@@ -12,8 +12,8 @@ use image::{Chain, Format, Image, LayerFormat, Top};
 use tracing::warn;
 
 use super::{Node, NodeError, format_of};
-use crate::spec::{DiskSpec, FileSpec, Lock};
-use crate::storage::{FileStorage, Places};
+use crate::config::spec::{DiskSpec, FileSpec, Lock};
+use crate::node::storage::{FileStorage, Places};
 
 /// What a disk does with a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,0 +1,171 @@
+//! The command line: subcommands, the log, and exit codes.
+
+use std::io::{self, IsTerminal, Write};
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+
+use crate::upgrade::client as upgrade;
+use crate::{check, client, lab, log, manual, resource_limits, serve};
+
+#[derive(Parser)]
+#[command(name = "ringdisk", version, about, arg_required_else_help = true)]
+#[command(
+    after_help = "Exit codes: 0 done, 1 failed (the last line says why and what to do), \
+    2 wrong usage.\nRINGDISK_LOG=debug shows what front-ends ask for."
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Serve disks to virtual machines over vhost-user
+    Serve(serve::Args),
+    /// Show the disks that are served
+    List(client::ListArgs),
+    /// Serve one more disk
+    Attach(client::AttachArgs),
+    /// Serve a disk no longer
+    Detach(client::DetachArgs),
+    /// Make a disk longer
+    Resize(client::ResizeArgs),
+    /// Show what the disks do, over a second
+    Stats(client::StatsArgs),
+    /// Watch the disks, live
+    Top(client::TopArgs),
+    /// Limit what a disk may do
+    Throttle(client::ThrottleArgs),
+    /// Put another file under a disk while its VM runs
+    Replace(client::ReplaceArgs),
+    /// Have requests go on that wait because storage failed
+    Resume(client::ResumeArgs),
+    /// Read the configuration anew
+    Reload(client::ReloadArgs),
+    /// Say what slows the disks of virtual machines, and fix it
+    Check(check::Args),
+    /// Measure what a storage configuration gains
+    Lab(lab::Args),
+
+    /// Have this program take over from the one that serves
+    Upgrade(upgrade::Args),
+    /// Write manual pages and shell completions into a directory
+    Manual(manual::Args),
+}
+
+/// Runs the program with the arguments of this process.
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    if let Command::Check(args) = &cli.command {
+        return checked(args);
+    }
+    let filter = EnvFilter::try_from_env("RINGDISK_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(io::stderr().is_terminal())
+        .with_target(false)
+        .log_internal_errors(false);
+    let lines = log::Log::new();
+    match lines.to_journal() {
+        true => log
+            .without_time()
+            .with_level(false)
+            .with_writer(lines)
+            .init(),
+        false => log.with_writer(lines).init(),
+    }
+    if !matches!(cli.command, Command::Serve(_)) {
+        // Without a thread, lines are written at the end.
+        let _ = log::start();
+    }
+    resource_limits::raise_file_limit();
+    let result = run(&cli.command);
+    log::finish();
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(Failure { code, problem }) => {
+            complain(&problem);
+            ExitCode::from(code)
+        }
+    }
+}
+
+fn run(command: &Command) -> Result<(), Failure> {
+    match command {
+        Command::Serve(args) => return Ok(serve::run(args)?),
+        Command::Manual(args) => return Ok(manual::run(args, Cli::command())?),
+        Command::Check(_) => Ok(()),
+        Command::Lab(args) => return Ok(lab::run(args)?),
+        Command::List(args) => client::list(args),
+        Command::Attach(args) => client::attach(args),
+        Command::Detach(args) => client::detach(args),
+        Command::Resize(args) => client::resize(args),
+        Command::Stats(args) => client::stats(args),
+        Command::Top(args) => client::top(args),
+        Command::Throttle(args) => client::throttle(args),
+        Command::Replace(args) => client::replace(args),
+        Command::Resume(args) => client::resume(args),
+        Command::Reload(args) => {
+            if args.upgrade && upgrade::if_changed(&args.connection)? {
+                return Ok(());
+            }
+            client::reload(args)
+        }
+        Command::Upgrade(args) => upgrade::run(args),
+    }?;
+    Ok(())
+}
+
+/// Checks need no log, and have exit codes of their own: 0 clean, 1 findings, 2 something cannot be read.
+fn checked(args: &check::Args) -> ExitCode {
+    match check::run(args) {
+        Ok(check::Outcome::Clean) => ExitCode::SUCCESS,
+        Ok(check::Outcome::Findings) => ExitCode::from(1),
+        Err(problem) => {
+            complain(&problem.to_string());
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// The last line of standard error. It may be full, which is no reason to end in another way.
+fn complain(problem: &str) {
+    let level = if log::is_journal() { "<3>" } else { "" };
+    let _ = writeln!(io::stderr(), "{level}ringdisk: {problem}");
+}
+
+/// What the user is told, and the shell.
+struct Failure {
+    code: u8,
+    problem: String,
+}
+
+impl From<serve::ServeError> for Failure {
+    fn from(e: serve::ServeError) -> Self {
+        let (code, problem) = (e.exit_code(), e.to_string());
+        Self { code, problem }
+    }
+}
+
+impl From<client::CommandLineError> for Failure {
+    fn from(e: client::CommandLineError) -> Self {
+        let (code, problem) = (e.exit_code(), e.to_string());
+        Self { code, problem }
+    }
+}
+
+impl From<::lab::commands::Failed> for Failure {
+    fn from(e: ::lab::commands::Failed) -> Self {
+        let (code, problem) = (e.code, e.to_string());
+        Self { code, problem }
+    }
+}
+
+impl From<manual::ManualError> for Failure {
+    fn from(e: manual::ManualError) -> Self {
+        let (code, problem) = (1, e.to_string());
+        Self { code, problem }
+    }
+}

@@ -1,0 +1,36 @@
+//! What keeps disks from being served by one process.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+use crate::config::spec::DiskSpec;
+use crate::socket;
+
+#[derive(Debug, Error)]
+pub enum TogetherError {
+    #[error("there is a disk '{0}' already; choose another name with name=")]
+    SameName(String),
+    #[error("disks '{0}' and '{1}' have the same socket, {2}")]
+    SameSocket(String, String, PathBuf),
+}
+
+/// Whether the disks of a list can be served together.
+///
+/// # Errors
+/// Two of them cannot, and why.
+pub fn check_together(specs: &[DiskSpec]) -> Result<(), TogetherError> {
+    let mut sockets: BTreeMap<PathBuf, &str> = BTreeMap::new();
+    for (i, spec) in specs.iter().enumerate() {
+        if specs[..i].iter().any(|other| other.name == spec.name) {
+            return Err(TogetherError::SameName(spec.name.clone()));
+        }
+        let path = socket::path(spec);
+        if let Some(other) = sockets.insert(path.clone(), &spec.name) {
+            let (other, name) = (other.to_owned(), spec.name.clone());
+            return Err(TogetherError::SameSocket(other, name, path));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,35 @@
+//! Parsers of hostile input, for the fuzz targets. They panic if what they accept does not read back as it is written.
+
+use crate::config::Config;
+use crate::config::spec::DiskSpec;
+use crate::state::Changed;
+use crate::upgrade::launcher::Launch;
+use crate::upgrade::protocol;
+
+/// A disk of the command line.
+pub fn disk_spec(text: &str) {
+    match text.parse::<DiskSpec>() {
+        Ok(disk) => {
+            disk.assert_sound();
+            assert_eq!(disk.to_string().parse(), Ok(disk));
+        }
+        // The message is made from the text as well.
+        Err(error) => assert!(!error.to_string().is_empty()),
+    }
+}
+
+/// A configuration file.
+pub fn config(text: &str) {
+    Config::check(text);
+}
+
+/// A state file.
+pub fn state(bytes: &[u8]) {
+    Changed::check(bytes);
+}
+
+/// A message of the handover protocol, and the description of how a process was launched.
+pub fn handover(bytes: &[u8]) {
+    protocol::check(bytes);
+    Launch::check(bytes);
+}

@@ -1,0 +1,6 @@
+//! What management software and people see of a running server: QMP, metrics, and statistics.
+
+pub mod explain;
+pub mod metrics;
+pub mod qmp;
+pub mod stats;

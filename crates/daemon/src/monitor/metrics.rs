@@ -1,0 +1,600 @@
+//! `--metrics ADDR`: what disks and I/O threads do, for Prometheus (text exposition format 0.0.4).
+//!
+//! The text is sent as it is written, a piece at a time, so that a scrape takes the same memory with thousands of
+//! disks as with one.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use datapath::{DiskStats, Histogram, RequestStats, ThreadStats};
+use tracing::{info, warn};
+
+use crate::server::Host;
+use crate::socket::accept::BackOff;
+
+/// Upper bounds of the buckets, in microseconds: two or three to a power of ten where storage differs, and one beyond.
+const BOUNDS_US: [u64; 13] = [
+    10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000, 1_000_000, 10_000_000,
+];
+
+/// A scraper's request has no body, and few headers.
+const REQUEST_BYTES_MAX: usize = 8 << 10;
+const HEADERS_MAX: usize = 64;
+
+/// Scrapes at a time; others wait for their turn. One or two scrapers are usual.
+const THREADS: usize = 4;
+
+/// Bytes that are sent at a time.
+const PIECE: usize = 32 << 10;
+
+/// How long a client may take to send its request, and then to take what it asked for.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// Answers scrapers at this address until the process ends, and measures latencies from now on. Returns the address
+/// with the port that the kernel chose, if none was given.
+///
+/// # Errors
+/// The address cannot be listened at, or there is no thread to be had.
+pub fn start(
+    address: SocketAddr,
+    inherited: Option<TcpListener>,
+    host: Arc<Host>,
+) -> io::Result<SocketAddr> {
+    let listener = match inherited {
+        Some(listener) => listener,
+        None => TcpListener::bind(address)?,
+    };
+    let _ = host.handing.metrics.set(listener.try_clone()?.into());
+    let address = listener.local_addr()?;
+    host.watch_always();
+    let listener = Arc::new(Mutex::new(Listener {
+        socket: listener,
+        accepting: BackOff::default(),
+    }));
+    for _ in 0..THREADS {
+        let (listener, host) = (listener.clone(), host.clone());
+        thread::Builder::new()
+            .name("metrics".into())
+            .spawn(move || listen(&listener, &host))?;
+    }
+    info!("metrics: http://{address}/metrics");
+    Ok(address)
+}
+
+struct Listener {
+    socket: TcpListener,
+    accepting: BackOff,
+}
+
+fn listen(listener: &Mutex<Listener>, host: &Host) {
+    loop {
+        if let Some(stream) = accept(listener) {
+            // It is the client's loss.
+            let _ = answer(&stream, |text| metrics(host, text));
+        }
+    }
+}
+
+/// The next client. One thread waits for it at a time, so that one thread says why there is none.
+fn accept(listener: &Mutex<Listener>) -> Option<TcpStream> {
+    let mut listener = listener.lock().unwrap_or_else(PoisonError::into_inner);
+    match listener.socket.accept() {
+        Ok((stream, _)) => {
+            listener.accepting.succeeded();
+            Some(stream)
+        }
+        Err(e) => {
+            listener.accepting.failed(|left_out| {
+                let e = block::explain(&e, "it is tried again");
+                warn!("metrics: cannot serve a client: {e}{left_out}");
+            });
+            None
+        }
+    }
+}
+
+fn answer(
+    mut stream: &TcpStream,
+    metrics: impl Fn(&mut Body<'_>) -> io::Result<()>,
+) -> io::Result<()> {
+    let deadline = Instant::now() + PATIENCE;
+    let mut request = Vec::with_capacity(1024);
+    let parsed = loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            break Parsed::Refused("408 Request Timeout", "the request took too long\n");
+        }
+        stream.set_read_timeout(Some(left))?;
+        let mut part = [0; 1024];
+        let n = match stream.read(&mut part) {
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => continue,
+            result => result?,
+        };
+        request.extend_from_slice(&part[..n]);
+        match path(&request) {
+            Parsed::More if n == 0 || request.len() > REQUEST_BYTES_MAX => {
+                break Parsed::Refused("400 Bad Request", "this is no whole HTTP request\n");
+            }
+            Parsed::More => {}
+            parsed => break parsed,
+        }
+    };
+    let (status, chunked) = match parsed {
+        Parsed::Path { chunked } => ("200 OK", chunked),
+        Parsed::Refused(status, _) => (status, false),
+        Parsed::More => return Ok(()),
+    };
+    let mut body = Body {
+        stream,
+        deadline: Instant::now() + PATIENCE,
+        chunked,
+        piece: Vec::with_capacity(2 * PIECE),
+    };
+    let encoding = if chunked {
+        "Transfer-Encoding: chunked\r\n"
+    } else {
+        ""
+    };
+    let head =
+        format!("HTTP/1.1 {status}\r\nContent-Type: {TEXT}\r\n{encoding}Connection: close\r\n\r\n");
+    body.send(head.as_bytes())?;
+    match parsed {
+        Parsed::Refused(_, why) => body.write_all(why.as_bytes())?,
+        _ => metrics(&mut body)?,
+    }
+    body.end()?;
+    // Closed with something unread, the connection would be reset, and the answer with it.
+    stream.shutdown(Shutdown::Write)?;
+    stream.set_read_timeout(Some(Duration::from_millis(100)))?;
+    let rest = io::copy(&mut stream.take(REQUEST_BYTES_MAX as u64), &mut io::sink());
+    rest.map(drop)
+}
+
+/// The body of an answer, sent when there is a piece of it. In chunks (RFC 9112, 7.1), so that a client knows whether
+/// it has all of it; one that speaks HTTP/1.0 has it all when the connection ends.
+struct Body<'a> {
+    stream: &'a TcpStream,
+    deadline: Instant,
+    chunked: bool,
+    piece: Vec<u8>,
+}
+
+impl Write for Body<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.piece.extend_from_slice(bytes);
+        if self.piece.len() >= PIECE {
+            self.flush()?;
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        if self.piece.is_empty() {
+            return Ok(());
+        }
+        let piece = std::mem::take(&mut self.piece);
+        if self.chunked {
+            self.send(format!("{:x}\r\n", piece.len()).as_bytes())?;
+        }
+        self.send(&piece)?;
+        if self.chunked {
+            self.send(b"\r\n")?;
+        }
+        self.piece = piece;
+        self.piece.clear();
+        Ok(())
+    }
+}
+
+impl Body<'_> {
+    fn end(&mut self) -> io::Result<()> {
+        self.flush()?;
+        match self.chunked {
+            true => self.send(b"0\r\n\r\n"),
+            false => Ok(()),
+        }
+    }
+
+    fn send(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            self.stream.set_write_timeout(Some(left))?;
+            match self.stream.write(bytes) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(n) => bytes = &bytes[n..],
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+}
+
+#[derive(Debug, PartialEq)]
+enum Parsed {
+    More,
+    /// What is asked for is there, and may be sent in chunks (not to HTTP/1.0).
+    Path {
+        chunked: bool,
+    },
+    Refused(&'static str, &'static str),
+}
+
+fn path(request: &[u8]) -> Parsed {
+    let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
+    let mut parsed = httparse::Request::new(&mut headers);
+    match parsed.parse(request) {
+        Ok(httparse::Status::Partial) => return Parsed::More,
+        Ok(httparse::Status::Complete(_)) => {}
+        Err(_) => return Parsed::Refused("400 Bad Request", "this is no HTTP request\n"),
+    }
+    let path = parsed.path.unwrap_or_default();
+    match (parsed.method, path.split('?').next()) {
+        (Some("GET"), Some("/metrics")) => Parsed::Path {
+            chunked: parsed.version == Some(1),
+        },
+        (Some("GET"), _) => Parsed::Refused("404 Not Found", "there is /metrics\n"),
+        _ => Parsed::Refused("405 Method Not Allowed", "only GET is allowed\n"),
+    }
+}
+
+/// One disk, as it is shown.
+struct Shown {
+    name: String,
+    size: u64,
+    connected: bool,
+    /// Without latencies.
+    counts: DiskStats,
+}
+
+/// Everything, as text.
+fn metrics(host: &Host, to: &mut impl Write) -> io::Result<()> {
+    let mut disks = Vec::new();
+    host.each(|disk| {
+        disks.extend(disk.export.map(|export| Shown {
+            name: export.id.clone(),
+            size: export.disk.size(),
+            connected: export.connected(),
+            counts: export.disk.counts(),
+        }));
+    });
+    let mut text = Text(to);
+    write_counts(&mut text, &disks)?;
+    text.family(
+        REQUEST_SECONDS,
+        "histogram",
+        "From the available ring to the used ring, by operation, for disks and operations that were in use. Its parts, \
+         of which only sum and count are given: held back, in the image, in the engine, and on the way to the used ring.",
+    )?;
+    for disk in disks.iter().filter(|disk| was_used(&disk.counts)) {
+        // One disk's at a time: they are larger than all else.
+        if let Some(stats) = host.served(&disk.name, |export| export.disk.stats()) {
+            write_latencies(&mut text, &disk.name, &stats)?;
+        }
+    }
+    let threads = host.threads.running().into_iter();
+    let threads: Vec<_> = threads
+        .map(|(thread, _)| (thread.id, thread.thread.stats()))
+        .collect();
+    write_threads(&mut text, &threads)
+}
+
+const REQUEST_SECONDS: &str = "ringdisk_disk_request_seconds";
+
+fn was_used(stats: &DiskStats) -> bool {
+    let kinds = stats.kinds();
+    kinds.iter().any(|(_, r)| r.operations + r.errors > 0)
+}
+
+/// A family of one value for each disk: its name, its type, what it is, and the value.
+type OfDisk = (&'static str, &'static str, &'static str, fn(&Shown) -> u64);
+
+const OF_DISKS: [OfDisk; 5] = [
+    (
+        "ringdisk_disk_size_bytes",
+        "gauge",
+        "Size that the guest sees.",
+        |disk| disk.size,
+    ),
+    (
+        "ringdisk_disk_connected",
+        "gauge",
+        "Whether a VM is connected.",
+        |disk| disk.connected.into(),
+    ),
+    (
+        "ringdisk_disk_requests_under_way",
+        "gauge",
+        "Requests under way, with those that a limit holds back.",
+        |disk| disk.counts.under_way,
+    ),
+    (
+        "ringdisk_disk_requests_stalled",
+        "gauge",
+        "Requests that storage failed to serve, and that wait for it to work again.",
+        |disk| disk.counts.stalled,
+    ),
+    (
+        "ringdisk_disk_refused_total",
+        "counter",
+        "Requests that the disk does not allow.",
+        |disk| disk.counts.refused,
+    ),
+];
+
+/// The same for each operation of each disk; all are counters.
+type OfOperation = (&'static str, &'static str, fn(&RequestStats) -> u64);
+
+const OF_OPERATIONS: [OfOperation; 3] = [
+    (
+        "ringdisk_disk_operations_total",
+        "Requests completed with success.",
+        |requests| requests.operations,
+    ),
+    ("ringdisk_disk_bytes_total", "Bytes of these.", |requests| {
+        requests.bytes
+    }),
+    (
+        "ringdisk_disk_errors_total",
+        "Requests completed with an error.",
+        |requests| requests.errors,
+    ),
+];
+
+fn write_counts(text: &mut Text<'_, impl Write>, disks: &[Shown]) -> io::Result<()> {
+    for (name, kind, help, value) in OF_DISKS {
+        text.family(name, kind, help)?;
+        for disk in disks {
+            text.value(name, &[("disk", &disk.name)], value(disk))?;
+        }
+    }
+    for (name, help, count) in OF_OPERATIONS {
+        text.family(name, "counter", help)?;
+        for disk in disks {
+            for (operation, requests) in disk.counts.kinds() {
+                let labels = [("disk", &*disk.name), ("operation", operation)];
+                text.value(name, &labels, count(requests))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The histograms of a disk, for operations that were measured.
+fn write_latencies(
+    text: &mut Text<'_, impl Write>,
+    disk: &str,
+    stats: &DiskStats,
+) -> io::Result<()> {
+    for (operation, requests) in stats.kinds() {
+        if requests.latency.total.count() == 0 {
+            continue;
+        }
+        for (stage, histogram) in requests.latency.stages() {
+            let labels = [("disk", disk), ("operation", operation), ("stage", stage)];
+            let bounds = if stage == "total" {
+                &BOUNDS_US[..]
+            } else {
+                &[]
+            };
+            text.histogram(REQUEST_SECONDS, &labels, histogram, bounds)?;
+        }
+    }
+    Ok(())
+}
+
+fn write_threads(
+    text: &mut Text<'_, impl Write>,
+    threads: &[(String, ThreadStats)],
+) -> io::Result<()> {
+    let name = "ringdisk_iothread_cpu_seconds_total";
+    text.family(name, "counter", "CPU time, user and kernel.")?;
+    for (id, stats) in threads {
+        if let Some(cpu_ns) = stats.cpu_ns {
+            text.seconds(name, &[("iothread", id)], cpu_ns)?;
+        }
+    }
+    let name = "ringdisk_iothread_poll_seconds_total";
+    let help = "Time spent polling for guests and completions.";
+    text.family(name, "counter", help)?;
+    for (id, stats) in threads {
+        text.seconds(name, &[("iothread", id)], stats.polled_ns)?;
+    }
+    let name = "ringdisk_iothread_poll_saved_seconds_total";
+    let help = "CPU time of the sleeps that polling saved.";
+    text.family(name, "counter", help)?;
+    for (id, stats) in threads {
+        text.seconds(name, &[("iothread", id)], stats.poll_saved_ns)?;
+    }
+    type Count = fn(&ThreadStats) -> u64;
+    let counters: [(&str, &str, Count); 3] = [
+        (
+            "ringdisk_iothread_polls_total",
+            "Times that it polled.",
+            |s| s.polls,
+        ),
+        (
+            "ringdisk_iothread_polls_hit_total",
+            "Times that something came meanwhile.",
+            |s| s.polls_hit,
+        ),
+        (
+            "ringdisk_iothread_sleeps_total",
+            "Times that it slept.",
+            |s| s.sleeps,
+        ),
+    ];
+    for (name, help, count) in counters {
+        text.family(name, "counter", help)?;
+        for (id, stats) in threads {
+            text.value(name, &[("iothread", id)], count(stats))?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes the text format.
+struct Text<'a, W>(&'a mut W);
+
+impl<W: Write> Text<'_, W> {
+    fn family(&mut self, name: &str, kind: &str, help: &str) -> io::Result<()> {
+        write!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}\n")
+    }
+
+    fn value(&mut self, name: &str, labels: &[(&str, &str)], value: u64) -> io::Result<()> {
+        self.name(name, "", labels, None)?;
+        writeln!(self.0, " {value}")
+    }
+
+    fn seconds(&mut self, name: &str, labels: &[(&str, &str)], ns: u64) -> io::Result<()> {
+        self.name(name, "", labels, None)?;
+        writeln!(self.0, " {}", Seconds(ns))
+    }
+
+    fn histogram(
+        &mut self,
+        name: &str,
+        labels: &[(&str, &str)],
+        histogram: &Histogram,
+        bounds_us: &[u64],
+    ) -> io::Result<()> {
+        let count = histogram.count();
+        for us in bounds_us {
+            let ns = us * 1000;
+            self.name(name, "_bucket", labels, Some(&Seconds(ns).to_string()))?;
+            writeln!(self.0, " {}", histogram.count_up_to(ns))?;
+        }
+        self.name(name, "_bucket", labels, Some("+Inf"))?;
+        writeln!(self.0, " {count}")?;
+        self.name(name, "_sum", labels, None)?;
+        writeln!(self.0, " {}", Seconds(histogram.sum_ns()))?;
+        self.name(name, "_count", labels, None)?;
+        writeln!(self.0, " {count}")
+    }
+
+    fn name(
+        &mut self,
+        name: &str,
+        suffix: &str,
+        labels: &[(&str, &str)],
+        le: Option<&str>,
+    ) -> io::Result<()> {
+        write!(self.0, "{name}{suffix}")?;
+        let labels = labels.iter().copied().chain(le.map(|le| ("le", le)));
+        for (i, (key, value)) in labels.enumerate() {
+            let open = if i == 0 { '{' } else { ',' };
+            write!(self.0, "{open}{key}=\"")?;
+            for part in value.split_inclusive(['\\', '"', '\n']) {
+                let escaped = match part.as_bytes().last() {
+                    Some(b'\\') => "\\\\",
+                    Some(b'"') => "\\\"",
+                    Some(b'\n') => "\\n",
+                    _ => "",
+                };
+                let plain = if escaped.is_empty() {
+                    part
+                } else {
+                    &part[..part.len() - 1]
+                };
+                write!(self.0, "{plain}{escaped}")?;
+            }
+            self.0.write_all(b"\"")?;
+        }
+        self.0.write_all(b"}")
+    }
+}
+
+/// Nanoseconds, written in seconds without loss.
+struct Seconds(u64);
+
+impl std::fmt::Display for Seconds {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (s, ns) = (self.0 / 1_000_000_000, self.0 % 1_000_000_000);
+        match ns {
+            0 => write!(f, "{s}"),
+            _ => f.write_str(format!("{s}.{ns:09}").trim_end_matches('0')),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_understood_or_refused() {
+        assert_eq!(path(b"GET /met"), Parsed::More);
+        let whole = b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: */*\r\n\r\n";
+        assert_eq!(path(whole), Parsed::Path { chunked: true });
+        let query = b"GET /metrics?a=b HTTP/1.0\r\n\r\n";
+        assert_eq!(path(query), Parsed::Path { chunked: false });
+        let refused = |request: &[u8], start: &str| match path(request) {
+            Parsed::Refused(status, _) => assert!(status.starts_with(start), "{status}"),
+            other => panic!("{other:?}"),
+        };
+        refused(b"GET / HTTP/1.1\r\n\r\n", "404");
+        refused(b"POST /metrics HTTP/1.1\r\n\r\n", "405");
+        refused(b"\0\0\0\0\r\n\r\n", "400");
+        let many = format!("GET /metrics HTTP/1.1\r\n{}\r\n", "a: b\r\n".repeat(100));
+        refused(many.as_bytes(), "400");
+    }
+
+    #[test]
+    fn what_is_written_is_the_text_format() {
+        let name = "odd \"name\"\\";
+        let mut stats = DiskStats::default();
+        stats.read.operations = 12;
+        let disk = Shown {
+            name: name.into(),
+            size: 1 << 30,
+            connected: true,
+            counts: stats.clone(),
+        };
+        let times = [(1_001, 3), (300_000, 4), (20_000_000_000, 5)];
+        stats.read.latency.total = Histogram::from_buckets(times, 1_500_000_000);
+        let mut bytes = Vec::new();
+        let mut text = Text(&mut bytes);
+        write_counts(&mut text, &[disk]).unwrap();
+        text.family(REQUEST_SECONDS, "histogram", "").unwrap();
+        write_latencies(&mut text, name, &stats).unwrap();
+        write_threads(&mut text, &[("iothread0".into(), ThreadStats::default())]).unwrap();
+        let text = String::from_utf8(bytes).unwrap();
+        let has = |line: &str| {
+            let found = text.lines().any(|l| l == line);
+            assert!(found, "{line} is not in\n{}", text);
+        };
+        let name = r#"disk="odd \"name\"\\",operation="read""#;
+        has(&format!("ringdisk_disk_operations_total{{{name}}} 12"));
+        let bucket = |le: &str| {
+            format!("ringdisk_disk_request_seconds_bucket{{{name},stage=\"total\",le=\"{le}\"}}")
+        };
+        has(&format!("{} 3", bucket("0.00001")));
+        has(&format!("{} 3", bucket("0.0002")));
+        has(&format!("{} 7", bucket("0.0005")));
+        has(&format!("{} 7", bucket("10")));
+        has(&format!("{} 12", bucket("+Inf")));
+        let sum = format!("ringdisk_disk_request_seconds_sum{{{name},stage=\"total\"}} 1.5");
+        has(&sum);
+        has("ringdisk_iothread_polls_total{iothread=\"iothread0\"} 0");
+        // Every sample belongs to a family that was announced before it, once.
+        let mut families = Vec::new();
+        for line in text.lines() {
+            if let Some(rest) = line.strip_prefix("# TYPE ") {
+                let family = rest.split(' ').next().unwrap();
+                assert!(!families.contains(&family), "{family} twice");
+                families.push(family);
+            } else if !line.starts_with('#') {
+                let last = families.last().unwrap();
+                assert!(line.starts_with(last), "{line} is not of {last}");
+            }
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! Where the journals of images are: what a killed process had acknowledged and not flushed.
+
+use std::fs::OpenOptions;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use engine::DiskFile;
+use image::{JournalEvent, JournalOf, JournalPlace, PlainFile, journal_of};
+use thiserror::Error;
+use tracing::{error, info, warn};
+
+use crate::credentials::{self, Person};
+use crate::node::storage::FileStorage;
+use crate::socket;
+
+/// A file for each image that is written, in a directory beside the disks' default sockets: that is a tmpfs nearly
+/// everywhere, as it should be, since they are of no use after a crash of the host.
+#[derive(Clone, Debug)]
+pub struct Journals {
+    pub directory: PathBuf,
+    /// Whose the files are to be: that user's, once this process has become it.
+    owner: Option<(u32, u32)>,
+    /// Why it cannot be used.
+    problem: Option<String>,
+}
+
+/// There is a journal, and what is in it cannot be done again.
+#[derive(Debug, Error)]
+pub enum JournalError {
+    #[error(
+        "{} is the journal that a killed ringdisk left, which ran as another user: start with the --user that it had, \
+         so that what it had acknowledged is done again; without that file, all that was not flushed is lost",
+        .0.display()
+    )]
+    AnotherUsers(PathBuf),
+    #[error(
+        "its journal {path} cannot be opened: {error}; it may have what a killed ringdisk had acknowledged: {advice}; without \
+         it, all that was not flushed is lost",
+        advice = match .1.raw_os_error() {
+            Some(libc::EACCES | libc::EPERM | libc::ELOOP | libc::EISDIR | libc::ENXIO) => {
+                "make it a file that this user can read and write"
+            }
+            _ => "leave it there, and start again when this is mended",
+        },
+        path = .0.display(), error = .1
+    )]
+    Unusable(PathBuf, io::Error),
+    #[error(
+        "what a killed ringdisk had acknowledged is not in {image} yet, but in its journal {journal}, and would be missed: \
+         serve that image itself once, to be written to, with the user and the directory that ringdisk had, and stop \
+         ringdisk (SIGTERM); after that, this works",
+        image = .image.display(), journal = .journal.display()
+    )]
+    Waits { image: PathBuf, journal: PathBuf },
+}
+
+impl Journals {
+    /// For a process that will be `user`. Each has a directory of its own: nobody may have another's image written to.
+    pub fn new(user: Option<&Person>) -> Self {
+        let name = user.map_or("journals".into(), |user| format!("journals-{}", user.name));
+        let directory = socket::directory().join(name);
+        let problem = credentials::make_directory(&directory, user).err();
+        Self {
+            directory,
+            owner: user.map(|user| (user.uid, user.gid)),
+            problem: problem.map(|e| e.to_string()),
+        }
+    }
+
+    /// A place for the journal of an image, whose file is locked for us; and its path. `None`, and a warning,
+    /// if there can be none.
+    ///
+    /// # Errors
+    /// There is one that cannot be used.
+    pub fn place(
+        &self,
+        disk: &str,
+        file: &Arc<DiskFile>,
+    ) -> Result<Option<(JournalPlace, PathBuf)>, JournalError> {
+        let place = Identity::of(file).and_then(|identity| {
+            if let Some(path) = self.another_users(disk, file, &identity) {
+                return Ok(Err(JournalError::AnotherUsers(path)));
+            }
+            let path = self.directory.join(&identity.file_name);
+            match self.try_place(disk, &identity, &path) {
+                Err(e) if path.symlink_metadata().is_ok() => {
+                    Ok(Err(JournalError::Unusable(path, e)))
+                }
+                place => place.map(|place| Ok((place, path))),
+            }
+        });
+        match place {
+            Ok(place) => place.map(Some),
+            Err(e) => {
+                warn!(
+                    "disk {disk}: no journal can be kept in {}: {e}; each write to new clusters is flushed before it \
+                     completes, which is slow",
+                    self.directory.display()
+                );
+                Ok(None)
+            }
+        }
+    }
+
+    /// Looks for the journal of an image that says that it has one, and that is only read. If there is none, there is a
+    /// warning.
+    ///
+    /// # Errors
+    /// There is: what is read is not what was acknowledged.
+    pub fn look_for(&self, disk: &str, file: &Arc<DiskFile>) -> Result<(), JournalError> {
+        let name = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
+        let image = std::fs::read_link(name).unwrap_or_default();
+        let identity = Identity::of(file).ok();
+        let found = identity.and_then(|identity| {
+            let path = self.directory.join(&identity.file_name);
+            match journal_at(&path, &identity, file) {
+                // What is wrong with it is reported when the image is opened for writing.
+                Some(JournalOf::ThisImage | JournalOf::Unreadable) => Some(path),
+                _ => self.another_users(disk, file, &identity),
+            }
+        });
+        if let Some(journal) = found {
+            return Err(JournalError::Waits { image, journal });
+        }
+        warn!(
+            "disk {disk}: {} says that it has a journal, and there is none in {}. That is normal after a crash of the host, and \
+             for a copy of a disk in use. After a kill of ringdisk, what the guest had not flushed is missing in it",
+            image.display(),
+            self.directory.display()
+        );
+        Ok(())
+    }
+
+    /// A journal of this image, as the image says, in the directory of another user. It is not done again from there:
+    /// whoever wrote it need not be allowed to write the image. Only root can look there, and only while it is root.
+    fn another_users(
+        &self,
+        disk: &str,
+        file: &Arc<DiskFile>,
+        identity: &Identity,
+    ) -> Option<PathBuf> {
+        let beside = std::fs::read_dir(self.directory.parent()?).ok()?.flatten();
+        let mut paths = beside
+            .filter(|entry| {
+                entry
+                    .file_name()
+                    .as_encoded_bytes()
+                    .starts_with(b"journals")
+            })
+            .map(|entry| entry.path())
+            .filter(|directory| *directory != self.directory)
+            .map(|directory| directory.join(&identity.file_name));
+        paths.find(|path| {
+            let found = journal_at(path, identity, file);
+            let is_its = found == Some(JournalOf::ThisImage);
+            if found.is_some() && !is_its {
+                warn!(
+                    "disk {disk}: {} has the name of this image's journal, but is not that of this image, as far as can be \
+                     read; it is left alone",
+                    path.display()
+                );
+            }
+            is_its
+        })
+    }
+
+    fn try_place(&self, disk: &str, identity: &Identity, path: &Path) -> io::Result<JournalPlace> {
+        if let Some(problem) = &self.problem {
+            return Err(io::Error::other(problem.as_str()));
+        }
+        let storage = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            // Whoever has put a link there is not followed.
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+            .open(path)?;
+        if let Some(owner) = self.owner
+            && rustix::process::geteuid().is_root()
+        {
+            credentials::give(&storage, owner)?;
+        }
+        let (disk, at) = (disk.to_owned(), path.display().to_string());
+        let tell = move |event| match event {
+            JournalEvent::Replayed(n) => info!(
+                "disk {disk}: {n} changes to its image that a killed process had acknowledged are done again"
+            ),
+            JournalEvent::Outdated => warn!(
+                "disk {disk}: {at} is not used: it belongs to another image, or to another state of this one (a backup \
+                 that was put back, or an image that another program has written to); writes that the guest had not \
+                 flushed when ringdisk was killed are not in this image"
+            ),
+            JournalEvent::Missing { snapshots } => {
+                warn!(
+                    "disk {disk}: its image says that it has a journal, and there is none at {at}, or an empty one. That is normal after a \
+                     crash of the host, and for a copy of a disk in use. After a kill of ringdisk, stop it now, and start \
+                     it as the same user, with the same runtime directory and on the same device number as before (another \
+                     mount, or another number of a loop device or a volume, is another place): once this disk has been \
+                     written to, what was not flushed before the kill is lost"
+                );
+                if snapshots {
+                    warn!(
+                        "disk {disk}: until ringdisk has written to this image and closed it, 'qemu-img check -r' would \
+                         DESTROY its internal snapshots; without ringdisk, run 'qemu-img amend -o compat=v3' on it first"
+                    );
+                }
+            }
+            JournalEvent::Failed(e) => error!(
+                "disk {disk}: {at} cannot be written: {e}; until it can, each write to new clusters is flushed before it \
+                 completes, which is slow"
+            ),
+            JournalEvent::NotForVersion2 => warn!(
+                "disk {disk}: a qcow2 image of version 2 can have no journal: each write to new clusters is flushed before \
+                 it completes, which is slow; 'qemu-img amend -o compat=v3' makes it version 3 (stop ringdisk first)"
+            ),
+            JournalEvent::NotWithSnapshots => info!(
+                "disk {disk}: an image with internal snapshots has no journal: each write to new clusters is flushed \
+                 before it completes, which is slow"
+            ),
+        };
+        Ok(JournalPlace {
+            storage: Arc::new(PlainFile(storage)),
+            identity: identity.bytes,
+            tell: Box::new(tell),
+        })
+    }
+}
+
+/// Whose journal is at a path, if it is this image's or another's; `None` if nothing can be opened there.
+fn journal_at(path: &Path, identity: &Identity, file: &Arc<DiskFile>) -> Option<JournalOf> {
+    let journal = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(path);
+    let image = FileStorage {
+        file: file.clone(),
+        flushes: false,
+    };
+    let journal = PlainFile(journal.ok()?);
+    Some(journal_of(&journal, &identity.bytes, &image))
+}
+
+/// Which image a journal is of, since the host was started.
+struct Identity {
+    bytes: [u8; 32],
+    file_name: String,
+}
+
+impl Identity {
+    fn of(file: &DiskFile) -> io::Result<Self> {
+        let engine::Identity { device, inode } = file.identity();
+        let mut bytes = [0; 32];
+        bytes[..16].copy_from_slice(&boot()?);
+        bytes[16..24].copy_from_slice(&device.to_le_bytes());
+        bytes[24..].copy_from_slice(&inode.to_le_bytes());
+        Ok(Self {
+            bytes,
+            file_name: format!("{device:x}-{inode:x}.journal"),
+        })
+    }
+}
+
+/// The boot of this host: what was only in memory before it is gone.
+fn boot() -> io::Result<[u8; 16]> {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
+    u128::from_str_radix(&digits, 16)
+        .map(u128::to_be_bytes)
+        .map_err(io::Error::other)
+}

@@ -1,0 +1,178 @@
+//! A disk that is left to another host for a while, since its VM is moved there, and taken back when the VM is.
+//!
+//! While a disk is away, its files are not locked, nothing is written to them, and nothing is known of them but a
+//! size. It goes away only when no queue of it is served, so that nothing is under way:
+//!
+//! 1. What the guest wrote is made durable, tables of an image included, and the image is closed.
+//! 2. What the page cache has of it is dropped.
+//! 3. The locks are given up.
+//! 4. The front-end is told that its rings have stopped. Only then can it let the VM go on elsewhere.
+//!
+//! It comes back before the first queue is served: locked first, then read as it is now. Whatever
+//! dies at any point: each host writes only while it has the lock, and after 1. there is nothing left to be written.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use block::DiskFacts;
+use datapath::Disk;
+use engine::{DiskFile, Identity, Locking};
+use image::{Format, Image};
+use tracing::warn;
+
+use super::closing::unlock;
+use super::{Content, Node, NodeError, chain_facts, open_chain};
+use crate::config::spec::FileSpec;
+
+impl Node {
+    /// Whether its files are locked, and may be written to.
+    pub fn is_here(&self) -> bool {
+        self.content().image.is_some()
+    }
+
+    /// Leaves the disk to another host. No queue of it is served. Returns whether that is news.
+    ///
+    /// # Errors
+    /// Something could not be made durable, and it is not left.
+    pub fn give_up(&self, disk: &Disk) -> Result<bool, NodeError> {
+        let fail = |what, e| NodeError::Io(self.filename.clone(), what, e);
+        let FileSpec::Path(path) = &self.spec.file else {
+            return Ok(false);
+        };
+        if self.facts.read_only {
+            return Ok(false);
+        }
+        let _turn = self.turn();
+        let (image, file, mut files) = {
+            let content = self.content();
+            let (Some(image), Some(file)) = (&content.image, &content.file) else {
+                return Ok(false);
+            };
+            (image.clone(), file.clone(), content.files.clone())
+        };
+        files.retain(|other| !Arc::ptr_eq(other, &file));
+        files.push(file.clone());
+        // Before anything is changed: there may be no descriptor to be had. Of a device, an open one is a lock as well.
+        let cache = self.spec.cache;
+        let unlocked = match DiskFile::open_and(path, cache, false, Locking::Later) {
+            Ok(unlocked) => Arc::new(unlocked),
+            Err(e) => {
+                warn!("{e}; what is open of it stays so");
+                file
+            }
+        };
+        let left = self.described(&unlocked);
+        disk.sync().map_err(|e| fail("be made durable", e))?;
+        let written = files.iter().filter(|file| !file.facts().read_only);
+        let written: Vec<_> = written.cloned().collect();
+        // Whatever the cache mode says: this is no crash.
+        self.close_image(&image, &written)
+            .map_err(|e| fail("be closed", e))?;
+        let size = self.file_size();
+        let mut content = self.content();
+        content.size = size.unwrap_or(disk.size());
+        content.image = None;
+        content.files.clear();
+        content.file = Some(unlocked);
+        drop(content);
+        disk.release(Some(left));
+        unlock(&files).map_err(|e| fail("give up its lock", e))?;
+        Ok(true)
+    }
+
+    /// Takes a disk that is away: locks it, and reads it anew. Returns whether that is news.
+    ///
+    /// # Errors
+    /// Somebody else has it, or it cannot be served any more; it stays away.
+    pub fn take_back(&self, disk: &Disk) -> Result<bool, NodeError> {
+        self.take(&[], |content, facts| {
+            let image = content.image.clone().unwrap_or(Image::Raw);
+            let files = self.descriptors(content);
+            disk.reacquire(image, files, facts, content.size)
+                .map_err(|e| NodeError::Io(self.filename.clone(), "be taken back", e))
+        })
+    }
+
+    /// Takes what is away and takes the place of what is here. It may build on what is `ours`, as in
+    /// [`open`](Self::open).
+    ///
+    /// # Errors
+    /// Somebody else has it, or it cannot be served.
+    pub fn be_here(&self, ours: &[Identity]) -> Result<(), NodeError> {
+        self.take(ours, |_, _| Ok(())).map(drop)
+    }
+
+    /// Locks what is away, reads it anew, and does `then` with it, or leaves it away.
+    fn take(
+        &self,
+        ours: &[Identity],
+        then: impl FnOnce(&Content, &DiskFacts) -> Result<(), NodeError>,
+    ) -> Result<bool, NodeError> {
+        let FileSpec::Path(path) = &self.spec.file else {
+            return Ok(false);
+        };
+        let _turn = self.turn();
+        if self.is_here() || self.file().is_none() {
+            return Ok(false);
+        }
+        self.check_there()?;
+        // Anew: so do network file systems learn what was written elsewhere.
+        let file = Arc::new(DiskFile::open(path, self.spec.cache, false)?);
+        file.forget_cached();
+        let taken = self.read_anew(path, &file, ours);
+        let taken = taken.and_then(|(content, facts)| {
+            then(&content, &facts)?;
+            self.put_in(content);
+            Ok(true)
+        });
+        taken.inspect_err(|_| drop(file.unlock()))
+    }
+
+    /// Has this content from now on.
+    pub(super) fn put_in(&self, new: Content) {
+        let mut content = self.content();
+        let on_damage = content.on_damage.take();
+        *content = Content { on_damage, ..new };
+        content.watch_damage();
+    }
+
+    /// Reads what is in a file that is locked.
+    pub(super) fn read_anew(
+        &self,
+        path: &Path,
+        file: &Arc<DiskFile>,
+        ours: &[Identity],
+    ) -> Result<(Content, DiskFacts), NodeError> {
+        let content = Content {
+            image: Some(Image::Raw),
+            file: Some(file.clone()),
+            files: Vec::new(),
+            size: 0,
+            allocated: None,
+            depth: 0,
+            journal: None,
+            on_damage: None,
+        };
+        match self.format {
+            Format::Raw => {
+                let size = file.raw_size(path)?;
+                Ok((Content { size, ..content }, self.facts))
+            }
+            Format::Qcow2 => {
+                let (spec, places) = (&self.spec, &self.places);
+                let opened = open_chain(spec, path, file, places, Locking::Now, ours)?;
+                let (chain, files) = (opened.chain, opened.files);
+                let facts = chain_facts(&chain, &files);
+                let content = Content {
+                    size: chain.size(),
+                    depth: chain.depth() - 1,
+                    image: Some(Image::Chain(Arc::new(chain))),
+                    files,
+                    journal: opened.journal,
+                    ..content
+                };
+                Ok((content, facts))
+            }
+        }
+    }
+}

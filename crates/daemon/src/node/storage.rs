@@ -1,0 +1,349 @@
+//! The files of a disk image, as the image itself reads and writes its tables in them, and which files
+//! it may name.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use block::{Backing, CacheMode, FileOffset};
+use engine::{DiskFile, Identity, Locking, OpenError};
+use image::{Gate, OpenFiles, Role, Storage};
+use rustix::fs::{FallocateFlags, fallocate, ftruncate};
+use rustix::io::{Errno, pread, pwrite};
+use tracing::warn;
+
+use crate::node::journal::Journals;
+use crate::upgrade::successor::Inherited;
+
+/// Where files may be that an image names: backing files and data files.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum AllowBacking {
+    /// Beside the image, or below.
+    #[default]
+    Beside,
+    /// In these directories, or below; nowhere if there are none.
+    In(Vec<PathBuf>),
+}
+
+impl AllowBacking {
+    /// From what the operator gave: directories, or `none`.
+    pub fn new(given: &[PathBuf]) -> Self {
+        match given {
+            [] => Self::Beside,
+            given => {
+                let directories = given.iter().filter(|d| d.as_os_str() != "none");
+                Self::In(directories.cloned().collect())
+            }
+        }
+    }
+
+    /// Warns of directories that no image could be opened with.
+    pub fn look(&self) {
+        if let Self::In(directories) = self
+            && let Err(e) = Gate::new(directories)
+        {
+            warn!("--allow-backing: {e}; as long as it is not there, no qcow2 image is opened");
+        }
+    }
+
+    /// For the files that this image names.
+    ///
+    /// # Errors
+    /// One of the directories cannot be opened.
+    pub fn gate(&self, image: &Path) -> io::Result<Gate> {
+        match self {
+            Self::Beside => Gate::beside(&std::path::absolute(image)?),
+            Self::In(directories) => Gate::new(directories).map_err(|e| {
+                let text = format!("{e}; --allow-backing names directories that are there");
+                io::Error::new(e.kind(), text)
+            }),
+        }
+    }
+}
+
+/// Where what a disk is made of may be, and where things are kept for it.
+#[derive(Clone)]
+pub struct Places {
+    pub allow_backing: AllowBacking,
+    pub journals: Journals,
+    /// This process has been told to end: what takes long is not waited for.
+    pub stop: Arc<AtomicBool>,
+    /// What another process has open.
+    pub inherited: Arc<Inherited>,
+}
+
+impl Places {
+    /// Opens the file that an operator named for a disk, and locks it when that is asked for. Returns how it is locked:
+    /// one that is taken over is so already.
+    ///
+    /// # Errors
+    /// It cannot be served as asked; the error says why and what to do.
+    pub fn open(
+        &self,
+        disk: &str,
+        path: &Path,
+        cache: CacheMode,
+        read_only: bool,
+        locking: Locking,
+    ) -> Result<(DiskFile, Locking), OpenError> {
+        let (opened, locking) = match self.inherited.file(disk, path, !read_only) {
+            Some(file) => {
+                let held = Locking::Held;
+                (DiskFile::adopt(file, path, cache, read_only, held), held)
+            }
+            None => (DiskFile::open_and(path, cache, read_only, locking), locking),
+        };
+        opened.map(|file| (file, locking))
+    }
+
+    /// The same for a file that an image named, and that is open. Of `ours` it is if this process has it locked to write.
+    ///
+    /// # Errors
+    /// As above.
+    fn adopt(
+        &self,
+        file: OwnedFd,
+        path: &Path,
+        cache: CacheMode,
+        read_only: bool,
+        ours: &[Identity],
+    ) -> Result<DiskFile, OpenError> {
+        let is_ours = || Identity::of_open(&file).is_ok_and(|file| ours.contains(&file));
+        let (file, locking) = match self.inherited.file_like(&file, !read_only) {
+            Some(held) => (held, Locking::Held),
+            None if read_only && is_ours() => (file, Locking::Handover),
+            None => (file, Locking::Now),
+        };
+        DiskFile::adopt(file, path, cache, read_only, locking)
+    }
+}
+
+/// A file, read and written by plain calls, aligned as the file wants it.
+pub struct FileStorage {
+    pub file: Arc<DiskFile>,
+    /// Whether it is made durable when that is asked for; not with `cache=unsafe`.
+    pub flushes: bool,
+}
+
+impl FileStorage {
+    /// What offsets and lengths must be multiples of, and addresses too.
+    fn unit(&self) -> usize {
+        let facts = self.file.facts();
+        facts.length_alignment.max(facts.address_alignment) as usize
+    }
+}
+
+impl Storage for FileStorage {
+    fn read_at(&self, at: FileOffset, to: &mut [u8]) -> io::Result<usize> {
+        let unit = self.unit();
+        let address = to.as_ptr().align_offset(unit);
+        if address == 0 && to.len().is_multiple_of(unit) && at.0.is_multiple_of(unit as u64) {
+            return read(&self.file, at.0, to);
+        }
+        let skip = (at.0 % unit as u64) as usize;
+        let mut buffer = Aligned::new((skip + to.len()).next_multiple_of(unit), unit);
+        let n = read(&self.file, at.0 - skip as u64, buffer.bytes())?;
+        let n = n.saturating_sub(skip).min(to.len());
+        to[..n].copy_from_slice(&buffer.bytes()[skip..skip + n]);
+        Ok(n)
+    }
+
+    fn write_at(&self, at: FileOffset, from: &[u8]) -> io::Result<()> {
+        let unit = self.unit();
+        if unit == 1 {
+            return write(&self.file, at.0, from);
+        }
+        let mut buffer = Aligned::new(from.len(), unit);
+        buffer.bytes().copy_from_slice(from);
+        write(&self.file, at.0, buffer.bytes())
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        match self.flushes {
+            true => self.file.sync(),
+            false => Ok(()),
+        }
+    }
+
+    fn forgets(&self) -> bool {
+        self.flushes && self.file.is_cached()
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        self.file.size()
+    }
+
+    fn set_size(&self, size: u64) -> io::Result<()> {
+        match self.file.backing() {
+            Backing::File => Ok(ftruncate(&self.file, size)?),
+            Backing::BlockDevice => Err(io::ErrorKind::Unsupported.into()),
+        }
+    }
+
+    fn punch(&self, at: FileOffset, len: u64) -> io::Result<()> {
+        if self.file.facts().discard_granularity == 0 {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(fallocate(&self.file, flags, at.0, len)?)
+    }
+
+    fn block(&self) -> u32 {
+        self.file.facts().logical_block
+    }
+}
+
+fn read(file: &DiskFile, at: u64, to: &mut [u8]) -> io::Result<usize> {
+    let mut done = 0;
+    while done < to.len() {
+        match pread(file, &mut to[done..], at + done as u64) {
+            Ok(0) => break,
+            Ok(n) => done += n,
+            Err(Errno::INTR) => {}
+            // With O_DIRECT, what follows a piece that ends within a block: the end of the file.
+            Err(Errno::INVAL) if done > 0 => break,
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(done)
+}
+
+fn write(file: &DiskFile, at: u64, from: &[u8]) -> io::Result<()> {
+    let mut done = 0;
+    while done < from.len() {
+        match pwrite(file, &from[done..], at + done as u64) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(n) => done += n,
+            Err(Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(())
+}
+
+/// A buffer that O_DIRECT accepts.
+struct Aligned {
+    storage: Vec<u8>,
+    skip: usize,
+    len: usize,
+}
+
+impl Aligned {
+    fn new(len: usize, unit: usize) -> Self {
+        let storage = vec![0; len + unit];
+        let skip = storage.as_ptr().align_offset(unit);
+        Self { storage, skip, len }
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        &mut self.storage[self.skip..self.skip + self.len]
+    }
+}
+
+/// Opens the files that an image names, and keeps them.
+pub struct Opener<'a> {
+    pub cache: CacheMode,
+    /// When files are locked that an image names and that are written.
+    pub locking: Locking,
+    /// Those that the disk writes to as long as it is not on this image.
+    pub ours: &'a [Identity],
+    pub places: &'a Places,
+    pub opened: Vec<Arc<FileStorage>>,
+}
+
+impl Opener<'_> {
+    /// Takes a file that is open already.
+    pub fn keep(&mut self, file: Arc<DiskFile>) -> Arc<FileStorage> {
+        let storage = Arc::new(FileStorage {
+            file,
+            flushes: self.cache.flushes(),
+        });
+        self.opened.push(storage.clone());
+        storage
+    }
+
+    /// The file that an image knows as this storage.
+    pub fn file_of(&self, storage: &Arc<dyn Storage>) -> Option<Arc<DiskFile>> {
+        let same = |opened: &&Arc<FileStorage>| {
+            std::ptr::addr_eq(Arc::as_ptr(opened), Arc::as_ptr(storage))
+        };
+        self.opened.iter().find(same).map(|s| s.file.clone())
+    }
+}
+
+impl OpenFiles for Opener<'_> {
+    fn open(&mut self, file: OwnedFd, path: &Path, role: Role) -> io::Result<Arc<dyn Storage>> {
+        let read_only = !matches!(role, Role::Data { write: true });
+        if role == (Role::Data { write: false }) && self.locking == Locking::Later {
+            let e =
+                "a data file of its own cannot be shared with another host; leave out lock=running";
+            return Err(io::Error::other(e));
+        }
+        let places = self.places;
+        let file = places.adopt(file, path, self.cache, read_only, self.ours);
+        let file = file.map_err(io::Error::other)?;
+        Ok(self.keep(Arc::new(file)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_anywhere_are_read_whatever_the_file_wants() {
+        let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let path = dir.path().join("f");
+        let content: Vec<u8> = (0..10_001u32).map(|i| (i * 7 + i / 256) as u8).collect();
+        std::fs::write(&path, &content).unwrap();
+        for cache in [CacheMode::Writeback, CacheMode::None] {
+            let file = match DiskFile::open(&path, cache, false) {
+                Err(e @ engine::OpenError::Direct(_)) => {
+                    println!("skipped: {e}");
+                    continue;
+                }
+                file => file.unwrap(),
+            };
+            let storage = FileStorage {
+                file: Arc::new(file),
+                flushes: true,
+            };
+            for (at, len) in [
+                (0, 1),
+                (511, 2),
+                (4095, 4098),
+                (9_000, 1_001),
+                (9_000, 5_000),
+            ] {
+                let mut to = vec![0xaa; len];
+                let n = storage.read_at(FileOffset(at as u64), &mut to).unwrap();
+                let expected = &content[at..content.len().min(at + len)];
+                assert_eq!(&to[..n], expected, "{cache:?} {at} {len}");
+            }
+            let block = storage.block() as usize;
+            storage
+                .write_at(FileOffset(block as u64), &vec![9; block])
+                .unwrap();
+            let mut to = vec![0; block + 2];
+            storage
+                .read_at(FileOffset(block as u64 - 1), &mut to)
+                .unwrap();
+            assert_eq!(to[0], content[block - 1]);
+            assert!(to[1..=block].iter().all(|&b| b == 9));
+            std::fs::write(&path, &content).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_operator_says_where_images_may_lead() {
+        assert_eq!(AllowBacking::new(&[]), AllowBacking::Beside);
+        assert_eq!(
+            AllowBacking::new(&["none".into()]),
+            AllowBacking::In(vec![])
+        );
+        let two = AllowBacking::In(vec!["/a".into(), "/b".into()]);
+        assert_eq!(AllowBacking::new(&["/a".into(), "/b".into()]), two);
+    }
+}

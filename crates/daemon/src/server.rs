@@ -1,0 +1,784 @@
+//! All that this process serves, and every change to it: whoever asks (the command line, the
+//! configuration, the control socket) comes here.
+
+pub mod connection_info;
+pub mod device;
+pub mod export;
+pub mod iothreads;
+pub mod reload;
+
+mod handover;
+mod numa;
+mod persist;
+mod prepare;
+mod replace;
+mod resize;
+mod shutdown;
+mod watch;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
+use std::{fs, io};
+
+use block::{ThrottleError, ThrottleLimits};
+use control::{BlockExportDeleted, BlockImageCorrupted, Event, EventHub};
+use datapath::ThrottleGroup;
+use engine::Identity;
+use image::Format;
+use thiserror::Error;
+use tracing::{error, info};
+
+use crate::config::conflicts::TogetherError;
+use crate::config::spec::{DiskSpec, FileSpec, Problem};
+use crate::node::storage::Places;
+use crate::node::{DiskWanted, Node, NodeError, Use};
+use crate::sandbox::{Outside, Sandbox};
+use crate::server::connection_info::Ready;
+use crate::server::export::{Around, Export, ExportError, ExportSpec};
+use crate::server::iothreads::{IoThreadError, IoThreads};
+use crate::socket::Socket;
+use crate::state::store::{Keeper, Written};
+use crate::upgrade::donor::Handing;
+
+pub use prepare::{EndState, Prepared};
+pub use replace::Move;
+use shutdown::{SHUTDOWN, in_time, stop, sync};
+pub use watch::Look;
+use watch::Watch;
+
+/// Disks that one process serves at most: each takes a thread and a few descriptors.
+const DISKS_MAX: usize = 4096;
+
+/// Groups of disks with common limits.
+const GROUPS_MAX: usize = 4096;
+
+pub struct Host {
+    pub threads: IoThreads,
+    pub places: Places,
+    /// Where this process may be at all.
+    sandbox: Arc<Sandbox>,
+    pub events: Arc<EventHub>,
+    /// Where what is changed is kept, if it is.
+    keeper: OnceLock<Keeper>,
+    pub handing: Handing,
+    /// For those who tell of changes from elsewhere.
+    me: Weak<Self>,
+    /// Nothing that may wait for storage is done while this is held: all disks, signals and sessions need it. What is
+    /// asked of storage is asked before, and looked at again afterwards. Who takes more than one of these locks takes them
+    /// in this order: which node a [`ServedDisk`] is on, then a node's turn, or the keeper's, then this one, then a node's
+    /// content.
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    nodes: BTreeMap<String, NodeEntry>,
+    exports: BTreeMap<String, Export>,
+    groups: BTreeMap<String, Arc<ThrottleGroup>>,
+    watch: Watch,
+    /// What the operator has written down, as far as that is in force.
+    written: Written,
+    /// Disks that are written down and not served, as they were last, if that was on another file.
+    left: Vec<DiskSpec>,
+    /// Exports by id that finish what is under way, with the nodes to which that goes.
+    stopping: Vec<(String, Arc<Node>)>,
+    /// Disks that are being moved to other files.
+    moving: Vec<String>,
+    /// Disks that have ended, and the files of which their storage had not let go by then.
+    not_let_go: Vec<(String, Vec<Identity>)>,
+    /// What guests chose of their write caches before this process ran, by export.
+    write_caches: BTreeMap<String, bool>,
+    /// When what guests chose was last written down.
+    choices_kept: Option<Instant>,
+    /// It will be again.
+    keeping_later: bool,
+}
+
+/// A node, and what it keeps while it is not served.
+struct NodeEntry {
+    node: Arc<Node>,
+    limits: ThrottleLimits,
+    group: Option<String>,
+    /// The node that it lies on.
+    child: Option<String>,
+}
+
+impl NodeEntry {
+    /// As it would have to be written to be as it is now.
+    fn spec(&self) -> DiskSpec {
+        DiskSpec {
+            limits: self.limits,
+            throttle_group: self.group.clone(),
+            ..self.node.spec.clone()
+        }
+    }
+}
+
+/// What is to become of a front-end that is connected when its disk is to be removed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Removal {
+    /// The disk stays, and the caller is told.
+    Safe,
+    /// It is disconnected, once what it has under way is finished.
+    Hard,
+}
+
+#[derive(Debug, Error)]
+pub enum HostError {
+    #[error(transparent)]
+    Together(#[from] TogetherError),
+    #[error("there is no disk '{0}'; 'ringdisk list' shows those that are served")]
+    NoNode(String),
+    #[error("there is no export '{0}'")]
+    NoExport(String),
+    #[error("disk '{0}' is in use by '{1}'; remove that first")]
+    NodeInUse(String, String),
+    #[error("{0}: in use by disk '{1}'; detach that first, or serve both with readonly=on")]
+    FileInUse(PathBuf, String),
+    #[error(
+        "{0}: in use by this process: disk '{1}', which was on it, has been detached, but its storage has not answered \
+         since; try again when it does"
+    )]
+    NotLetGo(PathBuf, String),
+    #[error("{0}; the disk is detached all the same, and nothing of it is left to detach")]
+    Detached(Box<HostError>),
+    #[error("{}", with_disk(.0, .1))]
+    Disk(String, Box<HostError>),
+    #[error(
+        "disk '{0}' is on another file than the disk that is served at {socket}, whose VM is to go on in it; if another file \
+         lies at {path} by now, 'ringdisk replace {0} PATH' says where the VM's own is; if the configuration has other files \
+         or sockets by now, put it into force first ('ringdisk reload')", socket = .1.display(), path = .2
+    )]
+    OtherFile(String, PathBuf, String),
+    #[error(
+        "disk '{0}' is on {1} already, as {2} (format={2}), and cannot be served as anything else: its guest would overwrite \
+         what it has"
+    )]
+    SameFile(String, String, Format),
+    #[error(
+        "{path}: {problem}; is the path right, its file system mounted, and what was to be put there done? It must hold what \
+         disk '{disk}' holds: a new and empty file would take all of that from its VM"
+    )]
+    NothingThere {
+        disk: String,
+        path: String,
+        problem: &'static str,
+    },
+    #[error("disk '{0}' was changed by somebody else meanwhile; look at it again")]
+    Changed(String),
+    #[error("disk '{0}' is being put on another file, and stays as it is; try again in a moment")]
+    Moving(String),
+    #[error(
+        "a VM is connected to disk '{0}', which stays; shut the VM down first, or force the removal: then its disk answers \
+         nothing any more"
+    )]
+    Connected(String),
+    #[error("disk '{0}' is read-only; it can only be exported with writable=false")]
+    ReadOnly(String),
+    #[error("there are {0} already, which is the limit")]
+    TooMany(String),
+    #[error("there is no throttle group '{0}'; object-add or [[throttle-group]] makes one")]
+    NoGroup(String),
+    #[error("there is a throttle group '{0}' already")]
+    SameGroup(String),
+    #[error("throttle group '{0}' is in use by disk '{1}'; take that out of it first")]
+    GroupInUse(String, String),
+    #[error(transparent)]
+    Outside(#[from] Outside),
+    #[error(transparent)]
+    Throttle(#[from] ThrottleError),
+    #[error(transparent)]
+    Node(#[from] NodeError),
+    #[error(transparent)]
+    Export(#[from] ExportError),
+    #[error(transparent)]
+    IoThread(#[from] IoThreadError),
+    #[error("disk {0}: {1}")]
+    Unfit(String, Problem),
+    #[error("disk {0}: cannot be resized: {1}")]
+    Resize(String, String),
+    #[error("disk {0}: where it is now cannot be kept: {1}")]
+    Keep(String, io::Error),
+    #[error("{0} could not be made durable, acknowledged writes may be lost: {1}")]
+    Sync(String, io::Error),
+    #[error(
+        "{0}: its image cannot be closed: {1}; all that was acknowledged is in the journal {journal}, as long as the host does \
+         not crash: make room, and serve the image with ringdisk again before anything else uses it", journal = .2.display()
+    )]
+    Kept(String, io::Error, PathBuf),
+    #[error(
+        "disk {0}: its storage does not answer; what the VM wrote and did not flush may be lost, and the \
+         file stays locked until the kernel gives up"
+    )]
+    Hangs(String),
+    #[error(
+        "disk {0}: its cluster does not answer, or another client has the image's lock ('rbd status', 'rbd lock ls'); \
+         requests of its VM are not done, and what cache=writeback kept may be lost"
+    )]
+    ClusterHangs(String),
+}
+
+impl HostError {
+    /// The same, of a disk that is in a cluster.
+    fn in_cluster(self) -> Self {
+        match self {
+            Self::Hangs(name) => Self::ClusterHangs(name),
+            error => error,
+        }
+    }
+}
+
+impl HostError {
+    /// The same, with the name of the disk that it is about.
+    pub fn of_disk(self, disk: &str) -> Self {
+        Self::Disk(disk.to_owned(), Box::new(self))
+    }
+}
+
+fn with_disk(disk: &str, problem: &HostError) -> String {
+    let text = problem.to_string();
+    match text.starts_with(&format!("disk {disk}: ")) || text.contains(&format!("disk '{disk}'")) {
+        true => text,
+        false => format!("disk '{disk}': {text}"),
+    }
+}
+
+impl Host {
+    pub fn new(threads: IoThreads, places: Places, sandbox: Arc<Sandbox>) -> Arc<Self> {
+        Arc::new_cyclic(|me| Self {
+            places,
+            sandbox,
+            threads,
+            events: EventHub::new(),
+            keeper: OnceLock::new(),
+            handing: Handing::default(),
+            me: me.clone(),
+            state: Mutex::default(),
+        })
+    }
+
+    /// Opens a disk and serves it, under one name.
+    ///
+    /// # Errors
+    /// Nothing is left of it then.
+    pub fn attach(&self, spec: DiskSpec) -> Result<Ready, HostError> {
+        let name = spec.name.clone();
+        let export = ExportSpec::from(&spec);
+        self.add_node(spec)?;
+        self.add_export(&name, &export).inspect_err(|_| {
+            let _ = self.remove_node(&name);
+        })
+    }
+
+    /// Ends the service of a disk and closes it.
+    ///
+    /// # Errors
+    /// There is none of this name; or a VM is connected, and it is to be removed safely; or it is being put on another
+    /// file; or ([`HostError::Detached`]) what the VM wrote could not be made durable, or its storage does not answer, in
+    /// which case the disk is gone all the same.
+    pub fn detach(&self, name: &str, removal: Removal) -> Result<(), HostError> {
+        let (export, in_cluster) = {
+            let state = self.state();
+            let mut exports = state.exports.values();
+            let export = exports.find(|e| e.node.name() == name);
+            let node = state.nodes.get(name);
+            let in_cluster = node.is_some_and(|entry| entry.node.rbd().is_some());
+            (export.map(|e| e.id.clone()), in_cluster)
+        };
+        let ended = match export {
+            Some(export) => self.remove_export(&export, removal),
+            None => Ok(()),
+        };
+        let wait = match &ended {
+            Ok(()) | Err(HostError::Sync(..) | HostError::Kept(..)) => SHUTDOWN,
+            // It has been waited for.
+            Err(HostError::Hangs(_)) => {
+                let mut state = self.state();
+                let files = state.nodes.get(name).map(|entry| entry.node.files());
+                let files = files.map(|files| (name.to_owned(), files));
+                state.not_let_go.extend(files);
+                Duration::ZERO
+            }
+            Err(_) => return ended,
+        };
+        let removed = self.remove_node_within(name, wait);
+        match ended.and(removed) {
+            Err(e @ (HostError::Sync(..) | HostError::Kept(..) | HostError::Hangs(_))) => {
+                let e = if in_cluster { e.in_cluster() } else { e };
+                Err(HostError::Detached(Box::new(e)))
+            }
+            result => result,
+        }
+    }
+
+    /// The same at the start, where the error has to say of which disk it is.
+    pub fn attach_at_start(&self, spec: DiskSpec) -> Result<Ready, HostError> {
+        let name = spec.name.clone();
+        self.attach(spec).map_err(|e| e.of_disk(&name))
+    }
+
+    /// Opens a disk without serving it.
+    pub fn add_node(&self, spec: DiskSpec) -> Result<(), HostError> {
+        let spec = self.places.inherited.on_its_file(spec);
+        self.sandbox.check_file(&spec.file)?;
+        let there = identity(&spec.file);
+        {
+            let state = self.state();
+            state.check_new_node(&spec)?;
+            state.check_file(&spec, there)?;
+        }
+        // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
+        self.add_opened(self.open(spec, &[])?)
+    }
+
+    /// Opens and locks what a disk is on; see [`Node::open`]. Who has it locked is told if that is a disk of this process.
+    fn open(&self, spec: DiskSpec, ours: &[Identity]) -> Result<Node, HostError> {
+        Node::open(spec, &self.places, ours).map_err(|e| self.whose(e))
+    }
+
+    fn whose(&self, error: NodeError) -> HostError {
+        let Some(path) = error.locked().map(PathBuf::from) else {
+            return error.into();
+        };
+        let Ok(there) = fs::metadata(&path).map(|file| Identity::of(&file)) else {
+            return error.into();
+        };
+        let state = self.state();
+        let mut nodes = state.nodes.values().map(|entry| &entry.node);
+        if let Some(node) = nodes.find(|node| node.uses(there).is_some()) {
+            return HostError::FileInUse(path, node.name().into());
+        }
+        let mut ended = state.not_let_go.iter();
+        match ended.find(|(_, files)| files.contains(&there)) {
+            Some((name, _)) => HostError::NotLetGo(path, name.clone()),
+            None => error.into(),
+        }
+    }
+
+    fn add_opened(&self, node: Node) -> Result<(), HostError> {
+        let (name, limits) = (node.name().to_owned(), node.spec.limits);
+        let group = node.spec.throttle_group.clone();
+        self.watch_damage(&node);
+        let mut state = self.state();
+        state.check_new_node(&node.spec)?;
+        if let Some(file) = node.file_identity() {
+            state.not_let_go.retain(|(_, files)| !files.contains(&file));
+        }
+        let entry = NodeEntry {
+            node: Arc::new(node),
+            limits,
+            group,
+            child: None,
+        };
+        state.nodes.insert(name, entry);
+        Ok(())
+    }
+
+    /// Tells everybody if the image of a node turns out to contradict itself.
+    fn watch_damage(&self, node: &Node) {
+        let (name, events) = (node.name().to_owned(), self.events.clone());
+        node.on_damage(move |damage| {
+            error!("disk {name}: {damage}; nothing more is written to it");
+            events.emit(&Event::BlockImageCorrupted(BlockImageCorrupted {
+                device: String::new(),
+                node_name: Some(name.clone()),
+                msg: damage.what.into(),
+                offset: Some(damage.at),
+                size: None,
+                fatal: true,
+            }));
+        });
+    }
+
+    /// Makes a node that lies on another one, which nothing else may use from now on.
+    pub fn add_node_over(&self, child: &str, spec: DiskSpec) -> Result<(), HostError> {
+        let mut state = self.state();
+        state.check_new_node(&spec)?;
+        let below = state.entry(child)?.node.clone();
+        state.check_unused(child)?;
+        let name = spec.name.clone();
+        let entry = NodeEntry {
+            node: Arc::new(below.renamed(spec)),
+            limits: ThrottleLimits::NONE,
+            group: None,
+            child: Some(child.into()),
+        };
+        state.nodes.insert(name, entry);
+        Ok(())
+    }
+
+    /// Closes a disk that is not served.
+    ///
+    /// # Errors
+    /// There is none of this name, or it is served; or what was written could not be made durable, in
+    /// which case it is closed all the same.
+    pub fn remove_node(&self, name: &str) -> Result<(), HostError> {
+        self.remove_node_within(name, SHUTDOWN)
+    }
+
+    fn remove_node_within(&self, name: &str, wait: Duration) -> Result<(), HostError> {
+        let mut state = self.state();
+        state.entry(name)?;
+        state.check_unused(name)?;
+        let entry = state.nodes.remove(name);
+        let last = entry.as_ref().map(NodeEntry::spec);
+        state.left.retain(|left| left.name != name);
+        let left = last.filter(|last| state.is_elsewhere(last));
+        state.left.extend(left);
+        drop(state);
+        match entry {
+            // Closing an image writes to it, and another process goes on with this one.
+            Some(_) if self.places.inherited.is_only_asked_for() => Ok(()),
+            Some(entry) => {
+                let files = entry.node.files();
+                let ended = in_time(name, Instant::now() + wait, move || sync(&entry.node));
+                if let Err(HostError::Hangs(_)) = ended {
+                    self.state().not_let_go.push((name.into(), files));
+                }
+                ended
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Serves an opened disk. Returns what to paste.
+    pub fn add_export(&self, name: &str, spec: &ExportSpec) -> Result<Ready, HostError> {
+        self.add_export_at(name, spec, None)
+    }
+
+    /// The same at a socket that has been made for it.
+    fn add_export_at(
+        &self,
+        name: &str,
+        spec: &ExportSpec,
+        socket: Option<Socket>,
+    ) -> Result<Ready, HostError> {
+        self.sandbox.check_socket(&spec.socket)?;
+        let node = self.state().entry(name)?.node.clone();
+        // For the disk that is made of it.
+        let _ = node.file_size();
+        let mut state = self.state();
+        let entry = state.entry(name)?;
+        let node = entry.node.clone();
+        let (limits, group) = (entry.limits, entry.group.clone());
+        let same = |other: &&Export| other.id == spec.id || other.socket == spec.socket;
+        match state.exports.values().find(same) {
+            Some(other) if other.id == spec.id => {
+                return Err(TogetherError::SameName(spec.id.clone()).into());
+            }
+            Some(other) => {
+                let (other, id) = (other.id.clone(), spec.id.clone());
+                return Err(TogetherError::SameSocket(other, id, spec.socket.clone()).into());
+            }
+            None if state.stopping.iter().any(|(id, _)| *id == spec.id) => {
+                return Err(TogetherError::SameName(spec.id.clone()).into());
+            }
+            None => {}
+        }
+        state.check_unused(name)?;
+        if node.spec.read_only && !spec.read_only {
+            return Err(HostError::ReadOnly(name.into()));
+        }
+        let threads = self.threads.assign(spec.queues, &spec.iothreads)?;
+        let disk = node.disk(&DiskWanted {
+            name: spec.id.clone(),
+            read_only: spec.read_only,
+            cache: spec.cache,
+            logical_block: spec.logical_block,
+        })?;
+        disk.set_limits(&limits)?;
+        disk.set_throttle_group(state.group(group.as_deref())?);
+        let me = self.me.clone();
+        let inherited = self.places.inherited.export(&spec.socket);
+        // Whatever is written down: a guest that goes on does so where it has written.
+        if inherited
+            .as_ref()
+            .is_some_and(|export| export.file != node.identity())
+        {
+            let (socket, path) = (spec.socket.clone(), node.filename.clone());
+            return Err(HostError::OtherFile(name.into(), socket, path));
+        }
+        let remembered = state.write_caches.remove(&spec.id);
+        let around = Around {
+            events: self.events.clone(),
+            // What is handed over is newer than what was written down, also if it is no choice.
+            write_cache: match &inherited {
+                Some(export) => export.write_cache,
+                None => remembered,
+            },
+            capacity_read: inherited.as_ref().and_then(|e| e.capacity_read),
+            inherited,
+            socket,
+            changed: Box::new(move || {
+                if let Some(host) = me.upgrade() {
+                    host.keep_choice();
+                }
+            }),
+        };
+        let mut export = Export::start(node, disk, spec, threads, around)?;
+        export.measure(!matches!(state.watch, Watch::No));
+        let ready = export.ready();
+        state.exports.insert(spec.id.clone(), export);
+        Ok(ready)
+    }
+
+    /// Ends the service of a disk, which stays open.
+    ///
+    /// # Errors
+    /// There is none of this name; or a VM is connected, and it is to be removed safely; or it is being put on another
+    /// file; or what the VM wrote could not be made durable, in which case it is served no longer all the same.
+    pub fn remove_export(&self, id: &str, removal: Removal) -> Result<(), HostError> {
+        let mut state = self.state();
+        let Some(export) = state.exports.get(id) else {
+            return Err(HostError::NoExport(id.into()));
+        };
+        if removal == Removal::Safe && export.connected() {
+            return Err(HostError::Connected(id.into()));
+        }
+        if state.is_moving(export.node.name()) {
+            return Err(HostError::Moving(export.node.name().into()));
+        }
+        let stopping = (id.to_owned(), export.node.clone());
+        state.stopping.push(stopping);
+        let export = state.exports.remove(id);
+        drop(state);
+        let deadline = Instant::now() + SHUTDOWN;
+        let result = match export {
+            Some(export) => in_time(id, deadline, move || stop(export)),
+            None => Ok(()),
+        };
+        self.state().stopping.retain(|(other, _)| other != id);
+        info!("disk {id}: no longer served");
+        let id = id.to_owned();
+        let event = Event::BlockExportDeleted(BlockExportDeleted { id });
+        self.events.emit(&event);
+        result
+    }
+
+    /// Has requests of a disk go on that wait because storage failed to serve them: they are tried again at
+    /// once, or, with `report`, the guest is told of their errors.
+    pub fn resume(&self, name: &str, report: bool) -> Result<(), HostError> {
+        let state = self.state();
+        let node = &state.top(name)?.node;
+        let export = state.exports.values().find(|e| Arc::ptr_eq(&e.node, node));
+        let export = export.ok_or_else(|| HostError::NoExport(name.into()))?;
+        export.resume(report);
+        Ok(())
+    }
+
+    /// Sets a disk's own limits, and the group whose limits it shares.
+    pub fn throttle(
+        &self,
+        name: &str,
+        limits: &ThrottleLimits,
+        group: Option<&str>,
+    ) -> Result<(), HostError> {
+        limits.check()?;
+        let mut state = self.state();
+        let shared = state.group(group)?;
+        let name = state.top(name)?.node.name().to_owned();
+        let Some(entry) = state.nodes.get_mut(&name) else {
+            return Err(HostError::NoNode(name));
+        };
+        (entry.limits, entry.group) = (*limits, group.map(str::to_owned));
+        let node = entry.node.clone();
+        let mut exports = state.exports.values();
+        if let Some(export) = exports.find(|e| Arc::ptr_eq(&e.node, &node)) {
+            export.disk.set_limits(limits)?;
+            export.disk.set_throttle_group(shared);
+        }
+        Ok(())
+    }
+
+    /// Adds a group of disks with common limits.
+    pub fn add_group(&self, name: &str, limits: &ThrottleLimits) -> Result<(), HostError> {
+        let mut state = self.state();
+        if state.groups.contains_key(name) {
+            return Err(HostError::SameGroup(name.into()));
+        }
+        if state.groups.len() >= GROUPS_MAX {
+            return Err(HostError::TooMany(format!("{GROUPS_MAX} throttle groups")));
+        }
+        let group = ThrottleGroup::new(name.into(), limits)?;
+        state.groups.insert(name.into(), Arc::new(group));
+        Ok(())
+    }
+
+    /// Changes the limits of a group.
+    pub fn change_group(&self, name: &str, limits: &ThrottleLimits) -> Result<(), HostError> {
+        match self.state().group(Some(name))? {
+            Some(group) => Ok(group.set_limits(limits)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Removes a group that no disk is in.
+    pub fn remove_group(&self, name: &str) -> Result<(), HostError> {
+        let mut state = self.state();
+        let mut nodes = state.nodes.values();
+        if let Some(user) = nodes.find(|entry| entry.group.as_deref() == Some(name)) {
+            let user = user.node.name().to_owned();
+            return Err(HostError::GroupInUse(name.into(), user));
+        }
+        match state.groups.remove(name) {
+            Some(_) => Ok(()),
+            None => Err(HostError::NoGroup(name.into())),
+        }
+    }
+
+    /// The node of an export, or the node of this name.
+    pub fn node_of(&self, name: &str) -> Option<String> {
+        let state = self.state();
+        match (state.exports.get(name), state.nodes.contains_key(name)) {
+            (Some(export), _) => Some(export.node.name().to_owned()),
+            (None, true) => Some(name.into()),
+            (None, false) => None,
+        }
+    }
+
+    /// A disk that is served, as it would have to be written to be served as it is now.
+    pub fn spec_of(&self, name: &str) -> Option<DiskSpec> {
+        let state = self.state();
+        let entry = state.nodes.get(name)?;
+        let served = state.exports.get(name)?;
+        Arc::ptr_eq(&served.node, &entry.node).then(|| entry.spec())
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Which file a disk is on. Waits for storage.
+fn identity(file: &FileSpec) -> Option<Identity> {
+    match file {
+        FileSpec::Path(path) => fs::metadata(path).ok().map(|file| Identity::of(&file)),
+        FileSpec::Rbd(_) | FileSpec::Null(_) => None,
+    }
+}
+
+impl State {
+    fn entry(&self, name: &str) -> Result<&NodeEntry, HostError> {
+        let entry = self.nodes.get(name);
+        entry.ok_or_else(|| HostError::NoNode(name.into()))
+    }
+
+    /// Whether a disk that is written down is on another file than that says.
+    fn is_elsewhere(&self, disk: &DiskSpec) -> bool {
+        let mut written = self.written.disks.iter();
+        let its = written.find(|other| other.name == disk.name);
+        its.is_some_and(|its| !its.is_written_on_file_of(disk))
+    }
+
+    fn check_new_node(&self, spec: &DiskSpec) -> Result<(), HostError> {
+        if self.nodes.contains_key(&spec.name) {
+            return Err(TogetherError::SameName(spec.name.clone()).into());
+        }
+        if self.nodes.len() >= DISKS_MAX {
+            return Err(HostError::TooMany(format!("{DISKS_MAX} disks")));
+        }
+        self.group(spec.throttle_group.as_deref()).map(drop)
+    }
+
+    /// Whether a disk may be put on its file, so far as the others here are concerned. The locks would tell
+    /// too, but neither at once nor by whom it is used.
+    /// `there` is what it is on.
+    fn check_file(&self, spec: &DiskSpec, there: Option<Identity>) -> Result<(), HostError> {
+        let path = match &spec.file {
+            FileSpec::Path(path) => path,
+            FileSpec::Rbd(location) => {
+                let mut entries = self.nodes.values();
+                let both_read = |node: &Node| node.spec.read_only && spec.read_only;
+                let same = |node: &Node| matches!(&node.spec.file, FileSpec::Rbd(l) if l.same_image(location));
+                return match entries.find(|e| same(&e.node) && !both_read(&e.node)) {
+                    Some(entry) => {
+                        let name = entry.node.name().to_owned();
+                        Err(HostError::FileInUse(location.to_string().into(), name))
+                    }
+                    None => Ok(()),
+                };
+            }
+            FileSpec::Null(_) => return Ok(()),
+        };
+        let uses = |node: &Node| there.and_then(|there| node.uses(there));
+        let excludes = |node: &Node| match uses(node) {
+            None => false,
+            Some(Use::Read) => !spec.read_only,
+            Some(Use::Write) => true,
+        };
+        match self.nodes.values().find(|entry| excludes(&entry.node)) {
+            Some(entry) => {
+                let name = entry.node.name().to_owned();
+                Err(HostError::FileInUse(path.clone(), name))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The disk that a node is part of: the node that lies on it, or itself.
+    fn top(&self, name: &str) -> Result<&NodeEntry, HostError> {
+        let mut entry = self.entry(name)?;
+        let above = |name: &str| {
+            let mut nodes = self.nodes.values();
+            nodes.find(|entry| entry.child.as_deref() == Some(name))
+        };
+        while let Some(next) = above(entry.node.name()) {
+            entry = next;
+        }
+        Ok(entry)
+    }
+
+    /// Takes a node in place of that of the same name, and of those below it.
+    fn put_on(&mut self, new: &Arc<Node>) {
+        let mut name = Some(new.name().to_owned());
+        while let Some(entry) = name.and_then(|name| self.nodes.get_mut(&name)) {
+            let mut spec = entry.node.spec.clone();
+            spec.follow(&new.spec);
+            entry.node = match entry.node.name() == new.name() {
+                true => new.clone(),
+                false => Arc::new(new.renamed(spec)),
+            };
+            name = entry.child.clone();
+        }
+    }
+
+    fn group(&self, name: Option<&str>) -> Result<Option<Arc<ThrottleGroup>>, HostError> {
+        let Some(name) = name else {
+            return Ok(None);
+        };
+        let group = self.groups.get(name).cloned();
+        group
+            .map(Some)
+            .ok_or_else(|| HostError::NoGroup(name.into()))
+    }
+
+    /// Whether no export or other node uses a node, and nobody is putting it elsewhere.
+    fn check_unused(&self, name: &str) -> Result<(), HostError> {
+        let mut nodes = self.nodes.values();
+        let above = nodes.find(|entry| entry.child.as_deref() == Some(name));
+        let mut exports = self.exports.values();
+        let export = exports.find(|e| e.node.name() == name);
+        let user = export
+            .map(|e| e.id.clone())
+            .or(above.map(|entry| entry.node.name().to_owned()))
+            .or_else(|| self.stops(name));
+        match user {
+            Some(user) => Err(HostError::NodeInUse(name.into(), user)),
+            None if self.is_moving(name) => Err(HostError::Moving(name.into())),
+            None => Ok(()),
+        }
+    }
+
+    fn is_moving(&self, name: &str) -> bool {
+        self.moving.iter().any(|moving| moving == name)
+    }
+
+    /// The export of a node that still finishes what is under way.
+    fn stops(&self, name: &str) -> Option<String> {
+        let mut stopping = self.stopping.iter();
+        let found = stopping.find(|(_, node)| node.name() == name);
+        found.map(|(id, _)| id.clone())
+    }
+}

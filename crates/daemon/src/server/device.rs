@@ -1,0 +1,401 @@
+//! A disk as a front-end's device: the border between a session and the I/O threads.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use block::SECTOR_BYTES;
+use datapath::{Disk, IoThread, QueueId};
+use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
+use guest::{Device, FrontendChannel, NewQueue, RingBase, RingError, StoppedRing};
+use tracing::{error, info, warn};
+
+use crate::config::spec::Lock;
+use crate::node::{AWAY, Node};
+use crate::server::export::ExportError;
+use crate::server::iothreads::NamedThread;
+
+/// A served disk: what front-ends see of it, and where its queues go.
+pub struct ServedDisk {
+    pub disk: Arc<Disk>,
+    /// What it lies on now.
+    node: Mutex<Arc<Node>>,
+    pub queue_size: u16,
+    /// The thread of each queue.
+    pub threads: Vec<NamedThread>,
+    /// The guest's choice, at first the cache mode's: it outlives resets and connections, because front-ends read the
+    /// configuration space only once.
+    write_cache: AtomicBool,
+    /// What it is without a choice.
+    write_cache_default: bool,
+    /// Called when the guest has chosen.
+    chosen: Box<dyn Fn() + Send + Sync>,
+    /// The front-end that is connected, if it wants to be told of changes.
+    frontend: Mutex<Option<FrontendChannel>>,
+    /// The size that the front-end has read, in sectors; [`NEVER_READ`] if it has read none.
+    capacity_read: AtomicU64,
+}
+
+const NEVER_READ: u64 = u64::MAX;
+
+impl ServedDisk {
+    /// A disk with one queue for each of `threads`, a choice that its guest has made before, and the size that its
+    /// front-end has read from another process. `chosen` is called when the guest makes another choice.
+    pub fn new(
+        disk: Arc<Disk>,
+        node: Arc<Node>,
+        queue_size: u16,
+        threads: Vec<NamedThread>,
+        choice: Option<bool>,
+        capacity_read: Option<u64>,
+        chosen: Box<dyn Fn() + Send + Sync>,
+    ) -> Self {
+        let write_cache_default = disk.write_cache();
+        let write_cache = AtomicBool::new(choice.unwrap_or(write_cache_default));
+        Self {
+            write_cache_default,
+            chosen,
+            disk,
+            node: Mutex::new(node),
+            queue_size,
+            threads,
+            write_cache,
+            frontend: Mutex::default(),
+            capacity_read: AtomicU64::new(capacity_read.unwrap_or(NEVER_READ)),
+        }
+    }
+
+    pub fn queues(&self) -> u16 {
+        self.threads.len() as u16
+    }
+
+    /// Held while the node is taken or left, so that it is not exchanged for another meanwhile.
+    fn node(&self) -> MutexGuard<'_, Arc<Node>> {
+        self.node.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The guest's choice of a write cache, if it is another than the cache mode's.
+    pub fn chosen_write_cache(&self) -> Option<bool> {
+        let choice = self.write_cache.load(Ordering::Relaxed);
+        (choice != self.write_cache_default).then_some(choice)
+    }
+
+    /// The threads of its queues, each once.
+    pub fn io_threads(&self) -> Vec<Arc<IoThread>> {
+        let mut threads: Vec<_> = self.threads.iter().map(|t| &t.thread).collect();
+        threads.sort_by_key(|thread| thread.thread_id());
+        threads.dedup_by_key(|thread| thread.thread_id());
+        threads.into_iter().cloned().collect()
+    }
+
+    /// Puts another node under the disk while its guest runs, which notices a pause; that may
+    /// [build on](crate::node::Node::read_after) the one that it has. `record` makes durable that it is there.
+    ///
+    /// # Errors
+    /// The disk goes on with the node that it had.
+    pub fn replace(
+        &self,
+        new: &Arc<Node>,
+        record: impl FnOnce() -> io::Result<()>,
+    ) -> Result<(), ExportError> {
+        let fail = |e| ExportError::System(self.disk.name.clone(), "be put on another file", e);
+        // Held until it is on the other one: it must not be left to another host, or taken back, meanwhile.
+        let mut node = self.node();
+        if !node.is_here() {
+            return Err(fail(io::Error::other(AWAY)));
+        }
+        let other = |e| fail(io::Error::other(e));
+        new.be_here(&node.written()).map_err(other)?;
+        let threads = self.io_threads();
+        let its = new.replacement().map_err(other)?;
+        let ready = |its| match new.read_after(&node) {
+            Ok(false) => Ok(its),
+            Ok(true) => new.replacement().map_err(io::Error::other),
+            Err(e) => Err(io::Error::other(e)),
+        };
+        let replaced = self.disk.replace(&threads, its, ready, record);
+        replaced.map_err(fail)?;
+        *node = new.clone();
+        drop(node);
+        self.tell_size();
+        Ok(())
+    }
+
+    /// Has the file that the disk is on go by another name. `record` makes that durable.
+    ///
+    /// # Errors
+    /// `record` failed; it goes by the name that it had.
+    pub fn rename(
+        &self,
+        new: &Arc<Node>,
+        record: impl FnOnce() -> io::Result<()>,
+    ) -> Result<(), ExportError> {
+        let mut node = self.node();
+        record().map_err(|e| {
+            let what = "have the new name of its file kept";
+            ExportError::System(self.disk.name.clone(), what, e)
+        })?;
+        *node = new.clone();
+        Ok(())
+    }
+
+    /// Most data segments in a request: the ring less a header and a status.
+    fn seg_max(&self) -> u16 {
+        self.queue_size - 2
+    }
+
+    /// The size that the front-end has read, if any, in sectors.
+    pub fn capacity_read(&self) -> Option<u64> {
+        let read = self.capacity_read.load(Ordering::Relaxed);
+        (read != NEVER_READ).then_some(read)
+    }
+
+    /// Tells the guest to look at the size of its disk, if its front-end does not know it: QEMU reads it once, and drops
+    /// what it is told while the VM is paused, or its driver is not up. A front-end that has not read it from this
+    /// process may have read it from the one before.
+    fn tell_size_if_not_read(&self) {
+        if self.capacity_read() != Some(self.disk.size() / SECTOR_BYTES) {
+            self.tell_size();
+        }
+    }
+
+    /// Tells the guest to look at the size of its disk again, if its front-end listens.
+    pub fn tell_size(&self) {
+        let frontend = self.frontend.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(Err(e)) = frontend.as_ref().map(FrontendChannel::config_changed) {
+            warn!(
+                "disk {}: the front-end could not be told of its new size: {e}",
+                self.disk.name
+            );
+        }
+    }
+}
+
+/// What a session drives.
+pub struct BlockDevice<'a> {
+    served: &'a ServedDisk,
+    running: Vec<Option<Running>>,
+    /// Whether the driver can flush, once it has said so.
+    flushes: Option<bool>,
+    /// How long it took to finish what was under way in the rings that were stopped last.
+    draining: Duration,
+}
+
+/// A ring that is being served.
+#[derive(Clone, Copy)]
+struct Running {
+    queue: QueueId,
+    /// What its thread wants back when the queue leaves it.
+    arrived: Option<u32>,
+}
+
+impl<'a> BlockDevice<'a> {
+    pub fn new(served: &'a ServedDisk) -> Self {
+        let running = vec![None; served.threads.len()];
+        let mut device = Self {
+            served,
+            running,
+            flushes: None,
+            draining: Duration::ZERO,
+        };
+        device.set_features(0);
+        device
+    }
+
+    /// The cache is on if the guest wants it, unless the driver has no way to flush
+    /// (virtio 1.3 §5.2.5).
+    fn apply_write_cache(&self) {
+        let disk = &self.served.disk;
+        let on = self.served.write_cache.load(Ordering::Relaxed) && self.flushes != Some(false);
+        let was_on = disk.write_cache();
+        disk.set_write_cache(on);
+        if was_on
+            && !on
+            && !disk.facts.read_only
+            && let Err(e) = disk.sync()
+        {
+            error!(
+                "disk {}: writes before the cache was switched off are not durable: {e}",
+                disk.name
+            );
+        }
+    }
+
+    /// Takes the disk if it is away, before the first ring is served.
+    fn be_here(&mut self) -> io::Result<()> {
+        let (node, disk) = (self.served.node(), &self.served.disk);
+        let (size, began) = (disk.size(), Instant::now());
+        if !node.take_back(disk).map_err(io::Error::other)? {
+            return Ok(());
+        }
+        self.draining = Duration::ZERO;
+        info!(
+            "disk {}: a VM starts on it; {} is locked and read anew, in {:.1} ms",
+            disk.name,
+            node.filename,
+            began.elapsed().as_secs_f64() * 1000.0
+        );
+        if disk.size() != size {
+            self.served.tell_size();
+        }
+        Ok(())
+    }
+
+    fn thread(&self, ring: u16) -> &'a NamedThread {
+        &self.served.threads[usize::from(ring)]
+    }
+}
+
+impl Device for BlockDevice<'_> {
+    fn features(&self) -> u64 {
+        blk::features(&self.served.disk.facts)
+    }
+
+    fn queues(&self) -> u16 {
+        self.served.queues()
+    }
+
+    fn seg_max(&self) -> u16 {
+        self.served.seg_max()
+    }
+
+    fn config(&self) -> [u8; CONFIG_BYTES] {
+        let disk = &self.served.disk;
+        ConfigSpace {
+            size: disk.size(),
+            // The choice, not what is in force: front-ends keep what they read here for drivers that come
+            // later, and SeaBIOS, which cannot flush, would leave Linux one that never does.
+            write_cache: self.served.write_cache.load(Ordering::Relaxed),
+            queues: self.served.queues(),
+            seg_max: self.served.seg_max(),
+        }
+        .bytes(&disk.facts)
+    }
+
+    fn capacity_read(&self, sectors: u64) {
+        self.served.capacity_read.store(sectors, Ordering::Relaxed);
+    }
+
+    fn set_write_cache(&mut self, on: bool) {
+        let was = self.served.write_cache.swap(on, Ordering::Relaxed);
+        self.apply_write_cache();
+        if was != on {
+            (self.served.chosen)();
+        }
+    }
+
+    fn set_features(&mut self, accepted: u64) {
+        // Zero is a reset.
+        self.flushes = (accepted != 0).then_some(accepted & blk::F_FLUSH != 0);
+        self.apply_write_cache();
+    }
+
+    fn set_frontend(&mut self, channel: Option<FrontendChannel>) {
+        *self
+            .served
+            .frontend
+            .lock()
+            .unwrap_or_else(|e| e.into_inner()) = channel;
+    }
+
+    fn ring_failed(&self, ring: u16, error: &RingError) {
+        self.served.disk.ring_failed(ring, error);
+    }
+
+    fn untracked(&self, ring: u16, size: u16) {
+        self.served.disk.ring_untracked(ring, size);
+    }
+
+    fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()> {
+        self.be_here()?;
+        let first = self.running.iter().all(Option::is_none);
+        let thread = self.thread(ring);
+        let arrived = thread.arrive(&queue.virtqueue);
+        let queue = thread.thread.start(self.served.disk.clone(), queue);
+        let queue = queue.inspect_err(|_| thread.leave(arrived))?;
+        self.running[usize::from(ring)] = Some(Running { queue, arrived });
+        if first {
+            // QEMU listens here: its device has started before its rings do.
+            self.served.tell_size_if_not_read();
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self, ring: u16) -> StoppedRing {
+        let nowhere = StoppedRing {
+            base: RingBase(0),
+            unfinished: false,
+        };
+        let Some(running) = self.running[usize::from(ring)].take() else {
+            return nowhere;
+        };
+        let thread = self.thread(ring);
+        let began = Instant::now();
+        let stopped = thread.thread.stop(running.queue);
+        self.draining += began.elapsed();
+        thread.leave(running.arrived);
+        stopped.unwrap_or_else(|e| {
+            error!(
+                "disk {}: queue {ring} cannot be stopped: {e}",
+                self.served.disk.name
+            );
+            nowhere
+        })
+    }
+
+    fn quiesce(&mut self, migrating: bool) -> io::Result<()> {
+        let draining = std::mem::take(&mut self.draining);
+        let node = self.served.node();
+        if !migrating && node.spec.lock == Lock::Always {
+            return Ok(());
+        }
+        let (name, began) = (&self.served.disk.name, Instant::now());
+        if !self.storage_answered() && node.is_here() {
+            // What it has not answered may still be written.
+            let e = "its storage has not answered all requests";
+            error!("disk {name}: is not left to another host: {e}");
+            return match migrating {
+                true => Err(io::Error::other(e)),
+                // It stays here until its VM has stopped once more, or its front-end is gone.
+                false => Ok(()),
+            };
+        }
+        match node.give_up(&self.served.disk) {
+            Ok(false) => Ok(()),
+            Ok(true) => {
+                let ms = |time: Duration| time.as_secs_f64() * 1000.0;
+                info!(
+                    "disk {name}: its VM has stopped{}; the lock of {} is given up, after {:.1} ms to finish \
+                     what was under way and {:.1} ms to make it durable",
+                    if migrating { " to go on elsewhere" } else { "" },
+                    node.filename,
+                    ms(draining),
+                    ms(began.elapsed()),
+                );
+                Ok(())
+            }
+            Err(e) => {
+                error!("disk {name}: is not left to another host: {e}");
+                Err(io::Error::other(e))
+            }
+        }
+    }
+
+    fn storage_answered(&self) -> bool {
+        !self.served.disk.is_abandoned()
+    }
+
+    fn set_event_fds(
+        &mut self,
+        ring: u16,
+        call: Option<Arc<OwnedFd>>,
+        error: Option<Arc<OwnedFd>>,
+    ) {
+        if let Some(running) = self.running[usize::from(ring)] {
+            let thread = &self.thread(ring).thread;
+            thread.set_event_fds(running.queue, call, error);
+        }
+    }
+}

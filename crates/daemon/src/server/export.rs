@@ -1,0 +1,524 @@
+//! A node in service: its socket, and the thread that serves the front-ends which connect there.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::{io, mem};
+
+use block::{CacheMode, Request};
+use control::{BlockErrorAction, BlockIoError, BlockIoResumed, Event, EventHub, IoOperationType};
+use datapath::{Disk, IoAction, IoEvent, IoFailure, LogLimiter, Measuring};
+use guest::{SavedSession, SessionEnd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use thiserror::Error;
+use tracing::{error, info, warn};
+
+use crate::config::spec::{DiskSpec, SocketAccess};
+use crate::node::Node;
+use crate::server::connection_info::{self, Ready};
+use crate::server::device::{BlockDevice, ServedDisk};
+use crate::server::iothreads::NamedThread;
+use crate::socket::accept::BackOff;
+use crate::socket::{self, Socket, SocketError, There};
+use crate::upgrade::successor::{Gate, InheritedExport};
+
+/// A node in service. Dropping it stops that: what is under way is finished, the front-end is disconnected,
+/// and the socket goes away.
+pub struct Export {
+    pub id: String,
+    pub node: Arc<Node>,
+    pub disk: Arc<Disk>,
+    pub socket: PathBuf,
+    /// Where that is now, and what was made there.
+    pub place: Arc<socket::Place>,
+    pub spec: ExportSpec,
+    pub device: Arc<ServedDisk>,
+    /// Latencies are measured as long as this is there.
+    measuring: Option<Measuring>,
+    connected: Arc<AtomicBool>,
+    stop: Arc<OwnedFd>,
+    /// Who wants it to pause, when it is told to stop.
+    pause: Arc<Mutex<Option<Sender<io::Result<Paused>>>>>,
+    /// It is told to stop for good, whoever wants a pause.
+    stopping: Arc<AtomicBool>,
+    /// It is to make its socket again.
+    remake: Arc<AtomicBool>,
+    listener: Option<JoinHandle<()>>,
+}
+
+/// How a disk is served, apart from what it is.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ExportSpec {
+    pub id: String,
+    pub socket: PathBuf,
+    pub socket_access: SocketAccess,
+    pub queues: u16,
+    pub queue_size: u16,
+    /// I/O threads by id or number; none for the next ones of the pool.
+    pub iothreads: Vec<String>,
+    pub read_only: bool,
+    pub cache: CacheMode,
+    /// In bytes; the node's if absent.
+    pub logical_block: Option<u32>,
+}
+
+impl From<&DiskSpec> for ExportSpec {
+    fn from(disk: &DiskSpec) -> Self {
+        Self {
+            id: disk.name.clone(),
+            socket: socket::path(disk),
+            socket_access: disk.socket_access,
+            queues: disk.queues,
+            queue_size: disk.queue_size,
+            iothreads: disk.iothreads.clone(),
+            read_only: disk.read_only,
+            cache: disk.cache,
+            logical_block: None,
+        }
+    }
+}
+
+/// What an export has to do with the rest of the program.
+pub struct Around {
+    /// Told what goes wrong.
+    pub events: Arc<EventHub>,
+    /// What the guest chose of its write cache when it was last served.
+    pub write_cache: Option<bool>,
+    /// The size that the front-end which is handed over has read, in sectors.
+    pub capacity_read: Option<u64>,
+    /// Called when the guest has chosen anew.
+    pub changed: Box<dyn Fn() + Send + Sync>,
+    /// What another process has served until now.
+    pub inherited: Option<InheritedExport>,
+    /// Where it is to listen, if that has been made before.
+    pub socket: Option<Socket>,
+}
+
+/// An export that serves nobody for now: its socket, and the front-end that is connected, with its session. These are
+/// copies; it goes on with its own unless it is told to leave.
+pub struct Paused {
+    pub listener: OwnedFd,
+    pub connection: Option<(OwnedFd, SavedSession)>,
+    /// Told when somebody else goes on. Dropped, it is this export that does.
+    pub leave: Sender<()>,
+}
+
+#[derive(Debug, Error)]
+pub enum ExportError {
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    #[error("disk {0}: cannot {1}: {cause}", cause = block::explain(.2, ""))]
+    System(String, &'static str, io::Error),
+    #[error("disk {0}: cannot start a thread: {cause}", cause = block::explain_thread(.1))]
+    Thread(String, io::Error),
+}
+
+impl Export {
+    /// Listens at the socket for front-ends of a disk, which lies on a node; queue i is served by thread i
+    /// of `threads`.
+    ///
+    /// # Errors
+    /// The socket cannot be made.
+    pub fn start(
+        node: Arc<Node>,
+        disk: Disk,
+        spec: &ExportSpec,
+        threads: Vec<NamedThread>,
+        around: Around,
+    ) -> Result<Self, ExportError> {
+        let Around {
+            events,
+            write_cache,
+            capacity_read,
+            changed,
+            inherited,
+            socket,
+        } = around;
+        let id = spec.id.clone();
+        let system = |what| {
+            let id = id.clone();
+            move |e| ExportError::System(id, what, e)
+        };
+        let (bound, first) = match inherited {
+            None => {
+                let bound = match socket {
+                    Some(socket) => socket,
+                    None => Socket::bind(&spec.socket, spec.socket_access)?,
+                };
+                (bound, First::default())
+            }
+            Some(inherited) => (
+                Socket::adopt(inherited.listener, &spec.socket, inherited.made),
+                First {
+                    session: inherited.session,
+                    gate: Some(inherited.gate),
+                },
+            ),
+        };
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| system("make an event descriptor")(e.into()))?;
+        let stop = Arc::new(stop);
+        let connected = Arc::new(AtomicBool::new(false));
+        let (its_id, its_node) = (id.clone(), node.name().to_owned());
+        disk.on_event(move |event| events.emit(&told(&its_id, &its_node, event)));
+        let disk = Arc::new(disk);
+        let device = Arc::new(ServedDisk::new(
+            disk.clone(),
+            node.clone(),
+            spec.queue_size,
+            threads,
+            write_cache,
+            capacity_read,
+            changed,
+        ));
+        tell_changes(&node, &disk, &device);
+        let place = bound.place().clone();
+        let front = Frontends {
+            name: id.clone(),
+            socket: bound,
+            device: device.clone(),
+            connected: connected.clone(),
+            access: spec.socket_access,
+            pause: Arc::default(),
+            stopping: Arc::default(),
+            remake: Arc::default(),
+            lines: Lines::default(),
+            accepting: BackOff::default(),
+        };
+        let (pause, stopping) = (front.pause.clone(), front.stopping.clone());
+        let remake = front.remake.clone();
+        let its_stop = stop.clone();
+        let listener = thread::Builder::new()
+            .name(format!("vhost-{id}"))
+            .spawn(move || front.serve(its_stop.as_fd(), first))
+            .map_err(|e| ExportError::Thread(id.clone(), e))?;
+        Ok(Self {
+            id,
+            node,
+            disk,
+            socket: spec.socket.clone(),
+            place,
+            spec: spec.clone(),
+            device,
+            measuring: None,
+            connected,
+            stop,
+            pause,
+            stopping,
+            remake,
+            listener: Some(listener),
+        })
+    }
+
+    /// Measures latencies, or no longer.
+    pub fn measure(&mut self, on: bool) {
+        self.measuring = on.then(|| self.disk.measure());
+    }
+
+    /// Whether a front-end is connected.
+    pub fn connected(&self) -> bool {
+        self.connected.load(Ordering::Relaxed)
+    }
+
+    /// Has requests go on that wait for storage, or, with `report`, their guest told.
+    pub fn resume(&self, report: bool) {
+        self.disk.resume(&self.device.io_threads(), report);
+    }
+
+    /// Tells the listening thread to end, without waiting for it.
+    pub fn tell_to_stop(&self) {
+        self.stopping.store(true, Ordering::Release);
+        self.interrupt();
+    }
+
+    fn interrupt(&self) {
+        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+    }
+
+    /// Has it make its socket again, if somebody has removed that. What else is there now, if anything is.
+    pub fn look_at_socket(&self) -> Option<String> {
+        match self.place.look() {
+            There::Itself => None,
+            There::Nothing => {
+                self.remake.store(true, Ordering::Release);
+                self.interrupt();
+                None
+            }
+            There::Other(what) => Some(what),
+        }
+    }
+
+    /// Asks it to pause. The answer comes when nothing of it is under way, and is an error if there are no descriptors for
+    /// it: then it goes on.
+    pub fn pause(&self) -> Receiver<io::Result<Paused>> {
+        let (sender, paused) = mpsc::channel();
+        *self.pause.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender);
+        self.interrupt();
+        paused
+    }
+
+    /// What to paste to connect a VM.
+    pub fn ready(&self) -> Ready {
+        let (node, device) = (&self.node, &self.device);
+        let socket = self.socket.display().to_string();
+        let (queues, queue_size) = (device.queues(), device.queue_size);
+        let fixed_buffers = node.spec.fixed_buffers;
+        Ready {
+            name: self.id.clone(),
+            file: node.filename.clone(),
+            format: node.format.to_string(),
+            size: self.disk.size(),
+            qemu: connection_info::qemu(&self.id, &socket, queues, queue_size),
+            libvirt: connection_info::libvirt(&socket, queues, queue_size, fixed_buffers),
+            socket: self.socket.clone(),
+            queues,
+            queue_size,
+            readonly: self.disk.facts.read_only,
+        }
+    }
+}
+
+impl Drop for Export {
+    fn drop(&mut self) {
+        if let Some(rbd) = self.node.rbd() {
+            rbd.on_change(None);
+        }
+        self.tell_to_stop();
+        if let Some(listener) = mem::take(&mut self.listener) {
+            let _ = listener.join();
+        }
+    }
+}
+
+/// Lets the disk grow, and tells its guest, when an image in a Ceph cluster grows.
+pub fn tell_changes(node: &Arc<Node>, disk: &Arc<Disk>, device: &Arc<ServedDisk>) {
+    if let Some(rbd) = node.rbd() {
+        let (node, disk, device) = (Arc::downgrade(node), disk.clone(), device.clone());
+        rbd.on_change(Some(Box::new(move || {
+            if let Some(node) = node.upgrade() {
+                Node::let_grow(&disk, &node.file_size());
+                device.tell_size();
+            }
+        })));
+    }
+}
+
+fn told(export: &str, node: &str, event: &IoEvent) -> Event {
+    match event {
+        IoEvent::Failed(failure) => io_error(export, node, failure),
+        IoEvent::Resumed(_) => Event::BlockIoResumed(BlockIoResumed {
+            device: export.into(),
+            node_name: Some(node.into()),
+        }),
+    }
+}
+
+fn io_error(export: &str, node: &str, failure: &IoFailure) -> Event {
+    let reason = match failure.errno {
+        0 => "the file ends before the disk does".into(),
+        errno => block::explain(&io::Error::from_raw_os_error(errno), ""),
+    };
+    Event::BlockIoError(BlockIoError {
+        qom_path: None,
+        device: export.into(),
+        node_name: Some(node.into()),
+        operation: match failure.request {
+            Request::Read { .. } => IoOperationType::Read,
+            _ => IoOperationType::Write,
+        },
+        action: match failure.action {
+            IoAction::Report => BlockErrorAction::Report,
+            IoAction::Stop | IoAction::Retry => BlockErrorAction::Stop,
+        },
+        nospace: Some(block::is_no_space(failure.errno)),
+        reason,
+    })
+}
+
+/// With whom to begin.
+#[derive(Default)]
+struct First {
+    session: Option<(UnixStream, SavedSession)>,
+    /// Nobody is served before it opens.
+    gate: Option<Arc<Gate>>,
+}
+
+struct Frontends {
+    name: String,
+    socket: Socket,
+    device: Arc<ServedDisk>,
+    access: SocketAccess,
+    connected: Arc<AtomicBool>,
+    pause: Arc<Mutex<Option<Sender<io::Result<Paused>>>>>,
+    stopping: Arc<AtomicBool>,
+    remake: Arc<AtomicBool>,
+    lines: Lines,
+    accepting: BackOff,
+}
+
+/// What is said of front-ends, which can come and go as often as they like.
+#[derive(Default)]
+struct Lines {
+    connected: LogLimiter,
+    disconnected: LogLimiter,
+    cut_off: LogLimiter,
+}
+
+/// How the wait for a front-end ended.
+enum Waited {
+    Connected(UnixStream),
+    Stopped,
+    Failed,
+}
+
+impl Frontends {
+    /// Serves front-ends, one at a time, until `stop` becomes readable and nobody wants a pause. A second one waits
+    /// until the first has gone.
+    fn serve(mut self, stop: BorrowedFd<'_>, first: First) {
+        let mut next = first.session.map(|(socket, saved)| (socket, Some(saved)));
+        if let Some(gate) = first.gate {
+            gate.wait();
+            self.socket.own();
+        }
+        loop {
+            let stopped = match next.take() {
+                Some((socket, saved)) => self.serve_one(socket, saved, stop),
+                None => match self.wait(stop) {
+                    Waited::Connected(socket) => {
+                        self.lines.connected.log(|left_out| {
+                            info!("disk {}: front-end connected{left_out}", self.name);
+                        });
+                        next = Some((socket, None));
+                        continue;
+                    }
+                    Waited::Stopped => Some(None),
+                    Waited::Failed => return,
+                },
+            };
+            let Some(session) = stopped else { continue };
+            match self.paused(session, stop) {
+                Some(session) => next = session.map(|(socket, saved)| (socket, Some(saved))),
+                None => return,
+            }
+        }
+    }
+
+    fn wait(&mut self, stop: BorrowedFd<'_>) -> Waited {
+        let name = &self.name;
+        loop {
+            let mut ready = [
+                PollFd::new(&stop, PollFlags::IN),
+                PollFd::new(&self.socket.listener, PollFlags::IN),
+            ];
+            match poll(&mut ready, None) {
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(e) => {
+                    error!("disk {name}: cannot wait for front-ends: {e}");
+                    return Waited::Failed;
+                }
+                Ok(_) if !ready[0].revents().is_empty() => return Waited::Stopped,
+                Ok(_) => {}
+            }
+            match self.socket.listener.accept() {
+                Ok((socket, _)) => {
+                    self.accepting.succeeded();
+                    return Waited::Connected(socket);
+                }
+                // Out of descriptors, most likely: those in service go on, this one waits.
+                Err(e) => self.accepting.failed(|left_out| {
+                    let e = block::explain(&e, "it is tried again");
+                    warn!("disk {name}: cannot accept a front-end, which waits: {e}{left_out}");
+                }),
+            }
+        }
+    }
+
+    /// Serves a front-end. If that was stopped, returns what to go on with, if there is anything.
+    fn serve_one(
+        &self,
+        socket: UnixStream,
+        saved: Option<SavedSession>,
+        stop: BorrowedFd<'_>,
+    ) -> Option<Option<(UnixStream, SavedSession)>> {
+        let name = &self.name;
+        self.connected.store(true, Ordering::Relaxed);
+        let mut device = BlockDevice::new(&self.device);
+        let (end, saved) = guest::serve_from(&socket, &mut device, stop, saved);
+        self.connected.store(false, Ordering::Relaxed);
+        match end {
+            SessionEnd::Disconnected => self.lines.disconnected.log(|left_out| {
+                info!("disk {name}: front-end disconnected{left_out}");
+            }),
+            SessionEnd::Stopped => return Some(saved.map(|saved| (socket, saved))),
+            SessionEnd::Failed(e) => self.lines.cut_off.log(|left_out| {
+                warn!("disk {name}: front-end cut off: {e}{left_out}");
+            }),
+        }
+        None
+    }
+
+    fn make_socket_again(&mut self) {
+        let (name, path) = (&self.name, self.socket.path().to_owned());
+        match Socket::bind(&path, self.access) {
+            Ok(socket) => {
+                warn!(
+                    "disk {name}: {} had been removed, and is there again",
+                    path.display()
+                );
+                self.socket.renew(socket);
+            }
+            Err(e) => {
+                error!("disk {name}: its socket had been removed, and cannot be made again: {e}")
+            }
+        }
+    }
+
+    /// After a stop: makes the socket again if it is to, hands out copies to whoever wants a pause, and goes on if they
+    /// don't. `None` if this is the end.
+    fn paused(
+        &mut self,
+        session: Option<(UnixStream, SavedSession)>,
+        stop: BorrowedFd<'_>,
+    ) -> Option<Option<(UnixStream, SavedSession)>> {
+        // It is not to be stopped again by the same word.
+        let _ = rustix::io::read(stop, &mut [0; 8]);
+        if self.stopping.load(Ordering::Acquire) {
+            return None;
+        }
+        if self.remake.swap(false, Ordering::AcqRel) && self.socket.is_removed() {
+            self.make_socket_again();
+        }
+        let wanted = self.pause.lock();
+        let Some(wanted) = wanted.unwrap_or_else(PoisonError::into_inner).take() else {
+            return Some(session);
+        };
+        let copy = || {
+            let listener = self.socket.listener.as_fd().try_clone_to_owned()?;
+            let copy = |(socket, saved): &(UnixStream, SavedSession)| {
+                Ok::<_, io::Error>((socket.as_fd().try_clone_to_owned()?, saved.clone()))
+            };
+            Ok::<_, io::Error>((listener, session.as_ref().map(copy).transpose()?))
+        };
+        let (leave, left) = mpsc::channel();
+        let told = match copy() {
+            Ok((listener, connection)) => wanted.send(Ok(Paused {
+                listener,
+                connection,
+                leave,
+            })),
+            Err(e) => {
+                let _ = wanted.send(Err(e));
+                return Some(session);
+            }
+        };
+        if told.is_ok() && left.recv().is_ok() {
+            self.socket.disown();
+            return None;
+        }
+        Some(session)
+    }
+}

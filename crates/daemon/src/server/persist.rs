@@ -1,0 +1,135 @@
+//! What is there after a restart: see [`keeper`](crate::state::store).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use datapath::ThrottleGroup;
+use tracing::error;
+
+use super::{Host, NodeEntry, State};
+use crate::config::spec::DiskSpec;
+use crate::server::export::Export;
+use crate::state::store::{Inventory, Keeper, Written};
+use crate::state::{Changed, ChangedExport, ChangedNode};
+
+/// Between two times that guests have their choices written down.
+const CHOICES: Duration = Duration::from_secs(1);
+
+impl Host {
+    /// Keeps what is changed from now on, and what was until now. It can be set once.
+    pub fn set_keeper(&self, keeper: Keeper) {
+        let _ = self.keeper.set(keeper);
+        self.keep();
+    }
+
+    /// Keeps how things are now, so that they are so after a restart.
+    pub fn keep(&self) {
+        if let Some(keeper) = self.keeper.get()
+            && let Err(e) = keeper.keep(self)
+        {
+            error!("what was changed is in force, and will be forgotten at a restart: {e}");
+        }
+    }
+
+    /// The same for what a guest may change as often as it likes: at most about once a second, for all guests together.
+    /// What comes sooner is kept later.
+    pub fn keep_choice(&self) {
+        let mut state = self.state();
+        if state.keeping_later {
+            return;
+        }
+        let since = state.choices_kept.map(|kept| kept.elapsed());
+        let wait = CHOICES.saturating_sub(since.unwrap_or(CHOICES));
+        if wait.is_zero() {
+            state.choices_kept = Some(Instant::now());
+            drop(state);
+            return self.keep();
+        }
+        state.keeping_later = true;
+        drop(state);
+        let me = self.me.clone();
+        let later = thread::Builder::new().name("keep".to_owned());
+        let later = later.spawn(move || {
+            thread::sleep(wait);
+            let Some(host) = me.upgrade() else { return };
+            // What has been handed over is another's.
+            let Ok(_staying) = host.handing.stay_after() else {
+                return;
+            };
+            let mut state = host.state();
+            (state.choices_kept, state.keeping_later) = (Some(Instant::now()), false);
+            drop(state);
+            host.keep();
+        });
+        if later.is_err() {
+            self.state().keeping_later = false;
+            self.keep();
+        }
+    }
+
+    /// The operator has written this down, from now on.
+    pub fn set_written(&self, written: Written) {
+        {
+            let mut state = self.state();
+            let before = std::mem::replace(&mut state.written, written);
+            let State { left, written, .. } = &mut *state;
+            // Where another file is written down since, that is meant.
+            left.retain(|left| {
+                let its = |all: &Written| all.disks.iter().find(|d| d.name == left.name).cloned();
+                let both = its(&before).zip(its(written));
+                both.is_some_and(|(before, now)| before.is_written_on_file_of(&now))
+            });
+        }
+        self.keep();
+    }
+
+    /// What disks were on that were detached before this process ran, as they were last.
+    pub fn remember_left(&self, changed: &Changed) {
+        let is_gone = |disk: &DiskSpec| changed.gone.iter().any(|gone| gone.name == disk.name);
+        let mut state = self.state();
+        let disks = changed.disks.iter().map(|changed| &changed.disk);
+        let left = disks.filter(|disk| is_gone(disk) && !state.nodes.contains_key(&disk.name));
+        let left: Vec<_> = left.cloned().collect();
+        state.left.extend(left);
+    }
+
+    /// What guests had chosen of their write caches, for exports that will be added.
+    pub fn remember_write_caches(&self, choices: &BTreeMap<String, bool>) {
+        self.state().write_caches.clone_from(choices);
+    }
+
+    /// All that is served.
+    pub fn inventory(&self) -> Inventory {
+        let state = self.state();
+        let node = |entry: &NodeEntry| ChangedNode {
+            disk: entry.spec(),
+            over: entry.child.clone(),
+        };
+        let export = |export: &Export| ChangedExport {
+            id: export.id.clone(),
+            node: export.node.name().to_owned(),
+            socket: export.spec.socket.clone(),
+            socket_access: export.spec.socket_access,
+            queues: export.spec.queues,
+            queue_size: export.spec.queue_size,
+            iothreads: export.spec.iothreads.clone(),
+            read_only: export.spec.read_only,
+            cache: export.spec.cache,
+            logical_block: export.spec.logical_block,
+        };
+        let group = |(name, group): (&String, &Arc<ThrottleGroup>)| (name.clone(), group.limits());
+        let choice =
+            |export: &Export| Some((export.id.clone(), export.device.chosen_write_cache()?));
+        Inventory {
+            written: state.written.clone(),
+            left: state.left.clone(),
+            nodes: state.nodes.values().map(node).collect(),
+            exports: state.exports.values().map(export).collect(),
+            groups: state.groups.iter().map(group).collect(),
+            threads: self.threads.added(),
+            write_caches: state.exports.values().filter_map(choice).collect(),
+        }
+    }
+}

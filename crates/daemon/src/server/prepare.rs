@@ -1,0 +1,261 @@
+//! Many changes at once, judged by what is served in the end: what they need is made before the first disk is disturbed.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use engine::Identity;
+
+use super::replace::close;
+use super::{DISKS_MAX, Host, HostError, State, identity};
+use crate::config::conflicts::TogetherError;
+use crate::config::spec::{DiskSpec, FileSpec};
+use crate::node::Node;
+use crate::server::connection_info::Ready;
+use crate::server::export::ExportSpec;
+use crate::socket::{self, Socket};
+
+/// What is to be served in the end, as far as it differs from what is.
+pub struct EndState<'a> {
+    /// Disks that end, or end and start anew.
+    pub ends: BTreeSet<&'a str>,
+    /// As they are to be.
+    pub starts: Vec<&'a DiskSpec>,
+    /// Disks that are put on other files while they are served, as they are to be.
+    pub moves: Vec<&'a DiskSpec>,
+}
+
+impl EndState<'_> {
+    /// Whether a disk leaves its file, be it to come back.
+    pub fn leaves(&self, disk: &str) -> bool {
+        self.ends.contains(disk) || self.moves.iter().any(|moved| moved.name == disk)
+    }
+}
+
+/// A disk that is about to be served.
+pub struct Prepared {
+    spec: DiskSpec,
+    /// Open and locked; not yet if a disk that is served has to leave its file first.
+    node: Option<Node>,
+    socket: Socket,
+}
+
+impl Host {
+    /// Whether all of it can be served together, and all that is to end can.
+    ///
+    /// # Errors
+    /// It cannot, and why, with the disk that is the reason.
+    pub fn check_end_state(&self, end: &EndState<'_>) -> Result<(), HostError> {
+        let fail = |disk: &str, e: HostError| e.of_disk(disk);
+        let new = end.starts.iter().chain(&end.moves);
+        // Before anybody has to wait for it.
+        let new = new.map(|&disk| (disk, identity(&disk.file)));
+        let new: Vec<_> = new.collect();
+        let (mut files, sockets) = {
+            let state = self.state();
+            for disk in &end.ends {
+                state.check_may_end(disk).map_err(|e| fail(disk, e))?;
+            }
+            let stays = |name: &str| !end.ends.contains(name);
+            let stay = state
+                .nodes
+                .values()
+                .filter(|entry| stays(entry.node.name()));
+            let disks = stay.clone().count() + end.starts.len();
+            let mut files = Files::default();
+            for entry in stay.filter(|entry| !end.leaves(entry.node.name())) {
+                files.add(&entry.node.spec, entry.node.file_identity());
+            }
+            for &disk in &end.starts {
+                let there = state.nodes.contains_key(&disk.name) && stays(&disk.name);
+                let problem = match there {
+                    true => TogetherError::SameName(disk.name.clone()).into(),
+                    false if disks > DISKS_MAX => HostError::TooMany(format!("{DISKS_MAX} disks")),
+                    false => continue,
+                };
+                return Err(fail(&disk.name, problem));
+            }
+            let exports = state.exports.values();
+            let exports = exports.filter(|export| stays(export.node.name()));
+            let sockets: Vec<_> = exports.map(|e| (e.socket.clone(), e.id.clone())).collect();
+            (files, sockets)
+        };
+        for (disk, there) in new {
+            files.check(disk, there).map_err(|e| fail(&disk.name, e))?;
+            files.add(disk, there);
+        }
+        let places = sockets
+            .into_iter()
+            .map(|(path, id)| (socket::place(&path), id));
+        let mut sockets: BTreeMap<PathBuf, String> = places.collect();
+        for disk in &end.starts {
+            let path = socket::path(disk);
+            if let Some(other) = sockets.insert(socket::place(&path), disk.name.clone()) {
+                let e = TogetherError::SameSocket(other, disk.name.clone(), path);
+                return Err(fail(&disk.name, e.into()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes what a disk needs to be served, and disturbs nobody. A file that another disk is on which `leaves` it, or this
+    /// one itself, is only looked at.
+    ///
+    /// # Errors
+    /// It cannot be served, as far as can be known.
+    pub fn prepare(
+        &self,
+        spec: DiskSpec,
+        leaves: &dyn Fn(&str) -> bool,
+    ) -> Result<Prepared, HostError> {
+        self.threads.check(&spec.iothreads)?;
+        self.sandbox.check_file(&spec.file)?;
+        let there = identity(&spec.file);
+        let user = {
+            let state = self.state();
+            state.group(spec.throttle_group.as_deref())?;
+            match state.check_file(&spec, there) {
+                Err(HostError::FileInUse(_, user)) if leaves(&user) => {
+                    state.nodes.get(&user).map(|entry| entry.node.clone())
+                }
+                in_use => {
+                    in_use?;
+                    None
+                }
+            }
+        };
+        let served = {
+            let state = self.state();
+            let entry = state.nodes.get(&spec.name);
+            entry.map(|entry| entry.node.clone())
+        };
+        if let Some(served) = served.filter(|served| served.spec.file == spec.file) {
+            served.check_same()?;
+        }
+        let export = ExportSpec::from(&spec);
+        let node = match user {
+            Some(user) => {
+                Node::look(&spec, &self.places)?;
+                user.check_lock(&spec)?;
+                None
+            }
+            None => Some(self.open(spec.clone(), &[])?),
+        };
+        match self.make_socket(&export) {
+            Ok(socket) => Ok(Prepared { spec, node, socket }),
+            Err(e) => {
+                give_up(node);
+                Err(e)
+            }
+        }
+    }
+
+    /// Where another disk is still served, a socket beside that.
+    fn make_socket(&self, export: &ExportSpec) -> Result<Socket, HostError> {
+        let (path, access) = (&export.socket, export.socket_access);
+        self.sandbox.check_socket(path)?;
+        let ours: Vec<_> = {
+            let state = self.state();
+            state.exports.values().map(|e| e.socket.clone()).collect()
+        };
+        let place = socket::place(path);
+        let same = |other: &&PathBuf| other.file_name() == path.file_name();
+        let mut same = ours.iter().filter(same);
+        let socket = match same.any(|other| socket::place(other) == place) {
+            true => Socket::bind_beside(path, access),
+            false => Socket::bind(path, access),
+        };
+        socket.map_err(|e| HostError::Export(e.into()))
+    }
+
+    /// Serves a disk.
+    ///
+    /// # Errors
+    /// It is not served.
+    pub fn serve(&self, prepared: Prepared) -> Result<Ready, HostError> {
+        let Prepared {
+            spec,
+            node,
+            mut socket,
+        } = prepared;
+        let export = ExportSpec::from(&spec);
+        let name = spec.name.clone();
+        match node {
+            Some(node) => self.add_opened(node)?,
+            None => self.add_node(spec)?,
+        }
+        let moved = socket.move_to(&export.socket);
+        let served = match moved {
+            Ok(()) => self.add_export_at(&name, &export, Some(socket)),
+            Err(e) => Err(HostError::Export(e.into())),
+        };
+        served.inspect_err(|_| drop(self.remove_node(&name)))
+    }
+
+    /// Lets go of what has been made for a disk.
+    pub fn forget(&self, prepared: Prepared) {
+        give_up(prepared.node);
+    }
+}
+
+fn give_up(node: Option<Node>) {
+    if let Some(node) = node {
+        close(Arc::new(node), "which was to be served");
+    }
+}
+
+impl State {
+    /// Whether a disk that is served, if it is, can end.
+    fn check_may_end(&self, name: &str) -> Result<(), HostError> {
+        let mut nodes = self.nodes.values();
+        let above = nodes.find(|entry| entry.child.as_deref() == Some(name));
+        match above.map(|entry| entry.node.name().to_owned()) {
+            Some(above) => Err(HostError::NodeInUse(name.into(), above)),
+            None if self.is_moving(name) => Err(HostError::Moving(name.into())),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What disks are on, with whether they are only read.
+#[derive(Default)]
+struct Files {
+    files: BTreeMap<(u64, u64), Vec<(String, bool)>>,
+    images: Vec<(rbd::Location, String, bool)>,
+}
+
+impl Files {
+    fn add(&mut self, disk: &DiskSpec, there: Option<Identity>) {
+        let (name, read_only) = (disk.name.clone(), disk.read_only);
+        if let Some(Identity { device, inode }) = there {
+            let users = self.files.entry((device, inode)).or_default();
+            users.push((name, read_only));
+        } else if let FileSpec::Rbd(location) = &disk.file {
+            let location = rbd::Location::clone(location);
+            self.images.push((location, name, read_only));
+        }
+    }
+
+    /// Readers do each other no harm.
+    fn check(&self, disk: &DiskSpec, there: Option<Identity>) -> Result<(), HostError> {
+        let excludes = |read_only: bool| !(read_only && disk.read_only);
+        let (user, file) = match (&disk.file, there) {
+            (FileSpec::Path(path), Some(Identity { device, inode })) => {
+                let mut users = self.files.get(&(device, inode)).into_iter().flatten();
+                let user = users.find(|(_, read_only)| excludes(*read_only));
+                (user.map(|(name, _)| name), path.clone())
+            }
+            (FileSpec::Rbd(location), _) => {
+                let mut images = self.images.iter();
+                let same = |l: &&(rbd::Location, String, bool)| l.0.same_image(location);
+                let user = images.find(|l| same(l) && excludes(l.2));
+                (user.map(|(_, name, _)| name), location.to_string().into())
+            }
+            _ => return Ok(()),
+        };
+        match user {
+            Some(user) => Err(HostError::FileInUse(file, user.clone())),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,466 @@
+//! What a configuration that was read anew changes: only what differs from the one before.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use block::ThrottleLimits;
+use thiserror::Error;
+use tracing::{error, info, warn};
+
+use crate::config::spec::{DiskSpec, FileSpec};
+use crate::config::{Config, ConfigError, ThreadSpec};
+use crate::server::iothreads::IoThreadError;
+use crate::server::{EndState, Host, HostError, Move, Prepared, Removal};
+use crate::state::store::Written;
+
+/// A configuration file, and what of it is in force.
+pub struct Reloader {
+    path: PathBuf,
+    /// Disks of the command line, which stay.
+    disks: Vec<DiskSpec>,
+    in_force: Mutex<Config>,
+}
+
+#[derive(Debug, Error)]
+pub enum ReloadError {
+    #[error("{0}; nothing has been changed")]
+    Config(#[from] ConfigError),
+    #[error(
+        "disks '{0}' and '{1}' cannot exchange files while their VMs run; detach one of them first, or give them other \
+         sockets as well; nothing has been changed"
+    )]
+    Circle(String, String),
+    #[error("{0}; nothing has been changed")]
+    Host(#[from] HostError),
+    #[error("{0}; nothing has been changed")]
+    IoThread(#[from] IoThreadError),
+    #[error("{} of the changes could not be made, all others are in force: {}", .0.len(), reasons(.0))]
+    Partly(Vec<String>),
+}
+
+/// The first of them, as far as they fit into a line.
+fn reasons(all: &[String]) -> String {
+    const SHOWN: usize = 3;
+    let mut shown = all[..all.len().min(SHOWN)].join("; ");
+    if all.len() > SHOWN {
+        shown += &format!("; and {} more, which the log has", all.len() - SHOWN);
+    }
+    shown
+}
+
+impl Reloader {
+    /// Takes what `config` says as in force.
+    pub fn new(path: &Path, disks: Vec<DiskSpec>, config: Config) -> Self {
+        Self {
+            path: path.into(),
+            disks,
+            in_force: Mutex::new(config),
+        }
+    }
+
+    /// Reads the file anew, and adds, removes and changes what differs. Disks that stay as they are notice
+    /// nothing. The changes are judged together, by what they come to in the end. Returns what was left out, a sentence for
+    /// each disk.
+    ///
+    /// # Errors
+    /// There is a mistake in the file, or what it says cannot be served, and nothing was changed; or
+    /// something failed later, and all else is in force.
+    pub fn reload(&self, host: &Host) -> Result<Vec<String>, ReloadError> {
+        let mut old = self.in_force.lock().unwrap_or_else(PoisonError::into_inner);
+        let new = Config::read(&self.path)?;
+        let change = Change::between(&old, &new, host);
+        let prepared = change.prepare(host)?;
+        let failed = change.carry_out(host, prepared);
+        change.tell_what_needs_a_restart(&old, &new);
+        let path = self.path.display();
+        info!("{path}: read anew: {}", change.summary());
+        let in_force = failed.in_force(&new);
+        let reasons = failed.reasons;
+        let left_out: Vec<String> = change.detached.iter().map(|disk| left_out(disk)).collect();
+        left_out.iter().for_each(|sentence| warn!("{sentence}"));
+        *old = in_force;
+        host.set_written(Written::new(&self.disks, &old));
+        match reasons.is_empty() {
+            true => Ok(left_out),
+            false => Err(ReloadError::Partly(reasons)),
+        }
+    }
+}
+
+struct Change<'a> {
+    old: &'a Config,
+    new: &'a Config,
+    added: Vec<&'a DiskSpec>,
+    removed: Vec<&'a DiskSpec>,
+    /// As they are to be: as before but for their limits.
+    throttled: Vec<&'a DiskSpec>,
+    /// As they are to be: as before but for the file, and for their limits.
+    moved: Vec<&'a DiskSpec>,
+    changed: Vec<Changed<'a>>,
+    /// Disks of which something else is written down, and that were detached by command, and stay so.
+    detached: Vec<&'a DiskSpec>,
+}
+
+/// A disk that is to be served otherwise than before, which its front-end sees as a lost connection.
+struct Changed<'a> {
+    /// As it was written down.
+    before: &'a DiskSpec,
+    /// As it is served, which need not be the same.
+    now: DiskSpec,
+    /// As it is to be. It keeps what commands have changed of it, unless something else is written down.
+    then: DiskSpec,
+}
+
+impl<'a> Changed<'a> {
+    fn new(before: &'a DiskSpec, disk: &DiskSpec, host: &Host) -> Self {
+        let now = host.spec_of(&disk.name);
+        let now = now.unwrap_or_else(|| before.clone());
+        let then = disk.as_changed(before, &now);
+        Self { before, now, then }
+    }
+}
+
+/// What has been made for the changes before the first disk is disturbed.
+#[derive(Default)]
+struct Ready<'a> {
+    threads: Vec<&'a str>,
+    groups: Vec<&'a str>,
+    /// In the order in which each finds its file free.
+    moves: Vec<Move>,
+    changed: Vec<Prepared>,
+    added: Vec<Prepared>,
+}
+
+impl Ready<'_> {
+    fn undo(self, host: &Host) {
+        for prepared in self.changed.into_iter().chain(self.added) {
+            host.forget(prepared);
+        }
+        self.moves.into_iter().for_each(|moved| host.give_up(moved));
+        for name in self.groups {
+            let _ = host.remove_group(name);
+        }
+        for id in self.threads {
+            let _ = host.threads.remove(id);
+        }
+    }
+}
+
+impl<'a> Change<'a> {
+    fn between(old: &'a Config, new: &'a Config, host: &Host) -> Self {
+        let mut change = Self {
+            old,
+            new,
+            added: Vec::new(),
+            removed: Vec::new(),
+            throttled: Vec::new(),
+            moved: Vec::new(),
+            changed: Vec::new(),
+            detached: Vec::new(),
+        };
+        for disk in &new.disks {
+            match old.disks.iter().find(|other| other.name == disk.name) {
+                // Whoever attaches a disk, and then writes it down to have it the next time too, means
+                // the one that there is.
+                None if host.spec_of(&disk.name).as_ref() == Some(disk) => {}
+                None => change.added.push(disk),
+                Some(before) if before == disk => {}
+                Some(_) if host.node_of(&disk.name).is_none() => change.detached.push(disk),
+                Some(before) if same_but_for_limits(before, disk) => change.throttled.push(disk),
+                Some(before) if same_but_for_file(before, disk) => change.moved.push(disk),
+                Some(before) => change.changed.push(Changed::new(before, disk, host)),
+            }
+        }
+        // One that was detached by command needs no removal.
+        let gone = |disk: &&DiskSpec| {
+            let mut disks = new.disks.iter();
+            !disks.any(|other| other.name == disk.name) && host.node_of(&disk.name).is_some()
+        };
+        change.removed.extend(old.disks.iter().filter(gone));
+        change
+    }
+
+    /// Makes what is new, so far as that disturbs nobody: threads, groups, sockets, opened files. All or nothing.
+    fn prepare(&self, host: &Host) -> Result<Ready<'a>, ReloadError> {
+        let mut ready = Ready::default();
+        match self.prepare_in(host, &mut ready) {
+            Ok(()) => Ok(ready),
+            Err(e) => {
+                ready.undo(host);
+                Err(e)
+            }
+        }
+    }
+
+    fn prepare_in(&self, host: &Host, ready: &mut Ready<'a>) -> Result<(), ReloadError> {
+        let threads = self.new.threads.iter();
+        for (id, spec) in threads.filter(|(id, _)| !has(&self.old.threads, id)) {
+            host.threads.add(id, spec.clone())?;
+            ready.threads.push(id);
+        }
+        let groups = self.new.groups.iter();
+        for (name, limits) in groups.filter(|(name, _)| !has(&self.old.groups, name)) {
+            host.add_group(name, limits)?;
+            ready.groups.push(name);
+        }
+        let changed = self.changed.iter().map(|changed| &changed.then);
+        let ends = self.removed.iter().copied().chain(changed.clone());
+        let end = EndState {
+            ends: ends.map(|disk| disk.name.as_str()).collect(),
+            starts: changed.chain(self.added.iter().copied()).collect(),
+            moves: self.moved.clone(),
+        };
+        host.check_end_state(&end)?;
+        let leaves = |disk: &str| end.leaves(disk);
+        for &disk in &self.moved {
+            let moved = host.prepare_to_follow(disk, &leaves);
+            ready.moves.push(of(disk, moved)?);
+        }
+        in_order(&mut ready.moves)?;
+        for Changed { then, .. } in &self.changed {
+            let prepared = host.prepare(then.clone(), &leaves);
+            ready.changed.push(of(then, prepared)?);
+        }
+        for &disk in &self.added {
+            let prepared = host.prepare(disk.clone(), &leaves);
+            ready.added.push(of(disk, prepared)?);
+        }
+        Ok(())
+    }
+
+    /// Does the rest, of which some may fail.
+    fn carry_out(&self, host: &Host, ready: Ready<'a>) -> Failed<'a> {
+        let mut failed = Failed::default();
+        for &disk in &self.removed {
+            let result = host.detach(&disk.name, Removal::Hard);
+            let remains = host.node_of(&disk.name).map(|_| disk);
+            failed.disk("removing disk", disk, result, remains);
+        }
+        // All of them, before the first is served anew: they may be on each other's files.
+        let changed = self.changed.iter().zip(ready.changed);
+        let stopped = changed.map(|(changed, prepared)| (changed, stop(host, changed), prepared));
+        let stopped: Vec<_> = stopped.collect();
+        let before = |disk: &str| self.old.disks.iter().find(|d| d.name == disk);
+        for moved in ready.moves {
+            let name = moved.disk().to_owned();
+            if let Some(disk) = self.moved.iter().find(|disk| disk.name == name) {
+                let result = host.carry_out(moved);
+                failed.disk("moving disk", disk, result, before(&name));
+            }
+        }
+        for (changed, stopped, prepared) in stopped {
+            let result = match stopped {
+                Ok(()) => start(host, changed, prepared),
+                Err(e) => {
+                    host.forget(prepared);
+                    Err(e)
+                }
+            };
+            let Changed { before, then, .. } = changed;
+            let remains = host.spec_of(&then.name).map(|_| *before);
+            failed.disk("changing disk", before, result, remains);
+        }
+        for (&disk, prepared) in self.added.iter().zip(ready.added) {
+            let served = host.serve(prepared).map(drop);
+            failed.disk("serving disk", disk, served, None);
+        }
+        let limits_stay =
+            |disk: &DiskSpec| before(&disk.name).is_some_and(|b| b.has_limits_of(disk));
+        let moved = self.moved.iter().filter(|disk| !limits_stay(disk));
+        for &disk in self.throttled.iter().chain(moved) {
+            let result = host.throttle(&disk.name, &disk.limits, disk.throttle_group.as_deref());
+            failed.disk("limiting disk", disk, result, before(&disk.name));
+        }
+        for (name, limits) in &self.new.groups {
+            let before = self.old.groups.iter().find(|(other, _)| other == name);
+            if before.is_some_and(|(_, before)| before != limits) {
+                failed.note("changing group", name, host.change_group(name, limits));
+            }
+        }
+        let gone = |(name, _): &&(String, _)| !has(&self.new.groups, name);
+        for group in self.old.groups.iter().filter(gone) {
+            if failed.note("removing group", &group.0, host.remove_group(&group.0)) {
+                failed.groups.push(group);
+            }
+        }
+        let gone = |(id, _): &&(String, _)| !has(&self.new.threads, id);
+        for thread in self.old.threads.iter().filter(gone) {
+            let result = host.threads.remove(&thread.0).map_err(HostError::from);
+            if failed.note("removing I/O thread", &thread.0, result) {
+                failed.threads.push(thread);
+            }
+        }
+        failed
+    }
+
+    fn tell_what_needs_a_restart(&self, old: &Config, new: &Config) {
+        let changed_thread = new.threads.iter().any(|(id, spec)| {
+            let before = old.threads.iter().find(|(other, _)| other == id);
+            before.is_some_and(|(_, before)| before != spec)
+        });
+        for (key, differs) in [
+            ("iothreads", old.iothreads != new.iothreads),
+            ("cpus", old.cpus != new.cpus),
+            ("poll-max-us", old.poll_max != new.poll_max),
+            ("poll-cpu", old.poll_cpu != new.poll_cpu),
+            ("control", old.control != new.control),
+            ("state", old.state != new.state),
+            ("metrics", old.metrics != new.metrics),
+            ("allow-backing", old.allow_backing != new.allow_backing),
+            ("sandbox", old.sandbox != new.sandbox),
+            ("allow-dir", old.allow != new.allow),
+            ("user", old.user != new.user),
+            ("an [[iothread]]", changed_thread),
+        ] {
+            if differs {
+                warn!("{key} has changed, which takes effect when ringdisk is started anew");
+            }
+        }
+    }
+
+    fn summary(&self) -> String {
+        let changed = self.changed.len() + self.throttled.len() + self.moved.len();
+        format!(
+            "{} disks added, {} removed, {changed} changed",
+            self.added.len(),
+            self.removed.len()
+        )
+    }
+}
+
+/// Changes that could not be made. The next reload is to try them again.
+#[derive(Default)]
+struct Failed<'a> {
+    reasons: Vec<String>,
+    /// Names of disks that are not as they should be, and what they are instead.
+    disks: Vec<(&'a str, Option<&'a DiskSpec>)>,
+    groups: Vec<&'a (String, ThrottleLimits)>,
+    threads: Vec<&'a (String, ThreadSpec)>,
+}
+
+impl<'a> Failed<'a> {
+    /// Counts and logs what failed; says whether it did.
+    fn note(&mut self, what: &str, name: &str, result: Result<(), HostError>) -> bool {
+        let Err(e) = result else {
+            return false;
+        };
+        let reason = format!("{what} '{name}': {e}");
+        error!("{reason}");
+        self.reasons.push(reason);
+        true
+    }
+
+    fn disk(
+        &mut self,
+        what: &str,
+        disk: &'a DiskSpec,
+        result: Result<(), HostError>,
+        remains: Option<&'a DiskSpec>,
+    ) {
+        if self.note(what, &disk.name, result) {
+            self.disks.push((&disk.name, remains));
+        }
+    }
+
+    /// What is in force if `new` is so far as it could be.
+    fn in_force(&self, new: &Config) -> Config {
+        let mut config = new.clone();
+        for &(name, remains) in &self.disks {
+            config.disks.retain(|disk| disk.name != name);
+            config.disks.extend(remains.cloned());
+        }
+        config.groups.extend(self.groups.iter().copied().cloned());
+        config.threads.extend(self.threads.iter().copied().cloned());
+        config
+    }
+}
+
+fn left_out(disk: &DiskSpec) -> String {
+    format!(
+        "disk {}: was detached by command, and stays so; what has changed of it is left out. 'ringdisk attach' serves it again: \
+         from the file that it was on last, which need not be the one that is written down",
+        disk.name
+    )
+}
+
+/// What failed, with the disk that is the reason.
+fn of<T>(disk: &DiskSpec, result: Result<T, HostError>) -> Result<T, HostError> {
+    result.map_err(|e| e.of_disk(&disk.name))
+}
+
+/// Puts moves into an order in which each disk finds its file free: those last that wait for others.
+fn in_order(moves: &mut Vec<Move>) -> Result<(), ReloadError> {
+    let mut left = std::mem::take(moves);
+    while !left.is_empty() {
+        let waits: Vec<String> = left.iter().map(|moved| moved.disk().to_owned()).collect();
+        let is_stuck = |moved: &Move| {
+            let user = moved.waits_for();
+            user.is_some_and(|user| waits.iter().any(|waits| waits == user))
+        };
+        let (stuck, free): (Vec<_>, Vec<_>) = left.into_iter().partition(is_stuck);
+        if free.is_empty() {
+            let last = &stuck[0];
+            let (disk, user) = (last.disk().to_owned(), last.waits_for().unwrap_or_default());
+            let circle = ReloadError::Circle(disk, user.to_owned());
+            // To be given up by the caller.
+            moves.extend(stuck);
+            return Err(circle);
+        }
+        moves.extend(free);
+        left = stuck;
+    }
+    Ok(())
+}
+
+/// Ends the service of a disk that is to be served otherwise.
+fn stop(host: &Host, changed: &Changed<'_>) -> Result<(), HostError> {
+    let name = &changed.then.name;
+    warn!(
+        "disk {name}: its front-end is disconnected, and may connect again, for what has changed"
+    );
+    match host.detach(name, Removal::Hard) {
+        // It is gone all the same, and its VM must not be left without it.
+        Err(e @ HostError::Detached(_)) => {
+            error!("{e}");
+            Ok(())
+        }
+        // Somebody has detached it, and the configuration says that it is to be served.
+        Err(HostError::NoNode(_)) => Ok(()),
+        result => result,
+    }
+}
+
+/// Serves it again; if that cannot be as it is to be, as before.
+fn start(host: &Host, changed: &Changed<'_>, prepared: Prepared) -> Result<(), HostError> {
+    let Err(e) = host.serve(prepared) else {
+        return Ok(());
+    };
+    if let Err(e) = host.attach(changed.now.clone()) {
+        error!("disk {}: cannot go on as before: {e}", changed.now.name);
+    }
+    Err(e)
+}
+
+fn same_but_for_limits(a: &DiskSpec, b: &DiskSpec) -> bool {
+    let as_b = DiskSpec {
+        limits: b.limits,
+        throttle_group: b.throttle_group.clone(),
+        ..a.clone()
+    };
+    as_b == *b
+}
+
+/// And for the format of that. Both on files, that is, and not on nothing.
+fn same_but_for_file(a: &DiskSpec, b: &DiskSpec) -> bool {
+    let as_b = DiskSpec {
+        file: b.file.clone(),
+        format: b.format,
+        ..a.clone()
+    };
+    let is_path = |disk: &DiskSpec| matches!(disk.file, FileSpec::Path(_));
+    is_path(a) && is_path(b) && same_but_for_limits(&as_b, b)
+}
+
+fn has<T>(named: &[(String, T)], name: &str) -> bool {
+    named.iter().any(|(other, _)| other == name)
+}

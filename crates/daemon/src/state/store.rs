@@ -1,0 +1,466 @@
+//! Keeps what is changed while disks are served, so that it is there after a restart.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use block::ThrottleLimits;
+use engine::Identity;
+use rustix::fs::{FlockOperation, flock};
+use thiserror::Error;
+use tracing::{error, info, warn};
+
+use crate::config::spec::DiskSpec;
+use crate::config::{Config, ThreadSpec};
+use crate::server::connection_info::Ready;
+use crate::server::export::ExportSpec;
+use crate::server::{Host, HostError};
+use crate::state::{BYTES_MAX, Changed, ChangedDisk, ChangedExport, ChangedNode};
+
+/// The file in the directory.
+const NAME: &str = "state.json";
+
+/// How files are opened there while this process may be root and the directory another user's: who has put a link there
+/// is not followed, and who has put a pipe there not waited for.
+const AS_IT_IS: i32 = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+
+/// What the operator has written down: on the command line, and in the configuration that is in force.
+#[derive(Clone, Default)]
+pub struct Written {
+    pub disks: Vec<DiskSpec>,
+    pub groups: Vec<(String, ThrottleLimits)>,
+    pub threads: Vec<(String, ThreadSpec)>,
+}
+
+impl Written {
+    pub fn new(command_line: &[DiskSpec], config: &Config) -> Self {
+        let mut disks = command_line.to_vec();
+        disks.extend(config.disks.iter().cloned());
+        Self {
+            disks,
+            groups: config.groups.clone(),
+            threads: config.threads.clone(),
+        }
+    }
+}
+
+/// All that a host serves, as it would have to be written down.
+pub struct Inventory {
+    pub written: Written,
+    /// Disks that are not served, as they were last, if that was on another file than is written down.
+    pub left: Vec<DiskSpec>,
+    /// Opened files, with the limits of the disks on them.
+    pub nodes: Vec<ChangedNode>,
+    pub exports: Vec<ChangedExport>,
+    pub groups: Vec<(String, ThrottleLimits)>,
+    pub threads: Vec<(String, ThreadSpec)>,
+    /// Choices that guests have made, by export.
+    pub write_caches: Vec<(String, bool)>,
+}
+
+#[derive(Debug, Error)]
+pub enum KeepError {
+    #[error(
+        "{0}: cannot be used to keep state in: {cause}",
+        cause = block::explain(.1, "--state names a directory of this user's own")
+    )]
+    Directory(PathBuf, io::Error),
+    #[error(
+        "{0}: another ringdisk keeps its state there; stop that one, or give each its own with --state"
+    )]
+    InUse(PathBuf),
+    #[error(
+        "{0}: cannot be read: {1}; mend that if it can be. Move it away only to start with what is written down: disks that \
+         were put on other files by command would be served from those that they left"
+    )]
+    Read(PathBuf, String),
+}
+
+/// The directory, which is this process's alone.
+pub struct Keeper {
+    directory: PathBuf,
+    lock: File,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    /// What could not be served when this process started: it is not forgotten for that.
+    absent: Changed,
+    /// Disks that go on on other files, as the file says by now, and that the host has where they were until it has
+    /// been told.
+    moved: Vec<DiskSpec>,
+    /// What the file says, if that is known.
+    text: Option<String>,
+    ended: bool,
+}
+
+impl Keeper {
+    /// Takes a directory and reads what is kept there. `lock` is the lock on it that another process has handed over.
+    ///
+    /// # Errors
+    /// It cannot be used, or what is there.
+    pub fn open(directory: &Path, lock: Option<File>) -> Result<(Self, Changed), KeepError> {
+        let fail = |e| KeepError::Directory(directory.into(), e);
+        let its = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(0o600)
+            .custom_flags(AS_IT_IS)
+            .open(directory.join("lock"))
+            .map_err(|e| KeepError::Directory(directory.join("lock"), e))?;
+        let there = Identity::of_open(&its).map_err(fail)?;
+        // The other process may have had another directory.
+        let is_its = |lock: &File| Identity::of_open(lock).is_ok_and(|handed| handed == there);
+        let handed = lock.filter(is_its);
+        let lock = handed.unwrap_or(its);
+        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => return Err(KeepError::InUse(directory.into())),
+            Err(e) => return Err(fail(e.into())),
+        }
+        let path = directory.join(NAME);
+        let changed = read(&path).map_err(|problem| KeepError::Read(path, problem))?;
+        let keeper = Self {
+            directory: directory.into(),
+            lock,
+            inner: Mutex::default(),
+        };
+        Ok((keeper, changed))
+    }
+
+    pub fn lock(&self) -> &File {
+        &self.lock
+    }
+
+    /// Keeps how a host differs from what is written down, durably.
+    ///
+    /// # Errors
+    /// It could not be written; what was kept before is still there.
+    pub fn keep(&self, host: &Host) -> io::Result<()> {
+        let mut inner = self.inner();
+        match inner.ended {
+            true => Ok(()),
+            false => self.write(&mut inner, host),
+        }
+    }
+
+    /// Keeps that a disk is being moved, durably. It counts as on its new file from now on, whoever else has something
+    /// kept, until it [is there](Self::is_moved).
+    ///
+    /// # Errors
+    /// It could not be written, or the process ends: what was kept before is still there, and the disk is where it was.
+    pub fn keep_moved(&self, host: &Host, moved: &DiskSpec) -> io::Result<()> {
+        let mut inner = self.inner();
+        if inner.ended {
+            return Err(io::Error::other("ringdisk is stopping"));
+        }
+        inner.moved.push(moved.clone());
+        let kept = self.write(&mut inner, host);
+        kept.inspect_err(|_| inner.moved.retain(|other| other.name != moved.name))
+    }
+
+    /// The host has a disk where it has been moved to.
+    pub fn is_moved(&self, disk: &str) {
+        self.inner().moved.retain(|moved| moved.name != disk);
+    }
+
+    /// The lock is held over all of it, so that the newest is written last.
+    fn write(&self, inner: &mut Inner, host: &Host) -> io::Result<()> {
+        let text = inner.difference(host).text();
+        if inner.text.as_ref() == Some(&text) {
+            return Ok(());
+        }
+        let Err(problem) = write(&self.directory, &text) else {
+            inner.text = Some(text);
+            return Ok(());
+        };
+        if problem.in_place {
+            // A restart must not find what the caller is told has not been kept.
+            let before = inner.text.take();
+            match before.map(|text| (write(&self.directory, &text), text)) {
+                Some((Ok(()), text)) => inner.text = Some(text),
+                _ => error!(
+                    "{}: may say what has not come about: {}; it is written again with the next change",
+                    self.directory.join(NAME).display(),
+                    problem.error
+                ),
+            }
+        }
+        let text = format!(
+            "{} cannot be written: {}; make room there, or let this user write there",
+            self.directory.join(NAME).display(),
+            problem.error
+        );
+        Err(io::Error::new(problem.error.kind(), text))
+    }
+
+    /// What happens from now on is the end of the process, and is not kept.
+    pub fn end(&self) {
+        self.inner().ended = true;
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How a host differs from what is written down.
+    pub fn changed(&self, host: &Host) -> Changed {
+        self.inner().difference(host)
+    }
+
+    /// What could not be served when this process started.
+    pub fn set_absent(&self, absent: Changed) {
+        self.inner().absent = absent;
+    }
+}
+
+impl Inner {
+    fn difference(&self, host: &Host) -> Changed {
+        let mut inventory = host.inventory();
+        self.moved.iter().for_each(|moved| inventory.move_to(moved));
+        inventory.difference(&self.absent)
+    }
+}
+
+/// Serves what is written down, as it was changed, and what was added. Only what is written down must work;
+/// returns also what of the rest could not be served.
+///
+/// # Errors
+/// A disk that is written down cannot be served.
+pub fn start(
+    host: &Host,
+    written: &Written,
+    changed: &Changed,
+) -> Result<(Vec<Ready>, Changed), HostError> {
+    let start = changed.apply(&written.disks);
+    for name in &start.outdated {
+        info!("disk {name}: is served as it is written down by now, not as it was changed before");
+    }
+    let gone = |name: &str| changed.gone.iter().any(|gone| gone.name == name);
+    for DiskSpec { name, file, .. } in start.disks.iter().filter(|disk| gone(&disk.name)) {
+        warn!(
+            "disk {name}: was detached by command, and is served again, from {file}: something else has been written down of \
+             it since; 'ringdisk detach {name}' ends that"
+        );
+    }
+    let mut absent = Changed::default();
+    // What guests are served must be taken over, or stay where it is.
+    let must = |name: &str| host.places.inherited.has_disk(name);
+    let missing = |what: &str, name: &str, e: &HostError| {
+        error!("{what} {name}, which was added while the last process ran, cannot be: {e}");
+    };
+    for (id, thread) in &changed.threads {
+        if !written.threads.iter().any(|(other, _)| other == id)
+            && let Err(e) = host.threads.add(id, thread.clone())
+        {
+            missing("I/O thread", id, &e.into());
+            absent.threads.push((id.clone(), thread.clone()));
+        }
+    }
+    for (name, limits) in &changed.groups {
+        if !written.groups.iter().any(|(other, _)| other == name)
+            && let Err(e) = host.add_group(name, limits)
+        {
+            missing("throttle group", name, &e);
+            absent.groups.push((name.clone(), *limits));
+        }
+    }
+    host.remember_left(changed);
+    host.remember_write_caches(&changed.write_caches);
+    let ready = start
+        .disks
+        .into_iter()
+        .map(|spec| host.attach_at_start(spec));
+    let mut ready: Vec<Ready> = ready.collect::<Result<_, _>>()?;
+    for disk in start.more {
+        match host.attach(disk.clone()) {
+            Ok(attached) => ready.push(attached),
+            Err(e) if must(&disk.name) => {
+                return Err(e.of_disk(&disk.name));
+            }
+            Err(e) => {
+                missing("disk", &disk.name, &e);
+                absent.disks.push(ChangedDisk {
+                    disk,
+                    instead_of: None,
+                });
+            }
+        }
+    }
+    // Each lies on one before it.
+    for node in &changed.nodes {
+        let added = match &node.over {
+            None => host.add_node(node.disk.clone()),
+            Some(child) => host.add_node_over(child, node.disk.clone()),
+        };
+        if let Err(e) = added {
+            if must(&node.disk.name) {
+                return Err(e);
+            }
+            missing("node", &node.disk.name, &e);
+            absent.nodes.push(node.clone());
+        }
+    }
+    for export in &changed.exports {
+        match host.add_export(&export.node, &export_spec(export)) {
+            Ok(exported) => ready.push(exported),
+            Err(e) if must(&export.node) => return Err(e),
+            Err(e) => {
+                missing("export", &export.id, &e);
+                absent.exports.push(export.clone());
+            }
+        }
+    }
+    Ok((ready, absent))
+}
+
+impl Inventory {
+    fn move_to(&mut self, moved: &DiskSpec) {
+        let mut next = Some(moved.name.clone());
+        while let Some(name) = next.take() {
+            let mut nodes = self.nodes.iter_mut();
+            if let Some(node) = nodes.find(|node| node.disk.name == name) {
+                node.disk.follow(moved);
+                next = node.over.clone();
+            }
+        }
+    }
+
+    /// Whether a node is a disk as it is attached: served once, under its own name and as it says itself.
+    fn is_disk(&self, node: &ChangedNode) -> bool {
+        let name = &node.disk.name;
+        let mut exports = self.exports.iter().filter(|e| e.node == *name);
+        let itself = ExportSpec::from(&node.disk);
+        node.over.is_none()
+            && !self.nodes.iter().any(|n| n.over.as_ref() == Some(name))
+            && exports.next().is_some_and(|e| export_spec(e) == itself)
+            && exports.next().is_none()
+    }
+
+    /// How it differs from what is written down, with what is to be there besides.
+    pub fn difference(&self, absent: &Changed) -> Changed {
+        let written = &self.written;
+        let mut changed = absent.clone();
+        let here = |name: &String| self.nodes.iter().any(|node| node.disk.name == *name);
+        changed.disks.retain(|disk| !here(&disk.disk.name));
+        changed.nodes.retain(|node| !here(&node.disk.name));
+        let exported = |id: &String| self.exports.iter().any(|export| export.id == *id);
+        changed.exports.retain(|export| !exported(&export.id));
+        for node in &self.nodes {
+            let disk = node.disk.clone();
+            let before = written.disks.iter().find(|other| other.name == disk.name);
+            match (self.is_disk(node), before) {
+                (true, Some(before)) if *before == disk => {}
+                (true, before) => changed.disks.push(ChangedDisk {
+                    disk,
+                    instead_of: before.cloned(),
+                }),
+                (false, before) => {
+                    changed.gone.extend(before.cloned());
+                    changed.nodes.push(node.clone());
+                    let its = self.exports.iter().filter(|e| e.node == disk.name);
+                    changed.exports.extend(its.cloned());
+                }
+            }
+        }
+        for before in written.disks.iter().filter(|disk| !here(&disk.name)) {
+            changed.gone.push(before.clone());
+            // When it comes back, it is on the file that has what was written last.
+            let left = self.left.iter().find(|left| left.name == before.name);
+            changed.disks.extend(left.map(|left| ChangedDisk {
+                disk: left.clone(),
+                instead_of: Some(before.clone()),
+            }));
+        }
+        // Nodes stand behind those that they lie on.
+        let depth = |node: &ChangedNode| {
+            let mut depth = 0;
+            let mut below = node.over.as_ref();
+            while let Some(name) = below
+                && depth < self.nodes.len()
+            {
+                depth += 1;
+                let child = self.nodes.iter().find(|node| node.disk.name == *name);
+                below = child.and_then(|node| node.over.as_ref());
+            }
+            depth
+        };
+        changed.nodes.sort_by_key(depth);
+        let new = |(name, _): &&(String, _)| !written.groups.iter().any(|(n, _)| n == name);
+        changed
+            .groups
+            .extend(self.groups.iter().filter(new).cloned());
+        let new = |(id, _): &&(String, _)| !written.threads.iter().any(|(n, _)| n == id);
+        changed
+            .threads
+            .extend(self.threads.iter().filter(new).cloned());
+        changed.write_caches = self.write_caches.iter().cloned().collect();
+        changed
+    }
+}
+
+fn export_spec(export: &ChangedExport) -> ExportSpec {
+    ExportSpec {
+        id: export.id.clone(),
+        socket: export.socket.clone(),
+        socket_access: export.socket_access,
+        queues: export.queues,
+        queue_size: export.queue_size,
+        iothreads: export.iothreads.clone(),
+        read_only: export.read_only,
+        cache: export.cache,
+        logical_block: export.logical_block,
+    }
+}
+
+fn read(path: &Path) -> Result<Changed, String> {
+    let mut options = OpenOptions::new();
+    let file = match options.read(true).custom_flags(AS_IT_IS).open(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Changed::default()),
+        file => file.map_err(|e| e.to_string())?,
+    };
+    let mut bytes = Vec::new();
+    let read = file.take(BYTES_MAX + 1).read_to_end(&mut bytes);
+    read.map_err(|e| e.to_string())?;
+    if bytes.len() as u64 > BYTES_MAX {
+        return Err(format!("it is larger than {BYTES_MAX} bytes"));
+    }
+    Changed::parse(&bytes)
+}
+
+/// Why text is not kept.
+struct NotKept {
+    error: io::Error,
+    /// It is in the file all the same, until the host crashes, or beyond that.
+    in_place: bool,
+}
+
+impl From<io::Error> for NotKept {
+    fn from(error: io::Error) -> Self {
+        let in_place = false;
+        Self { error, in_place }
+    }
+}
+
+/// A crash leaves the old file or the new one.
+fn write(directory: &Path, text: &str) -> Result<(), NotKept> {
+    let (path, new) = (directory.join(NAME), directory.join("state.new"));
+    // Before anything changes: there may be no descriptor to be had.
+    let directory = File::open(directory)?;
+    let mut file = OpenOptions::new()
+        .create(true)
+        .truncate(true)
+        .write(true)
+        .mode(0o600)
+        .open(&new)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()?;
+    fs::rename(&new, &path)?;
+    let in_place = true;
+    let durable = directory.sync_all();
+    durable.map_err(|error| NotKept { error, in_place })
+}

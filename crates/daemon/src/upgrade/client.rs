@@ -1,0 +1,206 @@
+//! `ringdisk upgrade`: has this program take over from one that serves.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+use rustix::net::sockopt::socket_peercred;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use rustix::process::{Pid, Signal, kill_process_group};
+use serde_json::json;
+
+use crate::client::{CommandLineError, Connection, Done};
+use crate::monitor::qmp;
+use crate::upgrade::launcher::{Launch, beside};
+use crate::upgrade::protocol::{Answer, Answered, Ask, Channel, Launched, Outcome, program};
+
+/// How long all of it may take; the server gives up sooner.
+const TIMEOUT: Duration = Duration::from_secs(120);
+
+#[derive(clap::Args)]
+#[command(after_help = "Example:
+  apt install ./ringdisk_0.2.0-1_amd64.deb && ringdisk upgrade
+
+The program that is run takes over from the one that serves, with its arguments, and with what the configuration
+says by now. VMs stay connected and notice a short pause. If anything goes wrong, the one that serves goes on, and
+the exit code is 1. Requests under way are finished first, those that a limit holds back at once; if that takes more
+than 5 s, the upgrade is given up.")]
+pub struct Args {
+    /// Program that takes over; default: this one
+    #[arg(long, value_name = "PATH")]
+    program: Option<PathBuf>,
+    #[command(flatten)]
+    connection: Connection,
+}
+
+/// Runs the command.
+pub fn run(args: &Args) -> Done {
+    let ask = Ask {
+        unless_running: None,
+    };
+    take_over(&args.connection, &ask, args.program.as_deref()).map(drop)
+}
+
+/// The same, if the program that serves is another than this one. Says whether it was.
+pub fn if_changed(connection: &Connection) -> Result<bool, CommandLineError> {
+    let ask = Ask {
+        unless_running: program(),
+    };
+    match ask.unless_running {
+        Some(_) => take_over(connection, &ask, None),
+        None => Ok(false),
+    }
+}
+
+fn take_over(
+    connection: &Connection,
+    ask: &Ask,
+    program: Option<&Path>,
+) -> Result<bool, CommandLineError> {
+    let here = |what| move |e: io::Error| CommandLineError::Here(what, e);
+    let control = connection.control.clone().unwrap_or_else(qmp::default_path);
+    let deadline = Instant::now() + TIMEOUT;
+    let socket = beside(&control, "upgrade");
+    let server = match connect_to(&socket) {
+        // An older one does not know how, or none runs at all, which a reload says.
+        Err(e) if ask.unless_running.is_some() && e.kind() == io::ErrorKind::NotFound => {
+            return Ok(false);
+        }
+        server => server.map_err(|e| {
+            let e = format!(
+                "{}: {e}; is ringdisk running, and as this user?",
+                socket.display()
+            );
+            CommandLineError::Here("cannot ask for an upgrade", io::Error::other(e))
+        })?,
+    };
+    let asked = server.send(ask, &[], deadline);
+    asked.map_err(here("cannot ask for an upgrade"))?;
+    let Some((mut child, pid)) = launch(&server, &control, program, deadline).map_err(here(
+        "the program that serves goes on as before: the one that is to take over cannot be started",
+    ))?
+    else {
+        return Ok(false);
+    };
+    let outcome = server.receive::<Outcome>(deadline);
+    let failed = |why: String, child: &mut Child| {
+        // With all that it has started: they have the log, and a socket to the one that serves.
+        let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
+        // Not for ever: it may be in the kernel, with storage that does not answer.
+        while let Ok(None) = child.try_wait()
+            && Instant::now() < deadline
+        {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Err(CommandLineError::Here(
+            "the program that serves goes on as before",
+            io::Error::other(why),
+        ))
+    };
+    match outcome {
+        Ok((Outcome { error: None, .. }, _)) if child.try_wait().is_ok_and(|s| s.is_some()) => {
+            Err(CommandLineError::Here(
+                "nothing is served",
+                io::Error::other(format!(
+                    "process {pid} took over and has ended, its log says why; start ringdisk again, and VMs that \
+                     connect again go on"
+                )),
+            ))
+        }
+        Ok((outcome @ Outcome { error: None, .. }, _)) => {
+            let ms = outcome.pause_us as f64 / 1000.0;
+            let reply = json!({
+                "pid": pid, "disks": outcome.disks, "connected": outcome.connected, "pause-ms": ms,
+            });
+            let disks = match outcome.disks {
+                1 => "1 disk".into(),
+                n => format!("{n} disks"),
+            };
+            let text = format!("process {pid} serves {disks} from now on; VMs waited {ms:.1} ms");
+            connection.say(&reply, &text);
+            Ok(true)
+        }
+        Ok((Outcome { error: Some(e), .. }, _)) => failed(e, &mut child),
+        // Whichever of the two serves, it knows, and the other ends by itself.
+        Err(e) => Err(CommandLineError::Here(
+            "the program that serves does not say how it went; 'ringdisk list' and the log do",
+            e,
+        )),
+    }
+}
+
+fn connect_to(path: &Path) -> io::Result<Channel> {
+    let flags = SocketFlags::CLOEXEC;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(Channel::from(socket))
+}
+
+/// Starts the new process as the old one was started, and with its output. `None` if it is the same program.
+fn launch(
+    server: &Channel,
+    control: &Path,
+    program: Option<&Path>,
+    deadline: Instant,
+) -> io::Result<Option<(Child, u32)>> {
+    let (answered, mut descriptors) = server.receive(deadline)?;
+    let answer = match answered {
+        Answered::Answer(answer) => answer,
+        Answered::Failed(outcome) => {
+            let why = outcome.error.unwrap_or_default();
+            return Err(io::Error::other(format!("who serves says: {why}")));
+        }
+    };
+    if answer == Answer::SameProgram {
+        return Ok(None);
+    }
+    let mut next = || {
+        let next = descriptors.pop_front();
+        next.ok_or_else(|| io::Error::other("a descriptor is missing"))
+    };
+    let channel = next()?;
+    let program: PathBuf = match program {
+        Some(program) => std::path::absolute(program)?,
+        None => std::env::current_exe()?,
+    };
+    let launch = Launch::read(control)?;
+    if launch.is_managed() && !is_beside(&channel) {
+        return Err(io::Error::other(
+            "it is a service, whose manager would lose sight of a process that is started from elsewhere; 'systemctl \
+             reload ringdisk' has the program that is installed take over",
+        ));
+    }
+    let child = Command::new(&program)
+        .args(launch.taking_over())
+        .env_clear()
+        .envs(launch.environment)
+        .current_dir(launch.directory)
+        .stdin(channel)
+        .stdout(next()?)
+        .stderr(next()?)
+        // It must not end with this one's terminal.
+        .process_group(0)
+        .spawn()
+        .map_err(|e| {
+            let program = program.display();
+            io::Error::other(format!("{program}: {e}; --program PATH names another"))
+        })?;
+    let pid = child.id();
+    server.send(&Launched { pid }, &[], deadline)?;
+    Ok(Some((child, pid)))
+}
+
+/// Whether this process is in the same control group as the one that has made the channel: systemd takes no other for the
+/// service's.
+fn is_beside(channel: &OwnedFd) -> bool {
+    let group = |process: String| std::fs::read(format!("/proc/{process}/cgroup")).ok();
+    let server = socket_peercred(channel).map(|server| server.pid.as_raw_nonzero());
+    match server.map(|pid| group(pid.to_string())) {
+        // Nobody hides there from who serves: where that can't be seen, there is another reason.
+        Ok(Some(theirs)) => group("self".into()).is_none_or(|ours| ours == theirs),
+        _ => true,
+    }
+}
