@@ -54,6 +54,11 @@ impl Histogram {
         coarse
     }
 
+    /// Whether no request was counted.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// The number of requests.
     pub fn requests(&self) -> u64 {
         self.0

@@ -6,6 +6,7 @@
 //! [statistics](stats) and a [report](report) are made, at any time.
 
 pub mod analysis;
+pub mod client;
 pub mod commands;
 pub mod compare;
 pub mod drive;
@@ -16,6 +17,7 @@ pub mod import;
 pub mod journal;
 pub mod measured;
 pub mod plan;
+pub mod process;
 pub mod recipes;
 pub mod report;
 pub mod run;

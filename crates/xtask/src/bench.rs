@@ -6,14 +6,12 @@
 
 mod backing;
 mod ceph;
-mod client;
 mod images;
 mod instructions;
 mod neighbours;
 mod open_loop;
 mod picture;
 mod plan;
-mod process;
 mod report;
 mod scaling;
 mod server;
@@ -22,6 +20,7 @@ mod stats;
 mod turns;
 
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -30,8 +29,9 @@ use anyhow::{Context, bail};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use backing::Prepared;
-use client::{Job, Sample};
 use instructions::Instructions;
+use lab::client::{Job, Sample};
+use lab::{client, process};
 use plan::{Backing, Cell, Client, Rw, Server, Workload};
 use report::{CellResult, Idle, Record, Report};
 use server::{CLIENT_CPU, Programs, Running, SERVER_CPU};
@@ -64,7 +64,7 @@ pub struct Args {
     depth: Vec<usize>,
 
     /// Clients [default: a sleeping ring driver and blkio; on the null disk a polling ring driver and blkio]
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_delimiter = ',', value_parser = Client::from_str)]
     client: Vec<Client>,
 
     /// Engines of every server; the lists from here to --ring multiply [default: each server's choice]
@@ -189,12 +189,6 @@ enum Internal {
         /// A [`Job`] as JSON
         job: String,
     },
-    /// The same with a schedule
-    #[command(hide = true)]
-    PacedClient {
-        /// A job of the open loop as JSON
-        job: String,
-    },
     /// Print the table of an earlier run again, and draw its picture
     Show {
         /// The JSON of that run
@@ -219,7 +213,6 @@ const SERVERS: [Server; 4] = [
 pub fn run(args: Args) -> anyhow::Result<()> {
     match &args.internal {
         Some(Internal::Client { job }) => return client::run(job),
-        Some(Internal::PacedClient { job }) => return open_loop::client(job),
         Some(Internal::Show { json, svg }) => return report::show(json, svg.as_deref()),
         None => {}
     }
@@ -574,7 +567,10 @@ impl Bench {
             queues: setting.queues,
             packed: setting.ring == Ring::Packed,
             client,
-            workload,
+            access: workload,
+            pace: None,
+            schedule_seed: 0,
+            latencies: false,
             warmup_s: self.warmup(),
             runtime_s: self.runtime(),
             cooldown_s: 0.0,

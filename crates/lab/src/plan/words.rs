@@ -33,6 +33,19 @@ macro_rules! words {
             }
         }
 
+        impl serde::Serialize for $name {
+            fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.serialize_str(self.word())
+            }
+        }
+
+        impl<'de> serde::Deserialize<'de> for $name {
+            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                let word = <String as serde::Deserialize>::deserialize(deserializer)?;
+                word.parse().map_err(serde::de::Error::custom)
+            }
+        }
+
         impl std::fmt::Display for $name {
             fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.pad(self.word())
@@ -160,6 +173,18 @@ words! {
 }
 
 words! {
+    /// The driver in front of a vhost-user socket without a guest.
+    Client {
+        /// The virtio-blk driver of the blkio crate, asleep on its completion descriptor.
+        Blkio = "blkio",
+        /// A minimal driver, asleep on the call eventfd while it has nothing to do, as a guest is.
+        Ring = "ring",
+        /// The same driver, polling the used ring.
+        RingPoll = "ring-poll",
+    }
+}
+
+words! {
     /// Where the load runs.
     GuestKind {
         /// A Linux guest that is made on the spot.
@@ -199,6 +224,13 @@ impl Rw {
     /// Whether anything is written.
     pub fn writes(self) -> bool {
         !matches!(self, Rw::RandRead | Rw::Read)
+    }
+}
+
+impl Client {
+    /// Whether it sleeps while it waits.
+    pub fn sleeps(self) -> bool {
+        self != Self::RingPoll
     }
 }
 

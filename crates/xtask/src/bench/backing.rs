@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail};
 use rustix::fs::{Advice, fadvise};
 
-use super::client::noise;
 use super::plan::Backing;
 use super::setting::Cache;
+use lab::client::noise;
 
 /// Size of the null disk, the page-cache file and the zram device.
 pub const NULL_BYTES: u64 = 64 << 30;

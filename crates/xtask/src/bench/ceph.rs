@@ -14,13 +14,13 @@ use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 use testkit::ceph::{Ceph, Options, POOL};
 
-use super::client::{Job, Sample};
 use super::plan::{Client, Workload};
-use super::process::Usage;
 use super::server::fio_on_images;
 use super::stats::Spread;
 use super::{Bench, Random};
 use crate::packages;
+use lab::client::{Job, Sample};
+use lab::process::Usage;
 
 /// What to measure on a Ceph cluster
 #[derive(clap::Args)]
@@ -349,7 +349,10 @@ fn sample(bench: &Bench, ceph: &Ceph, cell: &Cell, who: Contestant, seed: u64) -
         queues: 1,
         packed: false,
         client: Client::Ring,
-        workload: cell.workload,
+        access: cell.workload,
+        pace: None,
+        schedule_seed: 0,
+        latencies: false,
         warmup_s: warmup,
         runtime_s: runtime,
         cooldown_s: 0.0,

@@ -19,13 +19,13 @@ use serde::{Deserialize, Serialize};
 use testkit::server::Server as Process;
 
 use super::backing::Prepared;
-use super::client::{Job, Sample, mix};
 use super::neighbours::{Serving, finish, start, verdict};
 use super::plan::{Backing, Client, Limit, Workload};
-use super::process;
 use super::report::{Report, short};
 use super::server::{CLIENT_CPU, Programs, SERVER_CPU};
 use super::stats::Spread;
+use lab::client::{Job, Sample, mix};
+use lab::process;
 
 const DEPTH: usize = 32;
 
@@ -337,7 +337,10 @@ impl Plan<'_> {
             queues: kind.queues(),
             packed: false,
             client: Client::Ring,
-            workload: work.workload(),
+            access: work.workload(),
+            pace: None,
+            schedule_seed: 0,
+            latencies: false,
             warmup_s: match work.fills() {
                 true => WARMUP_ONCE_S,
                 false => self.warmup_s,

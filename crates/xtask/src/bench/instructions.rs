@@ -19,9 +19,9 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 
-use super::client::{Job, Sample};
 use super::plan::Server;
 use super::setting::Setting;
+use lab::client::{Job, Sample};
 
 /// Instructions per I/O of one server.
 #[derive(Serialize, Deserialize)]
@@ -134,7 +134,7 @@ fn busiest(pid: u32) -> anyhow::Result<Pid> {
             .and_then(|it| it.split(' ').next()?.parse().ok());
         first.unwrap_or(0)
     };
-    let threads = super::process::threads(pid)?;
+    let threads = lab::process::threads(pid)?;
     let thread = threads
         .into_iter()
         .max_by_key(ran)

@@ -7,10 +7,10 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use testkit::server::Server;
 
-use super::client::{Job, Sample};
 use super::plan::{Client, Workload};
-use super::process;
 use super::server::{CLIENT_CPU, Programs, SERVER_CPU};
+use lab::client::{Job, Sample};
+use lab::process;
 
 /// Depth of the disk that has much to do.
 const BUSY_DEPTH: usize = 128;
@@ -39,7 +39,10 @@ pub fn fairness(
             queues: 1,
             packed: false,
             client: Client::Ring,
-            workload: Workload {
+            pace: None,
+            schedule_seed: 0,
+            latencies: false,
+            access: Workload {
                 write: false,
                 sequential: false,
                 block: 4 << 10,

@@ -4,15 +4,14 @@
 //! A sample is a fresh server on its core and a fresh client on another one; in each round, all contestants take turns
 //! in random order, with the same times of arrival.
 
-mod client;
 mod idle;
-mod pace;
 mod picture;
 mod report;
 mod server;
 
 use std::fs::File;
 use std::path::Path;
+use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -20,19 +19,18 @@ use serde::{Deserialize, Serialize};
 
 use super::Bench;
 use super::backing::{Prepared, written_file};
-use super::client::{Job, Sample};
 use super::plan::{Backing, Client, Rw, Server, Workload};
-use super::process;
 use super::report::Report;
 use super::server::{CLIENT_CPU, SERVER_CPU};
 use super::setting::{Cache, Setting};
 use super::turns::{Progress, Random};
-use client::PacedJob;
 use idle::Idle;
-use pace::{Arrivals, Pace};
+use lab::client::pace::Pace;
+use lab::client::{Job, Sample};
+use lab::plan::words::Arrival;
+use lab::process;
 use server::{Disk, Polling, Running, Serving};
 
-pub use client::run as client;
 pub use picture::write as draw;
 pub use report::write;
 
@@ -55,8 +53,8 @@ pub struct Args {
     rate: Vec<u32>,
 
     /// With --open-loop: the distances between requests
-    #[arg(long, requires = "open_loop", value_enum, default_value_t)]
-    arrivals: Arrivals,
+    #[arg(long, requires = "open_loop", default_value = "poisson", value_parser = Arrival::from_str)]
+    arrivals: Arrival,
 
     /// With --open-loop: connected disks without I/O [default: 1000]
     #[arg(
@@ -93,7 +91,7 @@ pub enum Load {
     Rates {
         per_second: u32,
         depth: usize,
-        arrivals: Arrivals,
+        arrivals: Arrival,
     },
     /// One request, a pause, the next one.
     Think { pause_us: u64 },
@@ -130,9 +128,6 @@ pub struct Measured {
     pub round: usize,
     #[serde(flatten)]
     pub sample: Sample,
-    /// Requests that were due in the window, but could not be sent in it.
-    #[serde(default)]
-    pub unsent: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub polling: Option<Polling>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -429,7 +424,6 @@ fn sample(
         server,
         round,
         sample: Sample::default(),
-        unsent: 0,
         polling: None,
         idle: None,
     };
@@ -441,16 +435,15 @@ fn sample(
     let running = serving.start(server, &bench.programs, &bench.dir)?;
     let job = job(bench, cell, &running, seed);
     if let Load::Throttle { .. } = cell.load {
-        measured.sample = running.measure_closed(&job, &bench.programs)?;
+        measured.sample = running.measure(&job, &bench.programs)?;
     } else {
-        let paced = PacedJob {
-            pace: cell.load.pace(),
-            job,
+        let paced = Job {
+            pace: Some(cell.load.pace()),
             // The same for all contestants of a round.
             schedule_seed: bench.args.seed.wrapping_add(round as u64) << 32,
+            ..job
         };
-        let sample = running.measure(&paced, &bench.programs)?;
-        (measured.sample, measured.unsent) = (sample.sample, sample.unsent);
+        measured.sample = running.measure(&paced, &bench.programs)?;
     }
     measured.polling = running.polling();
     Ok(measured)
@@ -470,7 +463,7 @@ impl Load {
             },
             Load::Disks { per_second, .. } => Pace::Open {
                 per_second: per_second.into(),
-                arrivals: Arrivals::Poisson,
+                arrivals: Arrival::Poisson,
             },
             Load::Think { pause_us } => Pace::Bursts {
                 requests: 1,
@@ -515,7 +508,10 @@ fn job(bench: &Bench, cell: &Cell, running: &Running, seed: u64) -> Job {
         queues: 1,
         packed: false,
         client: cell.client,
-        workload: Workload {
+        pace: None,
+        schedule_seed: 0,
+        latencies: false,
+        access: Workload {
             write: cell.write,
             sequential: false,
             block: 4 << 10,

@@ -5,10 +5,10 @@ use std::path::Path;
 
 use anyhow::Context;
 
-use super::client::Sample;
 use super::plan::{Backing, Client, Server};
 use super::report::{CellResult, Report, short};
 use super::stats::Spread;
+use lab::client::Sample;
 
 const WIDTH: usize = 960;
 const MARGIN: usize = 24;

@@ -4,6 +4,9 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+pub use lab::client::Access as Workload;
+pub use lab::plan::words::Client;
+
 use super::setting::{Aio, Setting};
 
 /// What lies beneath the served disk.
@@ -41,30 +44,6 @@ pub enum Server {
     QsdNative,
     /// fio on the host, without a virtual disk in between: the limit.
     Host,
-}
-
-/// The driver in front of a server.
-#[derive(
-    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, clap::ValueEnum,
-)]
-#[serde(rename_all = "kebab-case")]
-pub enum Client {
-    /// testkit's ring driver, asleep on the call eventfd while it has nothing to do, as a guest is.
-    Ring,
-    /// testkit's ring driver, polling the used ring.
-    RingPoll,
-    /// The `blkio` crate, asleep on its completion fd.
-    Blkio,
-}
-
-/// One closed loop of I/O.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Workload {
-    pub write: bool,
-    pub sequential: bool,
-    /// Bytes per request.
-    pub block: usize,
-    pub depth: usize,
 }
 
 /// The fio name of a workload's direction.
@@ -322,36 +301,6 @@ impl Rw {
     }
 }
 
-impl Client {
-    pub fn sleeps(self) -> bool {
-        self != Client::RingPoll
-    }
-}
-
-impl Workload {
-    /// fio's `rw=`.
-    pub fn rw(&self) -> &'static str {
-        match (self.sequential, self.write) {
-            (false, false) => "randread",
-            (false, true) => "randwrite",
-            (true, false) => "read",
-            (true, true) => "write",
-        }
-    }
-}
-
-impl fmt::Display for Workload {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(
-            f,
-            "{}k {} depth {}",
-            self.block >> 10,
-            self.rw(),
-            self.depth
-        )
-    }
-}
-
 impl fmt::Display for Cell {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "{} {} {}", self.backing, self.workload, self.setting)
@@ -379,16 +328,6 @@ impl fmt::Display for Server {
             Server::Qsd => "qsd",
             Server::QsdNative => "qsd-native",
             Server::Host => "host",
-        })
-    }
-}
-
-impl fmt::Display for Client {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.pad(match self {
-            Client::Ring => "ring",
-            Client::RingPoll => "ring-poll",
-            Client::Blkio => "blkio",
         })
     }
 }

@@ -8,7 +8,6 @@ use std::process::Command;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 
-use super::client::Sample;
 use super::images::{self, Imaged};
 use super::instructions::{self, Instructions};
 use super::open_loop::{self, Measured};
@@ -17,6 +16,7 @@ use super::plan::{Backing, Cell, Client, Limit, Metric, Server, TARGETS, Target}
 use super::scaling::{self, Scaled};
 use super::server::{CLIENT_CPU, SERVER_CPU};
 use super::stats::Spread;
+use lab::client::Sample;
 
 /// What is shown as 0.0 %.
 const IDLE_PERCENT_MAX: f64 = 0.05;

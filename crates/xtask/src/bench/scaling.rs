@@ -17,15 +17,15 @@ use std::time::Duration;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 
-use super::client::{Job, Sample, mix};
 use super::instructions::{self, Instructions};
 use super::neighbours::{Serving, finish, start, verdict};
 use super::plan::{Client, Server, Workload};
-use super::process;
 use super::report::{Report, short};
 use super::server::{CLIENT_CPU, Programs, SERVER_CPU};
 use super::setting::Setting;
 use super::stats::Spread;
+use lab::client::{Job, Sample, mix};
+use lab::process;
 
 /// Disks beside each other, and the queues of each.
 const DISKS: usize = 32;
@@ -245,7 +245,10 @@ impl Plan<'_> {
             queues: 1,
             packed: false,
             client: Client::Ring,
-            workload: Workload {
+            pace: None,
+            schedule_seed: 0,
+            latencies: false,
+            access: Workload {
                 write: false,
                 sequential: false,
                 block: 4 << 10,

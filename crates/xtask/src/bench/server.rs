@@ -11,10 +11,10 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
 
 use super::backing::{NULL_BYTES, Prepared};
-use super::client::{Job, Sample};
 use super::plan::{Cell, Server, Workload};
-use super::process::{self, Cores, Usage};
 use super::setting::{Cache, Poll, Setting};
+use lab::client::{Job, Sample};
+use lab::process::{self, Cores, Usage};
 
 /// Which core each side has to itself.
 pub const SERVER_CPU: usize = 0;
@@ -395,6 +395,7 @@ fn measure_fio(
         server_starved: used.waited_s() / window_s,
         others_cores: (cores.tasks_s() - used.ran_s()).max(0.0) / window_s,
         stolen_cores: cores.stolen_s() / window_s,
+        ..Sample::default()
     })
 }
 

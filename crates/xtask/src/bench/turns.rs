@@ -3,8 +3,8 @@
 use std::io::IsTerminal;
 use std::time::Instant;
 
-use super::client;
 use super::plan::Server;
+use lab::client;
 
 /// The bench's own randomness: the order of the contestants and the clients' seeds.
 pub struct Random(pub u64);

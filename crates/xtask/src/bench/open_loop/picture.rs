@@ -88,7 +88,7 @@ fn draw(out: &mut String, report: &Report, rows: &[Row]) -> std::fmt::Result {
     writeln!(out, "</svg>")
 }
 
-fn cpu_us(sample: &crate::bench::client::Sample) -> f64 {
+fn cpu_us(sample: &lab::client::Sample) -> f64 {
     sample.cpu_us_per_io
 }
 

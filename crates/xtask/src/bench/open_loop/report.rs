@@ -5,11 +5,11 @@ use std::fmt::{self, Write};
 
 use super::idle::Idle;
 use super::{BURSTS, Cell, Load, Measured};
-use crate::bench::client::Sample;
 use crate::bench::neighbours::verdict;
 use crate::bench::plan::{Limit, Server};
 use crate::bench::report::short;
 use crate::bench::stats::Spread;
+use lab::client::Sample;
 
 /// Of the requests that were due, this share may be unsent at the end of the window: chance, not a server that cannot
 /// follow.
@@ -98,7 +98,8 @@ impl Row<'_> {
     /// The share of the requests due that could not be sent.
     fn unsent_share(&self, server: Server) -> f64 {
         let its = self.samples.iter().filter(|it| it.server == server);
-        let shares = its.map(|it| it.unsent as f64 / (it.unsent + it.sample.ios).max(1) as f64);
+        let shares = its
+            .map(|it| it.sample.unsent as f64 / (it.sample.unsent + it.sample.ios).max(1) as f64);
         Spread::of(shares).map_or(0.0, |it| it.median)
     }
 
@@ -508,9 +509,9 @@ impl fmt::Display for Load {
 
 #[cfg(test)]
 mod tests {
-    use super::super::pace::Arrivals;
     use super::*;
     use crate::bench::plan::{Backing, Client};
+    use lab::plan::words::Arrival;
 
     fn at(per_second: u32) -> Cell {
         Cell {
@@ -520,7 +521,7 @@ mod tests {
             load: Load::Rates {
                 per_second,
                 depth: 32,
-                arrivals: Arrivals::Poisson,
+                arrivals: Arrival::Poisson,
             },
         }
     }
@@ -537,9 +538,9 @@ mod tests {
                 p50_us: 190.0,
                 p99_us: 400.0,
                 cpu_us_per_io: cpu,
+                unsent,
                 ..Sample::default()
             },
-            unsent,
             polling: None,
             idle: None,
         }

@@ -11,13 +11,12 @@ use harness::qmp::Qmp;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::client::{PacedJob, PacedSample};
 use crate::bench::backing::{NULL_BYTES, Prepared};
-use crate::bench::client::{Job, Sample};
 use crate::bench::plan::Server;
-use crate::bench::process;
 use crate::bench::server::{self, CLIENT_CPU, Programs, SERVER_CPU, doubled_commas};
 use crate::bench::setting::Cache;
+use lab::client::{Job, Sample};
+use lab::process;
 
 /// Longest time until a server must be ready.
 const START_MAX: Duration = Duration::from_secs(180);
@@ -233,23 +232,10 @@ impl Running {
     }
 
     /// Runs a client against all disks and waits for its sample.
-    pub fn measure(&self, job: &PacedJob, programs: &Programs) -> anyhow::Result<PacedSample> {
-        self.client("paced-client", &serde_json::to_string(job)?, programs)
-    }
-
-    /// The same with a closed loop.
-    pub fn measure_closed(&self, job: &Job, programs: &Programs) -> anyhow::Result<Sample> {
-        self.client("client", &serde_json::to_string(job)?, programs)
-    }
-
-    fn client<T: for<'de> Deserialize<'de>>(
-        &self,
-        kind: &str,
-        job: &str,
-        programs: &Programs,
-    ) -> anyhow::Result<T> {
+    pub fn measure(&self, job: &Job, programs: &Programs) -> anyhow::Result<Sample> {
+        let job = serde_json::to_string(job)?;
         let mut command = Command::new(&programs.xtask);
-        command.args(["bench", kind, job]);
+        command.args(["bench", "client", &job]);
         command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())

@@ -20,6 +20,7 @@ pub struct Usage {
     /// Ticks of the whole process, threads that have ended included.
     user_ticks: u64,
     system_ticks: u64,
+    /// Context switches, voluntary and involuntary.
     pub switches: u64,
 }
 
@@ -59,6 +60,7 @@ impl Usage {
         Ok(usage)
     }
 
+    /// What was used since `before`.
     pub fn since(&self, before: &Usage) -> Usage {
         Usage {
             threads_ran_ns: self.threads_ran_ns.saturating_sub(before.threads_ran_ns),
@@ -82,6 +84,7 @@ impl Usage {
         }
     }
 
+    /// Seconds runnable but not running, summed over the threads.
     pub fn waited_s(&self) -> f64 {
         self.waited_ns as f64 / 1e9
     }
@@ -104,6 +107,7 @@ pub struct Cores {
 }
 
 impl Cores {
+    /// Reads the counters of the machine.
     pub fn read() -> anyhow::Result<Cores> {
         let stat = fs::read_to_string("/proc/stat")?;
         let line = stat.lines().next().context("/proc/stat is empty")?;
@@ -132,6 +136,7 @@ impl Cores {
         })
     }
 
+    /// What was used since `before`.
     pub fn since(&self, before: &Cores) -> Cores {
         Cores {
             task_ticks: self.task_ticks - before.task_ticks,
@@ -139,6 +144,7 @@ impl Cores {
         }
     }
 
+    /// Seconds in which processes ran.
     pub fn tasks_s(&self) -> f64 {
         self.task_ticks as f64 / TICKS_PER_SECOND
     }

@@ -8,51 +8,28 @@ use std::num::NonZeroU64;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
-use hdrhistogram::Histogram;
-use serde::{Deserialize, Serialize};
+use anyhow::{Context, Result};
+use hdrhistogram::Histogram as Recorder;
 
+use super::drivers::{BlkioDriver, Driver, RingDriver};
+use super::job::{Job, Sample, mix, new_recorder};
 use super::pace::{Pace, Schedule};
-use crate::bench::client::{self, BlkioDriver, Driver, Job, Lap, RingDriver, Sample, mix};
-use crate::bench::plan::Client;
-use crate::bench::process;
+use super::window::{self, Lap};
+use crate::plan::words::Client;
+use crate::process;
 
 /// Up to this pause a client computes, as a guest does between two reads; a longer one it sleeps through. A timer of a
 /// virtual machine takes some 50 us to wake somebody up.
 pub const BUSY_PAUSE_US_MAX: u64 = 50;
 
-/// What one client process is asked to do; travels as JSON on its command line.
-#[derive(Clone, Serialize, Deserialize)]
-pub struct PacedJob {
-    /// One queue of each disk, a thread for each disk.
-    pub job: Job,
-    /// Of each disk.
-    pub pace: Pace,
-    /// Of the times of requests; that of [`Job`] is of their places.
-    pub schedule_seed: u64,
-}
-
-/// What one measurement yielded.
-#[derive(Clone, Default, Serialize, Deserialize)]
-pub struct PacedSample {
-    #[serde(flatten)]
-    pub sample: Sample,
-    /// Requests that were due in the window, but could not be sent in it: all slots were in use.
-    pub unsent: u64,
-}
-
-/// Runs `job` and prints its [`PacedSample`] as one line of JSON.
-pub fn run(job: &str) -> anyhow::Result<()> {
-    let paced: PacedJob = serde_json::from_str(job).context("parsing the client's job")?;
-    let job = &paced.job;
-    client::watchdog(job);
-    client::wait_for(&job.sockets)?;
-    let (sample, lap) = match job.client {
+/// Measures a job with a pace.
+pub fn run(job: &Job, pace: Pace) -> Result<Sample> {
+    match job.client {
         Client::Blkio => {
             let (drivers, _devices) = BlkioDriver::connect(job)?;
-            client::measure(job, drivers, |_, number, driver, edge| {
-                drive(&paced, number, driver, edge)
-            })?
+            window::measure(job, drivers, |job, number, driver, edge| {
+                drive(job, pace, number, driver, edge)
+            })
         }
         Client::Ring | Client::RingPoll => {
             let mut drivers = Vec::new();
@@ -66,43 +43,27 @@ pub fn run(job: &str) -> anyhow::Result<()> {
                 drivers.extend(its_drivers);
                 devices.extend(its_devices);
             }
-            client::measure(job, drivers, |_, number, driver, edge| {
-                drive(&paced, number, driver, edge)
-            })?
+            window::measure(job, drivers, |job, number, driver, edge| {
+                drive(job, pace, number, driver, edge)
+            })
         }
-    };
-    let sample = PacedSample {
-        sample,
-        unsent: lap.unsent,
-    };
-    println!("{}", serde_json::to_string(&sample)?);
-    Ok(())
+    }
 }
 
 /// The I/O of one disk, with the edges of the window where all disks meet. Nothing is under way at an edge, so that
 /// requests and CPU time belong together also where there are few requests.
-fn drive(
-    paced: &PacedJob,
-    number: usize,
-    driver: impl Driver,
-    edge: &Barrier,
-) -> anyhow::Result<Lap> {
-    let job = &paced.job;
+fn drive(job: &Job, pace: Pace, number: usize, driver: impl Driver, edge: &Barrier) -> Result<Lap> {
     process::pin_thread(job.cpus[number % job.cpus.len()])?;
     // The default lets a timer be 50 us late, which would be in all latencies.
     rustix::thread::set_current_timer_slack(NonZeroU64::new(1))
         .context("setting the timer slack")?;
-    let seed = |what: u64| {
-        mix(paced
-            .schedule_seed
-            .wrapping_add((number as u64) << 8 | what))
-    };
-    let mut requests = Requests::new(Timed::new(paced, number, driver));
-    requests.run(paced.pace, seed(0), nanoseconds(job.warmup_s))?;
+    let seed = |what: u64| mix(job.schedule_seed.wrapping_add((number as u64) << 8 | what));
+    let mut requests = Requests::new(Timed::new(job, pace, number, driver));
+    requests.run(pace, seed(0), nanoseconds(job.warmup_s))?;
     edge.wait();
     edge.wait();
     requests.restart();
-    requests.run(paced.pace, seed(1), nanoseconds(job.runtime_s))?;
+    requests.run(pace, seed(1), nanoseconds(job.runtime_s))?;
     edge.wait();
     edge.wait();
     Ok(Lap {
@@ -124,9 +85,9 @@ trait Disk {
     fn now_ns(&mut self) -> u64;
     fn restart(&mut self);
     /// Sends requests in free slots.
-    fn send(&mut self, slots: &[usize]) -> anyhow::Result<()>;
+    fn send(&mut self, slots: &[usize]) -> Result<()>;
     /// Adds the slots of requests that are done. If there are none, sleeps until there is one or it is `until_ns`.
-    fn wait(&mut self, until_ns: u64, done: &mut Vec<usize>) -> anyhow::Result<()>;
+    fn wait(&mut self, until_ns: u64, done: &mut Vec<usize>) -> Result<()>;
 }
 
 /// The requests of one disk.
@@ -136,7 +97,7 @@ struct Requests<D> {
     in_flight: usize,
     /// Of each slot, the time from which its latency counts.
     since_ns: Vec<u64>,
-    latencies_ns: Histogram<u64>,
+    latencies_ns: Recorder<u64>,
     ios: u64,
     unsent: u64,
 }
@@ -151,7 +112,7 @@ impl<D: Disk> Requests<D> {
             free,
             in_flight: 0,
             since_ns: vec![0; end],
-            latencies_ns: client::new_histogram(),
+            latencies_ns: new_recorder(),
             ios: 0,
             unsent: 0,
         }
@@ -165,7 +126,7 @@ impl<D: Disk> Requests<D> {
     }
 
     /// Sends what is due before `end_ns`, and returns when that is over and nothing is under way.
-    fn run(&mut self, pace: Pace, seed: u64, end_ns: u64) -> anyhow::Result<()> {
+    fn run(&mut self, pace: Pace, seed: u64, end_ns: u64) -> Result<()> {
         let mut schedule = Schedule::new(pace, seed);
         let (mut batch, mut done) = (Vec::new(), Vec::new());
         // Of a burst, the first answer counts; how long the others take says more of the storage.
@@ -234,14 +195,14 @@ struct Timed<D> {
 }
 
 impl<D: Driver> Timed<D> {
-    fn new(paced: &PacedJob, number: usize, driver: D) -> Timed<D> {
-        let job = paced.job.clone();
+    fn new(job: &Job, pace: Pace, number: usize, driver: D) -> Timed<D> {
+        let job = job.clone();
         Timed {
-            blocks: driver.capacity() / job.workload.block as u64,
+            blocks: driver.capacity() / job.access.block as u64,
             random: mix(job.seed.wrapping_add((number as u64) << 32)),
             begun: Instant::now(),
             in_flight: 0,
-            busy: matches!(paced.pace, Pace::Bursts { pause_us, .. } if pause_us <= BUSY_PAUSE_US_MAX),
+            busy: matches!(pace, Pace::Bursts { pause_us, .. } if pause_us <= BUSY_PAUSE_US_MAX),
             driver,
             job,
         }
@@ -261,20 +222,20 @@ impl<D: Driver> Disk for Timed<D> {
         self.begun = Instant::now();
     }
 
-    fn send(&mut self, slots: &[usize]) -> anyhow::Result<()> {
-        let workload = &self.job.workload;
+    fn send(&mut self, slots: &[usize]) -> Result<()> {
+        let access = &self.job.access;
         for &slot in slots {
             self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
             let block = (u128::from(mix(self.random)) * u128::from(self.blocks)) >> 64;
-            let offset = block as u64 * workload.block as u64;
+            let offset = block as u64 * access.block as u64;
             self.driver
-                .prepare(slot, workload.write, offset, workload.block)?;
+                .prepare(slot, access.write, offset, access.block)?;
         }
         self.in_flight += slots.len();
         self.driver.submit()
     }
 
-    fn wait(&mut self, until_ns: u64, done: &mut Vec<usize>) -> anyhow::Result<()> {
+    fn wait(&mut self, until_ns: u64, done: &mut Vec<usize>) -> Result<()> {
         // A duration of 2^64 ns is more than the clock can take.
         let left = Duration::from_nanos(until_ns.min(3_600_000_000_000));
         let until = self.begun + left;
@@ -294,8 +255,8 @@ impl<D: Driver> Disk for Timed<D> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::pace::Arrivals;
     use super::*;
+    use crate::plan::words::Arrival;
 
     /// A disk whose time passes only while its client sleeps, and which takes the same time for every request.
     struct Fake {
@@ -320,7 +281,7 @@ mod tests {
             self.now_ns = 0;
         }
 
-        fn send(&mut self, slots: &[usize]) -> anyhow::Result<()> {
+        fn send(&mut self, slots: &[usize]) -> Result<()> {
             for &slot in slots {
                 assert!(self.in_flight.iter().all(|(other, _)| *other != slot));
                 self.in_flight.push((slot, self.now_ns + self.service_ns));
@@ -329,7 +290,7 @@ mod tests {
             Ok(())
         }
 
-        fn wait(&mut self, until_ns: u64, done: &mut Vec<usize>) -> anyhow::Result<()> {
+        fn wait(&mut self, until_ns: u64, done: &mut Vec<usize>) -> Result<()> {
             let first = self.in_flight.iter().map(|(_, at)| *at).min();
             let wake = first.unwrap_or(u64::MAX).min(until_ns);
             assert_ne!(wake, u64::MAX, "the client would sleep for ever");
@@ -363,7 +324,7 @@ mod tests {
 
     const OPEN: Pace = Pace::Open {
         per_second: 1000.0,
-        arrivals: Arrivals::Poisson,
+        arrivals: Arrival::Poisson,
     };
 
     #[test]
@@ -382,7 +343,7 @@ mod tests {
         // One slot and 3 ms each, every 2 ms: the n-th is sent n - 1 ms late.
         let pace = Pace::Open {
             per_second: 500.0,
-            arrivals: Arrivals::Even,
+            arrivals: Arrival::Linear,
         };
         let mut requests = requests(3_000_000, 1);
         requests.run(pace, 1, 20_000_000).unwrap();

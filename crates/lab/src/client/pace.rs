@@ -2,28 +2,28 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::bench::client::mix;
+use super::job::mix;
+use crate::plan::words::Arrival;
 
 /// How a client decides when to send the next request.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "pace")]
 pub enum Pace {
     /// Each request has its own time, whatever becomes of those before it.
-    Open { per_second: f64, arrivals: Arrivals },
+    Open {
+        /// The rate of the requests.
+        per_second: f64,
+        /// The distances between them.
+        arrivals: Arrival,
+    },
     /// The client sends `requests` at once, waits for all of them, pauses, and so on. One request and a short pause is
     /// a guest that computes between two reads; a long pause is silence before a burst.
-    Bursts { requests: usize, pause_us: u64 },
-}
-
-/// The distances between the times of an open loop.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Arrivals {
-    /// Exponentially distributed: requests of many independent sources.
-    #[default]
-    Poisson,
-    /// All equal, as fio's `rate_iops` has them.
-    Even,
+    Bursts {
+        /// Requests of a burst.
+        requests: usize,
+        /// Microseconds from the last answer to the next burst.
+        pause_us: u64,
+    },
 }
 
 /// When requests are due, in nanoseconds since the schedule began.
@@ -106,8 +106,8 @@ impl Schedule {
         };
         let mean_ns = 1e9 / per_second;
         self.exact_ns += match arrivals {
-            Arrivals::Even => mean_ns,
-            Arrivals::Poisson => {
+            Arrival::Linear => mean_ns,
+            Arrival::Poisson => {
                 self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
                 // Uniform in (0, 1]: the logarithm of 0 is none.
                 let uniform = ((mix(self.random) >> 11) + 1) as f64 / (1_u64 << 53) as f64;
@@ -122,7 +122,7 @@ impl Schedule {
 mod tests {
     use super::*;
 
-    fn open(arrivals: Arrivals) -> Pace {
+    fn open(arrivals: Arrival) -> Pace {
         Pace::Open {
             per_second: 1000.0,
             arrivals,
@@ -131,14 +131,14 @@ mod tests {
 
     #[test]
     fn even_arrivals_are_one_period_apart() {
-        let mut schedule = Schedule::new(open(Arrivals::Even), 1);
+        let mut schedule = Schedule::new(open(Arrival::Linear), 1);
         let times: Vec<u64> = (0..4).map(|_| schedule.take()).collect();
         assert_eq!(times, [1_000_000, 2_000_000, 3_000_000, 4_000_000]);
     }
 
     #[test]
     fn poisson_arrivals_have_the_rate_and_the_spread_of_a_poisson_process() {
-        let mut schedule = Schedule::new(open(Arrivals::Poisson), 7);
+        let mut schedule = Schedule::new(open(Arrival::Poisson), 7);
         let times: Vec<u64> = (0..100_000).map(|_| schedule.take()).collect();
         let gaps_ms = times
             .windows(2)
@@ -152,7 +152,7 @@ mod tests {
     #[test]
     fn a_seed_gives_the_same_times_again_and_another_gives_others() {
         let times = |seed| {
-            let mut schedule = Schedule::new(open(Arrivals::Poisson), seed);
+            let mut schedule = Schedule::new(open(Arrival::Poisson), seed);
             (0..100).map(|_| schedule.take()).collect::<Vec<_>>()
         };
         assert_eq!(times(3), times(3));
@@ -161,7 +161,7 @@ mod tests {
 
     #[test]
     fn an_open_loop_does_not_wait_for_answers() {
-        let mut schedule = Schedule::new(open(Arrivals::Even), 1);
+        let mut schedule = Schedule::new(open(Arrival::Linear), 1);
         schedule.take();
         assert_eq!(schedule.next_ns(), Some(2_000_000));
         schedule.all_done(50_000_000);

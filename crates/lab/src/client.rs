@@ -1,0 +1,70 @@
+//! The client of a measurement without a guest: requests to the vhost-user sockets of one server, from a process of its
+//! own, so that its CPU time and memory are not those of the program that started it.
+
+mod closed;
+mod drivers;
+mod job;
+pub mod pace;
+mod paced;
+mod window;
+
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::plan::words::Client;
+use drivers::{BlkioDriver, RingDriver};
+
+pub use job::{Access, Job, Sample, mix, noise};
+
+/// Runs a [`Job`] in JSON and prints its [`Sample`] as one line of JSON.
+///
+/// # Errors
+/// It is no job, a server cannot be connected to, or a request fails.
+pub fn run(job: &str) -> Result<()> {
+    let job: Job = serde_json::from_str(job).context("parsing the client's job")?;
+    watchdog(&job);
+    wait_for(&job.sockets)?;
+    let sample = match (job.client, job.pace) {
+        (Client::Blkio, None) => {
+            let (drivers, _devices) = BlkioDriver::connect(&job)?;
+            window::measure(&job, drivers, closed::drive)?
+        }
+        (Client::Ring | Client::RingPoll, None) => {
+            let (drivers, _devices) = RingDriver::connect(&job)?;
+            window::measure(&job, drivers, closed::drive)?
+        }
+        (_, Some(pace)) => paced::run(&job, pace)?,
+    };
+    println!("{}", serde_json::to_string(&sample)?);
+    Ok(())
+}
+
+/// A server that loses a request must not hang the measurement: with nothing completing, a sleeping client never wakes.
+fn watchdog(job: &Job) {
+    let limit = Duration::from_secs_f64(
+        job.warmup_s + job.runtime_s + job.cooldown_s + job.idle_s.unwrap_or(0.0) + 20.0,
+    );
+    thread::spawn(move || {
+        thread::sleep(limit);
+        eprintln!("client: not done after {limit:?}; the server stopped completing requests");
+        std::process::exit(3);
+    });
+}
+
+/// A server makes its sockets before it listens on them.
+fn wait_for(sockets: &[PathBuf]) -> Result<()> {
+    let deadline = Instant::now() + Duration::from_secs(5);
+    for path in sockets {
+        while !path.exists() {
+            if Instant::now() > deadline {
+                bail!("no socket at {} after 5 s", path.display());
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+    thread::sleep(Duration::from_millis(20));
+    Ok(())
+}

@@ -1,0 +1,232 @@
+//! The closed loop: every completed request is replaced at once.
+
+use std::mem;
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use hdrhistogram::Histogram as Recorder;
+
+use super::drivers::Driver;
+use super::job::{Access, Job, mix, new_recorder};
+use super::window::Lap;
+use crate::process;
+
+/// The I/O of one thread, with the edges of the window where all threads meet; returns the latencies within it.
+pub fn drive(job: &Job, number: usize, mut driver: impl Driver, edge: &Barrier) -> Result<Lap> {
+    if let Some(cpu) = job.cpus.get(number) {
+        process::pin_thread(*cpu)?;
+    }
+    let mut lap = Loop::new(job, number, &driver);
+    lap.start(&mut driver)?;
+    lap.run(&mut driver, Duration::from_secs_f64(job.warmup_s))?;
+    if job.idle_s.is_some() {
+        lap.drain(&mut driver)?;
+    }
+    edge.wait();
+    edge.wait();
+    lap.forget();
+    if job.idle_s.is_none() {
+        lap.run(&mut driver, Duration::from_secs_f64(job.runtime_s))?;
+    }
+    edge.wait();
+    edge.wait();
+    let latencies_ns = lap.forget();
+    if job.idle_s.is_none() {
+        lap.run(&mut driver, Duration::from_secs_f64(job.cooldown_s))?;
+        lap.drain(&mut driver)?;
+    }
+    Ok(Lap {
+        ios: latencies_ns.len(),
+        latencies_ns,
+        unsent: 0,
+    })
+}
+
+/// The closed loop: every completed request is replaced at once.
+struct Loop {
+    access: Access,
+    blocks: u64,
+    next_block: u64,
+    random: u64,
+    once: Option<Once>,
+    in_flight: usize,
+    slots: Vec<usize>,
+    submitted_at: Vec<Instant>,
+    done: Vec<usize>,
+    latencies_ns: Recorder<u64>,
+}
+
+/// Where one client thread has not been yet.
+struct Once {
+    /// Blocks of one request in each area.
+    area_blocks: u64,
+    areas: u64,
+    /// The number of the next one, in the order in which they are visited, and how many threads take turns.
+    next: u64,
+    threads: u64,
+}
+
+impl Once {
+    fn new(job: &Job, number: usize, blocks: u64) -> Option<Once> {
+        let area_blocks = job.once / job.access.block as u64;
+        (area_blocks > 0).then(|| Once {
+            area_blocks,
+            areas: blocks / area_blocks,
+            next: number as u64,
+            threads: job.cpus.len().max(1) as u64,
+        })
+    }
+
+    /// The next block; none when all areas have been visited. Their order is scattered, unless it is to be sequential.
+    fn next(&mut self, sequential: bool, random: u64) -> Option<u64> {
+        let all = self.areas.next_power_of_two();
+        loop {
+            let number = self.next;
+            self.next += self.threads;
+            if number >= all {
+                return None;
+            }
+            // An odd factor makes a permutation of it.
+            let area = match sequential {
+                true => number,
+                false => number.wrapping_mul(0x9e37_79b9_7f4a_7c15) & (all - 1),
+            };
+            if area < self.areas {
+                return Some(area * self.area_blocks + random % self.area_blocks);
+            }
+        }
+    }
+}
+
+impl Loop {
+    fn new(job: &Job, number: usize, driver: &impl Driver) -> Loop {
+        let slots = driver.slots();
+        let end = slots.iter().max().map_or(0, |last| last + 1);
+        let blocks = driver.capacity() / job.access.block as u64;
+        Loop {
+            access: job.access,
+            blocks,
+            // Threads that read in sequence do not read the same.
+            next_block: blocks / 16 * (number as u64 % 16),
+            random: mix(job.seed.wrapping_add((number as u64) << 32)),
+            once: Once::new(job, number, blocks),
+            in_flight: 0,
+            submitted_at: vec![Instant::now(); end],
+            done: Vec::with_capacity(slots.len()),
+            slots,
+            latencies_ns: new_recorder(),
+        }
+    }
+
+    fn start(&mut self, driver: &mut impl Driver) -> Result<()> {
+        for i in 0..self.slots.len() {
+            self.in_flight += usize::from(self.prepare(driver, self.slots[i])?);
+        }
+        self.submitted_at.fill(Instant::now());
+        driver.submit()
+    }
+
+    /// One clock read per batch of completions: it is the end of their latency and the start of their successors'.
+    fn run(&mut self, driver: &mut impl Driver, length: Duration) -> Result<()> {
+        let end = Instant::now() + length;
+        let mut empty_polls = 0_u32;
+        while self.in_flight > 0 {
+            self.done.clear();
+            driver.reap(&mut self.done)?;
+            if self.done.is_empty() {
+                empty_polls = empty_polls.wrapping_add(1);
+                if empty_polls.is_multiple_of(1 << 16) && Instant::now() >= end {
+                    return Ok(());
+                }
+                continue;
+            }
+            let now = Instant::now();
+            self.record(now);
+            for i in 0..self.done.len() {
+                let slot = self.done[i];
+                self.in_flight -= usize::from(!self.prepare(driver, slot)?);
+                self.submitted_at[slot] = now;
+            }
+            driver.submit()?;
+            if now >= end {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    fn drain(&mut self, driver: &mut impl Driver) -> Result<()> {
+        while self.in_flight > 0 {
+            self.done.clear();
+            driver.reap(&mut self.done)?;
+            self.in_flight -= self.done.len();
+        }
+        Ok(())
+    }
+
+    /// Returns what was recorded, and starts a new recording.
+    fn forget(&mut self) -> Recorder<u64> {
+        mem::replace(&mut self.latencies_ns, new_recorder())
+    }
+
+    /// Requests that were submitted together and are seen together have one latency: recorded as one run.
+    fn record(&mut self, now: Instant) {
+        let submitted_at = &self.submitted_at;
+        for run in self
+            .done
+            .chunk_by(|a, b| submitted_at[*a] == submitted_at[*b])
+        {
+            let latency = now.duration_since(submitted_at[run[0]]).as_nanos() as u64;
+            self.latencies_ns
+                .saturating_record_n(latency, run.len() as u64);
+        }
+    }
+
+    /// Whether there was anything left to do.
+    fn prepare(&mut self, driver: &mut impl Driver, slot: usize) -> Result<bool> {
+        let block = if let Some(once) = &mut self.once {
+            self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            match once.next(self.access.sequential, mix(self.random)) {
+                Some(block) => block,
+                None => return Ok(false),
+            }
+        } else if self.access.sequential {
+            let block = self.next_block;
+            self.next_block = (block + 1) % self.blocks;
+            block
+        } else {
+            self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            ((u128::from(mix(self.random)) * u128::from(self.blocks)) >> 64) as u64
+        };
+        let len = self.access.block;
+        driver.prepare(slot, self.access.write, block * len as u64, len)?;
+        Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Once;
+
+    #[test]
+    fn threads_go_everywhere_once() {
+        for sequential in [false, true] {
+            // As many areas as are no power of two.
+            let once = |next| Once {
+                area_blocks: 16,
+                areas: 1000,
+                next,
+                threads: 2,
+            };
+            let visits = |number: u64| {
+                let mut once = once(number);
+                let blocks = std::iter::from_fn(move || once.next(sequential, 12345 + number));
+                blocks.map(|block| block / 16)
+            };
+            let mut areas: Vec<u64> = (0..2).flat_map(visits).collect();
+            areas.sort_unstable();
+            assert!(areas.into_iter().eq(0..1000), "sequential: {sequential}");
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! What a client process is asked to do, and what it answers.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use hdrhistogram::Histogram as Recorder;
+use serde::{Deserialize, Serialize};
+
+use super::pace::Pace;
+use crate::plan::words::Client;
+use harness::histogram::Histogram;
+
+/// What one client process is asked to do; travels as JSON on its command line.
+#[derive(Clone, Serialize, Deserialize)]
+pub struct Job {
+    /// A vhost-user socket for each disk.
+    pub sockets: Vec<PathBuf>,
+    /// How many of the disks have I/O; the others are connected only.
+    pub driven: usize,
+    /// Queues of each disk.
+    pub queues: u16,
+    /// Whether the virtqueues are packed.
+    pub packed: bool,
+    /// The driver.
+    pub client: Client,
+    /// The requests of each queue.
+    pub access: Access,
+    /// When requests are sent; `None` is a closed loop, in which each completed request is replaced at once. With a pace,
+    /// each disk has a thread.
+    pub pace: Option<Pace>,
+    /// Seed of the times of requests; `seed` is that of their offsets.
+    pub schedule_seed: u64,
+    /// Seconds of I/O before the window.
+    pub warmup_s: f64,
+    /// Length of the window in seconds.
+    pub runtime_s: f64,
+    /// Seconds of I/O after the window.
+    pub cooldown_s: f64,
+    /// Stay connected without I/O for this many seconds, instead of measuring requests.
+    pub idle_s: Option<f64>,
+    /// The server.
+    pub server_pid: u32,
+    /// The CPU to which all threads of the server, kernel workers included, are pinned when it is warm.
+    pub server_cpu: Option<usize>,
+    /// A closed loop has a thread on each of these CPUs; the threads share the queues in turn. Without CPUs it has one
+    /// thread, which is not pinned. blkio has a thread for each queue.
+    pub cpus: Vec<usize>,
+    /// A file that exists during the window.
+    pub mark: Option<PathBuf>,
+    /// At most one request in each area of so many bytes: the client ends when it has been in all of them. 0 for no limit.
+    pub once: u64,
+    /// Seed of the offsets.
+    pub seed: u64,
+    /// Whether the sample is to have all latencies.
+    pub latencies: bool,
+}
+
+/// The requests of a queue.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Access {
+    /// Writes, otherwise reads.
+    pub write: bool,
+    /// In sequence, otherwise at random.
+    pub sequential: bool,
+    /// Bytes of each request.
+    pub block: usize,
+    /// Requests in flight, at most.
+    pub depth: usize,
+}
+
+impl Access {
+    /// fio's `rw=`.
+    pub fn rw(&self) -> &'static str {
+        match (self.sequential, self.write) {
+            (false, false) => "randread",
+            (false, true) => "randwrite",
+            (true, false) => "read",
+            (true, true) => "write",
+        }
+    }
+}
+
+impl fmt::Display for Access {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(
+            f,
+            "{}k {} depth {}",
+            self.block >> 10,
+            self.rw(),
+            self.depth
+        )
+    }
+}
+
+/// What was measured in the window.
+#[derive(Clone, Default, Serialize, Deserialize)]
+pub struct Sample {
+    /// Requests per second.
+    pub iops: f64,
+    /// Requests.
+    #[serde(default)]
+    pub ios: u64,
+    /// Mean latency in microseconds.
+    pub mean_us: f64,
+    /// Median latency in microseconds.
+    pub p50_us: f64,
+    /// 99th percentile of the latency in microseconds.
+    pub p99_us: f64,
+    /// Longest latency in microseconds.
+    pub max_us: f64,
+    /// CPU time of the whole server process for each request, kernel workers included, in microseconds.
+    pub cpu_us_per_io: f64,
+    /// The part of it in user mode.
+    pub cpu_user_us_per_io: f64,
+    /// The part of it in the kernel.
+    pub cpu_system_us_per_io: f64,
+    /// Context switches of the server for each request.
+    pub switches_per_io: f64,
+    /// CPU time of the server per second.
+    pub server_core: f64,
+    /// CPU time of the client per second.
+    pub client_core: f64,
+    /// Time that the server's threads were runnable but not running, summed, over the window's length. Threads that share
+    /// the server's core also wait for each other.
+    pub server_starved: f64,
+    /// CPU time per second of processes that are not part of the measurement.
+    pub others_cores: f64,
+    /// CPU time per second that a hypervisor gave to other machines.
+    pub stolen_cores: f64,
+    /// Requests that were due in the window, but could not be sent in it: all slots were in use.
+    #[serde(default)]
+    pub unsent: u64,
+    /// The latencies.
+    #[serde(default, skip_serializing_if = "Histogram::is_empty")]
+    pub latencies: Histogram,
+}
+
+/// The output function of `SplitMix64`: a counter in, uniform bits out.
+pub fn mix(x: u64) -> u64 {
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// Records latencies in nanoseconds, 1 ns to 60 s, to 3 digits.
+pub fn new_recorder() -> Recorder<u64> {
+    Recorder::new_with_bounds(1, 60_000_000_000, 3).expect("the bounds are constants")
+}
+
+/// Bytes that do not compress: of a zram device, the path to it is to be measured and not its compressor.
+pub fn noise(len: usize, seed: u64) -> Vec<u8> {
+    let words = (0..len.div_ceil(8) as u64).map(|word| mix(seed.wrapping_add(word)));
+    let mut data: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+    data.truncate(len);
+    data
+}

@@ -1,0 +1,160 @@
+//! The window of a measurement: the counters of the server and of the machine are read at its edges, while all threads
+//! of the client stand still, so that requests and CPU time belong together.
+
+use std::fs::File;
+use std::sync::Barrier;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow};
+use hdrhistogram::Histogram as Recorder;
+
+use super::drivers::Driver;
+use super::job::{Job, Sample, new_recorder};
+use crate::process::{self, Cores, Usage};
+use harness::histogram::Histogram;
+
+/// What a thread did between the edges of the window.
+pub struct Lap {
+    pub latencies_ns: Recorder<u64>,
+    /// As many as the latencies, or more where not each one counts.
+    pub ios: u64,
+    /// Requests that were due, but could not be sent.
+    pub unsent: u64,
+}
+
+/// A thread per driver, each of which runs `drive`. All stand still while the counters are read.
+pub fn measure<D: Driver>(
+    job: &Job,
+    drivers: Vec<D>,
+    drive: impl Fn(&Job, usize, D, &Barrier) -> Result<Lap> + Sync,
+) -> Result<Sample> {
+    let edge = Barrier::new(drivers.len() + 1);
+    thread::scope(|scope| {
+        let start = |(number, driver)| {
+            let (drive, edge) = (&drive, &edge);
+            // The others would wait for it at the next edge.
+            scope.spawn(move || drive(job, number, driver, edge).unwrap_or_else(|e| give_up(&e)))
+        };
+        let laps: Vec<_> = drivers.into_iter().enumerate().map(start).collect();
+        let used = window(job, &edge).unwrap_or_else(|e| give_up(&e));
+        let mut all = Lap {
+            latencies_ns: new_recorder(),
+            ios: 0,
+            unsent: 0,
+        };
+        for lap in laps {
+            let its = lap
+                .join()
+                .map_err(|_| anyhow!("a client thread panicked"))?;
+            all.latencies_ns.add(its.latencies_ns)?;
+            all.ios += its.ios;
+            all.unsent += its.unsent;
+        }
+        let mut sample = used.sample(&all);
+        if job.latencies {
+            for value in all.latencies_ns.iter_recorded() {
+                sample
+                    .latencies
+                    .add(value.value_iterated_to(), value.count_at_value());
+            }
+        }
+        Ok(sample)
+    })
+}
+
+/// This process is nothing but the client.
+fn give_up(error: &anyhow::Error) -> ! {
+    eprintln!("{error:#}");
+    std::process::exit(1)
+}
+
+/// What was used between the edges.
+fn window(job: &Job, edge: &Barrier) -> Result<Window> {
+    edge.wait();
+    if let Some(cpu) = job.server_cpu {
+        process::pin(job.server_pid, cpu)?;
+    }
+    if job.idle_s.is_some() {
+        thread::sleep(Duration::from_secs(1));
+    }
+    let before = Counters::read(job)?;
+    if let Some(mark) = &job.mark {
+        File::create(mark).with_context(|| format!("creating {}", mark.display()))?;
+    }
+    edge.wait();
+    if let Some(idle) = job.idle_s {
+        thread::sleep(Duration::from_secs_f64(idle));
+    }
+    edge.wait();
+    if let Some(mark) = &job.mark {
+        std::fs::remove_file(mark).with_context(|| format!("removing {}", mark.display()))?;
+    }
+    let used = Counters::read(job)?.since(&before);
+    edge.wait();
+    Ok(used)
+}
+
+/// All that is read at both edges of the window.
+struct Counters {
+    at: Instant,
+    server: Usage,
+    client: Usage,
+    cores: Cores,
+}
+
+impl Counters {
+    fn read(job: &Job) -> Result<Counters> {
+        Ok(Counters {
+            server: Usage::of(job.server_pid).context("reading the server's CPU time")?,
+            client: Usage::of(std::process::id())?,
+            cores: Cores::read()?,
+            at: Instant::now(),
+        })
+    }
+
+    fn since(&self, before: &Counters) -> Window {
+        Window {
+            seconds: self.at.duration_since(before.at).as_secs_f64(),
+            server: self.server.since(&before.server),
+            client: self.client.since(&before.client),
+            cores: self.cores.since(&before.cores),
+        }
+    }
+}
+
+struct Window {
+    seconds: f64,
+    server: Usage,
+    client: Usage,
+    cores: Cores,
+}
+
+impl Window {
+    fn sample(&self, lap: &Lap) -> Sample {
+        let latencies_ns = &lap.latencies_ns;
+        let us = |q: f64| latencies_ns.value_at_quantile(q) as f64 / 1e3;
+        let ios = lap.ios as f64;
+        let per_io = |total: f64| if ios > 0.0 { total / ios } else { 0.0 };
+        let (server_s, client_s) = (self.server.ran_s(), self.client.ran_s());
+        Sample {
+            iops: ios / self.seconds,
+            ios: lap.ios,
+            mean_us: latencies_ns.mean() / 1e3,
+            p50_us: us(0.50),
+            p99_us: us(0.99),
+            max_us: latencies_ns.max() as f64 / 1e3,
+            cpu_us_per_io: per_io(server_s * 1e6),
+            cpu_user_us_per_io: per_io(server_s * 1e6 * self.server.user_share()),
+            cpu_system_us_per_io: per_io(server_s * 1e6 * (1.0 - self.server.user_share())),
+            switches_per_io: per_io(self.server.switches as f64),
+            server_core: server_s / self.seconds,
+            client_core: client_s / self.seconds,
+            server_starved: self.server.waited_s() / self.seconds,
+            others_cores: (self.cores.tasks_s() - server_s - client_s).max(0.0) / self.seconds,
+            stolen_cores: self.cores.stolen_s() / self.seconds,
+            unsent: lap.unsent,
+            latencies: Histogram::default(),
+        }
+    }
+}
