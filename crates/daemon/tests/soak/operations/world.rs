@@ -545,13 +545,15 @@ impl World {
             Edit::Group(group) => entry.group = group,
             Edit::Serial(serial) => entry.serial = serial,
             Edit::Remove => {
-                // An earlier edit may have renamed its file.
-                let file = std::mem::take(&mut entry.file);
-                let current = self.disks[disk].files.last_mut().expect("it is on one");
-                if !current.exists() {
-                    *current = file;
+                let removed = entries[disk].take().expect("it is there");
+                // Earlier edits of the same reload may have renamed its file, or given its socket to another disk.
+                let removed_disk = &mut self.disks[disk];
+                let file = removed_disk.files.last_mut().expect("it is on one");
+                if !file.exists() {
+                    *file = removed.file;
                 }
-                entries[disk] = None;
+                removed_disk.socket.clone_from(&removed.socket);
+                removed_disk.driver.order(Order::Move(removed.socket));
             }
             _ => {}
         }
