@@ -21,7 +21,7 @@ use block::{Aio, Backing, BlockSizeError, CacheMode, Discard, DiskFacts, format_
 use datapath::{Disk, Options, Replacement, Storage};
 use engine::{Choice, ChoiceError, DiskFile, Identity, Locking, OpenError, Support, choose};
 use image::{
-    Chain, ChainError, ChainOptions, Damage, Format, Image, LayerFormat, Top, UnknownFormat,
+    Chain, ChainError, ChainOptions, Damage, Format, Image, LayerFormat, TopFile, UnknownFormat,
 };
 use rbd::{RbdError, RbdImage};
 use thiserror::Error;
@@ -575,7 +575,7 @@ impl NodeError {
     pub fn locked(&self) -> Option<&str> {
         let open = match self {
             Self::Open(error) => error,
-            Self::Chain(error) => error.of_file()?.get_ref()?.downcast_ref::<OpenError>()?,
+            Self::Chain(error) => error.file_error()?.get_ref()?.downcast_ref::<OpenError>()?,
             _ => return None,
         };
         match open {
@@ -626,9 +626,9 @@ fn open_chain(
     // Who has no lock only looks.
     let read_only = spec.read_only || locking == Locking::Later;
     let filename = || path.display().to_string();
-    let gate = places
+    let directories = places
         .allow_backing
-        .gate(path)
+        .allowed_directories(path)
         .map_err(|e| NodeError::Allow(filename(), e))?;
     let mut opener = Opener {
         cache: spec.cache,
@@ -637,7 +637,7 @@ fn open_chain(
         places,
         opened: Vec::new(),
     };
-    let top = Top {
+    let top = TopFile {
         storage: opener.keep(file.clone()),
         path,
         format: LayerFormat::Qcow2,
@@ -667,9 +667,9 @@ fn open_chain(
             }
         },
     };
-    let chain = Chain::open(top, &gate, &mut opener, options);
+    let chain = Chain::open(top, &directories, &mut opener, options);
     let chain = chain.map_err(|e| match &journal_path {
-        Some(path) if e.is_of_journal() => NodeError::Replay(path.clone(), e),
+        Some(path) if e.is_journal_error() => NodeError::Replay(path.clone(), e),
         _ => e.into(),
     })?;
     let files = chain.files().iter();
@@ -678,7 +678,7 @@ fn open_chain(
         let e = io::Error::other("one of its files is not known");
         NodeError::Io(filename(), "be opened", e)
     })?;
-    for waiting in chain.waiting() {
+    for waiting in chain.unreplayed_journals() {
         let file = &files[usize::from(waiting.0)];
         // What is looked at only is opened again, with its journal, before it is written; and what this process writes to
         // has one that is being written.

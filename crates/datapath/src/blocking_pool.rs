@@ -12,7 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
 
-use image::{Allocation, Waiting};
+use image::{Allocation, PendingWrite};
 
 use guest::blk::Status;
 
@@ -61,7 +61,7 @@ pub(crate) enum JobResult {
     /// So many more bytes are given up.
     Zeroed { done: u64 },
     /// Somebody else's write must end first.
-    Wait(Waiting),
+    Wait(PendingWrite),
     /// It has been seen to that the request is looked at anew: the I/O thread hears nothing of this.
     Waits,
     /// What was taken for the request is given back, and so it ends.

@@ -5,7 +5,7 @@
 //! memory; else by the [blocking pool](crate::blocking_pool).
 
 use block::{FileOffset, Segment};
-use image::{Allocation, Chain, FileIndex, ImageError, Pin, Place};
+use image::{Allocation, Chain, FileIndex, ImageError, Pin, ReadLocation};
 
 use crate::source::Alignment;
 
@@ -115,7 +115,7 @@ impl CowWrite {
                 let useful: u64 = fills().map(|f| f.len).sum();
                 let whole = |n: u64| n.is_multiple_of(alignment.len.into());
                 match chain.map(pin, from, len) {
-                    Place::Data { file, at, len: n }
+                    ReadLocation::Data { file, at, len: n }
                         if n == len && whole(at.0) && whole(len) && len <= 2 * useful =>
                     {
                         Some((file, at, len))

@@ -255,7 +255,7 @@ impl<E: Engine> Worker<E> {
                 if let Request::Read { at, .. } | Request::Write { at, .. } =
                     slots.get(slot).request
                 {
-                    chain.touch(at.0);
+                    chain.prefetch(at.0);
                 }
             }
         }

@@ -15,7 +15,7 @@ use std::task::{Poll, Wake as TaskWake, Waker};
 
 use block::{Engine, FileId, FileOffset, Request, Segment};
 use guest::blk::Status;
-use image::{Allocation, Chain, ImageError, Pin, Place, Prepared, WritePlace, Zeroing};
+use image::{Allocation, Chain, ImageError, Pin, Prepared, ReadLocation, WriteLocation, ZeroMode};
 
 use crate::blocking_pool::{JobId, JobResult, RequestEnd};
 use crate::clock::now_ns;
@@ -522,7 +522,7 @@ fn next(
     let (at, rest) = (piece.at, piece.rest);
     match s.request {
         Request::Read { .. } => match chain.map(pin, at, rest) {
-            Place::Data {
+            ReadLocation::Data {
                 file,
                 at: from,
                 len,
@@ -538,8 +538,8 @@ fn next(
                     })
                 }
             },
-            Place::Zero { .. } if *zeroes_left == 0 => NextPiece::Later,
-            Place::Zero { len } => {
+            ReadLocation::Zero { .. } if *zeroes_left == 0 => NextPiece::Later,
+            ReadLocation::Zero { len } => {
                 let len = zeroes_now(len, zeroes_left);
                 whole_or_cut(s, piece, len);
                 ring.zero(s.segments());
@@ -547,22 +547,22 @@ fn next(
                 piece.rest -= len;
                 NextPiece::Go
             }
-            Place::Compressed(packed) => {
+            ReadLocation::Compressed(packed) => {
                 let chain = chain.clone();
                 blocking(disk, move || chain.unpack(&packed).map(JobResult::Bytes))
             }
-            Place::Load(missing) => {
+            ReadLocation::Load(missing) => {
                 let chain = chain.clone();
                 blocking(disk, move || chain.load(missing).map(|()| JobResult::Again))
             }
-            Place::Damaged { .. } => damaged,
+            ReadLocation::Damaged { .. } => damaged,
         },
         Request::Write { .. } => match chain.map_write(pin, at, rest) {
-            WritePlace::InPlace { file, at, len } => {
+            WriteLocation::InPlace { file, at, len } => {
                 begin(s, piece, thread_disk.files[usize::from(file.0)], at, len);
                 NextPiece::Submit
             }
-            WritePlace::Allocate { len } => match chain.try_prepare_write(pin, at, len) {
+            WriteLocation::Allocate { len } => match chain.try_prepare_write(pin, at, len) {
                 Some(allocation) if allocation.fills.is_empty() => {
                     let (to, len) = (allocation.to, allocation.len);
                     piece.allocation = Some(allocation);
@@ -589,24 +589,24 @@ fn next(
                     blocking(disk, move || prepare(&chain, at, len))
                 }
             },
-            WritePlace::Load(missing) => {
+            WriteLocation::Load(missing) => {
                 let chain = chain.clone();
                 blocking(disk, move || chain.load(missing).map(|()| JobResult::Again))
             }
             // To prepare it says what is wrong, and sees to it that nothing more is written.
-            WritePlace::Damaged { len } => {
+            WriteLocation::Damaged { len } => {
                 let chain = chain.clone();
                 blocking(disk, move || prepare(&chain, at, len))
             }
         },
         Request::Discard { .. } => {
             let chain = chain.clone();
-            blocking(disk, move || zero(&chain, at, rest, Zeroing::Discard))
+            blocking(disk, move || zero(&chain, at, rest, ZeroMode::Discard))
         }
         Request::WriteZeroes { unmap, .. } => {
             let chain = chain.clone();
             blocking(disk, move || {
-                zero(&chain, at, rest, Zeroing::Zeroes { unmap })
+                zero(&chain, at, rest, ZeroMode::Zeroes { unmap })
             })
         }
         Request::Flush | Request::GetId => damaged,
@@ -623,7 +623,7 @@ fn blocking(
             disk.image_failed(&e);
             JobResult::Failed {
                 errno: e.errno(),
-                lasting: e.is_lasting(),
+                lasting: e.is_permanent(),
             }
         })
     }))
@@ -634,7 +634,7 @@ fn commit(chain: &Chain, disk: &Disk, allocation: Allocation) -> JobResult {
         return JobResult::Committed;
     };
     disk.image_failed(&e);
-    match e.is_lasting() {
+    match e.is_permanent() {
         true => {
             chain.abort(allocation);
             JobResult::Failed {
@@ -745,7 +745,7 @@ fn fill(chain: &Chain, allocation: Allocation) -> Result<JobResult, ImageError> 
 }
 
 /// Gives a range up, as far as that goes without waiting for others.
-fn zero(chain: &Chain, at: u64, len: u64, why: Zeroing) -> Result<JobResult, ImageError> {
+fn zero(chain: &Chain, at: u64, len: u64, why: ZeroMode) -> Result<JobResult, ImageError> {
     Ok(match chain.zero(at, len, why)? {
         (0, Some(waiting)) => JobResult::Wait(waiting),
         // What is left is looked at anew.

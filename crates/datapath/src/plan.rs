@@ -38,7 +38,7 @@ pub(crate) fn plan(disk: &Disk, image: &Image, request: Request) -> Plan {
     };
     match (image.map(at), request) {
         (Extent::File(at), request) => Plan::Operation(request, at),
-        (Extent::Pieces, request) => Plan::Pieces(request),
+        (Extent::Mapped, request) => Plan::Pieces(request),
         (Extent::Nowhere, Request::Read { len, .. }) => Plan::Done(Status::Ok, len as u32),
         (Extent::Nowhere, _) => Plan::Done(Status::Ok, 0),
     }

@@ -53,7 +53,7 @@ pub(crate) struct Attached {
 impl ThreadDisk {
     /// The disk is in something else from now on. Returns what it was in.
     pub fn set_content(&mut self, source: Arc<Source>, new: Attached) -> Attached {
-        debug_assert!(self.pins.none());
+        debug_assert!(self.pins.is_empty());
         self.source = Some(source);
         let old = Attached {
             file: mem::replace(&mut self.file, new.file),

@@ -8,11 +8,11 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use block::FileOffset;
 
-pub use open::{ChainError, ChainOptions, LayerFormat, OpenFiles, Role, Top};
+pub use open::{ChainError, ChainOptions, FileRole, LayerFormat, OpenFiles, TopFile};
 
 use crate::qcow2::{
     Allocation, Compression, Damage, GuestOffset, ImageError, Load, Mapping, Pin, Pins, Prepared,
-    Qcow2, WriteMapping, ZeroStep, Zeroing,
+    Qcow2, WriteMapping, ZeroMode, ZeroStep,
 };
 use crate::storage::Storage;
 
@@ -25,7 +25,7 @@ pub struct FileIndex(pub u16);
 /// Every request takes a [`Pin`] from [`pins`](Self::pins), directly or through its thread's
 /// [`ThreadPins`](crate::ThreadPins). It looks up its range piece by piece, moves the bytes, and returns the pin:
 ///
-/// - A read calls [`map`](Self::map), and does what the [`Place`] says.
+/// - A read calls [`map`](Self::map), and does what the [`ReadLocation`] says.
 /// - A write calls [`map_write`](Self::map_write). If clusters must be allocated, a thread that may block calls
 ///   [`prepare_write`](Self::prepare_write), does the fills, writes the guest's bytes, and calls
 ///   [`commit`](Self::commit), before the write completes.
@@ -55,7 +55,7 @@ enum LayerImage {
 
 /// Where to read a piece of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum ReadLocation {
     /// In a file, contiguous.
     Data {
         /// The file.
@@ -73,7 +73,7 @@ pub enum Place {
     /// In a compressed cluster.
     Compressed(Compressed),
     /// Unknown until a thread that may block has called [`Chain::load`]. Then look the range up again.
-    Load(Missing),
+    Load(MissingMetadata),
     /// The table entry is invalid: reading it is an error.
     Damaged {
         /// The length in bytes.
@@ -83,7 +83,7 @@ pub enum Place {
 
 /// Where to write a piece of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WritePlace {
+pub enum WriteLocation {
     /// To a file, contiguous.
     InPlace {
         /// The file.
@@ -98,8 +98,8 @@ pub enum WritePlace {
         /// The length in bytes.
         len: u64,
     },
-    /// As with [`Place::Load`].
-    Load(Missing),
+    /// As with [`ReadLocation::Load`].
+    Load(MissingMetadata),
     /// The table entry is invalid: writing it is an error.
     Damaged {
         /// The length in bytes.
@@ -130,7 +130,7 @@ pub struct Compressed {
 
 /// Metadata that is not in memory; [`Chain::load`] loads it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Missing {
+pub struct MissingMetadata {
     layer: u16,
     what: Load,
 }
@@ -141,12 +141,12 @@ impl Chain {
         &self.files
     }
 
-    /// The files of images that [say that they have a journal](Qcow2::journal_waits) which no process was to
+    /// The files of images that [say that they have a journal](Qcow2::has_unreplayed_journal) which no process was to
     /// replay.
-    pub fn waiting(&self) -> Vec<FileIndex> {
+    pub fn unreplayed_journals(&self) -> Vec<FileIndex> {
         let waiting = self.layers.iter().filter_map(|layer| match &layer.image {
             // If there is a data file, `layer.file` is that; the image is the file before it.
-            LayerImage::Qcow2(image) if image.journal_waits() => {
+            LayerImage::Qcow2(image) if image.has_unreplayed_journal() => {
                 Some(FileIndex(layer.file.0 - u16::from(image.has_data_file())))
             }
             _ => None,
@@ -167,10 +167,10 @@ impl Chain {
 
     /// Whether nothing has been written to the images above the layer of this file. If that layer has two files,
     /// this must be the first.
-    pub fn is_bare_above(&self, file: FileIndex) -> bool {
+    pub fn is_unwritten_above(&self, file: FileIndex) -> bool {
         // Files are numbered from the top layer.
         let mut above = self.layers.iter().take_while(|layer| layer.file.0 < file.0);
-        above.all(|layer| matches!(&layer.image, LayerImage::Qcow2(image) if image.is_bare()))
+        above.all(|layer| matches!(&layer.image, LayerImage::Qcow2(image) if image.is_unwritten()))
     }
 
     /// The size of the disk in bytes.
@@ -200,18 +200,18 @@ impl Chain {
     /// Where the range that starts at `at` is: the longest piece that is in one place. Uses memory only, without
     /// locks or system calls. Bytes after the end of the disk read as zeroes.
     #[inline]
-    pub fn map(&self, pin: &Pin, at: u64, len: u64) -> Place {
+    pub fn map(&self, pin: &Pin, at: u64, len: u64) -> ReadLocation {
         let mut len = len;
         for (number, layer) in self.layers.iter().enumerate() {
             let Some(inside) = layer.size().checked_sub(at).filter(|&inside| inside > 0) else {
-                return Place::Zero { len };
+                return ReadLocation::Zero { len };
             };
             len = len.min(inside);
             let file = layer.file;
             let image = match &layer.image {
                 LayerImage::Raw(_) => {
                     let at = FileOffset(at);
-                    return Place::Data { file, at, len };
+                    return ReadLocation::Data { file, at, len };
                 }
                 LayerImage::Qcow2(image) => image,
             };
@@ -219,16 +219,16 @@ impl Chain {
                 Mapping::Hole { len: hole } => len = hole,
                 Mapping::Data { at, len } => {
                     let at = at.in_file();
-                    return Place::Data { file, at, len };
+                    return ReadLocation::Data { file, at, len };
                 }
-                Mapping::Zero { len } => return Place::Zero { len },
-                Mapping::Damaged { len } => return Place::Damaged { len },
+                Mapping::Zero { len } => return ReadLocation::Zero { len },
+                Mapping::Damaged { len } => return ReadLocation::Damaged { len },
                 Mapping::Load(what) => {
                     let layer = number as u16;
-                    return Place::Load(Missing { layer, what });
+                    return ReadLocation::Load(MissingMetadata { layer, what });
                 }
                 Mapping::Compressed { from, skip, len } => {
-                    return Place::Compressed(Compressed {
+                    return ReadLocation::Compressed(Compressed {
                         file,
                         at: from.at.in_file(),
                         bytes: from.len,
@@ -240,17 +240,17 @@ impl Chain {
                 }
             }
         }
-        Place::Zero { len }
+        ReadLocation::Zero { len }
     }
 
     /// Prefetches the entry for `at` into the processor's cache. Call it for each of several requests before
     /// looking up the first of them. Their entries are spread over a large table, and the processor then waits for
     /// all of them at once instead of one after the other. There is no other effect.
     #[inline]
-    pub fn touch(&self, at: u64) {
+    pub fn prefetch(&self, at: u64) {
         for layer in &self.layers {
             match &layer.image {
-                LayerImage::Qcow2(image) if !image.touch(GuestOffset::new(at)) => {}
+                LayerImage::Qcow2(image) if !image.prefetch(GuestOffset::new(at)) => {}
                 _ => return,
             }
         }
@@ -259,20 +259,20 @@ impl Chain {
     /// Where a write goes that starts at `at` and ends inside the disk. Uses memory only, without locks or system
     /// calls.
     #[inline]
-    pub fn map_write(&self, pin: &Pin, at: u64, len: u64) -> WritePlace {
+    pub fn map_write(&self, pin: &Pin, at: u64, len: u64) -> WriteLocation {
         let file = self.written_file();
         let Some(image) = self.top() else {
             let at = FileOffset(at);
-            return WritePlace::InPlace { file, at, len };
+            return WriteLocation::InPlace { file, at, len };
         };
         match image.map_write(pin, GuestOffset::new(at), len) {
             WriteMapping::InPlace { at, len } => {
                 let at = at.in_file();
-                WritePlace::InPlace { file, at, len }
+                WriteLocation::InPlace { file, at, len }
             }
-            WriteMapping::Allocate { len } => WritePlace::Allocate { len },
-            WriteMapping::Load(what) => WritePlace::Load(Missing { layer: 0, what }),
-            WriteMapping::Damaged { len } => WritePlace::Damaged { len },
+            WriteMapping::Allocate { len } => WriteLocation::Allocate { len },
+            WriteMapping::Load(what) => WriteLocation::Load(MissingMetadata { layer: 0, what }),
+            WriteMapping::Damaged { len } => WriteLocation::Damaged { len },
         }
     }
 
@@ -281,7 +281,7 @@ impl Chain {
     ///
     /// # Errors
     /// It could not be read.
-    pub fn load(&self, missing: Missing) -> Result<(), ImageError> {
+    pub fn load(&self, missing: MissingMetadata) -> Result<(), ImageError> {
         match &self.layers[usize::from(missing.layer)].image {
             LayerImage::Qcow2(image) => image.load(missing.what),
             LayerImage::Raw(_) => Ok(()),
@@ -310,7 +310,7 @@ impl Chain {
     fn is_zero(&self, pin: &Pin, mut from: u64, to: u64) -> bool {
         while from < to {
             match self.map(pin, from, to - from) {
-                Place::Zero { len } => from += len,
+                ReadLocation::Zero { len } => from += len,
                 _ => return false,
             }
         }
@@ -368,13 +368,13 @@ impl Chain {
     ///
     /// # Errors
     /// The rest of the range is unchanged.
-    pub fn zero_step(&self, at: u64, len: u64, why: Zeroing) -> Result<ZeroStep, ImageError> {
+    pub fn zero_step(&self, at: u64, len: u64, why: ZeroMode) -> Result<ZeroStep, ImageError> {
         let Some(image) = self.top() else {
             return Ok(ZeroStep::File(len));
         };
         let zeroes_around = match why {
-            Zeroing::Zeroes { .. } => self.has_zeroes_around(image, GuestOffset::new(at), len)?,
-            Zeroing::Discard => false,
+            ZeroMode::Zeroes { .. } => self.has_zeroes_around(image, GuestOffset::new(at), len)?,
+            ZeroMode::Discard => false,
         };
         image.zero_step(GuestOffset::new(at), len, why, zeroes_around)
     }
@@ -406,14 +406,15 @@ impl Chain {
             Some(image) => image.flush(),
             None => {
                 let file = &self.files[usize::from(self.written_file().0)];
-                file.flush().map_err(|source| match file.forgets() {
-                    true => ImageError::Lost { source },
-                    false => ImageError::Io {
-                        doing: "making the disk durable",
-                        at: 0,
-                        source,
-                    },
-                })
+                file.flush()
+                    .map_err(|source| match file.loses_data_on_failed_flush() {
+                        true => ImageError::Lost { source },
+                        false => ImageError::Io {
+                            doing: "making the disk durable",
+                            at: 0,
+                            source,
+                        },
+                    })
             }
         }
     }
@@ -422,8 +423,8 @@ impl Chain {
     ///
     /// # Errors
     /// Something may not have been written.
-    pub fn settle(&self) -> Result<(), ImageError> {
-        self.top().map_or(Ok(()), Qcow2::settle)
+    pub fn flush_for_handover(&self) -> Result<(), ImageError> {
+        self.top().map_or(Ok(()), Qcow2::flush_for_handover)
     }
 
     /// Closes the disk after its last use.

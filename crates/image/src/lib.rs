@@ -2,24 +2,24 @@
 //!
 //! An image never moves guest data. It says where a range is; an engine reads or writes it there.
 
+mod allowed;
 mod bytes;
 mod chain;
 mod format;
-mod gate;
 mod qcow2;
 mod storage;
 
+pub use allowed::{AllowedDirectories, AllowedError};
 pub use chain::{
-    Chain, ChainError, ChainOptions, Compressed, FileIndex, LayerFormat, Missing, OpenFiles, Place,
-    Role, Top, WritePlace,
+    Chain, ChainError, ChainOptions, Compressed, FileIndex, FileRole, LayerFormat, MissingMetadata,
+    OpenFiles, ReadLocation, TopFile, WriteLocation,
 };
 pub use format::{Format, UnknownFormat};
-pub use gate::{Gate, GateError};
 pub use qcow2::check::check;
 pub use qcow2::{
     Allocation, CheckReport, Compression, Damage, Fill, HeaderError, ImageError, JournalEvent,
-    JournalOf, JournalPlace, OpenOptions, Pin, Pins, Prepared, Progress, Qcow2, Qcow2Error,
-    ThreadPins, Waiting, ZeroStep, Zeroing, journal_of,
+    JournalFile, JournalOwner, OpenOptions, PendingWrite, Pin, Pins, Prepared, Progress, Qcow2,
+    Qcow2Error, ThreadPins, ZeroMode, ZeroStep, journal_owner,
 };
 pub use storage::{PlainFile, Storage};
 
@@ -44,8 +44,8 @@ pub enum Image {
 pub enum Extent {
     /// In the file, contiguous from this offset.
     File(FileOffset),
-    /// In pieces; the [`Chain`] maps them.
-    Pieces,
+    /// In several places; the [`Chain`] maps them.
+    Mapped,
     /// Nowhere: there is nothing to do.
     Nowhere,
 }
@@ -56,7 +56,7 @@ impl Image {
     pub fn map(&self, at: DiskOffset) -> Extent {
         match self {
             Self::Raw => Extent::File(FileOffset(at.0)),
-            Self::Chain(_) => Extent::Pieces,
+            Self::Chain(_) => Extent::Mapped,
             Self::Null => Extent::Nowhere,
         }
     }

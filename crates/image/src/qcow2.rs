@@ -49,11 +49,11 @@ pub use check::CheckReport;
 pub use compressed::Compression;
 pub use error::{Damage, ImageError};
 pub use header::HeaderError;
-pub use journal::{JournalEvent, JournalOf, JournalPlace, journal_of};
+pub use journal::{JournalEvent, JournalFile, JournalOwner, journal_owner};
 pub use open::{OpenOptions, Progress, Qcow2Error};
 pub use pins::{Pin, Pins, ThreadPins};
-pub use write::{Allocation, Fill, Prepared, Waiting};
-pub use zero::{ZeroStep, Zeroing};
+pub use write::{Allocation, Fill, PendingWrite, Prepared};
+pub use zero::{ZeroMode, ZeroStep};
 
 pub(crate) use map::{Load, Mapping, WriteMapping};
 pub(crate) use open::read_header;
@@ -83,7 +83,7 @@ pub struct Qcow2 {
     l1: L1,
     cache: Cache,
     pins: Pins,
-    state: Mutex<State>,
+    state: Mutex<ImageState>,
     /// Signalled when loading a slice has succeeded or failed.
     loaded: Condvar,
     flushing: Mutex<flush::Flushed>,
@@ -112,7 +112,7 @@ pub struct Qcow2 {
 type OnDamage = Box<dyn Fn(&Damage) + Send + Sync>;
 
 /// The mutable state, except the parts that lookups read without a lock.
-struct State {
+struct ImageState {
     header: Header,
     /// The first bytes of the file.
     header_block: Vec<u8>,
@@ -145,7 +145,7 @@ struct State {
     deferred_frees: Vec<(Mark, Vec<Run>)>,
 }
 
-impl State {
+impl ImageState {
     /// Whether a flush has nothing to write.
     fn is_clean(&self) -> bool {
         self.dirty_l2.is_empty() && self.dirty_l1.is_empty() && self.refcounts.dirty_bytes() == 0
@@ -177,7 +177,7 @@ impl Qcow2 {
     }
 
     /// Whether the image has no L2 tables: everything is in its backing file.
-    pub(crate) fn is_bare(&self) -> bool {
+    pub(crate) fn is_unwritten(&self) -> bool {
         (0..self.l1.entries()).all(|table| self.l1.get(L1Index::new(table)) == 0)
     }
 
@@ -221,7 +221,7 @@ impl Qcow2 {
         self.backing_size.store(size, SeqCst);
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, ImageState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -235,7 +235,7 @@ impl Qcow2 {
 
     /// Stops all writing if the error says that the image is damaged, and sets the corrupt bit in the
     /// file. The bit is best effort: nothing more is written either way.
-    fn report(&self, state: &mut State, error: ImageError) -> ImageError {
+    fn report(&self, state: &mut ImageState, error: ImageError) -> ImageError {
         if let ImageError::Damaged(damage) = &error
             && !self.read_only
             && self.damage.set(damage.clone()).is_ok()
@@ -251,7 +251,7 @@ impl Qcow2 {
     }
 
     /// Writes the header as it is in memory.
-    fn write_header(&self, state: &mut State) -> Result<(), ImageError> {
+    fn write_header(&self, state: &mut ImageState) -> Result<(), ImageError> {
         state.header.put(&mut state.header_block);
         self.file
             .write_at("writing the header", HostOffset::START, &state.header_block)

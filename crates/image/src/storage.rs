@@ -33,7 +33,7 @@ pub trait Storage: Send + Sync {
 
     /// Whether a failed [`flush`](Self::flush) drops the data that it could not write, as the page cache
     /// does: the next flush succeeds although that data is lost.
-    fn forgets(&self) -> bool;
+    fn loses_data_on_failed_flush(&self) -> bool;
 
     /// The size in bytes.
     ///
@@ -55,7 +55,7 @@ pub trait Storage: Send + Sync {
 
     /// The unit of writes in bytes, a power of two: a write whose offset and length are multiples of it
     /// changes no byte outside its range.
-    fn block(&self) -> u32;
+    fn block_size(&self) -> u32;
 }
 
 /// A file used through the page cache and never made durable: for journals and tests.
@@ -81,7 +81,7 @@ impl Storage for PlainFile {
         Ok(())
     }
 
-    fn forgets(&self) -> bool {
+    fn loses_data_on_failed_flush(&self) -> bool {
         false
     }
 
@@ -98,7 +98,7 @@ impl Storage for PlainFile {
         Ok(fallocate(&self.0, flags, at.0, len)?)
     }
 
-    fn block(&self) -> u32 {
+    fn block_size(&self) -> u32 {
         1
     }
 }

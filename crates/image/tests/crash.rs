@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use crate::support::memory::{Event, Memory, Replay, What};
 use crate::support::{Disk, HostFiles, READ, WRITE};
-use image::{Gate, LayerFormat, OpenFiles, Role, Storage, Zeroing, check};
+use image::{AllowedDirectories, FileRole, LayerFormat, OpenFiles, Storage, ZeroMode, check};
 use testkit::faulty::{Random, seeds};
 use testkit::images as variants;
 use testkit::qemu_img as qemu;
@@ -98,20 +98,20 @@ struct Story {
 
 /// The image, and its data file if it has one.
 fn open(memory: &[Memory], directory: &Path, how: support::How) -> Disk {
-    let gate = Gate::beside(&directory.join("x")).unwrap();
+    let allowed = AllowedDirectories::of_image(&directory.join("x")).unwrap();
     let path = directory.join("disk.qcow2");
     let storage = Arc::new(memory[0].clone());
     let mut data = DataFile(memory.get(1));
-    Disk::with_files(storage, &path, LayerFormat::Qcow2, &gate, how, &mut data).unwrap()
+    Disk::with_files(storage, &path, LayerFormat::Qcow2, &allowed, how, &mut data).unwrap()
 }
 
 /// Opens all but the data file as it is.
 struct DataFile<'a>(Option<&'a Memory>);
 
 impl OpenFiles for DataFile<'_> {
-    fn open(&mut self, file: OwnedFd, path: &Path, role: Role) -> io::Result<Arc<dyn Storage>> {
+    fn open(&mut self, file: OwnedFd, path: &Path, role: FileRole) -> io::Result<Arc<dyn Storage>> {
         match (role, self.0) {
-            (Role::Data { .. }, Some(data)) => Ok(Arc::new(data.clone())),
+            (FileRole::Data { .. }, Some(data)) => Ok(Arc::new(data.clone())),
             _ => HostFiles.open(file, path, role),
         }
     }
@@ -175,9 +175,9 @@ fn story(name: &'static str, grows: bool, seed: u64, directory: &Path, trouble: 
         let done = match kind {
             0 => {
                 let unmap = random.one_in(2);
-                disk.zero(at, len, Zeroing::Zeroes { unmap })
+                disk.zero(at, len, ZeroMode::Zeroes { unmap })
             }
-            1 => disk.zero(at, len, Zeroing::Discard),
+            1 => disk.zero(at, len, ZeroMode::Discard),
             _ => disk.write(at, &pattern(to, len)),
         };
         let only = ended(done) && !discard;
@@ -186,7 +186,7 @@ fn story(name: &'static str, grows: bool, seed: u64, directory: &Path, trouble: 
     memory.fail_in(0);
     let closed = disk.chain.close();
     match memory.has_forgotten() {
-        true => assert!(closed.unwrap_err().is_lasting()),
+        true => assert!(closed.unwrap_err().is_permanent()),
         // What could not be written is written now, unless it had to be given up.
         false => assert!(closed.is_ok() || disk.chain.damage().is_some()),
     }

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use crate::support::{Disk, READ, WRITE};
-use image::Zeroing;
+use image::ZeroMode;
 use testkit::faulty::Random;
 use testkit::images as variants;
 use testkit::qemu_img as qemu;
@@ -61,11 +61,11 @@ fn every_kind_is_sound_after_writes() {
                 match random.below(8) {
                     0 => {
                         let unmap = random.one_in(2);
-                        disk.zero(at, len, Zeroing::Zeroes { unmap }).unwrap();
+                        disk.zero(at, len, ZeroMode::Zeroes { unmap }).unwrap();
                         want[range].fill(0);
                     }
                     1 => {
-                        disk.zero(at, len, Zeroing::Discard).unwrap();
+                        disk.zero(at, len, ZeroMode::Discard).unwrap();
                         // Zeroes or as before.
                         disk.read(at, &mut want[range]).unwrap();
                     }
@@ -122,7 +122,7 @@ fn snapshots_keep_what_they_had() {
         for _ in 0..200 {
             let (at, len) = random.range(size, 4096);
             match random.below(3) {
-                0 => disk.zero(at, len, Zeroing::Discard).unwrap(),
+                0 => disk.zero(at, len, ZeroMode::Discard).unwrap(),
                 _ => disk.write(at, &vec![0xee; len as usize]).unwrap(),
             }
         }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::support::memory::Memory;
 use crate::support::{Disk, How, WRITE};
-use image::{Gate, LayerFormat, Zeroing, check};
+use image::{AllowedDirectories, LayerFormat, ZeroMode, check};
 use testkit::faulty::{Random, seeds};
 use testkit::images as variants;
 use testkit::qemu_img as qemu;
@@ -18,10 +18,10 @@ const TIGHT: How = How {
 };
 
 fn open(memory: &Memory, directory: &std::path::Path, how: How) -> Disk {
-    let gate = Gate::beside(&directory.join("x")).unwrap();
+    let allowed = AllowedDirectories::of_image(&directory.join("x")).unwrap();
     let path = directory.join("disk.qcow2");
     let storage = Arc::new(memory.clone());
-    Disk::with(storage, &path, LayerFormat::Qcow2, &gate, how).unwrap()
+    Disk::with(storage, &path, LayerFormat::Qcow2, &allowed, how).unwrap()
 }
 
 #[test]
@@ -103,7 +103,7 @@ fn work(disk: &Disk, start: &[u8], thread: u64, threads: u64, seed: u64) -> Vec<
             }
             1 => {
                 let unmap = random.one_in(2);
-                disk.zero(at, len, Zeroing::Zeroes { unmap }).unwrap();
+                disk.zero(at, len, ZeroMode::Zeroes { unmap }).unwrap();
                 want[range].fill(0);
             }
             _ => {
@@ -146,7 +146,10 @@ fn a_failing_file_costs_no_more_than_what_failed() {
                 let byte = (1 + number % 250) as u8;
                 let (done, becomes) = match random.below(5) {
                     0 => (disk.flush(), None),
-                    1 => (disk.zero(at, len, Zeroing::Zeroes { unmap: true }), Some(0)),
+                    1 => (
+                        disk.zero(at, len, ZeroMode::Zeroes { unmap: true }),
+                        Some(0),
+                    ),
                     _ => (disk.write(at, &vec![byte; len as usize]), Some(byte)),
                 };
                 memory.fail_in(0);
@@ -194,18 +197,18 @@ fn what_was_looked_up_is_not_reused() {
     disk.flush().unwrap();
     let pins = disk.chain.pins();
     let pin = pins.pin(3);
-    let image::Place::Data { at, .. } = disk.chain.map(&pin, 0, 4096) else {
+    let image::ReadLocation::Data { at, .. } = disk.chain.map(&pin, 0, 4096) else {
         panic!("data");
     };
     // A read is on its way, while the cluster is given up, and others are taken.
-    disk.zero(0, 4096, Zeroing::Discard).unwrap();
+    disk.zero(0, 4096, ZeroMode::Discard).unwrap();
     let taken = |n: u64| {
         disk.write(n * 4096, &[2; 4096]).unwrap();
         disk.chain.flush().unwrap();
         let pin = pins.pin(0);
         let place = disk.chain.map(&pin, n * 4096, 4096);
         pins.unpin(pin);
-        matches!(place, image::Place::Data { at: found, .. } if found == at)
+        matches!(place, image::ReadLocation::Data { at: found, .. } if found == at)
     };
     assert!((1..20).all(|n| !taken(n)));
     pins.unpin(pin);
@@ -235,11 +238,11 @@ fn two_writes_to_one_new_cluster_take_one_cluster() {
         panic!("wait");
     };
     // Given up, not zeroed: that waits as well.
-    let zeroed = disk.chain.zero_step(0, 1 << 20, Zeroing::Discard).unwrap();
+    let zeroed = disk.chain.zero_step(0, 1 << 20, ZeroMode::Discard).unwrap();
     assert_eq!(zeroed, image::ZeroStep::Done(65536));
     let zeroed = disk
         .chain
-        .zero_step(65536, 65536, Zeroing::Discard)
+        .zero_step(65536, 65536, ZeroMode::Discard)
         .unwrap();
     assert_eq!(zeroed, image::ZeroStep::Wait(waiting));
     let image = disk.chain.image().unwrap();

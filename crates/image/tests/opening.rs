@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, Ordering::SeqCst};
 
 use crate::support::{Disk, How, READ, WRITE};
 use block::FileOffset;
-use image::{Gate, LayerFormat, PlainFile, Storage, Zeroing};
+use image::{AllowedDirectories, LayerFormat, PlainFile, Storage, ZeroMode};
 use testkit::qemu_img as qemu;
 
 fn patch(path: &Path, at: u64, bytes: &[u8]) {
@@ -219,7 +219,8 @@ fn bitmaps_are_marked_or_cleared_but_never_damaged() {
     patch(&file, 88, &0xf1_u64.to_be_bytes());
     let disk = Disk::open(&file, WRITE).unwrap();
     assert_eq!(number(&file, 88), 0xf1);
-    disk.zero(0, 512, Zeroing::Zeroes { unmap: false }).unwrap();
+    disk.zero(0, 512, ZeroMode::Zeroes { unmap: false })
+        .unwrap();
     disk.write(0, &[2; 512]).unwrap();
     assert_eq!(number(&file, 88), 1);
     disk.chain.close().unwrap();
@@ -376,7 +377,7 @@ fn full_clusters_copy_nothing_and_the_file_grows_in_large_steps() {
     let chain = &disk.chain;
     let prepare = |at: u64, len: u64| {
         let pin = chain.pins().pin(0);
-        while let image::WritePlace::Load(missing) = chain.map_write(&pin, at, len) {
+        while let image::WriteLocation::Load(missing) = chain.map_write(&pin, at, len) {
             chain.load(missing).unwrap();
         }
         chain.pins().unpin(pin);
@@ -429,7 +430,7 @@ impl Storage for Counted {
         self.0.flush()
     }
 
-    fn forgets(&self) -> bool {
+    fn loses_data_on_failed_flush(&self) -> bool {
         false
     }
 
@@ -448,7 +449,7 @@ impl Storage for Counted {
         self.0.punch(at, len)
     }
 
-    fn block(&self) -> u32 {
+    fn block_size(&self) -> u32 {
         512
     }
 }
@@ -472,13 +473,13 @@ fn what_must_not_block_does_nothing_to_the_file() {
         let file = fs::File::options().read(true).write(true).open(&path);
         let count = Arc::new(AtomicU64::new(0));
         let storage = Arc::new(Counted(PlainFile(file.unwrap()), count.clone()));
-        let gate = Gate::beside(&path).unwrap();
-        let disk = Disk::with(storage, &path, LayerFormat::Qcow2, &gate, WRITE).unwrap();
+        let allowed = AllowedDirectories::of_image(&path).unwrap();
+        let disk = Disk::with(storage, &path, LayerFormat::Qcow2, &allowed, WRITE).unwrap();
         let chain = &disk.chain;
         let (mut at_once, mut otherwise) = (0, 0);
         for at in (0..64 << 20).step_by(4096) {
             let pin = chain.pins().pin(0);
-            while let image::WritePlace::Load(missing) = chain.map_write(&pin, at, 4096) {
+            while let image::WriteLocation::Load(missing) = chain.map_write(&pin, at, 4096) {
                 chain.load(missing).unwrap();
             }
             let before = count.load(SeqCst);
@@ -517,11 +518,11 @@ fn a_raw_disk_is_a_chain_of_one() {
         .write(true)
         .open(&path)
         .unwrap();
-    let gate = Gate::new::<&str>([]).unwrap();
+    let allowed = AllowedDirectories::new::<&str>([]).unwrap();
     let storage = Arc::new(PlainFile(file));
-    let disk = Disk::with(storage, &path, LayerFormat::Raw, &gate, WRITE).unwrap();
+    let disk = Disk::with(storage, &path, LayerFormat::Raw, &allowed, WRITE).unwrap();
     disk.write(512, &[2; 512]).unwrap();
-    disk.zero(1024, 512, Zeroing::Zeroes { unmap: true })
+    disk.zero(1024, 512, ZeroMode::Zeroes { unmap: true })
         .unwrap();
     disk.grow(16384).unwrap();
     let content = disk.content().unwrap();
@@ -549,9 +550,9 @@ fn data_files_give_their_space_back() {
         let data = directory.join("data");
         let allocated = || std::fs::metadata(&data).unwrap().blocks() * 512;
         for why in [
-            Zeroing::Discard,
-            Zeroing::Zeroes { unmap: true },
-            Zeroing::Zeroes { unmap: false },
+            ZeroMode::Discard,
+            ZeroMode::Zeroes { unmap: true },
+            ZeroMode::Zeroes { unmap: false },
         ] {
             let place = format!("{options} {why:?}");
             let disk = Disk::open(&file, WRITE).unwrap();
@@ -568,11 +569,11 @@ fn data_files_give_their_space_back() {
             // What is left of the first and the last cluster may be as before, if it was discarded.
             let parts = |at: usize| !(589_824..2_621_440).contains(&at);
             let is_right = |at: usize| {
-                got[at] == want[at] || why == Zeroing::Discard && got[at] == 7 && parts(at)
+                got[at] == want[at] || why == ZeroMode::Discard && got[at] == 7 && parts(at)
             };
             assert!((0..got.len()).all(is_right), "{place}");
             match why {
-                Zeroing::Zeroes { unmap: false } => assert_eq!(given_back, 0, "{place}"),
+                ZeroMode::Zeroes { unmap: false } => assert_eq!(given_back, 0, "{place}"),
                 _ => assert!(given_back >= 1 << 20, "{place}: {given_back}"),
             }
             disk.chain.close().unwrap();

@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use crate::support::memory::Memory;
 use crate::support::{Disk, HostFiles, READ, WRITE};
-use image::{Gate, LayerFormat, Pin, Place, Prepared, WritePlace, Zeroing, check};
+use image::{
+    AllowedDirectories, LayerFormat, Pin, Prepared, ReadLocation, WriteLocation, ZeroMode, check,
+};
 use testkit::qemu_img as qemu;
 
 /// An image with these options, and its file.
@@ -19,10 +21,18 @@ fn made(options: &str, size: &str) -> (Disk, Memory) {
 }
 
 fn open(memory: &Memory) -> Disk {
-    let gate = Gate::new::<&str>([]).unwrap();
+    let allowed = AllowedDirectories::new::<&str>([]).unwrap();
     let (path, format) = (Path::new("/disk.qcow2"), LayerFormat::Qcow2);
     let storage = Arc::new(memory.clone());
-    Disk::with_journal(storage, path, format, &gate, WRITE, (&mut HostFiles, None)).unwrap()
+    Disk::with_journal(
+        storage,
+        path,
+        format,
+        &allowed,
+        WRITE,
+        (&mut HostFiles, None),
+    )
+    .unwrap()
 }
 
 /// Does something as one request.
@@ -64,7 +74,7 @@ fn what_is_written_in_place_is_not_copied_over() {
                 .unwrap();
         }
         let place = request(&disk, |pin| disk.chain.map_write(pin, base + at, len));
-        assert!(matches!(place, WritePlace::Allocate { .. }), "{place:?}");
+        assert!(matches!(place, WriteLocation::Allocate { .. }), "{place:?}");
         disk.write(base + other, &[3; 512]).unwrap();
         let prepared = disk.chain.prepare_write(base + at, len).unwrap();
         // It was told where to write before what is beside it is read and put there, and writes after that.
@@ -110,12 +120,12 @@ fn a_write_behind_the_end_of_the_file_ends() {
     let place = request(&open(&memory), |pin| {
         let disk = open(&memory);
         let whole = len as u64;
-        while let Place::Load(missing) = disk.chain.map(pin, 0, whole) {
+        while let ReadLocation::Load(missing) = disk.chain.map(pin, 0, whole) {
             disk.chain.load(missing).unwrap();
         }
         disk.chain.map(pin, 0, whole)
     });
-    let Place::Data { at, len: run, .. } = place else {
+    let ReadLocation::Data { at, len: run, .. } = place else {
         panic!("{place:?}");
     };
     assert_eq!(run, len as u64);
@@ -133,17 +143,17 @@ fn a_write_behind_the_end_of_the_file_ends() {
             }
             let rest = len as u64 - done;
             match request(&disk, |pin| disk.chain.map_write(pin, done, rest)) {
-                WritePlace::Load(missing) => disk.chain.load(missing).unwrap(),
-                WritePlace::InPlace { at, len, .. } => {
+                WriteLocation::Load(missing) => disk.chain.load(missing).unwrap(),
+                WriteLocation::InPlace { at, len, .. } => {
                     let bytes = vec![7; len as usize];
                     disk.chain.write_file(at, &bytes).unwrap();
                     done += len;
                 }
-                WritePlace::Allocate { len } => {
+                WriteLocation::Allocate { len } => {
                     let prepared = disk.chain.prepare_write(done, len).unwrap();
                     assert!(matches!(prepared, Prepared::Mapped), "{prepared:?}");
                 }
-                WritePlace::Damaged { .. } => panic!("it is sound"),
+                WriteLocation::Damaged { .. } => panic!("it is sound"),
             }
         }
         assert_eq!(done, len as u64, "it goes on for ever");
@@ -161,15 +171,16 @@ fn a_look_up_is_bounded() {
     let size = disk.chain.size();
     // All of its tables are there, and in memory.
     disk.write(0, &vec![1; size as usize]).unwrap();
-    disk.zero(0, size, Zeroing::Zeroes { unmap: true }).unwrap();
+    disk.zero(0, size, ZeroMode::Zeroes { unmap: true })
+        .unwrap();
     let (mut at, mut most) = (0, 0);
     while at < size {
         match request(&disk, |pin| disk.chain.map(pin, at, size - at)) {
-            Place::Zero { len } => {
+            ReadLocation::Zero { len } => {
                 most = most.max(len);
                 at += len;
             }
-            Place::Load(missing) => disk.chain.load(missing).unwrap(),
+            ReadLocation::Load(missing) => disk.chain.load(missing).unwrap(),
             place => panic!("{place:?}"),
         }
     }
@@ -195,7 +206,7 @@ fn a_search_for_clusters_is_bounded() {
     let take = |at| request(&disk, |pin| disk.chain.try_prepare_write(pin, at, 512));
     let near = take(used).expect("it is the next one");
     disk.chain.abort(near);
-    disk.zero(0, 512, Zeroing::Discard).unwrap();
+    disk.zero(0, 512, ZeroMode::Discard).unwrap();
     disk.flush().unwrap();
     disk.flush().unwrap();
     disk.write(0, &[2; 512]).unwrap();
@@ -226,7 +237,7 @@ fn small_refcount_blocks_in_a_large_file() {
     qemu::img(directory, create);
     let disk = Disk::open(&directory.join("disk.qcow2"), WRITE).unwrap();
     disk.write(0, &vec![1; 11 << 20]).unwrap();
-    disk.zero(0, 512, Zeroing::Discard).unwrap();
+    disk.zero(0, 512, ZeroMode::Discard).unwrap();
     disk.flush().unwrap();
     disk.flush().unwrap();
     disk.write(0, &[2; 512]).unwrap();
@@ -273,11 +284,11 @@ fn a_refcount_block_counts_once() {
     let mut bytes = memory.bytes();
     let table = u64::from_be_bytes(bytes[48..56].try_into().unwrap()) as usize;
     bytes.copy_within(table..table + 8, table + 8);
-    let gate = Gate::new::<&str>([]).unwrap();
+    let allowed = AllowedDirectories::new::<&str>([]).unwrap();
     let (path, format) = (Path::new("/disk.qcow2"), LayerFormat::Qcow2);
     let open = |how| {
         let storage = Arc::new(Memory::new(bytes.clone()));
-        Disk::with(storage, path, format, &gate, how)
+        Disk::with(storage, path, format, &allowed, how)
     };
     let refused = open(WRITE).err().unwrap().to_string();
     assert!(refused.contains("more than once"), "{refused}");

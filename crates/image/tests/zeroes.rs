@@ -3,7 +3,7 @@
 use std::fs;
 
 use crate::support::{Disk, WRITE};
-use image::Zeroing;
+use image::ZeroMode;
 use testkit::faulty::Random;
 use testkit::qemu_img as qemu;
 
@@ -29,8 +29,8 @@ impl Step {
     fn run(&self, disk: &Disk) {
         let done = match *self {
             Step::Write(at, len) => disk.write(at, &vec![7; len as usize]),
-            Step::Zero(at, len, unmap) => disk.zero(at, len, Zeroing::Zeroes { unmap }),
-            Step::Discard(at, len) => disk.zero(at, len, Zeroing::Discard),
+            Step::Zero(at, len, unmap) => disk.zero(at, len, ZeroMode::Zeroes { unmap }),
+            Step::Discard(at, len) => disk.zero(at, len, ZeroMode::Discard),
         };
         done.unwrap();
     }

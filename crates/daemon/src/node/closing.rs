@@ -18,9 +18,9 @@ impl Node {
         let _turn = self.turn();
         let image = self.content().image.clone();
         match image {
-            Some(Image::Chain(chain)) => {
-                chain.settle().map_err(|e| io::Error::other(e.to_string()))
-            }
+            Some(Image::Chain(chain)) => chain
+                .flush_for_handover()
+                .map_err(|e| io::Error::other(e.to_string())),
             _ => Ok(()),
         }
     }
@@ -98,10 +98,10 @@ impl Node {
     pub fn journal_of_all(&self, error: &io::Error) -> Option<PathBuf> {
         let error = error.get_ref()?.downcast_ref::<ImageError>()?;
         // Another error may have cost data.
-        let is_space = !error.is_lasting() && block::is_no_space(error.errno());
+        let is_space = !error.is_permanent() && block::is_no_space(error.errno());
         let content = self.content();
         let image = content.image.as_ref()?.chain()?.image()?;
-        match is_space && image.is_kept() {
+        match is_space && image.is_journaled() {
             true => content.journal.clone(),
             false => None,
         }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use engine::DiskFile;
-use image::{JournalEvent, JournalOf, JournalPlace, PlainFile, journal_of};
+use image::{JournalEvent, JournalFile, JournalOwner, PlainFile, journal_owner};
 use thiserror::Error;
 use tracing::{error, info, warn};
 
@@ -79,7 +79,7 @@ impl Journals {
         &self,
         disk: &str,
         file: &Arc<DiskFile>,
-    ) -> Result<Option<(JournalPlace, PathBuf)>, JournalError> {
+    ) -> Result<Option<(JournalFile, PathBuf)>, JournalError> {
         let place = Identity::of(file).and_then(|identity| {
             if let Some(path) = self.another_users(disk, file, &identity) {
                 return Ok(Err(JournalError::AnotherUsers(path)));
@@ -118,7 +118,7 @@ impl Journals {
             let path = self.directory.join(&identity.file_name);
             match journal_at(&path, &identity, file) {
                 // What is wrong with it is reported when the image is opened for writing.
-                Some(JournalOf::ThisImage | JournalOf::Unreadable) => Some(path),
+                Some(JournalOwner::ThisImage | JournalOwner::Unreadable) => Some(path),
                 _ => self.another_users(disk, file, &identity),
             }
         });
@@ -155,7 +155,7 @@ impl Journals {
             .map(|directory| directory.join(&identity.file_name));
         paths.find(|path| {
             let found = journal_at(path, identity, file);
-            let is_its = found == Some(JournalOf::ThisImage);
+            let is_its = found == Some(JournalOwner::ThisImage);
             if found.is_some() && !is_its {
                 warn!(
                     "disk {disk}: {} has the name of this image's journal, but is not that of this image, as far as can be \
@@ -167,7 +167,7 @@ impl Journals {
         })
     }
 
-    fn try_place(&self, disk: &str, identity: &Identity, path: &Path) -> io::Result<JournalPlace> {
+    fn try_place(&self, disk: &str, identity: &Identity, path: &Path) -> io::Result<JournalFile> {
         if let Some(problem) = &self.problem {
             return Err(io::Error::other(problem.as_str()));
         }
@@ -223,16 +223,16 @@ impl Journals {
                  before it completes, which is slow"
             ),
         };
-        Ok(JournalPlace {
+        Ok(JournalFile {
             storage: Arc::new(PlainFile(storage)),
             identity: identity.bytes,
-            tell: Box::new(tell),
+            on_event: Box::new(tell),
         })
     }
 }
 
 /// Whose journal is at a path, if it is this image's or another's; `None` if nothing can be opened there.
-fn journal_at(path: &Path, identity: &Identity, file: &Arc<DiskFile>) -> Option<JournalOf> {
+fn journal_at(path: &Path, identity: &Identity, file: &Arc<DiskFile>) -> Option<JournalOwner> {
     let journal = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
@@ -242,7 +242,7 @@ fn journal_at(path: &Path, identity: &Identity, file: &Arc<DiskFile>) -> Option<
         flushes: false,
     };
     let journal = PlainFile(journal.ok()?);
-    Some(journal_of(&journal, &identity.bytes, &image))
+    Some(journal_owner(&journal, &identity.bytes, &image))
 }
 
 /// Which image a journal is of, since the host was started.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use block::Backing;
 use engine::{DiskFile, Identity, Locking, Support, choose};
-use image::{Chain, Format, Image, LayerFormat, Top};
+use image::{Chain, Format, Image, LayerFormat, TopFile};
 use tracing::warn;
 
 use super::{Node, NodeError, format_of};
@@ -155,13 +155,16 @@ impl Node {
 fn names_of(file: Arc<DiskFile>, path: &Path, places: &Places) -> Result<Vec<Identity>, NodeError> {
     let allow = |e| NodeError::Allow(path.display().to_string(), e);
     let flushes = false;
-    let top = Top {
+    let top = TopFile {
         storage: Arc::new(FileStorage { file, flushes }),
         path: &std::path::absolute(path).map_err(allow)?,
         format: LayerFormat::Qcow2,
     };
-    let gate = places.allow_backing.gate(path).map_err(allow)?;
-    let named = Chain::names(top, &gate)?.into_iter();
+    let directories = places
+        .allow_backing
+        .allowed_directories(path)
+        .map_err(allow)?;
+    let named = Chain::referenced_files(top, &directories)?.into_iter();
     let named = named.map(|(device, inode)| Identity { device, inode });
     Ok(named.collect())
 }

@@ -57,7 +57,7 @@ impl Node {
         let same = |below| chain.is_raw(below) == (before.format == Format::Raw);
         let why = match below {
             Some(below) if !same(below) => "takes what the disk is on for something else",
-            Some(below) if !chain.is_bare_above(below) => "has been written to",
+            Some(below) if !chain.is_unwritten_above(below) => "has been written to",
             Some(_) => "",
             None => "builds on a part of what the disk is on",
         };

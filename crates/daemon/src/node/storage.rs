@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 
 use block::{Backing, CacheMode, FileOffset};
 use engine::{DiskFile, Identity, Locking, OpenError};
-use image::{Gate, OpenFiles, Role, Storage};
+use image::{AllowedDirectories, FileRole, OpenFiles, Storage};
 use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 use rustix::io::{Errno, pread, pwrite};
 use tracing::warn;
@@ -42,7 +42,7 @@ impl AllowBacking {
     /// Warns of directories that no image could be opened with.
     pub fn look(&self) {
         if let Self::In(directories) = self
-            && let Err(e) = Gate::new(directories)
+            && let Err(e) = AllowedDirectories::new(directories)
         {
             warn!("--allow-backing: {e}; as long as it is not there, no qcow2 image is opened");
         }
@@ -52,10 +52,10 @@ impl AllowBacking {
     ///
     /// # Errors
     /// One of the directories cannot be opened.
-    pub fn gate(&self, image: &Path) -> io::Result<Gate> {
+    pub fn allowed_directories(&self, image: &Path) -> io::Result<AllowedDirectories> {
         match self {
-            Self::Beside => Gate::beside(&std::path::absolute(image)?),
-            Self::In(directories) => Gate::new(directories).map_err(|e| {
+            Self::Beside => AllowedDirectories::of_image(&std::path::absolute(image)?),
+            Self::In(directories) => AllowedDirectories::new(directories).map_err(|e| {
                 let text = format!("{e}; --allow-backing names directories that are there");
                 io::Error::new(e.kind(), text)
             }),
@@ -167,7 +167,7 @@ impl Storage for FileStorage {
         }
     }
 
-    fn forgets(&self) -> bool {
+    fn loses_data_on_failed_flush(&self) -> bool {
         self.flushes && self.file.is_cached()
     }
 
@@ -190,7 +190,7 @@ impl Storage for FileStorage {
         Ok(fallocate(&self.file, flags, at.0, len)?)
     }
 
-    fn block(&self) -> u32 {
+    fn block_size(&self) -> u32 {
         self.file.facts().logical_block
     }
 }
@@ -274,9 +274,9 @@ impl Opener<'_> {
 }
 
 impl OpenFiles for Opener<'_> {
-    fn open(&mut self, file: OwnedFd, path: &Path, role: Role) -> io::Result<Arc<dyn Storage>> {
-        let read_only = !matches!(role, Role::Data { write: true });
-        if role == (Role::Data { write: false }) && self.locking == Locking::Later {
+    fn open(&mut self, file: OwnedFd, path: &Path, role: FileRole) -> io::Result<Arc<dyn Storage>> {
+        let read_only = !matches!(role, FileRole::Data { write: true });
+        if role == (FileRole::Data { write: false }) && self.locking == Locking::Later {
             let e =
                 "a data file of its own cannot be shared with another host; leave out lock=running";
             return Err(io::Error::other(e));
@@ -322,7 +322,7 @@ mod tests {
                 let expected = &content[at..content.len().min(at + len)];
                 assert_eq!(&to[..n], expected, "{cache:?} {at} {len}");
             }
-            let block = storage.block() as usize;
+            let block = storage.block_size() as usize;
             storage
                 .write_at(FileOffset(block as u64), &vec![9; block])
                 .unwrap();

@@ -14,7 +14,8 @@ use std::time::Duration;
 use block::{Aio, Backing, DiskFacts, FileOffset};
 use datapath::{Disk, Options};
 use image::{
-    Chain, ChainOptions, Gate, Image, JournalPlace, LayerFormat, OpenFiles, Role, Storage, Top,
+    AllowedDirectories, Chain, ChainOptions, FileRole, Image, JournalFile, LayerFormat, OpenFiles,
+    Storage, TopFile,
 };
 use testkit::faulty::{MemoryDisk, Random};
 
@@ -129,7 +130,7 @@ impl Storage for Memory {
         fails(&self.trouble.broken, EIO)
     }
 
-    fn forgets(&self) -> bool {
+    fn loses_data_on_failed_flush(&self) -> bool {
         self.trouble.cached.load(Ordering::Relaxed)
     }
 
@@ -154,7 +155,7 @@ impl Storage for Memory {
         Ok(())
     }
 
-    fn block(&self) -> u32 {
+    fn block_size(&self) -> u32 {
         512
     }
 }
@@ -170,7 +171,7 @@ pub struct Files {
 }
 
 impl OpenFiles for Files {
-    fn open(&mut self, file: OwnedFd, path: &Path, _: Role) -> io::Result<Arc<dyn Storage>> {
+    fn open(&mut self, file: OwnedFd, path: &Path, _: FileRole) -> io::Result<Arc<dyn Storage>> {
         Ok(self.memory(file.into(), path)?)
     }
 }
@@ -203,14 +204,14 @@ impl Files {
     /// The chain of an image, and its files by their numbers there.
     pub fn chain(&mut self, path: &Path, cache: Option<u64>) -> (Chain, Vec<Arc<Memory>>) {
         let path = path.canonicalize().unwrap();
-        let gate = Gate::beside(&path).unwrap();
+        let allowed = AllowedDirectories::of_image(&path).unwrap();
         let is_new = !self.opened.contains_key(&path);
         let storage = self.memory(File::open(&path).unwrap(), &path).unwrap();
         if is_new {
             let size = storage.size().unwrap() + self.room;
             storage.disk().set_len(size as usize);
         }
-        let top = Top {
+        let top = TopFile {
             storage,
             path: &path,
             format: LayerFormat::Qcow2,
@@ -220,19 +221,19 @@ impl Files {
             allow_corrupt: false,
             l2_cache_bytes: cache,
             punch: true,
-            journal: self.journal.clone().map(|trouble| JournalPlace {
+            journal: self.journal.clone().map(|trouble| JournalFile {
                 storage: Arc::new(Memory {
                     bytes_max: u64::MAX,
                     disk: MemoryDisk::file(Vec::new()),
                     trouble,
                 }),
                 identity: [7; 32],
-                tell: Box::new(drop),
+                on_event: Box::new(drop),
             }),
             flush_changes: self.journal.is_some(),
             progress: &mut |_| ControlFlow::Continue(()),
         };
-        let chain = Chain::open(top, &gate, self, options).unwrap();
+        let chain = Chain::open(top, &allowed, self, options).unwrap();
         let memory = |storage: &Arc<dyn Storage>| {
             let mut all = self.opened.values();
             let same = all.find(|m| std::ptr::addr_eq(Arc::as_ptr(m), Arc::as_ptr(storage)));

@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use block::{Aio, Backing};
 use image::{
-    Chain, ChainOptions, Gate, Image, LayerFormat, OpenFiles, PlainFile, Prepared, Role, Storage,
-    Top, WritePlace,
+    AllowedDirectories, Chain, ChainOptions, FileRole, Image, LayerFormat, OpenFiles, PlainFile,
+    Prepared, Storage, TopFile, WriteLocation,
 };
 use tempfile::TempDir;
 use testkit::qemu_img as qemu;
@@ -51,7 +51,7 @@ impl Lying {
         let mut opener = Opener::default();
         let path = at.join(NAME);
         let file = File::options().read(true).write(true).open(&path).unwrap();
-        let top = Top {
+        let top = TopFile {
             storage: opener.keep(file),
             path: &path,
             format: LayerFormat::Qcow2,
@@ -65,8 +65,8 @@ impl Lying {
             flush_changes: false,
             progress: &mut |_| ControlFlow::Continue(()),
         };
-        let gate = Gate::beside(&path).unwrap();
-        let chain = Chain::open(top, &gate, &mut opener, options).unwrap();
+        let allowed = AllowedDirectories::of_image(&path).unwrap();
+        let chain = Chain::open(top, &allowed, &mut opener, options).unwrap();
         // In the order in which they were opened, which need not be that of their numbers.
         let files = chain.files().iter().map(|storage| {
             let same =
@@ -138,15 +138,15 @@ fn write(chain: &Chain, bytes: &[u8]) {
         let place = chain.map_write(&pin, at, rest.len() as u64);
         chain.pins().unpin(pin);
         done += match place {
-            WritePlace::Load(missing) => {
+            WriteLocation::Load(missing) => {
                 chain.load(missing).unwrap();
                 0
             }
-            WritePlace::InPlace { at, len, .. } => {
+            WriteLocation::InPlace { at, len, .. } => {
                 chain.write_file(at, &rest[..len as usize]).unwrap();
                 len as usize
             }
-            WritePlace::Allocate { len } => match chain.prepare_write(at, len).unwrap() {
+            WriteLocation::Allocate { len } => match chain.prepare_write(at, len).unwrap() {
                 Prepared::Allocated(allocation) => {
                     let allocation = chain.fill(allocation).unwrap();
                     let (to, len) = (allocation.to, allocation.len as usize);
@@ -157,7 +157,7 @@ fn write(chain: &Chain, bytes: &[u8]) {
                 Prepared::Mapped => 0,
                 Prepared::Wait(_) => panic!("nobody else writes"),
             },
-            WritePlace::Damaged { .. } => panic!("{:?}", chain.damage()),
+            WriteLocation::Damaged { .. } => panic!("{:?}", chain.damage()),
         };
     }
 }
@@ -174,7 +174,7 @@ impl Opener {
 }
 
 impl OpenFiles for Opener {
-    fn open(&mut self, file: OwnedFd, _: &Path, _: Role) -> io::Result<Arc<dyn Storage>> {
+    fn open(&mut self, file: OwnedFd, _: &Path, _: FileRole) -> io::Result<Arc<dyn Storage>> {
         Ok(self.keep(file.into()))
     }
 }

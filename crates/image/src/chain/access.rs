@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use block::FileOffset;
 
-use super::{Chain, Compressed, FileIndex, LayerImage, Place, WritePlace};
+use super::{Chain, Compressed, FileIndex, LayerImage, ReadLocation, WriteLocation};
 use crate::qcow2::{
-    Allocation, Damage, GuestOffset, ImageError, Mapping, Pin, Prepared, Qcow2, Waiting, ZeroStep,
-    Zeroing,
+    Allocation, Damage, GuestOffset, ImageError, Mapping, PendingWrite, Pin, Prepared, Qcow2,
+    ZeroMode, ZeroStep,
 };
 use crate::storage::Storage;
 
@@ -26,24 +26,24 @@ impl Chain {
         while done < to.len() {
             let (at, rest) = (at + done as u64, &mut to[done..]);
             let n = match self.map(pin, at, rest.len() as u64) {
-                Place::Load(missing) => {
+                ReadLocation::Load(missing) => {
                     self.load(missing)?;
                     0
                 }
-                Place::Data { file, at, len } => {
+                ReadLocation::Data { file, at, len } => {
                     self.read_file(file, at, &mut rest[..len as usize])?;
                     len
                 }
-                Place::Zero { len } => {
+                ReadLocation::Zero { len } => {
                     rest[..len as usize].fill(0);
                     len
                 }
-                Place::Compressed(compressed) => {
+                ReadLocation::Compressed(compressed) => {
                     let bytes = self.unpack(&compressed)?;
                     rest[..bytes.len()].copy_from_slice(&bytes);
                     compressed.len
                 }
-                Place::Damaged { .. } => {
+                ReadLocation::Damaged { .. } => {
                     let what = "a part of the disk is nowhere that could be; offset of the disk";
                     return Err(ImageError::Damaged(Damage { what, at }));
                 }
@@ -119,8 +119,8 @@ impl Chain {
         &self,
         at: u64,
         len: u64,
-        why: Zeroing,
-    ) -> Result<(u64, Option<Waiting>), ImageError> {
+        why: ZeroMode,
+    ) -> Result<(u64, Option<PendingWrite>), ImageError> {
         let mut done = 0;
         while done < len {
             let here = at + done;
@@ -128,7 +128,7 @@ impl Chain {
                 ZeroStep::Done(n) => Ok(n),
                 ZeroStep::File(n) if self.gives_back(here, n, why) => Ok(n),
                 // The range keeps its content.
-                ZeroStep::File(n) if why == Zeroing::Discard => Ok(n),
+                ZeroStep::File(n) if why == ZeroMode::Discard => Ok(n),
                 ZeroStep::File(n) => {
                     for skip in (0..n).step_by(ZEROES.len()) {
                         let part = (n - skip).min(ZEROES.len() as u64) as usize;
@@ -207,7 +207,7 @@ impl Chain {
         let growth = image.begin_growing(size)?;
         let mut new = growth.new.clone();
         while !new.is_empty() {
-            let why = Zeroing::Zeroes { unmap: true };
+            let why = ZeroMode::Zeroes { unmap: true };
             let (done, waiting) = self.zero(new.start.bytes(), new.end - new.start, why)?;
             new.start += done;
             if let Some(waiting) = waiting {
@@ -238,8 +238,8 @@ impl Chain {
 
     /// Frees the space of a range in the file, where it is at the same offset, if that is wanted and possible;
     /// returns whether it did.
-    fn gives_back(&self, at: u64, len: u64, why: Zeroing) -> bool {
-        let wanted = why != (Zeroing::Zeroes { unmap: false });
+    fn gives_back(&self, at: u64, len: u64, why: ZeroMode) -> bool {
+        let wanted = why != (ZeroMode::Zeroes { unmap: false });
         let punches = self.image().is_some_and(Qcow2::punches);
         let file = self.file(self.written_file());
         wanted && punches && file.punch(FileOffset(at), len).is_ok()
@@ -251,19 +251,19 @@ impl Chain {
         pin: &Pin,
         at: u64,
         len: u64,
-    ) -> Result<Result<u64, Waiting>, ImageError> {
+    ) -> Result<Result<u64, PendingWrite>, ImageError> {
         loop {
             let len = match self.map_write(pin, at, len) {
-                WritePlace::InPlace { at, len, .. } => {
+                WriteLocation::InPlace { at, len, .. } => {
                     self.write_file(at, &ZEROES[..len as usize])?;
                     return Ok(Ok(len));
                 }
-                WritePlace::Load(missing) => {
+                WriteLocation::Load(missing) => {
                     self.load(missing)?;
                     continue;
                 }
                 // Preparing a write to a damaged part returns the error that describes the damage.
-                WritePlace::Allocate { len } | WritePlace::Damaged { len } => len,
+                WriteLocation::Allocate { len } | WriteLocation::Damaged { len } => len,
             };
             match self.prepare_write(at, len)? {
                 Prepared::Mapped => {}

@@ -11,9 +11,9 @@ use std::sync::atomic::AtomicU64;
 use thiserror::Error;
 
 use super::{Chain, FileIndex, Layer, LayerImage};
-use crate::gate::{Gate, GateError, Identity, Passed};
+use crate::allowed::{AllowedDirectories, AllowedError, Identity, OpenedReference};
 use crate::qcow2::header::Header;
-use crate::qcow2::{JournalPlace, OpenOptions, Pins, Progress, Qcow2, Qcow2Error, read_header};
+use crate::qcow2::{JournalFile, OpenOptions, Pins, Progress, Qcow2, Qcow2Error, read_header};
 use crate::storage::{PlainFile, Storage};
 
 /// The most layers, as in QEMU's tests. A deeper chain is a mistake.
@@ -53,7 +53,7 @@ impl FromStr for LayerFormat {
 
 /// The role of a file in a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
+pub enum FileRole {
     /// A backing file, which is only read.
     Backing,
     /// A data file: it contains the guest's data of an image.
@@ -63,18 +63,18 @@ pub enum Role {
     },
 }
 
-/// Makes [`Storage`] of the files that a [`Gate`] admits, with locks and the cache mode of the disk.
+/// Makes [`Storage`] of the files that [`AllowedDirectories`] contain, with locks and the cache mode of the disk.
 pub trait OpenFiles {
     /// The storage for a file that is open as its role needs it. The descriptor is non-blocking. `path` is for
     /// messages.
     ///
     /// # Errors
     /// The file can't be used.
-    fn open(&mut self, file: OwnedFd, path: &Path, role: Role) -> io::Result<Arc<dyn Storage>>;
+    fn open(&mut self, file: OwnedFd, path: &Path, role: FileRole) -> io::Result<Arc<dyn Storage>>;
 }
 
 /// The file that the operator named.
-pub struct Top<'a> {
+pub struct TopFile<'a> {
     /// The open file.
     pub storage: Arc<dyn Storage>,
     /// The names in the file are relative to the directory of this path.
@@ -94,7 +94,7 @@ pub struct ChainOptions<'a> {
     /// As in [`OpenOptions`].
     pub punch: bool,
     /// The journal of the first image, as in [`OpenOptions`].
-    pub journal: Option<JournalPlace>,
+    pub journal: Option<JournalFile>,
     /// As in [`OpenOptions`].
     pub flush_changes: bool,
     /// As in [`OpenOptions`].
@@ -111,7 +111,7 @@ pub struct ChainError {
 
 impl ChainError {
     /// Whether the error is about the journal of the first image.
-    pub fn is_of_journal(&self) -> bool {
+    pub fn is_journal_error(&self) -> bool {
         let LayerError::Image(error) = &self.source else {
             return false;
         };
@@ -119,7 +119,7 @@ impl ChainError {
     }
 
     /// The error of [`OpenFiles`], if a file that an image names could not be used.
-    pub fn of_file(&self) -> Option<&io::Error> {
+    pub fn file_error(&self) -> Option<&io::Error> {
         match &self.source {
             LayerError::Io(error) => Some(error),
             _ => None,
@@ -132,14 +132,14 @@ enum LayerError {
     #[error(transparent)]
     Image(#[from] Qcow2Error),
     #[error(transparent)]
-    Gate(#[from] GateError),
+    Reference(#[from] AllowedError),
     #[error(transparent)]
     Io(#[from] io::Error),
     #[error(
         "it does not say which format its backing file '{0}' has, and the content is not to be \
         trusted; 'qemu-img rebase -u -F FORMAT -b {0}' writes it down, with raw or qcow2 for FORMAT"
     )]
-    FormatUnsaid(String),
+    FormatMissing(String),
     #[error("its backing file '{0}': {1}; 'qemu-img convert' makes one of the other")]
     Format(String, String),
     #[error("it is its own backing file, by way of others; 'qemu-img rebase' changes that")]
@@ -159,15 +159,15 @@ enum LayerError {
 }
 
 impl Chain {
-    /// Opens a disk: the file that the operator named, and all files that its images name, if the gate admits them.
+    /// Opens a disk: the file that the operator named, and all files that its images name, if they are in the allowed directories.
     /// Memory and time are bounded whatever the files contain. An exception is an image that must be repaired;
     /// `progress` can stop the repair.
     ///
     /// # Errors
     /// One of the files can't be used; the message says which, why, and what to do.
     pub fn open<'a>(
-        top: Top<'_>,
-        gate: &'a Gate,
+        top: TopFile<'_>,
+        allowed: &'a AllowedDirectories,
         files: &'a mut dyn OpenFiles,
         options: ChainOptions<'a>,
     ) -> Result<Self, ChainError> {
@@ -176,8 +176,8 @@ impl Chain {
         let seen = rustix::fs::stat(&path).ok();
         let seen = seen.map(|stat| (stat.st_dev, stat.st_ino));
         let mut opening = Opening {
-            named: Named {
-                gate,
+            references: References {
+                allowed,
                 seen: seen.into_iter().collect(),
             },
             files,
@@ -212,9 +212,12 @@ impl Chain {
     ///
     /// # Errors
     /// As of [`open`](Self::open), as far as names and formats are concerned.
-    pub fn names(top: Top<'_>, gate: &Gate) -> Result<Vec<(u64, u64)>, ChainError> {
-        let mut named = Named {
-            gate,
+    pub fn referenced_files(
+        top: TopFile<'_>,
+        allowed: &AllowedDirectories,
+    ) -> Result<Vec<(u64, u64)>, ChainError> {
+        let mut references = References {
+            allowed,
             seen: HashSet::new(),
         };
         let mut files = Vec::new();
@@ -225,11 +228,11 @@ impl Chain {
                 break;
             }
             depth += 1;
-            let mut layer = || -> Result<Next, LayerError> {
+            let mut layer = || -> Result<NextLayer, LayerError> {
                 let (header, _) = read_header(&*storage)?;
-                let data = named.data_file(&path, &header, false)?;
+                let data = references.data_file(&path, &header, false)?;
                 files.extend(data.map(|data| data.identity));
-                let Some((backing, format)) = named.backing(&path, &header, depth)? else {
+                let Some((backing, format)) = references.backing(&path, &header, depth)? else {
                     return Ok(None);
                 };
                 files.push(backing.identity);
@@ -246,18 +249,25 @@ impl Chain {
 }
 
 /// The files that images name. A chain contains each file only once.
-struct Named<'a> {
-    gate: &'a Gate,
+struct References<'a> {
+    allowed: &'a AllowedDirectories,
     seen: HashSet<Identity>,
 }
 
-impl Named<'_> {
-    fn pass(&mut self, path: &Path, name: &str, write: bool) -> Result<Passed, LayerError> {
-        let passed = self.gate.pass(path.parent().unwrap_or(path), name, write)?;
-        if !self.seen.insert(passed.identity) {
+impl References<'_> {
+    fn open_reference(
+        &mut self,
+        path: &Path,
+        name: &str,
+        write: bool,
+    ) -> Result<OpenedReference, LayerError> {
+        let opened = self
+            .allowed
+            .open_reference(path.parent().unwrap_or(path), name, write)?;
+        if !self.seen.insert(opened.identity) {
             return Err(LayerError::Loop);
         }
-        Ok(passed)
+        Ok(opened)
     }
 
     /// The backing file of the layer with this number, counted from 1.
@@ -266,7 +276,7 @@ impl Named<'_> {
         path: &Path,
         header: &Header,
         depth: usize,
-    ) -> Result<Option<(Passed, LayerFormat)>, LayerError> {
+    ) -> Result<Option<(OpenedReference, LayerFormat)>, LayerError> {
         let Some((name, format)) = &header.backing else {
             return Ok(None);
         };
@@ -274,12 +284,12 @@ impl Named<'_> {
             return Err(LayerError::Depth);
         }
         let Some(format) = format else {
-            return Err(LayerError::FormatUnsaid(name.clone()));
+            return Err(LayerError::FormatMissing(name.clone()));
         };
         let format = format
             .parse()
             .map_err(|why| LayerError::Format(name.clone(), why))?;
-        Ok(Some((self.pass(path, name, false)?, format)))
+        Ok(Some((self.open_reference(path, name, false)?, format)))
     }
 
     fn data_file(
@@ -287,19 +297,19 @@ impl Named<'_> {
         path: &Path,
         header: &Header,
         write: bool,
-    ) -> Result<Option<Passed>, LayerError> {
+    ) -> Result<Option<OpenedReference>, LayerError> {
         if !header.external_data() {
             return Ok(None);
         }
         let Some(name) = &header.data_file else {
             return Err(LayerError::DataFileUnnamed);
         };
-        self.pass(path, name, write).map(Some)
+        self.open_reference(path, name, write).map(Some)
     }
 }
 
 struct Opening<'a> {
-    named: Named<'a>,
+    references: References<'a>,
     files: &'a mut dyn OpenFiles,
     options: ChainOptions<'a>,
     layers: Vec<Layer>,
@@ -308,7 +318,7 @@ struct Opening<'a> {
     cache_bytes: u64,
 }
 
-type Next = Option<(Arc<dyn Storage>, PathBuf, LayerFormat)>;
+type NextLayer = Option<(Arc<dyn Storage>, PathBuf, LayerFormat)>;
 
 impl Opening<'_> {
     /// Opens one layer, and the file of the next one.
@@ -317,7 +327,7 @@ impl Opening<'_> {
         storage: Arc<dyn Storage>,
         path: &Path,
         format: LayerFormat,
-    ) -> Result<Next, LayerError> {
+    ) -> Result<NextLayer, LayerError> {
         if format == LayerFormat::Raw {
             let size = AtomicU64::new(storage.size()?);
             let file = self.add(storage);
@@ -369,13 +379,15 @@ impl Opening<'_> {
         index
     }
 
-    fn backing(&mut self, path: &Path, header: &Header) -> Result<Next, LayerError> {
+    fn backing(&mut self, path: &Path, header: &Header) -> Result<NextLayer, LayerError> {
         let depth = self.layers.len() + 1;
-        let Some((passed, format)) = self.named.backing(path, header, depth)? else {
+        let Some((opened, format)) = self.references.backing(path, header, depth)? else {
             return Ok(None);
         };
-        let storage = self.files.open(passed.fd, &passed.path, Role::Backing)?;
-        Ok(Some((storage, passed.path, format)))
+        let storage = self
+            .files
+            .open(opened.fd, &opened.path, FileRole::Backing)?;
+        Ok(Some((storage, opened.path, format)))
     }
 
     fn data_file(
@@ -384,10 +396,10 @@ impl Opening<'_> {
         header: &Header,
         write: bool,
     ) -> Result<Option<Arc<dyn Storage>>, LayerError> {
-        let Some(passed) = self.named.data_file(path, header, write)? else {
+        let Some(opened) = self.references.data_file(path, header, write)? else {
             return Ok(None);
         };
-        let role = Role::Data { write };
-        Ok(Some(self.files.open(passed.fd, &passed.path, role)?))
+        let role = FileRole::Data { write };
+        Ok(Some(self.files.open(opened.fd, &opened.path, role)?))
     }
 }

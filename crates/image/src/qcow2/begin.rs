@@ -8,7 +8,7 @@ use super::error::ImageError;
 use super::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_EXTERNAL};
 use super::journal::Journal;
 use super::types::HostOffset;
-use super::{Qcow2, State};
+use super::{ImageState, Qcow2};
 use crate::bytes::{be16, be32, be64, put32};
 
 /// Most bytes of a bitmap directory: 65535 bitmaps, as in QEMU, of 1024 bytes.
@@ -71,7 +71,11 @@ impl Qcow2 {
 
     /// Marks bitmaps that should track writes (or all of them, if the disk changes its size) as in use, so that
     /// their owner knows that they are outdated. Clears unknown autoclear features, as the format requires.
-    pub(super) fn outdate_bitmaps(&self, state: &mut State, all: bool) -> Result<(), ImageError> {
+    pub(super) fn outdate_bitmaps(
+        &self,
+        state: &mut ImageState,
+        all: bool,
+    ) -> Result<(), ImageError> {
         let mut known = AUTOCLEAR_RAW_EXTERNAL;
         if self.mark_bitmaps(state, all)? {
             known |= AUTOCLEAR_BITMAPS;
@@ -93,7 +97,7 @@ impl Qcow2 {
     }
 
     /// Marks bitmaps as in use; false if the whole extension must be marked as outdated.
-    fn mark_bitmaps(&self, state: &mut State, all: bool) -> Result<bool, ImageError> {
+    fn mark_bitmaps(&self, state: &mut ImageState, all: bool) -> Result<bool, ImageError> {
         let Some(extension) = state.header.bitmaps else {
             return Ok(false);
         };

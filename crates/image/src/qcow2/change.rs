@@ -9,7 +9,7 @@ use super::error::ImageError;
 use super::file::FileEnd;
 use super::journal::Change;
 use super::types::{GuestCluster, HostOffset, L1Index, Run, SliceIndex};
-use super::{Load, Qcow2, State};
+use super::{ImageState, Load, Qcow2};
 
 /// Changed metadata kept for the next flush at most, in bytes: 8192 pieces of 4 KiB, which is what 4 Mi
 /// contiguous allocated clusters change.
@@ -61,7 +61,7 @@ impl Qcow2 {
     /// Makes a change under the state lock, after doing what it needs without the lock.
     pub(super) fn change<T>(
         &self,
-        mut change: impl FnMut(&mut State) -> Result<T, Retry>,
+        mut change: impl FnMut(&mut ImageState) -> Result<T, Retry>,
     ) -> Result<T, ImageError> {
         self.check_writable()?;
         self.begin()?;
@@ -89,7 +89,7 @@ impl Qcow2 {
     }
 
     /// Whether so many changes are only in memory that a flush must come first.
-    pub(super) fn is_full(&self, state: &State) -> bool {
+    pub(super) fn is_full(&self, state: &ImageState) -> bool {
         let held_back = (state.dirty_l2.len() + state.dirty_l1.len()) as u64 * self.g.piece()
             + state.refcounts.dirty_bytes();
         held_back > DIRTY_BYTES_MAX
@@ -111,7 +111,7 @@ impl Qcow2 {
     /// Changes the L2 entry of a cluster. The caller records its changes before it releases the lock.
     pub(super) fn set_entry(
         &self,
-        state: &mut State,
+        state: &mut ImageState,
         cluster: GuestCluster,
         entry: Entry,
     ) -> Result<(), Retry> {
@@ -120,7 +120,12 @@ impl Qcow2 {
     }
 
     /// Queues a change for the journal; the change itself is made after it is recorded.
-    pub(super) fn will_set_entry(&self, state: &mut State, cluster: GuestCluster, entry: Entry) {
+    pub(super) fn will_set_entry(
+        &self,
+        state: &mut ImageState,
+        cluster: GuestCluster,
+        entry: Entry,
+    ) {
         state.changes.push(Change::Entry {
             cluster,
             words: entry.encode(&self.g),
@@ -130,7 +135,7 @@ impl Qcow2 {
     /// Makes an entry visible to lookups, and marks it for the next flush.
     pub(super) fn publish_entry(
         &self,
-        state: &mut State,
+        state: &mut ImageState,
         cluster: GuestCluster,
         entry: Entry,
     ) -> Result<(), Retry> {
@@ -150,7 +155,7 @@ impl Qcow2 {
     ///
     /// The first content of a new table, empty or a copy, is written here. The L1 table in the file refers to
     /// it only after that is durable, see [`flush`](super::flush).
-    pub(super) fn own_table(&self, state: &mut State, slice: SliceIndex) -> Result<(), Retry> {
+    pub(super) fn own_table(&self, state: &mut ImageState, slice: SliceIndex) -> Result<(), Retry> {
         let g = &self.g;
         let (table, _) = g.table_of(slice);
         let l1_entry = self.l1.get(table);
@@ -185,7 +190,7 @@ impl Qcow2 {
     }
 
     /// Changes an entry of the L1 table.
-    pub(super) fn set_table(&self, state: &mut State, index: L1Index, word: u64) {
+    pub(super) fn set_table(&self, state: &mut ImageState, index: L1Index, word: u64) {
         self.changes.add();
         self.l1.set(index, word);
         state.dirty_l1.insert(index.number() * 8 / self.g.piece());
@@ -208,7 +213,7 @@ impl Qcow2 {
     }
 
     /// Unlinks the clusters of an entry that was replaced, except the one at `kept`.
-    pub(super) fn unlink(&self, state: &mut State, entry: Entry, kept: Option<HostOffset>) {
+    pub(super) fn unlink(&self, state: &mut ImageState, entry: Entry, kept: Option<HostOffset>) {
         let run = match entry {
             Entry::Compressed(compressed) => compressed.clusters(&self.g),
             Entry::Standard(Standard {

@@ -22,7 +22,7 @@ impl Qcow2 {
         if let Some(end) = state.refcounts.used_end(&self.file)? {
             self.file.trim(end.start(&self.g))?;
         }
-        self.end_journal(&mut state)
+        self.close_journal(&mut state)
     }
 
     /// Writes what only this process knows, so that another process can continue with the file. Allocations in progress
@@ -30,7 +30,7 @@ impl Qcow2 {
     ///
     /// # Errors
     /// As of [`flush`](Self::flush).
-    pub fn settle(&self) -> Result<(), ImageError> {
+    pub fn flush_for_handover(&self) -> Result<(), ImageError> {
         if self.read_only || self.damage.get().is_some() {
             return Ok(());
         }

@@ -78,7 +78,7 @@ impl ImageError {
 
     /// Whether a retry is pointless, because the cause does not go away. Only errors of the storage
     /// ([`Io`](Self::Io)) may go away.
-    pub fn is_lasting(&self) -> bool {
+    pub fn is_permanent(&self) -> bool {
         !matches!(self, Self::Io { .. })
     }
 

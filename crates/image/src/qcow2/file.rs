@@ -35,7 +35,7 @@ pub(crate) struct FileEnd {
 
 impl FileEnd {
     pub fn new(storage: Arc<dyn Storage>, bytes: u64) -> Self {
-        let forgets = storage.forgets();
+        let forgets = storage.loses_data_on_failed_flush();
         Self {
             storage,
             end: AtomicU64::new(bytes),
@@ -168,7 +168,7 @@ impl FileEnd {
 
     /// Whether no flush can succeed after one that failed.
     #[inline]
-    pub fn forgets(&self) -> bool {
+    pub fn loses_data_on_failed_flush(&self) -> bool {
         self.forgets
     }
 

@@ -43,7 +43,7 @@ use super::file::{FileEnd, Piece};
 use super::journal::Rotated;
 use super::refcount::Dirty;
 use super::types::{HostCluster, L1Index, Run};
-use super::{Qcow2, State};
+use super::{ImageState, Qcow2};
 use crate::bytes::put64;
 
 /// Protected by the flush lock, which a thread holds while it writes tables.
@@ -73,7 +73,7 @@ impl Qcow2 {
     /// Makes everything durable that was written and committed before this call: guest data and tables. Blocks.
     ///
     /// # Errors
-    /// Something may not be durable. A retry may succeed unless the error is [lasting](ImageError::is_lasting).
+    /// Something may not be durable. A retry may succeed unless the error is [permanent](ImageError::is_permanent).
     pub fn flush(&self) -> Result<(), ImageError> {
         if self.read_only {
             return Ok(());
@@ -96,7 +96,7 @@ impl Qcow2 {
     #[inline]
     pub fn needs_flush(&self) -> bool {
         let data = self.data.as_ref().unwrap_or(&self.file);
-        self.has_changes() || data.forgets()
+        self.has_changes() || data.loses_data_on_failed_flush()
     }
 
     /// Whether the image has an external data file.
@@ -151,7 +151,7 @@ impl Qcow2 {
     /// Frees clusters. Everything is durable already, so an error that is not lasting is left for the next flush.
     fn free_what_can_be(&self) -> Result<(), ImageError> {
         self.free_unused().or_else(|error| {
-            if error.is_lasting() {
+            if error.is_permanent() {
                 Err(error)
             } else {
                 Ok(())
@@ -194,7 +194,7 @@ impl Qcow2 {
         })
     }
 
-    fn l2_pieces(&self, state: &State, frame: usize, pieces: u32, entries: &mut Vec<Piece>) {
+    fn l2_pieces(&self, state: &ImageState, frame: usize, pieces: u32, entries: &mut Vec<Piece>) {
         let Some(slice) = self.cache.slice_in(frame) else {
             return;
         };
@@ -215,7 +215,7 @@ impl Qcow2 {
         }
     }
 
-    fn l1_piece(&self, state: &State, number: u64) -> Piece {
+    fn l1_piece(&self, state: &ImageState, number: u64) -> Piece {
         let piece = self.g.piece();
         Piece {
             at: state.header.l1_at + number * piece,
@@ -310,7 +310,7 @@ impl Qcow2 {
     }
 
     /// Leaves clusters that could not be freed to the next flush.
-    fn free_later(&self, state: &mut State, clusters: impl Iterator<Item = HostCluster>) {
+    fn free_later(&self, state: &mut ImageState, clusters: impl Iterator<Item = HostCluster>) {
         let runs = clusters.map(Run::one);
         state
             .deferred_frees

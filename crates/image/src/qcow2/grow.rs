@@ -22,7 +22,7 @@ use super::change::Retry;
 use super::error::ImageError;
 use super::header::L1_BYTES_MAX;
 use super::types::{GuestOffset, L1Index, Run};
-use super::{Qcow2, State};
+use super::{ImageState, Qcow2};
 
 /// A disk that is being enlarged, by one thread at a time.
 pub(crate) struct Growth<'a> {
@@ -87,7 +87,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    fn reach_to(&self, state: &mut State, size: u64) -> Result<(), Retry> {
+    fn reach_to(&self, state: &mut ImageState, size: u64) -> Result<(), Retry> {
         let old = self.size();
         let unsupported = |why| Err(ImageError::Unsupported(why).into());
         if size < old {
@@ -133,7 +133,7 @@ impl Qcow2 {
 
     /// Writes a larger L1 table, durably, and the refcounts that are only in memory (new L2 tables were written
     /// when they were made). The header in memory refers to it afterwards; returns where the old table is.
-    fn write_larger_l1(&self, state: &mut State, entries: u64) -> Result<Run, Retry> {
+    fn write_larger_l1(&self, state: &mut ImageState, entries: u64) -> Result<Run, Retry> {
         let g = &self.g;
         let clusters = g.clusters(entries * 8);
         let (file, refcounts) = (&self.file, &mut state.refcounts);
@@ -193,7 +193,7 @@ impl Qcow2 {
 
     /// Writes changed refcount blocks, not the table. They stay marked as changed, so that the next flush
     /// writes them again and makes them durable.
-    fn write_refcount_blocks(&self, state: &mut State) -> Result<(), ImageError> {
+    fn write_refcount_blocks(&self, state: &mut ImageState) -> Result<(), ImageError> {
         let (dirty, blocks) = state.refcounts.take_dirty_blocks();
         let written = self.file.write("writing refcounts", &blocks);
         state.refcounts.not_written(dirty);
@@ -201,7 +201,7 @@ impl Qcow2 {
     }
 
     /// The same, and the changed entries of the current table; all of it durable.
-    pub(super) fn write_refcounts(&self, state: &mut State) -> Result<(), ImageError> {
+    pub(super) fn write_refcounts(&self, state: &mut ImageState) -> Result<(), ImageError> {
         let (dirty, blocks) = state.refcounts.take_dirty_blocks();
         let table = state.refcounts.table_pieces(&dirty);
         let written = self
@@ -216,8 +216,8 @@ impl Qcow2 {
 
     /// Writes a header that refers to other tables. If that fails, the file may have the old or the new header,
     /// and the tables of the two would soon differ: so writing stops.
-    pub(super) fn switch_header(&self, state: &mut State) -> Result<(), ImageError> {
-        self.record_or_say(state);
+    pub(super) fn switch_header(&self, state: &mut ImageState) -> Result<(), ImageError> {
+        self.record_or_mark_overtaken(state);
         let written = self.write_header(state).and_then(|()| self.file.flush());
         written.map_err(|_| {
             let what = "its header could not be written, and may be the old or the new one";

@@ -75,7 +75,7 @@
 //! snapshots, and so removes all of them. Each change to such an image is flushed before it is acknowledged. The
 //! same applies to an image of version 2, which has no autoclear bits.
 
-mod found;
+mod matching;
 mod records;
 
 use std::collections::hash_map::RandomState;
@@ -87,15 +87,15 @@ use std::time::{Duration, Instant};
 
 use block::FileOffset;
 
-pub(super) use found::{Found, fits, read, said};
-pub use found::{JournalOf, journal_of};
+pub(super) use matching::{Found, fits, journal_bits, read};
+pub use matching::{JournalOwner, journal_owner};
 pub(super) use records::{Change, Changes};
 use records::{READ_MAX, RECORD_MIN, RECORDS_AT, Slot, record};
 
 use super::change::MayBlock;
 use super::file::Piece;
 use super::types::HostOffset;
-use super::{ImageError, Qcow2, State};
+use super::{ImageError, ImageState, Qcow2};
 use crate::storage::Storage;
 
 /// The bytes of records beyond which a flush must make them unnecessary. A record has 25 bytes for each cluster and
@@ -122,13 +122,13 @@ const GENERATION: u64 = (1 << 38) - 1;
 const GENERATION_SHIFT: u32 = 24;
 
 /// Where the journal of an image is kept.
-pub struct JournalPlace {
+pub struct JournalFile {
     /// The journal's own file, which nothing else uses. It need not be durable.
     pub storage: Arc<dyn Storage>,
     /// Identifies the image's file and the boot of the host.
     pub identity: [u8; 32],
     /// Called for each event of the journal. It must not use the image.
-    pub tell: Box<dyn Fn(JournalEvent) + Send + Sync>,
+    pub on_event: Box<dyn Fn(JournalEvent) + Send + Sync>,
 }
 
 /// An event of a journal.
@@ -156,7 +156,7 @@ pub enum JournalEvent {
 
 /// A journal that is being written.
 pub(super) struct Journal {
-    place: JournalPlace,
+    file: JournalFile,
     /// The journal has begun, and the journal bits of the image are about it.
     active: bool,
     /// The journal bits of the image are about a journal whose changes have all been applied.
@@ -192,9 +192,9 @@ pub(super) struct Rotated {
 impl Journal {
     /// An empty journal. The journal bits of the image are about an earlier one, which has `ended` or is elsewhere.
     /// The content of the file may be `foreign`.
-    pub fn new(place: JournalPlace, ended: bool, foreign: bool) -> Self {
+    pub fn new(file: JournalFile, ended: bool, foreign: bool) -> Self {
         Self {
-            place,
+            file,
             active: false,
             ended,
             foreign,
@@ -220,7 +220,7 @@ impl Journal {
         self.stamped = None;
         self.foreign = false;
         // The old content has been applied, or is useless because the image is now written.
-        let emptied = self.place.storage.set_size(0);
+        let emptied = self.file.storage.set_size(0);
         match emptied.and_then(|()| self.restart()) {
             Ok(()) => (self.active, self.broken) = (true, false),
             Err(e) => self.failed(e),
@@ -248,12 +248,12 @@ impl Journal {
     fn end(&mut self) {
         self.active = false;
         if !self.foreign {
-            let _ = self.place.storage.set_size(0);
+            let _ = self.file.storage.set_size(0);
         }
     }
 
     pub fn tell(&self, event: JournalEvent) {
-        (self.place.tell)(event);
+        (self.file.on_event)(event);
     }
 
     /// Whether the image must get another generation before the next record.
@@ -279,7 +279,7 @@ impl Journal {
             self.session,
         );
         let at = FileOffset(self.end);
-        match self.place.storage.write_at(at, &self.record) {
+        match self.file.storage.write_at(at, &self.record) {
             Ok(()) => self.end += self.record.len() as u64,
             Err(e) => self.failed(e),
         }
@@ -314,13 +314,13 @@ impl Journal {
         if self.start == self.end && worth_it {
             result = self
                 .restart()
-                .and_then(|()| self.place.storage.set_size(RECORDS_AT));
+                .and_then(|()| self.file.storage.set_size(RECORDS_AT));
         } else {
             // First write the slot, which says that the records before `start` are no longer needed.
             result = self.write_slot();
             if result.is_ok() && self.start - self.punched > PUNCH {
                 let (at, len) = (FileOffset(self.punched), self.start - self.punched);
-                match self.place.storage.punch(at, len) {
+                match self.file.storage.punch(at, len) {
                     Ok(()) => self.punched = self.start,
                     // A journal that takes no more records is soon restarted.
                     Err(e) if len > READ_MAX => result = Err(e),
@@ -341,13 +341,13 @@ impl Journal {
             self.session,
             self.generation,
             self.start,
-            self.place.identity,
+            self.file.identity,
         )
-        .write(&*self.place.storage)
+        .write(&*self.file.storage)
     }
 }
 
-impl State {
+impl ImageState {
     /// Begins the journal, at the first write to the image. The caller writes the journal bits to the image.
     pub(super) fn begin_journal(&mut self) {
         let why_not = match &self.header {
@@ -386,7 +386,7 @@ impl State {
     }
 
     /// Updates the journal bits in the header in memory.
-    fn say_of_journal(&mut self) {
+    fn set_journal_bits(&mut self) {
         if let Some(journal) = self.journal.as_ref().filter(|journal| journal.active) {
             self.header.set_journal(journal.autoclear());
         }
@@ -397,7 +397,7 @@ impl State {
         if let Some(journal) = &mut self.journal {
             journal.checkpoint(rotated, all);
         }
-        self.say_of_journal();
+        self.set_journal_bits();
     }
 }
 
@@ -406,7 +406,7 @@ impl Qcow2 {
     /// only after a flush, and [`must_flush`](Self::must_flush) is true until then. Nothing may depend on the
     /// changes before this returns.
     #[must_use]
-    pub(super) fn record(&self, state: &mut State, may_block: MayBlock) -> bool {
+    pub(super) fn record(&self, state: &mut ImageState, may_block: MayBlock) -> bool {
         if state.nothing_to_record() {
             return !self.must_flush();
         }
@@ -427,13 +427,13 @@ impl Qcow2 {
 
     /// As [`record`](Self::record), but without setting `must_flush`: for changes that no lookup can find before a
     /// flush has written them.
-    fn try_record(&self, state: &mut State, may_block: MayBlock) -> bool {
+    fn try_record(&self, state: &mut ImageState, may_block: MayBlock) -> bool {
         // A caller that may not block has called `recording_blocks` under the same lock.
         let needs_stamp = || state.journal.as_ref().is_some_and(Journal::needs_stamp);
         if may_block == MayBlock::Yes && !state.nothing_to_record() && needs_stamp() {
             self.stamp(state);
         }
-        let State {
+        let ImageState {
             journal,
             changes,
             refcounts,
@@ -451,7 +451,7 @@ impl Qcow2 {
 
     /// Gives the image the next generation. If that fails, nothing is recorded with it, and the file has the old or
     /// the new generation: the journal matches both.
-    fn stamp(&self, state: &mut State) {
+    fn stamp(&self, state: &mut ImageState) {
         let Some(mut journal) = state.journal.take() else {
             return;
         };
@@ -479,10 +479,10 @@ impl Qcow2 {
     /// flush makes the journal unnecessary, and the header to be written at the end of the flush, if any.
     pub(super) fn rotate_journal(
         &self,
-        state: &mut State,
+        state: &mut ImageState,
     ) -> Result<Option<(Rotated, Option<Piece>)>, ImageError> {
         let recorded = self.try_record(state, MayBlock::Yes);
-        self.say_if_overtaken(state, recorded)?;
+        self.mark_if_overtaken(state, recorded)?;
         let Some(journal) = &state.journal else {
             return Ok(None);
         };
@@ -507,15 +507,15 @@ impl Qcow2 {
 
     /// Called before a header that refers to tables in other clusters is written: the journal must not contain
     /// anything older about these clusters. The caller writes the header in memory.
-    pub(super) fn record_or_say(&self, state: &mut State) {
+    pub(super) fn record_or_mark_overtaken(&self, state: &mut ImageState) {
         let recorded = self.try_record(state, MayBlock::Yes);
         if let Some(journal) = &mut state.journal {
             journal.overtaken |= !recorded;
         }
-        state.say_of_journal();
+        state.set_journal_bits();
     }
 
-    fn say_if_overtaken(&self, state: &mut State, recorded: bool) -> Result<(), ImageError> {
+    fn mark_if_overtaken(&self, state: &mut ImageState, recorded: bool) -> Result<(), ImageError> {
         let Some(journal) = state.journal.as_mut().filter(|journal| journal.active) else {
             return Ok(());
         };
@@ -523,13 +523,13 @@ impl Qcow2 {
             return Ok(());
         }
         journal.overtaken = true;
-        state.say_of_journal();
+        state.set_journal_bits();
         self.write_header(state)
     }
 
     /// Whether the journal contains everything that was acknowledged and not flushed. That survives a kill of this
     /// process, but not a crash of the host.
-    pub fn is_kept(&self) -> bool {
+    pub fn is_journaled(&self) -> bool {
         let state = self.lock();
         let journal = state.journal.as_ref();
         journal.is_some_and(|journal| journal.active && !journal.broken) && !self.must_flush()
@@ -537,18 +537,18 @@ impl Qcow2 {
 
     /// Whether the image says that it has a journal, but no process was to replay it: the image is open for reading
     /// only, or there is no place for journals.
-    pub fn journal_waits(&self) -> bool {
+    pub fn has_unreplayed_journal(&self) -> bool {
         let state = self.lock();
-        state.journal.is_none() && said(&state.header).has_any() && !self.begun.load(SeqCst)
+        state.journal.is_none() && journal_bits(&state.header).has_any() && !self.begun.load(SeqCst)
     }
 
     /// Ends the journal of an image that is being closed and whose changes are all in the file. The journal's file
     /// is empty then, unless its content may still be wanted.
-    pub(super) fn end_journal(&self, state: &mut State) -> Result<(), ImageError> {
+    pub(super) fn close_journal(&self, state: &mut ImageState) -> Result<(), ImageError> {
         // A journal that is elsewhere may still be found, so the image must keep the bits of that one.
         let is_ours = |journal: &Journal| journal.active || journal.ended;
         if state.journal.as_ref().is_some_and(is_ours) {
-            if said(&state.header).has_any() {
+            if journal_bits(&state.header).has_any() {
                 state.header.set_journal(0);
                 self.write_header(state)?;
                 self.file.flush()?;
@@ -612,7 +612,7 @@ mod tests {
             self.for_it("flush")
         }
 
-        fn forgets(&self) -> bool {
+        fn loses_data_on_failed_flush(&self) -> bool {
             false
         }
 
@@ -628,7 +628,7 @@ mod tests {
             self.for_it("punch")
         }
 
-        fn block(&self) -> u32 {
+        fn block_size(&self) -> u32 {
             512
         }
     }
@@ -638,10 +638,10 @@ mod tests {
     #[test]
     fn records_are_given_back_when_no_slot_needs_them() {
         let storage = Arc::new(Asked::default());
-        let place = JournalPlace {
+        let place = JournalFile {
             storage: storage.clone(),
             identity: [7; 32],
-            tell: Box::new(|_| ()),
+            on_event: Box::new(|_| ()),
         };
         let mut journal = Journal::new(place, true, false);
         journal.begin();

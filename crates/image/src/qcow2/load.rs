@@ -5,7 +5,7 @@ use super::entry::{BAD, Entry, table_at};
 use super::error::ImageError;
 use super::metadata::Metadata;
 use super::types::{Run, SliceIndex};
-use super::{Load, Qcow2, State};
+use super::{ImageState, Load, Qcow2};
 use crate::bytes::be64;
 
 impl Qcow2 {
@@ -70,7 +70,7 @@ impl Qcow2 {
     }
 
     /// Empties a frame for a slice, if there is one without changes.
-    fn evict_for(&self, state: &State, slice: SliceIndex) -> Option<usize> {
+    fn evict_for(&self, state: &ImageState, slice: SliceIndex) -> Option<usize> {
         self.cache.evict_for(slice, |frame| {
             state.dirty_l2.contains_key(&frame)
                 || state.writing_l2.contains(&frame)
@@ -79,7 +79,7 @@ impl Qcow2 {
     }
 
     /// Adds a slice of a new table to the cache: all zeroes.
-    pub(super) fn insert_empty(&self, state: &State, slice: SliceIndex) -> Result<(), Retry> {
+    pub(super) fn insert_empty(&self, state: &ImageState, slice: SliceIndex) -> Result<(), Retry> {
         if self.cache.find(slice).is_none() {
             let frame = self.evict_for(state, slice).ok_or(Retry::CacheFull)?;
             self.cache.fill(frame, slice, std::iter::empty());
@@ -89,7 +89,7 @@ impl Qcow2 {
 
     /// The words of a slice. In an image that is written, entries that refer to metadata are marked, so that no guest
     /// data is ever written there.
-    fn checked(&self, state: &State, bytes: &[u8]) -> Vec<u64> {
+    fn checked(&self, state: &ImageState, bytes: &[u8]) -> Vec<u64> {
         let words: Vec<u64> = (0..bytes.len())
             .step_by(8)
             .map(|at| be64(bytes, at))

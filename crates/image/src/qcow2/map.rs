@@ -175,7 +175,7 @@ impl Qcow2 {
 
     /// Prefetches the L2 entry for `at` into the processor's cache; false if its slice is not in memory.
     #[inline]
-    pub(crate) fn touch(&self, at: GuestOffset) -> bool {
+    pub(crate) fn prefetch(&self, at: GuestOffset) -> bool {
         let (slice, entry) = self.g.slice_of(at.cluster(&self.g));
         let found = self.cache.find(slice);
         found.is_some_and(|found| {

@@ -13,7 +13,7 @@ use super::file::FileEnd;
 use super::flush::Flushed;
 use super::geometry::Geometry;
 use super::header::{HEADER_BYTES, Header, HeaderError};
-use super::journal::{self, Changes, JournalPlace};
+use super::journal::{self, Changes, JournalFile};
 use super::l1::L1;
 use super::metadata::Metadata;
 use super::pins::Pins;
@@ -21,7 +21,7 @@ use super::refcount::Refcounts;
 use super::repair::repair;
 use super::scan::snapshots;
 use super::types::{GuestOffset, HostOffset, L1Index, Run};
-use super::{ChangeCount, Qcow2, State};
+use super::{ChangeCount, ImageState, Qcow2};
 use crate::bytes::be64;
 use crate::storage::{Storage, read_padded};
 
@@ -44,7 +44,7 @@ pub struct OpenOptions<'a> {
     pub punch: bool,
     /// Where changes that are only in memory are recorded, so that they survive a kill of this process. An image of
     /// version 2 or with internal snapshots has no journal, and its changes are flushed instead.
-    pub journal: Option<JournalPlace>,
+    pub journal: Option<JournalFile>,
     /// Changes also survive a kill of this process without a journal: they are flushed before they are
     /// acknowledged.
     pub flush_changes: bool,
@@ -153,9 +153,9 @@ impl Qcow2 {
         if g.external != data.is_some() {
             return Err(Qcow2Error::DataFile);
         }
-        let block = data
-            .iter()
-            .fold(storage.block(), |most, data| most.max(data.block()));
+        let block = data.iter().fold(storage.block_size(), |most, data| {
+            most.max(data.block_size())
+        });
         if !options.read_only && u64::from(block) > g.cluster() {
             let cluster = g.cluster();
             return Err(Qcow2Error::Block { cluster, block });
@@ -169,7 +169,7 @@ impl Qcow2 {
         let image = Self::assemble(storage, data, header, header_block, &options)
             .map_err(Qcow2Error::Image)?;
         if let Some(place) = journal.filter(|_| !options.read_only) {
-            image.take_up(place, options.progress)?;
+            image.replay_journal(place, options.progress)?;
         }
         Ok(image)
     }
@@ -238,7 +238,7 @@ impl Qcow2 {
             begun: AtomicBool::new(false),
             damage: OnceLock::new(),
             on_damage: OnceLock::new(),
-            state: Mutex::new(State {
+            state: Mutex::new(ImageState {
                 header,
                 header_block,
                 refcounts,
@@ -264,10 +264,10 @@ impl Qcow2 {
 
 /// Whether a dirty image is dirty only because of its journal; its refcounts are then right. An image with lazy
 /// refcounts may be dirty for both reasons, if QEMU has written to it since and did not exit cleanly.
-fn counts_are_right(header: &Header, journal: Option<&JournalPlace>) -> bool {
-    let said = journal::said(header);
-    let found = || journal.is_some_and(|place| journal::fits(place, said));
-    said.is_why_dirty() && (!header.lazy_refcounts || found())
+fn counts_are_right(header: &Header, journal: Option<&JournalFile>) -> bool {
+    let journal_bits = journal::journal_bits(header);
+    let found = || journal.is_some_and(|place| journal::fits(place, journal_bits));
+    journal_bits.is_why_dirty() && (!header.lazy_refcounts || found())
 }
 
 fn read_l1(file: &FileEnd, header: &Header) -> Result<L1, ImageError> {

@@ -70,7 +70,7 @@ impl ThreadPins {
     }
 
     /// Whether no request is in progress: only then may the next one be for another disk.
-    pub fn none(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.users == [0; 2]
     }
 

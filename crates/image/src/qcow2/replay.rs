@@ -22,14 +22,14 @@ use std::ops::ControlFlow;
 use super::entry::{COPIED, Entry, table_at};
 use super::error::ImageError;
 use super::file::Piece;
-use super::journal::{Change, Found, Journal, JournalEvent, JournalPlace, read, said};
+use super::journal::{Change, Found, Journal, JournalEvent, JournalFile, journal_bits, read};
 use super::open::Progress;
 use super::types::{BlockIndex, GuestCluster, HOST_BITS, HostOffset, L1Index, Run};
-use super::{Qcow2, Qcow2Error, State};
+use super::{ImageState, Qcow2, Qcow2Error};
 use crate::bytes::{be64, put64};
 
 /// Receives the progress; may stop the replay.
-type Tell<'a> = &'a mut dyn FnMut(Progress) -> ControlFlow<()>;
+type ReportProgress<'a> = &'a mut dyn FnMut(Progress) -> ControlFlow<()>;
 
 /// A new L2 entry: the cluster of the disk, and the words of its entry.
 type NewEntry = (GuestCluster, [u64; 2]);
@@ -38,7 +38,7 @@ type NewEntry = (GuestCluster, [u64; 2]);
 type Places<'a> = &'a mut dyn Iterator<Item = (usize, GuestCluster, [u64; 2])>;
 
 /// Changes between two progress reports. Each change may have to read a refcount block from slow storage.
-const TELL_EVERY: u64 = 64;
+const PROGRESS_EVERY: u64 = 64;
 
 enum ReplayError {
     Image(ImageError),
@@ -54,12 +54,16 @@ impl From<ImageError> for ReplayError {
 
 impl Qcow2 {
     /// Reads the journal of an image that has just been opened for writing, and replays it.
-    pub(super) fn take_up(&self, place: JournalPlace, tell: Tell<'_>) -> Result<(), Qcow2Error> {
-        let (said, snapshots) = {
+    pub(super) fn replay_journal(
+        &self,
+        place: JournalFile,
+        tell: ReportProgress<'_>,
+    ) -> Result<(), Qcow2Error> {
+        let (journal_bits, snapshots) = {
             let header = &self.lock().header;
-            (said(header), header.snapshots > 0)
+            (journal_bits(header), header.snapshots > 0)
         };
-        let found = read(&place, said).map_err(Qcow2Error::Journal)?;
+        let found = read(&place, journal_bits).map_err(Qcow2Error::Journal)?;
         // Journal bits put internal snapshots at risk: they stay only if the journal may still be found.
         let elsewhere = match &found {
             Found::Missing => true,
@@ -69,8 +73,8 @@ impl Qcow2 {
         let foreign = matches!(found, Found::Outdated);
         match found {
             Found::Nothing => {}
-            Found::Outdated => (place.tell)(JournalEvent::Outdated),
-            Found::Missing => (place.tell)(JournalEvent::Missing { snapshots }),
+            Found::Outdated => (place.on_event)(JournalEvent::Outdated),
+            Found::Missing => (place.on_event)(JournalEvent::Missing { snapshots }),
             Found::Changes { changes, .. } if changes.is_empty() => {}
             Found::Changes { changes, all } => {
                 self.replay(&changes, all, tell)
@@ -78,7 +82,7 @@ impl Qcow2 {
                         ReplayError::Image(error) => Qcow2Error::Replay(error),
                         ReplayError::Stopped => Qcow2Error::Stopped,
                     })?;
-                (place.tell)(JournalEvent::Replayed(changes.len() as u64));
+                (place.on_event)(JournalEvent::Replayed(changes.len() as u64));
             }
         }
         self.lock().journal = Some(Journal::new(place, !elsewhere, foreign));
@@ -86,7 +90,12 @@ impl Qcow2 {
     }
 
     /// `all`: nothing in the file is newer than these changes.
-    fn replay(&self, changes: &[Change], all: bool, tell: Tell<'_>) -> Result<(), ReplayError> {
+    fn replay(
+        &self,
+        changes: &[Change],
+        all: bool,
+        tell: ReportProgress<'_>,
+    ) -> Result<(), ReplayError> {
         let mut count = Counted {
             tell,
             done: 0,
@@ -113,7 +122,7 @@ impl Qcow2 {
     /// Changes refcounts and the L1 table in memory; returns the new L2 entries.
     fn replay_tables(
         &self,
-        state: &mut State,
+        state: &mut ImageState,
         changes: &[Change],
         all: bool,
         count: &mut Counted<'_>,
@@ -137,7 +146,7 @@ impl Qcow2 {
 
     fn replay_block(
         &self,
-        state: &mut State,
+        state: &mut ImageState,
         number: BlockIndex,
         at: HostOffset,
     ) -> Result<(), ImageError> {
@@ -152,7 +161,7 @@ impl Qcow2 {
 
     fn replay_refcounts(
         &self,
-        state: &mut State,
+        state: &mut ImageState,
         run: Run,
         refcount: u64,
         all: bool,
@@ -169,14 +178,19 @@ impl Qcow2 {
         for cluster in run.each() {
             let refcounts = &mut state.refcounts;
             refcounts.put_refcount(&self.file, cluster, refcount, all)?;
-            if cluster.number() % TELL_EVERY == 0 {
+            if cluster.number() % PROGRESS_EVERY == 0 {
                 count.tell()?;
             }
         }
         Ok(())
     }
 
-    fn replay_table(&self, state: &mut State, index: L1Index, word: u64) -> Result<(), ImageError> {
+    fn replay_table(
+        &self,
+        state: &mut ImageState,
+        index: L1Index,
+        word: u64,
+    ) -> Result<(), ImageError> {
         let Ok(Some(at)) = table_at(&self.g, word) else {
             return misfit("an L1 entry leads nowhere", word);
         };
@@ -206,7 +220,7 @@ impl Qcow2 {
     /// replace, each with the host cluster that stays in use.
     fn check_entries(
         &self,
-        state: &mut State,
+        state: &mut ImageState,
         entries: &[NewEntry],
         count: &mut Counted<'_>,
     ) -> Result<Vec<(Entry, Option<HostOffset>)>, ReplayError> {
@@ -240,7 +254,7 @@ impl Qcow2 {
     /// Checks that a cluster may hold guest data, and that the data is inside the file.
     fn check_host(
         &self,
-        state: &mut State,
+        state: &mut ImageState,
         host: HostOffset,
         data: bool,
     ) -> Result<(), ImageError> {
@@ -323,7 +337,7 @@ impl Qcow2 {
 
 /// Reports progress to the caller.
 struct Counted<'a> {
-    tell: Tell<'a>,
+    tell: ReportProgress<'a>,
     done: u64,
     total: u64,
 }
@@ -332,7 +346,7 @@ impl Counted<'_> {
     /// Counts a change.
     fn one(&mut self) -> Result<(), ReplayError> {
         self.done += 1;
-        match self.done.is_multiple_of(TELL_EVERY) {
+        match self.done.is_multiple_of(PROGRESS_EVERY) {
             true => self.tell(),
             false => Ok(()),
         }

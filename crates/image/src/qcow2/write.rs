@@ -13,7 +13,7 @@ use super::change::{MayBlock, Retry};
 use super::entry::{COPIED, Entry, Kind, Standard};
 use super::error::ImageError;
 use super::types::{GuestCluster, GuestOffset, HostCluster, HostOffset, Run};
-use super::{Qcow2, State};
+use super::{ImageState, Qcow2};
 
 /// What the caller must do for a write that may need clusters.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ pub enum Prepared {
     /// Clusters were allocated for the first bytes of the range.
     Allocated(Allocation),
     /// Another write has an allocation in progress for this range: try again when it has ended.
-    Wait(Waiting),
+    Wait(PendingWrite),
     /// No cluster is needed: look the range up again.
     Mapped,
 }
@@ -65,7 +65,7 @@ pub struct Fill {
 
 /// Another write, which must end first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Waiting {
+pub struct PendingWrite {
     token: u64,
 }
 
@@ -125,7 +125,7 @@ impl Qcow2 {
     }
 
     /// The locked state, if a change can be made without blocking.
-    fn ready(&self) -> Option<MutexGuard<'_, State>> {
+    fn ready(&self) -> Option<MutexGuard<'_, ImageState>> {
         if !self.begun.load(SeqCst) || self.check_writable().is_err() {
             return None;
         }
@@ -187,7 +187,7 @@ impl Qcow2 {
     }
 
     /// Ready when the other write has ended; otherwise wakes `waker` when it ends.
-    pub fn poll_wait(&self, waiting: &Waiting, waker: &Waker) -> Poll<()> {
+    pub fn poll_wait(&self, waiting: &PendingWrite, waker: &Waker) -> Poll<()> {
         let mut state = self.lock();
         if state
             .pending
@@ -204,7 +204,7 @@ impl Qcow2 {
     }
 
     /// The same for a thread that has nothing else to do.
-    pub fn wait(&self, waiting: &Waiting) {
+    pub fn wait(&self, waiting: &PendingWrite) {
         struct Unpark(Thread);
         impl Wake for Unpark {
             fn wake(self: Arc<Self>) {
@@ -225,20 +225,20 @@ impl Qcow2 {
 
     /// The first of these clusters with an allocation in progress, and that allocation.
     pub(super) fn pending_in(
-        state: &State,
+        state: &ImageState,
         first: GuestCluster,
         last: GuestCluster,
-    ) -> Option<(GuestCluster, Waiting)> {
+    ) -> Option<(GuestCluster, PendingWrite)> {
         let before = state.pending.range(..=first).next_back();
         let over = before.filter(|(_, (end, _))| *end >= first);
         let next = || state.pending.range(first..=last).next();
         let (&at, &(_, token)) = over.or_else(next)?;
-        Some((at.max(first), Waiting { token }))
+        Some((at.max(first), PendingWrite { token }))
     }
 
     fn prepare_in(
         &self,
-        state: &mut State,
+        state: &mut ImageState,
         at: GuestOffset,
         len: u64,
         may_block: MayBlock,
@@ -368,7 +368,12 @@ impl Qcow2 {
     }
 
     /// Extends the file to the end of an allocated cluster.
-    fn reach(&self, state: &mut State, host: HostOffset, may_block: MayBlock) -> Result<(), Retry> {
+    fn reach(
+        &self,
+        state: &mut ImageState,
+        host: HostOffset,
+        may_block: MayBlock,
+    ) -> Result<(), Retry> {
         let end = host + self.g.cluster();
         may_block.grow(self.data.as_ref().unwrap_or(&self.file), end)?;
         match &self.data {
@@ -459,7 +464,7 @@ impl Qcow2 {
     /// be flushed before the write is acknowledged.
     fn commit_in(
         &self,
-        state: &mut State,
+        state: &mut ImageState,
         allocation: &Allocation,
         may_block: MayBlock,
     ) -> Result<bool, Retry> {
@@ -538,13 +543,13 @@ fn is_copied_whole(entry: &Entry) -> bool {
 }
 
 /// Whether an allocation was neither committed nor aborted yet.
-fn is_pending(state: &State, allocation: &Allocation) -> bool {
+fn is_pending(state: &ImageState, allocation: &Allocation) -> bool {
     let pending = state.pending.get(&allocation.first);
     pending.is_some_and(|&(_, token)| token == allocation.token)
 }
 
 /// Ends an allocation, and wakes those that wait for it.
-fn end_of(state: &mut State, allocation: &Allocation) {
+fn end_of(state: &mut ImageState, allocation: &Allocation) {
     state.pending.remove(&allocation.first);
     for waiter in state.waiters.remove(&allocation.token).unwrap_or_default() {
         waiter.wake();

@@ -8,12 +8,12 @@ use super::entry::{Entry, Kind, Standard, table_at};
 use super::error::ImageError;
 use super::file::FileEnd;
 use super::types::{GuestCluster, GuestOffset};
-use super::write::Waiting;
-use super::{Qcow2, State};
+use super::write::PendingWrite;
+use super::{ImageState, Qcow2};
 
 /// How a range is zeroed or discarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Zeroing {
+pub enum ZeroMode {
     /// It must read as zeroes.
     Zeroes {
         /// Whether its space may be freed.
@@ -34,7 +34,7 @@ pub enum ZeroStep {
     /// Zero this many bytes in the data file, at the same offset.
     File(u64),
     /// Wait for another write to end first.
-    Wait(Waiting),
+    Wait(PendingWrite),
 }
 
 impl Qcow2 {
@@ -50,7 +50,7 @@ impl Qcow2 {
         &self,
         at: GuestOffset,
         len: u64,
-        why: Zeroing,
+        why: ZeroMode,
         zeroes_around: bool,
     ) -> Result<ZeroStep, ImageError> {
         let (step, recorded) = self.change(|state| {
@@ -61,7 +61,7 @@ impl Qcow2 {
             self.flush()?;
         }
         if let (ZeroStep::Done(done), Some(data)) = (step, &self.data)
-            && why != (Zeroing::Zeroes { unmap: false })
+            && why != (ZeroMode::Zeroes { unmap: false })
         {
             self.punch_outside(data, at, done);
         }
@@ -88,10 +88,10 @@ impl Qcow2 {
 
     fn try_zero(
         &self,
-        state: &mut State,
+        state: &mut ImageState,
         at: GuestOffset,
         len: u64,
-        why: Zeroing,
+        why: ZeroMode,
         zeroes_around: bool,
     ) -> Result<ZeroStep, Retry> {
         let g = &self.g;
@@ -142,19 +142,19 @@ impl Qcow2 {
     }
 
     /// The step for a part that the tables cannot express.
-    fn left(&self, why: Zeroing, len: u64) -> ZeroStep {
+    fn left(&self, why: ZeroMode, len: u64) -> ZeroStep {
         match why {
-            Zeroing::Zeroes { .. } => ZeroStep::Write(len),
-            Zeroing::Discard => ZeroStep::Done(len),
+            ZeroMode::Zeroes { .. } => ZeroStep::Write(len),
+            ZeroMode::Discard => ZeroStep::Done(len),
         }
     }
 
     /// Handles a part of a cluster: whole subclusters, or a part of one whose rest reads as zeroes.
     fn zero_part(
         &self,
-        state: &mut State,
+        state: &mut ImageState,
         (at, end): (GuestOffset, GuestOffset),
-        why: Zeroing,
+        why: ZeroMode,
         zeroes_around: bool,
     ) -> Result<ZeroStep, Retry> {
         let g = &self.g;
@@ -168,7 +168,7 @@ impl Qcow2 {
             first.end.min(end)
         };
         let len = end - at;
-        if !whole && why == Zeroing::Discard {
+        if !whole && why == ZeroMode::Discard {
             return Ok(ZeroStep::Done(len));
         }
         if !whole {
@@ -224,14 +224,14 @@ impl Qcow2 {
     /// Zeroes or discards a whole cluster; false if zeroes must be written instead.
     fn zero_cluster(
         &self,
-        state: &mut State,
+        state: &mut ImageState,
         cluster: GuestCluster,
-        why: Zeroing,
+        why: ZeroMode,
     ) -> Result<bool, Retry> {
         let g = &self.g;
         let old = self.entry(cluster)?;
         let backed = cluster.start(g) < self.backing_end();
-        let unmap = why != Zeroing::Zeroes { unmap: false };
+        let unmap = why != ZeroMode::Zeroes { unmap: false };
         if !backed && old == Entry::NONE {
             return Ok(true);
         }
@@ -240,7 +240,7 @@ impl Qcow2 {
             ..Standard::default()
         };
         let new = match old {
-            _ if g.version < 3 && (backed || !unmap) => return Ok(why == Zeroing::Discard),
+            _ if g.version < 3 && (backed || !unmap) => return Ok(why == ZeroMode::Discard),
             _ if g.version < 3 => Entry::NONE,
             Entry::Standard(s) if s.host.is_some() && (g.external || s.own && !unmap) => {
                 Entry::Standard(Standard {

@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex};
 
 use block::FileOffset;
 use image::{
-    Chain, ChainOptions, Gate, JournalEvent, JournalPlace, LayerFormat, OpenFiles, Place, Prepared,
-    Role, Storage, Top, WritePlace, ZeroStep, Zeroing, check,
+    AllowedDirectories, Chain, ChainOptions, FileRole, JournalEvent, JournalFile, LayerFormat,
+    OpenFiles, Prepared, ReadLocation, Storage, TopFile, WriteLocation, ZeroMode, ZeroStep, check,
 };
 
 /// Inputs worth starting from, by name.
@@ -49,7 +49,7 @@ impl Storage for Bytes {
         Ok(())
     }
 
-    fn forgets(&self) -> bool {
+    fn loses_data_on_failed_flush(&self) -> bool {
         false
     }
 
@@ -69,16 +69,16 @@ impl Storage for Bytes {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    fn block(&self) -> u32 {
+    fn block_size(&self) -> u32 {
         512
     }
 }
 
-/// Lets nothing be opened: names in an image must not even be looked at, with an empty gate.
+/// Lets nothing be opened: names in an image must not even be looked at, with no allowed directories.
 struct NoFiles;
 
 impl OpenFiles for NoFiles {
-    fn open(&mut self, _: OwnedFd, path: &Path, _: Role) -> io::Result<Arc<dyn Storage>> {
+    fn open(&mut self, _: OwnedFd, path: &Path, _: FileRole) -> io::Result<Arc<dyn Storage>> {
         panic!("{} was opened", path.display());
     }
 }
@@ -101,8 +101,8 @@ pub fn journal(data: &[u8]) -> u64 {
         return 0;
     };
     let bytes = match kind % 4 {
-        0 => journal_of(b"ringdkJ2", rest),
-        2 => journal_of(b"ringdkJ1", rest),
+        0 => journal_owner(b"ringdkJ2", rest),
+        2 => journal_owner(b"ringdkJ1", rest),
         _ => rest.to_vec(),
     };
     let mut image = Made::new();
@@ -111,10 +111,10 @@ pub fn journal(data: &[u8]) -> u64 {
     let file = Arc::new(Bytes(Mutex::new(image.0)));
     let done = Arc::new(AtomicU64::new(0));
     let told = done.clone();
-    let place = JournalPlace {
+    let place = JournalFile {
         storage: Arc::new(Bytes(Mutex::new(bytes))),
         identity: IDENTITY,
-        tell: Box::new(move |event| {
+        on_event: Box::new(move |event| {
             if let JournalEvent::Replayed(n) = event {
                 told.fetch_add(n, Relaxed);
             }
@@ -133,7 +133,7 @@ const IDENTITY: [u8; 32] = [7; 32];
 const GENERATION: u64 = 5;
 
 /// A journal with one record, as it would be written.
-fn journal_of(version: &[u8; 8], changes: &[u8]) -> Vec<u8> {
+fn journal_owner(version: &[u8; 8], changes: &[u8]) -> Vec<u8> {
     const RECORDS_AT: u64 = 4096;
     let session = 9_u64;
     let (sequence, slot_at) = (1_u64, 128);
@@ -178,7 +178,7 @@ pub fn journal_seeds() -> Seeds {
     let refcount = |first, clusters, count| change(3, [first, clusters, count]);
     let block = |number, at| change(4, [number, at, 0]);
     let all = |changes: &[Vec<u8>]| [&[0][..], &changes.concat()].concat();
-    let file = |version| journal_of(version, &refcount(7, 1, 1));
+    let file = |version| journal_owner(version, &refcount(7, 1, 1));
     let copied = 1 << 63;
     vec![
         (
@@ -214,13 +214,13 @@ pub fn journal_seeds() -> Seeds {
     ]
 }
 
-fn open(file: Arc<Bytes>, read_only: bool, journal: Option<JournalPlace>) -> Option<Chain> {
-    let top = Top {
+fn open(file: Arc<Bytes>, read_only: bool, journal: Option<JournalFile>) -> Option<Chain> {
+    let top = TopFile {
         storage: file,
         path: Path::new("/image"),
         format: LayerFormat::Qcow2,
     };
-    let gate = Gate::new::<&str>([]).unwrap();
+    let allowed = AllowedDirectories::new::<&str>([]).unwrap();
     let options = ChainOptions {
         read_only,
         allow_corrupt: true,
@@ -233,7 +233,7 @@ fn open(file: Arc<Bytes>, read_only: bool, journal: Option<JournalPlace>) -> Opt
             false => ControlFlow::Continue(()),
         },
     };
-    let opened = Chain::open(top, &gate, &mut NoFiles, options);
+    let opened = Chain::open(top, &allowed, &mut NoFiles, options);
     opened
         .inspect_err(|error| assert!(error.to_string().len() > 10))
         .ok()
@@ -262,12 +262,12 @@ fn use_it(chain: &Chain, file: &Bytes, data: &[u8], read_only: bool) {
         match number % 6 {
             _ if read_only => read(chain, at, len),
             0 | 1 => write(chain, file, at, len),
-            2 => zero(chain, at, len, Zeroing::Discard),
+            2 => zero(chain, at, len, ZeroMode::Discard),
             3 => zero(
                 chain,
                 at,
                 len,
-                Zeroing::Zeroes {
+                ZeroMode::Zeroes {
                     unmap: word & 2 == 0,
                 },
             ),
@@ -287,14 +287,14 @@ fn read(chain: &Chain, at: u64, len: u64) {
     let mut loads = 0;
     while done < len {
         match chain.map(&pin, at + done, len - done) {
-            Place::Load(missing) => {
+            ReadLocation::Load(missing) => {
                 loads += 1;
                 assert!(loads < 10_000, "the same is loaded again and again");
                 if chain.load(missing).is_err() {
                     break;
                 }
             }
-            Place::Compressed(c) => {
+            ReadLocation::Compressed(c) => {
                 assert!(c.bytes <= 2 * c.cluster_bytes.max(512) && c.len > 0);
                 assert!(c.skip + c.len <= c.cluster_bytes);
                 let mut bytes = vec![0; c.bytes as usize];
@@ -304,7 +304,9 @@ fn read(chain: &Chain, at: u64, len: u64) {
                 let _ = c.compression.inflate(&bytes[..n], &mut cluster);
                 done += c.len;
             }
-            Place::Data { len, .. } | Place::Zero { len } | Place::Damaged { len } => {
+            ReadLocation::Data { len, .. }
+            | ReadLocation::Zero { len }
+            | ReadLocation::Damaged { len } => {
                 assert!(len > 0);
                 done += len;
             }
@@ -322,18 +324,18 @@ fn write(chain: &Chain, file: &Bytes, at: u64, len: u64) {
             break;
         }
         match chain.map_write(&pin, at + done, len - done) {
-            WritePlace::Load(missing) => {
+            WriteLocation::Load(missing) => {
                 if chain.load(missing).is_err() {
                     break;
                 }
             }
-            WritePlace::InPlace { at, len, .. } => {
+            WriteLocation::InPlace { at, len, .. } => {
                 assert!(len > 0);
                 assert!(at.0 >= 512, "guest data over the header");
                 let _ = file.write_at(at, &vec![0xda; len as usize]);
                 done += len;
             }
-            WritePlace::Allocate { len } => match chain.prepare_write(at + done, len) {
+            WriteLocation::Allocate { len } => match chain.prepare_write(at + done, len) {
                 Ok(Prepared::Allocated(allocation)) => {
                     assert!(allocation.len > 0 && allocation.len <= len);
                     done += allocation.len;
@@ -347,7 +349,7 @@ fn write(chain: &Chain, file: &Bytes, at: u64, len: u64) {
                 Ok(Prepared::Wait(_)) => panic!("nobody is there to be waited for"),
                 Err(_) => break,
             },
-            WritePlace::Damaged { len } => {
+            WriteLocation::Damaged { len } => {
                 assert!(len > 0);
                 done += len;
             }
@@ -356,7 +358,7 @@ fn write(chain: &Chain, file: &Bytes, at: u64, len: u64) {
     chain.pins().unpin(pin);
 }
 
-fn zero(chain: &Chain, at: u64, len: u64, why: Zeroing) {
+fn zero(chain: &Chain, at: u64, len: u64, why: ZeroMode) {
     let mut done = 0;
     // A disk of which nothing is there is done in steps of what a table maps.
     for _ in 0..10_000 {

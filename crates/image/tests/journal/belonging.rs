@@ -65,7 +65,7 @@ fn a_journal_is_of_no_older_state_of_its_image() {
     let disk = host.open(directory.path()).unwrap();
     for n in 0..4 {
         disk.write(n * 4096, &pattern(4, 4096)).unwrap();
-        disk.zero(n * 4096, 4096, Zeroing::Zeroes { unmap: true })
+        disk.zero(n * 4096, 4096, ZeroMode::Zeroes { unmap: true })
             .unwrap();
         disk.flush().unwrap();
     }
@@ -103,7 +103,8 @@ fn a_journal_is_of_no_backup_that_was_made_in_its_time() {
             // Between two flushes, copies are told apart by the time that has passed.
             std::thread::sleep(std::time::Duration::from_millis(101));
         }
-        disk.zero(at, len, Zeroing::Zeroes { unmap: true }).unwrap();
+        disk.zero(at, len, ZeroMode::Zeroes { unmap: true })
+            .unwrap();
         disk.write(beside, &pattern(5, 4096)).unwrap();
         drop(disk);
         let put_back = Host {
@@ -188,7 +189,7 @@ fn opens(host: &Host, directory: &Path, journal: Vec<u8>) -> bool {
     };
     let said = e.to_string();
     assert!(
-        e.is_of_journal() && said.contains("leave it there"),
+        e.is_journal_error() && said.contains("leave it there"),
         "{said}"
     );
     assert_eq!(host.image.bytes(), image);
@@ -211,7 +212,7 @@ fn a_journal_that_somebody_has_cut_off_is_not_passed_over() {
     // Stamps come with time.
     while lengths.len() < 6 {
         let before = generation(&host);
-        disk.zero(64 << 10, 4096, Zeroing::Zeroes { unmap: true })
+        disk.zero(64 << 10, 4096, ZeroMode::Zeroes { unmap: true })
             .unwrap();
         disk.write(64 << 10, &pattern(3, 4096)).unwrap();
         if generation(&host) != before {
@@ -266,7 +267,7 @@ fn an_old_journal_with_nothing_in_it_does_not_stand_for_another() {
     let disk = old.open(directory).unwrap();
     disk.write(0, &pattern(2, 4096)).unwrap();
     disk.flush().unwrap();
-    disk.chain.settle().unwrap();
+    disk.chain.flush_for_handover().unwrap();
     drop(disk);
     let new = Host {
         image: old.image.clone(),

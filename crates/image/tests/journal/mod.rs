@@ -15,8 +15,8 @@ use crate::support::memory::Memory;
 use crate::support::{Disk, HostFiles, How, WRITE};
 use block::FileOffset;
 use image::{
-    Allocation, ChainError, Gate, ImageError, JournalEvent, JournalPlace, LayerFormat, Prepared,
-    Storage, Zeroing, check,
+    Allocation, AllowedDirectories, ChainError, ImageError, JournalEvent, JournalFile, LayerFormat,
+    Prepared, Storage, ZeroMode, check,
 };
 use testkit::faulty::{Random, seeds};
 use testkit::images as variants;
@@ -77,8 +77,8 @@ impl Storage for Mortal {
         self.file.flush()
     }
 
-    fn forgets(&self) -> bool {
-        self.file.forgets()
+    fn loses_data_on_failed_flush(&self) -> bool {
+        self.file.loses_data_on_failed_flush()
     }
 
     fn size(&self) -> io::Result<u64> {
@@ -95,7 +95,7 @@ impl Storage for Mortal {
         self.file.punch(at, len)
     }
 
-    fn block(&self) -> u32 {
+    fn block_size(&self) -> u32 {
         512
     }
 }
@@ -131,7 +131,7 @@ impl Host {
 
     fn open_as(&self, directory: &Path, how: How) -> Result<Disk, ChainError> {
         let path = directory.join("disk.qcow2");
-        let gate = Gate::beside(&path).unwrap();
+        let allowed = AllowedDirectories::of_image(&path).unwrap();
         let mortal = |file: &Memory, is_journal| Mortal {
             file: file.clone(),
             life: self.life.clone(),
@@ -140,10 +140,10 @@ impl Host {
             unreadable: self.unreadable.clone(),
         };
         let (replayed, events) = (self.replayed.clone(), self.events.clone());
-        let journal = JournalPlace {
+        let journal = JournalFile {
             storage: Arc::new(mortal(&self.journal, true)),
             identity: [7; 32],
-            tell: Box::new(move |event| {
+            on_event: Box::new(move |event| {
                 if let JournalEvent::Replayed(n) = event {
                     replayed.fetch_add(n, SeqCst);
                 }
@@ -156,7 +156,7 @@ impl Host {
             storage,
             &path,
             format,
-            &gate,
+            &allowed,
             how,
             (&mut HostFiles, Some(journal)),
         )
@@ -208,10 +208,10 @@ fn operate(
     match random.below(6) {
         0 => {
             let unmap = random.one_in(2);
-            let done = disk.zero(at, len, Zeroing::Zeroes { unmap });
+            let done = disk.zero(at, len, ZeroMode::Zeroes { unmap });
             (Some(vec![0; len as usize]), done)
         }
-        1 => (None, disk.zero(at, len, Zeroing::Discard)),
+        1 => (None, disk.zero(at, len, ZeroMode::Discard)),
         _ => {
             let bytes = pattern(number, len);
             let done = disk.write(at, &bytes);
@@ -368,7 +368,7 @@ fn killed(directory: &Path) -> Host {
     let host = Host::new(std::fs::read(directory.join("disk.qcow2")).unwrap());
     host.life.live(i64::MAX);
     let disk = host.open(directory).unwrap();
-    disk.zero(64 << 10, 64 << 10, Zeroing::Zeroes { unmap: true })
+    disk.zero(64 << 10, 64 << 10, ZeroMode::Zeroes { unmap: true })
         .unwrap();
     disk.flush().unwrap();
     disk.write(64 << 10, &pattern(9, 4096)).unwrap();
@@ -416,7 +416,7 @@ fn with_free_clusters(directory: &Path, at: u64) -> (Host, Disk, u64) {
     let cluster = disk.chain.image().unwrap().cluster_bytes();
     disk.write(at, &pattern(6, 8 * cluster)).unwrap();
     disk.flush().unwrap();
-    disk.zero(at, 8 * cluster, Zeroing::Zeroes { unmap: true })
+    disk.zero(at, 8 * cluster, ZeroMode::Zeroes { unmap: true })
         .unwrap();
     disk.flush().unwrap();
     (host, disk, cluster)

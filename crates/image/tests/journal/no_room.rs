@@ -76,7 +76,7 @@ fn what_was_committed_and_not_kept_is_not_given_back() {
         let host = killed(directory);
         let disk = host.open(directory).unwrap();
         let cluster = disk.chain.image().unwrap().cluster_bytes();
-        disk.zero(a, 64 << 10, Zeroing::Zeroes { unmap: true })
+        disk.zero(a, 64 << 10, ZeroMode::Zeroes { unmap: true })
             .unwrap();
         disk.flush().unwrap();
         disk.flush().unwrap();
@@ -88,7 +88,7 @@ fn what_was_committed_and_not_kept_is_not_given_back() {
         host.fill_up(false, false);
         if given_up {
             // Its cluster is another one's by the time that it is tried again.
-            disk.zero(a, cluster, Zeroing::Zeroes { unmap: true })
+            disk.zero(a, cluster, ZeroMode::Zeroes { unmap: true })
                 .unwrap();
             disk.flush().unwrap();
             disk.flush().unwrap();
@@ -123,7 +123,7 @@ fn a_journal_without_room_undoes_nothing() {
     let at = 64 << 10;
     disk.write(at, &pattern(6, 64 << 10)).unwrap();
     disk.flush().unwrap();
-    disk.zero(at, 64 << 10, Zeroing::Zeroes { unmap: true })
+    disk.zero(at, 64 << 10, ZeroMode::Zeroes { unmap: true })
         .unwrap();
     host.fill_up(false, true);
     disk.write(at, &pattern(7, 64 << 10)).unwrap();
@@ -195,7 +195,7 @@ fn what_cannot_be_freed_is_freed_later() {
     let disk = host.open(directory).unwrap();
     // Its tables are read, and its refcounts are not.
     assert_eq!(Host::sector(&disk, 0), pattern(3, 512));
-    let discarded = disk.zero(0, 64 << 10, Zeroing::Discard);
+    let discarded = disk.zero(0, 64 << 10, ZeroMode::Discard);
     discarded.unwrap();
     host.unreadable.store(true, SeqCst);
     disk.flush().unwrap();

@@ -44,7 +44,7 @@ fn a_kill_puts_no_snapshot_at_risk() {
     for n in 0..12_u16 {
         let at = u64::from(n) * 4096;
         if n % 4 == 3 {
-            disk.zero(at, 4096, Zeroing::Zeroes { unmap: true })
+            disk.zero(at, 4096, ZeroMode::Zeroes { unmap: true })
                 .unwrap();
         } else {
             disk.write(at, &pattern(2 + n, 512)).unwrap();

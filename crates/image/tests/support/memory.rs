@@ -39,7 +39,7 @@ pub struct Event {
 }
 
 #[derive(Default)]
-struct State {
+struct ImageState {
     files: Vec<Vec<u8>>,
     events: Vec<Event>,
     record: bool,
@@ -53,7 +53,7 @@ struct State {
 /// A file in memory. Clones are the same file.
 #[derive(Clone)]
 pub struct Memory {
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<ImageState>>,
     file: usize,
 }
 
@@ -65,9 +65,9 @@ impl Memory {
     /// Files whose events are remembered in one order.
     pub fn several(files: Vec<Vec<u8>>) -> Vec<Self> {
         let numbers = 0..files.len();
-        let state = State {
+        let state = ImageState {
             files,
-            ..State::default()
+            ..ImageState::default()
         };
         let state = Arc::new(Mutex::new(state));
         let memory = |file| Self {
@@ -77,7 +77,7 @@ impl Memory {
         numbers.map(memory).collect()
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ImageState> {
         self.state.lock().unwrap()
     }
 
@@ -114,7 +114,7 @@ impl Memory {
     }
 }
 
-impl State {
+impl ImageState {
     fn event(&mut self, file: usize, what: What) {
         if self.record {
             self.events.push(Event { file, what });
@@ -173,7 +173,7 @@ impl Storage for Memory {
         Ok(())
     }
 
-    fn forgets(&self) -> bool {
+    fn loses_data_on_failed_flush(&self) -> bool {
         self.state().forgets
     }
 
@@ -199,7 +199,7 @@ impl Storage for Memory {
         Ok(())
     }
 
-    fn block(&self) -> u32 {
+    fn block_size(&self) -> u32 {
         512
     }
 }

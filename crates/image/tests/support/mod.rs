@@ -11,15 +11,16 @@ use std::sync::Arc;
 
 use block::FileOffset;
 use image::{
-    Chain, ChainError, ChainOptions, FileIndex, Gate, ImageError, JournalPlace, LayerFormat,
-    OpenFiles, Pin, Place, PlainFile, Prepared, Role, Storage, Top, WritePlace, ZeroStep, Zeroing,
+    AllowedDirectories, Chain, ChainError, ChainOptions, FileIndex, FileRole, ImageError,
+    JournalFile, LayerFormat, OpenFiles, Pin, PlainFile, Prepared, ReadLocation, Storage, TopFile,
+    WriteLocation, ZeroMode, ZeroStep,
 };
 
-/// Opens what a gate let through as it is.
+/// Opens allowed files as it is.
 pub struct HostFiles;
 
 impl OpenFiles for HostFiles {
-    fn open(&mut self, file: OwnedFd, _: &Path, _: Role) -> io::Result<Arc<dyn Storage>> {
+    fn open(&mut self, file: OwnedFd, _: &Path, _: FileRole) -> io::Result<Arc<dyn Storage>> {
         Ok(Arc::new(PlainFile(file.into())))
     }
 }
@@ -58,44 +59,44 @@ impl Disk {
             .write(!how.read_only)
             .open(path)
             .unwrap();
-        let gate = Gate::beside(path).unwrap();
+        let allowed = AllowedDirectories::of_image(path).unwrap();
         let format = match path.extension().is_some_and(|e| e == "raw") {
             true => LayerFormat::Raw,
             false => LayerFormat::Qcow2,
         };
-        Self::with(Arc::new(PlainFile(file)), path, format, &gate, how)
+        Self::with(Arc::new(PlainFile(file)), path, format, &allowed, how)
     }
 
     pub fn with(
         storage: Arc<dyn Storage>,
         path: &Path,
         format: LayerFormat,
-        gate: &Gate,
+        allowed: &AllowedDirectories,
         how: How,
     ) -> Result<Self, ChainError> {
-        Self::with_files(storage, path, format, gate, how, &mut HostFiles)
+        Self::with_files(storage, path, format, allowed, how, &mut HostFiles)
     }
 
     pub fn with_files(
         storage: Arc<dyn Storage>,
         path: &Path,
         format: LayerFormat,
-        gate: &Gate,
+        allowed: &AllowedDirectories,
         how: How,
         files: &mut dyn OpenFiles,
     ) -> Result<Self, ChainError> {
-        Self::with_journal(storage, path, format, gate, how, (files, None))
+        Self::with_journal(storage, path, format, allowed, how, (files, None))
     }
 
     pub fn with_journal(
         storage: Arc<dyn Storage>,
         path: &Path,
         format: LayerFormat,
-        gate: &Gate,
+        allowed: &AllowedDirectories,
         how: How,
-        (files, journal): (&mut dyn OpenFiles, Option<JournalPlace>),
+        (files, journal): (&mut dyn OpenFiles, Option<JournalFile>),
     ) -> Result<Self, ChainError> {
-        let top = Top {
+        let top = TopFile {
             storage,
             path,
             format,
@@ -112,7 +113,7 @@ impl Disk {
                 false => ControlFlow::Continue(()),
             },
         };
-        let chain = Chain::open(top, gate, files, options)?;
+        let chain = Chain::open(top, allowed, files, options)?;
         Ok(Self { chain })
     }
 
@@ -138,20 +139,20 @@ impl Disk {
             let rest = &mut to[done..];
             let piece = |len: u64| usize::try_from(len).unwrap();
             match self.chain.map(pin, at + done as u64, rest.len() as u64) {
-                Place::Load(missing) => self.chain.load(missing)?,
-                Place::Data { file, at, len } => {
+                ReadLocation::Load(missing) => self.chain.load(missing)?,
+                ReadLocation::Data { file, at, len } => {
                     assert!(len > 0);
                     let to = &mut rest[..piece(len)];
                     let n = self.file(file).read_at(at, to).map_err(io_error)?;
                     to[n..].fill(0);
                     done += piece(len);
                 }
-                Place::Zero { len } => {
+                ReadLocation::Zero { len } => {
                     assert!(len > 0);
                     rest[..piece(len)].fill(0);
                     done += piece(len);
                 }
-                Place::Compressed(c) => {
+                ReadLocation::Compressed(c) => {
                     let mut bytes = vec![0; piece(c.bytes)];
                     let n = self
                         .file(c.file)
@@ -164,7 +165,7 @@ impl Disk {
                     rest[..piece(c.len)].copy_from_slice(&cluster[from..from + piece(c.len)]);
                     done += piece(c.len);
                 }
-                Place::Damaged { len } => {
+                ReadLocation::Damaged { len } => {
                     assert!(len > 0);
                     return Err(io_error(io::Error::other("damaged")));
                 }
@@ -183,8 +184,8 @@ impl Disk {
         while done < from.len() {
             let (at, rest) = (at + done as u64, &from[done..]);
             match chain.map_write(pin, at, rest.len() as u64) {
-                WritePlace::Load(missing) => chain.load(missing)?,
-                WritePlace::InPlace { file, at, len } => {
+                WriteLocation::Load(missing) => chain.load(missing)?,
+                WriteLocation::InPlace { file, at, len } => {
                     assert!(len > 0);
                     let len = len as usize;
                     self.file(file)
@@ -192,7 +193,7 @@ impl Disk {
                         .map_err(io_error)?;
                     done += len;
                 }
-                WritePlace::Allocate { len } => match chain.prepare_write(at, len)? {
+                WriteLocation::Allocate { len } => match chain.prepare_write(at, len)? {
                     Prepared::Mapped => {}
                     Prepared::Wait(waiting) => chain.image().unwrap().wait(&waiting),
                     Prepared::Allocated(allocation) => {
@@ -209,7 +210,7 @@ impl Disk {
                         done += len;
                     }
                 },
-                WritePlace::Damaged { .. } => {
+                WriteLocation::Damaged { .. } => {
                     // It says what is wrong.
                     let error = chain.prepare_write(at, 1).unwrap_err();
                     return Err(error);
@@ -236,7 +237,7 @@ impl Disk {
         file.write_at(allocation.to, data).map_err(io_error)
     }
 
-    pub fn zero(&self, at: u64, len: u64, why: Zeroing) -> Result<(), ImageError> {
+    pub fn zero(&self, at: u64, len: u64, why: ZeroMode) -> Result<(), ImageError> {
         let mut done = 0;
         while done < len {
             let (at, left) = (at + done, len - done);

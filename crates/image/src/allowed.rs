@@ -10,11 +10,11 @@ use thiserror::Error;
 ///
 /// A name in an image is input from the person who made the image. The kernel enforces the limit while it resolves
 /// the name (`openat2`, `RESOLVE_BENEATH`): neither `..` nor a symbolic link leads out of a directory, whatever
-/// changes at the same time. Links inside the directories work, including absolute ones: the gate first finds out
+/// changes at the same time. Links inside the directories work, including absolute ones: ringdisk first finds out
 /// where an absolute link leads, and then opens that path in the same way. Only regular files and block devices are
 /// admitted.
 #[derive(Debug)]
-pub struct Gate {
+pub struct AllowedDirectories {
     directories: Vec<Directory>,
 }
 
@@ -27,7 +27,7 @@ struct Directory {
 
 /// A file that an image names and may use.
 #[derive(Debug)]
-pub(crate) struct Passed {
+pub(crate) struct OpenedReference {
     pub fd: OwnedFd,
     pub path: PathBuf,
     pub identity: Identity,
@@ -38,7 +38,7 @@ pub(crate) type Identity = (u64, u64);
 
 /// Why a file that an image names is not opened.
 #[derive(Debug, Error)]
-pub enum GateError {
+pub enum AllowedError {
     /// The name is not the name of a file.
     #[error(
         "it names '{0}', which is not a file; only files and block devices are opened for an \
@@ -88,7 +88,7 @@ pub enum GateError {
     Kind(String),
 }
 
-impl Gate {
+impl AllowedDirectories {
     /// Allows these directories and everything below them.
     ///
     /// # Errors
@@ -120,22 +120,27 @@ impl Gate {
     ///
     /// # Errors
     /// The directory cannot be opened.
-    pub fn beside(image: &Path) -> io::Result<Self> {
+    pub fn of_image(image: &Path) -> io::Result<Self> {
         Self::new([image.parent().unwrap_or(Path::new("/"))])
     }
 
     /// Opens a file that an image in the directory `from` names.
-    pub(crate) fn pass(&self, from: &Path, name: &str, write: bool) -> Result<Passed, GateError> {
+    pub(crate) fn open_reference(
+        &self,
+        from: &Path,
+        name: &str,
+        write: bool,
+    ) -> Result<OpenedReference, AllowedError> {
         let plain = name.strip_prefix("file:").unwrap_or(name);
         let colon = plain.find(':').unwrap_or(plain.len());
         if plain.is_empty() || colon < plain.find('/').unwrap_or(plain.len()) {
-            return Err(GateError::Protocol(name.to_owned()));
+            return Err(AllowedError::Protocol(name.to_owned()));
         }
         let path = from.join(plain);
         let straight = without_dots(&path);
         let open_error = |errno: Errno| match errno {
-            Errno::NOENT => GateError::Missing(name.to_owned()),
-            errno => GateError::Open {
+            Errno::NOENT => AllowedError::Missing(name.to_owned()),
+            errno => AllowedError::Open {
                 name: name.to_owned(),
                 source: errno.into(),
             },
@@ -150,7 +155,7 @@ impl Gate {
                 continue;
             };
             match directory.open(below, write) {
-                Ok(fd) => return passed(fd, straight, name),
+                Ok(fd) => return opened(fd, straight, name),
                 Err(Errno::XDEV) => leads_out = true,
                 Err(errno) => return Err(open_error(errno)),
             }
@@ -164,7 +169,7 @@ impl Gate {
                 };
                 // If the link has changed meanwhile, the kernel still enforces the limit.
                 match directory.open(below, write) {
-                    Ok(fd) => return passed(fd, straight, name),
+                    Ok(fd) => return opened(fd, straight, name),
                     Err(Errno::XDEV) => {}
                     Err(errno) => return Err(open_error(errno)),
                 }
@@ -176,12 +181,12 @@ impl Gate {
             .map(|d| d.paths[0].display().to_string());
         let (name, allowed) = (name.to_owned(), allowed.collect::<Vec<_>>().join(", "));
         Err(match target.map(|target| target.display().to_string()) {
-            Some(target) => GateError::Link {
+            Some(target) => AllowedError::Link {
                 name,
                 target,
                 allowed,
             },
-            None => GateError::Outside { name, allowed },
+            None => AllowedError::Outside { name, allowed },
         })
     }
 }
@@ -197,8 +202,8 @@ impl Directory {
     }
 }
 
-fn passed(fd: OwnedFd, path: PathBuf, name: &str) -> Result<Passed, GateError> {
-    let stat = fstat(&fd).map_err(|errno| GateError::Open {
+fn opened(fd: OwnedFd, path: PathBuf, name: &str) -> Result<OpenedReference, AllowedError> {
+    let stat = fstat(&fd).map_err(|errno| AllowedError::Open {
         name: name.to_owned(),
         source: errno.into(),
     })?;
@@ -206,9 +211,9 @@ fn passed(fd: OwnedFd, path: PathBuf, name: &str) -> Result<Passed, GateError> {
         FileType::RegularFile => (stat.st_dev, stat.st_ino),
         // Several device nodes can refer to the same device.
         FileType::BlockDevice => (u64::MAX, stat.st_rdev),
-        _ => return Err(GateError::Kind(name.to_owned())),
+        _ => return Err(AllowedError::Kind(name.to_owned())),
     };
-    Ok(Passed { fd, path, identity })
+    Ok(OpenedReference { fd, path, identity })
 }
 
 /// The path without `.` and `..`, as if there were no links. If a link makes this another file, that file is below

@@ -3,11 +3,11 @@ use std::os::unix::fs::symlink;
 
 use super::*;
 
-struct Place {
+struct Fixture {
     root: tempfile::TempDir,
 }
 
-impl Place {
+impl Fixture {
     /// Makes `images/vm` with `a`, `images/base` with `b`, and `secret` next to `images`.
     fn new() -> Self {
         let root = tempfile::tempdir().unwrap();
@@ -25,9 +25,10 @@ impl Place {
     }
 
     /// Opens a file that an image in `images/vm` names; returns its content, which is its path.
-    fn pass(&self, allowed: &[&str], name: &str) -> Result<String, String> {
-        let gate = Gate::new(allowed.iter().map(|path| self.path(path))).unwrap();
-        let passed = gate.pass(&self.path("images/vm"), name, false);
+    fn open(&self, allowed: &[&str], name: &str) -> Result<String, String> {
+        let directories =
+            AllowedDirectories::new(allowed.iter().map(|path| self.path(path))).unwrap();
+        let passed = directories.open_reference(&self.path("images/vm"), name, false);
         let passed = passed.map_err(|error| error.to_string())?;
         let mut text = String::new();
         io::Read::read_to_string(&mut fs::File::from(passed.fd), &mut text).unwrap();
@@ -37,13 +38,13 @@ impl Place {
 
 #[test]
 fn names_lead_to_files_below_the_directories() {
-    let place = Place::new();
+    let place = Fixture::new();
     let own = ["images/vm"];
-    assert_eq!(place.pass(&own, "a").unwrap(), "images/vm/a");
-    assert_eq!(place.pass(&own, "file:./a").unwrap(), "images/vm/a");
+    assert_eq!(place.open(&own, "a").unwrap(), "images/vm/a");
+    assert_eq!(place.open(&own, "file:./a").unwrap(), "images/vm/a");
     let absolute = place.path("images/vm/a");
     assert_eq!(
-        place.pass(&own, absolute.to_str().unwrap()).unwrap(),
+        place.open(&own, absolute.to_str().unwrap()).unwrap(),
         "images/vm/a"
     );
     for allowed in [
@@ -51,10 +52,10 @@ fn names_lead_to_files_below_the_directories() {
         &["images/base"],
         &["images/vm", "images/base"],
     ] {
-        assert_eq!(place.pass(allowed, "../base/b").unwrap(), "images/base/b");
+        assert_eq!(place.open(allowed, "../base/b").unwrap(), "images/base/b");
     }
     symlink("../base/b", place.path("images/vm/link")).unwrap();
-    assert_eq!(place.pass(&["images"], "link").unwrap(), "images/base/b");
+    assert_eq!(place.open(&["images"], "link").unwrap(), "images/base/b");
     // What counts is the target of a link, not how the link is written.
     symlink(
         place.path("images/base/b"),
@@ -62,9 +63,9 @@ fn names_lead_to_files_below_the_directories() {
     )
     .unwrap();
     for allowed in [&["images"][..], &["images/vm", "images/base"]] {
-        assert_eq!(place.pass(allowed, "absolute").unwrap(), "images/base/b");
+        assert_eq!(place.open(allowed, "absolute").unwrap(), "images/base/b");
     }
-    let error = place.pass(&own, "absolute").unwrap_err();
+    let error = place.open(&own, "absolute").unwrap_err();
     let target = place.path("images/base/b").display().to_string();
     assert!(
         error.contains(&format!("a symbolic link to '{target}'")),
@@ -74,7 +75,7 @@ fn names_lead_to_files_below_the_directories() {
 
 #[test]
 fn nothing_leads_out() {
-    let place = Place::new();
+    let place = Fixture::new();
     symlink("../../secret", place.path("images/vm/relative")).unwrap();
     symlink(place.path("secret"), place.path("images/vm/absolute")).unwrap();
     symlink("..", place.path("images/vm/up")).unwrap();
@@ -89,14 +90,14 @@ fn nothing_leads_out() {
         secret.to_str().unwrap(),
         "../vm/../../secret",
     ] {
-        let error = place.pass(&["images/vm"], name).unwrap_err();
+        let error = place.open(&["images/vm"], name).unwrap_err();
         assert!(error.contains("none of the directories"), "{name}: {error}");
     }
 }
 
 #[test]
 fn only_files_are_opened() {
-    let place = Place::new();
+    let place = Fixture::new();
     rustix::fs::mknodat(
         rustix::fs::CWD,
         place.path("images/vm/pipe"),
@@ -114,10 +115,10 @@ fn only_files_are_opened() {
         (".", "none of the directories"),
         ("missing", "put it back"),
     ] {
-        let error = place.pass(&["images/vm"], name).unwrap_err();
+        let error = place.open(&["images/vm"], name).unwrap_err();
         assert!(error.contains(says), "{name}: {error}");
     }
     // A colon after a slash is part of a name.
     fs::write(place.path("images/vm/a:b"), "colon").unwrap();
-    assert_eq!(place.pass(&["images/vm"], "./a:b").unwrap(), "colon");
+    assert_eq!(place.open(&["images/vm"], "./a:b").unwrap(), "colon");
 }

@@ -5,20 +5,20 @@ use std::io;
 use block::FileOffset;
 
 use super::records::{Change, READ_MAX, RECORDS_AT, Slot};
-use super::{GENERATION, JournalPlace, MARK, OVERTAKEN, STAMPS_MAX, generation};
+use super::{GENERATION, JournalFile, MARK, OVERTAKEN, STAMPS_MAX, generation};
 use crate::qcow2::header::{AUTOCLEAR_JOURNAL, Header};
 use crate::qcow2::open::read_header;
 use crate::storage::{Storage, read_padded};
 
 /// What the header of an image says about its journal.
 #[derive(Clone, Copy)]
-pub(in crate::qcow2) struct Said {
+pub(in crate::qcow2) struct JournalBits {
     bits: u64,
     /// The image is also dirty: no program has written to it and closed it since.
     dirty: bool,
 }
 
-impl Said {
+impl JournalBits {
     /// Whether the image has a journal, or had one.
     pub fn has_any(self) -> bool {
         self.bits != 0
@@ -31,8 +31,8 @@ impl Said {
     }
 }
 
-pub(in crate::qcow2) fn said(header: &Header) -> Said {
-    Said {
+pub(in crate::qcow2) fn journal_bits(header: &Header) -> JournalBits {
+    JournalBits {
         bits: header.autoclear & AUTOCLEAR_JOURNAL,
         dirty: header.dirty(),
     }
@@ -42,7 +42,7 @@ pub(in crate::qcow2) fn said(header: &Header) -> Said {
 ///
 /// # Errors
 /// The journal cannot be read, has lost acknowledged changes, or is longer than any journal can be.
-pub(in crate::qcow2) fn read(place: &JournalPlace, image: Said) -> io::Result<Found> {
+pub(in crate::qcow2) fn read(place: &JournalFile, image: JournalBits) -> io::Result<Found> {
     let marked = image.bits & MARK != 0;
     let contents = match Contents::read(&*place.storage)? {
         Ok(contents) => contents,
@@ -54,27 +54,27 @@ pub(in crate::qcow2) fn read(place: &JournalPlace, image: Said) -> io::Result<Fo
         Err(NoSlot::Empty) if marked => return Ok(Found::Missing),
         Err(NoSlot::Empty) => return Ok(Found::Nothing),
     };
-    match (contents.belonging(&place.identity, image), contents.empty) {
-        (Belonging::Whole, true) => Ok(Found::Nothing),
-        (Belonging::Whole, false) => Ok(Found::Changes {
+    match (contents.match_image(&place.identity, image), contents.empty) {
+        (JournalMatch::Complete, true) => Ok(Found::Nothing),
+        (JournalMatch::Complete, false) => Ok(Found::Changes {
             changes: contents.changes,
             all: image.bits & OVERTAKEN == 0,
         }),
-        (Belonging::CutOff, _) => Err(io::Error::other(
+        (JournalMatch::Truncated, _) => Err(io::Error::other(
             "its end is missing, or damaged, and with it what had been acknowledged",
         )),
         // The image does not mean this old journal, whose changes have all been applied.
-        (Belonging::Other, true) if marked => Ok(Found::Missing),
-        (Belonging::Other, true) => Ok(Found::Nothing),
-        (Belonging::Other, false) => Ok(Found::Outdated),
+        (JournalMatch::None, true) if marked => Ok(Found::Missing),
+        (JournalMatch::None, true) => Ok(Found::Nothing),
+        (JournalMatch::None, false) => Ok(Found::Outdated),
     }
 }
 
 /// Whether there is a journal here for an image whose header says this, even one that keeps the image from being
 /// opened.
-pub(in crate::qcow2) fn fits(place: &JournalPlace, image: Said) -> bool {
+pub(in crate::qcow2) fn fits(place: &JournalFile, image: JournalBits) -> bool {
     match Contents::read(&*place.storage) {
-        Ok(Ok(found)) => found.belonging(&place.identity, image) != Belonging::Other,
+        Ok(Ok(found)) => found.match_image(&place.identity, image) != JournalMatch::None,
         Ok(Err(NoSlot::Empty)) => false,
         Ok(Err(NoSlot::Damaged)) | Err(_) => image.bits & MARK != 0,
     }
@@ -82,7 +82,7 @@ pub(in crate::qcow2) fn fits(place: &JournalPlace, image: Said) -> bool {
 
 /// The image that a journal found somewhere belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum JournalOf {
+pub enum JournalOwner {
     /// This image, as both say: only a program that can read the image knows the generation in it.
     ThisImage,
     /// Unknown: the journal cannot be read, and this image has a journal.
@@ -92,18 +92,24 @@ pub enum JournalOf {
 }
 
 /// Whether a journal that was found somewhere belongs to an image.
-pub fn journal_of(journal: &dyn Storage, identity: &[u8; 32], image: &dyn Storage) -> JournalOf {
+pub fn journal_owner(
+    journal: &dyn Storage,
+    identity: &[u8; 32],
+    image: &dyn Storage,
+) -> JournalOwner {
     let Ok((header, _)) = read_header(image) else {
-        return JournalOf::Other;
+        return JournalOwner::Other;
     };
-    let said = said(&header);
+    let journal_bits = journal_bits(&header);
     match Contents::read(journal) {
-        Ok(Ok(contents)) => match contents.belonging(identity, said) {
-            Belonging::Whole | Belonging::CutOff => JournalOf::ThisImage,
-            Belonging::Other => JournalOf::Other,
+        Ok(Ok(contents)) => match contents.match_image(identity, journal_bits) {
+            JournalMatch::Complete | JournalMatch::Truncated => JournalOwner::ThisImage,
+            JournalMatch::None => JournalOwner::Other,
         },
-        Ok(Err(NoSlot::Damaged)) | Err(_) if said.bits & MARK != 0 => JournalOf::Unreadable,
-        Ok(Err(_)) | Err(_) => JournalOf::Other,
+        Ok(Err(NoSlot::Damaged)) | Err(_) if journal_bits.bits & MARK != 0 => {
+            JournalOwner::Unreadable
+        }
+        Ok(Err(_)) | Err(_) => JournalOwner::Other,
     }
 }
 
@@ -140,13 +146,13 @@ enum NoSlot {
 
 /// How a journal relates to an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Belonging {
+enum JournalMatch {
     /// It is the image's journal, with everything that was acknowledged.
-    Whole,
+    Complete,
     /// It was the image's journal, and has lost acknowledged changes.
-    CutOff,
+    Truncated,
     /// It is the journal of another image, or of another state of this one.
-    Other,
+    None,
 }
 
 impl Contents {
@@ -173,18 +179,18 @@ impl Contents {
         }))
     }
 
-    fn belonging(&self, identity: &[u8; 32], image: Said) -> Belonging {
+    fn match_image(&self, identity: &[u8; 32], image: JournalBits) -> JournalMatch {
         let untouched = image.dirty || !self.slot.image_is_dirty();
         let marked = image.bits & MARK != 0;
         if self.slot.identity != *identity || !marked || !untouched || self.generation > GENERATION
         {
-            return Belonging::Other;
+            return JournalMatch::None;
         }
         let ahead = generation(image.bits).wrapping_sub(self.generation) & GENERATION;
         match ahead {
-            0 | 1 => Belonging::Whole,
-            2..=STAMPS_MAX => Belonging::CutOff,
-            _ => Belonging::Other,
+            0 | 1 => JournalMatch::Complete,
+            2..=STAMPS_MAX => JournalMatch::Truncated,
+            _ => JournalMatch::None,
         }
     }
 }
