@@ -6,5 +6,7 @@
 pub mod histogram;
 pub mod initramfs;
 pub mod paths;
+pub mod process;
+pub mod qemu;
 pub mod qmp;
 pub mod random;

@@ -1,5 +1,6 @@
 //! Programs and folders on this machine.
 
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 /// The cache folder of ringdisk's tools, `$XDG_CACHE_HOME/ringdisk`: for what is expensive to download or to compute.
@@ -12,6 +13,11 @@ pub fn cache_dir() -> PathBuf {
         .or_else(home)
         .unwrap_or_else(std::env::temp_dir)
         .join("ringdisk")
+}
+
+/// Whether the path is a block device's.
+pub fn is_block_device(path: &Path) -> bool {
+    std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
 }
 
 /// Finds a program in `PATH`, or in the administrator's folders, which a user's `PATH` on Debian lacks.

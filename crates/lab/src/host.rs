@@ -82,7 +82,7 @@ pub fn facts(storage: &Path) -> Facts {
 fn device_of(path: &Path) -> Option<String> {
     use std::os::unix::fs::MetadataExt;
     let metadata = fs::metadata(path).ok()?;
-    let device = if crate::guest::is_block_device(path) {
+    let device = if harness::paths::is_block_device(path) {
         metadata.rdev()
     } else {
         metadata.dev()

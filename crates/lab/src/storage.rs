@@ -1,23 +1,23 @@
-//! Disks that the lab makes, and servers for them.
+//! The disks that the lab creates, and the servers that export them.
 
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::process::CommandExt;
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
+use harness::paths::is_block_device;
+use harness::process::{Process, Stop, guarded};
+use harness::qemu::escaped;
 use harness::random::Rng;
 use serde_json::Value;
 
-use crate::guest::{Stop, tail};
 use crate::plan::units::size_text;
 use crate::plan::words::{Cache, Format};
 use crate::plan::{Backing, IoThread, Server, Settings};
 
-/// Files that the lab makes, and removes when it is done.
+/// Disk files that the lab creates. Dropping this removes them.
 #[derive(Debug)]
 pub struct Files {
     folder: PathBuf,
@@ -25,9 +25,9 @@ pub struct Files {
     made: Vec<PathBuf>,
 }
 
-/// Where files in memory go.
+/// The folder for disks in memory.
 const RAM: &str = "/dev/shm";
-/// What is left free beside the disks.
+/// The space in bytes that the disks must leave free.
 const RESERVE: u64 = 256 << 20;
 
 impl Files {
@@ -40,11 +40,11 @@ impl Files {
         }
     }
 
-    /// The disk of a volume; made and filled with random data if it is not there yet, so that nothing is read from
-    /// holes, and no block is written for the first time.
+    /// The disk of a volume. It is created if necessary, and filled with random data: otherwise reads would hit holes, and
+    /// writes would allocate blocks.
     ///
     /// # Errors
-    /// There is no room for it, or it cannot be written.
+    /// There is not enough space, or the disk is not writable.
     pub fn disk(&mut self, settings: &Settings, guest: u16, volume: u16) -> Result<PathBuf> {
         let folder = match &settings.backing {
             Backing::Path(path) => return Ok(path.clone()),
@@ -111,7 +111,7 @@ impl Drop for Files {
     }
 }
 
-/// Random data: no disk compresses it away.
+/// Fills a file with random data, which no storage can compress.
 fn fill(path: &Path, size: u64, seed: u64) -> Result<()> {
     let what = || format!("filling {}", path.display());
     let mut file = File::create(path).with_context(what)?;
@@ -129,19 +129,19 @@ fn fill(path: &Path, size: u64, seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// A process that serves disks over vhost-user. Ended on drop.
+/// A server of disks over vhost-user. Dropping this ends it.
 pub struct Served {
-    child: Option<Child>,
-    /// A socket for each disk.
+    /// `None` if the server is not ours.
+    process: Option<Process>,
+    /// One socket per disk.
     pub sockets: Vec<PathBuf>,
-    log: PathBuf,
 }
 
 impl Served {
-    /// Starts the server of a configuration for these disks; `None` stands for a null disk.
+    /// Starts the server of a configuration for these disks; `None` means a null disk.
     ///
     /// # Errors
-    /// It does not start; with its last lines.
+    /// The server does not start; the message contains its last lines.
     pub fn start(
         settings: &Settings,
         ringdisk: &Path,
@@ -157,105 +157,45 @@ impl Served {
         sockets
             .iter()
             .for_each(|socket| drop(fs::remove_file(socket)));
-        let log = folder.join("server.log");
-        let command = match &settings.server {
+        let mut command = match &settings.server {
             Server::Socket(socket) => {
-                ensure!(socket.exists(), "nobody listens at {}", socket.display());
+                ensure!(
+                    socket.exists(),
+                    "no process listens at {}",
+                    socket.display()
+                );
                 return Ok(Served {
-                    child: None,
+                    process: None,
                     sockets: vec![socket.clone()],
-                    log,
                 });
             }
             Server::Ringdisk => ringdisk_command(settings, ringdisk, folder, disks, size, &sockets),
             Server::QemuStorageDaemon => daemon_command(settings, disks, size, &sockets),
         };
-        let mut served = Served {
-            child: None,
+        let name = "the server of the disks";
+        let mut process = Process::start(name, &mut command, &folder.join("server.log"))?
+            .with_grace(Duration::from_secs(10));
+        // Not by connecting: qemu-storage-daemon takes a connection for its guest.
+        process.wait_until(Duration::from_secs(60), stop, || {
+            sockets.iter().all(|socket| socket.exists())
+        })?;
+        Ok(Served {
+            process: Some(process),
             sockets,
-            log: log.clone(),
-        };
-        let log = File::create(log).context("making server.log")?;
-        let mut command = command;
-        let name = command.get_program().display().to_string();
-        command
-            .process_group(0)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(log);
-        served.child = Some(
-            command
-                .spawn()
-                .with_context(|| format!("starting {name}"))?,
-        );
-        served.wait(&name, stop)?;
-        Ok(served)
+        })
     }
 
-    /// The server's process, if it is ours.
+    /// The server's process id, if the server is ours.
     pub fn pid(&self) -> Option<u32> {
-        self.child.as_ref().map(Child::id)
+        self.process.as_ref().map(Process::pid)
     }
 
-    /// Says why if the server has ended.
+    /// Succeeds while the server runs.
     ///
     /// # Errors
-    /// It has; with its last lines.
+    /// The server has ended; the message contains its last lines.
     pub fn alive(&mut self) -> Result<()> {
-        if let Some(child) = &mut self.child
-            && let Some(status) = child.try_wait().context("waiting for the server")?
-        {
-            bail!(
-                "the server of the disks ended ({status}); it said:\n{}",
-                tail(&self.log, 10)
-            );
-        }
-        Ok(())
-    }
-
-    /// Waits until all sockets accept.
-    fn wait(&mut self, name: &str, stop: &Stop) -> Result<()> {
-        // What it prints is read, so that it does not block; ringdisk is ready when it says so.
-        if let Some(stdout) = self.child.as_mut().and_then(|child| child.stdout.take()) {
-            std::thread::spawn(move || {
-                BufReader::new(stdout)
-                    .lines()
-                    .map_while(Result::ok)
-                    .for_each(drop)
-            });
-        }
-        let deadline = Instant::now() + Duration::from_secs(60);
-        // Not by connecting: qemu-storage-daemon takes a connection for its guest.
-        while !self.sockets.iter().all(|socket| socket.exists()) {
-            self.alive()?;
-            ensure!(!stop.is_wanted(), "stopped");
-            ensure!(
-                Instant::now() < deadline,
-                "{name} does not listen; it said:\n{}",
-                tail(&self.log, 10)
-            );
-            sleep(Duration::from_millis(10));
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Served {
-    fn drop(&mut self) {
-        let Some(child) = &mut self.child else { return };
-        let _ = rustix::process::kill_process(
-            rustix::process::Pid::from_child(child),
-            rustix::process::Signal::TERM,
-        );
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while Instant::now() < deadline {
-            if !matches!(child.try_wait(), Ok(None)) {
-                return;
-            }
-            sleep(Duration::from_millis(10));
-        }
-        let _ = child.kill();
-        let _ = child.wait();
+        self.process.as_mut().map_or(Ok(()), Process::check)
     }
 }
 
@@ -267,7 +207,6 @@ fn ringdisk_command(
     size: u64,
     sockets: &[PathBuf],
 ) -> Command {
-    let escaped = |path: &Path| path.display().to_string().replace(',', ",,");
     let mut command = guarded(ringdisk);
     command
         .args(["serve", "--json", "--control"])
@@ -312,7 +251,7 @@ fn daemon_command(
         let node = match disk {
             None => serde_json::json!({ "driver": "null-co", "size": size, "read-zeroes": false }),
             Some(path) => {
-                let driver = if crate::guest::is_block_device(path) {
+                let driver = if is_block_device(path) {
                     "host_device"
                 } else {
                     "file"
@@ -344,18 +283,6 @@ fn daemon_command(
             .arg(export.to_string());
     }
     command
-}
-
-/// A program that does not outlive a lab that is killed.
-fn guarded(program: &Path) -> Command {
-    match crate::guest::find_program("setpriv") {
-        None => Command::new(program),
-        Some(setpriv) => {
-            let mut command = Command::new(setpriv);
-            command.args(["--pdeathsig", "KILL"]).arg(program);
-            command
-        }
-    }
 }
 
 #[cfg(test)]

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use harness::histogram::Histogram;
+use harness::paths::find_program;
 use harness::random::Rng;
 use lab::analysis::Analysis;
-use lab::guest::find_program;
 use lab::journal::{BootRecord, Ceiling, Cell, Header, Journal, Record, Sample};
 use lab::plan::Plan;
 use lab::window::Point;

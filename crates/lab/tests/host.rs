@@ -3,8 +3,9 @@
 use std::fs;
 use std::path::Path;
 
+use harness::paths::find_program;
 use lab::analysis::Analysis;
-use lab::guest::{Accel, Stop, find_program};
+use lab::guest::{Accel, Stop};
 use lab::journal::{Cell, Journal};
 use lab::plan::Plan;
 use lab::run::progress::Progress;

@@ -11,16 +11,19 @@ mod system;
 pub use boot::{install_loader, missing_loader};
 pub use harness::initramfs::{Kernel, kernel_cache};
 pub use harness::paths::{cache_dir, find_program};
+pub use harness::qemu::Accel;
 pub use harness::qmp::Qmp;
 pub use moving::{Moved, run_moving};
 pub use system::install;
 
 use crate::qemu::Release;
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use harness::process::{Process, guarded, last_lines, tail};
+use harness::qemu::{self, Machine};
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::ExitStatus;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -119,7 +122,7 @@ impl Vm {
             hugepages: false,
             qmp: None,
             more_memory: false,
-            qemu: "qemu-system-x86_64".into(),
+            qemu: qemu::SYSTEM.into(),
             machine: "q35",
             cpu_model: None,
             ovmf: None,
@@ -283,8 +286,8 @@ impl Vm {
         let mut lines = Lines::of(self.folder.join("results.log"))?;
         let mut guest = self.start(accel, &boot, None)?;
         let ended = loop {
-            let ended = guest.0.try_wait().context("waiting for QEMU")?;
-            lines.read(&mut |line| on_line(line, guest.0.id()))?;
+            let ended = guest.ended()?;
+            lines.read(&mut |line| on_line(line, guest.pid()))?;
             if started.elapsed() > limit {
                 break ended;
             }
@@ -364,40 +367,19 @@ impl Vm {
     }
 
     /// Starts QEMU; with `incoming`, for a guest that migrates from another QEMU over this socket.
-    fn start(&self, accel: Accel, boot: &BootFiles, incoming: Option<&Path>) -> Result<Guest> {
-        let memory = self.memory_mib;
-        let slots = if self.more_memory {
-            ",slots=4,maxmem=2G"
-        } else {
-            ""
+    fn start(&self, accel: Accel, boot: &BootFiles, incoming: Option<&Path>) -> Result<Process> {
+        let machine = Machine {
+            name: "ringdisk-guest",
+            kind: self.machine,
+            memory_mib: self.memory_mib.into(),
+            more_memory: self.more_memory,
+            hugepages: self.hugepages,
+            cpus: self.cpus,
+            cpu_model: self.cpu_model,
+            accel,
         };
-        let huge = if self.hugepages { ",hugetlb=on" } else { "" };
-        // setpriv: a guest must not outlive a test run that is killed.
-        let mut qemu = Command::new("setpriv");
-        qemu.args(["--pdeathsig", "KILL"])
-            .arg(&self.qemu)
-            .args(["-name", "ringdisk-guest,debug-threads=on"])
-            .args([
-                "-nodefaults",
-                "-no-user-config",
-                "-display",
-                "none",
-                "-monitor",
-                "none",
-            ])
-            .args([
-                "-machine",
-                &format!("{},memory-backend=mem", self.machine),
-                "-m",
-                &format!("{memory}M{slots}"),
-            ])
-            .args([
-                "-object",
-                &format!("memory-backend-memfd,id=mem,size={memory}M,share=on{huge}"),
-            ])
-            .args(["-smp", &self.cpus.to_string()])
-            .args(["-accel", accel.option()])
-            .args(["-cpu", self.cpu_model.unwrap_or(accel.cpu_model())])
+        let mut qemu = guarded(&self.qemu);
+        qemu.args(machine.arguments())
             .args(log_port("console", &self.console(), incoming))
             .args(log_port(
                 "results",
@@ -440,13 +422,7 @@ impl Vm {
                 }
             }));
         }
-        let log = File::create(self.folder.join("qemu.log")).context("making qemu.log")?;
-        qemu.stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log);
-        Ok(Guest(qemu.spawn().context(
-            "starting qemu-system-x86_64; `cargo xtask install` installs it",
-        )?))
+        Process::start("QEMU", &mut qemu, &self.folder.join("qemu.log"))
     }
 
     fn console(&self) -> PathBuf {
@@ -455,10 +431,8 @@ impl Vm {
 
     /// The last lines of QEMU and of the guest's kernel, for an error.
     fn last_words(&self) -> String {
-        let read = |name: &str| {
-            let bytes = fs::read(self.folder.join(name)).unwrap_or_default();
-            tail(&String::from_utf8_lossy(&bytes), 50) // a kernel panic needs 40 lines
-        };
+        // A kernel panic needs 40 lines.
+        let read = |name: &str| tail(&self.folder.join(name), 50);
         format!(
             "\n--- QEMU said:\n{}\n--- the script said last:\n{}\n--- the console's last lines, of {}:\n{}",
             read("qemu.log"),
@@ -488,7 +462,7 @@ impl Output {
             "the script in the guest ended with status {}; its last lines (the console is in {}):\n{}",
             self.status,
             self.console.display(),
-            tail(&self.lines.join("\n"), 20),
+            last_lines(&self.lines.join("\n"), 20),
         );
         Ok(self)
     }
@@ -593,34 +567,9 @@ pub fn missing(fio: bool) -> Option<String> {
     })
 }
 
-/// How QEMU runs the guest's instructions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Accel {
-    /// Directly on the processor.
-    Kvm,
-    /// Translated: everything works, but 10 to 50 times slower, so that absolute speeds are meaningless.
-    Tcg,
-}
-
-impl Accel {
-    fn option(self) -> &'static str {
-        match self {
-            Accel::Kvm => "kvm",
-            Accel::Tcg => "tcg,thread=multi",
-        }
-    }
-
-    fn cpu_model(self) -> &'static str {
-        match self {
-            Accel::Kvm => "host",
-            Accel::Tcg => "max",
-        }
-    }
-}
-
 /// The best accelerator that can boot a guest here.
 ///
-/// That `/dev/kvm` can be opened proves little: under some nested hypervisors a stock kernel then never boots. So it is
+/// That QEMU starts with KVM proves little: under some nested hypervisors a stock kernel then never boots. So it is
 /// tried once, with a short limit, and the result is cached until the host reboots.
 ///
 /// # Errors
@@ -634,12 +583,7 @@ pub fn accel() -> Result<Accel> {
 }
 
 fn find_accel() -> Result<Accel> {
-    if File::options()
-        .read(true)
-        .write(true)
-        .open("/dev/kvm")
-        .is_err()
-    {
+    if qemu::accel() == Accel::Tcg {
         return Ok(Accel::Tcg);
     }
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id")
@@ -693,16 +637,6 @@ pub fn cpu_time(pid: u32, without: &[&str]) -> Result<Duration> {
     Ok(Duration::from_nanos(total_ns))
 }
 
-/// A running QEMU. Dropping this kills it.
-struct Guest(Child);
-
-impl Drop for Guest {
-    fn drop(&mut self) {
-        self.0.kill().ok(); // fails only if QEMU has ended already
-        self.0.wait().ok();
-    }
-}
-
 /// Reads the lines of a file that another process writes.
 struct Lines {
     file: File,
@@ -733,11 +667,6 @@ impl Lines {
         }
         Ok(())
     }
-}
-
-fn tail(text: &str, count: usize) -> String {
-    let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
-    lines[lines.len().saturating_sub(count)..].join("\n")
 }
 
 /// The script of a guest with four writers that read back what they wrote, bypassing the guest's page cache. Meanwhile

@@ -1,135 +1,46 @@
-//! QEMU: its arguments for a configuration, and a guest's life.
+//! QEMU's arguments for a configuration, and a running guest.
 
-use std::fs::{self, File};
-use std::io::Write;
+use std::fs;
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use harness::paths::is_block_device;
+use harness::process::{Process, Stop, guarded, tail};
+use harness::qemu::{self, Accel, Machine, escaped};
 use harness::qmp::Qmp;
 use serde_json::{Value, json};
 
 use super::shell::Port;
-use super::{Answer, Kernel, Shell, Ssh, Stop, find_program, tail};
+use super::{Answer, Kernel, Shell, Ssh};
 use crate::plan::words::{Cache, Device, Syntax};
 use crate::plan::{Backing, IoThread, Settings};
-
-/// How QEMU runs the guest's instructions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Accel {
-    /// On the processor.
-    Kvm,
-    /// Translated: everything works, 10 to 50 times slower, so that absolute speeds mean nothing.
-    Tcg,
-}
-
-impl Accel {
-    /// QEMU's word.
-    pub fn word(self) -> &'static str {
-        match self {
-            Accel::Kvm => "kvm",
-            Accel::Tcg => "tcg",
-        }
-    }
-
-    fn arguments(self) -> [&'static str; 4] {
-        match self {
-            Accel::Kvm => ["-accel", "kvm", "-cpu", "host"],
-            Accel::Tcg => ["-accel", "tcg,thread=multi", "-cpu", "max"],
-        }
-    }
-
-    /// How long a guest may take to come up.
-    pub fn boot_limit(self) -> Duration {
-        Duration::from_secs(match self {
-            Accel::Kvm => 120,
-            Accel::Tcg => 600,
-        })
-    }
-}
-
-const QEMU: &str = "qemu-system-x86_64";
-
-/// Finds out whether KVM works: some hosts have the device, and QEMU aborts on it.
-pub fn accel() -> Accel {
-    if File::options()
-        .read(true)
-        .write(true)
-        .open("/dev/kvm")
-        .is_err()
-    {
-        return Accel::Tcg;
-    }
-    let mut qemu = Command::new(QEMU);
-    qemu.args(Accel::Kvm.arguments())
-        .args([
-            "-nodefaults",
-            "-no-user-config",
-            "-display",
-            "none",
-            "-S",
-            "-qmp",
-            "stdio",
-        ])
-        .process_group(0)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null());
-    let Ok(mut child) = qemu.spawn() else {
-        return Accel::Tcg;
-    };
-    if let Some(mut stdin) = child.stdin.take() {
-        let _ = stdin.write_all(b"{\"execute\":\"qmp_capabilities\"}\n{\"execute\":\"quit\"}\n");
-    }
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while Instant::now() < deadline {
-        match child.try_wait() {
-            Ok(Some(status)) if status.success() => return Accel::Kvm,
-            Ok(None) => sleep(Duration::from_millis(20)),
-            _ => return Accel::Tcg,
-        }
-    }
-    let _ = child.kill();
-    let _ = child.wait();
-    Accel::Tcg
-}
-
-/// What a program says of its version, first line; empty if it is not there.
-pub fn version(program: &Path) -> String {
-    let output = Command::new(program).arg("--version").output();
-    let text = output
-        .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
-        .unwrap_or_default();
-    text.lines().next().unwrap_or_default().trim().to_owned()
-}
 
 /// A disk of a guest.
 #[derive(Clone, Debug)]
 pub enum Volume {
-    /// QEMU opens it itself.
+    /// QEMU opens this file or device itself.
     Own(Backing, PathBuf),
-    /// Somebody serves it at this socket.
+    /// A server exports it at this socket.
     Socket(PathBuf),
-    /// Nothing is stored; so many bytes.
+    /// A null disk of this many bytes.
     Null(u64),
 }
 
-/// A guest to be.
+/// The setup of a guest.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// For its logs and sockets.
+    /// The folder for its logs and sockets.
     pub folder: PathBuf,
-    /// Its configuration.
+    /// The configuration to measure.
     pub settings: Settings,
-    /// Its disks.
+    /// The disks.
     pub volumes: Vec<Volume>,
     /// How its instructions run.
     pub accel: Accel,
-    /// What it boots: a kernel with an initramfs, or a disk image with a login.
+    /// A kernel with an initramfs, or a disk image with a login.
     pub boot: Boot,
 }
 
@@ -138,49 +49,41 @@ pub struct Setup {
 pub enum Boot {
     /// A kernel with the lab's initramfs.
     Lab(Kernel, PathBuf),
-    /// An image that nothing is written to, reached over ssh.
+    /// A disk image, used read-only and reached over ssh.
     Image(PathBuf, Ssh),
 }
 
-/// PCI slot of the first disk, so that the guest knows which is which.
+/// The PCI slot of the first disk, by which the guest identifies the disks.
 const FIRST_SLOT: usize = 5;
 
 impl Setup {
     /// QEMU's arguments.
     pub fn arguments(&self) -> Vec<String> {
         let s = &self.settings;
-        let memory = format!("{}M", s.memory_mib);
-        let huge = if s.hugepages { ",hugetlb=on" } else { "" };
-        let qmp = self.folder.join("qmp.sock");
-        let mut arguments: Vec<String> = [
-            "-name",
-            "ringdisk-lab,debug-threads=on",
-            "-nodefaults",
-            "-no-user-config",
-            "-display",
-            "none",
-            "-monitor",
-            "none",
-            "-no-reboot",
-            "-machine",
-            &format!("{},memory-backend=mem", s.machine),
-            "-m",
-            &memory,
-            "-object",
-            &format!("memory-backend-memfd,id=mem,size={memory},share=on{huge}"),
-            "-smp",
-            &s.vcpus.to_string(),
-            "-qmp",
-            &format!("unix:{},server=on,wait=off", option(&qmp)),
-            "-serial",
-            &format!("file:{}", option(&self.folder.join("console.log"))),
-        ]
-        .map(str::to_owned)
-        .to_vec();
-        arguments.extend(self.accel.arguments().map(str::to_owned));
+        let machine = Machine {
+            name: "ringdisk-lab",
+            kind: s.machine.word(),
+            memory_mib: s.memory_mib,
+            more_memory: false,
+            hugepages: s.hugepages,
+            cpus: s.vcpus.into(),
+            cpu_model: None,
+            accel: self.accel,
+        };
+        let mut arguments = machine.arguments();
+        arguments.extend([
+            "-no-reboot".into(),
+            "-qmp".into(),
+            format!(
+                "unix:{},server=on,wait=off",
+                escaped(&self.folder.join("qmp.sock"))
+            ),
+            "-serial".into(),
+            format!("file:{}", escaped(&self.folder.join("console.log"))),
+        ]);
         match &self.boot {
             Boot::Lab(kernel, initramfs) => {
-                let port = option(&self.folder.join("port.sock"));
+                let port = escaped(&self.folder.join("port.sock"));
                 arguments.extend([
                     "-kernel".into(),
                     kernel.image.display().to_string(),
@@ -200,7 +103,7 @@ impl Setup {
                 arguments.extend([
                     "-snapshot".into(),
                     "-drive".into(),
-                    format!("if=none,id=system,file={}", option(image)),
+                    format!("if=none,id=system,file={}", escaped(image)),
                     "-device".into(),
                     "virtio-blk-pci,drive=system,bootindex=0,addr=0x3".into(),
                     "-nic".into(),
@@ -226,7 +129,7 @@ impl Setup {
             Volume::Socket(socket) => {
                 push(
                     "-chardev",
-                    format!("socket,id={node},path={}", option(socket)),
+                    format!("socket,id={node},path={}", escaped(socket)),
                 );
                 device["driver"] = "vhost-user-blk-pci".into();
                 device["chardev"] = node.into();
@@ -271,7 +174,7 @@ impl Setup {
         };
         let address = format!("{:#x}", FIRST_SLOT + index);
         if s.device != Device::VhostUserBlk && !matches!(volume, Volume::Null(_)) {
-            // Else QEMU's default would make writethrough out of every -blockdev, or nothing of it.
+            // Otherwise QEMU's default would turn every -blockdev into writethrough, or ignore the setting.
             let writeback = !matches!(s.cache, Cache::Writethrough | Cache::Directsync);
             device["write-cache"] = if writeback { "on" } else { "off" }.into();
         }
@@ -340,7 +243,7 @@ impl Setup {
         let s = &self.settings;
         let file = match backing {
             Backing::Rbd(image) => format!("rbd:{image}"),
-            _ => option(path),
+            _ => escaped(path),
         };
         let aio = match (s.aio, backing) {
             (Some(aio), Backing::File | Backing::Ram | Backing::Path(_)) => format!(",aio={aio}"),
@@ -353,20 +256,9 @@ impl Setup {
     }
 }
 
-/// A value in QEMU's key=value syntax: commas are doubled.
-fn option(path: &Path) -> String {
-    path.display().to_string().replace(',', ",,")
-}
-
-/// Whether a path is a block device's.
-pub fn is_block_device(path: &Path) -> bool {
-    use std::os::unix::fs::FileTypeExt;
-    fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
-}
-
-/// A guest that runs. Killed on drop.
+/// A running guest. Dropping this kills it.
 pub struct Guest {
-    child: Child,
+    qemu: Process,
     folder: PathBuf,
     disks: Vec<String>,
     session: Session,
@@ -378,10 +270,10 @@ enum Session {
 }
 
 impl Guest {
-    /// Starts QEMU. The guest is not up yet: see [`Guest::wait`].
+    /// Starts QEMU. The guest boots afterwards: see [`Guest::wait`].
     ///
     /// # Errors
-    /// QEMU is missing, or ends at once; with its words.
+    /// QEMU is missing, or ends at once; the message contains what it said.
     pub fn start(setup: &Setup, stop: &Stop) -> Result<Guest> {
         fs::create_dir_all(&setup.folder)
             .with_context(|| format!("making {}", setup.folder.display()))?;
@@ -393,57 +285,28 @@ impl Guest {
         ] {
             let _ = fs::remove_file(old);
         }
-        let qemu = setup.settings.qemu.clone().unwrap_or_else(|| QEMU.into());
-        let mut command = match find_program("setpriv") {
-            // A guest must not outlive a lab that is killed.
-            Some(setpriv) => {
-                let mut command = Command::new(setpriv);
-                command.args(["--pdeathsig", "KILL"]).arg(&qemu);
-                command
-            }
-            None => Command::new(&qemu),
-        };
+        let program = setup.settings.qemu.clone();
+        let program = program.unwrap_or_else(|| qemu::SYSTEM.into());
         let arguments = setup.arguments();
         fs::write(setup.folder.join("qemu.args"), arguments.join("\n"))
             .context("writing qemu.args")?;
-        command
-            .args(&arguments)
-            .process_group(0)
-            .stdin(Stdio::null());
+        let mut command = guarded(&program);
+        command.args(&arguments);
         if let Some(library) = &setup.settings.preload {
             command.env("LD_PRELOAD", library);
         }
-        let log = File::create(setup.folder.join("qemu.log")).context("making qemu.log")?;
-        command.stdout(log.try_clone()?).stderr(log);
-        let child = command
-            .spawn()
-            .with_context(|| format!("starting {}; is QEMU installed?", qemu.display()))?;
-        let mut child = Kill(Some(child));
+        let mut qemu = Process::start("QEMU", &mut command, &setup.folder.join("qemu.log"))?;
         let session = match &setup.boot {
             Boot::Image(_, ssh) => Session::Ssh(ssh.clone()),
             Boot::Lab(..) => {
-                let deadline = Instant::now() + Duration::from_secs(60);
-                loop {
-                    if let Ok(stream) = UnixStream::connect(&port) {
-                        break Session::Port(Port::new(stream)?);
-                    }
-                    let ended = child
-                        .0
-                        .as_mut()
-                        .and_then(|child| child.try_wait().ok().flatten());
-                    ensure!(
-                        ended.is_none(),
-                        "QEMU ended at once; it said:\n{}",
-                        tail(&setup.folder.join("qemu.log"), 10)
-                    );
-                    ensure!(!stop.is_wanted(), "stopped");
-                    ensure!(
-                        Instant::now() < deadline,
-                        "QEMU does not listen at {}",
-                        port.display()
-                    );
-                    sleep(Duration::from_millis(10));
-                }
+                let mut stream = None;
+                qemu.wait_until(Duration::from_secs(60), stop, || {
+                    stream = UnixStream::connect(&port).ok();
+                    stream.is_some()
+                })?;
+                Session::Port(Port::new(
+                    stream.context("connecting to the guest's port")?,
+                )?)
             }
         };
         let disks = match setup.settings.device {
@@ -460,43 +323,40 @@ impl Guest {
                 .map(|n| format!("/devices/pci0000:00/0000:00:{:02x}.0/", FIRST_SLOT + n))
                 .collect(),
         };
-        let Some(child) = child.0.take() else {
-            bail!("QEMU is gone")
-        };
         Ok(Guest {
-            child,
+            qemu,
             folder: setup.folder.clone(),
             disks,
             session,
         })
     }
 
-    /// Waits until the guest is up.
+    /// Waits until the guest has booted.
     ///
     /// # Errors
-    /// It does not come up in time, or QEMU ends; with the last lines of both.
+    /// The guest does not boot in time, or QEMU ends; the message contains the last lines of both.
     pub fn wait(&mut self, limit: Duration, stop: &Stop) -> Result<()> {
         let deadline = Instant::now() + limit;
         let Self {
-            child,
+            qemu,
             folder,
             session,
             ..
         } = self;
         match session {
             Session::Port(port) => {
-                let ready = port.line(deadline, stop, &mut || alive(child, folder));
+                let ready = port.line(deadline, stop, &mut || alive(qemu, folder));
                 let ready = ready
-                    .with_context(|| format!("the guest did not come up{}", last_words(folder)))?;
+                    .with_context(|| format!("the guest did not boot{}", last_words(folder)))?;
                 ensure!(ready == "ready", "the guest greeted with {ready:?}");
             }
             Session::Ssh(ssh) => loop {
-                alive(child, folder)?;
+                alive(qemu, folder)?;
                 match ssh.run("true", Duration::from_secs(30), stop) {
                     Ok(_) => break,
                     Err(e) if Instant::now() > deadline || stop.is_wanted() => {
                         return Err(
-                            e.context(format!("the guest did not come up{}", last_words(folder)))
+                            e.context(format!("the guest did not boot{}", last_words(folder)))
                         );
                     }
                     Err(_) => sleep(Duration::from_secs(1)),
@@ -506,20 +366,20 @@ impl Guest {
         Ok(())
     }
 
-    /// QEMU's process.
+    /// The process id of QEMU.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.qemu.pid()
     }
 
-    /// QEMU's monitor.
+    /// Connects to QEMU's monitor.
     ///
     /// # Errors
-    /// It does not answer.
+    /// QEMU does not reply.
     pub fn qmp(&self) -> Result<Qmp> {
         Qmp::connect(&self.folder.join("qmp.sock"))
     }
 
-    /// Where its disks lie in the guest's `/sys`, as patterns of a shell.
+    /// The disks' paths in the guest's `/sys`, as shell patterns.
     pub fn disks(&self) -> &[String] {
         &self.disks
     }
@@ -528,20 +388,20 @@ impl Guest {
 impl Shell for Guest {
     fn run(&mut self, script: &str, limit: Duration, stop: &Stop) -> Result<Answer> {
         let Self {
-            child,
+            qemu,
             folder,
             session,
             ..
         } = self;
         let answer = match session {
-            Session::Port(port) => port.run(script, limit, stop, &mut || alive(child, folder)),
+            Session::Port(port) => port.run(script, limit, stop, &mut || alive(qemu, folder)),
             Session::Ssh(ssh) => ssh.run(script, limit, stop),
         };
         match answer {
-            // The port may close before QEMU's end is seen.
+            // The port may close before QEMU's end is visible.
             Err(e) if !stop.is_wanted() => {
                 sleep(Duration::from_millis(200));
-                alive(child, folder)?;
+                alive(qemu, folder)?;
                 Err(e.context(format!("the guest is lost{}", last_words(folder))))
             }
             other => other,
@@ -549,27 +409,8 @@ impl Shell for Guest {
     }
 }
 
-impl Drop for Guest {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// Kills a child that nobody took.
-struct Kill(Option<Child>);
-
-impl Drop for Kill {
-    fn drop(&mut self) {
-        if let Some(child) = &mut self.0 {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
-fn alive(child: &mut Child, folder: &Path) -> Result<()> {
-    match child.try_wait().context("waiting for QEMU")? {
+fn alive(qemu: &mut Process, folder: &Path) -> Result<()> {
+    match qemu.ended()? {
         None => Ok(()),
         Some(status) => bail!("QEMU ended ({status}){}", last_words(folder)),
     }
@@ -585,7 +426,7 @@ fn last_words(folder: &Path) -> String {
         }
     };
     let console = log("console.log", 12);
-    // What a panic is about stands above the trace that it ends with.
+    // The reason for a panic is above the trace that ends it.
     let panic = tail(&folder.join("console.log"), 200)
         .lines()
         .rfind(|line| line.contains("Kernel panic"))

@@ -3,7 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use crate::guest::find_program;
+use harness::paths::find_program;
+
 use crate::plan::words::{Aio, Device, GuestKind};
 use crate::plan::{Backing, Plan, Server, Settings};
 

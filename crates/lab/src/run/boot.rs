@@ -259,7 +259,7 @@ impl Bench<'_> {
         let start_ms = (up.shells.len() > 1).then(|| now_ms() + NOTICE.as_millis() as u64);
         let limit = self.plan.run_time() * 2 + GRACE;
         let whole_device = settings.device != Device::Host
-            || matches!(&settings.backing, Backing::Path(path) if crate::guest::is_block_device(path));
+            || matches!(&settings.backing, Backing::Path(path) if harness::paths::is_block_device(path));
         let jobs: Vec<(String, Duration)> = up
             .disks
             .iter()

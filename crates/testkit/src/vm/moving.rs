@@ -5,9 +5,10 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use harness::process::Process;
 use serde_json::{Value, json};
 
-use super::{Guest, Lines, Output, Qmp, Vm, accel};
+use super::{Lines, Output, Qmp, Vm, accel};
 
 /// The times of a migration.
 #[derive(Clone, Copy, Debug)]
@@ -46,7 +47,7 @@ pub fn run_moving(
     let (mut number, mut asked) = (0, false);
     let mut guest = on_host(0).start(accel, &boot, None)?;
     let ended = loop {
-        let ended = guest.0.try_wait().context("waiting for QEMU")?;
+        let ended = guest.ended()?;
         lines.read(&mut |line| asked |= line == "move me")?;
         if ended.is_some() || started.elapsed() > limit {
             break ended;
@@ -116,12 +117,12 @@ fn move_guest(from: &Path, to: &Path, socket: &Path, deadline: Instant) -> Resul
 }
 
 /// Ends the QEMU from which the guest has migrated.
-fn leave(mut guest: Guest, qmp: &Path) -> Result<()> {
+fn leave(mut guest: Process, qmp: &Path) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(60);
     let status = loop {
         // QEMU may close the connection before it has replied.
         let asked = Qmp::connect(qmp).and_then(|mut qmp| qmp.execute("quit", json!({})));
-        if let Some(status) = guest.0.try_wait().context("waiting for QEMU")? {
+        if let Some(status) = guest.ended()? {
             break status;
         }
         ensure!(Instant::now() < deadline, "QEMU does not end: {asked:?}");
