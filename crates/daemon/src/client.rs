@@ -202,7 +202,7 @@ impl CommandLineError {
     }
 }
 
-pub type Done = Result<(), CommandLineError>;
+pub type CommandResult = Result<(), CommandLineError>;
 
 impl Connection {
     fn open(&self) -> Result<Client, CommandLineError> {
@@ -211,7 +211,7 @@ impl Connection {
     }
 
     /// Sends a command that only says that it is done.
-    fn order(&self, command: &str, arguments: Value, done: &str) -> Done {
+    fn order(&self, command: &str, arguments: Value, done: &str) -> CommandResult {
         let reply = self.open()?.call(command, arguments)?;
         self.say(&reply, done);
         Ok(())
@@ -228,7 +228,7 @@ impl Connection {
     }
 }
 
-pub fn list(args: &ListArgs) -> Done {
+pub fn list(args: &ListArgs) -> CommandResult {
     if args.explain {
         let mut client = args.connection.open()?;
         let disks = client.call("x-ringdisk-explain", json!({}))?;
@@ -273,7 +273,7 @@ pub fn list(args: &ListArgs) -> Done {
     Ok(())
 }
 
-pub fn attach(args: &AttachArgs) -> Done {
+pub fn attach(args: &AttachArgs) -> CommandResult {
     // Parsed here too, so that a mistake is found before anything else.
     let _: DiskSpec = args.disk.parse()?;
     let here = std::env::current_dir()
@@ -288,13 +288,13 @@ pub fn attach(args: &AttachArgs) -> Done {
     Ok(())
 }
 
-pub fn detach(args: &DetachArgs) -> Done {
+pub fn detach(args: &DetachArgs) -> CommandResult {
     let arguments = json!({ "id": args.name, "force": args.force });
     let done = format!("disk {} is no longer served", args.name);
     args.connection.order("x-ringdisk-detach", arguments, &done)
 }
 
-pub fn resize(args: &ResizeArgs) -> Done {
+pub fn resize(args: &ResizeArgs) -> CommandResult {
     let mut client = args.connection.open()?;
     let size = match &args.size {
         None => None,
@@ -313,7 +313,7 @@ pub fn resize(args: &ResizeArgs) -> Done {
     Ok(())
 }
 
-pub fn throttle(args: &ThrottleArgs) -> Done {
+pub fn throttle(args: &ThrottleArgs) -> CommandResult {
     let (mut given, mut group) = (Vec::new(), None);
     for pair in &args.limits {
         let Some((key, value)) = pair.split_once('=') else {
@@ -355,7 +355,7 @@ pub fn throttle(args: &ThrottleArgs) -> Done {
     Ok(())
 }
 
-pub fn replace(args: &ReplaceArgs) -> Done {
+pub fn replace(args: &ReplaceArgs) -> CommandResult {
     let file = match args
         .file
         .to_str()
@@ -374,7 +374,7 @@ pub fn replace(args: &ReplaceArgs) -> Done {
         .order("x-ringdisk-replace", arguments, &done)
 }
 
-pub fn resume(args: &ResumeArgs) -> Done {
+pub fn resume(args: &ResumeArgs) -> CommandResult {
     let arguments = json!({ "id": args.name, "report": args.report });
     let done = match args.report {
         true => format!("disk {}: the VM is told of what failed", args.name),
@@ -383,7 +383,7 @@ pub fn resume(args: &ResumeArgs) -> Done {
     args.connection.order("x-ringdisk-resume", arguments, &done)
 }
 
-pub fn reload(args: &ReloadArgs) -> Done {
+pub fn reload(args: &ReloadArgs) -> CommandResult {
     let mut client = args.connection.open()?;
     let reply = client.call("x-ringdisk-reload", json!({}))?;
     let sentences = ["left-out", "unreachable"].map(|key| reply[key].as_array());

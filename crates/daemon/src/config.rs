@@ -26,7 +26,7 @@ use toml::de::{DeTable, DeValue};
 
 pub use sandbox_mode::SandboxMode;
 
-use crate::config::conflicts::check_together;
+use crate::config::conflicts::check_conflicts;
 use crate::config::cpus::Cpus;
 use crate::config::spec::DiskSpec;
 
@@ -215,7 +215,8 @@ impl Config {
                 ));
             }
             config.disks.push(disk);
-            check_together(&config.disks).map_err(|e| Mistake::new(table.span(), e.to_string()))?;
+            check_conflicts(&config.disks)
+                .map_err(|e| Mistake::new(table.span(), e.to_string()))?;
         }
         Ok(config)
     }
@@ -240,7 +241,7 @@ impl Config {
             }
         };
         config.disks.iter().for_each(DiskSpec::assert_sound);
-        assert!(check_together(&config.disks).is_ok(), "{config:?}");
+        assert!(check_conflicts(&config.disks).is_ok(), "{config:?}");
         for disk in &config.disks {
             let group = disk.throttle_group.as_ref();
             let known = |name| config.groups.iter().any(|(group, _)| group == name);

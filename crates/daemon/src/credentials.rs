@@ -16,7 +16,7 @@ use rustix::process::geteuid;
 
 /// Who this process is to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Person {
+pub struct UserAccount {
     pub name: String,
     pub uid: u32,
     pub gid: u32,
@@ -24,16 +24,16 @@ pub struct Person {
     groups: Vec<u32>,
 }
 
-struct People {
+struct Accounts {
     users: String,
     groups: String,
 }
 
-fn people() -> &'static People {
-    static PEOPLE: OnceLock<People> = OnceLock::new();
-    PEOPLE.get_or_init(|| {
+fn accounts() -> &'static Accounts {
+    static ACCOUNTS: OnceLock<Accounts> = OnceLock::new();
+    ACCOUNTS.get_or_init(|| {
         let read = |path| fs::read_to_string(path).unwrap_or_default();
-        People {
+        Accounts {
             users: read("/etc/passwd"),
             groups: read("/etc/group"),
         }
@@ -42,7 +42,7 @@ fn people() -> &'static People {
 
 /// Reads what is known of them.
 pub fn read() {
-    people();
+    accounts();
 }
 
 /// The number of a group, by its name or as it is.
@@ -51,7 +51,7 @@ pub fn read() {
 /// There is no such group.
 pub fn group(name: &str) -> Result<u32, String> {
     number(name)
-        .or_else(|| column(&people().groups, name, 2))
+        .or_else(|| column(&accounts().groups, name, 2))
         .ok_or_else(|| format!("there is no group '{name}' in /etc/group; a number will do"))
 }
 
@@ -61,7 +61,7 @@ pub fn group(name: &str) -> Result<u32, String> {
 /// There is no such user.
 pub fn user(name: &str) -> Result<u32, String> {
     number(name)
-        .or_else(|| column(&people().users, name, 2))
+        .or_else(|| column(&accounts().users, name, 2))
         .ok_or_else(|| format!("there is no user '{name}' in /etc/passwd; a number will do"))
 }
 
@@ -76,13 +76,13 @@ fn column(file: &str, name: &str, at: usize) -> Option<u32> {
     line.nth(at)?.parse().ok()
 }
 
-impl Person {
+impl UserAccount {
     /// A user with all groups.
     ///
     /// # Errors
     /// There is no such user, or it is root.
     pub fn find(name: &str) -> Result<Self, String> {
-        let People { users, groups } = people();
+        let Accounts { users, groups } = accounts();
         let (Some(uid), Some(gid)) = (column(users, name, 2), column(users, name, 3)) else {
             return Err(format!("there is no user '{name}' in /etc/passwd"));
         };
@@ -112,7 +112,7 @@ impl Person {
     ///
     /// # Errors
     /// Only root may.
-    pub fn take_over(&self) -> io::Result<()> {
+    pub fn become_user(&self) -> io::Result<()> {
         let groups: Vec<Gid> = self.groups.iter().map(|&gid| Gid::from_raw(gid)).collect();
         setgroups(&groups)?;
         setgid(Gid::from_raw(self.gid))?;
@@ -125,7 +125,7 @@ impl Person {
 ///
 /// # Errors
 /// It cannot be made, or is somebody else's, who could put other files there.
-pub fn make_directory(directory: &Path, user: Option<&Person>) -> io::Result<()> {
+pub fn make_directory(directory: &Path, user: Option<&UserAccount>) -> io::Result<()> {
     DirBuilder::new()
         .recursive(true)
         .mode(0o700)
@@ -203,7 +203,7 @@ mod tests {
         assert_eq!(column(file, "broken", 2), None);
         assert_eq!(group("65534"), Ok(65534));
         assert!(group("there is none").is_err());
-        assert!(Person::find("root").is_err());
+        assert!(UserAccount::find("root").is_err());
     }
 
     #[test]
@@ -211,7 +211,7 @@ mod tests {
         if !rustix::process::geteuid().is_root() {
             return println!("skipped: only_a_directory_for_ringdisk_is_given_away: needs root");
         }
-        let nobody = Person::find("nobody").unwrap();
+        let nobody = UserAccount::find("nobody").unwrap();
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("state");
         fs::create_dir(&path).unwrap();

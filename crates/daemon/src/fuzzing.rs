@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 use crate::config::spec::DiskSpec;
-use crate::state::Changed;
+use crate::state::Overrides;
 use crate::upgrade::launcher::Launch;
 use crate::upgrade::protocol;
 
@@ -25,7 +25,7 @@ pub fn config(text: &str) {
 
 /// A state file.
 pub fn state(bytes: &[u8]) {
-    Changed::check(bytes);
+    Overrides::check(bytes);
 }
 
 /// A message of the handover protocol, and the description of how a process was launched.

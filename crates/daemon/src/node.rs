@@ -4,8 +4,8 @@ pub mod journal;
 pub mod progress;
 pub mod storage;
 
-mod closing;
-mod names;
+mod close;
+mod paths;
 mod released;
 mod snapshot;
 
@@ -30,19 +30,19 @@ use tracing::{info, warn};
 use crate::config::spec::{DiskSpec, FileSpec, Lock};
 use crate::node::journal::JournalError;
 use crate::node::progress::Progress;
-use crate::node::storage::{Opener, Places};
+use crate::node::storage::{OpenContext, Opener};
 use crate::upgrade::protocol::FileIdentity;
 
-pub use names::Use;
-use names::tell_if_renamed;
+pub use paths::FileUse;
+use paths::warn_if_renamed;
 
-/// An opened disk. Its file stays locked as long as this lives, but while it is [away](Node::give_up).
+/// An opened disk. Its file stays locked as long as this lives, but while it is [away](Node::release).
 pub struct Node {
     pub spec: DiskSpec,
-    shared: Arc<Shared>,
+    shared: Arc<SharedNode>,
     /// The image in a Ceph cluster that the operator named.
     rbd: Option<Arc<RbdImage>>,
-    places: Places,
+    context: OpenContext,
     /// How bytes are moved, and why so.
     pub choice: Option<Choice>,
     facts: DiskFacts,
@@ -54,19 +54,19 @@ pub struct Node {
 }
 
 /// What nodes on one file have in common. Who takes both locks takes them in this order.
-struct Shared {
+struct SharedNode {
     /// Held by whoever lengthens, closes or opens files, until all of that is done: one after the other, so that nothing
     /// is written to a file whose lock has been given up. That waits for storage: it is not taken by anybody who holds
-    /// what all disks need, which is above all [`Host`](crate::server::Host)'s state.
-    turn: Mutex<()>,
+    /// what all disks need, which is above all [`Server`](crate::server::Server)'s state.
+    changes: Mutex<()>,
     /// Held by whoever asks storage what is to be shown of the files.
-    asking: Mutex<()>,
+    refreshing: Mutex<()>,
     /// Held to look at it or to exchange it, and never while storage is asked for anything.
-    content: Mutex<Content>,
+    state: Mutex<NodeState>,
 }
 
 /// What is read from its file, and may have to be read anew.
-struct Content {
+struct NodeState {
     /// Not while the disk is away.
     image: Option<Image>,
     /// The file that the operator named.
@@ -86,7 +86,7 @@ struct Content {
 type OnDamage = Arc<dyn Fn(&Damage) + Send + Sync>;
 
 /// Why something cannot be done with a disk that is away.
-pub const AWAY: &str = "no VM runs on it here, so that it may be in use on another host (lock=running, or its VM \
+pub const RELEASED: &str = "no VM runs on it here, so that it may be in use on another host (lock=running, or its VM \
     was moved there)";
 
 #[derive(Debug, Error)]
@@ -129,8 +129,8 @@ pub enum NodeError {
              the configuration); what the guest has is not in a new file"
     )]
     Gone(String, String),
-    #[error("{0}: {AWAY}")]
-    Away(String),
+    #[error("{0}: {RELEASED}")]
+    Released(String),
     #[error("{0}: cannot {1}: {cause}", cause = block::explain(.2, ""))]
     Io(String, &'static str, io::Error),
 }
@@ -141,7 +141,11 @@ impl Node {
     ///
     /// # Errors
     /// It cannot be served as asked; the error says why and what to do.
-    pub fn open(spec: DiskSpec, places: &Places, ours: &[Identity]) -> Result<Self, NodeError> {
+    pub fn open(
+        spec: DiskSpec,
+        context: &OpenContext,
+        ours: &[Identity],
+    ) -> Result<Self, NodeError> {
         let mut files = Vec::new();
         let mut journal = None;
         let mut format = Format::Raw;
@@ -149,7 +153,7 @@ impl Node {
         // Readers do each other no harm.
         let mut locking = match spec.lock {
             Lock::Running if !spec.read_only => Locking::Later,
-            _ if places.inherited.is_away(&spec.name) => Locking::Later,
+            _ if context.inherited.is_released(&spec.name) => Locking::Later,
             _ => Locking::Now,
         };
         let (image, file, facts, size, filename) = match &spec.file {
@@ -182,11 +186,11 @@ impl Node {
                 let filename = path.display().to_string();
                 let file;
                 (file, locking) =
-                    places.open(&spec.name, path, spec.cache, spec.read_only, locking)?;
+                    context.open(&spec.name, path, spec.cache, spec.read_only, locking)?;
                 format = format_of(&spec, path, file.backing())?;
                 let file = Arc::new(file);
                 if locking == Locking::Held {
-                    tell_if_renamed(&spec.name, path, &file);
+                    warn_if_renamed(&spec.name, path, &file);
                 }
                 match format {
                     Format::Raw => {
@@ -195,7 +199,7 @@ impl Node {
                         (Image::Raw, Some(file), facts, size, filename)
                     }
                     Format::Qcow2 => {
-                        let opened = open_chain(&spec, path, &file, places, locking, ours)?;
+                        let opened = open_chain(&spec, path, &file, context, locking, ours)?;
                         let chain = opened.chain;
                         (files, journal) = (opened.files, opened.journal);
                         let (facts, size) = (chain_facts(&chain, &files), chain.size());
@@ -235,10 +239,10 @@ impl Node {
             files.clear();
         }
         Ok(Self {
-            shared: Arc::new(Shared {
-                turn: Mutex::new(()),
-                asking: Mutex::new(()),
-                content: Mutex::new(Content {
+            shared: Arc::new(SharedNode {
+                changes: Mutex::new(()),
+                refreshing: Mutex::new(()),
+                state: Mutex::new(NodeState {
                     image: (!away).then_some(image),
                     file,
                     files,
@@ -250,7 +254,7 @@ impl Node {
                 }),
             }),
             rbd,
-            places: places.clone(),
+            context: context.clone(),
             choice,
             facts,
             size,
@@ -267,7 +271,7 @@ impl Node {
 
     /// Which file it is on, if it is on one and that is here.
     pub fn identity(&self) -> Option<FileIdentity> {
-        let file = self.is_here().then(|| self.file())??;
+        let file = self.is_acquired().then(|| self.file())??;
         Some(file.identity().into())
     }
 
@@ -277,7 +281,7 @@ impl Node {
             spec,
             shared: self.shared.clone(),
             rbd: self.rbd.clone(),
-            places: self.places.clone(),
+            context: self.context.clone(),
             choice: self.choice.clone(),
             facts: self.facts,
             size: self.size,
@@ -292,14 +296,14 @@ impl Node {
 
     /// How many images or files it builds on.
     pub fn depth(&self) -> usize {
-        self.content().depth
+        self.state().depth
     }
 
     /// Has `tell` called once if the image turns out to contradict itself.
     pub fn on_damage(&self, tell: impl Fn(&Damage) + Send + Sync + 'static) {
-        let mut content = self.content();
-        content.on_damage = Some(Arc::new(tell));
-        content.watch_damage();
+        let mut state = self.state();
+        state.on_damage = Some(Arc::new(tell));
+        state.watch_damage();
     }
 
     /// What holds it.
@@ -312,7 +316,7 @@ impl Node {
     ///
     /// # Errors
     /// It cannot have such blocks.
-    pub fn disk(&self, wanted: &DiskWanted) -> Result<Disk, NodeError> {
+    pub fn disk(&self, wanted: &DiskParameters) -> Result<Disk, NodeError> {
         let mut facts = self
             .facts
             .with_blocks(wanted.logical_block, None, self.size)
@@ -339,37 +343,37 @@ impl Node {
                 options,
             ));
         }
-        let content = self.content();
-        let files = self.descriptors(&content);
+        let state = self.state();
+        let files = self.descriptors(&state);
         // Which it is, turns out when it is taken.
-        let image = content.image.clone().unwrap_or(Image::Raw);
+        let image = state.image.clone().unwrap_or(Image::Raw);
         let disk = Disk::new(name, image, files, facts, size, serial, options);
-        if content.image.is_none() {
-            disk.release(self.descriptors(&content).pop());
+        if state.image.is_none() {
+            disk.release(self.descriptors(&state).pop());
         }
         Ok(disk)
     }
 
-    fn turn(&self) -> MutexGuard<'_, ()> {
-        let turn = &self.shared.turn;
-        turn.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_changes(&self) -> MutexGuard<'_, ()> {
+        let changes = &self.shared.changes;
+        changes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn content(&self) -> MutexGuard<'_, Content> {
-        let content = &self.shared.content;
-        content.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, NodeState> {
+        let state = &self.shared.state;
+        state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The file that the operator named.
     fn file(&self) -> Option<Arc<DiskFile>> {
-        self.content().file.clone()
+        self.state().file.clone()
     }
 
     /// Descriptors of what it is in, for the data path, which shares them.
-    fn descriptors(&self, content: &Content) -> Vec<(Arc<OwnedFd>, Backing, Aio)> {
-        let files = match content.image {
-            Some(Image::Chain(_)) => &content.files[..],
-            _ => content.file.as_slice(),
+    fn descriptors(&self, state: &NodeState) -> Vec<(Arc<OwnedFd>, Backing, Aio)> {
+        let files = match state.image {
+            Some(Image::Chain(_)) => &state.files[..],
+            _ => state.file.as_slice(),
         };
         let files = files.iter().map(|file| self.described(file));
         files.collect()
@@ -387,19 +391,19 @@ impl Node {
         let fail = |what, e| NodeError::Io(self.filename.clone(), what, e);
         let size = self.file_size();
         let size = size.map_err(|e| fail("find out its size", e))?;
-        let content = self.content();
-        let image = match &content.image {
+        let state = self.state();
+        let image = match &state.image {
             Some(Image::Null) => {
                 let e = io::Error::other("it stores nothing");
                 return Err(fail("take the place of a file", e));
             }
             Some(image) => image.clone(),
-            None => return Err(NodeError::Away(self.filename.clone())),
+            None => return Err(NodeError::Released(self.filename.clone())),
         };
         let storage = match &self.rbd {
             Some(rbd) => vec![Storage::Remote(rbd.clone())],
             None => {
-                let files = self.descriptors(&content).into_iter();
+                let files = self.descriptors(&state).into_iter();
                 files.map(Storage::from).collect()
             }
         };
@@ -437,11 +441,11 @@ impl Node {
     /// The kernel cannot say.
     pub fn file_size(&self) -> io::Result<u64> {
         let file = {
-            let content = self.content();
-            match &content.image {
+            let state = self.state();
+            match &state.image {
                 Some(Image::Chain(chain)) => return Ok(chain.size()),
-                None => return Ok(content.size),
-                Some(_) => content.file.clone(),
+                None => return Ok(state.size),
+                Some(_) => state.file.clone(),
             }
         };
         let size = match (file, &self.rbd) {
@@ -450,27 +454,27 @@ impl Node {
             (None, None) => return Ok(self.size),
         };
         let size = size - size % u64::from(self.facts.logical_block);
-        self.content().size = size;
+        self.state().size = size;
         Ok(size)
     }
 
     /// Its size as last known. Asks nobody.
     pub fn known_size(&self) -> u64 {
-        let content = self.content();
-        match &content.image {
+        let state = self.state();
+        match &state.image {
             Some(Image::Chain(chain)) => chain.size(),
-            _ => content.size,
+            _ => state.size,
         }
     }
 
-    /// Bytes that the file occupied when that was last [asked](Self::ask).
+    /// Bytes that the file occupied when that was last [refreshed](Self::refresh_sizes).
     pub fn allocated(&self) -> Option<u64> {
-        self.content().allocated
+        self.state().allocated
     }
 
     /// Finds out anew what is shown of its file. Waits for storage, unless somebody else does so already.
-    pub fn ask(&self) {
-        let asking = self.shared.asking.try_lock();
+    pub fn refresh_sizes(&self) {
+        let asking = self.shared.refreshing.try_lock();
         if matches!(asking, Err(TryLockError::WouldBlock)) {
             return;
         }
@@ -479,7 +483,7 @@ impl Node {
             && file.backing() == Backing::File
             && let Ok(stat) = rustix::fs::fstat(&file)
         {
-            self.content().allocated = Some(stat.st_blocks as u64 * 512);
+            self.state().allocated = Some(stat.st_blocks as u64 * 512);
         }
     }
 
@@ -506,14 +510,14 @@ impl Node {
             return Err("it stores nothing; serve another null:SIZE".into());
         };
         // Until it is as long: it may be about to be left to another host, or to be closed.
-        let _turn = self.turn();
+        let _changes = self.lock_changes();
         let now = file.size().map_err(|e| format!("finding its size: {e}"))?;
-        let image = self.content().image.clone();
+        let image = self.state().image.clone();
         match image {
             Some(Image::Chain(chain)) => {
                 return chain.grow(size).map_err(|e| e.to_string());
             }
-            None => return Err(AWAY.into()),
+            None => return Err(RELEASED.into()),
             Some(_) => {}
         }
         match size.cmp(&now) {
@@ -536,11 +540,11 @@ impl Node {
     /// # Errors
     /// There are no more to be had.
     pub fn copies(&self) -> io::Result<Vec<OwnedFd>> {
-        let content = self.content();
-        let files = match content.image {
+        let state = self.state();
+        let files = match state.image {
             None => &[],
-            Some(Image::Chain(_)) => &content.files[..],
-            Some(_) => content.file.as_slice(),
+            Some(Image::Chain(_)) => &state.files[..],
+            Some(_) => state.file.as_slice(),
         };
         let copies = files.iter().map(|file| file.as_fd().try_clone_to_owned());
         copies.collect()
@@ -559,7 +563,7 @@ fn cut_off(now: u64) -> String {
     )
 }
 
-impl Content {
+impl NodeState {
     /// Tells of damage, of an image that has just been opened.
     fn watch_damage(&self) {
         let image = self.image.as_ref().and_then(|i| i.chain()?.image());
@@ -587,7 +591,7 @@ impl NodeError {
 
 /// How a node is shown to a guest.
 #[derive(Clone, Debug)]
-pub struct DiskWanted {
+pub struct DiskParameters {
     pub name: String,
     pub read_only: bool,
     pub cache: CacheMode,
@@ -619,14 +623,14 @@ fn open_chain(
     spec: &DiskSpec,
     path: &Path,
     file: &Arc<DiskFile>,
-    places: &Places,
+    context: &OpenContext,
     locking: Locking,
     ours: &[Identity],
 ) -> Result<OpenedChain, NodeError> {
     // Who has no lock only looks.
     let read_only = spec.read_only || locking == Locking::Later;
     let filename = || path.display().to_string();
-    let directories = places
+    let directories = context
         .allow_backing
         .allowed_directories(path)
         .map_err(|e| NodeError::Allow(filename(), e))?;
@@ -634,7 +638,7 @@ fn open_chain(
         cache: spec.cache,
         locking,
         ours,
-        places,
+        context,
         opened: Vec::new(),
     };
     let top = TopFile {
@@ -646,7 +650,7 @@ fn open_chain(
     let (journal, journal_path) = match read_only {
         true => None,
         false => {
-            let place = places.journals.place(&spec.name, file);
+            let place = context.journals.place(&spec.name, file);
             place.map_err(|e| NodeError::Journal(filename(), e))?
         }
     }
@@ -661,7 +665,7 @@ fn open_chain(
         flush_changes: true,
         progress: &mut |progress| {
             repair.at(progress.done, progress.total);
-            match places.stop.load(SeqCst) {
+            match context.stop.load(SeqCst) {
                 true => ControlFlow::Break(()),
                 false => ControlFlow::Continue(()),
             }
@@ -685,7 +689,7 @@ fn open_chain(
         let is_top = Arc::ptr_eq(file, &files[0]);
         let opened_again = is_top && locking == Locking::Later && !spec.read_only;
         if !opened_again && !ours.contains(&file.identity()) {
-            let looked = places.journals.look_for(&spec.name, file);
+            let looked = context.journals.look_for(&spec.name, file);
             looked.map_err(|e| NodeError::Journal(filename(), e))?;
         }
     }

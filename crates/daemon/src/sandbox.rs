@@ -27,21 +27,21 @@ use rustix::thread::{
 use thiserror::Error;
 use tracing::{info, warn};
 
-use files::{Files, Places};
+use files::{AllowedPaths, Files};
 
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::config::{Config, SandboxMode as Mode};
-use crate::credentials::{self, Person};
+use crate::credentials::{self, UserAccount};
 use crate::socket;
 
 /// What the operator says of it.
 #[derive(Clone, Debug, Default)]
-pub struct Wishes {
+pub struct SandboxOptions {
     pub mode: Mode,
     /// Where disks and sockets may be besides.
     pub allow: Vec<PathBuf>,
     /// Who this process is to be.
-    pub user: Option<Person>,
+    pub user: Option<UserAccount>,
 }
 
 #[derive(Debug, Error)]
@@ -58,7 +58,7 @@ pub enum SandboxError {
 
 /// Something is not where the sandbox lets it be.
 #[derive(Debug, Error, PartialEq, Eq)]
-pub enum Outside {
+pub enum OutsideSandbox {
     #[error(
         "{}: is outside of what the sandbox allows ({allowed}); start ringdisk with --allow-dir {} \
          (allow-dir in the configuration) for disks and sockets there", path.display(), directory.display()
@@ -81,7 +81,7 @@ pub struct Sandbox {
     /// Disks may be in Ceph clusters.
     cluster: bool,
     files: Option<Files>,
-    user: Option<Person>,
+    user: Option<UserAccount>,
 }
 
 impl Sandbox {
@@ -91,7 +91,7 @@ impl Sandbox {
     /// # Errors
     /// A directory or user is not there, or not all works and all was asked for.
     pub fn enter(
-        wishes: &Wishes,
+        options: &SandboxOptions,
         config: &Config,
         config_file: Option<&Path>,
         disks: &[DiskSpec],
@@ -101,11 +101,11 @@ impl Sandbox {
     ) -> Result<Self, SandboxError> {
         // Before files cannot be read any more.
         credentials::read();
-        let user = wishes.user.clone();
-        if wishes.mode == Mode::Off {
+        let user = options.user.clone();
+        if options.mode == Mode::Off {
             warn!("sandbox=off: this process may do whatever its user may");
             return Ok(Self {
-                mode: wishes.mode,
+                mode: options.mode,
                 cluster: true,
                 files: None,
                 user,
@@ -113,16 +113,16 @@ impl Sandbox {
         }
         let _ = set_no_new_privs(true);
         keep_capabilities(user.is_some(), config.metrics.is_some());
-        let places = places(wishes, config_file, disks, control, backing, kept)?;
-        let cluster = places.cluster;
-        let files = Files::restrict(places);
-        match (&files, wishes.mode) {
+        let paths = paths(options, config_file, disks, control, backing, kept)?;
+        let cluster = paths.cluster;
+        let files = Files::restrict(paths);
+        match (&files, options.mode) {
             (Ok(files), _) => info!("sandbox: files: {files}"),
             (Err(why), Mode::On) => return Err(SandboxError::Missing("Landlock", why.clone())),
             (Err(why), _) => warn!("sandbox: files are not restricted: Landlock: {why}"),
         }
         Ok(Self {
-            mode: wishes.mode,
+            mode: options.mode,
             cluster,
             files: files.ok(),
             user,
@@ -136,7 +136,7 @@ impl Sandbox {
     pub fn seal(&self) -> Result<(), SandboxError> {
         if let Some(user) = &self.user {
             let fail = |e| SandboxError::Become(user.name.clone(), e);
-            user.take_over().map_err(fail)?;
+            user.become_user().map_err(fail)?;
             // The kernel hides /proc/self from a process that was somebody else. Its dump has nothing of a guest.
             let _ = set_dumpable_behavior(DumpableBehavior::Dumpable);
             info!("sandbox: user {}", user.name);
@@ -171,11 +171,11 @@ impl Sandbox {
     ///
     /// # Errors
     /// It may not, and which option lets it.
-    pub fn check_file(&self, file: &FileSpec) -> Result<(), Outside> {
+    pub fn check_file(&self, file: &FileSpec) -> Result<(), OutsideSandbox> {
         match (&self.files, file) {
             (Some(files), FileSpec::Path(path)) => files.check(path),
             (_, FileSpec::Rbd(location)) if !self.cluster => {
-                Err(Outside::Cluster(location.to_string()))
+                Err(OutsideSandbox::Cluster(location.to_string()))
             }
             _ => Ok(()),
         }
@@ -185,56 +185,56 @@ impl Sandbox {
     ///
     /// # Errors
     /// As above.
-    pub fn check_socket(&self, path: &Path) -> Result<(), Outside> {
+    pub fn check_socket(&self, path: &Path) -> Result<(), OutsideSandbox> {
         self.files.as_ref().map_or(Ok(()), |f| f.check_socket(path))
     }
 }
 
 /// Where this process must get at files.
-fn places(
-    wishes: &Wishes,
+fn paths(
+    options: &SandboxOptions,
     config_file: Option<&Path>,
     disks: &[DiskSpec],
     control: Option<&Path>,
     backing: &[PathBuf],
     kept: &[PathBuf],
-) -> Result<Places, SandboxError> {
-    let mut places = Places::default();
+) -> Result<AllowedPaths, SandboxError> {
+    let mut paths = AllowedPaths::default();
     for disk in disks {
         match &disk.file {
-            FileSpec::Path(path) => places.disk(path),
-            FileSpec::Rbd(_) => places.cluster = true,
+            FileSpec::Path(path) => paths.disk(path),
+            FileSpec::Rbd(_) => paths.cluster = true,
             FileSpec::Null(_) => {}
         }
-        places.socket(&socket::path(disk));
+        paths.socket(&socket::path(disk));
     }
-    places.socket(&socket::directory().join("any"));
-    kept.iter().for_each(|directory| places.kept(directory));
+    paths.socket(&socket::directory().join("any"));
+    kept.iter().for_each(|directory| paths.kept(directory));
     if let Some(control) = control {
-        places.socket(control);
+        paths.socket(control);
     }
     for directory in backing.iter().filter(|d| d.as_os_str() != "none") {
-        places.storage(directory);
+        paths.storage(directory);
     }
-    for directory in &wishes.allow {
+    for directory in &options.allow {
         let found = std::fs::read_dir(directory);
         found.map_err(|e| SandboxError::Directory(directory.clone(), e))?;
-        places.storage(directory);
-        places.sockets(directory);
+        paths.storage(directory);
+        paths.sockets(directory);
     }
     if let Some(file) = config_file {
         // An editor puts another file in its place.
-        places.readable(file.parent().unwrap_or(file));
+        paths.readable(file.parent().unwrap_or(file));
         // Where a link leads, too.
         let real = file.canonicalize().ok();
         if let Some(directory) = real.as_deref().and_then(Path::parent) {
-            places.readable(directory);
+            paths.readable(directory);
         }
     }
     // Nobody has said where disks will be: by command, anywhere.
-    places.anywhere = disks.is_empty() && wishes.allow.is_empty();
-    places.cluster |= places.anywhere;
-    Ok(places)
+    paths.anywhere = disks.is_empty() && options.allow.is_empty();
+    paths.cluster |= paths.anywhere;
+    Ok(paths)
 }
 
 /// Drops what root has and serving disks does not need: what is left opens files of other users, and pins memory.

@@ -14,28 +14,28 @@ use signal_hook::iterator::Signals;
 use thiserror::Error;
 use tracing::{error, info, warn};
 
-use crate::config::conflicts::{TogetherError, check_together};
+use crate::config::conflicts::{ConflictError, check_conflicts};
 use crate::config::cpus::Cpus;
 use crate::config::spec::{DiskSpec, SpecError};
 use crate::config::{self, Config, ConfigError, POLL_CPU, POLL_MAX_US_MAX, SandboxMode};
-use crate::credentials::{self, Person};
+use crate::credentials::{self, UserAccount};
 use crate::log;
 use crate::monitor::explain;
 use crate::monitor::metrics;
 use crate::monitor::qmp::{self, ControlSocket, Qmp};
 use crate::node::journal::Journals;
-use crate::node::storage::{AllowBacking, Places};
+use crate::node::storage::{AllowBacking, OpenContext};
 use crate::resource_limits::warn_of_limits;
-use crate::sandbox::{Sandbox, SandboxError, Wishes};
+use crate::sandbox::{Sandbox, SandboxError, SandboxOptions};
 use crate::sd_notify;
-use crate::server::connection_info::{self, Ready};
+use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::iothreads::IoThreads;
 use crate::server::reload::Reloader;
-use crate::server::{Host, HostError};
+use crate::server::{Server, ServerError};
 use crate::socket::{Socket, SocketError};
-use crate::state::Changed;
-use crate::state::store::{self, KeepError, Keeper, Written};
-use crate::upgrade::donor::Entrance;
+use crate::state::Overrides;
+use crate::state::store::{self, Configured, StateError, StateStore};
+use crate::upgrade::donor::UpgradeSocket;
 use crate::upgrade::successor::{self, Inherited};
 
 #[derive(clap::Args)]
@@ -167,11 +167,11 @@ pub enum ServeError {
     #[error(transparent)]
     Config(#[from] ConfigError),
     #[error(transparent)]
-    Keep(#[from] KeepError),
+    Keep(#[from] StateError),
     #[error(transparent)]
-    Together(#[from] TogetherError),
+    Conflict(#[from] ConflictError),
     #[error(transparent)]
-    Host(#[from] HostError),
+    Server(#[from] ServerError),
     #[error(transparent)]
     Sandbox(#[from] SandboxError),
     #[error(transparent)]
@@ -188,7 +188,7 @@ pub enum ServeError {
 impl ServeError {
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Spec(_) | Self::Config(ConfigError::Line { .. }) | Self::Together(_) => 2,
+            Self::Spec(_) | Self::Config(ConfigError::Line { .. }) | Self::Conflict(_) => 2,
             _ => 1,
         }
     }
@@ -199,7 +199,7 @@ pub fn run(args: &Args) -> Result<(), ServeError> {
     if let Err(e) = &served
         && args.take_over
     {
-        successor::give_up(&e.to_string());
+        successor::report_failure(&e.to_string());
     }
     served
 }
@@ -218,7 +218,7 @@ fn serve(args: &Args) -> Result<(), ServeError> {
     };
     let command_line = specs.clone();
     specs.extend(config.disks.iter().cloned());
-    check_together(&specs)?;
+    check_conflicts(&specs)?;
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
         .map_err(|e| ServeError::System("cannot handle signals", e))?;
     // Heard while disks are opened, too.
@@ -243,20 +243,20 @@ fn serve(args: &Args) -> Result<(), ServeError> {
     let state = args.state.clone().or(config.state.clone());
     let state = state.or_else(state_directory);
     let user = args.user.clone().or(config.user.clone());
-    let user = user.as_deref().map(Person::find).transpose();
+    let user = user.as_deref().map(UserAccount::find).transpose();
     let user = user.map_err(SandboxError::User)?;
     let journals = Journals::new(user.as_ref());
     let mut kept = vec![journals.directory.clone()];
     if let Some(state) = &state {
         credentials::make_directory(state, user.as_ref())
-            .map_err(|e| KeepError::Directory(state.clone(), e))?;
+            .map_err(|e| StateError::Directory(state.clone(), e))?;
         kept.push(state.clone());
     }
     let control_path = control.clone().unwrap_or_else(qmp::default_path);
-    let mut entrance = match args.take_over {
+    let mut upgrade_socket = match args.take_over {
         true => None,
         // Where nobody said so, it may well be another's that goes on.
-        false => Entrance::open(
+        false => UpgradeSocket::open(
             &control_path,
             control
                 .as_ref()
@@ -265,7 +265,7 @@ fn serve(args: &Args) -> Result<(), ServeError> {
     };
     // While this is the only thread.
     let sandbox = Sandbox::enter(
-        &Wishes {
+        &SandboxOptions {
             mode: args.sandbox.or(config.sandbox).unwrap_or_default(),
             allow: [&args.allow_dir[..], &config.allow].concat(),
             user,
@@ -286,22 +286,24 @@ fn serve(args: &Args) -> Result<(), ServeError> {
         threads.all()
     });
     let inherited = match args.take_over {
-        true => Inherited::ask().map_err(|e| ServeError::System("nothing was handed over", e))?,
+        true => {
+            Inherited::receive().map_err(|e| ServeError::System("nothing was handed over", e))?
+        }
         false => Inherited::default(),
     };
     let inherited = Arc::new(inherited);
-    entrance = entrance.or_else(|| Entrance::adopt(&inherited, &control_path));
-    if args.take_over && entrance.is_none() {
+    upgrade_socket = upgrade_socket.or_else(|| UpgradeSocket::adopt(&inherited, &control_path));
+    if args.take_over && upgrade_socket.is_none() {
         warn!(
             "no upgrade without a restart from now on: the process that served has handed over nothing for it at {}",
             control_path.display()
         );
     }
     let allow_backing = AllowBacking::new(backing);
-    allow_backing.look();
-    let host = Host::new(
+    allow_backing.warn_missing();
+    let server = Server::new(
         threads,
-        Places {
+        OpenContext {
             allow_backing,
             journals,
             stop,
@@ -310,16 +312,16 @@ fn serve(args: &Args) -> Result<(), ServeError> {
         sandbox.clone(),
     );
 
-    let keeper = match &state {
-        Some(directory) => Some(Keeper::open(directory, inherited.lock())?),
+    let store = match &state {
+        Some(directory) => Some(StateStore::open(directory, inherited.lock())?),
         None => None,
     };
     // What has changed meanwhile is put into force as by any reload, once guests are served.
     let reload = inherited.keep_files(&mut config);
-    let written = Written::new(&command_line, &config);
-    host.set_written(written.clone());
-    let (keeper, kept) = keeper.unzip();
-    let result = start(&host, &config, &written, kept, keeper.as_ref());
+    let written = Configured::new(&command_line, &config);
+    server.set_configured(written.clone());
+    let (store, kept) = store.unzip();
+    let result = start(&server, &config, &written, kept, store.as_ref());
     drop(ready_threads);
     let config = args
         .config
@@ -328,11 +330,11 @@ fn serve(args: &Args) -> Result<(), ServeError> {
     let config = config.map(Arc::new);
     let started = result.and_then(|ready| {
         let qmp = Qmp {
-            host: host.clone(),
+            server: server.clone(),
             config: config.clone(),
         };
         let start = |address| {
-            let started = metrics::start(address, inherited.metrics(address), host.clone());
+            let started = metrics::start(address, inherited.metrics(address), server.clone());
             started.map_err(|e| ServeError::Metrics(address, e))
         };
         let metrics = metrics.map(start).transpose()?;
@@ -341,9 +343,9 @@ fn serve(args: &Args) -> Result<(), ServeError> {
         inherited
             .commit()
             .map_err(|e| ServeError::System("the process that serves does not let go", e))?;
-        if let Some(entrance) = &mut entrance {
-            entrance.own();
-            let asked = entrance.serve(&host);
+        if let Some(upgrade_socket) = &mut upgrade_socket {
+            upgrade_socket.own();
+            let asked = upgrade_socket.serve(&server);
             asked.unwrap_or_else(|e| warn!("no upgrade without a restart: {e}"));
         }
         let control = socket.map(|mut socket| {
@@ -361,8 +363,8 @@ fn serve(args: &Args) -> Result<(), ServeError> {
             }
             control => control?,
         };
-        if let Some(keeper) = keeper {
-            host.set_keeper(keeper);
+        if let Some(store) = store {
+            server.set_store(store);
         }
         Ok((ready, metrics, control))
     });
@@ -370,19 +372,19 @@ fn serve(args: &Args) -> Result<(), ServeError> {
         Ok(started) => started,
         Err(e) if args.take_over => {
             // Nothing is this process's yet, to be put in order or removed.
-            successor::give_up(&e.to_string());
+            successor::report_failure(&e.to_string());
             log::finish();
             eprintln!("ringdisk: {e}");
             std::process::exit(i32::from(e.exit_code()));
         }
         Err(e) => {
-            if let Ok(staying) = host.handing.stay_after() {
-                let _ = host.shut_down(staying);
+            if let Ok(inhibitor) = server.handover.wait_and_inhibit() {
+                let _ = server.shut_down(inhibitor);
             }
             return Err(e);
         }
     };
-    let explained = args.explain.then(|| explain::all(&host));
+    let explained = args.explain.then(|| explain::all(&server));
     announce(&ready, metrics, explained, args.json);
     let first = reload.then_some(SIGHUP);
     let mut rereading: Vec<JoinHandle<()>> = Vec::new();
@@ -391,16 +393,16 @@ fn serve(args: &Args) -> Result<(), ServeError> {
             break;
         }
         // Storage of a disk may not answer, which is no reason not to be stopped.
-        let (host, config) = (host.clone(), config.clone());
+        let (server, config) = (server.clone(), config.clone());
         let thread = thread::Builder::new().name("reload".to_owned());
-        let reread = thread.spawn(move || reread(&host, config.as_deref()));
+        let reread = thread.spawn(move || reread(&server, config.as_deref()));
         rereading.retain(|thread| !thread.is_finished());
         match reread {
             Ok(thread) => rereading.push(thread),
             Err(e) => error!("nothing is read anew, for want of a thread: {e}"),
         }
     }
-    let Ok(staying) = host.handing.stop() else {
+    let Ok(inhibitor) = server.handover.stop() else {
         // The one that has taken over needs a signal of its own; all that is here belongs to it.
         warn!("told to stop after another process had taken over, which goes on");
         loop {
@@ -415,22 +417,22 @@ fn serve(args: &Args) -> Result<(), ServeError> {
     while rereading.iter().any(|thread| !thread.is_finished()) && Instant::now() < deadline {
         thread::sleep(Duration::from_millis(1));
     }
-    Ok(host.shut_down(staying)?)
+    Ok(server.shut_down(inhibitor)?)
 }
 
 /// Reads the configuration anew, and looks for disks that have grown.
-fn reread(host: &Host, config: Option<&Reloader>) {
-    let Ok(_staying) = host.handing.stay_after() else {
+fn reread(server: &Server, config: Option<&Reloader>) {
+    let Ok(_inhibitor) = server.handover.wait_and_inhibit() else {
         return;
     };
     sd_notify::tell(&sd_notify::reloading());
     if let Some(config) = config
-        && let Err(e) = config.reload(host)
+        && let Err(e) = config.reload(server)
     {
         error!("{e}");
     }
-    host.look_for_growth();
-    let _ = host.look_at_sockets();
+    server.look_for_growth();
+    let _ = server.recreate_sockets();
     sd_notify::tell(sd_notify::READY);
 }
 
@@ -442,36 +444,37 @@ fn state_directory() -> Option<PathBuf> {
 }
 
 fn start(
-    host: &Host,
+    server: &Server,
     config: &Config,
-    written: &Written,
-    kept: Option<Changed>,
-    keeper: Option<&Keeper>,
-) -> Result<Vec<Ready>, ServeError> {
+    written: &Configured,
+    kept: Option<Overrides>,
+    store: Option<&StateStore>,
+) -> Result<Vec<ConnectionInfo>, ServeError> {
     for (id, spec) in &config.threads {
-        host.threads
+        server
+            .threads
             .add(id, spec.clone())
-            .map_err(HostError::from)?;
+            .map_err(ServerError::from)?;
     }
     for (name, limits) in &config.groups {
-        host.add_group(name, limits)?;
+        server.add_group(name, limits)?;
     }
     // Who serves knows better than a file that may not have been written.
-    let (ready, absent) = match (host.places.inherited.changed(), kept) {
+    let (ready, absent) = match (server.context.inherited.changed(), kept) {
         (Some(changed), _) => {
             let written = without_detached(written, &changed);
-            store::start(host, &written, &changed)?
+            store::start(server, &written, &changed)?
         }
-        (None, kept) => store::start(host, written, &kept.unwrap_or_default())?,
+        (None, kept) => store::start(server, written, &kept.unwrap_or_default())?,
     };
-    if let Some(keeper) = keeper {
-        keeper.set_absent(absent);
+    if let Some(store) = store {
+        store.set_absent(absent);
     }
     Ok(ready)
 }
 
 /// What was detached by command does not come back by itself with another program, whatever is said of it by now.
-fn without_detached(written: &Written, changed: &Changed) -> Written {
+fn without_detached(written: &Configured, changed: &Overrides) -> Configured {
     let mut written = written.clone();
     let is_gone = |disk: &DiskSpec| changed.gone.iter().any(|gone| gone.name == disk.name);
     written.disks.retain(|disk| !is_gone(disk));
@@ -493,7 +496,12 @@ fn bind_control(path: Option<&Path>, inherited: &Inherited) -> Result<Option<Soc
     }
 }
 
-fn announce(ready: &[Ready], metrics: Option<SocketAddr>, explained: Option<Value>, json: bool) {
+fn announce(
+    ready: &[ConnectionInfo],
+    metrics: Option<SocketAddr>,
+    explained: Option<Value>,
+    json: bool,
+) {
     let text = match json {
         true => {
             let metrics = metrics.map(|address| format!("http://{address}/metrics"));

@@ -30,23 +30,23 @@ use image::Format;
 use thiserror::Error;
 use tracing::{error, info};
 
-use crate::config::conflicts::TogetherError;
+use crate::config::conflicts::ConflictError;
 use crate::config::spec::{DiskSpec, FileSpec, Problem};
-use crate::node::storage::Places;
-use crate::node::{DiskWanted, Node, NodeError, Use};
-use crate::sandbox::{Outside, Sandbox};
-use crate::server::connection_info::Ready;
-use crate::server::export::{Around, Export, ExportError, ExportSpec};
+use crate::node::storage::OpenContext;
+use crate::node::{DiskParameters, FileUse, Node, NodeError};
+use crate::sandbox::{OutsideSandbox, Sandbox};
+use crate::server::connection_info::ConnectionInfo;
+use crate::server::export::{Export, ExportContext, ExportError, ExportSpec};
 use crate::server::iothreads::{IoThreadError, IoThreads};
 use crate::socket::Socket;
-use crate::state::store::{Keeper, Written};
-use crate::upgrade::donor::Handing;
+use crate::state::store::{Configured, StateStore};
+use crate::upgrade::donor::HandoverState;
 
-pub use prepare::{EndState, Prepared};
+pub use prepare::{PreparedDisk, TargetState};
 pub use replace::Move;
-use shutdown::{SHUTDOWN, in_time, stop, sync};
-pub use watch::Look;
-use watch::Watch;
+use shutdown::{SHUTDOWN_TIMEOUT, stop, sync, with_deadline};
+pub use watch::DiskView;
+use watch::LatencyMode;
 
 /// Disks that one process serves at most: each takes a thread and a few descriptors.
 const DISKS_MAX: usize = 4096;
@@ -54,32 +54,32 @@ const DISKS_MAX: usize = 4096;
 /// Groups of disks with common limits.
 const GROUPS_MAX: usize = 4096;
 
-pub struct Host {
+pub struct Server {
     pub threads: IoThreads,
-    pub places: Places,
+    pub context: OpenContext,
     /// Where this process may be at all.
     sandbox: Arc<Sandbox>,
     pub events: Arc<EventHub>,
     /// Where what is changed is kept, if it is.
-    keeper: OnceLock<Keeper>,
-    pub handing: Handing,
+    store: OnceLock<StateStore>,
+    pub handover: HandoverState,
     /// For those who tell of changes from elsewhere.
     me: Weak<Self>,
     /// Nothing that may wait for storage is done while this is held: all disks, signals and sessions need it. What is
     /// asked of storage is asked before, and looked at again afterwards. Who takes more than one of these locks takes them
     /// in this order: which node a [`ServedDisk`] is on, then a node's turn, or the keeper's, then this one, then a node's
     /// content.
-    state: Mutex<State>,
+    state: Mutex<ServerState>,
 }
 
 #[derive(Default)]
-struct State {
+struct ServerState {
     nodes: BTreeMap<String, NodeEntry>,
     exports: BTreeMap<String, Export>,
     groups: BTreeMap<String, Arc<ThrottleGroup>>,
-    watch: Watch,
+    watch: LatencyMode,
     /// What the operator has written down, as far as that is in force.
-    written: Written,
+    written: Configured,
     /// Disks that are written down and not served, as they were last, if that was on another file.
     left: Vec<DiskSpec>,
     /// Exports by id that finish what is under way, with the nodes to which that goes.
@@ -87,13 +87,13 @@ struct State {
     /// Disks that are being moved to other files.
     moving: Vec<String>,
     /// Disks that have ended, and the files of which their storage had not let go by then.
-    not_let_go: Vec<(String, Vec<Identity>)>,
+    still_open: Vec<(String, Vec<Identity>)>,
     /// What guests chose of their write caches before this process ran, by export.
     write_caches: BTreeMap<String, bool>,
     /// When what guests chose was last written down.
-    choices_kept: Option<Instant>,
+    choices_persisted: Option<Instant>,
     /// It will be again.
-    keeping_later: bool,
+    persist_scheduled: bool,
 }
 
 /// A node, and what it keeps while it is not served.
@@ -126,9 +126,9 @@ pub enum Removal {
 }
 
 #[derive(Debug, Error)]
-pub enum HostError {
+pub enum ServerError {
     #[error(transparent)]
-    Together(#[from] TogetherError),
+    Conflict(#[from] ConflictError),
     #[error("there is no disk '{0}'; 'ringdisk list' shows those that are served")]
     NoNode(String),
     #[error("there is no export '{0}'")]
@@ -141,11 +141,11 @@ pub enum HostError {
         "{0}: in use by this process: disk '{1}', which was on it, has been detached, but its storage has not answered \
          since; try again when it does"
     )]
-    NotLetGo(PathBuf, String),
+    StillOpen(PathBuf, String),
     #[error("{0}; the disk is detached all the same, and nothing of it is left to detach")]
-    Detached(Box<HostError>),
+    Detached(Box<ServerError>),
     #[error("{}", with_disk(.0, .1))]
-    Disk(String, Box<HostError>),
+    Disk(String, Box<ServerError>),
     #[error(
         "disk '{0}' is on another file than the disk that is served at {socket}, whose VM is to go on in it; if another file \
          lies at {path} by now, 'ringdisk replace {0} PATH' says where the VM's own is; if the configuration has other files \
@@ -161,13 +161,13 @@ pub enum HostError {
         "{path}: {problem}; is the path right, its file system mounted, and what was to be put there done? It must hold what \
          disk '{disk}' holds: a new and empty file would take all of that from its VM"
     )]
-    NothingThere {
+    FileMissing {
         disk: String,
         path: String,
         problem: &'static str,
     },
     #[error("disk '{0}' was changed by somebody else meanwhile; look at it again")]
-    Changed(String),
+    Overrides(String),
     #[error("disk '{0}' is being put on another file, and stays as it is; try again in a moment")]
     Moving(String),
     #[error(
@@ -186,7 +186,7 @@ pub enum HostError {
     #[error("throttle group '{0}' is in use by disk '{1}'; take that out of it first")]
     GroupInUse(String, String),
     #[error(transparent)]
-    Outside(#[from] Outside),
+    OutsideSandbox(#[from] OutsideSandbox),
     #[error(transparent)]
     Throttle(#[from] ThrottleError),
     #[error(transparent)]
@@ -212,32 +212,32 @@ pub enum HostError {
         "disk {0}: its storage does not answer; what the VM wrote and did not flush may be lost, and the \
          file stays locked until the kernel gives up"
     )]
-    Hangs(String),
+    NotResponding(String),
     #[error(
         "disk {0}: its cluster does not answer, or another client has the image's lock ('rbd status', 'rbd lock ls'); \
          requests of its VM are not done, and what cache=writeback kept may be lost"
     )]
-    ClusterHangs(String),
+    ClusterNotResponding(String),
 }
 
-impl HostError {
+impl ServerError {
     /// The same, of a disk that is in a cluster.
     fn in_cluster(self) -> Self {
         match self {
-            Self::Hangs(name) => Self::ClusterHangs(name),
+            Self::NotResponding(name) => Self::ClusterNotResponding(name),
             error => error,
         }
     }
 }
 
-impl HostError {
+impl ServerError {
     /// The same, with the name of the disk that it is about.
     pub fn of_disk(self, disk: &str) -> Self {
         Self::Disk(disk.to_owned(), Box::new(self))
     }
 }
 
-fn with_disk(disk: &str, problem: &HostError) -> String {
+fn with_disk(disk: &str, problem: &ServerError) -> String {
     let text = problem.to_string();
     match text.starts_with(&format!("disk {disk}: ")) || text.contains(&format!("disk '{disk}'")) {
         true => text,
@@ -245,15 +245,15 @@ fn with_disk(disk: &str, problem: &HostError) -> String {
     }
 }
 
-impl Host {
-    pub fn new(threads: IoThreads, places: Places, sandbox: Arc<Sandbox>) -> Arc<Self> {
+impl Server {
+    pub fn new(threads: IoThreads, context: OpenContext, sandbox: Arc<Sandbox>) -> Arc<Self> {
         Arc::new_cyclic(|me| Self {
-            places,
+            context,
             sandbox,
             threads,
             events: EventHub::new(),
-            keeper: OnceLock::new(),
-            handing: Handing::default(),
+            store: OnceLock::new(),
+            handover: HandoverState::default(),
             me: me.clone(),
             state: Mutex::default(),
         })
@@ -263,7 +263,7 @@ impl Host {
     ///
     /// # Errors
     /// Nothing is left of it then.
-    pub fn attach(&self, spec: DiskSpec) -> Result<Ready, HostError> {
+    pub fn attach(&self, spec: DiskSpec) -> Result<ConnectionInfo, ServerError> {
         let name = spec.name.clone();
         let export = ExportSpec::from(&spec);
         self.add_node(spec)?;
@@ -276,9 +276,9 @@ impl Host {
     ///
     /// # Errors
     /// There is none of this name; or a VM is connected, and it is to be removed safely; or it is being put on another
-    /// file; or ([`HostError::Detached`]) what the VM wrote could not be made durable, or its storage does not answer, in
+    /// file; or ([`ServerError::Detached`]) what the VM wrote could not be made durable, or its storage does not answer, in
     /// which case the disk is gone all the same.
-    pub fn detach(&self, name: &str, removal: Removal) -> Result<(), HostError> {
+    pub fn detach(&self, name: &str, removal: Removal) -> Result<(), ServerError> {
         let (export, in_cluster) = {
             let state = self.state();
             let mut exports = state.exports.values();
@@ -292,36 +292,38 @@ impl Host {
             None => Ok(()),
         };
         let wait = match &ended {
-            Ok(()) | Err(HostError::Sync(..) | HostError::Kept(..)) => SHUTDOWN,
+            Ok(()) | Err(ServerError::Sync(..) | ServerError::Kept(..)) => SHUTDOWN_TIMEOUT,
             // It has been waited for.
-            Err(HostError::Hangs(_)) => {
+            Err(ServerError::NotResponding(_)) => {
                 let mut state = self.state();
                 let files = state.nodes.get(name).map(|entry| entry.node.files());
                 let files = files.map(|files| (name.to_owned(), files));
-                state.not_let_go.extend(files);
+                state.still_open.extend(files);
                 Duration::ZERO
             }
             Err(_) => return ended,
         };
         let removed = self.remove_node_within(name, wait);
         match ended.and(removed) {
-            Err(e @ (HostError::Sync(..) | HostError::Kept(..) | HostError::Hangs(_))) => {
+            Err(
+                e @ (ServerError::Sync(..) | ServerError::Kept(..) | ServerError::NotResponding(_)),
+            ) => {
                 let e = if in_cluster { e.in_cluster() } else { e };
-                Err(HostError::Detached(Box::new(e)))
+                Err(ServerError::Detached(Box::new(e)))
             }
             result => result,
         }
     }
 
     /// The same at the start, where the error has to say of which disk it is.
-    pub fn attach_at_start(&self, spec: DiskSpec) -> Result<Ready, HostError> {
+    pub fn attach_at_start(&self, spec: DiskSpec) -> Result<ConnectionInfo, ServerError> {
         let name = spec.name.clone();
         self.attach(spec).map_err(|e| e.of_disk(&name))
     }
 
     /// Opens a disk without serving it.
-    pub fn add_node(&self, spec: DiskSpec) -> Result<(), HostError> {
-        let spec = self.places.inherited.on_its_file(spec);
+    pub fn add_node(&self, spec: DiskSpec) -> Result<(), ServerError> {
+        let spec = self.context.inherited.on_its_file(spec);
         self.sandbox.check_file(&spec.file)?;
         let there = identity(&spec.file);
         {
@@ -334,11 +336,11 @@ impl Host {
     }
 
     /// Opens and locks what a disk is on; see [`Node::open`]. Who has it locked is told if that is a disk of this process.
-    fn open(&self, spec: DiskSpec, ours: &[Identity]) -> Result<Node, HostError> {
-        Node::open(spec, &self.places, ours).map_err(|e| self.whose(e))
+    fn open(&self, spec: DiskSpec, ours: &[Identity]) -> Result<Node, ServerError> {
+        Node::open(spec, &self.context, ours).map_err(|e| self.whose(e))
     }
 
-    fn whose(&self, error: NodeError) -> HostError {
+    fn whose(&self, error: NodeError) -> ServerError {
         let Some(path) = error.locked().map(PathBuf::from) else {
             return error.into();
         };
@@ -348,23 +350,23 @@ impl Host {
         let state = self.state();
         let mut nodes = state.nodes.values().map(|entry| &entry.node);
         if let Some(node) = nodes.find(|node| node.uses(there).is_some()) {
-            return HostError::FileInUse(path, node.name().into());
+            return ServerError::FileInUse(path, node.name().into());
         }
-        let mut ended = state.not_let_go.iter();
+        let mut ended = state.still_open.iter();
         match ended.find(|(_, files)| files.contains(&there)) {
-            Some((name, _)) => HostError::NotLetGo(path, name.clone()),
+            Some((name, _)) => ServerError::StillOpen(path, name.clone()),
             None => error.into(),
         }
     }
 
-    fn add_opened(&self, node: Node) -> Result<(), HostError> {
+    fn add_opened(&self, node: Node) -> Result<(), ServerError> {
         let (name, limits) = (node.name().to_owned(), node.spec.limits);
         let group = node.spec.throttle_group.clone();
         self.watch_damage(&node);
         let mut state = self.state();
         state.check_new_node(&node.spec)?;
         if let Some(file) = node.file_identity() {
-            state.not_let_go.retain(|(_, files)| !files.contains(&file));
+            state.still_open.retain(|(_, files)| !files.contains(&file));
         }
         let entry = NodeEntry {
             node: Arc::new(node),
@@ -393,7 +395,7 @@ impl Host {
     }
 
     /// Makes a node that lies on another one, which nothing else may use from now on.
-    pub fn add_node_over(&self, child: &str, spec: DiskSpec) -> Result<(), HostError> {
+    pub fn add_node_over(&self, child: &str, spec: DiskSpec) -> Result<(), ServerError> {
         let mut state = self.state();
         state.check_new_node(&spec)?;
         let below = state.entry(child)?.node.clone();
@@ -414,11 +416,11 @@ impl Host {
     /// # Errors
     /// There is none of this name, or it is served; or what was written could not be made durable, in
     /// which case it is closed all the same.
-    pub fn remove_node(&self, name: &str) -> Result<(), HostError> {
-        self.remove_node_within(name, SHUTDOWN)
+    pub fn remove_node(&self, name: &str) -> Result<(), ServerError> {
+        self.remove_node_within(name, SHUTDOWN_TIMEOUT)
     }
 
-    fn remove_node_within(&self, name: &str, wait: Duration) -> Result<(), HostError> {
+    fn remove_node_within(&self, name: &str, wait: Duration) -> Result<(), ServerError> {
         let mut state = self.state();
         state.entry(name)?;
         state.check_unused(name)?;
@@ -430,12 +432,12 @@ impl Host {
         drop(state);
         match entry {
             // Closing an image writes to it, and another process goes on with this one.
-            Some(_) if self.places.inherited.is_only_asked_for() => Ok(()),
+            Some(_) if self.context.inherited.is_only_asked_for() => Ok(()),
             Some(entry) => {
                 let files = entry.node.files();
-                let ended = in_time(name, Instant::now() + wait, move || sync(&entry.node));
-                if let Err(HostError::Hangs(_)) = ended {
-                    self.state().not_let_go.push((name.into(), files));
+                let ended = with_deadline(name, Instant::now() + wait, move || sync(&entry.node));
+                if let Err(ServerError::NotResponding(_)) = ended {
+                    self.state().still_open.push((name.into(), files));
                 }
                 ended
             }
@@ -444,7 +446,7 @@ impl Host {
     }
 
     /// Serves an opened disk. Returns what to paste.
-    pub fn add_export(&self, name: &str, spec: &ExportSpec) -> Result<Ready, HostError> {
+    pub fn add_export(&self, name: &str, spec: &ExportSpec) -> Result<ConnectionInfo, ServerError> {
         self.add_export_at(name, spec, None)
     }
 
@@ -454,7 +456,7 @@ impl Host {
         name: &str,
         spec: &ExportSpec,
         socket: Option<Socket>,
-    ) -> Result<Ready, HostError> {
+    ) -> Result<ConnectionInfo, ServerError> {
         self.sandbox.check_socket(&spec.socket)?;
         let node = self.state().entry(name)?.node.clone();
         // For the disk that is made of it.
@@ -466,23 +468,23 @@ impl Host {
         let same = |other: &&Export| other.id == spec.id || other.socket == spec.socket;
         match state.exports.values().find(same) {
             Some(other) if other.id == spec.id => {
-                return Err(TogetherError::SameName(spec.id.clone()).into());
+                return Err(ConflictError::SameName(spec.id.clone()).into());
             }
             Some(other) => {
                 let (other, id) = (other.id.clone(), spec.id.clone());
-                return Err(TogetherError::SameSocket(other, id, spec.socket.clone()).into());
+                return Err(ConflictError::SameSocket(other, id, spec.socket.clone()).into());
             }
             None if state.stopping.iter().any(|(id, _)| *id == spec.id) => {
-                return Err(TogetherError::SameName(spec.id.clone()).into());
+                return Err(ConflictError::SameName(spec.id.clone()).into());
             }
             None => {}
         }
         state.check_unused(name)?;
         if node.spec.read_only && !spec.read_only {
-            return Err(HostError::ReadOnly(name.into()));
+            return Err(ServerError::ReadOnly(name.into()));
         }
         let threads = self.threads.assign(spec.queues, &spec.iothreads)?;
-        let disk = node.disk(&DiskWanted {
+        let disk = node.disk(&DiskParameters {
             name: spec.id.clone(),
             read_only: spec.read_only,
             cache: spec.cache,
@@ -491,17 +493,17 @@ impl Host {
         disk.set_limits(&limits)?;
         disk.set_throttle_group(state.group(group.as_deref())?);
         let me = self.me.clone();
-        let inherited = self.places.inherited.export(&spec.socket);
+        let inherited = self.context.inherited.export(&spec.socket);
         // Whatever is written down: a guest that goes on does so where it has written.
         if inherited
             .as_ref()
             .is_some_and(|export| export.file != node.identity())
         {
             let (socket, path) = (spec.socket.clone(), node.filename.clone());
-            return Err(HostError::OtherFile(name.into(), socket, path));
+            return Err(ServerError::OtherFile(name.into(), socket, path));
         }
         let remembered = state.write_caches.remove(&spec.id);
-        let around = Around {
+        let around = ExportContext {
             events: self.events.clone(),
             // What is handed over is newer than what was written down, also if it is no choice.
             write_cache: match &inherited {
@@ -512,13 +514,13 @@ impl Host {
             inherited,
             socket,
             changed: Box::new(move || {
-                if let Some(host) = me.upgrade() {
-                    host.keep_choice();
+                if let Some(server) = me.upgrade() {
+                    server.persist_choice();
                 }
             }),
         };
         let mut export = Export::start(node, disk, spec, threads, around)?;
-        export.measure(!matches!(state.watch, Watch::No));
+        export.measure(!matches!(state.watch, LatencyMode::No));
         let ready = export.ready();
         state.exports.insert(spec.id.clone(), export);
         Ok(ready)
@@ -529,24 +531,24 @@ impl Host {
     /// # Errors
     /// There is none of this name; or a VM is connected, and it is to be removed safely; or it is being put on another
     /// file; or what the VM wrote could not be made durable, in which case it is served no longer all the same.
-    pub fn remove_export(&self, id: &str, removal: Removal) -> Result<(), HostError> {
+    pub fn remove_export(&self, id: &str, removal: Removal) -> Result<(), ServerError> {
         let mut state = self.state();
         let Some(export) = state.exports.get(id) else {
-            return Err(HostError::NoExport(id.into()));
+            return Err(ServerError::NoExport(id.into()));
         };
         if removal == Removal::Safe && export.connected() {
-            return Err(HostError::Connected(id.into()));
+            return Err(ServerError::Connected(id.into()));
         }
         if state.is_moving(export.node.name()) {
-            return Err(HostError::Moving(export.node.name().into()));
+            return Err(ServerError::Moving(export.node.name().into()));
         }
         let stopping = (id.to_owned(), export.node.clone());
         state.stopping.push(stopping);
         let export = state.exports.remove(id);
         drop(state);
-        let deadline = Instant::now() + SHUTDOWN;
+        let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
         let result = match export {
-            Some(export) => in_time(id, deadline, move || stop(export)),
+            Some(export) => with_deadline(id, deadline, move || stop(export)),
             None => Ok(()),
         };
         self.state().stopping.retain(|(other, _)| other != id);
@@ -559,11 +561,11 @@ impl Host {
 
     /// Has requests of a disk go on that wait because storage failed to serve them: they are tried again at
     /// once, or, with `report`, the guest is told of their errors.
-    pub fn resume(&self, name: &str, report: bool) -> Result<(), HostError> {
+    pub fn resume(&self, name: &str, report: bool) -> Result<(), ServerError> {
         let state = self.state();
         let node = &state.top(name)?.node;
         let export = state.exports.values().find(|e| Arc::ptr_eq(&e.node, node));
-        let export = export.ok_or_else(|| HostError::NoExport(name.into()))?;
+        let export = export.ok_or_else(|| ServerError::NoExport(name.into()))?;
         export.resume(report);
         Ok(())
     }
@@ -574,13 +576,13 @@ impl Host {
         name: &str,
         limits: &ThrottleLimits,
         group: Option<&str>,
-    ) -> Result<(), HostError> {
+    ) -> Result<(), ServerError> {
         limits.check()?;
         let mut state = self.state();
         let shared = state.group(group)?;
         let name = state.top(name)?.node.name().to_owned();
         let Some(entry) = state.nodes.get_mut(&name) else {
-            return Err(HostError::NoNode(name));
+            return Err(ServerError::NoNode(name));
         };
         (entry.limits, entry.group) = (*limits, group.map(str::to_owned));
         let node = entry.node.clone();
@@ -593,13 +595,15 @@ impl Host {
     }
 
     /// Adds a group of disks with common limits.
-    pub fn add_group(&self, name: &str, limits: &ThrottleLimits) -> Result<(), HostError> {
+    pub fn add_group(&self, name: &str, limits: &ThrottleLimits) -> Result<(), ServerError> {
         let mut state = self.state();
         if state.groups.contains_key(name) {
-            return Err(HostError::SameGroup(name.into()));
+            return Err(ServerError::SameGroup(name.into()));
         }
         if state.groups.len() >= GROUPS_MAX {
-            return Err(HostError::TooMany(format!("{GROUPS_MAX} throttle groups")));
+            return Err(ServerError::TooMany(format!(
+                "{GROUPS_MAX} throttle groups"
+            )));
         }
         let group = ThrottleGroup::new(name.into(), limits)?;
         state.groups.insert(name.into(), Arc::new(group));
@@ -607,7 +611,7 @@ impl Host {
     }
 
     /// Changes the limits of a group.
-    pub fn change_group(&self, name: &str, limits: &ThrottleLimits) -> Result<(), HostError> {
+    pub fn change_group(&self, name: &str, limits: &ThrottleLimits) -> Result<(), ServerError> {
         match self.state().group(Some(name))? {
             Some(group) => Ok(group.set_limits(limits)?),
             None => Ok(()),
@@ -615,16 +619,16 @@ impl Host {
     }
 
     /// Removes a group that no disk is in.
-    pub fn remove_group(&self, name: &str) -> Result<(), HostError> {
+    pub fn remove_group(&self, name: &str) -> Result<(), ServerError> {
         let mut state = self.state();
         let mut nodes = state.nodes.values();
         if let Some(user) = nodes.find(|entry| entry.group.as_deref() == Some(name)) {
             let user = user.node.name().to_owned();
-            return Err(HostError::GroupInUse(name.into(), user));
+            return Err(ServerError::GroupInUse(name.into(), user));
         }
         match state.groups.remove(name) {
             Some(_) => Ok(()),
-            None => Err(HostError::NoGroup(name.into())),
+            None => Err(ServerError::NoGroup(name.into())),
         }
     }
 
@@ -646,7 +650,7 @@ impl Host {
         Arc::ptr_eq(&served.node, &entry.node).then(|| entry.spec())
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ServerState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -659,10 +663,10 @@ fn identity(file: &FileSpec) -> Option<Identity> {
     }
 }
 
-impl State {
-    fn entry(&self, name: &str) -> Result<&NodeEntry, HostError> {
+impl ServerState {
+    fn entry(&self, name: &str) -> Result<&NodeEntry, ServerError> {
         let entry = self.nodes.get(name);
-        entry.ok_or_else(|| HostError::NoNode(name.into()))
+        entry.ok_or_else(|| ServerError::NoNode(name.into()))
     }
 
     /// Whether a disk that is written down is on another file than that says.
@@ -672,12 +676,12 @@ impl State {
         its.is_some_and(|its| !its.is_written_on_file_of(disk))
     }
 
-    fn check_new_node(&self, spec: &DiskSpec) -> Result<(), HostError> {
+    fn check_new_node(&self, spec: &DiskSpec) -> Result<(), ServerError> {
         if self.nodes.contains_key(&spec.name) {
-            return Err(TogetherError::SameName(spec.name.clone()).into());
+            return Err(ConflictError::SameName(spec.name.clone()).into());
         }
         if self.nodes.len() >= DISKS_MAX {
-            return Err(HostError::TooMany(format!("{DISKS_MAX} disks")));
+            return Err(ServerError::TooMany(format!("{DISKS_MAX} disks")));
         }
         self.group(spec.throttle_group.as_deref()).map(drop)
     }
@@ -685,7 +689,7 @@ impl State {
     /// Whether a disk may be put on its file, so far as the others here are concerned. The locks would tell
     /// too, but neither at once nor by whom it is used.
     /// `there` is what it is on.
-    fn check_file(&self, spec: &DiskSpec, there: Option<Identity>) -> Result<(), HostError> {
+    fn check_file(&self, spec: &DiskSpec, there: Option<Identity>) -> Result<(), ServerError> {
         let path = match &spec.file {
             FileSpec::Path(path) => path,
             FileSpec::Rbd(location) => {
@@ -695,7 +699,7 @@ impl State {
                 return match entries.find(|e| same(&e.node) && !both_read(&e.node)) {
                     Some(entry) => {
                         let name = entry.node.name().to_owned();
-                        Err(HostError::FileInUse(location.to_string().into(), name))
+                        Err(ServerError::FileInUse(location.to_string().into(), name))
                     }
                     None => Ok(()),
                 };
@@ -705,20 +709,20 @@ impl State {
         let uses = |node: &Node| there.and_then(|there| node.uses(there));
         let excludes = |node: &Node| match uses(node) {
             None => false,
-            Some(Use::Read) => !spec.read_only,
-            Some(Use::Write) => true,
+            Some(FileUse::Read) => !spec.read_only,
+            Some(FileUse::Write) => true,
         };
         match self.nodes.values().find(|entry| excludes(&entry.node)) {
             Some(entry) => {
                 let name = entry.node.name().to_owned();
-                Err(HostError::FileInUse(path.clone(), name))
+                Err(ServerError::FileInUse(path.clone(), name))
             }
             None => Ok(()),
         }
     }
 
     /// The disk that a node is part of: the node that lies on it, or itself.
-    fn top(&self, name: &str) -> Result<&NodeEntry, HostError> {
+    fn top(&self, name: &str) -> Result<&NodeEntry, ServerError> {
         let mut entry = self.entry(name)?;
         let above = |name: &str| {
             let mut nodes = self.nodes.values();
@@ -744,18 +748,18 @@ impl State {
         }
     }
 
-    fn group(&self, name: Option<&str>) -> Result<Option<Arc<ThrottleGroup>>, HostError> {
+    fn group(&self, name: Option<&str>) -> Result<Option<Arc<ThrottleGroup>>, ServerError> {
         let Some(name) = name else {
             return Ok(None);
         };
         let group = self.groups.get(name).cloned();
         group
             .map(Some)
-            .ok_or_else(|| HostError::NoGroup(name.into()))
+            .ok_or_else(|| ServerError::NoGroup(name.into()))
     }
 
     /// Whether no export or other node uses a node, and nobody is putting it elsewhere.
-    fn check_unused(&self, name: &str) -> Result<(), HostError> {
+    fn check_unused(&self, name: &str) -> Result<(), ServerError> {
         let mut nodes = self.nodes.values();
         let above = nodes.find(|entry| entry.child.as_deref() == Some(name));
         let mut exports = self.exports.values();
@@ -765,8 +769,8 @@ impl State {
             .or(above.map(|entry| entry.node.name().to_owned()))
             .or_else(|| self.stops(name));
         match user {
-            Some(user) => Err(HostError::NodeInUse(name.into(), user)),
-            None if self.is_moving(name) => Err(HostError::Moving(name.into())),
+            Some(user) => Err(ServerError::NodeInUse(name.into(), user)),
+            None if self.is_moving(name) => Err(ServerError::Moving(name.into())),
             None => Ok(()),
         }
     }

@@ -49,13 +49,13 @@ const BACKLOG: i32 = 128;
 /// A listening socket that goes away with this value.
 pub struct Socket {
     pub listener: UnixListener,
-    place: Arc<Place>,
+    place: Arc<BoundPath>,
     /// It goes away with this value, whatever has become of its file.
     owned: bool,
 }
 
 /// Where a socket is, for those who look whether it is still there.
-pub struct Place {
+pub struct BoundPath {
     path: PathBuf,
     /// Device and inode of what was made.
     made: Mutex<Option<Identity>>,
@@ -63,14 +63,14 @@ pub struct Place {
 
 /// What is at the path of a socket.
 #[derive(Debug, PartialEq, Eq)]
-pub enum There {
+pub enum PathStatus {
     Itself,
     Nothing,
     /// Something that somebody else has put there.
     Other(String),
 }
 
-impl Place {
+impl BoundPath {
     fn new(path: &Path, made: Option<Identity>) -> Arc<Self> {
         let (path, made) = (path.into(), Mutex::new(made));
         Arc::new(Self { path, made })
@@ -90,12 +90,12 @@ impl Place {
         self.made.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub fn look(&self) -> There {
+    pub fn look(&self) -> PathStatus {
         match fs::symlink_metadata(&self.path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => There::Nothing,
-            Err(e) => There::Other(format!("what cannot be looked at ({e})")),
-            Ok(there) if Some(Identity::of(&there)) == self.made() => There::Itself,
-            Ok(there) => There::Other(kind(there.file_type()).into()),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => PathStatus::Nothing,
+            Err(e) => PathStatus::Other(format!("what cannot be looked at ({e})")),
+            Ok(there) if Some(Identity::of(&there)) == self.made() => PathStatus::Itself,
+            Ok(there) => PathStatus::Other(kind(there.file_type()).into()),
         }
     }
 }
@@ -150,7 +150,7 @@ impl Socket {
     /// Takes this place, whatever socket is there.
     pub fn move_to(&mut self, path: &Path) -> Result<(), SocketError> {
         fs::rename(self.path(), path).map_err(|e| SocketError::Bind(path.into(), e))?;
-        self.place = Place::new(path, self.place.made());
+        self.place = BoundPath::new(path, self.place.made());
         Ok(())
     }
 
@@ -159,7 +159,7 @@ impl Socket {
     pub fn adopt(listener: UnixListener, path: &Path, made: Option<Identity>) -> Self {
         Self {
             listener,
-            place: Place::new(path, made),
+            place: BoundPath::new(path, made),
             owned: false,
         }
     }
@@ -175,13 +175,13 @@ impl Socket {
         &self.place.path
     }
 
-    pub fn place(&self) -> &Arc<Place> {
+    pub fn place(&self) -> &Arc<BoundPath> {
         &self.place
     }
 
     /// Whether somebody has removed it: who is connected goes on, and nobody else can connect.
     pub fn is_removed(&self) -> bool {
-        self.owned && self.place.look() == There::Nothing
+        self.owned && self.place.look() == PathStatus::Nothing
     }
 
     /// Listens where `new` does from now on, which has been made in its place.
@@ -198,7 +198,7 @@ impl Socket {
     /// Removes its file, if it is its own.
     pub fn remove(&mut self) {
         // Not if somebody has put another one there.
-        let is_its = self.place.look() == There::Itself;
+        let is_its = self.place.look() == PathStatus::Itself;
         if self.place.lock().take().is_some() && is_its {
             let _ = fs::remove_file(self.path());
         }
@@ -231,7 +231,7 @@ impl Socket {
         let listener = make(path, mode, kind).map_err(|e| fail(e.into()))?;
         Ok(Self {
             listener,
-            place: Place::new(path, identity(path)),
+            place: BoundPath::new(path, identity(path)),
             owned: true,
         })
     }
@@ -297,7 +297,7 @@ fn identity(path: &Path) -> Option<Identity> {
 }
 
 /// The one path of a socket, however its directory is written.
-pub fn place(path: &Path) -> PathBuf {
+pub fn canonical_path(path: &Path) -> PathBuf {
     let directory = path
         .parent()
         .and_then(|directory| fs::canonicalize(directory).ok());

@@ -25,14 +25,14 @@ const VERSION: u32 = 1;
 
 /// What was changed.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Changed {
+pub struct Overrides {
     /// Disks that were attached, and those that are otherwise than they were written down.
-    pub disks: Vec<ChangedDisk>,
+    pub disks: Vec<DiskOverride>,
     /// Disks that were detached, as they were written down.
     pub gone: Vec<DiskSpec>,
     /// Opened files that are not served under their own name.
-    pub nodes: Vec<ChangedNode>,
-    pub exports: Vec<ChangedExport>,
+    pub nodes: Vec<NodeOverride>,
+    pub exports: Vec<ExportOverride>,
     pub groups: Vec<(String, ThrottleLimits)>,
     pub threads: Vec<(String, ThreadSpec)>,
     /// Guests' choices of a write cache, by export.
@@ -40,14 +40,14 @@ pub struct Changed {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub struct ChangedDisk {
+pub struct DiskOverride {
     pub disk: DiskSpec,
     /// How it was written down, if it was.
     pub instead_of: Option<DiskSpec>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub struct ChangedNode {
+pub struct NodeOverride {
     pub disk: DiskSpec,
     /// The node that it lies on.
     pub over: Option<String>,
@@ -55,7 +55,7 @@ pub struct ChangedNode {
 
 /// How a node is served.
 #[derive(Clone, Debug, PartialEq)]
-pub struct ChangedExport {
+pub struct ExportOverride {
     pub id: String,
     pub node: String,
     pub socket: PathBuf,
@@ -128,7 +128,7 @@ struct ThreadEntry {
     poll_cpu: Option<u8>,
 }
 
-impl Changed {
+impl Overrides {
     /// Parses the file.
     ///
     /// # Errors
@@ -150,14 +150,14 @@ impl Changed {
         let name = |text: &str| spec::name(text);
         Ok(Self {
             disks: each(&document.disks, |entry| {
-                Ok(ChangedDisk {
+                Ok(DiskOverride {
                     disk: disk(&entry.disk)?,
                     instead_of: entry.instead_of.as_deref().map(disk).transpose()?,
                 })
             })?,
             gone: each(&document.gone, |text| disk(text))?,
             nodes: each(&document.nodes, |entry| {
-                Ok(ChangedNode {
+                Ok(NodeOverride {
                     disk: disk(&entry.disk)?,
                     over: entry.over.as_deref().map(name).transpose()?,
                 })
@@ -168,7 +168,7 @@ impl Changed {
                 if !matches!(logical_block, None | Some(512 | 4096)) {
                     return Err(format!("export '{}': logical-block-size", entry.id));
                 }
-                Ok(ChangedExport {
+                Ok(ExportOverride {
                     id: name(&entry.id)?,
                     node: name(&entry.node)?,
                     socket: how
@@ -328,7 +328,7 @@ fn collect<T, U>(from: &[T], entry: impl FnMut(&T) -> U) -> Vec<U> {
 }
 
 #[cfg(any(test, fuzzing))]
-impl Changed {
+impl Overrides {
     /// Panics unless what can be parsed reads back as it is written: for tests and fuzzing.
     pub fn check(bytes: &[u8]) {
         if let Ok(changed) = Self::parse(bytes) {
@@ -349,26 +349,26 @@ mod tests {
         text.parse().unwrap()
     }
 
-    fn changed() -> Changed {
+    fn changed() -> Overrides {
         let mut limits = ThrottleLimits::NONE;
         limits.iops_total.average = 100;
-        Changed {
+        Overrides {
             disks: vec![
-                ChangedDisk {
+                DiskOverride {
                     disk: disk("/vms/b,,2.raw,name=b,iops=7,cache=writeback"),
                     instead_of: Some(disk("/vms/b.raw")),
                 },
-                ChangedDisk {
+                DiskOverride {
                     disk: disk("/vms/new.qcow2,queues=3,iothreads=0,2,l2-cache-size=4M"),
                     instead_of: None,
                 },
             ],
             gone: vec![disk("/vms/gone.raw")],
-            nodes: vec![ChangedNode {
+            nodes: vec![NodeOverride {
                 disk: disk("/vms/x.raw,name=top"),
                 over: Some("below".into()),
             }],
-            exports: vec![ChangedExport {
+            exports: vec![ExportOverride {
                 id: "e".into(),
                 node: "top".into(),
                 socket: "/run/e.sock".into(),
@@ -392,7 +392,7 @@ mod tests {
     #[test]
     fn it_reads_back_as_written() {
         let text = changed().text();
-        assert_eq!(Changed::parse(text.as_bytes()), Ok(changed()), "{text}");
+        assert_eq!(Overrides::parse(text.as_bytes()), Ok(changed()), "{text}");
     }
 
     #[test]
@@ -450,11 +450,11 @@ mod tests {
             ),
         ] {
             assert!(text.contains(from), "{from}: {text}");
-            let error = Changed::parse(text.replace(from, to).as_bytes()).unwrap_err();
+            let error = Overrides::parse(text.replace(from, to).as_bytes()).unwrap_err();
             assert!(error.contains(says), "{to}: {error}");
         }
         for len in 0..text.trim_end().len() {
-            assert!(Changed::parse(&text.as_bytes()[..len]).is_err(), "{len}");
+            assert!(Overrides::parse(&text.as_bytes()[..len]).is_err(), "{len}");
         }
     }
 
@@ -466,8 +466,8 @@ mod tests {
         for file in std::fs::read_dir(seeds).unwrap() {
             let path = file.unwrap().path();
             let bytes = std::fs::read(&path).unwrap();
-            Changed::check(&bytes);
-            match Changed::parse(&bytes) {
+            Overrides::check(&bytes);
+            match Overrides::parse(&bytes) {
                 Ok(_) => sound += 1,
                 Err(e) => println!("{}: {e}", path.display()),
             }
@@ -482,7 +482,7 @@ mod tests {
             let len = bytes.len();
             bytes[at % len] = to;
             bytes.remove(cut % len);
-            Changed::check(&bytes);
+            Overrides::check(&bytes);
         }
     }
 }

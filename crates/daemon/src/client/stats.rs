@@ -7,7 +7,7 @@ use datapath::Histogram;
 use serde_json::Value;
 
 use super::rates::{Rates, Sample};
-use super::{CommandLineError, Connection, Done, answer, row, table};
+use super::{CommandLineError, CommandResult, Connection, answer, row, table};
 
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
@@ -37,7 +37,7 @@ pub struct StatsArgs {
     connection: Connection,
 }
 
-pub fn stats(args: &StatsArgs) -> Done {
+pub fn stats(args: &StatsArgs) -> CommandResult {
     let mut client = args.connection.open()?;
     let first = answer(&mut client)?;
     for name in &args.names {

@@ -14,7 +14,7 @@ use ratatui::widgets::{Bar, BarChart, BarGroup, Block, Row, Sparkline, Table, Ta
 
 use super::rates::{Rates, Sample};
 use super::stats::{HEADINGS, cells, count, time};
-use super::{CommandLineError, Connection, Done, answer};
+use super::{CommandLineError, CommandResult, Connection, answer};
 
 /// Samples of a disk's past.
 const HISTORY_MAX: usize = 300;
@@ -35,7 +35,7 @@ pub struct TopArgs {
     control: Option<std::path::PathBuf>,
 }
 
-pub fn top(args: &TopArgs) -> Done {
+pub fn top(args: &TopArgs) -> CommandResult {
     let connection = Connection {
         control: args.control.clone(),
         json: false,

@@ -9,7 +9,7 @@ use crate::config::spec::DiskSpec;
 use crate::socket;
 
 #[derive(Debug, Error)]
-pub enum TogetherError {
+pub enum ConflictError {
     #[error("there is a disk '{0}' already; choose another name with name=")]
     SameName(String),
     #[error("disks '{0}' and '{1}' have the same socket, {2}")]
@@ -20,16 +20,16 @@ pub enum TogetherError {
 ///
 /// # Errors
 /// Two of them cannot, and why.
-pub fn check_together(specs: &[DiskSpec]) -> Result<(), TogetherError> {
+pub fn check_conflicts(specs: &[DiskSpec]) -> Result<(), ConflictError> {
     let mut sockets: BTreeMap<PathBuf, &str> = BTreeMap::new();
     for (i, spec) in specs.iter().enumerate() {
         if specs[..i].iter().any(|other| other.name == spec.name) {
-            return Err(TogetherError::SameName(spec.name.clone()));
+            return Err(ConflictError::SameName(spec.name.clone()));
         }
         let path = socket::path(spec);
         if let Some(other) = sockets.insert(path.clone(), &spec.name) {
             let (other, name) = (other.to_owned(), spec.name.clone());
-            return Err(TogetherError::SameSocket(other, name, path));
+            return Err(ConflictError::SameSocket(other, name, path));
         }
     }
     Ok(())

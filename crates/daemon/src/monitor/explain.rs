@@ -4,13 +4,13 @@ use rbd::{Origin, Setting};
 use serde_json::{Value, json};
 
 use crate::node::Node;
-use crate::server::Host;
+use crate::server::Server;
 use crate::server::device::ServedDisk;
 
 /// All disks, with their settings.
-pub fn all(host: &Host) -> Value {
+pub fn all(server: &Server) -> Value {
     let mut disks = Vec::new();
-    host.each(|look| {
+    server.each_disk(|look| {
         let device = look.export.map(|export| export.device.clone());
         disks.push((look.node.clone(), device));
     });

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use datapath::{DiskStats, Histogram, RequestStats, ThreadStats};
 use tracing::{info, warn};
 
-use crate::server::Host;
-use crate::socket::accept::BackOff;
+use crate::server::Server;
+use crate::socket::accept::Backoff;
 
 /// Upper bounds of the buckets, in microseconds: two or three to a power of ten where storage differs, and one beyond.
 const BOUNDS_US: [u64; 13] = [
@@ -43,24 +43,24 @@ const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 pub fn start(
     address: SocketAddr,
     inherited: Option<TcpListener>,
-    host: Arc<Host>,
+    server: Arc<Server>,
 ) -> io::Result<SocketAddr> {
     let listener = match inherited {
         Some(listener) => listener,
         None => TcpListener::bind(address)?,
     };
-    let _ = host.handing.metrics.set(listener.try_clone()?.into());
+    let _ = server.handover.metrics.set(listener.try_clone()?.into());
     let address = listener.local_addr()?;
-    host.watch_always();
+    server.watch_always();
     let listener = Arc::new(Mutex::new(Listener {
         socket: listener,
-        accepting: BackOff::default(),
+        accepting: Backoff::default(),
     }));
     for _ in 0..THREADS {
-        let (listener, host) = (listener.clone(), host.clone());
+        let (listener, server) = (listener.clone(), server.clone());
         thread::Builder::new()
             .name("metrics".into())
-            .spawn(move || listen(&listener, &host))?;
+            .spawn(move || listen(&listener, &server))?;
     }
     info!("metrics: http://{address}/metrics");
     Ok(address)
@@ -68,14 +68,14 @@ pub fn start(
 
 struct Listener {
     socket: TcpListener,
-    accepting: BackOff,
+    accepting: Backoff,
 }
 
-fn listen(listener: &Mutex<Listener>, host: &Host) {
+fn listen(listener: &Mutex<Listener>, server: &Server) {
     loop {
         if let Some(stream) = accept(listener) {
             // It is the client's loss.
-            let _ = answer(&stream, |text| metrics(host, text));
+            let _ = answer(&stream, |text| metrics(server, text));
         }
     }
 }
@@ -256,9 +256,9 @@ struct Shown {
 }
 
 /// Everything, as text.
-fn metrics(host: &Host, to: &mut impl Write) -> io::Result<()> {
+fn metrics(server: &Server, to: &mut impl Write) -> io::Result<()> {
     let mut disks = Vec::new();
-    host.each(|disk| {
+    server.each_disk(|disk| {
         disks.extend(disk.export.map(|export| Shown {
             name: export.id.clone(),
             size: export.disk.size(),
@@ -276,11 +276,11 @@ fn metrics(host: &Host, to: &mut impl Write) -> io::Result<()> {
     )?;
     for disk in disks.iter().filter(|disk| was_used(&disk.counts)) {
         // One disk's at a time: they are larger than all else.
-        if let Some(stats) = host.served(&disk.name, |export| export.disk.stats()) {
+        if let Some(stats) = server.served(&disk.name, |export| export.disk.stats()) {
             write_latencies(&mut text, &disk.name, &stats)?;
         }
     }
-    let threads = host.threads.running().into_iter();
+    let threads = server.threads.running().into_iter();
     let threads: Vec<_> = threads
         .map(|(thread, _)| (thread.id, thread.thread.stats()))
         .collect();

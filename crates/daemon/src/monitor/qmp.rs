@@ -1,4 +1,4 @@
-//! The control socket: QMP commands as changes of the [`Host`].
+//! The control socket: QMP commands as changes of the [`Server`].
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -34,50 +34,50 @@ use crate::server::connection_info;
 use crate::server::export::ExportSpec;
 use crate::server::iothreads::IoThreadError;
 use crate::server::reload::Reloader;
-use crate::server::{Host, HostError, Look, Removal};
-use crate::socket::accept::{Acceptor, BackOff};
+use crate::server::{DiskView, Removal, Server, ServerError};
+use crate::socket::accept::{Acceptor, Backoff};
 use crate::socket::{self, Socket};
-use crate::upgrade::donor::{BeingHandedOver, locked};
+use crate::upgrade::donor::{HandoverInProgress, locked};
 
 /// Executes commands on a host.
 pub struct Qmp {
-    pub host: Arc<Host>,
+    pub server: Arc<Server>,
     pub config: Option<Arc<Reloader>>,
 }
 
-type Answer = Result<Value, CommandError>;
+type Reply = Result<Value, CommandError>;
 
 impl Handler for Qmp {
-    fn execute(&self, command: Command) -> Answer {
+    fn execute(&self, command: Command) -> Reply {
         debug!("control socket: {}", command.name());
         let asks = command.name().starts_with("query-");
-        let _staying = match asks {
+        let _inhibitor = match asks {
             true => None,
-            false => Some(self.host.handing.stay()?),
+            false => Some(self.server.handover.inhibit()?),
         };
         let answer = self.execute_now(command);
         if !asks {
             // Also if it failed: it may have failed half way.
-            self.host.keep();
+            self.server.persist();
         }
         answer
     }
 }
 
 impl Qmp {
-    fn execute_now(&self, command: Command) -> Answer {
-        let host = &self.host;
+    fn execute_now(&self, command: Command) -> Reply {
+        let server = &self.server;
         let done = |()| Value::Object(serde_json::Map::new());
         match command {
-            Command::BlockdevAdd(options) => add_node(host, &options).map(done),
-            Command::BlockdevDel(which) => Ok(host.remove_node(&which.node_name).map(done)?),
-            Command::BlockExportAdd(options) => add_export(host, &options).map(done),
+            Command::BlockdevAdd(options) => add_node(server, &options).map(done),
+            Command::BlockdevDel(which) => Ok(server.remove_node(&which.node_name).map(done)?),
+            Command::BlockExportAdd(options) => add_export(server, &options).map(done),
             Command::BlockExportDel(which) => {
                 let removal = match which.mode {
                     Some(BlockExportRemoveMode::Hard) => Removal::Hard,
                     _ => Removal::Safe,
                 };
-                Ok(host.remove_export(&which.id, removal).map(done)?)
+                Ok(server.remove_export(&which.id, removal).map(done)?)
             }
             Command::BlockResize(wanted) => {
                 let name = match (wanted.device, wanted.node_name) {
@@ -87,27 +87,27 @@ impl Qmp {
                         return Err(CommandError::generic(problem));
                     }
                 };
-                Ok(host
-                    .resize(&node_of(host, &name)?, Some(wanted.size))
+                Ok(server
+                    .resize(&node_of(server, &name)?, Some(wanted.size))
                     .map(|_| done(()))?)
             }
             Command::BlockSetIoThrottle(wanted) => {
                 let name = wanted.id.or(wanted.device).unwrap_or_default();
-                let (node, group) = (node_of(host, &name)?, wanted.group.as_deref());
-                Ok(host.throttle(&node, &wanted.limits, group).map(done)?)
+                let (node, group) = (node_of(server, &name)?, wanted.group.as_deref());
+                Ok(server.throttle(&node, &wanted.limits, group).map(done)?)
             }
-            Command::ObjectAdd(options) => add_object(host, &options).map(done),
-            Command::ObjectDel(which) => remove_object(host, &which.id).map(done),
-            Command::QueryBlockExports(_) => Ok(exports(host).to_json()),
+            Command::ObjectAdd(options) => add_object(server, &options).map(done),
+            Command::ObjectDel(which) => remove_object(server, &which.id).map(done),
+            Command::QueryBlockExports(_) => Ok(exports(server).to_json()),
             Command::QueryBlockstats(wanted) => {
                 let nodes = wanted.query_nodes.unwrap_or(false);
-                Ok(block_stats(host, nodes).to_json())
+                Ok(block_stats(server, nodes).to_json())
             }
-            Command::QueryIothreads(_) => Ok(iothreads(host).to_json()),
+            Command::QueryIothreads(_) => Ok(iothreads(server).to_json()),
             Command::QueryNamedBlockNodes(_) => {
-                host.ask(true);
+                server.refresh_sizes(true);
                 let mut nodes = Vec::new();
-                host.each(|disk| nodes.push(node_info(&disk)));
+                server.each_disk(|disk| nodes.push(node_info(&disk)));
                 Ok(nodes.to_json())
             }
             Command::Quit(_) => {
@@ -121,7 +121,7 @@ impl Qmp {
                     .disk
                     .parse()
                     .map_err(|e| CommandError::generic(format!("{e}")))?;
-                let ready = host.attach(relative_to(spec, wanted.directory))?;
+                let ready = server.attach(relative_to(spec, wanted.directory))?;
                 let mut reply = serde_json::to_value(&ready).unwrap_or_default();
                 reply["paste"] = connection_info::text(&[ready]).into();
                 Ok(reply)
@@ -131,12 +131,14 @@ impl Qmp {
                     Some(true) => Removal::Hard,
                     _ => Removal::Safe,
                 };
-                Ok(host.detach(&node_of(host, &which.id)?, removal).map(done)?)
+                Ok(server
+                    .detach(&node_of(server, &which.id)?, removal)
+                    .map(done)?)
             }
             Command::RingdiskReload(_) => {
-                let reloaded = self.config.as_ref().map(|config| config.reload(host));
-                host.look_for_growth();
-                let unreachable = host.look_at_sockets();
+                let reloaded = self.config.as_ref().map(|config| config.reload(server));
+                server.look_for_growth();
+                let unreachable = server.recreate_sockets();
                 let none =
                     "there is no configuration to be read anew; start ringdisk with --config FILE";
                 let left_out = reloaded
@@ -151,7 +153,7 @@ impl Qmp {
                 Ok(reply)
             }
             Command::RingdiskResize(wanted) => {
-                let size = host.resize(&node_of(host, &wanted.id)?, wanted.size)?;
+                let size = server.resize(&node_of(server, &wanted.id)?, wanted.size)?;
                 Ok(RingdiskResized { size }.to_json())
             }
             Command::RingdiskReplace(wanted) => {
@@ -166,20 +168,22 @@ impl Qmp {
                     ImageFormat::Raw => Format::Raw,
                     ImageFormat::Qcow2 => Format::Qcow2,
                 });
-                let name = node_of(host, &wanted.id)?;
-                Ok(host.replace(&name, file, format).map(done)?)
+                let name = node_of(server, &wanted.id)?;
+                Ok(server.replace(&name, file, format).map(done)?)
             }
-            Command::RingdiskExplain(_) => Ok(explain::all(host)),
+            Command::RingdiskExplain(_) => Ok(explain::all(server)),
             Command::RingdiskResume(wanted) => {
                 let report = wanted.report.unwrap_or(false);
-                Ok(host.resume(&node_of(host, &wanted.id)?, report).map(done)?)
+                Ok(server
+                    .resume(&node_of(server, &wanted.id)?, report)
+                    .map(done)?)
             }
             Command::RingdiskStats(_) => {
-                host.watch();
-                host.ask(false);
+                server.watch();
+                server.refresh_sizes(false);
                 let mut disks = Vec::new();
-                host.each(|disk| disks.push(stats::disk(&disk)));
-                let threads = host.threads.running();
+                server.each_disk(|disk| disks.push(stats::disk(&disk)));
+                let threads = server.threads.running();
                 let threads: Vec<_> = threads.iter().map(|(t, _)| stats::thread(t)).collect();
                 Ok(json!({ "disks": disks, "iothreads": threads }))
             }
@@ -187,10 +191,10 @@ impl Qmp {
     }
 }
 
-impl From<HostError> for CommandError {
-    fn from(error: HostError) -> Self {
+impl From<ServerError> for CommandError {
+    fn from(error: ServerError) -> Self {
         match &error {
-            HostError::NoNode(_) => Self::device_not_found(error.to_string()),
+            ServerError::NoNode(_) => Self::device_not_found(error.to_string()),
             _ => Self::generic(error.to_string()),
         }
     }
@@ -222,12 +226,12 @@ fn relative_to(mut disk: DiskSpec, directory: Option<FilePath>) -> DiskSpec {
     disk
 }
 
-fn node_of(host: &Host, name: &str) -> Result<String, CommandError> {
-    let node = host.node_of(name);
-    node.ok_or_else(|| HostError::NoNode(name.into()).into())
+fn node_of(server: &Server, name: &str) -> Result<String, CommandError> {
+    let node = server.node_of(name);
+    node.ok_or_else(|| ServerError::NoNode(name.into()).into())
 }
 
-fn add_node(host: &Host, options: &BlockdevOptions) -> Result<(), CommandError> {
+fn add_node(server: &Server, options: &BlockdevOptions) -> Result<(), CommandError> {
     let name = options.root_node_name()?.to_string();
     // A raw format over a protocol adds nothing but a name. As in QEMU, what is discarded must be allowed
     // at every level, and what is read-only below is so above.
@@ -289,7 +293,7 @@ fn add_node(host: &Host, options: &BlockdevOptions) -> Result<(), CommandError> 
                 ));
             }
             BlockdevRef::Reference(child) => {
-                let below = spec_of(host, child)?;
+                let below = spec_of(server, child)?;
                 let spec = DiskSpec {
                     name,
                     discard: match below.discard {
@@ -300,14 +304,14 @@ fn add_node(host: &Host, options: &BlockdevOptions) -> Result<(), CommandError> 
                     read_only: read_only || below.read_only,
                     ..below
                 };
-                return Ok(host.add_node_over(child, spec)?);
+                return Ok(server.add_node_over(child, spec)?);
             }
         }
     };
     // What the outer node says of caches goes; what it leaves out is the inner one's.
     let cache = options.cache.as_ref().map_or(inner, |_| options);
     let detect_zeroes = options.detect_zeroes.or(inner.detect_zeroes);
-    Ok(host.add_node(DiskSpec {
+    Ok(server.add_node(DiskSpec {
         format: Some(format),
         l2_cache_bytes,
         cache: cache.cache_mode(false)?,
@@ -348,25 +352,25 @@ fn location_of(options: &BlockdevOptionsRbd) -> Result<Location, String> {
     Ok(location)
 }
 
-impl From<BeingHandedOver> for CommandError {
-    fn from(error: BeingHandedOver) -> Self {
+impl From<HandoverInProgress> for CommandError {
+    fn from(error: HandoverInProgress) -> Self {
         Self::generic(error.to_string())
     }
 }
 
-fn spec_of(host: &Host, node: &str) -> Result<DiskSpec, CommandError> {
+fn spec_of(server: &Server, node: &str) -> Result<DiskSpec, CommandError> {
     let mut found = None;
-    host.each(|disk| {
+    server.each_disk(|disk| {
         if disk.node.name() == node {
             found = Some(disk.node.spec.clone());
         }
     });
-    found.ok_or_else(|| HostError::NoNode(node.into()).into())
+    found.ok_or_else(|| ServerError::NoNode(node.into()).into())
 }
 
-fn add_export(host: &Host, options: &BlockExportOptions) -> Result<(), CommandError> {
+fn add_export(server: &Server, options: &BlockExportOptions) -> Result<(), CommandError> {
     let BlockExportType::VhostUserBlk(device) = &options.kind;
-    let node = spec_of(host, &options.node_name)?;
+    let node = spec_of(server, &options.node_name)?;
     let cache = match (options.writethrough, node.cache) {
         (Some(true), CacheMode::Writeback) => CacheMode::Writethrough,
         (Some(true), CacheMode::None) => CacheMode::Directsync,
@@ -408,39 +412,39 @@ fn add_export(host: &Host, options: &BlockExportOptions) -> Result<(), CommandEr
         );
         return Err(CommandError::generic(problem));
     }
-    Ok(host.add_export(&options.node_name, &spec).map(drop)?)
+    Ok(server.add_export(&options.node_name, &spec).map(drop)?)
 }
 
-fn add_object(host: &Host, options: &ObjectOptions) -> Result<(), CommandError> {
+fn add_object(server: &Server, options: &ObjectOptions) -> Result<(), CommandError> {
     let id = options.id.to_string();
     match &options.kind {
-        ObjectType::ThrottleGroup(group) => Ok(host.add_group(&id, &group.limits)?),
+        ObjectType::ThrottleGroup(group) => Ok(server.add_group(&id, &group.limits)?),
         ObjectType::Iothread(thread) => {
             let spec = ThreadSpec {
                 cpus: Cpus::default(),
                 polling: Polling {
                     max: match thread.poll_max_ns {
                         Some(ns) => Duration::from_nanos(ns).min(Duration::from_millis(10)),
-                        None => host.threads.polling().max,
+                        None => server.threads.polling().max,
                     },
-                    ..host.threads.polling()
+                    ..server.threads.polling()
                 },
             };
-            Ok(host.threads.add(&id, spec)?)
+            Ok(server.threads.add(&id, spec)?)
         }
     }
 }
 
-fn remove_object(host: &Host, id: &str) -> Result<(), CommandError> {
-    match host.remove_group(id) {
-        Err(HostError::NoGroup(_)) => Ok(host.threads.remove(id)?),
+fn remove_object(server: &Server, id: &str) -> Result<(), CommandError> {
+    match server.remove_group(id) {
+        Err(ServerError::NoGroup(_)) => Ok(server.threads.remove(id)?),
         result => Ok(result?),
     }
 }
 
-fn exports(host: &Host) -> Vec<BlockExportInfo> {
+fn exports(server: &Server) -> Vec<BlockExportInfo> {
     let mut exports = Vec::new();
-    host.each(|disk| {
+    server.each_disk(|disk| {
         exports.extend(disk.export.map(|export| BlockExportInfo {
             id: export.id.clone(),
             kind: ExportKind::VhostUserBlk,
@@ -451,10 +455,10 @@ fn exports(host: &Host) -> Vec<BlockExportInfo> {
     exports
 }
 
-fn block_stats(host: &Arc<Host>, nodes: bool) -> Vec<BlockStats> {
-    host.watch();
+fn block_stats(server: &Arc<Server>, nodes: bool) -> Vec<BlockStats> {
+    server.watch();
     let mut all = Vec::new();
-    host.each(|disk| {
+    server.each_disk(|disk| {
         let export = disk.export;
         if export.is_some() || nodes {
             all.push(BlockStats {
@@ -500,7 +504,7 @@ fn block_device_stats(stats: &DiskStats) -> BlockDeviceStats {
     }
 }
 
-fn iothreads(host: &Host) -> Vec<IoThreadInfo> {
+fn iothreads(server: &Server) -> Vec<IoThreadInfo> {
     let info = |(thread, spec): (crate::server::iothreads::NamedThread, ThreadSpec)| IoThreadInfo {
         id: thread.id,
         thread_id: thread.thread.thread_id(),
@@ -510,10 +514,10 @@ fn iothreads(host: &Host) -> Vec<IoThreadInfo> {
         poll_shrink: 0,
         aio_max_batch: 0,
     };
-    host.threads.running().into_iter().map(info).collect()
+    server.threads.running().into_iter().map(info).collect()
 }
 
-fn node_info(disk: &Look<'_>) -> BlockDeviceInfo {
+fn node_info(disk: &DiskView<'_>) -> BlockDeviceInfo {
     let node = disk.node;
     let cache = disk.cache();
     BlockDeviceInfo {
@@ -569,10 +573,10 @@ impl ControlSocket {
     pub fn start(socket: Socket, qmp: Qmp) -> io::Result<Self> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = Arc::new(eventfd(0, flags)?);
-        let hub = qmp.host.events.clone();
-        let handing = &qmp.host.handing;
-        *locked(&handing.control) = Some(socket.listener.as_fd().try_clone_to_owned()?);
-        let wakers = [stop.clone(), handing.looker(socket.place())?];
+        let hub = qmp.server.events.clone();
+        let handover = &qmp.server.handover;
+        *locked(&handover.control) = Some(socket.listener.as_fd().try_clone_to_owned()?);
+        let wakers = [stop.clone(), handover.socket_watch(socket.place())?];
         let listener = thread::Builder::new()
             .name("control".into())
             .spawn(move || listen(socket, &Arc::new(qmp), &wakers))?;
@@ -621,15 +625,15 @@ fn listen(mut socket: Socket, qmp: &Arc<Qmp>, wakers: &[Arc<OwnedFd>; 2]) {
 fn accept_clients(
     socket: &mut Socket,
     qmp: &Arc<Qmp>,
-    [stop, looker]: &[Arc<OwnedFd>; 2],
+    [stop, socket_watch]: &[Arc<OwnedFd>; 2],
     clients: &mut Vec<JoinHandle<()>>,
 ) {
-    let (mut acceptor, mut accepting) = (Acceptor::new(), BackOff::default());
+    let (mut acceptor, mut accepting) = (Acceptor::new(), Backoff::default());
     let refusals = LogLimiter::default();
     loop {
         let mut ready = [
             PollFd::new(stop, PollFlags::IN),
-            PollFd::new(looker, PollFlags::IN),
+            PollFd::new(socket_watch, PollFlags::IN),
             PollFd::new(&socket.listener, PollFlags::IN),
         ];
         match poll(&mut ready, None) {
@@ -637,15 +641,15 @@ fn accept_clients(
             Err(e) => return error!("control socket: cannot wait for clients: {e}"),
             Ok(_) if !ready[0].revents().is_empty() => return,
             Ok(_) if !ready[1].revents().is_empty() => {
-                let _ = rustix::io::read(looker, &mut [0; 8]);
-                if let Err(e) = make_again(socket, &qmp.host) {
+                let _ = rustix::io::read(socket_watch, &mut [0; 8]);
+                if let Err(e) = make_again(socket, &qmp.server) {
                     error!("control socket: was removed, and cannot be made again: {e}");
                 }
                 continue;
             }
             Ok(_) => {}
         }
-        if qmp.host.handing.is_leaving() {
+        if qmp.server.handover.is_leaving() {
             // It waits in the socket's queue for the new process, or for this one if that fails.
             thread::sleep(LEAVING_PAUSE);
             continue;
@@ -679,7 +683,7 @@ fn accept_clients(
 
 /// Serves a client from a thread of its own; or says why not.
 fn start_client(stream: &Arc<UnixStream>, qmp: &Arc<Qmp>) -> Result<JoinHandle<()>, String> {
-    let events = qmp.host.events.subscribe().map_err(|e| e.to_string())?;
+    let events = qmp.server.events.subscribe().map_err(|e| e.to_string())?;
     let (stream, qmp) = (stream.clone(), qmp.clone());
     let serve = move || {
         if let Err(e) = control::serve_socket(&stream, &events, &*qmp) {
@@ -691,10 +695,10 @@ fn start_client(stream: &Arc<UnixStream>, qmp: &Arc<Qmp>) -> Result<JoinHandle<(
 }
 
 /// Makes the socket again if somebody has removed it.
-fn make_again(socket: &mut Socket, host: &Host) -> io::Result<()> {
+fn make_again(socket: &mut Socket, server: &Server) -> io::Result<()> {
     if socket.is_removed() {
         let new = Socket::bind_private(socket.path()).map_err(io::Error::other)?;
-        *locked(&host.handing.control) = Some(new.listener.as_fd().try_clone_to_owned()?);
+        *locked(&server.handover.control) = Some(new.listener.as_fd().try_clone_to_owned()?);
         warn!(
             "{} had been removed, and is there again",
             new.path().display()

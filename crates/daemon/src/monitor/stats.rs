@@ -8,14 +8,14 @@ use serde_json::{Map, Value, json};
 
 use crate::config::limits;
 use crate::node::Node;
-use crate::server::Look;
+use crate::server::DiskView;
 use crate::server::iothreads::NamedThread;
 
 /// The percentiles that are named beside each histogram.
 pub const PERCENTILES: [(&str, f64); 3] = [("p50-ns", 50.0), ("p99-ns", 99.0), ("p99.9-ns", 99.9)];
 
 /// Everything about a disk, with what it has done.
-pub fn disk(look: &Look<'_>) -> Value {
+pub fn disk(look: &DiskView<'_>) -> Value {
     let (node, spec) = (look.node, &look.node.spec);
     let choice = node.choice.as_ref();
     let mut disk = json!({

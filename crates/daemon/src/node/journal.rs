@@ -12,7 +12,7 @@ use image::{JournalEvent, JournalFile, JournalOwner, PlainFile, journal_owner};
 use thiserror::Error;
 use tracing::{error, info, warn};
 
-use crate::credentials::{self, Person};
+use crate::credentials::{self, UserAccount};
 use crate::node::storage::FileStorage;
 use crate::socket;
 
@@ -59,7 +59,7 @@ pub enum JournalError {
 
 impl Journals {
     /// For a process that will be `user`. Each has a directory of its own: nobody may have another's image written to.
-    pub fn new(user: Option<&Person>) -> Self {
+    pub fn new(user: Option<&UserAccount>) -> Self {
         let name = user.map_or("journals".into(), |user| format!("journals-{}", user.name));
         let directory = socket::directory().join(name);
         let problem = credentials::make_directory(&directory, user).err();

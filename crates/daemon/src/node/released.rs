@@ -20,21 +20,21 @@ use engine::{DiskFile, Identity, Locking};
 use image::{Format, Image};
 use tracing::warn;
 
-use super::closing::unlock;
-use super::{Content, Node, NodeError, chain_facts, open_chain};
+use super::close::unlock;
+use super::{Node, NodeError, NodeState, chain_facts, open_chain};
 use crate::config::spec::FileSpec;
 
 impl Node {
     /// Whether its files are locked, and may be written to.
-    pub fn is_here(&self) -> bool {
-        self.content().image.is_some()
+    pub fn is_acquired(&self) -> bool {
+        self.state().image.is_some()
     }
 
     /// Leaves the disk to another host. No queue of it is served. Returns whether that is news.
     ///
     /// # Errors
     /// Something could not be made durable, and it is not left.
-    pub fn give_up(&self, disk: &Disk) -> Result<bool, NodeError> {
+    pub fn release(&self, disk: &Disk) -> Result<bool, NodeError> {
         let fail = |what, e| NodeError::Io(self.filename.clone(), what, e);
         let FileSpec::Path(path) = &self.spec.file else {
             return Ok(false);
@@ -42,13 +42,13 @@ impl Node {
         if self.facts.read_only {
             return Ok(false);
         }
-        let _turn = self.turn();
+        let _changes = self.lock_changes();
         let (image, file, mut files) = {
-            let content = self.content();
-            let (Some(image), Some(file)) = (&content.image, &content.file) else {
+            let state = self.state();
+            let (Some(image), Some(file)) = (&state.image, &state.file) else {
                 return Ok(false);
             };
-            (image.clone(), file.clone(), content.files.clone())
+            (image.clone(), file.clone(), state.files.clone())
         };
         files.retain(|other| !Arc::ptr_eq(other, &file));
         files.push(file.clone());
@@ -69,12 +69,12 @@ impl Node {
         self.close_image(&image, &written)
             .map_err(|e| fail("be closed", e))?;
         let size = self.file_size();
-        let mut content = self.content();
-        content.size = size.unwrap_or(disk.size());
-        content.image = None;
-        content.files.clear();
-        content.file = Some(unlocked);
-        drop(content);
+        let mut state = self.state();
+        state.size = size.unwrap_or(disk.size());
+        state.image = None;
+        state.files.clear();
+        state.file = Some(unlocked);
+        drop(state);
         disk.release(Some(left));
         unlock(&files).map_err(|e| fail("give up its lock", e))?;
         Ok(true)
@@ -84,11 +84,11 @@ impl Node {
     ///
     /// # Errors
     /// Somebody else has it, or it cannot be served any more; it stays away.
-    pub fn take_back(&self, disk: &Disk) -> Result<bool, NodeError> {
-        self.take(&[], |content, facts| {
-            let image = content.image.clone().unwrap_or(Image::Raw);
-            let files = self.descriptors(content);
-            disk.reacquire(image, files, facts, content.size)
+    pub fn reacquire(&self, disk: &Disk) -> Result<bool, NodeError> {
+        self.take(&[], |state, facts| {
+            let image = state.image.clone().unwrap_or(Image::Raw);
+            let files = self.descriptors(state);
+            disk.reacquire(image, files, facts, state.size)
                 .map_err(|e| NodeError::Io(self.filename.clone(), "be taken back", e))
         })
     }
@@ -98,7 +98,7 @@ impl Node {
     ///
     /// # Errors
     /// Somebody else has it, or it cannot be served.
-    pub fn be_here(&self, ours: &[Identity]) -> Result<(), NodeError> {
+    pub fn acquire(&self, ours: &[Identity]) -> Result<(), NodeError> {
         self.take(ours, |_, _| Ok(())).map(drop)
     }
 
@@ -106,13 +106,13 @@ impl Node {
     fn take(
         &self,
         ours: &[Identity],
-        then: impl FnOnce(&Content, &DiskFacts) -> Result<(), NodeError>,
+        then: impl FnOnce(&NodeState, &DiskFacts) -> Result<(), NodeError>,
     ) -> Result<bool, NodeError> {
         let FileSpec::Path(path) = &self.spec.file else {
             return Ok(false);
         };
-        let _turn = self.turn();
-        if self.is_here() || self.file().is_none() {
+        let _changes = self.lock_changes();
+        if self.is_acquired() || self.file().is_none() {
             return Ok(false);
         }
         self.check_there()?;
@@ -120,20 +120,20 @@ impl Node {
         let file = Arc::new(DiskFile::open(path, self.spec.cache, false)?);
         file.forget_cached();
         let taken = self.read_anew(path, &file, ours);
-        let taken = taken.and_then(|(content, facts)| {
-            then(&content, &facts)?;
-            self.put_in(content);
+        let taken = taken.and_then(|(state, facts)| {
+            then(&state, &facts)?;
+            self.put_in(state);
             Ok(true)
         });
         taken.inspect_err(|_| drop(file.unlock()))
     }
 
     /// Has this content from now on.
-    pub(super) fn put_in(&self, new: Content) {
-        let mut content = self.content();
-        let on_damage = content.on_damage.take();
-        *content = Content { on_damage, ..new };
-        content.watch_damage();
+    pub(super) fn put_in(&self, new: NodeState) {
+        let mut state = self.state();
+        let on_damage = state.on_damage.take();
+        *state = NodeState { on_damage, ..new };
+        state.watch_damage();
     }
 
     /// Reads what is in a file that is locked.
@@ -142,8 +142,8 @@ impl Node {
         path: &Path,
         file: &Arc<DiskFile>,
         ours: &[Identity],
-    ) -> Result<(Content, DiskFacts), NodeError> {
-        let content = Content {
+    ) -> Result<(NodeState, DiskFacts), NodeError> {
+        let state = NodeState {
             image: Some(Image::Raw),
             file: Some(file.clone()),
             files: Vec::new(),
@@ -156,22 +156,22 @@ impl Node {
         match self.format {
             Format::Raw => {
                 let size = file.raw_size(path)?;
-                Ok((Content { size, ..content }, self.facts))
+                Ok((NodeState { size, ..state }, self.facts))
             }
             Format::Qcow2 => {
-                let (spec, places) = (&self.spec, &self.places);
-                let opened = open_chain(spec, path, file, places, Locking::Now, ours)?;
+                let (spec, context) = (&self.spec, &self.context);
+                let opened = open_chain(spec, path, file, context, Locking::Now, ours)?;
                 let (chain, files) = (opened.chain, opened.files);
                 let facts = chain_facts(&chain, &files);
-                let content = Content {
+                let state = NodeState {
                     size: chain.size(),
                     depth: chain.depth() - 1,
                     image: Some(Image::Chain(Arc::new(chain))),
                     files,
                     journal: opened.journal,
-                    ..content
+                    ..state
                 };
-                Ok((content, facts))
+                Ok((state, facts))
             }
         }
     }

@@ -24,11 +24,11 @@ use crate::config::spec::FileSpec;
 impl Node {
     /// The files that it has locked to write to them.
     pub fn written(&self) -> Vec<Identity> {
-        let content = self.content();
-        if content.image.is_none() {
+        let state = self.state();
+        if state.image.is_none() {
             return Vec::new();
         }
-        let files = content.files.iter().chain(&content.file);
+        let files = state.files.iter().chain(&state.file);
         let written = files.filter(|file| !file.facts().read_only);
         written.map(|file| file.identity()).collect()
     }
@@ -39,12 +39,12 @@ impl Node {
     /// # Errors
     /// It takes the other one for something else than it is, that one could not be written, or this not be read. The other
     /// one can go on.
-    pub fn read_after(&self, before: &Self) -> Result<bool, NodeError> {
+    pub fn reopen_over(&self, before: &Self) -> Result<bool, NodeError> {
         let ours = before.written();
         let (chain, file, files) = {
-            let content = self.content();
-            let chain = content.image.as_ref().and_then(Image::chain);
-            (chain.cloned(), content.file.clone(), content.files.clone())
+            let state = self.state();
+            let chain = state.image.as_ref().and_then(Image::chain);
+            (chain.cloned(), state.file.clone(), state.files.clone())
         };
         let builds_on_ours = files.iter().any(|file| ours.contains(&file.identity()));
         let (Some(chain), Some(file), FileSpec::Path(path), true) =
@@ -66,10 +66,10 @@ impl Node {
             return Err(NodeError::Above(its, why, below, before.format));
         }
         let fail = |e| NodeError::Io(before.filename.clone(), "be written to its end", e);
-        before.end().map_err(fail)?;
-        let _turn = self.turn();
-        let (content, _) = self.read_anew(path, &file, &ours)?;
-        self.put_in(content);
+        before.write_clean_state().map_err(fail)?;
+        let _changes = self.lock_changes();
+        let (state, _) = self.read_anew(path, &file, &ours)?;
+        self.put_in(state);
         Ok(true)
     }
 }

@@ -40,7 +40,7 @@ impl AllowBacking {
     }
 
     /// Warns of directories that no image could be opened with.
-    pub fn look(&self) {
+    pub fn warn_missing(&self) {
         if let Self::In(directories) = self
             && let Err(e) = AllowedDirectories::new(directories)
         {
@@ -65,7 +65,7 @@ impl AllowBacking {
 
 /// Where what a disk is made of may be, and where things are kept for it.
 #[derive(Clone)]
-pub struct Places {
+pub struct OpenContext {
     pub allow_backing: AllowBacking,
     pub journals: Journals,
     /// This process has been told to end: what takes long is not waited for.
@@ -74,7 +74,7 @@ pub struct Places {
     pub inherited: Arc<Inherited>,
 }
 
-impl Places {
+impl OpenContext {
     /// Opens the file that an operator named for a disk, and locks it when that is asked for. Returns how it is locked:
     /// one that is taken over is so already.
     ///
@@ -249,7 +249,7 @@ pub struct Opener<'a> {
     pub locking: Locking,
     /// Those that the disk writes to as long as it is not on this image.
     pub ours: &'a [Identity],
-    pub places: &'a Places,
+    pub context: &'a OpenContext,
     pub opened: Vec<Arc<FileStorage>>,
 }
 
@@ -281,8 +281,8 @@ impl OpenFiles for Opener<'_> {
                 "a data file of its own cannot be shared with another host; leave out lock=running";
             return Err(io::Error::other(e));
         }
-        let places = self.places;
-        let file = places.adopt(file, path, self.cache, read_only, self.ours);
+        let context = self.context;
+        let file = context.adopt(file, path, self.cache, read_only, self.ours);
         let file = file.map_err(io::Error::other)?;
         Ok(self.keep(Arc::new(file)))
     }

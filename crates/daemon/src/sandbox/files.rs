@@ -10,11 +10,11 @@ use landlock::{
     RulesetCreatedAttr, RulesetStatus, Scope,
 };
 
-use super::Outside;
+use super::OutsideSandbox;
 
 /// Where this process must get at files.
 #[derive(Default)]
-pub struct Places {
+pub struct AllowedPaths {
     /// Of disks, and all below; or block devices.
     storage: Vec<PathBuf>,
     sockets: Vec<PathBuf>,
@@ -27,7 +27,7 @@ pub struct Places {
     pub cluster: bool,
 }
 
-impl Places {
+impl AllowedPaths {
     /// A disk, and what lies beside it: its backing files, and others that take its place. Of a device, no other.
     pub fn disk(&mut self, path: &Path) {
         // Devices are found by links.
@@ -83,7 +83,7 @@ impl Places {
 
 /// What may be opened.
 pub struct Files {
-    places: Places,
+    paths: AllowedPaths,
     /// Not all that Landlock can do works with this kernel.
     partly: bool,
 }
@@ -93,12 +93,8 @@ impl Files {
     ///
     /// # Errors
     /// Why not.
-    pub fn restrict(mut places: Places) -> Result<Self, String> {
-        for list in [
-            &mut places.storage,
-            &mut places.sockets,
-            &mut places.readable,
-        ] {
+    pub fn restrict(mut paths: AllowedPaths) -> Result<Self, String> {
+        for list in [&mut paths.storage, &mut paths.sockets, &mut paths.readable] {
             list.sort();
             list.dedup();
         }
@@ -111,7 +107,7 @@ impl Files {
             let mut ruleset = Ruleset::default()
                 .handle_access(AccessFs::from_all(ABI::V6))?
                 .scope(Scope::Signal)?;
-            if !places.cluster {
+            if !paths.cluster {
                 ruleset = ruleset.handle_access(AccessNet::ConnectTcp)?;
             }
             let mut ruleset = ruleset.create()?;
@@ -129,16 +125,16 @@ impl Files {
                 }
                 Ok::<_, landlock::RulesetError>(())
             };
-            match places.anywhere {
+            match paths.anywhere {
                 true => allow(&["/".into()], storage | sockets | AccessFs::MakeDir)?,
-                false => allow(&places.storage, storage)?,
+                false => allow(&paths.storage, storage)?,
             }
-            allow(&places.sockets, sockets)?;
-            allow(&places.readable, read)?;
+            allow(&paths.sockets, sockets)?;
+            allow(&paths.readable, read)?;
             let keep = storage | AccessFs::MakeReg | AccessFs::RemoveFile;
-            allow(&places.kept, keep)?;
+            allow(&paths.kept, keep)?;
             allow(&system, read)?;
-            if places.cluster {
+            if paths.cluster {
                 allow(&["/".into()], read)?;
                 let library = ["/dev/null", "/dev/urandom", "/run/ceph", "/var/log/ceph"];
                 allow(
@@ -154,7 +150,7 @@ impl Files {
                     Err("this kernel has none, or not switched on".into())
                 }
                 status => Ok(Self {
-                    places,
+                    paths,
                     partly: status == RulesetStatus::PartiallyEnforced,
                 }),
             },
@@ -163,29 +159,29 @@ impl Files {
     }
 
     /// Whether a disk may be there.
-    pub fn check(&self, path: &Path) -> Result<(), Outside> {
+    pub fn check(&self, path: &Path) -> Result<(), OutsideSandbox> {
         // What is not there is told by whoever wants to open it.
         let Ok(real) = fs::canonicalize(path) else {
             return Ok(());
         };
-        self.is_in(&self.places.storage, path, &real)
+        self.is_in(&self.paths.storage, path, &real)
     }
 
     /// Whether a socket may be there.
-    pub fn check_socket(&self, path: &Path) -> Result<(), Outside> {
+    pub fn check_socket(&self, path: &Path) -> Result<(), OutsideSandbox> {
         let directory = path.parent().and_then(|d| fs::canonicalize(d).ok());
         match directory {
-            Some(real) => self.is_in(&self.places.sockets, path, &real.join("any")),
+            Some(real) => self.is_in(&self.paths.sockets, path, &real.join("any")),
             // It would have to be made.
-            None => self.is_in(&self.places.sockets, path, path),
+            None => self.is_in(&self.paths.sockets, path, path),
         }
     }
 
-    fn is_in(&self, list: &[PathBuf], path: &Path, real: &Path) -> Result<(), Outside> {
-        if self.places.anywhere || list.iter().any(|allowed| real.starts_with(allowed)) {
+    fn is_in(&self, list: &[PathBuf], path: &Path, real: &Path) -> Result<(), OutsideSandbox> {
+        if self.paths.anywhere || list.iter().any(|allowed| real.starts_with(allowed)) {
             return Ok(());
         }
-        Err(Outside::Path {
+        Err(OutsideSandbox::Path {
             path: path.into(),
             directory: real.parent().unwrap_or(real).into(),
             allowed: names(list),
@@ -195,15 +191,15 @@ impl Files {
 
 impl fmt::Display for Files {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.places.anywhere {
+        match self.paths.anywhere {
             true => write!(
                 f,
                 "disks may be anywhere, because none is named at the start; --allow-dir says where"
             )?,
-            false if self.places.storage.is_empty() => write!(f, "disks in no directory")?,
-            false => write!(f, "disks in {}", names(&self.places.storage))?,
+            false if self.paths.storage.is_empty() => write!(f, "disks in no directory")?,
+            false => write!(f, "disks in {}", names(&self.paths.storage))?,
         }
-        if self.places.cluster && !self.places.anywhere {
+        if self.paths.cluster && !self.paths.anywhere {
             write!(f, ", in Ceph clusters, and anything can be read")?;
         }
         match self.partly {

@@ -45,15 +45,15 @@ fn inside() {
     let address = listener.local_addr().unwrap();
     // A thread that was there before the seal, as I/O threads are.
     let (go, wait) = mpsc::channel::<()>();
-    let wishes = Wishes {
+    let options = SandboxOptions {
         mode: Mode::On,
-        ..Wishes::default()
+        ..SandboxOptions::default()
     };
     let spec: DiskSpec = format!("file={},socket={}/s", disk.display(), mine.path().display())
         .parse()
         .unwrap();
     let config = Config::default();
-    let sandbox = match Sandbox::enter(&wishes, &config, None, &[spec], None, &[], &[]) {
+    let sandbox = match Sandbox::enter(&options, &config, None, &[spec], None, &[], &[]) {
         Err(e @ SandboxError::Missing(..)) => return println!("skipped: {e}"),
         entered => entered.unwrap(),
     };

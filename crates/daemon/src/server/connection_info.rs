@@ -7,7 +7,7 @@ use serde::Serialize;
 
 /// A disk as it is ready to be used.
 #[derive(Debug, Serialize)]
-pub struct Ready {
+pub struct ConnectionInfo {
     pub name: String,
     pub file: String,
     pub format: String,
@@ -78,7 +78,7 @@ fn escape(text: &str) -> String {
 }
 
 /// All of it for a person.
-pub fn text(disks: &[Ready]) -> String {
+pub fn text(disks: &[ConnectionInfo]) -> String {
     let mut text = String::new();
     for (i, disk) in disks.iter().enumerate() {
         let access = if disk.readonly { ", read-only" } else { "" };

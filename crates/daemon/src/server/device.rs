@@ -13,7 +13,7 @@ use guest::{Device, FrontendChannel, NewQueue, RingBase, RingError, StoppedRing}
 use tracing::{error, info, warn};
 
 use crate::config::spec::Lock;
-use crate::node::{AWAY, Node};
+use crate::node::{Node, RELEASED};
 use crate::server::export::ExportError;
 use crate::server::iothreads::NamedThread;
 
@@ -91,7 +91,7 @@ impl ServedDisk {
     }
 
     /// Puts another node under the disk while its guest runs, which notices a pause; that may
-    /// [build on](crate::node::Node::read_after) the one that it has. `record` makes durable that it is there.
+    /// [build on](crate::node::Node::reopen_over) the one that it has. `record` makes durable that it is there.
     ///
     /// # Errors
     /// The disk goes on with the node that it had.
@@ -103,14 +103,14 @@ impl ServedDisk {
         let fail = |e| ExportError::System(self.disk.name.clone(), "be put on another file", e);
         // Held until it is on the other one: it must not be left to another host, or taken back, meanwhile.
         let mut node = self.node();
-        if !node.is_here() {
-            return Err(fail(io::Error::other(AWAY)));
+        if !node.is_acquired() {
+            return Err(fail(io::Error::other(RELEASED)));
         }
         let other = |e| fail(io::Error::other(e));
-        new.be_here(&node.written()).map_err(other)?;
+        new.acquire(&node.written()).map_err(other)?;
         let threads = self.io_threads();
         let its = new.replacement().map_err(other)?;
-        let ready = |its| match new.read_after(&node) {
+        let ready = |its| match new.reopen_over(&node) {
             Ok(false) => Ok(its),
             Ok(true) => new.replacement().map_err(io::Error::other),
             Err(e) => Err(io::Error::other(e)),
@@ -224,10 +224,10 @@ impl<'a> BlockDevice<'a> {
     }
 
     /// Takes the disk if it is away, before the first ring is served.
-    fn be_here(&mut self) -> io::Result<()> {
+    fn acquire(&mut self) -> io::Result<()> {
         let (node, disk) = (self.served.node(), &self.served.disk);
         let (size, began) = (disk.size(), Instant::now());
-        if !node.take_back(disk).map_err(io::Error::other)? {
+        if !node.reacquire(disk).map_err(io::Error::other)? {
             return Ok(());
         }
         self.draining = Duration::ZERO;
@@ -309,7 +309,7 @@ impl Device for BlockDevice<'_> {
     }
 
     fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()> {
-        self.be_here()?;
+        self.acquire()?;
         let first = self.running.iter().all(Option::is_none);
         let thread = self.thread(ring);
         let arrived = thread.arrive(&queue.virtqueue);
@@ -352,7 +352,7 @@ impl Device for BlockDevice<'_> {
             return Ok(());
         }
         let (name, began) = (&self.served.disk.name, Instant::now());
-        if !self.storage_answered() && node.is_here() {
+        if !self.storage_answered() && node.is_acquired() {
             // What it has not answered may still be written.
             let e = "its storage has not answered all requests";
             error!("disk {name}: is not left to another host: {e}");
@@ -362,7 +362,7 @@ impl Device for BlockDevice<'_> {
                 false => Ok(()),
             };
         }
-        match node.give_up(&self.served.disk) {
+        match node.release(&self.served.disk) {
             Ok(false) => Ok(()),
             Ok(true) => {
                 let ms = |time: Duration| time.as_secs_f64() * 1000.0;

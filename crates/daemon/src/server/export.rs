@@ -19,11 +19,11 @@ use tracing::{error, info, warn};
 
 use crate::config::spec::{DiskSpec, SocketAccess};
 use crate::node::Node;
-use crate::server::connection_info::{self, Ready};
+use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::device::{BlockDevice, ServedDisk};
 use crate::server::iothreads::NamedThread;
-use crate::socket::accept::BackOff;
-use crate::socket::{self, Socket, SocketError, There};
+use crate::socket::accept::Backoff;
+use crate::socket::{self, PathStatus, Socket, SocketError};
 use crate::upgrade::successor::{Gate, InheritedExport};
 
 /// A node in service. Dropping it stops that: what is under way is finished, the front-end is disconnected,
@@ -34,7 +34,7 @@ pub struct Export {
     pub disk: Arc<Disk>,
     pub socket: PathBuf,
     /// Where that is now, and what was made there.
-    pub place: Arc<socket::Place>,
+    pub place: Arc<socket::BoundPath>,
     pub spec: ExportSpec,
     pub device: Arc<ServedDisk>,
     /// Latencies are measured as long as this is there.
@@ -83,7 +83,7 @@ impl From<&DiskSpec> for ExportSpec {
 }
 
 /// What an export has to do with the rest of the program.
-pub struct Around {
+pub struct ExportContext {
     /// Told what goes wrong.
     pub events: Arc<EventHub>,
     /// What the guest chose of its write cache when it was last served.
@@ -128,9 +128,9 @@ impl Export {
         disk: Disk,
         spec: &ExportSpec,
         threads: Vec<NamedThread>,
-        around: Around,
+        around: ExportContext,
     ) -> Result<Self, ExportError> {
-        let Around {
+        let ExportContext {
             events,
             write_cache,
             capacity_read,
@@ -187,7 +187,7 @@ impl Export {
             stopping: Arc::default(),
             remake: Arc::default(),
             lines: Lines::default(),
-            accepting: BackOff::default(),
+            accepting: Backoff::default(),
         };
         let (pause, stopping) = (front.pause.clone(), front.stopping.clone());
         let remake = front.remake.clone();
@@ -240,15 +240,15 @@ impl Export {
     }
 
     /// Has it make its socket again, if somebody has removed that. What else is there now, if anything is.
-    pub fn look_at_socket(&self) -> Option<String> {
+    pub fn recreate_socket(&self) -> Option<String> {
         match self.place.look() {
-            There::Itself => None,
-            There::Nothing => {
+            PathStatus::Itself => None,
+            PathStatus::Nothing => {
                 self.remake.store(true, Ordering::Release);
                 self.interrupt();
                 None
             }
-            There::Other(what) => Some(what),
+            PathStatus::Other(what) => Some(what),
         }
     }
 
@@ -262,12 +262,12 @@ impl Export {
     }
 
     /// What to paste to connect a VM.
-    pub fn ready(&self) -> Ready {
+    pub fn ready(&self) -> ConnectionInfo {
         let (node, device) = (&self.node, &self.device);
         let socket = self.socket.display().to_string();
         let (queues, queue_size) = (device.queues(), device.queue_size);
         let fixed_buffers = node.spec.fixed_buffers;
-        Ready {
+        ConnectionInfo {
             name: self.id.clone(),
             file: node.filename.clone(),
             format: node.format.to_string(),
@@ -357,7 +357,7 @@ struct Frontends {
     stopping: Arc<AtomicBool>,
     remake: Arc<AtomicBool>,
     lines: Lines,
-    accepting: BackOff,
+    accepting: Backoff,
 }
 
 /// What is said of front-ends, which can come and go as often as they like.

@@ -8,19 +8,19 @@ use std::time::Instant;
 
 use image::Format;
 
-use super::shutdown::in_time;
-use super::{Host, HostError, NodeEntry};
+use super::shutdown::with_deadline;
+use super::{NodeEntry, Server, ServerError};
 use crate::node::Node;
-use crate::state::Changed;
-use crate::upgrade::donor::Pausing;
-use crate::upgrade::protocol::HandedDisk;
+use crate::state::Overrides;
+use crate::upgrade::donor::PendingPause;
+use crate::upgrade::protocol::HandoverDisk;
 
-impl Host {
+impl Server {
     /// Writes what images have only in memory, so that another process finds all of it.
     ///
     /// # Errors
     /// It could not be written, or not until then, or storage has lost something that another process would not know of.
-    pub fn settle(&self, deadline: Instant) -> Result<(), String> {
+    pub fn flush_metadata(&self, deadline: Instant) -> Result<(), String> {
         let (nodes, lost): (Vec<_>, Vec<_>) = {
             let state = self.state();
             let nodes = state.nodes.values().map(|entry| entry.node.clone());
@@ -39,15 +39,15 @@ impl Host {
                 node.name()
             ));
         }
-        let settle = |node: &Arc<Node>| {
+        let flush_metadata = |node: &Arc<Node>| {
             let its = node.clone();
-            let settle = move || {
+            let flush_metadata = move || {
                 let name = its.name().to_owned();
-                its.settle().map_err(|e| HostError::Sync(name, e))
+                its.flush_metadata().map_err(|e| ServerError::Sync(name, e))
             };
             match node.format {
-                Format::Qcow2 => in_time(node.name(), deadline, settle).map_err(|e| match e {
-                    HostError::Hangs(name) => format!(
+                Format::Qcow2 => with_deadline(node.name(), deadline, flush_metadata).map_err(|e| match e {
+                    ServerError::NotResponding(name) => format!(
                         "disk {name}: its storage does not answer in time; this process goes on serving, try again \
                          when the storage answers"
                     ),
@@ -56,13 +56,13 @@ impl Host {
                 Format::Raw => Ok(()),
             }
         };
-        nodes.iter().try_for_each(settle)
+        nodes.iter().try_for_each(flush_metadata)
     }
 
     /// Asks all exports to pause.
-    pub fn pause(&self) -> Vec<Pausing> {
+    pub fn pause(&self) -> Vec<PendingPause> {
         let state = self.state();
-        let pausing = state.exports.values().map(|export| Pausing {
+        let pausing = state.exports.values().map(|export| PendingPause {
             id: export.id.clone(),
             place: export.place.clone(),
             node: export.node.clone(),
@@ -89,7 +89,7 @@ impl Host {
     }
 
     /// All disks, as they are and as they are written down.
-    pub fn handed_disks(&self) -> Vec<HandedDisk> {
+    pub fn handover_disks(&self) -> Vec<HandoverDisk> {
         let state = self.state();
         let written = state
             .written
@@ -97,7 +97,7 @@ impl Host {
             .iter()
             .map(|disk| (disk.name.as_str(), disk));
         let written: BTreeMap<_, _> = written.collect();
-        let spec = |entry: &NodeEntry| HandedDisk {
+        let spec = |entry: &NodeEntry| HandoverDisk {
             disk: entry.spec().to_string(),
             written: written.get(entry.node.name()).map(ToString::to_string),
             file: entry.node.identity(),
@@ -106,10 +106,10 @@ impl Host {
     }
 
     /// How what is served differs from what is written down, be that kept or not.
-    pub fn changed(&self) -> Changed {
-        match self.keeper.get() {
-            Some(keeper) => keeper.changed(self),
-            None => self.inventory().difference(&Changed::default()),
+    pub fn changed(&self) -> Overrides {
+        match self.store.get() {
+            Some(store) => store.changed(self),
+            None => self.inventory().difference(&Overrides::default()),
         }
     }
 
@@ -117,7 +117,7 @@ impl Host {
     pub fn away(&self) -> Vec<String> {
         let state = self.state();
         let nodes = state.nodes.values().map(|entry| &entry.node);
-        let away = nodes.filter(|node| !node.is_here());
+        let away = nodes.filter(|node| !node.is_acquired());
         away.map(|node| node.name().to_owned()).collect()
     }
 
@@ -126,7 +126,7 @@ impl Host {
     /// # Errors
     /// There is no descriptor to be had.
     pub fn state_lock(&self) -> io::Result<Option<OwnedFd>> {
-        let lock = self.keeper.get().map(|keeper| keeper.lock().try_clone());
+        let lock = self.store.get().map(|store| store.lock().try_clone());
         Ok(lock.transpose()?.map(OwnedFd::from))
     }
 }

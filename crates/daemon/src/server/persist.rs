@@ -1,4 +1,4 @@
-//! What is there after a restart: see [`keeper`](crate::state::store).
+//! What is there after a restart: see [`store`](crate::state::store).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,26 +8,26 @@ use std::time::{Duration, Instant};
 use datapath::ThrottleGroup;
 use tracing::error;
 
-use super::{Host, NodeEntry, State};
+use super::{NodeEntry, Server, ServerState};
 use crate::config::spec::DiskSpec;
 use crate::server::export::Export;
-use crate::state::store::{Inventory, Keeper, Written};
-use crate::state::{Changed, ChangedExport, ChangedNode};
+use crate::state::store::{Configured, Inventory, StateStore};
+use crate::state::{ExportOverride, NodeOverride, Overrides};
 
 /// Between two times that guests have their choices written down.
 const CHOICES: Duration = Duration::from_secs(1);
 
-impl Host {
+impl Server {
     /// Keeps what is changed from now on, and what was until now. It can be set once.
-    pub fn set_keeper(&self, keeper: Keeper) {
-        let _ = self.keeper.set(keeper);
-        self.keep();
+    pub fn set_store(&self, store: StateStore) {
+        let _ = self.store.set(store);
+        self.persist();
     }
 
     /// Keeps how things are now, so that they are so after a restart.
-    pub fn keep(&self) {
-        if let Some(keeper) = self.keeper.get()
-            && let Err(e) = keeper.keep(self)
+    pub fn persist(&self) {
+        if let Some(store) = self.store.get()
+            && let Err(e) = store.save(self)
         {
             error!("what was changed is in force, and will be forgotten at a restart: {e}");
         }
@@ -35,58 +35,59 @@ impl Host {
 
     /// The same for what a guest may change as often as it likes: at most about once a second, for all guests together.
     /// What comes sooner is kept later.
-    pub fn keep_choice(&self) {
+    pub fn persist_choice(&self) {
         let mut state = self.state();
-        if state.keeping_later {
+        if state.persist_scheduled {
             return;
         }
-        let since = state.choices_kept.map(|kept| kept.elapsed());
+        let since = state.choices_persisted.map(|kept| kept.elapsed());
         let wait = CHOICES.saturating_sub(since.unwrap_or(CHOICES));
         if wait.is_zero() {
-            state.choices_kept = Some(Instant::now());
+            state.choices_persisted = Some(Instant::now());
             drop(state);
-            return self.keep();
+            return self.persist();
         }
-        state.keeping_later = true;
+        state.persist_scheduled = true;
         drop(state);
         let me = self.me.clone();
         let later = thread::Builder::new().name("keep".to_owned());
         let later = later.spawn(move || {
             thread::sleep(wait);
-            let Some(host) = me.upgrade() else { return };
+            let Some(server) = me.upgrade() else { return };
             // What has been handed over is another's.
-            let Ok(_staying) = host.handing.stay_after() else {
+            let Ok(_inhibitor) = server.handover.wait_and_inhibit() else {
                 return;
             };
-            let mut state = host.state();
-            (state.choices_kept, state.keeping_later) = (Some(Instant::now()), false);
+            let mut state = server.state();
+            (state.choices_persisted, state.persist_scheduled) = (Some(Instant::now()), false);
             drop(state);
-            host.keep();
+            server.persist();
         });
         if later.is_err() {
-            self.state().keeping_later = false;
-            self.keep();
+            self.state().persist_scheduled = false;
+            self.persist();
         }
     }
 
     /// The operator has written this down, from now on.
-    pub fn set_written(&self, written: Written) {
+    pub fn set_configured(&self, written: Configured) {
         {
             let mut state = self.state();
             let before = std::mem::replace(&mut state.written, written);
-            let State { left, written, .. } = &mut *state;
+            let ServerState { left, written, .. } = &mut *state;
             // Where another file is written down since, that is meant.
             left.retain(|left| {
-                let its = |all: &Written| all.disks.iter().find(|d| d.name == left.name).cloned();
+                let its =
+                    |all: &Configured| all.disks.iter().find(|d| d.name == left.name).cloned();
                 let both = its(&before).zip(its(written));
                 both.is_some_and(|(before, now)| before.is_written_on_file_of(&now))
             });
         }
-        self.keep();
+        self.persist();
     }
 
     /// What disks were on that were detached before this process ran, as they were last.
-    pub fn remember_left(&self, changed: &Changed) {
+    pub fn remember_left(&self, changed: &Overrides) {
         let is_gone = |disk: &DiskSpec| changed.gone.iter().any(|gone| gone.name == disk.name);
         let mut state = self.state();
         let disks = changed.disks.iter().map(|changed| &changed.disk);
@@ -103,11 +104,11 @@ impl Host {
     /// All that is served.
     pub fn inventory(&self) -> Inventory {
         let state = self.state();
-        let node = |entry: &NodeEntry| ChangedNode {
+        let node = |entry: &NodeEntry| NodeOverride {
             disk: entry.spec(),
             over: entry.child.clone(),
         };
-        let export = |export: &Export| ChangedExport {
+        let export = |export: &Export| ExportOverride {
             id: export.id.clone(),
             node: export.node.name().to_owned(),
             socket: export.spec.socket.clone(),

@@ -7,16 +7,16 @@ use std::sync::Arc;
 use engine::Identity;
 
 use super::replace::close;
-use super::{DISKS_MAX, Host, HostError, State, identity};
-use crate::config::conflicts::TogetherError;
+use super::{DISKS_MAX, Server, ServerError, ServerState, identity};
+use crate::config::conflicts::ConflictError;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::node::Node;
-use crate::server::connection_info::Ready;
+use crate::server::connection_info::ConnectionInfo;
 use crate::server::export::ExportSpec;
 use crate::socket::{self, Socket};
 
 /// What is to be served in the end, as far as it differs from what is.
-pub struct EndState<'a> {
+pub struct TargetState<'a> {
     /// Disks that end, or end and start anew.
     pub ends: BTreeSet<&'a str>,
     /// As they are to be.
@@ -25,7 +25,7 @@ pub struct EndState<'a> {
     pub moves: Vec<&'a DiskSpec>,
 }
 
-impl EndState<'_> {
+impl TargetState<'_> {
     /// Whether a disk leaves its file, be it to come back.
     pub fn leaves(&self, disk: &str) -> bool {
         self.ends.contains(disk) || self.moves.iter().any(|moved| moved.name == disk)
@@ -33,20 +33,20 @@ impl EndState<'_> {
 }
 
 /// A disk that is about to be served.
-pub struct Prepared {
+pub struct PreparedDisk {
     spec: DiskSpec,
     /// Open and locked; not yet if a disk that is served has to leave its file first.
     node: Option<Node>,
     socket: Socket,
 }
 
-impl Host {
+impl Server {
     /// Whether all of it can be served together, and all that is to end can.
     ///
     /// # Errors
     /// It cannot, and why, with the disk that is the reason.
-    pub fn check_end_state(&self, end: &EndState<'_>) -> Result<(), HostError> {
-        let fail = |disk: &str, e: HostError| e.of_disk(disk);
+    pub fn check_target_state(&self, end: &TargetState<'_>) -> Result<(), ServerError> {
+        let fail = |disk: &str, e: ServerError| e.of_disk(disk);
         let new = end.starts.iter().chain(&end.moves);
         // Before anybody has to wait for it.
         let new = new.map(|&disk| (disk, identity(&disk.file)));
@@ -57,20 +57,22 @@ impl Host {
                 state.check_may_end(disk).map_err(|e| fail(disk, e))?;
             }
             let stays = |name: &str| !end.ends.contains(name);
-            let stay = state
+            let inhibit = state
                 .nodes
                 .values()
                 .filter(|entry| stays(entry.node.name()));
-            let disks = stay.clone().count() + end.starts.len();
+            let disks = inhibit.clone().count() + end.starts.len();
             let mut files = Files::default();
-            for entry in stay.filter(|entry| !end.leaves(entry.node.name())) {
+            for entry in inhibit.filter(|entry| !end.leaves(entry.node.name())) {
                 files.add(&entry.node.spec, entry.node.file_identity());
             }
             for &disk in &end.starts {
                 let there = state.nodes.contains_key(&disk.name) && stays(&disk.name);
                 let problem = match there {
-                    true => TogetherError::SameName(disk.name.clone()).into(),
-                    false if disks > DISKS_MAX => HostError::TooMany(format!("{DISKS_MAX} disks")),
+                    true => ConflictError::SameName(disk.name.clone()).into(),
+                    false if disks > DISKS_MAX => {
+                        ServerError::TooMany(format!("{DISKS_MAX} disks"))
+                    }
                     false => continue,
                 };
                 return Err(fail(&disk.name, problem));
@@ -84,14 +86,14 @@ impl Host {
             files.check(disk, there).map_err(|e| fail(&disk.name, e))?;
             files.add(disk, there);
         }
-        let places = sockets
+        let context = sockets
             .into_iter()
-            .map(|(path, id)| (socket::place(&path), id));
-        let mut sockets: BTreeMap<PathBuf, String> = places.collect();
+            .map(|(path, id)| (socket::canonical_path(&path), id));
+        let mut sockets: BTreeMap<PathBuf, String> = context.collect();
         for disk in &end.starts {
             let path = socket::path(disk);
-            if let Some(other) = sockets.insert(socket::place(&path), disk.name.clone()) {
-                let e = TogetherError::SameSocket(other, disk.name.clone(), path);
+            if let Some(other) = sockets.insert(socket::canonical_path(&path), disk.name.clone()) {
+                let e = ConflictError::SameSocket(other, disk.name.clone(), path);
                 return Err(fail(&disk.name, e.into()));
             }
         }
@@ -107,7 +109,7 @@ impl Host {
         &self,
         spec: DiskSpec,
         leaves: &dyn Fn(&str) -> bool,
-    ) -> Result<Prepared, HostError> {
+    ) -> Result<PreparedDisk, ServerError> {
         self.threads.check(&spec.iothreads)?;
         self.sandbox.check_file(&spec.file)?;
         let there = identity(&spec.file);
@@ -115,7 +117,7 @@ impl Host {
             let state = self.state();
             state.group(spec.throttle_group.as_deref())?;
             match state.check_file(&spec, there) {
-                Err(HostError::FileInUse(_, user)) if leaves(&user) => {
+                Err(ServerError::FileInUse(_, user)) if leaves(&user) => {
                     state.nodes.get(&user).map(|entry| entry.node.clone())
                 }
                 in_use => {
@@ -135,45 +137,45 @@ impl Host {
         let export = ExportSpec::from(&spec);
         let node = match user {
             Some(user) => {
-                Node::look(&spec, &self.places)?;
+                Node::check_openable(&spec, &self.context)?;
                 user.check_lock(&spec)?;
                 None
             }
             None => Some(self.open(spec.clone(), &[])?),
         };
         match self.make_socket(&export) {
-            Ok(socket) => Ok(Prepared { spec, node, socket }),
+            Ok(socket) => Ok(PreparedDisk { spec, node, socket }),
             Err(e) => {
-                give_up(node);
+                release(node);
                 Err(e)
             }
         }
     }
 
     /// Where another disk is still served, a socket beside that.
-    fn make_socket(&self, export: &ExportSpec) -> Result<Socket, HostError> {
+    fn make_socket(&self, export: &ExportSpec) -> Result<Socket, ServerError> {
         let (path, access) = (&export.socket, export.socket_access);
         self.sandbox.check_socket(path)?;
         let ours: Vec<_> = {
             let state = self.state();
             state.exports.values().map(|e| e.socket.clone()).collect()
         };
-        let place = socket::place(path);
+        let place = socket::canonical_path(path);
         let same = |other: &&PathBuf| other.file_name() == path.file_name();
         let mut same = ours.iter().filter(same);
-        let socket = match same.any(|other| socket::place(other) == place) {
+        let socket = match same.any(|other| socket::canonical_path(other) == place) {
             true => Socket::bind_beside(path, access),
             false => Socket::bind(path, access),
         };
-        socket.map_err(|e| HostError::Export(e.into()))
+        socket.map_err(|e| ServerError::Export(e.into()))
     }
 
     /// Serves a disk.
     ///
     /// # Errors
     /// It is not served.
-    pub fn serve(&self, prepared: Prepared) -> Result<Ready, HostError> {
-        let Prepared {
+    pub fn serve(&self, prepared: PreparedDisk) -> Result<ConnectionInfo, ServerError> {
+        let PreparedDisk {
             spec,
             node,
             mut socket,
@@ -187,31 +189,31 @@ impl Host {
         let moved = socket.move_to(&export.socket);
         let served = match moved {
             Ok(()) => self.add_export_at(&name, &export, Some(socket)),
-            Err(e) => Err(HostError::Export(e.into())),
+            Err(e) => Err(ServerError::Export(e.into())),
         };
         served.inspect_err(|_| drop(self.remove_node(&name)))
     }
 
     /// Lets go of what has been made for a disk.
-    pub fn forget(&self, prepared: Prepared) {
-        give_up(prepared.node);
+    pub fn forget(&self, prepared: PreparedDisk) {
+        release(prepared.node);
     }
 }
 
-fn give_up(node: Option<Node>) {
+fn release(node: Option<Node>) {
     if let Some(node) = node {
         close(Arc::new(node), "which was to be served");
     }
 }
 
-impl State {
+impl ServerState {
     /// Whether a disk that is served, if it is, can end.
-    fn check_may_end(&self, name: &str) -> Result<(), HostError> {
+    fn check_may_end(&self, name: &str) -> Result<(), ServerError> {
         let mut nodes = self.nodes.values();
         let above = nodes.find(|entry| entry.child.as_deref() == Some(name));
         match above.map(|entry| entry.node.name().to_owned()) {
-            Some(above) => Err(HostError::NodeInUse(name.into(), above)),
-            None if self.is_moving(name) => Err(HostError::Moving(name.into())),
+            Some(above) => Err(ServerError::NodeInUse(name.into(), above)),
+            None if self.is_moving(name) => Err(ServerError::Moving(name.into())),
             None => Ok(()),
         }
     }
@@ -237,7 +239,7 @@ impl Files {
     }
 
     /// Readers do each other no harm.
-    fn check(&self, disk: &DiskSpec, there: Option<Identity>) -> Result<(), HostError> {
+    fn check(&self, disk: &DiskSpec, there: Option<Identity>) -> Result<(), ServerError> {
         let excludes = |read_only: bool| !(read_only && disk.read_only);
         let (user, file) = match (&disk.file, there) {
             (FileSpec::Path(path), Some(Identity { device, inode })) => {
@@ -254,7 +256,7 @@ impl Files {
             _ => return Ok(()),
         };
         match user {
-            Some(user) => Err(HostError::FileInUse(file, user.clone())),
+            Some(user) => Err(ServerError::FileInUse(file, user.clone())),
             None => Ok(()),
         }
     }

@@ -10,8 +10,8 @@ use tracing::{error, info, warn};
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::config::{Config, ConfigError, ThreadSpec};
 use crate::server::iothreads::IoThreadError;
-use crate::server::{EndState, Host, HostError, Move, Prepared, Removal};
-use crate::state::store::Written;
+use crate::server::{Move, PreparedDisk, Removal, Server, ServerError, TargetState};
+use crate::state::store::Configured;
 
 /// A configuration file, and what of it is in force.
 pub struct Reloader {
@@ -31,7 +31,7 @@ pub enum ReloadError {
     )]
     Circle(String, String),
     #[error("{0}; nothing has been changed")]
-    Host(#[from] HostError),
+    Server(#[from] ServerError),
     #[error("{0}; nothing has been changed")]
     IoThread(#[from] IoThreadError),
     #[error("{} of the changes could not be made, all others are in force: {}", .0.len(), reasons(.0))]
@@ -65,12 +65,12 @@ impl Reloader {
     /// # Errors
     /// There is a mistake in the file, or what it says cannot be served, and nothing was changed; or
     /// something failed later, and all else is in force.
-    pub fn reload(&self, host: &Host) -> Result<Vec<String>, ReloadError> {
+    pub fn reload(&self, server: &Server) -> Result<Vec<String>, ReloadError> {
         let mut old = self.in_force.lock().unwrap_or_else(PoisonError::into_inner);
         let new = Config::read(&self.path)?;
-        let change = Change::between(&old, &new, host);
-        let prepared = change.prepare(host)?;
-        let failed = change.carry_out(host, prepared);
+        let change = Change::between(&old, &new, server);
+        let prepared = change.prepare(server)?;
+        let failed = change.carry_out(server, prepared);
         change.tell_what_needs_a_restart(&old, &new);
         let path = self.path.display();
         info!("{path}: read anew: {}", change.summary());
@@ -79,7 +79,7 @@ impl Reloader {
         let left_out: Vec<String> = change.detached.iter().map(|disk| left_out(disk)).collect();
         left_out.iter().for_each(|sentence| warn!("{sentence}"));
         *old = in_force;
-        host.set_written(Written::new(&self.disks, &old));
+        server.set_configured(Configured::new(&self.disks, &old));
         match reasons.is_empty() {
             true => Ok(left_out),
             false => Err(ReloadError::Partly(reasons)),
@@ -96,13 +96,13 @@ struct Change<'a> {
     throttled: Vec<&'a DiskSpec>,
     /// As they are to be: as before but for the file, and for their limits.
     moved: Vec<&'a DiskSpec>,
-    changed: Vec<Changed<'a>>,
+    changed: Vec<Overrides<'a>>,
     /// Disks of which something else is written down, and that were detached by command, and stay so.
     detached: Vec<&'a DiskSpec>,
 }
 
 /// A disk that is to be served otherwise than before, which its front-end sees as a lost connection.
-struct Changed<'a> {
+struct Overrides<'a> {
     /// As it was written down.
     before: &'a DiskSpec,
     /// As it is served, which need not be the same.
@@ -111,9 +111,9 @@ struct Changed<'a> {
     then: DiskSpec,
 }
 
-impl<'a> Changed<'a> {
-    fn new(before: &'a DiskSpec, disk: &DiskSpec, host: &Host) -> Self {
-        let now = host.spec_of(&disk.name);
+impl<'a> Overrides<'a> {
+    fn new(before: &'a DiskSpec, disk: &DiskSpec, server: &Server) -> Self {
+        let now = server.spec_of(&disk.name);
         let now = now.unwrap_or_else(|| before.clone());
         let then = disk.as_changed(before, &now);
         Self { before, now, then }
@@ -122,32 +122,34 @@ impl<'a> Changed<'a> {
 
 /// What has been made for the changes before the first disk is disturbed.
 #[derive(Default)]
-struct Ready<'a> {
+struct ConnectionInfo<'a> {
     threads: Vec<&'a str>,
     groups: Vec<&'a str>,
     /// In the order in which each finds its file free.
     moves: Vec<Move>,
-    changed: Vec<Prepared>,
-    added: Vec<Prepared>,
+    changed: Vec<PreparedDisk>,
+    added: Vec<PreparedDisk>,
 }
 
-impl Ready<'_> {
-    fn undo(self, host: &Host) {
+impl ConnectionInfo<'_> {
+    fn undo(self, server: &Server) {
         for prepared in self.changed.into_iter().chain(self.added) {
-            host.forget(prepared);
+            server.forget(prepared);
         }
-        self.moves.into_iter().for_each(|moved| host.give_up(moved));
+        self.moves
+            .into_iter()
+            .for_each(|moved| server.release(moved));
         for name in self.groups {
-            let _ = host.remove_group(name);
+            let _ = server.remove_group(name);
         }
         for id in self.threads {
-            let _ = host.threads.remove(id);
+            let _ = server.threads.remove(id);
         }
     }
 }
 
 impl<'a> Change<'a> {
-    fn between(old: &'a Config, new: &'a Config, host: &Host) -> Self {
+    fn between(old: &'a Config, new: &'a Config, server: &Server) -> Self {
         let mut change = Self {
             old,
             new,
@@ -162,130 +164,134 @@ impl<'a> Change<'a> {
             match old.disks.iter().find(|other| other.name == disk.name) {
                 // Whoever attaches a disk, and then writes it down to have it the next time too, means
                 // the one that there is.
-                None if host.spec_of(&disk.name).as_ref() == Some(disk) => {}
+                None if server.spec_of(&disk.name).as_ref() == Some(disk) => {}
                 None => change.added.push(disk),
                 Some(before) if before == disk => {}
-                Some(_) if host.node_of(&disk.name).is_none() => change.detached.push(disk),
+                Some(_) if server.node_of(&disk.name).is_none() => change.detached.push(disk),
                 Some(before) if same_but_for_limits(before, disk) => change.throttled.push(disk),
                 Some(before) if same_but_for_file(before, disk) => change.moved.push(disk),
-                Some(before) => change.changed.push(Changed::new(before, disk, host)),
+                Some(before) => change.changed.push(Overrides::new(before, disk, server)),
             }
         }
         // One that was detached by command needs no removal.
         let gone = |disk: &&DiskSpec| {
             let mut disks = new.disks.iter();
-            !disks.any(|other| other.name == disk.name) && host.node_of(&disk.name).is_some()
+            !disks.any(|other| other.name == disk.name) && server.node_of(&disk.name).is_some()
         };
         change.removed.extend(old.disks.iter().filter(gone));
         change
     }
 
     /// Makes what is new, so far as that disturbs nobody: threads, groups, sockets, opened files. All or nothing.
-    fn prepare(&self, host: &Host) -> Result<Ready<'a>, ReloadError> {
-        let mut ready = Ready::default();
-        match self.prepare_in(host, &mut ready) {
+    fn prepare(&self, server: &Server) -> Result<ConnectionInfo<'a>, ReloadError> {
+        let mut ready = ConnectionInfo::default();
+        match self.prepare_in(server, &mut ready) {
             Ok(()) => Ok(ready),
             Err(e) => {
-                ready.undo(host);
+                ready.undo(server);
                 Err(e)
             }
         }
     }
 
-    fn prepare_in(&self, host: &Host, ready: &mut Ready<'a>) -> Result<(), ReloadError> {
+    fn prepare_in(
+        &self,
+        server: &Server,
+        ready: &mut ConnectionInfo<'a>,
+    ) -> Result<(), ReloadError> {
         let threads = self.new.threads.iter();
         for (id, spec) in threads.filter(|(id, _)| !has(&self.old.threads, id)) {
-            host.threads.add(id, spec.clone())?;
+            server.threads.add(id, spec.clone())?;
             ready.threads.push(id);
         }
         let groups = self.new.groups.iter();
         for (name, limits) in groups.filter(|(name, _)| !has(&self.old.groups, name)) {
-            host.add_group(name, limits)?;
+            server.add_group(name, limits)?;
             ready.groups.push(name);
         }
         let changed = self.changed.iter().map(|changed| &changed.then);
         let ends = self.removed.iter().copied().chain(changed.clone());
-        let end = EndState {
+        let end = TargetState {
             ends: ends.map(|disk| disk.name.as_str()).collect(),
             starts: changed.chain(self.added.iter().copied()).collect(),
             moves: self.moved.clone(),
         };
-        host.check_end_state(&end)?;
+        server.check_target_state(&end)?;
         let leaves = |disk: &str| end.leaves(disk);
         for &disk in &self.moved {
-            let moved = host.prepare_to_follow(disk, &leaves);
+            let moved = server.prepare_to_follow(disk, &leaves);
             ready.moves.push(of(disk, moved)?);
         }
         in_order(&mut ready.moves)?;
-        for Changed { then, .. } in &self.changed {
-            let prepared = host.prepare(then.clone(), &leaves);
+        for Overrides { then, .. } in &self.changed {
+            let prepared = server.prepare(then.clone(), &leaves);
             ready.changed.push(of(then, prepared)?);
         }
         for &disk in &self.added {
-            let prepared = host.prepare(disk.clone(), &leaves);
+            let prepared = server.prepare(disk.clone(), &leaves);
             ready.added.push(of(disk, prepared)?);
         }
         Ok(())
     }
 
     /// Does the rest, of which some may fail.
-    fn carry_out(&self, host: &Host, ready: Ready<'a>) -> Failed<'a> {
+    fn carry_out(&self, server: &Server, ready: ConnectionInfo<'a>) -> Failed<'a> {
         let mut failed = Failed::default();
         for &disk in &self.removed {
-            let result = host.detach(&disk.name, Removal::Hard);
-            let remains = host.node_of(&disk.name).map(|_| disk);
+            let result = server.detach(&disk.name, Removal::Hard);
+            let remains = server.node_of(&disk.name).map(|_| disk);
             failed.disk("removing disk", disk, result, remains);
         }
         // All of them, before the first is served anew: they may be on each other's files.
         let changed = self.changed.iter().zip(ready.changed);
-        let stopped = changed.map(|(changed, prepared)| (changed, stop(host, changed), prepared));
+        let stopped = changed.map(|(changed, prepared)| (changed, stop(server, changed), prepared));
         let stopped: Vec<_> = stopped.collect();
         let before = |disk: &str| self.old.disks.iter().find(|d| d.name == disk);
         for moved in ready.moves {
             let name = moved.disk().to_owned();
             if let Some(disk) = self.moved.iter().find(|disk| disk.name == name) {
-                let result = host.carry_out(moved);
+                let result = server.carry_out(moved);
                 failed.disk("moving disk", disk, result, before(&name));
             }
         }
         for (changed, stopped, prepared) in stopped {
             let result = match stopped {
-                Ok(()) => start(host, changed, prepared),
+                Ok(()) => start(server, changed, prepared),
                 Err(e) => {
-                    host.forget(prepared);
+                    server.forget(prepared);
                     Err(e)
                 }
             };
-            let Changed { before, then, .. } = changed;
-            let remains = host.spec_of(&then.name).map(|_| *before);
+            let Overrides { before, then, .. } = changed;
+            let remains = server.spec_of(&then.name).map(|_| *before);
             failed.disk("changing disk", before, result, remains);
         }
         for (&disk, prepared) in self.added.iter().zip(ready.added) {
-            let served = host.serve(prepared).map(drop);
+            let served = server.serve(prepared).map(drop);
             failed.disk("serving disk", disk, served, None);
         }
         let limits_stay =
             |disk: &DiskSpec| before(&disk.name).is_some_and(|b| b.has_limits_of(disk));
         let moved = self.moved.iter().filter(|disk| !limits_stay(disk));
         for &disk in self.throttled.iter().chain(moved) {
-            let result = host.throttle(&disk.name, &disk.limits, disk.throttle_group.as_deref());
+            let result = server.throttle(&disk.name, &disk.limits, disk.throttle_group.as_deref());
             failed.disk("limiting disk", disk, result, before(&disk.name));
         }
         for (name, limits) in &self.new.groups {
             let before = self.old.groups.iter().find(|(other, _)| other == name);
             if before.is_some_and(|(_, before)| before != limits) {
-                failed.note("changing group", name, host.change_group(name, limits));
+                failed.note("changing group", name, server.change_group(name, limits));
             }
         }
         let gone = |(name, _): &&(String, _)| !has(&self.new.groups, name);
         for group in self.old.groups.iter().filter(gone) {
-            if failed.note("removing group", &group.0, host.remove_group(&group.0)) {
+            if failed.note("removing group", &group.0, server.remove_group(&group.0)) {
                 failed.groups.push(group);
             }
         }
         let gone = |(id, _): &&(String, _)| !has(&self.new.threads, id);
         for thread in self.old.threads.iter().filter(gone) {
-            let result = host.threads.remove(&thread.0).map_err(HostError::from);
+            let result = server.threads.remove(&thread.0).map_err(ServerError::from);
             if failed.note("removing I/O thread", &thread.0, result) {
                 failed.threads.push(thread);
             }
@@ -340,7 +346,7 @@ struct Failed<'a> {
 
 impl<'a> Failed<'a> {
     /// Counts and logs what failed; says whether it did.
-    fn note(&mut self, what: &str, name: &str, result: Result<(), HostError>) -> bool {
+    fn note(&mut self, what: &str, name: &str, result: Result<(), ServerError>) -> bool {
         let Err(e) = result else {
             return false;
         };
@@ -354,7 +360,7 @@ impl<'a> Failed<'a> {
         &mut self,
         what: &str,
         disk: &'a DiskSpec,
-        result: Result<(), HostError>,
+        result: Result<(), ServerError>,
         remains: Option<&'a DiskSpec>,
     ) {
         if self.note(what, &disk.name, result) {
@@ -384,7 +390,7 @@ fn left_out(disk: &DiskSpec) -> String {
 }
 
 /// What failed, with the disk that is the reason.
-fn of<T>(disk: &DiskSpec, result: Result<T, HostError>) -> Result<T, HostError> {
+fn of<T>(disk: &DiskSpec, result: Result<T, ServerError>) -> Result<T, ServerError> {
     result.map_err(|e| e.of_disk(&disk.name))
 }
 
@@ -413,29 +419,33 @@ fn in_order(moves: &mut Vec<Move>) -> Result<(), ReloadError> {
 }
 
 /// Ends the service of a disk that is to be served otherwise.
-fn stop(host: &Host, changed: &Changed<'_>) -> Result<(), HostError> {
+fn stop(server: &Server, changed: &Overrides<'_>) -> Result<(), ServerError> {
     let name = &changed.then.name;
     warn!(
         "disk {name}: its front-end is disconnected, and may connect again, for what has changed"
     );
-    match host.detach(name, Removal::Hard) {
+    match server.detach(name, Removal::Hard) {
         // It is gone all the same, and its VM must not be left without it.
-        Err(e @ HostError::Detached(_)) => {
+        Err(e @ ServerError::Detached(_)) => {
             error!("{e}");
             Ok(())
         }
         // Somebody has detached it, and the configuration says that it is to be served.
-        Err(HostError::NoNode(_)) => Ok(()),
+        Err(ServerError::NoNode(_)) => Ok(()),
         result => result,
     }
 }
 
 /// Serves it again; if that cannot be as it is to be, as before.
-fn start(host: &Host, changed: &Changed<'_>, prepared: Prepared) -> Result<(), HostError> {
-    let Err(e) = host.serve(prepared) else {
+fn start(
+    server: &Server,
+    changed: &Overrides<'_>,
+    prepared: PreparedDisk,
+) -> Result<(), ServerError> {
+    let Err(e) = server.serve(prepared) else {
         return Ok(());
     };
-    if let Err(e) = host.attach(changed.now.clone()) {
+    if let Err(e) = server.attach(changed.now.clone()) {
         error!("disk {}: cannot go on as before: {e}", changed.now.name);
     }
     Err(e)

@@ -10,8 +10,8 @@ use engine::OpenError;
 use image::Format;
 use tracing::{info, warn};
 
-use super::shutdown::{SHUTDOWN, in_time};
-use super::{Host, HostError, identity};
+use super::shutdown::{SHUTDOWN_TIMEOUT, with_deadline};
+use super::{Server, ServerError, identity};
 use crate::config::spec::{DiskSpec, FileSpec, Problem};
 use crate::node::{Node, NodeError, format_of};
 use crate::server::device::ServedDisk;
@@ -21,14 +21,14 @@ enum To<'a> {
     /// What a command says of it. The rest follows from the file before ([`DiskSpec::moved`]).
     Said(FileSpec, Option<Format>),
     /// A disk that is written down, where all is said of its file.
-    Written(&'a DiskSpec),
+    Configured(&'a DiskSpec),
 }
 
 impl To<'_> {
     fn file(&self) -> &FileSpec {
         match self {
             Self::Said(file, _) => file,
-            Self::Written(disk) => &disk.file,
+            Self::Configured(disk) => &disk.file,
         }
     }
 
@@ -36,7 +36,7 @@ impl To<'_> {
     fn spec(&self, disk: &DiskSpec) -> Result<DiskSpec, Problem> {
         match self {
             Self::Said(file, format) => disk.moved(file.clone(), *format),
-            Self::Written(written) => {
+            Self::Configured(written) => {
                 let mut disk = disk.clone();
                 disk.follow(written);
                 Ok(disk)
@@ -46,7 +46,7 @@ impl To<'_> {
 
     /// The same, if that is another name of the file that it is on. Where neither a command nor the name says a format,
     /// it has the one that it had.
-    fn spec_of_same(&self, disk: &Node, path: &Path) -> Result<DiskSpec, HostError> {
+    fn spec_of_same(&self, disk: &Node, path: &Path) -> Result<DiskSpec, ServerError> {
         let spec = match self {
             Self::Said(_, format) => {
                 let format = format.or(disk.spec.format).or(Format::of_name(path));
@@ -56,15 +56,15 @@ impl To<'_> {
                     ..disk.spec.clone()
                 }
             }
-            Self::Written(_) => self
+            Self::Configured(_) => self
                 .spec(&disk.spec)
-                .map_err(|problem| HostError::Unfit(disk.name().into(), problem))?,
+                .map_err(|problem| ServerError::Unfit(disk.name().into(), problem))?,
         };
         if let Some(backing) = disk.backing()
             && format_of(&spec, path, backing)? != disk.format
         {
             let (name, its) = (disk.name().into(), disk.filename.clone());
-            return Err(HostError::SameFile(name, its, disk.format));
+            return Err(ServerError::SameFile(name, its, disk.format));
         }
         Ok(spec)
     }
@@ -102,7 +102,7 @@ impl Move {
     }
 }
 
-impl Host {
+impl Server {
     /// Puts a disk on another file while its guest runs, or on another image with all that this builds on. The
     /// new one must hold the same bytes, and be as long or longer. What is not said of it follows from the file
     /// before ([`DiskSpec::moved`]).
@@ -117,16 +117,16 @@ impl Host {
         name: &str,
         file: FileSpec,
         format: Option<Format>,
-    ) -> Result<(), HostError> {
+    ) -> Result<(), ServerError> {
         self.put_on(name, &To::Said(file, format))
     }
 
     /// The same, where all that is to be said of the file is written down.
-    pub fn follow(&self, name: &str, written: &DiskSpec) -> Result<(), HostError> {
-        self.put_on(name, &To::Written(written))
+    pub fn follow(&self, name: &str, written: &DiskSpec) -> Result<(), ServerError> {
+        self.put_on(name, &To::Configured(written))
     }
 
-    fn put_on(&self, name: &str, to: &To<'_>) -> Result<(), HostError> {
+    fn put_on(&self, name: &str, to: &To<'_>) -> Result<(), ServerError> {
         let prepared = self.prepare_to_put(name, to, &|_| false)?;
         self.carry_out(prepared)
     }
@@ -140,8 +140,8 @@ impl Host {
         &self,
         written: &DiskSpec,
         leaves: &dyn Fn(&str) -> bool,
-    ) -> Result<Move, HostError> {
-        self.prepare_to_put(&written.name, &To::Written(written), leaves)
+    ) -> Result<Move, ServerError> {
+        self.prepare_to_put(&written.name, &To::Configured(written), leaves)
     }
 
     fn prepare_to_put(
@@ -149,10 +149,10 @@ impl Host {
         name: &str,
         to: &To<'_>,
         leaves: &dyn Fn(&str) -> bool,
-    ) -> Result<Move, HostError> {
+    ) -> Result<Move, ServerError> {
         let file = to.file();
         self.sandbox.check_file(file)?;
-        let unfit = |problem| HostError::Unfit(name.into(), problem);
+        let unfit = |problem| ServerError::Unfit(name.into(), problem);
         if let FileSpec::Path(path) = file
             && is_in_proc(path)
         {
@@ -182,8 +182,8 @@ impl Host {
         spec.check_rbd().map_err(unfit)?;
         let in_use = self.state().check_file(&spec, there);
         match in_use {
-            Err(HostError::FileInUse(_, user)) if leaves(&user) => {
-                Node::look(&spec, &self.places)?;
+            Err(ServerError::FileInUse(_, user)) if leaves(&user) => {
+                Node::check_openable(&spec, &self.context)?;
                 return Ok(prepared(New::After(user, Box::new(spec))));
             }
             in_use => in_use?,
@@ -199,7 +199,7 @@ impl Host {
     ///
     /// # Errors
     /// The disk goes on with the file that it had.
-    pub fn carry_out(&self, prepared: Move) -> Result<(), HostError> {
+    pub fn carry_out(&self, prepared: Move) -> Result<(), ServerError> {
         let Move { name, before, new } = prepared;
         let name = name.as_str();
         let new = match new {
@@ -212,7 +212,7 @@ impl Host {
             }
         };
         // Whoever made it, be it a moment ago: once it is recorded, a loss of power must not take it away.
-        let durable = new.make_durable().map_err(HostError::from);
+        let durable = new.make_durable().map_err(ServerError::from);
         let moved = durable.and_then(|()| self.exchange(name, &before, &new));
         // Nobody uses the other one any more.
         let (left, is_old) = match &moved {
@@ -229,24 +229,24 @@ impl Host {
     }
 
     /// Lets go of what has been opened.
-    pub fn give_up(&self, prepared: Move) {
+    pub fn release(&self, prepared: Move) {
         if let New::File(new) = prepared.new {
             close(new, "where it was to be");
         }
     }
 
     /// Has a disk go on with another node.
-    fn exchange(&self, name: &str, before: &Arc<Node>, new: &Arc<Node>) -> Result<(), HostError> {
+    fn exchange(&self, name: &str, before: &Arc<Node>, new: &Arc<Node>) -> Result<(), ServerError> {
         let served = {
             let mut state = self.state();
             if !Arc::ptr_eq(&state.top(name)?.node, before) {
-                return Err(HostError::Changed(name.into()));
+                return Err(ServerError::Overrides(name.into()));
             }
             if let Some(id) = state.stops(before.name()) {
-                return Err(HostError::NodeInUse(name.into(), id));
+                return Err(ServerError::NodeInUse(name.into(), id));
             }
             if state.is_moving(before.name()) {
-                return Err(HostError::Moving(name.into()));
+                return Err(ServerError::Moving(name.into()));
             }
             let mut exports = state.exports.values();
             let export = exports.find(|e| Arc::ptr_eq(&e.node, before));
@@ -276,8 +276,8 @@ impl Host {
                 false => info!("disk {name}: was on {was}, is on {is}"),
             }
             // Who keeps what there is looks here while it is kept.
-            if let Some(keeper) = self.keeper.get() {
-                keeper.is_moved(before.name());
+            if let Some(store) = self.store.get() {
+                store.finish_move(before.name());
             }
         }
         let mut state = self.state();
@@ -290,10 +290,10 @@ impl Host {
         served: Option<&ServedDisk>,
         before: &Node,
         new: &Arc<Node>,
-    ) -> Result<(), HostError> {
+    ) -> Result<(), ServerError> {
         // A restart must find the disk where the guest has written since.
-        let keep = || match self.keeper.get() {
-            Some(keeper) => keeper.keep_moved(self, &new.spec),
+        let keep = || match self.store.get() {
+            Some(store) => store.save_move(self, &new.spec),
             None => Ok(()),
         };
         let same = before.shares_file(new);
@@ -302,23 +302,23 @@ impl Host {
             Some(served) => Ok(served.replace(new, keep)?),
             None => {
                 if !same {
-                    new.read_after(before)?;
+                    new.reopen_over(before)?;
                 }
-                keep().map_err(|e| HostError::Keep(new.name().into(), e))
+                keep().map_err(|e| ServerError::Keep(new.name().into(), e))
             }
         }
     }
 }
 
 /// That there is nothing is told otherwise of a disk that is to be new.
-fn nothing_there(disk: &str, error: HostError) -> HostError {
+fn nothing_there(disk: &str, error: ServerError) -> ServerError {
     let (path, problem) = match error {
-        HostError::Node(NodeError::Open(OpenError::Missing(path))) => (path, "no such file"),
-        HostError::Node(NodeError::Open(OpenError::Empty(path))) => (path, "is empty"),
+        ServerError::Node(NodeError::Open(OpenError::Missing(path))) => (path, "no such file"),
+        ServerError::Node(NodeError::Open(OpenError::Empty(path))) => (path, "is empty"),
         error => return error,
     };
     let disk = disk.to_owned();
-    HostError::NothingThere {
+    ServerError::FileMissing {
         disk,
         path,
         problem,
@@ -329,8 +329,8 @@ fn nothing_there(disk: &str, error: HostError) -> HostError {
 pub(super) fn close(node: Arc<Node>, role: &str) {
     let (name, filename) = (node.name().to_owned(), node.filename.clone());
     let its_name = name.clone();
-    let closed = in_time(&name, Instant::now() + SHUTDOWN, move || {
-        node.close().map_err(|e| HostError::Sync(its_name, e))
+    let closed = with_deadline(&name, Instant::now() + SHUTDOWN_TIMEOUT, move || {
+        node.close().map_err(|e| ServerError::Sync(its_name, e))
     });
     if let Err(e) = closed {
         warn!("disk {name}: {filename}, {role}, is not closed in order: {e}");

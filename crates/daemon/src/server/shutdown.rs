@@ -7,34 +7,34 @@ use std::time::{Duration, Instant};
 
 use tracing::error;
 
-use super::{Host, HostError, State};
+use super::{Server, ServerError, ServerState};
 use crate::node::Node;
 use crate::server::export::Export;
-use crate::upgrade::donor::Staying;
+use crate::upgrade::donor::HandoverInhibitor;
 
 /// How long the end of a disk, or of all, may take: what is under way, and to make it durable. Less than the 90 s
 /// after which systemd kills.
-pub(super) const SHUTDOWN: Duration = Duration::from_secs(60);
+pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long storage may take to say what is only to be shown, or not changed if it doesn't.
-pub(super) const ANSWER: Duration = Duration::from_secs(5);
+pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-impl Host {
+impl Server {
     /// Finishes what is under way, disconnects everybody, and makes everything durable. Storage that does
     /// not answer is not waited for longer than a minute. What has been handed over is another's to end.
     ///
     /// # Errors
     /// The last disk that could not be made durable.
-    pub fn shut_down(&self, _staying: Staying<'_>) -> Result<(), HostError> {
+    pub fn shut_down(&self, _inhibitor: HandoverInhibitor<'_>) -> Result<(), ServerError> {
         // What a guest has chosen just now.
-        if self.state().keeping_later {
-            self.keep();
+        if self.state().persist_scheduled {
+            self.persist();
         }
-        if let Some(keeper) = self.keeper.get() {
-            keeper.end();
+        if let Some(store) = self.store.get() {
+            store.end();
         }
-        let deadline = Instant::now() + SHUTDOWN;
-        let State {
+        let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
+        let ServerState {
             mut nodes, exports, ..
         } = std::mem::take(&mut *self.state());
         // All at once, rather than each after the other.
@@ -65,9 +65,9 @@ impl Host {
 fn all_in_time<W>(
     deadline: Instant,
     works: impl Iterator<Item = (String, bool, W)>,
-) -> Result<(), HostError>
+) -> Result<(), ServerError>
 where
-    W: FnOnce() -> Result<(), HostError> + Send + 'static,
+    W: FnOnce() -> Result<(), ServerError> + Send + 'static,
 {
     let tasks = works.map(|(name, in_cluster, work)| {
         let task = begin(&name, work);
@@ -85,47 +85,47 @@ where
     result
 }
 
-type Task<T> = mpsc::Receiver<Result<T, HostError>>;
+type Task<T> = mpsc::Receiver<Result<T, ServerError>>;
 
 /// Does what may wait for storage in a thread of its own.
 fn begin<T: Send + 'static>(
     name: &str,
-    work: impl FnOnce() -> Result<T, HostError> + Send + 'static,
-) -> Result<Task<T>, HostError> {
+    work: impl FnOnce() -> Result<T, ServerError> + Send + 'static,
+) -> Result<Task<T>, ServerError> {
     let (done, result) = mpsc::channel();
     let thread = thread::Builder::new().name("closing".into());
     thread
         .spawn(move || drop(done.send(work())))
-        .map_err(|e| HostError::Sync(name.into(), e))?;
+        .map_err(|e| ServerError::Sync(name.into(), e))?;
     Ok(result)
 }
 
 /// Waits for it, but not for ever: the thread stays with what it waits for.
-fn end<T>(name: &str, deadline: Instant, task: &Task<T>) -> Result<T, HostError> {
+fn end<T>(name: &str, deadline: Instant, task: &Task<T>) -> Result<T, ServerError> {
     // What is done already counts, however late it is.
     let left = deadline.saturating_duration_since(Instant::now());
     let left = left.max(Duration::from_millis(100));
     match task.recv_timeout(left) {
         Ok(result) => result,
-        Err(_) => Err(HostError::Hangs(name.into())),
+        Err(_) => Err(ServerError::NotResponding(name.into())),
     }
 }
 
-pub(super) fn in_time<T: Send + 'static>(
+pub(super) fn with_deadline<T: Send + 'static>(
     name: &str,
     deadline: Instant,
-    work: impl FnOnce() -> Result<T, HostError> + Send + 'static,
-) -> Result<T, HostError> {
+    work: impl FnOnce() -> Result<T, ServerError> + Send + 'static,
+) -> Result<T, ServerError> {
     end(name, deadline, &begin(name, work)?)
 }
 
 /// Waits until what is under way is finished, and makes it durable. The disk knows what its page cache has
 /// lost, which its file does not tell twice.
-pub(super) fn stop(export: Export) -> Result<(), HostError> {
+pub(super) fn stop(export: Export) -> Result<(), ServerError> {
     let (disk, node) = (export.disk.clone(), export.node.clone());
     drop(export);
     if disk.is_abandoned() {
-        return Err(HostError::Hangs(disk.name.clone()));
+        return Err(ServerError::NotResponding(disk.name.clone()));
     }
     disk.sync().map_err(|e| {
         let e = match node.rbd() {
@@ -138,14 +138,14 @@ pub(super) fn stop(export: Export) -> Result<(), HostError> {
     })
 }
 
-fn not_synced(node: &Node, name: &str, error: io::Error) -> HostError {
+fn not_synced(node: &Node, name: &str, error: io::Error) -> ServerError {
     match node.journal_of_all(&error) {
-        Some(journal) => HostError::Kept(name.into(), error, journal),
-        None => HostError::Sync(name.into(), error),
+        Some(journal) => ServerError::Kept(name.into(), error, journal),
+        None => ServerError::Sync(name.into(), error),
     }
 }
 
-pub(super) fn sync(node: &Node) -> Result<(), HostError> {
+pub(super) fn sync(node: &Node) -> Result<(), ServerError> {
     let name = node.name();
     node.sync().map_err(|e| not_synced(node, name, e))
 }

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use block::{CacheMode, ThrottleLimits};
 use tracing::{error, warn};
 
-use super::shutdown::{ANSWER, in_time};
-use super::{Host, State};
+use super::shutdown::{ANSWER_TIMEOUT, with_deadline};
+use super::{Server, ServerState};
 use crate::node::Node;
 use crate::server::export::Export;
 
@@ -17,7 +17,7 @@ const WATCH: Duration = Duration::from_secs(120);
 
 /// Whether latencies are measured, which costs a little.
 #[derive(Clone, Copy, Default)]
-pub(super) enum Watch {
+pub(super) enum LatencyMode {
     #[default]
     No,
     Until(Instant),
@@ -25,7 +25,7 @@ pub(super) enum Watch {
 }
 
 /// A disk, as `each` shows it.
-pub struct Look<'a> {
+pub struct DiskView<'a> {
     pub node: &'a Arc<Node>,
     /// How it is served, if it is.
     pub export: Option<&'a Export>,
@@ -33,7 +33,7 @@ pub struct Look<'a> {
     pub group: Option<&'a str>,
 }
 
-impl Look<'_> {
+impl DiskView<'_> {
     /// Bytes that the guest can address.
     pub fn size(&self) -> u64 {
         match self.export {
@@ -47,15 +47,15 @@ impl Look<'_> {
     }
 }
 
-impl Host {
+impl Server {
     /// Calls `look` for every disk, in the order of their names. It may not wait for anything.
-    pub fn each(&self, mut look: impl FnMut(Look<'_>)) {
+    pub fn each_disk(&self, mut look: impl FnMut(DiskView<'_>)) {
         let state = self.state();
         for entry in state.nodes.values() {
             let its = |export: &&Export| Arc::ptr_eq(&export.node, &entry.node);
             // Most have the same name, and there can be thousands.
             let same = state.exports.get(entry.node.name()).filter(its);
-            look(Look {
+            look(DiskView {
                 node: &entry.node,
                 export: same.or_else(|| state.exports.values().find(its)),
                 limits: &entry.limits,
@@ -71,11 +71,11 @@ impl Host {
 
     /// Has all sockets made again that somebody has removed. Returns, and logs, a sentence for each of those in whose place
     /// something else is.
-    pub fn look_at_sockets(&self) -> Vec<String> {
+    pub fn recreate_sockets(&self) -> Vec<String> {
         let mut taken: Vec<String> = {
             let state = self.state();
             let taken = |export: &Export| {
-                let what = export.look_at_socket()?;
+                let what = export.recreate_socket()?;
                 let (id, path) = (&export.id, export.socket.display());
                 Some(format!(
                     "disk {id}: no VM can connect any more: {what} is at {path} by now, where its socket was. It is left alone; \
@@ -84,14 +84,14 @@ impl Host {
             };
             state.exports.values().filter_map(taken).collect()
         };
-        taken.extend(self.handing.look_at_sockets());
+        taken.extend(self.handover.recreate_sockets());
         taken.iter().for_each(|sentence| error!("{sentence}"));
         taken
     }
 
     /// Finds out anew what is shown of files, of all or of those that are not served: a disk knows its size. Of storage
     /// that does not answer, what it has said last is shown.
-    pub fn ask(&self, all: bool) {
+    pub fn refresh_sizes(&self, all: bool) {
         let nodes: Vec<_> = {
             let state = self.state();
             let served = |node| state.exports.values().any(|e| Arc::ptr_eq(&e.node, node));
@@ -105,33 +105,33 @@ impl Host {
         // A node that hangs keeps the thread, and is passed over by the next one.
         let ask = move || {
             let nodes = nodes.iter().filter_map(Weak::upgrade);
-            nodes.for_each(|node| node.ask());
+            nodes.for_each(|node| node.refresh_sizes());
             Ok(())
         };
-        if in_time("all", Instant::now() + ANSWER, ask).is_err() {
+        if with_deadline("all", Instant::now() + ANSWER_TIMEOUT, ask).is_err() {
             warn!("storage does not answer; sizes of files are shown as they were before");
         }
     }
 
     /// Measures the latencies of all disks from now on.
     pub fn watch_always(&self) {
-        self.state().set_watch(Watch::Always);
+        self.state().set_watch(LatencyMode::Always);
     }
 
     /// Measures the latencies of all disks for as long as somebody asks for statistics now and then.
     pub fn watch(self: &Arc<Self>) {
         let mut state = self.state();
-        let until = Watch::Until(Instant::now() + WATCH);
+        let until = LatencyMode::Until(Instant::now() + WATCH);
         match state.watch {
-            Watch::Always => {}
-            Watch::Until(_) => state.watch = until,
-            Watch::No => {
-                let host = Arc::downgrade(self);
+            LatencyMode::Always => {}
+            LatencyMode::Until(_) => state.watch = until,
+            LatencyMode::No => {
+                let server = Arc::downgrade(self);
                 let stop_later = move || {
                     let mut wait = WATCH;
                     loop {
                         thread::sleep(wait);
-                        match host.upgrade().and_then(|host| host.end_watch()) {
+                        match server.upgrade().and_then(|server| server.end_watch()) {
                             Some(more) => wait = more,
                             None => return,
                         }
@@ -149,21 +149,21 @@ impl Host {
     /// Measures no longer if nobody has asked lately; or how long to wait.
     fn end_watch(&self) -> Option<Duration> {
         let mut state = self.state();
-        let Watch::Until(until) = state.watch else {
+        let LatencyMode::Until(until) = state.watch else {
             return None;
         };
         let more = until.saturating_duration_since(Instant::now());
         if more.is_zero() {
-            state.set_watch(Watch::No);
+            state.set_watch(LatencyMode::No);
             return None;
         }
         Some(more)
     }
 }
 
-impl State {
-    fn set_watch(&mut self, watch: Watch) {
-        let on = !matches!(watch, Watch::No);
+impl ServerState {
+    fn set_watch(&mut self, watch: LatencyMode) {
+        let on = !matches!(watch, LatencyMode::No);
         self.exports.values_mut().for_each(|e| e.measure(on));
         self.watch = watch;
     }

@@ -47,11 +47,11 @@ fn spare() -> Option<OwnedFd> {
 
 /// What is tried again and again: less often, and with fewer lines in the log, the longer it fails.
 #[derive(Default)]
-pub struct BackOff {
+pub struct Backoff {
     failures: u64,
 }
 
-impl BackOff {
+impl Backoff {
     /// Waits for a tenth of a second at first, and for a second in the end. Logs the first failure, the second, the fourth,
     /// the eighth and so on.
     pub fn failed(&mut self, log: impl FnOnce(LeftOut)) {

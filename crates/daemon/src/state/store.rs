@@ -14,10 +14,10 @@ use tracing::{error, info, warn};
 
 use crate::config::spec::DiskSpec;
 use crate::config::{Config, ThreadSpec};
-use crate::server::connection_info::Ready;
+use crate::server::connection_info::ConnectionInfo;
 use crate::server::export::ExportSpec;
-use crate::server::{Host, HostError};
-use crate::state::{BYTES_MAX, Changed, ChangedDisk, ChangedExport, ChangedNode};
+use crate::server::{Server, ServerError};
+use crate::state::{BYTES_MAX, DiskOverride, ExportOverride, NodeOverride, Overrides};
 
 /// The file in the directory.
 const NAME: &str = "state.json";
@@ -28,13 +28,13 @@ const AS_IT_IS: i32 = libc::O_NOFOLLOW | libc::O_NONBLOCK;
 
 /// What the operator has written down: on the command line, and in the configuration that is in force.
 #[derive(Clone, Default)]
-pub struct Written {
+pub struct Configured {
     pub disks: Vec<DiskSpec>,
     pub groups: Vec<(String, ThrottleLimits)>,
     pub threads: Vec<(String, ThreadSpec)>,
 }
 
-impl Written {
+impl Configured {
     pub fn new(command_line: &[DiskSpec], config: &Config) -> Self {
         let mut disks = command_line.to_vec();
         disks.extend(config.disks.iter().cloned());
@@ -48,12 +48,12 @@ impl Written {
 
 /// All that a host serves, as it would have to be written down.
 pub struct Inventory {
-    pub written: Written,
+    pub written: Configured,
     /// Disks that are not served, as they were last, if that was on another file than is written down.
     pub left: Vec<DiskSpec>,
     /// Opened files, with the limits of the disks on them.
-    pub nodes: Vec<ChangedNode>,
-    pub exports: Vec<ChangedExport>,
+    pub nodes: Vec<NodeOverride>,
+    pub exports: Vec<ExportOverride>,
     pub groups: Vec<(String, ThrottleLimits)>,
     pub threads: Vec<(String, ThreadSpec)>,
     /// Choices that guests have made, by export.
@@ -61,7 +61,7 @@ pub struct Inventory {
 }
 
 #[derive(Debug, Error)]
-pub enum KeepError {
+pub enum StateError {
     #[error(
         "{0}: cannot be used to keep state in: {cause}",
         cause = block::explain(.1, "--state names a directory of this user's own")
@@ -79,7 +79,7 @@ pub enum KeepError {
 }
 
 /// The directory, which is this process's alone.
-pub struct Keeper {
+pub struct StateStore {
     directory: PathBuf,
     lock: File,
     inner: Mutex<Inner>,
@@ -88,7 +88,7 @@ pub struct Keeper {
 #[derive(Default)]
 struct Inner {
     /// What could not be served when this process started: it is not forgotten for that.
-    absent: Changed,
+    absent: Overrides,
     /// Disks that go on on other files, as the file says by now, and that the host has where they were until it has
     /// been told.
     moved: Vec<DiskSpec>,
@@ -97,13 +97,13 @@ struct Inner {
     ended: bool,
 }
 
-impl Keeper {
+impl StateStore {
     /// Takes a directory and reads what is kept there. `lock` is the lock on it that another process has handed over.
     ///
     /// # Errors
     /// It cannot be used, or what is there.
-    pub fn open(directory: &Path, lock: Option<File>) -> Result<(Self, Changed), KeepError> {
-        let fail = |e| KeepError::Directory(directory.into(), e);
+    pub fn open(directory: &Path, lock: Option<File>) -> Result<(Self, Overrides), StateError> {
+        let fail = |e| StateError::Directory(directory.into(), e);
         let its = OpenOptions::new()
             .create(true)
             .truncate(false)
@@ -111,7 +111,7 @@ impl Keeper {
             .mode(0o600)
             .custom_flags(AS_IT_IS)
             .open(directory.join("lock"))
-            .map_err(|e| KeepError::Directory(directory.join("lock"), e))?;
+            .map_err(|e| StateError::Directory(directory.join("lock"), e))?;
         let there = Identity::of_open(&its).map_err(fail)?;
         // The other process may have had another directory.
         let is_its = |lock: &File| Identity::of_open(lock).is_ok_and(|handed| handed == there);
@@ -119,17 +119,17 @@ impl Keeper {
         let lock = handed.unwrap_or(its);
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
-            Err(rustix::io::Errno::WOULDBLOCK) => return Err(KeepError::InUse(directory.into())),
+            Err(rustix::io::Errno::WOULDBLOCK) => return Err(StateError::InUse(directory.into())),
             Err(e) => return Err(fail(e.into())),
         }
         let path = directory.join(NAME);
-        let changed = read(&path).map_err(|problem| KeepError::Read(path, problem))?;
-        let keeper = Self {
+        let changed = read(&path).map_err(|problem| StateError::Read(path, problem))?;
+        let store = Self {
             directory: directory.into(),
             lock,
             inner: Mutex::default(),
         };
-        Ok((keeper, changed))
+        Ok((store, changed))
     }
 
     pub fn lock(&self) -> &File {
@@ -140,37 +140,37 @@ impl Keeper {
     ///
     /// # Errors
     /// It could not be written; what was kept before is still there.
-    pub fn keep(&self, host: &Host) -> io::Result<()> {
+    pub fn save(&self, server: &Server) -> io::Result<()> {
         let mut inner = self.inner();
         match inner.ended {
             true => Ok(()),
-            false => self.write(&mut inner, host),
+            false => self.write(&mut inner, server),
         }
     }
 
     /// Keeps that a disk is being moved, durably. It counts as on its new file from now on, whoever else has something
-    /// kept, until it [is there](Self::is_moved).
+    /// kept, until it [is there](Self::finish_move).
     ///
     /// # Errors
     /// It could not be written, or the process ends: what was kept before is still there, and the disk is where it was.
-    pub fn keep_moved(&self, host: &Host, moved: &DiskSpec) -> io::Result<()> {
+    pub fn save_move(&self, server: &Server, moved: &DiskSpec) -> io::Result<()> {
         let mut inner = self.inner();
         if inner.ended {
             return Err(io::Error::other("ringdisk is stopping"));
         }
         inner.moved.push(moved.clone());
-        let kept = self.write(&mut inner, host);
+        let kept = self.write(&mut inner, server);
         kept.inspect_err(|_| inner.moved.retain(|other| other.name != moved.name))
     }
 
     /// The host has a disk where it has been moved to.
-    pub fn is_moved(&self, disk: &str) {
+    pub fn finish_move(&self, disk: &str) {
         self.inner().moved.retain(|moved| moved.name != disk);
     }
 
     /// The lock is held over all of it, so that the newest is written last.
-    fn write(&self, inner: &mut Inner, host: &Host) -> io::Result<()> {
-        let text = inner.difference(host).text();
+    fn write(&self, inner: &mut Inner, server: &Server) -> io::Result<()> {
+        let text = inner.difference(server).text();
         if inner.text.as_ref() == Some(&text) {
             return Ok(());
         }
@@ -208,19 +208,19 @@ impl Keeper {
     }
 
     /// How a host differs from what is written down.
-    pub fn changed(&self, host: &Host) -> Changed {
-        self.inner().difference(host)
+    pub fn changed(&self, server: &Server) -> Overrides {
+        self.inner().difference(server)
     }
 
     /// What could not be served when this process started.
-    pub fn set_absent(&self, absent: Changed) {
+    pub fn set_absent(&self, absent: Overrides) {
         self.inner().absent = absent;
     }
 }
 
 impl Inner {
-    fn difference(&self, host: &Host) -> Changed {
-        let mut inventory = host.inventory();
+    fn difference(&self, server: &Server) -> Overrides {
+        let mut inventory = server.inventory();
         self.moved.iter().for_each(|moved| inventory.move_to(moved));
         inventory.difference(&self.absent)
     }
@@ -232,10 +232,10 @@ impl Inner {
 /// # Errors
 /// A disk that is written down cannot be served.
 pub fn start(
-    host: &Host,
-    written: &Written,
-    changed: &Changed,
-) -> Result<(Vec<Ready>, Changed), HostError> {
+    server: &Server,
+    written: &Configured,
+    changed: &Overrides,
+) -> Result<(Vec<ConnectionInfo>, Overrides), ServerError> {
     let start = changed.apply(&written.disks);
     for name in &start.outdated {
         info!("disk {name}: is served as it is written down by now, not as it was changed before");
@@ -247,15 +247,15 @@ pub fn start(
              it since; 'ringdisk detach {name}' ends that"
         );
     }
-    let mut absent = Changed::default();
+    let mut absent = Overrides::default();
     // What guests are served must be taken over, or stay where it is.
-    let must = |name: &str| host.places.inherited.has_disk(name);
-    let missing = |what: &str, name: &str, e: &HostError| {
+    let must = |name: &str| server.context.inherited.has_disk(name);
+    let missing = |what: &str, name: &str, e: &ServerError| {
         error!("{what} {name}, which was added while the last process ran, cannot be: {e}");
     };
     for (id, thread) in &changed.threads {
         if !written.threads.iter().any(|(other, _)| other == id)
-            && let Err(e) = host.threads.add(id, thread.clone())
+            && let Err(e) = server.threads.add(id, thread.clone())
         {
             missing("I/O thread", id, &e.into());
             absent.threads.push((id.clone(), thread.clone()));
@@ -263,28 +263,28 @@ pub fn start(
     }
     for (name, limits) in &changed.groups {
         if !written.groups.iter().any(|(other, _)| other == name)
-            && let Err(e) = host.add_group(name, limits)
+            && let Err(e) = server.add_group(name, limits)
         {
             missing("throttle group", name, &e);
             absent.groups.push((name.clone(), *limits));
         }
     }
-    host.remember_left(changed);
-    host.remember_write_caches(&changed.write_caches);
+    server.remember_left(changed);
+    server.remember_write_caches(&changed.write_caches);
     let ready = start
         .disks
         .into_iter()
-        .map(|spec| host.attach_at_start(spec));
-    let mut ready: Vec<Ready> = ready.collect::<Result<_, _>>()?;
+        .map(|spec| server.attach_at_start(spec));
+    let mut ready: Vec<ConnectionInfo> = ready.collect::<Result<_, _>>()?;
     for disk in start.more {
-        match host.attach(disk.clone()) {
+        match server.attach(disk.clone()) {
             Ok(attached) => ready.push(attached),
             Err(e) if must(&disk.name) => {
                 return Err(e.of_disk(&disk.name));
             }
             Err(e) => {
                 missing("disk", &disk.name, &e);
-                absent.disks.push(ChangedDisk {
+                absent.disks.push(DiskOverride {
                     disk,
                     instead_of: None,
                 });
@@ -294,8 +294,8 @@ pub fn start(
     // Each lies on one before it.
     for node in &changed.nodes {
         let added = match &node.over {
-            None => host.add_node(node.disk.clone()),
-            Some(child) => host.add_node_over(child, node.disk.clone()),
+            None => server.add_node(node.disk.clone()),
+            Some(child) => server.add_node_over(child, node.disk.clone()),
         };
         if let Err(e) = added {
             if must(&node.disk.name) {
@@ -306,7 +306,7 @@ pub fn start(
         }
     }
     for export in &changed.exports {
-        match host.add_export(&export.node, &export_spec(export)) {
+        match server.add_export(&export.node, &export_spec(export)) {
             Ok(exported) => ready.push(exported),
             Err(e) if must(&export.node) => return Err(e),
             Err(e) => {
@@ -331,7 +331,7 @@ impl Inventory {
     }
 
     /// Whether a node is a disk as it is attached: served once, under its own name and as it says itself.
-    fn is_disk(&self, node: &ChangedNode) -> bool {
+    fn is_disk(&self, node: &NodeOverride) -> bool {
         let name = &node.disk.name;
         let mut exports = self.exports.iter().filter(|e| e.node == *name);
         let itself = ExportSpec::from(&node.disk);
@@ -342,7 +342,7 @@ impl Inventory {
     }
 
     /// How it differs from what is written down, with what is to be there besides.
-    pub fn difference(&self, absent: &Changed) -> Changed {
+    pub fn difference(&self, absent: &Overrides) -> Overrides {
         let written = &self.written;
         let mut changed = absent.clone();
         let here = |name: &String| self.nodes.iter().any(|node| node.disk.name == *name);
@@ -355,7 +355,7 @@ impl Inventory {
             let before = written.disks.iter().find(|other| other.name == disk.name);
             match (self.is_disk(node), before) {
                 (true, Some(before)) if *before == disk => {}
-                (true, before) => changed.disks.push(ChangedDisk {
+                (true, before) => changed.disks.push(DiskOverride {
                     disk,
                     instead_of: before.cloned(),
                 }),
@@ -371,13 +371,13 @@ impl Inventory {
             changed.gone.push(before.clone());
             // When it comes back, it is on the file that has what was written last.
             let left = self.left.iter().find(|left| left.name == before.name);
-            changed.disks.extend(left.map(|left| ChangedDisk {
+            changed.disks.extend(left.map(|left| DiskOverride {
                 disk: left.clone(),
                 instead_of: Some(before.clone()),
             }));
         }
         // Nodes stand behind those that they lie on.
-        let depth = |node: &ChangedNode| {
+        let depth = |node: &NodeOverride| {
             let mut depth = 0;
             let mut below = node.over.as_ref();
             while let Some(name) = below
@@ -403,7 +403,7 @@ impl Inventory {
     }
 }
 
-fn export_spec(export: &ChangedExport) -> ExportSpec {
+fn export_spec(export: &ExportOverride) -> ExportSpec {
     ExportSpec {
         id: export.id.clone(),
         socket: export.socket.clone(),
@@ -417,10 +417,10 @@ fn export_spec(export: &ChangedExport) -> ExportSpec {
     }
 }
 
-fn read(path: &Path) -> Result<Changed, String> {
+fn read(path: &Path) -> Result<Overrides, String> {
     let mut options = OpenOptions::new();
     let file = match options.read(true).custom_flags(AS_IT_IS).open(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Changed::default()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Overrides::default()),
         file => file.map_err(|e| e.to_string())?,
     };
     let mut bytes = Vec::new();
@@ -429,7 +429,7 @@ fn read(path: &Path) -> Result<Changed, String> {
     if bytes.len() as u64 > BYTES_MAX {
         return Err(format!("it is larger than {BYTES_MAX} bytes"));
     }
-    Changed::parse(&bytes)
+    Overrides::parse(&bytes)
 }
 
 /// Why text is not kept.

@@ -12,10 +12,12 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::json;
 
-use crate::client::{CommandLineError, Connection, Done};
+use crate::client::{CommandLineError, CommandResult, Connection};
 use crate::monitor::qmp;
 use crate::upgrade::launcher::{Launch, beside};
-use crate::upgrade::protocol::{Answer, Answered, Ask, Channel, Launched, Outcome, program};
+use crate::upgrade::protocol::{
+    Channel, Launched, Outcome, ReplyOrFailure, UpgradeReply, UpgradeRequest, program,
+};
 
 /// How long all of it may take; the server gives up sooner.
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -37,8 +39,8 @@ pub struct Args {
 }
 
 /// Runs the command.
-pub fn run(args: &Args) -> Done {
-    let ask = Ask {
+pub fn run(args: &Args) -> CommandResult {
+    let ask = UpgradeRequest {
         unless_running: None,
     };
     take_over(&args.connection, &ask, args.program.as_deref()).map(drop)
@@ -46,7 +48,7 @@ pub fn run(args: &Args) -> Done {
 
 /// The same, if the program that serves is another than this one. Says whether it was.
 pub fn if_changed(connection: &Connection) -> Result<bool, CommandLineError> {
-    let ask = Ask {
+    let ask = UpgradeRequest {
         unless_running: program(),
     };
     match ask.unless_running {
@@ -57,7 +59,7 @@ pub fn if_changed(connection: &Connection) -> Result<bool, CommandLineError> {
 
 fn take_over(
     connection: &Connection,
-    ask: &Ask,
+    ask: &UpgradeRequest,
     program: Option<&Path>,
 ) -> Result<bool, CommandLineError> {
     let here = |what| move |e: io::Error| CommandLineError::Here(what, e);
@@ -148,13 +150,13 @@ fn launch(
 ) -> io::Result<Option<(Child, u32)>> {
     let (answered, mut descriptors) = server.receive(deadline)?;
     let answer = match answered {
-        Answered::Answer(answer) => answer,
-        Answered::Failed(outcome) => {
+        ReplyOrFailure::UpgradeReply(answer) => answer,
+        ReplyOrFailure::Failed(outcome) => {
             let why = outcome.error.unwrap_or_default();
             return Err(io::Error::other(format!("who serves says: {why}")));
         }
     };
-    if answer == Answer::SameProgram {
+    if answer == UpgradeReply::SameProgram {
         return Ok(None);
     }
     let mut next = || {

@@ -23,15 +23,15 @@ use tracing::{error, info, warn};
 use crate::log;
 use crate::node::Node;
 use crate::sd_notify;
-use crate::server::Host;
+use crate::server::Server;
 use crate::server::device::ServedDisk;
 use crate::server::export::Paused;
-use crate::socket::accept::{Acceptor, BackOff, Client};
-use crate::socket::{Place, Socket, SocketError, There};
+use crate::socket::accept::{Acceptor, Backoff, Client};
+use crate::socket::{BoundPath, PathStatus, Socket, SocketError};
 use crate::upgrade::launcher::{self, Launch, beside};
 use crate::upgrade::protocol::{
-    Answer, Ask, Channel, FileIdentity, Greeting, Handed, HandedExport, HandedSession, Launched,
-    Outcome, PROTOCOL, Step, program,
+    Channel, FileIdentity, FirstMessage, Handover, HandoverExport, HandoverSession, Launched,
+    Outcome, PROTOCOL, Step, UpgradeReply, UpgradeRequest, program,
 };
 use crate::upgrade::successor::Inherited;
 
@@ -43,18 +43,18 @@ const PAUSE: Duration = Duration::from_secs(5);
 
 /// How often tables of images are written at most while guests go on, and how quickly it is done when the next time may
 /// be that while they wait.
-const SETTLING: usize = 8;
-const SETTLED: Duration = Duration::from_millis(15);
+const FLUSH_ROUNDS: usize = 8;
+const FLUSH_IS_SHORT: Duration = Duration::from_millis(15);
 
 /// What a host needs to be handed over, beside its disks.
 #[derive(Default)]
-pub struct Handing {
+pub struct HandoverState {
     /// The listening sockets, as far as there are any.
     pub control: Mutex<Option<OwnedFd>>,
     pub upgrade: Mutex<Option<OwnedFd>>,
     pub metrics: OnceLock<OwnedFd>,
     /// Sockets that are not disks', with what becomes readable for those who listen there and are to look at them.
-    lookers: Mutex<Vec<(Arc<Place>, Arc<OwnedFd>)>>,
+    socket_watches: Mutex<Vec<(Arc<BoundPath>, Arc<OwnedFd>)>>,
     /// Whether all has been handed over. Read by whoever changes something, written by who hands over.
     gone: RwLock<bool>,
     /// This process is told to stop.
@@ -69,24 +69,24 @@ pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Keeps everything from being handed over.
-pub type Staying<'a> = RwLockReadGuard<'a, bool>;
+pub type HandoverInhibitor<'a> = RwLockReadGuard<'a, bool>;
 
 /// Why nothing can be changed now.
 #[derive(Debug, Error)]
 #[error("another ringdisk is taking over from this one; try again in a moment")]
-pub struct BeingHandedOver;
+pub struct HandoverInProgress;
 
-impl Handing {
+impl HandoverState {
     /// For somebody who listens at a socket: what becomes readable when the socket may have been removed, and is to be made
     /// again.
     ///
     /// # Errors
     /// There is no event descriptor to be had.
-    pub fn looker(&self, place: &Arc<Place>) -> io::Result<Arc<OwnedFd>> {
+    pub fn socket_watch(&self, place: &Arc<BoundPath>) -> io::Result<Arc<OwnedFd>> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let looker = Arc::new(eventfd(0, flags)?);
-        locked(&self.lookers).push((place.clone(), looker.clone()));
-        Ok(looker)
+        let socket_watch = Arc::new(eventfd(0, flags)?);
+        locked(&self.socket_watches).push((place.clone(), socket_watch.clone()));
+        Ok(socket_watch)
     }
 
     /// Whether clients are to be left to the new process: this one may end at any time.
@@ -95,11 +95,11 @@ impl Handing {
     }
 
     /// Tells all of them. Returns a sentence for each socket in whose place something else is.
-    pub fn look_at_sockets(&self) -> Vec<String> {
+    pub fn recreate_sockets(&self) -> Vec<String> {
         let mut taken = Vec::new();
-        for (place, looker) in &*locked(&self.lookers) {
-            let _ = rustix::io::write(looker, &1u64.to_ne_bytes());
-            if let There::Other(what) = place.look() {
+        for (place, socket_watch) in &*locked(&self.socket_watches) {
+            let _ = rustix::io::write(socket_watch, &1u64.to_ne_bytes());
+            if let PathStatus::Other(what) = place.look() {
                 taken.push(format!(
                     "no command gets to {path} any more: {what} is there by now, which is left alone; move it away, and SIGHUP \
                      makes the socket again",
@@ -112,8 +112,8 @@ impl Handing {
 
     /// What was made at the sockets that are not disks'.
     fn made(&self) -> Vec<(PathBuf, FileIdentity)> {
-        let lookers = locked(&self.lookers);
-        let made = lookers.iter().map(|(place, _)| place);
+        let socket_watches = locked(&self.socket_watches);
+        let made = socket_watches.iter().map(|(place, _)| place);
         made.filter_map(made_at).collect()
     }
 
@@ -121,14 +121,14 @@ impl Handing {
     ///
     /// # Errors
     /// It is being handed over, or has been.
-    pub fn stay(&self) -> Result<Staying<'_>, BeingHandedOver> {
+    pub fn inhibit(&self) -> Result<HandoverInhibitor<'_>, HandoverInProgress> {
         let gone = match self.gone.try_read() {
             Ok(gone) => gone,
             Err(TryLockError::Poisoned(e)) => e.into_inner(),
-            Err(TryLockError::WouldBlock) => return Err(BeingHandedOver),
+            Err(TryLockError::WouldBlock) => return Err(HandoverInProgress),
         };
         match *gone {
-            true => Err(BeingHandedOver),
+            true => Err(HandoverInProgress),
             false => Ok(gone),
         }
     }
@@ -137,10 +137,10 @@ impl Handing {
     ///
     /// # Errors
     /// It has succeeded.
-    pub fn stay_after(&self) -> Result<Staying<'_>, BeingHandedOver> {
+    pub fn wait_and_inhibit(&self) -> Result<HandoverInhibitor<'_>, HandoverInProgress> {
         let gone = self.gone.read().unwrap_or_else(|e| e.into_inner());
         match *gone {
-            true => Err(BeingHandedOver),
+            true => Err(HandoverInProgress),
             false => Ok(gone),
         }
     }
@@ -149,16 +149,16 @@ impl Handing {
     ///
     /// # Errors
     /// Somebody has taken over.
-    pub fn stop(&self) -> Result<Staying<'_>, BeingHandedOver> {
+    pub fn stop(&self) -> Result<HandoverInhibitor<'_>, HandoverInProgress> {
         self.stopping.store(true, Ordering::Release);
-        self.stay_after()
+        self.wait_and_inhibit()
     }
 
     /// For who hands over.
     ///
     /// # Errors
     /// The process has been told to stop meanwhile.
-    fn check_going_on(&self) -> Result<(), UpgradeError> {
+    fn check_not_stopping(&self) -> Result<(), UpgradeError> {
         match self.stopping.load(Ordering::Acquire) {
             true => Err(UpgradeError::Stopping),
             false => Ok(()),
@@ -166,7 +166,10 @@ impl Handing {
     }
 
     /// For who hands over, when no command is under way any more.
-    fn alone(&self, deadline: Instant) -> Result<RwLockWriteGuard<'_, bool>, UpgradeError> {
+    fn lock_exclusively(
+        &self,
+        deadline: Instant,
+    ) -> Result<RwLockWriteGuard<'_, bool>, UpgradeError> {
         loop {
             match self.gone.try_write() {
                 Ok(gone) => return Ok(gone),
@@ -229,14 +232,14 @@ fn told(error: &io::Error) -> String {
 }
 
 /// Where `ringdisk upgrade` asks, and how this process was started.
-pub struct Entrance {
+pub struct UpgradeSocket {
     /// Shared with who listens there.
     socket: Arc<Mutex<Socket>>,
     /// The control socket, beside which all of it is.
     control: PathBuf,
 }
 
-impl Entrance {
+impl UpgradeSocket {
     /// Makes it, beside a control socket, while this process may still write there. Without one, it is served all the
     /// same. With `patience`, a process that is just ending may still have it for a moment.
     pub fn open(control: &Path, patience: Duration) -> Option<Self> {
@@ -251,12 +254,12 @@ impl Entrance {
             }
         };
         // Nobody else is here.
-        let entrance = socket.map_err(io::Error::other).and_then(|socket| {
+        let upgrade_socket = socket.map_err(io::Error::other).and_then(|socket| {
             Launch::here()?.write(control)?;
             let (socket, control) = (Arc::new(Mutex::new(socket)), control.into());
             Ok(Self { socket, control })
         });
-        entrance
+        upgrade_socket
             .inspect_err(|e| warn!("no upgrade without a restart: {e}"))
             .ok()
     }
@@ -284,24 +287,24 @@ impl Entrance {
     ///
     /// # Errors
     /// There is no thread or descriptor to be had.
-    pub fn serve(&self, host: &Arc<Host>) -> io::Result<()> {
+    pub fn serve(&self, server: &Arc<Server>) -> io::Result<()> {
         let socket = self.socket.clone();
-        let mut listener = listener_of(&socket, host)?;
-        let looker = host.handing.looker(locked(&socket).place())?;
+        let mut listener = listener_of(&socket, server)?;
+        let socket_watch = server.handover.socket_watch(locked(&socket).place())?;
         // Asked now: its file may be replaced.
-        let (program, host, control) = (program(), host.clone(), self.control.clone());
+        let (program, server, control) = (program(), server.clone(), self.control.clone());
         let thread = thread::Builder::new().name("upgrade".into());
         let serve = move || {
-            let (mut acceptor, mut accepting) = (Acceptor::new(), BackOff::default());
+            let (mut acceptor, mut accepting) = (Acceptor::new(), Backoff::default());
             loop {
-                match wait_for_client(&looker, &listener, &mut acceptor) {
+                match wait_for_client(&socket_watch, &listener, &mut acceptor) {
                     Ok(Some(client)) => {
                         accepting.succeeded();
-                        upgrade(&host, client, program.as_deref());
+                        upgrade(&server, client, program.as_deref());
                     }
                     Ok(None) => {
                         write_start_again(&control);
-                        match make_again(&socket, &host) {
+                        match make_again(&socket, &server) {
                             Ok(Some(new)) => listener = new,
                             Ok(None) => {}
                             Err(e) => error!(
@@ -321,9 +324,9 @@ impl Entrance {
 }
 
 /// A copy of where it listens, of which another is handed over.
-fn listener_of(socket: &Mutex<Socket>, host: &Host) -> io::Result<UnixListener> {
+fn listener_of(socket: &Mutex<Socket>, server: &Server) -> io::Result<UnixListener> {
     let socket = locked(socket);
-    *locked(&host.handing.upgrade) = Some(socket.listener.as_fd().try_clone_to_owned()?);
+    *locked(&server.handover.upgrade) = Some(socket.listener.as_fd().try_clone_to_owned()?);
     socket.listener.try_clone()
 }
 
@@ -344,7 +347,7 @@ fn write_start_again(control: &Path) {
 }
 
 /// Makes the socket again if somebody has removed it; where it listens then.
-fn make_again(socket: &Mutex<Socket>, host: &Host) -> io::Result<Option<UnixListener>> {
+fn make_again(socket: &Mutex<Socket>, server: &Server) -> io::Result<Option<UnixListener>> {
     {
         let mut socket = locked(socket);
         if !socket.is_removed() {
@@ -357,17 +360,17 @@ fn make_again(socket: &Mutex<Socket>, host: &Host) -> io::Result<Option<UnixList
         );
         socket.renew(new);
     }
-    listener_of(socket, host).map(Some)
+    listener_of(socket, server).map(Some)
 }
 
 /// A client, or `None` if the socket is to be looked at.
 fn wait_for_client(
-    looker: &OwnedFd,
+    socket_watch: &OwnedFd,
     listener: &UnixListener,
     acceptor: &mut Acceptor,
 ) -> io::Result<Option<Client>> {
     let mut ready = [
-        PollFd::new(looker, PollFlags::IN),
+        PollFd::new(socket_watch, PollFlags::IN),
         PollFd::new(listener, PollFlags::IN),
     ];
     loop {
@@ -376,14 +379,14 @@ fn wait_for_client(
             polled => polled?,
         };
         if !ready[0].revents().is_empty() {
-            let _ = rustix::io::read(looker, &mut [0; 8]);
+            let _ = rustix::io::read(socket_watch, &mut [0; 8]);
             return Ok(None);
         }
         return acceptor.accept(listener).map(Some);
     }
 }
 
-impl Drop for Entrance {
+impl Drop for UpgradeSocket {
     fn drop(&mut self) {
         // Whoever listens ends with the process, and does not put this in order.
         let mut socket = locked(&self.socket);
@@ -394,19 +397,19 @@ impl Drop for Entrance {
     }
 }
 
-fn upgrade(host: &Host, (asks, refused): Client, program: Option<&str>) {
+fn upgrade(server: &Server, (asks, refused): Client, program: Option<&str>) {
     match socket_peercred(&asks).map(|who| who.uid) {
         Ok(user) if user == geteuid() || user.is_root() => {}
         _ => return warn!("upgrade: another user has asked for one, and is not answered"),
     }
     let launcher = Channel::from(OwnedFd::from(asks));
     let deadline = Instant::now() + PATIENCE;
-    let unless = match launcher.receive::<Ask>(deadline) {
-        Ok((Ask { unless_running }, _)) => unless_running,
+    let unless = match launcher.receive::<UpgradeRequest>(deadline) {
+        Ok((UpgradeRequest { unless_running }, _)) => unless_running,
         Err(e) => return warn!("{}", UpgradeError::Launch(e)),
     };
     if unless.is_some() && unless.as_deref() == program {
-        let _ = launcher.send(&Answer::SameProgram, &[], deadline);
+        let _ = launcher.send(&UpgradeReply::SameProgram, &[], deadline);
         return;
     }
     let mut outcome = Outcome {
@@ -416,7 +419,7 @@ fn upgrade(host: &Host, (asks, refused): Client, program: Option<&str>) {
         connected: 0,
     };
     let done = match refused {
-        None => hand_over(host, &launcher, &mut outcome),
+        None => hand_over(server, &launcher, &mut outcome),
         Some(e) => Err(UpgradeError::Launch(e)),
     };
     let soon = Instant::now() + PATIENCE;
@@ -442,12 +445,16 @@ struct Successor {
     pid: u32,
 }
 
-fn hand_over(host: &Host, launcher: &Channel, outcome: &mut Outcome) -> Result<u32, UpgradeError> {
+fn hand_over(
+    server: &Server,
+    launcher: &Channel,
+    outcome: &mut Outcome,
+) -> Result<u32, UpgradeError> {
     let deadline = Instant::now() + PATIENCE;
     let Successor { channel, pid } = launch(launcher, deadline).map_err(UpgradeError::Launch)?;
-    let hello = match channel.receive::<Greeting>(deadline) {
-        Ok((Greeting::Hello(hello), _)) => hello,
-        Ok((Greeting::Failed(step), _)) => return Err(UpgradeError::Start(unexpected(step))),
+    let hello = match channel.receive::<FirstMessage>(deadline) {
+        Ok((FirstMessage::Hello(hello), _)) => hello,
+        Ok((FirstMessage::Failed(step), _)) => return Err(UpgradeError::Start(unexpected(step))),
         Err(e) => return Err(UpgradeError::Start(e)),
     };
     if hello.protocol != PROTOCOL {
@@ -457,37 +464,41 @@ fn hand_over(host: &Host, launcher: &Channel, outcome: &mut Outcome) -> Result<u
         "upgrade: handing over to process {pid}, version {}",
         hello.version
     );
-    let mut gone = host.handing.alone(Instant::now() + PAUSE)?;
+    let mut gone = server.handover.lock_exclusively(Instant::now() + PAUSE)?;
     // What has come up meanwhile is written while guests wait: little, if this time was short.
     let deadline = Instant::now() + PATIENCE;
-    for _ in 0..SETTLING {
-        host.handing.check_going_on()?;
+    for _ in 0..FLUSH_ROUNDS {
+        server.handover.check_not_stopping()?;
         let began = Instant::now();
-        host.settle(deadline).map_err(UpgradeError::Storage)?;
+        server
+            .flush_metadata(deadline)
+            .map_err(UpgradeError::Storage)?;
         let took = began.elapsed();
         // Nor is what would not be done in time begun.
-        if took < SETTLED || Instant::now() + took > deadline {
+        if took < FLUSH_IS_SHORT || Instant::now() + took > deadline {
             break;
         }
     }
-    host.handing.check_going_on()?;
+    server.handover.check_not_stopping()?;
 
     let begin = Instant::now();
     // What is paused goes on when this is dropped, unless it is told otherwise.
-    let paused = pause(host, begin + PAUSE)?;
-    host.handing.check_going_on()?;
+    let paused = pause(server, begin + PAUSE)?;
+    server.handover.check_not_stopping()?;
     outcome.disks = paused.len();
     outcome.connected = paused.iter().filter(|p| p.connection.is_some()).count();
     let finished = begin.elapsed();
-    host.settle(begin + PAUSE).map_err(UpgradeError::Storage)?;
+    server
+        .flush_metadata(begin + PAUSE)
+        .map_err(UpgradeError::Storage)?;
     let settled = begin.elapsed();
     let deadline = Instant::now() + PAUSE;
-    hand(host, &paused, &channel, deadline).map_err(UpgradeError::Hand)?;
+    hand(server, &paused, &channel, deadline).map_err(UpgradeError::Hand)?;
     expect(&channel, Step::Prepared, deadline).map_err(UpgradeError::Prepare)?;
-    host.handing.check_going_on()?;
-    host.handing.leaving.store(true, Ordering::Release);
+    server.handover.check_not_stopping()?;
+    server.handover.leaving.store(true, Ordering::Release);
     if let Err(e) = commit(&channel) {
-        host.handing.leaving.store(false, Ordering::Release);
+        server.handover.leaving.store(false, Ordering::Release);
         return Err(UpgradeError::Take(e));
     }
     let all = begin.elapsed();
@@ -535,15 +546,15 @@ fn launch(launcher: &Channel, deadline: Instant) -> io::Result<Successor> {
     let its = its.into_descriptor();
     let (out, errors) = (io::stdout(), io::stderr());
     let descriptors = [its.as_fd(), out.as_fd(), errors.as_fd()];
-    launcher.send(&Answer::Start, &descriptors, deadline)?;
+    launcher.send(&UpgradeReply::Start, &descriptors, deadline)?;
     drop(its);
     let (Launched { pid }, _) = launcher.receive(deadline)?;
     Ok(Successor { channel, pid })
 }
 
 /// Stops serving all disks, when what is under way has ended.
-fn pause(host: &Host, deadline: Instant) -> Result<Vec<PausedExport>, UpgradeError> {
-    let pausing = host.pause();
+fn pause(server: &Server, deadline: Instant) -> Result<Vec<PausedExport>, UpgradeError> {
+    let pausing = server.pause();
     let each = pausing.into_iter().map(|pausing| {
         let left = deadline.saturating_duration_since(Instant::now());
         let unfinished = |paused: &Paused| {
@@ -577,9 +588,9 @@ fn pause(host: &Host, deadline: Instant) -> Result<Vec<PausedExport>, UpgradeErr
 }
 
 /// An export that is asked to pause.
-pub struct Pausing {
+pub struct PendingPause {
     pub id: String,
-    pub place: Arc<Place>,
+    pub place: Arc<BoundPath>,
     pub node: Arc<Node>,
     pub device: Arc<ServedDisk>,
     /// Requests waited for its storage to work again before it was asked.
@@ -588,7 +599,7 @@ pub struct Pausing {
 }
 
 struct PausedExport {
-    place: Arc<Place>,
+    place: Arc<BoundPath>,
     file: Option<FileIdentity>,
     write_cache: Option<bool>,
     capacity_read: Option<u64>,
@@ -597,31 +608,31 @@ struct PausedExport {
     leave: Sender<()>,
 }
 
-fn made_at(place: &Arc<Place>) -> Option<(PathBuf, FileIdentity)> {
+fn made_at(place: &Arc<BoundPath>) -> Option<(PathBuf, FileIdentity)> {
     Some((place.path().into(), place.made()?.into()))
 }
 
 fn hand(
-    host: &Host,
+    server: &Server,
     paused: &[PausedExport],
     channel: &Channel,
     deadline: Instant,
 ) -> io::Result<()> {
-    let files = host.descriptors()?;
-    let lock = host.state_lock()?;
-    let handing = &host.handing;
-    let (control, upgrade) = (locked(&handing.control), locked(&handing.upgrade));
-    let (control, upgrade, metrics) = (control.as_ref(), upgrade.as_ref(), handing.metrics.get());
-    let mut handed = Handed {
+    let files = server.descriptors()?;
+    let lock = server.state_lock()?;
+    let handover = &server.handover;
+    let (control, upgrade) = (locked(&handover.control), locked(&handover.upgrade));
+    let (control, upgrade, metrics) = (control.as_ref(), upgrade.as_ref(), handover.metrics.get());
+    let mut handed = Handover {
         files: files.len(),
         lock: lock.is_some(),
         control: control.is_some(),
         upgrade: upgrade.is_some(),
         metrics: metrics.is_some(),
-        disks: host.handed_disks(),
-        changed: Some(host.changed().text()),
-        away: host.away(),
-        sockets: handing.made(),
+        disks: server.handover_disks(),
+        changed: Some(server.changed().text()),
+        away: server.away(),
+        sockets: handover.made(),
         exports: Vec::new(),
     };
     let exports = paused.iter().map(|export| &export.place);
@@ -633,7 +644,7 @@ fn hand(
         descriptors.push(export.listener.as_fd());
         let session = export.connection.as_ref().map(|(connection, saved)| {
             let its = saved.descriptors();
-            let session = HandedSession {
+            let session = HandoverSession {
                 words: saved.words(),
                 descriptors: its.len(),
             };
@@ -641,7 +652,7 @@ fn hand(
             descriptors.extend(its);
             session
         });
-        handed.exports.push(HandedExport {
+        handed.exports.push(HandoverExport {
             socket: export.place.path().into(),
             file: export.file,
             write_cache: export.write_cache,

@@ -5,10 +5,10 @@
 //!
 //! | `ringdisk upgrade` | the old one | the new one |
 //! |---|---|---|
-//! | connects, `Ask` | | |
-//! | | `Answer`, with a channel | |
+//! | connects, `UpgradeRequest` | | |
+//! | | `UpgradeReply`, with a channel | |
 //! | starts the new one, `Launched` | | reads its configuration, `Hello` |
-//! | | writes tables of images; pauses all disks; `Handed` | |
+//! | | writes tables of images; pauses all disks; `Handover` | |
 //! | | | opens all, is in its sandbox, `Prepared` |
 //! | | `Commit` | |
 //! | | | `Serving`, and serves |
@@ -53,7 +53,7 @@ const PACKET_DESCRIPTORS: usize = 250;
 
 /// What `ringdisk upgrade` begins with.
 #[derive(Serialize, Deserialize)]
-pub struct Ask {
+pub struct UpgradeRequest {
     /// Nothing is done if this is the [program](program) that serves.
     pub unless_running: Option<String>,
 }
@@ -61,7 +61,7 @@ pub struct Ask {
 /// Whether there is anything to be done. If so, it comes with three descriptors: the new process's channel, and the
 /// old one's output and errors.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Answer {
+pub enum UpgradeReply {
     Start,
     SameProgram,
 }
@@ -69,8 +69,8 @@ pub enum Answer {
 /// The answer to the process that asked.
 #[derive(Deserialize)]
 #[serde(untagged)]
-pub enum Answered {
-    Answer(Answer),
+pub enum ReplyOrFailure {
+    UpgradeReply(UpgradeReply),
     /// No new process can be had started.
     Failed(Outcome),
 }
@@ -101,13 +101,13 @@ pub struct Hello {
 /// commands, for upgrades and for metrics, and then, for each export, its socket's, and its connection's with those of
 /// the session.
 #[derive(Serialize, Deserialize)]
-pub struct Handed {
+pub struct Handover {
     pub files: usize,
     pub lock: bool,
     pub control: bool,
     pub upgrade: bool,
     pub metrics: bool,
-    pub disks: Vec<HandedDisk>,
+    pub disks: Vec<HandoverDisk>,
     /// How what is served differs from what is written down, in the words of the file in which that is kept. Without it,
     /// that file has to do.
     #[serde(default)]
@@ -117,12 +117,12 @@ pub struct Handed {
     /// The sockets that were made, by identity: another file at one of their paths is not ours.
     #[serde(default)]
     pub sockets: Vec<(PathBuf, FileIdentity)>,
-    pub exports: Vec<HandedExport>,
+    pub exports: Vec<HandoverExport>,
 }
 
 /// A disk, served or not, in the words of the command line.
 #[derive(Serialize, Deserialize)]
-pub struct HandedDisk {
+pub struct HandoverDisk {
     /// As it is now.
     pub disk: String,
     /// As it is written down, as far as that is in force.
@@ -133,7 +133,7 @@ pub struct HandedDisk {
 }
 
 #[derive(Serialize, Deserialize)]
-pub struct HandedExport {
+pub struct HandoverExport {
     pub socket: PathBuf,
     /// What it is on, if that is a file and here.
     pub file: Option<FileIdentity>,
@@ -142,11 +142,11 @@ pub struct HandedExport {
     /// The size that the front-end has read, in sectors.
     #[serde(default)]
     pub capacity_read: Option<u64>,
-    pub session: Option<HandedSession>,
+    pub session: Option<HandoverSession>,
 }
 
 #[derive(Serialize, Deserialize)]
-pub struct HandedSession {
+pub struct HandoverSession {
     pub words: Vec<u64>,
     pub descriptors: usize,
 }
@@ -180,13 +180,13 @@ pub enum Step {
 /// What the new process begins with.
 #[derive(Deserialize)]
 #[serde(untagged)]
-pub enum Greeting {
+pub enum FirstMessage {
     Hello(Hello),
     Failed(Step),
 }
 
 /// What a message begins with. A short one is one packet, which comes as a whole or not at all.
-struct Head {
+struct MessageHeader {
     bytes: usize,
     descriptors: usize,
 }
@@ -194,7 +194,7 @@ struct Head {
 /// Bytes of a head: two numbers, the least significant byte first.
 const HEAD: usize = 16;
 
-impl Head {
+impl MessageHeader {
     fn bytes(&self) -> [u8; HEAD] {
         let mut bytes = [0; HEAD];
         bytes[..8].copy_from_slice(&(self.bytes as u64).to_le_bytes());
@@ -255,7 +255,7 @@ impl Channel {
         deadline: Instant,
     ) -> io::Result<()> {
         let bytes = serde_json::to_vec(message)?;
-        let head = Head {
+        let head = MessageHeader {
             bytes: bytes.len(),
             descriptors: descriptors.len(),
         };
@@ -305,7 +305,7 @@ impl Channel {
     ) -> io::Result<(T, VecDeque<OwnedFd>)> {
         let mut descriptors = VecDeque::new();
         let mut bytes = self.take(&mut descriptors, deadline)?;
-        let head = Head::parse(&bytes);
+        let head = MessageHeader::parse(&bytes);
         let head = head.ok_or_else(|| io::Error::other("what came is no message"))?;
         bytes.drain(..HEAD);
         while bytes.len() < head.bytes || descriptors.len() < head.descriptors {
@@ -392,13 +392,13 @@ pub fn program() -> Option<String> {
 #[cfg(any(test, fuzzing))]
 pub fn check(bytes: &[u8]) {
     use rustix::event::{EventfdFlags, eventfd};
-    if let Some(head) = Head::parse(bytes) {
+    if let Some(head) = MessageHeader::parse(bytes) {
         assert!(head.bytes <= BYTES_MAX && head.descriptors <= DESCRIPTORS_MAX);
         assert!(bytes.starts_with(&head.bytes()));
     }
     let _ = serde_json::from_slice::<Hello>(bytes);
     let _ = serde_json::from_slice::<Outcome>(bytes);
-    let Ok(handed) = serde_json::from_slice::<Handed>(bytes) else {
+    let Ok(handed) = serde_json::from_slice::<Handover>(bytes) else {
         return;
     };
     for session in handed.exports.into_iter().filter_map(|e| e.session) {
@@ -430,14 +430,17 @@ mod tests {
             disks: 0,
             connected: 0,
         };
-        ours.send(&Answer::Start, &[], deadline).unwrap();
+        ours.send(&UpgradeReply::Start, &[], deadline).unwrap();
         ours.send(&refusal, &[], deadline).unwrap();
         let (first, _) = theirs.receive(deadline).unwrap();
-        assert!(matches!(first, Answered::Answer(Answer::Start)));
+        assert!(matches!(
+            first,
+            ReplyOrFailure::UpgradeReply(UpgradeReply::Start)
+        ));
         let (second, _) = theirs.receive(deadline).unwrap();
         match second {
-            Answered::Failed(outcome) => assert_eq!(outcome.error, refusal.error),
-            Answered::Answer(answer) => panic!("{answer:?}"),
+            ReplyOrFailure::Failed(outcome) => assert_eq!(outcome.error, refusal.error),
+            ReplyOrFailure::UpgradeReply(answer) => panic!("{answer:?}"),
         }
     }
 
@@ -453,7 +456,7 @@ mod tests {
     #[test]
     fn fuzzing_seeds_are_sound() {
         seeds().iter().for_each(|seed| check(seed));
-        let handed = |seed: &Vec<u8>| serde_json::from_slice::<Handed>(seed).is_ok();
+        let handed = |seed: &Vec<u8>| serde_json::from_slice::<Handover>(seed).is_ok();
         assert!(seeds().iter().filter(|seed| handed(seed)).count() >= 2);
     }
 

@@ -18,9 +18,9 @@ use tracing::warn;
 
 use crate::config::Config;
 use crate::config::spec::{DiskSpec, FileSpec, SpecError};
-use crate::state::Changed;
+use crate::state::Overrides;
 use crate::upgrade::protocol::{
-    Channel, FileIdentity, Handed, HandedDisk, HandedExport, Hello, PROTOCOL, Step,
+    Channel, FileIdentity, Handover, HandoverDisk, HandoverExport, Hello, PROTOCOL, Step,
 };
 
 /// How long the old process may take to pause all disks. It gives up sooner.
@@ -29,11 +29,11 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// What was handed over and has not been taken yet. Of a process that has taken nothing over, nothing.
 #[derive(Default)]
 pub struct Inherited {
-    state: Mutex<State>,
+    state: Mutex<InheritedState>,
 }
 
 #[derive(Default)]
-struct State {
+struct InheritedState {
     channel: Option<Channel>,
     /// Open and locked.
     files: Vec<OwnedFd>,
@@ -42,25 +42,25 @@ struct State {
     upgrade: Option<UnixListener>,
     metrics: Option<TcpListener>,
     /// By name.
-    disks: BTreeMap<String, OnFile>,
-    changed: Option<Changed>,
+    disks: BTreeMap<String, InheritedDisk>,
+    changed: Option<Overrides>,
     away: Vec<String>,
     sockets: Vec<(PathBuf, FileIdentity)>,
     exports: Vec<(PathBuf, InheritedExport)>,
     gate: Option<Arc<Gate>>,
 }
 
-/// A disk as it is now, and as it is written down: a [`HandedDisk`].
-struct OnFile {
+/// A disk as it is now, and as it is written down: a [`HandoverDisk`].
+struct InheritedDisk {
     disk: DiskSpec,
     written: Option<DiskSpec>,
     file: Option<FileIdentity>,
 }
 
-impl TryFrom<&HandedDisk> for OnFile {
+impl TryFrom<&HandoverDisk> for InheritedDisk {
     type Error = SpecError;
 
-    fn try_from(handed: &HandedDisk) -> Result<Self, SpecError> {
+    fn try_from(handed: &HandoverDisk) -> Result<Self, SpecError> {
         Ok(Self {
             disk: handed.disk.parse()?,
             written: handed.written.as_deref().map(str::parse).transpose()?,
@@ -126,7 +126,7 @@ impl Inherited {
     ///
     /// # Errors
     /// There is none, or it does not hand over.
-    pub fn ask() -> io::Result<Self> {
+    pub fn receive() -> io::Result<Self> {
         let channel = Channel::from(io::stdin().as_fd().try_clone_to_owned()?);
         let deadline = Instant::now() + PATIENCE;
         let hello = Hello {
@@ -134,12 +134,12 @@ impl Inherited {
             version: env!("CARGO_PKG_VERSION").into(),
         };
         channel.send(&hello, &[], deadline)?;
-        let (handed, descriptors) = channel.receive::<Handed>(deadline)?;
+        let (handed, descriptors) = channel.receive::<Handover>(deadline)?;
         Self::of(handed, descriptors, channel)
     }
 
     fn of(
-        handed: Handed,
+        handed: Handover,
         mut descriptors: VecDeque<OwnedFd>,
         channel: Channel,
     ) -> io::Result<Self> {
@@ -156,7 +156,7 @@ impl Inherited {
         let metrics = handed.metrics.then(&mut next).transpose()?;
         let sockets = handed.sockets;
         let made_at = |path: &Path| made_at(&sockets, path);
-        let mut export = |handed: HandedExport| {
+        let mut export = |handed: HandoverExport| {
             let listener = next()?.into();
             let session = match handed.session {
                 None => None,
@@ -182,22 +182,22 @@ impl Inherited {
         };
         let exports = handed.exports.into_iter().map(&mut export);
         let exports = exports.collect::<io::Result<_>>()?;
-        let disk = |handed: &HandedDisk| {
-            let disk = OnFile::try_from(handed)?;
+        let disk = |handed: &HandoverDisk| {
+            let disk = InheritedDisk::try_from(handed)?;
             Ok::<_, SpecError>((disk.disk.name.clone(), disk))
         };
         let disks = handed.disks.iter().map(disk);
         let disks = disks.collect::<Result<_, _>>();
         let disks =
             disks.map_err(|e| io::Error::other(format!("a disk came that is none: {e}")))?;
-        let changed = handed.changed.map(|text| Changed::parse(text.as_bytes()));
+        let changed = handed.changed.map(|text| Overrides::parse(text.as_bytes()));
         let changed = changed.transpose().map_err(|e| {
             io::Error::other(format!(
                 "what was changed by command came with a mistake: {e}"
             ))
         })?;
         Ok(Self {
-            state: Mutex::new(State {
+            state: Mutex::new(InheritedState {
                 channel: Some(channel),
                 files,
                 lock: lock.map(File::from),
@@ -282,7 +282,7 @@ impl Inherited {
     }
 
     /// How what the old process serves differs from what is written down, if it has said so.
-    pub fn changed(&self) -> Option<Changed> {
+    pub fn changed(&self) -> Option<Overrides> {
         self.state().changed.take()
     }
 
@@ -291,7 +291,7 @@ impl Inherited {
     }
 
     /// Whether a disk is left to another host for now.
-    pub fn is_away(&self, disk: &str) -> bool {
+    pub fn is_released(&self, disk: &str) -> bool {
         self.state().away.iter().any(|name| name == disk)
     }
 
@@ -378,13 +378,13 @@ impl Inherited {
         Ok(())
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, InheritedState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Tells the old process, at the other end of standard input, why this one does not take over. It goes on anyway.
-pub fn give_up(why: &str) {
+pub fn report_failure(why: &str) {
     if let Ok(end) = io::stdin().as_fd().try_clone_to_owned() {
         let soon = Instant::now() + Duration::from_secs(1);
         let _ = Channel::from(end).send(&Step::Failed(why.into()), &[], soon);

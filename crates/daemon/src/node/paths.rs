@@ -13,11 +13,11 @@ use tracing::warn;
 
 use super::{Node, NodeError, format_of};
 use crate::config::spec::{DiskSpec, FileSpec, Lock};
-use crate::node::storage::{FileStorage, Places};
+use crate::node::storage::{FileStorage, OpenContext};
 
 /// What a disk does with a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Use {
+pub enum FileUse {
     Read,
     Write,
 }
@@ -28,7 +28,7 @@ impl Node {
     ///
     /// # Errors
     /// As for [`open`](Self::open).
-    pub fn look(spec: &DiskSpec, places: &Places) -> Result<(), NodeError> {
+    pub fn check_openable(spec: &DiskSpec, context: &OpenContext) -> Result<(), NodeError> {
         let FileSpec::Path(path) = &spec.file else {
             return Ok(());
         };
@@ -39,7 +39,7 @@ impl Node {
         let (facts, mut size) = (file.facts(), 0);
         match format_of(spec, path, file.backing())? {
             Format::Raw => size = file.raw_size(path)?,
-            Format::Qcow2 => drop(names_of(Arc::new(file), path, places)?),
+            Format::Qcow2 => drop(files_named_by(Arc::new(file), path, context)?),
         }
         let facts = facts.with_blocks(spec.logical_block, spec.physical_block, size);
         facts.map(drop).map_err(|e| NodeError::Blocks(filename, e))
@@ -50,7 +50,7 @@ impl Node {
     /// # Errors
     /// Somebody else has one that conflicts.
     pub fn check_lock(&self, spec: &DiskSpec) -> Result<(), NodeError> {
-        let Some(file) = self.is_here().then(|| self.file()).flatten() else {
+        let Some(file) = self.is_acquired().then(|| self.file()).flatten() else {
             return Ok(());
         };
         match spec.lock == Lock::Always && file.facts().read_only && !spec.read_only {
@@ -93,20 +93,20 @@ impl Node {
     }
 
     /// Whether it has this file or device open, as its own or as one that it builds on, and whether only to read it.
-    pub fn uses(&self, there: Identity) -> Option<Use> {
-        let content = self.content();
-        let mut files = content.file.iter().chain(&content.files);
+    pub fn uses(&self, there: Identity) -> Option<FileUse> {
+        let state = self.state();
+        let mut files = state.file.iter().chain(&state.files);
         let file = files.find(|file| file.identity() == there)?;
         Some(match file.facts().read_only {
-            true => Use::Read,
-            false => Use::Write,
+            true => FileUse::Read,
+            false => FileUse::Write,
         })
     }
 
     /// All files that it has open.
     pub fn files(&self) -> Vec<Identity> {
-        let content = self.content();
-        let files = content.file.iter().chain(&content.files);
+        let state = self.state();
+        let files = state.file.iter().chain(&state.files);
         files.map(|file| file.identity()).collect()
     }
 
@@ -122,15 +122,11 @@ impl Node {
     pub fn at(&self, spec: DiskSpec, path: &Path) -> Result<Self, NodeError> {
         let filename = path.display().to_string();
         let (image, file, files) = {
-            let content = self.content();
-            (
-                content.image.clone(),
-                content.file.clone(),
-                content.files.clone(),
-            )
+            let state = self.state();
+            (state.image.clone(), state.file.clone(), state.files.clone())
         };
         if let (Some(Image::Chain(_)), Some(file)) = (image, file) {
-            let named = names_of(file, path, &self.places)
+            let named = files_named_by(file, path, &self.context)
                 .map_err(|e| NodeError::Elsewhere(filename.clone(), format!(" ({e})")))?;
             if !named
                 .into_iter()
@@ -152,7 +148,11 @@ impl Node {
 }
 
 /// The files to which an image leads from a path, in the order in which an opened one has them.
-fn names_of(file: Arc<DiskFile>, path: &Path, places: &Places) -> Result<Vec<Identity>, NodeError> {
+fn files_named_by(
+    file: Arc<DiskFile>,
+    path: &Path,
+    context: &OpenContext,
+) -> Result<Vec<Identity>, NodeError> {
     let allow = |e| NodeError::Allow(path.display().to_string(), e);
     let flushes = false;
     let top = TopFile {
@@ -160,7 +160,7 @@ fn names_of(file: Arc<DiskFile>, path: &Path, places: &Places) -> Result<Vec<Ide
         path: &std::path::absolute(path).map_err(allow)?,
         format: LayerFormat::Qcow2,
     };
-    let directories = places
+    let directories = context
         .allow_backing
         .allowed_directories(path)
         .map_err(allow)?;
@@ -170,7 +170,7 @@ fn names_of(file: Arc<DiskFile>, path: &Path, places: &Places) -> Result<Vec<Ide
 }
 
 /// A file that was taken over need not be where it was opened.
-pub(super) fn tell_if_renamed(disk: &str, path: &Path, file: &DiskFile) {
+pub(super) fn warn_if_renamed(disk: &str, path: &Path, file: &DiskFile) {
     if !path.exists() {
         let now = match file.path_now() {
             None if file.backing() == Backing::BlockDevice => format!(

@@ -14,9 +14,9 @@ impl Node {
     ///
     /// # Errors
     /// It could not be written.
-    pub fn settle(&self) -> io::Result<()> {
-        let _turn = self.turn();
-        let image = self.content().image.clone();
+    pub fn flush_metadata(&self) -> io::Result<()> {
+        let _changes = self.lock_changes();
+        let image = self.state().image.clone();
         match image {
             Some(Image::Chain(chain)) => chain
                 .flush_for_handover()
@@ -34,8 +34,8 @@ impl Node {
             return Ok(());
         }
         let (file, files) = {
-            let content = self.content();
-            (content.file.clone(), content.files.clone())
+            let state = self.state();
+            (state.file.clone(), state.files.clone())
         };
         let mut files = file.iter().chain(&files);
         let synced = files.try_for_each(|file| file.sync());
@@ -47,9 +47,9 @@ impl Node {
     ///
     /// # Errors
     /// It could not be written, and the image is no less sound for that.
-    pub(super) fn end(&self) -> io::Result<()> {
-        let _turn = self.turn();
-        let image = self.content().image.clone();
+    pub(super) fn write_clean_state(&self) -> io::Result<()> {
+        let _changes = self.lock_changes();
+        let image = self.state().image.clone();
         match image.as_ref().and_then(Image::chain) {
             Some(chain) if !self.facts.read_only => chain.close().map_err(io::Error::other),
             _ => Ok(()),
@@ -62,16 +62,16 @@ impl Node {
     /// # Errors
     /// It could not be made durable.
     pub fn sync(&self) -> io::Result<()> {
-        let _turn = self.turn();
+        let _changes = self.lock_changes();
         let (image, file, last) = {
-            let content = self.content();
-            let users = match &content.image {
+            let state = self.state();
+            let users = match &state.image {
                 Some(Image::Chain(chain)) => Arc::strong_count(chain),
                 _ => 1,
             };
             // Neither a disk has it, nor a node above or below.
             let last = users == 1 && Arc::strong_count(&self.shared) == 1;
-            (content.image.clone(), content.file.clone(), last)
+            (state.image.clone(), state.file.clone(), last)
         };
         let Some(image) = image else {
             return Ok(());
@@ -99,10 +99,10 @@ impl Node {
         let error = error.get_ref()?.downcast_ref::<ImageError>()?;
         // Another error may have cost data.
         let is_space = !error.is_permanent() && block::is_no_space(error.errno());
-        let content = self.content();
-        let image = content.image.as_ref()?.chain()?.image()?;
+        let state = self.state();
+        let image = state.image.as_ref()?.chain()?.image()?;
         match is_space && image.is_journaled() {
-            true => content.journal.clone(),
+            true => state.journal.clone(),
             false => None,
         }
     }
@@ -113,12 +113,12 @@ impl Node {
     /// # Errors
     /// The image is not closed, and no less sound for that. The locks are given up all the same.
     pub fn close(&self) -> io::Result<()> {
-        let _turn = self.turn();
+        let _changes = self.lock_changes();
         let (image, files) = {
-            let mut content = self.content();
-            let mut files: Vec<_> = content.files.drain(..).collect();
-            files.extend(content.file.take());
-            (content.image.take(), files)
+            let mut state = self.state();
+            let mut files: Vec<_> = state.files.drain(..).collect();
+            files.extend(state.file.take());
+            (state.image.take(), files)
         };
         let closed = match image {
             Some(image) if !self.facts.read_only => self.close_image(&image, &[]),
@@ -135,7 +135,7 @@ impl Node {
             chain.close().map_err(io::Error::other)?;
         }
         files.iter().try_for_each(|file| file.sync())?;
-        let journal = self.content().journal.take();
+        let journal = self.state().journal.take();
         // One that has something in it is that of another image, or of an image that could not be closed.
         if let Some(path) = journal.filter(|path| path.metadata().is_ok_and(|m| m.len() == 0)) {
             // What stays does no harm: the image knows that it is not its journal.
