@@ -5,15 +5,15 @@
 mod engine;
 mod facts;
 mod limits;
+mod options;
 mod request;
 mod throttle;
 mod units;
-mod words;
 
 pub use engine::{Completion, Engine, FileId, Op, Remote, Segment, Token};
 pub use facts::{Backing, BlockSizeError, DiskFacts};
-pub use limits::{explain, explain_thread, is_no_space, is_open_files};
+pub use limits::{explain, explain_thread, is_no_space, is_out_of_descriptors};
+pub use options::{Aio, CacheMode, DetectZeroes, Discard, OnError};
 pub use request::Request;
 pub use throttle::{Rate, ThrottleError, ThrottleLimits};
 pub use units::{DiskOffset, FileOffset, SECTOR_BYTES, Sector, format_size, parse_size};
-pub use words::{Aio, CacheMode, DetectZeroes, Discard, OnError};

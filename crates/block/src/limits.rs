@@ -42,7 +42,7 @@ pub fn explain_thread(error: &io::Error) -> String {
 }
 
 /// Whether the process or the host has reached its limit of open files.
-pub fn is_open_files(error: &io::Error) -> bool {
+pub fn is_out_of_descriptors(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(EMFILE | ENFILE))
 }
 

@@ -84,7 +84,7 @@ impl ThrottleLimits {
     };
 
     /// Whether any limit is set.
-    pub fn any(&self) -> bool {
+    pub fn is_limited(&self) -> bool {
         self.rates().iter().any(|(_, rate)| rate.average > 0)
     }
 

@@ -15,7 +15,7 @@ pub use throttle::*;
 use serde_json::{Map, Value, json};
 
 use crate::error::excerpt;
-use crate::qapi::{At, Qapi, Schema};
+use crate::qapi::{ArgumentPath, Qapi, Schema};
 use crate::replies::{BlockDeviceInfo, BlockExportInfo, BlockStats, IoThreadInfo, VersionInfo};
 use crate::{CommandError, ErrorClass};
 
@@ -40,7 +40,7 @@ macro_rules! commands {
             /// No command has this name, or its arguments are wrong.
             pub fn parse(name: &str, arguments: Map<String, Value>) -> Result<Self, CommandError> {
                 match name {
-                    $($word => <$arguments>::from_json(arguments.into(), &At::ARGUMENTS).map(Self::$name),)+
+                    $($word => <$arguments>::from_json(arguments.into(), &ArgumentPath::ARGUMENTS).map(Self::$name),)+
                     _ => Err(unknown(name)),
                 }
             }
@@ -64,7 +64,7 @@ macro_rules! commands {
             name: $word,
             arguments: <$arguments as Qapi>::describe,
             reply: <$reply as Qapi>::describe,
-            check: |reply| <$reply as Qapi>::from_json(reply.clone(), &At::ARGUMENTS).map(drop),
+            check: |reply| <$reply as Qapi>::from_json(reply.clone(), &ArgumentPath::ARGUMENTS).map(drop),
         }),+];
     };
 }

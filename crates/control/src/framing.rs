@@ -42,11 +42,11 @@ pub struct Framer {
     /// The brackets that are open, the innermost last.
     open: Vec<u8>,
     tokens: usize,
-    state: State,
+    state: LexerState,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum State {
+enum LexerState {
     /// Between values of an object or an array, or between messages.
     Between,
     String,
@@ -89,7 +89,7 @@ impl Framer {
             message: Vec::new(),
             open: Vec::new(),
             tokens: 0,
-            state: State::Between,
+            state: LexerState::Between,
         }
     }
 
@@ -99,7 +99,7 @@ impl Framer {
     /// The bytes are not a message. The next call continues after them.
     pub fn next(&mut self, input: &mut &[u8]) -> Option<Result<Vec<u8>, FramingError>> {
         while let Some((&byte, rest)) = input.split_first() {
-            if self.state == State::Word && ends_word(byte) {
+            if self.state == LexerState::Word && ends_word(byte) {
                 return Some(Ok(self.finish())); // the byte belongs to the next message
             }
             *input = rest;
@@ -113,7 +113,7 @@ impl Framer {
                         FramingError::TooLong(_) | FramingError::TooDeep | FramingError::TooMany(_)
                     );
                     if is_limit {
-                        self.state = State::Skipping;
+                        self.state = LexerState::Skipping;
                     }
                     return Some(Err(error));
                 }
@@ -133,13 +133,13 @@ impl Framer {
             return Err(FramingError::Reset);
         }
         match self.state {
-            State::Skipping => {
+            LexerState::Skipping => {
                 if byte.is_ascii_control() {
-                    self.state = State::Between;
+                    self.state = LexerState::Between;
                 }
                 return Ok(false);
             }
-            State::Between if byte.is_ascii_whitespace() && self.message.is_empty() => {
+            LexerState::Between if byte.is_ascii_whitespace() && self.message.is_empty() => {
                 return Ok(false);
             }
             _ if self.message.len() == self.limits.bytes => {
@@ -148,15 +148,15 @@ impl Framer {
             _ => self.message.push(byte),
         }
         match (self.state, byte) {
-            (State::Escape, _) => self.state = State::String,
-            (State::String, b'\\') => self.state = State::Escape,
-            (State::String, b'"') => {
-                self.state = State::Between;
+            (LexerState::Escape, _) => self.state = LexerState::String,
+            (LexerState::String, b'\\') => self.state = LexerState::Escape,
+            (LexerState::String, b'"') => {
+                self.state = LexerState::Between;
                 return Ok(self.open.is_empty());
             }
-            (State::String, byte) if byte < 0x20 => return Err(FramingError::Control(byte)),
-            (State::String, _) | (State::Word, _) => {}
-            (_, b'"') => self.state = State::String,
+            (LexerState::String, byte) if byte < 0x20 => return Err(FramingError::Control(byte)),
+            (LexerState::String, _) | (LexerState::Word, _) => {}
+            (_, b'"') => self.state = LexerState::String,
             (_, b'{' | b'[') => {
                 if self.open.len() == DEPTH_MAX {
                     return Err(FramingError::TooDeep);
@@ -173,7 +173,7 @@ impl Framer {
             }
             (_, b',' | b':') if self.open.is_empty() => return Ok(true), // not a value; the parser reports it
             (_, b',' | b':') => self.count()?,
-            _ if self.open.is_empty() => self.state = State::Word,
+            _ if self.open.is_empty() => self.state = LexerState::Word,
             _ => {}
         }
         Ok(false)
@@ -191,7 +191,7 @@ impl Framer {
     fn finish(&mut self) -> Vec<u8> {
         self.open.clear();
         self.tokens = 0;
-        self.state = State::Between;
+        self.state = LexerState::Between;
         std::mem::take(&mut self.message)
     }
 }

@@ -28,7 +28,7 @@ pub use events::{
     EventHub, IoOperationType, Pending, Subscription, TooManySessions,
 };
 pub use framing::{Framer, FramingError, Limits};
-pub use qapi::{At, Id, Qapi, Schema};
+pub use qapi::{ArgumentPath, Id, Qapi, Schema};
 pub use replies::*;
 pub use serve::{refuse, serve, serve_socket};
 pub use session::{Handler, Session};

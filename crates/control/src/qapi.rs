@@ -25,7 +25,7 @@ pub trait Qapi: Sized {
     ///
     /// # Errors
     /// The value has another type, lacks a member, has an unknown member, or is out of range.
-    fn from_json(value: Value, at: &At<'_>) -> Result<Self, CommandError>;
+    fn from_json(value: Value, at: &ArgumentPath<'_>) -> Result<Self, CommandError>;
 
     /// Converts the value to the JSON that is sent.
     fn to_json(&self) -> Value;
@@ -68,22 +68,22 @@ pub trait Member: Sized {
 }
 
 /// The position of a value in the arguments of a command: `file.cache.direct`, `iothread[1]`.
-pub struct At<'a> {
-    parent: Option<&'a At<'a>>,
-    place: Place<'a>,
+pub struct ArgumentPath<'a> {
+    parent: Option<&'a ArgumentPath<'a>>,
+    element: PathElement<'a>,
 }
 
-enum Place<'a> {
+enum PathElement<'a> {
     Arguments,
     Member(&'a str),
     Element(usize),
 }
 
-impl At<'_> {
+impl ArgumentPath<'_> {
     /// The position of the arguments as a whole.
-    pub const ARGUMENTS: At<'static> = At {
+    pub const ARGUMENTS: ArgumentPath<'static> = ArgumentPath {
         parent: None,
-        place: Place::Arguments,
+        element: PathElement::Arguments,
     };
 
     /// The error for a value of another type.
@@ -99,19 +99,19 @@ impl At<'_> {
     }
 }
 
-impl fmt::Display for At<'_> {
+impl fmt::Display for ArgumentPath<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parent = self
             .parent
-            .filter(|at| !matches!(at.place, Place::Arguments));
+            .filter(|at| !matches!(at.element, PathElement::Arguments));
         if let Some(parent) = parent {
             parent.fmt(f)?;
         }
-        match self.place {
-            Place::Arguments => f.write_str("arguments"),
-            Place::Member(name) if parent.is_some() => write!(f, ".{name}"),
-            Place::Member(name) => f.write_str(name),
-            Place::Element(index) => write!(f, "[{index}]"),
+        match self.element {
+            PathElement::Arguments => f.write_str("arguments"),
+            PathElement::Member(name) if parent.is_some() => write!(f, ".{name}"),
+            PathElement::Member(name) => f.write_str(name),
+            PathElement::Element(index) => write!(f, "[{index}]"),
         }
     }
 }
@@ -119,7 +119,7 @@ impl fmt::Display for At<'_> {
 /// The members of an object that have not been taken yet.
 pub struct Fields<'a> {
     left: Map<String, Value>,
-    at: &'a At<'a>,
+    at: &'a ArgumentPath<'a>,
 }
 
 impl<'a> Fields<'a> {
@@ -127,7 +127,7 @@ impl<'a> Fields<'a> {
     ///
     /// # Errors
     /// The value is not an object.
-    pub fn open(value: Value, at: &'a At<'a>) -> Result<Self, CommandError> {
+    pub fn open(value: Value, at: &'a ArgumentPath<'a>) -> Result<Self, CommandError> {
         match value {
             Value::Object(left) => Ok(Self { left, at }),
             _ => Err(at.expected("object")),
@@ -135,7 +135,7 @@ impl<'a> Fields<'a> {
     }
 
     /// The position of the object.
-    pub fn at(&self) -> &At<'a> {
+    pub fn at(&self) -> &ArgumentPath<'a> {
         self.at
     }
 
@@ -187,15 +187,19 @@ impl<'a> Fields<'a> {
     }
 }
 
-fn member<'a>(parent: &'a At<'a>, name: &'a str) -> At<'a> {
-    At {
+fn member<'a>(parent: &'a ArgumentPath<'a>, name: &'a str) -> ArgumentPath<'a> {
+    ArgumentPath {
         parent: Some(parent),
-        place: Place::Member(name),
+        element: PathElement::Member(name),
     }
 }
 
 /// The index of `word` in `words`, or the error for a value that is not allowed.
-pub fn word_index(word: &str, words: &[&'static str], at: &At<'_>) -> Result<usize, CommandError> {
+pub fn word_index(
+    word: &str,
+    words: &[&'static str],
+    at: &ArgumentPath<'_>,
+) -> Result<usize, CommandError> {
     words
         .iter()
         .position(|known| *known == word)
@@ -213,7 +217,7 @@ impl<T: Record> Qapi for T {
         schema.define_record::<T>()
     }
 
-    fn from_json(value: Value, at: &At<'_>) -> Result<Self, CommandError> {
+    fn from_json(value: Value, at: &ArgumentPath<'_>) -> Result<Self, CommandError> {
         let mut fields = Fields::open(value, at)?;
         let record = T::take_members(&mut fields)?;
         fields.close()?;

@@ -5,7 +5,7 @@ use crate::error::excerpt;
 use crate::events;
 use crate::framing::{Framer, Limits};
 use crate::json;
-use crate::qapi::{At, Qapi, Schema};
+use crate::qapi::{ArgumentPath, Qapi, Schema};
 use crate::replies::{VersionInfo, VersionTriple};
 use crate::{CommandError, ErrorClass};
 
@@ -136,7 +136,7 @@ impl Session {
     }
 
     fn negotiate(&mut self, arguments: Map<String, Value>) -> Result<Value, CommandError> {
-        let wanted = QmpCapabilities::from_json(arguments.into(), &At::ARGUMENTS)?.enable;
+        let wanted = QmpCapabilities::from_json(arguments.into(), &ArgumentPath::ARGUMENTS)?.enable;
         if let Some(QmpCapability::Oob) = wanted.unwrap_or_default().first() {
             let problem = "Capability 'oob' is not offered; the greeting lists those that are";
             return Err(CommandError::generic(problem));
@@ -151,7 +151,7 @@ fn wrong(member: &str, expected: &str) -> CommandError {
 }
 
 fn without_arguments(arguments: Map<String, Value>) -> Result<(), CommandError> {
-    commands::Empty::from_json(arguments.into(), &At::ARGUMENTS).map(drop)
+    commands::Empty::from_json(arguments.into(), &ArgumentPath::ARGUMENTS).map(drop)
 }
 
 /// The reply to `query-commands`.

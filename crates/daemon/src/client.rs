@@ -346,7 +346,7 @@ pub fn throttle(args: &ThrottleArgs) -> CommandResult {
         group: group.map(str::to_owned),
     });
     let reply = args.connection.open()?.execute(&command)?;
-    let text = match (limits.any(), group) {
+    let text = match (limits.is_limited(), group) {
         (false, None) => format!("disk {} has no limits", args.name),
         (_, None) => format!("disk {} is limited", args.name),
         (_, Some(group)) => format!("disk {} is in group {group}", args.name),

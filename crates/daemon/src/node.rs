@@ -152,8 +152,8 @@ impl Node {
         let mut rbd = None;
         // Readers do each other no harm.
         let mut locking = match spec.lock {
-            Lock::Running if !spec.read_only => Locking::Later,
-            _ if context.inherited.is_released(&spec.name) => Locking::Later,
+            Lock::Running if !spec.read_only => Locking::None,
+            _ if context.inherited.is_released(&spec.name) => Locking::None,
             _ => Locking::Now,
         };
         let (image, file, facts, size, filename) = match &spec.file {
@@ -169,7 +169,7 @@ impl Node {
                 (Image::Null, None, facts, *size, filename)
             }
             FileSpec::Rbd(location) => {
-                let image = RbdImage::open(rbd::Open {
+                let image = RbdImage::open(rbd::OpenOptions {
                     location: (**location).clone(),
                     cache: spec.cache,
                     read_only: spec.read_only,
@@ -230,7 +230,7 @@ impl Node {
             None => None,
         };
         let depth = image.chain().map_or(0, |chain| chain.depth() - 1);
-        let away = file.is_some() && locking == Locking::Later;
+        let away = file.is_some() && locking == Locking::None;
         if away {
             info!(
                 "disk {}: lock=running: it is locked when a VM starts on it",
@@ -628,7 +628,7 @@ fn open_chain(
     ours: &[Identity],
 ) -> Result<OpenedChain, NodeError> {
     // Who has no lock only looks.
-    let read_only = spec.read_only || locking == Locking::Later;
+    let read_only = spec.read_only || locking == Locking::None;
     let filename = || path.display().to_string();
     let directories = context
         .allow_backing
@@ -687,7 +687,7 @@ fn open_chain(
         // What is looked at only is opened again, with its journal, before it is written; and what this process writes to
         // has one that is being written.
         let is_top = Arc::ptr_eq(file, &files[0]);
-        let opened_again = is_top && locking == Locking::Later && !spec.read_only;
+        let opened_again = is_top && locking == Locking::None && !spec.read_only;
         if !opened_again && !ours.contains(&file.identity()) {
             let looked = context.journals.look_for(&spec.name, file);
             looked.map_err(|e| NodeError::Journal(filename(), e))?;

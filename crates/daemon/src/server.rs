@@ -695,7 +695,7 @@ impl ServerState {
             FileSpec::Rbd(location) => {
                 let mut entries = self.nodes.values();
                 let both_read = |node: &Node| node.spec.read_only && spec.read_only;
-                let same = |node: &Node| matches!(&node.spec.file, FileSpec::Rbd(l) if l.same_image(location));
+                let same = |node: &Node| matches!(&node.spec.file, FileSpec::Rbd(l) if l.is_same_image(location));
                 return match entries.find(|e| same(&e.node) && !both_read(&e.node)) {
                     Some(entry) => {
                         let name = entry.node.name().to_owned();

@@ -367,7 +367,7 @@ impl Admission {
     }
 
     fn changed(&self, state: &AdmissionState) {
-        let any = state.own.limits().any() || state.group.is_some() || self.is_stopped();
+        let any = state.own.limits().is_limited() || state.group.is_some() || self.is_stopped();
         self.limits_any.store(any, Ordering::Relaxed);
     }
 

@@ -35,23 +35,23 @@ pub(crate) struct Target {
 /// An operation for a pool thread.
 pub(crate) struct Job {
     target: Arc<Target>,
-    work: Work,
+    operation: Operation,
     token: Token,
 }
 
 /// A pool of threads that make blocking system calls for an engine.
-pub(crate) struct Blocking {
-    shared: Arc<Shared>,
+pub(crate) struct BlockingPool {
+    shared: Arc<PoolShared>,
     /// Operations that the next [`push`](Self::push) hands to the threads.
     queued: Vec<Job>,
     /// Operations that were started and not collected.
     pending: usize,
 }
 
-impl Blocking {
+impl BlockingPool {
     pub fn new() -> io::Result<Self> {
         Ok(Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(PoolShared {
                 state: Mutex::default(),
                 work: Condvar::new(),
                 done: AtomicUsize::new(0),
@@ -77,7 +77,7 @@ impl Blocking {
     #[inline]
     pub fn push(&mut self) {
         if !self.queued.is_empty() {
-            self.hand_over();
+            self.submit();
         }
     }
 
@@ -106,7 +106,7 @@ impl Blocking {
         self.pending -= n;
     }
 
-    fn hand_over(&mut self) {
+    fn submit(&mut self) {
         let mut state = self.shared.lock();
         state.jobs.extend(self.queued.drain(..));
         let jobs = state.jobs.len();
@@ -119,7 +119,7 @@ impl Blocking {
             let shared = self.shared.clone();
             let thread = thread::Builder::new().name("blocking".into());
             if thread.spawn(move || shared.work()).is_err() {
-                self.do_without(start);
+                self.run_without_threads(start);
                 break;
             }
         }
@@ -128,7 +128,7 @@ impl Blocking {
     /// Called when no thread can be started. If the pool has no thread at all, the calling thread performs
     /// the jobs: late, but they complete.
     #[cold]
-    fn do_without(&self, start: usize) {
+    fn run_without_threads(&self, start: usize) {
         let mut state = self.shared.lock();
         state.threads -= start;
         if state.threads == 0 {
@@ -136,14 +136,14 @@ impl Blocking {
             drop(state);
             for job in jobs {
                 let mut state = self.shared.lock();
-                self.shared.leave(&mut state, job.run());
+                self.shared.store(&mut state, job.run());
             }
             self.shared.signal();
         }
     }
 }
 
-impl Drop for Blocking {
+impl Drop for BlockingPool {
     /// The threads end after they have performed all operations that were handed over.
     fn drop(&mut self) {
         self.shared.lock().closed = true;
@@ -151,8 +151,8 @@ impl Drop for Blocking {
     }
 }
 
-struct Shared {
-    state: Mutex<State>,
+struct PoolShared {
+    state: Mutex<PoolState>,
     /// Signalled when there are jobs.
     work: Condvar,
     /// Length of `state.done`, so that it can be read without the lock.
@@ -161,7 +161,7 @@ struct Shared {
 }
 
 #[derive(Default)]
-struct State {
+struct PoolState {
     jobs: VecDeque<Job>,
     done: Vec<Completion>,
     threads: usize,
@@ -169,8 +169,8 @@ struct State {
     closed: bool,
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl PoolShared {
+    fn lock(&self) -> MutexGuard<'_, PoolState> {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
@@ -200,13 +200,13 @@ impl Shared {
     fn exchange(&self, done: Option<Completion>) -> (Option<Job>, bool) {
         let mut state = self.lock();
         let signal = match done {
-            Some(done) => self.leave(&mut state, done),
+            Some(done) => self.store(&mut state, done),
             None => false,
         };
         (state.jobs.pop_front(), signal)
     }
 
-    fn leave(&self, state: &mut State, done: Completion) -> bool {
+    fn store(&self, state: &mut PoolState, done: Completion) -> bool {
         state.done.push(done);
         self.done.store(state.done.len(), Ordering::Release);
         state.done.len() == 1
@@ -237,16 +237,16 @@ impl Shared {
 }
 
 /// An [`Op`] without its lifetime; the submitter guarantees that its memory stays valid.
-enum Work {
-    Read(FileOffset, List),
-    Write(FileOffset, List, bool),
+enum Operation {
+    Read(FileOffset, SegmentList),
+    Write(FileOffset, SegmentList, bool),
     Flush,
     Discard(FileOffset, u64, bool),
     WriteZeroes(FileOffset, u64, bool, bool),
 }
 
 /// Segments of an operation: a single one by value, a longer list by its address.
-enum List {
+enum SegmentList {
     One(Segment),
     Many(*const Segment, usize),
 }
@@ -254,7 +254,7 @@ enum List {
 // SAFETY: the creator of a job guarantees that the list and the memory it names stay valid until the job's
 // completion has been reaped, on whichever thread the job runs.
 #[expect(unsafe_code, reason = "a raw pointer goes to another thread")]
-unsafe impl Send for List {}
+unsafe impl Send for SegmentList {}
 
 impl Job {
     /// An operation on a file.
@@ -266,21 +266,21 @@ impl Job {
         reason = "the caller promises that the memory stays valid"
     )]
     pub unsafe fn new(target: Arc<Target>, op: Op<'_>, token: Token) -> Self {
-        let work = match op {
-            Op::Read { at, to } => Work::Read(at, List::new(to)),
-            Op::Write { at, from, stable } => Work::Write(at, List::new(from), stable),
-            Op::Flush => Work::Flush,
-            Op::Discard { at, len, stable } => Work::Discard(at, len, stable),
+        let operation = match op {
+            Op::Read { at, to } => Operation::Read(at, SegmentList::new(to)),
+            Op::Write { at, from, stable } => Operation::Write(at, SegmentList::new(from), stable),
+            Op::Flush => Operation::Flush,
+            Op::Discard { at, len, stable } => Operation::Discard(at, len, stable),
             Op::WriteZeroes {
                 at,
                 len,
                 unmap,
                 stable,
-            } => Work::WriteZeroes(at, len, unmap, stable),
+            } => Operation::WriteZeroes(at, len, unmap, stable),
         };
         Self {
             target,
-            work,
+            operation,
             token,
         }
     }
@@ -292,16 +292,16 @@ impl Job {
             false => Ok(()),
         };
         let range = |at, len| Range { target, at, len };
-        let result = match self.work {
-            Work::Read(at, ref list) => list.transfer(target.file.as_raw_fd(), at, None),
-            Work::Write(at, ref list, stable) => {
+        let result = match self.operation {
+            Operation::Read(at, ref list) => list.transfer(target.file.as_raw_fd(), at, None),
+            Operation::Write(at, ref list, stable) => {
                 list.transfer(target.file.as_raw_fd(), at, Some(stable))
             }
-            Work::Flush => sync(true).map(|()| 0),
-            Work::Discard(at, len, stable) => ranges::discard(&range(at, len))
+            Operation::Flush => sync(true).map(|()| 0),
+            Operation::Discard(at, len, stable) => ranges::discard(&range(at, len))
                 .and_then(|()| sync(stable))
                 .map(|()| 0),
-            Work::WriteZeroes(at, len, unmap, stable) => {
+            Operation::WriteZeroes(at, len, unmap, stable) => {
                 ranges::write_zeroes(&range(at, len), unmap)
                     .and_then(|()| sync(stable))
                     .map(|()| 0)
@@ -314,7 +314,7 @@ impl Job {
     }
 }
 
-impl List {
+impl SegmentList {
     fn new(segments: &[Segment]) -> Self {
         match segments {
             [one] => Self::One(*one),

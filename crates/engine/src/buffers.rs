@@ -59,8 +59,8 @@ impl Buffers {
         reason = "the caller promises that the memory stays as it is"
     )]
     unsafe fn add_piece(&mut self, ring: &Submitter<'_>, memory: Segment) -> io::Result<()> {
-        let place = self.list.partition_point(|b| b.memory.addr < memory.addr);
-        if let Some(there) = self.list.get_mut(place)
+        let position = self.list.partition_point(|b| b.memory.addr < memory.addr);
+        if let Some(there) = self.list.get_mut(position)
             && there.memory == memory
         {
             there.users += 1;
@@ -83,7 +83,7 @@ impl Buffers {
             entry,
             users: 1,
         };
-        self.list.insert(place, buffer);
+        self.list.insert(position, buffer);
         Ok(())
     }
 
@@ -92,12 +92,12 @@ impl Buffers {
     }
 
     fn remove_piece(&mut self, ring: &Submitter<'_>, memory: Segment) {
-        let Some(place) = self.list.iter().position(|b| b.memory == memory) else {
+        let Some(position) = self.list.iter().position(|b| b.memory == memory) else {
             return;
         };
-        self.list[place].users -= 1;
-        if self.list[place].users == 0 {
-            let entry = self.list.remove(place).entry;
+        self.list[position].users -= 1;
+        if self.list[position].users == 0 {
+            let entry = self.list.remove(position).entry;
             let none = libc::iovec {
                 iov_base: ptr::null_mut(),
                 iov_len: 0,

@@ -10,7 +10,7 @@ use rustix::fs::{OFlags, fcntl_getfl, fstat, fstatfs, major, minor};
 use thiserror::Error;
 
 use crate::inline::Inline;
-use crate::native::{Native, NativeError};
+use crate::linux_aio::{LinuxAio, LinuxAioError};
 use crate::uring::{Uring, UringError};
 
 /// The I/O methods that work in this process.
@@ -19,7 +19,7 @@ pub struct Support {
     /// Success, or why io_uring is not available.
     pub io_uring: Result<(), UringError>,
     /// Success, or why Linux AIO is not available.
-    pub native: Result<(), NativeError>,
+    pub linux_aio: Result<(), LinuxAioError>,
 }
 
 impl Support {
@@ -33,8 +33,8 @@ impl Support {
         }
         let found = Arc::new(Self::probe());
         let no_ring = found.io_uring.as_ref().is_err_and(UringError::is_limit);
-        let no_native = found.native.as_ref().is_err_and(NativeError::is_limit);
-        if !no_ring && !no_native {
+        let no_linux_aio = found.linux_aio.as_ref().is_err_and(LinuxAioError::is_limit);
+        if !no_ring && !no_linux_aio {
             *here = Some(found.clone());
         }
         found
@@ -44,7 +44,7 @@ impl Support {
     pub fn probe() -> Self {
         Self {
             io_uring: Uring::new().map(drop),
-            native: Native::new().map(drop),
+            linux_aio: LinuxAio::new().map(drop),
         }
     }
 }
@@ -114,7 +114,7 @@ pub fn choose(
             Err(e) => Err(ChoiceError::IoUring(e.to_string())),
         },
         Aio::Native if !direct => Err(ChoiceError::Buffered),
-        Aio::Native => match &support.native {
+        Aio::Native => match &support.linux_aio {
             Ok(()) => {
                 let what = what_in(in_memory(file, backing));
                 choice(wanted, format!("asked for; {what}"))
@@ -133,7 +133,7 @@ pub fn choose(
                 return Err(ChoiceError::Limit(no_ring.to_string()));
             }
             let no_ring = no_ring.cause();
-            match &support.native {
+            match &support.linux_aio {
                 _ if in_memory => choice(Aio::Threads, format!("{what}; {no_ring}")),
                 Ok(()) if direct => choice(Aio::Native, format!("{what}; {no_ring}")),
                 Err(e) if direct => choice(Aio::Threads, format!("{what}; {no_ring}, and {e}")),
@@ -145,7 +145,7 @@ pub fn choose(
 
 /// Whether the I/O thread itself should perform the file's operations, by plain system calls.
 fn in_memory(file: BorrowedFd<'_>, backing: Backing) -> bool {
-    !matches!(Inline::probe(file, backing), Inline::NoNeed)
+    !matches!(Inline::probe(file, backing), Inline::Off)
 }
 
 /// Describes a file, for example "O_DIRECT file on ext4".

@@ -54,7 +54,7 @@ impl Identity {
     ///
     /// # Errors
     /// The kernel does not return the file's metadata.
-    pub fn of_open(file: impl AsFd) -> io::Result<Self> {
+    pub fn of_fd(file: impl AsFd) -> io::Result<Self> {
         let file = File::from(file.as_fd().try_clone_to_owned()?);
         Ok(Self::of(&file.metadata()?))
     }
@@ -71,7 +71,7 @@ pub enum Locking {
     /// release it. When it does, no other process can obtain a write lock.
     Handover,
     /// Not at all: the file is only inspected, and another process may be writing to it.
-    Later,
+    None,
 }
 
 /// Why a file cannot be served. Each message says what to do next.
@@ -150,14 +150,14 @@ impl DiskFile {
     /// # Errors
     /// The file cannot be served as requested; the error gives the cause and the next step.
     pub fn open(path: &Path, cache: CacheMode, read_only: bool) -> Result<Self, OpenError> {
-        Self::open_and(path, cache, read_only, Locking::Now)
+        Self::open_with(path, cache, read_only, Locking::Now)
     }
 
     /// Opens a file or block device of any size, and locks it as `locking` says.
     ///
     /// # Errors
     /// As for [`open`](Self::open).
-    pub fn open_and(
+    pub fn open_with(
         path: &Path,
         cache: CacheMode,
         read_only: bool,
@@ -237,7 +237,7 @@ impl DiskFile {
         let locked = match locking {
             Locking::Now => lock_patiently(&file, &name, !read_only),
             Locking::Handover => lock::share(file.as_fd()).map(|()| true),
-            Locking::Held | Locking::Later => Ok(true),
+            Locking::Held | Locking::None => Ok(true),
         };
         match locked {
             Ok(true) => {}
@@ -250,7 +250,7 @@ impl DiskFile {
             Backing::BlockDevice => device_facts(&file, cache, read_only),
         }
         .map_err(|e| OpenError::Io(name.clone(), "find out its block size", e))?;
-        let identity = Identity::of_open(&file);
+        let identity = Identity::of_fd(&file);
         let identity = identity.map_err(|e| OpenError::Io(name, "find out which it is", e))?;
         Ok(Self {
             file: Arc::new(file.into()),
@@ -273,7 +273,7 @@ impl DiskFile {
     /// # Errors
     /// The kernel refuses.
     pub fn unlock(&self) -> io::Result<()> {
-        self.forget_cached();
+        self.drop_cached();
         match lock::release(self.file.as_fd()) {
             // The file system has no locks; a log line has already said so.
             Err(e) if e.raw_os_error() == Some(libc::ENOLCK) => Ok(()),
@@ -300,7 +300,7 @@ impl DiskFile {
 
     /// Drops the file's pages from the page cache, so that data written on another host is read again. This
     /// host's page cache is not notified of such writes.
-    pub fn forget_cached(&self) {
+    pub fn drop_cached(&self) {
         if self.cached {
             let _ = rustix::fs::fadvise(&self.file, 0, None, rustix::fs::Advice::DontNeed);
         }
@@ -348,7 +348,7 @@ impl DiskFile {
 
     /// A current path of the file, if the kernel knows one; it may differ from the path at which it was
     /// opened.
-    pub fn path_now(&self) -> Option<PathBuf> {
+    pub fn current_path(&self) -> Option<PathBuf> {
         let path = fs::read_link(format!("/proc/self/fd/{}", self.file.as_raw_fd())).ok()?;
         let there = Identity::of(&fs::metadata(&path).ok()?);
         (there == self.identity).then_some(path)
@@ -521,7 +521,7 @@ fn can_punch(file: &File, size: u64, locking: Locking) -> bool {
     let end = size.next_multiple_of(u64::from(BLOCK_MAX));
     let beyond = match locking {
         Locking::Now => end,
-        Locking::Held | Locking::Handover | Locking::Later => end + FAR,
+        Locking::Held | Locking::Handover | Locking::None => end + FAR,
     };
     match rustix::fs::fallocate(file, flags, beyond, u64::from(BLOCK_MAX)) {
         // The file system does not allow files of this length. If it cannot punch holes, the guest gets an

@@ -19,43 +19,43 @@ use rustix::io::{Errno, ReadWriteFlags, preadv2};
 const BASE: Duration = Duration::from_micros(10);
 const EACH_PAGE: Duration = Duration::from_micros(2);
 
-/// An operation that takes longer than its allowance counts for at most `WORST` times that allowance, and
-/// moves the average by one part in `PARTS`. A file that blocks only occasionally therefore stays below the
+/// An operation that takes longer than its allowance counts for at most `COST_MAX` times that allowance, and
+/// moves the average by one part in `AVERAGE_WEIGHT`. A file that blocks only occasionally therefore stays below the
 /// limit; a file whose every operation takes ten times too long is given up after seven operations.
-const WORST: f32 = 16.0;
-const PARTS: f32 = 64.0;
+const COST_MAX: f32 = 16.0;
+const AVERAGE_WEIGHT: f32 = 64.0;
 
 /// One operation in this many is timed, and each one that follows a slow operation.
-const LOOK_EACH: u32 = 16;
+const SAMPLE_INTERVAL: u32 = 16;
 
 /// Number of operations that use the kernel threads before the file is tried again.
-const PENANCE: u32 = 65_536;
+const RETRY_AFTER: u32 = 65_536;
 
 /// Whether a file's operations are performed inline.
 pub(crate) enum Inline {
     /// The kernel performs its operations without a thread, so there is no need.
-    NoNeed,
-    Judged(Judge),
+    Off,
+    Adaptive(CostEstimate),
 }
 
 /// Estimates whether a file's operations are fast.
 #[derive(Default)]
-pub(crate) struct Judge {
+pub(crate) struct CostEstimate {
     /// Moving average of the time that operations were blocked; 1 is the allowance.
     load: f32,
     /// Number of operations until the next trial.
-    penance: u32,
+    operations_to_retry: u32,
     /// Number of operations that are not timed before the next one that is.
-    unseen: u32,
+    until_sample: u32,
 }
 
 /// An operation that is being timed.
-struct Look {
+struct Timing {
     start: Instant,
     sleeps: i64,
 }
 
-impl Look {
+impl Timing {
     fn begin() -> Self {
         let sleeps = sleeps();
         let start = Instant::now();
@@ -79,22 +79,22 @@ impl Inline {
     /// Tests whether this file is in memory and io_uring would need a kernel thread for it. Does not block.
     pub fn probe(file: BorrowedFd<'_>, backing: Backing) -> Self {
         if !in_memory(file, backing) {
-            return Self::NoNeed;
+            return Self::Off;
         }
         let mut buffer = vec![0; 8192];
         // O_DIRECT requires an aligned buffer.
         let skip = buffer.as_ptr().align_offset(4096);
         let mut part = [IoSliceMut::new(&mut buffer[skip..skip + 4096])];
         match preadv2(file, &mut part, 0, ReadWriteFlags::NOWAIT) {
-            Err(Errno::OPNOTSUPP) => Self::Judged(Judge::default()),
-            _ => Self::NoNeed,
+            Err(Errno::OPNOTSUPP) => Self::Adaptive(CostEstimate::default()),
+            _ => Self::Off,
         }
     }
 
     /// Returns the parameters of an operation that can be performed inline: a read, or (true) a write that
     /// need not be stable.
     #[inline]
-    pub fn suits(op: Op<'_>) -> Option<(bool, FileOffset, &[Segment])> {
+    pub fn transfer_of(op: Op<'_>) -> Option<(bool, FileOffset, &[Segment])> {
         match op {
             Op::Read { at, to } => Some((false, at, to)),
             Op::Write {
@@ -108,12 +108,15 @@ impl Inline {
 
     /// Whether the next operation should be performed inline.
     #[inline]
-    pub fn wanted(&mut self) -> bool {
+    pub fn is_wanted(&mut self) -> bool {
         match self {
-            Self::NoNeed => false,
-            Self::Judged(Judge { penance: 0, .. }) => true,
-            Self::Judged(judge) => {
-                judge.penance -= 1;
+            Self::Off => false,
+            Self::Adaptive(CostEstimate {
+                operations_to_retry: 0,
+                ..
+            }) => true,
+            Self::Adaptive(estimate) => {
+                estimate.operations_to_retry -= 1;
                 false
             }
         }
@@ -131,9 +134,9 @@ impl Inline {
         at: FileOffset,
         segments: &[Segment],
     ) -> i32 {
-        let look = match self {
-            Self::Judged(judge) => judge.look(),
-            Self::NoNeed => None,
+        let timing = match self {
+            Self::Adaptive(estimate) => estimate.start_timing(),
+            Self::Off => None,
         };
         let (fd, offset) = (file.as_raw_fd(), at.0 as libc::off_t);
         let (list, n) = crate::uring::iovec(segments);
@@ -148,9 +151,9 @@ impl Inline {
         };
         match i32::try_from(result) {
             Ok(moved @ 0..) => {
-                if let (Self::Judged(judge), Some(look)) = (self, look) {
-                    let (time, slept) = look.end();
-                    judge.took(time, slept, moved as usize);
+                if let (Self::Adaptive(estimate), Some(timing)) = (self, timing) {
+                    let (time, slept) = timing.end();
+                    estimate.record(time, slept, moved as usize);
                 }
                 moved
             }
@@ -162,29 +165,29 @@ impl Inline {
     }
 }
 
-impl Judge {
+impl CostEstimate {
     /// Starts timing the next operation, if it is to be timed.
     #[inline]
-    fn look(&mut self) -> Option<Look> {
-        match self.unseen {
-            0 => Some(Look::begin()),
+    fn start_timing(&mut self) -> Option<Timing> {
+        match self.until_sample {
+            0 => Some(Timing::begin()),
             _ => {
-                self.unseen -= 1;
+                self.until_sample -= 1;
                 None
             }
         }
     }
 
-    fn took(&mut self, time: Duration, slept: bool, bytes: usize) {
-        let may = BASE + EACH_PAGE * (bytes / 4096) as u32;
+    fn record(&mut self, time: Duration, slept: bool, bytes: usize) {
+        let allowance = BASE + EACH_PAGE * (bytes / 4096) as u32;
         let waited = match slept {
-            true => (time.as_secs_f32() / may.as_secs_f32()).min(WORST),
+            true => (time.as_secs_f32() / allowance.as_secs_f32()).min(COST_MAX),
             false => 0.0,
         };
-        self.load += (waited - self.load) / PARTS;
-        self.unseen = if waited > 1.0 { 0 } else { LOOK_EACH - 1 };
+        self.load += (waited - self.load) / AVERAGE_WEIGHT;
+        self.until_sample = if waited > 1.0 { 0 } else { SAMPLE_INTERVAL - 1 };
         if self.load > 1.0 {
-            (self.load, self.penance) = (0.0, PENANCE);
+            (self.load, self.operations_to_retry) = (0.0, RETRY_AFTER);
         }
     }
 }
@@ -224,50 +227,52 @@ mod tests {
 
     #[test]
     fn a_slow_file_is_given_back_and_tried_again_later() {
-        let mut judge = Judge::default();
+        let mut estimate = CostEstimate::default();
         for _ in 0..1000 {
-            judge.took(Duration::from_micros(5), true, 4096);
+            estimate.record(Duration::from_micros(5), true, 4096);
         }
         // A single slow operation is not enough.
-        judge.took(Duration::from_secs(1), true, 4096);
-        assert_eq!(judge.penance, 0);
+        estimate.record(Duration::from_secs(1), true, 4096);
+        assert_eq!(estimate.operations_to_retry, 0);
         for _ in 0..8 {
             assert!(
-                judge.look().is_some(),
+                estimate.start_timing().is_some(),
                 "after a slow one, each is looked at"
             );
-            judge.took(Duration::from_millis(1), true, 4096);
+            estimate.record(Duration::from_millis(1), true, 4096);
         }
-        let mut inline = Inline::Judged(judge);
-        let punished = (0..2 * PENANCE).take_while(|_| !inline.wanted()).count();
-        assert_eq!(punished, PENANCE as usize);
+        let mut inline = Inline::Adaptive(estimate);
+        let skipped = (0..2 * RETRY_AFTER)
+            .take_while(|_| !inline.is_wanted())
+            .count();
+        assert_eq!(skipped, RETRY_AFTER as usize);
     }
 
     #[test]
     fn a_long_operation_may_take_longer() {
-        let mut judge = Judge::default();
+        let mut estimate = CostEstimate::default();
         for _ in 0..100 {
-            judge.took(Duration::from_micros(70), true, 128 << 10);
+            estimate.record(Duration::from_micros(70), true, 128 << 10);
         }
-        assert_eq!(judge.penance, 0);
+        assert_eq!(estimate.operations_to_retry, 0);
     }
 
     #[test]
     fn a_thread_that_loses_its_core_does_not_blame_the_file() {
-        let mut judge = Judge::default();
+        let mut estimate = CostEstimate::default();
         for _ in 0..1000 {
-            judge.took(Duration::from_millis(5), false, 4096);
+            estimate.record(Duration::from_millis(5), false, 4096);
         }
-        assert_eq!(judge.penance, 0);
+        assert_eq!(estimate.operations_to_retry, 0);
     }
 
     #[test]
     fn sleeping_is_seen_and_working_is_not() {
-        let look = Look::begin();
+        let timing = Timing::begin();
         std::thread::sleep(Duration::from_micros(100));
-        assert!(look.end().1);
-        let look = Look::begin();
+        assert!(timing.end().1);
+        let timing = Timing::begin();
         std::hint::black_box((0..100_000_u64).fold(0, |a, b| a ^ b));
-        assert!(!look.end().1);
+        assert!(!timing.end().1);
     }
 }

@@ -4,11 +4,11 @@
 mod blocking;
 mod buffers;
 mod choice;
-mod engines;
 mod file;
 mod inline;
+mod linux_aio;
 mod lock;
-mod native;
+mod multi_engine;
 mod numa;
 mod poller;
 mod ranges;
@@ -17,9 +17,9 @@ mod uring;
 mod workers;
 
 pub use choice::{Choice, ChoiceError, Support, choose};
-pub use engines::Engines;
 pub use file::{DiskFile, Identity, Locking, OpenError};
-pub use native::NativeError;
+pub use linux_aio::LinuxAioError;
+pub use multi_engine::MultiEngine;
 pub use numa::node_of;
 pub use signals::ignore_signals;
 pub use uring::{Uring, UringError};

@@ -15,7 +15,7 @@ const INTERNAL: u64 = u64::MAX;
 
 /// Every this many opportunities, events are checked without sleeping. The check costs a system call, so
 /// kicks that arrive while the thread is busy may wait for a few batches.
-const LOOK_EACH: u32 = 8;
+const CHECK_INTERVAL: u32 = 8;
 
 pub(crate) struct Poller {
     epoll: OwnedFd,
@@ -37,7 +37,7 @@ impl Poller {
     }
 
     /// Ends a sleep when `event` is written; reports no token.
-    pub fn watch_quietly(&self, event: BorrowedFd<'_>) -> io::Result<()> {
+    pub fn watch_internal(&self, event: BorrowedFd<'_>) -> io::Result<()> {
         self.add(event, INTERNAL)
     }
 
@@ -50,8 +50,8 @@ impl Poller {
 
     pub fn unwatch(&mut self, token: Token) -> io::Result<()> {
         self.woken.retain(|woken| *woken != token);
-        if let Some(place) = self.watches.iter().position(|w| w.0 == token) {
-            let (_, fd) = self.watches.swap_remove(place);
+        if let Some(index) = self.watches.iter().position(|w| w.0 == token) {
+            let (_, fd) = self.watches.swap_remove(index);
             epoll::delete(&self.epoll, fd.as_fd())?;
         }
         Ok(())
@@ -68,17 +68,17 @@ impl Poller {
         )?)
     }
 
-    /// Checks for events without sleeping, at one in `LOOK_EACH` calls.
-    pub fn glance(&mut self) -> io::Result<()> {
+    /// Checks for events without sleeping, at one in `CHECK_INTERVAL` calls.
+    pub fn check_sometimes(&mut self) -> io::Result<()> {
         self.opportunities = self.opportunities.wrapping_add(1);
-        match self.opportunities.is_multiple_of(LOOK_EACH) {
-            true => self.look(false),
+        match self.opportunities.is_multiple_of(CHECK_INTERVAL) {
+            true => self.fetch_events(false),
             false => Ok(()),
         }
     }
 
     /// Fetches events; if `sleep` is set, sleeps until there is one.
-    pub fn look(&mut self, sleep: bool) -> io::Result<()> {
+    pub fn fetch_events(&mut self, sleep: bool) -> io::Result<()> {
         if !self.woken.is_empty() {
             return Ok(());
         }

@@ -11,7 +11,7 @@ use io_uring::{EnterFlags, IoUring, cqueue, opcode, squeue};
 use rustix::process::Resource;
 use thiserror::Error;
 
-use crate::blocking::{Blocking, Job, Target as BlockingTarget};
+use crate::blocking::{BlockingPool, Job, Target as BlockingTarget};
 use crate::buffers::Buffers;
 use crate::inline::Inline;
 use crate::workers::Workers;
@@ -38,7 +38,7 @@ const WATCH: u64 = 1 << 63;
 const INTERNAL: u64 = 3 << 62;
 const IGNORED: u64 = INTERNAL;
 const BLOCKING_DONE: u64 = INTERNAL | 1;
-const BESIDE_DONE: u64 = INTERNAL | 2;
+const AUXILIARY_DONE: u64 = INTERNAL | 2;
 
 /// Why io_uring is not available.
 #[derive(Debug, Error)]
@@ -78,7 +78,7 @@ impl UringError {
 
     /// Whether this was a lack of file descriptors, which says nothing about the method.
     pub(crate) fn is_limit(&self) -> bool {
-        matches!(self, Self::Other(e) if block::is_open_files(e))
+        matches!(self, Self::Other(e) if block::is_out_of_descriptors(e))
     }
 }
 
@@ -91,7 +91,7 @@ pub struct Uring {
     /// Watched descriptors by user data; their owners keep them open.
     watches: Vec<(u64, RawFd)>,
     buffers: Buffers,
-    blocking: Blocking,
+    blocking: BlockingPool,
     /// Completions of operations that were performed as they were submitted.
     inline: Vec<Completion>,
     in_flight: usize,
@@ -117,7 +117,7 @@ impl Uring {
             .register_files_sparse(files_max)
             .and_then(|()| restrict(&ring))
             .map_err(explain)?;
-        let blocking = Blocking::new().map_err(UringError::Other)?;
+        let blocking = BlockingPool::new().map_err(UringError::Other)?;
         let mut engine = Self {
             ring,
             workers,
@@ -248,7 +248,7 @@ impl Engine for Uring {
         let target = Target {
             inline: match aio {
                 Aio::Auto => Inline::probe(file.as_fd(), backing),
-                _ => Inline::NoNeed,
+                _ => Inline::Off,
             },
             file: Arc::new(BlockingTarget {
                 file: file.clone(),
@@ -324,9 +324,9 @@ impl Engine for Uring {
     unsafe fn submit(&mut self, file: FileId, op: Op<'_>, token: Token) {
         debug_assert!(self.in_flight < IN_FLIGHT_MAX);
         self.in_flight += 1;
-        if let Some((write, at, segments)) = Inline::suits(op)
+        if let Some((write, at, segments)) = Inline::transfer_of(op)
             && let Some(target) = &mut self.files[file.0 as usize]
-            && target.inline.wanted()
+            && target.inline.is_wanted()
         {
             // SAFETY: the caller's promise.
             let result = unsafe {
@@ -465,9 +465,9 @@ impl Uring {
 
     /// Ends a wait when `fd` is written; reports no token. The owner must keep `fd` open as long as this ring
     /// exists.
-    pub(crate) fn watch_quietly(&mut self, fd: BorrowedFd<'_>) -> io::Result<()> {
-        self.watches.push((BESIDE_DONE, fd.as_raw_fd()));
-        self.arm(fd.as_raw_fd(), BESIDE_DONE);
+    pub(crate) fn watch_internal(&mut self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        self.watches.push((AUXILIARY_DONE, fd.as_raw_fd()));
+        self.arm(fd.as_raw_fd(), AUXILIARY_DONE);
         self.push()
     }
 

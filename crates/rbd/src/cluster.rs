@@ -9,7 +9,7 @@ use std::sync::{Arc, LazyLock, Mutex, Weak};
 use crate::error::{BLOCKLISTED, RbdError, error_of};
 use crate::library::{Library, Pointer};
 use crate::location::{Access, Location};
-use crate::settings::{OF_CLUSTER, OF_IMAGE, OURS, Origin, Setting};
+use crate::settings::{IMAGE_SETTINGS, OF_CLUSTER, OURS, Origin, Setting};
 
 /// The largest number of connections that disks with the same access may share.
 pub const CONNECTIONS_MAX: usize = 64;
@@ -94,7 +94,7 @@ impl Connection {
             settings: Vec::new(),
             blocklisted: AtomicBool::new(false),
         };
-        for &(key, about) in OF_CLUSTER.iter().chain(OF_IMAGE) {
+        for &(key, about) in OF_CLUSTER.iter().chain(IMAGE_SETTINGS) {
             if let Some(value) = this.get(key) {
                 this.settings.push(Setting {
                     name: key.into(),
@@ -167,7 +167,7 @@ impl Connection {
     fn notice(&mut self, origin: Origin) {
         for i in 0..self.settings.len() {
             if let Some(value) = self.get(&self.settings[i].name) {
-                self.settings[i].say(origin, &value);
+                self.settings[i].set(origin, &value);
             }
         }
     }

@@ -37,13 +37,13 @@ const RUN_SEGMENTS_MAX: usize = 256;
 const IMAGE_BYTES_MAX: usize = 64 << 20;
 
 /// The token with which the inner engine reports that the inbox's event was written.
-const CAME: Token = Token(1 << 58);
+const INBOX_EVENT: Token = Token(1 << 58);
 
 /// RBD_WRITE_ZEROES_FLAG_THICK_PROVISION: librbd writes zeroes and does not punch a hole.
 const THICK: i32 = 1;
 
 /// An engine that serves images itself and passes everything else to another engine.
-pub struct WithRbd<E> {
+pub struct RbdEngine<E> {
     inner: E,
     inbox: Arc<Inbox>,
     /// The inner engine watches the inbox's event.
@@ -76,7 +76,7 @@ struct Slot {
     image: usize,
     /// Bytes to transfer; 0 if the operation transfers none.
     bytes: usize,
-    what: What,
+    action: Action,
     /// The next operation in the run.
     next: Option<usize>,
     /// In the first operation of a run: the bytes of the run, and its segments if it has more than one operation.
@@ -95,7 +95,7 @@ struct Run {
 }
 
 #[derive(Clone, Copy)]
-enum What {
+enum Action {
     Move {
         write: bool,
         at: u64,
@@ -116,9 +116,9 @@ enum What {
 
 // SAFETY: the pointers are to operations that this engine owns, and to lists of segments that their submitters have
 // promised to keep valid.
-unsafe impl<E: Send> Send for WithRbd<E> {}
+unsafe impl<E: Send> Send for RbdEngine<E> {}
 
-impl<E: Engine> WithRbd<E> {
+impl<E: Engine> RbdEngine<E> {
     /// Adds images to what `inner` serves.
     ///
     /// # Errors
@@ -142,54 +142,54 @@ impl<E: Engine> WithRbd<E> {
     /// # Safety
     /// As for [`Engine::submit`].
     unsafe fn submit_to_image(&mut self, file: FileId, op: Op<'_>, token: Token) {
-        let place = self.free.pop().unwrap_or_else(|| {
-            let place = self.slots.len();
-            let operation = Operation::new(self.inbox.clone(), place);
+        let index = self.free.pop().unwrap_or_else(|| {
+            let index = self.slots.len();
+            let operation = Operation::new(self.inbox.clone(), index);
             self.slots.push(Slot {
                 operation: Box::into_raw(operation),
                 token,
                 image: 0,
                 bytes: 0,
-                what: What::Flush,
+                action: Action::Flush,
                 next: None,
                 run_bytes: 0,
                 run_segments: Vec::new(),
                 changes: 0,
             });
-            place
+            index
         });
         self.in_flight += 1;
-        let slot = &mut self.slots[place];
+        let slot = &mut self.slots[index];
         (slot.token, slot.image) = (token, (file.0 & !IMAGE) as usize);
         slot.bytes = 0;
-        slot.what = match op {
-            Op::Read { at, to } => slot.moves(false, at.0, to),
-            Op::Write { at, from, .. } => slot.moves(true, at.0, from),
-            Op::Flush => What::Flush,
-            Op::Discard { at, len, .. } => What::Discard { at: at.0, len },
-            Op::WriteZeroes { at, len, unmap, .. } => What::Zero {
+        slot.action = match op {
+            Op::Read { at, to } => slot.transfer(false, at.0, to),
+            Op::Write { at, from, .. } => slot.transfer(true, at.0, from),
+            Op::Flush => Action::Flush,
+            Op::Discard { at, len, .. } => Action::Discard { at: at.0, len },
+            Op::WriteZeroes { at, len, unmap, .. } => Action::Zero {
                 at: at.0,
                 len,
                 unmap,
             },
         };
         (slot.next, slot.run_bytes) = (None, slot.bytes);
-        let segments = match slot.what {
-            What::Move { n, .. } => n,
+        let segments = match slot.action {
+            Action::Move { n, .. } => n,
             _ => 0,
         };
         if let Some(run) = &mut self.run
-            && follows(&self.slots, run, place, segments)
+            && follows(&self.slots, run, index, segments)
         {
-            self.slots[run.first].run_bytes += self.slots[place].bytes;
-            self.slots[run.last].next = Some(place);
-            (run.last, run.segments) = (place, run.segments + segments);
+            self.slots[run.first].run_bytes += self.slots[index].bytes;
+            self.slots[run.last].next = Some(index);
+            (run.last, run.segments) = (index, run.segments + segments);
             return;
         }
         self.end_run();
         self.run = Some(Run {
-            first: place,
-            last: place,
+            first: index,
+            last: index,
             segments,
         });
     }
@@ -207,7 +207,7 @@ impl<E: Engine> WithRbd<E> {
     fn start_or_wait(&mut self, first: usize) {
         let slot = &self.slots[first];
         match &mut self.images[slot.image] {
-            Some(image) if !image.waiting.is_empty() || !image.takes(slot) => {
+            Some(image) if !image.waiting.is_empty() || !image.can_start(slot) => {
                 image.waiting.push_back(first);
             }
             _ => self.start(first),
@@ -215,26 +215,26 @@ impl<E: Engine> WithRbd<E> {
     }
 
     /// Submits a run to librbd.
-    fn start(&mut self, place: usize) {
-        gather(&mut self.slots, place);
-        let slot = &mut self.slots[place];
+    fn start(&mut self, index: usize) {
+        gather(&mut self.slots, index);
+        let slot = &mut self.slots[index];
         let Some(attached) = &mut self.images[slot.image] else {
             debug_assert!(false, "the image is attached while it is used");
             return;
         };
-        if let Some(end) = slot.changes_up_to() {
-            let known = attached.image.watched().known();
+        if let Some(end) = slot.end_of_change() {
+            let known = attached.image.tracker().known();
             slot.changes = known.changes;
             match known.size {
                 Size::Bytes(size) if end <= size => {}
                 // Some of its operations may lie before the end.
-                Size::Bytes(_) if slot.next.is_some() => return self.start_each(place),
+                Size::Bytes(_) if slot.next.is_some() => return self.start_each(index),
                 Size::Bytes(_) => {
                     let result = slot.beyond_end();
-                    return self.finish(place, result);
+                    return self.finish(index, result);
                 }
-                Size::Unknown => return attached.waiting.push_front(place),
-                Size::Failed(errno) => return self.finish(place, -errno),
+                Size::Unknown => return attached.waiting.push_front(index),
+                Size::Failed(errno) => return self.finish(index, -errno),
             }
         }
         attached.bytes += slot.run_bytes;
@@ -254,17 +254,17 @@ impl<E: Engine> WithRbd<E> {
         });
         if let Err(e) = result {
             let errno = e.raw_os_error().unwrap_or(libc::ESHUTDOWN);
-            self.end(place, -(errno as isize));
+            self.end(index, -(errno as isize));
         }
     }
 
     /// Starts each operation of a run on its own.
     fn start_each(&mut self, first: usize) {
         let mut next = Some(first);
-        while let Some(place) = next {
-            let slot = &mut self.slots[place];
+        while let Some(index) = next {
+            let slot = &mut self.slots[index];
             (next, slot.run_bytes) = (slot.next.take(), slot.bytes);
-            self.start_or_wait(place);
+            self.start_or_wait(index);
         }
     }
 
@@ -283,14 +283,14 @@ impl<E: Engine> WithRbd<E> {
         }
         // librbd may have truncated the operation at an end that was not known when it was submitted.
         if result >= 0
-            && slot.changes_up_to().is_some()
-            && slot.changes != attached.image.watched().changes()
+            && slot.end_of_change().is_some()
+            && slot.changes != attached.image.tracker().changes()
         {
             return self.start_or_wait(first);
         }
-        let result = match slot.what {
+        let result = match slot.action {
             // librbd returns 0 for a completed write.
-            What::Move { write: true, .. } if result == 0 => slot.run_bytes as i32,
+            Action::Move { write: true, .. } if result == 0 => slot.run_bytes as i32,
             // The guest sees an exhausted quota as a full disk.
             _ if result == -libc::EDQUOT => -libc::ENOSPC,
             _ => result,
@@ -303,34 +303,34 @@ impl<E: Engine> WithRbd<E> {
         if result == -BLOCKLISTED
             && let Some(attached) = &self.images[self.slots[first].image]
         {
-            attached.image.say_blocklisted();
+            attached.image.report_blocklisted();
         }
         let (mut next, mut left) = (Some(first), result);
-        while let Some(place) = next {
-            let slot = &self.slots[place];
+        while let Some(index) = next {
+            let slot = &self.slots[index];
             next = slot.next;
-            let result = match slot.what {
-                What::Move { .. } if result >= 0 => left.min(slot.bytes as i32),
+            let result = match slot.action {
+                Action::Move { .. } if result >= 0 => left.min(slot.bytes as i32),
                 _ => result,
             };
             left -= result.max(0);
             let token = slot.token;
             self.ended.push_back(Completion { token, result });
-            self.free.push(place);
+            self.free.push(index);
         }
     }
 
     /// Handles completed operations, and starts the runs that waited for them.
     fn collect(&mut self) {
         let inbox = self.inbox.clone();
-        inbox.take(|place, result| self.end(place, result));
+        inbox.take(|index, result| self.end(index, result));
         for image in 0..self.images.len() {
             while let Some(attached) = &mut self.images[image]
-                && let Some(&place) = attached.waiting.front()
-                && attached.takes(&self.slots[place])
+                && let Some(&index) = attached.waiting.front()
+                && attached.can_start(&self.slots[index])
             {
                 attached.waiting.pop_front();
-                self.start(place);
+                self.start(index);
             }
         }
     }
@@ -343,20 +343,20 @@ impl<E: Engine> WithRbd<E> {
 impl Attached {
     /// Whether a run can be started now.
     #[inline]
-    fn takes(&self, run: &Slot) -> bool {
+    fn can_start(&self, run: &Slot) -> bool {
         let has_room = self.bytes == 0 || self.bytes + run.run_bytes <= IMAGE_BYTES_MAX;
         has_room
-            && (run.changes_up_to().is_none() || self.image.watched().known().size != Size::Unknown)
+            && (run.end_of_change().is_none() || self.image.tracker().known().size != Size::Unknown)
     }
 }
 
 /// Whether an operation with `segments` segments extends the run.
-fn follows(slots: &[Slot], run: &Run, place: usize, segments: usize) -> bool {
-    let (first, last, this) = (&slots[run.first], &slots[run.last], &slots[place]);
-    match (last.what, this.what) {
+fn follows(slots: &[Slot], run: &Run, index: usize, segments: usize) -> bool {
+    let (first, last, this) = (&slots[run.first], &slots[run.last], &slots[index]);
+    match (last.action, this.action) {
         (
-            What::Move { write, at, .. },
-            What::Move {
+            Action::Move { write, at, .. },
+            Action::Move {
                 write: same,
                 at: here,
                 ..
@@ -380,13 +380,13 @@ fn gather(slots: &mut [Slot], first: usize) {
     let mut all = std::mem::take(&mut slots[first].run_segments);
     all.clear();
     let mut next = Some(first);
-    while let Some(place) = next {
-        if let What::Move { list, n, .. } = slots[place].what {
+    while let Some(index) = next {
+        if let Action::Move { list, n, .. } = slots[index].action {
             // SAFETY: the list is valid until its operation completes, as its submitter promised; or it is the segment
             // in the operation itself, which librbd does not have yet.
             all.extend_from_slice(unsafe { std::slice::from_raw_parts(list, n) });
         }
-        next = slots[place].next;
+        next = slots[index].next;
     }
     slots[first].run_segments = all;
 }
@@ -394,28 +394,28 @@ fn gather(slots: &mut [Slot], first: usize) {
 impl Slot {
     /// The end of a run in the image, in bytes, if the run changes the image.
     #[inline]
-    fn changes_up_to(&self) -> Option<u64> {
-        let (at, len) = match self.what {
-            What::Move {
+    fn end_of_change(&self) -> Option<u64> {
+        let (at, len) = match self.action {
+            Action::Move {
                 write: true, at, ..
             } => (at, self.run_bytes as u64),
-            What::Discard { at, len } | What::Zero { at, len, .. } => (at, len),
-            What::Move { .. } | What::Flush => return None,
+            Action::Discard { at, len } | Action::Zero { at, len, .. } => (at, len),
+            Action::Move { .. } | Action::Flush => return None,
         };
         Some(at.saturating_add(len))
     }
 
     /// The result of an operation that ends beyond the end of the image.
     fn beyond_end(&self) -> i32 {
-        match self.what {
+        match self.action {
             // The result at the end of a file.
-            What::Move { .. } => 0,
+            Action::Move { .. } => 0,
             _ => -libc::EIO,
         }
     }
 
     /// Takes as many of the segments as one operation may hold, and returns the transfer.
-    fn moves(&mut self, write: bool, at: u64, segments: &[Segment]) -> What {
+    fn transfer(&mut self, write: bool, at: u64, segments: &[Segment]) -> Action {
         let mut n = 0;
         for segment in segments {
             if n > 0 && self.bytes + segment.len > BYTES_MAX {
@@ -441,7 +441,7 @@ impl Slot {
             }
             segments => segments.as_ptr(),
         };
-        What::Move { write, at, list, n }
+        Action::Move { write, at, list, n }
     }
 
     /// Calls librbd's function for this operation.
@@ -455,8 +455,8 @@ impl Slot {
         }
         // SAFETY: the caller guarantees it. A segment has the layout of an iovec.
         unsafe {
-            match self.what {
-                What::Move { write, at, list, n } => {
+            match self.action {
+                Action::Move { write, at, list, n } => {
                     let (list, n) = match self.next {
                         None => (list, n),
                         Some(_) => (self.run_segments.as_ptr(), self.run_segments.len()),
@@ -467,9 +467,11 @@ impl Slot {
                     };
                     move_them(image, list.cast(), n as i32, at, completion)
                 }
-                What::Flush => (library.rbd_aio_flush)(image, completion),
-                What::Discard { at, len } => (library.rbd_aio_discard)(image, at, len, completion),
-                What::Zero { at, len, unmap } => match library.rbd_aio_write_zeroes {
+                Action::Flush => (library.rbd_aio_flush)(image, completion),
+                Action::Discard { at, len } => {
+                    (library.rbd_aio_discard)(image, at, len, completion)
+                }
+                Action::Zero { at, len, unmap } => match library.rbd_aio_write_zeroes {
                     Some(zero) => {
                         let how = if unmap { 0 } else { THICK };
                         zero(image, at, len as usize, completion, how, 0)
@@ -496,7 +498,7 @@ extern "C" fn completed(completion: Pointer, operation: *mut c_void) {
     }
 }
 
-impl<E: Engine> Engine for WithRbd<E> {
+impl<E: Engine> Engine for RbdEngine<E> {
     fn attach(&mut self, file: &Arc<OwnedFd>, backing: Backing, aio: Aio) -> io::Result<FileId> {
         self.inner.attach(file, backing, aio)
     }
@@ -507,12 +509,12 @@ impl<E: Engine> Engine for WithRbd<E> {
             return self.inner.attach_remote(remote);
         };
         if !self.watched {
-            self.inner.watch(self.inbox.event(), CAME)?;
+            self.inner.watch(self.inbox.event(), INBOX_EVENT)?;
             self.watched = true;
         }
         let free = self.images.iter().position(Option::is_none);
         let number = free.unwrap_or(self.images.len());
-        image.watched().wake(&self.inbox);
+        image.tracker().wake(&self.inbox);
         let attached = Some(Attached {
             image,
             bytes: 0,
@@ -542,7 +544,7 @@ impl<E: Engine> Engine for WithRbd<E> {
     }
 
     fn watch(&mut self, fd: BorrowedFd<'_>, token: Token) -> io::Result<()> {
-        debug_assert_ne!(token, CAME);
+        debug_assert_ne!(token, INBOX_EVENT);
         self.inner.watch(fd, token)
     }
 
@@ -605,7 +607,7 @@ impl<E: Engine> Engine for WithRbd<E> {
         // The token's only purpose is to end the sleep; the caller does not see it.
         let mut i = before;
         while i < out.len() {
-            match out[i].token == CAME {
+            match out[i].token == INBOX_EVENT {
                 true => drop(out.remove(i)),
                 false => i += 1,
             }
@@ -620,7 +622,7 @@ impl<E: Engine> Engine for WithRbd<E> {
     }
 }
 
-impl<E> Drop for WithRbd<E> {
+impl<E> Drop for RbdEngine<E> {
     fn drop(&mut self) {
         // If operations are in flight, librbd still uses them, so none is freed.
         if self.in_flight == 0 {

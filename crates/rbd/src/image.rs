@@ -13,8 +13,8 @@ use crate::cluster::{Connection, c_string, text_of};
 use crate::error::{BLOCKLISTED, RbdError};
 use crate::library::{Library, Pointer, allocator};
 use crate::location::Location;
-use crate::settings::{OF_IMAGE, Origin, Setting};
-use crate::watch::{OnChange, Watch, Watched};
+use crate::settings::{IMAGE_SETTINGS, Origin, Setting};
+use crate::watch::{OnChange, SizeTracker, Watch};
 
 /// The unit in bytes that BlueStore by default writes without reading first.
 const PHYSICAL_BLOCK: u32 = 4096;
@@ -24,7 +24,7 @@ const FEATURE_EXCLUSIVE_LOCK: u64 = 1 << 2;
 
 /// How to open an image.
 #[derive(Clone, Debug)]
-pub struct Open {
+pub struct OpenOptions {
     /// The image, and how to reach its cluster.
     pub location: Location,
     /// How caches are used. librbd's cache is on with `writeback` and `unsafe` only.
@@ -44,12 +44,12 @@ pub struct RbdImage {
     image: Pointer,
     facts: DiskFacts,
     settings: Vec<Setting>,
-    watched: Arc<Watched>,
+    tracker: Arc<SizeTracker>,
     watch: Option<Watch>,
     /// librbd's cache is on; it holds writes back until a flush.
     cached: bool,
     /// The log already says that the client is on the blocklist.
-    said: AtomicBool,
+    blocklist_reported: AtomicBool,
 }
 
 // SAFETY: any thread may use an `rbd_image_t`, and several threads may use it at a time.
@@ -62,12 +62,12 @@ impl RbdImage {
     ///
     /// # Errors
     /// The image cannot be served as requested; the error says why and what to do.
-    pub fn open(open: Open) -> Result<Arc<Self>, RbdError> {
-        let cached = matches!(open.cache, CacheMode::Writeback | CacheMode::Unsafe);
+    pub fn open(options: OpenOptions) -> Result<Arc<Self>, RbdError> {
+        let cached = matches!(options.cache, CacheMode::Writeback | CacheMode::Unsafe);
         loop {
-            let connection = Connection::to(&open.location, cached)?;
+            let connection = Connection::to(&options.location, cached)?;
             let is_shared = Arc::strong_count(&connection) > 1;
-            let opened = Self::open_on(connection.clone(), &open, cached);
+            let opened = Self::open_on(connection.clone(), &options, cached);
             // A shared connection may turn out only here to be on the blocklist. The next attempt uses another
             // connection.
             if opened.is_ok() || !is_shared || !connection.is_blocklisted() {
@@ -78,12 +78,12 @@ impl RbdImage {
 
     fn open_on(
         connection: Arc<Connection>,
-        open: &Open,
+        options: &OpenOptions,
         cached: bool,
     ) -> Result<Arc<Self>, RbdError> {
-        let (location, cache) = (open.location.clone(), open.cache);
+        let (location, cache) = (options.location.clone(), options.cache);
         let name = location.to_string();
-        let read_only = open.read_only || location.snapshot.is_some();
+        let read_only = options.read_only || location.snapshot.is_some();
         let library = connection.library;
         let pool_name = c_string(&location.pool);
         let mut pool = ptr::null_mut();
@@ -112,10 +112,10 @@ impl RbdImage {
                 read_only,
             },
             settings: Vec::new(),
-            watched: Watched::new(),
+            tracker: SizeTracker::new(),
             watch: None,
             cached,
-            said: AtomicBool::new(false),
+            blocklist_reported: AtomicBool::new(false),
         };
         // When the pool is full, librbd by default holds every write until the pool has space, and reports nothing.
         // With this setting the cluster refuses the writes that need space, and completes overwrites and discards; the
@@ -130,7 +130,7 @@ impl RbdImage {
             this.watch = Some(Watch::start(&this).map_err(|e| this.io("watch for changes", e))?);
         }
         let size = this.size();
-        this.watched.learn(&size);
+        this.tracker.record_size(&size);
         let size = size.map_err(|e| this.io("find out its size", e))?;
         if size == 0 || !size.is_multiple_of(512) {
             return Err(RbdError::Size(name, size));
@@ -141,7 +141,7 @@ impl RbdImage {
             && cache.direct()
         {
             return Err(RbdError::Cached {
-                image: this.location.short(),
+                image: this.location.image_spec(),
                 origin: format!("the {}'s own configuration", cache_setting.origin),
                 cache: cache.to_string(),
             });
@@ -225,7 +225,7 @@ impl RbdImage {
     /// Sets the callback for changes: a dedicated thread calls `tell` when another client may have resized the image or
     /// made a snapshot. `None` removes the callback. An image that was opened read-only is not watched.
     pub fn on_change(&self, tell: Option<OnChange>) {
-        self.watched.on_change(tell);
+        self.tracker.on_change(tell);
     }
 
     /// Whether this client holds the exclusive lock; `None` if the image has none.
@@ -255,7 +255,7 @@ impl RbdImage {
     fn find_settings(&self) -> Vec<Setting> {
         let mut settings = self.connection.settings().to_vec();
         for setting in &mut settings {
-            if !OF_IMAGE.iter().any(|(name, _)| *name == setting.name) {
+            if !IMAGE_SETTINGS.iter().any(|(name, _)| *name == setting.name) {
                 continue;
             }
             let key = format!("conf_{}", setting.name);
@@ -265,7 +265,7 @@ impl RbdImage {
                 (Origin::Image, library.rbd_metadata_get, self.image),
             ] {
                 if let Some(value) = metadata(get, of, &key) {
-                    setting.say(origin, &value);
+                    setting.set(origin, &value);
                 }
             }
         }
@@ -308,8 +308,8 @@ impl RbdImage {
         &self.connection
     }
 
-    pub(crate) fn watched(&self) -> &Arc<Watched> {
-        &self.watched
+    pub(crate) fn tracker(&self) -> &Arc<SizeTracker> {
+        &self.tracker
     }
 
     /// Whether the cluster refuses all requests of this client.
@@ -319,16 +319,16 @@ impl RbdImage {
 
     fn check(&self, result: c_int) -> io::Result<()> {
         if result == -BLOCKLISTED {
-            self.say_blocklisted();
+            self.report_blocklisted();
         }
         self.connection.check(result)
     }
 
     /// Records that the cluster refused a request because the client is on its blocklist, and logs it once per image.
     #[cold]
-    pub(crate) fn say_blocklisted(&self) {
+    pub(crate) fn report_blocklisted(&self) {
         self.connection.set_blocklisted();
-        if !self.said.swap(true, Ordering::Relaxed) {
+        if !self.blocklist_reported.swap(true, Ordering::Relaxed) {
             error!(
                 "{}: this client (client.{}) is on the cluster's blocklist (RBD_BLOCKLISTED): another one has taken its \
                  lock over, or an administrator put it there. Nothing more is read or written, so that nothing is \

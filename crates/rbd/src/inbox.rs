@@ -21,7 +21,7 @@ pub(crate) struct Operation {
     /// The library's return value.
     result: UnsafeCell<isize>,
     /// Its index in the engine's table.
-    pub place: usize,
+    pub index: usize,
     /// The segment of an operation that has only one. librbd reads it here while the operation is in flight.
     pub one: UnsafeCell<Segment>,
 }
@@ -37,17 +37,17 @@ pub(crate) struct Inbox {
     /// The I/O thread sleeps, or is about to.
     sleeping: AtomicBool,
     /// Work is ready that was waiting for something other than a completion.
-    nudged: AtomicBool,
+    notified: AtomicBool,
     event: OwnedFd,
 }
 
 impl Operation {
-    pub fn new(inbox: Arc<Inbox>, place: usize) -> Box<Self> {
+    pub fn new(inbox: Arc<Inbox>, index: usize) -> Box<Self> {
         Box::new(Self {
             inbox,
             next: UnsafeCell::new(ptr::null_mut()),
             result: UnsafeCell::new(0),
-            place,
+            index,
             one: UnsafeCell::new(Segment { addr: 0, len: 0 }),
         })
     }
@@ -85,7 +85,7 @@ impl Inbox {
         Ok(Arc::new(Self {
             first: AtomicPtr::new(ptr::null_mut()),
             sleeping: AtomicBool::new(false),
-            nudged: AtomicBool::new(false),
+            notified: AtomicBool::new(false),
             event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
         }))
     }
@@ -105,8 +105,8 @@ impl Inbox {
     pub fn fall_asleep(&self) -> bool {
         self.sleeping.store(true, Ordering::SeqCst);
         // A thread that did not see `sleeping` has not written the event, so its work must be seen here.
-        let nudged = self.nudged.swap(false, Ordering::SeqCst);
-        let empty = self.first.load(Ordering::SeqCst).is_null() && !nudged;
+        let notified = self.notified.swap(false, Ordering::SeqCst);
+        let empty = self.first.load(Ordering::SeqCst).is_null() && !notified;
         if !empty {
             self.wake_up();
         }
@@ -114,8 +114,8 @@ impl Inbox {
     }
 
     /// Makes the thread check its waiting operations before it sleeps again.
-    pub fn nudge(&self) {
-        self.nudged.store(true, Ordering::SeqCst);
+    pub fn notify(&self) {
+        self.notified.store(true, Ordering::SeqCst);
         self.wake();
     }
 
@@ -151,11 +151,11 @@ impl Inbox {
         }
         while !oldest.is_null() {
             // SAFETY: as above; the operation is read before the engine is told.
-            let (place, result, next) = unsafe {
+            let (index, result, next) = unsafe {
                 let result = *(*oldest).result.get();
-                ((*oldest).place, result, *(*oldest).next.get())
+                ((*oldest).index, result, *(*oldest).next.get())
             };
-            each(place, result);
+            each(index, result);
             oldest = next;
         }
     }
@@ -172,7 +172,7 @@ mod tests {
         const EACH: usize = 2000;
         let inbox = Inbox::new().unwrap();
         let operations: Vec<_> = (0..4 * EACH)
-            .map(|place| Operation::new(inbox.clone(), place))
+            .map(|index| Operation::new(inbox.clone(), index))
             .collect();
         let mut seen = HashSet::new();
         let pointers: Vec<usize> = operations
@@ -199,9 +199,9 @@ mod tests {
                     let _ = rustix::io::read(&inbox.event, &mut [0; 8]);
                     inbox.wake_up();
                 }
-                inbox.take(|place, result| {
+                inbox.take(|index, result| {
                     assert_eq!(result, 7);
-                    assert!(seen.insert(place), "{place} came twice");
+                    assert!(seen.insert(index), "{index} came twice");
                 });
             }
         });
@@ -210,10 +210,10 @@ mod tests {
     #[test]
     fn a_nudge_keeps_from_sleeping_once() {
         let inbox = Inbox::new().unwrap();
-        inbox.nudge();
+        inbox.notify();
         assert!(!inbox.fall_asleep());
         assert!(inbox.fall_asleep());
-        inbox.nudge();
+        inbox.notify();
         let mut ready = [rustix::event::PollFd::new(
             &inbox.event,
             rustix::event::PollFlags::IN,
@@ -225,14 +225,14 @@ mod tests {
     fn the_oldest_comes_first() {
         let inbox = Inbox::new().unwrap();
         let mut operations: Vec<_> = (0..3)
-            .map(|place| Operation::new(inbox.clone(), place))
+            .map(|index| Operation::new(inbox.clone(), index))
             .collect();
         for operation in &mut operations {
             // SAFETY: each operation is finished once.
-            unsafe { Operation::finish(&mut **operation, operation.place as isize) };
+            unsafe { Operation::finish(&mut **operation, operation.index as isize) };
         }
         let mut came = Vec::new();
-        inbox.take(|place, result| came.push((place, result)));
+        inbox.take(|index, result| came.push((index, result)));
         assert_eq!(came, [(0, 0), (1, 1), (2, 2)]);
     }
 }

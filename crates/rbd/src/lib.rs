@@ -1,7 +1,7 @@
 //! Disks that are images in a Ceph cluster.
 //!
 //! librbd and librados are loaded at run time, so a host without such disks does not need the libraries. An opened
-//! [`RbdImage`] is a [`block::Remote`]. [`WithRbd`] is an engine that sends requests for such images to librbd; it
+//! [`RbdImage`] is a [`block::Remote`]. [`RbdEngine`] is an engine that sends requests for such images to librbd; it
 //! wraps another engine, which serves everything else and on which the thread sleeps.
 
 mod cluster;
@@ -15,9 +15,9 @@ mod settings;
 mod watch;
 
 pub use cluster::CONNECTIONS_MAX;
-pub use engine::WithRbd;
+pub use engine::RbdEngine;
 pub use error::RbdError;
-pub use image::{Open, RbdImage};
+pub use image::{OpenOptions, RbdImage};
 pub use library::{Library, LibraryError};
 pub use location::{Access, Location};
 pub use settings::{Origin, Setting};

@@ -108,7 +108,7 @@ impl Location {
     }
 
     /// The text that `parse` reads, without how to reach the cluster and without escapes.
-    pub fn short(&self) -> String {
+    pub fn image_spec(&self) -> String {
         let namespace = self.namespace.as_deref();
         let namespace = namespace.map(|n| format!("{n}/")).unwrap_or_default();
         let snapshot = self.snapshot.as_deref();
@@ -117,7 +117,7 @@ impl Location {
     }
 
     /// The complete text, which [`parse`](Self::parse) reads back.
-    pub fn written(&self) -> String {
+    pub fn option_text(&self) -> String {
         let mut text = escaped(&self.pool);
         if let Some(namespace) = &self.namespace {
             text += &format!("/{}", escaped(namespace));
@@ -146,7 +146,7 @@ impl Location {
     }
 
     /// Whether both name the same image of the same cluster, as far as their text shows.
-    pub fn same_image(&self, other: &Self) -> bool {
+    pub fn is_same_image(&self, other: &Self) -> bool {
         let key = |l: &Self| {
             let snapshot = l.snapshot.clone();
             (
@@ -163,7 +163,7 @@ impl Location {
 
 impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "rbd:{}", self.short())
+        write!(f, "rbd:{}", self.image_spec())
     }
 }
 
@@ -291,7 +291,7 @@ mod tests {
         let options = [("ms_client_mode", "secure"), ("mon_host", "10.0.0.1:3300")];
         let options: Vec<_> = options.map(|(k, v)| (k.to_owned(), v.to_owned())).into();
         assert_eq!(it.access.options, options);
-        assert_eq!(Location::parse(&it.written()), Ok(it));
+        assert_eq!(Location::parse(&it.option_text()), Ok(it));
         let it = Location::parse("p/we\\:ird\\@na\\/me").unwrap();
         assert_eq!(it.image, "we:ird@na/me");
     }
@@ -324,14 +324,14 @@ mod tests {
             if let Ok(it) = Location::parse(&text) {
                 prop_assert!(!it.pool.is_empty() && !it.image.is_empty());
                 prop_assert!(it.image.len() < NAME_MAX && !it.image.contains('\0'));
-                prop_assert_eq!(Location::parse(&it.written()), Ok(it));
+                prop_assert_eq!(Location::parse(&it.option_text()), Ok(it));
             }
         }
 
         #[test]
         fn text_of_what_matters_is_an_image_or_refused(text in "[a-c/@:=\\\\]{0,24}") {
             if let Ok(it) = Location::parse(&text) {
-                prop_assert_eq!(Location::parse(&it.written()), Ok(it));
+                prop_assert_eq!(Location::parse(&it.option_text()), Ok(it));
             }
         }
     }

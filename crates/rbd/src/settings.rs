@@ -59,7 +59,7 @@ pub struct Setting {
 
 impl Setting {
     /// Records a value from `origin`. It overrides the values of earlier calls.
-    pub(crate) fn say(&mut self, origin: Origin, value: &str) {
+    pub(crate) fn set(&mut self, origin: Origin, value: &str) {
         if value != self.value {
             let before = (
                 self.origin,
@@ -103,7 +103,7 @@ pub(crate) const OF_CLUSTER: &[(&str, &str)] = &[
 ];
 
 /// The same for librbd. A pool or an image may have its own values for these.
-pub(crate) const OF_IMAGE: &[(&str, &str)] = &[
+pub(crate) const IMAGE_SETTINGS: &[(&str, &str)] = &[
     (
         "rbd_cache",
         "librbd's cache in memory; cache=writeback asks for it",
@@ -137,10 +137,10 @@ pub(crate) const OF_IMAGE: &[(&str, &str)] = &[
 /// - One messenger thread and one librados thread. With the library's defaults of three and two, each I/O wakes one
 ///   more thread, and 4k reads at depth 32 take 1.8 times as much CPU.
 /// - No librados limit on operations in flight. At such a limit librados blocks the thread that starts one more, and
-///   with it all disks of the thread. [The engine](crate::WithRbd) has its own limits, at which only the disk concerned
+///   with it all disks of the thread. [The engine](crate::RbdEngine) has its own limits, at which only the disk concerned
 ///   waits.
 /// - No librbd scheduler. It delays writes so that others may join them, and takes a quarter of the CPU of 4k writes.
-///   Instead, [the engine](crate::WithRbd) merges adjacent operations of a batch, and none is delayed.
+///   Instead, [the engine](crate::RbdEngine) merges adjacent operations of a batch, and none is delayed.
 /// - ringdisk gives up on a cluster that does not answer after half a minute instead of five minutes.
 ///
 /// `rbd_non_blocking_aio`, which hands each I/O to another thread, keeps its default. Without it, 4k reads take the
@@ -167,12 +167,12 @@ mod tests {
             overridden: Vec::new(),
             about: "",
         };
-        it.say(Origin::Conf, "true");
+        it.set(Origin::Conf, "true");
         assert_eq!(it.origin, Origin::Default);
-        it.say(Origin::CommandLine, "false");
+        it.set(Origin::CommandLine, "false");
         assert_eq!((&*it.value, it.origin), ("false", Origin::CommandLine));
         assert!(it.overridden.is_empty());
-        it.say(Origin::Image, "true");
+        it.set(Origin::Image, "true");
         assert_eq!((&*it.value, it.origin), ("true", Origin::Image));
         assert_eq!(it.overridden, [(Origin::CommandLine, "false".into())]);
     }

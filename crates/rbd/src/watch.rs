@@ -8,7 +8,7 @@
 //! This suffices because of how a shrink proceeds. A client that shrinks the image asks the owner of the exclusive lock
 //! to do it; while the guest writes, that owner is this process. The client is told of the completion after every
 //! client that watches the image has acknowledged the change. librbd acknowledges it for ringdisk after
-//! [`Watched::change`] has returned. An operation that completed before then was in flight at the same time as the
+//! [`SizeTracker::change`] has returned. An operation that completed before then was in flight at the same time as the
 //! shrink. It is equivalent to one that was done in full just before the shrink, which then removed what lay beyond the
 //! end. An operation that completes later is recognised as older than the change.
 //!
@@ -44,25 +44,25 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// which requests the size and calls the callback.
 pub(crate) struct Watch {
     handle: u64,
-    watched: Arc<Watched>,
+    tracker: Arc<SizeTracker>,
     thread: JoinHandle<()>,
 }
 
 /// What ringdisk knows of a watched image.
-pub(crate) struct Watched {
+pub(crate) struct SizeTracker {
     /// The size in bytes; [`UNKNOWN`]; or the negated errno with which the cluster refused to report it. Written under
     /// the lock of `state`.
     size: AtomicI64,
     /// The number of changes so far.
     changes: AtomicU64,
-    state: Mutex<State>,
+    state: Mutex<TrackerState>,
     change: Condvar,
     /// The inboxes of threads whose operations may wait for the size.
     inboxes: Mutex<Vec<Weak<Inbox>>>,
 }
 
 #[derive(Default)]
-struct State {
+struct TrackerState {
     changed: bool,
     ended: bool,
     tell: Option<Arc<dyn Fn() + Send + Sync>>,
@@ -70,7 +70,7 @@ struct State {
 
 /// What an I/O thread knows of an image when it submits an operation.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Known {
+pub(crate) struct KnownSize {
     pub size: Size,
     pub changes: u64,
 }
@@ -103,8 +103,8 @@ impl Handle {
     }
 }
 
-impl Watched {
-    /// State for an image whose size is not known yet.
+impl SizeTracker {
+    /// The state for an image whose size is not known yet.
     pub fn new() -> Arc<Self> {
         Arc::new(Self {
             size: AtomicI64::new(UNKNOWN),
@@ -117,7 +117,7 @@ impl Watched {
 
     /// The current size and number of changes.
     #[inline]
-    pub fn known(&self) -> Known {
+    pub fn known(&self) -> KnownSize {
         // The number of changes is read first. A size that belongs to a later change does no harm: the operation is
         // recognised as older when it completes.
         let changes = self.changes();
@@ -126,7 +126,7 @@ impl Watched {
             bytes @ 0.. => Size::Bytes(bytes as u64),
             errno => Size::Failed(-errno as i32),
         };
-        Known { size, changes }
+        KnownSize { size, changes }
     }
 
     /// The number of changes so far.
@@ -147,7 +147,7 @@ impl Watched {
         self.lock().tell = tell.map(Arc::from);
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, TrackerState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -161,7 +161,7 @@ impl Watched {
     }
 
     /// Records the size, unless the image has changed since it was requested.
-    pub fn learn(&self, size: &io::Result<u64>) {
+    pub fn record_size(&self, size: &io::Result<u64>) {
         let state = self.lock();
         if state.changed {
             return;
@@ -176,11 +176,11 @@ impl Watched {
         inboxes
             .iter()
             .filter_map(Weak::upgrade)
-            .for_each(|inbox| inbox.nudge());
+            .for_each(|inbox| inbox.notify());
     }
 
     /// Requests the size after each change, and calls the callback. This is the dedicated thread's loop.
-    fn follow(&self, image: &Handle) {
+    fn run(&self, image: &Handle) {
         let mut again = false;
         let mut state = self.lock();
         loop {
@@ -195,14 +195,14 @@ impl Watched {
             if state.ended {
                 return;
             }
-            let was_told = again && !state.changed;
+            let was_reported = again && !state.changed;
             state.changed = false;
             drop(state);
             let size = image.size();
-            self.learn(&size);
+            self.record_size(&size);
             again = matches!(self.known().size, Size::Failed(errno) if errno != BLOCKLISTED);
             state = self.lock();
-            if !(was_told && again) {
+            if !(was_reported && again) {
                 let tell = state.tell.clone();
                 drop(state);
                 if let Some(tell) = tell {
@@ -216,28 +216,28 @@ impl Watched {
 
 impl Watch {
     pub fn start(image: &RbdImage) -> io::Result<Self> {
-        extern "C" fn changed(watched: *mut c_void) {
-            // SAFETY: the pointer was made from an `Arc<Watched>`, which `stop` releases only after the last call.
-            unsafe { &*watched.cast::<Watched>() }.change();
+        extern "C" fn changed(tracker: *mut c_void) {
+            // SAFETY: the pointer was made from an `Arc<SizeTracker>`, which `stop` releases only after the last call.
+            unsafe { &*tracker.cast::<SizeTracker>() }.change();
         }
-        let watched = image.watched().clone();
-        let its = watched.clone();
+        let tracker = image.tracker().clone();
+        let thread_tracker = tracker.clone();
         let opened = Handle {
             connection: image.connection().clone(),
             image: image.handle(),
         };
         let thread = thread::Builder::new()
             .name("rbd-watch".into())
-            .spawn(move || its.follow(&opened))?;
+            .spawn(move || thread_tracker.run(&opened))?;
         let mut handle = 0;
-        let arg = Arc::into_raw(watched.clone()).cast_mut().cast();
-        // SAFETY: the argument is the `Watched` that `changed` expects, and stays valid as long as librbd may call it.
+        let arg = Arc::into_raw(tracker.clone()).cast_mut().cast();
+        // SAFETY: the argument is the `SizeTracker` that `changed` expects, and stays valid as long as librbd may call it.
         let result = unsafe {
             (image.library().rbd_update_watch)(image.handle(), &mut handle, changed, arg)
         };
         let watch = Self {
             handle,
-            watched,
+            tracker,
             thread,
         };
         if let Err(e) = check(result) {
@@ -250,15 +250,15 @@ impl Watch {
     pub fn stop(self, image: &RbdImage) {
         // SAFETY: the handle belongs to a watch of this image. librbd makes no call after this one returns.
         unsafe { (image.library().rbd_update_unwatch)(image.handle(), self.handle) };
-        let arg = Arc::as_ptr(&self.watched).cast_mut().cast();
+        let arg = Arc::as_ptr(&self.tracker).cast_mut().cast();
         self.end(arg);
     }
 
     fn end(self, arg: *mut c_void) {
         // SAFETY: `start` turned one `Arc` into this pointer, and librbd no longer uses it.
-        drop(unsafe { Arc::from_raw(arg.cast::<Watched>().cast_const()) });
-        self.watched.lock().ended = true;
-        self.watched.change.notify_one();
+        drop(unsafe { Arc::from_raw(arg.cast::<SizeTracker>().cast_const()) });
+        self.tracker.lock().ended = true;
+        self.tracker.change.notify_one();
         // The callback may drop the image on this very thread, which cannot join itself; it then ends on its own.
         if thread::current().id() != self.thread.thread().id() {
             let _ = self.thread.join();
@@ -272,19 +272,19 @@ mod tests {
 
     #[test]
     fn a_size_that_was_asked_before_a_change_is_not_taken() {
-        let watched = Watched::new();
-        assert_eq!(watched.known().size, Size::Unknown);
-        watched.learn(&Ok(4096));
-        assert_eq!(watched.known().size, Size::Bytes(4096));
-        watched.change();
-        assert_eq!(watched.known().size, Size::Unknown);
-        watched.learn(&Ok(4096));
-        assert_eq!(watched.known().size, Size::Unknown);
-        assert_eq!(watched.changes(), 1);
-        watched.lock().changed = false;
-        watched.learn(&Err(io::Error::from_raw_os_error(libc::ETIMEDOUT)));
-        assert_eq!(watched.known().size, Size::Failed(libc::ETIMEDOUT));
-        watched.learn(&Ok(0));
-        assert_eq!(watched.known().size, Size::Bytes(0));
+        let tracker = SizeTracker::new();
+        assert_eq!(tracker.known().size, Size::Unknown);
+        tracker.record_size(&Ok(4096));
+        assert_eq!(tracker.known().size, Size::Bytes(4096));
+        tracker.change();
+        assert_eq!(tracker.known().size, Size::Unknown);
+        tracker.record_size(&Ok(4096));
+        assert_eq!(tracker.known().size, Size::Unknown);
+        assert_eq!(tracker.changes(), 1);
+        tracker.lock().changed = false;
+        tracker.record_size(&Err(io::Error::from_raw_os_error(libc::ETIMEDOUT)));
+        assert_eq!(tracker.known().size, Size::Failed(libc::ETIMEDOUT));
+        tracker.record_size(&Ok(0));
+        assert_eq!(tracker.known().size, Size::Bytes(0));
     }
 }

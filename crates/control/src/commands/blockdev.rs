@@ -4,7 +4,7 @@ use block::{Aio, CacheMode, DetectZeroes, Discard};
 use serde_json::Value;
 
 use crate::CommandError;
-use crate::qapi::{At, Id, Qapi, Schema};
+use crate::qapi::{ArgumentPath, Id, Qapi, Schema};
 
 union! {
     /// `BlockdevOptions`: a block node to be created.
@@ -72,7 +72,7 @@ impl Qapi for Box<BlockdevOptions> {
         BlockdevOptions::describe(schema)
     }
 
-    fn from_json(value: Value, at: &At<'_>) -> Result<Self, CommandError> {
+    fn from_json(value: Value, at: &ArgumentPath<'_>) -> Result<Self, CommandError> {
         BlockdevOptions::from_json(value, at).map(Box::new)
     }
 
@@ -245,7 +245,7 @@ impl Qapi for FilePath {
         String::describe(schema)
     }
 
-    fn from_json(value: Value, at: &At<'_>) -> Result<Self, CommandError> {
+    fn from_json(value: Value, at: &ArgumentPath<'_>) -> Result<Self, CommandError> {
         let text = String::from_json(value, at)?;
         match text.len() {
             0 => Err(at.refused("is empty; a path is needed")),

@@ -3,7 +3,7 @@ use std::path::PathBuf;
 use serde_json::Value;
 
 use crate::CommandError;
-use crate::qapi::{At, Id, Qapi, Schema};
+use crate::qapi::{ArgumentPath, Id, Qapi, Schema};
 
 union! {
     /// `BlockExportOptions`: how to export a block node.
@@ -100,7 +100,7 @@ impl Qapi for SocketPath {
         String::describe(schema)
     }
 
-    fn from_json(value: Value, at: &At<'_>) -> Result<Self, CommandError> {
+    fn from_json(value: Value, at: &ArgumentPath<'_>) -> Result<Self, CommandError> {
         let text = String::from_json(value, at)?;
         match text.len() {
             0 => Err(at.refused("is empty; the path of a socket is needed")),

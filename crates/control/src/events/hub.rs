@@ -26,11 +26,11 @@ const KINDS_MAX: usize = 4096;
 /// Distributes events to all sessions, in the same order.
 #[derive(Default)]
 pub struct EventHub {
-    state: Mutex<State>,
+    state: Mutex<HubState>,
 }
 
 #[derive(Default)]
-struct State {
+struct HubState {
     sessions: HashMap<u64, Mailbox>,
     next_session: u64,
     recent: HashMap<String, Recent>,
@@ -157,12 +157,12 @@ impl EventHub {
         state.wake_all();
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, HubState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
+impl HubState {
     fn send(&mut self, message: &Arc<Value>) {
         for mailbox in self.sessions.values_mut() {
             if mailbox.waiting.len() == WAITING_MAX {

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde_json::{Value, json};
 
-use super::{At, Place, Qapi, Schema};
+use super::{ArgumentPath, PathElement, Qapi, Schema};
 use crate::CommandError;
 use crate::error::excerpt;
 
@@ -17,14 +17,14 @@ impl<T: Qapi> Qapi for Vec<T> {
         )
     }
 
-    fn from_json(value: Value, at: &At<'_>) -> Result<Self, CommandError> {
+    fn from_json(value: Value, at: &ArgumentPath<'_>) -> Result<Self, CommandError> {
         let Value::Array(elements) = value else {
             return Err(at.expected("array"));
         };
-        let read = |(index, element)| {
-            let place = Place::Element(index);
+        let read = |(index, value)| {
+            let element = PathElement::Element(index);
             let parent = Some(at);
-            T::from_json(element, &At { parent, place })
+            T::from_json(value, &ArgumentPath { parent, element })
         };
         elements.into_iter().enumerate().map(read).collect()
     }
@@ -46,7 +46,7 @@ impl Qapi for String {
         define_builtin(schema, "str", "string")
     }
 
-    fn from_json(value: Value, at: &At<'_>) -> Result<Self, CommandError> {
+    fn from_json(value: Value, at: &ArgumentPath<'_>) -> Result<Self, CommandError> {
         match value {
             Value::String(text) => Ok(text),
             _ => Err(at.expected("string")),
@@ -63,7 +63,7 @@ impl Qapi for bool {
         define_builtin(schema, "bool", "boolean")
     }
 
-    fn from_json(value: Value, at: &At<'_>) -> Result<Self, CommandError> {
+    fn from_json(value: Value, at: &ArgumentPath<'_>) -> Result<Self, CommandError> {
         value.as_bool().ok_or_else(|| at.expected("boolean"))
     }
 
@@ -80,7 +80,7 @@ macro_rules! integers {
                 define_builtin(schema, "int", "int")
             }
 
-            fn from_json(value: Value, at: &At<'_>) -> Result<Self, CommandError> {
+            fn from_json(value: Value, at: &ArgumentPath<'_>) -> Result<Self, CommandError> {
                 if !(value.is_u64() || value.is_i64()) {
                     return Err(at.expected("integer"));
                 }
@@ -103,7 +103,7 @@ impl Qapi for Value {
         define_builtin(schema, "any", "value")
     }
 
-    fn from_json(value: Value, _at: &At<'_>) -> Result<Self, CommandError> {
+    fn from_json(value: Value, _at: &ArgumentPath<'_>) -> Result<Self, CommandError> {
         Ok(value)
     }
 
@@ -157,7 +157,7 @@ impl Qapi for Id {
         String::describe(schema)
     }
 
-    fn from_json(value: Value, at: &At<'_>) -> Result<Self, CommandError> {
+    fn from_json(value: Value, at: &ArgumentPath<'_>) -> Result<Self, CommandError> {
         Self::new(String::from_json(value, at)?).map_err(|problem| at.refused(problem))
     }
 

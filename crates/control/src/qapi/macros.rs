@@ -121,7 +121,7 @@ macro_rules! words_of {
 
             fn from_json(
                 value: serde_json::Value,
-                at: &$crate::qapi::At<'_>,
+                at: &$crate::qapi::ArgumentPath<'_>,
             ) -> Result<Self, $crate::CommandError> {
                 let word = String::from_json(value, at)?;
                 let index = $crate::qapi::word_index(&word, &[$($word),+], at)?;
@@ -159,7 +159,7 @@ macro_rules! alternate {
 
             fn from_json(
                 value: serde_json::Value,
-                at: &$crate::qapi::At<'_>,
+                at: &$crate::qapi::ArgumentPath<'_>,
             ) -> Result<Self, $crate::CommandError> {
                 $(if value.$is() {
                     return <$type as $crate::qapi::Qapi>::from_json(value, at).map(Self::$case);

@@ -229,7 +229,7 @@ impl DiskSpec {
         let FileSpec::Rbd(location) = &self.file else {
             return Ok(());
         };
-        let image = location.short();
+        let image = location.image_spec();
         if self.format == Some(Format::Qcow2) {
             let problem = format!(
                 "qcow2 inside of {image} would keep tables, snapshots and a backing file of its own above an image that \
@@ -366,7 +366,7 @@ impl Display for FileSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Path(path) => path.display().fmt(f),
-            Self::Rbd(location) => write!(f, "rbd:{}", location.written()),
+            Self::Rbd(location) => write!(f, "rbd:{}", location.option_text()),
             Self::Null(size) => write!(f, "null:{size}"),
         }
     }

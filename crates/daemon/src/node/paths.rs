@@ -33,7 +33,7 @@ impl Node {
             return Ok(());
         };
         let filename = path.display().to_string();
-        let file = DiskFile::open_and(path, spec.cache, spec.read_only, Locking::Later)?;
+        let file = DiskFile::open_with(path, spec.cache, spec.read_only, Locking::None)?;
         let choice = choose(file.as_fd(), file.backing(), spec.aio, &Support::here());
         choice.map_err(|e| NodeError::Aio(filename.clone(), e))?;
         let (facts, mut size) = (file.facts(), 0);
@@ -172,7 +172,7 @@ fn files_named_by(
 /// A file that was taken over need not be where it was opened.
 pub(super) fn warn_if_renamed(disk: &str, path: &Path, file: &DiskFile) {
     if !path.exists() {
-        let now = match file.path_now() {
+        let now = match file.current_path() {
             None if file.backing() == Backing::BlockDevice => format!(
                 "to which no node leads in its directory; a restart needs one at that path, or another: 'ringdisk replace {disk} \
                  PATH' says which"
@@ -197,7 +197,7 @@ pub(super) fn warn_if_renamed(disk: &str, path: &Path, file: &DiskFile) {
 }
 
 fn place_now(file: &DiskFile) -> String {
-    let now = file.path_now();
+    let now = file.current_path();
     let now = now.map(|now| format!(", and that is at {} by now", now.display()));
     now.unwrap_or_default()
 }

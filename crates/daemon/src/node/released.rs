@@ -54,7 +54,7 @@ impl Node {
         files.push(file.clone());
         // Before anything is changed: there may be no descriptor to be had. Of a device, an open one is a lock as well.
         let cache = self.spec.cache;
-        let unlocked = match DiskFile::open_and(path, cache, false, Locking::Later) {
+        let unlocked = match DiskFile::open_with(path, cache, false, Locking::None) {
             Ok(unlocked) => Arc::new(unlocked),
             Err(e) => {
                 warn!("{e}; what is open of it stays so");
@@ -118,7 +118,7 @@ impl Node {
         self.check_there()?;
         // Anew: so do network file systems learn what was written elsewhere.
         let file = Arc::new(DiskFile::open(path, self.spec.cache, false)?);
-        file.forget_cached();
+        file.drop_cached();
         let taken = self.read_anew(path, &file, ours);
         let taken = taken.and_then(|(state, facts)| {
             then(&state, &facts)?;

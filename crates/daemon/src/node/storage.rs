@@ -93,7 +93,10 @@ impl OpenContext {
                 let held = Locking::Held;
                 (DiskFile::adopt(file, path, cache, read_only, held), held)
             }
-            None => (DiskFile::open_and(path, cache, read_only, locking), locking),
+            None => (
+                DiskFile::open_with(path, cache, read_only, locking),
+                locking,
+            ),
         };
         opened.map(|file| (file, locking))
     }
@@ -110,7 +113,7 @@ impl OpenContext {
         read_only: bool,
         ours: &[Identity],
     ) -> Result<DiskFile, OpenError> {
-        let is_ours = || Identity::of_open(&file).is_ok_and(|file| ours.contains(&file));
+        let is_ours = || Identity::of_fd(&file).is_ok_and(|file| ours.contains(&file));
         let (file, locking) = match self.inherited.file_like(&file, !read_only) {
             Some(held) => (held, Locking::Held),
             None if read_only && is_ours() => (file, Locking::Handover),
@@ -276,7 +279,7 @@ impl Opener<'_> {
 impl OpenFiles for Opener<'_> {
     fn open(&mut self, file: OwnedFd, path: &Path, role: FileRole) -> io::Result<Arc<dyn Storage>> {
         let read_only = !matches!(role, FileRole::Data { write: true });
-        if role == (FileRole::Data { write: false }) && self.locking == Locking::Later {
+        if role == (FileRole::Data { write: false }) && self.locking == Locking::None {
             let e =
                 "a data file of its own cannot be shared with another host; leave out lock=running";
             return Err(io::Error::other(e));

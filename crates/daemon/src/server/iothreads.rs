@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use datapath::{IoThread, Polling};
-use engine::{Engines, Support, UringError};
+use engine::{MultiEngine, Support, UringError};
 use guest::Virtqueue;
-use rbd::WithRbd;
+use rbd::RbdEngine;
 use rustix::thread::{CpuSet, sched_setaffinity};
 use thiserror::Error;
 
@@ -249,8 +249,8 @@ impl IoThreads {
                 sched_setaffinity(None, &set)
                     .map_err(|e| IoThreadError::Affinity(its_id, cpus, e.into()))?;
             }
-            let engines = Engines::new(Support::here())?;
-            Ok::<_, IoThreadError>(WithRbd::new(engines)?)
+            let engine = MultiEngine::new(Support::here())?;
+            Ok::<_, IoThreadError>(RbdEngine::new(engine)?)
         })?;
         let nodes = self.nodes.clone().filter(|_| spec.cpus.is_empty());
         let thread = NamedThread {

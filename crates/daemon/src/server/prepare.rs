@@ -249,7 +249,7 @@ impl Files {
             }
             (FileSpec::Rbd(location), _) => {
                 let mut images = self.images.iter();
-                let same = |l: &&(rbd::Location, String, bool)| l.0.same_image(location);
+                let same = |l: &&(rbd::Location, String, bool)| l.0.is_same_image(location);
                 let user = images.find(|l| same(l) && excludes(l.2));
                 (user.map(|(_, name, _)| name), location.to_string().into())
             }

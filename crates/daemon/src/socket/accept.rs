@@ -32,7 +32,7 @@ impl Acceptor {
         }
         match listener.accept() {
             Ok((client, _)) => Ok((client, None)),
-            Err(e) if block::is_open_files(&e) && self.spare.take().is_some() => {
+            Err(e) if block::is_out_of_descriptors(&e) && self.spare.take().is_some() => {
                 let (client, _) = listener.accept()?;
                 Ok((client, Some(e)))
             }

@@ -112,9 +112,9 @@ impl StateStore {
             .custom_flags(AS_IT_IS)
             .open(directory.join("lock"))
             .map_err(|e| StateError::Directory(directory.join("lock"), e))?;
-        let there = Identity::of_open(&its).map_err(fail)?;
+        let there = Identity::of_fd(&its).map_err(fail)?;
         // The other process may have had another directory.
-        let is_its = |lock: &File| Identity::of_open(lock).is_ok_and(|handed| handed == there);
+        let is_its = |lock: &File| Identity::of_fd(lock).is_ok_and(|handed| handed == there);
         let handed = lock.filter(is_its);
         let lock = handed.unwrap_or(its);
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {

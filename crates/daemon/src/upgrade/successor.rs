@@ -238,13 +238,13 @@ impl Inherited {
 
     /// The same file as this one, as the old process has it open.
     pub fn file_like(&self, file: &OwnedFd, write: bool) -> Option<OwnedFd> {
-        self.same_as(Identity::of_open(file).ok()?.into(), write)
+        self.same_as(Identity::of_fd(file).ok()?.into(), write)
     }
 
     fn same_as(&self, wanted: FileIdentity, write: bool) -> Option<OwnedFd> {
         let mut state = self.state();
         let place = state.files.iter().position(|fd| {
-            let same = Identity::of_open(fd).is_ok_and(|there| wanted == there.into());
+            let same = Identity::of_fd(fd).is_ok_and(|there| wanted == there.into());
             let access = fcntl_getfl(fd).unwrap_or(OFlags::empty()) & OFlags::ACCMODE;
             same && (access == OFlags::RDWR) == write
         })?;

@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use block::{Aio, CacheMode, Engine};
-use engine::{Choice, Engines, Support, choose};
+use engine::{Choice, MultiEngine, Support, choose};
 
 use super::places::{Place, support};
 
@@ -57,7 +57,7 @@ fn what_is_asked_for_is_done_or_refused_with_the_next_step() {
         );
         // The engine itself refuses as well.
         let file = place.open(false).unwrap();
-        let mut engines = Engines::new(support(false)).unwrap();
+        let mut engines = MultiEngine::new(support(false)).unwrap();
         let error = engines
             .attach(file.descriptor(), file.backing(), Aio::IoUring)
             .unwrap_err();
@@ -71,7 +71,7 @@ fn a_filter_that_forbids_io_uring() {
     // The filter is for this thread alone, which ends with the test.
     forbid(libc::SYS_io_uring_setup);
     let support = Arc::new(Support::probe());
-    assert!(support.native.is_ok());
+    assert!(support.linux_aio.is_ok());
     for place in Place::all() {
         let file = place.open(false).unwrap();
         let choice = choose(file.as_fd(), file.backing(), Aio::Auto, &support).unwrap();
@@ -79,7 +79,7 @@ fn a_filter_that_forbids_io_uring() {
         let why = "io_uring is forbidden here by a seccomp filter";
         assert!(choice.reason.ends_with(why), "{choice:?}");
         drop(file);
-        let mut engines = Engines::new(support.clone()).unwrap();
+        let mut engines = MultiEngine::new(support.clone()).unwrap();
         let (_file, subject) = place.attach(&mut engines, Aio::Auto);
         testkit::conformance::fills_its_room(&mut engines, &subject);
     }

@@ -11,7 +11,7 @@ use proptest::test_runner::{Config, TestRunner};
 use testkit::conformance::{self as conformance, Memory, Subject, exercise, one, read, write};
 
 /// Asks a question of every engine on every kind of file.
-fn everywhere(question: impl Fn(&mut engine::Engines, &mut Subject, &Place, Way)) {
+fn everywhere(question: impl Fn(&mut engine::MultiEngine, &mut Subject, &Place, Way)) {
     for place in Place::all() {
         for way in WAYS.into_iter().filter(|way| way.serves(place.cache)) {
             println!("{}: {way:?}", place.name);

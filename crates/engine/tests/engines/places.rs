@@ -6,7 +6,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use block::{Aio, CacheMode, Engine};
-use engine::{DiskFile, Engines, OpenError, Support, UringError};
+use engine::{DiskFile, MultiEngine, OpenError, Support, UringError};
 use tempfile::TempDir;
 use testkit::conformance::Subject;
 use testkit::faulty::Random;
@@ -35,8 +35,8 @@ const fn way(ring: bool, aio: Aio) -> Way {
 }
 
 impl Way {
-    pub fn engines(self) -> Engines {
-        Engines::new(support(self.ring)).unwrap()
+    pub fn engines(self) -> MultiEngine {
+        MultiEngine::new(support(self.ring)).unwrap()
     }
 
     pub fn serves(self, cache: CacheMode) -> bool {
@@ -144,7 +144,7 @@ impl Place {
     }
 
     /// The file, and what the engine and the model know of it.
-    pub fn attach(&self, engines: &mut Engines, aio: Aio) -> (DiskFile, Subject) {
+    pub fn attach(&self, engines: &mut MultiEngine, aio: Aio) -> (DiskFile, Subject) {
         let file = self.open(false).unwrap();
         let id = engines
             .attach(file.descriptor(), file.backing(), aio)

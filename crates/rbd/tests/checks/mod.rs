@@ -16,13 +16,13 @@ pub fn location(text: &str) {
         let name = name.map_or("n", |name| name.as_str());
         assert!(!name.is_empty() && name.len() < 96 && !name.chars().any(char::is_control));
     }
-    let written = location.written();
+    let written = location.option_text();
     assert_eq!(
         Location::parse(&written).as_ref(),
         Ok(&location),
         "{written}"
     );
-    assert!(location.same_image(&location));
+    assert!(location.is_same_image(&location));
     // What is shown has none of the options, among which there may be a key.
     assert!(location.to_string().len() <= 4 * 100);
 }

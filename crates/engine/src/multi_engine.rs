@@ -7,15 +7,15 @@ use std::sync::Arc;
 
 use block::{Aio, Backing, Completion, Engine, FileId, Op, Remote, Segment, Token};
 
-use crate::blocking::{Blocking, Job, Target};
+use crate::blocking::{BlockingPool, Job, Target};
 use crate::choice::{Support, choose};
 use crate::inline::Inline;
-use crate::native::Native;
+use crate::linux_aio::LinuxAio;
 use crate::poller::Poller;
 use crate::uring::{IN_FLIGHT_MAX, Uring, UringError};
 
 /// Marks the id of a file that the ring does not serve.
-const BESIDE: u32 = 1 << 31;
+const AUXILIARY: u32 = 1 << 31;
 
 /// Maximum number of files outside the ring, one per queue of every disk.
 const FILES_MAX: usize = 16384;
@@ -25,16 +25,16 @@ const FILES_MAX: usize = 16384;
 /// If io_uring works, the thread waits on its ring, and the other methods add no cost to files that the ring
 /// serves. Otherwise the thread waits on an epoll instance. Linux AIO and the pool are set up when the first
 /// file needs them.
-pub struct Engines {
+pub struct MultiEngine {
     main: Main,
-    native: Option<Native>,
+    linux_aio: Option<LinuxAio>,
     /// Completions of operations that were performed as they were submitted.
     done: Vec<Completion>,
     /// Number of operations not yet reaped that were given to Linux AIO or performed as they were submitted.
     /// It is counted separately because the ring's path reads it.
-    beside: usize,
+    auxiliary: usize,
     /// Files that the ring does not serve.
-    files: Vec<Option<Beside>>,
+    files: Vec<Option<AuxiliaryFile>>,
     support: Arc<Support>,
 }
 
@@ -45,17 +45,17 @@ pub struct Engines {
 )]
 enum Main {
     Ring(Uring),
-    Poller { poller: Poller, pool: Blocking },
+    Poller { poller: Poller, pool: BlockingPool },
 }
 
 /// A file that the ring does not serve.
-struct Beside {
+struct AuxiliaryFile {
     target: Arc<Target>,
-    native: bool,
+    linux_aio: bool,
     inline: Inline,
 }
 
-impl Engines {
+impl MultiEngine {
     /// Sets up the methods that `support` lists, for the calling thread.
     ///
     /// # Errors
@@ -67,23 +67,23 @@ impl Engines {
         };
         Ok(Self {
             main,
-            native: None,
+            linux_aio: None,
             done: Vec::with_capacity(IN_FLIGHT_MAX),
-            beside: 0,
+            auxiliary: 0,
             files: Vec::new(),
             support,
         })
     }
 
-    fn attach_beside(
+    fn attach_auxiliary(
         &mut self,
         file: &Arc<OwnedFd>,
         backing: Backing,
-        native: bool,
+        linux_aio: bool,
         aio: Aio,
     ) -> io::Result<FileId> {
-        if native && self.native.is_none() {
-            self.native = Some(self.main.make_native()?);
+        if linux_aio && self.linux_aio.is_none() {
+            self.linux_aio = Some(self.main.make_linux_aio()?);
         }
         let free = self.files.iter().position(Option::is_none);
         let number = free.unwrap_or(self.files.len());
@@ -92,37 +92,37 @@ impl Engines {
                 "one I/O thread serves at most {FILES_MAX} queues; use more --iothreads"
             )));
         }
-        let beside = Some(Beside {
+        let file = Some(AuxiliaryFile {
             inline: match aio {
                 // If `io_submit` performs an operation synchronously, it costs more than a plain system call.
                 Aio::Auto | Aio::Native => Inline::probe(file.as_fd(), backing),
-                Aio::IoUring | Aio::Threads => Inline::NoNeed,
+                Aio::IoUring | Aio::Threads => Inline::Off,
             },
             target: Arc::new(Target {
                 file: file.clone(),
                 backing,
             }),
-            native,
+            linux_aio,
         });
         match free {
-            Some(free) => self.files[free] = beside,
-            None => self.files.push(beside),
+            Some(free) => self.files[free] = file,
+            None => self.files.push(file),
         }
-        Ok(FileId(BESIDE | number as u32))
+        Ok(FileId(AUXILIARY | number as u32))
     }
 
     #[inline]
-    fn push_native(&mut self) -> io::Result<()> {
-        match &mut self.native {
-            Some(native) if self.beside > 0 => native.push(),
+    fn push_linux_aio(&mut self) -> io::Result<()> {
+        match &mut self.linux_aio {
+            Some(linux_aio) if self.auxiliary > 0 => linux_aio.push(),
             _ => Ok(()),
         }
     }
 
     #[inline]
-    fn ready_beside(&self) -> bool {
-        self.beside > 0
-            && (!self.done.is_empty() || self.native.as_ref().is_some_and(Native::ready))
+    fn ready_auxiliary(&self) -> bool {
+        self.auxiliary > 0
+            && (!self.done.is_empty() || self.linux_aio.as_ref().is_some_and(LinuxAio::ready))
     }
 
     /// Submits an operation on a file that the ring does not serve.
@@ -130,13 +130,13 @@ impl Engines {
     /// # Safety
     /// As for [`Engine::submit`].
     #[expect(unsafe_code, reason = "the trait's contract")]
-    unsafe fn submit_beside(&mut self, file: FileId, op: Op<'_>, token: Token) {
-        let file = self.files[(file.0 & !BESIDE) as usize].as_mut();
+    unsafe fn submit_auxiliary(&mut self, file: FileId, op: Op<'_>, token: Token) {
+        let file = self.files[(file.0 & !AUXILIARY) as usize].as_mut();
         let file = file.expect("the file is attached while it is used");
-        if let Some((write, at, segments)) = Inline::suits(op)
-            && file.inline.wanted()
+        if let Some((write, at, segments)) = Inline::transfer_of(op)
+            && file.inline.is_wanted()
         {
-            self.beside += 1;
+            self.auxiliary += 1;
             // SAFETY: the caller's promise.
             let result = unsafe {
                 file.inline
@@ -145,14 +145,14 @@ impl Engines {
             return self.done.push(Completion { token, result });
         }
         let ranged = matches!(op, Op::Discard { .. } | Op::WriteZeroes { .. });
-        if let Some(native) = &mut self.native
-            && file.native
+        if let Some(linux_aio) = &mut self.linux_aio
+            && file.linux_aio
             && !ranged
-            && (native.flushes || !matches!(op, Op::Flush))
+            && (linux_aio.flushes || !matches!(op, Op::Flush))
         {
-            self.beside += 1;
+            self.auxiliary += 1;
             // SAFETY: the caller's promise; the file stays open while it is attached.
-            return unsafe { native.submit(file.target.file.as_raw_fd(), op, token) };
+            return unsafe { linux_aio.submit(file.target.file.as_raw_fd(), op, token) };
         }
         // SAFETY: the caller's promise.
         let job = unsafe { Job::new(file.target.clone(), op, token) };
@@ -165,27 +165,27 @@ impl Engines {
 
 impl Main {
     fn poller() -> io::Result<Self> {
-        let (poller, pool) = (Poller::new()?, Blocking::new()?);
-        poller.watch_quietly(pool.event())?;
+        let (poller, pool) = (Poller::new()?, BlockingPool::new()?);
+        poller.watch_internal(pool.event())?;
         Ok(Self::Poller { poller, pool })
     }
 
-    fn make_native(&mut self) -> io::Result<Native> {
-        let native = Native::new().map_err(io::Error::other)?;
+    fn make_linux_aio(&mut self) -> io::Result<LinuxAio> {
+        let linux_aio = LinuxAio::new().map_err(io::Error::other)?;
         match self {
-            Self::Ring(ring) => ring.watch_quietly(native.event())?,
-            Self::Poller { poller, .. } => poller.watch_quietly(native.event())?,
+            Self::Ring(ring) => ring.watch_internal(linux_aio.event())?,
+            Self::Poller { poller, .. } => poller.watch_internal(linux_aio.event())?,
         }
-        Ok(native)
+        Ok(linux_aio)
     }
 }
 
-impl Engine for Engines {
+impl Engine for MultiEngine {
     fn attach(&mut self, file: &Arc<OwnedFd>, backing: Backing, aio: Aio) -> io::Result<FileId> {
         let choice = choose(file.as_fd(), backing, aio, &self.support).map_err(io::Error::other)?;
         match (choice.aio, &mut self.main) {
             (Aio::IoUring | Aio::Auto, Main::Ring(ring)) => ring.attach(file, backing, aio),
-            (chosen, _) => self.attach_beside(file, backing, chosen == Aio::Native, aio),
+            (chosen, _) => self.attach_auxiliary(file, backing, chosen == Aio::Native, aio),
         }
     }
 
@@ -194,9 +194,9 @@ impl Engine for Engines {
     }
 
     fn detach(&mut self, file: FileId) {
-        match (&mut self.main, file.0 & BESIDE) {
+        match (&mut self.main, file.0 & AUXILIARY) {
             (Main::Ring(ring), 0) => ring.detach(file),
-            _ => self.files[(file.0 & !BESIDE) as usize] = None,
+            _ => self.files[(file.0 & !AUXILIARY) as usize] = None,
         }
     }
 
@@ -232,14 +232,14 @@ impl Engine for Engines {
     #[inline]
     fn room(&self) -> usize {
         match &self.main {
-            Main::Ring(ring) => ring.room().saturating_sub(self.beside),
-            Main::Poller { pool, .. } => IN_FLIGHT_MAX - (self.beside + pool.pending()),
+            Main::Ring(ring) => ring.room().saturating_sub(self.auxiliary),
+            Main::Poller { pool, .. } => IN_FLIGHT_MAX - (self.auxiliary + pool.pending()),
         }
     }
 
     #[inline]
     fn in_flight(&self) -> usize {
-        self.beside
+        self.auxiliary
             + match &self.main {
                 Main::Ring(ring) => ring.in_flight(),
                 Main::Poller { pool, .. } => pool.pending(),
@@ -252,7 +252,7 @@ impl Engine for Engines {
             Main::Ring(ring) => ring.ready(),
             Main::Poller { poller, pool } => poller.ready() || pool.ready(),
         };
-        main || self.ready_beside()
+        main || self.ready_auxiliary()
     }
 
     #[inline]
@@ -260,36 +260,36 @@ impl Engine for Engines {
     unsafe fn submit(&mut self, file: FileId, op: Op<'_>, token: Token) {
         match &mut self.main {
             // SAFETY: the caller's promise.
-            Main::Ring(ring) if file.0 & BESIDE == 0 => unsafe { ring.submit(file, op, token) },
+            Main::Ring(ring) if file.0 & AUXILIARY == 0 => unsafe { ring.submit(file, op, token) },
             // SAFETY: the caller's promise.
-            _ => unsafe { self.submit_beside(file, op, token) },
+            _ => unsafe { self.submit_auxiliary(file, op, token) },
         }
     }
 
     #[inline]
     fn push(&mut self) -> io::Result<()> {
-        self.push_native()?;
+        self.push_linux_aio()?;
         match &mut self.main {
             Main::Ring(ring) => ring.push(),
             Main::Poller { poller, pool } => {
                 pool.push();
-                poller.glance()
+                poller.check_sometimes()
             }
         }
     }
 
     #[inline]
     fn wait(&mut self) -> io::Result<()> {
-        self.push_native()?;
-        let ready = self.ready_beside();
+        self.push_linux_aio()?;
+        let ready = self.ready_auxiliary();
         match &mut self.main {
             Main::Ring(ring) if ready => ring.push(),
             Main::Ring(ring) => ring.wait(),
             Main::Poller { poller, pool } => {
                 pool.push();
                 match ready || pool.ready() {
-                    true => poller.glance(),
-                    false => poller.look(true),
+                    true => poller.check_sometimes(),
+                    false => poller.fetch_events(true),
                 }
             }
         }
@@ -304,13 +304,13 @@ impl Engine for Engines {
                 pool.collect(out);
             }
         }
-        if self.beside > 0 {
+        if self.auxiliary > 0 {
             let n = self.done.len().min(out.capacity() - out.len());
             out.extend(self.done.drain(..n));
-            self.beside = self.done.len();
-            if let Some(native) = &mut self.native {
-                native.reap(out);
-                self.beside += native.in_flight();
+            self.auxiliary = self.done.len();
+            if let Some(linux_aio) = &mut self.linux_aio {
+                linux_aio.reap(out);
+                self.auxiliary += linux_aio.in_flight();
             }
         }
     }

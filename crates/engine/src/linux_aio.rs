@@ -37,7 +37,7 @@ const WARN_EACH: Duration = Duration::from_secs(60);
 
 /// Why Linux AIO is not available.
 #[derive(Debug, Error)]
-pub enum NativeError {
+pub enum LinuxAioError {
     /// Other users have exhausted the machine's limit.
     #[error(
         "Linux AIO has no room left (fs.aio-nr has reached fs.aio-max-nr); \
@@ -58,15 +58,15 @@ pub enum NativeError {
     Other(io::Error),
 }
 
-impl NativeError {
+impl LinuxAioError {
     /// Whether this was a lack of file descriptors, which says nothing about the method.
     pub(crate) fn is_limit(&self) -> bool {
-        matches!(self, Self::Other(e) if block::is_open_files(e))
+        matches!(self, Self::Other(e) if block::is_out_of_descriptors(e))
     }
 }
 
 /// A context of Linux AIO and the operations that wait to be submitted to it.
-pub(crate) struct Native {
+pub(crate) struct LinuxAio {
     context: Context,
     /// Whether IOCB_CMD_FDSYNC is available (Linux 4.18); otherwise the caller must flush in another way.
     pub flushes: bool,
@@ -80,14 +80,14 @@ pub(crate) struct Native {
     left_out: u32,
 }
 
-impl Native {
-    pub fn new() -> Result<Self, NativeError> {
+impl LinuxAio {
+    pub fn new() -> Result<Self, LinuxAioError> {
         let context = Context::new()?;
         Ok(Self {
             flushes: context.flushes(),
             context,
             event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-                .map_err(|e| NativeError::Other(e.into()))?,
+                .map_err(|e| LinuxAioError::Other(e.into()))?,
             queued: VecDeque::new(),
             failed: Vec::new(),
             submitted: 0,
@@ -271,7 +271,7 @@ struct Event {
 
 impl Context {
     #[expect(unsafe_code, reason = "libc has no wrapper for io_setup")]
-    fn new() -> Result<Self, NativeError> {
+    fn new() -> Result<Self, LinuxAioError> {
         let mut events = EVENTS_MAX;
         loop {
             let mut id: libc::c_ulong = 0;
@@ -282,10 +282,10 @@ impl Context {
             let e = io::Error::last_os_error();
             match e.raw_os_error() {
                 Some(libc::EAGAIN) if events > EVENTS_MIN => events /= 2,
-                Some(libc::EAGAIN) => return Err(NativeError::Exhausted),
-                Some(libc::EPERM | libc::EACCES) => return Err(NativeError::Forbidden(e)),
-                Some(libc::ENOSYS) => return Err(NativeError::Absent),
-                _ => return Err(NativeError::Other(e)),
+                Some(libc::EAGAIN) => return Err(LinuxAioError::Exhausted),
+                Some(libc::EPERM | libc::EACCES) => return Err(LinuxAioError::Forbidden(e)),
+                Some(libc::ENOSYS) => return Err(LinuxAioError::Absent),
+                _ => return Err(LinuxAioError::Other(e)),
             }
         }
     }
