@@ -1,10 +1,13 @@
 //! A disk, as all threads that serve it share it.
 
-use std::borrow::Borrow;
+pub(crate) mod flush_coalescer;
+pub(crate) mod outage;
+pub(crate) mod source;
+
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use block::{
@@ -15,12 +18,12 @@ use guest::{RingError, blk};
 use image::{Image, ImageError};
 use tracing::warn;
 
-use crate::admit::Admission;
-use crate::error_policy::Outage;
+use crate::throttle::admission::Admission;
+use outage::Outage;
+use source::{Source, Storage};
+
 use crate::report::{IoEvent, LogLimiter};
-use crate::source::{Source, Storage};
-use crate::stats::Statistics;
-use crate::thread::{Command, IoThread};
+use crate::stats::{DiskStats, Statistics};
 use crate::throttle::ThrottleGroup;
 
 /// What is served: an image, the file it is in, and what the guest is told of it.
@@ -354,18 +357,6 @@ impl Disk {
         self.failures.log(|left_out| self.tell(&event(left_out.0)));
     }
 
-    /// Has requests go on that wait because storage failed to serve them: they are tried again at once, or,
-    /// with `report`, the guest is told of their errors. `threads` are those that serve the disk.
-    pub fn resume(self: &Arc<Self>, threads: &[impl Borrow<IoThread>], report: bool) {
-        self.admission.set_stopped(false);
-        for thread in threads {
-            thread.borrow().send(Command::Resume {
-                disk: self.clone(),
-                report,
-            });
-        }
-    }
-
     /// The disk's own limits.
     pub fn limits(&self) -> ThrottleLimits {
         self.admission.limits()
@@ -432,5 +423,68 @@ impl Disk {
                 self.name
             );
         });
+    }
+
+    /// The file that the disk is in now, if it needs one.
+    pub(crate) fn source(&self) -> Option<Arc<Source>> {
+        Some(self.lock_source()?.clone())
+    }
+
+    /// Whether its page cache has lost something with this errno.
+    pub(crate) fn has_lost(&self, errno: i32) -> bool {
+        self.source().and_then(|s| s.coalescer.lost()) == Some(errno)
+    }
+
+    fn set_source(&self, new: Arc<Source>) {
+        if let Some(mut source) = self.lock_source() {
+            *source = new;
+        }
+    }
+
+    fn lock_source(&self) -> Option<MutexGuard<'_, Arc<Source>>> {
+        let source = self.source.as_ref()?;
+        Some(source.lock().unwrap_or_else(|e| e.into_inner()))
+    }
+
+    /// What has been counted so far, without latencies. Allocates nothing.
+    pub fn counts(&self) -> DiskStats {
+        self.statistics.counts(self.stalled())
+    }
+
+    /// What has been counted and measured so far.
+    pub fn stats(&self) -> DiskStats {
+        let mut stats = self.counts();
+        self.statistics.add_latencies(&mut stats);
+        stats
+    }
+
+    /// Measures latencies from now on, for as long as the returned value lives.
+    pub fn measure(self: &Arc<Self>) -> Measuring {
+        self.statistics.start_measuring();
+        Measuring(self.clone())
+    }
+
+    /// Requests that storage failed to serve, and that wait for it to work again.
+    pub fn stalled(&self) -> u64 {
+        self.outage.stalled() as u64
+    }
+
+    /// Whether new requests wait until the operator resumes the disk.
+    pub fn is_stopped(&self) -> bool {
+        self.admission.is_stopped()
+    }
+
+    /// Whether storage has not answered operations of queues that have stopped.
+    pub fn is_abandoned(&self) -> bool {
+        self.outage.abandoned.load(Ordering::Relaxed) > 0
+    }
+}
+
+/// The latencies of a disk are measured while this lives.
+pub struct Measuring(Arc<Disk>);
+
+impl Drop for Measuring {
+    fn drop(&mut self) {
+        self.0.statistics.stop_measuring();
     }
 }

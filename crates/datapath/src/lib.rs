@@ -1,55 +1,36 @@
-//! The path of one I/O. The modules stand in the order in which a request visits them; the function
-//! that leads it through is [`Worker::turn`](worker::Worker), and all that each stage knows of a
-//! request under way is its [slot](slot).
+//! The path of one I/O, from the guest's ring to the host's file and back. [`path`] has one module for each stage, in the
+//! order in which a request visits them, and the driver that calls them; [`control`] starts and stops queues, replaces
+//! files, and handles storage that fails. Both work on the [state of a thread](worker).
 
-mod polling;
-mod wait;
-
-mod fetch;
-
-mod admit;
-
-mod mapped;
-mod plan;
-
-mod submit;
-
-mod complete;
-
-mod error_policy;
-
-mod sync;
-
-mod cow;
-mod notify;
-
-mod activity;
-mod blocking_pool;
-mod bounce;
-mod clock;
-mod disk;
-mod flush_coalescer;
-mod histogram;
-mod queue;
-mod replace;
-mod report;
-mod slot;
-mod source;
-mod stats;
-mod thread;
-mod thread_disk;
-mod throttle;
-mod timer;
+mod control;
+mod path;
 mod worker;
-mod zeroes;
 
-pub use activity::ThreadStats;
-pub use disk::{Disk, Options};
-pub use histogram::Histogram;
+mod command;
+mod thread;
+
+mod queue;
+mod request;
+mod resources;
+mod thread_disk;
+
+mod disk;
+mod report;
+mod stats;
+mod throttle;
+
+mod clock;
+mod polling;
+mod wake;
+
+pub use command::QueueId;
+pub use control::replace::Replacement;
+pub use disk::source::Storage;
+pub use disk::{Disk, Measuring, Options};
 pub use polling::Polling;
-pub use replace::Replacement;
 pub use report::{IoAction, IoEvent, IoFailure, IoResumed, LeftOut, LogLimiter};
-pub use source::Storage;
-pub use stats::{DiskStats, Latency, Measuring, RequestStats};
-pub use thread::{IoThread, QueueId};
+pub use stats::activity::ThreadStats;
+pub use stats::histogram::Histogram;
+pub use stats::{DiskStats, Latency, RequestStats};
+pub use thread::IoThread;
 pub use throttle::ThrottleGroup;

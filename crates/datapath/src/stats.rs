@@ -2,7 +2,7 @@
 //! up, at any time, without stopping them.
 //!
 //! Operations and bytes are always counted. Latencies are measured while somebody [asks for
-//! them](Disk::measure): a look at the clock per batch, and a place in a list per request.
+//! them](crate::Disk::measure): a look at the clock per batch, and a place in a list per request.
 //!
 //! What nobody asks for must not cost the fast lane more than 2 %: 673 and 678 instructions per I/O on the null disk
 //! with all of it and the limits, idle; 675 to 678 in a build without (`cargo xtask bench --instructions`, three
@@ -14,9 +14,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use block::Request;
 use guest::blk::Status;
 
+pub(crate) mod activity;
+pub(crate) mod histogram;
+
 use crate::clock::now_ns;
-use crate::disk::Disk;
-use crate::histogram::{AtomicHistogram, Histogram, add};
+use histogram::{AtomicHistogram, Histogram, add};
 
 /// The kinds of requests that are counted apart.
 const KINDS: usize = 5;
@@ -230,9 +232,9 @@ struct Run {
 }
 
 impl Tally {
-    /// For a queue of the disk with so many requests under way at most.
-    pub fn new(disk: &Disk, requests: usize) -> Self {
-        let counters = disk.statistics.join();
+    /// For a queue of a disk, with so many requests under way at most.
+    pub fn new(statistics: &Statistics, requests: usize) -> Self {
+        let counters = statistics.join();
         let count = |kind: usize| Count {
             operations: counters.operations[kind].load(Ordering::Relaxed),
             bytes: counters.bytes[kind].load(Ordering::Relaxed),
@@ -430,6 +432,48 @@ impl Statistics {
         counters
     }
 
+    /// What all queues have counted, without latencies. Allocates nothing.
+    pub fn counts(&self, stalled: u64) -> DiskStats {
+        let mut stats = DiskStats {
+            at_ns: now_ns(),
+            stalled,
+            ..DiskStats::default()
+        };
+        let load = |n: &AtomicU64| n.load(Ordering::Relaxed);
+        for counters in &*self.queues() {
+            for (kind, (_, sum)) in stats.kinds_mut().into_iter().enumerate() {
+                sum.operations += load(&counters.operations[kind]);
+                sum.bytes = sum.bytes.wrapping_add(load(&counters.bytes[kind]));
+                sum.errors += load(&counters.errors[kind]);
+            }
+            stats.refused += load(&counters.refused);
+            stats.under_way += load(&counters.under_way);
+            stats.queues += u64::from(counters.in_use.load(Ordering::Relaxed));
+        }
+        stats
+    }
+
+    /// Adds the latencies that all queues have measured.
+    pub fn add_latencies(&self, stats: &mut DiskStats) {
+        for counters in &*self.queues() {
+            for (times, (_, sum)) in counters.times.iter().zip(stats.kinds_mut()) {
+                let histograms = times.get().into_iter().flat_map(|times| &times.0);
+                for (histogram, (_, sum)) in histograms.zip(sum.latency.stages_mut()) {
+                    histogram.add_to(sum);
+                }
+            }
+        }
+    }
+
+    /// Measures latencies from now on, until [`stop_measuring`](Self::stop_measuring) was called as often.
+    pub fn start_measuring(&self) {
+        self.measured_for.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn stop_measuring(&self) {
+        self.measured_for.fetch_sub(1, Ordering::Relaxed);
+    }
+
     /// Whether latencies are wanted.
     #[inline]
     pub fn measuring(&self) -> bool {
@@ -446,59 +490,6 @@ impl Statistics {
     }
 }
 
-/// As long as this lives, the latencies of a disk are measured.
-pub struct Measuring(Arc<Disk>);
-
-impl Drop for Measuring {
-    fn drop(&mut self) {
-        let statistics = &self.0.statistics;
-        statistics.measured_for.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-impl Disk {
-    /// What has been counted so far, without how long it took: this allocates nothing.
-    pub fn counts(&self) -> DiskStats {
-        let mut stats = DiskStats {
-            at_ns: now_ns(),
-            stalled: self.stalled(),
-            ..DiskStats::default()
-        };
-        let load = |n: &AtomicU64| n.load(Ordering::Relaxed);
-        for counters in &*self.statistics.queues() {
-            for (kind, (_, sum)) in stats.kinds_mut().into_iter().enumerate() {
-                sum.operations += load(&counters.operations[kind]);
-                sum.bytes = sum.bytes.wrapping_add(load(&counters.bytes[kind]));
-                sum.errors += load(&counters.errors[kind]);
-            }
-            stats.refused += load(&counters.refused);
-            stats.under_way += load(&counters.under_way);
-            stats.queues += u64::from(counters.in_use.load(Ordering::Relaxed));
-        }
-        stats
-    }
-
-    /// What has been counted and measured so far.
-    pub fn stats(&self) -> DiskStats {
-        let mut stats = self.counts();
-        for counters in &*self.statistics.queues() {
-            for (times, (_, sum)) in counters.times.iter().zip(stats.kinds_mut()) {
-                let fillings = times.get().into_iter().flat_map(|times| &times.0);
-                for (filling, (_, sum)) in fillings.zip(sum.latency.stages_mut()) {
-                    filling.add_to(sum);
-                }
-            }
-        }
-        stats
-    }
-
-    /// Measures latencies from now on, for as long as the returned value lives.
-    pub fn measure(self: &Arc<Self>) -> Measuring {
-        self.statistics.measured_for.fetch_add(1, Ordering::Relaxed);
-        Measuring(self.clone())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -507,7 +498,7 @@ mod tests {
     #[test]
     fn a_queue_has_histograms_of_what_it_was_asked_for() {
         let statistics = Statistics::default();
-        statistics.measured_for.fetch_add(1, Ordering::Relaxed);
+        statistics.start_measuring();
         let mut tally = Tally {
             counters: statistics.join(),
             reads: Count::default(),

@@ -1,20 +1,19 @@
 //! I/O threads, as the rest of the program sees them.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
-use std::sync::{Arc, mpsc::Receiver};
 use std::thread::{self, JoinHandle};
 
 use block::Engine;
 use guest::{NewQueue, StoppedRing};
-use rustix::event::{EventfdFlags, eventfd};
 
-use crate::activity::{Activity, ThreadStats};
-use crate::disk::{Content, Disk};
+use crate::command::{Command, QueueId, answer, gone};
+use crate::disk::Disk;
 use crate::polling::Polling;
-use crate::source::Source;
+use crate::stats::activity::{Activity, ThreadStats};
+use crate::wake::Wake;
 use crate::worker::Worker;
 
 /// A thread that serves queues of any number of disks with one engine. Dropping it ends the thread,
@@ -25,52 +24,6 @@ pub struct IoThread {
     activity: Arc<Activity>,
     thread: Option<JoinHandle<()>>,
     thread_id: u32,
-}
-
-/// A queue in service, by the number that its thread gave it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct QueueId(pub(crate) usize);
-
-pub(crate) enum Command {
-    Start {
-        disk: Arc<Disk>,
-        queue: NewQueue,
-        reply: Sender<io::Result<QueueId>>,
-    },
-    Stop {
-        queue: QueueId,
-        reply: Sender<StoppedRing>,
-    },
-    SetEventFds {
-        queue: QueueId,
-        call: Option<Arc<OwnedFd>>,
-        error: Option<Arc<OwnedFd>>,
-        reply: Sender<()>,
-    },
-    /// Serve nothing of a disk for now; the reply comes when nothing of it is under way.
-    Pause {
-        disk: Arc<Disk>,
-        reply: Sender<io::Result<()>>,
-    },
-    /// Make its next file known to the engine.
-    AttachNext {
-        disk: Arc<Disk>,
-        content: Content,
-        source: Arc<Source>,
-        reply: Sender<io::Result<()>>,
-    },
-    /// Serve it again.
-    Unpause {
-        disk: Arc<Disk>,
-        replaced: bool,
-        reply: Sender<io::Result<()>>,
-    },
-    /// Requests that storage failed to serve go on.
-    Resume {
-        disk: Arc<Disk>,
-        report: bool,
-    },
-    Quit,
 }
 
 impl IoThread {
@@ -138,7 +91,7 @@ impl IoThread {
         answer(&result)
     }
 
-    /// Changes where a queue signals to, and returns once it does: a front-end that sends one descriptor after
+    /// Changes where a queue notifier to, and returns once it does: a front-end that sends one descriptor after
     /// another goes at the thread's pace.
     pub fn set_event_fds(
         &self,
@@ -165,16 +118,8 @@ impl IoThread {
     pub(crate) fn send(&self, command: Command) {
         // Fails only if the thread has ended; then the reply never comes, which says the same.
         let _ = self.commands.send(command);
-        self.wake.up();
+        self.wake.wake();
     }
-}
-
-pub(crate) fn answer<T>(result: &Receiver<T>) -> io::Result<T> {
-    result.recv().map_err(|_| gone())
-}
-
-fn gone() -> io::Error {
-    io::Error::other("the I/O thread has ended")
 }
 
 impl Drop for IoThread {
@@ -183,41 +128,5 @@ impl Drop for IoThread {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-    }
-}
-
-/// Interrupts a thread's sleep, or its looking out.
-pub(crate) struct Wake {
-    event: OwnedFd,
-    pending: AtomicBool,
-}
-
-impl Wake {
-    pub fn new() -> io::Result<Self> {
-        Ok(Self {
-            event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
-            pending: AtomicBool::new(false),
-        })
-    }
-
-    pub fn up(&self) {
-        self.pending.store(true, Ordering::Release);
-        let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
-    }
-
-    #[inline]
-    pub fn pending(&self) -> bool {
-        self.pending.load(Ordering::Relaxed)
-    }
-
-    /// Whether there are commands to look at. What is sent after this returns brings a wake-up of
-    /// its own.
-    #[inline]
-    pub fn take(&self) -> bool {
-        self.pending() && self.pending.swap(false, Ordering::Acquire)
-    }
-
-    pub fn event(&self) -> BorrowedFd<'_> {
-        self.event.as_fd()
     }
 }

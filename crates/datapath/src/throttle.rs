@@ -5,6 +5,8 @@
 //! had so far and not by how often each asks: with a depth of 128, a disk gets no more of its group
 //! than one with a depth of 8.
 
+pub(crate) mod admission;
+
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use block::{Rate, ThrottleError, ThrottleLimits};

@@ -150,8 +150,8 @@ const UNSAFE_CRATES: &[&str] = &["driver", "guest", "engine", "rbd", "testkit"];
 /// the completions of the blkio crate: they come uninitialised.
 const UNSAFE_FILES: &[&str] = &[
     "crates/block/src/engine.rs",
-    "crates/datapath/src/submit.rs",
-    "crates/datapath/src/worker.rs",
+    "crates/datapath/src/path/submit.rs",
+    "crates/datapath/src/control/queues.rs",
     "crates/lab/src/vhost.rs",
 ];
 

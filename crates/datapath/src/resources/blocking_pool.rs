@@ -14,10 +14,9 @@ use std::time::Duration;
 
 use image::{Allocation, PendingWrite};
 
-use guest::blk::Status;
-
-use crate::cow::CowWrite;
-use crate::thread::Wake;
+use super::cow::CowWrite;
+use crate::request::{Ending, RequestId};
+use crate::wake::Wake;
 
 /// Jobs of one disk that are done at a time: as many reads as keep it busy.
 const DISK_MAX: usize = 16;
@@ -29,19 +28,11 @@ const SHARED_MAX: usize = 64;
 /// A thread that has had nothing to do for this long ends.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// Which request a job is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct JobId {
-    pub queue: usize,
-    pub slot: u16,
-}
-
-/// How a request ends.
+/// How a request ends whose clusters a job gives back.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum RequestEnd {
-    /// The guest is told this, and the log the result.
-    Finish(Status, i32),
-    /// Whoever serves the disk next does it again.
+pub(crate) enum AbortEnd {
+    Finish(Ending),
+    /// It is left for the next server of the ring.
     Leave,
 }
 
@@ -65,7 +56,7 @@ pub(crate) enum JobResult {
     /// It has been seen to that the request is looked at anew: the I/O thread hears nothing of this.
     Waits,
     /// What was taken for the request is given back, and so it ends.
-    Aborted(RequestEnd),
+    Aborted(AbortEnd),
     /// With this errno; it is of no use to try again if that lasts.
     Failed { errno: i32, lasting: bool },
     /// What was written is not the disk's yet, with this errno. It may be tried again.
@@ -74,7 +65,8 @@ pub(crate) enum JobResult {
     Flushed { errno: i32, lost: bool },
 }
 
-type Job = Box<dyn FnOnce() -> JobResult + Send>;
+/// Work that blocks.
+pub(crate) type Job = Box<dyn FnOnce() -> JobResult + Send>;
 
 /// The blocking pool of an I/O thread.
 pub(crate) struct BlockingPool {
@@ -93,7 +85,7 @@ struct PoolShared {
 #[derive(Default)]
 struct PoolState {
     /// To be done next, with the disk of each: for these and what is under way, there are threads.
-    ready: VecDeque<(usize, JobId, Job)>,
+    ready: VecDeque<(usize, RequestId, Job)>,
     /// By disk.
     disks: Vec<DiskJobs>,
     /// Jobs in `lanes`.
@@ -104,7 +96,7 @@ struct PoolState {
     shared: usize,
     /// The disk that had a job made ready last, among those that had to wait for it.
     turn: usize,
-    done: Vec<(JobId, JobResult)>,
+    done: Vec<(RequestId, JobResult)>,
     threads: usize,
     closed: bool,
 }
@@ -113,14 +105,14 @@ struct PoolState {
 #[derive(Default)]
 struct DiskJobs {
     /// Those that wait for others to end.
-    waiting: VecDeque<(JobId, Job)>,
+    waiting: VecDeque<(RequestId, Job)>,
     /// How many are ready or under way.
     admitted: usize,
 }
 
 impl PoolState {
     /// Takes a job for a disk. Whether it is ready.
-    fn add(&mut self, disk: usize, request: JobId, job: Job) -> bool {
+    fn add(&mut self, disk: usize, request: RequestId, job: Job) -> bool {
         if self.disks.len() <= disk {
             self.disks.resize_with(disk + 1, DiskJobs::default);
         }
@@ -143,7 +135,7 @@ impl PoolState {
         }
     }
 
-    fn admit(&mut self, disk: usize, request: JobId, job: Job) {
+    fn admit(&mut self, disk: usize, request: RequestId, job: Job) {
         let jobs = &mut self.disks[disk];
         self.shared += usize::from(jobs.admitted > 0);
         jobs.admitted += 1;
@@ -189,7 +181,7 @@ impl BlockingPool {
     pub fn start(
         &self,
         disk: usize,
-        request: JobId,
+        request: RequestId,
         job: impl FnOnce() -> JobResult + Send + 'static,
     ) {
         let mut state = self.shared.lock();
@@ -209,13 +201,13 @@ impl BlockingPool {
     }
 
     /// A handle with which somebody else can say that a request is to be looked at anew.
-    pub fn waker(&self, request: JobId) -> impl Fn() + Send + Sync + 'static {
+    pub fn waker(&self, request: RequestId) -> impl Fn() + Send + Sync + 'static {
         let shared = self.shared.clone();
         move || shared.leave(request, JobResult::Again)
     }
 
     /// Takes what has been done since the last time.
-    pub fn collect(&self) -> Vec<(JobId, JobResult)> {
+    pub fn collect(&self) -> Vec<(RequestId, JobResult)> {
         if self.shared.done.load(Ordering::Acquire) == 0 {
             return Vec::new();
         }
@@ -253,7 +245,7 @@ impl PoolShared {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn leave(&self, request: JobId, outcome: JobResult) {
+    fn leave(&self, request: RequestId, outcome: JobResult) {
         if let JobResult::Waits = outcome {
             return;
         }
@@ -264,7 +256,7 @@ impl PoolShared {
         drop(state);
         // Otherwise it has been woken, and has not come to collect.
         if first {
-            self.wake.up();
+            self.wake.wake();
         }
     }
 
@@ -278,7 +270,7 @@ impl PoolShared {
     }
 
     /// The next job after one of this disk; none if the thread has to end.
-    fn next(&self, last: Option<usize>) -> Option<(usize, JobId, Job)> {
+    fn next(&self, last: Option<usize>) -> Option<(usize, RequestId, Job)> {
         let mut state = self.lock();
         if let Some(disk) = last {
             state.ended(disk);
@@ -311,7 +303,7 @@ mod tests {
 
     use super::*;
 
-    fn wait(pool: &BlockingPool, wake: &Wake, n: usize) -> Vec<(JobId, JobResult)> {
+    fn wait(pool: &BlockingPool, wake: &Wake, n: usize) -> Vec<(RequestId, JobResult)> {
         let mut all = Vec::new();
         while all.len() < n {
             // What comes after this brings a wake-up of its own.
@@ -338,14 +330,14 @@ mod tests {
         let barrier = Arc::new(Barrier::new(DISK_MAX));
         for slot in 0..DISK_MAX as u16 {
             let barrier = barrier.clone();
-            pool.start(0, JobId { queue: 1, slot }, move || {
+            pool.start(0, RequestId { queue: 1, slot }, move || {
                 barrier.wait();
                 JobResult::Again
             });
         }
         wait(&pool, &wake, DISK_MAX);
         for slot in 0..1000 {
-            pool.start(0, JobId { queue: 0, slot }, move || {
+            pool.start(0, RequestId { queue: 0, slot }, move || {
                 JobResult::Bytes(vec![slot as u8])
             });
         }
@@ -372,7 +364,7 @@ mod tests {
         for slot in 0..100 {
             for disk in 0..HUNG {
                 let hang = hang.clone();
-                pool.start(disk, JobId { queue: disk, slot }, move || {
+                pool.start(disk, RequestId { queue: disk, slot }, move || {
                     drop(hang.lock());
                     JobResult::Again
                 });
@@ -380,7 +372,7 @@ mod tests {
         }
         let start = |slot| {
             for queue in HUNG..HUNG + 3 {
-                pool.start(queue, JobId { queue, slot }, || JobResult::Again);
+                pool.start(queue, RequestId { queue, slot }, || JobResult::Again);
             }
         };
         (0..100).for_each(start);
@@ -409,7 +401,7 @@ mod tests {
     fn others_can_have_a_request_looked_at_anew() {
         let wake = Arc::new(Wake::new().unwrap());
         let pool = BlockingPool::new(wake.clone());
-        let request = JobId { queue: 3, slot: 4 };
+        let request = RequestId { queue: 3, slot: 4 };
         let waker = pool.waker(request);
         thread::spawn(waker);
         let done = wait(&pool, &wake, 1);

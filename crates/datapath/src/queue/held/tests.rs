@@ -1,11 +1,14 @@
 //! Guests, disks and threads in virtual time: what is tested is the admission as the threads use it,
 //! with a clock that takes no time.
 
-use block::{DiskFacts, DiskOffset, Rate};
+use block::{DiskFacts, DiskOffset, Rate, ThrottleLimits};
 use image::Image;
 
 use super::*;
+use crate::clock::now_ns;
 use crate::disk::Options;
+use crate::throttle::ThrottleGroup;
+use crate::worker::RELEASE_MAX;
 
 const SECOND: u64 = 1_000_000_000;
 const SLOTS: u16 = 256;
@@ -122,11 +125,10 @@ impl Sim {
             let request = self.requests[self.issued % self.requests.len()];
             self.issued += 1;
             self.held
-                .pause(&mut self.slots, Ticket::default(), request, &[], 0);
+                .hold(&mut self.slots, Ticket::default(), request, &[], 0);
         }
         let (held, slots) = (&mut self.held, &mut self.slots);
-        let admission = &self.disk.admission;
-        let verdict = admission.pass(held, slots, now, RELEASE, released);
+        let verdict = held.pass(slots, now, RELEASE_MAX, released);
         if !released.is_empty() {
             if self.last > 0 {
                 self.gap_max = self.gap_max.max(now - self.last);

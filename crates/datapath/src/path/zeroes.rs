@@ -7,57 +7,49 @@ use block::{Request, Segment};
 use guest::Virtqueue;
 
 use crate::disk::Disk;
-use crate::slot::Slot;
+use crate::queue::slot::{Slot, ZeroSearch};
 
 /// Bytes that are looked at first: most writes betray themselves there.
 const FIRST: usize = 64;
 const CHUNK: usize = 4096;
 
-/// Makes a write that starts a write-zeroes, if that is all that it does. Once, so that what the
-/// backing does not support can go the plain way. Looks at `left` more bytes at most: false if there are
+/// Makes a write-zeroes of a write that starts, if it writes nothing but zeroes. Each write is looked at once, so that it
+/// stays a write where the backing does not support write-zeroes. Looks at `budget` more bytes at most; false if there are
 /// more, for another turn.
 #[inline]
-pub(crate) fn detect(disk: &Disk, ring: &Virtqueue, slot: &mut Slot, left: &mut u64) -> bool {
+pub(crate) fn detect(disk: &Disk, ring: &Virtqueue, slot: &mut Slot, budget: &mut u64) -> bool {
     let Request::Write { at, len } = slot.request else {
         return true;
     };
-    if slot.detected || slot.left != len || !disk.detects_zeroes() {
+    let ZeroSearch::Known(known) = slot.zero_search else {
+        return true;
+    };
+    if slot.left != len || !disk.detects_zeroes() {
         return true;
     }
-    if slot.zeroes == 0 && !begins_with_zeroes(ring, slot.segments()) {
+    if known == 0 && !begins_with_zeroes(ring, slot.segments()) {
         return true;
     }
-    let found = zeroes_from(ring, slot.segments(), slot.zeroes, left);
-    match found {
-        None => {}
+    match zeroes_from(ring, slot.segments(), known, budget) {
+        None => slot.zero_search = ZeroSearch::Known(0),
         Some(zeroes) if zeroes < len => {
-            slot.zeroes = zeroes;
+            slot.zero_search = ZeroSearch::Known(zeroes);
             return false;
         }
         Some(_) => {
-            slot.detected = true;
+            slot.zero_search = ZeroSearch::Found;
             let unmap = disk.detected_unmap();
             slot.request = Request::WriteZeroes { at, len, unmap };
         }
     }
-    slot.zeroes = 0;
     true
 }
 
-/// The backing cannot do it: makes it the write again that it was.
+/// The backing does not support write-zeroes: the request is a write again.
 pub(crate) fn undo(disk: &Disk, slot: &mut Slot) {
     if let Request::WriteZeroes { at, len, .. } = slot.request {
         disk.stop_detecting_zeroes();
         slot.request = Request::Write { at, len };
-    }
-}
-
-/// What the guest asked for.
-#[inline]
-pub(crate) fn asked(slot: &Slot) -> Request {
-    match slot.request {
-        Request::WriteZeroes { at, len, .. } if slot.detected => Request::Write { at, len },
-        request => request,
     }
 }
 
@@ -66,7 +58,7 @@ fn begins_with_zeroes(ring: &Virtqueue, segments: &[Segment]) -> bool {
     first.is_some_and(|s| is_zero(ring, s.addr, s.len.min(FIRST)))
 }
 
-/// How many bytes from the start on are known to be zeroes, after looking at `left` more behind `known`;
+/// How many bytes from the start on are known to be zeroes, after looking at `left` more after the first `known`;
 /// `None` if there is anything else.
 fn zeroes_from(ring: &Virtqueue, segments: &[Segment], known: u64, left: &mut u64) -> Option<u64> {
     let (mut done, mut skip) = (known, known);

@@ -2,12 +2,11 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 
 use block::{Aio, Backing, DiskFacts, Engine, FileId, Remote};
 
-use crate::disk::Disk;
-use crate::flush_coalescer::FlushCoalescer;
+use super::flush_coalescer::FlushCoalescer;
 
 pub(crate) struct Source {
     storage: Storage,
@@ -64,28 +63,5 @@ impl Source {
             Storage::File(fd, ..) => Ok(rustix::io::retry_on_intr(|| rustix::fs::fdatasync(fd))?),
             Storage::Remote(remote) => remote.sync(),
         })
-    }
-}
-
-impl Disk {
-    /// The file that the disk is in now, if it needs one.
-    pub(crate) fn source(&self) -> Option<Arc<Source>> {
-        Some(self.lock_source()?.clone())
-    }
-
-    /// Whether its page cache has lost something with this errno.
-    pub(crate) fn has_lost(&self, errno: i32) -> bool {
-        self.source().and_then(|s| s.coalescer.lost()) == Some(errno)
-    }
-
-    pub(crate) fn set_source(&self, new: Arc<Source>) {
-        if let Some(mut source) = self.lock_source() {
-            *source = new;
-        }
-    }
-
-    fn lock_source(&self) -> Option<MutexGuard<'_, Arc<Source>>> {
-        let source = self.source.as_ref()?;
-        Some(source.lock().unwrap_or_else(|e| e.into_inner()))
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use crate::histogram::add;
+use super::histogram::add;
 
 /// What an I/O thread has done so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -2,12 +2,12 @@
 //! as one operation.
 //!
 //! What stands there is read by the engine, on the I/O thread, where it is in one piece and its table is in
-//! memory; else by the [blocking pool](crate::blocking_pool).
+//! memory; else by the [blocking pool](super::blocking_pool).
 
 use block::{FileOffset, Segment};
 use image::{Allocation, Chain, FileIndex, ImageError, Pin, ReadLocation};
 
-use crate::source::Alignment;
+use crate::disk::source::Alignment;
 
 /// Largest write that is put together of the guest's bytes and of what stands beside them, in bytes.
 /// Beyond, the copy costs more than a second write.

@@ -25,7 +25,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use rustix::io::Errno;
 
-use crate::thread::Wake;
+use crate::wake::Wake;
 
 /// The fdatasyncs of one file. The lock is held for a few instructions, and only where there is
 /// something to be made durable, which takes a thousand times as long.
@@ -132,7 +132,7 @@ impl FlushCoalescer {
         for _ in 0..waiting {
             let next = self.state().waiting.pop_front();
             if let Some(wake) = next {
-                wake.up();
+                wake.wake();
             }
         }
         ended
@@ -211,9 +211,9 @@ mod tests {
         assert_eq!(coalescer.take_turn(&wake), SyncTurn::Begin);
         let late = coalescer.ask();
         assert_eq!(coalescer.take_turn(&wake), SyncTurn::Wait);
-        assert!(!wake.pending());
+        assert!(!wake.is_pending());
         let ended = coalescer.end(0);
-        assert!(wake.pending() && early <= ended.number && ended.number < late);
+        assert!(wake.is_pending() && early <= ended.number && ended.number < late);
         assert_eq!(coalescer.take_turn(&wake), SyncTurn::Begin);
         assert!(late <= coalescer.end(0).number);
     }

@@ -1,4 +1,4 @@
-//! Stage 2: what a request needs. The image says where its range is.
+//! Stage 3: what a request needs. The image says where its range is.
 
 use block::{Discard, FileOffset, Request};
 use guest::blk::Status;
@@ -7,14 +7,16 @@ use image::{Extent, Image};
 use crate::disk::Disk;
 
 pub(crate) enum Plan {
-    /// Nothing: answered with this status, and this many bytes written to the guest.
+    /// No I/O: the answer is this status, with this many bytes written to the guest.
     Done(Status, u32),
     /// The disk's serial.
     Id,
-    /// What the image's tables say, piece by piece.
-    Pieces(Request),
+    /// The image's tables are looked up, piece by piece.
+    Map(Request),
     /// An operation on the file, from this offset on.
     Operation(Request, FileOffset),
+    /// A flush: an fdatasync, which it may share with others.
+    Sync(Request),
 }
 
 #[inline]
@@ -22,7 +24,7 @@ pub(crate) fn plan(disk: &Disk, image: &Image, request: Request) -> Plan {
     let at = match request {
         Request::GetId => return Plan::Id,
         Request::Flush if !disk.flushes() => return Plan::Done(Status::Ok, 0),
-        Request::Flush => return Plan::Operation(request, FileOffset(0)),
+        Request::Flush => return Plan::Sync(request),
         Request::Read { at, .. }
         | Request::Write { at, .. }
         | Request::Discard { at, .. }
@@ -38,7 +40,7 @@ pub(crate) fn plan(disk: &Disk, image: &Image, request: Request) -> Plan {
     };
     match (image.map(at), request) {
         (Extent::File(at), request) => Plan::Operation(request, at),
-        (Extent::Mapped, request) => Plan::Pieces(request),
+        (Extent::Mapped, request) => Plan::Map(request),
         (Extent::Nowhere, Request::Read { len, .. }) => Plan::Done(Status::Ok, len as u32),
         (Extent::Nowhere, _) => Plan::Done(Status::Ok, 0),
     }

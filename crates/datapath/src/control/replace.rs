@@ -22,15 +22,15 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, MutexGuard};
 
 use block::{DiskFacts, Engine};
-use guest::NewQueue;
 use image::Image;
 
+use crate::command::{Command, QueueStart, answer};
+use crate::disk::source::{Source, Storage};
 use crate::disk::{Content, Disk};
 use crate::queue::QueueState;
-use crate::source::{Source, Storage};
-use crate::thread::{Command, IoThread, QueueId};
+use crate::thread::IoThread;
 use crate::thread_disk::Attached;
-use crate::worker::Worker;
+use crate::worker::{Pause, Worker};
 
 /// What takes the place of what a disk is in.
 pub struct Replacement {
@@ -157,54 +157,38 @@ fn ask_all(
     };
     // All at once: each waits for its own requests.
     let results: Vec<Receiver<_>> = threads.iter().map(Borrow::borrow).map(ask).collect();
-    let wait = |result: &Receiver<io::Result<()>>| crate::thread::answer(result)?;
+    let wait = |result: &Receiver<io::Result<()>>| answer(result)?;
     let results: Vec<_> = results.iter().map(wait).collect();
     results.into_iter().collect()
 }
 
-/// The start of a queue, and who is told of it.
-pub(crate) type Start = (Arc<Disk>, NewQueue, Sender<io::Result<QueueId>>);
-
-/// A disk that a thread holds.
-pub(crate) struct Pause {
-    pub disk: Arc<Disk>,
-    /// Told when nothing of the disk is under way.
-    drained: Option<Sender<io::Result<()>>>,
-    /// The new file, as this thread's engine knows it.
-    next: Option<(Arc<Source>, Attached)>,
-    /// Starts of queues, which wait.
-    pub waiting: Vec<Start>,
-}
-
 impl<E: Engine> Worker<E> {
-    /// Fetches nothing from the disk's queues any more, and says so when all is done that was fetched.
+    /// Fetches nothing from the disk's queues any more, and replies when no request of it is in flight.
     pub fn pause(&mut self, disk: Arc<Disk>, drained: Sender<io::Result<()>>) {
-        for number in self.queues_of(&disk) {
+        for number in self.queues.of_disk(&disk) {
             self.notify_queue(number);
-            self.deactivate(number);
-            if let Some(queue) = &mut self.queues[number]
-                && queue.is_running()
-            {
-                queue.state = QueueState::HeldRequests;
+            self.queues.deactivate(number);
+            let queue = self.queues.get(number);
+            if queue.is_running() {
+                queue.state = QueueState::Paused;
             }
         }
-        let stalled = disk.stalled() > 0;
-        self.pauses.push(Pause {
-            disk,
+        self.control.pauses.push(Pause {
+            disk: disk.clone(),
             drained: Some(drained),
             next: None,
             waiting: Vec::new(),
         });
         self.report_paused();
-        if stalled && let Some(disk) = self.pauses.last().map(|h| h.disk.clone()) {
+        if disk.stalled() > 0 {
             self.cancel_pauses(&disk);
         }
     }
 
-    /// Tells those who hold the disk that it will not be idle: storage failed to serve it.
+    /// Fails the pauses of a disk that wait for its requests to end: storage failed to serve it.
     pub fn cancel_pauses(&mut self, disk: &Arc<Disk>) {
-        let same = |pause: &&mut Pause| Arc::ptr_eq(&pause.disk, disk);
-        for pause in self.pauses.iter_mut().filter(same) {
+        let is_same = |pause: &&mut Pause| Arc::ptr_eq(&pause.disk, disk);
+        for pause in self.control.pauses.iter_mut().filter(is_same) {
             if let Some(reply) = pause.drained.take() {
                 let _ = reply.send(Err(io::Error::other(format!(
                     "requests wait for its storage to work again; 'ringdisk resume {} --report' ends them",
@@ -214,16 +198,12 @@ impl<E: Engine> Worker<E> {
         }
     }
 
-    /// Tells those who hold disks of which nothing is under way any more.
+    /// Replies to pauses of disks that have no request in flight any more.
     pub fn report_paused(&mut self) {
-        for i in 0..self.pauses.len() {
-            let disk = self.pauses[i].disk.clone();
-            let idle = |&n: &usize| {
-                let queue = self.queues[n].as_ref();
-                queue.is_none_or(|q| q.slots.taken() == 0)
-            };
-            if self.pauses[i].drained.is_some() && self.queues_of(&disk).iter().all(idle) {
-                let drained = self.pauses[i].drained.take();
+        for pause in &mut self.control.pauses {
+            let mut queues = self.queues.of_disk(&pause.disk).into_iter();
+            if pause.drained.is_some() && queues.all(|n| self.queues.get(n).slots.taken() == 0) {
+                let drained = pause.drained.take();
                 drained.inspect(|reply| drop(reply.send(Ok(()))));
             }
         }
@@ -236,56 +216,45 @@ impl<E: Engine> Worker<E> {
         content: &Content,
         source: Arc<Source>,
     ) -> io::Result<()> {
-        let same = |h: &Pause| Arc::ptr_eq(&h.disk, disk);
-        let mut disks = self.disks.iter().flatten();
-        if let Some(place) = self.pauses.iter().position(same)
-            && disks.any(|l| Arc::ptr_eq(&l.disk, disk))
+        let mut pauses = self.control.pauses.iter_mut();
+        if let Some(pause) = pauses.find(|pause| Arc::ptr_eq(&pause.disk, disk))
+            && self.disks.index_of(disk).is_some()
         {
-            let attached = self.attach(content, Some(&source))?;
-            self.pauses[place].next = Some((source, attached));
+            let attached = Attached::new(&mut self.engine, content, Some(&source))?;
+            pause.next = Some((source, attached));
         }
         Ok(())
     }
 
-    /// Serves the disk again, from the new file if it was replaced.
-    pub fn unpause(&mut self, disk: &Arc<Disk>, replaced: bool) -> Vec<Start> {
-        let same = |h: &Pause| Arc::ptr_eq(&h.disk, disk);
-        let Some(place) = self.pauses.iter().position(same) else {
+    /// Serves the disk again, from the new file if it was replaced. Returns the starts of queues that waited.
+    pub fn unpause(&mut self, disk: &Arc<Disk>, is_replaced: bool) -> Vec<QueueStart> {
+        let is_same = |pause: &Pause| Arc::ptr_eq(&pause.disk, disk);
+        // The pause may have failed on another thread before this one heard of it.
+        let Some(place) = self.control.pauses.iter().position(is_same) else {
             return Vec::new();
         };
-        let pause = self.pauses.swap_remove(place);
-        let mut disks = self.disks.iter_mut().flatten();
-        let thread_disk = disks.find(|l| Arc::ptr_eq(&l.disk, disk));
-        match (pause.next, thread_disk) {
-            (Some((source, new)), Some(thread_disk)) if replaced => {
-                let old = thread_disk.set_content(source, new);
-                self.detach(old);
-                for number in self.queues_of(disk) {
-                    if let Some(queue) = &mut self.queues[number] {
-                        queue.update_content(self.disks[queue.thread_disk].as_ref());
-                    }
+        let pause = self.control.pauses.swap_remove(place);
+        match (pause.next, self.disks.index_of(disk)) {
+            (Some((source, new)), Some(index)) if is_replaced => {
+                let old = self.disks.get(index).set_content(source, new);
+                old.detach(&mut self.engine);
+                for number in self.queues.of_disk(disk) {
+                    let thread_disk = self.disks.get(index);
+                    self.queues.get(number).update_content(thread_disk);
                     self.register_memory(number);
                 }
             }
             // Its last queue has stopped meanwhile, or the old file stays.
-            (Some((_, new)), _) => self.detach(new),
+            (Some((_, new)), _) => new.detach(&mut self.engine),
             (None, _) => {}
         }
-        for number in self.queues_of(disk) {
-            if let Some(queue) = &mut self.queues[number]
-                && matches!(queue.state, QueueState::HeldRequests)
-            {
+        for number in self.queues.of_disk(disk) {
+            let queue = self.queues.get(number);
+            if matches!(queue.state, QueueState::Paused) {
                 queue.state = QueueState::Running;
-                self.activate(number);
+                self.queues.activate(number);
             }
         }
         pause.waiting
-    }
-
-    fn queues_of(&self, disk: &Arc<Disk>) -> Vec<usize> {
-        let queue = |n: &usize| self.queues[*n].as_ref();
-        (0..self.queues.len())
-            .filter(|n| queue(n).is_some_and(|q| Arc::ptr_eq(&q.disk, disk)))
-            .collect()
     }
 }

@@ -1,4 +1,4 @@
-//! The slot table of a queue: all that is known of the requests under way.
+//! The slot table of a queue: the state of each request in flight.
 //!
 //! It is sized when the queue starts, and filled as slots are first needed: most queues never have more than a few
 //! requests under way, and memory that is not written to costs nothing. A slot owns the list of segments that the kernel
@@ -7,7 +7,8 @@
 use block::{FileOffset, Request, Segment};
 use guest::Ticket;
 
-use crate::bounce::Bounce;
+use crate::request::Retry;
+use crate::resources::bounce::Bounce;
 use crate::stats::Stamps;
 
 /// Segments that a slot holds itself; longer lists live in a vector that the slot keeps for next
@@ -23,20 +24,14 @@ pub(crate) struct Slot {
     pub left: u64,
     /// Bytes to report as written to the guest, if all goes well.
     pub written: u32,
-    /// Times that this operation was to be tried again.
+    /// Times that this operation was tried again.
     pub retries: u8,
-    /// Part of it was written without being made durable.
-    pub unstable: bool,
-    /// Moved; it completes with the end of an fdatasync.
-    pub is_syncing: bool,
-    /// A write of zeroes that became a write-zeroes.
-    pub detected: bool,
-    /// Bytes of a write that are known to be zeroes, while the rest is still to be looked at.
-    pub zeroes: u64,
-    /// Storage failed to serve it, and it has not been served since. Whoever finishes it clears this.
-    pub stalled: bool,
-    /// How it goes on then.
-    pub redo: Redo,
+    /// Part of it was written and is not durable.
+    pub needs_sync: bool,
+    pub state: RequestState,
+    pub zero_search: ZeroSearch,
+    /// It was stalled, and counts as stalled until it ends.
+    pub counts_as_stalled: bool,
     pub bounce: Option<Bounce>,
     few: [Segment; INLINE],
     many: Vec<Segment>,
@@ -44,15 +39,32 @@ pub(crate) struct Slot {
     len: usize,
 }
 
-/// How a request goes on that storage failed to serve.
+/// Where a request is on its path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Redo {
-    /// With the operation that failed, or, if it waited for an fdatasync, with another fdatasync.
-    Operation,
-    /// With its next piece.
-    MappedRequest,
-    /// With what comes after the move of its piece.
-    Commit,
+pub(crate) enum RequestState {
+    /// A limit holds it back.
+    Held,
+    /// The place of its next piece is looked up in a mapped image.
+    Mapping,
+    /// What a copy-on-write needs beside the guest's bytes is read.
+    Filling,
+    /// Its bytes are moved: an operation is in flight, or waits for a buffer.
+    Moving,
+    /// Its bytes were moved, and it waits for an fdatasync.
+    Syncing,
+    /// Storage failed to serve it. It waits to be tried again.
+    Stalled(Retry),
+    /// It has ended; its slot is free.
+    Done,
+}
+
+/// The search for writes of nothing but zeroes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ZeroSearch {
+    /// So many bytes from the start are known to be zeroes.
+    Known(u64),
+    /// It was a write of nothing but zeroes: it became a write-zeroes.
+    Found,
 }
 
 const NO_SEGMENT: Segment = Segment { addr: 0, len: 0 };
@@ -67,17 +79,40 @@ impl Slot {
             left: 0,
             written: 0,
             retries: 0,
-            unstable: false,
-            is_syncing: false,
-            detected: false,
-            zeroes: 0,
-            stalled: false,
-            redo: Redo::Operation,
+            needs_sync: false,
+            state: RequestState::Done,
+            zero_search: ZeroSearch::Known(0),
+            counts_as_stalled: false,
             bounce: None,
             few: [NO_SEGMENT; INLINE],
             many: Vec::new(),
             first: 0,
             len: 0,
+        }
+    }
+
+    /// Whether it waits for an fdatasync, or for another one after one that failed.
+    pub fn is_syncing(&self) -> bool {
+        matches!(
+            self.state,
+            RequestState::Syncing | RequestState::Stalled(Retry::Sync)
+        )
+    }
+
+    /// Whether it is a write of zeroes that became a write-zeroes.
+    #[inline]
+    pub fn is_detected_zeroes(&self) -> bool {
+        self.zero_search == ZeroSearch::Found
+    }
+
+    /// What the guest asked for.
+    #[inline]
+    pub fn requested(&self) -> Request {
+        match self.request {
+            Request::WriteZeroes { at, len, .. } if self.is_detected_zeroes() => {
+                Request::Write { at, len }
+            }
+            request => request,
         }
     }
 
@@ -98,17 +133,19 @@ impl Slot {
     /// The segments that are left.
     #[inline]
     pub fn segments(&self) -> &[Segment] {
-        match self.len <= INLINE {
-            true => &self.few[self.first..self.len],
-            false => &self.many[self.first..self.len],
+        if self.len <= INLINE {
+            &self.few[self.first..self.len]
+        } else {
+            &self.many[self.first..self.len]
         }
     }
 
     /// Takes `bytes` off the front of the segments.
     pub fn advance(&mut self, mut bytes: usize) {
-        let all = match self.len <= INLINE {
-            true => &mut self.few[..self.len],
-            false => &mut self.many[..self.len],
+        let all = if self.len <= INLINE {
+            &mut self.few[..self.len]
+        } else {
+            &mut self.many[..self.len]
         };
         while let Some(segment) = all.get_mut(self.first) {
             if bytes < segment.len {
@@ -165,10 +202,9 @@ impl Slots {
         slot.at = at;
         slot.stamps = stamps;
         slot.retries = 0;
-        slot.unstable = false;
-        slot.is_syncing = false;
-        slot.detected = false;
-        slot.zeroes = 0;
+        slot.needs_sync = false;
+        slot.state = RequestState::Moving;
+        slot.zero_search = ZeroSearch::Known(0);
         slot.set_segments(segments);
         (slot.left, slot.written) = match request {
             // The used ring counts in 32 bits.
@@ -190,7 +226,9 @@ impl Slots {
     }
 
     pub fn give_back(&mut self, slot: u16) {
-        debug_assert!(self.taken() > 0);
+        let state = &mut self.get(slot).state;
+        debug_assert!(*state != RequestState::Done, "a request ends once");
+        *state = RequestState::Done;
         self.free.push(slot);
     }
 

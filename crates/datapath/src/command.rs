@@ -1,0 +1,70 @@
+//! What other threads ask of an I/O thread.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender};
+
+use guest::{NewQueue, StoppedRing};
+
+use crate::disk::source::Source;
+use crate::disk::{Content, Disk};
+
+/// A queue in service, by the number that its thread gave it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueId(pub(crate) usize);
+
+pub(crate) enum Command {
+    Start {
+        disk: Arc<Disk>,
+        queue: NewQueue,
+        reply: Sender<io::Result<QueueId>>,
+    },
+    Stop {
+        queue: QueueId,
+        reply: Sender<StoppedRing>,
+    },
+    SetEventFds {
+        queue: QueueId,
+        call: Option<Arc<OwnedFd>>,
+        error: Option<Arc<OwnedFd>>,
+        reply: Sender<()>,
+    },
+    /// Serve nothing of a disk for now; the reply comes when nothing of it is under way.
+    Pause {
+        disk: Arc<Disk>,
+        reply: Sender<io::Result<()>>,
+    },
+    /// Make its next file known to the engine.
+    AttachNext {
+        disk: Arc<Disk>,
+        content: Content,
+        source: Arc<Source>,
+        reply: Sender<io::Result<()>>,
+    },
+    /// Serve it again.
+    Unpause {
+        disk: Arc<Disk>,
+        replaced: bool,
+        reply: Sender<io::Result<()>>,
+    },
+    /// Requests that storage failed to serve go on.
+    Resume {
+        disk: Arc<Disk>,
+        report: bool,
+    },
+    Quit,
+}
+
+/// The start of a queue, and where the reply goes.
+pub(crate) type QueueStart = (Arc<Disk>, NewQueue, Sender<io::Result<QueueId>>);
+
+/// Waits for the reply to a command.
+pub(crate) fn answer<T>(result: &Receiver<T>) -> io::Result<T> {
+    result.recv().map_err(|_| gone())
+}
+
+/// The thread that would have replied has ended.
+pub(crate) fn gone() -> io::Error {
+    io::Error::other("the I/O thread has ended")
+}

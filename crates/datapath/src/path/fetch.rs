@@ -1,0 +1,193 @@
+//! Stage 1: from the available rings to parsed requests, a bounded batch at a time.
+
+use block::{Request, Segment};
+use guest::blk::{self, Status};
+use guest::{Chain, Notifier, RingError};
+use tracing::warn;
+
+use crate::disk::Disk;
+use crate::queue::{Queue, QueueState};
+use crate::stats::Stamps;
+use crate::worker::CHUNK_MAX;
+
+/// Operations submitted in one turn for one queue that has none in flight. An idle device is given something to do soon,
+/// rather than much of it later.
+const CHUNK_FIRST: usize = 4;
+
+/// While the storage works on one operation, this many more can be built.
+const CHUNK_GROWTH: usize = 4;
+
+/// Operations to submit in one turn for a queue with this many `in_flight`. Each turn costs a doorbell, so there are as few
+/// turns as keep the storage busy: a burst of 32 is submitted as 4, 16 and 12.
+#[inline]
+fn chunk(in_flight: usize) -> usize {
+    (in_flight * CHUNK_GROWTH).clamp(CHUNK_FIRST, CHUNK_MAX)
+}
+
+/// The same where operations are done when `submit` returns, so that no device idles: half of what waits, within these
+/// bounds. The guest works on one half while the thread is at the other, and is interrupted less often the more there is.
+const CHUNK_INSTANT_MIN: usize = 2;
+pub(crate) const CHUNK_INSTANT_MAX: usize = 32;
+
+/// Most requests fetched in one turn from one queue, with those that need no operation: the other queues wait meanwhile.
+pub(crate) const BATCH: usize = 64;
+
+/// The guest is told after this many requests that need no operation: it works on these while the thread is at the next.
+pub(crate) const PUBLISH: usize = 8;
+
+/// Operations to submit in one turn for a queue. `is_instant` if the last operations were done when `submit` returned.
+#[inline]
+pub(crate) fn chunk_size(waiting: usize, in_flight: usize, is_instant: bool) -> usize {
+    if is_instant {
+        (waiting / 2).clamp(CHUNK_INSTANT_MIN, CHUNK_INSTANT_MAX)
+    } else {
+        chunk(in_flight)
+    }
+}
+
+/// What a batch needs beyond being served.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct BatchNeeds {
+    /// A limit may hold its requests back.
+    pub is_limited: bool,
+    /// When it was fetched, if it is measured.
+    pub stamps: Stamps,
+}
+
+impl BatchNeeds {
+    pub fn of(disk: &Disk) -> Self {
+        Self {
+            is_limited: disk.admission.limits_any(),
+            stamps: Stamps::all(disk.statistics.stamp()),
+        }
+    }
+
+    pub fn is_none(&self) -> bool {
+        !self.is_limited && self.stamps.fetched == 0
+    }
+}
+
+/// What fetching left behind.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum FetchResult {
+    /// There were no requests.
+    Nothing,
+    /// There were requests, but no room: an operation must complete first.
+    NoRoom,
+    /// All requests were fetched.
+    All,
+    /// A bounded batch was fetched: there are more.
+    More,
+}
+
+/// A request from the ring.
+pub(crate) struct Fetched<'a> {
+    pub chain: Chain,
+    pub request: Request,
+    /// The guest's buffers for its data.
+    pub segments: &'a [Segment],
+}
+
+/// Fetches the next request of a queue. `None` if the disk does not allow it, and it was refused.
+#[inline]
+pub(crate) fn next<'a>(
+    queue: &mut Queue,
+    scratch: &'a mut [Segment],
+) -> Result<Option<Fetched<'a>>, RingError> {
+    let Queue {
+        disk, ring, tally, ..
+    } = queue;
+    let chain = ring.fetch(&mut scratch[..ring.max_segments()])?;
+    let (readable, rest) = scratch.split_at(usize::from(chain.readable));
+    let writable = &rest[..usize::from(chain.writable)];
+    let payload = |to: &mut [u8; 16]| ring.copy_from(readable, to);
+    let request = match blk::parse(&chain, disk.size(), &disk.facts, payload) {
+        Ok(request) => request,
+        Err(status) => {
+            tally.refused();
+            refused(disk, &chain);
+            ring.complete(&chain.ticket(), status as u8, 1);
+            return Ok(None);
+        }
+    };
+    let segments = match request {
+        Request::Read { .. } | Request::GetId => writable,
+        _ => readable,
+    };
+    Ok(Some(Fetched {
+        chain,
+        request,
+        segments,
+    }))
+}
+
+/// Answers a request for the disk's serial.
+pub(crate) fn answer_id(queue: &mut Queue, fetched: &Fetched) {
+    let written = queue.ring.copy_to(fetched.segments, &queue.disk.id) as u32;
+    let ticket = fetched.chain.ticket();
+    queue.ring.complete(&ticket, Status::Ok as u8, written + 1);
+}
+
+/// Stops fetching from a queue whose ring cannot be trusted, until the driver resets it. Requests in flight are served to
+/// their end and are not completed. A buffer that is not in guest memory says nothing against the ring: front-ends take
+/// memory away for a moment, and put it back.
+pub(crate) fn retire(queue: &mut Queue, reason: &RingError, notifier: &Notifier) {
+    let (state, until) = match reason {
+        RingError::Buffer(..) => (
+            QueueState::Unmapped,
+            "its front-end maps memory there, or the guest resets the device",
+        ),
+        _ => (QueueState::Retired, "the guest resets the device"),
+    };
+    queue.state = state;
+    let disk = &queue.disk;
+    disk.errors.log(|left_out| {
+        warn!(
+            "disk {}: queue {} is given up at {:?} until {until}: {reason}{left_out}",
+            disk.name,
+            queue.ring.number(),
+            queue.ring.base(),
+        );
+    });
+    super::notify::report_error(queue, notifier);
+}
+
+#[cold]
+fn refused(disk: &Disk, chain: &Chain) {
+    disk.errors.log(|left_out| {
+        warn!(
+            "disk {}: refused request {:02x?} with {} bytes out and {} in: not what a disk of {} \
+             bytes allows{left_out}",
+            disk.name,
+            chain.header,
+            chain.readable_len,
+            chain.writable_len,
+            disk.size(),
+        );
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use guest::Virtqueue;
+
+    use super::*;
+
+    #[test]
+    fn chunks_grow_with_what_is_in_flight() {
+        let chunks = |burst: usize| {
+            let mut chunks = Vec::new();
+            let mut in_flight = 0;
+            while in_flight < burst {
+                let next = chunk(in_flight).min(burst - in_flight);
+                chunks.push(next);
+                in_flight += next;
+            }
+            chunks
+        };
+        assert_eq!(chunks(1), [1]);
+        assert_eq!(chunks(32), [4, 16, 12]);
+        assert_eq!(chunks(128), [4, 16, 32, 32, 32, 12]);
+        assert_eq!(chunk(usize::from(Virtqueue::MAX_SIZE)), CHUNK_MAX);
+    }
+}

@@ -1,0 +1,122 @@
+//! Stage 5: engine operations on the guest's own memory, or on a bounce buffer where that is not aligned as the backing
+//! needs it.
+
+use block::{Engine, Op, Request, Segment};
+
+use super::next::Next;
+use super::zeroes;
+use crate::queue::Queue;
+use crate::queue::slot::RequestState;
+use crate::queue::token::token;
+use crate::request::RequestId;
+use crate::resources::bounce::{self, BOUNCE_BYTES, BouncePool};
+use crate::thread_disk::ThreadDisks;
+
+/// Submits the operation that a request needs next. The engine has room for it.
+#[inline]
+pub(crate) fn submit<E: Engine>(
+    engine: &mut E,
+    id: RequestId,
+    queue: &mut Queue,
+    disks: &mut ThreadDisks,
+    pool: &mut BouncePool,
+    zero_budget: &mut u64,
+) -> Next {
+    let slot = id.slot;
+    let file = match queue.file {
+        Some(file) => file,
+        None => queue.mapped.get_or_add(slot).file,
+    };
+    let s = queue.slots.get(slot);
+    if queue.file.is_some() && !zeroes::detect(&queue.disk, &queue.ring, s, zero_budget) {
+        return Next::WaitForTurn;
+    }
+    let stable = queue.disk.writes_are_stable();
+    s.needs_sync |= !stable || !matches!(s.request, Request::Write { .. });
+    let mut bounced = [Segment { addr: 0, len: 0 }];
+    // What a copy-on-write reads goes to a buffer that is aligned.
+    if s.state == RequestState::Moving
+        && let Request::Read { .. } | Request::Write { .. } = s.request
+        && (s.bounce.is_some()
+            || !bounce::is_aligned(s.segments(), queue.alignment.address, queue.alignment.len))
+    {
+        match prepare_bounce(queue, slot, disks, pool) {
+            Some(segment) => bounced = [segment],
+            None => return Next::WaitForBuffer,
+        }
+    }
+    let s = queue.slots.get(slot);
+    let (at, len) = (s.at, s.left);
+    let segments = match bounced[0].len {
+        0 => s.segments(),
+        _ => &bounced,
+    };
+    let op = match s.request {
+        _ if s.state == RequestState::Syncing => Op::Flush,
+        Request::Write { .. } if s.state == RequestState::Filling => Op::Read { at, to: segments },
+        Request::Read { .. } => Op::Read { at, to: segments },
+        Request::Write { .. } => Op::Write {
+            at,
+            from: segments,
+            stable,
+        },
+        Request::Flush | Request::GetId => Op::Flush,
+        Request::Discard { .. } => Op::Discard {
+            at,
+            len,
+            stable: false,
+        },
+        Request::WriteZeroes { unmap, .. } => Op::WriteZeroes {
+            at,
+            len,
+            unmap,
+            stable: false,
+        },
+    };
+    // SAFETY: the segments lie in guest memory, which the queue's ring keeps mapped, or in a bounce buffer that the slot
+    // owns, or in the copy-on-write buffer that the mapped request owns. The list itself is in the slot, or in `bounced`, of
+    // which an engine copies a single segment. Queue and slot stay where they are until the completion has been reaped: a
+    // queue is dropped only when no slot is taken.
+    #[expect(unsafe_code, reason = "the kernel works on the guest's memory")]
+    unsafe {
+        engine.submit(file, op, token(id));
+    }
+    Next::InProgress
+}
+
+/// A bounce buffer for the next bytes of a request, filled if it is a write; `None` if no buffer is free.
+#[cold]
+fn prepare_bounce(
+    queue: &mut Queue,
+    slot: u16,
+    disks: &mut ThreadDisks,
+    pool: &mut BouncePool,
+) -> Option<Segment> {
+    let s = queue.slots.get(slot);
+    let mut bounce = match s.bounce.take() {
+        Some(bounce) => bounce,
+        None => pool.take(&mut disks.get(queue.thread_disk).bounces)?,
+    };
+    let len = (s.left).min(BOUNCE_BYTES as u64) as usize;
+    if let Request::Write { .. } = s.request {
+        queue
+            .ring
+            .copy_from(s.segments(), &mut bounce.bytes()[..len]);
+    }
+    let segment = bounce.segment(len);
+    s.bounce = Some(bounce);
+    Some(segment)
+}
+
+/// Gives back the bounce buffer that a request has, if any.
+#[inline]
+pub(crate) fn release_bounce(
+    queue: &mut Queue,
+    slot: u16,
+    disks: &mut ThreadDisks,
+    pool: &mut BouncePool,
+) {
+    if let Some(bounce) = queue.slots.get(slot).bounce.take() {
+        pool.give_back(bounce, &mut disks.get(queue.thread_disk).bounces);
+    }
+}

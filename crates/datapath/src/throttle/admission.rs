@@ -1,0 +1,122 @@
+//! The limits of a disk: its own, and those of its group.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use block::{ThrottleError, ThrottleLimits};
+
+use super::{Sharer, Shares, ThrottleGroup};
+use crate::clock::now_ns;
+
+/// The limits of a disk: its own, and those of the group that it belongs to.
+pub(crate) struct Admission {
+    /// There are limits, or the disk is stopped.
+    limits_any: AtomicBool,
+    stopped: AtomicBool,
+    /// When the guest last sent something that no limit concerns, by any queue.
+    pub free: AtomicU64,
+    pub state: Mutex<AdmissionState>,
+}
+
+pub(crate) struct AdmissionState {
+    pub own: Shares,
+    pub group: Option<Membership>,
+}
+
+pub(crate) struct Membership {
+    pub group: Arc<ThrottleGroup>,
+    pub sharer: Sharer,
+}
+
+impl Default for Admission {
+    fn default() -> Self {
+        Self {
+            limits_any: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
+            free: AtomicU64::new(0),
+            state: Mutex::new(AdmissionState {
+                own: Shares::new(&ThrottleLimits::NONE),
+                group: None,
+            }),
+        }
+    }
+}
+
+impl Admission {
+    /// Whether requests have to wait for leave to go on.
+    #[inline]
+    pub fn limits_any(&self) -> bool {
+        self.limits_any.load(Ordering::Relaxed)
+    }
+
+    pub fn lock(&self) -> MutexGuard<'_, AdmissionState> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn changed(&self, state: &AdmissionState) {
+        let any = state.own.limits().is_limited() || state.group.is_some() || self.is_stopped();
+        self.limits_any.store(any, Ordering::Relaxed);
+    }
+
+    /// Whether nothing is let go at all.
+    pub fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
+    }
+
+    /// Lets nothing go from now on, or what the limits allow.
+    pub fn set_stopped(&self, stopped: bool) {
+        let state = self.lock();
+        self.stopped.store(stopped, Ordering::Relaxed);
+        self.changed(&state);
+    }
+
+    pub fn limits(&self) -> ThrottleLimits {
+        *self.lock().own.limits()
+    }
+
+    pub fn set_limits(&self, limits: &ThrottleLimits) -> Result<(), ThrottleError> {
+        limits.check()?;
+        let mut state = self.lock();
+        state.own.set(limits, now_ns());
+        self.changed(&state);
+        Ok(())
+    }
+
+    pub fn group(&self) -> Option<Arc<ThrottleGroup>> {
+        self.lock().group.as_ref().map(|m| m.group.clone())
+    }
+
+    pub fn set_group(&self, group: Option<Arc<ThrottleGroup>>) {
+        let mut state = self.lock();
+        state.leave_group();
+        state.group = group.map(|group| {
+            let sharer = group.shares().join();
+            Membership { group, sharer }
+        });
+        self.changed(&state);
+    }
+}
+
+impl AdmissionState {
+    fn leave_group(&mut self) {
+        if let Some(Membership { group, sharer }) = self.group.take() {
+            group.shares().leave(sharer);
+        }
+    }
+
+    /// Nobody waits for the disk that has nothing waiting.
+    pub fn rest_in_group(&mut self) {
+        let Some(Membership { group, sharer }) = &self.group else {
+            return;
+        };
+        for lane in (0..2).filter(|&lane| !self.own.waited_for(lane)) {
+            group.shares().rest(*sharer, lane);
+        }
+    }
+}
+
+impl Drop for AdmissionState {
+    fn drop(&mut self) {
+        self.leave_group();
+    }
+}
