@@ -189,7 +189,7 @@ fn every_node_driver() {
     let Some(mut qemu) = QemuClient::connect("every_node_driver", &ringdisk.control) else {
         return;
     };
-    // An empty request.
+    // The null driver.
     qemu.call(
         "blockdev-add",
         json!({ "driver": "null-co", "node-name": "nothing", "size": MIB }),

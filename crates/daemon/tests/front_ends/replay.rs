@@ -1,7 +1,6 @@
 //! Front-ends that cannot run here: the messages that their sources send, in the same order, and requests through the
 //! rings that they set up.
 //!
-//!
 //! The messages of each are data in [`scripts`](super::scripts). A reply must have exactly the size and flags that the
 //! front-end accepts.
 

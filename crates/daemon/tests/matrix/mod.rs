@@ -1,6 +1,5 @@
 //! One scenario on each supported QEMU (see [`testkit::qemu`]): a disk's whole life, with faults.
 //!
-//!
 //! Two guests per QEMU, one with SeaBIOS and one with OVMF, both booting from a disk of ringdisk. Their data disks are
 //! chosen so that every pair of ring format, queue size, number of queues and image format occurs.
 

@@ -2,7 +2,6 @@
 //! attached, detached, resized and limited, images get snapshots, front-ends reconnect, and the process is killed and
 //! upgraded.
 //!
-//!
 //! For one minute, or `RINGDISK_SOAK_SECONDS` (`cargo xtask soak`).
 
 use std::collections::BTreeMap;

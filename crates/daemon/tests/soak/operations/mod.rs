@@ -1,7 +1,6 @@
 //! Random sequences of all operations on ten disks under a load that verifies everything it reads, compared with [a
 //! model](world) of what must be served, listed and persisted.
 //!
-//!
 //! A case follows from a seed. A failing case is repeated with fewer steps for up to `RINGDISK_SOAK_SHRINK_SECONDS` (0
 //! by default), and reported with its seed: `cargo xtask soak --only SEED` repeats it.
 
