@@ -44,10 +44,10 @@ impl Footprint {
             device
         };
         let _devices: Vec<Device> = server.sockets.iter().map(connect).collect();
-        Self::now(server.pid())
+        Self::current(server.pid())
     }
 
-    fn now(pid: u32) -> Self {
+    fn current(pid: u32) -> Self {
         let process = format!("/proc/{pid}");
         let mut descriptors = BTreeMap::new();
         for entry in fs::read_dir(format!("{process}/fd")).unwrap() {

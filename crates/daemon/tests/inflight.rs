@@ -24,10 +24,10 @@ use testkit::vm::{self, Vm};
 const OK: u8 = 0;
 
 /// Kills the server `rounds` times at any moment of a verifying load; at the end the disk must hold everything written.
-fn survive(config: &DeviceConfig, options: &str, rounds: usize) {
+fn kill_repeatedly(config: &DeviceConfig, options: &str, rounds: usize) {
     let disk = Disk::new();
     let argument = disk.argument(&format!("queues={}{options}", config.queues));
-    survive_on(config, &disk, argument, (512, Held::Content), rounds);
+    kill_repeatedly_on(config, &disk, argument, (512, Held::Content), rounds);
 }
 
 /// An image that is served.
@@ -100,7 +100,7 @@ fn acknowledged_qcow2_writes_survive_kills() {
     let argument = format!("{},queues=2,queue-size=64", image.argument());
     image.disk.file = image.file;
     let on = (8192, Held::Zeroes);
-    let log = survive_on(&config(false), &image.disk, argument, on, 60);
+    let log = kill_repeatedly_on(&config(false), &image.disk, argument, on, 60);
     assert!(log.contains("are done again"), "{log}");
     assert!(!log.contains("is not used"), "{log}");
 }
@@ -192,7 +192,7 @@ fn journal_in_another_directory_is_reported() {
 
 /// Kills a server of a disk this many times (`RINGDISK_TEST_ROUNDS` multiplies it), and compares the disk with what it
 /// must hold; returns the log.
-fn survive_on(
+fn kill_repeatedly_on(
     config: &DeviceConfig,
     disk: &Disk,
     argument: String,
@@ -281,7 +281,7 @@ fn config(packed: bool) -> DeviceConfig {
 
 #[test]
 fn split_rings_survive_kills() {
-    survive(&config(false), ",queue-size=64", 60);
+    kill_repeatedly(&config(false), ",queue-size=64", 60);
 }
 
 #[test]
@@ -290,16 +290,16 @@ fn packed_rings_survive_kills() {
         indirect: false,
         ..config(true)
     };
-    survive(&config, ",queue-size=64", 60);
+    kill_repeatedly(&config, ",queue-size=64", 60);
 }
 
 #[test]
 fn packed_rings_with_indirect_tables_survive_kills_without_a_write_cache() {
-    survive(&config(true), ",queue-size=64,cache=writethrough", 20);
+    kill_repeatedly(&config(true), ",queue-size=64,cache=writethrough", 20);
 }
 
 /// QEMU asks for `queue-size` entries, and some versions still let the driver set up rings of 1024.
-fn of_1024(packed: bool) -> DeviceConfig {
+fn config_of_1024_entries(packed: bool) -> DeviceConfig {
     DeviceConfig {
         queue_size: 1024,
         region: Some(RegionEntries::Asked(128)),
@@ -309,16 +309,16 @@ fn of_1024(packed: bool) -> DeviceConfig {
 
 #[test]
 fn split_rings_larger_than_requested_survive_kills() {
-    survive(&of_1024(false), "", 20);
+    kill_repeatedly(&config_of_1024_entries(false), "", 20);
 }
 
 #[test]
 fn packed_rings_larger_than_requested_survive_kills() {
     let config = DeviceConfig {
         indirect: false,
-        ..of_1024(true)
+        ..config_of_1024_entries(true)
     };
-    survive(&config, "", 20);
+    kill_repeatedly(&config, "", 20);
 }
 
 /// A region made by an older ringdisk is too small for the ring: kills still lose nothing.
@@ -329,7 +329,7 @@ fn split_rings_survive_kills_with_too_small_a_region() {
         region: Some(RegionEntries::Made(64)),
         ..config(false)
     };
-    survive(&config, "", 40);
+    kill_repeatedly(&config, "", 40);
 }
 
 /// Length, offset, number and size of queues as the front-end states them, and the length of the file.
@@ -516,16 +516,16 @@ fn stopping_a_ring_before_it_runs_keeps_its_inflight_requests() {
 
 #[test]
 fn guest_survives_kills() {
-    guest_survives("guest_survives_kills", false);
+    kill_under_guest("guest_survives_kills", false);
 }
 
 #[test]
 fn guest_with_packed_rings_survives_kills() {
-    guest_survives("guest_with_packed_rings_survives_kills", true);
+    kill_under_guest("guest_with_packed_rings_survives_kills", true);
 }
 
 /// Four writers read back their writes, bypassing the guest's page cache, while ringdisk is killed.
-fn guest_survives(test: &str, packed: bool) {
+fn kill_under_guest(test: &str, packed: bool) {
     if let Some(missing) = vm::missing(false) {
         println!("skipped: {test}: {missing}");
         return;

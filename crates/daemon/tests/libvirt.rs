@@ -21,7 +21,7 @@ const BINARY: &str = env!("CARGO_BIN_EXE_ringdisk");
 const USER: u32 = 65534;
 
 /// The machine may be busy and the guest emulated.
-const PATIENCE: Duration = Duration::from_secs(300);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// What a guest and libvirt need, owned by an unprivileged user.
 struct Host {
@@ -53,7 +53,7 @@ impl Host {
         fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o755)).unwrap();
         let host = Self { dir };
         fs::create_dir(host.path("home")).unwrap();
-        host.give("home");
+        host.give_to_user("home");
         Some(host)
     }
 
@@ -62,7 +62,7 @@ impl Host {
     }
 
     /// Gives a file to the user that libvirt and QEMU run as.
-    fn give(&self, name: &str) {
+    fn give_to_user(&self, name: &str) {
         if is_root() {
             chown(self.path(name), Some(USER), Some(USER)).unwrap();
         }
@@ -71,7 +71,7 @@ impl Host {
     fn disk(&self, name: &str) -> File {
         let file = File::create_new(self.path(name)).unwrap();
         file.set_len(64 << 20).unwrap();
-        self.give(name);
+        self.give_to_user(name);
         file
     }
 
@@ -114,7 +114,7 @@ impl Host {
     }
 
     /// Waits until the guest has printed this line.
-    fn says(&self, line: &str) {
+    fn wait_for_line(&self, line: &str) {
         let start = Instant::now();
         let read = |name: &str| fs::read(self.path(name)).unwrap_or_default();
         loop {
@@ -124,7 +124,7 @@ impl Host {
             }
             let ended = lines.contains("vm-exit:");
             assert!(
-                start.elapsed() < PATIENCE && !ended,
+                start.elapsed() < TIMEOUT && !ended,
                 "the guest does not say '{line}' but {lines}; its console: {}; QEMU: {}",
                 String::from_utf8_lossy(&read("home/console")),
                 String::from_utf8_lossy(&read("home/libvirt/log/qemu/guest.log")),
@@ -191,13 +191,13 @@ impl Virsh {
     }
 
     /// Runs a command and returns its output.
-    fn ask(&mut self, command: &str) -> String {
+    fn run(&mut self, command: &str) -> String {
         self.asked += 1;
         let end = format!("end-of-{}", self.asked);
         writeln!(self.stdin, "{command}\necho {end}").unwrap();
         let mut text = String::new();
         loop {
-            let line = self.lines.recv_timeout(PATIENCE);
+            let line = self.lines.recv_timeout(TIMEOUT);
             let line = line.unwrap_or_else(|e| panic!("virsh {command}: {e} after {text}"));
             if line.trim() == end {
                 return text;
@@ -208,16 +208,16 @@ impl Virsh {
     }
 
     /// The same, and expects these words in the output.
-    fn does(&mut self, command: &str, says: &str) {
-        let text = self.ask(command);
+    fn run_expecting(&mut self, command: &str, says: &str) {
+        let text = self.run(command);
         assert!(text.contains(says), "virsh {command}: {text}");
     }
 
     /// Waits until the guest has powered off.
     fn until_off(&mut self) {
         let start = Instant::now();
-        while !self.ask("domstate guest").contains("shut off") {
-            assert!(start.elapsed() < PATIENCE, "the guest does not end");
+        while !self.run("domstate guest").contains("shut off") {
+            assert!(start.elapsed() < TIMEOUT, "the guest does not end");
             thread::sleep(Duration::from_millis(50));
         }
     }
@@ -229,7 +229,7 @@ impl Drop for Virsh {
         let _ = writeln!(self.stdin, "destroy guest\nquit");
         let start = Instant::now();
         while self.child.try_wait().is_ok_and(|ended| ended.is_none()) {
-            if start.elapsed() > PATIENCE {
+            if start.elapsed() > TIMEOUT {
                 let _ = self.child.kill();
             }
             thread::sleep(Duration::from_millis(10));
@@ -242,7 +242,7 @@ fn is_root() -> bool {
 }
 
 /// The printed XML of a served disk: for the domain and for its devices.
-fn printed(server: &Server, disk: usize) -> (String, String) {
+fn printed_xml(server: &Server, disk: usize) -> (String, String) {
     let libvirt = &server.ready["disks"][disk]["libvirt"];
     let text = |key: &str| libvirt[key].as_str().unwrap().to_owned();
     (text("memoryBacking"), text("disk"))
@@ -263,8 +263,8 @@ fn printed_xml_works_in_a_domain() {
     });
     let serve = || Server::ringdisk(BINARY, &disks).unwrap();
     let mut server = serve();
-    let (memory_backing, first) = printed(&server, 0);
-    let (_, second) = printed(&server, 1);
+    let (memory_backing, first) = printed_xml(&server, 0);
+    let (_, second) = printed_xml(&server, 1);
     let script = "
         write() { dd if=/tmp/data of=$1 bs=64k seek=$2 oflag=direct conv=notrunc,fsync 2>/tmp/dd; }
         read() { dd if=$1 bs=64k skip=$2 count=16 iflag=direct 2>/tmp/dd | cmp - /tmp/data; }
@@ -291,28 +291,28 @@ fn printed_xml_works_in_a_domain() {
     let dir = host.dir.path().display();
 
     let mut virsh = Virsh::new(&host);
-    virsh.does(&format!("define {dir}/guest.xml"), "defined");
-    virsh.does("start guest", "started");
-    host.says("plug");
-    virsh.does(
+    virsh.run_expecting(&format!("define {dir}/guest.xml"), "defined");
+    virsh.run_expecting("start guest", "started");
+    host.wait_for_line("plug");
+    virsh.run_expecting(
         &format!("attach-device guest {dir}/second.xml --live"),
         "attached successfully",
     );
-    host.says("pull");
-    let blocks = virsh.ask("domblklist guest");
+    host.wait_for_line("pull");
+    let blocks = virsh.run("domblklist guest");
     for name in ["first", "second"] {
         let row = format!("{dir}/{name}.sock");
         assert!(blocks.contains(&row), "{blocks}");
     }
-    virsh.does(
+    virsh.run_expecting(
         &format!("detach-device guest {dir}/second.xml --live"),
         "detached successfully",
     );
-    host.says("kill");
+    host.wait_for_line("kill");
     server.signal(Signal::KILL);
     drop(server);
     server = serve();
-    host.says("done");
+    host.wait_for_line("done");
     virsh.until_off();
     assert!(server.terminate().unwrap().success());
     let log = server.log();
@@ -343,15 +343,15 @@ fn check_patches_move_a_vm_to_ringdisk_and_back() {
     let mut virsh = Virsh::new(&host);
     let mut boots = 0;
     let mut boot = |virsh: &mut Virsh| {
-        virsh.does(&format!("define {dir}/guest.xml"), "defined");
-        virsh.does("start guest", "started");
-        host.says(&format!("boots {boots} on 512"));
+        virsh.run_expecting(&format!("define {dir}/guest.xml"), "defined");
+        virsh.run_expecting("start guest", "started");
+        host.wait_for_line(&format!("boots {boots} on 512"));
         virsh.until_off();
         boots += 1;
     };
     boot(&mut virsh);
 
-    let text = virsh.ask("dumpxml guest --inactive");
+    let text = virsh.run("dumpxml guest --inactive");
     let (from, to) = (
         text.find("<domain").unwrap(),
         text.find("</domain>").unwrap(),
@@ -361,7 +361,7 @@ fn check_patches_move_a_vm_to_ringdisk_and_back() {
         format!("{}</domain>\n", &text[from..to]),
     )
     .unwrap();
-    bring(&host, "ringdisk", &["guest.xml"]);
+    apply_patch(&host, "ringdisk", &["guest.xml"]);
     // In a directory where this test may create sockets and this user may connect.
     for name in ["guest.xml", "ringdisk.toml"] {
         let text = fs::read_to_string(host.path(name)).unwrap();
@@ -381,7 +381,7 @@ fn check_patches_move_a_vm_to_ringdisk_and_back() {
     assert!(server.terminate().unwrap().success());
     server.logged(&["front-end connected"]);
 
-    bring(&host, "qemu", &["guest.xml", "ringdisk.toml"]);
+    apply_patch(&host, "qemu", &["guest.xml", "ringdisk.toml"]);
     boot(&mut virsh);
     let mut first = [0];
     let disk = File::open(host.path("disk.raw")).unwrap();
@@ -390,7 +390,7 @@ fn check_patches_move_a_vm_to_ringdisk_and_back() {
 }
 
 /// `ringdisk check --fix --to WHERE FILES | patch`, in the host's directory.
-fn bring(host: &Host, to: &str, files: &[&str]) {
+fn apply_patch(host: &Host, to: &str, files: &[&str]) {
     let check = Command::new(BINARY)
         .args(["check", "--fix", "--to", to])
         .args(files)

@@ -82,7 +82,7 @@ fn pattern(round: u8) -> Vec<u8> {
 }
 
 /// Each host reads what the other wrote, and neither gets the disk while the other has it.
-fn one_at_a_time(format: &str, options: &str) -> Result<()> {
+fn assert_one_writer_at_a_time(format: &str, options: &str) -> Result<()> {
     let options = format!("{options},lock=running");
     let hosts = Hosts::new(format, [&options, &options])?;
     for round in 0..6u8 {
@@ -127,17 +127,17 @@ fn one_at_a_time(format: &str, options: &str) -> Result<()> {
 
 #[test]
 fn raw_file_has_one_writer_at_a_time() -> Result<()> {
-    one_at_a_time("raw", "cache=none")
+    assert_one_writer_at_a_time("raw", "cache=none")
 }
 
 #[test]
 fn raw_file_in_the_page_cache_has_one_writer_at_a_time() -> Result<()> {
-    one_at_a_time("raw", "cache=writeback")
+    assert_one_writer_at_a_time("raw", "cache=writeback")
 }
 
 #[test]
 fn qcow2_image_has_one_writer_at_a_time() -> Result<()> {
-    one_at_a_time("qcow2", "cache=writeback")
+    assert_one_writer_at_a_time("qcow2", "cache=writeback")
 }
 
 fn check(disk: &Path, format: &str) -> Result<()> {
@@ -185,11 +185,11 @@ fn lock_always_keeps_the_lock_after_the_vm_stops() -> Result<()> {
 }
 
 /// Migrations per guest.
-const MOVES: usize = 10;
+const MIGRATIONS: usize = 10;
 
 #[test]
 fn guest_on_raw_migrates_back_and_forth() -> Result<()> {
-    a_guest_is_moved(
+    migrate_guest(
         "guest_on_raw_migrates_back_and_forth",
         "raw",
         "cache=none",
@@ -200,11 +200,11 @@ fn guest_on_raw_migrates_back_and_forth() -> Result<()> {
 #[test]
 fn guest_on_qcow2_with_packed_rings_migrates_back_and_forth() -> Result<()> {
     let test = "guest_on_qcow2_with_packed_rings_migrates_back_and_forth";
-    a_guest_is_moved(test, "qcow2", "cache=writeback", true)
+    migrate_guest(test, "qcow2", "cache=writeback", true)
 }
 
 /// fio verifies all its writes while its guest migrates between two QEMUs, each with its own ringdisk.
-fn a_guest_is_moved(test: &str, format: &str, cache: &str, packed: bool) -> Result<()> {
+fn migrate_guest(test: &str, format: &str, cache: &str, packed: bool) -> Result<()> {
     if let Some(missing) = vm::missing(true) {
         println!("skipped: {test}: {missing}");
         return Ok(());
@@ -243,7 +243,7 @@ fn a_guest_is_moved(test: &str, format: &str, cache: &str, packed: bool) -> Resu
     let guests = [0, 1].map(|host| disks(host).into_iter().fold(guest.clone(), Vm::disk));
     let output = vm::run_moving(
         &guests,
-        MOVES,
+        MIGRATIONS,
         "load() {
              fio --name=load --filename=/dev/vda --direct=1 --ioengine=libaio --iodepth=16 --rw=randrw --bsrange=4k-64k \\
                  --size=24M --verify=crc32c --verify_backlog=16 --verify_fatal=1 --numjobs=2 --offset_increment=28M \\
@@ -264,7 +264,7 @@ fn a_guest_is_moved(test: &str, format: &str, cache: &str, packed: bool) -> Resu
         &mut |number, moved| {
             println!("move {number}: {moved:?}");
             moves.push(moved);
-            if moves.len() == MOVES {
+            if moves.len() == MIGRATIONS {
                 File::options().write(true).open(&signal)?.write_all(b"enough")?;
             }
             Ok(())
@@ -284,12 +284,12 @@ fn a_guest_is_moved(test: &str, format: &str, cache: &str, packed: bool) -> Resu
         came += log.matches("a VM starts on it;").count();
     }
     ensure!(
-        left == MOVES && came == MOVES,
+        left == MIGRATIONS && came == MIGRATIONS,
         "left {left} times, came {came} times"
     );
     check(&hosts.disk, format)?;
     let longest = moves.iter().map(|m| m.downtime).max().unwrap_or_default();
-    println!("{MOVES} moves, longest downtime {longest:?}");
+    println!("{MIGRATIONS} moves, longest downtime {longest:?}");
     drop(fs::remove_file(&signal));
     Ok(())
 }

@@ -17,7 +17,7 @@ use testkit::server::Server;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 /// Long enough for an unexpected event to happen.
-const A_WHILE: Duration = Duration::from_millis(100);
+const QUIET_PERIOD: Duration = Duration::from_millis(100);
 
 fn connect(server: &Server, config: DeviceConfig) -> Device {
     let config = DeviceConfig {
@@ -305,7 +305,7 @@ fn bad_chain_retires_only_its_queue() {
         });
         assert!(device.queues[0].ring.broken(HANG), "{name}: not retired");
         assert!(
-            device.queues[0].ring.next_used(A_WHILE).is_none(),
+            device.queues[0].ring.next_used(QUIET_PERIOD).is_none(),
             "{name}: completed"
         );
         assert_reads(&mut device, 1);

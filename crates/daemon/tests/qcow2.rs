@@ -123,7 +123,7 @@ impl Random {
     }
 }
 
-fn churn(queue: &mut Queue, model: &mut Model, random: &mut Random, steps: usize) {
+fn random_operations(queue: &mut Queue, model: &mut Model, random: &mut Random, steps: usize) {
     let sectors = model.0.len() as u64 / 512;
     for step in 0..steps {
         let len = 1 + random.below(256);
@@ -195,7 +195,7 @@ fn qemu_and_ringdisk_read_each_others_images() {
         let (mut server, mut device) = images.serve("disk.qcow2", "");
         let queue = &mut device.queues[0];
         model.compare(queue);
-        churn(queue, &mut model, &mut Random(seed()), 300);
+        random_operations(queue, &mut model, &mut Random(seed()), 300);
         model.compare(queue);
         drop(device);
         assert!(server.terminate().unwrap().success(), "{}", server.log());
@@ -251,7 +251,7 @@ fn partial_writes_copy_from_the_backing_file_unchanged() {
         let (mut server, mut device) = images.serve("top.qcow2", &format!(",cache={cache}"));
         let queue = &mut device.queues[1];
         model.compare(queue);
-        churn(queue, &mut model, &mut Random(seed()), 100);
+        random_operations(queue, &mut model, &mut Random(seed()), 100);
         model.compare(queue);
         drop(device);
         assert!(server.terminate().unwrap().success(), "{}", server.log());
@@ -360,11 +360,11 @@ fn concurrent_writes_to_one_cluster_are_all_kept() {
 #[test]
 fn flushed_writes_survive_a_kill() {
     for cache in ["none", "unsafe"] {
-        kill_and_look(cache);
+        kill_and_check(cache);
     }
 }
 
-fn kill_and_look(cache: &str) {
+fn kill_and_check(cache: &str) {
     let images = Images::new();
     images.qemu_img(&["create", "-q", "-f", "qcow2", "disk.qcow2", "16M"]);
     let mut model = Model(vec![0; 16 * MIB as usize]);
@@ -373,7 +373,7 @@ fn kill_and_look(cache: &str) {
         let (mut server, mut device) = images.serve("disk.qcow2", &format!(",cache={cache}"));
         let queue = &mut device.queues[0];
         model.compare(queue);
-        churn(queue, &mut model, &mut random, 50);
+        random_operations(queue, &mut model, &mut random, 50);
         assert_eq!(queue.run(Op::Flush, 0, 0), OK);
         // Not flushed: it may be missing, but must not change from read to read.
         let again = read(queue, 0, 64 << 10);

@@ -36,7 +36,7 @@ fn serve(dir: &Path, limit: Option<u64>) -> Server {
     Server::ringdisk_command(command).unwrap()
 }
 
-fn works(device: &mut Device) {
+fn assert_works(device: &mut Device) {
     let bytes = vec![7; 4096];
     assert_eq!(device.queues[0].write(8, &bytes), 0);
     assert_eq!(device.queues[0].read(8, 4096).unwrap(), bytes);
@@ -65,7 +65,7 @@ fn descriptor_limit_refuses_new_disks_and_keeps_the_others() {
         assert!(added < 64, "64 descriptors are enough for {added} disks");
     };
     assert!(refused.contains("Too many open files"), "{refused}");
-    works(&mut device);
+    assert_works(&mut device);
     // With one disk less, there is room again.
     assert!(added > 1);
     for gone in [0, 1] {
@@ -81,7 +81,7 @@ fn descriptor_limit_refuses_new_disks_and_keeps_the_others() {
     client
         .call("x-ringdisk-attach", json!({ "disk": disk }))
         .unwrap();
-    works(&mut device);
+    assert_works(&mut device);
     assert!(server.terminate().unwrap().success());
 }
 
@@ -186,7 +186,7 @@ fn descriptor_limit_is_named_to_clients_and_vms() {
         assert!(refused < 64, "64 descriptors are enough");
     }
     assert!(refused > 0);
-    works(&mut device);
+    assert_works(&mut device);
     drop(device);
     server.logged(&["front-end disconnected"]);
     // The session closes its descriptors after that, and the next VM must not find them free.
@@ -224,7 +224,7 @@ fn descriptor_limit_is_named_to_clients_and_vms() {
         assert!(refused < 64, "64 descriptors are enough");
     };
     assert!(refused > 0);
-    works(&mut device);
+    assert_works(&mut device);
     let log = server.log();
     assert!(
         !log.contains("4294967295") && !log.contains("stuck"),
@@ -303,7 +303,7 @@ fn disk_is_released_without_free_descriptors() {
         let mut server =
             Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &[argument, control]).unwrap();
         let mut device = Device::connect(&socket, &DeviceConfig::default()).unwrap();
-        works(&mut device);
+        assert_works(&mut device);
 
         let pid = Pid::from_raw(server.pid() as i32);
         let mut limit = getrlimit(Resource::Nofile);
@@ -323,7 +323,7 @@ fn disk_is_released_without_free_descriptors() {
         drop(device);
         let mut device = Device::connect(&socket, &DeviceConfig::default())
             .unwrap_or_else(|e| panic!("{format}: {e}: {}", server.log()));
-        works(&mut device);
+        assert_works(&mut device);
         device.stop_queue(0).unwrap();
         is_left();
         assert!(server.terminate().unwrap().success());
@@ -337,7 +337,7 @@ fn memory_limit_refuses_new_disks_and_keeps_the_others() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let mut server = serve(dir.path(), None);
     let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
-    works(&mut device);
+    assert_works(&mut device);
     let mut client = control::Client::connect(dir.path().join("control.qmp"), HANG).unwrap();
     let file = dir.path().join("more.raw");
     File::create(&file).unwrap().set_len(1 << 20).unwrap();
@@ -365,10 +365,10 @@ fn memory_limit_refuses_new_disks_and_keeps_the_others() {
     set(Some(bytes + (1 << 20)));
     let refused = attach().unwrap_err().to_string();
     assert!(refused.contains("cannot start a thread"), "{refused}");
-    works(&mut device);
+    assert_works(&mut device);
     set(None);
     attach().unwrap();
-    works(&mut device);
+    assert_works(&mut device);
     assert!(server.terminate().unwrap().success());
 }
 
@@ -406,7 +406,7 @@ fn unwritable_log_delays_nobody() {
         }
         for _ in 0..40 {
             let mut device = Device::connect(&socket, &DeviceConfig::default()).unwrap();
-            works(&mut device);
+            assert_works(&mut device);
         }
         let pid = rustix::process::Pid::from_child(&child);
         rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();

@@ -21,13 +21,13 @@ fn of_all_threads(server: &Server, field: &str) -> Vec<String> {
     status.map(value).collect()
 }
 
-struct Bench {
+struct Setup {
     control: String,
     dir: TempDir,
     disk: Disk,
 }
 
-impl Bench {
+impl Setup {
     fn new() -> Self {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         Self {
@@ -66,7 +66,7 @@ fn reads(server: &Server) {
 
 #[test]
 fn all_threads_are_sandboxed() {
-    let bench = Bench::new();
+    let bench = Setup::new();
     let server = bench.serve("queues=2", &["--metrics", "127.0.0.1:0"]);
     reads(&server);
     let seccomp = of_all_threads(&server, "Seccomp:");
@@ -101,7 +101,7 @@ fn all_threads_are_sandboxed() {
 
 #[test]
 fn sandbox_off_restricts_nothing() {
-    let bench = Bench::new();
+    let bench = Setup::new();
     let server = bench.serve("", &["--sandbox", "off"]);
     reads(&server);
     assert!(of_all_threads(&server, "Seccomp:").iter().all(|s| s == "0"));
@@ -113,7 +113,7 @@ fn sandbox_off_restricts_nothing() {
 /// A disk beside another can be attached; elsewhere only where the operator allows it.
 #[test]
 fn disks_are_attached_only_from_allowed_directories() {
-    let (bench, elsewhere) = (Bench::new(), Disk::new());
+    let (bench, elsewhere) = (Setup::new(), Disk::new());
     let beside = bench.disk.file.with_file_name("beside.raw");
     fs::copy(&bench.disk.file, &beside).unwrap();
     let socket = beside.with_extension("sock");
@@ -171,7 +171,7 @@ fn disks_are_attached_only_from_allowed_directories() {
 /// A core dump contains no guest memory.
 #[test]
 fn guest_memory_is_not_dumped() {
-    let bench = Bench::new();
+    let bench = Setup::new();
     let server = bench.serve("", &[]);
     let _device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
     let maps = fs::read_to_string(format!("/proc/{}/smaps", server.pid())).unwrap();
@@ -191,7 +191,7 @@ fn guest_memory_is_not_dumped() {
 
 #[test]
 fn sockets_get_their_configured_owner() {
-    let bench = Bench::new();
+    let bench = Setup::new();
     if !rustix::process::geteuid().is_root() {
         return println!("skipped: sockets_get_their_configured_owner: needs root");
     }
@@ -220,7 +220,7 @@ fn sockets_get_their_configured_owner() {
 /// Files that only root may open are served by an unprivileged user without root's rights.
 #[test]
 fn root_files_are_served_by_an_unprivileged_user() {
-    let bench = Bench::new();
+    let bench = Setup::new();
     if !rustix::process::geteuid().is_root() {
         return println!("skipped: root_files_are_served_by_an_unprivileged_user: needs root");
     }

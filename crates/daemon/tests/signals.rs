@@ -78,7 +78,7 @@ fn raw(directory: &TempDir, name: &str, bytes: u64) {
     file.set_len(bytes).unwrap();
 }
 
-fn works(device: &mut Device) {
+fn assert_works(device: &mut Device) {
     let bytes = vec![7; 4096];
     assert_eq!(device.queues[0].write(8, &bytes), OK);
     assert_eq!(device.queues[0].read(8, 4096).unwrap(), bytes);
@@ -120,8 +120,8 @@ fn file_size_limit_fails_only_the_writes_beyond_it() {
         assert_eq!(queue.write(at_limit - 64, &block), IOERR, "{disk}");
         assert_eq!(queue.write(at_limit - 128, &block), OK, "{disk}");
         assert_eq!(queue.read(at_limit, 4096).unwrap(), vec![0; 4096], "{disk}");
-        works(&mut device);
-        works(&mut small);
+        assert_works(&mut device);
+        assert_works(&mut small);
     }
     let said = served.server.logged(&["disk uring", "File too large"]);
     assert!(said.contains("RLIMIT_FSIZE"), "{said}");
@@ -138,7 +138,7 @@ fn file_size_limit_fails_only_the_writes_beyond_it() {
     for i in 0..fit as u64 {
         assert_eq!(queue.read(i * 128, block.len()).unwrap(), block);
     }
-    works(&mut small);
+    assert_works(&mut small);
     // Growing files.
     let mut client = served.client();
     let refused = client.call(
@@ -150,7 +150,7 @@ fn file_size_limit_fails_only_the_writes_beyond_it() {
         refused.contains("File too large") && refused.contains("RLIMIT_FSIZE"),
         "{refused}"
     );
-    works(&mut small);
+    assert_works(&mut small);
     // Without the limit, everything works again.
     served.limit(Resource::Fsize, None);
     for i in 0..512 {
@@ -187,12 +187,12 @@ fn unrelated_signals_are_ignored() {
         Signal::HUP,
     ] {
         served.server.signal(signal);
-        works(&mut device);
+        assert_works(&mut device);
         assert!(served.server.is_running(), "{signal:?}");
     }
     drop(device);
     let mut device = served.connect("disk.raw");
-    works(&mut device);
+    assert_works(&mut device);
     assert!(served.server.terminate().unwrap().success());
 }
 
@@ -227,11 +227,11 @@ fn closing_the_terminal_does_not_stop_it() {
         thread::sleep(Duration::from_millis(5));
     };
     let mut device = Device::connect(&socket, &DeviceConfig::default()).unwrap();
-    works(&mut device);
+    assert_works(&mut device);
     terminal.kill().unwrap();
     terminal.wait().unwrap();
     for _ in 0..3 {
-        works(&mut device);
+        assert_works(&mut device);
         drop(device);
         device = Device::connect(&socket, &DeviceConfig::default()).unwrap();
     }
@@ -243,7 +243,7 @@ fn closing_the_terminal_does_not_stop_it() {
         .call("x-ringdisk-attach", json!({ "disk": disk }))
         .unwrap();
     let mut device = Device::connect(&socket, &DeviceConfig::default()).unwrap();
-    works(&mut device);
+    assert_works(&mut device);
     drop(device);
     client.call("quit", json!({})).unwrap();
     while socket.exists() {
@@ -260,7 +260,7 @@ fn thread_limit_is_named() {
     raw(&dir, "more.raw", MIB);
     let mut served = Served::new(dir, &["disk.raw"]);
     let mut device = served.connect("disk.raw");
-    works(&mut device);
+    assert_works(&mut device);
     let mut client = served.client();
     let path = |name: &str| served.dir.path().join(name).display().to_string();
     let disk = format!("file={},socket={}", path("more.raw"), path("more.sock"));
@@ -270,7 +270,7 @@ fn thread_limit_is_named() {
         Ok(_) => println!("skipped: thread_limit_is_named: this user has no limit"),
         Err(e) => assert!(e.to_string().contains("RLIMIT_NPROC"), "{e}"),
     }
-    works(&mut device);
+    assert_works(&mut device);
     served.limit(Resource::Nproc, None);
     assert!(served.server.terminate().unwrap().success());
 }

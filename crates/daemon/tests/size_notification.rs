@@ -51,12 +51,12 @@ impl Served {
 }
 
 /// Waits for the notification.
-fn told(channel: &mut BackendChannel) {
+fn expect_notification(channel: &mut BackendChannel) {
     assert_eq!(channel.next(HANG).unwrap().0, BACKEND_CONFIG_CHANGE);
 }
 
 /// Asserts that there was no notification: all earlier ones have arrived once the device has answered a message.
-fn not_told(device: &mut Device, channel: &mut BackendChannel) {
+fn expect_no_notification(device: &mut Device, channel: &mut BackendChannel) {
     device.frontend.features().unwrap();
     let next = channel.next(Duration::from_millis(1));
     assert!(next.is_err(), "{next:?}");
@@ -102,7 +102,7 @@ fn new_size_is_announced_until_it_is_read() {
         let bases = device.pause(false).unwrap();
         served.resize(mib);
         // QEMU drops this one.
-        told(&mut channel);
+        expect_notification(&mut channel);
         let bases = match round {
             0 => bases,
             // In the second round the guest is reset meanwhile, and its firmware uses the disk only briefly.
@@ -110,12 +110,12 @@ fn new_size_is_announced_until_it_is_read() {
                 device.frontend.reset_device().unwrap();
                 device.frontend.set_features(device.features).unwrap();
                 device.start_queue(0, 0).unwrap();
-                told(&mut channel);
+                expect_notification(&mut channel);
                 device.pause(false).unwrap()
             }
         };
         device.go_on(&bases).unwrap();
-        told(&mut channel);
+        expect_notification(&mut channel);
         assert_eq!(size_mib(&mut device), mib);
         for _ in 0..2 {
             let bases = device.pause(false).unwrap();
@@ -129,7 +129,7 @@ fn new_size_is_announced_until_it_is_read() {
                 .frontend
                 .add_mem_reg(&memory.regions()[Device::HIGH])
                 .unwrap();
-            not_told(&mut device, &mut channel);
+            expect_no_notification(&mut device, &mut channel);
         }
         let last = (mib * MIB - 4096) / 512;
         assert_eq!(device.queues[0].run(Op::Read, last, 4096), 0);
@@ -144,22 +144,22 @@ fn size_that_was_read_is_not_announced_again() {
     let (mut device, mut channel) = served.connect();
     assert_eq!(size_mib(&mut device), 16);
     restart(&mut device);
-    not_told(&mut device, &mut channel);
+    expect_no_notification(&mut device, &mut channel);
     drop((device, channel));
 
     // The same front-end again: it does not read the size.
     let (mut device, mut channel) = served.connect();
     restart(&mut device);
-    not_told(&mut device, &mut channel);
+    expect_no_notification(&mut device, &mut channel);
     drop((device, channel));
     served.resize(20);
     let (mut device, mut channel) = served.connect();
     restart(&mut device);
-    told(&mut channel);
+    expect_notification(&mut channel);
     // The fields after the size do not count.
     device.frontend.config(8, 8).unwrap();
     restart(&mut device);
-    told(&mut channel);
+    expect_notification(&mut channel);
     assert_eq!(size_mib(&mut device), 20);
     drop((device, channel));
 
@@ -167,7 +167,7 @@ fn size_that_was_read_is_not_announced_again() {
     let served = Served::serve(served.disk);
     let (mut device, mut channel) = served.connect();
     restart(&mut device);
-    told(&mut channel);
+    expect_notification(&mut channel);
 }
 
 /// Restarts the queues, which is when the device may send a notification.

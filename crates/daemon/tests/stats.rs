@@ -26,7 +26,7 @@ fn control(disk: &Disk) -> PathBuf {
 const SCRAPE: &str = "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n";
 
 /// Sends a request to the metrics address.
-fn ask(server: &Server, request: &str) -> TcpStream {
+fn send_request(server: &Server, request: &str) -> TcpStream {
     let url = server.ready["metrics"].as_str().unwrap();
     let address = url.strip_prefix("http://").unwrap();
     let address = address.strip_suffix("/metrics").unwrap();
@@ -39,7 +39,9 @@ fn ask(server: &Server, request: &str) -> TcpStream {
 /// The head and body of the response.
 fn http(server: &Server, request: &str) -> (String, String) {
     let mut text = String::new();
-    ask(server, request).read_to_string(&mut text).unwrap();
+    send_request(server, request)
+        .read_to_string(&mut text)
+        .unwrap();
     let (head, body) = text.split_once("\r\n\r\n").unwrap();
     let body = match head.contains("Transfer-Encoding: chunked") {
         true => unchunked(body),
@@ -421,7 +423,7 @@ fn scrapes_of_many_disks_use_little_memory() {
         for _ in 0..29 {
             scope.spawn(|| {
                 // A client that sends a request and reads the response late.
-                let mut stream = ask(&server, SCRAPE);
+                let mut stream = send_request(&server, SCRAPE);
                 std::thread::yield_now();
                 std::io::copy(&mut stream, &mut std::io::sink()).unwrap();
             });
@@ -453,7 +455,7 @@ fn scrapes_of_many_disks_use_little_memory() {
 fn silent_clients_do_not_block_scrapers() {
     let served = Served::new("");
     let idle: Vec<_> = (0..8)
-        .map(|_| ask(&served.server, "GET /metrics"))
+        .map(|_| send_request(&served.server, "GET /metrics"))
         .collect();
     let (head, body) = served.http(SCRAPE);
     assert!(head.starts_with("HTTP/1.1 200 ") && !body.is_empty());

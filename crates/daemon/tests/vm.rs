@@ -19,22 +19,22 @@ const LIMIT: Duration = Duration::from_secs(240);
 
 #[test]
 fn disk_lifecycle_with_one_queue() -> Result<()> {
-    a_disk_lives("disk_lifecycle_with_one_queue", 1, 1024, false)
+    run_disk_lifecycle("disk_lifecycle_with_one_queue", 1, 1024, false)
 }
 
 #[test]
 fn disk_lifecycle_with_four_queues() -> Result<()> {
-    a_disk_lives("disk_lifecycle_with_four_queues", 4, 4096, false)
+    run_disk_lifecycle("disk_lifecycle_with_four_queues", 4, 4096, false)
 }
 
 #[test]
 fn disk_lifecycle_with_packed_queues() -> Result<()> {
-    a_disk_lives("disk_lifecycle_with_packed_queues", 2, 4096, true)
+    run_disk_lifecycle("disk_lifecycle_with_packed_queues", 2, 4096, true)
 }
 
 /// The guest partitions, formats, fills, trims and verifies the disk; on the host it is consistent and has holes.
-fn a_disk_lives(test: &str, queues: u16, block_size: u32, packed: bool) -> Result<()> {
-    let Some(bench) = Bench::new(test)? else {
+fn run_disk_lifecycle(test: &str, queues: u16, block_size: u32, packed: bool) -> Result<()> {
+    let Some(bench) = Setup::new(test)? else {
         return Ok(());
     };
     let size = 192 << 20;
@@ -83,7 +83,7 @@ fn a_disk_lives(test: &str, queues: u16, block_size: u32, packed: bool) -> Resul
 #[test]
 fn guest_in_huge_pages() -> Result<()> {
     let test = "guest_in_huge_pages";
-    let Some(bench) = Bench::new(test)? else {
+    let Some(bench) = Setup::new(test)? else {
         return Ok(());
     };
     let memory = match HugePages::reserve(512 << 20) {
@@ -144,7 +144,7 @@ fn touched_kib(server: &Server, size_kib: u64) -> u64 {
 /// does.
 #[test]
 fn memory_hotplug() -> Result<()> {
-    let Some(bench) = Bench::new("memory_hotplug")? else {
+    let Some(bench) = Setup::new("memory_hotplug")? else {
         return Ok(());
     };
     let file = bench.disk("plug.raw", 192 << 20)?;
@@ -218,7 +218,7 @@ fn memory_hotplug() -> Result<()> {
 /// the module is unmapped completely.
 #[test]
 fn memory_unplug() -> Result<()> {
-    let Some(bench) = Bench::new("memory_unplug")? else {
+    let Some(bench) = Setup::new("memory_unplug")? else {
         return Ok(());
     };
     let file = bench.disk("unplug.raw", 192 << 20)?;
@@ -309,7 +309,7 @@ fn memory_unplug() -> Result<()> {
 /// A rebooting guest resets its disk and finds its data again; so does a guest that rebinds its driver.
 #[test]
 fn disk_survives_resets() -> Result<()> {
-    let Some(bench) = Bench::new("disk_survives_resets")? else {
+    let Some(bench) = Setup::new("disk_survives_resets")? else {
         return Ok(());
     };
     let file = bench.disk("reset.raw", 64 << 20)?;
@@ -342,7 +342,7 @@ fn disk_survives_resets() -> Result<()> {
 /// Every disk of one process has its own serial, size and content.
 #[test]
 fn several_disks_in_one_process() -> Result<()> {
-    let Some(bench) = Bench::new("several_disks_in_one_process")? else {
+    let Some(bench) = Setup::new("several_disks_in_one_process")? else {
         return Ok(());
     };
     let sizes: Vec<(String, u64)> = (1..=4)
@@ -386,7 +386,7 @@ fn several_disks_in_one_process() -> Result<()> {
 /// A guest can read a read-only disk, and knows that it cannot write.
 #[test]
 fn readonly_disk() -> Result<()> {
-    let Some(bench) = Bench::new("readonly_disk")? else {
+    let Some(bench) = Setup::new("readonly_disk")? else {
         return Ok(());
     };
     let file = bench.disk("readonly.raw", 16 << 20)?;
@@ -419,7 +419,7 @@ fn readonly_disk() -> Result<()> {
 #[test]
 fn guest_fsync_is_a_barrier() -> Result<()> {
     let test = "guest_fsync_is_a_barrier";
-    let Some(bench) = Bench::new(test)? else {
+    let Some(bench) = Setup::new(test)? else {
         return Ok(());
     };
     let file = bench.disk("fsync.raw", 64 << 20)?;
@@ -451,22 +451,22 @@ fn guest_fsync_is_a_barrier() -> Result<()> {
 }
 
 /// The files of a test.
-struct Bench {
+struct Setup {
     /// Disks and sockets; a short path, because a socket's path is limited to 108 bytes.
     files: TempDir,
     /// Logs that are kept when the test fails.
     logs: PathBuf,
 }
 
-impl Bench {
+impl Setup {
     /// Prints a message and returns `None` where no guest can run.
-    fn new(test: &str) -> Result<Option<Bench>> {
+    fn new(test: &str) -> Result<Option<Setup>> {
         if let Some(missing) = vm::missing(false) {
             println!("skipped: {test}: {missing}");
             return Ok(None);
         }
         let logs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm").join(test);
-        Ok(Some(Bench {
+        Ok(Some(Setup {
             files: tempfile::tempdir().context("making a folder for disks")?,
             logs,
         }))

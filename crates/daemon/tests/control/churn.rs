@@ -52,7 +52,7 @@ fn attaching_a_thousand_disks_leaks_nothing() {
     // A few rounds create everything that is allocated once and kept.
     (0..40).for_each(&mut cycle);
     let before = loop {
-        let held = Held::by(&ringdisk);
+        let held = Resources::of(&ringdisk);
         // The thread that closed the last disk.
         if !held.threads.contains_key("closing") {
             break held;
@@ -63,14 +63,14 @@ fn attaching_a_thousand_disks_leaks_nothing() {
     // A joined thread may stay visible for a moment.
     let start = Instant::now();
     loop {
-        let after = Held::by(&ringdisk);
+        let after = Resources::of(&ringdisk);
         if after.descriptors == before.descriptors && after.threads == before.threads {
             break;
         }
         assert!(start.elapsed() < HANG, "{before:?} became {after:?}");
         thread::sleep(Duration::from_millis(10));
     }
-    let after = Held::by(&ringdisk);
+    let after = Resources::of(&ringdisk);
     assert!(
         after.memory_kib < before.memory_kib + 16 * 1024,
         "{} KiB became {} after {CYCLES} disks",
@@ -85,7 +85,7 @@ fn attaching_a_thousand_disks_leaks_nothing() {
 
 /// System resources held by a process.
 #[derive(Debug)]
-struct Held {
+struct Resources {
     /// Descriptors by target.
     descriptors: BTreeMap<String, usize>,
     threads: BTreeMap<String, usize>,
@@ -93,8 +93,8 @@ struct Held {
     memory_kib: u64,
 }
 
-impl Held {
-    fn by(ringdisk: &Controlled) -> Self {
+impl Resources {
+    fn of(ringdisk: &Controlled) -> Self {
         let proc = format!("/proc/{}", ringdisk.server.pid());
         let mut descriptors = BTreeMap::new();
         for link in fs::read_dir(format!("{proc}/fd")).unwrap() {

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use testkit::driver::{Device, DeviceConfig, HANG};
 use testkit::server::Server;
 
-use super::server::{Controlled, Ran, verify};
+use super::server::{CommandOutput, Controlled, verify};
 
 #[test]
 fn text_output() {
@@ -235,7 +235,7 @@ fn missing_control_socket_is_explained() {
     let ringdisk = Controlled::start(&[]);
     let list = |control: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
-        Ran::of(
+        CommandOutput::of(
             command
                 .args(["list", "--control"])
                 .arg(ringdisk.path(control)),
@@ -280,7 +280,7 @@ fn default_control_socket() {
     let ringdisk = |arguments: &[&str]| {
         let mut command = Command::new(&binary);
         as_user(command.args(arguments));
-        Ran::of(&mut command)
+        CommandOutput::of(&mut command)
     };
     ringdisk(&["list"]).assert_fails(1, &["ringdisk/control.qmp", "is `ringdisk serve` running"]);
     let mut first = Server::ringdisk_command(serve()).unwrap();
@@ -307,7 +307,7 @@ fn default_control_socket() {
     let _other = std::os::unix::net::UnixListener::bind(&taken).unwrap();
     fs::set_permissions(&taken, fs::Permissions::from_mode(0o666)).unwrap();
     let mut command = serve();
-    let refused = Ran::of(command.arg("--control").arg(&taken));
+    let refused = CommandOutput::of(command.arg("--control").arg(&taken));
     assert_eq!((refused.code, refused.out.as_str()), (Some(1), ""));
     assert!(
         refused.err.contains("taken.qmp: a live server"),

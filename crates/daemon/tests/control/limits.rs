@@ -32,7 +32,7 @@ fn limit_applies_until_removed() {
     assert_eq!(info(&mut qemu)["iops"], LIMIT);
     let (done, in_time) = requests(&mut first.queues[0]);
     assert!(
-        done <= most(in_time),
+        done <= max_requests(in_time),
         "{done} requests in {in_time:?} at {LIMIT} a second"
     );
     assert!(done > 0, "a limit is no stop");
@@ -52,7 +52,7 @@ fn limit_applies_until_removed() {
     });
     let (done, in_time) = (both[0].0 + both[1].0, both[0].1.max(both[1].1));
     assert!(
-        done <= most(in_time),
+        done <= max_requests(in_time),
         "{done} requests in {in_time:?} of a group with {LIMIT}"
     );
     let group = json!({ "id": "both" });
@@ -153,7 +153,7 @@ fn batch(queue: &mut Queue) -> u64 {
 }
 
 /// The most that a limit may let through: 1.5 times its rate, plus a burst at the start.
-fn most(time: Duration) -> u64 {
+fn max_requests(time: Duration) -> u64 {
     LIMIT * time.as_millis() as u64 * 3 / 2000 + 2 * u64::from(DeviceConfig::default().slots)
 }
 
@@ -165,7 +165,7 @@ fn assert_unlimited(queue: &mut Queue) {
     }
     let time = start.elapsed();
     assert!(
-        done > most(time),
+        done > max_requests(time),
         "{done} requests took {time:?}, as if they were limited"
     );
 }

@@ -15,18 +15,18 @@ use serde_json::json;
 use testkit::driver::{Device, DeviceConfig, HANG};
 use testkit::server::Server;
 
-use super::server::{Controlled, QemuClient, Ran};
+use super::server::{CommandOutput, Controlled, QemuClient};
 use crate::support::content;
 
 const MIB: u64 = 1 << 20;
 
 /// A ringdisk with persisted state and a configuration of disks a and b.
-struct Kept {
+struct Stateful {
     ringdisk: Controlled,
     arguments: Vec<String>,
 }
 
-impl Kept {
+impl Stateful {
     fn start() -> Self {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let path = |name: &str| dir.path().join(name).display().to_string();
@@ -82,7 +82,7 @@ fn replacement_survives_a_kill() {
     if !testkit::qemu_img::is_there("replacement_survives_a_kill") {
         return;
     }
-    let kept = Kept::start();
+    let kept = Stateful::start();
     let at = kept.ringdisk.dir.path().to_owned();
     testkit::qemu_img::img(&at, "convert -f raw -O qcow2 c.raw image.qcow2");
     testkit::qemu_img::img(&at, "resize -q image.qcow2 8M");
@@ -111,7 +111,7 @@ fn replacement_survives_a_kill() {
 
 #[test]
 fn changes_survive_a_kill() {
-    let kept = Kept::start();
+    let kept = Stateful::start();
     kept.attach("c");
     kept.ringdisk.json(&["throttle", "a", "iops=1234"]);
     kept.ringdisk.json(&["throttle", "c", "bps-wr=5M"]);
@@ -155,7 +155,7 @@ fn changes_survive_a_kill() {
     assert_eq!(kept.disk("a")["limits"]["iops"], 1234, "an orderly end");
 }
 
-impl Kept {
+impl Stateful {
     /// Starts the server again after it has ended.
     fn restart_ended(self) -> Self {
         let Controlled { server, dir, .. } = self.ringdisk;
@@ -176,7 +176,7 @@ fn written(watch: &OwnedFd) -> usize {
 /// A guest that keeps switching its write cache does not wear out the disk that holds the state.
 #[test]
 fn frequent_write_cache_switches_persist_the_last_one() {
-    let mut kept = Kept::start();
+    let mut kept = Stateful::start();
     let mut device =
         Device::connect(kept.ringdisk.path("a.sock"), &DeviceConfig::default()).unwrap();
     let state = kept.ringdisk.path("state");
@@ -214,7 +214,7 @@ fn frequent_write_cache_switches_persist_the_last_one() {
 #[test]
 fn concurrent_replacements_persist_the_last_file_of_each_disk() {
     const ROUNDS: usize = 12;
-    let kept = Kept::start();
+    let kept = Stateful::start();
     let names: Vec<_> = (0..6).map(|i| format!("disk{i}")).collect();
     for name in &names {
         for end in ["", "-0", "-1"] {
@@ -260,7 +260,7 @@ fn concurrent_replacements_persist_the_last_file_of_each_disk() {
 /// The message must not blame the disk's own file system.
 #[test]
 fn failed_state_write_names_the_state_directory() {
-    let kept = Kept::start();
+    let kept = Stateful::start();
     // A directory of this name prevents writing the file.
     fs::create_dir(kept.ringdisk.path("state/state.new")).unwrap();
     let replaced = kept.ringdisk.ringdisk(&["replace", "a", "e.raw"]);
@@ -269,7 +269,7 @@ fn failed_state_write_names_the_state_directory() {
 
 #[test]
 fn later_configuration_wins_over_persisted_state() {
-    let kept = Kept::start();
+    let kept = Stateful::start();
     kept.attach("c");
     kept.ringdisk.json(&["throttle", "a", "iops=1234"]);
     kept.ringdisk.json(&["detach", "b"]);
@@ -309,13 +309,13 @@ fn later_configuration_wins_over_persisted_state() {
 /// unrelated configuration change, nor after a reload, nor after a start.
 #[test]
 fn detached_disk_comes_back_on_its_last_file() {
-    let kept = Kept::start();
-    let path = |kept: &Kept, name| kept.ringdisk.path(name).display().to_string();
+    let kept = Stateful::start();
+    let path = |kept: &Stateful, name| kept.ringdisk.path(name).display().to_string();
     let [e, c] = ["e.raw", "c.raw"].map(|name| path(&kept, name));
     kept.ringdisk.json(&["replace", "a", &e]);
     kept.ringdisk.json(&["detach", "a"]);
     let dir = kept.ringdisk.dir.path().display().to_string();
-    let write = |kept: &Kept, text: &str| {
+    let write = |kept: &Stateful, text: &str| {
         fs::write(kept.ringdisk.path("config.toml"), text).unwrap();
     };
     // This also holds after several processes have persisted it.
@@ -343,12 +343,12 @@ fn detached_disk_comes_back_on_its_last_file() {
 /// front-end. Only naming another file does.
 #[test]
 fn unrelated_configuration_change_keeps_the_replaced_file() {
-    let kept = Kept::start();
-    let path = |kept: &Kept, name| kept.ringdisk.path(name).display().to_string();
+    let kept = Stateful::start();
+    let path = |kept: &Stateful, name| kept.ringdisk.path(name).display().to_string();
     let [e, c] = ["e.raw", "c.raw"].map(|name| path(&kept, name));
     kept.ringdisk.json(&["replace", "a", &e]);
     let dir = kept.ringdisk.dir.path().display().to_string();
-    let write = |kept: &Kept, text: &str| {
+    let write = |kept: &Stateful, text: &str| {
         fs::write(kept.ringdisk.path("config.toml"), text).unwrap();
     };
     write(&kept, &config(&dir, "iops = 77"));
@@ -382,7 +382,7 @@ fn unrelated_configuration_change_keeps_the_replaced_file() {
 /// Nodes and exports made by QEMU's commands.
 #[test]
 fn nodes_and_exports_made_by_qmp_are_restored() {
-    let kept = Kept::start();
+    let kept = Stateful::start();
     let test = "nodes_and_exports_made_by_qmp_are_restored";
     let Some(mut qemu) = QemuClient::connect(test, &kept.ringdisk.control) else {
         return;
@@ -437,7 +437,7 @@ fn nodes_and_exports_made_by_qmp_are_restored() {
 /// A missing file is reported, does not stop the other disks, and its disk stays in the state.
 #[test]
 fn missing_file_is_reported_and_its_disk_kept_in_the_state() {
-    let kept = Kept::start();
+    let kept = Stateful::start();
     kept.attach("c");
     let (file, away) = (kept.ringdisk.path("c.raw"), kept.ringdisk.path("away"));
     fs::rename(&file, &away).unwrap();
@@ -452,7 +452,7 @@ fn missing_file_is_reported_and_its_disk_kept_in_the_state() {
 
 #[test]
 fn state_directory_is_exclusive_and_damage_is_refused() {
-    let kept = Kept::start();
+    let kept = Stateful::start();
     kept.ringdisk.json(&["throttle", "a", "iops=1234"]);
     let state = kept.arguments[0].clone();
     let serve = |more: &str| {
@@ -460,7 +460,7 @@ fn state_directory_is_exclusive_and_damage_is_refused() {
         let control = format!("--control={}.qmp", kept.ringdisk.control.display());
         // Only the last line.
         command.env("RINGDISK_LOG", "off");
-        Ran::of(command.args(["serve", &state, &control, more]))
+        CommandOutput::of(command.args(["serve", &state, &control, more]))
     };
     serve("null:1M").assert_fails(1, &["another ringdisk", "--state"]);
     kept.ringdisk.server.signal(Signal::KILL);

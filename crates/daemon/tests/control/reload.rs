@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 
-use super::server::{Controlled, Ran, Stop, rewrite, until, verify};
+use super::server::{CommandOutput, Controlled, Stop, rewrite, verify, wait_until};
 use crate::support::content;
 
 const MIB: u64 = 1 << 20;
@@ -102,8 +102,8 @@ fn unchanged_disk_is_not_disturbed() {
             let before = rounds.load(Ordering::Relaxed);
             // By signal, as a service manager does it.
             hang_up(&(stays.clone() + &disk("b", "") + &disk("c", "cache = \"writeback\"")));
-            until("c", || config.names() == ["a", "b", "c"]);
-            until("c's socket", || config.socket("c").exists());
+            wait_until("c", || config.names() == ["a", "b", "c"]);
+            wait_until("c's socket", || config.socket("c").exists());
             verify(&mut config.device("b").queues[0]);
             assert_eq!(config.ringdisk.disk("c")["cache"], "writeback");
 
@@ -112,30 +112,30 @@ fn unchanged_disk_is_not_disturbed() {
             let group = "[[throttle-group]]\nname = \"bronze\"\niops = 5000\n";
             let limited = disk("b", "throttle-group = \"bronze\"\nbps = \"100M\"");
             hang_up(&(stays.clone() + &limited + group));
-            until("b's group", || {
+            wait_until("b's group", || {
                 config.ringdisk.disk("b")["throttle-group"] == "bronze"
             });
             assert_eq!(
                 config.ringdisk.disk("b")["limits"],
                 json!({ "bps": 100 * MIB })
             );
-            until("c's end", || config.names() == ["a", "b"]);
+            wait_until("c's end", || config.names() == ["a", "b"]);
             verify(&mut device.queues[0]);
             assert!(!config.socket("c").exists());
 
             // A change that is impossible while the guest runs costs the connection.
             hang_up(&(stays.clone() + &disk("b", "readonly = true")));
-            until("readonly", || config.ringdisk.disk("b")["readonly"] == true);
+            wait_until("readonly", || config.ringdisk.disk("b")["readonly"] == true);
             assert!(device.config().is_err(), "its front-end is still connected");
             let mut device = config.device("b");
             assert_eq!(device.queues[0].write(8, &content(9, 4096)), 1);
             verify(&mut device.queues[0]);
 
             hang_up(&stays);
-            until("b's end", || config.names() == ["a"]);
+            wait_until("b's end", || config.names() == ["a"]);
             assert!(device.config().is_err());
             let after = rounds.load(Ordering::Relaxed);
-            until("another round", || rounds.load(Ordering::Relaxed) > after);
+            wait_until("another round", || rounds.load(Ordering::Relaxed) > after);
             assert!(after > before);
         }
     });
@@ -216,7 +216,7 @@ fn invalid_configuration_changes_nothing() {
             .arg(&config.file)
             .arg("--control")
             .arg(control);
-        let ran = Ran::of(&mut serve);
+        let ran = CommandOutput::of(&mut serve);
         assert_eq!(ran.code, Some(2), "{ran:?}");
         assert!(ran.err.contains(&line), "{ran:?}");
     }
@@ -386,7 +386,7 @@ fn occupied_socket_path_is_reported_and_left_alone() {
         }
         assert_eq!(config.ringdisk.json(&["reload"]), json!({}));
         config.ringdisk.server.logged(&["WARN", "is there again"]);
-        until("the socket is there again", || socket.exists());
+        wait_until("the socket is there again", || socket.exists());
     }
     fs::remove_file(&socket).unwrap();
     fs::write(&socket, "precious").unwrap();

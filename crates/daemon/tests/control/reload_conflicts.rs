@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use rustix::process::Signal;
 use testkit::driver::{Device, DeviceConfig};
 
-use super::server::{Controlled, rewrite, until};
+use super::server::{Controlled, rewrite, wait_until};
 use crate::support::{content, serve_all};
 
 const MIB: u64 = 1 << 20;
@@ -74,7 +74,7 @@ impl Configured {
             };
             let so_far = refusals();
             self.ringdisk.server.signal(Signal::HUP);
-            until("the refusal", || refusals() > so_far);
+            wait_until("the refusal", || refusals() > so_far);
         }
         assert_eq!(self.ringdisk.json(&["list"]), before);
         for device in &mut self.devices {

@@ -15,12 +15,12 @@ use crate::support::content;
 const MIB: u64 = 1 << 20;
 
 /// A ringdisk with persisted state, and configured disks in a directory of their own.
-struct Renamed {
+struct RenameTest {
     ringdisk: Controlled,
     arguments: Vec<String>,
 }
 
-impl Renamed {
+impl RenameTest {
     fn start(disks: &[(&str, &str)]) -> Self {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let path = |name: &str| dir.path().join(name);
@@ -86,7 +86,7 @@ fn write_config(dir: &Path, disks: &[(&str, &str)]) {
 #[test]
 fn restart_opens_the_new_name() {
     for link in [false, true] {
-        let served = Renamed::start(&[("a", "a.raw")]);
+        let served = RenameTest::start(&[("a", "a.raw")]);
         let mut device = served.connect("a");
         fs::copy(served.path("a.raw"), served.path("copy")).unwrap();
         let new = content(4711, 4096);
@@ -110,7 +110,7 @@ fn restart_opens_the_new_name() {
 /// A reload compares the configuration with the disk's current name.
 #[test]
 fn reload_compares_with_the_current_name() {
-    let served = Renamed::start(&[("a", "a.raw"), ("b", "b.raw")]);
+    let served = RenameTest::start(&[("a", "a.raw"), ("b", "b.raw")]);
     let mut device = served.connect("a");
     served.rename("a.raw", "live.raw");
     served.configure(&[("a", "live.raw"), ("b", "b.raw")]);
@@ -134,7 +134,7 @@ fn reload_compares_with_the_current_name() {
 /// Another disk can use the old name at once; locks belong to the file, not to its name.
 #[test]
 fn old_name_can_be_used_by_another_disk() {
-    let served = Renamed::start(&[("a", "a.raw")]);
+    let served = RenameTest::start(&[("a", "a.raw")]);
     let mut device = served.connect("a");
     served.rename("a.raw", "live.raw");
     served.ringdisk.json(&["replace", "a", "live.raw"]);
@@ -158,7 +158,7 @@ fn old_name_can_be_used_by_another_disk() {
 /// A name that no other process could open is refused.
 #[test]
 fn descriptor_path_is_refused_as_a_name() {
-    let served = Renamed::start(&[("a", "a.raw")]);
+    let served = RenameTest::start(&[("a", "a.raw")]);
     let open = fs::File::open(served.path("a.raw")).unwrap();
     let descriptor = format!(
         "/proc/{}/fd/{}",
@@ -177,7 +177,7 @@ fn new_name_must_resolve_the_same_backing_file() {
     if !qemu::is_there("new_name_must_resolve_the_same_backing_file") {
         return;
     }
-    let served = Renamed::start(&[("a", "a.raw")]);
+    let served = RenameTest::start(&[("a", "a.raw")]);
     let at = served.ringdisk.dir.path();
     qemu::img(at, "convert -U -f raw -O qcow2 a.raw base.qcow2");
     qemu::img(at, "create -q -f qcow2 -b base.qcow2 -F qcow2 top.qcow2");
@@ -219,7 +219,7 @@ fn backing_file_is_reported_in_use_by_its_disk() {
     if !qemu::is_there("backing_file_is_reported_in_use_by_its_disk") {
         return;
     }
-    let served = Renamed::start(&[("a", "a.raw")]);
+    let served = RenameTest::start(&[("a", "a.raw")]);
     let at = served.ringdisk.dir.path();
     for name in ["b", "c"] {
         fs::copy(at.join("a.raw"), at.join(format!("{name}.raw"))).unwrap();

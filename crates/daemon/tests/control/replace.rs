@@ -9,7 +9,7 @@ use std::thread;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::qemu_img as qemu;
 
-use super::server::{Controlled, Stop, rewrite, until, verify};
+use super::server::{Controlled, Stop, rewrite, verify, wait_until};
 use crate::support::{content, serve_all};
 
 const MIB: u64 = 1 << 20;
@@ -50,7 +50,7 @@ fn guest_io_continues_across_replacements() {
             for file in files.iter().cycle().skip(1).take(12) {
                 ringdisk.json(&["replace", "disk", file.to_str().unwrap()]);
                 let before = rounds.load(Ordering::Relaxed);
-                until("another round", || {
+                wait_until("another round", || {
                     rounds.load(Ordering::Relaxed) >= before + 4
                 });
                 assert_eq!(ringdisk.disk("disk")["file"], file.to_str().unwrap());
@@ -303,7 +303,7 @@ fn raw_files_and_images_replace_each_other_under_load() {
                 let format = old.rsplit('.').next().unwrap();
                 assert!(qemu::content(at, old, format) == right, "{old}");
                 let before = rounds.load(Ordering::Relaxed);
-                until("another round", || {
+                wait_until("another round", || {
                     rounds.load(Ordering::Relaxed) >= before + 4
                 });
             }

@@ -55,10 +55,10 @@ impl Controlled {
     }
 
     /// Runs `ringdisk ARGUMENTS... --control SOCKET` in the directory.
-    pub fn ringdisk(&self, arguments: &[&str]) -> Ran {
+    pub fn ringdisk(&self, arguments: &[&str]) -> CommandOutput {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
         command.args(arguments).arg("--control").arg(&self.control);
-        Ran::of(command.current_dir(self.dir.path()))
+        CommandOutput::of(command.current_dir(self.dir.path()))
     }
 
     /// The same with `--json`; it must succeed.
@@ -91,13 +91,13 @@ impl Controlled {
 
 /// A finished command.
 #[derive(Debug)]
-pub struct Ran {
+pub struct CommandOutput {
     pub code: Option<i32>,
     pub out: String,
     pub err: String,
 }
 
-impl Ran {
+impl CommandOutput {
     pub fn of(command: &mut Command) -> Self {
         let output = command.stdin(Stdio::null()).output().unwrap();
         let text = |bytes| String::from_utf8(bytes).unwrap();
@@ -226,7 +226,7 @@ impl Drop for QemuClient {
 }
 
 /// Waits until a condition holds for which there is no event; fails after [`HANG`].
-pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {
         assert!(start.elapsed() < HANG, "{what} does not come");
@@ -247,7 +247,7 @@ impl Drop for Stop<'_> {
 pub const VERIFY_BYTES: usize = 8 << 10;
 
 /// The first sector of a slot: slots do not overlap, and each uses at most 64 KiB.
-pub fn place(queue: u16, slot: u16) -> u64 {
+pub fn slot_sector(queue: u16, slot: u16) -> u64 {
     u64::from(queue) * 2048 + u64::from(slot) * 128
 }
 
@@ -256,12 +256,12 @@ pub fn verify(queue: &mut Queue) {
     let slots: Vec<u16> = (0..queue.slots()).collect();
     for &slot in &slots {
         queue.write_buffer(slot, &[0xa5; VERIFY_BYTES]);
-        let at = place(queue.index, slot);
+        let at = slot_sector(queue.index, slot);
         queue.prepare(slot, Op::Read, at, VERIFY_BYTES as u32);
     }
     queue.submit(&slots);
     for (slot, status) in queue.finish(slots.len()) {
-        let at = place(queue.index, slot);
+        let at = slot_sector(queue.index, slot);
         assert_eq!(status, 0, "read at sector {at}");
         let right = content(at, VERIFY_BYTES);
         assert!(
@@ -275,7 +275,7 @@ pub fn verify(queue: &mut Queue) {
 pub fn rewrite(queue: &mut Queue) {
     let slots: Vec<u16> = (0..queue.slots()).collect();
     for &slot in &slots {
-        let at = place(queue.index, slot);
+        let at = slot_sector(queue.index, slot);
         queue.write_buffer(slot, &content(at, VERIFY_BYTES));
         queue.prepare(slot, Op::Write, at, VERIFY_BYTES as u32);
     }

@@ -12,7 +12,7 @@ use testkit::faulty::Random;
 use testkit::load::{Held, Load};
 use testkit::qemu_img as qemu;
 
-use super::server::{Controlled, QemuClient, rewrite, until};
+use super::server::{Controlled, QemuClient, rewrite, wait_until};
 use crate::support::{content, seed};
 
 const MIB: u64 = 1 << 20;
@@ -42,7 +42,7 @@ fn format_of(name: &str) -> &str {
 
 impl Controlled {
     /// `ringdisk replace disk FILE` as its own process.
-    fn replacing(&self, file: &str) -> Child {
+    fn spawn_replace(&self, file: &str) -> Child {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
         let command = command.args(["replace", "disk", file, "--control"]);
         let command = command.arg(&self.control).current_dir(self.dir.path());
@@ -74,10 +74,10 @@ impl Guest {
     }
 
     /// Runs until this many more requests have completed.
-    fn run_until_it_has(&mut self, more: u64) {
+    fn run_more(&mut self, more: u64) {
         let completed = |loads: &[Load]| loads.iter().map(|load| load.completed).sum::<u64>();
         let before = completed(&self.loads);
-        until("the guest's requests complete", || {
+        wait_until("the guest's requests complete", || {
             self.run(Duration::from_millis(5));
             completed(&self.loads) >= before + more
         });
@@ -178,7 +178,7 @@ fn guest_io_continues_in_the_overlay() {
             let before: Vec<_> = before
                 .map(|(changes, under_way)| changes.saturating_sub(under_way))
                 .collect();
-            let mut replacing = ringdisk.replacing(&below);
+            let mut replacing = ringdisk.spawn_replace(&below);
             let result = loop {
                 guest.run(Duration::from_millis(1));
                 if let Some(result) = replacing.try_wait().unwrap() {
@@ -254,7 +254,7 @@ fn kill_leaves_the_disk_on_the_old_or_the_new_image() {
             let next = format!("{round}.qcow2");
             overlay(ringdisk.dir.path(), &next, &now, "-o cluster_size=4k");
             guest.run(Duration::from_millis(5));
-            let mut replacing = ringdisk.replacing(&next);
+            let mut replacing = ringdisk.spawn_replace(&next);
             let until_done = round % 8 == 7;
             let kill = Instant::now() + Duration::from_micros(guest.random.below(60_000));
             let mut answer = None;
@@ -333,7 +333,7 @@ fn unsaved_snapshot_leaves_the_disk_on_its_own_image() {
         assert_eq!(ringdisk.disk("disk")["file"], file.to_str().unwrap());
         qemu::is_locked(at, "base.qcow2", "qcow2");
         // Each block is a cluster that is repeatedly allocated and freed.
-        guest.run_until_it_has(200);
+        guest.run_more(200);
     }
     ringdisk.server.signal(Signal::KILL);
     let Controlled { server, dir, .. } = ringdisk;

@@ -28,7 +28,7 @@ const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
 /// Long enough for an unexpected event to happen.
-const A_WHILE: Duration = Duration::from_millis(200);
+const QUIET_PERIOD: Duration = Duration::from_millis(200);
 
 fn connect(server: &Server, config: DeviceConfig) -> Device {
     Device::connect(server.socket(), &config).unwrap()
@@ -228,7 +228,7 @@ fn status_and_reset() {
     device.queues[0].prepare(0, Op::Read, 0, 512);
     device.queues[0].submit(&[0]);
     assert!(
-        device.queues[0].ring.next_used(A_WHILE).is_none(),
+        device.queues[0].ring.next_used(QUIET_PERIOD).is_none(),
         "a reset device must not touch its rings"
     );
     assert_eq!(device.frontend.status().unwrap(), 0);
@@ -312,7 +312,7 @@ fn disabled_queues_wait() {
     device.queues[0].prepare(0, Op::Read, 0, 512);
     device.queues[0].submit(&[0]);
     assert!(
-        device.queues[0].ring.next_used(A_WHILE).is_none(),
+        device.queues[0].ring.next_used(QUIET_PERIOD).is_none(),
         "a disabled ring was served"
     );
     device.frontend.set_vring_enable(0, true).unwrap();

@@ -56,7 +56,7 @@ fn random_operations_match_an_array() {
             thread::scope(|scope| {
                 let queues = device.queues.iter_mut().zip(&plan);
                 let players: Vec<_> = queues
-                    .map(|(queue, steps)| scope.spawn(|| play(queue, steps, &disk)))
+                    .map(|(queue, steps)| scope.spawn(|| run_steps(queue, steps, &disk)))
                     .collect();
                 players
                     .into_iter()
@@ -68,7 +68,7 @@ fn random_operations_match_an_array() {
 }
 
 /// Runs steps on a queue, in parallel where they do not overlap, and compares all reads with a model.
-fn play(queue: &mut Queue, steps: &[Step], disk: &Disk) -> Result<(), TestCaseError> {
+fn run_steps(queue: &mut Queue, steps: &[Step], disk: &Disk) -> Result<(), TestCaseError> {
     let area = u64::from(queue.index) * AREA_SECTORS;
     let mut model = disk.bytes(area, AREA_SECTORS as usize * 512);
     let mut rest = steps;

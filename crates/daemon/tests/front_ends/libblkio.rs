@@ -19,7 +19,7 @@ fn run(release: &Release, program: &str, args: &[&str]) -> String {
 }
 
 /// The driver's writes reach the file, and the driver reads what the file holds.
-fn on(release: &Release, test: &str) {
+fn run_on(release: &Release, test: &str) {
     let mut record = Record::new(
         "QEMU's virtio-blk-vhost-user (libblkio)",
         &format!("{} ({})", release.version, release.name),
@@ -110,7 +110,7 @@ fn qemu_io_and_qemu_img() {
     let test = "qemu_io_and_qemu_img";
     for name in ["debian-13", "debian-unstable"] {
         match Release::find(name) {
-            Ok(release) => on(&release, test),
+            Ok(release) => run_on(&release, test),
             Err(error) => println!("skipped: {test}: {error:#}"),
         }
     }

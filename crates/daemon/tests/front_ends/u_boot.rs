@@ -50,7 +50,7 @@ impl Machine {
     }
 
     /// Reads the output up to and including these words.
-    fn until(&mut self, words: &str) -> String {
+    fn read_until(&mut self, words: &str) -> String {
         let mut text = String::new();
         while !text.ends_with(words) {
             let mut byte = [0];
@@ -67,7 +67,7 @@ impl Machine {
         self.serial
             .write_all(format!("{command}\n").as_bytes())
             .unwrap();
-        let text = self.until(PROMPT);
+        let text = self.read_until(PROMPT);
         println!("{text}");
         text
     }
@@ -108,7 +108,7 @@ fn reads_and_writes() {
     ] {
         let (server, disk) = serve("queues=2");
         let mut machine = Machine::start(&release, server.socket(), device);
-        let banner = machine.until("\nModel:");
+        let banner = machine.read_until("\nModel:");
         // The first banner is that of the part that loads it.
         let version = banner.rsplit("U-Boot ").next().unwrap();
         let version = version.split(' ').next().unwrap();
@@ -117,9 +117,9 @@ fn reads_and_writes() {
             Record::new("U-Boot", &version)
         });
         record.step(&format!("blocks read and written{device}"), || {
-            machine.until("Hit any key");
+            machine.read_until("Hit any key");
             machine.serial.write_all(b"\n").unwrap();
-            machine.until(PROMPT);
+            machine.read_until(PROMPT);
             let found = machine.run("virtio scan; virtio info");
             assert!(found.contains("32768 x 512"), "{found}");
             for (sector, sectors) in [(7, 1), (1000, 8), (0, 32768)] {

@@ -3,7 +3,7 @@
 use super::*;
 
 /// An eventfd that blocks any thread that adds to it.
-fn full_counter() -> OwnedFd {
+fn full_eventfd() -> OwnedFd {
     let fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
     rustix::io::write(&fd, &(u64::MAX - 1).to_ne_bytes()).unwrap();
     fd
@@ -11,18 +11,18 @@ fn full_counter() -> OwnedFd {
 
 #[test]
 fn full_call_eventfd_delays_no_other_disk() {
-    never_taken(&full_counter(), || {});
+    signal_full_eventfd(&full_eventfd(), || {});
 }
 
 /// O_NONBLOCK belongs to the open file description, which the front-end shares.
 #[test]
 fn eventfd_made_blocking_again_delays_no_other_disk() {
-    let signal = full_counter();
-    never_taken(&signal, || block_again(&signal));
+    let signal = full_eventfd();
+    signal_full_eventfd(&signal, || make_blocking(&signal));
 }
 
 /// Gives a disk a call eventfd that is full. `then` runs once the disk has it.
-fn never_taken(signal: &OwnedFd, then: impl FnOnce()) {
+fn signal_full_eventfd(signal: &OwnedFd, then: impl FnOnce()) {
     let (victim, other) = (Disk::new(), Disk::new());
     let mut server = serve_all(&[
         "--iothreads=1".to_owned(),
@@ -68,7 +68,7 @@ fn assert_reads_uncalled(device: &mut Device, queue: usize) {
 }
 
 /// Makes a descriptor blocking again, undoing the server's setting.
-fn block_again(signal: &OwnedFd) {
+fn make_blocking(signal: &OwnedFd) {
     let flags = rustix::fs::fcntl_getfl(signal).unwrap();
     rustix::fs::fcntl_setfl(signal, flags & !OFlags::NONBLOCK).unwrap();
 }
@@ -90,10 +90,10 @@ fn blocking_eventfds_delay_others_only_once() {
         };
         let mut device = Device::connect(&victim.socket, &config).unwrap();
         for _ in 0..2 {
-            let calls = [full_counter(), full_counter()];
+            let calls = [full_eventfd(), full_eventfd()];
             for (queue, call) in (0..).zip(&calls) {
                 device.frontend.set_vring_call(queue, call.as_fd()).unwrap();
-                block_again(call);
+                make_blocking(call);
             }
             for queue in 0..2 {
                 assert_reads_uncalled(&mut device, queue);
@@ -153,10 +153,10 @@ fn blocking_dirty_log_eventfd_delays_no_other_disk() {
     let mut bystander = Device::connect(&other.socket, &DeviceConfig::default()).unwrap();
     let mut device = Device::connect(&victim.socket, &DeviceConfig::default()).unwrap();
     let log = Memory::new(&[(0, 1 << 20)]).unwrap();
-    let event = full_counter();
+    let event = full_eventfd();
     let log = &log.regions()[0];
     device.frontend.set_log(log, event.as_fd()).unwrap();
-    block_again(&event);
+    make_blocking(&event);
     let features = device.features | F_LOG_ALL;
     device.frontend.set_features(features).unwrap();
     for _ in 0..3 {
@@ -177,11 +177,11 @@ fn blocking_error_eventfd_delays_no_other_disk() {
         ..DeviceConfig::default()
     };
     let mut device = Device::connect(&disk.socket, &config).unwrap();
-    let error = full_counter();
+    let error = full_eventfd();
     for queue in 0..2 {
         device.frontend.set_vring_err(queue, error.as_fd()).unwrap();
     }
-    block_again(&error);
+    make_blocking(&error);
     // Misaligned, as a guest may set it up.
     for queue in 0..2 {
         let addresses = ring_addresses(&device, queue, 1, 0);

@@ -302,7 +302,7 @@ fn memory_backed_by_fuse_is_refused() {
         &[file.as_fd()],
     );
     sent.unwrap();
-    assert!(refused(&device.frontend));
+    assert!(is_refused(&device.frontend));
     server.logged(&["is in a file of FUSE"]);
 }
 
@@ -334,7 +334,7 @@ fn bad_message_closes_only_its_connection() {
         let mut device = Device::connect(&victim.socket, &config).unwrap();
         let sent = send(&mut device);
         assert!(
-            sent.is_err() || refused(&device.frontend),
+            sent.is_err() || is_refused(&device.frontend),
             "accepted: {name}"
         );
         drop(device);
@@ -345,7 +345,7 @@ fn bad_message_closes_only_its_connection() {
 }
 
 /// Whether the message is refused or the connection closed.
-fn refused(frontend: &Frontend) -> bool {
+fn is_refused(frontend: &Frontend) -> bool {
     match frontend.any_reply() {
         Ok(payload) => payload != 0u64.to_ne_bytes(),
         Err(e) if e.kind() == ErrorKind::WouldBlock => {
@@ -389,7 +389,7 @@ fn stalled_front_end_delays_no_other() {
             Ok(_) => stalled = 0,
             Err(e) if e.kind() == ErrorKind::WouldBlock => {
                 stalled += 1;
-                thread::sleep(A_WHILE);
+                thread::sleep(QUIET_PERIOD);
             }
             // Closing the connection is also acceptable.
             Err(_) => break,

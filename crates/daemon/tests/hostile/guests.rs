@@ -160,7 +160,7 @@ fn truncated_memory() {
     assert_eq!(device.queues[0].run(Op::Read, 8, 4096), IOERR);
     rustix::fs::ftruncate(&memory.regions()[Device::RINGS].file, 4096).unwrap();
     device.queues[0].ring.kick();
-    device.queues[0].ring.broken(A_WHILE);
+    device.queues[0].ring.broken(QUIET_PERIOD);
     assert!(server.is_running());
     assert_reads(
         &mut Device::connect(server.socket(), &DeviceConfig::default()).unwrap(),

@@ -33,7 +33,7 @@ const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
 /// Long enough for an unexpected event to happen.
-const A_WHILE: Duration = Duration::from_millis(100);
+const QUIET_PERIOD: Duration = Duration::from_millis(100);
 const END: u64 = DISK_BYTES / 512;
 /// Offset of the status byte of all attacks, from `Attack::at`.
 const STATUS: u64 = 0x3000;

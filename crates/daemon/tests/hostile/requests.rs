@@ -568,7 +568,7 @@ fn attack(device: &mut Device, expect: Expect, post: fn(&mut Attack)) {
         device.queues[0].prepare(0, Op::Read, 0, 512);
         device.queues[0].submit(&[0]);
         assert!(
-            device.queues[0].ring.next_used(A_WHILE).is_none(),
+            device.queues[0].ring.next_used(QUIET_PERIOD).is_none(),
             "a retired queue goes on"
         );
         let base = device.stop_queue(0).unwrap();

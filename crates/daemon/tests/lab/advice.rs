@@ -8,13 +8,13 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-use super::{Bench, have, said, succeed};
+use super::{PlanFolder, are_installed, output_text, succeed};
 use lab::journal::{BootRecord, Cell, Header, Record, Sample, Writer};
 use lab::plan::Plan;
 use testkit::server::Server;
 
 /// A result of this plan on this host, as if KVM worked here: each case is half as good again as the previous one.
-fn measured(bench: &Bench, plan: &str) {
+fn measured(bench: &PlanFolder, plan: &str) {
     let parsed = Plan::parse(Path::new("plan.toml"), plan).unwrap();
     let mut facts = lab::host::facts(bench.folder.path());
     facts.insert("accelerator".into(), "kvm".into());
@@ -68,7 +68,7 @@ fn measured(bench: &Bench, plan: &str) {
 }
 
 /// `ringdisk lab report`, and the patch in it.
-fn patch(bench: &Bench, whom: &str) -> String {
+fn patch(bench: &PlanFolder, whom: &str) -> String {
     succeed(bench.lab("report").arg(bench.path("result")));
     let text = fs::read_to_string(bench.path("result/result.json")).unwrap();
     let result: Value = serde_json::from_str(&text).unwrap();
@@ -87,8 +87,8 @@ const CASES: [&str; 6] = [
     "device = 'vhost-user-blk'\nqueues = 2",
 ];
 
-fn bench(case: &str) -> Bench {
-    let bench = Bench::new("");
+fn bench(case: &str) -> PlanFolder {
+    let bench = PlanFolder::new("");
     let plan = format!(
         "[[case]]\nname = 'before'\ncache = 'writethrough'\n[[case]]\nname = 'after'\n{case}\n[fio]\nrw = 'randread'\n"
     );
@@ -98,7 +98,7 @@ fn bench(case: &str) -> Bench {
 
 #[test]
 fn qemu_accepts_the_patch() {
-    if !have(
+    if !are_installed(
         "qemu_accepts_the_patch",
         &["qemu-system-x86_64", "qemu-img"],
     ) {
@@ -154,7 +154,7 @@ fn qemu_accepts_the_patch() {
         assert!(
             output.status.success(),
             "{case}\n{script}\n{}",
-            said(&output)
+            output_text(&output)
         );
     }
 }
@@ -162,7 +162,7 @@ fn qemu_accepts_the_patch() {
 /// libvirt's schema and `ringdisk check` accept the patched domain.
 #[test]
 fn libvirt_accepts_the_patch() {
-    let validate = have("libvirt_accepts_the_patch", &["virt-xml-validate"]);
+    let validate = are_installed("libvirt_accepts_the_patch", &["virt-xml-validate"]);
     for case in CASES {
         let bench = bench(case);
         let patch = patch(&bench, "libvirt");
@@ -185,18 +185,22 @@ fn libvirt_accepts_the_patch() {
                 .stdin(Stdio::null())
                 .output()
                 .unwrap();
-            assert!(output.status.success(), "{domain}\n{}", said(&output));
+            assert!(
+                output.status.success(),
+                "{domain}\n{}",
+                output_text(&output)
+            );
         }
         let output = check(&bench, &[file.to_str().unwrap()]);
         assert!(
             matches!(output.status.code(), Some(0 | 1)),
             "{domain}\n{}",
-            said(&output)
+            output_text(&output)
         );
     }
 }
 
-fn check(bench: &Bench, arguments: &[&str]) -> std::process::Output {
+fn check(bench: &PlanFolder, arguments: &[&str]) -> std::process::Output {
     Command::new(env!("CARGO_BIN_EXE_ringdisk"))
         .arg("check")
         .args(arguments)
@@ -212,11 +216,11 @@ const STOCK: &str = "<domain type='kvm'><name>vm</name><memory unit='MiB'>512</m
 
 #[test]
 fn check_uses_results_measured_on_this_host() {
-    let bench = Bench::new("");
+    let bench = PlanFolder::new("");
     let file = bench.path("vm.xml");
     fs::write(&file, STOCK).unwrap();
     let file = file.to_str().unwrap();
-    let expected = said(&check(&bench, &[file]));
+    let expected = output_text(&check(&bench, &[file]));
     assert!(
         expected.contains("no-iothread") && expected.contains("expected"),
         "{expected}"
@@ -233,22 +237,22 @@ fn check_uses_results_measured_on_this_host() {
         .arg(bench.path("result"))
         .output()
         .unwrap();
-    let told = said(&report);
+    let told = output_text(&report);
     assert!(
         report.status.success() && told.contains("'ringdisk check' uses"),
         "{told}"
     );
     let result = bench.path("result");
     let named = check(&bench, &["--measured", result.to_str().unwrap(), file]);
-    assert_eq!(named.status.code(), Some(1), "{}", said(&named));
+    assert_eq!(named.status.code(), Some(1), "{}", output_text(&named));
     assert!(
-        said(&named).contains("measured here +50 %"),
+        output_text(&named).contains("measured here +50 %"),
         "{}",
-        said(&named)
+        output_text(&named)
     );
 
     // The results are found without an option.
-    let found = said(&check(&bench, &[file]));
+    let found = output_text(&check(&bench, &[file]));
     assert!(found.contains("measured here +50 %"), "{found}");
 
     // Results of another host and invalid files are ignored.
@@ -264,18 +268,18 @@ fn check_uses_results_measured_on_this_host() {
     fs::write(&kept, text.replace(&other, "elsewhere / Another CPU")).unwrap();
     fs::write(folder.join("nonsense.json"), "nonsense").unwrap();
     let output = check(&bench, &[file]);
-    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+    assert_eq!(output.status.code(), Some(1), "{}", output_text(&output));
     assert!(
-        !said(&output).contains("measured here"),
+        !output_text(&output).contains("measured here"),
         "{}",
-        said(&output)
+        output_text(&output)
     );
 }
 
 /// Results of emulated guests say nothing about this host.
 #[test]
 fn results_without_kvm_are_ignored() {
-    let bench = Bench::new("");
+    let bench = PlanFolder::new("");
     measured(
         &bench,
         "[config]\niothread = ['off', 'on']\n[fio]\nrw = 'randread'\n",

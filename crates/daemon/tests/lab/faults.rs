@@ -4,7 +4,10 @@
 use std::fs;
 use std::path::Path;
 
-use super::{Bench, errors, have, have_guests, said, spawn, succeed, wait_for, write_program};
+use super::{
+    PlanFolder, are_installed, can_run_guests, errors, output_text, spawn, succeed, wait_for,
+    write_program,
+};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::support::small_fs::SmallFs;
@@ -36,10 +39,10 @@ fn children(parent: u32, word: &str) -> Vec<u32> {
 
 #[test]
 fn killed_qemu_fails_one_cell_with_its_last_output() {
-    if !have_guests("killed_qemu_fails_one_cell_with_its_last_output") {
+    if !can_run_guests("killed_qemu_fails_one_cell_with_its_last_output") {
         return;
     }
-    let bench = Bench::new(
+    let bench = PlanFolder::new(
         "blocks = 1\n[storage]\nsize = '16M'\n[fio]\nrw = 'randread'\nruntime = '4s'\nramp = '0s'\n",
     );
     let lab = spawn(&mut bench.run());
@@ -49,7 +52,7 @@ fn killed_qemu_fails_one_cell_with_its_last_output() {
     assert_eq!(qemu.len(), 1, "{qemu:?}");
     kill(qemu[0], Signal::KILL);
     let output = lab.wait_with_output().unwrap();
-    assert!(output.status.success(), "{}", said(&output));
+    assert!(output.status.success(), "{}", output_text(&output));
     let journal = bench.journal();
     assert_eq!(journal.cells.len(), 2);
     let errors = errors(&journal.cells);
@@ -67,10 +70,10 @@ fn killed_qemu_fails_one_cell_with_its_last_output() {
 
 #[test]
 fn guest_that_does_not_boot_fails_one_cell_with_its_console() {
-    if !have_guests("guest_that_does_not_boot_fails_one_cell_with_its_console") {
+    if !can_run_guests("guest_that_does_not_boot_fails_one_cell_with_its_console") {
         return;
     }
-    let bench = Bench::new("");
+    let bench = PlanFolder::new("");
     let broken = bench.path("broken-qemu");
     // A kernel that is told to start a missing program.
     write_program(
@@ -98,10 +101,10 @@ fn guest_that_does_not_boot_fails_one_cell_with_its_console() {
 /// On the host and in a guest, which uses a copy of the host's fio.
 #[test]
 fn failed_fio_fails_one_cell_with_its_last_output() {
-    if !have_guests("failed_fio_fails_one_cell_with_its_last_output") {
+    if !can_run_guests("failed_fio_fails_one_cell_with_its_last_output") {
         return;
     }
-    let bench = Bench::new(
+    let bench = PlanFolder::new(
         "blocks = 1\n[storage]\nsize = '16M'\n[[case]]\nname = 'host'\ndevice = 'host'\n[[case]]\nname = 'guest'\n\
          [fio]\nrw = 'randread'\nruntime = '1s'\nramp = '0s'\n",
     );
@@ -115,7 +118,7 @@ fn failed_fio_fails_one_cell_with_its_last_output() {
     let path = std::env::var("PATH").unwrap();
     let path = format!("{}:{path}", programs.display());
     let output = bench.run().env("PATH", path).output().unwrap();
-    let said = said(&output);
+    let said = output_text(&output);
     assert_eq!(
         output.status.code(),
         Some(1),
@@ -135,13 +138,13 @@ fn failed_fio_fails_one_cell_with_its_last_output() {
 
 #[test]
 fn full_disk_fails_one_cell_and_full_journal_is_resumed() {
-    if !have(
+    if !are_installed(
         "full_disk_fails_one_cell_and_full_journal_is_resumed",
         &["fio"],
     ) {
         return;
     }
-    let bench = Bench::new("");
+    let bench = PlanFolder::new("");
     let Some(small) = SmallFs::mount(&bench.path("small"), "300M") else {
         return;
     };
@@ -187,7 +190,7 @@ fn full_disk_fails_one_cell_and_full_journal_is_resumed() {
     let filler = small.0.join("filler");
     fill(&filler);
     let ended = lab.wait_with_output().unwrap();
-    let said_full = said(&ended);
+    let said_full = output_text(&ended);
     assert_eq!(ended.status.code(), Some(1), "{said_full}");
     assert!(said_full.contains("go on with --resume"), "{said_full}");
     fs::remove_file(&filler).unwrap();
@@ -206,10 +209,10 @@ fn fill(path: &Path) {
 
 #[test]
 fn killed_run_resumes() {
-    if !have("killed_run_resumes", &["fio"]) {
+    if !are_installed("killed_run_resumes", &["fio"]) {
         return;
     }
-    let bench = Bench::new(ON_HOST);
+    let bench = PlanFolder::new(ON_HOST);
     let lab = spawn(&mut bench.run());
     wait_for("two cells", || bench.lines("cell") >= 2);
     kill(lab.id(), Signal::KILL);
@@ -218,7 +221,7 @@ fn killed_run_resumes() {
     let before = bench.journal().cells.len();
     assert!((2..6).contains(&before), "{before}");
     let refused = bench.run().output().unwrap();
-    assert!(!refused.status.success() && said(&refused).contains("--resume"));
+    assert!(!refused.status.success() && output_text(&refused).contains("--resume"));
 
     succeed(bench.run().arg("--resume"));
     let cells = bench.journal().cells;
@@ -235,15 +238,15 @@ fn killed_run_resumes() {
 
 #[test]
 fn interrupted_run_writes_a_report() {
-    if !have("interrupted_run_writes_a_report", &["fio"]) {
+    if !are_installed("interrupted_run_writes_a_report", &["fio"]) {
         return;
     }
-    let bench = Bench::new(&ON_HOST.replace("'1s'", "'2s'"));
+    let bench = PlanFolder::new(&ON_HOST.replace("'1s'", "'2s'"));
     let lab = spawn(&mut bench.run());
     wait_for("a cell", || bench.lines("cell") >= 1);
     kill(lab.id(), Signal::INT);
     let output = lab.wait_with_output().unwrap();
-    let said = said(&output);
+    let said = output_text(&output);
     assert_eq!(output.status.code(), Some(130), "{said}");
     assert!(said.contains("--resume --output"), "{said}");
     let cells = bench.journal().cells.len();

@@ -15,11 +15,11 @@ use tempfile::TempDir;
 use testkit::vm::find_program;
 
 /// A folder with a plan, and its result.
-struct Bench {
+struct PlanFolder {
     folder: TempDir,
 }
 
-impl Bench {
+impl PlanFolder {
     fn new(plan: &str) -> Self {
         // Not in /tmp, which may be a tmpfs: the test needs O_DIRECT of a real file system.
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -82,7 +82,7 @@ fn wait_for(what: &str, mut is: impl FnMut() -> bool) {
     }
 }
 
-fn said(output: &Output) -> String {
+fn output_text(output: &Output) -> String {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     format!(
         "{}\n{}\n{}",
@@ -94,8 +94,8 @@ fn said(output: &Output) -> String {
 
 fn succeed(command: &mut Command) -> String {
     let output = command.output().unwrap();
-    assert!(output.status.success(), "{}", said(&output));
-    said(&output)
+    assert!(output.status.success(), "{}", output_text(&output));
+    output_text(&output)
 }
 
 /// Starts a run in the background with its output captured.
@@ -112,7 +112,7 @@ fn errors(cells: &[Cell]) -> Vec<String> {
 }
 
 /// Whether these programs are installed; prints a message if not.
-fn have(test: &str, programs: &[&str]) -> bool {
+fn are_installed(test: &str, programs: &[&str]) -> bool {
     let missing: Vec<&&str> = programs
         .iter()
         .filter(|name| find_program(name).is_none())
@@ -124,7 +124,7 @@ fn have(test: &str, programs: &[&str]) -> bool {
 }
 
 /// Whether guests can run here; prints a message if not.
-fn have_guests(test: &str) -> bool {
+fn can_run_guests(test: &str) -> bool {
     let missing = testkit::vm::missing(true);
     if let Some(missing) = &missing {
         println!("skipped: {test}: {missing}");

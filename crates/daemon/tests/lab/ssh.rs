@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::process::{Child, Command, Stdio};
 
-use super::{Bench, errors, have, succeed, wait_for};
+use super::{PlanFolder, are_installed, errors, succeed, wait_for};
 use testkit::vm::find_program;
 
 struct Sshd(Child);
@@ -20,10 +20,10 @@ impl Drop for Sshd {
 #[test]
 fn ssh_guest_is_measured_and_its_loss_fails_one_cell() {
     let test = "ssh_guest_is_measured_and_its_loss_fails_one_cell";
-    if !have(test, &["sshd", "ssh", "ssh-keygen", "fio"]) {
+    if !are_installed(test, &["sshd", "ssh", "ssh-keygen", "fio"]) {
         return;
     }
-    let bench = Bench::new("");
+    let bench = PlanFolder::new("");
     let key = |name: &str| {
         let path = bench.path(name);
         let mut keygen = Command::new("ssh-keygen");
@@ -97,9 +97,9 @@ fn ssh_guest_is_measured_and_its_loss_fails_one_cell() {
         .unwrap();
     assert_eq!(asked.status.code(), Some(2));
     assert!(
-        super::said(&asked).contains("OVERWRITES"),
+        super::output_text(&asked).contains("OVERWRITES"),
         "{}",
-        super::said(&asked)
+        super::output_text(&asked)
     );
 
     // The guest no longer answers.
@@ -110,7 +110,12 @@ fn ssh_guest_is_measured_and_its_loss_fails_one_cell() {
         .arg("--output")
         .arg(bench.path("lost"));
     let output = lost.output().unwrap();
-    assert_eq!(output.status.code(), Some(1), "{}", super::said(&output));
+    assert_eq!(
+        output.status.code(),
+        Some(1),
+        "{}",
+        super::output_text(&output)
+    );
     let lost = lab::journal::Journal::read(&bench.path("lost")).unwrap();
     let errors = errors(&lost.cells);
     assert_eq!(errors.len(), 2);

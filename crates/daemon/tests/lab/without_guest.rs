@@ -3,18 +3,18 @@
 use std::fs;
 use std::process::Command;
 
-use super::{Bench, errors, have, said, succeed};
+use super::{PlanFolder, are_installed, errors, output_text, succeed};
 use testkit::server::Server;
 
 #[test]
 fn servers_are_measured_without_a_guest() {
-    if !have(
+    if !are_installed(
         "servers_are_measured_without_a_guest",
         &["fio", "qemu-storage-daemon"],
     ) {
         return;
     }
-    let bench = Bench::new(
+    let bench = PlanFolder::new(
         "guest = 'none'\nblocks = 1\n[storage]\nsize = '16M'\n\
          [[case]]\nname = 'host'\ndevice = 'host'\n\
          [[case]]\nname = 'ringdisk'\ndevice = 'vhost-user-blk'\nqueues = 2\n\
@@ -79,9 +79,9 @@ fn guest_settings_are_refused_without_a_guest() {
             "iodepth of 8",
         ),
     ] {
-        let bench = Bench::new(&format!("guest = 'none'\n{config}"));
+        let bench = PlanFolder::new(&format!("guest = 'none'\n{config}"));
         let output = bench.run().output().unwrap();
-        let said = said(&output);
+        let said = output_text(&output);
         assert_eq!(output.status.code(), Some(2), "{said}");
         assert!(
             said.contains(said_of_it) && said.contains("line "),
@@ -93,7 +93,7 @@ fn guest_settings_are_refused_without_a_guest() {
 /// A throttled server has its knee at the limit, or below it on a machine that is too busy.
 #[test]
 fn knee_of_a_throttled_disk_is_found() {
-    let bench = Bench::new("");
+    let bench = PlanFolder::new("");
     let socket = bench.path("disk.sock");
     let disk = format!("file=null:1G,socket={},iops=1000", socket.display());
     let _server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &[disk]).unwrap();

@@ -99,25 +99,25 @@ const PARTS: [(&str, &str); 6] = [
 
 #[test]
 fn debian_12() {
-    on("debian-12");
+    run_on("debian-12");
 }
 
 #[test]
 fn debian_12_backports() {
-    on("debian-12-backports");
+    run_on("debian-12-backports");
 }
 
 #[test]
 fn debian_13() {
-    on("debian-13");
+    run_on("debian-13");
 }
 
 #[test]
 fn debian_unstable() {
-    on("debian-unstable");
+    run_on("debian-unstable");
 }
 
-fn on(release: &str) {
+fn run_on(release: &str) {
     let test = format!("matrix on {release}");
     if let Some(missing) = vm::missing(true).or_else(vm::missing_loader) {
         println!("skipped: {test}: {missing}");
@@ -263,7 +263,7 @@ impl<'a> Running<'a> {
                 (part, start) = (part + 1, Instant::now());
                 begin(record, part);
             }
-            None => self.obey(line),
+            None => self.handle_request(line),
         });
         let mut server = self.server.take().unwrap();
         let output = output.and_then(vm::Output::checked);
@@ -294,7 +294,7 @@ impl<'a> Running<'a> {
     }
 
     /// Does what the guest asks for.
-    fn obey(&mut self, line: &str) {
+    fn handle_request(&mut self, line: &str) {
         match line {
             "resize" => self.resize(),
             "unplug" => self.unplug(),

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use testkit::ceph::POOL;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 
-use super::cluster::{Cluster, Which, ringdisk};
+use super::cluster::{CephVersion, Cluster, ringdisk};
 
 on_each_release!(
     blocklisted_client_stops_with_an_error,
@@ -18,7 +18,7 @@ const OK: u8 = 0;
 const IOERR: u8 = 1;
 
 /// Puts the client that has the image open on the blocklist.
-fn ban(cluster: &mut Cluster, image: &str) {
+fn blocklist(cluster: &mut Cluster, image: &str) {
     let image = format!("{POOL}/{image}");
     let ceph = cluster.ceph();
     let status = ceph.rbd(&["status", "--format=json", &image]).unwrap();
@@ -32,7 +32,7 @@ fn connect(socket: impl AsRef<std::path::Path>) -> Device {
 }
 
 /// Writes until a write fails: the OSDs learn of the blocklist from their next map.
-fn until_it_fails(device: &mut Device) {
+fn write_until_error(device: &mut Device) {
     let start = Instant::now();
     while device.queues[0].write(8, &[2; 4096]) == OK {
         assert!(start.elapsed() < HANG, "it still writes");
@@ -52,23 +52,23 @@ fn storage(cluster: &Cluster, name: &str) -> String {
 }
 
 /// Runs a command that must succeed.
-fn done(cluster: &Cluster, arguments: &[&str]) {
+fn succeed(cluster: &Cluster, arguments: &[&str]) {
     let control = cluster.control().display().to_string();
     let output = ringdisk(&[arguments, &["--control", &control]].concat());
     assert!(output.status.success(), "{arguments:?}: {output:?}");
 }
 
 /// The disk writes nothing more and reports why; after a detach and attach it has a new client.
-fn blocklisted_client_stops_with_an_error(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "blocklisted_client_stops_with_an_error") else {
+fn blocklisted_client_stops_with_an_error(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "blocklisted_client_stops_with_an_error") else {
         return;
     };
     let disk = cluster.image("banned", 32, "");
     let server = cluster.serve(&[&disk]);
     let mut device = connect(server.socket());
     assert_eq!(device.queues[0].write(8, &[1; 4096]), OK);
-    ban(&mut cluster, "banned");
-    until_it_fails(&mut device);
+    blocklist(&mut cluster, "banned");
+    write_until_error(&mut device);
     assert_eq!(device.queues[0].write(16, &[2; 4096]), IOERR);
     server.logged(&["RBD_BLOCKLISTED"]);
     let times = server.log().matches("RBD_BLOCKLISTED").count();
@@ -82,8 +82,8 @@ fn blocklisted_client_stops_with_an_error(which: Which) {
 
 /// Disks that share a connection fail together, but each is repaired on its own, and new disks do not use that
 /// connection.
-fn other_disks_get_a_new_client(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "other_disks_get_a_new_client") else {
+fn other_disks_get_a_new_client(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "other_disks_get_a_new_client") else {
         return;
     };
     let disks = ["sick", "neighbour"].map(|name| {
@@ -104,34 +104,34 @@ fn other_disks_get_a_new_client(which: Which) {
     assert_eq!(sick.queues[0].write(8, &[1; 4096]), OK);
     assert_eq!(neighbour.queues[0].write(8, &[1; 4096]), OK);
     assert_eq!(storage(&cluster, "sick"), "works");
-    ban(&mut cluster, "sick");
-    until_it_fails(&mut sick);
+    blocklist(&mut cluster, "sick");
+    write_until_error(&mut sick);
     for name in ["sick", "neighbour"] {
         assert_eq!(storage(&cluster, name), "blocklisted");
     }
     assert_eq!(storage(&cluster, "healthy"), "works");
     // As the log advises; with cache=none, nothing is lost.
     drop(sick);
-    done(&cluster, &["detach", "sick"]);
+    succeed(&cluster, &["detach", "sick"]);
     assert_eq!(storage(&cluster, "sick"), "gone");
-    done(&cluster, &["attach", &disks[0]]);
+    succeed(&cluster, &["attach", &disks[0]]);
     let mut sick = connect(&server.sockets[0]);
     assert_eq!(sick.queues[0].write(8, &[3; 4096]), OK);
     assert_eq!(storage(&cluster, "sick"), "works");
     // A disk that was never used, and a disk that is moved.
-    done(&cluster, &["attach", &fresh]);
+    succeed(&cluster, &["attach", &fresh]);
     let mut fresh = connect(cluster.socket("fresh"));
     assert_eq!(fresh.queues[0].write(8, &[4; 4096]), OK);
     let access = cluster.ceph().options().replace(',', ":");
     let target = format!("rbd:{POOL}/target:connections=1{access}");
-    done(&cluster, &["replace", "healthy", &target]);
+    succeed(&cluster, &["replace", "healthy", &target]);
     assert_eq!(device.queues[0].write(8, &[5; 4096]), OK);
     // This disk was not detached and attached.
     assert_eq!(neighbour.queues[0].write(16, &[6; 4096]), IOERR);
     assert_eq!(storage(&cluster, "neighbour"), "blocklisted");
     drop(neighbour);
-    done(&cluster, &["detach", "neighbour"]);
-    done(&cluster, &["attach", &disks[1]]);
+    succeed(&cluster, &["detach", "neighbour"]);
+    succeed(&cluster, &["attach", &disks[1]]);
     let mut neighbour = connect(&server.sockets[1]);
     assert_eq!(neighbour.queues[0].write(16, &[7; 4096]), OK);
     drop((sick, neighbour, fresh, device, server));
@@ -142,8 +142,8 @@ fn other_disks_get_a_new_client(which: Which) {
 }
 
 /// Opening another disk is what detects the blocklist, and the disk is opened nevertheless.
-fn opening_a_disk_detects_the_blocklist(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "opening_a_disk_detects_the_blocklist") else {
+fn opening_a_disk_detects_the_blocklist(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "opening_a_disk_detects_the_blocklist") else {
         return;
     };
     let idle = cluster.image("idle", 32, "name=idle,connections=1");
@@ -151,26 +151,26 @@ fn opening_a_disk_detects_the_blocklist(which: Which) {
     let server = cluster.serve(&[&idle]);
     let mut device = connect(server.socket());
     assert_eq!(device.queues[0].write(8, &[1; 4096]), OK);
-    ban(&mut cluster, "idle");
-    done(&cluster, &["attach", &next]);
+    blocklist(&mut cluster, "idle");
+    succeed(&cluster, &["attach", &next]);
     let mut other = connect(cluster.socket("next"));
     let start = Instant::now();
     // The OSD may still block the new client for a moment.
     while other.queues[0].write(8, &[2; 4096]) != OK {
         assert!(start.elapsed() < HANG, "it never writes");
         drop(other);
-        done(&cluster, &["detach", "next"]);
-        done(&cluster, &["attach", &next]);
+        succeed(&cluster, &["detach", "next"]);
+        succeed(&cluster, &["attach", &next]);
         other = connect(cluster.socket("next"));
     }
     assert_eq!(device.queues[0].write(8, &[3; 4096]), IOERR);
     drop(device);
-    done(&cluster, &["detach", "idle"]);
+    succeed(&cluster, &["detach", "idle"]);
 }
 
 /// With `cache=writeback`, a detach reports what is lost, and that it need not be repeated.
-fn detach_reports_lost_cached_writes(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "detach_reports_lost_cached_writes") else {
+fn detach_reports_lost_cached_writes(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "detach_reports_lost_cached_writes") else {
         return;
     };
     let disk = cluster.image("keeping", 32, "name=keeping,cache=writeback");
@@ -178,7 +178,7 @@ fn detach_reports_lost_cached_writes(which: Which) {
     let mut device = connect(server.socket());
     assert_eq!(device.queues[0].write(8, &[1; 4096]), OK);
     assert_eq!(device.queues[0].run(Op::Flush, 0, 0), OK);
-    ban(&mut cluster, "keeping");
+    blocklist(&mut cluster, "keeping");
     let start = Instant::now();
     loop {
         assert!(start.elapsed() < HANG, "it still flushes");
@@ -196,7 +196,7 @@ fn detach_reports_lost_cached_writes(which: Which) {
         assert!(said.contains(part), "{said}");
     }
     assert_eq!(storage(&cluster, "keeping"), "gone");
-    done(&cluster, &["attach", &disk]);
+    succeed(&cluster, &["attach", &disk]);
     let mut device = connect(server.socket());
     assert_eq!(device.queues[0].write(16, &[3; 4096]), OK);
     assert_eq!(device.queues[0].run(Op::Flush, 0, 0), OK);

@@ -10,7 +10,7 @@ use testkit::server::Server;
 
 /// The version of Ceph that a test runs on.
 #[derive(Clone, Copy, Debug)]
-pub enum Which {
+pub enum CephVersion {
     /// The distribution's.
     System,
     /// The newer one, unpacked in the cache.
@@ -25,7 +25,7 @@ static USERS: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 
 /// The cluster, for one test. The last test that waits for it shuts it down.
 pub struct Cluster {
-    which: Which,
+    version: CephVersion,
     release: Release,
     guard: MutexGuard<'static, Option<Ceph>>,
     pub folder: tempfile::TempDir,
@@ -33,20 +33,20 @@ pub struct Cluster {
 
 impl Cluster {
     /// Prints a message and returns `None` where there is no Ceph.
-    pub fn get(which: Which, test: &str) -> Option<Self> {
-        let release = match which {
-            Which::System => Release::system(),
-            Which::Newer => Release::newer(),
+    pub fn get(version: CephVersion, test: &str) -> Option<Self> {
+        let release = match version {
+            CephVersion::System => Release::system(),
+            CephVersion::Newer => Release::newer(),
         };
         let release = match release {
             Ok(release) => release,
             Err(why) => {
-                println!("skipped: {test} on the {which:?} Ceph: {why}");
+                println!("skipped: {test} on the {version:?} Ceph: {why}");
                 return None;
             }
         };
-        USERS[which as usize].fetch_add(1, Ordering::SeqCst);
-        let cluster = &CLUSTERS[which as usize];
+        USERS[version as usize].fetch_add(1, Ordering::SeqCst);
+        let cluster = &CLUSTERS[version as usize];
         let mut guard = cluster.lock().unwrap_or_else(|e| e.into_inner());
         if guard.is_none() {
             // Failed tests keep their logs.
@@ -62,7 +62,7 @@ impl Cluster {
         }
         let folder = tempfile::tempdir().unwrap();
         Some(Self {
-            which,
+            version,
             release,
             guard,
             folder,
@@ -147,7 +147,7 @@ pub fn ringdisk(arguments: &[&str]) -> std::process::Output {
 impl Drop for Cluster {
     fn drop(&mut self) {
         // After a failure, the next test gets a new cluster.
-        if USERS[self.which as usize].fetch_sub(1, Ordering::SeqCst) == 1
+        if USERS[self.version as usize].fetch_sub(1, Ordering::SeqCst) == 1
             || std::thread::panicking()
         {
             *self.guard = None;

@@ -6,7 +6,7 @@ use std::time::Instant;
 use testkit::ceph::POOL;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 
-use super::cluster::{Cluster, Which, ringdisk};
+use super::cluster::{CephVersion, Cluster, ringdisk};
 use super::load::Load;
 
 on_each_release!(
@@ -30,9 +30,9 @@ fn config() -> DeviceConfig {
 
 /// Adjacent writes from separate buffers are merged into one operation, and so are reads. Each request gets its own
 /// result.
-fn adjacent_requests_are_merged(which: Which) {
+fn adjacent_requests_are_merged(version: CephVersion) {
     const EACH: usize = 4096;
-    let Some(mut cluster) = Cluster::get(which, "adjacent_requests_are_merged") else {
+    let Some(mut cluster) = Cluster::get(version, "adjacent_requests_are_merged") else {
         return;
     };
     let disk = cluster.image("beside", 64, "cache=none");
@@ -76,9 +76,9 @@ fn adjacent_requests_are_merged(which: Which) {
 }
 
 /// With and without librbd's cache and encryption, over two queues on two threads.
-fn written_data_is_read_back_and_stored_in_the_image(which: Which) {
+fn written_data_is_read_back_and_stored_in_the_image(version: CephVersion) {
     let Some(mut cluster) =
-        Cluster::get(which, "written_data_is_read_back_and_stored_in_the_image")
+        Cluster::get(version, "written_data_is_read_back_and_stored_in_the_image")
     else {
         return;
     };
@@ -121,8 +121,8 @@ fn written_data_is_read_back_and_stored_in_the_image(which: Which) {
 }
 
 /// Discards, write-zeroes, a long scatter-gather list, and the end of the disk.
-fn every_operation_completes(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "every_operation_completes") else {
+fn every_operation_completes(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "every_operation_completes") else {
         return;
     };
     let disk = cluster.image("operations", 64, "queues=1,serial=in-ceph");
@@ -157,8 +157,8 @@ fn every_operation_completes(which: Which) {
 }
 
 /// Snapshots, which are read-only, and clones, which are writable.
-fn snapshots_and_clones(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "snapshots_and_clones") else {
+fn snapshots_and_clones(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "snapshots_and_clones") else {
         return;
     };
     let disk = cluster.image("base", 32, "");
@@ -211,8 +211,8 @@ fn snapshots_and_clones(which: Which) {
 }
 
 /// The image is resized by ringdisk and by Ceph's own tool; the guest is notified at once.
-fn resized_image_grows_the_disk(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "resized_image_grows_the_disk") else {
+fn resized_image_grows_the_disk(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "resized_image_grows_the_disk") else {
         return;
     };
     let disk = cluster.image("growing", 32, "");
@@ -251,8 +251,8 @@ fn resized_image_grows_the_disk(which: Which) {
 }
 
 /// Where each setting of an image comes from, and which sources are ignored.
-fn settings_are_reported_with_their_source(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "settings_are_reported_with_their_source") else {
+fn settings_are_reported_with_their_source(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "settings_are_reported_with_their_source") else {
         return;
     };
     let conf = cluster.ceph().conf().with_file_name("other.conf");

@@ -6,7 +6,7 @@ use rustix::process::Signal;
 use testkit::ceph::POOL;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 
-use super::cluster::{Cluster, Which, ringdisk};
+use super::cluster::{CephVersion, Cluster, ringdisk};
 use super::load::Load;
 
 on_each_release!(
@@ -23,8 +23,9 @@ const OK: u8 = 0;
 const IOERR: u8 = 1;
 
 /// An OSD and the monitor are killed and restarted: requests wait, and none is lost.
-fn osd_and_monitor_restarts_lose_no_request(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "osd_and_monitor_restarts_lose_no_request") else {
+fn osd_and_monitor_restarts_lose_no_request(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "osd_and_monitor_restarts_lose_no_request")
+    else {
         return;
     };
     let disk = cluster.image("hardy", 64, "queues=2");
@@ -55,8 +56,8 @@ fn osd_and_monitor_restarts_lose_no_request(which: Which) {
 }
 
 /// The exclusive lock moves to the client that writes, and everything written before is there.
-fn exclusive_lock_moves_to_the_writer(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "exclusive_lock_moves_to_the_writer") else {
+fn exclusive_lock_moves_to_the_writer(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "exclusive_lock_moves_to_the_writer") else {
         return;
     };
     let disk = cluster.image("moving", 32, "");
@@ -95,10 +96,11 @@ fn exclusive_lock_moves_to_the_writer(which: Which) {
 }
 
 /// After `kill -9` or SIGTERM, the next ringdisk takes over the lock and completes the requests in flight.
-fn restarted_ringdisk_takes_over_the_lock_and_requests(which: Which) {
-    let Some(mut cluster) =
-        Cluster::get(which, "restarted_ringdisk_takes_over_the_lock_and_requests")
-    else {
+fn restarted_ringdisk_takes_over_the_lock_and_requests(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(
+        version,
+        "restarted_ringdisk_takes_over_the_lock_and_requests",
+    ) else {
         return;
     };
     let disk = cluster.image("survivor", 64, "queues=2,queue-size=64");
@@ -128,8 +130,8 @@ fn restarted_ringdisk_takes_over_the_lock_and_requests(which: Which) {
 }
 
 /// With a timeout, the guest gets an error instead of waiting forever, and continues when the cluster is back.
-fn unresponsive_cluster_times_out_and_recovers(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "unresponsive_cluster_times_out_and_recovers")
+fn unresponsive_cluster_times_out_and_recovers(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "unresponsive_cluster_times_out_and_recovers")
     else {
         return;
     };
@@ -156,8 +158,8 @@ fn unresponsive_cluster_times_out_and_recovers(which: Which) {
 
 /// In a full pool, requests that need space wait, which is reported; reads and requests that need no space complete.
 /// With the `report` policy, the guest gets the error.
-fn full_pool_follows_the_error_policy(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "full_pool_follows_the_error_policy") else {
+fn full_pool_follows_the_error_policy(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "full_pool_follows_the_error_policy") else {
         return;
     };
     let patient = cluster.image("patient", 32, "name=patient,queues=2");
@@ -217,8 +219,8 @@ fn full_pool_follows_the_error_policy(which: Which) {
 }
 
 /// A disk whose pool is at its quota stops, and resumes on command without losing anything.
-fn pool_at_its_quota_stops_the_disk(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "pool_at_its_quota_stops_the_disk") else {
+fn pool_at_its_quota_stops_the_disk(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "pool_at_its_quota_stops_the_disk") else {
         return;
     };
     let disk = cluster.image("stopping", 64, "name=stopping,queues=2,werror=stop");
@@ -245,7 +247,7 @@ fn pool_at_its_quota_stops_the_disk(which: Which) {
             std::thread::sleep(Duration::from_millis(20));
         }
     };
-    until(&mut client, "stopped", &mut || {
+    wait_until(&mut client, "stopped", &mut || {
         load.fill(&mut device);
         load.take(&mut device);
     });
@@ -263,7 +265,7 @@ fn pool_at_its_quota_stops_the_disk(which: Which) {
     let resume = || ringdisk(&["resume", "stopping", "--control", &control]);
     // Too early: the disk stops again.
     assert!(resume().status.success());
-    until(&mut client, "stopped", &mut || ());
+    wait_until(&mut client, "stopped", &mut || ());
     cluster.ceph().limit(0, false).unwrap();
     assert_eq!(
         storage(&mut client),
@@ -271,7 +273,7 @@ fn pool_at_its_quota_stops_the_disk(which: Which) {
         "nobody has told it to go on"
     );
     // An OSD may have an older map than the monitor.
-    until(&mut client, "works", &mut || {
+    wait_until(&mut client, "works", &mut || {
         assert!(resume().status.success());
         load.take(&mut device);
     });
@@ -296,8 +298,8 @@ fn event(
 }
 
 /// A disk under writes moves to an image, to another image, and back to a file: nothing is lost.
-fn running_disk_moves_between_images_and_files(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "running_disk_moves_between_images_and_files")
+fn running_disk_moves_between_images_and_files(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "running_disk_moves_between_images_and_files")
     else {
         return;
     };

@@ -7,7 +7,7 @@ use rustix::process::Signal;
 use testkit::ceph::POOL;
 use testkit::vm::{self, Vm};
 
-use super::cluster::{Cluster, Which};
+use super::cluster::{CephVersion, Cluster};
 
 on_each_release!(
     guest_survives_restarts_and_notices_only_the_resize,
@@ -28,12 +28,12 @@ const STEPS: [&str; 7] = [
     "longer",
 ];
 
-fn guest_survives_restarts_and_notices_only_the_resize(which: Which) {
+fn guest_survives_restarts_and_notices_only_the_resize(version: CephVersion) {
     let test = "guest_survives_restarts_and_notices_only_the_resize";
     if let Some(missing) = vm::missing(true) {
-        return println!("skipped: {test} on the {which:?} Ceph: {missing}");
+        return println!("skipped: {test} on the {version:?} Ceph: {missing}");
     }
-    let Some(mut cluster) = Cluster::get(which, test) else {
+    let Some(mut cluster) = Cluster::get(version, test) else {
         return;
     };
     let disk = cluster.image("guest", 64, "queues=1,serial=in-ceph");
@@ -60,7 +60,7 @@ fn guest_survives_restarts_and_notices_only_the_resize(which: Which) {
         "vhost-user-blk-pci,chardev=disk,num-queues=1",
     ];
     let pasted = pasted.map(str::to_owned).to_vec();
-    let logs = logs_of(which, test);
+    let logs = logs_of(version, test);
     let mut guest = Vm::new(logs).cpus(2).fio().disk(vm::Disk::Pasted(pasted));
     guest = guest.memory_mib(512);
     let mut done = Vec::new();
@@ -98,16 +98,16 @@ fn guest_survives_restarts_and_notices_only_the_resize(which: Which) {
 }
 
 /// Number of migrations.
-const MOVES: usize = 4;
+const MIGRATIONS: usize = 4;
 
 /// A guest that writes and verifies migrates between two QEMUs, each with its own ringdisk on the same image; the
 /// image's lock moves with it.
-fn guest_on_an_image_migrates(which: Which) {
+fn guest_on_an_image_migrates(version: CephVersion) {
     let test = "guest_on_an_image_migrates";
     if let Some(missing) = vm::missing(true) {
-        return println!("skipped: {test} on the {which:?} Ceph: {missing}");
+        return println!("skipped: {test} on the {version:?} Ceph: {missing}");
     }
-    let Some(mut cluster) = Cluster::get(which, test) else {
+    let Some(mut cluster) = Cluster::get(version, test) else {
         return;
     };
     let here = cluster.image("moves", 64, "queues=1");
@@ -144,13 +144,13 @@ fn guest_on_an_image_migrates(which: Which) {
             },
         ]
     };
-    let logs = logs_of(which, test);
+    let logs = logs_of(version, test);
     let guest = Vm::new(logs).cpus(2).memory_mib(384).fio();
     let mut moves = 0;
     let guests = [0, 1].map(|host| disks(host).into_iter().fold(guest.clone(), Vm::disk));
     let output = vm::run_moving(
         &guests,
-        MOVES,
+        MIGRATIONS,
         "load() {
              fio --name=load --filename=/dev/vda --direct=1 --ioengine=libaio --iodepth=16 --rw=randrw --bs=4k \
                  --size=16M --verify=crc32c --verify_backlog=16 --verify_fatal=1 --eta=never --output=/tmp/fio \
@@ -164,7 +164,7 @@ fn guest_on_an_image_migrates(which: Which) {
         &mut |number, moved| {
             println!("move {number}: {moved:?}");
             moves += 1;
-            if moves == MOVES {
+            if moves == MIGRATIONS {
                 let mut enough = [0; 4096];
                 enough[..6].copy_from_slice(b"enough");
                 std::fs::write(&signal, enough)?;
@@ -173,7 +173,7 @@ fn guest_on_an_image_migrates(which: Which) {
         },
     );
     output.unwrap().checked().unwrap();
-    assert_eq!(moves, MOVES);
+    assert_eq!(moves, MIGRATIONS);
     for server in &mut servers {
         assert!(server.terminate().unwrap().success());
         assert!(
@@ -184,7 +184,7 @@ fn guest_on_an_image_migrates(which: Which) {
     }
 }
 
-fn logs_of(which: Which, test: &str) -> PathBuf {
-    let name = format!("{test}-{which:?}");
+fn logs_of(version: CephVersion, test: &str) -> PathBuf {
+    let name = format!("{test}-{version:?}");
     Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm").join(name)
 }

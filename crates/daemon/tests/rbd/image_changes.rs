@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use testkit::ceph::POOL;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 
-use super::cluster::{Cluster, Which, ringdisk};
+use super::cluster::{CephVersion, Cluster, ringdisk};
 use super::load::Load;
 
 on_each_release!(
@@ -26,8 +26,8 @@ fn config() -> DeviceConfig {
 }
 
 /// From a file to an image, to another image and back, with reads and writes in flight.
-fn busy_disk_moves_to_an_image_and_back(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "busy_disk_moves_to_an_image_and_back") else {
+fn busy_disk_moves_to_an_image_and_back(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "busy_disk_moves_to_an_image_and_back") else {
         return;
     };
     let file = cluster.folder.path().join("busy.raw");
@@ -78,8 +78,8 @@ fn busy_disk_moves_to_an_image_and_back(which: Which) {
 }
 
 /// `rbd migration`: prepared while the image is unused, executed and committed while a guest uses it.
-fn image_is_migrated_in_use(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "image_is_migrated_in_use") else {
+fn image_is_migrated_in_use(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "image_is_migrated_in_use") else {
         return;
     };
     let disk = cluster.image("settler", 32, "queues=2");
@@ -110,8 +110,8 @@ fn image_is_migrated_in_use(which: Which) {
 }
 
 /// Ceph refuses to remove a watched image. If its header is removed by force, only this disk is affected.
-fn served_image_cannot_be_removed(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "served_image_cannot_be_removed") else {
+fn served_image_cannot_be_removed(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "served_image_cannot_be_removed") else {
         return;
     };
     let disk = cluster.image("removed", 32, "name=removed");
@@ -154,8 +154,9 @@ fn served_image_cannot_be_removed(which: Which) {
 }
 
 /// A detached disk leaves no threads, descriptors or locks.
-fn repeated_attach_and_detach_leaks_nothing(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "repeated_attach_and_detach_leaks_nothing") else {
+fn repeated_attach_and_detach_leaks_nothing(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "repeated_attach_and_detach_leaks_nothing")
+    else {
         return;
     };
     let stays = cluster.image("always", 8, "name=always,connections=2");
@@ -201,9 +202,9 @@ fn rounds() -> usize {
 }
 
 /// A disk whose cluster does not answer is refused with a reason, and other disks work in the meantime.
-fn unreachable_cluster_is_refused_and_delays_no_other_disk(which: Which) {
+fn unreachable_cluster_is_refused_and_delays_no_other_disk(version: CephVersion) {
     let Some(mut cluster) = Cluster::get(
-        which,
+        version,
         "unreachable_cluster_is_refused_and_delays_no_other_disk",
     ) else {
         return;

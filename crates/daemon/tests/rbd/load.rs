@@ -9,7 +9,7 @@ use testkit::faulty::Random;
 pub const SECTORS: u64 = 8;
 
 /// A block, and the number of the write if it is a write.
-type Doing = Option<(usize, Option<u64>)>;
+type InFlight = Option<(usize, Option<u64>)>;
 
 /// Reads and writes in every slot of every queue, each queue on its own blocks: at random, or sequentially, in which
 /// case they can be merged.
@@ -17,7 +17,7 @@ pub struct Load {
     /// The number of the last write to each block, if any.
     written: Vec<Option<u64>>,
     /// What each slot of each queue is doing.
-    doing: Vec<Vec<Doing>>,
+    in_flight: Vec<Vec<InFlight>>,
     random: Random,
     /// Writes repeat what the block already holds.
     repeats: bool,
@@ -30,7 +30,7 @@ impl Load {
         let slots = |queue: &testkit::driver::Queue| vec![None; usize::from(queue.slots())];
         Self {
             written: vec![None; blocks],
-            doing: device.queues.iter().map(slots).collect(),
+            in_flight: device.queues.iter().map(slots).collect(),
             random: Random(7),
             repeats: false,
             count: 0,
@@ -61,7 +61,7 @@ impl Load {
             let part = (self.written.len() / queues) as u64;
             let mut within = 0;
             let mut write = false;
-            for slot in 0..self.doing[q].len() {
+            for slot in 0..self.in_flight[q].len() {
                 within = match self.random.below(3) {
                     0 => self.random.below(part),
                     _ => (within + 1) % part,
@@ -71,7 +71,7 @@ impl Load {
                 }
                 let block = (q as u64 * part + within) as usize;
                 let taken = |d: &Option<(usize, _)>| d.is_some_and(|(b, _)| b == block);
-                if self.doing[q][slot].is_some() || self.doing[q].iter().any(taken) {
+                if self.in_flight[q][slot].is_some() || self.in_flight[q].iter().any(taken) {
                     continue;
                 }
                 let number = match (write, self.repeats) {
@@ -88,7 +88,7 @@ impl Load {
                 };
                 queue.write_buffer(slot as u16, &bytes);
                 queue.prepare(slot as u16, op, block as u64 * SECTORS, bytes.len() as u32);
-                self.doing[q][slot] = Some((block, number));
+                self.in_flight[q][slot] = Some((block, number));
                 ready.push(slot as u16);
             }
             queue.submit(&ready);
@@ -102,7 +102,9 @@ impl Load {
             queue.poll(|slot, status| done.push((slot, status)));
             for (slot, status) in done {
                 assert_eq!(status, 0);
-                let (block, number) = self.doing[q][usize::from(slot)].take().expect("in flight");
+                let (block, number) = self.in_flight[q][usize::from(slot)]
+                    .take()
+                    .expect("in flight");
                 match number {
                     Some(_) => self.written[block] = number,
                     None => {
@@ -134,7 +136,7 @@ impl Load {
     /// Waits for everything in flight.
     pub fn finish(&mut self, device: &mut Device) {
         let start = Instant::now();
-        while self.doing.iter().flatten().any(Option::is_some) {
+        while self.in_flight.iter().flatten().any(Option::is_some) {
             assert!(start.elapsed() < 4 * HANG, "requests were lost");
             self.take(device);
             std::thread::sleep(Duration::from_micros(50));

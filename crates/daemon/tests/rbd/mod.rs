@@ -8,7 +8,7 @@ macro_rules! on_each_release {
             $(
                 #[test]
                 fn $test() {
-                    super::$test(crate::rbd::cluster::Which::System);
+                    super::$test(crate::rbd::cluster::CephVersion::System);
                 }
             )+
         }
@@ -17,7 +17,7 @@ macro_rules! on_each_release {
             $(
                 #[test]
                 fn $test() {
-                    super::$test(crate::rbd::cluster::Which::Newer);
+                    super::$test(crate::rbd::cluster::CephVersion::Newer);
                 }
             )+
         }

@@ -3,7 +3,7 @@
 use testkit::ceph::POOL;
 use testkit::driver::{Device, DeviceConfig, Op};
 
-use super::cluster::{Cluster, Which};
+use super::cluster::{CephVersion, Cluster};
 use super::load::Load;
 
 on_each_release!(
@@ -23,8 +23,8 @@ fn resize(cluster: &mut Cluster, image: &str, mib: u64) {
 }
 
 /// librbd cuts off requests that cross the end, and reports success.
-fn requests_beyond_the_new_end_fail(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "requests_beyond_the_new_end_fail") else {
+fn requests_beyond_the_new_end_fail(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "requests_beyond_the_new_end_fail") else {
         return;
     };
     let disk = cluster.image("shrinking", 64, "cache=none");
@@ -32,9 +32,9 @@ fn requests_beyond_the_new_end_fail(which: Which) {
 }
 
 /// The other client itself does the shrink.
-fn requests_beyond_the_new_end_fail_without_exclusive_lock(which: Which) {
+fn requests_beyond_the_new_end_fail_without_exclusive_lock(version: CephVersion) {
     let Some(mut cluster) = Cluster::get(
-        which,
+        version,
         "requests_beyond_the_new_end_fail_without_exclusive_lock",
     ) else {
         return;
@@ -99,8 +99,8 @@ fn shrink(cluster: &mut Cluster, image: &str, disk: &str) {
 }
 
 /// Everything before the end is written and read throughout.
-fn image_shrinks_and_grows_under_load(which: Which) {
-    let Some(mut cluster) = Cluster::get(which, "image_shrinks_and_grows_under_load") else {
+fn image_shrinks_and_grows_under_load(version: CephVersion) {
+    let Some(mut cluster) = Cluster::get(version, "image_shrinks_and_grows_under_load") else {
         return;
     };
     let disk = cluster.image("moving-end", 64, "queues=2");

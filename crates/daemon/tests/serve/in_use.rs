@@ -116,8 +116,8 @@ fn second_ringdisk_cannot_open_the_file() {
 
 #[test]
 fn qemu_tools_respect_the_lock() {
-    if !has("qemu_tools_respect_the_lock", "qemu-img")
-        || !has("qemu_tools_respect_the_lock", "qemu-io")
+    if !is_installed("qemu_tools_respect_the_lock", "qemu-img")
+        || !is_installed("qemu_tools_respect_the_lock", "qemu-io")
     {
         return;
     }
@@ -205,7 +205,7 @@ impl Drop for QemuIo {
 #[test]
 fn file_in_use_by_qemu_is_refused() {
     const TEST: &str = "file_in_use_by_qemu_is_refused";
-    if !has(TEST, "qemu-io") || !has(TEST, "qemu-storage-daemon") {
+    if !is_installed(TEST, "qemu-io") || !is_installed(TEST, "qemu-storage-daemon") {
         return;
     }
     let disk = Disk::new();
@@ -268,7 +268,7 @@ fn mounted_device_is_refused() {
     if code != Some(0) {
         return println!("skipped: {TEST}: no loop device: {device}");
     }
-    let _guard = Undo(vec![
+    let _guard = Cleanup(vec![
         vec!["umount".into(), "-q".into(), mount.into()],
         vec!["losetup".into(), "-d".into(), device.into()],
     ]);
@@ -297,9 +297,9 @@ fn mounted_device_is_refused() {
 }
 
 /// Commands to run at the end of a test, even after a failure.
-struct Undo(Vec<Vec<String>>);
+struct Cleanup(Vec<Vec<String>>);
 
-impl Drop for Undo {
+impl Drop for Cleanup {
     fn drop(&mut self) {
         for command in &self.0 {
             let _ = Command::new(&command[0]).args(&command[1..]).output();

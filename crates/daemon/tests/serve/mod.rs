@@ -37,14 +37,14 @@ fn ringdisk() -> Command {
 }
 
 /// `ringdisk serve` as a person starts it, without `--json`. Killed on drop.
-struct Text {
+struct TextServer {
     child: Child,
     out: BufReader<ChildStdout>,
     /// All lines before `ready`.
     text: String,
 }
 
-impl Text {
+impl TextServer {
     /// Starts a command line and reads up to the line `ready`.
     fn start(mut command: Command) -> Self {
         let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
@@ -80,7 +80,7 @@ impl Text {
     }
 }
 
-impl Drop for Text {
+impl Drop for TextServer {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -133,7 +133,7 @@ fn assert_refused(disks: &[&str], code: i32, words: &[&str]) {
 }
 
 /// Whether a program is installed; prints a message if not.
-fn has(test: &str, program: &str) -> bool {
+fn is_installed(test: &str, program: &str) -> bool {
     let found = Command::new(program)
         .arg("--version")
         .output()
@@ -162,7 +162,7 @@ fn assert_serves(socket: &Path) {
 fn service_manager_is_notified() {
     let dir = directory();
     let path = dir.path().join("notify");
-    is_told(path.to_str().unwrap(), &UnixDatagram::bind(&path).unwrap());
+    expect_notifications(path.to_str().unwrap(), &UnixDatagram::bind(&path).unwrap());
     // A missing service manager does not prevent serving.
     let disk = Disk::new();
     let mut command = ringdisk();
@@ -179,7 +179,7 @@ fn service_manager_is_notified_at_an_abstract_socket() {
     let name = format!("ringdisk-test-{}", std::process::id());
     let address = SocketAddr::from_abstract_name(&name).unwrap();
     let manager = UnixDatagram::bind_addr(&address).unwrap();
-    is_told(&format!("@{name}"), &manager);
+    expect_notifications(&format!("@{name}"), &manager);
 }
 
 /// systemd.exec(5): journald records the time itself, and reads the level at the start of each line.
@@ -214,7 +214,7 @@ fn journald_gets_levels_and_no_timestamps() {
 }
 
 /// Serves with NOTIFY_SOCKET set to `address`, where `manager` listens.
-fn is_told(address: &str, manager: &UnixDatagram) {
+fn expect_notifications(address: &str, manager: &UnixDatagram) {
     manager.set_read_timeout(Some(HANG)).unwrap();
     let disk = Disk::new();
     let mut command = ringdisk();
@@ -253,7 +253,7 @@ fn signals_shut_down_cleanly() {
     for signal in [Signal::TERM, Signal::INT] {
         for connected in [false, true] {
             let disk = Disk::new();
-            let server = Text::serve(&[disk.argument("")]);
+            let server = TextServer::serve(&[disk.argument("")]);
             let device =
                 connected.then(|| Device::connect(&disk.socket, &DeviceConfig::default()).unwrap());
             let start = Instant::now();
@@ -367,7 +367,7 @@ fn starts_with_a_low_descriptor_limit() {
         .args(["-c", "ulimit -n 256 && exec \"$@\"", "sh"])
         .args([env!("CARGO_BIN_EXE_ringdisk"), "serve"])
         .arg(disk.argument("queues=4"));
-    let served = Text::start(command);
+    let served = TextServer::start(command);
     let (code, _) = served.end(Signal::TERM);
     assert_eq!(code, Some(0));
 }

@@ -6,7 +6,7 @@ use super::*;
 fn every_socket_accepts_once_ready_is_printed() {
     for _ in 0..10 {
         let disks = [Disk::new(), Disk::new(), Disk::new()];
-        let server = Text::serve(&disks.each_ref().map(|d| d.argument("queues=1")));
+        let server = TextServer::serve(&disks.each_ref().map(|d| d.argument("queues=1")));
         for disk in &disks {
             UnixStream::connect(&disk.socket).expect("it said that it is ready");
         }
@@ -89,7 +89,7 @@ fn text_matches_json_and_is_valid_shell_and_xml() {
     let mut server = serve_all(std::slice::from_ref(&argument));
     let ready = server.ready["disks"][0].clone();
     assert!(server.terminate().unwrap().success());
-    let server = Text::serve(&[argument]);
+    let server = TextServer::serve(&[argument]);
 
     let (qemu, libvirt) = server.text.split_once("  libvirt").unwrap();
     let lines = qemu.lines().filter(|l| l.starts_with("    "));
@@ -192,7 +192,7 @@ fn tag_end(text: &str) -> usize {
 #[test]
 fn qemu_accepts_the_printed_arguments() {
     const QEMU: &str = "qemu-system-x86_64";
-    if !has("qemu_accepts_the_printed_arguments", QEMU) {
+    if !is_installed("qemu_accepts_the_printed_arguments", QEMU) {
         return;
     }
     let (_disk, _, argument) = awkward_disk();

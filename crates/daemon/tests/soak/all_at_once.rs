@@ -83,7 +83,7 @@ struct Disk {
 
 /// Resources of a process while none of its disks is in use.
 #[derive(Debug)]
-struct Used {
+struct Resources {
     descriptors: usize,
     threads: usize,
     memory_kib: u64,
@@ -98,7 +98,7 @@ struct Soak {
     first: Server,
     pid: u32,
     /// The resources of this process at its start.
-    young: Option<Used>,
+    baseline: Option<Resources>,
     random: Random,
     counts: BTreeMap<&'static str, usize>,
 }
@@ -137,7 +137,7 @@ impl Soak {
             arguments,
             disks,
             first,
-            young: None,
+            baseline: None,
             random,
             counts: BTreeMap::new(),
         }
@@ -157,7 +157,7 @@ impl Soak {
     }
 
     /// Waits until a disk, or without a name any disk, has no connection.
-    fn at_rest(&self, name: &str) {
+    fn wait_for_disconnect(&self, name: &str) {
         let start = Instant::now();
         let busy =
             |disk: &Value| disk["connected"] == true && (name.is_empty() || disk["name"] == name);
@@ -174,32 +174,32 @@ impl Soak {
 
     /// Nothing leaks: with all disks idle, a process has the resources of its start.
     fn compare(&mut self) {
-        self.all(|| Order::Rest);
-        self.at_rest("");
+        self.all(|| Order::Disconnect);
+        self.wait_for_disconnect("");
         let start = Instant::now();
         let read = || used(self.pid);
-        let Some(young) = &self.young else {
-            self.young = Some(read());
-            return self.all(|| Order::Work);
+        let Some(baseline) = &self.baseline else {
+            self.baseline = Some(read());
+            return self.all(|| Order::Connect);
         };
-        let same = |now: &Used| {
-            now.descriptors <= young.descriptors
-                && now.threads <= young.threads
-                && now.memory_kib <= young.memory_kib + GROWTH_MAX_KIB
+        let same = |now: &Resources| {
+            now.descriptors <= baseline.descriptors
+                && now.threads <= baseline.threads
+                && now.memory_kib <= baseline.memory_kib + GROWTH_MAX_KIB
         };
         // Threads of connections end a moment later.
         let mut now = read();
         while !same(&now) {
             assert!(
                 start.elapsed() < HANG,
-                "something leaks: {now:?}, and when it was young {young:?}: {:?}",
+                "something leaks: {now:?}, and when it was baseline {baseline:?}: {:?}",
                 descriptors(self.pid)
             );
             thread::sleep(Duration::from_millis(20));
             now = read();
         }
         self.count("comparison");
-        self.all(|| Order::Work);
+        self.all(|| Order::Connect);
     }
 
     fn count(&mut self, what: &'static str) {
@@ -256,9 +256,9 @@ impl Soak {
     /// Detaches a disk, inspects its file, and attaches it again.
     fn detach(&mut self, i: usize) {
         self.count("detach");
-        self.disks[i].driver.order(Order::Rest);
+        self.disks[i].driver.order(Order::Disconnect);
         let name = self.disks[i].name.clone();
-        self.at_rest(&name);
+        self.wait_for_disconnect(&name);
         self.ringdisk(&["detach", &name]);
         match self.random.below(8) {
             0 => self.kill(),
@@ -266,15 +266,15 @@ impl Soak {
             _ => {}
         }
         assert!(self.listed(&name).is_none(), "it was detached");
-        self.look(i);
+        self.inspect(i);
         self.ringdisk(&["attach", &self.disks[i].argument.clone()]);
         let size = self.disks[i].size;
         assert_eq!(self.listed(&name).expect("it is served")["size"], size);
-        self.disks[i].driver.order(Order::Work);
+        self.disks[i].driver.order(Order::Connect);
     }
 
     /// Checks a file that is not served with QEMU's tools, and may create or delete a snapshot.
-    fn look(&mut self, i: usize) {
+    fn inspect(&mut self, i: usize) {
         let (directory, disk) = (self.dir.path(), &mut self.disks[i]);
         let file = disk.file.file_name().and_then(|name| name.to_str());
         let file = file.expect("this test has named it");
@@ -317,7 +317,7 @@ impl Soak {
         self.first = serve(self.dir.path(), &self.arguments);
         self.disks.iter_mut().for_each(|disk| disk.killed = true);
         self.pid = self.first.pid();
-        self.young = None;
+        self.baseline = None;
         self.all(|| Order::Reconnect);
         assert_eq!(state(&self.list()), before, "after a kill");
     }
@@ -331,7 +331,7 @@ impl Soak {
         assert_ne!(self.pid, old);
         gone(old);
         self.count("upgrade");
-        self.young = None;
+        self.baseline = None;
         assert_eq!(state(&self.list()), before, "after an upgrade");
     }
 
@@ -339,11 +339,11 @@ impl Soak {
     fn end(mut self) -> u64 {
         self.compare();
         self.compare();
-        self.all(|| Order::Rest);
+        self.all(|| Order::Disconnect);
         kill_process(Pid::from_raw(self.pid as i32).unwrap(), Signal::TERM).unwrap();
         gone(self.pid);
         for i in 0..self.disks.len() {
-            self.look(i);
+            self.inspect(i);
         }
         let log = self.first.log();
         for bad in ["panicked", "given up", "is not used"] {
@@ -437,7 +437,7 @@ fn descriptors(pid: u32) -> Vec<String> {
     links
 }
 
-fn used(pid: u32) -> Used {
+fn used(pid: u32) -> Resources {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let number = |key: &str| {
         let line = status.lines().find_map(|line| line.strip_prefix(key));
@@ -445,7 +445,7 @@ fn used(pid: u32) -> Used {
         word.and_then(|word| word.parse().ok())
             .unwrap_or_else(|| panic!("no {key} in {status}"))
     };
-    Used {
+    Resources {
         descriptors: descriptors(pid).len(),
         threads: number("Threads:") as usize,
         memory_kib: number("VmRSS:"),
@@ -460,13 +460,13 @@ fn all_at_once() {
     let given = std::env::var("RINGDISK_SOAK_SECONDS");
     let length = Duration::from_secs(given.map_or(60, |seconds| seconds.parse().unwrap()));
     let mut soak = Soak::start(seed());
-    soak.all(|| Order::Work);
+    soak.all(|| Order::Connect);
     let start = Instant::now();
     let mut told = start;
     while start.elapsed() < length {
         // Long enough for requests to be in flight.
         thread::sleep(Duration::from_micros(soak.random.below(200_000)));
-        if soak.young.is_none() {
+        if soak.baseline.is_none() {
             soak.compare();
         }
         soak.step();

@@ -14,19 +14,19 @@ pub const QUEUES: u16 = 2;
 /// A command to the driver, which answers when it is done.
 pub enum Order {
     /// Finish everything in flight, and disconnect.
-    Rest,
+    Disconnect,
     /// Compare this file with the expected content of the disk.
     Verify(PathBuf),
     /// Connect.
-    Work,
+    Connect,
     /// Reconnect with everything in flight: the connection is lost or abandoned.
     Reconnect,
     /// Finish everything in flight, flush, and stay connected.
     Pause,
     /// Continue after a pause.
-    GoOn,
+    Resume,
     /// Use another socket from the next connection on.
-    Move(PathBuf),
+    UseSocket(PathBuf),
     /// Whether requests may fail from now on; `false` takes effect once everything in flight has finished.
     MayFail(bool),
     /// Finish at least one more request.
@@ -111,7 +111,7 @@ impl Guest {
                 _ => orders.recv().map_err(|_| TryRecvError::Disconnected),
             };
             match order {
-                Ok(Order::Rest) => {
+                Ok(Order::Disconnect) => {
                     if let Some(mut device) = device.take() {
                         Load::finish(&mut loads, &mut device);
                     }
@@ -119,7 +119,7 @@ impl Guest {
                 Ok(Order::Verify(file)) => {
                     loads.iter().for_each(|load| load.verify(&file).unwrap());
                 }
-                Ok(Order::Work) => {
+                Ok(Order::Connect) => {
                     let new = Device::connect(&self.socket, &config).unwrap();
                     if loads.is_empty() {
                         loads = Load::all(&new, self.blocks, self.held, true);
@@ -138,8 +138,8 @@ impl Guest {
                     }
                     paused = true;
                 }
-                Ok(Order::GoOn) => paused = false,
-                Ok(Order::Move(socket)) => self.socket = socket,
+                Ok(Order::Resume) => paused = false,
+                Ok(Order::UseSocket(socket)) => self.socket = socket,
                 Ok(Order::MayFail(may)) => {
                     if let (Some(device), false) = (&mut device, may) {
                         Load::finish(&mut loads, device);

@@ -43,7 +43,7 @@ fn hung_storage_delays_no_other_disk_and_no_shutdown() {
             "{format} {aio}"
         );
         server.signal(rustix::process::Signal::TERM);
-        until_long("the process says that storage hangs", || {
+        wait_long_until("the process says that storage hangs", || {
             server
                 .log()
                 .contains("what the VM wrote and did not flush may be lost")
@@ -66,7 +66,7 @@ fn hung_disk_is_detached_by_one_command() {
     let mut device = setup.connect();
     setup.storage.change(|s| s.hangs = true);
     submit(&mut device, Op::Write);
-    until("storage has them", || setup.storage.control().held > 0);
+    wait_until("storage has them", || setup.storage.control().held > 0);
     let mut client = control::Client::connect(setup.control(), HANG).unwrap();
     let mut call = |command: &str, arguments| client.call(command, arguments);
     let id = || json!({ "id": "disk", "force": true });
@@ -91,7 +91,7 @@ fn hung_disk_is_detached_by_one_command() {
     );
     setup.storage.change(|s| s.hangs = false);
     server.logged(&["can be served again"]);
-    until("the file is free", || {
+    wait_until("the file is free", || {
         call("x-ringdisk-attach", json!({ "disk": disk })).is_ok()
     });
 }
@@ -109,7 +109,7 @@ fn upgrade_is_refused_while_requests_hang() {
     assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
     setup.storage.change(|s| s.hangs = true);
     submit(&mut device, Op::Write);
-    stuck(&setup);
+    assert_upgrade_refused(&setup);
     setup.storage.change(|s| s.hangs = false);
     assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
     submit(&mut device, Op::Read);
@@ -139,7 +139,7 @@ fn upgrade(setup: &Setup) -> (Option<rustix::process::Pid>, String) {
 }
 
 /// Expects an upgrade to be refused because requests do not complete.
-fn stuck(setup: &Setup) {
+fn assert_upgrade_refused(setup: &Setup) {
     let (pid, text) = upgrade(setup);
     assert!(pid.is_none());
     assert!(
@@ -158,7 +158,7 @@ fn stop_after_an_abandoned_pause_is_not_lost() {
     let mut device = setup.connect();
     setup.storage.change(|s| s.hangs = true);
     submit(&mut device, Op::Write);
-    stuck(&setup);
+    assert_upgrade_refused(&setup);
     server.signal(rustix::process::Signal::TERM);
     server.logged(&["stopping"]);
     setup.storage.change(|s| s.hangs = false);
@@ -211,7 +211,7 @@ fn lock_is_kept_until_a_resize_has_finished() {
         setup.storage.change(|s| s.hangs = true);
         let (at_end, resized) = std::thread::scope(|scope| {
             let resized = scope.spawn(|| ringdisk(&["resize", "disk", "2M"]));
-            until("the resize waits for storage", || {
+            wait_until("the resize waits for storage", || {
                 setup.storage.control().held > 0
             });
             let at_end = scope.spawn(|| {
@@ -263,7 +263,7 @@ fn disk_is_not_detached_during_a_replacement() {
     setup.storage.change(|s| s.hangs = true);
     let (moved, removed) = std::thread::scope(|scope| {
         let moved = scope.spawn(|| ringdisk(&["replace", "disk", other.to_str().unwrap()]));
-        until("the move waits for storage", || {
+        wait_until("the move waits for storage", || {
             setup.storage.control().held > 0
         });
         let removed = scope.spawn(|| ringdisk(&["detach", "disk", "--force"]));
@@ -319,7 +319,7 @@ fn resize_of_a_replaced_file_does_not_grow_the_disk() {
     let (resized, moved) = std::thread::scope(|scope| {
         setup.storage.change(|s| s.hangs = true);
         let resized = scope.spawn(|| ringdisk(&["resize", "disk", "20M"]));
-        until("the resize waits for storage", || {
+        wait_until("the resize waits for storage", || {
             setup.storage.control().held > 0
         });
         let moved = scope.spawn(|| ringdisk(&["replace", "disk", other.to_str().unwrap()]));
@@ -347,7 +347,7 @@ fn stop_during_a_handover_flush_ends_the_handover() {
     setup.storage.change(|s| s.hangs = true);
     let text = std::thread::scope(|scope| {
         let asked = scope.spawn(|| upgrade(&setup).1);
-        until("tables wait for storage", || {
+        wait_until("tables wait for storage", || {
             setup.storage.control().held > 0
         });
         server.signal(rustix::process::Signal::TERM);
@@ -378,10 +378,10 @@ fn hung_release_delays_neither_upgrade_nor_commands() {
         setup.storage.change(|s| s.hangs = true);
         std::thread::scope(|scope| {
             let stopped = scope.spawn(|| device.stop_queue(0));
-            until("the end of the VM waits for storage", || {
+            wait_until("the end of the VM waits for storage", || {
                 setup.storage.control().held > 0
             });
-            let _thaw = Thaw(&setup.storage);
+            let _thaw = UnhangOnDrop(&setup.storage);
             let mut client = control::Client::connect(setup.control(), HANG).unwrap();
             let nodes = client.call("query-named-block-nodes", json!({}));
             assert_eq!(nodes.unwrap()[0]["node-name"], "disk");
@@ -406,9 +406,9 @@ fn hung_release_delays_neither_upgrade_nor_commands() {
 }
 
 /// Lets the storage answer again even after a failed assertion: it would keep processes that cannot be killed.
-struct Thaw<'a>(&'a Storage);
+struct UnhangOnDrop<'a>(&'a Storage);
 
-impl Drop for Thaw<'_> {
+impl Drop for UnhangOnDrop<'_> {
     fn drop(&mut self) {
         self.0.change(|s| s.hangs = false);
     }
@@ -451,7 +451,7 @@ fn command_on_hung_storage_delays_no_other_command() {
         .call("x-ringdisk-detach", json!({ "id": "disk" }))
         .unwrap();
     client().call("blockdev-add", node).unwrap();
-    let _thaw = [&setup, &served].map(|setup| Thaw(&setup.storage));
+    let _thaw = [&setup, &served].map(|setup| UnhangOnDrop(&setup.storage));
     for setup in [&setup, &served] {
         setup.storage.change(|s| (s.hangs, s.silent) = (true, true));
     }
@@ -476,7 +476,7 @@ fn command_on_hung_storage_delays_no_other_command() {
         std::thread::spawn(ask);
         // The last command waits in the kernel behind the first one.
         let last = command == "x-ringdisk-resize";
-        until(command, || last || setup.storage.control().held > before);
+        wait_until(command, || last || setup.storage.control().held > before);
         // Known facts are shown without access to the file.
         let nodes = client().call("query-named-block-nodes", json!({})).unwrap();
         let idle = nodes
@@ -498,7 +498,7 @@ fn command_on_hung_storage_delays_no_other_command() {
     submit(&mut connect(&sockets[1]), Op::Read);
     server.logged(&["disk served", "whether it has grown is not known"]);
     server.signal(rustix::process::Signal::TERM);
-    until_long("the process says that storage hangs", || {
+    wait_long_until("the process says that storage hangs", || {
         let log = server.log();
         let hangs = |name| log.contains(&format!("disk {name}: its storage does not answer; what"));
         hangs("idle") && hangs("served")
@@ -527,10 +527,10 @@ fn reload_on_hung_storage_can_be_interrupted() {
     let (file, socket) = (setup.storage.file(), setup.socket());
     let disk = format!("[[disk]]\nfile = {file:?}\nformat = \"raw\"\nsocket = {socket:?}\n");
     std::fs::write(&config, disk).unwrap();
-    let _thaw = Thaw(&setup.storage);
+    let _thaw = UnhangOnDrop(&setup.storage);
     setup.storage.change(|s| (s.hangs, s.silent) = (true, true));
     server.signal(rustix::process::Signal::HUP);
-    until("the configuration waits for storage", || {
+    wait_until("the configuration waits for storage", || {
         setup.storage.control().held > 0
     });
     server.signal(rustix::process::Signal::TERM);
@@ -540,7 +540,7 @@ fn reload_on_hung_storage_can_be_interrupted() {
 }
 
 /// Waits longer than a server waits for storage.
-fn until_long(what: &str, mut is: impl FnMut() -> bool) {
+fn wait_long_until(what: &str, mut is: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(120);
     while !is() {
         assert!(Instant::now() < deadline, "never: {what}");

@@ -137,7 +137,7 @@ fn stats(control: &Path) -> serde_json::Value {
     stats.unwrap()["disks"][0].clone()
 }
 
-fn until(what: &str, mut is: impl FnMut() -> bool) {
+fn wait_until(what: &str, mut is: impl FnMut() -> bool) {
     let deadline = Instant::now() + HANG;
     while !is() {
         assert!(Instant::now() < deadline, "never: {what}");
@@ -164,7 +164,7 @@ fn retry_policy_hides_an_outage_on_every_format_and_engine() {
             let mut device = setup.connect();
             setup.storage.change(|s| s.outage = Some(EIO));
             submit(&mut device, Op::Write);
-            until("storage fails", || {
+            wait_until("storage fails", || {
                 stats(&setup.control())["storage"] == "fails"
             });
             std::thread::sleep(outage_time());
@@ -187,7 +187,7 @@ fn retry_policy_hides_an_outage_on_every_format_and_engine() {
                 assert_eq!(read, content(u64::from(slot) * 1024, LEN as usize));
             }
             drop(device);
-            until("storage works", || {
+            wait_until("storage works", || {
                 stats(&setup.control())["storage"] == "works"
             });
             assert!(server.terminate().unwrap().success());
@@ -211,7 +211,7 @@ fn requests_waiting_for_storage_survive_a_restart() {
         let mut device = setup.connect();
         setup.storage.change(|s| s.outage = Some(EIO));
         submit(&mut device, Op::Write);
-        until("it stops", || {
+        wait_until("it stops", || {
             stats(&setup.control())["storage"] == "stopped"
         });
         // Neither the guest nor the process has to wait for the operator.
@@ -245,7 +245,7 @@ fn writes_wait_for_space() {
         let mut device = setup.connect();
         setup.storage.change(|s| s.full = true);
         submit(&mut device, Op::Write);
-        until("writes wait", || {
+        wait_until("writes wait", || {
             stats(&setup.control())["storage"] == "fails"
         });
         let waiting = stats(&setup.control())["stats"]["stalled"].clone();
@@ -297,7 +297,7 @@ fn random_faults_and_power_cuts_keep_flushed_data() {
                         continue;
                     }
                     let seed = seed ^ (cases + round) << 32;
-                    if !faults_and_a_cut(format, cache, aio, seed) {
+                    if !run_random_faults(format, cache, aio, seed) {
                         return;
                     }
                     cases += 1;
@@ -308,7 +308,7 @@ fn random_faults_and_power_cuts_keep_flushed_data() {
     println!("{cases} runs of faults");
 }
 
-fn faults_and_a_cut(format: &'static str, cache: &str, aio: &str, seed: u64) -> bool {
+fn run_random_faults(format: &'static str, cache: &str, aio: &str, seed: u64) -> bool {
     const SLOTS: u64 = DEPTH as u64;
     /// Each slot has this many sectors of its own.
     const PLACES: u64 = 32;

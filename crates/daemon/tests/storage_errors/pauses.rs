@@ -26,7 +26,7 @@ fn writes_wait_for_space_across_a_pause() {
             for round in 0..3 {
                 setup.storage.change(|s| s.full = true);
                 submit(&mut device, Op::Write);
-                until("writes wait", || {
+                wait_until("writes wait", || {
                     stats(&setup.control())["storage"] == "fails"
                 });
                 // A second pause before there is space, with other messages in between.
@@ -61,7 +61,7 @@ fn device_reset_drops_waiting_requests() {
         let mut device = Device::connect(setup.socket(), &config).unwrap();
         setup.storage.change(|s| s.full = true);
         submit(&mut device, Op::Write);
-        until("writes wait", || {
+        wait_until("writes wait", || {
             stats(&setup.control())["storage"] == "fails"
         });
         device.pause(false).unwrap();

@@ -24,10 +24,10 @@ fn failed_handover_leaves_the_old_process_serving() {
         let loads = Load::all(&device, 512, held, held == Held::Zeroes);
         devices.push((device, loads));
     }
-    let hello = say(r#"{"protocol":2,"version":"x"}"#);
-    let other = say(r#"{"protocol":99,"version":"x"}"#);
-    let prepared = say(r#""Prepared""#);
-    let serving = say(r#""Serving""#);
+    let hello = send_message(r#"{"protocol":2,"version":"x"}"#);
+    let other = send_message(r#"{"protocol":99,"version":"x"}"#);
+    let prepared = send_message(r#""Prepared""#);
+    let serving = send_message(r#""Serving""#);
     let [too_late, tried] = ["too-late", "tried"].map(|name| served.dir.path().join(name));
     let gone_file = served.dir.path().join("gone");
     // This child of a new process is not killed with it.
@@ -55,23 +55,23 @@ fn failed_handover_leaves_the_old_process_serving() {
         ("hangs", format!("{hello}; exec sleep 1000"), "cannot serve"),
         (
             "killed",
-            format!("{hello}; {HEAR}; kill -9 $$"),
+            format!("{hello}; {RECEIVE_MESSAGE}; kill -9 $$"),
             "cannot serve",
         ),
         (
             "early",
-            format!("{hello}; {HEAR}; {prepared}; exit 0"),
+            format!("{hello}; {RECEIVE_MESSAGE}; {prepared}; exit 0"),
             "as it took over",
         ),
         (
             "taking",
-            format!("{hello}; {HEAR}; {prepared}; {HEAR}; kill -9 $$"),
+            format!("{hello}; {RECEIVE_MESSAGE}; {prepared}; {RECEIVE_MESSAGE}; kill -9 $$"),
             "as it took over",
         ),
         (
             "late",
             format!(
-                "{hello}; {HEAR}; {prepared}; {HEAR}; exec 3<&0
+                "{hello}; {RECEIVE_MESSAGE}; {prepared}; {RECEIVE_MESSAGE}; exec 3<&0
                  setsid {} <&3 &
                  wait",
                 late.display()
@@ -80,26 +80,26 @@ fn failed_handover_leaves_the_old_process_serving() {
         ),
         (
             "else",
-            format!("{hello}; {HEAR}; {hello}; exec sleep 1000"),
+            format!("{hello}; {RECEIVE_MESSAGE}; {hello}; exec sleep 1000"),
             "cannot serve",
         ),
     ];
     let longest = under_load(&mut devices, &mut random, || {
         for (name, text, words) in programs {
-            served.fail(&served.script(name, &text), words);
+            served.assert_upgrade_fails(&served.script(name, &text), words);
         }
         // The right program, for a disk that can no longer be opened; the reply has the reason.
         fs::rename(&raw.file, &gone_file).unwrap();
         fs::create_dir(&raw.file).unwrap();
-        served.fail(Path::new(BINARY), "is a directory");
+        served.assert_upgrade_fails(Path::new(BINARY), "is a directory");
         fs::remove_dir(&raw.file).unwrap();
         fs::rename(&gone_file, &raw.file).unwrap();
-        served.fail(Path::new("/nonexistent/ringdisk"), "cannot be started");
+        served.assert_upgrade_fails(Path::new("/nonexistent/ringdisk"), "cannot be started");
     });
     println!("the longest request took {longest:?}");
     assert!(served.first.is_running());
     // A process that comes up too late notices it and does not serve.
-    until_there(&tried);
+    wait_for_path(&tried);
     assert!(!too_late.exists());
     // After all these failures, an upgrade succeeds.
     under_load(&mut devices, &mut random, || {
@@ -174,7 +174,7 @@ fn refused_program_leaves_no_children() {
     let served = Served::start(&[disk.argument("")]);
     let child = served.dir.path().join("child");
     let script = format!("sleep 1000 & echo $! > {}; exit 1", child.display());
-    served.fail(&served.script("parent", &script), "has not come up");
+    served.assert_upgrade_fails(&served.script("parent", &script), "has not come up");
     let pid = fs::read_to_string(&child).unwrap();
     gone(pid.trim().parse().unwrap());
     served.end();

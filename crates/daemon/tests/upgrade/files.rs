@@ -388,7 +388,7 @@ fn renamed_file_is_handed_over() {
     // The name of another disk's file is not mistaken for it.
     fs::rename(here.path("b2.raw"), here.path("b3.raw")).unwrap();
     fs::copy(here.path("b3.raw"), here.path("b2.raw")).unwrap();
-    served.fail(Path::new(BINARY), "b2.raw by now, 'ringdisk replace b");
+    served.assert_upgrade_fails(Path::new(BINARY), "b2.raw by now, 'ringdisk replace b");
     here.write_goes_to(&mut b, 32, "b3.raw", &["b2.raw"]);
     served.end();
 }
@@ -410,17 +410,17 @@ fn guest_never_moves_to_another_file() {
 
     here.write(&[("a", "a.raw", "b.sock"), ("b", "b.raw", "a.sock")], "");
     let words = "disk 'a' is on another file than the disk that is served at";
-    served.fail(Path::new(BINARY), words);
+    served.assert_upgrade_fails(Path::new(BINARY), words);
     log(&served, words);
     fs::write(here.path("config.toml"), "disks = 2").unwrap();
-    served.fail(Path::new(BINARY), "config.toml, line 1");
+    served.assert_upgrade_fails(Path::new(BINARY), "config.toml, line 1");
     here.write(&[("b", "a.raw", "c.sock"), ("c", "b.raw", "a.sock")], "");
-    served.fail(Path::new(BINARY), "cannot serve");
+    served.assert_upgrade_fails(Path::new(BINARY), "cannot serve");
     here.write(&disks, "");
 
     fs::rename(here.path("a.raw"), here.path("old.raw")).unwrap();
     fs::copy(here.path("old.raw"), here.path("a.raw")).unwrap();
-    served.fail(Path::new(BINARY), "cannot serve");
+    served.assert_upgrade_fails(Path::new(BINARY), "cannot serve");
     here.write_goes_to(&mut a, 8, "old.raw", &["a.raw"]);
     fs::rename(here.path("old.raw"), here.path("a.raw")).unwrap();
 
@@ -452,7 +452,7 @@ fn failed_successor_leaves_the_image_and_journal_unchanged() {
     };
     write(&mut device, 0);
     here.write(&[("a", "a.qcow2", "b.sock"), ("b", "b.raw", "a.sock")], "");
-    served.fail(Path::new(BINARY), "cannot serve");
+    served.assert_upgrade_fails(Path::new(BINARY), "cannot serve");
     write(&mut device, 4096);
     here.write(&disks, "");
     let pid = Pid::from_raw(served.pid as i32).unwrap();

@@ -1,10 +1,11 @@
 //! Another process takes over while guests read and write; if it fails, the old one continues.
 
+mod dirty_log;
 mod failure;
 mod files;
+mod sockets;
 
 use std::fs;
-use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
@@ -16,13 +17,11 @@ use std::time::{Duration, Instant};
 use crate::support::{Disk, content, seed};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use testkit::driver::{Device, DeviceConfig, HANG, Op};
+use testkit::driver::{Device, DeviceConfig, HANG};
 use testkit::faulty::Random;
-use testkit::frontend::{F_LOG_ALL, eventfd, eventfd_wait};
 use testkit::load::{Held, Load};
-use testkit::memory::Memory;
 use testkit::server::{Server, gone};
-use testkit::vm::{self, Qmp, Vm};
+use testkit::vm::{self, Vm};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_ringdisk");
 
@@ -32,7 +31,7 @@ struct Served {
     /// The process that serves now.
     pid: u32,
     dir: tempfile::TempDir,
-    /// What the new processes have said.
+    /// The control socket.
     control: PathBuf,
 }
 
@@ -87,7 +86,7 @@ impl Served {
     }
 
     /// A handover that must fail with these words.
-    fn fail(&self, program: &Path, words: &str) {
+    fn assert_upgrade_fails(&self, program: &Path, words: &str) {
         let program = program.to_str().unwrap();
         let output = self.ringdisk(&["upgrade", "--program", program]);
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -140,7 +139,7 @@ impl Drop for Served {
     }
 }
 
-fn until_there(path: &Path) {
+fn wait_for_path(path: &Path) {
     let start = Instant::now();
     while !path.exists() {
         assert!(start.elapsed() < HANG, "{} does not come", path.display());
@@ -202,13 +201,13 @@ fn qcow2(disk: &mut Disk) -> bool {
 }
 
 /// A message: the length of the text, no descriptors, the text.
-fn say(text: &str) -> String {
+fn send_message(text: &str) -> String {
     let zeroes = r"\000".repeat(15);
     format!(r#"printf '\{:03o}{zeroes}{text}' >&0"#, text.len())
 }
 
 /// Receives a message of up to 32 KiB, and drops its descriptors.
-const HEAR: &str = "dd bs=32768 count=1 <&0 >/dev/null 2>&1";
+const RECEIVE_MESSAGE: &str = "dd bs=32768 count=1 <&0 >/dev/null 2>&1";
 
 fn rounds() -> u64 {
     let given = std::env::var("RINGDISK_TEST_ROUNDS").ok();
@@ -297,118 +296,6 @@ fn guests_continue_on_every_format_and_ring() {
     for ((_, loads), file) in devices.iter().zip([&converted, &raw.file, &plain.file]) {
         loads.iter().for_each(|load| load.verify(file).unwrap());
     }
-}
-
-/// A migrating guest: the device marks the memory it writes as dirty.
-struct Moving {
-    device: Device,
-    log: Memory,
-    event: OwnedFd,
-}
-
-impl Moving {
-    fn start(disk: &Disk, packed: bool) -> Self {
-        let config = DeviceConfig { packed, ..config() };
-        let mut device = Device::connect(&disk.socket, &config).unwrap();
-        let end = device.memory.regions()[Device::HIGH].end();
-        // One bit per page.
-        let log = Memory::new(&[(0, end.div_ceil(8 * 4096).next_multiple_of(4096))]).unwrap();
-        let event = eventfd().unwrap();
-        let frontend = &mut device.frontend;
-        frontend.set_log(&log.regions()[0], event.as_fd()).unwrap();
-        let features = device.features | F_LOG_ALL;
-        device.frontend.set_features(features).unwrap();
-        Self { device, log, event }
-    }
-
-    fn is_marked(&self, guest: u64) -> bool {
-        let page = guest / 4096;
-        self.log.read(page / 8, 1)[0] >> (page % 8) & 1 != 0
-    }
-
-    fn clear(&self) {
-        let bytes = self.log.regions()[0].size as usize;
-        self.log.write(0, &vec![0; bytes]);
-    }
-
-    /// Lets the device write to memory, and checks all its marks.
-    fn round(&mut self) {
-        self.clear();
-        for queue in &mut self.device.queues {
-            let slots: Vec<_> = (0..queue.slots()).collect();
-            for &slot in &slots {
-                queue.prepare(slot, Op::Read, u64::from(slot) * 16, 8192);
-            }
-            queue.submit(&slots);
-        }
-        for queue in &mut self.device.queues {
-            let done = queue.finish(usize::from(queue.slots()));
-            assert!(done.iter().all(|(_, status)| *status == 0), "{done:?}");
-        }
-        for queue in &self.device.queues {
-            for slot in 0..queue.slots() {
-                let at = queue.buffer(slot);
-                let marked = [at, at + 4096].map(|at| self.is_marked(at));
-                assert_eq!(marked, [true; 2], "queue {}, slot {slot}", queue.index);
-            }
-            // The ring is marked after the guest has seen its content.
-            let ring = queue.ring.guest_addresses();
-            let written = match queue.ring.is_packed() {
-                true => ring.desc,
-                false => ring.used,
-            };
-            let start = Instant::now();
-            while !self.is_marked(written) {
-                assert!(start.elapsed() < HANG, "ring {} is not marked", queue.index);
-                thread::sleep(Duration::from_micros(100));
-            }
-        }
-        assert!(eventfd_wait(&self.event, Some(HANG)).unwrap());
-    }
-}
-
-/// In the middle of a live migration, dirty logging continues, and so does the migration.
-#[test]
-fn migrating_guest_continues() {
-    let disks = [Disk::new(), Disk::new()];
-    let options = "queues=2,queue-size=64";
-    let mut served = Served::start(&disks.each_ref().map(|disk| disk.argument(options)));
-    let mut guests = [
-        Moving::start(&disks[0], false),
-        Moving::start(&disks[1], true),
-    ];
-    let taking = served.script(
-        "taking",
-        &format!(
-            "{}; {HEAR}; {}; {HEAR}; kill -9 $$",
-            say(r#"{"protocol":2,"version":"x"}"#),
-            say(r#""Prepared""#)
-        ),
-    );
-    let done = AtomicBool::new(false);
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            let _stop = Stop(&done);
-            for _ in 0..2 {
-                served.fail(&taking, "as it took over");
-                served.upgrade(&[]);
-            }
-        });
-        while !done.load(Ordering::Relaxed) {
-            guests.iter_mut().for_each(Moving::round);
-        }
-    });
-    for guest in &mut guests {
-        guest.round();
-        // After the migration or its failure, nothing is marked.
-        let features = guest.device.features;
-        guest.device.frontend.set_features(features).unwrap();
-        guest.clear();
-        assert!(guest.device.queues[1].read(0, 4096).is_ok());
-        let bytes = guest.log.regions()[0].size as usize;
-        assert!(guest.log.read(0, bytes).iter().all(|byte| *byte == 0));
-    }
-    served.end();
 }
 
 /// `ringdisk reload --upgrade`, as the service does it: the process reloads the configuration and then starts its
@@ -565,7 +452,7 @@ fn disk_reusing_the_name_of_a_released_disk_is_locked() {
 
 /// Throttled requests are released, not waited for.
 #[test]
-fn throttled_requests_do_not_delay_it() {
+fn throttled_requests_do_not_delay_an_upgrade() {
     let disk = Disk::new();
     let mut served = Served::start(&[disk.argument("queues=2,queue-size=64,iops=1")]);
     let mut random = Random(seed());
@@ -590,44 +477,6 @@ fn throttled_requests_do_not_delay_it() {
     loads
         .iter()
         .for_each(|load| load.verify(&disk.file).unwrap());
-}
-
-/// The old process may still exist, but accepts no clients.
-#[test]
-fn client_connecting_after_it_gets_answers() {
-    let disk = Disk::new();
-    let mut served = Served::start(&[disk.argument("queues=1")]);
-    for _ in 0..15 {
-        let output = served.ringdisk(&["upgrade", "--json"]);
-        let mut clients: Vec<_> = (0..8)
-            .map(|_| Qmp::connect(&served.control).unwrap())
-            .collect();
-        for client in &mut clients {
-            client
-                .execute("query-version", serde_json::json!({}))
-                .unwrap();
-        }
-        let before = served.pid;
-        let reply: Value = serde_json::from_slice(&output.stdout).unwrap();
-        served.pid = reply["pid"].as_u64().unwrap() as u32;
-        gone(before);
-    }
-    served.end();
-}
-
-/// A front-end in the middle of a message does not delay an upgrade; only that front-end is disconnected.
-#[test]
-fn partial_message_does_not_delay_it() {
-    use std::io::Write;
-    let (disk, other) = (Disk::new(), Disk::new());
-    let mut served = Served::start(&[disk.argument("queues=2"), other.argument("queues=2")]);
-    let mut half = std::os::unix::net::UnixStream::connect(&disk.socket).unwrap();
-    half.write_all(&[1, 0, 0, 0, 1, 0]).unwrap();
-    let mut device = Device::connect(&other.socket, &config()).unwrap();
-    served.upgrade(&[]);
-    assert!(device.queues[1].read(0, 4096).is_ok());
-    assert!(Device::connect(&disk.socket, &config()).is_ok());
-    served.end();
 }
 
 /// A guest whose QEMU would not reconnect only notices a pause.
@@ -660,108 +509,4 @@ fn linux_guest_continues() {
     );
     output.unwrap().checked().unwrap();
     served.end();
-}
-
-/// If something else has taken a socket's path, it is left alone, by the next process too, which cannot tell it from a
-/// path that the previous process made.
-#[test]
-fn non_socket_at_a_socket_path_is_left_alone() {
-    let disk = Disk::new();
-    let mut served = Served::start(&[disk.argument("queues=2,queue-size=64")]);
-    let mut device = Device::connect(&disk.socket, &config()).unwrap();
-    let upgrade = served.dir.path().join("control.qmp.upgrade");
-    fs::remove_file(&disk.socket).unwrap();
-    let foreign = std::os::unix::net::UnixListener::bind(&disk.socket).unwrap();
-    let pid = Pid::from_raw(served.pid as i32).unwrap();
-    kill_process(pid, Signal::HUP).unwrap();
-    served
-        .first
-        .logged(&["ERROR", "no VM can connect", "another socket"]);
-    served.upgrade(&[]);
-    assert_eq!(device.queues[1].run(Op::Read, 8, 4096), 0);
-    fs::remove_file(&upgrade).unwrap();
-    fs::create_dir(&upgrade).unwrap();
-    let pid = Pid::from_raw(served.pid as i32).unwrap();
-    kill_process(pid, Signal::HUP).unwrap();
-    let said = [
-        "ERROR",
-        "no command gets to",
-        "control.qmp.upgrade",
-        "a directory",
-    ];
-    served.first.logged(&said);
-    kill_process(Pid::from_raw(served.pid as i32).unwrap(), Signal::TERM).unwrap();
-    gone(served.pid);
-    served.pid = served.first.pid();
-    assert!(upgrade.is_dir());
-    std::os::unix::net::UnixStream::connect(&disk.socket).unwrap();
-    drop(foreign);
-}
-
-/// The record of how ringdisk was started is removed: an upgrade explains the consequence, and SIGHUP rewrites the
-/// record where the sandbox permits it.
-#[test]
-fn removed_launch_record_can_be_rewritten() {
-    let disk = Disk::new();
-    let off = "--sandbox=off".to_owned();
-    let mut served = Served::start(&[disk.argument("queues=1"), off]);
-    let start = served.dir.path().join("control.qmp.start");
-    for round in 0..3 {
-        let before = fs::read(&start).unwrap();
-        fs::remove_file(&start).unwrap();
-        let output = served.ringdisk(&["upgrade"]);
-        let said = String::from_utf8_lossy(&output.stderr);
-        let told = said.contains("control.qmp.start") && said.contains("restart ringdisk");
-        assert!(!output.status.success() && told, "{said}");
-        let pid = Pid::from_raw(served.pid as i32).unwrap();
-        kill_process(pid, Signal::HUP).unwrap();
-        until_there(&start);
-        while fs::read(&start).unwrap() != before {
-            thread::yield_now();
-        }
-        if round < 2 {
-            served.upgrade(&[]);
-        }
-    }
-    served.end();
-}
-
-/// The sockets' directory is cleaned up: connected guests continue, and after SIGHUP new connections work again, with
-/// the next process too.
-#[test]
-fn removed_sockets_are_recreated() {
-    let disk = Disk::new();
-    let mut served = Served::start(&[disk.argument("queues=2,queue-size=64")]);
-    let mut random = Random(seed());
-    let device = Device::connect(&disk.socket, &config()).unwrap();
-    let loads = Load::all(&device, 512, Held::Content, false);
-    let mut devices = vec![(device, loads)];
-    let upgrade = served.dir.path().join("control.qmp.upgrade");
-    let name = disk.file.file_stem().unwrap().to_str().unwrap().to_owned();
-    let control = served.control.clone();
-    under_load(&mut devices, &mut random, || {
-        for round in 0..3 {
-            let sockets = [&disk.socket, &control, &upgrade];
-            for socket in sockets {
-                fs::remove_file(socket).unwrap();
-            }
-            let pid = Pid::from_raw(served.pid as i32).unwrap();
-            kill_process(pid, Signal::HUP).unwrap();
-            sockets.into_iter().for_each(|socket| until_there(socket));
-            assert_eq!(served.disk(&name)["connected"], true);
-            if round == 1 {
-                served.upgrade(&[]);
-            }
-        }
-    });
-    let (device, loads) = &mut devices[0];
-    Load::finish(loads, device);
-    devices.clear();
-    let mut device = Device::connect(&disk.socket, &config()).unwrap();
-    assert_eq!(device.queues[0].run(Op::Read, 8, 4096), 0);
-    let sockets = [disk.socket.clone(), control, upgrade];
-    served.end();
-    sockets
-        .iter()
-        .for_each(|socket| assert!(!socket.exists(), "{socket:?}"));
 }

@@ -43,7 +43,7 @@ fn operations() {
     let (mut counts, mut cases) = (Counts::new(), 0);
     while cases == 0 || !only && start.elapsed() < length {
         let seed = first.wrapping_add(cases);
-        let steps = steps::draw(seed);
+        let steps = steps::generate(seed);
         println!("case {seed}: {} steps", steps.len());
         if let Err(failure) = run(&steps, &mut counts) {
             let shortest = shrink(steps, &failure);

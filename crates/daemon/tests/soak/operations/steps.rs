@@ -127,7 +127,7 @@ pub enum Bad {
 }
 
 /// The steps that follow from a seed.
-pub fn draw(seed: u64) -> Vec<Step> {
+pub fn generate(seed: u64) -> Vec<Step> {
     let mut random = Random(seed);
     let count = 15 + random.below(30);
     (0..count).map(|_| step(&mut random)).collect()
@@ -158,32 +158,32 @@ fn step(random: &mut Random) -> Step {
         32..35 => Step::Stop,
         35..39 => Step::Full {
             disk: ON_SMALL[random.below(2) as usize],
-            then: Box::new(nested(random)),
+            then: Box::new(operation_during_shortage(random)),
         },
         39..43 => Step::FileSize {
             mib: 1 + random.below(4),
-            then: Box::new(nested(random)),
+            then: Box::new(operation_during_shortage(random)),
         },
         43..48 => Step::Descriptors {
             more: 2 + random.below(30),
-            then: Box::new(nested(random)),
+            then: Box::new(operation_during_shortage(random)),
         },
-        _ => simple(random),
+        _ => disk_operation(random),
     }
 }
 
 /// An operation during a shortage.
-fn nested(random: &mut Random) -> Step {
+fn operation_during_shortage(random: &mut Random) -> Step {
     match random.below(8) {
         0 => Step::Kill,
         1 => Step::Upgrade,
         2 => Step::Stop,
-        _ => simple(random),
+        _ => disk_operation(random),
     }
 }
 
 /// An operation on one disk.
-fn simple(random: &mut Random) -> Step {
+fn disk_operation(random: &mut Random) -> Step {
     let disk = disk(random);
     match random.below(60) {
         0..8 => Step::Throttle {

@@ -96,7 +96,7 @@ impl World {
         for disk in 0..DISKS {
             world.attach(disk);
             if !world.disks[disk].working {
-                world.disks[disk].driver.order(Order::Work);
+                world.disks[disk].driver.order(Order::Connect);
                 world.disks[disk].working = true;
             }
         }
@@ -130,7 +130,7 @@ impl World {
     }
 
     /// Runs `ringdisk ARGUMENTS`; returns whether it succeeded. It must unless commands may fail.
-    fn works(&self, arguments: &[&str]) -> bool {
+    fn succeeds(&self, arguments: &[&str]) -> bool {
         let output = self.run(arguments);
         let worked = output.status.success();
         let said = String::from_utf8_lossy(&output.stderr);
@@ -218,7 +218,7 @@ impl World {
         for disk in 0..DISKS {
             // A disconnected disk is attached again first.
             self.attach(disk);
-            self.rest(disk);
+            self.stop_vm(disk);
         }
         self.check();
         kill_process(Pid::from_raw(self.pid as i32).unwrap(), Signal::TERM).unwrap();

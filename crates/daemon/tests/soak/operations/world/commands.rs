@@ -22,7 +22,7 @@ impl World {
         let mut arguments = vec!["throttle", &its.name];
         arguments.extend((iops > 0).then_some(limit.as_str()));
         arguments.extend(group.then_some("group=group"));
-        if self.works(&arguments) {
+        if self.succeeds(&arguments) {
             let its = &mut self.disks[disk];
             (its.iops, its.group) = (iops, group);
             self.count("limits");
@@ -35,7 +35,7 @@ impl World {
         if !its.attached || size > SIZE_MAX {
             return;
         }
-        if self.works(&["resize", &its.name, &size.to_string()]) {
+        if self.succeeds(&["resize", &its.name, &size.to_string()]) {
             self.disks[disk].size = size;
             self.count("resizes");
         } else if let Some(size) = self.listed(disk, "size").as_u64() {
@@ -54,11 +54,11 @@ impl World {
     }
 
     /// Stops the VM.
-    pub(super) fn rest(&mut self, disk: usize) {
+    pub(super) fn stop_vm(&mut self, disk: usize) {
         if !self.disks[disk].working {
             return;
         }
-        for order in [Order::Pause, Order::GoOn, Order::Rest] {
+        for order in [Order::Pause, Order::Resume, Order::Disconnect] {
             self.disks[disk].driver.order(order);
         }
         self.disks[disk].working = false;
@@ -74,11 +74,11 @@ impl World {
             return;
         }
         if !force {
-            self.rest(disk);
+            self.stop_vm(disk);
         }
         let name = self.disks[disk].name.clone();
         let arguments = ["detach", &name, "--force"];
-        let worked = self.works(&arguments[..if force { 3 } else { 2 }]);
+        let worked = self.succeeds(&arguments[..if force { 3 } else { 2 }]);
         if !worked && self.listed(disk, "name") == name.as_str() {
             return self.reconnect(disk);
         }
@@ -96,7 +96,7 @@ impl World {
             return;
         }
         let argument = self.disks[disk].argument();
-        if !self.works(&["attach", &argument]) {
+        if !self.succeeds(&["attach", &argument]) {
             return;
         }
         self.disks[disk].attached = true;
@@ -110,7 +110,7 @@ impl World {
         let its = &mut self.disks[disk];
         match its.working {
             true => its.driver.order(Order::Reconnect),
-            false => its.driver.order(Order::Work),
+            false => its.driver.order(Order::Connect),
         }
         its.working = true;
         if !self.may_fail {
@@ -162,9 +162,9 @@ impl World {
         }
     }
 
-    pub(super) fn go_on(&mut self, disk: usize) {
+    pub(super) fn resume(&mut self, disk: usize) {
         if self.disks[disk].working {
-            self.disks[disk].driver.order(Order::GoOn);
+            self.disks[disk].driver.order(Order::Resume);
         }
     }
 
@@ -176,17 +176,17 @@ impl World {
         self.pause(disk);
         let new = self.copy(disk, qcow2);
         let name = self.disks[disk].name.clone();
-        if self.works(&["replace", &name, new.to_str().unwrap()]) {
-            self.is_on(disk, vec![new], qcow2);
+        if self.succeeds(&["replace", &name, new.to_str().unwrap()]) {
+            self.set_files(disk, vec![new], qcow2);
             self.count("replaced");
         } else {
             fs::remove_file(new).unwrap();
         }
-        self.go_on(disk);
+        self.resume(disk);
     }
 
     /// Records the disk's new files and removes those that it no longer uses.
-    pub(super) fn is_on(&mut self, disk: usize, files: Vec<PathBuf>, qcow2: bool) {
+    pub(super) fn set_files(&mut self, disk: usize, files: Vec<PathBuf>, qcow2: bool) {
         let its = &mut self.disks[disk];
         for old in its.files.iter().filter(|old| !files.contains(old)) {
             let _ = fs::remove_file(old);
@@ -205,7 +205,7 @@ impl World {
         let create = format!("create -q -f qcow2 -b {below} -F {of} {}", new.display());
         qemu_img::img(self.dir.path(), &create);
         let its = &self.disks[disk];
-        if self.works(&["replace", &its.name, new.to_str().unwrap()]) {
+        if self.succeeds(&["replace", &its.name, new.to_str().unwrap()]) {
             let its = &mut self.disks[disk];
             its.files.push(new);
             its.qcow2 = true;
@@ -230,7 +230,7 @@ impl World {
             false => fs::rename(&old, &new).unwrap(),
         }
         let name = self.disks[disk].name.clone();
-        if !self.works(&["replace", &name, new.to_str().unwrap()]) {
+        if !self.succeeds(&["replace", &name, new.to_str().unwrap()]) {
             return fs::rename(&new, &old).unwrap();
         }
         let its = &mut self.disks[disk];

@@ -18,13 +18,13 @@ impl World {
             self.edit(disk, edit, &mut entries, &mut paused);
         }
         write_config(self.dir.path(), &self.disks, &entries, "");
-        self.works(&["reload"]);
+        self.succeeds(&["reload"]);
         self.count("reloads");
-        for disk in self.put_into_force(entries) {
+        for disk in self.apply(entries) {
             self.connect_after(disk);
         }
         for disk in paused {
-            self.go_on(disk);
+            self.resume(disk);
         }
     }
 
@@ -37,10 +37,10 @@ impl World {
         }
         write_config(self.dir.path(), &self.disks, &entries, "");
         self.start_again(Signal::KILL);
-        let new = self.put_into_force(entries);
+        let new = self.apply(entries);
         self.connect_all(&new);
         for disk in paused {
-            self.go_on(disk);
+            self.resume(disk);
         }
         self.count("kills with another configuration");
     }
@@ -121,14 +121,14 @@ impl World {
                     *file = removed.file;
                 }
                 removed_disk.socket.clone_from(&removed.socket);
-                removed_disk.driver.order(Order::Move(removed.socket));
+                removed_disk.driver.order(Order::UseSocket(removed.socket));
             }
             _ => {}
         }
     }
 
     /// Records the effect of a reload. Returns the disks that are new or were disconnected.
-    pub(super) fn put_into_force(&mut self, entries: Vec<Option<Entry>>) -> Vec<usize> {
+    pub(super) fn apply(&mut self, entries: Vec<Option<Entry>>) -> Vec<usize> {
         let mut connect = Vec::new();
         for (disk, new) in entries.into_iter().enumerate() {
             let its = &mut self.disks[disk];
@@ -156,7 +156,7 @@ impl World {
             };
             if old.is_cut_by(&new) {
                 its.socket = new.socket.clone();
-                its.driver.order(Order::Move(new.socket.clone()));
+                its.driver.order(Order::UseSocket(new.socket.clone()));
                 connect.push(disk);
             }
             if !old.has_file_of(&new) {
@@ -167,7 +167,7 @@ impl World {
                     true => *files.last_mut().unwrap() = new.file,
                     false => files = vec![new.file],
                 }
-                self.is_on(disk, files, qcow2);
+                self.set_files(disk, files, qcow2);
                 self.count("moved by reload");
             }
         }
@@ -210,7 +210,7 @@ impl World {
         self.check();
         let entries: Vec<_> = self.disks.iter().map(|disk| disk.entry.clone()).collect();
         write_config(self.dir.path(), &self.disks, &entries, "");
-        assert!(self.works(&["reload"]));
+        assert!(self.succeeds(&["reload"]));
     }
 }
 
