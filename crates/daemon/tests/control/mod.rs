@@ -6,6 +6,7 @@ mod cli;
 mod limits;
 mod persisted_state;
 mod qemu_client;
+mod qemu_errors;
 mod reload;
 mod reload_conflicts;
 mod rename;

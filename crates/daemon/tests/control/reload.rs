@@ -220,24 +220,7 @@ fn invalid_configuration_changes_nothing() {
         assert_eq!(ran.code, Some(2), "{ran:?}");
         assert!(ran.err.contains(&line), "{ran:?}");
     }
-    // A file that cannot be opened is also detected before anything changes.
-    for (added, words) in [
-        (disk("absent", ""), &["absent.raw", "no such file"][..]),
-        (disk("c", "iothreads = 99"), &["iothread99", "iothread0"]),
-        (
-            disk("c", "") + "[[disk]]\nname = \"d\"\nfile = \"DIR/a.raw\"\nsocket = \"DIR/d.sock\"",
-            &["a.raw", "disk 'a'"],
-        ),
-    ] {
-        config.write(&(disk("a", "") + &added));
-        let words = [&["nothing has been changed"], words].concat();
-        config
-            .ringdisk
-            .ringdisk(&["reload"])
-            .assert_fails(1, &words);
-        assert_eq!(config.names(), ["a", "b"]);
-        verify(&mut device.queues[0]);
-    }
+    assert_unopenable_files_are_refused(&config, &mut device);
     config.write(&disk("a", "iothreads = 99"));
     config
         .ringdisk
@@ -256,6 +239,27 @@ fn invalid_configuration_changes_nothing() {
         .assert_fails(1, &words);
     config.reload(&text);
     verify(&mut device.queues[0]);
+}
+
+/// Files that cannot be opened are also detected before anything changes.
+fn assert_unopenable_files_are_refused(config: &Configured, device: &mut Device) {
+    for (added, words) in [
+        (disk("absent", ""), &["absent.raw", "no such file"][..]),
+        (disk("c", "iothreads = 99"), &["iothread99", "iothread0"]),
+        (
+            disk("c", "") + "[[disk]]\nname = \"d\"\nfile = \"DIR/a.raw\"\nsocket = \"DIR/d.sock\"",
+            &["a.raw", "disk 'a'"],
+        ),
+    ] {
+        config.write(&(disk("a", "") + &added));
+        let words = [&["nothing has been changed"], words].concat();
+        config
+            .ringdisk
+            .ringdisk(&["reload"])
+            .assert_fails(1, &words);
+        assert_eq!(config.names(), ["a", "b"]);
+        verify(&mut device.queues[0]);
+    }
 }
 
 /// A failed change is retried by the next reload, even if the file is unchanged.

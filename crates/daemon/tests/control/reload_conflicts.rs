@@ -187,6 +187,39 @@ fn disks_swap_files() {
     assert!(!log.contains("ERROR"), "{log}");
 }
 
+/// Changes of disk a that would disconnect its front-end if they were possible, with words of the error.
+const IMPOSSIBLE: &[(Disk<'static>, &[&str])] = &[
+    (("a", "a", "directory", ""), &["disk 'a'", "directory.sock"]),
+    (("a", "a", "missing/a", ""), &["disk 'a'", "missing"]),
+    (
+        ("a", "missing", "a", "queues = 1"),
+        &["disk 'a'", "missing.raw"],
+    ),
+    (
+        ("a", "directory", "a", "queues = 1"),
+        &["disk 'a'", "directory.raw"],
+    ),
+    (
+        ("a", "empty", "a", "queues = 1"),
+        &["disk 'a'", "empty.raw"],
+    ),
+    (("a", "odd", "a", "queues = 1"), &["disk 'a'", "odd.raw"]),
+    (
+        ("a", "b", "a", "queues = 1"),
+        &["disk 'a'", "b.raw", "disk 'b'"],
+    ),
+    (
+        ("a", "link", "a", "queues = 1"),
+        &["disk 'a'", "link.raw", "disk 'b'"],
+    ),
+    (
+        ("a", "a", "a", "aio = \"native\"\ncache = \"writeback\""),
+        &["disk 'a'", "a.raw"],
+    ),
+    (("a", "missing", "a", ""), &["disk 'a'", "missing.raw"]),
+    (("a", "b", "a", ""), &["disk 'a'", "b.raw", "disk 'b'"]),
+];
+
 #[test]
 fn impossible_configuration_disconnects_nobody() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -215,45 +248,9 @@ fn impossible_configuration_disconnects_nobody() {
     fs::write(served.path("odd.raw"), vec![0; 513]).unwrap();
     fs::hard_link(served.path("b.raw"), served.path("link.raw")).unwrap();
 
-    // If this were possible, it would disconnect a front-end.
-    let changed =
-        |file: &'static str, socket: &'static str, more: &'static str| ("a", file, socket, more);
-    for (disk, words) in [
-        (
-            changed("a", "directory", ""),
-            &["disk 'a'", "directory.sock"][..],
-        ),
-        (changed("a", "missing/a", ""), &["disk 'a'", "missing"]),
-        (
-            changed("missing", "a", "queues = 1"),
-            &["disk 'a'", "missing.raw"],
-        ),
-        (
-            changed("directory", "a", "queues = 1"),
-            &["disk 'a'", "directory.raw"],
-        ),
-        (
-            changed("empty", "a", "queues = 1"),
-            &["disk 'a'", "empty.raw"],
-        ),
-        (changed("odd", "a", "queues = 1"), &["disk 'a'", "odd.raw"]),
-        (
-            changed("b", "a", "queues = 1"),
-            &["disk 'a'", "b.raw", "disk 'b'"],
-        ),
-        (
-            changed("link", "a", "queues = 1"),
-            &["disk 'a'", "link.raw", "disk 'b'"],
-        ),
-        (
-            changed("a", "a", "aio = \"native\"\ncache = \"writeback\""),
-            &["disk 'a'", "a.raw"],
-        ),
-        (changed("missing", "a", ""), &["disk 'a'", "missing.raw"]),
-        (changed("b", "a", ""), &["disk 'a'", "b.raw", "disk 'b'"]),
-    ] {
+    for (disk, words) in IMPOSSIBLE {
         println!("{disk:?}");
-        served.refuses(&[disk, b, c], words);
+        served.refuses(&[*disk, b, c], words);
     }
     println!("what another process has");
     let held = out("held");

@@ -10,6 +10,52 @@ use testkit::vm::find_program;
 
 struct Sshd(Child);
 
+impl Sshd {
+    /// Starts an sshd with keys `host_key` and `user_key` in the folder; returns its port.
+    fn start(bench: &PlanFolder) -> (Self, u16) {
+        let key = |name: &str| {
+            let path = bench.path(name);
+            let mut keygen = Command::new("ssh-keygen");
+            keygen.args(["-q", "-t", "ed25519", "-N", "", "-f"]);
+            assert!(keygen.arg(&path).status().unwrap().success());
+            path
+        };
+        let host_key = key("host_key");
+        key("user_key");
+        fs::copy(bench.path("user_key.pub"), bench.path("authorized")).unwrap();
+        let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let port = free.local_addr().unwrap().port();
+        drop(free);
+        let config = format!(
+            "ListenAddress 127.0.0.1:{port}\nHostKey {}\nAuthorizedKeysFile {}\nStrictModes no\nPidFile none\n\
+             PasswordAuthentication no\nKbdInteractiveAuthentication no\nUsePAM no\nPermitRootLogin yes\n",
+            host_key.display(),
+            bench.path("authorized").display()
+        );
+        fs::write(bench.path("sshd_config"), config).unwrap();
+        // As root, sshd needs this folder, which its service would create.
+        let root = rustix::process::geteuid().is_root();
+        if root {
+            fs::create_dir_all("/run/sshd").unwrap();
+            fs::set_permissions("/run/sshd", fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        // sshd only starts with its full path.
+        let sshd = Command::new(find_program("sshd").unwrap())
+            .args(["-D", "-E"])
+            .arg(bench.path("sshd.log"))
+            .arg("-f")
+            .arg(bench.path("sshd_config"))
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        let sshd = Self(sshd);
+        wait_for("sshd", || {
+            TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_ok()
+        });
+        (sshd, port)
+    }
+}
+
 impl Drop for Sshd {
     fn drop(&mut self) {
         let _ = self.0.kill();
@@ -24,45 +70,7 @@ fn ssh_guest_is_measured_and_its_loss_fails_one_cell() {
         return;
     }
     let bench = PlanFolder::new("");
-    let key = |name: &str| {
-        let path = bench.path(name);
-        let mut keygen = Command::new("ssh-keygen");
-        keygen.args(["-q", "-t", "ed25519", "-N", "", "-f"]);
-        assert!(keygen.arg(&path).status().unwrap().success());
-        path
-    };
-    let (host_key, user_key) = (key("host_key"), key("user_key"));
-    fs::copy(bench.path("user_key.pub"), bench.path("authorized")).unwrap();
-    let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let port = free.local_addr().unwrap().port();
-    drop(free);
-    let config = format!(
-        "ListenAddress 127.0.0.1:{port}\nHostKey {}\nAuthorizedKeysFile {}\nStrictModes no\nPidFile none\n\
-         PasswordAuthentication no\nKbdInteractiveAuthentication no\nUsePAM no\nPermitRootLogin yes\n",
-        host_key.display(),
-        bench.path("authorized").display()
-    );
-    fs::write(bench.path("sshd_config"), config).unwrap();
-    // As root, sshd needs this folder, which its service would create.
-    let root = rustix::process::geteuid().is_root();
-    if root {
-        fs::create_dir_all("/run/sshd").unwrap();
-        fs::set_permissions("/run/sshd", fs::Permissions::from_mode(0o755)).unwrap();
-    }
-    // sshd only starts with its full path.
-    let sshd = Command::new(find_program("sshd").unwrap())
-        .args(["-D", "-E"])
-        .arg(bench.path("sshd.log"))
-        .arg("-f")
-        .arg(bench.path("sshd_config"))
-        .stdin(Stdio::null())
-        .spawn()
-        .unwrap();
-    let sshd = Sshd(sshd);
-    wait_for("sshd", || {
-        TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_ok()
-    });
-
+    let (sshd, port) = Sshd::start(&bench);
     let disk = bench.path("the disk's file");
     fs::write(&disk, vec![7; 16 << 20]).unwrap();
     let user = Command::new("id").arg("-un").output().unwrap();
@@ -70,7 +78,7 @@ fn ssh_guest_is_measured_and_its_loss_fails_one_cell() {
     let plan = format!(
         "guest = 'ssh'\nblocks = 1\n[ssh]\nhost = '127.0.0.1'\nport = {port}\nuser = '{user}'\nkey = \"{}\"\ndisks = [\"{}\"]\n\
          [fio]\nrw = 'randread'\niodepth = 4\nruntime = '2s'\nramp = '0s'\n",
-        user_key.display(),
+        bench.path("user_key").display(),
         disk.display()
     );
     fs::write(bench.path("plan.toml"), &plan).unwrap();

@@ -23,7 +23,7 @@ const HARDWARE: (&str, &str) = ("pc-q35-7.2", "Nehalem");
 
 #[test]
 fn migrates_to_each_newer_qemu() {
-    let test = "matrix, moves";
+    let test = "matrix, migration";
     if let Some(missing) = vm::missing(true) {
         println!("skipped: {test}: {missing}");
         return;
@@ -51,49 +51,8 @@ fn migrates_to_each_newer_qemu() {
     let signal = place("signal.raw");
     fs::write(&signal, [0; 4096]).unwrap();
 
-    let logs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm/matrix/moves");
-    let guest = Vm::new(logs).cpus(4).memory_mib(384).fio();
-    let guest = guest.hardware(HARDWARE.0, HARDWARE.1);
-    let (mut servers, mut hosts) = (Vec::new(), Vec::new());
-    for (host, release) in releases.iter().enumerate() {
-        let socket = |disk: &Disk| place(&format!("{}.{host}", disk.name()));
-        let control = format!("--control={}", place(&format!("c{host}")).display());
-        let disks = DISKS.iter().map(|disk| {
-            format!(
-                "file={}.{},name={},socket={},queues={},queue-size={},lock=running",
-                place(&disk.name()).display(),
-                disk.format,
-                disk.name(),
-                socket(disk).display(),
-                disk.queues,
-                disk.queue_size
-            )
-        });
-        let arguments: Vec<String> = [control].into_iter().chain(disks).collect();
-        servers.push(Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &arguments).unwrap());
-
-        let mut vm = guest.clone().qemu(release);
-        for disk in &DISKS {
-            let (name, packed) = (disk.name(), if disk.packed { "on" } else { "off" });
-            let device = format!(
-                "vhost-user-blk-pci,chardev={name},num-queues={},queue-size={},packed={packed}",
-                disk.queues, disk.queue_size
-            );
-            let path = socket(disk).display().to_string();
-            let chardev = format!("socket,id={name},path={path},{}", reconnects(release));
-            let pasted = ["-chardev", &chardev, "-device", &device];
-            vm = vm.disk(vm::Disk::Pasted(pasted.map(String::from).to_vec()));
-        }
-        hosts.push(vm.disk(vm::Disk::Qemu {
-            file: signal.clone(),
-            cache: "writeback",
-            aio: "threads",
-            queues: 1,
-            serial: "signal".into(),
-        }));
-    }
-
-    let moves = releases.len() - 1;
+    let (mut servers, hosts) = start_hosts(&releases, folder.path(), &signal);
+    let migrations = releases.len() - 1;
     let begin = |number: usize| {
         let (from, to) = (&releases[number], &releases[number + 1]);
         let mut record = Record::new("QEMU", &format!("{} ({})", to.version, to.name));
@@ -101,14 +60,14 @@ fn migrates_to_each_newer_qemu() {
         record
     };
     let (mut record, mut start) = (begin(0), Instant::now());
-    let output = vm::run_moving(&hosts, moves, SCRIPT, LIMIT, &mut |number, moved| {
+    let output = vm::run_moving(&hosts, migrations, SCRIPT, LIMIT, &mut |number, moved| {
         report(
             &releases[number + 1],
             &format!("live migration, {moved:?}"),
             start,
         );
         start = Instant::now();
-        if number + 1 < moves {
+        if number + 1 < migrations {
             record.passed();
             record = begin(number + 1);
         } else {
@@ -132,7 +91,7 @@ fn migrates_to_each_newer_qemu() {
         // Firmware and Linux both start on the first host; on the others, each disk starts once.
         let left = log.matches("its VM has stopped to go on elsewhere").count();
         let came = log.matches("a VM starts on it;").count();
-        let expected = if host < moves { DISKS.len() } else { 0 };
+        let expected = if host < migrations { DISKS.len() } else { 0 };
         assert!(
             left == expected && came >= DISKS.len(),
             "{left} {came}: {log}"
@@ -142,7 +101,53 @@ fn migrates_to_each_newer_qemu() {
         qemu_img::check(folder.path(), &format!("{}.qcow2", disk.name()), false);
     }
     record.passed();
-    report(&releases[moves], "end of the moves", start);
+    report(&releases[migrations], "end of the migrations", start);
+}
+
+/// For each release, a server of the disks and a VM with them; the VM also has a disk to signal its end.
+fn start_hosts(releases: &[Release], folder: &Path, signal: &Path) -> (Vec<Server>, Vec<Vm>) {
+    let logs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm/matrix/migration");
+    let guest = Vm::new(logs).cpus(4).memory_mib(384).fio();
+    let guest = guest.hardware(HARDWARE.0, HARDWARE.1);
+    let (mut servers, mut hosts) = (Vec::new(), Vec::new());
+    for (host, release) in releases.iter().enumerate() {
+        let socket = |disk: &Disk| folder.join(format!("{}.{host}", disk.name()));
+        let control = format!("--control={}", folder.join(format!("c{host}")).display());
+        let disks = DISKS.iter().map(|disk| {
+            format!(
+                "file={}.{},name={},socket={},queues={},queue-size={},lock=running",
+                folder.join(disk.name()).display(),
+                disk.format,
+                disk.name(),
+                socket(disk).display(),
+                disk.queues,
+                disk.queue_size
+            )
+        });
+        let arguments: Vec<String> = [control].into_iter().chain(disks).collect();
+        servers.push(Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &arguments).unwrap());
+
+        let mut vm = guest.clone().qemu(release);
+        for disk in &DISKS {
+            let (name, packed) = (disk.name(), if disk.packed { "on" } else { "off" });
+            let device = format!(
+                "vhost-user-blk-pci,chardev={name},num-queues={},queue-size={},packed={packed}",
+                disk.queues, disk.queue_size
+            );
+            let path = socket(disk).display().to_string();
+            let chardev = format!("socket,id={name},path={path},{}", reconnects(release));
+            let pasted = ["-chardev", &chardev, "-device", &device];
+            vm = vm.disk(vm::Disk::Pasted(pasted.map(String::from).to_vec()));
+        }
+        hosts.push(vm.disk(vm::Disk::Qemu {
+            file: signal.to_owned(),
+            cache: "writeback",
+            aio: "threads",
+            queues: 1,
+            serial: "signal".into(),
+        }));
+    }
+    (servers, hosts)
 }
 
 /// Writes to both disks and reads back its writes until the guest has migrated often enough.

@@ -239,7 +239,7 @@ fn pool_at_its_quota_stops_the_disk(version: CephVersion) {
         let stats = client.call("x-ringdisk-stats", serde_json::json!({}));
         stats.unwrap()["disks"][0]["storage"].clone()
     };
-    let until = |client: &mut control::Client, state: &str, each: &mut dyn FnMut()| {
+    let wait_until = |client: &mut control::Client, state: &str, each: &mut dyn FnMut()| {
         let start = Instant::now();
         while storage(client) != state {
             assert!(start.elapsed() < HANG, "it is never '{state}'");

@@ -24,12 +24,9 @@ fn failed_handover_leaves_the_old_process_serving() {
         let loads = Load::all(&device, 512, held, held == Held::Zeroes);
         devices.push((device, loads));
     }
-    let hello = send_message(r#"{"protocol":2,"version":"x"}"#);
-    let other = send_message(r#"{"protocol":99,"version":"x"}"#);
-    let prepared = send_message(r#""Prepared""#);
     let serving = send_message(r#""Serving""#);
-    let [too_late, tried] = ["too-late", "tried"].map(|name| served.dir.path().join(name));
     let gone_file = served.dir.path().join("gone");
+    let [too_late, tried] = ["too-late", "tried"].map(|name| served.dir.path().join(name));
     // This child of a new process is not killed with it.
     let late = served.script(
         "later",
@@ -39,7 +36,46 @@ fn failed_handover_leaves_the_old_process_serving() {
             tried.display()
         ),
     );
-    let programs = [
+    let programs = failing_programs(&late);
+    let longest = under_load(&mut devices, &mut random, || {
+        for (name, text, words) in programs {
+            served.assert_upgrade_fails(&served.script(name, &text), words);
+        }
+        // The right program, for a disk that can no longer be opened; the reply has the reason.
+        fs::rename(&raw.file, &gone_file).unwrap();
+        fs::create_dir(&raw.file).unwrap();
+        served.assert_upgrade_fails(Path::new(BINARY), "is a directory");
+        fs::remove_dir(&raw.file).unwrap();
+        fs::rename(&gone_file, &raw.file).unwrap();
+        served.assert_upgrade_fails(Path::new("/nonexistent/ringdisk"), "cannot be started");
+    });
+    println!("the longest request took {longest:?}");
+    assert!(served.first.is_running());
+    // A process that comes up too late notices it and does not serve.
+    wait_for_path(&tried);
+    assert!(!too_late.exists());
+    // After all these failures, an upgrade succeeds.
+    under_load(&mut devices, &mut random, || {
+        let pause = served.upgrade(&[]);
+        println!("guests waited {pause:?}");
+    });
+    for (device, loads) in &mut devices {
+        Load::finish(loads, device);
+    }
+    served.end();
+    devices[1]
+        .1
+        .iter()
+        .for_each(|load| load.verify(&raw.file).unwrap());
+}
+
+/// Programs that fail at each step of the handover: name, script, and alternatives of the error. The last but one
+/// leaves `late` behind.
+fn failing_programs(late: &Path) -> [(&'static str, String, &'static str); 10] {
+    let hello = send_message(r#"{"protocol":2,"version":"x"}"#);
+    let other = send_message(r#"{"protocol":99,"version":"x"}"#);
+    let prepared = send_message(r#""Prepared""#);
+    [
         ("exits", "exit 1".to_owned(), "has not come up"),
         ("other", format!("{other}; exec sleep 1000"), "version 99"),
         (
@@ -83,37 +119,7 @@ fn failed_handover_leaves_the_old_process_serving() {
             format!("{hello}; {RECEIVE_MESSAGE}; {hello}; exec sleep 1000"),
             "cannot serve",
         ),
-    ];
-    let longest = under_load(&mut devices, &mut random, || {
-        for (name, text, words) in programs {
-            served.assert_upgrade_fails(&served.script(name, &text), words);
-        }
-        // The right program, for a disk that can no longer be opened; the reply has the reason.
-        fs::rename(&raw.file, &gone_file).unwrap();
-        fs::create_dir(&raw.file).unwrap();
-        served.assert_upgrade_fails(Path::new(BINARY), "is a directory");
-        fs::remove_dir(&raw.file).unwrap();
-        fs::rename(&gone_file, &raw.file).unwrap();
-        served.assert_upgrade_fails(Path::new("/nonexistent/ringdisk"), "cannot be started");
-    });
-    println!("the longest request took {longest:?}");
-    assert!(served.first.is_running());
-    // A process that comes up too late notices it and does not serve.
-    wait_for_path(&tried);
-    assert!(!too_late.exists());
-    // After all these failures, an upgrade succeeds.
-    under_load(&mut devices, &mut random, || {
-        let pause = served.upgrade(&[]);
-        println!("guests waited {pause:?}");
-    });
-    for (device, loads) in &mut devices {
-        Load::finish(loads, device);
-    }
-    served.end();
-    devices[1]
-        .1
-        .iter()
-        .for_each(|load| load.verify(&raw.file).unwrap());
+    ]
 }
 
 /// A SIGTERM during a handover stops everything; or the successor serves, with everything that belongs to it.
