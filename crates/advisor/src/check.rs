@@ -1,4 +1,4 @@
-//! Rules are asked of machines, disks and hosts; what holds is a finding.
+//! Evaluates rules for VMs, disks and hosts. A rule that applies becomes a finding.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
@@ -8,34 +8,32 @@ use crate::facts::Facts;
 use crate::input::{Input, Kind};
 use crate::measured::Gain;
 use crate::model::{Origin, Table, Vm};
-use crate::rules::{Clause, Lookup, Rule, Rules, Scope, Severity, Verdict, evaluate, say};
+use crate::rules::{Clause, Lookup, Rule, Rules, Scope, Severity, Verdict, evaluate, fill_in};
 use crate::text::{Position, Source, Span, printable};
 
-/// Something that holds and should not, or that is worth to know.
+/// A rule that applies to a VM, a disk or a host.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
-    /// The rule.
+    /// The rule's id.
     pub rule: String,
-    /// How bad it is.
     pub severity: Severity,
-    /// The machine.
+    /// The VM's name, or `host NAME`.
     pub vm: String,
-    /// The disk.
+    /// Empty if the finding concerns the whole VM or host.
     pub disk: String,
-    /// What is the matter, with its values.
+    /// The rule's text with the values filled in.
     pub text: String,
-    /// The file.
     pub file: String,
-    /// Where in it, if it stands there.
+    /// The position in the file; none for a finding about the host.
     #[serde(serialize_with = "position")]
     pub at: Option<Position>,
-    /// The values on which it rests.
+    /// The values that the rule compares.
     pub because: Vec<Because>,
-    /// What was measured on this host.
+    /// Results of `ringdisk lab` on this host for the same change.
     pub measured: Vec<Gain>,
     #[serde(skip)]
     pub(crate) vm_index: Option<usize>,
-    /// Its bytes in the first text of the input.
+    /// The bytes at `at`.
     #[serde(skip)]
     pub span: Span,
 }
@@ -45,7 +43,7 @@ fn position<S: serde::Serializer>(at: &Option<Position>, to: S) -> Result<S::Ok,
 }
 
 impl Finding {
-    /// The machine and the disk.
+    /// The VM and the disk, for messages.
     pub fn place(&self) -> String {
         place(&self.vm, &self.disk)
     }
@@ -59,41 +57,38 @@ fn place(vm: &str, disk: &str) -> String {
     }
 }
 
-/// A value on which a finding rests.
+/// A value that a rule compares.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Because {
-    /// The property.
     pub property: &'static str,
-    /// What it is.
     pub value: String,
-    /// Where it comes from: a place in the input, or whose default.
+    /// Its origin: a position in the input, or the program whose default it is.
     pub from: String,
 }
 
-/// What was found in an input.
+/// The result of checking an input.
 #[derive(Clone, Debug, Default)]
 pub struct Checked {
-    /// The worst first.
+    /// Sorted by severity, the worst first.
     pub findings: Vec<Finding>,
-    /// Findings that a comment in the input takes back.
+    /// The number of findings that comments in the input suppress.
     pub ignored: usize,
-    /// What could not be known, with the number of rules that it leaves open.
+    /// Unknown properties, each with the rules that could not be evaluated without it.
     pub unknown: BTreeMap<&'static str, BTreeSet<String>>,
 }
 
-/// A rule that holds of a machine, or of one of its disks.
+/// A rule that applies to a VM, or to one of its disks.
 #[derive(Clone, Copy)]
 pub(crate) struct Hit<'a> {
-    /// The rule.
     pub rule: &'a Rule,
-    /// Number of the machine.
+    /// Index into the input's VMs.
     pub vm: usize,
-    /// Number of its disk.
+    /// Index into the VM's disks; none if the rule is about the VM.
     pub disk: Option<usize>,
 }
 
 impl Hit<'_> {
-    /// The machine and the disk.
+    /// The VM and the disk, for messages.
     pub fn place(&self, input: &Input) -> String {
         let vm = input.vms.get(self.vm);
         let disk = self.disk.and_then(|disk| vm?.disks.get(disk));
@@ -105,15 +100,15 @@ impl Hit<'_> {
     }
 }
 
-/// What holds of an input to which the facts of its host were added.
+/// The rules that apply to an input.
 pub(crate) struct Hits<'a> {
-    /// The worst first; those of one rule in the order in which disks change.
+    /// Sorted by severity and rule; hits of one rule in the order in which the fixes change disks.
     pub hits: Vec<Hit<'a>>,
     ignored: usize,
     unknown: BTreeMap<&'static str, BTreeSet<String>>,
 }
 
-/// Asks all rules of an input, after adding to it what is known of the host.
+/// Adds the facts of the host to the input, and evaluates all rules.
 pub fn check(
     input: &mut Input,
     rules: &Rules,
@@ -143,7 +138,7 @@ pub fn check(
     }
 }
 
-/// The rules that hold, without the words in which a finding says so.
+/// Evaluates all rules without writing the findings' texts.
 pub(crate) fn hits<'a>(
     input: &Input,
     rules: &'a Rules,
@@ -167,20 +162,20 @@ pub(crate) fn hits<'a>(
             match evaluate(&rule.when, lookup) {
                 Verdict::Holds if ignored.contains(rule.id.as_str()) => found.ignored += 1,
                 Verdict::Holds => found.hits.push(Hit { rule, vm, disk }),
-                Verdict::Unknown(names) => open(&mut found.unknown, rule, &names),
+                Verdict::Unknown(names) => record_unknown(&mut found.unknown, rule, &names),
                 Verdict::Fails => {}
             }
         }
     };
     for (number, vm) in input.vms.iter().enumerate() {
         ask(&of_machines, number, None, &lookup(vm, None, host.as_ref()));
-        // All rules of one disk after the other: its table is in the processor's cache then.
+        // All rules for one disk, then the next disk: the disk's table stays in the CPU cache.
         for disk in 0..vm.disks.len() {
             let lookup = lookup(vm, Some(disk), host.as_ref());
             ask(&of_disks, number, Some(disk), &lookup);
         }
     }
-    // Disks of a command line change one after the other; elsewhere they are renamed in the order of their names.
+    // On a command line, disks change in their order; elsewhere they are renamed in the order of their names.
     let is_named = input.kind != Kind::Qemu;
     let place = |hit: &Hit<'_>| {
         let disk = hit.disk.filter(|_| is_named);
@@ -202,7 +197,7 @@ fn lookup<'a>(vm: &'a Vm, disk: Option<usize>, host: Option<&'a Table>) -> Looku
     }
 }
 
-/// Asks the rules for a host of it and of its devices.
+/// Evaluates the rules about a host and about its devices.
 pub fn check_host(facts: &Facts, extra: Table, rules: &Rules, ignore: &[String]) -> Checked {
     let mut checked = Checked::default();
     let host = facts.table();
@@ -237,7 +232,7 @@ pub fn check_host(facts: &Facts, extra: Table, rules: &Rules, ignore: &[String])
                     severity: rule.severity,
                     vm: format!("host {}", printable(&facts.name)),
                     disk: printable(device),
-                    text: say(&rule.says, device, "", &lookup),
+                    text: fill_in(&rule.says, device, "", &lookup),
                     file: String::new(),
                     at: None,
                     because: because(&rule.when, &lookup, &[]),
@@ -245,7 +240,7 @@ pub fn check_host(facts: &Facts, extra: Table, rules: &Rules, ignore: &[String])
                     vm_index: None,
                     span: Span::default(),
                 }),
-                Verdict::Unknown(names) => open(&mut checked.unknown, rule, &names),
+                Verdict::Unknown(names) => record_unknown(&mut checked.unknown, rule, &names),
                 Verdict::Fails => {}
             }
         }
@@ -254,8 +249,8 @@ pub fn check_host(facts: &Facts, extra: Table, rules: &Rules, ignore: &[String])
     checked
 }
 
-/// What could not be known is worth telling only where it would have been a finding.
-fn open(
+/// Records unknown properties, except for notes: these do not affect the result.
+fn record_unknown(
     unknown: &mut BTreeMap<&'static str, BTreeSet<String>>,
     rule: &Rule,
     names: &[&'static str],
@@ -274,7 +269,7 @@ fn open(
 fn finding(hit: &Hit<'_>, vm: &Vm, lookup: &Lookup<'_>, sources: &[Source]) -> Finding {
     let rule = hit.rule;
     let disk = hit.disk.and_then(|index| vm.disks.get(index));
-    // The value that is wrong is the last that is given, of those that the rule compares; else the disk it is of.
+    // Point at the last value in the input that the rule compares, or at the disk if there is none.
     let given = rule
         .when
         .iter()
@@ -299,7 +294,7 @@ fn finding(hit: &Hit<'_>, vm: &Vm, lookup: &Lookup<'_>, sources: &[Source]) -> F
         severity: rule.severity,
         vm: printable(&vm.name),
         disk: disk.map_or(String::new(), |disk| printable(&disk.name)),
-        text: say(
+        text: fill_in(
             &rule.says,
             disk.map_or("", |disk| &disk.name),
             disk.map_or("", |disk| &disk.file),
@@ -332,7 +327,7 @@ fn because(clauses: &[Clause], lookup: &Lookup<'_>, sources: &[Source]) -> Vec<B
                         )
                     })
             }
-            Origin::Default(whose) => format!("default of {whose}"),
+            Origin::Default(program) => format!("default of {program}"),
             Origin::Fact(what) => format!("fact: {what}"),
             Origin::Derived(how) => how.to_string(),
         };
@@ -348,7 +343,7 @@ fn because(clauses: &[Clause], lookup: &Lookup<'_>, sources: &[Source]) -> Vec<B
     because
 }
 
-/// The worst first; of equally bad ones those of one rule together.
+/// Sorts by severity, then by rule.
 pub fn sort(findings: &mut [Finding]) {
     findings.sort_by(|a, b| {
         (a.severity, &a.rule, &a.vm, &a.disk).cmp(&(b.severity, &b.rule, &b.vm, &b.disk))

@@ -1,4 +1,4 @@
-//! Disks from QEMU to ringdisk and back: the configuration of the guest and that of the host, together.
+//! Converts disks from QEMU to ringdisk and back: the VM's configuration and ringdisk's change together.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write;
@@ -11,30 +11,28 @@ use crate::round::Round;
 use crate::text::{Edit, apply};
 use crate::{libvirt, qemu};
 
-/// Where sockets are that ringdisk makes as a service.
+/// The directory of the service's sockets.
 const SOCKETS: &str = "/run/ringdisk";
 
-/// Which way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From QEMU's own disks to vhost-user-blk.
     ToRingdisk,
-    /// From vhost-user-blk to QEMU's own disks, with ringdisk's configuration among the inputs.
+    /// From vhost-user-blk to QEMU's own disks; ringdisk's configuration must be among the inputs.
     ToQemu,
 }
 
-/// Both sides.
 #[derive(Debug)]
 pub struct Converted {
-    /// The inputs, in their order, changed.
+    /// The changed inputs, in their order.
     pub inputs: Vec<Input>,
-    /// What a person has to know.
-    pub said: Vec<String>,
-    /// A configuration for ringdisk, if disks went there.
+    /// Messages to the user.
+    pub messages: Vec<String>,
+    /// ringdisk's configuration of the converted disks.
     pub config: Option<String>,
 }
 
-/// A disk of both sides.
+/// How ringdisk serves a disk.
 struct Served {
     name: String,
     socket: String,
@@ -42,10 +40,10 @@ struct Served {
     queue_size: u64,
 }
 
-/// Converts all disks that can be.
+/// Converts all disks that can be converted.
 ///
 /// # Errors
-/// None can, and why.
+/// None can. The error says why.
 pub fn convert(inputs: Vec<Input>, direction: Direction) -> Result<Converted, String> {
     match direction {
         Direction::ToRingdisk => to_ringdisk(inputs),
@@ -53,7 +51,7 @@ pub fn convert(inputs: Vec<Input>, direction: Direction) -> Result<Converted, St
     }
 }
 
-/// A configuration as a patch that makes a new file.
+/// A configuration as a patch that creates a new file.
 pub fn as_new_file(config: &str) -> String {
     let diff = similar::TextDiff::from_lines("", config);
     let mut unified = diff.unified_diff();
@@ -62,38 +60,42 @@ pub fn as_new_file(config: &str) -> String {
 }
 
 fn to_ringdisk(inputs: Vec<Input>) -> Result<Converted, String> {
-    let mut move_ = Move::default();
+    let mut conversion = Conversion::default();
     let mut changed = Vec::new();
     for input in inputs {
-        changed.push(move_.input(input));
+        changed.push(conversion.input(input));
     }
-    let Move { said, config, .. } = move_;
-    match config.is_empty() {
-        true if said.is_empty() => Err("there is no disk that ringdisk could serve".into()),
-        true => Err(said.join("; ")),
-        false => Ok(Converted {
+    let Conversion {
+        messages, config, ..
+    } = conversion;
+    if !config.is_empty() {
+        return Ok(Converted {
             inputs: changed,
-            said,
+            messages,
             config: Some(config),
-        }),
+        });
     }
+    if messages.is_empty() {
+        return Err("there is no disk that ringdisk could serve".into());
+    }
+    Err(messages.join("; "))
 }
 
-/// What disks of all inputs have in common on their way to ringdisk.
+/// The conversion of all inputs to ringdisk.
 #[derive(Default)]
-struct Move {
-    said: Vec<String>,
+struct Conversion {
+    messages: Vec<String>,
     config: String,
     names: Names,
     groups: Names,
 }
 
-/// Names that are taken, with the number that the next one of the same name gets.
+/// The names in use, each with the number for the next disk of that name.
 #[derive(Default)]
 struct Names(HashMap<String, u64>);
 
 impl Names {
-    /// The name if it is free, or one like it.
+    /// The name if it is free, or the name with a number.
     fn take(&mut self, name: &str) -> String {
         let mut candidate = name.to_owned();
         while self.0.contains_key(&candidate) {
@@ -106,17 +108,17 @@ impl Names {
     }
 }
 
-/// A disk that can go.
-struct Going {
+/// A disk that can be converted.
+struct Candidate {
     disk: usize,
     group: Option<String>,
     served: Served,
     edits: Vec<Edit>,
 }
 
-impl Move {
+impl Conversion {
     fn input(&mut self, input: Input) -> Input {
-        // Each machine as a text of its own: it is read again after the changes.
+        // Split by VM, because the text is read again after the changes.
         let Some(machines) = machines(&input) else {
             return (0..input.vms.len()).fold(input, |input, vm| self.vm(input, vm));
         };
@@ -125,61 +127,61 @@ impl Move {
             let moved = self.vm(machine, 0);
             edits.push(Edit::replace(vm.span, moved.sources[0].text.as_str()));
         }
-        again(&input, &edits).unwrap_or(input)
+        with_edits(&input, &edits).unwrap_or(input)
     }
 
-    /// Moves the disks of a machine: all that can go, or none if the machine cannot have them.
+    /// Converts the disks of a VM: all that can be converted, or none if the VM cannot have vhost-user disks.
     fn vm(&mut self, input: Input, index: usize) -> Input {
         let vm = &input.vms[index];
         let round = Round::new(&input);
-        let (mut going, mut staying) = (Vec::new(), Vec::new());
+        let (mut candidates, mut unchanged) = (Vec::new(), Vec::new());
         for at in 0..vm.disks.len() {
             match self.disk(&round, index, at) {
-                Ok(disk) => going.push(disk),
-                Err(why) => staying.push((at, why)),
+                Ok(candidate) => candidates.push(candidate),
+                Err(reason) => unchanged.push((at, reason)),
             }
         }
-        // Disks that share limits go together.
-        let mut apart = BTreeMap::new();
-        for (disk, _) in &staying {
+        // Disks that share limits are converted together, or not at all.
+        let mut unchanged_groups = BTreeMap::new();
+        for (disk, _) in &unchanged {
             if let Some(group) = &vm.disks[*disk].carried.group {
-                apart.insert(group.clone(), vm.disks[*disk].name.clone());
+                unchanged_groups.insert(group.clone(), vm.disks[*disk].name.clone());
             }
         }
-        going.retain(|disk| {
-            let other = disk.group.as_ref().and_then(|group| apart.get(group));
+        candidates.retain(|candidate| {
+            let group = candidate.group.as_ref();
+            let other = group.and_then(|group| unchanged_groups.get(group));
             if let Some(other) = other {
-                staying.push((
-                    disk.disk,
-                    format!("it shares its limits with {other}, which stays"),
-                ));
+                let reason = format!("it shares its limits with {other}, which is not converted");
+                unchanged.push((candidate.disk, reason));
             }
             other.is_none()
         });
-        let changed = match going.is_empty() {
-            true => None,
-            false => match moved(&input, index, &going) {
-                Ok(changed) => Some(changed),
-                Err(why) => {
-                    staying.extend(going.drain(..).map(|disk| (disk.disk, why.clone())));
-                    None
+        let mut changed = None;
+        if !candidates.is_empty() {
+            match with_disks_converted(&input, index, &candidates) {
+                Ok(input) => changed = Some(input),
+                Err(reason) => {
+                    let failed = candidates.drain(..);
+                    unchanged.extend(failed.map(|candidate| (candidate.disk, reason.clone())));
                 }
-            },
-        };
-        staying.sort();
-        for (at, why) in staying {
-            if !why.is_empty() {
-                self.said
-                    .push(format!("{} {} stays: {why}", vm.name, vm.disks[at].name));
+            }
+        }
+        unchanged.sort();
+        for (at, reason) in unchanged {
+            if !reason.is_empty() {
+                let disk = &vm.disks[at].name;
+                self.messages
+                    .push(format!("{} {disk} is not converted: {reason}", vm.name));
             }
         }
         let mut groups: BTreeMap<String, String> = BTreeMap::new();
-        for Going {
+        for Candidate {
             disk,
             group,
             served,
             ..
-        } in &going
+        } in &candidates
         {
             let disk = &vm.disks[*disk];
             let mut is_new = false;
@@ -192,7 +194,8 @@ impl Move {
             let group = group.map(|group| group.as_str());
             self.config.push_str(&toml_of(disk, served, group, is_new));
             for note in notes(disk) {
-                self.said.push(format!("{} {}: {note}", vm.name, disk.name));
+                self.messages
+                    .push(format!("{} {}: {note}", vm.name, disk.name));
             }
         }
         let Some(changed) = changed else {
@@ -206,22 +209,24 @@ impl Move {
         {
             return changed;
         }
-        match set(&changed, index, Setting::TrimThreads).and_then(|edits| again(&changed, &edits)) {
-            Ok(trimmed) => trimmed,
-            Err(why) => {
-                self.said
-                    .push(format!("{}: {why}", changed.vms[index].name));
-                changed
-            }
-        }
+        let trimmed = set(&changed, index, Setting::TrimThreads)
+            .and_then(|edits| with_edits(&changed, &edits));
+        trimmed.unwrap_or_else(|reason| {
+            self.messages
+                .push(format!("{}: {reason}", changed.vms[index].name));
+            changed
+        })
     }
 
-    /// What moves a disk; why it stays, or nothing for what is no disk of QEMU's at all.
-    fn disk(&mut self, round: &Round<'_>, vm: usize, at: usize) -> Result<Going, String> {
+    /// Prepares the conversion of a disk.
+    ///
+    /// # Errors
+    /// The reason why it cannot be converted; empty if it is not a disk that QEMU serves.
+    fn disk(&mut self, round: &Round<'_>, vm: usize, at: usize) -> Result<Candidate, String> {
         let input = round.input;
         let machine = &input.vms[vm];
         let disk = &machine.disks[at];
-        movable(input, disk)?;
+        check_convertible(input, disk)?;
         let vcpus = machine.table.number("vm.vcpus").unwrap_or(1).clamp(1, 256);
         let given = |name| {
             let number = disk.table.number(name)?;
@@ -250,7 +255,7 @@ impl Move {
             ),
         };
         match edits {
-            Ok(edits) => Ok(Going {
+            Ok(edits) => Ok(Candidate {
                 disk: at,
                 group: disk.carried.group.clone(),
                 served,
@@ -264,18 +269,23 @@ impl Move {
     }
 }
 
-/// The machine with its disks moved and its memory shared: both or nothing, since it would not start with one alone.
-fn moved(input: &Input, vm: usize, going: &[Going]) -> Result<Input, String> {
+/// Converts a VM's disks and shares its memory. The VM would not start with only one of the two.
+fn with_disks_converted(
+    input: &Input,
+    vm: usize,
+    candidates: &[Candidate],
+) -> Result<Input, String> {
     let mut edits: Vec<Edit> = Vec::new();
-    for disk in going {
-        edits.extend(disk.edits.iter().cloned());
+    for candidate in candidates {
+        edits.extend(candidate.edits.iter().cloned());
     }
     if input.vms[vm].table.word("vm.memory-shared") == Some("no") {
         let shared = set(input, vm, Setting::SharedMemory);
-        edits
-            .extend(shared.map_err(|why| format!("the machine's memory cannot be shared: {why}"))?);
+        edits.extend(
+            shared.map_err(|reason| format!("the VM's memory cannot be shared: {reason}"))?,
+        );
     }
-    again(input, &edits)
+    with_edits(input, &edits)
 }
 
 fn set(input: &Input, vm: usize, setting: Setting) -> Result<Vec<Edit>, String> {
@@ -287,13 +297,14 @@ fn set(input: &Input, vm: usize, setting: Setting) -> Result<Vec<Edit>, String> 
     }
 }
 
-fn again(input: &Input, edits: &[Edit]) -> Result<Input, String> {
-    let sources = apply(&input.sources, edits).ok_or("two changes at one place")?;
-    reread(input, sources).map_err(|e| format!("it would not be read again: {e}"))
+fn with_edits(input: &Input, edits: &[Edit]) -> Result<Input, String> {
+    let sources = apply(&input.sources, edits).ok_or("two changes overlap")?;
+    reread(input, sources).map_err(|e| format!("the result could not be read: {e}"))
 }
 
-/// Why a disk stays; an empty reason for what is no disk of QEMU's at all.
-fn movable(input: &Input, disk: &Disk) -> Result<(), String> {
+/// # Errors
+/// The reason why a disk cannot be converted; empty if it is not a disk that QEMU serves.
+fn check_convertible(input: &Input, disk: &Disk) -> Result<(), String> {
     let word = |name| disk.table.word(name).unwrap_or_default();
     if word("disk.device") != "disk"
         || word("disk.bus").starts_with("vhost-user")
@@ -303,7 +314,7 @@ fn movable(input: &Input, disk: &Disk) -> Result<(), String> {
     }
     match input.kind {
         Kind::Proxmox => {
-            return Err("Proxmox has no vhost-user disks; they would need args: by hand".into());
+            return Err("Proxmox has no vhost-user disks; add them manually with args:".into());
         }
         Kind::Ringdisk => return Err(String::new()),
         _ => {}
@@ -312,20 +323,20 @@ fn movable(input: &Input, disk: &Disk) -> Result<(), String> {
         "file" | "block" => {}
         "rbd" => {
             return Err(
-                "an image in a Ceph cluster is brought over by hand: file=rbd:POOL/IMAGE in \
+                "images in a Ceph cluster must be converted manually: file=rbd:POOL/IMAGE in \
                  ringdisk.toml"
                     .into(),
             );
         }
-        "" => return Err("a variable of the shell says what is behind it".into()),
+        "" => return Err("a shell variable names its storage".into()),
         other => return Err(format!("ringdisk does not serve {other}")),
     }
     if !matches!(word("disk.format"), "raw" | "qcow2") {
-        return Err("its format is neither raw nor qcow2, or not known".into());
+        return Err("its format is unknown, or neither raw nor qcow2".into());
     }
     if word("disk.bus") != "virtio-blk" {
         return Err(format!(
-            "it is {}; bring it to virtio-blk first (--fix)",
+            "it is {}; change it to virtio-blk first (--fix)",
             word("disk.bus")
         ));
     }
@@ -333,16 +344,16 @@ fn movable(input: &Input, disk: &Disk) -> Result<(), String> {
     for bytes in [disk.carried.logical_block, disk.carried.physical_block] {
         if let Some(bytes) = bytes.filter(|bytes| !matches!(bytes, 512 | 4096)) {
             return Err(format!(
-                "it has blocks of {bytes} bytes, and ringdisk has 512 and 4096"
+                "its block size is {bytes} bytes, and ringdisk supports 512 and 4096"
             ));
         }
     }
     Ok(())
 }
 
-/// A name as ringdisk takes it: the machine's and what is its own.
-fn named(vm: &str, own: &str) -> String {
-    let text = format!("{vm}-{own}");
+/// A valid ringdisk name from the names of a VM and of its disk or group.
+fn named(vm: &str, name: &str) -> String {
+    let text = format!("{vm}-{name}");
     let good = |c: char| {
         if c.is_ascii_alphanumeric() || "-._".contains(c) {
             c
@@ -351,17 +362,17 @@ fn named(vm: &str, own: &str) -> String {
         }
     };
     let name: String = text.chars().map(good).take(50).collect();
-    match name.starts_with(|c: char| c.is_ascii_alphabetic()) {
-        true => name,
-        false => format!("vm{name}"),
+    if name.starts_with(|c: char| c.is_ascii_alphabetic()) {
+        return name;
     }
+    format!("vm{name}")
 }
 
 fn quoted(text: &str) -> String {
     toml::Value::String(text.to_owned()).to_string()
 }
 
-/// The tables of a disk, and of its group of throttles if that is new.
+/// The TOML tables of a disk, and of its throttle group if that is new.
 fn toml_of(disk: &Disk, served: &Served, group: Option<&str>, is_new: bool) -> String {
     let word = |name| disk.table.word(name).unwrap_or_default();
     let mut limits = String::new();
@@ -384,7 +395,7 @@ fn toml_of(disk: &Disk, served: &Served, group: Option<&str>, is_new: bool) -> S
     put("file", quoted(&disk.file));
     put("format", quoted(word("disk.format")));
     put("socket", quoted(&served.socket));
-    // Past the page cache, unless somebody chose otherwise; never less durable than it was.
+    // Bypass the page cache unless the input sets the cache mode. Never less durable than before.
     let cache = match word("disk.cache") {
         "writeback" if disk.table.given("disk.cache").is_none() => "none",
         "unsafe" => "none",
@@ -420,7 +431,7 @@ fn toml_of(disk: &Disk, served: &Served, group: Option<&str>, is_new: bool) -> S
     if let Ok(Some(serial)) = disk.carried.serial() {
         put("serial", quoted(serial));
     }
-    // A partition table counts in them; QEMU's are of 512 bytes whatever is behind the disk.
+    // Partition tables count in logical blocks. QEMU's default is 512 bytes, whatever the storage has.
     let logical = disk.carried.logical_block.unwrap_or(512);
     put("logical-block-size", logical.to_string());
     if let Some(physical) = disk.carried.physical_block {
@@ -431,18 +442,18 @@ fn toml_of(disk: &Disk, served: &Served, group: Option<&str>, is_new: bool) -> S
     text
 }
 
-/// What a person has to know of a disk that goes to ringdisk.
+/// Messages about a converted disk.
 fn notes(disk: &Disk) -> Vec<&'static str> {
     let mut notes = Vec::new();
     let stops = |policy: &Option<String>| policy.as_deref() == Some("stop");
     if stops(&disk.carried.werror) || stops(&disk.carried.rerror) {
         notes.push(
-            "where QEMU paused the VM after an I/O error, ringdisk lets requests wait until 'ringdisk resume', \
-             and the VM runs on",
+            "after an I/O error, QEMU paused the VM; ringdisk holds requests until 'ringdisk resume', and the VM \
+             continues to run",
         );
     }
     if !disk.file.starts_with('/') {
-        notes.push("its file has no absolute path: ringdisk looks for it where it is started");
+        notes.push("its path is relative: ringdisk resolves it from its working directory");
     }
     notes
 }
@@ -456,11 +467,13 @@ fn to_qemu(inputs: Vec<Input>) -> Result<Converted, String> {
         .cloned()
         .collect();
     if served.is_empty() {
-        return Err("name ringdisk's configuration too: it says what is behind its disks".into());
+        return Err(
+            "also name ringdisk's configuration: it says where its disks are stored".into(),
+        );
     }
     let mut converted = Converted {
         inputs: Vec::new(),
-        said: Vec::new(),
+        messages: Vec::new(),
         config: None,
     };
     let mut moved = 0;
@@ -478,38 +491,43 @@ fn to_qemu(inputs: Vec<Input>) -> Result<Converted, String> {
                 let stem = disk.file.rsplit('/').next().unwrap_or_default();
                 let name = stem.strip_suffix(".sock").unwrap_or(stem).to_owned();
                 let Some(storage) = served.iter().find(|known| known.name == name) else {
-                    converted.said.push(format!(
-                        "{place} stays: no disk '{name}' is in ringdisk's configuration"
+                    converted.messages.push(format!(
+                        "{place} is not converted: ringdisk's configuration has no disk '{name}'"
                     ));
                     continue;
                 };
                 let round = Round::new(&input);
                 let target = Target::new(&round, index, Some(at - 1));
-                if storage.carried.own_besides {
-                    converted.said.push(format!(
-                        "{place}: it keeps the limits of its group, not those of its own"
-                    ));
+                if storage.carried.has_own_limits {
+                    converted
+                        .messages
+                        .push(format!("{place}: it keeps only the limits of its group"));
                 }
                 let edits = match input.kind {
                     Kind::Libvirt => libvirt::from_ringdisk(&target, storage),
                     _ => qemu::from_ringdisk(&target, storage),
                 };
-                match edits.and_then(|edits| again(&input, &edits)) {
+                match edits.and_then(|edits| with_edits(&input, &edits)) {
                     Ok(changed) => {
                         input = changed;
                         moved += 1;
-                        converted.said.push(format!("take the disk '{name}' out of ringdisk's configuration, before the machine starts"));
+                        converted.messages.push(format!(
+                            "remove the disk '{name}' from ringdisk's configuration before the VM starts"
+                        ));
                     }
-                    Err(why) => converted.said.push(format!("{place} stays: {why}")),
+                    Err(reason) => {
+                        let message = format!("{place} is not converted: {reason}");
+                        converted.messages.push(message);
+                    }
                 }
             }
         }
         converted.inputs.push(input);
     }
     match moved {
-        0 => Err(match converted.said.as_slice() {
+        0 => Err(match converted.messages.as_slice() {
             [] => "there is no vhost-user-blk disk".into(),
-            said => said.join("; "),
+            messages => messages.join("; "),
         }),
         _ => Ok(converted),
     }

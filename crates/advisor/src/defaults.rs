@@ -66,7 +66,7 @@ pub fn fill(vm: &mut Vm) {
 
 /// Takes back what is only assumed of a machine or a disk that may have more options than the input shows.
 fn hide(vm: &mut Vm) {
-    let why = "the input does not show all options";
+    let why = "a shell variable may contain more options";
     if vm.open {
         vm.table.hide_assumed(why);
     }
@@ -241,9 +241,10 @@ fn threads(vm: &mut Vm) {
         .derive("vm.threads-defined", defined.len(), "counted in the input");
     match unused.first() {
         // What is not shown may use it.
-        _ if vm.open => vm
-            .table
-            .hide("vm.threads-unused", "the input does not show all options"),
+        _ if vm.open => vm.table.hide(
+            "vm.threads-unused",
+            "a shell variable may contain more options",
+        ),
         Some(thread) => vm
             .table
             .give("vm.threads-unused", unused.len(), thread.span),
@@ -261,7 +262,7 @@ fn mapping_problem(disk: &Disk) -> Option<String> {
         return None;
     }
     if named.len() < mapped.len() {
-        return Some("some of its threads name queues and some do not".into());
+        return Some("only some of its threads name queues".into());
     }
     let queues = disk.table.number("disk.queues")?;
     let mut all: Vec<u64> = named.into_iter().flatten().copied().collect();
@@ -271,14 +272,14 @@ fn mapping_problem(disk: &Disk) -> Option<String> {
     }
     if let Some(over) = all.iter().find(|&&queue| queue >= queues) {
         return Some(format!(
-            "there is no queue {over}, the last is {}",
+            "queue {over} does not exist; the last queue is {}",
             queues.saturating_sub(1)
         ));
     }
     // In order and each once: the first that is not at its own place is missing.
     let missing = (0..queues.min(all.len() as u64 + 1))
         .find(|&queue| all.get(queue as usize) != Some(&queue));
-    missing.map(|queue| format!("no thread is named for queue {queue}"))
+    missing.map(|queue| format!("no thread serves queue {queue}"))
 }
 
 /// Bytes that the whole L2 table of a qcow2 image takes: 8 bytes for each cluster, 16 with subclusters.

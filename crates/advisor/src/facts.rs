@@ -1,7 +1,7 @@
-//! Facts of a host: collected on it, or read from a file that `ringdisk check --collect` wrote on another one.
+//! Facts about a host: collected on it, or read from a file that `ringdisk check --collect` wrote on another host.
 //!
-//! The file is JSON, and its keys are the names of [properties](crate::model::PROPERTIES) without what stands before
-//! the point. What cannot be found out on a host may be added by hand, as `"ceph": {"media": "hdd"}`:
+//! The file is JSON. Its keys are the names of [properties](crate::model::PROPERTIES) without the prefix. Facts that cannot
+//! be collected may be added manually, such as `"ceph": {"media": "hdd"}`:
 //!
 //! ```json
 //! { "format": "ringdisk-facts-1", "name": "host1", "fingerprint": "…",
@@ -21,15 +21,15 @@ use thiserror::Error;
 use crate::defaults;
 use crate::model::{Data, Kind, Origin, PROPERTIES, Table, Vm};
 
-/// What a file of facts says that it is.
+/// The format of a facts file.
 pub const FORMAT: &str = "ringdisk-facts-1";
 
-/// Largest file of facts.
+/// The maximum size of a facts file.
 pub const BYTES_MAX: usize = 64 << 20;
 
 type Map = BTreeMap<String, Json>;
 
-/// What is known of a host.
+/// The known properties of a host.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Facts {
@@ -38,7 +38,7 @@ pub struct Facts {
     /// The host's name.
     #[serde(default)]
     pub name: String,
-    /// By which results that were measured on it are known again.
+    /// Identifies the host in the results of `ringdisk lab`.
     #[serde(default)]
     pub fingerprint: String,
     /// Properties `host.`
@@ -55,25 +55,21 @@ pub struct Facts {
     pub files: BTreeMap<String, Map>,
 }
 
-/// A file of facts that cannot be used.
+/// A facts file that cannot be read.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("{name}:{line}:{column}: {problem}")]
 pub struct FactsError {
-    /// The file.
     pub name: String,
-    /// The line.
     pub line: usize,
-    /// The column.
     pub column: usize,
-    /// What is wrong.
     pub problem: String,
 }
 
 impl Facts {
-    /// Reads a file of facts; what it says that is not known comes back as notes.
+    /// Reads a facts file. Returns a note for each unknown or invalid fact.
     ///
     /// # Errors
-    /// It is no such file.
+    /// The file is not a valid facts file.
     pub fn parse(name: &str, text: &str) -> Result<(Self, Vec<String>), FactsError> {
         let fail = |line, column, problem: String| FactsError {
             name: name.to_owned(),
@@ -82,13 +78,14 @@ impl Facts {
             problem,
         };
         if text.len() > BYTES_MAX {
-            return Err(fail(1, 1, format!("is larger than {BYTES_MAX} bytes")));
+            let problem = format!("the file is larger than {BYTES_MAX} bytes");
+            return Err(fail(1, 1, problem));
         }
         let facts: Self =
             serde_json::from_str(text).map_err(|e| fail(e.line(), e.column(), e.to_string()))?;
         if facts.format != FORMAT {
             let problem = format!(
-                "is of the format '{}', and must be of '{FORMAT}'; write it anew with --collect",
+                "the format is '{}', and must be '{FORMAT}'; write the file again with --collect",
                 facts.format
             );
             return Err(fail(1, 1, crate::text::printable(&problem)));
@@ -111,7 +108,7 @@ impl Facts {
         Ok((facts, notes))
     }
 
-    /// What holds of the host.
+    /// The `host.` and `ceph.` properties.
     pub fn table(&self) -> Table {
         let mut table = Table::default();
         fill(&mut table, "host", &self.host);
@@ -119,7 +116,7 @@ impl Facts {
         table
     }
 
-    /// What holds of each block device.
+    /// The name and the properties of each block device.
     pub fn devices(&self) -> Vec<(String, Table)> {
         let each = |(name, map): (&String, &Map)| {
             let mut table = Table::default();
@@ -130,7 +127,7 @@ impl Facts {
         self.devices.iter().map(each).collect()
     }
 
-    /// Adds to a machine's disks what is known of what is behind them.
+    /// Adds the properties of their storage to a VM's disks.
     pub fn join(&self, vm: &mut Vm) {
         if let Some(version) = self
             .host
@@ -172,7 +169,7 @@ fn fill(table: &mut Table, prefix: &str, map: &Map) {
     }
 }
 
-/// A property of a file of facts.
+/// A property in a facts file.
 fn property(prefix: &str, key: &str, value: &Json) -> Result<(&'static str, Data), String> {
     let known = PROPERTIES.iter().find(|property| {
         property
@@ -181,20 +178,20 @@ fn property(prefix: &str, key: &str, value: &Json) -> Result<(&'static str, Data
             .and_then(|rest| rest.strip_prefix('.'))
             == Some(key)
     });
-    let property = known.ok_or("is not known")?;
+    let property = known.ok_or("unknown fact")?;
     let data = match (property.kind, value) {
         (Kind::Word(_), Json::Bool(flag)) => Data::from(*flag),
         (Kind::Word(_), Json::String(word)) => Data::from(word.clone()),
         (Kind::Number, Json::Number(number)) => {
-            Data::Number(number.as_u64().ok_or("is no whole number")?)
+            Data::Number(number.as_u64().ok_or("not a whole number")?)
         }
         (Kind::Version, Json::String(text)) => {
-            Data::Version(text.parse().map_err(|()| "is no version")?)
+            Data::Version(text.parse().map_err(|()| "not a version")?)
         }
-        _ => return Err("has a value of another kind".into()),
+        _ => return Err("value of the wrong type".into()),
     };
-    match property.allows(&data) {
-        true => Ok((property.name, data)),
-        false => Err(format!("is never '{data}'")),
+    if !property.allows(&data) {
+        return Err(format!("'{data}' is not a possible value"));
     }
+    Ok((property.name, data))
 }

@@ -1,4 +1,4 @@
-//! Fixes: settings that rules name, which every front-end writes in its own syntax, as few bytes as it can.
+//! Fixes: settings that rules name. Each front-end writes them in its own syntax with as few changed bytes as possible.
 
 #[cfg(test)]
 mod tests;
@@ -17,42 +17,42 @@ use crate::rules::{Rule, Rules, Severity};
 use crate::text::{Changes, Edit, Source, apply};
 use crate::{libvirt, proxmox, qemu, ringdisk};
 
-/// How often an input is changed and checked again, at most. Each time all its disks are changed that need it, one setting
-/// each; a disk has about a dozen. What is still found then is told.
+/// The maximum number of times that an input is changed and checked again. Each round changes one setting of every disk
+/// that needs it, and a disk has about a dozen. Findings that are left after that are reported.
 const ROUNDS_MAX: usize = 64;
 
-/// What a fix does, in no syntax.
+/// A change that a rule asks for, independent of a front-end's syntax.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setting {
-    /// The disk goes to a virtio bus.
+    /// Move the disk to a virtio bus.
     Virtio,
-    /// This cache mode.
+    /// Set this cache mode.
     Cache(&'static str),
-    /// The cache mode that is as durable, with O_DIRECT.
+    /// Set the equally durable cache mode with O_DIRECT.
     CacheDirect,
-    /// This way to the kernel.
+    /// Set `aio`.
     Aio(&'static str),
-    /// An I/O thread of its own: one that is defined and not used, or a new one.
+    /// Give the disk its own I/O thread: an unused one, or a new one.
     OwnThread,
-    /// The I/O thread that the disk names is defined.
+    /// Define the I/O thread that the disk names.
     DefineThread,
-    /// I/O threads that nothing uses go.
+    /// Remove unused I/O threads.
     TrimThreads,
-    /// Every disk has its SCSI controller.
+    /// Give every disk its own SCSI controller.
     SingleController,
-    /// As many queues as vCPUs.
+    /// Set the number of queues to the number of vCPUs.
     QueuesAsVcpus,
-    /// Queues take turns over their threads.
+    /// Assign queues to threads in turn.
     EvenMapping,
-    /// Discards reach the storage.
+    /// Pass discards to the storage.
     Discard,
-    /// Something given goes: `ioeventfd`, `x-data-plane`, `scsi`, `iothread`.
+    /// Remove `ioeventfd`, `x-data-plane`, `scsi` or `iothread`.
     Remove(&'static str),
-    /// Other processes may map the guest's memory.
+    /// Let other processes map the guest's memory.
     SharedMemory,
-    /// QEMU connects again to the disk's server.
+    /// Let QEMU reconnect to the disk's server.
     Reconnect,
-    /// The cache of a qcow2 image's tables holds all of them.
+    /// Make the cache large enough for all tables of a qcow2 image.
     L2Cache,
 }
 
@@ -87,24 +87,21 @@ impl FromStr for Setting {
     }
 }
 
-/// What is set where.
+/// The VM or disk to which a setting applies.
 #[derive(Clone, Copy)]
 pub struct Target<'a> {
-    /// The input.
     pub input: &'a Input,
-    /// What it has in common with other changes.
     pub round: &'a Round<'a>,
-    /// Number of its machine.
+    /// Index into the input's VMs.
     pub vm: usize,
-    /// Number of its disk.
+    /// Index into the VM's disks.
     pub disk: Option<usize>,
 }
 
-/// The changes for a setting; why there are none.
+/// The edits for a setting, or why it cannot be made.
 pub type Edits = Result<Vec<Edit>, String>;
 
 impl<'a> Target<'a> {
-    /// A machine, or one of its disks.
     pub fn new(round: &'a Round<'a>, vm: usize, disk: Option<usize>) -> Self {
         Self {
             input: round.input,
@@ -133,22 +130,20 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// The machine.
     pub fn vm(&self) -> Result<&'a Vm, String> {
         self.input
             .vms
             .get(self.vm)
-            .ok_or_else(|| "there is no such machine".into())
+            .ok_or_else(|| "there is no such VM".into())
     }
 
-    /// The disk.
     pub fn disk(&self) -> Result<&'a Disk, String> {
         let disk = self.disk.and_then(|disk| self.vm().ok()?.disks.get(disk));
-        disk.ok_or_else(|| "it is no matter of one disk".into())
+        disk.ok_or_else(|| "the setting does not concern a single disk".into())
     }
 }
 
-/// Whether an id means the same wherever it is written.
+/// Whether an id needs no quotes or escapes in any syntax.
 pub fn is_plain(id: &str) -> bool {
     !id.is_empty()
         && id
@@ -156,50 +151,56 @@ pub fn is_plain(id: &str) -> bool {
             .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
 }
 
-/// Which findings are fixed.
+/// Selects the findings to fix.
 #[derive(Clone, Copy, Default)]
 pub struct Wanted<'a> {
-    /// Rules that are left alone.
+    /// Rules to skip.
     pub ignore: &'a [String],
-    /// Rules that are fixed although they lower durability.
+    /// Rules to fix although they lower durability or are notes.
     pub also: &'a [String],
 }
 
 /// An input after its fixes.
 #[derive(Debug)]
 pub struct Fixed {
-    /// It, read again.
+    /// The input, read again.
     pub input: Input,
-    /// What was done.
     pub done: Vec<Change>,
-    /// What was not, and why.
-    pub left: Vec<(String, String, String)>,
-    /// How often the text was changed as a whole.
+    pub left: Vec<Unfixed>,
+    /// The number of times that the text was changed and read again.
     pub rounds: usize,
 }
 
 /// A change that was made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Change {
-    /// The rule that asked for it.
     pub rule: String,
-    /// The machine and the disk.
+    /// The VM and the disk.
     pub place: String,
-    /// What it depends on that the input and the facts do not say; with that the other way, it does harm.
+    /// What the input and the facts do not say, and on which the change depends: it may do harm otherwise.
     pub unknown: Option<String>,
 }
 
-/// Applies the fixes of all findings; what comes to light by one is fixed too.
+/// A finding that was not fixed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unfixed {
+    pub rule: String,
+    /// The VM and the disk.
+    pub place: String,
+    pub reason: String,
+}
+
+/// Applies the fixes of all findings, and of findings that these changes cause.
 ///
 /// # Errors
-/// What was written cannot be read again, which is a mistake of this program.
+/// The changed text cannot be read again, which is a bug.
 pub fn fix(
     input: Input,
     rules: &Rules,
     facts: Option<&Facts>,
     wanted: Wanted<'_>,
 ) -> Result<Fixed, ReadError> {
-    // A change is followed by reading all of the text again: each machine has a text of its own meanwhile.
+    // After a change, the whole text is read again. With one text per VM, the work stays proportional to its size.
     let Some(machines) = machines(&input) else {
         return fix_text(input, rules, facts, wanted);
     };
@@ -229,13 +230,13 @@ pub fn fix(
     })
 }
 
-/// Each machine of an input as an input of its own; none if there is one alone, or where they hang together.
+/// Splits an input into one input per VM; `None` if it has only one VM, or if their texts overlap.
 pub fn machines(input: &Input) -> Option<Vec<Input>> {
     let [source] = input.sources.as_slice() else {
         return None;
     };
-    let apart = |pair: &[Vm]| pair[0].span.end <= pair[1].span.start;
-    if input.vms.len() < 2 || !input.vms.windows(2).all(apart) {
+    let are_separate = |pair: &[Vm]| pair[0].span.end <= pair[1].span.start;
+    if input.vms.len() < 2 || !input.vms.windows(2).all(are_separate) {
         return None;
     }
     let one = |vm: &Vm| {
@@ -257,8 +258,8 @@ pub fn machines(input: &Input) -> Option<Vec<Input>> {
     input.vms.iter().map(one).collect()
 }
 
-/// The same for a text with few machines, in rounds: all that is found is changed together, as far as changes do not touch
-/// each other, and then the text is checked again. So the work grows with the number of disks, and not with its square.
+/// Fixes a text with few VMs, in rounds. A round makes all changes that do not overlap, and then the text is checked again:
+/// the work grows with the number of disks, not with its square.
 fn fix_text(
     input: Input,
     rules: &Rules,
@@ -274,18 +275,15 @@ fn fix_text(
     loop {
         let input = with_facts(&fixed.input, facts);
         let hits = hits(&input, rules, facts, wanted.ignore).hits;
-        let (sources, left) = match fixed.rounds < ROUNDS_MAX {
-            true => {
-                let (sources, done, left) = round(&input, &hits, facts, wanted);
-                fixed.done.extend(done);
-                (sources, left)
-            }
-            false => {
-                let why = format!("it is found again after {ROUNDS_MAX} changes");
-                let again = hits.iter().filter(|hit| is_wanted(hit.rule, wanted));
-                let again = again.map(|hit| (hit.rule.id.clone(), hit.place(&input), why.clone()));
-                (None, again.collect())
-            }
+        let (sources, left) = if fixed.rounds < ROUNDS_MAX {
+            let (sources, done, left) = round(&input, &hits, facts, wanted);
+            fixed.done.extend(done);
+            (sources, left)
+        } else {
+            let reason = format!("the finding remains after {ROUNDS_MAX} changes");
+            let remaining = hits.iter().filter(|hit| is_wanted(hit.rule, wanted));
+            let remaining = remaining.map(|hit| unfixed(hit, &input, reason.clone()));
+            (None, remaining.collect())
         };
         fixed.left = left;
         let Some(sources) = sources else {
@@ -296,7 +294,7 @@ fn fix_text(
     }
 }
 
-/// An input with what is known of its host.
+/// The input with the facts of its host added.
 fn with_facts<'a>(input: &'a Input, facts: Option<&Facts>) -> Cow<'a, Input> {
     let mut input = Cow::Borrowed(input);
     if let Some(facts) = facts {
@@ -306,21 +304,27 @@ fn with_facts<'a>(input: &'a Input, facts: Option<&Facts>) -> Cow<'a, Input> {
     input
 }
 
-/// What is not fixed: the rule, where, and why.
-type Left = Vec<(String, String, String)>;
+fn unfixed(hit: &Hit<'_>, input: &Input, reason: String) -> Unfixed {
+    Unfixed {
+        rule: hit.rule.id.clone(),
+        place: hit.place(input),
+        reason,
+    }
+}
 
-/// Fixes what is found as far as it can be done at once: the texts, or none if nothing changes, what was done, and what is
-/// left.
+/// Makes all changes that can be made together. Returns the new texts (none if nothing changes), the changes made, and the
+/// findings left.
 fn round(
     input: &Input,
     hits: &[Hit<'_>],
     facts: Option<&Facts>,
     wanted: Wanted<'_>,
-) -> (Option<Vec<Source>>, Vec<Change>, Left) {
+) -> (Option<Vec<Source>>, Vec<Change>, Vec<Unfixed>) {
     let round = Round::new(input);
     let mut changes = Changes::default();
-    let (mut done, mut left) = (Vec::new(), Left::new());
-    // One change of a disk at a time, and of a machine as a whole: each sees what the one before has left.
+    let (mut done, mut left) = (Vec::new(), Vec::new());
+    // At most one change per disk and round, and either changes of its disks or one change of the VM: each change sees the
+    // result of the one before.
     let mut disks: HashSet<(usize, usize)> = HashSet::new();
     let mut machines: BTreeMap<usize, bool> = BTreeMap::new();
     for hit in hits {
@@ -336,22 +340,22 @@ fn round(
         round.begin(vm);
         let threads = round.threads(vm);
         let target = Target::new(&round, vm, disk);
-        let edits = all(&target, rule).and_then(|edits| {
-            match edits.is_empty() && round.threads(vm) == threads {
-                true => Err("nothing would change".into()),
-                false => Ok(edits),
+        let edits = rule_edits(&target, rule).and_then(|edits| {
+            if edits.is_empty() && round.threads(vm) == threads {
+                return Err("the change would have no effect".into());
             }
+            Ok(edits)
         });
         let edits = match edits {
             Ok(edits) => edits,
-            Err(why) => {
+            Err(reason) => {
                 round.undo(vm);
-                left.push((rule.id.clone(), hit.place(input), why));
+                left.push(unfixed(hit, input, reason));
                 continue;
             }
         };
         if !changes.add(edits) {
-            // Another change is in the way; the next round comes back to this one.
+            // It overlaps another change; the next round tries it again.
             round.undo(vm);
             continue;
         }
@@ -369,13 +373,13 @@ fn round(
             && let Ok(edits) = libvirt::keep_boot_order(&Target::new(&round, vm, None), &moved)
             && !changes.add(edits)
         {
-            // Nothing else changes these places; if it does, nothing is better than another disk.
-            let why = "its boot order cannot be kept".to_owned();
-            return (
-                None,
-                Vec::new(),
-                vec![("emulated-bus".into(), String::new(), why)],
-            );
+            // No other change touches the boot order. If one does, change nothing rather than boot from another disk.
+            let left = Unfixed {
+                rule: "emulated-bus".into(),
+                place: String::new(),
+                reason: "the boot order cannot be kept".into(),
+            };
+            return (None, Vec::new(), vec![left]);
         }
         if let Some(count) = round.threads(vm)
             && let Ok(edits) = libvirt::count_threads(&Target::new(&round, vm, None), count)
@@ -385,9 +389,10 @@ fn round(
         }
     }
     left.dedup();
-    let sources = match changes.is_empty() {
-        true => None,
-        false => changes.apply(&input.sources),
+    let sources = if changes.is_empty() {
+        None
+    } else {
+        changes.apply(&input.sources)
     };
     (sources, done, left)
 }
@@ -397,8 +402,8 @@ fn is_wanted(rule: &Rule, wanted: Wanted<'_>) -> bool {
     !rule.fix.is_empty() && (named || (!rule.lowers_durability && rule.severity != Severity::Info))
 }
 
-/// The edits for all settings of a rule; none if they would change nothing.
-fn all(target: &Target<'_>, rule: &Rule) -> Edits {
+/// The edits for all settings of a rule; none if the text would stay the same.
+fn rule_edits(target: &Target<'_>, rule: &Rule) -> Edits {
     let mut edits = Vec::new();
     for setting in &rule.fix {
         edits.extend(target.edits(*setting)?);
@@ -408,13 +413,13 @@ fn all(target: &Target<'_>, rule: &Rule) -> Edits {
         let now = source.and_then(|source| source.text.get(edit.span.range()));
         now != Some(edit.text.as_str())
     };
-    match edits.iter().any(changes) {
-        true => Ok(edits),
-        false => Ok(Vec::new()),
+    if !edits.iter().any(changes) {
+        edits.clear();
     }
+    Ok(edits)
 }
 
-/// Reads an input again after its texts were changed.
+/// Reads an input again after its texts have changed.
 pub fn reread(input: &Input, sources: Vec<Source>) -> Result<Input, ReadError> {
     let mut surroundings = input.surroundings.clone();
     let mut sources = sources.into_iter();

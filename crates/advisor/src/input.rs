@@ -1,4 +1,4 @@
-//! What is checked: its kind is found from its content.
+//! Reads a configuration. Its kind is detected from its content.
 
 use std::path::PathBuf;
 
@@ -9,73 +9,67 @@ use crate::model::{Note, Vm};
 use crate::text::{BYTES_MAX, Position, Source, Span, printable};
 use crate::{libvirt, proxmox, qemu, ringdisk};
 
-/// Whose configuration an input is.
+/// The kind of configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// A libvirt domain.
+    /// A libvirt domain
     Libvirt,
-    /// Command lines of QEMU.
+    /// QEMU command lines
     Qemu,
-    /// A Proxmox VM.
+    /// A Proxmox VM
     Proxmox,
-    /// ringdisk's own configuration.
+    /// `ringdisk.toml`
     Ringdisk,
 }
 
-/// What an input needs besides itself.
+/// Further information that the reader of an input may need.
 #[derive(Clone, Debug, Default)]
 pub struct Surroundings {
     /// The storages of Proxmox (`storage.cfg`).
     pub storages: Option<Source>,
-    /// Files that a command line names, by their names there: `-readconfig`, `@file`.
+    /// Files that a command line includes (`-readconfig`, `@file`), under the names that it uses.
     pub files: Vec<Source>,
-    /// The name of the machine, if the input has none.
+    /// The VM's name, if the input has none.
     pub name: Option<String>,
-    /// Allocator of a running QEMU, from its mappings.
+    /// The allocator of a running QEMU, from its mappings.
     pub malloc: Option<&'static str>,
 }
 
-/// An input that was read.
+/// A configuration after reading.
 #[derive(Clone, Debug)]
 pub struct Input {
-    /// What it is.
     pub kind: Kind,
-    /// Its texts, the first of which is the input itself.
+    /// The input itself, then the files that it includes.
     pub sources: Vec<Source>,
-    /// What it describes.
     pub vms: Vec<Vm>,
-    /// What was passed over.
+    /// Parts of the input that were skipped.
     pub notes: Vec<Note>,
-    /// Rules that are not wanted there.
+    /// Comments in the input that suppress findings.
     pub ignores: Vec<Ignore>,
-    /// What else was used.
     pub surroundings: Surroundings,
 }
 
 /// A comment `ringdisk: ignore RULE because …`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ignore {
-    /// Where.
     pub span: Span,
-    /// The rule.
     pub rule: String,
-    /// Why; none is a mistake that is told of.
+    /// The reason; a note asks for it if it is missing.
     pub because: Option<String>,
 }
 
-/// Why an input cannot be checked.
+/// An input that cannot be read.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("{name}:{at}: {problem}")]
 pub struct ReadError {
-    /// The text.
+    /// The name of the file, or of what was read instead.
     pub name: String,
-    /// Where in it.
     pub at: Position,
     /// What is wrong, and what to do.
     pub problem: String,
 }
 
-/// What is wrong with the main text, and where in it.
+/// An error at a byte of the main text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mistake {
     at: usize,
@@ -83,56 +77,55 @@ pub struct Mistake {
 }
 
 impl Mistake {
-    /// At that byte.
     pub fn new(at: usize, problem: impl Into<String>) -> Self {
         let problem = problem.into();
         Self { at, problem }
     }
 }
 
-/// What reading collects.
+/// The result of reading, while it is being read.
 #[derive(Debug, Default)]
 pub struct Reading {
-    /// Texts besides the first.
+    /// Included texts.
     pub more: Vec<Source>,
-    /// What the input describes.
     pub vms: Vec<Vm>,
     notes: Vec<Note>,
     ignores: Vec<Ignore>,
-    /// I/O threads that are only counted, of all machines together.
+    /// The number of I/O threads of all VMs that the input only counts.
     threads: u64,
 }
 
-/// Most I/O threads that machines of one input have by their number alone: each takes memory here, and a number is short.
+/// The maximum number of I/O threads that an input defines by a mere count. Each takes memory here, so a short input could
+/// otherwise take much memory.
 pub const THREADS_MAX: u64 = 65_536;
 
 impl Reading {
-    /// Whether there may be that many more I/O threads.
+    /// Counts more I/O threads; false if they exceed the maximum.
     pub fn has_threads(&mut self, more: u64) -> bool {
         self.threads = self.threads.saturating_add(more);
         self.threads <= THREADS_MAX
     }
 
-    /// Says that something was passed over.
+    /// Records a part of the input that was skipped.
     pub fn note(&mut self, span: Span, text: impl Into<String>) {
-        // A hostile input may have a mistake in every byte.
+        // A hostile input may have an error in every byte.
         if self.notes.len() < 1000 {
             let text = printable(&text.into());
             self.notes.push(Note { span, text });
         }
     }
 
-    /// Looks for an order to ignore a rule.
+    /// Records the rule that a comment suppresses, if it does.
     pub fn comment(&mut self, text: &str, span: Span) {
-        let Some((_, order)) = text.split_once("ringdisk:") else {
+        let Some((_, command)) = text.split_once("ringdisk:") else {
             return;
         };
-        let mut words = order.split_whitespace();
+        let mut words = command.split_whitespace();
         if words.next() != Some("ignore") {
             return;
         }
         let Some(rule) = words.next() else {
-            self.note(span, "this comment names no rule to ignore");
+            self.note(span, "the comment does not name a rule to ignore");
             return;
         };
         let because = match words.next() {
@@ -144,7 +137,10 @@ impl Reading {
         if because.is_none() {
             self.note(
                 span,
-                format!("say why: ringdisk: ignore {} because …", printable(rule)),
+                format!(
+                    "give a reason: ringdisk: ignore {} because …",
+                    printable(rule)
+                ),
             );
         }
         self.ignores.push(Ignore {
@@ -155,10 +151,10 @@ impl Reading {
     }
 }
 
-/// Reads a configuration; its kind shows in its content.
+/// Reads a configuration.
 ///
 /// # Errors
-/// It is none that is known, or is broken: the place, and what was expected.
+/// The kind is unknown, or the text is invalid. The error says where, and what was expected.
 pub fn read(source: Source, surroundings: Surroundings) -> Result<Input, ReadError> {
     let fail = |source: &Source, Mistake { at, problem }| ReadError {
         name: printable(&source.name),
@@ -170,7 +166,7 @@ pub fn read(source: Source, surroundings: Surroundings) -> Result<Input, ReadErr
             &source,
             Mistake::new(
                 0,
-                format!("is larger than {BYTES_MAX} bytes; is it the right file?"),
+                format!("is larger than {BYTES_MAX} bytes; check that this is the right file"),
             ),
         ));
     }
@@ -208,7 +204,7 @@ pub fn read(source: Source, surroundings: Surroundings) -> Result<Input, ReadErr
     })
 }
 
-/// Files that a text names and that are part of it.
+/// The files that a text includes.
 pub fn files_named(text: &str) -> Vec<String> {
     if text.trim_start().starts_with('<') {
         Vec::new()
@@ -224,11 +220,11 @@ fn stem(name: &str) -> String {
         .map_or(name.into(), |stem| stem.to_string_lossy().into_owned())
 }
 
-/// What a text is, from what it begins with, or has in it.
+/// Detects the kind of a text.
 fn detect(text: &str) -> Result<Kind, Mistake> {
     let start = text.trim_start_matches(|c: char| c.is_whitespace() || c == '\u{feff}');
     if start.is_empty() {
-        return Err(Mistake::new(0, "is empty"));
+        return Err(Mistake::new(0, "the file is empty"));
     }
     if start.starts_with('<') {
         return Ok(Kind::Libvirt);
@@ -240,8 +236,8 @@ fn detect(text: &str) -> Result<Kind, Mistake> {
     if has_line("[Service]") && has_line("Exec") {
         return Err(Mistake::new(
             text.len() - start.len(),
-            "is a unit of systemd, in which quotes and variables are not those of a shell; check the QEMU that it starts: \
-             --pid",
+            "is a systemd unit, whose quotes and variables differ from those of a shell; check the running QEMU \
+             instead: --pid",
         ));
     }
     if qemu::has_command(text) {
@@ -255,7 +251,6 @@ fn detect(text: &str) -> Result<Kind, Mistake> {
     }
     Err(Mistake::new(
         text.len() - start.len(),
-        "is neither a libvirt domain (XML), nor a QEMU command line, nor a Proxmox VM configuration, nor a \
-         ringdisk.toml",
+        "is not a libvirt domain (XML), a QEMU command line, a Proxmox VM configuration or a ringdisk.toml",
     ))
 }

@@ -19,13 +19,13 @@ use crate::qemu::machine_version;
 use crate::text::Span;
 use crate::work;
 
-/// Most elements and attributes that are read; a domain with a thousand disks has about twenty thousand.
+/// The maximum number of elements and attributes. A domain with a thousand disks has about twenty thousand.
 const NODES_MAX: u32 = 500_000;
 
-/// Deepest nesting; a domain has about ten levels, and the parser's stack is not endless.
+/// The maximum depth, since the parser is recursive. A domain has about ten levels.
 const DEPTH_MAX: usize = 200;
 
-/// Models of SCSI controllers that imitate a PCI device, so that virtio-scsi can take their place.
+/// Models of SCSI controllers that emulate a PCI device, so that virtio-scsi can replace them.
 pub const EMULATED_SCSI: &[&str] = &[
     "am53c974",
     "buslogic",
@@ -36,12 +36,12 @@ pub const EMULATED_SCSI: &[&str] = &[
     "vmpvscsi",
 ];
 
-/// Documents with a domain that belongs to something that was saved, or that libvirt writes for itself.
+/// Documents whose domain belongs to saved state, or that libvirt writes for its own use.
 const STATES: &[(&str, &str)] = &[
-    ("domainsnapshot", "a snapshot of libvirt"),
-    ("domaincheckpoint", "a checkpoint of libvirt"),
-    ("domstatus", "the state of a domain that runs"),
-    ("qemu-migration", "the state of a domain that migrates"),
+    ("domainsnapshot", "a libvirt snapshot"),
+    ("domaincheckpoint", "a libvirt checkpoint"),
+    ("domstatus", "the state of a running domain"),
+    ("qemu-migration", "the state of a migrating domain"),
 ];
 
 /// Parses XML within limits.
@@ -49,7 +49,7 @@ pub fn parse(text: &str) -> Result<Document<'_>, Mistake> {
     if let Some(at) = too_deep(text) {
         return Err(Mistake::new(
             at,
-            format!("more than {DEPTH_MAX} elements one in the other"),
+            format!("elements are nested more than {DEPTH_MAX} levels deep"),
         ));
     }
     let options = ParsingOptions {
@@ -60,10 +60,8 @@ pub fn parse(text: &str) -> Result<Document<'_>, Mistake> {
     Document::parse_with_options(text, options).map_err(|error| {
         let at = error.pos();
         let problem = match error {
-            roxmltree::Error::DtdDetected => {
-                "has a document type declaration, which a domain has not".into()
-            }
-            // The place is told apart.
+            roxmltree::Error::DtdDetected => "a domain has no document type declaration".into(),
+            // Its text ends with the position, which is reported separately.
             error => {
                 let text = error.to_string();
                 text.rsplit_once(" at ")
@@ -72,12 +70,12 @@ pub fn parse(text: &str) -> Result<Document<'_>, Mistake> {
         };
         Mistake::new(
             offset(text, at.row as usize, at.col as usize),
-            format!("is no XML: {problem}"),
+            format!("is not XML: {problem}"),
         )
     })
 }
 
-/// Where elements nest too deeply. Comments, texts and values are passed over.
+/// The position of the first element that is too deep. Comments, texts and values do not count.
 fn too_deep(text: &str) -> Option<usize> {
     let mut depth = 0usize;
     let mut at = 0;
@@ -115,7 +113,7 @@ fn too_deep(text: &str) -> Option<usize> {
             }
             (None, byte) => byte == b'>',
         });
-        // What does not end is refused by the parser.
+        // The parser refuses an element without an end.
         let end = start + end?;
         if text[..end].ends_with('/') {
             depth -= 1;
@@ -136,10 +134,10 @@ fn offset(text: &str, row: usize, column: usize) -> usize {
     start + within.map_or(0, |(at, _)| at)
 }
 
-/// Reads a domain, or the domains inside another element.
+/// Reads a domain, or all domains inside another element.
 ///
 /// # Errors
-/// It is no XML, or there is no domain in it.
+/// The text is not XML, or contains no domain.
 pub fn read(text: &str, name: &str, reading: &mut Reading) -> Result<(), Mistake> {
     let document = parse(text)?;
     let root = document.root_element();
@@ -152,14 +150,14 @@ pub fn read(text: &str, name: &str, reading: &mut Reading) -> Result<(), Mistake
         .find(|(name, _)| domains.iter().any(|domain| is_inside(*domain, name)))
     {
         let problem = format!(
-            "is <{name}>, {what}: its domain has to stay as it is; check what 'virsh dumpxml --inactive' says"
+            "is <{name}>, {what}, whose domain must not change; check the output of 'virsh dumpxml --inactive'"
         );
         return Err(Mistake::new(root.range().start, problem));
     }
     if domains.is_empty() {
         let span = root.range();
         let problem = format!(
-            "is XML, but <{}> has no <domain> in it",
+            "is XML, but <{}> contains no <domain>",
             root.tag_name().name()
         );
         return Err(Mistake::new(span.start, problem));
@@ -180,12 +178,11 @@ fn is_inside(node: Node<'_, '_>, name: &str) -> bool {
         .any(|above| above.has_tag_name(name))
 }
 
-/// Whether an element that looks like a domain is a part of one, as of the metadata that another program keeps there.
+/// Whether a `<domain>` is part of another one, such as the metadata that another program stores there.
 fn is_of_another(node: Node<'_, '_>) -> bool {
     is_inside(node, "domain") || is_inside(node, "metadata")
 }
 
-/// The part of the text that is an element.
 fn span(node: Node<'_, '_>) -> Span {
     let range = node.range();
     Span::new(0, range.start, range.end)
@@ -196,7 +193,6 @@ fn value_span(attribute: Attribute<'_, '_>) -> Span {
     Span::new(0, range.start, range.end)
 }
 
-/// The child of that name.
 fn child<'a, 'i>(node: Node<'a, 'i>, name: &str) -> Option<Node<'a, 'i>> {
     let mut children = node.children().inspect(|_| work::step());
     children.find(|node| node.has_tag_name(name))
@@ -232,9 +228,7 @@ fn domain(node: Node<'_, '_>, input: &str, reading: &mut Reading) -> Vm {
         if !is_qemu {
             reading.note(
                 at,
-                format!(
-                    "a domain of the type '{kind}' does not run in QEMU; its disks are passed over"
-                ),
+                format!("domains of type '{kind}' do not run in QEMU; its disks are skipped"),
             );
         }
         let accel = match kind {
@@ -247,22 +241,18 @@ fn domain(node: Node<'_, '_>, input: &str, reading: &mut Reading) -> Vm {
         table.give("vm.accel", accel, at);
     }
     if let Some(vcpu) = child(node, "vcpu") {
+        // The maximum: QEMU sizes queues for it, not for `current`.
         let (count, at) = text(vcpu);
-        let current = attribute(Some(vcpu), "current");
         match count.parse::<u64>() {
             Ok(count) if count > 0 => table.give("vm.vcpus", count, at),
-            _ => reading.note(at, "the number of vCPUs is not one"),
-        }
-        if let Some((current, at)) = current {
-            // QEMU's queues are those of the largest number.
-            let _ = (current, at);
+            _ => reading.note(at, "invalid number of vCPUs"),
         }
     }
     if let Some(memory) = child(node, "memory") {
         let (amount, at) = text(memory);
         match bytes(amount, memory.attribute("unit").unwrap_or("KiB")) {
             Some(bytes) => table.give("vm.memory", bytes, at),
-            None => reading.note(at, "the amount of memory is not one"),
+            None => reading.note(at, "invalid amount of memory"),
         }
     }
     let os_type = self::at(node, &["os", "type"]);
@@ -364,7 +354,7 @@ fn memory_backing(node: Node<'_, '_>, vm: &mut Vm) {
     }
 }
 
-/// Whether all NUMA cells of the guest have shared memory of their own.
+/// Whether all NUMA cells of the guest have shared memory.
 fn shared_cells(node: Node<'_, '_>) -> bool {
     let Some(numa) = at(node, &["cpu", "numa"]) else {
         return false;
@@ -429,7 +419,7 @@ fn threads(node: Node<'_, '_>, vm: &mut Vm, reading: &mut Reading) {
             }
         }
         _ => {
-            let text = format!("the number of I/O threads is not one up to {THREADS_MAX}");
+            let text = format!("invalid number of I/O threads; the maximum is {THREADS_MAX}");
             reading.note(at, text);
         }
     }
@@ -439,7 +429,7 @@ fn threads(node: Node<'_, '_>, vm: &mut Vm, reading: &mut Reading) {
 pub struct Controllers<'a, 'i>(HashMap<&'a str, Node<'a, 'i>>);
 
 impl<'a, 'i> Controllers<'a, 'i> {
-    /// Those in a domain, or in its devices.
+    /// The controllers in a domain, or in its `<devices>`.
     fn of(node: Node<'a, 'i>) -> Self {
         let devices = child(node, "devices").unwrap_or(node);
         let scsi = devices.children().filter(|node| {
@@ -453,7 +443,7 @@ impl<'a, 'i> Controllers<'a, 'i> {
         Self(found)
     }
 
-    /// The one that a SCSI disk hangs on.
+    /// The controller of a SCSI disk.
     fn of_disk(&self, disk: Node<'_, '_>) -> Option<Node<'a, 'i>> {
         let index = child(disk, "address")
             .and_then(|node| node.attribute("controller"))
@@ -461,7 +451,7 @@ impl<'a, 'i> Controllers<'a, 'i> {
         self.0.get(index).copied()
     }
 
-    /// How many SCSI disks each index has.
+    /// The number of SCSI disks per controller index.
     fn count(&self, disks: &[Node<'a, 'i>]) -> HashMap<&'a str, usize> {
         let mut counts = HashMap::new();
         for disk in disks {
@@ -474,7 +464,7 @@ impl<'a, 'i> Controllers<'a, 'i> {
     }
 }
 
-/// The index of a controller; that of the first one if it is not written down.
+/// The index of a controller; 0 if it has none.
 fn index<'a>(controller: Option<Node<'a, '_>>) -> &'a str {
     let index = controller.and_then(|node| node.attribute("index"));
     index.unwrap_or("0")
@@ -500,7 +490,7 @@ fn disk(
         Some(("cdrom", at)) => table.give("disk.device", "cdrom", at),
         Some(("floppy", at)) => table.give("disk.device", "floppy", at),
         Some(("lun", at)) => table.give("disk.device", "lun", at),
-        Some((other, at)) => reading.note(at, format!("device='{other}' is not known")),
+        Some((other, at)) => reading.note(at, format!("unknown device='{other}'")),
         None => table.default_to("disk.device", "disk", "libvirt"),
     }
     source(node, &mut disk, reading);
@@ -519,7 +509,7 @@ fn disk(
                 "pc" | "q35" => "scsi-emulated",
                 _ => "other",
             },
-            // ibmvscsi is as virtual as virtio-scsi, and others are on no PCI bus.
+            // ibmvscsi is paravirtual like virtio-scsi, and the others are not on a PCI bus.
             Some(_) => "other",
         },
         "ide" => "ide",
@@ -529,7 +519,7 @@ fn disk(
         "sd" => "sd",
         "fdc" => "fdc",
         other => {
-            reading.note(bus_at, format!("bus='{other}' is not known"));
+            reading.note(bus_at, format!("unknown bus='{other}'"));
             "other"
         }
     };
@@ -541,10 +531,10 @@ fn disk(
             &mut disk,
             reading,
         );
-        let alone = mates.get(index(scsi)).is_none_or(|count| *count <= 1);
+        let is_alone = mates.get(index(scsi)).is_none_or(|count| *count <= 1);
         disk.table.derive(
             "disk.controller",
-            if alone { "own" } else { "shared" },
+            if is_alone { "own" } else { "shared" },
             "from the addresses",
         );
     }
@@ -575,7 +565,7 @@ fn disk(
         Some(if word == "enospace" { "enospc" } else { word }.to_owned())
     };
     disk.carried.werror = policy("error_policy");
-    // For reads libvirt takes the policy for writes, which may not be this one.
+    // Without a policy for reads, libvirt uses the one for writes, unless reads cannot have it.
     disk.carried.rerror = policy("rerror_policy")
         .or_else(|| disk.carried.werror.clone().filter(|word| word != "enospc"));
     disk.carried.serial = child(node, "serial").map(|serial| text(serial).0.to_owned());
@@ -598,7 +588,7 @@ fn disk(
     disk
 }
 
-/// libvirt takes the bus from the beginning of the name.
+/// libvirt derives the bus from the start of the name.
 fn bus_of_name(name: &str) -> &'static str {
     match name.get(..2) {
         Some("vd") => "virtio",
@@ -624,7 +614,7 @@ fn source(node: Node<'_, '_>, disk: &mut Disk, reading: &mut Reading) {
         "dir" => ("other", named("dir")),
         "volume" => {
             let pool = named("pool").unwrap_or_default();
-            reading.note(at, "what a volume of a pool is made of only libvirt knows");
+            reading.note(at, "only libvirt knows the storage of a pool's volume");
             (
                 "other",
                 named("volume").map(|volume| format!("{pool}/{volume}")),
@@ -648,14 +638,14 @@ fn source(node: Node<'_, '_>, disk: &mut Disk, reading: &mut Reading) {
             (word, named("name"))
         }
         other => {
-            reading.note(at, format!("type='{other}' is not known"));
+            reading.note(at, format!("unknown type='{other}'"));
             ("other", None)
         }
     };
     if let Some(file) = file {
         disk.file = file;
     } else if matches!(table.word("disk.device"), Some("cdrom" | "floppy")) {
-        // An empty drive has nothing behind it.
+        // An empty drive has no storage.
         return;
     }
     let table_at = attribute(source, "protocol").map_or(at, |(_, at)| at);
@@ -673,7 +663,7 @@ fn driver(driver: Option<Node<'_, '_>>, disk: &mut Disk, reading: &mut Reading) 
         match words.iter().find(|word| **word == text) {
             Some(word) => disk.table.give(name, *word, at),
             None if text == "default" => {}
-            None => reading.note(at, format!("{attribute_name}='{text}' is not known")),
+            None => reading.note(at, format!("unknown {attribute_name}='{text}'")),
         }
     };
     word(
@@ -703,7 +693,7 @@ fn driver(driver: Option<Node<'_, '_>>, disk: &mut Disk, reading: &mut Reading) 
     driver_queues(driver, disk, reading);
 }
 
-/// Queues and I/O threads, which a disk of virtio-blk has, and a controller of virtio-scsi.
+/// Reads the queues and I/O threads of a virtio-blk disk or a virtio-scsi controller.
 fn driver_queues(driver: Option<Node<'_, '_>>, disk: &mut Disk, reading: &mut Reading) {
     for (name, property) in [("queues", "disk.queues"), ("queue_size", "disk.queue-size")] {
         if let Some((text, at)) = attribute(driver, name) {

@@ -1,4 +1,4 @@
-//! What `ringdisk lab` measured on this host: it takes the place of what a rule expects.
+//! Results of `ringdisk lab` on this host. They replace the gain that a rule expects.
 //!
 //! A file is JSON. `ringdisk lab` writes one for each run, and `ringdisk check --measured` reads files and directories
 //! of such files:
@@ -12,8 +12,8 @@
 //!       "gain-percent": 12.1, "interval-percent": [9.0, 15.2], "verdict": "gain" } ] }
 //! ```
 //!
-//! - `fingerprint` is that of the [facts](crate::facts::Facts): results of another host are left out.
-//! - `axis`, `from` and `to` are in the words of the lab's plans; the other axes are equal on both sides.
+//! - `fingerprint` is that of the [facts](crate::facts::Facts): results of other hosts are skipped.
+//! - `axis`, `from` and `to` use the terms of the lab's plans; the other axes are equal on both sides.
 //! - `gain-percent` is by how much `to` is better than `from`: more IOPS or bytes per second, less latency or CPU.
 //! - `interval-percent` is its confidence interval (95 %).
 //! - `verdict` is `gain`, `loss`, `equivalent` or `undecided`.
@@ -26,13 +26,13 @@ use crate::check::Finding;
 use crate::rules::Rules;
 use crate::text::printable;
 
-/// What a file of results says that it is.
+/// The format of a results file.
 pub const FORMAT: &str = "ringdisk-measured-1";
 
-/// Largest file of results.
+/// The maximum size of a results file.
 pub const BYTES_MAX: usize = 64 << 20;
 
-/// Most results that are shown with a finding.
+/// The maximum number of results shown with a finding.
 const SHOWN_MAX: usize = 64;
 
 #[derive(Deserialize)]
@@ -74,18 +74,17 @@ struct Contrast {
     to: String,
 }
 
-/// What a change was worth.
+/// The measured effect of a change.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Gain {
-    /// Under which load.
     pub load: String,
     /// `iops`, `latency`, …
     pub metric: String,
-    /// By how much it is better, in percent.
+    /// The improvement in percent.
     pub percent: f64,
-    /// The interval of confidence.
+    /// The 95 % confidence interval of `percent`.
     pub interval: [f64; 2],
-    /// `gain`, `loss`, `equivalent`, `undecided`.
+    /// `gain`, `loss`, `equivalent` or `undecided`.
     pub verdict: String,
 }
 
@@ -97,13 +96,13 @@ impl std::fmt::Display for Gain {
 }
 
 impl Measured {
-    /// Adds the results of a file; how many, or that they are of another host.
+    /// Adds the results of a file, unless they were measured on another host.
     ///
     /// # Errors
-    /// It is no such file: the place and the reason.
+    /// The file is not a valid results file.
     pub fn add(&mut self, name: &str, text: &str, fingerprint: &str) -> Result<Added, String> {
         if text.len() > BYTES_MAX {
-            return Err(format!("{name}: is larger than {BYTES_MAX} bytes"));
+            return Err(format!("{name}: the file is larger than {BYTES_MAX} bytes"));
         }
         let file: File = serde_json::from_str(text).map_err(|e| {
             format!(
@@ -115,7 +114,7 @@ impl Measured {
         })?;
         if file.format != FORMAT {
             return Err(format!(
-                "{name}:1:1: is of the format '{}', and must be of '{FORMAT}'",
+                "{name}:1:1: the format is '{}', and must be '{FORMAT}'",
                 printable(&file.format)
             ));
         }
@@ -146,7 +145,7 @@ impl Measured {
         Ok(Added::Results(self.results.len() - before))
     }
 
-    /// Puts what was measured beside what rules expect.
+    /// Adds to each finding the results for its rule.
     pub fn join(&self, findings: &mut [Finding], rules: &Rules) {
         for finding in findings {
             let Some(contrast) = rules
@@ -169,7 +168,7 @@ impl Measured {
         }
     }
 
-    /// What the guest reaches of the host's own speed, in percent: the middle of what was measured.
+    /// The guest's speed in percent of the host's: the median of the results.
     pub fn of_host_percent(&self) -> Option<u64> {
         let mut percents: Vec<f64> = self
             .results
@@ -185,11 +184,10 @@ impl Measured {
     }
 }
 
-/// What a file had to say.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Added {
-    /// So many results.
+    /// The number of results added
     Results(usize),
-    /// Those of the host with this fingerprint.
+    /// Nothing: the results are from the host with this fingerprint
     OtherHost(String),
 }

@@ -1,9 +1,9 @@
-//! What every configuration is brought to: machines with disks, each a table of properties with effective values,
-//! and where each value comes from.
+//! The common model of all configurations: VMs with disks. Each has a table of properties with effective values and their
+//! origins.
 //!
-//! A property that a disk does not have is not in its table; one that nobody can know from the input is there as
-//! [`Data::Unknown`]. The distinction matters to [rules](crate::rules): nothing holds of the former, and of the
-//! latter it is said that it could not be known.
+//! A property that a disk does not have is absent from its table. A property that the input does not reveal is present as
+//! [`Data::Unknown`]. [Rules](crate::rules) treat them differently: a condition on an absent property is false, and one on
+//! an unknown property is reported as unknown.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
@@ -17,38 +17,35 @@ mod properties;
 
 pub use properties::{Kind, PROPERTIES, Property};
 
-/// What a property is.
+/// The value of a property, without its origin.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Data {
-    /// One of a few words, or a name.
+    /// A keyword or a name.
     Word(Cow<'static, str>),
-    /// A number; for sizes in bytes.
+    /// Sizes are in bytes.
     Number(u64),
-    /// A version.
     Version(Version),
-    /// It depends on what the input does not say.
+    /// The input does not reveal it.
     Unknown,
 }
 
-/// Where a value comes from.
+/// The origin of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// It stands in the input.
+    /// The input sets it.
     Given(Span),
-    /// It is what happens if the input says nothing; the text names whose default.
+    /// The input does not set it, and this program's default applies.
     Default(Cow<'static, str>),
-    /// It was found on a host; the text names the fact.
+    /// It was found on a host; the text names the source.
     Fact(Cow<'static, str>),
-    /// It follows from others; the text says how.
+    /// It follows from other values; the text says how.
     Derived(Cow<'static, str>),
 }
 
 /// An effective value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Value {
-    /// What it is.
     pub data: Data,
-    /// Why.
     pub origin: Origin,
 }
 
@@ -63,17 +60,16 @@ impl fmt::Display for Data {
     }
 }
 
-/// A table of properties.
+/// Properties with their values.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Table(BTreeMap<&'static str, Value>);
 
 impl Table {
-    /// The value of a property.
     pub fn get(&self, name: &str) -> Option<&Value> {
         self.0.get(name)
     }
 
-    /// The word that a property is.
+    /// The property, if it is a word.
     pub fn word(&self, name: &str) -> Option<&str> {
         match &self.get(name)?.data {
             Data::Word(word) => Some(word),
@@ -81,7 +77,7 @@ impl Table {
         }
     }
 
-    /// The number that a property is.
+    /// The property, if it is a number.
     pub fn number(&self, name: &str) -> Option<u64> {
         match self.get(name)?.data {
             Data::Number(number) => Some(number),
@@ -89,7 +85,7 @@ impl Table {
         }
     }
 
-    /// The version that a property is.
+    /// The property, if it is a version.
     pub fn version(&self, name: &str) -> Option<Version> {
         match self.get(name)?.data {
             Data::Version(version) => Some(version),
@@ -102,7 +98,7 @@ impl Table {
         self.word(name) == Some("yes")
     }
 
-    /// Where a value stands in the input, if it does.
+    /// The place in the input that sets a value, if there is one.
     pub fn given(&self, name: &str) -> Option<Span> {
         match self.get(name)?.origin {
             Origin::Given(span) => Some(span),
@@ -110,7 +106,7 @@ impl Table {
         }
     }
 
-    /// Sets a property, whatever it was before.
+    /// Sets a property and replaces an earlier value.
     pub fn set(&mut self, name: &'static str, data: impl Into<Data>, origin: Origin) {
         let data = data.into();
         debug_assert!(
@@ -120,7 +116,7 @@ impl Table {
         self.0.insert(name, Value { data, origin });
     }
 
-    /// Sets a property to what stands in the input.
+    /// Sets a property to a value from the input.
     pub fn give(&mut self, name: &'static str, data: impl Into<Data>, span: Span) {
         self.set(name, data, Origin::Given(span));
     }
@@ -132,7 +128,7 @@ impl Table {
         }
     }
 
-    /// Sets a property that follows from others.
+    /// Sets a property that follows from other values.
     pub fn derive(
         &mut self,
         name: &'static str,
@@ -142,12 +138,12 @@ impl Table {
         self.set(name, data, Origin::Derived(how.into()));
     }
 
-    /// Says that a property has a value that the input does not show.
+    /// Marks a property as unknown.
     pub fn hide(&mut self, name: &'static str, why: &'static str) {
         self.set(name, Data::Unknown, Origin::Derived(why.into()));
     }
 
-    /// Says so of every property that does not stand in the input.
+    /// Marks every property that the input does not set as unknown.
     pub fn hide_assumed(&mut self, why: &'static str) {
         for value in self.0.values_mut() {
             if matches!(value.origin, Origin::Default(_) | Origin::Derived(_)) {
@@ -157,12 +153,11 @@ impl Table {
         }
     }
 
-    /// Takes a property away.
     pub fn remove(&mut self, name: &str) {
         self.0.remove(name);
     }
 
-    /// All of it, by name.
+    /// All properties, sorted by name.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, &Value)> {
         self.0.iter().map(|(name, value)| (*name, value))
     }
@@ -204,7 +199,7 @@ impl From<bool> for Data {
     }
 }
 
-/// Whether a path is that of a block device, rather than of a file, a descriptor or a terminal in `/dev`.
+/// Whether a path may name a block device. Other things in `/dev`, such as descriptors and terminals, do not count.
 pub fn is_device(path: &str) -> bool {
     let others = [
         "fd/", "fdset/", "full", "null", "shm/", "std", "tty", "zero",
@@ -213,22 +208,21 @@ pub fn is_device(path: &str) -> bool {
         .is_some_and(|name| !others.iter().any(|other| name.starts_with(other)))
 }
 
-/// One machine.
 #[derive(Clone, Debug, Default)]
 pub struct Vm {
-    /// Its name, or the input's.
+    /// The VM's name, or the input's.
     pub name: String,
-    /// Where it is described.
+    /// The VM's description in the input.
     pub span: Span,
     /// The `vm.` properties.
     pub table: Table,
-    /// Its disks, in the order of the input.
+    /// In the order of the input.
     pub disks: Vec<Disk>,
-    /// The I/O threads that it defines.
+    /// The I/O threads that the VM defines.
     pub threads: Vec<Thread>,
-    /// Those that serve something other than a disk: a controller, a balloon.
+    /// The ids of I/O threads that serve something other than a disk: a controller, a balloon.
     pub threads_elsewhere: HashSet<String>,
-    /// Whether it may have options that the input does not show: a variable of the shell stands for them.
+    /// Whether a shell variable may add options that the input does not show.
     pub open: bool,
 }
 
@@ -243,52 +237,46 @@ impl Vm {
     }
 }
 
-/// One disk.
 #[derive(Clone, Debug, Default)]
 pub struct Disk {
-    /// What its users call it: `vda`, `scsi0`, the id of its device.
+    /// The name that users see: `vda`, `scsi0`, the id of its device.
     pub name: String,
-    /// Where it is described.
+    /// The disk's description in the input.
     pub span: Span,
-    /// What is behind it: a path, a volume, a URL; empty if nothing is.
+    /// The disk's storage: a path, a volume, a URL; empty if there is none.
     pub file: String,
-    /// The `disk.` properties, and those of what is behind it, as `backing.`.
+    /// The `disk.` properties, and the `backing.` properties of its storage.
     pub table: Table,
-    /// Which I/O threads it names.
+    /// The I/O threads that the disk names.
     pub threads: Vec<ThreadUse>,
-    /// What goes with it to another program.
+    /// Settings that a conversion must preserve.
     pub carried: carried::Carried,
-    /// Whether its description may say more than the input shows.
+    /// Whether a shell variable may add settings that the input does not show.
     pub open: bool,
 }
 
-/// An I/O thread that is defined.
+/// The definition of an I/O thread.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Thread {
-    /// Its id.
     pub id: String,
-    /// Where.
     pub span: Span,
 }
 
-/// An I/O thread that a disk, or its controller, names.
+/// The reference of a disk, or of its controller, to an I/O thread.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ThreadUse {
-    /// Its id.
     pub id: String,
-    /// Where.
     pub span: Span,
-    /// The queues that it is named for; none for all, or for its turn of them.
+    /// The queues that the thread serves; none if it serves all queues, or takes turns with other threads.
     pub queues: Option<Vec<u64>>,
-    /// Whether it is named in a map of queues, rather than for the device.
+    /// Whether a queue mapping names it, rather than the device.
     pub mapped: bool,
 }
 
-/// What an input says that rules need not know, but a reader may want to.
+/// A part of the input that the reader skipped.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Note {
-    /// Where.
     pub span: Span,
-    /// What was passed over, and why.
+    /// What was skipped, and why.
     pub text: String,
 }

@@ -277,7 +277,7 @@ pub fn read(
             let amount = parts.iter().find(|part| matches!(part.key, "" | "current"));
             match amount.and_then(|part| part.value.parse::<u64>().ok()?.checked_mul(1 << 20)) {
                 Some(bytes) => table.give("vm.memory", bytes, at),
-                None => reading.note(at, "the amount of memory is not one"),
+                None => reading.note(at, "invalid amount of memory"),
             }
         }
         None => table.default_to("vm.memory", 512u64 << 20, "Proxmox"),
@@ -414,7 +414,7 @@ fn disk(
         };
         match words.iter().find(|word| **word == part.value) {
             Some(word) => table.give(property, *word, part.span),
-            None => reading.note(part.span, format!("{key}={} is not known", part.value)),
+            None => reading.note(part.span, format!("unknown {key}={}", part.value)),
         }
     }
     if let Some(part) = get("format") {
@@ -475,7 +475,7 @@ fn disk(
     if let Some(part) = get("queues") {
         match part.value.parse::<u64>() {
             Ok(queues @ 1..=1024) => table.give("disk.queues", queues, part.span),
-            _ => reading.note(part.span, "the number of queues is not one"),
+            _ => reading.note(part.span, "invalid number of queues"),
         }
     }
     if let Some(part) = get("size")

@@ -252,9 +252,9 @@ fn say(line: &Line, vm: &mut Vm, reading: &mut Reading) {
             Some((disk, pair)) => devices::set(disk, &pair),
             None if set.open => reading.note(
                 set.whole,
-                "-set may set anything of what has an id: what it stands for is not known",
+                "-set contains a shell variable, and may change any option with an id",
             ),
-            None => reading.note(set.whole, "-set names nothing that is known here"),
+            None => reading.note(set.whole, "-set names an unknown object"),
         }
     }
 }
@@ -371,7 +371,7 @@ fn vcpus(line: &Line, vm: &mut Vm, reading: &mut Reading) {
             let span = smp.get("cpus").map_or(smp.span, |pair| pair.value_span);
             vm.table.give("vm.vcpus", count, span);
         }
-        _ => reading.note(smp.span, "the number of vCPUs is not one"),
+        _ => reading.note(smp.span, "invalid number of vCPUs"),
     }
 }
 
@@ -400,7 +400,7 @@ fn memory(line: &Line, vm: &mut Vm, reading: &mut Reading) {
     if let Some(pair) = line.last("m", "size") {
         match size(&pair.value, 1 << 20) {
             Some(bytes) => vm.table.give("vm.memory", bytes, pair.value_span),
-            None => reading.note(pair.value_span, "the amount of memory is not one"),
+            None => reading.note(pair.value_span, "invalid amount of memory"),
         }
     }
     let mut shared: Option<(bool, Span)> = None;

@@ -1,4 +1,4 @@
-//! Findings for people and for programs.
+//! Reports as text and as JSON.
 
 mod markdown;
 mod sarif;
@@ -15,28 +15,28 @@ use crate::check::{Checked, Finding};
 use crate::input::Input;
 use crate::rules::{Rule, Rules, Severity, Status};
 
-/// Places that are named before the rest is counted.
+/// The number of places that a finding names; the rest is only counted.
 const PLACES_MAX: usize = 3;
 
-/// All that a run has to say.
+/// The result of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
-    /// The worst first.
+    /// Sorted by severity, the worst first.
     pub findings: Vec<Finding>,
-    /// Machines that were checked.
+    /// The number of VMs checked.
     pub vms: usize,
-    /// Disks that were checked.
+    /// The number of disks checked.
     pub disks: usize,
-    /// Findings that comments take back.
+    /// The number of findings that comments suppress.
     pub ignored: usize,
-    /// What could not be known.
+    /// Unknown properties, each with the rules that could not be evaluated without it.
     pub unknown: BTreeMap<&'static str, std::collections::BTreeSet<String>>,
-    /// What was passed over, with its place.
+    /// Parts of the inputs that were skipped, with their positions.
     pub notes: Vec<String>,
 }
 
 impl Report {
-    /// Adds what was found in an input.
+    /// Adds the result of checking an input.
     pub fn add(&mut self, input: &Input, checked: Checked) {
         self.vms += input.vms.len();
         self.disks += input.vms.iter().map(|vm| vm.disks.len()).sum::<usize>();
@@ -54,7 +54,7 @@ impl Report {
         self.absorb(checked);
     }
 
-    /// Adds findings that are of no input.
+    /// Adds findings without an input, such as those about the host.
     pub fn absorb(&mut self, mut checked: Checked) {
         self.findings.append(&mut checked.findings);
         self.ignored += checked.ignored;
@@ -64,14 +64,14 @@ impl Report {
         crate::check::sort(&mut self.findings);
     }
 
-    /// Whether there is nothing but notes.
+    /// Whether all findings are notes.
     pub fn is_clean(&self) -> bool {
         self.findings
             .iter()
             .all(|finding| finding.severity == Severity::Info)
     }
 
-    /// Findings of one rule, together.
+    /// The findings grouped by rule.
     fn groups(&self, notes: bool) -> Vec<Vec<&Finding>> {
         let mut groups: Vec<Vec<&Finding>> = Vec::new();
         let shown = self
@@ -88,7 +88,7 @@ impl Report {
     }
 }
 
-/// What a change is worth: measured here, or expected.
+/// The gain of a change: measured on this host, or expected.
 pub fn worth(finding: &Finding, rule: &Rule) -> String {
     match finding.measured.as_slice() {
         [] => match &rule.gain {
@@ -104,7 +104,7 @@ pub fn worth(finding: &Finding, rule: &Rule) -> String {
     }
 }
 
-/// The grades of a rule's evidence, the best first.
+/// The best grade of a rule's evidence, in brackets.
 fn grades(rule: &Rule) -> String {
     let mut grades: Vec<String> = rule
         .evidence
@@ -119,7 +119,7 @@ fn grades(rule: &Rule) -> String {
     }
 }
 
-/// A table for a terminal.
+/// The report as text.
 pub fn text(report: &Report, rules: &Rules, notes: bool) -> String {
     let mut text = String::new();
     for group in report.groups(notes) {
@@ -148,7 +148,7 @@ pub fn text(report: &Report, rules: &Rules, notes: bool) -> String {
         let fix = match (rule.fix.is_empty(), rule.lowers_durability) {
             (true, _) => "",
             (false, true) => "less durable: --fix-rule",
-            (false, false) => "--fix does it",
+            (false, false) => "fixable: --fix",
         };
         let line: Vec<&str> = [worth.as_str(), fix]
             .into_iter()
@@ -162,7 +162,6 @@ pub fn text(report: &Report, rules: &Rules, notes: bool) -> String {
     text
 }
 
-/// The word for a severity.
 pub fn severity_word(severity: Severity) -> &'static str {
     match severity {
         Severity::Error => "ERROR",
@@ -201,7 +200,7 @@ fn summary(report: &Report, notes: bool) -> String {
     let mut text = format!(
         "{} in {}: ",
         plural(report.disks, "disk"),
-        plural(report.vms, "machine")
+        plural(report.vms, "VM")
     );
     text.push_str(&match counts.as_slice() {
         [] => "nothing that costs performance".into(),
@@ -220,16 +219,16 @@ fn summary(report: &Report, notes: bool) -> String {
         let names: Vec<&str> = report.unknown.keys().copied().collect();
         let _ = writeln!(
             text,
-            "not known, and {} left open: {} (--host on this host, --facts FILE for another)",
+            "{} not evaluated; unknown: {} (--host on this host, --facts FILE for another)",
             plural(rules.len(), "rule"),
             names.join(", ")
         );
     }
     for note in report.notes.iter().take(20) {
-        let _ = writeln!(text, "passed over: {note}");
+        let _ = writeln!(text, "skipped: {note}");
     }
     if report.notes.len() > 20 {
-        let _ = writeln!(text, "passed over: {} more", report.notes.len() - 20);
+        let _ = writeln!(text, "skipped: {} more", report.notes.len() - 20);
     }
     text
 }
@@ -241,7 +240,7 @@ fn plural(count: usize, what: &str) -> String {
     }
 }
 
-/// The same for programs.
+/// The report as JSON.
 pub fn json(report: &Report, rules: &Rules) -> Value {
     let findings: Vec<Value> = report
         .findings
@@ -270,7 +269,7 @@ pub fn json(report: &Report, rules: &Rules) -> Value {
     })
 }
 
-/// All that a rule has to say.
+/// A rule with its conditions, advice and evidence.
 pub fn explain(rule: &Rule, rules: &Rules) -> String {
     let mut text = format!(
         "{} ({}",
@@ -279,13 +278,13 @@ pub fn explain(rule: &Rule, rules: &Rules) -> String {
     );
     match rule.status {
         Status::Current => {}
-        Status::Disputed => text.push_str(", sources disagree or it depends"),
-        Status::Obsolete => text.push_str(", of the past"),
+        Status::Disputed => text.push_str(", disputed"),
+        Status::Obsolete => text.push_str(", obsolete"),
     }
     let _ = writeln!(text, ")\n  {}\n", rule.title);
     let _ = writeln!(
         text,
-        "Holds if    {}",
+        "Applies if  {}",
         rule.conditions.join("\n            ")
     );
     let _ = writeln!(text, "Advice      {}", rule.advice);
@@ -299,16 +298,16 @@ pub fn explain(rule: &Rule, rules: &Rules) -> String {
         let _ = writeln!(text, "Costs       {}", rule.cost);
     }
     let activate = match rule.activate {
-        crate::rules::Activation::Live => "at once, while the machine runs",
-        crate::rules::Activation::Reboot => "when the guest is rebooted",
-        crate::rules::Activation::StopStart => "when the machine is stopped and started",
-        crate::rules::Activation::HostReboot => "when the host is rebooted",
-        crate::rules::Activation::None => "nothing to activate",
+        crate::rules::Activation::Live => "immediately, while the VM runs",
+        crate::rules::Activation::Reboot => "after a reboot of the guest",
+        crate::rules::Activation::StopStart => "after a stop and start of the VM",
+        crate::rules::Activation::HostReboot => "after a reboot of the host",
+        crate::rules::Activation::None => "nothing to change",
     };
-    let _ = writeln!(text, "In force    {activate}");
+    let _ = writeln!(text, "Effective   {activate}");
     let fix = match (rule.fix.is_empty(), rule.lowers_durability) {
-        (true, _) => "by hand",
-        (false, true) => "--fix only with --fix-rule, because it lowers durability",
+        (true, _) => "manual",
+        (false, true) => "--fix with --fix-rule, because it lowers durability",
         (false, false) => "--fix",
     };
     let _ = writeln!(text, "Fix         {fix}");
@@ -341,7 +340,7 @@ pub fn explain(rule: &Rule, rules: &Rules) -> String {
     text
 }
 
-/// One line for each rule.
+/// A list of all rules, one per line.
 pub fn list(rules: &Rules) -> String {
     let mut text = String::new();
     for rule in &rules.rules {

@@ -63,14 +63,14 @@ pub fn read(text: &str, name: &str, reading: &mut Reading) -> Result<(), Mistake
     let DeValue::Array(disks) = disks.get_ref() else {
         return Err(Mistake::new(
             disks.span().start,
-            "disk is written [[disk]], once for each",
+            "disk must be a list of tables: [[disk]]",
         ));
     };
     for disk in disks.iter() {
         let DeValue::Table(pairs) = disk.get_ref() else {
             return Err(Mistake::new(
                 disk.span().start,
-                "disk is written [[disk]], once for each",
+                "disk must be a list of tables: [[disk]]",
             ));
         };
         vm.disks.push(read_disk(disk.span(), pairs, &groups));
@@ -190,7 +190,7 @@ fn read_disk(
     }
     let carried = &mut disk.carried;
     if let Some(group) = carried.group.as_ref().and_then(|name| groups.get(name)) {
-        carried.own_besides = !carried.limits.is_empty();
+        carried.has_own_limits = !carried.limits.is_empty();
         carried.limits = group.clone();
     }
     if carried.limits.keys().any(|limit| limit.is_rate()) {

@@ -1,4 +1,4 @@
-//! Changes to one state of an input. Its text is parsed once for all of them, and no two take the same name.
+//! One round of changes to an input. The text is parsed once for all of them, and new names are unique.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -9,43 +9,40 @@ use crate::libvirt::Xml;
 use crate::qemu::Parsed;
 use crate::text::Span;
 
-/// An input in one state.
+/// An input, and what the changes of a round have used so far.
 pub struct Round<'a> {
-    /// It.
     pub input: &'a Input,
     xml: Option<Xml<'a>>,
     commands: Vec<OnceCell<Result<Parsed, String>>>,
-    taken: Vec<RefCell<Taken>>,
+    reserved: Vec<RefCell<Reserved>>,
 }
 
-/// What changes to a machine have taken so far.
+/// What the changes to a VM have reserved.
 #[derive(Default)]
-struct Taken {
+struct Reserved {
     names: HashMap<&'static str, Names>,
-    /// Threads that are defined and that nothing names.
+    /// Defined I/O threads that nothing names.
     unused: Option<VecDeque<String>>,
-    /// How many threads there must be in the end, where they are counted and not named.
+    /// The number of I/O threads that the VM needs, if the input only counts them.
     threads: Option<u64>,
-    /// Disks that go to virtio, with their new names.
+    /// Disks that move to virtio, with their new names.
     moves: HashMap<Span, String>,
-    /// What changes do to the order of disks.
     order: OrderChange,
-    /// How to take back what the last change took.
+    /// Undoes the last change.
     undo: Vec<Undo>,
 }
 
-/// What the changes of a round have done to the order in which the firmware tries disks. Each is judged against the order
-/// at the start of the round, so not all go together.
+/// The effect of a round's changes on the order in which the firmware tries disks. Each change is checked against the order
+/// at the start of the round, so not all of them can be combined.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OrderChange {
-    /// Nothing.
     #[default]
     Nothing,
-    /// A disk has gone to another bus.
+    /// A disk has moved to another bus.
     Moved,
-    /// Disks have gone to another bus, and the one that is booted stays before all of them.
+    /// Disks have moved to another bus, and the boot disk is still before all of them.
     MovedBehind,
-    /// So many drives have got devices of their own, from the first one on.
+    /// The first drives, this many, have got separate devices.
     Devices(usize),
 }
 
@@ -64,7 +61,7 @@ enum Undo {
 }
 
 impl<'a> Round<'a> {
-    /// Parses a domain. Commands are parsed when they are asked for.
+    /// Parses a domain; commands are parsed at their first use.
     pub fn new(input: &'a Input) -> Self {
         let text = input.sources.first().map_or("", |source| &source.text);
         Self {
@@ -74,71 +71,72 @@ impl<'a> Round<'a> {
                 _ => None,
             },
             commands: input.vms.iter().map(|_| OnceCell::new()).collect(),
-            taken: input.vms.iter().map(|_| RefCell::default()).collect(),
+            reserved: input.vms.iter().map(|_| RefCell::default()).collect(),
         }
     }
 
-    /// The tree of a domain's text.
     pub fn xml(&self) -> Result<&Xml<'a>, String> {
-        self.xml.as_ref().ok_or_else(|| "is no XML".into())
+        self.xml
+            .as_ref()
+            .ok_or_else(|| "the text is not XML".into())
     }
 
-    /// The options of a machine's command.
+    /// The options of a VM's command.
     pub fn command(&self, vm: usize) -> Result<&Parsed, String> {
-        let cell = self.commands.get(vm).ok_or("there is no such machine")?;
+        let cell = self.commands.get(vm).ok_or("there is no such VM")?;
         let parsed = cell.get_or_init(|| Parsed::of(self.input, vm));
         parsed.as_ref().map_err(Clone::clone)
     }
 
-    /// Begins a change to a machine.
+    /// Begins a change to a VM.
     pub fn begin(&self, vm: usize) {
-        if let Some(taken) = self.taken.get(vm) {
-            taken.borrow_mut().undo.clear();
+        if let Some(reserved) = self.reserved.get(vm) {
+            reserved.borrow_mut().undo.clear();
         }
     }
 
-    /// Gives back what the change took that was begun last: it is not made.
+    /// Releases what the current change has reserved: it is not made.
     pub fn undo(&self, vm: usize) {
-        let Some(taken) = self.taken.get(vm) else {
+        let Some(reserved) = self.reserved.get(vm) else {
             return;
         };
-        let taken = &mut *taken.borrow_mut();
-        for undo in taken.undo.drain(..).rev() {
+        let reserved = &mut *reserved.borrow_mut();
+        for undo in reserved.undo.drain(..).rev() {
             match undo {
                 Undo::Name(kind, name, next) => {
-                    let names = taken.names.entry(kind).or_default();
+                    let names = reserved.names.entry(kind).or_default();
                     names.taken.remove(&name);
                     names.next = next;
                 }
                 Undo::Unused(id) => {
-                    if let Some(unused) = &mut taken.unused {
+                    if let Some(unused) = &mut reserved.unused {
                         unused.push_front(id);
                     }
                 }
-                Undo::Threads(before) => taken.threads = before,
-                Undo::Order(before) => taken.order = before,
+                Undo::Threads(before) => reserved.threads = before,
+                Undo::Order(before) => reserved.order = before,
                 Undo::Move(disk) => {
-                    taken.moves.remove(&disk);
+                    reserved.moves.remove(&disk);
                 }
             }
         }
     }
 
-    /// Takes the first name of its kind that is free: `name` makes one of each number from 0, and `there` lists those that
-    /// the input has.
+    /// Reserves the first free name of a kind: `name` makes one from each number starting at 0, and `existing` lists those
+    /// in the input.
     pub fn name(
         &self,
         vm: usize,
         kind: &'static str,
-        there: impl FnOnce() -> HashSet<String>,
+        existing: impl FnOnce() -> HashSet<String>,
         name: impl Fn(u64) -> String,
     ) -> String {
-        let Some(taken) = self.taken.get(vm) else {
+        let Some(reserved) = self.reserved.get(vm) else {
             return name(0);
         };
-        let taken = &mut *taken.borrow_mut();
-        let names = taken.names.entry(kind).or_insert_with(|| Names {
-            taken: there(),
+        let reserved = &mut *reserved.borrow_mut();
+        let names = reserved.names.entry(kind).or_insert_with(|| Names {
+            taken: existing(),
             next: 0,
         });
         let before = names.next;
@@ -149,70 +147,70 @@ impl<'a> Round<'a> {
                 break candidate;
             }
         };
-        taken.undo.push(Undo::Name(kind, free.clone(), before));
+        reserved.undo.push(Undo::Name(kind, free.clone(), before));
         free
     }
 
-    /// Takes an I/O thread that is defined, that no disk names, and that can be named without quotes.
+    /// Reserves a defined I/O thread that nothing names, and whose id needs no quotes.
     pub fn unused_thread(&self, vm: usize) -> Option<String> {
         let machine = self.input.vms.get(vm)?;
-        let taken = &mut *self.taken.get(vm)?.borrow_mut();
-        let unused = taken.unused.get_or_insert_with(|| {
+        let reserved = &mut *self.reserved.get(vm)?.borrow_mut();
+        let unused = reserved.unused.get_or_insert_with(|| {
             let used = machine.threads_used();
             let ids = machine.threads.iter().map(|thread| thread.id.as_str());
             let free = ids.filter(|id| is_plain(id) && !used.contains(id));
             free.map(str::to_owned).collect()
         });
         let id = unused.pop_front()?;
-        taken.undo.push(Undo::Unused(id.clone()));
+        reserved.undo.push(Undo::Unused(id.clone()));
         Some(id)
     }
 
-    /// Says that there must be at least so many threads in the end; `more` counts from those that were wanted before.
+    /// Reserves `more` I/O threads in addition to those that exist or are reserved, and at least `least` in total.
     pub fn want_threads(&self, vm: usize, now: u64, more: u64, least: u64) -> u64 {
-        let Some(taken) = self.taken.get(vm) else {
+        let Some(reserved) = self.reserved.get(vm) else {
             return least;
         };
-        let taken = &mut *taken.borrow_mut();
-        let before = taken.threads;
+        let reserved = &mut *reserved.borrow_mut();
+        let before = reserved.threads;
         let wanted = (before.unwrap_or(now) + more).max(least);
-        taken.threads = Some(wanted);
-        taken.undo.push(Undo::Threads(before));
+        reserved.threads = Some(wanted);
+        reserved.undo.push(Undo::Threads(before));
         wanted
     }
 
-    /// What the changes to a machine have done to the order of its disks.
+    /// The effect of the VM's changes on the order of its disks.
     pub fn order(&self, vm: usize) -> OrderChange {
-        let taken = self.taken.get(vm);
-        taken.map_or(OrderChange::Nothing, |taken| taken.borrow().order)
+        let reserved = self.reserved.get(vm);
+        reserved.map_or(OrderChange::Nothing, |reserved| reserved.borrow().order)
     }
 
-    /// Says what they have done now.
+    /// Records the effect of the current change.
     pub fn reorder(&self, vm: usize, order: OrderChange) {
-        if let Some(taken) = self.taken.get(vm) {
-            let taken = &mut *taken.borrow_mut();
-            taken.undo.push(Undo::Order(taken.order));
-            taken.order = order;
+        if let Some(reserved) = self.reserved.get(vm) {
+            let reserved = &mut *reserved.borrow_mut();
+            reserved.undo.push(Undo::Order(reserved.order));
+            reserved.order = order;
         }
     }
 
-    /// Says that a disk goes to virtio under that name.
+    /// Records that a disk moves to virtio under that name.
     pub fn moves(&self, vm: usize, disk: Span, name: &str) {
-        if let Some(taken) = self.taken.get(vm) {
-            let taken = &mut *taken.borrow_mut();
-            taken.moves.insert(disk, name.to_owned());
-            taken.undo.push(Undo::Move(disk));
+        if let Some(reserved) = self.reserved.get(vm) {
+            let reserved = &mut *reserved.borrow_mut();
+            reserved.moves.insert(disk, name.to_owned());
+            reserved.undo.push(Undo::Move(disk));
         }
     }
 
-    /// The disks of which that was said.
+    /// The disks that move to virtio, with their new names.
     pub fn moved(&self, vm: usize) -> HashMap<Span, String> {
-        let taken = self.taken.get(vm);
-        taken.map_or_else(HashMap::new, |taken| taken.borrow().moves.clone())
+        let reserved = self.reserved.get(vm);
+        reserved.map_or_else(HashMap::new, |reserved| reserved.borrow().moves.clone())
     }
 
-    /// How many threads a machine must have, if that was said.
+    /// The number of I/O threads that the VM needs, if changes reserved some.
     pub fn threads(&self, vm: usize) -> Option<u64> {
-        self.taken.get(vm)?.borrow().threads
+        self.reserved.get(vm)?.borrow().threads
     }
 }

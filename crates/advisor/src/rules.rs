@@ -1,5 +1,5 @@
-//! Rules: data in `rules/*.toml`, read once and checked against the [properties](crate::model::PROPERTIES) that there
-//! are.
+//! Rules: data in `rules/*.toml`. Reading them checks their conditions against the known
+//! [properties](crate::model::PROPERTIES).
 
 mod condition;
 
@@ -12,7 +12,7 @@ use thiserror::Error;
 
 use crate::fix::Setting;
 
-/// The files, and the sources that they cite.
+/// The files with rules.
 const FILES: &[(&str, &str)] = &[
     ("device.toml", include_str!("rules/device.toml")),
     ("cache.toml", include_str!("rules/cache.toml")),
@@ -25,80 +25,75 @@ const FILES: &[(&str, &str)] = &[
 ];
 const SOURCES: &str = include_str!("rules/sources.toml");
 
-/// How bad a finding is.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// The machine does not start, or loses data, or a setting does nothing.
+    /// The VM does not start, loses data, or a setting has no effect.
     Error,
     /// A factor.
     High,
-    /// Ten percent, about.
+    /// About ten percent.
     Medium,
     /// A few percent.
     Low,
-    /// To know, or to measure; no reason for exit code 1.
+    /// A note: worth knowing or measuring. It does not lead to exit code 1.
     Info,
 }
 
-/// Whether a rule still holds.
+/// Whether a rule is still valid.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
-    /// It does.
     #[default]
     Current,
-    /// Sources disagree, or it depends.
+    /// Sources disagree, or the answer depends on the load.
     Disputed,
-    /// It is of the past; the rule says since when, and what holds today.
+    /// The rule says since when it is obsolete, and what is true today.
     Obsolete,
 }
 
-/// What a rule is asked of.
+/// What a rule is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Scope {
-    /// Every disk.
     Disk,
-    /// Every machine.
     Vm,
-    /// The host.
     Host,
-    /// Every block device of the host.
+    /// A block device of the host
     Device,
 }
 
-/// What puts a change into force.
+/// When a change takes effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Activation {
-    /// At once, while the machine runs.
+    /// Immediately, while the VM runs
     Live,
-    /// A reboot of the guest.
+    /// After a reboot of the guest
     Reboot,
-    /// The machine must be stopped and started.
+    /// After the VM was stopped and started
     StopStart,
-    /// A reboot of the host.
+    /// After a reboot of the host
     HostReboot,
-    /// There is nothing to activate.
+    /// There is nothing to change
     None,
 }
 
-/// How good evidence is.
+/// The quality of evidence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 pub enum Grade {
-    /// One factor was changed.
+    /// One factor changed.
     P,
-    /// More than one was changed, without saying so.
+    /// More than one factor changed, and the source does not say so.
     C,
-    /// Several were changed together.
+    /// Several factors changed together.
     B,
-    /// Somebody's word, or the documentation of how it works.
+    /// An opinion, or documentation.
     O,
 }
 
 impl Grade {
-    /// What it means.
     pub fn about(self) -> &'static str {
         match self {
             Self::P => "one factor changed",
@@ -109,43 +104,42 @@ impl Grade {
     }
 }
 
-/// What a rule rests on.
+/// A statement that supports a rule.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Evidence {
-    /// Key in the table of sources.
+    /// The key in `sources.toml`.
     pub source: String,
-    /// What it says.
+    /// What the source says.
     pub figure: String,
-    /// How good that is.
     pub grade: Grade,
 }
 
-/// Where evidence is from.
+/// A source of evidence.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Citation {
     /// Author and title.
     pub title: String,
-    /// When.
     pub year: u16,
 }
 
-/// The contrast of `ringdisk lab` that measures what a rule is worth.
+/// The comparison of `ringdisk lab` that measures the effect of a rule.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Contrast {
-    /// What is varied.
+    /// The setting that is varied.
     pub axis: String,
-    /// As it was found.
+    /// The value that the rule finds.
     pub from: String,
-    /// As is advised.
+    /// The value that the rule recommends.
     pub to: String,
 }
 
+/// A rule in its file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct Written {
+struct RuleEntry {
     id: String,
     title: String,
     scope: Scope,
@@ -172,77 +166,65 @@ struct Written {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
-    rule: Vec<Written>,
+    rule: Vec<RuleEntry>,
 }
 
-/// One rule.
 #[derive(Clone, Debug)]
 pub struct Rule {
-    /// Its id, in words.
+    /// Users name it in options and comments.
     pub id: String,
     /// What is wrong, in one line.
     pub title: String,
-    /// What it is asked of.
     pub scope: Scope,
-    /// How bad that is.
     pub severity: Severity,
-    /// Whether it still holds.
     pub status: Status,
-    /// All of these must hold.
+    /// The rule applies if all clauses hold.
     pub when: Vec<Clause>,
-    /// The same as they are written.
+    /// The clauses as text.
     pub conditions: Vec<String>,
-    /// What is said; properties in braces.
+    /// The finding's text, with properties in braces.
     pub says: String,
-    /// What to do.
     pub advice: String,
-    /// The settings that do it.
+    /// The settings that fix it.
     pub fix: Vec<Setting>,
-    /// Whether data that survives a crash today may be lost in one afterwards: then `--fix` leaves it alone unless
-    /// the rule is named.
+    /// Whether the fix may lose data in a crash that survives one today. `--fix` then skips it unless `--fix-rule` names the
+    /// rule.
     pub lowers_durability: bool,
-    /// What puts it into force.
     pub activate: Activation,
-    /// What it costs.
     pub cost: String,
-    /// What is to be expected.
+    /// The expected gain.
     pub gain: Option<String>,
-    /// On what that depends.
+    /// What the gain depends on.
     pub depends: Option<String>,
-    /// What it rests on.
     pub evidence: Vec<Evidence>,
-    /// The recipe of `ringdisk lab` that measures it.
+    /// The recipe of `ringdisk lab` that measures the gain.
     pub recipe: Option<String>,
-    /// And what of it.
+    /// The comparison in that recipe.
     pub contrast: Option<Contrast>,
 }
 
-/// All rules.
 #[derive(Clone, Debug)]
 pub struct Rules {
-    /// In the order of the files.
     pub rules: Vec<Rule>,
-    /// What they cite.
+    /// The sources that the rules cite, by key.
     pub sources: BTreeMap<String, Citation>,
 }
 
-/// A mistake in a rule. The rules that the program has with it have none: a test reads them.
+/// An error in a rule. A test checks that the built-in rules have none.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("{file}: rule {rule}: {problem}")]
 pub struct RuleError {
-    /// The file of rules.
     pub file: String,
-    /// The rule, if it is known.
+    /// The rule's id, or `?`.
     pub rule: String,
-    /// What is wrong.
     pub problem: String,
 }
 
 impl Rules {
-    /// The rules that this program has with it.
+    /// The built-in rules.
     ///
     /// # Errors
-    /// A mistake in them.
+    /// A rule is invalid.
     pub fn built_in() -> Result<Self, RuleError> {
         Self::parse(SOURCES, FILES)
     }
@@ -258,12 +240,11 @@ impl Rules {
         let mut rules: Vec<Rule> = Vec::new();
         for (name, text) in files {
             let file: File = toml::from_str(text).map_err(|e| fail(name, "?", e.to_string()))?;
-            for written in file.rule {
-                let id = written.id.clone();
-                let rule =
-                    compile(written, &sources).map_err(|problem| fail(name, &id, problem))?;
+            for entry in file.rule {
+                let id = entry.id.clone();
+                let rule = compile(entry, &sources).map_err(|problem| fail(name, &id, problem))?;
                 if rules.iter().any(|other| other.id == rule.id) {
-                    return Err(fail(name, &id, "is there twice".into()));
+                    return Err(fail(name, &id, "the id exists twice".into()));
                 }
                 rules.push(rule);
             }
@@ -271,12 +252,11 @@ impl Rules {
         Ok(Self { rules, sources })
     }
 
-    /// The rule of that id.
     pub fn get(&self, id: &str) -> Option<&Rule> {
         self.rules.iter().find(|rule| rule.id == id)
     }
 
-    /// Ids that are like it, for a message.
+    /// Similar ids, for an error message.
     pub fn like(&self, id: &str) -> Vec<&str> {
         let words: Vec<&str> = id.split('-').filter(|word| word.len() > 2).collect();
         let same =
@@ -295,18 +275,18 @@ impl Rules {
     }
 }
 
-fn compile(written: Written, sources: &BTreeMap<String, Citation>) -> Result<Rule, String> {
-    let when = written
+fn compile(entry: RuleEntry, sources: &BTreeMap<String, Citation>) -> Result<Rule, String> {
+    let when = entry
         .when
         .iter()
-        .map(|clause| condition::clause(clause, written.scope))
+        .map(|clause| condition::clause(clause, entry.scope))
         .collect::<Result<_, _>>()?;
-    let fix = written
+    let fix = entry
         .fix
         .iter()
         .map(|text| text.parse())
         .collect::<Result<_, _>>()?;
-    for name in placeholders(&written.says) {
+    for name in placeholders(&entry.says) {
         let name = name.split(':').next().unwrap_or(name);
         let known = crate::model::PROPERTIES
             .iter()
@@ -315,61 +295,61 @@ fn compile(written: Written, sources: &BTreeMap<String, Citation>) -> Result<Rul
             return Err(format!("says: there is no property '{name}'"));
         }
     }
-    if let Some(evidence) = written
+    if let Some(evidence) = entry
         .evidence
         .iter()
         .find(|e| !sources.contains_key(&e.source))
     {
         return Err(format!("there is no source '{}'", evidence.source));
     }
-    if written.when.is_empty() || written.evidence.is_empty() {
-        return Err("needs conditions and evidence".into());
+    if entry.when.is_empty() || entry.evidence.is_empty() {
+        return Err("a rule needs conditions and evidence".into());
     }
-    if written.status == Status::Disputed && written.depends.is_none() {
-        return Err("is disputed, and does not say on what it depends".into());
+    if entry.status == Status::Disputed && entry.depends.is_none() {
+        return Err("a disputed rule needs 'depends'".into());
     }
     Ok(Rule {
-        id: written.id,
-        title: written.title,
-        scope: written.scope,
-        severity: written.severity,
-        status: written.status,
+        id: entry.id,
+        title: entry.title,
+        scope: entry.scope,
+        severity: entry.severity,
+        status: entry.status,
         when,
-        conditions: written.when,
-        says: written.says,
-        advice: written.advice,
+        conditions: entry.when,
+        says: entry.says,
+        advice: entry.advice,
         fix,
-        lowers_durability: written.lowers_durability,
-        activate: written.activate,
-        cost: written.cost,
-        gain: written.gain,
-        depends: written.depends,
-        evidence: written.evidence,
-        recipe: written.recipe,
-        contrast: written.contrast,
+        lowers_durability: entry.lowers_durability,
+        activate: entry.activate,
+        cost: entry.cost,
+        gain: entry.gain,
+        depends: entry.depends,
+        evidence: entry.evidence,
+        recipe: entry.recipe,
+        contrast: entry.contrast,
     })
 }
 
-/// What stands in braces.
+/// The texts in braces.
 fn placeholders(text: &str) -> impl Iterator<Item = &str> {
     text.split('{')
         .skip(1)
         .filter_map(|rest| Some(rest.split_once('}')?.0))
 }
 
-/// The text of a rule with values in place of properties.
-pub fn say(text: &str, name: &str, file: &str, lookup: &Lookup<'_>) -> String {
-    let mut said = String::new();
+/// Replaces the properties in a rule's text with their values.
+pub fn fill_in(text: &str, name: &str, file: &str, lookup: &Lookup<'_>) -> String {
+    let mut filled = String::new();
     let mut rest = text;
     while let Some((before, after)) = rest.split_once('{') {
-        said.push_str(before);
+        filled.push_str(before);
         let Some((key, tail)) = after.split_once('}') else {
-            said.push('{');
+            filled.push('{');
             rest = after;
             continue;
         };
         let (property, style) = key.split_once(':').unwrap_or((key, ""));
-        said.push_str(
+        filled.push_str(
             &match (property, lookup.get(property).map(|value| &value.data)) {
                 ("name", _) => name.to_owned(),
                 ("file", _) => file.to_owned(),
@@ -382,11 +362,11 @@ pub fn say(text: &str, name: &str, file: &str, lookup: &Lookup<'_>) -> String {
         );
         rest = tail;
     }
-    said.push_str(rest);
-    crate::text::printable(&said)
+    filled.push_str(rest);
+    crate::text::printable(&filled)
 }
 
-/// `2 GiB`; the largest unit of which it has one, with a decimal if that says more.
+/// A size such as `2 GiB`, in the largest unit that fits, with at most one decimal.
 pub fn size_text(bytes: u64) -> String {
     let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
     let Some((shift, unit)) = units.iter().find(|(shift, _)| bytes >> shift > 0) else {

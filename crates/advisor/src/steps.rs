@@ -1,5 +1,5 @@
-//! Configurations one after the other, each a step of somebody's tuning: what changed from one to the next, and whether
-//! a gain can be put down to it. More than one factor changed, and nobody knows which one paid.
+//! Compares consecutive configurations, each a step of a tuning. If more than one factor changed between two steps, a gain
+//! cannot be attributed to either.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -12,7 +12,7 @@ use crate::input::Input;
 use crate::model::{Data, Vm};
 use crate::rules::{Rules, Severity};
 
-/// What makes a difference to a disk's speed. What follows from these, or is only a way to write them, is left out.
+/// Properties that affect a disk's speed, without those that follow from others.
 const FACTORS: &[&str] = &[
     "disk.bus",
     "disk.protocol",
@@ -41,9 +41,9 @@ const FACTORS: &[&str] = &[
     "vm.library-path",
 ];
 
-/// Factors of which one brings the other with it, so that both together are one change.
+/// Factors of which the first also changes the second; both together are one change.
 const TOGETHER: &[(&str, &str)] = &[
-    // A drive without an explicit device has no queues and threads to speak of.
+    // A drive without an explicit device has neither queues nor threads.
     ("disk.bus", "disk.queues"),
     ("disk.bus", "disk.queue-size"),
     ("disk.bus", "disk.threads"),
@@ -55,32 +55,28 @@ const TOGETHER: &[(&str, &str)] = &[
 /// A value that changed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Change {
-    /// Of which disk; empty for the machine.
+    /// Empty for a property of the VM.
     pub disk: String,
-    /// The property.
     pub property: String,
-    /// Before.
     pub from: String,
-    /// After.
     pub to: String,
 }
 
-/// One step.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Step {
-    /// The machine.
+    /// The VM's name.
     pub name: String,
-    /// What changed since the step before.
+    /// The changes since the previous step.
     pub changes: Vec<Change>,
-    /// Whether more than one factor did.
+    /// Whether more than one factor changed.
     pub confounded: bool,
-    /// What looks like a change and is none, as a variable that is not exported.
+    /// Changes without effect, such as a variable that is not exported.
     pub inert: Vec<String>,
-    /// Rules that find something still.
+    /// The rules that still apply.
     pub findings: Vec<String>,
 }
 
-/// Compares machines one after the other.
+/// Compares each VM with the one before it.
 pub fn steps(
     inputs: Vec<Input>,
     rules: &Rules,
@@ -113,7 +109,7 @@ pub fn steps(
                     .into_iter()
                     .map(|change| {
                         format!(
-                            "{} {}: set and not exported, so it changes nothing",
+                            "{} {}: set but not exported, so it has no effect",
                             change.disk, change.property
                         )
                         .trim()
@@ -129,7 +125,7 @@ pub fn steps(
     steps
 }
 
-/// Those that do not follow from others.
+/// The changes that do not follow from other changes.
 fn factors(changes: Vec<Change>) -> Vec<Change> {
     let follows = |change: &Change| {
         TOGETHER.iter().any(|(first, second)| {
@@ -167,7 +163,7 @@ fn changes(before: &Vm, after: &Vm) -> Vec<Change> {
         let data = |vm: &'_ Vm| vm.table.get(property).map(|value| value.data.clone());
         compare("", property, data(before).as_ref(), data(after).as_ref());
     }
-    // The same disk is the one with the same things behind it.
+    // Disks are identified by their storage, since names change.
     let old: BTreeMap<&str, _> = before
         .disks
         .iter()
@@ -195,7 +191,7 @@ fn changes(before: &Vm, after: &Vm) -> Vec<Change> {
     changes
 }
 
-/// Steps for a person.
+/// The steps as text.
 pub fn text(steps: &[Step]) -> String {
     let mut text = String::new();
     for (i, step) in steps.iter().enumerate() {
@@ -203,7 +199,7 @@ pub fn text(steps: &[Step]) -> String {
         match (i, step.confounded, step.changes.len()) {
             (0, ..) => {}
             (_, true, _) => text.push_str(": CONFOUNDED, more than one factor changed"),
-            (_, false, 0) => text.push_str(": nothing changed that QEMU would see"),
+            (_, false, 0) => text.push_str(": no change that affects QEMU"),
             (_, false, _) => text.push_str(": one factor changed"),
         }
         text.push('\n');
@@ -224,12 +220,12 @@ pub fn text(steps: &[Step]) -> String {
         for inert in &step.inert {
             let _ = writeln!(text, "        {inert}");
         }
-        let left = if step.findings.is_empty() {
-            "nothing".to_owned()
+        let remaining = if step.findings.is_empty() {
+            "none".to_owned()
         } else {
             step.findings.join(", ")
         };
-        let _ = writeln!(text, "        still to find: {left}");
+        let _ = writeln!(text, "        remaining findings: {remaining}");
     }
     text
 }

@@ -1,41 +1,39 @@
-//! Texts that configurations are in, places in them, and changes to them.
+//! Configuration texts, positions in them, and changes to them.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::OnceLock;
 
-/// Largest text that is read: a domain with ten thousand disks has about 4 MiB.
+/// The maximum size of a text. A domain with ten thousand disks has about 4 MiB.
 pub const BYTES_MAX: usize = 16 << 20;
 
-/// One text: a file, standard input, a command line.
+/// A text: a file, standard input or a command line.
 #[derive(Clone, Debug)]
 pub struct Source {
-    /// Name of the file, or what it is instead.
+    /// The file's name, or a description.
     pub name: String,
-    /// All of it. Whoever changes it makes a new source: places are looked up in an index.
+    /// Does not change after the first call of `position`, which builds an index.
     pub text: String,
-    /// Where each line starts.
+    /// The start of each line.
     lines: OnceLock<Vec<usize>>,
-    /// Characters before each block of bytes: a line may be the whole text.
+    /// The number of characters before each block, since one line may be the whole text.
     characters: OnceLock<Vec<usize>>,
 }
 
-/// Bytes of a block in which characters are counted one by one.
+/// The size of a block in bytes. `position` counts the characters of at most one block.
 const BLOCK: usize = 1024;
 
 /// A part of a text, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Span {
-    /// Which of an input's texts.
+    /// Index into the input's texts.
     pub source: u16,
-    /// The first byte.
     pub start: u32,
     /// The byte after the last.
     pub end: u32,
 }
 
 impl Span {
-    /// A part of the text `source`.
     pub fn new(source: u16, start: usize, end: usize) -> Self {
         let bound = |at: usize| u32::try_from(at).unwrap_or(u32::MAX);
         Self {
@@ -45,7 +43,6 @@ impl Span {
         }
     }
 
-    /// As bytes of its text.
     pub fn range(self) -> std::ops::Range<usize> {
         self.start as usize..self.end as usize
     }
@@ -70,9 +67,7 @@ impl Span {
 /// Line and column, both from 1; the column counts characters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Position {
-    /// The line.
     pub line: usize,
-    /// The character in it.
     pub column: usize,
 }
 
@@ -83,7 +78,6 @@ impl fmt::Display for Position {
 }
 
 impl Source {
-    /// A text with a name.
     pub fn new(name: impl Into<String>, text: impl Into<String>) -> Self {
         Self {
             name: name.into(),
@@ -94,7 +88,7 @@ impl Source {
     }
 
     fn characters_before(&self, at: usize) -> usize {
-        // Each has one byte that does not continue it.
+        // Every character has exactly one byte that is not a continuation byte.
         let count = |bytes: &[u8]| bytes.iter().filter(|byte| **byte & 0xc0 != 0x80).count();
         let bytes = self.text.as_bytes();
         let blocks = self.characters.get_or_init(|| {
@@ -107,7 +101,7 @@ impl Source {
         blocks[at / BLOCK] + count(&bytes[at / BLOCK * BLOCK..at])
     }
 
-    /// Where the byte `at` is. What lies behind the end is at the end.
+    /// The position of the byte `at`, or of the end if `at` is beyond it.
     pub fn position(&self, at: u32) -> Position {
         let mut at = (at as usize).min(self.text.len());
         while !self.text.is_char_boundary(at) {
@@ -133,32 +127,29 @@ impl Source {
     }
 }
 
-/// Text that takes the place of other text.
+/// A replacement of a part of a text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Edit {
-    /// What is replaced; empty for an insertion.
+    /// The replaced part; empty for an insertion.
     pub span: Span,
-    /// What stands there afterwards.
     pub text: String,
 }
 
 impl Edit {
-    /// Replaces a part.
     pub fn replace(span: Span, text: impl Into<String>) -> Self {
         let text = text.into();
         Self { span, text }
     }
 }
 
-/// Changes that can be made together: none of them touches the bytes of another.
+/// Edits that do not overlap.
 #[derive(Default)]
 pub struct Changes {
     by_place: BTreeMap<(u16, u32, u32), Vec<Edit>>,
 }
 
 impl Changes {
-    /// Adds edits that belong together, all of them or none. Refused are those that change the same bytes as earlier ones,
-    /// or insert at the same place: each would have to know of the other.
+    /// Adds all edits or none: none if one of them overlaps an earlier one, or inserts at the same place.
     pub fn add(&mut self, edits: Vec<Edit>) -> bool {
         let key = |edit: &Edit| (edit.span.source, edit.span.start, edit.span.end);
         let is_free = |edit: &Edit| {
@@ -183,16 +174,15 @@ impl Changes {
         true
     }
 
-    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.by_place.is_empty()
     }
 
-    /// The texts with all changes; `None` if one is not inside its text.
+    /// The changed texts; `None` if an edit is outside its text.
     pub fn apply(&self, sources: &[Source]) -> Option<Vec<Source>> {
         let mut changed: Vec<String> = vec![String::new(); sources.len()];
         let mut ends = vec![0; sources.len()];
-        // Lines that are added end as the first line of their text does.
+        // Added lines get the line ending of the text's first line.
         let has_crlf = |source: &Source| {
             source
                 .text
@@ -206,12 +196,11 @@ impl Changes {
             let range = edit.span.range();
             text.get(range.clone())?;
             changed[place].push_str(text.get(ends[place]..range.start)?);
-            match crlf[place] {
-                true => {
-                    let lines = edit.text.replace("\r\n", "\n");
-                    changed[place].push_str(&lines.replace('\n', "\r\n"));
-                }
-                false => changed[place].push_str(&edit.text),
+            if crlf[place] {
+                let lines = edit.text.replace("\r\n", "\n");
+                changed[place].push_str(&lines.replace('\n', "\r\n"));
+            } else {
+                changed[place].push_str(&edit.text);
             }
             ends[place] = range.end;
         }
@@ -224,18 +213,18 @@ impl Changes {
     }
 }
 
-/// Makes changes to the texts of an input. Insertions at one place stay in their order.
+/// Applies edits to the texts of an input. Insertions at one place keep their order.
 ///
-/// `None` if two of them change the same bytes, or one is not inside its text.
+/// `None` if two edits overlap, or one is outside its text.
 pub fn apply(sources: &[Source], edits: &[Edit]) -> Option<Vec<Source>> {
     let mut changes = Changes::default();
-    match changes.add(edits.to_vec()) {
-        true => changes.apply(sources),
-        false => None,
+    if !changes.add(edits.to_vec()) {
+        return None;
     }
+    changes.apply(sources)
 }
 
-/// `text` without what a terminal would take for an order, for messages.
+/// The text with control characters replaced, for output to a terminal.
 pub fn printable(text: &str) -> String {
     text.chars()
         .map(|c| if c.is_control() { '?' } else { c })

@@ -151,6 +151,6 @@ fn a_file_that_names_itself_is_read_once() {
     };
     let input = read(Source::new("input", text), surroundings).unwrap();
     assert_eq!(input.vms[0].disks.len(), 3);
-    let again = |note: &advisor::model::Note| note.text.contains("is not read again");
+    let again = |note: &advisor::model::Note| note.text.contains("was already read");
     assert!(input.notes.iter().any(again));
 }

@@ -38,7 +38,7 @@ fn back(there: Converted, config: &str) -> Converted {
 #[test]
 fn limits_of_a_domain() {
     let (before, there, config) = there("libvirt/limits.xml");
-    assert_eq!(there.said, Vec::<String>::new());
+    assert_eq!(there.messages, Vec::<String>::new());
     for line in [
         "serial = \"GOLD-0007\"",
         "logical-block-size = 4096",
@@ -155,7 +155,7 @@ fn what_ringdisk_cannot_do_stays() {
         ("", "", "", "<auth username='a'/>", "<auth>"),
         ("", "", "", "<wwn>5000c50015ea71ad</wwn>", "<wwn>"),
         ("", "", "", "<geometry cyls='1'/>", "<geometry>"),
-        ("", "", "", "<serial>\u{e9}</serial>", "not ASCII"),
+        ("", "", "", "<serial>\u{e9}</serial>", "not printable ASCII"),
         ("", "", "", "<blockio logical_block_size='1024'/>", "1024"),
         (
             "",
@@ -178,7 +178,7 @@ fn what_ringdisk_cannot_do_stays() {
         let before = domain(&disk(attributes, driver, source, more));
         let why = convert(vec![before], Direction::ToRingdisk).unwrap_err();
         assert!(
-            why.contains("vm vda stays") && why.contains(says),
+            why.contains("vm vda is not converted") && why.contains(says),
             "{attributes} {driver} {source} {more}: {why}"
         );
     }
@@ -210,7 +210,11 @@ fn what_ringdisk_can_do_goes_along() {
     }
     assert!(!text.contains("readonly"), "{text}");
     assert!(!text.contains("error_policy"), "{text}");
-    assert!(there.said[0].contains("the VM runs on"), "{:?}", there.said);
+    assert!(
+        there.messages[0].contains("continues to run"),
+        "{:?}",
+        there.messages
+    );
     let back = back(there, &config);
     let text = &back.inputs[0].sources[0].text;
     for kept in [
@@ -289,12 +293,12 @@ fn what_ringdisk_cannot_do_stays_on_a_command_line() {
         (
             drive("") + " -device ide-hd,drive=a",
             device(""),
-            "-device uses 'a' too",
+            "-device also uses 'a'",
         ),
         (
             drive("").replace("/srv/", "$DIR/"),
             device(""),
-            "variable of the shell",
+            "shell variable",
         ),
         (
             node(&format!(r#""driver":"raw","offset":512,{file}"#)),
@@ -311,7 +315,7 @@ fn what_ringdisk_cannot_do_stays_on_a_command_line() {
                 r#""driver":"qcow2","file":{{"driver":"raw",{file}}}"#
             )),
             device(""),
-            "a format inside another",
+            "nested formats",
         ),
     ] {
         let line = format!("qemu-system-x86_64 -m 1G {storage} {device}\n");
@@ -351,10 +355,10 @@ fn a_group_stays_together() {
     let before = domain(&format!("{first}\n    {second}\n    {third}"));
     let there = convert(vec![before], Direction::ToRingdisk).unwrap();
     assert_eq!(there.config.unwrap().matches("[[disk]]").count(), 1);
-    let said = there.said.join("\n");
+    let messages = there.messages.join("\n");
     assert!(
-        said.contains("vda stays: it shares its limits with vdb"),
-        "{said}"
+        messages.contains("vda is not converted: it shares its limits with vdb"),
+        "{messages}"
     );
 }
 
@@ -367,11 +371,11 @@ fn what_has_no_counterpart_is_told() {
             .replace("\n\nthrottle-group", "\nthrottle-group");
     let back = back(there, &config);
     assert!(
-        back.said
+        back.messages
             .iter()
-            .any(|said| said.contains("limits of its group")),
+            .any(|message| message.contains("limits of its group")),
         "{:?}",
-        back.said
+        back.messages
     );
     assert!(
         back.inputs[0].sources[0]
@@ -421,8 +425,8 @@ fn what_sets_a_drive_goes_with_it() {
     assert!(!text.contains("-set"), "{text}");
     assert!(text.ends_with(" -S\n"), "{text}");
     let config = there.config.clone().unwrap();
-    for said in ["cache = \"directsync\"", "iops = 100", "serial = \"GG\""] {
-        assert!(config.contains(said), "{said}: {config}");
+    for setting in ["cache = \"directsync\"", "iops = 100", "serial = \"GG\""] {
+        assert!(config.contains(setting), "{setting}: {config}");
     }
     // One for the socket goes on the way back.
     let mut there = there;
@@ -433,7 +437,7 @@ fn what_sets_a_drive_goes_with_it() {
     assert!(!text.contains("-set") && text.contains("-drive"), "{text}");
     // What only the shell knows may set anything of it.
     for set in ["\"$V\"", "drive.a.cache=$CACHE", "device.d.drive=a"] {
-        let stays = convert(vec![with(&format!(" -set {set}"))], Direction::ToRingdisk);
-        assert!(stays.is_err(), "{set}");
+        let result = convert(vec![with(&format!(" -set {set}"))], Direction::ToRingdisk);
+        assert!(result.is_err(), "{set}");
     }
 }

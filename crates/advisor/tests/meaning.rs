@@ -120,7 +120,7 @@ fn qemu_boots_the_same_disk() {
         fixed
             .left
             .iter()
-            .any(|(.., why)| why.contains("boot from another")),
+            .any(|left| left.reason.contains("boot from another")),
         "{:?}",
         fixed.left
     );
@@ -165,7 +165,7 @@ fn proxmox_boots_the_same_disk() {
     let fixed = self::fixed(&conf(""));
     assert_eq!(text(&fixed), conf(""));
     assert!(
-        fixed.left[0].2.contains("another disk than ide0"),
+        fixed.left[0].reason.contains("disk other than ide0"),
         "{:?}",
         fixed.left
     );
@@ -303,7 +303,7 @@ fn what_names_a_disk_keeps_it_on_its_bus() {
         let fixed = self::fixed(&ide);
         assert_eq!(text(&fixed), ide);
         assert!(
-            fixed.left[0].2.contains("virtio-blk has no"),
+            fixed.left[0].reason.contains("virtio-blk has no"),
             "{:?}",
             fixed.left
         );
@@ -446,7 +446,7 @@ fn comments_are_no_elements() {
     assert!(read(Source::new("x", values), Surroundings::default()).is_ok());
     let deep = domain(&format!("{}{}", "<a>".repeat(250), "</a>".repeat(250)), "");
     let error = read(Source::new("x", deep), Surroundings::default()).unwrap_err();
-    assert!(error.problem.contains("one in the other"), "{error}");
+    assert!(error.problem.contains("nested more than"), "{error}");
 }
 
 /// Nothing in a file's name ends a cell of a table.
@@ -510,7 +510,11 @@ fn pending_changes_of_disks_stop_others() {
         let text = format!("{conf}\n[PENDING]\n{pending}\n\n[before]\nscsi1: local:a\n");
         let fixed = self::fixed(&text);
         assert_eq!(self::text(&fixed), text);
-        assert!(fixed.left[0].2.contains("[PENDING]"), "{:?}", fixed.left);
+        assert!(
+            fixed.left[0].reason.contains("[PENDING]"),
+            "{:?}",
+            fixed.left
+        );
     }
     let other = format!("{conf}\n[PENDING]\nmemory: 4096\n\n[before]\nscsi1: local:a\n");
     assert!(text(&fixed(&other)).contains("scsi0: local:107"));

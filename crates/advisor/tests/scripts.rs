@@ -1,7 +1,7 @@
 //! Scripts of a shell: what is redirected, substituted or not understood is no disk, rests no finding, and stays as it is.
 
 use advisor::check::check;
-use advisor::fix::{Fixed, Wanted, fix};
+use advisor::fix::{Fixed, Unfixed, Wanted, fix};
 use advisor::input::{Input, Surroundings, read};
 use advisor::rules::{Rules, Severity};
 use advisor::text::Source;
@@ -376,8 +376,12 @@ fn a_device_of_the_shell_may_be_the_boot_disk() {
         };
         let fixed = fixed(&line(""));
         assert!(text(&fixed).contains("ide-hd,drive=a "), "{}", text(&fixed));
-        let says = |(_, _, why): &(String, String, String)| why.contains("another one");
-        assert!(fixed.left.iter().any(says), "{device}: {:?}", fixed.left);
+        let is_expected = |left: &Unfixed| left.reason.contains("another disk");
+        assert!(
+            fixed.left.iter().any(is_expected),
+            "{device}: {:?}",
+            fixed.left
+        );
         // With a bootindex, the buses say nothing.
         let ordered = self::fixed(&line(",bootindex=1"));
         assert!(
@@ -410,8 +414,12 @@ fn a_global_of_a_driver_keeps_the_bus() {
         let line = line(global, "ide-hd");
         let fixed = fixed(&line);
         assert_eq!(text(&fixed), line, "{global}");
-        let says = |(_, _, why): &(String, String, String)| why.contains("-global");
-        assert!(fixed.left.iter().any(says), "{global}: {:?}", fixed.left);
+        let is_expected = |left: &Unfixed| left.reason.contains("-global");
+        assert!(
+            fixed.left.iter().any(is_expected),
+            "{global}: {:?}",
+            fixed.left
+        );
     }
     // Other drivers are no matter of disks.
     for global in [
@@ -440,9 +448,9 @@ fn escaped_json_of_a_device_is_left() {
         let fixed = fixed(&line);
         assert!(fixed.rounds < 4, "{line}");
         assert!(!text(&fixed).contains("iothread0"), "{}", text(&fixed));
-        let says = |(_, _, why): &(String, String, String)| why.contains("JSON is not clear");
+        let is_expected = |left: &Unfixed| left.reason.contains("JSON is unclear");
         assert!(
-            driver.contains("iothread") || fixed.left.iter().any(says),
+            driver.contains("iothread") || fixed.left.iter().any(is_expected),
             "{line}: {:?}",
             fixed.left
         );
@@ -551,8 +559,8 @@ fn a_scsi_disk_of_an_unclear_controller_stays() {
             let line = two_disks(first, &format!("{second}{more}"));
             let fixed = fixed(&line);
             assert_eq!(devices(text(&fixed)), devices(&line));
-            let says = |note: &advisor::model::Note| note.text.contains("SCSI controller");
-            assert!(fixed.input.notes.iter().any(says), "{line}");
+            let is_expected = |note: &advisor::model::Note| note.text.contains("SCSI controller");
+            assert!(fixed.input.notes.iter().any(is_expected), "{line}");
         }
     }
     // With one controller, or with ids, it is clear.
@@ -596,8 +604,8 @@ fn an_ide_disk_of_an_unclear_controller_stays() {
         let line = two_disks(first, second);
         let fixed = fixed(&line);
         assert_eq!(devices(text(&fixed)), devices(&line));
-        let says = |(_, _, why): &(String, String, String)| why.contains("several controllers");
-        assert!(fixed.left.iter().any(says), "{:?}", fixed.left);
+        let is_expected = |left: &Unfixed| left.reason.contains("several controllers");
+        assert!(fixed.left.iter().any(is_expected), "{:?}", fixed.left);
     }
     let named = two_disks(
         "-device ahci,id=h -device ide-hd,drive=a,bus=h.0",

@@ -1,4 +1,4 @@
-//! `ringdisk check`: what slows a VM's disk. Reads files and prints; what there is to know is in the crate `advisor`.
+//! `ringdisk check`: reads configurations and prints what slows down their disks. The crate `advisor` has the rules.
 
 mod in_place;
 
@@ -10,7 +10,7 @@ use ::lab::measured;
 use advisor::check::{check, check_host};
 use advisor::convert::{self, Direction};
 use advisor::facts::{self, Facts};
-use advisor::fix::{self, Change, Wanted};
+use advisor::fix::{self, Change, Unfixed, Wanted};
 use advisor::input::{Input, Surroundings, read};
 use advisor::measured::{Added, Measured};
 use advisor::model::{Origin, Table};
@@ -28,80 +28,80 @@ use in_place::InPlace;
   ringdisk check /etc/pve/qemu-server/*.conf     Proxmox, with /etc/pve/storage.cfg
   ringdisk check -- qemu-system-x86_64 -drive file=a.raw,if=virtio
   ringdisk check --pid 4711                      a QEMU that runs
-  ringdisk check --host vm1.xml                  with what is known of this host
+  ringdisk check --host vm1.xml                  with facts about this host
   ringdisk check --collect > facts.json          on that host; then: --facts facts.json
   ringdisk check --fix vm1.xml | patch vm1.xml
   ringdisk check --explain no-iothread
   ringdisk check --steps before.sh after.sh      what changed, and whether it is one factor
 
-A comment 'ringdisk: ignore RULE because ...' in the file takes a finding back.
-Exit codes: 0 clean, 1 findings (notes are none), 2 something cannot be read.")]
+A comment 'ringdisk: ignore RULE because ...' in the file suppresses a finding.
+Exit codes: 0 no findings or only notes, 1 findings, 2 some input cannot be read.")]
 pub struct Args {
-    /// libvirt domains, QEMU command lines, Proxmox VMs, ringdisk.toml; - is standard input
+    /// libvirt domains, QEMU command lines, Proxmox VMs or ringdisk.toml; - reads standard input
     #[arg(value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// A command line
+    /// A QEMU command line
     #[arg(last = true, value_name = "COMMAND")]
     command: Vec<String>,
-    /// A QEMU that runs
+    /// The process id of a running QEMU
     #[arg(long, value_name = "PID")]
     pid: Vec<u32>,
-    /// Look at this host; alone, check it
+    /// Collect facts about this host; without files, check the host alone
     #[arg(long)]
     host: bool,
-    /// Facts of another host, as --collect wrote them there
+    /// Facts about another host, collected there with --collect
     #[arg(long, value_name = "FILE", conflicts_with = "host")]
     facts: Option<PathBuf>,
-    /// Write the facts of this host, and of the disks of the files given, as JSON
+    /// Print facts about this host and about the disks in the given files as JSON
     #[arg(long)]
     collect: bool,
-    /// Storages of Proxmox; default: storage.cfg in the directory above the VM's
+    /// Proxmox's storages [default: storage.cfg in the directory above the VM's]
     #[arg(long, value_name = "FILE")]
     storage_cfg: Option<PathBuf>,
-    /// Results of 'ringdisk lab': a file, or a directory of them; default: those that it keeps of this host
+    /// Results of 'ringdisk lab': a file or a directory [default: the stored results of this host]
     #[arg(long, value_name = "PATH")]
     measured: Vec<PathBuf>,
-    /// A rule that is not asked
+    /// Ignore this rule
     #[arg(long, value_name = "RULE")]
     ignore: Vec<String>,
-    /// Show notes too: what depends, and what is of the past
+    /// Also show notes: disputed, outdated or conditional advice
     #[arg(long)]
     notes: bool,
-    /// Answer in JSON
+    /// Print JSON
     #[arg(long, group = "form")]
     json: bool,
-    /// Answer in SARIF 2.1.0
+    /// Print SARIF 2.1.0
     #[arg(long, group = "form")]
     sarif: bool,
-    /// Answer in Markdown
+    /// Print Markdown
     #[arg(long, group = "form")]
     markdown: bool,
-    /// Say all that a rule knows
+    /// Explain a rule: conditions, costs and evidence
     #[arg(long, value_name = "RULE")]
     explain: Option<String>,
     /// List all rules
     #[arg(long)]
     rules: bool,
-    /// Print a patch that fixes what can be fixed
+    /// Print a patch that fixes the findings
     #[arg(long)]
     fix: bool,
-    /// Change the files instead, none of which may have other hard links; asks first if a change depends on what is not
-    /// known
+    /// Change the files instead of printing a patch. Asks first if a change depends on unknown facts. Refuses files with
+    /// several hard links
     #[arg(long, requires = "fix")]
     in_place: bool,
-    /// Change them without asking
+    /// Change the files without asking
     #[arg(long, requires = "in_place")]
     yes: bool,
-    /// Fix also by this rule, which lowers durability or is a note
+    /// Also fix this rule, although it lowers durability or is a note
     #[arg(long, value_name = "RULE", requires = "fix")]
     fix_rule: Vec<String>,
-    /// With --to ringdisk: the file for ringdisk's configuration, which must not be there yet
+    /// With --to ringdisk: the file for ringdisk's configuration, which must not exist
     #[arg(long, value_name = "FILE", requires = "in_place")]
     config: Option<PathBuf>,
-    /// Bring disks to ringdisk, or back to QEMU
+    /// Move disks to ringdisk, or back to QEMU
     #[arg(long, value_name = "WHERE", requires = "fix")]
     to: Option<To>,
-    /// Compare the files as steps of a tuning
+    /// Compare the files as consecutive steps of a tuning
     #[arg(long)]
     steps: bool,
 }
@@ -112,41 +112,24 @@ enum To {
     Qemu,
 }
 
-/// What there was.
-pub enum Outcome {
+/// The result of a check; it decides the exit code.
+pub enum CheckResult {
     Clean,
     Findings,
 }
 
-/// Checks.
-///
 /// # Errors
-/// Something cannot be read; all that can is reported before.
-pub fn run(args: &Args) -> Result<Outcome, String> {
+/// Some input cannot be read. The rest is reported before.
+pub fn run(args: &Args) -> Result<CheckResult, String> {
     let rules = Rules::built_in().map_err(|e| e.to_string())?;
-    for id in args
-        .ignore
-        .iter()
-        .chain(&args.fix_rule)
-        .chain(&args.explain)
-    {
-        if rules.get(id).is_none() {
-            let like = rules.like(id);
-            let hint = if like.is_empty() {
-                "see --rules".into()
-            } else {
-                format!("is it {}?", like.join(", "))
-            };
-            return Err(format!("there is no rule '{id}'; {hint}"));
-        }
-    }
+    check_rule_names(args, &rules)?;
     if let Some(rule) = args.explain.as_deref().and_then(|id| rules.get(id)) {
         print(&report::explain(rule, &rules));
-        return Ok(Outcome::Clean);
+        return Ok(CheckResult::Clean);
     }
     if args.rules {
         print(&report::list(&rules));
-        return Ok(Outcome::Clean);
+        return Ok(CheckResult::Clean);
     }
     let (mut inputs, mut failures) = inputs(args);
     if args.collect {
@@ -155,12 +138,11 @@ pub fn run(args: &Args) -> Result<Outcome, String> {
             "{}\n",
             serde_json::to_string_pretty(&facts).map_err(|e| e.to_string())?
         ));
-        return finish(Outcome::Clean, failures);
+        return finish(CheckResult::Clean, failures);
     }
     if inputs.is_empty() && !args.host && args.facts.is_none() {
         if !failures.is_empty() {
-            // Of what could not be read, nothing can be said to be well.
-            return finish(Outcome::Clean, failures);
+            return finish(CheckResult::Clean, failures);
         }
         return Err("nothing to check; name a file, - for standard input, --pid, --host, or a command after --".into());
     }
@@ -175,48 +157,19 @@ pub fn run(args: &Args) -> Result<Outcome, String> {
     let facts = facts.as_ref();
     if args.steps {
         let steps = steps::steps(inputs, &rules, facts, &args.ignore);
-        match args.json {
-            true => print(&format!("{}\n", serde_json::json!(steps))),
-            false => print(&steps::text(&steps)),
+        if args.json {
+            print(&format!("{}\n", serde_json::json!(steps)));
+        } else {
+            print(&steps::text(&steps));
         }
-        let clean = steps.iter().all(|step| !step.confounded);
-        return finish(
-            if clean {
-                Outcome::Clean
-            } else {
-                Outcome::Findings
-            },
-            failures,
-        );
+        let is_clean = steps.iter().all(|step| !step.confounded);
+        return finish(result(is_clean), failures);
     }
     if args.fix {
-        let outcome = fix(args, inputs, &rules, facts)?;
-        return finish(outcome, failures);
+        let result = fix(args, inputs, &rules, facts)?;
+        return finish(result, failures);
     }
-    let mut measured = Measured::default();
-    let fingerprint = facts.map_or_else(facts::collect::fingerprint, |facts| {
-        facts.fingerprint.clone()
-    });
-    // There is none before the first run.
-    let mut found = measured::folders();
-    found.retain(|folder| folder.is_dir());
-    let by_itself = args.measured.is_empty();
-    let measured_in = if by_itself { &found } else { &args.measured };
-    for path in results(measured_in) {
-        match text(&path)
-            .and_then(|text| measured.add(&path.display().to_string(), &text, &fingerprint))
-        {
-            Ok(Added::Results(_)) => {}
-            Ok(Added::OtherHost(_)) if by_itself => {}
-            Ok(Added::OtherHost(other)) => notes.push(format!(
-                "{}: measured on another host ({other})",
-                path.display()
-            )),
-            // Nobody named it.
-            Err(problem) if by_itself => notes.push(problem),
-            Err(problem) => failures.push(problem),
-        }
-    }
+    let measured = measured(args, facts, &mut notes, &mut failures);
     let mut report = Report::default();
     for input in &mut inputs {
         let checked = check(input, &rules, facts, &args.ignore);
@@ -224,46 +177,102 @@ pub fn run(args: &Args) -> Result<Outcome, String> {
     }
     report.notes.extend(notes);
     if let Some(facts) = facts {
-        report.absorb(check_host(
-            facts,
-            together(&inputs, facts, &measured),
-            &rules,
-            &args.ignore,
-        ));
+        let totals = totals(&inputs, facts, &measured);
+        report.absorb(check_host(facts, totals, &rules, &args.ignore));
     }
     measured.join(&mut report.findings, &rules);
-    print(&match (args.json, args.sarif, args.markdown) {
-        (true, ..) => format!("{}\n", report::json(&report, &rules)),
-        (_, true, _) => format!(
-            "{}\n",
-            report::sarif(&report, &rules, env!("CARGO_PKG_VERSION"))
-        ),
-        (.., true) => report::markdown(&report, &rules, args.notes),
-        _ => report::text(&report, &rules, args.notes),
-    });
-    finish(
-        if report.is_clean() {
-            Outcome::Clean
-        } else {
-            Outcome::Findings
-        },
-        failures,
-    )
+    print_report(args, &report, &rules);
+    finish(result(report.is_clean()), failures)
 }
 
-/// A reader that has had enough closes the pipe; that is no failure.
+fn check_rule_names(args: &Args, rules: &Rules) -> Result<(), String> {
+    let named = args
+        .ignore
+        .iter()
+        .chain(&args.fix_rule)
+        .chain(&args.explain);
+    for id in named {
+        if rules.get(id).is_none() {
+            let like = rules.like(id);
+            let hint = if like.is_empty() {
+                "see --rules".into()
+            } else {
+                format!("did you mean {}?", like.join(", "))
+            };
+            return Err(format!("there is no rule '{id}'; {hint}"));
+        }
+    }
+    Ok(())
+}
+
+fn result(is_clean: bool) -> CheckResult {
+    if is_clean {
+        CheckResult::Clean
+    } else {
+        CheckResult::Findings
+    }
+}
+
+/// Reads the results of `ringdisk lab`: the files that the user names, or the stored ones.
+fn measured(
+    args: &Args,
+    facts: Option<&Facts>,
+    notes: &mut Vec<String>,
+    failures: &mut Vec<String>,
+) -> Measured {
+    let mut measured = Measured::default();
+    let fingerprint = facts.map_or_else(facts::collect::fingerprint, |facts| {
+        facts.fingerprint.clone()
+    });
+    // The folders do not exist before the lab's first run.
+    let mut stored = measured::folders();
+    stored.retain(|folder| folder.is_dir());
+    let is_default = args.measured.is_empty();
+    let folders = if is_default { &stored } else { &args.measured };
+    for path in results(folders) {
+        match text(&path)
+            .and_then(|text| measured.add(&path.display().to_string(), &text, &fingerprint))
+        {
+            Ok(Added::Results(_)) => {}
+            Ok(Added::OtherHost(_)) if is_default => {}
+            Ok(Added::OtherHost(other)) => notes.push(format!(
+                "{}: measured on another host ({other})",
+                path.display()
+            )),
+            // The user did not name the file.
+            Err(problem) if is_default => notes.push(problem),
+            Err(problem) => failures.push(problem),
+        }
+    }
+    measured
+}
+
+fn print_report(args: &Args, report: &Report, rules: &Rules) {
+    if args.json {
+        print(&format!("{}\n", report::json(report, rules)));
+    } else if args.sarif {
+        let version = env!("CARGO_PKG_VERSION");
+        print(&format!("{}\n", report::sarif(report, rules, version)));
+    } else if args.markdown {
+        print(&report::markdown(report, rules, args.notes));
+    } else {
+        print(&report::text(report, rules, args.notes));
+    }
+}
+
+/// Ignores errors: a reader such as `head` may close the pipe.
 fn print(text: &str) {
     let _ = io::stdout().lock().write_all(text.as_bytes());
 }
 
-fn finish(outcome: Outcome, failures: Vec<String>) -> Result<Outcome, String> {
-    match failures.is_empty() {
-        true => Ok(outcome),
-        false => Err(failures.join("\nringdisk: ")),
+fn finish(result: CheckResult, failures: Vec<String>) -> Result<CheckResult, String> {
+    if failures.is_empty() {
+        return Ok(result);
     }
+    Err(failures.join("\nringdisk: "))
 }
 
-/// Reads a text, no more of it than is allowed.
+/// Reads a text, up to the maximum size.
 fn text(path: &Path) -> Result<String, String> {
     let fail = |e: io::Error| {
         format!(
@@ -292,14 +301,14 @@ fn text(path: &Path) -> Result<String, String> {
             .filter(|byte| **byte == b'\n')
             .count();
         format!(
-            "{}:{line}: is no UTF-8 text, so it is no configuration; name the file that describes the machine, not its \
+            "{}:{line}: is not UTF-8 text, and therefore not a configuration; name the VM's configuration, not its \
              image",
             path.display()
         )
     })
 }
 
-/// What to do about a file that cannot be read.
+/// Advice about a file that cannot be read.
 fn next_step(path: &Path, error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::NotFound => {
@@ -307,13 +316,13 @@ fn next_step(path: &Path, error: &io::Error) -> String {
             match path.components().count() {
                 // As in `ringdisk check vm1`.
                 1 if path.extension().is_none() => {
-                    format!("; of a libvirt domain: virsh dumpxml {name} | ringdisk check -")
+                    format!("; for a libvirt domain, run: virsh dumpxml {name} | ringdisk check -")
                 }
-                _ => "; see what there is: ls /etc/libvirt/qemu/*.xml /etc/pve/qemu-server/*.conf".into(),
+                _ => "; to list configurations, run: ls /etc/libvirt/qemu/*.xml /etc/pve/qemu-server/*.conf".into(),
             }
         }
         io::ErrorKind::PermissionDenied => {
-            "; run it as root, or let root write it to standard output: sudo cat FILE | ringdisk check -".into()
+            "; run ringdisk as root, or: sudo cat FILE | ringdisk check -".into()
         }
         io::ErrorKind::IsADirectory => format!("; name its files: {}/*", path.display()),
         _ => String::new(),
@@ -358,8 +367,8 @@ fn one(
 ) -> Result<Input, String> {
     let directory = path.parent().unwrap_or(Path::new(""));
     let storages = args.storage_cfg.clone().or_else(|| {
-        let beside = directory.join("../storage.cfg");
-        beside.is_file().then_some(beside)
+        let default = directory.join("../storage.cfg");
+        default.is_file().then_some(default)
     });
     if let Some(storages) = storages {
         surroundings.storages = Some(Source::new(
@@ -368,7 +377,7 @@ fn one(
         ));
     }
     for name in advisor::input::files_named(&source.text) {
-        // As QEMU does: relative to where one is. What cannot be read gets a note.
+        // Like QEMU, relative to the working directory. The reader notes files that are missing here.
         if Path::new(&name).is_file()
             && let Ok(text) = text(Path::new(&name))
         {
@@ -383,7 +392,7 @@ fn running(pid: u32) -> Result<(Source, Surroundings), String> {
     let path = format!("/proc/{pid}/cmdline");
     let bytes = fs::read(&path).map_err(|e| {
         let next = match e.kind() {
-            io::ErrorKind::NotFound => "; there is no such process: pgrep -a qemu lists QEMU's",
+            io::ErrorKind::NotFound => "; the process does not exist: pgrep -a qemu lists QEMU's",
             io::ErrorKind::PermissionDenied => "; run it as root",
             _ => "",
         };
@@ -420,7 +429,7 @@ fn running(pid: u32) -> Result<(Source, Surroundings), String> {
     ))
 }
 
-/// What is behind all disks.
+/// The paths of all disks.
 fn disks(inputs: &[Input]) -> Vec<String> {
     let disks = inputs
         .iter()
@@ -444,8 +453,8 @@ fn facts(args: &Args, inputs: &[Input], notes: &mut Vec<String>) -> Result<Optio
     }
 }
 
-/// What only all inputs together say of a host.
-fn together(inputs: &[Input], facts: &Facts, measured: &Measured) -> Table {
+/// Properties of the host that follow from all inputs and results.
+fn totals(inputs: &[Input], facts: &Facts, measured: &Measured) -> Table {
     let mut table = Table::default();
     let machines = inputs.iter().flat_map(|input| &input.vms);
     let memory = machines
@@ -469,13 +478,16 @@ fn together(inputs: &[Input], facts: &Facts, measured: &Measured) -> Table {
     table
 }
 
-/// Files of results: those named, and those in directories.
+/// The results files at these paths and in these directories.
 fn results(paths: &[PathBuf]) -> Vec<PathBuf> {
-    let named = |path: &PathBuf| match path.is_dir() {
-        true => measured::files(path),
-        false => vec![path.clone()],
+    let files = |path: &PathBuf| {
+        if path.is_dir() {
+            measured::files(path)
+        } else {
+            vec![path.clone()]
+        }
     };
-    paths.iter().flat_map(named).collect()
+    paths.iter().flat_map(files).collect()
 }
 
 fn fix(
@@ -483,21 +495,21 @@ fn fix(
     inputs: Vec<Input>,
     rules: &Rules,
     facts: Option<&Facts>,
-) -> Result<Outcome, String> {
+) -> Result<CheckResult, String> {
     let before = inputs.clone();
-    let mut said = Vec::new();
+    let mut messages = Vec::new();
     let mut uncertain = 0;
     let mut in_place = InPlace::default();
     match (args.to, args.in_place, &args.config) {
         (Some(To::Ringdisk), true, None) => {
             return Err(
-                "no file was changed: say with --config FILE where ringdisk's configuration \
-                 goes, without which the machine does not start"
+                "no file was changed: the VM needs ringdisk's configuration to start; name its file \
+                 with --config FILE"
                     .into(),
             );
         }
         (Some(To::Ringdisk), ..) | (_, _, None) => {}
-        _ => return Err("--config is for --to ringdisk".into()),
+        _ => return Err("--config needs --to ringdisk".into()),
     }
     let after = match args.to {
         Some(to) => {
@@ -506,13 +518,13 @@ fn fix(
                 To::Qemu => Direction::ToQemu,
             };
             let converted = convert::convert(inputs, direction)?;
-            said = converted.said;
+            messages = converted.messages;
             if let Some(config) = converted.config {
                 match &args.config {
-                    // Put into force before the machine needs it.
+                    // Staged first, so that it exists before the VM's configuration needs it.
                     Some(path) => in_place.create(path, &config)?,
                     None => {
-                        said.push("a ringdisk.toml with these disks:".into());
+                        messages.push("a ringdisk.toml with these disks:".into());
                         print(&convert::as_new_file(&config));
                     }
                 }
@@ -531,18 +543,23 @@ fn fix(
                     if let Some(unknown) = &change.unknown {
                         uncertain += 1;
                         let Change { rule, place, .. } = change;
-                        said.push(format!("{place}: {rule}: it is not known {unknown}"));
+                        messages.push(format!("{place}: {rule}: unknown {unknown}"));
                     }
                 }
-                for (rule, place, why) in &fixed.left {
-                    said.push(format!("{place}: {rule} is left: {why}"));
+                for Unfixed {
+                    rule,
+                    place,
+                    reason,
+                } in &fixed.left
+                {
+                    messages.push(format!("{place}: {rule} is not fixed: {reason}"));
                 }
                 after.push(fixed.input);
             }
             after
         }
     };
-    for line in &said {
+    for line in &messages {
         eprintln!("ringdisk: {line}");
     }
     if args.in_place && uncertain > 0 && !args.yes {
@@ -565,14 +582,10 @@ fn fix(
     for name in in_place.commit()? {
         eprintln!("ringdisk: {name}: changed");
     }
-    Ok(if changed {
-        Outcome::Findings
-    } else {
-        Outcome::Clean
-    })
+    Ok(result(!changed))
 }
 
-/// Asks on the terminal whether the files are to be changed; where there is none, they are not.
+/// Asks on the terminal whether to change the files. Without a terminal, refuses.
 fn confirm(uncertain: usize) -> Result<(), String> {
     let changes = match uncertain {
         1 => "1 change depends".to_owned(),
@@ -580,11 +593,11 @@ fn confirm(uncertain: usize) -> Result<(), String> {
     };
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
         return Err(format!(
-            "no file was changed: {changes} on what is not known (above); find it out with --host on the machine's \
-             host, or say --yes"
+            "no file was changed: {changes} on unknown facts (above); collect them with --host on the VM's host, or \
+             use --yes"
         ));
     }
-    eprint!("ringdisk: {changes} on what is not known (above). Change the files? [y/N] ");
+    eprint!("ringdisk: {changes} on unknown facts (above). Change the files? [y/N] ");
     let mut answer = String::new();
     io::stdin()
         .read_line(&mut answer)

@@ -121,8 +121,8 @@ fn run(command: &Command) -> Result<(), Failure> {
 /// Checks need no log, and have exit codes of their own: 0 clean, 1 findings, 2 something cannot be read.
 fn checked(args: &check::Args) -> ExitCode {
     match check::run(args) {
-        Ok(check::Outcome::Clean) => ExitCode::SUCCESS,
-        Ok(check::Outcome::Findings) => ExitCode::from(1),
+        Ok(check::CheckResult::Clean) => ExitCode::SUCCESS,
+        Ok(check::CheckResult::Findings) => ExitCode::from(1),
         Err(problem) => {
             complain(&problem.to_string());
             ExitCode::from(2)

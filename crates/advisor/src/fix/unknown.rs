@@ -1,11 +1,11 @@
-//! What a change depends on and nobody has said: a machine that starts today must not stay down because of advice.
+//! What a change depends on that neither the input nor the facts say: a VM that starts today must also start after a fix.
 
 use super::{Setting, Target};
 use crate::facts::Facts;
 use crate::input::Kind;
 use crate::version::Version;
 
-/// What the settings of one change depend on; none if the input and the facts say all of it.
+/// What the settings of one change depend on; none if the input and the facts answer it.
 pub fn of(target: &Target<'_>, settings: &[Setting], facts: Option<&Facts>) -> Option<String> {
     let unknown: Vec<String> = settings
         .iter()
@@ -19,11 +19,11 @@ fn of_setting(target: &Target<'_>, setting: Setting, facts: Option<&Facts>) -> O
         Setting::Cache("none" | "directsync") | Setting::CacheDirect => direct(target),
         Setting::Aio("io_uring") => io_uring(target, facts),
         Setting::Virtio => {
-            let guest = "whether the guest has virtio drivers where it boots from, and finds its file systems by UUID or \
+            let guest = "whether the guest has virtio drivers in its initramfs, and finds its file systems by UUID or \
                          label: its disk gets another name, and without a driver the guest does not boot";
             // A device takes the next free slot of the PCI bus.
-            let slots = "; and whether it knows its network cards by their MAC addresses: the devices behind the disk on \
-                         the line may get other PCI addresses, and so other names";
+            let slots = "; and whether it identifies its network cards by MAC address: devices after the disk on the \
+                         command line may get other PCI addresses, and therefore other names";
             let more = match target.input.kind {
                 Kind::Qemu => slots,
                 _ => "",
@@ -31,16 +31,16 @@ fn of_setting(target: &Target<'_>, setting: Setting, facts: Option<&Facts>) -> O
             Some(format!("{guest}{more}"))
         }
         Setting::SingleController => Some(
-            "whether the guest finds its file systems by UUID or label: its disks get other addresses".into(),
+            "whether the guest finds its file systems by UUID or label: the addresses of its disks change".into(),
         ),
         Setting::Reconnect if reconnect_in_ms(target) => Some(
-            "whether QEMU is 9.2 or newer: an older one does not know reconnect-ms, and does not start".into(),
+            "whether QEMU is 9.2 or newer: older versions do not support reconnect-ms, and do not start".into(),
         ),
         _ => None,
     }
 }
 
-/// Whether what is behind a disk takes O_DIRECT. Block devices do; RBD needs none.
+/// Whether the disk's storage supports O_DIRECT. Block devices do; RBD does not need it.
 fn direct(target: &Target<'_>) -> Option<String> {
     let disk = target.disk().ok()?;
     let table = &disk.table;
@@ -50,31 +50,31 @@ fn direct(target: &Target<'_>) -> Option<String> {
     };
     (!is_known && target.input.kind != Kind::Ringdisk).then(|| {
         format!(
-            "whether the file system of {} supports O_DIRECT: otherwise the machine does not start",
+            "whether the file system of {} supports O_DIRECT: otherwise the VM does not start",
             disk.file
         )
     })
 }
 
-/// Whether the kernel, QEMU and libvirt have io_uring.
+/// Whether the kernel and QEMU support io_uring.
 fn io_uring(target: &Target<'_>, facts: Option<&Facts>) -> Option<String> {
     let host = facts.map(Facts::table);
     let mut unknown = Vec::new();
     if host.and_then(|host| host.word("host.io-uring").map(|word| word == "on")) != Some(true) {
-        unknown.push("the host's kernel allows io_uring to QEMU");
+        unknown.push("the host's kernel allows QEMU to use io_uring");
     }
     if qemu(target).is_none_or(|version| version < Version(5, 0, 0)) {
         unknown.push("QEMU is 5.0 or newer and built with io_uring");
     }
     (!unknown.is_empty()).then(|| {
         format!(
-            "whether {}: otherwise the machine does not start",
+            "whether {}: otherwise the VM does not start",
             unknown.join(", and ")
         )
     })
 }
 
-/// Whether `reconnect-ms` is written although QEMU may be older than that.
+/// Whether the fix writes `reconnect-ms` although QEMU may be too old for it.
 fn reconnect_in_ms(target: &Target<'_>) -> bool {
     let known = target
         .vm()
@@ -84,7 +84,7 @@ fn reconnect_in_ms(target: &Target<'_>) -> bool {
         && qemu(target).is_none_or(|version| version < Version(9, 2, 0))
 }
 
-/// The version of QEMU, as far as it is known; the machine type says at least how old it may be.
+/// The known lower bound of QEMU's version: the version itself, or that of the machine type.
 fn qemu(target: &Target<'_>) -> Option<Version> {
     let table = &target.vm().ok()?.table;
     let machine = table.version("vm.machine-version");

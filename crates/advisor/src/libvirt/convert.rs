@@ -114,7 +114,7 @@ const KEPT: &[&str] = &["event_idx", "packed", "page_per_vq", "iommu", "ats"];
 pub fn to_ringdisk(target: &Target<'_>, socket: &str, queues: u64, queue_size: u64) -> Edits {
     let xml = target.round.xml()?;
     let text = xml.text();
-    let disk = xml.at(target.disk()?.span).ok_or("the disk is not there")?;
+    let disk = xml.at(target.disk()?.span).ok_or("the disk is missing")?;
     if let Some(foreign) = foreign(disk, "") {
         return Err(format!("ringdisk has no counterpart for {foreign}"));
     }
@@ -196,7 +196,7 @@ fn foreign(node: Node<'_, '_>, path: &str) -> Option<String> {
 /// Whether a vhost-user disk can be in the machine of a disk at all.
 fn machine(xml: &Xml<'_>, disk: Node<'_, '_>) -> Result<(), String> {
     let domain = disk.ancestors().find(|node| node.has_tag_name("domain"));
-    let domain = domain.ok_or("the domain is not there")?;
+    let domain = domain.ok_or("the domain is missing")?;
     match domain.attribute("type") {
         Some("kvm" | "qemu") => {}
         Some(other) => {
@@ -215,12 +215,12 @@ fn machine(xml: &Xml<'_>, disk: Node<'_, '_>) -> Result<(), String> {
     }
     if child(domain, "launchSecurity").is_some() {
         return Err(
-            "its memory is encrypted (<launchSecurity>), so ringdisk could not read it".into(),
+            "its memory is encrypted (<launchSecurity>), and ringdisk could not read it".into(),
         );
     }
     if xml.has_private_memory(span(domain)) {
         return Err(
-            "it has an NVDIMM without access='shared', which ringdisk could not map".into(),
+            "it has an NVDIMM without access='shared', and ringdisk could not map it".into(),
         );
     }
     let cells = child(domain, "cpu").and_then(|cpu| child(cpu, "numa"));
@@ -229,7 +229,7 @@ fn machine(xml: &Xml<'_>, disk: Node<'_, '_>) -> Result<(), String> {
         .into_iter()
         .any(|cell| cell.attribute("memAccess") == Some("private"))
     {
-        return Err("a NUMA cell has memAccess='private', which ringdisk could not map".into());
+        return Err("a NUMA cell has memAccess='private', and ringdisk could not map it".into());
     }
     // Arguments past libvirt may set what this program does not see.
     let own = child(disk, "alias").and_then(|alias| alias.attribute("name"));
@@ -268,7 +268,7 @@ fn replace_storage(
     written: &dyn Fn(&str) -> Vec<String>,
 ) -> Edits {
     let elements: Vec<_> = disk.children().filter(Node::is_element).collect();
-    let first = elements.first().ok_or("the disk is empty")?;
+    let first = elements.first().ok_or("the disk has no elements")?;
     let before = &text[..first.range().start];
     let blank = before.len() - before.trim_end().len();
     let apart = &before[before.len() - blank..];
@@ -306,7 +306,7 @@ fn replace_storage(
 pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
     let xml = target.round.xml()?;
     let text = xml.text();
-    let disk = xml.at(target.disk()?.span).ok_or("the disk is not there")?;
+    let disk = xml.at(target.disk()?.span).ok_or("the disk is missing")?;
     let word = |name| storage.table.word(name).unwrap_or_default();
     let block = word("disk.protocol") == "block";
     let format = match word("disk.format") {

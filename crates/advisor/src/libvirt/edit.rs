@@ -1,4 +1,4 @@
-//! Changes to a domain, attribute by attribute.
+//! Changes to single attributes and elements of a domain.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,19 +9,19 @@ use super::{Controllers, EMULATED_SCSI, at, attribute, child, parse, span};
 use crate::fix::{Edits, Setting, Target};
 use crate::text::{Edit, Span};
 
-/// A text with its tree, in which elements are found by their places.
+/// A parsed text whose domains and disks are found by their spans.
 pub struct Xml<'i> {
     text: &'i str,
     document: Document<'i>,
     elements: HashMap<Span, NodeId>,
     /// SCSI controllers by domain and index.
     controllers: HashMap<(Span, String), NodeId>,
-    /// Domains with an NVDIMM that other processes cannot map.
+    /// Domains with an NVDIMM that other processes cannot map
     private: HashSet<Span>,
 }
 
 impl<'i> Xml<'i> {
-    /// `None` if it is no XML.
+    /// `None` if the text is not XML.
     pub fn parse(text: &'i str) -> Option<Self> {
         let document = parse(text).ok()?;
         let elements = document.descendants().filter(|node| {
@@ -54,55 +54,53 @@ impl<'i> Xml<'i> {
         })
     }
 
-    /// The domain or the disk at that place.
+    /// The domain or the disk with this span.
     pub fn at(&self, place: Span) -> Option<Node<'_, 'i>> {
         self.document.get_node(*self.elements.get(&place)?)
     }
 
-    /// The SCSI controller that a disk of a domain hangs on.
+    /// The SCSI controller of a disk.
     fn controller(&self, domain: Span, disk: Node<'_, '_>) -> Option<Node<'_, 'i>> {
         let index = child(disk, "address").and_then(|node| node.attribute("controller"));
         let key = (domain, index.unwrap_or("0").to_owned());
         self.document.get_node(*self.controllers.get(&key)?)
     }
 
-    /// Whether the domain at that place has memory that other processes cannot map.
+    /// Whether the domain has memory that other processes cannot map.
     pub fn has_private_memory(&self, domain: Span) -> bool {
         self.private.contains(&domain)
     }
 
-    /// All of it.
     pub fn text(&self) -> &'i str {
         self.text
     }
 }
 
-/// The text that is changed, with its tree.
 struct Domain<'a, 'i> {
     text: &'i str,
     node: Node<'a, 'i>,
 }
 
-/// The element that says how many I/O threads there are.
+/// Sets the number of I/O threads.
 ///
 /// # Errors
-/// There is no place for it.
+/// The domain has no place for it.
 pub fn count_threads(target: &Target<'_>, count: u64) -> Edits {
     Domain::of(target)?.count_threads(count)
 }
 
-/// What keeps the boot order after disks have gone to virtio, each under a new name.
+/// The edits that preserve the boot order after disks have moved to virtio under new names.
 ///
 /// # Errors
-/// The domain is not there.
+/// The domain is missing.
 pub fn keep_boot_order(target: &Target<'_>, moves: &HashMap<Span, String>) -> Edits {
     Ok(Domain::of(target)?.keep_boot_order(moves))
 }
 
-/// The changes for a setting.
+/// The edits for a setting.
 ///
 /// # Errors
-/// Why there are none.
+/// The reason why the setting cannot be made.
 pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
     let domain = Domain::of(target)?;
     let vm = target.vm()?;
@@ -113,15 +111,15 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
     }
     let disk = target.disk()?;
     let xml = target.round.xml()?;
-    let node = xml.at(disk.span).ok_or("the disk is not there")?;
+    let node = xml.at(disk.span).ok_or("the disk is missing")?;
     let scsi = disk.table.word("disk.bus") == Some("virtio-scsi");
     let scsi_controller = match disk.table.word("disk.bus") {
         Some("virtio-scsi" | "scsi-emulated") => xml.controller(vm.span, node),
         _ => None,
     };
-    // What carries queues and threads.
+    // The element with the queues and threads.
     let carrier = if scsi {
-        scsi_controller.ok_or("the SCSI controller is not written down")?
+        scsi_controller.ok_or("the domain has no element for the SCSI controller")?
     } else {
         node
     };
@@ -135,7 +133,7 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
             };
             domain.driver(node, "cache", mode)
         }
-        // Without a cache mode, libvirt takes its default for too little, though it is enough for a shareable disk.
+        // libvirt requires an explicit cache mode, although the default of a shareable disk would be enough.
         Setting::Aio("native") => {
             let cache = disk.table.word("disk.cache").unwrap_or("none");
             domain.attributes(node, &[("cache", cache), ("io", "native")])
@@ -170,7 +168,7 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
                 .filter(|id| (1..=64).contains(id))
                 .ok_or("I/O threads of libvirt have numbers from 1")?;
             if child(domain.node, "iothreadids").is_some() {
-                return Err("the ids of its I/O threads are listed by hand".into());
+                return Err("<iothreadids> lists the I/O threads; add the id manually".into());
             }
             domain.want_threads(target, 0, id)?;
             Ok(Vec::new())
@@ -180,7 +178,7 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
         Setting::EvenMapping => {
             let map = child(carrier, "driver")
                 .and_then(|driver| child(driver, "iothreads"))
-                .ok_or("there is no map")?;
+                .ok_or("the disk has no queue mapping")?;
             let threads = map
                 .children()
                 .filter(|node| node.has_tag_name("iothread") && node.has_children());
@@ -210,7 +208,7 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
             let needed = disk
                 .table
                 .number("backing.qcow2-l2-needed")
-                .ok_or("its size is not known")?;
+                .ok_or("the size of its tables is unknown")?;
             let driver = child(node, "driver").ok_or("the disk has no <driver>")?;
             match at(driver, &["metadata_cache", "max_size"]) {
                 Some(size) => Ok(vec![Edit::replace(span(size), format!("<max_size unit='bytes'>{needed}</max_size>"))]),
@@ -224,21 +222,21 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
 impl<'a, 'i> Domain<'a, 'i> {
     fn of(target: &Target<'a>) -> Result<Domain<'a, 'a>, String> {
         let xml = target.round.xml()?;
-        let node = xml.at(target.vm()?.span).ok_or("the domain is not there")?;
+        let node = xml.at(target.vm()?.span).ok_or("the domain is missing")?;
         Ok(Domain {
             text: xml.text(),
             node,
         })
     }
 
-    /// The count is written once for all disks that want threads.
+    /// Reserves I/O threads. The round writes their number once for all disks.
     fn want_threads(&self, target: &Target<'_>, more: u64, least: u64) -> Result<(), String> {
         let now = target.vm()?.threads.len() as u64;
         let count = target.round.want_threads(target.vm, now, more, least);
         self.count_threads(count).map(drop)
     }
 
-    /// The white space before an element, from the end of the line before.
+    /// The indentation of an element.
     fn indent(&self, node: Node<'_, '_>) -> &'i str {
         let before = &self.text[..node.range().start];
         let line = before.rfind('\n').map_or(0, |newline| newline + 1);
@@ -251,7 +249,7 @@ impl<'a, 'i> Domain<'a, 'i> {
     }
 
     fn newline(&self, node: Node<'_, '_>) -> &'static str {
-        // Elements on one line stay there.
+        // Elements on one line stay on one line.
         if self.text[..node.range().start].ends_with('>') {
             ""
         } else {
@@ -259,7 +257,6 @@ impl<'a, 'i> Domain<'a, 'i> {
         }
     }
 
-    /// Sets an attribute.
     fn set(&self, node: Node<'_, '_>, name: &str, value: &str) -> Vec<Edit> {
         if let Some((_, at)) = attribute(Some(node), name) {
             return vec![Edit::replace(at, value)];
@@ -281,17 +278,17 @@ impl<'a, 'i> Domain<'a, 'i> {
         )]
     }
 
-    /// Takes an attribute away, with the white space before it.
+    /// Removes an attribute and the white space before it.
     fn without(&self, node: Option<Node<'_, '_>>, name: &str) -> Edits {
         let attribute = node
             .and_then(|node| node.attribute_node(name))
-            .ok_or("it is not given")?;
+            .ok_or("it is not set")?;
         let range = attribute.range();
         let start = self.text[..range.start].trim_end().len();
         Ok(vec![Edit::replace(Span::new(0, start, range.end), "")])
     }
 
-    /// Takes an element away, with the white space before it.
+    /// Removes an element and the white space before it.
     fn remove(&self, node: Node<'_, '_>) -> Edit {
         let range = node.range();
         let start = self.text[..range.start].trim_end_matches([' ', '\t']).len();
@@ -338,12 +335,12 @@ impl<'a, 'i> Domain<'a, 'i> {
         vec![edit]
     }
 
-    /// Sets an attribute of `<driver>`, which is made if there is none.
+    /// Sets an attribute of `<driver>`, and creates the element if it is missing.
     fn driver(&self, node: Node<'_, '_>, name: &str, value: &str) -> Edits {
         self.attributes(node, &[(name, value)])
     }
 
-    /// The same for several.
+    /// Sets several attributes of `<driver>`.
     fn attributes(&self, node: Node<'_, '_>, values: &[(&str, &str)]) -> Edits {
         if let Some(driver) = child(node, "driver") {
             let set = values
@@ -363,7 +360,7 @@ impl<'a, 'i> Domain<'a, 'i> {
         let first = node
             .children()
             .find(Node::is_element)
-            .ok_or("the disk is empty")?;
+            .ok_or("the disk has no elements")?;
         let xml = format!("<driver name='qemu' type='raw'{values}/>");
         Ok(vec![self.add_before(first, &xml)])
     }
@@ -384,7 +381,7 @@ impl<'a, 'i> Domain<'a, 'i> {
         let element = child(disk, "target").ok_or("the disk has no <target>")?;
         if let Some(foreign) = foreign_to_virtio(disk, element) {
             return Err(format!(
-                "virtio-blk has no {foreign}, which the guest may know the disk by"
+                "virtio-blk has no {foreign}, by which the guest may identify the disk"
             ));
         }
         let used = || -> HashSet<String> {
@@ -406,12 +403,12 @@ impl<'a, 'i> Domain<'a, 'i> {
                 edits.extend(self.without(Some(element), name)?);
             }
         }
-        // A place on the old bus means nothing on the new one; libvirt finds another.
+        // The address on the old bus is invalid on the new one; libvirt assigns another.
         edits.extend(child(disk, "address").map(|address| self.remove(address)));
         Ok(edits)
     }
 
-    /// Writes down which devices are booted, if disks that get another bus and name would change that.
+    /// Makes the boot order explicit, if disks that move to another bus and name would change it.
     fn keep_boot_order(&self, moves: &HashMap<Span, String>) -> Vec<Edit> {
         let before = boot::order(self.node, &HashMap::new());
         let after = boot::order(self.node, moves);
@@ -476,7 +473,7 @@ impl<'a, 'i> Domain<'a, 'i> {
         let in_order = (1..=needed.len()).all(|id| needed.contains(id.to_string().as_str()));
         match (ids, in_order) {
             (None, true) => self.count_threads(needed.len() as u64),
-            _ => Err("their ids are not 1, 2, 3 and on: take them away by hand".into()),
+            _ => Err("the ids are not consecutive from 1: remove the I/O threads manually".into()),
         }
     }
 
@@ -517,7 +514,7 @@ impl<'a, 'i> Domain<'a, 'i> {
     }
 }
 
-/// What the kernel calls the disk of that number: a to z, aa, ab, and on.
+/// The letters in the kernel's name for a disk: a to z, aa, ab and so on.
 fn letters(number: u64) -> String {
     let last = char::from(b'a' + (number % 26) as u8);
     match number / 26 {
@@ -526,7 +523,7 @@ fn letters(number: u64) -> String {
     }
 }
 
-/// What an IDE, SATA or USB disk has and a virtio disk has not.
+/// A property of an IDE, SATA or USB disk that a virtio disk does not have.
 fn foreign_to_virtio(disk: Node<'_, '_>, target: Node<'_, '_>) -> Option<String> {
     let shared = [
         "address",

@@ -1,11 +1,12 @@
-//! What no rule asks, and a disk must not lose when another program serves it: limits, a serial number, block sizes.
+//! Settings that no rule uses, but that a disk must keep when another program serves it: limits, serial number, block
+//! sizes.
 
 use std::collections::BTreeMap;
 
-/// Longest serial number of a virtio disk (virtio 1.3 §5.2.6, `VIRTIO_BLK_T_GET_ID`).
+/// The maximum length of a virtio disk's serial number (virtio 1.3 §5.2.6, `VIRTIO_BLK_T_GET_ID`).
 const SERIAL_MAX: usize = 20;
 
-/// One rate: what ringdisk calls it, `-drive` in its old and in its new syntax, and libvirt.
+/// The names of each rate in the order of [`Dialect`].
 const RATES: [[&str; 4]; 6] = [
     ["bps", "bps", "bps-total", "total_bytes_sec"],
     ["bps-rd", "bps_rd", "bps-read", "read_bytes_sec"],
@@ -15,22 +16,22 @@ const RATES: [[&str; 4]; 6] = [
     ["iops-wr", "iops_wr", "iops-write", "write_iops_sec"],
 ];
 
-/// What follows each name for a burst, and for its length in seconds.
+/// The suffixes for a rate, its burst, and the burst's length in seconds.
 const PARTS: [[&str; 4]; 3] = [
     ["", "", "", ""],
     ["-max", "_max", "-max", "_max"],
     ["-max-length", "_max_length", "-max-length", "_max_length"],
 ];
 
-/// The bytes of which a longer request counts as several.
+/// The size in bytes above which a request counts as several.
 const SIZE: [&str; 4] = ["iops-size", "iops_size", "iops-size", "size_iops_sec"];
 
-/// Who names a limit.
+/// The syntax in which a limit is named.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dialect {
     /// `ringdisk.toml`.
     Ringdisk,
-    /// `-drive iops_rd=`, as it was before QEMU 2.0 and is taken still.
+    /// `-drive iops_rd=`: the syntax before QEMU 2.0, which QEMU still accepts.
     OldDrive,
     /// `-drive throttling.iops-read=`; `-object throttle-group,x-iops-read=`.
     Qemu,
@@ -38,17 +39,15 @@ pub enum Dialect {
     Libvirt,
 }
 
-/// Which limit; the order is that in which they are written.
+/// A limit on a disk's I/O. The order is that in which limits are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Limit(usize);
 
 impl Limit {
-    /// All there are.
     pub fn all() -> impl Iterator<Item = Self> {
         (0..=RATES.len() * PARTS.len()).map(Self)
     }
 
-    /// Its name.
     pub fn name(self, dialect: Dialect) -> String {
         let place = dialect as usize;
         let (rate, part) = (self.0 / PARTS.len(), self.0 % PARTS.len());
@@ -58,7 +57,6 @@ impl Limit {
         }
     }
 
-    /// The limit of that name.
     pub fn named(name: &str, dialect: Dialect) -> Option<Self> {
         let place = dialect as usize;
         let is = |limit: &Self| match RATES.get(limit.0 / PARTS.len()) {
@@ -70,48 +68,47 @@ impl Limit {
         Self::all().find(is)
     }
 
-    /// Whether it is a rate; bursts and sizes limit nothing without one.
+    /// Whether it is a rate; bursts and sizes have no effect without one.
     pub fn is_rate(self) -> bool {
         self.0 < RATES.len() * PARTS.len() && self.0.is_multiple_of(PARTS.len())
     }
 }
 
-/// Whether a setting limits a disk: it is a rate, and not 0, which is none. A value that is no number may be a variable.
+/// Whether a setting limits a disk: a rate other than 0. A value that is not a number may be a shell variable.
 pub fn is_limit(name: &str, dialect: Dialect, value: &str) -> bool {
     Limit::named(name, dialect).is_some_and(Limit::is_rate) && value.parse() != Ok(0_u64)
 }
 
-/// What goes with a disk.
+/// Settings of a disk that a conversion preserves.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Carried {
-    /// As the guest reads it.
     pub serial: Option<String>,
-    /// Bytes of a logical block.
+    /// In bytes.
     pub logical_block: Option<u64>,
-    /// Bytes of a physical block.
+    /// In bytes.
     pub physical_block: Option<u64>,
-    /// What is done about a write that storage fails to serve, in QEMU's words, if that is given.
+    /// The error policy for writes in QEMU's terms.
     pub werror: Option<String>,
-    /// The same for reads.
+    /// The error policy for reads in QEMU's terms.
     pub rerror: Option<String>,
-    /// Limits; none of them is 0, which is no limit.
+    /// Without limits of 0, which means unlimited.
     pub limits: BTreeMap<Limit, u64>,
-    /// The group of disks that has these limits together.
+    /// The throttle group that shares the limits.
     pub group: Option<String>,
-    /// Whether it has limits of its own besides the group's, which QEMU has not.
-    pub own_besides: bool,
+    /// Whether the disk has its own limits in addition to the group's. QEMU does not support that.
+    pub has_own_limits: bool,
 }
 
 impl Carried {
-    /// Sets a limit if it is one, and known by that name.
+    /// Sets a limit; ignores unknown names and the value 0.
     pub fn limit(&mut self, name: &str, dialect: Dialect, value: Option<u64>) {
         if let (Some(limit), Some(value @ 1..)) = (Limit::named(name, dialect), value) {
             self.limits.insert(limit, value);
         }
     }
 
-    /// Logical and physical block size where QEMU's 512 bytes would not do; it refuses physical blocks that are smaller than
-    /// the logical ones.
+    /// The logical and the physical block size for QEMU, if its default of 512 bytes is wrong. QEMU refuses physical blocks
+    /// that are smaller than logical ones.
     pub fn block_sizes(&self) -> [(&'static str, Option<u64>); 2] {
         let logical = self.logical_block.filter(|bytes| *bytes != 512);
         [
@@ -120,16 +117,16 @@ impl Carried {
         ]
     }
 
-    /// The serial number as a guest has it: QEMU cuts what is longer.
+    /// The serial number that the guest sees. Like QEMU, this truncates a longer one.
     ///
     /// # Errors
-    /// ringdisk refuses some of its characters.
+    /// ringdisk accepts only printable ASCII.
     pub fn serial(&self) -> Result<Option<&str>, String> {
         let Some(serial) = self.serial.as_deref().filter(|serial| !serial.is_empty()) else {
             return Ok(None);
         };
         if !serial.chars().all(|c| c.is_ascii_graphic() || c == ' ') {
-            return Err("its serial number is not ASCII".into());
+            return Err("its serial number is not printable ASCII".into());
         }
         Ok(serial.get(..serial.len().min(SERIAL_MAX)))
     }

@@ -1,31 +1,26 @@
-//! The properties that there are. [Rules](crate::rules) are checked against this table when they are read.
+//! The table of all properties. Conditions in [rules](crate::rules) are checked against it.
 
 use super::Data;
 
-/// What values a property has.
+/// The possible values of a property.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// One of these words; any, if there are none.
+    /// One of these words; any word if the list is empty
     Word(&'static [&'static str]),
-    /// A number; of sizes, bytes.
+    /// Sizes are in bytes
     Number,
-    /// A version.
     Version,
 }
 
-/// One property.
 #[derive(Clone, Copy, Debug)]
 pub struct Property {
-    /// Its name. What stands before the point says whose it is.
+    /// The prefix says what it belongs to: `disk.`, `vm.`, `host.`
     pub name: &'static str,
-    /// Its values.
     pub kind: Kind,
-    /// What it is.
     pub about: &'static str,
 }
 
 impl Property {
-    /// Whether a value is one of it.
     pub fn allows(&self, data: &Data) -> bool {
         match (self.kind, data) {
             (_, Data::Unknown) => true,
@@ -37,7 +32,6 @@ impl Property {
     }
 }
 
-/// The property of that name.
 pub fn property(name: &str) -> Option<&'static Property> {
     PROPERTIES.iter().find(|property| property.name == name)
 }
@@ -49,7 +43,6 @@ const fn p(name: &'static str, kind: Kind, about: &'static str) -> Property {
     Property { name, kind, about }
 }
 
-/// All of them.
 pub const PROPERTIES: &[Property] = &[
     p(
         "disk.device",
@@ -79,7 +72,7 @@ pub const PROPERTIES: &[Property] = &[
     p(
         "disk.controller",
         Kind::Word(&["own", "shared"]),
-        "whether its SCSI controller serves it alone",
+        "whether its SCSI controller serves only this disk",
     ),
     p(
         "disk.protocol",
@@ -99,7 +92,7 @@ pub const PROPERTIES: &[Property] = &[
             "null",
             "other",
         ]),
-        "how QEMU reaches what is behind it",
+        "how QEMU accesses its storage",
     ),
     p("disk.format", ANY, "format of the image"),
     p(
@@ -110,7 +103,7 @@ pub const PROPERTIES: &[Property] = &[
     p(
         "disk.direct",
         YES_NO,
-        "whether the page cache is passed by (O_DIRECT)",
+        "whether I/O bypasses the page cache (O_DIRECT)",
     ),
     p(
         "disk.flush",
@@ -125,57 +118,57 @@ pub const PROPERTIES: &[Property] = &[
     p(
         "disk.discard",
         Kind::Word(&["ignore", "unmap"]),
-        "whether space that the guest gives back is freed",
+        "whether space that the guest discards is freed",
     ),
     p(
         "disk.detect-zeroes",
         Kind::Word(&["off", "on", "unmap"]),
-        "whether every write is looked through for zeroes",
+        "whether QEMU searches every write for zeroes",
     ),
     p("disk.queues", Kind::Number, "virtqueues for requests"),
     p("disk.queue-size", Kind::Number, "descriptors of a queue"),
-    p("disk.readonly", YES_NO, "whether the guest may not write"),
+    p("disk.readonly", YES_NO, "whether the guest may only read"),
     p("disk.size", Kind::Number, "bytes that the guest sees"),
     p(
         "disk.l2-cache-size",
         Kind::Number,
-        "memory for the tables of a qcow2 image",
+        "memory for a qcow2 image's tables",
     ),
     p(
         "disk.syntax",
         Kind::Word(&["drive", "blockdev"]),
-        "which of QEMU's options describes it",
+        "the QEMU option that describes it",
     ),
-    p("disk.throttled", YES_NO, "whether limits are set on it"),
+    p("disk.throttled", YES_NO, "whether it has I/O limits"),
     p(
         "disk.reconnect",
         YES_NO,
-        "whether QEMU connects again to a vhost-user back-end that was restarted",
+        "whether QEMU reconnects to a restarted vhost-user back-end",
     ),
     p(
         "disk.ioeventfd",
         YES_NO,
-        "whether a kick does without a stop in QEMU",
+        "whether a kick bypasses QEMU's vCPU thread",
     ),
     p(
         "disk.scsi-property",
         YES_NO,
-        "whether scsi= is given, which virtio-blk has no longer",
+        "whether scsi= is set, which virtio-blk no longer has",
     ),
     p(
         "disk.data-plane",
         YES_NO,
-        "whether x-data-plane= is given, which is no longer there",
+        "whether x-data-plane= is set, which QEMU no longer has",
     ),
     p(
         "disk.config-wce",
         Kind::Word(&["on", "off"]),
-        "whether the guest may switch its write cache",
+        "whether the guest may change its cache mode",
     ),
     p(
         "disk.write-cache",
         Kind::Word(&["on", "off", "auto"]),
-        "whether the device shows a write cache",
+        "whether the device reports a write cache",
     ),
     p(
         "disk.ssd",
@@ -190,14 +183,14 @@ pub const PROPERTIES: &[Property] = &[
     p(
         "disk.iso",
         YES_NO,
-        "whether it is the image of a CD, as of an installer or of cloud-init",
+        "whether it is the image of a CD, such as an installer's or cloud-init's",
     ),
+    p("disk.removable", YES_NO, "whether the guest may eject it"),
     p(
-        "disk.removable",
+        "disk.served",
         YES_NO,
-        "whether the guest may take it out",
+        "whether it is in ringdisk's configuration",
     ),
-    p("disk.served", YES_NO, "whether it is what ringdisk serves"),
     p(
         "disk.threads",
         Kind::Number,
@@ -207,50 +200,50 @@ pub const PROPERTIES: &[Property] = &[
     p(
         "disk.thread-ignored",
         YES_NO,
-        "whether an I/O thread is asked for where none can be had",
+        "whether an I/O thread is configured for a device that supports none",
     ),
     p(
         "disk.thread-missing",
         ANY,
-        "id of an I/O thread that is named and not defined",
+        "id of an I/O thread that is named but not defined",
     ),
     p(
         "disk.thread-twice",
         YES_NO,
-        "whether both one thread and a map of queues are given",
+        "whether it has both one I/O thread and a queue mapping",
     ),
     p(
         "disk.mapping-problem",
         ANY,
-        "what is wrong with its map of queues",
+        "the error in its queue mapping",
     ),
     p(
         "disk.queues-inert",
         YES_NO,
-        "whether queues are given to a device that has none",
+        "whether queues are configured for a device that has none",
     ),
     p(
         "disk.block-as-file",
         YES_NO,
-        "whether a block device is opened as if it were a file",
+        "whether a block device is opened as a file",
     ),
     p("disk.storage", ANY, "type of the Proxmox storage"),
     p(
         "disk.store-thin",
         YES_NO,
-        "whether that storage allocates as it is written to",
+        "whether that storage allocates space on write",
     ),
     p(
         "disk.raw-layer",
         YES_NO,
-        "whether a raw node lies between the device and RBD",
+        "whether a raw node is between the device and RBD",
     ),
     p(
         "backing.kind",
         Kind::Word(&["file", "block"]),
-        "what was found behind it",
+        "the kind of storage that was found",
     ),
-    p("backing.rotational", YES_NO, "whether it turns"),
+    p("backing.rotational", YES_NO, "whether it is a hard disk"),
     p("backing.scheduler", ANY, "its I/O scheduler"),
     p("backing.read-ahead-kb", Kind::Number, "its read-ahead"),
     p(
@@ -283,14 +276,18 @@ pub const PROPERTIES: &[Property] = &[
     p(
         "backing.lvm-zero",
         YES_NO,
-        "whether its thin pool zeroes what it allocates",
+        "whether its thin pool zeroes new chunks",
     ),
-    p("backing.fs", ANY, "the file system that it is on"),
-    p("backing.direct", YES_NO, "whether that takes O_DIRECT"),
+    p("backing.fs", ANY, "its file system"),
+    p(
+        "backing.direct",
+        YES_NO,
+        "whether its file system supports O_DIRECT",
+    ),
     p(
         "backing.sparse",
         YES_NO,
-        "whether not all of the file is allocated",
+        "whether part of the file is not allocated",
     ),
     p(
         "backing.no-cow",
@@ -300,7 +297,7 @@ pub const PROPERTIES: &[Property] = &[
     p(
         "backing.record-size",
         Kind::Number,
-        "bytes that the file system rewrites at once",
+        "block size of the file system",
     ),
     p(
         "backing.nfs-rsize",
@@ -320,9 +317,13 @@ pub const PROPERTIES: &[Property] = &[
     p(
         "backing.qcow2-virtual-size",
         Kind::Number,
-        "what the guest sees of it",
+        "virtual size of the image",
     ),
-    p("backing.qcow2-cluster-size", Kind::Number, "its clusters"),
+    p(
+        "backing.qcow2-cluster-size",
+        Kind::Number,
+        "cluster size of the image",
+    ),
     p(
         "backing.qcow2-subclusters",
         YES_NO,
@@ -336,28 +337,28 @@ pub const PROPERTIES: &[Property] = &[
     p(
         "backing.qcow2-l2-needed",
         Kind::Number,
-        "memory that its whole L2 table takes",
+        "memory for all its L2 tables",
     ),
     p(
         "backing.qcow2-l2-short",
         YES_NO,
-        "whether the cache of its tables is smaller than these",
+        "whether the cache is smaller than its L2 tables",
     ),
     p(
         "backing.pcie-speed-percent",
         Kind::Number,
-        "speed of its PCIe link, of what the device can",
+        "speed of its PCIe link, in percent of the device's",
     ),
     p(
         "vm.front-end",
         Kind::Word(&["libvirt", "qemu", "proxmox", "ringdisk"]),
-        "whose configuration it is",
+        "the program whose configuration it is",
     ),
     p("vm.machine", ANY, "machine type without its version"),
     p(
         "vm.machine-version",
         Kind::Version,
-        "version of the machine type; unversioned ones are the newest",
+        "version of the machine type; unversioned types are the newest",
     ),
     p("vm.qemu", Kind::Version, "version of QEMU"),
     p(
@@ -368,7 +369,7 @@ pub const PROPERTIES: &[Property] = &[
     p(
         "vm.host",
         Kind::Word(&["linux", "other"]),
-        "the host's system, as far as accelerators say it",
+        "the host's operating system, inferred from the accelerator",
     ),
     p("vm.vcpus", Kind::Number, "virtual CPUs"),
     p("vm.memory", Kind::Number, "bytes of memory"),
@@ -377,16 +378,12 @@ pub const PROPERTIES: &[Property] = &[
         YES_NO,
         "whether other processes may map the guest's memory",
     ),
-    p(
-        "vm.hugepages",
-        YES_NO,
-        "whether its memory is in huge pages",
-    ),
+    p("vm.hugepages", YES_NO, "whether its memory uses huge pages"),
     p("vm.balloon", YES_NO, "whether it has a balloon"),
     p(
         "vm.os",
         Kind::Word(&["linux", "windows", "other"]),
-        "the guest's system",
+        "the guest's operating system",
     ),
     p("vm.cpu-x2apic", Kind::Word(&["on", "off"]), "x2APIC"),
     p(
@@ -402,7 +399,7 @@ pub const PROPERTIES: &[Property] = &[
     p(
         "vm.library-path",
         Kind::Word(&["none", "set", "inert"]),
-        "LD_LIBRARY_PATH of QEMU; inert if it is set and not exported",
+        "LD_LIBRARY_PATH of QEMU; inert if it is set but not exported",
     ),
     p(
         "vm.threads-defined",
@@ -419,7 +416,7 @@ pub const PROPERTIES: &[Property] = &[
         Kind::Word(&["default", "off", "set"]),
         "polling of its I/O threads",
     ),
-    p("vm.busy-disks", Kind::Number, "disks that are no CD-ROMs"),
+    p("vm.busy-disks", Kind::Number, "disks other than CD-ROMs"),
     p(
         "vm.virtio-disks",
         Kind::Number,
@@ -437,13 +434,9 @@ pub const PROPERTIES: &[Property] = &[
         "whether its memory is bound to nodes of the host",
     ),
     p("vm.virtqueues", Kind::Number, "virtqueues of its disks"),
-    p(
-        "host.guest",
-        YES_NO,
-        "whether the facts are of a virtual machine",
-    ),
+    p("host.guest", YES_NO, "whether the host itself is a VM"),
     p("host.kernel", Kind::Version, "version of Linux"),
-    p("host.arch", ANY, "machine as uname says"),
+    p("host.arch", ANY, "architecture"),
     p("host.os", ANY, "ID and VERSION_ID of os-release"),
     p("host.qemu", Kind::Version, "version of QEMU"),
     p("host.libvirt", Kind::Version, "version of libvirt"),
@@ -468,19 +461,15 @@ pub const PROPERTIES: &[Property] = &[
     p(
         "host.hugepages-bytes",
         Kind::Number,
-        "memory set aside as huge pages",
+        "memory reserved as huge pages",
     ),
     p("host.memory", Kind::Number, "memory"),
     p("host.swap-used", Kind::Number, "swap in use"),
-    p(
-        "host.vms-memory",
-        Kind::Number,
-        "memory of all machines of this run",
-    ),
+    p("host.vms-memory", Kind::Number, "memory of all checked VMs"),
     p(
         "host.overcommitted",
         YES_NO,
-        "whether these have more memory than the host",
+        "whether the checked VMs have more memory than the host",
     ),
     p("host.cpus", Kind::Number, "CPUs"),
     p("host.numa-nodes", Kind::Number, "NUMA nodes"),
@@ -495,7 +484,7 @@ pub const PROPERTIES: &[Property] = &[
     p(
         "host.delay-accounting",
         YES_NO,
-        "whether delays of tasks are accounted",
+        "whether delay accounting is on",
     ),
     p(
         "host.use-bio",
@@ -506,12 +495,12 @@ pub const PROPERTIES: &[Property] = &[
     p(
         "host.nfsd-threads",
         Kind::Number,
-        "threads of the NFS server here",
+        "threads of the host's NFS server",
     ),
     p(
         "host.nfs-wdelay",
         YES_NO,
-        "whether an export waits before it writes",
+        "whether an NFS export delays writes",
     ),
     p("ceph.rbd-cache", YES_NO, "rbd_cache in ceph.conf"),
     p("ceph.ms-mode", ANY, "ms_client_mode in ceph.conf"),
@@ -525,23 +514,15 @@ pub const PROPERTIES: &[Property] = &[
         YES_NO,
         "whether filestore_flusher is in ceph.conf",
     ),
-    p(
-        "ceph.media",
-        Kind::Word(&["hdd", "ssd"]),
-        "what the OSDs store on",
-    ),
+    p("ceph.media", Kind::Word(&["hdd", "ssd"]), "the OSDs' media"),
     p("device.name", ANY, "name of a block device of the host"),
-    p(
-        "device.virtio",
-        YES_NO,
-        "whether it is a disk of a hypervisor",
-    ),
-    p("device.rotational", YES_NO, "whether it turns"),
+    p("device.virtio", YES_NO, "whether it is a virtual disk"),
+    p("device.rotational", YES_NO, "whether it is a hard disk"),
     p("device.nvme", YES_NO, "whether it is NVMe"),
     p(
         "device.rbd",
         YES_NO,
-        "whether it is an RBD image of the kernel",
+        "whether it is an RBD image mapped by the kernel",
     ),
     p("device.scheduler", ANY, "its I/O scheduler"),
     p("device.read-ahead-kb", Kind::Number, "its read-ahead"),
@@ -564,11 +545,11 @@ pub const PROPERTIES: &[Property] = &[
     p(
         "device.pcie-speed-percent",
         Kind::Number,
-        "speed of its PCIe link, of what the device can",
+        "speed of its PCIe link, in percent of the device's",
     ),
     p(
         "measured.of-host-percent",
         Kind::Number,
-        "what the guest reaches of the host's own speed",
+        "the guest's speed in percent of the host's",
     ),
 ];

@@ -51,7 +51,7 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
     let line = lines
         .iter()
         .find(|line| line.span == disk.span)
-        .ok_or("the disk is not there")?;
+        .ok_or("the disk is missing")?;
     let set = |key: &str, value: &str| {
         let parts = parts(line);
         let known = parts.iter().rev().find(|part| part.key == key);
@@ -73,15 +73,16 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
             controller(&lines)
         }
         Setting::SingleController => {
-            Err("it is not on virtio-scsi; bring it there first, or take iothread away".into())
+            Err("it is not on virtio-scsi; move it there first, or remove iothread".into())
         }
         Setting::QueuesAsVcpus if disk.name.starts_with("scsi") => {
             let vcpus = target.vm()?.table.number("vm.vcpus").unwrap_or(1);
             Ok(set("queues", &vcpus.to_string()))
         }
-        Setting::QueuesAsVcpus => {
-            Err("Proxmox has queues only for SCSI disks; raise the machine version instead".into())
-        }
+        Setting::QueuesAsVcpus => Err(
+            "Proxmox supports queues only for SCSI disks; use a newer machine version instead"
+                .into(),
+        ),
         Setting::Virtio if disk.name.starts_with("scsi") => controller(&lines),
         Setting::Virtio => to_scsi(target, &lines, line),
         _ => Err("Proxmox has no such setting".into()),
@@ -95,7 +96,7 @@ fn controller(lines: &[Line<'_>]) -> Edits {
     let first = lines
         .iter()
         .find(|line| disk_key(line.key))
-        .ok_or("there is no disk")?;
+        .ok_or("there are no disks")?;
     Ok(vec![Edit::replace(
         first.span.before(),
         "scsihw: virtio-scsi-single\n",
@@ -110,7 +111,7 @@ fn to_scsi(target: &Target<'_>, lines: &[Line<'_>], line: &Line<'_>) -> Edits {
         .round
         .name(target.vm, "scsi", keys, |index| format!("scsi{index}"));
     if !disk_key(&free) {
-        return Err("all SCSI disks are taken".into());
+        return Err("all SCSI disk names are in use".into());
     }
     let boots = first_disk(lines, None);
     let is_first = boots.as_deref() == Some(line.key);
@@ -122,7 +123,7 @@ fn to_scsi(target: &Target<'_>, lines: &[Line<'_>], line: &Line<'_>) -> Edits {
     let changes = boots != first_disk(lines, Some((line.key, &free))) || is_first && others_move;
     if changes && !has_boot_disk(lines) {
         return Err(format!(
-            "Proxmox might boot from another disk than {}: say which with 'boot: order='",
+            "Proxmox might boot from a disk other than {}: set 'boot: order='",
             boots.unwrap_or_default()
         ));
     }

@@ -64,9 +64,9 @@ impl Made {
 }
 
 /// Why a disk stays.
-const ANOTHER: &str = "no disk has a bootindex, and the guest might boot from another one";
+const ANOTHER: &str = "no disk has a bootindex, and the guest might boot from another disk";
 
-const ONE_BY_ONE: &str = "disks change their places one after the other";
+const ONE_BY_ONE: &str = "only one disk can change its position at a time";
 
 const VIRTIO_SCSI: u8 = 0x60;
 const VIRTIO_BLK: u8 = 0x61;
@@ -91,11 +91,11 @@ pub enum Boot {
 impl<'a> Changed<'a> {
     /// The changes that bring a disk to virtio.
     pub fn virtio(&self, disk: &Disk) -> Edits {
-        let option = self.at(disk.span).ok_or("the disk is not there")?;
+        let option = self.at(disk.span).ok_or("the disk is missing")?;
         self.keeps_globals()?;
         if !self.line.is_ata_clear(option) {
             return Err(
-                "there are several controllers, and its bus does not name one by its id".into(),
+                "there are several controllers, and its bus does not name one of them by id".into(),
             );
         }
         self.boots_the_same(disk)?;
@@ -113,13 +113,13 @@ impl<'a> Changed<'a> {
                 for pair in &option.pairs {
                     match pair.key.as_str() {
                         "removable" if pair.value == "on" => {
-                            return Err("virtio-blk is not removable".into());
+                            return Err("virtio-blk has no removable disks".into());
                         }
                         key if DROPPED.contains(&key) => edits.push(self.without(option, key)?),
                         key if KEPT.contains(&key) => {}
                         key => {
                             return Err(format!(
-                                "virtio-blk has no {key}, which the guest may know the disk by"
+                                "virtio-blk has no {key}, by which the guest may identify the disk"
                             ));
                         }
                     }
@@ -135,7 +135,7 @@ impl<'a> Changed<'a> {
                 }
                 Ok(edits)
             }
-            _ if option.is_unknown() => Err("a variable of the shell is part of it".into()),
+            _ if option.is_unknown() => Err("it contains a shell variable".into()),
             _ => {
                 let file = option.value("file").unwrap_or_default().replace(',', ",,");
                 let word = words::quoted(&format!("file={file},if=virtio"));
@@ -147,12 +147,9 @@ impl<'a> Changed<'a> {
     /// The controller of a SCSI disk becomes virtio-scsi.
     fn virtio_scsi(&self, device: &Opt) -> Edits {
         let controller = self.line.scsi_controller(device);
-        let controller = controller.ok_or("its controller is not there")?;
+        let controller = controller.ok_or("its controller is missing")?;
         if self.line.is_scsi_unclear() {
-            return Err(
-                "another disk, of which the controller is not clear, may be on its controller"
-                    .into(),
-            );
+            return Err("another disk may be on its controller".into());
         }
         let kept = ["driver", "id", "bus", "addr", "multifunction"];
         if let Some(pair) = controller
@@ -161,7 +158,7 @@ impl<'a> Changed<'a> {
             .find(|pair| !kept.contains(&pair.key.as_str()))
         {
             return Err(format!(
-                "its controller has {}, and virtio-scsi has not",
+                "its controller has {}, which virtio-scsi does not have",
                 pair.key
             ));
         }
@@ -236,7 +233,7 @@ impl<'a> Changed<'a> {
         };
         if drives.get(done) != Some(&disk.span) {
             return Err(
-                "a drive before it has no -device of its own, and the disks would change places"
+                "a drive before it has no separate -device, and the order of the disks would change"
                     .into(),
             );
         }
@@ -252,7 +249,7 @@ impl<'a> Changed<'a> {
         let own = self.place(drive.span);
         match own.max(*last).map(|at| self.line.at(at)) {
             Some(option) if option.span.source == drive.span.source => Ok(option),
-            _ => Err("its device would have to stand behind one of another file".into()),
+            _ => Err("its device would have to follow one in another file".into()),
         }
     }
 

@@ -155,7 +155,7 @@ fn is_movable(changed: &Changed<'_>, device: &Opt, nodes: &[(&Opt, String)]) -> 
     let mut formats = 0;
     for (option, prefix) in nodes {
         if option.is_unknown() || device.is_unknown() {
-            return Err("a variable of the shell is in it".into());
+            return Err("it contains a shell variable".into());
         }
         let is_drive = option.group == "drive";
         for pair in &option.pairs {
@@ -178,10 +178,10 @@ fn is_movable(changed: &Changed<'_>, device: &Opt, nodes: &[(&Opt, String)]) -> 
         }
     }
     if formats > 1 {
-        return Err("it has a format inside another".into());
+        return Err("its storage has nested formats".into());
     }
     if changed.parsed.is_snapshot {
-        return Err("-snapshot throws away what is written".into());
+        return Err("-snapshot discards all writes".into());
     }
     // Whatever else knows one of these by its name would not find it any more.
     let mut names: Vec<&str> = Vec::new();
@@ -209,7 +209,7 @@ fn is_movable(changed: &Changed<'_>, device: &Opt, nodes: &[(&Opt, String)]) -> 
             is_name(&pair.key) && names.contains(&pair.value.as_str())
         });
         if let Some(pair) = named {
-            return Err(format!("-{} uses '{}' too", option.group, pair.value));
+            return Err(format!("-{} also uses '{}'", option.group, pair.value));
         }
         let set = option.group == "set"
             && option.pairs.first().is_some_and(|pair| {
@@ -241,12 +241,12 @@ pub fn to_ringdisk(
     let nodes = changed.nodes(disk)?;
     changed.keeps_globals()?;
     if changed.line.open {
-        return Err("the command has options that only a running shell knows".into());
+        return Err("a shell variable may contain more options".into());
     }
     is_movable(&changed, device, &nodes)?;
     let old = device.get("drive").ok_or("the device has no drive")?;
     if device.syntax != Syntax::Pairs || !device.writes(old) {
-        return Err("its device is not written as key=value".into());
+        return Err("its device is not in key=value syntax".into());
     }
     let driver = match device.value("driver") {
         Some("virtio-blk-pci-transitional") => "vhost-user-blk-pci-transitional",
@@ -281,9 +281,9 @@ pub fn to_ringdisk(
         if done.is_empty() {
             edits.push(Edit::replace(option.whole, chardev.clone()));
         } else {
-            edits.push(changed.taken(option.whole));
+            edits.push(changed.removed(option.whole));
         }
-        edits.extend(changed.sets_taken(option));
+        edits.extend(changed.sets_removed(option));
         done.push(option.whole);
     }
     Ok(edits)
@@ -296,12 +296,12 @@ pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
     let device = changed.device(target.disk()?)?;
     let id = device.value("chardev").ok_or("the device has no chardev")?;
     let chardev = changed.line.find("chardev", id);
-    let chardev = chardev.ok_or("its chardev is not there")?;
+    let chardev = chardev.ok_or("its chardev is missing")?;
     let is_written = device
         .get("chardev")
         .is_some_and(|pair| device.writes(pair));
     if device.syntax != Syntax::Pairs || !is_written || chardev.syntax == Syntax::Section {
-        return Err("its device is not written as key=value".into());
+        return Err("its device is not in key=value syntax".into());
     }
     let word = |name| storage.table.word(name).unwrap_or_default();
     let format = match word("disk.format") {
@@ -337,7 +337,7 @@ pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
     if let Some(serial) = carried.serial.as_deref().filter(|text| !text.is_empty()) {
         // The device may stand in quotes of any kind.
         if words::quoted(serial) != serial {
-            return Err("its serial number would have to be quoted for a shell".into());
+            return Err("its serial number needs quotes".into());
         }
         let _ = write!(of_device, ",serial={}", serial.replace(',', ",,"));
     }
@@ -358,7 +358,7 @@ pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
         chardev.whole,
         format!("-drive {}", words::quoted(&drive)),
     )];
-    edits.extend(changed.sets_taken(chardev));
+    edits.extend(changed.sets_removed(chardev));
     edits.extend(changed.set(device, "", "driver", "virtio-blk-pci")?);
     if let Some(pair) = device.get("chardev") {
         edits.push(Edit::replace(pair.span, of_device));

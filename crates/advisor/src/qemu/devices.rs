@@ -24,8 +24,8 @@ pub fn disks(line: &Line, graph: &graph::Graph<'_>, vm: &mut Vm, reading: &mut R
             Some(controller) => *mates.entry(controller.span).or_default() += 1,
             None => reading.note(
                 device.span,
-                "it is not clear which SCSI controller this disk is on, and its bus stays: \
-                 bus=ID.0 would name a controller by its id",
+                "the SCSI controller of this disk is unclear, and its bus is not changed: \
+                 name the controller by its id with bus=ID.0",
             ),
         }
     }

@@ -1,4 +1,4 @@
-//! Changes to a command line, in the syntax in which each option is written.
+//! Changes to a command line in the syntax of each option.
 
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -13,35 +13,35 @@ use crate::model::Disk;
 use crate::proxmox;
 use crate::text::{Edit, Span};
 
-/// A command with its options, which are found by their places and their names.
+/// A command with indexes of its options.
 pub struct Parsed {
     command: words::Command,
     line: Line,
-    /// Numbers of options, by source and first byte.
+    /// Options by source and first byte
     places: BTreeMap<(u16, u32), usize>,
-    /// The same of nodes, by name.
+    /// Block nodes by name
     nodes: HashMap<String, usize>,
-    /// What is booted.
+    /// How the VM boots
     pub boot: OnceCell<Boot>,
-    /// The last option that makes a device as one that is written as pairs does.
+    /// The last option that creates a device in the order of the command line
     pub last_device: OnceCell<Option<usize>>,
-    /// The drives for which QEMU makes a virtio device, in its order.
+    /// The drives for which QEMU creates a virtio device, in QEMU's order
     pub virtio_drives: OnceCell<Vec<Span>>,
-    /// The same of options that name another one, or set something of it, by its name.
+    /// The options that refer to another one, or set a property of it, by its name
     uses: HashMap<String, Vec<usize>>,
-    /// Whether what is written is thrown away.
+    /// Whether QEMU discards all writes (`-snapshot`)
     pub is_snapshot: bool,
 }
 
 impl Parsed {
-    /// The options that may name one of these.
+    /// The options that may refer to one of these names.
     pub fn users<'a>(&'a self, names: &'a [&str]) -> impl Iterator<Item = &'a Opt> {
         let users = names.iter().filter_map(|name| self.uses.get(*name));
         users.flatten().map(|at| self.line.at(*at))
     }
 
     /// # Errors
-    /// The command is not there, or is broken.
+    /// The command is missing or invalid.
     pub fn of(input: &Input, vm: usize) -> Result<Self, String> {
         let text = input.sources.first().map_or("", |source| &source.text);
         let command = match input.kind {
@@ -50,10 +50,10 @@ impl Parsed {
             }
             _ => words::commands(text, 0).commands.into_iter().nth(vm),
         };
-        let command = command.ok_or("the command is not there")?;
+        let command = command.ok_or("the command is missing")?;
         let mut reading = Reading::default();
-        let line =
-            line(&command, &input.surroundings, &mut reading, false).map_err(|_| "it is broken")?;
+        let line = line(&command, &input.surroundings, &mut reading, false)
+            .map_err(|_| "the command is invalid")?;
         let options = line.all().enumerate();
         let places = options.map(|(at, option)| ((option.span.source, option.span.start), at));
         let nodes = line.all().enumerate().filter_map(|(at, option)| {
@@ -86,21 +86,20 @@ impl Parsed {
     }
 }
 
-/// The command that is changed.
+/// The command that a fix changes.
 pub struct Changed<'a> {
     pub target: &'a Target<'a>,
     pub parsed: &'a Parsed,
-    /// Its options.
     pub line: &'a Line,
 }
 
-/// The changes for a setting.
+/// The edits for a setting.
 ///
 /// # Errors
-/// Why there are none.
+/// The reason why the setting cannot be made.
 pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
     let changed = Changed::of(target)?;
-    let is_of_others = matches!(
+    let affects_others = matches!(
         setting,
         Setting::Virtio
             | Setting::OwnThread
@@ -109,8 +108,8 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
             | Setting::SharedMemory
             | Setting::QueuesAsVcpus
     );
-    if target.vm()?.open && is_of_others {
-        return Err("the command has options that only a running shell knows".into());
+    if target.vm()?.open && affects_others {
+        return Err("a shell variable may contain more options".into());
     }
     match setting {
         Setting::TrimThreads => return changed.trim_threads(),
@@ -119,7 +118,7 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
     }
     let disk = target.disk()?;
     if disk.open {
-        return Err("only a running shell knows all of its options".into());
+        return Err("a shell variable may contain more of its options".into());
     }
     match setting {
         Setting::Virtio => changed.virtio(disk),
@@ -130,13 +129,13 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
             let needed = disk
                 .table
                 .number("backing.qcow2-l2-needed")
-                .ok_or("its size is not known")?;
+                .ok_or("the size of its tables is unknown")?;
             let span = disk
                 .table
                 .given("disk.format")
                 .or(disk.table.given("disk.syntax"))
-                .ok_or("no option says its format")?;
-            let option = changed.at(span).ok_or("the option is not there")?;
+                .ok_or("no option sets its format")?;
+            let option = changed.at(span).ok_or("the option is missing")?;
             changed.set(option, "", "l2-cache-size", &needed.to_string())
         }
         Setting::OwnThread => changed.own_thread(disk),
@@ -146,7 +145,7 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
                 .word("disk.thread-missing")
                 .ok_or("no thread is missing")?;
             if !is_plain(id) {
-                return Err("its name would have to be quoted".into());
+                return Err("the id of the I/O thread needs quotes".into());
             }
             changed.define_thread(id, changed.carrier(disk)?)
         }
@@ -169,7 +168,7 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
     }
 }
 
-/// The same, with the text in which the option stands.
+/// Sets a pair of an option in the text that contains it.
 fn set_in(source: &str, option: &Opt, prefix: &str, key: &str, value: &str) -> Vec<Edit> {
     let full = format!("{prefix}{key}");
     let json = |value: &str| match value {
@@ -182,32 +181,28 @@ fn set_in(source: &str, option: &Opt, prefix: &str, key: &str, value: &str) -> V
     match (&option.syntax, known) {
         (Syntax::Pairs, Some(pair)) => vec![Edit::replace(pair.value_span, value)],
         (Syntax::Pairs, None) => {
-            // After a comma at the end, another one would make both a comma in the value.
+            // After a trailing comma, another one would turn both into a comma of the value.
             let text = source.get(option.span.range()).unwrap_or_default();
             let commas = text.len() - text.trim_end_matches(',').len();
-            let comma = match option.pairs.is_empty() || commas % 2 == 1 {
-                true => "",
-                false => ",",
-            };
+            let has_comma = option.pairs.is_empty() || commas % 2 == 1;
+            let comma = if has_comma { "" } else { "," };
             vec![Edit::replace(
                 option.span.after(),
                 format!("{comma}{full}={value}"),
             )]
         }
         (Syntax::Json(quote), Some(pair)) => {
-            // Of a quote that is escaped for a shell, the backslash is no part of the value.
+            // The backslash of a quote that is escaped for a shell is not part of the value.
             let before = source.get(..pair.value_span.start as usize);
-            match before.is_some_and(|before| before.ends_with('\\')) {
-                true => Vec::new(),
-                false => vec![Edit::replace(
-                    pair.value_span,
-                    escaped(&json(value), *quote),
-                )],
+            if before.is_some_and(|before| before.ends_with('\\')) {
+                return Vec::new();
             }
+            let text = escaped(&json(value), *quote);
+            vec![Edit::replace(pair.value_span, text)]
         }
         (Syntax::Json(quote), None) => {
-            // Into the object that the key is of, before its first value that is no object itself. An object that is
-            // not there is made, an empty one is filled.
+            // Insert into the object of the key, before its first value that is not itself an object. Create the object if
+            // it is missing, and fill it if it is empty.
             let inside = |prefix: &str| {
                 let own = option.pairs.iter().filter(|pair| {
                     let key = pair.key.strip_prefix(prefix);
@@ -234,7 +229,7 @@ fn set_in(source: &str, option: &Opt, prefix: &str, key: &str, value: &str) -> V
                         _ => (prefix.to_owned(), outer, object),
                     }
                 }
-                // As a list or an object it is there already.
+                // It already exists as a list or an object.
                 None if starts(&format!("{full}.")) => return Vec::new(),
                 None => (prefix.to_owned(), key, json(value)),
             };
@@ -257,7 +252,7 @@ fn set_in(source: &str, option: &Opt, prefix: &str, key: &str, value: &str) -> V
     }
 }
 
-/// In double quotes, a shell takes a quote for their end.
+/// Escapes JSON for the shell's quoting around it.
 fn escaped(text: &str, quote: Option<char>) -> String {
     match quote {
         Some('"') => text.replace('"', "\\\""),
@@ -269,8 +264,8 @@ fn escaped(text: &str, quote: Option<char>) -> String {
     }
 }
 
-/// The place before the key of a value in JSON, as the text has it: between key and value there are quotes, perhaps
-/// escaped for a shell, a colon and white space.
+/// The position before the key of a JSON value. Between key and value, the text has quotes (perhaps escaped for a shell), a
+/// colon and white space.
 fn key_start(source: &str, option: &Opt, pair: &Pair) -> Option<Span> {
     let key = pair.key.rsplit('.').next()?;
     let before = source.get(option.span.start as usize..pair.value_span.start as usize)?;
@@ -293,6 +288,17 @@ fn key_start(source: &str, option: &Opt, pair: &Pair) -> Option<Span> {
     })
 }
 
+const UNCLEAR_JSON: &str = "its position in the JSON is unclear";
+
+/// # Errors
+/// There are no edits, because JSON in a shell's quotes is unclear.
+fn not_empty(edits: Vec<Edit>) -> Edits {
+    if edits.is_empty() {
+        return Err(UNCLEAR_JSON.into());
+    }
+    Ok(edits)
+}
+
 impl<'a> Changed<'a> {
     pub fn of(target: &'a Target<'a>) -> Result<Self, String> {
         let parsed = target.round.command(match target.input.kind {
@@ -306,7 +312,7 @@ impl<'a> Changed<'a> {
         })
     }
 
-    /// The text that an option stands in.
+    /// The text that contains an option.
     fn source(&self, option: &Opt) -> &str {
         let source = self
             .target
@@ -316,17 +322,17 @@ impl<'a> Changed<'a> {
         source.map_or("", |source| &source.text)
     }
 
-    /// Sets a pair of an option; `prefix` is of a node inside another.
+    /// Sets a pair of an option; `prefix` is that of a nested node.
     pub fn set(&self, option: &Opt, prefix: &str, key: &str, value: &str) -> Edits {
-        self.written(set_in(self.source(option), option, prefix, key, value))
+        not_empty(set_in(self.source(option), option, prefix, key, value))
     }
 
-    /// The option that has these bytes.
+    /// The option that contains a span.
     pub fn at(&self, span: Span) -> Option<&'a Opt> {
         Some(self.line.at(self.place(span)?))
     }
 
-    /// Its number.
+    /// The index of the option that contains a span.
     pub fn place(&self, span: Span) -> Option<usize> {
         let key = (span.source, span.start);
         let (_, at) = self.parsed.places.range(..=key).next_back()?;
@@ -349,34 +355,34 @@ impl<'a> Changed<'a> {
     }
 
     pub fn device(&self, disk: &Disk) -> Result<&Opt, String> {
-        let found = self.at(disk.span).ok_or("the device is not there")?;
+        let found = self.at(disk.span).ok_or("the device is missing")?;
         match found.group.as_str() {
             "device" => Ok(found),
             _ => Err("the disk has no -device".into()),
         }
     }
 
-    /// The device that has queues and threads: the disk, or its SCSI controller.
+    /// The device with the queues and threads: the disk, or its SCSI controller.
     fn carrier(&self, disk: &Disk) -> Result<&Opt, String> {
         let device = self.device(disk)?;
         if disk.table.word("disk.bus") != Some("virtio-scsi") {
             return Ok(device);
         }
         let controller = self.line.scsi_controller(device);
-        controller.ok_or_else(|| "its controller is not there".into())
+        controller.ok_or_else(|| "its controller is missing".into())
     }
 
-    /// The options that describe what is behind a disk, from the device to the storage, with the prefix of each node.
+    /// The options that describe a disk's storage, from the device downwards, with the prefix of each node.
     pub fn nodes(&self, disk: &Disk) -> Result<Vec<(&Opt, String)>, String> {
         let span = disk
             .table
             .given("disk.syntax")
-            .ok_or("nothing describes what is behind it")?;
-        let mut option = self.at(span).ok_or("the drive is not there")?;
+            .ok_or("no option describes its storage")?;
+        let mut option = self.at(span).ok_or("the drive is missing")?;
         match option.group.as_str() {
             "blockdev" => {}
             "drive" => return Ok(vec![(option, String::new())]),
-            other => return Err(format!("-{other} takes no options")),
+            other => return Err(format!("-{other} has no options")),
         }
         let mut nodes = vec![(option, String::new())];
         let mut prefix = String::new();
@@ -406,20 +412,13 @@ impl<'a> Changed<'a> {
 
     fn all_nodes(&self, disk: &Disk, key: &str, value: &str) -> Edits {
         let nodes = self.nodes(disk)?;
-        self.written(
+        not_empty(
             nodes
                 .iter()
                 .filter_map(|(option, prefix)| self.set(option, prefix, key, value).ok())
                 .flatten()
                 .collect(),
         )
-    }
-
-    fn written(&self, edits: Vec<Edit>) -> Edits {
-        match edits.is_empty() {
-            true => Err("its place in the JSON is not clear".into()),
-            false => Ok(edits),
-        }
     }
 
     fn cache(&self, disk: &Disk, setting: Setting) -> Edits {
@@ -446,7 +445,7 @@ impl<'a> Changed<'a> {
             edits.extend(self.set(option, "", "cache", mode)?);
             return Ok(edits);
         }
-        // A node inside the description of another has its cache options from there.
+        // A nested node inherits its cache options.
         for (option, prefix) in &nodes {
             let direct = format!("{prefix}cache.direct");
             if mode != "writeback" && (prefix.is_empty() || option.get(&direct).is_some()) {
@@ -460,25 +459,25 @@ impl<'a> Changed<'a> {
         if mode == "none" && disk.table.word("disk.write-cache") == Some("off") {
             edits.extend(self.set(self.device(disk)?, "", "write-cache", "on")?);
         }
-        self.written(edits)
+        not_empty(edits)
     }
 
-    /// The change that takes a pair away.
+    /// Removes a pair.
     pub fn without(&self, option: &Opt, key: &str) -> Result<Edit, String> {
-        let pair = option.get(key).ok_or("it is not given")?;
+        let pair = option.get(key).ok_or("it is not set")?;
         match option.syntax {
-            Syntax::Patchwork => Err("it stands in quotes of its own".into()),
+            Syntax::Patchwork => Err("quotes start or end inside it".into()),
             Syntax::Pairs => {
-                let first = option.pairs.first() == Some(pair);
                 let mut span = pair.span;
-                // A quote that starts or ends in what goes would take what follows with it.
+                // Removing one quote of a pair would change the text after it.
                 if self.text(span).contains(['\'', '"', '\\']) {
-                    return Err("it stands in quotes of its own".into());
+                    return Err("quotes start or end inside it".into());
                 }
-                match first {
-                    true if option.pairs.len() > 1 => span.end += 1,
-                    true => {}
-                    false => span.start -= 1,
+                let is_first = option.pairs.first() == Some(pair);
+                if !is_first {
+                    span.start -= 1;
+                } else if option.pairs.len() > 1 {
+                    span.end += 1;
                 }
                 Ok(Edit::replace(span, ""))
             }
@@ -498,15 +497,14 @@ impl<'a> Changed<'a> {
                 ))
             }
             Syntax::Json(_) => {
-                let start = key_start(self.source(option), option, pair)
-                    .ok_or("its place in the JSON is not clear")?;
+                let start = key_start(self.source(option), option, pair).ok_or(UNCLEAR_JSON)?;
                 let source = self
                     .target
                     .input
                     .sources
                     .get(usize::from(start.source))
                     .ok_or("no text")?;
-                // With the comma after it, or the one before the last, whatever white space there is.
+                // Also remove the comma after it, or before it if it is the last one.
                 let (from, to) = (start.start as usize, pair.value_span.end as usize);
                 let after = &source.text[to..];
                 let before = source.text[..from].trim_end();
@@ -515,7 +513,7 @@ impl<'a> Changed<'a> {
                     _ => match before.strip_suffix(',') {
                         Some(before) => (before.len(), to),
                         None if before.ends_with('{') => (from, to),
-                        None => return Err("its place in the JSON is not clear".into()),
+                        None => return Err(UNCLEAR_JSON.into()),
                     },
                 };
                 Ok(Edit::replace(Span::new(start.source, from, to), ""))
@@ -523,14 +521,14 @@ impl<'a> Changed<'a> {
         }
     }
 
-    /// What sets an option apart from the one before it.
-    fn apart(&self, whole: Span) -> &str {
+    /// The white space and line continuations between an option and the one before it.
+    fn separator(&self, whole: Span) -> &str {
         let at = whole.before();
         let source = self.target.input.sources.get(usize::from(at.source));
         let before = source.map_or("", |source| &source.text[..at.start as usize]);
         let mut start = before.len();
         for c in before.chars().rev() {
-            // A backslash counts only at the end of a line.
+            // A backslash continues a line only at its end.
             if !(c.is_whitespace() || (c == '\\' && before[start..].starts_with(['\n', '\r']))) {
                 break;
             }
@@ -539,25 +537,25 @@ impl<'a> Changed<'a> {
         &before[start..]
     }
 
-    /// Another option before this one, set apart as this one is.
+    /// Inserts another option before this one, with the same separator.
     pub fn before(&self, option: &Opt, text: &str) -> Edit {
-        let apart = match self.apart(option.whole) {
+        let separator = match self.separator(option.whole) {
             "" => " ",
-            apart => apart,
+            separator => separator,
         };
-        Edit::replace(option.whole.before(), format!("{text}{apart}"))
+        Edit::replace(option.whole.before(), format!("{text}{separator}"))
     }
 
-    /// The change that takes an option away, with what sets it apart from the one before it.
-    pub fn taken(&self, whole: Span) -> Edit {
-        let start = whole.start - self.apart(whole).len() as u32;
+    /// Removes an option and the separator before it.
+    pub fn removed(&self, whole: Span) -> Edit {
+        let start = whole.start - self.separator(whole).len() as u32;
         Edit::replace(Span { start, ..whole }, "")
     }
 
-    /// The changes that take every `-set` of an option away, as it goes itself.
-    pub fn sets_taken(&self, option: &Opt) -> Vec<Edit> {
+    /// Removes every `-set` of an option that is removed.
+    pub fn sets_removed(&self, option: &Opt) -> Vec<Edit> {
         let sets = option.pairs.iter().filter(|pair| !option.writes(pair));
-        sets.map(|pair| self.taken(pair.span)).collect()
+        sets.map(|pair| self.removed(pair.span)).collect()
     }
 
     fn define_thread(&self, id: &str, before: &Opt) -> Edits {
@@ -588,7 +586,8 @@ impl<'a> Changed<'a> {
         Ok(edits)
     }
 
-    /// Whether virtio devices are on PCI: on s390x they are not, nor on m68k.
+    /// # Errors
+    /// The machine may not have virtio devices on PCI, such as s390x and m68k.
     pub fn has_virtio_pci(&self) -> Result<(), String> {
         let program = &self.parsed.command.program.text;
         let known = ["x86_64", "i386", "aarch64"];
@@ -598,20 +597,20 @@ impl<'a> Changed<'a> {
                 !known.iter().any(|known| architecture.starts_with(known))
             });
         let machine = self.target.vm()?.table.word("vm.machine");
-        match is_other || machine.is_some_and(|machine| machine.starts_with("s390")) {
-            true => Err("whether this machine has virtio devices on PCI is not known".into()),
-            false => Ok(()),
+        if is_other || machine.is_some_and(|machine| machine.starts_with("s390")) {
+            return Err("this machine type may not have virtio devices on PCI".into());
         }
+        Ok(())
     }
 
-    /// A drive with `if=virtio` cannot name a thread: it gets a device.
-    fn device_for(&self, disk: &Disk, thread: &str, defined: bool) -> Edits {
-        let drive = self.at(disk.span).ok_or("the drive is not there")?;
+    /// Gives a drive with `if=virtio` a separate device, which can name an I/O thread.
+    fn device_for(&self, disk: &Disk, thread: &str, is_defined: bool) -> Edits {
+        let drive = self.at(disk.span).ok_or("the drive is missing")?;
         if drive.group != "drive"
             || drive.value("if") != Some("virtio")
             || drive.syntax != Syntax::Pairs
         {
-            return Err("the disk has no -device of its own".into());
+            return Err("the disk has no separate -device".into());
         }
         self.has_virtio_pci()?;
         let anchor = self.may_have_device(disk, drive)?;
@@ -630,13 +629,13 @@ impl<'a> Changed<'a> {
                 edits.push(self.without(drive, key)?);
             }
         }
-        if !defined {
+        if !is_defined {
             edits.push(self.before(drive, &format!("-object iothread,id={thread}")));
         }
-        let apart = self.before(drive, "").text;
+        let separator = self.before(drive, "").text;
         edits.push(Edit::replace(
             anchor.whole.after(),
-            format!("{apart}-device virtio-blk-pci,drive={id},iothread={thread}"),
+            format!("{separator}-device virtio-blk-pci,drive={id},iothread={thread}"),
         ));
         Ok(edits)
     }
@@ -652,11 +651,11 @@ impl<'a> Changed<'a> {
             }
             edits.push(match object.syntax {
                 Syntax::Section => Edit::replace(object.whole, ""),
-                _ => self.taken(object.whole),
+                _ => self.removed(object.whole),
             });
-            edits.extend(self.sets_taken(object));
+            edits.extend(self.sets_removed(object));
         }
-        self.written(edits)
+        not_empty(edits)
     }
 
     fn share_memory(&self) -> Edits {
@@ -681,8 +680,7 @@ impl<'a> Changed<'a> {
         if self.line.group("mem-path").next().is_some() || self.line.group("numa").next().is_some()
         {
             return Err(
-                "-mem-path or -numa say where its memory is: make that object shared by hand"
-                    .into(),
+                "-mem-path or -numa define its memory: make that object shared manually".into(),
             );
         }
         let first = self.parsed.command.arguments.first().and_then(|word| {
@@ -700,8 +698,8 @@ impl<'a> Changed<'a> {
         match machine {
             Some(machine) => edits.extend(self.set(machine, "", "memory-backend", "mem")?),
             None => {
-                let apart = self.before(anchor, "").text;
-                object = format!("{object}{apart}-machine memory-backend=mem");
+                let separator = self.before(anchor, "").text;
+                object = format!("{object}{separator}-machine memory-backend=mem");
             }
         }
         edits.push(self.before(anchor, &object));
@@ -712,16 +710,17 @@ impl<'a> Changed<'a> {
         let device = self.device(disk)?;
         let id = device.value("chardev").unwrap_or_default();
         let chardev = self.line.find("chardev", id);
-        let chardev = chardev.ok_or("its chardev is not there")?;
-        let old = self
+        let chardev = chardev.ok_or("its chardev is missing")?;
+        let is_old = self
             .target
             .vm()?
             .table
             .version("vm.qemu")
             .is_some_and(|version| version < crate::version::Version(9, 2, 0));
-        match old {
-            true => self.set(chardev, "", "reconnect", "1"),
-            false => self.set(chardev, "", "reconnect-ms", "1000"),
+        if is_old {
+            self.set(chardev, "", "reconnect", "1")
+        } else {
+            self.set(chardev, "", "reconnect-ms", "1000")
         }
     }
 
@@ -730,7 +729,7 @@ impl<'a> Changed<'a> {
         let text = self.text(device.span);
         let mut edits = Vec::new();
         let mut from = 0;
-        // "vqs":[…], with its comma, wherever it stands in the map.
+        // Remove each "vqs":[…] and its comma.
         while let Some(found) = text[from..].find("vqs") {
             let mut start = from + found;
             let Some(length) = text[start..].find(']') else {
@@ -750,6 +749,6 @@ impl<'a> Changed<'a> {
             ));
             from = end;
         }
-        self.written(edits)
+        not_empty(edits)
     }
 }

@@ -48,11 +48,11 @@ impl Changed<'_> {
     pub fn keeps_globals(&self) -> Result<(), String> {
         for global in self.line.group("global") {
             let Some(driver) = driver(global) else {
-                return Err("a -global may give drivers of disks something".into());
+                return Err("a -global may set properties of disk drivers".into());
             };
             if OF_DISKS.iter().any(|start| driver.starts_with(start)) {
                 return Err(format!(
-                    "-global gives {driver} something, and the disk would get another driver"
+                    "-global sets a property of {driver}, and the disk would get another driver"
                 ));
             }
         }

@@ -29,7 +29,7 @@ pub fn leaves(text: &str) -> Result<Vec<Leaf>, (usize, String)> {
     reader.space();
     match reader.at == text.len() {
         true => Ok(reader.leaves),
-        false => Err((reader.at, "something follows its end".into())),
+        false => Err((reader.at, "text after the end of the value".into())),
     }
 }
 

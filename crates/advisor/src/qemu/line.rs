@@ -257,14 +257,16 @@ pub fn line(
             let problem = match source {
                 None => "could not be read",
                 Some(source) if files.contains(&source.name.as_str()) => {
-                    "was read before, and is not read again"
+                    "was already read, and is skipped"
                 }
-                Some(_) if files.len() == FILES_MAX => "is one too many, and passed over",
+                Some(_) if files.len() == FILES_MAX => {
+                    "exceeds the maximum number of files, and is skipped"
+                }
                 Some(_) => "",
             };
             let Some(source) = source.filter(|_| problem.is_empty()) else {
                 line.open |= source.is_none();
-                let note = format!("the file '{file}' of arguments {problem}");
+                let note = format!("the arguments file '{file}' {problem}");
                 reading.note(word.outer, note);
                 continue;
             };
@@ -280,7 +282,7 @@ pub fn line(
         let is_option = word.text.starts_with('-') && word.text.len() > 1;
         if !word.knows(0, 1) || is_option && !word.unknown.is_empty() {
             let note = format!(
-                "'{}' may be any options: what it stands for is not known",
+                "'{}' contains a shell variable, and may be any options",
                 word.text
             );
             reading.note(word.outer, note);
@@ -291,7 +293,7 @@ pub fn line(
         if !is_option {
             if may_be_value {
                 let note = format!(
-                    "'{}' may belong to what stands before it, and is passed over",
+                    "'{}' may belong to the option before it, and is skipped",
                     word.text
                 );
                 reading.note(word.outer, note);
@@ -312,10 +314,7 @@ pub fn line(
         let first = first_key(&option);
         if first.is_none() && !PASSED.contains(&option.as_str()) {
             if tell {
-                reading.note(
-                    word.outer,
-                    format!("-{option} is not known here, and passed over"),
-                );
+                reading.note(word.outer, format!("unknown option -{option}, skipped"));
             }
             // Whether it takes a value nobody knows; an option is none.
             words.pop_front_if(|next| !next.text.starts_with('-') || next.text.len() == 1);
@@ -369,7 +368,7 @@ pub fn line(
         if opt.is_unknown() && matches!(option.as_str(), "drive" | "blockdev" | "device") {
             reading.note(
                 value.outer,
-                "what a variable of the shell stands for is not known",
+                "the option contains a shell variable, whose value is unknown",
             );
         }
         line.firmware |= opt.value("if") == Some("pflash") || opt.get("pflash0").is_some();

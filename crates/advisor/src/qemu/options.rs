@@ -200,7 +200,7 @@ fn is_key(text: &str) -> bool {
 fn json_pairs(word: &Word) -> Result<Vec<Pair>, Mistake> {
     let leaves = json::leaves(&word.text).map_err(|(at, problem)| {
         let place = word.span(at, at).start as usize;
-        Mistake::new(place, format!("is broken JSON: {problem}"))
+        Mistake::new(place, format!("invalid JSON: {problem}"))
     })?;
     let pair = |leaf: json::Leaf| {
         let value = match leaf.value {

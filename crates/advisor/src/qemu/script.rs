@@ -132,7 +132,7 @@ impl<'a> Lexer<'a> {
                 '\n' => {
                     self.finish();
                     if let Some(caret) = self.caret() {
-                        return Err((caret, "is a batch file of Windows, which is not read"));
+                        return Err((caret, "is a Windows batch file, which ringdisk cannot read"));
                     }
                     self.end();
                     self.bump();
@@ -316,7 +316,7 @@ impl<'a> Lexer<'a> {
     fn nested(&mut self, close: char, depth: usize) -> Result<(), Broken> {
         let start = self.at;
         if depth == DEPTH_MAX {
-            return Err((start, "is nested too deeply"));
+            return Err((start, "nesting is too deep"));
         }
         let doubled = self.text[..start].ends_with("((") || self.rest().starts_with('(');
         let arithmetic = close == ')' && doubled;
@@ -360,7 +360,7 @@ impl<'a> Lexer<'a> {
                 }
                 '<' if next == Some('<') && close == ')' && !arithmetic => {
                     if !self.take("<<<") {
-                        return Err((self.at, "a here-document in a substitution is not read"));
+                        return Err((self.at, "here-documents in substitutions are not supported"));
                     }
                 }
                 _ => {
@@ -375,7 +375,7 @@ impl<'a> Lexer<'a> {
     /// Passes over the rest of a text in double quotes.
     fn until_quote(&mut self, start: usize, depth: usize) -> Result<(), Broken> {
         if depth >= DEPTH_MAX {
-            return Err((start, "is nested too deeply"));
+            return Err((start, "nesting is too deep"));
         }
         while let Some(c) = self.peek() {
             match c {

@@ -1,28 +1,27 @@
-//! Conditions: `property operator value`, several of them with ` or ` between them.
+//! Conditions: `property operator value`, or several of these separated by ` or `.
 //!
-//! | | holds if the property is | if it is unknown |
+//! | condition | true if the property | if the property is unknown |
 //! |---|---|---|
-//! | `p = a\|b` | one of these | nobody knows |
-//! | `p != a\|b` | another | nobody knows |
-//! | `p isnt a\|b` | another | it holds |
-//! | `p < v`, `<=`, `>`, `>=` | so; `v` may be a property | nobody knows |
-//! | `p is given`, `p is default` | in the input, or not | it does not hold |
+//! | `p = a\|b` | is one of these | unknown |
+//! | `p != a\|b` | is none of these | unknown |
+//! | `p isnt a\|b` | is none of these | true |
+//! | `p < v`, `<=`, `>`, `>=` | compares so; `v` may be a property | unknown |
+//! | `p is given`, `p is default` | is set in the input, or is not | false |
 //! | `p is known`, `p is unknown`, `p is absent` | | |
 //!
-//! Of a property that is not there, as the cache mode of a disk that QEMU does not open, nothing holds; only a
-//! property of the host is unknown if nobody has looked.
+//! Conditions on an absent property (such as the cache mode of a disk that QEMU does not open) are false. A property of the
+//! host is unknown rather than absent if there are no facts.
 
 use super::Scope;
 use crate::model::{Data, Kind, Origin, PROPERTIES, Table, Value};
 use crate::work;
 
-/// Some of these must hold.
+/// Conditions of which at least one must hold.
 pub type Clause = Vec<Atom>;
 
 /// One comparison.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Atom {
-    /// The property.
     pub property: &'static str,
     test: Test,
 }
@@ -57,27 +56,22 @@ enum Operand {
 /// Whether conditions hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// They do.
     Holds,
-    /// They do not.
     Fails,
-    /// That depends on these properties, which are unknown.
+    /// It depends on these unknown properties.
     Unknown(Vec<&'static str>),
 }
 
-/// Where properties are looked up: a disk's or a device's, then the machine's, then the host's.
+/// The tables in which properties are looked up, in this order.
 #[derive(Clone, Copy, Default)]
 pub struct Lookup<'a> {
-    /// The disk's or device's.
+    /// The disk's or the device's table
     pub own: Option<&'a Table>,
-    /// The machine's.
     pub vm: Option<&'a Table>,
-    /// The host's.
     pub host: Option<&'a Table>,
 }
 
 impl<'a> Lookup<'a> {
-    /// The value of a property.
     pub fn get(&self, name: &str) -> Option<&'a Value> {
         [self.own, self.vm, self.host]
             .into_iter()
@@ -86,10 +80,10 @@ impl<'a> Lookup<'a> {
     }
 }
 
-/// Reads a condition.
+/// Parses a clause.
 ///
 /// # Errors
-/// What is wrong with it.
+/// A condition is invalid.
 pub fn clause(text: &str, scope: Scope) -> Result<Clause, String> {
     text.split(" or ").map(|text| atom(text, scope)).collect()
 }
@@ -97,7 +91,7 @@ pub fn clause(text: &str, scope: Scope) -> Result<Clause, String> {
 fn atom(text: &str, scope: Scope) -> Result<Atom, String> {
     let mut words = text.split_whitespace();
     let (Some(name), Some(operator)) = (words.next(), words.next()) else {
-        return Err(format!("'{text}' is no condition"));
+        return Err(format!("'{text}' is not a condition"));
     };
     let rest: Vec<&str> = words.collect();
     let rest = rest.join(" ");
@@ -112,23 +106,23 @@ fn atom(text: &str, scope: Scope) -> Result<Atom, String> {
         _ => true,
     };
     if !fits {
-        return Err(format!("'{name}' is not to be had in this scope"));
+        return Err(format!("'{name}' is not available in this scope"));
     }
     let one = |text: &str| -> Result<Data, String> {
         let data = match property.kind {
             Kind::Word(_) => Data::Word(text.to_owned().into()),
             Kind::Number => Data::Number(
-                crate::qemu::size_of(text).ok_or_else(|| format!("'{text}' is no number"))?,
+                crate::qemu::size_of(text).ok_or_else(|| format!("'{text}' is not a number"))?,
             ),
             Kind::Version => Data::Version(
                 text.parse()
-                    .map_err(|()| format!("'{text}' is no version"))?,
+                    .map_err(|()| format!("'{text}' is not a version"))?,
             ),
         };
-        match property.allows(&data) {
-            true => Ok(data),
-            false => Err(format!("{name} is never '{text}'")),
+        if !property.allows(&data) {
+            return Err(format!("{name} is never '{text}'"));
         }
+        Ok(data)
     };
     let several = || rest.split('|').map(one).collect::<Result<Vec<_>, _>>();
     let ordered = |order| {
@@ -137,7 +131,7 @@ fn atom(text: &str, scope: Scope) -> Result<Atom, String> {
         }
         let operand = match PROPERTIES.iter().find(|other| other.name == rest) {
             Some(other) if other.kind == property.kind => Operand::Property(other.name),
-            Some(other) => return Err(format!("{name} and {} are not alike", other.name)),
+            Some(other) => return Err(format!("{name} cannot be compared with {}", other.name)),
             None => Operand::Value(one(&rest)?),
         };
         Ok(Test::Order(order, operand))
@@ -179,22 +173,23 @@ pub fn evaluate(clauses: &[Clause], lookup: &Lookup<'_>) -> Verdict {
                 Verdict::Unknown(properties) => open.extend(properties),
             }
         }
-        match (holds, open.is_empty()) {
-            (true, _) => {}
-            (false, true) => return Verdict::Fails,
-            (false, false) => unknown.append(&mut open),
+        if !holds && open.is_empty() {
+            return Verdict::Fails;
+        }
+        if !holds {
+            unknown.append(&mut open);
         }
     }
     unknown.sort_unstable();
     unknown.dedup();
-    match unknown.is_empty() {
-        true => Verdict::Holds,
-        false => Verdict::Unknown(unknown),
+    if unknown.is_empty() {
+        return Verdict::Holds;
     }
+    Verdict::Unknown(unknown)
 }
 
 impl Atom {
-    /// Whether it compares, rather than asks whether something is known.
+    /// Whether it compares the property with a value.
     pub fn compares(&self) -> bool {
         !matches!(
             self.test,
@@ -202,7 +197,7 @@ impl Atom {
         )
     }
 
-    /// Only files and block devices have something behind them that a host can look at.
+    /// Whether the host can know the property: it can inspect only files and block devices.
     fn is_possible(&self, lookup: &Lookup<'_>) -> bool {
         let local = || match lookup.get("disk.protocol").map(|value| &value.data) {
             Some(Data::Word(protocol)) => matches!(protocol.as_ref(), "file" | "block"),
@@ -232,14 +227,14 @@ impl Atom {
                 Verdict::Fails
             }
         };
-        let nobody_knows = || Verdict::Unknown(vec![self.property]);
+        let unknown = || Verdict::Unknown(vec![self.property]);
         match (&self.test, value) {
             (Test::Known, value) => truth(value.is_some()),
             (Test::Unknown, value) => truth(value.is_none()),
             (Test::IsNot(_), None) => Verdict::Holds,
             (Test::Absent, value) => truth(value.is_none() && found.is_none()),
             (Test::Given | Test::Default, None) => Verdict::Fails,
-            (_, None) => nobody_knows(),
+            (_, None) => unknown(),
             (Test::In(words), Some(data)) => truth(words.contains(data)),
             (Test::NotIn(words) | Test::IsNot(words), Some(data)) => truth(!words.contains(data)),
             (Test::Given, Some(_)) => {
@@ -272,7 +267,7 @@ impl Atom {
     }
 }
 
-/// What is not in a configuration but on a host, and what only some configurations say.
+/// Whether an absent property is unknown: the host has it, or only some configurations say it.
 fn may_be_unknown(property: &str) -> bool {
     ["host.", "backing.", "ceph.", "device.", "measured."]
         .iter()
@@ -290,7 +285,7 @@ mod tests {
     use crate::version::Version;
 
     #[test]
-    fn conditions_know_three_answers() {
+    fn conditions_hold_or_fail_or_are_unknown() {
         let mut disk = Table::default();
         disk.give("disk.cache", "none", Span::default());
         disk.default_to("disk.queues", 4u64, "QEMU");
@@ -337,16 +332,16 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_in_conditions_are_found() {
+    fn invalid_conditions_are_refused() {
         for (text, says) in [
             ("disk.cash = none", "no property"),
             ("disk.cache = fast", "never"),
             ("disk.cache < none", "no order"),
-            ("disk.queues = many", "no number"),
-            ("disk.queues", "no condition"),
+            ("disk.queues = many", "not a number"),
+            ("disk.queues", "not a condition"),
             ("disk.queues ~ 3", "no operator"),
-            ("device.nvme = yes", "not to be had"),
-            ("disk.queues < host.kernel", "not alike"),
+            ("device.nvme = yes", "not available"),
+            ("disk.queues < host.kernel", "cannot be compared"),
         ] {
             let error = clause(text, Scope::Disk).unwrap_err();
             assert!(error.contains(says), "{text}: {error}");

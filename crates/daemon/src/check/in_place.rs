@@ -1,47 +1,48 @@
-//! Files that `--in-place` changes: all are written beside the old ones first, and take their places only when none has failed.
+//! Changes files for `--in-place`. New texts are first written next to the old files, and replace them only after all have
+//! been written.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
 use std::path::{Path, PathBuf};
 
-/// Files with their new texts, not yet in force.
+/// Files with their new texts, not yet committed.
 #[derive(Default)]
 pub struct InPlace {
     staged: Vec<Staged>,
 }
 
 struct Staged {
-    /// As it was named.
+    /// As the user named it.
     name: String,
-    /// What it is after symbolic links.
+    /// With symbolic links resolved.
     path: PathBuf,
-    /// Its new text, in a file beside it.
+    /// A file in the same directory with the new text.
     new: PathBuf,
-    /// Whether it must not be there yet.
+    /// Whether the file must not exist yet.
     is_new: bool,
 }
 
 impl InPlace {
-    /// Stages the change of a file, which must still have the text `before`. It keeps its owner and mode; a symbolic link
-    /// keeps pointing to it. A file with several hard links is refused: a new file takes the place of the old one, which the
-    /// other links would keep.
+    /// Stages the change of a file, which must still have the text `before`. The file keeps its owner and mode, and symbolic
+    /// links continue to point to it. A file with several hard links is refused: the new file replaces only this link, and
+    /// the others would keep the old text.
     ///
     /// # Errors
-    /// It cannot be written; nothing has changed.
+    /// The file cannot be written. Nothing has changed.
     pub fn change(&mut self, name: &str, before: &str, text: &str) -> Result<(), String> {
         let fail = |e: io::Error| format!("{name}: cannot be changed: {e}; no file was changed");
         let path = fs::canonicalize(name).map_err(fail)?;
         if fs::read(&path).map_err(fail)? != before.as_bytes() {
             return Err(format!(
-                "{name}: was changed by somebody else meanwhile; no file was changed, run this again"
+                "{name}: another program changed the file; no file was changed, run this command again"
             ));
         }
         let metadata = fs::metadata(&path).map_err(fail)?;
         if metadata.nlink() > 1 {
             return Err(format!(
-                "{name}: has {} hard links, of which only this one would change; no file was changed, make it a file of \
-                 its own, or apply what --fix prints by hand",
+                "{name}: has {} hard links, of which only this one would change; no file was changed, copy the file to \
+                 a separate one, or apply the output of --fix manually",
                 metadata.nlink()
             ));
         }
@@ -52,32 +53,32 @@ impl InPlace {
         {
             fchown(&file, Some(metadata.uid()), Some(metadata.gid())).map_err(fail)?;
         }
-        // A change of the owner takes bits of the mode away.
+        // Changing the owner clears bits of the mode.
         file.set_permissions(metadata.permissions()).map_err(fail)?;
         fill(file, text).map_err(fail)
     }
 
-    /// Stages a file that must not be there yet.
+    /// Stages a file that must not exist yet.
     ///
     /// # Errors
-    /// It is there, or cannot be written; nothing has changed.
+    /// The file exists, or cannot be written. Nothing has changed.
     pub fn create(&mut self, path: &Path, text: &str) -> Result<(), String> {
         let name = path.display().to_string();
         if path.symlink_metadata().is_ok() {
             return Err(format!(
-                "{name}: is there already; no file was changed, name a new one and join them by hand"
+                "{name}: the file already exists; no file was changed, name a new file and merge the two manually"
             ));
         }
-        let fail = |e: io::Error| format!("{name}: cannot be made: {e}; no file was changed");
+        let fail = |e: io::Error| format!("{name}: cannot be created: {e}; no file was changed");
         let new = self.stage(&name, path.to_owned(), true);
         let file = create(&new, 0o644).map_err(fail)?;
         fill(file, text).map_err(fail)
     }
 
     fn stage(&mut self, name: &str, path: PathBuf, is_new: bool) -> PathBuf {
-        let mut beside = path.file_name().unwrap_or_default().to_owned();
-        beside.push(format!(".ringdisk-{}", std::process::id()));
-        let new = path.with_file_name(beside);
+        let mut file_name = path.file_name().unwrap_or_default().to_owned();
+        file_name.push(format!(".ringdisk-{}", std::process::id()));
+        let new = path.with_file_name(file_name);
         self.staged.push(Staged {
             name: name.to_owned(),
             path,
@@ -87,17 +88,18 @@ impl InPlace {
         new
     }
 
-    /// Puts all into force, those first that were staged first; their names.
+    /// Commits all files in the order of staging, and returns their names.
     ///
     /// # Errors
-    /// One could not take its place; the error says which ones had.
+    /// A file could not be replaced. The error names those that were.
     pub fn commit(&mut self) -> Result<Vec<String>, String> {
         let mut done: Vec<String> = Vec::new();
         for staged in &self.staged {
-            let moved = match staged.is_new {
-                // Unlike a rename, it does not replace what somebody has made meanwhile.
-                true => fs::hard_link(&staged.new, &staged.path),
-                false => fs::rename(&staged.new, &staged.path),
+            let moved = if staged.is_new {
+                // Unlike a rename, this does not replace a file that another program has created.
+                fs::hard_link(&staged.new, &staged.path)
+            } else {
+                fs::rename(&staged.new, &staged.path)
             };
             let synced = moved.and_then(|()| {
                 let folder = staged.path.parent().filter(|path| *path != Path::new(""));
@@ -106,7 +108,7 @@ impl InPlace {
             if let Err(e) = synced {
                 let before = match done.as_slice() {
                     [] => "no file was changed".to_owned(),
-                    done => format!("changed were only {}", done.join(", ")),
+                    done => format!("only {} changed", done.join(", ")),
                 };
                 return Err(format!("{}: cannot be changed: {e}; {before}", staged.name));
             }
@@ -119,7 +121,7 @@ impl InPlace {
 impl Drop for InPlace {
     fn drop(&mut self) {
         for staged in &self.staged {
-            // Those that took their places are not there any more.
+            // Renamed files no longer exist under this name.
             let _ = fs::remove_file(&staged.new);
         }
     }
