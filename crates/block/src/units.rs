@@ -1,4 +1,5 @@
 use std::fmt;
+use std::ops::{Add, AddAssign, Sub};
 
 /// Bytes in a virtio-blk sector, independent of the disk's block size (virtio 1.3 §5.2.4).
 pub const SECTOR_BYTES: u64 = 512;
@@ -22,6 +23,31 @@ pub struct DiskOffset(pub u64);
 /// A position in a host file or block device, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FileOffset(pub u64);
+
+impl Add<u64> for DiskOffset {
+    type Output = Self;
+
+    #[inline]
+    fn add(self, bytes: u64) -> Self {
+        Self(self.0 + bytes)
+    }
+}
+
+impl AddAssign<u64> for DiskOffset {
+    #[inline]
+    fn add_assign(&mut self, bytes: u64) {
+        self.0 += bytes;
+    }
+}
+
+impl Sub for DiskOffset {
+    type Output = u64;
+
+    #[inline]
+    fn sub(self, before: Self) -> u64 {
+        self.0 - before.0
+    }
+}
 
 impl fmt::Display for Sector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -6,13 +6,13 @@ mod open;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
-use block::FileOffset;
+use block::{DiskOffset, FileOffset};
 
 pub use open::{ChainError, ChainOptions, FileRole, LayerFormat, OpenFiles, TopFile};
 
 use crate::qcow2::{
-    Allocation, Compression, Damage, GuestOffset, ImageError, Load, Mapping, Pin, Pins, Prepared,
-    Qcow2, WriteMapping, ZeroMode, ZeroStep,
+    Allocation, Compression, Damage, ImageError, Load, Mapping, Pin, Pins, Prepared, Qcow2,
+    WriteMapping, ZeroMode, ZeroStep,
 };
 use crate::storage::Storage;
 
@@ -200,22 +200,22 @@ impl Chain {
     /// Where the range that starts at `at` is: the longest piece that is in one place. Uses memory only, without
     /// locks or system calls. Bytes after the end of the disk read as zeroes.
     #[inline]
-    pub fn map(&self, pin: &Pin, at: u64, len: u64) -> ReadLocation {
+    pub fn map(&self, pin: &Pin, at: DiskOffset, len: u64) -> ReadLocation {
         let mut len = len;
         for (number, layer) in self.layers.iter().enumerate() {
-            let Some(inside) = layer.size().checked_sub(at).filter(|&inside| inside > 0) else {
+            let Some(inside) = layer.size().checked_sub(at.0).filter(|&inside| inside > 0) else {
                 return ReadLocation::Zero { len };
             };
             len = len.min(inside);
             let file = layer.file;
             let image = match &layer.image {
                 LayerImage::Raw(_) => {
-                    let at = FileOffset(at);
+                    let at = FileOffset(at.0);
                     return ReadLocation::Data { file, at, len };
                 }
                 LayerImage::Qcow2(image) => image,
             };
-            match image.map(pin, GuestOffset::new(at), len) {
+            match image.map(pin, at.into(), len) {
                 Mapping::Hole { len: hole } => len = hole,
                 Mapping::Data { at, len } => {
                     let at = at.in_file();
@@ -247,10 +247,10 @@ impl Chain {
     /// looking up the first of them. Their entries are spread over a large table, and the processor then waits for
     /// all of them at once instead of one after the other. There is no other effect.
     #[inline]
-    pub fn prefetch(&self, at: u64) {
+    pub fn prefetch(&self, at: DiskOffset) {
         for layer in &self.layers {
             match &layer.image {
-                LayerImage::Qcow2(image) if !image.prefetch(GuestOffset::new(at)) => {}
+                LayerImage::Qcow2(image) if !image.prefetch(at.into()) => {}
                 _ => return,
             }
         }
@@ -259,13 +259,13 @@ impl Chain {
     /// Where a write goes that starts at `at` and ends inside the disk. Uses memory only, without locks or system
     /// calls.
     #[inline]
-    pub fn map_write(&self, pin: &Pin, at: u64, len: u64) -> WriteLocation {
+    pub fn map_write(&self, pin: &Pin, at: DiskOffset, len: u64) -> WriteLocation {
         let file = self.written_file();
         let Some(image) = self.top() else {
-            let at = FileOffset(at);
+            let at = FileOffset(at.0);
             return WriteLocation::InPlace { file, at, len };
         };
-        match image.map_write(pin, GuestOffset::new(at), len) {
+        match image.map_write(pin, at.into(), len) {
             WriteMapping::InPlace { at, len } => {
                 let at = at.in_file();
                 WriteLocation::InPlace { file, at, len }
@@ -293,7 +293,7 @@ impl Chain {
     ///
     /// # Errors
     /// The write cannot be done.
-    pub fn prepare_write(&self, at: u64, len: u64) -> Result<Prepared, ImageError> {
+    pub fn prepare_write(&self, at: DiskOffset, len: u64) -> Result<Prepared, ImageError> {
         let Some(image) = self.top() else {
             return Ok(Prepared::Mapped);
         };
@@ -307,7 +307,7 @@ impl Chain {
     }
 
     /// Whether a range is known to read as zeroes.
-    fn is_zero(&self, pin: &Pin, mut from: u64, to: u64) -> bool {
+    fn is_zero(&self, pin: &Pin, mut from: DiskOffset, to: DiskOffset) -> bool {
         while from < to {
             match self.map(pin, from, to - from) {
                 ReadLocation::Zero { len } => from += len,
@@ -320,7 +320,7 @@ impl Chain {
     /// As [`prepare_write`](Self::prepare_write), without blocking. `None` if it would have to block, or if the
     /// result is anything but an allocation.
     #[inline]
-    pub fn try_prepare_write(&self, pin: &Pin, at: u64, len: u64) -> Option<Allocation> {
+    pub fn try_prepare_write(&self, pin: &Pin, at: DiskOffset, len: u64) -> Option<Allocation> {
         let mut allocation = self.top()?.try_prepare_write(at, len)?;
         allocation.find_zeroes(|from, to| self.is_zero(pin, from, to));
         Some(allocation)
@@ -368,15 +368,20 @@ impl Chain {
     ///
     /// # Errors
     /// The rest of the range is unchanged.
-    pub fn zero_step(&self, at: u64, len: u64, why: ZeroMode) -> Result<ZeroStep, ImageError> {
+    pub fn zero_step(
+        &self,
+        at: DiskOffset,
+        len: u64,
+        why: ZeroMode,
+    ) -> Result<ZeroStep, ImageError> {
         let Some(image) = self.top() else {
             return Ok(ZeroStep::File(len));
         };
         let zeroes_around = match why {
-            ZeroMode::Zeroes { .. } => self.has_zeroes_around(image, GuestOffset::new(at), len)?,
+            ZeroMode::Zeroes { .. } => self.has_zeroes_around(image, at.into(), len)?,
             ZeroMode::Discard => false,
         };
-        image.zero_step(GuestOffset::new(at), len, why, zeroes_around)
+        image.zero_step(at.into(), len, why, zeroes_around)
     }
 
     /// The image that the guest writes to, for operations that only images have.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, Ordering::SeqCst};
 
 use crate::support::{Disk, How, READ, WRITE};
-use block::FileOffset;
+use block::{DiskOffset, FileOffset};
 use image::{AllowedDirectories, LayerFormat, PlainFile, Storage, ZeroMode};
 use testkit::qemu_img as qemu;
 
@@ -377,11 +377,11 @@ fn full_clusters_copy_nothing_and_the_file_grows_in_large_steps() {
     let chain = &disk.chain;
     let prepare = |at: u64, len: u64| {
         let pin = chain.pins().pin(0);
-        while let image::WriteLocation::Load(missing) = chain.map_write(&pin, at, len) {
+        while let image::WriteLocation::Load(missing) = chain.map_write(&pin, DiskOffset(at), len) {
             chain.load(missing).unwrap();
         }
         chain.pins().unpin(pin);
-        match chain.prepare_write(at, len).unwrap() {
+        match chain.prepare_write(DiskOffset(at), len).unwrap() {
             image::Prepared::Allocated(allocation) => allocation,
             other => panic!("{other:?}"),
         }
@@ -399,7 +399,10 @@ fn full_clusters_copy_nothing_and_the_file_grows_in_large_steps() {
         .collect();
     assert_eq!(
         copied,
-        [(Some(1 << 20), 4096), (Some((1 << 20) + 8192), 57344)]
+        [
+            (Some(DiskOffset(1 << 20)), 4096),
+            (Some(DiskOffset((1 << 20) + 8192)), 57344)
+        ]
     );
     // Behind the backing file there are zeroes, and in new space they are there already.
     let fresh = prepare((8 << 20) + 4096, 4096);
@@ -479,16 +482,18 @@ fn what_must_not_block_does_nothing_to_the_file() {
         let (mut at_once, mut otherwise) = (0, 0);
         for at in (0..64 << 20).step_by(4096) {
             let pin = chain.pins().pin(0);
-            while let image::WriteLocation::Load(missing) = chain.map_write(&pin, at, 4096) {
+            while let image::WriteLocation::Load(missing) =
+                chain.map_write(&pin, DiskOffset(at), 4096)
+            {
                 chain.load(missing).unwrap();
             }
             let before = count.load(SeqCst);
-            let tried = chain.try_prepare_write(&pin, at, 4096);
+            let tried = chain.try_prepare_write(&pin, DiskOffset(at), 4096);
             assert_eq!(count.load(SeqCst), before, "{options}, {at}");
             at_once += u64::from(tried.is_some());
             let allocation = match tried {
                 Some(allocation) => Some(allocation),
-                None => match chain.prepare_write(at, 4096).unwrap() {
+                None => match chain.prepare_write(DiskOffset(at), 4096).unwrap() {
                     image::Prepared::Allocated(allocation) => {
                         otherwise += 1;
                         Some(allocation)
@@ -561,7 +566,7 @@ fn data_files_give_their_space_back() {
             let before = allocated();
             // Beginning and ending in the middle of clusters.
             let (at, len) = ((512 << 10) + 512, (2 << 20) + 4096);
-            assert!(matches!(disk.chain.zero(at, len, why), Ok((n, None)) if n == len));
+            assert!(matches!(disk.chain.zero(DiskOffset(at), len, why), Ok((n, None)) if n == len));
             let given_back = before.saturating_sub(allocated());
             let mut want = vec![7; 4 << 20];
             want[at as usize..(at + len) as usize].fill(0);

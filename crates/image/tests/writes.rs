@@ -1,5 +1,6 @@
 //! Writes and look-ups step by step: what others do between two steps, and images that no program makes.
 
+use block::DiskOffset;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -73,10 +74,15 @@ fn what_is_written_in_place_is_not_copied_over() {
             disk.write(first + (cluster << 16) + 31 * sub, &[2; 512])
                 .unwrap();
         }
-        let place = request(&disk, |pin| disk.chain.map_write(pin, base + at, len));
+        let place = request(&disk, |pin| {
+            disk.chain.map_write(pin, DiskOffset(base + at), len)
+        });
         assert!(matches!(place, WriteLocation::Allocate { .. }), "{place:?}");
         disk.write(base + other, &[3; 512]).unwrap();
-        let prepared = disk.chain.prepare_write(base + at, len).unwrap();
+        let prepared = disk
+            .chain
+            .prepare_write(DiskOffset(base + at), len)
+            .unwrap();
         // It was told where to write before what is beside it is read and put there, and writes after that.
         let fills = match &prepared {
             Prepared::Allocated(allocation) => allocation.fills.clone(),
@@ -85,7 +91,7 @@ fn what_is_written_in_place_is_not_copied_over() {
         let copied: Vec<Vec<u8>> = fills
             .iter()
             .map(|fill| match fill.from {
-                Some(from) => read(&disk, from, fill.len as usize),
+                Some(from) => read(&disk, from.0, fill.len as usize),
                 None => vec![0; fill.len as usize],
             })
             .collect();
@@ -120,10 +126,10 @@ fn a_write_behind_the_end_of_the_file_ends() {
     let place = request(&open(&memory), |pin| {
         let disk = open(&memory);
         let whole = len as u64;
-        while let ReadLocation::Load(missing) = disk.chain.map(pin, 0, whole) {
+        while let ReadLocation::Load(missing) = disk.chain.map(pin, DiskOffset(0), whole) {
             disk.chain.load(missing).unwrap();
         }
-        disk.chain.map(pin, 0, whole)
+        disk.chain.map(pin, DiskOffset(0), whole)
     });
     let ReadLocation::Data { at, len: run, .. } = place else {
         panic!("{place:?}");
@@ -142,7 +148,9 @@ fn a_write_behind_the_end_of_the_file_ends() {
                 break;
             }
             let rest = len as u64 - done;
-            match request(&disk, |pin| disk.chain.map_write(pin, done, rest)) {
+            match request(&disk, |pin| {
+                disk.chain.map_write(pin, DiskOffset(done), rest)
+            }) {
                 WriteLocation::Load(missing) => disk.chain.load(missing).unwrap(),
                 WriteLocation::InPlace { at, len, .. } => {
                     let bytes = vec![7; len as usize];
@@ -150,7 +158,7 @@ fn a_write_behind_the_end_of_the_file_ends() {
                     done += len;
                 }
                 WriteLocation::Allocate { len } => {
-                    let prepared = disk.chain.prepare_write(done, len).unwrap();
+                    let prepared = disk.chain.prepare_write(DiskOffset(done), len).unwrap();
                     assert!(matches!(prepared, Prepared::Mapped), "{prepared:?}");
                 }
                 WriteLocation::Damaged { .. } => panic!("it is sound"),
@@ -175,7 +183,7 @@ fn a_look_up_is_bounded() {
         .unwrap();
     let (mut at, mut most) = (0, 0);
     while at < size {
-        match request(&disk, |pin| disk.chain.map(pin, at, size - at)) {
+        match request(&disk, |pin| disk.chain.map(pin, DiskOffset(at), size - at)) {
             ReadLocation::Zero { len } => {
                 most = most.max(len);
                 at += len;
@@ -203,7 +211,11 @@ fn a_search_for_clusters_is_bounded() {
     disk.write(0, &vec![1; used as usize]).unwrap();
     // There is a table for what is written next.
     disk.write(used + 512, &[1; 512]).unwrap();
-    let take = |at| request(&disk, |pin| disk.chain.try_prepare_write(pin, at, 512));
+    let take = |at| {
+        request(&disk, |pin| {
+            disk.chain.try_prepare_write(pin, DiskOffset(at), 512)
+        })
+    };
     let near = take(used).expect("it is the next one");
     disk.chain.abort(near);
     disk.zero(0, 512, ZeroMode::Discard).unwrap();

@@ -39,7 +39,7 @@ pub(crate) fn touch(queue: &mut Queue, slots: &[u16]) {
     for &slot in slots {
         if let Request::Read { at, .. } | Request::Write { at, .. } = queue.slots.get(slot).request
         {
-            chain(&queue.image).prefetch(at.0);
+            chain(&queue.image).prefetch(at);
         }
     }
 }
@@ -65,7 +65,7 @@ pub(crate) fn start(
     else {
         unreachable!("a request without a range is not mapped");
     };
-    request.begin(at.0, len, disk.pins.pin(chain(&queue.image).pins()));
+    request.begin(at, len, disk.pins.pin(chain(&queue.image).pins()));
     next_piece(queue, slot, disk, zero_budget, buffers)
 }
 

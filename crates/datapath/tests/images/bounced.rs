@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::thread;
 use std::time::Duration;
 
-use block::{Aio, Backing, DiskFacts, OnError};
+use block::{Aio, Backing, DiskFacts, DiskOffset, OnError};
 use datapath::{Disk, IoThread, Options, Polling};
 use image::Image;
 use testkit::driver::{Device, DeviceConfig, Op};
@@ -150,7 +150,11 @@ fn a_buffer_that_comes_free_beside_the_thread_is_taken() {
     queue.submit(&[0, 1]);
     wait_until("no write", || submitted() > before + all.len());
     trouble.hang(true);
-    let other = thread::spawn(move || chain.prepare_write(4 * CLUSTER as u64, 4096).map(drop));
+    let other = thread::spawn(move || {
+        chain
+            .prepare_write(DiskOffset(4 * CLUSTER as u64), 4096)
+            .map(drop)
+    });
     wait_until("no longer file", || trouble.hanging.load(Relaxed) > 0);
     bytes.lock().unwrap().outage = Some(EIO);
     let turns = || bytes.lock().unwrap().turns;

@@ -4,7 +4,7 @@
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
-use block::FileOffset;
+use block::{DiskOffset, FileOffset};
 
 use super::{Chain, Compressed, FileIndex, LayerImage, ReadLocation, WriteLocation};
 use crate::qcow2::{
@@ -21,7 +21,7 @@ impl Chain {
     ///
     /// # Errors
     /// Something could not be read.
-    pub fn read(&self, pin: &Pin, at: u64, to: &mut [u8]) -> Result<(), ImageError> {
+    pub fn read(&self, pin: &Pin, at: DiskOffset, to: &mut [u8]) -> Result<(), ImageError> {
         let mut done = 0;
         while done < to.len() {
             let (at, rest) = (at + done as u64, &mut to[done..]);
@@ -45,7 +45,7 @@ impl Chain {
                 }
                 ReadLocation::Damaged { .. } => {
                     let what = "a part of the disk is nowhere that could be; offset of the disk";
-                    return Err(ImageError::Damaged(Damage { what, at }));
+                    return Err(ImageError::Damaged(Damage { what, at: at.0 }));
                 }
             };
             done += n as usize;
@@ -117,7 +117,7 @@ impl Chain {
     /// The rest of the range is unchanged.
     pub fn zero(
         &self,
-        at: u64,
+        at: DiskOffset,
         len: u64,
         why: ZeroMode,
     ) -> Result<(u64, Option<PendingWrite>), ImageError> {
@@ -132,7 +132,7 @@ impl Chain {
                 ZeroStep::File(n) => {
                     for skip in (0..n).step_by(ZEROES.len()) {
                         let part = (n - skip).min(ZEROES.len() as u64) as usize;
-                        self.write_file(FileOffset(here + skip), &ZEROES[..part])?;
+                        self.write_file(FileOffset(here.0 + skip), &ZEROES[..part])?;
                     }
                     Ok(n)
                 }
@@ -185,7 +185,7 @@ impl Chain {
         let mut bytes = [0; 4096];
         while from < to {
             let part = &mut bytes[..(to - from).min(4096) as usize];
-            self.read(pin, from.bytes(), part)?;
+            self.read(pin, from.into(), part)?;
             if part.iter().any(|&byte| byte != 0) {
                 return Ok(false);
             }
@@ -208,7 +208,7 @@ impl Chain {
         let mut new = growth.new.clone();
         while !new.is_empty() {
             let why = ZeroMode::Zeroes { unmap: true };
-            let (done, waiting) = self.zero(new.start.bytes(), new.end - new.start, why)?;
+            let (done, waiting) = self.zero(new.start.into(), new.end - new.start, why)?;
             new.start += done;
             if let Some(waiting) = waiting {
                 image.wait(&waiting);
@@ -238,18 +238,18 @@ impl Chain {
 
     /// Frees the space of a range in the file, where it is at the same offset, if that is wanted and possible;
     /// returns whether it did.
-    fn gives_back(&self, at: u64, len: u64, why: ZeroMode) -> bool {
+    fn gives_back(&self, at: DiskOffset, len: u64, why: ZeroMode) -> bool {
         let wanted = why != (ZeroMode::Zeroes { unmap: false });
         let punches = self.image().is_some_and(Qcow2::punches);
         let file = self.file(self.written_file());
-        wanted && punches && file.punch(FileOffset(at), len).is_ok()
+        wanted && punches && file.punch(FileOffset(at.0), len).is_ok()
     }
 
     /// Writes zeroes like any other data. Returns how many bytes were written, or the write to wait for first.
     fn write_zeroes(
         &self,
         pin: &Pin,
-        at: u64,
+        at: DiskOffset,
         len: u64,
     ) -> Result<Result<u64, PendingWrite>, ImageError> {
         loop {

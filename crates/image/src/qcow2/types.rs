@@ -7,7 +7,7 @@
 
 use std::ops::{Add, AddAssign, Sub};
 
-use block::FileOffset;
+use block::{DiskOffset, FileOffset};
 
 use super::geometry::Geometry;
 
@@ -107,6 +107,20 @@ coordinate!(
     BlockIndex,
     number
 );
+
+impl From<DiskOffset> for GuestOffset {
+    #[inline]
+    fn from(at: DiskOffset) -> Self {
+        Self(at.0)
+    }
+}
+
+impl From<GuestOffset> for DiskOffset {
+    #[inline]
+    fn from(at: GuestOffset) -> Self {
+        Self(at.0)
+    }
+}
 
 impl GuestOffset {
     /// The cluster that contains it.

@@ -7,7 +7,7 @@ use std::sync::{Arc, MutexGuard};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 
-use block::FileOffset;
+use block::{DiskOffset, FileOffset};
 
 use super::change::{MayBlock, Retry};
 use super::entry::{COPIED, Entry, Kind, Standard};
@@ -34,7 +34,7 @@ pub enum Prepared {
 #[must_use = "others wait until it is committed or aborted"]
 pub struct Allocation {
     /// First byte on the disk.
-    pub at: u64,
+    pub at: DiskOffset,
     /// Bytes; possibly fewer than requested.
     pub len: u64,
     /// Where the guest's data goes, in the file that holds it.
@@ -60,7 +60,7 @@ pub struct Fill {
     /// Bytes.
     pub len: u64,
     /// The offset on the disk to copy from, looked up like any other read; `None` for zeroes.
-    pub from: Option<u64>,
+    pub from: Option<DiskOffset>,
 }
 
 /// Another write, which must end first.
@@ -71,10 +71,10 @@ pub struct PendingWrite {
 
 impl Allocation {
     /// Replaces copies of ranges for which `is_zero` is true by zeroes.
-    pub(crate) fn find_zeroes(&mut self, is_zero: impl Fn(u64, u64) -> bool) {
+    pub(crate) fn find_zeroes(&mut self, is_zero: impl Fn(DiskOffset, DiskOffset) -> bool) {
         let fresh = self.fresh;
         self.fills.retain_mut(|fill| {
-            let zero = |from| is_zero(from, from + fill.len);
+            let zero = |from: DiskOffset| is_zero(from, from + fill.len);
             fill.from = fill.from.filter(|&from| !zero(from));
             fill.from.is_some() || !fresh
         });
@@ -87,16 +87,16 @@ impl Qcow2 {
     ///
     /// # Errors
     /// The write cannot be done.
-    pub fn prepare_write(&self, at: u64, len: u64) -> Result<Prepared, ImageError> {
-        let at = GuestOffset::new(at);
+    pub fn prepare_write(&self, at: DiskOffset, len: u64) -> Result<Prepared, ImageError> {
+        let at = at.into();
         self.change(|state| self.prepare_in(state, at, len, MayBlock::Yes))
     }
 
     /// The same without blocking: `None` if it would have to wait for a lock or to access the file, or if no
     /// cluster can be allocated.
-    pub fn try_prepare_write(&self, at: u64, len: u64) -> Option<Allocation> {
+    pub fn try_prepare_write(&self, at: DiskOffset, len: u64) -> Option<Allocation> {
         let mut state = self.ready()?;
-        let at = GuestOffset::new(at);
+        let at = GuestOffset::from(at);
         let (slice, _) = self.g.slice_of(at.cluster(&self.g));
         let (table, _) = self.g.table_of(slice);
         if self.l1.get(table) & COPIED == 0 {
@@ -316,7 +316,7 @@ impl Qcow2 {
         let token = state.tokens;
         state.pending.insert(first, (last, token));
         Ok(Prepared::Allocated(Allocation {
-            at: at.bytes(),
+            at: at.into(),
             len: end - at,
             to: (host + from).in_file(),
             fills,
@@ -431,7 +431,7 @@ impl Qcow2 {
                 fills.push(Fill {
                     to: (host + (from - first.start(g))).in_file(),
                     len: to - from,
-                    from: (!zero).then_some(from.bytes()),
+                    from: (!zero).then_some(from.into()),
                 });
             }
         }
@@ -505,7 +505,7 @@ impl Qcow2 {
         host: HostCluster,
     ) -> Entry {
         let g = &self.g;
-        let (start, at) = (cluster.start(g), GuestOffset::new(allocation.at));
+        let (start, at) = (cluster.start(g), GuestOffset::from(allocation.at));
         let from = at.max(start) - start;
         let end = at + allocation.len;
         let touched = g.touched(from, end.min(start + g.cluster()) - start);

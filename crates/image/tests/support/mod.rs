@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
-use block::FileOffset;
+use block::{DiskOffset, FileOffset};
 use image::{
     AllowedDirectories, Chain, ChainError, ChainOptions, FileIndex, FileRole, ImageError,
     JournalFile, LayerFormat, OpenFiles, Pin, PlainFile, Prepared, ReadLocation, Storage, TopFile,
@@ -138,7 +138,10 @@ impl Disk {
         while done < to.len() {
             let rest = &mut to[done..];
             let piece = |len: u64| usize::try_from(len).unwrap();
-            match self.chain.map(pin, at + done as u64, rest.len() as u64) {
+            match self
+                .chain
+                .map(pin, DiskOffset(at + done as u64), rest.len() as u64)
+            {
                 ReadLocation::Load(missing) => self.chain.load(missing)?,
                 ReadLocation::Data { file, at, len } => {
                     assert!(len > 0);
@@ -183,7 +186,7 @@ impl Disk {
         let mut done = 0;
         while done < from.len() {
             let (at, rest) = (at + done as u64, &from[done..]);
-            match chain.map_write(pin, at, rest.len() as u64) {
+            match chain.map_write(pin, DiskOffset(at), rest.len() as u64) {
                 WriteLocation::Load(missing) => chain.load(missing)?,
                 WriteLocation::InPlace { file, at, len } => {
                     assert!(len > 0);
@@ -193,26 +196,28 @@ impl Disk {
                         .map_err(io_error)?;
                     done += len;
                 }
-                WriteLocation::Allocate { len } => match chain.prepare_write(at, len)? {
-                    Prepared::Mapped => {}
-                    Prepared::Wait(waiting) => chain.image().unwrap().wait(&waiting),
-                    Prepared::Allocated(allocation) => {
-                        assert_eq!(allocation.at, at);
-                        let len = allocation.len as usize;
-                        assert!(len > 0 && len <= rest.len());
-                        match self.move_data(pin, &allocation, &rest[..len]) {
-                            Ok(()) => chain.commit(allocation)?,
-                            Err(error) => {
-                                chain.abort(allocation);
-                                return Err(error);
+                WriteLocation::Allocate { len } => {
+                    match chain.prepare_write(DiskOffset(at), len)? {
+                        Prepared::Mapped => {}
+                        Prepared::Wait(waiting) => chain.image().unwrap().wait(&waiting),
+                        Prepared::Allocated(allocation) => {
+                            assert_eq!(allocation.at, DiskOffset(at));
+                            let len = allocation.len as usize;
+                            assert!(len > 0 && len <= rest.len());
+                            match self.move_data(pin, &allocation, &rest[..len]) {
+                                Ok(()) => chain.commit(allocation)?,
+                                Err(error) => {
+                                    chain.abort(allocation);
+                                    return Err(error);
+                                }
                             }
+                            done += len;
                         }
-                        done += len;
                     }
-                },
+                }
                 WriteLocation::Damaged { .. } => {
                     // It says what is wrong.
-                    let error = chain.prepare_write(at, 1).unwrap_err();
+                    let error = chain.prepare_write(DiskOffset(at), 1).unwrap_err();
                     return Err(error);
                 }
             }
@@ -230,7 +235,7 @@ impl Disk {
         for fill in &allocation.fills {
             let mut bytes = vec![0; fill.len as usize];
             if let Some(from) = fill.from {
-                self.read_pinned(pin, from, &mut bytes)?;
+                self.read_pinned(pin, from.0, &mut bytes)?;
             }
             file.write_at(fill.to, &bytes).map_err(io_error)?;
         }
@@ -241,7 +246,7 @@ impl Disk {
         let mut done = 0;
         while done < len {
             let (at, left) = (at + done, len - done);
-            match self.chain.zero_step(at, left, why)? {
+            match self.chain.zero_step(DiskOffset(at), left, why)? {
                 ZeroStep::Done(n) => {
                     assert!(n > 0 && n <= left, "{n} of {left}");
                     done += n;
