@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 use testkit::driver::{Device, DeviceConfig, Op, Queue};
+use testkit::faulty::Random;
 use testkit::server::Server;
 use testkit::vm::{self, Vm};
 use virtio_bindings::virtio_blk::*;
@@ -107,19 +108,6 @@ impl Model {
 
     fn save(&self, images: &Images, name: &str) {
         std::fs::write(images.path(name), &self.0).unwrap();
-    }
-}
-
-/// A linear congruential generator of random positions on a disk of `len` bytes.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: u64) -> u64 {
-        self.0 = self
-            .0
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % n
     }
 }
 

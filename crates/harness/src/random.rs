@@ -1,6 +1,19 @@
 //! Random numbers. A seed gives the same numbers in every version of this program: journals record seeds.
 
-/// xoshiro256++ (Blackman and Vigna, 2019), seeded by splitmix64.
+/// The next number of SplitMix64 (Steele, Lea and Flood, 2014). It needs one word of state, and any state is a good seed.
+pub fn split_mix(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    mix(*state)
+}
+
+/// SplitMix64's output function: turns a counter into uniform bits.
+pub fn mix(x: u64) -> u64 {
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// xoshiro256++ (Blackman and Vigna, 2019), seeded by SplitMix64.
 #[derive(Clone, Debug)]
 pub struct Rng([u64; 4]);
 
@@ -8,13 +21,7 @@ impl Rng {
     /// A generator from a seed.
     pub fn new(seed: u64) -> Self {
         let mut state = seed;
-        Self([(); 4].map(|()| {
-            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mut word = state;
-            word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            word ^ (word >> 31)
-        }))
+        Self([(); 4].map(|()| split_mix(&mut state)))
     }
 
     /// 64 random bits.

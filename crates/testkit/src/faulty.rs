@@ -15,6 +15,10 @@ use std::time::Duration;
 use block::{Aio, Backing, Completion, Engine, FileId, FileOffset, Op, Remote, Segment, Token};
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 
+mod random;
+
+pub use random::{Random, seeds};
+
 const SECTOR: u64 = 512;
 
 /// How often each fault occurs, per 1000 operations, and what the backing requires of buffers.
@@ -648,57 +652,5 @@ impl List {
             // SAFETY: the submitter promises that the list stays in place until the completion is reaped.
             Self::Many(list, len) => unsafe { std::slice::from_raw_parts(list, len) }.to_vec(),
         }
-    }
-}
-
-/// Random numbers that depend only on the seed (SplitMix64).
-pub struct Random(pub u64);
-
-impl Random {
-    /// Returns a random number.
-    pub fn any(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    }
-
-    /// Returns a random number below `end`, which must not be 0.
-    pub fn below(&mut self, end: u64) -> u64 {
-        self.any() % end
-    }
-
-    /// Whether an event with a probability of `often` in 1000 occurs.
-    pub fn strikes(&mut self, often: u32) -> bool {
-        self.below(1000) < u64::from(often)
-    }
-
-    /// Whether an event with a probability of 1 in `n` occurs.
-    pub fn one_in(&mut self, n: u64) -> bool {
-        self.below(n) == 0
-    }
-
-    /// Returns a range of sectors in a disk, as its start and length in bytes; mostly short, often aligned.
-    pub fn range(&mut self, size: u64, cluster: u64) -> (u64, u64) {
-        let unit = match self.below(4) {
-            0 => cluster.min(size),
-            1 => 4096.min(size),
-            _ => SECTOR,
-        };
-        let at = self.below(size.div_ceil(unit)) * unit;
-        let most = [1, 4, 16, 64][self.below(4) as usize];
-        let len = (1 + self.below(most)) * unit;
-        (at, len.min(size - at))
-    }
-}
-
-/// The seeds to run: the one in the environment, otherwise `count` seeds from `base` on.
-///
-/// # Panics
-/// The environment variable is not a number.
-pub fn seeds(base: u64, count: u64) -> Vec<u64> {
-    match std::env::var("RINGDISK_TEST_SEED") {
-        Ok(seed) => vec![seed.parse().expect("RINGDISK_TEST_SEED is a number")],
-        Err(_) => (base..base + count).collect(),
     }
 }

@@ -5,10 +5,12 @@
 //! when the limit passes, when its [`Vm::run`] unwinds, and when the process that started it dies.
 
 mod boot;
+mod disk;
 mod moving;
 mod system;
 
 pub use boot::{install_loader, missing_loader};
+pub use disk::Disk;
 pub use harness::initramfs::{Kernel, kernel_cache};
 pub use harness::paths::{cache_dir, find_program};
 pub use harness::qemu::Accel;
@@ -51,35 +53,6 @@ pub struct Vm {
     machine: &'static str,
     cpu_model: Option<&'static str>,
     ovmf: Option<[PathBuf; 2]>,
-}
-
-/// A virtio-blk disk of a guest.
-#[derive(Clone, Debug)]
-pub enum Disk {
-    /// Served over vhost-user by another process.
-    VhostUser {
-        /// The socket of that process.
-        socket: PathBuf,
-        /// Virtqueues, at least 1.
-        queues: u16,
-        /// Entries of each virtqueue.
-        queue_size: u16,
-    },
-    /// The `-chardev` and `-device` arguments that `ringdisk serve` printed for QEMU.
-    Pasted(Vec<String>),
-    /// QEMU's own virtio-blk on a raw file, with an iothread named `iothread`.
-    Qemu {
-        /// The raw file.
-        file: PathBuf,
-        /// QEMU's `cache=`.
-        cache: &'static str,
-        /// QEMU's `aio=`.
-        aio: &'static str,
-        /// Virtqueues, at least 1.
-        queues: u16,
-        /// The disk's serial, at most 20 bytes.
-        serial: String,
-    },
 }
 
 /// The files from which a guest boots without a boot loader.
@@ -465,55 +438,6 @@ impl Output {
             last_lines(&self.lines.join("\n"), 20),
         );
         Ok(self)
-    }
-}
-
-impl Disk {
-    fn arguments(&self, index: usize) -> Vec<String> {
-        match self {
-            Disk::VhostUser {
-                socket,
-                queues,
-                queue_size,
-            } => vec![
-                "-chardev".into(),
-                format!("socket,id=disk{index},path={}", socket.display()),
-                "-device".into(),
-                format!(
-                    "vhost-user-blk-pci,chardev=disk{index},num-queues={queues},queue-size={queue_size}"
-                ),
-            ],
-            // This module configures the guest's memory and machine; everything else is used as printed.
-            Disk::Pasted(arguments) => arguments
-                .chunks(2)
-                // An object for memory belongs to the guest; an iothread belongs to the disk.
-                .filter(|pair| match pair[0].as_str() {
-                    "-object" => pair[1].starts_with("iothread,"),
-                    option => ["-chardev", "-device", "-blockdev"].contains(&option),
-                })
-                .flatten()
-                .cloned()
-                .collect(),
-            Disk::Qemu {
-                file,
-                cache,
-                aio,
-                queues,
-                serial,
-            } => vec![
-                "-object".into(),
-                format!("iothread,id=iothread{index}"),
-                "-drive".into(),
-                format!(
-                    "if=none,id=disk{index},format=raw,file={},cache={cache},aio={aio},discard=unmap",
-                    file.display()
-                ),
-                "-device".into(),
-                format!(
-                    "virtio-blk-pci,drive=disk{index},iothread=iothread{index},num-queues={queues},serial={serial}"
-                ),
-            ],
-        }
     }
 }
 

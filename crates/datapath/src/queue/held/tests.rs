@@ -3,6 +3,7 @@
 
 use block::{DiskFacts, DiskOffset, Rate, ThrottleLimits};
 use image::Image;
+use testkit::faulty::Random;
 
 use super::*;
 use crate::clock::now_ns;
@@ -63,18 +64,6 @@ fn read(len: u64) -> Request {
 fn write(len: u64) -> Request {
     let at = DiskOffset(0);
     Request::Write { at, len }
-}
-
-/// Numbers that depend on nothing but the seed (xorshift).
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % end
-    }
 }
 
 /// A queue with a thread of its own, and a guest that keeps it as deep as it can.
