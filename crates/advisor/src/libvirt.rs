@@ -4,13 +4,14 @@ mod boot;
 mod convert;
 mod edit;
 mod guest;
+mod xml;
 
 pub use convert::{from_ringdisk, to_ringdisk};
 pub use edit::{Xml, count_threads, edits, keep_boot_order};
 
 use std::collections::{HashMap, HashSet};
 
-use roxmltree::{Attribute, Document, Node, ParsingOptions};
+use roxmltree::{Attribute, Node};
 
 use crate::input::{Mistake, Reading, THREADS_MAX};
 use crate::model::carried::{Dialect, is_limit};
@@ -18,12 +19,7 @@ use crate::model::{Disk, Thread, ThreadUse, Vm, is_device};
 use crate::qemu::machine_version;
 use crate::text::Span;
 use crate::work;
-
-/// The maximum number of elements and attributes. A domain with a thousand disks has about twenty thousand.
-const NODES_MAX: u32 = 500_000;
-
-/// The maximum depth, since the parser is recursive. A domain has about ten levels.
-const DEPTH_MAX: usize = 200;
+use xml::parse;
 
 /// Models of SCSI controllers that emulate a PCI device, so that virtio-scsi can replace them.
 pub const EMULATED_SCSI: &[&str] = &[
@@ -43,96 +39,6 @@ const STATES: &[(&str, &str)] = &[
     ("domstatus", "the state of a running domain"),
     ("qemu-migration", "the state of a migrating domain"),
 ];
-
-/// Parses XML within limits.
-pub fn parse(text: &str) -> Result<Document<'_>, Mistake> {
-    if let Some(at) = too_deep(text) {
-        return Err(Mistake::new(
-            at,
-            format!("elements are nested more than {DEPTH_MAX} levels deep"),
-        ));
-    }
-    let options = ParsingOptions {
-        allow_dtd: false,
-        nodes_limit: NODES_MAX,
-        ..ParsingOptions::default()
-    };
-    Document::parse_with_options(text, options).map_err(|error| {
-        let at = error.pos();
-        let problem = match error {
-            roxmltree::Error::DtdDetected => "a domain has no document type declaration".into(),
-            // Its text ends with the position, which is reported separately.
-            error => {
-                let text = error.to_string();
-                text.rsplit_once(" at ")
-                    .map_or(text.clone(), |(what, _)| what.to_owned())
-            }
-        };
-        Mistake::new(
-            offset(text, at.row as usize, at.col as usize),
-            format!("is not XML: {problem}"),
-        )
-    })
-}
-
-/// The position of the first element that is too deep. Comments, texts and values do not count.
-fn too_deep(text: &str) -> Option<usize> {
-    let mut depth = 0usize;
-    let mut at = 0;
-    while let Some(found) = text[at..].find('<') {
-        let start = at + found;
-        let rest = &text[start..];
-        let skipped = [
-            ("<!--", "-->"),
-            ("<![CDATA[", "]]>"),
-            ("<?", "?>"),
-            ("<!", ">"),
-            ("</", ">"),
-        ];
-        if let Some((open, close)) = skipped.iter().find(|(open, _)| rest.starts_with(open)) {
-            if *open == "</" {
-                depth = depth.saturating_sub(1);
-            }
-            let end = rest[open.len()..].find(close)?;
-            at = start + open.len() + end + close.len();
-            continue;
-        }
-        depth += 1;
-        if depth > DEPTH_MAX {
-            return Some(start);
-        }
-        let mut quote = None;
-        let end = rest.bytes().position(|byte| match (quote, byte) {
-            (Some(open), byte) => {
-                quote = quote.filter(|_| byte != open);
-                false
-            }
-            (None, b'"' | b'\'') => {
-                quote = Some(byte);
-                false
-            }
-            (None, byte) => byte == b'>',
-        });
-        // The parser refuses an element without an end.
-        let end = start + end?;
-        if text[..end].ends_with('/') {
-            depth -= 1;
-        }
-        at = end + 1;
-    }
-    None
-}
-
-fn offset(text: &str, row: usize, column: usize) -> usize {
-    let start: usize = text
-        .split_inclusive('\n')
-        .take(row.saturating_sub(1))
-        .map(str::len)
-        .sum();
-    let line = &text[start..];
-    let within = line.char_indices().nth(column.saturating_sub(1));
-    start + within.map_or(0, |(at, _)| at)
-}
 
 /// Reads a domain, or all domains inside another element.
 ///
@@ -220,26 +126,9 @@ fn domain(node: Node<'_, '_>, input: &str, reading: &mut Reading) -> Vm {
         span: span(node),
         ..Vm::default()
     };
+    vm.table.give("vm.front-end", "libvirt", vm.span);
+    let is_qemu = accelerator(node, &mut vm, reading);
     let table = &mut vm.table;
-    table.give("vm.front-end", "libvirt", vm.span);
-    let mut is_qemu = true;
-    if let Some((kind, at)) = attribute(Some(node), "type") {
-        is_qemu = matches!(kind, "kvm" | "qemu" | "hvf" | "kqemu");
-        if !is_qemu {
-            reading.note(
-                at,
-                format!("domains of type '{kind}' do not run in QEMU; its disks are skipped"),
-            );
-        }
-        let accel = match kind {
-            "kvm" => "kvm",
-            "qemu" => "tcg",
-            "xen" => "xen",
-            "hvf" => "hvf",
-            _ => "other",
-        };
-        table.give("vm.accel", accel, at);
-    }
     if let Some(vcpu) = child(node, "vcpu") {
         // The maximum: QEMU sizes queues for it, not for `current`.
         let (count, at) = text(vcpu);
@@ -318,6 +207,27 @@ fn domain(node: Node<'_, '_>, input: &str, reading: &mut Reading) -> Vm {
             .push(disk(*node, &controllers, &mates, &vm, reading));
     }
     vm
+}
+
+/// Reads the type of a domain; false if it does not run in QEMU.
+fn accelerator(node: Node<'_, '_>, vm: &mut Vm, reading: &mut Reading) -> bool {
+    let Some((kind, at)) = attribute(Some(node), "type") else {
+        return true;
+    };
+    let accel = match kind {
+        "kvm" => "kvm",
+        "qemu" => "tcg",
+        "xen" => "xen",
+        "hvf" => "hvf",
+        _ => "other",
+    };
+    vm.table.give("vm.accel", accel, at);
+    let is_qemu = matches!(kind, "kvm" | "qemu" | "hvf" | "kqemu");
+    if !is_qemu {
+        let text = format!("domains of type '{kind}' do not run in QEMU; its disks are skipped");
+        reading.note(at, text);
+    }
+    is_qemu
 }
 
 fn bytes(amount: &str, unit: &str) -> Option<u64> {
@@ -498,31 +408,10 @@ fn disk(
     let vhost_user = table.word("disk.protocol") == Some("vhost-user");
     let (bus, bus_at) = attribute(target, "bus").unwrap_or_else(|| (bus_of_name(name), name_at));
     let scsi = (bus == "scsi").then(|| controllers.of_disk(node)).flatten();
-    let word = match bus {
-        "virtio" if vhost_user => "vhost-user-blk",
-        "virtio" => "virtio-blk",
-        "scsi" => match attribute(scsi, "model").map(|(model, _)| model) {
-            Some(model) if model.starts_with("virtio") => "virtio-scsi",
-            Some(model) if EMULATED_SCSI.contains(&model) => "scsi-emulated",
-            None | Some("auto") => match vm.table.word("vm.machine").unwrap_or("pc") {
-                machine if machine.starts_with("s390") || machine == "virt" => "virtio-scsi",
-                "pc" | "q35" => "scsi-emulated",
-                _ => "other",
-            },
-            // ibmvscsi is paravirtual like virtio-scsi, and the others are not on a PCI bus.
-            Some(_) => "other",
-        },
-        "ide" => "ide",
-        "sata" => "sata",
-        "usb" => "usb",
-        "nvme" => "nvme",
-        "sd" => "sd",
-        "fdc" => "fdc",
-        other => {
-            reading.note(bus_at, format!("unknown bus='{other}'"));
-            "other"
-        }
-    };
+    let word = bus_word(bus, vhost_user, scsi, vm).unwrap_or_else(|| {
+        reading.note(bus_at, format!("unknown bus='{bus}'"));
+        "other"
+    });
     table.give("disk.bus", word, bus_at);
     driver(child(node, "driver"), &mut disk, reading);
     if word == "virtio-scsi" {
@@ -545,6 +434,25 @@ fn disk(
         disk.table
             .default_to("disk.cache", "none", "libvirt for shareable disks");
     }
+    carried(node, &mut disk);
+    if vhost_user {
+        let reconnect = at(node, &["source", "reconnect"]);
+        match attribute(reconnect, "enabled") {
+            Some((enabled, at)) => disk.table.give("disk.reconnect", enabled == "yes", at),
+            None => disk.table.default_to("disk.reconnect", false, "libvirt"),
+        }
+    }
+    if let Some((removable, at)) = attribute(target, "removable") {
+        disk.table.give("disk.removable", removable == "on", at);
+    }
+    if let Some((rate, at)) = attribute(target, "rotation_rate") {
+        disk.table.give("disk.ssd", rate == "1", at);
+    }
+    disk
+}
+
+/// Reads the limits, the error policies, the serial number and the block sizes.
+fn carried(node: Node<'_, '_>, disk: &mut Disk) {
     if let Some(tune) = child(node, "iotune") {
         for limit in tune.children().filter(Node::is_element) {
             let (word, _) = text(limit);
@@ -572,20 +480,37 @@ fn disk(
     let blocks = |name| attribute(child(node, "blockio"), name)?.0.parse().ok();
     disk.carried.logical_block = blocks("logical_block_size");
     disk.carried.physical_block = blocks("physical_block_size");
-    if vhost_user {
-        let reconnect = at(node, &["source", "reconnect"]);
-        match attribute(reconnect, "enabled") {
-            Some((enabled, at)) => disk.table.give("disk.reconnect", enabled == "yes", at),
-            None => disk.table.default_to("disk.reconnect", false, "libvirt"),
-        }
-    }
-    if let Some((removable, at)) = attribute(target, "removable") {
-        disk.table.give("disk.removable", removable == "on", at);
-    }
-    if let Some((rate, at)) = attribute(target, "rotation_rate") {
-        disk.table.give("disk.ssd", rate == "1", at);
-    }
-    disk
+}
+
+/// The property `disk.bus` for a bus of libvirt; none if the bus is unknown.
+fn bus_word(
+    bus: &str,
+    is_vhost_user: bool,
+    scsi: Option<Node<'_, '_>>,
+    vm: &Vm,
+) -> Option<&'static str> {
+    Some(match bus {
+        "virtio" if is_vhost_user => "vhost-user-blk",
+        "virtio" => "virtio-blk",
+        "scsi" => match attribute(scsi, "model").map(|(model, _)| model) {
+            Some(model) if model.starts_with("virtio") => "virtio-scsi",
+            Some(model) if EMULATED_SCSI.contains(&model) => "scsi-emulated",
+            None | Some("auto") => match vm.table.word("vm.machine").unwrap_or("pc") {
+                machine if machine.starts_with("s390") || machine == "virt" => "virtio-scsi",
+                "pc" | "q35" => "scsi-emulated",
+                _ => "other",
+            },
+            // ibmvscsi is paravirtual like virtio-scsi, and the others are not on a PCI bus.
+            Some(_) => "other",
+        },
+        "ide" => "ide",
+        "sata" => "sata",
+        "usb" => "usb",
+        "nvme" => "nvme",
+        "sd" => "sd",
+        "fdc" => "fdc",
+        _ => return None,
+    })
 }
 
 /// libvirt derives the bus from the start of the name.

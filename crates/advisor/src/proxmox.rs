@@ -1,39 +1,36 @@
-//! Configurations of Proxmox VMs (`qm.conf(5)`) and of its storages (`storage.cfg`).
+//! Configurations of Proxmox VMs (`qm.conf(5)`) and storages (`storage.cfg`).
 
 mod edit;
 
 pub use edit::edits;
 
 use crate::input::{Mistake, Reading, Surroundings};
-use crate::model::{Disk, Origin, Thread, ThreadUse, Vm, is_device};
+use crate::model::{Disk, Origin, Table, Thread, ThreadUse, Vm, is_device};
 use crate::qemu::{self, machine_version};
 use crate::text::Span;
 
-/// Buses and how many disks each has (`qm.conf(5)`).
+/// Buses and the number of disks on each (`qm.conf(5)`).
 const BUSES: &[(&str, usize)] = &[("ide", 4), ("sata", 6), ("scsi", 31), ("virtio", 16)];
 
-/// What limits a disk; 0 does not, and neither do bursts without one of these.
+/// Limits of a disk. 0 means unlimited, and bursts have no effect without one of these.
 const RATES: &[&str] = &["iops", "iops_rd", "iops_wr", "mbps", "mbps_rd", "mbps_wr"];
 
-/// One line `key: value` of the VM's own section.
+/// A line `key: value` of the VM's section.
 #[derive(Clone, Debug)]
 pub struct Line<'a> {
-    /// The key.
     pub key: &'a str,
-    /// The value.
     pub value: &'a str,
-    /// All of the line, its end not included.
+    /// The line without its end
     pub span: Span,
-    /// The value.
     pub value_span: Span,
 }
 
-/// Keys that only these files have.
+/// Keys that no other kind of file has.
 const OWN_KEYS: &[&str] = &[
     "scsihw", "ostype", "vmgenid", "cores", "sockets", "bootdisk", "smbios1", "memory", "boot",
 ];
 
-/// The other keys (`qm.conf(5)`), without their numbers. Other files may have some of them too.
+/// The other keys (`qm.conf(5)`) without their numbers. Other kinds of files may also have them.
 const OTHER_KEYS: &[&str] = &[
     "acpi",
     "affinity",
@@ -111,7 +108,7 @@ const OTHER_KEYS: &[&str] = &[
     "watchdog",
 ];
 
-/// Whether a text is a VM's configuration: it has a key that only these have, or nothing but keys that these have.
+/// Whether a text is a VM's configuration: it has one of its own keys, or all keys are those of a VM.
 pub fn looks_like(text: &str) -> bool {
     let (lines, _) = lines(text);
     let own = |line: &Line<'_>| OWN_KEYS.contains(&line.key) || disk_key(line.key);
@@ -124,7 +121,7 @@ pub fn looks_like(text: &str) -> bool {
         || !lines.is_empty() && lines.len() == settings.count() && lines.iter().all(other)
 }
 
-/// Whether a key is that of a disk.
+/// Whether a key names a disk.
 pub fn disk_key(key: &str) -> bool {
     BUSES.iter().any(|(bus, count)| {
         key.strip_prefix(bus)
@@ -133,7 +130,7 @@ pub fn disk_key(key: &str) -> bool {
     })
 }
 
-/// A key that Proxmox will set at the next start and that says which disks there are, or what they hang on.
+/// A key that Proxmox changes at the next start, and that affects disks or their controllers.
 pub fn pending(text: &str) -> Option<&str> {
     let mut section = text
         .lines()
@@ -149,7 +146,7 @@ pub fn pending(text: &str) -> Option<&str> {
     keys.next()
 }
 
-/// The lines of the first section, and where its comments are; the others are snapshots.
+/// The lines and the comments of the first section; other sections are snapshots.
 pub fn lines(text: &str) -> (Vec<Line<'_>>, Vec<(String, Span)>) {
     let mut lines = Vec::new();
     let mut comments = Vec::new();
@@ -188,14 +185,12 @@ pub fn lines(text: &str) -> (Vec<Line<'_>>, Vec<(String, Span)>) {
     (lines, comments)
 }
 
-/// One part `key=value` of a line; the first may have no key.
+/// A part `key=value` of a line; the first may have no key.
 #[derive(Clone, Debug)]
 pub struct Part<'a> {
-    /// The key; empty if it is left out.
+    /// Empty if it is omitted
     pub key: &'a str,
-    /// The value.
     pub value: &'a str,
-    /// Both.
     pub span: Span,
 }
 
@@ -212,7 +207,7 @@ pub fn parts<'a>(line: &Line<'a>) -> Vec<Part<'a>> {
     parts
 }
 
-/// The options of QEMU in `args:`, and the byte where they start.
+/// QEMU's options in `args:`, and their first byte.
 pub fn options(text: &str) -> Option<(&str, usize)> {
     let (lines, _) = lines(text);
     let line = lines.iter().rev().find(|line| line.key == "args")?;
@@ -222,7 +217,7 @@ pub fn options(text: &str) -> Option<(&str, usize)> {
 /// Reads a VM.
 ///
 /// # Errors
-/// Something in `args:` is broken; what else is not understood gets a note.
+/// `args:` is invalid. Anything else that is not understood gets a note.
 pub fn read(
     text: &str,
     name: &str,
@@ -231,7 +226,7 @@ pub fn read(
 ) -> Result<(), Mistake> {
     let (lines, comments) = lines(text);
     for (text, span) in comments {
-        // Proxmox writes a description's special characters as in a URL.
+        // Proxmox encodes special characters in descriptions as in a URL.
         reading.comment(&text.replace("%3A", ":"), span);
     }
     let get = |key: &str| lines.iter().rev().find(|line| line.key == key);
@@ -272,37 +267,7 @@ pub fn read(
         Some(_) => table.give("vm.vcpus", cores.saturating_mul(sockets).max(1), at),
         None => table.default_to("vm.vcpus", sockets.max(1), "Proxmox: one core"),
     }
-    match get("memory").map(|line| (parts(line), line.value_span)) {
-        Some((parts, at)) => {
-            let amount = parts.iter().find(|part| matches!(part.key, "" | "current"));
-            match amount.and_then(|part| part.value.parse::<u64>().ok()?.checked_mul(1 << 20)) {
-                Some(bytes) => table.give("vm.memory", bytes, at),
-                None => reading.note(at, "invalid amount of memory"),
-            }
-        }
-        None => table.default_to("vm.memory", 512u64 << 20, "Proxmox"),
-    }
-    match get("hugepages") {
-        Some(line) => table.give("vm.hugepages", true, line.value_span),
-        None => table.default_to("vm.hugepages", "no", "Proxmox"),
-    }
-    match number("balloon") {
-        Some((0, at)) => table.give("vm.balloon", false, at),
-        Some((_, at)) => table.give("vm.balloon", true, at),
-        None => table.default_to("vm.balloon", "yes", "Proxmox"),
-    }
-    // Proxmox makes shared memory for these.
-    let shared = lines
-        .iter()
-        .find(|line| line.key == "hugepages" || line.key.starts_with("virtiofs"));
-    if let Some(line) = shared {
-        table.give("vm.memory-shared", true, line.span);
-    }
-    let numa = get("numa0").filter(|line| line.value.contains("hostnodes="));
-    match numa {
-        Some(line) => table.give("vm.numa-bound", true, line.value_span),
-        None => table.default_to("vm.numa-bound", "no", "Proxmox"),
-    }
+    memory(&lines, table, reading);
     match get("ostype") {
         Some(line) => {
             let system = match line.value {
@@ -331,7 +296,7 @@ pub fn read(
         .iter_mut()
         .filter(|disk| disk.name.starts_with("scsi"))
     {
-        // The question is the model, not how many there happen to be today.
+        // The model decides, not the current number of disks.
         let word = if single { "own" } else { "shared" };
         let origin = match scsihw {
             Some(line) => Origin::Given(line.value_span),
@@ -345,6 +310,43 @@ pub fn read(
     }
     reading.vms.push(vm);
     Ok(())
+}
+
+/// Reads the memory and its backing.
+fn memory(lines: &[Line<'_>], table: &mut Table, reading: &mut Reading) {
+    let get = |key: &str| lines.iter().rev().find(|line| line.key == key);
+    match get("memory").map(|line| (parts(line), line.value_span)) {
+        Some((parts, at)) => {
+            let amount = parts.iter().find(|part| matches!(part.key, "" | "current"));
+            match amount.and_then(|part| part.value.parse::<u64>().ok()?.checked_mul(1 << 20)) {
+                Some(bytes) => table.give("vm.memory", bytes, at),
+                None => reading.note(at, "invalid amount of memory"),
+            }
+        }
+        None => table.default_to("vm.memory", 512u64 << 20, "Proxmox"),
+    }
+    match get("hugepages") {
+        Some(line) => table.give("vm.hugepages", true, line.value_span),
+        None => table.default_to("vm.hugepages", "no", "Proxmox"),
+    }
+    let balloon =
+        get("balloon").and_then(|line| Some((line.value.parse::<u64>().ok()?, line.value_span)));
+    match balloon {
+        Some((mib, at)) => table.give("vm.balloon", mib > 0, at),
+        None => table.default_to("vm.balloon", "yes", "Proxmox"),
+    }
+    // Proxmox shares the memory of VMs with these.
+    let shared = lines
+        .iter()
+        .find(|line| line.key == "hugepages" || line.key.starts_with("virtiofs"));
+    if let Some(line) = shared {
+        table.give("vm.memory-shared", true, line.span);
+    }
+    let numa = get("numa0").filter(|line| line.value.contains("hostnodes="));
+    match numa {
+        Some(line) => table.give("vm.numa-bound", true, line.value_span),
+        None => table.default_to("vm.numa-bound", "no", "Proxmox"),
+    }
 }
 
 fn disk(
@@ -371,34 +373,99 @@ fn disk(
         None if cloudinit => table.give("disk.device", "cdrom", volume.span),
         None => table.default_to("disk.device", "disk", "Proxmox"),
     }
-    let bus_at = Span::new(
-        0,
-        line.span.start as usize,
-        line.span.start as usize + line.key.len(),
-    );
     let bus = line.key.trim_end_matches(|c: char| c.is_ascii_digit());
-    let model = scsihw.map(|line| line.value);
-    match bus {
-        "virtio" => table.give("disk.bus", "virtio-blk", bus_at),
-        "scsi" => {
-            let word = if model.is_some_and(|model| model.starts_with("virtio-scsi")) {
-                "virtio-scsi"
-            } else {
-                "scsi-emulated"
-            };
-            match scsihw {
-                Some(line) => table.give("disk.bus", word, line.value_span),
-                None => table.default_to("disk.bus", word, "Proxmox: scsihw lsi"),
-            }
-        }
-        "ide" => table.give("disk.bus", "ide", bus_at),
-        _ => table.give("disk.bus", "sata", bus_at),
-    }
+    set_bus(line, bus, scsihw, table);
     if volume.value == "none" || volume.value == "cdrom" {
         return Some(disk);
     }
     let storage = storage(volume.value, surroundings);
     storage.describe(&mut disk, volume.span, surroundings);
+    set_caching(&mut disk, &parts, &storage, reading);
+    let table = &mut disk.table;
+    let cd = table.word("disk.device") == Some("cdrom");
+    let discard = get("discard").filter(|part| part.value == "on");
+    match discard {
+        Some(part) => table.give("disk.discard", "unmap", part.span),
+        None => table.default_to("disk.discard", "ignore", "Proxmox"),
+    }
+    match get("detect_zeroes") {
+        Some(part) if matches!(part.value, "0" | "off" | "no") => {
+            table.give("disk.detect-zeroes", "off", part.span)
+        }
+        _ if cd => {}
+        _ if discard.is_some() => table.default_to("disk.detect-zeroes", "unmap", "Proxmox"),
+        _ => table.default_to("disk.detect-zeroes", "on", "Proxmox"),
+    }
+    if let Some(part) = get("ssd") {
+        table.give("disk.ssd", part.value == "1", part.span);
+    } else if !cd && bus != "virtio" {
+        table.default_to("disk.ssd", "no", "Proxmox");
+    }
+    if let Some(part) = get("ro").filter(|part| part.value == "1") {
+        table.give("disk.readonly", true, part.span);
+    }
+    if let Some(part) = parts
+        .iter()
+        .find(|part| RATES.contains(&part.key) && part.value.parse() != Ok(0_f64))
+    {
+        table.give("disk.throttled", true, part.span);
+    }
+    if let Some(part) = get("queues") {
+        match part.value.parse::<u64>() {
+            Ok(queues @ 1..=1024) => table.give("disk.queues", queues, part.span),
+            _ => reading.note(part.span, "invalid number of queues"),
+        }
+    }
+    if let Some(part) = get("size")
+        && let Some(bytes) = size(part.value)
+    {
+        table.give("disk.size", bytes, part.span);
+    }
+    if let Some(part) =
+        get("iothread").filter(|part| matches!(part.value, "1" | "on" | "yes" | "true"))
+    {
+        let model = scsihw.map(|line| line.value);
+        let is_supported =
+            bus == "virtio" || (bus == "scsi" && model == Some("virtio-scsi-single"));
+        if is_supported {
+            let id = format!("iothread-{}", line.key);
+            threads.push(Thread {
+                id: id.clone(),
+                span: part.span,
+            });
+            disk.threads.push(ThreadUse {
+                id,
+                span: part.span,
+                queues: None,
+                mapped: false,
+            });
+        } else {
+            disk.table.give("disk.thread-ignored", true, part.span);
+        }
+    }
+    Some(disk)
+}
+
+fn set_bus(line: &Line<'_>, bus: &str, scsihw: Option<&Line<'_>>, table: &mut Table) {
+    let start = line.span.start as usize;
+    let at = Span::new(0, start, start + line.key.len());
+    match bus {
+        "virtio" => table.give("disk.bus", "virtio-blk", at),
+        "scsi" => match scsihw {
+            Some(line) if line.value.starts_with("virtio-scsi") => {
+                table.give("disk.bus", "virtio-scsi", line.value_span);
+            }
+            Some(line) => table.give("disk.bus", "scsi-emulated", line.value_span),
+            None => table.default_to("disk.bus", "scsi-emulated", "Proxmox: scsihw lsi"),
+        },
+        "ide" => table.give("disk.bus", "ide", at),
+        _ => table.give("disk.bus", "sata", at),
+    }
+}
+
+/// Reads the format, the cache mode and `aio`, whose defaults depend on the storage.
+fn set_caching(disk: &mut Disk, parts: &[Part<'_>], storage: &Storage<'_>, reading: &mut Reading) {
+    let get = |key: &str| parts.iter().rev().find(|part| part.key == key);
     let table = &mut disk.table;
     let cd = table.word("disk.device") == Some("cdrom");
     for (key, property, words) in [
@@ -445,65 +512,6 @@ fn disk(
             (true, false) => table.default_to("disk.aio", "threads", "Proxmox on this storage"),
         }
     }
-    let discard = get("discard").filter(|part| part.value == "on");
-    match discard {
-        Some(part) => table.give("disk.discard", "unmap", part.span),
-        None => table.default_to("disk.discard", "ignore", "Proxmox"),
-    }
-    match get("detect_zeroes") {
-        Some(part) if matches!(part.value, "0" | "off" | "no") => {
-            table.give("disk.detect-zeroes", "off", part.span)
-        }
-        _ if cd => {}
-        _ if discard.is_some() => table.default_to("disk.detect-zeroes", "unmap", "Proxmox"),
-        _ => table.default_to("disk.detect-zeroes", "on", "Proxmox"),
-    }
-    if let Some(part) = get("ssd") {
-        table.give("disk.ssd", part.value == "1", part.span);
-    } else if !cd && bus != "virtio" {
-        table.default_to("disk.ssd", "no", "Proxmox");
-    }
-    if let Some(part) = get("ro").filter(|part| part.value == "1") {
-        table.give("disk.readonly", true, part.span);
-    }
-    if let Some(part) = parts
-        .iter()
-        .find(|part| RATES.contains(&part.key) && part.value.parse() != Ok(0_f64))
-    {
-        table.give("disk.throttled", true, part.span);
-    }
-    if let Some(part) = get("queues") {
-        match part.value.parse::<u64>() {
-            Ok(queues @ 1..=1024) => table.give("disk.queues", queues, part.span),
-            _ => reading.note(part.span, "invalid number of queues"),
-        }
-    }
-    if let Some(part) = get("size")
-        && let Some(bytes) = size(part.value)
-    {
-        table.give("disk.size", bytes, part.span);
-    }
-    if let Some(part) =
-        get("iothread").filter(|part| matches!(part.value, "1" | "on" | "yes" | "true"))
-    {
-        let works = bus == "virtio" || (bus == "scsi" && model == Some("virtio-scsi-single"));
-        if works {
-            let id = format!("iothread-{}", line.key);
-            threads.push(Thread {
-                id: id.clone(),
-                span: part.span,
-            });
-            disk.threads.push(ThreadUse {
-                id,
-                span: part.span,
-                queues: None,
-                mapped: false,
-            });
-        } else {
-            disk.table.give("disk.thread-ignored", true, part.span);
-        }
-    }
-    Some(disk)
 }
 
 /// Bytes of a size such as `32G`.
@@ -518,7 +526,7 @@ fn size(text: &str) -> Option<u64> {
     number.parse::<u64>().ok()?.checked_mul(factor)
 }
 
-/// A storage, as far as it is known.
+/// The known settings of a storage.
 #[derive(Default)]
 struct Storage<'a> {
     kind: Option<&'a str>,
@@ -563,12 +571,12 @@ fn storage<'a>(volume: &str, surroundings: &'a Surroundings) -> Storage<'a> {
 }
 
 impl Storage<'_> {
-    /// What is behind a disk of this storage.
+    /// Adds the storage's properties to a disk.
     fn describe(&self, disk: &mut Disk, at: Span, surroundings: &Surroundings) {
         let volume = disk.file.clone();
         let name = volume.split_once(':').map(|(_, name)| name);
         let table = &mut disk.table;
-        // Before anything else: the suffix says the format where there are files.
+        // The suffix determines the format of files.
         let suffix = volume.rsplit_once('.').map(|(_, suffix)| suffix.to_owned());
         let format = match suffix.as_deref() {
             Some("qcow2") => "qcow2",
@@ -582,7 +590,7 @@ impl Storage<'_> {
             return;
         }
         let Some(kind) = self.kind else {
-            // Only a name in a directory has a suffix.
+            // Only files in a directory have a suffix.
             if suffix.is_some() {
                 table.give("disk.protocol", "file", at);
             } else {
@@ -629,7 +637,7 @@ impl Storage<'_> {
                 "from storage.cfg",
             );
         }
-        // Where the storage says so, host facts can be found by it.
+        // Use the path on the host if the storage has one, so that facts about the host apply.
         disk.file = match (kind, self.vg, self.path, self.pool, name) {
             ("lvm" | "lvmthin", Some(vg), _, _, Some(name)) => format!("/dev/{vg}/{name}"),
             ("zfspool", _, _, Some(pool), Some(name)) => format!("/dev/zvol/{pool}/{name}"),

@@ -201,6 +201,12 @@ fn read_disk(
         let name = disk.file.rsplit('/').next().unwrap_or_default();
         disk.name = name.split('.').next().unwrap_or(name).to_owned();
     }
+    fill_defaults(&mut disk);
+    disk
+}
+
+/// Sets the defaults, and the properties that follow from others.
+fn fill_defaults(disk: &mut Disk) {
     let table = &mut disk.table;
     table.default_to("disk.device", "disk", "ringdisk");
     table.default_to("disk.cache", "none", "ringdisk");
@@ -225,5 +231,4 @@ fn read_disk(
         cache != "unsafe",
         "follows from the cache mode",
     );
-    disk
 }

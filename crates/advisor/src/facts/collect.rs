@@ -1,4 +1,6 @@
-//! Looks at the host. Everything may fail: what cannot be read is not known, and rules say so.
+//! Collects facts about the host. Facts that cannot be read are left out, and rules report them as unknown.
+
+mod lvm;
 
 use std::fs;
 use std::io::Read;
@@ -7,20 +9,20 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use serde_json::json;
+use serde_json::{Value as Json, json};
 
 use super::{FORMAT, Facts, Map};
 use crate::version::Version;
 
-/// How long a program may take that is asked for its version, or for logical volumes.
+/// The time limit for a program that prints its version, or the logical volumes.
 const PROGRAM_TIME: Duration = Duration::from_secs(5);
 
-/// Collects what is known of this host, and of these files and devices of it.
+/// Collects facts about this host and about the storage at these paths.
 pub fn collect(files: &[String]) -> Facts {
     let root = Host { root: "/".into() };
     let mut facts = root.facts();
     root.programs(&mut facts.host);
-    let volumes = volumes();
+    let volumes = lvm::volumes();
     for file in files {
         let map = root.file(file, &volumes);
         if !map.is_empty() {
@@ -30,13 +32,13 @@ pub fn collect(files: &[String]) -> Facts {
     facts
 }
 
-/// By what results of this host are known.
+/// Identifies this host in results of `ringdisk lab`.
 pub fn fingerprint() -> String {
     let host = Host { root: "/".into() };
     host.fingerprint(&host.text("/proc/cpuinfo").unwrap_or_default())
 }
 
-/// A host whose /proc, /sys and /etc are below some directory.
+/// A host whose /proc, /sys and /etc are below a directory.
 pub struct Host {
     /// `/`, or another in tests.
     pub root: PathBuf,
@@ -58,7 +60,7 @@ impl Host {
         self.text(path)?.parse().ok()
     }
 
-    /// The word in brackets, as `always [madvise] never`.
+    /// The word in brackets, as in `always [madvise] never`.
     fn chosen(&self, path: &str) -> Option<String> {
         let text = self.text(path)?;
         let inside = text
@@ -67,154 +69,111 @@ impl Host {
         Some(inside.map_or(text.clone(), |(word, _)| word.to_owned()))
     }
 
-    /// What needs no program.
+    /// The facts that need no other program.
     pub fn facts(&self) -> Facts {
-        let mut facts = Facts {
+        let cpuinfo = self.text("/proc/cpuinfo").unwrap_or_default();
+        let mut host = Map::new();
+        self.system(&cpuinfo, &mut host);
+        self.memory(&mut host);
+        self.settings(&mut host);
+        self.nfs(&mut host);
+        Facts {
             format: FORMAT.into(),
             name: self.text("/proc/sys/kernel/hostname").unwrap_or_default(),
+            fingerprint: self.fingerprint(&cpuinfo),
+            host,
+            ceph: self.ceph(),
+            devices: self.devices(),
             ..Facts::default()
-        };
-        let host = &mut facts.host;
-        let mut put = |key: &str, value: Option<serde_json::Value>| {
-            if let Some(value) = value {
-                host.insert(key.into(), value);
-            }
-        };
-        let cpuinfo = self.text("/proc/cpuinfo").unwrap_or_default();
+        }
+    }
+
+    /// Hardware, kernel and libraries.
+    fn system(&self, cpuinfo: &str, host: &mut Map) {
         let flags = cpuinfo.lines().find(|line| line.starts_with("flags"));
-        put(
-            "guest",
-            flags.map(|flags| json!(flags.split_whitespace().any(|flag| flag == "hypervisor"))),
-        );
-        put(
-            "kernel",
-            self.text("/proc/sys/kernel/osrelease")
-                .map(|text| json!(text)),
-        );
-        put("arch", Some(json!(std::env::consts::ARCH)));
-        put(
-            "os",
-            self.text("/etc/os-release").map(|text| {
-                let value = |key: &str| {
-                    let line = text
-                        .lines()
-                        .find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
-                    line.unwrap_or_default().trim_matches('"').to_owned()
-                };
-                json!(format!("{} {}", value("ID"), value("VERSION_ID")).trim())
-            }),
-        );
-        put("io-uring", self.io_uring().map(|word| json!(word)));
-        put(
-            "thp",
-            self.chosen("/sys/kernel/mm/transparent_hugepage/enabled")
-                .map(|word| json!(word)),
-        );
-        put(
-            "shmem-thp",
-            self.chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-                .map(|word| json!(word)),
-        );
-        put(
-            "hugepages-bytes",
-            self.hugepages().map(|bytes| json!(bytes)),
-        );
+        let is_guest = flags.map(|flags| flags.split_whitespace().any(|flag| flag == "hypervisor"));
+        put(host, "guest", is_guest);
+        put(host, "kernel", self.text("/proc/sys/kernel/osrelease"));
+        put(host, "arch", Some(std::env::consts::ARCH));
+        let os = self.text("/etc/os-release").map(|text| {
+            let value = |key: &str| {
+                let line = text
+                    .lines()
+                    .find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
+                line.unwrap_or_default().trim_matches('"').to_owned()
+            };
+            let both = format!("{} {}", value("ID"), value("VERSION_ID"));
+            both.trim().to_owned()
+        });
+        put(host, "os", os);
+        let cpus = cpuinfo.lines().filter(|line| line.starts_with("processor"));
+        put(host, "cpus", Some(cpus.count()));
+        let nodes = self.count("/sys/devices/system/node", "node");
+        put(host, "numa-nodes", nodes);
+        put(host, "zfs", self.text("/sys/module/zfs/version"));
+        put(host, "librbd", self.librbd());
+    }
+
+    fn memory(&self, host: &mut Map) {
+        let huge_pages = "/sys/kernel/mm/transparent_hugepage";
+        put(host, "thp", self.chosen(&format!("{huge_pages}/enabled")));
+        let shmem = self.chosen(&format!("{huge_pages}/shmem_enabled"));
+        put(host, "shmem-thp", shmem);
+        put(host, "hugepages-bytes", self.hugepages());
         let meminfo = self.text("/proc/meminfo").unwrap_or_default();
-        let kib = |key: &str| {
+        let bytes = |key: &str| {
             let line = meminfo
                 .lines()
                 .find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
-            line?.split_whitespace().next()?.parse::<u64>().ok()
+            let kib = line?.split_whitespace().next()?.parse::<u64>().ok()?;
+            Some(kib << 10)
         };
-        put("memory", kib("MemTotal").map(|kib| json!(kib << 10)));
-        put(
-            "swap-used",
-            kib("SwapTotal")
-                .zip(kib("SwapFree"))
-                .map(|(total, free)| json!(total.saturating_sub(free) << 10)),
-        );
-        put(
-            "cpus",
-            Some(json!(
-                cpuinfo
-                    .lines()
-                    .filter(|line| line.starts_with("processor"))
-                    .count()
-            )),
-        );
-        put(
-            "numa-nodes",
-            self.count("/sys/devices/system/node", "node")
-                .map(|count| json!(count)),
-        );
-        put(
-            "governor",
-            self.text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-                .map(|word| json!(word)),
-        );
-        put(
-            "halt-poll-ns",
-            self.number("/sys/module/kvm/parameters/halt_poll_ns")
-                .map(|ns| json!(ns)),
-        );
-        put(
-            "cpuidle",
-            self.text("/sys/devices/system/cpu/cpuidle/current_governor")
-                .map(|word| json!(word)),
-        );
-        put(
-            "clocksource",
-            self.text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-                .map(|word| json!(word)),
-        );
-        put(
-            "delay-accounting",
-            self.text("/proc/sys/kernel/task_delayacct")
-                .map(|text| json!(text == "1")),
-        );
-        let command_line = self.text("/proc/cmdline").unwrap_or_default();
-        put(
-            "use-bio",
-            Some(json!(
-                command_line
-                    .split_whitespace()
-                    .any(|word| word == "virtio_blk.use_bio=1")
-            )),
-        );
-        put(
-            "ksm",
-            self.text("/sys/kernel/mm/ksm/run")
-                .map(|text| json!(text == "1")),
-        );
-        put(
-            "zfs",
-            self.text("/sys/module/zfs/version").map(|text| json!(text)),
-        );
-        put(
-            "nfsd-threads",
-            self.number("/proc/fs/nfsd/threads")
-                .map(|count| json!(count)),
-        );
-        let exports = self.text("/etc/exports").unwrap_or_default();
-        let exports: Vec<_> = exports
-            .lines()
-            .filter(|line| !line.trim_start().starts_with('#') && line.contains('('))
-            .collect();
-        put(
-            "nfs-wdelay",
-            (!exports.is_empty()).then(|| {
-                let waits = |line: &&str| !line.contains("no_wdelay") && !line.contains("async");
-                json!(exports.iter().any(waits))
-            }),
-        );
-        put("librbd", self.librbd().map(|text| json!(text)));
-        facts.ceph = self.ceph();
-        facts.devices = self.devices();
-        facts.fingerprint = self.fingerprint(&cpuinfo);
-        facts
+        put(host, "memory", bytes("MemTotal"));
+        let swap = bytes("SwapTotal").zip(bytes("SwapFree"));
+        let used = swap.map(|(total, free)| total.saturating_sub(free));
+        put(host, "swap-used", used);
+        put(host, "ksm", self.flag("/sys/kernel/mm/ksm/run"));
     }
 
-    /// Processor, kernel and disks: what a figure depends on and nobody minds to tell.
+    /// Settings of the kernel.
+    fn settings(&self, host: &mut Map) {
+        put(host, "io-uring", self.io_uring());
+        let cpu = "/sys/devices/system/cpu";
+        let governor = self.text(&format!("{cpu}/cpu0/cpufreq/scaling_governor"));
+        put(host, "governor", governor);
+        let cpuidle = self.text(&format!("{cpu}/cpuidle/current_governor"));
+        put(host, "cpuidle", cpuidle);
+        let halt_poll = self.number("/sys/module/kvm/parameters/halt_poll_ns");
+        put(host, "halt-poll-ns", halt_poll);
+        let clock = self.text("/sys/devices/system/clocksource/clocksource0/current_clocksource");
+        put(host, "clocksource", clock);
+        let accounting = self.flag("/proc/sys/kernel/task_delayacct");
+        put(host, "delay-accounting", accounting);
+        let command_line = self.text("/proc/cmdline").unwrap_or_default();
+        let mut words = command_line.split_whitespace();
+        let use_bio = words.any(|word| word == "virtio_blk.use_bio=1");
+        put(host, "use-bio", Some(use_bio));
+    }
+
+    fn nfs(&self, host: &mut Map) {
+        let threads = self.number("/proc/fs/nfsd/threads");
+        put(host, "nfsd-threads", threads);
+        let exports = self.text("/etc/exports").unwrap_or_default();
+        let mut exports = exports
+            .lines()
+            .filter(|line| !line.trim_start().starts_with('#') && line.contains('('))
+            .peekable();
+        if exports.peek().is_some() {
+            let delays = |line: &str| !line.contains("no_wdelay") && !line.contains("async");
+            put(host, "nfs-wdelay", Some(exports.any(delays)));
+        }
+    }
+
+    fn flag(&self, path: &str) -> Option<bool> {
+        self.text(path).map(|text| text == "1")
+    }
+
+    /// Identifies the host by its name and its processor.
     fn fingerprint(&self, cpuinfo: &str) -> String {
         let model = cpuinfo.lines().find(|line| line.starts_with("model name"));
         let model = model
@@ -229,7 +188,7 @@ impl Host {
             Some(2) => Some("off"),
             Some(1) => Some("root"),
             Some(_) => Some("on"),
-            // The switch came with Linux 6.6, io_uring with 5.1.
+            // Linux 6.6 added the setting, and 5.1 io_uring.
             None => {
                 let kernel: Version = self.text("/proc/sys/kernel/osrelease")?.parse().ok()?;
                 Some(if kernel >= Version(5, 1, 0) {
@@ -272,7 +231,7 @@ impl Host {
         )
     }
 
-    /// librbd's file names say Ceph's interface, not its release; the package's documentation does.
+    /// The release of librbd. File names have only the version of its interface, so this asks the package database.
     fn librbd(&self) -> Option<String> {
         let status = self.text_long("/var/lib/dpkg/status")?;
         let (_, package) = status.split_once("Package: librbd1\n")?;
@@ -393,7 +352,7 @@ impl Host {
         }
     }
 
-    /// What the PCIe link of a device runs at, of what the device can; only of devices that are on PCIe by themselves.
+    /// The speed of a device's PCIe link in percent of the device's; none if the device is not itself on PCIe.
     fn pcie(&self, block: &str) -> Option<u64> {
         for device in ["device/device", "device"] {
             let read = |name: &str| -> Option<f64> {
@@ -434,8 +393,8 @@ impl Host {
         }
     }
 
-    /// What is behind a disk.
-    fn file(&self, file: &str, volumes: &[Volume]) -> Map {
+    /// The properties of the storage at a path.
+    fn file(&self, file: &str, volumes: &[lvm::Volume]) -> Map {
         let mut map = Map::new();
         let path = Path::new(file);
         let Ok(metadata) = fs::metadata(path) else {
@@ -466,7 +425,7 @@ impl Host {
             if let Some(table) = partition_table(path) {
                 map.insert("partition-table".into(), json!(table));
             }
-            logical_volume(path, volumes, &mut map);
+            lvm::add_volume(path, volumes, &mut map);
         } else {
             map.insert("size".into(), json!(metadata.len()));
             map.insert(
@@ -479,7 +438,7 @@ impl Host {
         map
     }
 
-    /// The whole disk below a device number, as a directory of /sys: through partitions and device-mapper.
+    /// The directory in /sys of the disk below a device number, through partitions and device-mapper.
     fn disk_of(&self, number: u64) -> Option<String> {
         let mut at =
             fs::canonicalize(self.path(&format!("/sys/dev/block/{}", major_minor(number)))).ok()?;
@@ -553,26 +512,29 @@ impl Host {
     }
 }
 
+fn put(map: &mut Map, key: &str, value: Option<impl Into<Json>>) {
+    if let Some(value) = value {
+        map.insert(key.into(), value.into());
+    }
+}
+
 fn major_minor(number: u64) -> String {
     let major = ((number >> 8) & 0xfff) | ((number >> 32) & !0xfff);
     let minor = (number & 0xff) | ((number >> 12) & 0xffff_ff00);
     format!("{major}:{minor}")
 }
 
-/// What the first sectors say; nothing if they may not be read.
+/// The kind of partition table; none if the first sectors cannot be read.
 fn partition_table(path: &Path) -> Option<&'static str> {
     let mut sectors = [0u8; 1024];
     fs::File::open(path).ok()?.read_exact(&mut sectors).ok()?;
-    Some(
-        match (
-            &sectors[512..520] == b"EFI PART",
-            sectors[510..512] == [0x55, 0xaa],
-        ) {
-            (true, _) => "gpt",
-            (_, true) => "dos",
-            _ => "none",
-        },
-    )
+    let is_gpt = &sectors[512..520] == b"EFI PART";
+    let is_mbr = sectors[510..512] == [0x55, 0xaa];
+    Some(match (is_gpt, is_mbr) {
+        (true, _) => "gpt",
+        (false, true) => "dos",
+        (false, false) => "none",
+    })
 }
 
 /// The header of a qcow2 image (qcow2.txt: "Header").
@@ -599,96 +561,7 @@ fn qcow2(path: &Path, map: &mut Map) {
     map.insert("qcow2-subclusters".into(), json!(extended));
 }
 
-/// One line of `lvs`.
-struct Volume {
-    path: String,
-    kind: &'static str,
-    chunk: Option<u64>,
-    zero: Option<bool>,
-    extent: Option<u64>,
-}
-
-fn volumes() -> Vec<Volume> {
-    let fields = "lv_path,segtype,origin,chunk_size,zero,vg_extent_size,pool_lv,vg_name,lv_name";
-    let arguments = [
-        "--all",
-        "--noheadings",
-        "--nosuffix",
-        "--units",
-        "b",
-        "--separator",
-        "|",
-        "-o",
-        fields,
-    ];
-    let text = output("lvs", &arguments).unwrap_or_default();
-    let lines: Vec<Vec<&str>> = text
-        .lines()
-        .map(|line| line.trim().split('|').collect())
-        .collect();
-    let origins: Vec<&str> = lines
-        .iter()
-        .filter(|line| line.get(1) == Some(&"linear"))
-        .filter_map(|line| line.get(2).copied())
-        .filter(|origin| !origin.is_empty())
-        .collect();
-    let mut volumes = Vec::new();
-    for line in &lines {
-        let &[path, segment, origin, _, _, extent, pool, group, name] = line.as_slice() else {
-            continue;
-        };
-        let kind = match segment {
-            "thin" => "thin",
-            "linear" | "striped" | "raid1" | "raid10"
-                if !origin.is_empty() || origins.contains(&name) =>
-            {
-                "snapshot"
-            }
-            _ => "thick",
-        };
-        // Chunks and zeroing are the pool's.
-        let pool = lines.iter().find(|line| {
-            line.get(7) == Some(&group)
-                && line.get(8).map(|n| n.trim_matches(['[', ']'])) == Some(pool)
-        });
-        let of_pool = |field: usize| {
-            pool.and_then(|line| line.get(field).copied())
-                .filter(|text| !text.is_empty())
-        };
-        volumes.push(Volume {
-            path: path.to_owned(),
-            kind,
-            chunk: of_pool(3).and_then(|text| text.parse().ok()),
-            zero: of_pool(4).map(|text| text.contains("zero") || text == "1"),
-            extent: extent.parse().ok(),
-        });
-    }
-    volumes
-}
-
-fn logical_volume(path: &Path, volumes: &[Volume], map: &mut Map) {
-    let same = |volume: &&Volume| {
-        !volume.path.is_empty()
-            && fs::canonicalize(&volume.path).ok() == fs::canonicalize(path).ok()
-    };
-    let Some(volume) = volumes.iter().find(same) else {
-        return;
-    };
-    map.insert("lvm".into(), json!(volume.kind));
-    if let Some(extent) = volume.extent {
-        map.insert("lvm-extent".into(), json!(extent));
-    }
-    if volume.kind == "thin" {
-        if let Some(chunk) = volume.chunk {
-            map.insert("lvm-chunk".into(), json!(chunk));
-        }
-        if let Some(zero) = volume.zero {
-            map.insert("lvm-zero".into(), json!(zero));
-        }
-    }
-}
-
-/// What a program prints, if it is there, succeeds and is quick.
+/// A program's output, if the program exists, succeeds and finishes in time.
 fn output(program: &str, arguments: &[&str]) -> Option<String> {
     let mut child = Command::new(program)
         .args(arguments)
@@ -698,7 +571,7 @@ fn output(program: &str, arguments: &[&str]) -> Option<String> {
         .spawn()
         .ok()?;
     let mut stdout = child.stdout.take()?;
-    // Read beside the wait: a program that prints much would wait for its reader.
+    // Read in a thread: a program with much output would otherwise block on the pipe.
     let reader = std::thread::spawn(move || {
         let mut bytes = Vec::new();
         let _ = stdout.by_ref().take(1 << 20).read_to_end(&mut bytes);

@@ -175,48 +175,32 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
         }
         Setting::Remove("iothread") => domain.without(child(carrier, "driver"), "iothread"),
         Setting::Remove("ioeventfd") => domain.without(child(carrier, "driver"), "ioeventfd"),
-        Setting::EvenMapping => {
-            let map = child(carrier, "driver")
-                .and_then(|driver| child(driver, "iothreads"))
-                .ok_or("the disk has no queue mapping")?;
-            let threads = map
-                .children()
-                .filter(|node| node.has_tag_name("iothread") && node.has_children());
-            Ok(threads
-                .filter_map(|thread| {
-                    Some(Edit::replace(
-                        span(thread),
-                        format!("<iothread id='{}'/>", thread.attribute("id")?),
-                    ))
-                })
-                .collect())
-        }
-        Setting::Reconnect => {
-            let source = child(node, "source").ok_or("the disk has no source")?;
-            match child(source, "reconnect") {
-                Some(reconnect) => {
-                    let mut edits = domain.set(reconnect, "enabled", "yes");
-                    if !reconnect.has_attribute("timeout") {
-                        edits.extend(domain.set(reconnect, "timeout", "1"));
-                    }
-                    Ok(edits)
-                }
-                None => Ok(domain.add_child(source, "<reconnect enabled='yes' timeout='1'/>")),
-            }
-        }
+        Setting::EvenMapping => even_mapping(carrier),
+        Setting::Reconnect => domain.reconnect(node),
         Setting::L2Cache => {
             let needed = disk
                 .table
                 .number("backing.qcow2-l2-needed")
                 .ok_or("the size of its tables is unknown")?;
-            let driver = child(node, "driver").ok_or("the disk has no <driver>")?;
-            match at(driver, &["metadata_cache", "max_size"]) {
-                Some(size) => Ok(vec![Edit::replace(span(size), format!("<max_size unit='bytes'>{needed}</max_size>"))]),
-                None => Ok(domain.add_child(driver, &format!("<metadata_cache><max_size unit='bytes'>{needed}</max_size></metadata_cache>"))),
-            }
+            domain.l2_cache(node, needed)
         }
         _ => Err("libvirt has no such setting".into()),
     }
+}
+
+/// Removes the queues from a mapping: they are then assigned in turn.
+fn even_mapping(carrier: Node<'_, '_>) -> Edits {
+    let mapping = child(carrier, "driver")
+        .and_then(|driver| child(driver, "iothreads"))
+        .ok_or("the disk has no queue mapping")?;
+    let threads = mapping
+        .children()
+        .filter(|node| node.has_tag_name("iothread") && node.has_children());
+    let edits = threads.filter_map(|thread| {
+        let element = format!("<iothread id='{}'/>", thread.attribute("id")?);
+        Some(Edit::replace(span(thread), element))
+    });
+    Ok(edits.collect())
 }
 
 impl<'a, 'i> Domain<'a, 'i> {
@@ -475,6 +459,28 @@ impl<'a, 'i> Domain<'a, 'i> {
             (None, true) => self.count_threads(needed.len() as u64),
             _ => Err("the ids are not consecutive from 1: remove the I/O threads manually".into()),
         }
+    }
+
+    fn reconnect(&self, disk: Node<'_, '_>) -> Edits {
+        let source = child(disk, "source").ok_or("the disk has no source")?;
+        let Some(reconnect) = child(source, "reconnect") else {
+            return Ok(self.add_child(source, "<reconnect enabled='yes' timeout='1'/>"));
+        };
+        let mut edits = self.set(reconnect, "enabled", "yes");
+        if !reconnect.has_attribute("timeout") {
+            edits.extend(self.set(reconnect, "timeout", "1"));
+        }
+        Ok(edits)
+    }
+
+    fn l2_cache(&self, disk: Node<'_, '_>, bytes: u64) -> Edits {
+        let driver = child(disk, "driver").ok_or("the disk has no <driver>")?;
+        let size = format!("<max_size unit='bytes'>{bytes}</max_size>");
+        if let Some(found) = at(driver, &["metadata_cache", "max_size"]) {
+            return Ok(vec![Edit::replace(span(found), size)]);
+        }
+        let element = format!("<metadata_cache>{size}</metadata_cache>");
+        Ok(self.add_child(driver, &element))
     }
 
     fn share_memory(&self) -> Edits {

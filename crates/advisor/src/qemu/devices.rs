@@ -110,44 +110,7 @@ fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
         .iter()
         .find_map(|suffix| base.strip_suffix(suffix))
         .unwrap_or(base);
-    let mut carrier = device;
-    let bus = match base {
-        "virtio-blk" => "virtio-blk",
-        "vhost-user-blk" => "vhost-user-blk",
-        "vhost-user-scsi" => "vhost-user-scsi",
-        "nvme" | "nvme-ns" => "nvme",
-        "usb-storage" | "usb-bot" | "usb-uas" => "usb",
-        "floppy" => "fdc",
-        "sd-card" => "sd",
-        "ide-hd" | "ide-cd" | "ide-drive" => {
-            let sata = match device.value("bus") {
-                Some(bus) => {
-                    let id = bus.split('.').next().unwrap_or(bus);
-                    let controller = line.find("device", id);
-                    let driver = controller.and_then(|controller| controller.value("driver"));
-                    driver.is_some_and(|driver| driver.contains("ahci"))
-                        || vm.table.word("vm.machine") == Some("q35")
-                }
-                None => vm.table.word("vm.machine") == Some("q35"),
-            };
-            if sata { "sata" } else { "ide" }
-        }
-        "scsi-hd" | "scsi-cd" | "scsi-disk" | "scsi-block" | "scsi-generic" => {
-            match line.scsi_controller(device) {
-                Some(controller)
-                    if controller
-                        .value("driver")
-                        .is_some_and(|driver| driver.starts_with("virtio-scsi")) =>
-                {
-                    carrier = controller;
-                    "virtio-scsi"
-                }
-                Some(_) => "scsi-emulated",
-                None => "other",
-            }
-        }
-        _ => return None,
-    };
+    let (bus, carrier) = bus(base, device, line, vm)?;
     // A namespace has its controller's queues, and a controller with namespaces is no disk.
     if base == "nvme" && device.get("drive").is_none() {
         return None;
@@ -219,27 +182,74 @@ fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
         table.give("disk.ssd", pair.value == "1", pair.span);
     }
     if bus.starts_with("vhost-user") {
-        let chardev = device.value("chardev");
-        let chardev = chardev.and_then(|id| line.find("chardev", id));
-        table.derive("disk.protocol", "vhost-user", "from the device");
-        disk.file = chardev
-            .and_then(|chardev| chardev.value("path"))
-            .unwrap_or_default()
-            .to_owned();
-        let seconds = |key| {
-            chardev
-                .and_then(|chardev| chardev.get(key))
-                .filter(|pair| pair.value != "0")
-        };
-        match seconds("reconnect").or(seconds("reconnect-ms")) {
-            Some(pair) => disk.table.give("disk.reconnect", true, pair.span),
-            None => disk.table.default_to("disk.reconnect", "no", "QEMU"),
-        }
+        vhost_user(device, line, &mut disk);
     }
     uses(carrier, &mut disk);
     graph::hide(device, &mut disk);
     graph::hide(carrier, &mut disk);
     Some(disk)
+}
+
+/// The bus of a disk, and the device with its queues and threads: the disk, or its SCSI controller.
+fn bus<'a>(
+    base: &str,
+    device: &'a Opt,
+    line: &'a Line,
+    vm: &Vm,
+) -> Option<(&'static str, &'a Opt)> {
+    let bus = match base {
+        "virtio-blk" => "virtio-blk",
+        "vhost-user-blk" => "vhost-user-blk",
+        "vhost-user-scsi" => "vhost-user-scsi",
+        "nvme" | "nvme-ns" => "nvme",
+        "usb-storage" | "usb-bot" | "usb-uas" => "usb",
+        "floppy" => "fdc",
+        "sd-card" => "sd",
+        "ide-hd" | "ide-cd" | "ide-drive" => {
+            let is_ahci = |bus: &str| {
+                let id = bus.split('.').next().unwrap_or(bus);
+                let controller = line.find("device", id);
+                let driver = controller.and_then(|controller| controller.value("driver"));
+                driver.is_some_and(|driver| driver.contains("ahci"))
+            };
+            let is_sata = vm.table.word("vm.machine") == Some("q35")
+                || device.value("bus").is_some_and(is_ahci);
+            if is_sata { "sata" } else { "ide" }
+        }
+        "scsi-hd" | "scsi-cd" | "scsi-disk" | "scsi-block" | "scsi-generic" => {
+            let Some(controller) = line.scsi_controller(device) else {
+                return Some(("other", device));
+            };
+            let driver = controller.value("driver").unwrap_or_default();
+            if driver.starts_with("virtio-scsi") {
+                return Some(("virtio-scsi", controller));
+            }
+            "scsi-emulated"
+        }
+        _ => return None,
+    };
+    Some((bus, device))
+}
+
+/// Reads the socket of a vhost-user device.
+fn vhost_user(device: &Opt, line: &Line, disk: &mut Disk) {
+    let chardev = device.value("chardev");
+    let chardev = chardev.and_then(|id| line.find("chardev", id));
+    disk.table
+        .derive("disk.protocol", "vhost-user", "from the device");
+    disk.file = chardev
+        .and_then(|chardev| chardev.value("path"))
+        .unwrap_or_default()
+        .to_owned();
+    let seconds = |key| {
+        chardev
+            .and_then(|chardev| chardev.get(key))
+            .filter(|pair| pair.value != "0")
+    };
+    match seconds("reconnect").or(seconds("reconnect-ms")) {
+        Some(pair) => disk.table.give("disk.reconnect", true, pair.span),
+        None => disk.table.default_to("disk.reconnect", "no", "QEMU"),
+    }
 }
 
 /// Properties that are numbers.

@@ -1,4 +1,4 @@
-//! What is behind a device: a `-drive`, or a graph of `-blockdev` nodes.
+//! The storage of a device: a `-drive`, or a graph of `-blockdev` nodes.
 
 use std::collections::HashMap;
 
@@ -8,34 +8,33 @@ use crate::model::carried::{Dialect, is_limit};
 use crate::model::{Data, Disk, Origin, is_device};
 use crate::text::Span;
 
-/// Most nodes between a device and its storage.
+/// The maximum number of nodes between a device and its storage.
 const NODES_MAX: usize = 32;
 
-/// Drives by id, nodes by name, groups of throttles by id.
+/// Drives by id, nodes by name, throttle groups by id.
 pub struct Graph<'a> {
     drives: HashMap<&'a str, &'a Opt>,
     nodes: HashMap<&'a str, &'a Opt>,
     groups: HashMap<&'a str, &'a Opt>,
 }
 
-/// A drive's own device.
+/// The device that QEMU creates for a drive.
 pub struct Interface {
-    /// Its bus.
     pub bus: &'static str,
-    /// `if=`, if it is given.
+    /// The span of `if=`
     pub given: Option<Span>,
-    /// What to call it.
+    /// The disk's name in messages
     pub name: String,
 }
 
 impl Interface {
-    /// Why it is what it is.
+    /// The origin of a bus without `if=`.
     pub fn origin(&self) -> Origin {
         Origin::Default("QEMU for a drive without if=".into())
     }
 }
 
-/// The device that QEMU makes for a drive; none with `if=none`, and of what is no drive.
+/// The device that QEMU creates for a drive; none with `if=none`, and for other options.
 pub fn interface(option: &Opt, machine: &str) -> Option<Interface> {
     let default = match machine {
         "q35" => "sata",
@@ -108,7 +107,7 @@ impl<'a> Graph<'a> {
         }
     }
 
-    /// Adds to a disk what is behind the drive or node `id`; false if there is none.
+    /// Adds the storage of the drive or node `id` to a disk; false if it does not exist.
     pub fn behind(&self, id: &str, disk: &mut Disk) -> bool {
         if let Some(drive) = self.drives.get(id) {
             if let Some((device, span)) = media(drive) {
@@ -127,13 +126,13 @@ impl<'a> Graph<'a> {
         true
     }
 
-    /// Adds what a `-drive` says.
+    /// Adds the settings of a `-drive`.
     pub fn drive(&self, drive: &Opt, disk: &mut Disk) {
-        self.say_drive(drive, disk);
+        self.drive_settings(drive, disk);
         hide(drive, disk);
     }
 
-    fn say_drive(&self, drive: &Opt, disk: &mut Disk) {
+    fn drive_settings(&self, drive: &Opt, disk: &mut Disk) {
         let table = &mut disk.table;
         table.give("disk.syntax", "drive", drive.span);
         words(
@@ -216,12 +215,12 @@ impl<'a> Graph<'a> {
             disk.table.set(
                 "disk.format",
                 Data::Unknown,
-                Origin::Default("QEMU looks into the file".into()),
+                Origin::Default("QEMU detects the format".into()),
             );
         }
     }
 
-    /// Adds the limits of a group of throttles.
+    /// Adds the limits of a throttle group.
     fn group(&self, id: &str, disk: &mut Disk) {
         disk.carried.group = Some(id.to_owned());
         let Some(group) = self.groups.get(id) else {
@@ -237,14 +236,14 @@ impl<'a> Graph<'a> {
         }
     }
 
-    /// Adds what a node says, and the nodes below it.
+    /// Adds the settings of a node and of the nodes below it.
     fn node<'b>(&'b self, top: &'b Opt, disk: &mut Disk, visited: &mut Vec<&'b Opt>) {
         let mut option = top;
         visited.push(top);
         let mut prefix = String::new();
         let mut first = true;
         let mut driver_above: Option<&str> = None;
-        // What a node in the same option does not say, it has from the one above.
+        // A nested node inherits these from the node above it.
         let mut direct: Option<&Pair> = None;
         let mut no_flush: Option<&Pair> = None;
         for _ in 0..NODES_MAX {
@@ -261,7 +260,7 @@ impl<'a> Graph<'a> {
                 disk.table.give("disk.readonly", true, pair.span);
             }
             if let Some(pair) = option.get(&key("discard")) {
-                // The request has to get through all of them.
+                // A discard must pass through all nodes.
                 let word = if pair.value == "unmap" {
                     "unmap"
                 } else {
@@ -271,9 +270,9 @@ impl<'a> Graph<'a> {
                     disk.table.give("disk.discard", word, pair.span);
                 }
             } else if prefix.is_empty() {
-                // A node inside the description of another passes discards on by default, and one with a name does not
-                // (QEMU, `bdrv_inherited_options`).
-                let origin = Origin::Default("QEMU for a node of its own".into());
+                // By default, a nested node passes discards on, and a named node does not (QEMU,
+                // `bdrv_inherited_options`).
+                let origin = Origin::Default("QEMU for a named node".into());
                 disk.table.set("disk.discard", "ignore", origin);
             }
             for (name, words) in [("detect-zeroes", &["off", "on", "unmap"])] {
@@ -285,39 +284,10 @@ impl<'a> Graph<'a> {
             }
             cache_size(option, &prefix, disk);
             if let Some(protocol) = protocol(&driver.value) {
-                disk.table.give("disk.protocol", protocol, driver.span);
-                let name = [
-                    "filename",
-                    "image",
-                    "path",
-                    "device",
-                    "export",
-                    "socket.path",
-                ];
-                disk.file = name
-                    .iter()
-                    .find_map(|name| option.value(&key(name)))
-                    .unwrap_or_default()
-                    .to_owned();
-                if let (Some(pool), "rbd") = (option.value(&key("pool")), protocol) {
-                    disk.file = format!("{pool}/{}", disk.file);
-                }
-                if matches!(driver.value.as_str(), "file" | "host_device")
-                    && disk.file.starts_with("/dev/fdset/")
-                {
-                    disk.table.give("disk.protocol", "other", driver.span);
-                }
-                if driver.value == "file" && is_device(&disk.file) {
-                    disk.table.give("disk.block-as-file", true, driver.span);
-                }
-                if let Some(pair) = option.get(&key("aio"))
-                    && let Some(word) = AIO.iter().find(|word| **word == pair.value)
-                {
-                    disk.table.give("disk.aio", *word, pair.span);
-                }
+                storage(option, &prefix, driver, protocol, disk);
                 if protocol == "rbd" {
-                    disk.table
-                        .give("disk.raw-layer", driver_above == Some("raw"), driver.span);
+                    let is_raw = driver_above == Some("raw");
+                    disk.table.give("disk.raw-layer", is_raw, driver.span);
                 }
                 break;
             }
@@ -327,10 +297,10 @@ impl<'a> Graph<'a> {
                         self.group(group, disk);
                     }
                 }
-                // They change nothing of what they are put over.
+                // Filters that do not change the format.
                 "copy-on-read" | "compress" | "preallocate" | "blkdebug" | "blkverify"
                 | "blklogwrites" | "snapshot-access" => {}
-                // What the guest's disk is made of is said by the first one; those below it are of that image.
+                // The first format is that of the guest's disk; those below belong to that image.
                 format if disk.table.get("disk.format").is_none() => {
                     disk.table
                         .give("disk.format", format.to_owned(), driver.span);
@@ -339,7 +309,7 @@ impl<'a> Graph<'a> {
             }
             driver_above = Some(&driver.value);
             first = false;
-            // Either a name of a node, or its description.
+            // The next node: a name, or a nested node.
             match option.get(&key("file")) {
                 Some(file) => match self.nodes.get(file.value.as_str()) {
                     Some(node) => {
@@ -366,17 +336,51 @@ impl<'a> Graph<'a> {
     }
 }
 
+/// Adds what the lowest node says about the storage.
+fn storage(option: &Opt, prefix: &str, driver: &Pair, protocol: &'static str, disk: &mut Disk) {
+    let key = |name: &str| format!("{prefix}{name}");
+    disk.table.give("disk.protocol", protocol, driver.span);
+    let name = [
+        "filename",
+        "image",
+        "path",
+        "device",
+        "export",
+        "socket.path",
+    ];
+    disk.file = name
+        .iter()
+        .find_map(|name| option.value(&key(name)))
+        .unwrap_or_default()
+        .to_owned();
+    if let (Some(pool), "rbd") = (option.value(&key("pool")), protocol) {
+        disk.file = format!("{pool}/{}", disk.file);
+    }
+    let is_file = matches!(driver.value.as_str(), "file" | "host_device");
+    if is_file && disk.file.starts_with("/dev/fdset/") {
+        disk.table.give("disk.protocol", "other", driver.span);
+    }
+    if driver.value == "file" && is_device(&disk.file) {
+        disk.table.give("disk.block-as-file", true, driver.span);
+    }
+    if let Some(pair) = option.get(&key("aio"))
+        && let Some(word) = AIO.iter().find(|word| **word == pair.value)
+    {
+        disk.table.give("disk.aio", *word, pair.span);
+    }
+}
+
 const AIO: &[&str] = &["threads", "native", "io_uring"];
 
 fn limit(name: &str, dialect: Dialect, pair: &Pair, disk: &mut Disk) {
     if is_limit(name, dialect, &pair.value) {
         disk.table.give("disk.throttled", true, pair.span);
     }
-    // Without units: QEMU expects a number.
+    // QEMU expects a number without a unit.
     disk.carried.limit(name, dialect, pair.value.parse().ok());
 }
 
-/// What a drive or a device does about errors of storage, if that is not its default.
+/// Adds the error policies of a drive or a device, unless they are the default.
 pub fn policies(option: &Opt, disk: &mut Disk) {
     let given = |key| {
         let word = option.value(key).filter(|word| *word != "auto")?;
@@ -390,7 +394,7 @@ pub fn policies(option: &Opt, disk: &mut Disk) {
     }
 }
 
-/// The cache mode that QEMU has a name for.
+/// QEMU's name for a cache mode.
 fn mode(direct: bool, no_flush: bool, writeback: bool) -> &'static str {
     match (direct, no_flush, writeback) {
         (_, true, _) => "unsafe",
@@ -401,7 +405,7 @@ fn mode(direct: bool, no_flush: bool, writeback: bool) -> &'static str {
     }
 }
 
-/// The kind of storage that a driver reaches; none for formats and filters.
+/// The kind of storage that a driver accesses; none for formats and filters.
 fn protocol(driver: &str) -> Option<&'static str> {
     Some(match driver {
         "file" => "file",
@@ -444,7 +448,7 @@ fn of_name(pair: &Pair, disk: &mut Disk) {
         Some("http" | "https" | "ftp" | "ftps") => "http",
         Some("null-co" | "null-aio") => "null",
         Some("fat") => "other",
-        // What an open descriptor is of, nobody says.
+        // A descriptor may be of any kind.
         _ if name.starts_with("/dev/fdset/") => "other",
         _ if is_device(name) => "block",
         _ => "file",
@@ -454,7 +458,7 @@ fn of_name(pair: &Pair, disk: &mut Disk) {
         "file" => name.strip_prefix("file:").unwrap_or(name),
         _ => name,
     };
-    // Keys and monitors behind the image's name are nobody's business.
+    // Leave out keys and monitors after the image's name.
     let path = if protocol == "rbd" {
         path.split(':').next().unwrap_or(path)
     } else {

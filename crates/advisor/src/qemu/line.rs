@@ -1,4 +1,4 @@
-//! The options of a command line, with those in the files that it names.
+//! The options of a command line and of the files that it includes.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -11,7 +11,7 @@ use crate::input::{Mistake, Reading, Surroundings};
 use crate::text::{Source, Span};
 use crate::work;
 
-/// Options that stand alone; after any other, a word without a dash is its value.
+/// Options without a value.
 const FLAGS: &[&str] = &[
     "S",
     "s",
@@ -61,7 +61,7 @@ const FLAGS: &[&str] = &[
     "xen-domid-restrict",
 ];
 
-/// Options with a value that say nothing of disks; what is neither here nor understood gets a note.
+/// Options with a value that do not affect disks. Other unknown options get a note.
 const PASSED: &[&str] = &[
     "uuid",
     "rtc",
@@ -142,21 +142,21 @@ const PASSED: &[&str] = &[
     "writeconfig",
 ];
 
-/// A command line, with what it names.
+/// A parsed command line.
 #[derive(Default)]
 pub struct Line {
-    /// All of them, in their order.
+    /// In the order of the command line
     options: Vec<Opt>,
-    /// Whether there may be others, which only a running shell knows.
+    /// Whether a shell variable may contain more options
     pub open: bool,
-    /// Whether it names a kernel, which is booted whatever disks there are.
+    /// Whether it names a kernel, which boots whatever the disks are
     pub kernel: bool,
-    /// Whether it names a firmware of its own.
+    /// Whether it names a firmware
     pub firmware: bool,
     index: Index,
 }
 
-/// Numbers of options, so that a line of many devices need not be searched for each of them.
+/// Indexes of options, which avoid a search of a long command line for each device.
 #[derive(Default)]
 struct Index {
     groups: HashMap<String, Vec<usize>>,
@@ -164,10 +164,11 @@ struct Index {
     ids: HashMap<String, HashMap<String, usize>>,
     /// The first SCSI controller.
     scsi: Option<usize>,
-    /// How many devices may be SCSI controllers, and how many are IDE or SATA controllers beside that of the machine.
+    /// The number of devices that may be SCSI controllers
     scsi_count: usize,
+    /// The number of IDE or SATA controllers in addition to that of the machine
     ata_count: usize,
-    /// Whether a SCSI disk is on a controller that is not known.
+    /// Whether the controller of some SCSI disk is unclear
     is_scsi_unclear: bool,
 }
 
@@ -204,7 +205,7 @@ fn is_scsi_controller(device: &Opt) -> bool {
     driver.starts_with("virtio-scsi") || EMULATED_SCSI.iter().any(|name| driver.starts_with(name))
 }
 
-/// Whether a device may have a bus for SCSI disks, as USB storage has one of its own.
+/// Whether a device may have a bus for SCSI disks. USB storage has a separate one.
 fn may_be_scsi_controller(device: &Opt) -> bool {
     const OTHER: &[&str] = &["esp", "usb-bot", "usb-storage", "usb-uas"];
     let driver = device.value("driver").unwrap_or_default();
@@ -227,7 +228,7 @@ pub fn set_pair(set: &Opt) -> Option<(&str, &str, options::Pair)> {
     let pair = options::Pair {
         key: key.to_owned(),
         value: first.value.clone(),
-        // It goes as a whole.
+        // Removing it removes the whole option.
         span: set.whole,
         value_span: first.value_span,
         unknown: first.unknown,
@@ -235,10 +236,10 @@ pub fn set_pair(set: &Opt) -> Option<(&str, &str, options::Pair)> {
     Some((group, id, pair))
 }
 
-/// Files of arguments that belong to one command line at most.
+/// The maximum number of arguments files of a command line.
 pub const FILES_MAX: usize = 16;
 
-/// The options of a command, with those of the files that it names.
+/// Parses a command and the files that it includes. `tell` adds notes about unknown options.
 pub fn line(
     command: &Command,
     surroundings: &Surroundings,
@@ -247,36 +248,29 @@ pub fn line(
 ) -> Result<Line, Mistake> {
     let mut line = Line::default();
     let mut words: VecDeque<Word> = command.arguments.iter().cloned().collect();
-    // A file that names itself would come again and again.
     let mut files: Vec<&str> = Vec::new();
     let mut after_unknown = false;
     while let Some(word) = words.pop_front() {
         let may_be_value = std::mem::take(&mut after_unknown);
-        if let Some(file) = word.text.strip_prefix('@') {
-            let source = named(surroundings, file);
-            let problem = match source {
-                None => "could not be read",
-                Some(source) if files.contains(&source.name.as_str()) => {
-                    "was already read, and is skipped"
+        if let Some(name) = word.text.strip_prefix('@') {
+            let source = named(surroundings, name);
+            match source.map(|source| check_arguments_file(source, &files)) {
+                Some(Ok(source)) => {
+                    files.push(&source.name);
+                    let place = place(reading, source);
+                    let arguments = script::arguments(&source.text, place).words;
+                    arguments
+                        .into_iter()
+                        .rev()
+                        .for_each(|word| words.push_front(word));
                 }
-                Some(_) if files.len() == FILES_MAX => {
-                    "exceeds the maximum number of files, and is skipped"
+                refused => {
+                    line.open |= refused.is_none();
+                    let problem = refused.and_then(Result::err).unwrap_or("could not be read");
+                    let note = format!("the arguments file '{name}' {problem}");
+                    reading.note(word.outer, note);
                 }
-                Some(_) => "",
-            };
-            let Some(source) = source.filter(|_| problem.is_empty()) else {
-                line.open |= source.is_none();
-                let note = format!("the arguments file '{file}' {problem}");
-                reading.note(word.outer, note);
-                continue;
-            };
-            files.push(&source.name);
-            let place = place(reading, source);
-            let arguments = script::arguments(&source.text, place).words;
-            arguments
-                .into_iter()
-                .rev()
-                .for_each(|word| words.push_front(word));
+            }
             continue;
         }
         let is_option = word.text.starts_with('-') && word.text.len() > 1;
@@ -299,7 +293,7 @@ pub fn line(
                 reading.note(word.outer, note);
                 continue;
             }
-            // QEMU takes a word alone for its first hard disk.
+            // QEMU takes a word without an option as the first hard disk.
             line.options
                 .push(options::name("hda", &word, word.outer, "file"));
             continue;
@@ -316,7 +310,7 @@ pub fn line(
             if tell {
                 reading.note(word.outer, format!("unknown option -{option}, skipped"));
             }
-            // Whether it takes a value nobody knows; an option is none.
+            // It is unknown whether the option has a value; skip the next word unless it is an option.
             words.pop_front_if(|next| !next.text.starts_with('-') || next.text.len() == 1);
             continue;
         }
@@ -334,16 +328,7 @@ pub fn line(
             ..word.outer
         };
         if option == "readconfig" {
-            match named(surroundings, &value.text) {
-                Some(source) => {
-                    let place = place(reading, source);
-                    line.options.extend(options::sections(&source.text, place));
-                }
-                None => {
-                    line.open = true;
-                    reading.note(value.outer, format!("'{}' could not be read", value.text));
-                }
-            }
+            line.read_config(&value, surroundings, reading);
             continue;
         }
         let option = if option == "M" {
@@ -355,11 +340,12 @@ pub fn line(
             option.as_str(),
             "hda" | "hdb" | "hdc" | "hdd" | "cdrom" | "sd" | "mem-path"
         );
-        let mut opt = match is_name {
-            true => options::name(&option, &value, whole, first),
-            false => options::read(&option, &value, whole, first)?,
+        let mut opt = if is_name {
+            options::name(&option, &value, whole, first)
+        } else {
+            options::read(&option, &value, whole, first)?
         };
-        // A redirection between an option and its value would go with them.
+        // Removing the option would remove a redirection between it and its value.
         opt.open |= command.redirections.iter().any(|redirection| {
             redirection.source == whole.source
                 && whole.start <= redirection.start
@@ -374,18 +360,25 @@ pub fn line(
         line.firmware |= opt.value("if") == Some("pflash") || opt.get("pflash0").is_some();
         line.options.push(opt);
     }
-    line.apply_sets();
-    line.index = Index::new(&line.options);
-    let is_unclear = |device: &Opt| {
-        let driver = device.value("driver").unwrap_or_default();
-        driver.starts_with("scsi-") && line.scsi_controller(device).is_none()
-    };
-    let is_scsi_unclear = line.group("device").any(is_unclear);
-    line.index.is_scsi_unclear = is_scsi_unclear;
+    line.finish();
     Ok(line)
 }
 
-/// The key that the first part of an option's value may leave out, if the option is one that says something here.
+/// Checks that an arguments file may be read: a file that names itself would otherwise never end.
+fn check_arguments_file<'a>(
+    source: &'a Source,
+    files: &[&str],
+) -> Result<&'a Source, &'static str> {
+    if files.contains(&source.name.as_str()) {
+        return Err("was already read, and is skipped");
+    }
+    if files.len() == FILES_MAX {
+        return Err("exceeds the maximum number of files, and is skipped");
+    }
+    Ok(source)
+}
+
+/// The key that the first part of an option's value may omit; none for options that are not read.
 fn first_key(option: &str) -> Option<&'static str> {
     Some(match option {
         "drive" | "readconfig" | "hda" | "hdb" | "hdc" | "hdd" | "cdrom" | "sd" => "file",
@@ -407,7 +400,7 @@ fn named<'a>(surroundings: &'a Surroundings, name: &str) -> Option<&'a Source> {
     surroundings.files.iter().find(|source| source.name == name)
 }
 
-/// The number of a text among those of the input.
+/// The index of a text in the input's texts.
 fn place(reading: &mut Reading, source: &Source) -> u16 {
     let known = reading
         .more
@@ -421,15 +414,39 @@ fn place(reading: &mut Reading, source: &Source) -> u16 {
 }
 
 impl Line {
-    /// `-set GROUP.ID.KEY=VALUE` is one more pair of the option that it names; what is named nowhere stays. One of which only
-    /// a running shell knows the key may set anything of whatever has an id.
+    /// Adds the sections of a `-readconfig` file.
+    fn read_config(&mut self, value: &Word, surroundings: &Surroundings, reading: &mut Reading) {
+        if let Some(source) = named(surroundings, &value.text) {
+            let place = place(reading, source);
+            self.options.extend(options::sections(&source.text, place));
+        } else {
+            self.open = true;
+            reading.note(value.outer, format!("'{}' could not be read", value.text));
+        }
+    }
+
+    /// Applies `-set` and builds the index, after all options have been read.
+    fn finish(&mut self) {
+        self.apply_sets();
+        self.index = Index::new(&self.options);
+        let is_unclear = |device: &Opt| {
+            let driver = device.value("driver").unwrap_or_default();
+            driver.starts_with("scsi-") && self.scsi_controller(device).is_none()
+        };
+        let is_scsi_unclear = self.group("device").any(is_unclear);
+        self.index.is_scsi_unclear = is_scsi_unclear;
+    }
+
+    /// Adds each `-set GROUP.ID.KEY=VALUE` to the option that it names, and keeps those that name none. If its key is a shell
+    /// variable, it may change any option with an id.
     fn apply_sets(&mut self) {
         let (sets, mut options): (Vec<_>, Vec<_>) = std::mem::take(&mut self.options)
             .into_iter()
             .partition(|option| option.group == "set");
-        let index = match sets.is_empty() {
-            true => Index::default(),
-            false => Index::new(&options),
+        let index = if sets.is_empty() {
+            Index::default()
+        } else {
+            Index::new(&options)
         };
         let any = sets.iter().any(|set| set.open);
         self.open |= any;
@@ -455,17 +472,17 @@ impl Line {
         self.options = options;
     }
 
-    /// All options, in their order.
+    /// All options in the order of the command line.
     pub fn all(&self) -> impl DoubleEndedIterator<Item = &Opt> + ExactSizeIterator + Clone {
         self.options.iter().inspect(|_| work::step())
     }
 
-    /// The option of that number.
+    /// The option at an index.
     pub fn at(&self, number: usize) -> &Opt {
         &self.options[number]
     }
 
-    /// The options of that name, in their order.
+    /// The options of a group in the order of the command line.
     pub fn group<'a>(&'a self, group: &str) -> impl DoubleEndedIterator<Item = &'a Opt> + use<'a> {
         let numbers = self.index.groups.get(group).map_or(&[][..], Vec::as_slice);
         let numbers = numbers.iter().inspect(|_| work::step());
@@ -476,15 +493,15 @@ impl Line {
         self.group(group).rev().find_map(|option| option.get(key))
     }
 
-    /// The first option of that name and id.
+    /// The first option with this group and id.
     pub fn find(&self, group: &str, id: &str) -> Option<&Opt> {
         Some(self.at(self.index.find(group, id)?))
     }
 
-    /// The controller that a SCSI disk is on, if it is clear.
+    /// The controller of a SCSI disk, unless it is unclear.
     ///
-    /// QEMU puts a disk without a bus on the last controller that was made before it, and numbers the buses of controllers
-    /// that have no id: here that is clear only if there is one controller.
+    /// QEMU puts a disk without a bus on the last controller before it, and numbers the buses of controllers without an id.
+    /// This is clear only if there is one controller.
     pub fn scsi_controller(&self, disk: &Opt) -> Option<&Opt> {
         let named = match scsi_bus(disk) {
             Some(id) if id != "scsi" => self.find("device", id)?,
@@ -494,13 +511,13 @@ impl Line {
         is_scsi_controller(named).then_some(named)
     }
 
-    /// Whether any SCSI disk is on a controller that is not clear.
+    /// Whether the controller of some SCSI disk is unclear.
     pub fn is_scsi_unclear(&self) -> bool {
         self.index.is_scsi_unclear
     }
 
-    /// Whether the controller that an IDE or SATA disk is on is clear; with others beside that of the machine, only those
-    /// with an id are.
+    /// Whether the controller of an IDE or SATA disk is clear. If there are controllers in addition to the machine's, the
+    /// disk must name one by its id.
     pub fn is_ata_clear(&self, disk: &Opt) -> bool {
         let is_disk = disk.group == "device"
             && disk
