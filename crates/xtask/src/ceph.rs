@@ -1,4 +1,4 @@
-//! `cargo xtask ceph`: a real Ceph cluster on the loopback interface, to try things on.
+//! `cargo xtask ceph`: a Ceph cluster on the loopback interface for experiments.
 
 use anyhow::Result;
 use clap::Subcommand;
@@ -8,16 +8,16 @@ use testkit::ceph::{self, Ceph, Options};
 
 use crate::{packages, root};
 
-/// What is to become of the cluster
+/// Start or stop the cluster
 #[derive(Subcommand)]
 pub enum Args {
-    /// Start it: a monitor, three OSDs with three copies of everything, cephx, a pool `rbd` and a user `vm`
+    /// Start a monitor, three OSDs with three copies of all data, cephx, a pool `rbd` and a user `vm`
     Up {
-        /// Where its files go
+        /// The directory for its files
         #[arg(long, value_name = "DIR")]
         dir: Option<PathBuf>,
 
-        /// OSDs, each with a copy of everything
+        /// The number of OSDs, each with a copy of all data
         #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=5))]
         osds: u8,
 
@@ -25,15 +25,15 @@ pub enum Args {
         #[arg(long)]
         in_memory: bool,
     },
-    /// End it, and remove its files
+    /// Stop the cluster and remove its files
     Down {
-        /// Where its files are
+        /// The directory with its files
         #[arg(long, value_name = "DIR")]
         dir: Option<PathBuf>,
     },
 }
 
-/// Starts or ends the cluster.
+/// Starts or stops the cluster.
 pub fn run(args: &Args) -> Result<()> {
     let folder = |dir: &Option<PathBuf>| dir.clone().unwrap_or_else(|| root().join("target/ceph"));
     match args {

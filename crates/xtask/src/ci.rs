@@ -1,4 +1,4 @@
-//! `cargo xtask ci`: the rules of this project, as code, and then the tests.
+//! `cargo xtask ci`: checks the rules of this project, and runs the tests.
 
 mod documents;
 mod structure;
@@ -12,13 +12,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-/// Which part to run
+/// The part to run
 #[derive(clap::Args)]
 pub struct Args {
-    /// Only the checks
+    /// Run only the checks
     #[arg(long)]
     no_tests: bool,
-    /// Only this check
+    /// Run only this check
     #[arg(long, value_name = "CHECK", value_parser = PossibleValuesParser::new(CHECKS.iter().map(|(name, _)| *name)))]
     only: Option<String>,
 }
@@ -26,7 +26,7 @@ pub struct Args {
 type Check = fn() -> Result<()>;
 
 const CHECKS: &[(&str, Check)] = &[
-    ("Cargo.lock is there and up to date", lockfile),
+    ("Cargo.lock is up to date", lockfile),
     ("format", format),
     ("crate borders", borders),
     ("unsafe policy", unsafe_policy),
@@ -42,7 +42,7 @@ const CHECKS: &[(&str, Check)] = &[
     ("Miri", miri::run),
 ];
 
-/// Runs every check, then the tests; fails at the end if one has failed.
+/// Runs every check and then the tests. Fails at the end if one has failed.
 pub fn run(args: &Args) -> Result<()> {
     let mut failed = Vec::new();
     for (name, check) in CHECKS {
@@ -72,7 +72,7 @@ pub fn run(args: &Args) -> Result<()> {
 fn lockfile() -> Result<()> {
     metadata()
         .map(drop)
-        .context("`cargo metadata --locked`; commit the Cargo.lock that a build leaves")
+        .context("`cargo metadata --locked`; commit the Cargo.lock that a build writes")
 }
 
 fn format() -> Result<()> {
@@ -91,8 +91,8 @@ fn clippy() -> Result<()> {
     ]))
 }
 
-/// They are a workspace of their own, which only fuzzing builds. Nothing is linked, so that neither the fuzzer's library nor
-/// its compiler is needed.
+/// The fuzz targets are a separate workspace, which only fuzzing builds. Nothing is linked, so neither the fuzzer's library
+/// nor its compiler is needed.
 fn fuzz_targets() -> Result<()> {
     let mut clippy = cargo();
     clippy.env("RUSTFLAGS", "--cfg fuzzing");
@@ -101,7 +101,7 @@ fn fuzz_targets() -> Result<()> {
     succeeds(clippy.args(["--bins", "--", "-D", "warnings"]))
 }
 
-/// Which crates of ours a crate may need: dependencies point one way. What only its tests need is its own matter.
+/// The crates of this workspace on which each crate may depend. Dependencies of tests are not restricted.
 const BORDERS: &[(&str, &[&str])] = &[
     ("advisor", &[]),
     ("block", &[]),
@@ -136,7 +136,7 @@ fn borders() -> Result<()> {
             let needed = text(&dependency["name"]);
             let is_ours = dependency["path"].is_string();
             if is_ours && dependency["kind"] != "dev" && !allowed.contains(&needed) {
-                wrong.push(format!("{name} must not need {needed}"));
+                wrong.push(format!("{name} must not depend on {needed}"));
             }
         }
     }
@@ -155,7 +155,7 @@ const UNSAFE_FILES: &[&str] = &[
     "crates/lab/src/vhost.rs",
 ];
 
-/// The lints deny unsafe code, so it can only stand where a crate does not inherit them or a file lifts this one.
+/// The workspace's lints deny unsafe code. Only these crates may have other lints, and only these files may lift that one.
 fn unsafe_policy() -> Result<()> {
     let mut wrong = Vec::new();
     for package in ours(&metadata()?) {
@@ -191,7 +191,7 @@ fn unsafe_policy() -> Result<()> {
     none(wrong)
 }
 
-/// The crates on the path of an I/O: what they wait for must not depend on what anybody thinks that the time is.
+/// The crates on the path of an I/O. Their waits must not depend on the system clock, which jumps.
 const PATH: &[&str] = &["block", "guest", "image", "engine", "rbd", "datapath"];
 
 fn clocks() -> Result<()> {
@@ -256,7 +256,7 @@ fn licences() -> Result<()> {
 
 /// Evaluates an SPDX expression; the old `MIT/Apache-2.0` means "or".
 fn is_allowed(expression: &str) -> bool {
-    // The innermost parentheses become a licence that is allowed or one that is not.
+    // Replace the innermost parentheses with an allowed licence, or with one that is not.
     if let Some(end) = expression.find(')') {
         let Some(start) = expression[..end].rfind('(') else {
             return false;
@@ -280,7 +280,7 @@ fn is_allowed(expression: &str) -> bool {
     })
 }
 
-/// What may differ on the next machine: mirrors of package registries, and where people keep their files.
+/// Names that differ between machines: mirrors of package registries, and home directories.
 const MACHINE_NAMES: &[&str] = &[
     concat!("deb.", "debian.org"),
     concat!("index.", "crates.io"),
@@ -303,7 +303,7 @@ fn machine_names() -> Result<()> {
     none(wrong)
 }
 
-/// The files of the project with this extension ("" for all), relative to its root.
+/// The project's files with this extension ("" for all), relative to the root.
 fn files(extension: &str) -> Result<Vec<PathBuf>> {
     let mut git = Command::new("git");
     git.current_dir(root()).args([
@@ -337,7 +337,7 @@ fn read(file: &Path) -> Result<String> {
     fs::read_to_string(root().join(file)).with_context(|| format!("reading {}", file.display()))
 }
 
-/// What cargo knows of the workspace.
+/// The output of `cargo metadata`.
 pub fn metadata() -> Result<Value> {
     let output = cargo()
         .args(["metadata", "--format-version=1", "--locked"])
@@ -351,7 +351,7 @@ pub fn metadata() -> Result<Value> {
     serde_json::from_slice(&output.stdout).context("reading cargo metadata")
 }
 
-/// The packages of this workspace; others have a source.
+/// The packages of this workspace. Packages from elsewhere have a source.
 fn ours(metadata: &Value) -> impl Iterator<Item = &Value> {
     list(&metadata["packages"])
         .iter()
@@ -362,7 +362,7 @@ fn list(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
-/// A text in it; empty if there is none.
+/// The string, or an empty one if the value is not a string.
 pub fn text(value: &Value) -> &str {
     value.as_str().unwrap_or_default()
 }

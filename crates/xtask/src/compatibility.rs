@@ -1,4 +1,4 @@
-//! `cargo xtask compatibility`: docs/compatibility.md, made of what the tests recorded.
+//! `cargo xtask compatibility`: generates docs/compatibility.md from the records of the tests.
 
 use crate::root;
 use anyhow::{Context, Result, ensure};
@@ -28,12 +28,12 @@ struct Row {
     date: String,
 }
 
-/// Writes the document. What the last run of the tests left out keeps its lines.
+/// Writes the document. Versions that the last run did not test keep their lines.
 pub fn run() -> Result<()> {
     let tried = recorded()?;
     ensure!(
         !tried.is_empty(),
-        "nothing is recorded; run `cargo xtask test` first"
+        "there are no records; run `cargo xtask test` first"
     );
     let path = root().join(DOCUMENT);
     let mut rows = parse(&fs::read_to_string(&path).unwrap_or_default());
@@ -42,7 +42,7 @@ pub fn run() -> Result<()> {
     fs::write(&path, text(&mut rows)).with_context(|| format!("writing {DOCUMENT}"))
 }
 
-/// Forgets what earlier runs recorded.
+/// Removes the records of earlier runs.
 pub fn forget() -> Result<()> {
     let folder = folder()?;
     match fs::remove_dir_all(&folder) {
@@ -53,23 +53,23 @@ pub fn forget() -> Result<()> {
     }
 }
 
-/// The document is as it was generated.
+/// Checks that the document has not been edited.
 pub fn is_generated() -> Result<()> {
     let document = fs::read_to_string(root().join(DOCUMENT)).context(DOCUMENT)?;
     ensure!(
         text(&mut parse(&document)) == document,
-        "{DOCUMENT} was changed by hand; `cargo xtask compatibility` writes it"
+        "{DOCUMENT} was edited; run `cargo xtask compatibility`, which generates it"
     );
     Ok(())
 }
 
-/// The document says what the tests ran. Versions and dates may be others: those change without a change of ours.
+/// Checks that the document lists what the tests ran. Versions and dates may differ: they change without a change of ours.
 pub fn is_up_to_date() -> Result<()> {
     let rows = parse(&fs::read_to_string(root().join(DOCUMENT)).context(DOCUMENT)?);
     let missing = missing(&rows, &recorded()?);
     ensure!(
         missing.is_empty(),
-        "{DOCUMENT} does not say what was run of {}; `cargo xtask compatibility` writes it",
+        "{DOCUMENT} lacks test runs of {}; run `cargo xtask compatibility`, which generates it",
         missing.join(", ")
     );
     Ok(())
@@ -93,7 +93,7 @@ fn missing(rows: &[Row], tried: &[Row]) -> Vec<String> {
         .collect()
 }
 
-/// A step without numbers of versions.
+/// A step without version numbers.
 fn unversioned(step: &str) -> String {
     let words = step.split(' ').filter(|word| {
         let version = word.contains('.') && word.starts_with(|c: char| c.is_ascii_digit());
@@ -102,7 +102,7 @@ fn unversioned(step: &str) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// What the last run of the tests recorded. Several tests may be about one version.
+/// The records of the last run. Several tests may be about one version.
 fn recorded() -> Result<Vec<Row>> {
     let folder = folder()?;
     let files = match fs::read_dir(&folder) {
@@ -169,7 +169,7 @@ fn date(at_s: u64) -> String {
 
 /// The whole document.
 fn text(rows: &mut [Row]) -> String {
-    // Numbers by their value, so that 10.0.2 comes before 10.0.13.
+    // Sort numbers by value: 10.0.2 is before 10.0.13.
     let numbers = |version: &str| {
         let numbers = version.split(|c: char| !c.is_ascii_digit());
         numbers

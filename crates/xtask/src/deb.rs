@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Builds the program and packs it.
+/// Builds and packages the program.
 pub fn run() -> Result<()> {
     packages::deb::ensure()?;
     packages::tcmalloc::ensure()?;
@@ -17,14 +17,14 @@ pub fn run() -> Result<()> {
     let metadata = ci::metadata()?;
     let target = Path::new(ci::text(&metadata["target_directory"]));
     let output = target.join("debian");
-    // The symbols go into a package of their own, for who wants to profile.
+    // The symbols go into a separate package, for profiling.
     let package = pack(&target.join("release"), "release", &output, &["--dbgsym"])?;
     println!("{}", package.display());
     Ok(())
 }
 
-/// Packs the program that has been built in `built`, which is where cargo puts what it builds with
-/// `profile`. Returns the package's path, in `output`.
+/// Packages the program in `built`, the directory of cargo's builds with `profile`. Returns the path of the package, which
+/// is in `output`.
 fn pack(built: &Path, profile: &str, output: &Path, options: &[&str]) -> Result<PathBuf> {
     let manual = built.join("package");
     fs::create_dir_all(&manual).with_context(|| format!("making {}", manual.display()))?;
@@ -33,7 +33,7 @@ fn pack(built: &Path, profile: &str, output: &Path, options: &[&str]) -> Result<
             .arg("manual")
             .arg(&manual),
     )?;
-    // Debian's manual pages are compressed; its gzip leaves out the time, so that the same gives the same.
+    // Debian's manual pages are compressed, without a time stamp for reproducible packages.
     let pages = fs::read_dir(&manual).with_context(|| format!("reading {}", manual.display()))?;
     let pages = pages.flatten().map(|page| page.path());
     let pages = pages.filter(|path| path.extension().is_some_and(|extension| extension == "1"));
@@ -52,7 +52,7 @@ fn pack(built: &Path, profile: &str, output: &Path, options: &[&str]) -> Result<
         result.status,
         String::from_utf8_lossy(&result.stderr).trim()
     );
-    // It prints the path of each package that it has made.
+    // It prints the path of each package.
     let printed = String::from_utf8_lossy(&result.stdout).into_owned();
     let package = printed.lines().find(|line| line.ends_with(".deb"));
     Ok(PathBuf::from(package.with_context(|| {

@@ -1,4 +1,4 @@
-//! `cargo xtask demo`: a disk of ringdisk in a real guest, next to the same guest on QEMU's own virtio-blk.
+//! `cargo xtask demo`: compares a disk of ringdisk with QEMU's own virtio-blk in the same guest.
 
 mod lab;
 
@@ -17,31 +17,31 @@ use testkit::vm::{self, Accel, Disk, Vm};
 const DISK_BYTES: u64 = 256 << 20;
 const SERIAL: &str = "demo";
 
-/// What mkfs takes for disks of a usual size. For one as small as this it would take 1 KiB, and QEMU's own virtio-blk
-/// would have to widen every read of 4 KiB that does not start at 4 KiB, in a pool of threads.
+/// The block size that mkfs uses for disks of a usual size. For a disk as small as this one, mkfs would use 1 KiB, and
+/// QEMU's own virtio-blk would have to extend every misaligned read of 4 KiB in a thread pool.
 const BLOCK_SIZE: u32 = 4096;
 
-/// A guest takes under a minute; this is for a machine that has much else to do.
+/// A guest takes less than a minute; this leaves time on a busy machine.
 const GUEST_LIMIT: Duration = Duration::from_secs(300);
 
-/// Which demo
+/// The demo to run
 #[derive(clap::Args)]
 pub struct Args {
-    /// Let `ringdisk lab` compare configurations, in less than ten minutes
+    /// Compare configurations with `ringdisk lab` in less than ten minutes
     #[arg(long)]
     lab: bool,
-    /// Show an image in a Ceph cluster, which is started for it on the loopback interface
+    /// Use an image in a Ceph cluster, which the demo starts on the loopback interface
     #[arg(long, conflicts_with = "lab")]
     ceph: bool,
     /// Draw the picture of the lab's report in docs/lab.md
     #[arg(long, requires = "lab")]
     picture: bool,
-    /// The ringdisk to use; default: one that is built
+    /// Use this ringdisk instead of building one
     #[arg(long, value_name = "PATH")]
     ringdisk: Option<PathBuf>,
 }
 
-/// Installs, builds, runs the two guests and prints a table; or lets the lab run.
+/// Installs what is missing, builds ringdisk, runs both guests and prints a table; or runs the lab.
 pub fn run(args: &Args) -> Result<()> {
     let progress = Progress(Instant::now());
     progress.say("installing what is missing");
@@ -65,7 +65,7 @@ pub fn run(args: &Args) -> Result<()> {
         "guests run on QEMU {} ({} of {}, the newest that this system's archives offer)",
         qemu.version, qemu.package, qemu.name
     ));
-    progress.say("finding out whether KVM boots a guest");
+    progress.say("checking whether KVM boots a guest");
     let accel = vm::accel()?;
     progress.say(&format!("guests run under {accel:?}"));
 
@@ -109,7 +109,7 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Builds the program as users run it; for a cluster, as it is packaged.
+/// Builds the release; for a cluster, with the features of the package.
 fn build(ceph: bool) -> Result<PathBuf> {
     let mut build = cargo();
     build.args(["build", "--release", "--locked", "--package", "ringdisk"]);
@@ -123,31 +123,31 @@ fn build(ceph: bool) -> Result<PathBuf> {
     Ok(target()?.join("release/ringdisk"))
 }
 
-/// Cargo's target folder: the one in which this very program lies.
+/// Cargo's target folder, which contains this program.
 fn target() -> Result<PathBuf> {
     let program = std::env::current_exe().context("finding this program")?;
     let target = program
         .ancestors()
         .nth(2)
-        .context("this program lies in no target folder")?;
+        .context("this program is not in a target folder")?;
     Ok(target.to_owned())
 }
 
-/// A folder for disks and logs, under the target folder: on a real disk more often than /tmp.
+/// A folder for disks and logs in the target folder, which is more often on a real disk than /tmp.
 fn make_folder() -> Result<PathBuf> {
     let folder = target()?.join("demo");
     fs::create_dir_all(&folder).with_context(|| format!("making {}", folder.display()))?;
     Ok(folder)
 }
 
-/// What a disk is in.
+/// The storage of a disk.
 enum Place<'a> {
     File(PathBuf),
     Image(&'a Ceph, &'a str),
 }
 
 impl Place<'_> {
-    /// As `ringdisk serve` takes it.
+    /// The argument for `ringdisk serve`.
     fn argument(&self) -> String {
         match self {
             Self::File(path) => format!("file={}", comma(path)),
@@ -155,7 +155,7 @@ impl Place<'_> {
         }
     }
 
-    /// For QEMU itself, with an iothread named `iothread`.
+    /// The arguments for QEMU itself, with an iothread named `iothread`.
     fn disk_of_qemu(&self) -> Disk {
         match self {
             Self::File(file) => Disk::Qemu {
@@ -199,7 +199,7 @@ impl Place<'_> {
         }
     }
 
-    /// The file system on the first partition has no error.
+    /// Checks the file system on the first partition.
     fn check_file_system(&self, folder: &Path) -> Result<()> {
         match self {
             Self::File(path) => check_file_system(path),
@@ -215,7 +215,7 @@ impl Place<'_> {
     }
 }
 
-/// What one guest showed.
+/// The result of one guest.
 struct Shown {
     name: &'static str,
     steps: Vec<String>,
@@ -230,7 +230,7 @@ struct Shown {
 struct Fio {
     name: String,
     iops: f64,
-    /// Of the threads on the host that move this disk's data.
+    /// CPU time of the threads on the host that move this disk's data.
     cpu_us_per_io: f64,
 }
 
@@ -271,22 +271,21 @@ fn on_ringdisk(
     );
     ensure!(
         !socket.exists(),
-        "ringdisk left its socket {} behind",
+        "ringdisk did not remove its socket {}",
         socket.display()
     );
-    progress.say("ringdisk has ended on SIGTERM and left no socket behind");
+    progress.say("ringdisk has stopped after SIGTERM and removed its socket");
     Ok(shown)
 }
 
 fn on_qemu(progress: &Progress, qemu: &Release, folder: &Path, place: &Place<'_>) -> Result<Shown> {
     let disk = place.disk_of_qemu();
-    // The iothread and its workers are left: not what runs the guest, nor the main loop, which relays interrupts to the
-    // guest whoever serves the disk.
+    // Count the iothread and its workers, but neither the vCPUs nor the main loop, which relays interrupts in both cases.
     let cpu = |qemu| vm::cpu_time(qemu, &["CPU ", "qemu-system"]);
     show(progress, qemu, "QEMU", disk, place, folder, &cpu)
 }
 
-/// Boots a guest on this disk and leads it through its life, and then fio.
+/// Boots a guest on this disk, and runs its steps and then fio.
 fn show(
     progress: &Progress,
     qemu: &Release,
@@ -425,7 +424,7 @@ fn comma(path: &Path) -> String {
     path.to_string_lossy().replace(',', ",,")
 }
 
-/// Lines with the time since the start.
+/// Prints lines with the time since the start.
 struct Progress(Instant);
 
 impl Progress {

@@ -1,4 +1,4 @@
-//! `cargo xtask fuzz`: every fuzz target for a while.
+//! `cargo xtask fuzz`: runs the fuzz targets one after the other.
 
 use crate::root;
 use anyhow::{Context, Result, bail, ensure};
@@ -6,10 +6,10 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
-/// How long, and which
+/// The duration and the targets
 #[derive(clap::Args)]
 pub struct Args {
-    /// Seconds for each target
+    /// Duration for each target in seconds
     #[arg(long, default_value_t = 60)]
     seconds: u32,
     /// Only this target
@@ -17,7 +17,7 @@ pub struct Args {
     target: Option<String>,
 }
 
-/// Runs the targets one after the other; fails at the end if one has found something.
+/// Runs the targets, and fails at the end if one has found an error.
 pub fn run(args: &Args) -> Result<()> {
     if !succeeds(Command::new("cargo").args(["+nightly", "fuzz", "--version"])) {
         bail!(
@@ -35,7 +35,7 @@ pub fn run(args: &Args) -> Result<()> {
     if let Some(only) = &args.target {
         ensure!(
             targets.contains(only),
-            "there is no target {only}; there are {}",
+            "there is no target {only}; the targets are {}",
             targets.join(", ")
         );
         targets.retain(|target| target == only);
@@ -48,7 +48,7 @@ pub fn run(args: &Args) -> Result<()> {
         let mut fuzz = Command::new("cargo");
         fuzz.current_dir(root())
             .args(["+nightly", "fuzz", "run", &target, &corpus])
-            // What is new goes into the first directory; the seeds stay as they are.
+            // cargo-fuzz adds new inputs to the first directory, and does not change the seeds.
             .args([&format!("fuzz/seeds/{target}"), "--"])
             .arg(format!("-max_total_time={}", args.seconds))
             .args(["-max_len=4096", "-print_final_stats=1", "-verbosity=0"]);
@@ -63,7 +63,7 @@ pub fn run(args: &Args) -> Result<()> {
             .into_iter()
             .flat_map(|e| BufReader::new(e).lines())
         {
-            let line = line.context("reading what the fuzzer says")?;
+            let line = line.context("reading the fuzzer's output")?;
             if let Some(count) = line.strip_prefix("stat::number_of_executed_units:") {
                 executions = count.trim().parse().unwrap_or(0);
             }
@@ -82,7 +82,7 @@ pub fn run(args: &Args) -> Result<()> {
     println!("| all | {all} |");
     ensure!(
         failed.is_empty(),
-        "{}: found something; the input is in fuzz/artifacts",
+        "{}: found an error; the input is in fuzz/artifacts",
         failed.join(", ")
     );
     Ok(())

@@ -1,4 +1,4 @@
-//! `cargo xtask`: everything a developer or CI runs, as one program.
+//! `cargo xtask`: all commands for developers and CI.
 
 mod bench;
 mod ceph;
@@ -17,34 +17,34 @@ use clap::Parser;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-/// What a developer of ringdisk or CI runs
+/// Commands for developers of ringdisk and for CI
 #[derive(Parser)]
 #[command(bin_name = "cargo xtask")]
 enum Xtask {
-    /// Serve a disk to a real guest, and the same guest on QEMU's own virtio-blk, side by side
+    /// Compare a disk of ringdisk with QEMU's own virtio-blk in the same guest
     Demo(demo::Args),
-    /// Run all tests, those in real guests too
+    /// Run all tests, including those in real guests
     Test(test::Args),
-    /// Measure ringdisk beside qemu-storage-daemon and fio on the host
+    /// Compare ringdisk with qemu-storage-daemon, and with fio on the host
     Bench(Box<bench::Args>),
-    /// Start or end a real Ceph cluster on the loopback interface
+    /// Start or stop a Ceph cluster on the loopback interface
     #[command(subcommand)]
     Ceph(ceph::Args),
-    /// Kill, upgrade, reconfigure and load a ringdisk with eight disks, all at once and for long
+    /// Kill, upgrade, reconfigure and load a ringdisk with eight disks for a long time
     Soak(soak::Args),
-    /// Test images of every kind at random against a model, with kills, power cuts and QEMU's tools
+    /// Compare random operations on all image formats with a model, with kills, power cuts and QEMU's tools
     Model(model::Args),
-    /// Feed every parser of hostile bytes with such bytes; needs a nightly toolchain
+    /// Fuzz every parser of untrusted bytes; needs a nightly toolchain
     Fuzz(fuzz::Args),
-    /// Run what needs nothing of the system under Miri; needs a nightly toolchain with it
+    /// Run tests without system calls under Miri; needs a nightly toolchain with Miri
     Miri,
-    /// Make a Debian package of the program, its service and its manual
+    /// Build a Debian package of the program, its service and its manual
     Deb,
     /// Run what CI runs: format, clippy, crate borders, structure, unsafe policy, licences, documents, and the tests
     Ci(ci::Args),
-    /// Write docs/compatibility.md from what the last `cargo xtask test` has run
+    /// Write docs/compatibility.md from the records of the last `cargo xtask test`
     Compatibility,
-    /// Install what the other commands need, on Debian
+    /// Install the Debian packages that the other commands need
     Install,
 }
 
@@ -77,7 +77,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// The cargo that runs this program, in the root of the work tree.
+/// The cargo that runs this program, with the root of the work tree as its directory.
 fn cargo() -> Command {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
     cargo.current_dir(root());
@@ -88,7 +88,7 @@ fn cargo() -> Command {
 mod tests {
     use clap::CommandFactory;
 
-    /// clap checks a command only when it is used, and then panics.
+    /// clap checks a command at its first use, and panics if it is invalid.
     #[test]
     fn the_options_of_all_commands_agree() {
         super::Xtask::command().debug_assert();

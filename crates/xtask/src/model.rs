@@ -1,4 +1,4 @@
-//! `cargo xtask model`: the random tester of the whole program, for as long as one likes.
+//! `cargo xtask model`: runs the random tester of the whole program for a given time.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use testkit::model::{self, Options};
 
 use crate::{cargo, packages, root};
 
-/// How long, and from where.
+/// The duration and the seeds
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
   cargo xtask model --minutes 60 --jobs 4
@@ -16,33 +16,33 @@ use crate::{cargo, packages, root};
 
 What goes wrong is printed with its seed and the shortest list of steps that still fails; the exit code is 1 then.")]
 pub struct Args {
-    /// Minutes that it lasts
+    /// Duration in minutes
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=100_000))]
     minutes: u64,
-    /// The first seed, which the others follow; default: another one each time
+    /// The first seed; the others follow [default: a different one each time]
     #[arg(long, value_name = "NUMBER")]
     seed: Option<u64>,
-    /// The only seed
+    /// Run only this seed
     #[arg(long, value_name = "NUMBER", conflicts_with = "seed")]
     only: Option<u64>,
-    /// Cases at a time
+    /// The number of concurrent cases
     #[arg(long, value_name = "N", default_value_t = 1)]
     jobs: usize,
-    /// Seconds for which a failure is made shorter
+    /// Seconds for shortening a failing case
     #[arg(long, value_name = "S", default_value_t = 120)]
     shrink: u64,
-    /// Go on after a failure
+    /// Continue after a failure
     #[arg(long)]
     go_on: bool,
-    /// Test the program as it is built for use, and not with the checks of a debug build
+    /// Test the release build, without the checks of a debug build
     #[arg(long)]
     release: bool,
-    /// Test this program, and build none
+    /// Test this program instead of building one
     #[arg(long, value_name = "PATH")]
     program: Option<PathBuf>,
 }
 
-/// Runs it.
+/// Runs the tester, and fails if it has found an error.
 pub fn run(args: &Args) -> Result<()> {
     packages::ensure()?;
     let binary = match &args.program {
@@ -71,11 +71,11 @@ pub fn run(args: &Args) -> Result<()> {
         println!("skipped: {skipped}");
     }
     println!("{}", report.summary());
-    ensure!(report.findings.is_empty(), "something went wrong");
+    ensure!(report.findings.is_empty(), "the random tester found errors");
     Ok(())
 }
 
-/// Builds ringdisk, and says where it is.
+/// Builds ringdisk and returns its path.
 fn build(release: bool) -> Result<PathBuf> {
     let mut build = cargo();
     build.args(["build", "--locked", "-p", "ringdisk"]);
@@ -83,7 +83,7 @@ fn build(release: bool) -> Result<PathBuf> {
         build.arg("--release");
     }
     let status = build.status().context("starting cargo build")?;
-    ensure!(status.success(), "ringdisk cannot be built ({status})");
+    ensure!(status.success(), "ringdisk does not build ({status})");
     let profile = if release { "release" } else { "debug" };
     let path = root().join("target").join(profile).join("ringdisk");
     path.canonicalize()

@@ -1,7 +1,7 @@
 //! Installs what the tests, the demo and the bench need on a fresh Debian machine.
 //!
-//! Nothing is asked of the network when everything is there. Without network the error names what is missing:
-//! `cargo xtask test` then goes on and skips the guests, the demo can't.
+//! The network is used only if something is missing. Without it, the error names what is missing: `cargo xtask test` then
+//! skips the guests, and the demo fails.
 
 pub mod browser;
 pub mod ceph;
@@ -19,7 +19,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use testkit::vm::{Kernel, find_program, kernel_cache};
 
-/// Programs that are called or, with their whole path, booted, and the Debian packages that hold them.
+/// Programs (or files, with their whole path) and the Debian packages that contain them.
 const PROGRAMS: &[(&str, &str)] = &[
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("qemu-img", "qemu-utils"),
@@ -44,7 +44,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("/usr/lib/u-boot/qemu-x86_64/u-boot.rom", "u-boot-qemu"),
 ];
 
-/// A meta package: it depends on the newest kernel of the release.
+/// A meta package that depends on the release's newest kernel.
 const KERNEL: &str = "linux-image-cloud-amd64";
 
 /// Debian 12's own QEMU is 7.2, too old to be a fair rival. Its backports have 10.x.
@@ -52,7 +52,7 @@ const QEMU_MAJOR_MIN: u32 = 8;
 
 type Ensure = fn() -> Result<()>;
 
-/// Everything that the tests need, and what happens without it.
+/// Everything that the tests need, and the consequence if it is missing.
 pub const ALL: [(Ensure, &str); 10] = [
     (ensure, "tests that need a guest are skipped"),
     (qmp::ensure, "tests with QEMU's QMP client are skipped"),
@@ -78,7 +78,7 @@ pub const ALL: [(Ensure, &str); 10] = [
     (tcmalloc::ensure, "ringdisk is tested without tcmalloc"),
 ];
 
-/// Installs what is missing; quick, and without apt, when nothing is.
+/// Installs what is missing. If nothing is, it is quick and does not run apt.
 pub fn ensure() -> Result<()> {
     let mut packages: Vec<&str> = PROGRAMS
         .iter()
@@ -180,7 +180,7 @@ struct Backports {
 
 const SOURCE_FILE: &str = "/etc/apt/sources.list.d/ringdisk-backports.sources";
 
-/// Where a recent QEMU comes from: the backports of Debian 12, from the same mirror as the release itself.
+/// The backports of Debian 12, which have a recent QEMU, from the same mirror as the release.
 fn backports() -> Result<Option<Backports>> {
     let os = fs::read_to_string("/etc/os-release").context("reading /etc/os-release")?;
     if !os.lines().any(|line| line == "VERSION_CODENAME=bookworm") {
@@ -209,10 +209,10 @@ fn codename() -> Result<String> {
     let release = fs::read_to_string("/etc/os-release").context("reading /etc/os-release")?;
     let mut lines = release.lines();
     let name = lines.find_map(|line| line.strip_prefix("VERSION_CODENAME="));
-    Ok(name.context("this is no Debian")?.to_owned())
+    Ok(name.context("this is not Debian")?.to_owned())
 }
 
-/// Where apt finds a release.
+/// The mirror of a release in apt's sources.
 fn mirror(codename: &str) -> Result<Option<String>> {
     let indexes = output(
         "apt-get",
@@ -240,8 +240,8 @@ fn add_source(text: &str) -> Result<()> {
     as_root("install", &["--mode=644", &path, SOURCE_FILE])
 }
 
-/// Fetches the kernel package that `linux-image-cloud-amd64` depends on and unpacks it in the cache. It's not
-/// installed: the host's /boot is none of our business, and no root is needed.
+/// Fetches the kernel package that `linux-image-cloud-amd64` depends on, and unpacks it in the cache. Installing it would
+/// change the host's /boot and need root.
 fn fetch_kernel() -> Result<()> {
     let depends = || output("apt-cache", &["depends", KERNEL]);
     let package_in = |text: &str| {
@@ -280,7 +280,7 @@ fn fetch_kernel() -> Result<()> {
     run(Command::new("dpkg-deb")
         .arg("--extract")
         .args([&deb, &unpacked]))?;
-    // Renamed in one go: a kernel in the cache is whole.
+    // Rename it when it is complete: the cache never has a partial kernel.
     let target = kernel_cache().join(deb.file_stem().context("a .deb without a name")?);
     if let Err(error) = fs::rename(&unpacked, &target) {
         ensure!(

@@ -1,10 +1,10 @@
-//! `cargo xtask soak`: the soak tests, for as long as one likes.
+//! `cargo xtask soak`: runs the soak tests for a given time.
 
 use crate::{cargo, packages};
 use anyhow::{Context, Result, ensure};
 use std::path::PathBuf;
 
-/// How long, and from where.
+/// The duration and the random seed
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
   cargo xtask soak --minutes 60
@@ -14,30 +14,30 @@ use std::path::PathBuf;
 Two tests share the time: everything at once, and random sequences of operations against a model of what is to be served,
 listed and kept. What goes wrong is printed with the seed; the exit code is 1 then.")]
 pub struct Args {
-    /// Minutes that it lasts
+    /// Duration in minutes
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=100_000))]
     minutes: u64,
-    /// Where random choices begin; default: another one each time
+    /// The random seed [default: a different one each time]
     #[arg(long, value_name = "NUMBER")]
     seed: Option<u64>,
-    /// The only case of random operations
+    /// Run only this case of random operations
     #[arg(long, value_name = "NUMBER", conflicts_with = "seed")]
     only: Option<u64>,
-    /// Random sequences of operations alone
+    /// Run only the random sequences of operations
     #[arg(long)]
     operations: bool,
-    /// Seconds for which steps are left out of a case that fails
+    /// Seconds for removing steps from a failing case
     #[arg(long, value_name = "S", default_value_t = 300)]
     shrink: u64,
-    /// Test the program as it is built for use, and not with the checks of a debug build
+    /// Test the release build, without the checks of a debug build
     #[arg(long)]
     release: bool,
-    /// Test this program
+    /// Test this program instead of building one
     #[arg(long, value_name = "PATH")]
     program: Option<PathBuf>,
 }
 
-/// Runs it, with what it needs installed first.
+/// Installs what the tests need, and runs them.
 pub fn run(args: &Args) -> Result<()> {
     packages::ensure()?;
     let alone = args.operations || args.only.is_some();
@@ -63,6 +63,6 @@ pub fn run(args: &Args) -> Result<()> {
         test.env("RINGDISK_SOAK_PROGRAM", program.canonicalize()?);
     }
     let status = test.status().context("starting cargo test")?;
-    ensure!(status.success(), "something went wrong ({status})");
+    ensure!(status.success(), "the soak tests failed ({status})");
     Ok(())
 }

@@ -1,7 +1,7 @@
-//! `cargo xtask test`: all tests of the workspace, with what they need installed first.
+//! `cargo xtask test`: installs what the tests need, and runs all tests of the workspace.
 //!
-//! The test programs are built once and then run here, a group of tests at a time, so that the time of each group is
-//! seen, and so that each group runs with as many threads as suit it.
+//! The test programs are built once. Then each group of tests runs with a suitable number of threads, and its time is
+//! reported.
 
 use crate::{cargo, compatibility, packages, root};
 use anyhow::{Context, Result, ensure};
@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::process::{ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Which tests to run
+/// The tests to run
 #[derive(clap::Args, Default)]
 #[command(after_help = "Examples:
   cargo xtask test
@@ -19,21 +19,21 @@ use std::time::{Duration, Instant};
 
 The exit code is 1 if a test fails.")]
 pub struct Args {
-    /// Only this group; can be given again
+    /// Only this group; can be repeated
     #[arg(long, value_name = "GROUP", value_parser = GROUPS.map(|group| group.name))]
     group: Vec<String>,
 }
 
-/// Tests that are run together.
+/// Tests that run together.
 struct Group {
     name: &'static str,
-    /// Paths that begin the names of its tests, with their package. A test belongs to the first group that names it.
+    /// Prefixes of test names, with the package. A test belongs to the first group that matches.
     tests: &'static [&'static str],
-    /// Tests at a time, on two processors.
+    /// The number of concurrent tests on two CPUs.
     threads: &'static str,
 }
 
-/// Run from the last to the first: quick tests show a mistake early.
+/// Run from the last to the first: quick tests reveal errors early.
 const GROUPS: [Group; 8] = [
     Group {
         name: "guests",
@@ -66,7 +66,7 @@ const GROUPS: [Group; 8] = [
         tests: &["ringdisk model::", "ringdisk soak::"],
         threads: "1",
     },
-    // The processors are busy.
+    // These keep the CPUs busy.
     Group {
         name: "images",
         tests: &["image "],
@@ -77,7 +77,7 @@ const GROUPS: [Group; 8] = [
         tests: &["lab ", "ringdisk lab::"],
         threads: "2",
     },
-    // These wait for each other, for timers and for the disk.
+    // These mostly wait for each other, for timers and for the disk.
     Group {
         name: "server",
         tests: &["ringdisk "],
@@ -90,7 +90,7 @@ const GROUPS: [Group; 8] = [
     },
 ];
 
-/// Runs the tests, and closes with what was skipped and why.
+/// Runs the tests, and then lists the skipped tests with the reasons.
 pub fn run(args: &Args) -> Result<()> {
     install();
     if args.group.is_empty() {
@@ -113,7 +113,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     totals.print(&times);
     ensure!(totals.failed.is_empty(), "tests failed");
-    ensure!(totals.passed > 0, "no test was run");
+    ensure!(totals.passed > 0, "no tests ran");
     Ok(())
 }
 
@@ -128,13 +128,13 @@ fn install() {
 /// An executable with tests.
 struct Program {
     path: PathBuf,
-    /// Where its tests are run, as cargo does.
+    /// The working directory of its tests, as in cargo.
     folder: PathBuf,
-    /// Its tests, each with the number of its group.
+    /// Its tests, each with the index of its group.
     tests: Vec<(String, usize)>,
 }
 
-/// Builds all test programs, as they are packaged: with tcmalloc.
+/// Builds all test programs with tcmalloc, as in the package.
 fn build() -> Result<Vec<Program>> {
     let mut tests = cargo();
     tests.args(["test", "--workspace", "--locked", "--no-run"]);
@@ -207,7 +207,7 @@ impl Program {
         })
     }
 
-    /// Runs those of a group.
+    /// Runs the tests of a group.
     fn run(&self, group: usize, threads: &str, totals: &mut Totals) -> Result<()> {
         let tests: Vec<&String> = self
             .tests
@@ -220,7 +220,7 @@ impl Program {
         let path = self.path.display();
         println!("{path} ({} tests)", tests.len());
         let mut child = Command::new(&self.path)
-            // --show-output: a test that can't run here says so and passes, and what a passed test says is hidden otherwise.
+            // A test that cannot run here prints the reason and passes; without --show-output, that is hidden.
             .args(["--exact", "--show-output", "--test-threads", threads])
             .args(tests)
             .current_dir(&self.folder)
@@ -265,7 +265,7 @@ struct Totals {
 }
 
 impl Totals {
-    /// Passes the output on, without what passed tests printed.
+    /// Prints the output without that of passed tests.
     fn read(&mut self, stdout: ChildStdout) -> Result<()> {
         let mut in_successes = false;
         for line in BufReader::new(stdout).split(b'\n') {
@@ -279,7 +279,7 @@ impl Totals {
             if !in_successes {
                 println!("{line}");
             }
-            // Of a part of a test that takes long.
+            // The duration of a part of a long test.
             if in_successes && line.starts_with("time: ") {
                 println!("{line}");
             }

@@ -10,7 +10,7 @@ use testkit::qemu::{PRODUCT, RELEASES, Release};
 use super::unpacked::{Product, Source, ensure_unpacked};
 use super::{codename, output};
 
-/// What is unpacked of every release.
+/// The packages of every release.
 const QEMU: Product = Product {
     name: PRODUCT,
     packages: &[
@@ -23,7 +23,7 @@ const QEMU: Product = Product {
     write_programs,
 };
 
-/// Which programs tests may start.
+/// The programs that tests may start.
 const PROGRAMS: [&str; 5] = [
     "qemu-system-x86_64",
     "qemu-img",
@@ -32,7 +32,7 @@ const PROGRAMS: [&str; 5] = [
     "qemu-storage-daemon",
 ];
 
-/// A release's last entry is the newest QEMU that it offers.
+/// The last entry of a release is its newest QEMU.
 const SOURCES: [Source; 5] = [
     Source {
         name: "debian-12",
@@ -61,10 +61,10 @@ const SOURCES: [Source; 5] = [
     },
 ];
 
-/// Fetches what is missing of [`RELEASES`] and, once a day, what the archives have newer.
+/// Fetches the missing packages of [`RELEASES`] and, once a day, newer ones.
 ///
 /// # Errors
-/// One is missing still; the others are there.
+/// A release is still missing. The others are available.
 pub fn ensure() -> Result<()> {
     let mut missing = Vec::new();
     for name in RELEASES {
@@ -79,23 +79,23 @@ pub fn ensure() -> Result<()> {
 /// The newest QEMU that the archives of this system's release offer, backports included.
 ///
 /// # Errors
-/// It cannot be fetched, or this is another system than those that [`SOURCES`] knows.
+/// It cannot be fetched, or this system is not in [`SOURCES`].
 pub fn newest_of_system() -> Result<Release> {
     let codename = codename()?;
     let source = SOURCES.iter().rfind(|source| source.codename == codename);
-    let source = source.with_context(|| format!("no QEMU is known of {codename}"))?;
+    let source = source.with_context(|| format!("there is no known QEMU for {codename}"))?;
     ensure_release(source.name)
 }
 
 /// Fetches a release if it is missing or, once a day, if the archives have a newer one.
 fn ensure_release(name: &str) -> Result<Release> {
     let source = SOURCES.iter().find(|source| source.name == name);
-    let source = source.with_context(|| format!("{name} is no release that is known"))?;
+    let source = source.with_context(|| format!("{name} is not a known release"))?;
     ensure_unpacked(&QEMU, source)?;
     Release::find(name)
 }
 
-/// Writes a script for every program, and tries them. They tell QEMU's version.
+/// Writes a script for every program, runs them, and returns QEMU's version.
 fn write_programs(folder: &Path) -> Result<String> {
     let programs = folder.join("bin");
     fs::create_dir(&programs).context("making the folder of programs")?;

@@ -8,12 +8,12 @@ use testkit::qmp::{PACKAGE, environment, python};
 
 use super::{install, run, succeeds};
 
-/// Makes the environment if it is missing; quick, and without network, when it is there.
+/// Creates the environment if it is missing. If it exists, this is quick and needs no network.
 pub fn ensure() -> Result<()> {
     if python().is_ok() {
         return Ok(());
     }
-    // Debian packs the part of venv that puts pip into the environment by itself.
+    // Debian has a separate package for the part of venv that installs pip.
     if !succeeds(Command::new("python3").args(["-c", "import venv, ensurepip"])) {
         install(&["python3", "python3-venv"])?;
     }
@@ -22,7 +22,7 @@ pub fn ensure() -> Result<()> {
     if let Some(parent) = environment.parent() {
         fs::create_dir_all(parent).with_context(|| format!("making {}", parent.display()))?;
     }
-    // One that was left half made is made anew.
+    // --clear replaces a partial environment.
     run(Command::new("python3")
         .args(["-m", "venv", "--clear"])
         .arg(&environment))?;

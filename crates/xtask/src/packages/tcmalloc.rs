@@ -1,4 +1,4 @@
-//! tcmalloc, which librados allocates with faster than with the C library's malloc: the program that is packaged has it.
+//! tcmalloc, with which librados is faster than with the C library's malloc. The package is built with it.
 
 use anyhow::{Context, Result, ensure};
 use std::path::Path;
@@ -15,7 +15,7 @@ const LIBRARY: &str = "libtcmalloc_minimal.so.4";
 /// Debian's package of it; where that is called libtcmalloc-minimal4t64, it provides this.
 pub const PACKAGE: &str = "libtcmalloc-minimal4";
 
-/// Installs it if it is missing; quick, and without apt, when it is there.
+/// Installs it if it is missing. If it is installed, this is quick and does not run apt.
 pub fn ensure() -> Result<()> {
     if !is_there()? {
         install(&[PACKAGE])?;
