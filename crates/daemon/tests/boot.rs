@@ -68,7 +68,7 @@ fn guest_boots_from_firmware_and_boot_loader() {
     let logs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm").join(test);
     let guest = Vm::new(logs)
         .cpus(2)
-        .disk(vm::Disk::Pasted(arguments.collect()))
+        .disk(vm::Disk::Printed(arguments.collect()))
         .boot_loader()
         .may_reboot();
     let output = guest.run("", GUEST_LIMIT).unwrap().checked().unwrap();

@@ -13,11 +13,11 @@ use std::time::Duration;
 use crate::support::{Disk, content, seed, successor};
 use rustix::process::Signal;
 use testkit::driver::{Device, DeviceConfig, Op, RegionEntries};
-use testkit::faulty::Random;
 use testkit::frontend::message::{GET_INFLIGHT_FD, SET_INFLIGHT_FD};
 use testkit::frontend::{Frontend, Inflight, protocol};
-use testkit::load::{Held, Load};
+use testkit::load::{BlockContent, Load};
 use testkit::qemu_img;
+use testkit::random::Random;
 use testkit::server::Server;
 use testkit::vm::{self, Vm};
 
@@ -27,7 +27,13 @@ const OK: u8 = 0;
 fn kill_repeatedly(config: &DeviceConfig, options: &str, rounds: usize) {
     let disk = Disk::new();
     let argument = disk.argument(&format!("queues={}{options}", config.queues));
-    kill_repeatedly_on(config, &disk, argument, (512, Held::Content), rounds);
+    kill_repeatedly_on(
+        config,
+        &disk,
+        argument,
+        (512, BlockContent::Pattern),
+        rounds,
+    );
 }
 
 /// An image that is served.
@@ -99,7 +105,7 @@ fn acknowledged_qcow2_writes_survive_kills() {
     };
     let argument = format!("{},queues=2,queue-size=64", image.argument());
     image.disk.file = image.file;
-    let on = (8192, Held::Zeroes);
+    let on = (8192, BlockContent::Zeroes);
     let log = kill_repeatedly_on(&config(false), &image.disk, argument, on, 60);
     assert!(log.contains("are done again"), "{log}");
     assert!(!log.contains("is not used"), "{log}");
@@ -125,7 +131,7 @@ fn journal_of_another_user_is_reported() {
     assert!(refused.contains("journals-nobody"), "{refused}");
     assert!(refused.contains("ran as another user"), "{refused}");
     let server = start(&nobody).unwrap();
-    server.logged(&["are done again"]);
+    server.wait_for_log(&["are done again"]);
     verify(&server);
     server.signal(Signal::KILL);
     drop(server);
@@ -161,13 +167,13 @@ fn forged_journal_of_another_user_is_ignored() {
     // From here on, the image says that it has no journal.
     assert!(server.terminate().unwrap().success());
     let server = image.serve("runtime", &[]).unwrap();
-    server.logged(&["WARN", "journals-nobody", "not that of this image"]);
+    server.wait_for_log(&["WARN", "journals-nobody", "not that of this image"]);
     write(&server);
     // And now that it has another journal.
     server.signal(Signal::KILL);
     drop(server);
     let server = image.serve("runtime", &[]).unwrap();
-    server.logged(&["WARN", "journals-nobody", "not that of this image"]);
+    server.wait_for_log(&["WARN", "journals-nobody", "not that of this image"]);
     verify(&server);
 }
 
@@ -183,10 +189,10 @@ fn journal_in_another_directory_is_reported() {
     server.signal(Signal::KILL);
     drop(server);
     let server = start("elsewhere");
-    server.logged(&["there is none at", "elsewhere/journals/"]);
+    server.wait_for_log(&["there is none at", "elsewhere/journals/"]);
     drop(server);
     let server = start("runtime");
-    server.logged(&["are done again"]);
+    server.wait_for_log(&["are done again"]);
     verify(&server);
 }
 
@@ -196,7 +202,7 @@ fn kill_repeatedly_on(
     config: &DeviceConfig,
     disk: &Disk,
     argument: String,
-    (blocks, held): (usize, Held),
+    (blocks, held): (usize, BlockContent),
     rounds: usize,
 ) -> String {
     let times = std::env::var("RINGDISK_TEST_ROUNDS").map_or(1, |n| n.parse().unwrap());
@@ -207,7 +213,7 @@ fn kill_repeatedly_on(
     let mut server = Server::ringdisk(binary, &arguments).unwrap();
     let mut device = Device::connect(server.socket(), config).unwrap();
     assert!(device.inflight.is_some(), "not offered");
-    let mut loads = Load::all(&device, blocks, held, held == Held::Zeroes);
+    let mut loads = Load::all(&device, blocks, held, held == BlockContent::Zeroes);
     let mut in_flight_at_kills = 0;
     let mut log = String::new();
     for round in 0..rounds {
@@ -507,7 +513,7 @@ fn stopping_a_ring_before_it_runs_keeps_its_inflight_requests() {
         assert_eq!(device.frontend.vring_base(0).unwrap(), base);
         device.resume_queue(0, base).unwrap();
         done.extend(device.queues[0].finish(slots.len() - done.len()));
-        server.logged(&["are done again"]);
+        server.wait_for_log(&["are done again"]);
         assert!(done.iter().all(|&(_, status)| status == OK), "{done:?}");
     }
 }
@@ -550,13 +556,13 @@ fn kill_under_guest(test: &str, packed: bool) {
         "vhost-user-blk-pci,chardev=disk,num-queues=2,queue-size=128",
     ];
     let pasted = pasted.map(String::from).to_vec();
-    let mut guest = Vm::new(logs).cpus(2).disk(vm::Disk::Pasted(pasted));
+    let mut guest = Vm::new(logs).cpus(2).disk(vm::Disk::Printed(pasted));
     if packed {
         guest = guest.packed();
     }
     let mut logs = String::new();
     let output = guest.run_watched(
-        &vm::writers("kill", 6, 2),
+        &vm::verifying_writers("kill", 6, 2),
         // The machine may be busy.
         Duration::from_secs(400),
         &mut |line, _| {

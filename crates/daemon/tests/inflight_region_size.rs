@@ -156,7 +156,7 @@ fn queue_larger_than_its_region_is_served_without_a_record() {
         let server = start_after_kill(&disk);
         device.reconnect(server.socket(), &config).unwrap();
         device.queues[0].finish(slots.len() - done);
-        let log = server.logged(&["are done again"]);
+        let log = server.wait_for_log(&["are done again"]);
         assert!(!log.contains(UNRECORDED), "{log}");
     }
 }
@@ -186,7 +186,7 @@ fn packed_ring_without_a_record_is_not_resumed_after_a_kill() {
     let server = start_after_kill(&disk);
     device.reconnect(server.socket(), &config).unwrap();
     assert!(device.queues[0].ring.broken(HANG));
-    server.logged(&["queue 0 cannot be served", "reset the guest"]);
+    server.wait_for_log(&["queue 0 cannot be served", "reset the guest"]);
     device.frontend.reset_device().unwrap();
     drop(device);
     let mut device = Device::connect(server.socket(), &config).unwrap();

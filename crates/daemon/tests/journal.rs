@@ -109,7 +109,7 @@ fn small_metadata_cache_loses_nothing() {
         }
         kill(server);
         let mut server = image.serve(",l2-cache-size=1k");
-        server.logged(&["are done again"]);
+        server.wait_for_log(&["are done again"]);
         let mut device = connect(&server);
         for table in 0..tables {
             let found = device.queues[0].read(table * REACH, 512).unwrap();
@@ -147,7 +147,7 @@ fn restored_backup_is_not_overwritten_by_the_journal() -> io::Result<()> {
     // This keeps the inode.
     fs::copy(&backup, &file)?;
     let server = image.serve("");
-    server.logged(&["WARN", "is not used", "backup"]);
+    server.wait_for_log(&["WARN", "is not used", "backup"]);
     let mut device = connect(&server);
     let queue = &mut device.queues[0];
     assert!(queue.read(0, 1 << 20).unwrap() == content(1, 1 << 20));
@@ -174,7 +174,7 @@ fn images_without_a_journal_lose_nothing() {
         for n in 0..64 {
             assert_eq!(device.queues[0].write(16 * n, &content(2 + n, 4096)), 0);
         }
-        server.logged(&["is flushed before it completes"]);
+        server.wait_for_log(&["is flushed before it completes"]);
         kill(server);
         image.qemu_img_after_kill("check -q -r leaks");
         let server = image.serve("");
@@ -235,7 +235,7 @@ fn replay_can_be_interrupted() -> io::Result<()> {
     assert!(!said.contains("are done again"), "{said}");
     assert!(said.contains("stopped"), "{said}");
     let server = image.serve(",format=qcow2,l2-cache-size=1k");
-    server.logged(&["are done again"]);
+    server.wait_for_log(&["are done again"]);
     let mut device = connect(&server);
     for table in 0..TABLES {
         let found = device.queues[0].read(table * REACH, 512).unwrap();
@@ -321,7 +321,7 @@ fn shutdown_on_a_full_file_system_loses_nothing() -> io::Result<()> {
     drop(filler);
     fs::remove_file(small.join("filler"))?;
     let server = image.serve(",cache=writeback");
-    server.logged(&["are done again"]);
+    server.wait_for_log(&["are done again"]);
     let mut device = connect(&server);
     for table in 0..16 {
         let found = device.queues[0].read(table * REACH, 4096).unwrap();
@@ -356,7 +356,7 @@ fn committed_overlay_is_not_overwritten_by_the_journal() {
     );
     qemu_img::img(at, "commit -q above");
     let mut server = image.serve("");
-    server.logged(&["WARN", "is not used"]);
+    server.wait_for_log(&["WARN", "is not used"]);
     let mut device = connect(&server);
     let queue = &mut device.queues[0];
     assert!(queue.read(0, 1 << 16).unwrap() == content(1, 1 << 16));
@@ -403,7 +403,7 @@ fn image_with_a_pending_journal_is_not_read_without_it() -> io::Result<()> {
     assert!(server.terminate()?.success());
     fs::write(at.join("image.qcow2"), killed)?;
     let mut server = image.serve("");
-    server.logged(&["are done again"]);
+    server.wait_for_log(&["are done again"]);
     assert!(connect(&server).queues[0].read(0, 1 << 16).unwrap() == content(1, 1 << 16));
     assert!(server.terminate()?.success());
     image.name = "above.qcow2".into();
@@ -421,7 +421,7 @@ fn image_with_a_pending_journal_is_not_read_without_it() -> io::Result<()> {
     fs::create_dir(&runtime)?;
     fs::write(runtime.join("journals"), [])?;
     let mut server = image.serve("");
-    server.logged(&["WARN", "says that it has a journal"]);
+    server.wait_for_log(&["WARN", "says that it has a journal"]);
     assert!(server.terminate()?.success());
     // Nothing was written, so the journal is still the image's.
     fs::remove_dir_all(&runtime)?;
@@ -457,7 +457,7 @@ fn damaged_journal_keeps_its_image_closed() -> io::Result<()> {
     }
     fs::write(&journal, whole)?;
     let mut server = image.serve("");
-    server.logged(&["are done again"]);
+    server.wait_for_log(&["are done again"]);
     assert!(connect(&server).queues[0].read(0, 1 << 16).unwrap() == content(1, 1 << 16));
     assert!(server.terminate()?.success());
     Ok(())

@@ -379,7 +379,7 @@ fn check_patches_move_a_vm_to_ringdisk_and_back() {
     let mut server = Server::ringdisk(BINARY, &arguments).unwrap();
     boot(&mut virsh);
     assert!(server.terminate().unwrap().success());
-    server.logged(&["front-end connected"]);
+    server.wait_for_log(&["front-end connected"]);
 
     apply_patch(&host, "qemu", &["guest.xml", "ringdisk.toml"]);
     boot(&mut virsh);

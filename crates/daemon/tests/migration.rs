@@ -224,7 +224,7 @@ fn migrate_guest(test: &str, format: &str, cache: &str, packed: bool) -> Result<
             "vhost-user-blk-pci,chardev=disk,num-queues=2,queue-size=128",
         ];
         vec![
-            vm::Disk::Pasted(pasted.map(String::from).to_vec()),
+            vm::Disk::Printed(pasted.map(String::from).to_vec()),
             vm::Disk::Qemu {
                 file: signal.clone(),
                 cache: "writeback",
@@ -241,7 +241,7 @@ fn migrate_guest(test: &str, format: &str, cache: &str, packed: bool) -> Result<
     }
     let mut moves = Vec::new();
     let guests = [0, 1].map(|host| disks(host).into_iter().fold(guest.clone(), Vm::disk));
-    let output = vm::run_moving(
+    let output = vm::run_migrating(
         &guests,
         MIGRATIONS,
         "load() {
@@ -249,7 +249,7 @@ fn migrate_guest(test: &str, format: &str, cache: &str, packed: bool) -> Result<
                  --size=24M --verify=crc32c --verify_backlog=16 --verify_fatal=1 --numjobs=2 --offset_increment=28M \\
                  --group_reporting --eta=never --output=/tmp/fio --randrepeat=0 || { cat /tmp/fio; echo 'fio failed'; exit 1; }
          }
-         echo move me
+         echo migrate me
          rounds=0
          until dd if=/dev/vdb bs=512 count=1 iflag=direct 2>/dev/null | grep -q enough; do
              load

@@ -12,7 +12,7 @@ use testkit::ring::{Desc, PackedDesc};
 use virtio_bindings::virtio_blk::*;
 
 use crate::support::{content, seed, serve};
-use testkit::faulty::Random;
+use testkit::random::Random;
 use testkit::server::Server;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
@@ -175,7 +175,7 @@ fn start_position_beyond_the_ring_is_refused() {
         device.start_queue(0, 1 << 15).unwrap();
         assert_reads(&mut device, 0);
     }
-    server.logged(&["queue 0", "ring base"]);
+    server.wait_for_log(&["queue 0", "ring base"]);
 }
 
 // Hostile guests
@@ -313,8 +313,8 @@ fn bad_chain_retires_only_its_queue() {
         device.start_queue(0, 1 << 15).unwrap();
         assert_reads(&mut device, 0);
         println!("{name}");
-        server.logged(&["queue 0"]);
-        server.logged(&[cause]);
+        server.wait_for_log(&["queue 0"]);
+        server.wait_for_log(&[cause]);
         assert_eq!(disk.bytes(0, 4096), content(0, 4096));
     }
 }

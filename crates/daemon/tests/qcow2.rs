@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 use testkit::driver::{Device, DeviceConfig, Op, Queue};
-use testkit::faulty::Random;
+use testkit::random::Random;
 use testkit::server::Server;
 use testkit::vm::{self, Vm};
 use virtio_bindings::virtio_blk::*;
@@ -431,7 +431,7 @@ fn guest_boots_from_an_overlay() {
     let logs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm").join(test);
     let guest = Vm::new(logs)
         .cpus(2)
-        .disk(vm::Disk::Pasted(arguments.collect()))
+        .disk(vm::Disk::Printed(arguments.collect()))
         .root("root")
         .may_reboot();
     let output = guest.run("", GUEST_LIMIT).unwrap().checked().unwrap();

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, prlimit};
 use serde_json::json;
 use testkit::driver::{Device, DeviceConfig, HANG};
-use testkit::server::{Server, gone};
+use testkit::server::{Server, wait_for_exit};
 
 fn serve(dir: &Path, limit: Option<u64>) -> Server {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
@@ -188,7 +188,7 @@ fn descriptor_limit_is_named_to_clients_and_vms() {
     assert!(refused > 0);
     assert_works(&mut device);
     drop(device);
-    server.logged(&["front-end disconnected"]);
+    server.wait_for_log(&["front-end disconnected"]);
     // The session closes its descriptors after that, and the next VM must not find them free.
     let start = Instant::now();
     while has_memory() {
@@ -205,7 +205,7 @@ fn descriptor_limit_is_named_to_clients_and_vms() {
             break;
         }
         println!("a VM, {more} more");
-        server.logged(&["front-end cut off", "RLIMIT_NOFILE"]);
+        server.wait_for_log(&["front-end cut off", "RLIMIT_NOFILE"]);
     }
     let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
     let mut refused = 0;
@@ -236,7 +236,7 @@ fn descriptor_limit_is_named_to_clients_and_vms() {
     assert!(lines.count() < 16, "{log}");
     let next = Pid::from_raw(next).unwrap();
     kill_process(next, Signal::TERM).unwrap();
-    gone(next.as_raw_nonzero().get() as u32);
+    wait_for_exit(next.as_raw_nonzero().get() as u32);
     assert!(server.ended().unwrap().success());
 }
 
@@ -310,7 +310,7 @@ fn disk_is_released_without_free_descriptors() {
         let before = limit.current.replace(3);
         prlimit(pid, Resource::Nofile, limit).unwrap();
         device.stop_queue(0).unwrap();
-        server.logged(&["RLIMIT_NOFILE", "what is open of it stays so"]);
+        server.wait_for_log(&["RLIMIT_NOFILE", "what is open of it stays so"]);
         limit.current = before;
         prlimit(pid, Resource::Nofile, limit).unwrap();
         let is_left = || {

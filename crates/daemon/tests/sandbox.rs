@@ -71,7 +71,7 @@ fn all_threads_are_sandboxed() {
     reads(&server);
     let seccomp = of_all_threads(&server, "Seccomp:");
     let new_privileges = of_all_threads(&server, "NoNewPrivs:");
-    let calls = server.logged(&["sandbox:", "system calls"]);
+    let calls = server.wait_for_log(&["sandbox:", "system calls"]);
     if calls.contains("not restricted") {
         println!("skipped: all_threads_are_sandboxed: {calls}");
         return;
@@ -123,7 +123,7 @@ fn disks_are_attached_only_from_allowed_directories() {
         assert!(attached.status.success(), "{attached:?}");
         let refused = bench.attach(&elsewhere.file, &bench.dir.path().join("s"));
         let error = String::from_utf8_lossy(&refused.stderr).into_owned();
-        let files = server.logged(&["sandbox:", "files"]);
+        let files = server.wait_for_log(&["sandbox:", "files"]);
         if files.contains("not restricted") {
             return println!("skipped: disks_are_attached_only_from_allowed_directories: {files}");
         }

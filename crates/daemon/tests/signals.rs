@@ -123,7 +123,9 @@ fn file_size_limit_fails_only_the_writes_beyond_it() {
         assert_works(&mut device);
         assert_works(&mut small);
     }
-    let said = served.server.logged(&["disk uring", "File too large"]);
+    let said = served
+        .server
+        .wait_for_log(&["disk uring", "File too large"]);
     assert!(said.contains("RLIMIT_FSIZE"), "{said}");
     // An image grows: writes beyond the limit fail, existing data stays accessible, and nothing is left half written.
     let mut image = served.connect("image.qcow2");

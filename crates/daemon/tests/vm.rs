@@ -51,7 +51,7 @@ fn run_disk_lifecycle(test: &str, queues: u16, block_size: u32, packed: bool) ->
          [ \"$(cat /sys/block/vda/queue/write_cache)\" = 'write back' ] || {{ echo 'no write cache'; exit 1; }}
          {}",
         u8::from(packed),
-        vm::disk_life("life", block_size)
+        vm::disk_lifecycle("life", block_size)
     );
     let guest = match packed {
         true => bench.guest(&server).packed(),
@@ -97,7 +97,7 @@ fn guest_in_huge_pages() -> Result<()> {
     let server = bench.serve(&[format!("{},serial=huge", bench.options(&file))])?;
     let mut mapped = false;
     let output = bench.guest(&server).hugepages().run_watched(
-        &vm::disk_life("huge", 4096),
+        &vm::disk_lifecycle("huge", 4096),
         LIMIT,
         &mut |line, _| {
             if line == "ok copy" {
@@ -162,7 +162,7 @@ fn memory_hotplug() -> Result<()> {
         .guest(&server)
         .cpus(2)
         .packed()
-        .more_memory_by(&monitor)
+        .hotplug_memory_by(&monitor)
         .run_watched(
             "memory() { sed -n 's/^MemTotal: *\\([0-9]*\\).*/\\1/p' /proc/meminfo; }
              echo online_kernel >/sys/devices/system/memory/auto_online_blocks
@@ -238,7 +238,7 @@ fn memory_unplug() -> Result<()> {
     let output = bench
         .guest(&server)
         .cpus(2)
-        .more_memory_by(&monitor)
+        .hotplug_memory_by(&monitor)
         .run_watched(
             "memory() { sed -n 's/^MemTotal: *\\([0-9]*\\).*/\\1/p' /proc/meminfo; }
              until_memory() {
@@ -514,7 +514,7 @@ impl Setup {
                 .collect()
         });
         arguments.fold(Vm::new(&self.logs), |vm, arguments| {
-            vm.disk(Disk::Pasted(arguments))
+            vm.disk(Disk::Printed(arguments))
         })
     }
 }

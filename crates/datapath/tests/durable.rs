@@ -9,7 +9,8 @@ use block::{Aio, Backing, CacheMode, DetectZeroes, Discard, DiskFacts};
 use datapath::{Disk, IoThread, Options, Polling};
 use image::Image;
 use testkit::driver::{Device, DeviceConfig, DiskConfig, HANG, Op};
-use testkit::faulty::{Faults, Faulty, MemoryDisk, Random};
+use testkit::faulty::{Faults, Faulty, MemoryDisk};
+use testkit::random::Random;
 
 const DISK_BYTES: u64 = 4 << 20;
 const SECTORS: u64 = DISK_BYTES / 512;

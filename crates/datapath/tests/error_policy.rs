@@ -11,9 +11,10 @@ use block::{Aio, Backing, OnError};
 use datapath::{Disk, IoAction, IoEvent, IoResumed, IoThread, Options, Polling, Replacement};
 use image::Image;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
-use testkit::faulty::{Faults, Faulty, MemoryDisk, Random};
+use testkit::faulty::{Faults, Faulty, MemoryDisk};
 use testkit::frontend::{F_LOG_ALL, eventfd};
 use testkit::memory::Memory;
+use testkit::random::Random;
 
 const DISK_BYTES: u64 = 4 << 20;
 const DEPTH: u16 = 32;

@@ -19,7 +19,7 @@ use image::Image;
 use tempfile::TempDir;
 use testkit::chain::{Chain, Layout, Table, header};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
-use testkit::faulty::Random;
+use testkit::random::Random;
 
 const DISK_BYTES: u64 = 16 << 20;
 const DEPTH: u16 = 32;

@@ -10,7 +10,8 @@ use datapath::{Disk, IoThread, Options, Polling};
 use image::Image;
 use testkit::chain::{Chain, Layout, Table, header};
 use testkit::driver::{Device, DeviceConfig, DiskConfig, HANG, Op, segment};
-use testkit::faulty::{Faults, Faulty, MemoryDisk, Random};
+use testkit::faulty::{Faults, Faulty, MemoryDisk};
+use testkit::random::Random;
 use testkit::ring::Used;
 
 const DISK_BYTES: u64 = 4 << 20;

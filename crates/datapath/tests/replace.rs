@@ -16,8 +16,8 @@ use engine::{Uring, UringError};
 use image::Image;
 use lying::Lying;
 use testkit::driver::{Device, DeviceConfig, Op};
-use testkit::faulty::Random;
 use testkit::qemu_img as qemu;
+use testkit::random::Random;
 
 const DISK_BYTES: u64 = 1 << 20;
 const QUEUES: u16 = 4;

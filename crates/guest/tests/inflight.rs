@@ -22,7 +22,7 @@ use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, fork};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
-use testkit::faulty::Random;
+use testkit::random::Random;
 
 /// Descriptors of the ring, and requests that it may have in flight: with a chain of three and some of one.
 const SIZE: u16 = 8;

@@ -12,8 +12,8 @@ use guest::{
     RingBase, RingLayout, Virtqueue,
 };
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-use testkit::faulty::Random;
 use testkit::memory::Memory;
+use testkit::random::Random;
 use testkit::ring::{Desc, Ring};
 
 const PAGE: u64 = 4096;

@@ -10,9 +10,9 @@ use block::Segment;
 use guest::{GuestMemory, RegionLayout, RingBase, RingLayout, Ticket, Virtqueue};
 use proptest::collection::vec;
 use proptest::prelude::*;
-use testkit::faulty::Random;
 use testkit::frontend::eventfd_wait;
 use testkit::memory::{Memory, Region};
+use testkit::random::Random;
 use testkit::ring::{Desc, Ring};
 
 const RING: RefRing = RefRing {

@@ -12,9 +12,9 @@ use std::sync::Arc;
 use crate::support::memory::{Event, Memory, Replay, What};
 use crate::support::{Disk, HostFiles, READ, WRITE};
 use image::{AllowedDirectories, FileRole, LayerFormat, OpenFiles, Storage, ZeroMode, check};
-use testkit::faulty::{Random, seeds};
 use testkit::images as variants;
 use testkit::qemu_img as qemu;
+use testkit::random::{Random, seeds};
 
 /// Moments for each kind of image and seed; at each, three things that may be left.
 const CUTS: usize = 100;

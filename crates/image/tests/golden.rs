@@ -5,9 +5,9 @@ use std::path::Path;
 
 use crate::support::{Disk, READ, WRITE};
 use image::ZeroMode;
-use testkit::faulty::Random;
 use testkit::images as variants;
 use testkit::qemu_img as qemu;
+use testkit::random::Random;
 
 fn for_all(test: &str, mut check: impl FnMut(&variants::Variant, &Path)) {
     if !qemu::is_there(test) {
@@ -88,7 +88,7 @@ fn every_kind_is_sound_after_writes() {
             qemu::check(directory, "disk.qcow2", false);
             let got = qemu::content(directory, "disk.qcow2", "qcow2");
             assert_same(&got, &want, variant.name);
-            if variant.is_raw_outside() {
+            if variant.has_raw_data_file() {
                 // The data file is the disk, byte for byte, whoever reads it.
                 let data = std::fs::read(directory.join("data")).unwrap();
                 assert_same(&data, &want, variant.name);

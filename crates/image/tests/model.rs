@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::support::memory::Memory;
 use crate::support::{Disk, How, WRITE};
 use image::{AllowedDirectories, LayerFormat, ZeroMode, check};
-use testkit::faulty::{Random, seeds};
 use testkit::images as variants;
 use testkit::qemu_img as qemu;
+use testkit::random::{Random, seeds};
 
 /// So small a cache that slices come and go.
 const TIGHT: How = How {

@@ -4,8 +4,8 @@ use std::fs;
 
 use crate::support::{Disk, WRITE};
 use image::ZeroMode;
-use testkit::faulty::Random;
 use testkit::qemu_img as qemu;
+use testkit::random::Random;
 
 const SIZE: u64 = 4 << 20;
 

@@ -36,7 +36,7 @@ pub const PROGRAMS: &[(&str, &str)] = &[
 pub const POOL: &str = "rbd";
 
 /// How long any operation of a cluster may take; a busy machine needs a tenth of it.
-const PATIENCE: Duration = Duration::from_secs(90);
+const TIMEOUT: Duration = Duration::from_secs(90);
 
 /// The kind of cluster to start.
 #[derive(Clone, Debug)]
@@ -197,7 +197,7 @@ impl Ceph {
     /// # Errors
     /// The command fails; the error contains its output.
     pub fn ceph(&self, arguments: &[&str]) -> Result<String> {
-        let timeout = format!("--connect-timeout={}", PATIENCE.as_secs());
+        let timeout = format!("--connect-timeout={}", TIMEOUT.as_secs());
         run(self.program("ceph").arg(timeout).args(arguments))
     }
 
@@ -329,7 +329,7 @@ impl Ceph {
     fn wait(&self, what: &str, done: impl Fn() -> Result<bool>) -> Result<()> {
         let start = Instant::now();
         while !done()? {
-            ensure!(start.elapsed() < PATIENCE, "waited in vain for: {what}");
+            ensure!(start.elapsed() < TIMEOUT, "waited in vain for: {what}");
             thread::sleep(Duration::from_millis(100));
         }
         Ok(())
@@ -359,7 +359,7 @@ impl Ceph {
         Ok(all)
     }
 
-    /// Leaves the cluster running; [`take_down`] ends it.
+    /// Leaves the cluster running; [`shut_down`] ends it.
     ///
     /// # Errors
     /// The process ids cannot be written to a file.
@@ -422,7 +422,7 @@ const PIDS: &str = "pids";
 ///
 /// # Errors
 /// The folder contains no cluster, or it cannot be ended.
-pub fn take_down(folder: &Path) -> Result<()> {
+pub fn shut_down(folder: &Path) -> Result<()> {
     let pids = fs::read_to_string(folder.join(PIDS))
         .with_context(|| format!("there is no cluster in {}", folder.display()))?;
     let folder = folder.canonicalize()?;
@@ -442,7 +442,7 @@ pub fn take_down(folder: &Path) -> Result<()> {
     while left
         .iter()
         .any(|&pid| rustix::process::test_kill_process(pid).is_ok())
-        && start.elapsed() < PATIENCE
+        && start.elapsed() < TIMEOUT
     {
         thread::sleep(Duration::from_millis(20));
     }

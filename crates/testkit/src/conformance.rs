@@ -11,8 +11,8 @@ use std::os::fd::AsFd;
 use block::{Completion, Engine, FileId, FileOffset, Op, Segment, Token};
 use proptest::prelude::*;
 
-use crate::faulty::Random;
 use crate::frontend::eventfd;
+use crate::random::Random;
 
 /// The value of the bytes between segments, which no operation may change.
 const CANARY: u8 = 0xa5;
@@ -116,11 +116,11 @@ pub fn exercise<E: Engine>(engine: &mut E, subjects: &mut [Subject], steps: &[St
 struct Exercise<'a, E> {
     engine: &'a mut E,
     subjects: &'a mut [Subject],
-    under_way: HashMap<u64, UnderWay>,
+    under_way: HashMap<u64, InFlight>,
     next: u64,
 }
 
-struct UnderWay {
+struct InFlight {
     subject: usize,
     kind: Kind,
     range: Range<usize>,
@@ -142,7 +142,7 @@ impl<E: Engine> Exercise<'_, E> {
         let len = step.len.div_ceil(unit).min(units - start);
         let range = start * unit..(start + len) * unit;
         // If operations overlap, it is not defined whose bytes remain.
-        let overlaps = |u: &UnderWay| {
+        let overlaps = |u: &InFlight| {
             u.subject == number && u.range.start < range.end && range.start < u.range.end
         };
         if !matches!(step.kind, Kind::Flush) && self.under_way.values().any(overlaps) {
@@ -174,7 +174,7 @@ impl<E: Engine> Exercise<'_, E> {
         }
         let token = self.next;
         self.next += 1;
-        let under_way = UnderWay {
+        let under_way = InFlight {
             subject,
             kind,
             range,
@@ -230,12 +230,12 @@ impl<E: Engine> Exercise<'_, E> {
             Kind::Write { .. } => model.copy_from_slice(&u.memory.bytes()),
             Kind::WriteZeroes { .. } => model.fill(0),
             Kind::Flush => {}
-            Kind::Discard { .. } => self.look_after_discard(u.subject, u.range),
+            Kind::Discard { .. } => self.check_discarded(u.subject, u.range),
         }
     }
 
     /// Checks that discarded bytes are unchanged or zero.
-    fn look_after_discard(&mut self, number: usize, range: Range<usize>) {
+    fn check_discarded(&mut self, number: usize, range: Range<usize>) {
         let (unit, address_unit) = {
             let s = &self.subjects[number];
             (s.unit, s.address_unit)
@@ -280,7 +280,7 @@ impl<E: Engine> Exercise<'_, E> {
     }
 }
 
-fn submit<E: Engine>(engine: &mut E, file: FileId, token: u64, u: &mut UnderWay) {
+fn submit<E: Engine>(engine: &mut E, file: FileId, token: u64, u: &mut InFlight) {
     let at = FileOffset((u.range.start + u.moved) as u64);
     let len = u.range.len() as u64;
     let segments = u.memory.rest(u.moved);
@@ -441,7 +441,7 @@ pub fn write<E: Engine>(engine: &mut E, s: &Subject, at: usize, len: usize, stab
 ///
 /// # Panics
 /// The check fails.
-pub fn fills_its_room<E: Engine>(engine: &mut E, s: &Subject) {
+pub fn runs_at_full_capacity<E: Engine>(engine: &mut E, s: &Subject) {
     let room = engine.room();
     assert!(room > 0);
     let mut memory: Vec<Memory> = (0..room)
@@ -480,7 +480,7 @@ pub fn fills_its_room<E: Engine>(engine: &mut E, s: &Subject) {
 ///
 /// # Panics
 /// The check fails.
-pub fn tells_what_it_watches<E: Engine>(engine: &mut E, s: &Subject) {
+pub fn reports_watched_descriptors<E: Engine>(engine: &mut E, s: &Subject) {
     let (first, second) = (eventfd().unwrap(), eventfd().unwrap());
     engine.watch(first.as_fd(), Token(100)).unwrap();
     engine.watch(second.as_fd(), Token(101)).unwrap();

@@ -12,12 +12,9 @@ use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use crate::random::Random;
 use block::{Aio, Backing, Completion, Engine, FileId, FileOffset, Op, Remote, Segment, Token};
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
-
-mod random;
-
-pub use random::{Random, seeds};
 
 const SECTOR: u64 = 512;
 
@@ -252,20 +249,20 @@ pub struct Faulty {
 }
 
 /// The token of the engine's own wake-up.
-const UNHUNG: u64 = u64::MAX;
+const RESUMED: u64 = u64::MAX;
 
 struct Pending {
     /// The index of the operation's disk.
     disk: usize,
     token: Token,
     due: u64,
-    what: What,
+    what: Operation,
 }
 
 /// An [`Op`] without its lifetime: the submitter guarantees that it stays valid.
-enum What {
-    Read(u64, List),
-    Write(u64, List, bool),
+enum Operation {
+    Read(u64, SegmentList),
+    Write(u64, SegmentList, bool),
     /// The number of the last write that the flush makes stable.
     Flush(u64),
     Discard(u64, u64, bool),
@@ -273,13 +270,13 @@ enum What {
 }
 
 /// Segments as io_uring takes them: a single segment by value, a longer list by its address.
-enum List {
+enum SegmentList {
     One(Segment),
     Many(*const Segment, usize),
 }
 
 // SAFETY: an engine moves to the thread that uses it before any operation is submitted.
-unsafe impl Send for List {}
+unsafe impl Send for SegmentList {}
 
 const EINTR: i32 = 4;
 const EIO: i32 = 5;
@@ -305,7 +302,7 @@ impl Faulty {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-        epoll::add(&epoll, &wake, epoll::EventData::new_u64(UNHUNG), flags)?;
+        epoll::add(&epoll, &wake, epoll::EventData::new_u64(RESUMED), flags)?;
         for disk in &disks {
             let mut disk = disk.lock().unwrap_or_else(|e| e.into_inner());
             disk.wakes.push(wake.try_clone()?);
@@ -353,38 +350,40 @@ impl Faulty {
             n => n?,
         };
         let tokens = events[..n].iter().map(|e| Token(e.data.u64()));
-        self.woken.extend(tokens.filter(|token| token.0 != UNHUNG));
+        self.woken.extend(tokens.filter(|token| token.0 != RESUMED));
         Ok(())
     }
 
-    fn execute(&mut self, on: usize, what: &What) -> i32 {
+    fn execute(&mut self, on: usize, what: &Operation) -> i32 {
         let outage = self.disk_of(on).outage;
         if let Some(errno) = outage {
             return -errno;
         }
-        if self.random.strikes(self.faults.again) {
+        if self.random.occurs_in_1000(self.faults.again) {
             self.disk_of(on).struck[1] += 1;
             return -[EAGAIN, EINTR][self.random.below(2) as usize];
         }
         match what {
-            What::Read(at, list) | What::Write(at, list, _) => {
-                let is_write = matches!(what, What::Write(..));
-                let stable = matches!(what, What::Write(_, _, true));
+            Operation::Read(at, list) | Operation::Write(at, list, _) => {
+                let is_write = matches!(what, Operation::Write(..));
+                let stable = matches!(what, Operation::Write(_, _, true));
                 self.transfer(on, *at, &list.segments(), is_write, stable)
             }
-            What::Flush(up_to) => {
+            Operation::Flush(up_to) => {
                 let failed = self.fails(on, 0, 0, &[EIO]);
                 self.disk_of(on).flushed(*up_to, failed.is_some());
                 failed.map_or(0, |errno| -errno)
             }
-            What::Discard(at, len, stable) => match self.fails(on, *at, *len, &[EIO, EOPNOTSUPP]) {
-                Some(errno) => -errno,
-                // The backing decides whether a discard frees space.
-                None if self.random.below(2) == 0 => 0,
-                None => self.zero(on, *at, *len, *stable),
-            },
-            What::WriteZeroes(..) if self.disk_of(on).cannot_zero => -EOPNOTSUPP,
-            What::WriteZeroes(at, len, stable) => {
+            Operation::Discard(at, len, stable) => {
+                match self.fails(on, *at, *len, &[EIO, EOPNOTSUPP]) {
+                    Some(errno) => -errno,
+                    // The backing decides whether a discard frees space.
+                    None if self.random.below(2) == 0 => 0,
+                    None => self.zero(on, *at, *len, *stable),
+                }
+            }
+            Operation::WriteZeroes(..) if self.disk_of(on).cannot_zero => -EOPNOTSUPP,
+            Operation::WriteZeroes(at, len, stable) => {
                 match self.fails(on, *at, *len, &[EIO, ENOSPC, EOPNOTSUPP]) {
                     Some(errno) => {
                         let part = self.random.below(len / SECTOR + 1) * SECTOR;
@@ -420,7 +419,7 @@ impl Faulty {
         let failed = self.fails(on, at, len, errnos);
         let moved = match failed {
             Some(_) => self.random.below(len / unit + 1) * unit,
-            None if len > unit && self.random.strikes(self.faults.short) => {
+            None if len > unit && self.random.occurs_in_1000(self.faults.short) => {
                 self.disk_of(on).struck[0] += 1;
                 (1 + self.random.below(len / unit - 1)) * unit
             }
@@ -428,7 +427,7 @@ impl Faulty {
         };
         let misdirect = self.disk_of(on).misdirect;
         let astray =
-            is_write && failed.is_none() && misdirect > 0 && self.random.strikes(misdirect);
+            is_write && failed.is_none() && misdirect > 0 && self.random.occurs_in_1000(misdirect);
         let meant = at;
         let at = match astray {
             true => {
@@ -487,7 +486,7 @@ impl Faulty {
     }
 
     fn fails(&mut self, on: usize, at: u64, len: u64, errnos: &[i32]) -> Option<i32> {
-        if !self.random.strikes(self.faults.fail) {
+        if !self.random.occurs_in_1000(self.faults.fail) {
             return None;
         }
         let errno = errnos[self.random.below(errnos.len() as u64) as usize];
@@ -556,10 +555,12 @@ impl Engine for Faulty {
         self.disk().submitted.push(file.0);
         let disk = file.0 as usize % self.disks.len();
         let what = match op {
-            Op::Read { at, to } => What::Read(at.0, List::new(to)),
-            Op::Write { at, from, stable } => What::Write(at.0, List::new(from), stable),
-            Op::Flush => What::Flush(self.disk_of(disk).writes),
-            Op::Discard { at, len, stable } => What::Discard(at.0, len, stable),
+            Op::Read { at, to } => Operation::Read(at.0, SegmentList::new(to)),
+            Op::Write { at, from, stable } => {
+                Operation::Write(at.0, SegmentList::new(from), stable)
+            }
+            Op::Flush => Operation::Flush(self.disk_of(disk).writes),
+            Op::Discard { at, len, stable } => Operation::Discard(at.0, len, stable),
             Op::WriteZeroes {
                 at: FileOffset(at),
                 len,
@@ -569,7 +570,7 @@ impl Engine for Faulty {
                 let zeroed = &mut self.disk_of(disk).zeroed;
                 zeroed[0] += 1;
                 zeroed[1] += u64::from(unmap);
-                What::WriteZeroes(at, len, stable)
+                Operation::WriteZeroes(at, len, stable)
             }
         };
         let due = self.round + self.random.below(self.faults.late + 1);
@@ -617,7 +618,7 @@ impl Engine for Faulty {
         let (hangs, overflow) = (disk.hangs, disk.overflow);
         drop(disk);
         while out.len() < out.capacity() && !hangs && !self.overflowed {
-            self.overflowed = overflow > 0 && self.random.strikes(overflow);
+            self.overflowed = overflow > 0 && self.random.occurs_in_1000(overflow);
             let due = |p: &(usize, &Pending)| p.1.due <= self.round && !self.hangs(p.1);
             let due: Vec<usize> = self
                 .pending
@@ -638,7 +639,7 @@ impl Engine for Faulty {
     }
 }
 
-impl List {
+impl SegmentList {
     fn new(segments: &[Segment]) -> Self {
         match segments {
             [one] => Self::One(*one),

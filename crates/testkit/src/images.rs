@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use crate::faulty::Random;
 use crate::qemu_img as qemu;
+use crate::random::Random;
 
 /// A kind of image.
 pub struct Variant {
@@ -246,7 +246,7 @@ impl Variant {
     }
 
     /// Whether the data file is a raw image of the disk.
-    pub fn is_raw_outside(&self) -> bool {
+    pub fn has_raw_data_file(&self) -> bool {
         self.options.contains("data_file_raw=on")
     }
 

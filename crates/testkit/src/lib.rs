@@ -12,6 +12,7 @@ pub mod model;
 pub mod qemu;
 pub mod qemu_img;
 pub mod qmp;
+pub mod random;
 pub mod server;
 pub mod storage;
 pub mod unpacked;

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::driver::{Device, HANG, Op, Queue};
-use crate::faulty::Random;
+use crate::random::Random;
 
 const OK: u8 = 0;
 
@@ -25,9 +25,9 @@ pub fn content(sector: u64, len: usize) -> Vec<u8> {
 
 /// The content of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Held {
+pub enum BlockContent {
     /// [`content`] of its sector, as in a new disk of a test.
-    Content,
+    Pattern,
     /// Zeroes.
     Zeroes,
     /// The content that the write with this number wrote.
@@ -38,13 +38,13 @@ pub enum Held {
 
 /// Requests of one queue. A block has at most one request in flight, so that the load knows what a read must return.
 pub struct Load {
-    held: Vec<Held>,
+    held: Vec<BlockContent>,
     /// The initial content of all blocks.
-    first: Held,
+    first: BlockContent,
     /// Blocks and their new content, in the order in which the changes were submitted.
-    changes: Vec<(usize, Held)>,
+    changes: Vec<(usize, BlockContent)>,
     /// The request of each slot: the block, its new content if the request changes it, and the time of submission.
-    doing: Vec<Option<(usize, Option<Held>, Instant)>>,
+    requests: Vec<Option<(usize, Option<BlockContent>, Instant)>>,
     first_block: usize,
     zeroes: bool,
     count: u64,
@@ -59,12 +59,18 @@ pub struct Load {
 impl Load {
     /// Makes a load for `blocks` blocks, all with the same kind of content. With `zeroes`, it also sends write-zeroes
     /// requests that may unmap.
-    pub fn new(queue: &Queue, first_block: usize, blocks: usize, held: Held, zeroes: bool) -> Self {
+    pub fn new(
+        queue: &Queue,
+        first_block: usize,
+        blocks: usize,
+        held: BlockContent,
+        zeroes: bool,
+    ) -> Self {
         Self {
             held: vec![held; blocks],
             first: held,
             changes: Vec::new(),
-            doing: vec![None; usize::from(queue.slots())],
+            requests: vec![None; usize::from(queue.slots())],
             first_block,
             zeroes,
             count: 0,
@@ -75,7 +81,7 @@ impl Load {
     }
 
     /// Makes a load for each queue of a device, each with its own blocks.
-    pub fn all(device: &Device, blocks: usize, held: Held, zeroes: bool) -> Vec<Self> {
+    pub fn all(device: &Device, blocks: usize, held: BlockContent, zeroes: bool) -> Vec<Self> {
         let queues = device.queues.iter().enumerate();
         queues
             .map(|(i, queue)| Self::new(queue, i * blocks, blocks, held, zeroes))
@@ -87,29 +93,29 @@ impl Load {
         (self.first_block + block) as u64 * SECTORS
     }
 
-    fn bytes(&self, block: usize, held: Held) -> Vec<u8> {
+    fn bytes(&self, block: usize, held: BlockContent) -> Vec<u8> {
         let sector = self.sector(block);
         match held {
-            Held::Zeroes | Held::Unknown => vec![0; BLOCK],
-            Held::Content => content(sector, BLOCK),
-            Held::Written(number) => content(sector + (number << 20), BLOCK),
+            BlockContent::Zeroes | BlockContent::Unknown => vec![0; BLOCK],
+            BlockContent::Pattern => content(sector, BLOCK),
+            BlockContent::Written(number) => content(sector + (number << 20), BLOCK),
         }
     }
 
-    fn may_be(&self, block: usize, held: Held, found: &[u8]) -> bool {
-        held == Held::Unknown || found == self.bytes(block, held)
+    fn may_be(&self, block: usize, held: BlockContent, found: &[u8]) -> bool {
+        held == BlockContent::Unknown || found == self.bytes(block, held)
     }
 
     /// Submits a request in every free slot.
     pub fn fill(&mut self, queue: &mut Queue, random: &mut Random) {
         let mut ready = Vec::new();
-        for slot in 0..self.doing.len() {
-            if self.doing[slot].is_some() {
+        for slot in 0..self.requests.len() {
+            if self.requests[slot].is_some() {
                 continue;
             }
             let block = random.below(self.held.len() as u64) as usize;
             let taken = |d: &Option<(usize, _, _)>| d.is_some_and(|(b, _, _)| b == block);
-            if self.doing.iter().any(taken) {
+            if self.requests.iter().any(taken) {
                 continue;
             }
             let sector = self.sector(block);
@@ -117,9 +123,9 @@ impl Load {
                 0..4 => (Op::Read, None),
                 4..8 => {
                     self.count += 1;
-                    (Op::Write, Some(Held::Written(self.count)))
+                    (Op::Write, Some(BlockContent::Written(self.count)))
                 }
-                _ => (Op::WriteZeroes { unmap: true }, Some(Held::Zeroes)),
+                _ => (Op::WriteZeroes { unmap: true }, Some(BlockContent::Zeroes)),
             };
             self.changes.extend(will_hold.map(|held| (block, held)));
             match will_hold {
@@ -127,7 +133,7 @@ impl Load {
                 None => queue.write_buffer(slot as u16, &[0xa5; BLOCK]),
             }
             queue.prepare(slot as u16, op, sector, BLOCK as u32);
-            self.doing[slot] = Some((block, will_hold, Instant::now()));
+            self.requests[slot] = Some((block, will_hold, Instant::now()));
             ready.push(slot as u16);
         }
         queue.submit(&ready);
@@ -140,14 +146,14 @@ impl Load {
         queue.poll(|slot, status| done.push((slot, status)));
         for (slot, status) in done {
             let (block, will_hold, since) =
-                self.doing[usize::from(slot)].take().expect("in flight");
+                self.requests[usize::from(slot)].take().expect("in flight");
             if status != OK {
                 assert!(
                     self.may_fail,
                     "status {status} of {will_hold:?} in block {block}"
                 );
                 if will_hold.is_some() {
-                    self.held[block] = Held::Unknown;
+                    self.held[block] = BlockContent::Unknown;
                 }
                 continue;
             }
@@ -192,7 +198,7 @@ impl Load {
 
     /// The number of requests in flight.
     pub fn in_flight(&self) -> usize {
-        self.doing.iter().flatten().count()
+        self.requests.iter().flatten().count()
     }
 
     /// The number of changes submitted so far.

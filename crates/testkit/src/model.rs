@@ -11,6 +11,7 @@ mod copies;
 mod failure;
 mod files;
 mod guest;
+mod image_state;
 mod neighbour;
 mod oracle;
 mod process;

@@ -189,7 +189,7 @@ impl Server {
     /// # Panics
     /// No such line appears.
     #[track_caller]
-    pub fn logged(&self, parts: &[&str]) -> String {
+    pub fn wait_for_log(&self, parts: &[&str]) -> String {
         let deadline = Instant::now() + HANG;
         loop {
             let log = self.log();
@@ -281,7 +281,7 @@ fn process_clock(pid: u32) -> io::Result<Duration> {
 }
 
 /// Waits until a process and its threads have ended; one of them may still be in the kernel. A zombie counts as ended.
-pub fn gone(pid: u32) {
+pub fn wait_for_exit(pid: u32) {
     let start = Instant::now();
     let there = || {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use crate::faulty::Random;
+use crate::random::Random;
 
 const SECTOR: u64 = 512;
 /// The largest write in bytes that the kernel may send.
@@ -427,8 +427,8 @@ impl Server {
         let errno = match outage {
             Some(errno) => Some(errno),
             None if full && writes => Some(ENOSPC),
-            None if mishaps.again > 0 && self.random.strikes(mishaps.again) => Some(EAGAIN),
-            None if mishaps.fail > 0 && self.random.strikes(mishaps.fail) => {
+            None if mishaps.again > 0 && self.random.occurs_in_1000(mishaps.again) => Some(EAGAIN),
+            None if mishaps.fail > 0 && self.random.occurs_in_1000(mishaps.fail) => {
                 let nospace = writes && self.random.below(2) == 0;
                 Some(if nospace { ENOSPC } else { EIO })
             }
@@ -442,7 +442,7 @@ impl Server {
 
     fn shortened(&mut self, len: u64) -> u64 {
         let short = self.control().mishaps.short;
-        match len > 4096 && short > 0 && self.random.strikes(short) {
+        match len > 4096 && short > 0 && self.random.occurs_in_1000(short) {
             true => (1 + self.random.below(len / 4096 - 1)) * 4096,
             false => len,
         }

@@ -6,7 +6,9 @@
 
 mod boot;
 mod disk;
-mod moving;
+mod host;
+mod migration;
+mod scripts;
 mod system;
 
 pub use boot::{install_loader, missing_loader};
@@ -15,7 +17,9 @@ pub use harness::initramfs::{Kernel, kernel_cache};
 pub use harness::paths::{cache_dir, find_program};
 pub use harness::qemu::Accel;
 pub use harness::qmp::Qmp;
-pub use moving::{Moved, run_moving};
+pub use host::{accel, missing};
+pub use migration::{MigrationTimes, run_migrating};
+pub use scripts::{disk_lifecycle, verifying_writers};
 pub use system::install;
 
 use crate::qemu::Release;
@@ -26,7 +30,6 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
-use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// The kernel's command line. no_timer_check: on a busy host without KVM, timers fire later than the kernel's check
@@ -195,7 +198,7 @@ impl Vm {
 
     /// As [`Vm::qmp`], and allows memory to be plugged in while the guest runs, up to 2 GiB in all.
     #[must_use]
-    pub fn more_memory_by(self, socket: impl Into<PathBuf>) -> Vm {
+    pub fn hotplug_memory_by(self, socket: impl Into<PathBuf>) -> Vm {
         Vm {
             more_memory: true,
             ..self.qmp(socket)
@@ -313,13 +316,13 @@ impl Vm {
             bail!(
                 "the guest was not done after {} s ({accel:?}); QEMU was killed{}",
                 limit.as_secs(),
-                self.last_words()
+                self.last_output()
             );
         };
         ensure!(
             ended.success(),
             "QEMU failed ({ended}){}",
-            self.last_words()
+            self.last_output()
         );
         let status = lines
             .all
@@ -328,7 +331,7 @@ impl Vm {
             .ok_or_else(|| {
                 anyhow!(
                     "the guest stopped before its script ended{}",
-                    self.last_words()
+                    self.last_output()
                 )
             })?;
         Ok(Output {
@@ -403,7 +406,7 @@ impl Vm {
     }
 
     /// The last lines of QEMU and of the guest's kernel, for an error.
-    fn last_words(&self) -> String {
+    fn last_output(&self) -> String {
         // A kernel panic needs 40 lines.
         let read = |name: &str| tail(&self.folder.join(name), 50);
         format!(
@@ -451,89 +454,6 @@ fn log_port(name: &str, file: &Path, incoming: Option<&Path>) -> [String; 4] {
         format!("chardev:{name}"),
     ]
 }
-
-/// A script that exercises the disk with this serial: it partitions the disk, formats it with blocks of `block_size`
-/// bytes, fills and trims it, and verifies after a remount what was copied to it. It prints `ok STEP` after each step.
-/// The file system stays mounted on `/mnt`; it is on the first partition, at 1 MiB.
-pub fn disk_life(serial: &str, block_size: u32) -> String {
-    let life = include_str!("vm/life.sh");
-    format!("device=$(disk {serial})\nblock_size={block_size}\n{life}")
-}
-
-/// What is missing to run guests here, and how to get it; `None` if nothing is.
-pub fn missing(fio: bool) -> Option<String> {
-    if !cfg!(target_arch = "x86_64") {
-        return Some("guests are x86-64 only".into());
-    }
-    let mut programs = vec![
-        "setpriv",
-        "ldd",
-        "qemu-system-x86_64",
-        "busybox",
-        "mkfs.ext4",
-        "e2fsck",
-        "sfdisk",
-    ];
-    programs.extend(fio.then_some("fio"));
-    let mut missing: Vec<String> = Vec::new();
-    missing.extend(
-        programs
-            .into_iter()
-            .filter(|name| find_program(name).is_none())
-            .map(String::from),
-    );
-    missing.extend(Kernel::cached().err().map(|_| "a guest kernel".into()));
-    (!missing.is_empty()).then(|| {
-        format!(
-            "{} missing; `cargo xtask install` installs it",
-            missing.join(", ")
-        )
-    })
-}
-
-/// The best accelerator that can boot a guest here.
-///
-/// That QEMU starts with KVM proves little: under some nested hypervisors a stock kernel then never boots. So it is
-/// tried once, with a short limit, and the result is cached until the host reboots.
-///
-/// # Errors
-/// The result cannot be cached.
-pub fn accel() -> Result<Accel> {
-    static ACCEL: OnceLock<Result<Accel, String>> = OnceLock::new();
-    ACCEL
-        .get_or_init(|| find_accel().map_err(|error| format!("{error:#}")))
-        .clone()
-        .map_err(|error| anyhow!(error))
-}
-
-fn find_accel() -> Result<Accel> {
-    if qemu::accel() == Accel::Tcg {
-        return Ok(Accel::Tcg);
-    }
-    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id")
-        .context("reading the host's boot id")?;
-    let answer = cache_dir().join(format!("kvm-{}", boot.trim()));
-    if let Ok(answer) = fs::read_to_string(&answer) {
-        return Ok(if answer.starts_with("works") {
-            Accel::Kvm
-        } else {
-            Accel::Tcg
-        });
-    }
-    Kernel::cached()?; // without a kernel the trial would fail for the wrong reason
-    fs::create_dir_all(cache_dir()).with_context(|| format!("making {}", cache_dir().display()))?;
-    let folder = tempfile::tempdir().context("making a folder for the KVM trial")?;
-    let trial = Vm::new(folder.path()).run_with(Accel::Kvm, "true", KVM_TRIAL, &mut |_, _| {});
-    let (accel, text) = match trial {
-        Ok(_) => (Accel::Kvm, "works\n".into()),
-        Err(error) => (Accel::Tcg, format!("does not work: {error:#}\n")),
-    };
-    fs::write(&answer, text).with_context(|| format!("writing {}", answer.display()))?;
-    Ok(accel)
-}
-
-/// A guest boots in 2 s under a working KVM. The host may be busy, and the one-time cost must stay acceptable.
-const KVM_TRIAL: Duration = Duration::from_secs(20);
 
 /// The CPU time, user and system, of the living threads of process `pid`, without those whose names start with one of
 /// `without`.
@@ -591,32 +511,6 @@ impl Lines {
         }
         Ok(())
     }
-}
-
-/// The script of a guest with four writers that read back what they wrote, bypassing the guest's page cache. Meanwhile
-/// the guest prints `word` `times` times, every `seconds` seconds.
-pub fn writers(word: &str, times: u32, seconds: u32) -> String {
-    format!(
-        "head -c 1048576 /dev/urandom >/tmp/data
-         writer() {{
-             until [ -e /tmp/enough ]; do
-                 dd if=/tmp/data of=/dev/vda bs=64k seek=$(($1 * 64)) oflag=direct conv=notrunc 2>/tmp/dd.$1
-                 dd if=/dev/vda bs=64k skip=$(($1 * 64)) count=16 iflag=direct 2>/tmp/dd.$1 | cmp - /tmp/data
-                 echo >>/tmp/rounds
-             done
-         }}
-         writers=
-         for i in 1 2 3 4; do writer $i & writers=\"$writers $!\"; done
-         for i in $(seq {times}); do
-             sleep {seconds}
-             echo {word}
-         done
-         sleep 1
-         touch /tmp/enough
-         for writer in $writers; do wait $writer; done
-         ! dmesg | grep -i 'I/O error'
-         [ $(wc -l </tmp/rounds) -ge 4 ]"
-    )
 }
 
 #[cfg(test)]

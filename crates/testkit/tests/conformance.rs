@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use block::{Aio, Backing, Engine};
 use proptest::prelude::*;
-use testkit::conformance::{Subject, exercise, fills_its_room, steps, tells_what_it_watches};
+use testkit::conformance::{
+    Subject, exercise, reports_watched_descriptors, runs_at_full_capacity, steps,
+};
 use testkit::faulty::{Faults, Faulty, MemoryDisk};
 
 const BYTES: usize = 1 << 20;
@@ -43,6 +45,6 @@ proptest! {
 #[test]
 fn without_faults() {
     let (mut engine, subject) = engine(NONE, 1);
-    fills_its_room(&mut engine, &subject);
-    tells_what_it_watches(&mut engine, &subject);
+    runs_at_full_capacity(&mut engine, &subject);
+    reports_watched_descriptors(&mut engine, &subject);
 }

@@ -64,6 +64,6 @@ pub fn run(args: &Args) -> Result<()> {
             );
             Ok(())
         }
-        Args::Down { dir } => ceph::take_down(&folder(dir)),
+        Args::Down { dir } => ceph::shut_down(&folder(dir)),
     }
 }

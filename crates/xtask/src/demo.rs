@@ -165,7 +165,7 @@ impl Place<'_> {
                 queues: 1,
                 serial: SERIAL.to_owned(),
             },
-            Self::Image(ceph, name) => Disk::Pasted(
+            Self::Image(ceph, name) => Disk::Printed(
                 [
                     "-object",
                     "iothread,id=iothread",
@@ -325,7 +325,7 @@ fn show(
     };
     let script = format!(
         "{}{}",
-        vm::disk_life(SERIAL, BLOCK_SIZE),
+        vm::disk_lifecycle(SERIAL, BLOCK_SIZE),
         include_str!("demo.sh")
     );
     let guest = Vm::new(folder.join(name.to_lowercase()));

@@ -1,4 +1,4 @@
-# fio on the file system that life.sh left mounted. The host reads its CPU clocks at fio-start and fio-end.
+# fio on the file system that disk_lifecycle.sh left mounted. The host reads its CPU clocks at fio-start and fio-end.
 job() {
     name=$1
     shift

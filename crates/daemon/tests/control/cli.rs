@@ -293,7 +293,7 @@ fn default_control_socket() {
     as_user(command.args(["serve", "--json", "null:1M,name=other"]));
     let mut second = Server::ringdisk_command(command).unwrap();
     assert!(run.join("other.sock").exists());
-    second.logged(&["no control socket", "--control PATH"]);
+    second.wait_for_log(&["no control socket", "--control PATH"]);
     assert!(second.terminate().unwrap().success());
     // The second ringdisk has not removed the first one's socket.
     assert_eq!(ringdisk(&["list"]).code, Some(0));

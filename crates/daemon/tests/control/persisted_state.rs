@@ -285,7 +285,7 @@ fn later_configuration_wins_over_persisted_state() {
         "served again, from",
         "b.raw",
     ];
-    kept.ringdisk.server.logged(&said);
+    kept.ringdisk.server.wait_for_log(&said);
     assert_ne!(kept.disk("c"), json!(null), "which it does not speak of");
 
     // The same without a restart: a reload applies the file as written.
@@ -363,7 +363,7 @@ fn unrelated_configuration_change_keeps_the_replaced_file() {
     let log = kept
         .ringdisk
         .server
-        .logged(&["disk a", "front-end is disconnected"]);
+        .wait_for_log(&["disk a", "front-end is disconnected"]);
     println!("{log}");
     let kept = kept.restart();
     assert_eq!(kept.disk("a")["file"], e);
@@ -442,7 +442,9 @@ fn missing_file_is_reported_and_its_disk_kept_in_the_state() {
     let (file, away) = (kept.ringdisk.path("c.raw"), kept.ringdisk.path("away"));
     fs::rename(&file, &away).unwrap();
     let kept = kept.restart();
-    kept.ringdisk.server.logged(&["disk c", "no such file"]);
+    kept.ringdisk
+        .server
+        .wait_for_log(&["disk c", "no such file"]);
     assert_ne!(kept.disk("a"), json!(null));
     kept.ringdisk.json(&["throttle", "a", "iops=9"]);
     fs::rename(&away, &file).unwrap();

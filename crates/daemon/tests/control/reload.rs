@@ -389,7 +389,10 @@ fn occupied_socket_path_is_reported_and_left_alone() {
             false => fs::remove_file(&socket).unwrap(),
         }
         assert_eq!(config.ringdisk.json(&["reload"]), json!({}));
-        config.ringdisk.server.logged(&["WARN", "is there again"]);
+        config
+            .ringdisk
+            .server
+            .wait_for_log(&["WARN", "is there again"]);
         wait_until("the socket is there again", || socket.exists());
     }
     fs::remove_file(&socket).unwrap();

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::json;
 use testkit::driver::{Device, DeviceConfig};
-use testkit::faulty::Random;
-use testkit::load::{Held, Load};
+use testkit::load::{BlockContent, Load};
 use testkit::qemu_img as qemu;
+use testkit::random::Random;
 
 use super::server::{Controlled, QemuClient, rewrite, wait_until};
 use crate::support::{content, seed};
@@ -60,7 +60,7 @@ struct Guest {
 impl Guest {
     fn new(socket: &Path) -> Self {
         let device = Device::connect(socket, &two_queues()).unwrap();
-        let loads = Load::all(&device, BLOCKS, Held::Zeroes, true);
+        let loads = Load::all(&device, BLOCKS, BlockContent::Zeroes, true);
         let random = Random(seed());
         Self {
             device,
@@ -339,7 +339,7 @@ fn unsaved_snapshot_leaves_the_disk_on_its_own_image() {
     let Controlled { server, dir, .. } = ringdisk;
     drop(server);
     let ringdisk = Controlled::start_in(dir, &arguments);
-    ringdisk.server.logged(&["are done again"]);
+    ringdisk.server.wait_for_log(&["are done again"]);
     let socket = ringdisk.path("disk.sock");
     guest.device.reconnect(socket, &two_queues()).unwrap();
     guest.run(Duration::from_millis(50));

@@ -303,7 +303,7 @@ fn memory_backed_by_fuse_is_refused() {
     );
     sent.unwrap();
     assert!(is_refused(&device.frontend));
-    server.logged(&["is in a file of FUSE"]);
+    server.wait_for_log(&["is in a file of FUSE"]);
 }
 
 /// The spare region in a message: guest-physical address, size, user address, offset in the file.
@@ -420,7 +420,7 @@ fn endless_connections_do_not_flood_the_log() {
     drop(device);
     thread::sleep(Duration::from_secs(1));
     UnixStream::connect(server.socket()).unwrap();
-    server.logged(&["front-end connected (", " more of these left out)"]);
+    server.wait_for_log(&["front-end connected (", " more of these left out)"]);
     assert!(server.terminate().unwrap().success());
     let log = server.log();
     // At most one line per second of each kind.

@@ -19,7 +19,7 @@ fn guest_cannot_flood_the_log() {
         let base = device.stop_queue(0).unwrap();
         device.start_queue(0, base).unwrap();
     }
-    server.logged(&["refused request"]);
+    server.wait_for_log(&["refused request"]);
     let log = server.log();
     assert!(
         log.lines().count() < 100,

@@ -60,7 +60,7 @@ fn migrates_to_each_newer_qemu() {
         record
     };
     let (mut record, mut start) = (begin(0), Instant::now());
-    let output = vm::run_moving(&hosts, migrations, SCRIPT, LIMIT, &mut |number, moved| {
+    let output = vm::run_migrating(&hosts, migrations, SCRIPT, LIMIT, &mut |number, moved| {
         report(
             &releases[number + 1],
             &format!("live migration, {moved:?}"),
@@ -137,7 +137,7 @@ fn start_hosts(releases: &[Release], folder: &Path, signal: &Path) -> (Vec<Serve
             let path = socket(disk).display().to_string();
             let chardev = format!("socket,id={name},path={path},{}", reconnects(release));
             let pasted = ["-chardev", &chardev, "-device", &device];
-            vm = vm.disk(vm::Disk::Pasted(pasted.map(String::from).to_vec()));
+            vm = vm.disk(vm::Disk::Printed(pasted.map(String::from).to_vec()));
         }
         hosts.push(vm.disk(vm::Disk::Qemu {
             file: signal.to_owned(),
@@ -157,7 +157,7 @@ const SCRIPT: &str = "
             --verify=crc32c --verify_backlog=16 --verify_fatal=1 --eta=never --output=/tmp/fio --randrepeat=0 \
             --thread --name=one --filename=/dev/vda --name=two --filename=/dev/vdb || { cat /tmp/fio; exit 1; }
     }
-    echo move me
+    echo migrate me
     until dd if=/dev/vdc bs=512 count=1 iflag=direct 2>/dev/null | grep -q enough; do load; done
     load
     dmesg | grep -iE 'i/o error|blk_update|reset' && exit 1 || true";

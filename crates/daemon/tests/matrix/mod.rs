@@ -363,7 +363,7 @@ impl<'a> Running<'a> {
                 let port = format!("pcie-root-port,id=port{index},chassis={index}");
                 arguments.splice(0..0, ["-device".to_owned(), port]);
             }
-            vm::Disk::Pasted(arguments)
+            vm::Disk::Printed(arguments)
         });
         devices.collect()
     }
@@ -428,7 +428,7 @@ fn bootable() -> &'static Path {
         let path = file.into_temp_path();
         let script = format!(
             "life() {{\n{}\n}}\n{}",
-            vm::disk_life("$1", 4096),
+            vm::disk_lifecycle("$1", 4096),
             include_str!("guest.sh")
         );
         vm::install_loader(&path, 320 << 20, "boot", &script).unwrap();

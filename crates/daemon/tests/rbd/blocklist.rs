@@ -70,7 +70,7 @@ fn blocklisted_client_stops_with_an_error(version: CephVersion) {
     blocklist(&mut cluster, "banned");
     write_until_error(&mut device);
     assert_eq!(device.queues[0].write(16, &[2; 4096]), IOERR);
-    server.logged(&["RBD_BLOCKLISTED"]);
+    server.wait_for_log(&["RBD_BLOCKLISTED"]);
     let times = server.log().matches("RBD_BLOCKLISTED").count();
     assert_eq!(times, 1);
     drop(device);

@@ -144,7 +144,7 @@ fn unresponsive_cluster_times_out_and_recovers(version: CephVersion) {
         cluster.ceph().kill_osd(osd).unwrap();
     }
     assert_eq!(device.queues[0].write(16, &[2; 4096]), IOERR);
-    server.logged(&["timed out"]);
+    server.wait_for_log(&["timed out"]);
     for osd in 0..3 {
         cluster.ceph().start_osd(osd).unwrap();
     }

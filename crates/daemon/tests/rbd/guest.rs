@@ -61,7 +61,7 @@ fn guest_survives_restarts_and_notices_only_the_resize(version: CephVersion) {
     ];
     let pasted = pasted.map(str::to_owned).to_vec();
     let logs = logs_of(version, test);
-    let mut guest = Vm::new(logs).cpus(2).fio().disk(vm::Disk::Pasted(pasted));
+    let mut guest = Vm::new(logs).cpus(2).fio().disk(vm::Disk::Printed(pasted));
     guest = guest.memory_mib(512);
     let mut done = Vec::new();
     let output = guest.run_watched(&script, LIMIT, &mut |line, _| match line {
@@ -134,7 +134,7 @@ fn guest_on_an_image_migrates(version: CephVersion) {
             "vhost-user-blk-pci,chardev=disk,num-queues=1",
         ];
         vec![
-            vm::Disk::Pasted(pasted.map(String::from).to_vec()),
+            vm::Disk::Printed(pasted.map(String::from).to_vec()),
             vm::Disk::Qemu {
                 file: signal.clone(),
                 cache: "writeback",
@@ -148,7 +148,7 @@ fn guest_on_an_image_migrates(version: CephVersion) {
     let guest = Vm::new(logs).cpus(2).memory_mib(384).fio();
     let mut moves = 0;
     let guests = [0, 1].map(|host| disks(host).into_iter().fold(guest.clone(), Vm::disk));
-    let output = vm::run_moving(
+    let output = vm::run_migrating(
         &guests,
         MIGRATIONS,
         "load() {
@@ -156,7 +156,7 @@ fn guest_on_an_image_migrates(version: CephVersion) {
                  --size=16M --verify=crc32c --verify_backlog=16 --verify_fatal=1 --eta=never --output=/tmp/fio \
                  --randrepeat=0 || { cat /tmp/fio; echo 'fio failed'; exit 1; }
          }
-         echo move me
+         echo migrate me
          until dd if=/dev/vdb bs=512 count=1 iflag=direct 2>/dev/null | grep -q enough; do load; done
          load
          dmesg | grep -iE 'i/o error|blk_update|reset' && exit 1 || true",

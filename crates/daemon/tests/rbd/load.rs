@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use testkit::driver::{Device, HANG, Op};
-use testkit::faulty::Random;
+use testkit::random::Random;
 
 /// Sectors per block.
 pub const SECTORS: u64 = 8;

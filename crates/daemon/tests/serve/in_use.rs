@@ -251,7 +251,7 @@ fn lock_being_released_is_waited_for() {
             disk.file.display(),
             socket.display()
         )]);
-        second.logged(&["is in use; waiting"]);
+        second.wait_for_log(&["is in use; waiting"]);
         assert_serves(&socket);
     });
 }

@@ -87,7 +87,7 @@ fn forbidden_or_missing_io_uring_is_reported() {
         without_io_uring(&mut command, errno);
         command.args(["serve", "--json", &disk.argument("cache=none")]);
         let mut server = Server::ringdisk_command(command).unwrap();
-        let chosen = server.logged(&["aio="]);
+        let chosen = server.wait_for_log(&["aio="]);
         assert!(!chosen.contains("aio=io_uring"), "{chosen}");
         assert!(chosen.contains(words[0]), "{chosen}");
         assert_serves(&disk.socket);

@@ -216,7 +216,7 @@ fn qemu_accepts_the_printed_arguments() {
     out.read_to_string(&mut answers).unwrap();
     assert!(answers.contains("virtio-blk"), "{answers}");
     assert_eq!(wait(&mut qemu), Some(0));
-    server.logged(&["front-end connected"]);
+    server.wait_for_log(&["front-end connected"]);
 }
 
 #[test]
@@ -247,7 +247,7 @@ fn null_disk_prints_a_warning() {
     let dir = directory();
     let socket = dir.path().join("null.sock");
     let server = serve_all(&[format!("file=null:1G,socket={}", socket.display())]);
-    let warning = server.logged(&["STORES NOTHING"]);
+    let warning = server.wait_for_log(&["STORES NOTHING"]);
     assert!(warning.contains("WARN"), "{warning}");
     assert_eq!(server.ready["disks"][0]["file"], "null:1G");
     let mut device = Device::connect(&socket, &DeviceConfig::default()).unwrap();

@@ -16,10 +16,10 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 use testkit::driver::HANG;
-use testkit::faulty::Random;
-use testkit::load::Held;
+use testkit::load::BlockContent;
 use testkit::qemu_img;
-use testkit::server::{Server, gone};
+use testkit::random::Random;
+use testkit::server::{Server, wait_for_exit};
 
 use super::driver::{Driver, Guest, Order, QUEUES};
 use super::program;
@@ -33,27 +33,32 @@ const SIZE_MAX: u64 = 64 << 20;
 const GROWTH_MAX_KIB: u64 = 64 << 10;
 
 /// The disks: how each is made, its initial content, its options, and whether its rings are packed.
-const DISKS: [(Make, Held, &str, bool); 8] = [
-    (Make::Raw, Held::Content, "", false),
-    (Make::Raw, Held::Content, ",cache=writeback", false),
-    (Make::Raw, Held::Content, ",aio=native", true),
+const DISKS: [(Make, BlockContent, &str, bool); 8] = [
+    (Make::Raw, BlockContent::Pattern, "", false),
+    (Make::Raw, BlockContent::Pattern, ",cache=writeback", false),
+    (Make::Raw, BlockContent::Pattern, ",aio=native", true),
     (
         Make::Raw,
-        Held::Content,
+        BlockContent::Pattern,
         ",aio=threads,cache=writethrough",
         false,
     ),
-    (Make::Qcow2("cluster_size=4k"), Held::Zeroes, "", false),
-    (Make::Overlay, Held::Content, "", false),
+    (
+        Make::Qcow2("cluster_size=4k"),
+        BlockContent::Zeroes,
+        "",
+        false,
+    ),
+    (Make::Overlay, BlockContent::Pattern, "", false),
     (
         Make::Qcow2("extended_l2=on"),
-        Held::Zeroes,
+        BlockContent::Zeroes,
         ",discard=ignore",
         true,
     ),
     (
         Make::Qcow2("cluster_size=64k,lazy_refcounts=on"),
-        Held::Zeroes,
+        BlockContent::Zeroes,
         ",cache=writethrough",
         false,
     ),
@@ -313,7 +318,7 @@ impl Soak {
         self.count("kill");
         let before = state(&self.list());
         kill_process(Pid::from_raw(self.pid as i32).unwrap(), Signal::KILL).unwrap();
-        gone(self.pid);
+        wait_for_exit(self.pid);
         self.first = serve(self.dir.path(), &self.arguments);
         self.disks.iter_mut().for_each(|disk| disk.killed = true);
         self.pid = self.first.pid();
@@ -329,7 +334,7 @@ impl Soak {
         let old = self.pid;
         self.pid = reply["pid"].as_u64().unwrap() as u32;
         assert_ne!(self.pid, old);
-        gone(old);
+        wait_for_exit(old);
         self.count("upgrade");
         self.baseline = None;
         assert_eq!(state(&self.list()), before, "after an upgrade");
@@ -341,7 +346,7 @@ impl Soak {
         self.compare();
         self.all(|| Order::Disconnect);
         kill_process(Pid::from_raw(self.pid as i32).unwrap(), Signal::TERM).unwrap();
-        gone(self.pid);
+        wait_for_exit(self.pid);
         for i in 0..self.disks.len() {
             self.inspect(i);
         }
@@ -366,7 +371,7 @@ fn serve(directory: &Path, arguments: &[String]) -> Server {
 fn make(
     directory: &Path,
     i: usize,
-    (make, held, options, packed): &(Make, Held, &str, bool),
+    (make, held, options, packed): &(Make, BlockContent, &str, bool),
     random: &mut Random,
 ) -> Disk {
     let raw = |name: &str| {

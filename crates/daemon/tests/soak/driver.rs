@@ -6,8 +6,8 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use testkit::driver::{Device, DeviceConfig, Op};
-use testkit::faulty::Random;
-use testkit::load::{BLOCK, Held, Load};
+use testkit::load::{BLOCK, BlockContent, Load};
+use testkit::random::Random;
 
 pub const QUEUES: u16 = 2;
 
@@ -37,7 +37,7 @@ pub enum Order {
 pub struct Guest {
     pub socket: PathBuf,
     /// The content of a new disk.
-    pub held: Held,
+    pub held: BlockContent,
     pub packed: bool,
     pub seed: u64,
     /// Blocks in the load of a queue.

@@ -90,7 +90,7 @@ fn hung_disk_is_detached_by_one_command() {
         "{refused}"
     );
     setup.storage.change(|s| s.hangs = false);
-    server.logged(&["can be served again"]);
+    server.wait_for_log(&["can be served again"]);
     wait_until("the file is free", || {
         call("x-ringdisk-attach", json!({ "disk": disk })).is_ok()
     });
@@ -160,7 +160,7 @@ fn stop_after_an_abandoned_pause_is_not_lost() {
     submit(&mut device, Op::Write);
     assert_upgrade_refused(&setup);
     server.signal(rustix::process::Signal::TERM);
-    server.logged(&["stopping"]);
+    server.wait_for_log(&["stopping"]);
     setup.storage.change(|s| s.hangs = false);
     assert!(server.ended().unwrap().success(), "{}", server.log());
 }
@@ -323,7 +323,7 @@ fn resize_of_a_replaced_file_does_not_grow_the_disk() {
             setup.storage.control().held > 0
         });
         let moved = scope.spawn(|| ringdisk(&["replace", "disk", other.to_str().unwrap()]));
-        server.logged(&["disk disk: was on", "other.raw"]);
+        server.wait_for_log(&["disk disk: was on", "other.raw"]);
         setup.storage.change(|s| s.hangs = false);
         (resized.join().unwrap(), moved.join().unwrap())
     });
@@ -496,7 +496,7 @@ fn command_on_hung_storage_delays_no_other_command() {
     let later = json!({ "disk": disk(&later, &sockets[1]) });
     client().call("x-ringdisk-attach", later).unwrap();
     submit(&mut connect(&sockets[1]), Op::Read);
-    server.logged(&["disk served", "whether it has grown is not known"]);
+    server.wait_for_log(&["disk served", "whether it has grown is not known"]);
     server.signal(rustix::process::Signal::TERM);
     wait_long_until("the process says that storage hangs", || {
         let log = server.log();
@@ -534,7 +534,7 @@ fn reload_on_hung_storage_can_be_interrupted() {
         setup.storage.control().held > 0
     });
     server.signal(rustix::process::Signal::TERM);
-    server.logged(&["stopping"]);
+    server.wait_for_log(&["stopping"]);
     setup.storage.change(|s| s.hangs = false);
     assert!(server.ended().unwrap().success(), "{}", server.log());
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
-use testkit::faulty::Random;
+use testkit::random::Random;
 use testkit::server::Server;
 use testkit::storage::{Mishaps, Storage};
 

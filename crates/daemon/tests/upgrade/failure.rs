@@ -15,13 +15,16 @@ fn failed_handover_leaves_the_old_process_serving() {
     let mut served = Served::start(&[image.argument(options), raw.argument(options)]);
     let mut random = Random(seed());
     let mut devices = vec![];
-    for (disk, held) in [(&image, Held::Zeroes), (&raw, Held::Content)] {
+    for (disk, held) in [
+        (&image, BlockContent::Zeroes),
+        (&raw, BlockContent::Pattern),
+    ] {
         let config = DeviceConfig {
-            inflight: held == Held::Content,
+            inflight: held == BlockContent::Pattern,
             ..config()
         };
         let device = Device::connect(&disk.socket, &config).unwrap();
-        let loads = Load::all(&device, 512, held, held == Held::Zeroes);
+        let loads = Load::all(&device, 512, held, held == BlockContent::Zeroes);
         devices.push((device, loads));
     }
     let serving = send_message(r#""Serving""#);
@@ -138,7 +141,7 @@ fn stop_during_a_handover_stops() {
             .spawn()
             .unwrap();
         if round % 2 == 0 {
-            served.first.logged(&["handing over to process"]);
+            served.first.wait_for_log(&["handing over to process"]);
         }
         thread::sleep(Duration::from_micros(
             random.below(60_000 >> (5 * (1 - round % 2))),
@@ -147,7 +150,7 @@ fn stop_during_a_handover_stops() {
         let pid = Pid::from_raw(served.pid as i32).unwrap();
         let _ = kill_process(pid, Signal::TERM);
         let output = upgrade.wait_with_output().unwrap();
-        gone(served.pid);
+        wait_for_exit(served.pid);
         let left = ["control.qmp", "control.qmp.upgrade"].map(|name| served.dir.path().join(name));
         let mut left = left.iter().chain([&disk.socket]);
         match output.status.success() {
@@ -163,7 +166,7 @@ fn stop_during_a_handover_stops() {
                 assert!(!left.any(|path| path.exists()), "{}", served.first.log());
                 let log = served.first.log();
                 if let Some((_, pid)) = log.split_once("handing over to process ") {
-                    gone(pid.split(',').next().unwrap().parse().unwrap());
+                    wait_for_exit(pid.split(',').next().unwrap().parse().unwrap());
                 }
                 stopped += 1;
             }
@@ -182,7 +185,7 @@ fn refused_program_leaves_no_children() {
     let script = format!("sleep 1000 & echo $! > {}; exit 1", child.display());
     served.assert_upgrade_fails(&served.script("parent", &script), "has not come up");
     let pid = fs::read_to_string(&child).unwrap();
-    gone(pid.trim().parse().unwrap());
+    wait_for_exit(pid.trim().parse().unwrap());
     served.end();
 }
 
@@ -211,7 +214,7 @@ fn without_descriptors_an_upgrade_is_refused_and_vms_stay_connected() {
         if output.status.success() {
             let reply: Value = serde_json::from_slice(&output.stdout).unwrap();
             let before = std::mem::replace(&mut served.pid, reply["pid"].as_u64().unwrap() as u32);
-            gone(before);
+            wait_for_exit(before);
         } else {
             prlimit(pid, Resource::Nofile, limit).unwrap();
             assert!(more < 64, "64 descriptors are enough: {text}");

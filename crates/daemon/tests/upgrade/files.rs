@@ -22,7 +22,7 @@ fn replaced_disk_is_handed_over() {
     let mut random = Random(seed());
     let device = Device::connect(&raw.socket, &config()).unwrap();
     served.replace("disk", &image.file);
-    let loads = Load::all(&device, 4096, Held::Zeroes, true);
+    let loads = Load::all(&device, 4096, BlockContent::Zeroes, true);
     let mut devices = vec![(device, loads)];
     let at = image.file.parent().unwrap();
     let below = image.file.file_name().unwrap().to_str().unwrap();
@@ -72,7 +72,7 @@ fn device_without_a_node_is_handed_over() {
     served.upgrade(&[]);
     served
         .first
-        .logged(&["disk d", "on the device that it has", "no node"]);
+        .wait_for_log(&["disk d", "on the device that it has", "no node"]);
     assert!(!served.first.log().contains("gone when"));
     assert_eq!(device.queues[0].read(8, 4096).unwrap(), [7; 4096]);
     served.end();
@@ -372,13 +372,13 @@ fn renamed_file_is_handed_over() {
     served.upgrade(&[]);
     served
         .first
-        .logged(&["disk a", "a.raw", "a2.raw", "ringdisk replace a"]);
+        .wait_for_log(&["disk a", "a.raw", "a2.raw", "ringdisk replace a"]);
     here.write_goes_to(&mut a, 8, "a2.raw", &["b2.raw"]);
     // Renamed by command and by the configuration.
     served.replace("a", &here.path("a2.raw"));
     here.write(&[("a", "a.raw", "a.sock"), ("b", "b2.raw", "b.sock")], "");
     served.upgrade(&[]);
-    served.first.logged(&["disk b", "goes by", "b2.raw"]);
+    served.first.wait_for_log(&["disk b", "goes by", "b2.raw"]);
     for (disk, file) in [("a", "a2.raw"), ("b", "b2.raw")] {
         let file = here.path(file);
         assert_eq!(served.disk(disk)["file"], file.to_str().unwrap());
@@ -405,7 +405,7 @@ fn guest_never_moves_to_another_file() {
     let connect = |name| Device::connect(here.path(name), &config()).unwrap();
     let (mut a, mut b) = (connect("a.sock"), connect("b.sock"));
     let log = |served: &Served, words: &str| {
-        served.first.logged(&[words]);
+        served.first.wait_for_log(&[words]);
     };
 
     here.write(&[("a", "a.raw", "b.sock"), ("b", "b.raw", "a.sock")], "");

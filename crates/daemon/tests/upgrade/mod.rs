@@ -18,9 +18,9 @@ use crate::support::{Disk, content, seed};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use testkit::driver::{Device, DeviceConfig, HANG};
-use testkit::faulty::Random;
-use testkit::load::{Held, Load};
-use testkit::server::{Server, gone};
+use testkit::load::{BlockContent, Load};
+use testkit::random::Random;
+use testkit::server::{Server, wait_for_exit};
 use testkit::vm::{self, Vm};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_ringdisk");
@@ -81,7 +81,7 @@ impl Served {
         let before = self.pid;
         self.pid = reply["pid"].as_u64().unwrap() as u32;
         assert_ne!(self.pid, before);
-        gone(before);
+        wait_for_exit(before);
         Duration::from_secs_f64(reply["pause-ms"].as_f64().unwrap() / 1000.0)
     }
 
@@ -125,7 +125,7 @@ impl Served {
 
     fn end(mut self) {
         kill_process(Pid::from_raw(self.pid as i32).unwrap(), Signal::TERM).unwrap();
-        gone(self.pid);
+        wait_for_exit(self.pid);
         self.pid = self.first.pid();
     }
 }
@@ -241,13 +241,13 @@ fn guests_continue_on_every_format_and_ring() {
         Device::connect(&disk.socket, &config).unwrap()
     };
     let with = |device: Device, blocks, held| {
-        let loads = Load::all(&device, blocks, held, held == Held::Zeroes);
+        let loads = Load::all(&device, blocks, held, held == BlockContent::Zeroes);
         (device, loads)
     };
     let mut devices = vec![
-        with(connect(&image, true, false), 4096, Held::Zeroes),
-        with(connect(&raw, true, true), 512, Held::Content),
-        with(connect(&plain, false, false), 512, Held::Content),
+        with(connect(&image, true, false), 4096, BlockContent::Zeroes),
+        with(connect(&raw, true, true), 512, BlockContent::Pattern),
+        with(connect(&plain, false, false), 512, BlockContent::Pattern),
     ];
     let mut channel = devices[1].0.frontend.open_backend_channel().unwrap();
     devices[2].0.frontend.set_config(32, &[0]).unwrap();
@@ -323,7 +323,7 @@ fn reload_with_upgrade_starts_the_new_program() {
     let output = reload.output().unwrap();
     assert!(output.status.success(), "{output:?}");
     let reply: Value = serde_json::from_slice(&output.stdout).unwrap();
-    gone(served.pid);
+    wait_for_exit(served.pid);
     served.pid = reply["pid"].as_u64().unwrap() as u32;
     let mut told = String::new();
     while !told.contains("MAINPID") {
@@ -457,7 +457,7 @@ fn throttled_requests_do_not_delay_an_upgrade() {
     let mut served = Served::start(&[disk.argument("queues=2,queue-size=64,iops=1")]);
     let mut random = Random(seed());
     let device = Device::connect(&disk.socket, &config()).unwrap();
-    let loads = Load::all(&device, 512, Held::Content, false);
+    let loads = Load::all(&device, 512, BlockContent::Pattern, false);
     let mut devices = vec![(device, loads)];
     under_load(&mut devices, &mut random, || {
         thread::sleep(Duration::from_millis(50));
@@ -498,7 +498,7 @@ fn linux_guest_continues() {
         queue_size: 128,
     });
     let output = guest.run_watched(
-        &vm::writers("upgrade", 4, 1),
+        &vm::verifying_writers("upgrade", 4, 1),
         // The machine may be busy.
         Duration::from_secs(400),
         &mut |line, _| {

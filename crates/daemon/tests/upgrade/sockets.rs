@@ -23,7 +23,7 @@ fn client_connecting_after_an_upgrade_gets_answers() {
         let before = served.pid;
         let reply: Value = serde_json::from_slice(&output.stdout).unwrap();
         served.pid = reply["pid"].as_u64().unwrap() as u32;
-        gone(before);
+        wait_for_exit(before);
     }
     served.end();
 }
@@ -57,7 +57,7 @@ fn non_socket_at_a_socket_path_is_left_alone() {
     kill_process(pid, Signal::HUP).unwrap();
     served
         .first
-        .logged(&["ERROR", "no VM can connect", "another socket"]);
+        .wait_for_log(&["ERROR", "no VM can connect", "another socket"]);
     served.upgrade(&[]);
     assert_eq!(device.queues[1].run(Op::Read, 8, 4096), 0);
     fs::remove_file(&upgrade).unwrap();
@@ -70,9 +70,9 @@ fn non_socket_at_a_socket_path_is_left_alone() {
         "control.qmp.upgrade",
         "a directory",
     ];
-    served.first.logged(&said);
+    served.first.wait_for_log(&said);
     kill_process(Pid::from_raw(served.pid as i32).unwrap(), Signal::TERM).unwrap();
-    gone(served.pid);
+    wait_for_exit(served.pid);
     served.pid = served.first.pid();
     assert!(upgrade.is_dir());
     std::os::unix::net::UnixStream::connect(&disk.socket).unwrap();
@@ -115,7 +115,7 @@ fn removed_sockets_are_recreated() {
     let mut served = Served::start(&[disk.argument("queues=2,queue-size=64")]);
     let mut random = Random(seed());
     let device = Device::connect(&disk.socket, &config()).unwrap();
-    let loads = Load::all(&device, 512, Held::Content, false);
+    let loads = Load::all(&device, 512, BlockContent::Pattern, false);
     let mut devices = vec![(device, loads)];
     let upgrade = served.dir.path().join("control.qmp.upgrade");
     let name = disk.file.file_stem().unwrap().to_str().unwrap().to_owned();

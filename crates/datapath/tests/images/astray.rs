@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use datapath::{IoThread, Options, Polling};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
-use testkit::faulty::{Faults, Faulty, Random};
+use testkit::faulty::{Faults, Faulty};
 use testkit::qemu_img as qemu;
+use testkit::random::Random;
 
 use super::files::{Files, disk};
 use crate::support::{FACTS, Served};
@@ -32,7 +33,7 @@ fn tables_that_are_hit_by_other_writes() {
     if !qemu::is_there(test) {
         return;
     }
-    for seed in testkit::faulty::seeds(7, 4) {
+    for seed in testkit::random::seeds(7, 4) {
         println!("seed {seed}");
         let directory = tempfile::tempdir().unwrap();
         let create = "create -q -f qcow2 -o cluster_size=512 disk.qcow2 4M";

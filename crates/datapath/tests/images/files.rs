@@ -17,7 +17,8 @@ use image::{
     AllowedDirectories, Chain, ChainOptions, FileRole, Image, JournalFile, LayerFormat, OpenFiles,
     Storage, TopFile,
 };
-use testkit::faulty::{MemoryDisk, Random};
+use testkit::faulty::MemoryDisk;
+use testkit::random::Random;
 
 /// A file may become longer by as much as it had, and this many bytes, so that it grows by little.
 const GROWTH_MAX: u64 = 2 << 20;
@@ -66,7 +67,10 @@ impl Trouble {
         let Some(random) = random.as_mut().filter(|_| often > 0) else {
             return Ok(());
         };
-        let (late, fails) = (random.strikes(often * 10), random.strikes(often));
+        let (late, fails) = (
+            random.occurs_in_1000(often * 10),
+            random.occurs_in_1000(often),
+        );
         if late {
             thread::sleep(Duration::from_micros(random.below(200)));
         }

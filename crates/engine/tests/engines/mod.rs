@@ -71,12 +71,12 @@ fn any_operations_on_all_files_at_once() {
 
 #[test]
 fn as_many_in_flight_as_there_is_room_for() {
-    everywhere(|engines, subject, _, _| conformance::fills_its_room(engines, subject));
+    everywhere(|engines, subject, _, _| conformance::runs_at_full_capacity(engines, subject));
 }
 
 #[test]
 fn descriptors_that_are_watched() {
-    everywhere(|engines, subject, _, _| conformance::tells_what_it_watches(engines, subject));
+    everywhere(|engines, subject, _, _| conformance::reports_watched_descriptors(engines, subject));
 }
 
 #[test]

@@ -9,7 +9,7 @@ use block::{Aio, CacheMode, Engine};
 use engine::{DiskFile, MultiEngine, OpenError, Support, UringError};
 use tempfile::TempDir;
 use testkit::conformance::Subject;
-use testkit::faulty::Random;
+use testkit::random::Random;
 
 pub const BYTES: usize = 1 << 20;
 

@@ -18,9 +18,9 @@ use image::{
     Allocation, AllowedDirectories, ChainError, ImageError, JournalEvent, JournalFile, LayerFormat,
     Prepared, Storage, ZeroMode, check,
 };
-use testkit::faulty::{Random, seeds};
 use testkit::images as variants;
 use testkit::qemu_img as qemu;
+use testkit::random::{Random, seeds};
 
 const DISK_BYTES: u64 = 192 << 10;
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use block::FileOffset;
 use image::Storage;
 
-use testkit::faulty::Random;
+use testkit::random::Random;
 
 /// What a crash leaves whole.
 const SECTOR: usize = 512;

@@ -1,7 +1,7 @@
 //! The image of a case, and how it is served, as drawn from a seed.
 
 use super::oracle::SECTOR;
-use crate::faulty::Random;
+use crate::random::Random;
 
 /// The location of the image's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

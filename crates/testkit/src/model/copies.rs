@@ -1,18 +1,11 @@
 //! Copies of an image, made while it is served or not, and replacements of an image: copies and other names.
 
 use std::fs;
-use std::path::PathBuf;
 
 use super::failure::Outcome;
 use super::files::copy;
-use super::world::{State, World};
-
-/// A copy of the image, with what was known of it at that moment.
-pub struct Backup {
-    pub image: PathBuf,
-    pub data: Option<PathBuf>,
-    pub state: State,
-}
+use super::image_state::{Backup, ImageState};
+use super::world::World;
 
 impl World {
     pub fn copy_served(&mut self, flush: bool) -> Outcome<()> {
@@ -29,7 +22,7 @@ impl World {
     }
 
     /// Copies the image's files; `state` is what is known of the copy.
-    fn keep_copy(&mut self, state: State) -> Outcome<()> {
+    fn keep_copy(&mut self, state: ImageState) -> Outcome<()> {
         if self.backups.len() > 4 {
             return Ok(());
         }
@@ -50,7 +43,7 @@ impl World {
     }
 
     /// The state for a program other than ringdisk, which ignores the journal.
-    pub fn as_flushed(&self) -> State {
+    pub fn as_flushed(&self) -> ImageState {
         let mut state = self.state.clone();
         if state.killed {
             state.oracle.power_cut();

@@ -16,7 +16,7 @@ use super::config::{Image, Journal, Place};
 use super::failure::{Failure, Outcome, hang};
 use super::oracle::{Oracle, SECTOR};
 use super::process::run;
-use crate::faulty::Random;
+use crate::random::Random;
 use crate::storage::Storage;
 
 /// The size in bytes of a tmpfs for an image.

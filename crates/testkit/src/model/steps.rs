@@ -4,7 +4,7 @@
 use std::fmt;
 
 use super::config::{Image, Journal, Place, Serve, pick};
-use crate::faulty::Random;
+use crate::random::Random;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {

@@ -379,7 +379,7 @@ impl World {
             }
             thread::sleep(Duration::from_millis(1));
         }
-        let mut serve = Serve::draw(&mut crate::faulty::Random(requests.len() as u64));
+        let mut serve = Serve::draw(&mut crate::random::Random(requests.len() as u64));
         (serve.queues, serve.packed, serve.without_flush) = (2, false, false);
         let oracle = &mut self.state.oracle;
         oracle.write_through = false;

@@ -8,10 +8,10 @@ use std::thread;
 use std::time::Duration;
 
 use super::config::Serve;
-use super::copies::Backup;
 use super::failure::{Failure, Outcome, RUINED};
 use super::files::{Files, windows};
 use super::guest::Guest;
+use super::image_state::{Backup, ImageState};
 use super::neighbour::Neighbour;
 use super::oracle::{Oracle, SECTOR};
 use super::process::{Log, Process};
@@ -37,25 +37,9 @@ impl Counts {
     }
 }
 
-/// What is known of an image that is not served.
-#[derive(Clone)]
-pub struct State {
-    pub oracle: Oracle,
-    /// The image's snapshots, by name.
-    pub snapshots: Vec<(String, Oracle)>,
-    /// ringdisk was killed, and has not opened the image since.
-    pub killed: bool,
-    /// The image may have leaked clusters.
-    pub leaks: bool,
-    /// ringdisk ended in order, but with a cache mode that makes nothing durable.
-    pub volatile: bool,
-    /// Tables that the guest had not flushed were lost: a data file may contain data that no table refers to.
-    pub tables_lost: bool,
-}
-
 pub struct World {
     pub files: Files,
-    pub state: State,
+    pub state: ImageState,
     pub backups: Vec<Backup>,
     pub counts: Counts,
     pub binary: PathBuf,
@@ -81,7 +65,7 @@ pub fn run_case(binary: &Path, directory: &Path, case: &Case) -> (Counts, Outcom
     };
     let mut world = World {
         files,
-        state: State {
+        state: ImageState {
             oracle: Oracle::new(case.image.size, &case.image.windows),
             snapshots: Vec::new(),
             killed: false,
@@ -593,7 +577,7 @@ impl World {
         }
         let neighbour_killed = self.neighbour.as_ref().is_some_and(|n| n.killed);
         if self.state.killed || neighbour_killed {
-            let mut random = crate::faulty::Random(self.state.oracle.now());
+            let mut random = crate::random::Random(self.state.oracle.now());
             self.start(&Serve::draw(&mut random))?;
             if random.one_in(2) {
                 self.verify()?;
@@ -609,7 +593,7 @@ impl World {
         }
         if let Some(data) = &self.files.data
             && !self.state.tables_lost
-            && self.is_raw_outside()?
+            && self.has_raw_data_file()?
         {
             let bytes = windows(data, &self.state.oracle)?;
             let all = 0..bytes.len() / SECTOR;
@@ -623,7 +607,7 @@ impl World {
     }
 
     /// Whether the data file is a raw image of the disk.
-    fn is_raw_outside(&self) -> Outcome<bool> {
+    fn has_raw_data_file(&self) -> Outcome<bool> {
         let header = fs::read(&self.files.image)?;
         Ok(header.get(95).is_some_and(|bits| bits & 2 != 0))
     }

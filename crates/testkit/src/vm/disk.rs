@@ -15,7 +15,7 @@ pub enum Disk {
         queue_size: u16,
     },
     /// The `-chardev` and `-device` arguments that `ringdisk serve` printed for QEMU.
-    Pasted(Vec<String>),
+    Printed(Vec<String>),
     /// QEMU's own virtio-blk on a raw file, with an iothread named `iothread`.
     Qemu {
         /// The raw file.
@@ -48,7 +48,7 @@ impl Disk {
                 ),
             ],
             // This module configures the guest's memory and machine; everything else is used as printed.
-            Disk::Pasted(arguments) => arguments
+            Disk::Printed(arguments) => arguments
                 .chunks(2)
                 // An object for memory belongs to the guest; an iothread belongs to the disk.
                 .filter(|pair| match pair[0].as_str() {

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use testkit::load::Held;
+use testkit::load::BlockContent;
 use testkit::qemu_img;
 
 use super::super::driver::{Driver, Guest};
@@ -101,7 +101,7 @@ impl Disk {
         });
         let driver = Driver::start(Guest {
             socket: socket.clone(),
-            held: Held::Zeroes,
+            held: BlockContent::Zeroes,
             packed,
             seed: number as u64,
             blocks: 128,

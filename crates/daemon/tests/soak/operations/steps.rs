@@ -1,6 +1,6 @@
 //! The steps of a case. A step that does not apply does nothing, so any list of steps can be run.
 
-use testkit::faulty::Random;
+use testkit::random::Random;
 
 pub const DISKS: usize = 10;
 

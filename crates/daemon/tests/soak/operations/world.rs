@@ -12,7 +12,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 use testkit::qemu_img;
-use testkit::server::{Server, gone};
+use testkit::server::{Server, wait_for_exit};
 
 use super::Counts;
 use super::disk::{Disk, Origin, format};
@@ -222,7 +222,7 @@ impl World {
         }
         self.check();
         kill_process(Pid::from_raw(self.pid as i32).unwrap(), Signal::TERM).unwrap();
-        gone(self.pid);
+        wait_for_exit(self.pid);
         for disk in 0..DISKS {
             self.verify(disk);
         }

@@ -3,7 +3,7 @@
 
 use block::{DiskFacts, DiskOffset, Rate, ThrottleLimits};
 use image::Image;
-use testkit::faulty::Random;
+use testkit::random::Random;
 
 use super::*;
 use crate::clock::now_ns;

@@ -85,7 +85,7 @@ pub fn is_what_the_unit_says(built: &Path, old: &Path, new: &Path, folder: &Path
     for disk in server.ready["disks"].as_array().unwrap() {
         let arguments = disk["qemu"].as_array().unwrap().iter();
         let arguments = arguments.map(|argument| argument.as_str().unwrap().to_owned());
-        guest = guest.disk(Disk::Pasted(arguments.collect()));
+        guest = guest.disk(Disk::Printed(arguments.collect()));
     }
     let output = guest.run("", LIMIT).unwrap().checked().unwrap();
     println!("it took {:.0} s", output.elapsed.as_secs_f64());

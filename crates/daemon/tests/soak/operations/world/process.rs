@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, prlimit};
 use serde_json::Value;
 use testkit::driver::HANG;
-use testkit::server::{Server, gone};
+use testkit::server::{Server, wait_for_exit};
 
 use super::World;
 use crate::soak::driver::Order;
@@ -50,7 +50,7 @@ impl World {
         let old = self.pid;
         self.pid = reply["pid"].as_u64().unwrap() as u32;
         assert_ne!(self.pid, old);
-        gone(old);
+        wait_for_exit(old);
         self.count("upgrades");
     }
 
@@ -94,7 +94,7 @@ impl World {
 
     pub(super) fn start_again(&mut self, signal: Signal) {
         kill_process(Pid::from_raw(self.pid as i32).unwrap(), signal).unwrap();
-        gone(self.pid);
+        wait_for_exit(self.pid);
         // Without space, an image may not open: replaying its journal needs some.
         self.free();
         self.first = serve(self.dir.path(), &self.arguments);

@@ -1,4 +1,4 @@
-//! Live migration: a guest moves from one QEMU to another while it runs.
+//! Live migration: a guest migrations from one QEMU to another while it runs.
 
 use std::fs;
 use std::path::Path;
@@ -12,25 +12,25 @@ use super::{Lines, Output, Qmp, Vm, accel};
 
 /// The times of a migration.
 #[derive(Clone, Copy, Debug)]
-pub struct Moved {
+pub struct MigrationTimes {
     /// The time from the command to the end.
     pub total: Duration,
     /// The time during which the guest did not run, as QEMU reports it.
     pub downtime: Duration,
 }
 
-/// Boots the guest on the first host and runs `script` in it as [`Vm::run`] does. Once the script has printed `move
-/// me`, the running guest migrates `moves` times, to the QEMU of each of `hosts` in turn. `moved` is called after each
-/// migration; after the last one, the script must run to its end. All hosts use the same folder.
+/// Boots the guest on the first host and runs `script` in it as [`Vm::run`] does. Once the script has printed `migrate
+/// me`, the running guest migrates `migrations` times, to the QEMU of each of `hosts` in turn. `on_migrated` is called
+/// after each migration; after the last one, the script must run to its end. All hosts use the same folder.
 ///
 /// # Errors
 /// As [`Vm::run`]; also if a migration fails, or the script ends before the last one.
-pub fn run_moving(
+pub fn run_migrating(
     hosts: &[Vm],
-    moves: usize,
+    migrations: usize,
     script: &str,
     limit: Duration,
-    moved: &mut dyn FnMut(usize, Moved) -> Result<()>,
+    on_migrated: &mut dyn FnMut(usize, MigrationTimes) -> Result<()>,
 ) -> Result<Output> {
     let accel = accel()?;
     let first = hosts.first().context("there is no host")?;
@@ -48,20 +48,20 @@ pub fn run_moving(
     let mut guest = on_host(0).start(accel, &boot, None)?;
     let ended = loop {
         let ended = guest.ended()?;
-        lines.read(&mut |line| asked |= line == "move me")?;
+        lines.read(&mut |line| asked |= line == "migrate me")?;
         if ended.is_some() || started.elapsed() > limit {
             break ended;
         }
-        if asked && number < moves {
-            let incoming = sockets.path().join(format!("move{number}"));
+        if asked && number < migrations {
+            let incoming = sockets.path().join(format!("migration{number}"));
             let there = on_host(number + 1).start(accel, &boot, Some(&incoming))?;
             let qmp = |n: usize| sockets.path().join(format!("qmp{n}"));
             let deadline = started + limit;
-            let result = move_guest(&qmp(number), &qmp(number + 1), &incoming, deadline)
-                .with_context(|| format!("move {number}{}", first.last_words()))?;
-            leave(guest, &qmp(number))?;
+            let result = migrate(&qmp(number), &qmp(number + 1), &incoming, deadline)
+                .with_context(|| format!("migration {number}{}", first.last_output()))?;
+            end_source(guest, &qmp(number))?;
             guest = there;
-            moved(number, result)?;
+            on_migrated(number, result)?;
             number += 1;
         }
         std::thread::sleep(Duration::from_millis(10));
@@ -70,14 +70,14 @@ pub fn run_moving(
     fs::remove_file(&boot.initrd).ok();
     let output = first.output(ended, lines, started, accel, limit)?;
     ensure!(
-        number == moves,
-        "the script ended after {number} moves: {:?}",
+        number == migrations,
+        "the script ended after {number} migrations: {:?}",
         output.lines
     );
     Ok(output)
 }
 
-fn move_guest(from: &Path, to: &Path, socket: &Path, deadline: Instant) -> Result<Moved> {
+fn migrate(from: &Path, to: &Path, socket: &Path, deadline: Instant) -> Result<MigrationTimes> {
     let until = |what: &str, done: &mut dyn FnMut() -> Result<bool>| {
         while !done()? {
             ensure!(Instant::now() < deadline, "{what}: not before the limit");
@@ -99,7 +99,7 @@ fn move_guest(from: &Path, to: &Path, socket: &Path, deadline: Instant) -> Resul
         json!({ "uri": format!("unix:{}", socket.display()) }),
     )?;
     let mut state = Value::Null;
-    until("the move", &mut || {
+    until("the migration", &mut || {
         state = from.execute("query-migrate", json!({}))?;
         match state["status"].as_str() {
             Some("completed") => Ok(true),
@@ -110,14 +110,14 @@ fn move_guest(from: &Path, to: &Path, socket: &Path, deadline: Instant) -> Resul
     until("the guest runs there", &mut || {
         Ok(to.execute("query-status", json!({}))?["running"] == true)
     })?;
-    Ok(Moved {
+    Ok(MigrationTimes {
         total: began.elapsed(),
         downtime: Duration::from_millis(state["downtime"].as_u64().unwrap_or(0)),
     })
 }
 
 /// Ends the QEMU from which the guest has migrated.
-fn leave(mut guest: Process, qmp: &Path) -> Result<()> {
+fn end_source(mut guest: Process, qmp: &Path) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(60);
     let status = loop {
         // QEMU may close the connection before it has replied.

@@ -2,7 +2,7 @@
 
 use harness::random::split_mix;
 
-use super::SECTOR;
+const SECTOR: u64 = 512;
 
 /// Random numbers that depend only on the seed (SplitMix64).
 pub struct Random(pub u64);
@@ -19,7 +19,7 @@ impl Random {
     }
 
     /// Whether an event with a probability of `often` in 1000 occurs.
-    pub fn strikes(&mut self, often: u32) -> bool {
+    pub fn occurs_in_1000(&mut self, often: u32) -> bool {
         self.below(1000) < u64::from(often)
     }
 
